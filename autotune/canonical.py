@@ -1,0 +1,38 @@
+"""Identity is content: canonical JSON and the hash of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+
+def to_data(value: Any) -> Any:
+    """Plain JSON types of a (nested) dataclass value; tuples become lists, enums their values."""
+    if isinstance(value, Enum):
+        return value.value
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    if isinstance(value, tuple | list):
+        return [to_data(item) for item in value]
+    if isinstance(value, Mapping):
+        return {str(key): to_data(item) for key, item in value.items()}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: to_data(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Path):
+        return str(value)
+    raise TypeError(f"{type(value).__name__} has no canonical form")
+
+
+def canonical_json(value: Any) -> str:
+    """The one text of a value: sorted keys, no spaces, NaN and infinity refused."""
+    return json.dumps(to_data(value), sort_keys=True, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
+
+
+def content_id(prefix: str, value: Any) -> str:
+    """`prefix-` and 64 bits of the SHA-256 of the canonical JSON."""
+    return f"{prefix}-{hashlib.sha256(canonical_json(value).encode()).hexdigest()[:16]}"

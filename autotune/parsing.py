@@ -1,0 +1,115 @@
+"""Untrusted text into frozen dataclasses: one clear error instead of a stack trace.
+
+Sizes are bounded before anything is parsed, YAML is read by the safe loader, and an unknown
+field is an error that names the nearest known one.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from autotune.errors import InvalidInput
+
+T = TypeVar("T")
+
+MAX_FILE_BYTES = 64 * 2**20  # a BERT-large strategy with every variable in 40 shards is about 3 MB
+
+
+def read_text(path: Path, max_bytes: int = MAX_FILE_BYTES) -> str:
+    """The file's text, or `InvalidInput` when it is missing, too large or not UTF-8."""
+    try:
+        size = path.stat().st_size
+        if size > max_bytes:
+            raise InvalidInput(f"{path} may hold at most {max_bytes} bytes, but has {size}")
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise InvalidInput(f"cannot read {path}: {error.strerror or error}; check the path and its permissions") from error
+    except UnicodeDecodeError as error:
+        raise InvalidInput(f"{path} must be UTF-8 text, but byte {error.start} is not") from error
+
+
+def read_json(path: Path) -> Any:
+    """The parsed JSON of a file."""
+    return parse_json(read_text(path), str(path))
+
+
+def parse_json(text: str, where: str) -> Any:
+    """Parsed JSON; NaN and infinity are refused, as canonical JSON has none."""
+
+    def refuse(constant: str) -> Any:
+        raise InvalidInput(f"{where} must hold finite numbers, but has {constant}")
+
+    try:
+        return json.loads(text, parse_constant=refuse)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise InvalidInput(f"{where} must be JSON, but is not: {error}") from error
+
+
+def read_yaml(path: Path) -> Any:
+    """The parsed YAML of a file (safe loader, at most 1 MiB: configurations are written by hand)."""
+    import yaml
+
+    text = read_text(path, max_bytes=2**20)
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise InvalidInput(f"{path} must be YAML, but is not: {error}") from error
+
+
+def parse(kind: type[T], data: Any, where: str) -> T:
+    """Validate plain `data` into the dataclass `kind`.
+
+    Unknown fields are errors where the class sets `__pydantic_config__ = {"extra": "forbid"}`.
+    Raises `InvalidInput` that names `where`, the field, the value and the rule.
+    """
+    from pydantic import TypeAdapter, ValidationError
+
+    try:
+        return TypeAdapter(kind).validate_python(data)
+    except ValidationError as error:
+        raise InvalidInput(_explain(kind, error.errors(include_url=False), where)) from error
+
+
+def _explain(kind: type[Any], problems: list[Any], where: str) -> str:
+    lines = []
+    for problem in problems[:5]:
+        path = ".".join(str(part) for part in problem["loc"])
+        if problem["type"] == "unexpected_keyword_argument":
+            lines.append(f"unknown field {path!r}{_suggestion(kind, problem['loc'])}")
+        elif problem["type"] == "missing":
+            lines.append(f"field {path!r} is required, but missing")
+        else:
+            rule = problem["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
+            got = repr(problem["input"])
+            shown = "" if problem["type"] == "value_error" else f", but is {got[:80]}"
+            lines.append(f"{path or 'the value'}: {rule}{shown}")
+    more = len(problems) - 5
+    return f"{where}: " + "; ".join(lines) + (f"; and {more} more" if more > 0 else "")
+
+
+def _suggestion(kind: type[Any], location: tuple[int | str, ...]) -> str:
+    known = _field_names(kind, location[:-1])
+    near = difflib.get_close_matches(str(location[-1]), known, n=1)
+    if near:
+        return f"; did you mean {near[0]!r}?"
+    return f"; known fields: {', '.join(known)}" if known else ""
+
+
+def _field_names(kind: Any, path: tuple[int | str, ...]) -> list[str]:
+    """Field names of the dataclass that sits at `path` inside `kind`, or none if it cannot be told."""
+    from typing import get_args, get_type_hints
+
+    for part in path:
+        if isinstance(part, int):
+            continue
+        if not (is_dataclass(kind) and part in (hints := get_type_hints(kind))):
+            return []
+        kind = hints[part]
+        while not is_dataclass(kind) and get_args(kind):
+            candidates = [arg for arg in get_args(kind) if is_dataclass(arg)] or list(get_args(kind))[:1]
+            kind = candidates[0]
+    return [field.name for field in fields(kind)] if is_dataclass(kind) else []

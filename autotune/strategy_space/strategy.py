@@ -1,0 +1,172 @@
+"""A strategy: pure data that says, for every gradient variable, how it is synchronized.
+
+Source: AutoSync, supplement sec. 6 and 8; the remaining fields are REQUIREMENTS row A1.
+A strategy validates itself on its own; that it fits a workload and a world is checked by `plan()`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+from typing import Any
+
+from autotune.canonical import canonical_json, content_id, to_data
+from autotune.errors import InvalidInput, InvalidStrategy
+from autotune.parsing import parse, parse_json
+
+SCHEMA = 1
+
+
+class Synchronizer(StrEnum):
+    ALL_REDUCE = "all_reduce"
+    REDUCE_SCATTER_ALL_GATHER = "reduce_scatter_all_gather"
+    PARAMETER_SERVER = "parameter_server"
+    REDUCE_BROADCAST = "reduce_broadcast"
+
+
+class Compressor(StrEnum):
+    NONE = "none"
+    FP16 = "fp16"
+    BF16 = "bf16"
+    INT8 = "int8"
+    TOP_K = "top_k"
+    POWER_SGD = "power_sgd"
+
+
+class SparseHandling(StrEnum):
+    """How the gradient of a sparse variable (an embedding's rows) travels."""
+
+    DENSE = "dense"
+    ALL_GATHER = "all_gather"  # indices and values
+    GATHER_SCATTER = "gather_scatter"  # through a parameter server
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Cut along `axis` into shards of `sizes` (extents along that axis, even or uneven)."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    axis: int
+    sizes: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if self.axis < 0:
+            raise InvalidStrategy(f"partition axis must be at least 0, but is {self.axis}")
+        if len(self.sizes) < 2 or min(self.sizes) < 1:
+            raise InvalidStrategy(f"a partition needs two or more shards of at least 1 row each, but the sizes are {self.sizes}")
+
+
+@dataclass(frozen=True)
+class Shard:
+    """How one shard is sent.
+
+    `placement`: rank of the server (parameter server) or root (reduce + broadcast); None for collectives.
+    `group`: shards of one group that agree in everything else are sent as one message; None: alone.
+    `priority`: messages are issued by ascending priority, then in gradient-ready order.
+    `ratio` (top-k: share of elements kept) and `rank` (PowerSGD) belong to the compressor.
+    """
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    synchronizer: Synchronizer
+    compressor: Compressor = Compressor.NONE
+    placement: int | None = None
+    group: int | None = None
+    priority: int = 0
+    hierarchical: bool = False
+    ratio: float | None = None
+    rank: int | None = None
+
+    def __post_init__(self) -> None:
+        rooted = self.synchronizer in (Synchronizer.PARAMETER_SERVER, Synchronizer.REDUCE_BROADCAST)
+        if rooted != (self.placement is not None):
+            need = "a placement (the rank of its server)" if rooted else "no placement"
+            raise InvalidStrategy(f"synchronizer {self.synchronizer} needs {need}, but placement is {self.placement}")
+        if self.placement is not None and self.placement < 0:
+            raise InvalidStrategy(f"placement must be a rank >= 0, but is {self.placement}")
+        if (self.compressor is Compressor.TOP_K) != (self.ratio is not None):
+            raise InvalidStrategy(f"compressor top_k, and only it, needs a ratio, but {self.compressor} has {self.ratio}")
+        if self.ratio is not None and not 0 < self.ratio <= 1:
+            raise InvalidStrategy(f"top_k ratio must lie in (0, 1], but is {self.ratio}")
+        if (self.compressor is Compressor.POWER_SGD) != (self.rank is not None):
+            raise InvalidStrategy(f"compressor power_sgd, and only it, needs a rank, but {self.compressor} has {self.rank}")
+        if self.rank is not None and self.rank < 1:
+            raise InvalidStrategy(f"power_sgd rank must be at least 1, but is {self.rank}")
+
+
+@dataclass(frozen=True)
+class VariableStrategy:
+    """One variable: its shards, in order along the partition axis (one shard if not partitioned)."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    variable: str
+    shards: tuple[Shard, ...]
+    partition: Partition | None = None
+    sparse: SparseHandling = SparseHandling.DENSE
+
+    def __post_init__(self) -> None:
+        expected = len(self.partition.sizes) if self.partition else 1
+        if len(self.shards) != expected:
+            raise InvalidStrategy(f"{self.variable!r} is cut into {expected} part(s) and needs as many shards, but has {len(self.shards)}")
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """All variables of a workload. The order of `variables` carries no meaning and is kept sorted by name.
+
+    `cross_step`: synchronization and update may run into the next forward pass.
+    `ring_order`: the ranks along the ring; None for rank order.
+    """
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    variables: tuple[VariableStrategy, ...]
+    cross_step: bool = False
+    ring_order: tuple[int, ...] | None = None
+    schema: int = SCHEMA
+
+    def __post_init__(self) -> None:
+        if self.schema != SCHEMA:
+            raise InvalidStrategy(f"this version reads strategy schema {SCHEMA}, but the strategy has {self.schema}; update autotune")
+        names = [choice.variable for choice in self.variables]
+        if not names:
+            raise InvalidStrategy("a strategy needs at least one variable")
+        if len(set(names)) != len(names):
+            raise InvalidStrategy("a strategy names each variable once, but some occur more than once")
+        if names != sorted(names):
+            object.__setattr__(self, "variables", tuple(sorted(self.variables, key=lambda choice: choice.variable)))
+        if self.ring_order is not None and sorted(self.ring_order) != list(range(len(self.ring_order))):
+            raise InvalidStrategy(f"ring_order must be a permutation of the ranks, but is {self.ring_order}")
+
+    @cached_property
+    def id(self) -> str:
+        return content_id("strategy", self)
+
+    @cached_property
+    def by_name(self) -> dict[str, VariableStrategy]:
+        return {choice.variable: choice for choice in self.variables}
+
+    @property
+    def lossless(self) -> bool:
+        """True if no shard is compressed."""
+        return all(shard.compressor is Compressor.NONE for choice in self.variables for shard in choice.shards)
+
+    def to_json(self) -> str:
+        return canonical_json(self)
+
+    def to_data(self) -> dict[str, Any]:
+        data: dict[str, Any] = to_data(self)
+        return data
+
+    @staticmethod
+    def from_data(data: Any, where: str = "strategy") -> Strategy:
+        if isinstance(data, dict) and isinstance(data.get("schema"), int) and data["schema"] > SCHEMA:
+            raise InvalidInput(f"{where}: this version reads strategy schema {SCHEMA}, but the file has {data['schema']}; update autotune")
+        return parse(Strategy, data, where)
+
+    @staticmethod
+    def from_json(text: str, where: str = "strategy") -> Strategy:
+        return Strategy.from_data(parse_json(text, where), where)

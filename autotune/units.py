@@ -1,0 +1,61 @@
+"""Units at the edge: text such as `1Gbit/s`, `16GB` or `50us` becomes SI floats here and nowhere else."""
+
+from __future__ import annotations
+
+import re
+
+from autotune.errors import InvalidInput
+
+_PREFIX = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30}
+_NUMBER = r"^\s*([0-9]+(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?)\s*"
+_BYTES = re.compile(_NUMBER + r"(|[kKMGT]|Ki|Mi|Gi)B?\s*$")
+_RATE = re.compile(_NUMBER + r"(|[kKMGT]|Ki|Mi|Gi)(bit/s|bps|B/s|bE)\s*$")
+_TIME = re.compile(_NUMBER + r"(s|ms|us|µs|ns|min|h)\s*$")
+_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9, "min": 60.0, "h": 3600.0}
+
+
+def parse_bytes(value: str | float, what: str) -> int:
+    """`16GB` (decimal), `16GiB` (binary) or a plain number of bytes."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return int(value)
+    match = _BYTES.match(str(value))
+    if match is None:
+        raise InvalidInput(f"{what} needs a size such as 16GB or 512MiB, but is {value!r}")
+    return int(float(match[1]) * _PREFIX[match[2]])
+
+
+def parse_bytes_per_s(value: str | float, what: str) -> float:
+    """`1Gbit/s`, `25GbE` or `10GB/s`; a plain number is bytes per second."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    match = _RATE.match(str(value))
+    if match is None:
+        raise InvalidInput(f"{what} needs a rate such as 1Gbit/s or 10GB/s, but is {value!r}")
+    per_unit = 1.0 if match[3] == "B/s" else 1 / 8
+    return float(match[1]) * _PREFIX[match[2]] * per_unit
+
+
+def parse_seconds(value: str | float, what: str) -> float:
+    """`50us`, `5min` or `1.5h`; a plain number is seconds."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    match = _TIME.match(str(value))
+    if match is None:
+        raise InvalidInput(f"{what} needs a time such as 50us, 30s or 5min, but is {value!r}")
+    return float(match[1]) * _SECONDS[match[2]]
+
+
+def format_seconds(seconds: float) -> str:
+    """Three significant digits with the unit a person would choose."""
+    for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
+        if abs(seconds) >= scale:
+            return f"{seconds / scale:.3g} {unit}"
+    return f"{seconds * 1e9:.3g} ns"
+
+
+def format_bytes(count: float) -> str:
+    """Binary prefixes, as bucket sizes are quoted in the field."""
+    for scale, unit in ((2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB")):
+        if abs(count) >= scale:
+            return f"{count / scale:.3g} {unit}"
+    return f"{count:.0f} B"

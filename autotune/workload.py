@@ -1,0 +1,118 @@
+"""What one replica trains: its gradient variables in the order in which they become ready.
+
+| symbol | meaning | unit |
+|---|---|---|
+| V | number of gradient variables | - |
+| ready_s | time from the start of the backward pass until the gradient is final | s |
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from autotune.canonical import content_id, to_data
+from autotune.errors import InvalidInput
+from autotune.parsing import parse
+
+DTYPE_BYTES = {
+    "float64": 8,
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "complex64": 8,
+    "complex128": 16,
+}
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One trainable tensor. `ready_s` is None where nothing was measured."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+    sparse: bool = False
+    ready_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPE_BYTES:
+            raise InvalidInput(f"dtype of {self.name!r} must be one of {', '.join(DTYPE_BYTES)}, but is {self.dtype!r}")
+        if any(extent < 0 for extent in self.shape):
+            raise InvalidInput(f"shape of {self.name!r} must have no negative extent, but is {self.shape}")
+
+    @cached_property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def grad_bytes(self) -> int:
+        return self.elements * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One replica's training step.
+
+    `variables` are in backward (gradient-ready) order: index 0 is ready first. `edges` are pairs
+    (i, j) of variable indices whose operations are neighbours in the data-flow graph, i < j.
+    `update_s` is everything between the end of the backward pass and the next forward pass.
+    `source` is "measured" or "assumed" and goes through to the report.
+    """
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    model: str
+    variables: tuple[Variable, ...]
+    edges: tuple[tuple[int, int], ...] = ()
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    update_s: float = 0.0
+    device: str = "cpu"
+    source: str = "assumed"
+    schema: int = field(default=1)
+
+    def __post_init__(self) -> None:
+        if not self.variables:
+            raise InvalidInput("a workload needs at least one variable; does the model have parameters that require a gradient?")
+        names = [variable.name for variable in self.variables]
+        if len(set(names)) != len(names):
+            twice = sorted({name for name in names if names.count(name) > 1})
+            raise InvalidInput(f"variable names must be unique, but {', '.join(twice[:3])} occur more than once")
+        if self.source not in ("measured", "assumed"):
+            raise InvalidInput(f"workload source must be 'measured' or 'assumed', but is {self.source!r}")
+        count = len(self.variables)
+        for edge in self.edges:
+            if not 0 <= edge[0] < edge[1] < count:
+                raise InvalidInput(f"workload edges must be pairs i < j < {count}, but one is {edge}")
+
+    @cached_property
+    def id(self) -> str:
+        """Identity of the model: names, shapes and dtypes, whatever the timings and the order are."""
+        return content_id("model", sorted([v.name, list(v.shape), v.dtype] for v in self.variables))
+
+    @cached_property
+    def index(self) -> dict[str, int]:
+        """Variable name -> backward position."""
+        return {variable.name: position for position, variable in enumerate(self.variables)}
+
+    @cached_property
+    def grad_bytes(self) -> int:
+        return sum(variable.grad_bytes for variable in self.variables)
+
+    @property
+    def compute_s(self) -> float:
+        """T_comp: one step of one replica without any synchronization."""
+        return self.forward_s + self.backward_s + self.update_s
+
+    def to_data(self) -> dict[str, Any]:
+        data: dict[str, Any] = to_data(self)
+        return data
+
+    @staticmethod
+    def from_data(data: Any, where: str = "workload") -> Workload:
+        return parse(Workload, data, where)
