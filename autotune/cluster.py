@@ -13,7 +13,7 @@ from typing import Any
 
 from autotune.canonical import content_id, to_data
 from autotune.errors import InvalidInput
-from autotune.parsing import parse, read_yaml
+from autotune.parsing import parse, read_yaml, refuse_newer
 from autotune.units import parse_bytes, parse_bytes_per_s, parse_seconds
 
 
@@ -172,6 +172,7 @@ class Cluster:
 
     @staticmethod
     def from_data(data: Any, where: str = "cluster") -> Cluster:
+        refuse_newer(data, 1, "cluster", where)
         return parse(Cluster, data, where)
 
 
@@ -210,9 +211,9 @@ class _ClusterSpec:
 
 def read_cluster(path: Path) -> Cluster:
     """A cluster from its YAML file; see docs/cluster.md for the fields and their units."""
-    spec = parse(_ClusterSpec, read_yaml(path), str(path))
-    if spec.schema != 1:
-        raise InvalidInput(f"{path}: this version reads cluster schema 1, but the file says {spec.schema}; update autotune")
+    data = read_yaml(path)
+    refuse_newer(data, 1, "cluster", str(path))
+    spec = parse(_ClusterSpec, data, str(path))
     hosts = tuple(
         Host(
             name=host.name,

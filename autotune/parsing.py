@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -38,14 +39,18 @@ def read_json(path: Path) -> Any:
 
 
 def parse_json(text: str, where: str) -> Any:
-    """Parsed JSON; NaN and infinity are refused, as canonical JSON has none."""
+    """Parsed JSON; NaN and infinity (also as 1e999) are refused, as canonical JSON has none."""
 
-    def refuse(constant: str) -> Any:
-        raise InvalidInput(f"{where} must hold finite numbers, but has {constant}")
+    def finite(number: str) -> float:
+        if not math.isfinite(value := float(number)):
+            raise InvalidInput(f"{where} must hold finite numbers, but has {number[:40]}")
+        return value
 
     try:
-        return json.loads(text, parse_constant=refuse)
-    except (json.JSONDecodeError, RecursionError) as error:
+        return json.loads(text, parse_constant=finite, parse_float=finite)
+    except InvalidInput:
+        raise
+    except (ValueError, RecursionError) as error:  # ValueError: also an integer of more than 4300 digits
         raise InvalidInput(f"{where} must be JSON, but is not: {error}") from error
 
 
@@ -56,7 +61,7 @@ def read_yaml(path: Path) -> Any:
     text = read_text(path, max_bytes=2**20)
     try:
         return yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date such as 2024-99-99
         raise InvalidInput(f"{path} must be YAML, but is not: {error}") from error
 
 
@@ -72,6 +77,13 @@ def parse(kind: type[T], data: Any, where: str) -> T:
         return TypeAdapter(kind).validate_python(data)
     except ValidationError as error:
         raise InvalidInput(_explain(kind, error.errors(include_url=False), where)) from error
+
+
+def refuse_newer(data: Any, newest: int, what: str, where: str) -> None:
+    """Refuse data whose schema this version does not know, before its new fields are called unknown."""
+    schema = data.get("schema") if isinstance(data, dict) else None
+    if isinstance(schema, int) and schema > newest:
+        raise InvalidInput(f"{where}: this version reads {what} schema {newest}, but the file has {schema}; update autotune")
 
 
 def _explain(kind: type[Any], problems: list[Any], where: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 from autotune.errors import InvalidInput
@@ -17,32 +18,42 @@ _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9, "min": 60
 def parse_bytes(value: str | float, what: str) -> int:
     """`16GB` (decimal), `16GiB` (binary) or a plain number of bytes."""
     if isinstance(value, int | float) and not isinstance(value, bool):
-        return int(value)
+        return int(_checked(value, what))
     match = _BYTES.match(str(value))
     if match is None:
         raise InvalidInput(f"{what} needs a size such as 16GB or 512MiB, but is {value!r}")
-    return int(float(match[1]) * _PREFIX[match[2]])
+    return int(_checked(float(match[1]) * _PREFIX[match[2]], what))
 
 
 def parse_bytes_per_s(value: str | float, what: str) -> float:
     """`1Gbit/s`, `25GbE` or `10GB/s`; a plain number is bytes per second."""
     if isinstance(value, int | float) and not isinstance(value, bool):
-        return float(value)
+        return _checked(value, what)
     match = _RATE.match(str(value))
     if match is None:
         raise InvalidInput(f"{what} needs a rate such as 1Gbit/s or 10GB/s, but is {value!r}")
     per_unit = 1.0 if match[3] == "B/s" else 1 / 8
-    return float(match[1]) * _PREFIX[match[2]] * per_unit
+    return _checked(float(match[1]) * _PREFIX[match[2]] * per_unit, what)
 
 
 def parse_seconds(value: str | float, what: str) -> float:
     """`50us`, `5min` or `1.5h`; a plain number is seconds."""
     if isinstance(value, int | float) and not isinstance(value, bool):
-        return float(value)
+        return _checked(value, what)
     match = _TIME.match(str(value))
     if match is None:
         raise InvalidInput(f"{what} needs a time such as 50us, 30s or 5min, but is {value!r}")
-    return float(match[1]) * _SECONDS[match[2]]
+    return _checked(float(match[1]) * _SECONDS[match[2]], what)
+
+
+def _checked(value: float, what: str) -> float:
+    try:
+        number = float(value)
+    except OverflowError:  # an integer above 1.8e308
+        number = math.inf
+    if not (math.isfinite(number) and number >= 0):
+        raise InvalidInput(f"{what} must be finite and at least 0, but is {number}")
+    return number
 
 
 def format_seconds(seconds: float) -> str:

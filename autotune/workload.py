@@ -9,13 +9,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from autotune.canonical import content_id, to_data
 from autotune.errors import InvalidInput
-from autotune.parsing import parse
+from autotune.parsing import parse, refuse_newer
 
 DTYPE_BYTES = {
     "float64": 8,
@@ -52,6 +53,11 @@ class Variable:
     @property
     def grad_bytes(self) -> int:
         return self.elements * DTYPE_BYTES[self.dtype]
+
+
+def model_id(variables: Iterable[tuple[str, tuple[int, ...], str]]) -> str:
+    """Identity of a model from (name, shape, dtype) of its variables, whatever their order."""
+    return content_id("model", sorted([name, list(shape), dtype] for name, shape, dtype in variables))
 
 
 @dataclass(frozen=True)
@@ -93,7 +99,7 @@ class Workload:
     @cached_property
     def id(self) -> str:
         """Identity of the model: names, shapes and dtypes, whatever the timings and the order are."""
-        return content_id("model", sorted([v.name, list(v.shape), v.dtype] for v in self.variables))
+        return model_id((v.name, v.shape, v.dtype) for v in self.variables)
 
     @cached_property
     def index(self) -> dict[str, int]:
@@ -115,4 +121,5 @@ class Workload:
 
     @staticmethod
     def from_data(data: Any, where: str = "workload") -> Workload:
+        refuse_newer(data, 1, "workload", where)
         return parse(Workload, data, where)

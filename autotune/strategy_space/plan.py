@@ -14,7 +14,7 @@ from typing import Any
 
 from autotune.canonical import canonical_json, content_id, to_data
 from autotune.errors import InvalidStrategy
-from autotune.parsing import parse, parse_json
+from autotune.parsing import parse, parse_json, refuse_newer
 from autotune.strategy_space.strategy import Compressor, Partition, Shard, SparseHandling, Strategy, Synchronizer, VariableStrategy
 from autotune.workload import DTYPE_BYTES, Variable, Workload
 
@@ -124,7 +124,9 @@ class Plan:
 
     @staticmethod
     def from_json(text: str, where: str = "plan") -> Plan:
-        return parse(Plan, parse_json(text, where), where)
+        data = parse_json(text, where)
+        refuse_newer(data, SCHEMA, "plan", where)
+        return parse(Plan, data, where)
 
 
 def plan(strategy: Strategy, workload: Workload, world_size: int) -> Plan:

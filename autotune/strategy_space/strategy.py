@@ -12,8 +12,8 @@ from functools import cached_property
 from typing import Any
 
 from autotune.canonical import canonical_json, content_id, to_data
-from autotune.errors import InvalidInput, InvalidStrategy
-from autotune.parsing import parse, parse_json
+from autotune.errors import InvalidStrategy
+from autotune.parsing import parse, parse_json, refuse_newer
 
 SCHEMA = 1
 
@@ -163,8 +163,7 @@ class Strategy:
 
     @staticmethod
     def from_data(data: Any, where: str = "strategy") -> Strategy:
-        if isinstance(data, dict) and isinstance(data.get("schema"), int) and data["schema"] > SCHEMA:
-            raise InvalidInput(f"{where}: this version reads strategy schema {SCHEMA}, but the file has {data['schema']}; update autotune")
+        refuse_newer(data, SCHEMA, "strategy", where)
         return parse(Strategy, data, where)
 
     @staticmethod

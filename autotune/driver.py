@@ -1,0 +1,112 @@
+"""Carries out the tuner's instructions: measures in the world, asks for proposals, records every event.
+
+The order is fixed: an event is durable in the store before anybody else hears of it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from autotune.cluster import Cluster, CollectiveFit
+from autotune.errors import LaunchError
+from autotune.events import Event, Profiled, Proposed, TrialFinished
+from autotune.history import History
+from autotune.job import JobSpec
+from autotune.records import CURRENT_SETUP, Failed, Measured, TrialRequest
+from autotune.sampler.proposer import Proposer
+from autotune.store import Store
+from autotune.strategy_space.plan import Plan, plan
+from autotune.tuner import Abort, Decision, Finish, Instruction, ProfileWorkload, Propose, RunTrial, next_instruction
+from autotune.workload import Workload
+
+
+class MeasuredProfile(Protocol):
+    """One replica's workload, the links' costs and the software versions."""
+
+    @property
+    def workload(self) -> Workload: ...
+    @property
+    def fits(self) -> tuple[CollectiveFit, ...]: ...
+    @property
+    def software(self) -> dict[str, str]: ...
+
+
+class TrialWorld(Protocol):
+    """The running training. Failures of a trial are returned; `LaunchError` means that the script no longer starts."""
+
+    def model_id(self) -> str: ...
+    def profile(self) -> MeasuredProfile: ...
+    def run_trial(self, request: TrialRequest, plan: Plan | None) -> Measured | Failed: ...
+
+
+class Observer(Protocol):
+    """Hears of the job's course while the ranks are paused at a step boundary."""
+
+    def started(self, instruction: Instruction, history: History) -> None: ...
+    def recorded(self, event: Event, history: History) -> None: ...
+
+
+def drive(job_id: str, spec: JobSpec, store: Store, world: TrialWorld, proposer: Proposer, observers: Sequence[Observer]) -> Decision:
+    """Run the job to its decision, from wherever its event log ends. Raises `LaunchError` if the script cannot be tuned."""
+    history = store.history(job_id)
+    before_s, began_s = history.elapsed_s, time.monotonic()
+    if history.profiled is not None:
+        _same_model(history.profiled.workload, world.model_id())
+    while True:
+        instruction = next_instruction(spec, history)
+        for observer in observers:
+            observer.started(instruction, history)
+        if isinstance(instruction, Finish):
+            store.finish(job_id, instruction.decision)
+            return instruction.decision
+        if isinstance(instruction, Abort):
+            raise LaunchError(instruction.message)
+        event = _execute(instruction, spec, history, world, proposer)
+        event = replace(event, elapsed_s=before_s + time.monotonic() - began_s)
+        store.append(job_id, event)
+        history = history.then(event)
+        for observer in observers:
+            observer.recorded(event, history)
+
+
+def _execute(
+    instruction: ProfileWorkload | Propose | RunTrial, spec: JobSpec, history: History, world: TrialWorld, proposer: Proposer
+) -> Profiled | Proposed | TrialFinished:
+    if isinstance(instruction, ProfileWorkload):
+        measured = world.profile()
+        return Profiled(measured.workload, probed(spec.cluster, measured.fits), 0.0, measured.software)
+    if isinstance(instruction, Propose):
+        return proposer.propose(history, instruction.round, instruction.count)
+    request = instruction.request
+    wanted = plan_of(request.strategy_id, spec, history)
+    return TrialFinished(request, world.run_trial(request, wanted), wanted.id if wanted else None, 0.0)
+
+
+def plan_of(strategy_id: str, spec: JobSpec, history: History) -> Plan | None:
+    """The plan of a proposed strategy; None for the current setup."""
+    if strategy_id == CURRENT_SETUP:
+        return None
+    assert history.profiled is not None
+    return plan(history.proposals[strategy_id].strategy, history.profiled.workload, spec.workers)
+
+
+def probed(cluster: Cluster, fits: tuple[CollectiveFit, ...]) -> Cluster:
+    """The cluster with its fitted costs; an assumed single host also gets the bandwidth that its ring showed."""
+    ring = next((fit for fit in fits if fit.primitive == "all_reduce" and fit.group_size == cluster.world_size), None)
+    if ring is not None and len(cluster.hosts) == 1 and cluster.source == "assumed" and ring.beta_s_per_byte > 0:
+        moved = 2 * (cluster.world_size - 1) / cluster.world_size  # Eq. 3: bytes per link of a ring all-reduce
+        speed = moved / ring.beta_s_per_byte
+        host = replace(cluster.hosts[0], link_bytes_per_s=speed, inner_bytes_per_s=speed)
+        cluster = replace(cluster, hosts=(host,))
+    return cluster.with_fits(fits)
+
+
+def _same_model(workload: Workload, running_id: str) -> None:
+    if workload.id != running_id:
+        raise LaunchError(
+            f"the job was started with model {workload.id} ({len(workload.variables)} variables), but the script now builds {running_id}; "
+            "start a new job, or restore the script"
+        )

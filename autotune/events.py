@@ -1,0 +1,109 @@
+"""The events of a job, in the order in which they happened: the whole state is a fold over them.
+
+`elapsed_s` is the tuning time of the job when the event was recorded; it goes on counting after a resume.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from autotune.canonical import to_data
+from autotune.cluster import Cluster
+from autotune.errors import InvalidInput
+from autotune.parsing import parse
+from autotune.records import Failed, Measured, TrialRequest
+from autotune.strategy_space.strategy import Strategy
+from autotune.workload import Workload
+
+
+@dataclass(frozen=True)
+class RankingQuality:
+    """How well a ranker orders held-out trials of this job.
+
+    `pairwise_accuracy`: share of pairs in the right order (0.5 is chance); `regret`: measured time of the best
+    of the ranker's first `top_k`, relative to the best of all, minus 1. `trials`: how many trials were ranked.
+    """
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    ranker: str
+    pairwise_accuracy: float
+    kendall_tau: float
+    regret: float
+    top_k: int
+    trials: int
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A strategy worth a trial. `origin` says where it came from (a builder's name, "sampled", "mutated", ...)."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    strategy: Strategy
+    origin: str
+    predicted_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Profiled:
+    """What one replica does and what the links cost, measured on the running script."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    workload: Workload
+    cluster: Cluster
+    elapsed_s: float
+    software: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Proposed:
+    """One round of proposals: `considered` strategies were scored by `ranker`, chosen because of `reason`."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    round: int
+    proposals: tuple[Proposal, ...]
+    ranker: str
+    reason: str
+    considered: int
+    quality: tuple[RankingQuality, ...]
+    elapsed_s: float
+
+
+@dataclass(frozen=True)
+class TrialFinished:
+    """`plan_id` is None for the current setup."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    request: TrialRequest
+    outcome: Measured | Failed
+    plan_id: str | None
+    elapsed_s: float
+
+
+Event = Profiled | Proposed | TrialFinished
+
+_KINDS: dict[str, type[Profiled] | type[Proposed] | type[TrialFinished]] = {
+    "profiled": Profiled,
+    "proposed": Proposed,
+    "trial_finished": TrialFinished,
+}
+
+
+def event_to_data(event: Event) -> dict[str, Any]:
+    """JSON types, with the kind beside the fields."""
+    kind = next(name for name, cls in _KINDS.items() if isinstance(event, cls))
+    return {"kind": kind, **to_data(event)}
+
+
+def event_from_data(data: dict[str, Any], where: str = "event") -> Event:
+    """The inverse of `event_to_data`; raises `InvalidInput`."""
+    fields = dict(data)
+    kind = fields.pop("kind", None)
+    if kind not in _KINDS:
+        raise InvalidInput(f"{where}: kind must be one of {', '.join(_KINDS)}, but is {kind!r}")
+    return parse(_KINDS[kind], fields, where)

@@ -1,0 +1,90 @@
+"""Everything a simulator may know about one strategy on one workload and cluster.
+
+| symbol | meaning |
+|---|---|
+| S | shards, ordered by backward position of their variable, then along the partition axis |
+| V | variables, in backward order |
+| F | raw features of a shard (`RAW_FEATURES`) |
+| E | edges between variables |
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autotune.cluster import Cluster
+from autotune.errors import InvalidInput
+from autotune.features.compute_cost import overlap_step_s, paper_step_s
+from autotune.features.flat import flatten
+from autotune.features.raw import shard_rows
+from autotune.features.sync_cost import message_costs
+from autotune.strategy_space.plan import Plan
+from autotune.strategy_space.strategy import Strategy
+from autotune.workload import Workload
+
+MAX_VARIABLES = 4_000  # BERT-large has about 400; the recurrent simulator walks them one after the other
+MAX_SHARDS = 32_000  # BERT-large with every variable in 40 shards is 16 000 rows, 5 MB
+
+
+@dataclass(frozen=True)
+class StrategyFeatures:
+    """The input of every simulator.
+
+    `shards` (S, F) float32; `shard_variable` (S,) backward position, ascending; `edges` (E, 2) pairs of backward
+    positions, the workload's own or, where it names none, the chain of neighbours in backward order;
+    `global_features` (12,). `analytic_step_s` is the overlap estimate, `paper_step_s` the paper's Eq. 1; lower is better.
+    """
+
+    strategy_id: str
+    shards: NDArray[np.float32]
+    shard_variable: NDArray[np.int64]
+    variables: int
+    edges: NDArray[np.int64]
+    global_features: NDArray[np.float64]
+    analytic_step_s: float
+    paper_step_s: float
+
+    @cached_property
+    def shard_edges(self) -> NDArray[np.int64]:
+        """The partitioned graph: pairs of shards, each pair once, shape (pairs, 2).
+
+        Shards of one variable form a chain. Of two neighbouring variables, shard i of n meets shard i*m//n of m,
+        counted on the variable with more shards: max(n, m) pairs rather than n*m.
+        """
+        counts = np.bincount(self.shard_variable, minlength=self.variables)
+        first = np.cumsum(counts) - counts
+        inside = np.flatnonzero(self.shard_variable[1:] == self.shard_variable[:-1])
+        here, there = self.edges[:, 0], self.edges[:, 1]
+        pairs = np.maximum(counts[here], counts[there])
+        edge = np.repeat(np.arange(len(self.edges)), pairs)
+        number = np.arange(len(edge)) - np.repeat(np.cumsum(pairs) - pairs, pairs)
+        ends = [first[side][edge] + number * counts[side][edge] // pairs[edge] for side in (here, there)]
+        return np.concatenate([np.column_stack([inside, inside + 1]), np.column_stack(ends)]).astype(np.int64)
+
+
+def extract(strategy: Strategy, plan: Plan, workload: Workload, cluster: Cluster) -> StrategyFeatures:
+    """The features of `strategy`, whose plan for this workload and cluster is `plan`. Raises `InvalidInput`."""
+    flat = flatten(plan, workload)
+    count = len(workload.variables)
+    if count > MAX_VARIABLES or len(flat.variable) > MAX_SHARDS:
+        raise InvalidInput(
+            f"features are made for at most {MAX_VARIABLES} variables and {MAX_SHARDS} shards, but strategy {strategy.id} has {count} and "
+            f"{len(flat.variable)}; use fewer shards per variable"
+        )
+    costs = message_costs(plan, cluster)
+    order = np.lexsort((flat.start, flat.variable))
+    chain = np.column_stack([np.arange(count - 1), np.arange(1, count)])
+    return StrategyFeatures(
+        strategy_id=strategy.id,
+        shards=shard_rows(flat, costs, plan, workload, cluster)[order],
+        shard_variable=flat.variable[order],
+        variables=count,
+        edges=np.array(workload.edges, dtype=np.int64).reshape(-1, 2) if workload.edges else chain.astype(np.int64),
+        global_features=costs.global_features,
+        analytic_step_s=overlap_step_s(flat, costs.channel_s, workload, plan.cross_step),
+        paper_step_s=paper_step_s(workload, costs),
+    )

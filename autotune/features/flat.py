@@ -1,0 +1,43 @@
+"""A plan as flat arrays: which variable and which message every slice (shard) belongs to.
+
+| symbol | meaning |
+|---|---|
+| S | slices of the plan, message by message in issue order |
+| M | messages |
+| V | variables of the workload, in backward order |
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autotune.errors import InvalidInput
+from autotune.strategy_space.plan import Plan
+from autotune.workload import Workload
+
+
+@dataclass(frozen=True)
+class FlatPlan:
+    """`variable`, `message`, `elements`, `start`: shape (S,). `first`: index of each message's first slice, shape (M,)."""
+
+    variable: NDArray[np.int64]
+    message: NDArray[np.int64]
+    elements: NDArray[np.int64]
+    start: NDArray[np.int64]
+    first: NDArray[np.int64]
+
+
+def flatten(plan: Plan, workload: Workload) -> FlatPlan:
+    """The slices of `plan`. Raises `InvalidInput` if the plan was made for another model."""
+    if plan.workload_id != workload.id:
+        raise InvalidInput(
+            f"the plan is for model {plan.workload_id}, but the workload is {workload.id}; plan the strategy for this workload"
+        )
+    index = workload.index
+    slices = [(index[part.variable], number, part.elements, part.start) for number, m in enumerate(plan.messages) for part in m.slices]
+    columns = np.array(slices, dtype=np.int64)
+    first = np.concatenate([[0], np.cumsum([len(message.slices) for message in plan.messages])[:-1]]).astype(np.int64)
+    return FlatPlan(columns[:, 0], columns[:, 1], columns[:, 2], columns[:, 3], first)

@@ -1,0 +1,138 @@
+"""Raw features: one row per shard, for simulators that read the strategy itself.
+
+AutoSync's code uses a one-hot of 600 merge groups and one of 16 server devices. Here instead:
+- the group is the place of its message in the issue order (one-hot for the first 31, the 32nd column is shared by
+  the rest), not its arbitrary label: two strategies that send the same messages have the same rows;
+- scalars carry what one-hots cannot: relative place, bytes and number of messages, so later messages differ too;
+- the server is its host (16 columns, and one shared by all further hosts), with bandwidth and replicas as scalars;
+- readiness and issue order are there, so that a model can see a message that waits.
+
+| columns | meaning | unit |
+|---|---|---|
+| `host_*` | one-hot host of the server; none for collectives | - |
+| `message_*` | one-hot place of the message in the issue order | - |
+| `compressor_*`, `primitive_*` | one-hot | - |
+| `hierarchical`, `sparse`, `cross_step` | 0 or 1 | - |
+| `size_share`, `wire_share` | gradient and wire bytes over the model's gradient bytes | - |
+| `log_wire_bytes`, `log_message_bytes` | ln(1 + bytes) of the shard and of its message on the wire | ln B |
+| `message_share` | wire bytes of the message over those of the plan | - |
+| `log_messages` | ln of the number of messages of the plan | - |
+| `log_link` | ln of the server's or the ring's slowest bandwidth in bytes per second | ln B/s |
+| `replica_share` | ranks on the server's host over the world size; 0 for collectives | - |
+| `ready` | readiness of the gradient over the backward time | - |
+| `issue` | place of the message over the number of messages | - |
+| `log_transfer`, `log_overhead_count`, `kernel_count`, `is_parameter_server` | z of the message (`sync_cost`) | ln(1 + us), ln, -, - |
+| `channel_share` | time the message holds the channel over the computation time of a step, as ln(1 + x) | - |
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autotune.cluster import Cluster
+from autotune.features.compute_cost import ready_times_s
+from autotune.features.flat import FlatPlan
+from autotune.features.sync_cost import MessageCosts
+from autotune.strategy_space.plan import Plan, Primitive
+from autotune.strategy_space.strategy import Compressor, SparseHandling
+from autotune.workload import Workload
+
+HOST_COLUMNS = 16
+MESSAGE_COLUMNS = 32
+_COMPRESSORS = tuple(Compressor)
+_PRIMITIVES = tuple(Primitive)
+_FLAGS = ("hierarchical", "sparse", "cross_step")
+_SCALARS = (
+    "size_share",
+    "wire_share",
+    "log_wire_bytes",
+    "log_message_bytes",
+    "message_share",
+    "log_messages",
+    "log_link",
+    "replica_share",
+    "ready",
+    "issue",
+    "log_transfer",
+    "log_overhead_count",
+    "kernel_count",
+    "is_parameter_server",
+    "channel_share",
+)
+
+RAW_FEATURES = (
+    *(f"host_{number}" for number in range(HOST_COLUMNS)),
+    "host_other",
+    *(f"message_{number}" for number in range(MESSAGE_COLUMNS - 1)),
+    "message_later",
+    *(f"compressor_{kind.value}" for kind in _COMPRESSORS),
+    *(f"primitive_{kind.value}" for kind in _PRIMITIVES),
+    *_FLAGS,
+    *_SCALARS,
+)
+"""Column names of a shard's row."""
+
+
+def shard_rows(flat: FlatPlan, costs: MessageCosts, plan: Plan, workload: Workload, cluster: Cluster) -> NDArray[np.float32]:
+    """One row per slice of `flat`, in its order; shape (S, len(RAW_FEATURES))."""
+    blocks = [_message_one_hots(plan, cluster, costs)[flat.message], _scalars(flat, costs, plan, workload, cluster)]
+    rows: NDArray[np.float32] = np.concatenate(blocks, axis=1).astype(np.float32)
+    return rows
+
+
+def _message_one_hots(plan: Plan, cluster: Cluster, costs: MessageCosts) -> NDArray[np.float64]:
+    """The 0/1 columns, shape (M, one-hots and flags)."""
+    messages = plan.messages
+    place = np.minimum(np.arange(len(messages)), MESSAGE_COLUMNS - 1)
+    server = np.where(costs.is_parameter_server, np.minimum(costs.server, HOST_COLUMNS), -1)
+    compressor = np.array([_COMPRESSORS.index(message.compressor) for message in messages])
+    primitive = np.array([_PRIMITIVES.index(message.primitive) for message in messages])
+    flags = np.array([(m.hierarchical, m.sparse is not SparseHandling.DENSE, plan.cross_step) for m in messages], dtype=np.float64)
+    return np.concatenate(
+        [
+            _one_hot(server, HOST_COLUMNS + 1),
+            _one_hot(place, MESSAGE_COLUMNS),
+            _one_hot(compressor, len(_COMPRESSORS)),
+            _one_hot(primitive, len(_PRIMITIVES)),
+            flags,
+        ],
+        axis=1,
+    )
+
+
+def _scalars(flat: FlatPlan, costs: MessageCosts, plan: Plan, workload: Workload, cluster: Cluster) -> NDArray[np.float64]:
+    """The columns `_SCALARS`, shape (S, 15)."""
+    message_wire = np.array([message.wire_bytes for message in plan.messages], dtype=np.float64)
+    message_grad = np.array([message.grad_bytes for message in plan.messages], dtype=np.float64)
+    message_elements = np.maximum(np.add.reduceat(flat.elements, flat.first), 1)
+    share_of_message = flat.elements / message_elements[flat.message]
+    grad = share_of_message * message_grad[flat.message]
+    wire = share_of_message * message_wire[flat.message]
+    total = max(workload.grad_bytes, 1)
+    devices = np.array([1 if len(cluster.hosts) == 1 else host.devices for host in cluster.hosts])
+    hosts = np.where(costs.is_parameter_server, np.minimum(costs.server, len(devices) - 1), 0)
+    count = len(plan.messages)
+    per_message = np.column_stack(
+        [
+            np.log1p(message_wire),
+            message_wire / max(message_wire.sum(), 1.0),
+            np.full(count, np.log(count)),
+            np.log(costs.link_bytes_per_s),
+            costs.is_parameter_server * devices[hosts] / plan.world_size,
+            np.arange(count) / count,
+            np.log1p(costs.transfer_s * 1e6),
+            np.log1p(costs.overhead_count),
+            costs.kernel_count,
+            costs.is_parameter_server,
+            np.log1p(costs.channel_s / max(workload.compute_s, 1e-6)),  # 1 us: a step without computation is not divided by 0
+        ]
+    )[flat.message]
+    ready = ready_times_s(workload)[flat.variable] / workload.backward_s if workload.backward_s > 0 else np.zeros(len(grad))
+    per_shard = np.column_stack([grad / total, wire / total, np.log1p(wire)])
+    return np.concatenate([per_shard, per_message[:, :5], ready[:, None], per_message[:, 5:]], axis=1)
+
+
+def _one_hot(index: NDArray[np.int64], size: int) -> NDArray[np.float64]:
+    """Rows of the identity; -1 gives a row of zeros. Shape (len(index), size)."""
+    return np.equal(index[:, None], np.arange(size)).astype(np.float64)

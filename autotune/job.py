@@ -1,0 +1,153 @@
+"""What a tuning job is asked to do: frozen, validated, stored with its trials."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from autotune.canonical import to_data
+from autotune.cluster import Cluster, read_cluster
+from autotune.errors import InvalidInput
+from autotune.parsing import parse, read_yaml
+from autotune.units import parse_seconds
+
+
+class Search(StrEnum):
+    """How candidates are proposed; all but the first are the baselines and ablations of AutoSync sec. 5."""
+
+    AUTOSYNC = "autosync"  # sample, rank by trained simulators, diverse top-K
+    NO_SIMULATOR = "no-simulator"  # AutoSync(-s): both constraints and diversity, nothing predicted
+    RANDOM = "random"
+    BAYES = "bayes"  # scikit-optimize on fusion threshold and cycle time
+
+
+class Similarity(StrEnum):
+    """The similarity of Eq. 11."""
+
+    CHOICES = "choices"  # agreement of the choices per variable
+    HIDDEN = "hidden"  # cosine of the simulator's hidden state; needs a trained simulator
+
+
+SIMULATORS = ("linear", "rnn", "gat")
+
+
+@dataclass(frozen=True)
+class JobSpec:
+    """Everything that decides what a job does; the same spec and seed propose the same strategies.
+
+    A trial is `warmup_steps` untimed and `timed_steps` timed steps. After `reference_every` candidates the
+    current setup runs again; where it deviates by more than `deviation` (relative), the trials since the last
+    good reference are marked and repeated, at most `max_repeats` times each. `diversity` is alpha of Eq. 11.
+    The closing comparison runs `ab_pairs` blocks of each side and exports the tuned strategy only if the
+    confidence interval of the time ratio lies below 1.
+    """
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    command: tuple[str, ...]
+    workers: int
+    cluster: Cluster
+    search: Search = Search.AUTOSYNC
+    simulators: tuple[str, ...] = SIMULATORS
+    similarity: Similarity = Similarity.CHOICES
+    diversity: float = 0.4
+    lossy: bool = False
+    max_trials: int = 60
+    max_seconds: float = 1800.0
+    samples_per_round: int = 300
+    top_k: int = 6
+    warmup_steps: int = 2
+    timed_steps: int = 8
+    reference_every: int = 6
+    deviation: float = 0.15
+    max_repeats: int = 1
+    finalists: int = 3
+    ab_pairs: int = 8
+    confidence: float = 0.95
+    step_timeout_s: float = 60.0
+    start_timeout_s: float = 120.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.command:
+            raise InvalidInput("a job needs a command, for example: autotune tune -- torchrun --nproc-per-node 2 train.py")
+        at_least_one = ("workers", "max_trials", "samples_per_round", "top_k", "timed_steps", "reference_every", "finalists")
+        for name in at_least_one:
+            if getattr(self, name) < 1:
+                raise InvalidInput(f"{name} must be at least 1, but is {getattr(self, name)}")
+        if self.warmup_steps < 1:
+            raise InvalidInput(f"warmup_steps must be at least 1 (the numerics gate runs in it), but is {self.warmup_steps}")
+        if self.ab_pairs < 3:
+            raise InvalidInput(f"ab_pairs must be at least 3 for a confidence interval, but is {self.ab_pairs}")
+        if not 0.5 <= self.confidence < 1:
+            raise InvalidInput(f"confidence must lie in [0.5, 1), but is {self.confidence}")
+        for name in ("max_seconds", "deviation", "step_timeout_s", "start_timeout_s"):
+            if getattr(self, name) <= 0:
+                raise InvalidInput(f"{name} must be above 0, but is {getattr(self, name)}")
+        unknown = sorted(set(self.simulators) - set(SIMULATORS))
+        if unknown or not self.simulators:
+            raise InvalidInput(f"simulators must be some of {', '.join(SIMULATORS)}, but are {', '.join(self.simulators) or 'none'}")
+        if self.cluster.world_size != self.workers:
+            raise InvalidInput(
+                f"the cluster {self.cluster.name!r} must have as many devices as the job has workers, "
+                f"but has {self.cluster.world_size} for {self.workers}; change --nproc-per-node or the cluster file"
+            )
+
+    def to_data(self) -> dict[str, Any]:
+        data: dict[str, Any] = to_data(self)
+        return data
+
+    @staticmethod
+    def from_data(data: Any, where: str = "job") -> JobSpec:
+        return parse(JobSpec, data, where)
+
+
+@dataclass(frozen=True)
+class JobFile:
+    """The YAML a user writes for `autotune tune job.yaml`; what is None keeps the command line's or default value."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    command: str | tuple[str, ...]
+    cluster: str | None = None
+    search: Search | None = None
+    simulators: tuple[str, ...] | None = None
+    similarity: Similarity | None = None
+    diversity: float | None = None
+    lossy: bool | None = None
+    budget_trials: int | None = None
+    budget_time: str | float | None = None
+    samples_per_round: int | None = None
+    top_k: int | None = None
+    warmup_steps: int | None = None
+    timed_steps: int | None = None
+    reference_every: int | None = None
+    deviation: float | None = None
+    ab_pairs: int | None = None
+    confidence: float | None = None
+    step_timeout: str | float | None = None
+    start_timeout: str | float | None = None
+    seed: int | None = None
+
+    def settings(self) -> dict[str, Any]:
+        """The `JobSpec` fields that the file sets (without command and cluster)."""
+        renamed = {"budget_trials": "max_trials"}
+        times = {"budget_time": "max_seconds", "step_timeout": "step_timeout_s", "start_timeout": "start_timeout_s"}
+        found: dict[str, Any] = {}
+        for name, value in self.__dict__.items():
+            if value is None or name in ("command", "cluster"):
+                continue
+            if name in times:
+                found[times[name]] = parse_seconds(value, name)
+            else:
+                found[renamed.get(name, name)] = value
+        return found
+
+
+def read_job_file(path: Path) -> tuple[JobFile, Cluster | None]:
+    """The job file and its cluster; the cluster's path is relative to the job file."""
+    file = parse(JobFile, read_yaml(path), str(path))
+    cluster = read_cluster(path.parent / file.cluster) if file.cluster else None
+    return file, cluster

@@ -1,0 +1,188 @@
+"""One round of proposals: sample, score, keep the diverse top K (AutoSync Fig. 1), or one of the baselines.
+
+A round depends on the job, its seed and the history alone, so a resumed job proposes what it would have proposed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autotune.errors import InvalidStrategy
+from autotune.events import Proposal, Proposed, RankingQuality
+from autotune.features.extract import StrategyFeatures, extract
+from autotune.history import History
+from autotune.job import JobSpec, Search, Similarity
+from autotune.rng import generator
+from autotune.sampler.random import sample_many
+from autotune.sampler.selection import choice_agreement_rows, hidden_cosine, select_diverse
+from autotune.simulators.evaluation import ANALYTIC, choose_ranker, evaluate, k_fold
+from autotune.simulators.interface import Example, Simulator
+from autotune.strategy_space.builders import seed_strategies
+from autotune.strategy_space.neighbours import mutate
+from autotune.strategy_space.plan import Plan, plan
+from autotune.strategy_space.space import SearchSpace
+from autotune.strategy_space.strategy import Strategy
+
+SMALLEST_TRAINING = 8
+"""Measured strategies below which nothing is trained: fewer leave no validation part worth the name."""
+FOLDS = 4
+PARENTS = 5
+"""The fastest strategies so far, whose neighbours are proposed."""
+SURVIVORS = 0.3
+"""Share of the scored strategies that pass the filter by predicted time, before diversity chooses among them."""
+BAYES_ASKS = 20
+"""How often a baseline that proposes a known plan again is told its known time."""
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    strategy: Strategy
+    origin: str
+    plan: Plan
+
+
+@dataclass(frozen=True)
+class _Scores:
+    """`predicted_s` (n,) seconds; None where nothing is predicted. `hidden` (n, H) unit norm, if a simulator ranked."""
+
+    ranker: str
+    reason: str
+    predicted_s: NDArray[np.float64] | None
+    hidden: NDArray[np.float64] | None
+    quality: tuple[RankingQuality, ...]
+
+
+class Proposer:
+    """Proposes for one job. `simulators` builds each learned simulator anew; the trained ones of the last round stay at hand."""
+
+    def __init__(self, spec: JobSpec, simulators: dict[str, Callable[[], Simulator]]) -> None:
+        self._spec = spec
+        self._make = {name: make for name, make in simulators.items() if name in spec.simulators}
+        self._space = SearchSpace.default(lossy=spec.lossy)
+        self.trained: dict[str, Simulator] = {}
+
+    def propose(self, history: History, round_: int, count: int) -> Proposed:
+        """At most `count` strategies whose plans were not tried; none when the space has nothing new."""
+        if self._spec.search is Search.BAYES:
+            return self._propose_bayes(history, round_)
+        pool = self._pool(history, round_)
+        if not pool:
+            return Proposed(round_, (), "none", "every strategy that was sampled had been tried", 0, (), 0.0)
+        if self._spec.search is Search.RANDOM:
+            proposals = tuple(Proposal(candidate.strategy, candidate.origin) for candidate in pool[:count])
+            return Proposed(round_, proposals, "random", "random search was asked for", len(pool), (), 0.0)
+        scores = self._score(history, round_, pool)
+        chosen = self._choose(pool, scores, count)
+        proposals = tuple(
+            Proposal(pool[i].strategy, pool[i].origin, float(scores.predicted_s[i]) if scores.predicted_s is not None else None)
+            for i in chosen
+        )
+        return Proposed(round_, proposals, scores.ranker, scores.reason, len(pool), scores.quality, 0.0)
+
+    def _pool(self, history: History, round_: int) -> list[_Candidate]:
+        """Distinct untried plans: the field's hand-made strategies, random ones, and neighbours of the fastest."""
+        assert history.profiled is not None
+        workload, cluster = history.profiled.workload, history.profiled.cluster
+        parents = [history.proposals[key].strategy for key, _ in history.ranking()[:PARENTS]]
+        wanted = self._spec.samples_per_round
+        guided = self._spec.search is Search.AUTOSYNC
+        mutants = wanted // 2 if guided and parents else 0
+        rng = generator(self._spec.seed, "mutations", round_)
+        found: list[tuple[str, Strategy]] = []
+        if self._spec.search is not Search.RANDOM:
+            found += seed_strategies(workload, cluster, self._space)
+        found += [("mutated", self._walk(parents[int(rng.integers(len(parents)))], history, rng)) for _ in range(mutants)]
+        seed = int(generator(self._spec.seed, "samples", round_).integers(2**31))
+        found += [("sampled", strategy) for strategy in sample_many(workload, cluster, self._space, wanted - mutants, seed)]
+        seen = {trial.plan_id for trial in history.trials}
+        pool = []
+        for origin, strategy in found:
+            candidate = _Candidate(strategy, origin, plan(strategy, workload, self._spec.workers))
+            if candidate.plan.id not in seen and strategy.id not in history.proposals:
+                seen.add(candidate.plan.id)
+                pool.append(candidate)
+        return pool
+
+    def _walk(self, strategy: Strategy, history: History, rng: np.random.Generator) -> Strategy:
+        """One to four moves away: near enough to inherit, far enough to differ measurably."""
+        assert history.profiled is not None
+        for _ in range(int(rng.integers(1, 5))):
+            strategy = mutate(strategy, history.profiled.workload, history.profiled.cluster, self._space, rng)
+        return strategy
+
+    def _score(self, history: History, round_: int, pool: Sequence[_Candidate]) -> _Scores:
+        if self._spec.search is Search.NO_SIMULATOR:
+            return _Scores("none", "AutoSync without a simulator: only the constraints and diversity choose", None, None, ())
+        features = [self._features(history, candidate.strategy, candidate.plan) for candidate in pool]
+        analytic_s = np.array([feature.analytic_step_s for feature in features])
+        examples = self.examples(history)
+        if len(examples) < SMALLEST_TRAINING:
+            reason = f"{len(examples)} measured strategies are too few to train on, so the analytic ranker ranks"
+            return _Scores(ANALYTIC, reason, analytic_s, None, ())
+        quality = tuple(evaluate(examples, self._make, splits=k_fold(examples, FOLDS, self._spec.seed), seed=self._spec.seed))
+        self.trained = {name: make() for name, make in self._make.items()}
+        for simulator in self.trained.values():
+            simulator.fit(examples, self._spec.seed)
+        choice = choose_ranker(quality)
+        if choice.ranker == ANALYTIC:
+            return _Scores(ANALYTIC, choice.reason, analytic_s * self._scale(examples), None, quality)
+        simulator = self.trained[choice.ranker]
+        return _Scores(choice.ranker, choice.reason, simulator.predict_step_s(features), simulator.embed(features), quality)
+
+    @staticmethod
+    def _scale(examples: Sequence[Example]) -> float:
+        """What the analytic time must be multiplied by to meet the measured ones in the median."""
+        return float(np.median([example.step_s / example.features.analytic_step_s for example in examples]))
+
+    def examples(self, history: History) -> list[Example]:
+        """Everything that was measured in this job, with its features."""
+        assert history.profiled is not None
+        domain = f"{history.profiled.workload.id}/{history.profiled.cluster.id}"
+        found = []
+        for strategy_id, step_s in history.measured_s.items():
+            strategy = history.proposals[strategy_id].strategy
+            enacted = plan(strategy, history.profiled.workload, self._spec.workers)
+            found.append(Example(self._features(history, strategy, enacted), step_s, domain))
+        return found
+
+    @staticmethod
+    def _features(history: History, strategy: Strategy, enacted: Plan) -> StrategyFeatures:
+        assert history.profiled is not None
+        return extract(strategy, enacted, history.profiled.workload, history.profiled.cluster)
+
+    def _choose(self, pool: Sequence[_Candidate], scores: _Scores, count: int) -> list[int]:
+        """Filter by predicted time, then the greedy minimum of Eq. 11."""
+        predicted = scores.predicted_s if scores.predicted_s is not None else np.ones(len(pool))
+        kept = np.arange(len(pool))
+        if scores.predicted_s is not None:
+            passed = max(count, round(SURVIVORS * len(pool)))
+            kept = np.argsort(predicted, kind="stable")[:passed]
+        if self._spec.similarity is Similarity.HIDDEN and scores.hidden is not None:
+            agreement = hidden_cosine(scores.hidden[kept])
+            picked = select_diverse(predicted[kept], agreement, count, self._spec.diversity)
+        else:
+            rows = choice_agreement_rows([pool[i].strategy for i in kept])
+            picked = select_diverse(predicted[kept], rows, count, self._spec.diversity)
+        return [int(kept[i]) for i in picked]
+
+    def _propose_bayes(self, history: History, round_: int) -> Proposed:
+        """scikit-optimize on two scalars, told everything again; a plan that is known already is told its time at once."""
+        from autotune.sampler.bayes import BayesianFusion
+
+        assert history.profiled is not None
+        workload = history.profiled.workload
+        search = BayesianFusion(workload, self._spec.seed)
+        slowest_s = max(history.measured_s.values(), default=1.0)
+        times = {trial.plan_id: history.measured_s.get(trial.request.strategy_id, slowest_s) for trial in history.candidates}
+        for _ in range(len(times) + BAYES_ASKS):
+            strategy = search.ask()
+            known_s = times.get(plan(strategy, workload, self._spec.workers).id)
+            if known_s is None:
+                reason = "Bayesian optimization of fusion threshold and cycle time was asked for"
+                return Proposed(round_, (Proposal(strategy, "bayes"),), "gaussian process", reason, 1, (), 0.0)
+            search.tell(strategy.id, known_s)
+        return Proposed(round_, (), "gaussian process", "the two scalars yield no plan that was not tried", BAYES_ASKS, (), 0.0)

@@ -1,0 +1,107 @@
+"""Many strategies as one set of flat tensors, so that no forward pass loops over strategies.
+
+| symbol | meaning |
+|---|---|
+| n | strategies of the batch |
+| S | shards of all of them |
+| L | variables of the largest, the padded length |
+| F, G | raw features of a shard, global features |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from autotune.features.extract import StrategyFeatures
+
+CLAMP = 5.0
+"""Standardised features are cut at so many standard deviations: a strategy unlike all those seen must not blow up the score."""
+
+_SHARDS_PER_CHUNK = 100_000  # rows of about 80 features: 32 MB of input
+_STRATEGIES_PER_CHUNK = 512
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """Mean and deviation of the training part; `analytic_scale` is the spread of ln(analytic_step_s) within a domain."""
+
+    shard_mean: Tensor
+    shard_std: Tensor
+    global_mean: Tensor
+    global_std: Tensor
+    analytic_mean: float
+    analytic_scale: float
+
+    @staticmethod
+    def of(features: Sequence[StrategyFeatures], domains: Sequence[str]) -> Scaling:
+        shards = np.concatenate([item.shards for item in features]).astype(np.float64)
+        numbers = np.stack([item.global_features for item in features])
+        analytic = np.log([item.analytic_step_s for item in features])
+        names = np.array(domains)
+        centred = np.concatenate([analytic[names == name] - analytic[names == name].mean() for name in sorted(set(domains))])
+        # 5 %: smaller differences are hardly more than noise and must not be stretched to full scale.
+        return Scaling(*_moments(shards), *_moments(numbers), float(analytic.mean()), max(float(centred.std()), 0.05))
+
+
+def _moments(rows: NDArray[np.float64]) -> tuple[Tensor, Tensor]:
+    std = rows.std(axis=0)
+    std[std < 1e-12 * np.maximum(np.abs(rows).max(axis=0), 1e-300)] = 1.0  # constant in training: left unscaled, so only centred
+    return torch.from_numpy(rows.mean(axis=0)).float(), torch.from_numpy(std).float()
+
+
+@dataclass(frozen=True)
+class FeatureBatch:
+    """`shards` (S, F) standardised; `shard_slot` (S,) row of each shard's variable in a padded (n * L) table;
+    `shard_strategy` (S,); `lengths` (n,) variables of each; `edges` (2, pairs) both ways between shards, or None;
+    `numbers` (n, G) standardised; `analytic` (n,) ln(analytic_step_s), centred, in units of its spread."""
+
+    shards: Tensor
+    shard_slot: Tensor
+    shard_strategy: Tensor
+    lengths: Tensor
+    edges: Tensor | None
+    numbers: Tensor
+    analytic: Tensor
+
+
+def collate(features: Sequence[StrategyFeatures], scaling: Scaling, with_edges: bool) -> FeatureBatch:
+    """One batch of n >= 1 strategies."""
+    counts = np.array([len(item.shard_variable) for item in features])
+    lengths = np.array([item.variables for item in features])
+    strategy = np.repeat(np.arange(len(features)), counts)
+    slot = strategy * lengths.max() + np.concatenate([item.shard_variable for item in features])
+    edges = None
+    if with_edges:
+        first = np.cumsum(counts) - counts
+        pairs = np.concatenate([item.shard_edges + start for item, start in zip(features, first, strict=True)])
+        edges = torch.from_numpy(np.concatenate([pairs, pairs[:, ::-1]]).T.copy())
+    shards = torch.from_numpy(np.concatenate([item.shards for item in features]))
+    numbers = torch.from_numpy(np.stack([item.global_features for item in features])).float()
+    analytic = (np.log([item.analytic_step_s for item in features]) - scaling.analytic_mean) / scaling.analytic_scale
+    return FeatureBatch(
+        shards=((shards - scaling.shard_mean) / scaling.shard_std).clamp(-CLAMP, CLAMP),
+        shard_slot=torch.from_numpy(slot),
+        shard_strategy=torch.from_numpy(strategy),
+        lengths=torch.from_numpy(lengths),
+        edges=edges,
+        numbers=((numbers - scaling.global_mean) / scaling.global_std).clamp(-CLAMP, CLAMP),
+        analytic=torch.from_numpy(analytic).double(),
+    )
+
+
+def chunks(features: Sequence[StrategyFeatures]) -> Iterator[Sequence[StrategyFeatures]]:
+    """Consecutive parts that bound the memory of one forward pass."""
+    start, shards = 0, 0
+    for stop, item in enumerate(features):
+        if stop > start and (shards + len(item.shards) > _SHARDS_PER_CHUNK or stop - start == _STRATEGIES_PER_CHUNK):
+            yield features[start:stop]
+            start, shards = stop, 0
+        shards += len(item.shards)
+    if features:
+        yield features[start:]

@@ -1,0 +1,207 @@
+"""How well a ranker ranks, on strategies it has not learned from. Free of torch.
+
+All figures compare strategies of one domain (workload and cluster) and, with cross-validation, of one fold.
+
+| figure | meaning | best | by chance |
+|---|---|---|---|
+| `pairwise_accuracy` | share of the pairs beyond the tie band that are ordered as measured; predicted ties count half | 1 | 0.5 |
+| `kendall_tau` | tau-b rank correlation | 1 | 0 |
+| `regret_top_k` | how much slower the best of the k predicted fastest is than the fastest of all, relative | 0 | - |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from autotune.errors import InvalidInput
+from autotune.rng import generator
+from autotune.simulators.interface import Example, FloatArray, Simulator
+
+ANALYTIC = "analytic"
+PAPER = "paper"
+RANDOM = "random"
+
+_SMALLEST_TEST = 2  # fewer points form no pair
+_ENOUGH_PAIRS = 30  # with 30 independent pairs the standard error of an accuracy near 0.8 is 0.07
+
+Split = tuple[NDArray[np.int64], NDArray[np.int64]]
+
+
+@dataclass(frozen=True)
+class RankingQuality:
+    """Held-out quality of one ranker: means over all test parts, weighted by their pairs (accuracy) or points (the rest)."""
+
+    ranker: str
+    pairwise_accuracy: float
+    kendall_tau: float
+    regret_top_1: float
+    regret_top_5: float
+    pairs: int
+    points: int
+
+
+@dataclass(frozen=True)
+class RankerChoice:
+    """Which ranker to use, and why, as a sentence for the report."""
+
+    ranker: str
+    reason: str
+
+
+def ordered_pairs(measured: ArrayLike, tie_band: float) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Indices (faster, slower) of every pair whose times differ by more than the relative tie band."""
+    times = _times(measured)
+    faster, slower = np.nonzero(times[:, None] * (1 + tie_band) < times[None, :])
+    return faster, slower
+
+
+def pairwise_accuracy(predicted: ArrayLike, measured: ArrayLike, tie_band: float) -> float:
+    """Share of pairs ordered correctly; 0.5 where every pair is a tie. Both inputs in seconds, shape (n,)."""
+    guess = _same_length(predicted, measured)
+    faster, slower = ordered_pairs(measured, tie_band)
+    if len(faster) == 0:
+        return 0.5
+    return float(np.mean((guess[faster] < guess[slower]) + 0.5 * (guess[faster] == guess[slower])))
+
+
+def kendall_tau(predicted: ArrayLike, measured: ArrayLike) -> float:
+    """tau-b; 0 where one side is constant and so nothing is ranked."""
+    from scipy.stats import kendalltau
+
+    guess, times = _same_length(predicted, measured), _times(measured)
+    if len(times) < 2 or np.ptp(guess) == 0 or np.ptp(times) == 0:
+        return 0.0
+    return float(kendalltau(guess, times).statistic)
+
+
+def best_of_top_k_regret(predicted: ArrayLike, measured: ArrayLike, k: int) -> float:
+    """(fastest of the k predicted fastest) / (fastest of all) - 1; 0 means that trying k strategies finds the best."""
+    if k < 1:
+        raise InvalidInput(f"the best of the top k needs k of at least 1, but k is {k}")
+    guess, times = _same_length(predicted, measured), _times(measured)
+    return float(times[np.argsort(guess, kind="stable")[:k]].min() / times.min() - 1)
+
+
+def k_fold(examples: Sequence[Example], folds: int, seed: int) -> list[Split]:
+    """(training, test) indices of every fold; each domain is spread evenly over the folds."""
+    if not 2 <= folds <= len(examples):
+        raise InvalidInput(f"cross-validation of {len(examples)} examples needs 2 to {len(examples)} folds, but got {folds}")
+    fold_of = np.zeros(len(examples), dtype=np.int64)
+    for members in _by_domain(examples):
+        fold_of[generator(seed, "folds", examples[members[0]].domain).permutation(members)] = np.arange(len(members)) % folds
+    return [(np.flatnonzero(fold_of != fold), np.flatnonzero(fold_of == fold)) for fold in range(folds) if (fold_of == fold).any()]
+
+
+def hold_out(examples: Sequence[Example], seeds: Sequence[int] = (0, 1, 2), test_share: float = 0.15) -> list[Split]:
+    """The paper's split, once per seed: 15 % of each domain for testing. `fit` takes its validation part from the rest."""
+    if not 0 < test_share < 1:
+        raise InvalidInput(f"test_share must lie between 0 and 1, but is {test_share}")
+    splits = []
+    for seed in seeds:
+        tested = np.zeros(len(examples), dtype=bool)
+        for members in _by_domain(examples):
+            held = max(_SMALLEST_TEST, round(test_share * len(members)))
+            tested[generator(seed, "test", examples[members[0]].domain).permutation(members)[:held]] = True
+        splits.append((np.flatnonzero(~tested), np.flatnonzero(tested)))
+    return splits
+
+
+def evaluate(
+    examples: Sequence[Example],
+    simulators: Mapping[str, Callable[[], Simulator]],
+    splits: Sequence[Split],
+    seed: int,
+    tie_band: float,
+) -> list[RankingQuality]:
+    """Quality of the analytic rankers, of chance and of every simulator, all on the same test parts.
+
+    `simulators` maps a name to a function that makes an untrained one; each split trains a new one, so no test
+    strategy is ever learned from. Split number i trains with seed + i.
+    """
+    predictions: dict[str, list[FloatArray]] = {ANALYTIC: [], PAPER: [], RANDOM: []}
+    for number, (training, test) in enumerate(splits):
+        features = [examples[index].features for index in test]
+        predictions[ANALYTIC].append(np.array([item.analytic_step_s for item in features]))
+        predictions[PAPER].append(np.array([item.paper_step_s for item in features]))
+        predictions[RANDOM].append(generator(seed, "random ranker", number).random(len(features)))
+        for name, make in simulators.items():
+            simulator = make()
+            simulator.fit([examples[index] for index in training], seed + number)
+            predictions.setdefault(name, []).append(simulator.predict_step_s(features))
+    tests = [test for _, test in splits]
+    return [_quality(name, examples, tests, guesses, tie_band) for name, guesses in predictions.items()]
+
+
+def choose_ranker(qualities: Sequence[RankingQuality]) -> RankerChoice:
+    """The most accurate simulator if it beats the analytic ranker on held-out data, else the analytic ranker."""
+    known = {quality.ranker: quality for quality in qualities}
+    if ANALYTIC not in known:
+        raise InvalidInput(f"the choice of a ranker needs the quality of {ANALYTIC!r}, but has only {', '.join(known) or 'none'}")
+    analytic = known[ANALYTIC]
+    learned = [quality for quality in qualities if quality.ranker not in (ANALYTIC, PAPER, RANDOM)]
+    if not learned:
+        return RankerChoice(ANALYTIC, "the analytic ranker ranks: no simulator was trained")
+    best = max(learned, key=lambda quality: (quality.pairwise_accuracy, quality.kendall_tau))
+    figures = (
+        f"on {best.pairs} held-out pairs the {best.ranker} simulator orders {best.pairwise_accuracy:.1%} correctly "
+        f"and the analytic ranker {analytic.pairwise_accuracy:.1%}"
+    )
+    if best.pairs < _ENOUGH_PAIRS:
+        return RankerChoice(ANALYTIC, f"the analytic ranker ranks: {figures}, but fewer than {_ENOUGH_PAIRS} pairs say little")
+    if best.pairwise_accuracy > analytic.pairwise_accuracy:
+        return RankerChoice(best.ranker, f"the {best.ranker} simulator ranks: {figures}")
+    return RankerChoice(ANALYTIC, f"the analytic ranker ranks: {figures}")
+
+
+def _quality(
+    name: str, examples: Sequence[Example], tests: Sequence[NDArray[np.int64]], guesses: Sequence[FloatArray], tie_band: float
+) -> RankingQuality:
+    """Means over all (test part, domain) groups of at least two points."""
+    rows = []
+    for test, guess in zip(tests, guesses, strict=True):
+        for members in _by_domain([examples[index] for index in test]):
+            if len(members) < _SMALLEST_TEST:
+                continue
+            predicted, measured = guess[members], np.array([examples[index].step_s for index in test[members]])
+            rows.append(
+                (
+                    len(ordered_pairs(measured, tie_band)[0]),
+                    len(members),
+                    pairwise_accuracy(predicted, measured, tie_band),
+                    kendall_tau(predicted, measured),
+                    best_of_top_k_regret(predicted, measured, 1),
+                    best_of_top_k_regret(predicted, measured, 5),
+                )
+            )
+    if not rows:
+        raise InvalidInput(
+            f"ranking quality needs at least {_SMALLEST_TEST} test strategies of one domain; run more trials or use fewer folds"
+        )
+    table = np.array(rows)
+    pairs, points = table[:, 0], table[:, 1]
+    accuracy = float(np.average(table[:, 2], weights=pairs)) if pairs.sum() > 0 else 0.5
+    tau, regret_1, regret_5 = np.average(table[:, 3:], axis=0, weights=points).tolist()
+    return RankingQuality(name, accuracy, tau, regret_1, regret_5, int(pairs.sum()), int(points.sum()))
+
+
+def _by_domain(examples: Sequence[Example]) -> list[NDArray[np.int64]]:
+    names = np.array([example.domain for example in examples])
+    return [np.flatnonzero(names == name) for name in sorted(set(names.tolist()))]
+
+
+def _times(values: ArrayLike) -> FloatArray:
+    times = np.asarray(values, dtype=np.float64)
+    if times.ndim != 1 or len(times) == 0:
+        raise InvalidInput(f"step times must be a list of at least one number, but have shape {times.shape}")
+    return times
+
+
+def _same_length(predicted: ArrayLike, measured: ArrayLike) -> FloatArray:
+    guess, times = _times(predicted), _times(measured)
+    if len(guess) != len(times):
+        raise InvalidInput(f"every measured strategy needs one prediction, but there are {len(guess)} predictions for {len(times)}")
+    return guess

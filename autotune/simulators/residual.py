@@ -1,0 +1,193 @@
+"""One `Simulator` around any network that scores a `FeatureBatch`: the residual on top of the analytic ranker.
+
+score = (ln(analytic_step_s) - mean) / spread + network(batch)    lower is faster; the network's last layer starts at zero
+seconds = exp(slope * score + intercept)                          slope > 0, fitted to the training data in log space
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from autotune.errors import InvalidInput
+from autotune.features.extract import StrategyFeatures
+from autotune.features.raw import RAW_FEATURES
+from autotune.features.sync_cost import GLOBAL_FEATURES
+from autotune.parsing import parse, read_json
+from autotune.simulators.batch import FeatureBatch, Scaling, chunks, collate
+from autotune.simulators.interface import Example, FitReport
+from autotune.simulators.training import TrainingRecipe, split_off_validation, train_ranking
+
+FloatArray = NDArray[np.float64]
+
+_WEIGHTS = "weights.safetensors"
+_DESCRIPTION = "simulator.json"
+_MOMENTS = ("shard_mean", "shard_std", "global_mean", "global_std")
+_SMALLEST_SLOPE = 1e-3  # where scores and times disagree on the training data: still monotone, nearly flat
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """`build(sizes)` makes a network whose `forward(FeatureBatch)` gives (residual (n,), hidden (n, H))."""
+
+    name: str
+    sizes: tuple[int, ...]
+    build: Callable[[tuple[int, ...]], nn.Module]
+    with_edges: bool = False
+
+
+@dataclass(frozen=True)
+class _Description:
+    __pydantic_config__ = {"extra": "forbid"}
+
+    architecture: str
+    sizes: tuple[int, ...]
+    raw_features: tuple[str, ...]
+    global_features: tuple[str, ...]
+    analytic_mean: float
+    analytic_scale: float
+    slope: float
+    intercept: float
+    schema: int = 1
+
+
+@dataclass(frozen=True)
+class _Fitted:
+    network: nn.Module
+    scaling: Scaling
+    slope: float
+    intercept: float
+
+
+class ResidualSimulator:
+    """Implements `Simulator`; see there for the contract."""
+
+    def __init__(self, architecture: Architecture, recipe: TrainingRecipe) -> None:
+        self.architecture = architecture
+        self.recipe = recipe
+        self._fitted: _Fitted | None = None
+
+    @property
+    def name(self) -> str:
+        return self.architecture.name
+
+    def fit(self, examples: Sequence[Example], seed: int, warm_start: bool = False) -> FitReport:
+        if len(examples) < 2:
+            raise InvalidInput(
+                f"a simulator learns from pairs and needs at least 2 examples, but got {len(examples)}; run more trials first"
+            )
+        features = [example.features for example in examples]
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            if warm_start and self._fitted is not None:
+                network, scaling = copy.deepcopy(self._fitted.network), self._fitted.scaling
+                epochs = self.recipe.epochs if self.recipe.warm_epochs is None else self.recipe.warm_epochs
+            else:
+                network = self.architecture.build(self.architecture.sizes)
+                scaling = self._scaling_of_training_part(examples, seed)
+                epochs = self.recipe.epochs
+
+            def predict(indices: Sequence[int]) -> Tensor:
+                return _scores(network, collate([features[index] for index in indices], scaling, self.architecture.with_edges))[0]
+
+            report = train_ranking(network, predict, examples, self.recipe, seed, epochs)
+        self._fitted = _Fitted(network.eval(), scaling, 1.0, 0.0)
+        slope, intercept = calibrate(self._forward(features)[0], np.log([example.step_s for example in examples]))
+        self._fitted = _Fitted(network, scaling, slope, intercept)
+        return report
+
+    def predict_step_s(self, features: Sequence[StrategyFeatures]) -> FloatArray:
+        fitted = self._require_fitted()
+        seconds: FloatArray = np.exp(fitted.slope * self._forward(features)[0] + fitted.intercept)
+        return seconds
+
+    def embed(self, features: Sequence[StrategyFeatures]) -> FloatArray:
+        self._require_fitted()
+        hidden = self._forward(features)[1]
+        norms = np.linalg.norm(hidden, axis=1, keepdims=True)
+        unit: FloatArray = hidden / np.where(norms > 0, norms, 1.0)
+        return unit
+
+    def save(self, path: Path) -> None:
+        fitted = self._require_fitted()
+        path.mkdir(parents=True, exist_ok=True)
+        scaling = fitted.scaling
+        tensors = {f"network.{name}": tensor.contiguous() for name, tensor in fitted.network.state_dict().items()}
+        for name in _MOMENTS:
+            tensors[f"scaling.{name}"] = getattr(scaling, name)
+        save_file(tensors, path / _WEIGHTS)
+        description = _Description(
+            architecture=self.name,
+            sizes=self.architecture.sizes,
+            raw_features=RAW_FEATURES,
+            global_features=GLOBAL_FEATURES,
+            analytic_mean=scaling.analytic_mean,
+            analytic_scale=scaling.analytic_scale,
+            slope=fitted.slope,
+            intercept=fitted.intercept,
+        )
+        (path / _DESCRIPTION).write_text(json.dumps(asdict(description), indent=1), encoding="utf-8")
+
+    def load(self, path: Path) -> None:
+        found = parse(_Description, read_json(path / _DESCRIPTION), str(path / _DESCRIPTION))
+        if (found.schema, found.raw_features, found.global_features) != (1, RAW_FEATURES, GLOBAL_FEATURES):
+            raise InvalidInput(f"{path}: the simulator was trained on other features than this version makes; train it again")
+        if (found.architecture, found.sizes) != (self.name, self.architecture.sizes):
+            raise InvalidInput(
+                f"{path}: a {self.name!r} simulator of sizes {self.architecture.sizes} is wanted, but a {found.architecture!r} "
+                f"simulator of sizes {found.sizes} is stored; load it with the simulator it was saved from"
+            )
+        with torch.random.fork_rng(devices=[]):
+            network = self.architecture.build(self.architecture.sizes)
+        try:
+            tensors = load_file(path / _WEIGHTS)
+            network.load_state_dict({name.removeprefix("network."): t for name, t in tensors.items() if name.startswith("network.")})
+            shard_mean, shard_std, global_mean, global_std = (tensors[f"scaling.{name}"] for name in _MOMENTS)
+            scaling = Scaling(shard_mean, shard_std, global_mean, global_std, found.analytic_mean, found.analytic_scale)
+        except (OSError, SafetensorError, RuntimeError, KeyError) as error:
+            raise InvalidInput(f"{path / _WEIGHTS} must hold the weights that {_DESCRIPTION} describes, but does not: {error}") from error
+        self._fitted = _Fitted(network.eval(), scaling, found.slope, found.intercept)
+
+    def _scaling_of_training_part(self, examples: Sequence[Example], seed: int) -> Scaling:
+        training, _ = split_off_validation(examples, self.recipe.validation_share, seed)
+        return Scaling.of([examples[index].features for index in training], [examples[index].domain for index in training])
+
+    def _forward(self, features: Sequence[StrategyFeatures]) -> tuple[FloatArray, FloatArray]:
+        """(scores (n,), hidden (n, H)), a bounded number of strategies at a time."""
+        fitted = self._require_fitted()
+        scores, hidden = [np.zeros(0)], []
+        with torch.no_grad():
+            for part in chunks(features):
+                score, state = _scores(fitted.network, collate(part, fitted.scaling, self.architecture.with_edges))
+                scores.append(score.numpy())
+                hidden.append(state.double().numpy())
+        return np.concatenate(scores), np.concatenate(hidden) if hidden else np.zeros((0, 0))
+
+    def _require_fitted(self) -> _Fitted:
+        if self._fitted is None:
+            raise InvalidInput(f"the {self.name!r} simulator has learned nothing yet; call fit or load first")
+        return self._fitted
+
+
+def _scores(network: nn.Module, batch: FeatureBatch) -> tuple[Tensor, Tensor]:
+    residual, hidden = network(batch)
+    return batch.analytic + residual.double(), hidden
+
+
+def calibrate(scores: FloatArray, log_step_s: FloatArray) -> tuple[float, float]:
+    """(slope > 0, intercept) of the least-squares line from scores to log seconds; both inputs of shape (n,)."""
+    centred = scores - scores.mean()
+    spread = float(centred @ centred)
+    slope = float(centred @ (log_step_s - log_step_s.mean())) / spread if spread > 0 else 1.0
+    slope = max(slope, _SMALLEST_SLOPE)
+    return slope, float(log_step_s.mean() - slope * scores.mean())

@@ -1,0 +1,135 @@
+"""Which strategies may be proposed: what the runtime enacts, and the bounds of the random sampler.
+
+Source of the bounds: the strategy generator of petuum/autodist, the code of AutoSync (NeurIPS 2020, supplement
+sec. 6 and 8): variables below 100 kB stay whole, a partitioned one has 2 to 40 shards along one axis (sparse
+variables: axis 0), collective shards are merged into at most 20 groups, and reduction is hierarchical only
+where a host has more than one device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from autotune.cluster import Cluster
+from autotune.errors import InvalidInput
+from autotune.strategy_space.strategy import Compressor, Shard, Strategy, Synchronizer, VariableStrategy
+from autotune.workload import Variable, Workload
+
+ROOTED = frozenset({Synchronizer.PARAMETER_SERVER, Synchronizer.REDUCE_BROADCAST})
+"""Synchronizers whose shards live on one rank; the others are collectives without a root."""
+
+_COMPRESSIBLE = ("float32", "float64")  # half precision gains nothing from a cast, and complex numbers have none
+
+
+@dataclass(frozen=True)
+class SearchSpace:
+    """Bounds of what the sampler and the mutations propose.
+
+    `min_partition_bytes`, `max_shards`, `allow_uneven`: which partitions there are (`max_shards` 1: none).
+    `max_groups`: the most merge groups that the sampler draws and that a split may reach; a hand-made strategy
+    may have more, as DDP's buckets of a large model do. `top_k_ratio` (1 % of the elements) and
+    `power_sgd_rank` (4, PowerSGD, NeurIPS 2019, sec. 5) belong to the compressors of those names.
+    """
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    synchronizers: tuple[Synchronizer, ...]
+    compressors: tuple[Compressor, ...] = (Compressor.NONE,)
+    min_partition_bytes: int = 100_000  # petuum/autodist: the lower bound of its runs
+    max_shards: int = 40  # petuum/autodist: shards uniform in [2, min(extent, 40)]
+    max_groups: int = 20  # petuum/autodist: at most 20 merge groups
+    allow_uneven: bool = True
+    hierarchical: bool = False
+    cross_step: bool = False
+    top_k_ratio: float = 0.01
+    power_sgd_rank: int = 4
+
+    def __post_init__(self) -> None:
+        if not self.synchronizers:
+            raise InvalidInput("a search space needs at least one synchronizer, but has none; add all_reduce")
+        if Compressor.NONE not in self.compressors:
+            raise InvalidInput(
+                f"the compressors of a search space must contain 'none', which small-precision gradients need, but are {self.compressors}"
+            )
+        for kind, values in (("synchronizers", self.synchronizers), ("compressors", self.compressors)):
+            if len(set(values)) != len(values):
+                raise InvalidInput(f"{kind} of a search space must differ from each other, but are {', '.join(values)}")
+        for name in ("max_shards", "max_groups"):
+            if getattr(self, name) < 1:
+                raise InvalidInput(f"{name} of a search space must be at least 1, but is {getattr(self, name)}")
+        if self.min_partition_bytes < 0:
+            raise InvalidInput(f"min_partition_bytes of a search space must be at least 0, but is {self.min_partition_bytes}")
+
+    @staticmethod
+    def default(lossy: bool = False) -> SearchSpace:
+        """What the PyTorch hooks runtime enacts; `lossy` adds the half-precision casts."""
+        casts = (Compressor.FP16, Compressor.BF16) if lossy else ()
+        return SearchSpace(
+            (Synchronizer.ALL_REDUCE, Synchronizer.REDUCE_SCATTER_ALL_GATHER, Synchronizer.PARAMETER_SERVER),
+            (Compressor.NONE, *casts),
+        )
+
+    def compressors_for(self, dtype: str) -> tuple[Compressor, ...]:
+        """The compressors that a gradient of this dtype can take."""
+        return self.compressors if dtype in _COMPRESSIBLE else (Compressor.NONE,)
+
+    def axes_for(self, variable: Variable) -> tuple[int, ...]:
+        """The axes along which a variable may be cut; none for small variables."""
+        if self.max_shards < 2 or variable.elements == 0 or variable.grad_bytes < self.min_partition_bytes:
+            return ()
+        candidates = variable.shape[:1] if variable.sparse else variable.shape
+        return tuple(axis for axis, extent in enumerate(candidates) if extent >= 2)
+
+    def hierarchy_for(self, cluster: Cluster) -> bool:
+        """Whether hierarchical reduction is allowed and would differ from the flat one."""
+        return self.hierarchical and 1 < len(cluster.hosts) < cluster.world_size
+
+    def compressor_fields(self, compressor: Compressor) -> dict[str, Any]:
+        """The fields of a `Shard` that say how it is compressed."""
+        return {
+            "compressor": compressor,
+            "ratio": self.top_k_ratio if compressor is Compressor.TOP_K else None,
+            "rank": self.power_sgd_rank if compressor is Compressor.POWER_SGD else None,
+        }
+
+    def violation(self, strategy: Strategy, workload: Workload, cluster: Cluster) -> str | None:
+        """Why `strategy` lies outside this space, or None if it lies inside.
+
+        The strategy must be plannable; `max_groups` bounds proposals and is no property of a strategy.
+        """
+        if strategy.cross_step and not self.cross_step:
+            return "the space has no synchronization across steps, but the strategy uses it"
+        for choice in strategy.variables:
+            variable = workload.variables[workload.index[choice.variable]]
+            problem = self._partition_violation(choice, variable)
+            if problem is None:
+                problem = next((p for p in (self._shard_violation(s, variable, cluster) for s in set(choice.shards)) if p), None)
+            if problem is not None:
+                return f"{choice.variable!r}: {problem}"
+        return None
+
+    def contains(self, strategy: Strategy, workload: Workload, cluster: Cluster) -> bool:
+        return self.violation(strategy, workload, cluster) is None
+
+    def _shard_violation(self, shard: Shard, variable: Variable, cluster: Cluster) -> str | None:
+        if shard.synchronizer not in self.synchronizers:
+            return f"the space has the synchronizers {', '.join(self.synchronizers)}, but the strategy uses {shard.synchronizer}"
+        allowed = self.compressors_for(variable.dtype)
+        if shard.compressor not in allowed:
+            return f"the space has the compressors {', '.join(allowed)} for {variable.dtype}, but the strategy uses {shard.compressor}"
+        if shard.hierarchical and not self.hierarchy_for(cluster):
+            return "the space has no hierarchical reduction on this cluster, but the strategy uses it"
+        return None
+
+    def _partition_violation(self, choice: VariableStrategy, variable: Variable) -> str | None:
+        if choice.partition is None:
+            return None
+        axis, sizes = choice.partition.axis, choice.partition.sizes
+        if axis not in self.axes_for(variable):
+            return f"the space cuts it along the axes {self.axes_for(variable)}, but the strategy along {axis}"
+        if len(sizes) > self.max_shards:
+            return f"the space has at most {self.max_shards} shards, but the strategy {len(sizes)}"
+        if not self.allow_uneven and max(sizes) - min(sizes) > 1:
+            return f"the space has even partitions only, but the sizes are {sizes}"
+        return None

@@ -1,0 +1,256 @@
+"""The loop of AutoSync (Fig. 1) as a pure state machine: the history so far in, the next instruction out.
+
+Nothing here runs, stores or times anything. Because the instruction is a function of the job and its recorded
+events, a job that was killed continues exactly where its event log ends.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from autotune.events import TrialFinished
+from autotune.history import History
+from autotune.job import JobSpec
+from autotune.records import CURRENT_SETUP, Failed, Measured, Role, TrialRequest
+
+
+@dataclass(frozen=True)
+class ProfileWorkload:
+    """Run the script, profile one replica and probe the links."""
+
+
+@dataclass(frozen=True)
+class Propose:
+    """Retrain on what was measured and propose the strategies of `round`, at most `count` of them."""
+
+    round: int
+    count: int
+
+
+@dataclass(frozen=True)
+class RunTrial:
+    request: TrialRequest
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The closing A/B: geometric mean of time(tuned) / time(current setup) over `pairs` interleaved pairs of blocks.
+
+    The interval is Student's t on the logarithms of the ratios of the blocks' medians.
+    """
+
+    ratio: float
+    low: float
+    high: float
+    pairs: int
+    confidence: float
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What is exported. `strategy_id` is `CURRENT_SETUP` unless the tuned strategy is significantly faster."""
+
+    strategy_id: str
+    reason: str
+    comparison: Comparison | None
+    best_candidate_id: str | None
+
+
+@dataclass(frozen=True)
+class Finish:
+    decision: Decision
+
+
+@dataclass(frozen=True)
+class Abort:
+    """The script cannot be tuned: it fails as it is."""
+
+    message: str
+
+
+Instruction = ProfileWorkload | Propose | RunTrial | Finish | Abort
+
+REFERENCE_TRIES = 3
+"""How often the current setup may fail before any measurement, until the job is given up."""
+
+
+def next_instruction(spec: JobSpec, history: History) -> Instruction:
+    """What to do now. Pure: the same spec and history give the same instruction."""
+    if history.profiled is None:
+        return ProfileWorkload()
+    if history.reference_s is None:
+        failures = [trial.outcome for trial in history.trials if isinstance(trial.outcome, Failed)]
+        if len(failures) >= REFERENCE_TRIES:
+            return Abort(f"the script fails with its current setup, so there is nothing to compare with: {failures[-1].message}")
+        return _reference(spec, history)
+    if not _budget_spent(spec, history):
+        instruction = _explore(spec, history)
+        if instruction is not None:
+            return instruction
+    return _close(spec, history)
+
+
+def decided(spec: JobSpec, history: History) -> Decision | None:
+    """The decision, if the job has finished."""
+    if history.profiled is None or history.reference_s is None:
+        return None
+    instruction = next_instruction(spec, history)
+    return instruction.decision if isinstance(instruction, Finish) else None
+
+
+def _explore(spec: JobSpec, history: History) -> Instruction | None:
+    """The next candidate, reference or round; None when the space has nothing new to offer."""
+    if _candidates_since_reference(history) >= spec.reference_every:
+        return _reference(spec, history)
+    pending = _pending(spec, history)
+    if pending is not None:
+        return pending
+    if history.rounds and not _brought_something_new(history):
+        return None
+    if history.rounds and _round_unbracketed(spec, history):
+        return _reference(spec, history)
+    left = spec.max_trials - len(history.candidates)
+    return Propose(len(history.rounds), min(spec.top_k, left))
+
+
+def _pending(spec: JobSpec, history: History) -> RunTrial | None:
+    """The first proposal without a trial, or the first disturbed trial that may be repeated."""
+    tried: dict[str, int] = {}
+    for trial in history.candidates:
+        tried[trial.request.strategy_id] = tried.get(trial.request.strategy_id, 0) + 1
+    for proposed in history.rounds:
+        for proposal in proposed.proposals:
+            attempts = tried.get(proposal.strategy.id, 0)
+            if attempts == 0:
+                return _candidate(spec, history, proposal.strategy.id, proposed.round, 0, proposal.predicted_s)
+            if attempts <= spec.max_repeats and _only_disturbed(history, proposal.strategy.id):
+                return _candidate(spec, history, proposal.strategy.id, proposed.round, attempts, proposal.predicted_s)
+    return None
+
+
+def _brought_something_new(history: History) -> bool:
+    """Whether the last round holds a strategy that no earlier round proposed."""
+    earlier = {proposal.strategy.id for proposed in history.rounds[:-1] for proposal in proposed.proposals}
+    return any(proposal.strategy.id not in earlier for proposal in history.rounds[-1].proposals)
+
+
+def _only_disturbed(history: History, strategy_id: str) -> bool:
+    trials = [trial for trial in history.candidates if trial.request.strategy_id == strategy_id]
+    return all(isinstance(trial.outcome, Measured) and trial.request.number in history.disturbed for trial in trials)
+
+
+def _round_unbracketed(spec: JobSpec, history: History) -> bool:
+    """Half a reference interval of trials would go into training unchecked: bracket them first."""
+    since = _candidates_since_reference(history)
+    return since > 0 and 2 * since >= spec.reference_every
+
+
+def _candidates_since_reference(history: History) -> int:
+    count = 0
+    for trial in reversed(history.trials):
+        if trial.request.role is Role.REFERENCE:
+            break
+        count += trial.request.role is Role.CANDIDATE
+    return count
+
+
+def _budget_spent(spec: JobSpec, history: History) -> bool:
+    if history.ab_trials or len(history.candidates) >= spec.max_trials:
+        return True
+    assert history.reference_s is not None
+    blocks = 2 * spec.ab_pairs + spec.finalists
+    closing_s = blocks * (spec.warmup_steps + spec.timed_steps) * history.reference_s
+    return history.elapsed_s + closing_s >= spec.max_seconds
+
+
+def _close(spec: JobSpec, history: History) -> Instruction:
+    """A second look at the finalists, then the interleaved A/B, then the decision."""
+    ranking = history.ranking()
+    if not ranking:
+        return Finish(Decision(CURRENT_SETUP, "no strategy could be measured, so the current setup stays", None, None))
+    if not history.ab_trials:
+        for strategy_id in _finalists(spec, history):
+            if strategy_id not in _second_looks(history):
+                return _candidate(spec, history, strategy_id, len(history.rounds), 1, None)
+    # One lucky trial must not beat a finalist that was measured twice.
+    looked_at = _second_looks(history)
+    best = next((strategy_id for strategy_id, _ in ranking if strategy_id in looked_at), ranking[0][0])
+    # A strategy that fails in its A/B leaves the ranking and the next one is compared from scratch.
+    contender = sum(isinstance(t.outcome, Failed) and t.request.strategy_id != CURRENT_SETUP for t in history.ab_trials)
+    blocks = [trial for trial in history.ab_trials if trial.request.round == contender]
+    if sum(isinstance(trial.outcome, Failed) for trial in blocks) > 1:
+        return Finish(
+            Decision(CURRENT_SETUP, "the current setup failed twice during the closing comparison, so nothing was proven", None, best)
+        )
+    mine, current = _blocks(blocks, best), _blocks(blocks, CURRENT_SETUP)
+    if len(mine) >= spec.ab_pairs and len(current) >= spec.ab_pairs:
+        return Finish(_decide(spec, history, best, mine, current))
+    request = TrialRequest(
+        len(history.trials), _next_side(best, len(mine), len(current)), Role.AB, spec.warmup_steps, spec.timed_steps, contender
+    )
+    return RunTrial(request)
+
+
+def _next_side(best: str, mine: int, current: int) -> str:
+    """Blocks in the order ABBA ABBA ..., which cancels a linear drift of the machine."""
+    if mine == current:
+        return best if mine % 2 == 0 else CURRENT_SETUP
+    return best if mine < current else CURRENT_SETUP
+
+
+def _finalists(spec: JobSpec, history: History) -> list[str]:
+    """The fastest strategies by their trials of the search: a second look before the choice tames the winner's curse."""
+    first: dict[str, float] = {}
+    for trial in history.candidates:
+        key = trial.request.strategy_id
+        if isinstance(trial.outcome, Measured) and trial.request.round < len(history.rounds) and key not in history.failed:
+            first[key] = min(trial.outcome.median_s, first.get(key, math.inf))
+    return sorted(first, key=lambda key: (first[key], key))[: spec.finalists]
+
+
+def _second_looks(history: History) -> set[str]:
+    """Finalists that were measured again: their trial carries a round that was never proposed."""
+    return {trial.request.strategy_id for trial in history.candidates if trial.request.round == len(history.rounds)}
+
+
+def _blocks(trials: list[TrialFinished], strategy_id: str) -> list[Measured]:
+    return [t.outcome for t in trials if t.request.strategy_id == strategy_id and isinstance(t.outcome, Measured)]
+
+
+def compare(mine: list[Measured], current: list[Measured], confidence: float) -> Comparison:
+    """The interval of the time ratio from paired blocks; see `Comparison`."""
+    from scipy import stats
+
+    pairs = min(len(mine), len(current))
+    logs = np.array([math.log(a.median_s / b.median_s) for a, b in zip(mine, current, strict=False)])
+    center = float(logs.mean())
+    half = float(stats.t.ppf(0.5 + confidence / 2, pairs - 1) * logs.std(ddof=1) / math.sqrt(pairs))
+    return Comparison(math.exp(center), math.exp(center - half), math.exp(center + half), pairs, confidence)
+
+
+def _decide(spec: JobSpec, history: History, best: str, mine: list[Measured], current: list[Measured]) -> Decision:
+    comparison = compare(mine[: spec.ab_pairs], current[: spec.ab_pairs], spec.confidence)
+    share = f"{100 * spec.confidence:.0f} %"
+    interval = f"time ratio {comparison.ratio:.3f}, {share} interval {comparison.low:.3f} to {comparison.high:.3f}"
+    if comparison.high < 1:
+        return Decision(best, f"faster than the current setup in {spec.ab_pairs} interleaved pairs: {interval}", comparison, best)
+    reason = f"the best of {len(history.measured_s)} strategies is not significantly faster ({interval}), so the current setup stays"
+    return Decision(CURRENT_SETUP, reason, comparison, best)
+
+
+def _reference(spec: JobSpec, history: History) -> RunTrial:
+    return _request(spec, history, CURRENT_SETUP, Role.REFERENCE)
+
+
+def _request(spec: JobSpec, history: History, strategy_id: str, role: Role) -> RunTrial:
+    return RunTrial(TrialRequest(len(history.trials), strategy_id, role, spec.warmup_steps, spec.timed_steps))
+
+
+def _candidate(spec: JobSpec, history: History, strategy_id: str, round_: int, attempt: int, predicted_s: float | None) -> RunTrial:
+    request = TrialRequest(
+        len(history.trials), strategy_id, Role.CANDIDATE, spec.warmup_steps, spec.timed_steps, round_, attempt, predicted_s
+    )
+    return RunTrial(request)

@@ -1,0 +1,50 @@
+"""Which kind of failure an exception or an exit status is."""
+
+from __future__ import annotations
+
+import signal
+
+from autotune.errors import SynchronizationError
+from autotune.records import Failed, FailureKind
+
+_OUT_OF_MEMORY_TEXT = ("out of memory", "can't allocate memory", "cannot allocate memory", "std::bad_alloc")
+# What a rank says when another one went away: a consequence, never the cause.
+_CONSEQUENCE_TEXT = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "broken pipe",
+    "socket closed",
+    "aborted due to",
+    "read error",
+)
+_URGENCY = (FailureKind.OUT_OF_MEMORY, FailureKind.NUMERICS, FailureKind.REFUSED, FailureKind.CRASH, FailureKind.HANG)
+
+
+def kind_of_exception(error: BaseException) -> FailureKind:
+    """The kind that a rank reports for an exception that ended the script."""
+    text = str(error).lower()
+    if isinstance(error, MemoryError) or any(word in text for word in _OUT_OF_MEMORY_TEXT):
+        return FailureKind.OUT_OF_MEMORY
+    if isinstance(error, SynchronizationError | TimeoutError) or "timed out" in text or "timeout" in text:
+        return FailureKind.HANG
+    return FailureKind.CRASH
+
+
+def failure_of_exit(code: int, rank: int, log_tail: str) -> Failed:
+    """A training process that ended without a word of its own (a signal, `os._exit`)."""
+    tail = f"; last output: {log_tail[-600:].strip()}" if log_tail.strip() else ""
+    if code == -signal.SIGKILL:
+        message = f"rank {rank} was killed by SIGKILL, as the kernel does when memory runs out{tail}"
+        return Failed(FailureKind.OUT_OF_MEMORY, message, rank)
+    how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+    return Failed(FailureKind.CRASH, f"rank {rank} ended {how}{tail}", rank)
+
+
+def root_cause(failures: list[Failed]) -> Failed:
+    """The failure that explains the others: ranks that only lost a peer come last, then by urgency of the kind."""
+
+    def order(failure: Failed) -> tuple[bool, int, int]:
+        consequence = any(word in failure.message.lower() for word in _CONSEQUENCE_TEXT)
+        return consequence, _URGENCY.index(failure.kind), failure.rank if failure.rank is not None else -1
+
+    return min(failures, key=order)

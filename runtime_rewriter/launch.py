@@ -1,0 +1,114 @@
+"""`python -m runtime_rewriter.launch (--control FD | --strategy best.json) -- script.py args`
+
+Runs the user's unmodified script as `__main__` with our synchronizer where it builds `DistributedDataParallel`.
+With `--control` the tuner steers it (one process per rank, started by a supervisor); with `--strategy` the
+exported strategy is applied and training simply goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import os
+import runpy
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+from autotune.errors import AutotuneError
+from autotune.records import FailureKind
+from runtime_rewriter.active import active_session
+from runtime_rewriter.control import ControlClosed, ControlLine
+from runtime_rewriter.failures import kind_of_exception
+
+MESSAGE_CHARACTERS = 6000
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="runtime_rewriter.launch")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--control", type=int)
+    what.add_argument("--strategy", type=Path)
+    parser.add_argument("words", nargs=argparse.REMAINDER)
+    options = parser.parse_args(arguments)
+    words = options.words[1:] if options.words[:1] == ["--"] else options.words
+    if options.control is not None:
+        _die_with_parent()
+        return _run_tuned(ControlLine(socket.socket(fileno=options.control)), words)
+    return _run_exported(options.strategy, words)
+
+
+def _run_tuned(line: ControlLine, words: list[str]) -> int:
+    from runtime_rewriter.session import NumericsFailure, TuningSession
+    from runtime_rewriter.torch_ddp import replaced_ddp
+
+    session = TuningSession(line)
+    failed: dict[str, str] | None = None
+    try:
+        with replaced_ddp(session), active_session(session):
+            _run_script(words)
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            failed = {"kind": FailureKind.CRASH.value, "message": f"the script ended with {end.code!r}"}
+    except BaseException as error:  # noqa: BLE001 - whatever ends the user's script is reported, not swallowed
+        kind = FailureKind.NUMERICS if isinstance(error, NumericsFailure) else kind_of_exception(error)
+        failed = {"kind": kind.value, "message": _describe(error)}
+        traceback.print_exc()
+    with contextlib.suppress(ControlClosed):  # the supervisor may be gone: then nobody waits for the word
+        line.send({"event": "failed", **failed} if failed else {"event": "ended", "steps": session.steps})
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Communicator threads may be waiting for ranks that are gone; an orderly interpreter shutdown would join them.
+    os._exit(1 if failed else 0)
+
+
+def _run_exported(strategy: Path, words: list[str]) -> int:
+    from runtime_rewriter.exported import ExportSession
+    from runtime_rewriter.torch_ddp import replaced_ddp
+
+    session = ExportSession(strategy)
+    with replaced_ddp(session), active_session(session):
+        _run_script(words)
+    return 0
+
+
+def _run_script(words: list[str]) -> None:
+    """As `python words` would: `sys.argv`, `sys.path[0]` and `__main__` are what the script expects."""
+    if words[0] == "-m":
+        sys.argv = words[1:]
+        sys.path.insert(0, str(Path.cwd()))
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = list(words)
+        sys.path.insert(0, str(Path(words[0]).resolve().parent))
+        runpy.run_path(words[0], run_name="__main__")
+
+
+def _describe(error: BaseException) -> str:
+    """The error and where in the user's own files it came from; our frames and the frameworks' are left out."""
+    if isinstance(error, AutotuneError):
+        return str(error)
+    ours = Path(__file__).parent
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if "site-packages" not in frame.filename and Path(frame.filename).parent != ours and not frame.filename.startswith("<frozen")
+    ]
+    where = f" (at {frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {error}{where}"[:MESSAGE_CHARACTERS]
+
+
+def _die_with_parent() -> None:
+    """Ask the kernel (Linux) to kill this process when its supervisor dies, even by kill -9."""
+    with contextlib.suppress(OSError, AttributeError):  # elsewhere the closed control line ends it at the next boundary
+        pr_set_pdeathsig = 1  # <sys/prctl.h>
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,135 @@
+"""Before a plan is used: it fits the module, and every rank holds the same one."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from autotune.errors import AutotuneError, InvalidInput, InvalidStrategy, ModelMismatch, PlanMismatch, SynchronizationError
+from autotune.strategy_space.plan import Plan, TensorSlice
+from autotune.workload import Variable, Workload
+from runtime_rewriter.torch_collectives import Ranks, why_refused
+
+_MASK = 2**32 - 1
+
+
+def trainable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Name -> parameter with a gradient, each once (tied weights share one name), as torch's DDP takes them."""
+    ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+    found = {name: p for name, p in module.named_parameters() if p.requires_grad and name not in ignored}
+    if not found:
+        raise InvalidInput("synchronization needs a module with at least one parameter that requires a gradient, but it has none")
+    if len({p.device for p in found.values()}) != 1:
+        devices = sorted({str(p.device) for p in found.values()})
+        raise InvalidInput(f"all parameters of one replica must be on one device, but they are on {', '.join(devices)}")
+    return found
+
+
+def assumed_workload(module: nn.Module) -> Workload:
+    """The module's variables in reverse definition order, without any measurement (source "assumed")."""
+    parameters = trainable_parameters(module)
+    variables = tuple(Variable(name, tuple(p.shape), dtype_name(p)) for name, p in reversed(parameters.items()))
+    device = next(iter(parameters.values())).device.type
+    return Workload(type(module).__name__, variables, device=device)
+
+
+def dtype_name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def check_fit(plan: Plan, module: nn.Module, world_size: int) -> None:
+    """Raise `InvalidStrategy` for what the runtime cannot enact, `ModelMismatch` for another model or world size."""
+    reason = why_refused(plan)
+    if reason is not None:
+        raise InvalidStrategy(f"plan {plan.id} cannot be enacted: {reason}")
+    if plan.world_size != world_size:
+        raise ModelMismatch(f"plan {plan.id} is made for {plan.world_size} ranks, but {world_size} take part; tune for this world size")
+    parameters = trainable_parameters(module)
+    slices: dict[str, list[TensorSlice]] = defaultdict(list)
+    for message in plan.messages:
+        for part in message.slices:
+            slices[part.variable].append(part)
+            parameter = parameters.get(part.variable)
+            if parameter is not None and dtype_name(parameter) != message.dtype:
+                raise ModelMismatch(
+                    f"plan {plan.id} holds {part.variable!r} as {message.dtype}, but the model's is {dtype_name(parameter)}; tune again"
+                )
+    _check_names(plan, slices, parameters)
+    for name, parts in slices.items():
+        _check_cover(plan, name, parts, parameters[name])
+    workload_id = assumed_workload(module).id
+    if plan.workload_id != workload_id:
+        raise ModelMismatch(f"plan {plan.id} is made for {plan.workload_id}, but the model is {workload_id} (shapes differ); tune again")
+
+
+def _check_names(plan: Plan, slices: Mapping[str, object], parameters: Mapping[str, Tensor]) -> None:
+    unknown, lacking = sorted(set(slices) - set(parameters)), sorted(set(parameters) - set(slices))
+    if unknown or lacking:
+        raise ModelMismatch(
+            f"plan {plan.id} must name exactly the model's {len(parameters)} trainable parameters, but "
+            + " and ".join(
+                part
+                for part in (
+                    f"names the unknown {', '.join(unknown[:3])}" if unknown else "",
+                    f"lacks {', '.join(lacking[:3])}" if lacking else "",
+                )
+                if part
+            )
+            + "; tune this model again"
+        )
+
+
+def _check_cover(plan: Plan, name: str, parts: list[TensorSlice], parameter: Tensor) -> None:
+    """The slices cover every element of the variable once."""
+    axes = {part.axis for part in parts}
+    axis = parts[0].axis
+    fits = len(axes) == 1 and sum(part.elements for part in parts) == parameter.numel()
+    if fits and axis is None:
+        fits = len(parts) == 1
+    elif fits and axis is not None:
+        rows = sorted((part.start, part.stop) for part in parts)
+        extent = parameter.shape[axis] if axis < parameter.dim() else -1
+        stops = [0, *(stop for _, stop in rows)]
+        fits = [start for start, _ in rows] == stops[:-1] and stops[-1] == extent
+        fits = fits and all(part.elements * extent == parameter.numel() * (part.stop - part.start) for part in parts)
+    if not fits:
+        raise ModelMismatch(
+            f"plan {plan.id} must cover every element of {name!r} once, but its {len(parts)} slice(s) do not fit shape {tuple(parameter.shape)}"
+        )
+
+
+def agree(ranks: Ranks, plan: Plan | None, error: AutotuneError | None) -> None:
+    """Collective: every rank returns, or every rank raises.
+
+    Raises the rank's own `error`, or the same class with the failing rank's message; `PlanMismatch`
+    with each rank's plan where they differ; `SynchronizationError` when a rank is gone or does not come
+    within the control timeout.
+    """
+    number = int(plan.id.rpartition("-")[2], 16) if plan is not None and error is None else 0
+    halves = [-1, -1] if plan is None else [number >> 32, number & _MASK]
+    words = torch.tensor([int(error is not None), *halves, *(-half for half in halves)], dtype=torch.int64)
+    try:
+        dist.all_reduce(words, op=dist.ReduceOp.MAX, group=ranks.control)
+        failed, high, low, minus_high, minus_low = words.tolist()
+        if not failed and (high, low) == (-minus_high, -minus_low):
+            return
+        shown = plan.id if plan is not None else "no plan"
+        mine = (shown, type(error).__name__, str(error)) if error is not None else (shown, "", "")
+        reports: list[tuple[str, str, str]] = [("", "", "")] * ranks.size
+        dist.all_gather_object(reports, mine, group=ranks.control)
+    except RuntimeError as cause:
+        raise SynchronizationError(
+            f"every rank must load a plan at the same step within {ranks.control_timeout_s:g} s, but rank {ranks.rank} got no answer: {cause}"
+        ) from cause
+    if error is not None:
+        raise error
+    for rank, (_, kind, text) in enumerate(reports):
+        if kind:
+            family = ModelMismatch if kind == ModelMismatch.__name__ else InvalidStrategy
+            raise family(f"rank {rank} cannot load the plan: {text}")
+    held = ", ".join(f"rank {rank} holds {plan_id}" for rank, (plan_id, _, _) in enumerate(reports))
+    raise PlanMismatch(f"every rank must hold the same plan, but {held}; give all ranks the same export")

@@ -1,0 +1,148 @@
+"""Algorithms 1 and 2 of AutoSync's supplement: against slow twins, their bounds, and their edge cases."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autotune.cluster import Cluster, Host
+from autotune.errors import InvalidInput
+from autotune.rng import generator
+from autotune.strategy_space.constraints import balance_load, merge_adjacent, server_bandwidths, server_ranks
+
+SIZES = st.lists(st.one_of(st.just(0), st.integers(1, 200), st.integers(1, 10**9)), max_size=40)
+BANDWIDTHS = st.lists(st.sampled_from([1.25e8, 1.25e9, 3e9, 1e10]), min_size=1, max_size=6)
+
+
+def literal_balance_load(sizes, bandwidths, rng):
+    """Algorithm 1 line by line; a draw from softmax(logits) is the argmax of logits plus Gumbel noise."""
+    noise = rng.gumbel(size=(len(sizes), len(bandwidths)))
+    load = [0] * len(bandwidths)
+    all_bandwidth = sum(bandwidths)
+    placement = [None] * len(sizes)
+    for step, shard in enumerate(sorted(range(len(sizes)), key=lambda i: -sizes[i])):
+        logits = [sum(load) * (b / all_bandwidth) - current for b, current in zip(bandwidths, load, strict=True)]
+        drawn = [logit + gumbel for logit, gumbel in zip(logits, noise[step], strict=True)]
+        placement[shard] = drawn.index(max(drawn))
+        load[placement[shard]] += sizes[shard]
+    return placement
+
+
+def literal_merge_adjacent(sizes, groups):
+    """Algorithm 2 line by line, in exact fractions; the last group takes whatever it would leave over."""
+    average = Fraction(sum(sizes), groups)
+    load = [0] * groups
+    result, group = [], 0
+    for size in sizes:
+        if load[group] >= average and group + 1 < groups and average > 0:
+            group += 1
+        result.append(group)
+        load[group] += size
+    return result
+
+
+@given(SIZES, BANDWIDTHS, st.integers(0, 2**32))
+def test_balance_load_equals_algorithm_1_line_by_line(sizes, bandwidths, seed):
+    fast = balance_load(sizes, bandwidths, generator(seed))
+    assert fast.tolist() == literal_balance_load(sizes, bandwidths, generator(seed))
+
+
+@given(SIZES, BANDWIDTHS, st.integers(0, 2**32))
+def test_no_device_exceeds_its_share_of_the_bandwidth_by_more_than_the_largest_shard_and_50_bytes(sizes, bandwidths, seed):
+    """With p_j = b_j / b_all and the excess e_j = l_j - p_j l_all (bytes), the logit of device j is -e_j.
+
+    A shard of s bytes goes to the j that maximises -e_j + G_j (G: standard Gumbel noise). The excesses sum to 0, so some
+    device k has e_k <= 0, and e_j <= e_k + G_j - G_k <= G_j - G_k. Afterwards e_j has grown by s (1 - p_j) and all others
+    have shrunk. By induction e_j <= max(s) (1 - p_j) + max(G) - min(G) at any time. Gumbel noise exceeds 45
+    with probability e^-45 and is below -5 with probability exp(-e^5), so its range is taken to stay below 50 bytes.
+    """
+    placements = balance_load(sizes, bandwidths, generator(seed))
+    for device, bandwidth in enumerate(bandwidths):
+        share = bandwidth / sum(bandwidths)
+        load = sum(size for size, placed in zip(sizes, placements, strict=True) if placed == device)
+        assert load <= share * sum(sizes) + (1 - share) * max(sizes, default=0) + 50
+
+
+def test_small_shards_are_placed_with_the_probabilities_of_the_softmax():
+    sizes, bandwidths, draws = [3, 2, 1], [1.0, 3.0], 4000
+    exact = {}
+    for placement in itertools.product(range(2), repeat=3):  # sizes are in descending order already
+        load, probability = [0, 0], 1.0
+        for size, device in zip(sizes, placement, strict=True):
+            weights = [math.exp(sum(load) * b / sum(bandwidths) - current) for b, current in zip(bandwidths, load, strict=True)]
+            probability *= weights[device] / sum(weights)
+            load[device] += size
+        exact[placement] = probability
+    rng = generator(0, "softmax")
+    seen = [tuple(balance_load(sizes, bandwidths, rng).tolist()) for _ in range(draws)]
+    distance = sum(abs(seen.count(placement) / draws - probability) for placement, probability in exact.items()) / 2
+    assert sum(exact.values()) == pytest.approx(1)
+    assert distance < 0.03  # 8 outcomes, 4000 draws: about 0.01 is expected
+
+
+@given(SIZES, st.integers(1, 60))
+def test_merge_adjacent_equals_algorithm_2_line_by_line(sizes, groups):
+    assert merge_adjacent(sizes, groups).tolist() == literal_merge_adjacent(sizes, groups)
+
+
+@given(SIZES, st.integers(1, 60))
+def test_groups_are_contiguous_and_stay_within_the_bound_of_algorithm_2(sizes, groups):
+    """A group takes a shard only while it holds less than l_avg, so it ends below l_avg + max(s); and the next begins
+    only when it holds l_avg or more, so all groups but the last used one hold at least that."""
+    result = merge_adjacent(sizes, groups).tolist()
+    assert result == sorted(result)
+    assert set(result) == set(range(len(set(result))))
+    assert len(set(result)) <= groups
+    loads = [sum(size for size, group in zip(sizes, result, strict=True) if group == wanted) for wanted in sorted(set(result))]
+    average = Fraction(sum(sizes), groups)
+    assert all(load < average + max(sizes) for load in loads) or sum(sizes) == 0
+    assert all(load >= average for load in loads[:-1])
+
+
+@settings(max_examples=50)
+@given(st.integers(1, 10**15), st.integers(1, 50))
+def test_equal_shards_never_open_a_group_beyond_the_last_however_the_average_rounds(size, groups):
+    assert merge_adjacent([size] * groups * 3, groups).tolist() == [g for g in range(groups) for _ in range(3)]
+
+
+def test_zero_byte_shards_after_the_last_group_is_full_stay_in_it():
+    assert merge_adjacent([4, 4, 0, 0], 2).tolist() == [0, 1, 1, 1]
+    assert merge_adjacent([0, 0], 2).tolist() == [0, 0]
+    assert merge_adjacent([], 3).tolist() == []
+    assert merge_adjacent([7], 5).tolist() == [0]
+
+
+def test_one_device_takes_everything_and_no_shard_is_no_placement():
+    assert balance_load([5, 0, 9], [1e9], generator(0)).tolist() == [0, 0, 0]
+    assert balance_load([], [1e9, 1e9], generator(0)).tolist() == []
+
+
+def test_bad_sizes_bandwidths_and_group_counts_are_refused_with_the_value():
+    with pytest.raises(InvalidInput, match=r"bandwidths above 0, but they have \[1.0, 0.0\]"):
+        balance_load([1], [1.0, 0.0], generator(0))
+    with pytest.raises(InvalidInput, match="one or more devices"):
+        balance_load([1], [], generator(0))
+    with pytest.raises(InvalidInput, match="one has -2"):
+        balance_load([3, -2], [1.0], generator(0))
+    with pytest.raises(InvalidInput, match="at least 1 group, but has 0"):
+        merge_adjacent([1], 0)
+    with pytest.raises(InvalidInput, match="one has -1"):
+        merge_adjacent([-1], 2)
+
+
+def test_servers_are_all_ranks_and_in_large_worlds_the_first_rank_of_each_host():
+    def host(name, devices, rate):
+        return Host(name, devices, rate, 1e-5, 5e10, 1e-6)
+
+    small = Cluster("c", (host("a", 2, 1e9), host("b", 1, 2e9)))
+    assert server_ranks(small) == (0, 1, 2)
+    assert server_bandwidths(small, (0, 2)).tolist() == [1e9, 2e9]
+    large = Cluster("c", (host("a", 40, 1e9), host("b", 24, 1e9), host("c", 1, 2e9)))
+    assert server_ranks(large) == (0, 40, 64)
+    assert np.array_equal(server_bandwidths(large, server_ranks(large)), [1e9, 1e9, 2e9])

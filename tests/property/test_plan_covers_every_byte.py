@@ -1,0 +1,85 @@
+"""Whatever proposes a strategy: its plan sends every gradient element once, and is the same in every process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from worlds import assert_inside, assert_sends_every_byte_once, clusters, spaces, workloads
+
+from autotune.cluster import Cluster
+from autotune.rng import generator
+from autotune.sampler.random import sample, sample_many
+from autotune.strategy_space.builders import BUILDERS, horovod_like, partitioned_ps, seed_strategies
+from autotune.strategy_space.neighbours import mutate
+from autotune.strategy_space.plan import Plan, plan
+from autotune.strategy_space.space import SearchSpace
+from autotune.strategy_space.strategy import Strategy
+from autotune.workload import Variable, Workload
+
+
+@settings(deadline=None)
+@given(workloads(), clusters(), spaces(), st.integers(0, 2**32))
+def test_sampled_and_mutated_strategies_send_every_byte_once_and_stay_inside_the_space(workload, cluster, space, seed):
+    rng = generator(seed)
+    strategy = sample(workload, cluster, space, rng)
+    assert_inside(space, strategy, workload, cluster)
+    for _ in range(5):
+        strategy = mutate(strategy, workload, cluster, space, rng)
+        assert_inside(space, strategy, workload, cluster)
+
+
+@settings(deadline=None)
+@given(workloads(), clusters(), st.integers(0, 500), st.sampled_from([1e-3, 0.015, 10.0]))
+def test_hand_made_strategies_send_every_byte_once(workload, cluster, bound_bytes, cycle_time_s):
+    for build in BUILDERS.values():
+        assert_sends_every_byte_once(build(workload, cluster), workload, cluster.world_size)
+    assert_sends_every_byte_once(horovod_like(workload, bound_bytes, cycle_time_s), workload, cluster.world_size)
+    assert_sends_every_byte_once(partitioned_ps(workload, cluster, min_partition_bytes=bound_bytes), workload, cluster.world_size)
+
+
+@settings(deadline=None)
+@given(workloads(), clusters(), spaces())
+def test_seeds_lie_inside_the_space_and_differ(workload, cluster, space):
+    seeds = seed_strategies(workload, cluster, space)
+    for name, strategy in seeds:
+        assert strategy == BUILDERS[name](workload, cluster)
+        assert_inside(space, strategy, workload, cluster)
+    assert len({strategy.id for _, strategy in seeds}) == len(seeds)
+
+
+@settings(deadline=None)
+@given(workloads(), clusters(), spaces(), st.integers(0, 2**32))
+def test_strategy_and_plan_survive_json_with_the_same_id(workload, cluster, space, seed):
+    strategy = sample(workload, cluster, space, generator(seed))
+    assert (again := Strategy.from_json(strategy.to_json())) == strategy
+    assert again.id == strategy.id
+    made = plan(strategy, workload, cluster.world_size)
+    assert (read := Plan.from_json(made.to_json())) == made
+    assert read.id == made.id == plan(again, workload, cluster.world_size).id
+    assert Workload.from_data(json.loads(json.dumps(workload.to_data()))) == workload
+
+
+FRESH = """
+import json, sys
+from autotune.strategy_space.plan import plan
+from autotune.strategy_space.strategy import Strategy
+from autotune.workload import Workload
+data = json.load(sys.stdin)
+workload = Workload.from_data(data["workload"])
+print(json.dumps([plan(Strategy.from_data(one), workload, 3).id for one in data["strategies"]]))
+"""
+
+
+def test_the_plan_is_identical_in_a_fresh_process_with_another_hash_seed():
+    workload = Workload("m", tuple(Variable(f"v{i}", (90, 40 + i), "float16" if i % 3 == 0 else "float32") for i in range(8)))
+    cluster = Cluster.local(3)
+    strategies = sample_many(workload, cluster, SearchSpace.default(lossy=True), 20, seed=1)
+    sent = json.dumps({"workload": workload.to_data(), "strategies": [strategy.to_data() for strategy in strategies]})
+    environment = {**os.environ, "PYTHONHASHSEED": "12345"}
+    run = subprocess.run([sys.executable, "-c", FRESH], input=sent, env=environment, capture_output=True, text=True, check=True)
+    assert json.loads(run.stdout) == [plan(strategy, workload, 3).id for strategy in strategies]

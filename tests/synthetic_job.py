@@ -1,0 +1,129 @@
+"""A job whose world is a table of true step times: the real tuner, driven with synthetic events."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from autotune.cluster import Cluster
+from autotune.events import Event, Profiled, Proposal, Proposed, RankingQuality, TrialFinished
+from autotune.history import History
+from autotune.job import JobSpec
+from autotune.records import CURRENT_SETUP, Failed, FailureKind, Measured, Role, TrialRequest
+from autotune.rng import generator
+from autotune.strategy_space.plan import plan
+from autotune.strategy_space.strategy import Shard, Strategy, Synchronizer, VariableStrategy
+from autotune.tuner import Abort, Finish, Instruction, ProfileWorkload, Propose, RunTrial, next_instruction
+from autotune.workload import Variable, Workload
+
+NAMES = ("head.weight", "head.bias", "body.weight", "body.bias", "stem.weight")
+WORKLOAD = Workload(
+    "resnet",
+    tuple(
+        Variable(name, shape, ready_s=0.002 * (position + 1))
+        for position, (name, shape) in enumerate(zip(NAMES, ((10, 64), (10,), (64, 64), (64,), (64, 3, 3, 3)), strict=True))
+    ),
+    forward_s=0.01,
+    backward_s=0.02,
+    update_s=0.005,
+    source="measured",
+)
+
+
+def job_spec(**settings: object) -> JobSpec:
+    """A small job; `settings` override its fields."""
+    values: dict[str, object] = {
+        "command": ("torchrun", "--nproc-per-node", "2", "train.py"),
+        "workers": 2,
+        "cluster": Cluster.local(2),
+        "max_trials": 12,
+        "top_k": 4,
+        "reference_every": 4,
+        "ab_pairs": 4,
+        "finalists": 2,
+        "timed_steps": 4,
+    }
+    return JobSpec.from_data({**values, **settings} | {"cluster": Cluster.local(2).to_data()})
+
+
+def strategy(number: int) -> Strategy:
+    """Strategy `number` of a family of 32: each bit decides whether a variable travels through a parameter server."""
+    choices = []
+    for position, variable in enumerate(WORKLOAD.variables):
+        served = (number >> position) & 1
+        shard = Shard(Synchronizer.PARAMETER_SERVER, placement=position % 2) if served else Shard(Synchronizer.ALL_REDUCE)
+        choices.append(VariableStrategy(variable.name, (shard,)))
+    return Strategy(tuple(choices))
+
+
+def measured(center_s: float, steps: int, rng: np.random.Generator | None = None, noise: float = 0.02) -> Measured:
+    """Two ranks; the first is the slower one. Without a generator every step takes exactly `center_s`."""
+    scale = np.ones(steps) if rng is None else np.exp(noise * rng.standard_normal(steps))
+    slow = tuple(float(value) for value in center_s * scale)
+    return Measured((slow, tuple(0.9 * value for value in slow)), 0.0)
+
+
+@dataclass
+class SyntheticWorld:
+    """`true_s` maps a strategy number to its step time (default `default_s`), `factor` slows down by trial number."""
+
+    true_s: dict[int, float] = field(default_factory=dict)
+    default_s: float = 0.1
+    current_s: float = 0.1
+    fails: Callable[[TrialRequest], bool] = lambda request: False
+    factor: Callable[[int], float] = lambda number: 1.0
+    noise: float = 0.0
+    seed: int = 0
+    available: int = 32
+    step_overhead_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.by_id = {strategy(number).id: number for number in range(32)}
+
+    def answer(self, spec: JobSpec, history: History, instruction: Instruction) -> Event:
+        """The event that carries out an instruction; a function of its arguments and the seed."""
+        now = history.elapsed_s
+        if isinstance(instruction, ProfileWorkload):
+            return Profiled(WORKLOAD, spec.cluster, now + 1.0, {"torch": "2.13.0", "python": "3.11"})
+        if isinstance(instruction, Propose):
+            first = len(history.proposals)
+            numbers = range(first, min(first + instruction.count, self.available))
+            proposals = tuple(Proposal(strategy(number), "sampled", self._true_s(strategy(number).id)) for number in numbers)
+            quality = (RankingQuality("linear", 0.8, 0.6, 0.02, 4, 10), RankingQuality("random", 0.5, 0.0, 0.3, 4, 10)) if first else ()
+            return Proposed(instruction.round, proposals, "linear", "most accurate on held-out trials", 300, quality, now + 0.5)
+        assert isinstance(instruction, RunTrial)
+        return self._run(history, instruction.request)
+
+    def _run(self, history: History, request: TrialRequest) -> TrialFinished:
+        center_s = self._true_s(request.strategy_id) * self.factor(request.number)
+        elapsed_s = history.elapsed_s + (request.warmup_steps + request.timed_steps) * (center_s + self.step_overhead_s)
+        number = self.by_id.get(request.strategy_id)
+        plan_id = None if number is None else plan(strategy(number), WORKLOAD, 2).id
+        if self.fails(request):
+            return TrialFinished(request, Failed(FailureKind.CRASH, "rank 1 exited with code 1", 1), plan_id, elapsed_s)
+        rng = generator(self.seed, "trial", request.number) if self.noise else None
+        return TrialFinished(request, measured(center_s, request.timed_steps, rng, self.noise), plan_id, elapsed_s)
+
+    def _true_s(self, strategy_id: str) -> float:
+        if strategy_id == CURRENT_SETUP:
+            return self.current_s
+        return self.true_s.get(self.by_id[strategy_id], self.default_s)
+
+
+def drive(spec: JobSpec, world: SyntheticWorld, history: History | None = None, limit: int = 500) -> tuple[History, Finish | Abort]:
+    """From `history` (default: nothing) to the end of the job."""
+    history = history or History((), spec.deviation)
+    for _ in range(limit):
+        instruction = next_instruction(spec, history)
+        if isinstance(instruction, Finish | Abort):
+            return history, instruction
+        history = history.then(world.answer(spec, history, instruction))
+    raise AssertionError(f"the job did not end within {limit} events")
+
+
+def roles(history: History) -> str:
+    """The trials' roles in order, one letter each: r, c, or a (tuned side) and b (current setup) of the A/B."""
+    letters = {Role.REFERENCE: "r", Role.CANDIDATE: "c"}
+    return "".join(letters.get(trial.request.role, "b" if trial.request.strategy_id == CURRENT_SETUP else "a") for trial in history.trials)

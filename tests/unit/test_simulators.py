@@ -1,0 +1,225 @@
+"""Simulators learn what the analytic ranker misses; the recipe's parts do what they say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from autotune.cluster import Cluster, Host
+from autotune.errors import InvalidInput
+from autotune.features.compute_cost import overlap_step_s
+from autotune.features.extract import extract
+from autotune.features.flat import flatten
+from autotune.features.sync_cost import message_costs
+from autotune.rng import generator
+from autotune.simulators.batch import Scaling, chunks, collate
+from autotune.simulators.evaluation import pairwise_accuracy
+from autotune.simulators.gat import gat_simulator
+from autotune.simulators.interface import Example
+from autotune.simulators.linear import linear_simulator
+from autotune.simulators.residual import ResidualSimulator, calibrate
+from autotune.simulators.rnn import rnn_simulator
+from autotune.simulators.training import TrainingRecipe, domain_batches, pairwise_ranking_loss, split_off_validation
+from autotune.strategy_space.plan import plan
+from autotune.strategy_space.strategy import Compressor, Shard, Strategy, Synchronizer, VariableStrategy
+from autotune.workload import Variable, Workload
+
+TIE_BAND = 0.01
+
+
+def four_hosts() -> Cluster:
+    return Cluster("four", tuple(Host(f"h{i}", 1, 125e6, 5e-5, 10e9, 5e-6) for i in range(4)))
+
+
+def small_model(variables: int = 12) -> Workload:
+    sizes = generator(0, "model").integers(2_000, 200_000, variables).tolist()
+    ready = np.linspace(0.002, 0.02, variables).tolist()
+    return Workload(
+        "small", tuple(Variable(f"v{i:02d}", (n,), ready_s=r) for i, (n, r) in enumerate(zip(sizes, ready, strict=True))), (), 0.01, 0.02, 0.002
+    )
+
+
+def random_strategy(workload: Workload, seed: int, number: int) -> Strategy:
+    draw = generator(seed, "strategy", number)
+    served, merged = draw.random() * 0.5, int(draw.integers(1, 6))
+    choices = []
+    for position, variable in enumerate(workload.variables):
+        compressor = Compressor.FP16 if draw.random() < 0.3 else Compressor.NONE
+        if draw.random() < served:
+            shard = Shard(Synchronizer.PARAMETER_SERVER, compressor, placement=int(draw.integers(4)))
+        else:
+            shard = Shard(Synchronizer.ALL_REDUCE, compressor, group=position // merged)
+        choices.append(VariableStrategy(variable.name, (shard,)))
+    return Strategy(tuple(choices))
+
+
+def measured_examples(count: int, seed: int, hidden_overhead_s: float, workload: Workload | None = None, domain: str = "d") -> list[Example]:
+    """The true time has an overhead per message that the analytic ranker does not know."""
+    workload, cluster = workload or small_model(), four_hosts()
+    examples = []
+    for number in range(count):
+        strategy = random_strategy(workload, seed, number)
+        made = plan(strategy, workload, cluster.world_size)
+        true_cost_s = message_costs(made, cluster).channel_s + hidden_overhead_s
+        step_s = overlap_step_s(flatten(made, workload), true_cost_s, workload)
+        examples.append(Example(extract(strategy, made, workload, cluster), step_s, domain))
+    return examples
+
+
+def accuracy(simulator: ResidualSimulator, examples: list[Example]) -> float:
+    predicted = simulator.predict_step_s([example.features for example in examples])
+    return pairwise_accuracy(predicted, [example.step_s for example in examples], TIE_BAND)
+
+
+def analytic_accuracy(examples: list[Example]) -> float:
+    analytic = [example.features.analytic_step_s for example in examples]
+    return pairwise_accuracy(analytic, [example.step_s for example in examples], TIE_BAND)
+
+
+@pytest.mark.parametrize(
+    ("make", "epochs"),
+    [
+        (lambda e: linear_simulator(TrainingRecipe(learning_rate=0.01, epochs=e)), 200),
+        (lambda e: rnn_simulator(TrainingRecipe(epochs=e), hidden=32, layers=1), 60),
+        (lambda e: gat_simulator(TrainingRecipe(epochs=e)), 60),
+    ],
+    ids=["linear", "rnn", "gat"],
+)
+def test_a_simulator_learns_the_hidden_message_overhead_that_the_analytic_ranker_misses(
+    make: Callable[[int], ResidualSimulator], epochs: int
+) -> None:
+    examples = measured_examples(150, seed=1, hidden_overhead_s=0.01)
+    training, held_out = examples[:100], examples[100:]
+    simulator = make(epochs)
+    simulator.fit(training, seed=0)
+    assert accuracy(simulator, held_out) > analytic_accuracy(held_out) + 0.05
+
+
+def test_an_untrained_simulator_ranks_exactly_as_the_analytic_ranker() -> None:
+    examples = measured_examples(30, seed=2, hidden_overhead_s=0.01)
+    for make in (linear_simulator, rnn_simulator, gat_simulator):
+        simulator = make(TrainingRecipe(epochs=0))
+        simulator.fit(examples, seed=0)
+        assert accuracy(simulator, examples) == pytest.approx(analytic_accuracy(examples))
+
+
+def test_two_domains_are_learned_together_though_their_models_differ_in_size() -> None:
+    first = measured_examples(40, seed=3, hidden_overhead_s=0.01, domain="a")
+    second = measured_examples(40, seed=4, hidden_overhead_s=0.01, workload=small_model(20), domain="b")
+    simulator = rnn_simulator(TrainingRecipe(epochs=20), hidden=16, layers=1)
+    simulator.fit(first + second, seed=0)
+    both = [example.features for example in (first[0], second[0], first[1])]
+    apart = [float(simulator.predict_step_s([item])[0]) for item in both]
+    np.testing.assert_allclose(simulator.predict_step_s(both), apart, rtol=1e-5)
+
+
+def test_warm_start_keeps_what_was_learned_and_needs_few_epochs() -> None:
+    examples = measured_examples(100, seed=5, hidden_overhead_s=0.01)
+    recipe = TrainingRecipe(learning_rate=0.01, epochs=100, warm_epochs=0)
+    simulator = linear_simulator(recipe)
+    simulator.fit(examples[:60], seed=0)
+    before = accuracy(simulator, examples[60:])
+    report = simulator.fit(examples[:80], seed=0, warm_start=True)
+    assert report.epochs == 0
+    assert accuracy(simulator, examples[60:]) == pytest.approx(before)
+
+
+def test_a_time_limit_ends_training_after_the_running_epoch() -> None:
+    simulator = linear_simulator(TrainingRecipe(epochs=10_000, time_limit_s=0.0))
+    report = simulator.fit(measured_examples(20, seed=6, hidden_overhead_s=0.01), seed=0)
+    assert report.epochs == 1
+    assert "time limit" in report.stopped
+
+
+def test_equal_measurements_leave_the_analytic_ranking_alone() -> None:
+    examples = [Example(e.features, 0.1, "d") for e in measured_examples(10, seed=7, hidden_overhead_s=0.0)]
+    simulator = linear_simulator()
+    simulator.fit(examples, seed=0)
+    order = np.argsort([example.features.analytic_step_s for example in examples])
+    predicted = simulator.predict_step_s([example.features for example in examples])
+    assert (np.diff(predicted[order]) >= 0).all()
+
+
+def test_ranking_loss_equals_its_slow_twin() -> None:
+    draw = generator(0, "loss")
+    scores, times = draw.normal(size=9), draw.uniform(0.1, 0.2, 9)
+    terms = [
+        np.log1p(np.exp(scores[i] - scores[j])) for i in range(9) for j in range(9) if times[j] > times[i] * 1.05
+    ]  # fmt: skip
+    loss = pairwise_ranking_loss(torch.tensor(scores), torch.log(torch.tensor(times)), 0.05)
+    assert loss is not None
+    assert float(loss) == pytest.approx(np.mean(terms))
+
+
+def test_ranking_loss_has_no_pair_inside_the_tie_band() -> None:
+    assert pairwise_ranking_loss(torch.zeros(3), torch.log(torch.tensor([1.0, 1.001, 1.002])), 0.01) is None
+
+
+def test_batches_hold_one_domain_each_and_no_lonely_example() -> None:
+    one = measured_examples(7, seed=8, hidden_overhead_s=0.0, domain="a")
+    two = measured_examples(4, seed=9, hidden_overhead_s=0.0, domain="b")
+    examples = one + two
+    batches = domain_batches(range(len(examples)), examples, 3, generator(0, "order"))
+    assert all(len({examples[index].domain for index in batch}) == 1 and len(batch) > 1 for batch in batches)
+    assert len(set().union(*batches)) == sum(map(len, batches)) == 9  # the seventh and the fourth are alone in their batches
+
+
+def test_validation_part_is_drawn_from_every_domain_and_left_out_when_tiny() -> None:
+    examples = measured_examples(40, seed=8, hidden_overhead_s=0.0, domain="a") + measured_examples(5, seed=8, hidden_overhead_s=0.0, domain="b")
+    training, validation = split_off_validation(examples, 0.2, seed=1)
+    assert len(validation) == 8
+    assert {examples[index].domain for index in validation} == {"a"}
+    assert sorted(training + validation) == list(range(45))
+
+
+def test_calibration_is_increasing_even_where_scores_point_the_wrong_way() -> None:
+    slope, _ = calibrate(np.array([0.0, 1.0, 2.0]), np.array([3.0, 2.0, 1.0]))
+    assert slope > 0
+    slope, intercept = calibrate(np.array([0.0, 1.0, 2.0]), np.array([1.0, 3.0, 5.0]))
+    assert (slope, intercept) == pytest.approx((2.0, 1.0))
+    assert calibrate(np.ones(3), np.array([1.0, 2.0, 3.0])) == pytest.approx((1.0, 1.0))
+
+
+def test_predictions_are_near_the_measured_seconds() -> None:
+    examples = measured_examples(60, seed=10, hidden_overhead_s=0.01)
+    simulator = linear_simulator()
+    simulator.fit(examples, seed=0)
+    predicted = simulator.predict_step_s([example.features for example in examples])
+    measured = np.array([example.step_s for example in examples])
+    assert np.median(np.abs(predicted / measured - 1)) < 0.15
+
+
+def test_collate_places_every_shard_at_its_strategy_and_variable() -> None:
+    small = measured_examples(2, seed=11, hidden_overhead_s=0.0)
+    large = measured_examples(1, seed=11, hidden_overhead_s=0.0, workload=small_model(20))
+    features = [example.features for example in small + large]
+    batch = collate(features, Scaling.of(features, ["d", "d", "e"]), with_edges=True)
+    assert batch.lengths.tolist() == [12, 12, 20]
+    expected = [row * 20 + variable for row, item in enumerate(features) for variable in item.shard_variable.tolist()]
+    assert batch.shard_slot.tolist() == expected
+    assert batch.edges is not None
+    assert batch.shard_strategy[batch.edges[0]].tolist() == batch.shard_strategy[batch.edges[1]].tolist()
+
+
+def test_chunks_cover_everything_once_in_order() -> None:
+    features = [example.features for example in measured_examples(3, seed=12, hidden_overhead_s=0.0)]
+    many = features * 400
+    parts = list(chunks(many))
+    assert [item for part in parts for item in part] == many
+    assert max(len(part) for part in parts) <= 512
+    assert list(chunks([])) == []
+
+
+@pytest.mark.parametrize("wrong", [{"epochs": -1}, {"batch_size": 1}, {"learning_rate": 0.0}, {"validation_share": 1.0}])
+def test_a_recipe_that_cannot_train_is_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(InvalidInput):
+        TrainingRecipe(**wrong)  # type: ignore[arg-type]
+
+
+def test_an_example_needs_a_real_measurement() -> None:
+    features = measured_examples(1, seed=13, hidden_overhead_s=0.0)[0].features
+    with pytest.raises(InvalidInput, match="above 0 s"):
+        Example(features, float("nan"), "d")

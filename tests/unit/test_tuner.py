@@ -1,0 +1,239 @@
+"""The tuner as a pure state machine, driven through whole jobs with synthetic events."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from synthetic_job import SyntheticWorld, drive, job_spec, measured, roles, strategy
+
+from autotune.events import Proposed, event_from_data, event_to_data
+from autotune.history import History
+from autotune.records import CURRENT_SETUP, Role
+from autotune.rng import generator
+from autotune.tuner import REFERENCE_TRIES, Abort, Finish, ProfileWorkload, Propose, RunTrial, compare, decided, next_instruction
+
+FAST = {5: 0.06, 3: 0.07}
+
+
+def test_a_job_starts_with_the_profile_then_the_reference_then_the_first_round():
+    spec, world = job_spec(), SyntheticWorld(FAST)
+    history = History((), spec.deviation)
+    assert next_instruction(spec, history) == ProfileWorkload()
+    history = history.then(world.answer(spec, history, ProfileWorkload()))
+    first = next_instruction(spec, history)
+    assert isinstance(first, RunTrial) and first.request.role is Role.REFERENCE and first.request.strategy_id == CURRENT_SETUP
+    history = history.then(world.answer(spec, history, first))
+    assert next_instruction(spec, history) == Propose(0, spec.top_k)
+
+
+def test_the_fastest_strategy_is_exported_when_it_is_really_faster():
+    history, end = drive(job_spec(), SyntheticWorld(FAST, noise=0.02))
+    assert isinstance(end, Finish)
+    assert end.decision.strategy_id == end.decision.best_candidate_id == strategy(5).id
+    assert end.decision.comparison is not None and end.decision.comparison.high < 1
+    assert end.decision.comparison.ratio == pytest.approx(0.6, rel=0.05)
+    assert decided(job_spec(), history) == end.decision
+
+
+def test_trials_run_in_the_documented_order():
+    history, _ = drive(job_spec(), SyntheticWorld(FAST))
+    assert roles(history) == "r" + "ccccr" + "ccccr" + "cccc" + "cc" + "abba" * 2
+
+
+def test_trial_numbers_count_up_and_candidates_carry_their_round_and_prediction():
+    history, _ = drive(job_spec(), SyntheticWorld(FAST))
+    assert [trial.request.number for trial in history.trials] == list(range(len(history.trials)))
+    searched = [trial for trial in history.candidates if trial.request.predicted_s is not None]
+    assert [trial.request.round for trial in searched] == [0] * 4 + [1] * 4 + [2] * 4
+
+
+def test_a_strategy_that_is_not_significantly_faster_leaves_the_current_setup():
+    _, end = drive(job_spec(), SyntheticWorld({5: 0.0999}, noise=0.05))
+    assert isinstance(end, Finish)
+    assert end.decision.strategy_id == CURRENT_SETUP and end.decision.best_candidate_id is not None
+    assert end.decision.comparison is not None and end.decision.comparison.high >= 1
+    assert "not significantly faster" in end.decision.reason
+
+
+def test_a_slower_best_candidate_leaves_the_current_setup():
+    _, end = drive(job_spec(), SyntheticWorld({}, default_s=0.2, noise=0.01))
+    assert isinstance(end, Finish) and end.decision.strategy_id == CURRENT_SETUP
+
+
+def test_the_same_seed_gives_the_same_job_event_by_event():
+    spec, world = job_spec(), SyntheticWorld(FAST, noise=0.05, seed=3)
+    assert drive(spec, world) == drive(spec, world)
+
+
+@pytest.mark.parametrize("disturbed", [False, True])
+def test_a_job_cut_at_any_event_continues_identically(disturbed):
+    spec = job_spec()
+    world = SyntheticWorld(
+        FAST,
+        noise=0.02,
+        factor=lambda number: 1.6 if disturbed and 3 <= number <= 6 else 1.0,
+        fails=lambda request: request.strategy_id == strategy(1).id or request.number == 13,
+    )
+    whole, end = drive(spec, world)
+    for cut in range(len(whole.events) + 1):
+        stored = tuple(event_from_data(event_to_data(event)) for event in whole.events[:cut])
+        again, again_end = drive(spec, world, History(stored, spec.deviation))
+        assert again == whole and again_end == end
+
+
+def test_candidates_before_a_deviating_reference_are_marked_and_repeated_once():
+    spec = job_spec(max_trials=20)
+    history, _ = drive(spec, SyntheticWorld(FAST, factor=lambda number: 1.5 if 1 <= number <= 5 else 1.0))
+    assert history.disturbed == {1, 2, 3, 4}
+    repeats = [trial.request for trial in history.candidates if trial.request.attempt == 1 and trial.request.round == 0]
+    assert [request.strategy_id for request in repeats] == [strategy(number).id for number in range(4)]
+    assert all(
+        history.measured_s[strategy(number).id] == pytest.approx(SyntheticWorld(FAST).true_s.get(number, 0.1)) for number in range(4)
+    )
+
+
+def test_a_trial_that_is_disturbed_every_time_is_repeated_at_most_max_repeats_times():
+    spec = job_spec(max_trials=40, max_repeats=2)
+    # Every reference takes far longer than those before it, so every candidate is disturbed.
+    history, end = drive(spec, SyntheticWorld({}, factor=lambda number: 1.2**number, available=4))
+    assert isinstance(end, Finish)
+    attempts = [trial.request.attempt for trial in history.candidates if trial.request.round == 0]
+    assert max(attempts) == 2 and len(attempts) == 12
+
+
+def test_references_that_fail_before_any_measurement_abort_the_job():
+    history, end = drive(job_spec(), SyntheticWorld(fails=lambda request: request.strategy_id == CURRENT_SETUP))
+    assert isinstance(end, Abort) and "rank 1 exited with code 1" in end.message
+    assert roles(history) == "r" * REFERENCE_TRIES and decided(job_spec(), history) is None
+
+
+def test_one_failed_reference_is_tried_again():
+    history, end = drive(job_spec(), SyntheticWorld(FAST, fails=lambda request: request.number == 0))
+    assert isinstance(end, Finish) and roles(history).startswith("rrcccc")
+
+
+def test_a_failing_reference_in_the_middle_does_not_stop_the_search():
+    history, end = drive(job_spec(), SyntheticWorld(FAST, fails=lambda request: request.number == 5))
+    assert isinstance(end, Finish) and end.decision.strategy_id == strategy(5).id
+    assert not history.disturbed
+
+
+def test_when_every_candidate_fails_the_current_setup_stays_without_a_comparison():
+    history, end = drive(job_spec(), SyntheticWorld(fails=lambda request: request.role is Role.CANDIDATE))
+    assert isinstance(end, Finish) and end.decision.strategy_id == CURRENT_SETUP and end.decision.comparison is None
+    assert len(history.candidates) == job_spec().max_trials and not history.ab_trials
+
+
+def test_a_finalist_that_fails_its_second_look_gives_way_to_the_next():
+    def fails(request):
+        return request.role is Role.CANDIDATE and request.predicted_s is None and request.strategy_id == strategy(5).id
+
+    _, end = drive(job_spec(), SyntheticWorld(FAST, fails=fails))
+    assert isinstance(end, Finish) and end.decision.strategy_id == strategy(3).id
+
+
+def test_a_strategy_that_fails_in_its_comparison_gives_way_to_the_next_compared_from_scratch():
+    def fails(request):
+        return request.role is Role.AB and request.strategy_id == strategy(5).id and request.number > 18
+
+    history, end = drive(job_spec(), SyntheticWorld(FAST, fails=fails))
+    assert isinstance(end, Finish) and end.decision.strategy_id == strategy(3).id
+    blocks = [trial for trial in history.ab_trials if trial.request.round == 1]
+    assert len(blocks) == 2 * job_spec().ab_pairs
+
+
+def test_a_current_setup_that_fails_twice_in_the_comparison_proves_nothing():
+    _, end = drive(job_spec(), SyntheticWorld(FAST, fails=lambda r: r.role is Role.AB and r.strategy_id == CURRENT_SETUP))
+    assert isinstance(end, Finish) and end.decision.strategy_id == CURRENT_SETUP and "failed twice" in end.decision.reason
+
+
+def test_a_current_setup_that_fails_once_in_the_comparison_runs_that_block_again():
+    history, end = drive(job_spec(), SyntheticWorld(FAST, fails=lambda r: r.number == 18))
+    assert roles(history).endswith("abbbaabba") and isinstance(end, Finish) and end.decision.strategy_id == strategy(5).id
+
+
+def test_the_winner_is_one_of_the_finalists_that_were_measured_twice():
+    # The finalists turn out slower than their first trial said, below a strategy that was measured once.
+    spec = job_spec()
+    lucky = {strategy(number).id for number in (2, 5)}
+
+    class Curse(SyntheticWorld):
+        def _run(self, history, request):
+            first = request.predicted_s is not None
+            self.true_s = {2: 0.05 if first else 0.09, 5: 0.05 if first else 0.09, 7: 0.06}
+            return super()._run(history, request)
+
+    history, end = drive(spec, Curse())
+    assert isinstance(end, Finish)
+    assert history.ranking()[0][0] == strategy(7).id
+    assert end.decision.best_candidate_id in lucky
+
+
+def test_a_search_space_with_nothing_new_ends_the_search():
+    history, end = drive(job_spec(max_trials=100), SyntheticWorld({3: 0.05}, available=6))
+    assert isinstance(end, Finish) and end.decision.strategy_id == strategy(3).id
+    assert isinstance(history.rounds[-1], Proposed) and not history.rounds[-1].proposals
+
+
+def test_a_sampler_that_only_repeats_itself_ends_the_search():
+    class Stubborn(SyntheticWorld):
+        def answer(self, spec, history, instruction):
+            event = super().answer(spec, history, instruction)
+            return replace(event, proposals=history.rounds[0].proposals) if isinstance(event, Proposed) and history.rounds else event
+
+    history, end = drive(job_spec(), Stubborn({3: 0.05}))
+    assert isinstance(end, Finish) and len(history.rounds) == 2
+
+
+def test_the_time_budget_leaves_room_for_the_closing_comparison():
+    spec = job_spec(max_trials=1000, max_seconds=30.0)
+    history, end = drive(spec, SyntheticWorld(FAST))
+    assert isinstance(end, Finish) and end.decision.comparison is not None
+    assert history.elapsed_s <= 30.0 and len(history.candidates) > 12
+
+
+def test_a_budget_that_is_spent_by_the_profile_ends_with_the_current_setup():
+    _, end = drive(job_spec(max_seconds=0.5), SyntheticWorld(FAST))
+    assert isinstance(end, Finish) and end.decision.strategy_id == CURRENT_SETUP
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_every_job_in_a_hostile_world_ends_within_its_trial_budget(seed):
+    rng = generator(seed, "hostile")
+    spec = job_spec(max_trials=int(rng.integers(1, 20)), top_k=int(rng.integers(1, 6)), reference_every=int(rng.integers(1, 6)))
+    broken = set(rng.choice(80, size=15, replace=False).tolist()) - {0}
+    slow = set(rng.choice(80, size=15, replace=False).tolist())
+    world = SyntheticWorld(
+        FAST, noise=0.1, seed=seed, fails=lambda r: r.number in broken, factor=lambda n: 2.0 if n in slow else 1.0, available=16
+    )
+    history, end = drive(spec, world)
+    assert isinstance(end, Finish)
+    assert len(history.candidates) <= spec.max_trials + spec.finalists + len(history.failed)
+
+
+def test_identical_time_distributions_are_called_different_at_most_at_the_stated_rate():
+    # A two-sided 95 % interval lies below 1 in 2.5 % of null comparisons. Of 300 jobs that is 7.5 on average,
+    # and more than 15 has a probability below 0.5 %.
+    false_positives = 0
+    for seed in range(300):
+        _, end = drive(job_spec(max_trials=4), SyntheticWorld({}, noise=0.05, seed=seed))
+        assert isinstance(end, Finish)
+        false_positives += end.decision.strategy_id != CURRENT_SETUP
+    assert false_positives <= 15
+
+
+def test_the_interval_agrees_with_students_t_written_out():
+    rng = generator(0, "compare")
+    mine = [measured(0.09, 6, rng, 0.05) for _ in range(5)]
+    current = [measured(0.1, 6, rng, 0.05) for _ in range(5)]
+    comparison = compare(mine, current, 0.95)
+    logs = [math.log(a.median_s) - math.log(b.median_s) for a, b in zip(mine, current, strict=True)]
+    mean = sum(logs) / 5
+    deviation = math.sqrt(sum((value - mean) ** 2 for value in logs) / 4)
+    half = 2.7764451 * deviation / math.sqrt(5)  # the 97.5 % quantile of t with 4 degrees of freedom
+    assert np.allclose(
+        [comparison.ratio, comparison.low, comparison.high], [math.exp(mean), math.exp(mean - half), math.exp(mean + half)], rtol=1e-6
+    )
