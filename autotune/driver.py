@@ -66,7 +66,7 @@ def drive(job_id: str, spec: JobSpec, store: Store, world: TrialWorld, proposer:
             raise LaunchError(instruction.message)
         event = _execute(instruction, spec, history, world, proposer)
         event = replace(event, elapsed_s=before_s + time.monotonic() - began_s)
-        store.append(job_id, event)
+        store.append(job_id, len(history.events), event)
         history = history.then(event)
         for observer in observers:
             observer.recorded(event, history)

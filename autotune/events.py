@@ -13,26 +13,9 @@ from autotune.cluster import Cluster
 from autotune.errors import InvalidInput
 from autotune.parsing import parse
 from autotune.records import Failed, Measured, TrialRequest
+from autotune.simulators.evaluation import RankingQuality
 from autotune.strategy_space.strategy import Strategy
 from autotune.workload import Workload
-
-
-@dataclass(frozen=True)
-class RankingQuality:
-    """How well a ranker orders held-out trials of this job.
-
-    `pairwise_accuracy`: share of pairs in the right order (0.5 is chance); `regret`: measured time of the best
-    of the ranker's first `top_k`, relative to the best of all, minus 1. `trials`: how many trials were ranked.
-    """
-
-    __pydantic_config__ = {"extra": "forbid"}
-
-    ranker: str
-    pairwise_accuracy: float
-    kendall_tau: float
-    regret: float
-    top_k: int
-    trials: int
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,11 @@ from autotune.records import CURRENT_SETUP, Measured, Role
 REFERENCE_WINDOW = 5
 """References whose median is the expectation for the next: adapts to a lasting change within three of them."""
 
+LEAST_NOISE = 0.01
+"""Two medians closer than this are not told apart, however quiet the references were."""
+SMALLEST_SPREAD = 4
+"""References below which their spread says nothing."""
+
 
 @dataclass(frozen=True)
 class History:
@@ -99,6 +104,15 @@ class History:
         """Median step time of the current setup over all its reference trials."""
         medians = [t.outcome.median_s for t in self.trials if t.request.role is Role.REFERENCE and isinstance(t.outcome, Measured)]
         return float(np.median(medians)) if medians else None
+
+    @cached_property
+    def noise(self) -> float:
+        """Relative spread between repeats of the same plan, from the reference trials (half the interquartile range), at least 1 %."""
+        medians = [t.outcome.median_s for t in self.trials if t.request.role is Role.REFERENCE and isinstance(t.outcome, Measured)]
+        if len(medians) < SMALLEST_SPREAD:
+            return LEAST_NOISE
+        low, middle, high = np.quantile(medians, [0.25, 0.5, 0.75])
+        return max(LEAST_NOISE, float((high - low) / (2 * middle)))
 
     @cached_property
     def ab_trials(self) -> tuple[TrialFinished, ...]:

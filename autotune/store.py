@@ -15,7 +15,6 @@ import sqlite3
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -379,8 +378,7 @@ def _fill_outbox(db: sqlite3.Connection) -> None:
 
 def _migrations() -> list[str]:
     """The scripts in order; script number n brings a file from version n-1 to n."""
-    folder = resources.files("autotune") / "migrations"
-    scripts = sorted((item for item in folder.iterdir() if item.name.endswith(".sql")), key=lambda item: item.name)
+    scripts = sorted((Path(__file__).parent / "migrations").glob("*.sql"))
     return [script.read_text(encoding="utf-8") for script in scripts]
 
 

@@ -73,6 +73,10 @@ class Abort:
 
 Instruction = ProfileWorkload | Propose | RunTrial | Finish | Abort
 
+CLOSING_SHARE = 0.4
+"""At most this share of the time budget is kept back for the finalists and the closing comparison."""
+FEWEST_PAIRS = 3
+"""Below it there is no interval worth the name."""
 REFERENCE_TRIES = 3
 """How often the current setup may fail before any measurement, until the job is given up."""
 
@@ -160,10 +164,22 @@ def _candidates_since_reference(history: History) -> int:
 def _budget_spent(spec: JobSpec, history: History) -> bool:
     if history.ab_trials or len(history.candidates) >= spec.max_trials:
         return True
-    assert history.reference_s is not None
     blocks = 2 * spec.ab_pairs + spec.finalists
-    closing_s = blocks * (spec.warmup_steps + spec.timed_steps) * history.reference_s
-    return history.elapsed_s + closing_s >= spec.max_seconds
+    kept_s = min(blocks * _block_s(spec, history), CLOSING_SHARE * spec.max_seconds)
+    return history.elapsed_s + kept_s >= spec.max_seconds
+
+
+def _block_s(spec: JobSpec, history: History) -> float:
+    """About how long one trial of the current setup takes."""
+    assert history.reference_s is not None
+    return (spec.warmup_steps + spec.timed_steps) * history.reference_s
+
+
+def _pairs(spec: JobSpec, history: History) -> int:
+    """Pairs of blocks that fit into the time that was left when the comparison began; at least three for an interval."""
+    before = [event.elapsed_s for event in history.events if not (isinstance(event, TrialFinished) and event.request.role is Role.AB)]
+    left_s = spec.max_seconds - before[-1]
+    return max(FEWEST_PAIRS, min(spec.ab_pairs, int(left_s / (2 * _block_s(spec, history)))))
 
 
 def _close(spec: JobSpec, history: History) -> Instruction:
@@ -186,8 +202,9 @@ def _close(spec: JobSpec, history: History) -> Instruction:
             Decision(CURRENT_SETUP, "the current setup failed twice during the closing comparison, so nothing was proven", None, best)
         )
     mine, current = _blocks(blocks, best), _blocks(blocks, CURRENT_SETUP)
-    if len(mine) >= spec.ab_pairs and len(current) >= spec.ab_pairs:
-        return Finish(_decide(spec, history, best, mine, current))
+    pairs = _pairs(spec, history)
+    if len(mine) >= pairs and len(current) >= pairs:
+        return Finish(_decide(spec, history, best, mine[:pairs], current[:pairs]))
     request = TrialRequest(
         len(history.trials), _next_side(best, len(mine), len(current)), Role.AB, spec.warmup_steps, spec.timed_steps, contender
     )
@@ -232,11 +249,11 @@ def compare(mine: list[Measured], current: list[Measured], confidence: float) ->
 
 
 def _decide(spec: JobSpec, history: History, best: str, mine: list[Measured], current: list[Measured]) -> Decision:
-    comparison = compare(mine[: spec.ab_pairs], current[: spec.ab_pairs], spec.confidence)
+    comparison = compare(mine, current, spec.confidence)
     share = f"{100 * spec.confidence:.0f} %"
     interval = f"time ratio {comparison.ratio:.3f}, {share} interval {comparison.low:.3f} to {comparison.high:.3f}"
     if comparison.high < 1:
-        return Decision(best, f"faster than the current setup in {spec.ab_pairs} interleaved pairs: {interval}", comparison, best)
+        return Decision(best, f"faster than the current setup in {comparison.pairs} interleaved pairs: {interval}", comparison, best)
     reason = f"the best of {len(history.measured_s)} strategies is not significantly faster ({interval}), so the current setup stays"
     return Decision(CURRENT_SETUP, reason, comparison, best)
 

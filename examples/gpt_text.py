@@ -18,9 +18,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset
 
 TEXT = Path(__file__).parent / "data" / "rust_book.txt"
@@ -39,7 +39,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--dropout", type=float, default=0.1)
-    parser.add_argument("--lr", type=float, default=1e-3, help="peak learning rate; linear warm-up, then cosine decay")
+    parser.add_argument("--lr", type=float, default=5e-4, help="peak learning rate; linear warm-up, then cosine decay")
     parser.add_argument("--weight-decay", type=float, default=0.1)
     parser.add_argument("--clip-grad-norm", type=float, default=0.0, help="largest norm of all gradients; 0: no clipping")
     parser.add_argument("--seed", type=int, default=0)
@@ -189,6 +189,9 @@ def main() -> None:
     model = DDP(model, device_ids=[device.index] if device.type == "cuda" else None)
     optimizer = make_optimizer(model, args.lr, args.weight_decay)
     total_steps = args.epochs * len(train_loader)
+    if total_steps < 1:
+        need = f"at least 1 epoch and --batch-size {args.batch_size} sequences"
+        raise SystemExit(f"a rank needs {need}, but has {args.epochs} epochs and {len(sampler)} sequences")
     scheduler = make_scheduler(optimizer, total_steps)
     last_step = min(total_steps, args.max_steps) if args.max_steps else total_steps
 

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817
 from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
 
 SPLIT_SEED = 0  # the held-out images are the same for every --seed
@@ -28,7 +28,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="ResNet on the digits data set, data-parallel.")
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--batch-size", type=int, default=16, help="images per rank and step")
-    parser.add_argument("--lr", type=float, default=0.02, help="peak learning rate; cosine decay to 0")
+    parser.add_argument("--lr", type=float, default=0.03, help="peak learning rate; cosine decay to 0")
     parser.add_argument("--width", type=int, default=32, help="channels of the first stage (32: 2.8 M parameters)")
     parser.add_argument("--image-size", type=int, default=32, help="pixels per side after enlarging the 8x8 scans")
     parser.add_argument("--seed", type=int, default=0)
@@ -133,6 +133,9 @@ def main() -> None:
     model = DDP(model, device_ids=[device.index] if device.type == "cuda" else None)
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9, weight_decay=5e-4)
     total_steps = args.epochs * len(train_loader)
+    if total_steps < 1:
+        need = f"at least 1 epoch and --batch-size {args.batch_size} images"
+        raise SystemExit(f"a rank needs {need}, but has {args.epochs} epochs and {len(sampler)} images")
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=total_steps)
     last_step = min(total_steps, args.max_steps) if args.max_steps else total_steps
 

@@ -88,9 +88,9 @@ def _read_torchrun(words: list[str]) -> ScriptCommand:
     return ScriptCommand(options.training_script, tuple(options.training_script_args), bool(options.module), workers, kept)
 
 
-def torchrun_with_launcher(command: ScriptCommand, launcher_words: Sequence[str]) -> list[str]:
-    """The argv that runs `command` through torchrun with our launcher in front of the script."""
-    options = command.torchrun_options or ("--standalone", "--nproc-per-node", str(command.workers or 1))
+def torchrun_with_launcher(command: ScriptCommand, workers: int, launcher_words: Sequence[str]) -> list[str]:
+    """The argv that runs `command` through torchrun (with `workers`, where it names none) with our launcher before the script."""
+    options = command.torchrun_options or ("--standalone", "--nproc-per-node", str(workers))
     return [
         *(sys.executable, "-m", "torch.distributed.run", *options),
         *("-m", "runtime_rewriter.launch", *launcher_words, "--", *command.as_python_words()),

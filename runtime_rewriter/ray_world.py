@@ -30,7 +30,8 @@ class _Actor(ProcessSupervisor):
         import ray
 
         context = ray.get_runtime_context()
-        return {"node": context.get_node_id(), "address": ray.util.get_node_ip_address(), "gpus": [str(gpu) for gpu in ray.get_gpu_ids()]}
+        address = str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
+        return {"node": context.get_node_id(), "address": address, "gpus": [str(gpu) for gpu in ray.get_gpu_ids()]}
 
     def reserve_port(self, first: int, last: int, host: str) -> int:
         return free_port(first, last, host)
@@ -53,7 +54,7 @@ class _RemoteWorker:
         except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
             raise _WorkerLost(str(error).strip().splitlines()[0]) from error
         except ray.exceptions.RayTaskError as error:
-            cause = error.as_instanceof_cause()
+            cause = error.as_instanceof_cause()  # type: ignore[no-untyped-call]
             raise (cause if isinstance(cause, AutotuneError) else _WorkerLost(str(cause))) from error
 
     def start(self, words: list[str], environment: dict[str, str], directory: str, log_path: str) -> None:

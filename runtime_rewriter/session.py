@@ -13,13 +13,14 @@ from typing import Any, Protocol
 import torch
 
 from autotune.canonical import to_data
-from autotune.errors import AutotuneError
+from autotune.errors import AutotuneError, InvalidStrategy
 from autotune.parsing import parse
 from autotune.records import FailureKind
 from autotune.strategy_space.plan import Plan
+from autotune.workload import model_id
 from runtime_rewriter.control import ControlClosed, ControlLine
 from runtime_rewriter.numerics import GradientGate
-from runtime_rewriter.torch_hooks import GradientSynchronizer, why_refused
+from runtime_rewriter.torch_hooks import GradientSynchronizer
 from runtime_rewriter.torch_probe import probe_links
 from runtime_rewriter.torch_profile import WorkloadProfiler
 
@@ -79,7 +80,7 @@ class ProfileRun:
     """Probe the links at the first boundary, then profile the following steps."""
 
     def __init__(self, synchronizer: GradientSynchronizer, steps: int, probe_deadline_s: float) -> None:
-        self._fits = probe_links(synchronizer.process_group, deadline_s=probe_deadline_s)
+        self._fits = probe_links(synchronizer.ranks.base, deadline_s=probe_deadline_s)
         self._profiler = WorkloadProfiler(synchronizer, steps)
 
     def step_finished(self, step_s: float, clean: bool) -> bool:
@@ -96,6 +97,7 @@ class TuningSession:
     def __init__(self, line: ControlLine) -> None:
         self._line = line
         self._synchronizer: GradientSynchronizer | None = None
+        self._current_plan: Plan | None = None
         self._activity: Activity | None = None
         self._step_started_s = 0.0
         self._said_s = 0.0
@@ -103,9 +105,9 @@ class TuningSession:
         """Steps that the script has made since it started."""
 
     def model_built(self, synchronizer: GradientSynchronizer) -> None:
-        """Called where the script wraps its model; the first model is tuned, further ones keep torch's DDP."""
+        """Take the steps of this model; what it does now is its current setup. Further models keep what they have."""
         if self._synchronizer is None:
-            self._synchronizer = synchronizer
+            self._synchronizer, self._current_plan = synchronizer, synchronizer.plan
             synchronizer.listeners.append(self)
 
     def on_backward_end(self, now_s: float) -> None:
@@ -122,7 +124,7 @@ class TuningSession:
             self._line.send(self._activity.answer())
         else:
             assert self._synchronizer is not None
-            self._line.send({"event": "ready", "model_id": self._synchronizer.model_id})
+            self._line.send({"event": "ready", "model_id": _identity(self._synchronizer)})
         self._activity = self._next_activity()
         self._step_started_s = time.perf_counter()
 
@@ -137,20 +139,24 @@ class TuningSession:
             if message["do"] == "finish":
                 raise SystemExit(0)
             if message["do"] == "profile":
-                self._synchronizer.load(None)
                 return ProfileRun(self._synchronizer, int(message["steps"]), float(message["probe_deadline_s"]))
             plan = parse(Plan, message["plan"], "the plan of the trial") if message["plan"] else None
-            refusal = why_refused(plan) if plan is not None else None
-            if refusal is not None:
-                self._line.send({"event": "failed", "kind": FailureKind.REFUSED.value, "message": refusal})
+            try:
+                self._synchronizer.load(plan or self._current_plan)
+            except InvalidStrategy as refusal:  # every rank raised it, and the earlier plan is still loaded
+                self._line.send({"event": "failed", "kind": FailureKind.REFUSED.value, "message": str(refusal)})
                 continue
-            self._synchronizer.load(plan)
             return TrialRun(self._synchronizer, int(message["warmup_steps"]), int(message["timed_steps"]))
 
     def _heartbeat(self, now_s: float) -> None:
         if now_s - self._said_s >= HEARTBEAT_S:
             self._said_s = now_s
             self._line.send({"event": "step"})
+
+
+def _identity(synchronizer: GradientSynchronizer) -> str:
+    named = zip(synchronizer.names, synchronizer.parameters, strict=True)
+    return model_id((name, tuple(parameter.shape), str(parameter.dtype).removeprefix("torch.")) for name, parameter in named)
 
 
 def software_versions() -> dict[str, str]:

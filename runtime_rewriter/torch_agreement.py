@@ -98,7 +98,8 @@ def _check_cover(plan: Plan, name: str, parts: list[TensorSlice], parameter: Ten
         fits = fits and all(part.elements * extent == parameter.numel() * (part.stop - part.start) for part in parts)
     if not fits:
         raise ModelMismatch(
-            f"plan {plan.id} must cover every element of {name!r} once, but its {len(parts)} slice(s) do not fit shape {tuple(parameter.shape)}"
+            f"plan {plan.id} must cover every element of {name!r} once, but its {len(parts)} slice(s) do not fit "
+            f"shape {tuple(parameter.shape)}; tune again"
         )
 
 
@@ -123,7 +124,8 @@ def agree(ranks: Ranks, plan: Plan | None, error: AutotuneError | None) -> None:
         dist.all_gather_object(reports, mine, group=ranks.control)
     except RuntimeError as cause:
         raise SynchronizationError(
-            f"every rank must load a plan at the same step within {ranks.control_timeout_s:g} s, but rank {ranks.rank} got no answer: {cause}"
+            f"every rank must load a plan at the same step within {ranks.control_timeout_s:g} s, but rank {ranks.rank} got no "
+            f"answer: {cause}"
         ) from cause
     if error is not None:
         raise error

@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from autotune.cluster import Cluster
-from autotune.events import Event, Profiled, Proposal, Proposed, RankingQuality, TrialFinished
+from autotune.events import Event, Profiled, Proposal, Proposed, TrialFinished
 from autotune.history import History
 from autotune.job import JobSpec
 from autotune.records import CURRENT_SETUP, Failed, FailureKind, Measured, Role, TrialRequest
 from autotune.rng import generator
+from autotune.simulators.evaluation import RankingQuality
 from autotune.strategy_space.plan import plan
 from autotune.strategy_space.strategy import Shard, Strategy, Synchronizer, VariableStrategy
 from autotune.tuner import Abort, Finish, Instruction, ProfileWorkload, Propose, RunTrial, next_instruction
@@ -91,7 +92,11 @@ class SyntheticWorld:
             first = len(history.proposals)
             numbers = range(first, min(first + instruction.count, self.available))
             proposals = tuple(Proposal(strategy(number), "sampled", self._true_s(strategy(number).id)) for number in numbers)
-            quality = (RankingQuality("linear", 0.8, 0.6, 0.02, 4, 10), RankingQuality("random", 0.5, 0.0, 0.3, 4, 10)) if first else ()
+            quality = (
+                (RankingQuality("linear", 0.8, 0.6, 0.05, 0.02, 45, 10), RankingQuality("random", 0.5, 0.0, 0.4, 0.3, 45, 10))
+                if first
+                else ()
+            )
             return Proposed(instruction.round, proposals, "linear", "most accurate on held-out trials", 300, quality, now + 0.5)
         assert isinstance(instruction, RunTrial)
         return self._run(history, instruction.request)

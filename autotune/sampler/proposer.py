@@ -6,20 +6,19 @@ A round depends on the job, its seed and the history alone, so a resumed job pro
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from autotune.errors import InvalidStrategy
-from autotune.events import Proposal, Proposed, RankingQuality
+from autotune.events import Proposal, Proposed
 from autotune.features.extract import StrategyFeatures, extract
 from autotune.history import History
 from autotune.job import JobSpec, Search, Similarity
 from autotune.rng import generator
 from autotune.sampler.random import sample_many
 from autotune.sampler.selection import choice_agreement_rows, hidden_cosine, select_diverse
-from autotune.simulators.evaluation import ANALYTIC, choose_ranker, evaluate, k_fold
+from autotune.simulators.evaluation import ANALYTIC, RankingQuality, choose_ranker, evaluate, k_fold
 from autotune.simulators.interface import Example, Simulator
 from autotune.strategy_space.builders import seed_strategies
 from autotune.strategy_space.neighbours import mutate
@@ -123,7 +122,8 @@ class Proposer:
         if len(examples) < SMALLEST_TRAINING:
             reason = f"{len(examples)} measured strategies are too few to train on, so the analytic ranker ranks"
             return _Scores(ANALYTIC, reason, analytic_s, None, ())
-        quality = tuple(evaluate(examples, self._make, splits=k_fold(examples, FOLDS, self._spec.seed), seed=self._spec.seed))
+        splits = k_fold(examples, FOLDS, self._spec.seed)
+        quality = tuple(evaluate(examples, self._make, splits, self._spec.seed, history.noise))
         self.trained = {name: make() for name, make in self._make.items()}
         for simulator in self.trained.values():
             simulator.fit(examples, self._spec.seed)
@@ -165,7 +165,7 @@ class Proposer:
             agreement = hidden_cosine(scores.hidden[kept])
             picked = select_diverse(predicted[kept], agreement, count, self._spec.diversity)
         else:
-            rows = choice_agreement_rows([pool[i].strategy for i in kept])
+            rows = choice_agreement_rows([pool[int(i)].strategy for i in kept])
             picked = select_diverse(predicted[kept], rows, count, self._spec.diversity)
         return [int(kept[i]) for i in picked]
 

@@ -35,6 +35,8 @@ Split = tuple[NDArray[np.int64], NDArray[np.int64]]
 class RankingQuality:
     """Held-out quality of one ranker: means over all test parts, weighted by their pairs (accuracy) or points (the rest)."""
 
+    __pydantic_config__ = {"extra": "forbid"}
+
     ranker: str
     pairwise_accuracy: float
     kendall_tau: float

@@ -10,6 +10,7 @@ import copy
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +27,7 @@ from autotune.features.sync_cost import GLOBAL_FEATURES
 from autotune.parsing import parse, read_json
 from autotune.simulators.batch import FeatureBatch, Scaling, chunks, collate
 from autotune.simulators.interface import Example, FitReport
-from autotune.simulators.training import TrainingRecipe, split_off_validation, train_ranking
+from autotune.simulators.training import TrainingRecipe, split_off_validation, torch_threads, train_ranking
 
 FloatArray = NDArray[np.float64]
 
@@ -87,7 +88,7 @@ class ResidualSimulator:
                 f"a simulator learns from pairs and needs at least 2 examples, but got {len(examples)}; run more trials first"
             )
         features = [example.features for example in examples]
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), torch_threads(self.recipe.threads):
             torch.manual_seed(seed)
             if warm_start and self._fitted is not None:
                 network, scaling = copy.deepcopy(self._fitted.network), self._fitted.scaling
@@ -97,8 +98,12 @@ class ResidualSimulator:
                 scaling = self._scaling_of_training_part(examples, seed)
                 epochs = self.recipe.epochs
 
+            @lru_cache(maxsize=8)  # a domain that fits into one batch is the same batch in every epoch
+            def batch_of(indices: tuple[int, ...]) -> FeatureBatch:
+                return collate([features[index] for index in indices], scaling, self.architecture.with_edges)
+
             def predict(indices: Sequence[int]) -> Tensor:
-                return _scores(network, collate([features[index] for index in indices], scaling, self.architecture.with_edges))[0]
+                return _scores(network, batch_of(tuple(indices)))[0]
 
             report = train_ranking(network, predict, examples, self.recipe, seed, epochs)
         self._fitted = _Fitted(network.eval(), scaling, 1.0, 0.0)

@@ -1,0 +1,170 @@
+"""The `autotune` command: reads argv and the environment, prints, and turns errors into messages.
+
+Exit status: 0 done, 1 the job failed, 2 the input was wrong, 130 interrupted (the job can be resumed).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from autotune import __version__
+from autotune.errors import AutotuneError, InvalidInput
+from autotune.job import SIMULATORS, Search, Similarity
+
+DIRECTORY = "autotune-jobs"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point of the console script; returns the exit status."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    ours, command = split_words(words)
+    options = _parser().parse_args(ours)
+    options.command = command
+    run: Callable[[argparse.Namespace], tuple[dict[str, Any], str]] = options.run
+    try:
+        data, text = run(options)
+    except InvalidInput as error:
+        return _fail(options, error, 2)
+    except AutotuneError as error:
+        return _fail(options, error, 1)
+    except KeyboardInterrupt:
+        return _fail(options, AutotuneError("interrupted; finished trials are kept, `autotune tune --resume` goes on"), 130)
+    print(json.dumps(data, indent=2) if options.json else text)
+    return int(data.get("exit_status", 0))
+
+
+def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Our own words, and the user's command after the first `--`."""
+    if "--" not in words:
+        return list(words), []
+    cut = list(words).index("--")
+    return list(words[:cut]), list(words[cut + 1 :])
+
+
+def _fail(options: argparse.Namespace, error: Exception, status: int) -> int:
+    if options.json:
+        print(json.dumps({"error": str(error), "kind": type(error).__name__, "exit_status": status}, indent=2))
+    print(f"autotune: {error}", file=sys.stderr)
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="autotune", description="Find the fastest gradient synchronization for a training script.")
+    parser.add_argument("--version", action="version", version=f"autotune {__version__}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    shared = argparse.ArgumentParser(add_help=False)
+    shared.add_argument("--json", action="store_true", help="print the result as one JSON object on stdout")
+    shared.add_argument("--directory", type=Path, default=Path(DIRECTORY), help=f"where jobs are kept (default {DIRECTORY})")
+    tracking = argparse.ArgumentParser(add_help=False)
+    tracking.add_argument("--tracking-uri", help="MLflow tracking URI (default: SQLite in the job directory)")
+    tracking.add_argument("--experiment", default="autotune", help="MLflow experiment (default autotune)")
+    _add_tune(commands, [shared, tracking])
+    _add_show(commands, [shared])
+    _add_export(commands, [shared])
+    _add_run(commands, [shared])
+    _add_track(commands, [shared, tracking])
+    return parser
+
+
+def _add_tune(commands: Any, parents: list[argparse.ArgumentParser]) -> None:
+    tune = commands.add_parser(
+        "tune",
+        parents=parents,
+        help="tune a training script: autotune tune [options] -- torchrun ... train.py args",
+        description="Runs the script on a Ray cluster, tries strategies between its steps, exports the best one.",
+    )
+    tune.set_defaults(run=_run_tune)
+    tune.add_argument("job_file", nargs="?", type=Path, help="a job.yaml; options given here override it")
+    tune.add_argument("--job", help="id of the job (default: script name and time)")
+    tune.add_argument("--resume", nargs="?", const="", metavar="JOB", help="go on with JOB (default: the latest unfinished one)")
+    tune.add_argument("--address", help="a running Ray cluster, for example auto or 10.0.0.1:6379 (default: start a local one)")
+    tune.add_argument("--cluster", type=Path, help="cluster.yaml (default: this machine)")
+    tune.add_argument("--workers", type=int, help="number of ranks, where the command does not say")
+    tune.add_argument("--master-ports", default="0-0", metavar="FIRST-LAST", help="ports rank 0 may listen on (default: any)")
+    budget = tune.add_argument_group("budget")
+    budget.add_argument("--budget-time", help="for example 5min (default 30min)")
+    budget.add_argument("--budget-trials", type=int, help="candidate trials (default 60)")
+    search = tune.add_argument_group("search")
+    search.add_argument("--search", choices=[member.value for member in Search], help="default autosync; the others are baselines")
+    search.add_argument("--simulators", help=f"comma-separated, of {', '.join(SIMULATORS)} (default: all)")
+    search.add_argument("--similarity", choices=[member.value for member in Similarity], help="of Eq. 11 (default choices)")
+    search.add_argument("--diversity", type=float, help="alpha of Eq. 11 (default 0.4)")
+    search.add_argument("--lossy", action="store_true", default=None, help="also try fp16 and bf16 compression")
+    search.add_argument("--samples-per-round", type=int, help="strategies scored per round (default 300)")
+    search.add_argument("--top-k", type=int, help="trials per round (default 6)")
+    search.add_argument("--seed", type=int, help="default 0")
+    trial = tune.add_argument_group("trials")
+    trial.add_argument("--warmup-steps", type=int, help="untimed steps of a trial (default 2)")
+    trial.add_argument("--timed-steps", type=int, help="timed steps of a trial (default 8)")
+    trial.add_argument("--reference-every", type=int, help="candidates between two runs of the current setup (default 6)")
+    trial.add_argument("--deviation", type=float, help="relative deviation of the reference that marks trials (default 0.15)")
+    trial.add_argument("--ab-pairs", type=int, help="pairs of blocks of the closing comparison (default 8)")
+    trial.add_argument("--confidence", type=float, help="of its interval (default 0.95)")
+    trial.add_argument("--step-timeout", help="a rank silent for so long is hung (default 60s)")
+    trial.add_argument("--start-timeout", help="time until the first training step (default 2min)")
+
+
+def _add_show(commands: Any, parents: list[argparse.ArgumentParser]) -> None:
+    show = commands.add_parser("show", parents=parents, help="the jobs, or one job's trials and decision")
+    show.set_defaults(run=_run_show)
+    show.add_argument("job", nargs="?", help="default: list all jobs")
+
+
+def _add_export(commands: Any, parents: list[argparse.ArgumentParser]) -> None:
+    export = commands.add_parser("export", parents=parents, help="write a strategy as a file for the training script")
+    export.set_defaults(run=_run_export)
+    export.add_argument("job", nargs="?", help="default: the latest job")
+    export.add_argument("--strategy", help="a measured strategy's id or its beginning (default: what the job decided)")
+    export.add_argument("--output", "-o", type=Path, default=Path("best.json"))
+
+
+def _add_run(commands: Any, parents: list[argparse.ArgumentParser]) -> None:
+    run = commands.add_parser(
+        "run", parents=parents, help="run a script with an exported strategy: autotune run --strategy best.json -- ..."
+    )
+    run.set_defaults(run=_run_run)
+    run.add_argument("--strategy", type=Path, required=True, help="the exported file")
+
+
+def _add_track(commands: Any, parents: list[argparse.ArgumentParser]) -> None:
+    track = commands.add_parser("track", parents=parents, help="send to MLflow what could not be sent while tuning")
+    track.set_defaults(run=_run_track)
+    track.add_argument("job", nargs="?", help="default: the latest job")
+
+
+# Each command's module loads when it is used: `autotune --help` stays instant.
+
+
+def _run_tune(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    from autotune.commands.tune import tune
+
+    return tune(options)
+
+
+def _run_show(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    from autotune.commands.show import show
+
+    return show(options)
+
+
+def _run_export(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    from autotune.commands.export import export
+
+    return export(options)
+
+
+def _run_run(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    from autotune.commands.run import run
+
+    return run(options)
+
+
+def _run_track(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    from autotune.commands.track import track
+
+    return track(options)

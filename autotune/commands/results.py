@@ -1,0 +1,56 @@
+"""What a finished job leaves behind: best.json, report.html, and the lines that say what was decided."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from autotune.commands.workspace import Workspace
+from autotune.export import build_export
+from autotune.job import JobSpec
+from autotune.records import CURRENT_SETUP
+from autotune.report import write_report
+from autotune.store import Store
+from autotune.tuner import Decision
+
+
+@dataclass(frozen=True)
+class Results:
+    export: Path
+    report: Path
+
+
+def write_results(workspace: Workspace, store: Store, job_id: str) -> Results:
+    """Write both files of a decided job; writing them again gives the same."""
+    folder = workspace.job(job_id)
+    spec, history, decision = store.job(job_id), store.history(job_id), store.decision(job_id)
+    assert decision is not None
+    export = folder / "best.json"
+    build_export(job_id, spec, history, decision, store.created_at(job_id)).write(export)
+    return Results(export, write_job_report(workspace, store, job_id))
+
+
+def write_job_report(workspace: Workspace, store: Store, job_id: str) -> Path:
+    """The report of a job in whatever state it is."""
+    report = workspace.job(job_id) / "report.html"
+    export = workspace.job(job_id) / "best.json"
+    decision = store.decision(job_id)
+    write_report(report, store.job(job_id), store.history(job_id), decision, export if decision else None, ())
+    return report
+
+
+def decision_text(decision: Decision, results: Results, uri: str, unsent: int, spec: JobSpec) -> str:
+    """The last words of `autotune tune`."""
+    kept = decision.strategy_id == CURRENT_SETUP
+    headline = "the current setup stays" if kept else f"exported {decision.strategy_id}"
+    command = " ".join(spec.command)
+    lines = [
+        f"{headline}: {decision.reason}",
+        f"  export   {results.export}",
+        f"  report   {results.report}",
+        f"  trials   mlflow ui --backend-store-uri {uri}",
+        f"  use it   autotune run --strategy {results.export} -- {command}",
+    ]
+    if unsent:
+        lines.append(f"  {unsent} items could not be sent to {uri} yet; `autotune track` sends them")
+    return "\n".join(lines)

@@ -1,0 +1,30 @@
+"""`autotune run --strategy best.json -- torchrun ... train.py`: the script as it is, with the exported strategy."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from autotune.errors import InvalidInput
+from autotune.export import read_export
+from runtime_rewriter.command import read_command, torchrun_with_launcher
+
+
+def run(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    """Run the script to its end; the exit status is the script's."""
+    if not options.command:
+        raise InvalidInput("nothing to run: autotune run --strategy best.json -- torchrun --nproc-per-node 2 train.py")
+    export = read_export(options.strategy)
+    command = read_command(options.command)
+    if command.workers is not None and command.workers != export.world_size:
+        raise InvalidInput(
+            f"{options.strategy} was tuned for a world size of {export.world_size}, but the command asks for {command.workers} workers; "
+            f"use --nproc-per-node {export.world_size}, or tune for {command.workers}"
+        )
+    words = torchrun_with_launcher(command, export.world_size, ("--strategy", str(Path(options.strategy).resolve())))
+    status = subprocess.call(words, env=dict(os.environ))
+    chosen = export.strategy.id if export.strategy else "current setup"
+    return {"exit_status": status, "strategy": chosen}, f"ran with {chosen}, exit status {status}"

@@ -1,0 +1,73 @@
+"""`autotune show`: the jobs of a directory, or one job's trials and decision."""
+
+from __future__ import annotations
+
+import argparse
+from io import StringIO
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from autotune.canonical import to_data
+from autotune.commands.results import write_job_report
+from autotune.commands.workspace import Workspace
+from autotune.events import TrialFinished
+from autotune.history import History
+from autotune.records import CURRENT_SETUP, Measured
+from autotune.store import Store
+from autotune.units import format_seconds
+
+WIDTH = 132
+
+
+def show(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    """Read only, but for the report, which is written anew for a job in any state."""
+    workspace = Workspace.existing(options.directory)
+    with Store.open(workspace.store_path) as store:
+        return _job(workspace, store, options.job) if options.job else _jobs(store)
+
+
+def _jobs(store: Store) -> tuple[dict[str, Any], str]:
+    table = Table("job", "created (UTC)", "status", "model", "trials")
+    for job in store.jobs():
+        table.add_row(job.id, job.created_at[:19], job.status, job.model or "-", str(job.trials))
+    return {"jobs": to_data(store.jobs())}, _text(table)
+
+
+def _job(workspace: Workspace, store: Store, job_id: str) -> tuple[dict[str, Any], str]:
+    history, decision = store.history(job_id), store.decision(job_id)
+    table = Table("trial", "role", "strategy", "origin", "measured", "quartiles", "predicted", "note")
+    for trial in history.trials:
+        table.add_row(*_row(trial, history))
+    report = write_job_report(workspace, store, job_id)
+    data = {
+        "job": job_id,
+        "status": store.job_status(job_id),
+        "decision": to_data(decision) if decision else None,
+        "current_setup_s": history.reference_s,
+        "trials": [{**to_data(trial), "disturbed": trial.request.number in history.disturbed} for trial in history.trials],
+        "report": str(report),
+    }
+    tail = decision.reason if decision else "not finished; `autotune tune --resume` goes on"
+    return data, _text(table) + f"{job_id} ({store.job_status(job_id)}): {tail}\nreport: {report}"
+
+
+def _row(trial: TrialFinished, history: History) -> tuple[str, ...]:
+    request, outcome = trial.request, trial.outcome
+    proposal = history.proposals.get(request.strategy_id)
+    name = "current setup" if request.strategy_id == CURRENT_SETUP else request.strategy_id
+    note = "disturbed" if request.number in history.disturbed else ""
+    if isinstance(outcome, Measured):
+        low, high = (format_seconds(value) for value in outcome.quartiles_s)
+        figures = (format_seconds(outcome.median_s), f"{low} - {high}")
+    else:
+        figures, note = ("failed", ""), f"{outcome.kind}: {outcome.message.splitlines()[0][:60]}"
+    predicted = format_seconds(request.predicted_s) if request.predicted_s else ""
+    return str(request.number), request.role.value, name, proposal.origin if proposal else "", *figures, predicted, note
+
+
+def _text(table: Table) -> str:
+    buffer = StringIO()
+    Console(file=buffer, width=WIDTH).print(table)
+    return buffer.getvalue()

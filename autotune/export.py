@@ -1,0 +1,214 @@
+"""`best.json`: the decision of a job as one file that a training script takes.
+
+The file holds the strategy and the variables in backward order, from which `plan()` rebuilds the very plan that was
+measured; the plan's hash proves it. The plan itself is not stored: it would say the same thing a second time, and a
+file that disagrees with itself could not be told from one that was edited. A hash over the content makes edits
+visible: an edited file is refused, because the times in it would no longer be those of its strategy.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from autotune.canonical import canonical_json, to_data
+from autotune.cluster import Cluster
+from autotune.errors import InvalidInput, ModelMismatch
+from autotune.history import History
+from autotune.job import JobSpec
+from autotune.parsing import parse, read_json, refuse_newer
+from autotune.records import CURRENT_SETUP, Measured
+from autotune.strategy_space import plan as planning
+from autotune.strategy_space.plan import Plan
+from autotune.strategy_space.strategy import Strategy
+from autotune.tuner import Comparison, Decision
+from autotune.workload import Variable, Workload
+
+SCHEMA = 1
+
+Identity = Mapping[str, tuple[Sequence[int], str]]
+"""Variable name -> (shape, dtype), of the model that an export is applied to."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Step time of one side of the closing comparison: median and quartiles over all steps of its `blocks` blocks."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    median_s: float
+    low_s: float
+    high_s: float
+    blocks: int
+
+
+@dataclass(frozen=True)
+class Export:
+    """What was chosen and why. `strategy` and `plan_id` are None where the current setup stays.
+
+    `variables` are in backward order. `tuned` and `current` are the sides of the closing comparison, None if there
+    was none; `predicted_s` is the tuned strategy's predicted step time when it was proposed.
+    """
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    job_id: str
+    created_at: str
+    model: str
+    variables: tuple[Variable, ...]
+    world_size: int
+    strategy: Strategy | None
+    plan_id: str | None
+    lossy: bool
+    reason: str
+    comparison: Comparison | None
+    tuned: Timing | None
+    current: Timing | None
+    predicted_s: float | None
+    cluster: Cluster
+    software: dict[str, str]
+    schema: int = SCHEMA
+
+    def plan(self) -> Plan | None:
+        """The plan that was measured, None for the current setup. `InvalidInput` if this version plans it otherwise."""
+        if self.strategy is None:
+            return None
+        rebuilt = planning.plan(self.strategy, Workload(self.model, self.variables), self.world_size)
+        if self.plan_id is not None and rebuilt.id != self.plan_id:
+            raise InvalidInput(
+                f"the export of job {self.job_id} must give plan {self.plan_id}, but this version of autotune plans {rebuilt.id} "
+                "for its strategy; tune again with this version, or use the version that wrote it"
+            )
+        return rebuilt
+
+    def write(self, path: Path) -> None:
+        """The whole file or none of it, on disk when this returns; an older file at `path` is replaced."""
+        data = to_data(self)
+        text = json.dumps({**data, "content": _content_hash(data)}, indent=1, allow_nan=False, ensure_ascii=False)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+            try:
+                with os.fdopen(handle, "w", encoding="utf-8") as file:
+                    file.write(text + "\n")
+                    file.flush()
+                    os.fsync(file.fileno())
+                Path(temporary).chmod(0o644)
+                Path(temporary).replace(path)
+            except BaseException:
+                Path(temporary).unlink(missing_ok=True)
+                raise
+        except OSError as error:
+            raise InvalidInput(f"cannot write the export to {path} ({error.strerror or error}); choose another path") from error
+
+
+def build_export(job_id: str, spec: JobSpec, history: History, decision: Decision, created_at: datetime) -> Export:
+    """The export of a decided job. `created_at` must be in UTC."""
+    assert history.profiled is not None
+    workload = history.profiled.workload
+    chosen = None if decision.strategy_id == CURRENT_SETUP else history.proposals[decision.strategy_id]
+    strategy = chosen.strategy if chosen else None
+    best = decision.best_candidate_id
+    proposal = history.proposals.get(best) if best else None
+    return Export(
+        job_id=job_id,
+        created_at=created_at.isoformat(timespec="seconds"),
+        model=workload.model,
+        variables=tuple(replace(variable, ready_s=None) for variable in workload.variables),
+        world_size=spec.workers,
+        strategy=strategy,
+        plan_id=planning.plan(strategy, workload, spec.workers).id if strategy else None,
+        lossy=strategy is not None and not strategy.lossless,
+        reason=decision.reason,
+        comparison=decision.comparison,
+        tuned=_timing(history, best) if best else None,
+        current=_timing(history, CURRENT_SETUP),
+        predicted_s=proposal.predicted_s if proposal else None,
+        cluster=history.profiled.cluster,
+        software=dict(history.profiled.software),
+    )
+
+
+def read_export(path: Path, allow_edited: bool = False) -> Export:
+    """The export in a file; its plan is rebuilt once, so that a file that cannot be used is refused here.
+
+    An edited file raises `InvalidInput` unless `allow_edited`; then its plan is whatever its strategy now means.
+    """
+    data = read_json(path)
+    if not isinstance(data, dict):
+        raise InvalidInput(f"{path} must be an export of autotune (a JSON object), but is a {type(data).__name__}")
+    refuse_newer(data, SCHEMA, "export", str(path))
+    claimed = data.pop("content", None)
+    export = parse(Export, data, str(path))
+    actual = _content_hash(data)
+    if claimed != actual:
+        if not allow_edited:
+            raise InvalidInput(
+                f"{path} was changed after autotune wrote it (its content hash is {actual[:12]}, but it says {str(claimed)[:12]}), so its "
+                "measured times may not be those of its strategy; export it again from its job, or allow edited files on purpose"
+            )
+        export = replace(export, plan_id=None)
+    export.plan()
+    return export
+
+
+def check_model(export: Export, variables: Identity, world_size: int) -> None:
+    """Raise `ModelMismatch`, which names every kind of difference, unless the export was made for this model and world."""
+    expected = {variable.name: (tuple(variable.shape), variable.dtype) for variable in export.variables}
+    found = {name: (tuple(shape), dtype) for name, (shape, dtype) in variables.items()}
+    problems = [
+        _listed("lacks", [name for name in expected if name not in found]),
+        _listed("has the unexpected", [name for name in found if name not in expected]),
+        _listed(
+            "has other shapes or types:",
+            [
+                f"{name} is {_described(found[name])} instead of {_described(expected[name])}"
+                for name in expected
+                if name in found and found[name] != expected[name]
+            ],
+        ),
+    ]
+    differences = [problem for problem in problems if problem]
+    if differences:
+        raise ModelMismatch(
+            f"the export of job {export.job_id} needs model {export.model!r} with its {len(expected)} variables, but this model "
+            + "; it ".join(differences)
+            + ". Tune this model, or take the export that was made for it"
+        )
+    if world_size != export.world_size:
+        raise ModelMismatch(
+            f"the export of job {export.job_id} needs a world size of {export.world_size}, but this run has {world_size}; "
+            f"start {export.world_size} workers, or tune again with {world_size}"
+        )
+
+
+def _listed(verb: str, items: list[str]) -> str:
+    shown = ", ".join(items[:3]) + (f" and {len(items) - 3} more" if len(items) > 3 else "")
+    return f"{verb} {shown}" if items else ""
+
+
+def _described(identity: tuple[tuple[int, ...], str]) -> str:
+    shape, dtype = identity
+    return f"{dtype}[{', '.join(str(extent) for extent in shape)}]"
+
+
+def _timing(history: History, strategy_id: str) -> Timing | None:
+    outcomes = [trial.outcome for trial in history.ab_trials if trial.request.strategy_id == strategy_id]
+    blocks = [outcome.slowest_s for outcome in outcomes if isinstance(outcome, Measured)]
+    if not blocks:
+        return None
+    low, median, high = np.quantile(np.concatenate(blocks), [0.25, 0.5, 0.75])
+    return Timing(float(median), float(low), float(high), len(blocks))
+
+
+def _content_hash(data: dict[str, Any]) -> str:
+    return hashlib.sha256(canonical_json(data).encode()).hexdigest()

@@ -1,0 +1,78 @@
+"""`autotune.apply(model, optimizer, strategy)`: the one line in a training script."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from autotune.errors import InvalidInput
+from autotune.export import read_export
+from autotune.strategy_space.builders import ddp_default
+from autotune.strategy_space.plan import Plan, plan
+from autotune.workload import Variable, Workload
+from runtime_rewriter.active import current_session
+from runtime_rewriter.exported import plan_for
+from runtime_rewriter.torch_agreement import trainable_parameters
+from runtime_rewriter.torch_ddp import attach
+from runtime_rewriter.torch_hooks import GradientSynchronizer
+
+
+@dataclass(frozen=True)
+class Applied:
+    """What was applied. `notes` says what could not be honoured, if anything."""
+
+    synchronizer: GradientSynchronizer
+    notes: tuple[str, ...]
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside accumulate gradients without synchronizing them, as DDP's `no_sync`."""
+        with self.synchronizer.no_sync():
+            yield
+
+
+def apply(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, strategy: str | Path | None = None) -> Applied:
+    """See `autotune.apply`."""
+    if isinstance(model, DistributedDataParallel):
+        raise InvalidInput(
+            "autotune.apply needs the bare model, but got one that DistributedDataParallel wraps already; pass model.module and drop "
+            "the wrapper, or leave the script as it is and use `autotune run --strategy best.json -- torchrun ...`"
+        )
+    if not (dist.is_available() and dist.is_initialized()):
+        raise InvalidInput("autotune.apply needs the process group; call torch.distributed.init_process_group before it")
+    session = current_session()
+    notes: tuple[str, ...] = ()
+    if strategy is not None and session is None:
+        chosen, notes = plan_for(read_export(Path(strategy)), model, dist.get_world_size())
+    else:
+        chosen = None
+    synchronizer = attach(model, chosen or _ddp_plan(model))
+    if session is not None:
+        session.model_built(synchronizer)
+    return Applied(synchronizer, (*notes, *_unsynchronized(model, optimizer)))
+
+
+def _ddp_plan(model: nn.Module) -> Plan:
+    """What torch's DDP would send: its default buckets, in the order in which it expects the gradients."""
+    named = reversed(trainable_parameters(model).items())
+    variables = tuple(Variable(name, tuple(p.shape), str(p.dtype).removeprefix("torch.")) for name, p in named)
+    workload = Workload(type(model).__name__, variables)
+    return plan(ddp_default(workload), workload, dist.get_world_size())
+
+
+def _unsynchronized(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> tuple[str, ...]:
+    """A parameter that the optimizer updates but the model does not own would drift apart between the ranks."""
+    if optimizer is None:
+        return ()
+    owned = {id(parameter) for parameter in model.parameters()}
+    foreign = sum(id(parameter) not in owned for group in optimizer.param_groups for parameter in group["params"])
+    if foreign == 0:
+        return ()
+    return (f"{foreign} parameters of the optimizer do not belong to the model and are not synchronized",)

@@ -1,0 +1,177 @@
+"""The numerics gate: a plan's synchronized gradients against a plain all-reduce of the same local gradients.
+
+| symbol | meaning |
+|---|---|
+| w | number of ranks |
+| g_r | local gradient of one variable on rank r |
+| a, b | synchronized gradient by the plan and by the reference: sum over r of g_r / w |
+| M | max over ranks and elements of abs(g_r); M_model: the largest M of all variables |
+| u, u_wire | unit roundoff of the variable's dtype and of the dtype that travels |
+
+The error of a variable is max|a - b| / M.  M, not max|b|, because gradients of different ranks may cancel:
+the rounding of a sum is bounded by the size of its terms (Higham, Accuracy and Stability of Numerical
+Algorithms, 2nd ed., Eq. 4.4: |fl(sum x_i) - sum x_i| <= (n - 1) u sum|x_i| + O(u^2)).  Tolerances:
+
+- uncompressed, w <= 2: 0, since one addition has no order;
+- uncompressed, w > 2: 2 w u, both sums reordered (float32: 4.8e-7 at 4 ranks, below 1e-5 up to 83 ranks);
+- fp16, bf16: (w + 1) u_wire + 2 w u: w roundings to the wire's dtype, w - 1 additions there, then as above.
+  Gradients so small that fp16 underflows are not excused: they fail, as they should.  Only a compressed
+  variable that holds nothing but rounding noise, M <= 64 u M_model (the bias of a layer before BatchNorm,
+  whose true gradient is 0), is measured against M_model instead of M.
+"""
+
+# mypy: untyped-calls-exclude=torch
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autotune.errors import SynchronizationError
+from autotune.strategy_space.plan import Plan
+from autotune.strategy_space.strategy import Compressor
+from runtime_rewriter.torch_hooks import BackwardObserver, GradientSynchronizer
+
+NOISE_ROUNDOFFS = 64
+"""Gradients below so many roundoffs of the model's largest are noise: sums over a batch carry several roundings."""
+
+_WIRE_ROUNDOFF = {Compressor.FP16: 2.0**-11, Compressor.BF16: 2.0**-8}
+
+
+@dataclass(frozen=True)
+class GateResult:
+    """`relative_error` is the largest over all variables, exactly 0.0 where the bits are equal; infinite where
+    ranks differ or a finite reference became non-finite. `worst_variable` is the one with the largest share
+    of its own tolerance, which `tolerance` is; `ok` says that every variable is within its own."""
+
+    relative_error: float
+    tolerance: float
+    worst_variable: str
+    ok: bool
+
+
+def tolerance_of(dtype: str, compressor: Compressor, world_size: int) -> float:
+    """The bound derived at the top of this file."""
+    roundoff = torch.finfo(getattr(torch, dtype)).eps / 2
+    if compressor is not Compressor.NONE:
+        return (world_size + 1) * _WIRE_ROUNDOFF[compressor] + 2 * world_size * roundoff
+    return 0.0 if world_size <= 2 else 2 * world_size * roundoff
+
+
+class GradientGate(BackwardObserver):
+    """Checks the next synchronized backward pass under the synchronizer's plan.
+
+    Costs a copy of all gradients, an all-reduce and a broadcast of their size in that step.
+    """
+
+    def __init__(self, synchronizer: GradientSynchronizer) -> None:
+        self._synchronizer = synchronizer
+        self._local: dict[int, Tensor] = {}
+        self._result: GateResult | None = None
+
+    def arm(self) -> None:
+        """Between two steps, on every rank."""
+        self._local, self._result = {}, None
+        if self not in self._synchronizer.observers:
+            self._synchronizer.observers.append(self)
+
+    def error(self) -> GateResult:
+        """The result, equal on all ranks; only after a synchronized backward pass has ended."""
+        if self._result is None:
+            raise SynchronizationError("the numerics gate needs a synchronized backward pass under a plan between arm() and error()")
+        return self._result
+
+    def on_ready(self, index: int, gradient: Tensor | None) -> None:
+        if gradient is None:
+            self._local[index] = torch.zeros_like(self._synchronizer.parameters[index])
+        else:
+            self._local[index] = _dense(gradient).clone()
+
+    def on_synchronized(self, kept: frozenset[int]) -> None:
+        synchronizer, ranks = self._synchronizer, self._synchronizer.ranks
+        synchronizer.observers.remove(self)
+        assert synchronizer.plan is not None
+        compared = sorted(set(self._local) - kept)
+        largest = torch.zeros(len(synchronizer.names), dtype=torch.float64)
+        for position in compared:
+            largest[position] = _largest(self._local[position])
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=ranks.control)
+        choices = _compressors(synchronizer.plan, synchronizer.names)
+        errors = torch.zeros_like(largest)
+        for dtype in dict.fromkeys(self._local[position].dtype for position in compared):
+            positions = [position for position in compared if self._local[position].dtype == dtype]
+            noise = NOISE_ROUNDOFFS * torch.finfo(dtype).eps / 2 * largest.max()
+            excused = [largest[i] <= noise and choices[i] is not Compressor.NONE for i in positions]
+            scales = [float(largest.max() if out else largest[i]) for i, out in zip(positions, excused, strict=True)]
+            errors[positions] = self._errors(positions, scales)
+        self._local = {}
+        dist.all_reduce(errors, op=dist.ReduceOp.MAX, group=ranks.control)
+        dtypes = (str(parameter.dtype).removeprefix("torch.") for parameter in synchronizer.parameters)
+        tolerances = [tolerance_of(dtype, choice, ranks.size) for dtype, choice in zip(dtypes, choices, strict=True)]
+        self._result = _judge(errors.tolist(), tolerances, synchronizer.names)
+
+    def _errors(self, positions: list[int], scales: list[float]) -> Tensor:
+        """max|a - b| / scale of variables of one dtype, shape (len(positions),), float64."""
+        ranks = self._synchronizer.ranks
+        local = [self._local[position] for position in positions]
+        result = [_dense(_gradient(self._synchronizer, position)) for position in positions]
+        sizes = [tensor.numel() for tensor in local]
+        reference = torch.cat([tensor.reshape(-1) for tensor in local]) * (1.0 / ranks.size)
+        dist.all_reduce(reference, group=ranks.first)
+        mine = torch.cat([tensor.reshape(-1) for tensor in result])
+        root = mine.clone()
+        dist.broadcast(root, group=ranks.first, group_src=0)
+        parts = zip(mine.split(sizes), root.split(sizes), reference.split(sizes), scales, strict=True)
+        return torch.tensor([_error(a, first, b, scale) for a, first, b, scale in parts], dtype=torch.float64)
+
+
+def _gradient(synchronizer: GradientSynchronizer, position: int) -> Tensor:
+    gradient = synchronizer.parameters[position].grad
+    assert gradient is not None
+    return gradient
+
+
+def _dense(gradient: Tensor) -> Tensor:
+    return gradient.to_dense() if gradient.is_sparse else gradient
+
+
+def _error(a: Tensor, root: Tensor, b: Tensor, scale: float) -> float:
+    """Error of one variable; infinity where ranks differ. A non-finite reference (a skipped AMP step) is no error."""
+    if not torch.equal(_bits(a), _bits(root)):
+        return math.inf
+    if torch.equal(a, b) or not bool(torch.isfinite(b).all()):
+        return 0.0
+    if not bool(torch.isfinite(a).all()) or scale == 0.0:
+        return math.inf
+    return float((a - b).abs().amax().double()) / scale
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+def _largest(tensor: Tensor) -> float:
+    return float(tensor.abs().amax()) if tensor.numel() else 0.0
+
+
+def _compressors(plan: Plan, names: tuple[str, ...]) -> list[Compressor]:
+    """Per variable, of its coarsest message."""
+    order = (Compressor.NONE, Compressor.FP16, Compressor.BF16)
+    found = dict.fromkeys(names, Compressor.NONE)
+    for message in plan.messages:
+        for part in message.slices:
+            found[part.variable] = max(found[part.variable], message.compressor, key=order.index)
+    return [found[name] for name in names]
+
+
+def _judge(errors: list[float], tolerances: list[float], names: tuple[str, ...]) -> GateResult:
+    def share(position: int) -> float:
+        error, tolerance = errors[position], tolerances[position]
+        return 0.0 if error == 0.0 else error / tolerance if tolerance > 0 else math.inf
+
+    worst = max(range(len(names)), key=share)
+    return GateResult(max(errors), tolerances[worst], names[worst], all(e <= t for e, t in zip(errors, tolerances, strict=True)))

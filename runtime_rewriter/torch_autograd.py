@@ -1,0 +1,114 @@
+"""What the autograd graph below a module's output says about its parameters."""
+
+# mypy: untyped-calls-exclude=torch
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+from torch.nn.parallel.distributed import _find_tensors
+
+NEAREST = 8
+"""Variables kept per node while edges are contracted: residual streams would otherwise connect all layers with all."""
+
+
+def tensors_with_graph(output: object) -> list[Tensor]:
+    """Tensors in a module's output (nested containers and dataclasses too) that backward can start from."""
+    found: list[Tensor] = [t for t in _find_tensors(output) if t.requires_grad and t.grad_fn is not None]
+    return found
+
+
+def _children(node: Node) -> list[Node]:
+    return [child for child, _ in node.next_functions if child is not None]
+
+
+def _post_order(tensors: Iterable[Tensor], most_nodes: int) -> list[Node]:
+    """Nodes such that each follows everything below it; stops growing at `most_nodes`."""
+    order: list[Node] = []
+    seen: set[Node] = set()
+    stack: list[tuple[Node, bool]] = [(t.grad_fn, False) for t in tensors if t.grad_fn is not None]
+    while stack:
+        node, finished = stack.pop()
+        if finished:
+            order.append(node)
+            continue
+        if node in seen or len(seen) >= most_nodes:
+            continue
+        seen.add(node)
+        stack.append((node, True))
+        stack.extend((child, False) for child in _children(node) if child not in seen)
+    return order
+
+
+def _leaf_index(node: Node, index_of: Callable[[Tensor], int | None]) -> int | None:
+    """Index of the variable that an AccumulateGrad node belongs to."""
+    variable = getattr(node, "variable", None)
+    return index_of(variable) if isinstance(variable, Tensor) else None
+
+
+def by_identity(parameters: Iterable[Tensor]) -> Callable[[Tensor], int | None]:
+    """Parameter -> position. Tensors are kept alive by the caller."""
+    table: Mapping[int, int] = {id(parameter): position for position, parameter in enumerate(parameters)}
+    return lambda tensor: table.get(id(tensor))
+
+
+def reachable_variables(tensors: Iterable[Tensor], index_of: Callable[[Tensor], int | None]) -> set[int]:
+    """Variables that a backward pass from `tensors` can reach. O(nodes); this is the cost of finding unused ones."""
+    found: set[int] = set()
+    seen: set[Node] = set()
+    stack = [t.grad_fn for t in tensors if t.grad_fn is not None]
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        leaf = _leaf_index(node, index_of)
+        if leaf is not None:
+            found.add(leaf)
+        stack.extend(_children(node))
+    return found
+
+
+@torch.no_grad()
+def variable_edges(tensors: Iterable[Tensor], index_of: Callable[[Tensor], int | None], most_nodes: int = 100_000) -> set[tuple[int, int]]:
+    """Unordered pairs (i < j) of variables whose operations are neighbours in the data-flow graph.
+
+    An operation's own variables hang on it directly or through a chain of views and casts of the variable
+    alone.  Operations without variables are contracted: two variables are neighbours when a path joins
+    their operations and meets no third variable's.  Of a node's visible variables the `NEAREST` by hops count.
+    """
+    edges: set[tuple[int, int]] = set()
+    near: dict[Node, dict[int, int]] = {}  # node -> visible variable -> hops
+    chain: dict[Node, int] = {}  # node that leads to one variable and nothing else -> that variable
+
+    def connect(a: int, b: int) -> None:
+        if a != b:
+            edges.add((min(a, b), max(a, b)))
+
+    for node in _post_order(tensors, most_nodes):
+        leaf = _leaf_index(node, index_of)
+        children = _children(node)
+        if leaf is None and len(children) == 1:
+            leaf = chain.get(children[0])
+        if leaf is not None:
+            chain[node] = leaf
+            near[node] = {leaf: 0}
+            continue
+        own = sorted({chain[child] for child in children if child in chain})
+        visible: dict[int, int] = {}
+        for child in children:
+            for variable, hops in near.get(child, {}).items():
+                if child not in chain:
+                    visible[variable] = min(hops + 1, visible.get(variable, hops + 1))
+        nearest = dict(sorted(visible.items(), key=lambda item: (item[1], item[0]))[:NEAREST])
+        for a, b in pairwise(own):
+            connect(a, b)
+        for a in own:
+            for b in nearest:
+                connect(a, b)
+        near[node] = dict.fromkeys(own, 0) if own else nearest
+    return edges

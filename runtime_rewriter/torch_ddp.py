@@ -1,0 +1,246 @@
+"""torch's DistributedDataParallel with plans, and a plain module with plans.
+
+`PlannedDataParallel` is a DDP: without a plan every call goes to torch's own code with the user's own
+arguments, so that "the current setup" is measured as it is.  With a plan, the forward pass does what
+DDP's does around the module (buffers, moving inputs) and the synchronizer takes the reducer's place.
+"""
+
+# mypy: allow-untyped-calls
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar, Protocol
+
+import torch
+import torch.distributed as dist
+import torch.nn.parallel.distributed as torch_ddp
+from torch import nn
+from torch._C._distributed_c10d import _broadcast_coalesced, _register_comm_hook
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.distributed.utils import _sync_module_states, _to_kwargs, _verify_param_shape_across_processes
+from torch.nn.parallel.distributed import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
+
+from autotune.errors import InvalidStrategy
+from autotune.strategy_space.plan import Plan
+from runtime_rewriter.torch_hooks import GradientSynchronizer
+
+_BROADCAST_BYTES = 250 * 2**20  # as torch's DDP
+
+
+class PlannedDataParallel(DistributedDataParallel):
+    """A DDP whose gradients are synchronized by `synchronizer.plan`, or by DDP itself while that is None.
+
+    A copy or an unpickled instance is a plain DDP: it has no synchronizer.
+    """
+
+    timeout_s: ClassVar[float] = 60.0
+    agreement_timeout_s: ClassVar[float] = 20.0
+    _synchronizer: GradientSynchronizer | None = None
+    _reducer_is_stale = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._synchronizer = GradientSynchronizer(
+            self.module,
+            self.process_group,
+            timeout_s=self.timeout_s,
+            agreement_timeout_s=self.agreement_timeout_s,
+            find_unused_parameters=self.find_unused_parameters or self.static_graph,
+            static_graph=self.static_graph,
+            why_not=self._why_not,
+        )
+
+    @property
+    def synchronizer(self) -> GradientSynchronizer:
+        if self._synchronizer is None:
+            raise InvalidStrategy("a copied or unpickled DDP takes no plans; wrap the module again")
+        return self._synchronizer
+
+    def __getstate__(self) -> dict[str, Any]:
+        state: dict[str, Any] = super().__getstate__()
+        state.pop("_synchronizer", None)
+        return state
+
+    def _why_not(self) -> str | None:
+        """Uses of DDP whose meaning lies in its reducer."""
+        conditions = (
+            (self.mixed_precision is not None, "the DDP was built with mixed_precision; use torch.autocast"),
+            (bool(self._delay_all_reduce_params), "the DDP was built with delay_all_reduce_named_params"),
+            (self._use_python_reducer, "torch._dynamo's optimize_ddp is 'python_reducer'"),
+            (self._join_config.enable, "the DDP runs under join(), whose finished ranks answer DDP's own messages only"),
+            (hasattr(self, "buffer_hook"), "the DDP has a hook for buffers"),
+            (
+                any(hasattr(p, "_in_backward_optimizers") for p in self.module.parameters()),
+                "an optimizer runs inside the backward pass, before the gradients are synchronized",
+            ),
+        )
+        return next((reason for holds, reason in conditions if holds), None)
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        synchronizer = self._synchronizer
+        if synchronizer is None:
+            return super().forward(*inputs, **kwargs)
+        if not torch.is_grad_enabled():
+            synchronizer.mark_unclean()
+            return super().forward(*inputs, **kwargs)
+        synchronizer.before_forward(self.require_backward_grad_sync)
+        joining = self._join_config.enable  # torch never takes it back: a script that joins does so every epoch
+        if joining:
+            synchronizer.mark_unclean()
+        native = synchronizer.plan is None or joining
+        output = self._native_forward(*inputs, **kwargs) if native else self._planned_forward(*inputs, **kwargs)
+        synchronizer.after_forward(output)
+        return output
+
+    def _native_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if self._reducer_is_stale:
+            self._rebuild_reducer()
+        return super().forward(*inputs, **kwargs)
+
+    def _planned_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """DDP's `_pre_forward`, the module and `_post_forward` without the reducer, which therefore stays idle."""
+        if self._check_sync_bufs_pre_fwd():
+            self._sync_buffers()
+        if self.device_ids:
+            device = torch.device(self.device_type, self.device_ids[0])
+            moved, moved_kwargs = _to_kwargs(inputs, kwargs, device, self.use_side_stream_for_tensor_copies)
+            inputs, kwargs = moved[0], moved_kwargs[0]
+        output = self._run_ddp_forward(*inputs, **kwargs)
+        self.require_forward_param_sync = self.require_backward_grad_sync
+        learning = self.static_graph and not self._static_graph_delay_allreduce_enqueued
+        self._reducer_is_stale |= learning or (self.find_unused_parameters and not self.static_graph)
+        return output
+
+    def _rebuild_reducer(self) -> None:
+        """A reducer that looks for unused parameters, or learns a static graph, counted hooks of planned steps."""
+        ddp: Any = self  # torch leaves these methods without types
+        parameters, sparse = ddp._build_params_for_reducer()
+        ddp._ddp_init_helper(parameters, sparse, ddp._build_debug_param_to_name_mapping(parameters), self.static_graph)
+        if self.static_graph:
+            ddp.reducer._set_static_graph()
+            ddp.logger._set_static_graph()
+        for hook, state in self._comm_hooks:
+            _register_comm_hook(self.reducer, state, hook)
+        self._reducer_is_stale = False
+
+    @contextmanager
+    @torch.compiler.disable(recursive=False)
+    def _inside_ddp_forward(self) -> Iterator[None]:
+        # torch's version names the class through its module, where `replaced_ddp` has put another one;
+        # torch.compile looks at torch's own class to split graphs at DDP's buckets.
+        before = DistributedDataParallel._active_ddp_module
+        DistributedDataParallel._active_ddp_module = self
+        try:
+            yield
+        finally:
+            DistributedDataParallel._active_ddp_module = before
+
+
+class ModelObserver(Protocol):
+    """The session that a script's models report to."""
+
+    def model_built(self, synchronizer: GradientSynchronizer) -> None: ...
+
+
+@contextmanager
+def replaced_ddp(session: ModelObserver, *, timeout_s: float = 60.0, agreement_timeout_s: float = 20.0) -> Iterator[None]:
+    """Inside, `DistributedDataParallel(...)` builds a `PlannedDataParallel` and tells `session`; always restored."""
+
+    class Replacement(PlannedDataParallel):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            session.model_built(self.synchronizer)
+
+    Replacement.timeout_s, Replacement.agreement_timeout_s = timeout_s, agreement_timeout_s
+    # A saved model must load where nothing is replaced, so the class goes by the name of torch's own.
+    for attribute in ("__name__", "__qualname__", "__module__", "__doc__"):
+        setattr(Replacement, attribute, getattr(DistributedDataParallel, attribute))
+    places: tuple[Any, ...] = (torch.nn.parallel, torch_ddp)
+    originals = [place.DistributedDataParallel for place in places]
+    try:
+        for place in places:
+            place.DistributedDataParallel = Replacement
+        yield
+    finally:
+        for place, original in zip(places, originals, strict=True):
+            place.DistributedDataParallel = original
+
+
+class AttachedSynchronizer(GradientSynchronizer):
+    """The synchronizer of a plain module: hooks on the module's forward pass do what DDP's forward does."""
+
+    def __init__(self, module: nn.Module, process_group: dist.ProcessGroup | None, broadcast_buffers: bool, **options: Any) -> None:
+        super().__init__(module, process_group, **options)
+        self._broadcast_buffers = broadcast_buffers
+        self._sync_next = True
+        self._ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        self._forward_handles: list[RemovableHandle] = [
+            module.register_forward_pre_hook(self._before, prepend=True),
+            module.register_forward_hook(self._after),
+        ]
+
+    def close(self) -> None:
+        for handle in self._forward_handles:
+            handle.remove()
+        super().close()
+
+    def _before(self, module: nn.Module, inputs: object) -> None:
+        training = torch.is_grad_enabled()
+        if training:
+            self.before_forward(self.synchronizing)
+        else:
+            self.mark_unclean()
+        buffers = [buffer for name, buffer in module.named_buffers() if name not in self._ignored]
+        if self.plan is not None and self._sync_next and self._broadcast_buffers and buffers:
+            with torch.no_grad(), _unsafe_preserve_version_counter(tuple(buffers)):
+                _broadcast_coalesced(self.process_group, buffers, _BROADCAST_BYTES, 0)
+        self._sync_next = training and self.synchronizing
+
+    def _after(self, module: nn.Module, inputs: object, output: object) -> None:
+        if torch.is_grad_enabled():
+            self.after_forward(output)
+
+
+def attach(
+    module: nn.Module,
+    plan: Plan | None,
+    *,
+    process_group: dist.ProcessGroup | None = None,
+    timeout_s: float = 60.0,
+    agreement_timeout_s: float = 20.0,
+    find_unused_parameters: bool = False,
+    static_graph: bool = False,
+    broadcast_buffers: bool = True,
+) -> GradientSynchronizer:
+    """Synchronize a module that no DDP wraps. Collective.
+
+    As DDP does: checks that all ranks' parameters have the same shapes, sends parameters and buffers from
+    rank 0, and before forward passes sends the buffers again. Raises what `GradientSynchronizer.load` raises.
+    """
+    made = AttachedSynchronizer(
+        module,
+        process_group,
+        broadcast_buffers,
+        timeout_s=timeout_s,
+        agreement_timeout_s=agreement_timeout_s,
+        find_unused_parameters=find_unused_parameters,
+        static_graph=static_graph,
+    )
+    try:
+        made.load(plan)
+    except BaseException:
+        made.close()
+        raise
+    _verify_param_shape_across_processes(made.process_group, list(made.parameters))
+    _sync_module_states(
+        module=module,
+        process_group=made.process_group,
+        broadcast_bucket_size=_BROADCAST_BYTES,
+        src=0,
+        params_and_buffers_to_ignore=made._ignored,
+        broadcast_buffers=broadcast_buffers,
+    )
+    return made

@@ -1,0 +1,425 @@
+"""Gradient synchronization by a plan, from hooks on the parameters.
+
+A parameter's gradient is packed the moment it is final; a message whose slices are all packed is issued
+in plan order from inside the backward pass, so that communication overlaps computation.  The backward
+pass ends (a callback of the autograd engine) when every message has arrived and every `.grad` holds the
+average.  Without a plan nothing is hooked and the module's own synchronization, if any, runs untouched.
+
+Gradients count as in torch's DDP: under accumulation only the last backward pass synchronizes; with
+`find_unused_parameters` a parameter that no rank used keeps its `.grad`.
+"""
+
+# mypy: untyped-calls-exclude=torch
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from threading import Lock
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from autotune.errors import AutotuneError, InvalidStrategy, SynchronizationError
+from autotune.strategy_space.plan import Plan
+from runtime_rewriter.torch_agreement import agree, assumed_workload, check_fit, trainable_parameters
+from runtime_rewriter.torch_autograd import by_identity, reachable_variables, tensors_with_graph
+from runtime_rewriter.torch_collectives import Device, Ranks, Transfer, slice_of
+from runtime_rewriter.torch_collectives import why_refused as why_refused  # asked here before a plan is loaded
+
+
+class StepListener(Protocol):
+    """Told about the steps of a module; one step is the time from one boundary to the next.
+
+    `on_boundary` comes at the start of the first forward pass with gradients after a synchronized backward
+    pass, before anything else happens in it: another plan may be loaded there, or an exception raised.
+    `clean` is False if the step also held forward passes that are no training (validation), or if it ran
+    under `join()`; such a step must not be timed.  `on_backward_end`: every `.grad` is final.
+    """
+
+    def on_boundary(self, now_s: float, clean: bool) -> None: ...
+
+    def on_backward_end(self, now_s: float) -> None: ...
+
+
+class BackwardObserver:
+    """Sees the inside of a planned, synchronized backward pass; every method may be overridden."""
+
+    def on_forward_output(self, tensors: list[Tensor]) -> None:
+        """The output tensors of a forward pass whose backward pass will be synchronized."""
+
+    def on_backward_start(self) -> None:
+        """The first gradient of the backward pass is being computed."""
+
+    def on_ready(self, index: int, gradient: Tensor | None) -> None:
+        """A local gradient is final, not scaled and not synchronized; None: unused here and nothing accumulated."""
+
+    def on_computed(self) -> None:
+        """All local gradients are final; messages may still be under way."""
+
+    def on_synchronized(self, kept: frozenset[int]) -> None:
+        """Every `.grad` holds the average, except the variables in `kept`, which no rank used."""
+
+
+class GradientSynchronizer:
+    """Synchronizes the gradients of `module` over `process_group` by the loaded plan.
+
+    Building one is collective over the group, as building a DDP is. `timeout_s` bounds every message,
+    `agreement_timeout_s` how long ranks wait for each other in `load`. `static_graph` as in DDP: the set
+    of used parameters never changes, and the first backward pass learns how often each is accumulated.
+    `why_not` says why the module's surroundings forbid plans at all.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        process_group: dist.ProcessGroup | None = None,
+        *,
+        timeout_s: float = 60.0,
+        agreement_timeout_s: float = 20.0,
+        find_unused_parameters: bool = False,
+        static_graph: bool = False,
+        why_not: Callable[[], str | None] = lambda: None,
+    ) -> None:
+        self.module = module
+        named = trainable_parameters(module)
+        self.names: tuple[str, ...] = tuple(named)
+        self.parameters: tuple[nn.Parameter, ...] = tuple(named.values())
+        self.ranks = Ranks.of(process_group, timeout_s, agreement_timeout_s)
+        self.device = Device(self.parameters[0].device)
+        self.listeners: list[StepListener] = []
+        self.observers: list[BackwardObserver] = []
+        self.deferred = False  # True: messages are issued when the backward pass has ended (profiling)
+        self._find_unused, self._static, self._why_not = find_unused_parameters, static_graph, why_not
+        self._index_of = by_identity(self.parameters)
+        self._index = {name: position for position, name in enumerate(self.names)}
+        self._plan: Plan | None = None
+        self._transfers: list[Transfer] = []
+        self._handles: list[RemovableHandle] = []
+        self._second_phases: ThreadPoolExecutor | None = None
+        self._lock = Lock()
+        self._broken: str | None = None
+        self._no_sync = False
+        self._learned: list[int] | None = None  # accumulations per backward pass of a static graph
+        self._used = [False] * len(self.names)  # since the last synchronization, by any backward pass
+        self._reachable: set[int] = set()
+        self._versions: list[int | None] = []
+        self._armed = self._begun = self._boundary_due = False
+        self._saw_training = self._saw_eval = self._unclean = False
+        self._reset_backward()
+
+    # -- plans ---------------------------------------------------------------------------------------
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The script's group over which gradients are averaged."""
+        return self.ranks.base
+
+    @property
+    def model_id(self) -> str:
+        """`Workload.id` of the module: the plans that fit it carry the same."""
+        return assumed_workload(self.module).id
+
+    @property
+    def plan(self) -> Plan | None:
+        """What is loaded; None: this object does nothing on backward."""
+        return self._plan
+
+    def load(self, plan: Plan | None) -> None:
+        """Collective, between two steps: from now on synchronize by `plan`, or not at all.
+
+        All ranks succeed or all raise: `InvalidStrategy` (cannot be enacted), `ModelMismatch` (made for
+        another model or world), `PlanMismatch` (ranks hold different plans), `SynchronizationError` (a
+        rank is gone). After an error the earlier plan is still loaded.
+        """
+        self._check_usable()
+        error: AutotuneError | None = None
+        transfers: list[Transfer] = []
+        try:
+            if plan is not None:
+                reason = self._why_not()
+                if reason is not None:
+                    raise InvalidStrategy(f"plans cannot be enacted here: {reason}")
+                check_fit(plan, self.module, self.ranks.size)
+                named = dict(zip(self.names, self.parameters, strict=True))
+                transfers = [Transfer(number, m, named, self.ranks, self.device) for number, m in enumerate(plan.messages)]
+        except AutotuneError as problem:
+            error = problem
+        agree(self.ranks, plan, error)
+        self._unhook()
+        self._plan, self._transfers = plan, transfers
+        self._slots: list[list[tuple[Transfer, int]]] = [[] for _ in self.names]
+        for transfer in transfers:
+            for number, (part, _) in enumerate(transfer.views):
+                self._slots[self._index[part.variable]].append((transfer, number))
+        self._reset_backward()
+        if plan is not None:
+            self._second_phases = ThreadPoolExecutor(1, thread_name_prefix="second-phases")
+            hooks = (partial(self._on_gradient, position) for position in range(len(self.parameters)))
+            self._handles = [p.register_post_accumulate_grad_hook(hook) for p, hook in zip(self.parameters, hooks, strict=True)]
+
+    def close(self) -> None:
+        """Remove every hook, stop the thread and give the process groups back. Local."""
+        self._unhook()
+        self._plan, self._transfers = None, []
+        self.listeners.clear()
+        self.observers.clear()
+        self.ranks.destroy()
+
+    def _unhook(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        if self._second_phases is not None:
+            self._second_phases.shutdown(wait=False, cancel_futures=True)
+            self._second_phases = None
+
+    def _check_usable(self) -> None:
+        if self._broken is not None:
+            raise SynchronizationError(f"after a failed synchronization the ranks must be started again: {self._broken}")
+
+    # -- forward -------------------------------------------------------------------------------------
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Forward and backward passes inside accumulate gradients without synchronizing them."""
+        before, self._no_sync = self._no_sync, True
+        try:
+            yield
+        finally:
+            self._no_sync = before
+
+    @property
+    def synchronizing(self) -> bool:
+        """False inside `no_sync()`."""
+        return not self._no_sync
+
+    @torch.compiler.disable
+    def before_forward(self, synchronize: bool) -> None:
+        """First thing in every forward pass with gradients. `synchronize`: its backward pass is to be synchronized."""
+        self._check_usable()
+        if any(self._fired):
+            raise SynchronizationError("a backward pass must end before the next forward pass begins, but the last one was interrupted")
+        if self._boundary_due:
+            self._boundary_due = False
+            clean = not (self._unclean or (self._saw_eval and self._saw_training))
+            self._saw_training = self._saw_eval = self._unclean = False
+            if self.listeners:
+                now_s = self.device.now_s()
+                for listener in tuple(self.listeners):
+                    listener.on_boundary(now_s, clean)
+        self._saw_training |= self.module.training
+        self._saw_eval |= not self.module.training
+        self._armed = synchronize
+
+    @torch.compiler.disable
+    def after_forward(self, output: object) -> None:
+        """Last thing in every forward pass with gradients: finds where its backward pass will start."""
+        if not self._armed or (self._plan is None and not self.listeners):
+            return
+        tensors = tensors_with_graph(output)
+        for tensor in tensors:
+            tensor.register_hook(self._on_output_gradient)
+        if self._plan is None:
+            return
+        if self._find_unused and not self._static:
+            self._reachable |= reachable_variables(tensors, self._index_of)
+        for observer in self.observers:
+            observer.on_forward_output(tensors)
+
+    def mark_unclean(self) -> None:
+        """This step holds something that is no training step: a forward pass without gradients, say."""
+        self._unclean = True
+
+    # -- backward ------------------------------------------------------------------------------------
+
+    def _reset_backward(self) -> None:
+        count = len(self.names)
+        self._fired = [0] * count
+        self._filled = [False] * count
+        self._expected = list(self._learned) if self._static and self._learned is not None else [1] * count
+        self._next = 0
+        self._reachable = set()
+        for transfer in self._transfers:
+            transfer.reset()
+
+    def _on_output_gradient(self, gradient: Tensor) -> None:
+        with self._lock, torch.no_grad():
+            if self._armed and not self._begun:
+                self._begin()
+
+    def _begin(self) -> None:
+        self._begun = True
+        engine = torch.autograd.Variable._execution_engine
+        if self._plan is None:
+            self._versions = self._gradient_versions()
+            # DDP queues its own end while the pass runs; queueing once more from the callback comes after it.
+            engine.queue_callback(lambda: engine.queue_callback(self._finish_unplanned))
+            return
+        engine.queue_callback(self._finish)
+        for observer in self.observers:
+            observer.on_backward_start()
+        if self._find_unused and not self._static and self._reachable:
+            self._expected = [int(position in self._reachable) for position in range(len(self.names))]
+        if not self._late:
+            for position, times in enumerate(self._expected):
+                if times == 0:
+                    self._fill(position)
+            self._drain()
+
+    def _gradient_versions(self) -> list[int | None]:
+        return [None if p.grad is None else p.grad._version for p in self.parameters]
+
+    def _finish_unplanned(self) -> None:
+        self._begun = False
+        if self._gradient_versions() == self._versions:
+            return  # torch.autograd.grad: gradients were computed but not accumulated
+        self._armed = False
+        self._end_backward()
+
+    def _end_backward(self) -> None:
+        self._boundary_due = True
+        if self.listeners:
+            now_s = self.device.now_s()
+            for listener in tuple(self.listeners):
+                listener.on_backward_end(now_s)
+
+    @property
+    def _late(self) -> bool:
+        """Messages wait for the end of the pass: when profiling, and in the first pass of a static graph."""
+        return self.deferred or (self._static and self._learned is None)
+
+    def _on_gradient(self, position: int, parameter: Tensor) -> None:
+        self._used[position] = True
+        if not self._armed:
+            return
+        with self._lock, torch.no_grad():
+            if not self._begun:  # the module's output held no tensor that could be found
+                self._begin()
+            self._fired[position] += 1
+            learning = self._static and self._learned is None
+            if self._fired[position] > self._expected[position] and not learning:
+                raise self._ready_again(position)
+            if self._late:
+                for observer in self.observers:
+                    observer.on_ready(position, parameter.grad)
+            elif self._fired[position] == self._expected[position]:
+                self._fill(position)
+                self._drain()
+
+    def _ready_again(self, position: int) -> SynchronizationError:
+        self._broken = f"the gradient of {self.names[position]!r} was accumulated again after it had been sent"
+        return SynchronizationError(
+            f"a gradient must become ready once in a backward pass, but that of {self.names[position]!r} did {self._fired[position]} "
+            "times; use checkpoint(use_reentrant=False), or static_graph=True if the graph never changes"
+        )
+
+    def _fill(self, position: int) -> None:
+        """Pack the variable's local gradient, scaled by 1/w; zeros where there is none."""
+        gradient = self.parameters[position].grad
+        if not self._late:
+            for observer in self.observers:
+                observer.on_ready(position, gradient)
+        dense = gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
+        for transfer, number in self._slots[position]:
+            part, view = transfer.views[number]
+            if dense is None:
+                view.zero_()
+            else:
+                torch.mul(slice_of(dense, part), 1.0 / self.ranks.size, out=view)
+            transfer.pending -= 1
+        self._filled[position] = True
+
+    def _drain(self) -> None:
+        """Issue in plan order whatever is complete."""
+        assert self._second_phases is not None
+        while self._next < len(self._transfers) and self._transfers[self._next].pending == 0:
+            try:
+                self._transfers[self._next].issue(self._second_phases)
+            except SynchronizationError as error:
+                self._broken = str(error)
+                raise
+            self._next += 1
+
+    def _finish(self) -> None:
+        """End of the backward pass: send what is left, wait for everything, write the averages into `.grad`."""
+        self._begun = False
+        if not any(self._fired):
+            if any(self._filled):  # variables that are never used were packed ahead; nothing else happened
+                self._reset_backward()
+            return  # torch.autograd.grad: gradients were computed but not accumulated
+        try:
+            with torch.no_grad():
+                missing = self._complete()
+        except SynchronizationError as error:
+            self._broken = str(error)
+            raise
+        if self._static and self._learned is None:
+            self._learned = list(self._fired)
+        self._armed = False
+        self._used = [False] * len(self.names)
+        self._reset_backward()
+        if missing and not self._find_unused:
+            raise self._unused(missing)
+        self._end_backward()
+
+    def _complete(self) -> list[int]:
+        """Returns the variables that got no gradient in this pass."""
+        for observer in self.observers:
+            observer.on_computed()
+        missing = [position for position, times in enumerate(self._fired) if times == 0]
+        for position, filled in enumerate(self._filled):
+            if not filled:
+                self._fill(position)
+        self._drain()
+        assert self._next == len(self._transfers)
+        kept = self._agree_on_unused() if self._find_unused else frozenset()
+        for transfer in self._transfers:
+            transfer.wait()
+        self._unpack(kept)
+        for observer in self.observers:
+            observer.on_synchronized(kept)
+        return missing
+
+    def _agree_on_unused(self) -> frozenset[int]:
+        """Variables that no rank used since the last synchronization."""
+        used = torch.tensor(self._used, dtype=torch.int32, device=self.device.device)
+        try:
+            dist.all_reduce(used, group=self.ranks.first)
+        except RuntimeError as error:
+            raise SynchronizationError(f"the ranks must agree on unused parameters, but rank {self.ranks.rank} failed: {error}") from error
+        return frozenset(position for position, ranks in enumerate(used.tolist()) if ranks == 0)
+
+    def _unpack(self, kept: frozenset[int]) -> None:
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
+        sparse: list[tuple[nn.Parameter, Tensor]] = []
+        for position, parameter in enumerate(self.parameters):
+            if position in kept:
+                continue
+            target = torch.empty_like(parameter) if parameter.grad is None else parameter.grad
+            if target.is_sparse:
+                target = torch.empty_like(parameter)
+                sparse.append((parameter, target))
+            elif parameter.grad is None:
+                parameter.grad = target
+            for transfer, number in self._slots[position]:
+                part, view = transfer.views[number]
+                targets.append(slice_of(target, part))
+                sources.append(view)
+        torch._foreach_copy_(targets, sources)
+        for parameter, dense in sparse:
+            parameter.grad = dense.to_sparse(1)  # rows whose average is exactly zero are left out
+
+    def _unused(self, missing: list[int]) -> SynchronizationError:
+        names = ", ".join(self.names[position] for position in missing[:5])
+        self._broken = f"parameters without a gradient: {names}"
+        return SynchronizationError(
+            f"every parameter must receive a gradient in each synchronized backward pass, but {len(missing)} did not: {names}; make every "
+            "output of forward take part in the loss, or pass find_unused_parameters=True"
+        )

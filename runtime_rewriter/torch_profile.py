@@ -1,0 +1,157 @@
+"""Measures one replica's training step: when each gradient is ready, and what surrounds the backward pass.
+
+The steps run under a plan that issues its messages only after the backward pass, so that no communication
+disturbs the measured times.  All ranks measure; the medians over steps and ranks are returned, alike on all.
+"""
+
+# mypy: untyped-calls-exclude=torch
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from statistics import median
+
+import torch.distributed as dist
+from torch import Tensor
+
+from autotune.errors import SynchronizationError
+from autotune.strategy_space.plan import Message, Plan, Primitive, TensorSlice
+from autotune.strategy_space.strategy import Compressor
+from autotune.workload import Variable, Workload
+from runtime_rewriter.torch_agreement import assumed_workload, dtype_name
+from runtime_rewriter.torch_autograd import by_identity, variable_edges
+from runtime_rewriter.torch_collectives import Mark
+from runtime_rewriter.torch_hooks import BackwardObserver, GradientSynchronizer
+
+WARMUP_STEPS = 1
+"""The first step under a new plan touches its buffers for the first time."""
+
+
+@dataclass
+class _Step:
+    """Times of one step on this rank, in seconds; `ready_s` by variable, from the start of the backward pass."""
+
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    update_s: float = 0.0
+    ready_s: dict[int, float] = field(default_factory=dict)
+
+
+def profiling_plan(workload: Workload, world_size: int) -> Plan:
+    """One all-reduce per dtype over all variables."""
+    by_dtype: dict[str, list[Variable]] = {}
+    for variable in workload.variables:
+        by_dtype.setdefault(variable.dtype, []).append(variable)
+    messages = tuple(
+        Message(tuple(TensorSlice(v.name, v.elements) for v in variables), Primitive.ALL_REDUCE, Compressor.NONE, dtype)
+        for dtype, variables in by_dtype.items()
+    )
+    return Plan(workload.id, world_size, messages)
+
+
+class WorkloadProfiler(BackwardObserver):
+    """Profiles the next `steps` clean steps.
+
+    Building one is collective and belongs at a step boundary: it loads the profiling plan.  `done` turns true
+    at the boundary after the last step; `finish` is collective too and leaves no plan loaded.  A step starts
+    at its boundary: under gradient accumulation `forward_s` holds all that comes before the synchronized
+    backward pass.  Data loading counts as `update_s`.
+    """
+
+    def __init__(self, synchronizer: GradientSynchronizer, steps: int = 3) -> None:
+        self._synchronizer = synchronizer
+        self._wanted = steps
+        self._seen = 0
+        self._steps: list[_Step] = []
+        self._current = _Step()
+        self._edges: set[tuple[int, int]] = set()
+        self._sparse: set[int] = set()
+        self._ready: dict[int, Mark] = {}
+        self._start: Mark = 0.0
+        self._boundary_s = self._backward_start_s = self._backward_end_s = 0.0
+        synchronizer.load(profiling_plan(assumed_workload(synchronizer.module), synchronizer.ranks.size))
+        synchronizer.deferred = True
+        synchronizer.observers.append(self)
+        synchronizer.listeners.insert(0, self)  # before whoever asks for `done` at the same boundary
+        self._boundary_s = synchronizer.device.now_s()
+
+    @property
+    def done(self) -> bool:
+        return len(self._steps) >= self._wanted
+
+    def on_forward_output(self, tensors: list[Tensor]) -> None:
+        if not self._edges:  # the graph of one step; it is gone after its backward pass
+            self._edges = variable_edges(tensors, by_identity(self._synchronizer.parameters))
+
+    def on_backward_start(self) -> None:
+        self._backward_start_s = self._synchronizer.device.now_s()
+        self._start = self._synchronizer.device.mark()
+        self._ready = {}
+
+    def on_ready(self, index: int, gradient: Tensor | None) -> None:
+        self._ready[index] = self._synchronizer.device.mark()
+        if gradient is not None and gradient.is_sparse:
+            self._sparse.add(index)
+
+    def on_computed(self) -> None:
+        device = self._synchronizer.device
+        self._current = _Step(
+            forward_s=self._backward_start_s - self._boundary_s,
+            backward_s=device.now_s() - self._backward_start_s,
+            ready_s={index: device.seconds_between(self._start, mark) for index, mark in self._ready.items()},
+        )
+
+    def on_backward_end(self, now_s: float) -> None:
+        self._backward_end_s = now_s
+
+    def on_boundary(self, now_s: float, clean: bool) -> None:
+        self._current.update_s = now_s - self._backward_end_s
+        self._seen += 1
+        if clean and self._seen > WARMUP_STEPS:
+            self._steps.append(self._current)
+        self._boundary_s = now_s
+
+    def finish(self) -> Workload:
+        """The measured workload: rank 0's order, edges and sparse flags, medians of the times over steps and ranks."""
+        synchronizer = self._synchronizer
+        synchronizer.observers.remove(self)
+        synchronizer.listeners.remove(self)
+        synchronizer.deferred = False
+        if not self._steps:
+            raise SynchronizationError("a profile needs at least one whole training step under it, but none was made")
+        gathered: list[list[_Step]] = [[]] * synchronizer.ranks.size
+        dist.all_gather_object(gathered, self._steps, group=synchronizer.ranks.control)
+        shape: list[tuple[set[tuple[int, int]], set[int]]] = [(self._edges, self._sparse)]
+        dist.broadcast_object_list(shape, group=synchronizer.ranks.control, group_src=0)
+        synchronizer.load(None)
+        return self._workload(gathered, *shape[0])
+
+    def _workload(self, gathered: list[list[_Step]], edges: set[tuple[int, int]], sparse: set[int]) -> Workload:
+        steps = [step for of_rank in gathered for step in of_rank]
+        backward_s = median(step.backward_s for step in steps)
+        count = len(self._synchronizer.names)
+        # A variable that got no gradient is known to be so when the backward pass ends.
+        ready_s = [median(step.ready_s.get(index, step.backward_s) for step in steps) for index in range(count)]
+        order = sorted(range(count), key=lambda index: (ready_s[index], -index))
+        position = {index: rank for rank, index in enumerate(order)}
+        variables = tuple(
+            Variable(
+                self._synchronizer.names[index],
+                tuple(self._synchronizer.parameters[index].shape),
+                dtype_name(self._synchronizer.parameters[index]),
+                index in sparse,
+                ready_s[index],
+            )
+            for index in order
+        )
+        pairs = {(min(position[a], position[b]), max(position[a], position[b])) for a, b in edges}
+        return Workload(
+            type(self._synchronizer.module).__name__,
+            variables,
+            tuple(sorted(pairs)),
+            forward_s=median(step.forward_s for step in steps),
+            backward_s=backward_s,
+            update_s=median(step.update_s for step in steps),
+            device=self._synchronizer.device.device.type,
+            source="measured",
+        )

@@ -1,0 +1,78 @@
+"""The example scripts run as users run them, and they learn."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+STEP_LINE = re.compile(r"^step (\d+)/\d+ loss (\S+)$", re.MULTILINE)
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def run(command: list[str]) -> str:
+    """Standard output of a Python command that must end well; torchrun's own variables are not inherited."""
+    inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")}
+    environment = {**inherited, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def train_on_two_ranks(script: str, *arguments: str) -> str:
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+    return run([*launcher, f"examples/{script}", *arguments])
+
+
+def losses(output: str) -> list[float]:
+    return [float(loss) for _, loss in STEP_LINE.findall(output)]
+
+
+@pytest.mark.parametrize(
+    ("script", "steps", "factor"),
+    [("resnet_digits.py", 20, 0.8), ("gpt_text.py", 14, 0.95)],
+)
+def test_two_ranks_lower_the_loss(script: str, steps: int, factor: float) -> None:
+    output = train_on_two_ranks(script, "--batch-size", "8", "--max-steps", str(steps), "--log-every", "1")
+    assert "2 rank(s)" in output
+    seen = losses(output)
+    assert len(seen) == steps  # rank 0 alone prints, once a step
+    assert sum(seen[-4:]) < factor * sum(seen[:4])
+
+
+@pytest.mark.parametrize(("script", "measure"), [("resnet_digits.py", "val_accuracy"), ("gpt_text.py", "val_perplexity")])
+def test_one_process_trains_without_torchrun_and_saves_its_weights(script: str, measure: str, tmp_path: Path) -> None:
+    checkpoint = tmp_path / "weights.pt"
+    output = run([f"examples/{script}", "--width", "16", "--max-steps", "2", "--log-every", "1", "--checkpoint", str(checkpoint)])
+    assert "1 rank(s)" in output
+    assert len(losses(output)) == 2
+    assert f"{measure} " in output
+    weights = torch.load(checkpoint, weights_only=True)
+    assert not any(name.startswith("module.") for name in weights)
+
+
+def test_a_short_text_is_refused_with_the_rule_and_the_values(tmp_path: Path) -> None:
+    text = tmp_path / "short.txt"
+    text.write_text("a few words only " * 40, encoding="utf-8")
+    command = [sys.executable, "examples/gpt_text.py", "--text", str(text)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1
+    assert "--batch-size 8 sequences, but has 5 epochs and" in done.stderr
+
+
+def test_the_shipped_text_is_plain_english_with_its_card() -> None:
+    folder = ROOT / "examples" / "data"
+    assert (folder / "rust_book.txt").read_text(encoding="ascii").startswith("This text is taken from")
+    assert "Apache" in (folder / "README.md").read_text(encoding="utf-8")

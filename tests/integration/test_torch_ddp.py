@@ -1,0 +1,149 @@
+"""PlannedDataParallel is a DDP, and the replacement of torch's class always ends."""
+
+import copy
+import inspect
+import io
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch_plans import Tied, loss_of, mixed, uniform
+from torch_world import run_world
+
+from autotune.errors import InvalidStrategy
+from runtime_rewriter.torch_ddp import PlannedDataParallel, replaced_ddp
+from runtime_rewriter.torch_hooks import GradientSynchronizer
+
+CHANGED = {"forward", "__init__", "__getstate__", "_inside_ddp_forward", "__doc__", "__module__", "__abstractmethods__", "__annotations__"}
+
+
+def test_every_name_of_ddp_is_inherited_unchanged_but_the_documented_few() -> None:
+    for name in dir(DistributedDataParallel):
+        same = inspect.getattr_static(PlannedDataParallel, name) is inspect.getattr_static(DistributedDataParallel, name)
+        assert same or name in CHANGED, name
+
+
+def check_surface(rank: int) -> None:
+    theirs, mine = DistributedDataParallel(Tied()), PlannedDataParallel(Tied())
+    mine.synchronizer.load(mixed(mine.module, 2))
+    for model in (theirs, mine):
+        loss_of(model, rank, 0).backward()
+    missing = [name for name in dir(theirs) if not hasattr(mine, name)]
+    assert not missing
+    assert isinstance(mine, DistributedDataParallel)
+    assert list(mine.state_dict()) == list(theirs.state_dict())
+    assert all(key.startswith("module.") for key in mine.state_dict())
+    assert mine.require_backward_grad_sync
+    with mine.no_sync():
+        assert not mine.require_backward_grad_sync
+    mine.register_comm_hook(None, count_hook)
+    loss_of(mine, rank, 2).backward()
+    assert COUNTED, "without a plan the user's own communication hook runs"
+    COUNTED.clear()
+    mine.synchronizer.load(uniform(mine.module, 2))
+    loss_of(mine, rank, 2).backward()
+    assert not COUNTED, "with a plan the plan synchronizes"
+    clone = copy.deepcopy(mine)
+    with pytest.raises(InvalidStrategy, match="wrap the module again"):
+        clone.synchronizer.load(None)
+    loss_of(clone, rank, 3).backward()
+
+
+def check_join(rank: int) -> None:
+    """Uneven inputs, the plan loaded before the context."""
+    torch.manual_seed(0)
+    theirs, mine = DistributedDataParallel(Tied()), PlannedDataParallel(Tied())
+    mine.load_state_dict(theirs.state_dict())
+    mine.synchronizer.load(uniform(mine.module, 2))
+    for model in (theirs, mine):
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        with model.join():
+            for step in range(2 + rank):
+                torch.manual_seed(10 * step + rank)
+                optimizer.zero_grad()
+                loss_of(model, rank, step).backward()
+                optimizer.step()
+    for a, b in zip(mine.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(a, b)
+    with pytest.raises(InvalidStrategy, match="join"):
+        mine.synchronizer.load(uniform(mine.module, 2))
+
+
+def test_uneven_inputs_under_join_are_left_to_ddp() -> None:
+    run_world(check_join, 2)
+
+
+COUNTED: list[int] = []
+
+
+def count_hook(state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # DDP reads the annotations
+    COUNTED.append(bucket.index())
+    return dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True).get_future().then(lambda done: done.value()[0])
+
+
+def test_the_public_surface_of_ddp_works_with_and_without_a_plan() -> None:
+    run_world(check_surface, 2)
+
+
+class Session:
+    def __init__(self) -> None:
+        self.built: list[GradientSynchronizer] = []
+
+    def model_built(self, synchronizer: GradientSynchronizer) -> None:
+        self.built.append(synchronizer)
+
+
+def check_replacement(rank: int) -> None:
+    session = Session()
+    with replaced_ddp(session, timeout_s=7.0):
+        model = torch.nn.parallel.DistributedDataParallel(Tied())
+        assert type(model) is torch.nn.parallel.distributed.DistributedDataParallel
+        stored = io.BytesIO()
+        torch.save(model, stored)
+    assert torch.nn.parallel.DistributedDataParallel is DistributedDataParallel
+    assert torch.nn.parallel.distributed.DistributedDataParallel is DistributedDataParallel
+    assert session.built == [model.synchronizer] and isinstance(model, DistributedDataParallel)
+    model.synchronizer.load(uniform(model.module, 2))
+    loss_of(model, rank, 0).backward()
+    stored.seek(0)
+    loaded = torch.load(stored, weights_only=False)
+    assert type(loaded) is DistributedDataParallel, "a saved model opens where nothing is replaced"
+
+
+def test_the_replaced_class_reports_to_the_session_and_saves_as_torchs_own() -> None:
+    run_world(check_replacement, 2)
+
+
+def test_the_class_is_restored_when_the_script_fails() -> None:
+    with suppress(KeyError), replaced_ddp(Session()):
+        assert torch.nn.parallel.DistributedDataParallel is not DistributedDataParallel
+        raise KeyError
+    assert torch.nn.parallel.DistributedDataParallel is DistributedDataParallel
+
+
+class Dictionary(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor, *, scale: float) -> dict[str, Any]:
+        return {"logits": [self.layer(x) * scale], "scale": scale}
+
+
+def check_outputs(rank: int) -> None:
+    torch.manual_seed(0)
+    mine = PlannedDataParallel(Dictionary())
+    mine.synchronizer.load(uniform(mine.module, 2, groups=1))
+    mine(torch.full((1, 3), float(rank)), scale=2.0)["logits"][0].sum().backward()
+    assert torch.equal(mine.module.layer.weight.grad, torch.full((3, 3), 1.0))
+    compiled = torch.compile(mine, backend="eager")
+    compiled(torch.full((1, 3), float(rank)), scale=2.0)["logits"][0].sum().backward()
+    assert torch.equal(mine.module.layer.weight.grad, torch.full((3, 3), 2.0))
+
+
+def test_outputs_in_containers_and_a_compiled_model_are_synchronized() -> None:
+    run_world(check_outputs, 2)

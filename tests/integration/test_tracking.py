@@ -1,0 +1,258 @@
+"""Tracking against real MLflow: a local SQLite store, and a real server that comes late and is killed on the way."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sqlite3
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+from synthetic_job import WORKLOAD, SyntheticWorld, drive, job_spec, strategy
+
+from autotune.cluster import Cluster
+from autotune.features.extract import extract
+from autotune.history import History
+from autotune.records import Measured
+from autotune.simulators.interface import Example
+from autotune.store import Store
+from autotune.strategy_space.plan import plan
+from autotune.tracking import Tracker, mlflow_environment
+from autotune.tuner import Finish
+
+WORLD = SyntheticWorld(
+    {5: 0.06},
+    noise=0.01,
+    fails=lambda request: request.strategy_id == strategy(1).id,
+    factor=lambda number: 1.6 if 1 <= number <= 5 else 1.0,
+)
+SPEC = job_spec(max_trials=12, ab_pairs=3)
+
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # MLflow's own use of SQLAlchemy
+
+
+@pytest.fixture(autouse=True)
+def short_timeouts(monkeypatch):
+    for name, value in mlflow_environment(timeout_s=5, retries=0).items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.fixture
+def store(tmp_path):
+    with Store.open(tmp_path / "autotune.db") as store:
+        store.create_job("job", SPEC)
+        yield store
+
+
+def observed_job(store, tracker, after=None):
+    """Drive the whole job as the driver does: store first, then the tracker; `after(seq)` is called after each event."""
+    whole, end = drive(SPEC, WORLD)
+    assert isinstance(end, Finish) and whole.disturbed
+    history = History((), SPEC.deviation)
+    for seq, event in enumerate(whole.events):
+        store.append("job", seq, event)
+        history = history.then(event)
+        tracker.recorded(event, history)
+        if after:
+            after(seq)
+    store.finish("job", end.decision)
+    return whole, end.decision
+
+
+def send_everything_again(store):
+    """As if the process had died after the server took the items and before they were marked."""
+    with sqlite3.connect(store.path) as db:
+        db.execute("UPDATE outbox SET state = 'waiting' WHERE kind != 'model'")
+
+
+def assert_tracked_exactly_once(uri, history, decision):
+    """One parent, one nested run per trial with the right values, every series without gaps or repetitions."""
+    import mlflow
+
+    client = mlflow.MlflowClient(tracking_uri=uri)
+    experiment = client.get_experiment_by_name("sync")
+    runs = {run.data.tags["autotune.run"]: run for run in client.search_runs([experiment.experiment_id])}
+    assert len(runs) == len(client.search_runs([experiment.experiment_id])) == 1 + len(history.trials)
+    parent = runs["job"]
+    assert parent.info.status == "FINISHED" and parent.data.tags["autotune.exported"] == decision.strategy_id
+    assert parent.data.params["max_trials"] == "12" and parent.data.metrics["time_ratio"] == pytest.approx(decision.comparison.ratio)
+    for trial in history.trials:
+        number = trial.request.number
+        run = runs[f"trial-{number}"]
+        assert run.data.tags["mlflow.parentRunId"] == parent.info.run_id
+        assert run.data.params["strategy_id"] == trial.request.strategy_id
+        assert (run.data.tags.get("autotune.disturbed") == "true") == (number in history.disturbed)
+        if isinstance(trial.outcome, Measured):
+            assert run.info.status == "FINISHED" and run.data.metrics["median_s"] == trial.outcome.median_s
+            series = client.get_metric_history(run.info.run_id, "step_s")
+            assert [point.value for point in sorted(series, key=lambda p: p.step)] == trial.outcome.slowest_s.tolist()
+        else:
+            assert run.info.status == "FAILED" and run.data.tags["autotune.failure_message"] == trial.outcome.message
+    best = [point.value for point in sorted(client.get_metric_history(parent.info.run_id, "best_so_far_s"), key=lambda p: p.step)]
+    ranked = [History(history.events[: i + 1], 0.15).ranking() for i, event in enumerate(history.events) if event in history.trials]
+    assert best == [ranking[0][1] for ranking in ranked if ranking]
+    quality = client.get_metric_history(parent.info.run_id, "ranking/linear/kendall_tau")
+    assert [point.step for point in quality] == [proposed.round for proposed in history.rounds if proposed.quality]
+    return client, parent, runs
+
+
+def test_a_job_is_tracked_once_with_its_artifacts_however_often_it_is_sent(store, tmp_path):
+    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    tracker = Tracker(store, "job", uri, "sync", tmp_path / "artifacts")
+    history, decision = observed_job(store, tracker)
+    report = tmp_path / "report.html"
+    report.write_text("<p>report</p>")
+    assert tracker.finish({}, [report, tmp_path / "vanished.html"]) == 0
+    assert store.rejected("job") == [f"{tmp_path / 'vanished.html'} is gone, so it cannot be sent"]
+    send_everything_again(store)
+    assert Tracker(store, "job", uri, "sync", tmp_path / "artifacts").flush() == 0
+    client, parent, runs = assert_tracked_exactly_once(uri, history, decision)
+    assert {item.path for item in client.list_artifacts(parent.info.run_id)} == {
+        *("job.json", "workload.json", "cluster.json", "rounds", "decision.json", "report.html")
+    }
+    best = next(t for t in history.trials if t.request.strategy_id == strategy(5).id)
+    run_id = runs[f"trial-{best.request.number}"].info.run_id
+    folder = Path(client.download_artifacts(run_id, "", str(tmp_path)))
+    assert (folder / "strategy.json").read_text() == strategy(5).to_json()
+    assert (folder / "plan.json").read_text() == plan(strategy(5), WORKLOAD, 2).to_json()
+
+
+def test_nothing_is_lost_or_doubled_when_the_server_comes_late_and_is_killed(store, tmp_path):
+    port = free_port()
+    uri = f"http://127.0.0.1:{port}"
+    now = [0.0]
+    tracker = Tracker(store, "job", uri, "sync", tmp_path / "unused", retry_after_s=60.0, clock=lambda: now[0])
+    servers = []
+
+    def course(seq):
+        if seq == 3:
+            assert len(store.waiting("job")) == 5, "nothing can have been sent without a server"
+            servers.append(start_server(tmp_path, port))
+        elif seq == 5:
+            assert len(store.waiting("job")) == 7, "the breaker must still be open"
+            now[0] += 61
+        elif seq == 8:
+            assert len(store.waiting("job")) == 0, "after the breaker closed everything goes"
+            stop_server(servers.pop())
+            now[0] += 61
+        elif seq == 11:
+            assert len(store.waiting("job")) > 0
+
+    try:
+        history, decision = observed_job(store, tracker, course)
+        assert tracker.flush() > 0
+        servers.append(start_server(tmp_path, port))
+        assert tracker.flush() == 0
+        send_everything_again(store)
+        assert tracker.flush() == 0
+        assert_tracked_exactly_once(uri, history, decision)
+        assert not store.rejected("job")
+    finally:
+        for server in servers:
+            stop_server(server)
+
+
+def test_a_trained_simulator_is_registered_and_predicts_the_same_when_loaded(store, tmp_path):
+    import mlflow
+    import pandas as pd
+
+    from autotune.simulators.registry import simulators
+
+    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    cluster = Cluster.local(2)
+    family = [strategy(number) for number in range(12)]
+    features = [extract(each, plan(each, WORKLOAD, 2), WORKLOAD, cluster) for each in family]
+    simulator = simulators()["linear"]()
+    simulator.fit([Example(feature, 0.1 + 0.01 * number, "a") for number, feature in enumerate(features)], seed=0)
+    tracker = Tracker(store, "job", uri, "sync", tmp_path / "artifacts")
+    assert tracker.finish({"linear": simulator}, []) == 0
+    with sqlite3.connect(store.path) as db:
+        db.execute("UPDATE outbox SET state = 'waiting' WHERE kind = 'model'")
+    simulator.save(store.path.parent / "unsent-models" / "job" / "linear")
+    assert tracker.flush() == 0 and not store.rejected("job")
+
+    client = mlflow.MlflowClient(tracking_uri=uri, registry_uri=uri)
+    [version] = client.search_model_versions("name = 'autotune-linear'")
+    [model] = client.search_logged_models([client.get_experiment_by_name("sync").experiment_id])
+    assert version.tags["autotune.job"] == "job" and model.status == "READY"
+    folder = Path(model.artifact_location.removeprefix("file://"))
+    assert not [item for item in folder.rglob("*") if item.suffix in (".pkl", ".pickle", ".pt", ".py")]
+    loaded = mlflow.pyfunc.load_model(str(folder))
+    columns = {"strategy": [each.to_json() for each in family]}
+    columns |= {"workload": [canonical(WORKLOAD)] * 12, "cluster": [canonical(cluster)] * 12}
+    assert loaded.predict(pd.DataFrame(columns)).tolist() == simulator.predict_step_s(features).tolist()
+
+
+def test_sending_is_silent_leaves_nothing_behind_and_asks_nobody_else(tmp_path):
+    code = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+from synthetic_job import SyntheticWorld, drive, job_spec
+from autotune.store import Store
+from autotune.tracking import Tracker
+
+folder = Path(sys.argv[1])
+history, end = drive(job_spec(max_trials=2, ab_pairs=3), SyntheticWorld({1: 0.05}))
+with Store.open(folder / "autotune.db") as store:
+    store.create_job("job", job_spec(max_trials=2, ab_pairs=3))
+    for seq, event in enumerate(history.events):
+        store.append("job", seq, event)
+    store.finish("job", end.decision)
+    assert Tracker(store, "job", f"sqlite:///{folder / 'mlflow.db'}", "sync", folder / "artifacts").finish({}, []) == 0
+import mlflow.telemetry.client
+assert mlflow.telemetry.client.get_telemetry_client() is None
+"""
+    elsewhere = tmp_path / "cwd"
+    elsewhere.mkdir()
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path), str(Path(__file__).parent.parent)],
+        capture_output=True,
+        text=True,
+        cwd=elsewhere,
+        env={**os.environ, **mlflow_environment()},
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert not list(elsewhere.iterdir())
+
+
+def canonical(value):
+    from autotune.canonical import canonical_json
+
+    return canonical_json(value)
+
+
+def free_port():
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+def start_server(folder, port):
+    """A real `mlflow server` in a process group of its own; returns when it answers."""
+    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
+    command += ["--backend-store-uri", f"sqlite:///{folder / 'server.db'}", "--artifacts-destination", str(folder / "server-artifacts")]
+    log = (folder / "server.log").open("a")
+    server = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True, cwd=folder)
+    log.close()
+    for _ in range(240):
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=1):
+                return server
+        except (urllib.error.URLError, OSError):
+            assert server.poll() is None, (folder / "server.log").read_text()
+            time.sleep(0.25)
+    stop_server(server)
+    raise AssertionError("the server did not answer within a minute")
+
+
+def stop_server(server):
+    os.killpg(server.pid, signal.SIGKILL)
+    server.wait()

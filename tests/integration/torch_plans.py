@@ -1,0 +1,95 @@
+"""Small models and plans for the tests of the torch runtime."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from autotune.strategy_space.plan import Plan, plan
+from autotune.strategy_space.strategy import Compressor, Partition, Shard, Strategy, Synchronizer, VariableStrategy
+from autotune.workload import Variable, Workload
+from runtime_rewriter.torch_agreement import assumed_workload
+
+
+class Tied(nn.Module):
+    """Tied embedding, dropout, BatchNorm, a scalar and a 0-row-odd matrix: what tends to break synchronizers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 6)
+        self.mix = nn.Linear(6, 7)
+        self.norm = nn.BatchNorm1d(7)
+        self.drop = nn.Dropout(0.2)
+        self.back = nn.Linear(7, 6)
+        self.gain = nn.Parameter(torch.tensor(1.5))
+        self.head = nn.Linear(6, 11, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.drop(torch.relu(self.norm(self.mix(self.embedding(tokens)))))
+        return self.head(self.back(hidden)) * self.gain
+
+
+def batch(rank: int, step: int) -> Tensor:
+    """Token ids, different on every rank and step."""
+    generator = torch.Generator().manual_seed(1000 * rank + step)
+    return torch.randint(0, 11, (8,), generator=generator)
+
+
+def loss_of(model: nn.Module, rank: int, step: int) -> Tensor:
+    tokens = batch(rank, step)
+    return nn.functional.cross_entropy(model(tokens), tokens.roll(1))
+
+
+def uniform(
+    module: nn.Module,
+    world_size: int,
+    synchronizer: Synchronizer = Synchronizer.ALL_REDUCE,
+    compressor: Compressor = Compressor.NONE,
+    partitioned: bool = False,
+    groups: int = 3,
+) -> Plan:
+    """Every variable synchronized in one way, in `groups` messages; with `partitioned` cut unevenly along its largest axis."""
+    workload = assumed_workload(module)
+    rooted = synchronizer in (Synchronizer.PARAMETER_SERVER, Synchronizer.REDUCE_BROADCAST)
+    choices = []
+    for number, variable in enumerate(workload.variables):
+        partition = cut(variable) if partitioned else None
+        shards = tuple(
+            Shard(
+                synchronizer,
+                compressor,
+                placement=(number + part) % world_size if rooted else None,
+                group=None if rooted else (number + part) % groups,
+                priority=part,
+            )
+            for part in range(len(partition.sizes) if partition else 1)
+        )
+        choices.append(VariableStrategy(variable.name, shards, partition))
+    return plan(Strategy(tuple(choices)), workload, world_size)
+
+
+def cut(variable: Variable) -> Partition | None:
+    """Two uneven parts along the largest axis, or none where that has a single row."""
+    if not variable.shape or max(variable.shape) < 2:
+        return None
+    axis = variable.shape.index(max(variable.shape))
+    extent = variable.shape[axis]
+    first = extent // 3 or 1
+    return Partition(axis, (first, extent - first))
+
+
+def mixed(module: nn.Module, world_size: int) -> Plan:
+    """Another way for every variable, partly cut and partly grouped."""
+    workload: Workload = assumed_workload(module)
+    kinds = (Synchronizer.PARAMETER_SERVER, Synchronizer.ALL_REDUCE, Synchronizer.REDUCE_SCATTER_ALL_GATHER)
+    choices = []
+    for number, variable in enumerate(workload.variables):
+        partition = cut(variable) if number % 2 else None
+        shards = []
+        for part in range(len(partition.sizes) if partition else 1):
+            kind = kinds[(number + part) % 3]
+            placement = (number + 1) % world_size if kind is Synchronizer.PARAMETER_SERVER else None
+            shards.append(Shard(kind, placement=placement, group=number % 2, priority=-number))
+        choices.append(VariableStrategy(variable.name, tuple(shards), partition))
+    return plan(Strategy(tuple(choices)), workload, world_size)

@@ -1,0 +1,77 @@
+"""Real processes over gloo for the tests of the torch runtime; nothing here can hang."""
+
+from __future__ import annotations
+
+import multiprocessing
+import socket
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def run_world(check: Callable[..., Any], size: int, *arguments: Any, timeout_s: float = 90.0) -> list[Any]:
+    """`check(rank, *arguments)` in `size` processes with a default process group; what each returned, by rank.
+
+    A rank that raises fails the test with its traceback, one that ends without a word gives None.
+    """
+    # The fork server has torch imported and nothing started: a rank costs a fork instead of an import.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch._dynamo.utils", "runtime_rewriter.torch_ddp"])
+    port = _free_port()
+    pipes = [context.Pipe(duplex=False) for _ in range(size)]
+    processes = [
+        context.Process(target=_rank_main, args=(pipes[rank][1], check, rank, size, port, arguments), daemon=True) for rank in range(size)
+    ]
+    for process in processes:
+        process.start()
+    for _, sending in pipes:
+        sending.close()
+    deadline = time.monotonic() + timeout_s
+    results = [_receive(receiving, deadline) for receiving, _ in pipes]
+    for process in processes:
+        process.join(timeout=max(0.1, min(10.0, deadline - time.monotonic())))
+        if process.is_alive():
+            process.kill()
+            process.join()
+    failures = [f"rank {rank}:\n{value}" for rank, (kind, value) in enumerate(results) if kind == "error"]
+    assert not failures, "\n".join(failures)
+    return [value for _, value in results]
+
+
+def _receive(receiving: Connection, deadline: float) -> tuple[str, Any]:
+    try:
+        if receiving.poll(max(0.0, deadline - time.monotonic())):
+            kind, value = receiving.recv()
+            return kind, value
+    except EOFError:
+        return "gone", None
+    return "error", "no answer in time"
+
+
+def _rank_main(sending: Connection, check: Callable[..., Any], rank: int, size: int, port: int, arguments: tuple[Any, ...]) -> None:
+    warnings.simplefilter("error")
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    try:
+        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size, timeout=timedelta(seconds=60))
+        sending.send(("ok", check(rank, *arguments)))
+    except BaseException:  # the parent reports it
+        sending.send(("error", traceback.format_exc()))
+    finally:
+        sending.close()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,178 @@
+"""The hand-made strategies, each against what its system does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from autotune.cluster import Cluster, Host
+from autotune.errors import InvalidInput
+from autotune.rng import generator
+from autotune.strategy_space import builders
+from autotune.strategy_space.plan import Primitive, plan
+from autotune.strategy_space.space import SearchSpace
+from autotune.strategy_space.strategy import Compressor, Partition, Shard, Strategy, Synchronizer, VariableStrategy
+from autotune.workload import Variable, Workload
+
+KB = Workload("m", tuple(Variable(f"v{i}", (250,)) for i in range(6)), backward_s=0.06)  # six gradients of 1000 bytes
+FOUR = Cluster.local(4)
+
+
+def sent_names(strategy, workload, ranks=4):
+    """The variables of every message, in issue order."""
+    return [[part.variable for part in message.slices] for message in plan(strategy, workload, ranks).messages]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_ddp_buckets_are_those_of_torch_itself(seed):
+    rng = generator(seed)
+    sizes = rng.integers(0, 60, size=40).tolist()
+    dtypes = [("float32", "bfloat16")[index] for index in rng.integers(0, 2, size=40)]
+    sparse = (rng.random(40) < 0.1).tolist()
+    limits = [int(rng.integers(1, 200)), int(rng.integers(1, 600))]
+    variables = [Variable(f"v{i:02d}", (n,), dtype, s) for i, (n, dtype, s) in enumerate(zip(sizes, dtypes, sparse, strict=True))]
+    tensors = [torch.empty(n, dtype=getattr(torch, dtype)) for n, dtype in zip(sizes, dtypes, strict=True)]
+    theirs, _ = dist._compute_bucket_assignment_by_size(tensors, limits, sparse, list(range(40)))
+    workload = Workload("m", tuple(variables))
+    ours = builders.ddp_buckets(workload, limits[1], limits[0])
+    assert sorted(ours) == sorted(theirs)
+    names = sent_names(builders.ddp_default(workload, limits[1], limits[0]), workload)
+    assert sorted(names) == sorted([variables[position].name for position in bucket] for bucket in theirs)
+
+
+def test_ddp_defaults_are_those_of_torch():
+    assert dist._DEFAULT_FIRST_BUCKET_BYTES == builders.DDP_FIRST_BUCKET_BYTES
+    model = Workload("m", tuple(Variable(f"v{i:02d}", (2**18,)) for i in range(60)))  # 60 gradients of 1 MiB
+    assert [len(names) for names in sent_names(builders.ddp_default(model), model)] == [1, 25, 25, 9]
+
+
+def test_reduce_scatter_all_gather_uses_the_buckets_of_ddp():
+    ours = plan(builders.reduce_scatter_all_gather(KB, 2000, 1000), KB, 4)
+    assert {message.primitive for message in ours.messages} == {Primitive.REDUCE_SCATTER_ALL_GATHER}
+    assert sent_names(builders.reduce_scatter_all_gather(KB, 2000, 1000), KB) == [["v0"], ["v1", "v2"], ["v3", "v4"], ["v5"]]
+
+
+def test_chunks_single_bucket_and_per_variable_send_as_many_messages_as_they_say():
+    assert sent_names(builders.all_reduce_chunks(KB, 4), KB) == [["v0", "v1", "v2", "v3"], ["v4", "v5"]]
+    assert sent_names(builders.single_bucket(KB), KB) == [[f"v{i}" for i in range(6)]]
+    assert sent_names(builders.per_variable(KB), KB) == [[f"v{i}"] for i in range(6)]
+    with pytest.raises(InvalidInput, match="at least 1 variable, but has 0"):
+        builders.all_reduce_chunks(KB, 0)
+
+
+def test_a_single_bucket_of_two_dtypes_is_two_messages():
+    mixed = Workload("m", (Variable("a", (4,)), Variable("b", (4,), "float16"), Variable("c", (4,))))
+    assert sent_names(builders.single_bucket(mixed), mixed) == [["b"], ["a", "c"]]
+
+
+def test_horovod_fuses_what_is_ready_in_one_cycle_up_to_the_threshold():
+    ready = [0.001, 0.002, 0.003, 0.011, 0.012, 0.031]
+    measured = Workload("m", tuple(Variable(f"v{i}", (250,), ready_s=at) for i, at in enumerate(ready)))
+    assert sent_names(builders.horovod_like(measured, 10_000, 0.01), measured) == [["v0", "v1", "v2"], ["v3", "v4"], ["v5"]]
+    assert sent_names(builders.horovod_like(measured, 2000, 0.01), measured) == [["v0", "v1"], ["v2"], ["v3", "v4"], ["v5"]]
+    assert sent_names(builders.horovod_like(measured, 10_000, 1.0), measured) == [[f"v{i}" for i in range(6)]]
+    assert sent_names(builders.horovod_like(measured, 0, 1.0), measured) == [[f"v{i}"] for i in range(6)]
+
+
+def test_horovod_spreads_gradients_evenly_over_the_backward_pass_where_no_time_was_measured():
+    """Six gradients in 60 ms are ready at 10, 20, ... 60 ms; cycles of 24 ms hold two each."""
+    assert sent_names(builders.horovod_like(KB, 10_000, 0.024), KB) == [["v0", "v1"], ["v2", "v3"], ["v4", "v5"]]
+    untimed = Workload("m", KB.variables)
+    assert sent_names(builders.horovod_like(untimed, 10_000, 0.025), untimed) == [[f"v{i}" for i in range(6)]]
+    with pytest.raises(InvalidInput, match=r"above 0 s, but is 0\.0"):
+        builders.horovod_like(KB, 1, 0.0)
+    with pytest.raises(InvalidInput, match="at least 0 bytes, but is -1"):
+        builders.horovod_like(KB, -1, 0.1)
+
+
+def test_one_parameter_server_is_the_rank_with_the_widest_link():
+    cluster = Cluster("c", (Host("slow", 2, 1e8, 0, 1e9, 0), Host("fast", 2, 1e9, 0, 1e9, 0)))
+    owners = {message.owner for message in plan(builders.parameter_server(KB, cluster), KB, 4).messages}
+    assert owners == {2}
+
+
+def test_balanced_servers_get_the_largest_first_and_bytes_in_proportion_to_bandwidth():
+    sizes = [10, 80, 30, 50, 20, 60]
+    model = Workload("m", tuple(Variable(f"v{i}", (n,)) for i, n in enumerate(sizes)))
+    loads = dict.fromkeys(range(2), 0)
+    for message in plan(builders.ps_load_balanced(model, Cluster.local(2)), model, 2).messages:
+        loads[message.owner] += message.elements
+    assert loads == {0: 130, 1: 120}  # 80 | 60, 50 | 30 -> 110, 110; then 20 | 10
+    uneven = Cluster("c", (Host("a", 1, 1e9, 0, 1e9, 0), Host("b", 1, 4e9, 0, 1e9, 0)))
+    slow = sum(m.elements for m in plan(builders.ps_load_balanced(model, uneven), model, 2).messages if m.owner == 0)
+    assert slow == 50
+
+
+def test_partitioned_servers_cut_large_variables_evenly_into_a_shard_per_server():
+    model = Workload("m", (Variable("bias", (10,)), Variable("table", (30, 1000)), Variable("few", (3, 20_000))))
+    strategy = builders.partitioned_ps(model, FOUR)
+    assert strategy.by_name["table"].partition == Partition(0, (8, 8, 7, 7))
+    assert strategy.by_name["few"].partition == Partition(0, (1, 1, 1))
+    assert strategy.by_name["bias"].partition is None
+    table = Workload("m", model.variables[1:2])
+    assert sorted(shard.placement for shard in builders.partitioned_ps(table, FOUR).variables[0].shards) == [0, 1, 2, 3]
+
+
+def test_seeds_are_filtered_by_the_space():
+    model = Workload("m", tuple(Variable(f"v{i}", (300, 500)) for i in range(40)))
+    names = [name for name, _ in builders.seed_strategies(model, FOUR, SearchSpace.default())]
+    assert names[0] == "ddp_25mib"
+    assert {"partitioned_ps", "reduce_scatter_all_gather_25mib", "per_variable", "single_bucket"} <= set(names)
+    all_reduce_only = builders.seed_strategies(model, FOUR, SearchSpace((Synchronizer.ALL_REDUCE,)))
+    assert {shard.synchronizer for _, s in all_reduce_only for c in s.variables for shard in c.shards} == {Synchronizer.ALL_REDUCE}
+
+
+def test_the_default_space_is_what_the_runtime_enacts():
+    lossless, lossy = SearchSpace.default(), SearchSpace.default(lossy=True)
+    assert lossless.compressors == (Compressor.NONE,)
+    assert lossy.compressors == (Compressor.NONE, Compressor.FP16, Compressor.BF16)
+    assert set(lossy.synchronizers) == set(Synchronizer) - {Synchronizer.REDUCE_BROADCAST}
+    assert (lossy.hierarchical, lossy.cross_step, lossy.allow_uneven) == (False, False, True)
+    assert (lossy.min_partition_bytes, lossy.max_shards, lossy.max_groups) == (100_000, 40, 20)
+
+
+@pytest.mark.parametrize(
+    ("choice", "cross_step", "reason"),
+    [
+        (VariableStrategy("w", (Shard(Synchronizer.REDUCE_BROADCAST, placement=0),)), False, "but the strategy uses reduce_broadcast"),
+        (VariableStrategy("w", (Shard(Synchronizer.ALL_REDUCE, Compressor.FP16),)), False, "but the strategy uses fp16"),
+        (VariableStrategy("w", (Shard(Synchronizer.ALL_REDUCE, hierarchical=True),)), False, "no hierarchical reduction"),
+        (VariableStrategy("w", (Shard(Synchronizer.ALL_REDUCE),)), True, "no synchronization across steps"),
+        (
+            VariableStrategy("w", (Shard(Synchronizer.ALL_REDUCE),) * 3, Partition(0, (2, 2, 2))),
+            False,
+            "at most 2 shards, but the strategy 3",
+        ),
+        (VariableStrategy("w", (Shard(Synchronizer.ALL_REDUCE),) * 2, Partition(0, (5, 1))), False, "even partitions only"),
+        (
+            VariableStrategy("w", (Shard(Synchronizer.ALL_REDUCE),) * 2, Partition(1, (1, 1))),
+            False,
+            r"axes \(0,\), but the strategy along 1",
+        ),
+    ],
+)
+def test_the_space_says_why_a_strategy_is_outside(choice, cross_step, reason):
+    space = SearchSpace((Synchronizer.ALL_REDUCE,), min_partition_bytes=0, max_shards=2, allow_uneven=False)
+    workload = Workload("m", (Variable("w", (6, 2), sparse=True),))
+    strategy = Strategy((choice,), cross_step=cross_step)
+    problem = space.violation(strategy, workload, FOUR)
+    with pytest.raises(AssertionError, match=reason):
+        raise AssertionError(problem)
+    assert not space.contains(strategy, workload, FOUR)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"synchronizers": ()}, "at least one synchronizer"),
+        ({"compressors": (Compressor.FP16,)}, "must contain 'none'"),
+        ({"synchronizers": (Synchronizer.ALL_REDUCE,) * 2}, "must differ from each other, but are all_reduce, all_reduce"),
+        ({"max_shards": 0}, "max_shards of a search space must be at least 1, but is 0"),
+        ({"max_groups": 0}, "max_groups of a search space must be at least 1, but is 0"),
+        ({"min_partition_bytes": -1}, "at least 0, but is -1"),
+    ],
+)
+def test_a_bad_space_is_refused_with_rule_and_value(fields, message):
+    with pytest.raises(InvalidInput, match=message):
+        SearchSpace(**{"synchronizers": (Synchronizer.ALL_REDUCE,), **fields})

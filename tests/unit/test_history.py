@@ -1,0 +1,75 @@
+"""What is read off the events of a job."""
+
+from __future__ import annotations
+
+import pytest
+from synthetic_job import SyntheticWorld, drive, job_spec, measured, strategy
+
+from autotune.events import TrialFinished
+from autotune.history import History
+from autotune.records import CURRENT_SETUP, Failed, FailureKind, Role, TrialRequest
+
+
+def history_of(*trials: tuple[str, float | None], deviation: float = 0.15) -> History:
+    """Trials as (r: reference, A: strategy 0, B: strategy 1, ...; median in seconds, None for a failure)."""
+    events = []
+    for number, (letter, seconds) in enumerate(trials):
+        role = Role.REFERENCE if letter == "r" else Role.CANDIDATE
+        strategy_id = CURRENT_SETUP if letter == "r" else strategy(ord(letter) - ord("A")).id
+        outcome = Failed(FailureKind.HANG, "no step within 60 s") if seconds is None else measured(seconds, 3)
+        events.append(TrialFinished(TrialRequest(number, strategy_id, role, 2, 3), outcome, None, float(number)))
+    return History(tuple(events), deviation)
+
+
+def test_an_empty_history_knows_nothing():
+    empty = History((), 0.15)
+    assert empty.profiled is None and empty.reference_s is None and empty.elapsed_s == 0.0
+    assert not empty.disturbed and not empty.ranking() and not empty.proposals
+
+
+def test_candidates_between_two_agreeing_references_are_undisturbed():
+    assert not history_of(("r", 1.0), ("A", 0.5), ("B", 3.0), ("r", 1.1)).disturbed
+
+
+@pytest.mark.parametrize("second", [1.2, 0.8])
+def test_a_deviating_reference_marks_the_candidates_since_the_one_before_it(second):
+    assert history_of(("r", 1.0), ("A", 1.0), ("r", 1.0), ("B", 1.0), ("C", 1.0), ("r", second)).disturbed == {3, 4}
+
+
+def test_a_failed_reference_neither_marks_nor_vouches_for_anything():
+    assert not history_of(("r", 1.0), ("A", 1.0), ("r", None)).disturbed
+    assert history_of(("r", 1.0), ("A", 1.0), ("r", None), ("B", 1.0), ("r", 2.0)).disturbed == {1, 3}
+
+
+def test_repeats_after_a_single_disturbance_early_in_the_job_count():
+    # With the mean of both references as the expectation, the third one would deviate as well.
+    assert history_of(("r", 1.0), ("A", 1.5), ("r", 1.5), ("A", 1.0), ("r", 1.0)).disturbed == {1}
+
+
+def test_a_lasting_change_is_accepted_within_three_references():
+    change = [("r", 1.0)] * 5 + [("A", 2.0), ("r", 2.0), ("B", 2.0), ("r", 2.0), ("C", 2.0), ("r", 2.0), ("D", 2.0), ("r", 2.0)]
+    assert history_of(*change).disturbed == {5, 7, 9}
+
+
+def test_undisturbed_measurements_replace_disturbed_ones_and_are_combined_by_their_median():
+    history = history_of(("r", 1.0), ("A", 1.5), ("B", 1.8), ("r", 1.5), ("A", 1.0), ("A", 1.2), ("r", 1.0))
+    assert history.measured_s[strategy(0).id] == pytest.approx(1.1)
+    assert history.measured_s[strategy(1).id] == pytest.approx(1.8)  # only ever disturbed: better than nothing
+
+
+def test_the_ranking_is_fastest_first_and_leaves_out_what_ever_failed():
+    history = history_of(("r", 1.0), ("A", 0.9), ("B", 0.7), ("C", 0.5), ("C", None), ("D", 0.8))
+    assert [strategy_id for strategy_id, _ in history.ranking()] == [strategy(number).id for number in (1, 3, 0)]
+    assert list(history.failed) == [strategy(2).id]
+
+
+def test_the_closing_comparison_does_not_change_the_measured_times():
+    history, _ = drive(job_spec(), SyntheticWorld({5: 0.05}, noise=0.05))
+    search = History(tuple(event for event in history.events if event not in history.ab_trials), history.deviation)
+    assert history.ab_trials and search.measured_s == history.measured_s
+
+
+def test_then_leaves_the_older_history_alone():
+    first = history_of(("r", 1.0))
+    second = first.then(history_of(("r", 1.0), ("A", 1.0)).events[1])
+    assert len(first.events) == 1 and len(second.events) == 2 and second.candidates

@@ -1,0 +1,129 @@
+"""From strategies to plans: what becomes one message, in which order, and what is refused."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from autotune.errors import InvalidInput, InvalidStrategy
+from autotune.strategy_space.plan import Message, Plan, Primitive, TensorSlice, plan
+from autotune.strategy_space.strategy import Compressor, Partition, Shard, Strategy, Synchronizer, VariableStrategy
+from autotune.workload import Variable, Workload
+
+MODEL = Workload("m", (Variable("c", (4, 3)), Variable("b", (6,)), Variable("a", (2,), "float16"), Variable("t", (5, 2), sparse=True)))
+REDUCE = Synchronizer.ALL_REDUCE
+
+
+def strategy(**shards):
+    """One whole-variable shard each, `Shard(ALL_REDUCE)` where nothing is said."""
+    return Strategy(tuple(VariableStrategy(v.name, (shards.get(v.name, Shard(REDUCE)),)) for v in MODEL.variables))
+
+
+def names(made):
+    return [[part.variable for part in message.slices] for message in made.messages]
+
+
+def test_messages_are_issued_in_gradient_ready_order_by_default():
+    assert names(plan(strategy(), MODEL, 2)) == [["c"], ["b"], ["a"], ["t"]]
+
+
+def test_a_group_is_one_message_that_waits_for_its_last_gradient():
+    group = Shard(REDUCE, group=7)
+    assert names(plan(strategy(c=group, t=group), MODEL, 2)) == [["b"], ["a"], ["c", "t"]]
+
+
+def test_a_lower_priority_is_issued_first_and_a_group_has_the_lowest_of_its_shards():
+    assert names(plan(strategy(t=Shard(REDUCE, priority=-1)), MODEL, 2)) == [["t"], ["c"], ["b"], ["a"]]
+    made = plan(strategy(c=Shard(REDUCE, group=0, priority=5), b=Shard(REDUCE, group=0, priority=-5)), MODEL, 2)
+    assert names(made) == [["c", "b"], ["a"], ["t"]]
+
+
+def test_a_group_splits_by_dtype_synchronizer_compressor_and_placement():
+    def ps(rank):
+        return Shard(Synchronizer.PARAMETER_SERVER, group=0, placement=rank)
+
+    assert len(plan(strategy(**dict.fromkeys("cbat", Shard(REDUCE, group=0))), MODEL, 2).messages) == 2  # float16 apart
+    assert len(plan(strategy(c=ps(0), b=ps(1), t=ps(0)), MODEL, 2).messages) == 3
+    assert len(plan(strategy(c=Shard(REDUCE, group=0), b=Shard(REDUCE, Compressor.FP16, group=0)), MODEL, 2).messages) == 4
+
+
+def test_a_partition_becomes_slices_along_its_axis():
+    shards = tuple(Shard(Synchronizer.PARAMETER_SERVER, placement=rank) for rank in (1, 0))
+    cut = VariableStrategy("c", shards, Partition(1, (2, 1)))
+    made = plan(Strategy((cut, *(v for v in strategy().variables if v.variable != "c"))), MODEL, 2)
+    assert [(m.owner, m.slices) for m in made.messages[:2]] == [(1, (TensorSlice("c", 8, 1, 0, 2),)), (0, (TensorSlice("c", 4, 1, 2, 3),))]
+
+
+def test_bytes_on_the_wire_follow_the_compressor():
+    def message(compressor, **fields):
+        return Message((TensorSlice("w", 100),), Primitive.ALL_REDUCE, compressor, "float32", **fields)
+
+    assert message(Compressor.NONE).wire_bytes == message(Compressor.NONE).grad_bytes == 400
+    assert message(Compressor.FP16).wire_bytes == 200
+    assert message(Compressor.INT8).wire_bytes == 100
+    assert message(Compressor.TOP_K, ratio=0.015).wire_bytes == 2 * 8  # two values of 4 bytes with 4-byte indices
+    assert message(Compressor.POWER_SGD, rank=2).wire_bytes == (10 + 10) * 2 * 4
+
+
+def with_choice(choice):
+    return Strategy((choice, *(v for v in strategy().variables if v.variable != choice.variable)))
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (Strategy(strategy().variables[1:]), "exactly the 4 variables of model 'm', but it lacks a"),
+        (Strategy((*strategy().variables, VariableStrategy("z", (Shard(REDUCE),)))), "has the unknown z"),
+        (strategy(c=Shard(Synchronizer.PARAMETER_SERVER, placement=2)), "'c' must be a rank below the world size 2, but is 2"),
+        (Strategy(strategy().variables, ring_order=(1, 0, 2)), "ring_order must name all 2 ranks, but names 3"),
+        (with_choice(VariableStrategy("b", (Shard(REDUCE),) * 2, Partition(1, (1, 1)))), r"axis 1 needs .* 'b' has shape \(6,\)"),
+        (with_choice(VariableStrategy("b", (Shard(REDUCE),) * 2, Partition(0, (3, 4)))), r"sum to 6, but those of 'b' .* sum to 7"),
+        (
+            with_choice(VariableStrategy("t", (Shard(REDUCE),) * 2, Partition(1, (1, 1)))),
+            "sparse variable 't' can be cut along axis 0 only",
+        ),
+    ],
+)
+def test_what_does_not_fit_the_model_or_the_world_is_refused(bad, message):
+    with pytest.raises(InvalidStrategy, match=message):
+        plan(bad, MODEL, 2)
+
+
+def test_the_plan_is_hashed_with_all_that_ranks_must_agree_on():
+    made = plan(strategy(), MODEL, 2)
+    others = [plan(strategy(), MODEL, 3), plan(strategy(b=Shard(REDUCE, Compressor.BF16)), MODEL, 2)]
+    others.append(plan(Strategy(strategy().variables, cross_step=True), MODEL, 2))
+    assert len({made.id, *(other.id for other in others)}) == 4
+
+
+def test_json_round_trip_and_bad_plans():
+    made = plan(Strategy(strategy().variables, True, (1, 0)), MODEL, 2)
+    assert Plan.from_json(made.to_json()) == made
+    data = json.loads(made.to_json())
+    with pytest.raises(InvalidInput, match=r"this version reads plan schema 1, but the file has 2; update autotune"):
+        Plan.from_json(json.dumps({**data, "schema": 2, "novelty": 0}))
+    with pytest.raises(InvalidInput, match="unknown field 'world_sizes'; did you mean 'world_size'"):
+        Plan.from_json(json.dumps({**data, "world_sizes": 2}))
+
+
+def test_a_workload_names_the_rule_that_its_data_breaks():
+    data = MODEL.to_data()
+    assert Workload.from_data(json.loads(json.dumps(data))) == MODEL
+    for change, message in [
+        ({"schema": 9, "novelty": 1}, "reads workload schema 1, but the file has 9"),
+        ({"variables": []}, "at least one variable"),
+        ({"variables": data["variables"] * 2}, "must be unique, but a, b, c occur more than once"),
+        ({"source": "guessed"}, "'measured' or 'assumed', but is 'guessed'"),
+        ({"edges": [[2, 1]]}, r"pairs i < j < 4, but one is \(2, 1\)"),
+        ({"variables": [{"name": "w", "shape": [2], "dtype": "int8"}]}, "dtype of 'w' must be one of float64, .* but is 'int8'"),
+        ({"variables": [{"name": "w", "shape": [-2]}]}, r"no negative extent, but is \(-2,\)"),
+    ]:
+        with pytest.raises(InvalidInput, match=message):
+            Workload.from_data({**data, **change})
+
+
+def test_a_workload_is_identified_by_its_tensors_and_not_by_order_or_times():
+    reordered = Workload("other name", MODEL.variables[::-1], backward_s=1.0, source="measured")
+    assert reordered.id == MODEL.id
+    assert Workload("m", MODEL.variables[1:]).id != MODEL.id
