@@ -94,21 +94,26 @@ class Export:
         """The whole file or none of it, on disk when this returns; an older file at `path` is replaced."""
         data = to_data(self)
         text = json.dumps({**data, "content": _content_hash(data)}, indent=1, allow_nan=False, ensure_ascii=False)
+        write_whole(path, text + "\n", "the export")
+
+
+def write_whole(path: Path, text: str, what: str) -> None:
+    """Write a file in one piece: `path` holds the old or the new text, never a part. Raises `InvalidInput`."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-            try:
-                with os.fdopen(handle, "w", encoding="utf-8") as file:
-                    file.write(text + "\n")
-                    file.flush()
-                    os.fsync(file.fileno())
-                Path(temporary).chmod(0o644)
-                Path(temporary).replace(path)
-            except BaseException:
-                Path(temporary).unlink(missing_ok=True)
-                raise
-        except OSError as error:
-            raise InvalidInput(f"cannot write the export to {path} ({error.strerror or error}); choose another path") from error
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            Path(temporary).chmod(0o644)
+            Path(temporary).replace(path)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise InvalidInput(f"cannot write {what} to {path} ({error.strerror or error}); choose another path") from error
 
 
 def build_export(job_id: str, spec: JobSpec, history: History, decision: Decision, created_at: datetime) -> Export:

@@ -40,8 +40,8 @@ class JobSpec:
     A trial is `warmup_steps` untimed and `timed_steps` timed steps. After `reference_every` candidates the
     current setup runs again; where it deviates by more than `deviation` (relative), the trials since the last
     good reference are marked and repeated, at most `max_repeats` times each. `diversity` is alpha of Eq. 11.
-    The closing comparison runs up to `ab_pairs` blocks of each side (as the time allows, at least 3) and exports the tuned strategy only if the
-    confidence interval of the time ratio lies below 1.
+    The closing comparison runs up to `ab_pairs` blocks of each side (as the time allows, at least 3) and exports
+    the tuned strategy only if the confidence interval of the time ratio lies below 1.
     """
 
     __pydantic_config__ = {"extra": "forbid"}

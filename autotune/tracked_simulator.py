@@ -83,8 +83,9 @@ def _register(client: Any, registered_name: str, model: Any, run_id: str, job_id
             raise
     versions = client.search_model_versions(f"name = '{registered_name}' and run_id = '{run_id}'")
     if not versions:
-        source = f"models:/{model.model_id}"
-        client.create_model_version(registered_name, source, run_id, tags={"autotune.job": job_id}, model_id=model.model_id)
+        # The registry would look up "models:/ID" at the global tracking URI, which is not set; the location needs none.
+        tags = {"autotune.job": job_id}
+        client.create_model_version(registered_name, model.artifact_location, run_id, tags=tags, model_id=model.model_id)
 
 
 class _TrackedSimulator:

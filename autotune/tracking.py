@@ -50,6 +50,7 @@ def mlflow_environment(timeout_s: int = 5, retries: int = 1) -> dict[str, str]:
         "MLFLOW_DISABLE_TELEMETRY": "true",
         "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
         "MLFLOW_LOGGING_LEVEL": "ERROR",
+        "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
     }
 
 

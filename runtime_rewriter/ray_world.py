@@ -5,22 +5,17 @@ from __future__ import annotations
 import os
 import secrets
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from autotune.errors import AutotuneError, LaunchError
 from runtime_rewriter.command import ScriptCommand
-from runtime_rewriter.worker import ProcessSupervisor, Worker, free_port
-from runtime_rewriter.world import POLL_S, Launch, World
+from runtime_rewriter.worker import ProcessSupervisor, WorkerLost, free_port
+from runtime_rewriter.world import Launch, World
 
 CALL_TIMEOUT_S = 60.0
 PLACEMENT_TIMEOUT_S = 60.0
 LOOPBACK = "127.0.0.1"
-
-
-class _WorkerLost(AutotuneError):
-    """A Ray actor died or does not answer."""
 
 
 class _Actor(ProcessSupervisor):
@@ -52,10 +47,10 @@ class _RemoteWorker:
         try:
             return ray.get(getattr(self.actor, method).remote(*arguments), timeout=CALL_TIMEOUT_S)
         except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
-            raise _WorkerLost(str(error).strip().splitlines()[0]) from error
+            raise WorkerLost(str(error).strip().splitlines()[0]) from error
         except ray.exceptions.RayTaskError as error:
             cause = error.as_instanceof_cause()  # type: ignore[no-untyped-call]
-            raise (cause if isinstance(cause, AutotuneError) else _WorkerLost(str(cause))) from error
+            raise (cause if isinstance(cause, AutotuneError) else WorkerLost(str(cause))) from error
 
     def start(self, words: list[str], environment: dict[str, str], directory: str, log_path: str) -> None:
         self.call("start", words, environment, directory, log_path)
@@ -69,18 +64,6 @@ class _RemoteWorker:
 
     def stop(self) -> None:
         self.call("stop")
-
-
-def _poll_all(workers: Sequence[Worker], timeout_s: float) -> list[list[dict[str, Any]]]:
-    """Poll every actor at once, so that a thousand ranks take as long as one."""
-    import ray
-
-    actors = [worker.actor for worker in workers if isinstance(worker, _RemoteWorker)]
-    try:
-        polled: list[list[dict[str, Any]]] = ray.get([actor.poll.remote(timeout_s) for actor in actors], timeout=CALL_TIMEOUT_S + POLL_S)
-    except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError) as error:
-        raise _WorkerLost(str(error).strip().splitlines()[0]) from error
-    return polled
 
 
 class RayCluster:
@@ -114,8 +97,8 @@ class RayCluster:
             where = "a local Ray cluster could not be started" if self.local else f"the Ray cluster at {address!r} cannot be reached"
             raise LaunchError(f"{where}: {str(error).strip().splitlines()[0]}; check `ray status` and the address") from error
 
-    def place(self, workers: int) -> list[_RemoteWorker]:
-        """One actor per rank, sorted host by host; raises `LaunchError` if the cluster has no room."""
+    def reserve(self, workers: int) -> tuple[Any, list[_RemoteWorker]]:
+        """A placement group and one actor per rank in it; raises `LaunchError` if the cluster has no room."""
         import ray
         from ray.util.placement_group import placement_group, remove_placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -125,28 +108,58 @@ class RayCluster:
         group = placement_group([per_rank] * workers, strategy="PACK")
         if not group.wait(PLACEMENT_TIMEOUT_S):
             remove_placement_group(group)
-            raise LaunchError(
-                f"the Ray cluster has no room for {workers} workers of {per_rank} each; it has {total.get('CPU', 0):.0f} CPUs"
-            )
+            cpus = f"{total.get('CPU', 0):.0f} CPUs"
+            raise LaunchError(f"the Ray cluster has no room for {workers} workers of {per_rank} each; it has {cpus}, perhaps in use")
         actor_class = ray.remote(_Actor)
-        placed = [
-            _RemoteWorker(
-                actor_class.options(
-                    num_cpus=1,
-                    num_gpus=per_rank.get("GPU", 0),
-                    scheduling_strategy=PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=index),
-                ).remote()
-            )
-            for index in range(workers)
-        ]
-        places = [worker.call("place") for worker in placed]
-        order = sorted(range(workers), key=lambda index: (places[index]["node"] != places[0]["node"], places[index]["node"], index))
-        return [placed[index] for index in order]
+        pinned = [PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=index) for index in range(workers)]
+        options = {"num_cpus": 1, "num_gpus": per_rank.get("GPU", 0)}
+        return group, [_RemoteWorker(actor_class.options(scheduling_strategy=place, **options).remote()) for place in pinned]
 
     def close(self) -> None:
         import ray
 
         ray.shutdown()
+
+
+class _RayPlacement:
+    """Implements `Placement`: actors sorted host by host, pinned to their bundles."""
+
+    def __init__(
+        self, cluster: RayCluster, command: ScriptCommand, workers: int, log_directory: Path, master_ports: tuple[int, int]
+    ) -> None:
+        self._cluster, self._command, self._ports = cluster, command, master_ports
+        self._group, actors = cluster.reserve(workers)
+        found = [actor.call("place") for actor in actors]
+        order = sorted(range(workers), key=lambda index: (found[index]["node"] != found[0]["node"], found[index]["node"], index))
+        self.workers = [actors[index] for index in order]
+        self._places = [found[index] for index in order]
+        # On a remote host the user's directory may not exist.
+        self._logs = log_directory if cluster.local else Path(tempfile.gettempdir()) / f"autotune-logs-{log_directory.parent.name}"
+
+    def launch(self) -> Launch:
+        """A fresh master port for every start: the last one may linger."""
+        host = LOOPBACK if self._cluster.local else self._places[0]["address"]
+        port = self.workers[0].call("reserve_port", *self._ports, host)
+        directory = str(Path.cwd()) if self._cluster.local else self.workers[0].call("working_directory")
+        return Launch(self._command, _environments(self._places, host, port, self._cluster.local), directory, str(self._logs))
+
+    def poll(self, timeout_s: float) -> list[list[dict[str, Any]]]:
+        """All actors at once, so that a thousand ranks take as long as one."""
+        import ray
+
+        try:
+            polled: list[list[dict[str, Any]]] = ray.get(
+                [worker.actor.poll.remote(timeout_s) for worker in self.workers], timeout=CALL_TIMEOUT_S + timeout_s
+            )
+        except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError) as error:
+            raise WorkerLost(str(error).strip().splitlines()[0]) from error
+        return polled
+
+    def release(self) -> None:
+        """Ends the actors (and with them their processes) and frees their room."""
+        from ray.util.placement_group import remove_placement_group
+
+        remove_placement_group(self._group)
 
 
 def ray_world(
@@ -159,21 +172,7 @@ def ray_world(
     master_ports: tuple[int, int] = (0, 0),
 ) -> World:
     """The world of `command` on `workers` ranks of this Ray cluster."""
-
-    def place() -> tuple[Sequence[Worker], Any]:
-        placed = cluster.place(workers)
-        places = [worker.call("place") for worker in placed]
-
-        def launch() -> Launch:
-            host = LOOPBACK if cluster.local else places[0]["address"]
-            port = placed[0].call("reserve_port", *master_ports, host)
-            directory = str(Path.cwd()) if cluster.local else placed[0].call("working_directory")
-            logs = log_directory if cluster.local else Path(tempfile.gettempdir()) / f"autotune-logs-{log_directory.name}"
-            return Launch(command, _environments(places, host, port, cluster.local), directory, str(logs))
-
-        return placed, launch
-
-    return World(place, _poll_all, step_timeout_s, start_timeout_s)
+    return World(lambda: _RayPlacement(cluster, command, workers, log_directory, master_ports), step_timeout_s, start_timeout_s)
 
 
 def _environments(places: list[dict[str, Any]], host: str, port: int, local: bool) -> tuple[dict[str, str], ...]:

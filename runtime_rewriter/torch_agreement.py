@@ -23,9 +23,6 @@ def trainable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     found = {name: p for name, p in module.named_parameters() if p.requires_grad and name not in ignored}
     if not found:
         raise InvalidInput("synchronization needs a module with at least one parameter that requires a gradient, but it has none")
-    if len({p.device for p in found.values()}) != 1:
-        devices = sorted({str(p.device) for p in found.values()})
-        raise InvalidInput(f"all parameters of one replica must be on one device, but they are on {', '.join(devices)}")
     return found
 
 
@@ -49,6 +46,9 @@ def check_fit(plan: Plan, module: nn.Module, world_size: int) -> None:
     if plan.world_size != world_size:
         raise ModelMismatch(f"plan {plan.id} is made for {plan.world_size} ranks, but {world_size} take part; tune for this world size")
     parameters = trainable_parameters(module)
+    devices = sorted({str(parameter.device) for parameter in parameters.values()})
+    if len(devices) > 1:
+        raise InvalidStrategy(f"a replica must be on one device for plans, but the model's parameters are on {', '.join(devices)}")
     slices: dict[str, list[TensorSlice]] = defaultdict(list)
     for message in plan.messages:
         for part in message.slices:

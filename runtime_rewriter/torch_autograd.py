@@ -15,6 +15,28 @@ from torch.nn.parallel.distributed import _find_tensors
 NEAREST = 8
 """Variables kept per node while edges are contracted: residual streams would otherwise connect all layers with all."""
 
+_VIEWS = frozenset(
+    f"{name}Backward0"
+    for name in (
+        "Alias",
+        "AsStrided",
+        "Expand",
+        "Permute",
+        "ReshapeAlias",
+        "Select",
+        "Slice",
+        "Split",
+        "Squeeze",
+        "T",
+        "ToCopy",
+        "Transpose",
+        "UnsafeSplit",
+        "Unsqueeze",
+        "View",
+    )
+)
+"""Nodes that only look at a variable differently: the transpose before a matrix product, the cast of autocast."""
+
 
 def tensors_with_graph(output: object) -> list[Tensor]:
     """Tensors in a module's output (nested containers and dataclasses too) that backward can start from."""
@@ -78,12 +100,12 @@ def variable_edges(tensors: Iterable[Tensor], index_of: Callable[[Tensor], int |
     """Unordered pairs (i < j) of variables whose operations are neighbours in the data-flow graph.
 
     An operation's own variables hang on it directly or through a chain of views and casts of the variable
-    alone.  Operations without variables are contracted: two variables are neighbours when a path joins
+    alone (`_VIEWS`).  Operations without variables are contracted: two variables are neighbours when a path joins
     their operations and meets no third variable's.  Of a node's visible variables the `NEAREST` by hops count.
     """
     edges: set[tuple[int, int]] = set()
     near: dict[Node, dict[int, int]] = {}  # node -> visible variable -> hops
-    chain: dict[Node, int] = {}  # node that leads to one variable and nothing else -> that variable
+    chain: dict[Node, int] = {}  # leaf, or view of one -> its variable
 
     def connect(a: int, b: int) -> None:
         if a != b:
@@ -92,11 +114,10 @@ def variable_edges(tensors: Iterable[Tensor], index_of: Callable[[Tensor], int |
     for node in _post_order(tensors, most_nodes):
         leaf = _leaf_index(node, index_of)
         children = _children(node)
-        if leaf is None and len(children) == 1:
+        if leaf is None and len(children) == 1 and node.name() in _VIEWS:
             leaf = chain.get(children[0])
         if leaf is not None:
             chain[node] = leaf
-            near[node] = {leaf: 0}
             continue
         own = sorted({chain[child] for child in children if child in chain})
         visible: dict[int, int] = {}

@@ -5,7 +5,7 @@ arguments, so that "the current setup" is measured as it is.  With a plan, the f
 DDP's does around the module (buffers, moving inputs) and the synchronizer takes the reducer's place.
 """
 
-# mypy: allow-untyped-calls
+# mypy: allow-untyped-calls, allow-untyped-decorators
 
 from __future__ import annotations
 
@@ -79,6 +79,7 @@ class PlannedDataParallel(DistributedDataParallel):
         )
         return next((reason for holds, reason in conditions if holds), None)
 
+    @torch.compiler.disable(recursive=False)  # torch.compile(model) compiles what is called from here
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         synchronizer = self._synchronizer
         if synchronizer is None:
@@ -86,8 +87,9 @@ class PlannedDataParallel(DistributedDataParallel):
         if not torch.is_grad_enabled():
             synchronizer.mark_unclean()
             return super().forward(*inputs, **kwargs)
-        synchronizer.before_forward(self.require_backward_grad_sync)
         joining = self._join_config.enable  # torch never takes it back: a script that joins does so every epoch
+        answered = not (joining and synchronizer.plan is not None)  # finished ranks answer DDP's own messages only
+        synchronizer.before_forward(self.require_backward_grad_sync and answered)
         if joining:
             synchronizer.mark_unclean()
         native = synchronizer.plan is None or joining

@@ -16,14 +16,18 @@ import time
 from pathlib import Path
 from typing import Any, Protocol
 
-from autotune.errors import LaunchError
+from autotune.errors import AutotuneError, LaunchError
 from runtime_rewriter.control import ControlClosed, ControlLine
 
 LOG_TAIL_BYTES = 8192
 
 
+class WorkerLost(AutotuneError):
+    """The supervisor itself died or does not answer."""
+
+
 class Worker(Protocol):
-    """One rank's supervisor, wherever it runs. Every call returns within its timeout plus a few seconds."""
+    """One rank's supervisor, wherever it runs. Every call ends within its timeout and a few seconds, or raises `WorkerLost`."""
 
     def start(self, words: list[str], environment: dict[str, str], directory: str, log_path: str) -> None: ...
     def instruct(self, message: dict[str, Any]) -> None: ...

@@ -6,25 +6,28 @@ A `World` is what the driver needs to measure: `profile`, `run_trial`, `close`. 
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from autotune.cluster import CollectiveFit
-from autotune.errors import AutotuneError, LaunchError
+from autotune.errors import LaunchError
 from autotune.parsing import parse
 from autotune.records import Failed, FailureKind, Measured, TrialRequest
 from autotune.strategy_space.plan import Plan
 from autotune.workload import Workload
 from runtime_rewriter.command import ScriptCommand
 from runtime_rewriter.failures import failure_of_exit, root_cause
-from runtime_rewriter.worker import Worker
+from runtime_rewriter.worker import Worker, WorkerLost
 
 POLL_S = 2.0
 STARTS = 3
 """Attempts to bring the script to its first step before the job is given up."""
+FAREWELL_S = 3.0
+"""How long the ranks may take to end politely."""
 STRAGGLER_S = 5.0
 """How long the other ranks may take to tell their side after the first one failed."""
 PROFILE_STEPS = 6
@@ -50,25 +53,28 @@ class Launch:
     log_directory: str
 
 
+class Placement(Protocol):
+    """Workers on their machines, by rank. `poll` asks all at once; `release` gives the places back."""
+
+    @property
+    def workers(self) -> Sequence[Worker]: ...
+    def launch(self) -> Launch: ...
+    def poll(self, timeout_s: float) -> list[list[dict[str, Any]]]: ...
+    def release(self) -> None: ...
+
+
 class _ScriptEnded(Exception):
     def __init__(self, steps: int) -> None:
         self.steps = steps
 
 
 class World:
-    """`place()` yields the workers and how to start them; it is called again when a worker itself was lost."""
+    """`place()` finds room for the workers; it is called again when a worker itself was lost."""
 
-    def __init__(
-        self,
-        place: Callable[[], tuple[Sequence[Worker], Callable[[], Launch]]],
-        poll_all: Callable[[Sequence[Worker], float], list[list[dict[str, Any]]]],
-        step_timeout_s: float,
-        start_timeout_s: float,
-    ) -> None:
-        self._place, self._poll_all = place, poll_all
+    def __init__(self, place: Callable[[], Placement], step_timeout_s: float, start_timeout_s: float) -> None:
+        self._place = place
         self._step_timeout_s, self._start_timeout_s = step_timeout_s, start_timeout_s
-        self._workers: Sequence[Worker] = ()
-        self._launch: Callable[[], Launch] | None = None
+        self._placement: Placement | None = None
         self._running = False
         self._fresh = False
         self._model_id = ""
@@ -108,23 +114,24 @@ class World:
     def close(self) -> None:
         """End the training: politely at a step boundary, else by force."""
         if self._running:
-            try:
-                for worker in self._workers:
-                    worker.instruct({"do": "finish"})
-                self._collect("exited", 3.0, strict=False)
-            except (AutotuneError, _ScriptEnded):
-                pass
+            with contextlib.suppress(WorkerLost):  # a lost worker has ended already
+                self._send({"do": "finish"})
+                self._collect("exited", FAREWELL_S, strict=False)
         self._stop()
+        self._give_up_places()
 
     def _instruct(self, message: dict[str, Any], answer: str, silence_s: float) -> list[dict[str, Any]] | Failed:
         """Send to all ranks and wait for all answers; a script that comes to its end is started again."""
         while True:
             self._ensure_running()
             started_fresh = self._fresh
-            for worker in self._workers:
-                worker.instruct(message)
             try:
+                self._send(message)
                 outcome = self._collect(answer, silence_s)
+            except WorkerLost as error:
+                self._running = False
+                self._give_up_places()
+                return Failed(FailureKind.CRASH, f"a worker was lost: {error}")
             except _ScriptEnded as ended:
                 self._stop()
                 if started_fresh:
@@ -145,17 +152,13 @@ class World:
             return
         problem = Failed(FailureKind.CRASH, "the workers could not be placed")
         for _ in range(STARTS):
-            if not self._workers:
-                self._workers, self._launch = self._place()
-            assert self._launch is not None
-            launch = self._launch()
-            self.restarts += 1
-            for rank, worker in enumerate(self._workers):
-                log_path = str(Path(launch.log_directory) / f"rank{rank}.log")
-                words = list(launch.command.as_python_words())
-                worker.start(words, launch.environments[rank], launch.directory, log_path)
             try:
+                self._start_ranks()
                 outcome = self._collect("ready", self._start_timeout_s)
+            except WorkerLost as error:
+                self._give_up_places()
+                problem = Failed(FailureKind.CRASH, f"a worker was lost: {error}")
+                continue
             except _ScriptEnded:
                 self._stop()
                 raise LaunchError(
@@ -168,8 +171,9 @@ class World:
                 return
             self._stop()
             problem = outcome
-            if problem.kind is FailureKind.HANG:
-                break  # waiting as long again would not help
+            lost_the_port = "address already in use" in problem.message.lower()
+            if problem.kind is FailureKind.HANG or not (self._model_id or lost_the_port):
+                break  # waiting as long again, or a script that never ran, would end the same way
         if problem.kind is FailureKind.HANG:
             raise LaunchError(
                 f"the script made no training step under DistributedDataParallel within {self._start_timeout_s:.0f} s; wrap the model "
@@ -177,32 +181,50 @@ class World:
             )
         raise LaunchError(f"the script died before its first step ({problem.kind}): {problem.message}")
 
+    def _start_ranks(self) -> None:
+        if self._placement is None:
+            self._placement = self._place()
+        launch = self._placement.launch()
+        words = list(launch.command.as_python_words())
+        for rank, worker in enumerate(self._placement.workers):
+            log_path = str(Path(launch.log_directory) / f"rank{rank}.log")
+            worker.start(words, launch.environments[rank], launch.directory, log_path)
+        self.restarts += 1
+
+    def _send(self, message: dict[str, Any]) -> None:
+        assert self._placement is not None
+        for worker in self._placement.workers:
+            worker.instruct(message)
+
     def _stop(self) -> None:
+        """Kill the script on all ranks; the workers stay, unless one of them is lost."""
         self._running = False
-        for worker in self._workers:
+        if self._placement is not None:
             try:
-                worker.stop()
-            except AutotuneError:
-                self._workers = ()  # the worker itself is lost: place all anew
-                return
+                for worker in self._placement.workers:
+                    worker.stop()
+            except WorkerLost:
+                self._give_up_places()
+
+    def _give_up_places(self) -> None:
+        if self._placement is not None:
+            self._placement.release()
+            self._placement = None
 
     def _collect(self, answer: str, silence_s: float, strict: bool = True) -> list[dict[str, Any]] | Failed:
         """One `answer` event of every rank, by rank; or the root cause of the first failure.
 
         A rank that says nothing (no heartbeat either) for `silence_s` is hung.
         """
-        count = len(self._workers)
+        assert self._placement is not None
+        count = len(self._placement.workers)
         answers: dict[int, dict[str, Any]] = {}
         failures: dict[int, Failed] = {}
         ended: dict[int, int] = {}
         heard_s = [time.monotonic()] * count
         first_failure_s = None
         while len(answers) + len(failures) + len(ended) < count:
-            try:
-                polled = self._poll_all(self._workers, min(POLL_S, silence_s))
-            except AutotuneError as error:
-                self._workers = ()
-                return Failed(FailureKind.CRASH, f"a worker was lost: {error}")
+            polled = self._placement.poll(min(POLL_S, silence_s))
             now_s = time.monotonic()
             for rank, events in enumerate(polled):
                 for event in events:

@@ -1,10 +1,12 @@
 """One round of proposals: sample, score, keep the diverse top K (AutoSync Fig. 1), or one of the baselines.
 
-A round depends on the job, its seed and the history alone, so a resumed job proposes what it would have proposed.
+What is sampled depends on the job, its seed and the history alone; which simulators had the time to be trained
+depends on the machine. A round is recorded as an event, so a resumed job never proposes it again.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -16,6 +18,7 @@ from autotune.features.extract import StrategyFeatures, extract
 from autotune.history import History
 from autotune.job import JobSpec, Search, Similarity
 from autotune.rng import generator
+from autotune.sampler.bayes import BayesianFusion
 from autotune.sampler.random import sample_many
 from autotune.sampler.selection import choice_agreement_rows, hidden_cosine, select_diverse
 from autotune.simulators.evaluation import ANALYTIC, RankingQuality, choose_ranker, evaluate, k_fold
@@ -33,6 +36,8 @@ PARENTS = 5
 """The fastest strategies so far, whose neighbours are proposed."""
 SURVIVORS = 0.3
 """Share of the scored strategies that pass the filter by predicted time, before diversity chooses among them."""
+TRAINING_SHARE = 0.2
+"""Of the tuning time so far, what cross-validation and training may have taken in all."""
 BAYES_ASKS = 20
 """How often a baseline that proposes a known plan again is told its known time."""
 
@@ -62,6 +67,9 @@ class Proposer:
         self._spec = spec
         self._make = {name: make for name, make in simulators.items() if name in spec.simulators}
         self._space = SearchSpace.default(lossy=spec.lossy)
+        self._bayes: BayesianFusion | None = None
+        self._training_s: dict[str, float] = {}
+        self._last_training_s: dict[str, float] = {}
         self.trained: dict[str, Simulator] = {}
 
     def propose(self, history: History, round_: int, count: int) -> Proposed:
@@ -122,16 +130,35 @@ class Proposer:
         if len(examples) < SMALLEST_TRAINING:
             reason = f"{len(examples)} measured strategies are too few to train on, so the analytic ranker ranks"
             return _Scores(ANALYTIC, reason, analytic_s, None, ())
-        splits = k_fold(examples, FOLDS, self._spec.seed)
-        quality = tuple(evaluate(examples, self._make, splits, self._spec.seed, history.noise))
-        self.trained = {name: make() for name, make in self._make.items()}
-        for simulator in self.trained.values():
-            simulator.fit(examples, self._spec.seed)
+        quality = self._train(examples, history)
         choice = choose_ranker(quality)
         if choice.ranker == ANALYTIC:
             return _Scores(ANALYTIC, choice.reason, analytic_s * self._scale(examples), None, quality)
         simulator = self.trained[choice.ranker]
         return _Scores(choice.ranker, choice.reason, simulator.predict_step_s(features), simulator.embed(features), quality)
+
+    def _train(self, examples: Sequence[Example], history: History) -> tuple[RankingQuality, ...]:
+        """Cross-validate and fit every simulator that the time allows; the quality of those, and of the analytic rankers.
+
+        Training holds up the trials, so it may take `TRAINING_SHARE` of the job's time: a simulator whose last training
+        was too long for what is left of that sits the round out.
+        """
+        splits = k_fold(examples, FOLDS, self._spec.seed)
+        quality = evaluate(examples, {}, splits, self._spec.seed, history.noise)
+        known = {figures.ranker for figures in quality}
+        self.trained = {}
+        for name, make in self._make.items():
+            left_s = TRAINING_SHARE * history.elapsed_s - sum(self._training_s.values())
+            if self._last_training_s.get(name, 0.0) > left_s:
+                continue
+            began_s = time.monotonic()
+            found = evaluate(examples, {name: make}, splits, self._spec.seed, history.noise)
+            quality += [figures for figures in found if figures.ranker not in known]
+            self.trained[name] = make()
+            self.trained[name].fit(examples, self._spec.seed)
+            self._last_training_s[name] = time.monotonic() - began_s
+            self._training_s[name] = self._training_s.get(name, 0.0) + self._last_training_s[name]
+        return tuple(quality)
 
     @staticmethod
     def _scale(examples: Sequence[Example]) -> float:
@@ -171,11 +198,10 @@ class Proposer:
 
     def _propose_bayes(self, history: History, round_: int) -> Proposed:
         """scikit-optimize on two scalars, told everything again; a plan that is known already is told its time at once."""
-        from autotune.sampler.bayes import BayesianFusion
-
         assert history.profiled is not None
         workload = history.profiled.workload
-        search = BayesianFusion(workload, self._spec.seed)
+        # Asking and telling in order rebuilds the state, so a resumed job goes on where it was.
+        search = self._bayes = self._bayes or BayesianFusion(workload, self._spec.seed)
         slowest_s = max(history.measured_s.values(), default=1.0)
         times = {trial.plan_id: history.measured_s.get(trial.request.strategy_id, slowest_s) for trial in history.candidates}
         for _ in range(len(times) + BAYES_ASKS):

@@ -18,13 +18,14 @@ from autotune.errors import InvalidStrategy
 from runtime_rewriter.torch_ddp import PlannedDataParallel, replaced_ddp
 from runtime_rewriter.torch_hooks import GradientSynchronizer
 
-CHANGED = {"forward", "__init__", "__getstate__", "_inside_ddp_forward", "__doc__", "__module__", "__abstractmethods__", "__annotations__"}
+CHANGED = {"forward", "__init__", "__getstate__", "_inside_ddp_forward"}
+OF_EVERY_CLASS = {"__doc__", "__module__", "__abstractmethods__", "__annotations__", "_abc_impl"}
 
 
 def test_every_name_of_ddp_is_inherited_unchanged_but_the_documented_few() -> None:
     for name in dir(DistributedDataParallel):
         same = inspect.getattr_static(PlannedDataParallel, name) is inspect.getattr_static(DistributedDataParallel, name)
-        assert same or name in CHANGED, name
+        assert same or name in CHANGED | OF_EVERY_CLASS, name
 
 
 def check_surface(rank: int) -> None:
@@ -40,6 +41,7 @@ def check_surface(rank: int) -> None:
     assert mine.require_backward_grad_sync
     with mine.no_sync():
         assert not mine.require_backward_grad_sync
+    mine.synchronizer.load(None)
     mine.register_comm_hook(None, count_hook)
     loss_of(mine, rank, 2).backward()
     assert COUNTED, "without a plan the user's own communication hook runs"

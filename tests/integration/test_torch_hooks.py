@@ -188,7 +188,7 @@ def check_late_rank(rank: int) -> str:
     synchronizer = attach(model, None, timeout_s=2.0, agreement_timeout_s=2.0)
     synchronizer.load(uniform(model, 2))
     if rank == 0:
-        with pytest.raises(SynchronizationError, match="message 0 .* of bias"):
+        with pytest.raises(SynchronizationError, match=r"message 0 .* of bias"):
             model(torch.ones(3)).sum().backward()
         with pytest.raises(SynchronizationError, match="started again"):
             model(torch.ones(3))
@@ -221,6 +221,7 @@ def check_unused(rank: int) -> None:
     torch.manual_seed(0)
     theirs, mine = pair(Branches(), find_unused_parameters=True)
     plans = [mixed(mine.module, 2), None, uniform(mine.module, 2, Synchronizer.REDUCE_SCATTER_ALL_GATHER)]
+    untouched: dict[nn.Module, list[list[bool]]] = {theirs: [], mine: []}
     for model in (theirs, mine):
         optimizer = torch.optim.AdamW(model.parameters(), 0.1)
         for step in range(12):
@@ -232,20 +233,34 @@ def check_unused(rank: int) -> None:
                 with model.no_sync():
                     model(x, (1,)).square().sum().backward()
             model(x, USES[step % len(USES)][rank]).square().sum().backward()
-            if isinstance(model, PlannedDataParallel):
-                untouched = [parameter.grad is None for parameter in model.parameters()]
-                assert untouched == expected[step]
-            elif step == 0:
-                expected = []
-            if model is theirs:
-                expected.append([parameter.grad is None for parameter in model.parameters()])
+            untouched[model].append([parameter.grad is None for parameter in model.parameters()])
             optimizer.step()
-    assert any(any(row) for row in expected)
+    assert untouched[mine] == untouched[theirs] and any(any(row) for row in untouched[mine])
     assert_close(list(mine.parameters()), list(theirs.parameters()))
 
 
 def test_unused_parameters_are_treated_as_ddp_treats_them() -> None:
     run_world(check_unused, 2)
+
+
+def check_static_unused(rank: int) -> None:
+    torch.manual_seed(0)
+    theirs, mine = pair(Branches(), static_graph=True)
+    plans = [mixed(mine.module, 2), uniform(mine.module, 2), None, None, mixed(mine.module, 2)]
+    for model in (theirs, mine):
+        optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+        for step in range(10):
+            if model is mine:
+                mine.synchronizer.load(plans[step % 5])
+            optimizer.zero_grad()
+            model(torch.full((2, 4), float(rank + step + 1)), (2, 0)).square().sum().backward()
+            optimizer.step()
+        assert all(parameter.grad is None for parameter in model.module.branches[1].parameters())
+    assert_close(list(mine.parameters()), list(theirs.parameters()))
+
+
+def test_a_static_graph_with_unused_parameters_needs_no_option() -> None:
+    run_world(check_static_unused, 2)
 
 
 def check_unused_refused(rank: int) -> None:
@@ -279,9 +294,8 @@ def check_boundaries(rank: int, planned: bool) -> list[Any]:
     for step in range(4):
         with model.no_sync():
             loss_of(model, rank, step).backward()
-        loss = loss_of(model, rank, step)
-        torch.autograd.grad(loss, model.module.gain, retain_graph=True)  # no backward pass of a training step
-        loss.backward()
+        torch.autograd.grad(loss_of(model, rank, step), model.module.gain)  # a penalty, say: no end of a step
+        loss_of(model, rank, step).backward()
         if step == 1:
             model.eval()
             with torch.no_grad():

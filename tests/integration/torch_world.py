@@ -62,7 +62,7 @@ def _rank_main(sending: Connection, check: Callable[..., Any], rank: int, size: 
     try:
         dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size, timeout=timedelta(seconds=60))
         sending.send(("ok", check(rank, *arguments)))
-    except BaseException:  # the parent reports it
+    except BaseException:  # noqa: BLE001 - the parent reports it
         sending.send(("error", traceback.format_exc()))
     finally:
         sending.close()

@@ -1,0 +1,232 @@
+"""The HTML report: one self-contained file that answers what was exported, why, and what was tried.
+
+It can be written for a job in any state. Everything in it is escaped: names of variables and messages of failures
+come from the user's script.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from autotune.events import Profiled, TrialFinished
+from autotune.export import write_whole
+from autotune.history import History
+from autotune.job import JobSpec
+from autotune.records import CURRENT_SETUP, Failed, Measured, Role
+from autotune.report_charts import SERIES, prediction_chart, quality_chart, rankers, search_chart
+from autotune.strategy_space.builders import ddp_default
+from autotune.strategy_space.plan import Message, Plan, plan
+from autotune.strategy_space.strategy import Compressor, Strategy, VariableStrategy
+from autotune.tuner import Decision
+from autotune.units import format_bytes, format_seconds
+from autotune.workload import Workload
+
+OPEN_ROWS = 40
+"""A longer table is folded until somebody asks for it."""
+_ROLE = {Role.CANDIDATE: "candidate", Role.REFERENCE: "reference", Role.AB: "A/B"}
+
+
+def write_report(
+    path: Path, spec: JobSpec, history: History, decision: Decision | None, export_path: Path | None, notes: Sequence[str] = ()
+) -> None:
+    """Write the report of a job in any state to `path`, in one piece. `notes` are shown at the top (for example: emulated).
+
+    `export_path` is what the command for using the export names. Raises `InvalidInput` if `path` cannot be written.
+    """
+    import jinja2
+
+    template = Path(__file__).with_name("report.html.j2").read_text(encoding="utf-8")
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.filters.update(seconds=format_seconds, bytes=format_bytes)
+    text = environment.from_string(template).render(**_context(spec, history, decision, export_path, notes))
+    write_whole(path, text, "the report")
+
+
+def _context(spec: JobSpec, history: History, decision: Decision | None, export_path: Path | None, notes: Sequence[str]) -> dict[str, Any]:
+    profiled = history.profiled
+    shown = _shown_strategy(history, decision)
+    return {
+        "spec": spec,
+        "history": history,
+        "profiled": profiled,
+        "notes": tuple(notes),
+        "headline": _headline(history, decision),
+        "decision": decision,
+        "sides": _sides(history, decision),
+        "command": _command(spec, export_path) if decision and export_path else None,
+        "export_path": export_path,
+        "search_chart": search_chart(history),
+        "prediction_chart": prediction_chart(history),
+        "quality_chart": quality_chart(history.rounds),
+        "rankers": [(name, f"s{index % SERIES}") for index, name in enumerate(rankers(history.rounds))],
+        "details": _details(spec, profiled, *shown) if profiled and shown else None,
+        "failures": [trial for trial in history.trials if isinstance(trial.outcome, Failed)],
+        "disturbed": _disturbed(history),
+        "trials": [_trial_row(trial, history) for trial in history.trials],
+        "open_rows": OPEN_ROWS,
+    }
+
+
+def _headline(history: History, decision: Decision | None) -> dict[str, str]:
+    """One line that a person reads first, and the sentence below it."""
+    if decision is None:
+        ranking = history.ranking()
+        if not ranking or history.reference_s is None:
+            return {"kind": "open", "title": "Nothing decided yet", "text": "No strategy has been measured so far."}
+        strategy_id, best_s = ranking[0]
+        current_s = history.reference_s
+        text = f"Best so far: {strategy_id} with {format_seconds(best_s)} per step; the current setup takes {format_seconds(current_s)}."
+        return {"kind": "open", "title": f"Not decided yet: {current_s / best_s:.2f}x as fast so far", "text": text}
+    if decision.strategy_id == CURRENT_SETUP:
+        return {"kind": "kept", "title": "The current setup stays", "text": decision.reason}
+    assert decision.comparison is not None
+    compared = decision.comparison
+    gain = f"{1 / compared.ratio:.2f}x as fast"
+    interval = f"{compared.confidence:.0%} interval {1 / compared.high:.2f}x to {1 / compared.low:.2f}x"
+    return {"kind": "won", "title": gain, "text": f"{decision.strategy_id} is exported. {interval}, {compared.pairs} interleaved pairs."}
+
+
+def _sides(history: History, decision: Decision | None) -> list[dict[str, Any]]:
+    """Both sides of the closing comparison: name, blocks in order, median."""
+    if decision is None or decision.comparison is None or decision.best_candidate_id is None:
+        return []
+    sides = []
+    for strategy_id in (decision.best_candidate_id, CURRENT_SETUP):
+        blocks = [
+            trial.outcome.median_s
+            for trial in history.ab_trials
+            if trial.request.strategy_id == strategy_id and isinstance(trial.outcome, Measured)
+        ]
+        sides.append({"name": strategy_id, "blocks": blocks, "median_s": median(blocks) if blocks else None})
+    return sides
+
+
+def _command(spec: JobSpec, export_path: Path) -> str:
+    return f"autotune run --strategy {shlex.quote(str(export_path))} -- {shlex.join(spec.command)}"
+
+
+def _shown_strategy(history: History, decision: Decision | None) -> tuple[str, Strategy] | None:
+    """What the strategy section is about and the strategy: the exported one, else the best one that was measured."""
+    if decision is not None and decision.strategy_id != CURRENT_SETUP:
+        return "The exported strategy", history.proposals[decision.strategy_id].strategy
+    if decision is not None and decision.best_candidate_id is not None:
+        return "The best strategy that was tried (not exported)", history.proposals[decision.best_candidate_id].strategy
+    if history.ranking():
+        return "The best strategy so far", history.proposals[history.ranking()[0][0]].strategy
+    return None
+
+
+def _details(spec: JobSpec, profiled: Profiled, title: str, strategy: Strategy) -> dict[str, Any]:
+    workload = profiled.workload
+    enacted = plan(strategy, workload, spec.workers)
+    default = plan(ddp_default(workload), workload, spec.workers)
+    return {
+        "title": title,
+        "strategy": strategy,
+        "plan": enacted,
+        "default": default,
+        "variables": _variable_rows(workload, strategy, enacted, default),
+        "messages": [_message_row(number, message) for number, message in enumerate(enacted.messages, start=1)],
+    }
+
+
+def _variable_rows(workload: Workload, strategy: Strategy, enacted: Plan, default: Plan) -> list[dict[str, Any]]:
+    """What happens to every variable, in backward order, beside the bucket that DDP would put it into."""
+    mine, buckets = _messages_of(enacted), _messages_of(default)
+    rows = []
+    for variable in workload.variables:
+        choice = strategy.by_name[variable.name]
+        rows.append(
+            {
+                "variable": variable,
+                "synchronizers": _distinct(shard.synchronizer.value for shard in choice.shards),
+                "partition": _partition(choice),
+                "compressors": _distinct(_compressor(shard.compressor, shard.ratio, shard.rank) for shard in choice.shards),
+                "messages": _numbers(mine[variable.name]),
+                "bucket": _numbers(buckets[variable.name]),
+            }
+        )
+    return rows
+
+
+def _messages_of(planned: Plan) -> dict[str, list[int]]:
+    """Variable -> numbers of its messages in issue order, the first is 1."""
+    found: dict[str, list[int]] = {}
+    for number, message in enumerate(planned.messages, start=1):
+        for part in message.slices:
+            numbers = found.setdefault(part.variable, [])
+            if number not in numbers:
+                numbers.append(number)
+    return found
+
+
+def _message_row(number: int, message: Message) -> dict[str, Any]:
+    names = list(dict.fromkeys(part.variable for part in message.slices))
+    return {
+        "number": number,
+        "primitive": message.primitive.value + (", hierarchical" if message.hierarchical else ""),
+        "compressor": _compressor(message.compressor, message.ratio, message.rank),
+        "grad_bytes": message.grad_bytes,
+        "wire_bytes": message.wire_bytes,
+        "names": names[:3],
+        "more": names[3:],
+        "owner": message.owner,
+    }
+
+
+def _partition(choice: VariableStrategy) -> str:
+    if choice.partition is None:
+        return ""
+    sizes = choice.partition.sizes
+    shown = str(sizes[0]) if len(set(sizes)) == 1 else ", ".join(str(size) for size in sizes[:4]) + (", ..." if len(sizes) > 4 else "")
+    return f"{len(sizes)} along axis {choice.partition.axis} ({shown})"
+
+
+def _compressor(compressor: Compressor, ratio: float | None, rank: int | None) -> str:
+    if compressor is Compressor.NONE:
+        return ""
+    return compressor.value + (f" {ratio:g}" if ratio is not None else "") + (f" rank {rank}" if rank is not None else "")
+
+
+def _distinct(values: Any) -> str:
+    return ", ".join(dict.fromkeys(value for value in values if value))
+
+
+def _numbers(numbers: list[int]) -> str:
+    return ", ".join(str(number) for number in numbers[:4]) + (f" and {len(numbers) - 4} more" if len(numbers) > 4 else "")
+
+
+def _disturbed(history: History) -> list[tuple[TrialFinished, TrialFinished | None]]:
+    """Every disturbed trial with the first repeat after it, if there was one."""
+    pairs = []
+    for trial in history.candidates:
+        if trial.request.number in history.disturbed:
+            later = (t for t in history.candidates if t.request.strategy_id == trial.request.strategy_id)
+            pairs.append((trial, next((t for t in later if t.request.number > trial.request.number), None)))
+    return pairs
+
+
+def _trial_row(trial: TrialFinished, history: History) -> dict[str, Any]:
+    request, outcome = trial.request, trial.outcome
+    proposal = history.proposals.get(request.strategy_id)
+    measured = isinstance(outcome, Measured)
+    speedup = history.reference_s / outcome.median_s if isinstance(outcome, Measured) and history.reference_s else None
+    status = "" if measured else f"failed: {outcome.kind.value}" if isinstance(outcome, Failed) else ""
+    if request.number in history.disturbed:
+        status = "disturbed"
+    return {
+        "number": request.number,
+        "role": _ROLE[request.role],
+        "strategy": request.strategy_id,
+        "origin": proposal.origin if proposal else "",
+        "round": request.round if request.role is Role.CANDIDATE else None,
+        "predicted_s": request.predicted_s,
+        "outcome": outcome if measured else None,
+        "speedup": speedup,
+        "status": status,
+        "elapsed_s": trial.elapsed_s,
+    }

@@ -1,0 +1,165 @@
+"""What the profiler says about a real training loop, and the edges it reads from the autograd graph."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch import Tensor, nn
+from torch_plans import Tied, loss_of, uniform
+from torch_world import run_world
+
+from autotune.workload import Workload
+from runtime_rewriter.torch_autograd import by_identity, variable_edges
+from runtime_rewriter.torch_ddp import PlannedDataParallel
+from runtime_rewriter.torch_profile import WorkloadProfiler
+
+
+class Slow(torch.autograd.Function):
+    """Takes `seconds` in the forward and twice as long in the backward pass."""
+
+    @staticmethod
+    def forward(context, x: Tensor, seconds: float) -> Tensor:  # type: ignore[no-untyped-def,override]
+        context.seconds = seconds
+        time.sleep(seconds)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(context, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[no-untyped-def,override]
+        time.sleep(2 * context.seconds)
+        return gradient, None
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(5, 4, sparse=True)
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = Slow.apply(self.a(self.rows(x)), 0.03)
+        return Slow.apply(self.b(x), 0.02)
+
+
+class Profiling:
+    """Drives the profiler from the boundaries, as a session does."""
+
+    def __init__(self, model: PlannedDataParallel, steps: int) -> None:
+        self.synchronizer, self.steps = model.synchronizer, steps
+        self.profiler: WorkloadProfiler | None = None
+        self.workload: Workload | None = None
+        self.boundaries = 0
+        model.synchronizer.listeners.append(self)
+
+    def on_boundary(self, now_s: float, clean: bool) -> None:
+        self.boundaries += self.workload is None
+        if self.profiler is None:
+            self.profiler = WorkloadProfiler(self.synchronizer, self.steps)
+        elif self.profiler.done and self.workload is None:
+            self.workload = self.profiler.finish()
+
+    def on_backward_end(self, now_s: float) -> None:
+        pass
+
+
+def check_profile(rank: int) -> tuple[Workload, int]:
+    model = PlannedDataParallel(Layers())
+    profiling = Profiling(model, 3)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(8):
+        optimizer.zero_grad()
+        model(torch.tensor([rank, step % 5])).sum().backward()
+        optimizer.step()
+        time.sleep(0.01)
+    assert profiling.workload is not None and model.synchronizer.plan is None
+    return profiling.workload, profiling.boundaries
+
+
+def test_a_profile_has_ready_order_times_edges_and_sparse_flags_alike_on_all_ranks() -> None:
+    (workload, boundaries), (other, _) = run_world(check_profile, 2)
+    assert workload == other and workload.source == "measured" and workload.model == "Layers"
+    names = [variable.name for variable in workload.variables]
+    assert set(names[:2]) == {"b.bias", "b.weight"} and names[-1] == "rows.weight"
+    assert boundaries == 1 + 1 + 3, "one to start, one warm-up step, three profiled steps"
+    ready = {variable.name: variable.ready_s for variable in workload.variables}
+    # Sleeps bound the times from below; above, only the scheduler does.
+    assert 0.04 <= ready["b.weight"] < ready["a.weight"] and ready["a.weight"] >= 0.1
+    assert workload.forward_s >= 0.05 and workload.backward_s >= 0.1 and workload.update_s >= 0.01
+    assert [variable.name for variable in workload.variables if variable.sparse] == ["rows.weight"]
+    edges = {frozenset((names[i], names[j])) for i, j in workload.edges}
+    assert edges == {
+        frozenset(pair)
+        for pair in (
+            ("b.bias", "b.weight"),
+            ("a.bias", "a.weight"),
+            ("b.weight", "a.weight"),
+            ("b.weight", "a.bias"),
+            ("b.bias", "a.weight"),
+            ("b.bias", "a.bias"),
+            ("a.weight", "rows.weight"),
+            ("a.bias", "rows.weight"),
+        )
+    }
+
+
+def slow_edges(edges: set[tuple[str, str]], variables: set[str]) -> set[frozenset[str]]:
+    """The definition: pairs joined by a path of operations none of which holds a third variable."""
+    found = set()
+    for start in variables:
+        stack, seen = [start], {start}
+        while stack:
+            for here, there in edges:
+                if here == stack[-1] and there not in seen:
+                    break
+            else:
+                stack.pop()
+                continue
+            seen.add(there)
+            if there in variables:
+                found.add(frozenset((start, there)))
+            else:
+                stack.append(there)
+    return found
+
+
+def test_edges_equal_their_definition_on_a_residual_network() -> None:
+    a, b, c = (nn.Linear(3, 3, bias=False) for _ in range(3))
+    x = torch.ones(2, 3)
+    one = a(x).relu()
+    two = b(one).tanh() + one
+    output = c(two).sigmoid()
+    parameters = [a.weight, b.weight, c.weight]
+    operations = {("a", "relu"), ("relu", "b"), ("b", "tanh"), ("tanh", "add"), ("relu", "add"), ("add", "c"), ("c", "sigmoid")}
+    expected = slow_edges(operations, {"a", "b", "c"})
+    found = variable_edges([output], by_identity(parameters))
+    assert {frozenset(("abc"[i], "abc"[j])) for i, j in found} == expected == {frozenset("ab"), frozenset("bc"), frozenset("ac")}
+
+
+def test_edges_of_a_tied_model_name_each_variable_once() -> None:
+    model = Tied()
+    names = list(dict(model.named_parameters()))
+    output = model(torch.arange(8))
+    edges = {frozenset((names[i], names[j])) for i, j in variable_edges([output], by_identity(model.parameters()))}
+    assert frozenset(("gain", "embedding.weight")) in edges and frozenset(("mix.weight", "embedding.weight")) in edges
+    assert all(len(edge) == 2 for edge in edges)
+
+
+def check_accumulating(rank: int) -> Workload:
+    model = PlannedDataParallel(Tied())
+    profiling = Profiling(model, 2)
+    for step in range(6):
+        with model.no_sync():
+            loss_of(model, rank, step).backward()
+        loss_of(model, rank, step).backward()
+        if step == 3:
+            with torch.no_grad():
+                loss_of(model, rank, step)  # a validation step is not counted
+    assert profiling.workload is not None
+    model.synchronizer.load(uniform(model.module, 2))
+    loss_of(model, rank, 9).backward()
+    return profiling.workload
+
+
+def test_a_profile_skips_validation_and_holds_accumulation_as_forward_time() -> None:
+    workload, _ = run_world(check_accumulating, 2)
+    assert len(workload.variables) == 8 and workload.forward_s > 0

@@ -1,0 +1,156 @@
+"""The world on real Ray actors: what a failing script or plan becomes, and that tuning can go on after it."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from autotune.errors import LaunchError
+from autotune.records import Failed, FailureKind, Measured, Role, TrialRequest
+from autotune.strategy_space.builders import ddp_default, single_bucket
+from autotune.strategy_space.plan import Plan, plan
+from autotune.strategy_space.strategy import Compressor
+from autotune.workload import Variable, Workload
+from runtime_rewriter.command import read_command
+from runtime_rewriter.ray_world import RayCluster, ray_world
+from runtime_rewriter.world import World
+
+SCRIPT = Path(__file__).parents[1] / "scripts" / "train_small.py"
+RANKS = 2
+REQUEST = TrialRequest(0, "strategy-under-test", Role.CANDIDATE, warmup_steps=2, timed_steps=4)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[RayCluster]:
+    connected = RayCluster(None, RANKS)
+    yield connected
+    connected.close()
+
+
+@pytest.fixture
+def make_world(cluster: RayCluster, tmp_path: Path) -> Iterator:
+    made: list[World] = []
+
+    def make(*words: str, script: Path = SCRIPT, step_timeout_s: float = 60.0, **options: object) -> World:
+        command = read_command(["torchrun", "--nproc-per-node", str(RANKS), str(script), *words])
+        made.append(ray_world(cluster, command, RANKS, tmp_path / "logs", step_timeout_s, 60.0, **options))
+        return made[-1]
+
+    yield make
+    for world in made:
+        world.close()
+
+
+def small_model() -> Workload:
+    shapes = {"0.weight": (64, 32), "0.bias": (64,), "2.weight": (64, 64), "2.bias": (64,), "3.weight": (8, 64), "3.bias": (8,)}
+    return Workload("Sequential", tuple(Variable(name, shape) for name, shape in reversed(shapes.items())))
+
+
+def fault_words(kind: str, tmp_path: Path) -> list[str]:
+    return ["--fault", kind, "--fault-step", "6", "--fault-file", str(tmp_path / f"{kind}-was-planted")]
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind", "text"),
+    [
+        ("crash", FailureKind.CRASH, "planted crash"),
+        ("exit", FailureKind.CRASH, "exit code 7"),
+        ("memory", FailureKind.OUT_OF_MEMORY, "memory"),
+        ("hang", FailureKind.HANG, "no step for 6 s"),
+    ],
+)
+def test_a_planted_fault_is_recorded_with_its_kind_and_the_next_trial_runs(make_world, tmp_path, fault, kind, text) -> None:
+    world = make_world(*fault_words(fault, tmp_path), step_timeout_s=6.0)
+    wanted = plan(ddp_default(small_model()), small_model(), RANKS)
+    failed = world.run_trial(replace(REQUEST, timed_steps=30), wanted)
+    assert isinstance(failed, Failed)
+    assert failed.kind is kind
+    assert text in failed.message
+    again = world.run_trial(REQUEST, wanted)
+    assert isinstance(again, Measured)
+    assert world.restarts == 1
+
+
+def test_plans_and_the_current_setup_alternate_in_one_run_of_the_script(make_world) -> None:
+    world = make_world()
+    first = world.run_trial(REQUEST, None)
+    second = world.run_trial(REQUEST, plan(single_bucket(small_model()), small_model(), RANKS))
+    third = world.run_trial(REQUEST, None)
+    assert [isinstance(outcome, Measured) for outcome in (first, second, third)] == [True] * 3
+    assert first.gradient_error is None and second.gradient_error == 0.0
+    assert len(second.step_s) == RANKS and len(second.step_s[0]) == REQUEST.timed_steps
+    assert world.restarts == 0
+
+
+def test_a_plan_that_the_runtime_cannot_enact_is_refused_without_a_restart(make_world) -> None:
+    world = make_world()
+    wanted = plan(single_bucket(small_model()), small_model(), RANKS)
+    refused = world.run_trial(REQUEST, compressed(wanted, Compressor.INT8))
+    assert isinstance(refused, Failed)
+    assert refused.kind is FailureKind.REFUSED
+    assert "int8" in refused.message
+    assert isinstance(world.run_trial(REQUEST, wanted), Measured)
+    assert world.restarts == 0
+
+
+def test_gradients_that_overflow_fp16_fail_the_numerics_gate(make_world) -> None:
+    world = make_world("--loss-scale", "1e9")
+    wanted = plan(single_bucket(small_model()), small_model(), RANKS)
+    failed = world.run_trial(REQUEST, compressed(wanted, Compressor.FP16))
+    assert isinstance(failed, Failed)
+    assert failed.kind is FailureKind.NUMERICS
+    assert "reference reduction" in failed.message
+    assert isinstance(world.run_trial(REQUEST, wanted), Measured)
+
+
+def compressed(wanted: Plan, compressor: Compressor) -> Plan:
+    return replace(wanted, messages=tuple(replace(message, compressor=compressor) for message in wanted.messages))
+
+
+def test_a_script_that_comes_to_its_end_is_started_again_and_the_trial_completes(make_world) -> None:
+    world = make_world("--steps", "15")
+    outcomes = [world.run_trial(REQUEST, None) for _ in range(4)]
+    assert all(isinstance(outcome, Measured) for outcome in outcomes)
+    assert world.restarts >= 1
+
+
+def test_a_script_that_is_too_short_for_one_trial_is_refused_with_the_fix(make_world) -> None:
+    with pytest.raises(LaunchError, match=r"ends after \d+ steps, but one trial needs more; let it train longer"):
+        make_world("--steps", "5").run_trial(REQUEST, None)
+
+
+def test_a_script_that_never_builds_ddp_is_refused_with_the_fix(make_world) -> None:
+    with pytest.raises(LaunchError, match="without a training step under DistributedDataParallel; wrap the model"):
+        make_world("--steps", "5", "--without-ddp").run_trial(REQUEST, None)
+
+
+def test_a_script_that_dies_at_its_start_is_reported_with_its_own_error(make_world, tmp_path) -> None:
+    script = tmp_path / "dies.py"
+    script.write_text("import nonexistent_package\n")
+    with pytest.raises(LaunchError, match=r"died before its first step \(crash\): ModuleNotFoundError.*nonexistent_package.*dies.py:1"):
+        make_world(script=script).run_trial(REQUEST, None)
+
+
+def test_a_port_range_without_a_free_port_is_refused_with_the_fix(make_world) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(LaunchError, match=rf"free port in {port}-{port} on 127.0.0.1, but all are taken; .*--master-ports"):
+            make_world(master_ports=(port, port)).run_trial(REQUEST, None)
+
+
+def test_a_killed_worker_costs_one_trial_and_is_placed_anew(make_world) -> None:
+    import ray
+
+    world = make_world()
+    assert isinstance(world.run_trial(REQUEST, None), Measured)
+    ray.kill(world._placement.workers[0].actor)
+    lost = world.run_trial(REQUEST, None)
+    assert isinstance(lost, Failed)
+    assert lost.kind is FailureKind.CRASH
+    assert isinstance(world.run_trial(REQUEST, None), Measured)

@@ -1,0 +1,59 @@
+"""A small DDP script, written as a user would, that can be told to misbehave once: the subject of the fault tests.
+
+`--fault KIND` acts at `--fault-step`, on the last rank, but only while `--fault-file` is absent; it is made first.
+"""
+
+import argparse
+import os
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+
+def misbehave(kind: str, marker: Path) -> None:
+    if marker.exists():
+        return
+    marker.touch()
+    if kind == "crash":
+        raise RuntimeError("planted crash")
+    if kind == "exit":
+        os._exit(7)
+    if kind == "hang":
+        time.sleep(3600)
+    if kind == "memory":
+        torch.empty(2**60)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=1_000_000)
+    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--fault")
+    parser.add_argument("--fault-step", type=int, default=30)
+    parser.add_argument("--fault-file", type=Path)
+    parser.add_argument("--loss-scale", type=float, default=1.0)
+    parser.add_argument("--without-ddp", action="store_true")
+    options = parser.parse_args()
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(32, options.width), torch.nn.ReLU(), torch.nn.Linear(options.width, options.width), torch.nn.Linear(options.width, 8)
+    )
+    wrapped = model if options.without_ddp else DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.01)
+    data = torch.Generator().manual_seed(dist.get_rank())
+    for step in range(options.steps):
+        if options.fault and step == options.fault_step and dist.get_rank() == dist.get_world_size() - 1:
+            misbehave(options.fault, options.fault_file)
+        optimizer.zero_grad()
+        loss = wrapped(torch.randn(16, 32, generator=data)).square().mean() * options.loss_scale
+        loss.backward()
+        optimizer.step()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,179 @@
+"""The HTML report: whole for a job in any state, self-contained, and safe with names from a user's script."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from synthetic_job import WORKLOAD, SyntheticWorld, drive, job_spec, strategy
+
+from autotune.cluster import CollectiveFit
+from autotune.errors import InvalidInput
+from autotune.events import Profiled, Proposed, TrialFinished
+from autotune.history import History
+from autotune.records import CURRENT_SETUP, Failed, FailureKind
+from autotune.report import write_report
+from autotune.strategy_space.builders import ddp_default
+from autotune.strategy_space.plan import plan
+from autotune.tuner import Finish
+
+EVIL = '<script>alert("x")</script>'
+VOID = {"meta", "br", "hr", "img", "link", "input"}
+WORLD = SyntheticWorld(
+    {5: 0.06},
+    noise=0.02,
+    fails=lambda request: request.strategy_id == strategy(1).id,
+    factor=lambda number: 1.6 if 1 <= number <= 5 else 1.0,
+)
+
+
+class Page(HTMLParser):
+    """Checks that tags are balanced; collects tables, text and everything that could load something."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.rows: list[list[str]] = []
+        self.tags: list[str] = []
+        self.loads: list[str] = []
+        self.feed(text)
+        assert not self.open, f"unclosed: {self.open}"
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        self.loads += [f"{name}={value}" for name, value in attributes if name in ("src", "href", "action", "data", "srcset")]
+        if tag not in VOID:
+            self.open.append(tag)
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
+
+    def handle_startendtag(self, tag, attributes):
+        self.tags.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open and self.open[-1] == tag, f"</{tag}> closes {self.open[-1:]}"
+        self.open.pop()
+
+    def handle_data(self, data):
+        if self.rows and {"td", "th"} & set(self.open):
+            self.rows[-1][-1] += data.strip()
+
+
+@pytest.fixture(scope="module")
+def job():
+    spec = job_spec()
+    history, end = drive(spec, WORLD)
+    assert isinstance(end, Finish) and history.disturbed and history.failed
+    return spec, history, end.decision
+
+
+def rendered(folder, spec, history, decision, **settings):
+    path = folder / "report.html"
+    write_report(path, spec, history, decision, Path("jobs/best.json") if decision else None, **settings)
+    return path.read_text()
+
+
+def test_it_is_whole_at_every_point_of_a_job(job, tmp_path):
+    spec, history, decision = job
+    for cut in range(len(history.events) + 1):
+        Page(rendered(tmp_path, spec, History(history.events[:cut], spec.deviation), None))
+    Page(rendered(tmp_path, spec, history, decision))
+
+
+def test_it_loads_nothing_and_runs_nothing(job, tmp_path):
+    text = rendered(tmp_path, *job)
+    page = Page(text)
+    assert not page.loads and not {"script", "link", "iframe", "img", "object"} & set(page.tags)
+    assert "http://" not in text and "https://" not in text and "url(" not in text and "@import" not in text
+
+
+def test_what_comes_from_the_script_is_escaped_everywhere(tmp_path):
+    def spoil(event):
+        if isinstance(event, Profiled):
+            variables = tuple(replace(variable, name=EVIL + variable.name) for variable in event.workload.variables)
+            workload = replace(event.workload, variables=variables, model=EVIL, device=EVIL)
+            return replace(event, workload=workload, software={EVIL: EVIL})
+        if isinstance(event, Proposed):
+            proposals = []
+            for proposal in event.proposals:
+                choices = tuple(replace(choice, variable=EVIL + choice.variable) for choice in proposal.strategy.variables)
+                proposals.append(replace(proposal, strategy=replace(proposal.strategy, variables=choices), origin=EVIL))
+                renamed[proposal.strategy.id] = proposals[-1].strategy.id
+            quality = tuple(replace(quality, ranker=EVIL) for quality in event.quality)
+            return replace(event, proposals=tuple(proposals), ranker=EVIL, reason=EVIL, quality=quality)
+        assert isinstance(event, TrialFinished)
+        request = replace(event.request, strategy_id=renamed[event.request.strategy_id])
+        failed = isinstance(event.outcome, Failed)
+        return replace(event, request=request, outcome=Failed(FailureKind.CRASH, EVIL, 1) if failed else event.outcome)
+
+    renamed = {CURRENT_SETUP: CURRENT_SETUP}
+    spec = replace(job_spec(), command=(EVIL,))
+    history, end = drive(spec, WORLD)
+    spoiled = History(tuple(spoil(event) for event in history.events), spec.deviation)
+    decision = replace(
+        end.decision, strategy_id=renamed[end.decision.strategy_id], best_candidate_id=renamed[end.decision.best_candidate_id]
+    )
+    text = rendered(tmp_path, spec, spoiled, decision, notes=(EVIL,))
+    assert "script" not in Page(text).tags and text.count("&lt;script&gt;") > 20
+
+
+def test_the_headline_says_the_gain_with_its_interval_and_how_to_use_it(job, tmp_path):
+    spec, history, decision = job
+    text = rendered(tmp_path, spec, history, decision, notes=("computation is emulated",))
+    compared = decision.comparison
+    assert f"{1 / compared.ratio:.2f}x as fast" in text
+    assert f"95% interval {1 / compared.high:.2f}x to {1 / compared.low:.2f}x" in text
+    assert "autotune run --strategy jobs/best.json -- torchrun --nproc-per-node 2 train.py" in text
+    assert "computation is emulated" in text and "measured workload, assumed links" in text
+
+
+def test_a_kept_current_setup_is_said_in_the_headline(tmp_path):
+    spec = job_spec()
+    history, end = drive(spec, SyntheticWorld({}, default_s=0.2))
+    text = rendered(tmp_path, spec, history, end.decision)
+    assert "The current setup stays" in text and "(not exported)" in text
+
+
+def test_every_variable_stands_beside_the_bucket_of_ddp(job, tmp_path):
+    spec, history, decision = job
+    rows = Page(rendered(tmp_path, spec, history, decision)).rows
+    enacted, default = plan(strategy(5), WORKLOAD, 2), plan(ddp_default(WORKLOAD), WORKLOAD, 2)
+    for variable in WORKLOAD.variables:
+        [row] = [row for row in rows if row[0] == variable.name]
+        for column, planned in ((7, enacted), (8, default)):
+            numbers = [i for i, message in enumerate(planned.messages, 1) if any(part.variable == variable.name for part in message.slices)]
+            assert row[column] == ", ".join(str(number) for number in numbers)
+
+
+def test_all_trials_failures_repeats_and_fits_are_listed(job, tmp_path):
+    spec, history, decision = job
+    profiled = history.events[0]
+    fit = CollectiveFit("all_reduce", 2, 1e-4, 1e-9, 0.034, 1024, 2**24)
+    history = History((replace(profiled, cluster=profiled.cluster.with_fits((fit,))), *history.events[1:]), spec.deviation)
+    rows = Page(rendered(tmp_path, spec, history, decision)).rows
+    listed = [int(row[0]) for row in rows if row and row[0].isdigit() and row[1] in ("candidate", "reference", "A/B")]
+    assert listed == [trial.request.number for trial in history.trials]
+    assert any(row[3:] == ["crash", "1", "rank 1 exited with code 1"] for row in rows)
+    assert ["all_reduce", "2", "100 us", "1.05 ms", "1 KiB to 16 MiB", "3.4 %"] in rows
+    assert sum("disturbed" in row for row in rows) == len(history.disturbed)
+
+
+def test_the_plots_stay_inside_their_frame_and_mark_every_trial(job, tmp_path):
+    text = rendered(tmp_path, *job)
+    search = text[text.index("Step time of every trial") :].split("</svg>")[0]
+    dots = [(float(x), float(y)) for x, y in re.findall(r'cx="([-\d.naif]+)" cy="([-\d.naif]+)"', search)]
+    _spec, history, _ = job
+    trials = [trial for trial in history.trials if trial not in history.ab_trials]
+    assert len(dots) + search.count('class="line failed"') == len(trials)
+    assert all(0 <= x <= 1060 and 0 <= y <= 300 for x, y in dots)
+
+
+def test_a_place_that_cannot_be_written_is_refused(job):
+    spec, history, decision = job
+    with pytest.raises(InvalidInput, match="cannot write the report"):
+        write_report(Path("/proc/report.html"), spec, history, decision, None)
