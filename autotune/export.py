@@ -14,23 +14,17 @@ import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from autotune.canonical import canonical_json, to_data
 from autotune.cluster import Cluster
 from autotune.errors import InvalidInput, ModelMismatch
-from autotune.history import History
-from autotune.job import JobSpec
 from autotune.parsing import parse, read_json, refuse_newer
-from autotune.records import CURRENT_SETUP, Measured
+from autotune.records import Comparison
 from autotune.strategy_space import plan as planning
 from autotune.strategy_space.plan import Plan
 from autotune.strategy_space.strategy import Strategy
-from autotune.tuner import Comparison, Decision
 from autotune.workload import Variable, Workload
 
 SCHEMA = 1
@@ -116,33 +110,6 @@ def write_whole(path: Path, text: str, what: str) -> None:
         raise InvalidInput(f"cannot write {what} to {path} ({error.strerror or error}); choose another path") from error
 
 
-def build_export(job_id: str, spec: JobSpec, history: History, decision: Decision, created_at: datetime) -> Export:
-    """The export of a decided job. `created_at` must be in UTC."""
-    assert history.profiled is not None
-    workload = history.profiled.workload
-    chosen = None if decision.strategy_id == CURRENT_SETUP else history.proposals[decision.strategy_id]
-    strategy = chosen.strategy if chosen else None
-    best = decision.best_candidate_id
-    proposal = history.proposals.get(best) if best else None
-    return Export(
-        job_id=job_id,
-        created_at=created_at.isoformat(timespec="seconds"),
-        model=workload.model,
-        variables=tuple(replace(variable, ready_s=None) for variable in workload.variables),
-        world_size=spec.workers,
-        strategy=strategy,
-        plan_id=planning.plan(strategy, workload, spec.workers).id if strategy else None,
-        lossy=strategy is not None and not strategy.lossless,
-        reason=decision.reason,
-        comparison=decision.comparison,
-        tuned=_timing(history, best) if best else None,
-        current=_timing(history, CURRENT_SETUP),
-        predicted_s=proposal.predicted_s if proposal else None,
-        cluster=history.profiled.cluster,
-        software=dict(history.profiled.software),
-    )
-
-
 def read_export(path: Path, allow_edited: bool = False) -> Export:
     """The export in a file; its plan is rebuilt once, so that a file that cannot be used is refused here.
 
@@ -204,15 +171,6 @@ def _listed(verb: str, items: list[str]) -> str:
 def _described(identity: tuple[tuple[int, ...], str]) -> str:
     shape, dtype = identity
     return f"{dtype}[{', '.join(str(extent) for extent in shape)}]"
-
-
-def _timing(history: History, strategy_id: str) -> Timing | None:
-    outcomes = [trial.outcome for trial in history.ab_trials if trial.request.strategy_id == strategy_id]
-    blocks = [outcome.slowest_s for outcome in outcomes if isinstance(outcome, Measured)]
-    if not blocks:
-        return None
-    low, median, high = np.quantile(np.concatenate(blocks), [0.25, 0.5, 0.75])
-    return Timing(float(median), float(low), float(high), len(blocks))
 
 
 def _content_hash(data: dict[str, Any]) -> str:

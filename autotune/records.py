@@ -95,3 +95,27 @@ class TrialRequest:
     round: int = 0
     attempt: int = 0
     predicted_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The closing A/B: geometric mean of time(tuned) / time(current setup) over `pairs` interleaved pairs of blocks.
+
+    The interval is Student's t on the logarithms of the ratios of the blocks' medians.
+    """
+
+    ratio: float
+    low: float
+    high: float
+    pairs: int
+    confidence: float
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What is exported. `strategy_id` is `CURRENT_SETUP` unless the tuned strategy is significantly faster."""
+
+    strategy_id: str
+    reason: str
+    comparison: Comparison | None
+    best_candidate_id: str | None

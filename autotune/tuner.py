@@ -15,6 +15,8 @@ from autotune.events import TrialFinished
 from autotune.history import History
 from autotune.job import JobSpec
 from autotune.records import CURRENT_SETUP, Failed, Measured, Role, TrialRequest
+from autotune.records import Comparison as Comparison
+from autotune.records import Decision as Decision
 
 
 @dataclass(frozen=True)
@@ -33,30 +35,6 @@ class Propose:
 @dataclass(frozen=True)
 class RunTrial:
     request: TrialRequest
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """The closing A/B: geometric mean of time(tuned) / time(current setup) over `pairs` interleaved pairs of blocks.
-
-    The interval is Student's t on the logarithms of the ratios of the blocks' medians.
-    """
-
-    ratio: float
-    low: float
-    high: float
-    pairs: int
-    confidence: float
-
-
-@dataclass(frozen=True)
-class Decision:
-    """What is exported. `strategy_id` is `CURRENT_SETUP` unless the tuned strategy is significantly faster."""
-
-    strategy_id: str
-    reason: str
-    comparison: Comparison | None
-    best_candidate_id: str | None
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@
 | w | number of ranks |
 | g_r | local gradient of one variable on rank r |
 | a, b | synchronized gradient by the plan and by the reference: sum over r of g_r / w |
-| M | max over ranks and elements of abs(g_r); M_model: the largest M of all variables |
+| M | max over ranks and elements of abs(g_r); M_model: the largest finite M of all variables |
 | u, u_wire | unit roundoff of the variable's dtype and of the dtype that travels |
 
 The error of a variable is max|a - b| / M.  M, not max|b|, because gradients of different ranks may cancel:
@@ -34,7 +34,8 @@ from torch import Tensor
 from autotune.errors import SynchronizationError
 from autotune.strategy_space.plan import Plan
 from autotune.strategy_space.strategy import Compressor
-from runtime_rewriter.torch_hooks import BackwardObserver, GradientSynchronizer
+from runtime_rewriter.torch_hooks import GradientSynchronizer
+from runtime_rewriter.torch_observers import BackwardObserver
 
 NOISE_ROUNDOFFS = 64
 """Gradients below so many roundoffs of the model's largest are noise: sums over a batch carry several roundings."""
@@ -100,13 +101,14 @@ class GradientGate(BackwardObserver):
         for position in compared:
             largest[position] = _largest(self._local[position])
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=ranks.control)
+        of_model = float(largest[torch.isfinite(largest)].max()) if bool(torch.isfinite(largest).any()) else 0.0
         choices = _compressors(synchronizer.plan, synchronizer.names)
         errors = torch.zeros_like(largest)
         for dtype in dict.fromkeys(self._local[position].dtype for position in compared):
             positions = [position for position in compared if self._local[position].dtype == dtype]
-            noise = NOISE_ROUNDOFFS * torch.finfo(dtype).eps / 2 * largest.max()
+            noise = NOISE_ROUNDOFFS * torch.finfo(dtype).eps / 2 * of_model
             excused = [largest[i] <= noise and choices[i] is not Compressor.NONE for i in positions]
-            scales = [float(largest.max() if out else largest[i]) for i, out in zip(positions, excused, strict=True)]
+            scales = [of_model if out else float(largest[i]) for i, out in zip(positions, excused, strict=True)]
             errors[positions] = self._errors(positions, scales)
         self._local = {}
         dist.all_reduce(errors, op=dist.ReduceOp.MAX, group=ranks.control)
@@ -155,7 +157,8 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def _largest(tensor: Tensor) -> float:
-    return float(tensor.abs().amax()) if tensor.numel() else 0.0
+    largest = float(tensor.abs().amax()) if tensor.numel() else 0.0
+    return largest if math.isfinite(largest) else math.inf  # a maximum over ranks need not carry NaN
 
 
 def _compressors(plan: Plan, names: tuple[str, ...]) -> list[Compressor]:

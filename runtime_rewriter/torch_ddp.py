@@ -192,14 +192,14 @@ class AttachedSynchronizer(GradientSynchronizer):
     def _before(self, module: nn.Module, inputs: object) -> None:
         training = torch.is_grad_enabled()
         if training:
-            self.before_forward(self.synchronizing)
+            self.before_forward(self._synchronizing)
         else:
             self.mark_unclean()
         buffers = [buffer for name, buffer in module.named_buffers() if name not in self._ignored]
         if self.plan is not None and self._sync_next and self._broadcast_buffers and buffers:
             with torch.no_grad(), _unsafe_preserve_version_counter(tuple(buffers)):
                 _broadcast_coalesced(self.process_group, buffers, _BROADCAST_BYTES, 0)
-        self._sync_next = training and self.synchronizing
+        self._sync_next = training and self._synchronizing
 
     def _after(self, module: nn.Module, inputs: object, output: object) -> None:
         if torch.is_grad_enabled():

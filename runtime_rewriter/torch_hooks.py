@@ -18,7 +18,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from threading import Lock
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -31,39 +30,7 @@ from runtime_rewriter.torch_agreement import agree, assumed_workload, check_fit,
 from runtime_rewriter.torch_autograd import by_identity, reachable_variables, tensors_with_graph
 from runtime_rewriter.torch_collectives import Device, Ranks, Transfer, slice_of
 from runtime_rewriter.torch_collectives import why_refused as why_refused  # asked here before a plan is loaded
-
-
-class StepListener(Protocol):
-    """Told about the steps of a module; one step is the time from one boundary to the next.
-
-    `on_boundary` comes at the start of the first forward pass with gradients after a synchronized backward
-    pass, before anything else happens in it: another plan may be loaded there, or an exception raised.
-    `clean` is False if the step also held forward passes that are no training (validation), or if it ran
-    under `join()`; such a step must not be timed.  `on_backward_end`: every `.grad` is final.
-    """
-
-    def on_boundary(self, now_s: float, clean: bool) -> None: ...
-
-    def on_backward_end(self, now_s: float) -> None: ...
-
-
-class BackwardObserver:
-    """Sees the inside of a planned, synchronized backward pass; every method may be overridden."""
-
-    def on_forward_output(self, tensors: list[Tensor]) -> None:
-        """The output tensors of a forward pass whose backward pass will be synchronized."""
-
-    def on_backward_start(self) -> None:
-        """The first gradient of the backward pass is being computed."""
-
-    def on_ready(self, index: int, gradient: Tensor | None) -> None:
-        """A local gradient is final, not scaled and not synchronized; None: unused here and nothing accumulated."""
-
-    def on_computed(self) -> None:
-        """All local gradients are final; messages may still be under way."""
-
-    def on_synchronized(self, kept: frozenset[int]) -> None:
-        """Every `.grad` holds the average, except the variables in `kept`, which no rank used."""
+from runtime_rewriter.torch_observers import BackwardObserver, StepListener
 
 
 class GradientSynchronizer:
@@ -104,7 +71,7 @@ class GradientSynchronizer:
         self._second_phases: ThreadPoolExecutor | None = None
         self._lock = Lock()
         self._broken: str | None = None
-        self._no_sync = False
+        self._synchronizing = True
         self._learned: list[int] | None = None  # accumulations per backward pass of a static graph
         self._used = [False] * len(self.names)  # since the last synchronization, by any backward pass
         self._reachable: set[int] = set()
@@ -187,17 +154,12 @@ class GradientSynchronizer:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Forward and backward passes inside accumulate gradients without synchronizing them."""
-        before, self._no_sync = self._no_sync, True
+        """On a plain module (a DDP has its own): forward and backward passes inside accumulate gradients without synchronizing them."""
+        before, self._synchronizing = self._synchronizing, False
         try:
             yield
         finally:
-            self._no_sync = before
-
-    @property
-    def synchronizing(self) -> bool:
-        """False inside `no_sync()`."""
-        return not self._no_sync
+            self._synchronizing = before
 
     @torch.compiler.disable
     def before_forward(self, synchronize: bool) -> None:
@@ -229,7 +191,7 @@ class GradientSynchronizer:
             return
         if self._find_unused and not self._static:
             self._reachable |= reachable_variables(tensors, self._index_of)
-        for observer in self.observers:
+        for observer in tuple(self.observers):
             observer.on_forward_output(tensors)
 
     def mark_unclean(self) -> None:
@@ -262,7 +224,7 @@ class GradientSynchronizer:
             engine.queue_callback(lambda: engine.queue_callback(self._finish_unplanned))
             return
         engine.queue_callback(self._finish)
-        for observer in self.observers:
+        for observer in tuple(self.observers):
             observer.on_backward_start()
         if self._find_unused and not self._static and self._reachable:
             self._expected = [int(position in self._reachable) for position in range(len(self.names))]
@@ -277,7 +239,7 @@ class GradientSynchronizer:
 
     def _finish_unplanned(self) -> None:
         self._begun = False
-        if False:
+        if self._gradient_versions() == self._versions:
             return  # torch.autograd.grad: gradients were computed but not accumulated
         self._armed = False
         self._end_backward()
@@ -306,7 +268,7 @@ class GradientSynchronizer:
             if self._fired[position] > self._expected[position] and not learning:
                 raise self._ready_again(position)
             if self._late:
-                for observer in self.observers:
+                for observer in tuple(self.observers):
                     observer.on_ready(position, parameter.grad)
             elif self._fired[position] == self._expected[position]:
                 self._fill(position)
@@ -323,7 +285,7 @@ class GradientSynchronizer:
         """Pack the variable's local gradient, scaled by 1/w; zeros where there is none."""
         gradient = self.parameters[position].grad
         if not self._late:
-            for observer in self.observers:
+            for observer in tuple(self.observers):
                 observer.on_ready(position, gradient)
         dense = gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
         for transfer, number in self._slots[position]:
@@ -370,7 +332,7 @@ class GradientSynchronizer:
 
     def _complete(self) -> list[int]:
         """Returns the variables that got no gradient in this pass."""
-        for observer in self.observers:
+        for observer in tuple(self.observers):
             observer.on_computed()
         missing = [position for position, times in enumerate(self._fired) if times == 0]
         for position, filled in enumerate(self._filled):
@@ -382,7 +344,7 @@ class GradientSynchronizer:
         for transfer in self._transfers:
             transfer.wait()
         self._unpack(kept)
-        for observer in self.observers:
+        for observer in tuple(self.observers):
             observer.on_synchronized(kept)
         return missing
 

@@ -21,7 +21,8 @@ from autotune.workload import Variable, Workload
 from runtime_rewriter.torch_agreement import assumed_workload, dtype_name
 from runtime_rewriter.torch_autograd import by_identity, variable_edges
 from runtime_rewriter.torch_collectives import Mark
-from runtime_rewriter.torch_hooks import BackwardObserver, GradientSynchronizer
+from runtime_rewriter.torch_hooks import GradientSynchronizer
+from runtime_rewriter.torch_observers import BackwardObserver
 
 WARMUP_STEPS = 1
 """The first step under a new plan touches its buffers for the first time."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from autotune.commands.workspace import Workspace, latest_job
 from autotune.errors import InvalidInput
-from autotune.export import build_export
+from autotune.export_build import build_export
 from autotune.history import History
 from autotune.records import CURRENT_SETUP
 from autotune.store import Store

@@ -64,6 +64,7 @@ class ConsoleProgress:
             f"forward {format_seconds(workload.forward_s)}, backward {format_seconds(workload.backward_s)}, "
             f"rest {format_seconds(workload.update_s)}",
             highlight=False,
+            soft_wrap=True,
         )
         for fit in event.cluster.fits:
             if fit.group_size == self._spec.workers and fit.beta_s_per_byte > 0:
@@ -71,10 +72,11 @@ class ConsoleProgress:
                     f"  {fit.primitive} on {fit.group_size} ranks: {format_seconds(fit.alpha_s)} + "
                     f"{format_bytes(1 / fit.beta_s_per_byte)}/s (fit error {fit.relative_error:.0%})",
                     highlight=False,
+                    soft_wrap=True,
                 )
 
     def _line(self, history: History, text: str) -> None:
-        self._console.print(f"[dim]{self._time_left(history)}[/dim] {text}", highlight=False)
+        self._console.print(f"[dim]{self._time_left(history)}[/dim] {text}", highlight=False, soft_wrap=True)
 
     def _time_left(self, history: History) -> str:
         """Elapsed, and an estimate from whichever budget ends first."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from autotune.commands.workspace import Workspace
-from autotune.export import build_export
+from autotune.export_build import build_export
 from autotune.job import JobSpec
 from autotune.records import CURRENT_SETUP
 from autotune.report import write_report

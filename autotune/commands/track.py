@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from autotune.commands.workspace import Workspace, latest_job
+from autotune.commands.workspace import Workspace, latest_job, use_mlflow_quietly
 from autotune.store import Store
 from autotune.tracking import Tracker
 
@@ -13,6 +13,7 @@ from autotune.tracking import Tracker
 def track(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     """Exit status 1 while something is still unsent."""
     workspace = Workspace.existing(options.directory)
+    use_mlflow_quietly()
     uri = options.tracking_uri or workspace.default_tracking_uri
     with Store.open(workspace.store_path) as store:
         job_id = options.job or latest_job(store)

@@ -8,7 +8,6 @@ import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -17,7 +16,7 @@ from autotune.canonical import to_data
 from autotune.commands.progress import ConsoleProgress
 from autotune.commands.results import decision_text, write_results
 from autotune.commands.settings import read_ports, read_settings
-from autotune.commands.workspace import Workspace, latest_job, new_job_id
+from autotune.commands.workspace import Workspace, latest_job, new_job_id, use_mlflow_quietly
 from autotune.driver import drive
 from autotune.errors import InvalidInput
 from autotune.job import JobSpec
@@ -60,8 +59,11 @@ def tune(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
 def _tune(options: argparse.Namespace, ports: tuple[int, int], workspace: Workspace, store: Store, job: _Job) -> tuple[dict[str, Any], str]:
     console = Console(stderr=True)
     where = "resuming" if job.resumed else "tuning"
-    console.print(f"{where} job [bold]{job.id}[/bold]: {' '.join(job.spec.command)} on {job.spec.workers} workers", highlight=False)
+    console.print(
+        f"{where} job [bold]{job.id}[/bold]: {' '.join(job.spec.command)} on {job.spec.workers} workers", highlight=False, soft_wrap=True
+    )
     uri = options.tracking_uri or workspace.default_tracking_uri
+    use_mlflow_quietly()
     tracker = Tracker(store, job.id, uri, options.experiment, workspace.artifacts)
     proposer = Proposer(job.spec, simulators())
     script = read_command(job.spec.command)
@@ -105,8 +107,3 @@ def _terminable() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def job_logs(workspace: Workspace, job_id: str) -> Path:
-    """Where the ranks' output of a job is."""
-    return workspace.job(job_id) / "logs"

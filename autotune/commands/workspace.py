@@ -9,6 +9,7 @@ from pathlib import Path
 
 from autotune.errors import InvalidInput
 from autotune.store import Store
+from autotune.tracking import mlflow_environment
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,12 @@ def latest_job(store: Store, unfinished: bool = False) -> str:
         what = "no unfinished job" if unfinished else "no job"
         raise InvalidInput(f"there is {what} in {store.path}; start one with `autotune tune -- torchrun ... train.py`")
     return jobs[-1].id
+
+
+def use_mlflow_quietly() -> None:
+    """MLflow takes its time limits from the environment only; what the user set stays."""
+    for name, value in mlflow_environment().items():
+        os.environ.setdefault(name, value)
 
 
 def new_job_id(script_name: str, now: datetime) -> str:

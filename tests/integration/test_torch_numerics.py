@@ -11,10 +11,11 @@ from torch_world import run_world
 from autotune.strategy_space.strategy import Compressor, Synchronizer
 from runtime_rewriter.numerics import GateResult, GradientGate, tolerance_of
 from runtime_rewriter.torch_ddp import PlannedDataParallel
+from runtime_rewriter.torch_observers import BackwardObserver
 
 
 class Steep(nn.Module):
-    """Gradients of the given sizes, alternating in sign between ranks where `cancel`."""
+    """A variable per gradient size."""
 
     def __init__(self, sizes: tuple[float, ...]) -> None:
         super().__init__()
@@ -61,6 +62,29 @@ def test_the_gate_passes_exact_and_rounded_gradients_and_fails_overflow_and_unde
         assert result["infinite"].ok, "an infinite reference is what AMP skips by itself"
         assert not result["underflow"].ok
         assert result["noise"].ok, "far below the model's gradients there is only noise"
+
+
+class Disturb(BackwardObserver):
+    """Another part of the program changes the averaged gradient on one rank."""
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        self.parameter = parameter
+
+    def on_synchronized(self, kept: frozenset[int]) -> None:
+        assert self.parameter.grad is not None
+        self.parameter.grad.mul_(1 + 1e-6)
+
+
+def check_difference(rank: int) -> GateResult:
+    model = PlannedDataParallel(Tied())
+    if rank == 1:
+        model.synchronizer.observers.append(Disturb(model.module.back.weight))
+    return gate_of(model, rank, Compressor.BF16)
+
+
+def test_the_gate_fails_when_ranks_differ_by_one_bit_even_within_the_tolerance() -> None:
+    for result in run_world(check_difference, 2):
+        assert not result.ok and result.worst_variable == "back.weight" and result.relative_error == float("inf")
 
 
 def test_tolerances_follow_the_roundoff_of_the_dtype() -> None:

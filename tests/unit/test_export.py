@@ -12,7 +12,8 @@ import pytest
 from synthetic_job import WORKLOAD, SyntheticWorld, drive, job_spec, strategy
 
 from autotune.errors import InvalidInput, ModelMismatch
-from autotune.export import build_export, check_model, read_export
+from autotune.export import check_model, read_export
+from autotune.export_build import build_export
 from autotune.records import CURRENT_SETUP
 from autotune.strategy_space.plan import plan
 from autotune.tuner import Finish
