@@ -9,9 +9,11 @@ from __future__ import annotations
 import difflib
 import json
 import math
+from collections.abc import Hashable
 from dataclasses import fields, is_dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from autotune.errors import InvalidInput
 
@@ -71,12 +73,21 @@ def parse(kind: type[T], data: Any, where: str) -> T:
     Unknown fields are errors where the class sets `__pydantic_config__ = {"extra": "forbid"}`.
     Raises `InvalidInput` that names `where`, the field, the value and the rule.
     """
-    from pydantic import TypeAdapter, ValidationError
+    from pydantic import ValidationError
 
     try:
-        return TypeAdapter(kind).validate_python(data)
+        parsed: T = _adapter(cast(Hashable, kind)).validate_python(data)
+        return parsed
     except ValidationError as error:
         raise InvalidInput(_explain(kind, error.errors(include_url=False), where)) from error
+
+
+@cache
+def _adapter(kind: Any) -> Any:
+    """Building one takes milliseconds, and a history holds hundreds of events."""
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(kind)
 
 
 def refuse_newer(data: Any, newest: int, what: str, where: str) -> None:

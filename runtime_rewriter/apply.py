@@ -16,10 +16,10 @@ from autotune.errors import InvalidInput
 from autotune.export import read_export
 from autotune.strategy_space.builders import ddp_default
 from autotune.strategy_space.plan import Plan, plan
-from autotune.workload import Variable, Workload
 from runtime_rewriter.active import current_session
 from runtime_rewriter.exported import plan_for
-from runtime_rewriter.torch_agreement import trainable_parameters
+from runtime_rewriter.torch_agreement import assumed_workload
+from runtime_rewriter.torch_collectives import TRAINING_TIMEOUT_S
 from runtime_rewriter.torch_ddp import attach
 from runtime_rewriter.torch_hooks import GradientSynchronizer
 
@@ -53,7 +53,11 @@ def apply(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, stra
         chosen, notes = plan_for(read_export(Path(strategy)), model, dist.get_world_size())
     else:
         chosen = None
-    synchronizer = attach(model, chosen or _ddp_plan(model))
+    first = chosen or _ddp_plan(model)
+    if session is None:
+        synchronizer = attach(model, first, timeout_s=TRAINING_TIMEOUT_S, agreement_timeout_s=TRAINING_TIMEOUT_S)
+    else:
+        synchronizer = attach(model, first)
     if session is not None:
         session.model_built(synchronizer)
     return Applied(synchronizer, (*notes, *_unsynchronized(model, optimizer)))
@@ -61,9 +65,7 @@ def apply(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, stra
 
 def _ddp_plan(model: nn.Module) -> Plan:
     """What torch's DDP would send: its default buckets, in the order in which it expects the gradients."""
-    named = reversed(trainable_parameters(model).items())
-    variables = tuple(Variable(name, tuple(p.shape), str(p.dtype).removeprefix("torch.")) for name, p in named)
-    workload = Workload(type(model).__name__, variables)
+    workload = assumed_workload(model)
     return plan(ddp_default(workload), workload, dist.get_world_size())
 
 

@@ -24,6 +24,7 @@ from autotune.records import FailureKind
 from runtime_rewriter.active import active_session
 from runtime_rewriter.control import ControlClosed, ControlLine
 from runtime_rewriter.failures import kind_of_exception
+from runtime_rewriter.torch_collectives import TRAINING_TIMEOUT_S
 
 MESSAGE_CHARACTERS = 6000
 
@@ -72,7 +73,7 @@ def _run_exported(strategy: Path, words: list[str]) -> int:
     from runtime_rewriter.torch_ddp import replaced_ddp
 
     session = ExportSession(strategy)
-    with replaced_ddp(session), active_session(session):
+    with replaced_ddp(session, timeout_s=TRAINING_TIMEOUT_S, agreement_timeout_s=TRAINING_TIMEOUT_S), active_session(session):
         _run_script(words)
     return 0
 

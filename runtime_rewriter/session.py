@@ -17,7 +17,6 @@ from autotune.errors import AutotuneError, InvalidStrategy
 from autotune.parsing import parse
 from autotune.records import FailureKind
 from autotune.strategy_space.plan import Plan
-from autotune.workload import model_id
 from runtime_rewriter.control import ControlClosed, ControlLine
 from runtime_rewriter.numerics import GradientGate
 from runtime_rewriter.torch_hooks import GradientSynchronizer
@@ -124,7 +123,7 @@ class TuningSession:
             self._line.send(self._activity.answer())
         else:
             assert self._synchronizer is not None
-            self._line.send({"event": "ready", "model_id": _identity(self._synchronizer)})
+            self._line.send({"event": "ready", "model_id": self._synchronizer.model_id})
         self._activity = self._next_activity()
         self._step_started_s = time.perf_counter()
 
@@ -152,11 +151,6 @@ class TuningSession:
         if now_s - self._said_s >= HEARTBEAT_S:
             self._said_s = now_s
             self._line.send({"event": "step"})
-
-
-def _identity(synchronizer: GradientSynchronizer) -> str:
-    named = zip(synchronizer.names, synchronizer.parameters, strict=True)
-    return model_id((name, tuple(parameter.shape), str(parameter.dtype).removeprefix("torch.")) for name, parameter in named)
 
 
 def software_versions() -> dict[str, str]:

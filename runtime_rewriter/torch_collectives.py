@@ -31,6 +31,8 @@ from autotune.errors import SynchronizationError
 from autotune.strategy_space.plan import Message, Plan, Primitive, TensorSlice
 from autotune.strategy_space.strategy import Compressor, SparseHandling
 
+TRAINING_TIMEOUT_S = 1800.0
+"""How long a rank may keep the others waiting in ordinary training (a checkpoint, a validation): torch's default."""
 _WIRE_DTYPE = {Compressor.FP16: torch.float16, Compressor.BF16: torch.bfloat16}
 _PRIMITIVES = (Primitive.ALL_REDUCE, Primitive.REDUCE_SCATTER_ALL_GATHER, Primitive.PUSH_PULL)
 

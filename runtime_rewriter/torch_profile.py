@@ -51,7 +51,7 @@ def profiling_plan(workload: Workload, world_size: int) -> Plan:
 
 
 class WorkloadProfiler(BackwardObserver):
-    """Profiles the next `steps` clean steps.
+    """Profiles the next `steps` steps; those that an evaluation interrupted count only where all were.
 
     Building one is collective and belongs at a step boundary: it loads the profiling plan.  `done` turns true
     at the boundary after the last step; `finish` is collective too and leaves no plan loaded.  A step starts
@@ -64,6 +64,7 @@ class WorkloadProfiler(BackwardObserver):
         self._wanted = steps
         self._seen = 0
         self._steps: list[_Step] = []
+        self._unclean: list[_Step] = []
         self._current = _Step()
         self._edges: set[tuple[int, int]] = set()
         self._sparse: set[int] = set()
@@ -78,7 +79,8 @@ class WorkloadProfiler(BackwardObserver):
 
     @property
     def done(self) -> bool:
-        return len(self._steps) >= self._wanted
+        # A number of steps that is the same on every rank, though one rank alone may evaluate in between.
+        return self._seen >= WARMUP_STEPS + self._wanted
 
     def on_forward_output(self, tensors: list[Tensor]) -> None:
         if not self._edges:  # the graph of one step; it is gone after its backward pass
@@ -108,8 +110,8 @@ class WorkloadProfiler(BackwardObserver):
     def on_boundary(self, now_s: float, clean: bool) -> None:
         self._current.update_s = now_s - self._backward_end_s
         self._seen += 1
-        if clean and self._seen > WARMUP_STEPS:
-            self._steps.append(self._current)
+        if self._seen > WARMUP_STEPS:
+            (self._steps if clean else self._unclean).append(self._current)
         self._boundary_s = now_s
 
     def finish(self) -> Workload:
@@ -118,10 +120,11 @@ class WorkloadProfiler(BackwardObserver):
         synchronizer.observers.remove(self)
         synchronizer.listeners.remove(self)
         synchronizer.deferred = False
-        if not self._steps:
+        measured = self._steps or self._unclean
+        if not measured:
             raise SynchronizationError("a profile needs at least one whole training step under it, but none was made")
         gathered: list[list[_Step]] = [[]] * synchronizer.ranks.size
-        dist.all_gather_object(gathered, self._steps, group=synchronizer.ranks.control)
+        dist.all_gather_object(gathered, measured, group=synchronizer.ranks.control)
         shape: list[tuple[set[tuple[int, int]], set[int]]] = [(self._edges, self._sparse)]
         dist.broadcast_object_list(shape, group=synchronizer.ranks.control, group_src=0)
         synchronizer.load(None)

@@ -39,9 +39,9 @@ def main() -> None:
     options = parser.parse_args()
     dist.init_process_group("gloo")
     torch.manual_seed(0)
-    model = torch.nn.Sequential(
-        torch.nn.Linear(32, options.width), torch.nn.ReLU(), torch.nn.Linear(options.width, options.width), torch.nn.Linear(options.width, 8)
-    )
+    width = options.width
+    layers = [torch.nn.Linear(32, width), torch.nn.ReLU(), torch.nn.Linear(width, width), torch.nn.Linear(width, 8)]
+    model = torch.nn.Sequential(*layers)
     wrapped = model if options.without_ddp else DistributedDataParallel(model)
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.01)
     data = torch.Generator().manual_seed(dist.get_rank())
