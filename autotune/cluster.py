@@ -19,7 +19,10 @@ from autotune.units import parse_bytes, parse_bytes_per_s, parse_seconds
 
 @dataclass(frozen=True)
 class Host:
-    """A machine: `devices` workers that share one network interface and one memory-speed link inside."""
+    """A machine: `devices` workers that share one network interface and one memory-speed link inside.
+
+    `cores`: CPU cores that they share, 0 where nobody counted them.
+    """
 
     __pydantic_config__ = {"extra": "forbid"}
 
@@ -31,6 +34,7 @@ class Host:
     inner_latency_s: float
     memory_bytes: int = 0
     address: str = ""
+    cores: int = 0
 
     def __post_init__(self) -> None:
         if self.devices < 1:
@@ -61,7 +65,8 @@ class CollectiveFit:
     """Measured cost of one primitive on `group_size` ranks: seconds = alpha_s + beta_s_per_byte * bytes.
 
     `bytes` is the size of the whole tensor before the operation. `relative_error` is the median of
-    |fitted - measured| / measured over the probed sizes.
+    |fitted - measured| / measured over the probed sizes. `cpu_alpha_s` and `cpu_beta_s_per_byte` fit the CPU time
+    that one rank spends on it (all its threads, mean over the ranks): what it may take from computation.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -73,6 +78,11 @@ class CollectiveFit:
     relative_error: float
     smallest_bytes: int
     largest_bytes: int
+    cpu_alpha_s: float = 0.0
+    cpu_beta_s_per_byte: float = 0.0
+
+    def cpu_s(self, message_bytes: float) -> float:
+        return self.cpu_alpha_s + self.cpu_beta_s_per_byte * message_bytes
 
     def seconds(self, message_bytes: float) -> float:
         return self.alpha_s + self.beta_s_per_byte * message_bytes
@@ -110,6 +120,7 @@ class Cluster:
 
     @cached_property
     def id(self) -> str:
+        """Identity of the hosts and links, whatever was fitted on them."""
         return content_id("cluster", {"hosts": to_data(self.hosts), "links": to_data(self.pair_links)})
 
     @cached_property

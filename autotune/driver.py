@@ -24,7 +24,7 @@ from autotune.workload import Workload
 
 
 class MeasuredProfile(Protocol):
-    """One replica's workload, the links' costs and the software versions."""
+    """One replica's workload, the links' costs, the software versions and the CPU cores of a host."""
 
     @property
     def workload(self) -> Workload: ...
@@ -32,6 +32,8 @@ class MeasuredProfile(Protocol):
     def fits(self) -> tuple[CollectiveFit, ...]: ...
     @property
     def software(self) -> dict[str, str]: ...
+    @property
+    def cores(self) -> int: ...
 
 
 class TrialWorld(Protocol):
@@ -77,7 +79,7 @@ def _execute(
 ) -> Profiled | Proposed | TrialFinished:
     if isinstance(instruction, ProfileWorkload):
         measured = world.profile()
-        return Profiled(measured.workload, probed(spec.cluster, measured.fits), 0.0, measured.software)
+        return Profiled(measured.workload, probed(spec.cluster, measured.fits, measured.cores), 0.0, measured.software)
     if isinstance(instruction, Propose):
         return proposer.propose(history, instruction.round, instruction.count)
     request = instruction.request
@@ -93,14 +95,18 @@ def plan_of(strategy_id: str, spec: JobSpec, history: History) -> Plan | None:
     return plan(history.proposals[strategy_id].strategy, history.profiled.workload, spec.workers)
 
 
-def probed(cluster: Cluster, fits: tuple[CollectiveFit, ...]) -> Cluster:
-    """The cluster with its fitted costs; an assumed single host also gets the bandwidth that its ring showed."""
+def probed(cluster: Cluster, fits: tuple[CollectiveFit, ...], cores: int) -> Cluster:
+    """The cluster with its fitted costs and `cores` for hosts whose cores nobody counted.
+
+    An assumed single host also gets the bandwidth that its ring showed.
+    """
     ring = next((fit for fit in fits if fit.primitive == "all_reduce" and fit.group_size == cluster.world_size), None)
     if ring is not None and len(cluster.hosts) == 1 and cluster.source == "assumed" and ring.beta_s_per_byte > 0:
         moved = 2 * (cluster.world_size - 1) / cluster.world_size  # Eq. 3: bytes per link of a ring all-reduce
         speed = moved / ring.beta_s_per_byte
         host = replace(cluster.hosts[0], link_bytes_per_s=speed, inner_bytes_per_s=speed)
         cluster = replace(cluster, hosts=(host,))
+    cluster = replace(cluster, hosts=tuple(replace(host, cores=host.cores or cores) for host in cluster.hosts))
     return cluster.with_fits(fits)
 
 

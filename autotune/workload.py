@@ -66,7 +66,8 @@ class Workload:
 
     `variables` are in backward (gradient-ready) order: index 0 is ready first. `edges` are pairs
     (i, j) of variable indices whose operations are neighbours in the data-flow graph, i < j.
-    `update_s` is everything between the end of the backward pass and the next forward pass.
+    `update_s` is everything between the end of the backward pass and the next forward pass. `threads` is the number
+    of CPU threads that compute; 0 where an accelerator does, or where nobody looked.
     `source` is "measured" or "assumed" and goes through to the report.
     """
 
@@ -79,6 +80,7 @@ class Workload:
     backward_s: float = 0.0
     update_s: float = 0.0
     device: str = "cpu"
+    threads: int = 0
     source: str = "assumed"
     schema: int = field(default=1)
 

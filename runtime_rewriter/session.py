@@ -6,6 +6,7 @@ fixed number of steps for each, so all ranks switch plans at the same boundary w
 
 from __future__ import annotations
 
+import os
 import platform
 import time
 from typing import Any, Protocol
@@ -87,7 +88,9 @@ class ProfileRun:
 
     def answer(self) -> dict[str, Any]:
         workload = self._profiler.finish()
-        return {"event": "profile", "profile": to_data({"workload": workload, "fits": self._fits, "software": software_versions()})}
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 0
+        profile = {"workload": workload, "fits": self._fits, "software": software_versions(), "cores": cores}
+        return {"event": "profile", "profile": to_data(profile)}
 
 
 class TuningSession:

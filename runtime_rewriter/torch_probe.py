@@ -29,6 +29,10 @@ SHARE_PER_PROBE = 0.01
 Operation = Callable[[], None]
 
 
+CPU_CLOCK_S = 1e-6
+"""Resolution that the clock of CPU time is trusted with."""
+
+
 @dataclass(frozen=True)
 class _Series:
     """Probes of one primitive on one group; `ranks` is None on ranks that take no part."""
@@ -36,6 +40,15 @@ class _Series:
     primitive: str
     group_size: int
     ranks: Ranks | None
+
+
+@dataclass(frozen=True)
+class _Point:
+    """One size: median over repeats of the slowest rank's time, and the mean CPU time of a rank."""
+
+    size_bytes: int
+    seconds: float
+    cpu_s: float
 
 
 def probe_links(process_group: dist.ProcessGroup | None = None, deadline_s: float = 30.0) -> tuple[CollectiveFit, ...]:
@@ -59,12 +72,12 @@ def probe_links(process_group: dist.ProcessGroup | None = None, deadline_s: floa
 def _probe(world: Ranks, pair: Ranks | None, deadline_s: float) -> tuple[CollectiveFit, ...]:
     device = Device(_device_of(world.base))
     stop_s = time.perf_counter() + deadline_s
-    found: dict[_Series, list[tuple[int, float]]] = {series: [] for series in _series(world, pair)}
+    found: dict[_Series, list[_Point]] = {series: [] for series in _series(world, pair)}
     for size_bytes in SIZES_BYTES:
         for series, points in found.items():
             repeats = _repeats(world, size_bytes, points, deadline_s, stop_s)
             if repeats:
-                points.append((size_bytes, _slowest_median_s(world, series, size_bytes, repeats, device)))
+                points.append(_measure(world, series, size_bytes, repeats, device))
     return tuple(_fit(series, points) for series, points in found.items() if len(points) >= 2)
 
 
@@ -91,11 +104,11 @@ def _device_of(group: dist.ProcessGroup) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if "nccl" in str(dist.get_backend_config(group)) else torch.device("cpu")
 
 
-def _repeats(world: Ranks, size_bytes: int, points: list[tuple[int, float]], deadline_s: float, stop_s: float) -> int:
+def _repeats(world: Ranks, size_bytes: int, points: list[_Point], deadline_s: float, stop_s: float) -> int:
     """How often to time this probe, 0 to leave it out: rank 0's decision from the time of the size before."""
     decision = torch.zeros(1, dtype=torch.int64)
     if world.rank == 0:
-        expected_s = points[-1][1] * size_bytes / points[-1][0] if points else 0.0  # an upper bound while alpha > 0
+        expected_s = points[-1].seconds * size_bytes / points[-1].size_bytes if points else 0.0  # an upper bound while alpha > 0
         left_s = stop_s - time.perf_counter()
         affordable = int(SHARE_PER_PROBE * deadline_s / expected_s) if expected_s else MOST_REPEATS
         decision[0] = 0 if left_s < 3 * expected_s or left_s <= 0 else min(max(affordable, 2), MOST_REPEATS)
@@ -103,27 +116,42 @@ def _repeats(world: Ranks, size_bytes: int, points: list[tuple[int, float]], dea
     return int(decision.item())
 
 
-def _slowest_median_s(world: Ranks, series: _Series, size_bytes: int, repeats: int, device: Device) -> float:
-    """Median over repeats of the slowest rank's time; one repeat more runs first, untimed."""
+def _measure(world: Ranks, series: _Series, size_bytes: int, repeats: int, device: Device) -> _Point:
+    """One repeat more runs first, untimed."""
     seconds = torch.zeros(repeats, dtype=torch.float64)
+    cpu_s = torch.zeros(1, dtype=torch.float64)
     if series.ranks is not None:
         operation = _OPERATIONS[series.primitive](series.ranks, size_bytes, device)
         gate = torch.zeros(1, device=device.device)
         for repeat in range(-1, repeats):
             dist.all_reduce(gate, group=series.ranks.first)
-            start_s = device.now_s()
+            start_s, start_cpu_s = device.now_s(), time.process_time()
             operation()
-            stop_s = device.now_s()
+            stop_s, stop_cpu_s = device.now_s(), time.process_time()
             if repeat >= 0:
                 seconds[repeat] = stop_s - start_s
+                cpu_s += (stop_cpu_s - start_cpu_s) / repeats
     dist.all_reduce(seconds, op=dist.ReduceOp.MAX, group=world.control)
-    return float(seconds.median())
+    dist.all_reduce(cpu_s, group=world.control)
+    return _Point(size_bytes, float(seconds.median()), float(cpu_s) / series.group_size)
 
 
-def _fit(series: _Series, points: list[tuple[int, float]]) -> CollectiveFit:
-    sizes, seconds = zip(*points, strict=True)
-    alpha_s, beta_s_per_byte, relative_error = fit_alpha_beta(sizes, seconds)
-    return CollectiveFit(series.primitive, series.group_size, alpha_s, beta_s_per_byte, relative_error, min(sizes), max(sizes))
+def _fit(series: _Series, points: list[_Point]) -> CollectiveFit:
+    sizes = [point.size_bytes for point in points]
+    alpha_s, beta_s_per_byte, relative_error = fit_alpha_beta(sizes, [point.seconds for point in points])
+    # The clock of CPU time may not tick within a small message.
+    cpu_alpha_s, cpu_beta_s_per_byte, _ = fit_alpha_beta(sizes, [max(point.cpu_s, CPU_CLOCK_S) for point in points])
+    return CollectiveFit(
+        series.primitive,
+        series.group_size,
+        alpha_s,
+        beta_s_per_byte,
+        relative_error,
+        min(sizes),
+        max(sizes),
+        cpu_alpha_s,
+        cpu_beta_s_per_byte,
+    )
 
 
 def _exchange(primitive: Primitive) -> Callable[[Ranks, int, Device], Operation]:

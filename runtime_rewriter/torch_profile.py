@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from statistics import median
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -157,5 +158,6 @@ class WorkloadProfiler(BackwardObserver):
             backward_s=backward_s,
             update_s=median(step.update_s for step in steps),
             device=self._synchronizer.device.device.type,
+            threads=torch.get_num_threads() if self._synchronizer.device.device.type == "cpu" else 0,
             source="measured",
         )

@@ -36,11 +36,12 @@ PROBE_DEADLINE_S = 20.0
 
 @dataclass(frozen=True)
 class Profile:
-    """What one replica does, what the links cost, and the software that runs it."""
+    """What one replica does, what the links cost, the software that runs it, and the CPU cores of rank 0's host."""
 
     workload: Workload
     fits: tuple[CollectiveFit, ...]
     software: dict[str, str]
+    cores: int
 
 
 @dataclass(frozen=True)

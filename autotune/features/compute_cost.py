@@ -2,12 +2,15 @@
 
 `paper_step_s`   T = max(T_comp, T_sync): AutoSync, supplement Eq. 1.
 `overlap_step_s` one compute queue and one communication channel: a message starts when the channel is free and
-                 its last gradient is ready. This is the analytic ranker of the product.
+                 its last gradient is ready; where the CPU computes, sending takes cores from it. This is the analytic
+                 ranker of the product.
 
 | symbol | meaning | unit |
 |---|---|---|
 | ready | time from the start of the backward pass until a gradient is final, shape (V,) | s |
 | cost | time a message holds the channel, shape (M,) | s |
+| cpu | CPU time that sending a message costs a rank, shape (M,) | s |
+| share | part of cpu that is taken from computation, 0 to 1 | - |
 """
 
 from __future__ import annotations
@@ -15,8 +18,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from autotune.cluster import Cluster
 from autotune.features.flat import FlatPlan
 from autotune.features.sync_cost import MessageCosts
+from autotune.strategy_space.plan import Plan
 from autotune.workload import Workload
 
 FloatArray = NDArray[np.float64]
@@ -46,19 +51,56 @@ def channel_ends_s(ready_s: FloatArray, cost_s: FloatArray) -> FloatArray:
     return ends
 
 
-def overlap_step_s(flat: FlatPlan, cost_s: FloatArray, workload: Workload, cross_step: bool = False) -> float:
+def taken_share(workload: Workload, cluster: Cluster) -> float:
+    """How much of the CPU time of sending is taken from computation: the share of a host's cores that compute.
+
+    A communication thread lands on a computing core with that probability. 0 on accelerators, and where the cores or
+    threads are not known.
+    """
+    if workload.device != "cpu" or workload.threads == 0:
+        return 0.0
+    shares = [min(1.0, host.devices * workload.threads / host.cores) for host in cluster.hosts if host.cores > 0]
+    return max(shares, default=0.0)
+
+
+def message_cpu_s(plan: Plan, cluster: Cluster) -> FloatArray:
+    """CPU time of every message on one rank, from the probed fits, shape (M,); 0 where the primitive was not probed."""
+    fits = {primitive: cluster.fit(primitive.value, plan.world_size) for primitive in {m.primitive for m in plan.messages}}
+    found = [fit.cpu_s(m.wire_bytes) if (fit := fits[m.primitive]) else 0.0 for m in plan.messages]
+    return np.array(found)
+
+
+def slowed_ready_s(ready_s: FloatArray, taken_s: FloatArray, end_s: float) -> tuple[FloatArray, float]:
+    """(ready times, end of the backward pass) when message j delays everything after its own start by taken_s[j].
+
+    A message delays what is computed after its gradients were ready: delay(t) = sum of taken_j over ready_j < t.
+    Inputs in undisturbed times, shape (M,). Messages of the very last gradient delay nothing.
+    """
+    order = np.argsort(ready_s, kind="stable")
+    before = np.concatenate([[0.0], np.cumsum(taken_s[order])])
+    sorted_ready_s = ready_s[order]
+    slowed: FloatArray = ready_s + before[np.searchsorted(sorted_ready_s, ready_s, side="left")]
+    return slowed, end_s + float(before[np.searchsorted(sorted_ready_s, end_s, side="left")])
+
+
+def overlap_step_s(
+    flat: FlatPlan, cost_s: FloatArray, workload: Workload, cross_step: bool = False, taken_s: FloatArray | None = None
+) -> float:
     """Predicted step time with computation and communication overlapped.
 
     Within the step, the update follows the last message. With `cross_step` the next forward pass starts at once
     and each variable (an equal share of `forward_s`, in reverse backward order) waits for its own messages; the
     result is the period of the steady state. All messages are in before the next backward pass starts.
+    `taken_s` (M,): CPU time that each message takes from the backward pass; None: nothing.
     """
-    ready_s = np.maximum.reduceat(ready_times_s(workload)[flat.variable], flat.first)
+    ready_s, backward_s = np.maximum.reduceat(ready_times_s(workload)[flat.variable], flat.first), workload.backward_s
+    if taken_s is not None:
+        ready_s, backward_s = slowed_ready_s(ready_s, taken_s, backward_s)
     ends_s = channel_ends_s(ready_s, cost_s)
     if not cross_step:
-        return workload.forward_s + max(workload.backward_s, float(ends_s[-1])) + workload.update_s
+        return workload.forward_s + max(backward_s, float(ends_s[-1])) + workload.update_s
     arrival_s = np.zeros(len(workload.variables))
     np.maximum.at(arrival_s, flat.variable, ends_s[flat.message])
     share_s = np.full(len(arrival_s), workload.forward_s / len(arrival_s))
-    start_s = workload.backward_s + workload.update_s
+    start_s = backward_s + workload.update_s
     return float(channel_ends_s(np.maximum(arrival_s[::-1], start_s), share_s)[-1])

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from autotune.cluster import Cluster
 from autotune.errors import InvalidInput
-from autotune.features.compute_cost import overlap_step_s, paper_step_s
+from autotune.features.compute_cost import message_cpu_s, overlap_step_s, paper_step_s, taken_share
 from autotune.features.flat import flatten
 from autotune.features.raw import shard_rows
 from autotune.features.sync_cost import message_costs
@@ -76,6 +76,7 @@ def extract(strategy: Strategy, plan: Plan, workload: Workload, cluster: Cluster
             f"{len(flat.variable)}; use fewer shards per variable"
         )
     costs = message_costs(plan, cluster)
+    taken_s = taken_share(workload, cluster) * message_cpu_s(plan, cluster)
     order = np.lexsort((flat.start, flat.variable))
     chain = np.column_stack([np.arange(count - 1), np.arange(1, count)])
     return StrategyFeatures(
@@ -85,6 +86,6 @@ def extract(strategy: Strategy, plan: Plan, workload: Workload, cluster: Cluster
         variables=count,
         edges=np.array(workload.edges, dtype=np.int64).reshape(-1, 2) if workload.edges else chain.astype(np.int64),
         global_features=costs.global_features,
-        analytic_step_s=overlap_step_s(flat, costs.channel_s, workload, plan.cross_step),
+        analytic_step_s=overlap_step_s(flat, costs.channel_s, workload, plan.cross_step, taken_s),
         paper_step_s=paper_step_s(workload, costs),
     )

@@ -48,7 +48,7 @@ def test_the_resnet_example_is_tuned_and_leaves_an_export_and_a_report(tuned) ->
     assert export.world_size == 2 and export.model == "ResNet"
     assert (export.strategy.id if export.strategy else CURRENT_SETUP) == result["decision"]["strategy_id"]
     report = Path(result["report"]).read_text()
-    assert "<html" in report and "src=" not in report and "href=\"http" not in report
+    assert "<html" in report and "src=" not in report and 'href="http' not in report
     assert result["unsent_tracking_items"] == 0
     with Store.open(directory / "autotune.db") as store:
         history = store.history("resnet")

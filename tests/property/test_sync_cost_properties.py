@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autotune.cluster import Cluster, Host, PairLink
-from autotune.features.compute_cost import channel_ends_s, overlap_step_s
+from autotune.features.compute_cost import channel_ends_s, overlap_step_s, slowed_ready_s
 from autotune.features.flat import FlatPlan
 from autotune.features.sync_cost import KERNEL_LATENCY_S, message_costs, network_overhead_s
 from autotune.strategy_space.plan import Message, Plan, Primitive, TensorSlice
@@ -167,3 +167,12 @@ def test_channel_ends_equal_the_recurrence(rows: list[tuple[float, float]]) -> N
         expected.append(end)
     table = np.array(rows)
     np.testing.assert_allclose(channel_ends_s(table[:, 0], table[:, 1]), expected, atol=1e-9)
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.floats(0, 10)), min_size=1, max_size=20), st.integers(0, 6))
+def test_cpu_taken_from_the_backward_pass_equals_the_sum_over_earlier_messages(rows: list[tuple[int, float]], end: int) -> None:
+    table = np.array(rows, dtype=np.float64)
+    slowed, slowed_end = slowed_ready_s(table[:, 0], table[:, 1], float(end))
+    expected = [ready + sum(taken for other, taken in rows if other < ready) for ready, _ in rows]
+    np.testing.assert_allclose(slowed, expected, atol=1e-9)
+    assert np.isclose(slowed_end, end + sum(taken for ready, taken in rows if ready < end))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from autotune.cluster import Cluster, CollectiveFit, Host, PairLink
 from autotune.errors import InvalidInput
-from autotune.features.compute_cost import channel_ends_s, overlap_step_s, paper_step_s, ready_times_s
+from autotune.features.compute_cost import channel_ends_s, message_cpu_s, overlap_step_s, paper_step_s, ready_times_s, taken_share
 from autotune.features.flat import flatten
 from autotune.features.sync_cost import COLLECTIVES, KERNEL_LATENCY_S, collective_factor, message_costs, network_overhead_s
 from autotune.strategy_space.plan import Message, Plan, Primitive, TensorSlice, plan
@@ -207,3 +209,15 @@ def test_the_papers_step_is_the_larger_of_computation_and_synchronization() -> N
     costs = message_costs(plan_of(cluster, message(Primitive.ALL_REDUCE)), cluster)
     assert paper_step_s(three_variables(), costs) == 4.5
     assert paper_step_s(three_variables(forward_s=0.0, backward_s=0.0, update_s=0.0), costs) == costs.paper_sync_s
+
+
+def test_sending_takes_cores_from_computation_only_where_the_cpu_computes() -> None:
+    fit = CollectiveFit("all_reduce", 4, 1e-3, 1e-8, 0.02, 1, 10**8, cpu_alpha_s=1e-4, cpu_beta_s_per_byte=1e-9)
+    counted = Cluster("c", (replace(host("a", 4), cores=8),)).with_fits((fit,))
+    workload = Workload("m", (Variable("v", (ELEMENTS,)),), backward_s=1.0, threads=1)
+    assert taken_share(workload, counted) == 0.5
+    assert taken_share(replace(workload, threads=4), counted) == 1.0
+    assert taken_share(replace(workload, device="cuda", threads=0), counted) == 0.0
+    assert taken_share(workload, Cluster("c", (host("a", 4),))) == 0.0
+    sent = plan_of(counted, message(Primitive.ALL_REDUCE), message(Primitive.REDUCE_SCATTER_ALL_GATHER))
+    assert message_cpu_s(sent, counted) == pytest.approx([1e-4 + 1e-9 * WIRE, 0.0])
