@@ -4,6 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 BUDGET ?= 5min
 WORKERS ?= 2
+EXAMPLE ?= examples/resnet_digits.py
 
 .PHONY: setup tune test lint clean
 
@@ -14,9 +15,9 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[tune,dev]'
 	touch $@
 
+# Long enough an example that it does not end within the budget; an ended script is started again all the same.
 tune: setup
-	$(BIN)/autotune tune --job autotune-jobs/example --budget-time $(BUDGET) -- \
-	    torchrun --nproc-per-node $(WORKERS) examples/resnet_digits.py
+	$(BIN)/autotune tune --budget-time $(BUDGET) -- torchrun --nproc-per-node $(WORKERS) $(EXAMPLE) --epochs 1000
 
 lint: setup
 	$(BIN)/ruff check .

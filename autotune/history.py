@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from bisect import bisect
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -9,9 +11,6 @@ import numpy as np
 
 from autotune.events import Event, Profiled, Proposal, Proposed, TrialFinished
 from autotune.records import CURRENT_SETUP, Measured, Role
-
-REFERENCE_WINDOW = 5
-"""References whose median is the expectation for the next: adapts to a lasting change within three of them."""
 
 LEAST_NOISE = 0.01
 """Two medians closer than this are not told apart, however quiet the references were."""
@@ -55,34 +54,51 @@ class History:
         return self.events[-1].elapsed_s if self.events else 0.0
 
     @cached_property
-    def disturbed(self) -> frozenset[int]:
-        """Numbers of the candidate trials that were taken while the reference deviated.
+    def references(self) -> tuple[tuple[int, float], ...]:
+        """(trial number, median step time) of every measured reference, in order."""
+        found = [trial for trial in self.trials if trial.request.role is Role.REFERENCE]
+        return tuple((t.request.number, t.outcome.median_s) for t in found if isinstance(t.outcome, Measured))
 
-        A reference is good if its median is within `deviation` of the (lower) median of the last `REFERENCE_WINDOW`
-        references before it. After one that is not, all candidates since the last good one are disturbed.
+    def bracket_s(self, number: int) -> tuple[float | None, float | None]:
+        """Median step time of the current setup right before and right after a trial; None where there was none (yet)."""
+        at = bisect(self.references, (number, 0.0))
+        before = self.references[at - 1][1] if at > 0 else None
+        after = self.references[at][1] if at < len(self.references) else None
+        return before, after
+
+    @cached_property
+    def disturbed(self) -> frozenset[int]:
+        """Numbers of the candidate trials between two references that differ by more than `deviation` (relative).
+
+        There the machine changed, at a moment that nobody knows. A machine that is slower for long enough disturbs
+        nothing once it stays so: its trials are compared with the references around them, see `measured_s`.
         """
-        marked: set[int] = set()
-        since_good: list[int] = []
-        medians: list[float] = []
-        for trial in self.trials:
-            if trial.request.role is Role.CANDIDATE:
-                since_good.append(trial.request.number)
-            elif trial.request.role is Role.REFERENCE and isinstance(trial.outcome, Measured):
-                recent = sorted(medians[-REFERENCE_WINDOW:]) or [trial.outcome.median_s]
-                expected = recent[(len(recent) - 1) // 2]  # of two, the faster: disturbances slow down
-                if abs(trial.outcome.median_s / expected - 1) > self.deviation:
-                    marked.update(since_good)
-                since_good = []
-                medians.append(trial.outcome.median_s)
+        marked = set()
+        for trial in self.candidates:
+            before, after = self.bracket_s(trial.request.number)
+            if before is not None and after is not None and max(before, after) > (1 + self.deviation) * min(before, after):
+                marked.add(trial.request.number)
         return frozenset(marked)
 
     @cached_property
     def candidates(self) -> tuple[TrialFinished, ...]:
         return tuple(trial for trial in self.trials if trial.request.role is Role.CANDIDATE)
 
+    def steady_s(self, trial: TrialFinished) -> float:
+        """A measured trial's median step time as it would be on the machine's usual speed.
+
+        The time is divided by the mean of the references around it and multiplied by the median of all references:
+        other tenants of a machine come and go for minutes and slow the references as they slow the trial.
+        """
+        assert isinstance(trial.outcome, Measured)
+        around = [value for value in self.bracket_s(trial.request.number) if value is not None]
+        if self.reference_s is None or not around:
+            return trial.outcome.median_s
+        return trial.outcome.median_s * self.reference_s / float(np.mean(around))
+
     @cached_property
     def measured_s(self) -> dict[str, float]:
-        """Strategy id -> median step time over its undisturbed trials (all of them, if every one was disturbed).
+        """Strategy id -> median of `steady_s` over its undisturbed trials (over all, if every one was disturbed).
 
         Trials of the closing comparison are not among them: they are taken in blocks beside the current setup.
         """
@@ -91,7 +107,7 @@ class History:
         for trial in self.candidates:
             if isinstance(trial.outcome, Measured):
                 target = noisy if trial.request.number in self.disturbed else good
-                target.setdefault(trial.request.strategy_id, []).append(trial.outcome.median_s)
+                target.setdefault(trial.request.strategy_id, []).append(self.steady_s(trial))
         return {key: float(np.median(values)) for key, values in {**noisy, **good}.items()}
 
     @cached_property
@@ -102,17 +118,19 @@ class History:
     @cached_property
     def reference_s(self) -> float | None:
         """Median step time of the current setup over all its reference trials."""
-        medians = [t.outcome.median_s for t in self.trials if t.request.role is Role.REFERENCE and isinstance(t.outcome, Measured)]
-        return float(np.median(medians)) if medians else None
+        return float(np.median([median_s for _, median_s in self.references])) if self.references else None
 
     @cached_property
     def noise(self) -> float:
-        """Relative spread between repeats of the same plan, from the reference trials (half the interquartile range), at least 1 %."""
-        medians = [t.outcome.median_s for t in self.trials if t.request.role is Role.REFERENCE and isinstance(t.outcome, Measured)]
-        if len(medians) < SMALLEST_SPREAD:
+        """Relative standard deviation of a trial's median step time on a steady machine, at least `LEAST_NOISE`.
+
+        From the differences of neighbouring references: their median is not moved by a few changes of the machine.
+        """
+        logs = np.log([median_s for _, median_s in self.references])
+        if len(logs) < SMALLEST_SPREAD:
             return LEAST_NOISE
-        low, middle, high = np.quantile(medians, [0.25, 0.5, 0.75])
-        return max(LEAST_NOISE, float((high - low) / (2 * middle)))
+        # The median of |x - y| of two normal values is 0.6745 sqrt(2) standard deviations.
+        return max(LEAST_NOISE, float(np.median(np.abs(np.diff(logs)))) / (0.6745 * math.sqrt(2)))
 
     @cached_property
     def ab_trials(self) -> tuple[TrialFinished, ...]:

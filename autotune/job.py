@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -33,14 +34,19 @@ class Similarity(StrEnum):
 SIMULATORS = ("linear", "rnn", "gat")
 
 
+def fewest_pairs(confidence: float) -> int:
+    """Pairs below which even n differences of one sign are not significant: 2^(1 - n) <= 1 - confidence."""
+    return math.ceil(1 - math.log2(1 - confidence))
+
+
 @dataclass(frozen=True)
 class JobSpec:
     """Everything that decides what a job does; the same spec and seed propose the same strategies.
 
     A trial is `warmup_steps` untimed and `timed_steps` timed steps. After `reference_every` candidates the
-    current setup runs again; where it deviates by more than `deviation` (relative), the trials since the last
-    good reference are marked and repeated, at most `max_repeats` times each. `diversity` is alpha of Eq. 11.
-    The closing comparison runs up to `ab_pairs` blocks of each side (as the time allows, at least 3) and exports
+    current setup runs again; where it deviates by more than `deviation` (relative) from the time before, the trials
+    in between are marked and repeated, at most `max_repeats` times each. `diversity` is alpha of Eq. 11.
+    The closing comparison runs up to `ab_pairs` blocks of each side (as the time allows) and exports
     the tuned strategy only if the confidence interval of the time ratio lies below 1.
     """
 
@@ -64,7 +70,7 @@ class JobSpec:
     deviation: float = 0.15
     max_repeats: int = 1
     finalists: int = 3
-    ab_pairs: int = 8
+    ab_pairs: int = 12
     confidence: float = 0.95
     step_timeout_s: float = 60.0
     start_timeout_s: float = 120.0
@@ -79,10 +85,11 @@ class JobSpec:
                 raise InvalidInput(f"{name} must be at least 1, but is {getattr(self, name)}")
         if self.warmup_steps < 1:
             raise InvalidInput(f"warmup_steps must be at least 1 (the numerics gate runs in it), but is {self.warmup_steps}")
-        if self.ab_pairs < 3:
-            raise InvalidInput(f"ab_pairs must be at least 3 for a confidence interval, but is {self.ab_pairs}")
         if not 0.5 <= self.confidence < 1:
             raise InvalidInput(f"confidence must lie in [0.5, 1), but is {self.confidence}")
+        if self.ab_pairs < fewest_pairs(self.confidence):
+            need = f"at least {fewest_pairs(self.confidence)} for an interval of {self.confidence:.0%}"
+            raise InvalidInput(f"ab_pairs must be {need}, but is {self.ab_pairs}")
         for name in ("max_seconds", "deviation", "step_timeout_s", "start_timeout_s"):
             if getattr(self, name) <= 0:
                 raise InvalidInput(f"{name} must be above 0, but is {getattr(self, name)}")

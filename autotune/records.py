@@ -99,9 +99,11 @@ class TrialRequest:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The closing A/B: geometric mean of time(tuned) / time(current setup) over `pairs` interleaved pairs of blocks.
+    """The closing A/B: time(tuned) / time(current setup) over `pairs` interleaved pairs of blocks.
 
-    The interval is Student's t on the logarithms of the ratios of the blocks' medians.
+    `ratio` is the Hodges-Lehmann estimate and the interval the exact one of the Wilcoxon signed-rank test, both on the
+    logarithms of the ratios of the blocks' medians (Hollander and Wolfe, Nonparametric Statistical Methods, ch. 3): a pair
+    during which the machine changed counts by its rank and not by its size.
     """
 
     ratio: float

@@ -13,7 +13,7 @@ import numpy as np
 
 from autotune.events import TrialFinished
 from autotune.history import History
-from autotune.job import JobSpec
+from autotune.job import JobSpec, fewest_pairs
 from autotune.records import CURRENT_SETUP, Failed, Measured, Role, TrialRequest
 from autotune.records import Comparison as Comparison
 from autotune.records import Decision as Decision
@@ -53,8 +53,6 @@ Instruction = ProfileWorkload | Propose | RunTrial | Finish | Abort
 
 CLOSING_SHARE = 0.4
 """At most this share of the time budget is kept back for the finalists and the closing comparison."""
-FEWEST_PAIRS = 3
-"""Below it there is no interval worth the name."""
 REFERENCE_TRIES = 3
 """How often the current setup may fail before any measurement, until the job is given up."""
 
@@ -154,10 +152,10 @@ def _block_s(spec: JobSpec, history: History) -> float:
 
 
 def _pairs(spec: JobSpec, history: History) -> int:
-    """Pairs of blocks that fit into the time that was left when the comparison began; at least three for an interval."""
+    """Pairs of blocks that fit into the time that was left when the comparison began; at least as many as the interval needs."""
     before = [event.elapsed_s for event in history.events if not (isinstance(event, TrialFinished) and event.request.role is Role.AB)]
     left_s = spec.max_seconds - before[-1]
-    return max(FEWEST_PAIRS, min(spec.ab_pairs, int(left_s / (2 * _block_s(spec, history)))))
+    return max(fewest_pairs(spec.confidence), min(spec.ab_pairs, int(left_s / (2 * _block_s(spec, history)))))
 
 
 def _close(spec: JobSpec, history: History) -> Instruction:
@@ -217,13 +215,25 @@ def _blocks(trials: list[TrialFinished], strategy_id: str) -> list[Measured]:
 
 def compare(mine: list[Measured], current: list[Measured], confidence: float) -> Comparison:
     """The interval of the time ratio from paired blocks; see `Comparison`."""
-    from scipy import stats
-
     pairs = min(len(mine), len(current))
-    logs = np.array([math.log(a.median_s / b.median_s) for a, b in zip(mine, current, strict=False)])
-    center = float(logs.mean())
-    half = float(stats.t.ppf(0.5 + confidence / 2, pairs - 1) * logs.std(ddof=1) / math.sqrt(pairs))
-    return Comparison(math.exp(center), math.exp(center - half), math.exp(center + half), pairs, confidence)
+    logs = [math.log(a.median_s / b.median_s) for a, b in zip(mine, current, strict=False)]
+    walsh = sorted((logs[i] + logs[j]) / 2 for i in range(pairs) for j in range(i, pairs))
+    bound = signed_rank_bound(pairs, (1 - confidence) / 2)
+    middle = float(np.median(walsh))
+    return Comparison(math.exp(middle), math.exp(walsh[bound - 1]), math.exp(walsh[-bound]), pairs, confidence)
+
+
+def signed_rank_bound(pairs: int, tail: float) -> int:
+    """The interval reaches from the k-th smallest to the k-th largest Walsh average: the largest k with P(W < k) <= tail.
+
+    W is the signed-rank statistic of `pairs` differences: every subset of the ranks 1..n is equally likely.
+    """
+    ways = np.zeros(pairs * (pairs + 1) // 2 + 1)
+    ways[0] = 1.0
+    for rank in range(1, pairs + 1):
+        ways[rank:] = ways[rank:] + ways[:-rank]
+    below = np.cumsum(ways) / 2.0**pairs
+    return int(np.searchsorted(below, tail, side="right"))
 
 
 def _decide(spec: JobSpec, history: History, best: str, mine: list[Measured], current: list[Measured]) -> Decision:

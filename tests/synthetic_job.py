@@ -42,7 +42,7 @@ def job_spec(**settings: object) -> JobSpec:
         "max_trials": 12,
         "top_k": 4,
         "reference_every": 4,
-        "ab_pairs": 4,
+        "ab_pairs": 6,
         "finalists": 2,
         "timed_steps": 4,
     }

@@ -19,6 +19,9 @@ _SAME_NAME = (
 )
 _TIMES = {"budget_time": "max_seconds", "step_timeout": "step_timeout_s", "start_timeout": "start_timeout_s"}
 
+NO_LIMIT_TRIALS, NO_LIMIT_S = 1_000_000, 30 * 24 * 3600.0
+"""Where one budget is given, it alone counts."""
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -42,6 +45,10 @@ def read_settings(options: argparse.Namespace) -> Settings:
         cluster = read_cluster(options.cluster)
     workers = _workers(options.workers, script.workers, cluster)
     values |= _given(options)
+    if "max_seconds" in values and "max_trials" not in values:
+        values["max_trials"] = NO_LIMIT_TRIALS
+    if "max_trials" in values and "max_seconds" not in values:
+        values["max_seconds"] = NO_LIMIT_S
     return Settings(JobSpec(command=tuple(words), workers=workers, cluster=cluster or Cluster.local(workers), **values), script)
 
 

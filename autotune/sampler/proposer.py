@@ -166,7 +166,7 @@ class Proposer:
         return float(np.median([example.step_s / example.features.analytic_step_s for example in examples]))
 
     def examples(self, history: History) -> list[Example]:
-        """Everything that was measured in this job, with its features."""
+        """Everything that was measured in this job, with its features, in an order that says nothing about the time."""
         assert history.profiled is not None
         domain = f"{history.profiled.workload.id}/{history.profiled.cluster.id}"
         found = []
@@ -174,7 +174,7 @@ class Proposer:
             strategy = history.proposals[strategy_id].strategy
             enacted = plan(strategy, history.profiled.workload, self._spec.workers)
             found.append(Example(self._features(history, strategy, enacted), step_s, domain))
-        return found
+        return [found[index] for index in generator(self._spec.seed, "examples").permutation(len(found))]
 
     @staticmethod
     def _features(history: History, strategy: Strategy, enacted: Plan) -> StrategyFeatures:

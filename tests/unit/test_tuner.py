@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from scipy.stats import wilcoxon
 from synthetic_job import SyntheticWorld, drive, job_spec, measured, roles, strategy
 
 from autotune.events import Proposed, event_from_data, event_to_data
 from autotune.history import History
 from autotune.records import CURRENT_SETUP, Role
 from autotune.rng import generator
-from autotune.tuner import REFERENCE_TRIES, Abort, Finish, ProfileWorkload, Propose, RunTrial, compare, decided, next_instruction
+from autotune.tuner import (
+    REFERENCE_TRIES,
+    Abort,
+    Finish,
+    ProfileWorkload,
+    Propose,
+    RunTrial,
+    compare,
+    decided,
+    next_instruction,
+    signed_rank_bound,
+)
 
 FAST = {5: 0.06, 3: 0.07}
 
@@ -40,7 +53,7 @@ def test_the_fastest_strategy_is_exported_when_it_is_really_faster():
 
 def test_trials_run_in_the_documented_order():
     history, _ = drive(job_spec(), SyntheticWorld(FAST))
-    assert roles(history) == "r" + "ccccr" + "ccccr" + "cccc" + "cc" + "abba" * 2
+    assert roles(history) == "r" + "ccccr" + "ccccr" + "cccc" + "cc" + "abba" * 3
 
 
 def test_trial_numbers_count_up_and_candidates_carry_their_round_and_prediction():
@@ -86,13 +99,13 @@ def test_a_job_cut_at_any_event_continues_identically(disturbed):
 
 def test_candidates_before_a_deviating_reference_are_marked_and_repeated_once():
     spec = job_spec(max_trials=20)
-    history, _ = drive(spec, SyntheticWorld(FAST, factor=lambda number: 1.5 if 1 <= number <= 5 else 1.0))
+    history, _ = drive(spec, SyntheticWorld(FAST, factor=lambda number: 1.5 if number >= 3 else 1.0))
     assert history.disturbed == {1, 2, 3, 4}
     repeats = [trial.request for trial in history.candidates if trial.request.attempt == 1 and trial.request.round == 0]
     assert [request.strategy_id for request in repeats] == [strategy(number).id for number in range(4)]
-    assert all(
-        history.measured_s[strategy(number).id] == pytest.approx(SyntheticWorld(FAST).true_s.get(number, 0.1)) for number in range(4)
-    )
+    for number in range(4):
+        true_ratio = SyntheticWorld(FAST).true_s.get(number, 0.1) / 0.1
+        assert history.measured_s[strategy(number).id] / history.reference_s == pytest.approx(true_ratio)
 
 
 def test_a_trial_that_is_disturbed_every_time_is_repeated_at_most_max_repeats_times():
@@ -152,7 +165,7 @@ def test_a_current_setup_that_fails_twice_in_the_comparison_proves_nothing():
 
 def test_a_current_setup_that_fails_once_in_the_comparison_runs_that_block_again():
     history, end = drive(job_spec(), SyntheticWorld(FAST, fails=lambda r: r.number == 18))
-    assert roles(history).endswith("abbbaabba") and isinstance(end, Finish) and end.decision.strategy_id == strategy(5).id
+    assert roles(history).endswith("abbaabbaabba"[3:]) and isinstance(end, Finish) and end.decision.strategy_id == strategy(5).id
 
 
 def test_the_winner_is_one_of_the_finalists_that_were_measured_twice():
@@ -225,15 +238,32 @@ def test_identical_time_distributions_are_called_different_at_most_at_the_stated
     assert false_positives <= 11
 
 
-def test_the_interval_agrees_with_students_t_written_out():
+@pytest.mark.parametrize("pairs", [6, 7, 10])
+def test_the_bound_of_the_interval_equals_that_of_all_sign_patterns_counted(pairs):
+    ranks = np.arange(1, pairs + 1)
+    sums = [int(ranks[np.array(signs)].sum()) for signs in itertools.product([False, True], repeat=pairs)]
+    bound = signed_rank_bound(pairs, 0.025)
+    assert np.mean(np.array(sums) < bound) <= 0.025 < np.mean(np.array(sums) < bound + 1)
+
+
+def test_the_interval_holds_exactly_the_ratios_that_the_signed_rank_test_does_not_reject():
     rng = generator(0, "compare")
-    mine = [measured(0.09, 6, rng, 0.05) for _ in range(5)]
-    current = [measured(0.1, 6, rng, 0.05) for _ in range(5)]
+    mine = [measured(0.09, 6, rng, 0.05) for _ in range(8)]
+    current = [measured(0.1, 6, rng, 0.05) for _ in range(8)]
     comparison = compare(mine, current, 0.95)
-    logs = [math.log(a.median_s) - math.log(b.median_s) for a, b in zip(mine, current, strict=True)]
-    mean = sum(logs) / 5
-    deviation = math.sqrt(sum((value - mean) ** 2 for value in logs) / 4)
-    half = 2.7764451 * deviation / math.sqrt(5)  # the 97.5 % quantile of t with 4 degrees of freedom
-    assert np.allclose(
-        [comparison.ratio, comparison.low, comparison.high], [math.exp(mean), math.exp(mean - half), math.exp(mean + half)], rtol=1e-6
-    )
+    logs = np.array([math.log(a.median_s / b.median_s) for a, b in zip(mine, current, strict=True)])
+
+    def rejected(ratio: float) -> bool:
+        return wilcoxon(logs - math.log(ratio), method="exact").pvalue <= 0.05
+
+    assert comparison.low < comparison.ratio < comparison.high
+    assert not rejected(comparison.low * 1.0001) and not rejected(comparison.high * 0.9999)
+    assert rejected(comparison.low * 0.9999) and rejected(comparison.high * 1.0001)
+
+
+def test_a_pair_during_which_the_machine_changed_does_not_hide_a_clear_gain():
+    mine = [measured(0.09 + 0.0001 * number, 4) for number in range(12)]
+    current = [measured(0.1, 4) for _ in range(12)]
+    mine[5] = measured(0.2, 4)
+    comparison = compare(mine, current, 0.95)
+    assert comparison.high < 1 and comparison.ratio == pytest.approx(0.906, abs=0.005)
