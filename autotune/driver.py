@@ -15,11 +15,11 @@ from autotune.errors import LaunchError
 from autotune.events import Event, Profiled, Proposed, TrialFinished
 from autotune.history import History
 from autotune.job import JobSpec
-from autotune.records import CURRENT_SETUP, Failed, Measured, TrialRequest
+from autotune.records import CURRENT_SETUP, Decision, Failed, Measured, TrialRequest
 from autotune.sampler.proposer import Proposer
 from autotune.store import Store
 from autotune.strategy_space.plan import Plan, plan
-from autotune.tuner import Abort, Decision, Finish, Instruction, ProfileWorkload, Propose, RunTrial, next_instruction
+from autotune.tuner import Abort, Finish, Instruction, ProfileWorkload, Propose, RunTrial, next_instruction
 from autotune.workload import Workload
 
 
@@ -52,7 +52,10 @@ class Observer(Protocol):
 
 
 def drive(job_id: str, spec: JobSpec, store: Store, world: TrialWorld, proposer: Proposer, observers: Sequence[Observer]) -> Decision:
-    """Run the job to its decision, from wherever its event log ends. Raises `LaunchError` if the script cannot be tuned."""
+    """Run the job to its decision, from wherever its event log ends; the caller closes the job when its results are safe.
+
+    Raises `LaunchError` if the script cannot be tuned.
+    """
     history = store.history(job_id)
     before_s, began_s = history.elapsed_s, time.monotonic()
     if history.profiled is not None:
@@ -62,9 +65,9 @@ def drive(job_id: str, spec: JobSpec, store: Store, world: TrialWorld, proposer:
         for observer in observers:
             observer.started(instruction, history)
         if isinstance(instruction, Finish):
-            store.finish(job_id, instruction.decision)
             return instruction.decision
         if isinstance(instruction, Abort):
+            store.finish(job_id, None)
             raise LaunchError(instruction.message)
         event = _execute(instruction, spec, history, world, proposer)
         event = replace(event, elapsed_s=before_s + time.monotonic() - began_s)

@@ -10,7 +10,7 @@ import numpy as np
 from autotune.export import Export, Timing
 from autotune.history import History
 from autotune.job import JobSpec
-from autotune.records import CURRENT_SETUP, Decision, Measured
+from autotune.records import CURRENT_SETUP, Decision, Measured, Role
 from autotune.strategy_space.plan import plan
 
 
@@ -33,16 +33,19 @@ def build_export(job_id: str, spec: JobSpec, history: History, decision: Decisio
         lossy=strategy is not None and not strategy.lossless,
         reason=decision.reason,
         comparison=decision.comparison,
-        tuned=_timing(history, best) if best else None,
-        current=_timing(history, CURRENT_SETUP),
+        tuned=_timing(history, best, Role.CANDIDATE) if best else None,
+        current=_timing(history, CURRENT_SETUP, Role.REFERENCE),
         predicted_s=proposal.predicted_s if proposal else None,
         cluster=history.profiled.cluster,
         software=dict(history.profiled.software),
     )
 
 
-def _timing(history: History, strategy_id: str) -> Timing | None:
-    outcomes = [trial.outcome for trial in history.ab_trials if trial.request.strategy_id == strategy_id]
+def _timing(history: History, strategy_id: str, otherwise: Role) -> Timing | None:
+    """Of the closing comparison's blocks; of the trials with role `otherwise` where it was not compared."""
+    mine = [trial for trial in history.trials if trial.request.strategy_id == strategy_id]
+    outcomes = [trial.outcome for trial in mine if trial.request.role is Role.AB]
+    outcomes = outcomes or [trial.outcome for trial in mine if trial.request.role is otherwise]
     blocks = [outcome.slowest_s for outcome in outcomes if isinstance(outcome, Measured)]
     if not blocks:
         return None

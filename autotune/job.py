@@ -31,6 +31,8 @@ class Similarity(StrEnum):
     HIDDEN = "hidden"  # cosine of the simulator's hidden state; needs a trained simulator
 
 
+_TYPED = {"max_trials": "budget_trials", "max_seconds": "budget_time", "step_timeout_s": "step_timeout", "start_timeout_s": "start_timeout"}
+"""What a user types for a field."""
 SIMULATORS = ("linear", "rnn", "gat")
 
 
@@ -82,7 +84,7 @@ class JobSpec:
         at_least_one = ("workers", "max_trials", "samples_per_round", "top_k", "timed_steps", "reference_every", "finalists")
         for name in at_least_one:
             if getattr(self, name) < 1:
-                raise InvalidInput(f"{name} must be at least 1, but is {getattr(self, name)}")
+                raise InvalidInput(f"{_TYPED.get(name, name)} must be at least 1, but is {getattr(self, name)}")
         if self.warmup_steps < 1:
             raise InvalidInput(f"warmup_steps must be at least 1 (the numerics gate runs in it), but is {self.warmup_steps}")
         if not 0.5 <= self.confidence < 1:
@@ -91,8 +93,10 @@ class JobSpec:
             need = f"at least {fewest_pairs(self.confidence)} for an interval of {self.confidence:.0%}"
             raise InvalidInput(f"ab_pairs must be {need}, but is {self.ab_pairs}")
         for name in ("max_seconds", "deviation", "step_timeout_s", "start_timeout_s"):
-            if getattr(self, name) <= 0:
-                raise InvalidInput(f"{name} must be above 0, but is {getattr(self, name)}")
+            if not getattr(self, name) > 0:
+                raise InvalidInput(f"{_TYPED.get(name, name)} must be above 0, but is {getattr(self, name)}")
+        if not 0 <= self.diversity < math.inf:
+            raise InvalidInput(f"diversity must be at least 0, but is {self.diversity}")
         unknown = sorted(set(self.simulators) - set(SIMULATORS))
         if unknown or not self.simulators:
             raise InvalidInput(f"simulators must be some of {', '.join(SIMULATORS)}, but are {', '.join(self.simulators) or 'none'}")
@@ -132,6 +136,8 @@ class JobFile:
     timed_steps: int | None = None
     reference_every: int | None = None
     deviation: float | None = None
+    max_repeats: int | None = None
+    finalists: int | None = None
     ab_pairs: int | None = None
     confidence: float | None = None
     step_timeout: str | float | None = None

@@ -16,12 +16,11 @@ from autotune.events import Profiled, TrialFinished
 from autotune.export import write_whole
 from autotune.history import History
 from autotune.job import JobSpec
-from autotune.records import CURRENT_SETUP, Failed, Measured, Role
+from autotune.records import CURRENT_SETUP, Decision, Failed, Measured, Role
 from autotune.report_charts import SERIES, prediction_chart, quality_chart, rankers, search_chart
 from autotune.strategy_space.builders import ddp_default
 from autotune.strategy_space.plan import Message, Plan, plan
 from autotune.strategy_space.strategy import Compressor, Strategy, VariableStrategy
-from autotune.tuner import Decision
 from autotune.units import format_bytes, format_seconds
 from autotune.workload import Workload
 

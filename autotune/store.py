@@ -25,9 +25,8 @@ from autotune.events import Event, Profiled, Proposed, TrialFinished, event_from
 from autotune.history import History
 from autotune.job import JobSpec
 from autotune.parsing import parse, parse_json
-from autotune.records import CURRENT_SETUP, Measured, Role
+from autotune.records import CURRENT_SETUP, Decision, Measured, Role
 from autotune.strategy_space.strategy import Strategy
-from autotune.tuner import Decision
 from autotune.workload import Workload
 
 T = TypeVar("T")
@@ -210,9 +209,11 @@ class Store:
             yield
 
     def enqueue(self, job_id: str, kind: str, body: dict[str, Any]) -> None:
-        """Put something other than an event (a model, an artifact) at the end of the outbox."""
+        """Put something other than an event (a model, an artifact) at the end of the outbox, if it is not in there."""
         with self._transaction() as db:
-            _enqueue(db, job_id, kind, body)
+            known = db.execute("SELECT 1 FROM outbox WHERE job = ? AND kind = ? AND body = ?", (job_id, kind, canonical_json(body)))
+            if known.fetchone() is None:
+                _enqueue(db, job_id, kind, body)
 
     def waiting(self, job_id: str) -> list[OutboxItem]:
         """What has not been sent yet, in order."""

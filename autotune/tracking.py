@@ -86,8 +86,8 @@ class Tracker:
         if self._clock() >= self._open_until_s:
             self._send(history, BETWEEN_TRIALS_S)
 
-    def finish(self, trained: Mapping[str, Simulator], files: Sequence[Path]) -> int:
-        """Queue the trained simulators and the files, then send everything; the number of items that are left."""
+    def keep(self, trained: Mapping[str, Simulator], files: Sequence[Path]) -> None:
+        """Queue the trained simulators and the files; `flush` sends them. Queueing them again changes nothing."""
         for name, simulator in trained.items():
             folder = self._store.path.parent / "unsent-models" / self._job_id / name
             shutil.rmtree(folder, ignore_errors=True)
@@ -95,7 +95,6 @@ class Tracker:
             self._store.enqueue(self._job_id, "model", {"name": name, "path": str(folder.resolve())})
         for path in files:
             self._store.enqueue(self._job_id, "artifact", {"path": str(path.resolve())})
-        return self.flush()
 
     def flush(self) -> int:
         """Send everything that waits, now, whatever the breaker says; the number of items that are left."""

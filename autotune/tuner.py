@@ -14,9 +14,7 @@ import numpy as np
 from autotune.events import TrialFinished
 from autotune.history import History
 from autotune.job import JobSpec, fewest_pairs
-from autotune.records import CURRENT_SETUP, Failed, Measured, Role, TrialRequest
-from autotune.records import Comparison as Comparison
-from autotune.records import Decision as Decision
+from autotune.records import CURRENT_SETUP, Comparison, Decision, Failed, Measured, Role, TrialRequest
 
 
 @dataclass(frozen=True)
@@ -71,14 +69,6 @@ def next_instruction(spec: JobSpec, history: History) -> Instruction:
         if instruction is not None:
             return instruction
     return _close(spec, history)
-
-
-def decided(spec: JobSpec, history: History) -> Decision | None:
-    """The decision, if the job has finished."""
-    if history.profiled is None or history.reference_s is None:
-        return None
-    instruction = next_instruction(spec, history)
-    return instruction.decision if isinstance(instruction, Finish) else None
 
 
 def _explore(spec: JobSpec, history: History) -> Instruction | None:
@@ -162,11 +152,13 @@ def _close(spec: JobSpec, history: History) -> Instruction:
     """A second look at the finalists, then the interleaved A/B, then the decision."""
     ranking = history.ranking()
     if not ranking:
-        return Finish(Decision(CURRENT_SETUP, "no strategy could be measured, so the current setup stays", None, None))
+        return Finish(Decision(CURRENT_SETUP, _why_nothing(history), None, None))
     if not history.ab_trials:
-        for strategy_id in _finalists(spec, history):
-            if strategy_id not in _second_looks(history):
-                return _candidate(spec, history, strategy_id, len(history.rounds), 1, None)
+        look = next((key for key in _finalists(spec, history) if key not in _second_looks(history)), None)
+        if look is not None:
+            return _candidate(spec, history, look, len(history.rounds), 1, None)
+        if _candidates_since_reference(history) > 0:
+            return _reference(spec, history)
     # One lucky trial must not beat a finalist that was measured twice.
     looked_at = _second_looks(history)
     best = next((strategy_id for strategy_id, _ in ranking if strategy_id in looked_at), ranking[0][0])
@@ -194,14 +186,21 @@ def _next_side(best: str, mine: int, current: int) -> str:
     return best if mine < current else CURRENT_SETUP
 
 
+def _why_nothing(history: History) -> str:
+    if not history.candidates:
+        return "the budget ended before a strategy could be tried, so the current setup stays; raise --budget-time"
+    return "every strategy that was tried failed, so the current setup stays; the report says why each failed"
+
+
 def _finalists(spec: JobSpec, history: History) -> list[str]:
-    """The fastest strategies by their trials of the search: a second look before the choice tames the winner's curse."""
-    first: dict[str, float] = {}
-    for trial in history.candidates:
-        key = trial.request.strategy_id
-        if isinstance(trial.outcome, Measured) and trial.request.round < len(history.rounds) and key not in history.failed:
-            first[key] = min(trial.outcome.median_s, first.get(key, math.inf))
-    return sorted(first, key=lambda key: (first[key], key))[: spec.finalists]
+    """The fastest strategies of the search: a second look before the choice tames the winner's curse."""
+    looks = [
+        position
+        for position, event in enumerate(history.events)
+        if isinstance(event, TrialFinished) and event.request.role is Role.CANDIDATE and event.request.round == len(history.rounds)
+    ]
+    search = History(history.events[: looks[0]], history.deviation) if looks else history
+    return [key for key, _ in search.ranking()[: spec.finalists]]
 
 
 def _second_looks(history: History) -> set[str]:

@@ -9,9 +9,8 @@ from autotune.commands.workspace import Workspace, latest_job
 from autotune.errors import InvalidInput
 from autotune.export_build import build_export
 from autotune.history import History
-from autotune.records import CURRENT_SETUP
+from autotune.records import CURRENT_SETUP, Decision
 from autotune.store import Store
-from autotune.tuner import Decision
 
 
 def export(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
@@ -43,5 +42,8 @@ def _chosen(job_id: str, history: History, decision: Decision | None, wanted: st
     strategy_id = wanted if wanted == CURRENT_SETUP else matching[0]
     if decision is not None and decision.strategy_id == strategy_id:
         return decision
+    if decision is not None and decision.best_candidate_id == strategy_id:
+        reason = f"chosen by hand, although it was not proven faster than the current setup: {decision.reason}"
+        return Decision(strategy_id, reason, decision.comparison, strategy_id)
     reason = "chosen by hand; it was not compared with the current setup in an A/B"
     return Decision(strategy_id, reason, None, None if strategy_id == CURRENT_SETUP else strategy_id)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 from rich.console import Console
+from rich.markup import escape
 
 from autotune.events import Event, Profiled, Proposed
 from autotune.history import History
@@ -46,12 +47,12 @@ class ConsoleProgress:
         if isinstance(event, Profiled):
             self._profiled(event)
         elif isinstance(event, Proposed):
-            self._line(history, f"round {event.round}: {len(event.proposals)} of {event.considered} strategies; {event.reason}")
+            self._line(history, f"round {event.round}: {len(event.proposals)} of {event.considered} strategies; {escape(event.reason)}")
         else:
             request, outcome = event.request, event.outcome
             label = {Role.CANDIDATE: "trial", Role.REFERENCE: "reference", Role.AB: "A/B"}[request.role]
             if not isinstance(outcome, Measured):
-                text = f"[red]failed ({outcome.kind})[/red] {_plain(outcome.message.splitlines()[0][:160])}"
+                text = f"[red]failed ({outcome.kind})[/red] {escape(first_line(outcome.message))}"
             else:
                 predicted = f", predicted {format_seconds(request.predicted_s)}" if request.predicted_s else ""
                 text = f"{format_seconds(outcome.median_s)}{predicted}"
@@ -102,9 +103,9 @@ def _name(strategy_id: str) -> str:
     return "current setup" if strategy_id == CURRENT_SETUP else strategy_id.removeprefix("strategy-")[:8]
 
 
-def _plain(text: str) -> str:
-    """Text from outside, with no markup of its own."""
-    return text.replace("[", "\\[")
+def first_line(text: str, characters: int = 160) -> str:
+    """The beginning of a message that may be long, or empty."""
+    return text.partition("\n")[0][:characters]
 
 
 def _clock(seconds: float) -> str:

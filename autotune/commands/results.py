@@ -8,10 +8,9 @@ from pathlib import Path
 from autotune.commands.workspace import Workspace
 from autotune.export_build import build_export
 from autotune.job import JobSpec
-from autotune.records import CURRENT_SETUP
+from autotune.records import CURRENT_SETUP, Decision
 from autotune.report import write_report
 from autotune.store import Store
-from autotune.tuner import Decision
 
 
 @dataclass(frozen=True)
@@ -20,21 +19,19 @@ class Results:
     report: Path
 
 
-def write_results(workspace: Workspace, store: Store, job_id: str) -> Results:
+def write_results(workspace: Workspace, store: Store, job_id: str, decision: Decision) -> Results:
     """Write both files of a decided job; writing them again gives the same."""
     folder = workspace.job(job_id)
-    spec, history, decision = store.job(job_id), store.history(job_id), store.decision(job_id)
-    assert decision is not None
+    spec, history = store.job(job_id), store.history(job_id)
     export = folder / "best.json"
     build_export(job_id, spec, history, decision, store.created_at(job_id)).write(export)
-    return Results(export, write_job_report(workspace, store, job_id))
+    return Results(export, write_job_report(workspace, store, job_id, decision))
 
 
-def write_job_report(workspace: Workspace, store: Store, job_id: str) -> Path:
+def write_job_report(workspace: Workspace, store: Store, job_id: str, decision: Decision | None) -> Path:
     """The report of a job in whatever state it is."""
     report = workspace.job(job_id) / "report.html"
     export = workspace.job(job_id) / "best.json"
-    decision = store.decision(job_id)
     write_report(report, store.job(job_id), store.history(job_id), decision, export if decision else None, ())
     return report
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import os
+import contextlib
+import signal
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,28 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
             f"use --nproc-per-node {export.world_size}, or tune for {command.workers}"
         )
     words = torchrun_with_launcher(command, export.world_size, ("--strategy", str(Path(options.strategy).resolve())))
-    status = subprocess.call(words, env=dict(os.environ))
+    status = _call(words)
     chosen = export.strategy.id if export.strategy else "current setup"
     return {"exit_status": status, "strategy": chosen}, f"ran with {chosen}, exit status {status}"
+
+
+def _call(words: list[str]) -> int:
+    """Run to the end. What asks us to stop is passed on, so that torchrun ends its ranks itself and in its own time."""
+    process = subprocess.Popen(words)
+    with _passed_on(process):
+        return process.wait()
+
+
+@contextlib.contextmanager
+def _passed_on(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    def pass_on(number: int, _: object) -> None:
+        # A terminal sends Ctrl-C to torchrun as well.
+        if number != signal.SIGINT:
+            process.send_signal(number)
+
+    before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -52,6 +52,15 @@ def read_settings(options: argparse.Namespace) -> Settings:
     return Settings(JobSpec(command=tuple(words), workers=workers, cluster=cluster or Cluster.local(workers), **values), script)
 
 
+def refuse_settings(options: argparse.Namespace) -> None:
+    """A resumed job keeps the settings it was started with; raises `InvalidInput` where other ones are given."""
+    names = (*_SAME_NAME, *_TIMES, "budget_trials", "simulators", "cluster", "workers", "job", "job_file")
+    given = [f"--{name.replace('_', '-')}" for name in names if getattr(options, name) is not None]
+    given = ["the job file" if name == "--job-file" else name for name in given] + (["the command"] if options.command else [])
+    if given:
+        raise InvalidInput(f"--resume goes on with the settings that the job was started with; leave out {', '.join(given)}")
+
+
 def _workers(asked: int | None, in_command: int | None, cluster: Cluster | None) -> int:
     found = [value for value in (asked, in_command, cluster.world_size if cluster else None) if value is not None]
     if not found:

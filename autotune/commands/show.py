@@ -7,9 +7,11 @@ from io import StringIO
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from autotune.canonical import to_data
+from autotune.commands.progress import first_line
 from autotune.commands.results import write_job_report
 from autotune.commands.workspace import Workspace
 from autotune.events import TrialFinished
@@ -40,7 +42,7 @@ def _job(workspace: Workspace, store: Store, job_id: str) -> tuple[dict[str, Any
     table = Table("trial", "role", "strategy", "origin", "measured", "quartiles", "predicted", "note")
     for trial in history.trials:
         table.add_row(*_row(trial, history))
-    report = write_job_report(workspace, store, job_id)
+    report = write_job_report(workspace, store, job_id, decision)
     data = {
         "job": job_id,
         "status": store.job_status(job_id),
@@ -62,9 +64,10 @@ def _row(trial: TrialFinished, history: History) -> tuple[str, ...]:
         low, high = (format_seconds(value) for value in outcome.quartiles_s)
         figures = (format_seconds(outcome.median_s), f"{low} - {high}")
     else:
-        figures, note = ("failed", ""), f"{outcome.kind}: {outcome.message.splitlines()[0][:60]}"
+        figures, note = ("failed", ""), f"{outcome.kind}: {first_line(outcome.message, 60)}"
     predicted = format_seconds(request.predicted_s) if request.predicted_s else ""
-    return str(request.number), request.role.value, name, proposal.origin if proposal else "", *figures, predicted, note
+    cells = (str(request.number), request.role.value, name, proposal.origin if proposal else "", *figures, predicted, note)
+    return tuple(escape(cell) for cell in cells)
 
 
 def _text(table: Table) -> str:

@@ -11,14 +11,15 @@ from datetime import datetime
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 
 from autotune.canonical import to_data
 from autotune.commands.progress import ConsoleProgress
 from autotune.commands.results import decision_text, write_results
-from autotune.commands.settings import read_ports, read_settings
+from autotune.commands.settings import read_ports, read_settings, refuse_settings
 from autotune.commands.workspace import Workspace, latest_job, new_job_id, use_mlflow_quietly
 from autotune.driver import drive
-from autotune.errors import InvalidInput
+from autotune.errors import InvalidInput, LaunchError
 from autotune.job import JobSpec
 from autotune.sampler.proposer import Proposer
 from autotune.simulators.registry import simulators
@@ -26,6 +27,7 @@ from autotune.store import Store
 from autotune.tracking import Tracker
 from runtime_rewriter.command import read_command
 from runtime_rewriter.ray_world import RayCluster, ray_world
+from runtime_rewriter.world import World
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,10 @@ def tune(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     ports = read_ports(options.master_ports)
     if options.resume is None:
         settings = read_settings(options)  # before anything is written
-    workspace = Workspace.create(options.directory)
+        workspace = Workspace.create(options.directory)
+    else:
+        refuse_settings(options)
+        workspace = Workspace.existing(options.directory)
     with Store.open(workspace.store_path) as store, _terminable():
         if options.resume is None:
             job = _Job(options.job or new_job_id(settings.script.name, datetime.now()), settings.spec, False)
@@ -48,51 +53,69 @@ def tune(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
         else:
             job_id = options.resume or latest_job(store, unfinished=True)
             job = _Job(job_id, store.job(job_id), True)
-            if store.job_status(job_id) != "running":
-                raise InvalidInput(
-                    f"job {job_id!r} has ended ({store.job_status(job_id)}); see `autotune show {job_id}`, or start a new one"
-                )
         with store.lock(job.id):
+            if store.job_status(job.id) != "running":
+                ended = f"job {job.id!r} has ended ({store.job_status(job.id)})"
+                raise InvalidInput(f"{ended}; see `autotune show {job.id}`, or start a new one")
             return _tune(options, ports, workspace, store, job)
 
 
 def _tune(options: argparse.Namespace, ports: tuple[int, int], workspace: Workspace, store: Store, job: _Job) -> tuple[dict[str, Any], str]:
     console = Console(stderr=True)
-    where = "resuming" if job.resumed else "tuning"
+    words = escape(" ".join(job.spec.command))
     console.print(
-        f"{where} job [bold]{job.id}[/bold]: {' '.join(job.spec.command)} on {job.spec.workers} workers", highlight=False, soft_wrap=True
+        f"{'resuming' if job.resumed else 'tuning'} job [bold]{job.id}[/bold]: {words} on {job.spec.workers} workers",
+        highlight=False,
+        soft_wrap=True,
     )
     uri = options.tracking_uri or workspace.default_tracking_uri
     use_mlflow_quietly()
     tracker = Tracker(store, job.id, uri, options.experiment, workspace.artifacts)
     proposer = Proposer(job.spec, simulators())
-    script = read_command(job.spec.command)
-    with ConsoleProgress(job.spec, console) as progress, contextlib.ExitStack() as stack:
-        cluster = RayCluster(options.address, job.spec.workers)
-        stack.callback(cluster.close)
-        world = ray_world(
-            cluster,
-            script,
-            job.spec.workers,
-            workspace.job(job.id) / "logs",
-            job.spec.step_timeout_s,
-            job.spec.start_timeout_s,
-            ports,
-        )
-        stack.callback(world.close)
-        decision = drive(job.id, job.spec, store, world, proposer, [progress, tracker])
-    results = write_results(workspace, store, job.id)
-    tracker.finish(proposer.trained, [results.export, results.report])
+    try:
+        with ConsoleProgress(job.spec, console) as progress, _world(options, ports, workspace, job) as world:
+            decision = drive(job.id, job.spec, store, world, proposer, [progress, tracker])
+    except LaunchError:
+        tracker.flush()
+        raise
+    # All that the job leaves behind is safe before it is closed: a kill in between is mended by --resume.
+    results = write_results(workspace, store, job.id, decision)
+    tracker.keep(proposer.finish(store.history(job.id)), [results.export, results.report])
+    store.finish(job.id, decision)
+    unsent = tracker.flush()
     data = {
         "job": job.id,
         "decision": to_data(decision),
         "best": str(results.export),
         "report": str(results.report),
         "tracking_uri": uri,
-        "unsent_tracking_items": len(store.waiting(job.id)),
+        "unsent_tracking_items": unsent,
         "exit_status": 0,
     }
-    return data, decision_text(decision, results, uri, len(store.waiting(job.id)), job.spec)
+    return data, decision_text(decision, results, uri, unsent, job.spec)
+
+
+@contextlib.contextmanager
+def _world(options: argparse.Namespace, ports: tuple[int, int], workspace: Workspace, job: _Job) -> Iterator[World]:
+    """The script's ranks on Ray; all of it ends with the block."""
+    spec = job.spec
+    cluster = RayCluster(options.address, spec.workers)
+    try:
+        world = ray_world(
+            cluster,
+            read_command(spec.command),
+            spec.workers,
+            workspace.job(job.id) / "logs",
+            spec.step_timeout_s,
+            spec.start_timeout_s,
+            ports,
+        )
+        try:
+            yield world
+        finally:
+            world.close()
+    finally:
+        cluster.close()
 
 
 @contextlib.contextmanager

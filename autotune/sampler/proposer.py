@@ -39,7 +39,9 @@ SURVIVORS = 0.3
 TRAINING_SHARE = 0.2
 """Of the tuning time so far, what cross-validation and training may have taken in all."""
 BAYES_ASKS = 20
-"""How often a baseline that proposes a known plan again is told its known time."""
+"""How often in a row a baseline that proposes a known plan again is told its known time."""
+FAILED_FACTOR = 2.0
+"""What a failed trial is told as, relative to the current setup: slow, but not so slow that it flattens the rest."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ class _Scores:
 
 
 class Proposer:
-    """Proposes for one job. `simulators` builds each learned simulator anew; the trained ones of the last round stay at hand."""
+    """Proposes for one job. `simulators` builds each learned simulator anew."""
 
     def __init__(self, spec: JobSpec, simulators: dict[str, Callable[[], Simulator]]) -> None:
         self._spec = spec
@@ -70,7 +72,7 @@ class Proposer:
         self._bayes: BayesianFusion | None = None
         self._training_s: dict[str, float] = {}
         self._last_training_s: dict[str, float] = {}
-        self.trained: dict[str, Simulator] = {}
+        self._trained: dict[str, Simulator] = {}
 
     def propose(self, history: History, round_: int, count: int) -> Proposed:
         """At most `count` strategies whose plans were not tried; none when the space has nothing new."""
@@ -134,8 +136,20 @@ class Proposer:
         choice = choose_ranker(quality)
         if choice.ranker == ANALYTIC:
             return _Scores(ANALYTIC, choice.reason, analytic_s * self._scale(examples), None, quality)
-        simulator = self.trained[choice.ranker]
+        simulator = self._trained[choice.ranker]
         return _Scores(choice.ranker, choice.reason, simulator.predict_step_s(features), simulator.embed(features), quality)
+
+    def finish(self, history: History) -> dict[str, Simulator]:
+        """Every simulator, fitted once more on all that was measured: what is kept for later jobs. May be none."""
+        if self._spec.search is not Search.AUTOSYNC or history.profiled is None:
+            return {}
+        examples = self.examples(history)
+        if len(examples) < SMALLEST_TRAINING:
+            return {}
+        trained = {name: make() for name, make in self._make.items()}
+        for simulator in trained.values():
+            simulator.fit(examples, self._spec.seed)
+        return trained
 
     def _train(self, examples: Sequence[Example], history: History) -> tuple[RankingQuality, ...]:
         """Cross-validate and fit every simulator that the time allows; the quality of those, and of the analytic rankers.
@@ -146,7 +160,6 @@ class Proposer:
         splits = k_fold(examples, FOLDS, self._spec.seed)
         quality = evaluate(examples, {}, splits, self._spec.seed, history.noise)
         known = {figures.ranker for figures in quality}
-        self.trained = {}
         for name, make in self._make.items():
             left_s = TRAINING_SHARE * history.elapsed_s - sum(self._training_s.values())
             if self._last_training_s.get(name, 0.0) > left_s:
@@ -154,8 +167,8 @@ class Proposer:
             began_s = time.monotonic()
             found = evaluate(examples, {name: make}, splits, self._spec.seed, history.noise)
             quality += [figures for figures in found if figures.ranker not in known]
-            self.trained[name] = make()
-            self.trained[name].fit(examples, self._spec.seed)
+            self._trained[name] = make()
+            self._trained[name].fit(examples, self._spec.seed)
             self._last_training_s[name] = time.monotonic() - began_s
             self._training_s[name] = self._training_s.get(name, 0.0) + self._last_training_s[name]
         return tuple(quality)
@@ -202,13 +215,17 @@ class Proposer:
         workload = history.profiled.workload
         # Asking and telling in order rebuilds the state, so a resumed job goes on where it was.
         search = self._bayes = self._bayes or BayesianFusion(workload, self._spec.seed)
-        slowest_s = max(history.measured_s.values(), default=1.0)
-        times = {trial.plan_id: history.measured_s.get(trial.request.strategy_id, slowest_s) for trial in history.candidates}
-        for _ in range(len(times) + BAYES_ASKS):
+        failed_s = FAILED_FACTOR * history.references[0][1]
+        times = {trial.plan_id: history.measured_s.get(trial.request.strategy_id, failed_s) for trial in history.candidates}
+        told: set[str] = set()
+        repeats = 0
+        while repeats < BAYES_ASKS:
             strategy = search.ask()
-            known_s = times.get(plan(strategy, workload, self._spec.workers).id)
-            if known_s is None:
+            plan_id = plan(strategy, workload, self._spec.workers).id
+            if plan_id not in times:
                 reason = "Bayesian optimization of fusion threshold and cycle time was asked for"
                 return Proposed(round_, (Proposal(strategy, "bayes"),), "gaussian process", reason, 1, (), 0.0)
-            search.tell(strategy.id, known_s)
+            search.tell(strategy.id, times[plan_id])
+            repeats = 0 if plan_id not in told else repeats + 1
+            told.add(plan_id)
         return Proposed(round_, (), "gaussian process", "the two scalars yield no plan that was not tried", BAYES_ASKS, (), 0.0)

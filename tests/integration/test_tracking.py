@@ -120,7 +120,8 @@ def test_a_job_is_tracked_once_with_its_artifacts_however_often_it_is_sent(store
     history, decision = observed_job(store, tracker)
     report = tmp_path / "report.html"
     report.write_text("<p>report</p>")
-    assert tracker.finish({}, [report, tmp_path / "vanished.html"]) == 0
+    tracker.keep({}, [report, tmp_path / "vanished.html"])
+    assert tracker.flush() == 0
     assert store.rejected("job") == [f"{tmp_path / 'vanished.html'} is gone, so it cannot be sent"]
     send_everything_again(store)
     assert Tracker(store, "job", uri, "sync", tmp_path / "artifacts").flush() == 0
@@ -161,7 +162,8 @@ def test_nothing_is_lost_or_doubled_when_the_server_comes_late_and_is_killed(sto
         history, decision = observed_job(store, tracker, course)
         assert tracker.flush() > 0
         servers.append(start_server(tmp_path, port))
-        assert tracker.finish({"linear": trained_simulator()[0]}, []) == 0
+        tracker.keep({"linear": trained_simulator()[0]}, [])
+        assert tracker.flush() == 0
         send_everything_again(store)
         assert tracker.flush() == 0
         client, _, _ = assert_tracked_exactly_once(uri, history, decision)
@@ -179,7 +181,9 @@ def test_a_trained_simulator_is_registered_and_predicts_the_same_when_loaded(sto
     uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
     simulator, features = trained_simulator()
     tracker = Tracker(store, "job", uri, "sync", tmp_path / "artifacts")
-    assert tracker.finish({"linear": simulator}, []) == 0
+    for _ in range(2):  # a job that was killed while it closed keeps its models again
+        tracker.keep({"linear": simulator}, [])
+    assert tracker.flush() == 0
     with sqlite3.connect(store.path) as db:
         db.execute("UPDATE outbox SET state = 'waiting' WHERE kind = 'model'")
     simulator.save(store.path.parent / "unsent-models" / "job" / "linear")
@@ -213,7 +217,7 @@ with Store.open(folder / "autotune.db") as store:
     for seq, event in enumerate(history.events):
         store.append("job", seq, event)
     store.finish("job", end.decision)
-    assert Tracker(store, "job", f"sqlite:///{folder / 'mlflow.db'}", "sync", folder / "artifacts").finish({}, []) == 0
+    assert Tracker(store, "job", f"sqlite:///{folder / 'mlflow.db'}", "sync", folder / "artifacts").flush() == 0
 import mlflow.telemetry.client
 assert mlflow.telemetry.client.get_telemetry_client() is None
 """
