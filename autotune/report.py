@@ -213,7 +213,8 @@ def _trial_row(trial: TrialFinished, history: History) -> dict[str, Any]:
     request, outcome = trial.request, trial.outcome
     proposal = history.proposals.get(request.strategy_id)
     measured = isinstance(outcome, Measured)
-    speedup = history.reference_s / outcome.median_s if isinstance(outcome, Measured) and history.reference_s else None
+    steady_s = history.steady_s(trial) if measured and request.role is Role.CANDIDATE else None
+    speedup = history.reference_s / steady_s if steady_s and history.reference_s else None
     status = "" if measured else f"failed: {outcome.kind.value}" if isinstance(outcome, Failed) else ""
     if request.number in history.disturbed:
         status = "disturbed"

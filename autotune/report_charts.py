@@ -12,7 +12,7 @@ from itertools import pairwise
 
 from markupsafe import Markup
 
-from autotune.events import Proposed
+from autotune.events import Proposed, TrialFinished
 from autotune.history import History
 from autotune.records import CURRENT_SETUP, Measured, Role
 from autotune.units import format_seconds
@@ -55,7 +55,7 @@ def _scale(values: Sequence[float], start: float, stop: float, pad: float = 0.06
 def search_chart(history: History) -> Markup | None:
     """Step time over trials: candidates, references and failures, and the best so far as a line."""
     trials = [trial for trial in history.trials if trial.request.role is not Role.AB]
-    seconds = [trial.outcome.median_s for trial in trials if isinstance(trial.outcome, Measured)]
+    seconds = [_shown_s(history, trial) for trial in trials if isinstance(trial.outcome, Measured)]
     if not seconds:
         return None
     x = _scale([float(trial.request.number) for trial in trials], LEFT, WIDE - RIGHT, 0.02)
@@ -70,11 +70,12 @@ def search_chart(history: History) -> Markup | None:
             continue
         disturbed = number in history.disturbed
         style = "reference" if reference else "disturbed" if disturbed else "candidate"
-        height = min(max(y(outcome.median_s), TOP), HEIGHT - BOTTOM)
-        title = f"trial {number}: {name}, {format_seconds(outcome.median_s)}{', disturbed' if disturbed else ''}"
+        shown_s = _shown_s(history, trial)
+        height = min(max(y(shown_s), TOP), HEIGHT - BOTTOM)
+        title = f"trial {number}: {name}, {format_seconds(outcome.median_s)} as measured{', disturbed' if disturbed else ''}"
         marks.append(_dot(x(number), height, style, title))
-        if not reference and not disturbed and outcome.median_s < best_s:
-            best_s = outcome.median_s
+        if not reference and not disturbed:
+            best_s = min(best_s, shown_s)
         if best_s < math.inf:
             line.append((x(number), y(best_s)))
     steps = [point for before, after in pairwise(line) for point in (before, (after[0], before[1]))] + line[-1:]
@@ -82,10 +83,16 @@ def search_chart(history: History) -> Markup | None:
     return _frame(x, y, "trial", "step time", True, [*body, *marks], "Step time of every trial of the search and the best so far", WIDE)
 
 
+def _shown_s(history: History, trial: TrialFinished) -> float:
+    """References as they were measured; candidates corrected by them."""
+    assert isinstance(trial.outcome, Measured)
+    return trial.outcome.median_s if trial.request.role is Role.REFERENCE else history.steady_s(trial)
+
+
 def prediction_chart(history: History) -> Markup | None:
     """Measured against predicted step time of every candidate that had a prediction; on the diagonal they agree."""
     pairs = [
-        (trial.request.predicted_s, trial.outcome.median_s, trial)
+        (trial.request.predicted_s, history.steady_s(trial), trial)
         for trial in history.candidates
         if isinstance(trial.outcome, Measured) and trial.request.predicted_s is not None
     ]

@@ -34,7 +34,7 @@ WORLD = SyntheticWorld(
     fails=lambda request: request.strategy_id == strategy(1).id,
     factor=lambda number: 1.6 if 1 <= number <= 5 else 1.0,
 )
-SPEC = job_spec(max_trials=9, ab_pairs=3)
+SPEC = job_spec(max_trials=9, ab_pairs=6)
 
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # MLflow's own use of SQLAlchemy
@@ -211,9 +211,9 @@ from autotune.store import Store
 from autotune.tracking import Tracker
 
 folder = Path(sys.argv[1])
-history, end = drive(job_spec(max_trials=2, ab_pairs=3), SyntheticWorld({1: 0.05}))
+history, end = drive(job_spec(max_trials=2, ab_pairs=6), SyntheticWorld({1: 0.05}))
 with Store.open(folder / "autotune.db") as store:
-    store.create_job("job", job_spec(max_trials=2, ab_pairs=3))
+    store.create_job("job", job_spec(max_trials=2, ab_pairs=6))
     for seq, event in enumerate(history.events):
         store.append("job", seq, event)
     store.finish("job", end.decision)
