@@ -38,6 +38,8 @@ SURVIVORS = 0.3
 """Share of the scored strategies that pass the filter by predicted time, before diversity chooses among them."""
 TRAINING_SHARE = 0.2
 """Of the tuning time so far, what cross-validation and training may have taken in all."""
+FIRST_EXPLORERS, EXPLORERS = 0.5, 0.17
+"""Share of a round's trials (the first, the later ones) that goes to strategies which the ranker would not have tried."""
 BAYES_ASKS = 20
 """How often in a row a baseline that proposes a known plan again is told its known time."""
 FAILED_FACTOR = 2.0
@@ -85,7 +87,7 @@ class Proposer:
             proposals = tuple(Proposal(candidate.strategy, candidate.origin) for candidate in pool[:count])
             return Proposed(round_, proposals, "random", "random search was asked for", len(pool), (), 0.0)
         scores = self._score(history, round_, pool)
-        chosen = self._choose(pool, scores, count)
+        chosen = self._choose(pool, scores, count, round_)
         proposals = tuple(
             Proposal(pool[i].strategy, pool[i].origin, float(scores.predicted_s[i]) if scores.predicted_s is not None else None)
             for i in chosen
@@ -194,20 +196,28 @@ class Proposer:
         assert history.profiled is not None
         return extract(strategy, enacted, history.profiled.workload, history.profiled.cluster)
 
-    def _choose(self, pool: Sequence[_Candidate], scores: _Scores, count: int) -> list[int]:
-        """Filter by predicted time, then the greedy minimum of Eq. 11."""
+    def _choose(self, pool: Sequence[_Candidate], scores: _Scores, count: int, round_: int) -> list[int]:
+        """Filter by predicted time, then the greedy minimum of Eq. 11; a few more at random from what did not pass.
+
+        Without the random ones a simulator would only ever see strategies that its predecessor liked, and could not
+        learn what makes the others slow (AutoSync trains on random samples for that reason).
+        """
         predicted = scores.predicted_s if scores.predicted_s is not None else np.ones(len(pool))
-        kept = np.arange(len(pool))
+        kept, explorers = np.arange(len(pool)), np.arange(0)
         if scores.predicted_s is not None:
+            ranked = np.argsort(predicted, kind="stable")
             passed = max(count, round(SURVIVORS * len(pool)))
-            kept = np.argsort(predicted, kind="stable")[:passed]
+            kept = ranked[:passed]
+            wanted = min(round(count * (FIRST_EXPLORERS if round_ == 0 else EXPLORERS)), len(pool) - passed)
+            explorers = generator(self._spec.seed, "explorers", round_).choice(ranked[passed:], wanted, replace=False)
+            count -= len(explorers)
         if self._spec.similarity is Similarity.HIDDEN and scores.hidden is not None:
             agreement = hidden_cosine(scores.hidden[kept])
             picked = select_diverse(predicted[kept], agreement, count, self._spec.diversity)
         else:
             rows = choice_agreement_rows([pool[int(i)].strategy for i in kept])
             picked = select_diverse(predicted[kept], rows, count, self._spec.diversity)
-        return [int(kept[i]) for i in picked]
+        return [int(kept[i]) for i in picked] + explorers.tolist()
 
     def _propose_bayes(self, history: History, round_: int) -> Proposed:
         """scikit-optimize on two scalars, told everything again; a plan that is known already is told its time at once."""
