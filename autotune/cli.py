@@ -83,6 +83,7 @@ def _add_tune(commands: Any, parents: list[argparse.ArgumentParser]) -> None:
     tune.add_argument("--job", help="id of the job (default: script name and time)")
     tune.add_argument("--resume", nargs="?", const="", metavar="JOB", help="go on with JOB (default: the latest unfinished one)")
     tune.add_argument("--address", help="a running Ray cluster, for example auto or 10.0.0.1:6379 (default: start a local one)")
+    tune.add_argument("--shared-directory", action="store_true", help="the current directory exists on every host: send nothing along")
     tune.add_argument("--cluster", type=Path, help="cluster.yaml (default: this machine)")
     tune.add_argument("--workers", type=int, help="number of ranks, where the command does not say")
     tune.add_argument("--master-ports", default="0-0", metavar="FIRST-LAST", help="ports rank 0 may listen on (default: any)")

@@ -24,7 +24,7 @@ from autotune.workload import Workload
 
 
 class MeasuredProfile(Protocol):
-    """One replica's workload, the links' costs, the software versions and the CPU cores of a host."""
+    """One replica's workload, the links' costs, the software versions, the CPU cores of a host, and (name, ranks) of every host."""
 
     @property
     def workload(self) -> Workload: ...
@@ -34,6 +34,8 @@ class MeasuredProfile(Protocol):
     def software(self) -> dict[str, str]: ...
     @property
     def cores(self) -> int: ...
+    @property
+    def hosts(self) -> tuple[tuple[str, int], ...]: ...
 
 
 class TrialWorld(Protocol):
@@ -82,7 +84,7 @@ def _execute(
 ) -> Profiled | Proposed | TrialFinished:
     if isinstance(instruction, ProfileWorkload):
         measured = world.profile()
-        return Profiled(measured.workload, probed(spec.cluster, measured.fits, measured.cores), 0.0, measured.software)
+        return Profiled(measured.workload, probed(spec.cluster, measured), 0.0, measured.software)
     if isinstance(instruction, Propose):
         return proposer.propose(history, instruction.round, instruction.count)
     request = instruction.request
@@ -98,19 +100,23 @@ def plan_of(strategy_id: str, spec: JobSpec, history: History) -> Plan | None:
     return plan(history.proposals[strategy_id].strategy, history.profiled.workload, spec.workers)
 
 
-def probed(cluster: Cluster, fits: tuple[CollectiveFit, ...], cores: int) -> Cluster:
-    """The cluster with its fitted costs and `cores` for hosts whose cores nobody counted.
+def probed(cluster: Cluster, measured: MeasuredProfile) -> Cluster:
+    """The cluster with its fitted costs, and the cores of a host where nobody counted them.
 
-    An assumed single host also gets the bandwidth that its ring showed.
+    A cluster that was only assumed becomes the hosts that the ranks are really on, with the bandwidth that the ring of
+    all ranks showed; a cluster file's hosts and bandwidths stay.
     """
-    ring = next((fit for fit in fits if fit.primitive == "all_reduce" and fit.group_size == cluster.world_size), None)
-    if ring is not None and len(cluster.hosts) == 1 and cluster.source == "assumed" and ring.beta_s_per_byte > 0:
-        moved = 2 * (cluster.world_size - 1) / cluster.world_size  # Eq. 3: bytes per link of a ring all-reduce
-        speed = moved / ring.beta_s_per_byte
-        host = replace(cluster.hosts[0], link_bytes_per_s=speed, inner_bytes_per_s=speed)
-        cluster = replace(cluster, hosts=(host,))
-    cluster = replace(cluster, hosts=tuple(replace(host, cores=host.cores or cores) for host in cluster.hosts))
-    return cluster.with_fits(fits)
+    ring = next((fit for fit in measured.fits if fit.primitive == "all_reduce" and fit.group_size == cluster.world_size), None)
+    if cluster == Cluster.local(cluster.world_size) and ring is not None and ring.beta_s_per_byte > 0:
+        # Eq. 3: each link carries 2 (w - 1) / w of the bytes of a ring all-reduce
+        speed = 2 * (cluster.world_size - 1) / cluster.world_size / ring.beta_s_per_byte
+        known = cluster.hosts[0]
+        found = tuple(
+            replace(known, name=name, devices=ranks, link_bytes_per_s=speed, inner_bytes_per_s=speed) for name, ranks in measured.hosts
+        )
+        cluster = replace(cluster, hosts=found if len(found) > 1 else (replace(found[0], name=known.name),))
+    cluster = replace(cluster, hosts=tuple(replace(host, cores=host.cores or measured.cores) for host in cluster.hosts))
+    return cluster.with_fits(measured.fits)
 
 
 def _same_model(workload: Workload, running_id: str) -> None:

@@ -7,11 +7,16 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Protocol
 
+from runtime_rewriter.torch_collectives import Timeouts
 from runtime_rewriter.torch_hooks import GradientSynchronizer
 
 
 class Session(Protocol):
     """Whoever steers the models that a launched script builds."""
+
+    @property
+    def timeouts(self) -> Timeouts:
+        """How long the ranks of those models wait for each other."""
 
     def model_built(self, synchronizer: GradientSynchronizer) -> None:
         """Called once per wrapped model, before its first step."""

@@ -12,14 +12,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from autotune.errors import InvalidInput
+from autotune.errors import InvalidInput, ModelMismatch
 from autotune.export import read_export
 from autotune.strategy_space.builders import ddp_default
-from autotune.strategy_space.plan import Plan, plan
+from autotune.strategy_space.plan import Plan
+from autotune.strategy_space.plan import plan as planned
 from runtime_rewriter.active import current_session
 from runtime_rewriter.exported import plan_for
 from runtime_rewriter.torch_agreement import assumed_workload
-from runtime_rewriter.torch_collectives import TRAINING_TIMEOUT_S
+from runtime_rewriter.torch_collectives import TRAINING_TIMEOUTS
 from runtime_rewriter.torch_ddp import attach
 from runtime_rewriter.torch_hooks import GradientSynchronizer
 
@@ -48,25 +49,35 @@ def apply(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, stra
     if not (dist.is_available() and dist.is_initialized()):
         raise InvalidInput("autotune.apply needs the process group; call torch.distributed.init_process_group before it")
     session = current_session()
-    notes: tuple[str, ...] = ()
-    if strategy is not None and session is None:
-        chosen, notes = plan_for(read_export(Path(strategy)), model, dist.get_world_size())
-    else:
-        chosen = None
-    first = chosen or _ddp_plan(model)
-    if session is None:
-        synchronizer = attach(model, first, timeout_s=TRAINING_TIMEOUT_S, agreement_timeout_s=TRAINING_TIMEOUT_S)
-    else:
-        synchronizer = attach(model, first)
+    waits = TRAINING_TIMEOUTS if session is None else session.timeouts
+    plan, notes = _scripts_own_plan(model, strategy, steered=session is not None)
+    synchronizer = attach(model, plan, timeout_s=waits.message_s, agreement_timeout_s=waits.agreement_s)
     if session is not None:
         session.model_built(synchronizer)
     return Applied(synchronizer, (*notes, *_unsynchronized(model, optimizer)))
 
 
+def _scripts_own_plan(model: nn.Module, strategy: str | Path | None, steered: bool) -> tuple[Plan, tuple[str, ...]]:
+    """What the script asks for, and what of it cannot be honoured.
+
+    `steered`: this is only what a tuner compares with, or what `autotune run` replaces, so an export that was
+    made for another model or world size is left out with a note.
+    """
+    if strategy is None:
+        return _ddp_plan(model), ()
+    try:
+        chosen, notes = plan_for(read_export(Path(strategy)), model, dist.get_world_size())
+    except ModelMismatch as mismatch:
+        if not steered:
+            raise
+        return _ddp_plan(model), (f"{strategy} does not fit, so the gradients are sent as torch's DDP would: {mismatch}",)
+    return chosen or _ddp_plan(model), notes
+
+
 def _ddp_plan(model: nn.Module) -> Plan:
     """What torch's DDP would send: its default buckets, in the order in which it expects the gradients."""
     workload = assumed_workload(model)
-    return plan(ddp_default(workload), workload, dist.get_world_size())
+    return planned(ddp_default(workload), workload, dist.get_world_size())
 
 
 def _unsynchronized(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> tuple[str, ...]:

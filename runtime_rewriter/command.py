@@ -20,7 +20,7 @@ class ScriptCommand:
     """`target` is a script's path, or a module's name if `is_module`.
 
     `workers` is None where the command does not say (a bare `train.py`). `torchrun_options` are the words
-    between `torchrun` and the script, kept for `autotune run`.
+    between `torchrun` and the script, kept for `autotune run`. `nodes` is torchrun's --nnodes (of a range: the most).
     """
 
     target: str
@@ -28,6 +28,7 @@ class ScriptCommand:
     is_module: bool
     workers: int | None
     torchrun_options: tuple[str, ...] = ()
+    nodes: int = 1
 
     @property
     def name(self) -> str:
@@ -85,7 +86,7 @@ def _read_torchrun(words: list[str]) -> ScriptCommand:
     script_words = [options.training_script, *options.training_script_args]
     before = words[: len(words) - len(script_words)]
     kept = tuple(word for word in before if word not in ("-m", "--module"))
-    return ScriptCommand(options.training_script, tuple(options.training_script_args), bool(options.module), workers, kept)
+    return ScriptCommand(options.training_script, tuple(options.training_script_args), bool(options.module), workers, kept, nodes)
 
 
 def torchrun_with_launcher(command: ScriptCommand, workers: int, launcher_words: Sequence[str]) -> list[str]:

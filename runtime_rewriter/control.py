@@ -12,6 +12,10 @@ import time
 from typing import Any
 
 MAX_LINE_BYTES = 256 * 2**20  # a plan of a large model is some MB; a profile of one too
+SEND_TIMEOUT_S = 30.0
+"""How long the other end may leave a full line unread before it counts as gone."""
+HEARTBEAT_S = 1.0
+"""How often a training process says that it still makes steps, at most."""
 
 
 class ControlClosed(Exception):
@@ -21,7 +25,8 @@ class ControlClosed(Exception):
 class ControlLine:
     """One end of the line. Not thread-safe: each end has one reader and one writer."""
 
-    def __init__(self, end: socket.socket) -> None:
+    def __init__(self, end: socket.socket, send_timeout_s: float = SEND_TIMEOUT_S) -> None:
+        end.settimeout(send_timeout_s)  # reading waits in `select` and never here
         self._socket = end
         self._buffer = bytearray()
 
@@ -29,7 +34,7 @@ class ControlLine:
         return self._socket.fileno()
 
     def send(self, message: dict[str, Any]) -> None:
-        """Write one message; raises `ControlClosed`."""
+        """Write one message; raises `ControlClosed`, also when the other end does not read: the line is unusable then."""
         try:
             self._socket.sendall(json.dumps(message, separators=(",", ":")).encode() + b"\n")
         except OSError as error:

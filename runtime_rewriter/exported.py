@@ -10,6 +10,7 @@ from torch import nn
 from autotune.export import Export, check_model, read_export
 from autotune.strategy_space.plan import Plan
 from runtime_rewriter.torch_agreement import trainable_parameters
+from runtime_rewriter.torch_collectives import TRAINING_TIMEOUTS
 from runtime_rewriter.torch_hooks import GradientSynchronizer
 
 _log = logging.getLogger("autotune")
@@ -28,6 +29,8 @@ def plan_for(export: Export, model: nn.Module, world_size: int) -> tuple[Plan | 
 class ExportSession:
     """Applies one export to the first model that a launched script builds."""
 
+    timeouts = TRAINING_TIMEOUTS
+
     def __init__(self, path: Path) -> None:
         self._export = read_export(path)
         self._applied = False
@@ -38,8 +41,8 @@ class ExportSession:
             return
         self._applied = True
         plan, notes = plan_for(self._export, synchronizer.module, synchronizer.ranks.size)
-        if plan is not None:
-            synchronizer.load(plan)
+        # Also where nothing changes: ranks with another export must hear that this one has none.
+        synchronizer.load(plan or synchronizer.plan)
         if synchronizer.ranks.rank == 0:
             for note in notes:
                 _log.warning("%s", note)

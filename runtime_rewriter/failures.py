@@ -8,6 +8,7 @@ from autotune.errors import SynchronizationError
 from autotune.records import Failed, FailureKind
 
 _OUT_OF_MEMORY_TEXT = ("out of memory", "can't allocate memory", "cannot allocate memory", "std::bad_alloc")
+_TIMEOUT_TEXT = ("timed out", "timeout")
 # What a rank says when another one went away: a consequence, never the cause.
 _CONSEQUENCE_TEXT = (
     "connection closed by peer",
@@ -25,7 +26,10 @@ def kind_of_exception(error: BaseException) -> FailureKind:
     text = str(error).lower()
     if isinstance(error, MemoryError) or any(word in text for word in _OUT_OF_MEMORY_TEXT):
         return FailureKind.OUT_OF_MEMORY
-    if isinstance(error, SynchronizationError | TimeoutError) or "timed out" in text or "timeout" in text:
+    if isinstance(error, SynchronizationError) and error.__cause__ is not None:
+        return kind_of_exception(error.__cause__)  # the communication library's own error says what happened
+    # torch.distributed and its backends raise RuntimeError and subclasses of it; elsewhere the word says nothing.
+    if isinstance(error, TimeoutError) or (isinstance(error, RuntimeError) and any(word in text for word in _TIMEOUT_TEXT)):
         return FailureKind.HANG
     return FailureKind.CRASH
 
@@ -40,11 +44,15 @@ def failure_of_exit(code: int, rank: int, log_tail: str) -> Failed:
     return Failed(FailureKind.CRASH, f"rank {rank} ended {how}{tail}", rank)
 
 
+def is_consequence(failure: Failed) -> bool:
+    """Whether the rank only says that another one went away."""
+    return any(word in failure.message.lower() for word in _CONSEQUENCE_TEXT)
+
+
 def root_cause(failures: list[Failed]) -> Failed:
     """The failure that explains the others: ranks that only lost a peer come last, then by urgency of the kind."""
 
     def order(failure: Failed) -> tuple[bool, int, int]:
-        consequence = any(word in failure.message.lower() for word in _CONSEQUENCE_TEXT)
-        return consequence, _URGENCY.index(failure.kind), failure.rank if failure.rank is not None else -1
+        return is_consequence(failure), _URGENCY.index(failure.kind), failure.rank if failure.rank is not None else -1
 
     return min(failures, key=order)

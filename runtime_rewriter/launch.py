@@ -24,7 +24,6 @@ from autotune.records import FailureKind
 from runtime_rewriter.active import active_session
 from runtime_rewriter.control import ControlClosed, ControlLine
 from runtime_rewriter.failures import kind_of_exception
-from runtime_rewriter.torch_collectives import TRAINING_TIMEOUT_S
 
 MESSAGE_CHARACTERS = 6000
 
@@ -40,8 +39,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = options.words[1:] if options.words[:1] == ["--"] else options.words
     if options.control is not None:
         _die_with_parent()
-        return _run_tuned(ControlLine(socket.socket(fileno=options.control)), words)
+        return _run_tuned(_own_line(options.control), words)
     return _run_exported(options.strategy, words)
+
+
+def _own_line(descriptor: int) -> ControlLine:
+    """The line to the supervisor. The script's children must not hold it: they may outlive this process."""
+    end = socket.socket(fileno=descriptor)
+    end.set_inheritable(False)
+    line = ControlLine(end)
+    os.register_at_fork(after_in_child=line.close)
+    return line
 
 
 def _run_tuned(line: ControlLine, words: list[str]) -> int:
@@ -51,7 +59,8 @@ def _run_tuned(line: ControlLine, words: list[str]) -> int:
     session = TuningSession(line)
     failed: dict[str, str] | None = None
     try:
-        with replaced_ddp(session), active_session(session):
+        waits = session.timeouts
+        with replaced_ddp(session, timeout_s=waits.message_s, agreement_timeout_s=waits.agreement_s), active_session(session):
             _run_script(words)
     except SystemExit as end:
         if end.code not in (None, 0):
@@ -73,7 +82,8 @@ def _run_exported(strategy: Path, words: list[str]) -> int:
     from runtime_rewriter.torch_ddp import replaced_ddp
 
     session = ExportSession(strategy)
-    with replaced_ddp(session, timeout_s=TRAINING_TIMEOUT_S, agreement_timeout_s=TRAINING_TIMEOUT_S), active_session(session):
+    waits = session.timeouts
+    with replaced_ddp(session, timeout_s=waits.message_s, agreement_timeout_s=waits.agreement_s), active_session(session):
         _run_script(words)
     return 0
 

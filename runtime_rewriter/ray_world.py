@@ -1,158 +1,84 @@
-"""The world on a Ray cluster: one actor per rank in a placement group, local by default, any cluster by address."""
+"""The world on a Ray cluster: where each rank runs, with which environment, and where its output goes."""
 
 from __future__ import annotations
 
 import os
-import secrets
-import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from autotune.errors import AutotuneError, LaunchError
+from autotune.errors import LaunchError
 from runtime_rewriter.command import ScriptCommand
-from runtime_rewriter.worker import ProcessSupervisor, WorkerLost, free_port
+from runtime_rewriter.ray_cluster import CALL_TIMEOUT_S, LOOPBACK, RemoteWorker, Room, fetch
+from runtime_rewriter.ray_cluster import RayCluster as RayCluster  # who builds a world connects first
+from runtime_rewriter.worker import WorkerLost, carried_environment
 from runtime_rewriter.world import Launch, World
 
-CALL_TIMEOUT_S = 60.0
-PLACEMENT_TIMEOUT_S = 60.0
-LOOPBACK = "127.0.0.1"
-
-
-class _Actor(ProcessSupervisor):
-    """The supervisor plus what the driver must know about the place it landed on."""
-
-    def place(self) -> dict[str, Any]:
-        import ray
-
-        context = ray.get_runtime_context()
-        address = str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
-        return {"node": context.get_node_id(), "address": address, "gpus": [str(gpu) for gpu in ray.get_gpu_ids()]}
-
-    def reserve_port(self, first: int, last: int, host: str) -> int:
-        return free_port(first, last, host)
-
-    def working_directory(self) -> str:
-        return str(Path.cwd())
-
-
-class _RemoteWorker:
-    """Implements `Worker` by calls to an actor, each with a timeout."""
-
-    def __init__(self, actor: Any) -> None:
-        self.actor = actor
-
-    def call(self, method: str, *arguments: Any) -> Any:
-        import ray
-
-        try:
-            return ray.get(getattr(self.actor, method).remote(*arguments), timeout=CALL_TIMEOUT_S)
-        except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
-            raise WorkerLost(str(error).strip().splitlines()[0]) from error
-        except ray.exceptions.RayTaskError as error:
-            cause = error.as_instanceof_cause()  # type: ignore[no-untyped-call]
-            raise (cause if isinstance(cause, AutotuneError) else WorkerLost(str(cause))) from error
-
-    def start(self, words: list[str], environment: dict[str, str], directory: str, log_path: str) -> None:
-        self.call("start", words, environment, directory, log_path)
-
-    def instruct(self, message: dict[str, Any]) -> None:
-        self.call("instruct", message)
-
-    def poll(self, timeout_s: float) -> list[dict[str, Any]]:
-        events: list[dict[str, Any]] = self.call("poll", timeout_s)
-        return events
-
-    def stop(self) -> None:
-        self.call("stop")
-
-
-class RayCluster:
-    """A connection to Ray. Without an address a private cluster is started: loopback only, with a token."""
-
-    def __init__(self, address: str | None, workers: int) -> None:
-        self.local = address is None
-        if self.local:
-            # Ray binds the first real interface unless this is off, and is open to everybody without a token.
-            os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
-            os.environ["RAY_AUTH_MODE"] = "token"
-            os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
-        os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-        os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
-        import ray
-
-        quiet: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": False, "configure_logging": False}
-        try:
-            if self.local:
-                ray.init(
-                    address="local",
-                    num_cpus=workers,  # a slot per rank, however many cores there are
-                    include_dashboard=False,
-                    object_store_memory=100_000_000,
-                    _node_ip_address=LOOPBACK,
-                    **quiet,
-                )
-            else:
-                ray.init(address=address, runtime_env=_shipped_code(), **quiet)
-        except (ConnectionError, RuntimeError, ValueError, OSError) as error:
-            where = "a local Ray cluster could not be started" if self.local else f"the Ray cluster at {address!r} cannot be reached"
-            raise LaunchError(f"{where}: {str(error).strip().splitlines()[0]}; check `ray status` and the address") from error
-
-    def reserve(self, workers: int) -> tuple[Any, list[_RemoteWorker]]:
-        """A placement group and one actor per rank in it; raises `LaunchError` if the cluster has no room."""
-        import ray
-        from ray.util.placement_group import placement_group, remove_placement_group
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-        total: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
-        per_rank = {"CPU": 1.0} | ({"GPU": 1.0} if total.get("GPU", 0) >= workers else {})
-        group = placement_group([per_rank] * workers, strategy="PACK")
-        if not group.wait(PLACEMENT_TIMEOUT_S):
-            remove_placement_group(group)
-            cpus = f"{total.get('CPU', 0):.0f} CPUs"
-            raise LaunchError(f"the Ray cluster has no room for {workers} workers of {per_rank} each; it has {cpus}, perhaps in use")
-        actor_class = ray.remote(_Actor)
-        pinned = [PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=index) for index in range(workers)]
-        options = {"num_cpus": 1, "num_gpus": per_rank.get("GPU", 0)}
-        return group, [_RemoteWorker(actor_class.options(scheduling_strategy=place, **options).remote()) for place in pinned]
-
-    def close(self) -> None:
-        import ray
-
-        ray.shutdown()
+FIRST_CALL_TIMEOUT_S = 600.0
+"""How long the actors may take to come up: before that the code is sent to their hosts."""
 
 
 class _RayPlacement:
     """Implements `Placement`: actors sorted host by host, pinned to their bundles."""
 
     def __init__(
-        self, cluster: RayCluster, command: ScriptCommand, workers: int, log_directory: Path, master_ports: tuple[int, int]
+        self,
+        cluster: RayCluster,
+        command: ScriptCommand,
+        workers: int,
+        rooms: tuple[Room, ...],
+        log_directory: Path,
+        master_ports: tuple[int, int],
+        first_call_timeout_s: float,
     ) -> None:
         self._cluster, self._command, self._ports = cluster, command, master_ports
-        self._group, actors = cluster.reserve(workers)
-        found = [actor.call("place") for actor in actors]
-        order = sorted(range(workers), key=lambda index: (found[index]["node"] != found[0]["node"], found[index]["node"], index))
+        self._group, actors = cluster.reserve(workers, rooms)
+        try:
+            found = _places(actors, first_call_timeout_s)
+        except BaseException:
+            self.release()
+            raise
+        nodes = list(dict.fromkeys(place["node"] for place in found))
+        order = sorted(range(workers), key=lambda index: (nodes.index(found[index]["node"]), index))
         self.workers = [actors[index] for index in order]
         self._places = [found[index] for index in order]
-        # On a remote host the user's directory may not exist.
-        self._logs = log_directory if cluster.local else Path(tempfile.gettempdir()) / f"autotune-logs-{log_directory.parent.name}"
+        self._log_directory = log_directory
+
+    @property
+    def hosts(self) -> tuple[tuple[str, int], ...]:
+        """Name and number of ranks of each; nodes that share a machine get its name with their number."""
+        names: dict[str, str] = {}
+        for place in self._places:
+            if place["node"] not in names:
+                name = place["name"]
+                names[place["node"]] = f"{name}-{len(names)}" if name in names.values() else name
+        nodes = [place["node"] for place in self._places]
+        return tuple((name, nodes.count(node)) for node, name in names.items())
 
     def launch(self) -> Launch:
         """A fresh master port for every start: the last one may linger."""
         host = LOOPBACK if self._cluster.local else self._places[0]["address"]
         port = self.workers[0].call("reserve_port", *self._ports, host)
-        directory = str(Path.cwd()) if self._cluster.local else self.workers[0].call("working_directory")
-        return Launch(self._command, _environments(self._places, host, port, self._cluster.local), directory, str(self._logs))
+        environments = _environments(self._places, host, port, self._cluster.local)
+        return Launch(self._sent_command(), environments, self._cluster.directory, self._log_paths())
+
+    def _sent_command(self) -> ScriptCommand:
+        """A script inside a directory that is sent along is found there by its relative path."""
+        script = Path(self._command.target)
+        if self._cluster.directory or self._command.is_module or not script.resolve().is_relative_to(Path.cwd()):
+            return self._command
+        return replace(self._command, target=str(script.resolve().relative_to(Path.cwd())))
+
+    def _log_paths(self) -> tuple[str, ...]:
+        """On another host the job's directory may not exist: there the session directory of Ray keeps the output."""
+        job = self._log_directory.parent.name
+        directories = [self._log_directory if self._cluster.local else Path(place["logs"]) / f"autotune-{job}" for place in self._places]
+        return tuple(str(directory / f"rank{rank}.log") for rank, directory in enumerate(directories))
 
     def poll(self, timeout_s: float) -> list[list[dict[str, Any]]]:
         """All actors at once, so that a thousand ranks take as long as one."""
-        import ray
-
-        try:
-            polled: list[list[dict[str, Any]]] = ray.get(
-                [worker.actor.poll.remote(timeout_s) for worker in self.workers], timeout=CALL_TIMEOUT_S + timeout_s
-            )
-        except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError) as error:
-            raise WorkerLost(str(error).strip().splitlines()[0]) from error
+        references = [worker.actor.poll.remote(timeout_s) for worker in self.workers]
+        polled: list[list[dict[str, Any]]] = fetch(references, CALL_TIMEOUT_S + timeout_s)
         return polled
 
     def release(self) -> None:
@@ -170,23 +96,45 @@ def ray_world(
     step_timeout_s: float,
     start_timeout_s: float,
     master_ports: tuple[int, int] = (0, 0),
+    devices_per_host: tuple[int, ...] = (),
+    addresses: tuple[str, ...] = (),
+    first_call_timeout_s: float = FIRST_CALL_TIMEOUT_S,
 ) -> World:
-    """The world of `command` on `workers` ranks of this Ray cluster."""
-    return World(lambda: _RayPlacement(cluster, command, workers, log_directory, master_ports), step_timeout_s, start_timeout_s)
+    """The world of `command` on `workers` ranks of this Ray cluster.
+
+    `devices_per_host` of two hosts or more is kept: the first host's ranks come first, each host is a Ray node of its
+    own, at `addresses[host]` where that is the address of one. With one host or none given, Ray packs the ranks.
+    """
+    rooms = tuple((ranks, addresses[host] if host < len(addresses) else "") for host, ranks in enumerate(devices_per_host))
+    if len(rooms) > 1 and sum(devices_per_host) != workers:
+        raise LaunchError(f"the devices of all hosts must add up to the {workers} workers, but are {', '.join(map(str, devices_per_host))}")
+
+    def place() -> _RayPlacement:
+        return _RayPlacement(cluster, command, workers, rooms, log_directory, master_ports, first_call_timeout_s)
+
+    return World(place, step_timeout_s, start_timeout_s)
+
+
+def _places(actors: list[RemoteWorker], timeout_s: float) -> list[dict[str, Any]]:
+    try:
+        found: list[dict[str, Any]] = fetch([actor.actor.place.remote() for actor in actors], timeout_s)
+    except WorkerLost as error:
+        if not isinstance(error.__cause__, TimeoutError):
+            raise
+        raise LaunchError(f"all {len(actors)} workers must come up within {timeout_s:g} s, but did not; look at `ray status`") from error
+    return found
 
 
 def _environments(places: list[dict[str, Any]], host: str, port: int, local: bool) -> tuple[dict[str, str], ...]:
-    """The variables that torchrun would set, for ranks that are sorted host by host."""
-    nodes: list[str] = []
+    """The driver's environment and the variables that torchrun would set, for ranks that are sorted host by host."""
     members: dict[str, list[int]] = {}
     for rank, place in enumerate(places):
-        if place["node"] not in members:
-            nodes.append(place["node"])
         members.setdefault(place["node"], []).append(rank)
+    nodes = list(members)
     found = []
     for rank, place in enumerate(places):
         peers = members[place["node"]]
-        environment = {
+        environment = carried_environment(dict(os.environ)) | {
             "RANK": str(rank),
             "LOCAL_RANK": str(peers.index(rank)),
             "WORLD_SIZE": str(len(places)),
@@ -204,12 +152,3 @@ def _environments(places: list[dict[str, Any]], host: str, port: int, local: boo
             environment["GLOO_SOCKET_IFNAME"] = "lo"
         found.append(environment)
     return tuple(found)
-
-
-def _shipped_code() -> dict[str, Any]:
-    """What a remote worker needs: the user's directory and our two packages, without data and caches."""
-    import autotune
-    import runtime_rewriter
-
-    packages = [str(Path(package.__file__).parent) for package in (autotune, runtime_rewriter) if package.__file__]
-    return {"working_dir": str(Path.cwd()), "py_modules": packages, "excludes": [".git", ".venv", "autotune-jobs", "*.db", "__pycache__"]}

@@ -18,13 +18,12 @@ from autotune.errors import AutotuneError, InvalidStrategy
 from autotune.parsing import parse
 from autotune.records import FailureKind
 from autotune.strategy_space.plan import Plan
-from runtime_rewriter.control import ControlClosed, ControlLine
+from runtime_rewriter.control import HEARTBEAT_S, ControlClosed, ControlLine
 from runtime_rewriter.numerics import GradientGate
+from runtime_rewriter.torch_collectives import TUNING_TIMEOUTS
 from runtime_rewriter.torch_hooks import GradientSynchronizer
 from runtime_rewriter.torch_probe import probe_links
 from runtime_rewriter.torch_profile import WorkloadProfiler
-
-HEARTBEAT_S = 1.0
 
 
 class Activity(Protocol):
@@ -95,6 +94,8 @@ class ProfileRun:
 
 class TuningSession:
     """Listens to the step boundaries of the model that is tuned."""
+
+    timeouts = TUNING_TIMEOUTS
 
     def __init__(self, line: ControlLine) -> None:
         self._line = line

@@ -31,8 +31,18 @@ from autotune.errors import SynchronizationError
 from autotune.strategy_space.plan import Message, Plan, Primitive, TensorSlice
 from autotune.strategy_space.strategy import Compressor, SparseHandling
 
-TRAINING_TIMEOUT_S = 1800.0
-"""How long a rank may keep the others waiting in ordinary training (a checkpoint, a validation): torch's default."""
+
+@dataclass(frozen=True)
+class Timeouts:
+    """How long ranks wait for each other: `message_s` in a training step, `agreement_s` when a plan is loaded."""
+
+    message_s: float
+    agreement_s: float
+
+
+TUNING_TIMEOUTS = Timeouts(60.0, 20.0)
+TRAINING_TIMEOUTS = Timeouts(1800.0, 60.0)
+"""Ordinary training: a rank may write a checkpoint for as long as torch's own default allows."""
 _WIRE_DTYPE = {Compressor.FP16: torch.float16, Compressor.BF16: torch.bfloat16}
 _PRIMITIVES = (Primitive.ALL_REDUCE, Primitive.REDUCE_SCATTER_ALL_GATHER, Primitive.PUSH_PULL)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import site
 import socket
 import subprocess
 import sys
@@ -16,10 +17,20 @@ import time
 from pathlib import Path
 from typing import Any, Protocol
 
+import autotune
+import runtime_rewriter
 from autotune.errors import AutotuneError, LaunchError
 from runtime_rewriter.control import ControlClosed, ControlLine
 
 LOG_TAIL_BYTES = 8192
+CLOSING_S = 5.0
+_OF_RAY = ("PYTHONPATH", "PYTHONBREAKPOINT")
+"""What Ray sets in its workers besides RAY_*."""
+_OF_THE_MACHINE = {
+    *("HOME", "USER", "LOGNAME", "SHELL", "HOSTNAME", "PATH", "PWD", "OLDPWD", "TMPDIR", "TMP", "TEMP"),
+    *("LD_LIBRARY_PATH", "LD_PRELOAD", "VIRTUAL_ENV", "PYTHONHOME", "DISPLAY", "CUDA_VISIBLE_DEVICES"),
+}
+_FAMILIES_OF_THE_MACHINE = ("RAY_", "CONDA_", "SSH_", "XDG_", "SLURM_")
 
 
 class WorkerLost(AutotuneError):
@@ -45,24 +56,25 @@ class ProcessSupervisor:
         self._exit_told = False
 
     def start(self, words: list[str], environment: dict[str, str], directory: str, log_path: str) -> None:
-        """Start `python -m runtime_rewriter.launch --control FD -- words` with `environment` added to ours."""
+        """Start `python -m runtime_rewriter.launch --control FD -- words` in `directory` ("": our own).
+
+        `environment` is added to ours without Ray's part of it; the only PYTHONPATH is the one in `environment`.
+        """
         self.stop()
         ours, theirs = socket.socketpair()
         self._line, self._exit_told = ControlLine(ours), False
         self._log_path = Path(log_path)
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
-        # The child finds our packages as this process does, whether they are installed or were sent along.
-        search_path = os.pathsep.join(path for path in sys.path if path)
         with self._log_path.open("ab") as log, theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-u", "-m", "runtime_rewriter.launch", "--control", str(theirs.fileno()), "--", *words],
-                env={**os.environ, "PYTHONPATH": search_path, **environment},
-                cwd=directory,
+                env=_child_environment(dict(os.environ), environment),
+                cwd=directory or None,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 pass_fds=[theirs.fileno()],
-                start_new_session=True,  # so that data-loading processes die with it
+                start_new_session=True,  # so that data-loading processes can be killed with it
             )
 
     def instruct(self, message: dict[str, Any]) -> None:
@@ -75,26 +87,39 @@ class ProcessSupervisor:
 
     def poll(self, timeout_s: float) -> list[dict[str, Any]]:
         """Events of the process: waits up to `timeout_s` for the first; the last one may be `exited`."""
-        events: list[dict[str, Any]] = []
-        if self._line is not None:
-            try:
-                message = self._line.receive(timeout_s)
-                while message is not None:
-                    events.append(message)
-                    message = self._line.receive(0.0)
-            except ControlClosed:
-                self._line.close()
-                self._line = None
-        if self._line is None and self._process is not None and not self._exit_told:
-            try:
-                code = self._process.wait(timeout=5.0)
-            except subprocess.TimeoutExpired:
-                return events
+        events = self._drained(timeout_s)
+        if self._process is None or self._exit_told:
+            if not events:
+                time.sleep(min(timeout_s, 0.2))
+            return events
+        # The line alone does not tell: a child of the script may hold it open after the script was killed.
+        code = self._process.poll() if self._line is not None else self._code_after_closing()
+        if code is not None:
+            events += self._drained(0.0)  # said between the last look and the end
             self._exit_told = True
             events.append({"event": "exited", "code": code, "log": self._log_tail()})
-        elif self._line is None and not events:
-            time.sleep(min(timeout_s, 0.2))
         return events
+
+    def _drained(self, timeout_s: float) -> list[dict[str, Any]]:
+        events: list[dict[str, Any]] = []
+        try:
+            message = self._line.receive(timeout_s) if self._line is not None else None
+            while message is not None and self._line is not None:
+                events.append(message)
+                message = self._line.receive(0.0)
+        except ControlClosed:
+            if self._line is not None:
+                self._line.close()
+            self._line = None
+        return events
+
+    def _code_after_closing(self) -> int | None:
+        """A process that closed its line is about to end."""
+        assert self._process is not None
+        try:
+            return self._process.wait(timeout=CLOSING_S)
+        except subprocess.TimeoutExpired:
+            return None
 
     def stop(self) -> None:
         """Kill the process and everything that it started."""
@@ -113,6 +138,32 @@ class ProcessSupervisor:
             log.seek(0, os.SEEK_END)
             log.seek(max(0, log.tell() - LOG_TAIL_BYTES))
             return log.read().decode(errors="replace")
+
+
+def carried_environment(environment: dict[str, str]) -> dict[str, str]:
+    """The part of the driver's environment that its ranks get on every host.
+
+    Left out is what belongs to a machine or a login there: HOME, USER, LOGNAME, SHELL, HOSTNAME, PATH, PWD, OLDPWD,
+    TMPDIR, TMP, TEMP, LD_LIBRARY_PATH, LD_PRELOAD, VIRTUAL_ENV, PYTHONHOME, DISPLAY, CUDA_VISIBLE_DEVICES, and every
+    RAY_*, CONDA_*, SSH_*, XDG_* and SLURM_*.
+    """
+    return {
+        name: value for name, value in environment.items() if name not in _OF_THE_MACHINE and not name.startswith(_FAMILIES_OF_THE_MACHINE)
+    }
+
+
+def _child_environment(ours: dict[str, str], added: dict[str, str]) -> dict[str, str]:
+    """The child finds our packages where this process does, whether they are installed or were sent along."""
+    base = {name: value for name, value in ours.items() if name not in _OF_RAY and not name.startswith("RAY_")}
+    search_path = [*_package_roots(), *filter(None, added.get("PYTHONPATH", "").split(os.pathsep))]
+    return {**base, **added, "PYTHONPATH": os.pathsep.join(search_path)}
+
+
+def _package_roots() -> list[str]:
+    """Directories that hold our packages. Not site-packages: on PYTHONPATH it would come before the standard library."""
+    roots = [str(Path(str(package.__file__)).resolve().parents[1]) for package in (autotune, runtime_rewriter)]
+    installed = {str(Path(path).resolve()) for path in (*site.getsitepackages(), site.getusersitepackages())}
+    return [root for root in dict.fromkeys(roots) if root not in installed]
 
 
 def free_port(first: int, last: int, host: str) -> int:

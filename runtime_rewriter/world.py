@@ -10,7 +10,6 @@ import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 from autotune.cluster import CollectiveFit
@@ -19,54 +18,58 @@ from autotune.parsing import parse
 from autotune.records import Failed, FailureKind, Measured, TrialRequest
 from autotune.strategy_space.plan import Plan
 from autotune.workload import Workload
+from runtime_rewriter.answers import Answers, ScriptEnded, Silence
 from runtime_rewriter.command import ScriptCommand
-from runtime_rewriter.failures import failure_of_exit, root_cause
+from runtime_rewriter.control import HEARTBEAT_S
 from runtime_rewriter.worker import Worker, WorkerLost
 
 POLL_S = 2.0
 STARTS = 3
 """Attempts to bring the script to its first step before the job is given up."""
 FAREWELL_S = 3.0
-"""How long the ranks may take to end politely."""
+"""How long the ranks may take to end politely, all together."""
+FAREWELL_POLL_S = 0.5
 STRAGGLER_S = 5.0
 """How long the other ranks may take to tell their side after the first one failed."""
+SILENT_HEARTBEATS = 3.0
 PROFILE_STEPS = 6
 PROBE_DEADLINE_S = 20.0
 
 
 @dataclass(frozen=True)
 class Profile:
-    """What one replica does, what the links cost, the software that runs it, and the CPU cores of rank 0's host."""
+    """What one replica does, what the links cost, the software that runs it, and the CPU cores of rank 0's host.
+
+    `hosts`: name and number of ranks of every host, in rank order.
+    """
 
     workload: Workload
     fits: tuple[CollectiveFit, ...]
     software: dict[str, str]
     cores: int
+    hosts: tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True)
 class Launch:
-    """How each rank is started: `environments[rank]` is added to the process's own."""
+    """How each rank is started: `environments[rank]` is added to the process's own; directory "" is the worker's own."""
 
     command: ScriptCommand
     environments: tuple[dict[str, str], ...]
     directory: str
-    log_directory: str
+    log_paths: tuple[str, ...]
 
 
 class Placement(Protocol):
-    """Workers on their machines, by rank. `poll` asks all at once; `release` gives the places back."""
+    """Workers on their machines, by rank, host by host. `poll` asks all at once; `release` gives the places back."""
 
     @property
     def workers(self) -> Sequence[Worker]: ...
+    @property
+    def hosts(self) -> tuple[tuple[str, int], ...]: ...
     def launch(self) -> Launch: ...
     def poll(self, timeout_s: float) -> list[list[dict[str, Any]]]: ...
     def release(self) -> None: ...
-
-
-class _ScriptEnded(Exception):
-    def __init__(self, steps: int) -> None:
-        self.steps = steps
 
 
 class World:
@@ -74,7 +77,9 @@ class World:
 
     def __init__(self, place: Callable[[], Placement], step_timeout_s: float, start_timeout_s: float) -> None:
         self._place = place
-        self._step_timeout_s, self._start_timeout_s = step_timeout_s, start_timeout_s
+        # A healthy rank is heard once per heartbeat, however short its steps are.
+        self._step_timeout_s = max(step_timeout_s, SILENT_HEARTBEATS * HEARTBEAT_S)
+        self._start_timeout_s = start_timeout_s
         self._placement: Placement | None = None
         self._running = False
         self._fresh = False
@@ -93,7 +98,8 @@ class World:
         outcome = self._instruct(message, "profile", PROBE_DEADLINE_S + self._step_timeout_s)
         if isinstance(outcome, Failed):
             raise LaunchError(f"the script failed while it was profiled ({outcome.kind}): {outcome.message}")
-        return parse(Profile, outcome[0]["profile"], "the profile of rank 0")
+        assert self._placement is not None
+        return parse(Profile, {**outcome[0]["profile"], "hosts": self._placement.hosts}, "the profile of rank 0")
 
     def run_trial(self, request: TrialRequest, plan: Plan | None) -> Measured | Failed:
         """Enact `plan` (None: the user's own setup) for the trial's steps.
@@ -113,16 +119,21 @@ class World:
         return _measured(outcome)
 
     def close(self) -> None:
-        """End the training: politely at a step boundary, else by force."""
+        """End the training: politely at a step boundary within `FAREWELL_S`, else by force."""
         if self._running:
             with contextlib.suppress(WorkerLost):  # a lost worker has ended already
                 self._send({"do": "finish"})
-                self._collect("exited", FAREWELL_S, strict=False)
+                self._await_exits(FAREWELL_S)
         self._stop()
         self._give_up_places()
 
     def _instruct(self, message: dict[str, Any], answer: str, silence_s: float) -> list[dict[str, Any]] | Failed:
-        """Send to all ranks and wait for all answers; a script that comes to its end is started again."""
+        """Send to all ranks and wait for all answers.
+
+        A script that comes to its end is started again. So it is on other workers when one was lost, but only
+        once: what is instructed may be what takes the machine down.
+        """
+        lost: WorkerLost | None = None
         while True:
             self._ensure_running()
             started_fresh = self._fresh
@@ -132,8 +143,13 @@ class World:
             except WorkerLost as error:
                 self._running = False
                 self._give_up_places()
-                return Failed(FailureKind.CRASH, f"a worker was lost: {error}")
-            except _ScriptEnded as ended:
+                if lost is not None:
+                    return Failed(FailureKind.CRASH, f"a worker was lost, and again on other workers: {error}")
+                lost = error
+                continue
+            except Silence as silence:
+                outcome = Failed(FailureKind.HANG, str(silence), silence.rank)
+            except ScriptEnded as ended:
                 self._stop()
                 if started_fresh:
                     raise LaunchError(
@@ -154,18 +170,11 @@ class World:
         problem = Failed(FailureKind.CRASH, "the workers could not be placed")
         for _ in range(STARTS):
             try:
-                self._start_ranks()
-                outcome = self._collect("ready", self._start_timeout_s)
+                outcome = self._started()
             except WorkerLost as error:
                 self._give_up_places()
                 problem = Failed(FailureKind.CRASH, f"a worker was lost: {error}")
                 continue
-            except _ScriptEnded:
-                self._stop()
-                raise LaunchError(
-                    "the script ended without a training step under DistributedDataParallel; wrap the model in "
-                    "torch.nn.parallel.DistributedDataParallel or call autotune.apply(model, optimizer)"
-                ) from None
             if not isinstance(outcome, Failed):
                 self._running = self._fresh = True
                 self._model_id = str(outcome[0]["model_id"])
@@ -175,12 +184,25 @@ class World:
             lost_the_port = "address already in use" in problem.message.lower()
             if problem.kind is FailureKind.HANG or not (self._model_id or lost_the_port):
                 break  # waiting as long again, or a script that never ran, would end the same way
-        if problem.kind is FailureKind.HANG:
+        raise LaunchError(f"the script died before its first step ({problem.kind}): {problem.message}")
+
+    def _started(self) -> list[dict[str, Any]] | Failed:
+        """One attempt to bring all ranks to their first step boundary."""
+        try:
+            self._start_ranks()
+            return self._collect("ready", self._start_timeout_s)
+        except ScriptEnded:
+            self._stop()
+            raise LaunchError(
+                "the script ended without a training step under DistributedDataParallel; wrap the model in "
+                "torch.nn.parallel.DistributedDataParallel or call autotune.apply(model, optimizer)"
+            ) from None
+        except Silence:
+            self._stop()
             raise LaunchError(
                 f"the script made no training step under DistributedDataParallel within {self._start_timeout_s:.0f} s; wrap the model "
                 "in torch.nn.parallel.DistributedDataParallel, call autotune.apply(model, optimizer), or raise --start-timeout"
-            )
-        raise LaunchError(f"the script died before its first step ({problem.kind}): {problem.message}")
+            ) from None
 
     def _start_ranks(self) -> None:
         if self._placement is None:
@@ -188,8 +210,7 @@ class World:
         launch = self._placement.launch()
         words = list(launch.command.as_python_words())
         for rank, worker in enumerate(self._placement.workers):
-            log_path = str(Path(launch.log_directory) / f"rank{rank}.log")
-            worker.start(words, launch.environments[rank], launch.directory, log_path)
+            worker.start(words, launch.environments[rank], launch.directory, launch.log_paths[rank])
         self.restarts += 1
 
     def _send(self, message: dict[str, Any]) -> None:
@@ -212,57 +233,27 @@ class World:
             self._placement.release()
             self._placement = None
 
-    def _collect(self, answer: str, silence_s: float, strict: bool = True) -> list[dict[str, Any]] | Failed:
-        """One `answer` event of every rank, by rank; or the root cause of the first failure.
-
-        A rank that says nothing (no heartbeat either) for `silence_s` is hung.
-        """
+    def _collect(self, answer: str, silence_s: float) -> list[dict[str, Any]] | Failed:
+        """One `answer` event of every rank, by rank; or the root cause of the first failure. Raises `ScriptEnded` and `Silence`."""
         assert self._placement is not None
-        count = len(self._placement.workers)
-        answers: dict[int, dict[str, Any]] = {}
-        failures: dict[int, Failed] = {}
-        ended: dict[int, int] = {}
-        heard_s = [time.monotonic()] * count
-        first_failure_s = None
-        while len(answers) + len(failures) + len(ended) < count:
+        answers = Answers(answer, len(self._placement.workers), silence_s, time.monotonic())
+        while True:
             polled = self._placement.poll(min(POLL_S, silence_s))
             now_s = time.monotonic()
             for rank, events in enumerate(polled):
-                for event in events:
-                    heard_s[rank] = now_s
-                    self._sort(event, rank, answer, answers, failures, ended)
-            if failures and first_failure_s is None:
-                first_failure_s = now_s
-            if first_failure_s is not None and now_s - first_failure_s > STRAGGLER_S:
-                break
-            silent = [r for r in range(count) if r not in answers | failures | ended and now_s - heard_s[r] > silence_s]
-            if silent and not failures:
-                message = f"rank {silent[0]} made no step for {silence_s:.0f} s; the limit is --step-timeout"
-                return Failed(FailureKind.HANG, message, silent[0])
-        if failures and strict:
-            return root_cause(list(failures.values()))
-        if ended and strict:
-            raise _ScriptEnded(max(ended.values()))
-        return [answers.get(rank, {}) for rank in range(count)]
+                answers.take(rank, events, now_s)
+            if answers.complete(now_s, STRAGGLER_S):
+                return answers.outcome(now_s)
 
-    @staticmethod
-    def _sort(
-        event: dict[str, Any],
-        rank: int,
-        answer: str,
-        answers: dict[int, dict[str, Any]],
-        failures: dict[int, Failed],
-        ended: dict[int, int],
-    ) -> None:
-        kind = event["event"]
-        if kind == answer:
-            answers[rank] = event
-        elif kind == "failed":
-            failures.setdefault(rank, Failed(FailureKind(event["kind"]), event["message"], rank))
-        elif kind == "ended":
-            ended[rank] = int(event["steps"])
-        elif kind == "exited" and rank not in answers and rank not in ended:
-            failures.setdefault(rank, failure_of_exit(int(event["code"]), rank, event["log"]))
+    def _await_exits(self, deadline_s: float) -> None:
+        """Until every process has ended, but no longer than `deadline_s`: a running trial goes on to its end."""
+        assert self._placement is not None
+        alive = set(range(len(self._placement.workers)))
+        end_s = time.monotonic() + deadline_s
+        while alive and (left_s := end_s - time.monotonic()) > 0:
+            for rank, events in enumerate(self._placement.poll(min(left_s, FAREWELL_POLL_S))):
+                if any(event["event"] == "exited" for event in events):
+                    alive.discard(rank)
 
 
 def _measured(answers: list[dict[str, Any]]) -> Measured | Failed:

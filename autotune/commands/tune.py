@@ -99,16 +99,22 @@ def _tune(options: argparse.Namespace, ports: tuple[int, int], workspace: Worksp
 def _world(options: argparse.Namespace, ports: tuple[int, int], workspace: Workspace, job: _Job) -> Iterator[World]:
     """The script's ranks on Ray; all of it ends with the block."""
     spec = job.spec
-    cluster = RayCluster(options.address, spec.workers)
+    cluster = RayCluster(options.address, spec.workers, options.shared_directory)
     try:
+        command = read_command(spec.command)
+        layout = tuple(host.devices for host in spec.cluster.hosts)
+        if len(layout) == 1 and command.nodes > 1:
+            layout = (spec.workers // command.nodes,) * command.nodes
         world = ray_world(
             cluster,
-            read_command(spec.command),
+            command,
             spec.workers,
             workspace.job(job.id) / "logs",
             spec.step_timeout_s,
             spec.start_timeout_s,
             ports,
+            layout if options.address else (),  # a private local cluster is one node, whatever it stands for
+            tuple(host.address for host in spec.cluster.hosts),
         )
         try:
             yield world

@@ -4,24 +4,36 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import autotune
+from autotune.cluster import Cluster
 from autotune.errors import InvalidInput
-from autotune.export import read_export
+from autotune.export import Export, read_export
+from autotune.strategy_space.builders import single_bucket
+from autotune.strategy_space.plan import plan
+from runtime_rewriter.active import active_session
+from runtime_rewriter.control import ControlLine
+from runtime_rewriter.exported import ExportSession
+from runtime_rewriter.session import TuningSession
+from runtime_rewriter.torch_agreement import assumed_workload
+from runtime_rewriter.torch_collectives import TRAINING_TIMEOUTS, TUNING_TIMEOUTS
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "tests" / "scripts" / "train_apply.py"
 
 
-def torchrun(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(SCRIPT), *words]
+def torchrun(*words: str, script: Path = SCRIPT) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script), *words]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
 
 
@@ -63,7 +75,18 @@ def test_another_model_is_refused_with_the_difference_named(tuned) -> None:
     refused = torchrun("--steps", "5", "--width", "48", "--strategy", str(path))
     assert refused.returncode != 0
     assert "ModelMismatch" in refused.stderr
-    assert "(64, 32)" in refused.stderr and "(48, 32)" in refused.stderr
+    assert "0.weight is float32[48, 32] instead of float32[64, 32]" in refused.stderr
+
+
+def test_ranks_with_different_exports_are_told_before_the_first_step(tuned, tmp_path) -> None:
+    """One says that the current setup stays, which loads no plan; with DDP, as under `autotune run`."""
+    path, _ = tuned
+    replace(read_export(path), strategy=None, plan_id=None).write(tmp_path / "rank0.json")
+    replace(read_export(path), reason="copied").write(tmp_path / "rank1.json")
+    launcher = ROOT / "tests" / "scripts" / "run_own_export.py"
+    mixed = torchrun(str(tmp_path), str(SCRIPT), "--steps", "5", "--with-ddp", script=launcher)
+    assert mixed.returncode != 0
+    assert re.search(r"PlanMismatch: every rank must hold the same plan, but rank 0 holds no plan, rank 1 holds plan-", mixed.stderr)
 
 
 def test_an_edited_export_is_refused(tuned, tmp_path) -> None:
@@ -80,3 +103,53 @@ def test_an_edited_export_is_refused(tuned, tmp_path) -> None:
 def test_apply_without_a_process_group_names_the_fix() -> None:
     with pytest.raises(InvalidInput, match=r"call torch\.distributed\.init_process_group before it"):
         autotune.apply(torch.nn.Linear(2, 2))
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[None]:
+    """A process group of one rank."""
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def exported(model: torch.nn.Module, path: Path) -> Export:
+    workload = assumed_workload(model)
+    strategy = single_bucket(workload)
+    made = Export(
+        *("job", "2026-01-01T00:00:00+00:00", workload.model, workload.variables, 1, strategy, plan(strategy, workload, 1).id),
+        *(False, "chosen", None, None, None, None, Cluster.local(1), {}),
+    )
+    made.write(path)
+    return made
+
+
+def linear(width: int = 3) -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(2, width), torch.nn.Linear(width, 1))
+
+
+def test_a_tuner_compares_with_the_strategy_that_the_script_applies(alone, tmp_path) -> None:
+    export = exported(linear(), tmp_path / "own.json")
+    ours, theirs = socket.socketpair()
+    with ours, theirs, active_session(TuningSession(ControlLine(ours))):
+        applied = autotune.apply(linear(), None, tmp_path / "own.json")
+        misfit = autotune.apply(linear(5), None, tmp_path / "own.json")
+    assert applied.synchronizer.plan == export.plan() and applied.notes == ()
+    assert applied.synchronizer.ranks.control_timeout_s == TUNING_TIMEOUTS.agreement_s
+    assert misfit.synchronizer.plan is not None
+    assert len(misfit.notes) == 1 and "does not fit, so the gradients are sent as torch's DDP would" in misfit.notes[0]
+
+
+def test_ordinary_training_waits_long_for_messages_and_a_minute_for_agreement(alone, tmp_path) -> None:
+    exported(linear(), tmp_path / "own.json")
+    with active_session(ExportSession(tmp_path / "own.json")):
+        under_run = autotune.apply(linear()).synchronizer
+    by_itself = autotune.apply(linear(), None, tmp_path / "own.json").synchronizer
+    assert under_run.plan == by_itself.plan
+    for synchronizer in (under_run, by_itself):
+        assert synchronizer.ranks.control_timeout_s == TRAINING_TIMEOUTS.agreement_s == 60.0
+        assert _timeout_s(synchronizer.ranks.first) == TRAINING_TIMEOUTS.message_s == 1800.0
+
+
+def _timeout_s(group: dist.ProcessGroup) -> float:
+    return float(group._get_backend(torch.device("cpu")).options._timeout.total_seconds())

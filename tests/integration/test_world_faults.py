@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 from collections.abc import Iterator
 from dataclasses import replace
@@ -135,6 +136,13 @@ def test_a_script_that_dies_at_its_start_is_reported_with_its_own_error(make_wor
         make_world(script=script).run_trial(REQUEST, None)
 
 
+def test_a_script_that_times_out_at_its_start_is_reported_with_its_own_error(make_world, tmp_path) -> None:
+    script = tmp_path / "waits.py"
+    script.write_text("raise TimeoutError('the data server did not answer')\n")
+    with pytest.raises(LaunchError, match=r"died before its first step \(hang\): TimeoutError: the data server did not answer"):
+        make_world(script=script).run_trial(REQUEST, None)
+
+
 def test_a_port_range_without_a_free_port_is_refused_with_the_fix(make_world) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -144,13 +152,68 @@ def test_a_port_range_without_a_free_port_is_refused_with_the_fix(make_world) ->
             make_world(master_ports=(port, port)).run_trial(REQUEST, None)
 
 
-def test_a_killed_worker_costs_one_trial_and_is_placed_anew(make_world) -> None:
-    import ray
+def test_a_trial_that_lost_a_worker_is_repeated_on_other_workers(make_world, tmp_path) -> None:
+    world = make_world(*fault_words("supervisor", tmp_path))
+    assert isinstance(world.run_trial(replace(REQUEST, timed_steps=30), None), Measured)
+    assert world.restarts == 1
+
+
+def test_a_trial_that_loses_its_workers_twice_has_failed(make_world) -> None:
+    world = make_world("--fault", "supervisor", "--fault-step", "6")
+    lost = world.run_trial(replace(REQUEST, timed_steps=30), None)
+    assert isinstance(lost, Failed)
+    assert lost.kind is FailureKind.CRASH
+    assert "a worker was lost, and again on other workers" in lost.message
+
+
+def test_a_rank_that_comes_to_its_end_before_the_others_ends_the_script_and_not_the_strategy(make_world, tmp_path) -> None:
+    world = make_world("--fault", "end", "--fault-step", "12", "--fault-file", str(tmp_path / "ended"))
+    wanted = plan(single_bucket(small_model()), small_model(), RANKS)
+    assert isinstance(world.run_trial(REQUEST, wanted), Measured)
+    assert isinstance(world.run_trial(replace(REQUEST, timed_steps=30), wanted), Measured)
+    assert world.restarts == 1
+
+
+def test_steps_shorter_than_the_heartbeat_are_not_a_hang_however_low_the_limit(make_world) -> None:
+    world = make_world(step_timeout_s=0.5)
+    assert isinstance(world.run_trial(replace(REQUEST, timed_steps=1000), None), Measured)
+
+
+class _Interrupted(Exception):
+    pass
+
+
+def test_closing_does_not_wait_for_the_trial_that_runs(make_world) -> None:
+    def interrupt(*_: object) -> None:
+        raise _Interrupted
 
     world = make_world()
     assert isinstance(world.run_trial(REQUEST, None), Measured)
-    ray.kill(world._placement.workers[0].actor)
-    lost = world.run_trial(REQUEST, None)
-    assert isinstance(lost, Failed)
-    assert lost.kind is FailureKind.CRASH
-    assert isinstance(world.run_trial(REQUEST, None), Measured)
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.alarm(2)
+        with pytest.raises(_Interrupted):
+            world.run_trial(replace(REQUEST, timed_steps=10**9), None)
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+    world.close()
+
+
+def test_workers_that_do_not_come_up_give_their_room_back(make_world) -> None:
+    with pytest.raises(LaunchError, match=r"all 2 workers must come up within 0\.001 s, but did not"):
+        make_world(first_call_timeout_s=0.001).run_trial(REQUEST, None)
+    assert isinstance(make_world().run_trial(REQUEST, None), Measured)
+
+
+def test_more_hosts_than_there_are_is_refused_with_need_and_have(make_world) -> None:
+    with pytest.raises(
+        LaunchError, match=r"need 2 hosts with 1, 1 CPUs .*, but the Ray cluster has 127\.0\.0\.1 with 2 CPUs; give the --address"
+    ):
+        make_world(devices_per_host=(1, 1)).run_trial(REQUEST, None)
+    with pytest.raises(LaunchError, match="must add up to the 2 workers, but are 2, 1"):
+        make_world(devices_per_host=(2, 1))
+
+
+def test_connecting_leaves_the_handler_of_sigterm_alone(cluster) -> None:
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

@@ -26,7 +26,7 @@ def main() -> None:
         trained = DistributedDataParallel(model)
     else:
         for note in autotune.apply(model, optimizer, options.strategy).notes:
-            print("note:", note)
+            print(f"note: {note}\n", end="")  # one write, so that ranks do not interleave
     data = torch.Generator().manual_seed(dist.get_rank())
     for _ in range(options.steps):
         optimizer.zero_grad()
@@ -34,7 +34,7 @@ def main() -> None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         optimizer.step()
     flat = torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
-    print("digest", dist.get_rank(), hashlib.sha256(flat.numpy().tobytes()).hexdigest())
+    print(f"digest {dist.get_rank()} {hashlib.sha256(flat.numpy().tobytes()).hexdigest()}\n", end="")
     dist.destroy_process_group()
 
 

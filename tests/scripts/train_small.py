@@ -1,10 +1,13 @@
 """A small DDP script, written as a user would, that can be told to misbehave once: the subject of the fault tests.
 
 `--fault KIND` acts at `--fault-step`, on the last rank, but only while `--fault-file` is absent; it is made first.
+Without a file it acts every time.
 """
 
 import argparse
 import os
+import signal
+import sys
 import time
 from pathlib import Path
 
@@ -13,14 +16,19 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 
-def misbehave(kind: str, marker: Path) -> None:
-    if marker.exists():
-        return
-    marker.touch()
+def misbehave(kind: str, marker: Path | None) -> None:
+    if marker is not None:
+        if marker.exists():
+            return
+        marker.touch()
     if kind == "crash":
         raise RuntimeError("planted crash")
     if kind == "exit":
         os._exit(7)
+    if kind == "end":
+        sys.exit()
+    if kind == "supervisor":
+        os.kill(os.getppid(), signal.SIGKILL)
     if kind == "hang":
         time.sleep(3600)
     if kind == "memory":

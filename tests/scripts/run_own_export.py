@@ -1,0 +1,10 @@
+"""`DIRECTORY SCRIPT args`: runs the script as `autotune run` does, but each rank with its own export, as hosts with old copies would."""
+
+import os
+import sys
+
+from runtime_rewriter.launch import main
+
+if __name__ == "__main__":
+    directory, *words = sys.argv[1:]
+    sys.exit(main(["--strategy", f"{directory}/rank{os.environ['RANK']}.json", "--", *words]))

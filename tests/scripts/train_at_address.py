@@ -1,0 +1,65 @@
+"""`ADDRESS run|shared|refusal`: a driver that runs a trial of `train_small.py`, one rank on each of two hosts, and prints JSON.
+
+The working directory must hold the script; it is sent to the hosts.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+from autotune.errors import LaunchError
+from autotune.records import Measured, Role, TrialRequest
+from runtime_rewriter.command import read_command
+from runtime_rewriter.ray_cluster import RayCluster
+from runtime_rewriter.ray_world import ray_world
+from runtime_rewriter.world import World
+
+
+def world(cluster: RayCluster, devices_per_host: tuple[int, ...], addresses: tuple[str, ...] = ()) -> World:
+    workers = sum(devices_per_host)
+    command = read_command(["torchrun", "--nproc-per-node", str(workers), str(Path("train_small.py").resolve())])
+    logs = Path("jobs/there/logs").resolve()
+    return ray_world(cluster, command, workers, logs, 60.0, 60.0, devices_per_host=devices_per_host, addresses=addresses)
+
+
+def refusal(address: str) -> str:
+    """Why a layout that is too large is not placed, or the directory is not sent."""
+    try:
+        cluster = RayCluster(address, 2)
+        try:
+            world(cluster, (3, 1)).profile()
+        finally:
+            cluster.close()
+    except LaunchError as error:
+        return str(error)
+    return ""
+
+
+def main() -> None:
+    address, what = sys.argv[1:]
+    if what == "refusal":
+        print(json.dumps({"refusal": refusal(address)}))
+        return
+    cluster = RayCluster(address, 2, shared_directory=what == "shared")
+    spread = world(cluster, (1, 1), ("127.0.0.3", "unknown.example"))
+    outcome = spread.run_trial(TrialRequest(0, "current-setup", Role.REFERENCE, 1, 2), None)
+    profile = spread.profile()
+    assert spread._placement is not None
+    environments, logs = spread._placement.launch().environments, spread._placement.launch().log_paths
+    spread.close()
+    cluster.close()
+    seen = {
+        "measured": isinstance(outcome, Measured),
+        "outcome": str(outcome),
+        "hosts": profile.hosts,
+        "local_ranks": [environment["LOCAL_RANK"] for environment in environments],
+        "master": environments[0]["MASTER_ADDR"],
+        "logs_exist": [Path(path).is_file() for path in logs],
+        "logs_beside_ours": Path("jobs").exists(),
+        "refusal": refusal(address),
+    }
+    print(json.dumps(seen))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""The supervisor of a real training process: its environment, its line, and the deaths that a line does not tell."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runtime_rewriter.control import ControlClosed, ControlLine
+from runtime_rewriter.worker import ProcessSupervisor, carried_environment
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def supervisor() -> Iterator[ProcessSupervisor]:
+    made = ProcessSupervisor()
+    yield made
+    made.stop()
+
+
+def last_event(supervisor: ProcessSupervisor) -> dict[str, Any]:
+    end_s = time.monotonic() + 60.0
+    while time.monotonic() < end_s:
+        for event in supervisor.poll(1.0):
+            if event["event"] == "exited":
+                return event
+    raise AssertionError("the end of the process was not noticed")
+
+
+def start(supervisor: ProcessSupervisor, directory: Path, text: str, **environment: str) -> None:
+    (directory / "script.py").write_text(text)
+    supervisor.start(["script.py"], environment, str(directory), str(directory / "rank0.log"))
+
+
+def test_a_killed_process_is_noticed_while_a_child_of_it_holds_the_line(supervisor, tmp_path) -> None:
+    """The child is made without Python's fork hooks and keeps every socket open, as a library's helper may."""
+    text = """
+import os, signal, stat, subprocess
+for name in os.listdir("/proc/self/fd"):
+    try:
+        if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+            os.set_inheritable(int(name), True)
+    except OSError:
+        pass
+subprocess.Popen(["sleep", "100"], close_fds=False)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    start(supervisor, tmp_path, text)
+    assert last_event(supervisor)["code"] == -9
+
+
+def test_a_forked_child_does_not_hold_the_line(supervisor, tmp_path) -> None:
+    text = """
+import os, stat, sys
+def sockets():
+    kinds = []
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            kinds.append(stat.S_ISSOCK(os.fstat(int(name)).st_mode))
+        except OSError:
+            pass
+    return sum(kinds)
+before = sockets()
+child = os.fork()
+if child == 0:
+    os._exit(before - sockets())
+os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    start(supervisor, tmp_path, text)
+    assert last_event(supervisor)["code"] == 1
+
+
+def test_a_process_gets_our_packages_and_the_drivers_search_path_but_nothing_of_ray(supervisor, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "secret")
+    monkeypatch.setenv("PYTHONPATH", "/of/ray")
+    monkeypatch.setattr(sys, "path", ["/vendored/by/ray", *sys.path])
+    text = "import json, os; json.dump(dict(os.environ), open('seen.json', 'w'))"
+    start(supervisor, tmp_path, text, PYTHONPATH="/of/the/driver", RANK="3")
+    assert last_event(supervisor)["code"] == 0
+    seen = json.loads((tmp_path / "seen.json").read_text())
+    assert seen["PYTHONPATH"].split(os.pathsep) == [str(ROOT), "/of/the/driver"]
+    assert seen["RANK"] == "3"
+    assert not [name for name in seen if name.startswith("RAY_")]
+
+
+def test_ranks_elsewhere_get_the_drivers_settings_but_not_those_of_its_machine() -> None:
+    environment = {"NCCL_DEBUG": "INFO", "PYTHONPATH": "src", "PATH": "/bin", "HOME": "/home/u", "RAY_JOB_ID": "1", "CONDA_PREFIX": "/c"}
+    assert carried_environment(environment) == {"NCCL_DEBUG": "INFO", "PYTHONPATH": "src"}
+
+
+def test_without_a_directory_the_process_starts_where_its_supervisor_is(supervisor, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "script.py").write_text("open('here', 'w')")
+    supervisor.start(["script.py"], {}, "", str(tmp_path / "logs" / "rank0.log"))
+    assert last_event(supervisor)["code"] == 0
+    assert (tmp_path / "here").exists()
+
+
+def test_a_message_that_nobody_reads_ends_in_an_error_and_not_in_a_wait() -> None:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        line = ControlLine(ours, send_timeout_s=0.2)
+        with pytest.raises(ControlClosed, match="timed out"):
+            line.send({"plan": "x" * 2**24})
+        line.close()
