@@ -11,13 +11,23 @@ from autotune.driver import probed
 from autotune.workload import Variable, Workload
 
 
+WORKLOAD = Workload("m", (Variable("v", (4,)),))
+SOFTWARE = {"torch": "2.13.0"}
+
+
 @dataclass(frozen=True)
 class Measured:
     hosts: tuple[tuple[str, int], ...]
     cores: int = 8
     fits: tuple[CollectiveFit, ...] = (CollectiveFit("all_reduce", 4, 1e-3, 1.5e-8, 0.05, 4096, 2**24),)
-    workload: Workload = Workload("m", (Variable("v", (4,)),))
-    software: dict[str, str] = None  # type: ignore[assignment]
+
+    @property
+    def workload(self) -> Workload:
+        return WORKLOAD
+
+    @property
+    def software(self) -> dict[str, str]:
+        return SOFTWARE
 
 
 def test_an_assumed_cluster_on_one_host_gets_the_bandwidth_of_its_ring_and_its_cores() -> None:
