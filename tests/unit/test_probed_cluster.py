@@ -10,7 +10,6 @@ from autotune.cluster import Cluster, CollectiveFit, Host
 from autotune.driver import probed
 from autotune.workload import Variable, Workload
 
-
 WORKLOAD = Workload("m", (Variable("v", (4,)),))
 SOFTWARE = {"torch": "2.13.0"}
 
