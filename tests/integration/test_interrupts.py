@@ -40,13 +40,18 @@ def processes_with(word: str) -> list[int]:
     return found
 
 
+def take_interrupts() -> None:
+    """A shell starts its background jobs with SIGINT ignored, and these tests may run in one."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_an_interrupted_job_stops_its_ranks_and_says_how_to_go_on(tmp_path, number) -> None:
     script = tmp_path / "train_marked.py"  # a name by which its processes are known
     script.write_text(SCRIPT.read_text())
     words = ["tune", "--directory", str(tmp_path), "--job", "stopped", "--search", "random", "--budget-trials", "500"]
     command = [sys.executable, "-m", "autotune", *words, "--", "torchrun", "--nproc-per-node", "2", str(script)]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=take_interrupts)
 
     def trials() -> int:
         if not (tmp_path / "autotune.db").exists():
@@ -54,9 +59,12 @@ def test_an_interrupted_job_stops_its_ranks_and_says_how_to_go_on(tmp_path, numb
         with Store.open(tmp_path / "autotune.db") as store:
             return len(store.history("stopped").trials) if store.jobs() else 0
 
-    wait_for(lambda: trials() >= 3, "the third trial")
-    process.send_signal(number)
-    _, error = process.communicate(timeout=60)
+    try:
+        wait_for(lambda: trials() >= 3, "the third trial")
+        process.send_signal(number)
+        _, error = process.communicate(timeout=60)
+    finally:
+        process.kill()
     assert process.returncode == 130, error
     assert "interrupted; finished trials are kept, `autotune tune --resume` goes on" in error
     wait_for(lambda: not processes_with("train_marked.py"), "the end of the ranks", 20.0)
