@@ -79,6 +79,11 @@ def fetch(references: Any, timeout_s: float) -> Any:
 
     try:
         return ray.get(references, timeout=timeout_s)
+    except SystemError as error:
+        # What a signal handler (Ctrl-C) raises inside Ray's compiled code comes out as the cause of this.
+        if error.__cause__ is None:
+            raise
+        raise error.__cause__ from None
     except ray.exceptions.RuntimeEnvSetupError as error:
         raise _not_shipped(error) from error
     except ray.exceptions.RayTaskError as error:
