@@ -29,7 +29,6 @@ from autotune.strategy_space.plan import Plan
 from runtime_rewriter.torch_agreement import agree, assumed_workload, check_fit, trainable_parameters
 from runtime_rewriter.torch_autograd import by_identity, reachable_variables, tensors_with_graph
 from runtime_rewriter.torch_collectives import Device, Ranks, Transfer, slice_of
-from runtime_rewriter.torch_collectives import why_refused as why_refused  # asked here before a plan is loaded
 from runtime_rewriter.torch_observers import BackwardObserver, StepListener
 
 

@@ -7,8 +7,7 @@ import pytest
 
 from autotune.cluster import Cluster, Host
 from autotune.errors import InvalidInput
-from autotune.features import extract as extract_module
-from autotune.features.extract import StrategyFeatures, extract
+from autotune.features.extract import MAX_SHARDS, MAX_VARIABLES, StrategyFeatures, extract
 from autotune.features.raw import HOST_COLUMNS, MESSAGE_COLUMNS, RAW_FEATURES
 from autotune.strategy_space.plan import plan
 from autotune.strategy_space.strategy import Compressor, Partition, Shard, SparseHandling, Strategy, Synchronizer, VariableStrategy
@@ -132,11 +131,20 @@ def test_variables_form_a_chain_where_the_workload_names_no_edges() -> None:
     assert features(alone(single, Shard(Synchronizer.ALL_REDUCE)), single, hosts(2)).shard_edges.shape == (0, 2)
 
 
-def test_too_many_shards_are_refused_with_the_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(extract_module, "MAX_SHARDS", 2)
-    model = workload(3)
-    with pytest.raises(InvalidInput, match="at most 4000 variables and 2 shards"):
+def test_more_variables_than_features_are_made_for_are_refused_with_the_numbers() -> None:
+    model = workload(MAX_VARIABLES + 1)
+    with pytest.raises(
+        InvalidInput, match=f"at most {MAX_VARIABLES} variables and {MAX_SHARDS} shards, but .* has {MAX_VARIABLES + 1} and"
+    ):
         features(alone(model, Shard(Synchronizer.ALL_REDUCE)), model, hosts(2))
+
+
+def test_more_shards_than_features_are_made_for_are_refused_with_the_number() -> None:
+    count = MAX_SHARDS + 1
+    model = Workload("m", (Variable("v", (count,)),))
+    cut = VariableStrategy("v", (Shard(Synchronizer.ALL_REDUCE, group=0),) * count, Partition(0, (1,) * count))
+    with pytest.raises(InvalidInput, match=f"has 1 and {count}; use fewer shards per variable"):
+        features([cut], model, hosts(2))
 
 
 def test_a_plan_of_another_model_is_refused() -> None:
