@@ -89,7 +89,7 @@ def _execute(
         return proposer.propose(history, instruction.round, instruction.count)
     request = instruction.request
     wanted = plan_of(request.strategy_id, spec, history)
-    return TrialFinished(request, world.run_trial(request, wanted), wanted.id if wanted else None, 0.0)
+    return TrialFinished(request, world.run_trial(request, wanted), wanted.id if wanted else None, 0.0, spec.conditions)
 
 
 def plan_of(strategy_id: str, spec: JobSpec, history: History) -> Plan | None:

@@ -12,7 +12,7 @@ from autotune.canonical import to_data
 from autotune.cluster import Cluster
 from autotune.errors import InvalidInput
 from autotune.parsing import parse
-from autotune.records import Failed, Measured, TrialRequest
+from autotune.records import REAL_CONDITIONS, Conditions, Failed, Measured, TrialRequest
 from autotune.simulators.evaluation import RankingQuality
 from autotune.strategy_space.strategy import Strategy
 from autotune.workload import Workload
@@ -58,7 +58,7 @@ class Proposed:
 
 @dataclass(frozen=True)
 class TrialFinished:
-    """`plan_id` is None for the current setup."""
+    """`plan_id` is None for the current setup. `conditions` are the job's, so that a trial taken out of its job still tells."""
 
     __pydantic_config__ = {"extra": "forbid"}
 
@@ -66,6 +66,7 @@ class TrialFinished:
     outcome: Measured | Failed
     plan_id: str | None
     elapsed_s: float
+    conditions: Conditions = REAL_CONDITIONS
 
 
 Event = Profiled | Proposed | TrialFinished

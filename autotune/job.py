@@ -12,7 +12,9 @@ from autotune.canonical import to_data
 from autotune.cluster import Cluster, read_cluster
 from autotune.errors import InvalidInput
 from autotune.parsing import parse, read_yaml
+from autotune.records import REAL_CONDITIONS, Accelerators, Conditions
 from autotune.units import parse_seconds
+from autotune.workload import Workload
 
 
 class Search(StrEnum):
@@ -50,6 +52,7 @@ class JobSpec:
     in between are marked and repeated, at most `max_repeats` times each. `diversity` is alpha of Eq. 11.
     The closing comparison runs up to `ab_pairs` blocks of each side (as the time allows) and exports
     the tuned strategy only if the confidence interval of the time ratio lies below 1.
+    `given_profile` is what emulated accelerators wait for; None: what one replica alone took.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -77,6 +80,8 @@ class JobSpec:
     step_timeout_s: float = 60.0
     start_timeout_s: float = 120.0
     seed: int = 0
+    conditions: Conditions = REAL_CONDITIONS
+    given_profile: Workload | None = None
 
     def __post_init__(self) -> None:
         if not self.command:
@@ -105,6 +110,12 @@ class JobSpec:
                 f"the cluster {self.cluster.name!r} must have as many devices as the job has workers, "
                 f"but has {self.cluster.world_size} for {self.workers}; change --nproc-per-node or the cluster file"
             )
+
+        self._check_profile()
+
+    def _check_profile(self) -> None:
+        if self.given_profile is not None and self.conditions.accelerators is Accelerators.REAL:
+            raise InvalidInput("only emulated accelerators wait as a given profile says, but they are real; add --accelerators emulated")
 
     def to_data(self) -> dict[str, Any]:
         data: dict[str, Any] = to_data(self)

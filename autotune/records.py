@@ -31,6 +31,60 @@ class Role(StrEnum):
     AB = "ab"  # a block of the closing A/B comparison
 
 
+class Network(StrEnum):
+    """What the gradients of a trial travel over."""
+
+    HOSTS = "hosts"  # the network of a real Ray cluster
+    LOOPBACK = "loopback"  # processes of one machine
+    EMULATED = "emulated"  # the shaped links of a testbed
+
+
+class Accelerators(StrEnum):
+    """What computes."""
+
+    REAL = "real"
+    EMULATED = "emulated"  # timed waits of profiled durations; parameters, gradients and transfers are real
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """What in a trial was real, and what stood for something else; shown wherever the trial's figures stand.
+
+    With a `byte_scale` of k, every link has 1/k of its rate and every message carries 1/k of its bytes: the times are those of
+    the whole cluster, but for the cost per message. `round_robin`: the ranks ran under real-time round-robin scheduling.
+    """
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    network: Network = Network.HOSTS
+    accelerators: Accelerators = Accelerators.REAL
+    byte_scale: float = 1.0
+    round_robin: bool = False
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.byte_scale < float("inf"):
+            raise InvalidInput(f"byte_scale must be at least 1, but is {self.byte_scale}")
+        if self.byte_scale != 1 and self.network is not Network.EMULATED:
+            raise InvalidInput(
+                f"bytes can be scaled where the links are too, in a testbed, but the network is {self.network}; use --testbed"
+            )
+
+    @cached_property
+    def label(self) -> str:
+        """For people: what was not a real cluster; empty where everything was."""
+        parts = []
+        if self.network is not Network.HOSTS:
+            parts.append("emulated network" if self.network is Network.EMULATED else "loopback of one machine")
+        if self.accelerators is Accelerators.EMULATED:
+            parts.append("emulated accelerators")
+        if self.byte_scale != 1:
+            parts.append(f"bytes and rates divided by {self.byte_scale:g}")
+        return ", ".join(parts)
+
+
+REAL_CONDITIONS = Conditions()
+
+
 @dataclass(frozen=True)
 class Measured:
     """`step_s[rank][step]`: duration of every timed step on every rank, in seconds.
