@@ -65,9 +65,7 @@ class Conditions:
         if not 1 <= self.byte_scale < float("inf"):
             raise InvalidInput(f"byte_scale must be at least 1, but is {self.byte_scale}")
         if self.byte_scale != 1 and self.network is not Network.EMULATED:
-            raise InvalidInput(
-                f"bytes can be scaled where the links are too, in a testbed, but the network is {self.network}; use --testbed"
-            )
+            raise InvalidInput(f"only a testbed scales links as well as bytes, but the network is {self.network}; use --testbed")
 
     @cached_property
     def label(self) -> str:
