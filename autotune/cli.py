@@ -15,6 +15,7 @@ from typing import Any
 from autotune import __version__
 from autotune.errors import AutotuneError, InvalidInput
 from autotune.job import SIMULATORS, Search, Similarity
+from autotune.records import Accelerators
 
 DIRECTORY = "autotune-jobs"
 
@@ -64,10 +65,12 @@ def _parser() -> argparse.ArgumentParser:
     tracking.add_argument("--tracking-uri", help="MLflow tracking URI (default: SQLite in the job directory)")
     tracking.add_argument("--experiment", default="autotune", help="MLflow experiment (default autotune)")
     _add_tune(commands, [shared, tracking])
+    _add_probe(commands, [shared])
     _add_show(commands, [shared])
     _add_export(commands, [shared])
     _add_run(commands, [shared])
     _add_track(commands, [shared, tracking])
+    _add_testbed(commands)
     return parser
 
 
@@ -85,6 +88,7 @@ def _add_tune(commands: Any, parents: list[argparse.ArgumentParser]) -> None:
     tune.add_argument("--address", help="a running Ray cluster, for example auto or 10.0.0.1:6379 (default: start a local one)")
     tune.add_argument("--shared-directory", action="store_true", help="the current directory exists on every host: send nothing along")
     tune.add_argument("--cluster", type=Path, help="cluster.yaml (default: this machine)")
+    _add_emulation(tune.add_argument_group("emulation"))
     tune.add_argument("--workers", type=int, help="number of ranks, where the command does not say")
     tune.add_argument("--master-ports", default="0-0", metavar="FIRST-LAST", help="ports rank 0 may listen on (default: any)")
     budget = tune.add_argument_group("budget")
@@ -101,13 +105,38 @@ def _add_tune(commands: Any, parents: list[argparse.ArgumentParser]) -> None:
     search.add_argument("--seed", type=int, help="default 0")
     trial = tune.add_argument_group("trials")
     trial.add_argument("--warmup-steps", type=int, help="untimed steps of a trial (default 2)")
-    trial.add_argument("--timed-steps", type=int, help="timed steps of a trial (default 8)")
+    trial.add_argument("--timed-steps", type=int, help="timed steps of a trial, of each further batch and of an A/B block (default 8)")
+    trial.add_argument("--most-steps", type=int, help="timed steps that a trial may take to reach --precision (default 40; 0: no more)")
+    trial.add_argument("--precision", type=float, help="relative half width of its median's 95 %% interval that ends it (default 0.02)")
+    trial.add_argument("--losing", type=float, help="a trial certainly above so many times the best ends early (default 1.15)")
     trial.add_argument("--reference-every", type=int, help="candidates between two runs of the current setup (default 6)")
-    trial.add_argument("--deviation", type=float, help="relative deviation of the reference that marks trials (default 0.15)")
-    trial.add_argument("--ab-pairs", type=int, help="pairs of blocks of the closing comparison (default 12)")
+    trial.add_argument("--deviation", type=float, help="relative deviation of the reference that marks trials, at most (default 0.15)")
+    trial.add_argument("--ab-pairs", type=int, help="pairs of blocks of the closing comparison, at most (default 20)")
+    trial.add_argument("--ab-precision", type=float, help="relative half width of its interval that ends it (default 0.01)")
     trial.add_argument("--confidence", type=float, help="of its interval (default 0.95)")
     trial.add_argument("--step-timeout", help="a rank silent for so long is hung (default 60s)")
     trial.add_argument("--start-timeout", help="time until the first training step (default 2min)")
+
+
+def _add_emulation(emulation: Any) -> None:
+    emulation.add_argument("--testbed", type=Path, metavar="CLUSTER", help="emulate this cluster.yaml's network here (root)")
+    emulation.add_argument("--byte-scale", type=float, metavar="K", help="its links and messages divided by K (default 1)")
+    accelerators = [member.value for member in Accelerators]
+    emulation.add_argument("--accelerators", choices=accelerators, help="emulated: timed waits, no computation (default real)")
+    emulation.add_argument("--profile", type=Path, metavar="WORKLOAD", help="what they wait for (default: what one replica alone takes)")
+
+
+def _add_probe(commands: Any, parents: list[argparse.ArgumentParser]) -> None:
+    probe = commands.add_parser("probe", parents=parents, help="measure the links of a cluster and write its cluster file")
+    probe.set_defaults(run=_run_probe)
+    probe.add_argument("--workers", type=int, help="number of ranks (default: the devices of --cluster)")
+    probe.add_argument("--cluster", type=Path, help="cluster.yaml (default: the hosts that the ranks are found on)")
+    probe.add_argument("--address", help="a running Ray cluster, for example auto or 10.0.0.1:6379 (default: start a local one)")
+    probe.add_argument("--output", "-o", type=Path, default=Path("probed.yaml"), help="the cluster file to write (default probed.yaml)")
+    probe.add_argument("--budget-time", default="1min", help="for the probing, besides the start of the ranks (default 1min)")
+    probe.add_argument("--master-ports", default="0-0", metavar="FIRST-LAST", help="ports rank 0 may listen on (default: any)")
+    probe.add_argument("--step-timeout", default="60s", help="a rank silent for so long, and for the budget, is hung (default 60s)")
+    probe.add_argument("--start-timeout", default="2min", help="time until the ranks are up (default 2min)")
 
 
 def _add_show(commands: Any, parents: list[argparse.ArgumentParser]) -> None:
@@ -138,6 +167,31 @@ def _add_track(commands: Any, parents: list[argparse.ArgumentParser]) -> None:
     track.add_argument("job", nargs="?", help="default: the latest job")
 
 
+def _add_testbed(commands: Any) -> None:
+    testbed = commands.add_parser("testbed", help="emulated clusters on this machine (Linux, root): check, up, status, down, exec")
+    actions = testbed.add_subparsers(title="actions", required=True, metavar="ACTION")
+    shared = argparse.ArgumentParser(add_help=False)
+    shared.add_argument("--json", action="store_true", help="print the result as one JSON object on stdout")
+    where = "where testbeds are recorded (default /run/autotune-testbeds)"
+    shared.add_argument("--state-directory", type=Path, default=Path("/run/autotune-testbeds"), metavar="DIRECTORY", help=where)
+    actions.add_parser("check", parents=[shared], help="what this machine can emulate").set_defaults(run=_run_testbed, action="check")
+    up = actions.add_parser("up", parents=[shared], help="make the network of a cluster file")
+    up.set_defaults(run=_run_testbed, action="up")
+    up.add_argument("cluster_file", type=Path, metavar="CLUSTER", help="cluster.yaml")
+    up.add_argument("--name", help="default: the cluster's")
+    up.add_argument("--byte-scale", type=float, default=1.0, metavar="K", help="divide every rate by K (default 1)")
+    status = actions.add_parser("status", parents=[shared], help="what is up, with its rates, latencies and processes")
+    status.set_defaults(run=_run_testbed, action="status")
+    down = actions.add_parser("down", parents=[shared], help="take a testbed down, with every process inside")
+    down.set_defaults(run=_run_testbed, action="down")
+    down.add_argument("name", nargs="?", help="default: leftovers of dead owners, and the testbed of `up` if it is the only one")
+    down.add_argument("--all", action="store_true", help="all of them, also those in use")
+    execute = actions.add_parser("exec", parents=[shared], help="run a command inside: autotune testbed exec NAME HOST -- COMMAND")
+    execute.set_defaults(run=_run_testbed, action="execute")
+    execute.add_argument("name", help="of the testbed")
+    execute.add_argument("host", help="as the cluster file names it")
+
+
 # Each command's module loads when it is used: `autotune --help` stays instant.
 
 
@@ -145,6 +199,12 @@ def _run_tune(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     from autotune.commands.tune import tune
 
     return tune(options)
+
+
+def _run_probe(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    from autotune.commands.probe import probe
+
+    return probe(options)
 
 
 def _run_show(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
@@ -169,3 +229,10 @@ def _run_track(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     from autotune.commands.track import track
 
     return track(options)
+
+
+def _run_testbed(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    from autotune.commands import testbed
+
+    actions = {"check": testbed.check, "up": testbed.up, "status": testbed.status, "down": testbed.down, "execute": testbed.execute}
+    return actions[options.action](options)

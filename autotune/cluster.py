@@ -6,15 +6,23 @@ Nothing here is stored per pair of workers: a link is a host's own interface, un
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from functools import cached_property
-from pathlib import Path
+from itertools import pairwise
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from autotune.canonical import content_id, to_data
 from autotune.errors import InvalidInput
-from autotune.parsing import parse, read_yaml, refuse_newer
-from autotune.units import parse_bytes, parse_bytes_per_s, parse_seconds
+from autotune.parsing import parse, refuse_newer
+
+MAX_FITS = 512
+"""Primitives times groups times (alone, under load) of a probe are below 100."""
+MAX_BENDS = 8
 
 
 @dataclass(frozen=True)
@@ -60,13 +68,37 @@ class PairLink:
             raise InvalidInput(f"link {self.between[0]!r} - {self.between[1]!r} needs a bandwidth above 0 and a latency of at least 0")
 
 
+class Where(StrEnum):
+    """Which ranks a primitive was probed on."""
+
+    WORLD = "world"
+    HOST = "host"  # ranks of one host
+    ACROSS = "across"  # ranks on different hosts
+
+
+@dataclass(frozen=True)
+class Bend:
+    """Up to `until_bytes` a byte costs `s_per_byte`."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    until_bytes: float
+    s_per_byte: float
+
+
 @dataclass(frozen=True)
 class CollectiveFit:
-    """Measured cost of one primitive on `group_size` ranks: seconds = alpha_s + beta_s_per_byte * bytes.
+    """Measured cost of one primitive on `group_size` ranks, as a function of the whole tensor's bytes before the operation.
 
-    `bytes` is the size of the whole tensor before the operation. `relative_error` is the median of
-    |fitted - measured| / measured over the probed sizes. `cpu_alpha_s` and `cpu_beta_s_per_byte` fit the CPU time
-    that one rank spends on it (all its threads, mean over the ranks): what it may take from computation.
+    seconds = alpha_s + beta_s_per_byte * bytes where one line fits. Otherwise the cost is piecewise linear, continuous and
+    never falls: a byte costs what the first of the `bends` says up to its size, the second from there up to its own, and so on,
+    and beta_s_per_byte beyond the last, also beyond the largest probe.
+
+    `relative_error` is the median of |fitted - measured| / measured over the probed sizes, `large_error` the largest of
+    them from 1 MiB up (None: no such size). `spread` is the median over the sizes of the repeats' interquartile range over their
+    median; `sizes` counts them. `cpu_alpha_s` and `cpu_beta_s_per_byte` fit the CPU time that one rank spends on it
+    (all its threads, mean over the ranks): what it may take from computation. Of a fit under load (`loaded`: every rank
+    computed meanwhile) they fit the seconds of computation that a rank really lost to it.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -80,17 +112,70 @@ class CollectiveFit:
     largest_bytes: int
     cpu_alpha_s: float = 0.0
     cpu_beta_s_per_byte: float = 0.0
+    where: Where = Where.WORLD
+    loaded: bool = False
+    bends: tuple[Bend, ...] = ()
+    large_error: float | None = None
+    spread: float = 0.0
+    sizes: int = 0
+
+    def __post_init__(self) -> None:
+        costs = (self.alpha_s, self.beta_s_per_byte, self.cpu_alpha_s, self.cpu_beta_s_per_byte, *(b.s_per_byte for b in self.bends))
+        errors = (self.relative_error, self.spread, self.large_error or 0.0)
+        if not all(0 <= figure < math.inf for figure in (*costs, *errors)):
+            raise InvalidInput(f"the fit of {self.primitive!r} needs finite costs and errors of at least 0, but has {costs} and {errors}")
+        sizes = (0.0, *(bend.until_bytes for bend in self.bends), math.inf)
+        if len(self.bends) > MAX_BENDS or not all(a < b for a, b in pairwise(sizes)):
+            rule = f"needs at most {MAX_BENDS} bends at ascending finite sizes above 0"
+            raise InvalidInput(f"the fit of {self.primitive!r} {rule}, but has them at {sizes[1:-1]}")
+
+    @property
+    def identity(self) -> tuple[str, int, Where, bool]:
+        """What a newer probe of the same replaces."""
+        return self.primitive, self.group_size, self.where, self.loaded
 
     def cpu_s(self, message_bytes: float) -> float:
         return self.cpu_alpha_s + self.cpu_beta_s_per_byte * message_bytes
 
     def seconds(self, message_bytes: float) -> float:
-        return self.alpha_s + self.beta_s_per_byte * message_bytes
+        return float(self.seconds_each(np.array([message_bytes], dtype=np.float64))[0])
+
+    def seconds_each(self, message_bytes: NDArray[np.float64]) -> NDArray[np.float64]:
+        """The cost of every message, shape as the sizes."""
+        seconds, reached = np.full(message_bytes.shape, self.alpha_s), 0.0
+        for bend in self.bends:
+            seconds += bend.s_per_byte * np.clip(message_bytes - reached, 0.0, bend.until_bytes - reached)
+            reached = bend.until_bytes
+        seconds += self.beta_s_per_byte * np.maximum(message_bytes - reached, 0.0)
+        return seconds
+
+
+@dataclass(frozen=True)
+class LinkFit:
+    """Measured one-way cost of a host's own link, or (`inside`) of the one between two of its devices.
+
+    A link shows itself as far as the other end is no slower: of the fastest host it is what the second fastest lets through.
+    `relative_error` and `spread` as in `CollectiveFit`; `probes` counts the pairs of hosts that told.
+    """
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    host: str
+    inside: bool
+    bytes_per_s: float
+    latency_s: float
+    relative_error: float
+    spread: float
+    probes: int = 1
+
+    def __post_init__(self) -> None:
+        if not (0 < self.bytes_per_s < math.inf and all(0 <= f < math.inf for f in (self.latency_s, self.relative_error, self.spread))):
+            raise InvalidInput(f"the link of {self.host!r} needs a finite bandwidth above 0, and a latency and errors of at least 0")
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """`source` is "assumed" until a probe replaced the link costs by fitted ones ("measured")."""
+    """`source` is "assumed" until a probe replaced the link costs by fitted ones ("measured"), by `software` at `measured_at` (ISO)."""
 
     __pydantic_config__ = {"extra": "forbid"}
 
@@ -100,6 +185,9 @@ class Cluster:
     fits: tuple[CollectiveFit, ...] = ()
     source: str = "assumed"
     schema: int = 1
+    link_fits: tuple[LinkFit, ...] = ()
+    measured_at: str = ""
+    software: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
         names = [host.name for host in self.hosts]
@@ -111,6 +199,11 @@ class Cluster:
             for end in link.between:
                 if end not in names:
                     raise InvalidInput(f"a link names host {end!r}, but the hosts are {', '.join(names)}")
+        for found in self.link_fits:
+            if found.host not in names:
+                raise InvalidInput(f"a fitted link names host {found.host!r}, but the hosts are {', '.join(names)}")
+        if len(self.fits) > MAX_FITS:
+            raise InvalidInput(f"cluster {self.name!r} may hold at most {MAX_FITS} fits, but has {len(self.fits)}")
 
     @staticmethod
     def local(workers: int) -> Cluster:
@@ -165,13 +258,25 @@ class Cluster:
                 slowest = min(slowest, self.bandwidth_bytes_per_s(here, there))
         return slowest if slowest != float("inf") else self.hosts[0].inner_bytes_per_s
 
-    def fit(self, primitive: str, group_size: int) -> CollectiveFit | None:
-        """The fitted cost of a primitive on so many ranks, if it was probed."""
-        return next((f for f in self.fits if f.primitive == primitive and f.group_size == group_size), None)
+    def fit(self, primitive: str, group_size: int, where: Where | None = None, loaded: bool = False) -> CollectiveFit | None:
+        """The fitted cost of a primitive on so many ranks, if it was probed.
+
+        Without `where` the whole world's comes first, then that of ranks on different hosts; ranks of one host speak
+        for others only where there is no other host.
+        """
+        wanted = (where,) if where is not None else (Where.WORLD, Where.ACROSS, Where.HOST)[: 3 if len(self.hosts) == 1 else 2]
+        return next((self._fits[key] for place in wanted if (key := (primitive, group_size, place, loaded)) in self._fits), None)
+
+    @cached_property
+    def _fits(self) -> dict[tuple[str, int, Where, bool], CollectiveFit]:
+        """The first of each identity counts."""
+        return {fit.identity: fit for fit in reversed(self.fits)}
 
     def with_fits(self, fits: tuple[CollectiveFit, ...]) -> Cluster:
-        """This cluster with measured link costs."""
-        return replace(self, fits=fits, source="measured")
+        """This cluster with measured link costs; a fit that is measured anew replaces the one of the same identity."""
+        new = {fit.identity for fit in fits}
+        kept = tuple(fit for fit in self.fits if fit.identity not in new)
+        return replace(self, fits=(*fits, *kept), source="measured")
 
     def _pair(self, a: int, b: int) -> PairLink | None:
         names = {self.hosts[a].name, self.hosts[b].name}
@@ -185,65 +290,3 @@ class Cluster:
     def from_data(data: Any, where: str = "cluster") -> Cluster:
         refuse_newer(data, 1, "cluster", where)
         return parse(Cluster, data, where)
-
-
-@dataclass(frozen=True)
-class _HostSpec:
-    __pydantic_config__ = {"extra": "forbid"}
-
-    name: str
-    devices: int = 1
-    bandwidth: str | float = "1Gbit/s"
-    latency: str | float = "50us"
-    inner_bandwidth: str | float = "10GB/s"
-    inner_latency: str | float = "5us"
-    memory: str | int = 0
-    address: str = ""
-
-
-@dataclass(frozen=True)
-class _LinkSpec:
-    __pydantic_config__ = {"extra": "forbid"}
-
-    between: tuple[str, str]
-    bandwidth: str | float
-    latency: str | float = "50us"
-
-
-@dataclass(frozen=True)
-class _ClusterSpec:
-    __pydantic_config__ = {"extra": "forbid"}
-
-    hosts: tuple[_HostSpec, ...]
-    name: str = "cluster"
-    links: tuple[_LinkSpec, ...] = ()
-    schema: int = 1
-
-
-def read_cluster(path: Path) -> Cluster:
-    """A cluster from its YAML file; see docs/cluster.md for the fields and their units."""
-    data = read_yaml(path)
-    refuse_newer(data, 1, "cluster", str(path))
-    spec = parse(_ClusterSpec, data, str(path))
-    hosts = tuple(
-        Host(
-            name=host.name,
-            devices=host.devices,
-            link_bytes_per_s=parse_bytes_per_s(host.bandwidth, f"{path}: bandwidth of {host.name}"),
-            latency_s=parse_seconds(host.latency, f"{path}: latency of {host.name}"),
-            inner_bytes_per_s=parse_bytes_per_s(host.inner_bandwidth, f"{path}: inner_bandwidth of {host.name}"),
-            inner_latency_s=parse_seconds(host.inner_latency, f"{path}: inner_latency of {host.name}"),
-            memory_bytes=parse_bytes(host.memory, f"{path}: memory of {host.name}"),
-            address=host.address,
-        )
-        for host in spec.hosts
-    )
-    links = tuple(
-        PairLink(
-            link.between,
-            parse_bytes_per_s(link.bandwidth, f"{path}: bandwidth of link {' - '.join(link.between)}"),
-            parse_seconds(link.latency, f"{path}: latency of link {' - '.join(link.between)}"),
-        )
-        for link in spec.links
-    )
-    return Cluster(spec.name, hosts, links)

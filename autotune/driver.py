@@ -15,7 +15,7 @@ from autotune.errors import LaunchError
 from autotune.events import Event, Profiled, Proposed, TrialFinished
 from autotune.history import History
 from autotune.job import JobSpec
-from autotune.records import CURRENT_SETUP, Decision, Failed, Measured, TrialRequest
+from autotune.records import CURRENT_SETUP, Accelerators, Conditions, Decision, Failed, Measured, TrialRequest
 from autotune.sampler.proposer import Proposer
 from autotune.store import Store
 from autotune.strategy_space.plan import Plan, plan
@@ -44,6 +44,8 @@ class TrialWorld(Protocol):
     def model_id(self) -> str: ...
     def profile(self) -> MeasuredProfile: ...
     def run_trial(self, request: TrialRequest, plan: Plan | None) -> Measured | Failed: ...
+    def emulate(self, workload: Workload) -> None: ...
+    def round_robin(self) -> bool: ...
 
 
 class Observer(Protocol):
@@ -62,6 +64,8 @@ def drive(job_id: str, spec: JobSpec, store: Store, world: TrialWorld, proposer:
     before_s, began_s = history.elapsed_s, time.monotonic()
     if history.profiled is not None:
         _same_model(history.profiled.workload, world.model_id())
+        if spec.conditions.accelerators is Accelerators.EMULATED:
+            world.emulate(history.profiled.workload)
     while True:
         instruction = next_instruction(spec, history)
         for observer in observers:
@@ -89,7 +93,13 @@ def _execute(
         return proposer.propose(history, instruction.round, instruction.count)
     request = instruction.request
     wanted = plan_of(request.strategy_id, spec, history)
-    return TrialFinished(request, world.run_trial(request, wanted), wanted.id if wanted else None, 0.0, spec.conditions)
+    outcome = world.run_trial(request, wanted)
+    return TrialFinished(request, outcome, wanted.id if wanted else None, 0.0, _conditions(spec, world))
+
+
+def _conditions(spec: JobSpec, world: TrialWorld) -> Conditions:
+    """Those that held: where round-robin scheduling was wanted, the machine may not have permitted it."""
+    return replace(spec.conditions, round_robin=spec.conditions.round_robin and world.round_robin())
 
 
 def plan_of(strategy_id: str, spec: JobSpec, history: History) -> Plan | None:
@@ -106,7 +116,7 @@ def probed(cluster: Cluster, measured: MeasuredProfile) -> Cluster:
     A cluster that was only assumed becomes the hosts that the ranks are really on, with the bandwidth that the ring of
     all ranks showed; a cluster file's hosts and bandwidths stay.
     """
-    ring = next((fit for fit in measured.fits if fit.primitive == "all_reduce" and fit.group_size == cluster.world_size), None)
+    ring = cluster.with_fits(measured.fits).fit("all_reduce", cluster.world_size)
     if cluster == Cluster.local(cluster.world_size) and ring is not None and ring.beta_s_per_byte > 0:
         # Eq. 3: each link carries 2 (w - 1) / w of the bytes of a ring all-reduce
         speed = 2 * (cluster.world_size - 1) / cluster.world_size / ring.beta_s_per_byte

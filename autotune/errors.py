@@ -37,3 +37,11 @@ class PlanMismatch(AutotuneError):
 
 class SynchronizationError(AutotuneError):
     """A gradient synchronization could not be carried out (timeout, missing gradient)."""
+
+
+class EmulationError(AutotuneError):
+    """A testbed (an emulated cluster) could not be made, used or removed."""
+
+
+class EmulationUnavailable(InvalidInput):
+    """This machine cannot emulate what was asked for; the message says what is missing."""

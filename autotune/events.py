@@ -6,11 +6,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from autotune.canonical import to_data
 from autotune.cluster import Cluster
 from autotune.errors import InvalidInput
+from autotune.measurement import Interval, changed_within, trial_interval
 from autotune.parsing import parse
 from autotune.records import REAL_CONDITIONS, Conditions, Failed, Measured, TrialRequest
 from autotune.simulators.evaluation import RankingQuality
@@ -67,6 +69,16 @@ class TrialFinished:
     plan_id: str | None
     elapsed_s: float
     conditions: Conditions = REAL_CONDITIONS
+
+    @cached_property
+    def interval(self) -> Interval | None:
+        """Of the median step time; None for a failure and where the steps were too few to tell."""
+        return trial_interval(self.outcome) if isinstance(self.outcome, Measured) else None
+
+    @cached_property
+    def unsteady(self) -> bool:
+        """The machine changed while it ran, as its own steps tell."""
+        return isinstance(self.outcome, Measured) and changed_within(self.outcome)
 
 
 Event = Profiled | Proposed | TrialFinished

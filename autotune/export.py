@@ -21,7 +21,7 @@ from autotune.canonical import canonical_json, to_data
 from autotune.cluster import Cluster
 from autotune.errors import InvalidInput, ModelMismatch
 from autotune.parsing import parse, read_json, refuse_newer
-from autotune.records import Comparison
+from autotune.records import REAL_CONDITIONS, Comparison, Conditions
 from autotune.strategy_space import plan as planning
 from autotune.strategy_space.plan import Plan
 from autotune.strategy_space.strategy import Strategy
@@ -51,6 +51,7 @@ class Export:
 
     `variables` are in backward order. `tuned` and `current` are the sides of the closing comparison, None if there
     was none; `predicted_s` is the tuned strategy's predicted step time when it was proposed.
+    `conditions` say what was emulated where these times were taken.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -70,6 +71,7 @@ class Export:
     predicted_s: float | None
     cluster: Cluster
     software: dict[str, str]
+    conditions: Conditions = REAL_CONDITIONS
     schema: int = SCHEMA
 
     def plan(self) -> Plan | None:

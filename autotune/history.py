@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from bisect import bisect
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,7 +9,8 @@ from functools import cached_property
 import numpy as np
 
 from autotune.events import Event, Profiled, Proposal, Proposed, TrialFinished
-from autotune.records import CURRENT_SETUP, Measured, Role
+from autotune.measurement import neighbour_noise, reference_tolerance
+from autotune.records import CURRENT_SETUP, REAL_CONDITIONS, Conditions, Measured, Role
 
 LEAST_NOISE = 0.01
 """Two medians closer than this are not told apart, however quiet the references were."""
@@ -50,6 +50,11 @@ class History:
         return found
 
     @property
+    def conditions(self) -> Conditions:
+        """Under which the last trial was taken."""
+        return self.trials[-1].conditions if self.trials else REAL_CONDITIONS
+
+    @property
     def elapsed_s(self) -> float:
         return self.events[-1].elapsed_s if self.events else 0.0
 
@@ -67,8 +72,13 @@ class History:
         return before, after
 
     @cached_property
+    def tolerance(self) -> float:
+        """How far (relative) two neighbouring references may differ: `deviation`, or less where they agree better."""
+        return reference_tolerance([median_s for _, median_s in self.references], self.deviation)
+
+    @cached_property
     def disturbed(self) -> frozenset[int]:
-        """Numbers of the candidate trials between two references that differ by more than `deviation` (relative).
+        """Numbers of the candidate trials during which the machine changed, or between two references that differ by too much.
 
         There the machine changed, at a moment that nobody knows. A machine that is slower for long enough disturbs
         nothing once it stays so: its trials are compared with the references around them, see `measured_s`.
@@ -76,9 +86,15 @@ class History:
         marked = set()
         for trial in self.candidates:
             before, after = self.bracket_s(trial.request.number)
-            if before is not None and after is not None and max(before, after) > (1 + self.deviation) * min(before, after):
+            moved = before is not None and after is not None and max(before, after) > (1 + self.tolerance) * min(before, after)
+            if moved or trial.unsteady:
                 marked.add(trial.request.number)
         return frozenset(marked)
+
+    @cached_property
+    def repeated(self) -> int:
+        """Disturbed trials that were followed by another one of their strategy in the search."""
+        return sum(trial.request.attempt > 0 and trial.request.round < len(self.rounds) for trial in self.candidates)
 
     @cached_property
     def candidates(self) -> tuple[TrialFinished, ...]:
@@ -122,15 +138,22 @@ class History:
 
     @cached_property
     def noise(self) -> float:
-        """Relative standard deviation of a trial's median step time on a steady machine, at least `LEAST_NOISE`.
+        """Relative standard deviation of a trial's median step time on a steady machine, at least `LEAST_NOISE`."""
+        return max(LEAST_NOISE, self.reference_noise or 0.0)
 
-        From the differences of neighbouring references: their median is not moved by a few changes of the machine.
-        """
-        logs = np.log([median_s for _, median_s in self.references])
-        if len(logs) < SMALLEST_SPREAD:
-            return LEAST_NOISE
-        # The median of |x - y| of two normal values is 0.6745 sqrt(2) standard deviations.
-        return max(LEAST_NOISE, float(np.median(np.abs(np.diff(logs)))) / (0.6745 * math.sqrt(2)))
+    @cached_property
+    def reference_noise(self) -> float | None:
+        """What the references themselves say of it; None where they are too few."""
+        if len(self.references) < SMALLEST_SPREAD:
+            return None
+        return neighbour_noise([median_s for _, median_s in self.references])
+
+    @property
+    def quality(self) -> str:
+        """For people: how good the measurements of the search were."""
+        noise = "unknown" if self.reference_noise is None else f"{self.reference_noise:.1%}"
+        disturbed = f"{len(self.disturbed)} of {len(self.candidates)} trials disturbed, {self.repeated} repeated"
+        return f"noise between runs of the current setup {noise}, {disturbed}"
 
     @cached_property
     def ab_trials(self) -> tuple[TrialFinished, ...]:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from autotune.canonical import to_data
-from autotune.cluster import Cluster, read_cluster
+from autotune.cluster import Cluster
 from autotune.errors import InvalidInput
+from autotune.measurement import fewest_values
 from autotune.parsing import parse, read_yaml
 from autotune.records import REAL_CONDITIONS, Accelerators, Conditions
 from autotune.units import parse_seconds
@@ -38,20 +39,19 @@ _TYPED = {"max_trials": "budget_trials", "max_seconds": "budget_time", "step_tim
 SIMULATORS = ("linear", "rnn", "gat")
 
 
-def fewest_pairs(confidence: float) -> int:
-    """Pairs below which even n differences of one sign are not significant: 2^(1 - n) <= 1 - confidence."""
-    return math.ceil(1 - math.log2(1 - confidence))
-
-
 @dataclass(frozen=True)
 class JobSpec:
     """Everything that decides what a job does; the same spec and seed propose the same strategies.
 
-    A trial is `warmup_steps` untimed and `timed_steps` timed steps. After `reference_every` candidates the
-    current setup runs again; where it deviates by more than `deviation` (relative) from the time before, the trials
-    in between are marked and repeated, at most `max_repeats` times each. `diversity` is alpha of Eq. 11.
-    The closing comparison runs up to `ab_pairs` blocks of each side (as the time allows) and exports
-    the tuned strategy only if the confidence interval of the time ratio lies below 1.
+    A trial is `warmup_steps` untimed and `timed_steps` timed steps, then as many more, up to `most_steps` in all, until half
+    the width of the 95 % interval of its median is at most `precision` of the median, or the interval lies above `losing` times
+    the best measured so far. After `reference_every` candidates the
+    current setup runs again; where it deviates by more than `deviation` (relative; less on a machine whose references agree
+    better) from the time before, the trials in between are marked; so are those during which the machine changed. They are
+    repeated, at most `max_repeats` times each. `diversity` is alpha of Eq. 11.
+    The closing comparison runs blocks of `timed_steps` of each side until half the width of the interval of the time ratio is
+    about `ab_precision`, the tuned strategy is clearly slower, or there are `ab_pairs` (fewer if the time is up). It exports
+    the tuned strategy only if the confidence interval lies below 1.
     `given_profile` is what emulated accelerators wait for; None: what one replica alone took.
     """
 
@@ -71,11 +71,15 @@ class JobSpec:
     top_k: int = 6
     warmup_steps: int = 2
     timed_steps: int = 8
+    most_steps: int = 40
+    precision: float = 0.02
+    losing: float = 1.15
     reference_every: int = 6
     deviation: float = 0.15
     max_repeats: int = 1
     finalists: int = 3
-    ab_pairs: int = 12
+    ab_pairs: int = 20
+    ab_precision: float = 0.01
     confidence: float = 0.95
     step_timeout_s: float = 60.0
     start_timeout_s: float = 120.0
@@ -94,10 +98,10 @@ class JobSpec:
             raise InvalidInput(f"warmup_steps must be at least 1 (the numerics gate runs in it), but is {self.warmup_steps}")
         if not 0.5 <= self.confidence < 1:
             raise InvalidInput(f"confidence must lie in [0.5, 1), but is {self.confidence}")
-        if self.ab_pairs < fewest_pairs(self.confidence):
-            need = f"at least {fewest_pairs(self.confidence)} for an interval of {self.confidence:.0%}"
+        if self.ab_pairs < fewest_values(self.confidence):
+            need = f"at least {fewest_values(self.confidence)} for an interval of {self.confidence:.0%}"
             raise InvalidInput(f"ab_pairs must be {need}, but is {self.ab_pairs}")
-        for name in ("max_seconds", "deviation", "step_timeout_s", "start_timeout_s"):
+        for name in ("max_seconds", "deviation", "precision", "ab_precision", "step_timeout_s", "start_timeout_s"):
             if not getattr(self, name) > 0:
                 raise InvalidInput(f"{_TYPED.get(name, name)} must be above 0, but is {getattr(self, name)}")
         if not 0 <= self.diversity < math.inf:
@@ -111,7 +115,14 @@ class JobSpec:
                 f"but has {self.cluster.world_size} for {self.workers}; change --nproc-per-node or the cluster file"
             )
 
+        self._check_lengths()
         self._check_profile()
+
+    def _check_lengths(self) -> None:
+        if self.most_steps < 0:
+            raise InvalidInput(f"most_steps must be at least 0 (no more than timed_steps: never more), but is {self.most_steps}")
+        if not self.losing > 1:
+            raise InvalidInput(f"losing must be above 1 (times the best step time so far), but is {self.losing}")
 
     def _check_profile(self) -> None:
         if self.given_profile is not None and self.conditions.accelerators is Accelerators.REAL:
@@ -126,6 +137,10 @@ class JobSpec:
         return parse(JobSpec, data, where)
 
 
+_NO_FIELDS = ("command", "cluster", "testbed", "byte_scale", "accelerators", "profile")
+"""Of a `JobFile`: what is read before there can be a `JobSpec`."""
+
+
 @dataclass(frozen=True)
 class JobFile:
     """The YAML a user writes for `autotune tune job.yaml`; what is None keeps the command line's or default value."""
@@ -134,6 +149,10 @@ class JobFile:
 
     command: str | tuple[str, ...]
     cluster: str | None = None
+    testbed: str | None = None
+    byte_scale: float | None = None
+    accelerators: Accelerators | None = None
+    profile: str | None = None
     search: Search | None = None
     simulators: tuple[str, ...] | None = None
     similarity: Similarity | None = None
@@ -145,23 +164,27 @@ class JobFile:
     top_k: int | None = None
     warmup_steps: int | None = None
     timed_steps: int | None = None
+    most_steps: int | None = None
+    precision: float | None = None
+    losing: float | None = None
     reference_every: int | None = None
     deviation: float | None = None
     max_repeats: int | None = None
     finalists: int | None = None
     ab_pairs: int | None = None
+    ab_precision: float | None = None
     confidence: float | None = None
     step_timeout: str | float | None = None
     start_timeout: str | float | None = None
     seed: int | None = None
 
     def settings(self) -> dict[str, Any]:
-        """The `JobSpec` fields that the file sets (without command and cluster)."""
+        """The `JobSpec` fields that the file sets, without `_NO_FIELDS`."""
         renamed = {"budget_trials": "max_trials"}
         times = {"budget_time": "max_seconds", "step_timeout": "step_timeout_s", "start_timeout": "start_timeout_s"}
         found: dict[str, Any] = {}
         for name, value in self.__dict__.items():
-            if value is None or name in ("command", "cluster"):
+            if value is None or name in _NO_FIELDS:
                 continue
             if name in times:
                 found[times[name]] = parse_seconds(value, name)
@@ -170,8 +193,11 @@ class JobFile:
         return found
 
 
-def read_job_file(path: Path) -> tuple[JobFile, Cluster | None]:
-    """The job file and its cluster; the cluster's path is relative to the job file."""
+def read_job_file(path: Path) -> JobFile:
+    """The job file; the paths in it are relative to it, those that are returned to the current directory."""
     file = parse(JobFile, read_yaml(path), str(path))
-    cluster = read_cluster(path.parent / file.cluster) if file.cluster else None
-    return file, cluster
+
+    def there(name: str | None) -> str | None:
+        return None if name is None else str(path.parent / name)
+
+    return replace(file, cluster=there(file.cluster), testbed=there(file.testbed), profile=there(file.profile))

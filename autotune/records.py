@@ -31,6 +31,15 @@ class Role(StrEnum):
     AB = "ab"  # a block of the closing A/B comparison
 
 
+class Stopped(StrEnum):
+    """Why a trial with a free number of steps took no more."""
+
+    PRECISE = "precise"  # the interval of its median is as narrow as was asked for
+    CAP = "cap"  # it took as many steps as it may
+    LOSING = "losing"  # far slower than the best for certain
+    ENDED = "script ended"  # what was measured until then counts
+
+
 class Network(StrEnum):
     """What the gradients of a trial travel over."""
 
@@ -89,12 +98,18 @@ class Measured:
 
     `gradient_error` is the numerics gate's figure: the largest relative difference of a synchronized
     gradient from the reference reduction (0.0 where they are bitwise equal); None if it was not run.
+    `left_out` counts timed steps that are not in `step_s`, as an evaluation interrupted them. `stopped` is None where the
+    number of steps was fixed. `overrun`: how much longer than the profile the real work of emulated accelerators took
+    (relative to the profile's step, on the slowest rank, median over steps); None where accelerators were real.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
 
     step_s: tuple[tuple[float, ...], ...]
     gradient_error: float | None = None
+    left_out: int = 0
+    stopped: Stopped | None = None
+    overrun: float | None = None
 
     def __post_init__(self) -> None:
         if not self.step_s or not self.step_s[0] or len({len(row) for row in self.step_s}) != 1:
@@ -135,6 +150,9 @@ class TrialRequest:
     """One trial: `warmup_steps` untimed, then `timed_steps` timed steps of the running training.
 
     `strategy_id` is `CURRENT_SETUP` or the id of a strategy. `attempt` counts repeats of a disturbed trial.
+
+    Up to `most_steps` timed steps follow (0: no further ones), until the relative half width of the median's interval is at most
+    `precision` or the interval lies above `losing_s`; see `measurement.stop_reason`.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -147,6 +165,9 @@ class TrialRequest:
     round: int = 0
     attempt: int = 0
     predicted_s: float | None = None
+    most_steps: int = 0
+    precision: float = 0.0
+    losing_s: float | None = None
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from autotune.events import Profiled, TrialFinished
 from autotune.export import write_whole
 from autotune.history import History
 from autotune.job import JobSpec
-from autotune.records import CURRENT_SETUP, Decision, Failed, Measured, Role
+from autotune.records import CURRENT_SETUP, Accelerators, Decision, Failed, Measured, Network, Role
 from autotune.report_charts import SERIES, prediction_chart, quality_chart, rankers, search_chart
 from autotune.strategy_space.builders import ddp_default
 from autotune.strategy_space.plan import Message, Plan, plan
@@ -53,6 +53,7 @@ def _context(spec: JobSpec, history: History, decision: Decision | None, export_
         "history": history,
         "profiled": profiled,
         "notes": tuple(notes),
+        "conditions": _conditions(spec, history),
         "headline": _headline(history, decision),
         "decision": decision,
         "sides": _sides(history, decision),
@@ -68,6 +69,24 @@ def _context(spec: JobSpec, history: History, decision: Decision | None, export_
         "trials": [_trial_row(trial, history) for trial in history.trials],
         "open_rows": OPEN_ROWS,
     }
+
+
+def _conditions(spec: JobSpec, history: History) -> str:
+    """What was not real where the report's figures come from, in a sentence; empty on a real cluster."""
+    conditions = history.conditions if history.trials else spec.conditions
+    sentences = {
+        Network.LOOPBACK: "The ranks were processes of one machine and talked over its loopback.",
+        Network.EMULATED: "The network is emulated: hosts are namespaces of one machine, transfers are real, over links of the set rates.",
+        Network.HOSTS: "",
+    }
+    parts = [sentences[conditions.network]]
+    if conditions.accelerators is Accelerators.EMULATED:
+        parts.append("Accelerators are emulated: computation is a timed wait; parameters, gradients and transfers are real.")
+    if conditions.byte_scale != 1:
+        parts.append(f"Links and messages are divided by {conditions.byte_scale:g}; bytes and rates are given for the whole cluster.")
+    if conditions.round_robin:
+        parts.append("The ranks ran under real-time round-robin scheduling.")
+    return " ".join(filter(None, parts))
 
 
 def _headline(history: History, decision: Decision | None) -> dict[str, str]:
@@ -226,6 +245,7 @@ def _trial_row(trial: TrialFinished, history: History) -> dict[str, Any]:
         "round": request.round if request.role is Role.CANDIDATE else None,
         "predicted_s": request.predicted_s,
         "outcome": outcome if measured else None,
+        "interval": trial.interval,
         "speedup": speedup,
         "status": status,
         "elapsed_s": trial.elapsed_s,

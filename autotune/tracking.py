@@ -21,7 +21,7 @@ from autotune.errors import InvalidInput
 from autotune.events import Event, Profiled, Proposed, TrialFinished
 from autotune.history import History
 from autotune.job import JobSpec
-from autotune.records import CURRENT_SETUP, Measured
+from autotune.records import CURRENT_SETUP, Conditions, Measured
 from autotune.simulators.interface import Simulator
 from autotune.store import OutboxItem, Store
 from autotune.strategy_space.plan import plan
@@ -203,6 +203,12 @@ class _Connection:
             self.client.log_batch(run_id, metrics=points[first : first + _BATCH])
 
 
+def _condition_params(conditions: Conditions) -> dict[str, Any]:
+    """What was real, beside every figure that a run shows."""
+    params = to_data(conditions)
+    return {name: params[name] for name in ("network", "accelerators", "byte_scale", "round_robin")}
+
+
 class _Sender:
     """What each kind of item becomes in MLflow."""
 
@@ -234,7 +240,7 @@ class _Sender:
         data = self._spec.to_data()
         params = {key: value for key, value in data.items() if isinstance(value, str | bool | int | float)}
         params |= {"command": " ".join(self._spec.command), "simulators": " ".join(self._spec.simulators)}
-        params |= {"cluster": self._spec.cluster.name, "cluster_id": self._spec.cluster.id}
+        params |= {"cluster": self._spec.cluster.name, "cluster_id": self._spec.cluster.id} | _condition_params(self._spec.conditions)
         self._mlflow.log(self._mlflow.parent_id, params=params)
         self._mlflow.client.log_dict(self._mlflow.parent_id, data, "job.json")
 
@@ -266,6 +272,7 @@ class _Sender:
         run_id = self._mlflow.run(f"trial-{request.number}", name, {"mlflow.parentRunId": self._mlflow.parent_id}, began_s)
         params = {"strategy_id": request.strategy_id, "role": request.role.value, "round": request.round, "attempt": request.attempt}
         params["plan_id"] = event.plan_id or "none"
+        params |= _condition_params(event.conditions)
         tags: dict[str, str] = {}
         metrics: list[tuple[str, float, int]] = []
         if request.predicted_s is not None:

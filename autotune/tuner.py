@@ -6,15 +6,13 @@ events, a job that was killed continues exactly where its event log ends.
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-
-import numpy as np
+from dataclasses import dataclass, replace
 
 from autotune.events import TrialFinished
 from autotune.history import History
-from autotune.job import JobSpec, fewest_pairs
-from autotune.records import CURRENT_SETUP, Comparison, Decision, Failed, Measured, Role, TrialRequest
+from autotune.job import JobSpec
+from autotune.measurement import Ended, PairRule, compare, enough_pairs, fewest_values
+from autotune.records import CURRENT_SETUP, Decision, Failed, Measured, Role, TrialRequest
 
 
 @dataclass(frozen=True)
@@ -51,6 +49,8 @@ Instruction = ProfileWorkload | Propose | RunTrial | Finish | Abort
 
 CLOSING_SHARE = 0.4
 """At most this share of the time budget is kept back for the finalists and the closing comparison."""
+TRIAL_SHARE = 0.02
+"""At most this share of the time budget is spent on one trial of the search, if its first batch of steps is not more already."""
 REFERENCE_TRIES = 3
 """How often the current setup may fail before any measurement, until the job is given up."""
 
@@ -130,22 +130,22 @@ def _candidates_since_reference(history: History) -> int:
 def _budget_spent(spec: JobSpec, history: History) -> bool:
     if history.ab_trials or len(history.candidates) >= spec.max_trials:
         return True
-    blocks = 2 * spec.ab_pairs + spec.finalists
-    kept_s = min(blocks * _block_s(spec, history), CLOSING_SHARE * spec.max_seconds)
-    return history.elapsed_s + kept_s >= spec.max_seconds
+    look_s = _block_s(spec, history) / (spec.warmup_steps + spec.timed_steps) * (spec.warmup_steps + _longest(spec, history))
+    closing_s = 2 * spec.ab_pairs * _block_s(spec, history) + spec.finalists * look_s
+    return history.elapsed_s + min(closing_s, CLOSING_SHARE * spec.max_seconds) >= spec.max_seconds
 
 
 def _block_s(spec: JobSpec, history: History) -> float:
-    """About how long one trial of the current setup takes."""
+    """About how long one block of the current setup takes in the closing comparison."""
     assert history.reference_s is not None
     return (spec.warmup_steps + spec.timed_steps) * history.reference_s
 
 
 def _pairs(spec: JobSpec, history: History) -> int:
-    """Pairs of blocks that fit into the time that was left when the comparison began; at least as many as the interval needs."""
+    """Most pairs of blocks: what fits into the time that was left when the comparison began; at least as many as the interval needs."""
     before = [event.elapsed_s for event in history.events if not (isinstance(event, TrialFinished) and event.request.role is Role.AB)]
     left_s = spec.max_seconds - before[-1]
-    return max(fewest_pairs(spec.confidence), min(spec.ab_pairs, int(left_s / (2 * _block_s(spec, history)))))
+    return max(fewest_values(spec.confidence), min(spec.ab_pairs, int(left_s / (2 * _block_s(spec, history)))))
 
 
 def _close(spec: JobSpec, history: History) -> Instruction:
@@ -161,7 +161,7 @@ def _close(spec: JobSpec, history: History) -> Instruction:
             return _reference(spec, history)
     # One lucky trial must not beat a finalist that was measured twice.
     looked_at = _second_looks(history)
-    best = next((strategy_id for strategy_id, _ in ranking if strategy_id in looked_at), ranking[0][0])
+    best = _first(history, [entry for entry in ranking if entry[0] in looked_at] or ranking, 1)[0]
     # A strategy that fails in its A/B leaves the ranking and the next one is compared from scratch.
     contender = sum(isinstance(t.outcome, Failed) and t.request.strategy_id != CURRENT_SETUP for t in history.ab_trials)
     blocks = [trial for trial in history.ab_trials if trial.request.round == contender]
@@ -170,20 +170,18 @@ def _close(spec: JobSpec, history: History) -> Instruction:
             Decision(CURRENT_SETUP, "the current setup failed twice during the closing comparison, so nothing was proven", None, best)
         )
     mine, current = _blocks(blocks, best), _blocks(blocks, CURRENT_SETUP)
-    pairs = _pairs(spec, history)
-    if len(mine) >= pairs and len(current) >= pairs:
-        return Finish(_decide(spec, history, best, mine[:pairs], current[:pairs]))
-    request = TrialRequest(
-        len(history.trials), _next_side(best, len(mine), len(current)), Role.AB, spec.warmup_steps, spec.timed_steps, contender
-    )
-    return RunTrial(request)
+    rule = PairRule(spec.confidence, spec.ab_precision, fewest_values(spec.confidence), _pairs(spec, history))
+    ended = enough_pairs(mine, current, rule) if len(mine) == len(current) else None
+    if ended is not None:
+        return Finish(_decide(spec, history, best, mine, current, ended))
+    side = best if next_is_tuned(len(mine), len(current)) else CURRENT_SETUP
+    # Blocks have a fixed length: the number of pairs is what is chosen, and short blocks leave a drift less time.
+    return RunTrial(TrialRequest(len(history.trials), side, Role.AB, spec.warmup_steps, spec.timed_steps, contender))
 
 
-def _next_side(best: str, mine: int, current: int) -> str:
-    """Blocks in the order ABBA ABBA ..., which cancels a linear drift of the machine."""
-    if mine == current:
-        return best if mine % 2 == 0 else CURRENT_SETUP
-    return best if mine < current else CURRENT_SETUP
+def next_is_tuned(mine: int, current: int) -> bool:
+    """Whose block comes next, after so many of both: in the order ABBA ABBA ..., which cancels a linear drift of the machine."""
+    return mine % 2 == 0 if mine == current else mine < current
 
 
 def _why_nothing(history: History) -> str:
@@ -200,7 +198,17 @@ def _finalists(spec: JobSpec, history: History) -> list[str]:
         if isinstance(event, TrialFinished) and event.request.role is Role.CANDIDATE and event.request.round == len(history.rounds)
     ]
     search = History(history.events[: looks[0]], history.deviation) if looks else history
-    return [key for key, _ in search.ranking()[: spec.finalists]]
+    return _first(search, search.ranking(), spec.finalists)
+
+
+def _first(history: History, ranking: list[tuple[str, float]], count: int) -> list[str]:
+    """The first `count` strategies of a ranking. Those that tie with the last of them, closer than the noise, get in lossless first."""
+    if not ranking:
+        return []
+    last_s, tie = ranking[:count][-1][1], 1 + history.noise
+    ahead = [key for key, value in ranking if value * tie < last_s]
+    tied = [key for key, value in ranking if last_s <= value * tie and value <= last_s * tie]
+    return [*ahead, *sorted(tied, key=lambda key: not history.proposals[key].strategy.lossless)][:count]
 
 
 def _second_looks(history: History) -> set[str]:
@@ -212,49 +220,53 @@ def _blocks(trials: list[TrialFinished], strategy_id: str) -> list[Measured]:
     return [t.outcome for t in trials if t.request.strategy_id == strategy_id and isinstance(t.outcome, Measured)]
 
 
-def compare(mine: list[Measured], current: list[Measured], confidence: float) -> Comparison:
-    """The interval of the time ratio from paired blocks; see `Comparison`."""
-    pairs = min(len(mine), len(current))
-    logs = [math.log(a.median_s / b.median_s) for a, b in zip(mine, current, strict=False)]
-    walsh = sorted((logs[i] + logs[j]) / 2 for i in range(pairs) for j in range(i, pairs))
-    bound = signed_rank_bound(pairs, (1 - confidence) / 2)
-    middle = float(np.median(walsh))
-    return Comparison(math.exp(middle), math.exp(walsh[bound - 1]), math.exp(walsh[-bound]), pairs, confidence)
-
-
-def signed_rank_bound(pairs: int, tail: float) -> int:
-    """The interval reaches from the k-th smallest to the k-th largest Walsh average: the largest k with P(W < k) <= tail.
-
-    W is the signed-rank statistic of `pairs` differences: every subset of the ranks 1..n is equally likely.
-    """
-    ways = np.zeros(pairs * (pairs + 1) // 2 + 1)
-    ways[0] = 1.0
-    for rank in range(1, pairs + 1):
-        ways[rank:] = ways[rank:] + ways[:-rank]
-    below = np.cumsum(ways) / 2.0**pairs
-    return int(np.searchsorted(below, tail, side="right"))
-
-
-def _decide(spec: JobSpec, history: History, best: str, mine: list[Measured], current: list[Measured]) -> Decision:
+def _decide(spec: JobSpec, history: History, best: str, mine: list[Measured], current: list[Measured], ended: Ended) -> Decision:
     comparison = compare(mine, current, spec.confidence)
     share = f"{100 * spec.confidence:.0f} %"
     interval = f"time ratio {comparison.ratio:.3f}, {share} interval {comparison.low:.3f} to {comparison.high:.3f}"
+    pairs = f"{comparison.pairs} interleaved pairs ({ended.value})"
     if comparison.high < 1:
-        return Decision(best, f"faster than the current setup in {comparison.pairs} interleaved pairs: {interval}", comparison, best)
-    reason = f"the best of {len(history.measured_s)} strategies is not significantly faster ({interval}), so the current setup stays"
+        return Decision(best, f"faster than the current setup in {pairs}: {interval}; {history.quality}", comparison, best)
+    reason = (
+        f"the best of {len(history.measured_s)} strategies is not significantly faster in {pairs}: {interval}; "
+        f"so the current setup stays; {history.quality}"
+    )
     return Decision(CURRENT_SETUP, reason, comparison, best)
 
 
 def _reference(spec: JobSpec, history: History) -> RunTrial:
-    return _request(spec, history, CURRENT_SETUP, Role.REFERENCE)
-
-
-def _request(spec: JobSpec, history: History, strategy_id: str, role: Role) -> RunTrial:
-    return RunTrial(TrialRequest(len(history.trials), strategy_id, role, spec.warmup_steps, spec.timed_steps))
+    most, precision = _longest(spec, history), spec.precision
+    request = TrialRequest(len(history.trials), CURRENT_SETUP, Role.REFERENCE, spec.warmup_steps, spec.timed_steps)
+    return RunTrial(replace(request, most_steps=most, precision=precision))
 
 
 def _candidate(spec: JobSpec, history: History, strategy_id: str, round_: int, attempt: int, predicted_s: float | None) -> RunTrial:
     request = TrialRequest(
-        len(history.trials), strategy_id, Role.CANDIDATE, spec.warmup_steps, spec.timed_steps, round_, attempt, predicted_s
+        len(history.trials),
+        strategy_id,
+        Role.CANDIDATE,
+        spec.warmup_steps,
+        spec.timed_steps,
+        round_,
+        attempt,
+        predicted_s,
+        _longest(spec, history),
+        spec.precision,
+        _losing_s(spec, history),
     )
     return RunTrial(request)
+
+
+def _longest(spec: JobSpec, history: History) -> int:
+    """Timed steps that a trial of the search may take: fewer than `most_steps` where they would cost too much of the budget."""
+    assert history.profiled is not None
+    step_s = max(history.reference_s or 0.0, history.profiled.workload.compute_s)  # before any trial: at least the computation
+    affordable = int(TRIAL_SHARE * spec.max_seconds / step_s) if step_s > 0 else spec.most_steps
+    return min(spec.most_steps, max(spec.timed_steps, affordable))
+
+
+def _losing_s(spec: JobSpec, history: History) -> float:
+    """The step time above which a candidate is clearly losing: `losing` times the best so far, at the machine's speed of now."""
+    assert history.reference_s is not None
+    best_s = min([history.reference_s, *(value for _, value in history.ranking()[:1])])
+    return spec.losing * best_s * history.references[-1][1] / history.reference_s

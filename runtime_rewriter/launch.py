@@ -3,6 +3,9 @@
 Runs the user's unmodified script as `__main__` with our synchronizer where it builds `DistributedDataParallel`.
 With `--control` the tuner steers it (one process per rank, started by a supervisor); with `--strategy` the
 exported strategy is applied and training simply goes on.
+
+A tuned rank reads two variables of its environment: AUTOTUNE_ROUND_ROBIN=1 asks for round-robin scheduling,
+AUTOTUNE_BYTE_SCALE=K for messages that carry 1/K of their bytes.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from autotune.records import FailureKind
 from runtime_rewriter.active import active_session
 from runtime_rewriter.control import ControlClosed, ControlLine
 from runtime_rewriter.failures import kind_of_exception
+from runtime_rewriter.scheduling import BYTE_SCALE, ROUND_ROBIN, take_round_robin
 
 MESSAGE_CHARACTERS = 6000
 
@@ -53,10 +57,11 @@ def _own_line(descriptor: int) -> ControlLine:
 
 
 def _run_tuned(line: ControlLine, words: list[str]) -> int:
+    round_robin = _under_round_robin()  # before torch starts its threads: they inherit it
     from runtime_rewriter.session import NumericsFailure, TuningSession
     from runtime_rewriter.torch_ddp import replaced_ddp
 
-    session = TuningSession(line)
+    session = TuningSession(line, round_robin, float(os.environ.get(BYTE_SCALE, "1")))
     failed: dict[str, str] | None = None
     try:
         waits = session.timeouts
@@ -75,6 +80,16 @@ def _run_tuned(line: ControlLine, words: list[str]) -> int:
     sys.stderr.flush()
     # Communicator threads may be waiting for ranks that are gone; an orderly interpreter shutdown would join them.
     os._exit(1 if failed else 0)
+
+
+def _under_round_robin() -> bool:
+    """As the environment asks; where it is not permitted the rank goes on without and says so."""
+    if os.environ.get(ROUND_ROBIN) != "1":
+        return False
+    taken = take_round_robin()
+    if not taken and os.environ.get("RANK", "0") == "0":
+        sys.stderr.write("autotune: round-robin scheduling is not permitted here (it needs root or CAP_SYS_NICE); going on without\n")
+    return taken
 
 
 def _run_exported(strategy: Path, words: list[str]) -> int:

@@ -9,6 +9,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -93,28 +94,57 @@ def fetch(references: Any, timeout_s: float) -> Any:
         raise WorkerLost(_first_line(error)) from error
 
 
-class RayCluster:
-    """A connection to Ray. Without an address a private cluster is started: loopback only, with a token.
+@dataclass(frozen=True)
+class RayPlace:
+    """Which Ray cluster, and how it is reached. Without an address a private one is started: loopback only, with a token.
 
-    The script's directory is sent to the hosts of an address, unless `shared_directory`: then it exists on each of
-    them. `directory` is where the ranks start ("": where Ray has put what was sent).
+    To the hosts of an address the script's directory is sent, unless `shared_directory`: then it exists on each of them;
+    with `bare` the script needs none (it is a module of ours).
+    `one_machine`: all its nodes are on this machine (in a testbed), with this installation and these files.
+    `node_address`: of the node that this process runs on, where Ray cannot find it out; `interface`: which one gloo uses
+    ("": the one that the host's name resolves to); `token`: what the cluster's nodes ask for ("": what the environment says).
     """
 
-    def __init__(self, address: str | None, workers: int, shared_directory: bool = False) -> None:
-        self.local = address is None
-        _set_environment(self.local)
+    address: str | None = None
+    shared_directory: bool = False
+    one_machine: bool = False
+    node_address: str = ""
+    interface: str = ""
+    token: str = ""
+    bare: bool = False
+
+    @property
+    def local(self) -> bool:
+        return self.address is None
+
+    @property
+    def same_files(self) -> bool:
+        """What lies in this process's directories lies there for every rank."""
+        return self.local or self.one_machine
+
+    @property
+    def directory(self) -> str:
+        """Where the ranks start ("": where Ray has put what was sent)."""
+        return str(Path.cwd()) if self.same_files or (self.shared_directory and not self.bare) else ""
+
+
+class RayCluster:
+    """A connection to Ray at a place; raises `LaunchError` where there is none."""
+
+    def __init__(self, place: RayPlace, workers: int) -> None:
+        self.place = place
+        _set_environment(place)
         import ray
 
-        self.directory = str(Path.cwd()) if self.local or shared_directory else ""
         try:
             with _sigterm_handler_kept():
-                _start(workers) if address is None else _connect(address, shared_directory)
+                _start(workers) if place.local else _connect(place)
         except ray.exceptions.RuntimeEnvSetupError as error:
             ray.shutdown()
             raise _not_shipped(error) from error
         except (ConnectionError, RuntimeError, ValueError, OSError, ray.exceptions.RayError) as error:
             ray.shutdown()
-            where = "a local Ray cluster could not be started" if self.local else f"the Ray cluster at {address!r} cannot be reached"
+            where = "a local Ray cluster could not be started" if place.local else f"the Ray cluster at {place.address!r} cannot be reached"
             raise LaunchError(f"{where}: {_first_line(error)}; check `ray status` and the address") from error
 
     def reserve(self, workers: int, rooms: tuple[Room, ...]) -> tuple[Any, list[RemoteWorker]]:
@@ -148,7 +178,7 @@ class RayCluster:
         named = [f"{ranks} at {address}" if address else str(ranks) for ranks, address in rooms]
         need = f"{len(rooms)} hosts with {', '.join(named)} CPUs" if spread else f"{len(rooms)} CPUs"
         have = ", ".join(f"{node['NodeManagerAddress']} with {node['Resources'].get('CPU', 0):.0f} CPUs" for node in nodes)
-        fix = "give the --address of a cluster of such hosts" if self.local else "start more Ray nodes, or ask for fewer workers"
+        fix = "give the --address of a cluster of such hosts" if self.place.local else "start more Ray nodes, or ask for fewer workers"
         return LaunchError(f"the ranks need {need} (one for each rank), but the Ray cluster has {have or 'none'}{why}; {fix}")
 
     def close(self) -> None:
@@ -157,13 +187,14 @@ class RayCluster:
         ray.shutdown()
 
 
-def _set_environment(local: bool) -> None:
+def _set_environment(place: RayPlace) -> None:
     """Ray reads these when it is imported."""
-    if local:
+    if place.local:
         # Ray binds the first real interface unless this is off, and is open to everybody without a token.
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    if place.local or place.token:
         os.environ["RAY_AUTH_MODE"] = "token"
-        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+        os.environ["RAY_AUTH_TOKEN"] = place.token or secrets.token_hex(32)
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     # Ray's 15 would let everything else on the machine go before the trials.
     os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - Ray's own spelling
@@ -180,7 +211,13 @@ def _start(workers: int) -> None:
     )
 
 
-def _connect(address: str, shared_directory: bool) -> None:
+def _connect(place: RayPlace) -> None:
+    node: dict[str, Any] = {"_node_ip_address": place.node_address} if place.node_address else {}
+    _init(address=place.address, **node, **({} if place.one_machine else {"runtime_env": _sent(place.shared_directory or place.bare)}))
+
+
+def _sent(shared_directory: bool) -> dict[str, Any]:
+    """What Ray brings to its hosts: our code and the script's directory."""
     import autotune
     import runtime_rewriter
 
@@ -188,7 +225,7 @@ def _connect(address: str, shared_directory: bool) -> None:
     sent: dict[str, Any] = {"py_modules": packages, "excludes": [".git", ".venv", "autotune-jobs", "*.db", "__pycache__"]}
     if not shared_directory:
         sent["working_dir"] = str(Path.cwd())
-    _init(address=address, runtime_env=sent)
+    return sent
 
 
 def _init(**options: Any) -> None:

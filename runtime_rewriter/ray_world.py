@@ -8,9 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from autotune.errors import LaunchError
+from autotune.records import REAL_CONDITIONS, Conditions
+from autotune.workload import Workload
 from runtime_rewriter.command import ScriptCommand
 from runtime_rewriter.ray_cluster import CALL_TIMEOUT_S, LOOPBACK, RemoteWorker, Room, fetch
 from runtime_rewriter.ray_cluster import RayCluster as RayCluster  # who builds a world connects first
+from runtime_rewriter.ray_cluster import RayPlace as RayPlace
+from runtime_rewriter.scheduling import BYTE_SCALE, ROUND_ROBIN
 from runtime_rewriter.worker import WorkerLost, carried_environment
 from runtime_rewriter.world import Launch, World
 
@@ -30,8 +34,9 @@ class _RayPlacement:
         log_directory: Path,
         master_ports: tuple[int, int],
         first_call_timeout_s: float,
+        conditions: Conditions,
     ) -> None:
-        self._cluster, self._command, self._ports = cluster, command, master_ports
+        self._cluster, self._command, self._ports, self._conditions = cluster, command, master_ports, conditions
         self._group, actors = cluster.reserve(workers, rooms)
         try:
             found = _places(actors, first_call_timeout_s)
@@ -57,22 +62,26 @@ class _RayPlacement:
 
     def launch(self) -> Launch:
         """A fresh master port for every start: the last one may linger."""
-        host = LOOPBACK if self._cluster.local else self._places[0]["address"]
+        where = self._cluster.place
+        host = LOOPBACK if where.local else self._places[0]["address"]
         port = self.workers[0].call("reserve_port", *self._ports, host)
-        environments = _environments(self._places, host, port, self._cluster.local)
-        return Launch(self._sent_command(), environments, self._cluster.directory, self._log_paths())
+        environments = _environments(self._places, host, port, "lo" if where.local else where.interface)
+        asked = {ROUND_ROBIN: "1" if self._conditions.round_robin else "0", BYTE_SCALE: repr(self._conditions.byte_scale)}
+        environments = tuple({**environment, **asked} for environment in environments)
+        return Launch(self._sent_command(), environments, where.directory, self._log_paths())
 
     def _sent_command(self) -> ScriptCommand:
         """A script inside a directory that is sent along is found there by its relative path."""
         script = Path(self._command.target)
-        if self._cluster.directory or self._command.is_module or not script.resolve().is_relative_to(Path.cwd()):
+        if self._cluster.place.directory or self._command.is_module or not script.resolve().is_relative_to(Path.cwd()):
             return self._command
         return replace(self._command, target=str(script.resolve().relative_to(Path.cwd())))
 
     def _log_paths(self) -> tuple[str, ...]:
         """On another host the job's directory may not exist: there the session directory of Ray keeps the output."""
         job = self._log_directory.parent.name
-        directories = [self._log_directory if self._cluster.local else Path(place["logs"]) / f"autotune-{job}" for place in self._places]
+        here = self._cluster.place.same_files
+        directories = [self._log_directory if here else Path(place["logs"]) / f"autotune-{job}" for place in self._places]
         return tuple(str(directory / f"rank{rank}.log") for rank, directory in enumerate(directories))
 
     def poll(self, timeout_s: float) -> list[list[dict[str, Any]]]:
@@ -99,20 +108,23 @@ def ray_world(
     devices_per_host: tuple[int, ...] = (),
     addresses: tuple[str, ...] = (),
     first_call_timeout_s: float = FIRST_CALL_TIMEOUT_S,
+    conditions: Conditions = REAL_CONDITIONS,
+    given_profile: Workload | None = None,
 ) -> World:
     """The world of `command` on `workers` ranks of this Ray cluster.
 
     `devices_per_host` of two hosts or more is kept: the first host's ranks come first, each host is a Ray node of its
     own, at `addresses[host]` where that is the address of one. With one host or none given, Ray packs the ranks.
+    `conditions` say what is emulated (the network is not made here); `given_profile` is what emulated accelerators wait for.
     """
     rooms = tuple((ranks, addresses[host] if host < len(addresses) else "") for host, ranks in enumerate(devices_per_host))
     if len(rooms) > 1 and sum(devices_per_host) != workers:
         raise LaunchError(f"the devices of all hosts must add up to the {workers} workers, but are {', '.join(map(str, devices_per_host))}")
 
     def place() -> _RayPlacement:
-        return _RayPlacement(cluster, command, workers, rooms, log_directory, master_ports, first_call_timeout_s)
+        return _RayPlacement(cluster, command, workers, rooms, log_directory, master_ports, first_call_timeout_s, conditions)
 
-    return World(place, step_timeout_s, start_timeout_s)
+    return World(place, step_timeout_s, start_timeout_s, conditions.accelerators, given_profile)
 
 
 def _places(actors: list[RemoteWorker], timeout_s: float) -> list[dict[str, Any]]:
@@ -125,7 +137,7 @@ def _places(actors: list[RemoteWorker], timeout_s: float) -> list[dict[str, Any]
     return found
 
 
-def _environments(places: list[dict[str, Any]], host: str, port: int, local: bool) -> tuple[dict[str, str], ...]:
+def _environments(places: list[dict[str, Any]], host: str, port: int, interface: str) -> tuple[dict[str, str], ...]:
     """The driver's environment and the variables that torchrun would set, for ranks that are sorted host by host."""
     members: dict[str, list[int]] = {}
     for rank, place in enumerate(places):
@@ -148,7 +160,7 @@ def _environments(places: list[dict[str, Any]], host: str, port: int, local: boo
         gpus = [gpu for peer in peers for gpu in places[peer]["gpus"]]
         if gpus:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)  # scripts index the host's devices by LOCAL_RANK
-        if local:
-            environment["GLOO_SOCKET_IFNAME"] = "lo"
+        if interface:
+            environment["GLOO_SOCKET_IFNAME"] = interface
         found.append(environment)
     return tuple(found)

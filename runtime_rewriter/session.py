@@ -6,7 +6,6 @@ fixed number of steps for each, so all ranks switch plans at the same boundary w
 
 from __future__ import annotations
 
-import os
 import platform
 import time
 from typing import Any, Protocol
@@ -14,16 +13,23 @@ from typing import Any, Protocol
 import torch
 
 from autotune.canonical import to_data
-from autotune.errors import AutotuneError, InvalidStrategy
+from autotune.errors import AutotuneError, InvalidInput, InvalidStrategy
 from autotune.parsing import parse
 from autotune.records import FailureKind
 from autotune.strategy_space.plan import Plan
+from autotune.workload import Workload
 from runtime_rewriter.control import HEARTBEAT_S, ControlClosed, ControlLine
+from runtime_rewriter.emulation import timetable_of
 from runtime_rewriter.numerics import GradientGate
+from runtime_rewriter.scheduling import usable_cores
 from runtime_rewriter.torch_collectives import TUNING_TIMEOUTS
+from runtime_rewriter.torch_emulation import EmulatedAccelerator
 from runtime_rewriter.torch_hooks import GradientSynchronizer
-from runtime_rewriter.torch_probe import probe_links
+from runtime_rewriter.torch_probe import probe_cluster, probe_links
 from runtime_rewriter.torch_profile import WorkloadProfiler
+
+RECORDED_STEPS = 1
+"""Real steps before emulated ones; batches of other shapes are recorded when they come."""
 
 
 class Activity(Protocol):
@@ -41,15 +47,18 @@ class NumericsFailure(AutotuneError):
 
 
 class TrialRun:
-    """Warm-up steps, the first under the numerics gate, then the timed ones."""
+    """Warm-up steps, the first under the numerics gate (None where there is no plan, or it was checked), then the timed ones."""
 
-    def __init__(self, synchronizer: GradientSynchronizer, warmup_steps: int, timed_steps: int) -> None:
-        self._gate = GradientGate(synchronizer) if synchronizer.plan is not None else None
+    def __init__(
+        self, gate: GradientGate | None, warmup_steps: int, timed_steps: int, accelerator: EmulatedAccelerator | None = None
+    ) -> None:
+        self._gate, self._accelerator = gate, accelerator
         self._warmup_steps, self._timed_steps = warmup_steps, timed_steps
         self._seen = 0
         self._gradient_error: float | None = None
         self._step_s: list[float] = []
         self._clean: list[bool] = []
+        self._overrun: list[float] = []
         if self._gate is not None:
             self._gate.arm()
 
@@ -60,6 +69,7 @@ class TrialRun:
         if self._seen > self._warmup_steps:
             self._step_s.append(step_s)
             self._clean.append(clean)
+            self._overrun += [] if self._accelerator is None else [self._accelerator.overrun]
         return len(self._step_s) == self._timed_steps
 
     def _check(self, gate: GradientGate) -> None:
@@ -72,33 +82,57 @@ class TrialRun:
             )
 
     def answer(self) -> dict[str, Any]:
-        return {"event": "trial", "step_s": self._step_s, "clean": self._clean, "gate": self._gradient_error}
+        told = {"step_s": self._step_s, "clean": self._clean, "overrun": self._overrun, "gate": self._gradient_error}
+        return {"event": "trial", **told}
 
 
 class ProfileRun:
-    """Probe the links at the first boundary, then profile the following steps."""
+    """Probe the links at the first boundary, then profile the following steps; with 0 steps only the links.
 
-    def __init__(self, synchronizer: GradientSynchronizer, steps: int, probe_deadline_s: float) -> None:
-        self._fits = probe_links(synchronizer.ranks.base, deadline_s=probe_deadline_s)
-        self._profiler = WorkloadProfiler(synchronizer, steps)
+    `alone`: only rank 0 computes, for emulated accelerators.
+    """
+
+    def __init__(
+        self, synchronizer: GradientSynchronizer, steps: int, probe_deadline_s: float, alone: bool, devices: tuple[int, ...]
+    ) -> None:
+        self._fits = probe_links(synchronizer.ranks.base, probe_deadline_s, devices, synchronizer.byte_scale)
+        self._profiler = WorkloadProfiler(synchronizer, steps, alone=alone) if steps else None
 
     def step_finished(self, step_s: float, clean: bool) -> bool:
-        return self._profiler.done
+        return self._profiler is None or self._profiler.done
 
     def answer(self) -> dict[str, Any]:
-        workload = self._profiler.finish()
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 0
-        profile = {"workload": workload, "fits": self._fits, "software": software_versions(), "cores": cores}
+        workload = None if self._profiler is None else self._profiler.finish()
+        profile = {"workload": workload, "fits": self._fits, "software": software_versions(), "cores": usable_cores()}
         return {"event": "profile", "profile": to_data(profile)}
 
 
+class EmulationStart:
+    """From now on the accelerators are emulated: the first step is recorded, the second one played."""
+
+    def __init__(self, synchronizer: GradientSynchronizer, workload: Workload) -> None:
+        synchronizer.emulate(EmulatedAccelerator(synchronizer, timetable_of(workload)))
+        self._seen = 0
+
+    def step_finished(self, step_s: float, clean: bool) -> bool:
+        self._seen += 1
+        return self._seen == RECORDED_STEPS + 1
+
+    def answer(self) -> dict[str, Any]:
+        return {"event": "emulating"}
+
+
 class TuningSession:
-    """Listens to the step boundaries of the model that is tuned."""
+    """Listens to the step boundaries of the model that is tuned.
+
+    `round_robin`: the process runs under round-robin scheduling, which is only told. `byte_scale`: see `GradientSynchronizer.scale_bytes`.
+    """
 
     timeouts = TUNING_TIMEOUTS
 
-    def __init__(self, line: ControlLine) -> None:
+    def __init__(self, line: ControlLine, round_robin: bool = False, byte_scale: float = 1.0) -> None:
         self._line = line
+        self._round_robin, self._byte_scale = round_robin, byte_scale
         self._synchronizer: GradientSynchronizer | None = None
         self._current_plan: Plan | None = None
         self._activity: Activity | None = None
@@ -127,7 +161,9 @@ class TuningSession:
             self._line.send(self._activity.answer())
         else:
             assert self._synchronizer is not None
-            self._line.send({"event": "ready", "model_id": self._synchronizer.model_id})
+            if self._byte_scale != 1:  # now, since the script may have registered a communication hook until its first step
+                self._synchronizer.scale_bytes(self._byte_scale)
+            self._line.send({"event": "ready", "model_id": self._synchronizer.model_id, "round_robin": self._round_robin})
         self._activity = self._next_activity()
         self._step_started_s = time.perf_counter()
 
@@ -141,15 +177,59 @@ class TuningSession:
             assert message is not None
             if message["do"] == "finish":
                 raise SystemExit(0)
-            if message["do"] == "profile":
-                return ProfileRun(self._synchronizer, int(message["steps"]), float(message["probe_deadline_s"]))
+            if message["do"] == "probe":
+                self._line.send(self._probe(message))
+                continue
+            if message["do"] in ("profile", "emulate"):
+                try:
+                    return self._profile_or_emulate(message)
+                except InvalidInput as refusal:
+                    self._refuse(refusal)
+                    continue
+            if message["do"] == "more":  # further steps of the trial that just paused
+                return TrialRun(None, int(message["warmup_steps"]), int(message["timed_steps"]), self._accelerator)
             plan = parse(Plan, message["plan"], "the plan of the trial") if message["plan"] else None
             try:
                 self._synchronizer.load(plan or self._current_plan)
             except InvalidStrategy as refusal:  # every rank raised it, and the earlier plan is still loaded
-                self._line.send({"event": "failed", "kind": FailureKind.REFUSED.value, "message": str(refusal)})
+                self._refuse(refusal)
                 continue
-            return TrialRun(self._synchronizer, int(message["warmup_steps"]), int(message["timed_steps"]))
+            # With scaled bytes only a part of each message is averaged, so there is nothing to compare with.
+            gated = self._synchronizer.plan is not None and self._synchronizer.byte_scale == 1
+            gate = GradientGate(self._synchronizer) if gated else None
+            return TrialRun(gate, int(message["warmup_steps"]), int(message["timed_steps"]), self._accelerator)
+
+    def _profile_or_emulate(self, message: dict[str, Any]) -> Activity:
+        """Raises `InvalidInput` where the accelerators of this model cannot be emulated."""
+        assert self._synchronizer is not None
+        if message["do"] == "emulate":
+            self._synchronizer.load(self._current_plan)
+            return EmulationStart(self._synchronizer, parse(Workload, message["workload"], "the profile to emulate"))
+        steps, deadline_s = int(message["steps"]), float(message["probe_deadline_s"])
+        return ProfileRun(self._synchronizer, steps, deadline_s, bool(message["alone"]), tuple(message["devices"]))
+
+    def _probe(self, message: dict[str, Any]) -> dict[str, Any]:
+        """The long probe, here and now: it needs no steps."""
+        assert self._synchronizer is not None
+
+        def said(what: str) -> None:
+            if time.perf_counter() - self._said_s >= HEARTBEAT_S:
+                self._said_s = time.perf_counter()
+                self._line.send({"event": "probing", "what": what})
+
+        ranks, scale = self._synchronizer.ranks, self._synchronizer.byte_scale
+        found = probe_cluster(ranks.base, float(message["budget_s"]), tuple(message["devices"]), said, scale)
+        told = {"fits": found.fits, "links": found.links, "software": software_versions(), "cores": usable_cores()}
+        return {"event": "probe", "probe": to_data(told)}
+
+    @property
+    def _accelerator(self) -> EmulatedAccelerator | None:
+        assert self._synchronizer is not None
+        emulated = self._synchronizer.accelerator
+        return emulated if isinstance(emulated, EmulatedAccelerator) else None
+
+    def _refuse(self, refusal: InvalidInput) -> None:
+        self._line.send({"event": "failed", "kind": FailureKind.REFUSED.value, "message": str(refusal)})
 
     def _heartbeat(self, now_s: float) -> None:
         if now_s - self._said_s >= HEARTBEAT_S:

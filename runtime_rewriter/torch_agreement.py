@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections import defaultdict
 from collections.abc import Mapping
 
@@ -103,22 +104,23 @@ def _check_cover(plan: Plan, name: str, parts: list[TensorSlice], parameter: Ten
         )
 
 
-def agree(ranks: Ranks, plan: Plan | None, error: AutotuneError | None) -> None:
+def agree(ranks: Ranks, plan: Plan | None, error: AutotuneError | None, byte_scale: float = 1.0) -> None:
     """Collective: every rank returns, or every rank raises.
 
-    Raises the rank's own `error`, or the same class with the failing rank's message; `PlanMismatch`
-    with each rank's plan where they differ; `SynchronizationError` when a rank is gone or does not come
-    within the control timeout.
+    Raises the rank's own `error`, or the same class with the failing rank's message; `PlanMismatch` with each
+    rank's plan where they or the byte scales differ; `SynchronizationError` when a rank is gone or does not
+    come within the control timeout.
     """
     number = int(plan.id.rpartition("-")[2], 16) if plan is not None and error is None else 0
-    halves = [-1, -1] if plan is None else [number >> 32, number & _MASK]
-    words = torch.tensor([int(error is not None), *halves, *(-half for half in halves)], dtype=torch.int64)
+    held = [*([-1, -1] if plan is None else [number >> 32, number & _MASK]), *struct.unpack("<II", struct.pack("<d", byte_scale))]
+    words = torch.tensor([int(error is not None), *held, *(-word for word in held)], dtype=torch.int64)
     try:
         dist.all_reduce(words, op=dist.ReduceOp.MAX, group=ranks.control)
-        failed, high, low, minus_high, minus_low = words.tolist()
-        if not failed and (high, low) == (-minus_high, -minus_low):
+        failed, *largest = words.tolist()
+        if not failed and largest[: len(held)] == [-word for word in largest[len(held) :]]:
             return
-        shown = plan.id if plan is not None else "no plan"
+        scaled = "" if byte_scale == 1 else f" with bytes divided by {byte_scale:g}"
+        shown = (plan.id if plan is not None else "no plan") + scaled
         mine = (shown, type(error).__name__, str(error)) if error is not None else (shown, "", "")
         reports: list[tuple[str, str, str]] = [("", "", "")] * ranks.size
         dist.all_gather_object(reports, mine, group=ranks.control)
@@ -133,5 +135,5 @@ def agree(ranks: Ranks, plan: Plan | None, error: AutotuneError | None) -> None:
         if kind:
             family = ModelMismatch if kind == ModelMismatch.__name__ else InvalidStrategy
             raise family(f"rank {rank} cannot load the plan: {text}")
-    held = ", ".join(f"rank {rank} holds {plan_id}" for rank, (plan_id, _, _) in enumerate(reports))
-    raise PlanMismatch(f"every rank must hold the same plan, but {held}; give all ranks the same export")
+    listed = ", ".join(f"rank {rank} holds {plan_id}" for rank, (plan_id, _, _) in enumerate(reports))
+    raise PlanMismatch(f"every rank must hold the same plan, but {listed}; give all ranks the same export")

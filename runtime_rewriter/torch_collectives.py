@@ -30,6 +30,7 @@ from torch import Tensor
 from autotune.errors import SynchronizationError
 from autotune.strategy_space.plan import Message, Plan, Primitive, TensorSlice
 from autotune.strategy_space.strategy import Compressor, SparseHandling
+from runtime_rewriter.emulation import travelling
 
 
 @dataclass(frozen=True)
@@ -263,10 +264,13 @@ def make_exchange(primitive: Primitive, wire: Tensor, ranks: Ranks, owner: int |
 class Transfer:
     """One message: its wire buffer, a view of it per slice, and the collectives in flight.
 
-    `pending` counts the slices that this backward pass has not filled yet.
+    `pending` counts the slices that this backward pass has not filled yet. With a `byte_scale` of k only the first
+    part of the wire, 1/k of it, travels; the rest keeps this rank's own part / w.
     """
 
-    def __init__(self, number: int, message: Message, parameters: Mapping[str, Tensor], ranks: Ranks, device: Device) -> None:
+    def __init__(
+        self, number: int, message: Message, parameters: Mapping[str, Tensor], ranks: Ranks, device: Device, byte_scale: float = 1.0
+    ) -> None:
         self.number, self.message = number, message
         self._rank, self._device = ranks.rank, device
         dtype = getattr(torch, message.dtype)
@@ -275,6 +279,7 @@ class Transfer:
         self.views = list(_views(wire, message, parameters))
         self.pending = len(self.views)
         real = torch.view_as_real(wire).flatten() if wire.is_complex() else wire
+        real = real[: travelling(real.numel(), byte_scale, ranks.size)]
         self._exchange = make_exchange(message.primitive, real, ranks, message.owner) if message.elements else None
         self._first: dist.Work | None = None
         self._second: Future[dist.Work] | None = None

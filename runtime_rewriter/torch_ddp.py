@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -25,7 +26,9 @@ from torch.utils.hooks import RemovableHandle
 
 from autotune.errors import InvalidStrategy
 from autotune.strategy_space.plan import Plan
+from runtime_rewriter.torch_byte_scale import parts_of, scale_reducer
 from runtime_rewriter.torch_hooks import GradientSynchronizer
+from runtime_rewriter.torch_observers import Accelerator
 
 _BROADCAST_BYTES = 250 * 2**20  # as torch's DDP
 
@@ -51,6 +54,7 @@ class PlannedDataParallel(DistributedDataParallel):
             find_unused_parameters=self.find_unused_parameters or self.static_graph,
             static_graph=self.static_graph,
             why_not=self._why_not,
+            on_byte_scale=partial(scale_reducer, self),
         )
 
     @property
@@ -116,6 +120,18 @@ class PlannedDataParallel(DistributedDataParallel):
         self._reducer_is_stale |= learning or (self.find_unused_parameters and not self.static_graph)
         return output
 
+    @torch.compiler.disable(recursive=False)
+    def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if self._synchronizer is None:
+            return super()._run_ddp_forward(*inputs, **kwargs)
+        if torch.is_grad_enabled():
+            self._synchronizer.forward_starts()
+        return self._synchronizer.compute(super()._run_ddp_forward, inputs, kwargs)
+
+    def _distributed_broadcast_coalesced(self, tensors: list[torch.Tensor], buffer_size: int, authoritative_rank: int = 0) -> None:
+        scale = 1.0 if self._synchronizer is None else self._synchronizer.byte_scale
+        super()._distributed_broadcast_coalesced(parts_of(tensors, scale), buffer_size, authoritative_rank)
+
     def _rebuild_reducer(self) -> None:
         """A reducer that looks for unused parameters, or learns a static graph, counted hooks of planned steps."""
         ddp: Any = self  # torch leaves these methods without types
@@ -178,6 +194,7 @@ class AttachedSynchronizer(GradientSynchronizer):
         super().__init__(module, process_group, **options)
         self._broadcast_buffers = broadcast_buffers
         self._sync_next = True
+        self._own_forward: dict[str, Any] | None = None  # while an accelerator stands in for it
         self._ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self._forward_handles: list[RemovableHandle] = [
             module.register_forward_pre_hook(self._before, prepend=True),
@@ -187,7 +204,21 @@ class AttachedSynchronizer(GradientSynchronizer):
     def close(self) -> None:
         for handle in self._forward_handles:
             handle.remove()
+        self.emulate(None)
         super().close()
+
+    def emulate(self, accelerator: Accelerator | None) -> None:
+        """The module's own `forward` gives way, and comes back."""
+        super().emulate(accelerator)
+        own = self.module.__dict__  # not setattr: a compiled module hands that on to the module inside
+        if self._own_forward is not None:
+            own.pop("forward")
+            own.update(self._own_forward)
+            self._own_forward = None
+        if accelerator is not None:
+            forward = self.module.forward
+            self._own_forward = {"forward": own["forward"]} if "forward" in own else {}
+            own["forward"] = lambda *inputs, **kwargs: self.compute(forward, inputs, kwargs)
 
     def _before(self, module: nn.Module, inputs: object) -> None:
         training = torch.is_grad_enabled()
@@ -198,8 +229,10 @@ class AttachedSynchronizer(GradientSynchronizer):
         buffers = [buffer for name, buffer in module.named_buffers() if name not in self._ignored]
         if self.plan is not None and self._sync_next and self._broadcast_buffers and buffers:
             with torch.no_grad(), _unsafe_preserve_version_counter(tuple(buffers)):
-                _broadcast_coalesced(self.process_group, buffers, _BROADCAST_BYTES, 0)
+                _broadcast_coalesced(self.process_group, parts_of(buffers, self.byte_scale), _BROADCAST_BYTES, 0)
         self._sync_next = training and self._synchronizing
+        if training:
+            self.forward_starts()
 
     def _after(self, module: nn.Module, inputs: object, output: object) -> None:
         if torch.is_grad_enabled():

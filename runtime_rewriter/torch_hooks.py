@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from threading import Lock
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,7 +30,7 @@ from autotune.strategy_space.plan import Plan
 from runtime_rewriter.torch_agreement import agree, assumed_workload, check_fit, trainable_parameters
 from runtime_rewriter.torch_autograd import by_identity, reachable_variables, tensors_with_graph
 from runtime_rewriter.torch_collectives import Device, Ranks, Transfer, slice_of
-from runtime_rewriter.torch_observers import BackwardObserver, StepListener
+from runtime_rewriter.torch_observers import Accelerator, BackwardObserver, StepListener
 
 
 class GradientSynchronizer:
@@ -38,7 +39,7 @@ class GradientSynchronizer:
     Building one is collective over the group, as building a DDP is. `timeout_s` bounds every message,
     `agreement_timeout_s` how long ranks wait for each other in `load`. `static_graph` as in DDP: the set
     of used parameters never changes, and the first backward pass learns how often each is accumulated.
-    `why_not` says why the module's surroundings forbid plans at all.
+    `why_not` says why the module's surroundings forbid plans at all; `on_byte_scale` scales what they send themselves.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class GradientSynchronizer:
         find_unused_parameters: bool = False,
         static_graph: bool = False,
         why_not: Callable[[], str | None] = lambda: None,
+        on_byte_scale: Callable[[float], None] = lambda byte_scale: None,
     ) -> None:
         self.module = module
         named = trainable_parameters(module)
@@ -60,8 +62,11 @@ class GradientSynchronizer:
         self.device = Device(self.parameters[0].device)
         self.listeners: list[StepListener] = []
         self.observers: list[BackwardObserver] = []
+        self.accelerator: Accelerator | None = None  # None: the module itself computes
+        self.byte_scale = 1.0
         self.deferred = False  # True: messages are issued when the backward pass has ended (profiling)
-        self._find_unused, self._static, self._why_not = find_unused_parameters, static_graph, why_not
+        self._find_unused, self._static = find_unused_parameters, static_graph
+        self.why_not, self._on_byte_scale = why_not, on_byte_scale
         self._index_of = by_identity(self.parameters)
         self._index = {name: position for position, name in enumerate(self.names)}
         self._plan: Plan | None = None
@@ -108,15 +113,16 @@ class GradientSynchronizer:
         transfers: list[Transfer] = []
         try:
             if plan is not None:
-                reason = self._why_not()
+                reason = self.why_not()
                 if reason is not None:
                     raise InvalidStrategy(f"plans cannot be enacted here: {reason}")
                 check_fit(plan, self.module, self.ranks.size)
                 named = dict(zip(self.names, self.parameters, strict=True))
-                transfers = [Transfer(number, m, named, self.ranks, self.device) for number, m in enumerate(plan.messages)]
+                scale = self.byte_scale
+                transfers = [Transfer(number, m, named, self.ranks, self.device, scale) for number, m in enumerate(plan.messages)]
         except AutotuneError as problem:
             error = problem
-        agree(self.ranks, plan, error)
+        agree(self.ranks, plan, error, self.byte_scale)
         self._unhook()
         self._plan, self._transfers = plan, transfers
         self._slots: list[list[tuple[Transfer, int]]] = [[] for _ in self.names]
@@ -128,6 +134,22 @@ class GradientSynchronizer:
             self._second_phases = ThreadPoolExecutor(1, thread_name_prefix="second-phases")
             hooks = (partial(self._on_gradient, position) for position in range(len(self.parameters)))
             self._handles = [p.register_post_accumulate_grad_hook(hook) for p, hook in zip(self.parameters, hooks, strict=True)]
+
+    def emulate(self, accelerator: Accelerator | None) -> None:
+        """Local, between two steps: from now on `accelerator` stands for the module's own computation, or nothing does."""
+        if self.accelerator is not None:
+            self.listeners.remove(self.accelerator)
+        if accelerator is not None:
+            self.listeners.insert(0, accelerator)
+        self.accelerator = accelerator
+
+    def scale_bytes(self, byte_scale: float) -> None:
+        """Local, between two steps: of what is sent from now on, 1/`byte_scale` travels; plans follow when they are loaded.
+
+        The gradients are averages only where they travelled. Raises `InvalidInput` where it cannot be done.
+        """
+        self._on_byte_scale(byte_scale)
+        self.byte_scale = byte_scale
 
     def close(self) -> None:
         """Remove every hook, stop the thread and give the process groups back. Local."""
@@ -168,6 +190,8 @@ class GradientSynchronizer:
             raise SynchronizationError("a backward pass must end before the next forward pass begins, but the last one was interrupted")
         if self._boundary_due:
             self._boundary_due = False
+            if self.accelerator is not None:
+                self.accelerator.before_boundary()
             clean = not (self._unclean or (self._saw_eval and self._saw_training))
             self._saw_training = self._saw_eval = self._unclean = False
             if self.listeners:
@@ -177,6 +201,25 @@ class GradientSynchronizer:
         self._saw_training |= self.module.training
         self._saw_eval |= not self.module.training
         self._armed = synchronize
+
+    @property
+    def synchronizing(self) -> bool:
+        """The backward pass of the last forward pass is to be synchronized."""
+        return self._armed
+
+    @torch.compiler.disable(recursive=False)
+    def compute(self, call: Callable[..., Any], inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The module's own part of a forward pass: `call(*inputs, **kwargs)`, or what stands for it."""
+        accelerator = self.accelerator
+        if accelerator is None or not torch.is_grad_enabled():
+            return call(*inputs, **kwargs)
+        return accelerator.run(call, inputs, kwargs)
+
+    @torch.compiler.disable
+    def forward_starts(self) -> None:
+        """Before the module computes in a forward pass with gradients, when its buffers have been sent."""
+        for observer in tuple(self.observers):
+            observer.on_forward_start()
 
     @torch.compiler.disable
     def after_forward(self, output: object) -> None:

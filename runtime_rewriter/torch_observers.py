@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -21,8 +22,23 @@ class StepListener(Protocol):
     def on_backward_end(self, now_s: float) -> None: ...
 
 
+class Accelerator(StepListener, Protocol):
+    """Takes the place of what the module computes.
+
+    `before_boundary` comes at the end of every step, before its time is taken and the listeners hear of it; `run` stands for
+    `compute(*inputs, **kwargs)` in every forward pass with gradients.
+    """
+
+    def before_boundary(self) -> None: ...
+
+    def run(self, compute: Callable[..., Any], inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+
+
 class BackwardObserver:
     """Sees the inside of a planned, synchronized backward pass; every method may be overridden."""
+
+    def on_forward_start(self) -> None:
+        """The module begins to compute; what is sent before a forward pass has been sent."""
 
     def on_forward_output(self, tensors: list[Tensor]) -> None:
         """The output tensors of a forward pass whose backward pass will be synchronized."""

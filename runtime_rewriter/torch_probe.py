@@ -1,8 +1,14 @@
-"""Times the collectives that plans use, on the real links, and fits alpha + beta * bytes to each.
+"""Times the collectives that plans use, on the real links, and fits a cost to each: alone, and while every rank computes.
 
-Sizes are what `CollectiveFit.seconds` is later asked for: the whole tensor before the operation.  For
-gather and scatter that is one rank's tensor, since a push sends all of it from every rank; for
-reduce-scatter and all-gather the tensor that is cut into, or joined from, one shard per rank.
+| symbol | meaning |
+|---|---|
+| series | one primitive on one group of ranks, alone or under load |
+| point | one size of a series: the median over repeats of the slowest rank's time |
+| share | seconds that a point may take: what its pass has left, over the points that are still open |
+
+Rank 0 decides for all what still fits into the time; what follows from measured times every rank derives from
+the same (reduced) figures. A point is repeated until its spread is small or its share is spent, and once more at the
+end where it looks disturbed.
 """
 
 # mypy: untyped-calls-exclude=torch
@@ -10,209 +16,270 @@ reduce-scatter and all-gather the tensor that is cut into, or joined from, one s
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from statistics import fmean, median
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from autotune.cluster import CollectiveFit
-from autotune.profiling.link_fit import fit_alpha_beta
-from autotune.strategy_space.plan import Primitive
-from runtime_rewriter.torch_collectives import Device, Ranks, make_exchange
+from autotune.profiling.link_fit import fit_alpha_beta, fit_curve, spread_of, suspects, uncertainty_of
+from runtime_rewriter.probe_groups import ProbeGroup, ProbeGroups, layout
+from runtime_rewriter.probe_load import Load, LostTime
+from runtime_rewriter.probe_operations import COLLECTED, EVERYWHERE, OPERATIONS, UNDER_LOAD
+from runtime_rewriter.probe_pairs import PairProbe
+from runtime_rewriter.probed_link import ProbedLink
+from runtime_rewriter.torch_collectives import Device, Ranks
 
 SIZES_BYTES = tuple(2**power for power in range(12, 25, 2))  # 4 KiB .. 16 MiB
-MOST_REPEATS = 15
-SHARE_PER_PROBE = 0.01
-"""Of the deadline: repeats of one size stop there."""
-
-Operation = Callable[[], None]
-
-
+BETWEEN_BYTES = (*(2**power for power in range(13, 25, 2)), 2**25, 2**26)
+"""What a long probe adds: the sizes between, and up to 64 MiB."""
+LOADED_BYTES = tuple(2**power for power in (16, 18, 20, 22, 24))
+FEWEST_REPEATS = 3
+BATCH_REPEATS = 5
+MOST_REPEATS = 40
+STEADY = 0.03
+"""A relative interquartile range that needs no more repeats."""
+WARM_S = 0.2
+"""A message that takes longer is not run once untimed first."""
+MOST_COLLECTED_BYTES = 2**30
+"""On the one rank that a gather or a push ends on."""
+LOADED_SLOWDOWN = 2.0
+"""How much longer a message is expected to take under load, until it was seen."""
+REPAIR_ROUNDS = 2
+TIMEOUT_MARGIN_S = 60.0
 CPU_CLOCK_S = 1e-6
 """Resolution that the clock of CPU time is trusted with."""
+
+Found = TypeVar("Found")
+Said = Callable[[str], None]
+"""Hears what is probed next; called on every rank."""
+
+
+@dataclass(frozen=True)
+class ProbeResult:
+    """The same on every rank."""
+
+    fits: tuple[CollectiveFit, ...]
+    links: tuple[ProbedLink, ...]
 
 
 @dataclass(frozen=True)
 class _Series:
-    """Probes of one primitive on one group; `ranks` is None on ranks that take no part."""
-
     primitive: str
-    group_size: int
-    ranks: Ranks | None
+    group: ProbeGroup
+    loaded: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.primitive} on {self.group.size} ranks" + (" while they compute" if self.loaded else "")
 
 
 @dataclass(frozen=True)
 class _Point:
-    """One size: median over repeats of the slowest rank's time, and the mean CPU time of a rank."""
+    """`cpu_s`: mean over the ranks of the CPU time of one message; of a point under load, of the computation lost to it."""
 
-    size_bytes: int
     seconds: float
+    spread: float
+    repeats: int
     cpu_s: float
 
 
-def probe_links(process_group: dist.ProcessGroup | None = None, deadline_s: float = 30.0) -> tuple[CollectiveFit, ...]:
-    """Collective over the group (None: the world). The same fits on every rank.
+def probe_links(
+    process_group: dist.ProcessGroup | None = None, deadline_s: float = 30.0, devices: tuple[int, ...] = (), byte_scale: float = 1.0
+) -> tuple[CollectiveFit, ...]:
+    """The short probe. Collective over the group (None: the world); the same fits on every rank.
 
-    Probes groups of 2 (the first and the last rank: of different hosts where there are several) and of all
-    ranks, smallest sizes first.  Rank 0 decides for all what still fits into `deadline_s`.  A primitive of
-    which fewer than two sizes were reached is left out.
+    `devices`: ranks per host, in rank order. Smallest sizes first; a primitive of which fewer than two sizes were reached
+    is left out. With a `byte_scale` of k a message of S bytes is sent as S/k, on links that have 1/k of their rate.
     """
-    world = Ranks.of(process_group, deadline_s + 60.0, deadline_s + 60.0)
-    pair = _pair(world, deadline_s + 60.0)
+
+    def measure(prober: _Prober) -> tuple[CollectiveFit, ...]:
+        prober.run_pass(prober.series(EVERYWHERE), SIZES_BYTES, 0.8)
+        prober.repair(1.0)
+        return prober.fits()
+
+    return _probing(process_group, deadline_s, devices, byte_scale, lambda _: None, measure, ())
+
+
+def probe_cluster(
+    process_group: dist.ProcessGroup | None, budget_s: float, devices: tuple[int, ...], said: Said, byte_scale: float = 1.0
+) -> ProbeResult:
+    """The long probe: hosts' own links, every primitive at more sizes, and messages while every rank computes."""
+
+    def measure(prober: _Prober) -> ProbeResult:
+        links = PairProbe(prober.world, prober.device, prober.grant, byte_scale).probe(layout(prober.world.size, devices), 0.15, said)
+        everything = prober.series(EVERYWHERE) + prober.series(("gather", "scatter"), worlds_only=True)
+        prober.run_pass(everything, SIZES_BYTES, 0.55)
+        with Load(prober.device.device) as load:
+            prober.run_pass(prober.series(UNDER_LOAD, worlds_only=True, loaded=True), LOADED_BYTES, 0.75, load)
+        prober.run_pass(everything, BETWEEN_BYTES, 0.9)
+        prober.repair(1.0)
+        return ProbeResult(prober.fits(), links)
+
+    return _probing(process_group, budget_s, devices, byte_scale, said, measure, ProbeResult((), ()))
+
+
+def _probing(
+    process_group: dist.ProcessGroup | None,
+    budget_s: float,
+    devices: tuple[int, ...],
+    byte_scale: float,
+    said: Said,
+    measure: Callable[[_Prober], Found],
+    nothing: Found,
+) -> Found:
+    """Groups for the time of one probe; a single rank has nothing to probe."""
+    timeout_s = budget_s + TIMEOUT_MARGIN_S
+    world = Ranks.of(process_group, timeout_s, timeout_s)
     try:
-        return _probe(world, pair, deadline_s)
+        made = ProbeGroups(world, devices, timeout_s)
+        try:
+            return measure(_Prober(world, made.groups, budget_s, byte_scale, said)) if made.groups else nothing
+        finally:
+            made.destroy()
     finally:
         world.destroy()
-        if pair is not None:
-            pair.destroy()
-            dist.destroy_process_group(pair.base)
 
 
-def _probe(world: Ranks, pair: Ranks | None, deadline_s: float) -> tuple[CollectiveFit, ...]:
-    device = Device(_device_of(world.base))
-    stop_s = time.perf_counter() + deadline_s
-    found: dict[_Series, list[_Point]] = {series: [] for series in _series(world, pair)}
-    for size_bytes in SIZES_BYTES:
-        for series, points in found.items():
-            repeats = _repeats(world, size_bytes, points, deadline_s, stop_s)
-            if repeats:
-                points.append(_measure(world, series, size_bytes, repeats, device))
-    return tuple(_fit(series, points) for series, points in found.items() if len(points) >= 2)
+class _Prober:
+    def __init__(self, world: Ranks, groups: list[ProbeGroup], budget_s: float, byte_scale: float, said: Said) -> None:
+        self.world, self.groups = world, groups
+        self.device = Device(_device_of(world.base))
+        self._byte_scale, self._said = byte_scale, said
+        self._start_s, self._budget_s = time.perf_counter(), budget_s
+        self._points: dict[_Series, dict[int, _Point]] = {}
 
+    def series(self, primitives: Iterable[str], worlds_only: bool = False, loaded: bool = False) -> list[_Series]:
+        """The world's first: what is left out for want of time are the others."""
+        groups = self.groups[:1] if worlds_only else self.groups
+        return [_Series(primitive, group, loaded) for group in groups for primitive in primitives]
 
-def _series(world: Ranks, pair: Ranks | None) -> Iterator[_Series]:
-    if world.size < 2:
-        return
-    for primitive in _OPERATIONS:
-        if world.size > 2:
-            yield _Series(primitive, 2, pair)
-        yield _Series(primitive, world.size, world)
+    def grant(self, needed_s: float, open_points: int, end: float) -> float:
+        """Rank 0's decision for all: seconds for a point that needs at least `needed_s`, 0 to leave it out. Collective.
 
+        `end`: the share of the budget at which this pass is over.
+        """
+        decision = torch.zeros(1, dtype=torch.float64)
+        if self.world.rank == 0:
+            left_s = self._start_s + end * self._budget_s - time.perf_counter()
+            decision[0] = 0.0 if left_s <= 0 or left_s < needed_s else max(left_s / open_points, needed_s)
+        dist.broadcast(decision, group=self.world.control, group_src=0)
+        return float(decision.item())
 
-def _pair(world: Ranks, timeout_s: float) -> Ranks | None:
-    """Groups of the first and the last rank; None on the others and where the world is no larger."""
-    if world.size <= 2 or world.rank not in (0, world.size - 1):
-        return None
-    members = [dist.get_global_rank(world.base, rank) for rank in (0, world.size - 1)]
-    backend = dist.get_backend_config(world.base)
-    base: dist.ProcessGroup = dist.new_group(members, backend=backend, use_local_synchronization=True)
-    return Ranks.of(base, timeout_s, timeout_s)
+    def run_pass(self, series: list[_Series], sizes: tuple[int, ...], end: float, load: Load | None = None) -> None:
+        """Every size of every series, as far as the time goes; smallest sizes first."""
+        todo = [(one, size) for size in sizes for one in series if self._fits_memory(one, size)]
+        for number, (one, size) in enumerate(todo):
+            expected_s = self._expected_s(one, size)
+            share_s = self.grant(FEWEST_REPEATS * expected_s, len(todo) - number, end)
+            if share_s > 0:
+                self._said(f"{one.name}, {size} bytes")
+                self._points.setdefault(one, {})[size] = self._measure(one, size, expected_s, share_s, load)
+
+    def repair(self, end: float) -> None:
+        """Probe again what looks disturbed; the quicker of both is kept, since a disturbance never makes a message quicker."""
+        for _ in range(REPAIR_ROUNDS):
+            todo = [(one, size) for one in self._points if not one.loaded for size in self._suspects(one)]
+            for number, (one, size) in enumerate(todo):
+                before = self._points[one][size]
+                share_s = self.grant(FEWEST_REPEATS * before.seconds, len(todo) - number, end)
+                if share_s > 0:
+                    self._said(f"{one.name}, {size} bytes again")
+                    again = self._measure(one, size, before.seconds, share_s, None)
+                    self._points[one][size] = min(before, again, key=lambda point: point.seconds)
+
+    def fits(self) -> tuple[CollectiveFit, ...]:
+        return tuple(_fit(one, points) for one, points in self._points.items() if len(points) >= 2)
+
+    def _suspects(self, one: _Series) -> list[int]:
+        sizes = sorted(self._points[one])
+        points = [self._points[one][size] for size in sizes]
+        return [sizes[i] for i in suspects(sizes, [point.seconds for point in points], [point.spread for point in points])]
+
+    def _fits_memory(self, one: _Series, size: int) -> bool:
+        return one.primitive not in COLLECTED or size / self._byte_scale * one.group.size <= MOST_COLLECTED_BYTES
+
+    def _expected_s(self, one: _Series, size: int) -> float:
+        """From the next smaller size, in proportion: an upper bound while a message has a cost of its own. 0: not known."""
+        known, factor = self._points.get(one, {}), 1.0
+        if one.loaded and not any(smaller <= size for smaller in known):
+            known, factor = self._points.get(replace(one, loaded=False), {}), LOADED_SLOWDOWN
+        smaller = max((other for other in known if other <= size), default=None)
+        return 0.0 if smaller is None else factor * known[smaller].seconds * size / smaller
+
+    def _measure(self, one: _Series, size: int, expected_s: float, share_s: float, load: Load | None) -> _Point:
+        ranks = one.group.ranks
+        operation = OPERATIONS[one.primitive](ranks, int(size / self._byte_scale), self.device) if ranks is not None else None
+        lost = LostTime(load, self.device) if load is not None else None
+        if operation is not None and ranks is not None and expected_s < WARM_S:
+            self._repeat(operation, ranks, 1, None, None)
+        repeats: list[float] = []
+        cpu_s = 0.0
+        batch = FEWEST_REPEATS if expected_s * BATCH_REPEATS > share_s else BATCH_REPEATS
+        while True:
+            seconds = torch.zeros(batch, dtype=torch.float64)
+            if operation is not None and ranks is not None:
+                own_s, own_cpu_s = self._repeat(operation, ranks, batch, load, lost)
+                seconds, cpu_s = torch.tensor(own_s, dtype=torch.float64), cpu_s + own_cpu_s
+            dist.all_reduce(seconds, op=dist.ReduceOp.MAX, group=self.world.control)
+            repeats += seconds.tolist()
+            more_s = sum(repeats) + batch * fmean(repeats)
+            if len(repeats) + batch > MOST_REPEATS or more_s > share_s or (len(repeats) > batch and spread_of(repeats) <= STEADY):
+                break
+        taken_s = lost.per_message_s(len(repeats)) if lost is not None and operation is not None else cpu_s / len(repeats)
+        return _Point(median(repeats), spread_of(repeats), len(repeats), self._mean_of_members(one, taken_s))
+
+    def _repeat(
+        self, operation: Callable[[], None], ranks: Ranks, repeats: int, load: Load | None, lost: LostTime | None
+    ) -> tuple[list[float], float]:
+        """(seconds of every repeat on this rank, CPU time of all of them). All ranks start together."""
+        gate = torch.zeros(1, device=self.device.device)
+        seconds, cpu_s = [], 0.0
+        for _ in range(repeats):
+            dist.all_reduce(gate, group=ranks.first)
+            units = load.units if load is not None else 0
+            start_s, start_cpu_s = self.device.now_s(), time.process_time()
+            operation()
+            stop_s, stop_cpu_s = self.device.now_s(), time.process_time()
+            seconds.append(stop_s - start_s)
+            cpu_s += stop_cpu_s - start_cpu_s
+            if load is not None and lost is not None:
+                lost.add(seconds[-1], load.units - units)
+        return seconds, cpu_s
+
+    def _mean_of_members(self, one: _Series, value: float) -> float:
+        total = torch.tensor([value, 1.0] if one.group.ranks is not None else [0.0, 0.0], dtype=torch.float64)
+        dist.all_reduce(total, group=self.world.control)
+        return float(total[0] / total[1])
 
 
 def _device_of(group: dist.ProcessGroup) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if "nccl" in str(dist.get_backend_config(group)) else torch.device("cpu")
 
 
-def _repeats(world: Ranks, size_bytes: int, points: list[_Point], deadline_s: float, stop_s: float) -> int:
-    """How often to time this probe, 0 to leave it out: rank 0's decision from the time of the size before."""
-    decision = torch.zeros(1, dtype=torch.int64)
-    if world.rank == 0:
-        expected_s = points[-1].seconds * size_bytes / points[-1].size_bytes if points else 0.0  # an upper bound while alpha > 0
-        left_s = stop_s - time.perf_counter()
-        affordable = int(SHARE_PER_PROBE * deadline_s / expected_s) if expected_s else MOST_REPEATS
-        decision[0] = 0 if left_s < 3 * expected_s or left_s <= 0 else min(max(affordable, 2), MOST_REPEATS)
-    dist.broadcast(decision, group=world.control, group_src=0)
-    return int(decision.item())
-
-
-def _measure(world: Ranks, series: _Series, size_bytes: int, repeats: int, device: Device) -> _Point:
-    """One repeat more runs first, untimed."""
-    seconds = torch.zeros(repeats, dtype=torch.float64)
-    cpu_s = torch.zeros(1, dtype=torch.float64)
-    if series.ranks is not None:
-        operation = _OPERATIONS[series.primitive](series.ranks, size_bytes, device)
-        gate = torch.zeros(1, device=device.device)
-        for repeat in range(-1, repeats):
-            dist.all_reduce(gate, group=series.ranks.first)
-            start_s, start_cpu_s = device.now_s(), time.process_time()
-            operation()
-            stop_s, stop_cpu_s = device.now_s(), time.process_time()
-            if repeat >= 0:
-                seconds[repeat] = stop_s - start_s
-                cpu_s += (stop_cpu_s - start_cpu_s) / repeats
-    dist.all_reduce(seconds, op=dist.ReduceOp.MAX, group=world.control)
-    dist.all_reduce(cpu_s, group=world.control)
-    return _Point(size_bytes, float(seconds.median()), float(cpu_s) / series.group_size)
-
-
-def _fit(series: _Series, points: list[_Point]) -> CollectiveFit:
-    sizes = [point.size_bytes for point in points]
-    alpha_s, beta_s_per_byte, relative_error = fit_alpha_beta(sizes, [point.seconds for point in points])
+def _fit(one: _Series, points: dict[int, _Point]) -> CollectiveFit:
+    sizes = sorted(points)
+    found = [points[size] for size in sizes]
+    curve = fit_curve(sizes, [point.seconds for point in found], [uncertainty_of(point.spread, point.repeats) for point in found])
     # The clock of CPU time may not tick within a small message.
-    cpu_alpha_s, cpu_beta_s_per_byte, _ = fit_alpha_beta(sizes, [max(point.cpu_s, CPU_CLOCK_S) for point in points])
+    cpu_alpha_s, cpu_beta_s_per_byte, _ = fit_alpha_beta(sizes, [max(point.cpu_s, CPU_CLOCK_S) for point in found])
     return CollectiveFit(
-        series.primitive,
-        series.group_size,
-        alpha_s,
-        beta_s_per_byte,
-        relative_error,
+        one.primitive,
+        one.group.size,
+        curve.alpha_s,
+        curve.beta_s_per_byte,
+        curve.relative_error,
         min(sizes),
         max(sizes),
         cpu_alpha_s,
         cpu_beta_s_per_byte,
+        where=one.group.where,
+        loaded=one.loaded,
+        bends=curve.bends,
+        large_error=curve.large_error,
+        spread=median(point.spread for point in found),
+        sizes=len(sizes),
     )
-
-
-def _exchange(primitive: Primitive) -> Callable[[Ranks, int, Device], Operation]:
-    """What a plan's message does, both phases, so that the cost of combining at the owner is in it."""
-
-    def prepare(ranks: Ranks, size_bytes: int, device: Device) -> Operation:
-        exchange = make_exchange(primitive, torch.zeros(size_bytes // 4 // ranks.size * ranks.size, device=device.device), ranks, 0)
-
-        def operation() -> None:
-            exchange.start().wait()
-            if exchange.two_phases:
-                exchange.advance().wait()
-
-        return operation
-
-    return prepare
-
-
-def _reduce_scatter(ranks: Ranks, size_bytes: int, device: Device) -> Operation:
-    whole, shard = _whole_and_shard(ranks, size_bytes, device)
-    return lambda: _none(dist.reduce_scatter_single(shard, whole, group=ranks.first))
-
-
-def _all_gather(ranks: Ranks, size_bytes: int, device: Device) -> Operation:
-    whole, shard = _whole_and_shard(ranks, size_bytes, device)
-    return lambda: _none(dist.all_gather_single(whole, shard, group=ranks.first))
-
-
-def _gather(ranks: Ranks, size_bytes: int, device: Device) -> Operation:
-    tensor = torch.zeros(size_bytes // 4, device=device.device)
-    parts = [torch.empty_like(tensor) for _ in range(ranks.size)] if ranks.rank == 0 else None
-    return lambda: _none(dist.gather(tensor, parts, group=ranks.first, group_dst=0))
-
-
-def _scatter(ranks: Ranks, size_bytes: int, device: Device) -> Operation:
-    tensor = torch.zeros(size_bytes // 4, device=device.device)
-    parts = [torch.zeros_like(tensor)] * ranks.size if ranks.rank == 0 else None
-    return lambda: _none(dist.scatter(tensor, parts, group=ranks.first, group_src=0))
-
-
-def _broadcast(ranks: Ranks, size_bytes: int, device: Device) -> Operation:
-    tensor = torch.zeros(size_bytes // 4, device=device.device)
-    return lambda: _none(dist.broadcast(tensor, group=ranks.first, group_src=0))
-
-
-def _whole_and_shard(ranks: Ranks, size_bytes: int, device: Device) -> tuple[torch.Tensor, torch.Tensor]:
-    elements = max(size_bytes // 4 // ranks.size, 1)
-    return torch.zeros(elements * ranks.size, device=device.device), torch.zeros(elements, device=device.device)
-
-
-def _none(_: object) -> None:
-    """Drops the work handle of a blocking collective."""
-
-
-_OPERATIONS: dict[str, Callable[[Ranks, int, Device], Operation]] = {
-    "all_reduce": _exchange(Primitive.ALL_REDUCE),
-    "reduce_scatter": _reduce_scatter,
-    "all_gather": _all_gather,
-    "gather": _gather,
-    "scatter": _scatter,
-    "broadcast": _broadcast,
-    "reduce_scatter_all_gather": _exchange(Primitive.REDUCE_SCATTER_ALL_GATHER),
-    "push_pull": _exchange(Primitive.PUSH_PULL),
-}

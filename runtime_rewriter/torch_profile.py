@@ -2,6 +2,7 @@
 
 The steps run under a plan that issues its messages only after the backward pass, so that no communication
 disturbs the measured times.  All ranks measure; the medians over steps and ranks are returned, alike on all.
+For emulated accelerators rank 0 computes alone: the others record one step and play it without waits.
 """
 
 # mypy: untyped-calls-exclude=torch
@@ -19,9 +20,11 @@ from autotune.errors import SynchronizationError
 from autotune.strategy_space.plan import Message, Plan, Primitive, TensorSlice
 from autotune.strategy_space.strategy import Compressor
 from autotune.workload import Variable, Workload
+from runtime_rewriter.scheduling import step_down, take_round_robin
 from runtime_rewriter.torch_agreement import assumed_workload, dtype_name
 from runtime_rewriter.torch_autograd import by_identity, variable_edges
 from runtime_rewriter.torch_collectives import Mark
+from runtime_rewriter.torch_emulation import EmulatedAccelerator
 from runtime_rewriter.torch_hooks import GradientSynchronizer
 from runtime_rewriter.torch_observers import BackwardObserver
 
@@ -58,15 +61,23 @@ class WorkloadProfiler(BackwardObserver):
     at the boundary after the last step; `finish` is collective too and leaves no plan loaded.  A step starts
     at its boundary: under gradient accumulation `forward_s` holds all that comes before the synchronized
     backward pass.  Data loading counts as `update_s`.
+
+    `alone`: rank 0 computes alone, its steps make the profile, and `forward_s` begins when its module does, after the
+    buffers were sent. Raises `InvalidInput` where the module cannot be emulated.
     """
 
-    def __init__(self, synchronizer: GradientSynchronizer, steps: int = 3) -> None:
-        self._synchronizer = synchronizer
+    def __init__(self, synchronizer: GradientSynchronizer, steps: int = 3, *, alone: bool = False) -> None:
+        self._synchronizer, self._alone = synchronizer, alone
+        playing = EmulatedAccelerator(synchronizer, None) if alone else None
+        self._stepped_down = False
+        if playing is not None and synchronizer.ranks.rank > 0:
+            synchronizer.emulate(playing)
+            self._stepped_down = step_down()
         self._wanted = steps
         self._seen = 0
-        self._steps: list[_Step] = []
-        self._unclean: list[_Step] = []
+        self._steps: list[tuple[_Step, bool]] = []
         self._current = _Step()
+        self._forward_start_s: float | None = None
         self._edges: set[tuple[int, int]] = set()
         self._sparse: set[int] = set()
         self._ready: dict[int, Mark] = {}
@@ -82,6 +93,10 @@ class WorkloadProfiler(BackwardObserver):
     def done(self) -> bool:
         # A number of steps that is the same on every rank, though one rank alone may evaluate in between.
         return self._seen >= WARMUP_STEPS + self._wanted
+
+    def on_forward_start(self) -> None:
+        if self._forward_start_s is None:
+            self._forward_start_s = self._synchronizer.device.now_s()
 
     def on_forward_output(self, tensors: list[Tensor]) -> None:
         if not self._edges:  # the graph of one step; it is gone after its backward pass
@@ -99,8 +114,9 @@ class WorkloadProfiler(BackwardObserver):
 
     def on_computed(self) -> None:
         device = self._synchronizer.device
+        began_s = self._forward_start_s if self._alone else None
         self._current = _Step(
-            forward_s=self._backward_start_s - self._boundary_s,
+            forward_s=self._backward_start_s - (self._boundary_s if began_s is None else began_s),
             backward_s=device.now_s() - self._backward_start_s,
             ready_s={index: device.seconds_between(self._start, mark) for index, mark in self._ready.items()},
         )
@@ -112,8 +128,9 @@ class WorkloadProfiler(BackwardObserver):
         self._current.update_s = now_s - self._backward_end_s
         self._seen += 1
         if self._seen > WARMUP_STEPS:
-            (self._steps if clean else self._unclean).append(self._current)
+            self._steps.append((self._current, clean))
         self._boundary_s = now_s
+        self._forward_start_s = None
 
     def finish(self) -> Workload:
         """The measured workload: rank 0's order, edges and sparse flags, medians of the times over steps and ranks."""
@@ -121,18 +138,28 @@ class WorkloadProfiler(BackwardObserver):
         synchronizer.observers.remove(self)
         synchronizer.listeners.remove(self)
         synchronizer.deferred = False
-        measured = self._steps or self._unclean
-        if not measured:
+        if self._alone:
+            synchronizer.emulate(None)
+        if self._stepped_down:
+            take_round_robin()
+        if not self._steps:
             raise SynchronizationError("a profile needs at least one whole training step under it, but none was made")
-        gathered: list[list[_Step]] = [[]] * synchronizer.ranks.size
-        dist.all_gather_object(gathered, measured, group=synchronizer.ranks.control)
+        gathered: list[list[tuple[_Step, bool]]] = [[]] * synchronizer.ranks.size
+        dist.all_gather_object(gathered, self._steps, group=synchronizer.ranks.control)
         shape: list[tuple[set[tuple[int, int]], set[int]]] = [(self._edges, self._sparse)]
         dist.broadcast_object_list(shape, group=synchronizer.ranks.control, group_src=0)
         synchronizer.load(None)
-        return self._workload(gathered, *shape[0])
+        return self._workload(self._kept(gathered), *shape[0])
 
-    def _workload(self, gathered: list[list[_Step]], edges: set[tuple[int, int]], sparse: set[int]) -> Workload:
-        steps = [step for of_rank in gathered for step in of_rank]
+    def _kept(self, gathered: list[list[tuple[_Step, bool]]]) -> list[_Step]:
+        """What counts: clean steps. Alone, those of rank 0 during which no other rank had to compute."""
+        if self._alone:
+            quiet = [all(of_rank[number][1] for of_rank in gathered) for number in range(len(self._steps))]
+            of_first = [step for step, _ in gathered[0]]
+            return [step for step, alone in zip(of_first, quiet, strict=True) if alone] or of_first
+        return [step for of_rank in gathered for step in [s for s, clean in of_rank if clean] or [s for s, _ in of_rank]]
+
+    def _workload(self, steps: list[_Step], edges: set[tuple[int, int]], sparse: set[int]) -> Workload:
         backward_s = median(step.backward_s for step in steps)
         count = len(self._synchronizer.names)
         # A variable that got no gradient is known to be so when the backward pass ends.

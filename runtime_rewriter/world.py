@@ -9,18 +9,22 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from statistics import median
 from typing import Any, Protocol
 
 from autotune.cluster import CollectiveFit
 from autotune.errors import LaunchError
+from autotune.measurement import further_steps, stop_reason
 from autotune.parsing import parse
-from autotune.records import Failed, FailureKind, Measured, TrialRequest
+from autotune.records import Accelerators, Failed, FailureKind, Measured, Stopped, TrialRequest
 from autotune.strategy_space.plan import Plan
 from autotune.workload import Workload
 from runtime_rewriter.answers import Answers, ScriptEnded, Silence
 from runtime_rewriter.command import ScriptCommand
 from runtime_rewriter.control import HEARTBEAT_S
+from runtime_rewriter.probed_link import ProbedLink
 from runtime_rewriter.worker import Worker, WorkerLost
 
 POLL_S = 2.0
@@ -33,6 +37,8 @@ STRAGGLER_S = 5.0
 """How long the other ranks may take to tell their side after the first one failed."""
 SILENT_HEARTBEATS = 3.0
 PROFILE_STEPS = 6
+RESUMED_STEPS = 1
+"""Untimed steps after a pause within a trial: the ranks start them at different moments."""
 PROBE_DEADLINE_S = 20.0
 
 
@@ -47,6 +53,17 @@ class Profile:
     fits: tuple[CollectiveFit, ...]
     software: dict[str, str]
     cores: int
+    hosts: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What the links cost; `links` count hosts as `hosts` does, and `cores` are those of each of them."""
+
+    fits: tuple[CollectiveFit, ...]
+    links: tuple[ProbedLink, ...]
+    software: dict[str, str]
+    cores: tuple[int, ...]
     hosts: tuple[tuple[str, int], ...]
 
 
@@ -73,9 +90,19 @@ class Placement(Protocol):
 
 
 class World:
-    """`place()` finds room for the workers; it is called again when a worker itself was lost."""
+    """`place()` finds room for the workers; it is called again when a worker itself was lost.
 
-    def __init__(self, place: Callable[[], Placement], step_timeout_s: float, start_timeout_s: float) -> None:
+    Emulated accelerators wait as the `given_profile` says, or as rank 0 was measured to compute alone.
+    """
+
+    def __init__(
+        self,
+        place: Callable[[], Placement],
+        step_timeout_s: float,
+        start_timeout_s: float,
+        accelerators: Accelerators = Accelerators.REAL,
+        given_profile: Workload | None = None,
+    ) -> None:
         self._place = place
         # A healthy rank is heard once per heartbeat, however short its steps are.
         self._step_timeout_s = max(step_timeout_s, SILENT_HEARTBEATS * HEARTBEAT_S)
@@ -84,6 +111,10 @@ class World:
         self._running = False
         self._fresh = False
         self._model_id = ""
+        self._emulated = accelerators is Accelerators.EMULATED
+        self._given_profile = given_profile
+        self._workload: Workload | None = None  # what the accelerators wait for once that is known
+        self._round_robin = False
         self.restarts = -1
         """Starts of the script after the first."""
 
@@ -92,21 +123,74 @@ class World:
         self._ensure_running()
         return self._model_id
 
+    def round_robin(self) -> bool:
+        """Whether every rank ran under round-robin scheduling when the script last started."""
+        return self._round_robin
+
+    def emulate(self, workload: Workload) -> None:
+        """From now on, after restarts too, the accelerators wait as `workload` says; raises `LaunchError` where they cannot."""
+        self._workload = workload
+        if self._running:
+            outcome = self._instruct(_emulation(workload), "emulating", self._step_timeout_s)
+            if isinstance(outcome, Failed):
+                raise LaunchError(f"the script failed while the accelerators were emulated ({outcome.kind}): {outcome.message}")
+
     def profile(self) -> Profile:
-        """Profile one replica and probe the links; raises `LaunchError` if the script cannot be tuned."""
-        message = {"do": "profile", "steps": PROFILE_STEPS, "probe_deadline_s": PROBE_DEADLINE_S}
+        """Profile one replica and probe the links; raises `LaunchError` if the script cannot be tuned.
+
+        Emulated accelerators go on as the profile says.
+        """
+        given = self._given_profile
+        if given is not None and given.id != self.model_id():
+            raise LaunchError(
+                f"the given profile must be of the running model {self._model_id}, but is of {given.id} ({given.model!r}, "
+                f"{len(given.variables)} variables); profile this model, or leave --profile out to measure it"
+            )
+        steps = PROFILE_STEPS if given is None else 0
+        message = {"do": "profile", "steps": steps, "probe_deadline_s": PROBE_DEADLINE_S, "alone": self._emulated}
         outcome = self._instruct(message, "profile", PROBE_DEADLINE_S + self._step_timeout_s)
         if isinstance(outcome, Failed):
             raise LaunchError(f"the script failed while it was profiled ({outcome.kind}): {outcome.message}")
         assert self._placement is not None
-        return parse(Profile, {**outcome[0]["profile"], "hosts": self._placement.hosts}, "the profile of rank 0")
+        data = {**outcome[0]["profile"], "hosts": self._placement.hosts}
+        profile = parse(Profile, data if given is None else {**data, "workload": given}, "the profile of rank 0")
+        if self._emulated:
+            self.emulate(profile.workload)
+        return profile
+
+    def probe(self, budget_s: float, said: Callable[[str], None]) -> Probe:
+        """Probe the links for about `budget_s`; `said` hears what is being probed. Raises `LaunchError` where that fails."""
+        outcome = self._instruct({"do": "probe", "budget_s": budget_s}, "probe", budget_s + self._step_timeout_s, said)
+        if isinstance(outcome, Failed):
+            raise LaunchError(f"the ranks failed while the links were probed ({outcome.kind}): {outcome.message}")
+        assert self._placement is not None
+        told = [answer["probe"] for answer in outcome]
+        first_ranks = accumulate((ranks for _, ranks in self._placement.hosts[:-1]), initial=0)
+        data = {**told[0], "cores": [told[rank]["cores"] for rank in first_ranks], "hosts": self._placement.hosts}
+        return parse(Probe, data, "the probe of rank 0")
 
     def run_trial(self, request: TrialRequest, plan: Plan | None) -> Measured | Failed:
-        """Enact `plan` (None: the user's own setup) for the trial's steps.
+        """Enact `plan` (None: the user's own setup) for the trial's steps, and for as many more as the request asks for.
 
         A failure is returned, the world is stopped and comes back with the next trial. Raises `LaunchError`
         only when the script no longer starts.
         """
+        try:
+            return self._trial(request, plan)
+        except WorkerLost:  # during further steps: from the start once more, on other workers
+            self._lose_workers()
+        try:
+            return self._trial(request, plan)
+        except WorkerLost as error:
+            self._lose_workers()
+            return Failed(FailureKind.CRASH, f"a worker was lost, and again on other workers: {error}")
+
+    def _lose_workers(self) -> None:
+        self._running = False
+        self._give_up_places()
+
+    def _trial(self, request: TrialRequest, plan: Plan | None) -> Measured | Failed:
+        """Raises `WorkerLost` if one is lost after the first batch of steps."""
         message = {
             "do": "trial",
             "plan": plan.to_data() if plan else None,
@@ -116,7 +200,30 @@ class World:
         outcome = self._instruct(message, "trial", self._step_timeout_s)
         if isinstance(outcome, Failed):
             return outcome
-        return _measured(outcome)
+        answers = outcome
+        while steps := further_steps(request, _measured(answers)):
+            more = self._more(steps)
+            if isinstance(more, Failed):
+                return more
+            if more is None:
+                return replace(_measured(answers), stopped=Stopped.ENDED)
+            answers = [_joined(first, then) for first, then in zip(answers, more, strict=True)]
+        measured = _measured(answers)
+        return replace(measured, stopped=stop_reason(request, measured))
+
+    def _more(self, steps: int) -> list[dict[str, Any]] | Failed | None:
+        """Timed steps after those that all ranks just made, under the same plan; None where the script came to its end instead."""
+        try:
+            self._send({"do": "more", "warmup_steps": RESUMED_STEPS, "timed_steps": steps})
+            outcome = self._collect("trial", self._step_timeout_s)
+        except Silence as silence:
+            outcome = Failed(FailureKind.HANG, str(silence), silence.rank)
+        except ScriptEnded:
+            self._stop()
+            return None
+        if isinstance(outcome, Failed):
+            self._stop()
+        return outcome
 
     def close(self) -> None:
         """End the training: politely at a step boundary within `FAREWELL_S`, else by force."""
@@ -127,8 +234,10 @@ class World:
         self._stop()
         self._give_up_places()
 
-    def _instruct(self, message: dict[str, Any], answer: str, silence_s: float) -> list[dict[str, Any]] | Failed:
-        """Send to all ranks and wait for all answers.
+    def _instruct(
+        self, message: dict[str, Any], answer: str, silence_s: float, said: Callable[[str], None] | None = None
+    ) -> list[dict[str, Any]] | Failed:
+        """Send to all ranks, with the layout of their hosts, and wait for all answers; `said` hears what rank 0 says meanwhile.
 
         A script that comes to its end is started again. So it is on other workers when one was lost, but only
         once: what is instructed may be what takes the machine down.
@@ -138,8 +247,8 @@ class World:
             self._ensure_running()
             started_fresh = self._fresh
             try:
-                self._send(message)
-                outcome = self._collect(answer, silence_s)
+                self._send({**message, "devices": self._devices})
+                outcome = self._collect(answer, silence_s, said)
             except WorkerLost as error:
                 self._running = False
                 self._give_up_places()
@@ -177,9 +286,10 @@ class World:
                 continue
             if not isinstance(outcome, Failed):
                 self._running = self._fresh = True
-                self._model_id = str(outcome[0]["model_id"])
                 return
             self._stop()
+            if outcome.kind is FailureKind.REFUSED:
+                raise LaunchError(outcome.message)
             problem = outcome
             lost_the_port = "address already in use" in problem.message.lower()
             if problem.kind is FailureKind.HANG or not (self._model_id or lost_the_port):
@@ -190,7 +300,15 @@ class World:
         """One attempt to bring all ranks to their first step boundary."""
         try:
             self._start_ranks()
-            return self._collect("ready", self._start_timeout_s)
+            ready = self._collect("ready", self._start_timeout_s)
+            if isinstance(ready, Failed):
+                return ready
+            self._model_id = str(ready[0]["model_id"])
+            self._round_robin = all(answer["round_robin"] for answer in ready)
+            if self._workload is None:
+                return ready
+            self._send(_emulation(self._workload))
+            return self._collect("emulating", self._step_timeout_s)
         except ScriptEnded:
             self._stop()
             raise LaunchError(
@@ -213,6 +331,12 @@ class World:
             worker.start(words, launch.environments[rank], launch.directory, launch.log_paths[rank])
         self.restarts += 1
 
+    @property
+    def _devices(self) -> list[int]:
+        """Ranks per host, in rank order."""
+        assert self._placement is not None
+        return [ranks for _, ranks in self._placement.hosts]
+
     def _send(self, message: dict[str, Any]) -> None:
         assert self._placement is not None
         for worker in self._placement.workers:
@@ -233,7 +357,7 @@ class World:
             self._placement.release()
             self._placement = None
 
-    def _collect(self, answer: str, silence_s: float) -> list[dict[str, Any]] | Failed:
+    def _collect(self, answer: str, silence_s: float, said: Callable[[str], None] | None = None) -> list[dict[str, Any]] | Failed:
         """One `answer` event of every rank, by rank; or the root cause of the first failure. Raises `ScriptEnded` and `Silence`."""
         assert self._placement is not None
         answers = Answers(answer, len(self._placement.workers), silence_s, time.monotonic())
@@ -242,6 +366,9 @@ class World:
             now_s = time.monotonic()
             for rank, events in enumerate(polled):
                 answers.take(rank, events, now_s)
+            for event in polled[0] if said is not None else []:
+                if said is not None and event["event"] == "probing":
+                    said(str(event["what"]))
             if answers.complete(now_s, STRAGGLER_S):
                 return answers.outcome(now_s)
 
@@ -256,11 +383,26 @@ class World:
                     alive.discard(rank)
 
 
-def _measured(answers: list[dict[str, Any]]) -> Measured | Failed:
+def _emulation(workload: Workload) -> dict[str, Any]:
+    return {"do": "emulate", "workload": workload.to_data()}
+
+
+def _joined(first: dict[str, Any], then: dict[str, Any]) -> dict[str, Any]:
+    """One rank's answer for two batches of steps; the numerics gate ran in the first."""
+    return {**first, **{name: [*first[name], *then[name]] for name in ("step_s", "clean", "overrun")}}
+
+
+def _measured(answers: list[dict[str, Any]]) -> Measured:
     """Step times of all ranks, without the steps that an evaluation interrupted on any of them."""
     gates = [answer["gate"] for answer in answers if answer["gate"] is not None]
     steps = range(len(answers[0]["step_s"]))
     clean = [step for step in steps if all(answer["clean"][step] for answer in answers)]
     kept = clean or list(steps)  # a script that evaluates in every step is measured with its evaluation
     step_s = tuple(tuple(float(answer["step_s"][step]) for step in kept) for answer in answers)
-    return Measured(step_s, max((float(gate) for gate in gates), default=None))
+    overruns = [max(float(answer["overrun"][step]) for answer in answers) for step in kept if answers[0]["overrun"]]
+    return Measured(
+        step_s,
+        max((float(gate) for gate in gates), default=None),
+        len(steps) - len(kept),
+        overrun=median(overruns) if overruns else None,
+    )

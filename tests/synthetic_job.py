@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -11,6 +11,7 @@ from autotune.cluster import Cluster
 from autotune.events import Event, Profiled, Proposal, Proposed, TrialFinished
 from autotune.history import History
 from autotune.job import JobSpec
+from autotune.measurement import further_steps, stop_reason
 from autotune.records import CURRENT_SETUP, Failed, FailureKind, Measured, Role, TrialRequest
 from autotune.rng import generator
 from autotune.simulators.evaluation import RankingQuality
@@ -45,6 +46,7 @@ def job_spec(**settings: object) -> JobSpec:
         "ab_pairs": 6,
         "finalists": 2,
         "timed_steps": 4,
+        "most_steps": 12,
     }
     return JobSpec.from_data({**values, **settings} | {"cluster": Cluster.local(2).to_data()})
 
@@ -103,13 +105,18 @@ class SyntheticWorld:
 
     def _run(self, history: History, request: TrialRequest) -> TrialFinished:
         center_s = self._true_s(request.strategy_id) * self.factor(request.number)
-        elapsed_s = history.elapsed_s + (request.warmup_steps + request.timed_steps) * (center_s + self.step_overhead_s)
         number = self.by_id.get(request.strategy_id)
         plan_id = None if number is None else plan(strategy(number), WORKLOAD, 2).id
+        rng = generator(self.seed, "trial", request.number) if self.noise else None
+        outcome = measured(center_s, request.timed_steps, rng, self.noise)
+        while steps := further_steps(request, outcome):
+            more = measured(center_s, steps, rng, self.noise)
+            outcome = Measured(tuple((*a, *b) for a, b in zip(outcome.step_s, more.step_s, strict=True)), 0.0)
+        steps = request.warmup_steps + len(outcome.slowest_s)
+        elapsed_s = history.elapsed_s + steps * (center_s + self.step_overhead_s)
         if self.fails(request):
             return TrialFinished(request, Failed(FailureKind.CRASH, "rank 1 exited with code 1", 1), plan_id, elapsed_s)
-        rng = generator(self.seed, "trial", request.number) if self.noise else None
-        return TrialFinished(request, measured(center_s, request.timed_steps, rng, self.noise), plan_id, elapsed_s)
+        return TrialFinished(request, replace(outcome, stopped=stop_reason(request, outcome)), plan_id, elapsed_s)
 
     def _true_s(self, strategy_id: str) -> float:
         if strategy_id == CURRENT_SETUP:

@@ -10,7 +10,7 @@ from rich.markup import escape
 from autotune.events import Event, Profiled, Proposed
 from autotune.history import History
 from autotune.job import JobSpec
-from autotune.records import CURRENT_SETUP, Measured, Role
+from autotune.records import CURRENT_SETUP, Measured, Role, Stopped
 from autotune.tuner import Instruction, ProfileWorkload, Propose, RunTrial
 from autotune.units import format_bytes, format_seconds
 
@@ -29,6 +29,10 @@ class ConsoleProgress:
 
     def __exit__(self, *_: object) -> None:
         self._status.stop()
+
+    def waiting(self, what: str) -> None:
+        """Show what is being waited for before the first instruction."""
+        self._status.update(what)
 
     def started(self, instruction: Instruction, history: History) -> None:
         """Show what is being waited for."""
@@ -55,7 +59,10 @@ class ConsoleProgress:
                 text = f"[red]failed ({outcome.kind})[/red] {escape(first_line(outcome.message))}"
             else:
                 predicted = f", predicted {format_seconds(request.predicted_s)}" if request.predicted_s else ""
-                text = f"{format_seconds(outcome.median_s)}{predicted}"
+                error = f" ± {event.interval.half_width:.1%}" if event.interval else ""
+                stopped = f" ({outcome.stopped.value})" if outcome.stopped in (Stopped.LOSING, Stopped.ENDED) else ""
+                disturbed = ", disturbed" if event.unsteady else ""
+                text = f"{format_seconds(outcome.median_s)}{error}{stopped}{disturbed}{predicted}"
             self._line(history, f"{label} {request.number} {_name(request.strategy_id)}: {text}{_best(history)}")
 
     def _profiled(self, event: Profiled) -> None:
@@ -68,10 +75,11 @@ class ConsoleProgress:
             soft_wrap=True,
         )
         for fit in event.cluster.fits:
-            if fit.group_size == self._spec.workers and fit.beta_s_per_byte > 0:
+            if fit.group_size == self._spec.workers and not fit.loaded and fit.beta_s_per_byte > 0:
+                pieces = f" in {len(fit.bends) + 1} pieces" if fit.bends else ""
                 self._console.print(
                     f"  {fit.primitive} on {fit.group_size} ranks: {format_seconds(fit.alpha_s)} + "
-                    f"{format_bytes(1 / fit.beta_s_per_byte)}/s (fit error {fit.relative_error:.0%})",
+                    f"{format_bytes(1 / fit.beta_s_per_byte)}/s{pieces} (fit error {fit.relative_error:.0%}, spread {fit.spread:.0%})",
                     highlight=False,
                     soft_wrap=True,
                 )

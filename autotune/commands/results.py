@@ -8,7 +8,7 @@ from pathlib import Path
 from autotune.commands.workspace import Workspace
 from autotune.export_build import build_export
 from autotune.job import JobSpec
-from autotune.records import CURRENT_SETUP, Decision
+from autotune.records import CURRENT_SETUP, Conditions, Decision
 from autotune.report import write_report
 from autotune.store import Store
 
@@ -36,13 +36,18 @@ def write_job_report(workspace: Workspace, store: Store, job_id: str, decision: 
     return report
 
 
+def taken_under(conditions: Conditions) -> str:
+    """What stands behind every figure that was not taken on a real cluster."""
+    return f" [{conditions.label}]" if conditions.label else ""
+
+
 def decision_text(decision: Decision, results: Results, uri: str, unsent: int, spec: JobSpec) -> str:
     """The last words of `autotune tune`."""
     kept = decision.strategy_id == CURRENT_SETUP
     headline = "the current setup stays" if kept else f"exported {decision.strategy_id}"
     command = " ".join(spec.command)
     lines = [
-        f"{headline}: {decision.reason}",
+        f"{headline}: {decision.reason}{taken_under(spec.conditions)}",
         f"  export   {results.export}",
         f"  report   {results.report}",
         f"  trials   mlflow ui --backend-store-uri {uri}",

@@ -7,7 +7,8 @@ import shlex
 from dataclasses import dataclass
 from typing import Any
 
-from autotune.cluster import Cluster, read_cluster
+from autotune.cluster import Cluster
+from autotune.commands.emulation import read_setting, scheduled
 from autotune.errors import InvalidInput
 from autotune.job import JobSpec, Search, Similarity, read_job_file
 from autotune.units import parse_seconds
@@ -15,7 +16,8 @@ from runtime_rewriter.command import ScriptCommand, read_command
 
 _SAME_NAME = (
     *("search", "similarity", "diversity", "lossy", "samples_per_round", "top_k", "seed"),
-    *("warmup_steps", "timed_steps", "reference_every", "deviation", "ab_pairs", "confidence"),
+    *("warmup_steps", "timed_steps", "most_steps", "precision", "losing"),
+    *("reference_every", "deviation", "ab_pairs", "ab_precision", "confidence"),
 )
 _TIMES = {"budget_time": "max_seconds", "step_timeout": "step_timeout_s", "start_timeout": "start_timeout_s"}
 
@@ -31,9 +33,9 @@ class Settings:
 
 def read_settings(options: argparse.Namespace) -> Settings:
     """Everything a new job needs; raises `InvalidInput`."""
-    words, cluster, values = list(options.command), None, {}
+    words, file, values = list(options.command), None, {}
     if options.job_file is not None:
-        file, cluster = read_job_file(options.job_file)
+        file = read_job_file(options.job_file)
         values = file.settings()
         if words:
             raise InvalidInput(f"the command must come from {options.job_file} or from the command line after --, but both have one")
@@ -41,20 +43,22 @@ def read_settings(options: argparse.Namespace) -> Settings:
     if not words:
         raise InvalidInput("nothing to tune: give a command, for example: autotune tune -- torchrun --nproc-per-node 2 train.py")
     script = read_command(words)
-    if options.cluster is not None:
-        cluster = read_cluster(options.cluster)
-    workers = _workers(options.workers, script.workers, cluster)
+    setting = read_setting(options, file)
+    workers = _workers(options.workers, script.workers, setting.cluster)
     values |= _given(options)
     if "max_seconds" in values and "max_trials" not in values:
         values["max_trials"] = NO_LIMIT_TRIALS
     if "max_trials" in values and "max_seconds" not in values:
         values["max_seconds"] = NO_LIMIT_S
-    return Settings(JobSpec(command=tuple(words), workers=workers, cluster=cluster or Cluster.local(workers), **values), script)
+    conditions = scheduled(setting.conditions, workers)
+    values |= {"cluster": setting.cluster or Cluster.local(workers), "conditions": conditions, "given_profile": setting.profile}
+    return Settings(JobSpec(command=tuple(words), workers=workers, **values), script)
 
 
 def refuse_settings(options: argparse.Namespace) -> None:
     """A resumed job keeps the settings it was started with; raises `InvalidInput` where other ones are given."""
-    names = (*_SAME_NAME, *_TIMES, "budget_trials", "simulators", "cluster", "workers", "job", "job_file")
+    others = ("budget_trials", "simulators", "cluster", "testbed", "byte_scale", "accelerators", "profile", "workers", "job", "job_file")
+    names = (*_SAME_NAME, *_TIMES, *others)
     given = [f"--{name.replace('_', '-')}" for name in names if getattr(options, name) is not None]
     given = ["the job file" if name == "--job-file" else name for name in given] + (["the command"] if options.command else [])
     if given:

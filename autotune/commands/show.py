@@ -12,7 +12,7 @@ from rich.table import Table
 
 from autotune.canonical import to_data
 from autotune.commands.progress import first_line
-from autotune.commands.results import write_job_report
+from autotune.commands.results import taken_under, write_job_report
 from autotune.commands.workspace import Workspace
 from autotune.events import TrialFinished
 from autotune.history import History
@@ -39,7 +39,7 @@ def _jobs(store: Store) -> tuple[dict[str, Any], str]:
 
 def _job(workspace: Workspace, store: Store, job_id: str) -> tuple[dict[str, Any], str]:
     history, decision = store.history(job_id), store.decision(job_id)
-    table = Table("trial", "role", "strategy", "origin", "measured", "quartiles", "predicted", "note")
+    table = Table("trial", "role", "strategy", "origin", "measured", "95 %", "quartiles", "steps", "predicted", "note")
     for trial in history.trials:
         table.add_row(*_row(trial, history))
     report = write_job_report(workspace, store, job_id, decision)
@@ -47,12 +47,21 @@ def _job(workspace: Workspace, store: Store, job_id: str) -> tuple[dict[str, Any
         "job": job_id,
         "status": store.job_status(job_id),
         "decision": to_data(decision) if decision else None,
+        "conditions": to_data(history.conditions),
         "current_setup_s": history.reference_s,
-        "trials": [{**to_data(trial), "disturbed": trial.request.number in history.disturbed} for trial in history.trials],
+        "reference_noise": history.reference_noise,
+        "repeated": history.repeated,
+        "trials": [_trial_data(trial, history) for trial in history.trials],
         "report": str(report),
     }
-    tail = decision.reason if decision else "not finished; `autotune tune --resume` goes on"
+    tail = decision.reason if decision else f"not finished ({history.quality}); `autotune tune --resume` goes on"
+    tail += taken_under(history.conditions)
     return data, _text(table) + f"{job_id} ({store.job_status(job_id)}): {tail}\nreport: {report}"
+
+
+def _trial_data(trial: TrialFinished, history: History) -> dict[str, Any]:
+    """`interval` is that of the median step time, in seconds."""
+    return {**to_data(trial), "disturbed": trial.request.number in history.disturbed, "interval": to_data(trial.interval)}
 
 
 def _row(trial: TrialFinished, history: History) -> tuple[str, ...]:
@@ -62,9 +71,11 @@ def _row(trial: TrialFinished, history: History) -> tuple[str, ...]:
     note = "disturbed" if request.number in history.disturbed else ""
     if isinstance(outcome, Measured):
         low, high = (format_seconds(value) for value in outcome.quartiles_s)
-        figures = (format_seconds(outcome.median_s), f"{low} - {high}")
+        error = f"± {trial.interval.half_width:.1%}" if trial.interval else ""
+        steps = str(len(outcome.slowest_s)) + (f", {outcome.stopped.value}" if outcome.stopped else "")
+        figures = (format_seconds(outcome.median_s), error, f"{low} - {high}", steps)
     else:
-        figures, note = ("failed", ""), f"{outcome.kind}: {first_line(outcome.message, 60)}"
+        figures, note = ("failed", "", "", ""), f"{outcome.kind}: {first_line(outcome.message, 60)}"
     predicted = format_seconds(request.predicted_s) if request.predicted_s else ""
     cells = (str(request.number), request.role.value, name, proposal.origin if proposal else "", *figures, predicted, note)
     return tuple(escape(cell) for cell in cells)

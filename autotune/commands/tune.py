@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import signal
-from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -14,8 +11,10 @@ from rich.console import Console
 from rich.markup import escape
 
 from autotune.canonical import to_data
+from autotune.commands.interrupts import terminable
+from autotune.commands.places import Ranks, Where, placed_world
 from autotune.commands.progress import ConsoleProgress
-from autotune.commands.results import decision_text, write_results
+from autotune.commands.results import decision_text, taken_under, write_results
 from autotune.commands.settings import read_ports, read_settings, refuse_settings
 from autotune.commands.workspace import Workspace, latest_job, new_job_id, use_mlflow_quietly
 from autotune.driver import drive
@@ -26,8 +25,6 @@ from autotune.simulators.registry import simulators
 from autotune.store import Store
 from autotune.tracking import Tracker
 from runtime_rewriter.command import read_command
-from runtime_rewriter.ray_world import RayCluster, ray_world
-from runtime_rewriter.world import World
 
 
 @dataclass(frozen=True)
@@ -46,7 +43,7 @@ def tune(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     else:
         refuse_settings(options)
         workspace = Workspace.existing(options.directory)
-    with Store.open(workspace.store_path) as store, _terminable():
+    with Store.open(workspace.store_path) as store, terminable():
         if options.resume is None:
             job = _Job(options.job or new_job_id(settings.script.name, datetime.now()), settings.spec, False)
             store.create_job(job.id, job.spec)
@@ -62,9 +59,9 @@ def tune(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
 
 def _tune(options: argparse.Namespace, ports: tuple[int, int], workspace: Workspace, store: Store, job: _Job) -> tuple[dict[str, Any], str]:
     console = Console(stderr=True)
-    words = escape(" ".join(job.spec.command))
+    words, under = escape(" ".join(job.spec.command)), escape(taken_under(job.spec.conditions))
     console.print(
-        f"{'resuming' if job.resumed else 'tuning'} job [bold]{job.id}[/bold]: {words} on {job.spec.workers} workers",
+        f"{'resuming' if job.resumed else 'tuning'} job [bold]{job.id}[/bold]: {words} on {job.spec.workers} workers{under}",
         highlight=False,
         soft_wrap=True,
     )
@@ -73,7 +70,11 @@ def _tune(options: argparse.Namespace, ports: tuple[int, int], workspace: Worksp
     tracker = Tracker(store, job.id, uri, options.experiment, workspace.artifacts)
     proposer = Proposer(job.spec, simulators())
     try:
-        with ConsoleProgress(job.spec, console) as progress, _world(options, ports, workspace, job) as world:
+        where = Where(options.address, options.shared_directory, ports)
+        with (
+            ConsoleProgress(job.spec, console) as progress,
+            placed_world(where, job.spec.cluster, job.spec.conditions, _ranks(workspace, job), progress.waiting) as world,
+        ):
             decision = drive(job.id, job.spec, store, world, proposer, [progress, tracker])
     except LaunchError:
         tracker.flush()
@@ -95,44 +96,7 @@ def _tune(options: argparse.Namespace, ports: tuple[int, int], workspace: Worksp
     return data, decision_text(decision, results, uri, unsent, job.spec)
 
 
-@contextlib.contextmanager
-def _world(options: argparse.Namespace, ports: tuple[int, int], workspace: Workspace, job: _Job) -> Iterator[World]:
-    """The script's ranks on Ray; all of it ends with the block."""
+def _ranks(workspace: Workspace, job: _Job) -> Ranks:
     spec = job.spec
-    cluster = RayCluster(options.address, spec.workers, options.shared_directory)
-    try:
-        command = read_command(spec.command)
-        layout = tuple(host.devices for host in spec.cluster.hosts)
-        if len(layout) == 1 and command.nodes > 1:
-            layout = (spec.workers // command.nodes,) * command.nodes
-        world = ray_world(
-            cluster,
-            command,
-            spec.workers,
-            workspace.job(job.id) / "logs",
-            spec.step_timeout_s,
-            spec.start_timeout_s,
-            ports,
-            layout if options.address else (),  # a private local cluster is one node, whatever it stands for
-            tuple(host.address for host in spec.cluster.hosts),
-        )
-        try:
-            yield world
-        finally:
-            world.close()
-    finally:
-        cluster.close()
-
-
-@contextlib.contextmanager
-def _terminable() -> Iterator[None]:
-    """SIGTERM ends the job as Ctrl-C does: the workers are stopped and the job can be resumed."""
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    logs = workspace.job(job.id) / "logs"
+    return Ranks(read_command(spec.command), spec.workers, logs, spec.step_timeout_s, spec.start_timeout_s, spec.given_profile)

@@ -35,7 +35,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from autotune.cluster import Cluster
+from autotune.cluster import Cluster, CollectiveFit, Where
 from autotune.errors import InvalidInput
 from autotune.strategy_space.plan import Message, Plan, Primitive
 from autotune.strategy_space.strategy import SparseHandling
@@ -88,7 +88,7 @@ class MessageCosts:
     | `overhead_s` | coefficient times phi; steps inside a host count with its inner latency | s |
     | `kernel_count` | coefficient of delta | - |
     | `server` | machine that serves the message; -1 for collectives | - |
-    | `fitted_sync_s` | alpha + beta c(m) of the probed primitive; NaN where it was not probed | s |
+    | `fitted_sync_s` | cost of c(m) by the fit of the probed primitive, or the sum of several; NaN where one was not probed | s |
     | `link_bytes_per_s` | interface of the server, or slowest link of the ring | B/s |
     """
 
@@ -160,16 +160,29 @@ def message_costs(plan: Plan, cluster: Cluster) -> MessageCosts:
     rates = _Rates(cluster, plan.ring_order)
     wire_bytes = np.array([message.wire_bytes for message in plan.messages], dtype=np.float64)
     rows = [rates.of(message) for message in plan.messages]
-    columns = np.array([(r.s_per_byte, r.overhead_count, r.overhead_s, r.kernel_count, r.alpha_s, r.beta, r.link) for r in rows])
+    columns = np.array([(r.s_per_byte, r.overhead_count, r.overhead_s, r.kernel_count, r.link) for r in rows])
     return MessageCosts(
         transfer_s=columns[:, 0] * wire_bytes,
         overhead_count=columns[:, 1],
         overhead_s=columns[:, 2],
         kernel_count=columns[:, 3],
         server=np.array([r.server for r in rows], dtype=np.int64),
-        fitted_sync_s=columns[:, 4] + columns[:, 5] * wire_bytes,
-        link_bytes_per_s=columns[:, 6],
+        fitted_sync_s=_fitted_s([r.fits for r in rows], wire_bytes),
+        link_bytes_per_s=columns[:, 4],
     )
+
+
+def _fitted_s(fits: Sequence[_Fits], wire_bytes: FloatArray) -> FloatArray:
+    """What the fits of every message say for its size, summed; NaN where there are none. One evaluation per kind of message."""
+    seconds = np.full(len(fits), np.nan)
+    members: dict[int, list[int]] = {}  # by object: hashing a fit takes longer than evaluating it
+    for number, fitted in enumerate(fits):
+        members.setdefault(id(fitted), []).append(number)
+    for numbers in members.values():
+        fitted, sizes = fits[numbers[0]], wire_bytes[numbers]
+        if fitted is not None:
+            seconds[numbers] = sum((fit.seconds_each(sizes) for fit in fitted), np.zeros(len(numbers)))
+    return seconds
 
 
 def network_overhead_s(cluster: Cluster) -> float:
@@ -183,6 +196,10 @@ def network_overhead_s(cluster: Cluster) -> float:
     return max([*inner, *(cluster.latency_s(here, there) for here, there in hops)], default=0.0)
 
 
+_Fits = tuple[CollectiveFit, ...] | None
+"""Probed primitives that a message runs one after the other; None where one of them was not probed."""
+
+
 @dataclass(frozen=True)
 class _Rate:
     """Everything about a message except its size."""
@@ -193,8 +210,7 @@ class _Rate:
     kernel_count: float
     link: float
     server: int = -1
-    alpha_s: float = float("nan")
-    beta: float = float("nan")
+    fits: _Fits = None
 
 
 class _Rates:
@@ -206,6 +222,7 @@ class _Rates:
         self.phi_s = network_overhead_s(cluster)
         self._known: dict[tuple[object, ...], _Rate] = {}
         self._bandwidths: dict[tuple[int, ...], float] = {}
+        self._known_fits: dict[tuple[tuple[str, ...], int, bool], _Fits] = {}
 
     def of(self, message: Message) -> _Rate:
         key = (message.primitive, message.owner, message.hierarchical, message.sparse, message.ranks)
@@ -213,7 +230,7 @@ class _Rates:
             ranks = message.ranks or self.ring_order or ()
             size = len(ranks) or self.cluster.world_size
             if size < 2:
-                self._known[key] = _Rate(0.0, 0.0, 0.0, 0.0, self.cluster.own_bandwidth_bytes_per_s(0), alpha_s=0.0, beta=0.0)
+                self._known[key] = _Rate(0.0, 0.0, 0.0, 0.0, self.cluster.own_bandwidth_bytes_per_s(0), fits=())
             elif message.primitive is Primitive.PUSH_PULL:
                 self._known[key] = self._served(message, ranks, size)
             else:
@@ -225,16 +242,16 @@ class _Rates:
         assert message.owner is not None
         cluster = self.cluster
         link = cluster.own_bandwidth_bytes_per_s(message.owner)
-        alpha_s, beta = self._fit((message.primitive.value,), size) if not self._hierarchical(message) else (np.nan, np.nan)
+        fits = None if self._hierarchical(message) else self._fit((message.primitive.value,), size, ranks)
         if len(cluster.hosts) == 1:
-            return _Rate((size - 1) / link, size, size * self.phi_s, 1.0, link, message.owner, alpha_s, beta)
+            return _Rate((size - 1) / link, size, size * self.phi_s, 1.0, link, message.owner, fits)
         server = cluster.host_of_rank[message.owner]
         replicas = self._replicas(ranks)
         copies = np.minimum(replicas, 1) if message.hierarchical else replicas
         elsewhere = np.arange(len(cluster.hosts)) != server
         s_per_byte = float((copies / _bandwidths_from(cluster, server))[elsewhere].sum())
         count = float(copies.sum())
-        return _Rate(s_per_byte, count, count * self.phi_s, 1.0, link, server, alpha_s, beta)
+        return _Rate(s_per_byte, count, count * self.phi_s, 1.0, link, server, fits)
 
     def _collective(self, message: Message, ranks: tuple[int, ...], size: int) -> _Rate:
         """Eq. 3 for the message's primitives, summed."""
@@ -243,11 +260,11 @@ class _Rates:
             return self._two_level(parts, ranks)
         link = self._ring(ranks)
         factor = sum(collective_factor(part, size) for part in parts)
-        alpha_s, beta = self._fit((message.primitive.value,) if parts == _PARTS[message.primitive] else parts, size)
-        if np.isnan(alpha_s):
-            alpha_s, beta = self._fit(parts, size)
+        fits = self._fit((message.primitive.value,) if parts == _PARTS[message.primitive] else parts, size, ranks)
+        if fits is None:
+            fits = self._fit(parts, size, ranks)
         count = float(size * len(parts))
-        return _Rate(factor / link, count, count * self.phi_s, float(len(parts)), link, -1, alpha_s, beta)
+        return _Rate(factor / link, count, count * self.phi_s, float(len(parts)), link, -1, fits)
 
     def _two_level(self, parts: Sequence[str], ranks: tuple[int, ...]) -> _Rate:
         """Reduce inside the hosts, the primitives among them, broadcast inside."""
@@ -262,7 +279,14 @@ class _Rates:
         s_per_byte = 2 / inner_link + sum(collective_factor(part, hosts) for part in parts) / link
         inner_count, outer_count = float(2 * inner_size), float(hosts * len(parts))
         overhead_s = inner_count * inner_latency_s + outer_count * self.phi_s
-        return _Rate(s_per_byte, inner_count + outer_count, overhead_s, 2.0 + len(parts), link)
+        fits = self._two_level_fits(parts, inner_size, hosts)
+        return _Rate(s_per_byte, inner_count + outer_count, overhead_s, 2.0 + len(parts), link, -1, fits)
+
+    def _two_level_fits(self, parts: Sequence[str], inner_size: int, hosts: int) -> _Fits:
+        """The same three steps as probed: inside the hosts on so many ranks each, and among one rank per host."""
+        inside = [self.cluster.fit(primitive, inner_size, Where.HOST) for primitive in ("reduce", "broadcast")]
+        among = [self.cluster.fit(primitive, hosts, Where.ACROSS) for primitive in parts]
+        return _all_or_none([*inside, *among])
 
     def _hierarchical(self, message: Message) -> bool:
         """Hierarchy means something only between hosts of which one holds several of the ranks."""
@@ -285,13 +309,22 @@ class _Rates:
             self._bandwidths[ranks] = min(self.cluster.bandwidth_bytes_per_s(here, there) for here, there in hops)
         return self._bandwidths[ranks]
 
-    def _fit(self, primitives: Sequence[str], size: int) -> tuple[float, float]:
-        """(alpha_s, beta) of the primitives one after the other; NaN if one of them was not probed on so many ranks."""
-        fits = [self.cluster.fit(primitive, size) for primitive in primitives]
-        known = [fit for fit in fits if fit is not None]
-        if len(known) < len(fits):
-            return float("nan"), float("nan")
-        return sum(fit.alpha_s for fit in known), sum(fit.beta_s_per_byte for fit in known)
+    def _fit(self, primitives: tuple[str, ...], size: int, ranks: tuple[int, ...]) -> _Fits:
+        """The primitives one after the other on so many ranks, those of one host by what was probed inside a host.
+
+        One object for equal arguments.
+        """
+        inside = len(self.cluster.hosts) > 1 and bool(ranks) and len({self.cluster.host_of_rank[rank] for rank in ranks}) == 1
+        key = (primitives, size, inside)
+        if key not in self._known_fits:
+            where = Where.HOST if inside else None
+            self._known_fits[key] = _all_or_none([self.cluster.fit(primitive, size, where) for primitive in primitives])
+        return self._known_fits[key]
+
+
+def _all_or_none(fits: Sequence[CollectiveFit | None]) -> _Fits:
+    known = tuple(fit for fit in fits if fit is not None)
+    return known if len(known) == len(fits) else None
 
 
 def _bandwidths_from(cluster: Cluster, server: int) -> FloatArray:

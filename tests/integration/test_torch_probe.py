@@ -4,35 +4,93 @@ from __future__ import annotations
 
 import time
 
+import pytest
+import torch.distributed as dist
 from torch_world import run_world
 
-from autotune.cluster import Cluster, CollectiveFit
-from runtime_rewriter.torch_probe import SIZES_BYTES, probe_links
+from autotune.cluster import Cluster, CollectiveFit, Where
+from runtime_rewriter.probe_groups import members_of
+from runtime_rewriter.torch_probe import SIZES_BYTES, ProbeResult, probe_cluster, probe_links
 
-PRIMITIVES = {"all_reduce", "reduce_scatter", "all_gather", "gather", "scatter", "broadcast", "reduce_scatter_all_gather", "push_pull"}
+EVERYWHERE = {"all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "reduce_scatter_all_gather", "push_pull"}
 
 
-def probe(rank: int, deadline_s: float) -> tuple[tuple[CollectiveFit, ...], float]:
+def short(rank: int, deadline_s: float, devices: tuple[int, ...] = (), byte_scale: float = 1.0) -> tuple[tuple[CollectiveFit, ...], float]:
     started_s = time.monotonic()
-    return probe_links(deadline_s=deadline_s), time.monotonic() - started_s
+    return probe_links(None, deadline_s, devices, byte_scale), time.monotonic() - started_s
 
 
 def test_every_primitive_is_fitted_for_pairs_and_the_world_alike_on_all_ranks() -> None:
-    answers = run_world(probe, 3, 4.0)
+    answers = run_world(short, 3, 6.0)
     fits = answers[0][0]
     assert all(answer[0] == fits for answer in answers)
-    assert {(fit.primitive, fit.group_size) for fit in fits} == {(name, size) for name in PRIMITIVES for size in (2, 3)}
+    assert {(fit.primitive, fit.group_size) for fit in fits} == {(name, size) for name in EVERYWHERE for size in (2, 3)}
     for fit in fits:
-        assert fit.alpha_s >= 0 and fit.beta_s_per_byte >= 0 and fit.alpha_s + fit.beta_s_per_byte > 0
+        assert fit.alpha_s >= 0 and fit.beta_s_per_byte >= 0 and fit.seconds(2.0**20) > 0
         assert fit.smallest_bytes == SIZES_BYTES[0] < fit.largest_bytes
+        assert fit.sizes >= 2 and fit.spread >= 0 and not fit.loaded
     assert Cluster.local(3).with_fits(fits).fit("push_pull", 3) is not None
 
 
 def test_a_short_deadline_gives_fewer_sizes_not_a_late_answer() -> None:
-    answers = run_world(probe, 2, 0.5)
+    answers = run_world(short, 2, 0.5)
     assert all(seconds < 10 for _, seconds in answers)
     assert all(fit.largest_bytes <= SIZES_BYTES[-1] for fit in answers[0][0])
 
 
 def test_a_world_of_one_has_no_links() -> None:
-    assert run_world(probe, 1, 1.0)[0][0] == ()
+    assert run_world(short, 1, 1.0)[0][0] == ()
+    assert run_world(long, 1, 1.0, (1,))[0][0] == ProbeResult((), ())
+
+
+def test_scaled_messages_stand_for_the_whole_ones() -> None:
+    fits = run_world(short, 2, 2.0, (), 64.0)[0][0]
+    assert {fit.smallest_bytes for fit in fits} == {SIZES_BYTES[0]}
+
+
+def long(rank: int, budget_s: float, devices: tuple[int, ...], own_groups: bool = False) -> tuple[ProbeResult, list[str], int]:
+    """With `own_groups`, the script has made a group that only some ranks know of."""
+    if own_groups and rank < 2:
+        dist.new_group([0, 1], use_local_synchronization=True)
+    before = len(dist.distributed_c10d._world.pg_map)
+    said: list[str] = []
+    found = probe_cluster(None, budget_s, devices, said.append)
+    return found, said, len(dist.distributed_c10d._world.pg_map) - before
+
+
+def test_hosts_are_probed_inside_and_among_each_other_and_under_load() -> None:
+    answers = run_world(long, 4, 20.0, (2, 2), True)
+    found, said, left = answers[0]
+    assert all(answer[0] == found for answer in answers)
+    assert all(left == 0 for _, _, left in answers)  # what the probe made is gone again
+    kinds = {(fit.where, fit.group_size, fit.loaded) for fit in found.fits}
+    assert kinds == {(Where.WORLD, 4, False), (Where.ACROSS, 2, False), (Where.HOST, 2, False), (Where.WORLD, 4, True)}
+    assert {fit.primitive for fit in found.fits if fit.where is Where.HOST} <= EVERYWHERE
+    assert {fit.primitive for fit in found.fits if fit.loaded} <= {"all_reduce", "push_pull", "reduce_scatter_all_gather"}
+    assert {(link.host, link.inside) for link in found.links} == {(0, True), (1, True), (0, False), (1, False)}
+    assert all(link.cost.bytes_per_s > 0 and link.cost.latency_s >= 0 for link in found.links)
+    assert any("links of the hosts" in line for line in said) and any("while they compute" in line for line in said)
+    assert left == 0
+
+
+@pytest.mark.parametrize(
+    ("ranks", "devices", "groups"),
+    [
+        (2, (2,), {}),
+        (2, (1, 1), {}),
+        (3, (3,), {(Where.HOST, 2): [[0, 2]]}),
+        (4, (1, 1, 1, 1), {(Where.ACROSS, 2): [[0, 3]]}),
+        (4, (2, 2), {(Where.ACROSS, 2): [[0, 2]], (Where.HOST, 2): [[0, 1], [2, 3]]}),
+        (7, (3, 1, 3), {(Where.ACROSS, 3): [[0, 3, 4]], (Where.HOST, 3): [[0, 1, 2], [4, 5, 6]], (Where.ACROSS, 2): [[0, 6]]}),
+        (4, (2, 2, 2), {(Where.HOST, 2): [[0, 3]]}),  # the group is not the whole cluster: nothing is known of its hosts
+        (4, (), {(Where.HOST, 2): [[0, 3]]}),
+    ],
+)
+def test_the_groups_are_few_and_follow_the_hosts(ranks, devices, groups) -> None:
+    assert members_of(ranks, devices) == groups
+
+
+def test_thousands_of_ranks_form_three_kinds_of_groups() -> None:
+    groups = members_of(8000, (8,) * 1000)
+    assert set(groups) == {(Where.ACROSS, 1000), (Where.HOST, 8), (Where.ACROSS, 2)}
+    assert sum(len(members) for of_one_kind in groups.values() for members in of_one_kind) == 9002

@@ -17,7 +17,7 @@ from autotune.strategy_space.plan import Plan, plan
 from autotune.strategy_space.strategy import Compressor
 from autotune.workload import Variable, Workload
 from runtime_rewriter.command import read_command
-from runtime_rewriter.ray_world import RayCluster, ray_world
+from runtime_rewriter.ray_world import RayCluster, RayPlace, ray_world
 from runtime_rewriter.world import World
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "train_small.py"
@@ -27,7 +27,7 @@ REQUEST = TrialRequest(0, "strategy-under-test", Role.CANDIDATE, warmup_steps=2,
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[RayCluster]:
-    connected = RayCluster(None, RANKS)
+    connected = RayCluster(RayPlace(), RANKS)
     yield connected
     connected.close()
 

@@ -25,7 +25,7 @@ def world(cluster: RayCluster, devices_per_host: tuple[int, ...], addresses: tup
 def refusal(address: str) -> str:
     """Why a layout that is too large is not placed, or the directory is not sent."""
     try:
-        cluster = RayCluster(address, 2)
+        cluster = RayCluster(RayPlace(address), 2)
         try:
             world(cluster, (3, 1)).profile()
         finally:
@@ -40,7 +40,7 @@ def main() -> None:
     if what == "refusal":
         print(json.dumps({"refusal": refusal(address)}))
         return
-    cluster = RayCluster(address, 2, shared_directory=what == "shared")
+    cluster = RayCluster(RayPlace(address, shared_directory=what == "shared"), 2)
     spread = world(cluster, (1, 1), ("127.0.0.3", "unknown.example"))
     outcome = spread.run_trial(TrialRequest(0, "current-setup", Role.REFERENCE, 1, 2), None)
     profile = spread.profile()

@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from autotune.cluster import Cluster, CollectiveFit, Host, read_cluster
+from autotune.cluster import MAX_FITS, Bend, Cluster, CollectiveFit, Host, LinkFit, PairLink, Where
+from autotune.cluster_file import cluster_yaml, read_cluster
 from autotune.errors import InvalidInput
 
 GOOD = """
@@ -18,6 +21,9 @@ hosts:
 links:
   - {between: [a, c], bandwidth: 100Mbit/s, latency: 2ms}
 """
+FIT = "{primitive: all_reduce, group_size: 2, alpha_s: 0, relative_error: 0, smallest_bytes: 1, largest_bytes: 2"
+BEND = "{until_bytes: 5, s_per_byte: 0}"
+LINK = "{{host: {}, inside: false, bytes_per_s: {}, latency_s: 0, relative_error: 0, spread: 0}}"
 
 
 def read(tmp_path, text):
@@ -86,6 +92,14 @@ def test_fits_replace_assumptions_and_identity_is_the_hosts_and_links(tmp_path):
         ("[" * 5000, "must be YAML, but is not"),
         ("", "but is None"),
         ("hosts: !!python/object/apply:os.getcwd []", "must be YAML, but is not"),
+        ("hosts: [{name: a}]\nsource: guessed", "source must be one of assumed, measured, but is 'guessed'"),
+        ("hosts: [{name: a}]\nfits: [{primitive: all_reduce}]", "field 'fits.0.group_size' is required"),
+        (f"hosts: [{{name: a}}]\nfits: [{FIT}, beta_s_per_byte: -1}}]", "finite costs and errors of at least 0, but has"),
+        (f"hosts: [{{name: a}}]\nfits: [{FIT}, beta_s_per_byte: .inf}}]", "finite costs and errors of at least 0, but has"),
+        (f"hosts: [{{name: a}}]\nfits: [{FIT}, beta_s_per_byte: 0, bends: [{BEND}, {BEND}]}}]", "bends at ascending finite sizes above 0"),
+        (f"hosts: [{{name: a}}]\nfits: [{', '.join([FIT + ', beta_s_per_byte: 0}'] * (MAX_FITS + 1))}]", "may hold at most 512 fits"),
+        (f"hosts: [{{name: a}}]\nlink_fits: [{LINK.format('z', 1)}]", "a fitted link names host 'z', but the hosts are a"),
+        (f"hosts: [{{name: a}}]\nlink_fits: [{LINK.format('a', 0)}]", "the link of 'a' needs a finite bandwidth above 0"),
     ],
 )
 def test_a_bad_file_is_one_error_with_the_rule_and_the_value(tmp_path, text, message):
@@ -102,3 +116,99 @@ def test_a_missing_binary_or_huge_file_is_refused_by_name(tmp_path):
     (tmp_path / "huge.yaml").write_bytes(b"#" * (2**20 + 1))
     with pytest.raises(InvalidInput, match="at most 1048576 bytes, but has 1048577"):
         read_cluster(tmp_path / "huge.yaml")
+
+
+def test_aliases_that_stand_for_more_than_a_file_may_hold_are_refused_at_once(tmp_path):
+    layers = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
+    layers += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 10)]
+    with pytest.raises(InvalidInput, match="may hold at most 500000 values, but its aliases stand for more"):
+        read(tmp_path, "\n".join([*layers, "hosts: *a9"]))
+    with pytest.raises(InvalidInput, match="aliases stand for more"):
+        read(tmp_path, "hosts: &own [*own]")
+
+
+def test_a_fit_from_before_there_were_pieces_is_one_line_of_the_world(tmp_path):
+    old = {"primitive": "all_reduce", "group_size": 2, "alpha_s": 1e-3, "beta_s_per_byte": 2e-9, "relative_error": 0.02}
+    stored = {**Cluster.local(2).to_data(), "fits": [{**old, "smallest_bytes": 1024, "largest_bytes": 2**24}]}
+    for newer in ("link_fits", "measured_at", "software"):
+        del stored[newer]
+    fit = Cluster.from_data(stored).fit("all_reduce", 2)
+    assert fit is not None and (fit.bends, fit.where, fit.loaded, fit.large_error) == ((), Where.WORLD, False, None)
+    assert fit.seconds(1e6) == pytest.approx(3e-3)
+
+
+def fitted(primitive="all_reduce", size=4, where=Where.WORLD, loaded=False, alpha_s=1e-3):
+    return CollectiveFit(primitive, size, alpha_s, 1e-8, 0.02, 1024, 2**24, where=where, loaded=loaded)
+
+
+def test_a_fit_is_found_by_where_it_was_probed_and_the_world_speaks_first():
+    hosts = tuple(Host(name, 4, 1e8, 1e-5, 1e10, 1e-6) for name in "ab")
+    world, across, inside, loaded = fitted(), fitted(where=Where.ACROSS), fitted(where=Where.HOST), fitted(loaded=True)
+    cluster = Cluster("c", hosts).with_fits((inside, loaded, across))
+    assert cluster.fit("all_reduce", 4) == across and cluster.fit("all_reduce", 4, Where.HOST) == inside
+    assert cluster.with_fits((world,)).fit("all_reduce", 4) == world
+    assert cluster.fit("all_reduce", 4, loaded=True) == loaded
+    assert Cluster("c", hosts).with_fits((inside,)).fit("all_reduce", 4) is None  # ranks of one host do not speak for others
+    assert Cluster("c", hosts[:1]).with_fits((inside,)).fit("all_reduce", 4) == inside
+
+
+def test_a_newer_fit_replaces_the_one_of_the_same_identity_and_no_other():
+    old, loaded = fitted(alpha_s=1e-3), fitted(loaded=True)
+    newer = fitted(alpha_s=2e-3)
+    assert Cluster.local(4).with_fits((old, loaded)).with_fits((newer,)).fits == (newer, loaded)
+
+
+figures = st.floats(0, 1e12, allow_subnormal=True)
+rates = st.floats(1e-3, 1e15)
+words = st.text(st.characters(exclude_categories=("Cs", "Cc")), min_size=1, max_size=12)
+
+
+@st.composite
+def fits(draw):
+    bends = sorted(draw(st.sets(st.floats(1, 1e9), max_size=4)))
+    return CollectiveFit(
+        draw(st.sampled_from(["all_reduce", "push_pull", "broadcast"])),
+        draw(st.integers(2, 4000)),
+        draw(figures),
+        draw(figures),
+        draw(figures),
+        draw(st.integers(1, 2**12)),
+        draw(st.integers(2**13, 2**40)),
+        draw(figures),
+        draw(figures),
+        draw(st.sampled_from(list(Where))),
+        draw(st.booleans()),
+        tuple(Bend(place, draw(figures)) for place in bends),
+        draw(st.none() | figures),
+        draw(figures),
+        draw(st.integers(0, 20)),
+    )
+
+
+@st.composite
+def clusters(draw):
+    names = draw(st.lists(words, min_size=1, max_size=4, unique=True))
+    hosts = tuple(
+        Host(
+            name, draw(st.integers(1, 9)), draw(rates), draw(figures), draw(rates), draw(figures), draw(st.integers(0, 2**50)), draw(words)
+        )
+        for name in names
+    )
+    pairs = (PairLink((names[0], names[-1]), draw(rates), draw(figures)),) if draw(st.booleans()) else ()
+    links = tuple(LinkFit(name, draw(st.booleans()), draw(rates), draw(figures), draw(figures), draw(figures)) for name in names)
+    software = tuple(draw(st.dictionaries(words, words, max_size=3)).items())
+    source = draw(st.sampled_from(["assumed", "measured"]))
+    return Cluster(draw(words), hosts, pairs, tuple(draw(st.lists(fits(), max_size=4))), source, 1, links, draw(words), software)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(clusters())
+def test_what_is_written_reads_back_exactly(tmp_path, cluster):
+    assert read(tmp_path, cluster_yaml(cluster)) == cluster
+
+
+def test_the_file_says_of_every_figure_whether_it_was_measured():
+    hosts = (Host("a", 2, 1.25e8, 5e-5, 1e10, 5e-6), Host("b", 1, 1.25e8, 5e-5, 1e10, 5e-6))
+    text = cluster_yaml(Cluster("c", hosts, link_fits=(LinkFit("a", False, 1.25e8, 5e-5, 0.012, 0.004),)))
+    assert "# link 1000 Mbit/s (119 MiB/s), 50 us: measured, fit error 1.2%, spread of the repeats 0.4%\n" in text
+    assert "# inside 8e+04 Mbit/s (9.31 GiB/s), 5 us: not measured\n" in text

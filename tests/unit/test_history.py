@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from synthetic_job import SyntheticWorld, drive, job_spec, measured, strategy
 
 from autotune.events import TrialFinished
 from autotune.history import History
-from autotune.records import CURRENT_SETUP, Failed, FailureKind, Role, TrialRequest
+from autotune.records import CURRENT_SETUP, Failed, FailureKind, Measured, Role, TrialRequest
+from autotune.rng import generator
 
 
 def history_of(*trials: tuple[str, float | None], deviation: float = 0.15) -> History:
@@ -68,6 +70,34 @@ def test_the_noise_is_that_of_neighbouring_references_and_not_of_changes_of_the_
     steady = [("r", 1.0), ("r", 1.02), ("r", 1.0), ("r", 1.02), ("r", 1.0)]
     changed = [*steady, *(("r", 2 * value) for _, value in steady)]
     assert history_of(*changed).noise == pytest.approx(math.log(1.02) / (0.6745 * math.sqrt(2)))
+
+
+def test_references_that_agree_well_tighten_the_tolerance_and_find_a_change_of_5_percent():
+    quiet = [("r", 1.0), ("r", 1.004), ("r", 0.998), ("r", 1.002), ("r", 1.0)]
+    changed = history_of(*quiet, ("A", 1.0), ("r", 1.003), ("B", 1.0), ("r", 1.055), ("C", 1.05), ("r", 1.053))
+    assert changed.tolerance < 0.05 and changed.disturbed == {7}
+    few = history_of(*quiet[:3], ("B", 1.0), ("r", 1.055))
+    assert few.tolerance == 0.15 and not few.disturbed
+
+
+def test_a_trial_whose_own_steps_changed_is_disturbed_without_any_reference():
+    trial = history_of(("A", 1.0)).trials[0]
+    burst = replace(trial, outcome=Measured(((1.0, 1.01, 1.0, 1.02, 1.3, 1.31, 1.3, 1.32),)))
+    assert burst.unsteady and History((burst,), 0.15).disturbed == {0}
+    assert not trial.unsteady and not replace(trial, outcome=Failed(FailureKind.HANG, "no step")).unsteady
+
+
+def test_the_noise_of_the_references_is_unknown_until_there_are_a_few():
+    assert history_of(("r", 1.0), ("r", 1.0), ("r", 1.0)).reference_noise is None
+    assert "noise between runs of the current setup unknown, 0 of 0 trials disturbed" in history_of(("r", 1.0)).quality
+    assert history_of(*[("r", 1.0)] * 4).reference_noise == 0.0 and history_of(*[("r", 1.0)] * 4).noise == 0.01
+
+
+def test_a_measured_trial_has_an_interval_and_a_failed_one_has_none():
+    events = history_of(("A", 1.0), ("B", None)).trials
+    eight = replace(events[0], outcome=measured(1.0, 8, generator(0, "eight")))
+    assert eight.interval is not None and eight.interval.low < eight.outcome.median_s < eight.interval.high
+    assert events[0].interval is None and events[1].interval is None  # three steps are too few
 
 
 def test_the_ranking_is_fastest_first_and_leaves_out_what_ever_failed():

@@ -1,14 +1,29 @@
-"""The alpha-beta fit against exact lines, a grid search, and bad input."""
+"""The alpha-beta fit and the pieces against exact curves, searches that know nothing clever, and bad input."""
 
 from __future__ import annotations
+
+import math
+from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.optimize import lsq_linear
 
+from autotune.cluster import Bend, CollectiveFit
 from autotune.errors import InvalidInput
-from autotune.profiling.link_fit import fit_alpha_beta
+from autotune.profiling.link_fit import (
+    LEAST_SLOPE,
+    PENALTY,
+    TOLERANCE,
+    Curve,
+    fit_alpha_beta,
+    fit_curve,
+    spread_of,
+    suspects,
+    uncertainty_of,
+)
 from autotune.rng import generator
 
 SIZES = [2.0**power for power in range(12, 25, 2)]
@@ -58,3 +73,115 @@ def test_costs_are_never_negative() -> None:
 def test_bad_probes_are_refused_by_rule(sizes: list[float], seconds: list[float], rule: str) -> None:
     with pytest.raises(InvalidInput, match=rule):
         fit_alpha_beta(sizes, seconds)
+
+
+LINE = (1e-3, 1e-8)
+
+
+def curve_s(alpha_s: float, slopes: list[float], places: list[float], size: float) -> float:
+    """Byte ranges one after the other."""
+    total, reached = alpha_s, 0.0
+    for slope, place in zip(slopes, [*places, math.inf], strict=True):
+        if size > reached:
+            total += slope * (min(size, place) - reached)
+        reached = place
+    return total
+
+
+def test_an_exact_bend_is_found_where_it_is() -> None:
+    seconds = [curve_s(5e-4, [4e-9, 1.2e-8], [2.0**18], size) for size in SIZES]
+    found = fit_curve(SIZES, seconds)
+    assert [bend.until_bytes for bend in found.bends] == [2.0**18]
+    assert (found.alpha_s, found.bends[0].s_per_byte, found.beta_s_per_byte) == pytest.approx((5e-4, 4e-9, 1.2e-8), rel=1e-6)
+    assert found.relative_error < 1e-6 and found.large_error is not None and found.large_error < 1e-6
+    line = fit_alpha_beta(SIZES, seconds)
+    assert max(abs(line[0] + line[1] * size - second) / second for size, second in zip(SIZES, seconds, strict=True)) > 0.1
+
+
+def slow_best(sizes: list[float], seconds: list[float]) -> float:
+    """The objective's least value: every set of places, each solved for the values at the places by another solver."""
+    s, t = np.array(sizes), np.array(seconds)
+    best = math.inf
+    for count in range(4):
+        for places in combinations(sizes[1:-2], count):
+            # Unknowns: the time of an empty message and the rise over each piece; a message gets its share of every piece.
+            ends = [0.0, *places, s[-1]]
+            shares = [np.clip((s - low) / (high - low), 0, 1) for low, high in pairwise(ends)]
+            matrix = np.stack([np.ones_like(s), *shares], axis=1) / (t * TOLERANCE)[:, None]
+            solved = lsq_linear(matrix, np.full(len(s), 1 / TOLERANCE), bounds=(0, np.inf), method="bvls", tol=1e-14)
+            last_slope = solved.x[-1] / (ends[-1] - ends[-2])
+            if not places or last_slope >= LEAST_SLOPE * t[-1] / s[-1]:
+                best = min(best, 2 * solved.cost + PENALTY * math.log(len(s)) * count)
+    return best
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 10_000))
+def test_no_other_set_of_bends_is_better(seed: int) -> None:
+    rng = generator(seed, "bends")
+    place = SIZES[int(rng.integers(1, len(SIZES) - 2))]
+    slopes = [float(10 ** rng.uniform(-9.5, -7.5)) for _ in range(2)]
+    seconds = [curve_s(1e-4, slopes, [place], size) * float(rng.uniform(0.9, 1.1)) for size in SIZES]
+    found = fit_curve(SIZES, seconds)
+    objective = found.misfit + PENALTY * math.log(len(SIZES)) * len(found.bends)
+    assert objective == pytest.approx(slow_best(SIZES, seconds), rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize("count", [7, 15])
+def test_a_noisy_line_stays_one_line(count: int) -> None:
+    sizes = list(np.geomspace(2**12, 2**26, count))
+    rng = generator(0, "line", count)
+    bent = 0
+    for _ in range(100):
+        seconds = [(LINE[0] + LINE[1] * size) * math.exp(rng.normal(0, TOLERANCE)) for size in sizes]
+        bent += bool(fit_curve(sizes, seconds).bends)
+    assert bent <= 10
+    rough = [(LINE[0] + LINE[1] * size) * math.exp(rng.normal(0, 0.2)) for size in sizes]
+    assert not fit_curve(sizes, rough, [0.2] * count).bends
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.floats(1e-6, 10.0), min_size=7, max_size=7))
+def test_whatever_was_measured_the_cost_is_positive_and_never_falls(seconds: list[float]) -> None:
+    found = fit_curve(SIZES, seconds)
+    sizes = np.concatenate([[0.0], np.geomspace(1, 2**30, 200)])
+    cost = as_fit(found).seconds_each(sizes)
+    assert (cost >= 0).all() and (np.diff(cost) >= 0).all() and np.isfinite(cost).all()
+
+
+def as_fit(found: Curve) -> CollectiveFit:
+    return CollectiveFit("all_reduce", 2, found.alpha_s, found.beta_s_per_byte, found.relative_error, 1, 2**24, bends=found.bends)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.floats(0, 1e-2), st.lists(st.floats(0, 1e-7), min_size=4, max_size=4), st.lists(st.floats(0, 2**30), min_size=1, max_size=20))
+def test_the_cost_of_a_message_equals_the_walk_over_the_pieces(alpha_s: float, slopes: list[float], sizes: list[float]) -> None:
+    places = [2.0**14, 2.0**20, 2.0**22]
+    bends = tuple(Bend(place, slope) for place, slope in zip(places, slopes, strict=False))
+    fit = CollectiveFit("all_reduce", 2, alpha_s, slopes[-1], 0.0, 1, 2**24, bends=bends)
+    expected = [curve_s(alpha_s, slopes, places, size) for size in sizes]
+    np.testing.assert_allclose(fit.seconds_each(np.array(sizes)), expected, rtol=1e-9, atol=1e-15)
+    assert fit.seconds(sizes[0]) == pytest.approx(expected[0], rel=1e-9, abs=1e-15)
+
+
+def test_a_message_beyond_the_largest_probe_is_never_free() -> None:
+    seconds = [1e-3 + 1e-8 * size for size in SIZES]
+    seconds[-1] = seconds[-2] * 1.01  # the largest ones hardly differ
+    assert fit_curve(SIZES, seconds).beta_s_per_byte > 0
+
+
+def test_an_outlier_among_the_repeats_neither_moves_the_median_nor_the_spread_much() -> None:
+    quiet = [1.0, 1.01, 1.02, 0.99, 1.0, 1.01, 0.98, 1.0]
+    assert spread_of([*quiet, 30.0]) < 0.03
+    assert spread_of([2.0]) == 0.0
+    assert uncertainty_of(0.1, 4) == pytest.approx(0.0464, rel=0.01)
+    assert uncertainty_of(0.1, 400) == uncertainty_of(0.1, 4)
+
+
+def test_probes_that_were_disturbed_are_named_worst_first() -> None:
+    sizes, steady = [1.0, 2.0, 4.0, 8.0], [0.02, 0.03, 0.02, 0.03]
+    assert suspects(sizes, [1.0, 2.0, 4.0, 8.0], steady) == ()
+    assert suspects(sizes, [1.0, 2.0, 4.0, 8.0], [0.02, 0.03, 0.6, 0.03]) == (2,)
+    assert suspects(sizes, [1.0, 9.9, 4.0, 8.0], steady) == (1,)
+    assert suspects(sizes, [1.0, 9.9, 4.0, 8.0], [0.02, 0.03, 0.9, 0.03]) == (2, 1)
+    assert suspects(sizes, [1.0, 2.0, 4.0, 8.0], [0.4, 0.5, 0.4, 0.5]) == ()  # a rough network, not a disturbance

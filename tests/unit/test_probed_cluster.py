@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 
 import pytest
 
-from autotune.cluster import Cluster, CollectiveFit, Host
+from autotune.cluster import Bend, Cluster, CollectiveFit, Host, LinkFit
+from autotune.commands.probe import measured_cluster
 from autotune.driver import probed
+from autotune.profiling.host_links import PairCost
 from autotune.workload import Variable, Workload
+from runtime_rewriter.probed_link import ProbedLink
+from runtime_rewriter.world import Probe
 
 WORKLOAD = Workload("m", (Variable("v", (4,)),))
 SOFTWARE = {"torch": "2.13.0"}
@@ -47,3 +52,42 @@ def test_a_described_cluster_keeps_its_hosts_and_bandwidths() -> None:
     found = probed(described, Measured((("a", 4),)))
     assert found.hosts == described.hosts and found.fits
     assert replace(found, fits=(), source="assumed") == described
+
+
+def test_the_ring_of_a_cost_in_pieces_has_the_bandwidth_of_large_messages() -> None:
+    small_first = replace(Measured.fits[0], bends=(Bend(2.0**16, 1e-9),))
+    found = probed(Cluster.local(4), Measured((("machine", 4),), fits=(small_first,)))
+    assert found.hosts[0].inner_bytes_per_s == pytest.approx(1e8)
+
+
+NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
+COST = PairCost(3e7, 2e-4, 0.01, 0.02)
+
+
+def probe_of(*hosts: tuple[str, int]) -> Probe:
+    links = (ProbedLink(1, False, COST, 3), ProbedLink(0, True, replace(COST, bytes_per_s=5e9)))
+    return Probe(Measured.fits, links[: len(hosts)] if len(hosts) > 1 else links[1:], SOFTWARE, (4,) * len(hosts), hosts)
+
+
+def test_a_probe_without_a_file_describes_the_hosts_that_were_found() -> None:
+    cluster, remark = measured_cluster(None, probe_of(("a", 3), ("b", 1)), NOW)
+    assert [(host.name, host.devices, host.cores) for host in cluster.hosts] == [("a", 3, 4), ("b", 1, 4)]
+    assert (cluster.hosts[1].link_bytes_per_s, cluster.hosts[1].latency_s) == (3e7, 2e-4)
+    assert cluster.hosts[0].inner_bytes_per_s == 5e9
+    assert cluster.link_fits[0] == LinkFit("b", False, 3e7, 2e-4, 0.01, 0.02, 3)
+    assert (cluster.source, cluster.measured_at, cluster.fits, remark) == ("measured", "2026-01-02T03:04:05+00:00", Measured.fits, "")
+    assert dict(cluster.software)["torch"] == "2.13.0" and "autotune" in dict(cluster.software)
+
+
+def test_a_probe_of_a_described_cluster_keeps_names_memory_and_addresses() -> None:
+    described = Cluster("mine", tuple(Host(name, 2, 1e9, 1e-5, 1e10, 1e-6, 7, f"10.0.0.{name}") for name in "12"))
+    cluster, _ = measured_cluster(described, probe_of(("x", 2), ("y", 2)), NOW)
+    assert [(host.name, host.memory_bytes, host.address) for host in cluster.hosts] == [("1", 7, "10.0.0.1"), ("2", 7, "10.0.0.2")]
+    assert [host.link_bytes_per_s for host in cluster.hosts] == [1e9, 3e7]
+
+
+def test_ranks_on_other_hosts_than_the_files_say_nothing_about_its_links() -> None:
+    described = Cluster("mine", tuple(Host(name, 2, 1e9, 1e-5, 1e10, 1e-6) for name in "ab"))
+    cluster, remark = measured_cluster(described, probe_of(("machine", 4)), NOW)
+    assert cluster.hosts == described.hosts and cluster.link_fits == () and cluster.fits == Measured.fits
+    assert "The ranks ran on 1 host(s) with 4, and not on the 2 of the file" in remark

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from synthetic_job import WORKLOAD, SyntheticWorld, drive, job_spec, strategy
 
-from autotune.cluster import CollectiveFit
+from autotune.cluster import Bend, CollectiveFit
 from autotune.errors import InvalidInput
 from autotune.events import Profiled, Proposed, TrialFinished
 from autotune.history import History
@@ -153,13 +153,13 @@ def test_every_variable_stands_beside_the_bucket_of_ddp(job, tmp_path):
 def test_all_trials_failures_repeats_and_fits_are_listed(job, tmp_path):
     spec, history, decision = job
     profiled = history.events[0]
-    fit = CollectiveFit("all_reduce", 2, 1e-4, 1e-9, 0.034, 1024, 2**24)
+    fit = CollectiveFit("all_reduce", 2, 1e-4, 1e-9, 0.034, 1024, 2**24, bends=(Bend(2.0**16, 2e-9),), large_error=0.08, spread=0.01)
     history = History((replace(profiled, cluster=profiled.cluster.with_fits((fit,))), *history.events[1:]), spec.deviation)
     rows = Page(rendered(tmp_path, spec, history, decision)).rows
     listed = [int(row[0]) for row in rows if row and row[0].isdigit() and row[1] in ("candidate", "reference", "A/B")]
     assert listed == [trial.request.number for trial in history.trials]
     assert any(row[3:] == ["crash", "1", "rank 1 exited with code 1"] for row in rows)
-    assert ["all_reduce", "2", "100 us", "1.05 ms", "1 KiB to 16 MiB", "3.4 %"] in rows
+    assert ["all_reduce", "2 (world)", "100 us", "1.05 ms", "2", "1 KiB to 16 MiB", "3.4 %", "8.0 %", "1.0 %"] in rows
     assert sum("disturbed" in row for row in rows) == len(history.disturbed)
 
 

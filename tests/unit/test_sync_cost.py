@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from autotune.cluster import Cluster, CollectiveFit, Host, PairLink
+from autotune.cluster import Bend, Cluster, CollectiveFit, Host, PairLink, Where
 from autotune.errors import InvalidInput
 from autotune.features.compute_cost import channel_ends_s, message_cpu_s, overlap_step_s, paper_step_s, ready_times_s, taken_share
 from autotune.features.flat import flatten
@@ -129,6 +129,50 @@ def test_the_fitted_cost_is_offered_where_every_part_was_probed() -> None:
     assert costs.channel_s[0] == costs.fitted_sync_s[0]
     assert costs.channel_s[2] == costs.sync_s[2]
     assert network_overhead_s(cluster) == pytest.approx((1e-3 - KERNEL_LATENCY_S) / 2)
+
+
+def fit_of(primitive: str, size: int, where: Where = Where.WORLD, bends: tuple[Bend, ...] = (), alpha_s: float = 1e-3) -> CollectiveFit:
+    return CollectiveFit(primitive, size, alpha_s, 1e-8, 0.02, 1, 10**8, where=where, bends=bends)
+
+
+def test_costs_in_pieces_are_summed_message_by_message() -> None:
+    fits = (fit_of("reduce_scatter", 2, bends=(Bend(1e6, 5e-9),)), fit_of("all_gather", 2, bends=(Bend(3e5, 1e-9), Bend(2e6, 3e-8))))
+    cluster = Cluster("c", (host("a"), host("b"))).with_fits(fits)
+    sizes = (1000, 50_000, 100_000, 250_000, 400_000, 1_000_000)
+    parts = [
+        replace(message(Primitive.REDUCE_SCATTER_ALL_GATHER), slices=(TensorSlice(f"v{number}", size),))
+        for number, size in enumerate(sizes)
+    ]
+    made = plan_of(cluster, message(Primitive.PUSH_PULL, 0), *parts)
+    fitted = message_costs(made, cluster).fitted_sync_s
+    assert np.isnan(fitted[0])  # a server was not probed
+    for seconds, size in zip(fitted[1:].tolist(), sizes, strict=True):
+        wire = 4.0 * size
+        scattered = 1e-3 + 5e-9 * min(wire, 1e6) + 1e-8 * max(wire - 1e6, 0)
+        gathered = 1e-3 + 1e-9 * min(wire, 3e5) + 3e-8 * min(max(wire - 3e5, 0), 1.7e6) + 1e-8 * max(wire - 2e6, 0)
+        assert seconds == pytest.approx(scattered + gathered)
+
+
+def test_a_hierarchical_message_costs_what_was_probed_inside_the_hosts_and_among_them() -> None:
+    cluster = Cluster("c", (host("a", 4), host("b", 4), host("c", 2)))
+    made = plan_of(cluster, message(Primitive.ALL_REDUCE, hierarchical=True), message(Primitive.ALL_REDUCE))
+    fits = (
+        fit_of("reduce", 4, Where.HOST, alpha_s=1e-5),
+        fit_of("broadcast", 4, Where.HOST, alpha_s=2e-5),
+        fit_of("all_reduce", 3, Where.ACROSS, alpha_s=3e-3),
+    )
+    costs = message_costs(made, cluster.with_fits(fits))
+    assert costs.fitted_sync_s[0] == pytest.approx(3.03e-3 + 3e-8 * WIRE)
+    assert np.isnan(costs.fitted_sync_s[1])  # the world was not probed
+    assert np.isnan(message_costs(made, cluster.with_fits(fits[:2])).fitted_sync_s).all()
+
+
+def test_a_message_among_the_ranks_of_one_host_costs_what_was_probed_inside_a_host() -> None:
+    cluster = Cluster("c", (host("a", 2), host("b", 2))).with_fits(
+        (fit_of("all_reduce", 2, Where.HOST, alpha_s=1e-5), fit_of("all_reduce", 2, Where.ACROSS, alpha_s=5e-3))
+    )
+    made = plan_of(cluster, message(Primitive.ALL_REDUCE, ranks=(2, 3)), message(Primitive.ALL_REDUCE, ranks=(0, 2)))
+    assert message_costs(made, cluster).fitted_sync_s == pytest.approx([1e-5 + 1e-8 * WIRE, 5e-3 + 1e-8 * WIRE])
 
 
 def test_without_a_fit_a_server_holds_the_channel_for_push_and_pull() -> None:

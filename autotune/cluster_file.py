@@ -1,0 +1,175 @@
+"""cluster.yaml: written by hand with units, or by `autotune probe` with plain SI numbers that read back exactly."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from autotune.canonical import to_data
+from autotune.cluster import Cluster, CollectiveFit, Host, LinkFit, PairLink
+from autotune.errors import InvalidInput
+from autotune.parsing import parse, read_yaml, refuse_newer
+from autotune.units import format_bytes, format_seconds, parse_bytes, parse_bytes_per_s, parse_seconds
+
+MAX_NODES = 500_000
+"""Values that a cluster file may hold once its aliases are followed: 10 000 hosts, a few hundred fits."""
+SOURCES = ("assumed", "measured")
+
+
+@dataclass(frozen=True)
+class _HostSpec:
+    __pydantic_config__ = {"extra": "forbid"}
+
+    name: str
+    devices: int = 1
+    bandwidth: str | float = "1Gbit/s"
+    latency: str | float = "50us"
+    inner_bandwidth: str | float = "10GB/s"
+    inner_latency: str | float = "5us"
+    memory: str | int = 0
+    address: str = ""
+    cores: int = 0
+
+
+@dataclass(frozen=True)
+class _LinkSpec:
+    __pydantic_config__ = {"extra": "forbid"}
+
+    between: tuple[str, str]
+    bandwidth: str | float
+    latency: str | float = "50us"
+
+
+@dataclass(frozen=True)
+class _ClusterSpec:
+    __pydantic_config__ = {"extra": "forbid"}
+
+    hosts: tuple[_HostSpec, ...]
+    name: str = "cluster"
+    links: tuple[_LinkSpec, ...] = ()
+    schema: int = 1
+    source: str = "assumed"
+    measured_at: str = ""
+    software: dict[str, str] | None = None
+    link_fits: tuple[LinkFit, ...] = ()
+    fits: tuple[CollectiveFit, ...] = ()
+
+
+def read_cluster(path: Path) -> Cluster:
+    """A cluster from its YAML file; see docs/cluster.md for the fields and their units."""
+    data = read_yaml(path)
+    _refuse_bombs(data, path)
+    refuse_newer(data, 1, "cluster", str(path))
+    spec = parse(_ClusterSpec, data, str(path))
+    if spec.source not in SOURCES:
+        raise InvalidInput(f"{path}: source must be one of {', '.join(SOURCES)}, but is {spec.source!r}")
+    hosts = tuple(
+        Host(
+            name=host.name,
+            devices=host.devices,
+            link_bytes_per_s=parse_bytes_per_s(host.bandwidth, f"{path}: bandwidth of {host.name}"),
+            latency_s=parse_seconds(host.latency, f"{path}: latency of {host.name}"),
+            inner_bytes_per_s=parse_bytes_per_s(host.inner_bandwidth, f"{path}: inner_bandwidth of {host.name}"),
+            inner_latency_s=parse_seconds(host.inner_latency, f"{path}: inner_latency of {host.name}"),
+            memory_bytes=parse_bytes(host.memory, f"{path}: memory of {host.name}"),
+            address=host.address,
+            cores=host.cores,
+        )
+        for host in spec.hosts
+    )
+    links = tuple(
+        PairLink(
+            link.between,
+            parse_bytes_per_s(link.bandwidth, f"{path}: bandwidth of link {' - '.join(link.between)}"),
+            parse_seconds(link.latency, f"{path}: latency of link {' - '.join(link.between)}"),
+        )
+        for link in spec.links
+    )
+    software = tuple((spec.software or {}).items())
+    return Cluster(spec.name, hosts, links, spec.fits, spec.source, 1, spec.link_fits, spec.measured_at, software)
+
+
+def _refuse_bombs(data: Any, path: Path) -> None:
+    """A few nested aliases stand for billions of values, and one that holds itself for infinitely many."""
+    left, seen = [data], 0
+    while left:
+        value = left.pop()
+        seen += 1
+        if seen > MAX_NODES:
+            raise InvalidInput(f"{path} may hold at most {MAX_NODES} values, but its aliases stand for more; write them out")
+        if isinstance(value, dict):
+            left.extend(value.values())
+        elif isinstance(value, list):
+            left.extend(value)
+
+
+def cluster_yaml(cluster: Cluster) -> str:
+    """The text of a cluster file that `read_cluster` reads back to an equal cluster; comments say what was measured."""
+    found = {(link.host, link.inside): link for link in cluster.link_fits}
+    head = {"schema": cluster.schema, "name": cluster.name, "source": cluster.source}
+    if cluster.measured_at:
+        head["measured_at"] = cluster.measured_at
+    lines = ["# Plain numbers are SI: seconds, bytes, bytes per second.", *(_block({key: value}) for key, value in head.items())]
+    if cluster.software:
+        lines += [_block({"software": dict(cluster.software)})]
+    lines += ["hosts: # ranks are numbered host by host"]
+    for host in cluster.hosts:
+        lines += [f"  # link {_link_comment(found.get((host.name, False)), host.link_bytes_per_s, host.latency_s)}"]
+        if host.devices > 1:
+            lines += [f"  # inside {_link_comment(found.get((host.name, True)), host.inner_bytes_per_s, host.inner_latency_s)}"]
+        lines += [f"  - {_flow(_host_data(host))}"]
+    if cluster.pair_links:
+        lines += ["links: # pairs of hosts that are unlike what their interfaces give"]
+        lines += [
+            f"  - {_flow({'between': list(link.between), 'bandwidth': link.link_bytes_per_s, 'latency': link.latency_s})}"
+            for link in cluster.pair_links
+        ]
+    if cluster.link_fits:
+        lines += ["link_fits: # one-way cost between two hosts, or inside one; measured"]
+        lines += [f"  - {_flow(to_data(link))}" for link in cluster.link_fits]
+    if cluster.fits:
+        lines += ["fits: # seconds = alpha_s + beta_s_per_byte * bytes beyond the last bend; measured"]
+        lines += [f"  - {_flow(_fit_data(fit))}" for fit in cluster.fits]
+    return "\n".join(lines) + "\n"
+
+
+def _host_data(host: Host) -> dict[str, Any]:
+    data = {
+        "name": host.name,
+        "devices": host.devices,
+        "bandwidth": host.link_bytes_per_s,
+        "latency": host.latency_s,
+        "inner_bandwidth": host.inner_bytes_per_s,
+        "inner_latency": host.inner_latency_s,
+    }
+    given = {"memory": host.memory_bytes, "address": host.address, "cores": host.cores}
+    return data | {key: value for key, value in given.items() if value}
+
+
+def _fit_data(fit: CollectiveFit) -> dict[str, Any]:
+    """Without the fields that have their defaults."""
+    defaults = {field.name: field.default for field in fields(CollectiveFit)}
+    return {key: value for key, value in to_data(fit).items() if getattr(fit, key) != defaults[key]}
+
+
+def _link_comment(found: LinkFit | None, bytes_per_s: float, latency_s: float) -> str:
+    """For people: the figures in everyday units, and where they come from."""
+    figures = f"{bytes_per_s * 8 / 1e6:.4g} Mbit/s ({format_bytes(bytes_per_s)}/s), {format_seconds(latency_s)}"
+    if found is None:
+        return f"{figures}: not measured"
+    return f"{figures}: measured, fit error {found.relative_error:.1%}, spread of the repeats {found.spread:.1%}"
+
+
+def _flow(data: dict[str, Any]) -> str:
+    import yaml
+
+    text: str = yaml.safe_dump(data, default_flow_style=True, sort_keys=False, width=float("inf"), allow_unicode=True)
+    return text.strip()
+
+
+def _block(data: dict[str, Any]) -> str:
+    import yaml
+
+    text: str = yaml.safe_dump(data, default_flow_style=False, sort_keys=False, width=float("inf"), allow_unicode=True)
+    return text.rstrip("\n")

@@ -1,0 +1,60 @@
+"""From the command line and the job file to where a job runs: which cluster, and what of it is emulated."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from autotune.cluster import Cluster
+from autotune.cluster_file import read_cluster
+from autotune.errors import InvalidInput
+from autotune.job import JobFile
+from autotune.parsing import read_json
+from autotune.records import Accelerators, Conditions, Network
+from autotune.workload import Workload
+from runtime_rewriter.scheduling import usable_cores, wants_round_robin
+
+
+@dataclass(frozen=True)
+class Setting:
+    """`cluster` is None for this machine; `profile` is what emulated accelerators wait for, None for what is measured."""
+
+    cluster: Cluster | None
+    conditions: Conditions
+    profile: Workload | None
+
+
+def read_setting(options: argparse.Namespace, file: JobFile | None) -> Setting:
+    """The command line wins over the file; raises `InvalidInput`."""
+    testbed, plain = _path("testbed", options, file), _path("cluster", options, file)
+    if options.cluster is not None and options.testbed is None:
+        testbed = None  # the file's testbed gives way to the cluster that was asked for
+    if testbed is not None and options.cluster is not None:
+        raise InvalidInput("a testbed has the hosts of its own file, so --testbed and --cluster exclude each other; leave out --cluster")
+    if testbed is not None and options.address is not None:
+        raise InvalidInput("a testbed brings its own Ray cluster, so --testbed and --address exclude each other; leave out one of them")
+    path = testbed or plain
+    cluster = read_cluster(path) if path else None
+    plainly = Network.LOOPBACK if options.address is None else Network.HOSTS
+    network = plainly if testbed is None else Network.EMULATED
+    accelerators = Accelerators(_either("accelerators", options, file) or Accelerators.REAL)
+    conditions = Conditions(network, accelerators, float(_either("byte_scale", options, file) or 1.0))
+    profile = _path("profile", options, file)
+    return Setting(cluster, conditions, Workload.from_data(read_json(profile), str(profile)) if profile else None)
+
+
+def scheduled(conditions: Conditions, workers: int) -> Conditions:
+    """With round-robin scheduling where it helps."""
+    return replace(conditions, round_robin=wants_round_robin(conditions, workers, usable_cores()))
+
+
+def _either(name: str, options: argparse.Namespace, file: JobFile | None) -> Any:
+    given = getattr(options, name)
+    return given if given is not None else getattr(file, name, None)
+
+
+def _path(name: str, options: argparse.Namespace, file: JobFile | None) -> Path | None:
+    value = _either(name, options, file)
+    return Path(value) if value is not None else None

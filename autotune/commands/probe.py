@@ -1,0 +1,213 @@
+"""`autotune probe`: what the links of a cluster really cost, as a table and as a cluster file for `autotune tune --cluster`."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from io import StringIO
+from typing import Any, Protocol
+
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from autotune import __version__
+from autotune.canonical import to_data
+from autotune.cluster import Cluster, CollectiveFit, Host, LinkFit
+from autotune.cluster_file import cluster_yaml, read_cluster
+from autotune.commands.interrupts import terminable
+from autotune.commands.places import Ranks, Where, placed_world
+from autotune.commands.settings import read_ports
+from autotune.commands.workspace import Workspace
+from autotune.errors import InvalidInput
+from autotune.export import write_whole
+from autotune.profiling.host_links import PairCost
+from autotune.records import Conditions, Network
+from autotune.units import format_bytes, format_seconds, parse_seconds
+from runtime_rewriter.command import ScriptCommand
+
+SCRIPT = "runtime_rewriter.probe_script"
+LEAST_BUDGET_S = 5.0
+"""Below that not even the small messages are probed on a slow network."""
+WIDTH = 150
+FIT_COLUMNS = ("primitive", "ranks", "sizes", "alpha", "bandwidth", "pieces", "error", "from 1 MiB", "spread", "loaded", "cpu at 1 MiB")
+
+
+class ProbedLink(Protocol):
+    @property
+    def host(self) -> int: ...
+    @property
+    def inside(self) -> bool: ...
+    @property
+    def cost(self) -> PairCost: ...
+    @property
+    def probes(self) -> int: ...
+
+
+class ProbeOutcome(Protocol):
+    """What the world measured; `links` count hosts as `hosts` does."""
+
+    @property
+    def fits(self) -> tuple[CollectiveFit, ...]: ...
+    @property
+    def links(self) -> Sequence[ProbedLink]: ...
+    @property
+    def software(self) -> dict[str, str]: ...
+    @property
+    def cores(self) -> tuple[int, ...]: ...
+    @property
+    def hosts(self) -> tuple[tuple[str, int], ...]: ...
+
+
+@dataclass(frozen=True)
+class _Request:
+    """`given` is the cluster of a file, or None: then the hosts are those that are found."""
+
+    given: Cluster | None
+    workers: int
+    budget_s: float
+    ranks: Ranks
+    where: Where
+    conditions: Conditions
+
+
+def probe(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    """Probe, write the cluster file, and return what was found."""
+    request = _request(options)
+    with terminable():
+        outcome = _probe(request)
+    cluster, remark = measured_cluster(request.given, outcome, datetime.now(UTC))
+    write_whole(options.output, cluster_yaml(cluster), "the cluster file")
+    data = {"cluster": cluster.to_data(), "output": str(options.output), "remark": remark, "conditions": to_data(request.conditions)}
+    return data, _tables(cluster) + remark + f"cluster file: {options.output}"
+
+
+def _request(options: argparse.Namespace) -> _Request:
+    given = read_cluster(options.cluster) if options.cluster is not None else None
+    workers = options.workers if options.workers is not None else given.world_size if given is not None else None
+    if workers is None:
+        raise InvalidInput("the number of ranks to probe with is not known; use --workers N or --cluster cluster.yaml")
+    if workers < 2:
+        raise InvalidInput(f"a link has two ends, so a probe needs at least 2 workers, but has {workers}")
+    if given is not None and workers != given.world_size:
+        raise InvalidInput(
+            f"--workers must be the {given.world_size} devices of {options.cluster}, but is {workers}; leave one of them out"
+        )
+    budget_s = parse_seconds(options.budget_time, "--budget-time")
+    if budget_s < LEAST_BUDGET_S:
+        raise InvalidInput(f"--budget-time must be at least {LEAST_BUDGET_S:g}s, but is {options.budget_time}")
+    step_timeout_s, start_timeout_s = (
+        parse_seconds(getattr(options, name), f"--{name.replace('_', '-')}") for name in ("step_timeout", "start_timeout")
+    )
+    logs = Workspace.create(options.directory).job("probe") / "logs"
+    ranks = Ranks(ScriptCommand(SCRIPT, (), True, workers), workers, logs, step_timeout_s, start_timeout_s)
+    where = Where(options.address, False, read_ports(options.master_ports), bare=True)
+    conditions = Conditions(Network.LOOPBACK if options.address is None else Network.HOSTS)
+    return _Request(given, workers, budget_s, ranks, where, conditions)
+
+
+def _probe(request: _Request) -> ProbeOutcome:
+    console = Console(stderr=True)
+    cluster = request.given or Cluster.local(request.workers)
+    with console.status("starting the ranks", spinner="dots") as status:
+        progress = _Progress(console, request.budget_s, status.update)
+        console.print(f"probing {request.workers} ranks for {request.budget_s:.0f} s", highlight=False)
+        with placed_world(request.where, cluster, request.conditions, request.ranks, status.update) as world:
+            world.model_id()  # the ranks are up
+            progress.begin()
+            return world.probe(request.budget_s, progress.said)
+
+
+class _Progress:
+    """What is probed now, and the time left. Off a terminal a line every `LINE_EVERY_S`."""
+
+    LINE_EVERY_S = 10.0
+
+    def __init__(self, console: Console, budget_s: float, update: Any) -> None:
+        self._console, self._budget_s, self._update = console, budget_s, update
+        self._began_s = self._printed_s = 0.0
+
+    def begin(self) -> None:
+        self._began_s = self._printed_s = time.monotonic()
+
+    def said(self, what: str) -> None:
+        now_s = time.monotonic()
+        left_s = max(0.0, self._budget_s - (now_s - self._began_s))
+        line = f"{escape(what)}  [dim](ETA {int(left_s) // 60}:{int(left_s) % 60:02d})[/dim]"
+        self._update(line)
+        if not self._console.is_terminal and now_s - self._printed_s >= self.LINE_EVERY_S:
+            self._printed_s = now_s
+            self._console.print(line, highlight=False, soft_wrap=True)
+
+
+def measured_cluster(given: Cluster | None, found: ProbeOutcome, now: datetime) -> tuple[Cluster, str]:
+    """The cluster with what was measured, and a remark for people ("" or a line).
+
+    Hosts come from the file where there is one. If the ranks did not run on hosts like these (on one machine, say), the
+    file's bandwidths stay, since nothing was learned of them.
+    """
+    layout = tuple(ranks for _, ranks in found.hosts)
+    base = given or Cluster("probed", tuple(replace(Cluster.local(ranks).hosts[0], name=name, address="") for name, ranks in found.hosts))
+    remark = ""
+    if tuple(host.devices for host in base.hosts) == layout:
+        hosts, link_fits = _with_links(base.hosts, found)
+    else:
+        hosts, link_fits = base.hosts, ()
+        remark = (
+            f"The ranks ran on {len(layout)} host(s) with {', '.join(map(str, layout))}, and not on the {len(base.hosts)} of the file: "
+            "the bandwidths of its hosts stay as they were.\n"
+        )
+    software = tuple(sorted({"autotune": __version__, **found.software}.items()))
+    cluster = replace(base, hosts=hosts, link_fits=link_fits, measured_at=now.isoformat(timespec="seconds"), software=software, fits=())
+    return cluster.with_fits(found.fits), remark
+
+
+def _with_links(hosts: tuple[Host, ...], found: ProbeOutcome) -> tuple[tuple[Host, ...], tuple[LinkFit, ...]]:
+    """The hosts with the figures of their own links, and the fits behind these."""
+    known = [replace(host, cores=cores or host.cores) for host, cores in zip(hosts, found.cores, strict=True)]
+    fits = []
+    for link in found.links:
+        cost, host = link.cost, known[link.host]
+        if link.inside:
+            known[link.host] = replace(host, inner_bytes_per_s=cost.bytes_per_s, inner_latency_s=cost.latency_s)
+        else:
+            known[link.host] = replace(host, link_bytes_per_s=cost.bytes_per_s, latency_s=cost.latency_s)
+        fits.append(LinkFit(host.name, link.inside, cost.bytes_per_s, cost.latency_s, cost.relative_error, cost.spread, link.probes))
+    return tuple(known), tuple(fits)
+
+
+def _tables(cluster: Cluster) -> str:
+    buffer = StringIO()
+    console = Console(file=buffer, width=WIDTH)
+    if cluster.link_fits:
+        links = Table("host", "link", "bandwidth", "latency", "fit error", "spread", box=SIMPLE)
+        for link in cluster.link_fits:
+            where, rate = "inside" if link.inside else "own", f"{link.bytes_per_s * 8 / 1e6:.4g} Mbit/s"
+            latency = format_seconds(link.latency_s)
+            links.add_row(escape(link.host), where, rate, latency, f"{link.relative_error:.1%}", f"{link.spread:.1%}")
+        console.print(links)
+    fits = Table(*FIT_COLUMNS, box=SIMPLE)
+    for fit in cluster.fits:
+        fits.add_row(*_fit_row(fit))
+    console.print(fits)
+    return buffer.getvalue()
+
+
+def _fit_row(fit: CollectiveFit) -> tuple[str, ...]:
+    return (
+        fit.primitive,
+        f"{fit.group_size} ({fit.where.value})",
+        f"{format_bytes(fit.smallest_bytes)} - {format_bytes(fit.largest_bytes)}",
+        format_seconds(fit.alpha_s),
+        f"{format_bytes(1 / fit.beta_s_per_byte)}/s" if fit.beta_s_per_byte > 0 else "no limit seen",
+        str(len(fit.bends) + 1),
+        f"{fit.relative_error:.1%}",
+        "" if fit.large_error is None else f"{fit.large_error:.1%}",
+        f"{fit.spread:.1%}",
+        "yes" if fit.loaded else "",
+        format_seconds(fit.cpu_s(2**20)),
+    )

@@ -1,0 +1,146 @@
+"""What this machine can emulate, found by trial in a nameless namespace that vanishes with the thread that tried.
+
+Nothing of the trial is visible outside, and nothing can be left over: the namespace of the network and that of the mounts (for
+`ip netns`, which keeps names as mounts) belong to one short-lived thread.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+from autotune.errors import EmulationUnavailable
+from autotune.testbed.layout import Means
+from autotune.testbed.namespaces import CLONE_NEWNET, CLONE_NEWNS, NAMED
+from autotune.testbed.relay import TUN, open_tap
+from autotune.testbed.shell import attempt
+
+TRIAL = "trial"
+NOT_TRIED = "not tried"
+
+
+@dataclass(frozen=True)
+class Capability:
+    """`reason`: why it is missing, empty where it is present. `needed`: without it there is no testbed. `gives`: what it is for."""
+
+    name: str
+    needed: bool
+    gives: str
+    reason: str
+
+    @property
+    def present(self) -> bool:
+        return not self.reason
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    found: tuple[Capability, ...]
+
+    @cached_property
+    def possible(self) -> bool:
+        return all(capability.present for capability in self.found if capability.needed)
+
+    @cached_property
+    def means(self) -> Means:
+        present = {capability.name for capability in self.found if capability.present}
+        return Means(netem="netem" in present, filters="u32" in present, tun="tun" in present, cubic="cubic" in present)
+
+    @cached_property
+    def message(self) -> str:
+        """One sentence for a person: that a testbed is possible, or what is missing and what can be done without."""
+        if self.possible:
+            return "a testbed is possible on this machine"
+        lacking = [f"{item.name} ({item.reason})" for item in self.found if item.needed and item.reason not in ("", NOT_TRIED)]
+        return f"a testbed is not possible on this machine; missing: {'; '.join(lacking)}. Loopback stays available: leave out --testbed"
+
+    def demand(self) -> None:
+        """Raises `EmulationUnavailable` with the message where no testbed is possible."""
+        if not self.possible:
+            raise EmulationUnavailable(self.message)
+
+
+def capabilities() -> Capabilities:
+    """Takes about a tenth of a second; needs no rights (what needs them is then missing), changes nothing."""
+    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    found = [Capability("commands", True, "ip and tc", f"{' and '.join(missing)} not found; install iproute2" if missing else "")]
+    trial = threading.Thread(target=_try_all, args=(found,), name="testbed-trial")
+    trial.start()
+    trial.join()
+    return Capabilities(tuple(found))
+
+
+@dataclass(frozen=True)
+class _Trial:
+    name: str
+    needed: bool
+    gives: str
+    steps: tuple[str, ...]
+
+
+_TRIALS = (
+    _Trial("named namespaces", True, "hosts", (f"mkdir -p {NAMED}", f"mount -t tmpfs none {NAMED}", f"ip netns add {TRIAL}")),
+    _Trial("bridge", True, "the switch", ("ip link add br0 type bridge",)),
+    _Trial("veth", True, "links", ("ip link add p0 type veth peer name p1", "ip link set p0 up", "ip addr add 10.77.0.1/16 dev p0")),
+    _Trial(
+        "htb",
+        True,
+        "rates",
+        (
+            "tc qdisc add dev p0 root handle 1: htb default 2",
+            "tc class add dev p0 parent 1: classid 1:2 htb rate 1gbit burst 64kb",
+            "tc qdisc add dev p0 parent 1:2 handle 2: bfifo limit 1mb",
+        ),
+    ),
+    _Trial("u32", False, "rates of pairs", ("tc filter add dev p0 parent 1: protocol ip u32 match ip dst 10.77.0.2/32 flowid 1:2",)),
+    _Trial("netem", False, "added latency, by the kernel", ("tc qdisc add dev p1 root netem delay 1ms",)),
+    _Trial(
+        "cubic",
+        False,
+        "the congestion control of most machines",
+        ("ip route change 10.77.0.0/16 dev p0 proto kernel scope link src 10.77.0.1 congctl cubic",),
+    ),
+)
+
+
+def _try_all(found: list[Capability]) -> None:
+    """Runs in a thread of its own, whose namespaces end with it."""
+    reason = _leave_the_machines_network()
+    found.append(Capability("root", True, "namespaces", reason))
+    tools = all(capability.present for capability in found)
+    for trial in _TRIALS:
+        why = _first_failure(trial.steps) if tools else NOT_TRIED
+        found.append(Capability(trial.name, trial.needed, trial.gives, why))
+    # Only once this thread is inside a namespace of its own may it make devices.
+    why = NOT_TRIED if reason else _refusal(lambda: os.close(open_tap("t0")), str(TUN))
+    found.append(Capability("tun", False, "added latency, by a user-space relay", why))
+    turn = os.sched_param(1)
+    why = _refusal(lambda: os.sched_setscheduler(0, os.SCHED_RR, turn), "SCHED_RR")
+    found.append(Capability("round-robin", False, "ranks that get the CPU at once", why))
+
+
+def _leave_the_machines_network() -> str:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(CLONE_NEWNET | CLONE_NEWNS) != 0:
+        return f"CAP_SYS_ADMIN and CAP_NET_ADMIN needed: {os.strerror(ctypes.get_errno())}; run as root"
+    return attempt(["mount", "--make-rprivate", "/"]).reason
+
+
+def _first_failure(steps: tuple[str, ...]) -> str:
+    for step in steps:
+        if reason := attempt(step.split()).reason:
+            return f"`{step}`: {reason}"
+    return ""
+
+
+def _refusal(act: Callable[[], None], what: str) -> str:
+    try:
+        act()
+    except OSError as error:
+        return f"{what}: {error.strerror}"
+    return ""

@@ -1,0 +1,65 @@
+"""One TCP stream, timed at its receiver: `tcp_goodput.py receive SECONDS` in one place, `send ADDRESS SECONDS` in another.
+
+The receiver prints the payload in bytes per second between `SETTLE_S` after the first byte and `SECONDS` later.
+"""
+
+from __future__ import annotations
+
+import socket
+import sys
+import time
+
+PORT = 7777
+SETTLE_S = 0.5  # slow start, and the first burst of an idle shaper
+WAIT_S = 20.0
+CHUNK_BYTES = 2**20
+
+
+def receive(seconds: float) -> float:
+    """Payload per second of the first stream that comes."""
+    with socket.create_server(("", PORT)) as server:
+        server.settimeout(WAIT_S)
+        stream, _ = server.accept()
+    with stream:
+        stream.settimeout(WAIT_S)
+        buffer = bytearray(CHUNK_BYTES)
+        began_s = time.perf_counter() + (SETTLE_S if stream.recv_into(buffer) else 0.0)
+        counted, first_s = 0, 0.0
+        while got := stream.recv_into(buffer):
+            now_s = time.perf_counter()
+            if now_s < began_s:
+                continue
+            if not first_s:
+                first_s = now_s  # what arrived until now is not counted
+                continue
+            counted += got
+            if now_s - first_s >= seconds:
+                return counted / (now_s - first_s)
+    raise SystemExit("the sender ended too early")
+
+
+def send(address: str, seconds: float) -> None:
+    """Sends until the receiver has seen enough."""
+    deadline_s = time.monotonic() + WAIT_S
+    while True:
+        try:
+            stream = socket.create_connection((address, PORT), timeout=WAIT_S)
+            break
+        except ConnectionRefusedError:
+            if time.monotonic() > deadline_s:
+                raise
+            time.sleep(0.02)
+    data = bytes(CHUNK_BYTES)
+    with stream:
+        try:
+            while True:
+                stream.sendall(data)
+        except (ConnectionResetError, BrokenPipeError):
+            return
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "receive":
+        print(receive(float(sys.argv[2])))
+    else:
+        send(sys.argv[2], float(sys.argv[3]))

@@ -1,0 +1,85 @@
+"""What emulated accelerators wait for, and how far real work made them late; needs no framework.
+
+| symbol | meaning | unit |
+|---|---|---|
+| forward_s | start of the module's forward pass until the first gradient of its output | s |
+| ready_s[i] | start of the backward pass until the gradient of variable i is final | s |
+| backward_s | start of the backward pass until its end | s |
+| update_s | end of the synchronization until the next step begins | s |
+| k | byte scale: 1/k of every message's elements travel, over links of 1/k of their rate | - |
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from itertools import pairwise
+
+from autotune.errors import InvalidInput
+from autotune.workload import Workload
+
+
+@dataclass(frozen=True)
+class Timetable:
+    """One step of the profile. `ready` holds (variable name, ready_s), the first ready first."""
+
+    forward_s: float
+    ready: tuple[tuple[str, float], ...]
+    backward_s: float
+    update_s: float
+
+    @property
+    def compute_s(self) -> float:
+        return self.forward_s + self.backward_s + self.update_s
+
+
+def timetable_of(workload: Workload) -> Timetable:
+    """The waits that `workload` asks for; raises `InvalidInput` where it does not say them or contradicts itself."""
+    untimed = [variable.name for variable in workload.variables if variable.ready_s is None]
+    if untimed:
+        raise InvalidInput(
+            f"emulated accelerators need ready_s of every variable, but the profile of {workload.model!r} has none for {untimed[0]!r}"
+            f"{f' and {len(untimed) - 1} more' if len(untimed) > 1 else ''}; leave --profile out to measure it"
+        )
+    ready = tuple((variable.name, variable.ready_s or 0.0) for variable in workload.variables)
+    for name, value in (("forward_s", workload.forward_s), ("update_s", workload.update_s), ("ready_s of the first variable", ready[0][1])):
+        if not 0 <= value < math.inf:
+            raise InvalidInput(f"a profile's times must be finite and at least 0, but {name} is {value}")
+    if not 0 < workload.backward_s < math.inf:
+        raise InvalidInput(f"backward_s of a profile must be finite and above 0, but is {workload.backward_s}")
+    for (before, earlier_s), (after, later_s) in pairwise((*ready, ("the end of the backward pass", workload.backward_s))):
+        if not earlier_s <= later_s:
+            raise InvalidInput(
+                f"a profile's variables must stand in the order in which they become ready, none after backward_s, but {before!r} is "
+                f"ready after {earlier_s:g} s and {after!r} after {later_s:g} s"
+            )
+    return Timetable(workload.forward_s, ready, workload.backward_s, workload.update_s)
+
+
+class Waiter:
+    """Waits until absolute times of the monotonic clock, and keeps how late it was asked to: real work took longer than the profile.
+
+    The kernel's own lateness in waking up is none of that, and does not add up over a pass.
+    """
+
+    def __init__(self) -> None:
+        self.late_s = 0.0
+        """The largest lateness since `restart`, in seconds."""
+
+    def restart(self) -> None:
+        self.late_s = 0.0
+
+    def until(self, deadline_s: float) -> float:
+        """When the wait was over: `deadline_s`, or the time of the call if that was later."""
+        now_s = time.perf_counter()
+        if now_s >= deadline_s:
+            self.late_s = max(self.late_s, now_s - deadline_s)
+            return now_s
+        time.sleep(deadline_s - now_s)  # gives the interpreter to other threads
+        return deadline_s
+
+
+def travelling(elements: int, byte_scale: float, multiple: int = 1) -> int:
+    """How many of a message's elements travel: ceil(elements / k), rounded up to a multiple, at most all of them."""
+    return min(elements, -(-math.ceil(elements / byte_scale) // multiple) * multiple)

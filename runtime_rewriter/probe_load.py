@@ -1,0 +1,83 @@
+"""Computation that goes on while a probe communicates: what a backward pass does to it, and it to a backward pass."""
+
+# mypy: untyped-calls-exclude=torch
+
+from __future__ import annotations
+
+import threading
+import time
+from types import TracebackType
+
+import torch
+
+from runtime_rewriter.torch_collectives import Device
+
+CPU_SIDE, CUDA_SIDE = 128, 2048
+"""Matrices whose product takes about 0.1 ms of one core, or some of a GPU: short beside any message worth hiding."""
+STOP_TIMEOUT_S = 30.0
+REST_S = 0.05
+"""How long the speed without communication is watched, before and after a probe."""
+
+
+class Load:
+    """Matrix products without pause in a thread of their own (torch computes outside the interpreter's lock), while entered."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        side = CUDA_SIDE if device.type == "cuda" else CPU_SIDE
+        self._matrix = torch.ones(side, side, device=device)
+        self._threads = torch.get_num_threads()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._compute, name="probe load", daemon=True)
+        self.units = 0
+        """Products that are finished."""
+
+    def __enter__(self) -> Load:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._stop.set()
+        self._thread.join(STOP_TIMEOUT_S)
+
+    def unit_s(self) -> float:
+        """Seconds of one product as things are now, watched for `REST_S` and at least until one is done."""
+        before, start_s = self.units, time.perf_counter()
+        while time.perf_counter() - start_s < REST_S or (self.units == before and self._thread.is_alive()):
+            time.sleep(REST_S / 10)
+        return (time.perf_counter() - start_s) / max(self.units - before, 1)
+
+    def _compute(self) -> None:
+        if self._device.type != "cuda":
+            torch.set_num_threads(self._threads)  # OpenMP asks every thread anew
+            self._multiply(None)
+            return
+        with torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.Stream(self._device)):
+            self._multiply(torch.cuda.current_stream())
+
+    def _multiply(self, stream: torch.cuda.Stream | None) -> None:
+        result = torch.empty_like(self._matrix)
+        while not self._stop.is_set():
+            torch.mm(self._matrix, self._matrix, out=result)
+            if stream is not None:
+                stream.synchronize()
+            self.units += 1
+
+
+class LostTime:
+    """Seconds of computation that communication took, from the products that were finished meanwhile."""
+
+    def __init__(self, load: Load, device: Device) -> None:
+        self._load, self._device = load, device
+        self._elapsed_s, self._units = 0.0, 0
+        self._rest_s = load.unit_s()
+
+    def add(self, elapsed_s: float, units: int) -> None:
+        """One message: how long it took and how many products were finished in that time."""
+        self._elapsed_s += elapsed_s
+        self._units += units
+
+    def per_message_s(self, messages: int) -> float:
+        """Mean over the messages; the undisturbed speed is the mean of before and after them."""
+        unit_s = (self._rest_s + self._load.unit_s()) / 2
+        return max(self._elapsed_s - self._units * unit_s, 0.0) / messages

@@ -1,0 +1,100 @@
+"""What a probe times: the primitives that plans are made of, each as a call that ends when this rank's part is done.
+
+Sizes are what `CollectiveFit.seconds` is later asked for: the whole tensor before the operation.  For
+gather and scatter that is one rank's tensor, since a push sends all of it from every rank; for
+reduce-scatter and all-gather the tensor that is cut into, or joined from, one shard per rank.
+"""
+
+# mypy: untyped-calls-exclude=torch
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from autotune.strategy_space.plan import Primitive
+from runtime_rewriter.torch_collectives import Device, Ranks, make_exchange
+
+Operation = Callable[[], None]
+Preparation = Callable[[Ranks, int, Device], Operation]
+
+
+def _exchange(primitive: Primitive) -> Preparation:
+    """What a plan's message does, both phases, so that the cost of combining at the owner is in it."""
+
+    def prepare(ranks: Ranks, size_bytes: int, device: Device) -> Operation:
+        elements = max(size_bytes // 4 // ranks.size, 1) * ranks.size
+        exchange = make_exchange(primitive, torch.zeros(elements, device=device.device), ranks, 0)
+
+        def operation() -> None:
+            exchange.start().wait()
+            if exchange.two_phases:
+                exchange.advance().wait()
+
+        return operation
+
+    return prepare
+
+
+def _reduce_scatter(ranks: Ranks, size_bytes: int, device: Device) -> Operation:
+    whole, shard = _whole_and_shard(ranks, size_bytes, device)
+    return lambda: _none(dist.reduce_scatter_single(shard, whole, group=ranks.first))
+
+
+def _all_gather(ranks: Ranks, size_bytes: int, device: Device) -> Operation:
+    whole, shard = _whole_and_shard(ranks, size_bytes, device)
+    return lambda: _none(dist.all_gather_single(whole, shard, group=ranks.first))
+
+
+def _gather(ranks: Ranks, size_bytes: int, device: Device) -> Operation:
+    tensor = torch.zeros(size_bytes // 4, device=device.device)
+    parts = [torch.empty_like(tensor) for _ in range(ranks.size)] if ranks.rank == 0 else None
+    return lambda: _none(dist.gather(tensor, parts, group=ranks.first, group_dst=0))
+
+
+def _scatter(ranks: Ranks, size_bytes: int, device: Device) -> Operation:
+    tensor = torch.zeros(size_bytes // 4, device=device.device)
+    parts = [torch.zeros_like(tensor)] * ranks.size if ranks.rank == 0 else None
+    return lambda: _none(dist.scatter(tensor, parts, group=ranks.first, group_src=0))
+
+
+def _broadcast(ranks: Ranks, size_bytes: int, device: Device) -> Operation:
+    tensor = torch.zeros(size_bytes // 4, device=device.device)
+    return lambda: _none(dist.broadcast(tensor, group=ranks.first, group_src=0))
+
+
+def _reduce(ranks: Ranks, size_bytes: int, device: Device) -> Operation:
+    tensor = torch.zeros(size_bytes // 4, device=device.device)
+    return lambda: _none(dist.reduce(tensor, group=ranks.first, group_dst=0))
+
+
+def _whole_and_shard(ranks: Ranks, size_bytes: int, device: Device) -> tuple[torch.Tensor, torch.Tensor]:
+    elements = max(size_bytes // 4 // ranks.size, 1)
+    return torch.zeros(elements * ranks.size, device=device.device), torch.zeros(elements, device=device.device)
+
+
+def _none(_: object) -> None:
+    """Drops the work handle of a blocking collective."""
+
+
+OPERATIONS: dict[str, Preparation] = {
+    "all_reduce": _exchange(Primitive.ALL_REDUCE),
+    "push_pull": _exchange(Primitive.PUSH_PULL),
+    "reduce_scatter_all_gather": _exchange(Primitive.REDUCE_SCATTER_ALL_GATHER),
+    "reduce_scatter": _reduce_scatter,
+    "all_gather": _all_gather,
+    "broadcast": _broadcast,
+    "reduce": _reduce,
+    "gather": _gather,
+    "scatter": _scatter,
+}
+"""The most needed first: a probe that runs out of time lacks the last ones."""
+
+COLLECTED = ("push_pull", "gather", "scatter")
+"""One rank holds a whole tensor of each of the others."""
+EVERYWHERE = tuple(name for name in OPERATIONS if name not in ("gather", "scatter"))
+"""What plans are made of on any group; the halves of a push and pull are only told for the world."""
+UNDER_LOAD = ("all_reduce", "push_pull", "reduce_scatter_all_gather")
+"""What messages do while the backward pass computes."""

@@ -1,0 +1,19 @@
+"""A host's link as its ranks tell it: by the number of the host, since they do not know its name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autotune.profiling.host_links import PairCost
+
+
+@dataclass(frozen=True)
+class ProbedLink:
+    """The link of host number `host`, or (`inside`) the one between two of its devices; `probes`: pairs of hosts that told."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    host: int
+    inside: bool
+    cost: PairCost
+    probes: int = 1

@@ -1,0 +1,243 @@
+"""Emulated accelerators: the module's own computation becomes timed waits; everything around it stays real.
+
+The first pass for every signature of the inputs is computed and recorded (its step is marked unclean). Later passes return the
+recorded output, connected to a chain of autograd nodes, one per variable: the backward pass runs down the chain,
+waits until the profile says that a variable's gradient is ready, and hands out the recorded one. What hangs on the
+gradients (DDP's reducer, our hooks, the script's own) cannot tell the difference.
+
+| time | the wait ends |
+|---|---|
+| start of the backward pass | forward_s after the module began the step's first forward pass |
+| gradient of variable i | ready_s[i] after the start of the backward pass |
+| end of the backward pass | backward_s after its start |
+| next step | update_s after all gradients were synchronized |
+
+Waits are for absolute times, so real work (the loss, packing, the optimizer) is absorbed while it is shorter than the profile;
+`overrun` says where it is not.
+"""
+
+# mypy: untyped-calls-exclude=torch, allow-untyped-decorators, allow-untyped-calls
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from autotune.errors import InvalidInput
+from runtime_rewriter.emulation import Timetable, Waiter
+from runtime_rewriter.torch_hooks import GradientSynchronizer
+from runtime_rewriter.torch_recording import GradientRecorder, Output, Recording, collectives_made, signature_of, tensors_needing_gradient
+
+MOST_RECORDINGS = 32
+"""Each holds a copy of all gradients; a script with more kinds of batches would be recorded and not emulated."""
+
+
+def why_not_emulated(synchronizer: GradientSynchronizer) -> str | None:
+    """What in the module or around it forbids emulation, as far as it can be told before a step."""
+    if synchronizer.device.device.type != "cpu":
+        return f"the model is on {synchronizer.device.device.type}, where it really computes; use real accelerators"
+    return synchronizer.why_not()
+
+
+class EmulatedAccelerator:
+    """Plays the passes of the synchronizer's module. Without a timetable nothing waits. A `StepListener`.
+
+    Raises `InvalidInput` where the module cannot be emulated. Take it up with `synchronizer.emulate`.
+    """
+
+    def __init__(self, synchronizer: GradientSynchronizer, timetable: Timetable | None) -> None:
+        reason = why_not_emulated(synchronizer)
+        if reason is not None:
+            raise InvalidInput(f"accelerators cannot be emulated: {reason}")
+        self._synchronizer, self._timetable = synchronizer, timetable
+        self._order = _ready_order(synchronizer.names, timetable)
+        self._recordings: dict[Hashable, Recording] = {}
+        self._recorder: GradientRecorder | None = None
+        self._recorded: tuple[Hashable, Output] | None = None  # waits for its gradients
+        self._in_backward = False  # a played pass has begun its backward pass since the last forward pass
+        self._step_start_s: float | None = None
+        self._synchronized_s: float | None = None
+        self._waits = {name: Waiter() for name in ("forward", "backward", "update")}
+        self.overrun = 0.0
+        """Of the last whole step: how much longer real work took than the profile's computation, relative to that."""
+
+    # -- steps ---------------------------------------------------------------------------------------
+
+    def before_boundary(self) -> None:
+        """A step ends, but no earlier than the profile's update does."""
+        if self._timetable is not None:
+            if self._synchronized_s is not None:
+                self._waits["update"].until(self._synchronized_s + self._timetable.update_s)
+            self.overrun = sum(waiter.late_s for waiter in self._waits.values()) / self._timetable.compute_s
+        for waiter in self._waits.values():
+            waiter.restart()
+        self._step_start_s = self._synchronized_s = None
+
+    def on_boundary(self, now_s: float, clean: bool) -> None:
+        """Nothing to do: `before_boundary` has waited."""
+
+    def on_backward_end(self, now_s: float) -> None:
+        self._synchronized_s = now_s
+
+    # -- forward -------------------------------------------------------------------------------------
+
+    @torch.compiler.disable
+    def run(self, compute: Callable[..., Any], inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The module's forward pass, played if one like it was recorded, else computed and recorded."""
+        if self._step_start_s is None:
+            self._step_start_s = time.perf_counter()
+        self._finish_recording()
+        self._in_backward = False
+        key = (self._synchronizer.module.training, signature_of((inputs, kwargs)))
+        recording = self._recordings.get(key)
+        return self._record(key, compute, inputs, kwargs) if recording is None else self._play(recording)
+
+    def _record(self, key: Hashable, compute: Callable[..., Any], inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._synchronizer.mark_unclean()
+        if tensors_needing_gradient((inputs, kwargs)):
+            raise InvalidInput("accelerators cannot be emulated: an input of the model requires a gradient; detach it")
+        if len(self._recordings) == MOST_RECORDINGS:
+            raise InvalidInput(
+                f"accelerators are emulated for at most {MOST_RECORDINGS} kinds of batches, but the model's inputs have more shapes "
+                "or values; pad batches to few shapes, and pass no argument that changes in every step"
+            )
+        made = collectives_made()
+        output = compute(*inputs, **kwargs)
+        if collectives_made() != made:
+            raise InvalidInput("accelerators cannot be emulated: the forward pass of the model has transfers of its own")
+        recorded = Output.of(output)
+        if any(recorded.needs_gradient):
+            self._recorded = (key, recorded)
+            self._recorder = GradientRecorder(self._synchronizer.parameters, self._synchronizer.names)
+        return output
+
+    def _finish_recording(self) -> None:
+        """At the next forward pass. A pass that had no backward pass (an evaluation, say) is forgotten."""
+        if self._recorder is None or self._recorded is None:
+            return
+        (key, output), begun, gradients = self._recorded, self._recorder.begun, self._recorder.finish()
+        self._recorder = self._recorded = None
+        if begun:
+            self._recordings[key] = Recording(output, gradients)
+
+    def _play(self, recording: Recording) -> object:
+        output = recording.output
+        timed = self._timetable if self._synchronizer.synchronizing else None
+        played = _PlayedPass(self, recording, timed)
+        token = _End.apply(torch.zeros((), requires_grad=True), played)
+        for position, ready_s in reversed(self._order):
+            if recording.gradients[position] is not None:
+                token = _HandOut.apply(token, self._synchronizer.parameters[position], played, position, ready_s)
+        flagged = list(zip(output.tensors, output.needs_gradient, strict=True))
+        connected = iter(_Outputs.apply(token, *(tensor for tensor, needs in flagged if needs)))
+        tensors = [next(connected) if needs else tensor.clone() for tensor, needs in flagged]
+        for tensor, needs in zip(tensors, output.needs_gradient, strict=True):
+            if needs:
+                tensor.register_hook(played.begin)
+        return output.rebuilt(tensors)
+
+    # -- backward ------------------------------------------------------------------------------------
+
+    def backward_begins(self, timetable: Timetable | None) -> float:
+        """Waits for the end of the forward pass; returns the start of the backward pass."""
+        if self._in_backward:  # the second chain would run after the first and make every gradient late
+            raise InvalidInput("accelerators cannot be emulated: one backward pass goes through several forward passes of the model")
+        self._in_backward = True
+        if timetable is None or self._step_start_s is None:
+            return time.perf_counter()
+        return self._waits["forward"].until(self._step_start_s + timetable.forward_s)
+
+    def wait_in_backward(self, deadline_s: float) -> None:
+        self._waits["backward"].until(deadline_s)
+
+
+class _PlayedPass:
+    """One forward and backward pass that is played; `timetable` is None where its backward pass is not synchronized."""
+
+    def __init__(self, accelerator: EmulatedAccelerator, recording: Recording, timetable: Timetable | None) -> None:
+        self._accelerator, self._recording, self._timetable = accelerator, recording, timetable
+        self._start_s: float | None = None
+
+    def begin(self, gradient: Tensor) -> None:
+        """The first gradient of an output is there."""
+        if self._start_s is None:
+            self._start_s = self._accelerator.backward_begins(self._timetable)
+
+    def hand_out(self, position: int, ready_s: float) -> Tensor:
+        """A fresh copy, made before the wait, that the parameter may keep as its own."""
+        recorded = self._recording.gradients[position]
+        assert recorded is not None
+        gradient = recorded.clone()
+        self.wait(ready_s)
+        return gradient
+
+    def wait(self, after_s: float) -> None:
+        if self._timetable is not None and self._start_s is not None:
+            self._accelerator.wait_in_backward(self._start_s + after_s)
+
+    def end(self) -> None:
+        if self._timetable is not None:
+            self.wait(self._timetable.backward_s)
+
+
+class _Outputs(Function):
+    """(token, recorded tensors) -> copies of them. Backward: goes on with the chain, whatever the gradients are."""
+
+    @staticmethod
+    def forward(context: Any, token: Tensor, *recorded: Tensor) -> tuple[Tensor, ...]:
+        context.set_materialize_grads(False)
+        return tuple(tensor.clone() for tensor in recorded)
+
+    @staticmethod
+    @once_differentiable
+    def backward(context: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        return torch.zeros(()), *([None] * len(gradients))
+
+
+class _HandOut(Function):
+    """One link of the chain. Backward: the gradient of one parameter, at its time."""
+
+    @staticmethod
+    def forward(context: Any, token: Tensor, parameter: Tensor, played: _PlayedPass, position: int, ready_s: float) -> Tensor:
+        context.played, context.position, context.ready_s = played, position, ready_s
+        return token.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(context: Any, token: Tensor) -> tuple[Tensor | None, ...]:
+        return token, context.played.hand_out(context.position, context.ready_s), None, None, None
+
+
+class _End(Function):
+    """The last link. Backward: the pass takes as long as the profile says."""
+
+    @staticmethod
+    def forward(context: Any, token: Tensor, played: _PlayedPass) -> Tensor:
+        context.played = played
+        return token.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(context: Any, token: Tensor) -> tuple[None, None]:
+        context.played.end()
+        return None, None
+
+
+def _ready_order(names: tuple[str, ...], timetable: Timetable | None) -> tuple[tuple[int, float], ...]:
+    """(position of a parameter, ready_s), the first ready first; without a timetable in reverse definition order."""
+    if timetable is None:
+        return tuple((position, 0.0) for position in reversed(range(len(names))))
+    position_of = {name: position for position, name in enumerate(names)}
+    profiled = [name for name, _ in timetable.ready]
+    if set(profiled) != set(names):
+        differing = sorted(set(profiled) ^ set(names))
+        raise InvalidInput(
+            f"a profile must be of the running model, but they differ in {', '.join(differing[:3])}; leave --profile out to measure it"
+        )
+    return tuple((position_of[name], ready_s) for name, ready_s in timetable.ready)

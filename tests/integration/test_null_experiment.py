@@ -1,0 +1,161 @@
+"""The product's own measurements and comparison on real processes: equal plans stay equal, and 5 % are found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autotune.measurement import PairRule, compare, enough_pairs, fewest_values
+from autotune.records import CURRENT_SETUP, Comparison, Failed, FailureKind, Measured, Role, Stopped, TrialRequest
+from autotune.strategy_space.builders import per_variable, single_bucket
+from autotune.strategy_space.plan import Plan, plan
+from autotune.tuner import next_is_tuned
+from autotune.workload import Variable, Workload
+from runtime_rewriter.command import ScriptCommand
+from runtime_rewriter.worker import ProcessSupervisor, WorkerLost, free_port
+from runtime_rewriter.world import Launch, World
+
+SCRIPT = Path(__file__).parents[1] / "scripts" / "train_timed.py"
+RANKS = 2
+COMPARISONS = 20
+MODEL = Workload("Linear", (Variable("bias", (4,)), Variable("weight", (4, 16))))
+RULE = PairRule(confidence=0.95, precision=0.01, fewest=fewest_values(0.95), most=8)
+BLOCK = TrialRequest(0, CURRENT_SETUP, Role.AB, warmup_steps=1, timed_steps=4)
+TRIAL = TrialRequest(0, CURRENT_SETUP, Role.REFERENCE, warmup_steps=1, timed_steps=6, most_steps=18, precision=1e-6)
+
+
+class LocalPlacement:
+    """Implements `Placement` for ranks that are child processes of this one: a cluster without Ray."""
+
+    def __init__(self, script: Path, words: tuple[str, ...], directory: Path, supervisor: Callable[[], ProcessSupervisor]) -> None:
+        self._script, self._words, self._directory = script, words, directory
+        self.workers = [supervisor() for _ in range(RANKS)]
+        self._threads = ThreadPoolExecutor(RANKS)
+
+    @property
+    def hosts(self) -> tuple[tuple[str, int], ...]:
+        return (("here", RANKS),)
+
+    def launch(self) -> Launch:
+        port = free_port(0, 0, "127.0.0.1")
+        shared = {"WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+        environments = tuple({**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"} for rank in range(RANKS))
+        command = ScriptCommand(str(self._script), self._words, False, RANKS)
+        return Launch(command, environments, str(self._directory), tuple(str(self._directory / f"rank{rank}.log") for rank in range(RANKS)))
+
+    def poll(self, timeout_s: float) -> list[list[dict[str, Any]]]:
+        return list(self._threads.map(lambda worker: worker.poll(timeout_s), self.workers))
+
+    def release(self) -> None:
+        for worker in self.workers:
+            worker.stop()
+        self._threads.shutdown()
+
+
+@pytest.fixture
+def make_world(tmp_path: Path) -> Iterator[Callable[..., World]]:
+    made: list[World] = []
+
+    def make(*words: str, script: Path = SCRIPT, supervisor: Callable[[], ProcessSupervisor] = ProcessSupervisor) -> World:
+        made.append(World(lambda: LocalPlacement(script, words, tmp_path, supervisor), step_timeout_s=30.0, start_timeout_s=60.0))
+        return made[-1]
+
+    yield make
+    for world in made:
+        world.close()
+
+
+def compared(world: World, tuned: Plan | None, current: Plan | None, rule: PairRule = RULE) -> Comparison:
+    """The closing comparison as the tuner runs it: ABBA blocks, until there are enough pairs."""
+    mine: list[Measured] = []
+    other: list[Measured] = []
+    while len(mine) != len(other) or enough_pairs(mine, other, rule) is None:
+        is_tuned = next_is_tuned(len(mine), len(other))
+        block = world.run_trial(BLOCK, tuned if is_tuned else current)
+        assert isinstance(block, Measured), block
+        (mine if is_tuned else other).append(block)
+    return compare(mine, other, rule.confidence)
+
+
+@pytest.mark.slow
+def test_one_plan_under_two_names_is_called_different_at_most_at_the_stated_rate(make_world) -> None:
+    # Each interval of 95 % leaves out the ratio 1 with a probability of at most 5 %. That more than 5 of 20 do has a
+    # probability of 0.0003: sum over k > 5 of C(20, k) 0.05^k 0.95^(20 - k). Of exports (2.5 %), more than 4: 0.0001.
+    world = make_world()
+    one, other = plan(single_bucket(MODEL), MODEL, RANKS), plan(single_bucket(MODEL), MODEL, RANKS)
+    found = [compared(world, one, other) for _ in range(COMPARISONS)]
+    different = [c for c in found if c.high < 1 or c.low > 1]
+    exported = [c for c in found if c.high < 1]
+    assert len(different) <= 5, different
+    assert len(exported) <= 4, exported
+    assert world.restarts == 0
+
+
+@pytest.mark.slow
+def test_a_planted_difference_of_5_percent_is_found(make_world) -> None:
+    # The slow plan sends one message and the fast one two: what their own difference may be, it hides the planted one.
+    fast, slow = plan(per_variable(MODEL), MODEL, RANKS), plan(single_bucket(MODEL), MODEL, RANKS)
+    # Longer steps than above: what a busy machine adds to a wait is some milliseconds, however long the wait is. A quiet
+    # machine needs the fewest pairs; only a very busy one the most.
+    world = make_world("--wait-s", "0.1", "--slow-plan", slow.id, "--factor", "1.05")
+    comparison = compared(world, fast, slow, replace(RULE, most=40))
+    assert comparison.high < 1
+    assert 0.9 < comparison.ratio < 1
+
+
+def test_a_trial_takes_further_steps_on_all_ranks_until_it_is_precise_or_has_taken_the_most(make_world) -> None:
+    world = make_world()
+    wanted = plan(single_bucket(MODEL), MODEL, RANKS)
+    capped = world.run_trial(TRIAL, wanted)
+    assert isinstance(capped, Measured)
+    assert capped.stopped is Stopped.CAP and [len(row) for row in capped.step_s] == [18, 18]
+    assert capped.gradient_error == 0.0
+    precise = world.run_trial(replace(TRIAL, precision=10.0), wanted)
+    assert isinstance(precise, Measured) and precise.stopped is Stopped.PRECISE and len(precise.slowest_s) == 6
+    losing = world.run_trial(replace(TRIAL, losing_s=0.001), None)
+    assert isinstance(losing, Measured) and losing.stopped is Stopped.LOSING and len(losing.slowest_s) == 6
+    fixed = world.run_trial(replace(TRIAL, most_steps=0), None)
+    assert isinstance(fixed, Measured) and fixed.stopped is None and len(fixed.slowest_s) == 6
+    assert world.restarts == 0
+
+
+def test_a_script_that_ends_between_two_batches_keeps_what_was_measured(make_world) -> None:
+    world = make_world("--steps", "12")
+    ended = world.run_trial(TRIAL, plan(single_bucket(MODEL), MODEL, RANKS))
+    assert isinstance(ended, Measured)
+    assert ended.stopped is Stopped.ENDED and len(ended.slowest_s) == 6
+    assert isinstance(world.run_trial(replace(TRIAL, most_steps=0), None), Measured)
+
+
+def test_a_crash_during_further_steps_is_the_trials_failure(make_world, tmp_path) -> None:
+    words = ("--fault", "crash", "--fault-step", "15", "--fault-file", str(tmp_path / "crashed"))
+    world = make_world(*words, script=SCRIPT.with_name("train_small.py"))
+    failed = world.run_trial(TRIAL, None)
+    assert isinstance(failed, Failed) and failed.kind is FailureKind.CRASH and "planted crash" in failed.message
+    assert isinstance(world.run_trial(TRIAL, None), Measured)
+    assert world.restarts == 1
+
+
+@pytest.mark.parametrize(("losses", "measured"), [(1, True), (2, False)])
+def test_a_worker_lost_during_further_steps_starts_the_trial_once_more(make_world, losses, measured) -> None:
+    left = [losses]
+
+    class Frail(ProcessSupervisor):
+        def instruct(self, message: dict[str, Any]) -> None:
+            if message["do"] == "more" and left[0] > 0:
+                left[0] -= 1
+                raise WorkerLost("its machine is gone")
+            super().instruct(message)
+
+    world = make_world(supervisor=Frail)
+    outcome = world.run_trial(TRIAL, None)
+    if measured:
+        assert isinstance(outcome, Measured) and len(outcome.slowest_s) == 18
+    else:
+        assert isinstance(outcome, Failed) and "a worker was lost, and again on other workers: its machine is gone" in outcome.message
+    assert world.restarts == 1

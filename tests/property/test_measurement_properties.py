@@ -1,0 +1,70 @@
+"""What holds for any step times, however they came about."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autotune.measurement import (
+    PairRule,
+    changed_within,
+    enough_pairs,
+    further_steps,
+    median_interval,
+    neighbour_noise,
+    reference_tolerance,
+    stop_reason,
+)
+from autotune.records import Measured, Role, TrialRequest
+
+SECONDS = st.floats(1e-4, 100.0)
+TIMES = st.lists(SECONDS, min_size=6, max_size=40)
+
+
+@settings(max_examples=60, deadline=None)
+@given(TIMES, st.sampled_from([0.5, 2.0, 1024.0]))
+def test_the_relative_interval_does_not_depend_on_the_unit_of_time(times, factor):
+    interval, scaled = median_interval(times), median_interval([factor * value for value in times])
+    assert interval is not None and scaled is not None
+    assert interval.low <= interval.middle <= interval.high and interval.middle == float(np.median(times))
+    assert scaled.half_width == pytest.approx(interval.half_width, rel=1e-6, abs=1e-12)
+
+
+@settings(max_examples=60, deadline=None)
+@given(TIMES, st.integers(1, 12), st.integers(0, 40), st.floats(0.001, 1.0), st.none() | SECONDS, st.integers(0, 40))
+def test_a_trial_never_exceeds_its_cap_and_says_why_it_ended(times, batch, most, precision, losing_s, left_out):
+    request = TrialRequest(0, "strategy", Role.CANDIDATE, 2, batch, most_steps=most, precision=precision, losing_s=losing_s)
+    outcome = Measured((tuple(times),), left_out=left_out)
+    steps = further_steps(request, outcome)
+    assert 0 <= steps <= batch
+    assert steps == 0 or len(times) + left_out + steps <= most
+    assert (steps == 0) == (stop_reason(request, outcome) is not None or most == 0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(TIMES)
+def test_a_change_looks_the_same_backwards_when_the_trial_has_whole_quarters(times):
+    times = times[: len(times) // 4 * 4]
+    assert changed_within(Measured((tuple(times),))) == changed_within(Measured((tuple(reversed(times)),)))
+    assert neighbour_noise(times) == pytest.approx(neighbour_noise(times[::-1]))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(SECONDS, max_size=20), st.floats(0.001, 1.0))
+def test_the_tolerance_never_exceeds_the_deviation_that_was_asked_for(references_s, deviation):
+    assert 0 < reference_tolerance(references_s, deviation) <= deviation
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.floats(-0.5, 0.5), min_size=6, max_size=20), st.data())
+def test_swapping_the_sides_of_any_pair_never_makes_a_comparison_precise(logs, data):
+    rule = PairRule(0.95, 0.02, 6, 10_000)  # so many looks that none can be a clear loss
+    signs = data.draw(st.lists(st.sampled_from([-1, 1]), min_size=len(logs), max_size=len(logs)))
+    current = [Measured(((1.0,),))] * len(logs)
+    first = [Measured(((math.exp(value),),)) for value in logs]
+    second = [Measured(((math.exp(sign * value),),)) for sign, value in zip(signs, logs, strict=True)]
+    assert enough_pairs(first, current, rule) == enough_pairs(second, current, rule)

@@ -1,0 +1,135 @@
+"""The framework-free part of emulated accelerators: what they wait for, how late they are told to be, and what travels."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autotune.errors import InvalidInput
+from autotune.records import Accelerators, Conditions, Network
+from autotune.workload import Variable, Workload
+from runtime_rewriter.emulation import Waiter, timetable_of, travelling
+from runtime_rewriter.scheduling import step_down, take_round_robin, wants_round_robin
+
+WORKLOAD = Workload(
+    "Net", (Variable("b", (2,), ready_s=0.1), Variable("a", (3,), ready_s=0.3)), forward_s=0.5, backward_s=0.4, update_s=0.2
+)
+
+
+def test_a_timetable_holds_the_times_of_its_workload_in_ready_order() -> None:
+    timetable = timetable_of(WORKLOAD)
+    assert timetable.ready == (("b", 0.1), ("a", 0.3))
+    assert timetable.compute_s == pytest.approx(WORKLOAD.compute_s)
+
+
+@pytest.mark.parametrize(
+    ("changes", "rule"),
+    [
+        ({"variables": (Variable("b", (2,)), Variable("a", (3,)))}, "need ready_s of every variable, but .* none for 'b' and 1 more"),
+        ({"backward_s": 0.2}, "none after backward_s, but 'a' is ready after 0.3 s"),
+        ({"variables": tuple(reversed(WORKLOAD.variables))}, "must stand in the order .* 'a' is ready after 0.3 s and 'b' after 0.1 s"),
+        ({"backward_s": 0.0}, "backward_s of a profile must be finite and above 0, but is 0.0"),
+        ({"forward_s": -1.0}, "forward_s is -1.0"),
+        ({"update_s": math.inf}, "update_s is inf"),
+    ],
+)
+def test_a_profile_without_usable_times_is_refused_with_the_rule(changes: dict[str, object], rule: str) -> None:
+    with pytest.raises(InvalidInput, match=rule):
+        timetable_of(replace(WORKLOAD, **changes))
+
+
+def test_a_wait_ends_at_its_time_and_lateness_is_kept_until_restart() -> None:
+    waiter = Waiter()
+    start_s = time.perf_counter()
+    assert waiter.until(start_s + 0.02) == start_s + 0.02 and time.perf_counter() >= start_s + 0.02
+    assert waiter.late_s == 0.0
+    assert waiter.until(start_s - 1.0) > start_s and waiter.late_s >= 1.0
+    waiter.until(start_s)
+    assert waiter.late_s >= 1.0, "the largest one"
+    waiter.restart()
+    assert waiter.late_s == 0.0
+
+
+@given(elements=st.integers(0, 10_000), byte_scale=st.floats(1.0, 1000.0), ranks=st.integers(1, 9))
+def test_what_travels_is_the_smallest_multiple_that_holds_one_part_in_k(elements: int, byte_scale: float, ranks: int) -> None:
+    padded = -(-elements // ranks) * ranks
+    sizes = [size for size in range(0, padded + 1, ranks) if size >= padded / byte_scale]
+    assert travelling(padded, byte_scale, ranks) == sizes[0]
+
+
+@pytest.mark.parametrize(
+    ("network", "accelerators", "ranks", "cores", "wanted"),
+    [
+        (Network.LOOPBACK, Accelerators.EMULATED, 8, 2, True),
+        (Network.EMULATED, Accelerators.EMULATED, 2, 2, True),
+        (Network.LOOPBACK, Accelerators.REAL, 2, 2, False),
+        (Network.EMULATED, Accelerators.REAL, 2, 3, True),
+        (Network.HOSTS, Accelerators.EMULATED, 1, 64, False),
+        (Network.HOSTS, Accelerators.REAL, 1, 64, False),
+    ],
+)
+def test_round_robin_is_wanted_where_ranks_wait_or_leave_a_core_free(
+    network: Network, accelerators: Accelerators, ranks: int, cores: int, wanted: bool
+) -> None:
+    assert wants_round_robin(Conditions(network, accelerators), ranks, cores) is wanted
+
+
+def in_a_child(action: str) -> int:
+    """Exit status of a fork that does `action`; the test's own process keeps its policy."""
+    child = os.fork()
+    if child == 0:
+        status = 9
+        try:
+            status = ACTIONS[action]()
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def take_and_step_down() -> int:
+    ready, asked = threading.Event(), threading.Event()
+    policies: list[int] = []
+
+    def earlier() -> None:
+        ready.set()
+        asked.wait(5)
+        policies.append(os.sched_getscheduler(0))
+
+    thread = threading.Thread(target=earlier)
+    thread.start()
+    ready.wait(5)
+    if not take_round_robin():
+        return 3
+    asked.set()
+    thread.join()
+    if policies != [os.SCHED_RR] or os.sched_getscheduler(0) != os.SCHED_RR:
+        return 1
+    return 0 if step_down() and os.sched_getscheduler(0) == os.SCHED_OTHER and not step_down() else 2
+
+
+def refused() -> int:
+    os.setuid(65534)
+    return 0 if not take_round_robin() and os.sched_getscheduler(0) == os.SCHED_OTHER else 1
+
+
+ACTIONS = {"take": take_and_step_down, "refused": refused}
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_every_thread_of_a_process_takes_round_robin_scheduling_and_steps_down_again() -> None:
+    status = in_a_child("take")
+    if status == 3:
+        pytest.skip("round-robin scheduling is not permitted here")
+    assert status == 0
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become somebody who is not permitted")
+def test_a_process_that_may_not_take_round_robin_scheduling_goes_on_without() -> None:
+    assert in_a_child("refused") == 0

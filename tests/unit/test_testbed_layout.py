@@ -1,0 +1,161 @@
+"""A testbed's layout and commands follow from the cluster file alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from autotune.cluster import Cluster, Host, PairLink
+from autotune.errors import EmulationUnavailable, InvalidInput
+from autotune.testbed.build import FRAMING, frame_bytes, network_commands
+from autotune.testbed.layout import Means, Method, address, lay_out, mac, safe_name, safe_names
+from autotune.testbed.processes import Process
+from autotune.testbed.state import Namespace, Recorded, States
+
+ALL = Means(netem=True, filters=True, tun=True, cubic=True)
+NONE = Means(netem=False, filters=False, tun=False, cubic=False)
+GBIT = 1.25e8
+
+
+def host(name: str, gbit: float = 1.0, latency_s: float = 5e-5, inner: float = 1e10, inner_latency_s: float = 5e-6) -> Host:
+    return Host(name, 1, gbit * GBIT, latency_s, inner, inner_latency_s)
+
+
+def lines(cluster: Cluster, means: Means = ALL, **options: float) -> list[str]:
+    return [" ".join(command) for command in network_commands(lay_out(cluster, means, **options))]
+
+
+def test_both_directions_of_a_host_have_its_rate_with_framing_on_top() -> None:
+    made = lines(Cluster("c", (host("a"), host("b", 0.25))))
+    for namespace, device, gbit in [
+        ("autotune.c.a", "eth0", 1),
+        ("autotune.c", "p0", 1),
+        ("autotune.c.b", "eth0", 0.25),
+        ("autotune.c", "p1", 0.25),
+    ]:
+        rate = round(gbit * 1e9 * FRAMING)
+        assert any(
+            f"tc -n {namespace} class add dev {device} parent 1: classid 1:1 htb rate {rate}bit ceil {rate}bit" in line for line in made
+        )
+
+
+def test_a_byte_scale_divides_every_rate_the_inner_ones_too() -> None:
+    cluster = Cluster("c", (host("a"), host("b")), (PairLink(("a", "b"), 0.5 * GBIT, 5e-5),))
+    plain, scaled = lay_out(cluster, ALL), lay_out(cluster, ALL, byte_scale=8)
+    assert scaled.hosts[0].link_bytes_per_s == plain.hosts[0].link_bytes_per_s / 8
+    assert scaled.hosts[0].lanes[0].link_bytes_per_s == plain.hosts[0].lanes[0].link_bytes_per_s / 8
+    assert plain.hosts[0].inner_bytes_per_s == 0 and scaled.hosts[0].inner_bytes_per_s == 1e10 / 8
+
+
+def test_a_scale_below_one_is_refused() -> None:
+    with pytest.raises(InvalidInput, match=r"--byte-scale must be at least 1, but is 0.5"):
+        lay_out(Cluster("c", (host("a"),)), ALL, byte_scale=0.5)
+
+
+def test_a_slower_pair_is_a_class_inside_its_interface_and_a_faster_one_beside_it() -> None:
+    slow = lines(Cluster("c", (host("a"), host("b")), (PairLink(("a", "b"), 0.1 * GBIT, 5e-5),)))
+    assert any(
+        "autotune.c.a class add dev eth0 parent 1:1 classid 1:10 htb" in line and f"ceil {round(1e8 * FRAMING)}bit" in line for line in slow
+    )
+    assert any("dst 10.77.0.2/32 flowid 1:10" in line for line in slow)
+    assert not any("dev p1" in line and "filter" in line for line in slow)
+    fast = lines(Cluster("c", (host("a"), host("b")), (PairLink(("a", "b"), 4 * GBIT, 5e-5),)))
+    assert any("autotune.c.a class add dev eth0 parent 1: classid 1:10 htb" in line for line in fast)
+    assert any("autotune.c filter add dev p1" in line and "src 10.77.0.1/32" in line for line in fast)
+
+
+def test_guaranteed_rates_of_classes_never_exceed_their_interface() -> None:
+    links = tuple(PairLink(("a", other), 0.9 * GBIT, 5e-5) for other in "bcd")
+    made = lines(Cluster("c", tuple(host(name) for name in "abcd"), links))
+    rates = [int(line.split(" rate ")[1].split("bit")[0]) for line in made if "autotune.c.a class add dev eth0 parent 1:1 " in line]
+    assert len(rates) == 4 and sum(rates) <= round(1e9 * FRAMING) + len(rates)
+
+
+@pytest.mark.parametrize(
+    ("latency_s", "means", "method"),
+    [
+        (1e-4, NONE, Method.SWITCH),  # what namespaces have anyway
+        (1e-3, ALL, Method.NETEM),
+        (1e-3, Means(netem=False, filters=True, tun=True, cubic=True), Method.RELAY),
+    ],
+)
+def test_latency_takes_the_simplest_means_that_the_kernel_has(latency_s: float, means: Means, method: Method) -> None:
+    layout = lay_out(Cluster("c", (host("a", latency_s=latency_s), host("b"))), means)
+    assert layout.method is method
+    assert layout.added_latency_s(0, 1) == layout.added_latency_s(1, 0) == (latency_s if latency_s > 1e-4 else 0.0)
+
+
+def test_with_netem_each_latency_has_its_own_queue() -> None:
+    cluster = Cluster("c", (host("a", latency_s=1e-3), host("b"), host("c"), host("d")), (PairLink(("a", "b"), GBIT, 3e-3),))
+    made = [line for line in lines(cluster) if "autotune.c.a qdisc" in line]
+    assert any("parent 1:2 netem delay 1000us" in line for line in made) and any("parent 1:10 netem delay 3000us" in line for line in made)
+    back = [line for line in lines(cluster) if "autotune.c.c qdisc" in line]
+    assert any("parent 1:2 bfifo" in line for line in back) and any("parent 1:10 netem delay 1000us" in line for line in back)
+
+
+def test_pairs_without_filters_go_through_the_relay_unless_they_are_faster_than_their_interface() -> None:
+    means = Means(netem=False, filters=False, tun=True, cubic=True)
+    assert lay_out(Cluster("c", (host("a"), host("b")), (PairLink(("a", "b"), 0.1 * GBIT, 5e-5),)), means).method is Method.RELAY
+    with pytest.raises(EmulationUnavailable, match="faster than the interface of 'a', which needs tc's u32 filter"):
+        lay_out(Cluster("c", (host("a"), host("b")), (PairLink(("a", "b"), 2 * GBIT, 2e-4),)), means)
+
+
+def test_what_the_kernel_cannot_do_is_refused_with_the_reason() -> None:
+    with pytest.raises(EmulationUnavailable, match="latencies above 100 us need netem or TAP devices"):
+        lay_out(Cluster("c", (host("a", latency_s=1e-3), host("b"))), NONE)
+    with pytest.raises(EmulationUnavailable, match="inner_latency of 'a' must be at most 100 us, but is 1 ms"):
+        lay_out(Cluster("c", (host("a", inner_latency_s=1e-3),)), ALL)
+
+
+def test_names_are_safe_unique_and_lasting() -> None:
+    assert safe_names(("c/1", "c-1", "c 1", "ok")) == ("c-1-2", "c-1", "c-1-3", "ok")
+    assert safe_name("../..") == "host" and len(safe_name("x" * 300)) <= 32
+    assert safe_name("x" * 300) != safe_name("x" * 301)
+    many = safe_names(tuple("y" * 40 + "é" * number for number in range(1, 30)))
+    assert len(set(many)) == 29 and all(len(name) <= 32 for name in many)
+    with pytest.raises(InvalidInput, match=r"1 to 32 letters, digits and '-', but is 'a\.b'"):
+        lay_out(Cluster("c", (host("a"),)), ALL, name="a.b")
+
+
+def test_no_host_can_have_the_switchs_namespace_or_anothers_address() -> None:
+    layout = lay_out(Cluster("c", tuple(host(f"h{number}") for number in range(600))), ALL)
+    assert len(set(layout.namespaces)) == 601
+    addresses = [address(number) for number in range(600)]
+    assert len(set(addresses)) == 600 and len({mac(number) for number in range(600)}) == 600
+    assert all(int(part) < 255 for text in addresses for part in text.split("."))
+
+
+def test_slow_links_get_small_frames_and_a_link_beyond_the_machine_gets_a_note() -> None:
+    assert frame_bytes(10 * GBIT) == 65536 and frame_bytes(0.1 * GBIT) < 7000 and frame_bytes(1.0) == 3028
+    assert not lay_out(Cluster("c", (host("a", 10.0),)), ALL).notes
+    assert "links of a are faster than the 10 Gbit/s" in lay_out(Cluster("c", (host("a", 100.0),)), ALL).notes[0]
+    assert not lay_out(Cluster("c", (host("a", 100.0),)), ALL, byte_scale=10).notes
+
+
+def test_a_state_file_gives_back_the_record_and_a_partial_one_is_not_seen(tmp_path: Path) -> None:
+    layout = lay_out(Cluster("c", (host("a"), host("b", 4.0)), (PairLink(("a", "b"), 2 * GBIT, 5e-5),)), ALL)
+    states, record = States(tmp_path), Recorded(layout, Process.current(), True, tuple(Namespace(name) for name in layout.namespaces))
+    states.write(record)
+    (tmp_path / "d.partial").write_text("{")
+    assert states.all() == (record,) and states.read("absent") is None
+    (tmp_path / "e.json").write_text('{"schema": 99}')
+    with pytest.raises(InvalidInput, match="reads testbed schema 1, but the file has 99"):
+        states.all()
+
+
+def test_a_dead_owner_or_maker_leaves_leftovers_and_a_living_one_none() -> None:
+    layout = lay_out(Cluster("c", (host("a"),)), ALL)
+    me, dead = Process.current(), Process(Process.current().pid, 1)  # the same id, another start: somebody else
+
+    def left_over(maker: Process, owned: bool, complete: bool) -> bool:
+        return Recorded(layout, maker, owned, (), complete).left_over
+
+    assert not any(left_over(me, owned, complete) for owned in (True, False) for complete in (True, False))
+    assert left_over(dead, True, True) and left_over(dead, True, False) and left_over(dead, False, False)
+    assert not left_over(dead, False, True), "made by `testbed up`, it stays"
+
+
+def test_a_name_that_is_a_path_names_no_testbed(tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text("{")
+    assert States(tmp_path / "inner").read("../x") is None
