@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 BUDGET ?= 5min
 WORKERS ?= 2
 EXAMPLE ?= examples/resnet_digits.py
+CLUSTER ?= examples/clusters/four_hosts.yaml
+ACCELERATORS ?= emulated
 
 .PHONY: setup tune test lint clean
 
@@ -15,9 +17,14 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[tune,dev]'
 	touch $@
 
-# Long enough an example that it does not end within the budget; an ended script is started again all the same.
+# On four emulated hosts where this machine can (root, Linux), else on its loopback. Long enough an example that it does not end
+# within the budget; an ended script is started again all the same.
 tune: setup
-	$(BIN)/autotune tune --budget-time $(BUDGET) -- torchrun --nproc-per-node $(WORKERS) $(EXAMPLE) --epochs 1000
+	@if $(BIN)/autotune testbed check; then \
+	  set -x; $(BIN)/autotune tune --budget-time $(BUDGET) --testbed $(CLUSTER) --accelerators $(ACCELERATORS) -- python $(EXAMPLE) --epochs 1000; \
+	else \
+	  set -x; $(BIN)/autotune tune --budget-time $(BUDGET) -- torchrun --nproc-per-node $(WORKERS) $(EXAMPLE) --epochs 1000; \
+	fi
 
 lint: setup
 	$(BIN)/ruff check .

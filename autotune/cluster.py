@@ -155,7 +155,8 @@ class LinkFit:
     """Measured one-way cost of a host's own link, or (`inside`) of the one between two of its devices.
 
     A link shows itself as far as the other end is no slower: of the fastest host it is what the second fastest lets through.
-    `relative_error` and `spread` as in `CollectiveFit`; `probes` counts the pairs of hosts that told.
+    `relative_error`: the largest of |fitted - measured| / measured over the large messages; `spread` as in `CollectiveFit`;
+    `probes` counts the pairs of hosts that told.
     """
 
     __pydantic_config__ = {"extra": "forbid"}

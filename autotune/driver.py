@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from autotune.cluster import Cluster, CollectiveFit
+from autotune.cluster import Cluster, CollectiveFit, Host
 from autotune.errors import LaunchError
 from autotune.events import Event, Profiled, Proposed, TrialFinished
 from autotune.history import History
 from autotune.job import JobSpec
-from autotune.records import CURRENT_SETUP, Accelerators, Conditions, Decision, Failed, Measured, TrialRequest
+from autotune.records import CURRENT_SETUP, Accelerators, Conditions, Decision, Failed, Measured, Network, TrialRequest
 from autotune.sampler.proposer import Proposer
 from autotune.store import Store
 from autotune.strategy_space.plan import Plan, plan
@@ -88,7 +88,10 @@ def _execute(
 ) -> Profiled | Proposed | TrialFinished:
     if isinstance(instruction, ProfileWorkload):
         measured = world.profile()
-        return Profiled(measured.workload, probed(spec.cluster, measured), 0.0, measured.software)
+        emulated = spec.conditions.accelerators is Accelerators.EMULATED
+        workload = replace(measured.workload, threads=0) if emulated else measured.workload  # waits take no core from messages
+        one_machine = spec.conditions.network is not Network.HOSTS
+        return Profiled(workload, probed(spec.cluster, measured, one_machine), 0.0, measured.software)
     if isinstance(instruction, Propose):
         return proposer.propose(history, instruction.round, instruction.count)
     request = instruction.request
@@ -110,11 +113,11 @@ def plan_of(strategy_id: str, spec: JobSpec, history: History) -> Plan | None:
     return plan(history.proposals[strategy_id].strategy, history.profiled.workload, spec.workers)
 
 
-def probed(cluster: Cluster, measured: MeasuredProfile) -> Cluster:
+def probed(cluster: Cluster, measured: MeasuredProfile, one_machine: bool) -> Cluster:
     """The cluster with its fitted costs, and the cores of a host where nobody counted them.
 
     A cluster that was only assumed becomes the hosts that the ranks are really on, with the bandwidth that the ring of
-    all ranks showed; a cluster file's hosts and bandwidths stay.
+    all ranks showed; a cluster file's hosts and bandwidths stay. Hosts that are emulated on `one_machine` share its cores.
     """
     ring = cluster.with_fits(measured.fits).fit("all_reduce", cluster.world_size)
     if cluster == Cluster.local(cluster.world_size) and ring is not None and ring.beta_s_per_byte > 0:
@@ -125,7 +128,12 @@ def probed(cluster: Cluster, measured: MeasuredProfile) -> Cluster:
             replace(known, name=name, devices=ranks, link_bytes_per_s=speed, inner_bytes_per_s=speed) for name, ranks in measured.hosts
         )
         cluster = replace(cluster, hosts=found if len(found) > 1 else (replace(found[0], name=known.name),))
-    cluster = replace(cluster, hosts=tuple(replace(host, cores=host.cores or measured.cores) for host in cluster.hosts))
+
+    def cores(host: Host) -> int:
+        share = host.devices / cluster.world_size if one_machine else 1.0
+        return host.cores or max(1, int(measured.cores * share)) * (measured.cores > 0)
+
+    cluster = replace(cluster, hosts=tuple(replace(host, cores=cores(host)) for host in cluster.hosts))
     return cluster.with_fits(measured.fits)
 
 

@@ -10,7 +10,7 @@ import sys
 import time
 
 PORT = 7777
-SETTLE_S = 0.5  # slow start, and the first burst of an idle shaper
+SETTLE_S = 1.5  # slow start; longer where acknowledgements wait behind another stream
 WAIT_S = 20.0
 CHUNK_BYTES = 2**20
 

@@ -10,16 +10,15 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from autotune.profiling.host_links import Pair, PairCost, first_rounds, last_rounds, own_links
-from autotune.profiling.link_fit import fit_curve, spread_of, uncertainty_of
+from autotune.profiling.host_links import Pair, PairCost, first_rounds, last_rounds, own_links, pair_cost
 from runtime_rewriter.probe_groups import firsts
 from runtime_rewriter.probed_link import ProbedLink
 from runtime_rewriter.torch_collectives import Device, Ranks
 
-LINK_BYTES = tuple(2**power for power in (12, 16, 19, 21, 23))  # 4 KiB .. 8 MiB
+LINK_BYTES = tuple(2**power for power in (6, 12, 16, 19, 21, 23))  # 64 B .. 8 MiB
 REPEATS = 9
 SLOW_REPEATS = 3
-SLOW_S = 0.1
+SLOW_S = 0.02
 """A message that takes longer is repeated `SLOW_REPEATS` times only."""
 
 Grant = Callable[[float, int, float], float]
@@ -70,7 +69,9 @@ class PairProbe:
             sizes.append(size)
             series.append(seconds)
             expected_s = max(median(row) for row in seconds) * LINK_BYTES[min(len(sizes), len(LINK_BYTES) - 1)] / size
-        return [_cost(sizes, [seconds[number] for seconds in series]) for number in range(len(pairs))]
+        if len(sizes) < 2:
+            return [None] * len(pairs)
+        return [pair_cost(sizes, [seconds[number] for seconds in series]) for number in range(len(pairs))]
 
     def _ping_pong(self, pairs: list[Pair], size_bytes: int, repeats: int) -> list[list[float]]:
         """One-way seconds of every repeat, shape (pairs, repeats); one more runs first, untimed."""
@@ -92,14 +93,3 @@ class PairProbe:
         dist.all_reduce(seconds, group=self._world.control)
         found: list[list[float]] = seconds.tolist()
         return found
-
-
-def _cost(sizes: list[int], repeats: list[list[float]]) -> PairCost | None:
-    if len(sizes) < 2:
-        return None
-    spreads = [spread_of(row) for row in repeats]
-    uncertainty = [uncertainty_of(spread, len(row)) for spread, row in zip(spreads, repeats, strict=True)]
-    curve = fit_curve(sizes, [median(row) for row in repeats], uncertainty)
-    if curve.beta_s_per_byte <= 0:
-        return None
-    return PairCost(1 / curve.beta_s_per_byte, curve.alpha_s, curve.relative_error, median(spreads))

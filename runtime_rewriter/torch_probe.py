@@ -36,7 +36,9 @@ from runtime_rewriter.torch_collectives import Device, Ranks
 SIZES_BYTES = tuple(2**power for power in range(12, 25, 2))  # 4 KiB .. 16 MiB
 BETWEEN_BYTES = (*(2**power for power in range(13, 25, 2)), 2**25, 2**26)
 """What a long probe adds: the sizes between, and up to 64 MiB."""
-LOADED_BYTES = tuple(2**power for power in (16, 18, 20, 22, 24))
+LOADED_BYTES = tuple(2**power for power in (16, 18, 20, 22))
+FEWEST_SIZES, FEWEST_LOADED_SIZES = 2, 3
+"""Under load a line through two points says more about the scheduler than about the link."""
 FEWEST_REPEATS = 3
 BATCH_REPEATS = 5
 MOST_REPEATS = 40
@@ -97,7 +99,8 @@ def probe_links(
     """
 
     def measure(prober: _Prober) -> tuple[CollectiveFit, ...]:
-        prober.run_pass(prober.series(EVERYWHERE), SIZES_BYTES, 0.8)
+        prober.run_pass(prober.series(EVERYWHERE, prober.groups[:1]), SIZES_BYTES, 0.55)
+        prober.run_pass(prober.series(EVERYWHERE, prober.groups[1:]), SIZES_BYTES, 0.85)
         prober.repair(1.0)
         return prober.fits()
 
@@ -111,11 +114,13 @@ def probe_cluster(
 
     def measure(prober: _Prober) -> ProbeResult:
         links = PairProbe(prober.world, prober.device, prober.grant, byte_scale).probe(layout(prober.world.size, devices), 0.15, said)
-        everything = prober.series(EVERYWHERE) + prober.series(("gather", "scatter"), worlds_only=True)
-        prober.run_pass(everything, SIZES_BYTES, 0.55)
+        world, others = prober.groups[:1], prober.groups[1:]
+        first = prober.series(EVERYWHERE, world)
+        prober.run_pass(first, SIZES_BYTES, 0.4)
+        prober.run_pass(prober.series(EVERYWHERE, others) + prober.series(("gather", "scatter"), world), SIZES_BYTES, 0.6)
         with Load(prober.device.device) as load:
-            prober.run_pass(prober.series(UNDER_LOAD, worlds_only=True, loaded=True), LOADED_BYTES, 0.75, load)
-        prober.run_pass(everything, BETWEEN_BYTES, 0.9)
+            prober.run_pass(prober.series(UNDER_LOAD, world, loaded=True), LOADED_BYTES, 0.78, load)
+        prober.run_pass(first + prober.series(EVERYWHERE, others), BETWEEN_BYTES, 0.9)
         prober.repair(1.0)
         return ProbeResult(prober.fits(), links)
 
@@ -152,9 +157,8 @@ class _Prober:
         self._start_s, self._budget_s = time.perf_counter(), budget_s
         self._points: dict[_Series, dict[int, _Point]] = {}
 
-    def series(self, primitives: Iterable[str], worlds_only: bool = False, loaded: bool = False) -> list[_Series]:
-        """The world's first: what is left out for want of time are the others."""
-        groups = self.groups[:1] if worlds_only else self.groups
+    def series(self, primitives: Iterable[str], groups: list[ProbeGroup], loaded: bool = False) -> list[_Series]:
+        """Every primitive on every group, group by group."""
         return [_Series(primitive, group, loaded) for group in groups for primitive in primitives]
 
     def grant(self, needed_s: float, open_points: int, end: float) -> float:
@@ -192,7 +196,8 @@ class _Prober:
                     self._points[one][size] = min(before, again, key=lambda point: point.seconds)
 
     def fits(self) -> tuple[CollectiveFit, ...]:
-        return tuple(_fit(one, points) for one, points in self._points.items() if len(points) >= 2)
+        found = self._points.items()
+        return tuple(_fit(one, points) for one, points in found if len(points) >= (FEWEST_LOADED_SIZES if one.loaded else FEWEST_SIZES))
 
     def _suspects(self, one: _Series) -> list[int]:
         sizes = sorted(self._points[one])

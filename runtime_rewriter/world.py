@@ -24,6 +24,7 @@ from autotune.workload import Workload
 from runtime_rewriter.answers import Answers, ScriptEnded, Silence
 from runtime_rewriter.command import ScriptCommand
 from runtime_rewriter.control import HEARTBEAT_S
+from runtime_rewriter.emulation import timetable_of
 from runtime_rewriter.probed_link import ProbedLink
 from runtime_rewriter.worker import Worker, WorkerLost
 
@@ -92,7 +93,8 @@ class Placement(Protocol):
 class World:
     """`place()` finds room for the workers; it is called again when a worker itself was lost.
 
-    Emulated accelerators wait as the `given_profile` says, or as rank 0 was measured to compute alone.
+    Emulated accelerators wait as the `given_profile` says, or as rank 0 was measured to compute alone. Raises `InvalidInput`
+    for a profile that cannot be waited for.
     """
 
     def __init__(
@@ -113,6 +115,8 @@ class World:
         self._model_id = ""
         self._emulated = accelerators is Accelerators.EMULATED
         self._given_profile = given_profile
+        if given_profile is not None:
+            timetable_of(given_profile)
         self._workload: Workload | None = None  # what the accelerators wait for once that is known
         self._round_robin = False
         self.restarts = -1

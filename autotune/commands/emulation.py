@@ -14,6 +14,7 @@ from autotune.job import JobFile
 from autotune.parsing import read_json
 from autotune.records import Accelerators, Conditions, Network
 from autotune.workload import Workload
+from runtime_rewriter.emulation import timetable_of
 from runtime_rewriter.scheduling import usable_cores, wants_round_robin
 
 
@@ -41,8 +42,11 @@ def read_setting(options: argparse.Namespace, file: JobFile | None) -> Setting:
     network = plainly if testbed is None else Network.EMULATED
     accelerators = Accelerators(_either("accelerators", options, file) or Accelerators.REAL)
     conditions = Conditions(network, accelerators, float(_either("byte_scale", options, file) or 1.0))
-    profile = _path("profile", options, file)
-    return Setting(cluster, conditions, Workload.from_data(read_json(profile), str(profile)) if profile else None)
+    path = _path("profile", options, file)
+    profile = Workload.from_data(read_json(path), str(path)) if path else None
+    if profile is not None:
+        timetable_of(profile)  # what cannot be waited for is told before anything starts
+    return Setting(cluster, conditions, profile)
 
 
 def scheduled(conditions: Conditions, workers: int) -> Conditions:

@@ -76,7 +76,7 @@ def placed_world(where: Where, cluster: Cluster, conditions: Conditions, ranks: 
 def _ray(where: Where, cluster: Cluster, conditions: Conditions, workers: int, say: Say) -> Iterator[tuple[RayCluster, tuple[str, ...]]]:
     """The connection, and the address of each of the cluster's hosts in it."""
     if conditions.network is not Network.EMULATED:
-        with _connected(RayPlace(where.address, where.shared_directory), workers) as ray:
+        with _connected(RayPlace(where.address, where.shared_directory, bare=where.bare), workers) as ray:
             yield ray, tuple(host.address for host in cluster.hosts)
         return
     say(f"building a testbed of {len(cluster.hosts)} hosts")

@@ -12,12 +12,21 @@ which every host meets another one find the fastest hosts, and then each of the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+import numpy as np
+
+from autotune.profiling.link_fit import spread_of
 
 Pair = tuple[int, int]
 
+LARGE_BYTES = 2**19
+"""Many times what a shaper or a socket buffer holds."""
+
 FIRST_ROUNDS = 7
+FLAT = 1e-6
+"""A line that rises by less than this share of the longest time is flat but for rounding."""
 NEARLY = 0.9
 """A host that shows so much of the fastest bandwidth counts as one of the fastest."""
 MAX_AT_ONCE = 8
@@ -26,12 +35,32 @@ MAX_AT_ONCE = 8
 
 @dataclass(frozen=True)
 class PairCost:
-    """One-way cost between two hosts, and how well the line fits it."""
+    """One-way cost between two hosts, how far the line is from a measured time at most, and the spread of the repeats."""
 
     bytes_per_s: float
     latency_s: float
     relative_error: float
     spread: float
+
+
+def pair_cost(sizes_bytes: Sequence[float], repeats_s: Sequence[Sequence[float]]) -> PairCost | None:
+    """From the one-way times of messages of ascending sizes; None where larger messages took no longer.
+
+    The bandwidth is that of the line through the large messages (of `LARGE_BYTES` up; two at least), with any intercept: a
+    shaper lets the first bytes of a message through for free. The latency is what the smallest message takes beyond it.
+    The error is relative to the times of these messages; of two, which every line fits, it is the spread of their repeats.
+    """
+    s, t = np.asarray(sizes_bytes, dtype=np.float64), np.array([float(np.median(row)) for row in repeats_s])
+    large = np.arange(len(s)) >= min(int(np.searchsorted(s, LARGE_BYTES)), len(s) - 2)
+    design = np.column_stack([np.ones(int(large.sum())), s[large] / s[-1]]) / t[large][:, None]
+    (offset_s, slope_s), *_ = np.linalg.lstsq(design, np.ones(len(design)), rcond=None)
+    if slope_s <= FLAT * t.max():
+        return None
+    bytes_per_s = float(s[-1] / slope_s)
+    spreads = np.array([spread_of(row) for row in repeats_s])
+    errors = np.abs(design @ np.array([offset_s, slope_s]) - 1) if large.sum() > 2 else spreads[large]
+    latency_s = max(float(t[0] - s[0] / bytes_per_s), 0.0)
+    return PairCost(bytes_per_s, latency_s, float(errors.max()), float(np.median(spreads)))
 
 
 def first_rounds(hosts: int) -> list[list[Pair]]:

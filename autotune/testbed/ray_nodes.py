@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import os
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,6 +25,7 @@ POLL_S = 0.1
 HEAD_PORT = 6379
 OBJECT_STORE_BYTES = 100_000_000  # nothing of ours travels through it; Ray's least is 75 MB
 LOG_TAIL_CHARACTERS = 1500
+_PREFIX = "autotune-ray."
 _STARTED = "Ray runtime started"
 _PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 
@@ -44,13 +46,24 @@ def ray_nodes(bed: Testbed) -> Iterator[RayHead]:
     """
     head = RayHead(f"{bed.hosts[0].address}:{HEAD_PORT}", secrets.token_hex(32))
     # A short path: Ray puts Unix sockets in it, whose names may have 107 bytes.
-    with tempfile.TemporaryDirectory(prefix="autotune-ray-", ignore_cleanup_errors=True) as directory, contextlib.ExitStack() as nodes:
+    _remove_stale_directories()
+    prefix = f"{_PREFIX}{os.getpid()}."
+    with tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as directory, contextlib.ExitStack() as nodes:
         # One after the other: nodes of one machine share a session directory and number their files in it.
         for number, host in enumerate(bed.hosts):
             process = _start(host, number == 0, head, Path(directory))
             nodes.callback(_stop, process)
             _await(host, process, _log(Path(directory), host))
         yield head
+
+
+def _remove_stale_directories() -> None:
+    """Those of drivers that were killed before they could remove their own."""
+    for entry in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        owner = entry.name.removeprefix(_PREFIX).partition(".")[0]
+        ours = entry.is_dir() and not entry.is_symlink() and entry.lstat().st_uid == os.getuid()
+        if ours and owner.isdigit() and not Path(f"/proc/{owner}").exists():
+            shutil.rmtree(entry, ignore_errors=True)
 
 
 def _start(host: BedHost, is_head: bool, head: RayHead, directory: Path) -> subprocess.Popen[bytes]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from autotune.errors import LaunchError
+from autotune.errors import InvalidInput, LaunchError
 from autotune.records import Accelerators, Conditions, Failed, Measured, Network, Role, TrialRequest
 from autotune.strategy_space.builders import ddp_default, single_bucket
 from autotune.strategy_space.plan import Plan, plan
@@ -86,8 +86,8 @@ def test_a_measured_profile_is_waited_for(make_world) -> None:
 
 def test_after_a_crash_the_script_is_recorded_again_and_emulated_without_another_profile(make_world, tmp_path) -> None:
     words = ["--fault", "crash", "--fault-step", "9", "--fault-file", str(tmp_path / "planted")]
-    world = make_world(*words, given_profile=slow_profile())
-    world.profile()
+    world = make_world(*words)
+    world.emulate(slow_profile())
     assert isinstance(world.run_trial(replace(REQUEST, timed_steps=12), planned()), Failed)
     assert_emulated(world.run_trial(REQUEST, planned()))
     assert world.restarts == 1
@@ -120,8 +120,8 @@ def test_the_profile_of_another_model_is_refused_before_any_trial(make_world) ->
 
 def test_a_profile_without_times_is_refused_in_one_message(make_world) -> None:
     untimed = replace(slow_profile(), variables=tuple(replace(v, ready_s=None) for v in slow_profile().variables))
-    with pytest.raises(LaunchError, match="emulated accelerators need ready_s of every variable"):
-        make_world(given_profile=untimed).profile()
+    with pytest.raises(InvalidInput, match="emulated accelerators need ready_s of every variable"):
+        make_world(given_profile=untimed)
 
 
 def test_ranks_run_under_round_robin_scheduling_where_it_is_asked_for_and_permitted(make_world) -> None:

@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from autotune.cluster_file import read_cluster
+
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 # Ray replaces 127.0.0.1 by the first real interface, but leaves other loopback addresses alone.
 RAY = [str(Path(sys.executable).with_name("ray")), "start", "--block", "--num-cpus", "2", "--object-store-memory", "100000000"]
@@ -96,3 +98,19 @@ def test_a_directory_that_is_too_large_to_be_sent_is_refused_with_the_fix(addres
     assert "use --shared-directory if this directory exists on every host" in refusal
     shared = seen_at(address, "shared", limited, tmp_path)
     assert shared["measured"], shared["outcome"]
+
+
+@pytest.mark.slow
+def test_the_links_of_the_hosts_of_an_address_are_probed_into_a_cluster_file(address, environment, tmp_path) -> None:
+    options = ["--address", address, "--workers", "3", "--budget-time", "15s", "--directory", "jobs", "-o", "probed.yaml", "--json"]
+    (tmp_path / "large.bin").write_bytes(os.urandom(2 * 2**20))  # nothing of the directory is sent
+    limited = {**environment, "RAY_max_grpc_message_size": str(2**20)}
+    command = [sys.executable, "-m", "autotune", "probe", *options]
+    done = subprocess.run(command, cwd=tmp_path, env=limited, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    cluster = read_cluster(tmp_path / "probed.yaml")
+    assert sorted(host.devices for host in cluster.hosts) == [1, 2] and cluster.source == "measured"
+    measured = {(link.host, link.inside) for link in cluster.link_fits}
+    assert measured == {(host.name, False) for host in cluster.hosts} | {(host.name, True) for host in cluster.hosts if host.devices == 2}
+    assert cluster.fit("all_reduce", 3) is not None
+    assert json.loads(done.stdout)["conditions"]["network"] == "hosts"

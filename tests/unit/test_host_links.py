@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autotune.profiling.host_links import MAX_AT_ONCE, Pair, PairCost, first_rounds, last_rounds, own_links
+from autotune.profiling.host_links import MAX_AT_ONCE, Pair, PairCost, first_rounds, last_rounds, own_links, pair_cost
 from autotune.rng import generator
 
 SPEEDS = (31e6, 62e6, 125e6)
@@ -61,3 +61,15 @@ def test_many_hosts_take_a_few_rounds_of_disjoint_pairs(hosts: int) -> None:
 def test_a_single_host_has_no_links_to_others() -> None:
     assert first_rounds(1) == []
     assert own_links(1, {}) == {}
+
+
+def test_a_shaper_that_lets_a_burst_through_hides_neither_bandwidth_nor_latency() -> None:
+    sizes = [2.0**power for power in (12, 16, 19, 21, 23)]
+    times = [2e-4 + max(size - 65536, size / 1000) / 1e8 for size in sizes]
+    cost = pair_cost(sizes, [[time, time * 1.01, time, 9.0, time] for time in times])
+    assert cost is not None and cost.bytes_per_s == pytest.approx(1e8, rel=1e-6)
+    assert cost.latency_s == pytest.approx(1.6e-4, rel=0.02)
+    assert cost.relative_error < 1e-6 and cost.spread == pytest.approx(0.01)
+    slow = pair_cost(sizes[:2], [[1.0], [5.0]])
+    assert slow is not None and slow.bytes_per_s == pytest.approx((2**16 - 2**12) / 4)
+    assert pair_cost(sizes, [[1.0]] * 5) is None

@@ -35,28 +35,37 @@ class Measured:
 
 
 def test_an_assumed_cluster_on_one_host_gets_the_bandwidth_of_its_ring_and_its_cores() -> None:
-    found = probed(Cluster.local(4), Measured((("machine", 4),)))
+    found = probed(Cluster.local(4), Measured((("machine", 4),)), True)
     assert [host.name for host in found.hosts] == ["localhost"]
     assert found.hosts[0].inner_bytes_per_s == pytest.approx(1e8)  # 2 * 3/4 bytes on a link for each of the tensor
     assert found.hosts[0].cores == 8 and found.source == "measured" and found.fits
 
 
 def test_an_assumed_cluster_becomes_the_hosts_that_the_ranks_are_on() -> None:
-    found = probed(Cluster.local(4), Measured((("a", 3), ("b", 1))))
+    found = probed(Cluster.local(4), Measured((("a", 3), ("b", 1))), False)
     assert [(host.name, host.devices) for host in found.hosts] == [("a", 3), ("b", 1)]
     assert found.world_size == 4
 
 
 def test_a_described_cluster_keeps_its_hosts_and_bandwidths() -> None:
     described = Cluster("mine", (Host("x", 4, 1e9, 1e-5, 1e10, 1e-6, cores=64),))
-    found = probed(described, Measured((("a", 4),)))
+    found = probed(described, Measured((("a", 4),)), False)
     assert found.hosts == described.hosts and found.fits
     assert replace(found, fits=(), source="assumed") == described
 
 
+def test_hosts_that_are_emulated_on_one_machine_share_its_cores() -> None:
+    four = Cluster("bed", tuple(Host(name, 1, 1e8, 1e-5, 1e10, 1e-6) for name in "abcd"))
+    ranks = tuple((name, 1) for name in "abcd")
+    assert [host.cores for host in probed(four, Measured(ranks), True).hosts] == [2, 2, 2, 2]
+    assert [host.cores for host in probed(four, Measured(ranks), False).hosts] == [8, 8, 8, 8]
+    assert probed(four, Measured(ranks, cores=2), True).hosts[0].cores == 1
+    assert probed(four, Measured(ranks, cores=0), True).hosts[0].cores == 0
+
+
 def test_the_ring_of_a_cost_in_pieces_has_the_bandwidth_of_large_messages() -> None:
     small_first = replace(Measured.fits[0], bends=(Bend(2.0**16, 1e-9),))
-    found = probed(Cluster.local(4), Measured((("machine", 4),), fits=(small_first,)))
+    found = probed(Cluster.local(4), Measured((("machine", 4),), fits=(small_first,)), True)
     assert found.hosts[0].inner_bytes_per_s == pytest.approx(1e8)
 
 

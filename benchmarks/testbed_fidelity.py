@@ -1,0 +1,197 @@
+"""How faithful a testbed is to the cluster file that it stands for: `python -m benchmarks.testbed_fidelity` (root).
+
+Everything is emulated on this machine: hosts are network namespaces, transfers are real.
+
+- Goodput: TCP payload per second between two hosts, and around a ring of all hosts at once, against the rate in the cluster file.
+- All-reduce: times of fresh all-reduces from 1 MiB up, of sizes that were not probed, against the model that `autotune probe` fitted.
+- Spread: the same strategy again and again with emulated accelerators; relative standard deviation of the trials' medians.
+
+The last line is one JSON object; every error is relative.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from autotune.cluster import Cluster, Host
+from autotune.cluster_file import cluster_yaml, read_cluster
+from autotune.commands.emulation import scheduled
+from autotune.commands.places import Ranks, Where, placed_world
+from autotune.records import CURRENT_SETUP, Accelerators, Conditions, Measured, Network, Role, TrialRequest
+from autotune.strategy_space.builders import reduce_scatter_all_gather, single_bucket
+from autotune.strategy_space.plan import Plan, plan
+from autotune.testbed.bed import Testbed, running, words_inside
+from autotune.testbed.capabilities import capabilities
+from autotune.workload import Workload
+from runtime_rewriter.command import read_command
+from runtime_rewriter.world import World
+
+ROOT = Path(__file__).parents[1]
+CLUSTERS = {  # Mbit/s of each host
+    "100": (100,) * 4,
+    "500": (500,) * 4,
+    "1000": (1000,) * 4,
+    "1000, 1000, 1000, 250": (1000, 1000, 1000, 250),
+    "5000": (5000,) * 4,
+}
+GOODPUT_S, GOODPUT_ROUNDS = 2.0, 3
+FRESH_BYTES = (3 * 2**19, 3 * 2**20, 6 * 2**20, 12 * 2**20)  # between the sizes that are probed
+MASTER_PORT = 29400
+WAIT_S = 300.0
+WARMUP_STEPS, TIMED_STEPS = 2, 20
+
+console = Console(stderr=True, highlight=False)
+
+
+def cluster_of(rates_mbit: Sequence[int]) -> Cluster:
+    hosts = tuple(Host(f"h{index}", 1, rate * 1e6 / 8, 5e-5, 1e10, 5e-6) for index, rate in enumerate(rates_mbit))
+    return Cluster("fidelity", hosts)
+
+
+def goodput_errors(rates_mbit: Sequence[int], repeats: int) -> tuple[float, float]:
+    """(largest error of single streams, largest error around the ring): |reached - set| / set, the slower host's rate.
+
+    What a pair reached is its median over the repeats.
+    """
+    count = len(rates_mbit)
+    single, ring = ((0, 1), (0, count - 1), (count - 1, 0)), tuple((index, (index + 1) % count) for index in range(count))
+    with running(cluster_of(rates_mbit), name=f"fidelity-{os.getpid()}") as bed:
+        rounds = [({pair: _streams(bed, [pair])[pair] for pair in single}, _streams(bed, ring)) for _ in range(repeats)]
+    return _error(rates_mbit, [alone for alone, _ in rounds]), _error(rates_mbit, [together for _, together in rounds])
+
+
+def _error(rates_mbit: Sequence[int], rounds: Sequence[dict[tuple[int, int], float]]) -> float:
+    errors = []
+    for source, to in rounds[0]:
+        wanted = min(rates_mbit[source], rates_mbit[to]) * 1e6 / 8
+        errors.append(abs(statistics.median(reached[source, to] for reached in rounds) / wanted - 1))
+    return max(errors)
+
+
+def _streams(bed: Testbed, pairs: Sequence[tuple[int, int]]) -> dict[tuple[int, int], float]:
+    """Pair -> payload bytes per second, all streams at once."""
+    script = [sys.executable, str(ROOT / "benchmarks" / "tcp_goodput.py")]
+    receivers = [_inside(bed, to, [*script, "receive", str(GOODPUT_S)]) for _, to in pairs]
+    senders = [_inside(bed, source, [*script, "send", bed.hosts[to].address, str(GOODPUT_S)]) for source, to in pairs]
+    reached = {pair: float(_output(receiver)) for pair, receiver in zip(pairs, receivers, strict=True)}
+    for sender in senders:
+        _output(sender)
+    return reached
+
+
+def _inside(bed: Testbed, host: int, words: list[str], **environment: str) -> subprocess.Popen[str]:
+    command = [*words_inside(bed.hosts[host].namespace), *words]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env={**os.environ, **environment})
+
+
+def _output(process: subprocess.Popen[str]) -> str:
+    text, _ = process.communicate(timeout=WAIT_S)
+    if process.returncode != 0:
+        raise SystemExit(f"{process.args} ended with status {process.returncode}")
+    return text
+
+
+def all_reduce_errors(rates_mbit: Sequence[int], budget: str, repeats: int, directory: Path) -> dict[int, float]:
+    """Bytes -> (fresh time - fitted time) / fresh time; the fit comes from `autotune probe` on a testbed of its own."""
+    given, probed = directory / "cluster.yaml", directory / "probed.yaml"
+    given.write_text(cluster_yaml(cluster_of(rates_mbit)))
+    words = ["probe", "--testbed", str(given), "--accelerators", "emulated", "--budget-time", budget, "--output", str(probed)]
+    subprocess.run([sys.executable, "-m", "autotune", *words, "--directory", str(directory)], check=True, stdout=subprocess.DEVNULL)
+    fit = read_cluster(probed).fit("all_reduce", len(rates_mbit))
+    assert fit is not None
+    with running(cluster_of(rates_mbit), name=f"fidelity-{os.getpid()}") as bed:
+        measured = _fresh_times(bed, repeats)
+    return {size: (seconds - fit.seconds(size)) / seconds for size, seconds in measured.items()}
+
+
+def _fresh_times(bed: Testbed, repeats: int) -> dict[int, float]:
+    words = [sys.executable, "-m", "benchmarks.all_reduce_times", str(repeats), *map(str, FRESH_BYTES)]
+    shared = {"MASTER_ADDR": bed.hosts[0].address, "MASTER_PORT": str(MASTER_PORT), "GLOO_SOCKET_IFNAME": bed.interface}
+    count = {"WORLD_SIZE": str(len(bed.hosts)), "OMP_NUM_THREADS": "1"}
+    ranks = [_inside(bed, rank, words, RANK=str(rank), **shared, **count) for rank in range(len(bed.hosts))]
+    first, *_ = [_output(rank) for rank in ranks]
+    return {int(size): float(seconds) for size, seconds in json.loads(first).items()}
+
+
+def spreads(example: str, rates_mbit: Sequence[int], repeats: int, directory: Path) -> dict[str, float]:
+    """Strategy -> relative standard deviation of its trials' medians; the strategies' trials are interleaved."""
+    cluster = cluster_of(rates_mbit)
+    conditions = scheduled(Conditions(Network.EMULATED, Accelerators.EMULATED), len(rates_mbit))
+    command = read_command(["python", str(ROOT / "examples" / example), "--epochs", "1000"])
+    ranks = Ranks(command, len(rates_mbit), directory / "logs", 60.0, 180.0)
+    with placed_world(Where(None, False, (0, 0)), cluster, conditions, ranks, console.log) as world:
+        workload = world.profile().workload
+        plans = dict(_strategies(workload, len(rates_mbit)))
+        medians: dict[str, list[float]] = {name: [] for name in plans}
+        for number, name in enumerate(list(plans) * repeats):
+            medians[name].append(_trial(world, number, plans[name]))
+    return {name: statistics.stdev(values) / statistics.fmean(values) for name, values in medians.items()}
+
+
+def _strategies(workload: Workload, workers: int) -> Iterator[tuple[str, Plan | None]]:
+    yield "torch DDP", None
+    yield "one bucket", plan(single_bucket(workload), workload, workers)
+    yield "reduce-scatter + all-gather", plan(reduce_scatter_all_gather(workload), workload, workers)
+
+
+def _trial(world: World, number: int, wanted: Plan | None) -> float:
+    outcome = world.run_trial(TrialRequest(number, CURRENT_SETUP, Role.REFERENCE, WARMUP_STEPS, TIMED_STEPS), wanted)
+    if not isinstance(outcome, Measured):
+        raise SystemExit(f"a trial failed: {outcome.message}")
+    return outcome.median_s
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", choices=["goodput", "allreduce", "spread"], help="one part, for a first look")
+    parser.add_argument("--clusters", nargs="*", default=list(CLUSTERS), choices=list(CLUSTERS), help="rates in Mbit/s (default: all)")
+    parser.add_argument("--probe-budget", default="40s", help="of `autotune probe` (default 40s)")
+    parser.add_argument("--repeats", type=int, default=15, help="all-reduces per size, and trials per strategy (default 15)")
+    options = parser.parse_args()
+    able = capabilities()
+    if not able.possible:
+        print(able.message, file=sys.stderr)
+        return 2
+    goodput: dict[str, tuple[float, float]] = {}
+    all_reduce: dict[str, dict[int, float]] = {}
+    spread: dict[str, dict[str, float]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name in options.clusters:
+            if options.only in (None, "goodput"):
+                goodput[name] = goodput_errors(CLUSTERS[name], GOODPUT_ROUNDS)
+                console.log(f"{name} Mbit/s: goodput off by {goodput[name][0]:.1%} between two hosts, {goodput[name][1]:.1%} in a ring")
+            if options.only in (None, "allreduce"):
+                all_reduce[name] = all_reduce_errors(CLUSTERS[name], options.probe_budget, options.repeats, Path(folder))
+                shown = ", ".join(f"{size / 2**20:g} MiB {error:+.1%}" for size, error in all_reduce[name].items())
+                console.log(f"{name} Mbit/s: all-reduce against the fitted model: {shown}")
+        if options.only in (None, "spread"):
+            for example in ("resnet_digits.py", "gpt_text.py"):
+                spread[example] = spreads(example, CLUSTERS["1000"], options.repeats, Path(folder))
+                console.log(f"{example} at 1000 Mbit/s: spread {', '.join(f'{n} {value:.2%}' for n, value in spread[example].items())}")
+    result = {
+        "goodput_error_max": max((max(pair) for pair in goodput.values()), default=None),
+        "goodput_error_single_max": max((single for single, _ in goodput.values()), default=None),
+        "goodput_error_ring_max": max((ring for _, ring in goodput.values()), default=None),
+        "allreduce_error_max": max((abs(e) for errors in all_reduce.values() for e in errors.values()), default=None),
+        "spread_max": max((value for values in spread.values() for value in values.values()), default=None),
+        "network": "emulated",
+        "cores": os.cpu_count(),
+        "machine": platform.machine(),
+    }
+    print(json.dumps(result))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
