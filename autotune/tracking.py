@@ -281,6 +281,10 @@ class _Sender:
             low, high = outcome.quartiles_s
             metrics += [("median_s", outcome.median_s, 0), ("low_quartile_s", low, 0), ("high_quartile_s", high, 0)]
             metrics += [("step_s", float(value), step) for step, value in enumerate(outcome.slowest_s)]
+            if event.interval is not None:
+                metrics += [("median_low_s", event.interval.low, 0), ("median_high_s", event.interval.high, 0)]
+            if outcome.stopped is not None:
+                tags["autotune.stopped"] = outcome.stopped.value
             if outcome.gradient_error is not None:
                 metrics.append(("gradient_error", outcome.gradient_error, 0))
         else:
