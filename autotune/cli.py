@@ -88,7 +88,9 @@ def _add_tune(commands: Any, parents: list[argparse.ArgumentParser]) -> None:
     tune.add_argument("--address", help="a running Ray cluster, for example auto or 10.0.0.1:6379 (default: start a local one)")
     tune.add_argument("--shared-directory", action="store_true", help="the current directory exists on every host: send nothing along")
     tune.add_argument("--cluster", type=Path, help="cluster.yaml (default: this machine)")
-    _add_emulation(tune.add_argument_group("emulation"))
+    emulation = tune.add_argument_group("emulation")
+    _add_emulation(emulation)
+    emulation.add_argument("--profile", type=Path, metavar="WORKLOAD", help="what they wait for (default: what one replica alone takes)")
     tune.add_argument("--workers", type=int, help="number of ranks, where the command does not say")
     tune.add_argument("--master-ports", default="0-0", metavar="FIRST-LAST", help="ports rank 0 may listen on (default: any)")
     budget = tune.add_argument_group("budget")
@@ -123,7 +125,6 @@ def _add_emulation(emulation: Any) -> None:
     emulation.add_argument("--byte-scale", type=float, metavar="K", help="its links and messages divided by K (default 1)")
     accelerators = [member.value for member in Accelerators]
     emulation.add_argument("--accelerators", choices=accelerators, help="emulated: timed waits, no computation (default real)")
-    emulation.add_argument("--profile", type=Path, metavar="WORKLOAD", help="what they wait for (default: what one replica alone takes)")
 
 
 def _add_probe(commands: Any, parents: list[argparse.ArgumentParser]) -> None:
@@ -132,6 +133,7 @@ def _add_probe(commands: Any, parents: list[argparse.ArgumentParser]) -> None:
     probe.add_argument("--workers", type=int, help="number of ranks (default: the devices of --cluster)")
     probe.add_argument("--cluster", type=Path, help="cluster.yaml (default: the hosts that the ranks are found on)")
     probe.add_argument("--address", help="a running Ray cluster, for example auto or 10.0.0.1:6379 (default: start a local one)")
+    _add_emulation(probe.add_argument_group("emulation"))
     probe.add_argument("--output", "-o", type=Path, default=Path("probed.yaml"), help="the cluster file to write (default probed.yaml)")
     probe.add_argument("--budget-time", default="1min", help="for the probing, besides the start of the ranks (default 1min)")
     probe.add_argument("--master-ports", default="0-0", metavar="FIRST-LAST", help="ports rank 0 may listen on (default: any)")

@@ -218,7 +218,8 @@ class TuningSession:
                 self._line.send({"event": "probing", "what": what})
 
         ranks, scale = self._synchronizer.ranks, self._synchronizer.byte_scale
-        found = probe_cluster(ranks.base, float(message["budget_s"]), tuple(message["devices"]), said, scale)
+        devices, computing = tuple(message["devices"]), bool(message["computing"])
+        found = probe_cluster(ranks.base, float(message["budget_s"]), devices, said, scale, computing)
         told = {"fits": found.fits, "links": found.links, "software": software_versions(), "cores": usable_cores()}
         return {"event": "probe", "probe": to_data(told)}
 

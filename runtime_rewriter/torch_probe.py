@@ -108,9 +108,14 @@ def probe_links(
 
 
 def probe_cluster(
-    process_group: dist.ProcessGroup | None, budget_s: float, devices: tuple[int, ...], said: Said, byte_scale: float = 1.0
+    process_group: dist.ProcessGroup | None,
+    budget_s: float,
+    devices: tuple[int, ...],
+    said: Said,
+    byte_scale: float = 1.0,
+    computing: bool = True,
 ) -> ProbeResult:
-    """The long probe: hosts' own links, every primitive at more sizes, and messages while every rank computes."""
+    """The long probe: hosts' own links, every primitive at more sizes, and with `computing` messages while every rank computes."""
 
     def measure(prober: _Prober) -> ProbeResult:
         links = PairProbe(prober.world, prober.device, prober.grant, byte_scale).probe(layout(prober.world.size, devices), 0.15, said)
@@ -118,8 +123,9 @@ def probe_cluster(
         first = prober.series(EVERYWHERE, world)
         prober.run_pass(first, SIZES_BYTES, 0.4)
         prober.run_pass(prober.series(EVERYWHERE, others) + prober.series(("gather", "scatter"), world), SIZES_BYTES, 0.6)
-        with Load(prober.device.device) as load:
-            prober.run_pass(prober.series(UNDER_LOAD, world, loaded=True), LOADED_BYTES, 0.78, load)
+        if computing:
+            with Load(prober.device.device) as load:
+                prober.run_pass(prober.series(UNDER_LOAD, world, loaded=True), LOADED_BYTES, 0.78, load)
         prober.run_pass(first + prober.series(EVERYWHERE, others), BETWEEN_BYTES, 0.9)
         prober.repair(1.0)
         return ProbeResult(prober.fits(), links)

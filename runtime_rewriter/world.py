@@ -162,9 +162,12 @@ class World:
             self.emulate(profile.workload)
         return profile
 
-    def probe(self, budget_s: float, said: Callable[[str], None]) -> Probe:
-        """Probe the links for about `budget_s`; `said` hears what is being probed. Raises `LaunchError` where that fails."""
-        outcome = self._instruct({"do": "probe", "budget_s": budget_s}, "probe", budget_s + self._step_timeout_s, said)
+    def probe(self, budget_s: float, said: Callable[[str], None], computing: bool = True) -> Probe:
+        """Probe the links for about `budget_s`, with `computing` also while the ranks compute; `said` hears what is being probed.
+
+        Raises `LaunchError` where that fails.
+        """
+        outcome = self._instruct({"do": "probe", "budget_s": budget_s, "computing": computing}, "probe", budget_s + self._step_timeout_s, said)
         if isinstance(outcome, Failed):
             raise LaunchError(f"the ranks failed while the links were probed ({outcome.kind}): {outcome.message}")
         assert self._placement is not None

@@ -55,7 +55,7 @@ def scheduled(conditions: Conditions, workers: int) -> Conditions:
 
 
 def _either(name: str, options: argparse.Namespace, file: JobFile | None) -> Any:
-    given = getattr(options, name)
+    given = getattr(options, name, None)  # not every command takes every option
     return given if given is not None else getattr(file, name, None)
 
 

@@ -18,15 +18,17 @@ from rich.table import Table
 from autotune import __version__
 from autotune.canonical import to_data
 from autotune.cluster import Cluster, CollectiveFit, Host, LinkFit
-from autotune.cluster_file import cluster_yaml, read_cluster
+from autotune.cluster_file import cluster_yaml
+from autotune.commands.emulation import read_setting, scheduled
 from autotune.commands.interrupts import terminable
 from autotune.commands.places import Ranks, Where, placed_world
+from autotune.commands.results import taken_under
 from autotune.commands.settings import read_ports
 from autotune.commands.workspace import Workspace
 from autotune.errors import InvalidInput
 from autotune.export import write_whole
 from autotune.profiling.host_links import PairCost
-from autotune.records import Conditions, Network
+from autotune.records import Accelerators, Conditions
 from autotune.units import format_bytes, format_seconds, parse_seconds
 from runtime_rewriter.command import ScriptCommand
 
@@ -87,15 +89,16 @@ def probe(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
 
 
 def _request(options: argparse.Namespace) -> _Request:
-    given = read_cluster(options.cluster) if options.cluster is not None else None
+    setting = read_setting(options, None)
+    given = setting.cluster
     workers = options.workers if options.workers is not None else given.world_size if given is not None else None
     if workers is None:
-        raise InvalidInput("the number of ranks to probe with is not known; use --workers N or --cluster cluster.yaml")
+        raise InvalidInput("the number of ranks to probe with is not known; use --workers N, --cluster or --testbed cluster.yaml")
     if workers < 2:
         raise InvalidInput(f"a link has two ends, so a probe needs at least 2 workers, but has {workers}")
     if given is not None and workers != given.world_size:
         raise InvalidInput(
-            f"--workers must be the {given.world_size} devices of {options.cluster}, but is {workers}; leave one of them out"
+            f"--workers must be the {given.world_size} devices of cluster {given.name!r}, but is {workers}; leave --workers out"
         )
     budget_s = parse_seconds(options.budget_time, "--budget-time")
     if budget_s < LEAST_BUDGET_S:
@@ -106,8 +109,7 @@ def _request(options: argparse.Namespace) -> _Request:
     logs = Workspace.create(options.directory).job("probe") / "logs"
     ranks = Ranks(ScriptCommand(SCRIPT, (), True, workers), workers, logs, step_timeout_s, start_timeout_s)
     where = Where(options.address, False, read_ports(options.master_ports), bare=True)
-    conditions = Conditions(Network.LOOPBACK if options.address is None else Network.HOSTS)
-    return _Request(given, workers, budget_s, ranks, where, conditions)
+    return _Request(given, workers, budget_s, ranks, where, scheduled(setting.conditions, workers))
 
 
 def _probe(request: _Request) -> ProbeOutcome:
@@ -115,11 +117,13 @@ def _probe(request: _Request) -> ProbeOutcome:
     cluster = request.given or Cluster.local(request.workers)
     with console.status("starting the ranks", spinner="dots") as status:
         progress = _Progress(console, request.budget_s, status.update)
-        console.print(f"probing {request.workers} ranks for {request.budget_s:.0f} s", highlight=False)
+        under = escape(taken_under(request.conditions))
+        console.print(f"probing {request.workers} ranks for {request.budget_s:.0f} s{under}", highlight=False)
         with placed_world(request.where, cluster, request.conditions, request.ranks, status.update) as world:
             world.model_id()  # the ranks are up
             progress.begin()
-            return world.probe(request.budget_s, progress.said)
+            computing = request.conditions.accelerators is Accelerators.REAL
+            return world.probe(request.budget_s, progress.said, computing)
 
 
 class _Progress:
