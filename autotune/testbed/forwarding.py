@@ -3,7 +3,7 @@
 A frame that a host sent at time t is at the switch at t + latency of the pair. Every link of its path (the pair's, where the pair has
 one, and the target's downlink) then sends it as soon as it has sent what came before; the slowest says when the frame arrives. So a
 message that the sender's interface lets go frame by frame takes latency + bytes / rate in all. A link's queue holds what it sends in
-50 ms (`build.queue_bytes`); a frame that finds it full is dropped.
+10 ms (`build.queue_bytes`); a frame that finds it full is dropped.
 """
 
 from __future__ import annotations

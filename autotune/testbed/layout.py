@@ -29,6 +29,8 @@ INNER_SHAPED_BELOW_BYTES_PER_S = 2.5e9
 FASTEST_BYTES_PER_S = 1.25e9
 """Highest rate (10 Gbit/s) that was measured to be reached through the kernel's switch."""
 
+BYTES_PER_S_OF_A_CORE = 8e9 / 8
+"""Two cores moved 16 Gbit/s around a ring of four hosts (`python -m benchmarks.testbed_fidelity --only goodput`)."""
 FASTEST_RELAYED_BYTES_PER_S = 0.125e9
 """The same through the user-space relay."""
 
@@ -250,10 +252,15 @@ def _refuse_unclassifiable(hosts: tuple[HostLayout, ...], means: Means) -> None:
 def _notes(hosts: tuple[HostLayout, ...], method: Method) -> tuple[str, ...]:
     limit = FASTEST_RELAYED_BYTES_PER_S if method is Method.RELAY else FASTEST_BYTES_PER_S
     fast = [host.name for host in hosts if max(host.link_bytes_per_s, *(lane.link_bytes_per_s for lane in host.lanes), 0) > limit]
-    if not fast:
-        return ()
-    through = "the relay" if method is Method.RELAY else "one machine"
-    return (
-        f"links of {', '.join(fast)} are faster than the {limit * 8e-9:g} Gbit/s that {through} was measured to carry; "
-        "use --byte-scale to divide rates and bytes",
-    )
+    total = sum(host.link_bytes_per_s for host in hosts)
+    notes = []
+    if fast:
+        through = "the relay" if method is Method.RELAY else "one machine"
+        notes.append(
+            f"links of {', '.join(fast)} are faster than the {limit * 8e-9:g} Gbit/s that {through} was measured to carry; "
+            "use --byte-scale to divide rates and bytes"
+        )
+    if total > BYTES_PER_S_OF_A_CORE:
+        cores = math.ceil(total / BYTES_PER_S_OF_A_CORE)
+        notes.append(f"all hosts sending at once move {total * 8e-9:g} Gbit/s, which takes about {cores} cores of this machine")
+    return tuple(notes)
