@@ -11,12 +11,13 @@ from autotune.errors import LaunchError
 from autotune.records import REAL_CONDITIONS, Conditions
 from autotune.workload import Workload
 from runtime_rewriter.command import ScriptCommand
+from runtime_rewriter.placement import Launch
 from runtime_rewriter.ray_cluster import CALL_TIMEOUT_S, LOOPBACK, RemoteWorker, Room, fetch
 from runtime_rewriter.ray_cluster import RayCluster as RayCluster  # who builds a world connects first
 from runtime_rewriter.ray_cluster import RayPlace as RayPlace
 from runtime_rewriter.scheduling import BYTE_SCALE, ROUND_ROBIN
 from runtime_rewriter.worker import WorkerLost, carried_environment
-from runtime_rewriter.world import Launch, World
+from runtime_rewriter.world import World
 
 FIRST_CALL_TIMEOUT_S = 600.0
 """How long the actors may take to come up: before that the code is sent to their hosts."""

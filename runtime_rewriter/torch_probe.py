@@ -247,10 +247,10 @@ class _Prober:
         self, operation: Callable[[], None], ranks: Ranks, repeats: int, load: Load | None, lost: LostTime | None
     ) -> tuple[list[float], float]:
         """(seconds of every repeat on this rank, CPU time of all of them). All ranks start together."""
-        gate = torch.zeros(1, device=self.device.device)
         seconds, cpu_s = [], 0.0
         for _ in range(repeats):
-            dist.all_reduce(gate, group=ranks.first)
+            # Not an all-reduce of one element: gloo's ring lets some ranks through it while others still finish the last message.
+            dist.barrier(group=ranks.first)
             units = load.units if load is not None else 0
             start_s, start_cpu_s = self.device.now_s(), time.process_time()
             operation()

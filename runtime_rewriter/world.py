@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from itertools import accumulate
 from statistics import median
-from typing import Any, Protocol
+from typing import Any
 
-from autotune.cluster import CollectiveFit
 from autotune.errors import LaunchError
 from autotune.measurement import further_steps, stop_reason
 from autotune.parsing import parse
@@ -22,11 +21,11 @@ from autotune.records import Accelerators, Failed, FailureKind, Measured, Stoppe
 from autotune.strategy_space.plan import Plan
 from autotune.workload import Workload
 from runtime_rewriter.answers import Answers, ScriptEnded, Silence
-from runtime_rewriter.command import ScriptCommand
 from runtime_rewriter.control import HEARTBEAT_S
 from runtime_rewriter.emulation import timetable_of
-from runtime_rewriter.probed_link import ProbedLink
-from runtime_rewriter.worker import Worker, WorkerLost
+from runtime_rewriter.findings import Probe, Profile
+from runtime_rewriter.placement import Placement
+from runtime_rewriter.worker import WorkerLost
 
 POLL_S = 2.0
 STARTS = 3
@@ -41,53 +40,6 @@ PROFILE_STEPS = 6
 RESUMED_STEPS = 1
 """Untimed steps after a pause within a trial: the ranks start them at different moments."""
 PROBE_DEADLINE_S = 20.0
-
-
-@dataclass(frozen=True)
-class Profile:
-    """What one replica does, what the links cost, the software that runs it, and the CPU cores of rank 0's host.
-
-    `hosts`: name and number of ranks of every host, in rank order.
-    """
-
-    workload: Workload
-    fits: tuple[CollectiveFit, ...]
-    software: dict[str, str]
-    cores: int
-    hosts: tuple[tuple[str, int], ...]
-
-
-@dataclass(frozen=True)
-class Probe:
-    """What the links cost; `links` count hosts as `hosts` does, and `cores` are those of each of them."""
-
-    fits: tuple[CollectiveFit, ...]
-    links: tuple[ProbedLink, ...]
-    software: dict[str, str]
-    cores: tuple[int, ...]
-    hosts: tuple[tuple[str, int], ...]
-
-
-@dataclass(frozen=True)
-class Launch:
-    """How each rank is started: `environments[rank]` is added to the process's own; directory "" is the worker's own."""
-
-    command: ScriptCommand
-    environments: tuple[dict[str, str], ...]
-    directory: str
-    log_paths: tuple[str, ...]
-
-
-class Placement(Protocol):
-    """Workers on their machines, by rank, host by host. `poll` asks all at once; `release` gives the places back."""
-
-    @property
-    def workers(self) -> Sequence[Worker]: ...
-    @property
-    def hosts(self) -> tuple[tuple[str, int], ...]: ...
-    def launch(self) -> Launch: ...
-    def poll(self, timeout_s: float) -> list[list[dict[str, Any]]]: ...
-    def release(self) -> None: ...
 
 
 class World:
@@ -167,7 +119,8 @@ class World:
 
         Raises `LaunchError` where that fails.
         """
-        outcome = self._instruct({"do": "probe", "budget_s": budget_s, "computing": computing}, "probe", budget_s + self._step_timeout_s, said)
+        message = {"do": "probe", "budget_s": budget_s, "computing": computing}
+        outcome = self._instruct(message, "probe", budget_s + self._step_timeout_s, said)
         if isinstance(outcome, Failed):
             raise LaunchError(f"the ranks failed while the links were probed ({outcome.kind}): {outcome.message}")
         assert self._placement is not None

@@ -17,8 +17,9 @@ from autotune.strategy_space.plan import Plan, plan
 from autotune.tuner import next_is_tuned
 from autotune.workload import Variable, Workload
 from runtime_rewriter.command import ScriptCommand
+from runtime_rewriter.placement import Launch
 from runtime_rewriter.worker import ProcessSupervisor, WorkerLost, free_port
-from runtime_rewriter.world import Launch, World
+from runtime_rewriter.world import World
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "train_timed.py"
 RANKS = 2

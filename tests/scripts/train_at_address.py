@@ -10,7 +10,7 @@ from pathlib import Path
 from autotune.errors import LaunchError
 from autotune.records import Measured, Role, TrialRequest
 from runtime_rewriter.command import read_command
-from runtime_rewriter.ray_cluster import RayCluster
+from runtime_rewriter.ray_cluster import RayCluster, RayPlace
 from runtime_rewriter.ray_world import ray_world
 from runtime_rewriter.world import World
 

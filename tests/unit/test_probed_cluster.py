@@ -12,8 +12,8 @@ from autotune.commands.probe import measured_cluster
 from autotune.driver import probed
 from autotune.profiling.host_links import PairCost
 from autotune.workload import Variable, Workload
+from runtime_rewriter.findings import Probe
 from runtime_rewriter.probed_link import ProbedLink
-from runtime_rewriter.world import Probe
 
 WORKLOAD = Workload("m", (Variable("v", (4,)),))
 SOFTWARE = {"torch": "2.13.0"}

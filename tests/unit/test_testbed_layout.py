@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from autotune.cluster import Cluster, Host, PairLink
 from autotune.errors import EmulationUnavailable, InvalidInput
-from autotune.testbed.build import FRAMING, frame_bytes, network_commands
+from autotune.testbed.build import FRAMING, frame_bytes, network_commands, queue_bytes, window_bytes
 from autotune.testbed.layout import Means, Method, address, lay_out, mac, safe_name, safe_names
 from autotune.testbed.processes import Process
 from autotune.testbed.state import Namespace, Recorded, States
@@ -128,9 +129,23 @@ def test_no_host_can_have_the_switchs_namespace_or_anothers_address() -> None:
 
 def test_slow_links_get_small_frames_and_a_link_beyond_the_machine_gets_a_note() -> None:
     assert frame_bytes(10 * GBIT) == 65536 and frame_bytes(0.1 * GBIT) < 7000 and frame_bytes(1.0) == 3028
-    assert not lay_out(Cluster("c", (host("a", 10.0),)), ALL).notes
+    assert not lay_out(Cluster("c", (host("a", 8.0),)), ALL).notes
     assert "links of a are faster than the 10 Gbit/s" in lay_out(Cluster("c", (host("a", 100.0),)), ALL).notes[0]
-    assert not lay_out(Cluster("c", (host("a", 100.0),)), ALL, byte_scale=10).notes
+    assert not lay_out(Cluster("c", (host("a", 100.0),)), ALL, byte_scale=20).notes
+    (note,) = lay_out(Cluster("c", tuple(host(name, 5.0) for name in "abcd")), ALL).notes
+    assert note == "all hosts sending at once move 20 Gbit/s, which takes about 3 cores of this machine"
+
+
+def test_all_senders_windows_together_fit_into_the_receivers_queue_and_latency_comes_on_top() -> None:
+    hosts = (host("a"), host("b"), host("c"), replace(host("d", 0.25), devices=2))
+    near = lay_out(Cluster("c", hosts), ALL)
+    for index, senders in ((0, 4), (3, 3)):
+        queue = queue_bytes(hosts[index].link_bytes_per_s * FRAMING)
+        assert 0.8 * queue < senders * window_bytes(near, index) * FRAMING < queue
+    far = lay_out(Cluster("c", tuple(replace(one, latency_s=5e-3) for one in hosts)), ALL)
+    assert window_bytes(far, 0) - window_bytes(near, 0) == pytest.approx(2 * far.hosts[0].added_latency_s * 1.0 * GBIT, rel=0.01)
+    crowd = lay_out(Cluster("c", tuple(host(f"h{number}", 0.1) for number in range(40))), ALL)
+    assert window_bytes(crowd, 0) == 32 * 1024
 
 
 def test_a_state_file_gives_back_the_record_and_a_partial_one_is_not_seen(tmp_path: Path) -> None:
