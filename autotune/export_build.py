@@ -38,7 +38,7 @@ def build_export(job_id: str, spec: JobSpec, history: History, decision: Decisio
         predicted_s=proposal.predicted_s if proposal else None,
         cluster=history.profiled.cluster,
         software=dict(history.profiled.software),
-        conditions=history.conditions,
+        conditions=history.conditions(spec.conditions),
     )
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from bisect import bisect
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
 from autotune.events import Event, Profiled, Proposal, Proposed, TrialFinished
 from autotune.measurement import neighbour_noise, reference_tolerance
-from autotune.records import CURRENT_SETUP, REAL_CONDITIONS, Conditions, Measured, Role
+from autotune.records import CURRENT_SETUP, Conditions, Measured, Role
 
 LEAST_NOISE = 0.01
 """Two medians closer than this are not told apart, however quiet the references were."""
@@ -49,10 +49,14 @@ class History:
                 found.setdefault(proposal.strategy.id, proposal)
         return found
 
-    @property
-    def conditions(self) -> Conditions:
-        """Under which the last trial was taken."""
-        return self.trials[-1].conditions if self.trials else REAL_CONDITIONS
+    def conditions(self, wanted: Conditions) -> Conditions:
+        """Under which the trials were taken; `wanted`, the job's, before there is any.
+
+        Round-robin scheduling counts only where every trial had it: a restarted script may not have been given it again.
+        """
+        if not self.trials:
+            return wanted
+        return replace(self.trials[-1].conditions, round_robin=all(trial.conditions.round_robin for trial in self.trials))
 
     @property
     def elapsed_s(self) -> float:

@@ -73,7 +73,7 @@ def _context(spec: JobSpec, history: History, decision: Decision | None, export_
 
 def _conditions(spec: JobSpec, history: History) -> str:
     """What was not real where the report's figures come from, in a sentence; empty on a real cluster."""
-    conditions = history.conditions if history.trials else spec.conditions
+    conditions = history.conditions(spec.conditions)
     sentences = {
         Network.LOOPBACK: "The ranks were processes of one machine and talked over its loopback.",
         Network.EMULATED: "The network is emulated: hosts are namespaces of one machine, transfers are real, over links of the set rates.",

@@ -30,6 +30,8 @@ class Setting:
 def read_setting(options: argparse.Namespace, file: JobFile | None) -> Setting:
     """The command line wins over the file; raises `InvalidInput`."""
     testbed, plain = _path("testbed", options, file), _path("cluster", options, file)
+    if file is not None and file.testbed is not None and file.cluster is not None:
+        raise InvalidInput("a testbed has the hosts of its own file, so a job file has a cluster or a testbed, not both; leave out cluster")
     if options.cluster is not None and options.testbed is None:
         testbed = None  # the file's testbed gives way to the cluster that was asked for
     if testbed is not None and options.cluster is not None:
@@ -41,7 +43,8 @@ def read_setting(options: argparse.Namespace, file: JobFile | None) -> Setting:
     plainly = Network.LOOPBACK if options.address is None else Network.HOSTS
     network = plainly if testbed is None else Network.EMULATED
     accelerators = Accelerators(_either("accelerators", options, file) or Accelerators.REAL)
-    conditions = Conditions(network, accelerators, float(_either("byte_scale", options, file) or 1.0))
+    byte_scale = _either("byte_scale", options, file)
+    conditions = Conditions(network, accelerators, 1.0 if byte_scale is None else float(byte_scale))
     path = _path("profile", options, file)
     profile = Workload.from_data(read_json(path), str(path)) if path else None
     if profile is not None:

@@ -9,13 +9,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from autotune.cluster import Cluster
+from autotune.errors import InvalidInput
 from autotune.records import Conditions, Network
 from autotune.testbed.bed import entered, running
+from autotune.testbed.capabilities import capabilities
+from autotune.testbed.layout import lay_out, safe_name
 from autotune.testbed.ray_nodes import ray_nodes
 from autotune.workload import Workload
 from runtime_rewriter.command import ScriptCommand
 from runtime_rewriter.ray_world import RayCluster, RayPlace, ray_world
 from runtime_rewriter.world import World
+
+NAME_CHARACTERS = 20
+"""Of a cluster's name in that of its testbed, besides the process id."""
 
 Say = Callable[[str], None]
 """Takes one line for people about what is being waited for."""
@@ -44,6 +50,23 @@ class Ranks:
     step_timeout_s: float
     start_timeout_s: float
     given_profile: Workload | None = None
+
+
+def refuse_impossible(cluster: Cluster, conditions: Conditions) -> None:
+    """Raises where the network is to be emulated and this machine cannot; cheap, and before anything is made or written."""
+    if conditions.network is Network.EMULATED:
+        able = capabilities()
+        able.demand()
+        lay_out(cluster, able.means, byte_scale=conditions.byte_scale)
+
+
+def refuse_elsewhere(conditions: Conditions, address: str | None) -> None:
+    """Trials of one job are comparable only where they ran on the same kind of network."""
+    if conditions.network is Network.HOSTS and address is None:
+        raise InvalidInput("the job was started on a running Ray cluster, so it goes on on one; give its --address")
+    if conditions.network is not Network.HOSTS and address is not None:
+        where = "a testbed" if conditions.network is Network.EMULATED else "this machine alone"
+        raise InvalidInput(f"the job was started on {where}, so it goes on there; leave out --address")
 
 
 @contextlib.contextmanager
@@ -80,7 +103,7 @@ def _ray(where: Where, cluster: Cluster, conditions: Conditions, workers: int, s
             yield ray, tuple(host.address for host in cluster.hosts)
         return
     say(f"building a testbed of {len(cluster.hosts)} hosts")
-    name = f"{cluster.name}-{os.getpid()}"  # several jobs may emulate the same cluster side by side
+    name = f"{safe_name(cluster.name)[:NAME_CHARACTERS]}-{os.getpid()}"  # several jobs may emulate the same cluster side by side
     with running(cluster, name=name, byte_scale=conditions.byte_scale) as bed:
         say(f"starting Ray on the {len(bed.hosts)} hosts of testbed {bed.name}")
         with ray_nodes(bed) as head, entered(bed.hosts[0].namespace):

@@ -47,7 +47,7 @@ def _job(workspace: Workspace, store: Store, job_id: str) -> tuple[dict[str, Any
         "job": job_id,
         "status": store.job_status(job_id),
         "decision": to_data(decision) if decision else None,
-        "conditions": to_data(history.conditions),
+        "conditions": to_data(history.conditions(store.job(job_id).conditions)),
         "current_setup_s": history.reference_s,
         "reference_noise": history.reference_noise,
         "repeated": history.repeated,
@@ -55,7 +55,7 @@ def _job(workspace: Workspace, store: Store, job_id: str) -> tuple[dict[str, Any
         "report": str(report),
     }
     tail = decision.reason if decision else f"not finished ({history.quality}); `autotune tune --resume` goes on"
-    tail += taken_under(history.conditions)
+    tail += taken_under(history.conditions(store.job(job_id).conditions))
     return data, _text(table) + f"{job_id} ({store.job_status(job_id)}): {tail}\nreport: {report}"
 
 

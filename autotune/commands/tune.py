@@ -12,7 +12,7 @@ from rich.markup import escape
 
 from autotune.canonical import to_data
 from autotune.commands.interrupts import terminable
-from autotune.commands.places import Ranks, Where, placed_world
+from autotune.commands.places import Ranks, Where, placed_world, refuse_elsewhere, refuse_impossible
 from autotune.commands.progress import ConsoleProgress
 from autotune.commands.results import decision_text, taken_under, write_results
 from autotune.commands.settings import read_ports, read_settings, refuse_settings
@@ -39,6 +39,7 @@ def tune(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     ports = read_ports(options.master_ports)
     if options.resume is None:
         settings = read_settings(options)  # before anything is written
+        refuse_impossible(settings.spec.cluster, settings.spec.conditions)
         workspace = Workspace.create(options.directory)
     else:
         refuse_settings(options)
@@ -50,6 +51,7 @@ def tune(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
         else:
             job_id = options.resume or latest_job(store, unfinished=True)
             job = _Job(job_id, store.job(job_id), True)
+            refuse_elsewhere(job.spec.conditions, options.address)
         with store.lock(job.id):
             if store.job_status(job.id) != "running":
                 ended = f"job {job.id!r} has ended ({store.job_status(job.id)})"
