@@ -1,6 +1,6 @@
 """The `autotune` command: reads argv and the environment, prints, and turns errors into messages.
 
-Exit status: 0 done, 1 the job failed, 2 the input was wrong, 130 interrupted (the job can be resumed).
+Exit status: 0 done, 1 the job failed, 2 the input was wrong, 130 interrupted (a job of `tune` can be resumed).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except AutotuneError as error:
         return _fail(options, error, 1)
     except KeyboardInterrupt:
-        return _fail(options, AutotuneError("interrupted; finished trials are kept, `autotune tune --resume` goes on"), 130)
+        return _fail(options, AutotuneError(options.interrupted), 130)
     print(json.dumps(data, indent=2) if options.json else text)
     return int(data.get("exit_status", 0))
 
@@ -56,6 +56,7 @@ def _fail(options: argparse.Namespace, error: Exception, status: int) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="autotune", description="Find the fastest gradient synchronization for a training script.")
+    parser.set_defaults(interrupted="interrupted")
     parser.add_argument("--version", action="version", version=f"autotune {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     shared = argparse.ArgumentParser(add_help=False)
@@ -81,7 +82,7 @@ def _add_tune(commands: Any, parents: list[argparse.ArgumentParser]) -> None:
         help="tune a training script: autotune tune [options] -- torchrun ... train.py args",
         description="Runs the script on a Ray cluster, tries strategies between its steps, exports the best one.",
     )
-    tune.set_defaults(run=_run_tune)
+    tune.set_defaults(run=_run_tune, interrupted="interrupted; finished trials are kept, `autotune tune --resume` goes on")
     tune.add_argument("job_file", nargs="?", type=Path, help="a job.yaml; options given here override it")
     tune.add_argument("--job", help="id of the job (default: script name and time)")
     tune.add_argument("--resume", nargs="?", const="", metavar="JOB", help="go on with JOB (default: the latest unfinished one)")

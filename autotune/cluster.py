@@ -176,7 +176,10 @@ class LinkFit:
 
 @dataclass(frozen=True)
 class Cluster:
-    """`source` is "assumed" until a probe replaced the link costs by fitted ones ("measured"), by `software` at `measured_at` (ISO)."""
+    """`source` is "assumed" until a probe replaced the link costs by fitted ones ("measured"), by `software` at `measured_at` (ISO).
+
+    `measured_on` says what stood for a real cluster in that probe (`records.Conditions.label`); "" where nothing did.
+    """
 
     __pydantic_config__ = {"extra": "forbid"}
 
@@ -189,6 +192,7 @@ class Cluster:
     link_fits: tuple[LinkFit, ...] = ()
     measured_at: str = ""
     software: tuple[tuple[str, str], ...] = ()
+    measured_on: str = ""
 
     def __post_init__(self) -> None:
         names = [host.name for host in self.hosts]

@@ -51,6 +51,7 @@ class _ClusterSpec:
     schema: int = 1
     source: str = "assumed"
     measured_at: str = ""
+    measured_on: str = ""
     software: dict[str, str] | None = None
     link_fits: tuple[LinkFit, ...] = ()
     fits: tuple[CollectiveFit, ...] = ()
@@ -87,7 +88,7 @@ def read_cluster(path: Path) -> Cluster:
         for link in spec.links
     )
     software = tuple((spec.software or {}).items())
-    return Cluster(spec.name, hosts, links, spec.fits, spec.source, 1, spec.link_fits, spec.measured_at, software)
+    return Cluster(spec.name, hosts, links, spec.fits, spec.source, 1, spec.link_fits, spec.measured_at, software, spec.measured_on)
 
 
 def _refuse_bombs(data: Any, path: Path) -> None:
@@ -111,6 +112,8 @@ def cluster_yaml(cluster: Cluster) -> str:
     if cluster.measured_at:
         head["measured_at"] = cluster.measured_at
     lines = ["# Plain numbers are SI: seconds, bytes, bytes per second.", *(_block({key: value}) for key, value in head.items())]
+    if cluster.measured_on:
+        lines += ["# What was probed stood for a real cluster:", _block({"measured_on": cluster.measured_on})]
     if cluster.software:
         lines += [_block({"software": dict(cluster.software)})]
     lines += ["hosts: # ranks are numbered host by host"]

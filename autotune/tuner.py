@@ -7,6 +7,7 @@ events, a job that was killed continues exactly where its event log ends.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from autotune.events import TrialFinished
 from autotune.history import History
@@ -141,10 +142,17 @@ def _block_s(spec: JobSpec, history: History) -> float:
     return (spec.warmup_steps + spec.timed_steps) * history.reference_s
 
 
-def _pairs(spec: JobSpec, history: History) -> int:
-    """Most pairs of blocks: what fits into the time that was left when the comparison began; at least as many as the interval needs."""
-    before = [event.elapsed_s for event in history.events if not (isinstance(event, TrialFinished) and event.request.role is Role.AB)]
-    left_s = spec.max_seconds - before[-1]
+def _pairs(spec: JobSpec, history: History, contender: int) -> int:
+    """Most pairs of blocks: what fits into the time that was left when the comparison with this contender began.
+
+    At least as many as the interval needs, even if the time is over: what was found so far would be worth nothing otherwise.
+    """
+    began_s = history.elapsed_s
+    for before, event in pairwise(history.events):
+        if isinstance(event, TrialFinished) and event.request.role is Role.AB and event.request.round == contender:
+            began_s = before.elapsed_s
+            break
+    left_s = spec.max_seconds - began_s
     return max(fewest_values(spec.confidence), min(spec.ab_pairs, int(left_s / (2 * _block_s(spec, history)))))
 
 
@@ -170,7 +178,7 @@ def _close(spec: JobSpec, history: History) -> Instruction:
             Decision(CURRENT_SETUP, "the current setup failed twice during the closing comparison, so nothing was proven", None, best)
         )
     mine, current = _blocks(blocks, best), _blocks(blocks, CURRENT_SETUP)
-    rule = PairRule(spec.confidence, spec.ab_precision, fewest_values(spec.confidence), _pairs(spec, history))
+    rule = PairRule(spec.confidence, spec.ab_precision, fewest_values(spec.confidence), _pairs(spec, history, contender))
     ended = enough_pairs(mine, current, rule) if len(mine) == len(current) else None
     if ended is not None:
         return Finish(_decide(spec, history, best, mine, current, ended))
@@ -222,6 +230,14 @@ def _blocks(trials: list[TrialFinished], strategy_id: str) -> list[Measured]:
 
 def _decide(spec: JobSpec, history: History, best: str, mine: list[Measured], current: list[Measured], ended: Ended) -> Decision:
     comparison = compare(mine, current, spec.confidence)
+    if ended is Ended.LOSING:
+        # The signs of the differences ended it, so the interval does not have its confidence.
+        reason = (
+            f"the best of {len(history.measured_s)} strategies is {ended.value} in {comparison.pairs} interleaved pairs, which ended the "
+            f"comparison: time ratio about {comparison.ratio:.3f} (without an interval, as its direction ended it); "
+            f"so the current setup stays; {history.quality}"
+        )
+        return Decision(CURRENT_SETUP, reason, comparison, best)
     share = f"{100 * spec.confidence:.0f} %"
     interval = f"time ratio {comparison.ratio:.3f}, {share} interval {comparison.low:.3f} to {comparison.high:.3f}"
     pairs = f"{comparison.pairs} interleaved pairs ({ended.value})"

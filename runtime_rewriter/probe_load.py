@@ -10,11 +10,14 @@ from types import TracebackType
 
 import torch
 
+from autotune.errors import AutotuneError
 from runtime_rewriter.torch_collectives import Device
 
 CPU_SIDE, CUDA_SIDE = 128, 2048
 """Matrices whose product takes about 0.1 ms of one core, or some of a GPU: short beside any message worth hiding."""
 STOP_TIMEOUT_S = 30.0
+UNIT_TIMEOUT_S = 60.0
+"""Thousands of times what a product takes, also where other ranks compute on the same core."""
 REST_S = 0.05
 """How long the speed without communication is watched, before and after a probe."""
 
@@ -22,8 +25,8 @@ REST_S = 0.05
 class Load:
     """Matrix products without pause in a thread of their own (torch computes outside the interpreter's lock), while entered."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, unit_timeout_s: float = UNIT_TIMEOUT_S) -> None:
+        self._device, self._unit_timeout_s = device, unit_timeout_s
         side = CUDA_SIDE if device.type == "cuda" else CPU_SIDE
         self._matrix = torch.ones(side, side, device=device)
         self._threads = torch.get_num_threads()
@@ -41,11 +44,19 @@ class Load:
         self._thread.join(STOP_TIMEOUT_S)
 
     def unit_s(self) -> float:
-        """Seconds of one product as things are now, watched for `REST_S` and at least until one is done."""
+        """Seconds of one product as things are now, watched for `REST_S` and at least until one is done.
+
+        Raises `AutotuneError` if the computation ended, or finished nothing for the timeout.
+        """
         before, start_s = self.units, time.perf_counter()
-        while time.perf_counter() - start_s < REST_S or (self.units == before and self._thread.is_alive()):
+        while (watched_s := time.perf_counter() - start_s) < REST_S or self.units == before:
+            if not self._thread.is_alive() or (self.units == before and watched_s > self._unit_timeout_s):
+                raise AutotuneError(
+                    f"the computation beside a probe must go on, but finished nothing for {watched_s:.1f} s on {self._device}; "
+                    "see the log of this rank, and probe again when the device is free"
+                )
             time.sleep(REST_S / 10)
-        return (time.perf_counter() - start_s) / max(self.units - before, 1)
+        return (time.perf_counter() - start_s) / (self.units - before)
 
     def _compute(self) -> None:
         if self._device.type != "cuda":

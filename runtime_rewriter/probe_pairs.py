@@ -45,7 +45,9 @@ class PairProbe:
         self._rounds(rounds, first, found, end, said)
         if found:
             self._rounds(last_rounds(len(devices), found), first, found, end, said)
-        links += [ProbedLink(host, False, cost, probes) for host, (cost, probes) in own_links(len(devices), found).items()]
+        for host, (cost, probes) in own_links(len(devices), found).items():
+            told = tuple((sum(pair) - host, each) for pair, each in found.items() if host in pair)
+            links.append(ProbedLink(host, False, cost, probes, told))
         return tuple(links)
 
     def _rounds(self, rounds: list[list[Pair]], first: tuple[int, ...], found: dict[Pair, PairCost], end: float, said: Said) -> None:

@@ -9,7 +9,10 @@ from autotune.profiling.host_links import PairCost
 
 @dataclass(frozen=True)
 class ProbedLink:
-    """The link of host number `host`, or (`inside`) the one between two of its devices; `probes`: pairs of hosts that told."""
+    """The link of host number `host`, or (`inside`) the one between two of its devices; `probes`: pairs of hosts that told.
+
+    `told`: (the other host, cost) of each of these pairs. The ranks do not know which pairs have a link of their own.
+    """
 
     __pydantic_config__ = {"extra": "forbid"}
 
@@ -17,3 +20,4 @@ class ProbedLink:
     inside: bool
     cost: PairCost
     probes: int = 1
+    told: tuple[tuple[int, PairCost], ...] = ()

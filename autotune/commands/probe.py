@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -27,7 +28,7 @@ from autotune.commands.settings import read_ports
 from autotune.commands.workspace import Workspace
 from autotune.errors import InvalidInput
 from autotune.export import write_whole
-from autotune.profiling.host_links import PairCost
+from autotune.profiling.host_links import Pair, PairCost, own_links
 from autotune.records import Accelerators, Conditions
 from autotune.units import format_bytes, format_seconds, parse_seconds
 from runtime_rewriter.command import ScriptCommand
@@ -48,6 +49,8 @@ class ProbedLink(Protocol):
     def cost(self) -> PairCost: ...
     @property
     def probes(self) -> int: ...
+    @property
+    def told(self) -> tuple[tuple[int, PairCost], ...]: ...
 
 
 class ProbeOutcome(Protocol):
@@ -82,10 +85,10 @@ def probe(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     request = _request(options)
     with terminable():
         outcome = _probe(request)
-    cluster, remark = measured_cluster(request.given, outcome, datetime.now(UTC))
+    cluster, remark = measured_cluster(request.given, outcome, datetime.now(UTC), request.conditions.label)
     write_whole(options.output, cluster_yaml(cluster), "the cluster file")
     data = {"cluster": cluster.to_data(), "output": str(options.output), "remark": remark, "conditions": to_data(request.conditions)}
-    return data, _tables(cluster) + remark + f"cluster file: {options.output}"
+    return data, _tables(cluster) + remark + f"cluster file: {options.output}{taken_under(request.conditions)}"
 
 
 def _request(options: argparse.Namespace) -> _Request:
@@ -106,7 +109,8 @@ def _request(options: argparse.Namespace) -> _Request:
     step_timeout_s, start_timeout_s = (
         parse_seconds(getattr(options, name), f"--{name.replace('_', '-')}") for name in ("step_timeout", "start_timeout")
     )
-    logs = Workspace.create(options.directory).job("probe") / "logs"
+    # Of this probe alone: another one may run beside it.
+    logs = Workspace.create(options.directory).job("probe") / f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{os.getpid()}" / "logs"
     ranks = Ranks(ScriptCommand(SCRIPT, (), True, workers), workers, logs, step_timeout_s, start_timeout_s)
     where = Where(options.address, False, read_ports(options.master_ports), bare=True)
     return _Request(given, workers, budget_s, ranks, where, scheduled(setting.conditions, workers))
@@ -148,8 +152,8 @@ class _Progress:
             self._console.print(line, highlight=False, soft_wrap=True)
 
 
-def measured_cluster(given: Cluster | None, found: ProbeOutcome, now: datetime) -> tuple[Cluster, str]:
-    """The cluster with what was measured, and a remark for people ("" or a line).
+def measured_cluster(given: Cluster | None, found: ProbeOutcome, now: datetime, measured_on: str = "") -> tuple[Cluster, str]:
+    """The cluster with what was measured, and a remark for people ("" or a line). `measured_on`: the label of the conditions.
 
     Hosts come from the file where there is one. If the ranks did not run on hosts like these (on one machine, say), the
     file's bandwidths stay, since nothing was learned of them.
@@ -158,7 +162,7 @@ def measured_cluster(given: Cluster | None, found: ProbeOutcome, now: datetime) 
     base = given or Cluster("probed", tuple(replace(Cluster.local(ranks).hosts[0], name=name, address="") for name, ranks in found.hosts))
     remark = ""
     if tuple(host.devices for host in base.hosts) == layout:
-        hosts, link_fits = _with_links(base.hosts, found)
+        hosts, link_fits = _with_links(base, found)
     else:
         hosts, link_fits = base.hosts, ()
         remark = (
@@ -167,21 +171,36 @@ def measured_cluster(given: Cluster | None, found: ProbeOutcome, now: datetime) 
         )
     software = tuple(sorted({"autotune": __version__, **found.software}.items()))
     cluster = replace(base, hosts=hosts, link_fits=link_fits, measured_at=now.isoformat(timespec="seconds"), software=software, fits=())
-    return cluster.with_fits(found.fits), remark
+    return replace(cluster, measured_on=measured_on).with_fits(found.fits), remark
 
 
-def _with_links(hosts: tuple[Host, ...], found: ProbeOutcome) -> tuple[tuple[Host, ...], tuple[LinkFit, ...]]:
-    """The hosts with the figures of their own links, and the fits behind these."""
-    known = [replace(host, cores=cores or host.cores) for host, cores in zip(hosts, found.cores, strict=True)]
+def _with_links(base: Cluster, found: ProbeOutcome) -> tuple[tuple[Host, ...], tuple[LinkFit, ...]]:
+    """The hosts with the figures of their own links, and the fits behind these.
+
+    A pair of hosts with a link of its own says nothing about theirs; a host that only such pairs told of keeps its figures.
+    """
+    known = [replace(host, cores=cores or host.cores) for host, cores in zip(base.hosts, found.cores, strict=True)]
+    own = own_links(len(known), _pairs_over_own_links(base, found)) if base.pair_links else None
     fits = []
     for link in found.links:
-        cost, host = link.cost, known[link.host]
+        cost, probes, host = link.cost, link.probes, known[link.host]
+        if own is not None and not link.inside:
+            if link.host not in own:
+                continue
+            cost, probes = own[link.host]
         if link.inside:
             known[link.host] = replace(host, inner_bytes_per_s=cost.bytes_per_s, inner_latency_s=cost.latency_s)
         else:
             known[link.host] = replace(host, link_bytes_per_s=cost.bytes_per_s, latency_s=cost.latency_s)
-        fits.append(LinkFit(host.name, link.inside, cost.bytes_per_s, cost.latency_s, cost.relative_error, cost.spread, link.probes))
+        fits.append(LinkFit(host.name, link.inside, cost.bytes_per_s, cost.latency_s, cost.relative_error, cost.spread, probes))
     return tuple(known), tuple(fits)
+
+
+def _pairs_over_own_links(base: Cluster, found: ProbeOutcome) -> dict[Pair, PairCost]:
+    """Every pair of hosts that was probed, without those that `base` names a link for."""
+    named = {frozenset(link.between) for link in base.pair_links}
+    pairs = {(link.host, other): cost for link in found.links for other, cost in link.told if link.host < other}
+    return {(a, b): cost for (a, b), cost in pairs.items() if {base.hosts[a].name, base.hosts[b].name} not in named}
 
 
 def _tables(cluster: Cluster) -> str:

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from autotune.canonical import to_data
 from autotune.cluster_file import read_cluster
+from autotune.commands.interrupts import terminable
 from autotune.errors import EmulationError, InvalidInput
 from autotune.testbed import bed
 from autotune.testbed.capabilities import capabilities
@@ -38,33 +39,39 @@ def check(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
 
 
 def up(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    """Make a testbed that stays until it is taken down."""
+    """Make a testbed that stays until it is taken down; one that is half made is undone by Ctrl-C and SIGTERM."""
     cluster = read_cluster(options.cluster_file)
-    made = bed.up(cluster, name=options.name, byte_scale=options.byte_scale, directory=options.state_directory)
+    with terminable():
+        made = bed.up(cluster, name=options.name, byte_scale=options.byte_scale, directory=options.state_directory)
     status = next(item for item in bed.testbeds(directory=options.state_directory) if item.layout.name == made.name)
     return _data(status), _shown(status) + f"end it by `autotune testbed down {made.name}`"
 
 
 def status(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    """Every recorded testbed, as it is now."""
-    found = bed.testbeds(directory=options.state_directory)
+    """Every recorded testbed, as it is now, and the records that cannot be read."""
+    found, unreadable = bed.testbeds(directory=options.state_directory), bed.unreadable(directory=options.state_directory)
     text = "".join(_shown(item) for item in found).rstrip() or "no testbed is up"
-    return {"testbeds": [_data(item) for item in found]}, text
+    lines = [text, *(f"{item.name}: its record cannot be read: {item.reason}" for item in unreadable)]
+    return {"testbeds": [_data(item) for item in found], "unreadable": to_data(unreadable)}, "\n".join(lines)
 
 
 def down(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    """Take down the testbed of a name, or all; see `_without_a_name` for neither."""
+    """Take down the testbed of a name, or all; see `_without_a_name` for neither. SIGTERM is taken as Ctrl-C; another `down` goes on."""
+    with terminable():
+        removed = _removed(options)
+    return {"removed": list(removed)}, f"removed {', '.join(removed)}" if removed else "nothing to remove"
+
+
+def _removed(options: argparse.Namespace) -> tuple[str, ...]:
     directory = options.state_directory
     if options.all:
         if options.name:
             raise InvalidInput(f"give a name or --all, but not both ({options.name!r} and --all)")
         names = tuple(item.layout.name for item in bed.testbeds(directory=directory))
-        removed = tuple(name for name in names if bed.down(name, directory=directory))
-    elif options.name:
-        removed = (options.name,) if bed.down(options.name, directory=directory) else ()
-    else:
-        removed = _without_a_name(options)
-    return {"removed": list(removed)}, f"removed {', '.join(removed)}" if removed else "nothing to remove"
+        return tuple(name for name in names if bed.down(name, directory=directory))
+    if options.name:
+        return (options.name,) if bed.down(options.name, directory=directory) else ()
+    return _without_a_name(options)
 
 
 def execute(options: argparse.Namespace) -> tuple[dict[str, Any], str]:

@@ -15,9 +15,24 @@ from autotune.testbed.capabilities import capabilities
 from autotune.testbed.layout import Layout, Method, lay_out
 from autotune.testbed.namespaces import entered, words_inside
 from autotune.testbed.processes import Process, inside
-from autotune.testbed.state import STATE_DIRECTORY, Namespace, Recorded, States
+from autotune.testbed.scratch import new_scratch
+from autotune.testbed.state import STATE_DIRECTORY, Recorded, States, Unreadable
 
-__all__ = ["BedHost", "BedStatus", "Testbed", "down", "entered", "find", "remove_leftovers", "running", "testbeds", "up", "words_inside"]
+__all__ = [
+    "BedHost",
+    "BedStatus",
+    "Testbed",
+    "Unreadable",
+    "down",
+    "entered",
+    "find",
+    "remove_leftovers",
+    "running",
+    "testbeds",
+    "unreadable",
+    "up",
+    "words_inside",
+]
 
 
 @dataclass(frozen=True)
@@ -32,7 +47,10 @@ class BedHost:
 
 @dataclass(frozen=True)
 class Testbed:
-    """A testbed that is up. `notes`: where it may differ from its cluster file."""
+    """A testbed that is up. `notes`: where it may differ from its cluster file.
+
+    `scratch`: a private directory with a short path, which is removed with the testbed; None where an older version made it.
+    """
 
     __test__ = False  # not a test class, whatever pytest thinks of the name
 
@@ -41,6 +59,7 @@ class Testbed:
     byte_scale: float = 1.0
     notes: tuple[str, ...] = ()
     interface: str = INTERFACE
+    scratch: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -70,8 +89,9 @@ def up(
     with states.locked():
         making.remove_leftovers(states)
         making.refuse_names_in_use(states, layout)
-        making.make(states, Recorded(layout, Process.current(), owned, tuple(Namespace(name) for name in layout.namespaces)))
-    return _testbed(layout)
+        recorded = Recorded(layout, Process.current(), owned, scratch=new_scratch())
+        making.make(states, recorded)
+    return _testbed(recorded)
 
 
 def down(name: str, *, directory: Path = STATE_DIRECTORY) -> bool:
@@ -101,6 +121,11 @@ def testbeds(*, directory: Path = STATE_DIRECTORY) -> tuple[BedStatus, ...]:
     return tuple(_status(recorded) for recorded in States(directory).all())
 
 
+def unreadable(*, directory: Path = STATE_DIRECTORY) -> tuple[Unreadable, ...]:
+    """Files in place of records that this version cannot read, for example of a newer version. Nothing else is hindered by them."""
+    return States(directory).unreadable()
+
+
 def find(name: str, *, directory: Path = STATE_DIRECTORY) -> Testbed:
     """The testbed of this name; raises `InvalidInput` where there is none that is up."""
     recorded = States(directory).read(name)
@@ -109,7 +134,7 @@ def find(name: str, *, directory: Path = STATE_DIRECTORY) -> Testbed:
         raise InvalidInput(
             f"there is no testbed {name!r}; " + (f"there are {', '.join(known)}" if known else "make one by `autotune testbed up`")
         )
-    return _testbed(recorded.layout)
+    return _testbed(recorded)
 
 
 @contextmanager
@@ -122,19 +147,17 @@ def running(cluster: Cluster, *, name: str | None = None, byte_scale: float = 1.
         down(bed.name, directory=directory)
 
 
-def _testbed(layout: Layout) -> Testbed:
+def _testbed(recorded: Recorded) -> Testbed:
+    layout = recorded.layout
     hosts = tuple(BedHost(host.name, host.namespace, host.address, host.devices) for host in layout.hosts)
-    return Testbed(layout.name, hosts, layout.byte_scale, layout.notes)
+    return Testbed(layout.name, hosts, layout.byte_scale, layout.notes, scratch=recorded.scratch)
 
 
 def _status(recorded: Recorded) -> BedStatus:
     layout = recorded.layout
     found = inside(recorded.inodes)
-    processes = tuple(
-        tuple(sorted(pid for pid, where in found.items() if where == item.inode))
-        for item in recorded.namespaces
-        if item.name != layout.switch
-    )
+    inodes = {item.name: item.ours for item in recorded.namespaces}  # a testbed that is being made has not all of them yet
+    processes = tuple(tuple(sorted(pid for pid, where in found.items() if where == inodes.get(host.namespace))) for host in layout.hosts)
     relay_alive = recorded.relay.alive if recorded.relay else (False if layout.method is Method.RELAY else None)
     owner = recorded.maker.pid if recorded.owned else None
     return BedStatus(layout, owner, recorded.left_over, recorded.complete, relay_alive, processes)

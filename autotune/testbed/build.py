@@ -18,7 +18,6 @@ LOOPBACK_MTU = 65536
 LOOPBACK_FRAMING = (LOOPBACK_MTU + 14) / (LOOPBACK_MTU - 52)
 
 BURST_S = 0.25e-3
-FRAME_S = 0.5e-3
 """htb may send so much at once, at most 64 KiB, which covers late timers. Less costs rate on a busy machine, more favours messages after
 a pause."""
 
@@ -35,6 +34,7 @@ SMALLEST_QUEUE_BYTES = 256 * 1024  # room for a GSO frame of four senders at onc
 
 WINDOW_MARGIN = 1.1  # headers, of the frames that wait
 SMALLEST_WINDOW_BYTES = 32 * 1024
+LARGEST_WINDOW_BYTES = 2**30  # RFC 7323, section 2.3
 
 FIRST_LANE = 0x10  # class ids: 1:1 the interface, 1:2 what has no lane, from 1:10 on the lanes
 
@@ -171,7 +171,7 @@ def window_bytes(layout: Layout, index: int) -> int:
     room = min([queue_bytes(host.link_bytes_per_s * FRAMING) / senders, *(queue_bytes(rate * FRAMING) for rate in slower)])
     latency_s = max([host.added_latency_s, *(lane.added_latency_s for lane in host.lanes)])
     fastest = max([host.link_bytes_per_s, *(lane.link_bytes_per_s for lane in host.lanes)])
-    return round(max(room / WINDOW_MARGIN, SMALLEST_WINDOW_BYTES) + 2 * latency_s * fastest)
+    return round(min(max(room / WINDOW_MARGIN, SMALLEST_WINDOW_BYTES) + 2 * latency_s * fastest, LARGEST_WINDOW_BYTES))
 
 
 def _host(layout: Layout, index: int) -> list[Command]:

@@ -20,8 +20,9 @@ from autotune.testbed.namespaces import CLONE_NEWNET, CLONE_NEWNS, NAMED
 from autotune.testbed.relay import TUN, open_tap
 from autotune.testbed.shell import attempt
 
-TRIAL = "trial"
+TRIAL, TRIAL_THREAD = "trial", "testbed-trial"
 NOT_TRIED = "not tried"
+TRIALS_PATIENCE_S = 120.0
 
 
 @dataclass(frozen=True)
@@ -65,14 +66,18 @@ class Capabilities:
             raise EmulationUnavailable(self.message)
 
 
-def capabilities() -> Capabilities:
-    """Takes about a tenth of a second; needs no rights (what needs them is then missing), changes nothing."""
+def capabilities(patience_s: float = TRIALS_PATIENCE_S) -> Capabilities:
+    """Takes about a tenth of a second; needs no rights (what needs them is then missing), changes nothing.
+
+    Where the trials take longer than the patience, what was found until then is returned, with an answer in time as missing.
+    """
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
     found = [Capability("commands", True, "ip and tc", f"{' and '.join(missing)} not found; install iproute2" if missing else "")]
-    trial = threading.Thread(target=_try_all, args=(found,), name="testbed-trial")
+    trial = threading.Thread(target=_try_all, args=(found,), name=TRIAL_THREAD, daemon=True)
     trial.start()
-    trial.join()
-    return Capabilities(tuple(found))
+    trial.join(patience_s)
+    late = [Capability("an answer in time", True, "all of it", f"the trials took more than {patience_s:g} s")] if trial.is_alive() else []
+    return Capabilities((*found, *late))
 
 
 @dataclass(frozen=True)

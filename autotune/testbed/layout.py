@@ -29,13 +29,17 @@ INNER_SHAPED_BELOW_BYTES_PER_S = 2.5e9
 FASTEST_BYTES_PER_S = 1.25e9
 """Highest rate (10 Gbit/s) that was measured to be reached through the kernel's switch."""
 
-BYTES_PER_S_OF_A_CORE = 8e9 / 8
-"""Two cores moved 16 Gbit/s around a ring of four hosts (`python -m benchmarks.testbed_fidelity --only goodput`)."""
 FASTEST_RELAYED_BYTES_PER_S = 0.125e9
 """The same through the user-space relay."""
 
+BYTES_PER_S_OF_A_CORE = 8e9 / 8
+"""Two cores moved 16 Gbit/s around a ring of four hosts (`python -m benchmarks.testbed_fidelity --only goodput`)."""
+
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]{0,31}")
 MOST_HOSTS = 250 * 250
+
+MOST_RELAYED_HOSTS = 1000
+"""The relay waits by select, which has microseconds where poll has milliseconds, but takes descriptors below 1024 only."""
 
 
 class Method(StrEnum):
@@ -197,9 +201,14 @@ def _method(cluster: Cluster, added: dict[tuple[int, int], float], means: Means)
     several = pairs or len(set(added.values())) > 1
     if latency and means.netem and (means.filters or not several):
         return Method.NETEM
+    what = f"latencies above {format_seconds(OWN_LATENCY_S)}" if latency else "links between named pairs"
+    if means.tun and len(cluster.hosts) > MOST_RELAYED_HOSTS:
+        raise EmulationUnavailable(
+            f"{what} need the user-space relay on this kernel, which serves at most {MOST_RELAYED_HOSTS} hosts, but {cluster.name!r} "
+            f"has {len(cluster.hosts)}; take them out of the cluster file, or hosts"
+        )
     if means.tun:
         return Method.RELAY
-    what = f"latencies above {format_seconds(OWN_LATENCY_S)}" if latency else "links between named pairs"
     raise EmulationUnavailable(
         f"{what} need netem or TAP devices (/dev/net/tun), but this kernel offers neither; take them out of the cluster file"
     )

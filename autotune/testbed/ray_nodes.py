@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import os
 import secrets
-import shutil
 import signal
 import subprocess
 import sys
@@ -25,7 +24,6 @@ POLL_S = 0.1
 HEAD_PORT = 6379
 OBJECT_STORE_BYTES = 100_000_000  # nothing of ours travels through it; Ray's least is 75 MB
 LOG_TAIL_CHARACTERS = 1500
-_PREFIX = "autotune-ray."
 _STARTED = "Ray runtime started"
 _PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 
@@ -42,13 +40,14 @@ class RayHead:
 def ray_nodes(bed: Testbed) -> Iterator[RayHead]:
     """One node per host with as many CPUs as the host has devices; all of them end with the block, or with this process.
 
-    Raises `LaunchError` with what Ray said where one does not start.
+    What they write is in the testbed's scratch directory. Raises `LaunchError` with what Ray said where one does not start.
     """
+    if bed.scratch is None:
+        raise LaunchError(f"testbed {bed.name!r} was made by an older version; take it down and make it again")
     head = RayHead(f"{bed.hosts[0].address}:{HEAD_PORT}", secrets.token_hex(32))
-    # A short path: Ray puts Unix sockets in it, whose names may have 107 bytes.
-    _remove_stale_directories()
-    prefix = f"{_PREFIX}{os.getpid()}."
-    with tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as directory, contextlib.ExitStack() as nodes:
+    # No prefix, as Ray puts Unix sockets in it: see `scratch.LONGEST_BYTES`.
+    fresh = tempfile.TemporaryDirectory(dir=bed.scratch, prefix="", ignore_cleanup_errors=True)
+    with fresh as directory, contextlib.ExitStack() as nodes:
         # One after the other: nodes of one machine share a session directory and number their files in it.
         for number, host in enumerate(bed.hosts):
             process = _start(host, number == 0, head, Path(directory))
@@ -57,20 +56,12 @@ def ray_nodes(bed: Testbed) -> Iterator[RayHead]:
         yield head
 
 
-def _remove_stale_directories() -> None:
-    """Those of drivers that were killed before they could remove their own."""
-    for entry in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-        owner = entry.name.removeprefix(_PREFIX).partition(".")[0]
-        ours = entry.is_dir() and not entry.is_symlink() and entry.lstat().st_uid == os.getuid()
-        if ours and owner.isdigit() and not Path(f"/proc/{owner}").exists():
-            shutil.rmtree(entry, ignore_errors=True)
-
-
 def _start(host: BedHost, is_head: bool, head: RayHead, directory: Path) -> subprocess.Popen[bytes]:
     role = ["--head", "--port", str(HEAD_PORT), "--include-dashboard", "false", "--temp-dir", str(directory)]
     where = role if is_head else ["--address", head.address]
     room = ["--num-cpus", str(host.devices), "--object-store-memory", str(OBJECT_STORE_BYTES)]
-    words = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats", "--node-ip-address", host.address]
+    ray = [sys.executable, "-P", "-m", "ray.scripts.scripts"]  # -P: a file in the user's directory is not taken for one of its modules
+    words = [*ray, "start", "--block", "--disable-usage-stats", "--node-ip-address", host.address]
     environment = os.environ | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": head.token, "RAY_worker_niceness": "0"}
     with _log(directory, host).open("wb") as log:
         return subprocess.Popen(
@@ -105,10 +96,11 @@ def _await(host: BedHost, process: subprocess.Popen[bytes], log: Path) -> None:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """Politely, then by force; what is left of the node's processes goes with the testbed's namespaces."""
+    """Politely, then by force. What is left is ended with the testbed's namespaces, and an error there if it cannot be ended at all."""
     process.terminate()
     try:
         process.wait(STOP_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         process.kill()
-        process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(STOP_TIMEOUT_S)

@@ -1,7 +1,8 @@
 """What is recorded about a testbed, in one JSON file each, written before the first namespace is made.
 
-So everything that exists is recorded, and what no file records is nobody's to touch here. A namespace is recorded by its name before
-it is made and by its inode afterwards: one that was deleted and made again by somebody else is not the recorded one.
+So everything that exists is recorded, and what no file records is nobody's to touch here. A namespace is recorded by its name just before
+it is made and by its inode right afterwards: one that was deleted and made again by somebody else is not the recorded one. Of at most one
+namespace only the name is known: its maker died in between, so it may be ours or somebody else's.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from autotune.testbed.namespaces import inode
 from autotune.testbed.processes import Process
 
 STATE_DIRECTORY = Path("/run/autotune-testbeds")
-SCHEMA = 1
+SCHEMA = 2  # 2 added `scratch`
 LOCK_PATIENCE_S = 60.0
 
 
 @dataclass(frozen=True)
 class Namespace:
-    """`inode`: 0 until the namespace was made."""
+    """`inode`: 0 from just before the namespace is made until it is."""
 
     __pydantic_config__ = {"extra": "forbid"}
 
@@ -38,23 +39,32 @@ class Namespace:
 
     @property
     def ours(self) -> int | None:
-        """The inode of the namespace that has this name now, if it is the one recorded."""
-        now = inode(self.name)
-        return now if now is not None and self.inode in (0, now) else None
+        """The inode of the namespace that has this name now, if it surely is the one recorded."""
+        return self.inode if self.inode and inode(self.name) == self.inode else None
+
+    @property
+    def undecided(self) -> int | None:
+        """The inode of the namespace that has this name now, if it may be ours or somebody else's."""
+        return None if self.inode else inode(self.name)
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """A testbed as recorded. `maker` made it; it ends with the maker if `owned`, and if the maker dies before it is `complete`."""
+    """A testbed as recorded. `maker` made it; it ends with the maker if `owned`, and if the maker dies before it is `complete`.
+
+    `namespaces`: those made until now, the last one perhaps only about to be. `scratch`: its directory, which is removed with it;
+    None in records of schema 1.
+    """
 
     __pydantic_config__ = {"extra": "forbid"}
 
     layout: Layout
     maker: Process
     owned: bool
-    namespaces: tuple[Namespace, ...]
+    namespaces: tuple[Namespace, ...] = ()
     complete: bool = False
     relay: Process | None = None
+    scratch: Path | None = None
     schema: int = SCHEMA
 
     @property
@@ -64,17 +74,29 @@ class Recorded:
 
     @property
     def inodes(self) -> frozenset[int]:
-        """Of the namespaces that exist and are recorded."""
+        """Of the namespaces that exist and surely are the recorded ones."""
         return frozenset(found for namespace in self.namespaces if (found := namespace.ours) is not None)
+
+    def making(self, name: str) -> Recorded:
+        """The same, with a namespace that is about to be made."""
+        return replace(self, namespaces=(*self.namespaces, Namespace(name)))
 
     def made(self, name: str) -> Recorded:
         """The same, with the inode of a namespace that was just made."""
         now = inode(name) or 0
         return replace(self, namespaces=tuple(replace(item, inode=now) if item.name == name else item for item in self.namespaces))
 
-    def not_made(self, names: frozenset[str]) -> Recorded:
-        """The same without namespaces that turned out to be somebody else's."""
-        return replace(self, namespaces=tuple(item for item in self.namespaces if item.name not in names))
+    def not_made(self, name: str) -> Recorded:
+        """The same without a namespace that turned out to be somebody else's."""
+        return replace(self, namespaces=tuple(item for item in self.namespaces if item.name != name))
+
+
+@dataclass(frozen=True)
+class Unreadable:
+    """A file that should be a record, but is none that this version can read."""
+
+    name: str
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -90,9 +112,20 @@ class States:
         return self.directory / f"{name}.log"
 
     def all(self) -> tuple[Recorded, ...]:
-        """By name; files that are being written are not among them."""
-        found = (self.read(path.stem) for path in sorted(self.directory.glob("*.json")))
-        return tuple(recorded for recorded in found if recorded is not None)
+        """By name; files that are being written are not among them, nor are unreadable ones."""
+        return tuple(item for item in self._found() if isinstance(item, Recorded))
+
+    def unreadable(self) -> tuple[Unreadable, ...]:
+        """By name: one such file hinders no other testbed."""
+        return tuple(item for item in self._found() if isinstance(item, Unreadable))
+
+    def _found(self) -> Iterator[Recorded | Unreadable]:
+        for path in sorted(self.directory.glob("*.json")):
+            try:
+                if (recorded := self.read(path.stem)) is not None:
+                    yield recorded
+            except InvalidInput as error:
+                yield Unreadable(path.stem, str(error))
 
     def read(self, name: str) -> Recorded | None:
         """None where there is no testbed of this name; raises `InvalidInput` for a file that is not ours."""

@@ -34,19 +34,20 @@ def test_a_local_cluster_is_probed_into_a_file_that_reads_back_and_tunes(tmp_pat
     assert [(link.inside, link.host) for link in cluster.link_fits] == [(True, cluster.hosts[0].name)]
     assert dict(cluster.software)["torch"] and cluster.measured_at and cluster.hosts[0].cores > 0
     assert "probing 2 ranks" in done.stderr and "ETA" in done.stderr
-    assert cluster_yaml(cluster) == output.read_text()
+    assert cluster.measured_on == "loopback of one machine" and cluster_yaml(cluster) == output.read_text()
     again = probe(tmp_path, "--cluster", str(output), "--budget-time", "5s", "--output", str(output))
     assert again.returncode == 0, again.stderr
-    assert "all_reduce" in again.stdout and f"cluster file: {output}" in again.stdout
+    assert "all_reduce" in again.stdout and f"cluster file: {output} [loopback of one machine]" in again.stdout
+    assert len([logs for logs in (tmp_path / "jobs" / "probe").glob("*/logs") if any(logs.iterdir())]) == 2
     assert read_cluster(output).hosts[0].name == cluster.hosts[0].name
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ((), "the number of ranks to probe with is not known; use --workers N or --cluster cluster.yaml"),
+        ((), "the number of ranks to probe with is not known; use --workers N, --cluster or --testbed cluster.yaml"),
         (("--workers", "1"), "a probe needs at least 2 workers, but has 1"),
-        (("--workers", "3", "--cluster", "two.yaml"), "--workers must be the 2 devices of two.yaml, but is 3"),
+        (("--workers", "3", "--cluster", "two.yaml"), "--workers must be the 2 devices of cluster 'cluster', but is 3"),
         (("--workers", "2", "--budget-time", "1s"), "--budget-time must be at least 5s, but is 1s"),
         (("--cluster", "none.yaml"), "cannot read none.yaml"),
     ],

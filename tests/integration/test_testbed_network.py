@@ -21,7 +21,7 @@ from autotune.cluster import Cluster, Host, PairLink
 from autotune.errors import EmulationError, InvalidInput
 from autotune.testbed import bed
 from autotune.testbed.build import delete_namespace
-from autotune.testbed.capabilities import capabilities
+from autotune.testbed.capabilities import TRIAL_THREAD, capabilities
 from autotune.testbed.layout import Method
 from autotune.testbed.namespaces import inode
 from autotune.testbed.processes import Process
@@ -255,11 +255,14 @@ def test_what_a_killed_owner_left_is_removed_with_its_processes_by_the_next_up(d
     owner.wait()
     owner.stdout.close()
     assert bed.testbeds(directory=directory)[0].left_over
+    assert record.scratch is not None and record.scratch.is_dir()
+    (record.scratch / "session").mkdir()
     if record.relay:
         assert ends(lambda: not Process(record.relay.pid, record.relay.start_ticks).alive), "the relay outlived its owner"
     with bed.running(cluster(100, 100), name=f"{name}n", directory=directory):
         assert inside.wait(10) == -signal.SIGTERM
         assert [status.layout.name for status in bed.testbeds(directory=directory)] == [f"{name}n"]
+        assert not record.scratch.exists()
     assert_nothing_is_left(directory, (name, f"{name}n"))
 
 
@@ -273,6 +276,26 @@ def test_a_half_made_testbed_of_a_dead_maker_is_a_leftover(directory, name) -> N
     run(delete_namespace(data["namespaces"][2]["name"]))
     path.write_text(json.dumps(data))
     assert bed.remove_leftovers(directory=directory) == (name,)
+    assert_nothing_is_left(directory, (name,))
+
+
+def test_a_namespace_that_may_be_somebody_elses_is_left_alone_while_processes_run_inside(directory, name, caplog) -> None:
+    bed.up(cluster(100, 100), name=name, directory=directory)
+    path = States(directory).path(name)
+    data = json.loads(path.read_text())
+    data["namespaces"][-1]["inode"] = 0  # as if its maker had been killed while it was made
+    path.write_text(json.dumps(data))
+    doubtful = data["namespaces"][-1]["name"]
+    inside = subprocess.Popen([*bed.words_inside(doubtful), "sleep", "600"])
+    try:
+        assert ends(lambda: Path(f"/proc/{inside.pid}/ns/net").stat().st_ino == inode(doubtful))
+        bed.down(name, directory=directory)
+        assert inside.poll() is None and inode(doubtful) is not None and inode(data["namespaces"][1]["name"]) is None
+        assert f"the namespace {doubtful} is left alone" in caplog.text and f"({inside.pid})" in caplog.text
+    finally:
+        inside.kill()
+        inside.wait()
+        run(delete_namespace(doubtful))
     assert_nothing_is_left(directory, (name,))
 
 
@@ -325,6 +348,32 @@ def test_an_interrupt_while_it_is_made_undoes_it(directory, name) -> None:
     assert_nothing_is_left(directory, (name,))
 
 
+def test_a_termination_while_up_makes_a_testbed_undoes_it_and_speaks_of_no_job(directory, name, tmp_path) -> None:
+    hosts = ", ".join(f"{{name: h{number}, bandwidth: 100Mbit/s}}" for number in range(60))
+    (tmp_path / "cluster.yaml").write_text(f"name: many\nhosts: [{hosts}]")
+    words = ["testbed", "up", str(tmp_path / "cluster.yaml"), "--name", name, "--state-directory", str(directory)]
+    process = subprocess.Popen([sys.executable, "-m", "autotune", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert ends(lambda: inode(f"autotune.{name}.h3") is not None)
+    process.send_signal(signal.SIGTERM)
+    _, told = process.communicate(timeout=60)
+    assert (process.returncode, told) == (130, "autotune: interrupted\n")
+    assert_nothing_is_left(directory, (name,))
+
+
+def test_trials_that_take_too_long_are_told_and_not_waited_for() -> None:
+    able = capabilities(patience_s=0.0)
+    assert not able.possible and "an answer in time (the trials took more than 0 s)" in able.message
+    assert ends(lambda: all(thread.name != TRIAL_THREAD for thread in threading.enumerate()))
+
+
+@NEEDS_LATENCY
+def test_a_file_in_the_users_directory_is_not_taken_for_one_of_the_relays_modules(directory, name, tmp_path, monkeypatch) -> None:
+    (tmp_path / "heapq.py").write_text("raise SystemExit('shadowed')")
+    monkeypatch.chdir(tmp_path)
+    with bed.running(cluster(100, 100, latency_s=1e-3), name=name, directory=directory):
+        assert bed.testbeds(directory=directory)[0].relay_alive in (True, None)
+
+
 def test_a_thread_that_entered_a_namespace_is_inside_and_comes_back(directory, name) -> None:
     outside = {interface for _, interface in socket.if_nameindex()}
     with bed.running(cluster(100, 100), name=name, directory=directory) as made:
@@ -359,7 +408,13 @@ def test_the_command_line_makes_shows_uses_and_removes_a_testbed(directory, name
     assert inside.returncode == 7 and "10.77.0.1/16" in inside.stdout
     absent = autotune("exec", name, "c", after=("--", "true"))
     assert absent.returncode == 2 and "has no host 'c'; its hosts: a/1, b" in absent.stderr
+    (directory / "newer.json").write_text('{"schema": 99}')
+    status = autotune("status")
+    assert status.returncode == 0 and "100 Mbit/s" in status.stdout
+    assert "newer: its record cannot be read: " in status.stdout and "the file has 99; update autotune" in status.stdout.replace("\n", " ")
     assert json.loads(autotune("down", "--json").stdout) == {"removed": [name]}
+    assert "the file has 99" in autotune("down", "newer").stderr
+    (directory / "newer.json").unlink()
     assert "nothing to remove" in autotune("down", name).stdout
     assert "there is no testbed" in autotune("exec", name, "b", after=("--", "true")).stderr
     assert autotune("check").returncode == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -130,7 +131,7 @@ def test_aliases_that_stand_for_more_than_a_file_may_hold_are_refused_at_once(tm
 def test_a_fit_from_before_there_were_pieces_is_one_line_of_the_world(tmp_path):
     old = {"primitive": "all_reduce", "group_size": 2, "alpha_s": 1e-3, "beta_s_per_byte": 2e-9, "relative_error": 0.02}
     stored = {**Cluster.local(2).to_data(), "fits": [{**old, "smallest_bytes": 1024, "largest_bytes": 2**24}]}
-    for newer in ("link_fits", "measured_at", "software"):
+    for newer in ("link_fits", "measured_at", "software", "measured_on"):
         del stored[newer]
     fit = Cluster.from_data(stored).fit("all_reduce", 2)
     assert fit is not None and (fit.bends, fit.where, fit.loaded, fit.large_error) == ((), Where.WORLD, False, None)
@@ -198,7 +199,8 @@ def clusters(draw):
     links = tuple(LinkFit(name, draw(st.booleans()), draw(rates), draw(figures), draw(figures), draw(figures)) for name in names)
     software = tuple(draw(st.dictionaries(words, words, max_size=3)).items())
     source = draw(st.sampled_from(["assumed", "measured"]))
-    return Cluster(draw(words), hosts, pairs, tuple(draw(st.lists(fits(), max_size=4))), source, 1, links, draw(words), software)
+    found, measured_on = tuple(draw(st.lists(fits(), max_size=4))), draw(st.just("") | words)
+    return Cluster(draw(words), hosts, pairs, found, source, 1, links, draw(words), software, measured_on)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -212,3 +214,11 @@ def test_the_file_says_of_every_figure_whether_it_was_measured():
     text = cluster_yaml(Cluster("c", hosts, link_fits=(LinkFit("a", False, 1.25e8, 5e-5, 0.012, 0.004),)))
     assert "# link 1000 Mbit/s (119 MiB/s), 50 us: measured, fit error 1.2%, spread of the repeats 0.4%\n" in text
     assert "# inside 8e+04 Mbit/s (9.31 GiB/s), 5 us: not measured\n" in text
+
+
+def test_the_file_says_what_stood_for_a_real_cluster(tmp_path):
+    emulated = replace(Cluster.local(2), measured_on="emulated network, bytes and rates divided by 4")
+    text = cluster_yaml(emulated)
+    assert "# What was probed stood for a real cluster:\nmeasured_on: emulated network, bytes and rates divided by 4\n" in text
+    assert read(tmp_path, text) == emulated
+    assert "measured_on" not in cluster_yaml(Cluster.local(2))

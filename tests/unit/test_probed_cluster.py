@@ -7,10 +7,12 @@ from datetime import UTC, datetime
 
 import pytest
 
-from autotune.cluster import Bend, Cluster, CollectiveFit, Host, LinkFit
+from autotune.canonical import to_data
+from autotune.cluster import Bend, Cluster, CollectiveFit, Host, LinkFit, PairLink
 from autotune.commands.probe import measured_cluster
 from autotune.driver import probed
-from autotune.profiling.host_links import PairCost
+from autotune.parsing import parse
+from autotune.profiling.host_links import PairCost, own_links
 from autotune.workload import Variable, Workload
 from runtime_rewriter.findings import Probe
 from runtime_rewriter.probed_link import ProbedLink
@@ -100,3 +102,39 @@ def test_ranks_on_other_hosts_than_the_files_say_nothing_about_its_links() -> No
     cluster, remark = measured_cluster(described, probe_of(("machine", 4)), NOW)
     assert cluster.hosts == described.hosts and cluster.link_fits == () and cluster.fits == Measured.fits
     assert "The ranks ran on 1 host(s) with 4, and not on the 2 of the file" in remark
+
+
+def probe_of_pairs(costs: dict[tuple[int, int], float], hosts: int) -> Probe:
+    """What ranks on hosts of one rank each tell of these bandwidths, sent as a message."""
+    found = {pair: replace(COST, bytes_per_s=rate) for pair, rate in costs.items()}
+    links = tuple(
+        ProbedLink(host, False, cost, probes, tuple((sum(pair) - host, each) for pair, each in found.items() if host in pair))
+        for host, (cost, probes) in own_links(hosts, found).items()
+    )
+    return parse(Probe, to_data(Probe((), links, SOFTWARE, (4,) * hosts, tuple((name, 1) for name in "abc"[:hosts]))), "probe")
+
+
+def test_a_pair_with_a_link_of_its_own_says_nothing_about_its_hosts_own_links() -> None:
+    hosts = tuple(Host(name, 1, 1e9, 1e-5, 1e10, 1e-6) for name in "abc")
+    pairs = {(0, 1): 9e8, (0, 2): 3e7, (1, 2): 2e7}
+    plain, _ = measured_cluster(Cluster("mine", hosts), probe_of_pairs(pairs, 3), NOW)
+    assert [host.link_bytes_per_s for host in plain.hosts] == [9e8, 9e8, 3e7]
+    direct = PairLink(("b", "a"), 8e8, 1e-6)
+    cluster, _ = measured_cluster(Cluster("mine", hosts, (direct,)), probe_of_pairs(pairs, 3), NOW)
+    assert [host.link_bytes_per_s for host in cluster.hosts] == [3e7, 2e7, 3e7]
+    assert [(link.bytes_per_s, link.probes) for link in cluster.link_fits] == [(3e7, 1), (2e7, 1), (3e7, 2)]
+    assert cluster.pair_links == (direct,)
+
+
+def test_a_host_that_only_pairs_with_links_of_their_own_told_of_keeps_its_figures() -> None:
+    hosts = tuple(Host(name, 1, 1e9, 1e-5, 1e10, 1e-6) for name in "ab")
+    given = Cluster("mine", hosts, (PairLink(("a", "b"), 8e8, 1e-6),))
+    cluster, _ = measured_cluster(given, probe_of_pairs({(0, 1): 9e8}, 2), NOW)
+    assert [host.link_bytes_per_s for host in cluster.hosts] == [1e9, 1e9] and cluster.link_fits == ()
+    assert [host.cores for host in cluster.hosts] == [4, 4]
+
+
+def test_the_cluster_says_what_stood_for_a_real_one_in_its_newest_probe() -> None:
+    first, _ = measured_cluster(None, probe_of(("a", 3), ("b", 1)), NOW, "emulated network")
+    again, _ = measured_cluster(first, probe_of(("a", 3), ("b", 1)), NOW)
+    assert (first.measured_on, again.measured_on) == ("emulated network", "")

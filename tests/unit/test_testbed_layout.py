@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,8 +11,9 @@ import pytest
 from autotune.cluster import Cluster, Host, PairLink
 from autotune.errors import EmulationUnavailable, InvalidInput
 from autotune.testbed.build import FRAMING, frame_bytes, network_commands, queue_bytes, window_bytes
-from autotune.testbed.layout import Means, Method, address, lay_out, mac, safe_name, safe_names
+from autotune.testbed.layout import MOST_RELAYED_HOSTS, Means, Method, address, lay_out, mac, safe_name, safe_names
 from autotune.testbed.processes import Process
+from autotune.testbed.scratch import make_scratch, new_scratch, remove_scratch
 from autotune.testbed.state import Namespace, Recorded, States
 
 ALL = Means(netem=True, filters=True, tun=True, cubic=True)
@@ -109,6 +111,12 @@ def test_what_the_kernel_cannot_do_is_refused_with_the_reason() -> None:
         lay_out(Cluster("c", (host("a", inner_latency_s=1e-3),)), ALL)
 
 
+def test_more_hosts_than_the_relay_can_wait_for_are_refused() -> None:
+    crowd = Cluster("c", tuple(host(f"h{number}", latency_s=1e-3) for number in range(MOST_RELAYED_HOSTS + 1)))
+    with pytest.raises(EmulationUnavailable, match="which serves at most 1000 hosts, but 'c' has 1001"):
+        lay_out(crowd, replace(NONE, tun=True))
+
+
 def test_names_are_safe_unique_and_lasting() -> None:
     assert safe_names(("c/1", "c-1", "c 1", "ok")) == ("c-1-2", "c-1", "c-1-3", "ok")
     assert safe_name("../..") == "host" and len(safe_name("x" * 300)) <= 32
@@ -146,6 +154,7 @@ def test_all_senders_windows_together_fit_into_the_receivers_queue_and_latency_c
     assert window_bytes(far, 0) - window_bytes(near, 0) == pytest.approx(2 * far.hosts[0].added_latency_s * 1.0 * GBIT, rel=0.01)
     crowd = lay_out(Cluster("c", tuple(host(f"h{number}", 0.1) for number in range(40))), ALL)
     assert window_bytes(crowd, 0) == 32 * 1024
+    assert window_bytes(lay_out(Cluster("c", (host("a", 1e6), host("b", 1e6))), ALL), 0) == 2**30
 
 
 def test_a_state_file_gives_back_the_record_and_a_partial_one_is_not_seen(tmp_path: Path) -> None:
@@ -155,8 +164,63 @@ def test_a_state_file_gives_back_the_record_and_a_partial_one_is_not_seen(tmp_pa
     (tmp_path / "d.partial").write_text("{")
     assert states.all() == (record,) and states.read("absent") is None
     (tmp_path / "e.json").write_text('{"schema": 99}')
-    with pytest.raises(InvalidInput, match="reads testbed schema 1, but the file has 99"):
-        states.all()
+    with pytest.raises(InvalidInput, match="reads testbed schema 2, but the file has 99"):
+        states.read("e")
+
+
+def test_records_that_cannot_be_read_are_told_and_hinder_no_others(tmp_path: Path) -> None:
+    states, record = States(tmp_path), Recorded(lay_out(Cluster("c", (host("a"),)), ALL), Process.current(), True)
+    states.write(record)
+    (tmp_path / "broken.json").write_text("{")
+    (tmp_path / "newer.json").write_text('{"schema": 99}')
+    assert states.all() == (record,)
+    assert [(item.name, item.reason.startswith(str(states.path(item.name)))) for item in states.unreadable()] == [
+        ("broken", True),
+        ("newer", True),
+    ]
+
+
+def test_a_record_of_schema_1_has_no_scratch_directory(tmp_path: Path) -> None:
+    states, layout = States(tmp_path), lay_out(Cluster("c", (host("a"),)), ALL)
+    states.write(Recorded(layout, Process.current(), True, tuple(Namespace(name) for name in layout.namespaces), scratch=new_scratch()))
+    data = json.loads(states.path("c").read_text())
+    del data["scratch"]
+    states.path("c").write_text(json.dumps(data | {"schema": 1}))
+    (read,) = states.all()
+    assert read.scratch is None and [item.name for item in read.namespaces] == list(layout.namespaces)
+
+
+def test_a_scratch_directory_is_private_short_enough_for_rays_sockets_and_removed_with_all_in_it(tmp_path: Path) -> None:
+    path = new_scratch()
+    socket = path / "abcdefgh" / "session_2026-11-21_13-49-41_123456_1234567" / "sockets" / "plasma_store.1"
+    assert len(str(socket)) <= 107 and not path.exists()
+    assert make_scratch(path) == "" and path.stat().st_mode & 0o777 == 0o700
+    assert make_scratch(path) == "File exists"
+    (tmp_path / "kept").write_text("")
+    (path / "link").symlink_to(tmp_path)
+    (path / "inner").mkdir()
+    (path / "inner" / "file").write_text("")
+    remove_scratch(path)
+    assert not path.exists() and (tmp_path / "kept").exists()
+    remove_scratch(path)
+
+
+def test_a_link_a_file_and_a_directory_of_another_name_are_not_removed_as_scratch(tmp_path: Path) -> None:
+    other, link, file = tmp_path / "other", tmp_path / "autotune.link", tmp_path / "autotune.file"
+    other.mkdir()
+    link.symlink_to(other)
+    file.write_text("")
+    for path in (other, link, file):
+        remove_scratch(path)
+    assert other.is_dir() and link.is_symlink() and file.is_file()
+
+
+def test_a_namespace_is_surely_ours_only_once_its_inode_is_recorded() -> None:
+    layout = lay_out(Cluster("c", (host("a"), host("b"))), ALL)
+    record = Recorded(layout, Process.current(), True).making("autotune.none.a")
+    assert record.namespaces == (Namespace("autotune.none.a", 0),) and record.inodes == frozenset()
+    assert Namespace("autotune.none.a").undecided is None, "there is none of this name"
+    assert record.making("x").not_made("x") == record
 
 
 def test_a_dead_owner_or_maker_leaves_leftovers_and_a_living_one_none() -> None:

@@ -75,6 +75,15 @@ def test_a_slower_best_candidate_leaves_the_current_setup():
     assert isinstance(end, Finish) and end.decision.strategy_id == CURRENT_SETUP
 
 
+def test_a_comparison_that_was_ended_for_being_slower_is_not_said_to_have_its_interval():
+    spec = job_spec(ab_pairs=20, ab_precision=1e-9)
+    _, end = drive(spec, SyntheticWorld({}, default_s=0.2, noise=0.05))
+    assert isinstance(end, Finish) and end.decision.strategy_id == CURRENT_SETUP
+    assert end.decision.comparison is not None and end.decision.comparison.pairs < 20
+    assert "is clearly slower in" in end.decision.reason and "without an interval" in end.decision.reason
+    assert "95 %" not in end.decision.reason
+
+
 def test_the_same_seed_gives_the_same_job_event_by_event():
     spec, world = job_spec(), SyntheticWorld(FAST, noise=0.05, seed=3)
     assert drive(spec, world) == drive(spec, world)
@@ -156,6 +165,31 @@ def test_a_strategy_that_fails_in_its_comparison_gives_way_to_the_next_compared_
     assert isinstance(end, Finish) and end.decision.strategy_id == strategy(3).id
     blocks = [trial for trial in history.ab_trials if trial.request.round == 1]
     assert len(blocks) == 2 * job_spec().ab_pairs
+
+
+@pytest.mark.parametrize(("after_s", "all_fit"), [(5.0, True), (70.0, False)])
+def test_the_pairs_of_the_next_contender_are_those_that_fit_into_what_the_failed_one_left(after_s, all_fit):
+    spec = job_spec(ab_pairs=20, ab_precision=1e-9, max_seconds=100.0)
+    began: list[float] = []
+
+    class Slow(SyntheticWorld):
+        def _run(self, history, request):
+            event = super()._run(history, request)
+            if request.role is Role.AB:
+                began.append(history.elapsed_s)
+            return replace(event, elapsed_s=began[0] + after_s) if request.number == 20 else event
+
+    def fails(request):
+        return request.role is Role.AB and request.strategy_id == strategy(5).id and request.number > 18
+
+    history, end = drive(spec, Slow(FAST, noise=0.02, fails=fails))
+    assert isinstance(end, Finish) and end.decision.comparison is not None
+    second = next(i for i, event in enumerate(history.events) if event in history.ab_trials and event.request.round == 1)
+    left_s = spec.max_seconds - history.events[second - 1].elapsed_s
+    assert history.reference_s is not None
+    fitting = int(left_s / (2 * (spec.warmup_steps + spec.timed_steps) * history.reference_s))
+    assert end.decision.comparison.pairs == (20 if all_fit else fitting)
+    assert all_fit == (fitting >= 20) and fitting > 6
 
 
 def test_a_current_setup_that_fails_twice_in_the_comparison_proves_nothing():

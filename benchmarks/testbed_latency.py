@@ -1,0 +1,80 @@
+"""Latency, goodput and cost of a testbed's added latency: `python -m benchmarks.testbed_latency` (root; about half a minute).
+
+Two hosts at 1 Gbit/s. Round trip: the median of one byte between two Python processes. Goodput: payload of one stream, and of the slower
+of two in both directions. Share of a core: what the relay used meanwhile (0 where the kernel's netem is used). The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from autotune.cluster import Cluster, Host
+from autotune.testbed.bed import Testbed, running, words_inside
+from autotune.testbed.state import States
+from autotune.units import format_seconds
+
+LATENCIES_S = (5e-5, 5e-4, 2e-3, 5e-3)
+BYTES_PER_S = 1.25e8
+GOODPUT, GOODPUT_S = [sys.executable, str(Path(__file__).with_name("tcp_goodput.py"))], "2"
+BYTE_SOCKET = "stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)"
+ECHO = f"""
+import socket
+server = socket.create_server(("", 5000)); print(flush=True); stream, _ = server.accept(); {BYTE_SOCKET}
+while word := stream.recv(64): stream.sendall(word)
+"""
+PING = f"""
+import socket, statistics, sys, time
+stream = socket.create_connection((sys.argv[1], 5000)); {BYTE_SOCKET}; times = []
+for _ in range(200):
+    began = time.perf_counter(); stream.sendall(b"x"); stream.recv(64); times.append(time.perf_counter() - began)
+print(statistics.median(times))
+"""
+
+
+def inside(bed: Testbed, host: int, *words: str) -> subprocess.Popen[str]:
+    return subprocess.Popen([*words_inside(bed.hosts[host].namespace), *words], stdout=subprocess.PIPE, text=True)
+
+
+def round_trip_s(bed: Testbed) -> float:
+    server = inside(bed, 1, sys.executable, "-c", ECHO)
+    assert server.stdout is not None and server.stdout.readline()
+    return float(inside(bed, 0, sys.executable, "-c", PING, bed.hosts[1].address).communicate(timeout=60)[0])
+
+
+def relay_cpu_s(bed: Testbed) -> float:
+    """CPU time of the relay until now (fields 14 and 15 of /proc/PID/stat)."""
+    record = States().read(bed.name)
+    if record is None or record.relay is None:
+        return 0.0
+    fields = Path(f"/proc/{record.relay.pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def goodput(bed: Testbed, pairs: list[tuple[int, int]]) -> tuple[float, float]:
+    """(Mbit/s of the slowest stream, the relay's share of a core)."""
+    began_s, cpu_s = time.monotonic(), relay_cpu_s(bed)
+    receivers = [inside(bed, to, *GOODPUT, "receive", GOODPUT_S) for _, to in pairs]
+    for source, to in pairs:
+        inside(bed, source, *GOODPUT, "send", bed.hosts[to].address, GOODPUT_S)
+    slowest = min(float(receiver.communicate(timeout=60)[0]) for receiver in receivers) * 8e-6
+    return slowest, (relay_cpu_s(bed) - cpu_s) / (time.monotonic() - began_s)
+
+
+def main() -> None:
+    results = []
+    for latency_s in LATENCIES_S:
+        cluster = Cluster("latency", tuple(Host(name, 1, BYTES_PER_S, latency_s, 1e10, 5e-6) for name in "ab"))
+        with running(cluster, name=f"latency-{os.getpid()}") as bed:
+            trip_s, one, both = round_trip_s(bed), goodput(bed, [(0, 1)]), goodput(bed, [(0, 1), (1, 0)])
+        print(f"{format_seconds(latency_s)}: {format_seconds(trip_s)}, {one[0]:.0f} and {both[0]:.0f} Mbit/s", file=sys.stderr)
+        results.append({"latency_s": latency_s, "round_trip_s": trip_s, "mbit": [one[0], both[0]], "relay_cores": [one[1], both[1]]})
+    print(json.dumps({"load": os.getloadavg()[0], "cores": os.cpu_count(), "results": results}))
+
+
+if __name__ == "__main__":
+    main()
