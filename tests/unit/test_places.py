@@ -1,0 +1,78 @@
+"""Where a job may run, and what is refused before anything is made."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from autotune.cluster import Cluster, Host
+from autotune.commands.emulation import read_setting, scheduled
+from autotune.commands.places import refuse_elsewhere, refuse_impossible
+from autotune.errors import AutotuneError, InvalidInput
+from autotune.events import TrialFinished
+from autotune.history import History
+from autotune.job import JobFile
+from autotune.records import REAL_CONDITIONS, Accelerators, Conditions, Measured, Network, Role, TrialRequest
+
+EMULATED = Conditions(Network.EMULATED)
+
+
+def options(**given: object) -> argparse.Namespace:
+    names = ("testbed", "cluster", "address", "accelerators", "byte_scale", "profile")
+    return argparse.Namespace(**{**dict.fromkeys(names), **given})
+
+
+@pytest.fixture
+def cluster_file(tmp_path: Path) -> Path:
+    path = tmp_path / "cluster.yaml"
+    path.write_text("name: two hosts\nhosts:\n  - {name: a}\n  - {name: b}\n")
+    return path
+
+
+def test_a_job_goes_on_only_where_it_was_started() -> None:
+    refuse_elsewhere(Conditions(Network.HOSTS), "10.0.0.1:6379")
+    refuse_elsewhere(EMULATED, None)
+    with pytest.raises(InvalidInput, match=r"started on a running Ray cluster.*give its --address"):
+        refuse_elsewhere(Conditions(Network.HOSTS), None)
+    for network, where in ((Network.EMULATED, "a testbed"), (Network.LOOPBACK, "this machine alone")):
+        with pytest.raises(InvalidInput, match=f"started on {where}.*leave out --address"):
+            refuse_elsewhere(Conditions(network), "10.0.0.1:6379")
+
+
+def test_a_network_that_no_machine_emulates_is_refused_before_a_job_is_made() -> None:
+    slow_inside = Cluster("c", (Host("a", 2, 1e8, 5e-5, 1e10, 1.0), Host("b", 1, 1e8, 5e-5, 1e10, 5e-6)))
+    refuse_impossible(slow_inside, Conditions(Network.LOOPBACK))
+    with pytest.raises(AutotuneError, match=r"inner_latency|not possible"):
+        refuse_impossible(slow_inside, EMULATED)
+
+
+def test_the_command_line_wins_over_the_job_file_and_contradictions_are_refused(cluster_file: Path) -> None:
+    file = JobFile(command="python x.py", testbed=str(cluster_file), accelerators=Accelerators.EMULATED, byte_scale=4.0)
+    assert read_setting(options(), file).conditions == Conditions(Network.EMULATED, Accelerators.EMULATED, 4.0)
+    assert read_setting(options(byte_scale=2.0, accelerators="real"), file).conditions == Conditions(Network.EMULATED, byte_scale=2.0)
+    plain = read_setting(options(cluster=cluster_file), replace(file, byte_scale=None))
+    assert plain.conditions.network is Network.LOOPBACK and plain.cluster is not None
+    with pytest.raises(InvalidInput, match="a cluster or a testbed, not both"):
+        read_setting(options(), replace(file, cluster=str(cluster_file)))
+    with pytest.raises(InvalidInput, match="byte_scale must be at least 1, but is 0"):
+        read_setting(options(testbed=cluster_file, byte_scale=0.0), None)
+    assert read_setting(options(address="auto"), None).conditions.network is Network.HOSTS
+
+
+def test_round_robin_is_asked_for_where_ranks_wait_and_never_on_other_peoples_hosts() -> None:
+    waiting = Conditions(Network.EMULATED, Accelerators.EMULATED)
+    assert scheduled(waiting, 4000).round_robin
+    assert not scheduled(EMULATED, 4000).round_robin
+    assert not scheduled(Conditions(Network.HOSTS, Accelerators.EMULATED), 2).round_robin
+
+
+def test_the_conditions_of_a_job_are_those_of_its_trials_and_round_robin_must_have_held_in_all() -> None:
+    wanted = replace(EMULATED, round_robin=True)
+    assert History((), 0.1).conditions(wanted) == wanted
+    request = TrialRequest(0, "current-setup", Role.REFERENCE, 1, 1)
+    held = [TrialFinished(request, Measured(((0.1,),)), None, 1.0, replace(EMULATED, round_robin=on)) for on in (True, False, True)]
+    assert History(tuple(held), 0.1).conditions(REAL_CONDITIONS) == EMULATED
+    assert History(tuple(held[:1]), 0.1).conditions(REAL_CONDITIONS) == wanted
