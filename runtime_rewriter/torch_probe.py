@@ -44,8 +44,9 @@ BATCH_REPEATS = 5
 MOST_REPEATS = 40
 STEADY = 0.03
 """A relative interquartile range that needs no more repeats."""
-WARM_S = 0.2
-"""A message that takes longer is not run once untimed first."""
+WARM_S, MOST_WARM = 0.3, 4
+"""Untimed messages before each point: so many, or as many as fit into that time. TCP's windows have to grow to the new size first, as
+they have in training: the first messages of 1 MiB through a slow host took 20 % longer than later ones."""
 MOST_COLLECTED_BYTES = 2**30
 """On the one rank that a gather or a push ends on."""
 LOADED_SLOWDOWN = 2.0
@@ -225,8 +226,9 @@ class _Prober:
         ranks = one.group.ranks
         operation = OPERATIONS[one.primitive](ranks, int(size / self._byte_scale), self.device) if ranks is not None else None
         lost = LostTime(load, self.device) if load is not None else None
-        if operation is not None and ranks is not None and expected_s < WARM_S:
-            self._repeat(operation, ranks, 1, None, None)
+        warm = min(MOST_WARM, int(WARM_S / expected_s)) if expected_s > 0 else 1
+        if operation is not None and ranks is not None and warm > 0:
+            self._repeat(operation, ranks, warm, None, None)
         repeats: list[float] = []
         cpu_s = 0.0
         batch = FEWEST_REPEATS if expected_s * BATCH_REPEATS > share_s else BATCH_REPEATS
