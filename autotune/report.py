@@ -21,7 +21,7 @@ from autotune.report_charts import SERIES, prediction_chart, quality_chart, rank
 from autotune.strategy_space.builders import ddp_default
 from autotune.strategy_space.plan import Message, Plan, plan
 from autotune.strategy_space.strategy import Compressor, Strategy, VariableStrategy
-from autotune.units import format_bytes, format_seconds
+from autotune.units import format_bytes, format_rate, format_seconds
 from autotune.workload import Workload
 
 OPEN_ROWS = 40
@@ -40,7 +40,7 @@ def write_report(
 
     template = Path(__file__).with_name("report.html.j2").read_text(encoding="utf-8")
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters.update(seconds=format_seconds, bytes=format_bytes)
+    environment.filters.update(seconds=format_seconds, bytes=format_bytes, rate=format_rate)
     text = environment.from_string(template).render(**_context(spec, history, decision, export_path, notes))
     write_whole(path, text, "the report")
 
@@ -54,6 +54,7 @@ def _context(spec: JobSpec, history: History, decision: Decision | None, export_
         "profiled": profiled,
         "notes": tuple(notes),
         "conditions": _conditions(spec, history),
+        "under": history.conditions(spec.conditions).label,
         "headline": _headline(history, decision),
         "decision": decision,
         "sides": _sides(history, decision),

@@ -65,6 +65,14 @@ def format_seconds(seconds: float) -> str:
     return f"{seconds * 1e9:.3g} ns"
 
 
+def format_rate(bytes_per_s: float) -> str:
+    """Bits, as the rates of links are quoted in the field: `250 Mbit/s`."""
+    for scale, unit in ((1e9, "Gbit/s"), (1e6, "Mbit/s"), (1e3, "kbit/s")):
+        if 8 * bytes_per_s >= scale:
+            return f"{8 * bytes_per_s / scale:.4g} {unit}"
+    return f"{8 * bytes_per_s:.4g} bit/s"
+
+
 def format_bytes(count: float) -> str:
     """Binary prefixes, as bucket sizes are quoted in the field."""
     for scale, unit in ((2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB")):

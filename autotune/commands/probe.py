@@ -30,7 +30,7 @@ from autotune.errors import InvalidInput
 from autotune.export import write_whole
 from autotune.profiling.host_links import Pair, PairCost, own_links
 from autotune.records import Accelerators, Conditions
-from autotune.units import format_bytes, format_seconds, parse_seconds
+from autotune.units import format_bytes, format_rate, format_seconds, parse_seconds
 from runtime_rewriter.command import ScriptCommand
 
 SCRIPT = "runtime_rewriter.probe_script"
@@ -209,7 +209,7 @@ def _tables(cluster: Cluster) -> str:
     if cluster.link_fits:
         links = Table("host", "link", "bandwidth", "latency", "fit error", "spread", box=SIMPLE)
         for link in cluster.link_fits:
-            where, rate = "inside" if link.inside else "own", f"{link.bytes_per_s * 8 / 1e6:.4g} Mbit/s"
+            where, rate = "inside" if link.inside else "own", format_rate(link.bytes_per_s)
             latency = format_seconds(link.latency_s)
             links.add_row(escape(link.host), where, rate, latency, f"{link.relative_error:.1%}", f"{link.spread:.1%}")
         console.print(links)

@@ -18,7 +18,7 @@ from autotune.errors import EmulationError, InvalidInput
 from autotune.testbed import bed
 from autotune.testbed.capabilities import capabilities
 from autotune.testbed.layout import HostLayout, Layout
-from autotune.units import format_seconds
+from autotune.units import format_rate, format_seconds
 
 WIDTH = 132
 
@@ -121,7 +121,7 @@ def _shown(item: bed.BedStatus) -> str:
     lines = [f"{layout.name}: {_state(item)} (cluster {layout.cluster!r}, {layout.method.value}{scale})", *layout.notes]
     table = Table("host", "address", "devices", "rate", "added latency", "inside", "processes", "namespace")
     for host, processes in zip(layout.hosts, item.processes, strict=True):
-        inner = _rate(host.inner_bytes_per_s) if host.inner_bytes_per_s else "memory speed"
+        inner = format_rate(host.inner_bytes_per_s) if host.inner_bytes_per_s else "memory speed"
         cells = (host.name, host.address, str(host.devices), _rates(layout, host), _latencies(layout, host), inner)
         table.add_row(*(escape(cell) for cell in (*cells, str(len(processes)), host.namespace)))
     return "\n".join(lines) + "\n" + _text(table)
@@ -129,11 +129,11 @@ def _shown(item: bed.BedStatus) -> str:
 
 def _rates(layout: Layout, host: HostLayout) -> str:
     lanes = [
-        f"{_rate(lane.link_bytes_per_s)} to {layout.hosts[lane.to].name}"
+        f"{format_rate(lane.link_bytes_per_s)} to {layout.hosts[lane.to].name}"
         for lane in host.lanes
         if lane.link_bytes_per_s != host.link_bytes_per_s
     ]
-    return ", ".join([_rate(host.link_bytes_per_s), *lanes])
+    return ", ".join([format_rate(host.link_bytes_per_s), *lanes])
 
 
 def _latencies(layout: Layout, host: HostLayout) -> str:
@@ -143,10 +143,6 @@ def _latencies(layout: Layout, host: HostLayout) -> str:
         if lane.added_latency_s != host.added_latency_s
     ]
     return ", ".join([_latency(host.added_latency_s), *lanes])
-
-
-def _rate(bytes_per_s: float) -> str:
-    return f"{bytes_per_s * 8e-6:.6g} Mbit/s"
 
 
 def _latency(added_s: float) -> str:

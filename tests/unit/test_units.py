@@ -7,7 +7,7 @@ import math
 import pytest
 
 from autotune.errors import InvalidInput
-from autotune.units import format_bytes, format_seconds, parse_bytes, parse_bytes_per_s, parse_seconds
+from autotune.units import format_bytes, format_rate, format_seconds, parse_bytes, parse_bytes_per_s, parse_seconds
 
 
 @pytest.mark.parametrize(
@@ -56,3 +56,9 @@ def test_what_is_no_quantity_is_refused_with_the_value_and_an_example(parse, val
 def test_people_read_three_digits_and_a_fitting_unit():
     assert [format_seconds(s) for s in (1.5, 0.01234, 5e-5, 2e-8)] == ["1.5 s", "12.3 ms", "50 us", "20 ns"]
     assert [format_bytes(b) for b in (25 * 2**20, 2**30, 1536, 12)] == ["25 MiB", "1 GiB", "1.5 KiB", "12 B"]
+
+
+def test_rates_of_links_are_told_in_bits():
+    assert [format_rate(value / 8) for value in (250e6, 1e9, 997.3e6, 2.5e9, 64e3, 10)] == [
+        *("250 Mbit/s", "1 Gbit/s", "997.3 Mbit/s", "2.5 Gbit/s", "64 kbit/s", "10 bit/s"),
+    ]
