@@ -59,7 +59,8 @@ class ConsoleProgress:
                 text = f"[red]failed ({outcome.kind})[/red] {escape(first_line(outcome.message))}"
             else:
                 predicted = f", predicted {format_seconds(request.predicted_s)}" if request.predicted_s else ""
-                error = f" ± {event.interval.half_width:.1%}" if event.interval else ""
+                told = event.interval is not None and request.role is not Role.AB  # a block counts beside its partner, not by itself
+                error = f" ± {event.interval.half_width:.1%}" if told and event.interval else ""
                 stopped = f" ({outcome.stopped.value})" if outcome.stopped in (Stopped.LOSING, Stopped.ENDED) else ""
                 disturbed = ", disturbed" if event.unsteady else ""
                 text = f"{format_seconds(outcome.median_s)}{error}{stopped}{disturbed}{predicted}"
