@@ -43,8 +43,8 @@ def taken_under(conditions: Conditions) -> str:
 
 def decision_text(decision: Decision, results: Results, uri: str, unsent: int, spec: JobSpec) -> str:
     """The last words of `autotune tune`."""
-    kept = decision.strategy_id == CURRENT_SETUP
-    headline = "the current setup stays" if kept else f"exported {decision.strategy_id}"
+    # The reason says by itself that the current setup stays.
+    headline = "" if decision.strategy_id == CURRENT_SETUP else f"exported {decision.strategy_id}: "
     command = " ".join(spec.command)
     lines = [
         f"{headline}: {decision.reason}{taken_under(spec.conditions)}",
