@@ -192,6 +192,8 @@ def _set_environment(place: RayPlace) -> None:
     if place.local:
         # Ray binds the first real interface unless this is off, and is open to everybody without a token.
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    elif place.one_machine:
+        os.environ.pop("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", None)  # its nodes are several, whatever an earlier local cluster was
     if place.local or place.token:
         os.environ["RAY_AUTH_MODE"] = "token"
         os.environ["RAY_AUTH_TOKEN"] = place.token or secrets.token_hex(32)

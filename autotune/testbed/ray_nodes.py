@@ -62,7 +62,9 @@ def _start(host: BedHost, is_head: bool, head: RayHead, directory: Path) -> subp
     room = ["--num-cpus", str(host.devices), "--object-store-memory", str(OBJECT_STORE_BYTES)]
     ray = [sys.executable, "-P", "-m", "ray.scripts.scripts"]  # -P: a file in the user's directory is not taken for one of its modules
     words = [*ray, "start", "--block", "--disable-usage-stats", "--node-ip-address", host.address]
-    environment = os.environ | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": head.token, "RAY_worker_niceness": "0"}
+    # What a Ray cluster of this process's past (a loopback one, say) was told does not hold for this one.
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    environment = inherited | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": head.token, "RAY_worker_niceness": "0"}
     with _log(directory, host).open("wb") as log:
         return subprocess.Popen(
             [*words_inside(host.namespace), *words, *where, *room],

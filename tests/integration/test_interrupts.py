@@ -77,7 +77,20 @@ def test_a_terminated_run_ends_torchrun_and_its_ranks(tmp_path) -> None:
     script.write_text((ROOT / "tests" / "scripts" / "train_small.py").read_text())
     directory = tmp_path / "jobs"
     launch = ["--", "torchrun", "--standalone", "--nproc-per-node", "2", str(script)]
-    settings = ["--search", "random", "--budget-trials", "2", "--timed-steps", "3", "--ab-pairs", "6", "--directory", str(directory)]
+    settings = [
+        "--search",
+        "random",
+        "--budget-trials",
+        "2",
+        "--timed-steps",
+        "3",
+        "--most-steps",
+        "3",
+        "--ab-pairs",
+        "6",
+        "--directory",
+        str(directory),
+    ]
     tuned = subprocess.run(
         [sys.executable, "-m", "autotune", "tune", "--job", "short", *settings, *launch], cwd=ROOT, capture_output=True, timeout=200
     )

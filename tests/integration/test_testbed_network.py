@@ -340,10 +340,14 @@ def test_an_interrupt_while_it_is_made_undoes_it(directory, name) -> None:
         assert ends(lambda: inode(f"autotune.{name}.h3") is not None)
         os.kill(os.getpid(), signal.SIGINT)
 
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts its background jobs with SIGINT ignored
     other = threading.Thread(target=interrupt_once_begun)
     other.start()
-    with pytest.raises(KeyboardInterrupt), bed.running(cluster(*[100] * 60), name=name, directory=directory):
-        time.sleep(60)
+    try:
+        with pytest.raises(KeyboardInterrupt), bed.running(cluster(*[100] * 60), name=name, directory=directory):
+            time.sleep(60)
+    finally:
+        signal.signal(signal.SIGINT, before)
     other.join()
     assert_nothing_is_left(directory, (name,))
 

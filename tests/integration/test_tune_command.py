@@ -19,7 +19,8 @@ from autotune.store import Store
 
 ROOT = Path(__file__).parents[2]
 SMALL = ROOT / "tests" / "scripts" / "train_small.py"
-TRIALS = ["--budget-trials", "8", "--top-k", "4", "--samples-per-round", "40", "--timed-steps", "3", "--ab-pairs", "6", "--seed", "1"]
+TRIALS = ["--budget-trials", "8", "--top-k", "4", "--samples-per-round", "40", "--timed-steps", "3", "--most-steps", "3"]
+TRIALS += ["--ab-pairs", "6", "--seed", "1"]
 
 
 def autotune(*words: str, timeout_s: float = 240.0, **environment: str) -> subprocess.CompletedProcess[str]:
