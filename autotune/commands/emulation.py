@@ -45,8 +45,8 @@ def read_setting(options: argparse.Namespace, file: JobFile | None) -> Setting:
     accelerators = Accelerators(_either("accelerators", options, file) or Accelerators.REAL)
     byte_scale = _either("byte_scale", options, file)
     conditions = Conditions(network, accelerators, 1.0 if byte_scale is None else float(byte_scale))
-    path = _path("profile", options, file)
-    profile = Workload.from_data(read_json(path), str(path)) if path else None
+    workload = _path("profile", options, file)
+    profile = Workload.from_data(read_json(workload), str(workload)) if workload else None
     if profile is not None:
         timetable_of(profile)  # what cannot be waited for is told before anything starts
     return Setting(cluster, conditions, profile)

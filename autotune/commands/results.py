@@ -47,7 +47,7 @@ def decision_text(decision: Decision, results: Results, uri: str, unsent: int, s
     headline = "" if decision.strategy_id == CURRENT_SETUP else f"exported {decision.strategy_id}: "
     command = " ".join(spec.command)
     lines = [
-        f"{headline}: {decision.reason}{taken_under(spec.conditions)}",
+        f"{headline}{decision.reason}{taken_under(spec.conditions)}",
         f"  export   {results.export}",
         f"  report   {results.report}",
         f"  trials   mlflow ui --backend-store-uri {uri}",

@@ -1,0 +1,24 @@
+"""The last words of `autotune tune`: what was decided, said once, with what was emulated."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from autotune.cluster import Cluster
+from autotune.commands.results import Results, decision_text
+from autotune.job import JobSpec
+from autotune.records import CURRENT_SETUP, Conditions, Decision, Network
+
+SPEC = JobSpec(("python", "x.py"), 2, Cluster.local(2), conditions=Conditions(Network.EMULATED))
+RESULTS = Results(Path("best.json"), Path("report.html"))
+
+
+def first_line(decision: Decision) -> str:
+    return decision_text(decision, RESULTS, "sqlite:///x", 0, SPEC).splitlines()[0]
+
+
+def test_the_headline_names_the_export_and_the_reason_alone_says_that_the_current_setup_stays() -> None:
+    exported = Decision("strategy-1", "faster than the current setup", None, "strategy-1")
+    assert first_line(exported) == "exported strategy-1: faster than the current setup [emulated network]"
+    kept = Decision(CURRENT_SETUP, "no better, so the current setup stays", None, None)
+    assert first_line(kept) == "no better, so the current setup stays [emulated network]"
