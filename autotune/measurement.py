@@ -64,11 +64,6 @@ class Interval:
         return (self.high - self.low) / 2 / self.middle
 
 
-def quantiles(values: Sequence[float] | Floats, shares: Sequence[float]) -> tuple[float, ...]:
-    """The values below which these shares of `values` lie, linear between neighbours."""
-    return tuple(float(value) for value in np.quantile(np.asarray(values, dtype=np.float64), shares))
-
-
 def fewest_values(confidence: float) -> int:
     """Values, or pairs, below which not even the smallest to the largest is an interval: 2^(1 - n) <= 1 - confidence."""
     return math.ceil(1 - math.log2(1 - confidence))

@@ -7,7 +7,6 @@ come from the user's script.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -29,10 +28,8 @@ OPEN_ROWS = 40
 _ROLE = {Role.CANDIDATE: "candidate", Role.REFERENCE: "reference", Role.AB: "A/B"}
 
 
-def write_report(
-    path: Path, spec: JobSpec, history: History, decision: Decision | None, export_path: Path | None, notes: Sequence[str] = ()
-) -> None:
-    """Write the report of a job in any state to `path`, in one piece. `notes` are shown at the top (for example: emulated).
+def write_report(path: Path, spec: JobSpec, history: History, decision: Decision | None, export_path: Path | None) -> None:
+    """Write the report of a job in any state to `path`, in one piece.
 
     `export_path` is what the command for using the export names. Raises `InvalidInput` if `path` cannot be written.
     """
@@ -41,18 +38,17 @@ def write_report(
     template = Path(__file__).with_name("report.html.j2").read_text(encoding="utf-8")
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters.update(seconds=format_seconds, bytes=format_bytes, rate=format_rate)
-    text = environment.from_string(template).render(**_context(spec, history, decision, export_path, notes))
+    text = environment.from_string(template).render(**_context(spec, history, decision, export_path))
     write_whole(path, text, "the report")
 
 
-def _context(spec: JobSpec, history: History, decision: Decision | None, export_path: Path | None, notes: Sequence[str]) -> dict[str, Any]:
+def _context(spec: JobSpec, history: History, decision: Decision | None, export_path: Path | None) -> dict[str, Any]:
     profiled = history.profiled
     shown = _shown_strategy(history, decision)
     return {
         "spec": spec,
         "history": history,
         "profiled": profiled,
-        "notes": tuple(notes),
         "conditions": _conditions(spec, history),
         "under": history.conditions(spec.conditions).label,
         "headline": _headline(history, decision),

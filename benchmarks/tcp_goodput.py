@@ -1,4 +1,4 @@
-"""One TCP stream, timed at its receiver: `tcp_goodput.py receive SECONDS` in one place, `send ADDRESS SECONDS` in another.
+"""One TCP stream, timed at its receiver: `tcp_goodput.py receive SECONDS` in one place, `send ADDRESS` in another.
 
 The receiver prints the payload in bytes per second between `SETTLE_S` after the first byte and `SECONDS` later.
 """
@@ -38,7 +38,7 @@ def receive(seconds: float) -> float:
     raise SystemExit("the sender ended too early")
 
 
-def send(address: str, seconds: float) -> None:
+def send(address: str) -> None:
     """Sends until the receiver has seen enough."""
     deadline_s = time.monotonic() + WAIT_S
     while True:
@@ -62,4 +62,4 @@ if __name__ == "__main__":
     if sys.argv[1] == "receive":
         print(receive(float(sys.argv[2])))
     else:
-        send(sys.argv[2], float(sys.argv[3]))
+        send(sys.argv[2])

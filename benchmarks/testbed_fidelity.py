@@ -31,13 +31,13 @@ from autotune.commands.places import Ranks, Where, placed_world
 from autotune.records import CURRENT_SETUP, Accelerators, Conditions, Measured, Network, Role, TrialRequest
 from autotune.strategy_space.builders import reduce_scatter_all_gather, single_bucket
 from autotune.strategy_space.plan import Plan, plan
-from autotune.testbed.bed import Testbed, running, words_inside
+from autotune.testbed.bed import Testbed, running
 from autotune.testbed.capabilities import capabilities
 from autotune.workload import Workload
+from benchmarks.testbed_processes import ROOT, inside, output, streams
 from runtime_rewriter.command import read_command
 from runtime_rewriter.world import World
 
-ROOT = Path(__file__).parents[1]
 CLUSTERS = {  # Mbit/s of each host
     "100": (100,) * 4,
     "500": (500,) * 4,
@@ -46,10 +46,9 @@ CLUSTERS = {  # Mbit/s of each host
     "2000": (2000,) * 4,
     "5000": (5000,) * 2,  # four of them, all sending, would move more than two cores can
 }
-GOODPUT_S, GOODPUT_ROUNDS = 2.0, 3
+GOODPUT_ROUNDS = 3
 FRESH_BYTES = (3 * 2**19, 3 * 2**20, 6 * 2**20, 12 * 2**20)  # between the sizes that are probed
 MASTER_PORT = 29400
-WAIT_S = 300.0
 WARMUP_STEPS, TIMED_STEPS = 2, 20
 
 console = Console(stderr=True, highlight=False)
@@ -68,7 +67,7 @@ def goodput_errors(rates_mbit: Sequence[int], repeats: int) -> tuple[float, floa
     count = len(rates_mbit)
     single, ring = ((0, 1), (0, count - 1), (count - 1, 0)), tuple((index, (index + 1) % count) for index in range(count))
     with running(cluster_of(rates_mbit), name=f"fidelity-{os.getpid()}") as bed:
-        rounds = [({pair: _streams(bed, [pair])[pair] for pair in single}, _streams(bed, ring)) for _ in range(repeats)]
+        rounds = [({pair: streams(bed, [pair])[pair] for pair in single}, streams(bed, ring)) for _ in range(repeats)]
     return _error(rates_mbit, [alone for alone, _ in rounds]), _error(rates_mbit, [together for _, together in rounds])
 
 
@@ -78,29 +77,6 @@ def _error(rates_mbit: Sequence[int], rounds: Sequence[dict[tuple[int, int], flo
         wanted = min(rates_mbit[source], rates_mbit[to]) * 1e6 / 8
         errors.append(abs(statistics.median(reached[source, to] for reached in rounds) / wanted - 1))
     return max(errors)
-
-
-def _streams(bed: Testbed, pairs: Sequence[tuple[int, int]]) -> dict[tuple[int, int], float]:
-    """Pair -> payload bytes per second, all streams at once."""
-    script = [sys.executable, str(ROOT / "benchmarks" / "tcp_goodput.py")]
-    receivers = [_inside(bed, to, [*script, "receive", str(GOODPUT_S)]) for _, to in pairs]
-    senders = [_inside(bed, source, [*script, "send", bed.hosts[to].address, str(GOODPUT_S)]) for source, to in pairs]
-    reached = {pair: float(_output(receiver)) for pair, receiver in zip(pairs, receivers, strict=True)}
-    for sender in senders:
-        _output(sender)
-    return reached
-
-
-def _inside(bed: Testbed, host: int, words: list[str], **environment: str) -> subprocess.Popen[str]:
-    command = [*words_inside(bed.hosts[host].namespace), *words]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env={**os.environ, **environment})
-
-
-def _output(process: subprocess.Popen[str]) -> str:
-    text, _ = process.communicate(timeout=WAIT_S)
-    if process.returncode != 0:
-        raise SystemExit(f"{process.args} ended with status {process.returncode}")
-    return text
 
 
 def all_reduce_errors(rates_mbit: Sequence[int], budget: str, repeats: int, directory: Path) -> dict[int, float]:
@@ -120,8 +96,8 @@ def _fresh_times(bed: Testbed, repeats: int) -> dict[int, float]:
     words = [sys.executable, "-m", "benchmarks.all_reduce_times", str(repeats), *map(str, FRESH_BYTES)]
     shared = {"MASTER_ADDR": bed.hosts[0].address, "MASTER_PORT": str(MASTER_PORT), "GLOO_SOCKET_IFNAME": bed.interface}
     count = {"WORLD_SIZE": str(len(bed.hosts)), "OMP_NUM_THREADS": "1"}
-    ranks = [_inside(bed, rank, words, RANK=str(rank), **shared, **count) for rank in range(len(bed.hosts))]
-    first, *_ = [_output(rank) for rank in ranks]
+    ranks = [inside(bed, rank, words, RANK=str(rank), **shared, **count) for rank in range(len(bed.hosts))]
+    first, *_ = [output(rank) for rank in ranks]
     return {int(size): float(seconds) for size, seconds in json.loads(first).items()}
 
 

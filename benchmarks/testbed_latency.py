@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 from autotune.cluster import Cluster, Host
-from autotune.testbed.bed import Testbed, running, words_inside
+from autotune.testbed.bed import Testbed, running
 from autotune.testbed.state import States
 from autotune.units import format_seconds
+from benchmarks.testbed_processes import inside, output, streams
 
 LATENCIES_S = (5e-5, 5e-4, 2e-3, 5e-3)
 BYTES_PER_S = 1.25e8
-GOODPUT, GOODPUT_S = [sys.executable, str(Path(__file__).with_name("tcp_goodput.py"))], "2"
 BYTE_SOCKET = "stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)"
 ECHO = f"""
 import socket
@@ -36,14 +35,10 @@ print(statistics.median(times))
 """
 
 
-def inside(bed: Testbed, host: int, *words: str) -> subprocess.Popen[str]:
-    return subprocess.Popen([*words_inside(bed.hosts[host].namespace), *words], stdout=subprocess.PIPE, text=True)
-
-
 def round_trip_s(bed: Testbed) -> float:
-    server = inside(bed, 1, sys.executable, "-c", ECHO)
+    server = inside(bed, 1, [sys.executable, "-c", ECHO])
     assert server.stdout is not None and server.stdout.readline()
-    return float(inside(bed, 0, sys.executable, "-c", PING, bed.hosts[1].address).communicate(timeout=60)[0])
+    return float(output(inside(bed, 0, [sys.executable, "-c", PING, bed.hosts[1].address])))
 
 
 def relay_cpu_s(bed: Testbed) -> float:
@@ -58,10 +53,7 @@ def relay_cpu_s(bed: Testbed) -> float:
 def goodput(bed: Testbed, pairs: list[tuple[int, int]]) -> tuple[float, float]:
     """(Mbit/s of the slowest stream, the relay's share of a core)."""
     began_s, cpu_s = time.monotonic(), relay_cpu_s(bed)
-    receivers = [inside(bed, to, *GOODPUT, "receive", GOODPUT_S) for _, to in pairs]
-    for source, to in pairs:
-        inside(bed, source, *GOODPUT, "send", bed.hosts[to].address, GOODPUT_S)
-    slowest = min(float(receiver.communicate(timeout=60)[0]) for receiver in receivers) * 8e-6
+    slowest = min(streams(bed, pairs).values()) * 8e-6
     return slowest, (relay_cpu_s(bed) - cpu_s) / (time.monotonic() - began_s)
 
 

@@ -32,7 +32,7 @@ def write_job_report(workspace: Workspace, store: Store, job_id: str, decision: 
     """The report of a job in whatever state it is."""
     report = workspace.job(job_id) / "report.html"
     export = workspace.job(job_id) / "best.json"
-    write_report(report, store.job(job_id), store.history(job_id), decision, export if decision else None, ())
+    write_report(report, store.job(job_id), store.history(job_id), decision, export if decision else None)
     return report
 
 

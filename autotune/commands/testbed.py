@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Callable
 from io import StringIO
 from typing import Any
 
@@ -17,7 +18,7 @@ from autotune.commands.interrupts import terminable
 from autotune.errors import EmulationError, InvalidInput
 from autotune.testbed import bed
 from autotune.testbed.capabilities import capabilities
-from autotune.testbed.layout import HostLayout, Layout
+from autotune.testbed.layout import HostLayout, Lane, Layout
 from autotune.units import format_rate, format_seconds
 
 WIDTH = 132
@@ -128,21 +129,17 @@ def _shown(item: bed.BedStatus) -> str:
 
 
 def _rates(layout: Layout, host: HostLayout) -> str:
-    lanes = [
-        f"{format_rate(lane.link_bytes_per_s)} to {layout.hosts[lane.to].name}"
-        for lane in host.lanes
-        if lane.link_bytes_per_s != host.link_bytes_per_s
-    ]
-    return ", ".join([format_rate(host.link_bytes_per_s), *lanes])
+    return _with_lanes(layout, host, lambda link: link.link_bytes_per_s, format_rate)
 
 
 def _latencies(layout: Layout, host: HostLayout) -> str:
-    lanes = [
-        f"{_latency(lane.added_latency_s)} to {layout.hosts[lane.to].name}"
-        for lane in host.lanes
-        if lane.added_latency_s != host.added_latency_s
-    ]
-    return ", ".join([_latency(host.added_latency_s), *lanes])
+    return _with_lanes(layout, host, lambda link: link.added_latency_s, _latency)
+
+
+def _with_lanes(layout: Layout, host: HostLayout, value: Callable[[HostLayout | Lane], float], shown: Callable[[float], str]) -> str:
+    """The value of the host's interface, and of the lanes that differ from it."""
+    lanes = [f"{shown(value(lane))} to {layout.hosts[lane.to].name}" for lane in host.lanes if value(lane) != value(host)]
+    return ", ".join([shown(value(host)), *lanes])
 
 
 def _latency(added_s: float) -> str:

@@ -49,17 +49,17 @@ class BedHost:
 class Testbed:
     """A testbed that is up. `notes`: where it may differ from its cluster file.
 
-    `scratch`: a private directory with a short path, which is removed with the testbed; None where an older version made it.
+    `scratch`: a private directory with a short path, which is removed with the testbed.
     """
 
     __test__ = False  # not a test class, whatever pytest thinks of the name
 
     name: str
     hosts: tuple[BedHost, ...]
+    scratch: Path
     byte_scale: float = 1.0
     notes: tuple[str, ...] = ()
     interface: str = INTERFACE
-    scratch: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,8 @@ def running(cluster: Cluster, *, name: str | None = None, byte_scale: float = 1.
 def _testbed(recorded: Recorded) -> Testbed:
     layout = recorded.layout
     hosts = tuple(BedHost(host.name, host.namespace, host.address, host.devices) for host in layout.hosts)
-    return Testbed(layout.name, hosts, layout.byte_scale, layout.notes, scratch=recorded.scratch)
+    assert recorded.scratch is not None  # a testbed whose directory could not be made is none
+    return Testbed(layout.name, hosts, recorded.scratch, layout.byte_scale, layout.notes)
 
 
 def _status(recorded: Recorded) -> BedStatus:

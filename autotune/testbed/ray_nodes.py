@@ -42,8 +42,6 @@ def ray_nodes(bed: Testbed) -> Iterator[RayHead]:
 
     What they write is in the testbed's scratch directory. Raises `LaunchError` with what Ray said where one does not start.
     """
-    if bed.scratch is None:
-        raise LaunchError(f"testbed {bed.name!r} was made by an older version; take it down and make it again")
     head = RayHead(f"{bed.hosts[0].address}:{HEAD_PORT}", secrets.token_hex(32))
     # No prefix, as Ray puts Unix sockets in it: see `scratch.LONGEST_BYTES`.
     fresh = tempfile.TemporaryDirectory(dir=bed.scratch, prefix="", ignore_cleanup_errors=True)

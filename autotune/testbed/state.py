@@ -24,7 +24,7 @@ from autotune.testbed.namespaces import inode
 from autotune.testbed.processes import Process
 
 STATE_DIRECTORY = Path("/run/autotune-testbeds")
-SCHEMA = 2  # 2 added `scratch`
+SCHEMA = 1
 LOCK_PATIENCE_S = 60.0
 
 
@@ -53,7 +53,7 @@ class Recorded:
     """A testbed as recorded. `maker` made it; it ends with the maker if `owned`, and if the maker dies before it is `complete`.
 
     `namespaces`: those made until now, the last one perhaps only about to be. `scratch`: its directory, which is removed with it;
-    None in records of schema 1.
+    None where it could not be made.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -61,10 +61,10 @@ class Recorded:
     layout: Layout
     maker: Process
     owned: bool
+    scratch: Path | None
     namespaces: tuple[Namespace, ...] = ()
     complete: bool = False
     relay: Process | None = None
-    scratch: Path | None = None
     schema: int = SCHEMA
 
     @property

@@ -15,7 +15,7 @@ from autotune.strategy_space.builders import ddp_default, single_bucket
 from autotune.strategy_space.plan import Plan, plan
 from autotune.workload import Variable, Workload
 from runtime_rewriter.command import read_command
-from runtime_rewriter.ray_world import RayCluster, RayPlace, ray_world
+from runtime_rewriter.ray_world import RayCluster, ray_world
 from runtime_rewriter.world import World
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "train_small.py"
@@ -24,21 +24,14 @@ REQUEST = TrialRequest(0, "strategy-under-test", Role.CANDIDATE, warmup_steps=1,
 EMULATED = Conditions(Network.LOOPBACK, Accelerators.EMULATED)
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[RayCluster]:
-    connected = RayCluster(RayPlace(), RANKS)
-    yield connected
-    connected.close()
-
-
 @pytest.fixture
-def make_world(cluster: RayCluster, tmp_path: Path) -> Iterator:
+def make_world(cluster_of_two: RayCluster, tmp_path: Path) -> Iterator:
     made: list[World] = []
 
     def make(*words: str, conditions: Conditions = EMULATED, given_profile: Workload | None = None) -> World:
         command = read_command(["torchrun", "--nproc-per-node", str(RANKS), str(SCRIPT), *words])
         logs = tmp_path / "logs"
-        made.append(ray_world(cluster, command, RANKS, logs, 60.0, 60.0, conditions=conditions, given_profile=given_profile))
+        made.append(ray_world(cluster_of_two, command, RANKS, logs, 60.0, 60.0, conditions=conditions, given_profile=given_profile))
         return made[-1]
 
     yield make

@@ -23,7 +23,6 @@ from runtime_rewriter.torch_agreement import assumed_workload
 from runtime_rewriter.torch_ddp import PlannedDataParallel, attach
 from runtime_rewriter.torch_emulation import MOST_RECORDINGS, EmulatedAccelerator
 from runtime_rewriter.torch_hooks import GradientSynchronizer
-from runtime_rewriter.torch_profile import WorkloadProfiler
 
 
 def profile_of(module: nn.Module, forward_s: float = 0.0, backward_s: float = 1e-4, update_s: float = 0.0) -> Workload:
@@ -463,67 +462,3 @@ def check_other_profile(rank: int) -> str:
 
 def test_the_profile_of_another_model_is_refused() -> None:
     assert all("they differ in bias, old.bias, old.weight" in told for told in run_world(check_other_profile, 2))
-
-
-# -- profile ---------------------------------------------------------------------------------------
-
-
-class Sleeping(torch.autograd.Function):
-    @staticmethod
-    def forward(context, x: Tensor, seconds: float) -> Tensor:  # type: ignore[no-untyped-def,override]
-        context.seconds = seconds
-        time.sleep(seconds)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(context, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[no-untyped-def,override]
-        time.sleep(2 * context.seconds)
-        return gradient, None
-
-
-class Slow(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.computed = nn.Linear(4, 4), nn.Linear(4, 4), 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.computed += 1
-        return Sleeping.apply(self.b(Sleeping.apply(self.a(x), 0.02)), 0.01)
-
-
-class Alone:
-    """Drives the profiler from the boundaries, as a session does."""
-
-    def __init__(self, model: PlannedDataParallel) -> None:
-        self.synchronizer = model.synchronizer
-        self.profiler: WorkloadProfiler | None = None
-        self.workload: Workload | None = None
-        model.synchronizer.listeners.append(self)
-
-    def on_boundary(self, now_s: float, clean: bool) -> None:
-        if self.profiler is None:
-            self.profiler = WorkloadProfiler(self.synchronizer, 3, alone=True)
-        elif self.profiler.done and self.workload is None:
-            self.workload = self.profiler.finish()
-
-    def on_backward_end(self, now_s: float) -> None:
-        pass
-
-
-def check_alone(rank: int) -> tuple[Workload, int]:
-    model = PlannedDataParallel(Slow())
-    alone = Alone(model)
-    for _ in range(6):
-        model.zero_grad()
-        model(ones(rank)).sum().backward()
-    assert alone.workload is not None and model.synchronizer.plan is None and model.synchronizer.accelerator is None
-    return alone.workload, model.module.computed
-
-
-def test_for_a_profile_rank_0_computes_alone_and_the_others_play_one_recorded_step() -> None:
-    (workload, computed), (other, computed_elsewhere), (third, _) = run_world(check_alone, 3)
-    assert workload == other == third and workload.source == "measured"
-    assert computed == 6 and computed_elsewhere == 3, "before and after the profile, and the recorded step"
-    timetable = timetable_of(workload)
-    assert timetable.forward_s >= 0.03 and timetable.backward_s >= 0.06
-    assert {name for name, _ in timetable.ready[:2]} == {"b.weight", "b.bias"}

@@ -6,28 +6,14 @@ import time
 
 import torch
 from torch import Tensor, nn
-from torch_plans import Tied, loss_of, uniform
+from torch_plans import Slow, Tied, loss_of, uniform
 from torch_world import run_world
 
 from autotune.workload import Workload
+from runtime_rewriter.emulation import timetable_of
 from runtime_rewriter.torch_autograd import by_identity, variable_edges
 from runtime_rewriter.torch_ddp import PlannedDataParallel
 from runtime_rewriter.torch_profile import WorkloadProfiler
-
-
-class Slow(torch.autograd.Function):
-    """Takes `seconds` in the forward and twice as long in the backward pass."""
-
-    @staticmethod
-    def forward(context, x: Tensor, seconds: float) -> Tensor:  # type: ignore[no-untyped-def,override]
-        context.seconds = seconds
-        time.sleep(seconds)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(context, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[no-untyped-def,override]
-        time.sleep(2 * context.seconds)
-        return gradient, None
 
 
 class Layers(nn.Module):
@@ -44,8 +30,8 @@ class Layers(nn.Module):
 class Profiling:
     """Drives the profiler from the boundaries, as a session does."""
 
-    def __init__(self, model: PlannedDataParallel, steps: int) -> None:
-        self.synchronizer, self.steps = model.synchronizer, steps
+    def __init__(self, model: PlannedDataParallel, steps: int, alone: bool = False) -> None:
+        self.synchronizer, self.steps, self.alone = model.synchronizer, steps, alone
         self.profiler: WorkloadProfiler | None = None
         self.workload: Workload | None = None
         self.boundaries = 0
@@ -54,7 +40,7 @@ class Profiling:
     def on_boundary(self, now_s: float, clean: bool) -> None:
         self.boundaries += self.workload is None
         if self.profiler is None:
-            self.profiler = WorkloadProfiler(self.synchronizer, self.steps)
+            self.profiler = WorkloadProfiler(self.synchronizer, self.steps, alone=self.alone)
         elif self.profiler.done and self.workload is None:
             self.workload = self.profiler.finish()
 
@@ -163,3 +149,32 @@ def check_accumulating(rank: int) -> Workload:
 def test_a_profile_skips_validation_and_holds_accumulation_as_forward_time() -> None:
     workload, _ = run_world(check_accumulating, 2)
     assert len(workload.variables) == 8 and workload.forward_s > 0
+
+
+class Counted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.computed = nn.Linear(4, 4), nn.Linear(4, 4), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.computed += 1
+        return Slow.apply(self.b(Slow.apply(self.a(x), 0.02)), 0.01)
+
+
+def check_alone(rank: int) -> tuple[Workload, int]:
+    model = PlannedDataParallel(Counted())
+    alone = Profiling(model, 3, alone=True)
+    for _ in range(6):
+        model.zero_grad()
+        model(torch.full((2, 4), float(rank + 1))).sum().backward()
+    assert alone.workload is not None and model.synchronizer.plan is None and model.synchronizer.accelerator is None
+    return alone.workload, model.module.computed
+
+
+def test_for_a_profile_rank_0_computes_alone_and_the_others_play_one_recorded_step() -> None:
+    (workload, computed), (other, computed_elsewhere), (third, _) = run_world(check_alone, 3)
+    assert workload == other == third and workload.source == "measured"
+    assert computed == 6 and computed_elsewhere == 3, "before and after the profile, and the recorded step"
+    timetable = timetable_of(workload)
+    assert timetable.forward_s >= 0.03 and timetable.backward_s >= 0.06
+    assert {name for name, _ in timetable.ready[:2]} == {"b.weight", "b.bias"}

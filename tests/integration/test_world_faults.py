@@ -17,7 +17,7 @@ from autotune.strategy_space.plan import Plan, plan
 from autotune.strategy_space.strategy import Compressor
 from autotune.workload import Variable, Workload
 from runtime_rewriter.command import read_command
-from runtime_rewriter.ray_world import RayCluster, RayPlace, ray_world
+from runtime_rewriter.ray_world import RayCluster, ray_world
 from runtime_rewriter.world import World
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "train_small.py"
@@ -25,20 +25,13 @@ RANKS = 2
 REQUEST = TrialRequest(0, "strategy-under-test", Role.CANDIDATE, warmup_steps=2, timed_steps=4)
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[RayCluster]:
-    connected = RayCluster(RayPlace(), RANKS)
-    yield connected
-    connected.close()
-
-
 @pytest.fixture
-def make_world(cluster: RayCluster, tmp_path: Path) -> Iterator:
+def make_world(cluster_of_two: RayCluster, tmp_path: Path) -> Iterator:
     made: list[World] = []
 
     def make(*words: str, script: Path = SCRIPT, step_timeout_s: float = 60.0, **options: object) -> World:
         command = read_command(["torchrun", "--nproc-per-node", str(RANKS), str(script), *words])
-        made.append(ray_world(cluster, command, RANKS, tmp_path / "logs", step_timeout_s, 60.0, **options))
+        made.append(ray_world(cluster_of_two, command, RANKS, tmp_path / "logs", step_timeout_s, 60.0, **options))
         return made[-1]
 
     yield make
@@ -215,5 +208,5 @@ def test_more_hosts_than_there_are_is_refused_with_need_and_have(make_world) -> 
         make_world(devices_per_host=(2, 1))
 
 
-def test_connecting_leaves_the_handler_of_sigterm_alone(cluster) -> None:
+def test_connecting_leaves_the_handler_of_sigterm_alone(cluster_of_two) -> None:
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import torch
 from torch import Tensor, nn
 
@@ -9,6 +11,21 @@ from autotune.strategy_space.plan import Plan, plan
 from autotune.strategy_space.strategy import Compressor, Partition, Shard, Strategy, Synchronizer, VariableStrategy
 from autotune.workload import Variable, Workload
 from runtime_rewriter.torch_agreement import assumed_workload
+
+
+class Slow(torch.autograd.Function):
+    """Takes `seconds` in the forward and twice as long in the backward pass."""
+
+    @staticmethod
+    def forward(context, x: Tensor, seconds: float) -> Tensor:  # type: ignore[no-untyped-def,override]
+        context.seconds = seconds
+        time.sleep(seconds)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(context, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[no-untyped-def,override]
+        time.sleep(2 * context.seconds)
+        return gradient, None
 
 
 class Tied(nn.Module):

@@ -25,7 +25,6 @@ from autotune.measurement import (
     further_steps,
     median_interval,
     neighbour_noise,
-    quantiles,
     reference_tolerance,
     step_correlation,
     stop_reason,
@@ -62,10 +61,6 @@ def steps(values: np.ndarray) -> Measured:
 
 def trial(most_steps: int = 40, precision: float = 0.02, losing_s: float | None = None) -> TrialRequest:
     return TrialRequest(0, "strategy", Role.CANDIDATE, 2, 8, most_steps=most_steps, precision=precision, losing_s=losing_s)
-
-
-def test_quantiles_are_linear_between_neighbours():
-    assert quantiles([4.0, 1.0, 3.0, 2.0, 5.0], [0, 0.25, 0.5, 0.6, 1]) == (1.0, 2.0, 3.0, pytest.approx(3.4), 5.0)
 
 
 @pytest.mark.parametrize(("n", "tail"), [(6, 0.025), (8, 0.025), (40, 0.025), (8, 0.1)])

@@ -118,18 +118,18 @@ def test_what_comes_from_the_script_is_escaped_everywhere(tmp_path):
     decision = replace(
         end.decision, strategy_id=renamed[end.decision.strategy_id], best_candidate_id=renamed[end.decision.best_candidate_id]
     )
-    text = rendered(tmp_path, spec, spoiled, decision, notes=(EVIL,))
+    text = rendered(tmp_path, spec, spoiled, decision)
     assert "script" not in Page(text).tags and text.count("&lt;script&gt;") > 20
 
 
 def test_the_headline_says_the_gain_with_its_interval_and_how_to_use_it(job, tmp_path):
     spec, history, decision = job
-    text = rendered(tmp_path, spec, history, decision, notes=("computation is emulated",))
+    text = rendered(tmp_path, spec, history, decision)
     compared = decision.comparison
     assert f"{1 / compared.ratio:.2f}x as fast" in text
     assert f"95% interval {1 / compared.high:.2f}x to {1 / compared.low:.2f}x" in text
     assert "autotune run --strategy jobs/best.json -- torchrun --nproc-per-node 2 train.py" in text
-    assert "computation is emulated" in text and "measured workload, assumed links" in text
+    assert "measured workload, assumed links" in text and "emulated" not in text
 
 
 def test_a_kept_current_setup_is_said_in_the_headline(tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -159,7 +158,7 @@ def test_all_senders_windows_together_fit_into_the_receivers_queue_and_latency_c
 
 def test_a_state_file_gives_back_the_record_and_a_partial_one_is_not_seen(tmp_path: Path) -> None:
     layout = lay_out(Cluster("c", (host("a"), host("b", 4.0)), (PairLink(("a", "b"), 2 * GBIT, 5e-5),)), ALL)
-    states, record = States(tmp_path), Recorded(layout, Process.current(), True, tuple(Namespace(name) for name in layout.namespaces))
+    states, record = States(tmp_path), Recorded(layout, Process.current(), True, None, tuple(Namespace(name) for name in layout.namespaces))
     states.write(record)
     (tmp_path / "d.partial").write_text("{")
     assert states.all() == (record,) and states.read("absent") is None
@@ -169,7 +168,7 @@ def test_a_state_file_gives_back_the_record_and_a_partial_one_is_not_seen(tmp_pa
 
 
 def test_records_that_cannot_be_read_are_told_and_hinder_no_others(tmp_path: Path) -> None:
-    states, record = States(tmp_path), Recorded(lay_out(Cluster("c", (host("a"),)), ALL), Process.current(), True)
+    states, record = States(tmp_path), Recorded(lay_out(Cluster("c", (host("a"),)), ALL), Process.current(), True, None)
     states.write(record)
     (tmp_path / "broken.json").write_text("{")
     (tmp_path / "newer.json").write_text('{"schema": 99}')
@@ -178,16 +177,6 @@ def test_records_that_cannot_be_read_are_told_and_hinder_no_others(tmp_path: Pat
         ("broken", True),
         ("newer", True),
     ]
-
-
-def test_a_record_of_schema_1_has_no_scratch_directory(tmp_path: Path) -> None:
-    states, layout = States(tmp_path), lay_out(Cluster("c", (host("a"),)), ALL)
-    states.write(Recorded(layout, Process.current(), True, tuple(Namespace(name) for name in layout.namespaces), scratch=new_scratch()))
-    data = json.loads(states.path("c").read_text())
-    del data["scratch"]
-    states.path("c").write_text(json.dumps(data | {"schema": 1}))
-    (read,) = states.all()
-    assert read.scratch is None and [item.name for item in read.namespaces] == list(layout.namespaces)
 
 
 def test_a_scratch_directory_is_private_short_enough_for_rays_sockets_and_removed_with_all_in_it(tmp_path: Path) -> None:
@@ -217,7 +206,7 @@ def test_a_link_a_file_and_a_directory_of_another_name_are_not_removed_as_scratc
 
 def test_a_namespace_is_surely_ours_only_once_its_inode_is_recorded() -> None:
     layout = lay_out(Cluster("c", (host("a"), host("b"))), ALL)
-    record = Recorded(layout, Process.current(), True).making("autotune.none.a")
+    record = Recorded(layout, Process.current(), True, None).making("autotune.none.a")
     assert record.namespaces == (Namespace("autotune.none.a", 0),) and record.inodes == frozenset()
     assert Namespace("autotune.none.a").undecided is None, "there is none of this name"
     assert record.making("x").not_made("x") == record
@@ -228,7 +217,7 @@ def test_a_dead_owner_or_maker_leaves_leftovers_and_a_living_one_none() -> None:
     me, dead = Process.current(), Process(Process.current().pid, 1)  # the same id, another start: somebody else
 
     def left_over(maker: Process, owned: bool, complete: bool) -> bool:
-        return Recorded(layout, maker, owned, (), complete).left_over
+        return Recorded(layout, maker, owned, None, (), complete).left_over
 
     assert not any(left_over(me, owned, complete) for owned in (True, False) for complete in (True, False))
     assert left_over(dead, True, True) and left_over(dead, True, False) and left_over(dead, False, False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -78,13 +79,21 @@ os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     assert last_event(supervisor)["code"] == 1
 
 
-def test_a_process_gets_our_packages_and_the_drivers_search_path_but_nothing_of_ray(supervisor, tmp_path, monkeypatch) -> None:
-    monkeypatch.setenv("RAY_AUTH_TOKEN", "secret")
-    monkeypatch.setenv("PYTHONPATH", "/of/ray")
-    monkeypatch.setattr(sys, "path", ["/vendored/by/ray", *sys.path])
-    text = "import json, os; json.dump(dict(os.environ), open('seen.json', 'w'))"
-    start(supervisor, tmp_path, text, PYTHONPATH="/of/the/driver", RANK="3")
-    assert last_event(supervisor)["code"] == 0
+SUPERVISE = """
+import sys
+from runtime_rewriter.worker import ProcessSupervisor
+assert "/vendored/by/ray" in sys.path
+supervisor = ProcessSupervisor()
+supervisor.start(["script.py"], {"PYTHONPATH": "/of/the/driver", "RANK": "3"}, "", "rank0.log")
+while not any(event["event"] == "exited" for event in supervisor.poll(1.0)):
+    pass
+"""
+
+
+def test_a_process_gets_our_packages_and_the_drivers_search_path_but_nothing_of_ray(tmp_path) -> None:
+    (tmp_path / "script.py").write_text("import json, os; json.dump(dict(os.environ), open('seen.json', 'w'))")
+    ours = os.environ | {"RAY_AUTH_TOKEN": "secret", "PYTHONPATH": os.pathsep.join(["/vendored/by/ray", "/of/ray", str(ROOT)])}
+    subprocess.run([sys.executable, "-c", SUPERVISE], cwd=tmp_path, env=ours, check=True, timeout=60)
     seen = json.loads((tmp_path / "seen.json").read_text())
     assert seen["PYTHONPATH"].split(os.pathsep) == [str(ROOT), "/of/the/driver"]
     assert seen["RANK"] == "3"

@@ -1,0 +1,40 @@
+"""Processes inside the hosts of a testbed, for the benchmarks that time its network."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from autotune.testbed.bed import Testbed, words_inside
+
+ROOT = Path(__file__).parents[1]
+WAIT_S = 300.0
+GOODPUT_S = 2.0
+
+
+def inside(bed: Testbed, host: int, words: Sequence[str], **environment: str) -> subprocess.Popen[str]:
+    """A process in the host of this index, in the root of the repository."""
+    command = [*words_inside(bed.hosts[host].namespace), *words]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env={**os.environ, **environment})
+
+
+def output(process: subprocess.Popen[str]) -> str:
+    """What it printed, once it has ended well; the benchmark ends where it has not."""
+    text, _ = process.communicate(timeout=WAIT_S)
+    if process.returncode != 0:
+        raise SystemExit(f"{process.args} ended with status {process.returncode}; look at what it said above")
+    return text
+
+
+def streams(bed: Testbed, pairs: Sequence[tuple[int, int]]) -> dict[tuple[int, int], float]:
+    """(sender, receiver) -> payload bytes per second of one TCP stream, all streams at once."""
+    script = [sys.executable, str(ROOT / "benchmarks" / "tcp_goodput.py")]
+    receivers = [inside(bed, to, [*script, "receive", str(GOODPUT_S)]) for _, to in pairs]
+    senders = [inside(bed, source, [*script, "send", bed.hosts[to].address]) for source, to in pairs]
+    reached = {pair: float(output(receiver)) for pair, receiver in zip(pairs, receivers, strict=True)}
+    for sender in senders:
+        output(sender)
+    return reached
