@@ -232,7 +232,10 @@ def _sent(shared_directory: bool) -> dict[str, Any]:
 
 def _init(**options: Any) -> None:
     import ray
+    from ray import _raylet
 
+    loader: Any = _raylet.AuthenticationTokenLoader  # type: ignore[attr-defined]  # nothing public forgets a token
+    loader.instance().reset_cache()  # that of this process's earlier cluster
     quiet: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": False, "configure_logging": False}
     ray.init(**options, **quiet)
 

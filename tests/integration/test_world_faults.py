@@ -206,7 +206,3 @@ def test_more_hosts_than_there_are_is_refused_with_need_and_have(make_world) -> 
         make_world(devices_per_host=(1, 1)).run_trial(REQUEST, None)
     with pytest.raises(LaunchError, match="must add up to the 2 workers, but are 2, 1"):
         make_world(devices_per_host=(2, 1))
-
-
-def test_connecting_leaves_the_handler_of_sigterm_alone(cluster_of_two) -> None:
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
