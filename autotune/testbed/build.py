@@ -75,6 +75,8 @@ def network_commands(layout: Layout) -> list[Command]:
             commands += shaped(layout.switch, port(index), host.link_bytes_per_s, _in(layout, index), 0.0, FRAMING)
         if host.inner_bytes_per_s:
             commands += shaped(host.namespace, "lo", host.inner_bytes_per_s, (), 0.0, LOOPBACK_FRAMING)
+    if layout.steered_cpus:
+        commands += [_steered(namespace, layout.steered_cpus) for namespace in layout.namespaces]
     return commands
 
 
@@ -190,6 +192,18 @@ def _host(layout: Layout, index: int) -> list[Command]:
         _ip(host.namespace, f"addr add {host.address}/16 dev {INTERFACE}"),
         _ip(host.namespace, f"route change 10.77.0.0/16 dev {INTERFACE} proto kernel scope link src {host.address} {tcp}"),
     ]
+
+
+def _steered(namespace: str, cpus: int) -> Command:
+    """Each connection's packets wait for one CPU, chosen by hash (RPS), at every device of a namespace.
+
+    Otherwise they wait for whichever CPU sent them on, so that they overtake each other. TCP takes that for losses: windows
+    shrink by chance, and connections of one run stay slower than those of the next.
+    """
+    mask = f"{(1 << cpus) - 1:x}"
+    chunks = [mask[max(0, end - 8) : end] for end in range(len(mask), 0, -8)]
+    write = f"for queue in /sys/class/net/*/queues/rx-*/rps_cpus; do echo {','.join(reversed(chunks))} > $queue || exit; done"
+    return ["ip", "netns", "exec", namespace, "sh", "-c", write]
 
 
 def _class(namespace: str, device: str, parent: str, name: str, rate_bytes_per_s: float, ceiling_bytes_per_s: float) -> Command:

@@ -50,7 +50,13 @@ class Capabilities:
     @cached_property
     def means(self) -> Means:
         present = {capability.name for capability in self.found if capability.present}
-        return Means(netem="netem" in present, filters="u32" in present, tun="tun" in present, cubic="cubic" in present)
+        return Means(
+            netem="netem" in present,
+            filters="u32" in present,
+            tun="tun" in present,
+            cubic="cubic" in present,
+            steered_cpus=(os.cpu_count() or 1) if "steering" in present else 0,
+        )
 
     @cached_property
     def message(self) -> str:
@@ -103,6 +109,7 @@ _TRIALS = (
         ),
     ),
     _Trial("u32", False, "rates of pairs", ("tc filter add dev p0 parent 1: protocol ip u32 match ip dst 10.77.0.2/32 flowid 1:2",)),
+    _Trial("steering", False, "packets that stay in order", (f"ip netns exec {TRIAL} test -w /sys/class/net/lo/queues/rx-0/rps_cpus",)),
     _Trial("netem", False, "added latency, by the kernel", ("tc qdisc add dev p1 root netem delay 1ms",)),
     _Trial(
         "cubic",

@@ -52,12 +52,13 @@ class Method(StrEnum):
 
 @dataclass(frozen=True)
 class Means:
-    """What the kernel offers beyond the necessary: see `capabilities`."""
+    """What the kernel offers beyond the necessary: see `capabilities`. `steered_cpus`: 0 where it does not steer packets."""
 
     netem: bool
     filters: bool
     tun: bool
     cubic: bool
+    steered_cpus: int
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,10 @@ class HostLayout:
 
 @dataclass(frozen=True)
 class Layout:
-    """A testbed to build. `notes`: where it may differ from the cluster file, for people."""
+    """A testbed to build. `notes`: where it may differ from the cluster file, for people.
+
+    `steered_cpus`: among so many each connection's packets are given one, which keeps their order; 0: whichever CPU is at hand.
+    """
 
     __pydantic_config__ = {"extra": "forbid"}
 
@@ -102,6 +106,7 @@ class Layout:
     byte_scale: float
     method: Method
     cubic: bool
+    steered_cpus: int
     hosts: tuple[HostLayout, ...]
     notes: tuple[str, ...] = ()
 
@@ -143,7 +148,7 @@ def lay_out(cluster: Cluster, means: Means, *, name: str | None = None, byte_sca
     method = _method(cluster, added, means)
     hosts = _hosts(cluster, name, byte_scale, added)
     _refuse_unclassifiable(hosts, means)
-    return Layout(name, cluster.name, byte_scale, method, means.cubic, hosts, _notes(hosts, method))
+    return Layout(name, cluster.name, byte_scale, method, means.cubic, means.steered_cpus, hosts, _notes(hosts, method))
 
 
 def checked_name(name: str) -> str:

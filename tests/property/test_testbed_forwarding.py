@@ -9,7 +9,7 @@ from autotune.cluster import Cluster, Host, PairLink
 from autotune.testbed.forwarding import HEADERS_BYTES, VNET_HEADER_BYTES, Forwarding, Paths, paths_of, wire_bytes
 from autotune.testbed.layout import Means, lay_out, mac
 
-RELAYED = Means(netem=False, filters=True, tun=True, cubic=True)
+RELAYED = Means(netem=False, filters=True, tun=True, cubic=True, steered_cpus=2)
 
 
 def frame(target: int, payload: int, segment: int = 0, group: bool = False) -> bytes:

@@ -15,8 +15,8 @@ from autotune.testbed.processes import Process
 from autotune.testbed.scratch import make_scratch, new_scratch, remove_scratch
 from autotune.testbed.state import Namespace, Recorded, States
 
-ALL = Means(netem=True, filters=True, tun=True, cubic=True)
-NONE = Means(netem=False, filters=False, tun=False, cubic=False)
+ALL = Means(netem=True, filters=True, tun=True, cubic=True, steered_cpus=2)
+NONE = Means(netem=False, filters=False, tun=False, cubic=False, steered_cpus=0)
 GBIT = 1.25e8
 
 
@@ -40,6 +40,14 @@ def test_both_directions_of_a_host_have_its_rate_with_framing_on_top() -> None:
         assert any(
             f"tc -n {namespace} class add dev {device} parent 1: classid 1:1 htb rate {rate}bit ceil {rate}bit" in line for line in made
         )
+
+
+@pytest.mark.parametrize(("cpus", "mask"), [(0, None), (2, "3"), (40, "ff,ffffffff"), (64, "ffffffff,ffffffff")])
+def test_connections_keep_to_one_cpu_where_the_kernel_can(cpus: int, mask: str | None) -> None:
+    layout = lay_out(Cluster("c", (host("a"), host("b"))), replace(ALL, steered_cpus=cpus))
+    steered = [command for command in network_commands(layout) if "rps_cpus" in command[-1]]
+    assert [command[3] for command in steered] == (list(layout.namespaces) if mask else [])
+    assert all(f"echo {mask} >" in command[-1] for command in steered)
 
 
 def test_a_byte_scale_divides_every_rate_the_inner_ones_too() -> None:
@@ -79,7 +87,7 @@ def test_guaranteed_rates_of_classes_never_exceed_their_interface() -> None:
     [
         (1e-4, NONE, Method.SWITCH),  # what namespaces have anyway
         (1e-3, ALL, Method.NETEM),
-        (1e-3, Means(netem=False, filters=True, tun=True, cubic=True), Method.RELAY),
+        (1e-3, Means(netem=False, filters=True, tun=True, cubic=True, steered_cpus=2), Method.RELAY),
     ],
 )
 def test_latency_takes_the_simplest_means_that_the_kernel_has(latency_s: float, means: Means, method: Method) -> None:
@@ -97,7 +105,7 @@ def test_with_netem_each_latency_has_its_own_queue() -> None:
 
 
 def test_pairs_without_filters_go_through_the_relay_unless_they_are_faster_than_their_interface() -> None:
-    means = Means(netem=False, filters=False, tun=True, cubic=True)
+    means = Means(netem=False, filters=False, tun=True, cubic=True, steered_cpus=2)
     assert lay_out(Cluster("c", (host("a"), host("b")), (PairLink(("a", "b"), 0.1 * GBIT, 5e-5),)), means).method is Method.RELAY
     with pytest.raises(EmulationUnavailable, match="faster than the interface of 'a', which needs tc's u32 filter"):
         lay_out(Cluster("c", (host("a"), host("b")), (PairLink(("a", "b"), 2 * GBIT, 2e-4),)), means)
@@ -163,7 +171,7 @@ def test_a_state_file_gives_back_the_record_and_a_partial_one_is_not_seen(tmp_pa
     (tmp_path / "d.partial").write_text("{")
     assert states.all() == (record,) and states.read("absent") is None
     (tmp_path / "e.json").write_text('{"schema": 99}')
-    with pytest.raises(InvalidInput, match="reads testbed schema 2, but the file has 99"):
+    with pytest.raises(InvalidInput, match="reads testbed schema 1, but the file has 99"):
         states.read("e")
 
 
