@@ -108,7 +108,12 @@ _TRIALS = (
             "tc qdisc add dev p0 parent 1:2 handle 2: bfifo limit 1mb",
         ),
     ),
-    _Trial("u32", False, "rates of pairs", ("tc filter add dev p0 parent 1: protocol ip u32 match ip dst 10.77.0.2/32 flowid 1:2",)),
+    _Trial(
+        "u32",
+        False,
+        "rates of pairs, acknowledgements first",
+        ("tc filter add dev p0 parent 1: protocol ip u32 match ip dst 10.77.0.2/32 flowid 1:2",),
+    ),
     _Trial("steering", False, "packets that stay in order", (f"ip netns exec {TRIAL} test -w /sys/class/net/lo/queues/rx-0/rps_cpus",)),
     _Trial("netem", False, "added latency, by the kernel", ("tc qdisc add dev p1 root netem delay 1ms",)),
     _Trial(

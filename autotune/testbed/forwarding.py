@@ -12,8 +12,8 @@ import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from autotune.testbed.build import FRAMING, queue_bytes
 from autotune.testbed.layout import Layout
+from autotune.testbed.shaping import FRAMING, queue_bytes
 
 VNET_HEADER_BYTES = 10  # struct virtio_net_hdr: flags, gso_type, hdr_len, gso_size, csum_start, csum_offset
 HEADERS_BYTES = 66  # Ethernet, IPv4 and TCP with timestamps: what every segment but the first adds to a GSO frame

@@ -106,6 +106,7 @@ class Layout:
     byte_scale: float
     method: Method
     cubic: bool
+    filters: bool
     steered_cpus: int
     hosts: tuple[HostLayout, ...]
     notes: tuple[str, ...] = ()
@@ -148,7 +149,7 @@ def lay_out(cluster: Cluster, means: Means, *, name: str | None = None, byte_sca
     method = _method(cluster, added, means)
     hosts = _hosts(cluster, name, byte_scale, added)
     _refuse_unclassifiable(hosts, means)
-    return Layout(name, cluster.name, byte_scale, method, means.cubic, means.steered_cpus, hosts, _notes(hosts, method))
+    return Layout(name, cluster.name, byte_scale, method, means.cubic, means.filters, means.steered_cpus, hosts, _notes(hosts, method))
 
 
 def checked_name(name: str) -> str:

@@ -9,10 +9,11 @@ import pytest
 
 from autotune.cluster import Cluster, Host, PairLink
 from autotune.errors import EmulationUnavailable, InvalidInput
-from autotune.testbed.build import FRAMING, frame_bytes, network_commands, queue_bytes, window_bytes
+from autotune.testbed.build import frame_bytes, network_commands, window_bytes
 from autotune.testbed.layout import MOST_RELAYED_HOSTS, Means, Method, address, lay_out, mac, safe_name, safe_names
 from autotune.testbed.processes import Process
 from autotune.testbed.scratch import make_scratch, new_scratch, remove_scratch
+from autotune.testbed.shaping import FRAMING, queue_bytes
 from autotune.testbed.state import Namespace, Recorded, States
 
 ALL = Means(netem=True, filters=True, tun=True, cubic=True, steered_cpus=2)
@@ -68,11 +69,30 @@ def test_a_slower_pair_is_a_class_inside_its_interface_and_a_faster_one_beside_i
     assert any(
         "autotune.c.a class add dev eth0 parent 1:1 classid 1:10 htb" in line and f"ceil {round(1e8 * FRAMING)}bit" in line for line in slow
     )
-    assert any("dst 10.77.0.2/32 flowid 1:10" in line for line in slow)
+    assert any("dst 10.77.0.2/32 flowid 1:11" in line for line in slow)
     assert not any("dev p1" in line and "filter" in line for line in slow)
     fast = lines(Cluster("c", (host("a"), host("b")), (PairLink(("a", "b"), 4 * GBIT, 5e-5),)))
     assert any("autotune.c.a class add dev eth0 parent 1: classid 1:10 htb" in line for line in fast)
     assert any("autotune.c filter add dev p1" in line and "src 10.77.0.1/32" in line for line in fast)
+
+
+def test_acknowledgements_overtake_what_a_host_sends_where_the_kernel_has_filters() -> None:
+    cluster = Cluster("c", (host("a"), host("b")))
+    made = [line for line in lines(cluster) if " prio " in line]
+    assert any("autotune.c.a filter add dev eth0" in line and "u16 52 0xffff at 2" in line and "flowid 1:4" in line for line in made)
+    assert any("classid 1:3 " in line and "prio 1" in line for line in made) and any(
+        "classid 1:4 " in line and "prio 0" in line for line in made
+    )
+    assert not any("filter" in line and "autotune.c filter" in line for line in made)  # a switch's port has one queue
+    assert not any("filter" in line for line in lines(cluster, NONE))
+
+
+def test_a_host_never_loses_what_it_sends_itself() -> None:
+    cluster = Cluster("c", (host("a"), host("b"), host("c"), host("d", 0.25)))
+    (queue,) = [line for line in lines(cluster) if "autotune.c.d qdisc add dev eth0 parent 1:3 bfifo" in line]
+    layout = lay_out(cluster, ALL)
+    sent = sum(window_bytes(layout, other) for other in range(3))
+    assert int(queue.split("limit ")[1]) > sent > queue_bytes(layout.hosts[3].link_bytes_per_s * FRAMING)
 
 
 def test_guaranteed_rates_of_classes_never_exceed_their_interface() -> None:
@@ -99,9 +119,10 @@ def test_latency_takes_the_simplest_means_that_the_kernel_has(latency_s: float, 
 def test_with_netem_each_latency_has_its_own_queue() -> None:
     cluster = Cluster("c", (host("a", latency_s=1e-3), host("b"), host("c"), host("d")), (PairLink(("a", "b"), GBIT, 3e-3),))
     made = [line for line in lines(cluster) if "autotune.c.a qdisc" in line]
-    assert any("parent 1:2 netem delay 1000us" in line for line in made) and any("parent 1:10 netem delay 3000us" in line for line in made)
+    for leaf, delay_us in (("1:3", 1000), ("1:4", 1000), ("1:11", 3000), ("1:12", 3000)):  # data and acknowledgements
+        assert any(f"parent {leaf} netem delay {delay_us}us" in line for line in made)
     back = [line for line in lines(cluster) if "autotune.c.c qdisc" in line]
-    assert any("parent 1:2 bfifo" in line for line in back) and any("parent 1:10 netem delay 1000us" in line for line in back)
+    assert any("parent 1:3 bfifo" in line for line in back) and any("parent 1:11 netem delay 1000us" in line for line in back)
 
 
 def test_pairs_without_filters_go_through_the_relay_unless_they_are_faster_than_their_interface() -> None:
@@ -156,12 +177,13 @@ def test_all_senders_windows_together_fit_into_the_receivers_queue_and_latency_c
     near = lay_out(Cluster("c", hosts), ALL)
     for index, senders in ((0, 4), (3, 3)):
         queue = queue_bytes(hosts[index].link_bytes_per_s * FRAMING)
-        assert 0.8 * queue < senders * window_bytes(near, index) * FRAMING < queue
+        assert 0.45 * queue < senders * window_bytes(near, index) * FRAMING < queue
+        assert window_bytes(near, index) % 65535 == 0  # TCP would round others up
     far = lay_out(Cluster("c", tuple(replace(one, latency_s=5e-3) for one in hosts)), ALL)
-    assert window_bytes(far, 0) - window_bytes(near, 0) == pytest.approx(2 * far.hosts[0].added_latency_s * 1.0 * GBIT, rel=0.01)
+    assert window_bytes(far, 0) > 2 * far.hosts[0].added_latency_s * 1.0 * GBIT
     crowd = lay_out(Cluster("c", tuple(host(f"h{number}", 0.1) for number in range(40))), ALL)
     assert window_bytes(crowd, 0) == 32 * 1024
-    assert window_bytes(lay_out(Cluster("c", (host("a", 1e6), host("b", 1e6))), ALL), 0) == 2**30
+    assert window_bytes(lay_out(Cluster("c", (host("a", 1e6), host("b", 1e6))), ALL), 0) == 65535 * 2**14
 
 
 def test_a_state_file_gives_back_the_record_and_a_partial_one_is_not_seen(tmp_path: Path) -> None:
