@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Protocol
 
-from runtime_rewriter.torch_collectives import Timeouts
-from runtime_rewriter.torch_hooks import GradientSynchronizer
+from runtime_rewriter.pytorch.collectives import Timeouts
+from runtime_rewriter.pytorch.hooks import GradientSynchronizer
 
 
 class Session(Protocol):

@@ -19,10 +19,10 @@ from autotune.strategy_space.plan import Plan
 from autotune.strategy_space.plan import plan as planned
 from runtime_rewriter.active import current_session
 from runtime_rewriter.exported import plan_for
-from runtime_rewriter.torch_agreement import assumed_workload
-from runtime_rewriter.torch_collectives import TRAINING_TIMEOUTS
-from runtime_rewriter.torch_ddp import attach
-from runtime_rewriter.torch_hooks import GradientSynchronizer
+from runtime_rewriter.pytorch.agreement import assumed_workload
+from runtime_rewriter.pytorch.collectives import TRAINING_TIMEOUTS
+from runtime_rewriter.pytorch.ddp import attach
+from runtime_rewriter.pytorch.hooks import GradientSynchronizer
 
 
 @dataclass(frozen=True)

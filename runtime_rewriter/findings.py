@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from autotune.cluster import CollectiveFit
 from autotune.workload import Workload
-from runtime_rewriter.probed_link import ProbedLink
+from runtime_rewriter.probe.link import ProbedLink
 
 
 @dataclass(frozen=True)

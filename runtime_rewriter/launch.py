@@ -58,8 +58,8 @@ def _own_line(descriptor: int) -> ControlLine:
 
 def _run_tuned(line: ControlLine, words: list[str]) -> int:
     round_robin = _under_round_robin()  # before torch starts its threads: they inherit it
+    from runtime_rewriter.pytorch.ddp import replaced_ddp
     from runtime_rewriter.session import NumericsFailure, TuningSession
-    from runtime_rewriter.torch_ddp import replaced_ddp
 
     session = TuningSession(line, round_robin, float(os.environ.get(BYTE_SCALE, "1")))
     failed: dict[str, str] | None = None
@@ -94,7 +94,7 @@ def _under_round_robin() -> bool:
 
 def _run_exported(strategy: Path, words: list[str]) -> int:
     from runtime_rewriter.exported import ExportSession
-    from runtime_rewriter.torch_ddp import replaced_ddp
+    from runtime_rewriter.pytorch.ddp import replaced_ddp
 
     session = ExportSession(strategy)
     waits = session.timeouts

@@ -20,13 +20,13 @@ from autotune.strategy_space.plan import Plan
 from autotune.workload import Workload
 from runtime_rewriter.control import HEARTBEAT_S, ControlClosed, ControlLine
 from runtime_rewriter.emulation import timetable_of
-from runtime_rewriter.numerics import GradientGate
+from runtime_rewriter.probe.collectives import probe_cluster, probe_links
+from runtime_rewriter.pytorch.collectives import TUNING_TIMEOUTS
+from runtime_rewriter.pytorch.emulation import EmulatedAccelerator
+from runtime_rewriter.pytorch.hooks import GradientSynchronizer
+from runtime_rewriter.pytorch.numerics import GradientGate
+from runtime_rewriter.pytorch.profile import WorkloadProfiler
 from runtime_rewriter.scheduling import usable_cores
-from runtime_rewriter.torch_collectives import TUNING_TIMEOUTS
-from runtime_rewriter.torch_emulation import EmulatedAccelerator
-from runtime_rewriter.torch_hooks import GradientSynchronizer
-from runtime_rewriter.torch_probe import probe_cluster, probe_links
-from runtime_rewriter.torch_profile import WorkloadProfiler
 
 RECORDED_STEPS = 1
 """Real steps before emulated ones; batches of other shapes are recorded when they come."""

@@ -33,7 +33,7 @@ from autotune.records import Accelerators, Conditions
 from autotune.units import format_bytes, format_rate, format_seconds, parse_seconds
 from runtime_rewriter.command import ScriptCommand
 
-SCRIPT = "runtime_rewriter.probe_script"
+SCRIPT = "runtime_rewriter.probe.script"
 LEAST_BUDGET_S = 5.0
 """Below that not even the small messages are probed on a slow network."""
 WIDTH = 150

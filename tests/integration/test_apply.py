@@ -24,9 +24,9 @@ from autotune.strategy_space.plan import plan
 from runtime_rewriter.active import active_session
 from runtime_rewriter.control import ControlLine
 from runtime_rewriter.exported import ExportSession
+from runtime_rewriter.pytorch.agreement import assumed_workload
+from runtime_rewriter.pytorch.collectives import TRAINING_TIMEOUTS, TUNING_TIMEOUTS
 from runtime_rewriter.session import TuningSession
-from runtime_rewriter.torch_agreement import assumed_workload
-from runtime_rewriter.torch_collectives import TRAINING_TIMEOUTS, TUNING_TIMEOUTS
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "tests" / "scripts" / "train_apply.py"

@@ -15,8 +15,8 @@ from torch_plans import Tied, loss_of, mixed, uniform
 from torch_world import run_world
 
 from autotune.errors import InvalidStrategy
-from runtime_rewriter.torch_ddp import PlannedDataParallel, replaced_ddp
-from runtime_rewriter.torch_hooks import GradientSynchronizer
+from runtime_rewriter.pytorch.ddp import PlannedDataParallel, replaced_ddp
+from runtime_rewriter.pytorch.hooks import GradientSynchronizer
 
 CHANGED = {"forward", "__init__", "__getstate__", "_inside_ddp_forward", "_run_ddp_forward", "_distributed_broadcast_coalesced"}
 OF_EVERY_CLASS = {"__doc__", "__module__", "__abstractmethods__", "__annotations__", "_abc_impl"}

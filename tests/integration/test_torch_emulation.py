@@ -19,10 +19,10 @@ from autotune.errors import AutotuneError
 from autotune.strategy_space.strategy import Synchronizer
 from autotune.workload import Workload
 from runtime_rewriter.emulation import timetable_of
-from runtime_rewriter.torch_agreement import assumed_workload
-from runtime_rewriter.torch_ddp import PlannedDataParallel, attach
-from runtime_rewriter.torch_emulation import MOST_RECORDINGS, EmulatedAccelerator
-from runtime_rewriter.torch_hooks import GradientSynchronizer
+from runtime_rewriter.pytorch.agreement import assumed_workload
+from runtime_rewriter.pytorch.ddp import PlannedDataParallel, attach
+from runtime_rewriter.pytorch.emulation import MOST_RECORDINGS, EmulatedAccelerator
+from runtime_rewriter.pytorch.hooks import GradientSynchronizer
 
 
 def profile_of(module: nn.Module, forward_s: float = 0.0, backward_s: float = 1e-4, update_s: float = 0.0) -> Workload:

@@ -21,10 +21,10 @@ from torch_world import run_world
 from autotune.errors import InvalidStrategy, ModelMismatch, PlanMismatch, SynchronizationError
 from autotune.strategy_space.plan import Plan
 from autotune.strategy_space.strategy import Compressor, Synchronizer
-from runtime_rewriter.numerics import tolerance_of
-from runtime_rewriter.torch_collectives import why_refused
-from runtime_rewriter.torch_ddp import PlannedDataParallel, attach
-from runtime_rewriter.torch_hooks import GradientSynchronizer
+from runtime_rewriter.pytorch.collectives import why_refused
+from runtime_rewriter.pytorch.ddp import PlannedDataParallel, attach
+from runtime_rewriter.pytorch.hooks import GradientSynchronizer
+from runtime_rewriter.pytorch.numerics import tolerance_of
 
 ENACTED = (Synchronizer.ALL_REDUCE, Synchronizer.REDUCE_SCATTER_ALL_GATHER, Synchronizer.PARAMETER_SERVER)
 

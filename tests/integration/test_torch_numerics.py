@@ -9,9 +9,9 @@ from torch_plans import Tied, loss_of, uniform
 from torch_world import run_world
 
 from autotune.strategy_space.strategy import Compressor, Synchronizer
-from runtime_rewriter.numerics import GateResult, GradientGate, tolerance_of
-from runtime_rewriter.torch_ddp import PlannedDataParallel
-from runtime_rewriter.torch_observers import BackwardObserver
+from runtime_rewriter.pytorch.ddp import PlannedDataParallel
+from runtime_rewriter.pytorch.numerics import GateResult, GradientGate, tolerance_of
+from runtime_rewriter.pytorch.observers import BackwardObserver
 
 
 class Steep(nn.Module):

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch_world import run_world
 
 from autotune.cluster import Cluster, CollectiveFit, Where
-from runtime_rewriter.probe_groups import members_of
-from runtime_rewriter.torch_probe import SIZES_BYTES, ProbeResult, probe_cluster, probe_links
+from runtime_rewriter.probe.collectives import SIZES_BYTES, ProbeResult, probe_cluster, probe_links
+from runtime_rewriter.probe.groups import members_of
 
 EVERYWHERE = {"all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "reduce_scatter_all_gather", "push_pull"}
 

@@ -11,9 +11,9 @@ from torch_world import run_world
 
 from autotune.workload import Workload
 from runtime_rewriter.emulation import timetable_of
-from runtime_rewriter.torch_autograd import by_identity, variable_edges
-from runtime_rewriter.torch_ddp import PlannedDataParallel
-from runtime_rewriter.torch_profile import WorkloadProfiler
+from runtime_rewriter.pytorch.autograd import by_identity, variable_edges
+from runtime_rewriter.pytorch.ddp import PlannedDataParallel
+from runtime_rewriter.pytorch.profile import WorkloadProfiler
 
 
 class Layers(nn.Module):

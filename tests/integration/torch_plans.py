@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from autotune.strategy_space.plan import Plan, plan
 from autotune.strategy_space.strategy import Compressor, Partition, Shard, Strategy, Synchronizer, VariableStrategy
 from autotune.workload import Variable, Workload
-from runtime_rewriter.torch_agreement import assumed_workload
+from runtime_rewriter.pytorch.agreement import assumed_workload
 
 
 class Slow(torch.autograd.Function):

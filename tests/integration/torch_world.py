@@ -23,7 +23,7 @@ def run_world(check: Callable[..., Any], size: int, *arguments: Any, timeout_s: 
     """
     # The fork server has torch imported and nothing started: a rank costs a fork instead of an import.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch._dynamo.utils", "runtime_rewriter.torch_ddp"])
+    context.set_forkserver_preload(["torch", "torch._dynamo.utils", "runtime_rewriter.pytorch.ddp"])
     port = _free_port()
     pipes = [context.Pipe(duplex=False) for _ in range(size)]
     processes = [

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from autotune.errors import AutotuneError
-from runtime_rewriter.probe_load import REST_S, Load
+from runtime_rewriter.probe.load import REST_S, Load
 
 CPU = torch.device("cpu")
 

@@ -15,7 +15,7 @@ from autotune.parsing import parse
 from autotune.profiling.host_links import PairCost, own_links
 from autotune.workload import Variable, Workload
 from runtime_rewriter.findings import Probe
-from runtime_rewriter.probed_link import ProbedLink
+from runtime_rewriter.probe.link import ProbedLink
 
 WORKLOAD = Workload("m", (Variable("v", (4,)),))
 SOFTWARE = {"torch": "2.13.0"}

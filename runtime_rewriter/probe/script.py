@@ -1,4 +1,4 @@
-"""`python -m runtime_rewriter.probe_script`: the smallest data-parallel training there is, for `autotune probe`.
+"""`python -m runtime_rewriter.probe.script`: the smallest data-parallel training there is, for `autotune probe`.
 
 It only has to reach a step boundary on every rank, where the links are probed; then it goes on until it is ended.
 """

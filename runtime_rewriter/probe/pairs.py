@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from autotune.profiling.host_links import Pair, PairCost, first_rounds, last_rounds, own_links, pair_cost
-from runtime_rewriter.probe_groups import firsts
-from runtime_rewriter.probed_link import ProbedLink
-from runtime_rewriter.torch_collectives import Device, Ranks
+from runtime_rewriter.probe.groups import firsts
+from runtime_rewriter.probe.link import ProbedLink
+from runtime_rewriter.pytorch.collectives import Device, Ranks
 
 LINK_BYTES = tuple(2**power for power in (6, 12, 16, 19, 21, 23))  # 64 B .. 8 MiB
 REPEATS = 9
@@ -26,7 +26,7 @@ Said = Callable[[str], None]
 
 
 class PairProbe:
-    """`grant(needed_s, open_points, end)` is rank 0's decision for all, see `torch_probe`."""
+    """`grant(needed_s, open_points, end)` is rank 0's decision for all, see `collectives`."""
 
     def __init__(self, world: Ranks, device: Device, grant: Grant, byte_scale: float) -> None:
         self._world, self._device, self._grant, self._byte_scale = world, device, grant, byte_scale

@@ -31,8 +31,8 @@ from torch.autograd.function import once_differentiable
 
 from autotune.errors import InvalidInput
 from runtime_rewriter.emulation import Timetable, Waiter
-from runtime_rewriter.torch_hooks import GradientSynchronizer
-from runtime_rewriter.torch_recording import GradientRecorder, Output, Recording, collectives_made, signature_of, tensors_needing_gradient
+from runtime_rewriter.pytorch.hooks import GradientSynchronizer
+from runtime_rewriter.pytorch.recording import GradientRecorder, Output, Recording, collectives_made, signature_of, tensors_needing_gradient
 
 MOST_RECORDINGS = 32
 """Each holds a copy of all gradients; a script with more kinds of batches would be recorded and not emulated."""

@@ -27,10 +27,10 @@ from torch.utils.hooks import RemovableHandle
 
 from autotune.errors import AutotuneError, InvalidStrategy, SynchronizationError
 from autotune.strategy_space.plan import Plan
-from runtime_rewriter.torch_agreement import agree, assumed_workload, check_fit, trainable_parameters
-from runtime_rewriter.torch_autograd import by_identity, reachable_variables, tensors_with_graph
-from runtime_rewriter.torch_collectives import Device, Ranks, Transfer, slice_of
-from runtime_rewriter.torch_observers import Accelerator, BackwardObserver, StepListener
+from runtime_rewriter.pytorch.agreement import agree, assumed_workload, check_fit, trainable_parameters
+from runtime_rewriter.pytorch.autograd import by_identity, reachable_variables, tensors_with_graph
+from runtime_rewriter.pytorch.collectives import Device, Ranks, Transfer, slice_of
+from runtime_rewriter.pytorch.observers import Accelerator, BackwardObserver, StepListener
 
 
 class GradientSynchronizer:

@@ -20,13 +20,13 @@ from autotune.errors import SynchronizationError
 from autotune.strategy_space.plan import Message, Plan, Primitive, TensorSlice
 from autotune.strategy_space.strategy import Compressor
 from autotune.workload import Variable, Workload
+from runtime_rewriter.pytorch.agreement import assumed_workload, dtype_name
+from runtime_rewriter.pytorch.autograd import by_identity, variable_edges
+from runtime_rewriter.pytorch.collectives import Mark
+from runtime_rewriter.pytorch.emulation import EmulatedAccelerator
+from runtime_rewriter.pytorch.hooks import GradientSynchronizer
+from runtime_rewriter.pytorch.observers import BackwardObserver
 from runtime_rewriter.scheduling import step_down, take_round_robin
-from runtime_rewriter.torch_agreement import assumed_workload, dtype_name
-from runtime_rewriter.torch_autograd import by_identity, variable_edges
-from runtime_rewriter.torch_collectives import Mark
-from runtime_rewriter.torch_emulation import EmulatedAccelerator
-from runtime_rewriter.torch_hooks import GradientSynchronizer
-from runtime_rewriter.torch_observers import BackwardObserver
 
 WARMUP_STEPS = 1
 """The first step under a new plan touches its buffers for the first time."""

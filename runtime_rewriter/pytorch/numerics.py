@@ -34,8 +34,8 @@ from torch import Tensor
 from autotune.errors import SynchronizationError
 from autotune.strategy_space.plan import Plan
 from autotune.strategy_space.strategy import Compressor
-from runtime_rewriter.torch_hooks import GradientSynchronizer
-from runtime_rewriter.torch_observers import BackwardObserver
+from runtime_rewriter.pytorch.hooks import GradientSynchronizer
+from runtime_rewriter.pytorch.observers import BackwardObserver
 
 NOISE_ROUNDOFFS = 64
 """Gradients below so many roundoffs of the model's largest are noise: sums over a batch carry several roundings."""

@@ -26,12 +26,12 @@ import torch.distributed as dist
 
 from autotune.cluster import CollectiveFit
 from autotune.profiling.link_fit import fit_alpha_beta, fit_curve, spread_of, suspects, uncertainty_of
-from runtime_rewriter.probe_groups import ProbeGroup, ProbeGroups, layout
-from runtime_rewriter.probe_load import Load, LostTime
-from runtime_rewriter.probe_operations import COLLECTED, EVERYWHERE, OPERATIONS, UNDER_LOAD
-from runtime_rewriter.probe_pairs import PairProbe
-from runtime_rewriter.probed_link import ProbedLink
-from runtime_rewriter.torch_collectives import Device, Ranks
+from runtime_rewriter.probe.groups import ProbeGroup, ProbeGroups, layout
+from runtime_rewriter.probe.link import ProbedLink
+from runtime_rewriter.probe.load import Load, LostTime
+from runtime_rewriter.probe.operations import COLLECTED, EVERYWHERE, OPERATIONS, UNDER_LOAD
+from runtime_rewriter.probe.pairs import PairProbe
+from runtime_rewriter.pytorch.collectives import Device, Ranks
 
 SIZES_BYTES = tuple(2**power for power in range(12, 25, 2))  # 4 KiB .. 16 MiB
 BETWEEN_BYTES = (*(2**power for power in range(13, 25, 2)), 2**25, 2**26)

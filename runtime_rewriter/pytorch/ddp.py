@@ -26,9 +26,9 @@ from torch.utils.hooks import RemovableHandle
 
 from autotune.errors import InvalidStrategy
 from autotune.strategy_space.plan import Plan
-from runtime_rewriter.torch_byte_scale import parts_of, scale_reducer
-from runtime_rewriter.torch_hooks import GradientSynchronizer
-from runtime_rewriter.torch_observers import Accelerator
+from runtime_rewriter.pytorch.byte_scale import parts_of, scale_reducer
+from runtime_rewriter.pytorch.hooks import GradientSynchronizer
+from runtime_rewriter.pytorch.observers import Accelerator
 
 _BROADCAST_BYTES = 250 * 2**20  # as torch's DDP
 

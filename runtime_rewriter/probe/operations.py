@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from autotune.strategy_space.plan import Primitive
-from runtime_rewriter.torch_collectives import Device, Ranks, make_exchange
+from runtime_rewriter.pytorch.collectives import Device, Ranks, make_exchange
 
 Operation = Callable[[], None]
 Preparation = Callable[[Ranks, int, Device], Operation]
