@@ -17,7 +17,7 @@ from autotune.history import History
 from autotune.job import JobSpec
 from autotune.records import CURRENT_SETUP, Accelerators, Decision, Failed, Measured, Network, Role
 from autotune.report_charts import SERIES, prediction_chart, quality_chart, rankers, search_chart
-from autotune.strategy_space.builders import ddp_default
+from autotune.strategy_space.builders.collectives import ddp_default
 from autotune.strategy_space.plan import Message, Plan, plan
 from autotune.strategy_space.strategy import Compressor, Strategy, VariableStrategy
 from autotune.units import format_bytes, format_rate, format_seconds

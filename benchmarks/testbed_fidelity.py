@@ -29,7 +29,7 @@ from autotune.cluster_file import cluster_yaml, read_cluster
 from autotune.commands.emulation import scheduled
 from autotune.commands.places import Ranks, Where, placed_world
 from autotune.records import CURRENT_SETUP, Accelerators, Conditions, Measured, Network, Role, TrialRequest
-from autotune.strategy_space.builders import reduce_scatter_all_gather, single_bucket
+from autotune.strategy_space.builders.collectives import reduce_scatter_all_gather, single_bucket
 from autotune.strategy_space.plan import Plan, plan
 from autotune.testbed.bed import Testbed, running
 from autotune.testbed.capabilities import capabilities

@@ -11,7 +11,7 @@ from typing import Any
 
 from autotune.errors import InvalidInput
 from autotune.rng import generator
-from autotune.strategy_space.builders import MIB, horovod_like
+from autotune.strategy_space.builders.collectives import MIB, horovod_like
 from autotune.strategy_space.strategy import Strategy
 from autotune.workload import Workload
 

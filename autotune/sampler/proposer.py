@@ -23,7 +23,7 @@ from autotune.sampler.random import sample_many
 from autotune.sampler.selection import choice_agreement_rows, hidden_cosine, select_diverse
 from autotune.simulators.evaluation import ANALYTIC, RankingQuality, choose_ranker, evaluate, k_fold
 from autotune.simulators.interface import Example, Simulator
-from autotune.strategy_space.builders import seed_strategies
+from autotune.strategy_space.builders.catalogue import seed_strategies
 from autotune.strategy_space.neighbours import mutate
 from autotune.strategy_space.plan import Plan, plan
 from autotune.strategy_space.space import SearchSpace

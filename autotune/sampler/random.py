@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from autotune.cluster import Cluster
 from autotune.errors import InvalidInput
 from autotune.rng import generator
-from autotune.strategy_space.builders import even_partition
+from autotune.strategy_space.builders.partitions import even_partition
 from autotune.strategy_space.constraints import balance_load, merge_adjacent, server_bandwidths, server_ranks
 from autotune.strategy_space.space import ROOTED, SearchSpace
 from autotune.strategy_space.strategy import Compressor, Partition, Shard, Strategy, Synchronizer, VariableStrategy

@@ -15,7 +15,8 @@ from itertools import pairwise
 import numpy as np
 
 from autotune.cluster import Cluster
-from autotune.strategy_space.builders import even_partition, least_loaded
+from autotune.strategy_space.builders.partitions import even_partition
+from autotune.strategy_space.builders.servers import least_loaded
 from autotune.strategy_space.constraints import server_bandwidths, server_ranks
 from autotune.strategy_space.plan import plan, slices_of
 from autotune.strategy_space.space import ROOTED, SearchSpace

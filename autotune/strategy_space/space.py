@@ -13,7 +13,7 @@ from typing import Any
 
 from autotune.cluster import Cluster
 from autotune.errors import InvalidInput
-from autotune.strategy_space.strategy import Compressor, Shard, Strategy, Synchronizer, VariableStrategy
+from autotune.strategy_space.strategy import Compressor, Shard, SparseHandling, Strategy, Synchronizer, VariableStrategy
 from autotune.workload import Variable, Workload
 
 ROOTED = frozenset({Synchronizer.PARAMETER_SERVER, Synchronizer.REDUCE_BROADCAST})
@@ -36,6 +36,7 @@ class SearchSpace:
 
     synchronizers: tuple[Synchronizer, ...]
     compressors: tuple[Compressor, ...] = (Compressor.NONE,)
+    sparse: tuple[SparseHandling, ...] = (SparseHandling.DENSE,)
     min_partition_bytes: int = 100_000  # petuum/autodist: the lower bound of its runs
     max_shards: int = 40  # petuum/autodist: shards uniform in [2, min(extent, 40)]
     max_groups: int = 20  # petuum/autodist: at most 20 merge groups
@@ -52,7 +53,9 @@ class SearchSpace:
             raise InvalidInput(
                 f"the compressors of a search space must contain 'none', which small-precision gradients need, but are {self.compressors}"
             )
-        for kind, values in (("synchronizers", self.synchronizers), ("compressors", self.compressors)):
+        if SparseHandling.DENSE not in self.sparse:
+            raise InvalidInput(f"the ways of sparse gradients in a search space must contain 'dense', but are {self.sparse}")
+        for kind, values in (("synchronizers", self.synchronizers), ("compressors", self.compressors), ("sparse", self.sparse)):
             if len(set(values)) != len(values):
                 raise InvalidInput(f"{kind} of a search space must differ from each other, but are {', '.join(values)}")
         for name in ("max_shards", "max_groups"):
@@ -103,6 +106,8 @@ class SearchSpace:
         for choice in strategy.variables:
             variable = workload.variables[workload.index[choice.variable]]
             problem = self._partition_violation(choice, variable)
+            if choice.sparse not in self.sparse:
+                problem = f"the space sends sparse gradients {', '.join(self.sparse)}, but the strategy {choice.sparse}"
             if problem is None:
                 problem = next((p for p in (self._shard_violation(s, variable, cluster) for s in set(choice.shards)) if p), None)
             if problem is not None:

@@ -19,7 +19,7 @@ import autotune
 from autotune.cluster import Cluster
 from autotune.errors import InvalidInput
 from autotune.export import Export, read_export
-from autotune.strategy_space.builders import single_bucket
+from autotune.strategy_space.builders.collectives import single_bucket
 from autotune.strategy_space.plan import plan
 from runtime_rewriter.active import active_session
 from runtime_rewriter.control import ControlLine

@@ -11,7 +11,7 @@ import pytest
 
 from autotune.errors import InvalidInput, LaunchError
 from autotune.records import Accelerators, Conditions, Failed, Measured, Network, Role, TrialRequest
-from autotune.strategy_space.builders import ddp_default, single_bucket
+from autotune.strategy_space.builders.collectives import ddp_default, single_bucket
 from autotune.strategy_space.plan import Plan, plan
 from autotune.workload import Variable, Workload
 from runtime_rewriter.command import read_command

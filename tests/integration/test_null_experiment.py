@@ -18,7 +18,7 @@ import pytest
 
 from autotune.measurement import PairRule, compare, enough_pairs, fewest_values
 from autotune.records import CURRENT_SETUP, Comparison, Failed, FailureKind, Measured, Role, Stopped, TrialRequest
-from autotune.strategy_space.builders import per_variable, single_bucket
+from autotune.strategy_space.builders.collectives import per_variable, single_bucket
 from autotune.strategy_space.plan import Plan, plan
 from autotune.tuner import next_is_tuned
 from autotune.workload import Variable, Workload

@@ -12,7 +12,7 @@ import pytest
 
 from autotune.errors import LaunchError
 from autotune.records import Failed, FailureKind, Measured, Role, TrialRequest
-from autotune.strategy_space.builders import ddp_default, single_bucket
+from autotune.strategy_space.builders.collectives import ddp_default, single_bucket
 from autotune.strategy_space.plan import Plan, plan
 from autotune.strategy_space.strategy import Compressor
 from autotune.workload import Variable, Workload

@@ -11,7 +11,8 @@ from worlds import assert_inside, clusters, spaces, workloads
 from autotune.cluster import Cluster
 from autotune.rng import generator
 from autotune.sampler.random import sample
-from autotune.strategy_space.builders import all_reduce_chunks, ddp_default, per_variable, ps_load_balanced
+from autotune.strategy_space.builders.collectives import all_reduce_chunks, ddp_default, per_variable
+from autotune.strategy_space.builders.servers import ps_load_balanced
 from autotune.strategy_space.neighbours import mutate
 from autotune.strategy_space.plan import Primitive, plan
 from autotune.strategy_space.space import SearchSpace

@@ -9,10 +9,10 @@ import torch.distributed as dist
 from autotune.cluster import Cluster, Host
 from autotune.errors import InvalidInput
 from autotune.rng import generator
-from autotune.strategy_space import builders
+from autotune.strategy_space.builders import catalogue, collectives, servers
 from autotune.strategy_space.plan import Primitive, plan
 from autotune.strategy_space.space import SearchSpace
-from autotune.strategy_space.strategy import Compressor, Partition, Shard, Strategy, Synchronizer, VariableStrategy
+from autotune.strategy_space.strategy import Compressor, Partition, Shard, SparseHandling, Strategy, Synchronizer, VariableStrategy
 from autotune.workload import Variable, Workload
 
 KB = Workload("m", tuple(Variable(f"v{i}", (250,)) for i in range(6)), backward_s=0.06)  # six gradients of 1000 bytes
@@ -35,60 +35,60 @@ def test_ddp_buckets_are_those_of_torch_itself(seed):
     tensors = [torch.empty(n, dtype=getattr(torch, dtype)) for n, dtype in zip(sizes, dtypes, strict=True)]
     theirs, _ = dist._compute_bucket_assignment_by_size(tensors, limits, sparse, list(range(40)))
     workload = Workload("m", tuple(variables))
-    ours = builders.ddp_buckets(workload, limits[1], limits[0])
+    ours = collectives.ddp_buckets(workload, limits[1], limits[0])
     assert sorted(ours) == sorted(theirs)
-    names = sent_names(builders.ddp_default(workload, limits[1], limits[0]), workload)
+    names = sent_names(collectives.ddp_default(workload, limits[1], limits[0]), workload)
     assert sorted(names) == sorted([variables[position].name for position in bucket] for bucket in theirs)
 
 
 def test_ddp_defaults_are_those_of_torch():
-    assert dist._DEFAULT_FIRST_BUCKET_BYTES == builders.DDP_FIRST_BUCKET_BYTES
+    assert dist._DEFAULT_FIRST_BUCKET_BYTES == collectives.DDP_FIRST_BUCKET_BYTES
     model = Workload("m", tuple(Variable(f"v{i:02d}", (2**18,)) for i in range(60)))  # 60 gradients of 1 MiB
-    assert [len(names) for names in sent_names(builders.ddp_default(model), model)] == [1, 25, 25, 9]
+    assert [len(names) for names in sent_names(collectives.ddp_default(model), model)] == [1, 25, 25, 9]
 
 
 def test_reduce_scatter_all_gather_uses_the_buckets_of_ddp():
-    ours = plan(builders.reduce_scatter_all_gather(KB, 2000, 1000), KB, 4)
+    ours = plan(collectives.reduce_scatter_all_gather(KB, 2000, 1000), KB, 4)
     assert {message.primitive for message in ours.messages} == {Primitive.REDUCE_SCATTER_ALL_GATHER}
-    assert sent_names(builders.reduce_scatter_all_gather(KB, 2000, 1000), KB) == [["v0"], ["v1", "v2"], ["v3", "v4"], ["v5"]]
+    assert sent_names(collectives.reduce_scatter_all_gather(KB, 2000, 1000), KB) == [["v0"], ["v1", "v2"], ["v3", "v4"], ["v5"]]
 
 
 def test_chunks_single_bucket_and_per_variable_send_as_many_messages_as_they_say():
-    assert sent_names(builders.all_reduce_chunks(KB, 4), KB) == [["v0", "v1", "v2", "v3"], ["v4", "v5"]]
-    assert sent_names(builders.single_bucket(KB), KB) == [[f"v{i}" for i in range(6)]]
-    assert sent_names(builders.per_variable(KB), KB) == [[f"v{i}"] for i in range(6)]
+    assert sent_names(collectives.all_reduce_chunks(KB, 4), KB) == [["v0", "v1", "v2", "v3"], ["v4", "v5"]]
+    assert sent_names(collectives.single_bucket(KB), KB) == [[f"v{i}" for i in range(6)]]
+    assert sent_names(collectives.per_variable(KB), KB) == [[f"v{i}"] for i in range(6)]
     with pytest.raises(InvalidInput, match="at least 1 variable, but has 0"):
-        builders.all_reduce_chunks(KB, 0)
+        collectives.all_reduce_chunks(KB, 0)
 
 
 def test_a_single_bucket_of_two_dtypes_is_two_messages():
     mixed = Workload("m", (Variable("a", (4,)), Variable("b", (4,), "float16"), Variable("c", (4,))))
-    assert sent_names(builders.single_bucket(mixed), mixed) == [["b"], ["a", "c"]]
+    assert sent_names(collectives.single_bucket(mixed), mixed) == [["b"], ["a", "c"]]
 
 
 def test_horovod_fuses_what_is_ready_in_one_cycle_up_to_the_threshold():
     ready = [0.001, 0.002, 0.003, 0.011, 0.012, 0.031]
     measured = Workload("m", tuple(Variable(f"v{i}", (250,), ready_s=at) for i, at in enumerate(ready)))
-    assert sent_names(builders.horovod_like(measured, 10_000, 0.01), measured) == [["v0", "v1", "v2"], ["v3", "v4"], ["v5"]]
-    assert sent_names(builders.horovod_like(measured, 2000, 0.01), measured) == [["v0", "v1"], ["v2"], ["v3", "v4"], ["v5"]]
-    assert sent_names(builders.horovod_like(measured, 10_000, 1.0), measured) == [[f"v{i}" for i in range(6)]]
-    assert sent_names(builders.horovod_like(measured, 0, 1.0), measured) == [[f"v{i}"] for i in range(6)]
+    assert sent_names(collectives.horovod_like(measured, 10_000, 0.01), measured) == [["v0", "v1", "v2"], ["v3", "v4"], ["v5"]]
+    assert sent_names(collectives.horovod_like(measured, 2000, 0.01), measured) == [["v0", "v1"], ["v2"], ["v3", "v4"], ["v5"]]
+    assert sent_names(collectives.horovod_like(measured, 10_000, 1.0), measured) == [[f"v{i}" for i in range(6)]]
+    assert sent_names(collectives.horovod_like(measured, 0, 1.0), measured) == [[f"v{i}"] for i in range(6)]
 
 
 def test_horovod_spreads_gradients_evenly_over_the_backward_pass_where_no_time_was_measured():
     """Six gradients in 60 ms are ready at 10, 20, ... 60 ms; cycles of 24 ms hold two each."""
-    assert sent_names(builders.horovod_like(KB, 10_000, 0.024), KB) == [["v0", "v1"], ["v2", "v3"], ["v4", "v5"]]
+    assert sent_names(collectives.horovod_like(KB, 10_000, 0.024), KB) == [["v0", "v1"], ["v2", "v3"], ["v4", "v5"]]
     untimed = Workload("m", KB.variables)
-    assert sent_names(builders.horovod_like(untimed, 10_000, 0.025), untimed) == [[f"v{i}" for i in range(6)]]
+    assert sent_names(collectives.horovod_like(untimed, 10_000, 0.025), untimed) == [[f"v{i}" for i in range(6)]]
     with pytest.raises(InvalidInput, match=r"above 0 s, but is 0\.0"):
-        builders.horovod_like(KB, 1, 0.0)
+        collectives.horovod_like(KB, 1, 0.0)
     with pytest.raises(InvalidInput, match="at least 0 bytes, but is -1"):
-        builders.horovod_like(KB, -1, 0.1)
+        collectives.horovod_like(KB, -1, 0.1)
 
 
 def test_one_parameter_server_is_the_rank_with_the_widest_link():
     cluster = Cluster("c", (Host("slow", 2, 1e8, 0, 1e9, 0), Host("fast", 2, 1e9, 0, 1e9, 0)))
-    owners = {message.owner for message in plan(builders.parameter_server(KB, cluster), KB, 4).messages}
+    owners = {message.owner for message in plan(servers.parameter_server(KB, cluster), KB, 4).messages}
     assert owners == {2}
 
 
@@ -96,30 +96,30 @@ def test_balanced_servers_get_the_largest_first_and_bytes_in_proportion_to_bandw
     sizes = [10, 80, 30, 50, 20, 60]
     model = Workload("m", tuple(Variable(f"v{i}", (n,)) for i, n in enumerate(sizes)))
     loads = dict.fromkeys(range(2), 0)
-    for message in plan(builders.ps_load_balanced(model, Cluster.local(2)), model, 2).messages:
+    for message in plan(servers.ps_load_balanced(model, Cluster.local(2)), model, 2).messages:
         loads[message.owner] += message.elements
     assert loads == {0: 130, 1: 120}  # 80 | 60, 50 | 30 -> 110, 110; then 20 | 10
     uneven = Cluster("c", (Host("a", 1, 1e9, 0, 1e9, 0), Host("b", 1, 4e9, 0, 1e9, 0)))
-    slow = sum(m.elements for m in plan(builders.ps_load_balanced(model, uneven), model, 2).messages if m.owner == 0)
+    slow = sum(m.elements for m in plan(servers.ps_load_balanced(model, uneven), model, 2).messages if m.owner == 0)
     assert slow == 50
 
 
 def test_partitioned_servers_cut_large_variables_evenly_into_a_shard_per_server():
     model = Workload("m", (Variable("bias", (10,)), Variable("table", (30, 1000)), Variable("few", (3, 20_000))))
-    strategy = builders.partitioned_ps(model, FOUR)
+    strategy = servers.partitioned_ps(model, FOUR)
     assert strategy.by_name["table"].partition == Partition(0, (8, 8, 7, 7))
     assert strategy.by_name["few"].partition == Partition(0, (1, 1, 1))
     assert strategy.by_name["bias"].partition is None
     table = Workload("m", model.variables[1:2])
-    assert sorted(shard.placement for shard in builders.partitioned_ps(table, FOUR).variables[0].shards) == [0, 1, 2, 3]
+    assert sorted(shard.placement for shard in servers.partitioned_ps(table, FOUR).variables[0].shards) == [0, 1, 2, 3]
 
 
 def test_seeds_are_filtered_by_the_space():
     model = Workload("m", tuple(Variable(f"v{i}", (300, 500)) for i in range(40)))
-    names = [name for name, _ in builders.seed_strategies(model, FOUR, SearchSpace.default())]
+    names = [name for name, _ in catalogue.seed_strategies(model, FOUR, SearchSpace.default())]
     assert names[0] == "ddp_25mib"
     assert {"partitioned_ps", "reduce_scatter_all_gather_25mib", "per_variable", "single_bucket"} <= set(names)
-    all_reduce_only = builders.seed_strategies(model, FOUR, SearchSpace((Synchronizer.ALL_REDUCE,)))
+    all_reduce_only = catalogue.seed_strategies(model, FOUR, SearchSpace((Synchronizer.ALL_REDUCE,)))
     assert {shard.synchronizer for _, s in all_reduce_only for c in s.variables for shard in c.shards} == {Synchronizer.ALL_REDUCE}
 
 
@@ -176,3 +176,89 @@ def test_the_space_says_why_a_strategy_is_outside(choice, cross_step, reason):
 def test_a_bad_space_is_refused_with_rule_and_value(fields, message):
     with pytest.raises(InvalidInput, match=message):
         SearchSpace(**{"synchronizers": (Synchronizer.ALL_REDUCE,), **fields})
+
+
+def cut(*variables: Variable) -> Workload:
+    return Workload("m", variables, backward_s=0.01 * len(variables))
+
+
+def test_zero2_closes_a_bucket_before_it_would_hold_too_many_elements():
+    strategy = collectives.zero2_like(KB, bucket_elements=600)
+    assert sent_names(strategy, KB) == [["v0", "v1"], ["v2", "v3"], ["v4", "v5"]]
+    assert {message.primitive for message in plan(strategy, KB, 4).messages} == {Primitive.REDUCE_SCATTER_ALL_GATHER}
+    assert sent_names(collectives.zero2_like(KB, bucket_elements=1), KB) == [[f"v{i}"] for i in range(6)]
+    with pytest.raises(InvalidInput, match="at least 1 element, but has 0"):
+        collectives.zero2_like(KB, bucket_elements=0)
+
+
+def test_partitioned_all_reduce_cuts_by_the_smallest_divisor_and_leaves_primes_whole():
+    workload = cut(
+        Variable("nine", (9, 4)), Variable("prime", (97,)), Variable("even", (6,)), Variable("scalar", ()), Variable("row", (1, 8))
+    )
+    by_name = collectives.partitioned_all_reduce(workload).by_name
+    assert by_name["nine"].partition == Partition(0, (3, 3, 3)) and by_name["even"].partition == Partition(0, (3, 3))
+    assert all(by_name[name].partition is None for name in ("prime", "scalar", "row"))
+    chunks = collectives.partitioned_all_reduce(workload, shards_per_group=4).by_name
+    assert [shard.group for shard in chunks["nine"].shards] == [0, 0, 0] and [shard.group for shard in chunks["even"].shards] == [1, 1]
+
+
+def test_random_axes_follow_the_seed_and_sparse_variables_are_cut_along_rows():
+    workload = cut(*(Variable(f"v{i}", (4, 6, 8)) for i in range(12)), Variable("table", (10, 4), sparse=True))
+    drawn = collectives.random_axis_partitioned_all_reduce(workload, seed=1)
+    assert drawn == collectives.random_axis_partitioned_all_reduce(workload, seed=1)
+    assert drawn != collectives.random_axis_partitioned_all_reduce(workload, seed=2)
+    axes = {choice.partition.axis for choice in drawn.variables if choice.partition and choice.variable != "table"}
+    assert axes == {0, 1, 2}
+    assert drawn.by_name["table"].partition == Partition(0, (5, 5))
+
+
+def test_uneven_servers_cut_by_the_smallest_number_that_does_not_divide():
+    workload = cut(Variable("six", (6, 2)), Variable("odd", (5,)), Variable("two", (2, 9)))
+    by_name = servers.uneven_partitioned_ps(workload, FOUR).by_name
+    assert by_name["six"].partition == Partition(0, (2, 2, 1, 1)) and by_name["odd"].partition == Partition(0, (3, 2))
+    assert by_name["two"].partition is None
+
+
+def test_parallax_reduces_dense_gradients_and_serves_sparse_ones():
+    workload = cut(Variable("dense", (8, 8)), Variable("table", (100, 8), sparse=True), Variable("bias", (8,)))
+    by_name = servers.parallax(workload, FOUR).by_name
+    assert by_name["table"].shards[0].synchronizer is Synchronizer.PARAMETER_SERVER
+    assert by_name["table"].sparse is SparseHandling.GATHER_SCATTER
+    assert all(by_name[name].shards[0].synchronizer is Synchronizer.ALL_REDUCE for name in ("dense", "bias"))
+    assert sent_names(servers.parallax(workload, FOUR), workload) == [["table"], ["dense", "bias"]]
+    space = SearchSpace(tuple(Synchronizer))
+    assert "the space sends sparse gradients dense, but the strategy gather_scatter" in space.violation(
+        servers.parallax(workload, FOUR), workload, FOUR
+    )
+
+
+def test_byteps_cuts_into_small_pieces_and_sends_urgent_ones_first_once_they_are_ready():
+    late = Variable("first_layer", (100, 10), ready_s=0.020)
+    workload = cut(Variable("last_layer", (1000, 10), ready_s=0.001), late)
+    slow = Cluster("slow", tuple(Host(f"h{i}", 1, 1e6, 5e-5, 1e10, 5e-6) for i in range(2)))  # 1 MB/s: 4 KB take 4 ms
+    strategy = servers.byteps_like(workload, slow, partition_bytes=4000)
+    sizes = [4 * part.elements for message in plan(strategy, workload, 2).messages for part in message.slices]
+    assert max(sizes) <= 4000 and sum(sizes) == workload.grad_bytes
+    order = [name for (name,) in sent_names(strategy, workload, 2)]
+    assert order == ["last_layer"] * 5 + ["first_layer"] + ["last_layer"] * 5  # at 21 ms it overtakes what still waits
+    assert {shard.placement for choice in strategy.variables for shard in choice.shards} == {0, 1}
+    with pytest.raises(InvalidInput, match="at least 1 byte, but has 0"):
+        servers.byteps_like(workload, slow, partition_bytes=0)
+
+
+def test_the_order_of_issue_never_leaves_the_link_idle_while_a_message_is_ready():
+    rng = generator(3)
+    for _ in range(50):
+        count = int(rng.integers(1, 12))
+        ready_s, taken_s = rng.random(count).tolist(), (rng.random(count) * 0.3).tolist()
+        urgency = rng.integers(0, 4, size=count).tolist()
+        now_s, left = 0.0, set(range(count))
+        for number in servers.issue_order(ready_s, taken_s, urgency):  # replayed step by step
+            waiting = [other for other in left if ready_s[other] <= now_s]
+            if not waiting:
+                now_s = min(ready_s[other] for other in left)
+                waiting = [other for other in left if ready_s[other] <= now_s]
+            assert number == min(waiting, key=lambda other: (urgency[other], other))
+            left.remove(number)
+            now_s += taken_s[number]
+        assert not left

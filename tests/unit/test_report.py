@@ -16,7 +16,7 @@ from autotune.events import Profiled, Proposed, TrialFinished
 from autotune.history import History
 from autotune.records import CURRENT_SETUP, Failed, FailureKind
 from autotune.report import write_report
-from autotune.strategy_space.builders import ddp_default
+from autotune.strategy_space.builders.collectives import ddp_default
 from autotune.strategy_space.plan import plan
 from autotune.tuner import Finish
 

@@ -1,0 +1,51 @@
+"""All hand-made strategies by name, and those of them that a search begins with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import MappingProxyType
+
+from autotune.cluster import Cluster
+from autotune.strategy_space.builders import collectives, servers
+from autotune.strategy_space.builders.collectives import MIB
+from autotune.strategy_space.space import SearchSpace
+from autotune.strategy_space.strategy import Strategy
+from autotune.workload import Workload
+
+Builder = Callable[[Workload, Cluster], Strategy]
+
+BUILDERS: MappingProxyType[str, Builder] = MappingProxyType(
+    {
+        "ddp_25mib": lambda workload, _: collectives.ddp_default(workload),
+        "ddp_1mib": lambda workload, _: collectives.ddp_default(workload, bucket_bytes=MIB),
+        "ddp_5mib": lambda workload, _: collectives.ddp_default(workload, bucket_bytes=5 * MIB),
+        "ddp_100mib": lambda workload, _: collectives.ddp_default(workload, bucket_bytes=100 * MIB),
+        "single_bucket": lambda workload, _: collectives.single_bucket(workload),
+        "per_variable": lambda workload, _: collectives.per_variable(workload),
+        "all_reduce_chunks_8": lambda workload, _: collectives.all_reduce_chunks(workload, 8),
+        "all_reduce_chunks_32": lambda workload, _: collectives.all_reduce_chunks(workload, 32),
+        "horovod_64mib_5ms": lambda workload, _: collectives.horovod_like(workload, 64 * MIB, 5e-3),  # its defaults up to 0.20
+        "horovod_128mib_1ms": lambda workload, _: collectives.horovod_like(workload, 128 * MIB, 1e-3),  # its defaults from 0.21 on
+        "reduce_scatter_all_gather_25mib": lambda workload, _: collectives.reduce_scatter_all_gather(workload),
+        "zero2_like": lambda workload, _: collectives.zero2_like(workload),
+        "partitioned_all_reduce": lambda workload, _: collectives.partitioned_all_reduce(workload),
+        "random_axis_partitioned_all_reduce": lambda workload, _: collectives.random_axis_partitioned_all_reduce(workload),
+        "parameter_server": servers.parameter_server,
+        "ps_load_balanced": servers.ps_load_balanced,
+        "partitioned_ps": servers.partitioned_ps,
+        "uneven_partitioned_ps": servers.uneven_partitioned_ps,
+        "parallax": servers.parallax,
+        "byteps_like": servers.byteps_like,
+    }
+)
+"""Name -> builder with its usual parameters."""
+
+
+def seed_strategies(workload: Workload, cluster: Cluster, space: SearchSpace) -> list[tuple[str, Strategy]]:
+    """The hand-made strategies that lie inside `space`, each once, under the first name that yields it."""
+    seeds: dict[Strategy, str] = {}
+    for name, build in BUILDERS.items():
+        strategy = build(workload, cluster)
+        if space.contains(strategy, workload, cluster):
+            seeds.setdefault(strategy, name)
+    return [(name, strategy) for strategy, name in seeds.items()]

@@ -1,0 +1,176 @@
+"""Hand-made strategies of collectives: DDP, Horovod, ZeRO-2, and AutoDist's all-reduce builders.
+
+Merge groups are numbered in the order in which they are complete.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from autotune.errors import InvalidInput
+from autotune.rng import generator
+from autotune.strategy_space.builders.partitions import by_smallest_divisor
+from autotune.strategy_space.strategy import Partition, Shard, Strategy, Synchronizer, VariableStrategy
+from autotune.workload import Workload
+
+MIB = 2**20
+
+DDP_BUCKET_BYTES = 25 * MIB  # torch.nn.parallel.DistributedDataParallel: bucket_cap_mb=25
+DDP_FIRST_BUCKET_BYTES = MIB  # torch.distributed._DEFAULT_FIRST_BUCKET_BYTES
+ZERO2_BUCKET_ELEMENTS = 500_000_000  # DeepSpeed: zero_optimization.reduce_bucket_size
+AUTODIST_CHUNK = 128  # AutoDist: chunk_size of its all-reduce builders
+
+
+def single_bucket(workload: Workload, synchronizer: Synchronizer = Synchronizer.ALL_REDUCE) -> Strategy:
+    """One message per dtype with all gradients: no overlap, least overhead."""
+    return _grouped(workload, all_reduce_positions(workload, len(workload.variables)), synchronizer)
+
+
+def per_variable(workload: Workload, synchronizer: Synchronizer = Synchronizer.ALL_REDUCE) -> Strategy:
+    """Every gradient is a message of its own: most overlap, most overhead."""
+    return Strategy(tuple(VariableStrategy(v.name, (Shard(synchronizer),)) for v in workload.variables))
+
+
+def all_reduce_chunks(workload: Workload, variables_per_group: int) -> Strategy:
+    """All-reduce of every n consecutive variables (AutoDist's AllReduce builder with chunk_size n)."""
+    return _grouped(workload, all_reduce_positions(workload, variables_per_group), Synchronizer.ALL_REDUCE)
+
+
+def ddp_default(workload: Workload, bucket_bytes: int = DDP_BUCKET_BYTES, first_bucket_bytes: int = DDP_FIRST_BUCKET_BYTES) -> Strategy:
+    """The buckets that DistributedDataParallel uses from its second step on (before, it only guesses the order)."""
+    return _grouped(workload, ddp_buckets(workload, bucket_bytes, first_bucket_bytes), Synchronizer.ALL_REDUCE)
+
+
+def reduce_scatter_all_gather(
+    workload: Workload, bucket_bytes: int = DDP_BUCKET_BYTES, first_bucket_bytes: int = DDP_FIRST_BUCKET_BYTES
+) -> Strategy:
+    """DDP's buckets, each synchronized by a reduce-scatter and an all-gather."""
+    return _grouped(workload, ddp_buckets(workload, bucket_bytes, first_bucket_bytes), Synchronizer.REDUCE_SCATTER_ALL_GATHER)
+
+
+def zero2_like(workload: Workload, bucket_elements: int = ZERO2_BUCKET_ELEMENTS) -> Strategy:
+    """ZeRO-2's traffic (SC 2020, sec. 5.2): gradients are reduce-scattered in large buckets, and every rank gathers the rest.
+
+    DeepSpeed gathers updated parameters where this gathers reduced gradients: the bytes are the same, the optimizer's state is not
+    sharded.
+    """
+    if bucket_elements < 1:
+        raise InvalidInput(f"a bucket needs at least 1 element, but has {bucket_elements}")
+    closed: list[list[int]] = []
+    filling: dict[str, tuple[list[int], int]] = {}
+    for position, variable in enumerate(workload.variables):
+        members, held = filling.get(variable.dtype, ([], 0))
+        if members and held + variable.elements > bucket_elements:
+            closed.append(members)
+            members, held = [], 0
+        filling[variable.dtype] = ([*members, position], held + variable.elements)
+    return _grouped(workload, closed + [members for members, _ in filling.values()], Synchronizer.REDUCE_SCATTER_ALL_GATHER)
+
+
+def partitioned_all_reduce(workload: Workload, shards_per_group: int = AUTODIST_CHUNK) -> Strategy:
+    """Every variable cut along axis 0 by its smallest divisor, all-reduce of every n consecutive shards (AutoDist's PartitionedAR)."""
+    return _cut_and_chunked(workload, [0] * len(workload.variables), shards_per_group)
+
+
+def random_axis_partitioned_all_reduce(workload: Workload, seed: int = 0, shards_per_group: int = AUTODIST_CHUNK) -> Strategy:
+    """The same along an axis drawn per variable, axis 0 for sparse ones (AutoDist's RandomAxisPartitionAR)."""
+    rng = generator(seed, "random_axis_partitioned_all_reduce")
+    axes = []
+    for variable in workload.variables:
+        candidates = [axis for axis, extent in enumerate(variable.shape) if extent > 1]
+        drawn = candidates[int(rng.integers(len(candidates)))] if candidates else 0
+        axes.append(0 if variable.sparse else drawn)
+    return _cut_and_chunked(workload, axes, shards_per_group)
+
+
+def horovod_like(workload: Workload, threshold_bytes: int, cycle_time_s: float) -> Strategy:
+    """Tensor fusion: what becomes ready within one cycle is fused, per dtype, up to the threshold.
+
+    Source: Horovod, docs/tensor-fusion.rst. A threshold of 0 disables fusion; a gradient above the threshold
+    travels alone. Where a gradient has no measured `ready_s`, all are taken to become ready evenly over `backward_s`
+    (within one cycle, if that is unknown too).
+    """
+    if threshold_bytes < 0:
+        raise InvalidInput(f"the fusion threshold must be at least 0 bytes, but is {threshold_bytes}")
+    if not cycle_time_s > 0:
+        raise InvalidInput(f"the cycle time must be above 0 s, but is {cycle_time_s}")
+    filled: dict[tuple[int, str], tuple[list[int], int]] = {}
+    closed: list[list[int]] = []
+    for position, (variable, ready_s) in enumerate(zip(workload.variables, ready_times_s(workload), strict=True)):
+        key = (int(ready_s // cycle_time_s), variable.dtype)
+        members, size = filled.get(key, ([], 0))
+        if members and size + variable.grad_bytes > threshold_bytes:
+            closed.append(members)
+            members, size = [], 0
+        members.append(position)
+        filled[key] = (members, size + variable.grad_bytes)
+    return _grouped(workload, closed + [members for members, _ in filled.values()], Synchronizer.ALL_REDUCE)
+
+
+def all_reduce_positions(workload: Workload, variables_per_group: int) -> list[list[int]]:
+    """Positions of every n consecutive variables, split by dtype: a message has one."""
+    if variables_per_group < 1:
+        raise InvalidInput(f"a chunk needs at least 1 variable, but has {variables_per_group}")
+    groups: dict[tuple[int, str], list[int]] = {}
+    for position, variable in enumerate(workload.variables):
+        groups.setdefault((position // variables_per_group, variable.dtype), []).append(position)
+    return list(groups.values())
+
+
+def ddp_buckets(workload: Workload, bucket_bytes: int, first_bucket_bytes: int) -> list[list[int]]:
+    """Positions of DDP's buckets, by the rule of torch's `_compute_bucket_assignment_by_size`.
+
+    Per dtype, gradients are added in order, and a bucket is closed once it holds its limit or more: the first of a
+    dtype `first_bucket_bytes`, the others `bucket_bytes`. A sparse gradient is a bucket of its own.
+    """
+    if bucket_bytes < 0 or first_bucket_bytes < 0:
+        raise InvalidInput(f"bucket sizes must be at least 0 bytes, but are {first_bucket_bytes} and {bucket_bytes}")
+    buckets: list[list[int]] = []
+    filling: dict[str, list[int]] = {}
+    size: dict[str, int] = {}
+    limit: dict[str, int] = {}
+    for position, variable in enumerate(workload.variables):
+        dtype = variable.dtype
+        if variable.sparse:
+            buckets.append([position])
+            continue
+        filling.setdefault(dtype, []).append(position)
+        size[dtype] = size.get(dtype, 0) + variable.grad_bytes
+        if size[dtype] >= limit.setdefault(dtype, first_bucket_bytes):
+            buckets.append(filling.pop(dtype))
+            size[dtype], limit[dtype] = 0, bucket_bytes
+    return buckets + list(filling.values())
+
+
+def _cut_and_chunked(workload: Workload, axes: Sequence[int], shards_per_group: int) -> Strategy:
+    if shards_per_group < 1:
+        raise InvalidInput(f"a chunk needs at least 1 shard, but has {shards_per_group}")
+    choices: list[VariableStrategy] = []
+    number = 0
+    for variable, axis in zip(workload.variables, axes, strict=True):
+        partition: Partition | None = by_smallest_divisor(variable, axis) if variable.elements > 1 else None
+        shards = []
+        for _ in partition.sizes if partition else (1,):
+            shards.append(Shard(Synchronizer.ALL_REDUCE, group=number // shards_per_group))
+            number += 1
+        choices.append(VariableStrategy(variable.name, tuple(shards), partition))
+    return Strategy(tuple(choices))
+
+
+def _grouped(workload: Workload, groups: Iterable[list[int]], synchronizer: Synchronizer) -> Strategy:
+    """Each list of positions is one merge group of whole variables; a group of one needs no number."""
+    complete = sorted(groups, key=lambda positions: positions[-1])
+    choices: list[VariableStrategy] = []
+    for number, positions in enumerate(complete):
+        shard = Shard(synchronizer, group=number if len(positions) > 1 else None)
+        choices.extend(VariableStrategy(workload.variables[position].name, (shard,)) for position in positions)
+    return Strategy(tuple(choices))
+
+
+def ready_times_s(workload: Workload) -> list[float]:
+    """When each gradient is final, in seconds from the start of the backward pass, shape (V,)."""
+    measured = [variable.ready_s for variable in workload.variables if variable.ready_s is not None]
+    count = len(workload.variables)
+    if len(measured) == count:
+        return measured
+    return [workload.backward_s * (position + 1) / count for position in range(count)]

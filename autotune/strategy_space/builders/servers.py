@@ -1,0 +1,142 @@
+"""Hand-made strategies with parameter servers: AutoDist's PS builders, Parallax, BytePS."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import replace
+
+from autotune.cluster import Cluster
+from autotune.errors import InvalidInput
+from autotune.strategy_space.builders.collectives import AUTODIST_CHUNK, all_reduce_positions, ready_times_s
+from autotune.strategy_space.builders.partitions import MAX_SHARDS, by_smallest_non_divisor, even_partition, in_pieces
+from autotune.strategy_space.constraints import server_bandwidths, server_ranks
+from autotune.strategy_space.space import SearchSpace
+from autotune.strategy_space.strategy import Partition, Shard, SparseHandling, Strategy, Synchronizer, VariableStrategy
+from autotune.workload import Variable, Workload
+
+BYTEPS_PARTITION_BYTES = 4_096_000  # BytePS: BYTEPS_PARTITION_BYTES
+
+
+def parameter_server(workload: Workload, cluster: Cluster) -> Strategy:
+    """All variables on one server: the first rank of those with the highest bandwidth."""
+    ranks = server_ranks(cluster)
+    bandwidths = server_bandwidths(cluster, ranks)
+    shard = Shard(Synchronizer.PARAMETER_SERVER, placement=ranks[int(bandwidths.argmax())])
+    return Strategy(tuple(VariableStrategy(variable.name, (shard,)) for variable in workload.variables))
+
+
+def ps_load_balanced(workload: Workload, cluster: Cluster) -> Strategy:
+    """Whole variables on all ranks, the largest first, each on the server that would be done with it first."""
+    return _served(workload, cluster, [None] * len(workload.variables))
+
+
+def partitioned_ps(workload: Workload, cluster: Cluster, min_partition_bytes: int = 100_000, max_shards: int = MAX_SHARDS) -> Strategy:
+    """Parameter servers with large variables cut evenly along axis 0 into a shard per server, at most `max_shards`.
+
+    The bounds are AutoSync's (see `SearchSpace`).
+    """
+    bounds = SearchSpace((Synchronizer.PARAMETER_SERVER,), min_partition_bytes=min_partition_bytes, max_shards=max_shards)
+    servers = len(server_ranks(cluster))
+
+    def cut(variable: Variable) -> Partition | None:
+        shards = min(servers, max_shards, variable.shape[0]) if 0 in bounds.axes_for(variable) else 1
+        return even_partition(variable, 0, shards) if shards > 1 else None
+
+    return _served(workload, cluster, [cut(variable) for variable in workload.variables])
+
+
+def uneven_partitioned_ps(workload: Workload, cluster: Cluster) -> Strategy:
+    """Parameter servers with variables cut into unequal shards along axis 0 (AutoDist's UnevenPartitionedPS)."""
+    cuts = [by_smallest_non_divisor(variable, 0) if variable.elements > 1 else None for variable in workload.variables]
+    return _served(workload, cluster, cuts)
+
+
+def parallax(workload: Workload, cluster: Cluster, variables_per_group: int = AUTODIST_CHUNK) -> Strategy:
+    """Dense gradients by all-reduce, sparse ones through balanced parameter servers (Parallax, EuroSys 2019, sec. 3)."""
+    dense = {number: group for group, positions in enumerate(all_reduce_positions(workload, variables_per_group)) for number in positions}
+    served = ps_load_balanced(workload, cluster).by_name
+    choices = []
+    for position, variable in enumerate(workload.variables):
+        if variable.sparse:
+            choices.append(replace(served[variable.name], sparse=SparseHandling.GATHER_SCATTER))
+        else:
+            choices.append(VariableStrategy(variable.name, (Shard(Synchronizer.ALL_REDUCE, group=dense[position]),)))
+    return Strategy(tuple(choices))
+
+
+def byteps_like(workload: Workload, cluster: Cluster, partition_bytes: int = BYTEPS_PARTITION_BYTES) -> Strategy:
+    """Pieces of at most 4 MB on balanced servers; of what is ready, what the next forward pass needs first goes first.
+
+    Source: BytePS, OSDI 2020, and its BYTEPS_PARTITION_BYTES; the order is that of ByteScheduler (SOSP 2019, sec. 4). BytePS decides
+    while it runs; a plan has one order, so it is played through beforehand, over the slowest server's link. Without measured times
+    everything counts as ready at once.
+    """
+    if partition_bytes < 1:
+        raise InvalidInput(f"a partition needs at least 1 byte, but has {partition_bytes}")
+    strategy = _served(workload, cluster, [in_pieces(variable, partition_bytes) for variable in workload.variables])
+    bandwidth = min(server_bandwidths(cluster, server_ranks(cluster)).tolist())
+    pieces, ready_s, taken_s = [], [], []
+    for position, (variable, at_s) in enumerate(zip(workload.variables, ready_times_s(workload), strict=True)):
+        count = len(strategy.by_name[variable.name].shards)
+        pieces += [(position, number) for number in range(count)]
+        ready_s += [at_s] * count
+        taken_s += [variable.grad_bytes / count / bandwidth] * count
+    urgency = [-position for position, _ in pieces]  # what is ready last was computed first, and is read first
+    turn = {pieces[number]: at for at, number in enumerate(issue_order(ready_s, taken_s, urgency))}
+    choices = []
+    for position, variable in enumerate(workload.variables):
+        choice = strategy.by_name[variable.name]
+        shards = tuple(replace(shard, priority=turn[position, number]) for number, shard in enumerate(choice.shards))
+        choices.append(replace(choice, shards=shards))
+    return Strategy(tuple(choices))
+
+
+def issue_order(ready_s: Sequence[float], taken_s: Sequence[float], urgency: Sequence[int]) -> list[int]:
+    """The order of messages on one link that is never idle while one is ready: of those the lowest `urgency`, then the first.
+
+    All three have shape (M,): when each message is ready, how long it takes, and how urgent it is.
+    """
+    arrivals = sorted(range(len(ready_s)), key=lambda number: (ready_s[number], number))
+    waiting: list[tuple[int, int]] = []
+    order: list[int] = []
+    now_s, following = 0.0, 0
+    while len(order) < len(arrivals):
+        if not waiting:
+            now_s = max(now_s, ready_s[arrivals[following]])
+        while following < len(arrivals) and ready_s[arrivals[following]] <= now_s:
+            heapq.heappush(waiting, (urgency[arrivals[following]], arrivals[following]))
+            following += 1
+        _, number = heapq.heappop(waiting)
+        order.append(number)
+        now_s += taken_s[number]
+    return order
+
+
+def least_loaded(loads_bytes: Sequence[float], bandwidths_bytes_per_s: Sequence[float], shard_bytes: int) -> int:
+    """Index of the server that would be done first if it took this shard too; the lowest of several."""
+    finish_s = [(load + shard_bytes) / bandwidth for load, bandwidth in zip(loads_bytes, bandwidths_bytes_per_s, strict=True)]
+    return finish_s.index(min(finish_s))
+
+
+def _served(workload: Workload, cluster: Cluster, partitions: Sequence[Partition | None]) -> Strategy:
+    """Parameter servers for all shards, the largest shard first, each on the server that would be done with it first."""
+    ranks = server_ranks(cluster)
+    bandwidths = server_bandwidths(cluster, ranks).tolist()
+    sizes: list[tuple[int, int, int]] = []
+    for position, (variable, partition) in enumerate(zip(workload.variables, partitions, strict=True)):
+        extents = partition.sizes if partition else (1,)
+        row_bytes = variable.grad_bytes // (variable.shape[partition.axis] if partition else 1)
+        sizes.extend((extent * row_bytes, position, number) for number, extent in enumerate(extents))
+    loads = [0] * len(ranks)
+    placement: dict[tuple[int, int], int] = {}
+    for shard_bytes, position, number in sorted(sizes, key=lambda entry: -entry[0]):
+        server = least_loaded(loads, bandwidths, shard_bytes)
+        loads[server] += shard_bytes
+        placement[position, number] = ranks[server]
+    choices: list[VariableStrategy] = []
+    for position, (variable, partition) in enumerate(zip(workload.variables, partitions, strict=True)):
+        count = len(partition.sizes) if partition else 1
+        shards = tuple(Shard(Synchronizer.PARAMETER_SERVER, placement=placement[position, number]) for number in range(count))
+        choices.append(VariableStrategy(variable.name, shards, partition))
+    return Strategy(tuple(choices))
