@@ -136,33 +136,67 @@ def plan(strategy: Strategy, workload: Workload, world_size: int) -> Plan:
     one message. Messages are ordered by (lowest priority of their shards, backward position at which their
     last gradient is ready, first slice), which is the same on every rank. Raises `InvalidStrategy`.
     """
-    _check_names(strategy, workload)
+    choices = _choices(strategy, workload)
     if strategy.ring_order is not None and len(strategy.ring_order) != world_size:
         raise InvalidStrategy(f"ring_order must name all {world_size} ranks, but names {len(strategy.ring_order)}")
-    collected: dict[tuple[Any, ...], list[tuple[int, Shard, TensorSlice]]] = {}
-    for position, variable in enumerate(workload.variables):
-        choice = strategy.by_name[variable.name]
-        for number, (shard, part) in enumerate(zip(choice.shards, slices_of(variable, choice), strict=True)):
-            if shard.placement is not None and shard.placement >= world_size:
-                raise InvalidStrategy(
-                    f"placement of {variable.name!r} must be a rank below the world size {world_size}, but is {shard.placement}"
-                )
-            own = (-1, position, number) if shard.group is None else (shard.group, -1, -1)
-            key = (
-                own,
-                shard.synchronizer,
-                shard.compressor,
-                shard.placement,
-                shard.hierarchical,
-                shard.ratio,
-                shard.rank,
-                variable.dtype,
-                choice.sparse,
-            )
-            collected.setdefault(key, []).append((position, shard, part))
-    ordered = sorted(collected.items(), key=lambda item: _issue_key(item[1]))
-    messages = tuple(_message(workload, strategy, members) for _, members in ordered)
-    return Plan(workload.id, world_size, messages, strategy.cross_step, strategy.ring_order)
+    kinds: dict[tuple[Any, ...], int] = {}
+    kind_of: dict[int, int] = {}  # by identity: the thousands of shards of a strategy share few values
+    collected: list[_Members] = []
+    of_group: dict[tuple[int, str, SparseHandling], _Members] = {}
+    for position, (variable, choice) in enumerate(zip(workload.variables, choices, strict=True)):
+        dtype, sparse = variable.dtype, choice.sparse
+        for shard, part in zip(choice.shards, slices_of(variable, choice), strict=True):
+            kind = kind_of.get(id(shard))
+            if kind is None:
+                kind_of[id(shard)] = kind = kinds.setdefault(_kind(shard, variable, world_size), len(kinds))
+            members = of_group.get((kind, dtype, sparse)) if shard.group is not None else None
+            if members is None:
+                members = _Members(shard, dtype, sparse, position, part.start)
+                collected.append(members)
+                if shard.group is not None:
+                    of_group[kind, dtype, sparse] = members
+            members.slices.append(part)
+            members.last_ready = position
+            if shard.priority < members.priority:
+                members.priority = shard.priority
+    collected.sort(key=_Members.issue_key)
+    return Plan(workload.id, world_size, tuple(members.message() for members in collected), strategy.cross_step, strategy.ring_order)
+
+
+class _Members:
+    """The shards of one message; built in backward order, so that the last one added is ready last."""
+
+    __slots__ = ("dtype", "first", "first_start", "last_ready", "priority", "shard", "slices", "sparse")
+
+    def __init__(self, shard: Shard, dtype: str, sparse: SparseHandling, position: int, start: int) -> None:
+        self.shard, self.dtype, self.sparse = shard, dtype, sparse
+        self.first, self.first_start, self.last_ready, self.priority = position, start, position, shard.priority
+        self.slices: list[TensorSlice] = []
+
+    def issue_key(self) -> tuple[int, int, int, int]:
+        return self.priority, self.last_ready, self.first, self.first_start
+
+    def message(self) -> Message:
+        shard = self.shard
+        return Message(
+            slices=tuple(self.slices),
+            primitive=_PRIMITIVE[shard.synchronizer],
+            compressor=shard.compressor,
+            dtype=self.dtype,
+            owner=shard.placement,
+            group=shard.group,
+            hierarchical=shard.hierarchical,
+            sparse=self.sparse,
+            ratio=shard.ratio,
+            rank=shard.rank,
+        )
+
+
+def _kind(shard: Shard, variable: Variable, world_size: int) -> tuple[Any, ...]:
+    """What shards of one message have in common; everything but the priority."""
+    if shard.placement is not None and shard.placement >= world_size:
+        raise InvalidStrategy(f"placement of {variable.name!r} must be a rank below the world size {world_size}, but is {shard.placement}")
+    return shard.group, shard.synchronizer, shard.compressor, shard.placement, shard.hierarchical, shard.ratio, shard.rank
 
 
 def slices_of(variable: Variable, choice: VariableStrategy) -> list[TensorSlice]:
@@ -179,38 +213,22 @@ def slices_of(variable: Variable, choice: VariableStrategy) -> list[TensorSlice]
     return slices
 
 
-def _issue_key(members: list[tuple[int, Shard, TensorSlice]]) -> tuple[int, int, int, int]:
-    priority = min(shard.priority for _, shard, _ in members)
-    last_ready = max(position for position, _, _ in members)
-    return priority, last_ready, members[0][0], members[0][2].start
-
-
-def _message(workload: Workload, strategy: Strategy, members: list[tuple[int, Shard, TensorSlice]]) -> Message:
-    position, shard, _ = members[0]
-    variable = workload.variables[position]
-    return Message(
-        slices=tuple(part for _, _, part in members),
-        primitive=_PRIMITIVE[shard.synchronizer],
-        compressor=shard.compressor,
-        dtype=variable.dtype,
-        owner=shard.placement,
-        group=shard.group,
-        hierarchical=shard.hierarchical,
-        sparse=strategy.by_name[variable.name].sparse,
-        ratio=shard.ratio,
-        rank=shard.rank,
+def _choices(strategy: Strategy, workload: Workload) -> list[VariableStrategy]:
+    """The strategy of each variable of the workload, in its order; raises `InvalidStrategy` where the names differ."""
+    by_name = strategy.by_name
+    try:
+        found = [by_name[variable.name] for variable in workload.variables]
+    except KeyError:
+        found = []
+    if len(found) == len(by_name):
+        return found
+    missing = sorted(set(workload.index) - set(by_name))
+    unknown = sorted(set(by_name) - set(workload.index))
+    parts = [f"lacks {', '.join(missing[:3])}" if missing else "", f"has the unknown {', '.join(unknown[:3])}" if unknown else ""]
+    raise InvalidStrategy(
+        f"a strategy must name exactly the {len(workload.variables)} variables of model {workload.model!r}, but it "
+        + " and ".join(part for part in parts if part)
     )
-
-
-def _check_names(strategy: Strategy, workload: Workload) -> None:
-    missing = sorted(set(workload.index) - set(strategy.by_name))
-    unknown = sorted(set(strategy.by_name) - set(workload.index))
-    if missing or unknown:
-        parts = [f"lacks {', '.join(missing[:3])}" if missing else "", f"has the unknown {', '.join(unknown[:3])}" if unknown else ""]
-        raise InvalidStrategy(
-            f"a strategy must name exactly the {len(workload.variables)} variables of model {workload.model!r}, but it "
-            + " and ".join(part for part in parts if part)
-        )
 
 
 def _check_partition(variable: Variable, partition: Partition) -> None:
