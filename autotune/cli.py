@@ -71,6 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_export(commands, [shared])
     _add_run(commands, [shared])
     _add_track(commands, [shared, tracking])
+    _add_strategies(commands, [shared])
     _add_testbed(commands)
     return parser
 
@@ -170,6 +171,15 @@ def _add_track(commands: Any, parents: list[argparse.ArgumentParser]) -> None:
     track.add_argument("job", nargs="?", help="default: the latest job")
 
 
+def _add_strategies(commands: Any, parents: list[argparse.ArgumentParser]) -> None:
+    strategies = commands.add_parser("strategies", parents=parents, help="what hand-made strategies do with a model on a cluster")
+    strategies.set_defaults(run=_run_strategies)
+    strategies.add_argument("model", nargs="?", help="a name such as bert-large, or the JSON file of a workload")
+    strategies.add_argument("cluster", nargs="?", help="a name such as B7, or a cluster file")
+    strategies.add_argument("--builder", help="one of them: what it does with every variable (default: all, side by side)")
+    strategies.add_argument("--schema", action="store_true", help="print the JSON Schema of a strategy")
+
+
 def _add_testbed(commands: Any) -> None:
     testbed = commands.add_parser("testbed", help="emulated clusters on this machine (Linux, root): check, up, status, down, exec")
     actions = testbed.add_subparsers(title="actions", required=True, metavar="ACTION")
@@ -232,6 +242,12 @@ def _run_track(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     from autotune.commands.track import track
 
     return track(options)
+
+
+def _run_strategies(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    from autotune.commands.strategies import strategies
+
+    return strategies(options)
 
 
 def _run_testbed(options: argparse.Namespace) -> tuple[dict[str, Any], str]:

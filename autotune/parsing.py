@@ -136,3 +136,9 @@ def _field_names(kind: Any, path: tuple[int | str, ...]) -> list[str]:
             candidates = [arg for arg in get_args(kind) if is_dataclass(arg)] or list(get_args(kind))[:1]
             kind = candidates[0]
     return [field.name for field in fields(kind)] if is_dataclass(kind) else []
+
+
+def json_schema(kind: type[Any]) -> dict[str, Any]:
+    """JSON Schema (draft 2020-12) of what `parse` takes for the dataclass `kind`."""
+    schema: dict[str, Any] = _adapter(cast(Hashable, kind)).json_schema()
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}

@@ -18,10 +18,10 @@ from autotune.job import JobSpec
 from autotune.records import CURRENT_SETUP, Accelerators, Decision, Failed, Measured, Network, Role
 from autotune.report_charts import SERIES, prediction_chart, quality_chart, rankers, search_chart
 from autotune.strategy_space.builders.collectives import ddp_default
-from autotune.strategy_space.plan import Message, Plan, plan
-from autotune.strategy_space.strategy import Compressor, Strategy, VariableStrategy
+from autotune.strategy_space.describe import compressor_text, messages_of, numbers_text, variable_rows
+from autotune.strategy_space.plan import Message, plan
+from autotune.strategy_space.strategy import Strategy
 from autotune.units import format_bytes, format_rate, format_seconds
-from autotune.workload import Workload
 
 OPEN_ROWS = 40
 """A longer table is folded until somebody asks for it."""
@@ -144,39 +144,10 @@ def _details(spec: JobSpec, profiled: Profiled, title: str, strategy: Strategy) 
         "strategy": strategy,
         "plan": enacted,
         "default": default,
-        "variables": _variable_rows(workload, strategy, enacted, default),
+        "variables": variable_rows(workload, strategy, enacted),
+        "buckets": {name: numbers_text(numbers) for name, numbers in messages_of(default).items()},
         "messages": [_message_row(number, message) for number, message in enumerate(enacted.messages, start=1)],
     }
-
-
-def _variable_rows(workload: Workload, strategy: Strategy, enacted: Plan, default: Plan) -> list[dict[str, Any]]:
-    """What happens to every variable, in backward order, beside the bucket that DDP would put it into."""
-    mine, buckets = _messages_of(enacted), _messages_of(default)
-    rows = []
-    for variable in workload.variables:
-        choice = strategy.by_name[variable.name]
-        rows.append(
-            {
-                "variable": variable,
-                "synchronizers": _distinct(shard.synchronizer.value for shard in choice.shards),
-                "partition": _partition(choice),
-                "compressors": _distinct(_compressor(shard.compressor, shard.ratio, shard.rank) for shard in choice.shards),
-                "messages": _numbers(mine[variable.name]),
-                "bucket": _numbers(buckets[variable.name]),
-            }
-        )
-    return rows
-
-
-def _messages_of(planned: Plan) -> dict[str, list[int]]:
-    """Variable -> numbers of its messages in issue order, the first is 1."""
-    found: dict[str, list[int]] = {}
-    for number, message in enumerate(planned.messages, start=1):
-        for part in message.slices:
-            numbers = found.setdefault(part.variable, [])
-            if number not in numbers:
-                numbers.append(number)
-    return found
 
 
 def _message_row(number: int, message: Message) -> dict[str, Any]:
@@ -184,35 +155,13 @@ def _message_row(number: int, message: Message) -> dict[str, Any]:
     return {
         "number": number,
         "primitive": message.primitive.value + (", hierarchical" if message.hierarchical else ""),
-        "compressor": _compressor(message.compressor, message.ratio, message.rank),
+        "compressor": compressor_text(message),
         "grad_bytes": message.grad_bytes,
         "wire_bytes": message.wire_bytes,
         "names": names[:3],
         "more": names[3:],
         "owner": message.owner,
     }
-
-
-def _partition(choice: VariableStrategy) -> str:
-    if choice.partition is None:
-        return ""
-    sizes = choice.partition.sizes
-    shown = str(sizes[0]) if len(set(sizes)) == 1 else ", ".join(str(size) for size in sizes[:4]) + (", ..." if len(sizes) > 4 else "")
-    return f"{len(sizes)} along axis {choice.partition.axis} ({shown})"
-
-
-def _compressor(compressor: Compressor, ratio: float | None, rank: int | None) -> str:
-    if compressor is Compressor.NONE:
-        return ""
-    return compressor.value + (f" {ratio:g}" if ratio is not None else "") + (f" rank {rank}" if rank is not None else "")
-
-
-def _distinct(values: Any) -> str:
-    return ", ".join(dict.fromkeys(value for value in values if value))
-
-
-def _numbers(numbers: list[int]) -> str:
-    return ", ".join(str(number) for number in numbers[:4]) + (f" and {len(numbers) - 4} more" if len(numbers) > 4 else "")
 
 
 def _disturbed(history: History) -> list[tuple[TrialFinished, TrialFinished | None]]:

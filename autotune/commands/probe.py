@@ -8,7 +8,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from io import StringIO
 from typing import Any, Protocol
 
 from rich.box import SIMPLE
@@ -25,6 +24,7 @@ from autotune.commands.interrupts import terminable
 from autotune.commands.places import Ranks, Where, placed_world
 from autotune.commands.results import taken_under
 from autotune.commands.settings import read_ports
+from autotune.commands.tables import table_text
 from autotune.commands.workspace import Workspace
 from autotune.errors import InvalidInput
 from autotune.export import write_whole
@@ -204,20 +204,18 @@ def _pairs_over_own_links(base: Cluster, found: ProbeOutcome) -> dict[Pair, Pair
 
 
 def _tables(cluster: Cluster) -> str:
-    buffer = StringIO()
-    console = Console(file=buffer, width=WIDTH)
+    text = ""
     if cluster.link_fits:
         links = Table("host", "link", "bandwidth", "latency", "fit error", "spread", box=SIMPLE)
         for link in cluster.link_fits:
             where, rate = "inside" if link.inside else "own", format_rate(link.bytes_per_s)
             latency = format_seconds(link.latency_s)
             links.add_row(escape(link.host), where, rate, latency, f"{link.relative_error:.1%}", f"{link.spread:.1%}")
-        console.print(links)
+        text += table_text(links, WIDTH)
     fits = Table(*FIT_COLUMNS, box=SIMPLE)
     for fit in cluster.fits:
         fits.add_row(*_fit_row(fit))
-    console.print(fits)
-    return buffer.getvalue()
+    return text + table_text(fits, WIDTH)
 
 
 def _fit_row(fit: CollectiveFit) -> tuple[str, ...]:

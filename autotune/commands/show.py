@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import argparse
-from io import StringIO
 from typing import Any
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from autotune.canonical import to_data
 from autotune.commands.progress import first_line
 from autotune.commands.results import taken_under, write_job_report
+from autotune.commands.tables import table_text
 from autotune.commands.workspace import Workspace
 from autotune.events import TrialFinished
 from autotune.history import History
 from autotune.records import CURRENT_SETUP, Measured
 from autotune.store import Store
 from autotune.units import format_seconds
-
-WIDTH = 132
 
 
 def show(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
@@ -34,7 +31,7 @@ def _jobs(store: Store) -> tuple[dict[str, Any], str]:
     table = Table("job", "created (UTC)", "status", "model", "trials")
     for job in store.jobs():
         table.add_row(job.id, job.created_at[:19], job.status, job.model or "-", str(job.trials))
-    return {"jobs": to_data(store.jobs())}, _text(table)
+    return {"jobs": to_data(store.jobs())}, table_text(table)
 
 
 def _job(workspace: Workspace, store: Store, job_id: str) -> tuple[dict[str, Any], str]:
@@ -56,7 +53,7 @@ def _job(workspace: Workspace, store: Store, job_id: str) -> tuple[dict[str, Any
     }
     tail = decision.reason if decision else f"not finished ({history.quality}); `autotune tune --resume` goes on"
     tail += taken_under(history.conditions(store.job(job_id).conditions))
-    return data, _text(table) + f"{job_id} ({store.job_status(job_id)}): {tail}\nreport: {report}"
+    return data, table_text(table) + f"{job_id} ({store.job_status(job_id)}): {tail}\nreport: {report}"
 
 
 def _trial_data(trial: TrialFinished, history: History) -> dict[str, Any]:
@@ -79,9 +76,3 @@ def _row(trial: TrialFinished, history: History) -> tuple[str, ...]:
     predicted = format_seconds(request.predicted_s) if request.predicted_s else ""
     cells = (str(request.number), request.role.value, name, proposal.origin if proposal else "", *figures, predicted, note)
     return tuple(escape(cell) for cell in cells)
-
-
-def _text(table: Table) -> str:
-    buffer = StringIO()
-    Console(file=buffer, width=WIDTH).print(table)
-    return buffer.getvalue()

@@ -5,23 +5,20 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable
-from io import StringIO
 from typing import Any
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from autotune.canonical import to_data
 from autotune.cluster_file import read_cluster
 from autotune.commands.interrupts import terminable
+from autotune.commands.tables import table_text
 from autotune.errors import EmulationError, InvalidInput
 from autotune.testbed import bed
 from autotune.testbed.capabilities import capabilities
 from autotune.testbed.layout import HostLayout, Lane, Layout
 from autotune.units import format_rate, format_seconds
-
-WIDTH = 132
 
 
 def check(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
@@ -36,7 +33,7 @@ def check(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
         "capabilities": [{**to_data(item), "present": item.present} for item in able.found],
         "exit_status": 0 if able.possible else 2,
     }
-    return data, _text(table) + able.message
+    return data, table_text(table) + able.message
 
 
 def up(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
@@ -125,7 +122,7 @@ def _shown(item: bed.BedStatus) -> str:
         inner = format_rate(host.inner_bytes_per_s) if host.inner_bytes_per_s else "memory speed"
         cells = (host.name, host.address, str(host.devices), _rates(layout, host), _latencies(layout, host), inner)
         table.add_row(*(escape(cell) for cell in (*cells, str(len(processes)), host.namespace)))
-    return "\n".join(lines) + "\n" + _text(table)
+    return "\n".join(lines) + "\n" + table_text(table)
 
 
 def _rates(layout: Layout, host: HostLayout) -> str:
@@ -144,9 +141,3 @@ def _with_lanes(layout: Layout, host: HostLayout, value: Callable[[HostLayout | 
 
 def _latency(added_s: float) -> str:
     return format_seconds(added_s) if added_s else "own"
-
-
-def _text(table: Table) -> str:
-    buffer = StringIO()
-    Console(file=buffer, width=WIDTH).print(table)
-    return buffer.getvalue()

@@ -68,10 +68,7 @@ class SearchSpace:
     def default(lossy: bool = False) -> SearchSpace:
         """What the PyTorch hooks runtime enacts; `lossy` adds the half-precision casts."""
         casts = (Compressor.FP16, Compressor.BF16) if lossy else ()
-        return SearchSpace(
-            (Synchronizer.ALL_REDUCE, Synchronizer.REDUCE_SCATTER_ALL_GATHER, Synchronizer.PARAMETER_SERVER),
-            (Compressor.NONE, *casts),
-        )
+        return SearchSpace(tuple(Synchronizer), (Compressor.NONE, *casts))
 
     def compressors_for(self, dtype: str) -> tuple[Compressor, ...]:
         """The compressors that a gradient of this dtype can take."""

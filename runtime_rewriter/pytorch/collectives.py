@@ -4,7 +4,7 @@
 |---|---|
 | w | number of ranks |
 | wire | flat buffer of one message in the dtype that travels; holds this rank's part / w before, the sum over ranks after |
-| phase 1, 2 | the collectives of a message; phase 2 exists for reduce-scatter + all-gather and for push-pull |
+| phase 1, 2 | the collectives of a message; all but an all-reduce have two |
 
 Every gradient is scaled by 1/w first and then summed, exactly as torch's DDP does, so that two ranks
 give the same bits.  Phase 1 of all messages runs on one process group and phase 2 on another: within
@@ -45,7 +45,7 @@ TUNING_TIMEOUTS = Timeouts(60.0, 20.0)
 TRAINING_TIMEOUTS = Timeouts(1800.0, 60.0)
 """Ordinary training: a rank may write a checkpoint for as long as torch's own default allows."""
 _WIRE_DTYPE = {Compressor.FP16: torch.float16, Compressor.BF16: torch.bfloat16}
-_PRIMITIVES = (Primitive.ALL_REDUCE, Primitive.REDUCE_SCATTER_ALL_GATHER, Primitive.PUSH_PULL)
+_ROOTED = (Primitive.PUSH_PULL, Primitive.REDUCE_BROADCAST)
 
 
 def why_refused(plan: Plan) -> str | None:
@@ -63,8 +63,6 @@ def why_refused(plan: Plan) -> str | None:
 
 def _why_message_refused(message: Message, world_size: int) -> str | None:
     compressed = message.compressor is not Compressor.NONE
-    if message.primitive not in _PRIMITIVES:
-        return f"primitive must be one of {', '.join(_PRIMITIVES)}, but is {message.primitive}"
     if compressed and message.compressor not in _WIRE_DTYPE:
         return f"compressor must be none, fp16 or bf16, but is {message.compressor}"
     if compressed and message.dtype.startswith("complex"):
@@ -75,7 +73,7 @@ def _why_message_refused(message: Message, world_size: int) -> str | None:
         return f"sparse gradients travel dense, but the message asks for {message.sparse}"
     if message.ranks:
         return f"every rank takes part in a message, but the plan names {message.ranks}"
-    if message.primitive is Primitive.PUSH_PULL and (message.owner is None or not 0 <= message.owner < world_size):
+    if message.primitive in _ROOTED and (message.owner is None or not 0 <= message.owner < world_size):
         return f"the owner must be a rank below {world_size}, but is {message.owner}"
     return None
 
@@ -246,6 +244,21 @@ class PushPull:
         return received[0].copy_(self._total)
 
 
+class ReduceBroadcast:
+    """A tree or ring of the library's choice carries the sum to the owner, and another one from there to each."""
+
+    two_phases = True
+
+    def __init__(self, wire: Tensor, ranks: Ranks, owner: int) -> None:
+        self._wire, self._ranks, self._owner = wire, ranks, owner
+
+    def start(self) -> dist.Work:
+        return _work(dist.reduce(self._wire, group=self._ranks.first, group_dst=self._owner, async_op=True))
+
+    def advance(self) -> dist.Work:
+        return _work(dist.broadcast(self._wire, group=self._ranks.second, group_src=self._owner, async_op=True))
+
+
 def _work(work: dist.Work | None) -> dist.Work:
     assert work is not None, "a member of the group gets a work handle"
     return work
@@ -257,8 +270,8 @@ def make_exchange(primitive: Primitive, wire: Tensor, ranks: Ranks, owner: int |
         return AllReduce(wire, ranks)
     if primitive is Primitive.REDUCE_SCATTER_ALL_GATHER:
         return ReduceScatterAllGather(wire, ranks)
-    assert primitive is Primitive.PUSH_PULL and owner is not None
-    return PushPull(wire, ranks, owner)
+    assert owner is not None, "a primitive with a root has an owner"
+    return PushPull(wire, ranks, owner) if primitive is Primitive.PUSH_PULL else ReduceBroadcast(wire, ranks, owner)
 
 
 class Transfer:

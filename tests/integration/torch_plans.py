@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from autotune.strategy_space.plan import Plan, plan
+from autotune.strategy_space.space import ROOTED
 from autotune.strategy_space.strategy import Compressor, Partition, Shard, Strategy, Synchronizer, VariableStrategy
 from autotune.workload import Variable, Workload
 from runtime_rewriter.pytorch.agreement import assumed_workload
@@ -68,7 +69,7 @@ def uniform(
 ) -> Plan:
     """Every variable synchronized in one way, in `groups` messages; with `partitioned` cut unevenly along its largest axis."""
     workload = assumed_workload(module)
-    rooted = synchronizer in (Synchronizer.PARAMETER_SERVER, Synchronizer.REDUCE_BROADCAST)
+    rooted = synchronizer in ROOTED
     choices = []
     for number, variable in enumerate(workload.variables):
         partition = cut(variable) if partitioned else None
@@ -99,14 +100,14 @@ def cut(variable: Variable) -> Partition | None:
 def mixed(module: nn.Module, world_size: int) -> Plan:
     """Another way for every variable, partly cut and partly grouped."""
     workload: Workload = assumed_workload(module)
-    kinds = (Synchronizer.PARAMETER_SERVER, Synchronizer.ALL_REDUCE, Synchronizer.REDUCE_SCATTER_ALL_GATHER)
+    kinds = tuple(Synchronizer)
     choices = []
     for number, variable in enumerate(workload.variables):
         partition = cut(variable) if number % 2 else None
         shards = []
         for part in range(len(partition.sizes) if partition else 1):
-            kind = kinds[(number + part) % 3]
-            placement = (number + 1) % world_size if kind is Synchronizer.PARAMETER_SERVER else None
+            kind = kinds[(number + part) % len(kinds)]
+            placement = (number + 1) % world_size if kind in ROOTED else None
             shards.append(Shard(kind, placement=placement, group=number % 2, priority=-number))
         choices.append(VariableStrategy(variable.name, tuple(shards), partition))
     return plan(Strategy(tuple(choices)), workload, world_size)

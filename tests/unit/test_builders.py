@@ -127,7 +127,7 @@ def test_the_default_space_is_what_the_runtime_enacts():
     lossless, lossy = SearchSpace.default(), SearchSpace.default(lossy=True)
     assert lossless.compressors == (Compressor.NONE,)
     assert lossy.compressors == (Compressor.NONE, Compressor.FP16, Compressor.BF16)
-    assert set(lossy.synchronizers) == set(Synchronizer) - {Synchronizer.REDUCE_BROADCAST}
+    assert set(lossy.synchronizers) == set(Synchronizer)
     assert (lossy.hierarchical, lossy.cross_step, lossy.allow_uneven) == (False, False, True)
     assert (lossy.min_partition_bytes, lossy.max_shards, lossy.max_groups) == (100_000, 40, 20)
 
@@ -167,6 +167,7 @@ def test_the_space_says_why_a_strategy_is_outside(choice, cross_step, reason):
     [
         ({"synchronizers": ()}, "at least one synchronizer"),
         ({"compressors": (Compressor.FP16,)}, "must contain 'none'"),
+        ({"sparse": (SparseHandling.ALL_GATHER,)}, "must contain 'dense'"),
         ({"synchronizers": (Synchronizer.ALL_REDUCE,) * 2}, "must differ from each other, but are all_reduce, all_reduce"),
         ({"max_shards": 0}, "max_shards of a search space must be at least 1, but is 0"),
         ({"max_groups": 0}, "max_groups of a search space must be at least 1, but is 0"),

@@ -1,0 +1,97 @@
+"""`autotune strategies MODEL CLUSTER`: what the field's hand-made strategies do with a model, without running anything."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from autotune.canonical import to_data
+from autotune.cluster import Cluster
+from autotune.cluster_file import read_cluster
+from autotune.commands.tables import table_text
+from autotune.errors import InvalidInput
+from autotune.features.sync_cost import message_costs
+from autotune.parsing import json_schema, read_json
+from autotune.strategy_space.builders.catalogue import BUILDERS
+from autotune.strategy_space.describe import variable_rows
+from autotune.strategy_space.plan import plan
+from autotune.strategy_space.space import SearchSpace
+from autotune.strategy_space.strategy import Strategy
+from autotune.units import format_bytes, format_seconds
+from autotune.workload import Workload
+from autotune.zoo.architectures import MODELS, workload
+from autotune.zoo.clusters import CLUSTERS
+
+
+def strategies(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    """All builders side by side, or with `--builder` what one does with every variable."""
+    if options.schema:
+        schema = json_schema(Strategy)
+        return schema, json.dumps(schema, indent=2)
+    if options.model is None or options.cluster is None:
+        raise InvalidInput(f"name a model and a cluster, or give --schema; models: {', '.join(MODELS)}; clusters: {', '.join(CLUSTERS)}")
+    model, cluster = _model(options.model), _cluster(options.cluster)
+    return _one(options.builder, model, cluster) if options.builder else _all(model, cluster)
+
+
+def _model(name: str) -> Workload:
+    if name in MODELS:
+        return workload(name)
+    if not Path(name).is_file():
+        raise InvalidInput(f"the model must be a workload's JSON file or one of {', '.join(MODELS)}, but is {name!r}")
+    return Workload.from_data(read_json(Path(name)), name)
+
+
+def _cluster(name: str) -> Cluster:
+    if name in CLUSTERS:
+        return CLUSTERS[name]
+    if not Path(name).is_file():
+        raise InvalidInput(f"the cluster must be a cluster file or one of {', '.join(CLUSTERS)}, but is {name!r}")
+    return read_cluster(Path(name))
+
+
+def _all(model: Workload, cluster: Cluster) -> tuple[dict[str, Any], str]:
+    table = Table("builder", "messages", "on the wire", "largest", "T_sync", "enacted by PyTorch")
+    for column in table.columns[1:5]:
+        column.justify = "right"
+    found = {}
+    for name, build in BUILDERS.items():
+        strategy = build(model, cluster)
+        enacted = plan(strategy, model, cluster.world_size)
+        sync_s = message_costs(enacted, cluster).paper_sync_s
+        refused = SearchSpace.default(lossy=True).violation(strategy, model, cluster)
+        largest = max(message.wire_bytes for message in enacted.messages)
+        cells = (str(len(enacted.messages)), format_bytes(enacted.wire_bytes), format_bytes(largest), format_seconds(sync_s))
+        table.add_row(name, *cells, "yes" if refused is None else f"no: {refused}")
+        found[name] = {
+            "messages": len(enacted.messages),
+            "wire_bytes": enacted.wire_bytes,
+            "largest_bytes": largest,
+            "sync_s": sync_s,
+            "refused": refused,
+            "strategy": strategy.to_data(),
+        }
+    size = f"{len(model.variables)} variables, {format_bytes(model.grad_bytes)} of gradients"
+    head = f"{model.model} ({size}) on {cluster.name}, {cluster.world_size} ranks on {len(cluster.hosts)} hosts"
+    tail = "T_sync: AutoSync's estimate (Eq. 2 and 3), with nothing overlapped. `--builder NAME` shows what one does with every variable."
+    data = {"model": model.model, "cluster": cluster.name, "builders": found}
+    return data, f"{head}\n{table_text(table)}{tail}"
+
+
+def _one(name: str, model: Workload, cluster: Cluster) -> tuple[dict[str, Any], str]:
+    if name not in BUILDERS:
+        raise InvalidInput(f"--builder must be one of {', '.join(BUILDERS)}, but is {name!r}")
+    strategy = BUILDERS[name](model, cluster)
+    rows = variable_rows(model, strategy, plan(strategy, model, cluster.world_size))
+    table = Table("variable", "shape", "size", "synchronizer", "partition", "compressor", "server", "message")
+    for row in rows:
+        variable = row.variable
+        shape = "x".join(map(str, variable.shape)) + (" sparse" if variable.sparse else "")
+        cells = (row.synchronizers, row.partition, row.compressors, row.servers, row.messages)
+        table.add_row(variable.name, shape, format_bytes(variable.grad_bytes), *cells)
+    data = {"model": model.model, "cluster": cluster.name, "builder": name, "variables": to_data(rows), "strategy": strategy.to_data()}
+    return data, f"{name}, in the order in which gradients become ready\n{table_text(table)}{strategy.id}"

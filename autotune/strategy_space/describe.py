@@ -1,0 +1,83 @@
+"""What a strategy does to every variable, in words for people: the rows of the report and of `autotune strategies`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from autotune.strategy_space.plan import Message, Plan
+from autotune.strategy_space.strategy import Compressor, Shard, Strategy, VariableStrategy
+from autotune.workload import Variable, Workload
+
+SHOWN = 4
+"""Of a longer list the rest is counted, or left out."""
+
+
+@dataclass(frozen=True)
+class VariableRow:
+    """`messages`: numbers of those that carry the variable, in issue order, the first is 1; the other fields are empty for "nothing"."""
+
+    variable: Variable
+    synchronizers: str
+    partition: str
+    compressors: str
+    servers: str
+    messages: str
+
+
+def variable_rows(workload: Workload, strategy: Strategy, enacted: Plan) -> list[VariableRow]:
+    """A row per variable, in backward order; `enacted` is the strategy's plan for the workload."""
+    numbers = messages_of(enacted)
+    rows = []
+    for variable in workload.variables:
+        choice = strategy.by_name[variable.name]
+        rows.append(
+            VariableRow(
+                variable,
+                _distinct(_synchronizer(shard) for shard in choice.shards) + (f", sparse: {choice.sparse}" if variable.sparse else ""),
+                _partition(choice),
+                _distinct(compressor_text(shard) for shard in choice.shards),
+                numbers_text(list(dict.fromkeys(shard.placement for shard in choice.shards if shard.placement is not None))),
+                numbers_text(numbers[variable.name]),
+            )
+        )
+    return rows
+
+
+def messages_of(planned: Plan) -> dict[str, list[int]]:
+    """Variable -> numbers of its messages in issue order, the first is 1."""
+    found: dict[str, list[int]] = {}
+    for number, message in enumerate(planned.messages, start=1):
+        for part in message.slices:
+            numbers = found.setdefault(part.variable, [])
+            if number not in numbers:
+                numbers.append(number)
+    return found
+
+
+def compressor_text(one: Shard | Message) -> str:
+    """Empty where nothing is compressed."""
+    if one.compressor is Compressor.NONE:
+        return ""
+    ratio, rank = f" {one.ratio:g}" if one.ratio is not None else "", f" rank {one.rank}" if one.rank is not None else ""
+    return one.compressor.value + ratio + rank
+
+
+def numbers_text(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers[:SHOWN])) + (f" and {len(numbers) - SHOWN} more" if len(numbers) > SHOWN else "")
+
+
+def _synchronizer(shard: Shard) -> str:
+    return shard.synchronizer.value + (", hierarchical" if shard.hierarchical else "")
+
+
+def _partition(choice: VariableStrategy) -> str:
+    if choice.partition is None:
+        return ""
+    sizes = choice.partition.sizes
+    shown = str(sizes[0]) if len(set(sizes)) == 1 else ", ".join(map(str, sizes[:SHOWN])) + (", ..." if len(sizes) > SHOWN else "")
+    return f"{len(sizes)} along axis {choice.partition.axis} ({shown})"
+
+
+def _distinct(values: Iterable[str]) -> str:
+    return ", ".join(dict.fromkeys(value for value in values if value))

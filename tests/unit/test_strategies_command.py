@@ -1,0 +1,67 @@
+"""`autotune strategies`: the catalogue of hand-made strategies, for a model of the zoo or of a file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+from autotune.cli import main
+from autotune.strategy_space.builders.catalogue import BUILDERS
+from autotune.strategy_space.strategy import Strategy
+from autotune.workload import Variable, Workload
+
+
+def printed(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main(["strategies", *words]) == 0
+    return capsys.readouterr().out
+
+
+def test_every_builder_stands_with_its_messages_and_whether_the_runtime_enacts_it(capsys) -> None:
+    text = printed(capsys, "ncf-sparse", "B7")
+    for name in BUILDERS:
+        assert f" {name} " in text
+    assert "no: 'embedding_item/embeddings': the space sends sparse gradients dense" in " ".join(text.replace("│", " ").split())
+    assert "ncf-sparse (" in text and "on B7, " in text
+
+
+def test_one_builder_shows_every_variable(capsys, tmp_path: Path) -> None:
+    model = Workload("mine", (Variable("head", (10, 4)), Variable("table", (100, 4), sparse=True)))
+    file = tmp_path / "workload.json"
+    file.write_text(json.dumps(model.to_data()))
+    cluster = tmp_path / "cluster.yaml"
+    cluster.write_text("name: pair\nhosts: [{name: a}, {name: b}]\n")
+    data = json.loads(printed(capsys, str(file), str(cluster), "--builder", "partitioned_all_reduce", "--json"))
+    assert (
+        data["variables"][0]["partition"] == "2 along axis 0 (5)" and data["variables"][1]["synchronizers"] == "all_reduce, sparse: dense"
+    )
+    assert Strategy.from_data(data["strategy"]) == BUILDERS["partitioned_all_reduce"](model, None)
+    text = printed(capsys, str(file), str(cluster), "--builder", "partitioned_all_reduce")
+    assert "100x4 sparse" in text and Strategy.from_data(data["strategy"]).id in text
+
+
+def test_the_schema_takes_every_hand_made_strategy_and_refuses_what_the_reader_refuses(capsys) -> None:
+    schema = json.loads(printed(capsys, "--schema"))
+    assert schema == json.loads(printed(capsys, "--schema", "--json"))
+    found = json.loads(printed(capsys, "transformer", "A2", "--json"))["builders"]
+    for row in found.values():
+        jsonschema.validate(row["strategy"], schema)
+    wrong = found["ddp_25mib"]["strategy"] | {"crosstep": True}
+    with pytest.raises(jsonschema.ValidationError, match="crosstep"):
+        jsonschema.validate(wrong, schema)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "name a model and a cluster, or give --schema; models: resnet50"),
+        (["gpt5", "A2"], "the model must be a workload's JSON file or one of resnet50"),
+        (["vgg16", "Z9"], "the cluster must be a cluster file or one of A1"),
+        (["vgg16", "A1", "--builder", "best"], "--builder must be one of ddp_25mib"),
+    ],
+)
+def test_what_is_not_there_is_refused_with_what_is(capsys, words: list[str], message: str) -> None:
+    assert main(["strategies", *words]) == 2
+    assert message in capsys.readouterr().err
