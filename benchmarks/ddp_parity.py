@@ -1,0 +1,65 @@
+"""What the runtime costs over torch's own DDP where both send the same buckets: `python -m benchmarks.ddp_parity`.
+
+Two ranks on this machine's loopback train two copies of a model with the same batches: one under torch's DistributedDataParallel, one under
+ours with the plan of DDP's default buckets. Blocks of steps alternate (ABBA). Models: the ResNet of the examples, and one of 1,000 small
+tensors, where the cost per tensor shows. The figure of a pair of blocks is the ratio of their median steps (of the slower rank); the last line
+is one JSON object with the median and quartiles over the pairs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+from typing import Any
+
+from benchmarks.testbed_processes import ROOT, WAIT_S
+
+MODELS = ("resnet", "small_tensors")
+
+
+def measured(model: str, ranks: int, pairs: int, steps: int) -> dict[str, Any]:
+    """What rank 0 of `ddp_parity_rank` prints."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    words = [sys.executable, "-m", "benchmarks.ddp_parity_rank", model, str(pairs), str(steps)]
+    started = [
+        subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True, env={**os.environ, **shared, "RANK": str(rank)})
+        for rank in range(ranks)
+    ]
+    try:
+        texts = [process.communicate(timeout=2 * WAIT_S)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    if any(process.returncode for process in started):
+        raise SystemExit("a rank failed; look at what it said above")
+    found: dict[str, Any] = json.loads(texts[0].splitlines()[-1])
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", nargs="*", default=list(MODELS), choices=MODELS)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--pairs", type=int, default=20, help="pairs of blocks (default 20)")
+    parser.add_argument("--steps", type=int, default=10, help="timed steps of a block (default 10)")
+    options = parser.parse_args()
+    result: dict[str, Any] = {"ratio_median": 0.0}
+    for model in options.models:
+        found = measured(model, options.ranks, options.pairs, options.steps)
+        low, middle, high = statistics.quantiles(found["ratios"], n=4)
+        print(f"{model}: ours / torch's DDP {middle:.3f} (quartiles {low:.3f} to {high:.3f}); DDP {found['ddp_s'] * 1e3:.2f} ms per step")
+        result[model] = {"median": middle, "low": low, "high": high, "ddp_s": found["ddp_s"], "variables": found["variables"]}
+        result["ratio_median"] = max(result["ratio_median"], middle)
+    print(json.dumps(result | {"ranks": options.ranks, "pairs": options.pairs, "cores": os.cpu_count(), "backend": "gloo"}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,88 @@
+"""One rank of `benchmarks.ddp_parity`: `python -m benchmarks.ddp_parity_rank MODEL PAIRS STEPS`, with torchrun's variables set."""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from autotune.strategy_space.builders.collectives import ddp_default
+from autotune.strategy_space.plan import plan
+from examples.resnet_digits import ResNet
+from runtime_rewriter.pytorch.agreement import assumed_workload
+from runtime_rewriter.pytorch.ddp import PlannedDataParallel
+
+WARM_STEPS, SETTLE_STEPS = 10, 2
+SMALL_LAYERS, SMALL_WIDTH = 500, 32  # a weight and a bias each
+
+
+def build(name: str) -> tuple[nn.Module, Tensor]:
+    """The model and a batch for it; the same on every rank."""
+    torch.manual_seed(0)
+    if name == "resnet":
+        return ResNet(32), torch.randn(16, 1, 32, 32)
+    return nn.Sequential(*(nn.Linear(SMALL_WIDTH, SMALL_WIDTH) for _ in range(SMALL_LAYERS))), torch.randn(64, SMALL_WIDTH)
+
+
+def stepper(model: nn.Module, batch: Tensor) -> Callable[[], None]:
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        optimizer.step()
+
+    return step
+
+
+def block_s(step: Callable[[], None], steps: int) -> float:
+    """Median step of the rank that was slower in each."""
+    for _ in range(SETTLE_STEPS):
+        step()
+    dist.barrier()
+    taken = torch.zeros(steps, dtype=torch.float64)
+    for number in range(steps):
+        began_s = time.perf_counter()
+        step()
+        taken[number] = time.perf_counter() - began_s
+    dist.all_reduce(taken, op=dist.ReduceOp.MAX)
+    return float(taken.median())
+
+
+def main() -> None:
+    name, pairs, steps = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    module, batch = build(name)
+    theirs, ours = DistributedDataParallel(copy.deepcopy(module)), PlannedDataParallel(module)
+    workload = assumed_workload(module)
+    ours.synchronizer.load(plan(ddp_default(workload), workload, dist.get_world_size()))
+    ddp, planned = stepper(theirs, batch), stepper(ours, batch)
+    for _ in range(WARM_STEPS):
+        ddp()
+        planned()
+    ratios, ddp_s = [], []
+    for pair in range(pairs):
+        if pair % 2:
+            mine = block_s(planned, steps)
+            their = block_s(ddp, steps)
+        else:
+            their = block_s(ddp, steps)
+            mine = block_s(planned, steps)
+        ratios.append(mine / their)
+        ddp_s.append(their)
+    if dist.get_rank() == 0:
+        print(json.dumps({"ratios": ratios, "ddp_s": sorted(ddp_s)[len(ddp_s) // 2], "variables": len(workload.variables)}))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
