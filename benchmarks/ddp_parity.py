@@ -1,9 +1,9 @@
 """What the runtime costs over torch's own DDP where both send the same buckets: `python -m benchmarks.ddp_parity`.
 
-Two ranks on this machine's loopback train two copies of a model with the same batches: one under torch's DistributedDataParallel, one under
-ours with the plan of DDP's default buckets. Blocks of steps alternate (ABBA). Models: the ResNet of the examples, and one of 1,000 small
-tensors, where the cost per tensor shows. The figure of a pair of blocks is the ratio of their median steps (of the slower rank); the last line
-is one JSON object with the median and quartiles over the pairs.
+Two ranks on this machine's loopback train two copies of a model with the same batches: one under torch's DistributedDataParallel, one
+under ours with the plan of DDP's default buckets. Blocks of steps alternate (ABBA). Models: the ResNet of the examples, and one of
+1,000 small tensors, where the cost per tensor shows. The figure of a pair of blocks is the ratio of their median steps (of the slower
+rank); the last line is one JSON object with the median and quartiles over the pairs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ def measured(model: str, ranks: int, pairs: int, steps: int) -> dict[str, Any]:
     """What rank 0 of `ddp_parity_rank` prints."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
+    shared |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     words = [sys.executable, "-m", "benchmarks.ddp_parity_rank", model, str(pairs), str(steps)]
     started = [
         subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True, env={**os.environ, **shared, "RANK": str(rank)})
