@@ -16,7 +16,7 @@ each group every rank issues in plan order, and a late phase 2 never blocks the 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -274,10 +274,15 @@ def make_exchange(primitive: Primitive, wire: Tensor, ranks: Ranks, owner: int |
     return PushPull(wire, ranks, owner) if primitive is Primitive.PUSH_PULL else ReduceBroadcast(wire, ranks, owner)
 
 
+BATCHED_BYTES = 64 * 1024
+"""Slices up to here are packed together once the last of their message is ready: one by one, calls would cost more than copies."""
+
+
 class Transfer:
     """One message: its wire buffer, a view of it per slice, and the collectives in flight.
 
-    `pending` counts the slices that this backward pass has not filled yet. With a `byte_scale` of k only the first
+    `pending` counts the slices that this backward pass has not filled yet. `batched`: numbers of the slices that wait for
+    the last of them. With a `byte_scale` of k only the first
     part of the wire, 1/k of it, travels; the rest keeps this rank's own part / w.
     """
 
@@ -291,11 +296,27 @@ class Transfer:
         wire = torch.zeros(padded, dtype=_WIRE_DTYPE.get(message.compressor, dtype), device=device.device)
         self.views = list(_views(wire, message, parameters))
         self.pending = len(self.views)
+        # What is cast is scaled on its way, one by one, so that it is rounded once.
+        most = BATCHED_BYTES // wire.element_size() if wire.dtype == dtype else 0
+        self.batched = tuple(number for number, (part, _) in enumerate(self.views) if part.elements <= most)
+        self._scaled = _runs(wire, [part.elements for part, _ in self.views], frozenset(self.batched))
         real = torch.view_as_real(wire).flatten() if wire.is_complex() else wire
         real = real[: travelling(real.numel(), byte_scale, ranks.size)]
         self._exchange = make_exchange(message.primitive, real, ranks, message.owner) if message.elements else None
         self._first: dist.Work | None = None
         self._second: Future[dist.Work] | None = None
+
+    def pack(self, sources: Sequence[Tensor | None], scale: float) -> None:
+        """Fill the batched slices, in their order, and scale them; None is a gradient of zeros."""
+        views = [self.views[number][1] for number in self.batched]
+        for view, source in zip(views, sources, strict=True):
+            if source is None:
+                view.zero_()
+        found = [(view, source) for view, source in zip(views, sources, strict=True) if source is not None]
+        if found:
+            torch._foreach_copy_([view for view, _ in found], [source for _, source in found])
+        for run in self._scaled:
+            run.mul_(scale)
 
     def issue(self, second_phases: ThreadPoolExecutor) -> None:
         """Start phase 1 and leave phase 2, if there is one, to the executor's single thread."""
@@ -350,6 +371,20 @@ def _views(wire: Tensor, message: Message, parameters: Mapping[str, Tensor]) -> 
             view = flat.view(slice_of(parameter, part).shape)
         yield part, view
         offset += part.elements
+
+
+def _runs(wire: Tensor, elements: Sequence[int], chosen: frozenset[int]) -> list[Tensor]:
+    """The stretches of the wire that the chosen slices cover."""
+    runs: list[tuple[int, int]] = []
+    offset = 0
+    for number, count in enumerate(elements):
+        if number in chosen:
+            if runs and runs[-1][1] == offset:
+                runs[-1] = (runs[-1][0], offset + count)
+            else:
+                runs.append((offset, offset + count))
+        offset += count
+    return [wire[start:stop] for start, stop in runs if stop > start]
 
 
 def _is_channels_last(tensor: Tensor) -> bool:

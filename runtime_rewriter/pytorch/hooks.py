@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from threading import Lock
 from typing import Any
@@ -26,11 +26,13 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from autotune.errors import AutotuneError, InvalidStrategy, SynchronizationError
-from autotune.strategy_space.plan import Plan
+from autotune.strategy_space.plan import Plan, TensorSlice
 from runtime_rewriter.pytorch.agreement import agree, assumed_workload, check_fit, trainable_parameters
 from runtime_rewriter.pytorch.autograd import by_identity, reachable_variables, tensors_with_graph
 from runtime_rewriter.pytorch.collectives import Device, Ranks, Transfer, slice_of
 from runtime_rewriter.pytorch.observers import Accelerator, BackwardObserver, StepListener
+
+_NO_GRAD_ALREADY = nullcontext()
 
 
 class GradientSynchronizer:
@@ -125,10 +127,17 @@ class GradientSynchronizer:
         agree(self.ranks, plan, error, self.byte_scale)
         self._unhook()
         self._plan, self._transfers = plan, transfers
-        self._slots: list[list[tuple[Transfer, int]]] = [[] for _ in self.names]
+        self._slots: list[list[tuple[TensorSlice, Tensor]]] = [[] for _ in self.names]
+        self._alone: list[list[tuple[TensorSlice, Tensor]]] = [[] for _ in self.names]  # those that are packed when they are ready
+        self._carriers: list[list[Transfer]] = [[] for _ in self.names]  # one per slice
         for transfer in transfers:
-            for number, (part, _) in enumerate(transfer.views):
-                self._slots[self._index[part.variable]].append((transfer, number))
+            batched = frozenset(transfer.batched)
+            for number, (part, view) in enumerate(transfer.views):
+                position = self._index[part.variable]
+                self._slots[position].append((part, view))
+                self._carriers[position].append(transfer)
+                if number not in batched:
+                    self._alone[position].append((part, view))
         self._reset_backward()
         if plan is not None:
             self._second_phases = ThreadPoolExecutor(1, thread_name_prefix="second-phases")
@@ -302,7 +311,7 @@ class GradientSynchronizer:
         self._used[position] = True
         if not self._armed:
             return
-        with self._lock, torch.no_grad():
+        with self._lock, torch.no_grad() if torch.is_grad_enabled() else _NO_GRAD_ALREADY:
             if not self._begun:  # the module's output held no tensor that could be found
                 self._begin()
             self._fired[position] += 1
@@ -324,20 +333,35 @@ class GradientSynchronizer:
         )
 
     def _fill(self, position: int) -> None:
-        """Pack the variable's local gradient, scaled by 1/w; zeros where there is none."""
-        gradient = self.parameters[position].grad
-        if not self._late:
+        """Pack the variable's local gradient, scaled by 1/w (zeros where there is none), and the small ones that waited for it."""
+        if self.observers and not self._late:
+            gradient = self.parameters[position].grad
             for observer in tuple(self.observers):
                 observer.on_ready(position, gradient)
-        dense = gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
-        for transfer, number in self._slots[position]:
-            part, view = transfer.views[number]
-            if dense is None:
-                view.zero_()
-            else:
-                torch.mul(slice_of(dense, part), 1.0 / self.ranks.size, out=view)
+        if self._alone[position]:
+            dense = self._dense(position)
+            for part, view in self._alone[position]:
+                if dense is None:
+                    view.zero_()
+                else:
+                    torch.mul(slice_of(dense, part), 1.0 / self.ranks.size, out=view)
+        for transfer in self._carriers[position]:
             transfer.pending -= 1
+            if transfer.pending == 0 and transfer.batched:
+                self._pack_batched(transfer)
         self._filled[position] = True
+
+    def _pack_batched(self, transfer: Transfer) -> None:
+        sources: list[Tensor | None] = []
+        for number in transfer.batched:
+            part = transfer.views[number][0]
+            dense = self._dense(self._index[part.variable])
+            sources.append(dense if dense is None or part.axis is None else slice_of(dense, part))
+        transfer.pack(sources, 1.0 / self.ranks.size)
+
+    def _dense(self, position: int) -> Tensor | None:
+        gradient = self.parameters[position].grad
+        return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
 
     def _drain(self) -> None:
         """Issue in plan order whatever is complete."""
@@ -412,9 +436,8 @@ class GradientSynchronizer:
                 sparse.append((parameter, target))
             elif parameter.grad is None:
                 parameter.grad = target
-            for transfer, number in self._slots[position]:
-                part, view = transfer.views[number]
-                targets.append(slice_of(target, part))
+            for part, view in self._slots[position]:
+                targets.append(target if part.axis is None else slice_of(target, part))
                 sources.append(view)
         torch._foreach_copy_(targets, sources)
         for parameter, dense in sparse:
