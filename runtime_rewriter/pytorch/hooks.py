@@ -138,6 +138,7 @@ class GradientSynchronizer:
                 self._carriers[position].append(transfer)
                 if number not in batched:
                     self._alone[position].append((part, view))
+        self._whole = all(len(slots) == 1 and slots[0][0].axis is None for slots in self._slots)
         self._reset_backward()
         if plan is not None:
             self._second_phases = ThreadPoolExecutor(1, thread_name_prefix="second-phases")
@@ -321,8 +322,7 @@ class GradientSynchronizer:
             if self._late:
                 for observer in tuple(self.observers):
                     observer.on_ready(position, parameter.grad)
-            elif self._fired[position] == self._expected[position]:
-                self._fill(position)
+            elif self._fired[position] == self._expected[position] and self._fill(position):
                 self._drain()
 
     def _ready_again(self, position: int) -> SynchronizationError:
@@ -332,8 +332,11 @@ class GradientSynchronizer:
             "times; use checkpoint(use_reentrant=False), or static_graph=True if the graph never changes"
         )
 
-    def _fill(self, position: int) -> None:
-        """Pack the variable's local gradient, scaled by 1/w (zeros where there is none), and the small ones that waited for it."""
+    def _fill(self, position: int) -> bool:
+        """Pack the variable's local gradient, scaled by 1/w (zeros where there is none), and the small ones that waited for it.
+
+        Whether a message is complete with it.
+        """
         if self.observers and not self._late:
             gradient = self.parameters[position].grad
             for observer in tuple(self.observers):
@@ -345,11 +348,15 @@ class GradientSynchronizer:
                     view.zero_()
                 else:
                     torch.mul(slice_of(dense, part), 1.0 / self.ranks.size, out=view)
+        self._filled[position] = True
+        complete = False
         for transfer in self._carriers[position]:
             transfer.pending -= 1
-            if transfer.pending == 0 and transfer.batched:
-                self._pack_batched(transfer)
-        self._filled[position] = True
+            if transfer.pending == 0:
+                complete = True
+                if transfer.batched:
+                    self._pack_batched(transfer)
+        return complete
 
     def _pack_batched(self, transfer: Transfer) -> None:
         sources: list[Tensor | None] = []
@@ -424,6 +431,12 @@ class GradientSynchronizer:
         return frozenset(position for position, ranks in enumerate(used.tolist()) if ranks == 0)
 
     def _unpack(self, kept: frozenset[int]) -> None:
+        if self._whole and not kept:
+            gradients = [parameter.grad for parameter in self.parameters]
+            present = [gradient for gradient in gradients if gradient is not None and not gradient.is_sparse]
+            if len(present) == len(gradients):
+                torch._foreach_copy_(present, [slots[0][1] for slots in self._slots])
+                return
         targets: list[Tensor] = []
         sources: list[Tensor] = []
         sparse: list[tuple[nn.Parameter, Tensor]] = []
