@@ -51,6 +51,8 @@ def main() -> int:
     parser.add_argument("--pairs", type=int, default=20, help="pairs of blocks (default 20)")
     parser.add_argument("--steps", type=int, default=10, help="timed steps of a block (default 10)")
     options = parser.parse_args()
+    if options.pairs < 2:
+        parser.error("quartiles need at least 2 pairs")
     result: dict[str, Any] = {"ratio_median": 0.0}
     for model in options.models:
         found = measured(model, options.ranks, options.pairs, options.steps)

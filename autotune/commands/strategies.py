@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from rich.markup import escape
 from rich.table import Table
 
 from autotune.canonical import to_data
@@ -25,6 +28,9 @@ from autotune.units import format_bytes, format_seconds
 from autotune.workload import Workload
 from autotune.zoo.architectures import MODELS, workload
 from autotune.zoo.clusters import CLUSTERS
+
+ENACTED = replace(SearchSpace.default(lossy=True), min_partition_bytes=0, max_shards=sys.maxsize)
+"""The space without the bounds that only spare the search many small pieces."""
 
 
 def strategies(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
@@ -63,10 +69,10 @@ def _all(model: Workload, cluster: Cluster) -> tuple[dict[str, Any], str]:
         strategy = build(model, cluster)
         enacted = plan(strategy, model, cluster.world_size)
         sync_s = message_costs(enacted, cluster).paper_sync_s
-        refused = SearchSpace.default(lossy=True).violation(strategy, model, cluster)
+        refused = ENACTED.violation(strategy, model, cluster)
         largest = max(message.wire_bytes for message in enacted.messages)
         cells = (str(len(enacted.messages)), format_bytes(enacted.wire_bytes), format_bytes(largest), format_seconds(sync_s))
-        table.add_row(name, *cells, "yes" if refused is None else f"no: {refused}")
+        table.add_row(name, *cells, "yes" if refused is None else escape(f"no: {refused}"))
         found[name] = {
             "messages": len(enacted.messages),
             "wire_bytes": enacted.wire_bytes,
@@ -92,6 +98,6 @@ def _one(name: str, model: Workload, cluster: Cluster) -> tuple[dict[str, Any], 
         variable = row.variable
         shape = "x".join(map(str, variable.shape)) + (" sparse" if variable.sparse else "")
         cells = (row.synchronizers, row.partition, row.compressors, row.servers, row.messages)
-        table.add_row(variable.name, shape, format_bytes(variable.grad_bytes), *cells)
+        table.add_row(escape(variable.name), shape, format_bytes(variable.grad_bytes), *cells)
     data = {"model": model.model, "cluster": cluster.name, "builder": name, "variables": to_data(rows), "strategy": strategy.to_data()}
     return data, f"{name}, in the order in which gradients become ready\n{table_text(table)}{strategy.id}"

@@ -103,7 +103,7 @@ class SearchSpace:
         for choice in strategy.variables:
             variable = workload.variables[workload.index[choice.variable]]
             problem = self._partition_violation(choice, variable)
-            if choice.sparse not in self.sparse:
+            if problem is None and choice.sparse not in self.sparse:
                 problem = f"the space sends sparse gradients {', '.join(self.sparse)}, but the strategy {choice.sparse}"
             if problem is None:
                 problem = next((p for p in (self._shard_violation(s, variable, cluster) for s in set(choice.shards)) if p), None)

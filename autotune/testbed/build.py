@@ -25,6 +25,9 @@ INTERFACE = "eth0"
 FRAME_S = 0.5e-3
 """A GSO frame takes at most so long on its link, so that a slow link does not hand over 64 KiB in one piece."""
 
+GROUPS = 2
+"""Process groups that send at the same time: first and second phases of messages (runtime_rewriter/pytorch/collectives.py)."""
+
 WINDOW_MARGIN = 1.1  # headers, of the frames that wait
 SMALLEST_WINDOW_BYTES = 32 * 1024
 LARGEST_WINDOW_BYTES = 2**30  # RFC 7323, section 2.3
@@ -49,7 +52,8 @@ def network_commands(layout: Layout) -> list[Command]:
     windows = [window_bytes(layout, index) for index in range(len(layout.hosts))]
     for index, host in enumerate(layout.hosts):
         # No real host loses what it sends itself: its queue holds all that the windows of the others let it send.
-        sent_bytes = round(host.devices * (sum(windows) - windows[index]) * WINDOW_MARGIN)
+        received = sum(other.devices * window for other, window in zip(layout.hosts, windows, strict=True)) - host.devices * windows[index]
+        sent_bytes = round(host.devices * received * GROUPS * WINDOW_MARGIN)
         commands += _tap(layout, index) if relayed else _veth(layout, index)
         commands += _host(layout, index, windows[index])
         outward = Shaper(host.namespace, INTERFACE, FRAMING, layout.filters, sent_bytes)
@@ -115,15 +119,17 @@ def _tap(layout: Layout, index: int) -> list[Command]:
 
 
 def window_bytes(layout: Layout, index: int) -> int:
-    """What a host lets each sender have under way towards it: all others at once just fill its queue, and none is lost.
+    """What a host lets each connection have under way towards it: all of them at once just fill its queue, and nothing is lost.
+
+    Every two devices have a connection in each of the process groups that carry data.
 
     Losses at the end of a message cost a wait of many times the link's latency, at random: the same all-reduce through a slow host
     took 0 to 15 % more than its rate says. Networks for training avoid them too, by pausing senders or marking packets.
     """
     host = layout.hosts[index]
-    senders = max(1, sum(other.devices for other in layout.hosts) - host.devices)
+    connections = GROUPS * host.devices * max(1, sum(other.devices for other in layout.hosts) - host.devices)
     slower = [lane.link_bytes_per_s for lane in host.lanes if not lane.dedicated]
-    room = min([queue_bytes(host.link_bytes_per_s * FRAMING) / senders, *(queue_bytes(rate * FRAMING) for rate in slower)])
+    room = min([queue_bytes(host.link_bytes_per_s * FRAMING) / connections, *(queue_bytes(rate * FRAMING) for rate in slower)])
     latency_s = max([host.added_latency_s, *(lane.added_latency_s for lane in host.lanes)])
     fastest = max([host.link_bytes_per_s, *(lane.link_bytes_per_s for lane in host.lanes)])
     return _tcp_window(max(room / WINDOW_MARGIN, SMALLEST_WINDOW_BYTES), 2 * latency_s * fastest)

@@ -2,9 +2,10 @@
 
 htb counts whole Ethernet frames (of every segment of a GSO frame), so it is set higher than the payload's rate by the framing.
 
-What leaves a host has two queues: TCP's pure acknowledgements overtake data, as they do in the fair queues that Linux has by default.
-In one queue they wait behind the host's own data, the longer the wider that connection's window has grown, and what the host receives
-slows down with them: an all-reduce through a slow host took 10 % longer after some hundred messages, and went on so.
+What leaves a host has two queues: TCP's pure acknowledgements overtake data. The fair queues that are Linux's default let them
+overtake other connections' data; this kernel need not have those. In one queue they wait behind the host's own data, the longer the
+wider that connection's window has grown, and what the host receives slows down with them: an all-reduce through a slow host took 10 %
+longer after some hundred messages, and went on so.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ BURST_S = 0.25e-3
 a pause."""
 
 LARGEST_FRAME_BYTES = 65536
+LARGEST_QUEUE_BYTES = 2**32 - 1  # a bfifo counts in 32 bits
 SMALLEST_FRAME_BYTES = 2 * 1514
 
-QUEUE_S = 20e-3
+QUEUE_S = 40e-3
 """Room of a queue, in time."""
 
 SMALLEST_QUEUE_BYTES = 256 * 1024  # room for a GSO frame of four senders at once
@@ -101,10 +103,11 @@ class Shaper:
 
     def _queue(self, parent: int, wire_bytes_per_s: float, delay_s: float, least_bytes: int = 0) -> Command:
         if delay_s:
-            packets = 1000 + round(wire_bytes_per_s * (delay_s + QUEUE_S) / 1514)  # netem counts packets; the smallest are whole ones
+            waiting = max(wire_bytes_per_s * (delay_s + QUEUE_S), least_bytes)
+            packets = 1000 + round(waiting / 1514)  # netem counts packets; the smallest are whole ones
             kind = f"netem delay {round(delay_s * 1e6)}us limit {packets}"
         else:
-            kind = f"bfifo limit {max(least_bytes, queue_bytes(wire_bytes_per_s))}"
+            kind = f"bfifo limit {min(max(least_bytes, queue_bytes(wire_bytes_per_s)), LARGEST_QUEUE_BYTES)}"
         return self._tc(f"qdisc add dev {self.device} parent 1:{parent:x} {kind}")
 
     def _filter(self, order: int, match: str, name: int) -> Command:

@@ -24,7 +24,7 @@ from autotune.testbed.namespaces import inode
 from autotune.testbed.processes import Process
 
 STATE_DIRECTORY = Path("/run/autotune-testbeds")
-SCHEMA = 1
+SCHEMA = 3
 LOCK_PATIENCE_S = 60.0
 
 

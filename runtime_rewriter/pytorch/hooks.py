@@ -1,9 +1,9 @@
 """Gradient synchronization by a plan, from hooks on the parameters.
 
-A parameter's gradient is packed the moment it is final; a message whose slices are all packed is issued
-in plan order from inside the backward pass, so that communication overlaps computation.  The backward
-pass ends (a callback of the autograd engine) when every message has arrived and every `.grad` holds the
-average.  Without a plan nothing is hooked and the module's own synchronization, if any, runs untouched.
+A parameter's gradient is packed the moment it is final, a small one together with the other small ones of its message. A message
+whose slices are all packed is issued in plan order from inside the backward pass, so that communication overlaps computation.  The
+backward pass ends (a callback of the autograd engine) when every message has arrived and every `.grad` holds the average.  Without a
+plan nothing is hooked and the module's own synchronization, if any, runs untouched.
 
 Gradients count as in torch's DDP: under accumulation only the last backward pass synchronizes; with
 `find_unused_parameters` a parameter that no rank used keeps its `.grad`.
@@ -360,9 +360,11 @@ class GradientSynchronizer:
 
     def _pack_batched(self, transfer: Transfer) -> None:
         sources: list[Tensor | None] = []
+        packed, dense = "", None
         for number in transfer.batched:
             part = transfer.views[number][0]
-            dense = self._dense(self._index[part.variable])
+            if part.variable != packed:  # the slices of a variable follow each other
+                packed, dense = part.variable, self._dense(self._index[part.variable])
             sources.append(dense if dense is None or part.axis is None else slice_of(dense, part))
         transfer.pack(sources, 1.0 / self.ranks.size)
 

@@ -175,9 +175,9 @@ def test_slow_links_get_small_frames_and_a_link_beyond_the_machine_gets_a_note()
 def test_all_senders_windows_together_fit_into_the_receivers_queue_and_latency_comes_on_top() -> None:
     hosts = (host("a"), host("b"), host("c"), replace(host("d", 0.25), devices=2))
     near = lay_out(Cluster("c", hosts), ALL)
-    for index, senders in ((0, 4), (3, 3)):
+    for index, connections in ((0, 2 * 4), (3, 2 * 2 * 3)):  # two process groups; every device with every other
         queue = queue_bytes(hosts[index].link_bytes_per_s * FRAMING)
-        assert 0.45 * queue < senders * window_bytes(near, index) * FRAMING < queue
+        assert 0.45 * queue < connections * window_bytes(near, index) * FRAMING < queue
         assert window_bytes(near, index) % 65535 == 0  # TCP would round others up
     far = lay_out(Cluster("c", tuple(replace(one, latency_s=5e-3) for one in hosts)), ALL)
     assert window_bytes(far, 0) > 2 * far.hosts[0].added_latency_s * 1.0 * GBIT
@@ -193,7 +193,7 @@ def test_a_state_file_gives_back_the_record_and_a_partial_one_is_not_seen(tmp_pa
     (tmp_path / "d.partial").write_text("{")
     assert states.all() == (record,) and states.read("absent") is None
     (tmp_path / "e.json").write_text('{"schema": 99}')
-    with pytest.raises(InvalidInput, match="reads testbed schema 1, but the file has 99"):
+    with pytest.raises(InvalidInput, match="reads testbed schema 3, but the file has 99"):
         states.read("e")
 
 
