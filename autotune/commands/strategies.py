@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from autotune.canonical import to_data
 from autotune.cluster import Cluster
@@ -29,6 +29,7 @@ from autotune.workload import Workload
 from autotune.zoo.architectures import MODELS, workload
 from autotune.zoo.clusters import CLUSTERS
 
+WIDE = 160
 ENACTED = replace(SearchSpace.default(lossy=True), min_partition_bytes=0, max_shards=sys.maxsize)
 """The space without the bounds that only spare the search many small pieces."""
 
@@ -93,11 +94,11 @@ def _one(name: str, model: Workload, cluster: Cluster) -> tuple[dict[str, Any], 
         raise InvalidInput(f"--builder must be one of {', '.join(BUILDERS)}, but is {name!r}")
     strategy = BUILDERS[name](model, cluster)
     rows = variable_rows(model, strategy, plan(strategy, model, cluster.world_size))
-    table = Table("variable", "shape", "size", "synchronizer", "partition", "compressor", "server", "message")
+    table = Table("variable", "shape", "size", Column("synchronizer", overflow="fold"), "partition", "compressor", "server", "message")
     for row in rows:
         variable = row.variable
         shape = "x".join(map(str, variable.shape)) + (" sparse" if variable.sparse else "")
         cells = (row.synchronizers, row.partition, row.compressors, row.servers, row.messages)
         table.add_row(escape(variable.name), shape, format_bytes(variable.grad_bytes), *cells)
     data = {"model": model.model, "cluster": cluster.name, "builder": name, "variables": to_data(rows), "strategy": strategy.to_data()}
-    return data, f"{name}, in the order in which gradients become ready\n{table_text(table)}{strategy.id}"
+    return data, f"{name}, in the order in which gradients become ready\n{table_text(table, WIDE)}{strategy.id}"
