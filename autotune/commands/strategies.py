@@ -94,7 +94,16 @@ def _one(name: str, model: Workload, cluster: Cluster) -> tuple[dict[str, Any], 
         raise InvalidInput(f"--builder must be one of {', '.join(BUILDERS)}, but is {name!r}")
     strategy = BUILDERS[name](model, cluster)
     rows = variable_rows(model, strategy, plan(strategy, model, cluster.world_size))
-    table = Table("variable", "shape", "size", Column("synchronizer", overflow="fold"), "partition", "compressor", "server", "message")
+    table = Table(
+        Column("variable", overflow="fold"),
+        "shape",
+        "size",
+        Column("synchronizer", overflow="fold"),
+        "partition",
+        "compressor",
+        "server",
+        "message",
+    )
     for row in rows:
         variable = row.variable
         shape = "x".join(map(str, variable.shape)) + (" sparse" if variable.sparse else "")
