@@ -175,7 +175,7 @@ def _add_strategies(commands: Any, parents: list[argparse.ArgumentParser]) -> No
     strategies = commands.add_parser("strategies", parents=parents, help="what hand-made strategies do with a model on a cluster")
     strategies.set_defaults(run=_run_strategies)
     strategies.add_argument("model", nargs="?", help="a name such as bert-large, or the JSON file of a workload")
-    strategies.add_argument("cluster", nargs="?", help="a name such as B7, or a cluster file")
+    strategies.add_argument("cluster", nargs="?", help="a name such as B7 (B7-single-flow: 10 Gbit/s between two nodes), or a cluster file")
     strategies.add_argument("--builder", help="one of them: what it does with every variable (default: all, side by side)")
     strategies.add_argument("--schema", action="store_true", help="print the JSON Schema of a strategy")
 

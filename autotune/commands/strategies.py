@@ -27,7 +27,7 @@ from autotune.strategy_space.strategy import Strategy
 from autotune.units import format_bytes, format_seconds
 from autotune.workload import Workload
 from autotune.zoo.architectures import MODELS, workload
-from autotune.zoo.clusters import CLUSTERS
+from autotune.zoo.clusters import CLUSTERS, SINGLE_FLOW, single_flow
 
 WIDE = 160
 ENACTED = replace(SearchSpace.default(lossy=True), min_partition_bytes=0, max_shards=sys.maxsize)
@@ -56,6 +56,8 @@ def _model(name: str) -> Workload:
 def _cluster(name: str) -> Cluster:
     if name in CLUSTERS:
         return CLUSTERS[name]
+    if (limited := name.removesuffix(SINGLE_FLOW)) in CLUSTERS:
+        return single_flow(limited)
     if not Path(name).is_file():
         raise InvalidInput(f"the cluster must be a cluster file or one of {', '.join(CLUSTERS)}, but is {name!r}")
     return read_cluster(Path(name))

@@ -27,8 +27,8 @@ from autotune.errors import InvalidInput
 from autotune.rng import generator
 from autotune.strategy_space.builders.partitions import even_partition
 from autotune.strategy_space.constraints import balance_load, merge_adjacent, server_bandwidths, server_ranks
-from autotune.strategy_space.space import ROOTED, SearchSpace
-from autotune.strategy_space.strategy import Compressor, Partition, Shard, Strategy, Synchronizer, VariableStrategy
+from autotune.strategy_space.space import SearchSpace
+from autotune.strategy_space.strategy import ROOTED, Compressor, Partition, Shard, Strategy, Synchronizer, VariableStrategy
 from autotune.workload import DTYPE_BYTES, Variable, Workload
 
 PURE = 0.5  # share of strategies with a single synchronizer; likewise of those with a single compressor

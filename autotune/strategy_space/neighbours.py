@@ -19,8 +19,8 @@ from autotune.strategy_space.builders.partitions import even_partition
 from autotune.strategy_space.builders.servers import least_loaded
 from autotune.strategy_space.constraints import server_bandwidths, server_ranks
 from autotune.strategy_space.plan import plan, slices_of
-from autotune.strategy_space.space import ROOTED, SearchSpace
-from autotune.strategy_space.strategy import Partition, Shard, Strategy, Synchronizer, VariableStrategy
+from autotune.strategy_space.space import SearchSpace
+from autotune.strategy_space.strategy import ROOTED, Partition, Shard, Strategy, Synchronizer, VariableStrategy
 from autotune.workload import DTYPE_BYTES, Workload
 
 Member = tuple[int, int]

@@ -16,9 +16,6 @@ from autotune.errors import InvalidInput
 from autotune.strategy_space.strategy import Compressor, Shard, SparseHandling, Strategy, Synchronizer, VariableStrategy
 from autotune.workload import Variable, Workload
 
-ROOTED = frozenset({Synchronizer.PARAMETER_SERVER, Synchronizer.REDUCE_BROADCAST})
-"""Synchronizers whose shards live on one rank; the others are collectives without a root."""
-
 _COMPRESSIBLE = ("float32", "float64")  # half precision gains nothing from a cast, and complex numbers have none
 
 

@@ -25,6 +25,10 @@ class Synchronizer(StrEnum):
     REDUCE_BROADCAST = "reduce_broadcast"
 
 
+ROOTED = frozenset({Synchronizer.PARAMETER_SERVER, Synchronizer.REDUCE_BROADCAST})
+"""Synchronizers whose shards live on one rank; the others are collectives without a root."""
+
+
 class Compressor(StrEnum):
     NONE = "none"
     FP16 = "fp16"
@@ -80,7 +84,7 @@ class Shard:
     rank: int | None = None
 
     def __post_init__(self) -> None:
-        rooted = self.synchronizer in (Synchronizer.PARAMETER_SERVER, Synchronizer.REDUCE_BROADCAST)
+        rooted = self.synchronizer in ROOTED
         if rooted != (self.placement is not None):
             need = "a placement (the rank of its server)" if rooted else "no placement"
             raise InvalidStrategy(f"synchronizer {self.synchronizer} needs {need}, but placement is {self.placement}")

@@ -22,6 +22,8 @@ from autotune.errors import InvalidInput
 GBIT_PER_S = 1e9 / 8
 """In bytes per second."""
 GB = 10**9
+SINGLE_FLOW = "-single-flow"
+"""Behind a cluster's name: as `single_flow` gives it."""
 SINGLE_FLOW_BYTES_PER_S = 10 * GBIT_PER_S
 
 LATENCY_S = 50e-6
@@ -101,4 +103,4 @@ def single_flow(name: str) -> Cluster:
         for one, other in combinations(cluster.hosts, 2)
         if limited and min(one.link_bytes_per_s, other.link_bytes_per_s) > SINGLE_FLOW_BYTES_PER_S
     )
-    return replace(cluster, name=f"{name}-single-flow", pair_links=links) if links else cluster
+    return replace(cluster, name=f"{name}{SINGLE_FLOW}", pair_links=links) if links else cluster

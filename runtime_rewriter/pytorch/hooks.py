@@ -128,17 +128,17 @@ class GradientSynchronizer:
         self._unhook()
         self._plan, self._transfers = plan, transfers
         self._slots: list[list[tuple[TensorSlice, Tensor]]] = [[] for _ in self.names]
-        self._alone: list[list[tuple[TensorSlice, Tensor]]] = [[] for _ in self.names]  # those that are packed when they are ready
-        self._carriers: list[list[Transfer]] = [[] for _ in self.names]  # one per slice
+        self._packed_alone: list[list[tuple[TensorSlice, Tensor]]] = [[] for _ in self.names]  # those that are packed when they are ready
+        self._transfers_of: list[list[Transfer]] = [[] for _ in self.names]  # one per slice
         for transfer in transfers:
             batched = frozenset(transfer.batched)
             for number, (part, view) in enumerate(transfer.views):
                 position = self._index[part.variable]
                 self._slots[position].append((part, view))
-                self._carriers[position].append(transfer)
+                self._transfers_of[position].append(transfer)
                 if number not in batched:
-                    self._alone[position].append((part, view))
-        self._whole = all(len(slots) == 1 and slots[0][0].axis is None for slots in self._slots)
+                    self._packed_alone[position].append((part, view))
+        self._one_whole_slice_each = all(len(slots) == 1 and slots[0][0].axis is None for slots in self._slots)
         self._reset_backward()
         if plan is not None:
             self._second_phases = ThreadPoolExecutor(1, thread_name_prefix="second-phases")
@@ -341,16 +341,16 @@ class GradientSynchronizer:
             gradient = self.parameters[position].grad
             for observer in tuple(self.observers):
                 observer.on_ready(position, gradient)
-        if self._alone[position]:
+        if self._packed_alone[position]:
             dense = self._dense(position)
-            for part, view in self._alone[position]:
+            for part, view in self._packed_alone[position]:
                 if dense is None:
                     view.zero_()
                 else:
                     torch.mul(slice_of(dense, part), 1.0 / self.ranks.size, out=view)
         self._filled[position] = True
         complete = False
-        for transfer in self._carriers[position]:
+        for transfer in self._transfers_of[position]:
             transfer.pending -= 1
             if transfer.pending == 0:
                 complete = True
@@ -433,7 +433,7 @@ class GradientSynchronizer:
         return frozenset(position for position, ranks in enumerate(used.tolist()) if ranks == 0)
 
     def _unpack(self, kept: frozenset[int]) -> None:
-        if self._whole and not kept:
+        if self._one_whole_slice_each and not kept:
             gradients = [parameter.grad for parameter in self.parameters]
             present = [gradient for gradient in gradients if gradient is not None and not gradient.is_sparse]
             if len(present) == len(gradients):

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from autotune.strategy_space.plan import Plan, plan
-from autotune.strategy_space.space import ROOTED
-from autotune.strategy_space.strategy import Compressor, Partition, Shard, Strategy, Synchronizer, VariableStrategy
+from autotune.strategy_space.strategy import ROOTED, Compressor, Partition, Shard, Strategy, Synchronizer, VariableStrategy
 from autotune.workload import Variable, Workload
 from runtime_rewriter.pytorch.agreement import assumed_workload
 

@@ -18,8 +18,8 @@ from autotune.errors import InvalidInput
 from autotune.rng import generator
 from autotune.sampler.random import sample, sample_many
 from autotune.strategy_space.plan import slices_of
-from autotune.strategy_space.space import ROOTED, SearchSpace
-from autotune.strategy_space.strategy import Compressor, Synchronizer
+from autotune.strategy_space.space import SearchSpace
+from autotune.strategy_space.strategy import ROOTED, Compressor, Synchronizer
 from autotune.workload import DTYPE_BYTES, Variable, Workload
 
 MODEL = Workload("m", tuple(Variable(f"v{i}", (300, 200) if i % 2 else (200,)) for i in range(30)))

@@ -27,6 +27,12 @@ def test_every_builder_stands_with_its_messages_and_whether_the_runtime_enacts_i
     assert "ncf-sparse (" in text and "on B7, " in text
 
 
+def test_a_limit_of_single_connections_makes_synchronization_slower(capsys) -> None:
+    wide, limited = (json.loads(printed(capsys, "vgg16", name, "--json")) for name in ("B7", "B7-single-flow"))
+    assert limited["cluster"] == "B7-single-flow"
+    assert limited["builders"]["single_bucket"]["sync_s"] > 2 * wide["builders"]["single_bucket"]["sync_s"]
+
+
 def test_one_builder_shows_every_variable(capsys, tmp_path: Path) -> None:
     model = Workload("mine", (Variable("head", (10, 4)), Variable("table", (100, 4), sparse=True)))
     file = tmp_path / "workload.json"
