@@ -4,6 +4,7 @@
 |---|---|---|
 | V | number of gradient variables | - |
 | ready_s | time from the start of the backward pass until the gradient is final | s |
+| needed_s | time from the start of the forward pass until the variable is first read | s |
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ DTYPE_BYTES = {
 
 @dataclass(frozen=True)
 class Variable:
-    """One trainable tensor. `ready_s` is None where nothing was measured."""
+    """One trainable tensor. `ready_s` and `needed_s` are None where nothing was measured."""
 
     __pydantic_config__ = {"extra": "forbid"}
 
@@ -39,6 +40,7 @@ class Variable:
     dtype: str = "float32"
     sparse: bool = False
     ready_s: float | None = None
+    needed_s: float | None = None
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPE_BYTES:
