@@ -50,8 +50,6 @@ _ROOTED = (Primitive.PUSH_PULL, Primitive.REDUCE_BROADCAST)
 
 def why_refused(plan: Plan) -> str | None:
     """The rule that keeps this runtime from enacting `plan`, or None; needs no model and no process group."""
-    if plan.cross_step:
-        return "this runtime finishes every message before backward() returns, but the plan has cross_step = true"
     if plan.ring_order is not None:
         return f"this runtime leaves ring orders to the communication library, but the plan asks for {plan.ring_order}"
     for number, message in enumerate(plan.messages):
@@ -333,6 +331,13 @@ class Transfer:
         with self._device.side_stream():
             first.wait()
             return exchange.advance()
+
+    @property
+    def arrived(self) -> bool:
+        """Whether `wait` would return at once."""
+        if self._second is None:
+            return self._first is None or self._first.is_completed()
+        return self._second.done() and self._second.result().is_completed()
 
     def wait(self) -> None:
         """Until the wire holds the sum. Raises `SynchronizationError` when a rank is gone or too late."""

@@ -13,7 +13,7 @@ Gradients count as in torch's DDP: under accumulation only the last backward pas
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -30,6 +30,7 @@ from autotune.strategy_space.plan import Plan, TensorSlice
 from runtime_rewriter.pytorch.agreement import agree, assumed_workload, check_fit, trainable_parameters
 from runtime_rewriter.pytorch.autograd import by_identity, reachable_variables, tensors_with_graph
 from runtime_rewriter.pytorch.collectives import Device, Ranks, Transfer, slice_of
+from runtime_rewriter.pytorch.cross_step import CrossStep
 from runtime_rewriter.pytorch.observers import Accelerator, BackwardObserver, StepListener
 
 _NO_GRAD_ALREADY = nullcontext()
@@ -84,6 +85,7 @@ class GradientSynchronizer:
         self._versions: list[int | None] = []
         self._armed = self._begun = self._boundary_due = False
         self._saw_training = self._saw_eval = self._unclean = False
+        self.cross_step = CrossStep(self.parameters, self._unpack)
         self._reset_backward()
 
     # -- plans ---------------------------------------------------------------------------------------
@@ -111,6 +113,7 @@ class GradientSynchronizer:
         rank is gone). After an error the earlier plan is still loaded.
         """
         self._check_usable()
+        self.cross_step.settle_all()
         error: AutotuneError | None = None
         transfers: list[Transfer] = []
         try:
@@ -118,6 +121,9 @@ class GradientSynchronizer:
                 reason = self.why_not()
                 if reason is not None:
                     raise InvalidStrategy(f"plans cannot be enacted here: {reason}")
+                reason = self.cross_step.why_not() if plan.cross_step else None
+                if reason is not None:
+                    raise InvalidStrategy(f"plan {plan.id} cannot be enacted: synchronization cannot cross the step, since {reason}")
                 check_fit(plan, self.module, self.ranks.size)
                 named = dict(zip(self.names, self.parameters, strict=True))
                 scale = self.byte_scale
@@ -138,8 +144,8 @@ class GradientSynchronizer:
                 self._transfers_of[position].append(transfer)
                 if number not in batched:
                     self._packed_alone[position].append((part, view))
-        self._one_whole_slice_each = all(len(slots) == 1 and slots[0][0].axis is None for slots in self._slots)
         self._reset_backward()
+        self.cross_step.enable(self._transfers_of if plan is not None and plan.cross_step else None)
         if plan is not None:
             self._second_phases = ThreadPoolExecutor(1, thread_name_prefix="second-phases")
             hooks = (partial(self._on_gradient, position) for position in range(len(self.parameters)))
@@ -163,6 +169,8 @@ class GradientSynchronizer:
 
     def close(self) -> None:
         """Remove every hook, stop the thread and give the process groups back. Local."""
+        self.cross_step.settle_all()
+        self.cross_step.close()
         self._unhook()
         self._plan, self._transfers = None, []
         self.listeners.clear()
@@ -210,6 +218,7 @@ class GradientSynchronizer:
                     listener.on_boundary(now_s, clean)
         self._saw_training |= self.module.training
         self._saw_eval |= not self.module.training
+        self.cross_step.forward_begins(seen=self.accelerator is None)
         self._armed = synchronize
 
     @property
@@ -234,7 +243,8 @@ class GradientSynchronizer:
     @torch.compiler.disable
     def after_forward(self, output: object) -> None:
         """Last thing in every forward pass with gradients: finds where its backward pass will start."""
-        if not self._armed or (self._plan is None and not self.listeners):
+        self.cross_step.forward_ended()
+        if not self._armed or (self._plan is None and not self.listeners and not self.cross_step.learning):
             return
         tensors = tensors_with_graph(output)
         for tensor in tensors:
@@ -276,6 +286,7 @@ class GradientSynchronizer:
             engine.queue_callback(lambda: engine.queue_callback(self._finish_unplanned))
             return
         engine.queue_callback(self._finish)
+        self.cross_step.settle_all()
         for observer in tuple(self.observers):
             observer.on_backward_start()
         if self._find_unused and not self._static and self._reachable:
@@ -296,8 +307,9 @@ class GradientSynchronizer:
         self._armed = False
         self._end_backward()
 
-    def _end_backward(self) -> None:
+    def _end_backward(self, gradients_final: bool = True) -> None:
         self._boundary_due = True
+        self.cross_step.backward_ended(gradients_final)
         if self.listeners:
             now_s = self.device.now_s()
             for listener in tuple(self.listeners):
@@ -390,9 +402,10 @@ class GradientSynchronizer:
             if any(self._filled):  # variables that are never used were packed ahead; nothing else happened
                 self._reset_backward()
             return  # torch.autograd.grad: gradients were computed but not accumulated
+        deferred = self.cross_step.defers and not self.observers and not self._late
         try:
             with torch.no_grad():
-                missing = self._complete()
+                missing = self._complete(deferred)
         except SynchronizationError as error:
             self._broken = str(error)
             raise
@@ -403,10 +416,10 @@ class GradientSynchronizer:
         self._reset_backward()
         if missing and not self._find_unused:
             raise self._unused(missing)
-        self._end_backward()
+        self._end_backward(gradients_final=not deferred)
 
-    def _complete(self) -> list[int]:
-        """Returns the variables that got no gradient in this pass."""
+    def _complete(self, deferred: bool) -> list[int]:
+        """Returns the variables that got no gradient in this pass. `deferred`: the messages are left under way."""
         for observer in tuple(self.observers):
             observer.on_computed()
         missing = [position for position, times in enumerate(self._fired) if times == 0]
@@ -416,9 +429,13 @@ class GradientSynchronizer:
         self._drain()
         assert self._next == len(self._transfers)
         kept = self._agree_on_unused() if self._find_unused else frozenset()
+        averaged = [position for position in range(len(self.names)) if position not in kept]
+        if deferred:
+            self.cross_step.defer(self._transfers, averaged)
+            return missing
         for transfer in self._transfers:
             transfer.wait()
-        self._unpack(kept)
+        self._unpack(averaged)
         for observer in tuple(self.observers):
             observer.on_synchronized(kept)
         return missing
@@ -432,31 +449,25 @@ class GradientSynchronizer:
             raise SynchronizationError(f"the ranks must agree on unused parameters, but rank {self.ranks.rank} failed: {error}") from error
         return frozenset(position for position, ranks in enumerate(used.tolist()) if ranks == 0)
 
-    def _unpack(self, kept: frozenset[int]) -> None:
-        if self._one_whole_slice_each and not kept:
-            gradients = [parameter.grad for parameter in self.parameters]
-            present = [gradient for gradient in gradients if gradient is not None and not gradient.is_sparse]
-            if len(present) == len(gradients):
-                torch._foreach_copy_(present, [slots[0][1] for slots in self._slots])
-                return
+    def _unpack(self, positions: Iterable[int]) -> None:
+        """Copy the averages of variables whose messages have arrived into their `.grad`."""
         targets: list[Tensor] = []
         sources: list[Tensor] = []
-        sparse: list[tuple[nn.Parameter, Tensor]] = []
-        for position, parameter in enumerate(self.parameters):
-            if position in kept:
-                continue
-            target = torch.empty_like(parameter) if parameter.grad is None else parameter.grad
-            if target.is_sparse:
-                target = torch.empty_like(parameter)
-                sparse.append((parameter, target))
-            elif parameter.grad is None:
-                parameter.grad = target
+        sparse: list[tuple[Tensor, Tensor]] = []
+        for position in positions:
+            parameter = self.parameters[position]
+            gradient = parameter.grad
+            if gradient is None:
+                gradient = parameter.grad = torch.empty_like(parameter)
+            dense = torch.empty_like(parameter) if gradient.is_sparse else gradient
             for part, view in self._slots[position]:
-                targets.append(target if part.axis is None else slice_of(target, part))
+                targets.append(dense if part.axis is None else slice_of(dense, part))
                 sources.append(view)
+            if gradient.is_sparse:
+                sparse.append((gradient, dense))
         torch._foreach_copy_(targets, sources)
-        for parameter, dense in sparse:
-            parameter.grad = dense.to_sparse(1)  # rows whose average is exactly zero are left out
+        for gradient, dense in sparse:
+            gradient.copy_(dense.to_sparse(1))  # rows whose average is exactly zero are left out
 
     def _unused(self, missing: list[int]) -> SynchronizationError:
         names = ", ".join(self.names[position] for position in missing[:5])
