@@ -166,6 +166,11 @@ class CrossStep:
     def _on_read(self, position: int, _: Tensor) -> None:
         self.settle((position,))
 
+    @property
+    def pending(self) -> bool:
+        """Whether a variable waits for its average or update."""
+        return bool(self._pending)
+
     # -- settling ------------------------------------------------------------------------------------
 
     def settle_all(self) -> None:

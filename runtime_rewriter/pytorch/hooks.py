@@ -262,6 +262,12 @@ class GradientSynchronizer:
         for observer in tuple(self.observers):
             observer.on_forward_output(tensors)
 
+    @torch.compiler.disable
+    def before_evaluation(self) -> None:
+        """First thing in a forward pass without gradients, for which nothing needs to be put off."""
+        self.mark_unclean()
+        self.cross_step.settle_all()
+
     def mark_unclean(self) -> None:
         """This step holds something that is no training step: a forward pass without gradients, say."""
         self._unclean = True
