@@ -50,7 +50,7 @@ class Arriving(Protocol):
 class _Pending:
     """A variable whose average or update is still to come."""
 
-    gradient: Tensor
+    gradient: Tensor | None  # the rank's own, which the average is written into
     due: list[tuple[DueUpdate, int]] = field(default_factory=list)  # with the number of the variable's parameter group
 
 
@@ -162,15 +162,13 @@ class CrossStep:
             self._complete = []
             at_once = []
             for position in positions:
-                parameter = self._parameters[position]
-                if parameter.grad is None:
-                    parameter.grad = torch.empty_like(parameter)
-                self._pending[position] = _Pending(parameter.grad)
-                if position in self._unseen or not (can_watch(parameter) and can_watch(parameter.grad)):
-                    at_once.append(position)
+                parameter, gradient = self._parameters[position], self._parameters[position].grad
+                self._pending[position] = _Pending(gradient)
+                if gradient is None or position in self._unseen or not (can_watch(parameter) and can_watch(gradient)):
+                    at_once.append(position)  # without a gradient of its own, a variable would look to step() as if it were unused
                     continue
                 on_read = partial(self._on_read, position)
-                watch(parameter.grad, on_read)
+                watch(gradient, on_read)
                 watch(parameter, on_read)
             self.settle(at_once)
 
@@ -229,6 +227,8 @@ class CrossStep:
         for position, pending in done.items():
             parameter = self._parameters[position]
             unwatch(parameter)
+            if pending.gradient is None:
+                continue
             unwatch(pending.gradient)
             if parameter.grad is None:
                 if position not in self._stashed:
