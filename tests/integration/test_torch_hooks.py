@@ -186,7 +186,7 @@ def test_a_rank_that_dies_fails_the_others_instead_of_hanging_them(when: str) ->
 def check_late_rank(rank: int) -> str:
     model = nn.Linear(3, 3)
     synchronizer = attach(model, None, timeout_s=2.0, agreement_timeout_s=2.0)
-    synchronizer.load(uniform(model, 2))
+    synchronizer.load(uniform(model, 2, Synchronizer.REDUCE_SCATTER_ALL_GATHER))
     if rank == 0:
         with pytest.raises(SynchronizationError, match=r"message 0 .* of bias"):
             model(torch.ones(3)).sum().backward()
@@ -265,7 +265,7 @@ def test_a_static_graph_with_unused_parameters_needs_no_option() -> None:
 
 def check_unused_refused(rank: int) -> None:
     model = PlannedDataParallel(Branches())
-    model.synchronizer.load(uniform(model.module, 2))
+    model.synchronizer.load(uniform(model.module, 2, Synchronizer.REDUCE_SCATTER_ALL_GATHER))
     with pytest.raises(SynchronizationError, match=r"2 did not: branches.2.weight, branches.2.bias.*find_unused_parameters=True"):
         model(torch.ones(2, 4), (0, 1)).sum().backward()
 
@@ -332,14 +332,14 @@ def check_reentrant(rank: int) -> None:
     torch.manual_seed(0)
     for times, arguments in ((1, {}), (2, {"static_graph": True})):
         theirs, mine = pair(Checkpointed(times), **arguments)
-        mine.synchronizer.load(uniform(mine.module, 2, groups=4))
+        mine.synchronizer.load(uniform(mine.module, 2, Synchronizer.REDUCE_SCATTER_ALL_GATHER, groups=4))
         for step in range(3):
             for model in (theirs, mine):
                 model.zero_grad()
                 model(torch.full((2, 4), float(rank + step))).square().sum().backward()
             assert_close(gradients(mine), gradients(theirs))
     twice = PlannedDataParallel(Checkpointed(2))
-    twice.synchronizer.load(uniform(twice.module, 2))
+    twice.synchronizer.load(uniform(twice.module, 2, Synchronizer.REDUCE_SCATTER_ALL_GATHER))
     with pytest.raises(SynchronizationError, match="use_reentrant=False"):
         twice(torch.ones(2, 4)).sum().backward()
 
