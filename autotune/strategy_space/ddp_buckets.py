@@ -6,8 +6,11 @@ messages are. It settles in buckets that are given by their sizes alone if all v
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from autotune.strategy_space.plan import Message, Plan, Primitive
 from autotune.strategy_space.strategy import Compressor, SparseHandling
+from autotune.workload import Variable
 
 
 def ddp_buckets(plan: Plan) -> tuple[tuple[str, ...], ...] | None:
@@ -18,9 +21,16 @@ def ddp_buckets(plan: Plan) -> tuple[tuple[str, ...], ...] | None:
     return tuple(tuple(part.variable for part in message.slices) for message in plan.messages)
 
 
-def carrier_text(buckets: int) -> str:
-    """Who carries out a plan of so many buckets, for the user."""
-    return f"carried out by torch's own DDP reducer, {buckets} bucket{'' if buckets == 1 else 's'}"
+def carrier_of(plan: Plan, variables: Iterable[Variable]) -> str:
+    """Who carries out the plan of a model with these variables, in words. Plans send sparse gradients dense, and DDP's reducer does not."""
+    return carrier_text(plan, ddp_buckets(plan) is not None and not any(variable.sparse for variable in variables))
+
+
+def carrier_text(plan: Plan, native: bool) -> str:
+    """Who carries it out, in words. `native`: a reducer of torch."""
+    count = len(plan.messages)
+    who, what = ("torch's own DDP reducer", "bucket") if native else ("autotune's hooks", "message")
+    return f"carried out by {who}, {count} {what}{'' if count == 1 else 's'}"
 
 
 def _is_bucket(message: Message) -> bool:

@@ -285,10 +285,10 @@ class Steps:
         self.events.append("backward")
 
 
-def check_boundaries(rank: int, planned: bool) -> list[Any]:
+def check_boundaries(rank: int, kind: Synchronizer | None) -> list[Any]:
     model = PlannedDataParallel(Tied())
-    if planned:
-        model.synchronizer.load(uniform(model.module, 2))
+    if kind is not None:
+        model.synchronizer.load(uniform(model.module, 2, kind))
     steps = Steps()
     model.synchronizer.listeners.append(steps)
     for step in range(4):
@@ -308,10 +308,10 @@ def check_boundaries(rank: int, planned: bool) -> list[Any]:
     return steps.events
 
 
-@pytest.mark.parametrize("planned", [False, True])
-def test_a_step_is_from_the_first_forward_to_the_next_and_validation_makes_it_unclean(planned: bool) -> None:
+@pytest.mark.parametrize("kind", [None, Synchronizer.ALL_REDUCE, Synchronizer.REDUCE_SCATTER_ALL_GATHER])
+def test_a_step_is_from_the_first_forward_to_the_next_and_validation_makes_it_unclean(kind: Synchronizer | None) -> None:
     step = ["backward", ("boundary", True)]
-    for events in run_world(check_boundaries, 2, planned):
+    for events in run_world(check_boundaries, 2, kind):
         assert events == [*step, "backward", ("boundary", False), *step, "backward"]
 
 

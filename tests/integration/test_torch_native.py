@@ -20,7 +20,7 @@ from torch_plans import Tied, loss_of, mixed, uniform
 from torch_world import run_world
 
 from autotune.errors import SynchronizationError
-from autotune.strategy_space.ddp_buckets import carrier_text, ddp_buckets
+from autotune.strategy_space.ddp_buckets import carrier_of, ddp_buckets
 from autotune.strategy_space.plan import Plan, plan
 from autotune.strategy_space.strategy import Compressor, Shard, Strategy, Synchronizer, VariableStrategy
 from runtime_rewriter.pytorch.agreement import assumed_workload
@@ -388,7 +388,9 @@ def test_buckets_are_read_from_the_plan_alone() -> None:
     module = Tied()
     held = uniform(module, 2)
     assert ddp_buckets(held) == tuple(map(tuple, planned(held)))
-    assert carrier_text(3) == "carried out by torch's own DDP reducer, 3 buckets"
+    variables = assumed_workload(module).variables
+    assert carrier_of(held, variables) == "carried out by torch's own DDP reducer, 3 buckets"
+    assert carrier_of(held, [replace(variables[0], sparse=True)]) == "carried out by autotune's hooks, 3 messages"
     for other in (
         uniform(module, 2, partitioned=True),
         uniform(module, 2, compressor=Compressor.FP16),
