@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from autotune.errors import InvalidInput, ModelMismatch
 from autotune.export import read_export
 from autotune.strategy_space.builders.collectives import ddp_default
+from autotune.strategy_space.ddp_buckets import carrier_text
 from autotune.strategy_space.plan import Plan
 from autotune.strategy_space.plan import plan as planned
 from runtime_rewriter.active import current_session
@@ -27,7 +28,7 @@ from runtime_rewriter.pytorch.hooks import GradientSynchronizer
 
 @dataclass(frozen=True)
 class Applied:
-    """What was applied. `notes` says what could not be honoured, if anything."""
+    """What was applied. `notes` says what could not be honoured, if anything, and who carries the plan out."""
 
     synchronizer: GradientSynchronizer
     notes: tuple[str, ...]
@@ -54,7 +55,7 @@ def apply(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, stra
     synchronizer = attach(model, plan, timeout_s=waits.message_s, agreement_timeout_s=waits.agreement_s)
     if session is not None:
         session.model_built(synchronizer)
-    return Applied(synchronizer, (*notes, *_unsynchronized(model, optimizer)))
+    return Applied(synchronizer, (*notes, *_unsynchronized(model, optimizer), *_carrier(synchronizer)))
 
 
 def _scripts_own_plan(model: nn.Module, strategy: str | Path | None, steered: bool) -> tuple[Plan, tuple[str, ...]]:
@@ -78,6 +79,11 @@ def _ddp_plan(model: nn.Module) -> Plan:
     """What torch's DDP would send: its default buckets, in the order in which it expects the gradients."""
     workload = assumed_workload(model)
     return planned(ddp_default(workload), workload, dist.get_world_size())
+
+
+def _carrier(synchronizer: GradientSynchronizer) -> tuple[str, ...]:
+    held = synchronizer.plan
+    return () if held is None else (f"{held.id} is {carrier_text(held, synchronizer.native is not None)}",)
 
 
 def _unsynchronized(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> tuple[str, ...]:

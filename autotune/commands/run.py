@@ -12,6 +12,7 @@ from typing import Any
 
 from autotune.errors import InvalidInput
 from autotune.export import read_export
+from autotune.strategy_space.ddp_buckets import carrier_of
 from runtime_rewriter.command import read_command, torchrun_with_launcher
 
 
@@ -29,7 +30,10 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     words = torchrun_with_launcher(command, export.world_size, ("--strategy", str(Path(options.strategy).resolve())))
     status = _call(words)
     chosen = export.strategy.id if export.strategy else "current setup"
-    return {"exit_status": status, "strategy": chosen}, f"ran with {chosen}, exit status {status}"
+    plan = export.plan()
+    carrier = None if plan is None else carrier_of(plan, export.variables)
+    data = {"exit_status": status, "strategy": chosen, "carrier": carrier}
+    return data, f"ran with {chosen}{f' ({carrier})' if carrier else ''}, exit status {status}"
 
 
 def _call(words: list[str]) -> int:

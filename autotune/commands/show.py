@@ -15,8 +15,11 @@ from autotune.commands.tables import table_text
 from autotune.commands.workspace import Workspace
 from autotune.events import TrialFinished
 from autotune.history import History
-from autotune.records import CURRENT_SETUP, Measured
+from autotune.job import JobSpec
+from autotune.records import CURRENT_SETUP, Decision, Measured
 from autotune.store import Store
+from autotune.strategy_space.ddp_buckets import carrier_of
+from autotune.strategy_space.plan import plan
 from autotune.units import format_seconds
 
 
@@ -40,10 +43,12 @@ def _job(workspace: Workspace, store: Store, job_id: str) -> tuple[dict[str, Any
     for trial in history.trials:
         table.add_row(*_row(trial, history))
     report = write_job_report(workspace, store, job_id, decision)
+    carrier = _carrier(store.job(job_id), history, decision)
     data = {
         "job": job_id,
         "status": store.job_status(job_id),
         "decision": to_data(decision) if decision else None,
+        "carrier": carrier,
         "conditions": to_data(history.conditions(store.job(job_id).conditions)),
         "current_setup_s": history.reference_s,
         "reference_noise": history.reference_noise,
@@ -52,8 +57,16 @@ def _job(workspace: Workspace, store: Store, job_id: str) -> tuple[dict[str, Any
         "report": str(report),
     }
     tail = decision.reason if decision else f"not finished ({history.quality}); `autotune tune --resume` goes on"
-    tail += taken_under(history.conditions(store.job(job_id).conditions))
+    tail += taken_under(history.conditions(store.job(job_id).conditions)) + (f"; {carrier}" if carrier else "")
     return data, table_text(table) + f"{job_id} ({store.job_status(job_id)}): {tail}\nreport: {report}"
+
+
+def _carrier(spec: JobSpec, history: History, decision: Decision | None) -> str | None:
+    """Who carries out the exported strategy, if there is one."""
+    if decision is None or decision.strategy_id == CURRENT_SETUP or history.profiled is None:
+        return None
+    workload = history.profiled.workload
+    return carrier_of(plan(history.proposals[decision.strategy_id].strategy, workload, spec.workers), workload.variables)
 
 
 def _trial_data(trial: TrialFinished, history: History) -> dict[str, Any]:

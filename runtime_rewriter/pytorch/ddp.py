@@ -2,7 +2,8 @@
 
 `PlannedDataParallel` is a DDP: without a plan every call goes to torch's own code with the user's own
 arguments, so that "the current setup" is measured as it is.  With a plan, the forward pass does what
-DDP's does around the module (buffers, moving inputs) and the synchronizer takes the reducer's place.
+DDP's does around the module (buffers, moving inputs) and the synchronizer takes the reducer's place; where the plan is nothing but
+buckets, all of DDP's own code runs and only its reducer is another one of torch's, with these buckets (native_buckets.py).
 """
 
 # mypy: allow-untyped-calls, allow-untyped-decorators
@@ -10,7 +11,7 @@ DDP's does around the module (buffers, moving inputs) and the synchronizer takes
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, ClassVar, Protocol
 
@@ -28,6 +29,7 @@ from autotune.errors import InvalidStrategy
 from autotune.strategy_space.plan import Plan
 from runtime_rewriter.pytorch.byte_scale import parts_of, scale_reducer
 from runtime_rewriter.pytorch.hooks import GradientSynchronizer
+from runtime_rewriter.pytorch.native_buckets import DdpCarrier, ModuleCarrier
 from runtime_rewriter.pytorch.observers import Accelerator
 
 _BROADCAST_BYTES = 250 * 2**20  # as torch's DDP
@@ -42,10 +44,12 @@ class PlannedDataParallel(DistributedDataParallel):
     timeout_s: ClassVar[float] = 60.0
     agreement_timeout_s: ClassVar[float] = 20.0
     _synchronizer: GradientSynchronizer | None = None
+    _carrier: DdpCarrier | None = None
     _reducer_is_stale = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._carrier = DdpCarrier(self)
         self._synchronizer = GradientSynchronizer(
             self.module,
             self.process_group,
@@ -55,6 +59,7 @@ class PlannedDataParallel(DistributedDataParallel):
             static_graph=self.static_graph,
             why_not=self._why_not,
             on_byte_scale=partial(scale_reducer, self),
+            carrier=self._carrier,
         )
 
     @property
@@ -66,6 +71,7 @@ class PlannedDataParallel(DistributedDataParallel):
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()
         state.pop("_synchronizer", None)
+        state.pop("_carrier", None)
         return state
 
     def _why_not(self) -> str | None:
@@ -85,8 +91,8 @@ class PlannedDataParallel(DistributedDataParallel):
 
     @torch.compiler.disable(recursive=False)  # torch.compile(model) compiles what is called from here
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        synchronizer = self._synchronizer
-        if synchronizer is None:
+        synchronizer, carrier = self._synchronizer, self._carrier
+        if synchronizer is None or carrier is None:
             return super().forward(*inputs, **kwargs)
         if not torch.is_grad_enabled():
             synchronizer.before_evaluation()
@@ -96,15 +102,27 @@ class PlannedDataParallel(DistributedDataParallel):
         synchronizer.before_forward(self.require_backward_grad_sync and answered)
         if joining:
             synchronizer.mark_unclean()
-        native = synchronizer.plan is None or joining
-        output = self._native_forward(*inputs, **kwargs) if native else self._planned_forward(*inputs, **kwargs)
+        if synchronizer.plan is None or joining:
+            self._place_own_reducer(carrier)
+            output = super().forward(*inputs, **kwargs)
+        elif synchronizer.native is not None:
+            carrier.place_planned()
+            self._leave_reducer_idle(carrier)
+            output = super().forward(*inputs, **kwargs)
+        else:
+            output = self._planned_forward(*inputs, **kwargs)
+            self._leave_reducer_idle(carrier)
         synchronizer.after_forward(output)
         return output
 
-    def _native_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+    def _place_own_reducer(self, carrier: DdpCarrier) -> None:
+        carrier.place_own()
         if self._reducer_is_stale:
             self._rebuild_reducer()
-        return super().forward(*inputs, **kwargs)
+
+    def _leave_reducer_idle(self, carrier: DdpCarrier) -> None:
+        """One that looks for unused parameters, or still learns a static graph, will count the hooks of this step."""
+        self._reducer_is_stale |= carrier.own_is_learning or (self.find_unused_parameters and not self.static_graph)
 
     @torch.compiler.disable(recursive=False)
     def _planned_forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -117,8 +135,6 @@ class PlannedDataParallel(DistributedDataParallel):
             inputs, kwargs = moved[0], moved_kwargs[0]
         output = self._run_ddp_forward(*inputs, **kwargs)
         self.require_forward_param_sync = self.require_backward_grad_sync
-        learning = self.static_graph and not self._static_graph_delay_allreduce_enqueued
-        self._reducer_is_stale |= learning or (self.find_unused_parameters and not self.static_graph)
         return output
 
     @torch.compiler.disable(recursive=False)
@@ -134,8 +150,31 @@ class PlannedDataParallel(DistributedDataParallel):
         scale = 1.0 if self._synchronizer is None else self._synchronizer.byte_scale
         super()._distributed_broadcast_coalesced(parts_of(tensors, scale), buffer_size, authoritative_rank)
 
+    # What a script registers belongs to DDP's own reducer; under a plan, the plan synchronizes.
+
+    def register_comm_hook(self, state: object, hook: Any) -> None:
+        with self._own_reducer():
+            super().register_comm_hook(state, hook)
+
+    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
+        with self._own_reducer():
+            super()._register_builtin_comm_hook(comm_hook_type)
+
+    def _set_static_graph(self) -> None:
+        with self._own_reducer():
+            super()._set_static_graph()
+        if self._carrier is not None:
+            self._carrier.set_static_graph()
+
+    def join_hook(self, **kwargs: Any) -> Any:
+        if self._carrier is not None:  # a finished rank answers what DDP's own reducer sends elsewhere, and may make no step here
+            self._place_own_reducer(self._carrier)
+        return super().join_hook(**kwargs)
+
+    def _own_reducer(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._carrier is None else self._carrier.own_in_place()
+
     def _rebuild_reducer(self) -> None:
-        """A reducer that looks for unused parameters, or learns a static graph, counted hooks of planned steps."""
         ddp: Any = self  # torch leaves these methods without types
         parameters, sparse = ddp._build_params_for_reducer()
         ddp._ddp_init_helper(parameters, sparse, ddp._build_debug_param_to_name_mapping(parameters), self.static_graph)
@@ -190,10 +229,15 @@ def replaced_ddp(session: ModelObserver, *, timeout_s: float = 60.0, agreement_t
 
 
 class AttachedSynchronizer(GradientSynchronizer):
-    """The synchronizer of a plain module: hooks on the module's forward pass do what DDP's forward does."""
+    """The synchronizer of a plain module: hooks on the module's forward pass do what DDP's forward does.
+
+    Only a DDP can drive a reducer that looks for unused parameters or learns a static graph.
+    """
 
     def __init__(self, module: nn.Module, process_group: dist.ProcessGroup | None, broadcast_buffers: bool, **options: Any) -> None:
-        super().__init__(module, process_group, **options)
+        simple = not (options.get("find_unused_parameters") or options.get("static_graph"))
+        self._driven = ModuleCarrier(module, carries=simple)
+        super().__init__(module, process_group, carrier=self._driven, **options)
         self._broadcast_buffers = broadcast_buffers
         self._sync_next = True
         self._own_forward: dict[str, Any] | None = None  # while an accelerator stands in for it
@@ -234,10 +278,12 @@ class AttachedSynchronizer(GradientSynchronizer):
                 _broadcast_coalesced(self.process_group, parts_of(buffers, self.byte_scale), _BROADCAST_BYTES, 0)
         self._sync_next = training and self._synchronizing
         if training:
+            self._driven.before_forward(self._synchronizing)
             self.forward_starts()
 
     def _after(self, module: nn.Module, inputs: object, output: object) -> None:
         if torch.is_grad_enabled():
+            self._driven.after_forward(self._synchronizing)
             self.after_forward(output)
 
 

@@ -3,7 +3,8 @@
 A parameter's gradient is packed the moment it is final, a small one together with the other small ones of its message. A message
 whose slices are all packed is issued in plan order from inside the backward pass, so that communication overlaps computation.  The
 backward pass ends (a callback of the autograd engine) when every message has arrived and every `.grad` holds the average.  Without a
-plan nothing is hooked and the module's own synchronization, if any, runs untouched.
+plan nothing is hooked and the module's own synchronization, if any, runs untouched.  Nor is anything hooked under a plan that is nothing
+but buckets, where a `Carrier` lets a reducer of torch carry it out.
 
 Gradients count as in torch's DDP: under accumulation only the last backward pass synchronizes; with
 `find_unused_parameters` a parameter that no rank used keeps its `.grad`.
@@ -37,6 +38,8 @@ from runtime_rewriter.pytorch.exchange.ranks import Ranks
 from runtime_rewriter.pytorch.exchange.row_transfer import RowTransfer, write_average
 from runtime_rewriter.pytorch.exchange.rows import rows_of
 from runtime_rewriter.pytorch.exchange.transfer import Transfer, slice_of
+from runtime_rewriter.pytorch.native_buckets import BucketReducer, Buckets, Carrier
+from runtime_rewriter.pytorch.native_observation import ObservedPass
 from runtime_rewriter.pytorch.observers import Accelerator, BackwardObserver, StepListener
 
 _NO_GRAD_ALREADY = nullcontext()
@@ -48,7 +51,8 @@ class GradientSynchronizer:
     Building one is collective over the group, as building a DDP is. `timeout_s` bounds every message,
     `agreement_timeout_s` how long ranks wait for each other in `load`. `static_graph` as in DDP: the set
     of used parameters never changes, and the first backward pass learns how often each is accumulated.
-    `why_not` says why the module's surroundings forbid plans at all; `on_byte_scale` scales what they send themselves.
+    `why_not` says why the module's surroundings forbid plans at all; `on_byte_scale` scales what they send themselves; `carrier` is where
+    they can drive a reducer of torch.
     """
 
     def __init__(
@@ -62,6 +66,7 @@ class GradientSynchronizer:
         static_graph: bool = False,
         why_not: Callable[[], str | None] = lambda: None,
         on_byte_scale: Callable[[float], None] = lambda byte_scale: None,
+        carrier: Carrier | None = None,
     ) -> None:
         self.module = module
         named = trainable_parameters(module)
@@ -76,10 +81,12 @@ class GradientSynchronizer:
         self.byte_scale = 1.0
         self.deferred = False  # True: messages are issued when the backward pass has ended (profiling)
         self._find_unused, self._static = find_unused_parameters, static_graph
-        self.why_not, self._on_byte_scale = why_not, on_byte_scale
+        self.why_not, self._on_byte_scale, self._carrier = why_not, on_byte_scale, carrier
         self._index_of = by_identity(self.parameters)
         self._index = {name: position for position, name in enumerate(self.names)}
         self._plan: Plan | None = None
+        self.native: BucketReducer | None = None  # torch's reducer, where it carries the plan out
+        self._observed = ObservedPass(self.names, self.parameters, self.observers, self._on_native_gradient)
         self._transfers: list[Transfer | RowTransfer] = []
         self._handles: list[RemovableHandle] = []
         self._lock = Lock()
@@ -111,9 +118,10 @@ class GradientSynchronizer:
         """What is loaded; None: this object does nothing on backward."""
         return self._plan
 
-    def load(self, plan: Plan | None) -> None:
+    def load(self, plan: Plan | None, *, deferred: bool = False) -> None:
         """Collective, between two steps: from now on synchronize by `plan`, or not at all.
 
+        `deferred`: messages are issued when the backward pass has ended, so that nothing disturbs it (profiling).
         All ranks succeed or all raise: `InvalidStrategy` (cannot be enacted), `ModelMismatch` (made for
         another model or world), `PlanMismatch` (ranks hold different plans), `SynchronizationError` (a
         rank is gone). After an error the earlier plan is still loaded.
@@ -121,6 +129,7 @@ class GradientSynchronizer:
         self._check_usable()
         self.cross_step.settle_all()
         error: AutotuneError | None = None
+        buckets = None
         try:
             if plan is not None:
                 reason = self.why_not()
@@ -130,14 +139,16 @@ class GradientSynchronizer:
                 if reason is not None:
                     raise InvalidStrategy(f"plan {plan.id} cannot be enacted: synchronization cannot cross the step, since {reason}")
                 check_fit(plan, self.module, self.ranks.size)
+                buckets = None if deferred or self._carrier is None else self._carrier.buckets_of(plan)
         except AutotuneError as problem:
             error = problem
         agree(self.ranks, plan, error, self.byte_scale)
-        transfers = [] if plan is None else self._transfers_by(plan)
+        transfers = [] if plan is None or buckets is not None else self._transfers_by(plan)
         # Behind messages that cross the step a vote would wait for them.
         self._votes = self.lanes.votes() if self._find_unused and plan is not None and plan.cross_step else self.ranks.first
         self._unhook()
-        self._plan, self._transfers = plan, transfers
+        self.native = None if buckets is None else self._carry(buckets)
+        self._plan, self._transfers, self.deferred = plan, transfers, deferred
         self._slots: list[list[tuple[TensorSlice, Tensor]]] = [[] for _ in self.names]
         self._packed_alone: list[list[tuple[TensorSlice, Tensor]]] = [[] for _ in self.names]  # those that are packed when they are ready
         self._row_transfers: list[list[RowTransfer]] = [[] for _ in self.names]
@@ -157,7 +168,7 @@ class GradientSynchronizer:
                     self._packed_alone[position].append((part, view))
         self._reset_backward()
         self.cross_step.enable(self._transfers_of if plan is not None and plan.cross_step else None)
-        if plan is not None:
+        if plan is not None and self.native is None:
             hooks = (partial(self._on_gradient, position) for position in range(len(self.parameters)))
             self._handles = [p.register_post_accumulate_grad_hook(hook) for p, hook in zip(self.parameters, hooks, strict=True)]
 
@@ -170,6 +181,15 @@ class GradientSynchronizer:
             kind = Transfer if message.sparse is SparseHandling.DENSE else RowTransfer
             made.append(kind(number, message, named, self.lanes, circles, self.byte_scale))
         return made
+
+    def _carry(self, buckets: Buckets) -> BucketReducer:
+        assert self._carrier is not None
+        named = dict(zip(self.names, self.parameters, strict=True))
+        try:
+            return self._carrier.carry(buckets, named, self.ranks.first, self.byte_scale)
+        except RuntimeError as error:
+            self._broken = str(error)
+            raise SynchronizationError(f"all ranks must make the same buckets, but rank {self.ranks.rank} failed: {error}") from error
 
     def emulate(self, accelerator: Accelerator | None) -> None:
         """Local, between two steps: from now on `accelerator` stands for the module's own computation, or nothing does."""
@@ -203,6 +223,10 @@ class GradientSynchronizer:
             handle.remove()
         self._handles = []
         self.lanes.stop()
+        self._observed.close()
+        self.native = None
+        if self._carrier is not None:
+            self._carrier.release()
 
     def _check_usable(self) -> None:
         if self._broken is not None:
@@ -223,7 +247,7 @@ class GradientSynchronizer:
     def before_forward(self, synchronize: bool) -> None:
         """First thing in every forward pass with gradients. `synchronize`: its backward pass is to be synchronized."""
         self._check_usable()
-        if any(self._fired):
+        if any(self._fired) or (self.native is not None and self._begun):
             raise SynchronizationError("a backward pass must end before the next forward pass begins, but the last one was interrupted")
         if self._boundary_due:
             self._boundary_due = False
@@ -263,12 +287,14 @@ class GradientSynchronizer:
     def after_forward(self, output: object) -> None:
         """Last thing in every forward pass with gradients: finds where its backward pass will start."""
         self.cross_step.forward_ended()
-        if not self._armed or (self._plan is None and not self.listeners and not self.cross_step.learning):
+        if not self._armed or (self._plan is None and not self._ends_matter):
             return
         tensors = tensors_with_graph(output)
         for tensor in tensors:
             tensor.register_hook(self._on_output_gradient)
-        if self._plan is None:
+        if self.native is not None:
+            self._observed.prepare()
+        if self._plan is None or (self.native is not None and not self.observers):
             return
         if self._find_unused and not self._static:
             self._reachable |= reachable_variables(tensors, self._index_of)
@@ -305,10 +331,11 @@ class GradientSynchronizer:
     def _begin(self) -> None:
         self._begun = True
         engine = torch.autograd.Variable._execution_engine
-        if self._plan is None:
-            self._versions = self._gradient_versions()
-            # DDP queues its own end while the pass runs; queueing once more from the callback comes after it.
-            engine.queue_callback(lambda: engine.queue_callback(self._finish_unplanned))
+        if self._plan is None or self.native is not None:
+            self._versions = self._gradient_versions() if self._ends_matter else []
+            if self.native is not None and self.observers:
+                self._observed.begin([i for i in range(len(self.names)) if self._reachable and i not in self._reachable])
+            engine.queue_callback(self._native_computed)
             return
         engine.queue_callback(self._finish)
         self.cross_step.settle_all()
@@ -322,12 +349,37 @@ class GradientSynchronizer:
                     self._fill(position)
             self._drain()
 
+    @property
+    def _ends_matter(self) -> bool:
+        """Somebody wants to know when a backward pass that torch synchronizes has ended."""
+        return bool(self.listeners) or self.cross_step.learning
+
     def _gradient_versions(self) -> list[int | None]:
         return [None if p.grad is None else p.grad._version for p in self.parameters]
 
-    def _finish_unplanned(self) -> None:
+    def _on_native_gradient(self, position: int, parameter: Tensor) -> None:
+        """While a pass that torch's reducer synchronizes is observed."""
+        if not self._armed:
+            return
+        with self._lock, torch.no_grad():
+            if not self._begun:
+                self._begin()
+            self._observed.ready(position)
+
+    def _native_computed(self) -> None:
+        """End of a backward pass that torch synchronizes, before its reducer waits for its messages."""
+        with torch.no_grad():
+            self._observed.computed()
+        # DDP queues its own end while the pass runs; queueing once more from the callback comes after it.
+        torch.autograd.Variable._execution_engine.queue_callback(self._native_finished)
+
+    def _native_finished(self) -> None:
         self._begun = False
-        if self._gradient_versions() == self._versions:
+        self._reachable = set()
+        if self.native is not None:
+            with torch.no_grad():
+                self._observed.ended(self.native)
+        if not self._ends_matter or self._gradient_versions() == self._versions:
             return  # torch.autograd.grad: gradients were computed but not accumulated
         self._armed = False
         self._end_backward()

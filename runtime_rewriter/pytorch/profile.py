@@ -88,8 +88,7 @@ class WorkloadProfiler(BackwardObserver):
         self._forward_start: Mark = 0.0
         self._start: Mark = 0.0
         self._boundary_s = self._backward_start_s = self._backward_end_s = 0.0
-        synchronizer.load(profiling_plan(assumed_workload(synchronizer.module), synchronizer.ranks.size))
-        synchronizer.deferred = True
+        synchronizer.load(profiling_plan(assumed_workload(synchronizer.module), synchronizer.ranks.size), deferred=True)
         synchronizer.observers.append(self)
         synchronizer.listeners.insert(0, self)  # before whoever asks for `done` at the same boundary
         self._boundary_s = synchronizer.device.now_s()
@@ -153,7 +152,6 @@ class WorkloadProfiler(BackwardObserver):
         synchronizer = self._synchronizer
         synchronizer.observers.remove(self)
         synchronizer.listeners.remove(self)
-        synchronizer.deferred = False
         if self._alone:
             synchronizer.emulate(None)
         if self._stepped_down:

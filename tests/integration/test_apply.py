@@ -134,10 +134,11 @@ def test_a_tuner_compares_with_the_strategy_that_the_script_applies(alone, tmp_p
     with ours, theirs, active_session(TuningSession(ControlLine(ours))):
         applied = autotune.apply(linear(), None, tmp_path / "own.json")
         misfit = autotune.apply(linear(5), None, tmp_path / "own.json")
-    assert applied.synchronizer.plan == export.plan() and applied.notes == ()
+    assert applied.synchronizer.plan == export.plan()
+    assert applied.notes == (f"{export.plan_id} is carried out by torch's own DDP reducer, 1 bucket",)
     assert applied.synchronizer.ranks.control_timeout_s == TUNING_TIMEOUTS.agreement_s
     assert misfit.synchronizer.plan is not None
-    assert len(misfit.notes) == 1 and "does not fit, so the gradients are sent as torch's DDP would" in misfit.notes[0]
+    assert len(misfit.notes) == 2 and "does not fit, so the gradients are sent as torch's DDP would" in misfit.notes[0]
 
 
 def test_ordinary_training_waits_long_for_messages_and_a_minute_for_agreement(alone, tmp_path) -> None:

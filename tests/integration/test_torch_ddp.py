@@ -19,6 +19,7 @@ from runtime_rewriter.pytorch.ddp import PlannedDataParallel, replaced_ddp
 from runtime_rewriter.pytorch.hooks import GradientSynchronizer
 
 CHANGED = {"forward", "__init__", "__getstate__", "_inside_ddp_forward", "_run_ddp_forward", "_distributed_broadcast_coalesced"}
+CHANGED |= {"register_comm_hook", "_register_builtin_comm_hook", "_set_static_graph", "join_hook"}
 OF_EVERY_CLASS = {"__doc__", "__module__", "__abstractmethods__", "__annotations__", "_abc_impl"}
 
 

@@ -186,7 +186,7 @@ def test_a_rank_that_dies_fails_the_others_instead_of_hanging_them(when: str) ->
 def check_late_rank(rank: int) -> str:
     model = nn.Linear(3, 3)
     synchronizer = attach(model, None, timeout_s=2.0, agreement_timeout_s=2.0)
-    synchronizer.load(uniform(model, 2))
+    synchronizer.load(uniform(model, 2, Synchronizer.REDUCE_SCATTER_ALL_GATHER))
     if rank == 0:
         with pytest.raises(SynchronizationError, match=r"message 0 .* of bias"):
             model(torch.ones(3)).sum().backward()
@@ -265,7 +265,7 @@ def test_a_static_graph_with_unused_parameters_needs_no_option() -> None:
 
 def check_unused_refused(rank: int) -> None:
     model = PlannedDataParallel(Branches())
-    model.synchronizer.load(uniform(model.module, 2))
+    model.synchronizer.load(uniform(model.module, 2, Synchronizer.REDUCE_SCATTER_ALL_GATHER))
     with pytest.raises(SynchronizationError, match=r"2 did not: branches.2.weight, branches.2.bias.*find_unused_parameters=True"):
         model(torch.ones(2, 4), (0, 1)).sum().backward()
 
@@ -285,10 +285,10 @@ class Steps:
         self.events.append("backward")
 
 
-def check_boundaries(rank: int, planned: bool) -> list[Any]:
+def check_boundaries(rank: int, kind: Synchronizer | None) -> list[Any]:
     model = PlannedDataParallel(Tied())
-    if planned:
-        model.synchronizer.load(uniform(model.module, 2))
+    if kind is not None:
+        model.synchronizer.load(uniform(model.module, 2, kind))
     steps = Steps()
     model.synchronizer.listeners.append(steps)
     for step in range(4):
@@ -308,10 +308,10 @@ def check_boundaries(rank: int, planned: bool) -> list[Any]:
     return steps.events
 
 
-@pytest.mark.parametrize("planned", [False, True])
-def test_a_step_is_from_the_first_forward_to_the_next_and_validation_makes_it_unclean(planned: bool) -> None:
+@pytest.mark.parametrize("kind", [None, Synchronizer.ALL_REDUCE, Synchronizer.REDUCE_SCATTER_ALL_GATHER])
+def test_a_step_is_from_the_first_forward_to_the_next_and_validation_makes_it_unclean(kind: Synchronizer | None) -> None:
     step = ["backward", ("boundary", True)]
-    for events in run_world(check_boundaries, 2, planned):
+    for events in run_world(check_boundaries, 2, kind):
         assert events == [*step, "backward", ("boundary", False), *step, "backward"]
 
 
@@ -332,14 +332,14 @@ def check_reentrant(rank: int) -> None:
     torch.manual_seed(0)
     for times, arguments in ((1, {}), (2, {"static_graph": True})):
         theirs, mine = pair(Checkpointed(times), **arguments)
-        mine.synchronizer.load(uniform(mine.module, 2, groups=4))
+        mine.synchronizer.load(uniform(mine.module, 2, Synchronizer.REDUCE_SCATTER_ALL_GATHER, groups=4))
         for step in range(3):
             for model in (theirs, mine):
                 model.zero_grad()
                 model(torch.full((2, 4), float(rank + step))).square().sum().backward()
             assert_close(gradients(mine), gradients(theirs))
     twice = PlannedDataParallel(Checkpointed(2))
-    twice.synchronizer.load(uniform(twice.module, 2))
+    twice.synchronizer.load(uniform(twice.module, 2, Synchronizer.REDUCE_SCATTER_ALL_GATHER))
     with pytest.raises(SynchronizationError, match="use_reentrant=False"):
         twice(torch.ones(2, 4)).sum().backward()
 
