@@ -129,6 +129,7 @@ class GradientSynchronizer:
         agree(self.ranks, plan, error, self.byte_scale)
         transfers = [] if plan is None else self._transfers_by(plan)
         self._unhook()
+        self.lanes.trim()
         self._plan, self._transfers = plan, transfers
         self._slots: list[list[tuple[TensorSlice, Tensor]]] = [[] for _ in self.names]
         self._packed_alone: list[list[tuple[TensorSlice, Tensor]]] = [[] for _ in self.names]  # those that are packed when they are ready
