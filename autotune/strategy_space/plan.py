@@ -174,7 +174,7 @@ _SPARSE_SYNCHRONIZERS = {
 
 
 def _check_sparse(variable: Variable, choice: VariableStrategy) -> None:
-    if not variable.sparse:
+    if not (variable.sparse and variable.shape):
         raise InvalidStrategy(
             f"sparse handling {choice.sparse} needs a variable with sparse gradients, but those of {variable.name!r} are dense; set "
             "sparse = dense"

@@ -147,6 +147,7 @@ class GradientSynchronizer:
         # Behind messages that cross the step a vote would wait for them.
         self._votes = self.lanes.votes() if self._find_unused and plan is not None and plan.cross_step else self.ranks.first
         self._unhook()
+        self.lanes.trim()
         self.native = None if buckets is None else self._carry(buckets)
         self._plan, self._transfers, self.deferred = plan, transfers, deferred
         self._slots: list[list[tuple[TensorSlice, Tensor]]] = [[] for _ in self.names]

@@ -19,6 +19,7 @@ from autotune.errors import InvalidStrategy
 from autotune.strategy_space.plan import Plan
 from autotune.strategy_space.strategy import Compressor, Synchronizer
 from runtime_rewriter.pytorch.ddp import PlannedDataParallel
+from runtime_rewriter.pytorch.exchange import lanes
 from runtime_rewriter.pytorch.exchange.device import Device
 from runtime_rewriter.pytorch.exchange.lanes import Lanes, Step
 from runtime_rewriter.pytorch.exchange.ranks import Circle, Ranks
@@ -237,3 +238,22 @@ def check_lanes(rank: int) -> list[int]:
 
 def test_every_lane_runs_in_plan_order_though_a_message_skips_lanes() -> None:
     assert run_world(check_lanes, 2) == [[0, 1], [0, 1]]
+
+
+def check_trim(rank: int) -> list[int]:
+    lanes.KEPT_GROUPS = 4
+    model = PlannedDataParallel(Values(8))
+    counts = []
+    for order in (*itertools.permutations(range(3)), (0, 1, 2), (2, 1, 0)):
+        model.synchronizer.load(replace(uniform(model.module, 3, Synchronizer.PARAMETER_SERVER), ring_order=order))
+        model.zero_grad()
+        model(torch.full((8,), float(rank))).backward()
+        assert model.module.weight.grad.tolist() == [1.0] * 8
+        counts.append(len(dist.distributed_c10d._world.pg_names))
+    model.synchronizer.close()
+    return counts
+
+
+def test_groups_of_earlier_plans_are_given_back() -> None:
+    for counts in run_world(check_trim, 3):
+        assert max(counts) == counts[-1] == counts[2] and counts[0] < counts[2]

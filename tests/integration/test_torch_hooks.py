@@ -462,7 +462,8 @@ def test_what_cannot_be_enacted_is_named_before_any_step() -> None:
     for change, word in (
         ({"compressor": Compressor.INT8}, "int8"),
         ({"ranks": (0,)}, "every rank"),
-        ({"sparse": SparseHandling.GATHER_SCATTER}, "the message asks for gather_scatter"),
+        ({"sparse": SparseHandling.ALL_GATHER}, "travel alone, whole or cut along axis 0, but the message holds 2 slice(s)"),
+        ({"sparse": SparseHandling.GATHER_SCATTER, "slices": message.slices[:1]}, "needs push_pull, but the primitive is all_reduce"),
     ):
         bad = replace(plan, messages=(replace(message, **change), *plan.messages[1:]))
         assert word in str(why_refused(bad)) and str(why_refused(bad)).startswith("message 0 (all_reduce of ")

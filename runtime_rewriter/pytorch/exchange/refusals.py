@@ -8,6 +8,10 @@ from autotune.strategy_space.strategy import Compressor, SparseHandling
 ENACTED_COMPRESSORS = (Compressor.NONE, Compressor.FP16, Compressor.BF16)
 ROW_COMPRESSORS = (Compressor.NONE, Compressor.FP16, Compressor.BF16)
 """Of sparse gradients that travel as rows."""
+_ROW_PRIMITIVES = {
+    SparseHandling.ALL_GATHER: (Primitive.ALL_REDUCE, Primitive.REDUCE_SCATTER_ALL_GATHER),
+    SparseHandling.GATHER_SCATTER: (Primitive.PUSH_PULL,),
+}
 _ROOTED = (Primitive.PUSH_PULL, Primitive.REDUCE_BROADCAST)
 
 
@@ -44,10 +48,8 @@ def _why_rows_refused(message: Message) -> str | None:
         return f"rows of a sparse gradient travel as they are or as fp16 or bf16, but the compressor is {message.compressor}"
     if len(message.slices) != 1 or message.slices[0].axis not in (None, 0):
         return f"rows of a sparse gradient travel alone, whole or cut along axis 0, but the message holds {len(message.slices)} slice(s)"
-    if (message.primitive is Primitive.PUSH_PULL) != (message.sparse is SparseHandling.GATHER_SCATTER) or (
-        message.primitive is Primitive.REDUCE_BROADCAST
-    ):
-        return f"a sparse gradient is gathered by all, or by a parameter server and scattered, but the message asks for {message.sparse}"
+    if message.primitive not in _ROW_PRIMITIVES[message.sparse]:
+        return f"sparse = {message.sparse} needs {' or '.join(_ROW_PRIMITIVES[message.sparse])}, but the primitive is {message.primitive}"
     return None
 
 
