@@ -18,7 +18,7 @@ from autotune.job import JobSpec
 from autotune.records import CURRENT_SETUP, Accelerators, Decision, Failed, Measured, Network, Role
 from autotune.report_charts import SERIES, prediction_chart, quality_chart, rankers, search_chart
 from autotune.strategy_space.builders.collectives import ddp_default
-from autotune.strategy_space.ddp_buckets import carrier_of
+from autotune.strategy_space.carrier import carrier_of
 from autotune.strategy_space.describe import compressor_text, messages_of, numbers_text, variable_rows
 from autotune.strategy_space.plan import Message, plan
 from autotune.strategy_space.strategy import Strategy

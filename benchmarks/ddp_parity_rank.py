@@ -14,7 +14,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from autotune.strategy_space.builders.collectives import ddp_default
-from autotune.strategy_space.plan import plan
+from autotune.strategy_space.carrier import carrier_text
+from autotune.strategy_space.plan import Plan, plan
+from autotune.strategy_space.strategy import Shard, Strategy, Synchronizer, VariableStrategy
+from autotune.workload import Workload
 from examples.resnet_digits import ResNet
 from runtime_rewriter.pytorch.agreement import assumed_workload
 from runtime_rewriter.pytorch.ddp import PlannedDataParallel
@@ -56,6 +59,26 @@ def block_s(step: Callable[[], None], steps: int) -> float:
     return float(taken.median())
 
 
+def buckets_of(model: DistributedDataParallel) -> list[frozenset[str]]:
+    """Names of the variables in each bucket of torch's own DDP, in the order in which it sends them."""
+    names = {id(parameter): name for name, parameter in model.module.named_parameters()}
+    buckets = model.reducer._get_zeros_like_grad_buckets()
+    return [frozenset(names[id(parameter)] for parameter in bucket.parameters()) for bucket in buckets]
+
+
+def same_buckets(buckets: list[frozenset[str]], workload: Workload) -> Plan:
+    number = {name: position for position, bucket in enumerate(buckets) for name in bucket}
+    shards = {position: (Shard(Synchronizer.ALL_REDUCE, group=position, priority=position),) for position in range(len(buckets))}
+    choices = tuple(VariableStrategy(variable.name, shards[number[variable.name]]) for variable in workload.variables)
+    return plan(Strategy(choices), workload, dist.get_world_size())
+
+
+def by_rule(buckets: list[frozenset[str]], workload: Workload) -> bool:
+    """Whether they are those of the rule for DDP's default buckets with the variables in reverse definition order."""
+    messages = plan(ddp_default(workload), workload, dist.get_world_size()).messages
+    return [frozenset(part.variable for part in message.slices) for message in messages] == buckets
+
+
 def main() -> None:
     name, pairs, steps = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     torch.set_num_threads(1)
@@ -63,10 +86,13 @@ def main() -> None:
     module, batch = build(name)
     theirs, ours = DistributedDataParallel(copy.deepcopy(module)), PlannedDataParallel(module)
     workload = assumed_workload(module)
-    ours.synchronizer.load(plan(ddp_default(workload), workload, dist.get_world_size()))
     ddp, planned = stepper(theirs, batch), stepper(ours, batch)
-    for _ in range(WARM_STEPS):
+    for _ in range(WARM_STEPS):  # after its first step DDP makes its buckets anew
         ddp()
+    buckets = buckets_of(theirs)
+    same = same_buckets(buckets, workload)
+    ours.synchronizer.load(same)
+    for _ in range(WARM_STEPS):
         planned()
     ratios, ddp_s = [], []
     for pair in range(pairs):
@@ -79,7 +105,10 @@ def main() -> None:
         ratios.append(mine / their)
         ddp_s.append(their)
     if dist.get_rank() == 0:
-        print(json.dumps({"ratios": ratios, "ddp_s": sorted(ddp_s)[len(ddp_s) // 2], "variables": len(workload.variables)}))
+        assert buckets_of(theirs) == buckets
+        found = {"ratios": ratios, "ddp_s": sorted(ddp_s)[len(ddp_s) // 2], "variables": len(workload.variables)}
+        told = {"bucket_bytes": [message.grad_bytes for message in same.messages], "buckets_by_rule": by_rule(buckets, workload)}
+        print(json.dumps(found | told | {"carrier": carrier_text(same, ours.synchronizer.native is not None)}))
     dist.barrier()
     dist.destroy_process_group()
 

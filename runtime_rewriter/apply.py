@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from autotune.errors import InvalidInput, ModelMismatch
 from autotune.export import read_export
 from autotune.strategy_space.builders.collectives import ddp_default
-from autotune.strategy_space.ddp_buckets import carrier_text
+from autotune.strategy_space.carrier import carrier_text
 from autotune.strategy_space.plan import Plan
 from autotune.strategy_space.plan import plan as planned
 from runtime_rewriter.active import current_session

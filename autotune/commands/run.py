@@ -12,7 +12,7 @@ from typing import Any
 
 from autotune.errors import InvalidInput
 from autotune.export import read_export
-from autotune.strategy_space.ddp_buckets import carrier_of
+from autotune.strategy_space.carrier import carrier_of
 from runtime_rewriter.command import read_command, torchrun_with_launcher
 
 

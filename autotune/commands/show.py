@@ -18,7 +18,7 @@ from autotune.history import History
 from autotune.job import JobSpec
 from autotune.records import CURRENT_SETUP, Decision, Measured
 from autotune.store import Store
-from autotune.strategy_space.ddp_buckets import carrier_of
+from autotune.strategy_space.carrier import carrier_of
 from autotune.strategy_space.plan import plan
 from autotune.units import format_seconds
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import Logger, Reducer, _compute_bucket_assignment_by_size, _register_comm_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from autotune.strategy_space.ddp_buckets import ddp_buckets
+from autotune.strategy_space.carrier import buckets_of
 from autotune.strategy_space.plan import Plan
 from runtime_rewriter.pytorch.byte_scale import ScaledReduction, scaled_all_reduce
 
@@ -131,7 +131,7 @@ class ModuleCarrier:
         self._made: BucketReducer | None = None
 
     def buckets_of(self, plan: Plan) -> Buckets | None:
-        return ddp_buckets(plan) if self._carries and not _has_sparse_gradients(self._module) else None
+        return buckets_of(plan) if self._carries and not _has_sparse_gradients(self._module) else None
 
     def carry(self, buckets: Buckets, parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup, byte_scale: float) -> BucketReducer:
         self._made = BucketReducer(buckets, parameters, group, byte_scale)
@@ -172,7 +172,7 @@ class DdpCarrier:
         self._planned = False  # the planned one is in the DDP
 
     def buckets_of(self, plan: Plan) -> Buckets | None:
-        return None if _has_sparse_gradients(self._ddp.module) else ddp_buckets(plan)
+        return None if _has_sparse_gradients(self._ddp.module) else buckets_of(plan)
 
     def carry(self, buckets: Buckets, parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup, byte_scale: float) -> BucketReducer:
         ddp = self._ddp

@@ -20,7 +20,7 @@ from torch_plans import Tied, loss_of, mixed, uniform
 from torch_world import run_world
 
 from autotune.errors import SynchronizationError
-from autotune.strategy_space.ddp_buckets import carrier_of, ddp_buckets
+from autotune.strategy_space.carrier import buckets_of, carrier_of
 from autotune.strategy_space.plan import Plan, plan
 from autotune.strategy_space.strategy import Compressor, Shard, Strategy, Synchronizer, VariableStrategy
 from runtime_rewriter.pytorch.agreement import assumed_workload
@@ -387,7 +387,7 @@ def test_mixed_types_sparse_gradients_and_profiling_are_left_to_our_hooks() -> N
 def test_buckets_are_read_from_the_plan_alone() -> None:
     module = Tied()
     held = uniform(module, 2)
-    assert ddp_buckets(held) == tuple(map(tuple, planned(held)))
+    assert buckets_of(held) == tuple(map(tuple, planned(held)))
     variables = assumed_workload(module).variables
     assert carrier_of(held, variables) == "carried out by torch's own DDP reducer, 3 buckets"
     assert carrier_of(held, [replace(variables[0], sparse=True)]) == "carried out by autotune's hooks, 3 messages"
@@ -401,4 +401,4 @@ def test_buckets_are_read_from_the_plan_alone() -> None:
         replace(held, messages=(replace(held.messages[0], hierarchical=True), *held.messages[1:])),
         replace(held, messages=(replace(held.messages[0], ranks=(0,)), *held.messages[1:])),
     ):
-        assert ddp_buckets(other) is None
+        assert buckets_of(other) is None

@@ -13,7 +13,7 @@ from autotune.strategy_space.strategy import Compressor, SparseHandling
 from autotune.workload import Variable
 
 
-def ddp_buckets(plan: Plan) -> tuple[tuple[str, ...], ...] | None:
+def buckets_of(plan: Plan) -> tuple[tuple[str, ...], ...] | None:
     """The variables of every bucket, both in the plan's order; None where the plan asks for more than buckets."""
     one_dtype = len({message.dtype for message in plan.messages}) == 1
     if plan.cross_step or plan.ring_order is not None or not one_dtype or not all(map(_is_bucket, plan.messages)):
@@ -23,7 +23,7 @@ def ddp_buckets(plan: Plan) -> tuple[tuple[str, ...], ...] | None:
 
 def carrier_of(plan: Plan, variables: Iterable[Variable]) -> str:
     """Who carries out the plan of a model with these variables, in words. Plans send sparse gradients dense, and DDP's reducer does not."""
-    return carrier_text(plan, ddp_buckets(plan) is not None and not any(variable.sparse for variable in variables))
+    return carrier_text(plan, buckets_of(plan) is not None and not any(variable.sparse for variable in variables))
 
 
 def carrier_text(plan: Plan, native: bool) -> str:
