@@ -14,7 +14,6 @@ Gradients count as in torch's DDP: under accumulation only the last backward pas
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from threading import Lock
@@ -29,7 +28,11 @@ from autotune.errors import AutotuneError, InvalidStrategy, SynchronizationError
 from autotune.strategy_space.plan import Plan, TensorSlice
 from runtime_rewriter.pytorch.agreement import agree, assumed_workload, check_fit, trainable_parameters
 from runtime_rewriter.pytorch.autograd import by_identity, reachable_variables, tensors_with_graph
-from runtime_rewriter.pytorch.collectives import Device, Ranks, Transfer, slice_of
+from runtime_rewriter.pytorch.exchange.device import Device
+from runtime_rewriter.pytorch.exchange.hierarchical import Circles
+from runtime_rewriter.pytorch.exchange.lanes import Lanes
+from runtime_rewriter.pytorch.exchange.ranks import Ranks
+from runtime_rewriter.pytorch.exchange.transfer import Transfer, slice_of
 from runtime_rewriter.pytorch.observers import Accelerator, BackwardObserver, StepListener
 
 _NO_GRAD_ALREADY = nullcontext()
@@ -62,6 +65,7 @@ class GradientSynchronizer:
         self.parameters: tuple[nn.Parameter, ...] = tuple(named.values())
         self.ranks = Ranks.of(process_group, timeout_s, agreement_timeout_s)
         self.device = Device(self.parameters[0].device)
+        self.lanes = Lanes(self.ranks, self.device)
         self.listeners: list[StepListener] = []
         self.observers: list[BackwardObserver] = []
         self.accelerator: Accelerator | None = None  # None: the module itself computes
@@ -74,7 +78,6 @@ class GradientSynchronizer:
         self._plan: Plan | None = None
         self._transfers: list[Transfer] = []
         self._handles: list[RemovableHandle] = []
-        self._second_phases: ThreadPoolExecutor | None = None
         self._lock = Lock()
         self._broken: str | None = None
         self._synchronizing = True
@@ -112,19 +115,16 @@ class GradientSynchronizer:
         """
         self._check_usable()
         error: AutotuneError | None = None
-        transfers: list[Transfer] = []
         try:
             if plan is not None:
                 reason = self.why_not()
                 if reason is not None:
                     raise InvalidStrategy(f"plans cannot be enacted here: {reason}")
                 check_fit(plan, self.module, self.ranks.size)
-                named = dict(zip(self.names, self.parameters, strict=True))
-                scale = self.byte_scale
-                transfers = [Transfer(number, m, named, self.ranks, self.device, scale) for number, m in enumerate(plan.messages)]
         except AutotuneError as problem:
             error = problem
         agree(self.ranks, plan, error, self.byte_scale)
+        transfers = [] if plan is None else self._transfers_by(plan)
         self._unhook()
         self._plan, self._transfers = plan, transfers
         self._slots: list[list[tuple[TensorSlice, Tensor]]] = [[] for _ in self.names]
@@ -141,9 +141,14 @@ class GradientSynchronizer:
         self._one_whole_slice_each = all(len(slots) == 1 and slots[0][0].axis is None for slots in self._slots)
         self._reset_backward()
         if plan is not None:
-            self._second_phases = ThreadPoolExecutor(1, thread_name_prefix="second-phases")
             hooks = (partial(self._on_gradient, position) for position in range(len(self.parameters)))
             self._handles = [p.register_post_accumulate_grad_hook(hook) for p, hook in zip(self.parameters, hooks, strict=True)]
+
+    def _transfers_by(self, plan: Plan) -> list[Transfer]:
+        """Collective: after agreement, since messages make process groups."""
+        circles = Circles.of(plan, self.lanes)
+        named = dict(zip(self.names, self.parameters, strict=True))
+        return [Transfer(number, message, named, self.lanes, circles, self.byte_scale) for number, message in enumerate(plan.messages)]
 
     def emulate(self, accelerator: Accelerator | None) -> None:
         """Local, between two steps: from now on `accelerator` stands for the module's own computation, or nothing does."""
@@ -162,20 +167,19 @@ class GradientSynchronizer:
         self.byte_scale = byte_scale
 
     def close(self) -> None:
-        """Remove every hook, stop the thread and give the process groups back. Local."""
+        """Remove every hook, stop the threads and give the process groups back. Local."""
         self._unhook()
         self._plan, self._transfers = None, []
         self.listeners.clear()
         self.observers.clear()
+        self.lanes.close()
         self.ranks.destroy()
 
     def _unhook(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        if self._second_phases is not None:
-            self._second_phases.shutdown(wait=False, cancel_futures=True)
-            self._second_phases = None
+        self.lanes.stop()
 
     def _check_usable(self) -> None:
         if self._broken is not None:
@@ -374,10 +378,9 @@ class GradientSynchronizer:
 
     def _drain(self) -> None:
         """Issue in plan order whatever is complete."""
-        assert self._second_phases is not None
         while self._next < len(self._transfers) and self._transfers[self._next].pending == 0:
             try:
-                self._transfers[self._next].issue(self._second_phases)
+                self._transfers[self._next].issue()
             except SynchronizationError as error:
                 self._broken = str(error)
                 raise

@@ -21,8 +21,8 @@ from torch_world import run_world
 from autotune.errors import InvalidStrategy, ModelMismatch, PlanMismatch, SynchronizationError
 from autotune.strategy_space.plan import Plan
 from autotune.strategy_space.strategy import Compressor, Synchronizer
-from runtime_rewriter.pytorch.collectives import why_refused
 from runtime_rewriter.pytorch.ddp import PlannedDataParallel, attach
+from runtime_rewriter.pytorch.exchange.refusals import why_refused
 from runtime_rewriter.pytorch.hooks import GradientSynchronizer
 from runtime_rewriter.pytorch.numerics import tolerance_of
 
