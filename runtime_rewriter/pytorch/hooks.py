@@ -32,7 +32,9 @@ from runtime_rewriter.pytorch.exchange.device import Device
 from runtime_rewriter.pytorch.exchange.hierarchical import Circles
 from runtime_rewriter.pytorch.exchange.lanes import Lanes
 from runtime_rewriter.pytorch.exchange.ranks import Ranks
-from runtime_rewriter.pytorch.exchange.transfer import Transfer, slice_of
+from runtime_rewriter.pytorch.exchange.refusals import why_scaled_refused
+from runtime_rewriter.pytorch.exchange.residuals import Residuals
+from runtime_rewriter.pytorch.exchange.transfer import Transfer, pack_slice, slice_of
 from runtime_rewriter.pytorch.observers import Accelerator, BackwardObserver, StepListener
 
 _NO_GRAD_ALREADY = nullcontext()
@@ -66,6 +68,7 @@ class GradientSynchronizer:
         self.ranks = Ranks.of(process_group, timeout_s, agreement_timeout_s)
         self.device = Device(self.parameters[0].device)
         self.lanes = Lanes(self.ranks, self.device)
+        self.residuals = Residuals(named, self.ranks.rank, self.ranks.size)
         self.listeners: list[StepListener] = []
         self.observers: list[BackwardObserver] = []
         self.accelerator: Accelerator | None = None  # None: the module itself computes
@@ -117,7 +120,7 @@ class GradientSynchronizer:
         error: AutotuneError | None = None
         try:
             if plan is not None:
-                reason = self.why_not()
+                reason = self.why_not() or why_scaled_refused(plan, self.byte_scale)
                 if reason is not None:
                     raise InvalidStrategy(f"plans cannot be enacted here: {reason}")
                 check_fit(plan, self.module, self.ranks.size)
@@ -127,6 +130,7 @@ class GradientSynchronizer:
         transfers = [] if plan is None else self._transfers_by(plan)
         self._unhook()
         self._plan, self._transfers = plan, transfers
+        self.residuals.plan_loaded(plan)
         self._slots: list[list[tuple[TensorSlice, Tensor]]] = [[] for _ in self.names]
         self._packed_alone: list[list[tuple[TensorSlice, Tensor]]] = [[] for _ in self.names]  # those that are packed when they are ready
         self._transfers_of: list[list[Transfer]] = [[] for _ in self.names]  # one per slice
@@ -148,7 +152,8 @@ class GradientSynchronizer:
         """Collective: after agreement, since messages make process groups."""
         circles = Circles.of(plan, self.lanes)
         named = dict(zip(self.names, self.parameters, strict=True))
-        return [Transfer(number, message, named, self.lanes, circles, self.byte_scale) for number, message in enumerate(plan.messages)]
+        messages, scale = enumerate(plan.messages), self.byte_scale
+        return [Transfer(number, m, named, self.residuals, self.lanes, circles, scale) for number, m in messages]
 
     def emulate(self, accelerator: Accelerator | None) -> None:
         """Local, between two steps: from now on `accelerator` stands for the module's own computation, or nothing does."""
@@ -348,10 +353,8 @@ class GradientSynchronizer:
         if self._packed_alone[position]:
             dense = self._dense(position)
             for part, view in self._packed_alone[position]:
-                if dense is None:
-                    view.zero_()
-                else:
-                    torch.mul(slice_of(dense, part), 1.0 / self.ranks.size, out=view)
+                source = None if dense is None else slice_of(dense, part)
+                pack_slice(source, 1.0 / self.ranks.size, self.residuals.waiting(part), out=view)
         self._filled[position] = True
         complete = False
         for transfer in self._transfers_of[position]:
@@ -421,6 +424,7 @@ class GradientSynchronizer:
         kept = self._agree_on_unused() if self._find_unused else frozenset()
         for transfer in self._transfers:
             transfer.wait()
+        self._put_back(kept)
         self._unpack(kept)
         for observer in tuple(self.observers):
             observer.on_synchronized(kept)
@@ -434,6 +438,13 @@ class GradientSynchronizer:
         except RuntimeError as error:
             raise SynchronizationError(f"the ranks must agree on unused parameters, but rank {self.ranks.rank} failed: {error}") from error
         return frozenset(position for position, ranks in enumerate(used.tolist()) if ranks == 0)
+
+    def _put_back(self, kept: frozenset[int]) -> None:
+        """What earlier steps left of a variable that keeps its `.grad` has been sent for nothing: one rank takes the sum back."""
+        if self.residuals.in_use and self.ranks.rank == 0:
+            for position in kept:
+                for part, view in self._slots[position]:
+                    self.residuals.kept(part).add_(view)
 
     def _unpack(self, kept: frozenset[int]) -> None:
         if self._one_whole_slice_each and not kept:

@@ -63,7 +63,8 @@ class QuantisedRows:
         width = scales + -(-levels // dtype.itemsize) * dtype.itemsize  # so that the scales of every row are aligned
         self.bytes = torch.zeros(layout.rows, width, dtype=torch.uint8, device=device)
         self.scales = self.bytes[:, :scales].view(dtype)
-        self.levels = self.bytes[:, scales : scales + levels].view(torch.int8).unflatten(1, (layout.blocks, layout.block))
+        cut = (layout.rows, layout.blocks, layout.block)
+        self.levels = self.bytes[:, scales : scales + levels].view(torch.int8).view(cut)
 
     def encode_(self, values: Tensor) -> None:
         """Quantise the flat `values`, (R B b,), and leave in them what the levels do not say; zeros where that is not finite."""

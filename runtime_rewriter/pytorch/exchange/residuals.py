@@ -18,16 +18,49 @@ for every compressor, and for a message without one e'_r = 0: whatever waited is
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from autotune.errors import InvalidInput
-from autotune.strategy_space.plan import TensorSlice
+from autotune.strategy_space.plan import Plan, TensorSlice
+from runtime_rewriter.pytorch.exchange.refusals import WITH_FEEDBACK
 
 STATE_FORMAT = 1
+
+
+class Feedback:
+    """The residuals of one message's slices on this rank."""
+
+    def __init__(self, residuals: Residuals, slices: Sequence[tuple[TensorSlice, Tensor]]) -> None:
+        """`slices` with their views of the message's values."""
+        self.residuals, self._slices = residuals, slices
+        self._fed: tuple[int, ...] = ()
+
+    @property
+    def shapes(self) -> list[torch.Size]:
+        """Of the slices."""
+        return [view.shape for _, view in self._slices]
+
+    def feed(self, numbers: Iterable[int]) -> None:
+        """Of these slices something may stay behind on this rank, of the others nothing does."""
+        self._fed = tuple(numbers)
+
+    def keep(self) -> None:
+        """The values hold what is not sent: make it the residual."""
+        slices = [self._slices[number] for number in self._fed]
+        if slices:
+            torch._foreach_copy_([self.residuals.kept(part) for part, _ in slices], [view for _, view in slices])
+
+    def sent(self) -> None:
+        """The message has arrived: what waited in the other slices went with it."""
+        if self.residuals:
+            fed = frozenset(self._fed)
+            for number, (part, _) in enumerate(self._slices):
+                if number not in fed:
+                    self.residuals.release(part)
 
 
 class Residuals:
@@ -42,6 +75,8 @@ class Residuals:
         self._tensors: dict[str, Tensor] = {}
         self._released: dict[str, dict[int, int]] = {}  # variable: elements of its slices that were sent whole, by their start
         self._factors: dict[str, Tensor] = {}
+        self.in_use = False
+        """A rank may hold something: a plan since the last `clear` could feed it back. The same on all ranks."""
 
     def __bool__(self) -> bool:
         """Something may wait to be sent."""
@@ -49,12 +84,13 @@ class Residuals:
 
     def clear(self) -> None:
         """Forget everything; between two steps, on every rank."""
-        self._tensors, self._factors = {}, {}
-        self._released = {}
+        self._tensors, self._factors, self._released = {}, {}, {}
+        self.in_use = False
 
-    def plan_loaded(self) -> None:
+    def plan_loaded(self, plan: Plan | None) -> None:
         """The slices of a variable are other ones from now on."""
         self._released = {}
+        self.in_use |= plan is not None and any(message.compressor in WITH_FEEDBACK for message in plan.messages)
 
     def of(self, variable: str) -> Tensor | None:
         """The residual of a whole variable, in its shape; None stands for zeros."""
@@ -69,7 +105,8 @@ class Residuals:
         """View of the slice's residual, which from now on exists."""
         whole = self._tensors.get(part.variable)
         if whole is None:
-            whole = self._tensors[part.variable] = torch.zeros_like(self._parameters[part.variable], requires_grad=False)
+            # Messages on other lanes may ask for other slices of the variable at the same time; setdefault is atomic.
+            whole = self._tensors.setdefault(part.variable, torch.zeros_like(self._parameters[part.variable], requires_grad=False))
         self._released.get(part.variable, {}).pop(part.start, None)
         return _slice(whole, part)
 
@@ -115,6 +152,7 @@ class Residuals:
         device = next(iter(self._parameters.values())).device
         self._factors = {key: tensor.to(device, copy=True) for key, tensor in factors.items()}
         self._released = {}
+        self.in_use = True
 
     def _checked(self, state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         missing = [key for key in ("format", "rank", "world_size", "residuals", "factors") if key not in state]
@@ -154,8 +192,8 @@ class Residuals:
         if axis is not None:
             shape[axis] = stop - start
         columns = math.prod(shape[1:])
-        if tensor.dim() != 2 or tensor.shape[0] != columns or tensor.shape[1] > rank or tensor.dtype != expected.dtype:
-            return f"is {tensor.dtype} of shape {tuple(tensor.shape)} and must be {expected.dtype} of {columns} rows and at most {rank} columns"
+        if tensor.shape != (columns, rank) or tensor.dtype != expected.dtype:
+            return f"is {tensor.dtype} of shape {tuple(tensor.shape)} and must be {expected.dtype} of shape {(columns, rank)}"
         return None
 
 

@@ -23,7 +23,6 @@ from torch import Tensor
 
 from runtime_rewriter.pytorch.exchange.residuals import drop_non_finite_
 
-MAX_ELEMENTS = 2**31 - 1
 _SAMPLE = 2**16
 _CACHED_ELEMENTS = 2**18
 """What a CPU looks at before it goes on, so that several passes stay in the cache."""
@@ -86,7 +85,8 @@ def _largest(bits: NDArray[np.signedinteger], k: int, without_sign: int) -> NDAr
     chosen = magnitudes > threshold
     ties = np.flatnonzero(magnitudes == threshold)
     chosen[ties[: k - int(np.count_nonzero(chosen))]] = True
-    return positions[chosen]
+    exact: NDArray[np.int64] = positions[chosen]
+    return exact
 
 
 def _lower_bound(bits: NDArray[np.signedinteger], k: int, without_sign: int) -> int:

@@ -19,9 +19,11 @@ from autotune.errors import SynchronizationError
 from autotune.strategy_space.plan import Message, TensorSlice
 from autotune.strategy_space.strategy import Compressor
 from runtime_rewriter.emulation import travelling
+from runtime_rewriter.pytorch.exchange.compressed import padded_elements
 from runtime_rewriter.pytorch.exchange.hierarchical import Circles, sum_of
 from runtime_rewriter.pytorch.exchange.lanes import Flight, Lanes
 from runtime_rewriter.pytorch.exchange.refusals import describe
+from runtime_rewriter.pytorch.exchange.residuals import Feedback, Residuals
 
 _WIRE_DTYPE = {Compressor.FP16: torch.float16, Compressor.BF16: torch.bfloat16}
 
@@ -38,15 +40,21 @@ class Transfer:
     """
 
     def __init__(
-        self, number: int, message: Message, parameters: Mapping[str, Tensor], lanes: Lanes, circles: Circles, byte_scale: float = 1.0
+        self,
+        number: int,
+        message: Message,
+        parameters: Mapping[str, Tensor],
+        residuals: Residuals,
+        lanes: Lanes,
+        circles: Circles,
+        byte_scale: float = 1.0,
     ) -> None:
         """Collective: it may make process groups."""
         self.number, self.message = number, message
         self._lanes = lanes
         dtype = getattr(torch, message.dtype)
         multiple = circles.multiple(message)
-        padded = -(-message.elements // multiple) * multiple
-        wire = torch.zeros(padded, dtype=_WIRE_DTYPE.get(message.compressor, dtype), device=lanes.device.device)
+        wire = torch.zeros(padded_elements(message, multiple), dtype=_WIRE_DTYPE.get(message.compressor, dtype), device=lanes.device.device)
         self.views = list(_views(wire, message, parameters))
         self.pending = len(self.views)
         # What is cast is scaled on its way, one by one, so that it is rounded once.
@@ -55,11 +63,12 @@ class Transfer:
         self._scaled = _runs(wire, [part.elements for part, _ in self.views], frozenset(self.batched))
         real = torch.view_as_real(wire).flatten() if wire.is_complex() else wire
         real = real[: travelling(real.numel(), byte_scale, multiple)]
-        self._steps = sum_of(message, real, lanes, circles).steps() if message.elements else []
+        self._residuals, self._feedback = residuals, Feedback(residuals, self.views)
+        self._steps = sum_of(message, real, lanes, circles, self._feedback).steps() if message.elements else []
         self._flight: Flight | None = None
 
     def pack(self, sources: Sequence[Tensor | None], scale: float) -> None:
-        """Fill the batched slices, in their order, and scale them; None is a gradient of zeros."""
+        """Fill the batched slices, in their order: scaled, with what waited; None is a gradient of zeros."""
         views = [self.views[number][1] for number in self.batched]
         for view, source in zip(views, sources, strict=True):
             if source is None:
@@ -69,6 +78,11 @@ class Transfer:
             torch._foreach_copy_([view for view, _ in found], [source for _, source in found])
         for run in self._scaled:
             run.mul_(scale)
+        if self._residuals:
+            waiting = [(self.views[number][1], self._residuals.waiting(self.views[number][0])) for number in self.batched]
+            pairs = [(view, residual) for view, residual in waiting if residual is not None]
+            if pairs:
+                torch._foreach_add_([view for view, _ in pairs], [residual for _, residual in pairs])
 
     def issue(self) -> None:
         """Start it. Every rank issues its messages in plan order."""
@@ -92,6 +106,7 @@ class Transfer:
         except RuntimeError as error:
             raise self._failed(error) from error
         self._flight = None
+        self._feedback.sent()
 
     def reset(self) -> None:
         self.pending = len(self.views)
@@ -101,6 +116,16 @@ class Transfer:
             f"message {self.number} ({describe(self.message)}) must complete on every rank, but failed on rank {self._lanes.ranks.rank}: "
             f"{error}; is every other rank alive and at the same step?"
         )
+
+
+def pack_slice(source: Tensor | None, scale: float, waiting: Tensor | None, out: Tensor) -> None:
+    """One slice of a gradient, None for zeros, scaled, with what waited of it, into its view of a message; rounded once to its dtype."""
+    if source is None:
+        out.zero_() if waiting is None else out.copy_(waiting)
+    elif waiting is None:
+        torch.mul(source, scale, out=out)
+    else:
+        torch.add(waiting, source, alpha=scale, out=out)
 
 
 def slice_of(tensor: Tensor, part: TensorSlice) -> Tensor:
