@@ -22,15 +22,23 @@ from runtime_rewriter.pytorch.exchange.sums import Broadcast, Chain, Exchange, R
 
 @dataclass(frozen=True)
 class Circles:
-    """The circles of one plan. `hosts` is None where no message asks for them."""
+    """The circles of one plan. `hosts` is None where no message asks for them.
+
+    A ring order is the order of the ranks in their process groups.  Gloo's ring collectives (all-reduce, reduce-scatter,
+    all-gather) only send from a rank of the group to its neighbour, so they follow it exactly; its trees (reduce, broadcast)
+    and the star of gather and scatter have another shape.  NCCL takes the order as its numbering of the ranks, and chooses
+    its rings by the machines' topology itself: between hosts it mostly follows the numbering, but does not promise to.
+    """
 
     world: Circle
     hosts: Circle | None = None
 
     @staticmethod
     def of(plan: Plan, lanes: Lanes) -> Circles:
-        """Collective: every rank calls it with the same plan."""
-        return Circles(Circle.world(lanes.ranks.size))
+        """Collective: every rank calls it with the same plan. Raises `InvalidStrategy` where hosts are needed and unknown."""
+        world = Circle.world(lanes.ranks.size) if plan.ring_order is None else Circle((plan.ring_order,))
+        asked = any(message.hierarchical for message in plan.messages) and lanes.ranks.size > 1
+        return Circles(world, lanes.hosts() if asked else None)
 
     def two_level(self, message: Message) -> bool:
         """Hierarchy means something only between hosts of which one holds several ranks."""

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from runtime_rewriter.pytorch.exchange.device import Device
+from runtime_rewriter.pytorch.exchange.hosts import hosts_of
 from runtime_rewriter.pytorch.exchange.ranks import Circle, Ranks, destroy_groups
 
 Step = Callable[[], dist.Work | None]
@@ -78,6 +79,7 @@ class Lanes:
         self.ranks, self.device = ranks, device
         self._groups: dict[tuple[int, Circle], list[dist.ProcessGroup]] = {}
         self._threads: dict[int, ThreadPoolExecutor] = {}
+        self._hosts: Circle | None = None
 
     def group(self, lane: int, circle: Circle) -> dist.ProcessGroup | None:
         """The group of this rank's part on that lane; None where it takes no part or is alone.
@@ -90,6 +92,12 @@ class Lanes:
         if (lane, circle) not in self._groups:
             self._groups[lane, circle] = self.ranks.among(circle)
         return None if alone else self._groups[lane, circle][-1]
+
+    def hosts(self) -> Circle:
+        """The ranks that share a host; collective on first use. Raises `InvalidStrategy` on every rank where it is unknown."""
+        if self._hosts is None:
+            self._hosts = hosts_of(self.ranks)
+        return self._hosts
 
     def run(self, steps: Sequence[tuple[int, Step]]) -> Flight:
         """Start a message; `steps` are (lane, step) with ascending lanes. Every rank calls it in plan order, on one thread."""

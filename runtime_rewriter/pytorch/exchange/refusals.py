@@ -16,8 +16,8 @@ def why_refused(plan: Plan) -> str | None:
     """The rule that keeps this runtime from enacting `plan`, or None; needs no model and no process group."""
     if plan.cross_step:
         return "this runtime finishes every message before backward() returns, but the plan has cross_step = true"
-    if plan.ring_order is not None:
-        return f"this runtime leaves ring orders to the communication library, but the plan asks for {plan.ring_order}"
+    if plan.ring_order is not None and sorted(plan.ring_order) != list(range(plan.world_size)):
+        return f"ring_order must name each of the {plan.world_size} ranks once, but is {plan.ring_order}"
     for number, message in enumerate(plan.messages):
         reason = _why_message_refused(message, plan.world_size)
         if reason is not None:
@@ -33,8 +33,6 @@ def _why_message_refused(message: Message, world_size: int) -> str | None:
             return reason
     if compressed and message.dtype.startswith("complex"):
         return f"complex gradients travel uncompressed, but the compressor is {message.compressor}"
-    if message.hierarchical:
-        return "hierarchical collectives are not enacted; set hierarchical = false"
     if message.sparse is not SparseHandling.DENSE:
         return f"sparse gradients travel dense, but the message asks for {message.sparse}"
     if message.ranks:
