@@ -38,8 +38,7 @@ from torch import Tensor
 
 from autotune.errors import SynchronizationError
 from autotune.strategy_space.plan import Plan
-from autotune.strategy_space.strategy import Compressor
-from runtime_rewriter.pytorch.exchange.refusals import WITH_FEEDBACK
+from autotune.strategy_space.strategy import WITH_FEEDBACK, Compressor
 from runtime_rewriter.pytorch.hooks import GradientSynchronizer
 from runtime_rewriter.pytorch.observers import BackwardObserver
 

@@ -20,7 +20,7 @@ from torch_world import run_world
 
 from autotune.errors import InvalidStrategy, ModelMismatch, PlanMismatch, SynchronizationError
 from autotune.strategy_space.plan import Plan
-from autotune.strategy_space.strategy import Compressor, Synchronizer
+from autotune.strategy_space.strategy import Compressor, SparseHandling, Synchronizer
 from runtime_rewriter.pytorch.ddp import PlannedDataParallel, attach
 from runtime_rewriter.pytorch.exchange.refusals import why_refused
 from runtime_rewriter.pytorch.hooks import GradientSynchronizer
@@ -461,7 +461,9 @@ def test_what_cannot_be_enacted_is_named_before_any_step() -> None:
     assert why_refused(replace(plan, ring_order=(1, 0))) is None
     assert "ring_order must name each of the 2 ranks once" in str(why_refused(replace(plan, ring_order=(1, 1))))
     for change, word in (
-        ({"compressor": Compressor.INT8}, "int8"),
+        ({"compressor": Compressor.INT8, "dtype": "bfloat16"}, "int8 needs float32 or float64 gradients, but these are bfloat16"),
+        ({"compressor": Compressor.TOP_K, "ratio": 0.1, "dtype": "complex64"}, "top_k needs float32 or float64"),
+        ({"compressor": Compressor.POWER_SGD, "rank": 1, "sparse": SparseHandling.ALL_GATHER}, "power_sgd takes dense gradients"),
         ({"ranks": (0,)}, "every rank"),
     ):
         bad = replace(plan, messages=(replace(message, **change), *plan.messages[1:]))

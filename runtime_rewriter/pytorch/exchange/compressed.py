@@ -15,12 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autotune.strategy_space.plan import Message, Primitive
-from autotune.strategy_space.strategy import Compressor
+from autotune.strategy_space.strategy import WITH_FEEDBACK, Compressor
 from runtime_rewriter.pytorch.exchange.lanes import Lanes, Step
 from runtime_rewriter.pytorch.exchange.power_sgd import LowRank, gains, initial_start, matrix_shape
 from runtime_rewriter.pytorch.exchange.quantise import QuantisedRows, RowLayout
 from runtime_rewriter.pytorch.exchange.ranks import Circle
-from runtime_rewriter.pytorch.exchange.refusals import WITH_FEEDBACK
 from runtime_rewriter.pytorch.exchange.residuals import Feedback
 from runtime_rewriter.pytorch.exchange.sums import Exchange, flat_sum, work_of
 from runtime_rewriter.pytorch.exchange.top_k import PickedRows, picked

@@ -48,12 +48,12 @@ def initial_start(name: str, columns: int, rank: int, like: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Factored:
-    """A matrix: views of the message, of the two sums, and its start."""
+    """A matrix: its slice's number, views of the message and of the two sums."""
 
+    number: int
     matrix: Tensor  # (n, m)
     left: Tensor  # (n, k)
     right: Tensor  # (m, k)
-    start: Tensor  # (m, k)
 
 
 class LowRank:
@@ -66,7 +66,8 @@ class LowRank:
     def __init__(
         self, values: Tensor, shapes: Sequence[Sequence[int]], rank: int, multiple: int, start_of: Callable[[int], Tensor]
     ) -> None:
-        """`values`: flat, the slices of `shapes` behind each other. `start_of(i)`: Q of slice i, (m, k), changed in place."""
+        """`values`: flat, the slices of `shapes` behind each other. `start_of(i)`: Q of slice i, (m, k), changed in place; asked
+        for at every step, since a checkpoint may bring another one."""
         sizes = [math.prod(shape) for shape in shapes]
         parts = list(values[: sum(sizes)].split(sizes))
         factored = [number for number, shape in enumerate(shapes) if gains(shape, rank)]
@@ -78,17 +79,17 @@ class LowRank:
         lefts = self.left[:behind].split([rows * rank for rows, _ in sides])
         rights = self.right[: sum(columns * rank for _, columns in sides)].split([columns * rank for _, columns in sides])
         self._factored = [
-            Factored(parts[number].view(side), left.view(-1, rank), right.view(-1, rank), start_of(number))
+            Factored(number, parts[number].view(side), left.view(-1, rank), right.view(-1, rank))
             for number, side, left, right in zip(factored, sides, lefts, rights, strict=True)
         ]
         self._whole = [parts[number] for number in whole]
         self._whole_left = list(self.left[behind : behind + sum(sizes[number] for number in whole)].split([sizes[n] for n in whole]))
-        self._values = values
+        self._values, self._start_of = values, start_of
 
     def project(self) -> None:
         """Fill `left` for the first sum."""
         for one in self._factored:
-            torch.mm(one.matrix, one.start, out=one.left)
+            torch.mm(one.matrix, self._start_of(one.number), out=one.left)
         if self._whole:
             torch._foreach_copy_(self._whole_left, self._whole)
 
@@ -109,7 +110,8 @@ class LowRank:
             length = one.right.norm(dim=0)
             # A column of zeros would stay zeros for ever, and NaN would stay NaN: there the earlier start is kept.
             usable = length.isfinite() & (length > 0)
-            one.start.copy_(torch.where(usable, one.right / length, one.start))
+            start = self._start_of(one.number)
+            start.copy_(torch.where(usable, one.right / length, start))
         if self._whole:
             torch._foreach_copy_(self._whole, self._whole_left)
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from autotune.strategy_space.plan import Message, Plan, Primitive
-from autotune.strategy_space.strategy import Compressor, SparseHandling
+from autotune.strategy_space.strategy import WITH_FEEDBACK, Compressor, SparseHandling
 
-WITH_FEEDBACK = (Compressor.INT8, Compressor.TOP_K, Compressor.POWER_SGD)
-"""What these compressors do not send stays on the rank and is sent later."""
 _FED_BACK = ("float32", "float64")
 _MOST_INDICES = 2**31 - 1
 _ROOTED = (Primitive.PUSH_PULL, Primitive.REDUCE_BROADCAST)

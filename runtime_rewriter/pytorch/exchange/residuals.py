@@ -26,7 +26,7 @@ from torch import Tensor
 
 from autotune.errors import InvalidInput
 from autotune.strategy_space.plan import Plan, TensorSlice
-from runtime_rewriter.pytorch.exchange.refusals import WITH_FEEDBACK
+from autotune.strategy_space.strategy import WITH_FEEDBACK
 
 STATE_FORMAT = 1
 
