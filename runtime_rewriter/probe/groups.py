@@ -5,9 +5,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 
 from autotune.cluster import Where
@@ -53,11 +51,7 @@ def members_of(ranks: int, devices: tuple[int, ...]) -> dict[tuple[Where, int], 
 
 
 class ProbeGroups:
-    """The groups of one probe, the world's own first (none for a world of one rank). Collective; `destroy` is local.
-
-    torch names a group that only its members make after the number of groups that the process has, which must be the same
-    on all members: ranks that have fewer make up the difference with groups of their own.
-    """
+    """The groups of one probe, the world's own first (none for a world of one rank). Collective; `destroy` is local."""
 
     def __init__(self, world: Ranks, devices: tuple[int, ...], timeout_s: float) -> None:
         self._world, self._timeout_s = world, timeout_s
@@ -67,7 +61,7 @@ class ProbeGroups:
         try:
             for (where, size), all_members in (members_of(world.size, devices) if self.groups else {}).items():
                 mine = next((members for members in all_members if world.rank in members), None)
-                self._pad()
+                self._padding += self._world.padding()
                 self.groups.append(ProbeGroup(where, size, None if mine is None else self._made(mine)))
         except BaseException:
             self.destroy()
@@ -81,22 +75,7 @@ class ProbeGroups:
         for group in self._padding:
             dist.destroy_process_group(group)
 
-    def _pad(self) -> None:
-        names = dist.distributed_c10d._world.pg_names
-        most = torch.tensor(len(names))
-        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self._world.control)
-        while len(names) < int(most):
-            self._padding.append(self._new([self._world.rank]))
-
     def _made(self, members: list[int]) -> Ranks:
-        made = Ranks.of(self._new(members), self._timeout_s, self._timeout_s)
+        made = Ranks.of(self._world.group_of(members, local=True), self._timeout_s, self._timeout_s)
         self._mine.append(made)
-        return made
-
-    def _new(self, members: list[int]) -> dist.ProcessGroup:
-        ranks = [dist.get_global_rank(self._world.base, rank) for rank in members]
-        backend = dist.get_backend_config(self._world.base)
-        made: dist.ProcessGroup = dist.new_group(
-            ranks, timeout=timedelta(seconds=self._timeout_s), backend=backend, use_local_synchronization=True
-        )
         return made

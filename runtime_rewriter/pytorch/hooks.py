@@ -26,6 +26,7 @@ from torch.utils.hooks import RemovableHandle
 
 from autotune.errors import AutotuneError, InvalidStrategy, SynchronizationError
 from autotune.strategy_space.plan import Plan, TensorSlice
+from autotune.strategy_space.strategy import SparseHandling
 from runtime_rewriter.pytorch.agreement import agree, assumed_workload, check_fit, trainable_parameters
 from runtime_rewriter.pytorch.autograd import by_identity, reachable_variables, tensors_with_graph
 from runtime_rewriter.pytorch.exchange.device import Device
@@ -34,6 +35,7 @@ from runtime_rewriter.pytorch.exchange.lanes import Lanes
 from runtime_rewriter.pytorch.exchange.ranks import Ranks
 from runtime_rewriter.pytorch.exchange.refusals import why_scaled_refused
 from runtime_rewriter.pytorch.exchange.residuals import Residuals
+from runtime_rewriter.pytorch.exchange.row_transfer import RowTransfer, waiting_rows, write_average
 from runtime_rewriter.pytorch.exchange.transfer import Transfer, pack_slice, slice_of
 from runtime_rewriter.pytorch.observers import Accelerator, BackwardObserver, StepListener
 
@@ -79,7 +81,7 @@ class GradientSynchronizer:
         self._index_of = by_identity(self.parameters)
         self._index = {name: position for position, name in enumerate(self.names)}
         self._plan: Plan | None = None
-        self._transfers: list[Transfer] = []
+        self._transfers: list[Transfer | RowTransfer] = []
         self._handles: list[RemovableHandle] = []
         self._lock = Lock()
         self._broken: str | None = None
@@ -129,12 +131,19 @@ class GradientSynchronizer:
         agree(self.ranks, plan, error, self.byte_scale)
         transfers = [] if plan is None else self._transfers_by(plan)
         self._unhook()
+        self.lanes.trim()
         self._plan, self._transfers = plan, transfers
         self.residuals.plan_loaded(plan)
         self._slots: list[list[tuple[TensorSlice, Tensor]]] = [[] for _ in self.names]
         self._packed_alone: list[list[tuple[TensorSlice, Tensor]]] = [[] for _ in self.names]  # those that are packed when they are ready
-        self._transfers_of: list[list[Transfer]] = [[] for _ in self.names]  # one per slice
+        self._row_transfers: list[list[RowTransfer]] = [[] for _ in self.names]
+        self._transfers_of: list[list[Transfer | RowTransfer]] = [[] for _ in self.names]  # one per slice
         for transfer in transfers:
+            if isinstance(transfer, RowTransfer):
+                position = self._index[transfer.part.variable]
+                self._row_transfers[position].append(transfer)
+                self._transfers_of[position].append(transfer)
+                continue
             batched = frozenset(transfer.batched)
             for number, (part, view) in enumerate(transfer.views):
                 position = self._index[part.variable]
@@ -148,12 +157,15 @@ class GradientSynchronizer:
             hooks = (partial(self._on_gradient, position) for position in range(len(self.parameters)))
             self._handles = [p.register_post_accumulate_grad_hook(hook) for p, hook in zip(self.parameters, hooks, strict=True)]
 
-    def _transfers_by(self, plan: Plan) -> list[Transfer]:
+    def _transfers_by(self, plan: Plan) -> list[Transfer | RowTransfer]:
         """Collective: after agreement, since messages make process groups."""
         circles = Circles.of(plan, self.lanes)
         named = dict(zip(self.names, self.parameters, strict=True))
-        messages, scale = enumerate(plan.messages), self.byte_scale
-        return [Transfer(number, m, named, self.residuals, self.lanes, circles, scale) for number, m in messages]
+        made: list[Transfer | RowTransfer] = []
+        for number, message in enumerate(plan.messages):
+            kind = Transfer if message.sparse is SparseHandling.DENSE else RowTransfer
+            made.append(kind(number, message, named, self.residuals, self.lanes, circles, self.byte_scale))
+        return made
 
     def emulate(self, accelerator: Accelerator | None) -> None:
         """Local, between two steps: from now on `accelerator` stands for the module's own computation, or nothing does."""
@@ -355,13 +367,17 @@ class GradientSynchronizer:
             for part, view in self._packed_alone[position]:
                 source = None if dense is None else slice_of(dense, part)
                 pack_slice(source, 1.0 / self.ranks.size, self.residuals.waiting(part), out=view)
+        if self._row_transfers[position]:
+            rows = waiting_rows(self.parameters[position], 1.0 / self.ranks.size, self.residuals.of(self.names[position]))
+            for rowed in self._row_transfers[position]:
+                rowed.take(rows)
         self._filled[position] = True
         complete = False
         for transfer in self._transfers_of[position]:
             transfer.pending -= 1
             if transfer.pending == 0:
                 complete = True
-                if transfer.batched:
+                if isinstance(transfer, Transfer) and transfer.batched:
                     self._pack_batched(transfer)
         return complete
 
@@ -422,9 +438,11 @@ class GradientSynchronizer:
         self._drain()
         assert self._next == len(self._transfers)
         kept = self._agree_on_unused() if self._find_unused else frozenset()
+        for position in kept:
+            for transfer in self._transfers_of[position]:
+                transfer.take_back(self.names[position])
         for transfer in self._transfers:
             transfer.wait()
-        self._put_back(kept)
         self._unpack(kept)
         for observer in tuple(self.observers):
             observer.on_synchronized(kept)
@@ -439,13 +457,6 @@ class GradientSynchronizer:
             raise SynchronizationError(f"the ranks must agree on unused parameters, but rank {self.ranks.rank} failed: {error}") from error
         return frozenset(position for position, ranks in enumerate(used.tolist()) if ranks == 0)
 
-    def _put_back(self, kept: frozenset[int]) -> None:
-        """What earlier steps left of a variable that keeps its `.grad` has been sent for nothing: one rank takes the sum back."""
-        if self.residuals.in_use and self.ranks.rank == 0:
-            for position in kept:
-                for part, view in self._slots[position]:
-                    self.residuals.kept(part).add_(view)
-
     def _unpack(self, kept: frozenset[int]) -> None:
         if self._one_whole_slice_each and not kept:
             gradients = [parameter.grad for parameter in self.parameters]
@@ -459,6 +470,9 @@ class GradientSynchronizer:
         for position, parameter in enumerate(self.parameters):
             if position in kept:
                 continue
+            if self._row_transfers[position]:
+                write_average(parameter, self._row_transfers[position])
+                continue
             target = torch.empty_like(parameter) if parameter.grad is None else parameter.grad
             if target.is_sparse:
                 target = torch.empty_like(parameter)
@@ -468,7 +482,8 @@ class GradientSynchronizer:
             for part, view in self._slots[position]:
                 targets.append(target if part.axis is None else slice_of(target, part))
                 sources.append(view)
-        torch._foreach_copy_(targets, sources)
+        if targets:
+            torch._foreach_copy_(targets, sources)
         for parameter, dense in sparse:
             parameter.grad = dense.to_sparse(1)  # rows whose average is exactly zero are left out
 

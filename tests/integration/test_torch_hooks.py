@@ -465,6 +465,8 @@ def test_what_cannot_be_enacted_is_named_before_any_step() -> None:
         ({"compressor": Compressor.TOP_K, "ratio": 0.1, "dtype": "complex64"}, "top_k needs float32 or float64"),
         ({"compressor": Compressor.POWER_SGD, "rank": 1, "sparse": SparseHandling.ALL_GATHER}, "power_sgd takes dense gradients"),
         ({"ranks": (0,)}, "every rank"),
+        ({"sparse": SparseHandling.ALL_GATHER}, "travel alone, whole or cut along axis 0, but the message holds 2 slice(s)"),
+        ({"sparse": SparseHandling.GATHER_SCATTER, "slices": message.slices[:1]}, "needs push_pull, but the primitive is all_reduce"),
     ):
         bad = replace(plan, messages=(replace(message, **change), *plan.messages[1:]))
         assert word in str(why_refused(bad)) and str(why_refused(bad)).startswith("message 0 (all_reduce of ")

@@ -22,6 +22,10 @@ Step = Callable[[], dist.Work | None]
 """Starts the next collective of a message once its earlier ones have completed; None: nothing to wait for on this rank."""
 
 
+KEPT_GROUPS = 32
+"""Tuning tries many rings and owners and comes back to few; every group has threads, and connections to all its members."""
+
+
 class Flight:
     """One message under way. Its steps run in ascending order of their lanes."""
 
@@ -78,6 +82,7 @@ class Lanes:
     def __init__(self, ranks: Ranks, device: Device) -> None:
         self.ranks, self.device = ranks, device
         self._groups: dict[tuple[int, Circle], list[dist.ProcessGroup]] = {}
+        self._asked: set[tuple[int, Circle]] = set()
         self._threads: dict[int, ThreadPoolExecutor] = {}
         self._hosts: Circle | None = None
 
@@ -89,9 +94,20 @@ class Lanes:
         alone = len(circle.part_of(self.ranks.rank)) < 2
         if circle == Circle.world(self.ranks.size) and lane < 2:
             return None if alone else (self.ranks.first, self.ranks.second)[lane]
-        if (lane, circle) not in self._groups:
-            self._groups[lane, circle] = self.ranks.among(circle)
-        return None if alone else self._groups[lane, circle][-1]
+        made = self._groups.pop((lane, circle), None) or self.ranks.among(circle)
+        self._groups[lane, circle] = made  # the last used are the last
+        self._asked.add((lane, circle))
+        return None if alone else made[-1]
+
+    def trim(self) -> None:
+        """Local, when a plan has been loaded: give back groups that it did not ask for, beyond `KEPT_GROUPS`, the longest unused first.
+
+        Those of some ranks of the world are kept: torch would give a later group the name of an earlier one.
+        """
+        unused = len(self._groups) - max(len(self._asked), KEPT_GROUPS)
+        self._asked.clear()
+        for key in list(self._groups)[: unused if self.ranks.is_world and unused > 0 else 0]:
+            destroy_groups(self._groups.pop(key))
 
     def hosts(self) -> Circle:
         """The ranks that share a host; collective on first use. Raises `InvalidStrategy` on every rank where it is unknown."""

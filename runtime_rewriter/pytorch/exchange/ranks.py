@@ -84,23 +84,32 @@ class Ranks:
         )
 
     def among(self, circle: Circle) -> list[dist.ProcessGroup]:
-        """Collective over all ranks: new groups, the last is that of this rank's part, in the part's order.
+        """Collective over all ranks: new groups, the last is that of this rank's part, in the part's order."""
+        mine = circle.part_of(self.rank) or (self.rank,)
+        if self.is_world:
+            made = [self.group_of(part, local=False) for part in circle.parts if len(part) > 1]
+            own = [group for group in made if isinstance(group, dist.ProcessGroup)]
+            return own or [self.group_of(mine, local=True)]  # every rank has as many groups as before, compared with the others
+        return [*self.padding(), self.group_of(mine, local=True)]
+
+    @property
+    def is_world(self) -> bool:
+        """Whether every rank of the world is in the script's group."""
+        return self.size == dist.get_world_size()
+
+    def padding(self) -> list[dist.ProcessGroup]:
+        """Collective: groups of this rank alone, as many as it has fewer than the rank with the most.
 
         torch names a group that only its members make after the number of groups that the process has, which must be the
-        same on all members: ranks that have fewer make up the difference with groups of their own.
+        same on all members.
         """
-        mine = circle.part_of(self.rank) or (self.rank,)
-        if self.size == dist.get_world_size():
-            made = [self._new(part, local=False) for part in circle.parts if len(part) > 1]
-            own = [group for group in made if isinstance(group, dist.ProcessGroup)]
-            return own or [self._new(mine, local=True)]
         names = dist.distributed_c10d._world.pg_names
         most = torch.tensor(len(names))
         dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.control)
-        padding = [self._new((self.rank,), local=True) for _ in range(int(most) - len(names))]
-        return [*padding, self._new(mine, local=True)]
+        return [self.group_of((self.rank,), local=True) for _ in range(int(most) - len(names))]
 
-    def _new(self, members: Sequence[int], local: bool) -> dist.ProcessGroup:
+    def group_of(self, members: Sequence[int], local: bool) -> dist.ProcessGroup:
+        """A new group of some ranks, in their order; called by its members only (`local`) or by all ranks of the world."""
         made: dist.ProcessGroup = dist.new_group(
             [dist.get_global_rank(self.base, rank) for rank in members],
             timeout=timedelta(seconds=self.timeout_s),

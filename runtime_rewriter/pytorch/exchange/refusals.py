@@ -7,6 +7,12 @@ from autotune.strategy_space.strategy import WITH_FEEDBACK, Compressor, SparseHa
 
 _FED_BACK = ("float32", "float64")
 _MOST_INDICES = 2**31 - 1
+ROW_COMPRESSORS = (Compressor.NONE, Compressor.FP16, Compressor.BF16)
+"""Of sparse gradients that travel as rows."""
+_ROW_PRIMITIVES = {
+    SparseHandling.ALL_GATHER: (Primitive.ALL_REDUCE, Primitive.REDUCE_SCATTER_ALL_GATHER),
+    SparseHandling.GATHER_SCATTER: (Primitive.PUSH_PULL,),
+}
 _ROOTED = (Primitive.PUSH_PULL, Primitive.REDUCE_BROADCAST)
 
 
@@ -32,7 +38,9 @@ def _why_message_refused(message: Message, world_size: int) -> str | None:
     if compressed and message.dtype.startswith("complex"):
         return f"complex gradients travel uncompressed, but the compressor is {message.compressor}"
     if message.sparse is not SparseHandling.DENSE:
-        return f"sparse gradients travel dense, but the message asks for {message.sparse}"
+        reason = _why_rows_refused(message)
+        if reason is not None:
+            return reason
     if message.ranks:
         return f"every rank takes part in a message, but the plan names {message.ranks}"
     if message.primitive in _ROOTED and (message.owner is None or not 0 <= message.owner < world_size):
@@ -59,6 +67,16 @@ def why_scaled_refused(plan: Plan, byte_scale: float) -> str | None:
         f"with bytes divided by {byte_scale:g} a compressor would work on a part of each message only and its cost be measured too low, "
         f"but the plan has {describe(found)} with {found.compressor}; use none, fp16 or bf16, or a byte scale of 1"
     )
+
+
+def _why_rows_refused(message: Message) -> str | None:
+    if message.compressor not in ROW_COMPRESSORS:
+        return f"rows of a sparse gradient travel as they are or as fp16 or bf16, but the compressor is {message.compressor}"
+    if len(message.slices) != 1 or message.slices[0].axis not in (None, 0):
+        return f"rows of a sparse gradient travel alone, whole or cut along axis 0, but the message holds {len(message.slices)} slice(s)"
+    if message.primitive not in _ROW_PRIMITIVES[message.sparse]:
+        return f"sparse = {message.sparse} needs {' or '.join(_ROW_PRIMITIVES[message.sparse])}, but the primitive is {message.primitive}"
+    return None
 
 
 def describe(message: Message) -> str:
