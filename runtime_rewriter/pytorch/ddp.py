@@ -89,7 +89,7 @@ class PlannedDataParallel(DistributedDataParallel):
         if synchronizer is None:
             return super().forward(*inputs, **kwargs)
         if not torch.is_grad_enabled():
-            synchronizer.mark_unclean()
+            synchronizer.before_evaluation()
             return super().forward(*inputs, **kwargs)
         joining = self._join_config.enable  # torch never takes it back: a script that joins does so every epoch
         answered = not (joining and synchronizer.plan is not None)  # finished ranks answer DDP's own messages only
@@ -106,6 +106,7 @@ class PlannedDataParallel(DistributedDataParallel):
             self._rebuild_reducer()
         return super().forward(*inputs, **kwargs)
 
+    @torch.compiler.disable(recursive=False)
     def _planned_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """DDP's `_pre_forward`, the module and `_post_forward` without the reducer, which therefore stays idle."""
         if self._check_sync_bufs_pre_fwd():
@@ -128,6 +129,7 @@ class PlannedDataParallel(DistributedDataParallel):
             self._synchronizer.forward_starts()
         return self._synchronizer.compute(super()._run_ddp_forward, inputs, kwargs)
 
+    @torch.compiler.disable
     def _distributed_broadcast_coalesced(self, tensors: list[torch.Tensor], buffer_size: int, authoritative_rank: int = 0) -> None:
         scale = 1.0 if self._synchronizer is None else self._synchronizer.byte_scale
         super()._distributed_broadcast_coalesced(parts_of(tensors, scale), buffer_size, authoritative_rank)
@@ -225,7 +227,7 @@ class AttachedSynchronizer(GradientSynchronizer):
         if training:
             self.before_forward(self._synchronizing)
         else:
-            self.mark_unclean()
+            self.before_evaluation()
         buffers = [buffer for name, buffer in module.named_buffers() if name not in self._ignored]
         if self.plan is not None and self._sync_next and self._broadcast_buffers and buffers:
             with torch.no_grad(), _unsafe_preserve_version_counter(tuple(buffers)):

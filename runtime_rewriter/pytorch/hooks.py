@@ -13,7 +13,7 @@ Gradients count as in torch's DDP: under accumulation only the last backward pas
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from threading import Lock
@@ -29,6 +29,7 @@ from autotune.strategy_space.plan import Plan, TensorSlice
 from autotune.strategy_space.strategy import SparseHandling
 from runtime_rewriter.pytorch.agreement import agree, assumed_workload, check_fit, trainable_parameters
 from runtime_rewriter.pytorch.autograd import by_identity, reachable_variables, tensors_with_graph
+from runtime_rewriter.pytorch.cross_step import CrossStep
 from runtime_rewriter.pytorch.exchange.device import Device
 from runtime_rewriter.pytorch.exchange.hierarchical import Circles
 from runtime_rewriter.pytorch.exchange.lanes import Lanes
@@ -92,6 +93,7 @@ class GradientSynchronizer:
         self._versions: list[int | None] = []
         self._armed = self._begun = self._boundary_due = False
         self._saw_training = self._saw_eval = self._unclean = False
+        self.cross_step = CrossStep(self.parameters, self._unpack)
         self._reset_backward()
 
     # -- plans ---------------------------------------------------------------------------------------
@@ -119,17 +121,23 @@ class GradientSynchronizer:
         rank is gone). After an error the earlier plan is still loaded.
         """
         self._check_usable()
+        self.cross_step.settle_all()
         error: AutotuneError | None = None
         try:
             if plan is not None:
                 reason = self.why_not() or why_scaled_refused(plan, self.byte_scale)
                 if reason is not None:
                     raise InvalidStrategy(f"plans cannot be enacted here: {reason}")
+                reason = self.cross_step.why_not() if plan.cross_step else None
+                if reason is not None:
+                    raise InvalidStrategy(f"plan {plan.id} cannot be enacted: synchronization cannot cross the step, since {reason}")
                 check_fit(plan, self.module, self.ranks.size)
         except AutotuneError as problem:
             error = problem
         agree(self.ranks, plan, error, self.byte_scale)
         transfers = [] if plan is None else self._transfers_by(plan)
+        # Behind messages that cross the step a vote would wait for them.
+        self._votes = self.lanes.votes() if self._find_unused and plan is not None and plan.cross_step else self.ranks.first
         self._unhook()
         self.lanes.trim()
         self._plan, self._transfers = plan, transfers
@@ -151,8 +159,8 @@ class GradientSynchronizer:
                 self._transfers_of[position].append(transfer)
                 if number not in batched:
                     self._packed_alone[position].append((part, view))
-        self._one_whole_slice_each = all(len(slots) == 1 and slots[0][0].axis is None for slots in self._slots)
         self._reset_backward()
+        self.cross_step.enable(self._transfers_of if plan is not None and plan.cross_step else None)
         if plan is not None:
             hooks = (partial(self._on_gradient, position) for position in range(len(self.parameters)))
             self._handles = [p.register_post_accumulate_grad_hook(hook) for p, hook in zip(self.parameters, hooks, strict=True)]
@@ -185,6 +193,8 @@ class GradientSynchronizer:
 
     def close(self) -> None:
         """Remove every hook, stop the threads and give the process groups back. Local."""
+        self.cross_step.settle_all()
+        self.cross_step.close()
         self._unhook()
         self._plan, self._transfers = None, []
         self.listeners.clear()
@@ -231,6 +241,7 @@ class GradientSynchronizer:
                     listener.on_boundary(now_s, clean)
         self._saw_training |= self.module.training
         self._saw_eval |= not self.module.training
+        self.cross_step.forward_begins(seen=self.accelerator is None)
         self._armed = synchronize
 
     @property
@@ -255,7 +266,8 @@ class GradientSynchronizer:
     @torch.compiler.disable
     def after_forward(self, output: object) -> None:
         """Last thing in every forward pass with gradients: finds where its backward pass will start."""
-        if not self._armed or (self._plan is None and not self.listeners):
+        self.cross_step.forward_ended()
+        if not self._armed or (self._plan is None and not self.listeners and not self.cross_step.learning):
             return
         tensors = tensors_with_graph(output)
         for tensor in tensors:
@@ -266,6 +278,12 @@ class GradientSynchronizer:
             self._reachable |= reachable_variables(tensors, self._index_of)
         for observer in tuple(self.observers):
             observer.on_forward_output(tensors)
+
+    @torch.compiler.disable
+    def before_evaluation(self) -> None:
+        """First thing in a forward pass without gradients, for which nothing needs to be put off."""
+        self.mark_unclean()
+        self.cross_step.settle_all()
 
     def mark_unclean(self) -> None:
         """This step holds something that is no training step: a forward pass without gradients, say."""
@@ -297,6 +315,7 @@ class GradientSynchronizer:
             engine.queue_callback(lambda: engine.queue_callback(self._finish_unplanned))
             return
         engine.queue_callback(self._finish)
+        self.cross_step.settle_all()
         for observer in tuple(self.observers):
             observer.on_backward_start()
         if self._find_unused and not self._static and self._reachable:
@@ -317,8 +336,9 @@ class GradientSynchronizer:
         self._armed = False
         self._end_backward()
 
-    def _end_backward(self) -> None:
+    def _end_backward(self, gradients_final: bool = True) -> None:
         self._boundary_due = True
+        self.cross_step.backward_ended(gradients_final)
         if self.listeners:
             now_s = self.device.now_s()
             for listener in tuple(self.listeners):
@@ -412,9 +432,10 @@ class GradientSynchronizer:
             if any(self._filled):  # variables that are never used were packed ahead; nothing else happened
                 self._reset_backward()
             return  # torch.autograd.grad: gradients were computed but not accumulated
+        deferred = self.cross_step.defers and not self.observers and not self._late
         try:
             with torch.no_grad():
-                missing = self._complete()
+                missing = self._complete(deferred)
         except SynchronizationError as error:
             self._broken = str(error)
             raise
@@ -425,10 +446,10 @@ class GradientSynchronizer:
         self._reset_backward()
         if missing and not self._find_unused:
             raise self._unused(missing)
-        self._end_backward()
+        self._end_backward(gradients_final=not deferred)
 
-    def _complete(self) -> list[int]:
-        """Returns the variables that got no gradient in this pass."""
+    def _complete(self, deferred: bool) -> list[int]:
+        """Returns the variables that got no gradient in this pass. `deferred`: the messages are left under way."""
         for observer in tuple(self.observers):
             observer.on_computed()
         missing = [position for position, times in enumerate(self._fired) if times == 0]
@@ -441,9 +462,13 @@ class GradientSynchronizer:
         for position in kept:
             for transfer in self._transfers_of[position]:
                 transfer.take_back(self.names[position])
+        averaged = [position for position in range(len(self.names)) if position not in kept]
+        if deferred:
+            self.cross_step.defer(self._transfers, averaged)
+            return missing
         for transfer in self._transfers:
             transfer.wait()
-        self._unpack(kept)
+        self._unpack(averaged)
         for observer in tuple(self.observers):
             observer.on_synchronized(kept)
         return missing
@@ -452,40 +477,34 @@ class GradientSynchronizer:
         """Variables that no rank used since the last synchronization."""
         used = torch.tensor(self._used, dtype=torch.int32, device=self.device.device)
         try:
-            dist.all_reduce(used, group=self.ranks.first)
+            dist.all_reduce(used, group=self._votes)
         except RuntimeError as error:
             raise SynchronizationError(f"the ranks must agree on unused parameters, but rank {self.ranks.rank} failed: {error}") from error
         return frozenset(position for position, ranks in enumerate(used.tolist()) if ranks == 0)
 
-    def _unpack(self, kept: frozenset[int]) -> None:
-        if self._one_whole_slice_each and not kept:
-            gradients = [parameter.grad for parameter in self.parameters]
-            present = [gradient for gradient in gradients if gradient is not None and not gradient.is_sparse]
-            if len(present) == len(gradients):
-                torch._foreach_copy_(present, [slots[0][1] for slots in self._slots])
-                return
+    def _unpack(self, positions: Iterable[int]) -> None:
+        """Copy the averages of variables whose messages have arrived into their `.grad`."""
         targets: list[Tensor] = []
         sources: list[Tensor] = []
-        sparse: list[tuple[nn.Parameter, Tensor]] = []
-        for position, parameter in enumerate(self.parameters):
-            if position in kept:
-                continue
+        sparse: list[tuple[Tensor, Tensor]] = []
+        for position in positions:
+            parameter = self.parameters[position]
             if self._row_transfers[position]:
                 write_average(parameter, self._row_transfers[position])
                 continue
-            target = torch.empty_like(parameter) if parameter.grad is None else parameter.grad
-            if target.is_sparse:
-                target = torch.empty_like(parameter)
-                sparse.append((parameter, target))
-            elif parameter.grad is None:
-                parameter.grad = target
+            gradient = parameter.grad
+            if gradient is None:
+                gradient = parameter.grad = torch.empty_like(parameter)
+            dense = torch.empty_like(parameter) if gradient.is_sparse else gradient
             for part, view in self._slots[position]:
-                targets.append(target if part.axis is None else slice_of(target, part))
+                targets.append(dense if part.axis is None else slice_of(dense, part))
                 sources.append(view)
+            if gradient.is_sparse:
+                sparse.append((gradient, dense))
         if targets:
             torch._foreach_copy_(targets, sources)
-        for parameter, dense in sparse:
-            parameter.grad = dense.to_sparse(1)  # rows whose average is exactly zero are left out
+        for gradient, dense in sparse:
+            gradient.copy_(dense.to_sparse(1))  # rows whose average is exactly zero are left out
 
     def _unused(self, missing: list[int]) -> SynchronizationError:
         names = ", ".join(self.names[position] for position in missing[:5])

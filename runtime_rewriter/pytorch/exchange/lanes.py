@@ -21,6 +21,8 @@ from runtime_rewriter.pytorch.exchange.ranks import Circle, Ranks, destroy_group
 Step = Callable[[], dist.Work | None]
 """Starts the next collective of a message once its earlier ones have completed; None: nothing to wait for on this rank."""
 
+_VOTES = -1  # a lane without steps
+
 
 KEPT_GROUPS = 32
 """Tuning tries many rings and owners and comes back to few; every group has threads, and connections to all its members."""
@@ -92,7 +94,7 @@ class Lanes:
         Collective on first use, so only while a plan is loaded, in the same order on all ranks.
         """
         alone = len(circle.part_of(self.ranks.rank)) < 2
-        if circle == Circle.world(self.ranks.size) and lane < 2:
+        if circle == Circle.world(self.ranks.size) and lane in (0, 1):
             return None if alone else (self.ranks.first, self.ranks.second)[lane]
         made = self._groups.pop((lane, circle), None) or self.ranks.among(circle)
         self._groups[lane, circle] = made  # the last used are the last
@@ -108,6 +110,10 @@ class Lanes:
         self._asked.clear()
         for key in list(self._groups)[: unused if self.ranks.is_world and unused > 0 else 0]:
             destroy_groups(self._groups.pop(key))
+
+    def votes(self) -> dist.ProcessGroup:
+        """A group of all ranks on which no message travels; collective on first use."""
+        return self.group(_VOTES, Circle.world(self.ranks.size)) or self.ranks.first
 
     def hosts(self) -> Circle:
         """The ranks that share a host; collective on first use. Raises `InvalidStrategy` on every rank where it is unknown."""

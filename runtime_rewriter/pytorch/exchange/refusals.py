@@ -18,8 +18,6 @@ _ROOTED = (Primitive.PUSH_PULL, Primitive.REDUCE_BROADCAST)
 
 def why_refused(plan: Plan) -> str | None:
     """The rule that keeps this runtime from enacting `plan`, or None; needs no model and no process group."""
-    if plan.cross_step:
-        return "this runtime finishes every message before backward() returns, but the plan has cross_step = true"
     if plan.ring_order is not None and sorted(plan.ring_order) != list(range(plan.world_size)):
         return f"ring_order must name each of the {plan.world_size} ranks once, but is {plan.ring_order}"
     for number, message in enumerate(plan.messages):
