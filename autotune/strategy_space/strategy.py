@@ -38,6 +38,10 @@ class Compressor(StrEnum):
     POWER_SGD = "power_sgd"
 
 
+WITH_FEEDBACK = (Compressor.INT8, Compressor.TOP_K, Compressor.POWER_SGD)
+"""Compressors with error feedback: what they do not send stays on the rank and is sent later."""
+
+
 class SparseHandling(StrEnum):
     """How the gradient of a sparse variable (an embedding's rows) travels."""
 

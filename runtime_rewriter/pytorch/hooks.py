@@ -35,9 +35,10 @@ from runtime_rewriter.pytorch.exchange.device import Device
 from runtime_rewriter.pytorch.exchange.hierarchical import Circles
 from runtime_rewriter.pytorch.exchange.lanes import Lanes
 from runtime_rewriter.pytorch.exchange.ranks import Ranks
-from runtime_rewriter.pytorch.exchange.row_transfer import RowTransfer, write_average
-from runtime_rewriter.pytorch.exchange.rows import rows_of
-from runtime_rewriter.pytorch.exchange.transfer import Transfer, slice_of
+from runtime_rewriter.pytorch.exchange.refusals import why_scaled_refused
+from runtime_rewriter.pytorch.exchange.residuals import Residuals
+from runtime_rewriter.pytorch.exchange.row_transfer import RowTransfer, waiting_rows, write_average
+from runtime_rewriter.pytorch.exchange.transfer import Transfer, pack_slice, slice_of
 from runtime_rewriter.pytorch.native_buckets import BucketReducer, Buckets, Carrier
 from runtime_rewriter.pytorch.native_observation import ObservedPass
 from runtime_rewriter.pytorch.observers import Accelerator, BackwardObserver, StepListener
@@ -75,6 +76,7 @@ class GradientSynchronizer:
         self.ranks = Ranks.of(process_group, timeout_s, agreement_timeout_s)
         self.device = Device(self.parameters[0].device)
         self.lanes = Lanes(self.ranks, self.device)
+        self.residuals = Residuals(named, self.ranks.rank, self.ranks.size)
         self.listeners: list[StepListener] = []
         self.observers: list[BackwardObserver] = []
         self.accelerator: Accelerator | None = None  # None: the module itself computes
@@ -132,14 +134,15 @@ class GradientSynchronizer:
         buckets = None
         try:
             if plan is not None:
-                reason = self.why_not()
+                reason = self.why_not() or why_scaled_refused(plan, self.byte_scale)
                 if reason is not None:
                     raise InvalidStrategy(f"plans cannot be enacted here: {reason}")
                 reason = self.cross_step.why_not() if plan.cross_step else None
                 if reason is not None:
                     raise InvalidStrategy(f"plan {plan.id} cannot be enacted: synchronization cannot cross the step, since {reason}")
                 check_fit(plan, self.module, self.ranks.size)
-                buckets = None if deferred or self._carrier is None else self._carrier.buckets_of(plan)
+                if self._carrier is not None and not deferred and not self.residuals.in_use:  # what waits is for our own messages
+                    buckets = self._carrier.buckets_of(plan)
         except AutotuneError as problem:
             error = problem
         agree(self.ranks, plan, error, self.byte_scale)
@@ -150,6 +153,7 @@ class GradientSynchronizer:
         self.lanes.trim()
         self.native = None if buckets is None else self._carry(buckets)
         self._plan, self._transfers, self.deferred = plan, transfers, deferred
+        self.residuals.plan_loaded(plan)
         self._slots: list[list[tuple[TensorSlice, Tensor]]] = [[] for _ in self.names]
         self._packed_alone: list[list[tuple[TensorSlice, Tensor]]] = [[] for _ in self.names]  # those that are packed when they are ready
         self._row_transfers: list[list[RowTransfer]] = [[] for _ in self.names]
@@ -180,7 +184,7 @@ class GradientSynchronizer:
         made: list[Transfer | RowTransfer] = []
         for number, message in enumerate(plan.messages):
             kind = Transfer if message.sparse is SparseHandling.DENSE else RowTransfer
-            made.append(kind(number, message, named, self.lanes, circles, self.byte_scale))
+            made.append(kind(number, message, named, self.residuals, self.lanes, circles, self.byte_scale))
         return made
 
     def _carry(self, buckets: Buckets) -> BucketReducer:
@@ -191,6 +195,11 @@ class GradientSynchronizer:
         except RuntimeError as error:
             self._broken = str(error)
             raise SynchronizationError(f"all ranks must make the same buckets, but rank {self.ranks.rank} failed: {error}") from error
+
+    def forget_residuals(self) -> None:
+        """Between two steps, on every rank: what compressed messages have not sent is dropped."""
+        self.cross_step.settle_all()
+        self.residuals.clear()
 
     def emulate(self, accelerator: Accelerator | None) -> None:
         """Local, between two steps: from now on `accelerator` stands for the module's own computation, or nothing does."""
@@ -434,12 +443,10 @@ class GradientSynchronizer:
         if self._packed_alone[position]:
             dense = self._dense(position)
             for part, view in self._packed_alone[position]:
-                if dense is None:
-                    view.zero_()
-                else:
-                    torch.mul(slice_of(dense, part), 1.0 / self.ranks.size, out=view)
+                source = None if dense is None else slice_of(dense, part)
+                pack_slice(source, 1.0 / self.ranks.size, self.residuals.waiting(part), out=view)
         if self._row_transfers[position]:
-            rows = rows_of(self.parameters[position].grad, self.parameters[position], 1.0 / self.ranks.size)
+            rows = waiting_rows(self.parameters[position], 1.0 / self.ranks.size, self.residuals.of(self.names[position]))
             for rowed in self._row_transfers[position]:
                 rowed.take(rows)
         self._filled[position] = True
@@ -510,6 +517,9 @@ class GradientSynchronizer:
         self._drain()
         assert self._next == len(self._transfers)
         kept = self._agree_on_unused() if self._find_unused else frozenset()
+        for position in kept:
+            for transfer in self._transfers_of[position]:
+                transfer.take_back(self.names[position])
         averaged = [position for position in range(len(self.names)) if position not in kept]
         if deferred:
             self.cross_step.defer(self._transfers, averaged)

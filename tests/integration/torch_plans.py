@@ -66,7 +66,10 @@ def uniform(
     partitioned: bool = False,
     groups: int = 3,
 ) -> Plan:
-    """Every variable synchronized in one way, in `groups` messages; with `partitioned` cut unevenly along its largest axis."""
+    """Every variable synchronized in one way, in `groups` messages; with `partitioned` cut unevenly along its largest axis.
+
+    top-k sends a tenth, PowerSGD has rank 1.
+    """
     workload = assumed_workload(module)
     rooted = synchronizer in ROOTED
     choices = []
@@ -79,6 +82,8 @@ def uniform(
                 placement=(number + part) % world_size if rooted else None,
                 group=None if rooted else (number + part) % groups,
                 priority=part,
+                ratio=0.1 if compressor is Compressor.TOP_K else None,
+                rank=1 if compressor is Compressor.POWER_SGD else None,
             )
             for part in range(len(partition.sizes) if partition else 1)
         )

@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from autotune.strategy_space.plan import Message, Plan
+from runtime_rewriter.pytorch.exchange.compressed import flat_exchange
 from runtime_rewriter.pytorch.exchange.lanes import Lanes
 from runtime_rewriter.pytorch.exchange.ranks import Circle
-from runtime_rewriter.pytorch.exchange.sums import Broadcast, Chain, Exchange, Reduce, flat_sum
+from runtime_rewriter.pytorch.exchange.residuals import Feedback
+from runtime_rewriter.pytorch.exchange.sums import Broadcast, Chain, Exchange, Reduce
 
 
 @dataclass(frozen=True)
@@ -54,13 +56,16 @@ class Circles:
         return len(self.leaders(message.owner).parts[0]) if self.two_level(message) else len(self.world.parts[0])
 
 
-def sum_of(message: Message, values: Tensor, lanes: Lanes, circles: Circles, first_lane: int = 0) -> Exchange:
-    """The sum of `values` over all ranks, in the way that the message says. Collective; `values` as `circles.multiple` asks."""
+def sum_of(message: Message, values: Tensor, lanes: Lanes, circles: Circles, feedback: Feedback, first_lane: int = 0) -> Exchange:
+    """The sum of `values` over all ranks, in the way that the message says. Collective; `values` as `padded_elements` says.
+
+    Only the leaders of hosts compress what they send, so that only they have residuals of a hierarchical message.
+    """
     if not circles.two_level(message):
-        return flat_sum(message.primitive, values, lanes, circles.world, message.owner, first_lane)
+        return flat_exchange(message, values, lanes, circles.world, feedback, first_lane)
     assert circles.hosts is not None
     leaders = circles.leaders(message.owner)
     inside = Reduce(values, lanes, circles.hosts, leaders.parts[0], first_lane)
-    among = flat_sum(message.primitive, values, lanes, leaders, message.owner, first_lane + 1)
+    among = flat_exchange(message, values, lanes, leaders, feedback, first_lane + 1)
     outside = Broadcast(values, lanes, circles.hosts, leaders.parts[0], among.steps()[-1][0] + 1)
     return Chain(inside, among, outside)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from autotune.strategy_space.plan import Message, Plan, Primitive
-from autotune.strategy_space.strategy import Compressor, SparseHandling
+from autotune.strategy_space.strategy import WITH_FEEDBACK, Compressor, SparseHandling
 
-ENACTED_COMPRESSORS = (Compressor.NONE, Compressor.FP16, Compressor.BF16)
+_FED_BACK = ("float32", "float64")
+_MOST_INDICES = 2**31 - 1
 ROW_COMPRESSORS = (Compressor.NONE, Compressor.FP16, Compressor.BF16)
 """Of sparse gradients that travel as rows."""
 _ROW_PRIMITIVES = {
@@ -28,8 +29,10 @@ def why_refused(plan: Plan) -> str | None:
 
 def _why_message_refused(message: Message, world_size: int) -> str | None:
     compressed = message.compressor is not Compressor.NONE
-    if message.compressor not in ENACTED_COMPRESSORS:
-        return f"compressor must be none, fp16 or bf16, but is {message.compressor}"
+    if message.compressor in WITH_FEEDBACK:
+        reason = _why_no_feedback(message)
+        if reason is not None:
+            return reason
     if compressed and message.dtype.startswith("complex"):
         return f"complex gradients travel uncompressed, but the compressor is {message.compressor}"
     if message.sparse is not SparseHandling.DENSE:
@@ -41,6 +44,27 @@ def _why_message_refused(message: Message, world_size: int) -> str | None:
     if message.primitive in _ROOTED and (message.owner is None or not 0 <= message.owner < world_size):
         return f"the owner must be a rank below {world_size}, but is {message.owner}"
     return None
+
+
+def _why_no_feedback(message: Message) -> str | None:
+    if message.dtype not in _FED_BACK:
+        return f"compressor {message.compressor} needs float32 or float64 gradients, but these are {message.dtype}; use none, fp16 or bf16"
+    if message.sparse is not SparseHandling.DENSE:
+        return f"compressor {message.compressor} takes dense gradients, but the message sends them as {message.sparse}; set sparse = dense"
+    if message.compressor is Compressor.TOP_K and message.elements > _MOST_INDICES:
+        return f"top_k sends int32 indices, but the message has {message.elements} elements; cut it to at most {_MOST_INDICES}"
+    return None
+
+
+def why_scaled_refused(plan: Plan, byte_scale: float) -> str | None:
+    """Why a plan cannot be enacted while only 1/`byte_scale` of every message travels, or None."""
+    found = next((message for message in plan.messages if message.compressor in WITH_FEEDBACK), None)
+    if byte_scale == 1 or found is None:
+        return None
+    return (
+        f"with bytes divided by {byte_scale:g} a compressor would work on a part of each message only and its cost be measured too low, "
+        f"but the plan has {describe(found)} with {found.compressor}; use none, fp16 or bf16, or a byte scale of 1"
+    )
 
 
 def _why_rows_refused(message: Message) -> str | None:

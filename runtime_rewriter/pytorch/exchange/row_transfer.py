@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -13,8 +14,9 @@ from autotune.strategy_space.plan import Message
 from runtime_rewriter.emulation import travelling
 from runtime_rewriter.pytorch.exchange.hierarchical import Circles
 from runtime_rewriter.pytorch.exchange.lanes import Lanes
+from runtime_rewriter.pytorch.exchange.residuals import Residuals
 from runtime_rewriter.pytorch.exchange.row_sums import row_sum
-from runtime_rewriter.pytorch.exchange.rows import Form, RowBuffers, Rows, gradient_of, values_of
+from runtime_rewriter.pytorch.exchange.rows import Form, RowBuffers, Rows, gradient_of, rows_of, values_of
 from runtime_rewriter.pytorch.exchange.sending import WIRE_DTYPE, Sending
 
 
@@ -26,18 +28,25 @@ class RowTransfer(Sending):
     """
 
     def __init__(
-        self, number: int, message: Message, parameters: Mapping[str, Tensor], lanes: Lanes, circles: Circles, byte_scale: float = 1.0
+        self,
+        number: int,
+        message: Message,
+        parameters: Mapping[str, Tensor],
+        residuals: Residuals,
+        lanes: Lanes,
+        circles: Circles,
+        byte_scale: float = 1.0,
     ) -> None:
         """Collective: it may make process groups."""
         (self.part,) = message.slices
-        parameter = parameters[self.part.variable]
+        self._parameter = parameter = parameters[self.part.variable]
         self._byte_scale = byte_scale
         self._bounds = (0, parameter.shape[0]) if self.part.axis is None else (self.part.start, self.part.stop)
         self._local: Rows | None = None
         self._total: Rows | None = None
         buffers = RowBuffers.of(parameter, WIRE_DTYPE.get(message.compressor))
         steps, self._result = row_sum(message, self._taken, buffers, lanes, circles)
-        super().__init__(number, message, lanes, [*steps, (steps[-1][0] + 1, self._finish)])
+        super().__init__(number, message, residuals, lanes, [*steps, (steps[-1][0] + 1, self._finish)])
 
     def take(self, rows: Rows) -> None:
         """The local rows of the whole variable, scaled by 1/w."""
@@ -55,12 +64,29 @@ class RowTransfer(Sending):
         self._lanes.device.keep(self.total.indices, self.total.values)
         self._local = None
 
+    def _put_back(self, variables: frozenset[str]) -> None:
+        self._residuals.kept(self.part)
+        whole = self._residuals.of(self.part.variable)
+        assert whole is not None
+        whole.index_add_(0, self.total.indices, values_of(self.total, self._parameter))
+
     def _taken(self) -> Rows:
         assert self._local is not None
         return self._local
 
     def _finish(self) -> None:
         self._total = self._result()
+
+
+def waiting_rows(parameter: Tensor, scale: float, waiting: Tensor | None) -> Rows:
+    """The rows of the parameter's gradient times `scale`, with what waited of it, which may have any row."""
+    gradient = parameter.grad
+    if waiting is None:
+        return rows_of(gradient, parameter, scale)
+    if gradient is None:
+        return replace(rows_of(waiting, parameter, 1.0), form=Form.NONE)
+    rows = rows_of(waiting.add(gradient, alpha=scale), parameter, 1.0)
+    return replace(rows, form=Form.COO) if gradient.is_sparse else rows
 
 
 def write_average(parameter: Tensor, transfers: Sequence[RowTransfer]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
@@ -11,16 +12,18 @@ from autotune.strategy_space.plan import Message
 from autotune.strategy_space.strategy import Compressor
 from runtime_rewriter.pytorch.exchange.lanes import Flight, Lanes, Step
 from runtime_rewriter.pytorch.exchange.refusals import describe
+from runtime_rewriter.pytorch.exchange.residuals import Residuals
 
 WIRE_DTYPE = {Compressor.FP16: torch.float16, Compressor.BF16: torch.bfloat16}
 """What travels instead of the message's own dtype."""
 
 
-class Sending:
+class Sending(ABC):
     """One message. `pending` counts the slices that this backward pass has not filled yet."""
 
-    def __init__(self, number: int, message: Message, lanes: Lanes, steps: Sequence[tuple[int, Step]]) -> None:
+    def __init__(self, number: int, message: Message, residuals: Residuals, lanes: Lanes, steps: Sequence[tuple[int, Step]]) -> None:
         self.number, self.message = number, message
+        self._residuals, self._unwanted = residuals, set[str]()
         self.pending = len(message.slices)
         self._lanes, self._steps = lanes, steps
         self._flight: Flight | None = None
@@ -41,12 +44,34 @@ class Sending:
 
     def wait(self) -> None:
         """Until the wire holds the sum. Raises `SynchronizationError` when a rank is gone or too late."""
+        if self._flight is None:
+            return
         try:
-            if self._flight is not None:
-                self._flight.wait()
+            self._flight.wait()
         except RuntimeError as error:
             raise self._failed(error) from error
         self._flight = None
+        self._sent()
+        if self._unwanted and self._lanes.ranks.rank == 0:
+            self._put_back(frozenset(self._unwanted))
+        self._unwanted.clear()
+
+    def take_back(self, variable: str) -> None:
+        """Of a message that is issued: the variable keeps its `.grad`, so what earlier steps left of it is sent for nothing.
+
+        One rank makes the sum its residual when it has arrived.
+        """
+        if self._residuals.in_use:
+            self._unwanted.add(variable)
+
+    def _sent(self) -> None:
+        """The message has arrived: what waited in the residuals went with it."""
+        for part in self.message.slices:
+            self._residuals.release(part)
+
+    @abstractmethod
+    def _put_back(self, variables: frozenset[str]) -> None:
+        """Add the sums of these variables to this rank's residuals."""
 
     def reset(self) -> None:
         self.pending = len(self.message.slices)

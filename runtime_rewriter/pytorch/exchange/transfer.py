@@ -17,8 +17,10 @@ from torch import Tensor
 
 from autotune.strategy_space.plan import Message, TensorSlice
 from runtime_rewriter.emulation import travelling
+from runtime_rewriter.pytorch.exchange.compressed import padded_elements
 from runtime_rewriter.pytorch.exchange.hierarchical import Circles, sum_of
 from runtime_rewriter.pytorch.exchange.lanes import Lanes
+from runtime_rewriter.pytorch.exchange.residuals import Feedback, Residuals
 from runtime_rewriter.pytorch.exchange.sending import WIRE_DTYPE, Sending
 
 BATCHED_BYTES = 64 * 1024
@@ -33,13 +35,19 @@ class Transfer(Sending):
     """
 
     def __init__(
-        self, number: int, message: Message, parameters: Mapping[str, Tensor], lanes: Lanes, circles: Circles, byte_scale: float = 1.0
+        self,
+        number: int,
+        message: Message,
+        parameters: Mapping[str, Tensor],
+        residuals: Residuals,
+        lanes: Lanes,
+        circles: Circles,
+        byte_scale: float = 1.0,
     ) -> None:
         """Collective: it may make process groups."""
         dtype = getattr(torch, message.dtype)
         multiple = circles.multiple(message)
-        padded = -(-message.elements // multiple) * multiple
-        wire = torch.zeros(padded, dtype=WIRE_DTYPE.get(message.compressor, dtype), device=lanes.device.device)
+        wire = torch.zeros(padded_elements(message, multiple), dtype=WIRE_DTYPE.get(message.compressor, dtype), device=lanes.device.device)
         self.views = list(_views(wire, message, parameters))
         # What is cast is scaled on its way, one by one, so that it is rounded once.
         most = BATCHED_BYTES // wire.element_size() if wire.dtype == dtype else 0
@@ -47,10 +55,12 @@ class Transfer(Sending):
         self._scaled = _runs(wire, [part.elements for part, _ in self.views], frozenset(self.batched))
         real = torch.view_as_real(wire).flatten() if wire.is_complex() else wire
         real = real[: travelling(real.numel(), byte_scale, multiple)]
-        super().__init__(number, message, lanes, sum_of(message, real, lanes, circles).steps() if message.elements else [])
+        self._feedback = Feedback(residuals, self.views)
+        steps = sum_of(message, real, lanes, circles, self._feedback).steps() if message.elements else []
+        super().__init__(number, message, residuals, lanes, steps)
 
     def pack(self, sources: Sequence[Tensor | None], scale: float) -> None:
-        """Fill the batched slices, in their order, and scale them; None is a gradient of zeros."""
+        """Fill the batched slices, in their order: scaled, with what waited; None is a gradient of zeros."""
         views = [self.views[number][1] for number in self.batched]
         for view, source in zip(views, sources, strict=True):
             if source is None:
@@ -60,6 +70,29 @@ class Transfer(Sending):
             torch._foreach_copy_([view for view, _ in found], [source for _, source in found])
         for run in self._scaled:
             run.mul_(scale)
+        if self._residuals:
+            waiting = [(self.views[number][1], self._residuals.waiting(self.views[number][0])) for number in self.batched]
+            pairs = [(view, residual) for view, residual in waiting if residual is not None]
+            if pairs:
+                torch._foreach_add_([view for view, _ in pairs], [residual for _, residual in pairs])
+
+    def _sent(self) -> None:
+        self._feedback.sent()
+
+    def _put_back(self, variables: frozenset[str]) -> None:
+        for part, view in self.views:
+            if part.variable in variables:
+                self._residuals.kept(part).add_(view)
+
+
+def pack_slice(source: Tensor | None, scale: float, waiting: Tensor | None, out: Tensor) -> None:
+    """One slice of a gradient, None for zeros, scaled, with what waited of it, into its view of a message; rounded once to its dtype."""
+    if source is None:
+        out.zero_() if waiting is None else out.copy_(waiting)
+    elif waiting is None:
+        torch.mul(source, scale, out=out)
+    else:
+        torch.add(waiting, source, alpha=scale, out=out)
 
 
 def slice_of(tensor: Tensor, part: TensorSlice) -> Tensor:
