@@ -5,7 +5,7 @@
 
 The data is generated, not collected: every user and item has a random latent vector, an item's popularity falls as a power of its
 rank, and a user takes the items with the largest sum of both and of noise (`generate`). Of every user one item is held out.
-The four embedding tables have sparse gradients: a step touches the rows of its batch only.
+The embeddings have sparse gradients, since a step touches the rows of its batch only, and an optimizer of their own.
 """
 
 from __future__ import annotations
@@ -50,29 +50,27 @@ def parse_args() -> argparse.Namespace:
 class NeuMF(nn.Module):
     """A product of embeddings (GMF) and a multi-layer net over other embeddings (MLP), added up by one layer (He et al. 2017, Fig. 3).
 
-    `sparse`: whether the gradients of the embeddings are sparse.
+    One table holds them all: a row per user and then one per item, GMF's part beside MLP's. So a step sends one sparse tensor: several
+    at once over gloo corrupt the heap in torch 2.13. `sparse`: whether the gradient of the table is sparse.
     """
 
     def __init__(self, users: int, items: int, width: int, sparse: bool) -> None:
         super().__init__()
-        self.user_gmf, self.user_mlp = (nn.Embedding(users, width, sparse=sparse) for _ in range(2))
-        self.item_gmf, self.item_mlp = (nn.Embedding(items, width, sparse=sparse) for _ in range(2))
+        self.users = users
+        self.table = nn.Embedding(users + items, 2 * width, sparse=sparse)
         layers: list[nn.Module] = []
         for size in (2 * width, width, width // 2):
             layers += [nn.Linear(size, size // 2), nn.ReLU()]
         self.mlp = nn.Sequential(*layers)
         self.head = nn.Linear(width + width // 4, 1)
-        for table in self.tables():
-            nn.init.normal_(table.weight, std=0.05)
-
-    def tables(self) -> list[nn.Embedding]:
-        return [self.user_gmf, self.item_gmf, self.user_mlp, self.item_mlp]
+        nn.init.normal_(self.table.weight, std=0.05)
 
     def forward(self, users: Tensor, items: Tensor) -> Tensor:
         """Logits (batch,) of users (batch,) taking items (batch,)."""
-        product = self.user_gmf(users) * self.item_gmf(items)
-        mixed = self.mlp(torch.cat([self.user_mlp(users), self.item_mlp(items)], 1))
-        logits: Tensor = self.head(torch.cat([product, mixed], 1)).squeeze(1)
+        rows = self.table(torch.stack([users, items + self.users]))
+        (user_gmf, user_mlp), (item_gmf, item_mlp) = (row.chunk(2, 1) for row in rows)
+        mixed = self.mlp(torch.cat([user_mlp, item_mlp], 1))
+        logits: Tensor = self.head(torch.cat([user_gmf * item_gmf, mixed], 1)).squeeze(1)
         return logits
 
 
@@ -123,11 +121,10 @@ def draw_batch(pairs: Tensor, taken: Tensor, negatives: int) -> tuple[Tensor, Te
 
 
 def make_optimizers(model: NeuMF, lr: float) -> list[torch.optim.Optimizer]:
-    """Adam for the layers; for the tables its lazy variant, which touches the rows that have a gradient only."""
-    tables = [table.weight for table in model.tables()]
+    """Adam for the layers; for the table its lazy variant, which touches only the rows that have a gradient."""
     layers = [*model.mlp.parameters(), *model.head.parameters()]
-    lazy = torch.optim.SparseAdam if model.user_gmf.sparse else torch.optim.Adam
-    return [lazy(tables, lr=lr), torch.optim.Adam(layers, lr=lr)]
+    lazy = torch.optim.SparseAdam if model.table.sparse else torch.optim.Adam
+    return [lazy([model.table.weight], lr=lr), torch.optim.Adam(layers, lr=lr)]
 
 
 def setup() -> torch.device:
