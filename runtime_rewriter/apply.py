@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,8 +21,8 @@ from autotune.strategy_space.plan import plan as planned
 from runtime_rewriter.active import current_session
 from runtime_rewriter.exported import plan_for
 from runtime_rewriter.pytorch.agreement import assumed_workload
-from runtime_rewriter.pytorch.collectives import TRAINING_TIMEOUTS
 from runtime_rewriter.pytorch.ddp import attach
+from runtime_rewriter.pytorch.exchange.ranks import TRAINING_TIMEOUTS
 from runtime_rewriter.pytorch.hooks import GradientSynchronizer
 
 
@@ -37,6 +38,22 @@ class Applied:
         """Backward passes inside accumulate gradients without synchronizing them, as DDP's `no_sync`."""
         with self.synchronizer.no_sync():
             yield
+
+    def compression_state(self) -> dict[str, Any]:
+        """What this rank holds back for later steps (int8, top_k, power_sgd): save it with the model's and the optimizer's state.
+
+        Every rank has its own, between two steps: `torch.save(applied.compression_state(), f"compression-{rank}.pt")`. It is
+        safe for `torch.load(weights_only=True)`, has the size of the model at most, and holds no tensors where nothing is compressed.
+        """
+        return self.synchronizer.residuals.state_dict()
+
+    def load_compression_state(self, state: Mapping[str, Any]) -> None:
+        """Carry on from what `compression_state` gave on this rank; every rank, between two steps.
+
+        Without it the residuals start from zero: a restart loses what had not been sent, about one step's small gradients.
+        Raises `InvalidInput` where the state is another rank's, another world's or another model's.
+        """
+        self.synchronizer.residuals.load_state_dict(state)
 
 
 def apply(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, strategy: str | Path | None = None) -> Applied:

@@ -21,8 +21,8 @@ from autotune.workload import Workload
 from runtime_rewriter.control import HEARTBEAT_S, ControlClosed, ControlLine
 from runtime_rewriter.emulation import timetable_of
 from runtime_rewriter.probe.collectives import probe_cluster, probe_links
-from runtime_rewriter.pytorch.collectives import TUNING_TIMEOUTS
 from runtime_rewriter.pytorch.emulation import EmulatedAccelerator
+from runtime_rewriter.pytorch.exchange.ranks import TUNING_TIMEOUTS
 from runtime_rewriter.pytorch.hooks import GradientSynchronizer
 from runtime_rewriter.pytorch.numerics import GradientGate
 from runtime_rewriter.pytorch.profile import WorkloadProfiler
@@ -189,6 +189,7 @@ class TuningSession:
             if message["do"] == "more":  # further steps of the trial that just paused
                 return TrialRun(None, int(message["warmup_steps"]), int(message["timed_steps"]), self._accelerator)
             plan = parse(Plan, message["plan"], "the plan of the trial") if message["plan"] else None
+            self._synchronizer.residuals.clear()  # what one trial has not sent must not reach the next one
             try:
                 self._synchronizer.load(plan or self._current_plan)
             except InvalidStrategy as refusal:  # every rank raised it, and the earlier plan is still loaded

@@ -14,7 +14,6 @@ Gradients count as in torch's DDP: under accumulation only the last backward pas
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from threading import Lock
@@ -29,7 +28,13 @@ from autotune.errors import AutotuneError, InvalidStrategy, SynchronizationError
 from autotune.strategy_space.plan import Plan, TensorSlice
 from runtime_rewriter.pytorch.agreement import agree, assumed_workload, check_fit, trainable_parameters
 from runtime_rewriter.pytorch.autograd import by_identity, reachable_variables, tensors_with_graph
-from runtime_rewriter.pytorch.collectives import Device, Ranks, Transfer, slice_of
+from runtime_rewriter.pytorch.exchange.device import Device
+from runtime_rewriter.pytorch.exchange.hierarchical import Circles
+from runtime_rewriter.pytorch.exchange.lanes import Lanes
+from runtime_rewriter.pytorch.exchange.ranks import Ranks
+from runtime_rewriter.pytorch.exchange.refusals import why_scaled_refused
+from runtime_rewriter.pytorch.exchange.residuals import Residuals
+from runtime_rewriter.pytorch.exchange.transfer import Transfer, pack_slice, slice_of
 from runtime_rewriter.pytorch.observers import Accelerator, BackwardObserver, StepListener
 
 _NO_GRAD_ALREADY = nullcontext()
@@ -62,6 +67,8 @@ class GradientSynchronizer:
         self.parameters: tuple[nn.Parameter, ...] = tuple(named.values())
         self.ranks = Ranks.of(process_group, timeout_s, agreement_timeout_s)
         self.device = Device(self.parameters[0].device)
+        self.lanes = Lanes(self.ranks, self.device)
+        self.residuals = Residuals(named, self.ranks.rank, self.ranks.size)
         self.listeners: list[StepListener] = []
         self.observers: list[BackwardObserver] = []
         self.accelerator: Accelerator | None = None  # None: the module itself computes
@@ -74,7 +81,6 @@ class GradientSynchronizer:
         self._plan: Plan | None = None
         self._transfers: list[Transfer] = []
         self._handles: list[RemovableHandle] = []
-        self._second_phases: ThreadPoolExecutor | None = None
         self._lock = Lock()
         self._broken: str | None = None
         self._synchronizing = True
@@ -112,21 +118,19 @@ class GradientSynchronizer:
         """
         self._check_usable()
         error: AutotuneError | None = None
-        transfers: list[Transfer] = []
         try:
             if plan is not None:
-                reason = self.why_not()
+                reason = self.why_not() or why_scaled_refused(plan, self.byte_scale)
                 if reason is not None:
                     raise InvalidStrategy(f"plans cannot be enacted here: {reason}")
                 check_fit(plan, self.module, self.ranks.size)
-                named = dict(zip(self.names, self.parameters, strict=True))
-                scale = self.byte_scale
-                transfers = [Transfer(number, m, named, self.ranks, self.device, scale) for number, m in enumerate(plan.messages)]
         except AutotuneError as problem:
             error = problem
         agree(self.ranks, plan, error, self.byte_scale)
+        transfers = [] if plan is None else self._transfers_by(plan)
         self._unhook()
         self._plan, self._transfers = plan, transfers
+        self.residuals.plan_loaded(plan)
         self._slots: list[list[tuple[TensorSlice, Tensor]]] = [[] for _ in self.names]
         self._packed_alone: list[list[tuple[TensorSlice, Tensor]]] = [[] for _ in self.names]  # those that are packed when they are ready
         self._transfers_of: list[list[Transfer]] = [[] for _ in self.names]  # one per slice
@@ -141,9 +145,15 @@ class GradientSynchronizer:
         self._one_whole_slice_each = all(len(slots) == 1 and slots[0][0].axis is None for slots in self._slots)
         self._reset_backward()
         if plan is not None:
-            self._second_phases = ThreadPoolExecutor(1, thread_name_prefix="second-phases")
             hooks = (partial(self._on_gradient, position) for position in range(len(self.parameters)))
             self._handles = [p.register_post_accumulate_grad_hook(hook) for p, hook in zip(self.parameters, hooks, strict=True)]
+
+    def _transfers_by(self, plan: Plan) -> list[Transfer]:
+        """Collective: after agreement, since messages make process groups."""
+        circles = Circles.of(plan, self.lanes)
+        named = dict(zip(self.names, self.parameters, strict=True))
+        messages, scale = enumerate(plan.messages), self.byte_scale
+        return [Transfer(number, m, named, self.residuals, self.lanes, circles, scale) for number, m in messages]
 
     def emulate(self, accelerator: Accelerator | None) -> None:
         """Local, between two steps: from now on `accelerator` stands for the module's own computation, or nothing does."""
@@ -162,20 +172,19 @@ class GradientSynchronizer:
         self.byte_scale = byte_scale
 
     def close(self) -> None:
-        """Remove every hook, stop the thread and give the process groups back. Local."""
+        """Remove every hook, stop the threads and give the process groups back. Local."""
         self._unhook()
         self._plan, self._transfers = None, []
         self.listeners.clear()
         self.observers.clear()
+        self.lanes.close()
         self.ranks.destroy()
 
     def _unhook(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        if self._second_phases is not None:
-            self._second_phases.shutdown(wait=False, cancel_futures=True)
-            self._second_phases = None
+        self.lanes.stop()
 
     def _check_usable(self) -> None:
         if self._broken is not None:
@@ -344,10 +353,8 @@ class GradientSynchronizer:
         if self._packed_alone[position]:
             dense = self._dense(position)
             for part, view in self._packed_alone[position]:
-                if dense is None:
-                    view.zero_()
-                else:
-                    torch.mul(slice_of(dense, part), 1.0 / self.ranks.size, out=view)
+                source = None if dense is None else slice_of(dense, part)
+                pack_slice(source, 1.0 / self.ranks.size, self.residuals.waiting(part), out=view)
         self._filled[position] = True
         complete = False
         for transfer in self._transfers_of[position]:
@@ -374,10 +381,9 @@ class GradientSynchronizer:
 
     def _drain(self) -> None:
         """Issue in plan order whatever is complete."""
-        assert self._second_phases is not None
         while self._next < len(self._transfers) and self._transfers[self._next].pending == 0:
             try:
-                self._transfers[self._next].issue(self._second_phases)
+                self._transfers[self._next].issue()
             except SynchronizationError as error:
                 self._broken = str(error)
                 raise
@@ -418,6 +424,7 @@ class GradientSynchronizer:
         kept = self._agree_on_unused() if self._find_unused else frozenset()
         for transfer in self._transfers:
             transfer.wait()
+        self._put_back(kept)
         self._unpack(kept)
         for observer in tuple(self.observers):
             observer.on_synchronized(kept)
@@ -431,6 +438,13 @@ class GradientSynchronizer:
         except RuntimeError as error:
             raise SynchronizationError(f"the ranks must agree on unused parameters, but rank {self.ranks.rank} failed: {error}") from error
         return frozenset(position for position, ranks in enumerate(used.tolist()) if ranks == 0)
+
+    def _put_back(self, kept: frozenset[int]) -> None:
+        """What earlier steps left of a variable that keeps its `.grad` has been sent for nothing: one rank takes the sum back."""
+        if self.residuals.in_use and self.ranks.rank == 0:
+            for position in kept:
+                for part, view in self._slots[position]:
+                    self.residuals.kept(part).add_(view)
 
     def _unpack(self, kept: frozenset[int]) -> None:
         if self._one_whole_slice_each and not kept:

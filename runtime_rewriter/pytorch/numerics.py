@@ -4,8 +4,9 @@
 |---|---|
 | w | number of ranks |
 | g_r | local gradient of one variable on rank r |
-| a, b | synchronized gradient by the plan and by the reference: sum over r of g_r / w |
-| M | max over ranks and elements of abs(g_r); M_model: the largest finite M of all variables |
+| e_r, e'_r | residual of the variable on rank r before and after the step (see exchange/residuals.py); 0 where nothing is kept |
+| a, b | synchronized gradient by the plan and by the reference: sum over r of g_r / w + e_r - e'_r |
+| M | max over ranks and elements of abs(g_r + w e_r); M_model: the largest finite M of all variables |
 | u, u_wire | unit roundoff of the variable's dtype and of the dtype that travels |
 
 The error of a variable is max|a - b| / M.  M, not max|b|, because gradients of different ranks may cancel:
@@ -17,7 +18,11 @@ Algorithms, 2nd ed., Eq. 4.4: |fl(sum x_i) - sum x_i| <= (n - 1) u sum|x_i| + O(
 - fp16, bf16: (w + 1) u_wire + 2 w u: w roundings to the wire's dtype, w - 1 additions there, then as above.
   Gradients so small that fp16 underflows are not excused: they fail, as they should.  Only a compressed
   variable that holds nothing but rounding noise, M <= 64 u M_model (the bias of a layer before BatchNorm,
-  whose true gradient is 0), is measured against M_model instead of M.
+  whose true gradient is 0), is measured against M_model instead of M;
+- int8, top_k, power_sgd: what is lost is known, it is in e'_r, so that only sums are rounded: 16 (w + 4) u. Each rank rounds
+  v_r, what it sends, what stays and the reference's difference of these, at most 4 u |v_r|; both sums as above; PowerSGD adds
+  a few terms per element of up to |P_ik Q_jk|, which may be larger than v. 16 is a margin: 1e-5 for float32 at 6 ranks;
+- where something may wait from an earlier plan and w > 2: 4 u more, since g_r / w + e_r is rounded otherwise than g_r + w e_r.
 """
 
 # mypy: untyped-calls-exclude=torch
@@ -34,12 +39,15 @@ from torch import Tensor
 from autotune.errors import SynchronizationError
 from autotune.strategy_space.plan import Plan
 from autotune.strategy_space.strategy import Compressor
+from runtime_rewriter.pytorch.exchange.refusals import WITH_FEEDBACK
 from runtime_rewriter.pytorch.hooks import GradientSynchronizer
 from runtime_rewriter.pytorch.observers import BackwardObserver
 
 NOISE_ROUNDOFFS = 64
 """Gradients below so many roundoffs of the model's largest are noise: sums over a batch carry several roundings."""
 
+_FEEDBACK_MARGIN = 16
+_WAITING_ROUNDOFFS = 4
 _WIRE_ROUNDOFF = {Compressor.FP16: 2.0**-11, Compressor.BF16: 2.0**-8}
 
 
@@ -58,6 +66,8 @@ class GateResult:
 def tolerance_of(dtype: str, compressor: Compressor, world_size: int) -> float:
     """The bound derived at the top of this file."""
     roundoff = torch.finfo(getattr(torch, dtype)).eps / 2
+    if compressor in WITH_FEEDBACK:
+        return _FEEDBACK_MARGIN * (world_size + 4) * roundoff
     if compressor is not Compressor.NONE:
         return (world_size + 1) * _WIRE_ROUNDOFF[compressor] + 2 * world_size * roundoff
     return 0.0 if world_size <= 2 else 2 * world_size * roundoff
@@ -71,7 +81,7 @@ class GradientGate(BackwardObserver):
 
     def __init__(self, synchronizer: GradientSynchronizer) -> None:
         self._synchronizer = synchronizer
-        self._local: dict[int, Tensor] = {}
+        self._local: dict[int, Tensor] = {}  # g_r + w e_r
         self._result: GateResult | None = None
 
     def arm(self) -> None:
@@ -91,6 +101,9 @@ class GradientGate(BackwardObserver):
             self._local[index] = torch.zeros_like(self._synchronizer.parameters[index])
         else:
             self._local[index] = _dense(gradient).clone()
+        waiting = self._synchronizer.residuals.of(self._synchronizer.names[index])
+        if waiting is not None:
+            self._local[index].add_(waiting, alpha=self._synchronizer.ranks.size)
 
     def on_synchronized(self, kept: frozenset[int]) -> None:
         synchronizer, ranks = self._synchronizer, self._synchronizer.ranks
@@ -103,18 +116,28 @@ class GradientGate(BackwardObserver):
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=ranks.control)
         of_model = float(largest[torch.isfinite(largest)].max()) if bool(torch.isfinite(largest).any()) else 0.0
         choices = _compressors(synchronizer.plan, synchronizer.names)
+        self._subtract_what_stayed(compared)
         errors = torch.zeros_like(largest)
         for dtype in dict.fromkeys(self._local[position].dtype for position in compared):
             positions = [position for position in compared if self._local[position].dtype == dtype]
             noise = NOISE_ROUNDOFFS * torch.finfo(dtype).eps / 2 * of_model
-            excused = [largest[i] <= noise and choices[i] is not Compressor.NONE for i in positions]
+            excused = [largest[i] <= noise and choices[i] in _WIRE_ROUNDOFF for i in positions]
             scales = [of_model if out else float(largest[i]) for i, out in zip(positions, excused, strict=True)]
             errors[positions] = self._errors(positions, scales)
         self._local = {}
         dist.all_reduce(errors, op=dist.ReduceOp.MAX, group=ranks.control)
         dtypes = (str(parameter.dtype).removeprefix("torch.") for parameter in synchronizer.parameters)
         tolerances = [tolerance_of(dtype, choice, ranks.size) for dtype, choice in zip(dtypes, choices, strict=True)]
+        if ranks.size > 2 and synchronizer.residuals.in_use:
+            for position, parameter in enumerate(synchronizer.parameters):
+                tolerances[position] += _WAITING_ROUNDOFFS * torch.finfo(parameter.dtype).eps / 2
         self._result = _judge(errors.tolist(), tolerances, synchronizer.names)
+
+    def _subtract_what_stayed(self, positions: list[int]) -> None:
+        for position in positions:
+            stayed = self._synchronizer.residuals.of(self._synchronizer.names[position])
+            if stayed is not None:
+                self._local[position].sub_(stayed, alpha=self._synchronizer.ranks.size)
 
     def _errors(self, positions: list[int], scales: list[float]) -> Tensor:
         """max|a - b| / scale of variables of one dtype, shape (len(positions),), float64."""
@@ -163,7 +186,7 @@ def _largest(tensor: Tensor) -> float:
 
 def _compressors(plan: Plan, names: tuple[str, ...]) -> list[Compressor]:
     """Per variable, of its coarsest message."""
-    order = (Compressor.NONE, Compressor.FP16, Compressor.BF16)
+    order = (Compressor.NONE, *WITH_FEEDBACK, Compressor.FP16, Compressor.BF16)
     found = dict.fromkeys(names, Compressor.NONE)
     for message in plan.messages:
         for part in message.slices:

@@ -22,8 +22,8 @@ from autotune.strategy_space.strategy import Compressor
 from autotune.workload import Variable, Workload
 from runtime_rewriter.pytorch.agreement import assumed_workload, dtype_name
 from runtime_rewriter.pytorch.autograd import by_identity, variable_edges
-from runtime_rewriter.pytorch.collectives import Mark
 from runtime_rewriter.pytorch.emulation import EmulatedAccelerator
+from runtime_rewriter.pytorch.exchange.device import Mark
 from runtime_rewriter.pytorch.hooks import GradientSynchronizer
 from runtime_rewriter.pytorch.observers import BackwardObserver
 from runtime_rewriter.scheduling import step_down, take_round_robin

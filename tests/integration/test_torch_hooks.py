@@ -21,8 +21,8 @@ from torch_world import run_world
 from autotune.errors import InvalidStrategy, ModelMismatch, PlanMismatch, SynchronizationError
 from autotune.strategy_space.plan import Plan
 from autotune.strategy_space.strategy import Compressor, Synchronizer
-from runtime_rewriter.pytorch.collectives import why_refused
 from runtime_rewriter.pytorch.ddp import PlannedDataParallel, attach
+from runtime_rewriter.pytorch.exchange.refusals import why_refused
 from runtime_rewriter.pytorch.hooks import GradientSynchronizer
 from runtime_rewriter.pytorch.numerics import tolerance_of
 
@@ -128,7 +128,7 @@ def check_disagreement(rank: int) -> dict[str, Any]:
         ("other model", uniform(nn.Linear(2, 2), size)),
         ("one rank's other model", uniform(nn.Linear(2, 2), size) if rank == 1 else plans[0]),
         ("other world", uniform(model.module, size + 1)),
-        ("refused", uniform(model.module, size, compressor=Compressor.INT8)),
+        ("refused", replace(plans[0], messages=(replace(plans[0].messages[0], ranks=(0,)), *plans[0].messages[1:]))),
     ):
         try:
             model.synchronizer.load(wrong)
@@ -150,7 +150,7 @@ def test_ranks_that_disagree_or_hold_a_wrong_plan_all_raise_and_can_go_on() -> N
         assert seen["one rank's other model"][0] is ModelMismatch
         assert ("rank 1 cannot load" in seen["one rank's other model"][1]) == (number == 0)
         assert seen["other world"][0] is ModelMismatch and "3 ranks" in seen["other world"][1]
-        assert seen["refused"][0] is InvalidStrategy and "int8" in seen["refused"][1]
+        assert seen["refused"][0] is InvalidStrategy and "every rank takes part" in seen["refused"][1]
         assert seen["seconds"] < 20
 
 
@@ -458,10 +458,10 @@ def test_what_cannot_be_enacted_is_named_before_any_step() -> None:
     message = plan.messages[0]
     assert why_refused(plan) is None
     assert "cross_step" in str(why_refused(replace(plan, cross_step=True)))
-    assert "ring" in str(why_refused(replace(plan, ring_order=(1, 0))))
+    assert why_refused(replace(plan, ring_order=(1, 0))) is None
+    assert "ring_order must name each of the 2 ranks once" in str(why_refused(replace(plan, ring_order=(1, 1))))
     for change, word in (
         ({"compressor": Compressor.INT8}, "int8"),
-        ({"hierarchical": True}, "hierarchical"),
         ({"ranks": (0,)}, "every rank"),
     ):
         bad = replace(plan, messages=(replace(message, **change), *plan.messages[1:]))

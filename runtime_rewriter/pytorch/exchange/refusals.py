@@ -1,0 +1,70 @@
+"""What this runtime cannot enact, told before any step."""
+
+from __future__ import annotations
+
+from autotune.strategy_space.plan import Message, Plan, Primitive
+from autotune.strategy_space.strategy import Compressor, SparseHandling
+
+WITH_FEEDBACK = (Compressor.INT8, Compressor.TOP_K, Compressor.POWER_SGD)
+"""What these compressors do not send stays on the rank and is sent later."""
+_FED_BACK = ("float32", "float64")
+_MOST_INDICES = 2**31 - 1
+_ROOTED = (Primitive.PUSH_PULL, Primitive.REDUCE_BROADCAST)
+
+
+def why_refused(plan: Plan) -> str | None:
+    """The rule that keeps this runtime from enacting `plan`, or None; needs no model and no process group."""
+    if plan.cross_step:
+        return "this runtime finishes every message before backward() returns, but the plan has cross_step = true"
+    if plan.ring_order is not None and sorted(plan.ring_order) != list(range(plan.world_size)):
+        return f"ring_order must name each of the {plan.world_size} ranks once, but is {plan.ring_order}"
+    for number, message in enumerate(plan.messages):
+        reason = _why_message_refused(message, plan.world_size)
+        if reason is not None:
+            return f"message {number} ({describe(message)}): {reason}"
+    return None
+
+
+def _why_message_refused(message: Message, world_size: int) -> str | None:
+    compressed = message.compressor is not Compressor.NONE
+    if message.compressor in WITH_FEEDBACK:
+        reason = _why_no_feedback(message)
+        if reason is not None:
+            return reason
+    if compressed and message.dtype.startswith("complex"):
+        return f"complex gradients travel uncompressed, but the compressor is {message.compressor}"
+    if message.sparse is not SparseHandling.DENSE:
+        return f"sparse gradients travel dense, but the message asks for {message.sparse}"
+    if message.ranks:
+        return f"every rank takes part in a message, but the plan names {message.ranks}"
+    if message.primitive in _ROOTED and (message.owner is None or not 0 <= message.owner < world_size):
+        return f"the owner must be a rank below {world_size}, but is {message.owner}"
+    return None
+
+
+def _why_no_feedback(message: Message) -> str | None:
+    if message.dtype not in _FED_BACK:
+        return f"compressor {message.compressor} needs float32 or float64 gradients, but these are {message.dtype}; use none, fp16 or bf16"
+    if message.sparse is not SparseHandling.DENSE:
+        return f"compressor {message.compressor} takes dense gradients, but the message sends them as {message.sparse}; set sparse = dense"
+    if message.compressor is Compressor.TOP_K and message.elements > _MOST_INDICES:
+        return f"top_k sends int32 indices, but the message has {message.elements} elements; cut it to at most {_MOST_INDICES}"
+    return None
+
+
+def why_scaled_refused(plan: Plan, byte_scale: float) -> str | None:
+    """Why a plan cannot be enacted while only 1/`byte_scale` of every message travels, or None."""
+    found = next((message for message in plan.messages if message.compressor in WITH_FEEDBACK), None)
+    if byte_scale == 1 or found is None:
+        return None
+    return (
+        f"with bytes divided by {byte_scale:g} a compressor would work on a part of each message only and its cost be measured too low, "
+        f"but the plan has {describe(found)} with {found.compressor}; use none, fp16 or bf16, or a byte scale of 1"
+    )
+
+
+def describe(message: Message) -> str:
+    """For error messages: the primitive and the first variables."""
+    names = list(dict.fromkeys(part.variable for part in message.slices))
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{message.primitive} of {', '.join(names[:3])}{more}"

@@ -1,0 +1,121 @@
+"""top-k: the elements of largest magnitude, as values and indices.
+
+| symbol | meaning | shape |
+|---|---|---|
+| n | elements of a message | |
+| k | elements that travel, ceil(ratio n) | |
+| R | rows: what R ranks picked | |
+| values | in the gradient's dtype | (R, k) |
+| indices | int32, positions in the message; of equal magnitudes the first ones | (R, k) |
+
+A row travels as one run of bytes: its values, then its indices. What was not picked stays behind and is sent with a later
+gradient (Stich et al., Sparsified SGD with Memory, NeurIPS 2018, Alg. 1). Infinities and NaNs are the largest of all.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from runtime_rewriter.pytorch.exchange.residuals import drop_non_finite_
+
+_SAMPLE = 2**16
+_CACHED_ELEMENTS = 2**18
+"""What a CPU looks at before it goes on, so that several passes stay in the cache."""
+_BITS = {torch.float32: (torch.int32, 0x7FFFFFFF), torch.float64: (torch.int64, 0x7FFFFFFFFFFFFFFF)}
+"""Without their sign the bits of IEEE 754 numbers are ordered as their magnitudes, and NaN comes last."""
+
+
+def picked(elements: int, ratio: float) -> int:
+    """k, as in `Message.wire_bytes`."""
+    return math.ceil(elements * ratio)
+
+
+class PickedRows:
+    """The bytes of R rows, uint8 of shape (R, row bytes), and what they mean."""
+
+    def __init__(self, rows: int, k: int, dtype: torch.dtype, device: torch.device) -> None:
+        width = -(-k * (dtype.itemsize + 4) // dtype.itemsize) * dtype.itemsize  # so that the values of every row are aligned
+        self.bytes = torch.zeros(rows, width, dtype=torch.uint8, device=device)
+        self.values = self.bytes[:, : k * dtype.itemsize].view(dtype)
+        self.indices = self.bytes[:, k * dtype.itemsize : k * (dtype.itemsize + 4)].view(torch.int32)
+
+    def encode_(self, values: Tensor) -> None:
+        """Move the k largest of the flat `values`, (n,), into the only row; zeros stay in their place and where it is not finite."""
+        chosen = largest(values, self.values.shape[1])
+        self.values[0].copy_(values[chosen])
+        self.indices[0].copy_(chosen)
+        values.index_fill_(0, chosen, 0.0)
+        drop_non_finite_(values, self.values)
+
+    def sum_into(self, out: Tensor) -> None:
+        """The sum of all rows, in row order, into the flat `out`, (n,)."""
+        out.zero_()
+        for values, indices in zip(self.values, self.indices, strict=True):
+            out.index_add_(0, indices, values)
+
+
+def largest(values: Tensor, k: int) -> Tensor:
+    """Positions of the k elements of largest magnitude of the flat `values`, int64; on a CPU in ascending order."""
+    integer, without_sign = _BITS[values.dtype]
+    bits = values.view(integer)
+    if values.device.type != "cpu":
+        return torch.topk(bits & without_sign, k, sorted=False).indices
+    return torch.from_numpy(_largest(bits.numpy(), k, without_sign))
+
+
+def _largest(bits: NDArray[np.signedinteger], k: int, without_sign: int) -> NDArray[np.int64]:
+    """A sample bounds the threshold from below, so that only a little more than k elements are compared exactly.
+
+    25 M float32 elements, k = 1 %, one core: torch.topk needs 1.26 s, this a thirtieth.
+    """
+    bound = max(1, _lower_bound(bits, k, without_sign))
+    positions, magnitudes = _above(bits, bound, without_sign)
+    if len(positions) < k and bound > 1:  # the sample misled
+        positions, magnitudes = _above(bits, 1, without_sign)
+    if len(positions) < k:  # a gradient of zeros, or nearly
+        return np.sort(np.concatenate([positions, _zeros(bits, k - len(positions), without_sign)]))
+    if len(positions) == k:
+        return positions
+    threshold = np.partition(magnitudes, len(magnitudes) - k)[len(magnitudes) - k]
+    chosen = magnitudes > threshold
+    ties = np.flatnonzero(magnitudes == threshold)
+    chosen[ties[: k - int(np.count_nonzero(chosen))]] = True
+    exact: NDArray[np.int64] = positions[chosen]
+    return exact
+
+
+def _lower_bound(bits: NDArray[np.signedinteger], k: int, without_sign: int) -> int:
+    """Probably at most the k-th largest magnitude: three standard deviations of the binomial count, and a few more."""
+    stride = len(bits) // _SAMPLE
+    if stride < 2:
+        return 0
+    sample = bits[::stride] & without_sign
+    expected = k / len(bits) * len(sample)
+    rank = math.ceil(expected + 3 * math.sqrt(expected)) + 4
+    return 0 if rank >= len(sample) else int(np.partition(sample, len(sample) - rank)[len(sample) - rank])
+
+
+def _above(bits: NDArray[np.signedinteger], bound: int, without_sign: int) -> tuple[NDArray[np.int64], NDArray[np.signedinteger]]:
+    """Positions, ascending, and magnitudes of all elements not below the bound."""
+    found: list[tuple[NDArray[np.int64], NDArray[np.signedinteger]]] = []
+    for start in range(0, len(bits), _CACHED_ELEMENTS):
+        magnitudes = bits[start : start + _CACHED_ELEMENTS] & without_sign
+        positions = np.flatnonzero(magnitudes >= bound)
+        found.append((positions + start, magnitudes[positions]))
+    return np.concatenate([positions for positions, _ in found]), np.concatenate([magnitudes for _, magnitudes in found])
+
+
+def _zeros(bits: NDArray[np.signedinteger], count: int, without_sign: int) -> NDArray[np.int64]:
+    """The first `count` positions of zeros; there are as many."""
+    found: list[NDArray[np.int64]] = []
+    for start in range(0, len(bits), _CACHED_ELEMENTS):
+        found.append(np.flatnonzero((bits[start : start + _CACHED_ELEMENTS] & without_sign) == 0)[:count] + start)
+        count -= len(found[-1])
+        if count == 0:
+            break
+    return np.concatenate(found)
