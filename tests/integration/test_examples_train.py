@@ -42,7 +42,7 @@ def losses(output: str) -> list[float]:
 
 @pytest.mark.parametrize(
     ("script", "steps", "factor"),
-    [("resnet_digits.py", 20, 0.8), ("gpt_text.py", 14, 0.95)],
+    [("resnet_digits.py", 20, 0.8), ("gpt_text.py", 14, 0.95), ("ncf_ratings.py", 40, 0.9), ("lstm_text.py", 24, 0.9)],
 )
 def test_two_ranks_lower_the_loss(script: str, steps: int, factor: float) -> None:
     output = train_on_two_ranks(script, "--batch-size", "8", "--max-steps", str(steps), "--log-every", "1")
@@ -52,7 +52,15 @@ def test_two_ranks_lower_the_loss(script: str, steps: int, factor: float) -> Non
     assert sum(seen[-4:]) < factor * sum(seen[:4])
 
 
-@pytest.mark.parametrize(("script", "measure"), [("resnet_digits.py", "val_accuracy"), ("gpt_text.py", "val_perplexity")])
+@pytest.mark.parametrize(
+    ("script", "measure"),
+    [
+        ("resnet_digits.py", "val_accuracy"),
+        ("gpt_text.py", "val_perplexity"),
+        ("ncf_ratings.py", "hit_rate_10"),
+        ("lstm_text.py", "val_perplexity"),
+    ],
+)
 def test_one_process_trains_without_torchrun_and_saves_its_weights(script: str, measure: str, tmp_path: Path) -> None:
     checkpoint = tmp_path / "weights.pt"
     output = run([f"examples/{script}", "--width", "16", "--max-steps", "2", "--log-every", "1", "--checkpoint", str(checkpoint)])
@@ -61,6 +69,22 @@ def test_one_process_trains_without_torchrun_and_saves_its_weights(script: str, 
     assert f"{measure} " in output
     weights = torch.load(checkpoint, weights_only=True)
     assert not any(name.startswith("module.") for name in weights)
+
+
+def test_collaborative_filtering_learns_tastes_and_not_only_what_is_popular() -> None:
+    size = ["--users", "600", "--items", "400", "--ratings-per-user", "30", "--width", "16"]
+    output = run(["examples/ncf_ratings.py", *size, "--lr", "0.01", "--epochs", "4", "--log-every", "1000"])
+    untrained, popular = (float(rate) for rate in re.findall(r"hit_rate_10 untrained (\S+), by popularity (\S+)", output)[0])
+    trained = [float(rate) for rate in re.findall(r"^epoch .* hit_rate_10 (\S+)", output, re.MULTILINE)]
+    assert untrained < 0.2, "ten of a hundred candidates"
+    assert max(trained) > popular + 0.05 > untrained + 0.1
+
+
+def test_accumulated_batches_make_the_step_of_one_large_batch() -> None:
+    size = ["--width", "16", "--block-size", "16", "--dropout", "0", "--max-steps", "4", "--log-every", "1"]
+    halves = train_on_two_ranks("lstm_text.py", *size, "--batch-size", "4", "--accumulate", "2")
+    whole = train_on_two_ranks("lstm_text.py", *size, "--batch-size", "8", "--accumulate", "1")
+    assert losses(halves) == pytest.approx(losses(whole), abs=2e-4)
 
 
 def test_a_short_text_is_refused_with_the_rule_and_the_values(tmp_path: Path) -> None:

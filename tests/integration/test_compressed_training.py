@@ -1,0 +1,183 @@
+"""Compressed gradients train the examples as uncompressed ones do, up to a stated band.
+
+Small variants of the four example models train on two ranks, once uncompressed and then under strategies drawn from the search space with
+one compressor each, from the same weights on the same batches. Compared is the mean loss of the last steps over both ranks.
+
+Largest deviations measured, two strategies per seed (an uncompressed strategy ends bitwise where the reference does):
+
+| | fp16 | bf16 | int8 | top-k, 10 % | PowerSGD, rank 4 |
+|---|---|---|---|---|---|
+| GPT, LSTM (seed 0), NeuMF (0 to 2) | 0.6 % | 0.01 % | 0.7 % | 3.8 % | 0.6 % |
+| ResNet (0 to 2) | 5.6 % | 7.6 % | 3.1 % | 7.7 % | 9.3 % |
+
+The ResNet's batch norm over 16 small images magnifies every rounding within these steps, whatever caused it, and so has bands of its own.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+from torch_world import run_world
+
+from autotune.cluster import Cluster
+from autotune.sampler.random import sample_many
+from autotune.strategy_space.plan import Plan, plan
+from autotune.strategy_space.space import SearchSpace
+from autotune.strategy_space.strategy import Compressor, Strategy, Synchronizer
+from runtime_rewriter.pytorch.agreement import assumed_workload
+from runtime_rewriter.pytorch.ddp import PlannedDataParallel
+from runtime_rewriter.pytorch.profile import profiling_plan
+
+sys.path.append(str(Path(__file__).parents[2] / "examples"))
+import gpt_text
+import lstm_text
+import ncf_ratings
+import resnet_digits
+
+RANKS = 2
+STRATEGIES = 2  # per compressor
+STEPS = 40
+LAST = 10  # steps whose mean loss counts
+TOP_K_RATIO = 0.1  # 1 % of a small model's elements in 40 steps is too little to learn from
+
+BANDS = {
+    Compressor.FP16: (0.01, 0.1),
+    Compressor.BF16: (0.01, 0.1),
+    Compressor.INT8: (0.02, 0.1),
+    Compressor.TOP_K: (0.1, 0.15),
+    Compressor.POWER_SGD: (0.02, 0.15),
+}
+"""How far the loss may end from the uncompressed one, relative to it: of GPT, LSTM and NeuMF, and of the ResNet."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """`loss(model, batch)` of each of `batches`, one list of micro-batches per step; `clip_norm` 0: no clipping."""
+
+    module: nn.Module
+    optimizers: list[torch.optim.Optimizer]
+    batches: Iterator[list[tuple[Tensor, ...]]]
+    loss: Callable[[nn.Module, tuple[Tensor, ...]], Tensor]
+    clip_norm: float = 0.0
+
+
+def rows(data: Tensor, count: int, seed: int) -> Iterator[Tensor]:
+    """`count` random rows of `data` for each step, others on every rank."""
+    generator = torch.Generator().manual_seed(RANKS * seed + dist.get_rank())
+    while True:
+        yield data[torch.randint(len(data), (count,), generator=generator)]
+
+
+def resnet(seed: int) -> Training:
+    images, _ = resnet_digits.load_data(16)
+    data, digits = images.dataset.tensors
+    module = resnet_digits.ResNet(width=8)
+    batches = ([(data[chosen], digits[chosen])] for chosen in rows(torch.tensor(images.indices), 16, seed))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.001, momentum=0.9, weight_decay=5e-4)
+    return Training(module, [optimizer], batches, lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]))
+
+
+def gpt(seed: int) -> Training:
+    windows, _ = gpt_text.load_data(gpt_text.TEXT, vocabulary=300, block_size=32)
+    module = gpt_text.GPT(300, 32, width=32, layers=2, heads=2, dropout=0.1)
+    data = windows.tokens.unfold(0, 33, 16)
+    batches = ([(chosen[:, :-1], chosen[:, 1:])] for chosen in rows(data, 8, seed))
+    optimizer = gpt_text.make_optimizer(module, 3e-3, 0.1)
+
+    def loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+        return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
+
+    return Training(module, [optimizer], batches, loss)
+
+
+def lstm(seed: int) -> Training:
+    sequences, _ = lstm_text.load_data(lstm_text.TEXT, block_size=32)
+    module = lstm_text.LanguageModel(width=48, layers=2, dropout=0.1)
+    batches = ([(half,) for half in chosen.split(4)] for chosen in rows(sequences.tensors[0], 8, seed))
+    optimizer = lstm_text.make_optimizer(module, 1e-2, 0.01)
+    return Training(module, [optimizer], batches, lambda model, batch: lstm_text.loss_of(model, batch[0]) / 2, clip_norm=1.0)
+
+
+def ncf(seed: int) -> Training:
+    ratings = ncf_ratings.generate(users=400, items=300, ratings_per_user=20)
+    module = ncf_ratings.NeuMF(400, 300, width=16, sparse=True)
+    batches = ([ncf_ratings.draw_batch(pairs, ratings.taken, 4)] for pairs in rows(ratings.pairs, 128, seed))
+
+    def loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+        return F.binary_cross_entropy_with_logits(model(batch[0], batch[1]), batch[2])
+
+    return Training(module, ncf_ratings.make_optimizers(module, 1e-2), batches, loss)
+
+
+EXAMPLES: dict[str, Callable[[int], Training]] = {"resnet": resnet, "gpt": gpt, "lstm": lstm, "ncf": ncf}
+
+
+def strategies(module: nn.Module, compressor: Compressor, count: int, seed: int) -> list[Strategy]:
+    """Random ones that compress at least half of their shards. Small variables may be cut, too."""
+    space = SearchSpace(tuple(Synchronizer), (Compressor.NONE, compressor), min_partition_bytes=1000, top_k_ratio=TOP_K_RATIO)
+    drawn = sample_many(assumed_workload(module), Cluster.local(RANKS), space, 20 * count, seed)
+    shares = []
+    for strategy in drawn:
+        shards = [shard for choice in strategy.variables for shard in choice.shards]
+        shares.append(sum(shard.compressor is compressor for shard in shards) / len(shards))
+    return [strategy for strategy, share in zip(drawn, shares, strict=True) if share >= 0.5][:count]
+
+
+def train(example: str, seed: int, chosen: Plan | Strategy | None) -> tuple[float, float]:
+    """Mean loss over both ranks of the first step and of the last ones."""
+    torch.manual_seed(seed)
+    training = EXAMPLES[example](seed)
+    model = PlannedDataParallel(training.module)
+    workload = assumed_workload(training.module)
+    model.synchronizer.load(plan(chosen, workload, RANKS) if isinstance(chosen, Strategy) else profiling_plan(workload, RANKS))
+    torch.manual_seed(RANKS * seed + dist.get_rank())  # dropout and negatives
+    losses = torch.zeros(STEPS)
+    for step, batches in zip(range(STEPS), training.batches, strict=False):
+        for optimizer in training.optimizers:
+            optimizer.zero_grad()
+        for batch in batches[:-1]:
+            with model.no_sync():
+                part = training.loss(model, batch)
+                part.backward()
+            losses[step] += part.detach()
+        part = training.loss(model, batches[-1])
+        part.backward()
+        losses[step] += part.detach()
+        if training.clip_norm:
+            nn.utils.clip_grad_norm_(model.parameters(), training.clip_norm)
+        for optimizer in training.optimizers:
+            optimizer.step()
+    model.synchronizer.close()
+    dist.all_reduce(losses)
+    losses /= RANKS
+    return float(losses[0]), float(losses[-LAST:].mean())
+
+
+def deviations(rank: int, example: str, seed: int, compressors: tuple[Compressor, ...]) -> dict[str, list[float]]:
+    """By compressor, how far the loss ended from the uncompressed one; under "learned", the share of the loss that training took away."""
+    first, reference = train(example, seed, None)
+    found = {"learned": [1 - reference / first]}
+    for compressor in compressors:
+        drawn = strategies(EXAMPLES[example](seed).module, compressor, STRATEGIES, seed)
+        found[compressor] = [train(example, seed, strategy)[1] / reference - 1 for strategy in drawn]
+    return found
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_compressed_strategies_end_within_their_band_of_the_uncompressed_loss(example: str) -> None:
+    found, same = run_world(deviations, RANKS, example, 0, tuple(BANDS))
+    assert found == same, "the ranks saw the same losses"
+    assert found.pop("learned")[0] > 0.1
+    for compressor, bands in BANDS.items():
+        band = bands[example == "resnet"]
+        assert len(found[compressor]) == STRATEGIES
+        for deviation in found[compressor]:
+            assert abs(deviation) <= band, f"{compressor}: {found[compressor]}"
