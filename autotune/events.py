@@ -33,7 +33,10 @@ class Proposal:
 
 @dataclass(frozen=True)
 class Profiled:
-    """What one replica does and what the links cost, measured on the running script."""
+    """What one replica does and what the links cost, measured on the running script.
+
+    `cross_step_refused`: why this script cannot synchronize across steps; empty where it can.
+    """
 
     __pydantic_config__ = {"extra": "forbid"}
 
@@ -41,6 +44,7 @@ class Profiled:
     cluster: Cluster
     elapsed_s: float
     software: dict[str, str]
+    cross_step_refused: str = ""
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import statistics
 import sys
 import time
 
+from autotune.sampler.garbage import collection_paused
 from autotune.sampler.random import sample_many
 from autotune.strategy_space.plan import plan
 from autotune.strategy_space.space import SearchSpace
@@ -32,8 +33,9 @@ def main() -> int:
     wall_s, cpu_s = [], []
     for seed in range(options.repeats + 1):
         began_s, began_cpu_s = time.perf_counter(), time.process_time()
-        for strategy in sample_many(model, cluster, SearchSpace.default(), options.strategies, seed):
-            plan(strategy, model, cluster.world_size)
+        with collection_paused():  # as the proposer does
+            for strategy in sample_many(model, cluster, SearchSpace.default(), options.strategies, seed):
+                plan(strategy, model, cluster.world_size)
         if seed:  # the first one imports and warms
             wall_s.append(time.perf_counter() - began_s)
             cpu_s.append(time.process_time() - began_cpu_s)

@@ -19,6 +19,7 @@ from autotune.history import History
 from autotune.job import JobSpec, Search, Similarity
 from autotune.rng import generator
 from autotune.sampler.bayes import BayesianFusion
+from autotune.sampler.garbage import collection_paused
 from autotune.sampler.random import sample_many
 from autotune.sampler.selection import choice_agreement_rows, hidden_cosine, select_diverse
 from autotune.simulators.evaluation import ANALYTIC, RankingQuality, choose_ranker, evaluate, k_fold
@@ -70,7 +71,6 @@ class Proposer:
     def __init__(self, spec: JobSpec, simulators: dict[str, Callable[[], Simulator]]) -> None:
         self._spec = spec
         self._make = {name: make for name, make in simulators.items() if name in spec.simulators}
-        self._space = SearchSpace.default(lossy=spec.lossy)
         self._bayes: BayesianFusion | None = None
         self._training_s: dict[str, float] = {}
         self._last_training_s: dict[str, float] = {}
@@ -103,26 +103,40 @@ class Proposer:
         guided = self._spec.search is Search.AUTOSYNC
         mutants = wanted // 2 if guided and parents else 0
         rng = generator(self._spec.seed, "mutations", round_)
+        space = self._space(history)
         found: list[tuple[str, Strategy]] = []
-        if self._spec.search is not Search.RANDOM:
-            found += seed_strategies(workload, cluster, self._space)
-        found += [("mutated", self._walk(parents[int(rng.integers(len(parents)))], history, rng)) for _ in range(mutants)]
-        seed = int(generator(self._spec.seed, "samples", round_).integers(2**31))
-        found += [("sampled", strategy) for strategy in sample_many(workload, cluster, self._space, wanted - mutants, seed)]
+        with collection_paused():
+            if self._spec.search is not Search.RANDOM:
+                found += seed_strategies(workload, cluster, space)
+            found += [("mutated", self._walk(parents[int(rng.integers(len(parents)))], history, space, rng)) for _ in range(mutants)]
+            seed = int(generator(self._spec.seed, "samples", round_).integers(2**31))
+            found += [("sampled", strategy) for strategy in sample_many(workload, cluster, space, wanted - mutants, seed)]
+            return self._untried(found, history)
+
+    def _untried(self, found: Sequence[tuple[str, Strategy]], history: History) -> list[_Candidate]:
+        assert history.profiled is not None
         seen = {trial.plan_id for trial in history.trials}
         pool = []
         for origin, strategy in found:
-            candidate = _Candidate(strategy, origin, plan(strategy, workload, self._spec.workers))
+            candidate = _Candidate(strategy, origin, plan(strategy, history.profiled.workload, self._spec.workers))
             if candidate.plan.id not in seen and strategy.id not in history.proposals:
                 seen.add(candidate.plan.id)
                 pool.append(candidate)
         return pool
 
-    def _walk(self, strategy: Strategy, history: History, rng: np.random.Generator) -> Strategy:
+    def _space(self, history: History) -> SearchSpace:
+        """What the job allows and its script can do."""
+        assert history.profiled is not None
+        space = SearchSpace.default(lossy=self._spec.lossy)
+        refused = history.profiled.cross_step_refused
+        return space.without_cross_step(refused) if refused else space
+
+    @staticmethod
+    def _walk(strategy: Strategy, history: History, space: SearchSpace, rng: np.random.Generator) -> Strategy:
         """One to four moves away: near enough to inherit, far enough to differ measurably."""
         assert history.profiled is not None
         for _ in range(int(rng.integers(1, 5))):
-            strategy = mutate(strategy, history.profiled.workload, history.profiled.cluster, self._space, rng)
+            strategy = mutate(strategy, history.profiled.workload, history.profiled.cluster, space, rng)
         return strategy
 
     def _score(self, history: History, round_: int, pool: Sequence[_Candidate]) -> _Scores:

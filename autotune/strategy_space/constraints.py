@@ -58,8 +58,9 @@ def balance_load(shard_bytes: ArrayLike, bandwidth_bytes_per_s: ArrayLike, rng: 
     targets = np.outer(placed_before, bandwidths / bandwidths.sum()) + rng.gumbel(size=(sizes.size, bandwidths.size))
     load = np.zeros(bandwidths.size)
     chosen = np.empty(sizes.size, dtype=np.int64)
+    below = np.empty_like(load)
     for number, (target, size) in enumerate(zip(targets, ordered.tolist(), strict=True)):
-        device = int((target - load).argmax())
+        device = np.subtract(target, load, out=below).argmax()
         load[device] += size
         chosen[number] = device
     placements = np.empty_like(chosen)

@@ -1,44 +1,22 @@
 """Small moves from one strategy to a neighbouring one, for local search around the best strategies so far.
 
-A strategy is taken apart into its messages, as `plan()` issues them; a move changes one or two of them; then
-it is written down again in one normal form: messages of two or more shards are groups numbered in issue order,
-and priorities are 0 unless the issue order differs from the gradient-ready order. So a move never
-changes more than it says, and equal results are equal strategies.
+A move changes one or two messages of a strategy, or how all of them are ordered.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from dataclasses import replace
 
 import numpy as np
 
 from autotune.cluster import Cluster
 from autotune.strategy_space.builders.partitions import even_partition
-from autotune.strategy_space.builders.servers import least_loaded
-from autotune.strategy_space.constraints import server_bandwidths, server_ranks
-from autotune.strategy_space.plan import plan, slices_of
+from autotune.strategy_space.draft import Draft, DraftMessage, Member
+from autotune.strategy_space.ring import random_ring, swapped_ring
 from autotune.strategy_space.space import SearchSpace
-from autotune.strategy_space.strategy import ROOTED, Partition, Shard, Strategy, Synchronizer, VariableStrategy
-from autotune.workload import DTYPE_BYTES, Workload
-
-Member = tuple[int, int]
-"""A shard: (position of its variable in gradient-ready order, number of the shard in its variable)."""
-
-
-@dataclass
-class _Message:
-    """Shards that travel together. `shard` has the shared fields; its group and priority carry no meaning here."""
-
-    members: list[Member]
-    shard: Shard
-    dtype: str
-
-    @property
-    def ready(self) -> tuple[int, Member]:
-        """The sort key of gradient-ready order: when its last gradient is ready, then its first shard."""
-        return self.members[-1][0], self.members[0]
+from autotune.strategy_space.strategy import ROOTED, SPARSE_COMPRESSORS, SPARSE_SYNCHRONIZERS, Compressor, SparseHandling, Strategy
+from autotune.workload import Workload
 
 
 def mutate(strategy: Strategy, workload: Workload, cluster: Cluster, space: SearchSpace, rng: np.random.Generator) -> Strategy:
@@ -47,103 +25,17 @@ def mutate(strategy: Strategy, workload: Workload, cluster: Cluster, space: Sear
     A kind of move is drawn uniformly; where it is impossible another is, and where none is possible (one variable
     and one synchronizer, say) the strategy itself comes back. Raises `InvalidStrategy` if it cannot be planned.
     """
+    draft = Draft(strategy, workload, cluster, space, rng)
     for kind in rng.permutation(len(MOVES)):
-        draft = _Draft(strategy, workload, cluster, space, rng)
         if MOVES[kind](draft):
             neighbour = draft.written()
             if neighbour != strategy:
                 return neighbour
+            draft = Draft(strategy, workload, cluster, space, rng)
     return strategy
 
 
-class _Draft:
-    """A strategy taken apart, to be changed by one move. Messages stand in issue order, members sorted."""
-
-    def __init__(self, strategy: Strategy, workload: Workload, cluster: Cluster, space: SearchSpace, rng: np.random.Generator) -> None:
-        self.strategy, self.workload, self.space, self.rng = strategy, workload, space, rng
-        self.hierarchy = space.hierarchy_for(cluster)
-        self.ranks = server_ranks(cluster)
-        self.bandwidths: list[float] = server_bandwidths(cluster, self.ranks).tolist()
-        self.partitions: list[Partition | None] = [strategy.by_name[variable.name].partition for variable in workload.variables]
-        members = self._members_by_slice()
-        self.messages: list[_Message] = []
-        for message in plan(strategy, workload, cluster.world_size).messages:
-            own = sorted(members[part.variable, part.start] for part in message.slices)
-            position, number = own[0]
-            shard = strategy.by_name[workload.variables[position].name].shards[number]
-            self.messages.append(_Message(own, replace(shard, group=None, priority=0), message.dtype))
-        self.in_ready_order = self.messages == sorted(self.messages, key=lambda message: message.ready)
-
-    def written(self) -> Strategy:
-        """The strategy in normal form."""
-        natural = sorted(self.messages, key=lambda message: message.ready)
-        if self.in_ready_order:
-            self.messages = natural
-        reordered = self.messages != natural
-        shards: dict[Member, Shard] = {}
-        for number, message in enumerate(self.messages):
-            group = number if len(message.members) > 1 else None
-            shard = replace(message.shard, group=group, priority=number if reordered else 0)
-            shards.update(dict.fromkeys(message.members, shard))
-        choices: list[VariableStrategy] = []
-        for position, (variable, partition) in enumerate(zip(self.workload.variables, self.partitions, strict=True)):
-            own = tuple(shards[position, number] for number in range(len(partition.sizes) if partition else 1))
-            choices.append(VariableStrategy(variable.name, own, partition, self.strategy.by_name[variable.name].sparse))
-        return replace(self.strategy, variables=tuple(choices))
-
-    def shard_bytes(self, member: Member) -> int:
-        variable, partition = self.workload.variables[member[0]], self.partitions[member[0]]
-        if partition is None:
-            return variable.grad_bytes
-        rows = partition.sizes[member[1]]
-        return rows * (variable.elements // variable.shape[partition.axis]) * DTYPE_BYTES[variable.dtype]
-
-    def insert(self, message: _Message) -> None:
-        """Issue a new message before the first one that is ready later."""
-        later = (index for index, other in enumerate(self.messages) if other.ready > message.ready)
-        self.messages.insert(next(later, len(self.messages)), message)
-
-    def take_out(self, position: int) -> _Message:
-        """Remove all shards of a variable from their messages; returns the message that held the first."""
-        holder = next(message for message in self.messages if (position, 0) in message.members)
-        for message in self.messages:
-            message.members = [member for member in message.members if member[0] != position]
-        self.messages = [message for message in self.messages if message.members]
-        return holder
-
-    def with_synchronizer(self, shard: Shard, synchronizer: Synchronizer, members: list[Member]) -> Shard:
-        """`shard` under another synchronizer; where that is rooted, on the server that would be done first."""
-        placement = None
-        if synchronizer in ROOTED:
-            taken = set(members)
-            loads = dict.fromkeys(self.ranks, 0)
-            for message in self.messages:
-                if message.shard.placement in loads:
-                    loads[message.shard.placement] += sum(self.shard_bytes(member) for member in message.members if member not in taken)
-            size = sum(self.shard_bytes(member) for member in members)
-            placement = self.ranks[least_loaded(list(loads.values()), self.bandwidths, size)]
-        return replace(shard, synchronizer=synchronizer, placement=placement)
-
-    def pick(self, count: int) -> int:
-        return int(self.rng.integers(count))
-
-    def neighbouring(self) -> list[tuple[_Message, _Message]]:
-        """Pairs of messages of one dtype that are issued one after the other."""
-        pairs: list[tuple[_Message, _Message]] = []
-        for dtype in sorted({message.dtype for message in self.messages}):
-            same = [message for message in self.messages if message.dtype == dtype]
-            pairs.extend(pairwise(same))
-        return pairs
-
-    def _members_by_slice(self) -> dict[tuple[str, int], Member]:
-        return {
-            (variable.name, part.start): (position, number)
-            for position, variable in enumerate(self.workload.variables)
-            for number, part in enumerate(slices_of(variable, self.strategy.by_name[variable.name]))
-        }
-
-
-def _move_boundary(draft: _Draft) -> bool:
+def _move_boundary(draft: Draft) -> bool:
     """Shards at the boundary of two consecutive messages change sides; neither message becomes empty."""
     pairs = [pair for pair in draft.neighbouring() if len(pair[0].members) + len(pair[1].members) > 2]
     if not pairs:
@@ -160,7 +52,7 @@ def _move_boundary(draft: _Draft) -> bool:
     return True
 
 
-def _merge(draft: _Draft) -> bool:
+def _merge(draft: Draft) -> bool:
     """Two consecutive messages become one, synchronized as the first was."""
     pairs = draft.neighbouring()
     if not pairs:
@@ -171,7 +63,7 @@ def _merge(draft: _Draft) -> bool:
     return True
 
 
-def _split(draft: _Draft) -> bool:
+def _split(draft: Draft) -> bool:
     """A message is cut in two, unless there are as many groups as the space allows."""
     several = [message for message in draft.messages if len(message.members) > 1]
     if not several or len(several) >= draft.space.max_groups:
@@ -184,32 +76,30 @@ def _split(draft: _Draft) -> bool:
     return True
 
 
-def _switch_message(draft: _Draft) -> bool:
-    """A message gets another synchronizer."""
+def _switch_message(draft: Draft) -> bool:
+    """A message gets another synchronizer; sparse gradients in it travel dense then."""
     message = draft.messages[draft.pick(len(draft.messages))]
     others = [kind for kind in draft.space.synchronizers if kind is not message.shard.synchronizer]
     if not others:
         return False
     message.shard = draft.with_synchronizer(message.shard, others[draft.pick(len(others))], message.members)
+    draft.make_dense(message.members)
     return True
 
 
-def _switch_variable(draft: _Draft) -> bool:
+def _switch_variable(draft: Draft) -> bool:
     """A variable leaves its messages; each of its shards is sent alone, by another synchronizer than the first's was."""
     position = draft.pick(len(draft.partitions))
-    partition = draft.partitions[position]
-    holder = draft.take_out(position)
-    others = [kind for kind in draft.space.synchronizers if kind is not holder.shard.synchronizer]
+    others = [kind for kind in draft.space.synchronizers if kind is not draft.holder(position).shard.synchronizer]
     if not others:
         return False
-    synchronizer = others[draft.pick(len(others))]
-    for number in range(len(partition.sizes) if partition else 1):
-        member = (position, number)
-        draft.insert(_Message([member], draft.with_synchronizer(holder.shard, synchronizer, [member]), holder.dtype))
+    holder = draft.take_out(position)
+    draft.make_dense([(position, 0)])
+    draft.send_alone(position, holder, others[draft.pick(len(others))], holder.shard)
     return True
 
 
-def _repartition(draft: _Draft) -> bool:
+def _repartition(draft: Draft) -> bool:
     """A variable is cut evenly or made whole again.
 
     Whole, it joins the message that held its first shard. Cut, collective shards are spread over that
@@ -234,15 +124,15 @@ def _repartition(draft: _Draft) -> bool:
     members = [(position, number) for number in range(count)]
     if holder.shard.synchronizer in ROOTED:
         for member in members:
-            draft.insert(_Message([member], draft.with_synchronizer(holder.shard, holder.shard.synchronizer, [member]), holder.dtype))
+            draft.insert(DraftMessage([member], draft.with_synchronizer(holder.shard, holder.shard.synchronizer, [member]), holder.dtype))
     else:
         kept = 1 + draft.pick(count - 1)
         _rejoin(draft, holder, members[:kept])
-        draft.insert(_Message(members[kept:], holder.shard, holder.dtype))
+        draft.insert(DraftMessage(members[kept:], holder.shard, holder.dtype))
     return True
 
 
-def _rejoin(draft: _Draft, holder: _Message, members: list[Member]) -> None:
+def _rejoin(draft: Draft, holder: DraftMessage, members: list[Member]) -> None:
     """Put members into the message that their variable was taken out of, which may have become empty thereby."""
     if holder.members:
         holder.members = sorted(holder.members + members)
@@ -250,22 +140,24 @@ def _rejoin(draft: _Draft, holder: _Message, members: list[Member]) -> None:
         draft.insert(replace(holder, members=members))
 
 
-def _recompress(draft: _Draft) -> bool:
-    """A message gets another compressor."""
+def _recompress(draft: Draft) -> bool:
+    """A message gets another compressor, or another parameter of the same."""
     choices = [
         (message, kind)
         for message in draft.messages
         for kind in draft.space.compressors_for(message.dtype)
-        if kind is not message.shard.compressor
+        if draft.sparse_of(message) is SparseHandling.DENSE or kind in SPARSE_COMPRESSORS
     ]
-    if not choices:
-        return False
     message, compressor = choices[draft.pick(len(choices))]
-    message.shard = replace(message.shard, **draft.space.compressor_fields(compressor))
+    shard = message.shard
+    settings = [s for s in draft.space.settings_of(compressor) if s != (shard.compressor, shard.ratio, shard.rank)]
+    if not settings:
+        return False
+    message.shard = replace(shard, **settings[draft.pick(len(settings))]._asdict())
     return True
 
 
-def _swap_order(draft: _Draft) -> bool:
+def _swap_order(draft: Draft) -> bool:
     """Two messages change places in the issue order."""
     if len(draft.messages) < 2:
         return False
@@ -275,16 +167,73 @@ def _swap_order(draft: _Draft) -> bool:
     return True
 
 
-def _switch_hierarchy(draft: _Draft) -> bool:
+def _switch_hierarchy(draft: Draft) -> bool:
     """A message is reduced hierarchically or flat."""
-    if not draft.hierarchy:
+    dense = [message for message in draft.messages if draft.sparse_of(message) is SparseHandling.DENSE]
+    if not (draft.hierarchy and dense):
         return False
-    message = draft.messages[draft.pick(len(draft.messages))]
+    message = dense[draft.pick(len(dense))]
     message.shard = replace(message.shard, hierarchical=not message.shard.hierarchical)
     return True
 
 
-MOVES: tuple[Callable[[_Draft], bool], ...] = (
+def _switch_sparse(draft: Draft) -> bool:
+    """A sparse variable is sent in another way: as indices and values alone and by the synchronizer that this needs, or dense."""
+    positions = [position for position, variable in enumerate(draft.workload.variables) if variable.sparse]
+    if not positions:
+        return False
+    position = positions[draft.pick(len(positions))]
+    own = draft.holder(position).shard.synchronizer
+    others = [
+        (kind, synchronizer)
+        for kind in draft.space.sparse
+        for synchronizer in SPARSE_SYNCHRONIZERS.get(kind, (own,))
+        if kind is not draft.sparse[position] and synchronizer in draft.space.synchronizers
+    ]
+    if not others:
+        return False
+    kind, synchronizer = others[draft.pick(len(others))]
+    draft.sparse[position] = kind
+    holder = draft.take_out(position)
+    shard = holder.shard
+    if kind is not SparseHandling.DENSE:
+        compressor = shard.compressor if shard.compressor in SPARSE_COMPRESSORS else Compressor.NONE
+        shard = replace(shard, compressor=compressor, ratio=None, rank=None, hierarchical=False)
+    draft.send_alone(position, holder, synchronizer, shard)
+    return True
+
+
+def _switch_ring(draft: Draft) -> bool:
+    """Two hosts change places along the ring, or the hosts get an order that is unlike the one before."""
+    if not draft.space.ring_orders_for(draft.cluster) or all(message.shard.synchronizer in ROOTED for message in draft.messages):
+        return False
+    near = draft.pick(2) == 1
+    draft.ring_order = swapped_ring(draft.cluster, draft.ring_order, draft.rng) if near else random_ring(draft.cluster, draft.rng)
+    return True
+
+
+def _switch_cross_step(draft: Draft) -> bool:
+    """Synchronization may run into the next forward pass, in the order that suits it; or it ends within the step, in ready order."""
+    if not draft.space.cross_step:
+        return False
+    draft.cross_step = not draft.cross_step
+    if draft.cross_step:
+        draft.order_by_need()
+    else:
+        draft.in_ready_order = True
+    return True
+
+
+def _plan_order(draft: Draft) -> bool:
+    """The issue order is planned anew: by need across steps, else by readiness."""
+    if draft.cross_step:
+        draft.order_by_need()
+    else:
+        draft.in_ready_order = True
+    return True
+
+
+MOVES: tuple[Callable[[Draft], bool], ...] = (
     _move_boundary,
     _merge,
     _split,
@@ -294,5 +243,9 @@ MOVES: tuple[Callable[[_Draft], bool], ...] = (
     _recompress,
     _swap_order,
     _switch_hierarchy,
+    _switch_sparse,
+    _switch_ring,
+    _switch_cross_step,
+    _plan_order,
 )
-"""Each changes the draft and says whether it could."""
+"""Each changes the draft, or says that it could not and leaves it as it was."""

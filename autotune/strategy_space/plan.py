@@ -7,15 +7,25 @@ measured. It names tensors, ranks and primitives, and no framework.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 from autotune.canonical import canonical_json, content_id, to_data
 from autotune.errors import InvalidStrategy
 from autotune.parsing import parse, parse_json, refuse_newer
-from autotune.strategy_space.strategy import Compressor, Partition, Shard, SparseHandling, Strategy, Synchronizer, VariableStrategy
+from autotune.strategy_space.checks import check_partition, check_shard, check_sparse
+from autotune.strategy_space.strategy import (
+    Compressor,
+    Partition,
+    Shard,
+    SparseHandling,
+    Strategy,
+    Synchronizer,
+    VariableStrategy,
+)
 from autotune.workload import DTYPE_BYTES, Variable, Workload
 
 SCHEMA = 1
@@ -30,19 +40,25 @@ class Primitive(StrEnum):
     REDUCE_BROADCAST = "reduce_broadcast"
 
 
-_PRIMITIVE = {
+PRIMITIVE_OF = {
     Synchronizer.ALL_REDUCE: Primitive.ALL_REDUCE,
     Synchronizer.REDUCE_SCATTER_ALL_GATHER: Primitive.REDUCE_SCATTER_ALL_GATHER,
     Synchronizer.PARAMETER_SERVER: Primitive.PUSH_PULL,
     Synchronizer.REDUCE_BROADCAST: Primitive.REDUCE_BROADCAST,
 }
 
-_WIRE_BYTES = {Compressor.FP16: 2, Compressor.BF16: 2, Compressor.INT8: 1}
+_CAST_BYTES = {Compressor.FP16: 2, Compressor.BF16: 2}
+INT8_BLOCK = 1024
+"""Elements that share one float32 scale."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class TensorSlice:
-    """Rows `start:stop` along `axis` of a variable's gradient; axis None is the whole tensor."""
+    """Rows `start:stop` along `axis` of a variable's gradient; axis None is the whole tensor.
+
+    `rows` is the extent of the slice's own first axis where it has two or more axes, else 1: PowerSGD sees it as a matrix of
+    so many rows.
+    """
 
     __pydantic_config__ = {"extra": "forbid"}
 
@@ -51,6 +67,7 @@ class TensorSlice:
     axis: int | None = None
     start: int = 0
     stop: int = 0
+    rows: int = 1
 
 
 @dataclass(frozen=True)
@@ -82,15 +99,23 @@ class Message:
 
     @property
     def wire_bytes(self) -> int:
-        """c(m) of Eq. 2 and 3: size of the compressed message."""
+        """c(m) of Eq. 2 and 3: size of the compressed message. Sparse gradients count as if every row were in use."""
+        element_bytes = DTYPE_BYTES[self.dtype]
+        if self.compressor is Compressor.INT8:
+            return self.elements + 4 * -(-self.elements // INT8_BLOCK)
         if self.compressor is Compressor.TOP_K:
             assert self.ratio is not None
-            return math.ceil(self.elements * self.ratio) * (DTYPE_BYTES[self.dtype] + 4)  # values and int32 indices
+            return math.ceil(self.elements * self.ratio) * (element_bytes + 4)  # values and int32 indices
         if self.compressor is Compressor.POWER_SGD:
             assert self.rank is not None
-            side = math.isqrt(max(self.elements, 1))  # P and Q of the most nearly square matrix
-            return min(self.grad_bytes, 2 * side * self.rank * DTYPE_BYTES[self.dtype])
-        return self.elements * min(_WIRE_BYTES.get(self.compressor, 8), DTYPE_BYTES[self.dtype])
+            return element_bytes * sum(_factor_elements(part, self.rank) for part in self.slices)
+        return self.elements * min(_CAST_BYTES.get(self.compressor, element_bytes), element_bytes)
+
+
+def _factor_elements(part: TensorSlice, rank: int) -> int:
+    """Elements of both factors of PowerSGD, n x rank and m x rank; or of the slice itself, where they are no fewer."""
+    columns = part.elements // max(part.rows, 1)
+    return min(part.elements, rank * (part.rows + columns))
 
 
 @dataclass(frozen=True)
@@ -140,102 +165,114 @@ def plan(strategy: Strategy, workload: Workload, world_size: int) -> Plan:
     choices = _choices(strategy, workload)
     if strategy.ring_order is not None and len(strategy.ring_order) != world_size:
         raise InvalidStrategy(f"ring_order must name all {world_size} ranks, but names {len(strategy.ring_order)}")
-    kinds: dict[tuple[Any, ...], int] = {}
-    kind_of: dict[int, int] = {}  # by identity: the thousands of shards of a strategy share few values
-    collected: list[_Members] = []
-    of_group: dict[tuple[int, str], _Members] = {}
+    issued: list[tuple[int, int, int, int, Message]] = []  # with what they are ordered by
+    groups = _Groups(world_size)
     for position, (variable, choice) in enumerate(zip(workload.variables, choices, strict=True)):
         dtype, sparse = variable.dtype, choice.sparse
         if sparse is not SparseHandling.DENSE:
-            _check_sparse(variable, choice)
+            check_sparse(variable, choice)
+        alike = groups.alike(dtype, sparse)
         for shard, part in zip(choice.shards, slices_of(variable, choice), strict=True):
-            kind = kind_of.get(id(shard))
-            if kind is None:
-                kind_of[id(shard)] = kind = kinds.setdefault(_kind(shard, variable, world_size), len(kinds))
-            shared = shard.group is not None and sparse is SparseHandling.DENSE
-            members = of_group.get((kind, dtype)) if shared else None
+            if id(shard) not in alike:
+                alike[id(shard)] = groups.members(shard, variable, sparse)
+            members = alike[id(shard)]
             if members is None:
-                members = _Members(shard, dtype, sparse, position, part.start)
-                collected.append(members)
-                if shared:
-                    of_group[kind, dtype] = members
-            members.slices.append(part)
-            members.last_ready = position
-            if shard.priority < members.priority:
-                members.priority = shard.priority
-    collected.sort(key=_Members.issue_key)
-    return Plan(workload.id, world_size, tuple(members.message() for members in collected), strategy.cross_step, strategy.ring_order)
-
-
-_SPARSE_SYNCHRONIZERS = {
-    SparseHandling.ALL_GATHER: (Synchronizer.ALL_REDUCE, Synchronizer.REDUCE_SCATTER_ALL_GATHER),
-    SparseHandling.GATHER_SCATTER: (Synchronizer.PARAMETER_SERVER,),
-}
-
-
-def _check_sparse(variable: Variable, choice: VariableStrategy) -> None:
-    if not (variable.sparse and variable.shape):
-        raise InvalidStrategy(
-            f"sparse handling {choice.sparse} needs a variable with sparse gradients, but those of {variable.name!r} are dense; set "
-            "sparse = dense"
-        )
-    allowed = _SPARSE_SYNCHRONIZERS[choice.sparse]
-    for shard in choice.shards:
-        if shard.synchronizer not in allowed:
-            raise InvalidStrategy(
-                f"sparse handling {choice.sparse} needs the synchronizer {' or '.join(allowed)}, but {variable.name!r} has "
-                f"{shard.synchronizer}; change one of them"
-            )
+                issued.append((shard.priority, position, position, part.start, message_of(shard, (part,), dtype, sparse)))
+            else:
+                members.add(part, position, shard.priority)
+    issued.extend(members.issued() for members in groups.of_kind.values())
+    issued.sort()
+    return Plan(workload.id, world_size, tuple([entry[4] for entry in issued]), strategy.cross_step, strategy.ring_order)
 
 
 class _Members:
-    """The shards of one message; built in backward order, so that the last one added is ready last."""
+    """The shards of one message; added in backward order, so that the last one is ready last."""
 
-    __slots__ = ("dtype", "first", "first_start", "last_ready", "priority", "shard", "slices", "sparse")
+    __slots__ = ("dtype", "first", "last_ready", "priority", "shard", "slices", "sparse")
 
-    def __init__(self, shard: Shard, dtype: str, sparse: SparseHandling, position: int, start: int) -> None:
-        self.shard, self.dtype, self.sparse = shard, dtype, sparse
-        self.first, self.first_start, self.last_ready, self.priority = position, start, position, shard.priority
+    def __init__(self, shard: Shard, dtype: str, sparse: SparseHandling) -> None:
+        self.shard, self.dtype, self.sparse, self.priority = shard, dtype, sparse, shard.priority
+        self.first, self.last_ready = -1, -1
         self.slices: list[TensorSlice] = []
 
-    def issue_key(self) -> tuple[int, int, int, int]:
-        return self.priority, self.last_ready, self.first, self.first_start
+    def add(self, part: TensorSlice, position: int, priority: int) -> None:
+        if not self.slices:
+            self.first = position
+        self.slices.append(part)
+        self.last_ready = position
+        if priority < self.priority:
+            self.priority = priority
 
-    def message(self) -> Message:
-        shard = self.shard
-        return Message(
-            slices=tuple(self.slices),
-            primitive=_PRIMITIVE[shard.synchronizer],
-            compressor=shard.compressor,
-            dtype=self.dtype,
-            owner=shard.placement,
-            group=shard.group,
-            hierarchical=shard.hierarchical,
-            sparse=self.sparse,
-            ratio=shard.ratio,
-            rank=shard.rank,
-        )
+    def issued(self) -> tuple[int, int, int, int, Message]:
+        message = message_of(self.shard, self.slices, self.dtype, self.sparse)
+        return self.priority, self.last_ready, self.first, self.slices[0].start, message
 
 
-def _kind(shard: Shard, variable: Variable, world_size: int) -> tuple[Any, ...]:
-    """What shards of one message have in common; everything but the priority."""
-    if shard.placement is not None and shard.placement >= world_size:
-        raise InvalidStrategy(f"placement of {variable.name!r} must be a rank below the world size {world_size}, but is {shard.placement}")
-    return shard.group, shard.synchronizer, shard.compressor, shard.placement, shard.hierarchical, shard.ratio, shard.rank
+class _Groups:
+    """Which shards travel together. The thousands of shards of a strategy are few objects, so they are looked at once each."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self.of_kind: dict[tuple[Any, ...], _Members] = {}
+        self._alike: dict[tuple[str, SparseHandling], dict[int, _Members | None]] = {}
+
+    def alike(self, dtype: str, sparse: SparseHandling) -> dict[int, _Members | None]:
+        """The message of each shard seen so far, by identity, among variables of this dtype and sparse handling."""
+        return self._alike.setdefault((dtype, sparse), {})
+
+    def members(self, shard: Shard, variable: Variable, sparse: SparseHandling) -> _Members | None:
+        """The message of a shard that is seen for the first time; None if it travels alone."""
+        check_shard(shard, variable, self.world_size)
+        if shard.group is None or sparse is not SparseHandling.DENSE:
+            return None
+        # everything but the priority
+        kind = shard.group, shard.synchronizer, shard.compressor, shard.placement, shard.hierarchical, shard.ratio, shard.rank
+        key = (*kind, variable.dtype)
+        if key not in self.of_kind:
+            self.of_kind[key] = _Members(shard, variable.dtype, sparse)
+        return self.of_kind[key]
 
 
-def slices_of(variable: Variable, choice: VariableStrategy) -> list[TensorSlice]:
+def message_of(shard: Shard, slices: Iterable[TensorSlice], dtype: str, sparse: SparseHandling) -> Message:
+    """The message that carries `slices` in the way of `shard`."""
+    return Message(
+        tuple(slices),
+        PRIMITIVE_OF[shard.synchronizer],
+        shard.compressor,
+        dtype,
+        shard.placement,
+        shard.group,
+        shard.hierarchical,
+        sparse,
+        shard.ratio,
+        shard.rank,
+    )
+
+
+def slices_of(variable: Variable, choice: VariableStrategy) -> Sequence[TensorSlice]:
     """The slices of one variable, in shard order; they cover every element once."""
-    partition = choice.partition
+    return cut(variable, choice.partition)
+
+
+def cut(variable: Variable, partition: Partition | None) -> Sequence[TensorSlice]:
+    """The slices that `partition` makes of a variable. Raises `InvalidStrategy` where it does not fit."""
+    shape = variable.shape
     if partition is None:
-        return [TensorSlice(variable.name, variable.elements)]
-    _check_partition(variable, partition)
-    row_elements = variable.elements // variable.shape[partition.axis]
+        return _whole(variable.name, variable.elements, shape[0] if len(shape) > 1 else 1)
+    check_partition(variable, partition)
+    axis = partition.axis
+    row_elements = variable.elements // shape[axis]
     slices, start = [], 0
     for size in partition.sizes:
-        slices.append(TensorSlice(variable.name, size * row_elements, partition.axis, start, start + size))
+        rows = 1 if len(shape) == 1 else size if axis == 0 else shape[0]
+        slices.append(TensorSlice(variable.name, size * row_elements, axis, start, start + size, rows))
         start += size
     return slices
+
+
+@lru_cache(maxsize=1 << 14)  # most variables of most strategies are whole
+def _whole(name: str, elements: int, rows: int) -> tuple[TensorSlice]:
+    return (TensorSlice(name, elements, rows=rows),)
 
 
 def _choices(strategy: Strategy, workload: Workload) -> list[VariableStrategy]:
@@ -254,20 +291,3 @@ def _choices(strategy: Strategy, workload: Workload) -> list[VariableStrategy]:
         f"a strategy must name exactly the {len(workload.variables)} variables of model {workload.model!r}, but it "
         + " and ".join(part for part in parts if part)
     )
-
-
-def _check_partition(variable: Variable, partition: Partition) -> None:
-    if partition.axis >= len(variable.shape):
-        raise InvalidStrategy(
-            f"partition axis {partition.axis} needs a tensor of more dimensions, but {variable.name!r} has shape {variable.shape}"
-        )
-    extent = variable.shape[partition.axis]
-    if sum(partition.sizes) != extent:
-        raise InvalidStrategy(
-            f"partition sizes along axis {partition.axis} must sum to {extent}, but those of {variable.name!r} with shape "
-            f"{variable.shape} sum to {sum(partition.sizes)}"
-        )
-    if variable.sparse and partition.axis != 0:
-        raise InvalidStrategy(
-            f"the sparse variable {variable.name!r} can be cut along axis 0 only, but the partition axis is {partition.axis}"
-        )

@@ -4,19 +4,39 @@ Source of the bounds: the strategy generator of petuum/autodist, the code of Aut
 sec. 6 and 8): variables below 100 kB stay whole, a partitioned one has 2 to 40 shards along one axis (sparse
 variables: axis 0), collective shards are merged into at most 20 groups, and reduction is hierarchical only
 where a host has more than one device.
+
+The order of the ranks along the ring is varied by hosts, and only where it can matter: a ring visits every host, so between
+equal hosts each order is like the others, and so it is with three hosts, which are neighbours in every ring.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from autotune.cluster import Cluster
 from autotune.errors import InvalidInput
-from autotune.strategy_space.strategy import Compressor, Shard, SparseHandling, Strategy, Synchronizer, VariableStrategy
+from autotune.strategy_space.strategy import (
+    SPARSE_SYNCHRONIZERS,
+    Compressor,
+    Shard,
+    SparseHandling,
+    Strategy,
+    Synchronizer,
+    VariableStrategy,
+)
 from autotune.workload import Variable, Workload
 
 _COMPRESSIBLE = ("float32", "float64")  # half precision gains nothing from a cast, and complex numbers have none
+
+
+class CompressorSetting(NamedTuple):
+    """How a `Shard` is compressed."""
+
+    compressor: Compressor
+    ratio: float | None = None
+    rank: int | None = None
 
 
 @dataclass(frozen=True)
@@ -25,8 +45,9 @@ class SearchSpace:
 
     `min_partition_bytes`, `max_shards`, `allow_uneven`: which partitions there are (`max_shards` 1: none).
     `max_groups`: the most merge groups that the sampler draws and that a split may reach; a hand-made strategy
-    may have more, as DDP's buckets of a large model do. `top_k_ratio` (1 % of the elements) and
-    `power_sgd_rank` (4, PowerSGD, NeurIPS 2019, sec. 5) belong to the compressors of those names.
+    may have more, as DDP's buckets of a large model do. `top_k_ratios` (shares of the elements) and
+    `power_sgd_ranks` (PowerSGD, NeurIPS 2019, sec. 5) belong to the compressors of those names.
+    `cross_step_refused`: why the script at hand cannot synchronize across steps.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -40,8 +61,10 @@ class SearchSpace:
     allow_uneven: bool = True
     hierarchical: bool = False
     cross_step: bool = False
-    top_k_ratio: float = 0.01
-    power_sgd_rank: int = 4
+    ring_orders: bool = False
+    top_k_ratios: tuple[float, ...] = (0.001, 0.01, 0.1)
+    power_sgd_ranks: tuple[int, ...] = (1, 2, 4, 8)
+    cross_step_refused: str = ""
 
     def __post_init__(self) -> None:
         if not self.synchronizers:
@@ -58,14 +81,23 @@ class SearchSpace:
         for name in ("max_shards", "max_groups"):
             if getattr(self, name) < 1:
                 raise InvalidInput(f"{name} of a search space must be at least 1, but is {getattr(self, name)}")
+        for name in ("top_k_ratios", "power_sgd_ranks"):
+            if not getattr(self, name):
+                raise InvalidInput(f"{name} of a search space must have at least one value, but are empty; leave the compressor out")
+        if self.cross_step and self.cross_step_refused:
+            raise InvalidInput(f"a search space cannot have cross_step where it is refused: {self.cross_step_refused}")
         if self.min_partition_bytes < 0:
             raise InvalidInput(f"min_partition_bytes of a search space must be at least 0, but is {self.min_partition_bytes}")
 
     @staticmethod
     def default(lossy: bool = False) -> SearchSpace:
-        """What the PyTorch hooks runtime enacts; `lossy` adds the half-precision casts."""
-        casts = (Compressor.FP16, Compressor.BF16) if lossy else ()
-        return SearchSpace(tuple(Synchronizer), (Compressor.NONE, *casts))
+        """What the PyTorch runtime enacts; `lossy` adds all compressors."""
+        compressors = tuple(Compressor) if lossy else (Compressor.NONE,)
+        return SearchSpace(tuple(Synchronizer), compressors, tuple(SparseHandling), hierarchical=True, cross_step=True, ring_orders=True)
+
+    def without_cross_step(self, reason: str) -> SearchSpace:
+        """This space for a script that cannot synchronize across steps; `reason` says why not."""
+        return replace(self, cross_step=False, cross_step_refused=reason)
 
     def compressors_for(self, dtype: str) -> tuple[Compressor, ...]:
         """The compressors that a gradient of this dtype can take."""
@@ -82,13 +114,23 @@ class SearchSpace:
         """Whether hierarchical reduction is allowed and would differ from the flat one."""
         return self.hierarchical and 1 < len(cluster.hosts) < cluster.world_size
 
-    def compressor_fields(self, compressor: Compressor) -> dict[str, Any]:
-        """The fields of a `Shard` that say how it is compressed."""
-        return {
-            "compressor": compressor,
-            "ratio": self.top_k_ratio if compressor is Compressor.TOP_K else None,
-            "rank": self.power_sgd_rank if compressor is Compressor.POWER_SGD else None,
-        }
+    def ring_orders_for(self, cluster: Cluster) -> bool:
+        """Whether other orders of the hosts along the ring are allowed and could differ from theirs."""
+        links = {(host.link_bytes_per_s, host.latency_s) for host in cluster.hosts}
+        return self.ring_orders and len(cluster.hosts) > 3 and (len(links) > 1 or bool(cluster.pair_links))
+
+    def handlings_for(self, synchronizers: Iterable[Synchronizer]) -> tuple[SparseHandling, ...]:
+        """The ways of a sparse gradient whose shards are all sent by `synchronizers`."""
+        used = set(synchronizers)
+        return tuple(kind for kind in self.sparse if kind is SparseHandling.DENSE or used <= set(SPARSE_SYNCHRONIZERS[kind]))
+
+    def settings_of(self, compressor: Compressor) -> tuple[CompressorSetting, ...]:
+        """The compressor with each of its parameters."""
+        if compressor is Compressor.TOP_K:
+            return tuple(CompressorSetting(compressor, ratio=ratio) for ratio in self.top_k_ratios)
+        if compressor is Compressor.POWER_SGD:
+            return tuple(CompressorSetting(compressor, rank=rank) for rank in self.power_sgd_ranks)
+        return (CompressorSetting(compressor),)
 
     def violation(self, strategy: Strategy, workload: Workload, cluster: Cluster) -> str | None:
         """Why `strategy` lies outside this space, or None if it lies inside.
@@ -96,7 +138,9 @@ class SearchSpace:
         The strategy must be plannable; `max_groups` bounds proposals and is no property of a strategy.
         """
         if strategy.cross_step and not self.cross_step:
-            return "the space has no synchronization across steps, but the strategy uses it"
+            return self.cross_step_refused or "the space has no synchronization across steps, but the strategy uses it"
+        if strategy.ring_order is not None and not self.ring_orders:
+            return "the space keeps the ranks of a ring in order, but the strategy has an order of its own"
         for choice in strategy.variables:
             variable = workload.variables[workload.index[choice.variable]]
             problem = self._partition_violation(choice, variable)

@@ -38,8 +38,9 @@ class Compressor(StrEnum):
     POWER_SGD = "power_sgd"
 
 
-WITH_FEEDBACK = (Compressor.INT8, Compressor.TOP_K, Compressor.POWER_SGD)
-"""Compressors with error feedback: what they do not send stays on the rank and is sent later."""
+CASTS = frozenset({Compressor.FP16, Compressor.BF16})
+ERROR_FEEDBACK = frozenset({Compressor.INT8, Compressor.TOP_K, Compressor.POWER_SGD})
+"""Compressors that keep what they left out and add it to the next step's gradient; casts only shorten single numbers."""
 
 
 class SparseHandling(StrEnum):
@@ -50,7 +51,15 @@ class SparseHandling(StrEnum):
     GATHER_SCATTER = "gather_scatter"  # through a parameter server
 
 
-@dataclass(frozen=True)
+SPARSE_SYNCHRONIZERS = {
+    SparseHandling.ALL_GATHER: (Synchronizer.ALL_REDUCE, Synchronizer.REDUCE_SCATTER_ALL_GATHER),
+    SparseHandling.GATHER_SCATTER: (Synchronizer.PARAMETER_SERVER,),
+}
+"""The synchronizers that indices and values travel by."""
+SPARSE_COMPRESSORS = frozenset({Compressor.NONE, *CASTS})
+
+
+@dataclass(frozen=True, slots=True)
 class Partition:
     """Cut along `axis` into shards of `sizes` (extents along that axis, even or uneven)."""
 
@@ -66,7 +75,7 @@ class Partition:
             raise InvalidStrategy(f"a partition needs two or more shards of at least 1 row each, but the sizes are {self.sizes}")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Shard:
     """How one shard is sent.
 
@@ -104,7 +113,7 @@ class Shard:
             raise InvalidStrategy(f"power_sgd rank must be at least 1, but is {self.rank}")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class VariableStrategy:
     """One variable: its shards, in order along the partition axis (one shard if not partitioned)."""
 

@@ -32,6 +32,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -158,32 +159,8 @@ def message_costs(plan: Plan, cluster: Cluster) -> MessageCosts:
             f"a plan costs what its own cluster makes of it: the plan is for {plan.world_size} ranks, "
             f"but cluster {cluster.name!r} has {cluster.world_size}; plan the strategy for this cluster"
         )
-    rates = _Rates(cluster, plan.ring_order)
     wire_bytes = np.array([message.wire_bytes for message in plan.messages], dtype=np.float64)
-    rows = [rates.of(message) for message in plan.messages]
-    columns = np.array([(r.s_per_byte, r.overhead_count, r.overhead_s, r.kernel_count, r.link) for r in rows])
-    return MessageCosts(
-        transfer_s=columns[:, 0] * wire_bytes,
-        overhead_count=columns[:, 1],
-        overhead_s=columns[:, 2],
-        kernel_count=columns[:, 3],
-        server=np.array([r.server for r in rows], dtype=np.int64),
-        fitted_sync_s=_fitted_s([r.fits for r in rows], wire_bytes),
-        link_bytes_per_s=columns[:, 4],
-    )
-
-
-def _fitted_s(fits: Sequence[_Fits], wire_bytes: FloatArray) -> FloatArray:
-    """What the fits of every message say for its size, summed; NaN where there are none. One evaluation per kind of message."""
-    seconds = np.full(len(fits), np.nan)
-    members: dict[int, list[int]] = {}  # by object: hashing a fit takes longer than evaluating it
-    for number, fitted in enumerate(fits):
-        members.setdefault(id(fitted), []).append(number)
-    for numbers in members.values():
-        fitted, sizes = fits[numbers[0]], wire_bytes[numbers]
-        if fitted is not None:
-            seconds[numbers] = sum((fit.seconds_each(sizes) for fit in fitted), np.zeros(len(numbers)))
-    return seconds
+    return Rates(cluster, plan.ring_order).costs([kind_of(message) for message in plan.messages], wire_bytes)
 
 
 def network_overhead_s(cluster: Cluster) -> float:
@@ -201,9 +178,23 @@ _Fits = tuple[CollectiveFit, ...] | None
 """Probed primitives that a message runs one after the other; None where one of them was not probed."""
 
 
+class MessageKind(NamedTuple):
+    """Everything that a message's cost depends on except its size."""
+
+    primitive: Primitive
+    owner: int | None = None
+    hierarchical: bool = False
+    sparse: SparseHandling = SparseHandling.DENSE
+    ranks: tuple[int, ...] = ()
+
+
+def kind_of(message: Message) -> MessageKind:
+    return MessageKind(message.primitive, message.owner, message.hierarchical, message.sparse, message.ranks)
+
+
 @dataclass(frozen=True)
 class _Rate:
-    """Everything about a message except its size."""
+    """The cost of one kind of message, but for its size."""
 
     s_per_byte: float
     overhead_count: float
@@ -212,60 +203,86 @@ class _Rate:
     link: float
     server: int = -1
     fits: _Fits = None
+    fit_factor: float = 1.0
 
 
-class _Rates:
-    """The few different `_Rate`s of one plan on one cluster, each computed once."""
+class Rates:
+    """What messages cost on one cluster, in rings of one order. The few different kinds are worked out once each."""
 
-    def __init__(self, cluster: Cluster, ring_order: tuple[int, ...] | None) -> None:
+    def __init__(self, cluster: Cluster, ring_order: tuple[int, ...] | None = None) -> None:
         self.cluster = cluster
         self.ring_order = ring_order
         self.phi_s = network_overhead_s(cluster)
-        self._known: dict[tuple[object, ...], _Rate] = {}
+        self._numbers: dict[MessageKind, int] = {}
+        self._rates: list[_Rate] = []
         self._bandwidths: dict[tuple[int, ...], float] = {}
         self._known_fits: dict[tuple[tuple[str, ...], int, bool], _Fits] = {}
 
-    def of(self, message: Message) -> _Rate:
-        key = (message.primitive, message.owner, message.hierarchical, message.sparse, message.ranks)
-        if key not in self._known:
-            ranks = message.ranks or self.ring_order or ()
-            size = len(ranks) or self.cluster.world_size
-            if size < 2:
-                self._known[key] = _Rate(0.0, 0.0, 0.0, 0.0, self.cluster.own_bandwidth_bytes_per_s(0), fits=())
-            elif message.primitive is Primitive.PUSH_PULL:
-                self._known[key] = self._served(message, ranks, size)
-            else:
-                self._known[key] = self._collective(message, ranks, size)
-        return self._known[key]
+    def costs(self, kinds: Sequence[MessageKind], wire_bytes: FloatArray) -> MessageCosts:
+        """Of messages of these kinds and sizes, both of shape (M,)."""
+        numbers = np.array([self._number(kind) for kind in kinds], dtype=np.int64)
+        rates = self._rates
+        columns = np.array([(r.s_per_byte, r.overhead_count, r.overhead_s, r.kernel_count, r.link) for r in rates])[numbers]
+        fitted_s = np.full(len(numbers), np.nan)
+        for number in np.unique(numbers).tolist():
+            fits, own = rates[number].fits, np.flatnonzero(numbers == number)
+            if fits is not None:
+                fitted_s[own] = rates[number].fit_factor * sum((fit.seconds_each(wire_bytes[own]) for fit in fits), np.zeros(len(own)))
+        return MessageCosts(
+            transfer_s=columns[:, 0] * wire_bytes,
+            overhead_count=columns[:, 1],
+            overhead_s=columns[:, 2],
+            kernel_count=columns[:, 3],
+            server=np.array([r.server for r in rates], dtype=np.int64)[numbers],
+            fitted_sync_s=fitted_s,
+            link_bytes_per_s=columns[:, 4],
+        )
 
-    def _served(self, message: Message, ranks: tuple[int, ...], size: int) -> _Rate:
-        """Eq. 2 for the server on rank `message.owner`."""
-        assert message.owner is not None
+    def _number(self, kind: MessageKind) -> int:
+        number = self._numbers.get(kind)
+        if number is None:
+            self._numbers[kind] = number = len(self._rates)
+            self._rates.append(self._rate(kind))
+        return number
+
+    def _rate(self, kind: MessageKind) -> _Rate:
+        ranks = kind.ranks or self.ring_order or ()
+        size = len(ranks) or self.cluster.world_size
+        if size < 2:
+            return _Rate(0.0, 0.0, 0.0, 0.0, self.cluster.own_bandwidth_bytes_per_s(0), fits=())
+        if kind.primitive is Primitive.PUSH_PULL:
+            return self._served(kind, ranks, size)
+        return self._collective(kind, ranks, size)
+
+    def _served(self, kind: MessageKind, ranks: tuple[int, ...], size: int) -> _Rate:
+        """Eq. 2 for the server on rank `kind.owner`."""
+        assert kind.owner is not None
         cluster = self.cluster
-        link = cluster.own_bandwidth_bytes_per_s(message.owner)
-        fits = None if self._hierarchical(message) else self._fit((message.primitive.value,), size, ranks)
+        link = cluster.own_bandwidth_bytes_per_s(kind.owner)
+        fits = None if self._hierarchical(kind) else self._fit((kind.primitive.value,), size, ranks)
         if len(cluster.hosts) == 1:
-            return _Rate((size - 1) / link, size, size * self.phi_s, 1.0, link, message.owner, fits)
-        server = cluster.host_of_rank[message.owner]
+            return _Rate((size - 1) / link, size, size * self.phi_s, 1.0, link, kind.owner, fits)
+        server = cluster.host_of_rank[kind.owner]
         replicas = self._replicas(ranks)
-        copies = np.minimum(replicas, 1) if message.hierarchical else replicas
+        copies = np.minimum(replicas, 1) if kind.hierarchical else replicas
         elsewhere = np.arange(len(cluster.hosts)) != server
-        s_per_byte = float((copies / _bandwidths_from(cluster, server))[elsewhere].sum())
+        s_per_byte = float((copies / host_bandwidths(cluster, server))[elsewhere].sum())
         count = float(copies.sum())
         return _Rate(s_per_byte, count, count * self.phi_s, 1.0, link, server, fits)
 
-    def _collective(self, message: Message, ranks: tuple[int, ...], size: int) -> _Rate:
+    def _collective(self, kind: MessageKind, ranks: tuple[int, ...], size: int) -> _Rate:
         """Eq. 3 for the message's primitives, summed."""
-        parts = ("all_gather",) if message.sparse is SparseHandling.ALL_GATHER else _PARTS[message.primitive]
-        if self._hierarchical(message):
+        parts = ("all_gather",) if kind.sparse is SparseHandling.ALL_GATHER else _PARTS[kind.primitive]
+        if self._hierarchical(kind):
             return self._two_level(parts, ranks)
         link = self._ring(ranks)
         factor = sum(collective_factor(part, size) for part in parts)
-        fits = self._fit((message.primitive.value,) if parts == _PARTS[message.primitive] else parts, size, ranks)
+        fits = self._fit((kind.primitive.value,) if parts == _PARTS[kind.primitive] else parts, size, ranks)
         if fits is None:
             fits = self._fit(parts, size, ranks)
         count = float(size * len(parts))
-        return _Rate(factor / link, count, count * self.phi_s, float(len(parts)), link, -1, fits)
+        slower = 1.0 if kind.ranks else self.cluster.ring_bytes_per_s / link  # than the ring in rank order, which was probed
+        return _Rate(factor / link, count, count * self.phi_s, float(len(parts)), link, -1, fits, slower)
 
     def _two_level(self, parts: Sequence[str], ranks: tuple[int, ...]) -> _Rate:
         """Reduce inside the hosts, the primitives among them, broadcast inside."""
@@ -298,10 +315,10 @@ class _Rates:
         among = [self.cluster.fit(primitive, hosts, Where.ACROSS) for primitive in parts]
         return _all_or_none([*inside, *among])
 
-    def _hierarchical(self, message: Message) -> bool:
+    def _hierarchical(self, kind: MessageKind) -> bool:
         """Hierarchy means something only between hosts of which one holds several of the ranks."""
-        replicas = self._replicas(message.ranks)
-        return message.hierarchical and int((replicas > 0).sum()) > 1 and int(replicas.max()) > 1
+        replicas = self._replicas(kind.ranks)
+        return kind.hierarchical and int((replicas > 0).sum()) > 1 and int(replicas.max()) > 1
 
     def _replicas(self, ranks: tuple[int, ...]) -> IntArray:
         """r_k: ranks that take part on every host, shape (hosts,)."""
@@ -337,7 +354,7 @@ def _all_or_none(fits: Sequence[CollectiveFit | None]) -> _Fits:
     return known if len(known) == len(fits) else None
 
 
-def _bandwidths_from(cluster: Cluster, server: int) -> FloatArray:
+def host_bandwidths(cluster: Cluster, server: int) -> FloatArray:
     """b_jk of host `server` to every host, shape (hosts,)."""
     links = np.array([host.link_bytes_per_s for host in cluster.hosts])
     bandwidths: FloatArray = np.minimum(links, links[server])

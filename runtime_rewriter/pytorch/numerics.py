@@ -38,7 +38,7 @@ from torch import Tensor
 
 from autotune.errors import SynchronizationError
 from autotune.strategy_space.plan import Plan
-from autotune.strategy_space.strategy import WITH_FEEDBACK, Compressor, SparseHandling
+from autotune.strategy_space.strategy import ERROR_FEEDBACK, Compressor, SparseHandling
 from runtime_rewriter.pytorch.exchange.rows import rows_of
 from runtime_rewriter.pytorch.hooks import GradientSynchronizer
 from runtime_rewriter.pytorch.observers import BackwardObserver
@@ -66,7 +66,7 @@ class GateResult:
 def tolerance_of(dtype: str, compressor: Compressor, world_size: int) -> float:
     """The bound derived at the top of this file."""
     roundoff = torch.finfo(getattr(torch, dtype)).eps / 2
-    if compressor in WITH_FEEDBACK:
+    if compressor in ERROR_FEEDBACK:
         return _FEEDBACK_MARGIN * (world_size + 4) * roundoff
     if compressor is not Compressor.NONE:
         return (world_size + 1) * _WIRE_ROUNDOFF[compressor] + 2 * world_size * roundoff
@@ -215,7 +215,7 @@ def _largest(tensor: Tensor) -> float:
 
 def _compressors(plan: Plan, names: tuple[str, ...]) -> list[Compressor]:
     """Per variable, of its coarsest message."""
-    order = (Compressor.NONE, *WITH_FEEDBACK, Compressor.FP16, Compressor.BF16)
+    order = (Compressor.NONE, *ERROR_FEEDBACK, Compressor.FP16, Compressor.BF16)
     found = dict.fromkeys(names, Compressor.NONE)
     for message in plan.messages:
         for part in message.slices:

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from worlds import assert_inside, clusters, spaces, workloads
 
-from autotune.cluster import Cluster
+from autotune.cluster import Cluster, Host
 from autotune.rng import generator
 from autotune.sampler.random import sample
 from autotune.strategy_space.builders.collectives import all_reduce_chunks, ddp_default, per_variable
 from autotune.strategy_space.builders.servers import ps_load_balanced
+from autotune.strategy_space.cross_step import MessageTimes
 from autotune.strategy_space.neighbours import mutate
 from autotune.strategy_space.plan import Primitive, plan
 from autotune.strategy_space.space import SearchSpace
-from autotune.strategy_space.strategy import Compressor, Shard, Synchronizer
+from autotune.strategy_space.strategy import Compressor, Shard, SparseHandling, Synchronizer
 from autotune.workload import Variable, Workload
 
 MODEL = Workload("m", tuple(Variable(f"v{9 - i}", (500, 100)) for i in range(9)))
@@ -75,6 +77,41 @@ def test_every_kind_of_move_occurs_from_two_buckets():
     assert swapped
     assert all(sorted(messages_of(s), key=repr) == sorted(messages_of(start), key=repr) for s in swapped)
     assert all(messages_of(s) == messages_of(start)[::-1] for s in swapped)
+
+
+def test_every_field_is_reached_by_moves():
+    model = Workload("m", (*MODEL.variables, Variable("table", (900, 100), sparse=True)), (), 0.1, 0.2)
+    hosts = tuple(Host(name, 2, 1e9 if name == "a" else 1e8, 1e-5, 1e10, 1e-6) for name in "abcde")
+    cluster, rng = Cluster("c", hosts), generator(0)
+    found = [ddp_default(model)]
+    for _ in range(500):
+        found.append(mutate(found[-1], model, cluster, LOSSY, rng))
+    for strategy in found[::20]:
+        assert_inside(LOSSY, strategy, model, cluster)
+    shards = [shard for strategy in found for choice in strategy.variables for shard in choice.shards]
+    assert {shard.compressor for shard in shards} == set(Compressor)
+    assert len({shard.ratio for shard in shards}) > 2 and len({shard.rank for shard in shards}) > 2
+    assert {shard.synchronizer for shard in shards} == set(Synchronizer)
+    assert {shard.hierarchical for shard in shards} == {strategy.cross_step for strategy in found} == {True, False}
+    assert {strategy.by_name["table"].sparse for strategy in found} == set(SparseHandling)
+    assert len({strategy.ring_order for strategy in found}) > 5
+
+
+def test_across_steps_a_move_finds_the_order_that_is_predicted_to_be_fastest_and_a_switch_back_gives_it_up():
+    large_late = Workload("m", tuple(Variable(f"v{9 - i}", (500, 4000 if i == 1 else 100)) for i in range(9)), (), 0.1, 0.2)
+    slow = Cluster("c", tuple(Host(name, 1, 5e7, 1e-5, 1e10, 1e-6) for name in "abcd"))
+    space = SearchSpace((Synchronizer.ALL_REDUCE,), cross_step=True, max_shards=1)
+    rng = generator(0)
+
+    def times(strategy):
+        return MessageTimes.of(plan(strategy, large_late, 4), large_late, slow)
+
+    start = per_variable(large_late)
+    across = next(s for s in (mutate(start, large_late, slow, space, rng) for _ in range(100)) if s.cross_step)
+    assert times(across).period_s == pytest.approx(times(across).ordered(100).bound_s, rel=2e-3)
+    assert times(across).period_s < 0.95 * times(replace(start, cross_step=True)).period_s
+    back = next(s for s in (mutate(across, large_late, slow, space, rng) for _ in range(100)) if not s.cross_step)
+    assert back == start
 
 
 def test_a_partition_can_be_undone():

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -13,13 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from worlds import assert_inside, clusters, spaces, workloads
 
-from autotune.cluster import Cluster, Host
+from autotune.cluster import Cluster, Host, PairLink
 from autotune.errors import InvalidInput
 from autotune.rng import generator
 from autotune.sampler.random import sample, sample_many
-from autotune.strategy_space.plan import slices_of
+from autotune.strategy_space.cross_step import MessageTimes
+from autotune.strategy_space.plan import plan, slices_of
 from autotune.strategy_space.space import SearchSpace
-from autotune.strategy_space.strategy import ROOTED, Compressor, Synchronizer
+from autotune.strategy_space.strategy import ROOTED, Compressor, SparseHandling, Synchronizer
 from autotune.workload import DTYPE_BYTES, Variable, Workload
 
 MODEL = Workload("m", tuple(Variable(f"v{i}", (300, 200) if i % 2 else (200,)) for i in range(30)))
@@ -96,8 +98,56 @@ def test_pure_nearly_pure_whole_and_mixed_strategies_all_occur():
 
 def test_most_strategies_keep_gradient_ready_order_and_some_do_not():
     strategies = sample_many(MODEL, FOUR, SearchSpace.default(), 200, seed=0)
-    reordered = [any(shard.priority for shard, _ in flat_shards(strategy, MODEL)) for strategy in strategies]
-    assert 10 <= sum(reordered) <= 70
+    reordered = [any(s.priority for s, _ in flat_shards(strategy, MODEL)) for strategy in strategies if not strategy.cross_step]
+    assert 10 <= sum(reordered) <= 50 and len(reordered) >= 100
+
+
+def test_across_steps_most_strategies_are_issued_in_an_order_predicted_to_be_good_and_some_are_not():
+    model = Workload("m", tuple(Variable(f"v{i}", (1000, 1000 if i == 3 else 50)) for i in range(30)), (), 0.1, 0.2)
+    slow = Cluster("c", tuple(Host(name, 1, 5e7, 1e-5, 1e10, 1e-6) for name in "abcd"))
+    across = [strategy for strategy in sample_many(model, slow, SearchSpace.default(), 200, seed=0) if strategy.cross_step]
+    assert 40 <= len(across) <= 110
+    good = [is_near_the_best_order(strategy, model, slow) for strategy in across]
+    assert 0.7 * len(good) < sum(good) < len(good)
+
+
+def is_near_the_best_order(strategy, model, cluster):
+    times = MessageTimes.of(plan(strategy, model, cluster.world_size), model, cluster)
+    return times.period_s <= 1.03 * times.ordered(50).period_s
+
+
+def test_every_field_of_a_strategy_is_drawn():
+    model = Workload("m", (*MODEL.variables[:6], *(Variable(f"table{i}", (900, 100), sparse=True) for i in range(2))))
+    hosts = tuple(Host(name, 2, 1e9, 1e-5, 1e10, 1e-6) for name in "abcde")
+    pairs = Cluster("c", hosts, (PairLink(("a", "c"), 1e8, 1e-5),))
+    space = SearchSpace.default(lossy=True)
+    strategies = sample_many(model, pairs, space, 400, seed=0)
+    shards = [shard for strategy in strategies for shard, _ in flat_shards(strategy, model)]
+    assert {shard.synchronizer for shard in shards} == set(Synchronizer)
+    assert {(s.compressor, s.ratio, s.rank) for s in shards} == {s for kind in Compressor for s in space.settings_of(kind)}
+    assert {shard.hierarchical for shard in shards} == {strategy.cross_step for strategy in strategies} == {True, False}
+    assert {c.sparse for strategy in strategies for c in strategy.variables if c.variable.startswith("table")} == set(SparseHandling)
+    assert {c.sparse for strategy in strategies for c in strategy.variables if c.variable.startswith("v")} == {SparseHandling.DENSE}
+    assert len({strategy.ring_order for strategy in strategies}) > 10
+    assert sum(strategy.ring_order is None for strategy in strategies) > 250
+
+
+def test_ring_orders_are_drawn_only_where_hosts_differ_and_are_more_than_three():
+    def rings(*hosts):
+        found = sample_many(MODEL, Cluster("c", hosts), SearchSpace.default(), 60, seed=0)
+        return {strategy.ring_order for strategy in found}
+
+    hosts = [Host(name, 1, rate, 1e-5, 1e10, 1e-6) for name, rate in (("a", 1e9), ("b", 1e8), ("c", 1e9), ("d", 1e9))]
+    assert rings(hosts[0], *(replace(host, link_bytes_per_s=1e9) for host in hosts[1:])) == {None}
+    assert rings(*hosts[:3]) == {None}
+    assert rings(*hosts) == {None, (0, 2, 1, 3), (0, 1, 3, 2)}
+
+
+def test_a_space_whose_script_refuses_cross_step_draws_none_and_says_why():
+    space = SearchSpace.default().without_cross_step("gradients are clipped by their global norm")
+    assert not any(strategy.cross_step for strategy in sample_many(MODEL, FOUR, space, 60, seed=0))
+    across = next(strategy for strategy in sample_many(MODEL, FOUR, SearchSpace.default(), 60, seed=0) if strategy.cross_step)
+    assert space.violation(across, MODEL, FOUR) == "gradients are clipped by their global norm"
 
 
 def test_casts_are_given_only_to_gradients_that_they_shorten():

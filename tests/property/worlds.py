@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import groupby
+
 import numpy as np
 from hypothesis import strategies as st
 
 from autotune.cluster import Cluster, Host
 from autotune.strategy_space.plan import plan
 from autotune.strategy_space.space import SearchSpace
-from autotune.strategy_space.strategy import Compressor, Synchronizer
+from autotune.strategy_space.strategy import CASTS, SPARSE_SYNCHRONIZERS, Compressor, SparseHandling, Synchronizer
 from autotune.workload import DTYPE_BYTES, Variable, Workload
 
 
@@ -31,8 +33,8 @@ def workloads(draw):
 
 @st.composite
 def clusters(draw):
-    devices = draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
-    rates = draw(st.lists(st.sampled_from([1.25e8, 1.25e9, 5e9]), min_size=3, max_size=3))
+    devices = draw(st.lists(st.integers(1, 3), min_size=1, max_size=5))
+    rates = draw(st.lists(st.sampled_from([1.25e8, 1.25e9, 5e9]), min_size=5, max_size=5))
     return Cluster("c", tuple(Host(f"h{i}", d, rates[i], 1e-5, 1e10, 1e-6) for i, d in enumerate(devices)))
 
 
@@ -47,6 +49,8 @@ def spaces(draw):
         allow_uneven=draw(st.booleans()),
         hierarchical=draw(st.booleans()),
         cross_step=draw(st.booleans()),
+        ring_orders=draw(st.booleans()),
+        sparse=(SparseHandling.DENSE, *draw(st.lists(st.sampled_from(list(SparseHandling)[1:]), unique=True))),
     )
 
 
@@ -74,3 +78,12 @@ def assert_inside(space, strategy, workload, cluster):
     """Plannable in this world, and every choice is one that the space has."""
     assert_sends_every_byte_once(strategy, workload, cluster.world_size)
     assert space.violation(strategy, workload, cluster) is None
+    for choice in strategy.variables:
+        if choice.sparse is not SparseHandling.DENSE:
+            assert workload.variables[workload.index[choice.variable]].sparse
+            assert {shard.synchronizer for shard in choice.shards} <= set(SPARSE_SYNCHRONIZERS[choice.sparse])
+            assert {shard.compressor for shard in choice.shards} <= {Compressor.NONE, *CASTS}
+            assert not any(shard.hierarchical for shard in choice.shards)
+    if strategy.ring_order is not None:
+        hosts = [cluster.host_of_rank[rank] for rank in strategy.ring_order]
+        assert space.ring_orders_for(cluster) and len(list(groupby(hosts))) == len(cluster.hosts)

@@ -34,6 +34,13 @@ def test_a_group_is_one_message_that_waits_for_its_last_gradient():
     assert names(plan(strategy(c=group, t=group), MODEL, 2)) == [["b"], ["a"], ["c", "t"]]
 
 
+def test_rows_of_sparse_gradients_are_messages_of_their_own():
+    sparse = VariableStrategy("t", (Shard(REDUCE, group=0),) * 2, Partition(0, (2, 3)), SparseHandling.ALL_GATHER)
+    others = strategy(c=Shard(REDUCE, group=0), b=Shard(REDUCE, group=0)).variables
+    made = plan(Strategy((sparse, *(choice for choice in others if choice.variable != "t"))), MODEL, 2)
+    assert names(made) == [["c", "b"], ["a"], ["t"], ["t"]]
+
+
 def test_a_lower_priority_is_issued_first_and_a_group_has_the_lowest_of_its_shards():
     assert names(plan(strategy(t=Shard(REDUCE, priority=-1)), MODEL, 2)) == [["t"], ["c"], ["b"], ["a"]]
     made = plan(strategy(c=Shard(REDUCE, group=0, priority=5), b=Shard(REDUCE, group=0, priority=-5)), MODEL, 2)
@@ -63,7 +70,10 @@ def test_a_partition_becomes_slices_along_its_axis():
     shards = tuple(Shard(Synchronizer.PARAMETER_SERVER, placement=rank) for rank in (1, 0))
     cut = VariableStrategy("c", shards, Partition(1, (2, 1)))
     made = plan(Strategy((cut, *(v for v in strategy().variables if v.variable != "c"))), MODEL, 2)
-    assert [(m.owner, m.slices) for m in made.messages[:2]] == [(1, (TensorSlice("c", 8, 1, 0, 2),)), (0, (TensorSlice("c", 4, 1, 2, 3),))]
+    assert [(m.owner, m.slices) for m in made.messages[:2]] == [
+        (1, (TensorSlice("c", 8, 1, 0, 2, 4),)),
+        (0, (TensorSlice("c", 4, 1, 2, 3, 4),)),
+    ]
 
 
 def test_bytes_on_the_wire_follow_the_compressor():
@@ -72,9 +82,26 @@ def test_bytes_on_the_wire_follow_the_compressor():
 
     assert message(Compressor.NONE).wire_bytes == message(Compressor.NONE).grad_bytes == 400
     assert message(Compressor.FP16).wire_bytes == 200
-    assert message(Compressor.INT8).wire_bytes == 100
+    assert message(Compressor.INT8).wire_bytes == 100 + 4  # one float32 scale
+    assert Message((TensorSlice("w", 1025),), Primitive.ALL_REDUCE, Compressor.INT8, "float32").wire_bytes == 1025 + 2 * 4
     assert message(Compressor.TOP_K, ratio=0.015).wire_bytes == 2 * 8  # two values of 4 bytes with 4-byte indices
-    assert message(Compressor.POWER_SGD, rank=2).wire_bytes == (10 + 10) * 2 * 4
+    assert message(Compressor.POWER_SGD, rank=2).wire_bytes == 400  # one axis: uncompressed
+
+
+def test_power_sgd_sends_both_factors_of_every_slice_but_never_more_than_the_slice():
+    def wire_bytes(variable, partition, rank=2, dtype="float32"):
+        shards = (Shard(REDUCE, Compressor.POWER_SGD, group=0, rank=rank),) * (len(partition.sizes) if partition else 1)
+        one = Workload("m", (Variable("w", variable, dtype),))
+        return plan(Strategy((VariableStrategy("w", shards, partition),)), one, 2).messages[0].wire_bytes
+
+    assert wire_bytes((10, 6, 5), None) == 4 * 2 * (10 + 30)
+    assert wire_bytes((10, 6, 5), None, dtype="float64") == 8 * 2 * (10 + 30)
+    assert wire_bytes((10, 6, 5), Partition(0, (7, 3))) == 4 * 2 * (7 + 30 + 3 + 30)
+    assert wire_bytes((10, 6, 5), Partition(1, (2, 4))) == 4 * 2 * (10 + 10 + 10 + 20)
+    assert wire_bytes((10, 30), Partition(0, (9, 1))) == 4 * (2 * (9 + 30) + 30)  # one row is its own factor
+    assert wire_bytes((3, 4), None, rank=2) == 4 * 12
+    assert wire_bytes((300,), None) == wire_bytes((300,), Partition(0, (100, 200))) == 4 * 300
+    assert wire_bytes((0, 5), None) == 0
 
 
 def with_choice(choice):
@@ -94,20 +121,31 @@ def with_choice(choice):
             with_choice(VariableStrategy("t", (Shard(REDUCE),) * 2, Partition(1, (1, 1)))),
             "sparse variable 't' can be cut along axis 0 only",
         ),
-        (with_choice(VariableStrategy("b", (Shard(REDUCE),), None, GATHER)), "all_gather needs .* but those of 'b' are dense"),
         (
-            with_choice(VariableStrategy("t", (Shard(Synchronizer.PARAMETER_SERVER, placement=0),), None, GATHER)),
-            "all_gather needs the synchronizer all_reduce or reduce_scatter_all_gather, but 't' has parameter_server",
+            with_choice(VariableStrategy("b", (Shard(REDUCE),), sparse=SparseHandling.ALL_GATHER)),
+            "all_gather needs a variable with sparse gradients, but those of 'b' are dense; set sparse = dense",
         ),
         (
-            with_choice(VariableStrategy("t", (Shard(REDUCE),), None, SparseHandling.GATHER_SCATTER)),
+            with_choice(VariableStrategy("t", (Shard(REDUCE),), sparse=SparseHandling.GATHER_SCATTER)),
             "gather_scatter needs the synchronizer parameter_server, but 't' has all_reduce",
         ),
+        (
+            with_choice(VariableStrategy("t", (Shard(REDUCE, Compressor.INT8),), sparse=SparseHandling.ALL_GATHER)),
+            "rows of a sparse gradient travel as they are or as fp16 or bf16, but 't' has int8",
+        ),
+        (strategy(a=Shard(REDUCE, Compressor.INT8)), "int8 keeps its rounding errors .* needs float32 or float64, but 'a' is float16"),
+        (strategy(c=Shard(REDUCE, group=0), a=Shard(REDUCE, Compressor.TOP_K, ratio=0.1)), "top_k .* send it with none"),
     ],
 )
 def test_what_does_not_fit_the_model_or_the_world_is_refused(bad, message):
     with pytest.raises(InvalidStrategy, match=message):
         plan(bad, MODEL, 2)
+
+
+def test_complex_gradients_are_not_cast():
+    one = Workload("m", (Variable("z", (4,), "complex64"),))
+    with pytest.raises(InvalidStrategy, match="complex gradients travel uncompressed, but 'z' is complex64 and has fp16"):
+        plan(Strategy((VariableStrategy("z", (Shard(REDUCE, Compressor.FP16),)),)), one, 2)
 
 
 def test_the_plan_is_hashed_with_all_that_ranks_must_agree_on():

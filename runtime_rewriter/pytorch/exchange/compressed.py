@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autotune.strategy_space.plan import Message, Primitive
-from autotune.strategy_space.strategy import WITH_FEEDBACK, Compressor
+from autotune.strategy_space.strategy import ERROR_FEEDBACK, Compressor
 from runtime_rewriter.pytorch.exchange.lanes import Lanes, Step
 from runtime_rewriter.pytorch.exchange.power_sgd import LowRank, gains, initial_start, matrix_shape
 from runtime_rewriter.pytorch.exchange.quantise import QuantisedRows, RowLayout
@@ -53,7 +53,7 @@ def flat_exchange(message: Message, values: Tensor, lanes: Lanes, circle: Circle
     A rank that is alone in its circle sends nothing, so its values stay as they are.
     """
     members = circle.part_of(lanes.ranks.rank)
-    if message.compressor not in WITH_FEEDBACK:
+    if message.compressor not in ERROR_FEEDBACK:
         return flat_sum(message.primitive, values, lanes, circle, message.owner, first_lane)
     if message.compressor is Compressor.POWER_SGD:
         return PowerSgd(message, values, lanes, circle, feedback, first_lane)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autotune.strategy_space.plan import Message, Plan, Primitive
-from autotune.strategy_space.strategy import WITH_FEEDBACK, Compressor, SparseHandling
+from autotune.strategy_space.strategy import ERROR_FEEDBACK, Compressor, SparseHandling
 
 _FED_BACK = ("float32", "float64")
 _MOST_INDICES = 2**31 - 1
@@ -29,7 +29,7 @@ def why_refused(plan: Plan) -> str | None:
 
 def _why_message_refused(message: Message, world_size: int) -> str | None:
     compressed = message.compressor is not Compressor.NONE
-    if message.compressor in WITH_FEEDBACK:
+    if message.compressor in ERROR_FEEDBACK:
         reason = _why_no_feedback(message)
         if reason is not None:
             return reason
@@ -58,7 +58,7 @@ def _why_no_feedback(message: Message) -> str | None:
 
 def why_scaled_refused(plan: Plan, byte_scale: float) -> str | None:
     """Why a plan cannot be enacted while only 1/`byte_scale` of every message travels, or None."""
-    found = next((message for message in plan.messages if message.compressor in WITH_FEEDBACK), None)
+    found = next((message for message in plan.messages if message.compressor in ERROR_FEEDBACK), None)
     if byte_scale == 1 or found is None:
         return None
     return (

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from autotune.errors import InvalidInput
 from autotune.strategy_space.plan import Plan, TensorSlice
-from autotune.strategy_space.strategy import WITH_FEEDBACK
+from autotune.strategy_space.strategy import ERROR_FEEDBACK
 
 STATE_FORMAT = 1
 
@@ -90,7 +90,7 @@ class Residuals:
     def plan_loaded(self, plan: Plan | None) -> None:
         """The slices of a variable are other ones from now on."""
         self._released = {}
-        self.in_use |= plan is not None and any(message.compressor in WITH_FEEDBACK for message in plan.messages)
+        self.in_use |= plan is not None and any(message.compressor in ERROR_FEEDBACK for message in plan.messages)
 
     def of(self, variable: str) -> Tensor | None:
         """The residual of a whole variable, in its shape; None stands for zeros."""

@@ -1,0 +1,231 @@
+"""The random choices of one strategy, as flat arrays: the odds first, then every variable and shard by them.
+
+| symbol | meaning |
+|---|---|
+| V | number of variables, in gradient-ready order |
+| S | number of shards, in gradient-ready order of their variables |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autotune.cluster import Cluster
+from autotune.strategy_space.builders.partitions import even_partition
+from autotune.strategy_space.constraints import balance_load, merge_adjacent, server_bandwidths, server_ranks
+from autotune.strategy_space.ring import random_ring
+from autotune.strategy_space.space import SearchSpace
+from autotune.strategy_space.strategy import ROOTED, SPARSE_COMPRESSORS, Compressor, Partition, SparseHandling
+from autotune.workload import Variable, Workload
+
+PURE = 0.5  # share of strategies with a single synchronizer; likewise of those with a single compressor
+UNCOMPRESSED = 0.2  # share of strategies without compression, however many compressors there are
+MIXING = 0.5  # Dirichlet concentration of the other weights: below 1, so that one choice mostly prevails
+WHOLE = 0.5  # share of strategies without any partition; in the others its probability is uniform in [0, 1]
+REORDERED = 0.2  # share of strategies with random priorities instead of gradient-ready order
+CROSS_STEP = 0.35  # share of strategies that synchronize across steps
+PLANNED = 0.8  # share of those whose order is planned: in gradient-ready order they gain hardly anything
+RING = 0.25  # share of strategies with a ring order of their own, where one can matter
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Context:
+    """What all draws for one workload, cluster and space share."""
+
+    workload: Workload
+    cluster: Cluster
+    space: SearchSpace
+    axes: tuple[tuple[int, ...], ...]  # per variable, those along which it may be cut
+    grad_bytes: Ints  # shape (V,)
+    can_compress: NDArray[np.bool_]  # shape (V,)
+    ranks: Ints  # servers, shape (D,)
+    bandwidths: NDArray[np.float64]  # bytes/s, shape (D,)
+
+    @staticmethod
+    def of(workload: Workload, cluster: Cluster, space: SearchSpace) -> Context:
+        ranks = server_ranks(cluster)
+        return Context(
+            workload,
+            cluster,
+            space,
+            tuple(space.axes_for(variable) for variable in workload.variables),
+            np.array([variable.grad_bytes for variable in workload.variables], dtype=np.int64),
+            np.array([len(space.compressors_for(variable.dtype)) > 1 for variable in workload.variables]),
+            np.array(ranks, dtype=np.int64),
+            server_bandwidths(cluster, ranks),
+        )
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """The fields of a strategy. Arrays have shape (S,) and -1 stands for none; `owner` is the variable of each shard.
+
+    `synchronizer`, `compressor`: index into the space's; `parameter`: into the compressor's settings. `sparse`: one per variable.
+    """
+
+    partitions: tuple[Partition | None, ...]
+    sparse: tuple[SparseHandling, ...]
+    owner: Ints
+    shard_bytes: Ints
+    synchronizer: Ints
+    compressor: Ints
+    parameter: Ints
+    placement: Ints
+    group: Ints
+    hierarchical: Ints
+    cross_step: bool
+    ring_order: tuple[int, ...] | None
+
+    priority: Ints
+
+    @property
+    def identity(self) -> Hashable:
+        """Equal for equal strategies only."""
+        return self.table().tobytes(), self.partitions, self.sparse, self.cross_step, self.ring_order
+
+    def table(self) -> Ints:
+        """What tells the shards apart, shape (S, 7)."""
+        columns = (self.synchronizer, self.compressor, self.parameter, self.placement, self.group, self.priority, self.hierarchical)
+        return np.stack(columns, axis=1)
+
+
+def draw(context: Context, rng: np.random.Generator) -> Drawn:
+    """All choices; the issue order is gradient-ready order."""
+    space, variables = context.space, context.workload.variables
+    partitions = _draw_partitions(context, rng)
+    counts = np.array([len(partition.sizes) if partition else 1 for partition in partitions], dtype=np.int64)
+    owner = np.repeat(np.arange(counts.size), counts)
+    shard_bytes = _shard_bytes(variables, context.grad_bytes, partitions, owner)
+    synchronizer = _draw_choices(len(space.synchronizers), owner, rng)
+    sparse = _draw_sparse(context, synchronizer, owner, counts, rng)
+    dense = np.array([kind is SparseHandling.DENSE for kind in sparse])[owner]
+    compressor, parameter = _draw_compressors(context, dense, owner, rng)
+    rooted = np.array([kind in ROOTED for kind in space.synchronizers])[synchronizer]
+    placement = np.full(owner.size, -1, dtype=np.int64)
+    placement[rooted] = context.ranks[balance_load(shard_bytes[rooted], context.bandwidths, rng)]
+    group = np.full(owner.size, -1, dtype=np.int64)
+    collective = int(owner.size - rooted.sum())
+    if collective:
+        wanted = int(rng.integers(1, min(space.max_groups, collective) + 1))
+        from_input = merge_adjacent(shard_bytes[~rooted][::-1], wanted)
+        group[~rooted] = from_input.max() - from_input[::-1]  # so that group 0 is complete first
+    hierarchical = np.zeros(owner.size, dtype=np.int64)
+    if space.hierarchy_for(context.cluster):
+        hierarchical[:] = _draw_choices(2, owner, rng) * dense
+    ring = collective and space.ring_orders_for(context.cluster) and rng.random() < RING
+    return Drawn(
+        partitions,
+        sparse,
+        owner,
+        shard_bytes,
+        synchronizer,
+        compressor,
+        parameter,
+        placement,
+        group,
+        hierarchical,
+        space.cross_step and bool(rng.random() < CROSS_STEP),
+        random_ring(context.cluster, rng) if ring else None,
+        np.zeros(owner.size, dtype=np.int64),
+    )
+
+
+def draw_priorities(drawn: Drawn, rng: np.random.Generator) -> Ints:
+    """A random one for each group, and for each variable on servers; shape (S,)."""
+    groups, variables = int(drawn.group.max()) + 1, len(drawn.partitions)
+    of_group = rng.permutation(max(groups, 1))
+    of_variable = rng.integers(0, max(groups, variables), size=variables)
+    return np.where(drawn.group >= 0, of_group[drawn.group], of_variable[drawn.owner])
+
+
+def _draw_partitions(context: Context, rng: np.random.Generator) -> tuple[Partition | None, ...]:
+    count = len(context.axes)
+    if rng.random() < WHOLE:
+        return (None,) * count
+    probability, limit_exponent, uneven_probability = rng.random(3).tolist()
+    limit = max(2, round(2 * (context.space.max_shards / 2) ** limit_exponent))
+    if not context.space.allow_uneven or rng.random() < 0.5:
+        uneven_probability = 0.0
+    partitions: list[Partition | None] = []
+    rows = zip(context.workload.variables, context.axes, rng.random((count, 4)).tolist(), strict=True)
+    for variable, axes, (wanted, which, how_many, unevenly) in rows:
+        if not axes or wanted >= probability:
+            partitions.append(None)
+            continue
+        axis = axes[int(which * len(axes))]
+        extent = variable.shape[axis]
+        shards = 2 + int(how_many * (min(extent, limit) - 1))
+        if unevenly < uneven_probability:
+            partitions.append(Partition(axis, _uneven_sizes(extent, shards, rng)))
+        else:
+            partitions.append(even_partition(variable, axis, shards))
+    return tuple(partitions)
+
+
+def _uneven_sizes(extent: int, shards: int, rng: np.random.Generator) -> tuple[int, ...]:
+    """Random extents of at least one row: each has one, and uniform cuts share out the rest."""
+    rest = extent - shards
+    cuts = [0, *sorted(rng.integers(0, rest + 1, size=shards - 1).tolist()), rest]
+    return tuple(end - start + 1 for start, end in pairwise(cuts))
+
+
+def _shard_bytes(variables: tuple[Variable, ...], grad_bytes: Ints, partitions: tuple[Partition | None, ...], owner: Ints) -> Ints:
+    if owner.size == len(partitions):
+        return grad_bytes
+    extents = [p.sizes if p else (1,) for p in partitions]
+    rows = np.array([v.shape[p.axis] if p else 1 for v, p in zip(variables, partitions, strict=True)], dtype=np.int64)
+    sizes: Ints = (grad_bytes // rows)[owner] * np.array([size for own in extents for size in own], dtype=np.int64)
+    return sizes
+
+
+def _draw_sparse(context: Context, synchronizer: Ints, owner: Ints, counts: Ints, rng: np.random.Generator) -> tuple[SparseHandling, ...]:
+    """One of the ways that the synchronizers of a sparse variable's shards allow."""
+    found = [SparseHandling.DENSE] * counts.size
+    space = context.space
+    positions = [position for position, variable in enumerate(context.workload.variables) if variable.sparse]
+    if not positions or len(space.sparse) == 1:
+        return tuple(found)
+    first = np.cumsum(counts) - counts
+    probability = rng.random() if rng.random() >= PURE else 1.0
+    for position in positions:
+        own = synchronizer[first[position] : first[position] + counts[position]].tolist()
+        others = [kind for kind in space.handlings_for(space.synchronizers[s] for s in own) if kind is not SparseHandling.DENSE]
+        if others and rng.random() < probability:
+            found[position] = others[int(rng.integers(len(others)))]
+    return tuple(found)
+
+
+def _draw_compressors(context: Context, dense: NDArray[np.bool_], owner: Ints, rng: np.random.Generator) -> tuple[Ints, Ints]:
+    """(compressor, parameter) of every shard."""
+    kinds = context.space.compressors
+    none = kinds.index(Compressor.NONE)
+    parameter = np.zeros(owner.size, dtype=np.int64)
+    if len(kinds) == 1 or rng.random() < UNCOMPRESSED:
+        return np.full(owner.size, none, dtype=np.int64), parameter
+    compressor = _draw_choices(len(kinds), owner, rng)
+    compressor[~context.can_compress[owner]] = none
+    compressor[~dense & ~np.array([kind in SPARSE_COMPRESSORS for kind in kinds])[compressor]] = none
+    for index, kind in enumerate(kinds):
+        settings, chosen = len(context.space.settings_of(kind)), compressor == index
+        if settings > 1 and chosen.any():
+            parameter[chosen] = _draw_choices(settings, owner, rng)[chosen]
+    return compressor, parameter
+
+
+def _draw_choices(options: int, owner: Ints, rng: np.random.Generator) -> Ints:
+    """One of `options` for every shard, shape (S,): by odds of this strategy, per shard or per variable."""
+    if options == 1:
+        return np.zeros(owner.size, dtype=np.int64)
+    if rng.random() < PURE:
+        return np.full(owner.size, int(rng.integers(options)), dtype=np.int64)
+    weights = rng.dirichlet(np.full(options, MIXING))
+    if rng.random() < 0.5:
+        return rng.choice(options, size=owner.size, p=weights)
+    return rng.choice(options, size=int(owner[-1]) + 1, p=weights)[owner]

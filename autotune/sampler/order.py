@@ -1,0 +1,96 @@
+"""The planned issue order of strategies that are still arrays of choices.
+
+A plan would have to be made of each to know its messages; thousands are drawn in a round. So messages and their costs are found on the
+arrays, with two simplifications: PowerSGD's matrices count as square, and a ring order as no different from the cluster's own,
+since it makes all collectives faster or slower alike.
+
+| symbol | meaning |
+|---|---|
+| S | number of shards |
+| M | number of messages |
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autotune.sampler.draws import Context, Drawn, Ints
+from autotune.strategy_space.cross_step import planned_order
+from autotune.strategy_space.plan import INT8_BLOCK, PRIMITIVE_OF
+from autotune.strategy_space.space import CompressorSetting
+from autotune.strategy_space.strategy import Compressor, SparseHandling
+from autotune.strategy_space.sync_cost import MessageKind, Rates
+from autotune.strategy_space.timing import needed_times_s, ready_times_s
+from autotune.workload import DTYPE_BYTES
+
+NODES = 3
+"""Orders that are tried for one strategy."""
+
+
+class PlannedOrder:
+    """Finds orders for strategies of one context."""
+
+    def __init__(self, context: Context) -> None:
+        workload, space = context.workload, context.space
+        self.space = space
+        self.ready_s, self.needed_s = ready_times_s(workload), needed_times_s(workload)
+        self.start_s, self.forward_s = workload.backward_s + workload.update_s, workload.forward_s
+        self.rates = Rates(context.cluster)
+        dtypes = sorted(DTYPE_BYTES)
+        self.dtype = np.array([dtypes.index(variable.dtype) for variable in workload.variables], dtype=np.int64)
+        self.element_bytes = np.array([DTYPE_BYTES[variable.dtype] for variable in workload.variables], dtype=np.int64)
+
+    def priorities(self, drawn: Drawn) -> Ints:
+        """The place of every shard's message in the order, shape (S,)."""
+        message, first = self._messages(drawn)
+        count, owner = len(first), drawn.owner
+        ready_s, needed_s = np.zeros(count), np.full(count, np.inf)
+        np.maximum.at(ready_s, message, self.ready_s[owner])
+        np.minimum.at(needed_s, message, self.needed_s[owner])
+        primitives = [PRIMITIVE_OF[synchronizer] for synchronizer in self.space.synchronizers]
+        columns = (drawn.synchronizer[first], drawn.placement[first], drawn.hierarchical[first], owner[first])
+        kinds = [
+            MessageKind(primitives[kind], None if rank < 0 else rank, bool(two_level), drawn.sparse[own])
+            for kind, rank, two_level, own in zip(*(column.tolist() for column in columns), strict=True)
+        ]
+        wire_bytes = np.zeros(count)
+        np.add.at(wire_bytes, message, self._wire_bytes(drawn))
+        cost_s = self.rates.costs(kinds, wire_bytes).channel_s
+        order = planned_order(ready_s, cost_s, needed_s, self.start_s, self.forward_s, NODES).order
+        place = np.empty(count, dtype=np.int64)
+        place[order] = np.arange(count)
+        return place[message]
+
+    def _messages(self, drawn: Drawn) -> tuple[Ints, Ints]:
+        """(message of every shard (S,), a shard of every message (M,)), as `plan()` makes them."""
+        dense = np.array([kind is SparseHandling.DENSE for kind in drawn.sparse])[drawn.owner]
+        code = drawn.group.copy()
+        for column in (drawn.synchronizer, drawn.compressor, drawn.parameter, drawn.hierarchical, self.dtype[drawn.owner]):
+            code = code * (int(column.max()) + 1) + column
+        alone = (drawn.group < 0) | ~dense
+        code[alone] = -1 - np.arange(int(alone.sum()))
+        _, first, message = np.unique(code, return_index=True, return_inverse=True)
+        return message, first
+
+    def _wire_bytes(self, drawn: Drawn) -> NDArray[np.float64]:
+        """Compressed size of every shard, shape (S,)."""
+        element_bytes = self.element_bytes[drawn.owner]
+        elements = drawn.shard_bytes / element_bytes
+        wire_bytes = drawn.shard_bytes.astype(np.float64)
+        for index, kind in enumerate(self.space.compressors):
+            if kind is Compressor.NONE:
+                continue
+            for number, setting in enumerate(self.space.settings_of(kind)):
+                own = np.flatnonzero((drawn.compressor == index) & (drawn.parameter == number))
+                if len(own):
+                    wire_bytes[own] = np.minimum(_compressed_bytes(setting, elements[own], element_bytes[own]), wire_bytes[own])
+        return wire_bytes
+
+
+def _compressed_bytes(setting: CompressorSetting, elements: NDArray[np.float64], element_bytes: Ints) -> NDArray[np.float64]:
+    if setting.ratio is not None:
+        return elements * setting.ratio * (element_bytes + 4)
+    if setting.rank is not None:
+        return 2 * np.sqrt(elements) * setting.rank * element_bytes
+    return elements * (1 + 4 / INT8_BLOCK if setting.compressor is Compressor.INT8 else 2)
