@@ -13,7 +13,7 @@ Gradients count as in torch's DDP: under accumulation only the last backward pas
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -31,6 +31,7 @@ from runtime_rewriter.pytorch.agreement import agree, assumed_workload, check_fi
 from runtime_rewriter.pytorch.autograd import by_identity, reachable_variables, tensors_with_graph
 from runtime_rewriter.pytorch.collectives import Device, Ranks, Transfer, slice_of
 from runtime_rewriter.pytorch.observers import Accelerator, BackwardObserver, StepListener
+from runtime_rewriter.pytorch.sparse_rows import SparseRows, rows_of, sparse_parameters
 
 _NO_GRAD_ALREADY = nullcontext()
 
@@ -71,6 +72,7 @@ class GradientSynchronizer:
         self.why_not, self._on_byte_scale = why_not, on_byte_scale
         self._index_of = by_identity(self.parameters)
         self._index = {name: position for position, name in enumerate(self.names)}
+        self._sparse_rows = SparseRows({i: p for i, p in enumerate(self.parameters) if p in sparse_parameters(module)}, self.ranks)
         self._plan: Plan | None = None
         self._transfers: list[Transfer] = []
         self._handles: list[RemovableHandle] = []
@@ -416,9 +418,10 @@ class GradientSynchronizer:
         self._drain()
         assert self._next == len(self._transfers)
         kept = self._agree_on_unused() if self._find_unused else frozenset()
+        rows = self._sparse_rows.of_all_ranks()
         for transfer in self._transfers:
             transfer.wait()
-        self._unpack(kept)
+        self._unpack(kept, rows)
         for observer in tuple(self.observers):
             observer.on_synchronized(kept)
         return missing
@@ -432,7 +435,7 @@ class GradientSynchronizer:
             raise SynchronizationError(f"the ranks must agree on unused parameters, but rank {self.ranks.rank} failed: {error}") from error
         return frozenset(position for position, ranks in enumerate(used.tolist()) if ranks == 0)
 
-    def _unpack(self, kept: frozenset[int]) -> None:
+    def _unpack(self, kept: frozenset[int], rows: Mapping[int, Tensor]) -> None:
         if self._one_whole_slice_each and not kept:
             gradients = [parameter.grad for parameter in self.parameters]
             present = [gradient for gradient in gradients if gradient is not None and not gradient.is_sparse]
@@ -441,22 +444,23 @@ class GradientSynchronizer:
                 return
         targets: list[Tensor] = []
         sources: list[Tensor] = []
-        sparse: list[tuple[nn.Parameter, Tensor]] = []
+        sparse: list[tuple[int, Tensor]] = []
         for position, parameter in enumerate(self.parameters):
             if position in kept:
                 continue
             target = torch.empty_like(parameter) if parameter.grad is None else parameter.grad
             if target.is_sparse:
                 target = torch.empty_like(parameter)
-                sparse.append((parameter, target))
+                sparse.append((position, target))
             elif parameter.grad is None:
                 parameter.grad = target
             for part, view in self._slots[position]:
                 targets.append(target if part.axis is None else slice_of(target, part))
                 sources.append(view)
         torch._foreach_copy_(targets, sources)
-        for parameter, dense in sparse:
-            parameter.grad = dense.to_sparse(1)  # rows whose average is exactly zero are left out
+        for position, dense in sparse:
+            # Other rows of zeros than those of an embedding are left out.
+            self.parameters[position].grad = rows_of(dense, rows[position]) if position in rows else dense.to_sparse(1)
 
     def _unused(self, missing: list[int]) -> SynchronizationError:
         names = ", ".join(self.names[position] for position in missing[:5])
