@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Protocol
 
-from runtime_rewriter.pytorch.collectives import Timeouts
+from runtime_rewriter.pytorch.exchange.ranks import Timeouts
 from runtime_rewriter.pytorch.hooks import GradientSynchronizer
 
 

@@ -3,6 +3,7 @@
 | symbol | meaning | unit |
 |---|---|---|
 | forward_s | start of the module's forward pass until the first gradient of its output | s |
+| needed_s[i] | start of the module's forward pass until it first reads variable i | s |
 | ready_s[i] | start of the backward pass until the gradient of variable i is final | s |
 | backward_s | start of the backward pass until its end | s |
 | update_s | end of the synchronization until the next step begins | s |
@@ -17,14 +18,16 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from autotune.errors import InvalidInput
+from autotune.strategy_space.timing import needed_times_s
 from autotune.workload import Workload
 
 
 @dataclass(frozen=True)
 class Timetable:
-    """One step of the profile. `ready` holds (variable name, ready_s), the first ready first."""
+    """One step of the profile. `needed` and `ready` hold (variable name, needed_s or ready_s), the earliest first."""
 
     forward_s: float
+    needed: tuple[tuple[str, float], ...]
     ready: tuple[tuple[str, float], ...]
     backward_s: float
     update_s: float
@@ -54,7 +57,9 @@ def timetable_of(workload: Workload) -> Timetable:
                 f"a profile's variables must stand in the order in which they become ready, none after backward_s, but {before!r} is "
                 f"ready after {earlier_s:g} s and {after!r} after {later_s:g} s"
             )
-    return Timetable(workload.forward_s, ready, workload.backward_s, workload.update_s)
+    names = (variable.name for variable in workload.variables)
+    needed = sorted(zip(names, needed_times_s(workload).tolist(), strict=True), key=lambda entry: entry[1])
+    return Timetable(workload.forward_s, tuple(needed), ready, workload.backward_s, workload.update_s)
 
 
 class Waiter:

@@ -10,7 +10,7 @@ from torch import nn
 from autotune.export import Export, check_model, read_export
 from autotune.strategy_space.plan import Plan
 from runtime_rewriter.pytorch.agreement import trainable_parameters
-from runtime_rewriter.pytorch.collectives import TRAINING_TIMEOUTS
+from runtime_rewriter.pytorch.exchange.ranks import TRAINING_TIMEOUTS
 from runtime_rewriter.pytorch.hooks import GradientSynchronizer
 
 _log = logging.getLogger("autotune")

@@ -21,8 +21,8 @@ from autotune.workload import Workload
 from runtime_rewriter.control import HEARTBEAT_S, ControlClosed, ControlLine
 from runtime_rewriter.emulation import timetable_of
 from runtime_rewriter.probe.collectives import probe_cluster, probe_links
-from runtime_rewriter.pytorch.collectives import TUNING_TIMEOUTS
 from runtime_rewriter.pytorch.emulation import EmulatedAccelerator
+from runtime_rewriter.pytorch.exchange.ranks import TUNING_TIMEOUTS
 from runtime_rewriter.pytorch.hooks import GradientSynchronizer
 from runtime_rewriter.pytorch.numerics import GradientGate
 from runtime_rewriter.pytorch.profile import WorkloadProfiler

@@ -17,13 +17,13 @@ from autotune.cluster import Cluster
 from autotune.cluster_file import read_cluster
 from autotune.commands.tables import table_text
 from autotune.errors import InvalidInput
-from autotune.features.sync_cost import message_costs
 from autotune.parsing import json_schema, read_json
 from autotune.strategy_space.builders.catalogue import BUILDERS
 from autotune.strategy_space.describe import variable_rows
 from autotune.strategy_space.plan import plan
 from autotune.strategy_space.space import SearchSpace
 from autotune.strategy_space.strategy import Strategy
+from autotune.strategy_space.sync_cost import message_costs
 from autotune.units import format_bytes, format_seconds
 from autotune.workload import Workload
 from autotune.zoo.architectures import MODELS, workload

@@ -20,35 +20,18 @@ from numpy.typing import NDArray
 
 from autotune.cluster import Cluster
 from autotune.features.flat import FlatPlan
-from autotune.features.sync_cost import MessageCosts
+from autotune.strategy_space.cross_step import channel_ends_s, cross_step_period_s
 from autotune.strategy_space.plan import Plan
+from autotune.strategy_space.sync_cost import MessageCosts
+from autotune.strategy_space.timing import needed_times_s, ready_times_s
 from autotune.workload import Workload
 
 FloatArray = NDArray[np.float64]
 
 
-def ready_times_s(workload: Workload) -> FloatArray:
-    """When each gradient is ready after the backward pass began; unmeasured ones by position, shape (V,)."""
-    count = len(workload.variables)
-    measured = [variable.ready_s for variable in workload.variables]
-    by_position = workload.backward_s * np.arange(1, count + 1) / count
-    return np.array([fallback if ready is None else ready for ready, fallback in zip(measured, by_position.tolist(), strict=True)])
-
-
 def paper_step_s(workload: Workload, costs: MessageCosts) -> float:
     """Eq. 1: the larger of computation and synchronization."""
     return max(workload.compute_s, costs.paper_sync_s)
-
-
-def channel_ends_s(ready_s: FloatArray, cost_s: FloatArray) -> FloatArray:
-    """End of every message on one channel in issue order: end_i = max(end_(i-1), ready_i) + cost_i.
-
-    Both inputs and the result have shape (M,). Unrolled, end_i = C_i + max over j <= i of (ready_j - C_(j-1))
-    with C the running sum of the costs, which needs no loop.
-    """
-    total = np.cumsum(cost_s)
-    ends: FloatArray = total + np.maximum.accumulate(ready_s - (total - cost_s))
-    return ends
 
 
 def taken_share(workload: Workload, cluster: Cluster) -> float:
@@ -88,19 +71,14 @@ def overlap_step_s(
 ) -> float:
     """Predicted step time with computation and communication overlapped.
 
-    Within the step, the update follows the last message. With `cross_step` the next forward pass starts at once
-    and each variable (an equal share of `forward_s`, in reverse backward order) waits for its own messages; the
-    result is the period of the steady state. All messages are in before the next backward pass starts.
+    Within the step, the update follows the last message. With `cross_step` the next forward pass starts at once, and what it
+    reads waits for its own messages (`strategy_space.cross_step`); the result is the period of the steady state.
     `taken_s` (M,): CPU time that each message takes from the backward pass; None: nothing.
     """
     ready_s, backward_s = np.maximum.reduceat(ready_times_s(workload)[flat.variable], flat.first), workload.backward_s
     if taken_s is not None:
         ready_s, backward_s = slowed_ready_s(ready_s, taken_s, backward_s)
-    ends_s = channel_ends_s(ready_s, cost_s)
     if not cross_step:
-        return workload.forward_s + max(backward_s, float(ends_s[-1])) + workload.update_s
-    arrival_s = np.zeros(len(workload.variables))
-    np.maximum.at(arrival_s, flat.variable, ends_s[flat.message])
-    share_s = np.full(len(arrival_s), workload.forward_s / len(arrival_s))
-    start_s = backward_s + workload.update_s
-    return float(channel_ends_s(np.maximum(arrival_s[::-1], start_s), share_s)[-1])
+        return workload.forward_s + max(backward_s, float(channel_ends_s(ready_s, cost_s)[-1])) + workload.update_s
+    needed_s = np.minimum.reduceat(needed_times_s(workload)[flat.variable], flat.first)
+    return cross_step_period_s(ready_s, cost_s, needed_s, backward_s + workload.update_s, workload.forward_s)

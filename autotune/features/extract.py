@@ -21,9 +21,9 @@ from autotune.errors import InvalidInput
 from autotune.features.compute_cost import message_cpu_s, overlap_step_s, paper_step_s, taken_share
 from autotune.features.flat import flatten
 from autotune.features.raw import shard_rows
-from autotune.features.sync_cost import message_costs
 from autotune.strategy_space.plan import Plan
 from autotune.strategy_space.strategy import Strategy
+from autotune.strategy_space.sync_cost import message_costs
 from autotune.workload import Workload
 
 MAX_VARIABLES = 4_000  # BERT-large has about 400; the recurrent simulator walks them one after the other

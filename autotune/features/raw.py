@@ -31,11 +31,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autotune.cluster import Cluster
-from autotune.features.compute_cost import ready_times_s
 from autotune.features.flat import FlatPlan
-from autotune.features.sync_cost import MessageCosts
 from autotune.strategy_space.plan import Plan, Primitive
 from autotune.strategy_space.strategy import Compressor, SparseHandling
+from autotune.strategy_space.sync_cost import MessageCosts
+from autotune.strategy_space.timing import ready_times_s
 from autotune.workload import Workload
 
 HOST_COLUMNS = 16

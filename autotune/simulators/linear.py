@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from autotune.features.sync_cost import GLOBAL_FEATURES
 from autotune.simulators.batch import FeatureBatch
 from autotune.simulators.residual import Architecture, ResidualSimulator
 from autotune.simulators.training import LINEAR_RECIPE, TrainingRecipe
+from autotune.strategy_space.sync_cost import GLOBAL_FEATURES
 
 
 class _Linear(nn.Module):

@@ -23,11 +23,11 @@ from torch import Tensor, nn
 from autotune.errors import InvalidInput
 from autotune.features.extract import StrategyFeatures
 from autotune.features.raw import RAW_FEATURES
-from autotune.features.sync_cost import GLOBAL_FEATURES
 from autotune.parsing import parse, read_json
 from autotune.simulators.batch import FeatureBatch, Scaling, chunks, collate
 from autotune.simulators.interface import Example, FitReport
 from autotune.simulators.training import TrainingRecipe, split_off_validation, torch_threads, train_ranking
+from autotune.strategy_space.sync_cost import GLOBAL_FEATURES
 
 FloatArray = NDArray[np.float64]
 

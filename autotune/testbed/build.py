@@ -26,7 +26,7 @@ FRAME_S = 0.5e-3
 """A GSO frame takes at most so long on its link, so that a slow link does not hand over 64 KiB in one piece."""
 
 GROUPS = 2
-"""Process groups that send at the same time: first and second phases of messages (runtime_rewriter/pytorch/collectives.py)."""
+"""Process groups that send at the same time: first and second steps of messages (runtime_rewriter/pytorch/exchange/lanes.py)."""
 
 WINDOW_MARGIN = 1.1  # headers, of the frames that wait
 SMALLEST_WINDOW_BYTES = 32 * 1024

@@ -31,7 +31,8 @@ from runtime_rewriter.probe.link import ProbedLink
 from runtime_rewriter.probe.load import Load, LostTime
 from runtime_rewriter.probe.operations import COLLECTED, EVERYWHERE, OPERATIONS, UNDER_LOAD
 from runtime_rewriter.probe.pairs import PairProbe
-from runtime_rewriter.pytorch.collectives import Device, Ranks
+from runtime_rewriter.pytorch.exchange.device import Device
+from runtime_rewriter.pytorch.exchange.ranks import Ranks
 
 SIZES_BYTES = tuple(2**power for power in range(12, 25, 2))  # 4 KiB .. 16 MiB
 BETWEEN_BYTES = (*(2**power for power in range(13, 25, 2)), 2**25, 2**26)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from autotune.cluster import Where
-from runtime_rewriter.pytorch.collectives import Ranks
+from runtime_rewriter.pytorch.exchange.ranks import Ranks
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from types import TracebackType
 import torch
 
 from autotune.errors import AutotuneError
-from runtime_rewriter.pytorch.collectives import Device
+from runtime_rewriter.pytorch.exchange.device import Device
 
 CPU_SIDE, CUDA_SIDE = 128, 2048
 """Matrices whose product takes about 0.1 ms of one core, or some of a GPU: short beside any message worth hiding."""

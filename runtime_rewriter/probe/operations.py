@@ -15,23 +15,28 @@ import torch
 import torch.distributed as dist
 
 from autotune.strategy_space.plan import Primitive
-from runtime_rewriter.pytorch.collectives import Device, Ranks, make_exchange
+from runtime_rewriter.pytorch.exchange.device import Device
+from runtime_rewriter.pytorch.exchange.lanes import Lanes
+from runtime_rewriter.pytorch.exchange.ranks import Circle, Ranks
+from runtime_rewriter.pytorch.exchange.sums import flat_sum
 
 Operation = Callable[[], None]
 Preparation = Callable[[Ranks, int, Device], Operation]
 
 
 def _exchange(primitive: Primitive) -> Preparation:
-    """What a plan's message does, both phases, so that the cost of combining at the owner is in it."""
+    """What a plan's message does, all its steps, so that the cost of combining at the owner is in it."""
 
     def prepare(ranks: Ranks, size_bytes: int, device: Device) -> Operation:
         elements = max(size_bytes // 4 // ranks.size, 1) * ranks.size
-        exchange = make_exchange(primitive, torch.zeros(elements, device=device.device), ranks, 0)
+        values = torch.zeros(elements, device=device.device)
+        steps = flat_sum(primitive, values, Lanes(ranks, device), Circle.world(ranks.size), 0).steps()
 
         def operation() -> None:
-            exchange.start().wait()
-            if exchange.two_phases:
-                exchange.advance().wait()
+            for _, step in steps:
+                work = step()
+                if work is not None:
+                    work.wait()
 
         return operation
 

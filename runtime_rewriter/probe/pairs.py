@@ -13,7 +13,8 @@ import torch.distributed as dist
 from autotune.profiling.host_links import Pair, PairCost, first_rounds, last_rounds, own_links, pair_cost
 from runtime_rewriter.probe.groups import firsts
 from runtime_rewriter.probe.link import ProbedLink
-from runtime_rewriter.pytorch.collectives import Device, Ranks
+from runtime_rewriter.pytorch.exchange.device import Device
+from runtime_rewriter.pytorch.exchange.ranks import Ranks
 
 LINK_BYTES = tuple(2**power for power in (6, 12, 16, 19, 21, 23))  # 64 B .. 8 MiB
 REPEATS = 9

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from autotune.errors import AutotuneError, InvalidInput, InvalidStrategy, ModelMismatch, PlanMismatch, SynchronizationError
 from autotune.strategy_space.plan import Plan, TensorSlice
 from autotune.workload import Variable, Workload
-from runtime_rewriter.pytorch.collectives import Ranks, why_refused
+from runtime_rewriter.pytorch.exchange.ranks import Ranks
+from runtime_rewriter.pytorch.exchange.refusals import why_refused
 
 _MASK = 2**32 - 1
 

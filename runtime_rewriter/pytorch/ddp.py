@@ -89,7 +89,7 @@ class PlannedDataParallel(DistributedDataParallel):
         if synchronizer is None:
             return super().forward(*inputs, **kwargs)
         if not torch.is_grad_enabled():
-            synchronizer.mark_unclean()
+            synchronizer.before_evaluation()
             return super().forward(*inputs, **kwargs)
         joining = self._join_config.enable  # torch never takes it back: a script that joins does so every epoch
         answered = not (joining and synchronizer.plan is not None)  # finished ranks answer DDP's own messages only
@@ -225,7 +225,7 @@ class AttachedSynchronizer(GradientSynchronizer):
         if training:
             self.before_forward(self._synchronizing)
         else:
-            self.mark_unclean()
+            self.before_evaluation()
         buffers = [buffer for name, buffer in module.named_buffers() if name not in self._ignored]
         if self.plan is not None and self._sync_next and self._broadcast_buffers and buffers:
             with torch.no_grad(), _unsafe_preserve_version_counter(tuple(buffers)):

@@ -7,10 +7,13 @@ gradients (DDP's reducer, our hooks, the script's own) cannot tell the differenc
 
 | time | the wait ends |
 |---|---|
+| first read of variable i | needed_s[i] after the module began the step's first forward pass |
 | start of the backward pass | forward_s after the module began the step's first forward pass |
 | gradient of variable i | ready_s[i] after the start of the backward pass |
 | end of the backward pass | backward_s after its start |
 | next step | update_s after all gradients were synchronized |
+
+Where a plan crosses the step, a variable whose average is late delays all that is read and computed after it.
 
 Waits are for absolute times, so real work (the loss, packing, the optimizer) is absorbed while it is shorter than the profile;
 `overrun` says where it is not.
@@ -57,6 +60,7 @@ class EmulatedAccelerator:
             raise InvalidInput(f"accelerators cannot be emulated: {reason}")
         self._synchronizer, self._timetable = synchronizer, timetable
         self._order = _ready_order(synchronizer.names, timetable)
+        self._reads = () if timetable is None else _positions(synchronizer.names, timetable.needed)
         self._recordings: dict[Hashable, Recording] = {}
         self._recorder: GradientRecorder | None = None
         self._recorded: tuple[Hashable, Output] | None = None  # waits for its gradients
@@ -127,6 +131,7 @@ class EmulatedAccelerator:
             self._recordings[key] = Recording(output, gradients)
 
     def _play(self, recording: Recording) -> object:
+        self._read_variables()
         output = recording.output
         timed = self._timetable if self._synchronizer.synchronizing else None
         played = _PlayedPass(self, recording, timed)
@@ -141,6 +146,17 @@ class EmulatedAccelerator:
             if needs:
                 tensor.register_hook(played.begin)
         return output.rebuilt(tensors)
+
+    def _read_variables(self) -> None:
+        """What the module would read, when it would; later than that where it is still on its way."""
+        cross_step = self._synchronizer.cross_step
+        for position, needed_s in self._reads:
+            if not cross_step.pending:
+                return  # nothing that waiting here would change
+            assert self._step_start_s is not None
+            cross_step.settle_arrived()
+            self._waits["forward"].until(self._step_start_s + needed_s)
+            self._step_start_s += cross_step.settle((position,))
 
     # -- backward ------------------------------------------------------------------------------------
 
@@ -233,11 +249,15 @@ def _ready_order(names: tuple[str, ...], timetable: Timetable | None) -> tuple[t
     """(position of a parameter, ready_s), the first ready first; without a timetable in reverse definition order."""
     if timetable is None:
         return tuple((position, 0.0) for position in reversed(range(len(names))))
-    position_of = {name: position for position, name in enumerate(names)}
     profiled = [name for name, _ in timetable.ready]
     if set(profiled) != set(names):
         differing = sorted(set(profiled) ^ set(names))
         raise InvalidInput(
             f"a profile must be of the running model, but they differ in {', '.join(differing[:3])}; leave --profile out to measure it"
         )
-    return tuple((position_of[name], ready_s) for name, ready_s in timetable.ready)
+    return _positions(names, timetable.ready)
+
+
+def _positions(names: tuple[str, ...], timed: tuple[tuple[str, float], ...]) -> tuple[tuple[int, float], ...]:
+    position_of = {name: position for position, name in enumerate(names)}
+    return tuple((position_of[name], at_s) for name, at_s in timed)

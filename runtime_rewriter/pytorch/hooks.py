@@ -13,8 +13,7 @@ Gradients count as in torch's DDP: under accumulation only the last backward pas
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from threading import Lock
@@ -29,9 +28,13 @@ from autotune.errors import AutotuneError, InvalidStrategy, SynchronizationError
 from autotune.strategy_space.plan import Plan, TensorSlice
 from runtime_rewriter.pytorch.agreement import agree, assumed_workload, check_fit, trainable_parameters
 from runtime_rewriter.pytorch.autograd import by_identity, reachable_variables, tensors_with_graph
-from runtime_rewriter.pytorch.collectives import Device, Ranks, Transfer, slice_of
+from runtime_rewriter.pytorch.cross_step import CrossStep
+from runtime_rewriter.pytorch.exchange.device import Device
+from runtime_rewriter.pytorch.exchange.hierarchical import Circles
+from runtime_rewriter.pytorch.exchange.lanes import Lanes
+from runtime_rewriter.pytorch.exchange.ranks import Ranks
+from runtime_rewriter.pytorch.exchange.transfer import Transfer, slice_of
 from runtime_rewriter.pytorch.observers import Accelerator, BackwardObserver, StepListener
-from runtime_rewriter.pytorch.sparse_rows import SparseRows, rows_of, sparse_parameters
 
 _NO_GRAD_ALREADY = nullcontext()
 
@@ -63,6 +66,7 @@ class GradientSynchronizer:
         self.parameters: tuple[nn.Parameter, ...] = tuple(named.values())
         self.ranks = Ranks.of(process_group, timeout_s, agreement_timeout_s)
         self.device = Device(self.parameters[0].device)
+        self.lanes = Lanes(self.ranks, self.device)
         self.listeners: list[StepListener] = []
         self.observers: list[BackwardObserver] = []
         self.accelerator: Accelerator | None = None  # None: the module itself computes
@@ -72,11 +76,9 @@ class GradientSynchronizer:
         self.why_not, self._on_byte_scale = why_not, on_byte_scale
         self._index_of = by_identity(self.parameters)
         self._index = {name: position for position, name in enumerate(self.names)}
-        self._sparse_rows = SparseRows({i: p for i, p in enumerate(self.parameters) if p in sparse_parameters(module)}, self.ranks)
         self._plan: Plan | None = None
         self._transfers: list[Transfer] = []
         self._handles: list[RemovableHandle] = []
-        self._second_phases: ThreadPoolExecutor | None = None
         self._lock = Lock()
         self._broken: str | None = None
         self._synchronizing = True
@@ -86,6 +88,7 @@ class GradientSynchronizer:
         self._versions: list[int | None] = []
         self._armed = self._begun = self._boundary_due = False
         self._saw_training = self._saw_eval = self._unclean = False
+        self.cross_step = CrossStep(self.parameters, self._unpack)
         self._reset_backward()
 
     # -- plans ---------------------------------------------------------------------------------------
@@ -113,20 +116,23 @@ class GradientSynchronizer:
         rank is gone). After an error the earlier plan is still loaded.
         """
         self._check_usable()
+        self.cross_step.settle_all()
         error: AutotuneError | None = None
-        transfers: list[Transfer] = []
         try:
             if plan is not None:
                 reason = self.why_not()
                 if reason is not None:
                     raise InvalidStrategy(f"plans cannot be enacted here: {reason}")
+                reason = self.cross_step.why_not() if plan.cross_step else None
+                if reason is not None:
+                    raise InvalidStrategy(f"plan {plan.id} cannot be enacted: synchronization cannot cross the step, since {reason}")
                 check_fit(plan, self.module, self.ranks.size)
-                named = dict(zip(self.names, self.parameters, strict=True))
-                scale = self.byte_scale
-                transfers = [Transfer(number, m, named, self.ranks, self.device, scale) for number, m in enumerate(plan.messages)]
         except AutotuneError as problem:
             error = problem
         agree(self.ranks, plan, error, self.byte_scale)
+        transfers = [] if plan is None else self._transfers_by(plan)
+        # Behind messages that cross the step a vote would wait for them.
+        self._votes = self.lanes.votes() if self._find_unused and plan is not None and plan.cross_step else self.ranks.first
         self._unhook()
         self._plan, self._transfers = plan, transfers
         self._slots: list[list[tuple[TensorSlice, Tensor]]] = [[] for _ in self.names]
@@ -140,12 +146,17 @@ class GradientSynchronizer:
                 self._transfers_of[position].append(transfer)
                 if number not in batched:
                     self._packed_alone[position].append((part, view))
-        self._one_whole_slice_each = all(len(slots) == 1 and slots[0][0].axis is None for slots in self._slots)
         self._reset_backward()
+        self.cross_step.enable(self._transfers_of if plan is not None and plan.cross_step else None)
         if plan is not None:
-            self._second_phases = ThreadPoolExecutor(1, thread_name_prefix="second-phases")
             hooks = (partial(self._on_gradient, position) for position in range(len(self.parameters)))
             self._handles = [p.register_post_accumulate_grad_hook(hook) for p, hook in zip(self.parameters, hooks, strict=True)]
+
+    def _transfers_by(self, plan: Plan) -> list[Transfer]:
+        """Collective: after agreement, since messages make process groups."""
+        circles = Circles.of(plan, self.lanes)
+        named = dict(zip(self.names, self.parameters, strict=True))
+        return [Transfer(number, message, named, self.lanes, circles, self.byte_scale) for number, message in enumerate(plan.messages)]
 
     def emulate(self, accelerator: Accelerator | None) -> None:
         """Local, between two steps: from now on `accelerator` stands for the module's own computation, or nothing does."""
@@ -164,20 +175,21 @@ class GradientSynchronizer:
         self.byte_scale = byte_scale
 
     def close(self) -> None:
-        """Remove every hook, stop the thread and give the process groups back. Local."""
+        """Remove every hook, stop the threads and give the process groups back. Local."""
+        self.cross_step.settle_all()
+        self.cross_step.close()
         self._unhook()
         self._plan, self._transfers = None, []
         self.listeners.clear()
         self.observers.clear()
+        self.lanes.close()
         self.ranks.destroy()
 
     def _unhook(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        if self._second_phases is not None:
-            self._second_phases.shutdown(wait=False, cancel_futures=True)
-            self._second_phases = None
+        self.lanes.stop()
 
     def _check_usable(self) -> None:
         if self._broken is not None:
@@ -212,6 +224,7 @@ class GradientSynchronizer:
                     listener.on_boundary(now_s, clean)
         self._saw_training |= self.module.training
         self._saw_eval |= not self.module.training
+        self.cross_step.forward_begins(seen=self.accelerator is None)
         self._armed = synchronize
 
     @property
@@ -236,7 +249,8 @@ class GradientSynchronizer:
     @torch.compiler.disable
     def after_forward(self, output: object) -> None:
         """Last thing in every forward pass with gradients: finds where its backward pass will start."""
-        if not self._armed or (self._plan is None and not self.listeners):
+        self.cross_step.forward_ended()
+        if not self._armed or (self._plan is None and not self.listeners and not self.cross_step.learning):
             return
         tensors = tensors_with_graph(output)
         for tensor in tensors:
@@ -247,6 +261,12 @@ class GradientSynchronizer:
             self._reachable |= reachable_variables(tensors, self._index_of)
         for observer in tuple(self.observers):
             observer.on_forward_output(tensors)
+
+    @torch.compiler.disable
+    def before_evaluation(self) -> None:
+        """First thing in a forward pass without gradients, for which nothing needs to be put off."""
+        self.mark_unclean()
+        self.cross_step.settle_all()
 
     def mark_unclean(self) -> None:
         """This step holds something that is no training step: a forward pass without gradients, say."""
@@ -278,6 +298,7 @@ class GradientSynchronizer:
             engine.queue_callback(lambda: engine.queue_callback(self._finish_unplanned))
             return
         engine.queue_callback(self._finish)
+        self.cross_step.settle_all()
         for observer in tuple(self.observers):
             observer.on_backward_start()
         if self._find_unused and not self._static and self._reachable:
@@ -298,8 +319,9 @@ class GradientSynchronizer:
         self._armed = False
         self._end_backward()
 
-    def _end_backward(self) -> None:
+    def _end_backward(self, gradients_final: bool = True) -> None:
         self._boundary_due = True
+        self.cross_step.backward_ended(gradients_final)
         if self.listeners:
             now_s = self.device.now_s()
             for listener in tuple(self.listeners):
@@ -376,10 +398,9 @@ class GradientSynchronizer:
 
     def _drain(self) -> None:
         """Issue in plan order whatever is complete."""
-        assert self._second_phases is not None
         while self._next < len(self._transfers) and self._transfers[self._next].pending == 0:
             try:
-                self._transfers[self._next].issue(self._second_phases)
+                self._transfers[self._next].issue()
             except SynchronizationError as error:
                 self._broken = str(error)
                 raise
@@ -392,9 +413,10 @@ class GradientSynchronizer:
             if any(self._filled):  # variables that are never used were packed ahead; nothing else happened
                 self._reset_backward()
             return  # torch.autograd.grad: gradients were computed but not accumulated
+        deferred = self.cross_step.defers and not self.observers and not self._late
         try:
             with torch.no_grad():
-                missing = self._complete()
+                missing = self._complete(deferred)
         except SynchronizationError as error:
             self._broken = str(error)
             raise
@@ -405,10 +427,10 @@ class GradientSynchronizer:
         self._reset_backward()
         if missing and not self._find_unused:
             raise self._unused(missing)
-        self._end_backward()
+        self._end_backward(gradients_final=not deferred)
 
-    def _complete(self) -> list[int]:
-        """Returns the variables that got no gradient in this pass."""
+    def _complete(self, deferred: bool) -> list[int]:
+        """Returns the variables that got no gradient in this pass. `deferred`: the messages are left under way."""
         for observer in tuple(self.observers):
             observer.on_computed()
         missing = [position for position, times in enumerate(self._fired) if times == 0]
@@ -418,10 +440,13 @@ class GradientSynchronizer:
         self._drain()
         assert self._next == len(self._transfers)
         kept = self._agree_on_unused() if self._find_unused else frozenset()
-        rows = self._sparse_rows.of_all_ranks()
+        averaged = [position for position in range(len(self.names)) if position not in kept]
+        if deferred:
+            self.cross_step.defer(self._transfers, averaged)
+            return missing
         for transfer in self._transfers:
             transfer.wait()
-        self._unpack(kept, rows)
+        self._unpack(averaged)
         for observer in tuple(self.observers):
             observer.on_synchronized(kept)
         return missing
@@ -430,37 +455,30 @@ class GradientSynchronizer:
         """Variables that no rank used since the last synchronization."""
         used = torch.tensor(self._used, dtype=torch.int32, device=self.device.device)
         try:
-            dist.all_reduce(used, group=self.ranks.first)
+            dist.all_reduce(used, group=self._votes)
         except RuntimeError as error:
             raise SynchronizationError(f"the ranks must agree on unused parameters, but rank {self.ranks.rank} failed: {error}") from error
         return frozenset(position for position, ranks in enumerate(used.tolist()) if ranks == 0)
 
-    def _unpack(self, kept: frozenset[int], rows: Mapping[int, Tensor]) -> None:
-        if self._one_whole_slice_each and not kept:
-            gradients = [parameter.grad for parameter in self.parameters]
-            present = [gradient for gradient in gradients if gradient is not None and not gradient.is_sparse]
-            if len(present) == len(gradients):
-                torch._foreach_copy_(present, [slots[0][1] for slots in self._slots])
-                return
+    def _unpack(self, positions: Iterable[int]) -> None:
+        """Copy the averages of variables whose messages have arrived into their `.grad`."""
         targets: list[Tensor] = []
         sources: list[Tensor] = []
-        sparse: list[tuple[int, Tensor]] = []
-        for position, parameter in enumerate(self.parameters):
-            if position in kept:
-                continue
-            target = torch.empty_like(parameter) if parameter.grad is None else parameter.grad
-            if target.is_sparse:
-                target = torch.empty_like(parameter)
-                sparse.append((position, target))
-            elif parameter.grad is None:
-                parameter.grad = target
+        sparse: list[tuple[Tensor, Tensor]] = []
+        for position in positions:
+            parameter = self.parameters[position]
+            gradient = parameter.grad
+            if gradient is None:
+                gradient = parameter.grad = torch.empty_like(parameter)
+            dense = torch.empty_like(parameter) if gradient.is_sparse else gradient
             for part, view in self._slots[position]:
-                targets.append(target if part.axis is None else slice_of(target, part))
+                targets.append(dense if part.axis is None else slice_of(dense, part))
                 sources.append(view)
+            if gradient.is_sparse:
+                sparse.append((gradient, dense))
         torch._foreach_copy_(targets, sources)
-        for position, dense in sparse:
-            # Other rows of zeros than those of an embedding are left out.
-            self.parameters[position].grad = rows_of(dense, rows[position]) if position in rows else dense.to_sparse(1)
+        for gradient, dense in sparse:
+            gradient.copy_(dense.to_sparse(1))  # rows whose average is exactly zero are left out
 
     def _unused(self, missing: list[int]) -> SynchronizationError:
         names = ", ".join(self.names[position] for position in missing[:5])

@@ -10,6 +10,7 @@ For emulated accelerators rank 0 computes alone: the others record one step and 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import median
 
 import torch
@@ -22,10 +23,11 @@ from autotune.strategy_space.strategy import Compressor
 from autotune.workload import Variable, Workload
 from runtime_rewriter.pytorch.agreement import assumed_workload, dtype_name
 from runtime_rewriter.pytorch.autograd import by_identity, variable_edges
-from runtime_rewriter.pytorch.collectives import Mark
 from runtime_rewriter.pytorch.emulation import EmulatedAccelerator
+from runtime_rewriter.pytorch.exchange.device import Mark
 from runtime_rewriter.pytorch.hooks import GradientSynchronizer
 from runtime_rewriter.pytorch.observers import BackwardObserver
+from runtime_rewriter.pytorch.reads import can_watch, unwatch, watch
 from runtime_rewriter.scheduling import step_down, take_round_robin
 
 WARMUP_STEPS = 1
@@ -34,12 +36,13 @@ WARMUP_STEPS = 1
 
 @dataclass
 class _Step:
-    """Times of one step on this rank, in seconds; `ready_s` by variable, from the start of the backward pass."""
+    """Times of one step on this rank, in seconds; by variable `ready_s` from the start of the backward, `needed_s` of the forward pass."""
 
     forward_s: float = 0.0
     backward_s: float = 0.0
     update_s: float = 0.0
     ready_s: dict[int, float] = field(default_factory=dict)
+    needed_s: dict[int, float] = field(default_factory=dict)
 
 
 def profiling_plan(workload: Workload, world_size: int) -> Plan:
@@ -81,6 +84,8 @@ class WorkloadProfiler(BackwardObserver):
         self._edges: set[tuple[int, int]] = set()
         self._sparse: set[int] = set()
         self._ready: dict[int, Mark] = {}
+        self._read: dict[int, Mark] = {}
+        self._forward_start: Mark = 0.0
         self._start: Mark = 0.0
         self._boundary_s = self._backward_start_s = self._backward_end_s = 0.0
         synchronizer.load(profiling_plan(assumed_workload(synchronizer.module), synchronizer.ranks.size))
@@ -95,10 +100,20 @@ class WorkloadProfiler(BackwardObserver):
         return self._seen >= WARMUP_STEPS + self._wanted
 
     def on_forward_start(self) -> None:
-        if self._forward_start_s is None:
-            self._forward_start_s = self._synchronizer.device.now_s()
+        if self._forward_start_s is not None:
+            return
+        device = self._synchronizer.device
+        self._forward_start_s, self._forward_start, self._read = device.now_s(), device.mark(), {}
+        for index, parameter in enumerate(self._synchronizer.parameters):
+            if can_watch(parameter):
+                watch(parameter, partial(self._on_read, index))
+
+    def _on_read(self, index: int, _: Tensor) -> None:
+        self._read[index] = self._synchronizer.device.mark()
 
     def on_forward_output(self, tensors: list[Tensor]) -> None:
+        for parameter in self._synchronizer.parameters:
+            unwatch(parameter)
         if not self._edges:  # the graph of one step; it is gone after its backward pass
             self._edges = variable_edges(tensors, by_identity(self._synchronizer.parameters))
 
@@ -119,6 +134,7 @@ class WorkloadProfiler(BackwardObserver):
             forward_s=self._backward_start_s - (self._boundary_s if began_s is None else began_s),
             backward_s=device.now_s() - self._backward_start_s,
             ready_s={index: device.seconds_between(self._start, mark) for index, mark in self._ready.items()},
+            needed_s={index: device.seconds_between(self._forward_start, mark) for index, mark in self._read.items()},
         )
 
     def on_backward_end(self, now_s: float) -> None:
@@ -164,6 +180,8 @@ class WorkloadProfiler(BackwardObserver):
         count = len(self._synchronizer.names)
         # A variable that got no gradient is known to be so when the backward pass ends.
         ready_s = [median(step.ready_s.get(index, step.backward_s) for step in steps) for index in range(count)]
+        # One whose reads cannot be seen (in TorchScript, say) is taken to be needed at once.
+        needed_s = [median(step.needed_s.get(index, 0.0) for step in steps) for index in range(count)]
         order = sorted(range(count), key=lambda index: (ready_s[index], -index))
         position = {index: rank for rank, index in enumerate(order)}
         variables = tuple(
@@ -173,6 +191,7 @@ class WorkloadProfiler(BackwardObserver):
                 dtype_name(self._synchronizer.parameters[index]),
                 index in sparse,
                 ready_s[index],
+                needed_s[index],
             )
             for index in order
         )
@@ -187,4 +206,5 @@ class WorkloadProfiler(BackwardObserver):
             device=self._synchronizer.device.device.type,
             threads=torch.get_num_threads() if self._synchronizer.device.device.type == "cpu" else 0,
             source="measured",
+            cross_step_refused=self._synchronizer.cross_step.why_not() or "",
         )

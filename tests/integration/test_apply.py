@@ -25,7 +25,7 @@ from runtime_rewriter.active import active_session
 from runtime_rewriter.control import ControlLine
 from runtime_rewriter.exported import ExportSession
 from runtime_rewriter.pytorch.agreement import assumed_workload
-from runtime_rewriter.pytorch.collectives import TRAINING_TIMEOUTS, TUNING_TIMEOUTS
+from runtime_rewriter.pytorch.exchange.ranks import TRAINING_TIMEOUTS, TUNING_TIMEOUTS
 from runtime_rewriter.session import TuningSession
 
 ROOT = Path(__file__).parents[2]

@@ -10,8 +10,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_plans import uniform
 from torch_world import run_world
 
-from runtime_rewriter.pytorch.collectives import BATCHED_BYTES
 from runtime_rewriter.pytorch.ddp import PlannedDataParallel
+from runtime_rewriter.pytorch.exchange.transfer import BATCHED_BYTES
 
 
 def check_packing(rank: int) -> None:

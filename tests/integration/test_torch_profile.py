@@ -70,6 +70,9 @@ def test_a_profile_has_ready_order_times_edges_and_sparse_flags_alike_on_all_ran
     ready = {variable.name: variable.ready_s for variable in workload.variables}
     # Sleeps bound the times from below; above, only the scheduler does.
     assert 0.04 <= ready["b.weight"] < ready["a.weight"] and ready["a.weight"] >= 0.1
+    needed = {variable.name: variable.needed_s for variable in workload.variables}
+    assert 0 <= needed["rows.weight"] <= needed["a.weight"] <= needed["a.bias"], "an addmm reads both"
+    assert needed["a.weight"] + 0.03 <= needed["b.weight"] <= workload.forward_s
     assert workload.forward_s >= 0.05 and workload.backward_s >= 0.1 and workload.update_s >= 0.01
     assert [variable.name for variable in workload.variables if variable.sparse] == ["rows.weight"]
     edges = {frozenset((names[i], names[j])) for i, j in workload.edges}

@@ -9,11 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autotune.cluster import Cluster, Host, PairLink
-from autotune.features.compute_cost import channel_ends_s, overlap_step_s, slowed_ready_s
+from autotune.features.compute_cost import overlap_step_s, slowed_ready_s
 from autotune.features.flat import FlatPlan
-from autotune.features.sync_cost import KERNEL_LATENCY_S, message_costs, network_overhead_s
+from autotune.strategy_space.cross_step import channel_ends_s
 from autotune.strategy_space.plan import Message, Plan, Primitive, TensorSlice
 from autotune.strategy_space.strategy import Compressor
+from autotune.strategy_space.sync_cost import KERNEL_LATENCY_S, message_costs, network_overhead_s
 from autotune.workload import Variable, Workload
 
 rates = st.floats(1e6, 1e10)

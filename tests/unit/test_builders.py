@@ -10,6 +10,7 @@ from autotune.cluster import Cluster, Host
 from autotune.errors import InvalidInput
 from autotune.rng import generator
 from autotune.strategy_space.builders import catalogue, collectives, servers
+from autotune.strategy_space.cross_step import issue_order
 from autotune.strategy_space.plan import Primitive, plan
 from autotune.strategy_space.space import SearchSpace
 from autotune.strategy_space.strategy import Compressor, Partition, Shard, SparseHandling, Strategy, Synchronizer, VariableStrategy
@@ -254,7 +255,7 @@ def test_the_order_of_issue_never_leaves_the_link_idle_while_a_message_is_ready(
         ready_s, taken_s = rng.random(count).tolist(), (rng.random(count) * 0.3).tolist()
         urgency = rng.integers(0, 4, size=count).tolist()
         now_s, left = 0.0, set(range(count))
-        for number in servers.issue_order(ready_s, taken_s, urgency):  # replayed step by step
+        for number in issue_order(ready_s, taken_s, urgency):  # replayed step by step
             waiting = [other for other in left if ready_s[other] <= now_s]
             if not waiting:
                 now_s = min(ready_s[other] for other in left)

@@ -11,7 +11,6 @@ from autotune.errors import InvalidInput
 from autotune.features.compute_cost import overlap_step_s
 from autotune.features.extract import extract
 from autotune.features.flat import flatten
-from autotune.features.sync_cost import message_costs
 from autotune.rng import generator
 from autotune.simulators.batch import Scaling, chunks, collate
 from autotune.simulators.evaluation import pairwise_accuracy
@@ -24,6 +23,7 @@ from autotune.simulators.rnn import rnn_simulator
 from autotune.simulators.training import TrainingRecipe, domain_batches, pairwise_ranking_loss, split_off_validation, torch_threads
 from autotune.strategy_space.plan import plan
 from autotune.strategy_space.strategy import Compressor, Shard, Strategy, Synchronizer, VariableStrategy
+from autotune.strategy_space.sync_cost import message_costs
 from autotune.workload import Variable, Workload
 
 TIE_BAND = 0.01

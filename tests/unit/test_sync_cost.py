@@ -9,11 +9,13 @@ import pytest
 
 from autotune.cluster import Bend, Cluster, CollectiveFit, Host, PairLink, Where
 from autotune.errors import InvalidInput
-from autotune.features.compute_cost import channel_ends_s, message_cpu_s, overlap_step_s, paper_step_s, ready_times_s, taken_share
+from autotune.features.compute_cost import message_cpu_s, overlap_step_s, paper_step_s, taken_share
 from autotune.features.flat import flatten
-from autotune.features.sync_cost import COLLECTIVES, KERNEL_LATENCY_S, collective_factor, message_costs, network_overhead_s
+from autotune.strategy_space.cross_step import channel_ends_s
 from autotune.strategy_space.plan import Message, Plan, Primitive, TensorSlice, plan
 from autotune.strategy_space.strategy import Compressor, Shard, SparseHandling, Strategy, Synchronizer, VariableStrategy
+from autotune.strategy_space.sync_cost import COLLECTIVES, KERNEL_LATENCY_S, collective_factor, message_costs, network_overhead_s
+from autotune.strategy_space.timing import ready_times_s
 from autotune.workload import Variable, Workload
 
 ELEMENTS = 1_000_000

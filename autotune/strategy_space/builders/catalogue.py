@@ -8,6 +8,7 @@ from types import MappingProxyType
 from autotune.cluster import Cluster
 from autotune.strategy_space.builders import collectives, servers
 from autotune.strategy_space.builders.collectives import MIB
+from autotune.strategy_space.builders.cross_step import cross_step_all_reduce
 from autotune.strategy_space.space import SearchSpace
 from autotune.strategy_space.strategy import Strategy
 from autotune.workload import Workload
@@ -36,6 +37,7 @@ BUILDERS: MappingProxyType[str, Builder] = MappingProxyType(
         "uneven_partitioned_ps": servers.uneven_partitioned_ps,
         "parallax": servers.parallax,
         "byteps_like": servers.byteps_like,
+        "cross_step_all_reduce": cross_step_all_reduce,
     }
 )
 """Name -> builder with its usual parameters."""

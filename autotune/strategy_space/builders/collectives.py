@@ -11,6 +11,7 @@ from autotune.errors import InvalidInput
 from autotune.rng import generator
 from autotune.strategy_space.builders.partitions import by_smallest_divisor
 from autotune.strategy_space.strategy import Partition, Shard, Strategy, Synchronizer, VariableStrategy
+from autotune.strategy_space.timing import ready_times_s
 from autotune.workload import Workload
 
 MIB = 2**20
@@ -96,7 +97,7 @@ def horovod_like(workload: Workload, threshold_bytes: int, cycle_time_s: float) 
         raise InvalidInput(f"the cycle time must be above 0 s, but is {cycle_time_s}")
     filled: dict[tuple[int, str], tuple[list[int], int]] = {}
     closed: list[list[int]] = []
-    for position, (variable, ready_s) in enumerate(zip(workload.variables, ready_times_s(workload), strict=True)):
+    for position, (variable, ready_s) in enumerate(zip(workload.variables, ready_times_s(workload).tolist(), strict=True)):
         key = (int(ready_s // cycle_time_s), variable.dtype)
         members, size = filled.get(key, ([], 0))
         if members and size + variable.grad_bytes > threshold_bytes:
@@ -165,12 +166,3 @@ def _grouped(workload: Workload, groups: Iterable[list[int]], synchronizer: Sync
         shard = Shard(synchronizer, group=number if len(positions) > 1 else None)
         choices.extend(VariableStrategy(workload.variables[position].name, (shard,)) for position in positions)
     return Strategy(tuple(choices))
-
-
-def ready_times_s(workload: Workload) -> list[float]:
-    """When each gradient is final, in seconds from the start of the backward pass, shape (V,)."""
-    measured = [variable.ready_s for variable in workload.variables if variable.ready_s is not None]
-    count = len(workload.variables)
-    if len(measured) == count:
-        return measured
-    return [workload.backward_s * (position + 1) / count for position in range(count)]

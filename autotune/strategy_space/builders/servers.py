@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import replace
 
 from autotune.cluster import Cluster
 from autotune.errors import InvalidInput
-from autotune.strategy_space.builders.collectives import AUTODIST_CHUNK, all_reduce_positions, ready_times_s
+from autotune.strategy_space.builders.collectives import AUTODIST_CHUNK, all_reduce_positions
 from autotune.strategy_space.builders.partitions import MAX_SHARDS, by_smallest_non_divisor, even_partition, in_pieces
 from autotune.strategy_space.constraints import server_bandwidths, server_ranks
+from autotune.strategy_space.cross_step import issue_order
 from autotune.strategy_space.space import SearchSpace
 from autotune.strategy_space.strategy import Partition, Shard, SparseHandling, Strategy, Synchronizer, VariableStrategy
+from autotune.strategy_space.timing import ready_times_s
 from autotune.workload import Variable, Workload
 
 BYTEPS_PARTITION_BYTES = 4_096_000  # BytePS: BYTEPS_PARTITION_BYTES
@@ -77,7 +78,7 @@ def byteps_like(workload: Workload, cluster: Cluster, partition_bytes: int = BYT
     strategy = _served(workload, cluster, [in_pieces(variable, partition_bytes) for variable in workload.variables])
     bandwidth = min(server_bandwidths(cluster, server_ranks(cluster)).tolist())
     pieces, ready_s, taken_s = [], [], []
-    for position, (variable, at_s) in enumerate(zip(workload.variables, ready_times_s(workload), strict=True)):
+    for position, (variable, at_s) in enumerate(zip(workload.variables, ready_times_s(workload).tolist(), strict=True)):
         count = len(strategy.by_name[variable.name].shards)
         pieces += [(position, number) for number in range(count)]
         ready_s += [at_s] * count
@@ -90,27 +91,6 @@ def byteps_like(workload: Workload, cluster: Cluster, partition_bytes: int = BYT
         shards = tuple(replace(shard, priority=turn[position, number]) for number, shard in enumerate(choice.shards))
         choices.append(replace(choice, shards=shards))
     return Strategy(tuple(choices))
-
-
-def issue_order(ready_s: Sequence[float], taken_s: Sequence[float], urgency: Sequence[int]) -> list[int]:
-    """The order of messages on one link that is never idle while one is ready: of those the lowest `urgency`, then the first.
-
-    All three have shape (M,): when each message is ready, how long it takes, and how urgent it is.
-    """
-    arrivals = sorted(range(len(ready_s)), key=lambda number: (ready_s[number], number))
-    waiting: list[tuple[int, int]] = []
-    order: list[int] = []
-    now_s, following = 0.0, 0
-    while len(order) < len(arrivals):
-        if not waiting:
-            now_s = max(now_s, ready_s[arrivals[following]])
-        while following < len(arrivals) and ready_s[arrivals[following]] <= now_s:
-            heapq.heappush(waiting, (urgency[arrivals[following]], arrivals[following]))
-            following += 1
-        _, number = heapq.heappop(waiting)
-        order.append(number)
-        now_s += taken_s[number]
-    return order
 
 
 def least_loaded(loads_bytes: Sequence[float], bandwidths_bytes_per_s: Sequence[float], shard_bytes: int) -> int:

@@ -1,0 +1,69 @@
+"""What synchronization across steps gains over torch's DDP with its best bucket size: `python -m benchmarks.cross_step` (root).
+
+Four hosts at 1 Gbit/s are emulated on this machine (network namespaces with shaped links: transfers are real), and so is
+computation (each layer sleeps for its time); parameters, gradients, messages and updates are real. The model is that of
+`benchmarks.cross_step_model`, the strategy the one that `cross_step_all_reduce` finds for it from its times and the cluster file.
+Rivals: torch's DDP at six bucket sizes, and, to see where the gain comes from, the same messages in gradient-ready order and within
+the step. Blocks of steps of all setups are interleaved; the best bucket size is the one with the lowest median. The last line is one
+JSON object; `ratio_to_best_ddp` is time(best DDP) / time(ours), above 1 where ours is faster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+from pathlib import Path
+
+from autotune.cluster_file import read_cluster
+from autotune.testbed.bed import running
+from autotune.testbed.capabilities import capabilities
+from benchmarks.cross_step_rank import OURS
+from benchmarks.testbed_processes import ROOT, inside, output
+
+MASTER_PORT = 29410
+
+
+def measured(cluster_file: Path, rounds: int, steps: int) -> dict:
+    """What rank 0 of `cross_step_rank` prints."""
+    words = [sys.executable, "-m", "benchmarks.cross_step_rank", str(cluster_file.resolve()), str(rounds), str(steps)]
+    with running(read_cluster(cluster_file), name=f"cross-step-{os.getpid()}") as bed:
+        count = len(bed.hosts)
+        shared = {"MASTER_ADDR": bed.hosts[0].address, "MASTER_PORT": str(MASTER_PORT), "GLOO_SOCKET_IFNAME": bed.interface}
+        shared |= {"WORLD_SIZE": str(count), "OMP_NUM_THREADS": "1"}
+        ranks = [inside(bed, rank, words, RANK=str(rank), **shared) for rank in range(count)]
+        first, *_ = [output(rank) for rank in ranks]
+    found: dict = json.loads(first.splitlines()[-1])
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--cluster", type=Path, default=ROOT / "examples" / "clusters" / "four_hosts.yaml", help="of hosts with one device")
+    parser.add_argument("--rounds", type=int, default=8, help="blocks per setup (default 8)")
+    parser.add_argument("--steps", type=int, default=8, help="timed steps of a block (default 8)")
+    options = parser.parse_args()
+    able = capabilities()
+    if not able.possible:
+        print(able.message, file=sys.stderr)
+        return 2
+    found = measured(options.cluster, options.rounds, options.steps)
+    medians = {name: statistics.median(values) for name, values in found["taken"].items()}
+    for name, seconds in medians.items():
+        low, _, high = statistics.quantiles(found["taken"][name], n=4)
+        print(f"{name:34} {seconds * 1e3:6.1f} ms per step (quartiles {low * 1e3:.1f} to {high * 1e3:.1f})")
+    best = min((name for name in medians if name.startswith("DDP")), key=medians.__getitem__)
+    ratios = [theirs / ours for theirs, ours in zip(found["taken"][best], found["taken"][OURS], strict=True)]
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    print(f"{OURS}: {middle:.3f} times as fast as {best} (quartiles {low:.3f} to {high:.3f})")
+    setting = {"network": "emulated", "accelerators": "emulated", "cores": os.cpu_count(), "machine": platform.machine()}
+    exact = {"identical": found["identical"], "largest_difference_to_ddp": found["largest_difference_to_ddp"]}
+    print(json.dumps({"ratio_to_best_ddp": middle, "low": low, "high": high, "best_ddp": best, "median_s": medians, **exact, **setting}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

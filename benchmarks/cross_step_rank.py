@@ -1,0 +1,154 @@
+"""One rank of `benchmarks.cross_step`: `python -m benchmarks.cross_step_rank CLUSTER.yaml ROUNDS STEPS`, with torchrun's variables set.
+
+Computation is emulated by sleeping for each layer's time; parameters, gradients, messages and updates are real. Runs under
+round-robin scheduling where that is permitted, as the ranks of an emulated accelerator do.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from autotune.cluster import Cluster
+from autotune.cluster_file import read_cluster
+from autotune.strategy_space.builders.cross_step import cross_step_all_reduce
+from autotune.strategy_space.plan import Plan, plan
+from autotune.strategy_space.strategy import Strategy
+from benchmarks.cross_step_model import FORWARD_SHARE, LAYERS, workload
+from runtime_rewriter.pytorch.ddp import PlannedDataParallel
+from runtime_rewriter.scheduling import take_round_robin
+
+BUCKETS_MB = (0.5, 1, 2, 5, 10, 25)
+WARM_STEPS, SETTLE_STEPS = 4, 2
+OURS = "cross-step"
+
+
+class Emulated(torch.autograd.Function):
+    """Identity that takes its time."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor, seconds: float) -> Tensor:
+        context.seconds = seconds
+        time.sleep(seconds * FORWARD_SHARE)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        time.sleep(context.seconds * (1 - FORWARD_SHARE))
+        return gradient, None
+
+
+class Layer(nn.Module):
+    def __init__(self, parameters: int, seconds: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(parameters) * 0.01)
+        self.seconds = seconds
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Emulated.apply(x * (1 + self.weight.mean()), self.seconds)
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Layer(parameters, seconds) for parameters, seconds in LAYERS))
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One way to train, with a model and an optimizer of its own."""
+
+    module: nn.Module
+    step: Callable[[], None]
+
+    @staticmethod
+    def of(model: nn.Module, module: nn.Module) -> Setup:
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+        batch = torch.linspace(1, 2, 4) + dist.get_rank()
+
+        def step() -> None:
+            optimizer.zero_grad()
+            model(batch).square().mean().backward()
+            optimizer.step()
+
+        return Setup(module, step)
+
+
+def in_ready_order(strategy: Strategy) -> Strategy:
+    """The same messages, issued when their gradients are ready."""
+    choices = [replace(c, shards=tuple(replace(shard, priority=0) for shard in c.shards)) for c in strategy.variables]
+    return replace(strategy, variables=tuple(choices))
+
+
+def setups(cluster: Cluster) -> dict[str, Setup]:
+    made = {}
+    for megabytes in BUCKETS_MB:
+        module = build()
+        made[f"DDP {megabytes:g} MB"] = Setup.of(DistributedDataParallel(module, bucket_cap_mb=megabytes), module)
+    work = workload()
+    best = cross_step_all_reduce(work, cluster)
+    plans: dict[str, Plan] = {
+        OURS: plan(best, work, cluster.world_size),
+        "cross-step, gradient-ready order": plan(in_ready_order(best), work, cluster.world_size),
+        "same plan within the step": plan(replace(best, cross_step=False), work, cluster.world_size),
+    }
+    for name, wanted in plans.items():
+        module = build()
+        model = PlannedDataParallel(module)
+        model.synchronizer.load(replace(wanted, workload_id=model.synchronizer.model_id))
+        made[name] = Setup.of(model, module)
+    return made
+
+
+def block_s(setup: Setup, steps: int) -> float:
+    """Seconds per step over a block in the steady state: what crosses its first step is in it, what crosses its last one is not."""
+    for _ in range(SETTLE_STEPS):
+        setup.step()
+    dist.barrier()
+    began_s = time.perf_counter()
+    for _ in range(steps):
+        setup.step()
+    taken = torch.tensor([(time.perf_counter() - began_s) / steps])
+    for parameter in setup.module.parameters():
+        parameter.sum()  # waits for it
+    dist.all_reduce(taken, op=dist.ReduceOp.MAX)
+    return float(taken)
+
+
+def weights(setup: Setup) -> Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in setup.module.parameters()])
+
+
+def main() -> None:
+    take_round_robin()
+    cluster, rounds, steps = read_cluster(Path(sys.argv[1])), int(sys.argv[2]), int(sys.argv[3])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    made = setups(cluster)
+    for setup in made.values():
+        for _ in range(WARM_STEPS):
+            setup.step()
+    taken: dict[str, list[float]] = {name: [] for name in made}
+    for number in range(rounds):
+        order = list(made) if number % 2 == 0 else list(made)[::-1]
+        for name in order:
+            taken[name].append(block_s(made[name], steps))
+    same, ours, theirs = (weights(made[name]) for name in ("same plan within the step", OURS, "DDP 25 MB"))
+    if dist.get_rank() == 0:
+        difference = float(((ours - theirs).abs() / theirs.abs().clamp_min(1e-6)).max())
+        print(json.dumps({"taken": taken, "identical": torch.equal(ours, same), "largest_difference_to_ddp": difference}))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

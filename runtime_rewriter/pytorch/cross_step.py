@@ -1,0 +1,318 @@
+"""Synchronization and update that run into the next forward pass, exactly.
+
+When the backward pass ends under a plan with `cross_step`, messages may still be under way. From then on a variable and its
+gradient are watched (`reads`): `step()` only notes which update is due, with which hyperparameters; the first read of the variable
+waits for its messages, writes the averaged gradient and makes the update. So a forward pass, a checkpoint or a norm sees what
+it would see without, whoever reads. At the latest everything is settled when a forward pass ends, before the messages'
+buffers are filled again.
+
+Source: ByteScheduler (SOSP 2019) and P3 (SysML 2019) cross the step in the same way; the order is the plan's.
+"""
+
+# mypy: untyped-calls-exclude=torch
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from threading import RLock
+from typing import Any, Protocol
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from runtime_rewriter.pytorch.reads import can_watch, is_watched, unwatch, watch
+from runtime_rewriter.pytorch.updates import DueUpdate, group_numbers, why_coupled
+
+LEARNING_STEPS = 2
+"""So many steps of the script's optimizers are looked at before they are believed to be what they are."""
+
+
+class Arriving(Protocol):
+    """A message under way."""
+
+    number: int
+
+    @property
+    def arrived(self) -> bool: ...
+
+    def wait(self) -> None: ...
+
+
+@dataclass
+class _Pending:
+    """A variable whose average or update is still to come."""
+
+    gradient: Tensor
+    due: list[tuple[DueUpdate, int]] = field(default_factory=list)  # with the number of the variable's parameter group
+
+
+class CrossStep:
+    """What is pending of one synchronizer's variables. `write(positions)` copies arrived averages into `.grad`.
+
+    Lives as long as its synchronizer, since it looks at the script's optimizers from their first step on. Variables whose reads
+    cannot be noticed are found out in the first forward pass under a plan, and stay as they would be without: their messages are
+    waited for when the backward pass ends.
+    """
+
+    def __init__(self, parameters: Sequence[Parameter], write: Callable[[Iterable[int]], None]) -> None:
+        self._parameters, self._write = parameters, write
+        self._position_of = {id(parameter): position for position, parameter in enumerate(parameters)}
+        self._pending: dict[int, _Pending] = {}
+        self._stashed: set[int] = set()  # gradients that a running step() must not see
+        self._outstanding: dict[int, Arriving] = {}
+        self._messages_of: Sequence[Sequence[Arriving]] = ()
+        self._enabled = False
+        self._unseen: set[int] | None = None  # None: not known yet
+        self._unread: set[int] | None = None  # while it is being found out
+        self._final: list[tuple[int, int] | None] | None = None  # the gradients as the backward pass left them
+        self._looked = False  # at a step after that backward pass
+        self._steps_seen = 0
+        self._refusal: str | None = None
+        self._lock = RLock()
+        self._checkpointed: WeakSet[Optimizer] = WeakSet()
+        _take_part(self)
+
+    # -- whether -------------------------------------------------------------------------------------
+
+    def why_not(self) -> str | None:
+        """Why the updates of this script cannot cross the step, as far as its steps so far tell."""
+        return self._refusal
+
+    @property
+    def learning(self) -> bool:
+        """More steps are to be looked at; `backward_ended` must come before them."""
+        return self._steps_seen < LEARNING_STEPS
+
+    @property
+    def unseen(self) -> frozenset[int]:
+        """Variables whose reads are not noticed, found out in the first forward pass under the plan."""
+        return frozenset(self._unseen or ())
+
+    def enable(self, messages_of: Sequence[Sequence[Arriving]] | None) -> None:
+        """Between two steps, with nothing pending: the messages of each variable under a plan that crosses the step, or None."""
+        self._enabled = messages_of is not None
+        self._messages_of = messages_of or ()
+        self._unseen = None
+
+    @property
+    def defers(self) -> bool:
+        """Whether the backward pass that ends now leaves its messages to the next forward pass."""
+        return self._enabled and self._steps_seen > 0 and self._refusal is None and self._unseen is not None
+
+    def close(self) -> None:
+        _PRESENT.discard(self)
+
+    # -- forward -------------------------------------------------------------------------------------
+
+    def forward_begins(self, seen: bool = True) -> None:
+        """`seen`: the module itself computes; otherwise whoever stands for it reads the variables in its place."""
+        if self._enabled and self._unseen is None:
+            self._learn_reads(seen)
+
+    def forward_ended(self) -> None:
+        """Before the backward pass: the messages' buffers are about to be filled again."""
+        self.settle_all()
+        if self._unread is not None:
+            for position in self._unread:
+                unwatch(self._parameters[position])
+            self._unseen, self._unread = self._unread, None
+
+    def _learn_reads(self, seen: bool) -> None:
+        """Which variables a forward pass reads without our noticing: those that were no read up to its end."""
+        if not seen:
+            self._unseen = set()
+            return
+        unread = {position for position, parameter in enumerate(self._parameters) if not is_watched(parameter)}
+        self._unread = unread
+        for position in tuple(unread):
+            if can_watch(self._parameters[position]):
+                watch(self._parameters[position], lambda _, position=position: unread.discard(position))  # type: ignore[misc]
+
+    # -- backward ------------------------------------------------------------------------------------
+
+    def backward_ended(self, gradients_final: bool) -> None:
+        """`gradients_final`: nothing is pending."""
+        self._final = self._states() if gradients_final and self.learning else None
+        self._looked = False
+
+    def defer(self, messages: Sequence[Arriving], positions: Iterable[int]) -> None:
+        """All messages are under way; the averages of `positions` are to come."""
+        assert self._unseen is not None
+        with self._lock:
+            self._stashed.clear()
+            self._outstanding = {message.number: message for message in messages}
+            at_once = []
+            for position in positions:
+                parameter = self._parameters[position]
+                if parameter.grad is None:
+                    parameter.grad = torch.empty_like(parameter)
+                self._pending[position] = _Pending(parameter.grad)
+                if position in self._unseen or not (can_watch(parameter) and can_watch(parameter.grad)):
+                    at_once.append(position)
+                    continue
+                on_read = partial(self._on_read, position)
+                watch(parameter.grad, on_read)
+                watch(parameter, on_read)
+            self.settle(at_once)
+
+    def _on_read(self, position: int, _: Tensor) -> None:
+        self.settle((position,))
+
+    @property
+    def pending(self) -> bool:
+        """Whether a variable waits for its average or update."""
+        return bool(self._pending)
+
+    # -- settling ------------------------------------------------------------------------------------
+
+    def settle_all(self) -> None:
+        if self._outstanding or self._pending:
+            self.settle(tuple(self._pending), rest=True)
+
+    def settle_arrived(self) -> None:
+        """Update what has arrived, without waiting."""
+        if self._outstanding:
+            self.settle(())
+
+    def settle(self, positions: Iterable[int], rest: bool = False) -> float:
+        """Until `positions` are averaged and updated; what has arrived besides comes along. Seconds spent waiting for messages.
+
+        `rest`: every message is waited for, those of no pending variable too.
+        """
+        with self._lock, torch._C.DisableTorchFunctionSubclass():
+            began_s = time.perf_counter()
+            needed = {m.number for position in positions if position in self._pending for m in self._messages_of[position]}
+            for number in sorted(self._outstanding if rest else needed & self._outstanding.keys()):
+                self._outstanding[number].wait()
+                del self._outstanding[number]
+            waited_s = time.perf_counter() - began_s
+            for number in [number for number, message in self._outstanding.items() if message.arrived]:
+                self._outstanding.pop(number).wait()
+            arrived = [p for p in self._pending if not any(message.number in self._outstanding for message in self._messages_of[p])]
+            if arrived:
+                self._finish(arrived)
+            return waited_s
+
+    def _finish(self, positions: list[int]) -> None:
+        """Average and update: all messages of `positions` have arrived."""
+        done = {position: self._pending.pop(position) for position in positions}
+        dropped = []
+        for position, pending in done.items():
+            parameter = self._parameters[position]
+            unwatch(parameter)
+            unwatch(pending.gradient)
+            if parameter.grad is None:
+                if position not in self._stashed:
+                    dropped.append(parameter)
+                parameter.grad = pending.gradient
+        self._write(positions)
+        self._update(done)
+        for parameter in dropped:
+            parameter.grad = None
+
+    def _update(self, done: Mapping[int, _Pending]) -> None:
+        """The due updates, in the order of the script's steps; variables of one step together."""
+        due: dict[int, tuple[DueUpdate, dict[int, list[Parameter]]]] = {}
+        longest = max(len(pending.due) for pending in done.values())
+        for turn in range(longest):
+            for position, pending in done.items():
+                if turn < len(pending.due):
+                    update, group = pending.due[turn]
+                    due.setdefault(id(update), (update, {}))[1].setdefault(group, []).append(self._parameters[position])
+            for update, members in due.values():
+                update.make(members)
+            due.clear()
+
+    # -- the script's optimizers ---------------------------------------------------------------------
+
+    def before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        numbers = group_numbers(optimizer)
+        if self._position_of.keys().isdisjoint(numbers):
+            return
+        closure = len(args) > 1 or kwargs.get("closure") is not None
+        if self._pending:
+            self._put_off(optimizer, numbers, closure)
+        elif self._final is not None:
+            self._look_at(optimizer, numbers, closure)
+
+    def _put_off(self, optimizer: Optimizer, numbers: Mapping[int, int], closure: bool) -> None:
+        mine = [position for position in self._pending if id(self._parameters[position]) in numbers]
+        if closure or why_coupled(optimizer, _OWN_HOOKS) is not None:
+            self.settle(mine)
+            return
+        self._settle_before_checkpoints(optimizer)
+        update = DueUpdate.now(optimizer)
+        with torch._C.DisableTorchFunctionSubclass():
+            for position in mine:
+                parameter = self._parameters[position]
+                if parameter.grad is not None:  # otherwise the script has dropped it, and its step would pass it by
+                    self._pending[position].due.append((update, numbers[id(parameter)]))
+                    parameter.grad = None
+                    self._stashed.add(position)
+
+    def after_step(self) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            for position in self._stashed & self._pending.keys():
+                self._parameters[position].grad = self._pending[position].gradient
+        self._stashed.clear()
+
+    def _look_at(self, optimizer: Optimizer, numbers: Mapping[int, int], closure: bool) -> None:
+        """Learn whether the script's updates may be put off."""
+        assert self._final is not None
+        self._steps_seen += not self._looked
+        self._looked = True
+        reason = "step() is given a closure" if closure else why_coupled(optimizer, _OWN_HOOKS)
+        now = self._states()
+        changed = [
+            position
+            for position, parameter in enumerate(self._parameters)
+            if id(parameter) in numbers and now[position] != self._final[position] and now[position] is not None
+        ]
+        if reason is None and changed:
+            reason = "gradients are changed between backward() and step(), as clipping by the global norm does, which couples all variables"
+        if reason is not None and self._refusal is None:
+            self._refusal = reason
+            if self._enabled:
+                warnings.warn(f"the plan's synchronization ends with each backward pass, since {reason}", RuntimeWarning, stacklevel=2)
+
+    def _states(self) -> list[tuple[int, int] | None]:
+        gradients = (parameter.grad for parameter in self._parameters)
+        return [None if gradient is None else (id(gradient), gradient._version) for gradient in gradients]
+
+    def _settle_before_checkpoints(self, optimizer: Optimizer) -> None:
+        """An optimizer's state is read and replaced as a whole, and not through torch's functions."""
+        if optimizer in self._checkpointed:
+            return
+        self._checkpointed.add(optimizer)
+        optimizer.register_state_dict_pre_hook(lambda _: self.settle_all())
+        optimizer.register_load_state_dict_pre_hook(lambda _, __: self.settle_all())
+
+
+_PRESENT: WeakSet[CrossStep] = WeakSet()
+_OWN_HOOKS: set[int] = set()
+
+
+def _take_part(cross_step: CrossStep) -> None:
+    """Tell `cross_step` of every step of every optimizer; torch's hooks for that are for the whole process, and set up once."""
+    _PRESENT.add(cross_step)
+    if not _OWN_HOOKS:
+        _OWN_HOOKS.add(register_optimizer_step_pre_hook(_before_any_step).id)
+        _OWN_HOOKS.add(register_optimizer_step_post_hook(_after_any_step).id)
+
+
+def _before_any_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    for present in tuple(_PRESENT):
+        present.before_step(optimizer, args, kwargs)
+
+
+def _after_any_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    for present in tuple(_PRESENT):
+        present.after_step()

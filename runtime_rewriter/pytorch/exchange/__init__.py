@@ -1,0 +1,1 @@
+"""How the messages of a plan are enacted with torch.distributed."""

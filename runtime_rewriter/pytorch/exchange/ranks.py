@@ -1,0 +1,124 @@
+"""The process groups of one synchronizer, and circles: which ranks take part in a collective."""
+
+# mypy: untyped-calls-exclude=torch
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Timeouts:
+    """How long ranks wait for each other: `message_s` in a training step, `agreement_s` when a plan is loaded."""
+
+    message_s: float
+    agreement_s: float
+
+
+TUNING_TIMEOUTS = Timeouts(60.0, 20.0)
+TRAINING_TIMEOUTS = Timeouts(1800.0, 60.0)
+"""Ordinary training: a rank may write a checkpoint for as long as torch's own default allows."""
+
+
+@dataclass(frozen=True)
+class Circle:
+    """Ranks that sum among themselves, each part on its own: the world is one part, the hosts are one part each.
+
+    Ranks count within the script's group and stand in the order of their ring. A rank in no part takes no part.
+    """
+
+    parts: tuple[tuple[int, ...], ...]
+
+    @staticmethod
+    def world(size: int) -> Circle:
+        """Every rank, in rank order."""
+        return Circle((tuple(range(size)),))
+
+    def part_of(self, rank: int) -> tuple[int, ...]:
+        """Those that `rank` sums with, itself among them; empty where it takes no part."""
+        return next((part for part in self.parts if rank in part), ())
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The process groups of one synchronizer; `rank` and owners count within the group."""
+
+    rank: int
+    size: int
+    base: dist.ProcessGroup  # the script's own group; nothing of ours travels on it
+    first: dist.ProcessGroup
+    second: dist.ProcessGroup
+    control: dist.ProcessGroup  # gloo with a short timeout: agreement between steps
+    timeout_s: float
+    control_timeout_s: float
+
+    @staticmethod
+    def of(group: dist.ProcessGroup | None, timeout_s: float, control_timeout_s: float) -> Ranks:
+        """Collective: every rank of `group` (None: of the world) calls it at the same place."""
+        base = group if group is not None else dist.group.WORLD
+        assert base is not None
+        members = dist.get_process_group_ranks(base)
+        partial = len(members) != dist.get_world_size()
+        backend = dist.get_backend_config(base)
+
+        def new(kind: str, seconds: float) -> dist.ProcessGroup:
+            made: dist.ProcessGroup = dist.new_group(
+                members, timeout=timedelta(seconds=seconds), backend=kind, use_local_synchronization=partial
+            )
+            return made
+
+        return Ranks(
+            dist.get_rank(base),
+            len(members),
+            base,
+            new(backend, timeout_s),
+            new(backend, timeout_s),
+            new("gloo", control_timeout_s),
+            timeout_s,
+            control_timeout_s,
+        )
+
+    def among(self, circle: Circle) -> list[dist.ProcessGroup]:
+        """Collective over all ranks: new groups, the last is that of this rank's part, in the part's order.
+
+        torch names a group that only its members make after the number of groups that the process has, which must be the
+        same on all members: ranks that have fewer make up the difference with groups of their own.
+        """
+        mine = circle.part_of(self.rank) or (self.rank,)
+        if self.size == dist.get_world_size():
+            made = [self._new(part, local=False) for part in circle.parts if len(part) > 1]
+            own = [group for group in made if isinstance(group, dist.ProcessGroup)]
+            return own or [self._new(mine, local=True)]
+        names = dist.distributed_c10d._world.pg_names
+        most = torch.tensor(len(names))
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.control)
+        padding = [self._new((self.rank,), local=True) for _ in range(int(most) - len(names))]
+        return [*padding, self._new(mine, local=True)]
+
+    def _new(self, members: Sequence[int], local: bool) -> dist.ProcessGroup:
+        made: dist.ProcessGroup = dist.new_group(
+            [dist.get_global_rank(self.base, rank) for rank in members],
+            timeout=timedelta(seconds=self.timeout_s),
+            backend=dist.get_backend_config(self.base),
+            use_local_synchronization=local,
+            sort_ranks=False,
+        )
+        return made
+
+    def destroy(self) -> None:
+        """Local; does nothing for groups that the script has destroyed already."""
+        destroy_groups((self.first, self.second, self.control))
+
+
+def destroy_groups(groups: Sequence[dist.ProcessGroup]) -> None:
+    """Local; does nothing for groups that are gone already."""
+    if not dist.is_initialized():
+        return
+    for group in groups:
+        if group in dist.distributed_c10d._world.pg_map:
+            dist.destroy_process_group(group)

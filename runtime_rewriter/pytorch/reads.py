@@ -1,0 +1,104 @@
+"""Parameters and gradients whose first read calls back.
+
+A watched tensor is the same object with another class until it is read. torch hands every function and
+method that is called with such an object, in forward passes, optimizers, `clip_grad_norm_`, `state_dict` or the
+script's own lines alike, to `__torch_function__` first; there the callback runs and the object gets its class back. So a value that
+is still on its way is waited for wherever it is used, and an unwatched tensor costs nothing. What says nothing about the
+values (shape, dtype, whether there is a gradient) is no read.
+
+Code outside torch's Python interface (extensions that take tensors directly, TorchScript, compiled graphs) is not seen.
+"""
+
+# mypy: untyped-calls-exclude=torch
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+OnRead = Callable[[Tensor], None]
+
+_CALLBACK = "_autotune_on_read"
+_GETTERS = ("shape", "dtype", "device", "layout", "requires_grad", "is_leaf", "grad_fn", "ndim", "is_sparse", "grad")
+_METHODS = ("size", "dim", "numel", "stride", "is_contiguous", "is_floating_point", "element_size", "register_hook")
+_GRAD: Any = Tensor.grad
+_REQUIRES_GRAD: Any = Tensor.requires_grad
+_NO_READS = frozenset(
+    [getattr(Tensor, name).__get__ for name in _GETTERS]
+    + [getattr(Tensor, name) for name in _METHODS]
+    + [_GRAD.__delete__, _REQUIRES_GRAD.__set__]
+)
+
+
+class _Watched(Tensor):
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        dropped = func == _GRAD.__set__ and args[1] is None
+        if not dropped and func not in _NO_READS:
+            for tensor in list(_watched_in((args, tuple(kwargs.values())))):
+                _read(tensor)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:  # torch's own takes the class before it takes the values
+        _read(self)
+        return self.__deepcopy__(memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        _read(self)
+        return self.__reduce_ex__(protocol)
+
+
+class _WatchedParameter(_Watched, Parameter):
+    pass
+
+
+_WATCHED_AS: dict[type, Any] = {Parameter: _WatchedParameter, Tensor: _Watched}
+_PLAIN: dict[type, Any] = {watched: plain for plain, watched in _WATCHED_AS.items()}
+
+
+def can_watch(tensor: Tensor) -> bool:
+    """Whether it is a plain tensor or parameter; other classes have a `__torch_function__` of their own."""
+    return type(tensor) in _WATCHED_AS
+
+
+def watch(tensor: Tensor, on_read: OnRead) -> None:
+    """Call `on_read(tensor)` once, before the next operation that reads or writes the values. `can_watch` must hold."""
+    setattr(tensor, _CALLBACK, on_read)
+    tensor.__class__ = _WATCHED_AS[type(tensor)]
+
+
+def unwatch(tensor: Tensor) -> None:
+    """Forget the callback; nothing happens to a tensor that is not watched."""
+    plain = _PLAIN.get(type(tensor))
+    if plain is not None:
+        tensor.__class__ = plain
+        delattr(tensor, _CALLBACK)
+
+
+def is_watched(tensor: Tensor) -> bool:
+    return type(tensor) in _PLAIN
+
+
+def _read(tensor: Tensor) -> None:
+    if not is_watched(tensor):
+        return  # the read of another one has come before
+    on_read: OnRead = getattr(tensor, _CALLBACK)
+    unwatch(tensor)
+    on_read(tensor)
+
+
+def _watched_in(value: object) -> Iterator[Tensor]:
+    if isinstance(value, _Watched):
+        yield value
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _watched_in(inner)
+    elif isinstance(value, dict):
+        for inner in value.values():
+            yield from _watched_in(inner)

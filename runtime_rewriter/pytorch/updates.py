@@ -1,0 +1,75 @@
+"""The updates of a script's optimizers: whether they may be made variable by variable, and making them so later.
+
+An optimizer whose update of a variable reads nothing but that variable, its gradient, its own state and the hyperparameters gives
+the same bits whenever it comes between `step()` and the next read. Clipping by the global norm, unscaling, hooks around
+the step, closures and optimizers that nobody here knows are no such thing; `why_coupled` says which.
+"""
+
+# mypy: untyped-calls-exclude=torch
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+from torch.optim import optimizer as torch_optimizer
+
+_OTHERS = ("LBFGS", "Optimizer")
+PER_VARIABLE = frozenset(kind for name, kind in vars(torch.optim).items() if isinstance(kind, type) and name not in _OTHERS)
+"""torch's optimizers with per-variable updates: all but LBFGS."""
+
+
+def why_coupled(optimizer: Optimizer, own_hooks: Set[int] = frozenset()) -> str | None:
+    """Why the variables of `optimizer` cannot be updated one by one, or None. `own_hooks`: ids of global step hooks that do no harm."""
+    kind = type(optimizer)
+    if _unhooked(kind) not in {_unhooked(known) for known in PER_VARIABLE}:
+        return f"the optimizer {kind.__name__} may couple variables; torch's own but LBFGS update them one by one"
+    global_hooks = {*torch_optimizer._global_optimizer_pre_hooks, *torch_optimizer._global_optimizer_post_hooks} - own_hooks
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks or global_hooks:
+        return f"hooks around the step of the optimizer {kind.__name__} may read all gradients at once"
+    return None
+
+
+@dataclass(frozen=True)
+class DueUpdate:
+    """One `step()` that is still to be made for some variables, with the hyperparameters of the time when the script called it."""
+
+    optimizer: Optimizer
+    hyperparameters: tuple[Mapping[str, Any], ...]  # of every parameter group
+
+    @staticmethod
+    def now(optimizer: Optimizer) -> DueUpdate:
+        return DueUpdate(optimizer, tuple(_frozen(group) for group in optimizer.param_groups))
+
+    def make(self, members: Mapping[int, list[Parameter]]) -> None:
+        """Update `members`, by the number of their parameter group, and nothing else."""
+        step: Callable[[Optimizer], object] = _unhooked(type(self.optimizer))
+        groups = self.optimizer.param_groups
+        self.optimizer.param_groups = [{**self.hyperparameters[number], "params": chosen} for number, chosen in sorted(members.items())]
+        try:
+            # Whatever mode the script reads a variable in, its state is made and changed as in its own step.
+            with torch.inference_mode(False), torch.no_grad():
+                step(self.optimizer)
+        finally:
+            self.optimizer.param_groups = groups
+
+
+def _frozen(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value.clone() if isinstance(value, Tensor) else value for name, value in group.items() if name != "params"}
+
+
+def _unhooked(kind: type[Optimizer]) -> Callable[[Optimizer], object]:
+    """`step` without the profiler and the hooks that torch wraps around it."""
+    step: Any = kind.step
+    unhooked: Callable[[Optimizer], object] = step.__wrapped__ if getattr(step, "hooked", False) else step
+    return unhooked
+
+
+def group_numbers(optimizer: Optimizer) -> dict[int, int]:
+    """Identity of a parameter -> number of its group."""
+    return {id(parameter): number for number, group in enumerate(optimizer.param_groups) for parameter in group["params"]}

@@ -1,0 +1,192 @@
+"""Hierarchical messages and ring orders on real ranks: sums, who adds to whom, unknown hosts."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from dataclasses import replace
+from functools import reduce
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch_plans import uniform
+from torch_world import run_world
+
+from autotune.errors import InvalidStrategy
+from autotune.strategy_space.plan import Plan
+from autotune.strategy_space.strategy import Compressor, Synchronizer
+from runtime_rewriter.pytorch.ddp import PlannedDataParallel
+from runtime_rewriter.pytorch.numerics import GradientGate
+
+RANKS = 4
+LAYOUTS = {"two pairs": (2, 2), "uneven": (3, 1), "one host": (4,), "one device each": (1, 1, 1, 1)}
+
+
+def place(rank: int, layout: tuple[int, ...]) -> None:
+    """Sets what a launcher would set on hosts with so many ranks each."""
+    for size in layout:
+        if rank < size:
+            os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"] = str(rank), str(size)
+            return
+        rank -= size
+
+
+def hierarchical(plan: Plan) -> Plan:
+    return replace(plan, messages=tuple(replace(message, hierarchical=True) for message in plan.messages))
+
+
+class Whole(nn.Module):
+    """Gradients that add up exactly whatever the order: integers, of large and small tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.large = nn.Parameter(torch.zeros(130, 131))
+        self.small = nn.Parameter(torch.zeros(5))
+        self.scalar = nn.Parameter(torch.zeros(()))
+
+    def forward(self, rank: int) -> Tensor:
+        large = (self.large * (torch.arange(131.0) + 4 * rank)).sum()
+        return large + (self.small * torch.arange(5.0) * (rank - 2)).sum() + self.scalar * (rank + 1) * 8
+
+
+def check_hierarchy(rank: int, layout: tuple[int, ...]) -> None:
+    place(rank, layout)
+    module = Whole()
+    model = PlannedDataParallel(module)
+    assert model.synchronizer.lanes._groups == {}
+    for kind, compressor, partitioned in itertools.product(Synchronizer, (Compressor.NONE, Compressor.FP16), (False, True)):
+        model.synchronizer.load(hierarchical(uniform(module, RANKS, kind, compressor, partitioned)))
+        for _ in range(2):
+            model.zero_grad()
+            model(rank).backward()
+            expected = (torch.arange(131.0) + 6).expand(130, 131)
+            assert torch.equal(module.large.grad, expected), (kind, compressor)
+            assert torch.equal(module.small.grad, torch.arange(5.0) * -0.5) and float(module.scalar.grad) == 20.0
+    assert bool(model.synchronizer.lanes._groups) == (len(layout) in (2, 3))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_hierarchical_messages_of_every_primitive_sum_over_all_hosts(layout: str) -> None:
+    run_world(check_hierarchy, RANKS, LAYOUTS[layout])
+
+
+def check_gate(rank: int, layout: tuple[int, ...]) -> None:
+    place(rank, layout)
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(50, 300), nn.Tanh(), nn.Linear(300, 7))
+    model = PlannedDataParallel(module)
+    gate = GradientGate(model.synchronizer)
+    for order, (kind, compressor) in itertools.product(
+        (None, (2, 0, 3, 1)), ((kind, compressor) for kind in Synchronizer for compressor in (Compressor.NONE, Compressor.BF16))
+    ):
+        model.synchronizer.load(replace(hierarchical(uniform(module, RANKS, kind, compressor)), ring_order=order))
+        gate.arm()
+        model.zero_grad()
+        model(torch.randn(8, 50, generator=torch.Generator().manual_seed(rank))).square().sum().backward()
+        result = gate.error()
+        assert result.ok, (kind, compressor, order, result)
+
+
+def test_hierarchical_sums_are_within_the_gates_tolerance_along_any_ring() -> None:
+    run_world(check_gate, RANKS, LAYOUTS["uneven"])
+
+
+def check_unknown(rank: int, places: list[tuple[str, str] | None], word: str) -> None:
+    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        os.environ.pop(name, None)
+    if places[rank] is not None:
+        os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"] = places[rank]
+    model = PlannedDataParallel(Whole())
+    flat = uniform(model.module, 2)
+    model.synchronizer.load(flat)
+    with pytest.raises(InvalidStrategy, match=word):
+        model.synchronizer.load(hierarchical(flat))
+    assert model.synchronizer.plan == flat
+    model(rank).backward()
+    assert float(model.module.scalar.grad) == 12.0
+
+
+@pytest.mark.parametrize(
+    ("places", "word"),
+    [
+        ([("0", "1"), None], "on rank 1 they are not set and not set"),
+        ([("0", "2"), ("0", "1")], "those of rank 1 contradict"),
+        ([("0", "2"), ("1", "3")], "those of rank 0 contradict"),
+        ([("1", "2"), ("0", "2")], "on rank 0 they are 1 and 2"),
+    ],
+)
+def test_hosts_that_are_unknown_or_contradictory_are_refused_on_every_rank(places: list[tuple[str, str] | None], word: str) -> None:
+    run_world(check_unknown, 2, places, word)
+
+
+class Values(nn.Module):
+    """Its gradient is what it is given."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(count))
+
+    def forward(self, gradient: Tensor) -> Tensor:
+        return (self.weight * gradient).sum()
+
+
+def gradient_of(rank: int) -> Tensor:
+    """So large and small that every order of addition gives other bits."""
+    return torch.randn(16 * RANKS, generator=torch.Generator().manual_seed(rank)) * 10.0 ** (3 * rank)
+
+
+def along(order: tuple[int, ...]) -> Tensor:
+    """What gloo's ring gives: chunk c starts at the rank before position c and goes backwards around to position c."""
+    chunks = [(gradient_of(rank) * (1.0 / RANKS)).chunk(RANKS) for rank in range(RANKS)]
+    passed = [[chunks[order[(c - 1 - hop) % RANKS]][c] for hop in range(RANKS)] for c in range(RANKS)]
+    return torch.cat([reduce(torch.add, parts) for parts in passed])
+
+
+def check_ring(rank: int, orders: list[tuple[int, ...]], kind: Synchronizer) -> list[list[float]]:
+    model = PlannedDataParallel(Values(16 * RANKS))
+    found = []
+    for order in orders:
+        model.synchronizer.load(replace(uniform(model.module, RANKS, kind), ring_order=order))
+        model.zero_grad()
+        model(gradient_of(rank)).backward()
+        found.append(model.module.weight.grad.tolist())
+    return found
+
+
+def test_gloo_adds_along_the_ring_order_of_the_plan() -> None:
+    orders = [(0, 1, 2, 3), (2, 0, 3, 1), (3, 2, 1, 0)]
+    expected = [along(order) for order in orders]
+    assert not torch.equal(expected[0], expected[1]) and not torch.equal(expected[0], expected[2])
+    for found in run_world(check_ring, RANKS, orders, Synchronizer.ALL_REDUCE):
+        for order, mine, theirs in zip(orders, found, expected, strict=True):
+            assert mine == theirs.tolist(), order
+
+
+@pytest.mark.parametrize("kind", [kind for kind in Synchronizer if kind is not Synchronizer.ALL_REDUCE])
+def test_a_ring_order_leaves_owners_and_sums_as_they_are(kind: Synchronizer) -> None:
+    exact = torch.stack([gradient_of(rank).double() / RANKS for rank in range(RANKS)]).sum(0)
+    for found in run_world(check_ring, RANKS, [(1, 3, 0, 2)], kind):
+        torch.testing.assert_close(torch.tensor(found[0], dtype=torch.float64), exact, rtol=1e-5, atol=1e-4)
+
+
+def check_subgroup(rank: int) -> None:
+    place(rank, (1, 3))
+    members = (1, 2, 3) if rank else (0,)
+    groups = [dist.new_group([0]), dist.new_group([1, 2, 3])]
+    model = PlannedDataParallel(Values(6), process_group=groups[min(rank, 1)])
+    if rank == 2:
+        dist.new_group([2], use_local_synchronization=True)  # the ranks have different numbers of groups
+    plan = uniform(model.module, len(members), Synchronizer.PARAMETER_SERVER)
+    for order in (None, tuple(reversed(range(len(members))))):
+        model.synchronizer.load(replace(hierarchical(plan), ring_order=order))
+        model.zero_grad()
+        model(torch.full((6,), float(rank))).backward()
+        assert model.module.weight.grad.tolist() == [2.0 if rank else 0.0] * 6
+    dist.barrier()
+    model.synchronizer.close()
+
+
+def test_some_ranks_of_the_world_have_hosts_and_rings_of_their_own() -> None:
+    run_world(check_subgroup, RANKS)
