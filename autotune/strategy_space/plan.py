@@ -133,8 +133,9 @@ def plan(strategy: Strategy, workload: Workload, world_size: int) -> Plan:
     """The messages that `strategy` means for this workload and number of ranks.
 
     Shards that share a group and agree in synchronizer, compressor, placement, hierarchy and dtype become
-    one message. Messages are ordered by (lowest priority of their shards, backward position at which their
-    last gradient is ready, first slice), which is the same on every rank. Raises `InvalidStrategy`.
+    one message; those of a sparse gradient that does not travel dense are a message each. Messages are ordered by
+    (lowest priority of their shards, backward position at which their last gradient is ready, first slice), which is
+    the same on every rank. Raises `InvalidStrategy`.
     """
     choices = _choices(strategy, workload)
     if strategy.ring_order is not None and len(strategy.ring_order) != world_size:
@@ -142,25 +143,49 @@ def plan(strategy: Strategy, workload: Workload, world_size: int) -> Plan:
     kinds: dict[tuple[Any, ...], int] = {}
     kind_of: dict[int, int] = {}  # by identity: the thousands of shards of a strategy share few values
     collected: list[_Members] = []
-    of_group: dict[tuple[int, str, SparseHandling], _Members] = {}
+    of_group: dict[tuple[int, str], _Members] = {}
     for position, (variable, choice) in enumerate(zip(workload.variables, choices, strict=True)):
         dtype, sparse = variable.dtype, choice.sparse
+        if sparse is not SparseHandling.DENSE:
+            _check_sparse(variable, choice)
         for shard, part in zip(choice.shards, slices_of(variable, choice), strict=True):
             kind = kind_of.get(id(shard))
             if kind is None:
                 kind_of[id(shard)] = kind = kinds.setdefault(_kind(shard, variable, world_size), len(kinds))
-            members = of_group.get((kind, dtype, sparse)) if shard.group is not None else None
+            shared = shard.group is not None and sparse is SparseHandling.DENSE
+            members = of_group.get((kind, dtype)) if shared else None
             if members is None:
                 members = _Members(shard, dtype, sparse, position, part.start)
                 collected.append(members)
-                if shard.group is not None:
-                    of_group[kind, dtype, sparse] = members
+                if shared:
+                    of_group[kind, dtype] = members
             members.slices.append(part)
             members.last_ready = position
             if shard.priority < members.priority:
                 members.priority = shard.priority
     collected.sort(key=_Members.issue_key)
     return Plan(workload.id, world_size, tuple(members.message() for members in collected), strategy.cross_step, strategy.ring_order)
+
+
+_SPARSE_SYNCHRONIZERS = {
+    SparseHandling.ALL_GATHER: (Synchronizer.ALL_REDUCE, Synchronizer.REDUCE_SCATTER_ALL_GATHER),
+    SparseHandling.GATHER_SCATTER: (Synchronizer.PARAMETER_SERVER,),
+}
+
+
+def _check_sparse(variable: Variable, choice: VariableStrategy) -> None:
+    if not variable.sparse:
+        raise InvalidStrategy(
+            f"sparse handling {choice.sparse} needs a variable with sparse gradients, but those of {variable.name!r} are dense; set "
+            "sparse = dense"
+        )
+    allowed = _SPARSE_SYNCHRONIZERS[choice.sparse]
+    for shard in choice.shards:
+        if shard.synchronizer not in allowed:
+            raise InvalidStrategy(
+                f"sparse handling {choice.sparse} needs the synchronizer {' or '.join(allowed)}, but {variable.name!r} has "
+                f"{shard.synchronizer}; change one of them"
+            )
 
 
 class _Members:

@@ -26,13 +26,17 @@ from torch.utils.hooks import RemovableHandle
 
 from autotune.errors import AutotuneError, InvalidStrategy, SynchronizationError
 from autotune.strategy_space.plan import Plan, TensorSlice
+from autotune.strategy_space.strategy import SparseHandling
 from runtime_rewriter.pytorch.agreement import agree, assumed_workload, check_fit, trainable_parameters
 from runtime_rewriter.pytorch.autograd import by_identity, reachable_variables, tensors_with_graph
 from runtime_rewriter.pytorch.cross_step import CrossStep
 from runtime_rewriter.pytorch.exchange.device import Device
 from runtime_rewriter.pytorch.exchange.hierarchical import Circles
 from runtime_rewriter.pytorch.exchange.lanes import Lanes
+from runtime_rewriter.pytorch.exchange.present_rows import PresentRows, sparse_parameters
 from runtime_rewriter.pytorch.exchange.ranks import Ranks
+from runtime_rewriter.pytorch.exchange.row_transfer import RowTransfer, write_average
+from runtime_rewriter.pytorch.exchange.rows import rows_of
 from runtime_rewriter.pytorch.exchange.transfer import Transfer, slice_of
 from runtime_rewriter.pytorch.observers import Accelerator, BackwardObserver, StepListener
 
@@ -76,8 +80,9 @@ class GradientSynchronizer:
         self.why_not, self._on_byte_scale = why_not, on_byte_scale
         self._index_of = by_identity(self.parameters)
         self._index = {name: position for position, name in enumerate(self.names)}
+        self._sparse = sorted(p for p, parameter in enumerate(self.parameters) if parameter in sparse_parameters(module))
         self._plan: Plan | None = None
-        self._transfers: list[Transfer] = []
+        self._transfers: list[Transfer | RowTransfer] = []
         self._handles: list[RemovableHandle] = []
         self._lock = Lock()
         self._broken: str | None = None
@@ -132,13 +137,20 @@ class GradientSynchronizer:
         agree(self.ranks, plan, error, self.byte_scale)
         transfers = [] if plan is None else self._transfers_by(plan)
         # Behind messages that cross the step a vote would wait for them.
-        self._votes = self.lanes.votes() if self._find_unused and plan is not None and plan.cross_step else self.ranks.first
+        voting = self._find_unused or bool(self._sparse)
+        self._votes = self.lanes.votes() if voting and plan is not None and plan.cross_step else self.ranks.first
         self._unhook()
         self._plan, self._transfers = plan, transfers
         self._slots: list[list[tuple[TensorSlice, Tensor]]] = [[] for _ in self.names]
         self._packed_alone: list[list[tuple[TensorSlice, Tensor]]] = [[] for _ in self.names]  # those that are packed when they are ready
-        self._transfers_of: list[list[Transfer]] = [[] for _ in self.names]  # one per slice
+        self._row_transfers: list[list[RowTransfer]] = [[] for _ in self.names]
+        self._transfers_of: list[list[Transfer | RowTransfer]] = [[] for _ in self.names]  # one per slice
         for transfer in transfers:
+            if isinstance(transfer, RowTransfer):
+                position = self._index[transfer.part.variable]
+                self._row_transfers[position].append(transfer)
+                self._transfers_of[position].append(transfer)
+                continue
             batched = frozenset(transfer.batched)
             for number, (part, view) in enumerate(transfer.views):
                 position = self._index[part.variable]
@@ -146,17 +158,23 @@ class GradientSynchronizer:
                 self._transfers_of[position].append(transfer)
                 if number not in batched:
                     self._packed_alone[position].append((part, view))
+        dense = (position for position in self._sparse if not self._row_transfers[position])
+        self._present_rows = PresentRows({position: self.parameters[position] for position in dense})
         self._reset_backward()
         self.cross_step.enable(self._transfers_of if plan is not None and plan.cross_step else None)
         if plan is not None:
             hooks = (partial(self._on_gradient, position) for position in range(len(self.parameters)))
             self._handles = [p.register_post_accumulate_grad_hook(hook) for p, hook in zip(self.parameters, hooks, strict=True)]
 
-    def _transfers_by(self, plan: Plan) -> list[Transfer]:
+    def _transfers_by(self, plan: Plan) -> list[Transfer | RowTransfer]:
         """Collective: after agreement, since messages make process groups."""
         circles = Circles.of(plan, self.lanes)
         named = dict(zip(self.names, self.parameters, strict=True))
-        return [Transfer(number, message, named, self.lanes, circles, self.byte_scale) for number, message in enumerate(plan.messages)]
+        made: list[Transfer | RowTransfer] = []
+        for number, message in enumerate(plan.messages):
+            kind = Transfer if message.sparse is SparseHandling.DENSE else RowTransfer
+            made.append(kind(number, message, named, self.lanes, circles, self.byte_scale))
+        return made
 
     def emulate(self, accelerator: Accelerator | None) -> None:
         """Local, between two steps: from now on `accelerator` stands for the module's own computation, or nothing does."""
@@ -372,13 +390,17 @@ class GradientSynchronizer:
                     view.zero_()
                 else:
                     torch.mul(slice_of(dense, part), 1.0 / self.ranks.size, out=view)
+        if self._row_transfers[position]:
+            rows = rows_of(self.parameters[position].grad, self.parameters[position], 1.0 / self.ranks.size)
+            for rowed in self._row_transfers[position]:
+                rowed.take(rows)
         self._filled[position] = True
         complete = False
         for transfer in self._transfers_of[position]:
             transfer.pending -= 1
             if transfer.pending == 0:
                 complete = True
-                if transfer.batched:
+                if isinstance(transfer, Transfer) and transfer.batched:
                     self._pack_batched(transfer)
         return complete
 
@@ -440,6 +462,7 @@ class GradientSynchronizer:
         self._drain()
         assert self._next == len(self._transfers)
         kept = self._agree_on_unused() if self._find_unused else frozenset()
+        self._present_rows.ask(self._votes)
         averaged = [position for position in range(len(self.names)) if position not in kept]
         if deferred:
             self.cross_step.defer(self._transfers, averaged)
@@ -464,9 +487,12 @@ class GradientSynchronizer:
         """Copy the averages of variables whose messages have arrived into their `.grad`."""
         targets: list[Tensor] = []
         sources: list[Tensor] = []
-        sparse: list[tuple[Tensor, Tensor]] = []
+        sparse: list[tuple[int, Tensor, Tensor]] = []
         for position in positions:
             parameter = self.parameters[position]
+            if self._row_transfers[position]:
+                write_average(parameter, self._row_transfers[position])
+                continue
             gradient = parameter.grad
             if gradient is None:
                 gradient = parameter.grad = torch.empty_like(parameter)
@@ -475,10 +501,11 @@ class GradientSynchronizer:
                 targets.append(dense if part.axis is None else slice_of(dense, part))
                 sources.append(view)
             if gradient.is_sparse:
-                sparse.append((gradient, dense))
-        torch._foreach_copy_(targets, sources)
-        for gradient, dense in sparse:
-            gradient.copy_(dense.to_sparse(1))  # rows whose average is exactly zero are left out
+                sparse.append((position, gradient, dense))
+        if targets:
+            torch._foreach_copy_(targets, sources)
+        for position, gradient, dense in sparse:
+            gradient.copy_(self._present_rows.only(position, dense))
 
     def _unused(self, missing: list[int]) -> SynchronizationError:
         names = ", ".join(self.names[position] for position in missing[:5])

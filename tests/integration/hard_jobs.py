@@ -7,7 +7,7 @@
 | dtypes | float32, float64 and bfloat16, channels last, an empty parameter, BatchNorm, an optimizer for each dtype |
 | unused | find_unused_parameters, other branches on every rank and step, accumulation, BatchNorm, AMSGrad |
 | static | static_graph, a layer that reentrant checkpoints run twice, a branch that nothing uses, Nesterov momentum |
-| sparse | two sparse embeddings, rows whose gradient is zero, BatchNorm, SparseAdam and SGD beside Adam, accumulation |
+| sparse | a sparse embedding, rows whose gradient is zero, BatchNorm, SparseAdam and SGD beside Adam, accumulation |
 
 Every job has a learning-rate schedule for each optimizer.
 """
@@ -159,12 +159,15 @@ def loss_of_repeated(model: nn.Module, rank: int, batch: int) -> Tensor:
 
 
 class Recommender(nn.Module):
-    """Users of the first items are masked after their embedding was looked up: their rows have gradients, of zeros."""
+    """One sparse table: torch's gloo does not stand several sparse all-reduces under way, which DDP would make.
+
+    Users of the first items are masked after their embedding was looked up: their rows have gradients, of zeros.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.user = nn.Embedding(17, 4, sparse=True)
-        self.words = nn.EmbeddingBag(11, 3, mode="sum", sparse=True)
+        self.words = nn.EmbeddingBag(11, 3, mode="sum")
         self.item = nn.Embedding(9, 4)
         self.norm = nn.BatchNorm1d(11)
         self.out = nn.Linear(11, 1)
@@ -182,11 +185,7 @@ def loss_of_recommender(model: nn.Module, rank: int, batch: int) -> Tensor:
 def sparse_and_dense(module: nn.Module) -> list[Optimizer]:
     assert isinstance(module, Recommender)
     dense = [*module.item.parameters(), *module.norm.parameters(), *module.out.parameters()]
-    return [
-        SparseAdam([module.user.weight], lr=0.05),
-        SGD([module.words.weight], 0.3),
-        Adam(dense, 0.01, eps=1e-3),
-    ]
+    return [SparseAdam([module.user.weight], lr=0.05), SGD([module.words.weight], 0.3), Adam(dense, 0.01, eps=1e-3)]
 
 
 JOBS: dict[str, Job] = {

@@ -32,14 +32,22 @@ from autotune.strategy_space.builders.catalogue import BUILDERS
 from autotune.strategy_space.neighbours import mutate
 from autotune.strategy_space.plan import Plan, plan
 from autotune.strategy_space.space import SearchSpace
-from autotune.strategy_space.strategy import Strategy
+from autotune.strategy_space.strategy import ROOTED, SparseHandling, Strategy, Synchronizer
 from autotune.workload import Workload
 from runtime_rewriter.pytorch.agreement import assumed_workload
-from runtime_rewriter.pytorch.collectives import why_refused
 from runtime_rewriter.pytorch.ddp import PlannedDataParallel, attach
+from runtime_rewriter.pytorch.exchange.refusals import why_refused
 from runtime_rewriter.pytorch.hooks import GradientSynchronizer
 
-SPACE = replace(SearchSpace.default(), min_partition_bytes=16, max_shards=5, max_groups=6)
+SPACE = replace(
+    SearchSpace.default(),
+    sparse=tuple(SparseHandling),
+    hierarchical=True,
+    cross_step=True,
+    min_partition_bytes=16,
+    max_shards=5,
+    max_groups=6,
+)
 """All that the runtime enacts without loss, with bounds for models of this size."""
 STEPS = 3
 BUCKETS = 8
@@ -98,10 +106,26 @@ def strategies_of(case: str, module: nn.Module, cluster: Cluster, count: int) ->
     spaces = variants(SPACE)
     for position, space in enumerate(spaces):
         for strategy in sample_many(workload, cluster, space, -(-count // len(spaces)), seed + position):
-            yield "sampled", strategy
+            yield "sampled", varied(strategy, workload, cluster, rng)
             for _ in range(int(rng.integers(1, 5))):
                 strategy = mutate(strategy, workload, cluster, SPACE, rng)
-            yield "mutated", strategy
+            yield "mutated", varied(strategy, workload, cluster, rng)
+
+
+def varied(strategy: Strategy, workload: Workload, cluster: Cluster, rng: np.random.Generator) -> Strategy:
+    """Some strategies with a ring order and with sparse gradients that travel as rows, which the sampler leaves as they are."""
+    if rng.random() < 0.3:
+        strategy = replace(strategy, ring_order=tuple(rng.permutation(cluster.world_size).tolist()))
+    choices = []
+    for choice in strategy.variables:
+        kinds = {shard.synchronizer for shard in choice.shards}
+        if workload.variables[workload.index[choice.variable]].sparse and rng.random() < 0.7:
+            if kinds == {Synchronizer.PARAMETER_SERVER}:
+                choice = replace(choice, sparse=SparseHandling.GATHER_SCATTER)
+            elif not kinds & ROOTED:
+                choice = replace(choice, sparse=SparseHandling.ALL_GATHER)
+        choices.append(choice)
+    return replace(strategy, variables=tuple(choices))
 
 
 def workload_of(module: nn.Module) -> Workload:
@@ -209,6 +233,8 @@ def check_case(rank: int, case: str, only: int | None = None) -> list[Outcome]:
     outcomes = []
     for number, origin, strategy, made in chosen:
         reason = why_refused(made) if made is not None else None
+        if made is not None and made.cross_step:
+            reason = reason or synchronizer.cross_step.why_not()
         if reason is not None:
             outcomes.append(Outcome(number, origin, refused=reason, failure=refusal_failure(synchronizer, made, reason)))
             continue

@@ -63,3 +63,9 @@ class Device:
         """What the current stream does from now on comes after `fence`; the caller does not wait."""
         if fence is not None:
             torch.cuda.current_stream(self.device).wait_event(fence)
+
+    def keep(self, *tensors: torch.Tensor) -> None:
+        """The current stream works on `tensors` that another one made: their memory is not used again before it is done."""
+        if self._cuda:
+            for tensor in tensors:
+                tensor.record_stream(torch.cuda.current_stream(self.device))

@@ -6,6 +6,8 @@ from autotune.strategy_space.plan import Message, Plan, Primitive
 from autotune.strategy_space.strategy import Compressor, SparseHandling
 
 ENACTED_COMPRESSORS = (Compressor.NONE, Compressor.FP16, Compressor.BF16)
+ROW_COMPRESSORS = (Compressor.NONE, Compressor.FP16, Compressor.BF16)
+"""Of sparse gradients that travel as rows."""
 _ROOTED = (Primitive.PUSH_PULL, Primitive.REDUCE_BROADCAST)
 
 
@@ -27,11 +29,25 @@ def _why_message_refused(message: Message, world_size: int) -> str | None:
     if compressed and message.dtype.startswith("complex"):
         return f"complex gradients travel uncompressed, but the compressor is {message.compressor}"
     if message.sparse is not SparseHandling.DENSE:
-        return f"sparse gradients travel dense, but the message asks for {message.sparse}"
+        reason = _why_rows_refused(message)
+        if reason is not None:
+            return reason
     if message.ranks:
         return f"every rank takes part in a message, but the plan names {message.ranks}"
     if message.primitive in _ROOTED and (message.owner is None or not 0 <= message.owner < world_size):
         return f"the owner must be a rank below {world_size}, but is {message.owner}"
+    return None
+
+
+def _why_rows_refused(message: Message) -> str | None:
+    if message.compressor not in ROW_COMPRESSORS:
+        return f"rows of a sparse gradient travel as they are or as fp16 or bf16, but the compressor is {message.compressor}"
+    if len(message.slices) != 1 or message.slices[0].axis not in (None, 0):
+        return f"rows of a sparse gradient travel alone, whole or cut along axis 0, but the message holds {len(message.slices)} slice(s)"
+    if (message.primitive is Primitive.PUSH_PULL) != (message.sparse is SparseHandling.GATHER_SCATTER) or (
+        message.primitive is Primitive.REDUCE_BROADCAST
+    ):
+        return f"a sparse gradient is gathered by all, or by a parameter server and scattered, but the message asks for {message.sparse}"
     return None
 
 

@@ -42,7 +42,7 @@ class AllReduce:
         return [(self._lane, self._reduce)]
 
     def _reduce(self) -> dist.Work | None:
-        return None if self._group is None else _work(dist.all_reduce(self.values, group=self._group, async_op=True))
+        return None if self._group is None else work_of(dist.all_reduce(self.values, group=self._group, async_op=True))
 
 
 class ReduceScatterAllGather:
@@ -60,12 +60,12 @@ class ReduceScatterAllGather:
     def _scatter(self) -> dist.Work | None:
         if self._first is None:
             return None
-        return _work(dist.reduce_scatter_single(self._shard, self.values, group=self._first, async_op=True))
+        return work_of(dist.reduce_scatter_single(self._shard, self.values, group=self._first, async_op=True))
 
     def _gather(self) -> dist.Work | None:
         if self._second is None:
             return None
-        return _work(dist.all_gather_single(self.values, self._shard, group=self._second, async_op=True))
+        return work_of(dist.all_gather_single(self.values, self._shard, group=self._second, async_op=True))
 
 
 class PushPull:
@@ -91,13 +91,13 @@ class PushPull:
     def _push(self) -> dist.Work | None:
         if self._first is None:
             return None
-        return _work(dist.gather(self.values, self._received, group=self._first, group_dst=self._root, async_op=True))
+        return work_of(dist.gather(self.values, self._received, group=self._first, group_dst=self._root, async_op=True))
 
     def _pull(self) -> dist.Work | None:
         if self._second is None:
             return None
         copies = None if self._received is None else [self._summed(self._received)] * len(self._received)
-        return _work(dist.scatter(self.values, copies, group=self._second, group_src=self._root, async_op=True))
+        return work_of(dist.scatter(self.values, copies, group=self._second, group_src=self._root, async_op=True))
 
     def _summed(self, received: list[Tensor]) -> Tensor:
         """16-bit parts are summed in float32 and rounded once."""
@@ -122,7 +122,7 @@ class Reduce:
         return [(self._lane, self._reduce)]
 
     def _reduce(self) -> dist.Work | None:
-        return None if self._group is None else _work(dist.reduce(self.values, group=self._group, group_dst=self._root, async_op=True))
+        return None if self._group is None else work_of(dist.reduce(self.values, group=self._group, group_dst=self._root, async_op=True))
 
 
 class Broadcast:
@@ -136,7 +136,7 @@ class Broadcast:
         return [(self._lane, self._send)]
 
     def _send(self) -> dist.Work | None:
-        return None if self._group is None else _work(dist.broadcast(self.values, group=self._group, group_src=self._root, async_op=True))
+        return None if self._group is None else work_of(dist.broadcast(self.values, group=self._group, group_src=self._root, async_op=True))
 
 
 class Chain:
@@ -149,7 +149,7 @@ class Chain:
         return [step for part in self._parts for step in part.steps()]
 
 
-def _work(work: dist.Work | None) -> dist.Work:
+def work_of(work: dist.Work | None) -> dist.Work:
     assert work is not None, "a member of the group gets a work handle"
     return work
 

@@ -15,25 +15,20 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from autotune.errors import SynchronizationError
 from autotune.strategy_space.plan import Message, TensorSlice
-from autotune.strategy_space.strategy import Compressor
 from runtime_rewriter.emulation import travelling
 from runtime_rewriter.pytorch.exchange.hierarchical import Circles, sum_of
-from runtime_rewriter.pytorch.exchange.lanes import Flight, Lanes
-from runtime_rewriter.pytorch.exchange.refusals import describe
-
-_WIRE_DTYPE = {Compressor.FP16: torch.float16, Compressor.BF16: torch.bfloat16}
+from runtime_rewriter.pytorch.exchange.lanes import Lanes
+from runtime_rewriter.pytorch.exchange.sending import WIRE_DTYPE, Sending
 
 BATCHED_BYTES = 64 * 1024
 """Slices up to here are packed together once the last of their message is ready: one by one, calls would cost more than copies."""
 
 
-class Transfer:
+class Transfer(Sending):
     """One message: its wire buffer, a view of it per slice, and the collectives in flight.
 
-    `pending` counts the slices that this backward pass has not filled yet. `batched`: numbers of the slices that wait for
-    the last of them. With a `byte_scale` of k only the first
+    `batched`: numbers of the slices that wait for the last of them. With a `byte_scale` of k only the first
     part of the wire, 1/k of it, travels; the rest keeps this rank's own part / w.
     """
 
@@ -41,22 +36,18 @@ class Transfer:
         self, number: int, message: Message, parameters: Mapping[str, Tensor], lanes: Lanes, circles: Circles, byte_scale: float = 1.0
     ) -> None:
         """Collective: it may make process groups."""
-        self.number, self.message = number, message
-        self._lanes = lanes
         dtype = getattr(torch, message.dtype)
         multiple = circles.multiple(message)
         padded = -(-message.elements // multiple) * multiple
-        wire = torch.zeros(padded, dtype=_WIRE_DTYPE.get(message.compressor, dtype), device=lanes.device.device)
+        wire = torch.zeros(padded, dtype=WIRE_DTYPE.get(message.compressor, dtype), device=lanes.device.device)
         self.views = list(_views(wire, message, parameters))
-        self.pending = len(self.views)
         # What is cast is scaled on its way, one by one, so that it is rounded once.
         most = BATCHED_BYTES // wire.element_size() if wire.dtype == dtype else 0
         self.batched = tuple(number for number, (part, _) in enumerate(self.views) if part.elements <= most)
         self._scaled = _runs(wire, [part.elements for part, _ in self.views], frozenset(self.batched))
         real = torch.view_as_real(wire).flatten() if wire.is_complex() else wire
         real = real[: travelling(real.numel(), byte_scale, multiple)]
-        self._steps = sum_of(message, real, lanes, circles).steps() if message.elements else []
-        self._flight: Flight | None = None
+        super().__init__(number, message, lanes, sum_of(message, real, lanes, circles).steps() if message.elements else [])
 
     def pack(self, sources: Sequence[Tensor | None], scale: float) -> None:
         """Fill the batched slices, in their order, and scale them; None is a gradient of zeros."""
@@ -69,38 +60,6 @@ class Transfer:
             torch._foreach_copy_([view for view, _ in found], [source for _, source in found])
         for run in self._scaled:
             run.mul_(scale)
-
-    def issue(self) -> None:
-        """Start it. Every rank issues its messages in plan order."""
-        if not self._steps:
-            return
-        try:
-            self._flight = self._lanes.run(self._steps)
-        except RuntimeError as error:
-            raise self._failed(error) from error
-
-    @property
-    def arrived(self) -> bool:
-        """Of an issued message: whether `wait` would return, or raise, at once. Does not block."""
-        return self._flight is None or self._flight.arrived
-
-    def wait(self) -> None:
-        """Until the wire holds the sum. Raises `SynchronizationError` when a rank is gone or too late."""
-        try:
-            if self._flight is not None:
-                self._flight.wait()
-        except RuntimeError as error:
-            raise self._failed(error) from error
-        self._flight = None
-
-    def reset(self) -> None:
-        self.pending = len(self.views)
-
-    def _failed(self, error: Exception) -> SynchronizationError:
-        return SynchronizationError(
-            f"message {self.number} ({describe(self.message)}) must complete on every rank, but failed on rank {self._lanes.ranks.rank}: "
-            f"{error}; is every other rank alive and at the same step?"
-        )
 
 
 def slice_of(tensor: Tensor, part: TensorSlice) -> Tensor:

@@ -1,0 +1,82 @@
+"""One message of a sparse variable between its gradient and the wire."""
+
+# mypy: untyped-calls-exclude=torch
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from autotune.strategy_space.plan import Message
+from runtime_rewriter.emulation import travelling
+from runtime_rewriter.pytorch.exchange.hierarchical import Circles
+from runtime_rewriter.pytorch.exchange.lanes import Lanes
+from runtime_rewriter.pytorch.exchange.row_sums import row_sum
+from runtime_rewriter.pytorch.exchange.rows import Form, RowBuffers, Rows, gradient_of, values_of
+from runtime_rewriter.pytorch.exchange.sending import WIRE_DTYPE, Sending
+
+
+class RowTransfer(Sending):
+    """A message of one slice whose rows travel; nothing of the size of the variable is made.
+
+    `take` the local rows, issue, wait, then `total` is the sum over ranks. With a `byte_scale` of k the first part of the
+    rows of each rank travels, 1/k of them, and the others are left out.
+    """
+
+    def __init__(
+        self, number: int, message: Message, parameters: Mapping[str, Tensor], lanes: Lanes, circles: Circles, byte_scale: float = 1.0
+    ) -> None:
+        """Collective: it may make process groups."""
+        (self.part,) = message.slices
+        parameter = parameters[self.part.variable]
+        self._byte_scale = byte_scale
+        self._bounds = (0, parameter.shape[0]) if self.part.axis is None else (self.part.start, self.part.stop)
+        self._local: Rows | None = None
+        self._total: Rows | None = None
+        buffers = RowBuffers.of(parameter, WIRE_DTYPE.get(message.compressor))
+        steps, self._result = row_sum(message, self._taken, buffers, lanes, circles)
+        super().__init__(number, message, lanes, [*steps, (steps[-1][0] + 1, self._finish)])
+
+    def take(self, rows: Rows) -> None:
+        """The local rows of the whole variable, scaled by 1/w."""
+        mine = rows.between(*self._bounds)
+        self._local = mine.first(travelling(mine.count, self._byte_scale))
+
+    @property
+    def total(self) -> Rows:
+        """The sum over ranks, after `wait`."""
+        assert self._total is not None
+        return self._total
+
+    def wait(self) -> None:
+        super().wait()
+        self._lanes.device.keep(self.total.indices, self.total.values)
+        self._local = None
+
+    def _taken(self) -> Rows:
+        assert self._local is not None
+        return self._local
+
+    def _finish(self) -> None:
+        self._total = self._result()
+
+
+def write_average(parameter: Tensor, transfers: Sequence[RowTransfer]) -> None:
+    """Write the sums of a variable's messages into its `.grad`: dense where it was dense, else COO.
+
+    Where this rank had no gradient it gets the form that another rank's has.
+    """
+    totals = [transfer.total for transfer in sorted(transfers, key=lambda transfer: transfer.part.start)]
+    rows = totals[0]
+    if len(totals) > 1:
+        indices, values = torch.cat([total.indices for total in totals]), torch.cat([total.values for total in totals])
+        rows = Rows(indices, values, max(total.form for total in totals))
+    gradient = parameter.grad
+    if gradient.is_sparse if gradient is not None else rows.form is Form.COO:
+        parameter.grad = gradient_of(rows, parameter)
+        return
+    if gradient is None:
+        gradient = parameter.grad = torch.empty_like(parameter)
+    gradient.zero_().index_copy_(0, rows.indices, values_of(rows, parameter))

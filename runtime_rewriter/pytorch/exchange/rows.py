@@ -1,0 +1,152 @@
+"""Rows of a gradient, as they travel: those of one variable that a step touched.
+
+| symbol | meaning | shape |
+|---|---|---|
+| n | rows of one rank, or of the union over ranks | - |
+| c | real numbers per row of the variable, two for a complex one | - |
+| indices | numbers of the rows, ascending, each once | (n,), int64 |
+| values | the rows | (n, c) |
+| capacity | rows that a buffer has room for: the most that any rank has | - |
+"""
+
+# mypy: untyped-calls-exclude=torch
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+_ALIGNMENT = 8
+"""Bytes; values of every dtype may begin at a multiple of it."""
+
+
+class Form(IntEnum):
+    """What a gradient is to autograd; the largest of several is that of their sum."""
+
+    NONE = 0  # this rank did not use the variable
+    DENSE = 1
+    COO = 2
+
+
+@dataclass(frozen=True)
+class Rows:
+    """`indices` and `values` as in the table above."""
+
+    indices: Tensor
+    values: Tensor
+    form: Form
+
+    @property
+    def count(self) -> int:
+        return self.indices.numel()
+
+    def between(self, start: int, stop: int) -> Rows:
+        """Those with start <= index < stop, as views."""
+        bounds = torch.searchsorted(self.indices, torch.tensor([start, stop], device=self.indices.device))
+        first, end = bounds.tolist()
+        return Rows(self.indices[first:end], self.values[first:end], self.form)
+
+    def first(self, count: int) -> Rows:
+        """The first `count` ones, as views."""
+        return Rows(self.indices[:count], self.values[:count], self.form)
+
+
+def rows_of(gradient: Tensor | None, parameter: Tensor, scale: float) -> Rows:
+    """The gradient's rows that are present (COO; duplicates are summed) or not all zero (dense), times `scale`."""
+    if gradient is None:
+        none = torch.empty(0, dtype=torch.int64, device=parameter.device)
+        return Rows(none, _matrix(parameter.new_empty((0, *parameter.shape[1:]))), Form.NONE)
+    if gradient.is_sparse and gradient.sparse_dim() == 1:
+        gathered = gradient.coalesce()
+        return Rows(gathered.indices()[0], _matrix(gathered.values() * scale), Form.COO)
+    dense = gradient.to_dense() if gradient.is_sparse else gradient
+    indices = (dense.reshape(len(dense), -1) != 0).any(1).nonzero().flatten()
+    return Rows(indices, _matrix(dense.index_select(0, indices) * scale), Form.COO if gradient.is_sparse else Form.DENSE)
+
+
+def gradient_of(rows: Rows, parameter: Tensor) -> Tensor:
+    """The COO gradient of `parameter` that has these rows, without a copy where the dtypes are equal."""
+    return torch.sparse_coo_tensor(
+        rows.indices[None], values_of(rows, parameter), parameter.shape, is_coalesced=True, check_invariants=False
+    )
+
+
+def values_of(rows: Rows, parameter: Tensor) -> Tensor:
+    """The rows in the parameter's dtype and shape, (n, *parameter.shape[1:])."""
+    if not parameter.is_complex():
+        return rows.values.to(parameter.dtype).view(rows.count, *parameter.shape[1:])
+    return torch.view_as_complex(rows.values.view(rows.count, *parameter.shape[1:], 2))
+
+
+def summed(parts: Sequence[Rows]) -> Rows:
+    """The sum of rows of several ranks, added in their order: the same bits on every rank, on any device.
+
+    The rows of one rank are different from each other, so that no two threads add to the same one. 16-bit values are
+    summed in float32 and not rounded.
+    """
+    union = torch.unique(torch.cat([part.indices for part in parts]))
+    dtype = parts[0].values.dtype
+    half = dtype in (torch.float16, torch.bfloat16)
+    total = torch.zeros(len(union), parts[0].values.shape[1], dtype=torch.float32 if half else dtype, device=union.device)
+    for part in parts:
+        total.index_add_(0, torch.searchsorted(union, part.indices), part.values.to(total.dtype))
+    return Rows(union, total, max(part.form for part in parts))
+
+
+@dataclass(frozen=True)
+class RowBuffers:
+    """How the rows of one variable lie in a buffer of bytes: `capacity` indices, then as many rows of `columns` values."""
+
+    columns: int
+    wire: torch.dtype
+    index: torch.dtype
+    device: torch.device
+
+    @staticmethod
+    def of(parameter: Tensor, wire: torch.dtype | None) -> RowBuffers:
+        """`wire`: the dtype that travels; None: the parameter's own, of its parts where it is complex."""
+        columns = math.prod(parameter.shape[1:]) * (2 if parameter.is_complex() else 1)
+        index = torch.int32 if parameter.shape[0] <= 2**31 else torch.int64
+        return RowBuffers(columns, wire or parameter.dtype.to_real(), index, parameter.device)
+
+    def empty(self, capacity: int) -> Tensor:
+        """Flat bytes with room for so many rows."""
+        size = self._offset(capacity) + _aligned(capacity * self.columns * self.wire.itemsize)
+        return torch.zeros(size, dtype=torch.uint8, device=self.device)
+
+    def packed(self, rows: Rows, capacity: int) -> Tensor:
+        """The rows in a buffer of their own, rounded to what travels."""
+        buffer = self.empty(capacity)
+        indices, values = self._views(buffer, capacity)
+        indices[: rows.count].copy_(rows.indices)
+        values[: rows.count].copy_(rows.values)
+        return buffer
+
+    def unpacked(self, buffer: Tensor, capacity: int, count: int, form: int) -> Rows:
+        """The first `count` rows of a buffer with room for `capacity`; the values are a view."""
+        indices, values = self._views(buffer, capacity)
+        return Rows(indices[:count].long(), values[:count], Form(form))
+
+    def _offset(self, capacity: int) -> int:
+        return _aligned(capacity * self.index.itemsize)
+
+    def _views(self, buffer: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
+        offset = self._offset(capacity)
+        indices = buffer[: capacity * self.index.itemsize].view(self.index)
+        values = buffer[offset : offset + capacity * self.columns * self.wire.itemsize].view(self.wire)
+        return indices, values.view(capacity, self.columns)
+
+
+def _aligned(size_bytes: int) -> int:
+    return -(-size_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _matrix(rows: Tensor) -> Tensor:
+    """(n, c): complex numbers become pairs of real ones."""
+    real = torch.view_as_real(rows) if rows.is_complex() else rows
+    return real.reshape(len(rows), math.prod(real.shape[1:]))

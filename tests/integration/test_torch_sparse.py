@@ -1,0 +1,262 @@
+"""Sparse gradients that travel as rows, on real ranks: against DDP, in every form that autograd gives them."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch_world import run_world
+
+from autotune.strategy_space.plan import Plan, plan
+from autotune.strategy_space.strategy import Compressor, Partition, Shard, SparseHandling, Strategy, Synchronizer, VariableStrategy
+from autotune.workload import Variable, Workload
+from runtime_rewriter.pytorch.agreement import assumed_workload
+from runtime_rewriter.pytorch.ddp import PlannedDataParallel, attach
+from runtime_rewriter.pytorch.numerics import GradientGate
+from runtime_rewriter.pytorch.profile import WorkloadProfiler
+
+ROWS, WIDTH = 23, 3
+WAYS = (
+    (SparseHandling.ALL_GATHER, Synchronizer.ALL_REDUCE),
+    (SparseHandling.GATHER_SCATTER, Synchronizer.PARAMETER_SERVER),
+)
+
+
+class Embedded(nn.Module):
+    """An embedding, sparse or dense, and a layer above it."""
+
+    def __init__(self, sparse: bool = True) -> None:
+        super().__init__()
+        self.table = nn.Embedding(ROWS, WIDTH, sparse=sparse)
+        self.head = nn.Linear(WIDTH, 2)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.table(tokens)).square().sum()
+
+
+def rows_plan(
+    module: nn.Module,
+    world_size: int,
+    way: tuple[SparseHandling, Synchronizer] = WAYS[0],
+    compressor: Compressor = Compressor.NONE,
+    sizes: tuple[int, ...] = (),
+    hierarchical: bool = False,
+    table: str = "table.weight",
+) -> Plan:
+    """The table by rows, whole or cut into `sizes`; everything else in one all-reduce."""
+    flagged = tuple(Variable(v.name, v.shape, v.dtype, v.name == table) for v in assumed_workload(module).variables)
+    sparse, synchronizer = way
+    choices = []
+    for variable in flagged:
+        if variable.name != table:
+            choices.append(VariableStrategy(variable.name, (Shard(Synchronizer.ALL_REDUCE, group=0),)))
+            continue
+        rooted = synchronizer is Synchronizer.PARAMETER_SERVER
+        shards = tuple(
+            Shard(synchronizer, compressor, (part + 1) % world_size if rooted else None, group=0, priority=part, hierarchical=hierarchical)
+            for part in range(len(sizes) or 1)
+        )
+        choices.append(VariableStrategy(variable.name, shards, Partition(0, sizes) if sizes else None, sparse))
+    return plan(Strategy(tuple(choices)), Workload(type(module).__name__, flagged), world_size)
+
+
+def tokens_of(rank: int, step: int) -> Tensor:
+    """Duplicates, rows of one rank only, rows of all; another number of them on every rank and step."""
+    drawn = torch.randint(0, ROWS, (4 + 3 * rank + step,), generator=torch.Generator().manual_seed(100 * rank + step))
+    return torch.cat([drawn, torch.tensor([5, 5, 7, rank])])
+
+
+def assert_equal_gradients(mine: nn.Module, theirs: nn.Module, exact: bool) -> None:
+    for a, b in zip(mine.parameters(), theirs.parameters(), strict=True):
+        assert a.grad.is_sparse == b.grad.is_sparse
+        if exact:
+            assert torch.equal(a.grad.to_dense(), b.grad.to_dense())
+        else:
+            torch.testing.assert_close(a.grad.to_dense(), b.grad.to_dense())
+
+
+def assert_same_on_all_ranks(gradient: Tensor) -> None:
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, gradient.to_dense().tolist())
+    assert all(held == gathered[0] for held in gathered)
+
+
+def check_against_ddp(rank: int, ranks: int, sparse: bool, layouts: Sequence[int]) -> None:
+    for local_size in layouts:
+        os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"] = str(rank % local_size), str(local_size)
+        torch.manual_seed(0)
+        module = Embedded(sparse)
+        theirs, mine = DistributedDataParallel(copy.deepcopy(module)), PlannedDataParallel(module)
+        for way, sizes in itertools.product(WAYS, ((), (4, 18, 1))):
+            mine.synchronizer.load(rows_plan(module, ranks, way, sizes=sizes, hierarchical=local_size < ranks))
+            for step in range(3):
+                for model in (theirs, mine):
+                    model.zero_grad(set_to_none=step != 2)
+                    if step == 1:  # several gradients are accumulated, not coalesced
+                        with model.no_sync():
+                            model(tokens_of(rank, 10)).backward()
+                    model(tokens_of(rank, step)).backward()
+                assert_equal_gradients(mine, theirs, exact=ranks == 2)
+                assert_same_on_all_ranks(module.table.weight.grad)
+        mine.synchronizer.close()
+
+
+@pytest.mark.parametrize("sparse", [True, False])
+def test_rows_on_two_ranks_give_the_bits_of_ddp(sparse: bool) -> None:
+    run_world(check_against_ddp, 2, 2, sparse, (2,))
+
+
+def test_rows_on_four_ranks_flat_and_hierarchical_average_as_ddp_does() -> None:
+    run_world(check_against_ddp, 4, 4, True, (4, 2))
+
+
+def check_compressed(rank: int) -> None:
+    place = (0, 3) if rank == 3 else (rank, 3)
+    os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"] = str(place[0]), "1" if rank == 3 else "3"
+    module = Embedded()
+    mine = PlannedDataParallel(module)
+    gate = GradientGate(mine.synchronizer)
+    for way, compressor, hierarchical in itertools.product(WAYS, (Compressor.FP16, Compressor.BF16), (False, True)):
+        mine.synchronizer.load(rows_plan(module, 4, way, compressor, (10, 13), hierarchical))
+        gate.arm()
+        mine.zero_grad()
+        mine(tokens_of(rank, 0)).backward()
+        result = gate.error()
+        assert result.ok and result.relative_error > 0, (way, compressor, hierarchical, result)
+
+
+def test_compressed_rows_are_equal_on_all_ranks_and_within_the_gates_tolerance() -> None:
+    run_world(check_compressed, 4)
+
+
+class Optional(nn.Module):
+    """A table that is used where tokens are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.bias = nn.Embedding(ROWS, WIDTH, sparse=True), nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, tokens: Tensor | None) -> Tensor:
+        return self.bias.sum() if tokens is None else (self.table(tokens) * self.bias).sum()
+
+
+def check_missing(rank: int) -> None:
+    torch.manual_seed(0)
+    module = Optional()
+    mine = PlannedDataParallel(module, find_unused_parameters=True)
+    gate = GradientGate(mine.synchronizer)
+    for way, sizes in itertools.product(WAYS, ((), (20, 3))):
+        mine.synchronizer.load(rows_plan(module, 2, way, sizes=sizes))
+        mine.zero_grad()
+        gate.arm()
+        mine(torch.tensor([4, 4]) if rank else None).backward()  # one rank does not use the table
+        assert gate.error().ok
+        gradient = module.table.weight.grad
+        assert gradient.is_sparse and gradient._nnz() == 1 and torch.equal(gradient.to_dense()[4], module.bias.detach())
+        mine.zero_grad()
+        mine(torch.tensor([4]) if rank else torch.empty(0, dtype=torch.int64)).backward()  # one rank has no row
+        assert torch.equal(module.table.weight.grad.to_dense()[4], 0.5 * module.bias.detach())
+        mine.zero_grad()
+        mine(torch.empty(0, dtype=torch.int64)).backward()  # no rank has one
+        assert module.table.weight.grad.is_sparse and module.table.weight.grad._nnz() == 0
+        module.table.weight.grad = None
+        mine(None).backward()  # no rank uses it
+        assert module.table.weight.grad is None
+
+
+def test_ranks_without_rows_or_without_use_of_the_variable() -> None:
+    run_world(check_missing, 2)
+
+
+def check_training(rank: int) -> None:
+    torch.manual_seed(0)
+    module = Embedded().to(torch.float64)
+    theirs, mine = DistributedDataParallel(copy.deepcopy(module)), attach(module, None)
+    mine.load(rows_plan(module, 2, WAYS[1], sizes=(1, 22)))
+    for model in (theirs, module):
+        for kind in (torch.optim.SparseAdam, torch.optim.SGD):
+            optimizer = kind([p for p in model.parameters() if p.shape == (ROWS, WIDTH) or kind is torch.optim.SGD], 0.05)
+            for step in range(3):
+                optimizer.zero_grad()
+                model(tokens_of(rank, step)).backward()
+                optimizer.step()
+    for a, b in zip(module.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_optimizers_take_the_gradients_as_those_of_ddp() -> None:
+    run_world(check_training, 2)
+
+
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(1_000_000, 64, sparse=True)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.table(tokens).sum()
+
+
+def check_memory(rank: int) -> None:
+    module = Wide()
+    mine = PlannedDataParallel(module)
+    for way in WAYS:
+        mine.synchronizer.load(rows_plan(module, 2, way, sizes=(400_000, 600_000)))
+        with torch.profiler.profile(profile_memory=True) as profiled:
+            mine(torch.tensor([rank, 999_999])).backward()
+            gate = GradientGate(mine.synchronizer)
+            gate.arm()
+            mine(torch.tensor([rank, 999_999])).backward()
+        assert gate.error().ok
+        largest = max(event.self_cpu_memory_usage for event in profiled.events())
+        assert 0 < largest < 4 * 1_000_000, "nothing of the size of the table, not even a number per row"
+
+
+def test_nothing_of_the_size_of_the_table_is_made() -> None:
+    run_world(check_memory, 2)
+
+
+def check_profile(rank: int) -> list[str]:
+    module = Embedded()
+    synchronizer = attach(module, None)
+    profiler = WorkloadProfiler(synchronizer, steps=1)
+    while not profiler.done:
+        module(tokens_of(rank, 0)).backward()
+        synchronizer.before_forward(True)
+    workload = profiler.finish()
+    table = workload.variables[workload.index["table.weight"]]
+    assert table.sparse
+    ways = {True: SparseHandling.ALL_GATHER, False: SparseHandling.DENSE}
+    choices = tuple(VariableStrategy(v.name, (Shard(Synchronizer.ALL_REDUCE),), None, ways[v.sparse]) for v in workload.variables)
+    made = plan(Strategy(choices), workload, 2)
+    synchronizer.load(made)
+    module.zero_grad()
+    module(tokens_of(rank, 0)).backward()
+    return [str(message.sparse) for message in made.messages if message.sparse is not SparseHandling.DENSE]
+
+
+def test_a_profiled_workload_plans_rows_that_are_enacted() -> None:
+    assert run_world(check_profile, 2) == [["all_gather"]] * 2
+
+
+def check_byte_scale(rank: int) -> None:
+    module = Optional()
+    mine = PlannedDataParallel(module)
+    mine.synchronizer.scale_bytes(3.0)
+    for way in WAYS:
+        mine.synchronizer.load(rows_plan(module, 2, way))
+        mine.zero_grad()
+        mine(torch.arange(10) + rank).backward()
+        assert module.table.weight.grad.coalesce().indices().flatten().tolist() == [0, 1, 2, 3, 4]
+
+
+def test_of_a_ranks_rows_one_in_k_travels() -> None:
+    run_world(check_byte_scale, 2)
