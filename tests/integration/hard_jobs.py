@@ -111,7 +111,7 @@ def by_dtype(module: nn.Module) -> list[Optimizer]:
         return [p for p in module.parameters() if p.dtype == dtype and p.requires_grad]
 
     return [
-        SGD(of(torch.float32), 0.1, momentum=0.9, weight_decay=0.01),
+        SGD(of(torch.float32), 0.02, momentum=0.9, weight_decay=0.01),
         Adam(of(torch.float64), 0.01, eps=1e-3),
         SGD(of(torch.bfloat16), 0.2, momentum=0.5),
     ]
