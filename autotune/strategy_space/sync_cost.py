@@ -21,7 +21,8 @@ Readings of the printed equations: the exponent of r_k is 1 where reduction is f
 hierarchical (I_p), as the paper's text says. On a cluster of one host every device counts as a machine
 of its own over the inner link; otherwise I_d would be 0 and a server free. A hierarchical collective is a
 reduce inside each host, the primitive among the hosts, and a broadcast inside (Eq. 3 three times).
-A sparse gradient sent as indices and values is one all-gather of the message's bytes.
+A sparse gradient sent as indices and values is one all-gather of the message's bytes; how many rows a step touches is
+not known, so c(m) counts all of them.
 
 All ranks of one host cost the same, so no sum runs over pairs of workers.
 """
@@ -274,13 +275,22 @@ class _Rates:
         inner_latency_s = max(host.inner_latency_s for host, _ in crowded)
         inner_size = max(count for _, count in crowded)
         hosts = int((replicas > 0).sum())
-        first_ranks = tuple(int(np.searchsorted(self.cluster.host_of_rank, h)) for h in np.flatnonzero(replicas))
-        link = self._ring(first_ranks)
+        link = self._ring(self._leaders(ranks, replicas))
         s_per_byte = 2 / inner_link + sum(collective_factor(part, hosts) for part in parts) / link
         inner_count, outer_count = float(2 * inner_size), float(hosts * len(parts))
         overhead_s = inner_count * inner_latency_s + outer_count * self.phi_s
         fits = self._two_level_fits(parts, inner_size, hosts)
         return _Rate(s_per_byte, inner_count + outer_count, overhead_s, 2.0 + len(parts), link, -1, fits)
+
+    def _leaders(self, ranks: tuple[int, ...], replicas: IntArray) -> tuple[int, ...]:
+        """One rank of each host that takes part, in the order of the ring."""
+        host_of = self.cluster.host_of_rank
+        if not ranks:
+            return tuple(int(np.searchsorted(host_of, host)) for host in np.flatnonzero(replicas))
+        lowest: dict[int, int] = {}
+        for rank in ranks:
+            lowest[host_of[rank]] = min(rank, lowest.get(host_of[rank], rank))
+        return tuple(rank for rank in ranks if lowest[host_of[rank]] == rank)
 
     def _two_level_fits(self, parts: Sequence[str], inner_size: int, hosts: int) -> _Fits:
         """The same three steps as probed: inside the hosts on so many ranks each, and among one rank per host."""

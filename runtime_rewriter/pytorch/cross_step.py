@@ -28,7 +28,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from runtime_rewriter.pytorch.reads import can_watch, is_watched, unwatch, watch
+from runtime_rewriter.pytorch.reads import can_watch, is_watched, script_compiles, unwatch, watch
 from runtime_rewriter.pytorch.updates import DueUpdate, group_numbers, why_coupled
 
 LEARNING_STEPS = 2
@@ -50,7 +50,7 @@ class Arriving(Protocol):
 class _Pending:
     """A variable whose average or update is still to come."""
 
-    gradient: Tensor
+    gradient: Tensor | None  # the rank's own, which the average is written into
     due: list[tuple[DueUpdate, int]] = field(default_factory=list)  # with the number of the variable's parameter group
 
 
@@ -58,7 +58,7 @@ class CrossStep:
     """What is pending of one synchronizer's variables. `write(positions)` copies arrived averages into `.grad`.
 
     Lives as long as its synchronizer, since it looks at the script's optimizers from their first step on. Variables whose reads
-    cannot be noticed are found out in the first forward pass under a plan, and stay as they would be without: their messages are
+    cannot be noticed are found out in a forward pass under each plan, and stay as they would be without: their messages are
     waited for when the backward pass ends.
     """
 
@@ -69,6 +69,9 @@ class CrossStep:
         self._stashed: set[int] = set()  # gradients that a running step() must not see
         self._outstanding: dict[int, Arriving] = {}
         self._messages_of: Sequence[Sequence[Arriving]] = ()
+        self._variables_of: dict[int, list[int]] = {}  # by number of the message, once per slice
+        self._missing: list[int] = []  # slices of each variable that are under way
+        self._complete: list[int] = []  # pending variables of which none is
         self._enabled = False
         self._unseen: set[int] | None = None  # None: not known yet
         self._unread: set[int] | None = None  # while it is being found out
@@ -84,6 +87,8 @@ class CrossStep:
 
     def why_not(self) -> str | None:
         """Why the updates of this script cannot cross the step, as far as its steps so far tell."""
+        if self._refusal is None and script_compiles():
+            return "the script uses torch.compile, whose graphs read variables unseen"
         return self._refusal
 
     @property
@@ -93,19 +98,23 @@ class CrossStep:
 
     @property
     def unseen(self) -> frozenset[int]:
-        """Variables whose reads are not noticed, found out in the first forward pass under the plan."""
+        """Variables whose reads are not noticed, found out in a forward pass under the plan."""
         return frozenset(self._unseen or ())
 
     def enable(self, messages_of: Sequence[Sequence[Arriving]] | None) -> None:
         """Between two steps, with nothing pending: the messages of each variable under a plan that crosses the step, or None."""
         self._enabled = messages_of is not None
         self._messages_of = messages_of or ()
+        self._variables_of = {}
+        for position, messages in enumerate(self._messages_of):
+            for message in messages:
+                self._variables_of.setdefault(message.number, []).append(position)
         self._unseen = None
 
     @property
     def defers(self) -> bool:
         """Whether the backward pass that ends now leaves its messages to the next forward pass."""
-        return self._enabled and self._steps_seen > 0 and self._refusal is None and self._unseen is not None
+        return self._enabled and self._unseen is not None and self.why_not() is None
 
     def close(self) -> None:
         _PRESENT.discard(self)
@@ -114,7 +123,7 @@ class CrossStep:
 
     def forward_begins(self, seen: bool = True) -> None:
         """`seen`: the module itself computes; otherwise whoever stands for it reads the variables in its place."""
-        if self._enabled and self._unseen is None:
+        if self._enabled and self._unseen is None and self._steps_seen > 0 and self.why_not() is None:
             self._learn_reads(seen)
 
     def forward_ended(self) -> None:
@@ -149,17 +158,17 @@ class CrossStep:
         with self._lock:
             self._stashed.clear()
             self._outstanding = {message.number: message for message in messages}
+            self._missing = [len(of_variable) for of_variable in self._messages_of]
+            self._complete = []
             at_once = []
             for position in positions:
-                parameter = self._parameters[position]
-                if parameter.grad is None:
-                    parameter.grad = torch.empty_like(parameter)
-                self._pending[position] = _Pending(parameter.grad)
-                if position in self._unseen or not (can_watch(parameter) and can_watch(parameter.grad)):
-                    at_once.append(position)
+                parameter, gradient = self._parameters[position], self._parameters[position].grad
+                self._pending[position] = _Pending(gradient)
+                if gradient is None or position in self._unseen or not (can_watch(parameter) and can_watch(gradient)):
+                    at_once.append(position)  # without a gradient of its own, a variable would look to step() as if it were unused
                     continue
                 on_read = partial(self._on_read, position)
-                watch(parameter.grad, on_read)
+                watch(gradient, on_read)
                 watch(parameter, on_read)
             self.settle(at_once)
 
@@ -192,14 +201,24 @@ class CrossStep:
             needed = {m.number for position in positions if position in self._pending for m in self._messages_of[position]}
             for number in sorted(self._outstanding if rest else needed & self._outstanding.keys()):
                 self._outstanding[number].wait()
-                del self._outstanding[number]
+                self._arrived(number)
             waited_s = time.perf_counter() - began_s
-            for number in [number for number, message in self._outstanding.items() if message.arrived]:
-                self._outstanding.pop(number).wait()
-            arrived = [p for p in self._pending if not any(message.number in self._outstanding for message in self._messages_of[p])]
-            if arrived:
-                self._finish(arrived)
+            for number, message in tuple(self._outstanding.items()):
+                if not message.arrived:
+                    break  # they mostly arrive in issue order, and to look at all of them at every read would take long
+                message.wait()
+                self._arrived(number)
+            if self._complete:
+                complete, self._complete = self._complete, []
+                self._finish(complete)
             return waited_s
+
+    def _arrived(self, number: int) -> None:
+        del self._outstanding[number]
+        for position in self._variables_of[number]:
+            self._missing[position] -= 1
+            if self._missing[position] == 0 and position in self._pending:
+                self._complete.append(position)
 
     def _finish(self, positions: list[int]) -> None:
         """Average and update: all messages of `positions` have arrived."""
@@ -208,6 +227,8 @@ class CrossStep:
         for position, pending in done.items():
             parameter = self._parameters[position]
             unwatch(parameter)
+            if pending.gradient is None:
+                continue
             unwatch(pending.gradient)
             if parameter.grad is None:
                 if position not in self._stashed:

@@ -106,6 +106,7 @@ class PlannedDataParallel(DistributedDataParallel):
             self._rebuild_reducer()
         return super().forward(*inputs, **kwargs)
 
+    @torch.compiler.disable(recursive=False)
     def _planned_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """DDP's `_pre_forward`, the module and `_post_forward` without the reducer, which therefore stays idle."""
         if self._check_sync_bufs_pre_fwd():
@@ -128,6 +129,7 @@ class PlannedDataParallel(DistributedDataParallel):
             self._synchronizer.forward_starts()
         return self._synchronizer.compute(super()._run_ddp_forward, inputs, kwargs)
 
+    @torch.compiler.disable
     def _distributed_broadcast_coalesced(self, tensors: list[torch.Tensor], buffer_size: int, authoritative_rank: int = 0) -> None:
         scale = 1.0 if self._synchronizer is None else self._synchronizer.byte_scale
         super()._distributed_broadcast_coalesced(parts_of(tensors, scale), buffer_size, authoritative_rank)

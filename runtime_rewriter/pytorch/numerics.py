@@ -33,7 +33,8 @@ from torch import Tensor
 
 from autotune.errors import SynchronizationError
 from autotune.strategy_space.plan import Plan
-from autotune.strategy_space.strategy import Compressor
+from autotune.strategy_space.strategy import Compressor, SparseHandling
+from runtime_rewriter.pytorch.exchange.rows import rows_of
 from runtime_rewriter.pytorch.hooks import GradientSynchronizer
 from runtime_rewriter.pytorch.observers import BackwardObserver
 
@@ -72,11 +73,14 @@ class GradientGate(BackwardObserver):
     def __init__(self, synchronizer: GradientSynchronizer) -> None:
         self._synchronizer = synchronizer
         self._local: dict[int, Tensor] = {}
+        self._summed: dict[int, Tensor] = {}  # of variables whose rows travel: the rows that are compared
+        self._in_rows: frozenset[int] | None = None  # variables of which rows travel; None: not looked up yet
         self._result: GateResult | None = None
 
     def arm(self) -> None:
         """Between two steps, on every rank."""
         self._local, self._result = {}, None
+        self._in_rows = None
         if self not in self._synchronizer.observers:
             self._synchronizer.observers.append(self)
 
@@ -87,7 +91,9 @@ class GradientGate(BackwardObserver):
         return self._result
 
     def on_ready(self, index: int, gradient: Tensor | None) -> None:
-        if gradient is None:
+        if self._travels_as_rows(index):
+            self._local[index] = _no_rows(self._synchronizer.parameters[index]) if gradient is None else gradient.clone()
+        elif gradient is None:
             self._local[index] = torch.zeros_like(self._synchronizer.parameters[index])
         else:
             self._local[index] = _dense(gradient).clone()
@@ -97,6 +103,9 @@ class GradientGate(BackwardObserver):
         synchronizer.observers.remove(self)
         assert synchronizer.plan is not None
         compared = sorted(set(self._local) - kept)
+        for position in compared:
+            if self._travels_as_rows(position):
+                self._take_rows(position)
         largest = torch.zeros(len(synchronizer.names), dtype=torch.float64)
         for position in compared:
             largest[position] = _largest(self._local[position])
@@ -110,17 +119,34 @@ class GradientGate(BackwardObserver):
             excused = [largest[i] <= noise and choices[i] is not Compressor.NONE for i in positions]
             scales = [of_model if out else float(largest[i]) for i, out in zip(positions, excused, strict=True)]
             errors[positions] = self._errors(positions, scales)
-        self._local = {}
+        self._local, self._summed = {}, {}
         dist.all_reduce(errors, op=dist.ReduceOp.MAX, group=ranks.control)
         dtypes = (str(parameter.dtype).removeprefix("torch.") for parameter in synchronizer.parameters)
         tolerances = [tolerance_of(dtype, choice, ranks.size) for dtype, choice in zip(dtypes, choices, strict=True)]
         self._result = _judge(errors.tolist(), tolerances, synchronizer.names)
 
+    def _travels_as_rows(self, position: int) -> bool:
+        if self._in_rows is None:  # a plan may be loaded after `arm`
+            plan, names = self._synchronizer.plan, self._synchronizer.names
+            found = {part.variable for m in plan.messages if m.sparse is not SparseHandling.DENSE for part in m.slices} if plan else set()
+            self._in_rows = frozenset(index for index, name in enumerate(names) if name in found)
+        return position in self._in_rows
+
+    def _take_rows(self, position: int) -> None:
+        """Compare the rows that any rank's local or synchronized gradient holds: nothing of the variable's size is made."""
+        local, summed = self._local[position], _gradient(self._synchronizer, position)
+        touched = torch.zeros(local.shape[0], dtype=torch.uint8)
+        for gradient in (local, summed):
+            touched[rows_of(gradient, gradient, 1.0).indices.cpu()] = 1
+        dist.all_reduce(touched, op=dist.ReduceOp.MAX, group=self._synchronizer.ranks.control)
+        rows = touched.nonzero().flatten().to(local.device)
+        self._local[position], self._summed[position] = (_dense(gradient.index_select(0, rows)) for gradient in (local, summed))
+
     def _errors(self, positions: list[int], scales: list[float]) -> Tensor:
         """max|a - b| / scale of variables of one dtype, shape (len(positions),), float64."""
         ranks = self._synchronizer.ranks
         local = [self._local[position] for position in positions]
-        result = [_dense(_gradient(self._synchronizer, position)) for position in positions]
+        result = [self._summed[i] if i in self._summed else _dense(_gradient(self._synchronizer, i)) for i in positions]
         sizes = [tensor.numel() for tensor in local]
         reference = torch.cat([tensor.reshape(-1) for tensor in local]) * (1.0 / ranks.size)
         dist.all_reduce(reference, group=ranks.first)
@@ -135,6 +161,10 @@ def _gradient(synchronizer: GradientSynchronizer, position: int) -> Tensor:
     gradient = synchronizer.parameters[position].grad
     assert gradient is not None
     return gradient
+
+
+def _no_rows(parameter: Tensor) -> Tensor:
+    return torch.zeros_like(parameter, layout=torch.sparse_coo)
 
 
 def _dense(gradient: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from runtime_rewriter.pytorch.emulation import EmulatedAccelerator
 from runtime_rewriter.pytorch.exchange.device import Mark
 from runtime_rewriter.pytorch.hooks import GradientSynchronizer
 from runtime_rewriter.pytorch.observers import BackwardObserver
-from runtime_rewriter.pytorch.reads import can_watch, unwatch, watch
+from runtime_rewriter.pytorch.reads import can_watch, script_compiles, unwatch, watch
 from runtime_rewriter.scheduling import step_down, take_round_robin
 
 WARMUP_STEPS = 1
@@ -104,7 +104,7 @@ class WorkloadProfiler(BackwardObserver):
             return
         device = self._synchronizer.device
         self._forward_start_s, self._forward_start, self._read = device.now_s(), device.mark(), {}
-        for index, parameter in enumerate(self._synchronizer.parameters):
+        for index, parameter in enumerate(() if script_compiles() else self._synchronizer.parameters):
             if can_watch(parameter):
                 watch(parameter, partial(self._on_read, index))
 
@@ -180,7 +180,7 @@ class WorkloadProfiler(BackwardObserver):
         count = len(self._synchronizer.names)
         # A variable that got no gradient is known to be so when the backward pass ends.
         ready_s = [median(step.ready_s.get(index, step.backward_s) for step in steps) for index in range(count)]
-        # One whose reads cannot be seen (in TorchScript, say) is taken to be needed at once.
+        # One whose reads cannot be seen (in compiled code, say) is taken to be needed at once.
         needed_s = [median(step.needed_s.get(index, 0.0) for step in steps) for index in range(count)]
         order = sorted(range(count), key=lambda index: (ready_s[index], -index))
         position = {index: rank for rank, index in enumerate(order)}

@@ -13,6 +13,7 @@ Code outside torch's Python interface (extensions that take tensors directly, To
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -65,6 +66,12 @@ _PLAIN: dict[type, Any] = {watched: plain for plain, watched in _WATCHED_AS.item
 def can_watch(tensor: Tensor) -> bool:
     """Whether it is a plain tensor or parameter; other classes have a `__torch_function__` of their own."""
     return type(tensor) in _WATCHED_AS
+
+
+def script_compiles() -> bool:
+    """Whether this process has compiled anything with torch.compile, whose graphs read tensors unseen."""
+    utils = sys.modules.get("torch._dynamo.utils")
+    return utils is not None and bool(utils.counters["frames"])
 
 
 def watch(tensor: Tensor, on_read: OnRead) -> None:

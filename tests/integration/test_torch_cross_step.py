@@ -282,3 +282,29 @@ def test_variables_whose_reads_cannot_be_seen_do_not_cross_the_step() -> None:
     for embedding, scripted_weight, scripted_bias, weight, bias in run_world(check_unseen_reads, 2):
         assert scripted_weight and scripted_bias
         assert not (embedding or weight or bias)
+
+
+def check_compiled(rank: int) -> str:
+    torch.manual_seed(0)
+    module = Tied()
+    theirs, mine = DistributedDataParallel(copy.deepcopy(module)), PlannedDataParallel(module)
+    plan = crossing(backwards(mixed(module, 2)))
+    mine.synchronizer.load(plan)
+    models = [torch.compile(model, backend="eager") for model in (theirs, mine)]
+    optimizers = [torch.optim.SGD(model.parameters(), 0.1) for model in models]
+    for step in range(4):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            torch.manual_seed(step)
+            loss_of(model, rank, step).backward()
+            optimizer.step()
+        assert not any(is_watched(parameter) for parameter in module.parameters())
+    torch.testing.assert_close(mine.state_dict(), theirs.state_dict(), rtol=0, atol=0)
+    with pytest.raises(InvalidStrategy) as refusal:
+        mine.synchronizer.load(plan)
+    return str(refusal.value)
+
+
+def test_compiled_models_do_not_cross_the_step() -> None:
+    for refusal in run_world(check_compiled, 2):
+        assert "torch.compile" in refusal

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import threading
 from dataclasses import replace
 from functools import reduce
 
@@ -18,6 +19,9 @@ from autotune.errors import InvalidStrategy
 from autotune.strategy_space.plan import Plan
 from autotune.strategy_space.strategy import Compressor, Synchronizer
 from runtime_rewriter.pytorch.ddp import PlannedDataParallel
+from runtime_rewriter.pytorch.exchange.device import Device
+from runtime_rewriter.pytorch.exchange.lanes import Lanes, Step
+from runtime_rewriter.pytorch.exchange.ranks import Circle, Ranks
 from runtime_rewriter.pytorch.numerics import GradientGate
 
 RANKS = 4
@@ -190,3 +194,46 @@ def check_subgroup(rank: int) -> None:
 
 def test_some_ranks_of_the_world_have_hosts_and_rings_of_their_own() -> None:
     run_world(check_subgroup, RANKS)
+
+
+def check_lanes(rank: int) -> list[int]:
+    ranks = Ranks.of(None, 20.0, 20.0)
+    lanes = Lanes(ranks, Device(torch.device("cpu")))
+    circle = Circle.world(ranks.size)
+    groups = [lanes.group(lane, circle) for lane in range(3)]
+    started: list[int] = []
+    late = threading.Event()
+
+    def step(number: int, lane: int, value: Tensor) -> Step:
+        def start() -> dist.Work | None:
+            if lane == 1 and number == 0 and rank == 0:
+                assert late.wait(30)  # its next step comes late, though not later than that of the message after it
+            if lane == 2:
+                started.append(number)
+            return dist.all_reduce(value, group=groups[lane], async_op=True)
+
+        return start
+
+    values = [torch.full((100,), float(rank)) for _ in range(2)]
+    first = lanes.run([(lane, step(0, lane, values[0])) for lane in (0, 1, 2)])
+    second = lanes.run([(lane, step(1, lane, values[1])) for lane in (0, 2)])
+    assert not (first.arrived or second.arrived) or rank == 1
+    late.set()
+    second.wait()
+    first.wait()
+    assert first.arrived and second.arrived
+    assert values[0].tolist() == [4.0] * 100 and values[1].tolist() == [2.0] * 100
+
+    def failing() -> dist.Work | None:
+        raise RuntimeError("this step fails")
+
+    failed = lanes.run([(1, failing), (2, step(2, 2, values[0]))])
+    with pytest.raises(RuntimeError, match="this step fails"):
+        failed.wait()
+    assert failed.arrived
+    lanes.close()
+    return started
+
+
+def test_every_lane_runs_in_plan_order_though_a_message_skips_lanes() -> None:
+    assert run_world(check_lanes, 2) == [[0, 1], [0, 1]]

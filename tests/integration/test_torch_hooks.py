@@ -20,7 +20,7 @@ from torch_world import run_world
 
 from autotune.errors import InvalidStrategy, ModelMismatch, PlanMismatch, SynchronizationError
 from autotune.strategy_space.plan import Plan
-from autotune.strategy_space.strategy import Compressor, Synchronizer
+from autotune.strategy_space.strategy import Compressor, SparseHandling, Synchronizer
 from runtime_rewriter.pytorch.ddp import PlannedDataParallel, attach
 from runtime_rewriter.pytorch.exchange.refusals import why_refused
 from runtime_rewriter.pytorch.hooks import GradientSynchronizer
@@ -494,6 +494,7 @@ def test_what_cannot_be_enacted_is_named_before_any_step() -> None:
     for change, word in (
         ({"compressor": Compressor.INT8}, "int8"),
         ({"ranks": (0,)}, "every rank"),
+        ({"sparse": SparseHandling.GATHER_SCATTER}, "the message asks for gather_scatter"),
     ):
         bad = replace(plan, messages=(replace(message, **change), *plan.messages[1:]))
         assert word in str(why_refused(bad)) and str(why_refused(bad)).startswith("message 0 (all_reduce of ")

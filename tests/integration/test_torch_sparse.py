@@ -217,7 +217,7 @@ def check_memory(rank: int) -> None:
             mine(torch.tensor([rank, 999_999])).backward()
         assert gate.error().ok
         largest = max(event.self_cpu_memory_usage for event in profiled.events())
-        assert 0 < largest < 4 * 1_000_000, "nothing of the size of the table, not even a number per row"
+        assert 0 < largest < 4 * 1_000_000, "of a table of 256 MB not even a number per row"
 
 
 def test_nothing_of_the_size_of_the_table_is_made() -> None:

@@ -8,9 +8,10 @@ import pytest
 
 from autotune.errors import InvalidInput, InvalidStrategy
 from autotune.strategy_space.plan import Message, Plan, Primitive, TensorSlice, plan
-from autotune.strategy_space.strategy import Compressor, Partition, Shard, Strategy, Synchronizer, VariableStrategy
+from autotune.strategy_space.strategy import Compressor, Partition, Shard, SparseHandling, Strategy, Synchronizer, VariableStrategy
 from autotune.workload import Variable, Workload
 
+GATHER = SparseHandling.ALL_GATHER
 MODEL = Workload("m", (Variable("c", (4, 3)), Variable("b", (6,)), Variable("a", (2,), "float16"), Variable("t", (5, 2), sparse=True)))
 REDUCE = Synchronizer.ALL_REDUCE
 
@@ -48,6 +49,16 @@ def test_a_group_splits_by_dtype_synchronizer_compressor_and_placement():
     assert len(plan(strategy(c=Shard(REDUCE, group=0), b=Shard(REDUCE, Compressor.FP16, group=0)), MODEL, 2).messages) == 4
 
 
+def test_rows_of_a_sparse_gradient_travel_alone():
+    group = Shard(REDUCE, group=0)
+    dense = Strategy(tuple(VariableStrategy(v.name, (group,)) for v in MODEL.variables))
+    assert names(plan(dense, MODEL, 2)) == [["a"], ["c", "b", "t"]]  # float16 apart
+    cut = VariableStrategy("t", (group, group), Partition(0, (2, 3)), GATHER)
+    made = plan(Strategy((cut, *(v for v in dense.variables if v.variable != "t"))), MODEL, 2)
+    assert names(made) == [["c", "b"], ["a"], ["t"], ["t"]]
+    assert [message.sparse for message in made.messages] == [SparseHandling.DENSE] * 2 + [GATHER] * 2
+
+
 def test_a_partition_becomes_slices_along_its_axis():
     shards = tuple(Shard(Synchronizer.PARAMETER_SERVER, placement=rank) for rank in (1, 0))
     cut = VariableStrategy("c", shards, Partition(1, (2, 1)))
@@ -82,6 +93,15 @@ def with_choice(choice):
         (
             with_choice(VariableStrategy("t", (Shard(REDUCE),) * 2, Partition(1, (1, 1)))),
             "sparse variable 't' can be cut along axis 0 only",
+        ),
+        (with_choice(VariableStrategy("b", (Shard(REDUCE),), None, GATHER)), "all_gather needs .* but those of 'b' are dense"),
+        (
+            with_choice(VariableStrategy("t", (Shard(Synchronizer.PARAMETER_SERVER, placement=0),), None, GATHER)),
+            "all_gather needs the synchronizer all_reduce or reduce_scatter_all_gather, but 't' has parameter_server",
+        ),
+        (
+            with_choice(VariableStrategy("t", (Shard(REDUCE),), None, SparseHandling.GATHER_SCATTER)),
+            "gather_scatter needs the synchronizer parameter_server, but 't' has all_reduce",
         ),
     ],
 )

@@ -101,6 +101,14 @@ def test_a_ring_order_that_crosses_a_slow_pair_is_slower() -> None:
     assert costs[1].link_bytes_per_s[0] == 1e7
 
 
+def test_the_leaders_of_hosts_follow_the_ring_order() -> None:
+    cluster = Cluster("c", tuple(host(name, 2) for name in "abcd"), (PairLink(("a", "c"), 1e7, 0.0),))
+    two_level = message(Primitive.ALL_REDUCE, hierarchical=True)
+    orders = (None, (1, 0, 4, 5, 2, 3, 6, 7), (4, 3, 2, 1, 0, 7, 6, 5))
+    costs = [message_costs(plan_of(cluster, two_level, ring_order=order), cluster) for order in orders]
+    assert [cost.link_bytes_per_s[0] for cost in costs] == [1e8, 1e7, 1e8]
+
+
 def test_a_message_of_some_ranks_involves_only_these() -> None:
     cluster = Cluster("c", (host("a", 2), host("b", 2), host("c", 2, link=1e6)))
     some = message(Primitive.ALL_REDUCE, ranks=(0, 2))

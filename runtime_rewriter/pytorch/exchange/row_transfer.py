@@ -74,9 +74,12 @@ def write_average(parameter: Tensor, transfers: Sequence[RowTransfer]) -> None:
         indices, values = torch.cat([total.indices for total in totals]), torch.cat([total.values for total in totals])
         rows = Rows(indices, values, max(total.form for total in totals))
     gradient = parameter.grad
-    if gradient.is_sparse if gradient is not None else rows.form is Form.COO:
-        parameter.grad = gradient_of(rows, parameter)
-        return
     if gradient is None:
+        if rows.form is Form.COO:
+            parameter.grad = gradient_of(rows, parameter)
+            return
         gradient = parameter.grad = torch.empty_like(parameter)
+    elif gradient.is_sparse:
+        gradient.copy_(gradient_of(rows, parameter))  # the object stays the same, as a dense one does
+        return
     gradient.zero_().index_copy_(0, rows.indices, values_of(rows, parameter))
