@@ -34,6 +34,7 @@ from runtime_rewriter.pytorch.cross_step import CrossStep
 from runtime_rewriter.pytorch.exchange.device import Device
 from runtime_rewriter.pytorch.exchange.hierarchical import Circles
 from runtime_rewriter.pytorch.exchange.lanes import Lanes
+from runtime_rewriter.pytorch.exchange.present_rows import PresentRows, sparse_parameters
 from runtime_rewriter.pytorch.exchange.ranks import Ranks
 from runtime_rewriter.pytorch.exchange.refusals import why_scaled_refused
 from runtime_rewriter.pytorch.exchange.residuals import Residuals
@@ -86,6 +87,7 @@ class GradientSynchronizer:
         self.why_not, self._on_byte_scale, self._carrier = why_not, on_byte_scale, carrier
         self._index_of = by_identity(self.parameters)
         self._index = {name: position for position, name in enumerate(self.names)}
+        self._sparse = sorted(p for p, parameter in enumerate(self.parameters) if parameter in sparse_parameters(module))
         self._plan: Plan | None = None
         self.native: BucketReducer | None = None  # torch's reducer, where it carries the plan out
         self._observed = ObservedPass(self.names, self.parameters, self.observers, self._on_native_gradient)
@@ -148,7 +150,8 @@ class GradientSynchronizer:
         agree(self.ranks, plan, error, self.byte_scale)
         transfers = [] if plan is None or buckets is not None else self._transfers_by(plan)
         # Behind messages that cross the step a vote would wait for them.
-        self._votes = self.lanes.votes() if self._find_unused and plan is not None and plan.cross_step else self.ranks.first
+        voting = self._find_unused or bool(self._sparse)
+        self._votes = self.lanes.votes() if voting and plan is not None and plan.cross_step else self.ranks.first
         self._unhook()
         self.lanes.trim()
         self.native = None if buckets is None else self._carry(buckets)
@@ -171,6 +174,8 @@ class GradientSynchronizer:
                 self._transfers_of[position].append(transfer)
                 if number not in batched:
                     self._packed_alone[position].append((part, view))
+        dense = (position for position in self._sparse if not self._row_transfers[position])
+        self._present_rows = PresentRows({position: self.parameters[position] for position in dense})
         self._reset_backward()
         self.cross_step.enable(self._transfers_of if plan is not None and plan.cross_step else None)
         if plan is not None and self.native is None:
@@ -520,6 +525,7 @@ class GradientSynchronizer:
         for position in kept:
             for transfer in self._transfers_of[position]:
                 transfer.take_back(self.names[position])
+        self._present_rows.ask(self._votes)
         averaged = [position for position in range(len(self.names)) if position not in kept]
         if deferred:
             self.cross_step.defer(self._transfers, averaged)
@@ -544,7 +550,7 @@ class GradientSynchronizer:
         """Copy the averages of variables whose messages have arrived into their `.grad`."""
         targets: list[Tensor] = []
         sources: list[Tensor] = []
-        sparse: list[tuple[Tensor, Tensor]] = []
+        sparse: list[tuple[int, Tensor, Tensor]] = []
         for position in positions:
             parameter = self.parameters[position]
             if self._row_transfers[position]:
@@ -558,11 +564,11 @@ class GradientSynchronizer:
                 targets.append(dense if part.axis is None else slice_of(dense, part))
                 sources.append(view)
             if gradient.is_sparse:
-                sparse.append((gradient, dense))
+                sparse.append((position, gradient, dense))
         if targets:
             torch._foreach_copy_(targets, sources)
-        for gradient, dense in sparse:
-            gradient.copy_(dense.to_sparse(1))  # rows whose average is exactly zero are left out
+        for position, gradient, dense in sparse:
+            gradient.copy_(self._present_rows.only(position, dense))
 
     def _unused(self, missing: list[int]) -> SynchronizationError:
         names = ", ".join(self.names[position] for position in missing[:5])

@@ -400,6 +400,38 @@ def test_sparse_gradients_travel_dense_and_stay_sparse_for_the_optimizer() -> No
     run_world(check_sparse, 2)
 
 
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(9, 3, sparse=True)
+        self.out = nn.Linear(3, 2)
+
+    def forward(self, words: Tensor, weights: Tensor) -> Tensor:
+        return self.out(self.table(words) * weights.unsqueeze(1))
+
+
+def check_rows_of_zeros(rank: int) -> None:
+    """Row 5 has a gradient at first and one of zeros later, on one rank; row 8 never has any."""
+    torch.manual_seed(0)
+    theirs, mine = pair(Masked())
+    mine.synchronizer.load(uniform(mine.module, 2, Synchronizer.ALL_REDUCE, partitioned=True))
+    for model in (theirs, mine):
+        table, out = model.module.table, model.module.out
+        optimizers = [torch.optim.SparseAdam(table.parameters(), 0.1), torch.optim.SGD(out.parameters(), 0.1)]
+        for step in range(3):
+            model.zero_grad()
+            words = torch.tensor([rank, step + 2, 5 if rank else 4])
+            model(words, torch.tensor([1.0, 1.0, float(step == 0)])).square().sum().backward()
+            assert table.weight.grad.coalesce().indices()[0].tolist() == sorted({0, 1, step + 2, 4, 5})
+            for optimizer in optimizers:
+                optimizer.step()
+    assert_close(list(mine.parameters()), list(theirs.parameters()))
+
+
+def test_rows_of_a_sparse_gradient_stay_when_their_values_are_zero() -> None:
+    run_world(check_rows_of_zeros, 2)
+
+
 def check_attach(rank: int) -> None:
     torch.manual_seed(rank)  # rank 0's start counts
     theirs = DistributedDataParallel(Tied())

@@ -1,0 +1,79 @@
+"""Which rows a sparse gradient has once it is averaged, where it travelled as a dense tensor.
+
+A row counts that any rank has, also one whose values are zero: an optimizer that looks at rows (SparseAdam) lets the moments of each
+row that it is given decay and moves the row, so a lost one would train differently than under torch's DDP, which keeps them.
+"""
+
+# mypy: untyped-calls-exclude=torch
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from autotune.errors import SynchronizationError
+
+
+def sparse_parameters(module: nn.Module) -> set[nn.Parameter]:
+    """Those whose gradients are sparse, by the rule of torch's DDP: of embeddings that were built with `sparse=True`."""
+    return {
+        parameter
+        for child in module.modules()
+        if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse
+        for parameter in child.parameters(recurse=False)
+    }
+
+
+class PresentRows:
+    """`parameters`: position -> parameter with a sparse gradient that travels dense; the same on every rank."""
+
+    def __init__(self, parameters: Mapping[int, nn.Parameter]) -> None:
+        self._parameters = parameters
+        self._mask: Tensor | None = None  # of all parameters, one after the other
+        self._work: dist.Work | None = None
+
+    def ask(self, group: dist.ProcessGroup) -> None:
+        """Collective, when every local gradient is final: which rows do others have?"""
+        if not self._parameters:
+            return
+        self._mask = torch.cat([_present(parameter) for parameter in self._parameters.values()])
+        try:
+            self._work = dist.all_reduce(self._mask, op=dist.ReduceOp.MAX, group=group, async_op=True)
+        except RuntimeError as error:
+            raise _failed(error) from error
+
+    def only(self, position: int, dense: Tensor) -> Tensor:
+        """The rows of a parameter's average that any rank had before, as a COO tensor.
+
+        Waits for the answer. Of a parameter that is no embedding's, those that are not zero.
+        """
+        if position not in self._parameters:
+            return dense.to_sparse(1)
+        if self._work is not None:
+            try:
+                self._work.wait()
+            except RuntimeError as error:
+                raise _failed(error) from error
+            self._work = None
+        assert self._mask is not None
+        parts = self._mask.split([parameter.shape[0] for parameter in self._parameters.values()])
+        rows = parts[list(self._parameters).index(position)].nonzero().flatten()
+        return torch.sparse_coo_tensor(rows[None], dense[rows], dense.shape, is_coalesced=True, check_invariants=False)
+
+
+def _present(parameter: nn.Parameter) -> Tensor:
+    """1 for every row of the local gradient, uint8, shape (rows of the parameter,)."""
+    gradient = parameter.grad
+    mask = torch.zeros(parameter.shape[0], dtype=torch.uint8, device=parameter.device)
+    if gradient is not None and gradient.is_sparse:
+        mask[gradient._indices()[0]] = 1
+    elif gradient is not None:
+        mask.fill_(1)
+    return mask
+
+
+def _failed(error: RuntimeError) -> SynchronizationError:
+    return SynchronizationError(f"the ranks must agree on the rows of sparse gradients, but it failed: {error}; is every other rank alive?")

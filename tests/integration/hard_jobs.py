@@ -1,0 +1,217 @@
+"""Small training jobs that combine what tends to break gradient synchronization; each is run under DDP and under plans.
+
+| job | what it combines |
+|---|---|
+| tied | tied weights, a gradient too large to be packed with others, BatchNorm, dropout, a scalar, AdamW, groups, accumulation |
+| clipped | the same with SGD, momentum and weight decay, norm clipping, on a plain module without DDP |
+| dtypes | float32, float64 and bfloat16, channels last, an empty parameter, BatchNorm, an optimizer for each dtype |
+| unused | find_unused_parameters, other branches on every rank and step, accumulation, BatchNorm, AMSGrad |
+| static | static_graph, a layer that reentrant checkpoints run twice, a branch that nothing uses, Nesterov momentum |
+| sparse | a sparse embedding, rows whose gradient is zero, BatchNorm, SparseAdam and SGD beside Adam, accumulation |
+
+Every job has a learning-rate schedule for each optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW, Optimizer, SparseAdam
+from torch.utils.checkpoint import checkpoint
+
+
+@dataclass(frozen=True)
+class Job:
+    """One model and its training. `loss` takes (model, rank, number of the micro-batch); `wrapping` are DDP's options.
+
+    `attached`: under plans no DDP wraps the module. `clip`: the largest norm of all gradients together.
+    """
+
+    build: Callable[[], nn.Module]
+    optimizers: Callable[[nn.Module], list[Optimizer]]
+    loss: Callable[[nn.Module, int, int], Tensor]
+    micro_batches: int = 1
+    clip: float | None = None
+    wrapping: dict[str, Any] = field(default_factory=dict)
+    attached: bool = False
+
+
+def numbers(rank: int, batch: int, *shape: int) -> Tensor:
+    """Standard normal, another draw on every rank and for every batch."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1000 * rank + batch))
+
+
+def tokens(rank: int, batch: int, count: int, *shape: int) -> Tensor:
+    """Ids below `count`, another draw on every rank and for every batch."""
+    return torch.randint(0, count, shape, generator=torch.Generator().manual_seed(1000 * rank + batch))
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(280, 64)  # 72 kB
+        self.mix = nn.Linear(64, 7, bias=False)
+        self.norm = nn.BatchNorm1d(7)
+        self.drop = nn.Dropout(0.2)
+        self.back = nn.Linear(7, 64)
+        self.gain = nn.Parameter(torch.tensor(1.5))
+        self.head = nn.Linear(64, 280, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, words: Tensor) -> Tensor:
+        hidden = self.drop(torch.relu(self.norm(self.mix(self.embedding(words)))))
+        return self.head(self.back(hidden)) * self.gain
+
+
+def loss_of_tied(model: nn.Module, rank: int, batch: int) -> Tensor:
+    words = tokens(rank, batch, 280, 12)
+    return nn.functional.cross_entropy(model(words), words.roll(1))
+
+
+def decaying_groups(module: nn.Module) -> list[dict[str, Any]]:
+    """Matrices decay and learn more slowly; vectors and scalars do not decay."""
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    return [
+        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": 0.1, "lr": 0.01},
+        {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+
+
+class Dtypes(nn.Module):
+    """The half-precision head has features of its own: its rounding would drown what the other dtypes differ by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(2, 6, 3, bias=False).to(memory_format=torch.channels_last)
+        self.norm = nn.BatchNorm2d(6)
+        self.wide = nn.Sequential(nn.Linear(6, 96), nn.Tanh(), nn.Linear(96, 96), nn.Tanh(), nn.Linear(96, 2)).double()  # 73 kB inside
+        self.narrow = nn.Sequential(nn.Linear(6, 40), nn.Tanh(), nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 7)).bfloat16()
+        self.empty = nn.Parameter(torch.zeros(0, 4))
+        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+        self.gain = nn.Parameter(torch.ones(()))
+
+    def forward(self, image: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = torch.tanh(self.norm(self.convolution(image))).mean((2, 3))
+        wide = self.wide(hidden.double()) * (self.gain + self.empty.sum()) * self.frozen.sum()
+        return wide, self.narrow(hidden.detach().bfloat16())
+
+
+def loss_of_dtypes(model: nn.Module, rank: int, batch: int) -> Tensor:
+    image = numbers(rank, batch, 4, 2, 6, 6).to(memory_format=torch.channels_last)
+    wide, narrow = model(image)
+    return wide.square().mean() + narrow.double().square().mean()
+
+
+def by_dtype(module: nn.Module) -> list[Optimizer]:
+    def of(dtype: torch.dtype) -> list[nn.Parameter]:
+        return [p for p in module.parameters() if p.dtype == dtype and p.requires_grad]
+
+    return [
+        SGD(of(torch.float32), 0.02, momentum=0.9, weight_decay=0.01),
+        Adam(of(torch.float64), 0.01, eps=1e-3),
+        SGD(of(torch.bfloat16), 0.2, momentum=0.5),
+    ]
+
+
+class Branches(nn.Module):
+    """Which branch is used depends on rank and batch; the last one never is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6)
+        self.branches = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+
+    def forward(self, x: Tensor, use: tuple[int, ...]) -> Tensor:
+        x = self.norm(x)
+        for number in use:
+            x = self.branches[number](x)
+        return x
+
+
+USES = [(0, 1), (2,), (1, 0), (1,), (2, 1)]
+
+
+def loss_of_branches(model: nn.Module, rank: int, batch: int) -> Tensor:
+    return model(numbers(rank, batch, 5, 6), USES[(rank * batch + batch) % len(USES)]).square().mean()
+
+
+class Repeated(nn.Module):
+    """One layer runs twice; the norm's running figures would be counted twice inside a checkpoint, so it is outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.inner, self.idle, self.last = nn.Linear(5, 16), nn.Linear(16, 16), nn.Linear(16, 6), nn.Linear(16, 3)
+        self.norm, self.drop = nn.BatchNorm1d(16), nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(torch.tanh(self.first(x)))
+        for _ in range(2):
+            x = checkpoint(lambda y: self.drop(torch.tanh(self.inner(y))), x, use_reentrant=True)
+        return self.last(x)
+
+
+def loss_of_repeated(model: nn.Module, rank: int, batch: int) -> Tensor:
+    return model(numbers(rank, batch, 6, 5)).square().mean()
+
+
+class Recommender(nn.Module):
+    """One sparse table: torch's gloo does not stand several sparse all-reduces under way, which DDP would make.
+
+    Users of the first items are masked after their embedding was looked up: their rows have gradients, of zeros.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.user = nn.Embedding(17, 4, sparse=True)
+        self.words = nn.EmbeddingBag(11, 3, mode="sum")
+        self.item = nn.Embedding(9, 4)
+        self.norm = nn.BatchNorm1d(11)
+        self.out = nn.Linear(11, 1)
+
+    def forward(self, users: Tensor, words: Tensor, items: Tensor) -> Tensor:
+        user = self.user(users) * (items >= 3).unsqueeze(1)
+        return self.out(self.norm(torch.cat([user, self.words(words), self.item(items)], 1)))
+
+
+def loss_of_recommender(model: nn.Module, rank: int, batch: int) -> Tensor:
+    users, words, items = tokens(rank, batch, 17, 6), tokens(rank, batch, 11, 6, 2), tokens(rank, batch, 9, 6)
+    return model(users, words, items).sigmoid().square().mean()
+
+
+def sparse_and_dense(module: nn.Module) -> list[Optimizer]:
+    assert isinstance(module, Recommender)
+    dense = [*module.item.parameters(), *module.norm.parameters(), *module.out.parameters()]
+    return [SparseAdam([module.user.weight], lr=0.05), SGD([module.words.weight], 0.3), Adam(dense, 0.01, eps=1e-3)]
+
+
+JOBS: dict[str, Job] = {
+    # eps: gradients of nothing but rounding noise must not be blown up to full steps.
+    "tied": Job(Tied, lambda m: [AdamW(decaying_groups(m), 0.02, eps=1e-3)], loss_of_tied, micro_batches=2),
+    "clipped": Job(Tied, lambda m: [SGD(decaying_groups(m), 0.2, momentum=0.9)], loss_of_tied, micro_batches=2, clip=0.5, attached=True),
+    "dtypes": Job(Dtypes, by_dtype, loss_of_dtypes),
+    "unused": Job(
+        Branches,
+        lambda m: [Adam(decaying_groups(m), 0.02, eps=1e-3, amsgrad=True)],
+        loss_of_branches,
+        micro_batches=2,
+        wrapping={"find_unused_parameters": True},
+    ),
+    "static": Job(
+        Repeated,
+        lambda m: [SGD(decaying_groups(m), 0.1, momentum=0.9, nesterov=True)],
+        loss_of_repeated,
+        wrapping={"static_graph": True},
+    ),
+    "sparse": Job(Recommender, sparse_and_dense, loss_of_recommender, micro_batches=2),
+}
+
+
+def sparse_names(module: nn.Module) -> frozenset[str]:
+    """The parameters whose gradients are sparse."""
+    return frozenset(
+        f"{name}.weight" for name, child in module.named_modules() if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse
+    )

@@ -1,0 +1,354 @@
+"""Trains a hard job once under torch's DDP and once under every strategy of a case, and says where the results differ.
+
+To repeat one strategy that a test named: `python tests/integration/strategy_rank.py RANKS CASE NUMBER`.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from hard_jobs import JOBS, Job, sparse_names
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import LambdaLR
+from torch_world import run_world
+
+from autotune.cluster import Cluster, Host
+from autotune.errors import AutotuneError, InvalidStrategy
+from autotune.rng import generator
+from autotune.sampler.random import sample_many
+from autotune.strategy_space.builders.catalogue import BUILDERS
+from autotune.strategy_space.neighbours import mutate
+from autotune.strategy_space.plan import Plan, plan
+from autotune.strategy_space.space import SearchSpace
+from autotune.strategy_space.strategy import ROOTED, SparseHandling, Strategy, Synchronizer
+from autotune.workload import Workload
+from runtime_rewriter.pytorch.agreement import assumed_workload
+from runtime_rewriter.pytorch.ddp import PlannedDataParallel, attach
+from runtime_rewriter.pytorch.exchange.refusals import why_refused
+from runtime_rewriter.pytorch.hooks import GradientSynchronizer
+
+SPACE = replace(
+    SearchSpace.default(),
+    sparse=tuple(SparseHandling),
+    hierarchical=True,
+    cross_step=True,
+    min_partition_bytes=16,
+    max_shards=5,
+    max_groups=6,
+)
+"""All that the runtime enacts without loss, with bounds for models of this size."""
+STEPS = 3
+BUCKETS = 8
+"""So many bucket sizes of DDP beside its default, in equal ratios from a few elements to the whole model."""
+SPREAD_FACTOR = 3.0
+"""How much further than two bucket sizes of DDP from each other a strategy may be from DDP: at most 1.3 was seen, for those are few."""
+
+
+def _hosts(*devices: int, rates: tuple[float, ...] = ()) -> Cluster:
+    known = rates or (1.25e8,) * len(devices)
+    return Cluster("+".join(map(str, devices)), tuple(Host(f"h{i}", d, known[i], 5e-5, 2e9, 1e-5) for i, d in enumerate(devices)))
+
+
+CLUSTERS = {
+    2: {"local": _hosts(2), "hosts": _hosts(1, 1)},
+    4: {"hosts": _hosts(1, 1, 1, 1, rates=(1.25e8, 1.25e8, 1.25e8, 3e7)), "pairs": _hosts(2, 2)},
+}
+
+CASES = {
+    2: ("hosts/tied", "local/clipped", "hosts/dtypes", "local/unused", "hosts/static", "hosts/sparse"),
+    4: ("pairs/tied", "hosts/clipped", "pairs/dtypes", "pairs/unused", "hosts/static", "pairs/sparse"),
+}
+COUNTS = {2: 21, 4: 7}
+"""How many strategies are sampled for a case; each is mutated once, and the builders' come to them."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a rank saw of one strategy. `failure` is empty where all was as it should be; `digest` is of all that ranks must share."""
+
+    number: int
+    origin: str
+    failure: str = ""
+    digest: str = ""
+    refused: str = ""
+    kinds: frozenset[str] = field(default_factory=frozenset)
+
+
+def variants(space: SearchSpace) -> tuple[SearchSpace, ...]:
+    """The whole space, and corners of it that the whole yields rarely."""
+    return (
+        space,
+        replace(space, max_shards=1, max_groups=20),
+        replace(space, max_groups=1, allow_uneven=False),
+        *(replace(space, synchronizers=(kind,)) for kind in space.synchronizers),
+    )
+
+
+def strategies_of(case: str, module: nn.Module, cluster: Cluster, count: int) -> Iterator[tuple[str, Strategy]]:
+    """(origin, strategy): what every builder makes, samples of several spaces and neighbours; the same on every rank."""
+    workload = workload_of(module)
+    seed = int.from_bytes(hashlib.sha256(case.encode()).digest()[:4])
+    rng = generator(seed, "mutations")
+    for name, build in BUILDERS.items():
+        yield name, build(workload, cluster)
+    spaces = variants(SPACE)
+    for position, space in enumerate(spaces):
+        for strategy in sample_many(workload, cluster, space, -(-count // len(spaces)), seed + position):
+            yield "sampled", varied(strategy, workload, cluster, rng)
+            for _ in range(int(rng.integers(1, 5))):
+                strategy = mutate(strategy, workload, cluster, SPACE, rng)
+            yield "mutated", varied(strategy, workload, cluster, rng)
+
+
+def varied(strategy: Strategy, workload: Workload, cluster: Cluster, rng: np.random.Generator) -> Strategy:
+    """Some strategies with a ring order and with sparse gradients that travel as rows, which the sampler leaves as they are."""
+    if rng.random() < 0.3:
+        strategy = replace(strategy, ring_order=tuple(rng.permutation(cluster.world_size).tolist()))
+    choices = []
+    for choice in strategy.variables:
+        kinds = {shard.synchronizer for shard in choice.shards}
+        if workload.variables[workload.index[choice.variable]].sparse and rng.random() < 0.7:
+            if kinds == {Synchronizer.PARAMETER_SERVER}:
+                choice = replace(choice, sparse=SparseHandling.GATHER_SCATTER)
+            elif not kinds & ROOTED:
+                choice = replace(choice, sparse=SparseHandling.ALL_GATHER)
+        choices.append(choice)
+    return replace(strategy, variables=tuple(choices))
+
+
+def workload_of(module: nn.Module) -> Workload:
+    """With the variables whose gradients are sparse named as such, as a profile does."""
+    sparse = sparse_names(module)
+    workload = assumed_workload(module)
+    return replace(workload, variables=tuple(replace(v, sparse=v.name in sparse) for v in workload.variables))
+
+
+class Training:
+    """A job that can be started over from the same state. `no_sync` belongs to what wraps the module."""
+
+    def __init__(self, job: Job, model: nn.Module, inner: nn.Module, no_sync: Callable[[], AbstractContextManager[Any]]) -> None:
+        self._job, self._model, self._inner, self._no_sync = job, model, inner, no_sync
+        self._optimizers = job.optimizers(inner)
+        self._schedules = [LambdaLR(optimizer, lambda epoch: 0.7**epoch) for optimizer in self._optimizers]
+        parts = (inner, *self._optimizers, *self._schedules)
+        self._start = [(part, copy.deepcopy(part.state_dict())) for part in parts]
+
+    def run(self, rank: int) -> dict[str, Tensor]:
+        """The start state, `STEPS` steps, and the state they lead to."""
+        for part, state in self._start:
+            part.load_state_dict(copy.deepcopy(state))
+        for optimizer in self._optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        batch = 0
+        for step in range(STEPS):
+            torch.manual_seed(10 * step + rank)
+            for _ in range(self._job.micro_batches - 1):
+                with self._no_sync():
+                    self._job.loss(self._model, rank, batch).backward()
+                batch += 1
+            self._job.loss(self._model, rank, batch).backward()
+            batch += 1
+            if self._job.clip is not None:
+                torch.nn.utils.clip_grad_norm_(self._inner.parameters(), self._job.clip)
+            for optimizer, schedule in zip(self._optimizers, self._schedules, strict=True):
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad(set_to_none=step != 1)
+        return self._state()
+
+    def _state(self) -> dict[str, Tensor]:
+        """Parameters, buffers and what the optimizers keep of them, by name."""
+        names = {parameter: name for name, parameter in self._inner.named_parameters()}
+        found = {f"parameter {name}": parameter.detach().clone() for parameter, name in names.items()}
+        found |= {f"buffer {name}": buffer.clone() for name, buffer in self._inner.named_buffers()}
+        for optimizer in self._optimizers:
+            for parameter, kept in optimizer.state.items():
+                for key, value in kept.items():
+                    if value is not None:
+                        found[f"{key} of {names[parameter]}"] = torch.as_tensor(value).to_dense().clone()
+        return found
+
+
+class Switch:
+    """Loads a plan where the tuner's session does: inside the first forward pass after a step."""
+
+    def __init__(self, synchronizer: GradientSynchronizer) -> None:
+        self._synchronizer = synchronizer
+        self._pending: list[Plan | None] = []
+        synchronizer.listeners.append(self)
+
+    def next_is(self, wanted: Plan | None) -> None:
+        self._pending = [wanted]
+
+    def on_boundary(self, now_s: float, clean: bool) -> None:
+        if self._pending:
+            self._synchronizer.load(self._pending.pop())
+
+    def on_backward_end(self, now_s: float) -> None:
+        pass
+
+
+def built(job: Job) -> nn.Module:
+    torch.manual_seed(7)
+    return job.build()
+
+
+def check_case(rank: int, case: str, only: int | None = None) -> list[Outcome]:
+    """Every strategy of a case, or only one of them."""
+    size = dist.get_world_size()
+    place, job = case.split("/")[0], JOBS[case.split("/")[1]]
+    cluster = CLUSTERS[size][place]
+    devices = cluster.hosts[cluster.host_of_rank[rank]].devices
+    os.environ |= {"LOCAL_RANK": str(rank % devices), "LOCAL_WORLD_SIZE": str(devices)}
+    truth, allowed = truth_and_tolerance(job, rank)
+    inner = built(job)
+    wanted: dict[str, tuple[str, Strategy | None, Plan | None]] = {}
+    for origin, strategy in strategies_of(case, inner, cluster, COUNTS[size]):
+        made = plan(strategy, workload_of(inner), size)
+        wanted.setdefault(made.id, (origin, strategy, made))
+    chosen = [(number, *entry) for number, entry in enumerate(wanted.values()) if only is None or number == only]
+    enactable = [entry for entry in chosen if why_refused(entry[3]) is None]
+    if job.attached:
+        synchronizer = attach(inner, enactable[0][3], **job.wrapping)
+        training = Training(job, inner, inner, synchronizer.no_sync)
+    else:
+        model = PlannedDataParallel(inner, **job.wrapping)
+        synchronizer = model.synchronizer
+        training = Training(job, model, inner, model.no_sync)
+        chosen.append((len(wanted), "without a plan", None, None))
+    switch = Switch(synchronizer)
+    training.run(rank)  # from here on there is a step before each plan
+    outcomes = []
+    for number, origin, strategy, made in chosen:
+        reason = why_refused(made) if made is not None else None
+        if made is not None and made.cross_step:
+            reason = reason or synchronizer.cross_step.why_not()
+        if reason is not None:
+            outcomes.append(Outcome(number, origin, refused=reason, failure=refusal_failure(synchronizer, made, reason)))
+            continue
+        switch.next_is(made)
+        try:
+            found = training.run(rank)
+        except AutotuneError as error:
+            raise AssertionError(f"{told(size, case, number, origin, strategy)}\n{error}") from error
+        assert synchronizer.plan is made
+        failure = difference(found, truth, allowed)
+        if failure:
+            failure = f"{told(size, case, number, origin, strategy)}\n{failure}"
+        outcomes.append(Outcome(number, origin, failure, digest(found), "", kinds_of(made)))
+    synchronizer.close()
+    return outcomes
+
+
+def refusal_failure(synchronizer: GradientSynchronizer, made: Plan, reason: str) -> str:
+    """A plan that is refused before it is loaded is refused by loading too, with the same reason, and changes nothing."""
+    before = synchronizer.plan
+    try:
+        synchronizer.load(made)
+    except InvalidStrategy as error:
+        return "" if reason in str(error) and synchronizer.plan is before else f"refused with {error}, but expected {reason}"
+    return f"loaded, although it cannot be enacted: {reason}"
+
+
+def truth_and_tolerance(job: Job, rank: int) -> tuple[dict[str, Tensor], dict[torch.dtype, float]]:
+    """What torch's own DDP trains, and how far its bucket sizes are apart, by dtype and relative to each tensor's largest value."""
+    buckets_mb = np.geomspace(16, assumed_workload(built(job)).grad_bytes, BUCKETS) / 2**20
+    runs = []
+    for bucket_mb in (None, *buckets_mb.tolist()):
+        inner = built(job)
+        model = DistributedDataParallel(inner, bucket_cap_mb=bucket_mb, **job.wrapping)
+        training = Training(job, model, inner, model.no_sync)
+        training.run(rank)  # a DDP cuts its buckets only when it has seen the order of the gradients
+        runs.append(training.run(rank))
+    spread: dict[torch.dtype, float] = {}
+    for a, b in combinations(runs, 2):
+        for name in a:
+            spread[a[name].dtype] = max(spread.get(a[name].dtype, 0.0), distance(a[name], b[name]))
+    if dist.get_world_size() == 2:
+        assert not any(spread.values()), "two ranks have one order of sums only"
+    assert all(bool(torch.isfinite(value).all()) for value in runs[0].values())
+    return runs[0], {dtype: SPREAD_FACTOR * value for dtype, value in spread.items()}
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    """Exactly 0 where all bits are equal; else the largest difference over the largest value of `b`."""
+    if torch.equal(bits(a), bits(b)):
+        return 0.0
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return float("inf")
+    apart = float((a.double() - b.double()).abs().amax()) / max(float(b.double().abs().amax()), 1e-30)
+    return apart or sys.float_info.min  # zeros of another sign
+
+
+def bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().flatten().view(torch.uint8)
+
+
+def difference(found: dict[str, Tensor], truth: dict[str, Tensor], allowed: dict[torch.dtype, float]) -> str:
+    if found.keys() != truth.keys():
+        return f"only one side has {', '.join(sorted(found.keys() ^ truth.keys()))}"
+    worst = []
+    for name, right in truth.items():
+        apart = distance(found[name], right)
+        if not apart <= allowed[right.dtype]:
+            worst.append(f"  {name}: {apart:.3g}, allowed {allowed[right.dtype]:.3g}")
+    return "\n".join(["relative to the largest value the result differs from DDP's by", *worst]) if worst else ""
+
+
+def digest(found: dict[str, Tensor]) -> str:
+    """Of all but the buffers, which DDP lets differ between ranks."""
+    hashed = hashlib.sha256()
+    for name, value in sorted(found.items()):  # updates that cross the step come in any order
+        if not name.startswith("buffer "):
+            hashed.update(bits(value).numpy().tobytes())
+    return hashed.hexdigest()
+
+
+def kinds_of(made: Plan | None) -> frozenset[str]:
+    """What a plan has in it, for the test to see that everything occurred."""
+    if made is None:
+        return frozenset({"without a plan"})
+    found = {str(message.primitive) for message in made.messages}
+    found |= {f"sparse {message.sparse}" for message in made.messages}
+    conditions = {
+        "cut": any(part.axis is not None for message in made.messages for part in message.slices),
+        "cut along a later axis": any(part.axis for message in made.messages for part in message.slices),
+        "merged": any(len(message.slices) > 1 for message in made.messages),
+        "mixed": len({message.primitive for message in made.messages}) > 1,
+        "hierarchical": any(message.hierarchical for message in made.messages),
+        "across steps": made.cross_step,
+        "ring order": made.ring_order is not None,
+    }
+    return frozenset(found | {name for name, holds in conditions.items() if holds})
+
+
+def told(size: int, case: str, number: int, origin: str, strategy: Strategy | None) -> str:
+    shown = strategy.to_json() if strategy is not None else "no plan"
+    return f"python tests/integration/strategy_rank.py {size} {case} {number}\n{origin}: {shown}"
+
+
+def check_cases(rank: int) -> dict[str, list[Outcome]]:
+    """One world for all cases of its size: most of a test's time would be the start of processes."""
+    return {case: check_case(rank, case) for case in CASES[dist.get_world_size()]}
+
+
+def main(size: str, case: str, number: str | None = None) -> None:
+    """One strategy with no other before it, or a whole case."""
+    for outcome in run_world(check_case, int(size), case, int(number) if number else None, timeout_s=240.0)[0]:
+        print(f"{outcome.number}: {outcome.failure or outcome.refused or 'as DDP'} ({outcome.origin})")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

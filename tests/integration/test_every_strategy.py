@@ -1,0 +1,40 @@
+"""Every uncompressed strategy trains as torch's DDP does: sampled, mutated and hand-made ones, on jobs with every hard feature.
+
+Bitwise on 2 ranks, where a sum of two has one order. On 4 ranks within a few times the distance between DDP runs of different
+bucket sizes, which is measured in the same processes: DDP itself promises no order of sums.
+"""
+
+from __future__ import annotations
+
+import pytest
+from strategy_rank import SPACE, Outcome, check_cases
+from torch_world import run_world
+
+from autotune.strategy_space.strategy import Synchronizer
+
+FEWEST = {2: 200, 4: 60}
+EXPECTED = {"without a plan", "cut", "cut along a later axis", "merged", "mixed", "ring order", "across steps"} | {
+    *("push_pull" if kind is Synchronizer.PARAMETER_SERVER else str(kind) for kind in SPACE.synchronizers),
+    *(f"sparse {handling}" for handling in SPACE.sparse),
+}
+"""What must have occurred among the strategies."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
+def test_every_strategy_trains_as_ddp(size: int) -> None:
+    by_rank = run_world(check_cases, size, timeout_s=240.0)
+    enacted: list[Outcome] = []
+    for case, outcomes in by_rank[0].items():
+        for number, outcome in enumerate(outcomes):
+            everywhere = [ranks[case][number] for ranks in by_rank]
+            failures = [seen.failure for seen in everywhere if seen.failure]
+            assert not failures, failures[0]
+            assert len({seen.digest for seen in everywhere}) == 1, f"ranks differ after {case} {outcome.number}: {outcome.origin}"
+        enacted += [outcome for outcome in outcomes if not outcome.refused]
+    assert len(enacted) >= FEWEST[size]
+    seen = frozenset().union(*(outcome.kinds for outcome in enacted))
+    expected = EXPECTED | ({"hierarchical"} if size == 4 else set())  # needs two hosts of two ranks
+    assert seen >= expected, f"never sampled: {', '.join(sorted(expected - seen))}"
+    reasons = {outcome.refused for case, outcomes in by_rank[0].items() for outcome in outcomes if "clipped" in case}
+    assert any("clipping by the global norm" in reason for reason in reasons), "clipped updates do not cross the step"
