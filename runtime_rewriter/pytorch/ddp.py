@@ -161,9 +161,10 @@ class PlannedDataParallel(DistributedDataParallel):
             super()._register_builtin_comm_hook(comm_hook_type)
 
     def _set_static_graph(self) -> None:
+        before = self.static_graph
         with self._own_reducer():
             super()._set_static_graph()
-        if self._carrier is not None:
+        if self._carrier is not None and not before:
             self._carrier.set_static_graph()
 
     def join_hook(self, **kwargs: Any) -> Any:
@@ -175,6 +176,7 @@ class PlannedDataParallel(DistributedDataParallel):
         return nullcontext() if self._carrier is None else self._carrier.own_in_place()
 
     def _rebuild_reducer(self) -> None:
+        """DDP's own, as it was when the DDP was built: what it counted of others' steps is forgotten."""
         ddp: Any = self  # torch leaves these methods without types
         parameters, sparse = ddp._build_params_for_reducer()
         ddp._ddp_init_helper(parameters, sparse, ddp._build_debug_param_to_name_mapping(parameters), self.static_graph)

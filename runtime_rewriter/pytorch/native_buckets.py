@@ -56,7 +56,7 @@ class BucketReducer:
         options = options or ReducerOptions()
         self.count = len(buckets)
         self._names = [name for bucket in buckets for name in bucket]
-        self._finds_unused = options.find_unused_parameters or options.static_graph
+        self._finds_unused = options.find_unused_parameters
         ordered: list[Tensor] = [parameters[name] for name in self._names]
         numbers = iter(range(len(ordered)))
         indices = [[next(numbers) for _ in bucket] for bucket in buckets]
@@ -80,13 +80,18 @@ class BucketReducer:
             sizes_bytes,
             options.batched_grad_copy,
         )
+        self.reducer = made
         if options.static_graph:
-            made._set_static_graph()
+            self.set_static_graph()
         made._push_all_rebuilt_params()
         made._rebuild_buckets()
         if byte_scale != 1:
             _register_comm_hook(made, ScaledReduction(group, byte_scale), scaled_all_reduce)
-        self.reducer = made
+
+    def set_static_graph(self) -> None:
+        """Before its first step: it learns which variables are used, and how often, in its first backward pass."""
+        self.reducer._set_static_graph()
+        self._finds_unused = True
 
     @property
     def finished(self) -> bool:
@@ -169,6 +174,7 @@ class DdpCarrier:
     def __init__(self, ddp: DistributedDataParallel) -> None:
         self._ddp: Any = ddp
         self._idle: _Place | None = None  # the one that is not in the DDP; None: there is only DDP's own
+        self._made: BucketReducer | None = None
         self._planned = False  # the planned one is in the DDP
 
     def buckets_of(self, plan: Plan) -> Buckets | None:
@@ -179,12 +185,13 @@ class DdpCarrier:
         options = ReducerOptions(**{field.name: getattr(ddp, field.name) for field in fields(ReducerOptions)})
         made = BucketReducer(buckets, parameters, group, byte_scale, options)
         self.release()
+        self._made = made
         self._idle = _Place(made.reducer, self._logger(made.reducer), queued=False)
         return made
 
     def release(self) -> None:
         self.place_own()
-        self._idle = None
+        self._idle = self._made = None
 
     def place_planned(self) -> None:
         if not self._planned:
@@ -203,9 +210,9 @@ class DdpCarrier:
 
     def set_static_graph(self) -> None:
         """The DDP's graph has become static: the planned reducer learns it, too."""
-        if self._idle is not None:
-            self.place_own()
-            self._idle.reducer._set_static_graph()
+        self.place_own()
+        if self._made is not None and self._idle is not None:
+            self._made.set_static_graph()
             self._idle.logger._set_static_graph()
 
     @contextmanager
