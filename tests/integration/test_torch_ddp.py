@@ -150,3 +150,22 @@ def check_outputs(rank: int) -> None:
 
 def test_outputs_in_containers_and_a_compiled_model_are_synchronized() -> None:
     run_world(check_outputs, 2)
+
+
+def check_surroundings(rank: int) -> None:
+    """Uses of DDP that leave no room for plans: each is named when a plan is loaded, and DDP itself goes on."""
+    hooked = PlannedDataParallel(Tied())
+    hooked._register_buffer_comm_hook(None, lambda state, buffers: None)
+    module = Tied()
+    module.gain._in_backward_optimizers = [torch.optim.SGD([module.gain], 0.1)]  # what torch.distributed.optim leaves; its import warns
+    fused = PlannedDataParallel(module)
+    module = Tied()
+    delayed = PlannedDataParallel(module, delay_all_reduce_named_params=[("gain", module.gain)], param_to_hook_all_reduce=module.mix.weight)
+    for model, reason in ((hooked, "a hook for buffers"), (fused, "inside the backward pass"), (delayed, "delay_all_reduce_named_params")):
+        with pytest.raises(InvalidStrategy, match=reason):
+            model.synchronizer.load(uniform(model.module, 2))
+        assert model.synchronizer.plan is None
+
+
+def test_uses_of_ddp_that_forbid_plans_are_named() -> None:
+    run_world(check_surroundings, 2)
