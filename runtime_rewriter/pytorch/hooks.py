@@ -470,7 +470,7 @@ class GradientSynchronizer:
                 sources.append(view)
         torch._foreach_copy_(targets, sources)
         for parameter, dense in sparse:
-            parameter.grad = dense.to_sparse(1)  # rows whose average is exactly zero are left out
+            parameter.grad = _sparse_rows(dense)
 
     def _unused(self, missing: list[int]) -> SynchronizationError:
         names = ", ".join(self.names[position] for position in missing[:5])
@@ -479,3 +479,9 @@ class GradientSynchronizer:
             f"every parameter must receive a gradient in each synchronized backward pass, but {len(missing)} did not: {names}; make every "
             "output of forward take part in the loss, or pass find_unused_parameters=True"
         )
+
+
+def _sparse_rows(dense: Tensor) -> Tensor:
+    """Sparse along axis 0, without the rows that are exactly zero. `Tensor.to_sparse(1)` takes 400 times as long (0.4 s for 7000 x 128)."""
+    rows = dense.reshape(len(dense), dense[:1].numel()).any(1).nonzero().squeeze(1)
+    return torch.sparse_coo_tensor(rows.unsqueeze(0), dense[rows], dense.shape, check_invariants=False, is_coalesced=True)
