@@ -51,7 +51,7 @@ class PresentRows:
         Waits for the answer. Of a parameter that is no embedding's, those that are not zero.
         """
         if position not in self._parameters:
-            return dense.to_sparse(1)
+            return sparse_rows(dense)
         if self._work is not None:
             try:
                 self._work.wait()
@@ -62,6 +62,12 @@ class PresentRows:
         parts = self._mask.split([parameter.shape[0] for parameter in self._parameters.values()])
         rows = parts[list(self._parameters).index(position)].nonzero().flatten()
         return torch.sparse_coo_tensor(rows[None], dense[rows], dense.shape, is_coalesced=True, check_invariants=False)
+
+
+def sparse_rows(dense: Tensor) -> Tensor:
+    """Sparse along axis 0, without the rows that are exactly zero. `Tensor.to_sparse(1)` is slow: 0.4 s for 7000 x 128."""
+    rows = dense.reshape(len(dense), dense[:1].numel()).any(1).nonzero().squeeze(1)
+    return torch.sparse_coo_tensor(rows.unsqueeze(0), dense[rows], dense.shape, check_invariants=False, is_coalesced=True)
 
 
 def _present(parameter: nn.Parameter) -> Tensor:
