@@ -189,6 +189,7 @@ class TuningSession:
             if message["do"] == "more":  # further steps of the trial that just paused
                 return TrialRun(None, int(message["warmup_steps"]), int(message["timed_steps"]), self._accelerator)
             plan = parse(Plan, message["plan"], "the plan of the trial") if message["plan"] else None
+            self._synchronizer.cross_step.settle_all()
             self._synchronizer.residuals.clear()  # what one trial has not sent must not reach the next one
             try:
                 self._synchronizer.load(plan or self._current_plan)
