@@ -19,7 +19,7 @@ from torch_world import run_world
 
 from autotune.errors import InvalidInput, InvalidStrategy
 from autotune.strategy_space.plan import Plan
-from autotune.strategy_space.strategy import Compressor, Synchronizer
+from autotune.strategy_space.strategy import Compressor, SparseHandling, Synchronizer
 from runtime_rewriter.apply import apply
 from runtime_rewriter.pytorch.ddp import PlannedDataParallel, attach
 from runtime_rewriter.pytorch.hooks import GradientSynchronizer
@@ -39,7 +39,8 @@ class Local(BackwardObserver):
     def on_ready(self, index: int, gradient: Tensor | None) -> None:
         self.sent[index] = residual(self.synchronizer, index)
         if gradient is not None:
-            self.sent[index] = self.sent[index] + gradient.double() / self.synchronizer.ranks.size
+            dense = gradient.to_dense() if gradient.is_sparse else gradient
+            self.sent[index] = self.sent[index] + dense.double() / self.synchronizer.ranks.size
 
 
 def residual(synchronizer: GradientSynchronizer, index: int) -> Tensor:
@@ -57,12 +58,13 @@ def assert_nothing_lost(local: Local, told: object) -> None:
         dist.all_reduce(expected)
         dist.all_reduce(scale)
         assert parameter.grad is not None
-        worst = float((parameter.grad.double() - expected).abs().amax())
+        gradient = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
+        worst = float((gradient.double() - expected).abs().amax())
         roundoff = torch.finfo(parameter.dtype).eps
         assert worst <= 16 * roundoff * float(scale), (told, synchronizer.names[index], worst, float(scale))
-        first = parameter.grad.contiguous()
+        first = gradient.contiguous()
         dist.broadcast(first, 0)
-        assert torch.equal(first, parameter.grad), (told, synchronizer.names[index])
+        assert torch.equal(first, gradient), (told, synchronizer.names[index])
 
 
 class Odd(nn.Module):
@@ -319,6 +321,58 @@ def check_unused(rank: int) -> None:
 
 def test_what_waits_for_a_parameter_that_no_rank_uses_is_not_lost() -> None:
     run_world(check_unused, 2)
+
+
+def check_rows(rank: int) -> None:
+    torch.manual_seed(0)
+    model = PlannedDataParallel(nn.EmbeddingBag(12, 5, sparse=True, mode="sum"), find_unused_parameters=True)
+    synchronizer, size = model.synchronizer, dist.get_world_size()
+    local, gate = Local(synchronizer), GradientGate(synchronizer)
+    kinds = ((Synchronizer.ALL_REDUCE, SparseHandling.ALL_GATHER), (Synchronizer.PARAMETER_SERVER, SparseHandling.GATHER_SCATTER))
+    for number, (kind, handling) in enumerate(kinds):
+        dense = uniform(model.module, size, kind, Compressor.TOP_K)
+        flat = uniform(model.module, size, kind)
+        rows = replace(flat, messages=tuple(replace(message, sparse=handling) for message in flat.messages))
+        for plan in (dense, rows, rows):
+            synchronizer.load(plan)
+            gate.arm()
+            model.zero_grad()
+            tokens = torch.tensor([[rank, rank + 4 + number, rank + 1]])
+            model(tokens).square().sum().backward()
+            assert gate.error().ok, gate.error()
+            assert_nothing_lost(local, (kind, handling))
+            assert model.module.weight.grad.is_sparse
+            assert bool(synchronizer.residuals) == (plan is dense)
+
+
+def test_rows_of_a_sparse_gradient_carry_what_waited() -> None:
+    run_world(check_rows, 2)
+
+
+def check_cross_step(rank: int) -> list[bytes]:
+    """Messages that run into the next step train like those that do not, residuals included."""
+    states = []
+    for crosses, compressor in itertools.product((False, True), FED_BACK):
+        torch.manual_seed(1)
+        module = nn.Sequential(nn.Linear(30, 40), nn.Tanh(), nn.Linear(40, 20))
+        optimizer = torch.optim.SGD(module.parameters(), 0.05, momentum=0.9)
+        applied = apply(module, optimizer)
+        plan = uniform(module, dist.get_world_size(), compressor=compressor)
+        for step in range(6):
+            if step == 2:  # the steps before show where the optimizer reads
+                applied.synchronizer.load(replace(plan, cross_step=crosses))
+            optimizer.zero_grad()
+            module(torch.randn(6, 30, generator=torch.Generator().manual_seed(10 * step + rank))).square().sum().backward()
+            optimizer.step()
+        state = applied.compression_state()
+        kept = [state["residuals"][name] for name in sorted(state["residuals"])]
+        states.append(b"".join(t.detach().numpy().tobytes() for t in (*module.parameters(), *kept)))
+    return states
+
+
+def test_messages_that_cross_the_step_keep_the_same_residuals() -> None:
+    for states in run_world(check_cross_step, 2):
+        assert states[:3] == states[3:]
 
 
 def check_not_finite(rank: int) -> None:

@@ -71,7 +71,10 @@ class Residuals:
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], rank: int, world_size: int) -> None:
-        self._parameters, self._rank, self._world_size = parameters, rank, world_size
+        # Not the parameters themselves: while messages cross the step, to look at one means to wait for its messages.
+        self._like = {name: torch.empty_like(tensor, device="meta", requires_grad=False) for name, tensor in parameters.items()}
+        self._device = next((tensor.device for tensor in parameters.values()), torch.device("cpu"))
+        self._rank, self._world_size = rank, world_size
         self._tensors: dict[str, Tensor] = {}
         self._released: dict[str, dict[int, int]] = {}  # variable: elements of its slices that were sent whole, by their start
         self._factors: dict[str, Tensor] = {}
@@ -106,7 +109,7 @@ class Residuals:
         whole = self._tensors.get(part.variable)
         if whole is None:
             # Messages on other lanes may ask for other slices of the variable at the same time; setdefault is atomic.
-            whole = self._tensors.setdefault(part.variable, torch.zeros_like(self._parameters[part.variable], requires_grad=False))
+            whole = self._tensors.setdefault(part.variable, torch.zeros_like(self._like[part.variable], device=self._device))
         self._released.get(part.variable, {}).pop(part.start, None)
         return _slice(whole, part)
 
@@ -148,9 +151,8 @@ class Residuals:
         Raises `InvalidInput`, and changes nothing, where the state is another rank's, another world's or another model's.
         """
         residuals, factors = self._checked(state)
-        self._tensors = {name: _like(tensor, self._parameters[name]) for name, tensor in residuals.items()}
-        device = next(iter(self._parameters.values())).device
-        self._factors = {key: tensor.to(device, copy=True) for key, tensor in factors.items()}
+        self._tensors = {name: torch.empty_like(self._like[name], device=self._device).copy_(t) for name, t in residuals.items()}
+        self._factors = {key: tensor.to(self._device, copy=True) for key, tensor in factors.items()}
         self._released = {}
         self.in_use = True
 
@@ -167,7 +169,7 @@ class Residuals:
                 f"{mine[1]}; give every rank the state that it saved, or start from none in another world"
             )
         for name, tensor in state["residuals"].items():
-            expected = self._parameters.get(name)
+            expected = self._like.get(name)
             if expected is None:
                 raise InvalidInput(f"the state of compression must be of this model, but has the unknown variable {name!r}")
             if tensor.shape != expected.shape or tensor.dtype != expected.dtype:
@@ -183,7 +185,7 @@ class Residuals:
 
     def _why_no_factor(self, key: str, tensor: Tensor) -> str | None:
         variable, *numbers = key.rsplit("|", 4)
-        expected = self._parameters.get(variable)
+        expected = self._like.get(variable)
         if expected is None or len(numbers) != 4:
             return "names no variable of it"
         axis, start, stop, rank = (None if number == "None" else int(number) for number in numbers)
@@ -199,11 +201,6 @@ class Residuals:
 
 def _slice(tensor: Tensor, part: TensorSlice) -> Tensor:
     return tensor if part.axis is None else tensor.narrow(part.axis, part.start, part.stop - part.start)
-
-
-def _like(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """A copy in the parameter's memory format and on its device."""
-    return torch.empty_like(parameter, requires_grad=False).copy_(tensor)
 
 
 def drop_non_finite_(values: Tensor, witness: Tensor) -> None:
