@@ -103,7 +103,7 @@ def _add_tune(commands: Any, parents: list[argparse.ArgumentParser]) -> None:
     search.add_argument("--simulators", help=f"comma-separated, of {', '.join(SIMULATORS)} (default: all)")
     search.add_argument("--similarity", choices=[member.value for member in Similarity], help="of Eq. 11 (default choices)")
     search.add_argument("--diversity", type=float, help="alpha of Eq. 11 (default 0.4)")
-    search.add_argument("--lossy", action="store_true", default=None, help="also try fp16 and bf16 compression")
+    search.add_argument("--lossy", action="store_true", default=None, help="also try lossy compression: fp16, bf16, int8, top-k, PowerSGD")
     search.add_argument("--samples-per-round", type=int, help="strategies scored per round (default 300)")
     search.add_argument("--top-k", type=int, help="trials per round (default 6)")
     search.add_argument("--seed", type=int, help="default 0")

@@ -23,7 +23,7 @@ from autotune.features.flat import flatten
 from autotune.features.raw import shard_rows
 from autotune.strategy_space.plan import Plan
 from autotune.strategy_space.strategy import Strategy
-from autotune.strategy_space.sync_cost import message_costs
+from autotune.strategy_space.sync_cost import Rates, message_costs
 from autotune.workload import Workload
 
 MAX_VARIABLES = 4_000  # BERT-large has about 400; the recurrent simulator walks them one after the other
@@ -66,26 +66,42 @@ class StrategyFeatures:
         return np.concatenate([np.column_stack([inside, inside + 1]), np.column_stack(ends)]).astype(np.int64)
 
 
-def extract(strategy: Strategy, plan: Plan, workload: Workload, cluster: Cluster) -> StrategyFeatures:
-    """The features of `strategy`, whose plan for this workload and cluster is `plan`. Raises `InvalidInput`."""
-    flat = flatten(plan, workload)
-    count = len(workload.variables)
-    if count > MAX_VARIABLES or len(flat.variable) > MAX_SHARDS:
-        raise InvalidInput(
-            f"features are made for at most {MAX_VARIABLES} variables and {MAX_SHARDS} shards, but strategy {strategy.id} has {count} and "
-            f"{len(flat.variable)}; use fewer shards per variable"
+class Extractor:
+    """Makes the features of many strategies of one workload and cluster."""
+
+    def __init__(self, workload: Workload, cluster: Cluster) -> None:
+        self.workload, self.cluster = workload, cluster
+        count = len(workload.variables)
+        chain = np.column_stack([np.arange(count - 1), np.arange(1, count)])
+        self.edges = np.array(workload.edges, dtype=np.int64).reshape(-1, 2) if workload.edges else chain.astype(np.int64)
+        self.taken_share = taken_share(workload, cluster)
+        self.rates = Rates(cluster)
+
+    def features(self, strategy: Strategy, plan: Plan) -> StrategyFeatures:
+        """Those of `strategy`, whose plan for this workload and cluster is `plan`. Raises `InvalidInput`."""
+        workload, cluster = self.workload, self.cluster
+        flat = flatten(plan, workload)
+        count = len(workload.variables)
+        if count > MAX_VARIABLES or len(flat.variable) > MAX_SHARDS:
+            raise InvalidInput(
+                f"features are made for at most {MAX_VARIABLES} variables and {MAX_SHARDS} shards, but strategy {strategy.id} has {count} "
+                f"and {len(flat.variable)}; use fewer shards per variable"
+            )
+        costs = message_costs(plan, cluster, self.rates if plan.ring_order is None else None)
+        taken_s = self.taken_share * message_cpu_s(plan, cluster) if self.taken_share > 0 else None
+        order = np.lexsort((flat.start, flat.variable))
+        return StrategyFeatures(
+            strategy_id=strategy.id,
+            shards=shard_rows(flat, costs, plan, workload, cluster)[order],
+            shard_variable=flat.variable[order],
+            variables=count,
+            edges=self.edges,
+            global_features=costs.global_features,
+            analytic_step_s=overlap_step_s(flat, costs.channel_s, workload, plan.cross_step, taken_s),
+            paper_step_s=paper_step_s(workload, costs),
         )
-    costs = message_costs(plan, cluster)
-    taken_s = taken_share(workload, cluster) * message_cpu_s(plan, cluster)
-    order = np.lexsort((flat.start, flat.variable))
-    chain = np.column_stack([np.arange(count - 1), np.arange(1, count)])
-    return StrategyFeatures(
-        strategy_id=strategy.id,
-        shards=shard_rows(flat, costs, plan, workload, cluster)[order],
-        shard_variable=flat.variable[order],
-        variables=count,
-        edges=np.array(workload.edges, dtype=np.int64).reshape(-1, 2) if workload.edges else chain.astype(np.int64),
-        global_features=costs.global_features,
-        analytic_step_s=overlap_step_s(flat, costs.channel_s, workload, plan.cross_step, taken_s),
-        paper_step_s=paper_step_s(workload, costs),
-    )
+
+
+def extract(strategy: Strategy, plan: Plan, workload: Workload, cluster: Cluster) -> StrategyFeatures:
+    """The features of one strategy; for many, keep an `Extractor`."""
+    return Extractor(workload, cluster).features(strategy, plan)

@@ -36,7 +36,7 @@ from autotune.strategy_space.plan import Plan, Primitive
 from autotune.strategy_space.strategy import Compressor, SparseHandling
 from autotune.strategy_space.sync_cost import MessageCosts
 from autotune.strategy_space.timing import ready_times_s
-from autotune.workload import Workload
+from autotune.workload import DTYPE_BYTES, Workload
 
 HOST_COLUMNS = 16
 MESSAGE_COLUMNS = 32
@@ -103,11 +103,10 @@ def _message_one_hots(plan: Plan, cluster: Cluster, costs: MessageCosts) -> NDAr
 
 def _scalars(flat: FlatPlan, costs: MessageCosts, plan: Plan, workload: Workload, cluster: Cluster) -> NDArray[np.float64]:
     """The columns `_SCALARS`, shape (S, 15)."""
-    message_wire = np.array([message.wire_bytes for message in plan.messages], dtype=np.float64)
-    message_grad = np.array([message.grad_bytes for message in plan.messages], dtype=np.float64)
+    message_wire = costs.wire_bytes
     message_elements = np.maximum(np.add.reduceat(flat.elements, flat.first), 1)
     share_of_message = flat.elements / message_elements[flat.message]
-    grad = share_of_message * message_grad[flat.message]
+    grad = flat.elements * np.array([DTYPE_BYTES[message.dtype] for message in plan.messages])[flat.message]
     wire = share_of_message * message_wire[flat.message]
     total = max(workload.grad_bytes, 1)
     devices = np.array([1 if len(cluster.hosts) == 1 else host.devices for host in cluster.hosts])

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autotune.events import Proposal, Proposed
-from autotune.features.extract import StrategyFeatures, extract
+from autotune.features.extract import Extractor
 from autotune.history import History
 from autotune.job import JobSpec, Search, Similarity
 from autotune.rng import generator
@@ -142,7 +142,9 @@ class Proposer:
     def _score(self, history: History, round_: int, pool: Sequence[_Candidate]) -> _Scores:
         if self._spec.search is Search.NO_SIMULATOR:
             return _Scores("none", "AutoSync without a simulator: only the constraints and diversity choose", None, None, ())
-        features = [self._features(history, candidate.strategy, candidate.plan) for candidate in pool]
+        assert history.profiled is not None
+        extractor = Extractor(history.profiled.workload, history.profiled.cluster)
+        features = [extractor.features(candidate.strategy, candidate.plan) for candidate in pool]
         analytic_s = np.array([feature.analytic_step_s for feature in features])
         examples = self.examples(history)
         if len(examples) < SMALLEST_TRAINING:
@@ -198,17 +200,13 @@ class Proposer:
         """Everything that was measured in this job, with its features, in an order that says nothing about the time."""
         assert history.profiled is not None
         domain = f"{history.profiled.workload.id}/{history.profiled.cluster.id}"
+        extractor = Extractor(history.profiled.workload, history.profiled.cluster)
         found = []
         for strategy_id, step_s in history.measured_s.items():
             strategy = history.proposals[strategy_id].strategy
             enacted = plan(strategy, history.profiled.workload, self._spec.workers)
-            found.append(Example(self._features(history, strategy, enacted), step_s, domain))
+            found.append(Example(extractor.features(strategy, enacted), step_s, domain))
         return [found[index] for index in generator(self._spec.seed, "examples").permutation(len(found))]
-
-    @staticmethod
-    def _features(history: History, strategy: Strategy, enacted: Plan) -> StrategyFeatures:
-        assert history.profiled is not None
-        return extract(strategy, enacted, history.profiled.workload, history.profiled.cluster)
 
     def _choose(self, pool: Sequence[_Candidate], scores: _Scores, count: int, round_: int) -> list[int]:
         """Filter by predicted time, then the greedy minimum of Eq. 11; a few more at random from what did not pass.

@@ -23,7 +23,7 @@ from autotune.features.extract import StrategyFeatures
 CLAMP = 5.0
 """Standardised features are cut at so many standard deviations: a strategy unlike all those seen must not blow up the score."""
 
-_SHARDS_PER_CHUNK = 100_000  # rows of about 80 features: 32 MB of input
+_SHARDS_PER_CHUNK = 8_000  # of about 80 features: the states of so many shards and their edges stay in a core's cache
 _STRATEGIES_PER_CHUNK = 512
 
 

@@ -171,7 +171,7 @@ class ResidualSimulator:
         """(scores (n,), hidden (n, H)), a bounded number of strategies at a time."""
         fitted = self._require_fitted()
         scores, hidden = [np.zeros(0)], []
-        with torch.no_grad():
+        with torch.inference_mode():
             for part in chunks(features):
                 score, state = _scores(fitted.network, collate(part, fitted.scaling, self.architecture.with_edges))
                 scores.append(score.numpy())

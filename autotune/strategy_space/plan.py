@@ -101,6 +101,8 @@ class Message:
     def wire_bytes(self) -> int:
         """c(m) of Eq. 2 and 3: size of the compressed message. Sparse gradients count as if every row were in use."""
         element_bytes = DTYPE_BYTES[self.dtype]
+        if self.compressor is Compressor.NONE:
+            return self.elements * element_bytes
         if self.compressor is Compressor.INT8:
             return self.elements + 4 * -(-self.elements // INT8_BLOCK)
         if self.compressor is Compressor.TOP_K:
@@ -109,7 +111,7 @@ class Message:
         if self.compressor is Compressor.POWER_SGD:
             assert self.rank is not None
             return element_bytes * sum(_factor_elements(part, self.rank) for part in self.slices)
-        return self.elements * min(_CAST_BYTES.get(self.compressor, element_bytes), element_bytes)
+        return self.elements * min(_CAST_BYTES[self.compressor], element_bytes)
 
 
 def _factor_elements(part: TensorSlice, rank: int) -> int:

@@ -92,6 +92,7 @@ class MessageCosts:
     | `server` | machine that serves the message; -1 for collectives | - |
     | `fitted_sync_s` | cost of c(m) by the fit of the probed primitive, or the sum of several; NaN where one was not probed | s |
     | `link_bytes_per_s` | interface of the server, or slowest link of the ring | B/s |
+    | `wire_bytes` | c(m) | B |
     """
 
     transfer_s: FloatArray
@@ -101,6 +102,7 @@ class MessageCosts:
     server: IntArray
     fitted_sync_s: FloatArray
     link_bytes_per_s: FloatArray
+    wire_bytes: FloatArray
 
     @property
     def is_parameter_server(self) -> NDArray[np.bool_]:
@@ -152,15 +154,18 @@ def _max_and_sum(rows: FloatArray) -> FloatArray:
     return np.concatenate([rows.max(axis=0, initial=0.0), rows.sum(axis=0)])
 
 
-def message_costs(plan: Plan, cluster: Cluster) -> MessageCosts:
-    """Eq. 2, Eq. 3 and the fitted cost of every message. Raises `InvalidInput` if plan and cluster differ in size."""
+def message_costs(plan: Plan, cluster: Cluster, rates: Rates | None = None) -> MessageCosts:
+    """Eq. 2, Eq. 3 and the fitted cost of every message. Raises `InvalidInput` if plan and cluster differ in size.
+
+    `rates`, of this cluster and the plan's ring order, spares many plans to work out the same.
+    """
     if plan.world_size != cluster.world_size:
         raise InvalidInput(
             f"a plan costs what its own cluster makes of it: the plan is for {plan.world_size} ranks, "
             f"but cluster {cluster.name!r} has {cluster.world_size}; plan the strategy for this cluster"
         )
     wire_bytes = np.array([message.wire_bytes for message in plan.messages], dtype=np.float64)
-    return Rates(cluster, plan.ring_order).costs([kind_of(message) for message in plan.messages], wire_bytes)
+    return (rates or Rates(cluster, plan.ring_order)).costs([kind_of(message) for message in plan.messages], wire_bytes)
 
 
 def network_overhead_s(cluster: Cluster) -> float:
@@ -236,6 +241,7 @@ class Rates:
             server=np.array([r.server for r in rates], dtype=np.int64)[numbers],
             fitted_sync_s=fitted_s,
             link_bytes_per_s=columns[:, 4],
+            wire_bytes=wire_bytes,
         )
 
     def _number(self, kind: MessageKind) -> int:
