@@ -14,7 +14,7 @@ Gradients count as in torch's DDP: under accumulation only the last backward pas
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from threading import Lock
@@ -26,23 +26,22 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from autotune.errors import AutotuneError, InvalidStrategy, SynchronizationError
-from autotune.strategy_space.plan import Plan, TensorSlice
-from autotune.strategy_space.strategy import SparseHandling
+from autotune.strategy_space.plan import Plan
 from runtime_rewriter.pytorch.agreement import agree, assumed_workload, check_fit, trainable_parameters
 from runtime_rewriter.pytorch.autograd import by_identity, reachable_variables, tensors_with_graph
 from runtime_rewriter.pytorch.cross_step import CrossStep
 from runtime_rewriter.pytorch.exchange.device import Device
-from runtime_rewriter.pytorch.exchange.hierarchical import Circles
 from runtime_rewriter.pytorch.exchange.lanes import Lanes
-from runtime_rewriter.pytorch.exchange.present_rows import PresentRows, sparse_parameters
+from runtime_rewriter.pytorch.exchange.present_rows import sparse_parameters
 from runtime_rewriter.pytorch.exchange.ranks import Ranks
 from runtime_rewriter.pytorch.exchange.refusals import why_scaled_refused
 from runtime_rewriter.pytorch.exchange.residuals import Residuals
-from runtime_rewriter.pytorch.exchange.row_transfer import RowTransfer, waiting_rows, write_average
-from runtime_rewriter.pytorch.exchange.transfer import Transfer, pack_slice, slice_of
+from runtime_rewriter.pytorch.exchange.row_transfer import RowTransfer
+from runtime_rewriter.pytorch.exchange.transfer import Transfer
 from runtime_rewriter.pytorch.native_buckets import BucketReducer, Buckets, Carrier
 from runtime_rewriter.pytorch.native_observation import ObservedPass
 from runtime_rewriter.pytorch.observers import Accelerator, BackwardObserver, StepListener
+from runtime_rewriter.pytorch.packing import Packing, transfers_of
 
 _NO_GRAD_ALREADY = nullcontext()
 
@@ -86,7 +85,6 @@ class GradientSynchronizer:
         self._find_unused, self._static = find_unused_parameters, static_graph
         self.why_not, self._on_byte_scale, self._carrier = why_not, on_byte_scale, carrier
         self._index_of = by_identity(self.parameters)
-        self._index = {name: position for position, name in enumerate(self.names)}
         self._sparse = sorted(p for p, parameter in enumerate(self.parameters) if parameter in sparse_parameters(module))
         self._plan: Plan | None = None
         self.native: BucketReducer | None = None  # torch's reducer, where it carries the plan out
@@ -102,7 +100,8 @@ class GradientSynchronizer:
         self._versions: list[int | None] = []
         self._armed = self._begun = self._boundary_due = False
         self._saw_training = self._saw_eval = self._unclean = False
-        self.cross_step = CrossStep(self.parameters, self._unpack)
+        self._packing = self._packing_of([])
+        self.cross_step = CrossStep(self.parameters, lambda positions: self._packing.write(positions))
         self._reset_backward()
 
     # -- plans ---------------------------------------------------------------------------------------
@@ -132,6 +131,7 @@ class GradientSynchronizer:
         """
         self._check_usable()
         self.cross_step.settle_all()
+        named = dict(zip(self.names, self.parameters, strict=True))
         error: AutotuneError | None = None
         buckets = None
         try:
@@ -148,53 +148,27 @@ class GradientSynchronizer:
         except AutotuneError as problem:
             error = problem
         agree(self.ranks, plan, error, self.byte_scale)
-        transfers = [] if plan is None or buckets is not None else self._transfers_by(plan)
+        transfers = [] if plan is None or buckets is not None else transfers_of(plan, named, self.residuals, self.lanes, self.byte_scale)
         # Behind messages that cross the step a vote would wait for them.
         voting = self._find_unused or bool(self._sparse)
         self._votes = self.lanes.votes() if voting and plan is not None and plan.cross_step else self.ranks.first
         self._unhook()
         self.lanes.trim()
-        self.native = None if buckets is None else self._carry(buckets)
+        self.native = None if buckets is None else self._carry(buckets, named)
         self._plan, self._transfers, self.deferred = plan, transfers, deferred
         self.residuals.plan_loaded(plan)
-        self._slots: list[list[tuple[TensorSlice, Tensor]]] = [[] for _ in self.names]
-        self._packed_alone: list[list[tuple[TensorSlice, Tensor]]] = [[] for _ in self.names]  # those that are packed when they are ready
-        self._row_transfers: list[list[RowTransfer]] = [[] for _ in self.names]
-        self._transfers_of: list[list[Transfer | RowTransfer]] = [[] for _ in self.names]  # one per slice
-        for transfer in transfers:
-            if isinstance(transfer, RowTransfer):
-                position = self._index[transfer.part.variable]
-                self._row_transfers[position].append(transfer)
-                self._transfers_of[position].append(transfer)
-                continue
-            batched = frozenset(transfer.batched)
-            for number, (part, view) in enumerate(transfer.views):
-                position = self._index[part.variable]
-                self._slots[position].append((part, view))
-                self._transfers_of[position].append(transfer)
-                if number not in batched:
-                    self._packed_alone[position].append((part, view))
-        dense = (position for position in self._sparse if not self._row_transfers[position])
-        self._present_rows = PresentRows({position: self.parameters[position] for position in dense})
+        self._packing = self._packing_of(transfers)
         self._reset_backward()
-        self.cross_step.enable(self._transfers_of if plan is not None and plan.cross_step else None)
+        self.cross_step.enable(self._packing.messages_of if plan is not None and plan.cross_step else None)
         if plan is not None and self.native is None:
             hooks = (partial(self._on_gradient, position) for position in range(len(self.parameters)))
             self._handles = [p.register_post_accumulate_grad_hook(hook) for p, hook in zip(self.parameters, hooks, strict=True)]
 
-    def _transfers_by(self, plan: Plan) -> list[Transfer | RowTransfer]:
-        """Collective: after agreement, since messages make process groups."""
-        circles = Circles.of(plan, self.lanes)
-        named = dict(zip(self.names, self.parameters, strict=True))
-        made: list[Transfer | RowTransfer] = []
-        for number, message in enumerate(plan.messages):
-            kind = Transfer if message.sparse is SparseHandling.DENSE else RowTransfer
-            made.append(kind(number, message, named, self.residuals, self.lanes, circles, self.byte_scale))
-        return made
+    def _packing_of(self, transfers: Sequence[Transfer | RowTransfer]) -> Packing:
+        return Packing(self.names, self.parameters, transfers, self.residuals, self.ranks.size, self._sparse)
 
-    def _carry(self, buckets: Buckets) -> BucketReducer:
+    def _carry(self, buckets: Buckets, named: Mapping[str, nn.Parameter]) -> BucketReducer:
         assert self._carrier is not None
-        named = dict(zip(self.names, self.parameters, strict=True))
         try:
             return self._carrier.carry(buckets, named, self.ranks.first, self.byte_scale)
         except RuntimeError as error:
@@ -437,46 +411,13 @@ class GradientSynchronizer:
         )
 
     def _fill(self, position: int) -> bool:
-        """Pack the variable's local gradient, scaled by 1/w (zeros where there is none), and the small ones that waited for it.
-
-        Whether a message is complete with it.
-        """
+        """Pack the variable's local gradient, which is final; whether a message is complete with it."""
         if self.observers and not self._late:
             gradient = self.parameters[position].grad
             for observer in tuple(self.observers):
                 observer.on_ready(position, gradient)
-        if self._packed_alone[position]:
-            dense = self._dense(position)
-            for part, view in self._packed_alone[position]:
-                source = None if dense is None else slice_of(dense, part)
-                pack_slice(source, 1.0 / self.ranks.size, self.residuals.waiting(part), out=view)
-        if self._row_transfers[position]:
-            rows = waiting_rows(self.parameters[position], 1.0 / self.ranks.size, self.residuals.of(self.names[position]))
-            for rowed in self._row_transfers[position]:
-                rowed.take(rows)
         self._filled[position] = True
-        complete = False
-        for transfer in self._transfers_of[position]:
-            transfer.pending -= 1
-            if transfer.pending == 0:
-                complete = True
-                if isinstance(transfer, Transfer) and transfer.batched:
-                    self._pack_batched(transfer)
-        return complete
-
-    def _pack_batched(self, transfer: Transfer) -> None:
-        sources: list[Tensor | None] = []
-        packed, dense = "", None
-        for number in transfer.batched:
-            part = transfer.views[number][0]
-            if part.variable != packed:  # the slices of a variable follow each other
-                packed, dense = part.variable, self._dense(self._index[part.variable])
-            sources.append(dense if dense is None or part.axis is None else slice_of(dense, part))
-        transfer.pack(sources, 1.0 / self.ranks.size)
-
-    def _dense(self, position: int) -> Tensor | None:
-        gradient = self.parameters[position].grad
-        return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
+        return self._packing.fill(position)
 
     def _drain(self) -> None:
         """Issue in plan order whatever is complete."""
@@ -523,16 +464,16 @@ class GradientSynchronizer:
         assert self._next == len(self._transfers)
         kept = self._agree_on_unused() if self._find_unused else frozenset()
         for position in kept:
-            for transfer in self._transfers_of[position]:
+            for transfer in self._packing.messages_of[position]:
                 transfer.take_back(self.names[position])
-        self._present_rows.ask(self._votes)
+        self._packing.ask_for_rows(self._votes)
         averaged = [position for position in range(len(self.names)) if position not in kept]
         if deferred:
             self.cross_step.defer(self._transfers, averaged)
             return missing
         for transfer in self._transfers:
             transfer.wait()
-        self._unpack(averaged)
+        self._packing.write(averaged)
         for observer in tuple(self.observers):
             observer.on_synchronized(kept)
         return missing
@@ -545,30 +486,6 @@ class GradientSynchronizer:
         except RuntimeError as error:
             raise SynchronizationError(f"the ranks must agree on unused parameters, but rank {self.ranks.rank} failed: {error}") from error
         return frozenset(position for position, ranks in enumerate(used.tolist()) if ranks == 0)
-
-    def _unpack(self, positions: Iterable[int]) -> None:
-        """Copy the averages of variables whose messages have arrived into their `.grad`."""
-        targets: list[Tensor] = []
-        sources: list[Tensor] = []
-        sparse: list[tuple[int, Tensor, Tensor]] = []
-        for position in positions:
-            parameter = self.parameters[position]
-            if self._row_transfers[position]:
-                write_average(parameter, self._row_transfers[position])
-                continue
-            gradient = parameter.grad
-            if gradient is None:
-                gradient = parameter.grad = torch.empty_like(parameter)
-            dense = torch.empty_like(parameter) if gradient.is_sparse else gradient
-            for part, view in self._slots[position]:
-                targets.append(dense if part.axis is None else slice_of(dense, part))
-                sources.append(view)
-            if gradient.is_sparse:
-                sparse.append((position, gradient, dense))
-        if targets:
-            torch._foreach_copy_(targets, sources)
-        for position, gradient, dense in sparse:
-            gradient.copy_(self._present_rows.only(position, dense))
 
     def _unused(self, missing: list[int]) -> SynchronizationError:
         names = ", ".join(self.names[position] for position in missing[:5])

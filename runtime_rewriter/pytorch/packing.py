@@ -1,0 +1,139 @@
+"""Between the gradients of a module and the messages of one plan."""
+
+# mypy: untyped-calls-exclude=torch
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from autotune.strategy_space.plan import Plan, TensorSlice
+from autotune.strategy_space.strategy import SparseHandling
+from runtime_rewriter.pytorch.exchange.hierarchical import Circles
+from runtime_rewriter.pytorch.exchange.lanes import Lanes
+from runtime_rewriter.pytorch.exchange.present_rows import PresentRows
+from runtime_rewriter.pytorch.exchange.residuals import Residuals
+from runtime_rewriter.pytorch.exchange.row_transfer import RowTransfer, waiting_rows, write_average
+from runtime_rewriter.pytorch.exchange.transfer import Transfer, pack_slice, slice_of
+
+
+def transfers_of(
+    plan: Plan, parameters: Mapping[str, nn.Parameter], residuals: Residuals, lanes: Lanes, byte_scale: float
+) -> list[Transfer | RowTransfer]:
+    """The plan's messages, in its order. Collective: they make process groups."""
+    circles = Circles.of(plan, lanes)
+    made: list[Transfer | RowTransfer] = []
+    for number, message in enumerate(plan.messages):
+        kind = Transfer if message.sparse is SparseHandling.DENSE else RowTransfer
+        made.append(kind(number, message, parameters, residuals, lanes, circles, byte_scale))
+    return made
+
+
+class Packing:
+    """Packs local gradients, scaled by 1/w, into `transfers`, and writes the averages back into `.grad`.
+
+    `sparse`: positions of the parameters whose gradients are sparse by DDP's rule. `messages_of`: those of each parameter,
+    once per slice.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        parameters: Sequence[nn.Parameter],
+        transfers: Sequence[Transfer | RowTransfer],
+        residuals: Residuals,
+        world_size: int,
+        sparse: Collection[int],
+    ) -> None:
+        self._names, self._parameters, self._residuals = names, parameters, residuals
+        self._scale = 1.0 / world_size
+        self._position_of = {name: position for position, name in enumerate(names)}
+        self._slots: list[list[tuple[TensorSlice, Tensor]]] = [[] for _ in names]
+        self._packed_alone: list[list[tuple[TensorSlice, Tensor]]] = [[] for _ in names]  # those that are packed when they are ready
+        self._rows: list[list[RowTransfer]] = [[] for _ in names]
+        self.messages_of: list[list[Transfer | RowTransfer]] = [[] for _ in names]
+        for transfer in transfers:
+            self._place(transfer)
+        self._present_rows = PresentRows({position: parameters[position] for position in sparse if not self._rows[position]})
+
+    def _place(self, transfer: Transfer | RowTransfer) -> None:
+        if isinstance(transfer, RowTransfer):
+            position = self._position_of[transfer.part.variable]
+            self._rows[position].append(transfer)
+            self.messages_of[position].append(transfer)
+            return
+        batched = frozenset(transfer.batched)
+        for number, (part, view) in enumerate(transfer.views):
+            position = self._position_of[part.variable]
+            self._slots[position].append((part, view))
+            self.messages_of[position].append(transfer)
+            if number not in batched:
+                self._packed_alone[position].append((part, view))
+
+    def fill(self, position: int) -> bool:
+        """Pack a variable's local gradient (zeros where there is none), and the small ones that waited for it.
+
+        Whether a message is complete with it.
+        """
+        if self._packed_alone[position]:
+            dense = self._dense(position)
+            for part, view in self._packed_alone[position]:
+                source = None if dense is None else slice_of(dense, part)
+                pack_slice(source, self._scale, self._residuals.waiting(part), out=view)
+        if self._rows[position]:
+            rows = waiting_rows(self._parameters[position], self._scale, self._residuals.of(self._names[position]))
+            for transfer in self._rows[position]:
+                transfer.take(rows)
+        complete = False
+        for message in self.messages_of[position]:
+            message.pending -= 1
+            if message.pending == 0:
+                complete = True
+                if isinstance(message, Transfer) and message.batched:
+                    self._pack_batched(message)
+        return complete
+
+    def _pack_batched(self, transfer: Transfer) -> None:
+        sources: list[Tensor | None] = []
+        packed, dense = "", None
+        for number in transfer.batched:
+            part = transfer.views[number][0]
+            if part.variable != packed:  # the slices of a variable follow each other
+                packed, dense = part.variable, self._dense(self._position_of[part.variable])
+            sources.append(dense if dense is None or part.axis is None else slice_of(dense, part))
+        transfer.pack(sources, self._scale)
+
+    def _dense(self, position: int) -> Tensor | None:
+        gradient = self._parameters[position].grad
+        return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
+
+    def ask_for_rows(self, group: dist.ProcessGroup) -> None:
+        """Collective, when every local gradient is final: which rows do sparse gradients have that travel dense?"""
+        self._present_rows.ask(group)
+
+    def write(self, positions: Iterable[int]) -> None:
+        """Copy the averages of variables whose messages have arrived into their `.grad`; the objects stay the same."""
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
+        sparse: list[tuple[int, Tensor, Tensor]] = []
+        for position in positions:
+            parameter = self._parameters[position]
+            if self._rows[position]:
+                write_average(parameter, self._rows[position])
+                continue
+            gradient = parameter.grad
+            if gradient is None:
+                gradient = parameter.grad = torch.empty_like(parameter)
+            dense = torch.empty_like(parameter) if gradient.is_sparse else gradient
+            for part, view in self._slots[position]:
+                targets.append(dense if part.axis is None else slice_of(dense, part))
+                sources.append(view)
+            if gradient.is_sparse:
+                sparse.append((position, gradient, dense))
+        if targets:
+            torch._foreach_copy_(targets, sources)
+        for position, gradient, dense in sparse:
+            gradient.copy_(self._present_rows.only(position, dense))
