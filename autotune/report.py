@@ -19,7 +19,7 @@ from autotune.records import CURRENT_SETUP, Accelerators, Decision, Failed, Meas
 from autotune.report_charts import SERIES, prediction_chart, quality_chart, rankers, search_chart
 from autotune.strategy_space.builders.collectives import ddp_default
 from autotune.strategy_space.carrier import carrier_of
-from autotune.strategy_space.describe import compressor_text, messages_of, numbers_text, variable_rows
+from autotune.strategy_space.describe import compressor_text, messages_of, numbers_text, variable_rows, whole_text
 from autotune.strategy_space.plan import Message, plan
 from autotune.strategy_space.strategy import Strategy
 from autotune.units import format_bytes, format_rate, format_seconds
@@ -144,6 +144,7 @@ def _details(spec: JobSpec, profiled: Profiled, title: str, strategy: Strategy) 
         "title": title,
         "strategy": strategy,
         "plan": enacted,
+        "whole": whole_text(strategy),
         "carrier": carrier_of(enacted, workload.variables),
         "default": default,
         "variables": variable_rows(workload, strategy, enacted),

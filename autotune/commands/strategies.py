@@ -19,7 +19,7 @@ from autotune.commands.tables import table_text
 from autotune.errors import InvalidInput
 from autotune.parsing import json_schema, read_json
 from autotune.strategy_space.builders.catalogue import BUILDERS
-from autotune.strategy_space.describe import variable_rows
+from autotune.strategy_space.describe import variable_rows, whole_text
 from autotune.strategy_space.plan import plan
 from autotune.strategy_space.space import SearchSpace
 from autotune.strategy_space.strategy import Strategy
@@ -112,4 +112,5 @@ def _one(name: str, model: Workload, cluster: Cluster) -> tuple[dict[str, Any], 
         cells = (row.synchronizers, row.partition, row.compressors, row.servers, row.messages)
         table.add_row(escape(variable.name), shape, format_bytes(variable.grad_bytes), *cells)
     data = {"model": model.model, "cluster": cluster.name, "builder": name, "variables": to_data(rows), "strategy": strategy.to_data()}
-    return data, f"{name}, in the order in which gradients become ready\n{table_text(table, WIDE)}{strategy.id}"
+    tail = "\n".join(line for line in (whole_text(strategy), strategy.id) if line)
+    return data, f"{name}, in the order in which gradients become ready\n{table_text(table, WIDE)}{tail}"

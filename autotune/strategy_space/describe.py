@@ -44,6 +44,13 @@ def variable_rows(workload: Workload, strategy: Strategy, enacted: Plan) -> list
     return rows
 
 
+def whole_text(strategy: Strategy) -> str:
+    """What holds for all variables, in sentences; empty where nothing is said."""
+    crossing = "Synchronization and update run into the next forward pass." if strategy.cross_step else ""
+    ring = "" if strategy.ring_order is None else f"Ring order {', '.join(map(str, strategy.ring_order))}."
+    return " ".join(sentence for sentence in (crossing, ring) if sentence)
+
+
 def messages_of(planned: Plan) -> dict[str, list[int]]:
     """Variable -> numbers of its messages in issue order, the first is 1."""
     found: dict[str, list[int]] = {}
