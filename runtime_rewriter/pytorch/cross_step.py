@@ -105,10 +105,14 @@ class CrossStep:
         """Between two steps, with nothing pending: the messages of each variable under a plan that crosses the step, or None."""
         self._enabled = messages_of is not None
         self._messages_of = messages_of or ()
+        self.forget_reads()
         self._variables_of = {}
         for position, messages in enumerate(self._messages_of):
             for message in messages:
                 self._variables_of.setdefault(message.number, []).append(position)
+
+    def forget_reads(self) -> None:
+        """With nothing pending: the next forward pass tells anew which reads are noticed."""
         self._unseen = None
 
     @property

@@ -182,6 +182,8 @@ class GradientSynchronizer:
 
     def emulate(self, accelerator: Accelerator | None) -> None:
         """Local, between two steps: from now on `accelerator` stands for the module's own computation, or nothing does."""
+        self.cross_step.settle_all()
+        self.cross_step.forget_reads()
         if self.accelerator is not None:
             self.listeners.remove(self.accelerator)
         if accelerator is not None:
