@@ -10,22 +10,30 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+_PLAIN = frozenset({str, int, float, bool, type(None)})
+_FIELD_NAMES: dict[type[Any], tuple[str, ...]] = {}
+
 
 def to_data(value: Any) -> Any:
     """Plain JSON types of a (nested) dataclass value; tuples become lists, enums their values."""
+    kind = type(value)
+    if kind in _PLAIN:
+        return value
     if isinstance(value, Enum):
         return value.value
-    if value is None or isinstance(value, str | bool | int | float):
+    if isinstance(value, str | bool | int | float):
         return value
     if isinstance(value, tuple | list):
-        return [to_data(item) for item in value]
+        return [item if type(item) in _PLAIN else to_data(item) for item in value]
     if isinstance(value, Mapping):
         return {str(key): to_data(item) for key, item in value.items()}
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: to_data(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if dataclasses.is_dataclass(kind):
+        if kind not in _FIELD_NAMES:  # a strategy has thousands of values of four types
+            _FIELD_NAMES[kind] = tuple(field.name for field in dataclasses.fields(kind))
+        return {name: to_data(getattr(value, name)) for name in _FIELD_NAMES[kind]}
     if isinstance(value, Path):
         return str(value)
-    raise TypeError(f"{type(value).__name__} has no canonical form")
+    raise TypeError(f"{kind.__name__} has no canonical form")
 
 
 def canonical_json(value: Any) -> str:
