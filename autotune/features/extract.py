@@ -39,7 +39,7 @@ class StrategyFeatures:
     `global_features` (12,). `analytic_step_s` is the overlap estimate, `paper_step_s` the paper's Eq. 1; lower is better.
     """
 
-    strategy_id: str
+    strategy: Strategy
     shards: NDArray[np.float32]
     shard_variable: NDArray[np.int64]
     variables: int
@@ -47,6 +47,11 @@ class StrategyFeatures:
     global_features: NDArray[np.float64]
     analytic_step_s: float
     paper_step_s: float
+
+    @property
+    def strategy_id(self) -> str:
+        """Not stored: of the thousands that are scored hardly one is asked."""
+        return self.strategy.id
 
     @cached_property
     def shard_edges(self) -> NDArray[np.int64]:
@@ -91,7 +96,7 @@ class Extractor:
         taken_s = self.taken_share * message_cpu_s(plan, cluster) if self.taken_share > 0 else None
         order = np.lexsort((flat.start, flat.variable))
         return StrategyFeatures(
-            strategy_id=strategy.id,
+            strategy=strategy,
             shards=shard_rows(flat, costs, plan, workload, cluster)[order],
             shard_variable=flat.variable[order],
             variables=count,

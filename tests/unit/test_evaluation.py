@@ -28,6 +28,12 @@ from autotune.simulators.evaluation import (
 )
 from autotune.simulators.interface import Example, FitReport, FloatArray
 from autotune.simulators.linear import linear_simulator
+from autotune.strategy_space.strategy import Shard, Strategy, Synchronizer, VariableStrategy
+
+
+def strategy(number: int) -> Strategy:
+    """One for each number."""
+    return Strategy((VariableStrategy(f"v{number}", (Shard(Synchronizer.ALL_REDUCE),)),))
 
 
 def example(number: int, analytic_s: float, step_s: float, domain: str = "d") -> Example:
@@ -35,7 +41,7 @@ def example(number: int, analytic_s: float, step_s: float, domain: str = "d") ->
     none = np.zeros((0, 2), dtype=np.int64)
     numbers = np.zeros(12)
     numbers[0] = number
-    features = StrategyFeatures(f"s{number}", shards, np.zeros(1, dtype=np.int64), 1, none, numbers, analytic_s, 1.0)
+    features = StrategyFeatures(strategy(number), shards, np.zeros(1, dtype=np.int64), 1, none, numbers, analytic_s, 1.0)
     return Example(features, step_s, domain)
 
 
