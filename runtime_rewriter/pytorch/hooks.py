@@ -14,7 +14,7 @@ Gradients count as in torch's DDP: under accumulation only the last backward pas
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from threading import Lock
@@ -36,12 +36,11 @@ from runtime_rewriter.pytorch.exchange.present_rows import sparse_parameters
 from runtime_rewriter.pytorch.exchange.ranks import Ranks
 from runtime_rewriter.pytorch.exchange.refusals import why_scaled_refused
 from runtime_rewriter.pytorch.exchange.residuals import Residuals
-from runtime_rewriter.pytorch.exchange.row_transfer import RowTransfer
-from runtime_rewriter.pytorch.exchange.transfer import Transfer
 from runtime_rewriter.pytorch.native_buckets import BucketReducer, Buckets, Carrier
 from runtime_rewriter.pytorch.native_observation import ObservedPass
 from runtime_rewriter.pytorch.observers import Accelerator, BackwardObserver, StepListener
 from runtime_rewriter.pytorch.packing import Packing, transfers_of
+from runtime_rewriter.pytorch.planned_pass import PlannedPass
 
 _NO_GRAD_ALREADY = nullcontext()
 
@@ -81,7 +80,6 @@ class GradientSynchronizer:
         self.observers: list[BackwardObserver] = []
         self.accelerator: Accelerator | None = None  # None: the module itself computes
         self.byte_scale = 1.0
-        self.deferred = False  # True: messages are issued when the backward pass has ended (profiling)
         self._find_unused, self._static = find_unused_parameters, static_graph
         self.why_not, self._on_byte_scale, self._carrier = why_not, on_byte_scale, carrier
         self._index_of = by_identity(self.parameters)
@@ -89,20 +87,19 @@ class GradientSynchronizer:
         self._plan: Plan | None = None
         self.native: BucketReducer | None = None  # torch's reducer, where it carries the plan out
         self._observed = ObservedPass(self.names, self.parameters, self.observers, self._on_native_gradient)
-        self._transfers: list[Transfer | RowTransfer] = []
         self._handles: list[RemovableHandle] = []
         self._lock = Lock()
         self._broken: str | None = None
         self._synchronizing = True
-        self._learned: list[int] | None = None  # accumulations per backward pass of a static graph
-        self._used = [False] * len(self.names)  # since the last synchronization, by any backward pass
         self._reachable: set[int] = set()
         self._versions: list[int | None] = []
         self._armed = self._begun = self._boundary_due = False
         self._saw_training = self._saw_eval = self._unclean = False
-        self._packing = self._packing_of([])
-        self.cross_step = CrossStep(self.parameters, lambda positions: self._packing.write(positions))
-        self._reset_backward()
+        self._packing: Packing | None = None
+        self.cross_step = CrossStep(self.parameters, self._write)
+        self._pass = PlannedPass(
+            self.names, self.parameters, self.observers, self.cross_step, find_unused=find_unused_parameters, static=static_graph
+        )
 
     # -- plans ---------------------------------------------------------------------------------------
 
@@ -149,23 +146,26 @@ class GradientSynchronizer:
             error = problem
         agree(self.ranks, plan, error, self.byte_scale)
         transfers = [] if plan is None or buckets is not None else transfers_of(plan, named, self.residuals, self.lanes, self.byte_scale)
+        packing = Packing(self.names, self.parameters, transfers, self.residuals, self.ranks.size, self._sparse)
         # Behind messages that cross the step a vote would wait for them.
         voting = self._find_unused or bool(self._sparse)
-        self._votes = self.lanes.votes() if voting and plan is not None and plan.cross_step else self.ranks.first
+        votes = self.lanes.votes() if voting and plan is not None and plan.cross_step else self.ranks.first
         self._unhook()
         self.lanes.trim()
         self.native = None if buckets is None else self._carry(buckets, named)
-        self._plan, self._transfers, self.deferred = plan, transfers, deferred
+        self._plan, self._packing = plan, packing
         self.residuals.plan_loaded(plan)
-        self._packing = self._packing_of(transfers)
-        self._reset_backward()
-        self.cross_step.enable(self._packing.messages_of if plan is not None and plan.cross_step else None)
+        self._pass.load(transfers, packing, votes, deferred)
+        self._reachable = set()
+        self.cross_step.enable(packing.messages_of if plan is not None and plan.cross_step else None)
         if plan is not None and self.native is None:
             hooks = (partial(self._on_gradient, position) for position in range(len(self.parameters)))
             self._handles = [p.register_post_accumulate_grad_hook(hook) for p, hook in zip(self.parameters, hooks, strict=True)]
 
-    def _packing_of(self, transfers: Sequence[Transfer | RowTransfer]) -> Packing:
-        return Packing(self.names, self.parameters, transfers, self.residuals, self.ranks.size, self._sparse)
+    def _write(self, positions: Iterable[int]) -> None:
+        """For what crosses the step: averages that have arrived, into `.grad`."""
+        assert self._packing is not None
+        self._packing.write(positions)
 
     def _carry(self, buckets: Buckets, named: Mapping[str, nn.Parameter]) -> BucketReducer:
         assert self._carrier is not None
@@ -203,7 +203,7 @@ class GradientSynchronizer:
         self.cross_step.settle_all()
         self.cross_step.close()
         self._unhook()
-        self._plan, self._transfers = None, []
+        self._plan, self._packing = None, None
         self.listeners.clear()
         self.observers.clear()
         self.lanes.close()
@@ -238,7 +238,7 @@ class GradientSynchronizer:
     def before_forward(self, synchronize: bool) -> None:
         """First thing in every forward pass with gradients. `synchronize`: its backward pass is to be synchronized."""
         self._check_usable()
-        if any(self._fired) or (self.native is not None and self._begun):
+        if self._pass.under_way or (self.native is not None and self._begun):
             raise SynchronizationError("a backward pass must end before the next forward pass begins, but the last one was interrupted")
         if self._boundary_due:
             self._boundary_due = False
@@ -304,20 +304,14 @@ class GradientSynchronizer:
 
     # -- backward ------------------------------------------------------------------------------------
 
-    def _reset_backward(self) -> None:
-        count = len(self.names)
-        self._fired = [0] * count
-        self._filled = [False] * count
-        self._expected = list(self._learned) if self._static and self._learned is not None else [1] * count
-        self._next = 0
-        self._reachable = set()
-        for transfer in self._transfers:
-            transfer.reset()
-
     def _on_output_gradient(self, gradient: Tensor) -> None:
         with self._lock, torch.no_grad():
             if self._armed and not self._begun:
-                self._begin()
+                try:
+                    self._begin()
+                except SynchronizationError as error:
+                    self._broken = str(error)
+                    raise
 
     def _begin(self) -> None:
         self._begun = True
@@ -329,16 +323,7 @@ class GradientSynchronizer:
             engine.queue_callback(self._native_computed)
             return
         engine.queue_callback(self._finish)
-        self.cross_step.settle_all()
-        for observer in tuple(self.observers):
-            observer.on_backward_start()
-        if self._find_unused and not self._static and self._reachable:
-            self._expected = [int(position in self._reachable) for position in range(len(self.names))]
-        if not self._late:
-            for position, times in enumerate(self._expected):
-                if times == 0:
-                    self._fill(position)
-            self._drain()
+        self._pass.begin(self._reachable)
 
     @property
     def _ends_matter(self) -> bool:
@@ -383,116 +368,29 @@ class GradientSynchronizer:
             for listener in tuple(self.listeners):
                 listener.on_backward_end(now_s)
 
-    @property
-    def _late(self) -> bool:
-        """Messages wait for the end of the pass: when profiling, and in the first pass of a static graph."""
-        return self.deferred or (self._static and self._learned is None)
-
     def _on_gradient(self, position: int, parameter: Tensor) -> None:
-        self._used[position] = True
+        self._pass.note_use(position)
         if not self._armed:
             return
         with self._lock, torch.no_grad() if torch.is_grad_enabled() else _NO_GRAD_ALREADY:
-            if not self._begun:  # the module's output held no tensor that could be found
-                self._begin()
-            self._fired[position] += 1
-            learning = self._static and self._learned is None
-            if self._fired[position] > self._expected[position] and not learning:
-                raise self._ready_again(position)
-            if self._late:
-                for observer in tuple(self.observers):
-                    observer.on_ready(position, parameter.grad)
-            elif self._fired[position] == self._expected[position] and self._fill(position):
-                self._drain()
-
-    def _ready_again(self, position: int) -> SynchronizationError:
-        self._broken = f"the gradient of {self.names[position]!r} was accumulated again after it had been sent"
-        return SynchronizationError(
-            f"a gradient must become ready once in a backward pass, but that of {self.names[position]!r} did {self._fired[position]} "
-            "times; use checkpoint(use_reentrant=False), or static_graph=True if the graph never changes"
-        )
-
-    def _fill(self, position: int) -> bool:
-        """Pack the variable's local gradient, which is final; whether a message is complete with it."""
-        if self.observers and not self._late:
-            gradient = self.parameters[position].grad
-            for observer in tuple(self.observers):
-                observer.on_ready(position, gradient)
-        self._filled[position] = True
-        return self._packing.fill(position)
-
-    def _drain(self) -> None:
-        """Issue in plan order whatever is complete."""
-        while self._next < len(self._transfers) and self._transfers[self._next].pending == 0:
             try:
-                self._transfers[self._next].issue()
+                if not self._begun:  # the module's output held no tensor that could be found
+                    self._begin()
+                self._pass.ready(position)
             except SynchronizationError as error:
                 self._broken = str(error)
                 raise
-            self._next += 1
 
     def _finish(self) -> None:
-        """End of the backward pass: send what is left, wait for everything, write the averages into `.grad`."""
+        """End of a backward pass under our own hooks."""
         self._begun = False
-        if not any(self._fired):
-            if any(self._filled):  # variables that are never used were packed ahead; nothing else happened
-                self._reset_backward()
-            return  # torch.autograd.grad: gradients were computed but not accumulated
-        deferred = self.cross_step.defers and not self.observers and not self._late
         try:
             with torch.no_grad():
-                missing = self._complete(deferred)
+                gradients_final = self._pass.finish()
         except SynchronizationError as error:
             self._broken = str(error)
             raise
-        if self._static and self._learned is None:
-            self._learned = list(self._fired)
-        self._armed = False
-        self._used = [False] * len(self.names)
-        self._reset_backward()
-        if missing and not self._find_unused:
-            raise self._unused(missing)
-        self._end_backward(gradients_final=not deferred)
-
-    def _complete(self, deferred: bool) -> list[int]:
-        """Returns the variables that got no gradient in this pass. `deferred`: the messages are left under way."""
-        for observer in tuple(self.observers):
-            observer.on_computed()
-        missing = [position for position, times in enumerate(self._fired) if times == 0]
-        for position, filled in enumerate(self._filled):
-            if not filled:
-                self._fill(position)
-        self._drain()
-        assert self._next == len(self._transfers)
-        kept = self._agree_on_unused() if self._find_unused else frozenset()
-        for position in kept:
-            for transfer in self._packing.messages_of[position]:
-                transfer.take_back(self.names[position])
-        self._packing.ask_for_rows(self._votes)
-        averaged = [position for position in range(len(self.names)) if position not in kept]
-        if deferred:
-            self.cross_step.defer(self._transfers, averaged)
-            return missing
-        for transfer in self._transfers:
-            transfer.wait()
-        self._packing.write(averaged)
-        for observer in tuple(self.observers):
-            observer.on_synchronized(kept)
-        return missing
-
-    def _agree_on_unused(self) -> frozenset[int]:
-        """Variables that no rank used since the last synchronization."""
-        used = torch.tensor(self._used, dtype=torch.int32, device=self.device.device)
-        try:
-            dist.all_reduce(used, group=self._votes)
-        except RuntimeError as error:
-            raise SynchronizationError(f"the ranks must agree on unused parameters, but rank {self.ranks.rank} failed: {error}") from error
-        return frozenset(position for position, ranks in enumerate(used.tolist()) if ranks == 0)
-
-    def _unused(self, missing: list[int]) -> SynchronizationError:
-        names = ", ".join(self.names[position] for position in missing[:5])
-        self._broken = f"parameters without a gradient: {names}"
-        return SynchronizationError(
-            f"every parameter must receive a gradient in each synchronized backward pass, but {len(missing)} did not: {names}; make every "
-            "output of forward take part in the loss, or pass find_unused_parameters=True"
-        )
+        self._reachable = set()
+        if gradients_final is not None:
+            self._armed = False
+            self._end_backward(gradients_final)
