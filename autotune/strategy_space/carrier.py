@@ -22,7 +22,10 @@ def buckets_of(plan: Plan) -> tuple[tuple[str, ...], ...] | None:
 
 
 def carrier_of(plan: Plan, variables: Iterable[Variable]) -> str:
-    """Who carries out the plan of a model with these variables, in words. Plans send sparse gradients dense, and DDP's reducer does not."""
+    """Who carries out the plan of a model with these variables, in words.
+
+    Sparse gradients never by a reducer of torch: it sends them in its own way, which no plan means.
+    """
     return carrier_text(plan, buckets_of(plan) is not None and not any(variable.sparse for variable in variables))
 
 

@@ -124,7 +124,7 @@ class Carrier(Protocol):
 
 
 def _has_sparse_gradients(module: nn.Module) -> bool:
-    """As DDP tells. It would send them sparse, and plans send them dense."""
+    """As DDP tells. It would send them in its own way, which no plan means."""
     return any(isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse for part in module.modules())
 
 
