@@ -28,11 +28,9 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from runtime_rewriter.pytorch.reads import can_watch, is_watched, script_compiles, unwatch, watch
+from runtime_rewriter.pytorch.reads import can_watch, is_watched, unwatch, watch
+from runtime_rewriter.pytorch.script_steps import ScriptSteps
 from runtime_rewriter.pytorch.updates import DueUpdate, group_numbers, why_coupled
-
-LEARNING_STEPS = 2
-"""So many steps of the script's optimizers are looked at before they are believed to be what they are."""
 
 
 class Arriving(Protocol):
@@ -75,10 +73,7 @@ class CrossStep:
         self._enabled = False
         self._unseen: set[int] | None = None  # None: not known yet
         self._unread: set[int] | None = None  # while it is being found out
-        self._final: list[tuple[int, int] | None] | None = None  # the gradients as the backward pass left them
-        self._looked = False  # at a step after that backward pass
-        self._steps_seen = 0
-        self._refusal: str | None = None
+        self._script = ScriptSteps(parameters, _OWN_HOOKS)
         self._lock = RLock()
         self._checkpointed: WeakSet[Optimizer] = WeakSet()
         _take_part(self)
@@ -87,14 +82,12 @@ class CrossStep:
 
     def why_not(self) -> str | None:
         """Why the updates of this script cannot cross the step, as far as its steps so far tell."""
-        if self._refusal is None and script_compiles():
-            return "the script uses torch.compile, whose graphs read variables unseen"
-        return self._refusal
+        return self._script.why_not()
 
     @property
     def learning(self) -> bool:
         """More steps are to be looked at; `backward_ended` must come before them."""
-        return self._steps_seen < LEARNING_STEPS
+        return self._script.learning
 
     @property
     def unseen(self) -> frozenset[int]:
@@ -127,7 +120,8 @@ class CrossStep:
 
     def forward_begins(self, seen: bool = True) -> None:
         """`seen`: the module itself computes; otherwise whoever stands for it reads the variables in its place."""
-        if self._enabled and self._unseen is None and self._steps_seen > 0 and self.why_not() is None:
+        self._script.stop_looking()
+        if self._enabled and self._unseen is None and self._script.seen > 0 and self.why_not() is None:
             self._learn_reads(seen)
 
     def forward_ended(self) -> None:
@@ -153,8 +147,8 @@ class CrossStep:
 
     def backward_ended(self, gradients_final: bool) -> None:
         """`gradients_final`: nothing is pending."""
-        self._final = self._states() if gradients_final and self.learning else None
-        self._looked = False
+        if gradients_final:
+            self._script.gradients_final()
 
     def defer(self, messages: Sequence[Arriving], positions: Iterable[int]) -> None:
         """All messages are under way; the averages of `positions` are to come."""
@@ -265,8 +259,10 @@ class CrossStep:
         closure = len(args) > 1 or kwargs.get("closure") is not None
         if self._pending:
             self._put_off(optimizer, numbers, closure)
-        elif self._final is not None:
-            self._look_at(optimizer, numbers, closure)
+        elif self._script.looking:
+            reason = self._script.look_at(optimizer, numbers, closure)
+            if reason is not None and self._enabled:
+                warnings.warn(f"the plan's synchronization ends with each backward pass, since {reason}", RuntimeWarning, stacklevel=2)
 
     def _put_off(self, optimizer: Optimizer, numbers: Mapping[int, int], closure: bool) -> None:
         mine = [position for position in self._pending if id(self._parameters[position]) in numbers]
@@ -288,29 +284,6 @@ class CrossStep:
             for position in self._stashed & self._pending.keys():
                 self._parameters[position].grad = self._pending[position].gradient
         self._stashed.clear()
-
-    def _look_at(self, optimizer: Optimizer, numbers: Mapping[int, int], closure: bool) -> None:
-        """Learn whether the script's updates may be put off."""
-        assert self._final is not None
-        self._steps_seen += not self._looked
-        self._looked = True
-        reason = "step() is given a closure" if closure else why_coupled(optimizer, _OWN_HOOKS)
-        now = self._states()
-        changed = [
-            position
-            for position, parameter in enumerate(self._parameters)
-            if id(parameter) in numbers and now[position] != self._final[position] and now[position] is not None
-        ]
-        if reason is None and changed:
-            reason = "gradients are changed between backward() and step(), as clipping by the global norm does, which couples all variables"
-        if reason is not None and self._refusal is None:
-            self._refusal = reason
-            if self._enabled:
-                warnings.warn(f"the plan's synchronization ends with each backward pass, since {reason}", RuntimeWarning, stacklevel=2)
-
-    def _states(self) -> list[tuple[int, int] | None]:
-        gradients = (parameter.grad for parameter in self._parameters)
-        return [None if gradient is None else (id(gradient), gradient._version) for gradient in gradients]
 
     def _settle_before_checkpoints(self, optimizer: Optimizer) -> None:
         """An optimizer's state is read and replaced as a whole, and not through torch's functions."""

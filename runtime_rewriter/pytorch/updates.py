@@ -1,8 +1,8 @@
 """The updates of a script's optimizers: whether they may be made variable by variable, and making them so later.
 
 An optimizer whose update of a variable reads nothing but that variable, its gradient, its own state and the hyperparameters gives
-the same bits whenever it comes between `step()` and the next read. Clipping by the global norm, unscaling, hooks around
-the step, closures and optimizers that nobody here knows are no such thing; `why_coupled` says which.
+the same bits whenever it comes between `step()` and the next read. Hooks around the step and optimizers that nobody here knows may be no
+such thing; `why_coupled` says which.
 """
 
 # mypy: untyped-calls-exclude=torch

@@ -235,25 +235,32 @@ class Coupled(torch.optim.SGD):
 
 def check_refusals(rank: int) -> list[str]:
     reasons = []
-    for kind in ("own optimizer", "hook", "closure"):
+    for kind in ("own optimizer", "hook", "closure", "scaler", "logging"):
         torch.manual_seed(0)
         model = PlannedDataParallel(Tied())
         optimizer: Any = Coupled(model.parameters(), 0.1) if kind == "own optimizer" else torch.optim.SGD(model.parameters(), 0.1)
+        scaler = torch.amp.GradScaler("cpu", enabled=kind == "scaler")
         if kind == "hook":
             optimizer.register_step_pre_hook(lambda *_: None)
-        loss_of(model, rank, 0).backward()
-        optimizer.step(lambda: 0.0) if kind == "closure" else optimizer.step()
+        for step in range(2):
+            scaler.scale(loss_of(model, rank, step)).backward()
+            if kind == "logging":
+                torch.nn.utils.get_total_norm([parameter.grad for parameter in model.parameters() if parameter.grad is not None])
+            optimizer.step(lambda: 0.0) if kind == "closure" else scaler.step(optimizer)
+            scaler.update()
         with pytest.raises(InvalidStrategy) as refusal:
             model.synchronizer.load(crossing(mixed(model.module, 2)))
         reasons.append(str(refusal.value))
     return reasons
 
 
-def test_updates_that_may_couple_variables_are_refused_with_the_reason() -> None:
-    for own, hook, closure in run_world(check_refusals, 2):
+def test_updates_that_would_wait_for_all_variables_are_refused_with_the_reason() -> None:
+    for own, hook, closure, scaler, logging in run_world(check_refusals, 2):
         assert "Coupled may couple variables" in own
         assert "hooks around the step of the optimizer SGD" in hook
         assert "step() is given a closure" in closure
+        assert "between backward() and step()" in scaler
+        assert "gradients are read between backward() and step()" in logging
 
 
 def with_scripted_layer() -> nn.Module:

@@ -1,0 +1,100 @@
+"""What a script does between `backward()` and `step()`, learned from its first steps: may its updates be put off?"""
+
+# mypy: untyped-calls-exclude=torch
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from runtime_rewriter.pytorch.reads import can_watch, script_compiles, unwatch, watch
+from runtime_rewriter.pytorch.updates import why_coupled
+
+LEARNING_STEPS = 2
+"""So many steps of the script's optimizers are looked at before they are believed to be what they are."""
+
+
+class ScriptSteps:
+    """Looks at the gradients and optimizers of `parameters` in the first steps. `own_hooks`: ids of global step hooks that do no harm."""
+
+    def __init__(self, parameters: Sequence[Parameter], own_hooks: Set[int]) -> None:
+        self._parameters, self._own_hooks = parameters, own_hooks
+        self._final: list[tuple[int, int] | None] | None = None  # the gradients as the backward pass left them
+        self._looked = False  # at a step after that backward pass
+        self._watched: list[Tensor] = []
+        self._was_read = False
+        self._reading_steps = 0
+        self._refusal: str | None = None
+        self.seen = 0
+        """Steps that were looked at."""
+
+    @property
+    def learning(self) -> bool:
+        """More steps are to be looked at; `gradients_final` must come before them."""
+        return self.seen < LEARNING_STEPS
+
+    @property
+    def looking(self) -> bool:
+        return self._final is not None
+
+    def why_not(self) -> str | None:
+        """Why the updates of this script cannot be put off, as far as its steps so far tell."""
+        if self._refusal is None and script_compiles():
+            return "the script uses torch.compile, whose graphs read variables unseen"
+        return self._refusal
+
+    def gradients_final(self) -> None:
+        """The backward pass has ended, and every `.grad` is what `step()` will see."""
+        self.stop_looking()
+        if self.learning:
+            self._final = self._states()
+            self._watched = [p.grad for p in self._parameters if p.grad is not None and can_watch(p.grad)]
+            for gradient in self._watched:
+                watch(gradient, self._on_read)
+
+    def stop_looking(self) -> None:
+        """Of the last backward pass no more is to be learned."""
+        self._unwatch()
+        self._final, self._looked, self._was_read = None, False, False
+
+    def look_at(self, optimizer: Optimizer, numbers: Mapping[int, int], closure: bool) -> str | None:
+        """Before a step of `optimizer` for the parameters of the identities `numbers`: the reason to refuse, when it is first known."""
+        assert self._final is not None
+        self._unwatch()
+        if not self._looked:
+            self._looked = True
+            self.seen += 1
+            self._reading_steps += self._was_read
+        if self._refusal is not None:
+            return None
+        self._refusal = self._reason(optimizer, numbers, closure)
+        return self._refusal
+
+    def _reason(self, optimizer: Optimizer, numbers: Mapping[int, int], closure: bool) -> str | None:
+        if closure:
+            return "step() is given a closure"
+        coupled = why_coupled(optimizer, self._own_hooks)
+        if coupled is not None:
+            return coupled
+        assert self._final is not None
+        after = zip(self._parameters, self._final, self._states(), strict=True)
+        if any(id(parameter) in numbers and now is not None and now != before for parameter, before, now in after):
+            return "gradients are changed between backward() and step(), as clipping by the global norm does, which couples all variables"
+        if self._reading_steps == LEARNING_STEPS:
+            return "gradients are read between backward() and step(), as unscaling and logging do, which would wait for all of them"
+        return None
+
+    def _on_read(self, _: Tensor) -> None:
+        self._was_read = True
+
+    def _unwatch(self) -> None:
+        for gradient in self._watched:
+            unwatch(gradient)
+        self._watched = []
+
+    def _states(self) -> list[tuple[int, int] | None]:
+        gradients = (parameter.grad for parameter in self._parameters)
+        return [None if gradient is None else (id(gradient), gradient._version) for gradient in gradients]
