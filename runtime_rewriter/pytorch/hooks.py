@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from autotune.errors import AutotuneError, InvalidStrategy, SynchronizationError
+from autotune.strategy_space.enactable import why_scaled_refused
 from autotune.strategy_space.plan import Plan, TensorSlice
 from autotune.strategy_space.strategy import SparseHandling
 from runtime_rewriter.pytorch.agreement import agree, assumed_workload, check_fit, trainable_parameters
@@ -36,7 +37,6 @@ from runtime_rewriter.pytorch.exchange.hierarchical import Circles
 from runtime_rewriter.pytorch.exchange.lanes import Lanes
 from runtime_rewriter.pytorch.exchange.present_rows import PresentRows, sparse_parameters
 from runtime_rewriter.pytorch.exchange.ranks import Ranks
-from runtime_rewriter.pytorch.exchange.refusals import why_scaled_refused
 from runtime_rewriter.pytorch.exchange.residuals import Residuals
 from runtime_rewriter.pytorch.exchange.row_transfer import RowTransfer, waiting_rows, write_average
 from runtime_rewriter.pytorch.exchange.transfer import Transfer, pack_slice, slice_of
