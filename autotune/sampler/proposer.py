@@ -237,7 +237,7 @@ class Proposer:
         kept, explorers = np.arange(len(pool)), np.arange(0)
         if scores.predicted_s is not None:
             ranked = np.argsort(predicted, kind="stable")
-            passed = max(count, round(SURVIVORS * len(pool)))
+            passed = min(len(pool), max(count, round(SURVIVORS * len(pool))))
             kept = ranked[:passed]
             wanted = min(round(count * (FIRST_EXPLORERS if round_ == 0 else EXPLORERS)), len(pool) - passed)
             explorers = generator(self._spec.seed, "explorers", round_).choice(ranked[passed:], wanted, replace=False)
