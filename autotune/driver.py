@@ -24,7 +24,10 @@ from autotune.workload import Workload
 
 
 class MeasuredProfile(Protocol):
-    """One replica's workload, the links' costs, the software versions, the CPU cores of a host, and (name, ranks) of every host."""
+    """One replica's workload, the links' costs, the software versions, the CPU cores of a host, and (name, ranks) of every host.
+
+    `cross_step_refused`: why the script cannot synchronize across steps; empty where it can.
+    """
 
     @property
     def workload(self) -> Workload: ...
@@ -36,6 +39,8 @@ class MeasuredProfile(Protocol):
     def cores(self) -> int: ...
     @property
     def hosts(self) -> tuple[tuple[str, int], ...]: ...
+    @property
+    def cross_step_refused(self) -> str: ...
 
 
 class TrialWorld(Protocol):
@@ -91,7 +96,8 @@ def _execute(
         emulated = spec.conditions.accelerators is Accelerators.EMULATED
         workload = replace(measured.workload, threads=0) if emulated else measured.workload  # waits take no core from messages
         one_machine = spec.conditions.network is not Network.HOSTS
-        return Profiled(workload, probed(spec.cluster, measured, one_machine), 0.0, measured.software)
+        cluster = probed(spec.cluster, measured, one_machine)
+        return Profiled(workload, cluster, 0.0, measured.software, measured.cross_step_refused)
     if isinstance(instruction, Propose):
         return proposer.propose(history, instruction.round, instruction.count)
     request = instruction.request

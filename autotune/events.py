@@ -14,7 +14,7 @@ from autotune.cluster import Cluster
 from autotune.errors import InvalidInput
 from autotune.measurement import Interval, changed_within, trial_interval
 from autotune.parsing import parse
-from autotune.records import REAL_CONDITIONS, Conditions, Failed, Measured, TrialRequest
+from autotune.records import REAL_CONDITIONS, Conditions, Failed, FailureKind, Measured, TrialRequest
 from autotune.simulators.evaluation import RankingQuality
 from autotune.strategy_space.strategy import Strategy
 from autotune.workload import Workload
@@ -45,6 +45,11 @@ class Profiled:
     elapsed_s: float
     software: dict[str, str]
     cross_step_refused: str = ""
+
+    @property
+    def limits(self) -> str:
+        """For people: what the script keeps from being tried; empty where it keeps nothing."""
+        return f"synchronization cannot cross the step: {self.cross_step_refused}" if self.cross_step_refused else ""
 
 
 @dataclass(frozen=True)
@@ -78,6 +83,11 @@ class TrialFinished:
     def interval(self) -> Interval | None:
         """Of the median step time; None for a failure and where the steps were too few to tell."""
         return trial_interval(self.outcome) if isinstance(self.outcome, Measured) else None
+
+    @property
+    def refused(self) -> bool:
+        """No step was made: the ranks could not enact the strategy."""
+        return isinstance(self.outcome, Failed) and self.outcome.kind is FailureKind.REFUSED
 
     @cached_property
     def unsteady(self) -> bool:

@@ -104,6 +104,11 @@ class History:
     def candidates(self) -> tuple[TrialFinished, ...]:
         return tuple(trial for trial in self.trials if trial.request.role is Role.CANDIDATE)
 
+    @cached_property
+    def refused(self) -> tuple[TrialFinished, ...]:
+        """The candidate trials that the ranks refused."""
+        return tuple(trial for trial in self.candidates if trial.refused)
+
     def steady_s(self, trial: TrialFinished) -> float:
         """A measured trial's median step time as it would be on the machine's usual speed.
 

@@ -83,8 +83,7 @@ def _explore(spec: JobSpec, history: History) -> Instruction | None:
         return None
     if history.rounds and _round_unbracketed(spec, history):
         return _reference(spec, history)
-    left = spec.max_trials - len(history.candidates)
-    return Propose(len(history.rounds), min(spec.top_k, left))
+    return Propose(len(history.rounds), min(spec.top_k, spec.max_trials - _trials_spent(history)))
 
 
 def _pending(spec: JobSpec, history: History) -> RunTrial | None:
@@ -124,12 +123,18 @@ def _candidates_since_reference(history: History) -> int:
     for trial in reversed(history.trials):
         if trial.request.role is Role.REFERENCE:
             break
-        count += trial.request.role is Role.CANDIDATE
+        count += trial.request.role is Role.CANDIDATE and not trial.refused
     return count
 
 
+def _trials_spent(history: History) -> int:
+    """Of the budget. A trial that the ranks refuse makes no step and costs none, but of those there may be no more than of the others."""
+    refused = len(history.refused)
+    return max(len(history.candidates) - refused, refused)
+
+
 def _budget_spent(spec: JobSpec, history: History) -> bool:
-    if history.ab_trials or len(history.candidates) >= spec.max_trials:
+    if history.ab_trials or _trials_spent(history) >= spec.max_trials:
         return True
     look_s = _block_s(spec, history) / (spec.warmup_steps + spec.timed_steps) * (spec.warmup_steps + _longest(spec, history))
     closing_s = 2 * spec.ab_pairs * _block_s(spec, history) + spec.finalists * look_s

@@ -70,8 +70,7 @@ class Workload:
     (i, j) of variable indices whose operations are neighbours in the data-flow graph, i < j.
     `update_s` is everything between the end of the backward pass and the next forward pass. `threads` is the number
     of CPU threads that compute; 0 where an accelerator does, or where nobody looked.
-    `source` is "measured" or "assumed" and goes through to the report. `cross_step_refused` says why the script's updates cannot run
-    into the next step; empty where nothing is known against it.
+    `source` is "measured" or "assumed" and goes through to the report.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -85,7 +84,6 @@ class Workload:
     device: str = "cpu"
     threads: int = 0
     source: str = "assumed"
-    cross_step_refused: str = ""
     schema: int = field(default=1)
 
     def __post_init__(self) -> None:

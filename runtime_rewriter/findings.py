@@ -13,13 +13,15 @@ from runtime_rewriter.probe.link import ProbedLink
 class Profile:
     """What one replica does, what the links cost, the software that runs it, and the CPU cores of rank 0's host.
 
-    `hosts`: name and number of ranks of every host, in rank order.
+    `hosts`: name and number of ranks of every host, in rank order. `cross_step_refused`: why the script's synchronization cannot
+    cross the step, as its steps so far tell; empty where nothing is known against it.
     """
 
     workload: Workload
     fits: tuple[CollectiveFit, ...]
     software: dict[str, str]
     cores: int
+    cross_step_refused: str
     hosts: tuple[tuple[str, int], ...]
 
 

@@ -95,6 +95,7 @@ class ProfileRun:
     def __init__(
         self, synchronizer: GradientSynchronizer, steps: int, probe_deadline_s: float, alone: bool, devices: tuple[int, ...]
     ) -> None:
+        self._cross_step = synchronizer.cross_step
         self._fits = probe_links(synchronizer.ranks.base, probe_deadline_s, devices, synchronizer.byte_scale)
         self._profiler = WorkloadProfiler(synchronizer, steps, alone=alone) if steps else None
 
@@ -104,7 +105,8 @@ class ProfileRun:
     def answer(self) -> dict[str, Any]:
         workload = None if self._profiler is None else self._profiler.finish()
         profile = {"workload": workload, "fits": self._fits, "software": software_versions(), "cores": usable_cores()}
-        return {"event": "profile", "profile": to_data(profile)}
+        refused = self._cross_step.why_not() or ""  # the script has made a step, or nothing could be profiled
+        return {"event": "profile", "profile": to_data({**profile, "cross_step_refused": refused})}
 
 
 class EmulationStart:

@@ -108,7 +108,9 @@ class World:
         if isinstance(outcome, Failed):
             raise LaunchError(f"the script failed while it was profiled ({outcome.kind}): {outcome.message}")
         assert self._placement is not None
-        data = {**outcome[0]["profile"], "hosts": self._placement.hosts}
+        told = [answer["profile"] for answer in outcome]
+        refused = next(filter(None, (profile["cross_step_refused"] for profile in told)), "")  # one rank that cannot is enough
+        data = {**told[0], "hosts": self._placement.hosts, "cross_step_refused": refused}
         profile = parse(Profile, data if given is None else {**data, "workload": given}, "the profile of rank 0")
         if self._emulated:
             self.emulate(profile.workload)

@@ -81,6 +81,7 @@ class SyntheticWorld:
     seed: int = 0
     available: int = 32
     step_overhead_s: float = 0.0
+    refuses: Callable[[TrialRequest], bool] = lambda request: False
 
     def __post_init__(self) -> None:
         self.by_id = {strategy(number).id: number for number in range(32)}
@@ -113,6 +114,8 @@ class SyntheticWorld:
             more = measured(center_s, steps, rng, self.noise)
             outcome = Measured(tuple((*a, *b) for a, b in zip(outcome.step_s, more.step_s, strict=True)), 0.0)
         steps = request.warmup_steps + len(outcome.slowest_s)
+        if self.refuses(request):
+            return TrialFinished(request, Failed(FailureKind.REFUSED, "plan cannot be enacted"), plan_id, history.elapsed_s + 0.01)
         elapsed_s = history.elapsed_s + steps * (center_s + self.step_overhead_s)
         if self.fails(request):
             return TrialFinished(request, Failed(FailureKind.CRASH, "rank 1 exited with code 1", 1), plan_id, elapsed_s)

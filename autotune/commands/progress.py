@@ -75,6 +75,8 @@ class ConsoleProgress:
             highlight=False,
             soft_wrap=True,
         )
+        if event.limits:
+            self._console.print(f"  {escape(event.limits)}", highlight=False, soft_wrap=True)
         for fit in event.cluster.fits:
             if fit.group_size == self._spec.workers and not fit.loaded and fit.beta_s_per_byte > 0:
                 pieces = f" in {len(fit.bends) + 1} pieces" if fit.bends else ""
@@ -92,7 +94,7 @@ class ConsoleProgress:
         """Elapsed, and an estimate from whichever budget ends first."""
         elapsed = history.elapsed_s
         left = max(0.0, self._spec.max_seconds - elapsed)
-        done = len(history.candidates)
+        done = len(history.candidates) - len(history.refused)
         if done >= 3:
             closing = 2 * self._spec.ab_pairs + self._spec.finalists
             per_trial_s = elapsed / len(history.trials)

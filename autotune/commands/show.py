@@ -50,6 +50,7 @@ def _job(workspace: Workspace, store: Store, job_id: str) -> tuple[dict[str, Any
         "decision": to_data(decision) if decision else None,
         "carrier": carrier,
         "conditions": to_data(history.conditions(store.job(job_id).conditions)),
+        "cross_step_refused": history.profiled.cross_step_refused if history.profiled else None,
         "current_setup_s": history.reference_s,
         "reference_noise": history.reference_noise,
         "repeated": history.repeated,
@@ -58,7 +59,8 @@ def _job(workspace: Workspace, store: Store, job_id: str) -> tuple[dict[str, Any
     }
     tail = decision.reason if decision else f"not finished ({history.quality}); `autotune tune --resume` goes on"
     tail += taken_under(history.conditions(store.job(job_id).conditions)) + (f"; {carrier}" if carrier else "")
-    return data, table_text(table) + f"{job_id} ({store.job_status(job_id)}): {tail}\nreport: {report}"
+    limits = f"{history.profiled.limits}\n" if history.profiled and history.profiled.limits else ""
+    return data, table_text(table) + f"{limits}{job_id} ({store.job_status(job_id)}): {tail}\nreport: {report}"
 
 
 def _carrier(spec: JobSpec, history: History, decision: Decision | None) -> str | None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +18,8 @@ from autotune.errors import InvalidInput
 from autotune.parsing import json_schema, read_json
 from autotune.strategy_space.builders.catalogue import BUILDERS
 from autotune.strategy_space.describe import variable_rows, whole_text
+from autotune.strategy_space.enactable import why_refused
 from autotune.strategy_space.plan import plan
-from autotune.strategy_space.space import SearchSpace
 from autotune.strategy_space.strategy import Strategy
 from autotune.strategy_space.sync_cost import message_costs
 from autotune.units import format_bytes, format_seconds
@@ -30,8 +28,6 @@ from autotune.zoo.architectures import MODELS, workload
 from autotune.zoo.clusters import CLUSTERS, SINGLE_FLOW, single_flow
 
 WIDE = 160
-ENACTED = replace(SearchSpace.default(lossy=True), min_partition_bytes=0, max_shards=sys.maxsize)
-"""The space without the bounds that only spare the search many small pieces."""
 
 
 def strategies(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
@@ -72,7 +68,7 @@ def _all(model: Workload, cluster: Cluster) -> tuple[dict[str, Any], str]:
         strategy = build(model, cluster)
         enacted = plan(strategy, model, cluster.world_size)
         sync_s = message_costs(enacted, cluster).paper_sync_s
-        refused = ENACTED.violation(strategy, model, cluster)
+        refused = why_refused(enacted)
         largest = max(message.wire_bytes for message in enacted.messages)
         cells = (str(len(enacted.messages)), format_bytes(enacted.wire_bytes), format_bytes(largest), format_seconds(sync_s))
         table.add_row(name, *cells, "yes" if refused is None else escape(f"no: {refused}"))

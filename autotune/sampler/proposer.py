@@ -25,6 +25,7 @@ from autotune.sampler.selection import choice_agreement_rows, hidden_cosine, sel
 from autotune.simulators.evaluation import ANALYTIC, RankingQuality, choose_ranker, evaluate, k_fold
 from autotune.simulators.interface import Example, Simulator
 from autotune.strategy_space.builders.catalogue import seed_strategies
+from autotune.strategy_space.enactable import scaled_space, why_refused, why_scaled_refused
 from autotune.strategy_space.neighbours import mutate
 from autotune.strategy_space.plan import Plan, plan
 from autotune.strategy_space.space import SearchSpace
@@ -55,6 +56,14 @@ class _Candidate:
 
 
 @dataclass(frozen=True)
+class _Pool:
+    """What may be tried, and why each strategy that was left out cannot be enacted."""
+
+    candidates: list[_Candidate]
+    refusals: list[str]
+
+
+@dataclass(frozen=True)
 class _Scores:
     """`predicted_s` (n,) seconds; None where nothing is predicted. `hidden` (n, H) unit norm, if a simulator ranked."""
 
@@ -80,22 +89,23 @@ class Proposer:
         """At most `count` strategies whose plans were not tried; none when the space has nothing new."""
         if self._spec.search is Search.BAYES:
             return self._propose_bayes(history, round_)
-        pool = self._pool(history, round_)
+        found = self._pool(history, round_)
+        pool, refusals = found.candidates, found.refusals
         if not pool:
-            return Proposed(round_, (), "none", "every strategy that was sampled had been tried", 0, (), 0.0)
+            return Proposed(round_, (), "none", _said("no strategy was sampled that had not been tried", refusals), 0, (), 0.0)
         if self._spec.search is Search.RANDOM:
             proposals = tuple(Proposal(candidate.strategy, candidate.origin) for candidate in pool[:count])
-            return Proposed(round_, proposals, "random", "random search was asked for", len(pool), (), 0.0)
+            return Proposed(round_, proposals, "random", _said("random search was asked for", refusals), len(pool), (), 0.0)
         scores = self._score(history, round_, pool)
         chosen = self._choose(pool, scores, count, round_)
         proposals = tuple(
             Proposal(pool[i].strategy, pool[i].origin, float(scores.predicted_s[i]) if scores.predicted_s is not None else None)
             for i in chosen
         )
-        return Proposed(round_, proposals, scores.ranker, scores.reason, len(pool), scores.quality, 0.0)
+        return Proposed(round_, proposals, scores.ranker, _said(scores.reason, refusals), len(pool), scores.quality, 0.0)
 
-    def _pool(self, history: History, round_: int) -> list[_Candidate]:
-        """Distinct untried plans: the field's hand-made strategies, random ones, and neighbours of the fastest."""
+    def _pool(self, history: History, round_: int) -> _Pool:
+        """Distinct untried plans that can be enacted: the field's hand-made strategies, random ones, and neighbours of the fastest."""
         assert history.profiled is not None
         workload, cluster = history.profiled.workload, history.profiled.cluster
         parents = [history.proposals[key].strategy for key, _ in history.ranking()[:PARENTS]]
@@ -113,21 +123,30 @@ class Proposer:
             found += [("sampled", strategy) for strategy in sample_many(workload, cluster, space, wanted - mutants, seed)]
             return self._untried(found, history)
 
-    def _untried(self, found: Sequence[tuple[str, Strategy]], history: History) -> list[_Candidate]:
+    def _untried(self, found: Sequence[tuple[str, Strategy]], history: History) -> _Pool:
         assert history.profiled is not None
         seen = {trial.plan_id for trial in history.trials}
-        pool = []
+        pool: list[_Candidate] = []
+        refusals: list[str] = []
         for origin, strategy in found:
             candidate = _Candidate(strategy, origin, plan(strategy, history.profiled.workload, self._spec.workers))
-            if candidate.plan.id not in seen and strategy.id not in history.proposals:
-                seen.add(candidate.plan.id)
+            if candidate.plan.id in seen or strategy.id in history.proposals:
+                continue
+            seen.add(candidate.plan.id)
+            refusal = self._why_refused(candidate.plan)
+            if refusal is None:
                 pool.append(candidate)
-        return pool
+            else:
+                refusals.append(refusal)
+        return _Pool(pool, refusals)
+
+    def _why_refused(self, wanted: Plan) -> str | None:
+        return why_refused(wanted) or why_scaled_refused(wanted, self._spec.conditions.byte_scale)
 
     def _space(self, history: History) -> SearchSpace:
-        """What the job allows and its script can do."""
+        """What the job and its conditions allow and its script can do."""
         assert history.profiled is not None
-        space = SearchSpace.default(lossy=self._spec.lossy)
+        space = scaled_space(SearchSpace.default(lossy=self._spec.lossy), self._spec.conditions.byte_scale)
         refused = history.profiled.cross_step_refused
         return space.without_cross_step(refused) if refused else space
 
@@ -218,7 +237,7 @@ class Proposer:
         kept, explorers = np.arange(len(pool)), np.arange(0)
         if scores.predicted_s is not None:
             ranked = np.argsort(predicted, kind="stable")
-            passed = max(count, round(SURVIVORS * len(pool)))
+            passed = min(len(pool), max(count, round(SURVIVORS * len(pool))))
             kept = ranked[:passed]
             wanted = min(round(count * (FIRST_EXPLORERS if round_ == 0 else EXPLORERS)), len(pool) - passed)
             explorers = generator(self._spec.seed, "explorers", round_).choice(ranked[passed:], wanted, replace=False)
@@ -232,7 +251,10 @@ class Proposer:
         return [int(kept[i]) for i in picked] + explorers.tolist()
 
     def _propose_bayes(self, history: History, round_: int) -> Proposed:
-        """scikit-optimize on two scalars, told everything again; a plan that is known already is told its time at once."""
+        """scikit-optimize on two scalars, told everything again.
+
+        A plan that is known already is told its time at once, and one that cannot be enacted that of a failed trial.
+        """
         assert history.profiled is not None
         workload = history.profiled.workload
         # Asking and telling in order rebuilds the state, so a resumed job goes on where it was.
@@ -240,14 +262,27 @@ class Proposer:
         failed_s = FAILED_FACTOR * history.references[0][1]
         times = {trial.plan_id: history.measured_s.get(trial.request.strategy_id, failed_s) for trial in history.candidates}
         told: set[str] = set()
+        refusals: list[str] = []
         repeats = 0
         while repeats < BAYES_ASKS:
             strategy = search.ask()
-            plan_id = plan(strategy, workload, self._spec.workers).id
-            if plan_id not in times:
-                reason = "Bayesian optimization of fusion threshold and cycle time was asked for"
+            wanted = plan(strategy, workload, self._spec.workers)
+            refusal = self._why_refused(wanted)
+            if refusal is None and wanted.id not in times:
+                reason = _said("Bayesian optimization of fusion threshold and cycle time was asked for", refusals)
                 return Proposed(round_, (Proposal(strategy, "bayes"),), "gaussian process", reason, 1, (), 0.0)
-            search.tell(strategy.id, times[plan_id])
-            repeats = 0 if plan_id not in told else repeats + 1
-            told.add(plan_id)
-        return Proposed(round_, (), "gaussian process", "the two scalars yield no plan that was not tried", BAYES_ASKS, (), 0.0)
+            search.tell(strategy.id, times.get(wanted.id, failed_s))
+            repeats = repeats + 1 if refusal is not None or wanted.id in told else 0
+            told.add(wanted.id)
+            refusals += [refusal] if refusal is not None else []
+        reason = _said("the two scalars yield no plan that was not tried", refusals)
+        return Proposed(round_, (), "gaussian process", reason, BAYES_ASKS, (), 0.0)
+
+
+def _said(reason: str, refusals: Sequence[str]) -> str:
+    """`reason`, and what was left out before a trial was spent on it."""
+    if not refusals:
+        return reason
+    if len(refusals) == 1:
+        return f"{reason}; left out 1 strategy that cannot be enacted: {refusals[0]}"
+    return f"{reason}; left out {len(refusals)} strategies that cannot be enacted, the first because of {refusals[0]}"

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autotune.errors import AutotuneError, InvalidInput, InvalidStrategy, ModelMismatch, PlanMismatch, SynchronizationError
+from autotune.strategy_space.enactable import why_refused
 from autotune.strategy_space.plan import Plan, TensorSlice
 from autotune.workload import Variable, Workload
 from runtime_rewriter.pytorch.exchange.ranks import Ranks
-from runtime_rewriter.pytorch.exchange.refusals import why_refused
 
 _MASK = 2**32 - 1
 

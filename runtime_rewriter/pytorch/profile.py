@@ -204,5 +204,4 @@ class WorkloadProfiler(BackwardObserver):
             device=self._synchronizer.device.device.type,
             threads=torch.get_num_threads() if self._synchronizer.device.device.type == "cpu" else 0,
             source="measured",
-            cross_step_refused=self._synchronizer.cross_step.why_not() or "",
         )

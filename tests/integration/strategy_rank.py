@@ -29,6 +29,7 @@ from autotune.errors import AutotuneError, InvalidStrategy
 from autotune.rng import generator
 from autotune.sampler.random import sample_many
 from autotune.strategy_space.builders.catalogue import BUILDERS
+from autotune.strategy_space.enactable import why_refused
 from autotune.strategy_space.neighbours import mutate
 from autotune.strategy_space.plan import Plan, plan
 from autotune.strategy_space.space import SearchSpace
@@ -36,7 +37,6 @@ from autotune.strategy_space.strategy import ROOTED, SparseHandling, Strategy, S
 from autotune.workload import Workload
 from runtime_rewriter.pytorch.agreement import assumed_workload
 from runtime_rewriter.pytorch.ddp import PlannedDataParallel, attach
-from runtime_rewriter.pytorch.exchange.refusals import why_refused
 from runtime_rewriter.pytorch.hooks import GradientSynchronizer
 
 SPACE = replace(

@@ -61,11 +61,17 @@ def test_a_given_profile_is_waited_for_under_ddp_and_plans_and_the_links_are_pro
     world = make_world(given_profile=slow_profile())
     profile = world.profile()
     assert profile.workload == slow_profile() and profile.fits and profile.cores > 0
+    assert profile.cross_step_refused == ""
     for wanted in (None, planned(), plan(single_bucket(slow_profile()), slow_profile(), RANKS), None):
         outcome = world.run_trial(REQUEST, wanted)
         assert_emulated(outcome)
         assert outcome.gradient_error == (0.0 if wanted else None), "the numerics gate compares real transfers"
     assert world.restarts == 0
+
+
+def test_why_the_script_cannot_cross_the_step_is_known_with_a_given_profile_too(make_world) -> None:
+    clipping = make_world("--clip", given_profile=slow_profile()).profile()
+    assert clipping.workload == slow_profile() and "as clipping by the global norm does" in clipping.cross_step_refused
 
 
 def test_a_measured_profile_is_waited_for(make_world) -> None:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _MixedPrecision
 from torch_plans import Tied, loss_of, mixed, uniform
 from torch_world import run_world
 
@@ -161,7 +162,17 @@ def check_surroundings(rank: int) -> None:
     fused = PlannedDataParallel(module)
     module = Tied()
     delayed = PlannedDataParallel(module, delay_all_reduce_named_params=[("gain", module.gain)], param_to_hook_all_reduce=module.mix.weight)
-    for model, reason in ((hooked, "a hook for buffers"), (fused, "inside the backward pass"), (delayed, "delay_all_reduce_named_params")):
+    with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
+        compiled = PlannedDataParallel(Tied())
+    narrow = PlannedDataParallel(Tied(), mixed_precision=_MixedPrecision(param_dtype=torch.float32))
+    reasons = (
+        (hooked, "a hook for buffers"),
+        (fused, "inside the backward pass"),
+        (delayed, "delay_all_reduce_named_params"),
+        (compiled, "optimize_ddp is 'python_reducer'"),
+        (narrow, "built with mixed_precision; use torch.autocast"),
+    )
+    for model, reason in reasons:
         with pytest.raises(InvalidStrategy, match=reason):
             model.synchronizer.load(uniform(model.module, 2))
         assert model.synchronizer.plan is None

@@ -19,10 +19,10 @@ from torch_plans import Tied, loss_of, mixed, uniform
 from torch_world import run_world
 
 from autotune.errors import InvalidStrategy, ModelMismatch, PlanMismatch, SynchronizationError
+from autotune.strategy_space.enactable import why_refused
 from autotune.strategy_space.plan import Plan
 from autotune.strategy_space.strategy import Compressor, SparseHandling, Synchronizer
 from runtime_rewriter.pytorch.ddp import PlannedDataParallel, attach
-from runtime_rewriter.pytorch.exchange.refusals import why_refused
 from runtime_rewriter.pytorch.hooks import GradientSynchronizer
 from runtime_rewriter.pytorch.numerics import tolerance_of
 
@@ -494,7 +494,10 @@ def test_what_cannot_be_enacted_is_named_before_any_step() -> None:
     for change, word in (
         ({"compressor": Compressor.INT8, "dtype": "bfloat16"}, "int8 needs float32 or float64 gradients, but these are bfloat16"),
         ({"compressor": Compressor.TOP_K, "ratio": 0.1, "dtype": "complex64"}, "top_k needs float32 or float64"),
-        ({"compressor": Compressor.POWER_SGD, "rank": 1, "sparse": SparseHandling.ALL_GATHER}, "power_sgd takes dense gradients"),
+        (
+            {"compressor": Compressor.POWER_SGD, "rank": 1, "sparse": SparseHandling.ALL_GATHER},
+            "or set sparse = dense",
+        ),
         ({"ranks": (0,)}, "every rank"),
         ({"sparse": SparseHandling.ALL_GATHER}, "travel alone, whole or cut along axis 0, but the message holds 2 slice(s)"),
         ({"sparse": SparseHandling.GATHER_SCATTER, "slices": message.slices[:1]}, "needs push_pull, but the primitive is all_reduce"),

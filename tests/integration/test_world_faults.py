@@ -10,8 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from autotune.cluster import Cluster
+from autotune.driver import drive
 from autotune.errors import LaunchError
+from autotune.job import JobSpec
 from autotune.records import Failed, FailureKind, Measured, Role, TrialRequest
+from autotune.sampler.proposer import Proposer
+from autotune.store import Store
 from autotune.strategy_space.builders.collectives import ddp_default, single_bucket
 from autotune.strategy_space.plan import Plan, plan
 from autotune.strategy_space.strategy import Compressor
@@ -21,6 +26,7 @@ from runtime_rewriter.ray_world import RayCluster, ray_world
 from runtime_rewriter.world import World
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "train_small.py"
+LSTM = Path(__file__).parents[2] / "examples" / "lstm_text.py"  # it clips by the global norm
 RANKS = 2
 REQUEST = TrialRequest(0, "strategy-under-test", Role.CANDIDATE, warmup_steps=2, timed_steps=4)
 
@@ -89,6 +95,16 @@ def test_a_plan_that_the_runtime_cannot_enact_is_refused_without_a_restart(make_
     assert "every rank takes part" in refused.message
     assert isinstance(world.run_trial(REQUEST, wanted), Measured)
     assert world.restarts == 0
+
+
+def test_what_a_script_keeps_from_being_tried_is_recorded_with_its_profile(make_world, tmp_path) -> None:
+    world = make_world("--width", "16", "--layers", "1", "--batch-size", "2", "--block-size", "8", script=LSTM)
+    spec = JobSpec(("torchrun", str(LSTM)), RANKS, Cluster.local(RANKS), max_seconds=0.001, most_steps=0)
+    with Store.open(tmp_path / "jobs.db") as store:
+        store.create_job("lstm", spec)
+        drive("lstm", spec, store, world, Proposer(spec, {}), [])  # the budget is spent by the profile and one reference
+        profiled = store.history("lstm").profiled
+    assert profiled is not None and "as clipping by the global norm does" in profiled.cross_step_refused
 
 
 def test_gradients_that_overflow_fp16_fail_the_numerics_gate(make_world) -> None:

@@ -44,6 +44,7 @@ def main() -> None:
     parser.add_argument("--fault-file", type=Path)
     parser.add_argument("--loss-scale", type=float, default=1.0)
     parser.add_argument("--without-ddp", action="store_true")
+    parser.add_argument("--clip", action="store_true", help="clip gradients by their global norm")
     options = parser.parse_args()
     dist.init_process_group("gloo")
     torch.manual_seed(0)
@@ -59,6 +60,8 @@ def main() -> None:
         optimizer.zero_grad()
         loss = wrapped(torch.randn(16, 32, generator=data)).square().mean() * options.loss_scale
         loss.backward()
+        if options.clip:
+            torch.nn.utils.clip_grad_norm_(wrapped.parameters(), 0.1)
         optimizer.step()
     dist.destroy_process_group()
 

@@ -6,10 +6,14 @@ import re
 from dataclasses import replace
 
 import pytest
+from torch import nn
 
+from autotune.errors import InvalidStrategy
+from autotune.strategy_space.enactable import scaled_space, why_refused, why_scaled_refused
 from autotune.strategy_space.plan import Message, Plan, Primitive, TensorSlice
+from autotune.strategy_space.space import SearchSpace
 from autotune.strategy_space.strategy import Compressor, SparseHandling
-from runtime_rewriter.pytorch.exchange.refusals import why_refused
+from runtime_rewriter.pytorch.agreement import check_fit
 
 WHOLE = Message((TensorSlice("w", 12),), Primitive.ALL_REDUCE, Compressor.NONE, "float32")
 TWO = (TensorSlice("w", 12), TensorSlice("v", 3))
@@ -24,9 +28,27 @@ TWO = (TensorSlice("w", 12), TensorSlice("v", 3))
         ({"primitive": Primitive.REDUCE_BROADCAST, "owner": 2}, "owner must be a rank below 2, but is 2"),
         ({"sparse": SparseHandling.ALL_GATHER, "slices": TWO}, r"rows of a sparse gradient travel alone, .* holds 2 slice\(s\)"),
         ({"sparse": SparseHandling.ALL_GATHER, "slices": (TensorSlice("w", 6, 1, 0, 2),)}, "whole or cut along axis 0"),
-        ({"sparse": SparseHandling.GATHER_SCATTER}, "but the message asks for gather_scatter"),
-        ({"sparse": SparseHandling.ALL_GATHER, "primitive": Primitive.PUSH_PULL, "owner": 0}, "but the message asks for all_gather"),
-        ({"sparse": SparseHandling.ALL_GATHER, "primitive": Primitive.REDUCE_BROADCAST, "owner": 0}, "asks for all_gather"),
+        (
+            {"sparse": SparseHandling.ALL_GATHER, "compressor": Compressor.INT8},
+            "travel as they are or as fp16 or bf16, but the compressor is int8; change it or set sparse = dense",
+        ),
+        (
+            {"compressor": Compressor.INT8, "dtype": "bfloat16"},
+            "compressor int8 needs float32 or float64 gradients, but these are bfloat16",
+        ),
+        (
+            {"compressor": Compressor.TOP_K, "ratio": 0.1, "slices": (TensorSlice("w", 2**31),)},
+            "top_k sends int32 indices, but the message has 2147483648 elements; cut it to at most 2147483647",
+        ),
+        ({"sparse": SparseHandling.GATHER_SCATTER}, "sparse = gather_scatter needs push_pull, but the primitive is all_reduce"),
+        (
+            {"sparse": SparseHandling.ALL_GATHER, "primitive": Primitive.PUSH_PULL, "owner": 0},
+            "sparse = all_gather needs all_reduce or reduce_scatter_all_gather, but the primitive is push_pull",
+        ),
+        (
+            {"sparse": SparseHandling.ALL_GATHER, "primitive": Primitive.REDUCE_BROADCAST, "owner": 0},
+            "but the primitive is reduce_broadcast",
+        ),
     ],
 )
 def test_a_message_that_cannot_be_enacted_is_named_with_the_rule(change, rule):
@@ -41,3 +63,28 @@ def test_a_message_that_cannot_be_enacted_is_named_with_the_rule(change, rule):
 def test_a_ring_order_names_each_rank_once(order):
     assert "ring_order must name each of the 2 ranks once" in str(why_refused(Plan("model", 2, (WHOLE,), ring_order=order)))
     assert why_refused(Plan("model", 2, (WHOLE,), ring_order=(1, 0))) is None
+
+
+def test_rows_of_a_sparse_gradient_may_be_cast():
+    for compressor in (Compressor.NONE, Compressor.FP16, Compressor.BF16):
+        rows = replace(WHOLE, sparse=SparseHandling.ALL_GATHER, compressor=compressor)
+        assert why_refused(Plan("model", 2, (rows,))) is None
+
+
+def test_scaled_bytes_leave_the_compressors_whose_cost_scales_with_them():
+    lossy = SearchSpace.default(lossy=True)
+    assert scaled_space(lossy, 1) is lossy
+    space = scaled_space(lossy, 8)
+    settings = {Compressor.TOP_K: {"ratio": 0.1}, Compressor.POWER_SGD: {"rank": 1}}
+    for compressor in Compressor:
+        made = Plan("model", 2, (WHOLE, replace(WHOLE, compressor=compressor, **settings.get(compressor, {}))))
+        reason = why_scaled_refused(made, 8)
+        assert (reason is None) is (compressor in space.compressors)
+        assert reason is None or f"the plan has all_reduce of w with {compressor}; use none, fp16 or bf16" in reason
+        assert why_scaled_refused(made, 1) is None
+
+
+def test_a_replica_on_several_devices_is_refused_with_their_names():
+    replica = nn.Sequential(nn.Linear(3, 4, bias=False), nn.Linear(4, 1, bias=False, device="meta"))
+    with pytest.raises(InvalidStrategy, match="a replica must be on one device for plans, but the model's parameters are on cpu, meta"):
+        check_fit(Plan("model", 2, (WHOLE,)), replica, 2)

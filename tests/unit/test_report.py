@@ -64,6 +64,17 @@ class Page(HTMLParser):
             self.rows[-1][-1] += data.strip()
 
 
+@pytest.mark.parametrize("refused", ["", f"{EVIL} clips"])
+def test_what_the_script_keeps_from_being_tried_stands_in_the_report(tmp_path, refused):
+    spec = job_spec()
+    profiled = Profiled(WORKLOAD, spec.cluster, 1.0, {"torch": "2.13.0"}, refused)
+    text = rendered(tmp_path, spec, History((profiled,), spec.deviation), None)
+    Page(text)
+    assert EVIL not in text
+    assert ("synchronization cannot cross the step" in text) is bool(refused)
+    assert not refused or "alert(&#34;x&#34;)&lt;/script&gt; clips" in text
+
+
 @pytest.fixture(scope="module")
 def job():
     spec = job_spec()

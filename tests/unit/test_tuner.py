@@ -149,6 +149,29 @@ def test_when_every_candidate_fails_the_current_setup_stays_without_a_comparison
     assert len(history.candidates) == job_spec().max_trials and not history.ab_trials
 
 
+def test_trials_that_the_ranks_refuse_cost_no_budget_and_need_no_reference_and_are_not_tried_again():
+    refused = {strategy(number).id for number in (0, 1, 4, 7)}
+    spec = job_spec()
+    history, end = drive(spec, SyntheticWorld(FAST, refuses=lambda request: request.strategy_id in refused))
+    assert isinstance(end, Finish) and end.decision.strategy_id == strategy(5).id
+    assert [trial.request.strategy_id in refused for trial in history.candidates] == [trial.refused for trial in history.candidates]
+    assert len(history.refused) == 4
+    tried = [trial for trial in history.candidates if trial.request.round < len(history.rounds)]
+    assert len(tried) == spec.max_trials + 4
+    # Of the rounds 2, 2, 4 and 4 strategies ran: a reference follows every 4 that did, and a round that leaves half as many.
+    assert roles(history) == "r" + "ccccr" + "ccccr" + "ccccr" + "cccc" + "cc" + "r" + "abba" * 3
+    assert not any(trial.refused for trial in history.trials if trial.request.role is not Role.CANDIDATE)
+
+
+@pytest.mark.parametrize("available", [6, 32])
+def test_a_job_in_which_everything_is_refused_ends_with_the_current_setup(available):
+    spec = job_spec()
+    history, end = drive(spec, SyntheticWorld(FAST, refuses=lambda request: request.role is Role.CANDIDATE, available=available))
+    assert isinstance(end, Finish) and end.decision.strategy_id == CURRENT_SETUP and end.decision.comparison is None
+    assert roles(history) == "r" + "c" * min(available, spec.max_trials)
+    assert "the report says why each failed" in end.decision.reason
+
+
 def test_a_finalist_that_fails_its_second_look_gives_way_to_the_next():
     def fails(request):
         return request.role is Role.CANDIDATE and request.predicted_s is None and request.strategy_id == strategy(5).id
@@ -253,8 +276,15 @@ def test_every_job_in_a_hostile_world_ends_within_its_trial_budget(seed):
     spec = job_spec(max_trials=int(rng.integers(1, 20)), top_k=int(rng.integers(1, 6)), reference_every=int(rng.integers(1, 6)))
     broken = set(rng.choice(80, size=15, replace=False).tolist()) - {0}
     slow = set(rng.choice(80, size=15, replace=False).tolist())
+    refused = set(rng.choice(80, size=15, replace=False).tolist()) - {0}
     world = SyntheticWorld(
-        FAST, noise=0.1, seed=seed, fails=lambda r: r.number in broken, factor=lambda n: 2.0 if n in slow else 1.0, available=16
+        FAST,
+        noise=0.1,
+        seed=seed,
+        fails=lambda r: r.number in broken,
+        factor=lambda n: 2.0 if n in slow else 1.0,
+        available=16,
+        refuses=lambda r: r.number in refused and r.role is Role.CANDIDATE,
     )
     history, end = drive(spec, world)
     assert isinstance(end, Finish)

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import torch
 
 from autotune.errors import SynchronizationError
+from autotune.strategy_space.enactable import describe
 from autotune.strategy_space.plan import Message
 from autotune.strategy_space.strategy import Compressor
 from runtime_rewriter.pytorch.exchange.lanes import Flight, Lanes, Step
-from runtime_rewriter.pytorch.exchange.refusals import describe
 from runtime_rewriter.pytorch.exchange.residuals import Residuals
 
 WIRE_DTYPE = {Compressor.FP16: torch.float16, Compressor.BF16: torch.bfloat16}

@@ -1,14 +1,15 @@
-"""What this runtime cannot enact, told before any step."""
+"""What the runtime cannot enact, told from the plan alone: before a trial is spent on it, and again before it is loaded."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from autotune.strategy_space.plan import Message, Plan, Primitive
-from autotune.strategy_space.strategy import ERROR_FEEDBACK, Compressor, SparseHandling
+from autotune.strategy_space.space import SearchSpace
+from autotune.strategy_space.strategy import ERROR_FEEDBACK, SPARSE_COMPRESSORS, Compressor, SparseHandling
 
 _FED_BACK = ("float32", "float64")
 _MOST_INDICES = 2**31 - 1
-ROW_COMPRESSORS = (Compressor.NONE, Compressor.FP16, Compressor.BF16)
-"""Of sparse gradients that travel as rows."""
 _ROW_PRIMITIVES = {
     SparseHandling.ALL_GATHER: (Primitive.ALL_REDUCE, Primitive.REDUCE_SCATTER_ALL_GATHER),
     SparseHandling.GATHER_SCATTER: (Primitive.PUSH_PULL,),
@@ -17,7 +18,7 @@ _ROOTED = (Primitive.PUSH_PULL, Primitive.REDUCE_BROADCAST)
 
 
 def why_refused(plan: Plan) -> str | None:
-    """The rule that keeps this runtime from enacting `plan`, or None; needs no model and no process group."""
+    """The rule that keeps the runtime from enacting `plan`, or None; needs no model and no process group."""
     if plan.ring_order is not None and sorted(plan.ring_order) != list(range(plan.world_size)):
         return f"ring_order must name each of the {plan.world_size} ranks once, but is {plan.ring_order}"
     for number, message in enumerate(plan.messages):
@@ -49,8 +50,6 @@ def _why_message_refused(message: Message, world_size: int) -> str | None:
 def _why_no_feedback(message: Message) -> str | None:
     if message.dtype not in _FED_BACK:
         return f"compressor {message.compressor} needs float32 or float64 gradients, but these are {message.dtype}; use none, fp16 or bf16"
-    if message.sparse is not SparseHandling.DENSE:
-        return f"compressor {message.compressor} takes dense gradients, but the message sends them as {message.sparse}; set sparse = dense"
     if message.compressor is Compressor.TOP_K and message.elements > _MOST_INDICES:
         return f"top_k sends int32 indices, but the message has {message.elements} elements; cut it to at most {_MOST_INDICES}"
     return None
@@ -67,9 +66,19 @@ def why_scaled_refused(plan: Plan, byte_scale: float) -> str | None:
     )
 
 
+def scaled_space(space: SearchSpace, byte_scale: float) -> SearchSpace:
+    """Of `space` what can be enacted while only 1/`byte_scale` of every message travels."""
+    if byte_scale == 1:
+        return space
+    return replace(space, compressors=tuple(kind for kind in space.compressors if kind not in ERROR_FEEDBACK))
+
+
 def _why_rows_refused(message: Message) -> str | None:
-    if message.compressor not in ROW_COMPRESSORS:
-        return f"rows of a sparse gradient travel as they are or as fp16 or bf16, but the compressor is {message.compressor}"
+    if message.compressor not in SPARSE_COMPRESSORS:
+        return (
+            f"rows of a sparse gradient travel as they are or as fp16 or bf16, but the compressor is {message.compressor}; "
+            "change it or set sparse = dense"
+        )
     if len(message.slices) != 1 or message.slices[0].axis not in (None, 0):
         return f"rows of a sparse gradient travel alone, whole or cut along axis 0, but the message holds {len(message.slices)} slice(s)"
     if message.primitive not in _ROW_PRIMITIVES[message.sparse]:

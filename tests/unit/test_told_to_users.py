@@ -1,0 +1,47 @@
+"""What a user sees of a running and of a stored job: what its script keeps from being tried."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from synthetic_job import WORKLOAD, job_spec
+
+from autotune.cli import main
+from autotune.commands.progress import ConsoleProgress
+from autotune.commands.workspace import Workspace
+from autotune.events import Profiled
+from autotune.history import History
+from autotune.store import Store
+
+REASON = "gradients are changed [between] backward() and step()"
+TOLD = f"synchronization cannot cross the step: {REASON}"
+
+
+def profiled(refused: str) -> Profiled:
+    return Profiled(WORKLOAD, job_spec().cluster, 1.0, {"torch": "2.13.0"}, refused)
+
+
+@pytest.mark.parametrize("refused", ["", REASON])
+def test_the_limits_of_the_script_are_told_when_profiling_ends(refused: str) -> None:
+    written = io.StringIO()
+    ConsoleProgress(job_spec(), Console(file=written, width=40)).recorded(profiled(refused), History((profiled(refused),), 0.15))
+    assert written.getvalue().startswith("profiled: 5 variables")
+    assert (f"  {TOLD}\n" in written.getvalue()) is bool(refused)
+    assert ("cannot cross" in written.getvalue()) is bool(refused)
+
+
+@pytest.mark.parametrize("refused", ["", REASON])
+def test_show_tells_the_limits_of_the_script(capsys, tmp_path: Path, refused: str) -> None:
+    workspace = Workspace.create(tmp_path)
+    with Store.open(workspace.store_path) as store:
+        store.create_job("job", job_spec())
+        store.append("job", 0, profiled(refused))
+    assert main(["show", "job", "--directory", str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    assert (TOLD in text) is bool(refused) and ("cannot cross" in text) is bool(refused)
+    assert main(["show", "job", "--json", "--directory", str(tmp_path)]) == 0
+    assert json.loads(capsys.readouterr().out)["cross_step_refused"] == refused
