@@ -13,6 +13,7 @@ Source: ByteScheduler (SOSP 2019) and P3 (SysML 2019) cross the step in the same
 
 from __future__ import annotations
 
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -28,7 +29,8 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from runtime_rewriter.pytorch.reads import can_watch, is_watched, unwatch, watch
+from autotune.errors import SynchronizationError
+from runtime_rewriter.pytorch.reads import can_watch, is_watched, outside_modes, unwatch, watch
 from runtime_rewriter.pytorch.script_steps import ScriptSteps
 from runtime_rewriter.pytorch.updates import DueUpdate, group_numbers, why_coupled
 
@@ -75,6 +77,8 @@ class CrossStep:
         self._unread: set[int] | None = None  # while it is being found out
         self._script = ScriptSteps(parameters, _OWN_HOOKS)
         self._lock = RLock()
+        self.broken: str | None = None
+        """What went wrong when a message was waited for."""
         self._checkpointed: WeakSet[Optimizer] = WeakSet()
         _take_part(self)
 
@@ -137,6 +141,8 @@ class CrossStep:
         if not seen:
             self._unseen = set()
             return
+        for position in self._unread or ():  # of a forward pass that did not come to its end
+            unwatch(self._parameters[position])
         unread = {position for position, parameter in enumerate(self._parameters) if not is_watched(parameter)}
         self._unread = unread
         for position in tuple(unread):
@@ -194,24 +200,27 @@ class CrossStep:
 
         `rest`: every message is waited for, those of no pending variable too.
         """
-        with self._lock, torch._C.DisableTorchFunctionSubclass():
+        with self._lock, outside_modes():
             began_s = time.perf_counter()
             needed = {m.number for position in positions if position in self._pending for m in self._messages_of[position]}
             for number in sorted(self._outstanding if rest else needed & self._outstanding.keys()):
-                self._outstanding[number].wait()
-                self._arrived(number)
+                self._receive(number)
             waited_s = time.perf_counter() - began_s
             for number, message in tuple(self._outstanding.items()):
                 if not message.arrived:
                     break  # they mostly arrive in issue order, and to look at all of them at every read would take long
-                message.wait()
-                self._arrived(number)
+                self._receive(number)
             if self._complete:
                 complete, self._complete = self._complete, []
                 self._finish(complete)
             return waited_s
 
-    def _arrived(self, number: int) -> None:
+    def _receive(self, number: int) -> None:
+        try:
+            self._outstanding[number].wait()
+        except SynchronizationError as error:
+            self.broken = str(error)
+            raise
         del self._outstanding[number]
         for position in self._variables_of[number]:
             self._missing[position] -= 1
@@ -224,15 +233,15 @@ class CrossStep:
         dropped = []
         for position, pending in done.items():
             parameter = self._parameters[position]
-            unwatch(parameter)
-            if pending.gradient is None:
-                continue
-            unwatch(pending.gradient)
-            if parameter.grad is None:
+            if pending.gradient is not None and parameter.grad is None:
                 if position not in self._stashed:
                     dropped.append(parameter)
                 parameter.grad = pending.gradient
         self._write(positions)
+        for position, pending in done.items():  # before the update: optimizers look at the class of what they update
+            unwatch(self._parameters[position])
+            if pending.gradient is not None:
+                unwatch(pending.gradient)
         self._update(done)
         for parameter in dropped:
             parameter.grad = None
@@ -302,8 +311,16 @@ def _take_part(cross_step: CrossStep) -> None:
     """Tell `cross_step` of every step of every optimizer; torch's hooks for that are for the whole process, and set up once."""
     _PRESENT.add(cross_step)
     if not _OWN_HOOKS:
+        # Before the interpreter stops threads, which carry later steps of messages that other ranks wait for.
+        threading._register_atexit(settle_everything)  # type: ignore[attr-defined]
         _OWN_HOOKS.add(register_optimizer_step_pre_hook(_before_any_step).id)
         _OWN_HOOKS.add(register_optimizer_step_post_hook(_after_any_step).id)
+
+
+def settle_everything() -> None:
+    """Of every synchronizer in this process, wherever a script goes on without its process groups."""
+    for present in tuple(_PRESENT):
+        present.settle_all()
 
 
 def _before_any_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -10,9 +10,9 @@ buckets, all of DDP's own code runs and only its reducer is another one of torch
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from functools import partial, wraps
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -28,6 +28,7 @@ from torch.utils.hooks import RemovableHandle
 from autotune.errors import InvalidStrategy
 from autotune.strategy_space.plan import Plan
 from runtime_rewriter.pytorch.byte_scale import parts_of, scale_reducer
+from runtime_rewriter.pytorch.cross_step import settle_everything
 from runtime_rewriter.pytorch.hooks import GradientSynchronizer
 from runtime_rewriter.pytorch.native_buckets import DdpCarrier, ModuleCarrier
 from runtime_rewriter.pytorch.observers import Accelerator
@@ -219,15 +220,46 @@ def replaced_ddp(session: ModelObserver, *, timeout_s: float = 60.0, agreement_t
     # A saved model must load where nothing is replaced, so the class goes by the name of torch's own.
     for attribute in ("__name__", "__qualname__", "__module__", "__doc__"):
         setattr(Replacement, attribute, getattr(DistributedDataParallel, attribute))
-    places: tuple[Any, ...] = (torch.nn.parallel, torch_ddp)
-    originals = [place.DistributedDataParallel for place in places]
+    destroy = dist.destroy_process_group
+
+    @wraps(destroy)
+    def settle_and_destroy(*args: Any, **kwargs: Any) -> None:
+        settle_everything()  # what crosses the last step needs its groups
+        destroy(*args, **kwargs)
+
+    places: tuple[tuple[Any, str, Any], ...] = (
+        (torch.nn.parallel, "DistributedDataParallel", Replacement),
+        (torch_ddp, "DistributedDataParallel", Replacement),
+        (dist, "destroy_process_group", settle_and_destroy),
+    )
+    originals = [getattr(place, name) for place, name, _ in places]
     try:
-        for place in places:
-            place.DistributedDataParallel = Replacement
+        for place, name, replacement in places:
+            setattr(place, name, replacement)
         yield
     finally:
-        for place, original in zip(places, originals, strict=True):
-            place.DistributedDataParallel = original
+        for (place, name, _), original in zip(places, originals, strict=True):
+            setattr(place, name, original)
+
+
+class _ForwardHook:
+    """A hook of the synchronizer on a module. A copy of the module, or one that is loaded again, has no synchronizer."""
+
+    def __init__(self, call: Callable[..., None]) -> None:
+        self._call = call
+
+    def __call__(self, *told: object) -> None:
+        self._call(*told)
+
+    def __deepcopy__(self, memo: object) -> _ForwardHook:
+        return _ForwardHook(_nothing)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _ForwardHook, (_nothing,)
+
+
+def _nothing(*told: object) -> None:
+    """What the hooks of a copy do."""
 
 
 class AttachedSynchronizer(GradientSynchronizer):
@@ -245,8 +277,8 @@ class AttachedSynchronizer(GradientSynchronizer):
         self._own_forward: dict[str, Any] | None = None  # while an accelerator stands in for it
         self._ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self._forward_handles: list[RemovableHandle] = [
-            module.register_forward_pre_hook(self._before, prepend=True),
-            module.register_forward_hook(self._after),
+            module.register_forward_pre_hook(_ForwardHook(self._before), prepend=True),
+            module.register_forward_hook(_ForwardHook(self._after)),
         ]
 
     def close(self) -> None:

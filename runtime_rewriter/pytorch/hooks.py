@@ -200,14 +200,16 @@ class GradientSynchronizer:
 
     def close(self) -> None:
         """Remove every hook, stop the threads and give the process groups back. Local."""
-        self.cross_step.settle_all()
-        self.cross_step.close()
-        self._unhook()
-        self._plan, self._packing = None, None
-        self.listeners.clear()
-        self.observers.clear()
-        self.lanes.close()
-        self.ranks.destroy()
+        try:
+            self.cross_step.settle_all()
+        finally:
+            self.cross_step.close()
+            self._unhook()
+            self._plan, self._packing = None, None
+            self.listeners.clear()
+            self.observers.clear()
+            self.lanes.close()
+            self.ranks.destroy()
 
     def _unhook(self) -> None:
         for handle in self._handles:
@@ -220,8 +222,9 @@ class GradientSynchronizer:
             self._carrier.release()
 
     def _check_usable(self) -> None:
-        if self._broken is not None:
-            raise SynchronizationError(f"after a failed synchronization the ranks must be started again: {self._broken}")
+        broken = self._broken or self.cross_step.broken
+        if broken is not None:
+            raise SynchronizationError(f"after a failed synchronization the ranks must be started again: {broken}")
 
     # -- forward -------------------------------------------------------------------------------------
 
@@ -240,6 +243,7 @@ class GradientSynchronizer:
         self._check_usable()
         if self._pass.under_way or (self.native is not None and self._begun):
             raise SynchronizationError("a backward pass must end before the next forward pass begins, but the last one was interrupted")
+        self._begun = False  # of a pass that an exception ended before it accumulated anything
         if self._boundary_due:
             self._boundary_due = False
             if self.accelerator is not None:
@@ -306,7 +310,9 @@ class GradientSynchronizer:
 
     def _on_output_gradient(self, gradient: Tensor) -> None:
         with self._lock, torch.no_grad():
-            if self._armed and not self._begun:
+            if not self._armed:
+                self.cross_step.settle_all()  # it accumulates once more into gradients that may be under way
+            elif not self._begun:
                 try:
                     self._begin()
                 except SynchronizationError as error:

@@ -55,13 +55,14 @@ class PlannedPass:
         self._filled = [False] * count
         self._expected = list(self._learned) if self._static and self._learned is not None else [1] * count
         self._next = 0
+        self._accumulated = False
         for transfer in self._transfers:
             transfer.reset()
 
     @property
     def under_way(self) -> bool:
         """Gradients have come and the pass has not ended."""
-        return any(self._fired)
+        return self._accumulated
 
     @property
     def _late(self) -> bool:
@@ -79,14 +80,12 @@ class PlannedPass:
             observer.on_backward_start()
         if reachable:
             self._expected = [int(position in reachable) for position in range(len(self._names))]
-        if not self._late:
-            for position, times in enumerate(self._expected):
-                if times == 0:
-                    self._fill(position)
-            self._drain()
 
     def ready(self, position: int) -> None:
         """The variable's gradient has been accumulated."""
+        if not self._accumulated:
+            self._accumulated = True
+            self._fill_unreachable()
         self._fired[position] += 1
         learning = self._static and self._learned is None
         if self._fired[position] > self._expected[position] and not learning:
@@ -95,6 +94,14 @@ class PlannedPass:
             for observer in tuple(self._observers):
                 observer.on_ready(position, self._parameters[position].grad)
         elif self._fired[position] == self._expected[position] and self._fill(position):
+            self._drain()
+
+    def _fill_unreachable(self) -> None:
+        """Only now, with the first gradient, is it certain that the pass accumulates: torch.autograd.grad does not."""
+        if not self._late:
+            for position, times in enumerate(self._expected):
+                if times == 0:
+                    self._fill(position)
             self._drain()
 
     def _ready_again(self, position: int) -> SynchronizationError:
@@ -123,9 +130,7 @@ class PlannedPass:
 
         Whether every `.grad` is final; None: nothing was accumulated (torch.autograd.grad), and nothing has happened.
         """
-        if not any(self._fired):
-            for transfer in self._transfers[: self._next]:  # of variables that are never used
-                transfer.wait()
+        if not self._accumulated:
             self._reset()
             return None
         crossing = self._cross_step.defers and not self._observers and not self._late

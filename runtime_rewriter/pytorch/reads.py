@@ -15,15 +15,20 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from threading import RLock
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.nn import Parameter
+from torch.utils._python_dispatch import _disable_current_modes
 
 OnRead = Callable[[Tensor], None]
 
 _CALLBACK = "_autotune_on_read"
+_READING = RLock()
 _GETTERS = ("shape", "dtype", "device", "layout", "requires_grad", "is_leaf", "grad_fn", "ndim", "is_sparse", "grad")
 _METHODS = ("size", "dim", "numel", "stride", "is_contiguous", "is_floating_point", "element_size", "register_hook")
 _GRAD: Any = Tensor.grad
@@ -93,11 +98,21 @@ def is_watched(tensor: Tensor) -> bool:
 
 
 def _read(tensor: Tensor) -> None:
-    if not is_watched(tensor):
-        return  # the read of another one has come before
-    on_read: OnRead = getattr(tensor, _CALLBACK)
-    unwatch(tensor)
-    on_read(tensor)
+    with _READING:  # a read on another thread waits until the value is there
+        if not is_watched(tensor):
+            return  # the read of another one has come before
+        on_read: OnRead = getattr(tensor, _CALLBACK)
+        try:
+            on_read(tensor)
+        finally:
+            unwatch(tensor)
+
+
+@contextmanager
+def outside_modes() -> Iterator[None]:
+    """Inside, torch's functions do what they say, whatever modes and transforms the reading code runs under."""
+    with torch._C.DisableTorchFunction(), _disable_current_modes(), temporarily_clear_interpreter_stack(), torch.no_grad():
+        yield
 
 
 def _watched_in(value: object) -> Iterator[Tensor]:

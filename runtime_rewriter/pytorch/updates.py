@@ -41,26 +41,34 @@ class DueUpdate:
 
     optimizer: Optimizer
     hyperparameters: tuple[Mapping[str, Any], ...]  # of every parameter group
+    autocast: tuple[str, bool, torch.dtype]  # device type, whether, to what
 
     @staticmethod
     def now(optimizer: Optimizer) -> DueUpdate:
-        return DueUpdate(optimizer, tuple(_frozen(group) for group in optimizer.param_groups))
+        """As the script calls `step()`."""
+        device = next(parameter.device.type for group in optimizer.param_groups for parameter in group["params"])
+        groups = tuple({name: _frozen(value) for name, value in group.items() if name != "params"} for group in optimizer.param_groups)
+        return DueUpdate(optimizer, groups, (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)))
 
     def make(self, members: Mapping[int, list[Parameter]]) -> None:
         """Update `members`, by the number of their parameter group, and nothing else."""
         step: Callable[[Optimizer], object] = _unhooked(type(self.optimizer))
         groups = self.optimizer.param_groups
         self.optimizer.param_groups = [{**self.hyperparameters[number], "params": chosen} for number, chosen in sorted(members.items())]
+        device, enabled, dtype = self.autocast
         try:
             # Whatever mode the script reads a variable in, its state is made and changed as in its own step.
-            with torch.inference_mode(False), torch.no_grad():
+            with torch.inference_mode(False), torch.no_grad(), torch.autocast(device, dtype, enabled):
                 step(self.optimizer)
         finally:
             self.optimizer.param_groups = groups
 
 
-def _frozen(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value.clone() if isinstance(value, Tensor) else value for name, value in group.items() if name != "params"}
+def _frozen(value: Any) -> Any:
+    """The value of a hyperparameter, which a script may go on to change in place."""
+    if isinstance(value, Tensor):
+        return value.clone()
+    return type(value)(_frozen(inner) for inner in value) if isinstance(value, tuple | list) else value
 
 
 def _unhooked(kind: type[Optimizer]) -> Callable[[Optimizer], object]:

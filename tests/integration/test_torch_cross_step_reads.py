@@ -1,0 +1,270 @@
+"""What scripts do between two steps that cross-step synchronization must survive: odd reads, modes, exceptions, ends."""
+
+from __future__ import annotations
+
+import copy
+import io
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.flop_counter import FlopCounterMode
+from torch_plans import mixed, uniform
+from torch_world import run_world
+
+from autotune.strategy_space.plan import Plan
+from autotune.strategy_space.strategy import Synchronizer
+from runtime_rewriter.pytorch.ddp import PlannedDataParallel, attach
+from runtime_rewriter.pytorch.exchange.sending import Sending
+
+Models = list[Any]
+Scenario = Callable[[Models, int], list[Any]]
+"""Trains torch's DDP and ours in the same way; what it saw of each, to be compared."""
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(torch.relu(self.b(torch.relu(self.a(x)))))
+
+
+def data(rank: int, step: int) -> Tensor:
+    return torch.randn(5, 6, generator=torch.Generator().manual_seed(1000 * rank + step))
+
+
+def crossing(plan: Plan) -> Plan:
+    """In the worst order: what is read first arrives last."""
+    return replace(plan, cross_step=True, messages=plan.messages[::-1])
+
+
+def pair(make: Callable[[], nn.Module], **options: Any) -> Models:
+    """torch's DDP and ours across the step; messages count as under way until somebody needs them."""
+    Sending.arrived = property(lambda sending: sending._flight is None)  # type: ignore[assignment,method-assign]
+    models = []
+    for wrap in (DistributedDataParallel, PlannedDataParallel):
+        torch.manual_seed(0)
+        models.append(wrap(make(), **options))
+    models[1].synchronizer.load(crossing(mixed(models[1].module, dist.get_world_size())))
+    return models
+
+
+def train(model: Any, optimizer: Any, rank: int, steps: int, loss: Callable[[Any, int], Tensor] | None = None, first: int = 0) -> None:
+    for step in range(first, first + steps):
+        optimizer.zero_grad()
+        (model(data(rank, step)).square().mean() if loss is None else loss(model, step)).backward()
+        optimizer.step()
+
+
+def two_losses(models: Models, rank: int) -> list[Any]:
+    """A second backward pass over the same graph adds to gradients that are under way."""
+    for model in models:
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        train(model, optimizer, rank, 4)
+        optimizer.zero_grad()
+        out = model(data(rank, 9))
+        out.square().mean().backward(retain_graph=True)
+        out.sum().backward()
+        optimizer.step()
+    return []
+
+
+def autocast(models: Models, rank: int) -> list[Any]:
+    """An update is not cast because the forward pass that reads the variable is."""
+
+    def loss(model: Any, step: int) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = model(data(rank, step))
+        return out.float().square().mean()
+
+    for model in models:
+        train(model, torch.optim.Adafactor(model.parameters(), 0.1), rank, 5, loss)
+    return []
+
+
+def changed_betas(models: Models, rank: int) -> list[Any]:
+    """Hyperparameters count as they are when the script calls step()."""
+    for model in models:
+        betas = torch.tensor(0.9), torch.tensor(0.99)
+        optimizer = torch.optim.Adam(model.parameters(), 0.1, betas=betas, foreach=False)
+        for step in range(6):
+            train(model, optimizer, rank, 1, first=step)
+            betas[0].mul_(0.5)
+    return []
+
+
+def counted(models: Models, rank: int) -> list[Any]:
+    """A mode around the forward pass sees the forward pass and no update."""
+    seen = []
+    for model in models:
+        optimizer = torch.optim.Muon([p for p in model.parameters() if p.dim() == 2], 0.1)
+        train(model, optimizer, rank, 4)
+        with FlopCounterMode(display=False) as counter:
+            model(data(rank, 9))
+        seen.append(counter.get_total_flops())
+    return seen
+
+
+def sum_of(model: nn.Module) -> float:
+    return sum(float(parameter.detach().sum()) for parameter in model.parameters())
+
+
+def read_by_threads(models: Models, rank: int) -> list[Any]:
+    seen = []
+    for model in models:
+        train(model, torch.optim.SGD(model.parameters(), 0.1), rank, 4)
+        sums: list[float] = []
+        readers = [
+            threading.Thread(target=lambda m=model: sums.append(sum(float(p.detach().sum()) for p in m.parameters()))) for _ in range(4)
+        ]
+        for reader in readers:
+            reader.start()
+        for reader in readers:
+            reader.join(timeout=20)
+        seen.append(sums)
+    return seen
+
+
+class Functional(nn.Module):
+    """Derives by its input inside its forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.func.grad(lambda z: self.net(z).square().sum())(x) + 0 * self.net(x).sum()
+
+
+class Failing(nn.Module):
+    """Has a layer whose reads nobody sees, behind a place where it can fail."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self.a, self.b, self.c = nn.Linear(6, 8), torch.jit.script(nn.Linear(8, 8)), nn.Linear(8, 3)
+        self.fails = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.a(x)
+        if self.fails:
+            raise MemoryError
+        return self.c(self.b(hidden))
+
+
+def failed_forward(models: Models, rank: int) -> list[Any]:
+    """The forward pass from which reads are learned does not come to its end."""
+    for model in models:
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        train(model, optimizer, rank, 1)
+        model.module.fails = True
+        with pytest.raises(MemoryError):
+            model(data(rank, 1))
+        model.module.fails = False
+        train(model, optimizer, rank, 5)
+    return []
+
+
+def plain(models: Models, rank: int) -> list[Any]:
+    for model in models:
+        train(model, torch.optim.AdamW(model.parameters(), 0.1), rank, 5)
+    return []
+
+
+def without_listeners(models: Models, rank: int) -> list[Any]:
+    """Steps without any plan, of which only the first are looked at, say nothing against crossing the step later."""
+    models[1].synchronizer.load(None)
+    for model in models:
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        train(model, optimizer, rank, 5)
+        if model is models[1]:
+            model.synchronizer.load(crossing(mixed(model.module, 2)))
+        train(model, optimizer, rank, 5)
+    return []
+
+
+SCENARIOS: dict[str, tuple[Callable[[], nn.Module], Scenario]] = {
+    "two losses": (Mlp, two_losses),
+    "autocast": (Mlp, autocast),
+    "changed betas": (Mlp, changed_betas),
+    "counted": (Mlp, counted),
+    "threads": (Mlp, read_by_threads),
+    "torch.func": (Functional, plain),
+    "failed forward": (Failing, failed_forward),
+    "without listeners": (Mlp, without_listeners),
+}
+
+
+def check_scenario(rank: int, name: str) -> None:
+    make, scenario = SCENARIOS[name]
+    models = pair(make, find_unused_parameters=make is Functional)
+    seen = scenario(models, rank)
+    if seen:
+        torch.testing.assert_close(seen[1], seen[0], rtol=0, atol=0)
+    torch.testing.assert_close(models[1].state_dict(), models[0].state_dict(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_a_script_sees_the_bits_of_ddp(name: str) -> None:
+    run_world(check_scenario, 2, name)
+
+
+class Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.heads = nn.Linear(6, 8), nn.ModuleList([nn.Linear(8, 3), nn.Linear(8, 3)])
+
+    def forward(self, x: Tensor, head: int) -> Tensor:
+        return self.heads[head](torch.relu(self.body(x)))
+
+
+def check_penalty(rank: int, cross_step: bool) -> None:
+    """A gradient penalty with unused variables: torch.autograd.grad goes through the output before backward() does."""
+    models: Models = []
+    for wrap in (DistributedDataParallel, PlannedDataParallel):
+        torch.manual_seed(0)
+        models.append(wrap(Heads(), find_unused_parameters=True))
+    plan = uniform(models[1].module, 2, Synchronizer.REDUCE_SCATTER_ALL_GATHER, groups=6)
+    heads_first = sorted(plan.messages, key=lambda message: "heads" not in message.slices[0].variable)
+    models[1].synchronizer.load(replace(plan, messages=tuple(heads_first), cross_step=cross_step))
+    for model in models:
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+        for step in range(4):
+            optimizer.zero_grad(set_to_none=False)
+            x = data(rank, step).requires_grad_()
+            out = model(x, (rank + step) % 2)
+            (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+            (out.square().mean() + slope.square().mean()).backward()
+            optimizer.step()
+    torch.testing.assert_close(models[1].state_dict(), models[0].state_dict(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("cross_step", [False, True])
+def test_gradients_of_the_output_may_be_taken_before_the_backward_pass(cross_step: bool) -> None:
+    run_world(check_penalty, 2, cross_step)
+
+
+def check_copies(rank: int) -> None:
+    torch.manual_seed(0)
+    module = Mlp()
+    attach(module, crossing(mixed(module, 2)))
+    train(module, torch.optim.SGD(module.parameters(), 0.1), rank, 4)
+    saved = io.BytesIO()
+    torch.save(module, saved)
+    saved.seek(0)
+    for copied in (copy.deepcopy(module), torch.load(saved, weights_only=False)):
+        torch.testing.assert_close(copied.state_dict(), module.state_dict(), rtol=0, atol=0)
+        copied(data(rank, 0)).sum().backward()  # local: a copy is synchronized by nobody
+
+
+def test_a_synchronized_module_can_be_copied_and_saved() -> None:
+    run_world(check_copies, 2)
