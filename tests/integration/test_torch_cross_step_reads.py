@@ -121,15 +121,8 @@ def read_by_threads(models: Models, rank: int) -> list[Any]:
     seen = []
     for model in models:
         train(model, torch.optim.SGD(model.parameters(), 0.1), rank, 4)
-        sums: list[float] = []
-        readers = [
-            threading.Thread(target=lambda m=model: sums.append(sum(float(p.detach().sum()) for p in m.parameters()))) for _ in range(4)
-        ]
-        for reader in readers:
-            reader.start()
-        for reader in readers:
-            reader.join(timeout=20)
-        seen.append(sums)
+        with ThreadPoolExecutor(4) as readers:
+            seen.append(list(readers.map(sum_of, [model] * 4, timeout=20)))
     return seen
 
 
