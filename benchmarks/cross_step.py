@@ -3,7 +3,7 @@
 Four hosts at 1 Gbit/s are emulated on this machine (network namespaces with shaped links: transfers are real), and so is
 computation (each layer sleeps for its time); parameters, gradients, messages and updates are real. The model is that of
 `benchmarks.cross_step_model`, the strategy the one that `cross_step_all_reduce` finds for it from its times and the cluster file.
-Rivals: torch's DDP at six bucket sizes, and, to see where the gain comes from, the same messages in gradient-ready order and within
+Rivals: torch's DDP at four bucket sizes, and, to see where the gain comes from, the same messages in gradient-ready order and within
 the step. Blocks of steps of all setups are interleaved; the best bucket size is the one with the lowest median. The last line is one
 JSON object; `ratio_to_best_ddp` is time(best DDP) / time(ours), above 1 where ours is faster.
 """
@@ -21,10 +21,11 @@ from pathlib import Path
 from autotune.cluster_file import read_cluster
 from autotune.testbed.bed import running
 from autotune.testbed.capabilities import capabilities
-from benchmarks.cross_step_rank import OURS
-from benchmarks.testbed_processes import ROOT, inside, output
+from benchmarks.cross_step_rank import OURS, SETTLE_STEPS
+from benchmarks.testbed_processes import ROOT, WAIT_S, inside, output
 
 MASTER_PORT = 29410
+SLOW_STEPS_S = 8.0  # one step of every setup, generously
 
 
 def measured(cluster_file: Path, rounds: int, steps: int) -> dict:
@@ -35,7 +36,7 @@ def measured(cluster_file: Path, rounds: int, steps: int) -> dict:
         shared = {"MASTER_ADDR": bed.hosts[0].address, "MASTER_PORT": str(MASTER_PORT), "GLOO_SOCKET_IFNAME": bed.interface}
         shared |= {"WORLD_SIZE": str(count), "OMP_NUM_THREADS": "1"}
         ranks = [inside(bed, rank, words, RANK=str(rank), **shared) for rank in range(count)]
-        first, *_ = [output(rank) for rank in ranks]
+        first, *_ = [output(rank, wait_s=WAIT_S + rounds * (steps + SETTLE_STEPS) * SLOW_STEPS_S) for rank in ranks]
     found: dict = json.loads(first.splitlines()[-1])
     return found
 
@@ -43,8 +44,8 @@ def measured(cluster_file: Path, rounds: int, steps: int) -> dict:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cluster", type=Path, default=ROOT / "examples" / "clusters" / "four_hosts.yaml", help="of hosts with one device")
-    parser.add_argument("--rounds", type=int, default=8, help="blocks per setup (default 8)")
-    parser.add_argument("--steps", type=int, default=8, help="timed steps of a block (default 8)")
+    parser.add_argument("--rounds", type=int, default=6, help="blocks per setup (default 6)")
+    parser.add_argument("--steps", type=int, default=6, help="timed steps of a block (default 6)")
     options = parser.parse_args()
     able = capabilities()
     if not able.possible:

@@ -28,7 +28,7 @@ from benchmarks.cross_step_model import FORWARD_SHARE, LAYERS, workload
 from runtime_rewriter.pytorch.ddp import PlannedDataParallel
 from runtime_rewriter.scheduling import take_round_robin
 
-BUCKETS_MB = (0.5, 1, 2, 5, 10, 25)
+BUCKETS_MB = (1, 2, 5, 25)
 WARM_STEPS, SETTLE_STEPS = 4, 2
 OURS = "cross-step"
 

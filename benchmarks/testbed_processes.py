@@ -21,9 +21,9 @@ def inside(bed: Testbed, host: int, words: Sequence[str], **environment: str) ->
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env={**os.environ, **environment})
 
 
-def output(process: subprocess.Popen[str]) -> str:
+def output(process: subprocess.Popen[str], wait_s: float = WAIT_S) -> str:
     """What it printed, once it has ended well; the benchmark ends where it has not."""
-    text, _ = process.communicate(timeout=WAIT_S)
+    text, _ = process.communicate(timeout=wait_s)
     if process.returncode != 0:
         raise SystemExit(f"{process.args} ended with status {process.returncode}; look at what it said above")
     return text

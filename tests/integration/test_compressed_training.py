@@ -3,7 +3,7 @@
 Small variants of the four example models train on two ranks, once uncompressed and then under strategies drawn from the search space with
 one compressor each, from the same weights on the same batches. Compared is the mean loss of the last steps over both ranks.
 
-Largest deviations measured, two strategies per seed (the losses of an uncompressed strategy equal the reference's):
+Largest deviations measured, with two strategies per compressor and seed (the losses of an uncompressed strategy equal the reference's):
 
 | | fp16 | bf16 | int8 | top-k, 10 % | PowerSGD, rank 4 |
 |---|---|---|---|---|---|
@@ -43,7 +43,7 @@ import ncf_ratings
 import resnet_digits
 
 RANKS = 2
-STRATEGIES = 2  # per compressor
+STRATEGIES = 1  # per compressor and example
 STEPS = 40
 LAST = 10  # steps whose mean loss counts
 TOP_K_RATIO = 0.1  # 1 % of a small model's elements in 40 steps is too little to learn from
