@@ -22,7 +22,7 @@ Step = Callable[[], dist.Work | None]
 """Starts the next collective of a message once its earlier ones have completed; None: nothing to wait for on this rank."""
 
 _VOTES = -1  # a lane without steps
-
+_CHANNEL = -2  # the thread on which messages go one by one
 
 KEPT_GROUPS = 32
 """Tuning tries many rings and owners and comes back to few; every group has threads, and connections to all its members."""
@@ -47,6 +47,12 @@ class Flight:
         self._follow()
         self._work = step()
         self._fence = self._device.fence()
+
+    def complete(self) -> None:
+        """All steps, on one thread."""
+        for lane in self._steps:
+            self.advance(lane)
+        self._follow()
 
     def _follow(self) -> None:
         if self._work is not None:
@@ -87,6 +93,11 @@ class Lanes:
         self._asked: set[tuple[int, Circle]] = set()
         self._threads: dict[int, ThreadPoolExecutor] = {}
         self._hosts: Circle | None = None
+        self.one_by_one = False
+        """Between two steps: whether each message has the network to itself, and the next one starts when it has arrived.
+
+        Side by side they share the links, so that what is needed first waits for what is not: a planned order means nothing then.
+        """
 
     def group(self, lane: int, circle: Circle) -> dist.ProcessGroup | None:
         """The group of this rank's part on that lane; None where it takes no part or is alone.
@@ -124,15 +135,25 @@ class Lanes:
     def run(self, steps: Sequence[tuple[int, Step]]) -> Flight:
         """Start a message; `steps` are (lane, step) with ascending lanes. Every rank calls it in plan order, on one thread."""
         flight = Flight(steps, self.device)
+        if self.one_by_one:
+            flight.next_lane = self._thread(_CHANNEL).submit(self._on_channel, flight)
+            return flight
         flight.advance(0)
         if flight.last_lane > 0:
             flight.next_lane = self._submit(flight, 1)
         return flight
 
     def _submit(self, flight: Flight, lane: int) -> Future[object]:
+        return self._thread(lane).submit(self._on_lane, flight, lane)
+
+    def _thread(self, lane: int) -> ThreadPoolExecutor:
         if lane not in self._threads:  # lane k's thread is only started from lane k - 1
             self._threads[lane] = ThreadPoolExecutor(1, thread_name_prefix=f"lane-{lane}")
-        return self._threads[lane].submit(self._on_lane, flight, lane)
+        return self._threads[lane]
+
+    def _on_channel(self, flight: Flight) -> None:
+        with self.device.side_stream(_CHANNEL):
+            flight.complete()
 
     def _on_lane(self, flight: Flight, lane: int) -> Future[object] | None:
         with self.device.side_stream(lane):
