@@ -51,7 +51,8 @@ class ScriptSteps:
         self.stop_looking()
         if self.learning:
             self._final = self._states()
-            self._watched = [p.grad for p in self._parameters if p.grad is not None and can_watch(p.grad)]
+            if not script_compiles():  # a compiled step() would be compiled for the classes that it meets
+                self._watched = [p.grad for p in self._parameters if p.grad is not None and can_watch(p.grad)]
             for gradient in self._watched:
                 watch(gradient, self._on_read)
 
