@@ -111,7 +111,8 @@ def test_an_exported_strategy_runs_in_the_unchanged_script_and_a_wrong_world_is_
 
 def test_the_gpt_example_is_tuned_with_lossy_strategies_and_without_a_simulator(tmp_path) -> None:
     options = ("--json", "--lossy", "--search", "no-simulator")
-    words = tune_words(tmp_path, ROOT / "examples" / "gpt_text.py", "--epochs", "500", options=options)
+    small = ("--width", "96", "--layers", "2", "--vocabulary", "500")
+    words = tune_words(tmp_path, ROOT / "examples" / "gpt_text.py", "--epochs", "500", *small, options=options)
     done = autotune(*words)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["decision"]["comparison"]["pairs"] >= 6
@@ -131,7 +132,7 @@ def test_kill_9_at_random_moments_loses_no_finished_trial_and_repeats_none(tmp_p
     command = [sys.executable, "-m", "autotune", *tune_words(tmp_path, SMALL, "--width", "256", options=options)]
     resume = [sys.executable, "-m", "autotune", "tune", "--resume", "killed", "--directory", str(tmp_path)]
     seen: list = []
-    for attempt in range(4):
+    for attempt in range(3):
         process = subprocess.Popen(command if attempt == 0 else resume, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
         wait_for_more_events(tmp_path, len(seen), process)
         time.sleep(moments.uniform(0.0, 1.5))
