@@ -6,6 +6,31 @@ from collections.abc import Iterator
 
 import pytest
 
+LONGEST_FIRST = (
+    "test_tune_command",
+    "test_world_faults",
+    "test_emulated_world",
+    "test_testbed_tune",
+    "test_apply",
+    "test_examples_train",
+    "test_null_experiment",
+    "test_testbed_network",
+    "test_every_strategy",
+    "test_compressed_training",
+    "test_probe_command",
+    "test_ray_address",
+    "test_interrupts",
+    "test_torch_hooks",
+    "test_torch_emulation",
+    "test_tracking",
+)
+"""Files that run for half a minute or more: begun last, one of them would keep one process busy long after the other is done."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    place = {name: number for number, name in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(place)))
+
 
 @pytest.fixture(scope="module")
 def cluster_of_two() -> Iterator[object]:
