@@ -377,7 +377,7 @@ def check_left_to_hooks(rank: int) -> None:
     held = uniform(odd.module, 2)
     profiled = PlannedDataParallel(Tied())
     profiled.synchronizer.load(uniform(profiled.module, 2), deferred=True)
-    assert profiled.synchronizer.native is None and profiled.synchronizer.deferred and held.messages
+    assert profiled.synchronizer.native is None and held.messages
 
 
 def test_mixed_types_sparse_gradients_and_profiling_are_left_to_our_hooks() -> None:
