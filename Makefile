@@ -32,9 +32,9 @@ lint: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# Two files of tests at a time, in the order of tests/conftest.py: most of them wait for the processes that they start.
+# Three files of tests at a time, in the order of tests/conftest.py: most of them wait for the processes that they start.
 test: lint
-	$(BIN)/pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
 clean:
 	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
