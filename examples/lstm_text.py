@@ -120,6 +120,17 @@ def evaluate(model: nn.Module, loader: DataLoader[tuple[Tensor, ...]], device: t
     return float(sums[0] / sums[1])
 
 
+def accumulate_gradients(model: DDP, batches: tuple[Tensor, ...]) -> Tensor:
+    """The mean loss of all batches, whose gradients are synchronized with the last one."""
+    loss = torch.zeros((), device=batches[0].device)
+    for number, batch in enumerate(batches, start=1):
+        with nullcontext() if number == len(batches) else model.no_sync():
+            part = loss_of(model, batch) / len(batches)
+            part.backward()
+        loss += part.detach()
+    return loss
+
+
 def main() -> None:
     args = parse_args()
     device = setup()
@@ -151,12 +162,7 @@ def main() -> None:
         started, first_step, loss_sum = time.perf_counter(), step, torch.zeros((), device=device)
         for (sequences,) in train_loader:
             optimizer.zero_grad()
-            loss = torch.zeros((), device=device)
-            for number, batch in enumerate(sequences.to(device).split(args.batch_size), start=1):
-                with nullcontext() if number == args.accumulate else model.no_sync():
-                    part = loss_of(model, batch) / args.accumulate
-                    part.backward()
-                loss += part.detach()
+            loss = accumulate_gradients(model, sequences.to(device).split(args.batch_size))
             if args.clip_grad_norm > 0:
                 nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad_norm)
             optimizer.step()

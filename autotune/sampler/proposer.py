@@ -251,9 +251,9 @@ class Proposer:
         return [int(kept[i]) for i in picked] + explorers.tolist()
 
     def _propose_bayes(self, history: History, round_: int) -> Proposed:
-        """scikit-optimize on two scalars, told everything again.
+        """scikit-optimize on two scalars, told everything again. A plan that is known already is told its time at once.
 
-        A plan that is known already is told its time at once, and one that cannot be enacted that of a failed trial.
+        Its plans are uncompressed flat all-reduces of whole variables, which are always enacted.
         """
         assert history.profiled is not None
         workload = history.profiled.workload
@@ -262,20 +262,17 @@ class Proposer:
         failed_s = FAILED_FACTOR * history.references[0][1]
         times = {trial.plan_id: history.measured_s.get(trial.request.strategy_id, failed_s) for trial in history.candidates}
         told: set[str] = set()
-        refusals: list[str] = []
         repeats = 0
         while repeats < BAYES_ASKS:
             strategy = search.ask()
-            wanted = plan(strategy, workload, self._spec.workers)
-            refusal = self._why_refused(wanted)
-            if refusal is None and wanted.id not in times:
-                reason = _said("Bayesian optimization of fusion threshold and cycle time was asked for", refusals)
+            plan_id = plan(strategy, workload, self._spec.workers).id
+            if plan_id not in times:
+                reason = "Bayesian optimization of fusion threshold and cycle time was asked for"
                 return Proposed(round_, (Proposal(strategy, "bayes"),), "gaussian process", reason, 1, (), 0.0)
-            search.tell(strategy.id, times.get(wanted.id, failed_s))
-            repeats = repeats + 1 if refusal is not None or wanted.id in told else 0
-            told.add(wanted.id)
-            refusals += [refusal] if refusal is not None else []
-        reason = _said("the two scalars yield no plan that was not tried", refusals)
+            search.tell(strategy.id, times[plan_id])
+            repeats = repeats + 1 if plan_id in told else 0
+            told.add(plan_id)
+        reason = "the two scalars yield no plan that was not tried"
         return Proposed(round_, (), "gaussian process", reason, BAYES_ASKS, (), 0.0)
 
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 
 import pytest
 
 from autotune.cluster import Cluster
-from autotune.events import Profiled, TrialFinished
+from autotune.events import Profiled
 from autotune.history import History
 from autotune.job import JobSpec, Search
-from autotune.records import CURRENT_SETUP, Accelerators, Conditions, Measured, Network, Role, TrialRequest
+from autotune.records import Accelerators, Conditions, Network
 from autotune.sampler.proposer import Proposer
 from autotune.strategy_space.enactable import why_refused
 from autotune.strategy_space.plan import plan
@@ -65,24 +64,3 @@ def test_strategies_that_cannot_be_enacted_are_left_out_with_the_reason(search: 
         assert why_refused(plan(proposal.strategy, HUGE, 4)) is None
     again = Proposer(spec, {}).propose(history, 0, 80)
     assert again == proposed
-
-
-def test_bayes_goes_on_at_once_where_a_plan_cannot_be_enacted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No plan of fused all-reduces is refused today, so the rule is one of the test's own."""
-    rule = "message 0: at most 3 messages are enacted here"
-    monkeypatch.setattr("autotune.sampler.proposer.why_refused", lambda wanted: rule if len(wanted.messages) > most else None)
-    cluster = Cluster.local(4)
-    spec = JobSpec(("torchrun", "train.py"), 4, cluster, search=Search.BAYES)
-    large = Workload("m", tuple(Variable(f"v{i}", (2**20,)) for i in range(24)), (), 0.1, 0.2)
-    profiled = Profiled(large, cluster, 1.0, {"torch": "2.13.0"})
-    reference = TrialRequest(0, CURRENT_SETUP, Role.REFERENCE, 1, 1)
-    history = History((profiled, TrialFinished(reference, Measured(((0.5,), (0.5,))), None, 2.0)), 0.1)
-    told = []
-    for seed in range(3):
-        most = 3
-        proposed = Proposer(replace(spec, seed=seed), {}).propose(history, 0, 1)
-        assert all(len(plan(proposal.strategy, large, 4).messages) <= most for proposal in proposed.proposals)
-        told.append(proposed.reason)
-    assert any(rule in reason for reason in told)
-    most = 0
-    assert not Proposer(spec, {}).propose(history, 0, 1).proposals, "and it ends where everything is refused"
