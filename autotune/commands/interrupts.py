@@ -6,16 +6,48 @@ import contextlib
 import signal
 from collections.abc import Iterator
 
+from autotune.events import Event
+from autotune.history import History
+from autotune.tuner import Instruction
+
+
+class Interruption:
+    """Remembers that somebody asked; an `Observer` that ends the job between two of its steps.
+
+    Python drops an exception that is raised while it runs a destructor or the callback of a weak reference, and a signal may
+    come just then: its `KeyboardInterrupt` would be printed as ignored, and the command go on.
+    """
+
+    def __init__(self) -> None:
+        self.asked = False
+
+    def ask(self, *_: object) -> None:
+        """A signal's handler."""
+        self.asked = True
+        self.obey()
+
+    def obey(self) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+
+    def started(self, instruction: Instruction, history: History) -> None:
+        self.obey()
+
+    def recorded(self, event: Event, history: History) -> None:
+        self.obey()
+
 
 @contextlib.contextmanager
-def terminable() -> Iterator[None]:
-    """SIGTERM ends the command as Ctrl-C does: the workers are stopped, and a job can be resumed."""
+def terminable() -> Iterator[Interruption]:
+    """SIGTERM ends the command as Ctrl-C does: the workers are stopped, and a job can be resumed.
 
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
+    Where SIGINT is ignored, as in the background jobs of a shell, it stays ignored.
+    """
+    interruption = Interruption()
+    numbers = [signal.SIGTERM, *([signal.SIGINT] if signal.getsignal(signal.SIGINT) is signal.default_int_handler else [])]
+    before = {number: signal.signal(number, interruption.ask) for number in numbers}
     try:
-        yield
+        yield interruption
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from autotune.canonical import to_data
-from autotune.commands.interrupts import terminable
+from autotune.commands.interrupts import Interruption, terminable
 from autotune.commands.places import Ranks, Where, placed_world, refuse_elsewhere, refuse_impossible
 from autotune.commands.progress import ConsoleProgress
 from autotune.commands.results import decision_text, taken_under, write_results
@@ -44,7 +44,7 @@ def tune(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     else:
         refuse_settings(options)
         workspace = Workspace.existing(options.directory)
-    with Store.open(workspace.store_path) as store, terminable():
+    with Store.open(workspace.store_path) as store, terminable() as interruption:
         if options.resume is None:
             job = _Job(options.job or new_job_id(settings.script.name, datetime.now()), settings.spec, False)
             store.create_job(job.id, job.spec)
@@ -56,10 +56,12 @@ def tune(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
             if store.job_status(job.id) != "running":
                 ended = f"job {job.id!r} has ended ({store.job_status(job.id)})"
                 raise InvalidInput(f"{ended}; see `autotune show {job.id}`, or start a new one")
-            return _tune(options, ports, workspace, store, job)
+            return _tune(options, ports, workspace, store, job, interruption)
 
 
-def _tune(options: argparse.Namespace, ports: tuple[int, int], workspace: Workspace, store: Store, job: _Job) -> tuple[dict[str, Any], str]:
+def _tune(
+    options: argparse.Namespace, ports: tuple[int, int], workspace: Workspace, store: Store, job: _Job, interruption: Interruption
+) -> tuple[dict[str, Any], str]:
     console = Console(stderr=True)
     words, under = escape(" ".join(job.spec.command)), escape(taken_under(job.spec.conditions))
     console.print(
@@ -77,7 +79,7 @@ def _tune(options: argparse.Namespace, ports: tuple[int, int], workspace: Worksp
             ConsoleProgress(job.spec, console) as progress,
             placed_world(where, job.spec.cluster, job.spec.conditions, _ranks(workspace, job), progress.waiting) as world,
         ):
-            decision = drive(job.id, job.spec, store, world, proposer, [progress, tracker])
+            decision = drive(job.id, job.spec, store, world, proposer, [progress, tracker, interruption])
     except LaunchError:
         tracker.flush()
         raise

@@ -1,0 +1,44 @@
+"""Whoever asks a command to stop is heard, even where Python drops the exception that says so."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+import pytest
+
+from autotune.commands.interrupts import terminable
+from autotune.history import History
+from autotune.tuner import Abort
+
+
+class Interrupted:
+    """Its destructor is under way when the signal comes."""
+
+    def __del__(self) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        for _ in range(1000):  # Python runs the handler between two of its own instructions
+            pass
+
+
+def test_a_signal_during_a_destructor_ends_the_job_at_its_next_instruction(monkeypatch) -> None:
+    dropped: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda raised: dropped.append(raised.exc_type))
+    with terminable() as interruption:
+        made = Interrupted()
+        del made
+        assert dropped == [KeyboardInterrupt]  # nobody heard
+        with pytest.raises(KeyboardInterrupt):
+            interruption.started(Abort("anything"), History((), 0.0))
+
+
+def test_the_handlers_of_before_are_restored_and_an_ignored_ctrl_c_stays_ignored() -> None:
+    before = signal.getsignal(signal.SIGTERM), signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with terminable():
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+            assert signal.getsignal(signal.SIGTERM) is not before[0]
+        assert signal.getsignal(signal.SIGTERM) is before[0]
+    finally:
+        signal.signal(signal.SIGINT, before[1])
