@@ -1,0 +1,1 @@
+"""dPRO's optimizer: passes over a strategy, chosen by the critical path of its replay."""
