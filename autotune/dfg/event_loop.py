@@ -4,7 +4,8 @@
 |---|---|
 | n, L, Q | ops, locks, queues |
 | event | (time in seconds, code): the earliest first, of those at one time the lowest code |
-| code | op o becomes ready: o; op o gives its lock back: n + o; lock l is given to one who waits: 2n + l; queue q chooses: 2n + L + q |
+| code | op o becomes ready: o; op o gives its lock back: n + o; lock l is given to one who waits: 2n + l; queue q chooses: 2n + L + q;
+  of the ops that queues have chosen the first starts: 2n + L + Q |
 | clock | (Q,) when a queue is free again: the end of its last op and the gap behind it |
 | late | a queue that must choose when it is free, because its order is by priority or because a channel is involved |
 
@@ -74,6 +75,7 @@ class Waiting(NamedTuple):
     final: IntArray  # (Q,) the list's last
     head: IntArray  # (Q,) the op that a queue has chosen and that has not started
     blocked: IntArray  # (Q,) root of the chosen ops that wait for this queue or channel
+    able: IntArray  # (2,) root of the chosen ops that may start now, one at least for each free queue; 1 if an event will start the first
     asked_s: FloatArray  # (Q,) the time for which an arrival has asked the queue to choose
     for_lock: IntArray  # (L,) root
     held: IntArray  # (L,)
@@ -170,11 +172,20 @@ def _grant(lock: int, now_s: float, size: int, state: State, rules: Rules, waiti
 
 
 @compiled()
-def _choose(queue: int, now_s: float, work: Work, state: State, rules: Rules, waiting: Waiting) -> int:
-    """The op that a free queue starts now, or NONE. It may be another queue's, for which this one is the channel."""
+def _candidate(queue: int, state: State, rules: Rules, waiting: Waiting) -> None:
+    """The first of those who wait for a free queue or channel becomes one of those who may start now."""
+    op = waiting.blocked[queue]
+    if op >= 0:
+        waiting.blocked[queue] = _take_first(op, waiting, rules.priority, state.start_s)
+        waiting.able[0] = _meld(waiting.able[0], op, waiting, rules.priority, state.start_s)
+
+
+@compiled()
+def _choose(queue: int, now_s: float, size: int, state: State, rules: Rules, waiting: Waiting, code: int) -> int:
+    """A free queue chooses its next op and, as a channel, looks at who waits for it. Events in the heap."""
     waiting.asked_s[queue] = -1.0
     if state.clock_s[queue] > now_s:
-        return NONE
+        return size
     op = waiting.first[queue]
     if op >= 0 and waiting.head[queue] < 0:
         if rules.by_priority[queue]:
@@ -184,18 +195,37 @@ def _choose(queue: int, now_s: float, work: Work, state: State, rules: Rules, wa
             waiting.left[op] = NONE
         waiting.head[queue] = op
         waiting.blocked[queue] = _meld(waiting.blocked[queue], op, waiting, rules.priority, state.start_s)
-    while waiting.blocked[queue] >= 0:
-        op = waiting.blocked[queue]
-        waiting.blocked[queue] = _take_first(op, waiting, rules.priority, state.start_s)
-        other = rules.channel[op] if work.queue[op] == queue else work.queue[op]
-        if other >= 0 and state.clock_s[other] > now_s:
-            waiting.blocked[other] = _meld(waiting.blocked[other], op, waiting, rules.priority, state.start_s)
-            continue
-        waiting.head[work.queue[op]] = NONE
-        if now_s > state.start_s[op]:
-            state.cause[op] = state.last[queue] if state.clock_s[queue] == now_s else state.last[other]
-        return op
-    return NONE
+    _candidate(queue, state, rules, waiting)
+    if waiting.able[0] >= 0 and waiting.able[1] == 0:
+        waiting.able[1] = 1
+        size = _push(state.heap_s, state.heap_code, size, now_s, code)
+    return size
+
+
+@compiled()
+def _begin(now_s: float, size: int, work: Work, state: State, rules: Rules, waiting: Waiting, code: int) -> tuple[int, int]:
+    """(the first of those who may start whose queue and channel are both free, or NONE; events in the heap)."""
+    waiting.able[1] = 0
+    while waiting.able[0] >= 0:
+        op = waiting.able[0]
+        waiting.able[0] = _take_first(op, waiting, rules.priority, state.start_s)
+        queue, channel = work.queue[op], rules.channel[op]
+        if state.clock_s[queue] > now_s:
+            waiting.blocked[queue] = _meld(waiting.blocked[queue], op, waiting, rules.priority, state.start_s)
+            if channel >= 0 and state.clock_s[channel] <= now_s:
+                _candidate(channel, state, rules, waiting)
+        elif channel >= 0 and state.clock_s[channel] > now_s:
+            waiting.blocked[channel] = _meld(waiting.blocked[channel], op, waiting, rules.priority, state.start_s)
+            _candidate(queue, state, rules, waiting)
+        else:
+            waiting.head[queue] = NONE
+            if now_s > state.start_s[op]:
+                state.cause[op] = state.last[queue] if state.clock_s[queue] == now_s else state.last[channel]
+            if waiting.able[0] >= 0:
+                waiting.able[1] = 1
+                size = _push(state.heap_s, state.heap_code, size, now_s, code)
+            return op, size
+    return NONE, size
 
 
 @compiled()
@@ -242,8 +272,11 @@ def _lock_event(code: int, now_s: float, size: int, work: Work, state: State, ru
 def _settle(code: int, now_s: float, size: int, work: Work, state: State, rules: Rules, waiting: Waiting) -> tuple[int, int]:
     """One event under `rules`: (the op that can be given its start, NONE or BROKEN; events in the heap)."""
     choosing = 2 * len(work.queue) + len(rules.capacity)
+    starting = choosing + len(state.clock_s)
+    if code == starting:
+        return _begin(now_s, size, work, state, rules, waiting, code)
     if code >= choosing:
-        return _choose(code - choosing, now_s, work, state, rules, waiting), size
+        return NONE, _choose(code - choosing, now_s, size, state, rules, waiting, starting)
     op = code
     if code >= len(work.queue) or rules.acquires[code] >= 0:
         op, size = _lock_event(code, now_s, size, work, state, rules, waiting)
@@ -306,6 +339,8 @@ def run(work: Work, state: State, rules: Rules | None, waiting: Waiting | None, 
             child = work.child[edge]
             if end_s > state.start_s[child]:
                 state.start_s[child] = end_s
+                state.cause[child] = op
+            elif end_s == state.start_s[child] and op < state.cause[child]:
                 state.cause[child] = op
             state.parents_left[child] -= 1
             if state.parents_left[child] == 0:

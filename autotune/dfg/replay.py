@@ -16,7 +16,8 @@ class Timeline:
     """When every op of `dfg` ran, from time 0, seconds; all arrays have shape (N,).
 
     `cause`: the op whose end (and the gap behind it) let this one start: a parent, the op before it on its queue or channel, or the one
-    that gave its lock back; NONE where it started at 0. Where two let it start at once, a parent goes before the others. Following it
+    that gave its lock back; NONE where it started at 0. Where several did, a parent goes
+    before the others, and of the parents the lowest index. Following it
     from the last op gives the critical path of the execution graph.
     """
 
@@ -76,7 +77,7 @@ def first_state(dfg: Dfg, rules: Rules | None) -> State:
     roots = np.flatnonzero(dfg.parents_left == 0)
     # At any time every op has at most one event as it becomes ready, one as it gives its lock back and one for each queue that it sets
     # free; and each queue and lock may be asked once.
-    room = max(ops if rules is None else 4 * ops + queues + dfg.locks, 1)
+    room = max(ops if rules is None else 4 * ops + queues + dfg.locks + 1, 1)
     heap_s = np.zeros(room)
     heap_code = np.empty(room, dtype=np.int64)
     heap_code[: len(roots)] = roots  # ascending, hence a heap
@@ -106,6 +107,7 @@ def first_waiting(dfg: Dfg) -> Waiting:
         nobody(queues),
         nobody(queues),
         nobody(queues),
+        np.array([NONE, 0], dtype=np.int32),
         np.full(queues, -1.0),
         nobody(locks),
         np.zeros(locks, dtype=np.int32),
