@@ -10,8 +10,8 @@
 | late | a queue that must choose when it is free, because its order is by priority or because a channel is involved |
 
 A FIFO queue without channels is not late: its ops run in the order in which they become ready, so an op's start is known as soon as it
-is ready, and it costs one event. The loop is compiled twice: without `rules` for graphs in which no queue is late and no op takes a
-lock, with `rules` for all others.
+is ready, and it costs one event. The loop is compiled twice: without `rules` for graphs in which no queue is late, no op takes a lock
+and there is no gap, with `rules` for all others.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ class Work(NamedTuple):
     """What has to be done; never written."""
 
     duration_s: FloatArray  # (n,)
-    gap_s: FloatArray  # (n,)
     queue: IntArray  # (n,)
     child_start: OffsetArray  # (n + 1,)
     child: IntArray  # (E,)
@@ -57,6 +56,7 @@ class State(NamedTuple):
 class Rules(NamedTuple):
     """What a FIFO queue alone does not need; never written."""
 
+    gap_s: FloatArray  # (n,)
     channel: IntArray  # (n,)
     priority: IntArray  # (n,)
     acquires: IntArray  # (n,)
@@ -101,21 +101,21 @@ def _push(heap_s: FloatArray, heap_code: OffsetArray, size: int, time_s: float, 
 
 @compiled()
 def _sink(heap_s: FloatArray, heap_code: OffsetArray, size: int, time_s: float, code: int) -> None:
-    """Put an event in the place of the first one."""
+    """Put an event in the place of the first one. The hole sinks to the ground before the event rises: no branch that is hard to foresee."""
     place = 0
-    below = 1
+    below = 2
     while below < size:
-        other = below + 1
-        if other < size and (heap_s[other] < heap_s[below] or (heap_s[other] == heap_s[below] and heap_code[other] < heap_code[below])):
-            below = other
-        if time_s < heap_s[below] or (time_s == heap_s[below] and code < heap_code[below]):
-            break
+        one, two = heap_s[below - 1], heap_s[below]
+        below -= int((one < two) | ((one == two) & (heap_code[below - 1] < heap_code[below])))
         heap_s[place] = heap_s[below]
         heap_code[place] = heap_code[below]
         place = below
-        below = 2 * place + 1
-    heap_s[place] = time_s
-    heap_code[place] = code
+        below = 2 * place + 2
+    if below == size:
+        heap_s[place] = heap_s[below - 1]
+        heap_code[place] = heap_code[below - 1]
+        place = below - 1
+    _push(heap_s, heap_code, place, time_s, code)
 
 
 @compiled()
@@ -290,6 +290,8 @@ def _settle(code: int, now_s: float, size: int, work: Work, state: State, rules:
 def _announce(op: int, size: int, end_s: float, work: Work, state: State, rules: Rules) -> int:
     """The events that the end of an op brings beside its children: its queue and channel choose, its lock is free. Events in the heap."""
     queue, channel = work.queue[op], rules.channel[op]
+    if queue >= 0:
+        state.clock_s[queue] += rules.gap_s[op]
     choosing = 2 * len(work.queue) + len(rules.capacity)
     if channel >= 0:
         state.clock_s[channel] = end_s
@@ -310,15 +312,16 @@ def run(work: Work, state: State, rules: Rules | None, waiting: Waiting | None, 
     while size > 0 and known < until:
         now_s = heap_s[0]
         code = heap_code[0]
-        size -= 1
-        _sink(heap_s, heap_code, size, heap_s[size], heap_code[size])
         op = code
         if rules is not None:
+            size -= 1
+            _sink(heap_s, heap_code, size, heap_s[size], heap_code[size])
             op, size = _settle(code, now_s, size, work, state, rules, waiting)
             if op == NONE:
                 continue
             if op == BROKEN:
                 break
+        hole = rules is None  # the event is still the heap's first, and a child may take its place
         start_s = now_s
         queue = work.queue[op]
         if queue >= 0:
@@ -326,7 +329,7 @@ def run(work: Work, state: State, rules: Rules | None, waiting: Waiting | None, 
                 start_s = state.clock_s[queue]
                 state.cause[op] = state.last[queue]
             end_s = start_s + work.duration_s[op]
-            state.clock_s[queue] = end_s + work.gap_s[op]
+            state.clock_s[queue] = end_s
             state.last[queue] = op
         else:
             end_s = start_s + work.duration_s[op]
@@ -344,6 +347,13 @@ def run(work: Work, state: State, rules: Rules | None, waiting: Waiting | None, 
                 state.cause[child] = op
             state.parents_left[child] -= 1
             if state.parents_left[child] == 0:
-                size = _push(heap_s, heap_code, size, state.start_s[child], child)
+                if hole:
+                    hole = False
+                    _sink(heap_s, heap_code, size, state.start_s[child], child)
+                else:
+                    size = _push(heap_s, heap_code, size, state.start_s[child], child)
+        if hole:
+            size -= 1
+            _sink(heap_s, heap_code, size, heap_s[size], heap_code[size])
     counts[0], counts[1] = size, known
     state.now_s[0] = now_s

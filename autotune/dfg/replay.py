@@ -46,7 +46,7 @@ def work_of(dfg: Dfg, duration_s: FloatArray | None = None) -> Work:
         duration_s = dfg.duration_s
     else:
         duration_s = checked_durations(duration_s, (dfg.ops,))
-    return Work(duration_s, dfg.gap_s, dfg.queue, dfg.child_start, dfg.child)
+    return Work(duration_s, dfg.queue, dfg.child_start, dfg.child)
 
 
 def checked_durations(duration_s: FloatArray, shape: tuple[int, ...]) -> FloatArray:
@@ -60,15 +60,15 @@ def checked_durations(duration_s: FloatArray, shape: tuple[int, ...]) -> FloatAr
 
 
 def rules_of(dfg: Dfg) -> Rules | None:
-    """None for a graph of FIFO queues only."""
+    """None for a graph of FIFO queues without gaps, channels and locks."""
     by_priority = dfg.discipline == Discipline.PRIORITY
     late = by_priority.copy()
     through = dfg.channel >= 0
     late[dfg.channel[through]] = True
     late[dfg.queue[through]] = True
-    if not (late.any() or (dfg.acquires >= 0).any() or (dfg.releases >= 0).any()):
+    if not (late.any() or (dfg.acquires >= 0).any() or (dfg.releases >= 0).any() or dfg.gap_s.any()):
         return None
-    return Rules(dfg.channel, dfg.priority, dfg.acquires, dfg.releases, dfg.lock_capacity, late, by_priority)
+    return Rules(dfg.gap_s, dfg.channel, dfg.priority, dfg.acquires, dfg.releases, dfg.lock_capacity, late, by_priority)
 
 
 def first_state(dfg: Dfg, rules: Rules | None) -> State:
