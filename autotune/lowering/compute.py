@@ -57,7 +57,9 @@ class Duties:
     issued_at: Numbers  # (M,), backward position whose gradient lets the message go
 
     @staticmethod
-    def of(passes: Passes, members: Members, cast: NDArray[np.bool_], prepare_s: FloatArray, taken_s: FloatArray, costs: RuntimeCosts) -> Duties:
+    def of(
+        passes: Passes, members: Members, cast: NDArray[np.bool_], prepare_s: FloatArray, taken_s: FloatArray, costs: RuntimeCosts
+    ) -> Duties:
         """`cast` (M,): rounded to 16 bits. `prepare_s` (M,): computed as the message is issued. A message waits for those before it."""
         per_byte = np.where(cast, costs["cast_s_per_byte"], costs["pack_s_per_byte"])
         count = len(passes.ready_s)

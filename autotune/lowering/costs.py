@@ -65,12 +65,18 @@ class RuntimeCosts:
     top_k_sum_s: Constant = _here(1.5e-9)
     low_rank_s: Constant = _here(5e-5)
     low_rank_s_per_flop: Constant = _here(1e-10)
-    threads: Constant = Constant(2, "torch: options of ProcessGroupGloo, `threads = 2`, in torch/csrc/distributed/c10d/ProcessGroupGloo.hpp")
-    payload: Constant = Constant(1448 / 1538, "Ethernet of MTU 1500: of 1538 bytes with preamble and gap a TCP segment with timestamps carries 1448")
+    threads: Constant = Constant(
+        2, "torch: options of ProcessGroupGloo, `threads = 2`, in torch/csrc/distributed/c10d/ProcessGroupGloo.hpp"
+    )
+    payload: Constant = Constant(
+        1448 / 1538, "Ethernet of MTU 1500: of 1538 bytes with preamble and gap a TCP segment with timestamps carries 1448"
+    )
 
     def __post_init__(self) -> None:
         if not 0 < self.payload.value <= 1 or self.threads.value < 1:
-            raise InvalidInput(f"payload must lie in (0, 1] and threads be at least 1, but they are {self.payload.value} and {self.threads.value}")
+            raise InvalidInput(
+                f"payload must lie in (0, 1] and threads be at least 1, but they are {self.payload.value} and {self.threads.value}"
+            )
 
     def __getitem__(self, name: str) -> float:
         constant: Constant = getattr(self, name)

@@ -77,9 +77,7 @@ class _Drawing:
             taken_s = lowering.taken_share * lowering._sender.cpu_s(plan)
         cast = np.array([message.compressor in CASTS for message in plan.messages])
         duties = Duties.of(lowering._passes, self.members, cast, prepare_s, taken_s, lowering.costs)
-        self.network = Network(
-            batches, ports, lowering._ports.name, lowering.costs, ranks, plan.cross_step, self.members.last, coarse
-        )
+        self.network = Network(batches, ports, lowering._ports.name, lowering.costs, ranks, plan.cross_step, self.members.last, coarse)
         self.workers = [Worker(self.to, rank, lowering._passes, duties) for rank in ranks]
 
     def steps(self, count: int) -> Dfg:
@@ -118,7 +116,9 @@ class _Drawing:
         return self.to.build(tuple(variable.name for variable in self.workload.variables))
 
 
-def lower(workload: Workload, cluster: Cluster, plan: Plan, steps: int = 2, symmetric: bool = True, costs: RuntimeCosts | None = None) -> Dfg:
+def lower(
+    workload: Workload, cluster: Cluster, plan: Plan, steps: int = 2, symmetric: bool = True, costs: RuntimeCosts | None = None
+) -> Dfg:
     """The graph of one plan; for many, keep a `Lowering`."""
     return Lowering(workload, cluster, costs).graph(plan, steps, symmetric)
 

@@ -122,7 +122,11 @@ class Sender:
         self, message: Message, ring_order: tuple[int, ...] | None
     ) -> tuple[tuple[Step, ...], dict[Circle, tuple[tuple[int, ...], ...]]]:
         world = message.ranks or ring_order or self._world
-        hosts = tuple(own for part in self._hosts if (own := tuple(rank for rank in part if rank in set(world)))) if message.hierarchical else ()
+        hosts = (
+            tuple(own for part in self._hosts if (own := tuple(rank for rank in part if rank in set(world))))
+            if message.hierarchical
+            else ()
+        )
         two_level = len(hosts) > 1 and max(map(len, hosts)) > 1
         circles = {Circle.WORLD: (world,), Circle.HOSTS: hosts}
         if two_level:

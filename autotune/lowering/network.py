@@ -207,7 +207,9 @@ class Network:
         at = made.add(f"{collective} in", NONE, Kind.VIRTUAL, empty, behind, acquires=lock)
         for number in range(rounds):
             ends = [
-                made.add(f"{collective} {number} {self._port_name(port)}", to.queue(self._port_name(port)), Kind.SEND, slot, [at], size_slot=size)
+                made.add(
+                    f"{collective} {number} {self._port_name(port)}", to.queue(self._port_name(port)), Kind.SEND, slot, [at], size_slot=size
+                )
                 for port, slot in sends.items()
             ]
             releases = lock if number == rounds - 1 else NONE
