@@ -10,7 +10,7 @@ from typing import Any
 from autotune.profiling.traces.rank_trace import MISSING, Category, Comm
 
 MESSAGE = "autotune.message#"
-"""Annotations of this package's recorder begin with it; a transaction id follows."""
+"""An annotation that begins so is a message of its own kind; its transaction id follows."""
 
 _ELEMENT_BYTES = {
     **dict.fromkeys(("byte", "char", "bool", "int8", "uint8", "signed char", "unsigned char", "float8_e4m3fn", "float8_e5m2"), 1),
@@ -101,8 +101,16 @@ def _from_args(name: str, args: Mapping[str, Any]) -> Comm | None:
         _ranks(args.get("Process Group Ranks"), args),
         _count(args.get("Seq"), MISSING),
         _count(args.get("Root Rank"), MISSING),
+        transaction=_transaction(args),
         peer=_count(args.get("Dst Rank", args.get("Src Rank")), MISSING),
     )
+
+
+def _transaction(args: Mapping[str, Any]) -> str:
+    """What this package's recorder says."""
+    own = args.get("autotune")
+    said = own.get("transaction") if isinstance(own, dict) else None
+    return str(said)[:200] if said is not None else ""
 
 
 def element_bytes(dtype: str) -> int:

@@ -190,3 +190,18 @@ class _Finder:
 def device_events(trace: RankTrace) -> np.ndarray:
     """Numbers of kernels, copies and sets."""
     return np.flatnonzero(np.isin(trace.category, DEVICE_WORK))
+
+
+def without_launch(trace: RankTrace) -> np.ndarray:
+    """(N,) whether an event is device work whose launch is not in the trace: of a captured graph, or from before the trace."""
+    calls = trace.correlation[(trace.category == Category.RUNTIME) & (trace.correlation >= 0)]
+    missing: np.ndarray = np.isin(trace.category, DEVICE_WORK) & ~np.isin(trace.correlation, calls)
+    return missing
+
+
+def launched_before_trace(trace: RankTrace) -> np.ndarray:
+    """(N,) whether an event is device work that was launched before the trace began: correlation ids grow."""
+    calls = trace.correlation[(trace.category == Category.RUNTIME) & (trace.correlation >= 0)]
+    first = calls.min() if len(calls) else 0
+    before: np.ndarray = without_launch(trace) & (trace.correlation >= 0) & (trace.correlation < first)
+    return before

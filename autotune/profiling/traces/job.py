@@ -15,11 +15,12 @@ import numpy as np
 from autotune.dfg.graph import Dfg
 from autotune.errors import InvalidInput
 from autotune.profiling.traces.collectives import Collective, rank_collectives
+from autotune.profiling.traces.device_order import launched_before_trace
 from autotune.profiling.traces.execution_trace import ExecutionTrace, enriched, read_execution_trace
 from autotune.profiling.traces.global_graph import Part, build_dfg
 from autotune.profiling.traces.kineto import read_kineto
 from autotune.profiling.traces.matching import Joint, collectives_by_place, match_collectives
-from autotune.profiling.traces.rank_ops import RankOps, step_ops
+from autotune.profiling.traces.rank_ops import RankOps, hidden_before, step_ops
 from autotune.profiling.traces.rank_trace import RankTrace, Repair, Step
 from autotune.profiling.traces.sources import Read, Source, find_sources
 
@@ -89,19 +90,27 @@ class TraceJob:
     def measured_step_s(self, step: StepChoice = "median", aligned: Alignment | None = None) -> float:
         """What the step took, over all ranks: from its first op, or from the last end of the step before where that is later, to its last end.
 
-        The latter is so where devices lag behind their hosts: work of a step is then launched while the one before still runs.
+        The latter is so where devices lag behind their hosts: work of a step is launched while the one before still runs. This is
+        what the replay of `global_dfg` is to give.
         """
         number = self.chosen_step(step, aligned) if step == "median" else step
-        begin_s, end_s = self._span_s(number, aligned)
+        begins, ends = self._spans_s(number, self.shifts_s(aligned))
+        return float(ends.max() - max(begins.min(), self._floor_s(number, self.shifts_s(aligned))))
+
+    def _spans_s(self, number: int, shifts_s: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(R,) first start and last end of the step's ops on every rank."""
+        own = self._all_ops(number)
+        return np.array([ops.begin_s for ops in own]) + shifts_s, np.array([ops.end_s for ops in own]) + shifts_s
+
+    def _floor_s(self, number: int, shifts_s: np.ndarray) -> float:
+        """When the last op of the step before ended; minus infinity where that step is not in the traces."""
         place = self.steps.index(number)
         if place and self.steps[place - 1] == number - 1:
-            begin_s = max(begin_s, self._span_s(number - 1, aligned)[1])
-        return end_s - begin_s
-
-    def _span_s(self, number: int, aligned: Alignment | None) -> tuple[float, float]:
-        shifts = self.shifts_s(aligned)
-        spans = [(ops.begin_s + shift, ops.end_s + shift) for ops, shift in zip(self._all_ops(number), shifts, strict=True)]
-        return min(begin for begin, _ in spans), max(end for _, end in spans)
+            return float(self._spans_s(number - 1, shifts_s)[1].max())
+        if place:
+            return -np.inf
+        left = [trace.end_s[launched_before_trace(trace)].max(initial=-np.inf) for trace in self.ranks]
+        return float((np.array(left) + shifts_s).max())
 
     def _all_ops(self, number: int) -> list[RankOps]:
         return [self.rank_ops(place, number) for place in range(len(self.ranks))]
@@ -117,8 +126,9 @@ class TraceJob:
         """
         number = self.chosen_step(step, aligned)
         shifts = self.shifts_s(aligned)
+        floor_s = self._floor_s(number, shifts)
         parts = [
-            Part(rank, trace, ops, float(shift), table)
+            Part(rank, trace, hidden_before(ops, floor_s - shift), float(shift), table)
             for rank, trace, ops, shift, table in zip(
                 self.rank_numbers, self.ranks, self._all_ops(number), shifts, self.joint_of, strict=True
             )
@@ -129,9 +139,20 @@ class TraceJob:
         """One step of one rank; its collectives take as long as they did there, waiting included."""
         if rank not in self.rank_numbers:
             raise InvalidInput(f"the rank must be one of {_listed(self.rank_numbers)}, but is {rank}")
+        return self.alone(rank).global_dfg(step)
+
+    def alone(self, rank: int) -> TraceJob:
+        """The job of that rank only."""
         place = self.rank_numbers.index(rank)
-        ops = self.rank_ops(place, self.chosen_step(step))
-        return build_dfg([Part(rank, self.ranks[place], ops, 0.0, {})], ())
+        return replace(
+            self,
+            ranks=(self.ranks[place],),
+            collectives=(self.collectives[place],),
+            joints=(),
+            steps=tuple(step.number for step in self.ranks[place].steps),
+            shift_s=np.zeros(1),
+            hosts=(self.hosts[place],),
+        )
 
 
 def read_job(paths: str | Path | Sequence[str | Path]) -> TraceJob:
@@ -248,11 +269,10 @@ def _rank_in(source: str) -> int | None:
 
 
 def _hosts(traces: Sequence[RankTrace], details: dict[str, Any] | None) -> tuple[str, ...]:
-    """From job.json (`hosts`, by rank), else from the traces."""
-    listed = (details or {}).get("hosts")
-    if isinstance(listed, list) and all(isinstance(host, str) for host in listed):
-        return tuple(listed[trace.rank or 0] if (trace.rank or 0) < len(listed) else trace.host for trace in traces)
-    return tuple(trace.host for trace in traces)
+    """From job.json (`ranks`, each with `rank` and `host`), else from the traces."""
+    records = (details or {}).get("ranks")
+    told = {r.get("rank"): r.get("host") for r in records if isinstance(r, dict)} if isinstance(records, list) else {}
+    return tuple(str(told.get(trace.rank) or trace.host)[:200] for trace in traces)
 
 
 def _common_steps(traces: Sequence[RankTrace]) -> tuple[int, ...]:

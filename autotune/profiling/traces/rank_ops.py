@@ -18,13 +18,20 @@ thread idles at that moment and its last end lies within `WAKE_S`, or `WAKE_SHAR
 from __future__ import annotations
 
 import bisect
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from autotune.dfg.graph import Kind
 from autotune.profiling.traces.collectives import Collective
-from autotune.profiling.traces.device_order import ROUNDING_S, DeviceOrder, device_events, device_order
+from autotune.profiling.traces.device_order import (
+    ROUNDING_S,
+    DeviceOrder,
+    device_events,
+    device_order,
+    launched_before_trace,
+    without_launch,
+)
 from autotune.profiling.traces.host_segments import NO_SCOPE, Scope, Segment, host_segments
 from autotune.profiling.traces.rank_trace import MISSING, Category, RankTrace
 
@@ -60,13 +67,22 @@ class Op:
 
 @dataclass
 class RankOps:
-    """`edges` (parent, child) -> delay in seconds. `begin_s` and `end_s`: first start and last end of all ops."""
+    """`edges` (parent, child) -> delay in seconds. `begin_s` and `end_s`: first start and last end of all ops.
+
+    `inferred`: edges that the trace does not state; `orphans`: device ops without a launch; `unexplained`: (from when, how long) a
+    stream idled above `WAKE_S` although all that its next op is known to wait for had ended.
+    """
 
     ops: list[Op] = field(default_factory=list)
     edges: dict[tuple[int, int], float] = field(default_factory=dict)
     inferred: int = 0
     orphans: int = 0
-    unexplained_s: float = 0.0
+    unexplained: list[tuple[float, float]] = field(default_factory=list)
+
+    @property
+    def unexplained_s(self) -> float:
+        """Time for which the device waited for something that the trace does not show."""
+        return sum(length_s for _, length_s in self.unexplained)
 
     @property
     def begin_s(self) -> float:
@@ -83,15 +99,31 @@ def step_ops(trace: RankTrace, start_s: float, end_s: float, collectives: list[C
     host = np.isin(trace.category, (Category.HOST_OP, Category.RUNTIME, Category.HOST_MARK, Category.MODULE)) & inside
     calls = np.flatnonzero((trace.category == Category.RUNTIME) & inside).tolist()
     launched = set(trace.correlation[calls].tolist()) - {MISSING}
-    all_launched = set(trace.correlation[trace.category == Category.RUNTIME].tolist()) - {MISSING}
-    device = [
-        event
-        for event in device_events(trace).tolist()
-        if (correlation := int(trace.correlation[event])) in launched or (inside[event] and correlation not in all_launched)
-    ]
+    orphan = without_launch(trace) & ~launched_before_trace(trace)
+    device = [event for event in device_events(trace).tolist() if int(trace.correlation[event]) in launched or (inside[event] and orphan[event])]
     order = device_order(trace, device, calls)
     segments = host_segments(trace, np.flatnonzero(host).tolist())
     return _Builder(trace, order, segments, device, {one.event: n for n, one in enumerate(collectives)}, collectives).build()
+
+
+def hidden_before(ops: RankOps, floor_s: float) -> RankOps:
+    """The same ops and edges, with what happened before `floor_s` taking no time.
+
+    A step whose host runs while the device still works for the step before adds only what lies behind that work's end.
+    """
+    if floor_s <= ops.begin_s:
+        return ops
+
+    def left_s(start_s: float, length_s: float) -> float:
+        return max(start_s + length_s, floor_s) - max(start_s, floor_s)
+
+    def cut(op: Op) -> Op:
+        start_s, end_s = max(op.start_s, floor_s), max(op.end_s, floor_s)
+        return replace(op, start_s=start_s, end_s=end_s, gap_s=left_s(op.end_s, op.gap_s), waited_s=left_s(op.start_s - op.waited_s, op.waited_s))
+
+    edges = {(parent, child): left_s(ops.ops[parent].end_s, delay_s) for (parent, child), delay_s in ops.edges.items()}
+    unexplained = [(max(at_s, floor_s), left_s(at_s, length_s)) for at_s, length_s in ops.unexplained]
+    return replace(ops, ops=[cut(op) for op in ops.ops], edges=edges, unexplained=unexplained)
 
 
 class _Builder:
@@ -188,7 +220,7 @@ class _Builder:
                 if previous != MISSING:
                     self._edge(previous, number)
                     ops[previous].gap_s = max(called_s - idle_from_s, 0.0)
-                if number in issued:
+                if issued.get(number, MISSING) != MISSING:
                     self._edge(issued[number], number)
                 if previous == MISSING or called_s - idle_from_s > IDLE_S:
                     self._released(threads, lane, number, previous, called_s, idle_from_s, issued.get(number, MISSING))
@@ -235,7 +267,15 @@ class _Builder:
         runs.sort()
         if len(calls) != len(runs) or any(call[0] > run[0] for call, run in zip(calls, runs, strict=True)):
             return {}
-        return {run: call for (_, call), (_, run) in zip(calls, runs, strict=True) if ops[run].lane != ops[call].lane}
+        return {run: self._ended_before(call, ops[run].start_s) for (_, call), (_, run) in zip(calls, runs, strict=True)}
+
+    def _ended_before(self, call: int, at_s: float) -> int:
+        """The issuing call, or what its thread did before where the collective begins while the call still runs."""
+        numbers = self.by_lane[self.out.ops[call].lane]
+        place = numbers.index(call)
+        while place >= 0 and self.out.ops[numbers[place]].end_s > at_s:
+            place -= 1
+        return numbers[place] if place >= 0 else MISSING
 
     def _device_ops(self) -> None:
         trace, ops = self.trace, self.out.ops
@@ -299,7 +339,7 @@ class _Builder:
         binding = max(parents, key=lambda parent: ops[parent].end_s)
         left_s = max(start_s - ops[binding].end_s, 0.0)
         if left_s > WAKE_S:
-            self.out.unexplained_s += left_s
+            self.out.unexplained.append((ops[binding].end_s, left_s))
         for parent in parents:
             slack_s = max(start_s - ops[parent].end_s, 0.0)
             own_s = left_s if parent == binding else min(slack_s, latency_s if parent == launch else 0.0)
