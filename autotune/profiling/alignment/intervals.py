@@ -1,0 +1,42 @@
+"""The offsets that the order of events allows: the least and the greatest of each.
+
+With m_k the time at which the last member of collective k has begun, the constraints of dPRO, sec. 4.2, are
+
+    start_e + theta_p <= m_k <= end_e + theta_p + slack_k      for every member e of k, on rank p,
+
+2 E of them instead of one per pair of members. Each compares two variables, so the linear programs min theta_p and max theta_p are
+shortest paths from the reference rank (Cormen et al., Introduction to Algorithms, sec. 24.4), and one run of Bellman and Ford's algorithm
+gives all R maxima, another all R minima. A pass is a minimum over members by collective and one by rank; few passes are needed, since
+a collective of all ranks is two steps from anywhere.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from autotune.profiling.alignment.observations import FloatArray, Observations
+
+
+def feasible_intervals(seen: Observations, slack_s: FloatArray, reference: int = 0) -> tuple[FloatArray, FloatArray]:
+    """(low_s (R,), high_s (R,)) with theta of the reference 0. `slack_s` (K,) must make the constraints feasible."""
+    high_s = _shortest(seen, seen.start_s, seen.end_s + slack_s[seen.of], reference)
+    # theta -> -theta turns the least into the greatest, and starts and ends change roles
+    low_s = -_shortest(seen, -seen.end_s - slack_s[seen.of], -seen.start_s, reference)
+    return low_s, high_s
+
+
+def _shortest(seen: Observations, near_s: FloatArray, far_s: FloatArray, reference: int) -> FloatArray:
+    """(R,) greatest theta with near_e + theta_p <= m_k <= far_e + theta_p."""
+    greatest = np.full(seen.ranks, np.inf)
+    greatest[reference] = 0.0
+    if not seen.members:
+        return greatest
+    for _ in range(seen.ranks + 1):
+        latest = np.minimum.reduceat(greatest[seen.rank] + far_s, seen.first[:-1])
+        found = greatest.copy()
+        np.minimum.at(found, seen.rank, latest[seen.of] - near_s)
+        found[reference] = 0.0
+        if np.array_equal(found, greatest):
+            break
+        greatest = found
+    return greatest

@@ -1,0 +1,177 @@
+"""The convex program that finds the offsets (dPRO, sec. 4.2), in CVXPY.
+
+Durations of receiving are clipped by the latest start: d_e = end_e + theta_p - m_k with m_k = max over the members of
+start_j + theta_j. Their variance over the steps (dPRO's O1) is not convex in theta, since -m_k is concave; and an epigraph
+m_k >= start_j + theta_j is no way out, because then a larger m_k makes every duration what the program wants it to be. So the clipping is
+iterated: the member that begins last at the present offsets is taken to be the one that clips, which makes d_e linear and its variance a
+convex quadratic; the program is solved, and again with the members that begin last then, until they stay the same. The offsets with the
+least true objective are kept, so that an iteration can only improve it.
+
+O1 says nothing where the same rank clips in every step. What collectives add to the paper's point-to-point messages is that all
+members end together but for one hop of the ring: O3 is the deviation of their ends from a time of the collective's own, under Huber's
+loss, for a rank that is descheduled ends late without its clock being late.
+
+    minimize    sum_e huber((end_e + theta_p - t_k) / sigma_e)                 O3
+              + sum_e ((d_e - mean_(family, p)) / sigma_d)^2                    O1
+              + sum_p ((theta_p - clock_h) / sigma_h)^2, p on a known host h    O2
+              + rho sum_k slack_k
+    subject to  start_e + theta_p <= m_k <= end_e + theta_p + slack_k,   theta_0 = 0
+
+The weights are one over the squared noise of what each term measures: sigma_e and sigma_d are estimated from the traces, sigma_h is what
+profilers of one host disagree by. The penalty on the slack is exact: no constraint is broken while offsets exist that break none.
+All times in microseconds, each collective's counted from its own middle, or the numbers are badly scaled.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cvxpy as cp
+import numpy as np
+import scipy.sparse as sp
+
+from autotune.errors import InvalidInput
+from autotune.profiling.alignment.observations import FloatArray, IntArray, Observations
+
+HOST_NOISE_S = 1e-6
+LEAST_NOISE_S = 1e-6
+"""Traces of before 2024 hold whole microseconds."""
+SLACK_PRICE = 1e3
+"""Per sigma_e of slack and member, far above what any offset gains."""
+ROUNDS = 8
+_US = 1e6
+
+
+@dataclass(frozen=True)
+class Noise:
+    """Standard deviations, s: of ends within a collective, and of clipped durations within a family."""
+
+    end_s: float
+    duration_s: float
+
+
+def first_guess(seen: Observations) -> FloatArray:
+    """(R,) offsets that make ends agree with the reference's: from rank to rank over the collectives they share, by medians."""
+    offset = np.zeros(seen.ranks)
+    known = np.zeros(seen.ranks, dtype=np.bool_)
+    known[0] = True
+    for _ in range(seen.ranks):
+        has = known[seen.rank]
+        total = np.bincount(seen.of[has], weights=(seen.end_s + offset[seen.rank])[has], minlength=seen.collectives)
+        count = np.bincount(seen.of[has], minlength=seen.collectives)
+        usable = ~has & (count[seen.of] > 0)
+        if not usable.any():
+            break
+        late = total[seen.of[usable]] / count[seen.of[usable]] - seen.end_s[usable]
+        ranks = seen.rank[usable]
+        order = np.argsort(ranks, kind="stable")
+        cuts = np.flatnonzero(np.diff(ranks[order])) + 1
+        for part in np.split(order, cuts):
+            offset[ranks[part[0]]] = np.median(late[part])
+            known[ranks[part[0]]] = True
+    return offset
+
+
+def noise_of(seen: Observations, offset_s: FloatArray) -> Noise:
+    """From the medians at these offsets; 1.4826 makes a median of deviations a standard deviation."""
+    end = float(np.median(seen.end_spread_s(offset_s))) if seen.collectives else 0.0
+    durations = seen.end_s + offset_s[seen.rank] - seen.latest_start_s(offset_s)[seen.of]
+    groups = _family_groups(seen)
+    mean = np.bincount(groups, weights=durations) / np.maximum(np.bincount(groups), 1)
+    spread = 1.4826 * float(np.median(np.abs(durations - mean[groups]))) if seen.members else 0.0
+    return Noise(max(end, LEAST_NOISE_S), max(spread, LEAST_NOISE_S))
+
+
+def _family_groups(seen: Observations) -> IntArray:
+    """(E,) number of the (family, rank) of each member."""
+    _, groups = np.unique(seen.family[seen.of] * seen.ranks + seen.rank, return_inverse=True)
+    numbered: IntArray = groups.astype(np.int64)
+    return numbered
+
+
+class Program:
+    """The program for one set of observations; solved again for other clipping members and other weights of the collectives."""
+
+    def __init__(self, seen: Observations, noise: Noise) -> None:
+        self.seen, self.noise = seen, noise
+        middle_s = np.add.reduceat(seen.end_s, seen.first[:-1]) / np.diff(seen.first)
+        self.start = (seen.start_s - middle_s[seen.of]) * _US
+        self.end = (seen.end_s - middle_s[seen.of]) * _US
+        self.pick_rank = _picking(seen.rank, seen.ranks)
+        self.pick_collective = _picking(seen.of, seen.collectives)
+        self.groups = _family_groups(seen)
+        self.repeated = np.bincount(self.groups)[self.groups] > 1
+
+    def solve(self, offset_s: FloatArray, weights: FloatArray | None = None, rounds: int = ROUNDS) -> FloatArray:
+        """(R,) offsets, s, found from `offset_s`; `weights` (K,) say how often each collective counts. Raises `InvalidInput`."""
+        weight = np.ones(self.seen.collectives) if weights is None else weights
+        best, best_value = offset_s, np.inf
+        clipping: IntArray | None = None
+        for _ in range(rounds):
+            last = self.seen.last_starter(offset_s)
+            if clipping is not None and np.array_equal(last, clipping):
+                break
+            clipping = last
+            offset_s = self._solved(clipping, weight)
+            value = self.objective(offset_s, weight)
+            if value < best_value:
+                best, best_value = offset_s, value
+        return best
+
+    def _solved(self, clipping: IntArray, weight: FloatArray) -> FloatArray:
+        seen, noise = self.seen, self.noise
+        theta, together = cp.Variable(seen.ranks), cp.Variable(seen.collectives)
+        latest, slack = cp.Variable(seen.collectives), cp.Variable(seen.collectives, nonneg=True)
+        own = self.pick_rank @ theta
+        root = np.sqrt(weight[seen.of])
+        cost = cp.sum(cp.multiply(weight[seen.of], cp.huber((self.end + own - self.pick_collective @ together) / (noise.end_s * _US))))
+        cost += SLACK_PRICE * cp.sum(slack) / (noise.end_s * _US)
+        members = np.flatnonzero(self.repeated)
+        if len(members):
+            clipper = clipping[seen.of[members]]
+            durations = (
+                self.end[members] - self.start[clipper] + (self.pick_rank[members] - _picking(seen.rank[clipper], seen.ranks)) @ theta
+            )
+            numbers, groups = np.unique(self.groups[members], return_inverse=True)
+            mean = cp.Variable(len(numbers))
+            off = cp.multiply(root[members], durations - _picking(groups, len(numbers)) @ mean)
+            cost += cp.sum_squares(off / (noise.duration_s * _US))
+        known = np.flatnonzero(seen.hosts >= 0)
+        if len(known):
+            clock = cp.Variable(int(seen.hosts.max()) + 1)
+            same = _picking(known, seen.ranks) @ theta - _picking(seen.hosts[known], int(seen.hosts.max()) + 1) @ clock
+            cost += cp.sum_squares(same / (HOST_NOISE_S * _US))
+        rules = [
+            theta[0] == 0,
+            self.start + own <= self.pick_collective @ latest,
+            self.pick_collective @ (latest - slack) <= self.end + own,
+        ]
+        problem = cp.Problem(cp.Minimize(cost), rules)
+        problem.solve(solver=cp.CLARABEL)
+        if theta.value is None:
+            raise InvalidInput(f"the ranks' clocks could not be aligned: the solver says {problem.status}; are the traces of one job?")
+        found: FloatArray = (theta.value - theta.value[0]) / _US
+        return found
+
+    def objective(self, offset_s: FloatArray, weight: FloatArray) -> float:
+        """The true objective, with the clipping that these offsets have."""
+        seen, noise = self.seen, self.noise
+        ends = seen.end_s + offset_s[seen.rank]
+        counts = np.diff(seen.first)
+        middle = np.array([np.median(ends[a:b]) for a, b in zip(seen.first[:-1], seen.first[1:], strict=True)]) if len(counts) else counts
+        off = np.abs(ends - middle[seen.of]) / noise.end_s
+        value = float(np.sum(weight[seen.of] * np.where(off <= 1, off**2, 2 * off - 1)))
+        value += SLACK_PRICE * float(np.sum(seen.violation_s(offset_s))) / noise.end_s
+        durations = ends - seen.latest_start_s(offset_s)[seen.of]
+        total = np.bincount(self.groups, weights=weight[seen.of])
+        mean = np.bincount(self.groups, weights=weight[seen.of] * durations) / np.maximum(total, 1e-12)
+        value += float(np.sum(weight[seen.of] * ((durations - mean[self.groups]) / noise.duration_s) ** 2))
+        for host in np.unique(seen.hosts[seen.hosts >= 0]):
+            own = offset_s[seen.hosts == host]
+            value += float(np.sum((own - own.mean()) ** 2)) / HOST_NOISE_S**2
+        return value
+
+
+def _picking(columns: IntArray, width: int) -> sp.csr_matrix:
+    """(len(columns), width) with a one per row."""
+    return sp.csr_matrix((np.ones(len(columns)), (np.arange(len(columns)), columns)), shape=(len(columns), width))
