@@ -56,6 +56,8 @@ def checked_durations(duration_s: FloatArray, shape: tuple[int, ...]) -> FloatAr
         raise InvalidInput(f"durations must have shape {shape}, but have {durations.shape}")
     if durations.size and not (durations.min() >= 0 and durations.max() < np.inf):
         raise InvalidInput(f"durations must be finite and at least 0, but go from {durations.min()} to {durations.max()}")
+    durations = durations.view()
+    durations.flags.writeable = False  # as the graph's own, so that the loop is compiled for one kind of array only
     return durations
 
 
