@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import assume, example, given
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from autotune.dfg.build import DfgBuilder
@@ -38,6 +38,7 @@ def replayed_end_s(ops_s: list[float], tensors_s: list[float], ready: list[int],
     return float(timeline.end_s[tensor])
 
 
+@settings(deadline=None)  # the first replay is compiled
 @given(TIMES, TIMES, TIMES, TIMES, TIMES, TIMES, TIMES, TIMES)
 def test_the_closed_forms_are_what_the_replay_says(
     start: float, p1: float, p2: float, fused: float, free: float, t1: float, t2: float, t12: float
@@ -85,6 +86,7 @@ def test_theorem_2_holds_as_printed_where_costs_rise_and_messages_are_cheaper_to
     assert tensor_fusion_pays_printed(first_end, computed, t2, t12) is (together < apart)
 
 
+@settings(deadline=None)
 @given(TIMES, TIMES, TIMES, TIMES, TIMES, TIMES, TIMES)
 def test_theorem_2_without_its_assumptions_says_what_the_replay_says(
     start: float, p1: float, p2: float, free: float, t1: float, t2: float, t12: float
