@@ -22,7 +22,7 @@ from autotune.strategy_space.enactable import why_refused
 from autotune.strategy_space.neighbours import mutate
 from autotune.strategy_space.plan import Plan
 
-GAIN = 1e-4
+GAIN = 1e-5
 """Share of the step below which a gain is not taken: it would be noise in any trial."""
 CLIMBS = 3
 """Starting points from which Alg. 1 is run."""
