@@ -85,6 +85,6 @@ class DfgBuilder:
 
 def csr(ops: int, parents: Sequence[int] | IntArray, children: Sequence[int] | IntArray) -> tuple[np.ndarray, IntArray]:
     """(child_start (ops + 1,), child (E,)) of the edges parent -> child; an edge that is named twice counts once."""
-    pairs = np.unique(np.column_stack([np.asarray(parents, dtype=np.int64), np.asarray(children, dtype=np.int64)]), axis=0)
-    counts = np.bincount(pairs[:, 0], minlength=ops) if len(pairs) else np.zeros(ops, dtype=np.int64)
-    return np.concatenate([[0], np.cumsum(counts)]), pairs[:, 1].astype(np.int32)
+    keys = np.unique(np.asarray(parents, dtype=np.int64) * max(ops, 1) + np.asarray(children, dtype=np.int64))
+    origin, end = np.divmod(keys, max(ops, 1))
+    return np.concatenate([[0], np.cumsum(np.bincount(origin, minlength=ops))]), end.astype(np.int32)

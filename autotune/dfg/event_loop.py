@@ -4,13 +4,14 @@
 |---|---|
 | n, L, Q | ops, locks, queues |
 | event | (time in seconds, code): the earliest first, of those at one time the lowest code |
-| code | op o becomes ready: o; op o gives its lock back: n + o; lock l is given to one who waits: 2n + l; queue q chooses: 2n + L + q |
+| code | op o becomes ready: o; op o gives its lock back: n + o; lock l is given to one who waits: 2n + l; queue q chooses: 2n + L + q;
+  of the ops that queues have chosen the first starts: 2n + L + Q |
 | clock | (Q,) when a queue is free again: the end of its last op and the gap behind it |
 | late | a queue that must choose when it is free, because its order is by priority or because a channel is involved |
 
 A FIFO queue without channels is not late: its ops run in the order in which they become ready, so an op's start is known as soon as it
-is ready, and it costs one event. The loop is compiled twice: without `rules` for graphs in which no queue is late and no op takes a
-lock, with `rules` for all others.
+is ready, and it costs one event. The loop is compiled twice: without `rules` for graphs in which no queue is late, no op takes a lock
+and there is no gap, with `rules` for all others.
 """
 
 from __future__ import annotations
@@ -32,7 +33,6 @@ class Work(NamedTuple):
     """What has to be done; never written."""
 
     duration_s: FloatArray  # (n,)
-    gap_s: FloatArray  # (n,)
     queue: IntArray  # (n,)
     child_start: OffsetArray  # (n + 1,)
     child: IntArray  # (E,)
@@ -56,6 +56,7 @@ class State(NamedTuple):
 class Rules(NamedTuple):
     """What a FIFO queue alone does not need; never written."""
 
+    gap_s: FloatArray  # (n,)
     channel: IntArray  # (n,)
     priority: IntArray  # (n,)
     acquires: IntArray  # (n,)
@@ -74,6 +75,7 @@ class Waiting(NamedTuple):
     final: IntArray  # (Q,) the list's last
     head: IntArray  # (Q,) the op that a queue has chosen and that has not started
     blocked: IntArray  # (Q,) root of the chosen ops that wait for this queue or channel
+    able: IntArray  # (2,) root of the chosen ops that may start now, one at least for each free queue; 1 if an event will start the first
     asked_s: FloatArray  # (Q,) the time for which an arrival has asked the queue to choose
     for_lock: IntArray  # (L,) root
     held: IntArray  # (L,)
@@ -99,21 +101,21 @@ def _push(heap_s: FloatArray, heap_code: OffsetArray, size: int, time_s: float, 
 
 @compiled()
 def _sink(heap_s: FloatArray, heap_code: OffsetArray, size: int, time_s: float, code: int) -> None:
-    """Put an event in the place of the first one."""
+    """Put an event in the place of the first one. The hole sinks to the ground before the event rises: no branch that is hard to foresee."""
     place = 0
-    below = 1
+    below = 2
     while below < size:
-        other = below + 1
-        if other < size and (heap_s[other] < heap_s[below] or (heap_s[other] == heap_s[below] and heap_code[other] < heap_code[below])):
-            below = other
-        if time_s < heap_s[below] or (time_s == heap_s[below] and code < heap_code[below]):
-            break
+        one, two = heap_s[below - 1], heap_s[below]
+        below -= int((one < two) | ((one == two) & (heap_code[below - 1] < heap_code[below])))
         heap_s[place] = heap_s[below]
         heap_code[place] = heap_code[below]
         place = below
-        below = 2 * place + 1
-    heap_s[place] = time_s
-    heap_code[place] = code
+        below = 2 * place + 2
+    if below == size:
+        heap_s[place] = heap_s[below - 1]
+        heap_code[place] = heap_code[below - 1]
+        place = below - 1
+    _push(heap_s, heap_code, place, time_s, code)
 
 
 @compiled()
@@ -170,11 +172,20 @@ def _grant(lock: int, now_s: float, size: int, state: State, rules: Rules, waiti
 
 
 @compiled()
-def _choose(queue: int, now_s: float, work: Work, state: State, rules: Rules, waiting: Waiting) -> int:
-    """The op that a free queue starts now, or NONE. It may be another queue's, for which this one is the channel."""
+def _candidate(queue: int, state: State, rules: Rules, waiting: Waiting) -> None:
+    """The first of those who wait for a free queue or channel becomes one of those who may start now."""
+    op = waiting.blocked[queue]
+    if op >= 0:
+        waiting.blocked[queue] = _take_first(op, waiting, rules.priority, state.start_s)
+        waiting.able[0] = _meld(waiting.able[0], op, waiting, rules.priority, state.start_s)
+
+
+@compiled()
+def _choose(queue: int, now_s: float, size: int, state: State, rules: Rules, waiting: Waiting, code: int) -> int:
+    """A free queue chooses its next op and, as a channel, looks at who waits for it. Events in the heap."""
     waiting.asked_s[queue] = -1.0
     if state.clock_s[queue] > now_s:
-        return NONE
+        return size
     op = waiting.first[queue]
     if op >= 0 and waiting.head[queue] < 0:
         if rules.by_priority[queue]:
@@ -184,18 +195,37 @@ def _choose(queue: int, now_s: float, work: Work, state: State, rules: Rules, wa
             waiting.left[op] = NONE
         waiting.head[queue] = op
         waiting.blocked[queue] = _meld(waiting.blocked[queue], op, waiting, rules.priority, state.start_s)
-    while waiting.blocked[queue] >= 0:
-        op = waiting.blocked[queue]
-        waiting.blocked[queue] = _take_first(op, waiting, rules.priority, state.start_s)
-        other = rules.channel[op] if work.queue[op] == queue else work.queue[op]
-        if other >= 0 and state.clock_s[other] > now_s:
-            waiting.blocked[other] = _meld(waiting.blocked[other], op, waiting, rules.priority, state.start_s)
-            continue
-        waiting.head[work.queue[op]] = NONE
-        if now_s > state.start_s[op]:
-            state.cause[op] = state.last[queue] if state.clock_s[queue] == now_s else state.last[other]
-        return op
-    return NONE
+    _candidate(queue, state, rules, waiting)
+    if waiting.able[0] >= 0 and waiting.able[1] == 0:
+        waiting.able[1] = 1
+        size = _push(state.heap_s, state.heap_code, size, now_s, code)
+    return size
+
+
+@compiled()
+def _begin(now_s: float, size: int, work: Work, state: State, rules: Rules, waiting: Waiting, code: int) -> tuple[int, int]:
+    """(the first of those who may start whose queue and channel are both free, or NONE; events in the heap)."""
+    waiting.able[1] = 0
+    while waiting.able[0] >= 0:
+        op = waiting.able[0]
+        waiting.able[0] = _take_first(op, waiting, rules.priority, state.start_s)
+        queue, channel = work.queue[op], rules.channel[op]
+        if state.clock_s[queue] > now_s:
+            waiting.blocked[queue] = _meld(waiting.blocked[queue], op, waiting, rules.priority, state.start_s)
+            if channel >= 0 and state.clock_s[channel] <= now_s:
+                _candidate(channel, state, rules, waiting)
+        elif channel >= 0 and state.clock_s[channel] > now_s:
+            waiting.blocked[channel] = _meld(waiting.blocked[channel], op, waiting, rules.priority, state.start_s)
+            _candidate(queue, state, rules, waiting)
+        else:
+            waiting.head[queue] = NONE
+            if now_s > state.start_s[op]:
+                state.cause[op] = state.last[queue] if state.clock_s[queue] == now_s else state.last[channel]
+            if waiting.able[0] >= 0:
+                waiting.able[1] = 1
+                size = _push(state.heap_s, state.heap_code, size, now_s, code)
+            return op, size
+    return NONE, size
 
 
 @compiled()
@@ -242,8 +272,11 @@ def _lock_event(code: int, now_s: float, size: int, work: Work, state: State, ru
 def _settle(code: int, now_s: float, size: int, work: Work, state: State, rules: Rules, waiting: Waiting) -> tuple[int, int]:
     """One event under `rules`: (the op that can be given its start, NONE or BROKEN; events in the heap)."""
     choosing = 2 * len(work.queue) + len(rules.capacity)
+    starting = choosing + len(state.clock_s)
+    if code == starting:
+        return _begin(now_s, size, work, state, rules, waiting, code)
     if code >= choosing:
-        return _choose(code - choosing, now_s, work, state, rules, waiting), size
+        return NONE, _choose(code - choosing, now_s, size, state, rules, waiting, starting)
     op = code
     if code >= len(work.queue) or rules.acquires[code] >= 0:
         op, size = _lock_event(code, now_s, size, work, state, rules, waiting)
@@ -257,6 +290,8 @@ def _settle(code: int, now_s: float, size: int, work: Work, state: State, rules:
 def _announce(op: int, size: int, end_s: float, work: Work, state: State, rules: Rules) -> int:
     """The events that the end of an op brings beside its children: its queue and channel choose, its lock is free. Events in the heap."""
     queue, channel = work.queue[op], rules.channel[op]
+    if queue >= 0:
+        state.clock_s[queue] += rules.gap_s[op]
     choosing = 2 * len(work.queue) + len(rules.capacity)
     if channel >= 0:
         state.clock_s[channel] = end_s
@@ -277,15 +312,16 @@ def run(work: Work, state: State, rules: Rules | None, waiting: Waiting | None, 
     while size > 0 and known < until:
         now_s = heap_s[0]
         code = heap_code[0]
-        size -= 1
-        _sink(heap_s, heap_code, size, heap_s[size], heap_code[size])
         op = code
         if rules is not None:
+            size -= 1
+            _sink(heap_s, heap_code, size, heap_s[size], heap_code[size])
             op, size = _settle(code, now_s, size, work, state, rules, waiting)
             if op == NONE:
                 continue
             if op == BROKEN:
                 break
+        hole = rules is None  # the event is still the heap's first, and a child may take its place
         start_s = now_s
         queue = work.queue[op]
         if queue >= 0:
@@ -293,7 +329,7 @@ def run(work: Work, state: State, rules: Rules | None, waiting: Waiting | None, 
                 start_s = state.clock_s[queue]
                 state.cause[op] = state.last[queue]
             end_s = start_s + work.duration_s[op]
-            state.clock_s[queue] = end_s + work.gap_s[op]
+            state.clock_s[queue] = end_s
             state.last[queue] = op
         else:
             end_s = start_s + work.duration_s[op]
@@ -307,8 +343,17 @@ def run(work: Work, state: State, rules: Rules | None, waiting: Waiting | None, 
             if end_s > state.start_s[child]:
                 state.start_s[child] = end_s
                 state.cause[child] = op
+            elif end_s == state.start_s[child] and op < state.cause[child]:
+                state.cause[child] = op
             state.parents_left[child] -= 1
             if state.parents_left[child] == 0:
-                size = _push(heap_s, heap_code, size, state.start_s[child], child)
+                if hole:
+                    hole = False
+                    _sink(heap_s, heap_code, size, state.start_s[child], child)
+                else:
+                    size = _push(heap_s, heap_code, size, state.start_s[child], child)
+        if hole:
+            size -= 1
+            _sink(heap_s, heap_code, size, heap_s[size], heap_code[size])
     counts[0], counts[1] = size, known
     state.now_s[0] = now_s

@@ -16,7 +16,8 @@ class Timeline:
     """When every op of `dfg` ran, from time 0, seconds; all arrays have shape (N,).
 
     `cause`: the op whose end (and the gap behind it) let this one start: a parent, the op before it on its queue or channel, or the one
-    that gave its lock back; NONE where it started at 0. Where two let it start at once, a parent goes before the others. Following it
+    that gave its lock back; NONE where it started at 0. Where several did, a parent goes
+    before the others, and of the parents the lowest index. Following it
     from the last op gives the critical path of the execution graph.
     """
 
@@ -45,7 +46,7 @@ def work_of(dfg: Dfg, duration_s: FloatArray | None = None) -> Work:
         duration_s = dfg.duration_s
     else:
         duration_s = checked_durations(duration_s, (dfg.ops,))
-    return Work(duration_s, dfg.gap_s, dfg.queue, dfg.child_start, dfg.child)
+    return Work(duration_s, dfg.queue, dfg.child_start, dfg.child)
 
 
 def checked_durations(duration_s: FloatArray, shape: tuple[int, ...]) -> FloatArray:
@@ -59,15 +60,15 @@ def checked_durations(duration_s: FloatArray, shape: tuple[int, ...]) -> FloatAr
 
 
 def rules_of(dfg: Dfg) -> Rules | None:
-    """None for a graph of FIFO queues only."""
+    """None for a graph of FIFO queues without gaps, channels and locks."""
     by_priority = dfg.discipline == Discipline.PRIORITY
     late = by_priority.copy()
     through = dfg.channel >= 0
     late[dfg.channel[through]] = True
     late[dfg.queue[through]] = True
-    if not (late.any() or (dfg.acquires >= 0).any() or (dfg.releases >= 0).any()):
+    if not (late.any() or (dfg.acquires >= 0).any() or (dfg.releases >= 0).any() or dfg.gap_s.any()):
         return None
-    return Rules(dfg.channel, dfg.priority, dfg.acquires, dfg.releases, dfg.lock_capacity, late, by_priority)
+    return Rules(dfg.gap_s, dfg.channel, dfg.priority, dfg.acquires, dfg.releases, dfg.lock_capacity, late, by_priority)
 
 
 def first_state(dfg: Dfg, rules: Rules | None) -> State:
@@ -76,7 +77,7 @@ def first_state(dfg: Dfg, rules: Rules | None) -> State:
     roots = np.flatnonzero(dfg.parents_left == 0)
     # At any time every op has at most one event as it becomes ready, one as it gives its lock back and one for each queue that it sets
     # free; and each queue and lock may be asked once.
-    room = max(ops if rules is None else 4 * ops + queues + dfg.locks, 1)
+    room = max(ops if rules is None else 4 * ops + queues + dfg.locks + 1, 1)
     heap_s = np.zeros(room)
     heap_code = np.empty(room, dtype=np.int64)
     heap_code[: len(roots)] = roots  # ascending, hence a heap
@@ -106,6 +107,7 @@ def first_waiting(dfg: Dfg) -> Waiting:
         nobody(queues),
         nobody(queues),
         nobody(queues),
+        np.array([NONE, 0], dtype=np.int32),
         np.full(queues, -1.0),
         nobody(locks),
         np.zeros(locks, dtype=np.int32),
@@ -119,7 +121,9 @@ def finished(dfg: Dfg, work: Work, state: State) -> Timeline:
     broken = int(state.counts[2])
     if broken != NONE:
         lock = int(dfg.releases[broken])
-        raise InvalidInput(f"an op may give back a lock that is held, but {dfg.names.ops[broken]!r} gives back lock {lock} and nobody holds it")
+        raise InvalidInput(
+            f"an op may give back a lock that is held, but {dfg.names.ops[broken]!r} gives back lock {lock} and nobody holds it"
+        )
     if state.counts[1] < dfg.ops:
         stuck = np.flatnonzero((state.end_s < 0) & (state.parents_left == 0))
         told = ", ".join(f"{dfg.names.ops[op]!r} for lock {dfg.acquires[op]}" for op in stuck[:3])

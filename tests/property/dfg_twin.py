@@ -96,17 +96,17 @@ class Twin:
                 by_priority = self.dfg.discipline[queue] == Discipline.PRIORITY
                 self.chosen[queue] = min(waiting, key=self._order) if by_priority else waiting[0]
                 self.line.remove(self.chosen[queue])
-            wanting = [op for op in self.chosen.values() if queue in (self.dfg.queue[op], self.dfg.channel[op])]
-            able = [op for op in wanting if all(self._free_s(q) <= self.now for q in (self.dfg.queue[op], self.dfg.channel[op]) if q >= 0)]
-            if able:
-                op = min(able, key=self._order)
-                if self.now > self.since[op]:
-                    takes = [q for q in (queue, int(self.dfg.queue[op]), int(self.dfg.channel[op])) if q >= 0]
-                    self.cause[op] = next(self.free[q][1] for q in takes if self._free_s(q) == self.now)
-                del self.chosen[int(self.dfg.queue[op])]
-                self._start(op)
-                return True
-        return False
+        able = [op for op in self.chosen.values() if all(self._free_s(queue) <= self.now for queue in self._takes(op))]
+        if able:
+            op = min(able, key=self._order)
+            if self.now > self.since[op]:
+                self.cause[op] = next(self.free[q][1] for q in self._takes(op) if self._free_s(q) == self.now)
+            del self.chosen[int(self.dfg.queue[op])]
+            self._start(op)
+        return bool(able)
+
+    def _takes(self, op: int) -> list[int]:
+        return [int(queue) for queue in (self.dfg.queue[op], self.dfg.channel[op]) if queue >= 0]
 
     def _start(self, op: int) -> None:
         self.start[op] = self.now

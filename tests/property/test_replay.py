@@ -21,3 +21,4 @@ def test_every_op_runs_when_the_twin_says(dfg: Dfg) -> None:
     every = range(dfg.ops)
     assert timeline.start_s.tolist() == [twin.start[op] for op in every]
     assert timeline.end_s.tolist() == [twin.end[op] for op in every]
+    assert timeline.cause.tolist() == [twin.cause.get(op, NONE) for op in every]
