@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from autotune.cluster import Cluster
+from autotune.dfg.replay import Timeline
+from autotune.optimizer.observe import LoweredSteps, Observed
 from autotune.optimizer.state import CriticalPath, Problem, State, planned
 from autotune.strategy_space.plan import Message, Plan
 from autotune.strategy_space.strategy import SparseHandling
@@ -27,16 +29,6 @@ KEPT = 8
 """Lowerings that are kept."""
 
 
-@dataclass(frozen=True, eq=False)
-class Observed:
-    """One replayed step from the start of its backward pass: spans of the messages, shape (M,), and which of them are critical."""
-
-    step_s: float
-    start_s: FloatArray
-    end_s: FloatArray
-    critical: tuple[int, ...]
-
-
 class Lowered(Protocol):
     """One workload on one cluster."""
 
@@ -47,15 +39,27 @@ class Lowered(Protocol):
 
     def observe(self, plan: Plan) -> Observed: ...
 
+    def timeline(self, plan: Plan) -> Timeline: ...
+
+
+Lower = Callable[[Workload, Cluster, bool], Lowered]
+"""(workload, cluster, whether one of equal workers is replayed for all)."""
+
+
+def lowered(workload: Workload, cluster: Cluster, symmetric: bool) -> Lowered:
+    """What the product replays."""
+    return LoweredSteps(workload, cluster, symmetric)
+
 
 class Replays:
     """Counts what it does: `whole` steps, `partial` ones."""
 
-    def __init__(self, problem: Problem, lower: Callable[[Workload, Cluster], Lowered]) -> None:
+    def __init__(self, problem: Problem, lower: Lower) -> None:
         self.problem, self._lower = problem, lower
         self.whole, self.partial = 0, 0
         self._lowerings: OrderedDict[object, tuple[Workload, Lowered]] = OrderedDict()
         self._sync_s: dict[object, float] = {}
+        self._latest: tuple[State, CriticalPath] | None = None
 
     def plan_of(self, state: State) -> Plan:
         return planned(state, self.problem)
@@ -64,7 +68,16 @@ class Replays:
         self.whole += 1
         return self._of(state)[1].step_s(plan or self.plan_of(state))
 
+    def timeline(self, state: State) -> Timeline:
+        return self._of(state)[1].timeline(self.plan_of(state))
+
     def path(self, state: State) -> CriticalPath:
+        """Of the state that was asked for last it is known."""
+        if self._latest is None or self._latest[0] is not state:
+            self._latest = state, self._path(state)
+        return self._latest[1]
+
+    def _path(self, state: State) -> CriticalPath:
         self.whole += 1
         workload, lowered = self._of(state)
         plan = self.plan_of(state)
@@ -81,7 +94,7 @@ class Replays:
         key = (state.fusion, state.compute_factor)
         if key not in self._lowerings:
             workload = self.problem.workload_of(state)
-            self._lowerings[key] = workload, self._lower(workload, self.problem.cluster)
+            self._lowerings[key] = workload, self._lower(workload, self.problem.cluster, self.problem.speedups.symmetry)
             if len(self._lowerings) > KEPT:
                 self._lowerings.popitem(last=False)
         self._lowerings.move_to_end(key)
