@@ -138,7 +138,8 @@ class Worker:
         rest_s = max(passes.workload.backward_s - float(passes.ready_s[-1]), 0.0)
         ahead = (first + int(start[-1]), self._done) if passes.computes_on_cpu else (first + int(start[-1]),)
         self._computed = self._op("backward end", self._device, rest_s, Kind.BACKWARD, ahead)
-        return first + issue
+        issued: Numbers = first + issue
+        return issued
 
     @property
     def ends(self) -> tuple[int, int]:
@@ -147,7 +148,7 @@ class Worker:
 
     def update(self, arrived: int) -> int:
         """Averages are written back once all have come, then comes the update; its end. `arrived` NONE: nothing is waited for."""
-        after = self.ends
+        after: tuple[int, ...] = self.ends
         if arrived != NONE:
             written_s = float(self._duties.write_s.sum())
             after = (self._op("write averages", self._host, written_s, Kind.UNPACK, (*after, arrived)),)
@@ -162,7 +163,7 @@ class Worker:
         np.minimum.at(first_read, members.message, passes.needed_s[members.variable])
         times, group = np.unique(first_read, return_inverse=True)
         group = group.ravel()
-        written_s = np.bincount(group, weights=self._written_s(members), minlength=len(times))
+        written_s = np.bincount(group, weights=self._written_s(members), minlength=len(times)).astype(np.float64)
         on_cpu = passes.computes_on_cpu
         base = to.count
         segment = base + 3 * np.arange(len(times))
@@ -175,7 +176,7 @@ class Worker:
         to.edges((written if on_cpu else gate)[:-1], segment[1:])
         total = 3 * len(times)
         columns = {name: np.zeros(total) for name in ("duration_s", "queue", "kind")}
-        values = {
+        values: dict[str, tuple[float | FloatArray, ...]] = {
             "duration_s": (np.diff(times, prepend=0.0), 0.0, written_s),
             "queue": (self._device, NONE, self._host),
             "kind": (Kind.FORWARD, Kind.VIRTUAL, Kind.UNPACK),
@@ -198,7 +199,8 @@ class Worker:
         elements = np.array([variable.elements for variable in self._passes.workload.variables], dtype=np.float64)
         share = members.elements / np.maximum(elements[members.variable], 1.0)
         count = int(members.message.max()) + 1
-        return np.bincount(members.message, weights=share * self._duties.write_s[members.variable], minlength=count)
+        weights = share * self._duties.write_s[members.variable]
+        return np.bincount(members.message, weights=weights, minlength=count).astype(np.float64)
 
     def _op(self, name: str, queue: int, duration_s: float, kind: Kind, after: tuple[int, ...]) -> int:
         number = self._to.add(1, lambda _: f"r{self._rank} {name}", duration_s=duration_s, queue=queue, kind=kind, worker=self._rank)

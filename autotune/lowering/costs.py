@@ -26,10 +26,6 @@ class Constant:
             raise InvalidInput(f"a constant of the runtime needs a source, but {self.value} has none")
 
 
-def _here(value: float) -> Constant:
-    return Constant(value, _HERE)
-
-
 @dataclass(frozen=True)
 class RuntimeCosts:
     """Costs that no fit of a collective contains.
@@ -50,21 +46,21 @@ class RuntimeCosts:
     | `payload` | share of a link's bytes that are a message's own | - |
     """
 
-    fill_s: Constant = _here(30e-6)
-    pack_s_per_byte: Constant = _here(3.4e-11)
-    cast_s_per_byte: Constant = _here(6e-11)
-    issue_s: Constant = _here(60e-6)
-    lane_s: Constant = _here(60e-6)
-    write_s: Constant = _here(5e-6)
-    unpack_s_per_byte: Constant = _here(4e-11)
-    int8_s: Constant = _here(1e-4)
-    int8_encode_s: Constant = _here(9e-10)
-    int8_decode_s: Constant = _here(2.4e-10)
-    top_k_s: Constant = _here(5e-5)
-    top_k_s_per_element: Constant = _here(2.5e-9)
-    top_k_sum_s: Constant = _here(1.5e-9)
-    low_rank_s: Constant = _here(5e-5)
-    low_rank_s_per_flop: Constant = _here(1e-10)
+    fill_s: Constant = Constant(30e-6, _HERE)
+    pack_s_per_byte: Constant = Constant(3.4e-11, _HERE)
+    cast_s_per_byte: Constant = Constant(6e-11, _HERE)
+    issue_s: Constant = Constant(60e-6, _HERE)
+    lane_s: Constant = Constant(60e-6, _HERE)
+    write_s: Constant = Constant(5e-6, _HERE)
+    unpack_s_per_byte: Constant = Constant(4e-11, _HERE)
+    int8_s: Constant = Constant(1e-4, _HERE)
+    int8_encode_s: Constant = Constant(9e-10, _HERE)
+    int8_decode_s: Constant = Constant(2.4e-10, _HERE)
+    top_k_s: Constant = Constant(5e-5, _HERE)
+    top_k_s_per_element: Constant = Constant(2.5e-9, _HERE)
+    top_k_sum_s: Constant = Constant(1.5e-9, _HERE)
+    low_rank_s: Constant = Constant(5e-5, _HERE)
+    low_rank_s_per_flop: Constant = Constant(1e-10, _HERE)
     threads: Constant = Constant(
         2, "torch: options of ProcessGroupGloo, `threads = 2`, in torch/csrc/distributed/c10d/ProcessGroupGloo.hpp"
     )

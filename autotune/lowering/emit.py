@@ -6,7 +6,7 @@ Ops are numbered in the order in which they are added, and every edge leads from
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import overload
+from typing import Any, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -89,7 +89,7 @@ class Emitter:
         self._edges.append((ends[0].ravel(), ends[1].ravel()))
 
     def build(self, layers: Sequence[str]) -> Dfg:
-        columns = {name: self._column(name) for name in _COLUMNS}
+        columns: dict[str, Any] = {name: self._column(name) for name in _COLUMNS}
         parents = np.concatenate([edge[0] for edge in self._edges]) if self._edges else np.zeros(0, dtype=np.int64)
         children = np.concatenate([edge[1] for edge in self._edges]) if self._edges else np.zeros(0, dtype=np.int64)
         there = (parents >= 0) & (children >= 0)

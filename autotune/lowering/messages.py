@@ -178,6 +178,6 @@ def kept_ports(batches: Sequence[Batch], fold: bool) -> NDArray[np.int64]:
     if len(kept) > _CLOSELY_COMPARED:
         return kept
     columns = loads[:, kept]
-    below = (columns[:, :, None] <= columns[:, None, :]).all(axis=0)  # [p, q]: p nowhere above q
+    below: NDArray[np.bool_] = np.all(columns[:, :, None] <= columns[:, None, :], axis=0)  # [p, q]: p nowhere above q
     np.fill_diagonal(below, False)
     return kept[~below.any(axis=1)]

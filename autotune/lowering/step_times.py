@@ -111,7 +111,8 @@ class Timing:
         if fits[0] is not None and fits[1] is not None:
             seconds = [fit.seconds_each(size_bytes) for fit in fits if fit is not None]
             whole = seconds[0] + seconds[1]
-            return np.divide(seconds[at], whole, out=np.full(len(size_bytes), 0.5), where=whole > 0)
+            share: FloatArray = np.divide(seconds[at], whole, out=np.full(len(size_bytes), 0.5), where=whole > 0)
+            return share
         moved = [self._probed_s_per_byte(each, circle, size) for each in _HALVES[name]]
         return np.full(len(size_bytes), moved[at] / sum(moved) if sum(moved) > 0 else 0.5)
 

@@ -140,7 +140,8 @@ class Ports:
                 loads[host] -= own
                 loads[self.hosts + other] -= own
                 loads[there] += own
-        return np.maximum(loads, 0.0) * self.s_per_byte
+        moved: FloatArray = np.maximum(loads, 0.0) * self.s_per_byte
+        return moved
 
     def _moved(self, senders: Ranks, receivers: Ranks, share: float) -> FloatArray:
         """Seconds per port where each sender sends `share` bytes to its receiver. Inside a host the busiest device counts."""
