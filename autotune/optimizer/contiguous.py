@@ -43,9 +43,7 @@ def best_cuts(ready_s: FloatArray, group_bytes: FloatArray, alone: NDArray[np.bo
     end_s, begins = np.zeros(count + 1), np.zeros(count + 1, dtype=np.int64)
     earliest = 0  # a message that ends here may begin no earlier
     for last in range(count):
-        if alone[last]:
-            earliest = last
-        elif last and alone[last - 1]:
+        if alone[last] or (last and alone[last - 1]):
             earliest = last
         starts = np.arange(earliest, last + 1)
         ends = np.maximum(end_s[starts], ready_s[last]) + cost_s(total[last + 1] - total[starts])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 from autotune.optimizer.coarsen import block_pattern
 from autotune.optimizer.state import Problem, State
@@ -63,7 +64,7 @@ def split(state: State, problem: Problem, cuts: Mapping[int, Sequence[int]]) -> 
     found: list[DraftMessage] = []
     for number, message in enumerate(draft.messages):
         bounds = [0, *sorted(set(cuts.get(number, ()))), len(message.members)]
-        parts = [message.members[a:b] for a, b in zip(bounds, bounds[1:], strict=False) if b > a]
+        parts = [message.members[a:b] for a, b in pairwise(bounds) if b > a]
         found.extend(replace(message, members=part) for part in parts)
     draft.messages = found
     return draft.written()

@@ -34,11 +34,14 @@ class Observed:
 
 
 class LoweredSteps:
-    """`symmetric`: one of equal workers is written down, and the ports that decide; otherwise all of both."""
+    """`symmetric`: one of equal workers is written down, and the ports that decide; otherwise all of both.
 
-    def __init__(self, workload: Workload, cluster: Cluster, symmetric: bool = True) -> None:
+    `taken_share`: as of `Lowering`.
+    """
+
+    def __init__(self, workload: Workload, cluster: Cluster, symmetric: bool = True, taken_share: float = 0.0) -> None:
         self._workload, self._cluster, self._symmetric = workload, cluster, symmetric
-        self._lowering = Lowering(workload, cluster)
+        self._lowering = Lowering(workload, cluster, taken_share=taken_share)
         self._ports = Ports(cluster)
         self._sender = Sender(Timing(cluster, self._ports, self._lowering.costs), self._lowering.costs)
 

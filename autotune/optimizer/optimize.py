@@ -6,22 +6,18 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from autotune.cluster import Cluster
-from autotune.optimizer.coarsen import coarse_fusion
+from autotune.optimizer.budget import Budget
 from autotune.optimizer.fused_time import ASSUMED, LaunchGaps
-from autotune.optimizer.passes.compression import ErrorFeedback, MixedPrecision
-from autotune.optimizer.passes.issue_order import CrossStep, IssueOrder
-from autotune.optimizer.passes.op_fusion import FuseOps
-from autotune.optimizer.passes.partition import Partition
-from autotune.optimizer.passes.synchronizers import Synchronizers
-from autotune.optimizer.passes.tensor_fusion import TensorFusion, TensorSplit
+from autotune.optimizer.registry import all_starts, default_passes
 from autotune.optimizer.replays import Lower, Replays, lowered
-from autotune.optimizer.search import Budget, Found, Kept, Search
-from autotune.optimizer.starts import started
+from autotune.optimizer.search import Kept, Search
 from autotune.optimizer.state import Pass, Problem, Speedups, State
 from autotune.profiling.op_graph import FusedTime, OpFusion, OpGraph
 from autotune.strategy_space.builders.collectives import ddp_default
-from autotune.strategy_space.plan import PRIMITIVE_OF, Plan
+from autotune.strategy_space.plan import PRIMITIVE_OF, Plan, plan
 from autotune.strategy_space.space import SearchSpace
 from autotune.strategy_space.strategy import ROOTED, Strategy
 from autotune.strategy_space.sync_cost import MessageKind, Rates
@@ -57,21 +53,6 @@ class Optimized:
     assumed: tuple[str, ...] = ()
 
 
-def default_passes() -> list[Pass]:
-    """The registry that ships, in the order in which the passes are asked; a user's own may be put anywhere in it."""
-    return [
-        FuseOps(),
-        TensorFusion(),
-        TensorSplit(),
-        Partition(),
-        Synchronizers(),
-        CrossStep(),
-        IssueOrder(),
-        MixedPrecision(),
-        ErrorFeedback(),
-    ]
-
-
 def optimize(
     workload: Workload,
     cluster: Cluster,
@@ -85,21 +66,26 @@ def optimize(
     seed: int = 0,
     speedups: Speedups | None = None,
     allowed: Callable[[Plan], bool] = lambda plan: True,
+    memory: Callable[[Problem], Problem] | None = None,
     lower: Lower = lowered,
 ) -> Optimized:
     """Search the synchronization, and with an op graph the op fusion, that makes a step shortest by replay.
 
     `space` bounds the strategies (by default all that loses nothing); `fused_s` estimates fused kernels (by default `LaunchGaps`, which
-    is assumed); `passes` replaces `default_passes()`; `allowed` refuses plans on top. Equal inputs give equal results unless the
-    result says `cut_short`. Raises `InvalidInput` where graph and workload do not belong together.
+    is assumed); `passes` replaces `default_passes()`; `allowed` refuses plans on top, such as those whose buffers do not fit. `memory`
+    is line 1 of Alg. 1: given what is to be optimized it returns it with the times and ops that fit into memory (recomputation).
+    Equal inputs give equal results unless the result says `cut_short`. Raises `InvalidInput` where graph and workload do not belong
+    together.
     """
     began_s = time.monotonic()
     problem = Problem(workload, cluster, space or SearchSpace.default(), graph, fused_s or LaunchGaps(), speedups or Speedups())
+    if memory is not None:
+        problem = memory(problem)
     replays = Replays(problem, lower)
-    first = State(before or ddp_default(workload))
+    first = State(before or ddp_default(problem.workload))
     before_s = replays.step_s(first)
     search = Search(problem, replays, default_passes() if passes is None else passes, budget or Budget(), seed, allowed)
-    found = search.run(_starts(problem, before))
+    found = search.run(all_starts(problem, before))
     best = found.best or first
     assumed = list(best.assumed)
     if best.fusion != OpFusion() and fused_s is None:
@@ -126,69 +112,8 @@ def optimize(
     )
 
 
-def _starts(problem: Problem, before: Strategy | None) -> list[tuple[str, State]]:
-    """What the search begins with; the layers of the coarsened view are fused from the start (Alg. 1, line 2)."""
-    fusion = OpFusion()
-    if problem.graph is not None and problem.speedups.coarsened:
-        fusion = coarse_fusion(problem.graph)
-    given = [("before", State(before, fusion))] if before is not None else []
-    return [*given, *started(problem, fusion)]
-
-
-@dataclass(frozen=True)
-class Suggested:
-    """`name` says what it is the best of."""
-
-    name: str
-    strategy: Strategy
-    predicted_step_s: float
-
-
-LOSSLESS, CAST, LOSSY = "lossless", "16 bits", "lossy"
-
-
-def suggestions(
-    workload: Workload,
-    cluster: Cluster,
-    space: SearchSpace,
-    *,
-    budget: Budget | None = None,
-    seed: int = 0,
-    allowed: Callable[[Plan], bool] = lambda plan: True,
-    lower: Lower = lowered,
-) -> list[Suggested]:
-    """The best within the step and the best across steps, for each set of compressors that the space allows, fastest first.
-
-    The budget is shared by the sets; each begins also with what the one before found.
-    """
-    total = budget or Budget()
-    sets = _compressor_sets(space)
-    each = Budget(total.replays // len(sets), total.seconds / len(sets))
-    found: dict[Strategy, Suggested] = {}
-    starts: list[tuple[str, State]] = []
-    for name, bounded in sets:
-        problem = Problem(workload, cluster, bounded)
-        result = Search(problem, Replays(problem, lower), default_passes(), each, seed, allowed).run([*starts, *_starts(problem, None)])
-        for across, (step_s, state) in sorted(result.families.items()):
-            found.setdefault(state.strategy, Suggested(f"{name}, {'across steps' if across else 'within the step'}", state.strategy, step_s))
-        starts = [(f"best {name}, {across}", state) for across, (_, state) in sorted(result.families.items())]
-    return sorted(found.values(), key=lambda own: own.predicted_step_s)
-
-
-def _compressor_sets(space: SearchSpace) -> list[tuple[str, SearchSpace]]:
-    """The space without compressors, with casts, with all; each that differs."""
-    from autotune.strategy_space.strategy import CASTS, Compressor
-
-    none = tuple(kind for kind in space.compressors if kind is Compressor.NONE)
-    casts = tuple(kind for kind in space.compressors if kind is Compressor.NONE or kind in CASTS)
-    sets = {none: LOSSLESS}
-    for kinds, name in ((casts, CAST), (space.compressors, LOSSY)):
-        sets.setdefault(kinds, name)
-    return [(name, replace(space, compressors=kinds)) for kinds, name in sets.items()]
-
-
 def full_overlap_s(problem: Problem, state: State) -> float:
-    """max(T_comp, T_comm): the computation of the state's kernels, and its bytes over the slowest link by the collective that loads it least.
+    """max(T_comp, T_comm): the computation of the state's kernels, and its bytes on the slowest link by the collective that loads it least.
 
     T_comm is the transfer of Eq. 3 alone, without any latency, for the bytes that the state sends.
     """
@@ -198,12 +123,5 @@ def full_overlap_s(problem: Problem, state: State) -> float:
     kinds = [MessageKind(PRIMITIVE_OF[own], None, level) for own in problem.space.synchronizers if own not in ROOTED for level in levels]
     if not kinds:
         return compute_s
-    import numpy as np
-
-    from autotune.strategy_space.plan import plan
-
     sent = float(plan(state.strategy, problem.workload, problem.cluster.world_size).wire_bytes)
     return max(compute_s, float(rates.costs(kinds, np.full(len(kinds), sent)).transfer_s.min()))
-
-
-__all__ = ["Budget", "Found", "Optimized", "Suggested", "default_passes", "full_overlap_s", "optimize", "suggestions"]

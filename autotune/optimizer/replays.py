@@ -86,9 +86,7 @@ class Replays:
         ready = np.array([max(ready_s[workload.index[part.variable]] for part in message.slices) for message in plan.messages])
         ops = self._critical_ops(plan, seen.critical)
         partial = self._partial(lowered) if self.problem.speedups.partial else self._by_whole_steps(lowered, plan)
-        return CriticalPath(
-            self.problem, plan, workload, seen.step_s, ops, seen.critical, ready, seen.start_s, seen.end_s, partial
-        )
+        return CriticalPath(self.problem, plan, workload, seen.step_s, ops, seen.critical, ready, seen.start_s, seen.end_s, partial)
 
     def _of(self, state: State) -> tuple[Workload, Lowered]:
         key = (state.fusion, state.compute_factor)

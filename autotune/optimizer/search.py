@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from autotune.optimizer.budget import Budget
 from autotune.optimizer.replays import Replays
 from autotune.optimizer.state import Pass, Problem, State
 from autotune.rng import generator
@@ -28,14 +29,6 @@ CLIMBS = 3
 """Starting points from which Alg. 1 is run."""
 STALE = 60
 """Neighbours without a gain, after which the walk goes on from the second-best valley."""
-
-
-@dataclass(frozen=True)
-class Budget:
-    """`replays` of whole steps at most, and `seconds` of wall clock as the emergency brake; each over the whole search."""
-
-    replays: int = 600
-    seconds: float = 10.0
 
 
 @dataclass(frozen=True)
@@ -142,7 +135,7 @@ class Search:
         problem = self.problem
         while not self._spent() and self.found.families and stale < 2 * STALE:
             families = sorted(self.found.families.items(), key=lambda entry: entry[1][0])
-            family, (step_s, state) = families[(stale // STALE) % len(families)]
+            _, (step_s, state) = families[(stale // STALE) % len(families)]
             strategy = state.strategy
             for _ in range(int(rng.integers(1, 4))):
                 strategy = mutate(strategy, problem.workload, problem.cluster, problem.space, rng)

@@ -76,7 +76,7 @@ class State:
     """
 
     strategy: Strategy
-    fusion: OpFusion = OpFusion()
+    fusion: OpFusion = field(default_factory=OpFusion)
     compute_factor: float = 1.0
     assumed: tuple[str, ...] = ()
 

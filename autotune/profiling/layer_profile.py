@@ -4,9 +4,9 @@
         activation_size=2560.000, parameter_size=20520.000
     <tab>node2 -- node3
 
-Times are milliseconds of one iteration, sizes bytes; a layer of several outputs has `activation_size=[a; b]`. A line with a tab is an edge. A
-layer's parameters are one number of bytes. Where the text of the layer names shapes that need exactly these bytes in float32, they are
-its variables (Linear, Conv2d, BatchNorm2d, LayerNorm, Embedding); otherwise it has one flat variable.
+Times are milliseconds of one iteration, sizes bytes; a layer of several outputs has `activation_size=[a; b]`. A line with a tab is an
+edge. A layer's parameters are one number of bytes. Where the text of the layer names shapes that need exactly these bytes in float32,
+they are its variables (Linear, Conv2d, BatchNorm2d, LayerNorm, Embedding); otherwise it has one flat variable.
 """
 
 from __future__ import annotations

@@ -61,7 +61,14 @@ class _Bert:
     """Adds ops in forward order and remembers what each reads."""
 
     def __init__(self, device: AssumedDevice, tokens: int, sequence: int, hidden: int, heads: int, variables: dict[str, Variable]) -> None:
-        self.device, self.tokens, self.sequence, self.hidden, self.heads, self.variables = device, tokens, sequence, hidden, heads, variables
+        self.device, self.tokens, self.sequence, self.hidden, self.heads, self.variables = (
+            device,
+            tokens,
+            sequence,
+            hidden,
+            heads,
+            variables,
+        )
         self.ops: list[Op] = []
         self.edges: list[tuple[int, int]] = []
 
@@ -139,6 +146,8 @@ class _Bert:
         masked = 0.15 * n  # BERT, sec. 3.1: the share of tokens that are predicted
         moved = masked * (h + vocabulary) + h * vocabulary
         logits = self._op("cls/predictions/matmul", 2 * masked * h * vocabulary, moved, masked * vocabulary, (normed,))
-        self._op("cls/predictions/add_bias", masked * vocabulary, 2 * masked * vocabulary, 0.0, (logits,), ("cls/predictions/output_bias/bias",))
+        self._op(
+            "cls/predictions/add_bias", masked * vocabulary, 2 * masked * vocabulary, 0.0, (logits,), ("cls/predictions/output_bias/bias",)
+        )
         pooled = self._dense("pooler_transform", read, h, h)
         self._dense("classification/logits", pooled, h, 2)

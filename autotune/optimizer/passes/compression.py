@@ -58,7 +58,7 @@ class ErrorFeedback:
         for kind in path.problem.space.compressors:
             if kind not in ERROR_FEEDBACK:
                 continue
-            found = []
+            found: list[tuple[float, int, dict[int, Shard]]] = []
             for setting in path.problem.space.settings_of(kind):
                 shards = {n: shard for n, shard in _compressed(path, path.messages, setting).items() if self._shorter(path, n, shard)}
                 gain_s = sum(path.sync_s([path.plan.messages[n]]) - path.sync_s([_as(path.plan.messages[n], s)]) for n, s in shards.items())

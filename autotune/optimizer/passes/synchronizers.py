@@ -38,7 +38,9 @@ class Synchronizers:
         problem = path.problem
         levels = (False, True) if problem.space.hierarchy_for(problem.cluster) else (False,)
         return [
-            Shard(kind, placement=0 if kind in ROOTED else None, hierarchical=level) for kind in problem.space.synchronizers for level in levels
+            Shard(kind, placement=0 if kind in ROOTED else None, hierarchical=level)
+            for kind in problem.space.synchronizers
+            for level in levels
         ]
 
     @staticmethod
