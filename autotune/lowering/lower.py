@@ -15,7 +15,7 @@ from autotune.lowering.compute import Duties, Passes, Worker
 from autotune.lowering.costs import RuntimeCosts
 from autotune.lowering.emit import Emitter
 from autotune.lowering.messages import Members, Sender, kept_ports
-from autotune.lowering.network import Network
+from autotune.lowering.network import Network, Sent
 from autotune.lowering.step_times import Timing
 from autotune.lowering.traffic import Ports
 from autotune.strategy_space.plan import Message, Plan
@@ -50,6 +50,11 @@ class Lowering:
         Nothing is under way at its ends: the runtime waits for all messages before it fills their buffers again.
         """
         return _Drawing(self, plan, symmetric, coarse=True).period()
+
+    def drawn(self, plan: Plan, symmetric: bool = True) -> tuple[Dfg, Sent]:
+        """`period`, and which of its ops are whose message's."""
+        drawing = _Drawing(self, plan, symmetric, coarse=True)
+        return drawing.period(), drawing.sent
 
     def step_s(self, plan: Plan) -> float:
         """Predicted seconds per step in the steady state."""
@@ -123,7 +128,7 @@ class _Drawing:
     def _block(self, start: int, last: bool) -> int:
         """From one backward pass to the next, or to the update; its end."""
         issued = np.stack([worker.backward(start) for worker in self.workers])
-        sent = self.network.emit(self.to, issued)
+        self.sent = sent = self.network.emit(self.to, issued)
         if not self.plan.cross_step or last:
             arrived = self._join("arrived", sent.ends)
             ends = [worker.update(arrived) for worker in self.workers]

@@ -86,8 +86,9 @@ class _Template:
 
 @dataclass(frozen=True, eq=False)
 class Sent:
-    """`ends` (M,): the Out op of every message."""
+    """`starts`, `ends` (M,): the first op of every message and its Out op; those between are its own."""
 
+    starts: Numbers
     ends: Numbers
 
 
@@ -150,7 +151,7 @@ class Network:
             return f"message {message} {names[message][number - int(offsets[message])]}"
 
         to.add(total, named, duration_s=duration_s, size_bytes=size_bytes, **columns)
-        return Sent(ends)
+        return Sent(base, ends)
 
     def _chain(self, to: Emitter, prepared: Numbers, ends: Numbers) -> None:
         """Each lane's thread takes the messages in plan order; one by one, a message follows the end of the one before."""

@@ -14,9 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autotune.events import Proposal, Proposed
+from autotune.features.compute_cost import taken_share
 from autotune.features.extract import Extractor
 from autotune.history import History
 from autotune.job import JobSpec, Search, Similarity
+from autotune.optimizer.budget import Budget
 from autotune.rng import generator
 from autotune.sampler.bayes import BayesianFusion
 from autotune.sampler.garbage import collection_paused
@@ -42,6 +44,8 @@ TRAINING_SHARE = 0.2
 """Of the tuning time so far, what cross-validation and training may have taken in all."""
 FIRST_EXPLORERS, EXPLORERS = 0.5, 0.17
 """Share of a round's trials (the first, the later ones) that goes to strategies which the ranker would not have tried."""
+OPTIMIZER = Budget(replays=200, seconds=30.0)
+"""What the optimizer may replay before the first round: a second or two. The seconds only end it where something is wrong."""
 BAYES_ASKS = 20
 """How often in a row a baseline that proposes a known plan again is told its known time."""
 FAILED_FACTOR = 2.0
@@ -50,9 +54,12 @@ FAILED_FACTOR = 2.0
 
 @dataclass(frozen=True)
 class _Candidate:
+    """`replayed_s`: what the optimizer's replay predicts of its own."""
+
     strategy: Strategy
     origin: str
     plan: Plan
+    replayed_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -97,11 +104,9 @@ class Proposer:
             proposals = tuple(Proposal(candidate.strategy, candidate.origin) for candidate in pool[:count])
             return Proposed(round_, proposals, "random", _said("random search was asked for", refusals), len(pool), (), 0.0)
         scores = self._score(history, round_, pool)
-        chosen = self._choose(pool, scores, count, round_)
-        proposals = tuple(
-            Proposal(pool[i].strategy, pool[i].origin, float(scores.predicted_s[i]) if scores.predicted_s is not None else None)
-            for i in chosen
-        )
+        leading = [i for i, candidate in enumerate(pool) if candidate.replayed_s is not None][:count]
+        others = [i for i in self._choose(pool, scores, count, round_) if i not in leading]
+        proposals = tuple(_proposal(pool[i], scores, i) for i in [*leading, *others][:count])
         return Proposed(round_, proposals, scores.ranker, _said(scores.reason, refusals), len(pool), scores.quality, 0.0)
 
     def _pool(self, history: History, round_: int) -> _Pool:
@@ -116,20 +121,38 @@ class Proposer:
         space = self._space(history)
         found: list[tuple[str, Strategy]] = []
         with collection_paused():
+            searched = self._searched(history, space) if guided and round_ == 0 else []
             if self._spec.search is not Search.RANDOM:
                 found += seed_strategies(workload, cluster, space)
             found += [("mutated", self._walk(parents[int(rng.integers(len(parents)))], history, space, rng)) for _ in range(mutants)]
             seed = int(generator(self._spec.seed, "samples", round_).integers(2**31))
             found += [("sampled", strategy) for strategy in sample_many(workload, cluster, space, wanted - mutants, seed)]
-            return self._untried(found, history)
+            return self._untried([*searched, *((origin, strategy, None) for origin, strategy in found)], history)
 
-    def _untried(self, found: Sequence[tuple[str, Strategy]], history: History) -> _Pool:
+    def _searched(self, history: History, space: SearchSpace) -> list[tuple[str, Strategy, float | None]]:
+        """What the optimizer finds by replay, fastest first: one strategy for each family of the space (`optimizer.suggestions`)."""
+        from autotune.optimizer.suggest import suggestions  # numba is heavy, and the baselines do without
+
+        assert history.profiled is not None
+        workload, cluster = history.profiled.workload, history.profiled.cluster
+        found = suggestions(
+            workload,
+            cluster,
+            space,
+            budget=OPTIMIZER,
+            seed=self._spec.seed,
+            allowed=lambda made: self._why_refused(made) is None,
+            taken_share=taken_share(workload, cluster),
+        )
+        return [(f"optimizer: {own.name}", own.strategy, own.predicted_step_s) for own in found]
+
+    def _untried(self, found: Sequence[tuple[str, Strategy, float | None]], history: History) -> _Pool:
         assert history.profiled is not None
         seen = {trial.plan_id for trial in history.trials}
         pool: list[_Candidate] = []
         refusals: list[str] = []
-        for origin, strategy in found:
-            candidate = _Candidate(strategy, origin, plan(strategy, history.profiled.workload, self._spec.workers))
+        for origin, strategy, replayed_s in found:
+            candidate = _Candidate(strategy, origin, plan(strategy, history.profiled.workload, self._spec.workers), replayed_s)
             if candidate.plan.id in seen or strategy.id in history.proposals:
                 continue
             seen.add(candidate.plan.id)
@@ -274,6 +297,14 @@ class Proposer:
             told.add(plan_id)
         reason = "the two scalars yield no plan that was not tried"
         return Proposed(round_, (), "gaussian process", reason, BAYES_ASKS, (), 0.0)
+
+
+def _proposal(candidate: _Candidate, scores: _Scores, number: int) -> Proposal:
+    """With the time that chose it: the optimizer's replay for its own, the ranker's for the others."""
+    predicted_s = candidate.replayed_s
+    if predicted_s is None and scores.predicted_s is not None:
+        predicted_s = float(scores.predicted_s[number])
+    return Proposal(candidate.strategy, candidate.origin, predicted_s)
 
 
 def _said(reason: str, refusals: Sequence[str]) -> str:

@@ -1,0 +1,95 @@
+"""The search's side of the lowering: one workload on one cluster, its steps and its messages alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autotune.cluster import Cluster
+from autotune.dfg.graph import NONE, Dfg, Kind
+from autotune.dfg.replay import Timeline, replay
+from autotune.lowering.emit import Emitter
+from autotune.lowering.lower import Lowering
+from autotune.lowering.messages import Sender, kept_ports
+from autotune.lowering.network import Network, Sent
+from autotune.lowering.step_times import Timing
+from autotune.lowering.traffic import Ports
+from autotune.strategy_space.plan import Message, Plan
+from autotune.workload import Workload
+
+FloatArray = NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class Observed:
+    """One replayed step from the start of its backward pass: spans of the messages, shape (M,), and which of them are critical."""
+
+    step_s: float
+    start_s: FloatArray
+    end_s: FloatArray
+    critical: tuple[int, ...]
+
+
+class LoweredSteps:
+    """`symmetric`: one of equal workers is written down, and the ports that decide; otherwise all of both.
+
+    `taken_share`: as of `Lowering`.
+    """
+
+    def __init__(self, workload: Workload, cluster: Cluster, symmetric: bool = True, taken_share: float = 0.0) -> None:
+        self._workload, self._cluster, self._symmetric = workload, cluster, symmetric
+        self._lowering = Lowering(workload, cluster, taken_share=taken_share)
+        self._ports = Ports(cluster)
+        self._sender = Sender(Timing(cluster, self._ports, self._lowering.costs), self._lowering.costs)
+
+    def step_s(self, plan: Plan) -> float:
+        return replay(self._lowering.period(plan, self._symmetric)).makespan_s
+
+    def timeline(self, plan: Plan) -> Timeline:
+        return replay(self._lowering.period(plan, self._symmetric))
+
+    def observe(self, plan: Plan) -> Observed:
+        dfg, sent = self._lowering.drawn(plan, self._symmetric)
+        timeline = replay(dfg)
+        message = message_of_op(dfg, sent)
+        own = message >= 0
+        start_s = np.full(len(plan.messages), np.inf)
+        np.minimum.at(start_s, message[own & (dfg.kind != Kind.VIRTUAL)], timeline.start_s[own & (dfg.kind != Kind.VIRTUAL)])
+        end_s = timeline.end_s[sent.ends]
+        path = [int(message[op]) for op in critical_ops(timeline)]
+        critical = tuple(dict.fromkeys(number for number in path if number >= 0))
+        return Observed(timeline.makespan_s, np.minimum(start_s, end_s), end_s, critical)
+
+    def sync_s(self, messages: Sequence[Message]) -> float:
+        """Partial replay: these messages alone, all issued at once in their order."""
+        plan = Plan(self._workload.id, self._cluster.world_size, tuple(messages))
+        batches = self._sender.batches(plan)
+        to, count = Emitter(), len(messages)
+        start = to.add(1, lambda _: "issue", kind=Kind.VIRTUAL)
+        layer = np.full(count, NONE, dtype=np.int64)
+        ports = kept_ports(batches, fold=True)
+        network = Network(batches, ports, self._ports.name, self._lowering.costs, [0], False, layer, False)
+        network.emit(to, np.full((1, count), start))
+        return replay(to.build(())).makespan_s
+
+
+def message_of_op(dfg: Dfg, sent: Sent) -> NDArray[np.int64]:
+    """The number of the message that each op belongs to, NONE for the others; shape (N,)."""
+    found = np.full(dfg.ops, NONE, dtype=np.int64)
+    for number, (first, last) in enumerate(zip(sent.starts.tolist(), sent.ends.tolist(), strict=True)):
+        found[first : last + 1] = number
+    return found
+
+
+def critical_ops(timeline: Timeline) -> list[int]:
+    """The critical path of the execution graph, from its first op to the last."""
+    if not timeline.dfg.ops:
+        return []
+    op, path = int(np.argmax(timeline.end_s)), []
+    while op != NONE:
+        path.append(op)
+        op = int(timeline.cause[op])
+    return path[::-1]

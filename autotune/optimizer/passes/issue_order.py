@@ -1,0 +1,89 @@
+"""The issue order, and whether synchronization may run into the next forward pass: one without the other hardly gains.
+
+Carlier's search (`strategy_space.cross_step`) finds the best order of the closed form, one channel with heads and tails. Here it is
+asked with the durations that the replay showed, and moves around the message that ends last correct it by replay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import numpy as np
+
+from autotune.optimizer.edits import draft_of, reordered
+from autotune.optimizer.state import CriticalPath, State
+from autotune.strategy_space.cross_step import planned_order
+from autotune.strategy_space.timing import needed_times_s
+
+NODES = 60
+"""Orders that one search looks at."""
+MOVES = 6
+"""Moves of one message that are proposed around the end of the critical path."""
+
+
+class CrossStep:
+    """Synchronization runs into the next forward pass, in the order that suits it; or it ends within the step, in ready order."""
+
+    name = "cross-step overlap"
+
+    def propose(self, state: State, path: CriticalPath) -> Iterable[State]:
+        if not path.problem.space.cross_step:
+            return
+        draft = draft_of(state, path.problem)
+        draft.cross_step = not draft.cross_step
+        if draft.cross_step:
+            draft.order_by_need()
+        else:
+            draft.in_ready_order = True
+        yield state.with_strategy(draft.written())
+
+
+class IssueOrder:
+    """Other orders of the messages of a plan across steps."""
+
+    name = "issue order"
+
+    def propose(self, state: State, path: CriticalPath) -> Iterable[State]:
+        count = len(path.plan.messages)
+        if not state.strategy.cross_step or count < 2:
+            return
+        needed_s = self._needed_s(path)
+        workload = path.workload
+        taken_s = np.maximum(path.end_s - np.maximum(path.start_s, path.ready_s), 0.0)
+        apart_s = np.array([path.sync_s([message]) for message in path.plan.messages])
+        for cost_s in (apart_s, np.minimum(taken_s, apart_s)):
+            start_s = workload.backward_s + workload.update_s
+            order = planned_order(path.ready_s, cost_s, needed_s, start_s, workload.forward_s, NODES).order
+            if order != list(range(count)):
+                yield state.with_strategy(reordered(state, path.problem, order))
+        yield from self._moves(state, path, workload.forward_s - needed_s)
+
+    @staticmethod
+    def _needed_s(path: CriticalPath) -> np.ndarray:
+        """When the first variable of a message is read, from the start of the forward pass, shape (M,)."""
+        needed_s, index = needed_times_s(path.workload), path.workload.index
+        return np.array([min(needed_s[index[part.variable]] for part in message.slices) for message in path.plan.messages])
+
+    @staticmethod
+    def _moves(state: State, path: CriticalPath, tail_s: np.ndarray) -> Iterable[State]:
+        """The message that determines the period goes before one that is less urgent, or that one goes behind it."""
+        last = int(np.argmax(path.end_s + tail_s))
+        before = [n for n in range(last - 1, -1, -1) if tail_s[n] < tail_s[last]]
+        order = list(range(len(tail_s)))
+        for number in before[: MOVES // 2]:
+            rest = [n for n in order if n != number]
+            at = rest.index(last) + 1
+            yield state.with_strategy(reordered(state, path.problem, [*rest[:at], number, *rest[at:]]))
+        step = max(1, len(before) // (MOVES // 2))
+        for number in before[::step][: MOVES // 2]:
+            rest = [n for n in order if n != last]
+            at = rest.index(number)
+            yield state.with_strategy(reordered(state, path.problem, [*rest[:at], last, *rest[at:]]))
+
+
+def in_step(state: State, path: CriticalPath) -> State:
+    """The same messages within the step, in gradient-ready order."""
+    draft = draft_of(state, path.problem)
+    draft.cross_step, draft.in_ready_order = False, True
+    return replace(state, strategy=draft.written())

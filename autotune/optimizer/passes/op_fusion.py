@@ -1,0 +1,93 @@
+"""Op fusion by Theorem 1, with the tensors of the fused ops by Theorem 3."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from autotune.optimizer.edits import can_merge, joined, merged
+from autotune.optimizer.state import CriticalPath, State
+from autotune.optimizer.theorems import both_fusions_pay, op_fusion_pays
+from autotune.profiling.op_graph import OpFusion, OpGraph
+
+Run = tuple[int, int]
+
+
+class FuseOps:
+    """Alg. 1, lines 5 to 10: along the computation on the critical path, fuse an op with the one before where Theorem 1 says so.
+
+    Neighbours are fused only along an edge of the graph, and only where that saves time at all: Theorem 1 alone would also fuse ops
+    for which it makes no difference. Fusing in the forward pass delays no gradient; it is proposed for all neighbours that it helps,
+    and the replay says whether variables that are then needed earlier spoil it across steps.
+    """
+
+    name = "op fusion"
+
+    def propose(self, state: State, path: CriticalPath) -> Iterable[State]:
+        graph = path.problem.graph
+        if graph is None:
+            return
+        forward = state.fusion.forward | _saving(graph, state.fusion.forward, path)
+        if forward != state.fusion.forward:
+            yield replace(state, fusion=replace(state.fusion, forward=forward))
+        sweep, tensors = self._sweep(graph, state, path)
+        for size in dict.fromkeys((len(sweep), (len(sweep) + 1) // 2)):
+            if size == 0:
+                continue
+            fusion = OpFusion(forward, state.fusion.backward | frozenset(sweep[:size]))
+            yield replace(state, fusion=fusion)
+            pairs = [pair for at, pair in tensors if at < size]
+            if pairs:
+                yield replace(state, fusion=fusion, strategy=merged(state, path.problem, pairs))
+
+    @staticmethod
+    def _sweep(graph: OpGraph, state: State, path: CriticalPath) -> tuple[list[int], list[tuple[int, tuple[int, int]]]]:
+        """(numbers of the ops to be fused with the one behind them, [(how many fusions before, pair of messages to be fused)])."""
+        problem, critical = path.problem, set(path.ops)
+        ends_at = messages_of_ops(graph, path)
+        runs = OpFusion.runs(state.fusion.backward, len(graph.ops))[::-1]  # in backward order
+        found: list[int] = []
+        tensors: list[tuple[int, tuple[int, int]]] = []
+        held = runs[0]
+        for run in runs[1:]:
+            both = (run[0], held[1])
+            p1_s, p2_s, fused_s = (problem.fused_s(graph.ops[a:b][::-1], True) for a, b in (held, run, both))
+            waiting = [n for op in range(*held) for n in ends_at.get(op, ())]
+            t1_s = path.sync_s([path.plan.messages[n] for n in waiting]) if waiting else 0.0
+            pays = fused_s < p1_s + p2_s and op_fusion_pays(p1_s, p2_s, fused_s, t1_s)
+            if not (pays and run[0] in critical and run[1] - 1 in graph.predecessors[run[1]]):
+                held = run
+                continue
+            found.append(run[1] - 1)
+            others = [n for op in range(*run) for n in ends_at.get(op, ())]
+            if waiting and others and can_merge(path.plan.messages[waiting[-1]], path.plan.messages[others[0]]):
+                one, two = (path.plan.messages[n] for n in (waiting[-1], others[0]))
+                times = (path.sync_s([one]), path.sync_s([two]), path.sync_s([joined([one, two])]))
+                if both_fusions_pay(p1_s, p2_s, fused_s, *times):
+                    tensors.append((len(found) - 1, (waiting[-1], others[0])))
+            held = both
+        return found, tensors
+
+
+def messages_of_ops(graph: OpGraph, path: CriticalPath) -> dict[int, list[int]]:
+    """Number of an op -> the messages whose last gradient it makes."""
+    found: dict[int, list[int]] = {}
+    for number, message in enumerate(path.plan.messages):
+        op = min(graph.op_of_variable[part.variable] for part in message.slices)
+        found.setdefault(op, []).append(number)
+    return found
+
+
+def _saving(graph: OpGraph, fused: frozenset[int], path: CriticalPath) -> frozenset[int]:
+    """Ops of the forward pass to be fused with the one behind them, greedily from the first."""
+    found, fused_s = [], path.problem.fused_s
+    runs = OpFusion.runs(fused, len(graph.ops))
+    held = runs[0]
+    for run in runs[1:]:
+        apart_s, both = sum(fused_s(graph.ops[a:b], False) for a, b in (held, run)), (held[0], run[1])
+        if run[0] - 1 in graph.predecessors[run[0]] and fused_s(graph.ops[both[0] : both[1]], False) < apart_s:
+            found.append(run[0] - 1)
+            held = both
+        else:
+            held = run
+    return frozenset(found)

@@ -1,0 +1,94 @@
+"""Tensor partition: OPTPARTNUM of Alg. 1, the number of parts that synchronizes a tensor fastest, by a grid over partial replay."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from autotune.optimizer.edits import cut_variables, shards_alone, signature
+from autotune.optimizer.state import CriticalPath, State
+from autotune.strategy_space.plan import Message
+from autotune.strategy_space.strategy import ROOTED, Shard, SparseHandling
+
+GRID = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+"""Numbers of parts that are tried, as far as the variable's rows and the space allow."""
+TENSORS = 4
+"""Tensors on the critical path for which a number of parts is looked for, the largest first."""
+URGENT = (2, 4, 8)
+"""Parts that are proposed across steps: what is urgent then need not wait for the whole of a large tensor."""
+
+
+class Partition:
+    """Tensors that travel alone are cut evenly by OPTPARTNUM; parts on servers go to the servers that would be done first.
+
+    t_sync knows one tensor only. Across steps parts also let urgent messages pass, so some cuts are proposed there whatever t_sync
+    says, and the replay decides.
+    """
+
+    name = "tensor partition"
+
+    def propose(self, state: State, path: CriticalPath) -> Iterable[State]:
+        tensors = self._tensors(state, path)
+        best = {position: count for position, now in tensors.items() if (count := self._optimal(state, path, position, now)) != now}
+        if best:
+            yield state.with_strategy(cut_variables(state, path.problem, self._alike(best, path)))
+        if len(best) > 1:
+            for position, count in best.items():
+                yield state.with_strategy(cut_variables(state, path.problem, self._alike({position: count}, path)))
+        if state.strategy.cross_step:
+            for position, now in list(tensors.items())[:2]:
+                for count in URGENT:
+                    if count != now and self._parts(state, path, position, count) is not None:
+                        yield state.with_strategy(cut_variables(state, path.problem, {position: count}))
+
+    @staticmethod
+    def _tensors(state: State, path: CriticalPath) -> dict[int, int]:
+        """Position of each dense variable on the critical path that travels alone -> its parts now; the largest, largest first."""
+        index, variables = path.problem.workload.index, path.problem.workload.variables
+        alone: dict[int, int] = {}
+        for number in path.messages:
+            message = path.plan.messages[number]
+            position = index[message.slices[0].variable]
+            choice = state.strategy.by_name[variables[position].name]
+            if message.sparse is SparseHandling.DENSE and all(shard.group is None for shard in choice.shards):
+                alone[position] = len(choice.shards)
+        largest = sorted(alone, key=lambda position: (-variables[position].grad_bytes, position))
+        return {position: alone[position] for position in largest[:TENSORS]}
+
+    def _optimal(self, state: State, path: CriticalPath, position: int, now: int) -> int:
+        """k* of the grid; the number of parts at present where nothing is faster."""
+        known = {count: parts for count in {*GRID, now} if (parts := self._parts(state, path, position, count)) is not None}
+        times = {count: path.sync_s(parts) for count, parts in sorted(known.items())}
+        if now not in times:  # cut along another axis: leave it
+            return now
+        best = min(times, key=lambda count: (times[count], count))
+        return best if times[best] < times[now] else now
+
+    @staticmethod
+    def _parts(state: State, path: CriticalPath, position: int, count: int) -> list[Message] | None:
+        name = path.problem.workload.variables[position].name
+        shard: Shard = state.strategy.by_name[name].shards[0]
+        parts = shards_alone(path.problem, shard, position, count)
+        if parts is not None and shard.synchronizer in ROOTED:
+            ranks = path.problem.cluster.world_size
+            return [replace(part, owner=number % ranks) for number, part in enumerate(parts)]
+        return parts
+
+    @staticmethod
+    def _alike(wanted: dict[int, int], path: CriticalPath) -> dict[int, int]:
+        """By symmetry the same for variables at the same place of other blocks that travel alone, too."""
+        if not path.problem.speedups.symmetry:
+            return wanted
+        index = path.problem.workload.index
+        alone: dict[tuple[object, ...], list[int]] = {}
+        of_position: dict[int, tuple[object, ...]] = {}
+        for message in path.plan.messages:
+            if len(message.slices) == 1 and message.group is None and message.sparse is SparseHandling.DENSE:
+                position = index[message.slices[0].variable]
+                of_position.setdefault(position, signature(message))
+                alone.setdefault(of_position[position], []).append(position)
+        found = dict(wanted)
+        for position, count in wanted.items():
+            for other in alone.get(of_position.get(position, ()), ()):
+                found.setdefault(other, count)
+        return found

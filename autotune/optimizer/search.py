@@ -1,0 +1,160 @@
+"""Algorithm 1 of dPRO (sec. 5.2): replay, look at the critical path, let the passes propose, keep what the replay says is faster.
+
+Differences from the printed algorithm. It applies every decision of a sweep at once and stops where the step gets no faster. Here a pass
+proposes sweeps and single decisions, each is replayed, and the fastest is kept: a theorem speaks of one chain, the replay of the graph.
+It starts from several strategies instead of one, since the space has more than one valley (within the step and across it), and where
+no pass finds more, random neighbours of the best are replayed until the budget is spent.
+
+The budget is counted in replayed ops, not in seconds, so that equal inputs give equal results on any machine. A limit in seconds cuts a
+search short where the machine is slower than thought; the result says so.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from autotune.optimizer.budget import Budget
+from autotune.optimizer.replays import Replays
+from autotune.optimizer.state import Pass, Problem, State
+from autotune.rng import generator
+from autotune.strategy_space.enactable import why_refused
+from autotune.strategy_space.neighbours import mutate
+from autotune.strategy_space.plan import Plan
+
+GAIN = 1e-5
+"""Share of the step below which a gain is not taken: it would be noise in any trial."""
+CLIMBS = 3
+"""Starting points from which Alg. 1 is run."""
+STALE = 60
+"""Neighbours without a gain, after which the walk goes on from the second-best valley."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """One entry of the log: what was kept, why, and what it takes."""
+
+    by: str
+    step_s: float
+    replays: int
+    seconds: float
+
+
+@dataclass
+class Found:
+    """The best states by family (in-step, across steps) and in all; `dropped`: proposals outside the space or not enactable."""
+
+    best: State | None = None
+    step_s: float = float("inf")
+    families: dict[bool, tuple[float, State]] = field(default_factory=dict)
+    starts_s: dict[str, float] = field(default_factory=dict)
+    log: list[Kept] = field(default_factory=list)
+    rounds: int = 0
+    dropped: int = 0
+    cut_short: bool = False
+
+
+class Search:
+    """One search over one problem. `allowed` may refuse plans beyond what the space and the runtime do."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        replays: Replays,
+        passes: Sequence[Pass],
+        budget: Budget,
+        seed: int = 0,
+        allowed: Callable[[Plan], bool] = lambda plan: True,
+    ) -> None:
+        self.problem, self.replays, self.passes, self.budget, self.seed, self.allowed = problem, replays, passes, budget, seed, allowed
+        self.found = Found()
+        self._began_s, self._replays_before = time.monotonic(), replays.whole
+        self._known: dict[object, float] = {}
+
+    def run(self, starts: Sequence[tuple[str, State]]) -> Found:
+        """From the fastest of the starts, of both families, by the passes; then among the neighbours of what they found."""
+        scored = []
+        for number, (name, state) in enumerate(starts):
+            step_s = self.step_s(state)
+            if step_s is not None:
+                self.found.starts_s[name] = step_s
+                self._keep(state, step_s, name)
+                scored.append((step_s, number, state))
+        scored.sort(key=lambda entry: entry[:2])
+        chosen = scored[:1]
+        chosen += [entry for entry in scored[1:] if entry[2].strategy.cross_step != scored[0][2].strategy.cross_step][:1]
+        chosen += [entry for entry in scored[1:] if all(entry is not other for other in chosen)][: CLIMBS - len(chosen)]
+        for step_s, _, state in chosen:
+            self.climb(state, step_s)
+        self._wander()
+        return self.found
+
+    def step_s(self, state: State) -> float | None:
+        """The replayed step; None where the state may not be used, or nothing is left of the budget."""
+        if self._spent():
+            return None
+        made = self.replays.plan_of(state)
+        key = (made.messages, made.cross_step, made.ring_order, state.fusion, state.compute_factor)
+        if key not in self._known:
+            outside = self.problem.space.violation(state.strategy, self.problem.workload, self.problem.cluster)
+            if outside is not None or why_refused(made) is not None or not self.allowed(made):
+                self.found.dropped += 1
+                return None
+            self._known[key] = self.replays.step_s(state, made)
+        return self._known[key]
+
+    def climb(self, state: State, step_s: float) -> tuple[State, float]:
+        """Rounds of all passes until one keeps nothing."""
+        gained = True
+        while gained and not self._spent():
+            gained = False
+            self.found.rounds += 1
+            for own in self.passes:
+                if self._spent():
+                    break
+                better = self._best_of(own, state, step_s)
+                if better is not None:
+                    (state, step_s), gained = better, True
+                    self._keep(state, step_s, own.name)
+        return state, step_s
+
+    def _best_of(self, own: Pass, state: State, step_s: float) -> tuple[State, float] | None:
+        best: tuple[State, float] | None = None
+        limit_s = step_s * (1 - GAIN)
+        for candidate in own.propose(state, self.replays.path(state)):
+            found_s = self.step_s(candidate)
+            if found_s is not None and found_s < limit_s:
+                best, limit_s = (candidate, found_s), found_s
+        return best
+
+    def _wander(self) -> None:
+        """Neighbours of the best states of both families; of a gain the passes make the most at once."""
+        rng = generator(self.seed, "optimizer")
+        stale = 0
+        problem = self.problem
+        while not self._spent() and self.found.families and stale < 2 * STALE:
+            families = sorted(self.found.families.items(), key=lambda entry: entry[1][0])
+            _, (step_s, state) = families[(stale // STALE) % len(families)]
+            strategy = state.strategy
+            for _ in range(int(rng.integers(1, 4))):
+                strategy = mutate(strategy, problem.workload, problem.cluster, problem.space, rng)
+            candidate = state.with_strategy(strategy)
+            found_s = self.step_s(candidate)
+            stale += 1
+            if found_s is not None and found_s < self.found.families.get(strategy.cross_step, (step_s, state))[0] * (1 - GAIN):
+                stale = 0
+                self._keep(candidate, found_s, "neighbour")
+
+    def _keep(self, state: State, step_s: float, by: str) -> None:
+        found, family = self.found, state.strategy.cross_step
+        if family not in found.families or step_s < found.families[family][0]:
+            found.families[family] = (step_s, state)
+        if step_s < found.step_s:
+            found.best, found.step_s = state, step_s
+            found.log.append(Kept(by, step_s, self.replays.whole - self._replays_before, time.monotonic() - self._began_s))
+
+    def _spent(self) -> bool:
+        if time.monotonic() - self._began_s > self.budget.seconds:
+            self.found.cut_short = True
+        return self.found.cut_short or self.replays.whole - self._replays_before >= self.budget.replays

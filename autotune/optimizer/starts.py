@@ -1,0 +1,52 @@
+"""Where the search starts: the field's hand-made strategies and the exact best cuts of the closed form, best first by replay."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autotune.optimizer.contiguous import contiguous_strategy
+from autotune.optimizer.state import Problem, State
+from autotune.profiling.op_graph import OpFusion
+from autotune.strategy_space.builders.catalogue import seed_strategies
+from autotune.strategy_space.builders.cross_step import in_planned_order
+from autotune.strategy_space.plan import PRIMITIVE_OF
+from autotune.strategy_space.strategy import Shard, Strategy, Synchronizer
+from autotune.strategy_space.sync_cost import MessageKind, Rates
+
+COLLECTIVES = (Synchronizer.ALL_REDUCE, Synchronizer.REDUCE_SCATTER_ALL_GATHER)
+ORDER_NODES = 40
+
+
+def started(problem: Problem, fusion: OpFusion) -> list[tuple[str, State]]:
+    """(name, state), each strategy once; all lie in the problem's space. `fusion` is what all of them begin with."""
+    found: dict[Strategy, str] = {}
+    for name, strategy in [*seed_strategies(problem.workload, problem.cluster, problem.space), *_best_cuts(problem, fusion)]:
+        if problem.space.contains(strategy, problem.workload, problem.cluster):
+            found.setdefault(strategy, name)
+    return [(name, State(strategy, fusion)) for strategy, name in found.items()]
+
+
+def _best_cuts(problem: Problem, fusion: OpFusion) -> Iterator[tuple[str, Strategy]]:
+    """For every collective of the space the best messages of consecutive groups, within the step and, in the planned order, across it."""
+    rates, space = Rates(problem.cluster), problem.space
+    timed = problem.workload if problem.graph is None else problem.graph.workload(fusion, problem.fused_s)
+    levels = (False, True) if space.hierarchy_for(problem.cluster) else (False,)
+    for synchronizer in COLLECTIVES:
+        if synchronizer not in space.synchronizers:
+            continue
+        for hierarchical in levels:
+            shard = Shard(synchronizer, hierarchical=hierarchical)
+            cost_s = partial(_cost_s, rates, MessageKind(PRIMITIVE_OF[synchronizer], hierarchical=hierarchical))
+            strategy = contiguous_strategy(timed, problem.groups(), shard, cost_s)
+            name = f"best cuts, {synchronizer}{', hierarchical' if hierarchical else ''}"
+            yield name, strategy
+            if space.cross_step:
+                yield f"{name}, across steps", in_planned_order(strategy, timed, problem.cluster, ORDER_NODES)
+
+
+def _cost_s(rates: Rates, kind: MessageKind, sizes_bytes: NDArray[np.float64]) -> NDArray[np.float64]:
+    return rates.costs([kind] * len(sizes_bytes), sizes_bytes).channel_s

@@ -1,0 +1,75 @@
+"""Several strategies worth a trial: the best of each family, since the replay may be wrong about a family as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from autotune.cluster import Cluster
+from autotune.optimizer.budget import Budget
+from autotune.optimizer.observe import LoweredSteps
+from autotune.optimizer.registry import all_starts, default_passes
+from autotune.optimizer.replays import Lowered, Replays
+from autotune.optimizer.search import Search
+from autotune.optimizer.state import Problem, State
+from autotune.strategy_space.plan import Plan
+from autotune.strategy_space.space import SearchSpace
+from autotune.strategy_space.strategy import CASTS, Compressor, Strategy
+from autotune.workload import Workload
+
+
+@dataclass(frozen=True)
+class Suggested:
+    """`name` says what it is the best of."""
+
+    name: str
+    strategy: Strategy
+    predicted_step_s: float
+
+
+LOSSLESS, CAST, LOSSY = "lossless", "16 bits", "lossy"
+
+
+def suggestions(
+    workload: Workload,
+    cluster: Cluster,
+    space: SearchSpace,
+    *,
+    budget: Budget | None = None,
+    seed: int = 0,
+    allowed: Callable[[Plan], bool] = lambda plan: True,
+    taken_share: float = 0.0,
+) -> list[Suggested]:
+    """The best within the step and the best across steps, for each set of compressors that the space allows, fastest first.
+
+    `taken_share` of the CPU time of sending is taken from computation. The budget is shared by the sets; each begins also with what
+    the one before found.
+    """
+
+    def lower(workload: Workload, cluster: Cluster, symmetric: bool) -> Lowered:
+        return LoweredSteps(workload, cluster, symmetric, taken_share)
+
+    total = budget or Budget()
+    sets = _compressor_sets(space)
+    each = Budget(total.replays // len(sets), total.seconds / len(sets))
+    found: dict[Strategy, Suggested] = {}
+    starts: list[tuple[str, State]] = []
+    for name, bounded in sets:
+        problem = Problem(workload, cluster, bounded)
+        result = Search(problem, Replays(problem, lower), default_passes(), each, seed, allowed).run([*starts, *all_starts(problem, None)])
+        for across, (step_s, state) in sorted(result.families.items()):
+            found.setdefault(
+                state.strategy, Suggested(f"{name}, {'across steps' if across else 'within the step'}", state.strategy, step_s)
+            )
+        starts = [(f"best {name}, {across}", state) for across, (_, state) in sorted(result.families.items())]
+    return sorted(found.values(), key=lambda own: own.predicted_step_s)
+
+
+def _compressor_sets(space: SearchSpace) -> list[tuple[str, SearchSpace]]:
+    """The space without compressors, with casts, with all; each that differs."""
+    none: tuple[Compressor, ...] = tuple(kind for kind in space.compressors if kind is Compressor.NONE)
+    casts = tuple(kind for kind in space.compressors if kind is Compressor.NONE or kind in CASTS)
+    sets: dict[tuple[Compressor, ...], str] = {none: LOSSLESS}
+    for kinds, name in ((casts, CAST), (space.compressors, LOSSY)):
+        sets.setdefault(kinds, name)
+    return [(name, replace(space, compressors=kinds)) for kinds, name in sets.items()]

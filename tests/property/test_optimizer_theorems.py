@@ -1,0 +1,124 @@
+"""Theorems 1 to 3 of dPRO against a replay of the chain of two ops and two tensors that they speak of."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import assume, example, given, settings
+from hypothesis import strategies as st
+
+from autotune.dfg.build import DfgBuilder
+from autotune.dfg.graph import Kind
+from autotune.dfg.replay import replay
+from autotune.optimizer.theorems import (
+    both_fusions_pay,
+    end_op_fused_s,
+    end_s,
+    end_tensor_fused_s,
+    op_fusion_pays,
+    tensor_fusion_pays,
+    tensor_fusion_pays_printed,
+)
+
+TIMES = st.integers(0, 40).map(lambda number: number / 8)  # sums of eighths are exact, so that equal times are equal
+
+
+def replayed_end_s(ops_s: list[float], tensors_s: list[float], ready: list[int], start_s: float, free_s: float) -> float:
+    """When the last tensor of the chain is synchronized: tensor i is sent when op `ready[i]` has ended, in order, one at a time."""
+    builder = DfgBuilder()
+    device, channel = builder.queue("device"), builder.queue("channel")
+    op = builder.op("before", device, start_s, Kind.BACKWARD)
+    tensor = builder.op("sent before", channel, free_s, Kind.COLLECTIVE)
+    computed = []
+    for number, duration_s in enumerate(ops_s):
+        op = builder.op(f"p{number}", device, duration_s, Kind.BACKWARD, [op])
+        computed.append(op)
+    for number, duration_s in enumerate(tensors_s):
+        tensor = builder.op(f"q{number}", channel, duration_s, Kind.COLLECTIVE, [tensor, computed[ready[number]]])
+    timeline = replay(builder.build())
+    return float(timeline.end_s[tensor])
+
+
+@settings(deadline=None)  # the first replay is compiled
+@given(TIMES, TIMES, TIMES, TIMES, TIMES, TIMES, TIMES, TIMES)
+def test_the_closed_forms_are_what_the_replay_says(
+    start: float, p1: float, p2: float, fused: float, free: float, t1: float, t2: float, t12: float
+) -> None:
+    assert replayed_end_s([p1, p2], [t1, t2], [0, 1], start, free) == end_s(start, p1, p2, free, t1, t2)
+    assert replayed_end_s([fused], [t1, t2], [0, 0], start, free) == end_op_fused_s(start, fused, free, t1, t2)
+    assert replayed_end_s([p1, p2], [t12], [1], start, free) == end_tensor_fused_s(start + p1 + p2, free, t12)
+    assert replayed_end_s([fused], [t12], [0], start, free) == end_tensor_fused_s(start + fused, free, t12)
+
+
+@given(TIMES, TIMES, TIMES, TIMES, TIMES, TIMES, TIMES)
+def test_theorem_1_holds_in_both_directions_where_the_fused_op_is_no_shorter_than_its_first(
+    start: float, p1: float, p2: float, fused: float, free: float, t1: float, t2: float
+) -> None:
+    apart, together = end_s(start, p1, p2, free, t1, t2), end_op_fused_s(start, fused, free, t1, t2)
+    if op_fusion_pays(p1, p2, fused, t1):
+        assert together <= apart
+    elif fused >= p1:
+        assert together >= apart
+
+
+def test_theorem_1_refuses_too_much_where_the_fused_op_is_shorter_than_its_first() -> None:
+    assert not op_fusion_pays(4, 1, 2, 3.5)
+    assert end_op_fused_s(0, 2, 0, 3.5, 1) < end_s(0, 4, 1, 0, 3.5, 1)
+
+
+def test_theorem_1_speaks_of_the_second_tensor_only_and_not_of_the_step() -> None:
+    """Two ops whose fusion delays their tensors, and a third behind them whose large tensor ends the step: it gains."""
+    p, fused, t = [2.0, 2.0, 2.0], 3.0, [2.0, 0.5, 4.0]
+    assert not op_fusion_pays(p[0], p[1], fused, t[0])
+    assert end_op_fused_s(0, fused, 0, t[0], t[1]) > end_s(0, p[0], p[1], 0, t[0], t[1])
+    assert replayed_end_s([fused, 2.0], t, [0, 0, 1], 0, 0) < replayed_end_s(p, t, [0, 1, 2], 0, 0)
+
+
+@given(TIMES, TIMES, TIMES, TIMES, TIMES, TIMES, TIMES)
+@example(start=0, p1=0, p2=0, free=1, t1=0, t2=0, t12=0)
+def test_theorem_2_holds_as_printed_where_costs_rise_and_messages_are_cheaper_together(
+    start: float, p1: float, p2: float, free: float, t1: float, t2: float, t12: float
+) -> None:
+    computed = start + p1 + p2
+    first_end = max(free, start + p1) + t1
+    assume(t12 >= t2)  # a larger message costs no less
+    assume(t12 < t1 + t2 or free <= computed)
+    apart, together = end_s(start, p1, p2, free, t1, t2), end_tensor_fused_s(computed, free, t12)
+    assert tensor_fusion_pays_printed(first_end, computed, t2, t12) is (together < apart)
+
+
+@settings(deadline=None)
+@given(TIMES, TIMES, TIMES, TIMES, TIMES, TIMES, TIMES)
+def test_theorem_2_without_its_assumptions_says_what_the_replay_says(
+    start: float, p1: float, p2: float, free: float, t1: float, t2: float, t12: float
+) -> None:
+    first_end = max(free, start + p1) + t1
+    fused = replayed_end_s([p1, p2], [t12], [1], start, free) < replayed_end_s([p1, p2], [t1, t2], [0, 1], start, free)
+    assert tensor_fusion_pays(first_end, start + p1 + p2, t2, t12, free) is fused
+
+
+@pytest.mark.parametrize(("free", "t1", "t2", "t12"), [(9, 1, 1, 3), (0, 0, 2, 1)])
+def test_theorem_2_as_printed_is_wrong_where_its_assumptions_are(free: float, t1: float, t2: float, t12: float) -> None:
+    """First where the channel is busy and messages cost more together, then where a larger message costs less."""
+    p1, p2 = (1, 1) if free else (0, 1)
+    first_end = max(free, p1) + t1
+    shorter = end_tensor_fused_s(p1 + p2, free, t12) < end_s(0, p1, p2, free, t1, t2)
+    printed = tensor_fusion_pays_printed(first_end, p1 + p2, t2, t12)
+    assert tensor_fusion_pays(first_end, p1 + p2, t2, t12, free) is shorter
+    assert printed is not shorter or free == 0
+
+
+@given(TIMES, TIMES, TIMES, TIMES, TIMES, TIMES, TIMES, TIMES)
+def test_theorem_3_holds_where_neither_fusion_costs_more_than_its_parts(
+    start: float, p1: float, p2: float, fused: float, free: float, t1: float, t2: float, t12: float
+) -> None:
+    both = end_tensor_fused_s(start + fused, free, t12)
+    if both_fusions_pay(p1, p2, fused, t1, t2, t12):
+        assert both <= end_tensor_fused_s(start + p1 + p2, free, t12)
+        assert both <= end_op_fused_s(start, fused, free, t1, t2)
+
+
+def test_theorem_3_fails_without_either_assumption() -> None:
+    assert not both_fusions_pay(1, 1, 3, 1, 1, 2)
+    assert end_tensor_fused_s(3, 0, 2) > end_tensor_fused_s(2, 0, 2)
+    assert not both_fusions_pay(1, 1, 1, 1, 1, 3)
+    assert end_tensor_fused_s(1, 0, 3) > end_op_fused_s(0, 1, 0, 1, 1)
