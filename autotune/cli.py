@@ -72,6 +72,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_run(commands, [shared])
     _add_track(commands, [shared, tracking])
     _add_strategies(commands, [shared])
+    _add_replay(commands, [shared])
+    _add_optimize(commands, [shared])
     _add_testbed(commands)
     return parser
 
@@ -181,6 +183,34 @@ def _add_strategies(commands: Any, parents: list[argparse.ArgumentParser]) -> No
     strategies.add_argument("--schema", action="store_true", help="print the JSON Schema of a strategy")
 
 
+def _add_outputs(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--timeline", type=Path, metavar="FILE", help="write the replayed timeline (.json or .json.gz) for Perfetto")
+    command.add_argument("--report", type=Path, metavar="FILE", help="write an HTML report")
+
+
+def _add_replay(commands: Any, parents: list[argparse.ArgumentParser]) -> None:
+    replay = commands.add_parser("replay", parents=parents, help="what an iteration is made of: autotune replay TRACE...")
+    replay.set_defaults(run=_run_replay)
+    replay.add_argument("traces", nargs="+", help="Kineto traces of one job's ranks: files, folders, archives, or patterns")
+    replay.add_argument("--step", default="median", help="number of the step (default: the one with the median time)")
+    replay.add_argument("--no-align", dest="align", action="store_false", help="take the clocks of the ranks as they are")
+    _add_outputs(replay)
+
+
+def _add_optimize(commands: Any, parents: list[argparse.ArgumentParser]) -> None:
+    optimize = commands.add_parser("optimize", parents=parents, help="search the fastest strategy by replay, without a cluster")
+    optimize.set_defaults(run=_run_optimize)
+    optimize.add_argument("source", help="a folder of `autotune profile`, a workload's JSON, a layer profile, or a model such as bert-base")
+    optimize.add_argument("--cluster", required=True, help="a cluster file (best one of `autotune probe`), or a name such as B7")
+    optimize.add_argument("--lossy", action="store_true", help="also lossy compression: fp16, bf16, int8, top-k, PowerSGD")
+    optimize.add_argument("--within-step", action="store_true", help="no synchronization into the next forward pass")
+    optimize.add_argument("--memory", metavar="SIZE", help="what a replica may take at most, for example 16GB; needs a recorded folder")
+    optimize.add_argument("--budget-time", default="10s", help="for the search, at most (default 10s)")
+    optimize.add_argument("--seed", type=int, default=0, help="default 0")
+    optimize.add_argument("--output", "-o", type=Path, metavar="FILE", help="write the strategy's JSON")
+    _add_outputs(optimize)
+
+
 def _add_testbed(commands: Any) -> None:
     testbed = commands.add_parser("testbed", help="emulated clusters on this machine (Linux, root): check, up, status, down, exec")
     actions = testbed.add_subparsers(title="actions", required=True, metavar="ACTION")
@@ -249,6 +279,18 @@ def _run_strategies(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     from autotune.commands.strategies import strategies
 
     return strategies(options)
+
+
+def _run_replay(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    from autotune.commands.replay import replay
+
+    return replay(options)
+
+
+def _run_optimize(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    from autotune.commands.optimize import optimize
+
+    return optimize(options)
 
 
 def _run_testbed(options: argparse.Namespace) -> tuple[dict[str, Any], str]:

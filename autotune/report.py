@@ -12,17 +12,17 @@ from statistics import median
 from typing import Any
 
 from autotune.events import Profiled, TrialFinished
-from autotune.export import write_whole
 from autotune.history import History
 from autotune.job import JobSpec
+from autotune.pages import write_page
 from autotune.records import CURRENT_SETUP, Accelerators, Decision, Failed, Measured, Network, Role
 from autotune.report_charts import SERIES, prediction_chart, quality_chart, rankers, search_chart
 from autotune.strategy_space.builders.collectives import ddp_default
 from autotune.strategy_space.carrier import carrier_of
-from autotune.strategy_space.describe import compressor_text, messages_of, numbers_text, variable_rows, whole_text
-from autotune.strategy_space.plan import Message, plan
+from autotune.strategy_space.describe import message_rows, messages_of, numbers_text, variable_rows, whole_text
+from autotune.strategy_space.plan import plan
 from autotune.strategy_space.strategy import Strategy
-from autotune.units import format_bytes, format_rate, format_seconds
+from autotune.units import format_seconds
 
 OPEN_ROWS = 40
 """A longer table is folded until somebody asks for it."""
@@ -34,13 +34,7 @@ def write_report(path: Path, spec: JobSpec, history: History, decision: Decision
 
     `export_path` is what the command for using the export names. Raises `InvalidInput` if `path` cannot be written.
     """
-    import jinja2
-
-    template = Path(__file__).with_name("report.html.j2").read_text(encoding="utf-8")
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters.update(seconds=format_seconds, bytes=format_bytes, rate=format_rate)
-    text = environment.from_string(template).render(**_context(spec, history, decision, export_path))
-    write_whole(path, text, "the report")
+    write_page(path, "report.html.j2", _context(spec, history, decision, export_path), "the report")
 
 
 def _context(spec: JobSpec, history: History, decision: Decision | None, export_path: Path | None) -> dict[str, Any]:
@@ -149,21 +143,7 @@ def _details(spec: JobSpec, profiled: Profiled, title: str, strategy: Strategy) 
         "default": default,
         "variables": variable_rows(workload, strategy, enacted),
         "buckets": {name: numbers_text(numbers) for name, numbers in messages_of(default).items()},
-        "messages": [_message_row(number, message) for number, message in enumerate(enacted.messages, start=1)],
-    }
-
-
-def _message_row(number: int, message: Message) -> dict[str, Any]:
-    names = list(dict.fromkeys(part.variable for part in message.slices))
-    return {
-        "number": number,
-        "primitive": message.primitive.value + (", hierarchical" if message.hierarchical else ""),
-        "compressor": compressor_text(message),
-        "grad_bytes": message.grad_bytes,
-        "wire_bytes": message.wire_bytes,
-        "names": names[:3],
-        "more": names[3:],
-        "owner": message.owner,
+        "messages": message_rows(enacted),
     }
 
 

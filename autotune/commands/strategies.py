@@ -37,11 +37,11 @@ def strategies(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
         return schema, json.dumps(schema, indent=2)
     if options.model is None or options.cluster is None:
         raise InvalidInput(f"name a model and a cluster, or give --schema; models: {', '.join(MODELS)}; clusters: {', '.join(CLUSTERS)}")
-    model, cluster = _model(options.model), _cluster(options.cluster)
+    model, cluster = named_model(options.model), named_cluster(options.cluster)
     return _one(options.builder, model, cluster) if options.builder else _all(model, cluster)
 
 
-def _model(name: str) -> Workload:
+def named_model(name: str) -> Workload:
     if name in MODELS:
         return workload(name)
     if not Path(name).is_file():
@@ -49,7 +49,7 @@ def _model(name: str) -> Workload:
     return Workload.from_data(read_json(Path(name)), name)
 
 
-def _cluster(name: str) -> Cluster:
+def named_cluster(name: str) -> Cluster:
     if name in CLUSTERS:
         return CLUSTERS[name]
     if (limited := name.removesuffix(SINGLE_FLOW)) in CLUSTERS:

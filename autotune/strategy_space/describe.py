@@ -62,6 +62,35 @@ def messages_of(planned: Plan) -> dict[str, list[int]]:
     return found
 
 
+@dataclass(frozen=True)
+class MessageRow:
+    """One message of a plan; `number` 1 is issued first."""
+
+    number: int
+    primitive: str
+    compressor: str
+    grad_bytes: int
+    wire_bytes: int
+    names: tuple[str, ...]
+    owner: int | None
+
+
+def message_rows(planned: Plan) -> list[MessageRow]:
+    """In issue order."""
+    return [
+        MessageRow(
+            number,
+            message.primitive.value + (", hierarchical" if message.hierarchical else ""),
+            compressor_text(message),
+            message.grad_bytes,
+            message.wire_bytes,
+            tuple(dict.fromkeys(part.variable for part in message.slices)),
+            message.owner,
+        )
+        for number, message in enumerate(planned.messages, start=1)
+    ]
+
+
 def compressor_text(one: Shard | Message) -> str:
     """Empty where nothing is compressed."""
     if one.compressor is Compressor.NONE:

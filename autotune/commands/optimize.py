@@ -1,0 +1,214 @@
+"""`autotune optimize`: the fastest strategy for a workload on a cluster by replay, without running anything (dPRO, sec. 5)."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Table
+
+from autotune.canonical import to_data
+from autotune.cluster import Cluster
+from autotune.commands.iteration import iteration_data, iteration_facts, iteration_table, write_timeline
+from autotune.commands.strategies import named_cluster, named_model
+from autotune.commands.tables import table_text
+from autotune.dfg.replay import replay
+from autotune.dfg.utilisation import IterationSummary, iteration_summary
+from autotune.errors import InvalidInput
+from autotune.export import write_whole
+from autotune.lowering.lower import Lowering
+from autotune.optimizer.budget import Budget
+from autotune.optimizer.optimize import Optimized
+from autotune.optimizer.optimize import optimize as search
+from autotune.profiling.layer_profile import read_layer_profile
+from autotune.profiling.op_graph import OpGraph
+from autotune.strategy_space.describe import message_rows, whole_text
+from autotune.strategy_space.space import SearchSpace
+from autotune.timeline_report import Fact, Listing, Page, write_timeline_report
+from autotune.units import format_bytes, format_seconds, parse_seconds
+from autotune.workload import Workload
+from autotune.zoo.architectures import MODELS
+
+JOB_FILE = "job.json"
+SHOWN_MESSAGES, SHOWN_NAMES, SHOWN_STARTS = 12, 3, 6
+
+
+@dataclass(frozen=True)
+class _Source:
+    """What is optimized. `graph` is None where only the variables are known, and ops cannot be fused."""
+
+    workload: Workload
+    graph: OpGraph | None = None
+
+
+def optimize(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    """Search, replay the result, and say what is gained over DDP's default buckets."""
+    source, cluster = _source(options.source), named_cluster(options.cluster)
+    budget = replace(Budget(), seconds=parse_seconds(options.budget_time, "--budget-time"))
+    found = search(source.workload, cluster, _space(options), graph=source.graph, budget=budget, seed=options.seed)
+    # What is shown is what the runtime does today: fused ops are a decision for a graph engine.
+    lowering = Lowering(source.workload, cluster)
+    summary = iteration_summary(replay(lowering.period(found.plan)))
+    if options.output is not None:
+        write_whole(options.output, found.strategy.to_json() + "\n", "the strategy")
+    if options.timeline is not None:
+        write_timeline(iteration_summary(replay(lowering.graph(found.plan))), options.timeline)
+    if options.report is not None:
+        write_timeline_report(options.report, _page(source, cluster, found, summary), summary)
+    return _data(source, cluster, found, summary), _text(source, cluster, found, summary, options)
+
+
+def _source(name: str) -> _Source:
+    path = Path(name)
+    if name in MODELS or (path.suffix == ".json" and path.name != JOB_FILE):
+        return _Source(named_model(name))
+    if path.is_dir() or path.name == JOB_FILE:
+        return _Source(_recorded(path if path.is_dir() else path.parent))
+    if path.is_file():
+        graph = read_layer_profile(path)
+        return _Source(graph.workload(), graph)
+    raise InvalidInput(
+        f"there must be something to optimize: a folder of `autotune profile`, a workload's JSON file, a layer profile (.txt) or one of "
+        f"{', '.join(MODELS)}, but it is {name!r}"
+    )
+
+
+def _recorded(folder: Path) -> Workload:
+    """The workload in the folder's job.json."""
+    from autotune.profiling.job_file import RecordedJob
+
+    job = RecordedJob.read(folder)
+    if job.workload is None:
+        reason = "; ".join(job.notes) or "the recording does not say why"
+        raise InvalidInput(f"{folder}: the model's own times must be known, but could not be recorded: {reason}")
+    return job.workload
+
+
+def _space(options: argparse.Namespace) -> SearchSpace:
+    space = SearchSpace.default(lossy=options.lossy)
+    return space.without_cross_step("--within-step was given") if options.within_step else space
+
+
+def _data(source: _Source, cluster: Cluster, found: Optimized, summary: IterationSummary) -> dict[str, Any]:
+    return {
+        "model": source.workload.model,
+        "cluster": cluster.name,
+        "workers": cluster.world_size,
+        "before_step_s": found.before_step_s,
+        "predicted_step_s": found.enacted_step_s,
+        "predicted_with_op_fusion_s": found.predicted_step_s,
+        "bound_s": found.bound_s,
+        "starts_s": found.starts_s,
+        "op_fusion": to_data(found.op_fusion),
+        "assumed": list(found.assumed),
+        "log": to_data(found.log),
+        "rounds": found.rounds,
+        "replays": found.replays,
+        "partial_replays": found.partial_replays,
+        "cut_short": found.cut_short,
+        "seconds": found.seconds,
+        "strategy_id": found.strategy.id,
+        "strategy": found.strategy.to_data(),
+        "plan_id": found.plan.id,
+        **iteration_data(summary),
+    }
+
+
+def _text(source: _Source, cluster: Cluster, found: Optimized, summary: IterationSummary, options: argparse.Namespace) -> str:
+    model = source.workload
+    lines = [
+        f"{model.model} ({len(model.variables)} variables, {format_bytes(model.grad_bytes)} of gradients) on {cluster.name}, "
+        f"{cluster.world_size} workers on {len(cluster.hosts)} hosts",
+        _gained(found),
+    ]
+    if found.assumed:
+        lines.append(f"assumed, not measured: {', '.join(found.assumed)}")
+    if whole := whole_text(found.strategy):
+        lines.append(whole)
+    text = "\n".join(lines) + "\n" + _messages(found) + iteration_table(summary)
+    tail = [
+        f"{found.rounds} rounds, {found.replays} replays and {found.partial_replays} of single messages in {format_seconds(found.seconds)}"
+    ]
+    if found.cut_short:
+        tail.append("the time ended the search: more of it (--budget-time) may find more")
+    for what, path in (("strategy", options.output), ("timeline", options.timeline), ("report", options.report)):
+        if path is not None:
+            tail.append(f"{what}: {path}")
+    return text + "\n".join(tail)
+
+
+def _gained(found: Optimized) -> str:
+    ratio = found.before_step_s / found.enacted_step_s
+    text = (
+        f"predicted {format_seconds(found.enacted_step_s)} per step; DDP's default buckets {format_seconds(found.before_step_s)} "
+        f"({ratio:.2f}x), with all communication hidden {format_seconds(found.bound_s)}"
+    )
+    joined = len(found.op_fusion.forward) + len(found.op_fusion.backward)
+    if joined:
+        text += f"; {format_seconds(found.predicted_step_s)} with {joined} ops fused into the one before, for a graph engine"
+    return text
+
+
+def _messages(found: Optimized) -> str:
+    table = Table(
+        "#", "primitive", "compressor", "gradient", "on the wire", "variables", title="messages in issue order", title_justify="left"
+    )
+    for column in (0, 3, 4):
+        table.columns[column].justify = "right"
+    rows = list(message_rows(found.plan))
+    for row in rows[:SHOWN_MESSAGES]:
+        names = list(row.names)
+        more = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
+        cells = (str(row.number), row.primitive, row.compressor, format_bytes(row.grad_bytes), format_bytes(row.wire_bytes))
+        table.add_row(*cells, escape(", ".join(names[:SHOWN_NAMES]) + more))
+    rest = f"and {len(rows) - SHOWN_MESSAGES} more messages\n" if len(rows) > SHOWN_MESSAGES else ""
+    return table_text(table) + rest
+
+
+def _page(source: _Source, cluster: Cluster, found: Optimized, summary: IterationSummary) -> Page:
+    ratio = found.before_step_s / found.enacted_step_s
+    facts = (
+        Fact("DDP's default buckets", format_seconds(found.before_step_s), "predicted"),
+        Fact("All communication hidden", format_seconds(found.bound_s), "no lossless strategy is faster"),
+        *iteration_facts(summary),
+    )
+    starts = sorted(found.starts_s.items(), key=lambda item: item[1])
+    listings = (
+        Listing(
+            "Where the search began",
+            ("strategy", "predicted step"),
+            tuple((name, format_seconds(seconds)) for name, seconds in starts),
+            frozenset({1}),
+            "Hand-made strategies, replayed on this cluster.",
+        ),
+        Listing(
+            "What the search kept",
+            ("by", "predicted step", "replays", "after"),
+            tuple((kept.by, format_seconds(kept.step_s), str(kept.replays), format_seconds(kept.seconds)) for kept in found.log),
+            frozenset({1, 2, 3}),
+        ),
+        Listing(
+            "Messages in issue order",
+            ("#", "primitive", "compressor", "gradient", "on the wire", "variables"),
+            tuple(
+                (
+                    str(row.number),
+                    row.primitive,
+                    row.compressor,
+                    format_bytes(row.grad_bytes),
+                    format_bytes(row.wire_bytes),
+                    ", ".join(row.names),
+                )
+                for row in message_rows(found.plan)
+            ),
+            frozenset({0, 3, 4}),
+        ),
+    )
+    notes = (f"Assumed, not measured: {', '.join(found.assumed)}.",) if found.assumed else ()
+    kicker = (
+        f"autotune optimize · {source.workload.model} · {cluster.world_size} workers on cluster {cluster.name} · predicted, nothing was run"
+    )
+    return Page(kicker, f"{ratio:.2f}x of DDP's default buckets", _gained(found), facts, listings, notes, ratio > 1)
