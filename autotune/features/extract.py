@@ -10,8 +10,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +27,9 @@ from autotune.strategy_space.strategy import Strategy
 from autotune.strategy_space.sync_cost import Rates, message_costs
 from autotune.workload import Workload
 
+if TYPE_CHECKING:
+    from autotune.lowering.lower import Lowering
+
 MAX_VARIABLES = 4_000  # BERT-large has about 400; the recurrent simulator walks them one after the other
 MAX_SHARDS = 32_000  # BERT-large with every variable in 40 shards is 16 000 rows, 5 MB
 
@@ -36,7 +40,8 @@ class StrategyFeatures:
 
     `shards` (S, F) float32; `shard_variable` (S,) backward position, ascending; `edges` (E, 2) pairs of backward
     positions, the workload's own or, where it names none, the chain of neighbours in backward order;
-    `global_features` (12,). `analytic_step_s` is the overlap estimate, `paper_step_s` the paper's Eq. 1; lower is better.
+    `global_features` (12,). `analytic_step_s` is the overlap estimate, `paper_step_s` the paper's Eq. 1, `replayed_step_s` the replay of
+    the lowered plan, None where it was not replayed; lower is better.
     """
 
     strategy: Strategy
@@ -47,6 +52,7 @@ class StrategyFeatures:
     global_features: NDArray[np.float64]
     analytic_step_s: float
     paper_step_s: float
+    replayed_step_s: float | None = None
 
     @property
     def strategy_id(self) -> str:
@@ -81,6 +87,8 @@ class Extractor:
         self.edges = np.array(workload.edges, dtype=np.int64).reshape(-1, 2) if workload.edges else chain.astype(np.int64)
         self.taken_share = taken_share(workload, cluster)
         self.rates = Rates(cluster)
+        self._lowering: Lowering | None = None
+        self._replayed_s: dict[str, float] = {}
 
     def features(self, strategy: Strategy, plan: Plan) -> StrategyFeatures:
         """Those of `strategy`, whose plan for this workload and cluster is `plan`. Raises `InvalidInput`."""
@@ -106,7 +114,22 @@ class Extractor:
             paper_step_s=paper_step_s(workload, costs),
         )
 
+    def replayed_step_s(self, plan: Plan) -> float:
+        """The replay of `plan`, kept once known: it takes a hundred times as long as everything else about a strategy."""
+        if plan.id not in self._replayed_s:
+            if self._lowering is None:
+                from autotune.lowering.lower import Lowering  # compiled code loads when the first plan is replayed
+
+                self._lowering = Lowering(self.workload, self.cluster, taken_share=self.taken_share)
+            self._replayed_s[plan.id] = self._lowering.step_s(plan)
+        return self._replayed_s[plan.id]
+
+    def replayed(self, features: StrategyFeatures, plan: Plan) -> StrategyFeatures:
+        """The same with `replayed_step_s`."""
+        return replace(features, replayed_step_s=self.replayed_step_s(plan))
+
 
 def extract(strategy: Strategy, plan: Plan, workload: Workload, cluster: Cluster) -> StrategyFeatures:
-    """The features of one strategy; for many, keep an `Extractor`."""
-    return Extractor(workload, cluster).features(strategy, plan)
+    """The features of one strategy, replayed; for many, keep an `Extractor`."""
+    extractor = Extractor(workload, cluster)
+    return extractor.replayed(extractor.features(strategy, plan), plan)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from autotune.events import Proposal, Proposed
 from autotune.features.compute_cost import taken_share
-from autotune.features.extract import Extractor
+from autotune.features.extract import Extractor, StrategyFeatures
 from autotune.history import History
 from autotune.job import JobSpec, Search, Similarity
 from autotune.optimizer.budget import Budget
@@ -24,7 +24,7 @@ from autotune.sampler.bayes import BayesianFusion
 from autotune.sampler.garbage import collection_paused
 from autotune.sampler.random import sample_many
 from autotune.sampler.selection import choice_agreement_rows, hidden_cosine, select_diverse
-from autotune.simulators.evaluation import ANALYTIC, RankingQuality, choose_ranker, evaluate, k_fold
+from autotune.simulators.evaluation import REPLAY, UNLEARNED, RankingQuality, choose_ranker, evaluate, k_fold
 from autotune.simulators.interface import Example, Simulator
 from autotune.strategy_space.builders.catalogue import seed_strategies
 from autotune.strategy_space.enactable import scaled_space, why_refused, why_scaled_refused
@@ -38,6 +38,8 @@ SMALLEST_TRAINING = 8
 FOLDS = 4
 PARENTS = 5
 """The fastest strategies so far, whose neighbours are proposed."""
+REPLAYED = 100
+"""Strategies of a round that are replayed, the ones that rank best without: a replay costs as much as a hundred analytic estimates."""
 SURVIVORS = 0.3
 """Share of the scored strategies that pass the filter by predicted time, before diversity chooses among them."""
 TRAINING_SHARE = 0.2
@@ -72,11 +74,15 @@ class _Pool:
 
 @dataclass(frozen=True)
 class _Scores:
-    """`predicted_s` (n,) seconds; None where nothing is predicted. `hidden` (n, H) unit norm, if a simulator ranked."""
+    """`predicted_s` (n,) seconds; None where nothing is predicted. `ranked` (n,): indices of the candidates, the most promising first.
+
+    `hidden` (n, H) unit norm, if a simulator ranked.
+    """
 
     ranker: str
     reason: str
     predicted_s: NDArray[np.float64] | None
+    ranked: NDArray[np.int64]
     hidden: NDArray[np.float64] | None
     quality: tuple[RankingQuality, ...]
 
@@ -91,6 +97,7 @@ class Proposer:
         self._training_s: dict[str, float] = {}
         self._last_training_s: dict[str, float] = {}
         self._trained: dict[str, Simulator] = {}
+        self._kept: Extractor | None = None
 
     def propose(self, history: History, round_: int, count: int) -> Proposed:
         """At most `count` strategies whose plans were not tried; none when the space has nothing new."""
@@ -183,21 +190,51 @@ class Proposer:
 
     def _score(self, history: History, round_: int, pool: Sequence[_Candidate]) -> _Scores:
         if self._spec.search is Search.NO_SIMULATOR:
-            return _Scores("none", "AutoSync without a simulator: only the constraints and diversity choose", None, None, ())
+            reason = "AutoSync without a simulator: only the constraints and diversity choose"
+            return _Scores("none", reason, None, np.arange(len(pool)), None, ())
         assert history.profiled is not None
-        extractor = Extractor(history.profiled.workload, history.profiled.cluster)
+        extractor = self._extractor(history)
         features = [extractor.features(candidate.strategy, candidate.plan) for candidate in pool]
-        analytic_s = np.array([feature.analytic_step_s for feature in features])
         examples = self.examples(history)
         if len(examples) < SMALLEST_TRAINING:
-            reason = f"{len(examples)} measured strategies are too few to train on, so the analytic ranker ranks"
-            return _Scores(ANALYTIC, reason, analytic_s, None, ())
+            reason = f"{len(examples)} measured strategies are too few to train on, so the replay ranks"
+            return self._ranked(REPLAY, reason, pool, features, extractor, 1.0, ())
         quality = self._train(examples, history)
         choice = choose_ranker(quality)
-        if choice.ranker == ANALYTIC:
-            return _Scores(ANALYTIC, choice.reason, analytic_s * self._scale(examples), None, quality)
-        simulator = self._trained[choice.ranker]
-        return _Scores(choice.ranker, choice.reason, simulator.predict_step_s(features), simulator.embed(features), quality)
+        return self._ranked(choice.ranker, choice.reason, pool, features, extractor, self._scale(examples), quality)
+
+    def _ranked(
+        self,
+        ranker: str,
+        reason: str,
+        pool: Sequence[_Candidate],
+        features: list[StrategyFeatures],
+        extractor: Extractor,
+        scale: float,
+        quality: tuple[RankingQuality, ...],
+    ) -> _Scores:
+        """All candidates without a replay first, then the best of them with one; the others stay behind these.
+
+        `scale`: what the unlearned rankers' times are multiplied by.
+        """
+        simulator = None if ranker in UNLEARNED else self._trained[ranker]
+        if simulator is None:
+            predicted_s = np.array([feature.analytic_step_s for feature in features])
+        else:
+            predicted_s = simulator.predict_step_s(features)
+        first = np.argsort(predicted_s, kind="stable")
+        shortlist, rest = first[:REPLAYED], first[REPLAYED:]
+        for index in shortlist.tolist():
+            features[index] = extractor.replayed(features[index], pool[index].plan)
+        replayed_s = np.array([features[index].replayed_step_s for index in shortlist])
+        if simulator is None:
+            predicted_s *= scale * float(np.median(replayed_s / predicted_s[shortlist]))
+            predicted_s[shortlist] = scale * replayed_s
+        else:
+            predicted_s[shortlist] = simulator.predict_step_s([features[index] for index in shortlist])
+        shortlist = shortlist[np.argsort(predicted_s[shortlist], kind="stable")]
+        hidden = None if simulator is None else simulator.embed(features)
+        return _Scores(ranker, reason, predicted_s, np.concatenate([shortlist, rest]), hidden, quality)
 
     def finish(self, history: History) -> dict[str, Simulator]:
         """Every simulator, fitted once more on all that was measured: what is kept for later jobs. May be none."""
@@ -235,19 +272,28 @@ class Proposer:
 
     @staticmethod
     def _scale(examples: Sequence[Example]) -> float:
-        """What the analytic time must be multiplied by to meet the measured ones in the median."""
-        return float(np.median([example.step_s / example.features.analytic_step_s for example in examples]))
+        """What the replayed time must be multiplied by to meet the measured ones in the median."""
+        ratios = [example.step_s / (example.features.replayed_step_s or example.features.analytic_step_s) for example in examples]
+        return float(np.median(ratios))
+
+    def _extractor(self, history: History) -> Extractor:
+        """One for the whole job, so that nothing is replayed twice."""
+        profiled = history.profiled
+        assert profiled is not None
+        if self._kept is None or (self._kept.workload, self._kept.cluster) != (profiled.workload, profiled.cluster):
+            self._kept = Extractor(profiled.workload, profiled.cluster)
+        return self._kept
 
     def examples(self, history: History) -> list[Example]:
         """Everything that was measured in this job, with its features, in an order that says nothing about the time."""
         assert history.profiled is not None
         domain = f"{history.profiled.workload.id}/{history.profiled.cluster.id}"
-        extractor = Extractor(history.profiled.workload, history.profiled.cluster)
+        extractor = self._extractor(history)
         found = []
         for strategy_id, step_s in history.measured_s.items():
             strategy = history.proposals[strategy_id].strategy
             enacted = plan(strategy, history.profiled.workload, self._spec.workers)
-            found.append(Example(extractor.features(strategy, enacted), step_s, domain))
+            found.append(Example(extractor.replayed(extractor.features(strategy, enacted), enacted), step_s, domain))
         return [found[index] for index in generator(self._spec.seed, "examples").permutation(len(found))]
 
     def _choose(self, pool: Sequence[_Candidate], scores: _Scores, count: int, round_: int) -> list[int]:
@@ -259,7 +305,7 @@ class Proposer:
         predicted = scores.predicted_s if scores.predicted_s is not None else np.ones(len(pool))
         kept, explorers = np.arange(len(pool)), np.arange(0)
         if scores.predicted_s is not None:
-            ranked = np.argsort(predicted, kind="stable")
+            ranked = scores.ranked
             passed = min(len(pool), max(count, round(SURVIVORS * len(pool))))
             kept = ranked[:passed]
             wanted = min(round(count * (FIRST_EXPLORERS if round_ == 0 else EXPLORERS)), len(pool) - passed)

@@ -29,24 +29,44 @@ _STRATEGIES_PER_CHUNK = 512
 
 @dataclass(frozen=True)
 class Scaling:
-    """Mean and deviation of the training part; `analytic_scale` is the spread of ln(analytic_step_s) within a domain."""
+    """Mean and deviation of the training part; `base_scale` is the spread of ln(base) within a domain.
+
+    The base is the replayed time, or where a strategy was not replayed its analytic time by `replayed_per_analytic`, the median ratio
+    of both over the training part (1 where nothing was replayed).
+    """
 
     shard_mean: Tensor
     shard_std: Tensor
     global_mean: Tensor
     global_std: Tensor
-    analytic_mean: float
-    analytic_scale: float
+    base_mean: float
+    base_scale: float
+    replayed_per_analytic: float = 1.0
 
     @staticmethod
     def of(features: Sequence[StrategyFeatures], domains: Sequence[str]) -> Scaling:
         shards = np.concatenate([item.shards for item in features]).astype(np.float64)
         numbers = np.stack([item.global_features for item in features])
-        analytic = np.log([item.analytic_step_s for item in features])
+        ratios = [item.replayed_step_s / item.analytic_step_s for item in features if item.replayed_step_s is not None]
+        ratio = float(np.median(ratios)) if ratios else 1.0
+        base = np.log(base_step_s(features, ratio))
         names = np.array(domains)
-        centred = np.concatenate([analytic[names == name] - analytic[names == name].mean() for name in sorted(set(domains))])
+        centred = np.concatenate([base[names == name] - base[names == name].mean() for name in sorted(set(domains))])
         # 5 %: smaller differences are hardly more than noise and must not be stretched to full scale.
-        return Scaling(*_moments(shards), *_moments(numbers), float(analytic.mean()), max(float(centred.std()), 0.05))
+        return Scaling(*_moments(shards), *_moments(numbers), float(base.mean()), max(float(centred.std()), 0.05), ratio)
+
+
+def base_step_s(features: Sequence[StrategyFeatures], replayed_per_analytic: float) -> NDArray[np.float64]:
+    """What the learned residual is added to, shape (n,)."""
+    return np.array(
+        [replayed_per_analytic * item.analytic_step_s if item.replayed_step_s is None else item.replayed_step_s for item in features]
+    )
+
+
+def disagreement(features: Sequence[StrategyFeatures], replayed_per_analytic: float) -> NDArray[np.float64]:
+    """ln(analytic time / base), but for the usual ratio, shape (n,): what the two models of a step do not agree on."""
+    analytic_s = np.array([item.analytic_step_s for item in features])
+    return np.log(replayed_per_analytic * analytic_s / base_step_s(features, replayed_per_analytic))
 
 
 def _moments(rows: NDArray[np.float64]) -> tuple[Tensor, Tensor]:
@@ -59,7 +79,7 @@ def _moments(rows: NDArray[np.float64]) -> tuple[Tensor, Tensor]:
 class FeatureBatch:
     """`shards` (S, F) standardised; `shard_slot` (S,) row of each shard's variable in a padded (n * L) table;
     `shard_strategy` (S,); `lengths` (n,) variables of each; `edges` (2, pairs) both ways between shards, or None;
-    `numbers` (n, G) standardised; `analytic` (n,) ln(analytic_step_s), centred, in units of its spread."""
+    `numbers` (n, G) standardised; `base` (n,) ln(base), centred, in units of its spread; `disagreement` (n,) in the same units."""
 
     shards: Tensor
     shard_slot: Tensor
@@ -67,7 +87,8 @@ class FeatureBatch:
     lengths: Tensor
     edges: Tensor | None
     numbers: Tensor
-    analytic: Tensor
+    base: Tensor
+    disagreement: Tensor
 
 
 def collate(features: Sequence[StrategyFeatures], scaling: Scaling, with_edges: bool) -> FeatureBatch:
@@ -83,7 +104,8 @@ def collate(features: Sequence[StrategyFeatures], scaling: Scaling, with_edges: 
         edges = torch.from_numpy(np.concatenate([pairs, pairs[:, ::-1]]).T.copy())
     shards = torch.from_numpy(np.concatenate([item.shards for item in features]))
     numbers = torch.from_numpy(np.stack([item.global_features for item in features])).float()
-    analytic = (np.log([item.analytic_step_s for item in features]) - scaling.analytic_mean) / scaling.analytic_scale
+    base = (np.log(base_step_s(features, scaling.replayed_per_analytic)) - scaling.base_mean) / scaling.base_scale
+    differing = disagreement(features, scaling.replayed_per_analytic) / scaling.base_scale
     return FeatureBatch(
         shards=((shards - scaling.shard_mean) / scaling.shard_std).clamp(-CLAMP, CLAMP),
         shard_slot=torch.from_numpy(slot),
@@ -91,7 +113,8 @@ def collate(features: Sequence[StrategyFeatures], scaling: Scaling, with_edges: 
         lengths=torch.from_numpy(lengths),
         edges=edges,
         numbers=((numbers - scaling.global_mean) / scaling.global_std).clamp(-CLAMP, CLAMP),
-        analytic=torch.from_numpy(analytic).double(),
+        base=torch.from_numpy(base).double(),
+        disagreement=torch.from_numpy(differing).float().clamp(-CLAMP, CLAMP),
     )
 
 

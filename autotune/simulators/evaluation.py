@@ -22,8 +22,10 @@ from autotune.rng import generator
 from autotune.simulators.interface import Example, FloatArray, Simulator
 
 ANALYTIC = "analytic"
+REPLAY = "replay"
 PAPER = "paper"
 RANDOM = "random"
+UNLEARNED = (ANALYTIC, REPLAY, PAPER, RANDOM)
 
 _SMALLEST_TEST = 2  # fewer points form no pair
 _ENOUGH_PAIRS = 30  # with 30 independent pairs the standard error of an accuracy near 0.8 is 0.07
@@ -119,16 +121,19 @@ def evaluate(
     seed: int,
     tie_band: float,
 ) -> list[RankingQuality]:
-    """Quality of the analytic rankers, of chance and of every simulator, all on the same test parts.
+    """Quality of the analytic rankers, of the replay where all were replayed, of chance and of every simulator, on the same test parts.
 
     `simulators` maps a name to a function that makes an untrained one; each split trains a new one, so no test
     strategy is ever learned from. Split number i trains with seed + i.
     """
-    predictions: dict[str, list[FloatArray]] = {ANALYTIC: [], PAPER: [], RANDOM: []}
+    replayed = all(example.features.replayed_step_s is not None for example in examples)
+    predictions: dict[str, list[FloatArray]] = {ANALYTIC: [], PAPER: [], **({REPLAY: []} if replayed else {}), RANDOM: []}
     for number, (training, test) in enumerate(splits):
         features = [examples[index].features for index in test]
         predictions[ANALYTIC].append(np.array([item.analytic_step_s for item in features]))
         predictions[PAPER].append(np.array([item.paper_step_s for item in features]))
+        if replayed:
+            predictions[REPLAY].append(np.array([item.replayed_step_s for item in features]))
         predictions[RANDOM].append(generator(seed, "random ranker", number).random(len(features)))
         for name, make in simulators.items():
             simulator = make()
@@ -139,24 +144,30 @@ def evaluate(
 
 
 def choose_ranker(qualities: Sequence[RankingQuality]) -> RankerChoice:
-    """The most accurate simulator if it beats the analytic ranker on held-out data, else the analytic ranker."""
+    """The most accurate simulator if it beats the replay (the analytic ranker, without one) on held-out data, else that."""
     known = {quality.ranker: quality for quality in qualities}
     if ANALYTIC not in known:
         raise InvalidInput(f"the choice of a ranker needs the quality of {ANALYTIC!r}, but has only {', '.join(known) or 'none'}")
-    analytic = known[ANALYTIC]
-    learned = [quality for quality in qualities if quality.ranker not in (ANALYTIC, PAPER, RANDOM)]
+    plain = known.get(REPLAY, known[ANALYTIC])
+    called = plain_name(plain.ranker)
+    learned = [quality for quality in qualities if quality.ranker not in UNLEARNED]
     if not learned:
-        return RankerChoice(ANALYTIC, "the analytic ranker ranks: no simulator was trained")
+        return RankerChoice(plain.ranker, f"{called} ranks: no simulator was trained")
     best = max(learned, key=lambda quality: (quality.pairwise_accuracy, quality.kendall_tau))
     figures = (
         f"on {best.pairs} held-out pairs the {best.ranker} simulator orders {best.pairwise_accuracy:.1%} correctly "
-        f"and the analytic ranker {analytic.pairwise_accuracy:.1%}"
+        f"and {called} {plain.pairwise_accuracy:.1%}"
     )
     if best.pairs < _ENOUGH_PAIRS:
-        return RankerChoice(ANALYTIC, f"the analytic ranker ranks: {figures}, but fewer than {_ENOUGH_PAIRS} pairs say little")
-    if best.pairwise_accuracy > analytic.pairwise_accuracy:
+        return RankerChoice(plain.ranker, f"{called} ranks: {figures}, but fewer than {_ENOUGH_PAIRS} pairs say little")
+    if best.pairwise_accuracy > plain.pairwise_accuracy:
         return RankerChoice(best.ranker, f"the {best.ranker} simulator ranks: {figures}")
-    return RankerChoice(ANALYTIC, f"the analytic ranker ranks: {figures}")
+    return RankerChoice(plain.ranker, f"{called} ranks: {figures}")
+
+
+def plain_name(ranker: str) -> str:
+    """What people read of a ranker that has not learned anything."""
+    return "the replay" if ranker == REPLAY else "the analytic ranker"
 
 
 def _quality(

@@ -45,9 +45,10 @@ class Simulator(Protocol):
     """Contract, tested for every implementation in tests/contract/test_simulator_contract.py.
 
     - `fit(examples, seed)` learns from n >= 2 examples (else `InvalidInput`) of one or more domains. It starts from the
-      analytic ranker, or with `warm_start` from the weights, the standardisation and the scale of the previous fit (from
-      the start where there was none). Same examples, seed and previous state give the same weights on one machine unless a
-      time limit cuts training short. The examples are not kept, and no global random state is touched.
+      replay (from the analytic ranker where nothing was replayed), or with `warm_start` from the weights, the
+      standardisation and the scale of the previous fit (from the start where there was none). Same examples, seed and
+      previous state give the same weights on one machine unless a time limit cuts training short. The examples are not
+      kept, and no global random state is touched.
     - `predict_step_s(features)` gives shape (n,) seconds, positive; lower is better. Rows do not influence one another.
     - `embed(features)` gives shape (n, H) hidden states of unit norm (zeros stay zeros).
     - `save(path)` writes a folder of safetensors and JSON; `load(path)` restores it, so that predictions are equal, and

@@ -1,6 +1,6 @@
-"""One `Simulator` around any network that scores a `FeatureBatch`: the residual on top of the analytic ranker.
+"""One `Simulator` around any network that scores a `FeatureBatch`: the residual on top of the replay.
 
-score = (ln(analytic_step_s) - mean) / spread + network(batch)    lower is faster; the network's last layer starts at zero
+score = (ln(base) - mean) / spread + network(batch)               lower is faster; the network's last layer starts at zero
 seconds = exp(slope * score + intercept)                          slope > 0, fitted to the training data in log space
 """
 
@@ -34,6 +34,7 @@ FloatArray = NDArray[np.float64]
 _WEIGHTS = "weights.safetensors"
 _DESCRIPTION = "simulator.json"
 _MOMENTS = ("shard_mean", "shard_std", "global_mean", "global_std")
+SCHEMA = 2  # the residual is on top of the replay
 _SMALLEST_SLOPE = 1e-3  # where scores and times disagree on the training data: still monotone, nearly flat
 
 
@@ -55,11 +56,12 @@ class _Description:
     sizes: tuple[int, ...]
     raw_features: tuple[str, ...]
     global_features: tuple[str, ...]
-    analytic_mean: float
-    analytic_scale: float
+    base_mean: float
+    base_scale: float
+    replayed_per_analytic: float
     slope: float
     intercept: float
-    schema: int = 1
+    schema: int = SCHEMA
 
 
 @dataclass(frozen=True)
@@ -136,8 +138,9 @@ class ResidualSimulator:
             sizes=self.architecture.sizes,
             raw_features=RAW_FEATURES,
             global_features=GLOBAL_FEATURES,
-            analytic_mean=scaling.analytic_mean,
-            analytic_scale=scaling.analytic_scale,
+            base_mean=scaling.base_mean,
+            base_scale=scaling.base_scale,
+            replayed_per_analytic=scaling.replayed_per_analytic,
             slope=fitted.slope,
             intercept=fitted.intercept,
         )
@@ -145,7 +148,7 @@ class ResidualSimulator:
 
     def load(self, path: Path) -> None:
         found = parse(_Description, read_json(path / _DESCRIPTION), str(path / _DESCRIPTION))
-        if (found.schema, found.raw_features, found.global_features) != (1, RAW_FEATURES, GLOBAL_FEATURES):
+        if (found.schema, found.raw_features, found.global_features) != (SCHEMA, RAW_FEATURES, GLOBAL_FEATURES):
             raise InvalidInput(f"{path}: the simulator was trained on other features than this version makes; train it again")
         if (found.architecture, found.sizes) != (self.name, self.architecture.sizes):
             raise InvalidInput(
@@ -158,7 +161,9 @@ class ResidualSimulator:
             tensors = load_file(path / _WEIGHTS)
             network.load_state_dict({name.removeprefix("network."): t for name, t in tensors.items() if name.startswith("network.")})
             shard_mean, shard_std, global_mean, global_std = (tensors[f"scaling.{name}"] for name in _MOMENTS)
-            scaling = Scaling(shard_mean, shard_std, global_mean, global_std, found.analytic_mean, found.analytic_scale)
+            scaling = Scaling(
+                shard_mean, shard_std, global_mean, global_std, found.base_mean, found.base_scale, found.replayed_per_analytic
+            )
         except (OSError, SafetensorError, RuntimeError, KeyError) as error:
             raise InvalidInput(f"{path / _WEIGHTS} must hold the weights that {_DESCRIPTION} describes, but does not: {error}") from error
         self._fitted = _Fitted(network.eval(), scaling, found.slope, found.intercept)
@@ -186,7 +191,7 @@ class ResidualSimulator:
 
 def _scores(network: nn.Module, batch: FeatureBatch) -> tuple[Tensor, Tensor]:
     residual, hidden = network(batch)
-    return batch.analytic + residual.double(), hidden
+    return batch.base + residual.double(), hidden
 
 
 def calibrate(scores: FloatArray, log_step_s: FloatArray) -> tuple[float, float]:

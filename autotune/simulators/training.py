@@ -1,7 +1,7 @@
 """The training recipe: pairwise ranking loss, learning-rate steps, clipping, the best epoch on a validation part.
 
 Source: AutoSync, supplement sec. 10; pairwise loss and batches: the paper's code.
-Departure: the network learns the residual of the log analytic time and starts at zero, and the weights of the best
+Departure: the network learns the residual of the log replayed time and starts at zero, and the weights of the best
 validation epoch are kept, the untrained start included. So training cannot make the ranking of the validation part worse.
 """
 

@@ -80,18 +80,18 @@ def accuracy(simulator: Simulator, examples: list[Example]) -> float:
     return pairwise_accuracy(predicted, [example.step_s for example in examples], TIE_BAND)
 
 
-def analytic_accuracy(examples: list[Example]) -> float:
-    analytic = [example.features.analytic_step_s for example in examples]
-    return pairwise_accuracy(analytic, [example.step_s for example in examples], TIE_BAND)
+def replay_accuracy(examples: list[Example]) -> float:
+    replayed = [example.features.replayed_step_s for example in examples]
+    return pairwise_accuracy(replayed, [example.step_s for example in examples], TIE_BAND)
 
 
 @pytest.mark.parametrize("name", ["linear", "rnn", "gat"])
-def test_a_simulator_learns_the_hidden_message_overhead_that_the_analytic_ranker_misses(name: str) -> None:
+def test_a_simulator_learns_the_hidden_message_overhead_that_the_replay_misses(name: str) -> None:
     examples = measured_examples(110, seed=1, hidden_overhead_s=0.01)
     training, held_out = examples[:60], examples[60:]
     simulator = simulators()[name]()
     simulator.fit(training, seed=0)
-    assert accuracy(simulator, held_out) > analytic_accuracy(held_out) + 0.05
+    assert accuracy(simulator, held_out) > replay_accuracy(held_out) + 0.05
 
 
 def test_torch_keeps_its_number_of_threads_after_training() -> None:
@@ -102,12 +102,12 @@ def test_torch_keeps_its_number_of_threads_after_training() -> None:
     assert torch.get_num_threads() == before
 
 
-def test_an_untrained_simulator_ranks_exactly_as_the_analytic_ranker() -> None:
+def test_an_untrained_simulator_ranks_exactly_as_the_replay() -> None:
     examples = measured_examples(30, seed=2, hidden_overhead_s=0.01)
     for make in (linear_simulator, rnn_simulator, gat_simulator):
         simulator = make(TrainingRecipe(epochs=0, threads=1))
         simulator.fit(examples, seed=0)
-        assert accuracy(simulator, examples) == pytest.approx(analytic_accuracy(examples))
+        assert accuracy(simulator, examples) == pytest.approx(replay_accuracy(examples))
 
 
 def test_two_domains_are_learned_together_though_their_models_differ_in_size() -> None:
@@ -138,11 +138,11 @@ def test_a_time_limit_ends_training_after_the_running_epoch() -> None:
     assert "time limit" in report.stopped
 
 
-def test_equal_measurements_leave_the_analytic_ranking_alone() -> None:
+def test_equal_measurements_leave_the_ranking_of_the_replay_alone() -> None:
     examples = [Example(e.features, 0.1, "d") for e in measured_examples(10, seed=7, hidden_overhead_s=0.0)]
     simulator = linear_simulator()
     simulator.fit(examples, seed=0)
-    order = np.argsort([example.features.analytic_step_s for example in examples])
+    order = np.argsort([example.features.replayed_step_s for example in examples])
     predicted = simulator.predict_step_s([example.features for example in examples])
     assert (np.diff(predicted[order]) >= 0).all()
 
