@@ -28,7 +28,7 @@ from autotune.commands.workspace import Workspace
 from autotune.errors import AutotuneError, InvalidInput
 from autotune.features.extract import extract
 from autotune.rng import generator
-from autotune.simulators.evaluation import ANALYTIC, PAPER, RANDOM, RankingQuality, Split, evaluate, hold_out
+from autotune.simulators.evaluation import ANALYTIC, PAPER, RANDOM, REPLAY, RankingQuality, Split, evaluate, hold_out
 from autotune.simulators.interface import Example, Simulator
 from autotune.store import PastTrial, Store
 from autotune.strategy_space.plan import Plan, plan
@@ -38,7 +38,12 @@ SMALLEST_DOMAIN = 20
 TIE_BAND = 0.01
 """Relative difference below which two measured times count as equal, in training (the recipe's) and in the figures."""
 
-_LEGEND = {ANALYTIC: "overlap estimate, untrained", PAPER: "max(T_comp, T_sync), untrained", RANDOM: "chance"}
+_LEGEND = {
+    REPLAY: "replay of the lowered plan, untrained",
+    ANALYTIC: "overlap estimate, untrained",
+    PAPER: "max(T_comp, T_sync), untrained",
+    RANDOM: "chance",
+}
 _FIGURES = {
     "pairwise_accuracy": "pairwise accuracy",
     "kendall_tau": "Kendall tau",

@@ -54,25 +54,26 @@ def fault_words(kind: str, tmp_path: Path) -> list[str]:
     return ["--fault", kind, "--fault-step", "6", "--fault-file", str(tmp_path / f"{kind}-was-planted")]
 
 
-@pytest.mark.parametrize(
-    ("fault", "kind", "text"),
-    [
-        ("crash", FailureKind.CRASH, "planted crash"),
-        ("exit", FailureKind.CRASH, "exit code 7"),
-        ("memory", FailureKind.OUT_OF_MEMORY, "memory"),
-        ("hang", FailureKind.HANG, "no step for 6 s"),
-    ],
+FAULTS = (
+    ("crash", FailureKind.CRASH, "planted crash"),
+    ("exit", FailureKind.CRASH, "exit code 7"),
+    ("memory", FailureKind.OUT_OF_MEMORY, "memory"),
+    ("hang", FailureKind.HANG, "no step for 6 s"),
 )
-def test_a_planted_fault_is_recorded_with_its_kind_and_the_next_trial_runs(make_world, tmp_path, fault, kind, text) -> None:
-    world = make_world(*fault_words(fault, tmp_path), step_timeout_s=6.0)
+
+
+def test_every_planted_fault_is_recorded_with_its_kind_and_the_next_trial_runs(make_world, tmp_path) -> None:
+    kinds = ",".join(fault for fault, _, _ in FAULTS)
+    world = make_world("--fault", kinds, "--fault-step", "12", "--fault-file", str(tmp_path / "planted"), step_timeout_s=6.0)
     wanted = plan(ddp_default(small_model()), small_model(), RANKS)
-    failed = world.run_trial(replace(REQUEST, timed_steps=30), wanted)
-    assert isinstance(failed, Failed)
-    assert failed.kind is kind
-    assert text in failed.message
-    again = world.run_trial(REQUEST, wanted)
-    assert isinstance(again, Measured)
-    assert world.restarts == 1
+    for restarts, (_, kind, text) in enumerate(FAULTS, start=1):
+        failed = world.run_trial(replace(REQUEST, timed_steps=30), wanted)
+        assert isinstance(failed, Failed)
+        assert failed.kind is kind
+        assert text in failed.message
+        again = world.run_trial(REQUEST, wanted)
+        assert isinstance(again, Measured)
+        assert world.restarts == restarts
 
 
 def test_plans_and_the_current_setup_alternate_in_one_run_of_the_script(make_world) -> None:

@@ -1,7 +1,7 @@
 """A small DDP script, written as a user would, that can be told to misbehave once: the subject of the fault tests.
 
 `--fault KIND` acts at `--fault-step`, on the last rank, but only while `--fault-file` is absent; it is made first.
-Without a file it acts every time.
+Without a file it acts every time. Of several kinds, with commas between, each start meets the next; each has a file of its own.
 """
 
 import argparse
@@ -16,10 +16,12 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 
-def misbehave(kind: str, marker: Path | None) -> None:
-    if marker is not None:
-        if marker.exists():
-            return
+def misbehave(kinds: list[str], file: Path | None) -> None:
+    markers = {kind: file.with_name(f"{file.name}-{kind}") if file is not None else None for kind in kinds}
+    kind = next((kind for kind, marker in markers.items() if marker is None or not marker.exists()), None)
+    if kind is None:
+        return
+    if (marker := markers[kind]) is not None:
         marker.touch()
     if kind == "crash":
         raise RuntimeError("planted crash")
@@ -56,7 +58,7 @@ def main() -> None:
     data = torch.Generator().manual_seed(dist.get_rank())
     for step in range(options.steps):
         if options.fault and step == options.fault_step and dist.get_rank() == dist.get_world_size() - 1:
-            misbehave(options.fault, options.fault_file)
+            misbehave(options.fault.split(","), options.fault_file)
         optimizer.zero_grad()
         loss = wrapped(torch.randn(16, 32, generator=data)).square().mean() * options.loss_scale
         loss.backward()

@@ -40,8 +40,8 @@ def slow_links(workers: int) -> Cluster:
 
 LARGE, OTHER, SMALL = slow_links(4), slow_links(2), slow_links(3)
 PLANS = {LARGE.id: 120, OTHER.id: 60, SMALL.id: 19}
-SEEDS = 3
-UNTRAINED = ("analytic", "paper", "random")
+SEEDS = 2
+UNTRAINED = ("analytic", "paper", "replay", "random")
 RANKERS = {*UNTRAINED, "linear", "rnn", "gat"}
 
 
@@ -129,8 +129,8 @@ def test_the_last_line_is_one_json_object_with_every_ranker(jobs: Jobs) -> None:
 
 def test_chance_orders_half_of_the_pairs_and_the_analytic_ranker_more(jobs: Jobs) -> None:
     accuracy, tau = jobs.result["pairwise_accuracy"], jobs.result["kendall_tau"]
-    assert accuracy["random"] == pytest.approx(0.5, abs=0.12)  # 3 x (18 + 9) strategies: a standard error of 0.045
-    assert tau["random"] == pytest.approx(0.0, abs=0.24)
+    assert accuracy["random"] == pytest.approx(0.5, abs=0.15)  # 2 x (18 + 9) strategies: a standard error of 0.055
+    assert tau["random"] == pytest.approx(0.0, abs=0.3)
     assert accuracy["analytic"] > 0.65
     assert tau["analytic"] > 0.3
 
@@ -141,19 +141,19 @@ def test_the_table_names_every_ranker_and_a_domain_that_is_too_small_is_skipped_
     assert f"{SMALL.id}: 20 trials of 19 plans, but at least 20 plans" in skipped
     assert sum(line.startswith("hardware: ") and "torch" in line for line in lines) == 1
     start = next(number for number, line in enumerate(lines) if line.startswith("ranker"))
-    assert [line.split()[0] for line in lines[start + 1 : start + 7]] == ["linear", "rnn", "gat", *UNTRAINED]
-    assert all(line.count(" ± ") == 4 for line in lines[start + 1 : start + 7])
+    assert [line.split()[0] for line in lines[start + 1 : start + 8]] == ["linear", "rnn", "gat", *UNTRAINED]
+    assert all(line.count(" ± ") == 4 for line in lines[start + 1 : start + 8])
 
 
 def test_progress_goes_to_stderr_with_the_time_left(jobs: Jobs) -> None:
     lines = [line for line in jobs.done.stderr.splitlines() if " training " in line]
     assert len(lines) == SEEDS * 2 * 3
-    assert lines[-1].endswith("training 18 of 18: gat")
+    assert lines[-1].endswith("training 12 of 12: gat")
     assert "ETA 0:" in lines[-1] and "ETA after the first round" in lines[0]
 
 
 def test_with_json_the_same_figures_are_all_that_stands_on_stdout(jobs: Jobs) -> None:
-    done = run("--directory", str(jobs.directory), "--epochs", "2", "--json")
+    done = run("--directory", str(jobs.directory), "--epochs", "2", "--seeds", str(SEEDS), "--json")
     assert len(done.stdout.splitlines()) == 1, done.stderr
     assert "skipped" in done.stderr
     assert {**json.loads(done.stdout), "seconds": 0} == {**jobs.result, "seconds": 0}
