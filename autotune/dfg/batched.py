@@ -96,7 +96,7 @@ def _transpose(rows: Singles, position: IntArray, columns: Singles) -> None:
 
 
 @compiled()
-def _walk(
+def _walk(  # noqa: C901 one branch for each number of predecessors
     columns: Singles,
     first: int,
     row: IntArray,

@@ -92,7 +92,9 @@ def csr(ops: int, parents: Sequence[int] | IntArray, children: Sequence[int] | I
     ends = np.asarray(parents, dtype=np.int64), np.asarray(children, dtype=np.int64)
     for numbers in ends:
         if len(numbers) and (numbers.min() < 0 or numbers.max() >= ops):
-            raise InvalidInput(f"an edge must join ops 0 to {ops - 1}, but one names op {numbers.min() if numbers.min() < 0 else numbers.max()}")
+            raise InvalidInput(
+                f"an edge must join ops 0 to {ops - 1}, but one names op {numbers.min() if numbers.min() < 0 else numbers.max()}"
+            )
     keys = np.unique(ends[0] * ops + ends[1])
     counts = np.bincount(keys // max(ops, 1), minlength=ops)
     return np.concatenate([[0], np.cumsum(counts)]), (keys % max(ops, 1)).astype(np.int32)

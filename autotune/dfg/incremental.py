@@ -60,7 +60,7 @@ class IncrementalReplay:
 
     def replay_changed(self, ops: IntArray, duration_s: FloatArray) -> Resumed:
         """The same with the durations of some `ops` changed, both of shape (C,). Raises `InvalidInput` also for ops that are not there."""
-        if len(ops) and not (0 <= np.min(ops) and np.max(ops) < self._dfg.ops):
+        if len(ops) and not (np.min(ops) >= 0 and np.max(ops) < self._dfg.ops):
             raise InvalidInput(f"changed ops must be 0 to {self._dfg.ops - 1}, but are {np.min(ops)} to {np.max(ops)}")
         changed_s = self.timeline.duration_s.copy()
         changed_s[ops] = checked_durations(duration_s, np.shape(ops))

@@ -42,11 +42,8 @@ def replay(dfg: Dfg, duration_s: FloatArray | None = None) -> Timeline:
 
 
 def work_of(dfg: Dfg, duration_s: FloatArray | None = None) -> Work:
-    if duration_s is None:
-        duration_s = dfg.duration_s
-    else:
-        duration_s = checked_durations(duration_s, (dfg.ops,))
-    return Work(duration_s, dfg.queue, dfg.child_start, dfg.child)
+    durations_s = dfg.duration_s if duration_s is None else checked_durations(duration_s, (dfg.ops,))
+    return Work(durations_s, dfg.queue, dfg.child_start, dfg.child)
 
 
 def checked_durations(duration_s: FloatArray, shape: tuple[int, ...]) -> FloatArray:
@@ -123,7 +120,9 @@ def finished(dfg: Dfg, work: Work, state: State) -> Timeline:
     broken = int(state.counts[2])
     if broken != NONE:
         lock = int(dfg.releases[broken])
-        raise InvalidInput(f"an op may give back a lock that is held, but {dfg.names.ops[broken]!r} gives back lock {lock} and nobody holds it")
+        raise InvalidInput(
+            f"an op may give back a lock that is held, but {dfg.names.ops[broken]!r} gives back lock {lock} and nobody holds it"
+        )
     if state.counts[1] < dfg.ops:
         stuck = np.flatnonzero((state.end_s < 0) & (state.parents_left == 0))
         told = ", ".join(f"{dfg.names.ops[op]!r} for lock {dfg.acquires[op]}" for op in stuck[:3])

@@ -15,7 +15,7 @@ from autotune.dfg.replay import Timeline, replay
 from autotune.errors import InvalidInput
 from tests.property.dfg_twin import graphs
 
-MANY = settings(max_examples=200, deadline=None)
+MANY = settings(max_examples=60, deadline=None)
 ANY_GRAPH = st.one_of(graphs(ops=30), graphs(plain=True, ops=30))
 
 
