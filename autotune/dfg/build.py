@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from autotune.dfg.graph import NONE, Dfg, Discipline, IntArray, Kind, Names
 from autotune.errors import InvalidInput
@@ -84,7 +85,7 @@ class DfgBuilder:
         )
 
 
-def csr(ops: int, parents: Sequence[int] | IntArray, children: Sequence[int] | IntArray) -> tuple[np.ndarray, IntArray]:
+def csr(ops: int, parents: ArrayLike, children: ArrayLike) -> tuple[np.ndarray, IntArray]:
     """(child_start (ops + 1,), child (E,)) of the edges parent -> child; an edge that is named twice counts once.
 
     Raises `InvalidInput` where an edge names an op that is not there.
