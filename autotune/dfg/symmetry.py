@@ -167,26 +167,27 @@ def _parents(dfg: Dfg, stands: OffsetArray) -> tuple[OffsetArray, OffsetArray]:
 
 
 def _quotient(dfg: Dfg, kept: OffsetArray, queues: OffsetArray, locks: OffsetArray, parents: IntArray, children: IntArray) -> Dfg:
-    """The graph of the ops `kept`. Its queues and locks are all those of the full graph, of which one of each class is used."""
+    """The graph of the ops `kept`, with one queue or lock of each class, those of the lowest numbers."""
+    queue_left, lock_left = np.unique(queues), np.unique(locks)
 
-    def renamed(takes: IntArray, classes: OffsetArray) -> IntArray:
+    def renamed(takes: IntArray, classes: OffsetArray, left: OffsetArray) -> IntArray:
         taken = takes[kept]
-        return np.where(taken == NONE, NONE, classes[taken]).astype(np.int32) if len(classes) else taken
+        return np.where(taken == NONE, NONE, np.searchsorted(left, classes[taken])).astype(np.int32) if len(classes) else taken
 
     child_start, child = csr(len(kept), parents, children)
     columns = {name: getattr(dfg, name)[kept] for name in (*_SAME, "worker")}
-    queue, channel = renamed(dfg.queue, queues), renamed(dfg.channel, queues)
+    queue, channel = renamed(dfg.queue, queues, queue_left), renamed(dfg.channel, queues, queue_left)
     if np.any((channel != NONE) & (channel == queue)):
         raise InvalidInput("only graphs of alike workers can be folded, but an op takes two queues that stand for each other")
     return Dfg(
         **columns,
         queue=queue,
         channel=channel,
-        acquires=renamed(dfg.acquires, locks),
-        releases=renamed(dfg.releases, locks),
+        acquires=renamed(dfg.acquires, locks, lock_left),
+        releases=renamed(dfg.releases, locks, lock_left),
         child_start=child_start,
         child=child,
-        discipline=dfg.discipline,
-        lock_capacity=dfg.lock_capacity,
-        names=Names(tuple(dfg.names.ops[op] for op in kept), dfg.names.queues, dfg.names.layers),
+        discipline=dfg.discipline[queue_left],
+        lock_capacity=dfg.lock_capacity[lock_left],
+        names=Names(tuple(dfg.names.ops[op] for op in kept), tuple(dfg.names.queues[queue] for queue in queue_left), dfg.names.layers),
     )
