@@ -48,10 +48,10 @@ def apply(
 def profile(recorder: Recorder) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """For the function that makes one training step: each call is a step of `recorder`.
 
-        recorder = autotune.Recorder(model)
+    recorder = autotune.Recorder(model)
 
-        @autotune.profile(recorder)
-        def train_one_step(batch): ...
+    @autotune.profile(recorder)
+    def train_one_step(batch): ...
     """
     from runtime_rewriter.tracing.api import profile as profile_steps
 

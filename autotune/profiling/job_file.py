@@ -21,6 +21,7 @@ from typing import Any
 from autotune.canonical import to_data
 from autotune.errors import InvalidInput
 from autotune.parsing import parse, read_json, refuse_newer
+from autotune.profiling.recorded_steps import CollectiveRow, StepTimes
 from autotune.strategy_space.plan import Plan
 from autotune.workload import Workload
 
@@ -60,6 +61,7 @@ class RankRecord:
     collectives: int = 0
     untimed: int = 0
     """Of the collectives: those whose start and end the trace does not show."""
+    times: StepTimes = field(default_factory=StepTimes)
 
     def __post_init__(self) -> None:
         if Path(self.trace).name != self.trace:
@@ -73,7 +75,8 @@ class RecordedJob:
     """A recorded job. `ranks` stand in rank order.
 
     `workload` is one replica without communication, None where it could not be measured (`notes` says why). `plan` is what the ranks
-    sent by; None: DDP's own reducer, whose `buckets` (names of variables, in the order sent) are given where they are known.
+    sent by; None: DDP's own reducer, whose `buckets` (names of variables, in the order sent) are given where they are known. `hosts` are
+    those of the ranks, in their order.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -89,6 +92,8 @@ class RecordedJob:
     plan_id: str = ""
     buckets: tuple[tuple[str, ...], ...] = ()
     backend: str = ""
+    hosts: tuple[str, ...] = ()
+    collectives: tuple[CollectiveRow, ...] = ()
     software: dict[str, str] = field(default_factory=dict)
     command: tuple[str, ...] = ()
     options: dict[str, bool] = field(default_factory=dict)

@@ -66,6 +66,8 @@ class Issued:
     site: str
     traced: bool
     message: MessageStep | None = None
+    root: int | None = None
+    """Its place in the group, of collectives with a root; the other side of a send or receive."""
 
     @property
     def transaction(self) -> str:
@@ -117,20 +119,23 @@ class CollectiveLog:
 
     def _kernel(self, op: Any) -> Callable[..., Any]:
         name = op.name().removeprefix("c10d::").partition(".")[0]
+        rooted = [at for at, argument in enumerate(op._schema.arguments) if argument.name in ("root_rank", "dst", "src")]
 
         def kernel(keyset: Any, *arguments: Any, **options: Any) -> Any:
             started_ns = time.perf_counter_ns()
             result = op.redispatch(keyset.remove(torch._C.DispatchKey.BackendSelect), *arguments, **options)
-            self._write(name, arguments, result, started_ns)
+            root = int(arguments[rooted[0]]) if rooted and rooted[0] < len(arguments) else None
+            self._write(name, arguments, result, started_ns, root)
             return result
 
         return kernel
 
-    def _write(self, name: str, arguments: tuple[Any, ...], result: Any, started_ns: int) -> None:
+    def _write(self, name: str, arguments: tuple[Any, ...], result: Any, started_ns: int, root: int | None) -> None:
         returned_ns = time.perf_counter_ns()
-        group = next((ProcessGroup.unbox(a) for a in arguments if isinstance(a, torch.ScriptObject) and "ProcessGroup" in str(a._type())), None)
-        if group is None:
+        found = [value for value in arguments if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type())]
+        if not found:
             return
+        group = ProcessGroup.unbox(found[0])
         known = self._group(group)
         sizes, dtype, element_bytes = _sizes(arguments)
         origin, site = _origin()
@@ -138,7 +143,7 @@ class CollectiveLog:
         self.issued.append(
             Issued(
                 *(name, known.name, _sequence(group), *sizes, dtype, element_bytes, started_ns, returned_ns),
-                *(threading.get_native_id(), self.step, MESSAGE if message else origin, site, self.traced, message),
+                *(threading.get_native_id(), self.step, MESSAGE if message else origin, site, self.traced, message, root),
             )
         )
         if known.backend == "gloo" and not self.traced:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from autotune.errors import InvalidInput, LaunchError
 from autotune.profiling.job_file import RankRecord, RecordedJob, trace_name
+from autotune.profiling.recorded_steps import SeenCollective, collective_rows, step_times
 from autotune.strategy_space.plan import Message, Plan, Primitive, TensorSlice
 from autotune.strategy_space.strategy import Compressor
 from autotune.workload import Workload
@@ -229,11 +230,11 @@ class StepRecorder:
         if not trace.step_s:
             raise LaunchError(self.too_few())
         written = self._peers.gather(self._write_trace(trace))
-        problems = [f"rank {rank}: {problem}" for rank, (_, problem) in enumerate(written) if problem]
+        problems = [f"rank {rank}: {problem}" for rank, (_, _, problem) in enumerate(written) if problem]
         if problems:
             raise LaunchError(f"every rank must write its trace to {self.settings.folder}, but {'; '.join(problems)}")
         self._bring_together()
-        self._write_job([record for record, _ in written])
+        self._write_job([record for record, _, _ in written], [seen for _, seen, _ in written])
         self._peers.gather(None)  # nobody goes on before all is there
         self._peers.leave()
 
@@ -250,8 +251,8 @@ class StepRecorder:
             self.phase = Phase.DONE
             self._restore.close()
 
-    def _write_trace(self, trace: KinetoTrace) -> tuple[RankRecord | None, str]:
-        """The record of this rank, or what went wrong."""
+    def _write_trace(self, trace: KinetoTrace) -> tuple[RankRecord | None, tuple[SeenCollective, ...], str]:
+        """The record of this rank and the collectives that it saw, or what went wrong."""
         rank = self._peers.rank
         assert trace.before is not None and trace.after is not None
         try:
@@ -263,14 +264,14 @@ class StepRecorder:
             folder.mkdir(parents=True, exist_ok=True)
             write_trace(content, folder / trace_name(rank))
         except (OSError, ValueError, RuntimeError) as error:
-            return None, f"{type(error).__name__}: {error}"
+            return None, (), f"{type(error).__name__}: {error}"
         name = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else platform.processor() or platform.machine()
         device = str(self._device)
         record = RankRecord(
             *(rank, socket.gethostname(), device, name, os.getpid(), trace_name(rank), (trace.before, trace.after)),
-            *(tuple(trace.step_s), put.collectives, put.untimed),
+            *(tuple(trace.step_s), len(put.seen), put.untimed, step_times(content["traceEvents"], put.spans_us)),
         )
-        return record, ""
+        return record, put.seen, ""
 
     def _bring_together(self) -> None:
         """Traces that rank 0 does not see lie on other hosts; they are sent to it. Collective."""
@@ -283,7 +284,7 @@ class StepRecorder:
             if mine == 0:
                 (folder / trace_name(rank)).write_bytes(sent[rank])
 
-    def _write_job(self, records: list[RankRecord]) -> None:
+    def _write_job(self, records: list[RankRecord], seen: list[tuple[SeenCollective, ...]]) -> None:
         if self._peers.rank != 0:
             return
         found, synchronizer = self._found, self._synchronizer
@@ -300,6 +301,8 @@ class StepRecorder:
             plan_id="" if found.plan is None else found.plan.id,
             buckets=found.buckets,
             backend="" if self._peers.group is None else str(dist.get_backend()),
+            hosts=tuple(record.host for record in records),
+            collectives=collective_rows(seen, steps),
             software=software_versions(),
             command=self.settings.command,
             options=self.settings.options,
@@ -336,4 +339,3 @@ def _plan_of(buckets: tuple[tuple[str, ...], ...], synchronizer: GradientSynchro
 
 def _on_cuda() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_initialized()
-

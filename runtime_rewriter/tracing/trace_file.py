@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.profiling.job_file import ClockPair
+from autotune.profiling.recorded_steps import SeenCollective
 from runtime_rewriter.tracing.collectives import BUCKET, CollectiveLog, Issued
 
 Event = dict[str, Any]
@@ -25,6 +26,8 @@ Event = dict[str, Any]
 _EARLY_US = 2000.0
 """By how much two clocks of one host may disagree: a span may seem to begin so long before it was issued."""
 _POINT_TO_POINT = ("send", "recv")
+_KINDS = ("allreduce", "allgather", "reducescatter", "alltoall", "broadcast", "gather", "scatter", "barrier", "reduce", *_POINT_TO_POINT)
+"""Names that hold others come before these."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +50,16 @@ class Clock:
 class Annotated:
     """What was put into a trace. `untimed`: collectives without a span."""
 
-    collectives: int
-    untimed: int
+    seen: tuple[SeenCollective, ...]
+
+    @property
+    def untimed(self) -> int:
+        return sum(one.start_s is None for one in self.seen)
+
+    @property
+    def spans_us(self) -> list[tuple[float, float]]:
+        """Start and end of those that have a span, on the trace's clock."""
+        return [(one.start_s * 1e6, one.end_s * 1e6) for one in self.seen if one.start_s is not None and one.end_s is not None]
 
 
 def annotate(trace: dict[str, Any], log: CollectiveLog, clock: Clock, rank: int, world_size: int, plan_id: str) -> Annotated:
@@ -66,14 +77,29 @@ def annotate(trace: dict[str, Any], log: CollectiveLog, clock: Clock, rank: int,
         if span is not None:
             described["queue_us"] = round(max(0.0, span["ts"] - issued_us), 3)
             span.setdefault("args", {}).update(_as_nccl(entry, log))
-            span["args"]["autotune"] = described
-        timed = {} if span is None else {"start_us": span["ts"], "end_us": round(span["ts"] + span.get("dur", 0.0), 3)}
-        told.append({**described, **timed})
+            span["args"]["autotune"] = dict(described)
+            described |= {"start_us": span["ts"], "end_us": round(span["ts"] + span.get("dur", 0.0), 3)}
+        told.append(described)
     trace["autotune"] = {"schema": 1, "rank": rank, "clocks": [asdict(clock.before), asdict(clock.after)], "collectives": told}
     info = trace.setdefault("distributedInfo", {})
     info["rank"], info["world_size"] = rank, world_size
     info.setdefault("backend", next((group.backend for group in log.groups.values()), ""))
-    return Annotated(len(entries), sum("start_us" not in entry for entry in told))
+    return Annotated(tuple(_seen(entry) for entry in told))
+
+
+def _seen(told: dict[str, Any]) -> SeenCollective:
+    start_us, end_us = told.get("start_us"), told.get("end_us")
+    timed = (None, None, None) if start_us is None or end_us is None else (start_us / 1e6, end_us / 1e6, told["queue_us"] / 1e6)
+    return SeenCollective(told["transaction"], _label(told), told["op"].strip("_"), told["bytes"], len(told["ranks"]), *timed)
+
+
+def _label(told: dict[str, Any]) -> str:
+    if "message" in told:
+        return f"message {told['message']} {told['part']}"
+    if "bucket" in told:
+        return f"bucket {told['bucket']}"
+    site = told.get("site", "")
+    return f"{told['origin']} {site.rpartition('/')[2]}".strip()
 
 
 def write_trace(trace: dict[str, Any], path: Path) -> None:
@@ -127,11 +153,14 @@ _NCCL_DTYPES = {"float32": "Float", "float64": "Double", "float16": "Half", "bfl
 _NCCL_DTYPES |= {"uint8": "Byte", "int8": "Char", "bool": "Bool", "complex64": "ComplexFloat", "complex128": "ComplexDouble"}
 
 
+_ROOTS = {"send": "Dst Rank", "recv_": "Src Rank"}
+
+
 def _as_nccl(entry: Issued, log: CollectiveLog) -> dict[str, Any]:
     """The arguments that PyTorch gives to NCCL's kernels (torch: ParamCommsUtils.hpp)."""
     group = log.groups[entry.group]
     return {
-        "Collective name": entry.op.strip("_") if not entry.op.startswith("_") else entry.op.rstrip("_"),
+        "Collective name": "recv" if entry.op.startswith("recv") else entry.op.rstrip("_"),
         "dtype": _NCCL_DTYPES.get(entry.dtype, entry.dtype),
         "In msg nelems": entry.in_elements,
         "Out msg nelems": entry.out_elements,
@@ -140,6 +169,7 @@ def _as_nccl(entry: Issued, log: CollectiveLog) -> dict[str, Any]:
         "Process Group Description": group.description,
         "Process Group Ranks": json.dumps(list(group.ranks)),
         "Seq": entry.sequence,
+        **({} if entry.root is None else {_ROOTS.get(entry.op, "Root Rank"): entry.root}),
     }
 
 
@@ -229,7 +259,19 @@ def _fits(span: Event, entry: Issued, earliest_us: float) -> bool:
 def _kind(name: str) -> str:
     """`all_reduce`, `allreduce_` and `sparse_all_reduce` are one kind, `_allgather_base` is an all-gather."""
     plain = name.lower().replace("_", "")
-    for kind in ("allreduce", "allgather", "reducescatter", "alltoall", "broadcast", "gather", "scatter", "barrier", "reduce", "send", "recv"):
+    for kind in (
+        "allreduce",
+        "allgather",
+        "reducescatter",
+        "alltoall",
+        "broadcast",
+        "gather",
+        "scatter",
+        "barrier",
+        "reduce",
+        "send",
+        "recv",
+    ):
         if kind in plain:
             return kind
     return plain
