@@ -50,7 +50,7 @@ class Launched:
         self._reader.join(1.0)
 
     def tail(self) -> str:
-        """The end of its output."""
+        """The end of its output so far."""
         self._reader.join(1.0)
         return self._tail.decode(errors="replace")
 

@@ -91,28 +91,31 @@ def _run(command: ScriptCommand, settings: RecordSettings, timeout_s: float) -> 
                 launched.end()
                 status = 0
         elif status is None:
-            raise LaunchError(_told(launched, reports, f"nothing was recorded within {timeout_s:g} s (--timeout)"))
+            message = _told(launched, reports, f"nothing was recorded within {timeout_s:g} s (--timeout)", command)
+            launched.end()  # what it says then is about its end
+            raise LaunchError(message)
     if not written.exists():
-        raise LaunchError(_told(launched, reports, f"nothing was recorded, and the script ended with status {status}"))
+        raise LaunchError(_told(launched, reports, f"nothing was recorded, and the script ended with status {status}", command))
     return 0 if settings.stop else status
 
 
-def _told(launched: Launched, reports: Path, what: str) -> str:
+def _told(launched: Launched, reports: Path, what: str, command: ScriptCommand) -> str:
     """What the ranks said, and where they said nothing the end of the script's own output."""
-    if "within" in what:
-        launched.end()
-    said = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(reports.glob("rank*.report.json"))]
-    problems = [report for report in said if "problem" in report]
-    # Those that a rank's end brought down lost a connection; the one that ended first says why.
-    first = [report for report in problems if not report["ours"] and "Connection" not in report["problem"]] or problems
-    lines = list(dict.fromkeys(f"rank {report['rank']}: {report['problem']}" for report in first))
-    if len({report["problem"] for report in first}) == 1:
-        lines = [first[0]["problem"]]
-    if lines:
+    said = {report["rank"]: report for report in _reports(reports)}
+    problems = [report for report in said.values() if "problem" in report]
+    # A rank that ends brings down those that are connected to it; the one that says something else says why.
+    first = [report for report in problems if "onnection" not in report["problem"]]
+    lines = list(dict.fromkeys(report["problem"] for report in first or problems))
+    if lines and (first or len(said) == (command.workers or 1)):
         return f"{what}: " + "; ".join(lines[:3])
-    steps = max((report["steps"] for report in said), default=None)
-    made = "" if steps is None else f" after {steps} steps"
-    return f"{what}{made}; its last output:\n{launched.tail().rstrip()}"
+    quiet = [rank for rank in range(command.workers or 1) if rank not in said] if command.nodes == 1 else []
+    heard = "".join(f"; {line}" for line in lines[:1])
+    silent = f"; rank {', '.join(map(str, quiet))} ended or stayed without a word" if quiet else ""
+    return f"{what}{silent}{heard}; its last output:\n{launched.tail().rstrip()}"
+
+
+def _reports(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("rank*.report.json"))]
 
 
 def _summary(job: RecordedJob) -> dict[str, Any]:

@@ -153,7 +153,7 @@ class CollectiveLog:
         name = group.group_name
         if name not in self.groups:
             try:
-                ranks, backend = tuple(dist.get_process_group_ranks(group)), dist.get_backend(group)
+                ranks, backend = tuple(dist.get_process_group_ranks(group)), str(dist.get_backend(group))
             except (KeyError, ValueError, RuntimeError):  # made without torch.distributed's knowledge, or gone
                 ranks, backend = tuple(range(group.size())), group.name()
             self.groups[name] = Group(name, group.group_desc, backend, ranks)
@@ -188,7 +188,7 @@ def _collective_ops() -> Iterator[tuple[str, Any]]:
 
 def _sequence(group: ProcessGroup) -> int:
     try:
-        return int(group._get_sequence_number_for_group())
+        return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]  # missing in torch's stubs
     except RuntimeError:  # this backend does not count
         return -1
 
@@ -203,9 +203,9 @@ def _sizes(arguments: tuple[Any, ...]) -> tuple[tuple[int, int], str, int]:
     """((elements in, elements out), dtype, bytes of an element): outputs come first, inputs second where they are others."""
     outputs = _tensors(arguments[0])
     inputs = _tensors(arguments[1]) if len(arguments) > 1 and not isinstance(arguments[1], torch.ScriptObject) else []
-    first = (outputs or inputs or [None])[0]
-    if first is None:
+    if not (outputs or inputs):
         return (0, 0), "", 0
+    first = (outputs or inputs)[0]
     counts = sum(t.numel() for t in inputs or outputs), sum(t.numel() for t in outputs)
     return counts, str(first.dtype).removeprefix("torch."), first.element_size()
 

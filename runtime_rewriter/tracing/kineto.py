@@ -41,7 +41,11 @@ class KinetoTrace:
         if self._cuda:
             activities.append(ProfilerActivity.CUDA)
         self._profile = profile(
-            activities=activities, experimental_config=_ExperimentalConfig(profile_all_threads=True), **settings.options
+            activities=activities,
+            record_shapes=settings.record_shapes,
+            profile_memory=settings.profile_memory,
+            with_stack=settings.with_stack,
+            experimental_config=_ExperimentalConfig(profile_all_threads=True),
         )
         self._mark: Any = None
         self._mark_ns = 0

@@ -124,6 +124,10 @@ class StepRecorder:
     def _measures(self) -> bool:
         return self.settings.workload and self._synchronizer is not None
 
+    @property
+    def done(self) -> bool:
+        return self.phase is Phase.DONE
+
     def boundary(self) -> bool:
         """A step has ended and the next one begins: all three below."""
         self.end_step()
@@ -143,7 +147,7 @@ class StepRecorder:
 
     def advance(self) -> bool:
         """After every step. Collective at some of them; True when everything is written, then and ever after."""
-        if self.phase is Phase.DONE:
+        if self.done:
             return True
         self.steps += 1
         self._left -= 1
@@ -153,7 +157,7 @@ class StepRecorder:
                 self._settle()
         elif self._left <= 0:
             self._next_phase()
-        return self.phase is Phase.DONE
+        return self.done
 
     def _next_phase(self) -> None:
         if self.phase is Phase.WARMUP:
