@@ -40,6 +40,10 @@ GATHER_TIMEOUT_S = 300.0
 """How long the ranks wait for the slowest to write its trace."""
 
 
+_UNMEASURED_STEPS = 2
+"""With the profiler of the workload: the first one, and the one at whose forward pass the last measured one ends."""
+
+
 class Phase(Enum):
     """What the step that begins now is for."""
 
@@ -117,7 +121,7 @@ class StepRecorder:
     @property
     def steps_before(self) -> int:
         """Steps before the first recorded one."""
-        measured = WORKLOAD_STEPS + 1 if self._measures else 0
+        measured = WORKLOAD_STEPS + _UNMEASURED_STEPS if self._measures else 0
         return self.settings.warmup + measured + SETTLING_STEPS
 
     @property
@@ -151,17 +155,17 @@ class StepRecorder:
             return True
         self.steps += 1
         self._left -= 1
-        if self.phase is Phase.WORKLOAD:
-            if self._profiler is not None and self._profiler.done:
-                self._end_workload()
-                self._settle()
-        elif self._left <= 0:
+        if self._left <= 0:
             self._next_phase()
         return self.done
 
     def _next_phase(self) -> None:
         if self.phase is Phase.WARMUP:
             if not (self._measures and self._begin_workload()):
+                self._settle()
+        elif self.phase is Phase.WORKLOAD:
+            if self._profiler is not None and self._profiler.done:  # under accumulation a step of the script may synchronize nothing
+                self._end_workload()
                 self._settle()
         elif self.phase is Phase.SETTLING:
             self._record()
@@ -186,7 +190,7 @@ class StepRecorder:
         except InvalidInput as refusal:  # every rank raised it
             self._found.notes.append(f"the workload was not measured: {refusal}")
             return False
-        self.phase = Phase.WORKLOAD
+        self.phase, self._left = Phase.WORKLOAD, WORKLOAD_STEPS + _UNMEASURED_STEPS
         return True
 
     def _end_workload(self) -> None:
@@ -222,9 +226,13 @@ class StepRecorder:
 
     # -- the end -------------------------------------------------------------------------------------
 
-    def finish(self, last_step_ended: bool = True) -> None:
-        """Collective: stop recording and write what was recorded. Raises `LaunchError` on every rank where one cannot write."""
+    def finish(self, last_step_ended: bool = False) -> None:
+        """Collective: stop recording and write what was recorded. Raises `LaunchError` on every rank where one cannot write.
+
+        `last_step_ended`: so has the step that `boundary` began last, though no other one begins.
+        """
         trace = self._trace
+        self.steps += last_step_ended
         if trace is None or self.phase is not Phase.RECORDING:
             raise LaunchError(self.too_few())
         if last_step_ended:

@@ -36,7 +36,9 @@ def histories(draw: st.DrawFn) -> tuple[CollectiveLog, list[dict[str, Any]], lis
         free_us[group][thread] = start_us + draw(st.floats(1.0, 900.0))
         took_us = free_us[group][thread] - start_us
         tid = 10 * (group + 1) + thread
-        spans.append({"ph": "X", "cat": "user_annotation", "name": OPS[op], "tid": tid, "ts": start_us, "dur": took_us, "args": {"n": number}})
+        spans.append(
+            {"ph": "X", "cat": "user_annotation", "name": OPS[op], "tid": tid, "ts": start_us, "dur": took_us, "args": {"n": number}}
+        )
         owners.append(number)
         log.group_of_thread[tid] = str(group)
     return log, draw(st.permutations(spans)), owners

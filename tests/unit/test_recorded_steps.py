@@ -70,7 +70,8 @@ def test_a_collective_lasts_as_long_as_on_the_rank_that_came_last() -> None:
 def recorded() -> RecordedJob:
     workload = Workload("Net", (Variable("w", (2, 3), ready_s=0.1, needed_s=0.0),), source="measured")
     ranks = tuple(
-        RankRecord(rank, "host", "cpu", "x", 1, f"rank{rank}.json.gz", (ClockPair(1, 2),), (0.5, 0.25 + rank, 0.75), 3, 1) for rank in range(2)
+        RankRecord(rank, "host", "cpu", "x", 1, f"rank{rank}.json.gz", (ClockPair(1, 2),), (0.5, 0.25 + rank, 0.75), 3, 1)
+        for rank in range(2)
     )
     return RecordedJob(2, ranks, 3, 3, 3, workload.id, workload, buckets=(("w",),), notes=("a note",))
 
