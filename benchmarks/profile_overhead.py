@@ -169,7 +169,6 @@ def main() -> None:
         quartiles = " to ".join(f"{value:+.1%}" for value in one["overhead_quartiles"])
         times = f"{one['step_s'] * 1e3:.1f} ms, recorded {one['recorded_step_s'] * 1e3:.1f} ms"
         print(f"{name}: {times}: {one['overhead_median']:+.1%} ({quartiles})")
-        )
     print(
         json.dumps(
             {
