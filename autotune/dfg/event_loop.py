@@ -1,0 +1,359 @@
+"""The compiled event loop of the replay. `replay.py` prepares its arrays; the rules are told in `docs/replay.md`.
+
+| symbol | meaning |
+|---|---|
+| n, L, Q | ops, locks, queues |
+| event | (time in seconds, code): the earliest first, of those at one time the lowest code |
+| code | op o becomes ready: o; op o gives its lock back: n + o; lock l is given to one who waits: 2n + l; queue q chooses: 2n + L + q;
+  of the ops that queues have chosen the first starts: 2n + L + Q |
+| clock | (Q,) when a queue is free again: the end of its last op and the gap behind it |
+| late | a queue that must choose when it is free, because its order is by priority or because a channel is involved |
+
+A FIFO queue without channels is not late: its ops run in the order in which they become ready, so an op's start is known as soon as it
+is ready, and it costs one event. The loop is compiled twice: without `rules` for graphs in which no queue is late, no op takes a lock
+and there is no gap, with `rules` for all others.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autotune.dfg.compiled import compiled, inner
+from autotune.dfg.graph import NONE, FloatArray, IntArray, OffsetArray
+
+BROKEN = -2  # an op gave back a lock that nobody held
+
+Bools = NDArray[np.bool_]
+
+
+class Work(NamedTuple):
+    """What has to be done; never written."""
+
+    duration_s: FloatArray  # (n,)
+    queue: IntArray  # (n,)
+    child_start: OffsetArray  # (n + 1,)
+    child: IntArray  # (E,)
+
+
+class State(NamedTuple):
+    """Where the loop is. A copy of all arrays is a snapshot from which it can go on."""
+
+    start_s: FloatArray  # (n,) of an op that has not started: since when it waits
+    end_s: FloatArray  # (n,) -1 before the end is known
+    cause: IntArray  # (n,)
+    parents_left: IntArray  # (n,)
+    clock_s: FloatArray  # (Q,)
+    last: IntArray  # (Q,) the op that set the clock
+    heap_s: FloatArray
+    heap_code: OffsetArray
+    counts: OffsetArray  # events in the heap, ops whose end is known, the op that gave back a lock that nobody held
+    now_s: FloatArray  # (1,) time of the last event
+
+
+class Rules(NamedTuple):
+    """What a FIFO queue alone does not need; never written."""
+
+    gap_s: FloatArray  # (n,)
+    channel: IntArray  # (n,)
+    priority: IntArray  # (n,)
+    acquires: IntArray  # (n,)
+    releases: IntArray  # (n,)
+    capacity: IntArray  # (L,)
+    late: Bools  # (Q,)
+    by_priority: Bools  # (Q,)
+
+
+class Waiting(NamedTuple):
+    """Who waits for whom. Sets that are ordered by priority are skew heaps over `left` and `right`; FIFO ones are lists over `left`."""
+
+    left: IntArray  # (n,)
+    right: IntArray  # (n,)
+    first: IntArray  # (Q,) who waits in a queue: head of the list or root of the heap
+    final: IntArray  # (Q,) the list's last
+    head: IntArray  # (Q,) the op that a queue has chosen and that has not started
+    blocked: IntArray  # (Q,) root of the chosen ops that wait for this queue or channel
+    able: IntArray  # (2,) root of the chosen ops that may start now, one at least for each free queue; 1 if an event will start the first
+    asked_s: FloatArray  # (Q,) the time for which an arrival has asked the queue to choose
+    for_lock: IntArray  # (L,) root
+    held: IntArray  # (L,)
+    promised: Bools  # (L,) an event that gives the lock to somebody is under way
+    releaser: IntArray  # (L,) who gave it back last
+
+
+@inner
+def _push(heap_s: FloatArray, heap_code: OffsetArray, size: int, time_s: float, code: int) -> int:
+    """Returns the new size."""
+    place = size
+    while place > 0:
+        above = (place - 1) >> 1
+        if heap_s[above] < time_s or (heap_s[above] == time_s and heap_code[above] <= code):
+            break
+        heap_s[place] = heap_s[above]
+        heap_code[place] = heap_code[above]
+        place = above
+    heap_s[place] = time_s
+    heap_code[place] = code
+    return size + 1
+
+
+@inner
+def _sink(heap_s: FloatArray, heap_code: OffsetArray, size: int, time_s: float, code: int) -> None:
+    """Put an event in the place of the first one. The hole sinks to the ground before the event rises: no branch that is hard to foresee."""
+    place = 0
+    below = 2
+    while below < size:
+        one, two = heap_s[below - 1], heap_s[below]
+        below -= int((one < two) | ((one == two) & (heap_code[below - 1] < heap_code[below])))
+        heap_s[place] = heap_s[below]
+        heap_code[place] = heap_code[below]
+        place = below
+        below = 2 * place + 2
+    if below == size:
+        heap_s[place] = heap_s[below - 1]
+        heap_code[place] = heap_code[below - 1]
+        place = below - 1
+    _push(heap_s, heap_code, place, time_s, code)
+
+
+@inner
+def _meld(one: int, two: int, waiting: Waiting, priority: IntArray, since_s: FloatArray) -> int:
+    """Root of the union of two skew heaps. First: the lowest priority, then who waits longest, then the lowest index."""
+    if one < 0:
+        return two
+    if two < 0:
+        return one
+    root = NONE
+    above = NONE
+    while one >= 0:
+        if priority[two] < priority[one] or (
+            priority[two] == priority[one] and (since_s[two] < since_s[one] or (since_s[two] == since_s[one] and two < one))
+        ):
+            one, two = two, one
+        if above < 0:
+            root = one
+        else:
+            waiting.left[above] = one
+        rest = waiting.right[one]
+        waiting.right[one] = waiting.left[one]
+        above = one
+        one = rest
+    waiting.left[above] = two
+    return root
+
+
+@inner
+def _take_first(root: int, waiting: Waiting, priority: IntArray, since_s: FloatArray) -> int:
+    """Root of what is left when the first is taken away."""
+    left, right = waiting.left[root], waiting.right[root]
+    waiting.left[root] = NONE
+    waiting.right[root] = NONE
+    return _meld(left, right, waiting, priority, since_s)
+
+
+@inner
+def _grant(lock: int, now_s: float, size: int, state: State, rules: Rules, waiting: Waiting, code: int) -> tuple[int, int]:
+    """(the op that gets the lock, or NONE; events in the heap)."""
+    waiting.promised[lock] = False
+    op = waiting.for_lock[lock]
+    if op < 0 or waiting.held[lock] >= rules.capacity[lock]:
+        return NONE, size
+    waiting.for_lock[lock] = _take_first(op, waiting, rules.priority, state.start_s)
+    waiting.held[lock] += 1
+    if waiting.for_lock[lock] >= 0 and waiting.held[lock] < rules.capacity[lock]:
+        waiting.promised[lock] = True
+        size = _push(state.heap_s, state.heap_code, size, now_s, code)
+    if now_s > state.start_s[op]:
+        state.cause[op] = waiting.releaser[lock]
+        state.start_s[op] = now_s
+    return op, size
+
+
+@inner
+def _candidate(queue: int, state: State, rules: Rules, waiting: Waiting) -> None:
+    """The first of those who wait for a free queue or channel becomes one of those who may start now."""
+    op = waiting.blocked[queue]
+    if op >= 0:
+        waiting.blocked[queue] = _take_first(op, waiting, rules.priority, state.start_s)
+        waiting.able[0] = _meld(waiting.able[0], op, waiting, rules.priority, state.start_s)
+
+
+@inner
+def _choose(queue: int, now_s: float, size: int, state: State, rules: Rules, waiting: Waiting, code: int) -> int:
+    """A free queue chooses its next op and, as a channel, looks at who waits for it. Events in the heap."""
+    waiting.asked_s[queue] = -1.0
+    if state.clock_s[queue] > now_s:
+        return size
+    op = waiting.first[queue]
+    if op >= 0 and waiting.head[queue] < 0:
+        if rules.by_priority[queue]:
+            waiting.first[queue] = _take_first(op, waiting, rules.priority, state.start_s)
+        else:
+            waiting.first[queue] = waiting.left[op]
+            waiting.left[op] = NONE
+        waiting.head[queue] = op
+        waiting.blocked[queue] = _meld(waiting.blocked[queue], op, waiting, rules.priority, state.start_s)
+    _candidate(queue, state, rules, waiting)
+    if waiting.able[0] >= 0 and waiting.able[1] == 0:
+        waiting.able[1] = 1
+        size = _push(state.heap_s, state.heap_code, size, now_s, code)
+    return size
+
+
+@inner
+def _begin(now_s: float, size: int, work: Work, state: State, rules: Rules, waiting: Waiting, code: int) -> tuple[int, int]:
+    """(the first of those who may start whose queue and channel are both free, or NONE; events in the heap)."""
+    waiting.able[1] = 0
+    while waiting.able[0] >= 0:
+        op = waiting.able[0]
+        waiting.able[0] = _take_first(op, waiting, rules.priority, state.start_s)
+        queue, channel = work.queue[op], rules.channel[op]
+        if state.clock_s[queue] > now_s:
+            waiting.blocked[queue] = _meld(waiting.blocked[queue], op, waiting, rules.priority, state.start_s)
+            if channel >= 0 and state.clock_s[channel] <= now_s:
+                _candidate(channel, state, rules, waiting)
+        elif channel >= 0 and state.clock_s[channel] > now_s:
+            waiting.blocked[channel] = _meld(waiting.blocked[channel], op, waiting, rules.priority, state.start_s)
+            _candidate(queue, state, rules, waiting)
+        else:
+            waiting.head[queue] = NONE
+            if now_s > state.start_s[op]:
+                state.cause[op] = state.last[queue] if state.clock_s[queue] == now_s else state.last[channel]
+            if waiting.able[0] >= 0:
+                waiting.able[1] = 1
+                size = _push(state.heap_s, state.heap_code, size, now_s, code)
+            return op, size
+    return NONE, size
+
+
+@inner
+def _enter(op: int, now_s: float, size: int, work: Work, state: State, rules: Rules, waiting: Waiting, code: int) -> int:
+    """Let an op wait in its late queue; events in the heap."""
+    queue = work.queue[op]
+    if rules.by_priority[queue]:
+        waiting.first[queue] = _meld(waiting.first[queue], op, waiting, rules.priority, state.start_s)
+    elif waiting.first[queue] < 0:
+        waiting.first[queue] = op
+        waiting.final[queue] = op
+    else:
+        waiting.left[waiting.final[queue]] = op
+        waiting.final[queue] = op
+    if state.clock_s[queue] <= now_s and waiting.head[queue] < 0 and waiting.asked_s[queue] != now_s:
+        waiting.asked_s[queue] = now_s
+        size = _push(state.heap_s, state.heap_code, size, now_s, code + queue)
+    return size
+
+
+@inner
+def _lock_event(code: int, now_s: float, size: int, work: Work, state: State, rules: Rules, waiting: Waiting) -> tuple[int, int]:
+    """An op asks for a lock, gives one back, or one is given away: (the op that goes on to its queue, NONE or BROKEN; events)."""
+    ops = len(work.queue)
+    if code >= 2 * ops:
+        return _grant(code - 2 * ops, now_s, size, state, rules, waiting, code)
+    if code >= ops:
+        lock = rules.releases[code - ops]
+        waiting.releaser[lock] = code - ops
+        waiting.held[lock] -= 1
+        if waiting.held[lock] < 0:
+            state.counts[2] = code - ops
+            return BROKEN, size
+    else:
+        lock = rules.acquires[code]
+        waiting.for_lock[lock] = _meld(waiting.for_lock[lock], code, waiting, rules.priority, state.start_s)
+    if waiting.for_lock[lock] >= 0 and waiting.held[lock] < rules.capacity[lock] and not waiting.promised[lock]:
+        waiting.promised[lock] = True
+        size = _push(state.heap_s, state.heap_code, size, now_s, 2 * ops + lock)
+    return NONE, size
+
+
+@inner
+def _settle(code: int, now_s: float, size: int, work: Work, state: State, rules: Rules, waiting: Waiting) -> tuple[int, int]:
+    """One event under `rules`: (the op that can be given its start, NONE or BROKEN; events in the heap)."""
+    choosing = 2 * len(work.queue) + len(rules.capacity)
+    starting = choosing + len(state.clock_s)
+    if code == starting:
+        return _begin(now_s, size, work, state, rules, waiting, code)
+    if code >= choosing:
+        return NONE, _choose(code - choosing, now_s, size, state, rules, waiting, starting)
+    op = code
+    if code >= len(work.queue) or rules.acquires[code] >= 0:
+        op, size = _lock_event(code, now_s, size, work, state, rules, waiting)
+    if op >= 0 and work.queue[op] >= 0 and rules.late[work.queue[op]]:
+        size = _enter(op, now_s, size, work, state, rules, waiting, choosing)
+        op = NONE
+    return op, size
+
+
+@inner
+def _announce(op: int, size: int, end_s: float, work: Work, state: State, rules: Rules) -> int:
+    """The events that the end of an op brings beside its children: its queue and channel choose, its lock is free. Events in the heap."""
+    queue, channel = work.queue[op], rules.channel[op]
+    if queue >= 0:
+        state.clock_s[queue] += rules.gap_s[op]
+    choosing = 2 * len(work.queue) + len(rules.capacity)
+    if channel >= 0:
+        state.clock_s[channel] = end_s
+        state.last[channel] = op
+        size = _push(state.heap_s, state.heap_code, size, end_s, choosing + channel)
+    if queue >= 0 and rules.late[queue]:
+        size = _push(state.heap_s, state.heap_code, size, state.clock_s[queue], choosing + queue)
+    if rules.releases[op] >= 0:
+        size = _push(state.heap_s, state.heap_code, size, end_s, len(work.queue) + op)
+    return size
+
+
+@compiled()
+def run(work: Work, state: State, rules: Rules | None, waiting: Waiting | None, until: int) -> None:
+    """Go on until the ends of `until` ops are known or nothing is left to do."""
+    heap_s, heap_code, counts = state.heap_s, state.heap_code, state.counts
+    size, known, now_s = counts[0], counts[1], state.now_s[0]
+    while size > 0 and known < until:
+        now_s = heap_s[0]
+        code = heap_code[0]
+        op = code
+        if rules is not None:
+            size -= 1
+            _sink(heap_s, heap_code, size, heap_s[size], heap_code[size])
+            op, size = _settle(code, now_s, size, work, state, rules, waiting)
+            if op == NONE:
+                continue
+            if op == BROKEN:
+                break
+        hole = rules is None  # the event is still the heap's first, and a child may take its place
+        start_s = now_s
+        queue = work.queue[op]
+        if queue >= 0:
+            if state.clock_s[queue] > now_s:
+                start_s = state.clock_s[queue]
+                state.cause[op] = state.last[queue]
+            end_s = start_s + work.duration_s[op]
+            state.clock_s[queue] = end_s
+            state.last[queue] = op
+        else:
+            end_s = start_s + work.duration_s[op]
+        if rules is not None:
+            size = _announce(op, size, end_s, work, state, rules)
+        state.start_s[op] = start_s
+        state.end_s[op] = end_s
+        known += 1
+        for edge in range(work.child_start[op], work.child_start[op + 1]):
+            child = work.child[edge]
+            if end_s > state.start_s[child]:
+                state.start_s[child] = end_s
+                state.cause[child] = op
+            elif end_s == state.start_s[child] and op < state.cause[child]:
+                state.cause[child] = op
+            state.parents_left[child] -= 1
+            if state.parents_left[child] == 0:
+                if hole:
+                    hole = False
+                    _sink(heap_s, heap_code, size, state.start_s[child], child)
+                else:
+                    size = _push(heap_s, heap_code, size, state.start_s[child], child)
+        if hole:
+            size -= 1
+            _sink(heap_s, heap_code, size, heap_s[size], heap_code[size])
+    counts[0], counts[1] = size, known
+    state.now_s[0] = now_s

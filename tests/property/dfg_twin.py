@@ -1,0 +1,152 @@
+"""The replay as anyone would write it down, and random graphs with everything that a graph may have."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from hypothesis import strategies as st
+
+from autotune.dfg.build import DfgBuilder
+from autotune.dfg.graph import NONE, Dfg, Discipline, Kind
+
+
+@dataclass
+class Twin:
+    """Looks through everything at every instant. An instant has three parts, which are gone through until nothing more happens: ops
+    become ready (lowest index first), locks change hands, queues choose. All ops that take a queue must last longer than 0."""
+
+    dfg: Dfg
+    now: float = 0.0
+    start: dict[int, float] = field(default_factory=dict)
+    end: dict[int, float] = field(default_factory=dict)
+    cause: dict[int, int] = field(default_factory=dict)
+    since: dict[int, float] = field(default_factory=dict)
+    line: list[int] = field(default_factory=list)  # who is ready and has its lock, in the order in which that came about
+    for_lock: list[int] = field(default_factory=list)
+    chosen: dict[int, int] = field(default_factory=dict)
+    held: dict[int, int] = field(default_factory=dict)
+    returned: set[int] = field(default_factory=set)
+    free: dict[int, tuple[float, int]] = field(default_factory=dict)
+    releaser: dict[int, int] = field(default_factory=dict)
+
+    def run(self) -> None:
+        while True:
+            while self._arrive() or self._locks() or self._choose():
+                pass
+            later = [t for t in [*self.end.values(), *(t for t, _ in self.free.values())] if t > self.now]
+            if not later:
+                return
+            self.now = min(later)
+
+    def _free_s(self, queue: int) -> float:
+        return self.free.get(queue, (0.0, NONE))[0]
+
+    def _order(self, op: int) -> tuple[int, float, int]:
+        return int(self.dfg.priority[op]), self.since[op], op
+
+    def _parents(self, op: int) -> list[int]:
+        start, parent = self.dfg.parent_csr
+        return parent[start[op] : start[op + 1]].tolist()
+
+    def _arrive(self) -> bool:
+        for op in range(self.dfg.ops):
+            parents = self._parents(op)
+            if op in self.since or any(self.end.get(p, np.inf) > self.now for p in parents):
+                continue
+            self.since[op] = max((self.end[p] for p in parents), default=0.0)
+            if self.since[op] > 0:
+                self.cause[op] = next(p for p in parents if self.end[p] == self.since[op])
+            if self.dfg.acquires[op] >= 0:
+                self.for_lock.append(op)
+            else:
+                self._go_on(op)
+            return True
+        return False
+
+    def _go_on(self, op: int) -> None:
+        if self.dfg.queue[op] == NONE:
+            self._start(op)
+        else:
+            self.line.append(op)
+
+    def _locks(self) -> bool:
+        for op in sorted(self.end):
+            lock = int(self.dfg.releases[op])
+            if lock >= 0 and op not in self.returned and self.end[op] <= self.now:
+                self.returned.add(op)
+                self.held[lock] -= 1
+                self.releaser[lock] = op
+                return True
+        for op in sorted(self.for_lock, key=lambda op: (self.dfg.acquires[op], self._order(op))):
+            lock = int(self.dfg.acquires[op])
+            if self.held.get(lock, 0) < self.dfg.lock_capacity[lock]:
+                self.for_lock.remove(op)
+                self.held[lock] = self.held.get(lock, 0) + 1
+                if self.now > self.since[op]:
+                    self.since[op], self.cause[op] = self.now, self.releaser[lock]
+                self._go_on(op)
+                return True
+        return False
+
+    def _choose(self) -> bool:
+        for queue in range(self.dfg.queues):
+            waiting = [op for op in self.line if self.dfg.queue[op] == queue]
+            if self._free_s(queue) <= self.now and queue not in self.chosen and waiting:
+                by_priority = self.dfg.discipline[queue] == Discipline.PRIORITY
+                self.chosen[queue] = min(waiting, key=self._order) if by_priority else waiting[0]
+                self.line.remove(self.chosen[queue])
+        able = [op for op in self.chosen.values() if all(self._free_s(queue) <= self.now for queue in self._takes(op))]
+        if able:
+            op = min(able, key=self._order)
+            if self.now > self.since[op]:
+                self.cause[op] = next(self.free[q][1] for q in self._takes(op) if self._free_s(q) == self.now)
+            del self.chosen[int(self.dfg.queue[op])]
+            self._start(op)
+        return bool(able)
+
+    def _takes(self, op: int) -> list[int]:
+        return [int(queue) for queue in (self.dfg.queue[op], self.dfg.channel[op]) if queue >= 0]
+
+    def _start(self, op: int) -> None:
+        self.start[op] = self.now
+        self.end[op] = self.now + float(self.dfg.duration_s[op])
+        if self.dfg.queue[op] >= 0:
+            self.free[int(self.dfg.queue[op])] = (self.end[op] + float(self.dfg.gap_s[op]), op)
+        if self.dfg.channel[op] >= 0:
+            self.free[int(self.dfg.channel[op])] = (self.end[op], op)
+
+
+@st.composite
+def graphs(draw: st.DrawFn, *, plain: bool = False, ops: int = 14) -> Dfg:
+    """Random graphs; their times are small whole numbers, so that much happens at once, or random, so that nothing does."""
+    builder = DfgBuilder()
+    disciplines = st.just(Discipline.FIFO) if plain else st.sampled_from(Discipline)
+    queues = [builder.queue(f"q{i}", draw(disciplines)) for i in range(draw(st.integers(1, 4)))]
+    locks = [] if plain else [builder.lock(draw(st.integers(1, 2))) for _ in range(draw(st.integers(0, 2)))]
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    whole = draw(st.booleans())
+    channels = not plain and draw(st.booleans())
+    gaps = draw(st.booleans())
+
+    def time_s() -> float:
+        return float(rng.integers(1, 4)) if whole else float(rng.uniform(0.1, 3))
+
+    for op in range(draw(st.integers(0, ops))):
+        queue = int(rng.choice([NONE, *queues, *queues]))
+        other = [q for q in queues if q != queue]
+        held = int(rng.choice([NONE, *locks])) if rng.random() < 0.5 else NONE
+        builder.op(
+            f"op{op}",
+            queue,
+            time_s() if queue >= 0 or rng.random() < 0.5 else 0.0,
+            Kind(int(rng.integers(1, 14))) if queue >= 0 else Kind.VIRTUAL,
+            [p for p in range(op) if rng.random() < 2 / (op + 1)],
+            gap_s=time_s() if gaps and queue >= 0 and rng.random() < 0.3 else 0.0,
+            channel=int(rng.choice(other)) if channels and queue >= 0 and other and rng.random() < 0.4 else NONE,
+            priority=int(rng.integers(0, 3)),
+            acquires=held,
+            releases=held,
+            worker=int(rng.integers(0, 2)),
+        )
+    return builder.build()

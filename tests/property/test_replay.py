@@ -1,0 +1,24 @@
+"""The compiled replay against its twin on random graphs, and what must hold of every timeline."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autotune.dfg.graph import NONE, Dfg
+from autotune.dfg.replay import replay
+from tests.property.dfg_twin import Twin, graphs
+
+MANY = settings(max_examples=300, deadline=None)
+
+
+@MANY
+@given(st.one_of(graphs(), graphs(plain=True)))
+def test_every_op_runs_when_the_twin_says(dfg: Dfg) -> None:
+    twin = Twin(dfg)
+    twin.run()
+    timeline = replay(dfg)
+    every = range(dfg.ops)
+    assert timeline.start_s.tolist() == [twin.start[op] for op in every]
+    assert timeline.end_s.tolist() == [twin.end[op] for op in every]
+    assert timeline.cause.tolist() == [twin.cause.get(op, NONE) for op in every]
