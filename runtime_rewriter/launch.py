@@ -106,7 +106,6 @@ def _run_exported(strategy: Path, words: list[str]) -> int:
 
 def _run_recorded(settings: Path, words: list[str]) -> int:
     """The script's own end, whatever it is, unless the recording ends it."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # read when torch loads; its profiler tells of every start on stderr
     _die_with_parent()
     from runtime_rewriter.pytorch.ddp import replaced_ddp
     from runtime_rewriter.tracing.session import RecordingSession

@@ -75,8 +75,7 @@ class RecordedJob:
     """A recorded job. `ranks` stand in rank order.
 
     `workload` is one replica without communication, None where it could not be measured (`notes` says why). `plan` is what the ranks
-    sent by; None: DDP's own reducer, whose `buckets` (names of variables, in the order sent) are given where they are known. `hosts` are
-    those of the ranks, in their order.
+    sent by; None: DDP's own reducer, whose `buckets` (names of variables, in the order sent) are given where they are known.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -92,7 +91,6 @@ class RecordedJob:
     plan_id: str = ""
     buckets: tuple[tuple[str, ...], ...] = ()
     backend: str = ""
-    hosts: tuple[str, ...] = ()
     collectives: tuple[CollectiveRow, ...] = ()
     software: dict[str, str] = field(default_factory=dict)
     command: tuple[str, ...] = ()

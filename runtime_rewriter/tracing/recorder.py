@@ -271,6 +271,7 @@ class StepRecorder:
             content = trace.read()
             clock = Clock(trace.before, trace.after, int(content.get("baseTimeNanoseconds", 0)))
             plan_id = "" if self._found.plan is None else self._found.plan.id
+            self._log.issued = [entry for entry in self._log.issued if entry.step < len(trace.step_s)]
             put = annotate(content, self._log, clock, rank, self._peers.size, plan_id)
             folder = Path(self.settings.folder)
             folder.mkdir(parents=True, exist_ok=True)
@@ -313,7 +314,6 @@ class StepRecorder:
             plan_id="" if found.plan is None else found.plan.id,
             buckets=found.buckets,
             backend="" if self._peers.group is None else str(dist.get_backend()),
-            hosts=tuple(record.host for record in records),
             collectives=collective_rows(seen, steps),
             software=software_versions(),
             command=self.settings.command,

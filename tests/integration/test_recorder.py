@@ -92,7 +92,7 @@ def test_training_gives_the_same_bits_and_the_ddp_is_its_own_again(ddp_job, tmp_
 def test_every_rank_has_its_trace_with_the_asked_steps(ddp_job) -> None:
     folder, _ = ddp_job
     job = RecordedJob.read(folder)
-    assert (job.world_size, job.steps, job.backend, len(job.hosts)) == (2, RECORDED, "gloo", 2)
+    assert (job.world_size, job.steps, job.backend) == (2, RECORDED, "gloo")
     for rank in range(2):
         trace = trace_of(folder, rank)
         assert (trace["distributedInfo"]["rank"], trace["distributedInfo"]["world_size"]) == (rank, 2)
