@@ -5,7 +5,8 @@
 Two ranks train the models of the example scripts over Gloo under torch's DDP. Blocks of steps with and without the recording (Kineto,
 the marks and the log of collectives, as `autotune profile` has them) follow each other in the same process, in turn first and second;
 within a pair the overhead is the ratio of the two medians of the slowest rank's steps, less 1. Starting and stopping the trace is outside
-of the blocks. The last line is one JSON object; `overhead_median` is the largest of the models' medians.
+of the blocks. `cpu_overhead_median` is the same for the CPU time of the rank's process, all threads: what is left of the figure where
+others use the cores. The last line is one JSON object; `overhead_median` is the largest of the models' medians.
 """
 
 from __future__ import annotations
@@ -98,20 +99,24 @@ def measure(rank: int, port: int, name: str, blocks: int, options: dict[str, boo
         optimizer.step()
         return time.perf_counter() - started_s
 
-    def block(record: bool) -> list[float]:
-        took = torch.zeros(STEPS, dtype=torch.float64)
+    def block(record: bool) -> list[list[float]]:
+        took = torch.zeros(2, STEPS, dtype=torch.float64)  # seconds on the wall and of the process's threads
         for _ in range(SETTLING):
             step()
+        cpu_s = time.process_time()
         if not record:
-            took[:] = torch.tensor([step() for _ in range(STEPS)])
+            for number in range(STEPS):
+                took[0, number], took[1, number], cpu_s = step(), time.process_time() - cpu_s, time.process_time()
         else:
             with Recording(options) as recording:
+                cpu_s = time.process_time()
                 for number in range(STEPS):
                     recording.trace.begin_step()
-                    took[number] = step()
+                    took[0, number] = step()
                     recording.trace.end_step()
+                    took[1, number], cpu_s = time.process_time() - cpu_s, time.process_time()
         dist.all_reduce(took, op=dist.ReduceOp.MAX)
-        values: list[float] = took.tolist()
+        values: list[list[float]] = took.tolist()
         return values
 
     for first in (False, True):  # the first trace loads what takes long
@@ -141,14 +146,16 @@ def overhead(name: str, blocks: int, options: dict[str, bool]) -> dict[str, Any]
             process.join()
         if any(process.exitcode for process in ranks):
             raise SystemExit(f"a rank of {name} failed")
-        found = np.array(json.loads(Path(out).read_text(encoding="utf-8")))  # (blocks, 2, STEPS)
-    ratios = np.median(found[:, 1], axis=1) / np.median(found[:, 0], axis=1) - 1
-    low, middle, high = np.quantile(ratios, [0.25, 0.5, 0.75])
+        found = np.array(json.loads(Path(out).read_text(encoding="utf-8")))  # (blocks, 2, 2, STEPS)
+    ratios = np.median(found[:, 1], axis=2) / np.median(found[:, 0], axis=2) - 1  # (blocks, 2)
+    low, middle, high = np.quantile(ratios[:, 0], [0.25, 0.5, 0.75])
     return {
         "overhead_median": float(middle),
         "overhead_quartiles": [float(low), float(high)],
-        "step_s": float(np.median(found[:, 0])),
-        "recorded_step_s": float(np.median(found[:, 1])),
+        "cpu_overhead_median": float(np.median(ratios[:, 1])),
+        "cpu_overhead_quartiles": np.quantile(ratios[:, 1], [0.25, 0.75]).tolist(),
+        "step_s": float(np.median(found[:, 0, 0])),
+        "recorded_step_s": float(np.median(found[:, 1, 0])),
         "blocks": blocks,
     }
 
@@ -168,7 +175,7 @@ def main() -> None:
         one = models[name]
         quartiles = " to ".join(f"{value:+.1%}" for value in one["overhead_quartiles"])
         times = f"{one['step_s'] * 1e3:.1f} ms, recorded {one['recorded_step_s'] * 1e3:.1f} ms"
-        print(f"{name}: {times}: {one['overhead_median']:+.1%} ({quartiles})")
+        print(f"{name}: {times}: {one['overhead_median']:+.1%} ({quartiles}), of CPU {one['cpu_overhead_median']:+.1%}")
     print(
         json.dumps(
             {
