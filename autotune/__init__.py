@@ -5,17 +5,28 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     import torch
 
     from runtime_rewriter.apply import Applied
+    from runtime_rewriter.tracing.api import P, R, Recorder
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "apply"]
+__all__ = ["Recorder", "__version__", "apply", "profile"]
+
+
+def __getattr__(name: str) -> Any:
+    """`Recorder` loads when it is asked for."""
+    if name == "Recorder":
+        from runtime_rewriter.tracing.api import Recorder
+
+        return Recorder
+    raise AttributeError(f"module 'autotune' has no attribute {name!r}")
 
 
 def apply(
@@ -32,3 +43,16 @@ def apply(
     from runtime_rewriter.apply import apply as apply_to_torch
 
     return apply_to_torch(model, optimizer, strategy)
+
+
+def profile(recorder: Recorder) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """For the function that makes one training step: each call is a step of `recorder`.
+
+    recorder = autotune.Recorder(model)
+
+    @autotune.profile(recorder)
+    def train_one_step(batch): ...
+    """
+    from runtime_rewriter.tracing.api import profile as profile_steps
+
+    return profile_steps(recorder)

@@ -70,6 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_show(commands, [shared])
     _add_export(commands, [shared])
     _add_run(commands, [shared])
+    _add_profile(commands)
     _add_track(commands, [shared, tracking])
     _add_strategies(commands, [shared])
     _add_replay(commands, [shared])
@@ -166,6 +167,27 @@ def _add_run(commands: Any, parents: list[argparse.ArgumentParser]) -> None:
     )
     run.set_defaults(run=_run_run)
     run.add_argument("--strategy", type=Path, required=True, help="the exported file")
+
+
+def _add_profile(commands: Any) -> None:
+    profile = commands.add_parser(
+        "profile", help="record training steps of a script on every rank: autotune profile -- torchrun ... train.py args"
+    )
+    profile.set_defaults(run=_run_profile)
+    profile.add_argument("--json", action="store_true", help="print the result as one JSON object on stdout")
+    profile.add_argument(
+        "--output", "-o", type=Path, default=Path("autotune-profile"), help="folder of the traces (default autotune-profile)"
+    )
+    profile.add_argument("--overwrite", action="store_true", help="even where the folder holds a recording")
+    profile.add_argument("--steps", type=int, default=10, help="steps to record (default 10)")
+    profile.add_argument("--warmup", type=int, default=3, help="ordinary steps before anything is measured (default 3)")
+    profile.add_argument("--timeout", default="10min", help="until everything is written (default 10min)")
+    profile.add_argument("--go-on", action="store_true", help="let the script train on to its end (default: end it when all is written)")
+    profile.add_argument("--no-workload", action="store_true", help="leave out the steps that measure computation alone")
+    more = profile.add_argument_group("more in the traces, at a cost")
+    more.add_argument("--shapes", action="store_true", help="shapes of every operator's inputs")
+    more.add_argument("--memory", action="store_true", help="allocations")
+    more.add_argument("--stacks", action="store_true", help="Python stacks")
 
 
 def _add_track(commands: Any, parents: list[argparse.ArgumentParser]) -> None:
@@ -267,6 +289,12 @@ def _run_run(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     from autotune.commands.run import run
 
     return run(options)
+
+
+def _run_profile(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    from autotune.commands.profile import profile
+
+    return profile(options)
 
 
 def _run_track(options: argparse.Namespace) -> tuple[dict[str, Any], str]:

@@ -1,8 +1,8 @@
-"""`python -m runtime_rewriter.launch (--control FD | --strategy best.json) -- script.py args`
+"""`python -m runtime_rewriter.launch (--control FD | --strategy best.json | --record settings.json) -- script.py args`
 
 Runs the user's unmodified script as `__main__` with our synchronizer where it builds `DistributedDataParallel`.
 With `--control` the tuner steers it (one process per rank, started by a supervisor); with `--strategy` the
-exported strategy is applied and training simply goes on.
+exported strategy is applied and training simply goes on; with `--record` some steps are recorded.
 
 A tuned rank reads two variables of its environment: AUTOTUNE_ROUND_ROBIN=1 asks for round-robin scheduling,
 AUTOTUNE_BYTE_SCALE=K for messages that carry 1/K of their bytes.
@@ -38,13 +38,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--control", type=int)
     what.add_argument("--strategy", type=Path)
+    what.add_argument("--record", type=Path)
     parser.add_argument("words", nargs=argparse.REMAINDER)
     options = parser.parse_args(arguments)
     words = options.words[1:] if options.words[:1] == ["--"] else options.words
     if options.control is not None:
         _die_with_parent()
         return _run_tuned(_own_line(options.control), words)
-    return _run_exported(options.strategy, words)
+    return _run_exported(options.strategy, words) if options.record is None else _run_recorded(options.record, words)
 
 
 def _own_line(descriptor: int) -> ControlLine:
@@ -100,6 +101,37 @@ def _run_exported(strategy: Path, words: list[str]) -> int:
     waits = session.timeouts
     with replaced_ddp(session, timeout_s=waits.message_s, agreement_timeout_s=waits.agreement_s), active_session(session):
         _run_script(words)
+    return 0
+
+
+def _run_recorded(settings: Path, words: list[str]) -> int:
+    """The script's own end, whatever it is, unless the recording ends it."""
+    _die_with_parent()
+    from runtime_rewriter.pytorch.ddp import replaced_ddp
+    from runtime_rewriter.tracing.session import RecordingSession
+    from runtime_rewriter.tracing.settings import RecordSettings
+
+    session = RecordingSession(RecordSettings.read(settings))
+    waits = session.timeouts
+    places = replaced_ddp(session, timeout_s=waits.message_s, agreement_timeout_s=waits.agreement_s)
+    try:
+        with places, session.watching_end(), active_session(session):
+            try:
+                _run_script(words)
+            except SystemExit as end:
+                if end.code not in (None, 0):
+                    raise
+            session.script_ended()
+    except BaseException as error:  # noqa: BLE001 - whatever ends the user's script is reported, not swallowed
+        session.report(error, _describe(error) if not isinstance(error, SystemExit) else f"the script ended with {error.code!r}")
+        traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)  # threads of a process group may wait for ranks that are gone
+    if session.settings.stop:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
     return 0
 
 

@@ -6,11 +6,8 @@ fixed number of steps for each, so all ranks switch plans at the same boundary w
 
 from __future__ import annotations
 
-import platform
 import time
 from typing import Any, Protocol
-
-import torch
 
 from autotune.canonical import to_data
 from autotune.errors import AutotuneError, InvalidInput, InvalidStrategy
@@ -27,6 +24,7 @@ from runtime_rewriter.pytorch.hooks import GradientSynchronizer
 from runtime_rewriter.pytorch.numerics import GradientGate
 from runtime_rewriter.pytorch.profile import WorkloadProfiler
 from runtime_rewriter.scheduling import usable_cores
+from runtime_rewriter.software import software_versions
 
 RECORDED_STEPS = 1
 """Real steps before emulated ones; batches of other shapes are recorded when they come."""
@@ -240,11 +238,3 @@ class TuningSession:
         if now_s - self._said_s >= HEARTBEAT_S:
             self._said_s = now_s
             self._line.send({"event": "step"})
-
-
-def software_versions() -> dict[str, str]:
-    """What a measurement depends on besides the model and the cluster."""
-    versions = {"python": platform.python_version(), "torch": torch.__version__, "platform": platform.platform()}
-    if torch.cuda.is_available():
-        versions |= {"cuda": str(torch.version.cuda), "gpu": torch.cuda.get_device_name()}
-    return versions

@@ -25,7 +25,7 @@ from torch.distributed.utils import _sync_module_states, _to_kwargs, _verify_par
 from torch.nn.parallel.distributed import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from autotune.errors import InvalidStrategy
+from autotune.errors import InvalidInput, InvalidStrategy
 from autotune.strategy_space.plan import Plan
 from runtime_rewriter.pytorch.byte_scale import parts_of, scale_reducer
 from runtime_rewriter.pytorch.cross_step import settle_everything
@@ -50,6 +50,10 @@ class PlannedDataParallel(DistributedDataParallel):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._take_plans()
+
+    def _take_plans(self) -> None:
+        """Collective, before the first plan."""
         self._carrier = DdpCarrier(self)
         self._synchronizer = GradientSynchronizer(
             self.module,
@@ -242,6 +246,42 @@ def replaced_ddp(session: ModelObserver, *, timeout_s: float = 60.0, agreement_t
             setattr(place, name, original)
 
 
+@contextmanager
+def adopted(ddp: DistributedDataParallel, *, timeout_s: float, agreement_timeout_s: float) -> Iterator[GradientSynchronizer]:
+    """Inside, a DDP that torch's own class built takes plans, and its steps can be listened to; it is as before afterwards.
+
+    Collective at its begin, local at its end; between two steps. One that takes plans already goes on doing so.
+    Raises `InvalidInput` for another class of DDP, whose own methods we do not know.
+    """
+    if isinstance(ddp, PlannedDataParallel):
+        yield ddp.synchronizer
+        return
+    if type(ddp) is not DistributedDataParallel:
+        raise InvalidInput(f"the model must be a torch.nn.parallel.DistributedDataParallel itself, but is a {type(ddp).__name__}")
+    taken: Any = ddp
+    taken.__class__ = PlannedDataParallel
+    taken.timeout_s, taken.agreement_timeout_s = timeout_s, agreement_timeout_s
+    try:
+        taken._take_plans()
+        yield taken.synchronizer
+    finally:
+        if taken._synchronizer is not None:
+            taken._synchronizer.close()
+        if taken._reducer_is_stale:
+            taken._rebuild_reducer()
+        for name in ("_carrier", "_synchronizer", "_reducer_is_stale", "timeout_s", "agreement_timeout_s"):
+            taken.__dict__.pop(name, None)
+        taken.__class__ = DistributedDataParallel
+
+
+def synchronizer_of(module: nn.Module) -> GradientSynchronizer | None:
+    """That of a DDP that takes plans, or of a plain module to which one is attached; None where there is none."""
+    if isinstance(module, PlannedDataParallel):
+        return module.synchronizer
+    owners = (hook.owner for hook in module._forward_pre_hooks.values() if isinstance(hook, _ForwardHook))
+    return next((owner for owner in owners if isinstance(owner, GradientSynchronizer)), None)
+
+
 class _ForwardHook:
     """A hook of the synchronizer on a module. A copy of the module, or one that is loaded again, has no synchronizer."""
 
@@ -250,6 +290,10 @@ class _ForwardHook:
 
     def __call__(self, *told: object) -> None:
         self._call(*told)
+
+    @property
+    def owner(self) -> object:
+        return getattr(self._call, "__self__", None)
 
     def __deepcopy__(self, memo: object) -> _ForwardHook:
         return _ForwardHook(_nothing)

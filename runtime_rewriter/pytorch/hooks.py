@@ -118,6 +118,11 @@ class GradientSynchronizer:
         """What is loaded; None: this object does nothing on backward."""
         return self._plan
 
+    @property
+    def own_buckets(self) -> Buckets | None:
+        """Without a plan: the names of the variables of each bucket that the module's own reducer sends, in its order."""
+        return None if self._carrier is None else self._carrier.own_buckets()
+
     def load(self, plan: Plan | None, *, deferred: bool = False) -> None:
         """Collective, between two steps: from now on synchronize by `plan`, or not at all.
 

@@ -122,6 +122,9 @@ class Carrier(Protocol):
     def release(self) -> None:
         """Local: as before `carry`."""
 
+    def own_buckets(self) -> Buckets | None:
+        """What the module's own synchronization sends now; None where it has none, or one that sends other than whole buckets."""
+
 
 def _has_sparse_gradients(module: nn.Module) -> bool:
     """As DDP tells. It would send them in its own way, which no plan means."""
@@ -144,6 +147,9 @@ class ModuleCarrier:
 
     def release(self) -> None:
         self._made = None
+
+    def own_buckets(self) -> Buckets | None:
+        return None
 
     def before_forward(self, synchronize: bool) -> None:
         """In forward passes with gradients. Raises `RuntimeError` where the last backward pass left a variable out."""
@@ -192,6 +198,16 @@ class DdpCarrier:
     def release(self) -> None:
         self.place_own()
         self._idle = self._made = None
+
+    def own_buckets(self) -> Buckets | None:
+        """After the first steps they are those that the reducer made anew from the order in which gradients came."""
+        if _has_sparse_gradients(self._ddp.module) or self._ddp._comm_hooks:
+            return None
+        own = self._idle.reducer if self._planned and self._idle is not None else self._ddp.reducer
+        names = {id(parameter): name for name, parameter in self._ddp.module.named_parameters()}
+        found = [[names.get(id(p)) for p in bucket.parameters()] for bucket in own._get_zeros_like_grad_buckets()]
+        known = tuple(tuple(name for name in bucket if name is not None) for bucket in found)
+        return known if [len(bucket) for bucket in known] == [len(bucket) for bucket in found] else None
 
     def place_planned(self) -> None:
         if not self._planned:

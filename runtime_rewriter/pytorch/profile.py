@@ -60,7 +60,7 @@ def profiling_plan(workload: Workload, world_size: int) -> Plan:
 class WorkloadProfiler(BackwardObserver):
     """Profiles the next `steps` steps; those that an evaluation interrupted count only where all were.
 
-    Building one is collective and belongs at a step boundary: it loads the profiling plan.  `done` turns true
+    Building one is collective and belongs at a step boundary: it loads the profiling plan, or `plan`.  `done` turns true
     at the boundary after the last step; `finish` is collective too and leaves no plan loaded.  A step starts
     at its boundary: under gradient accumulation `forward_s` holds all that comes before the synchronized
     backward pass.  Data loading counts as `update_s`.
@@ -69,7 +69,7 @@ class WorkloadProfiler(BackwardObserver):
     buffers were sent. Raises `InvalidInput` where the module cannot be emulated.
     """
 
-    def __init__(self, synchronizer: GradientSynchronizer, steps: int = 3, *, alone: bool = False) -> None:
+    def __init__(self, synchronizer: GradientSynchronizer, steps: int = 3, *, alone: bool = False, plan: Plan | None = None) -> None:
         self._synchronizer, self._alone = synchronizer, alone
         playing = EmulatedAccelerator(synchronizer, None) if alone else None
         self._stepped_down = False
@@ -88,7 +88,9 @@ class WorkloadProfiler(BackwardObserver):
         self._forward_start: Mark = 0.0
         self._start: Mark = 0.0
         self._boundary_s = self._backward_start_s = self._backward_end_s = 0.0
-        synchronizer.load(profiling_plan(assumed_workload(synchronizer.module), synchronizer.ranks.size), deferred=True)
+        self._saw_backward = False
+        plan = plan or profiling_plan(assumed_workload(synchronizer.module), synchronizer.ranks.size)
+        synchronizer.load(plan, deferred=True)
         synchronizer.observers.append(self)
         synchronizer.listeners.insert(0, self)  # before whoever asks for `done` at the same boundary
         self._boundary_s = synchronizer.device.now_s()
@@ -137,9 +139,12 @@ class WorkloadProfiler(BackwardObserver):
         )
 
     def on_backward_end(self, now_s: float) -> None:
-        self._backward_end_s = now_s
+        self._backward_end_s, self._saw_backward = now_s, True
 
     def on_boundary(self, now_s: float, clean: bool) -> None:
+        if not self._saw_backward:  # the end of a step that began before this profiler
+            self._boundary_s = now_s
+            return
         self._current.update_s = now_s - self._backward_end_s
         self._seen += 1
         if self._seen > WARMUP_STEPS:

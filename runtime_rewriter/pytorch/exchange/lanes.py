@@ -21,6 +21,9 @@ from runtime_rewriter.pytorch.exchange.ranks import Circle, Ranks, destroy_group
 Step = Callable[[], dist.Work | None]
 """Starts the next collective of a message once its earlier ones have completed; None: nothing to wait for on this rank."""
 
+Around = Callable[[int, int, Step], dist.Work | None]
+"""Called with a message's number, a lane and its step there, on the thread that starts it; it calls the step and gives what that gives."""
+
 _VOTES = -1  # a lane without steps
 _CHANNEL = -2  # the thread on which messages go one by one
 
@@ -31,9 +34,9 @@ KEPT_GROUPS = 32
 class Flight:
     """One message under way. Its steps run in ascending order of their lanes."""
 
-    def __init__(self, steps: Sequence[tuple[int, Step]], device: Device) -> None:
+    def __init__(self, steps: Sequence[tuple[int, Step]], device: Device, number: int = 0, around: Around | None = None) -> None:
         self._steps = dict(steps)
-        self._device = device
+        self._device, self._number, self._around = device, number, around
         self._work: dist.Work | None = None
         self._fence: torch.cuda.Event | None = None
         self.last_lane = steps[-1][0]
@@ -45,7 +48,7 @@ class Flight:
         if step is None:
             return
         self._follow()
-        self._work = step()
+        self._work = step() if self._around is None else self._around(self._number, lane, step)
         self._fence = self._device.fence()
 
     def complete(self) -> None:
@@ -98,6 +101,8 @@ class Lanes:
 
         Side by side they share the links, so that what is needed first waits for what is not: a planned order means nothing then.
         """
+        self.around: Around | None = None
+        """Who sees the steps of messages start; messages under way keep whom they have."""
 
     def group(self, lane: int, circle: Circle) -> dist.ProcessGroup | None:
         """The group of this rank's part on that lane; None where it takes no part or is alone.
@@ -132,9 +137,9 @@ class Lanes:
             self._hosts = hosts_of(self.ranks)
         return self._hosts
 
-    def run(self, steps: Sequence[tuple[int, Step]]) -> Flight:
-        """Start a message; `steps` are (lane, step) with ascending lanes. Every rank calls it in plan order, on one thread."""
-        flight = Flight(steps, self.device)
+    def run(self, steps: Sequence[tuple[int, Step]], number: int = 0) -> Flight:
+        """Start message `number`; `steps` are (lane, step) with ascending lanes. Every rank calls it in plan order, on one thread."""
+        flight = Flight(steps, self.device, number, self.around)
         if self.one_by_one:
             flight.next_lane = self._thread(_CHANNEL).submit(self._on_channel, flight)
             return flight

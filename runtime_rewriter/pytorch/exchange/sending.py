@@ -33,7 +33,7 @@ class Sending(ABC):
         if not self._steps:
             return
         try:
-            self._flight = self._lanes.run(self._steps)
+            self._flight = self._lanes.run(self._steps, self.number)
         except RuntimeError as error:
             raise self._failed(error) from error
 

@@ -1,0 +1,222 @@
+"""The recorder in real jobs of two ranks over Gloo: what it writes, and that it changes nothing."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch_world import run_world
+
+import autotune
+from autotune.errors import InvalidInput
+from autotune.profiling.job_file import RecordedJob, trace_name
+from autotune.strategy_space.plan import Message, Plan, Primitive, TensorSlice
+from autotune.strategy_space.strategy import Compressor
+from runtime_rewriter.pytorch.agreement import assumed_workload
+from runtime_rewriter.pytorch.ddp import PlannedDataParallel, attach
+
+RECORDED, WARMUP = 3, 2
+BEFORE = WARMUP + 5 + 2
+"""Steps before the first recorded one: warm-up, workload, settling."""
+
+
+def model() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(24, 40), nn.BatchNorm1d(40), nn.ReLU(), nn.Linear(40, 40), nn.Linear(40, 5))
+
+
+def digest(module: nn.Module) -> str:
+    state = b"".join(value.detach().numpy().tobytes() for value in module.state_dict().values())
+    return hashlib.sha256(state).hexdigest()
+
+
+class Training:
+    """One step of a script; `others`: the script also sends something itself, on a group of its own."""
+
+    def __init__(self, rank: int, wrapped: nn.Module, others: bool = True) -> None:
+        self.wrapped, self.others = wrapped, others
+        self.data = torch.Generator().manual_seed(rank)
+        self.optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.05, momentum=0.9)
+        self.group = dist.new_group([1, 0], group_desc="script's")
+
+    def step(self) -> float:
+        self.optimizer.zero_grad()
+        loss = self.wrapped(torch.randn(8, 24, generator=self.data)).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        if self.others:
+            dist.broadcast(torch.ones(6), src=1, group=self.group)
+        return loss.item()
+
+
+def trained(rank: int, folder: str, steps: int, record: bool, options: dict[str, Any]) -> tuple[str, bool, str]:
+    wrapped = DistributedDataParallel(model(), bucket_cap_mb=0.004)
+    training = Training(rank, wrapped)
+    step, recorder = training.step, None
+    if record:
+        recorder = autotune.Recorder(wrapped, folder=folder, steps=RECORDED, warmup=WARMUP, **options)
+        step = autotune.profile(recorder)(step)
+    for _ in range(steps):
+        step()
+    return digest(wrapped), recorder is not None and recorder.written, type(wrapped).__name__
+
+
+@pytest.fixture(scope="module")
+def ddp_job(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
+    folder = tmp_path_factory.mktemp("recorded")
+    return folder, run_world(trained, 2, str(folder), BEFORE + RECORDED + 2, True, {})
+
+
+def trace_of(folder: Path, rank: int) -> dict[str, Any]:
+    with gzip.open(folder / trace_name(rank)) as file:
+        found: dict[str, Any] = json.load(file)
+    return found
+
+
+def test_training_gives_the_same_bits_and_the_ddp_is_its_own_again(ddp_job, tmp_path) -> None:
+    _, with_recorder = ddp_job
+    without = run_world(trained, 2, str(tmp_path), BEFORE + RECORDED + 2, False, {})
+    assert {told[0] for told in with_recorder} == {told[0] for told in without}
+    assert with_recorder[0][1:] == (True, "DistributedDataParallel")
+    assert not list(tmp_path.iterdir())
+
+
+def test_every_rank_has_its_trace_with_the_asked_steps(ddp_job) -> None:
+    folder, _ = ddp_job
+    job = RecordedJob.read(folder)
+    assert (job.world_size, job.steps, job.backend) == (2, RECORDED, "gloo")
+    for rank in range(2):
+        trace = trace_of(folder, rank)
+        assert (trace["distributedInfo"]["rank"], trace["distributedInfo"]["world_size"]) == (rank, 2)
+        marks = [event["name"] for event in trace["traceEvents"] if event["name"].startswith("ProfilerStep#")]
+        assert marks == [f"ProfilerStep#{number}" for number in range(RECORDED)]
+        assert any(event["name"] == "aten::addmm" for event in trace["traceEvents"])
+
+
+def test_buckets_buffers_and_the_scripts_own_collectives_have_the_same_transactions_on_both_ranks(ddp_job) -> None:
+    folder, _ = ddp_job
+    told = [trace_of(folder, rank)["autotune"]["collectives"] for rank in range(2)]
+    kept = ("transaction", "op", "origin", "bytes", "step")
+    first, second = ([[one[key] for key in kept] for one in of_rank] for of_rank in told)
+    assert first == second and len({one[0] for one in first}) == len(first)
+    assert all("start_us" in one and one["end_us"] >= one["start_us"] and one["queue_us"] >= 0 for of_rank in told for one in of_rank)
+    in_step = [one for one in told[0] if one["step"] == 1]
+    buckets = [one for one in in_step if one["origin"] == "bucket"]
+    variables = sum(p.numel() for p in model().parameters())
+    assert len(buckets) > 1 and sum(one["in_elements"] for one in buckets) == variables
+    assert [one["bucket"] for one in buckets] == list(range(len(buckets)))
+    (own,) = (one for one in in_step if one["origin"] == "script")
+    assert (own["op"], own["bytes"], sorted(own["ranks"])) == ("broadcast_", 24, [0, 1])
+    assert Path(own["site"].rpartition(":")[0]).name == Path(__file__).name
+    assert {one["op"] for one in in_step if one["origin"] == "buffers"} == {"broadcast_"}
+
+
+def test_the_workload_and_the_buckets_belong_to_the_model(ddp_job) -> None:
+    job = RecordedJob.read(ddp_job[0])
+    assert job.workload is not None and job.workload.source == "measured"
+    assert job.model_id == job.workload.id == assumed_workload(model()).id
+    assert all(0 < v.ready_s <= job.workload.backward_s for v in job.workload.variables)
+    assert sorted(name for bucket in job.buckets for name in bucket) == sorted(v.name for v in job.workload.variables)
+    rows = [row for row in job.collectives if row.label.startswith("bucket")]
+    assert len(rows) == len(job.buckets) and all(row.per_step == 1 and row.lasts_s > 0 for row in rows)
+    sizes = {variable.name: variable.grad_bytes for variable in job.workload.variables}
+    assert [row.size_bytes for row in rows] == [sum(sizes[name] for name in bucket) for bucket in job.buckets]
+
+
+def ended_early(rank: int, folder: str) -> bool:
+    wrapped = DistributedDataParallel(model())
+    recorder = autotune.Recorder(wrapped, folder=folder, steps=RECORDED, warmup=WARMUP)
+    step = autotune.profile(recorder)(Training(rank, wrapped).step)
+    for _ in range(BEFORE + 1):
+        step()
+    recorder.finish()
+    step()
+    return recorder.written
+
+
+def test_what_was_recorded_until_now_can_be_written(tmp_path) -> None:
+    assert run_world(ended_early, 2, str(tmp_path)) == [True, True]
+    job = RecordedJob.read(tmp_path)
+    assert (job.steps, job.asked_steps) == (1, RECORDED)
+
+
+def raising(rank: int, folder: str) -> str:
+    wrapped = DistributedDataParallel(model())
+    recorder = autotune.Recorder(wrapped, folder=folder, steps=RECORDED, warmup=WARMUP)
+    training = Training(rank, wrapped)
+    fails = iter([False] * (BEFORE + 1) + [True])
+
+    @autotune.profile(recorder)
+    def step() -> float:
+        if next(fails):
+            raise ValueError("planted")
+        return training.step()
+
+    with pytest.raises(ValueError, match="planted"):
+        while True:
+            step()
+    training.step()
+    return type(wrapped).__name__
+
+
+def test_a_step_that_raises_ends_the_recording_and_nothing_else(tmp_path) -> None:
+    assert run_world(raising, 2, str(tmp_path)) == ["DistributedDataParallel"] * 2
+    assert not list(tmp_path.iterdir())
+
+
+def plan_of(module: nn.Module) -> Plan:
+    """A parameter server for the first half of the variables, one all-reduce for the rest."""
+    workload = assumed_workload(module)
+    slices = [TensorSlice(variable.name, variable.elements) for variable in workload.variables]
+    half = len(slices) // 2
+    messages = (
+        Message(tuple(slices[:half]), Primitive.PUSH_PULL, Compressor.NONE, "float32", owner=1),
+        Message(tuple(slices[half:]), Primitive.ALL_REDUCE, Compressor.NONE, "float32"),
+    )
+    return Plan(workload.id, 2, messages)
+
+
+def under_a_plan(rank: int, folder: str) -> str:
+    module = model()
+    synchronizer = attach(module, plan_of(module))
+    recorder = autotune.Recorder(module, folder=folder, steps=RECORDED, warmup=WARMUP)
+    step = autotune.profile(recorder)(Training(rank, module, others=False).step)
+    for _ in range(BEFORE + RECORDED):
+        step()
+    assert recorder.written and synchronizer.plan is not None
+    return synchronizer.plan.id
+
+
+def test_messages_of_a_plan_carry_its_id_their_number_and_push_apart_from_pull(tmp_path) -> None:
+    plan_id = run_world(under_a_plan, 2, str(tmp_path))[0]
+    job = RecordedJob.read(tmp_path)
+    assert job.plan is not None and job.plan.id == job.plan_id == plan_id
+    for rank in range(2):
+        told = [one for one in trace_of(tmp_path, rank)["autotune"]["collectives"] if one["step"] == 0 and one["origin"] == "message"]
+        steps = sorted((one["message"], one["lane"], one["part"], one["op"], one["plan"]) for one in told)
+        assert steps == [(0, 0, "push", "gather_", plan_id), (0, 1, "pull", "scatter_", plan_id), (1, 0, "reduce", "allreduce_", plan_id)]
+        assert all("start_us" in one for one in told)
+
+
+class OwnDdp(DistributedDataParallel):
+    """A script's own class."""
+
+
+def refused(rank: int) -> str:
+    with pytest.raises(InvalidInput, match="but is a OwnDdp") as raised:
+        autotune.Recorder(OwnDdp(model()))
+    with pytest.raises(InvalidInput, match="at least 1 step"):
+        autotune.Recorder(PlannedDataParallel(model()), steps=0)
+    return str(raised.value)
+
+
+def test_a_ddp_of_another_class_and_no_steps_are_refused() -> None:
+    assert len(run_world(refused, 2)) == 2

@@ -1,0 +1,77 @@
+"""Spans of a trace belong to the entries of the log: on random groups, threads and times, against what really happened."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autotune.profiling.job_file import ClockPair
+from runtime_rewriter.tracing.collectives import CollectiveLog, Group, Issued
+from runtime_rewriter.tracing.trace_file import Clock, annotate
+
+OPS = {"allreduce_": "gloo:all_reduce", "broadcast_": "gloo:broadcast", "_allgather_base_": "gloo:all_gather", "gather_": "gloo:gather"}
+CLOCK = Clock(ClockPair(0, 5_000_000), ClockPair(10**9, 1_005_000_000), 5_000_000)
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> tuple[CollectiveLog, list[dict[str, Any]], list[int]]:
+    """A log, the spans of its collectives in any order, and for each span the entry that it belongs to.
+
+    A group has two threads; whichever is free first takes the next collective, in the order of issue.
+    """
+    groups = draw(st.integers(1, 3))
+    log = CollectiveLog()
+    log.groups = {str(g): Group(str(g), "", "gloo", (0, 1)) for g in range(groups)}
+    free_us = {g: [0.0, 0.0] for g in range(groups)}
+    spans, owners, now_us = [], [], 0.0
+    for number in range(draw(st.integers(1, 25))):
+        now_us += draw(st.floats(10.0, 400.0))
+        group, op = draw(st.integers(0, groups - 1)), draw(st.sampled_from(sorted(OPS)))
+        log.issued.append(Issued(op, str(group), number, 4, 4, "float32", 4, int(now_us * 1e3), 0, 1, number // 5, "bucket", "", True))
+        thread = min((0, 1), key=lambda t: free_us[group][t])
+        previous = max((s["ts"] for s in spans if s["tid"] // 10 == group + 1), default=-1.0)
+        start_us = max(now_us, free_us[group][thread], previous) + draw(st.floats(0.1, 5.0))
+        free_us[group][thread] = start_us + draw(st.floats(1.0, 900.0))
+        took_us = free_us[group][thread] - start_us
+        tid = 10 * (group + 1) + thread
+        spans.append(
+            {"ph": "X", "cat": "user_annotation", "name": OPS[op], "tid": tid, "ts": start_us, "dur": took_us, "args": {"n": number}}
+        )
+        owners.append(number)
+        log.group_of_thread[tid] = str(group)
+    return log, draw(st.permutations(spans)), owners
+
+
+@settings(max_examples=150, deadline=None)
+@given(histories())
+def test_every_span_gets_the_entry_that_it_is(history) -> None:
+    log, spans, owners = history
+    put = annotate({"traceEvents": spans}, log, CLOCK, 0, 2, "plan-x")
+    assert put.untimed == 0 and len(put.seen) == len(owners)
+    for span in spans:
+        assert span["args"]["Seq"] == span["args"]["n"]
+        assert span["args"]["autotune"]["queue_us"] >= 0.0
+
+
+@settings(max_examples=60, deadline=None)
+@given(histories())
+def test_a_thread_that_ended_nothing_before_is_found_where_one_group_lacks_spans(history) -> None:
+    log, spans, _ = history
+    if len(log.groups) > 1:
+        return
+    log.group_of_thread.pop(min(log.group_of_thread))
+    assert annotate({"traceEvents": spans}, log, CLOCK, 0, 2, "").untimed == 0
+    assert all(span["args"]["Seq"] == span["args"]["n"] for span in spans)
+
+
+@settings(max_examples=60, deadline=None)
+@given(histories(), st.randoms())
+def test_lost_spans_leave_their_entries_without_times(history, random) -> None:
+    log, spans, owners = history
+    kept = [span for span in spans if random.random() < 0.5]
+    trace: dict[str, Any] = {"traceEvents": kept}
+    put = annotate(trace, log, CLOCK, 1, 2, "")
+    assert len(put.seen) == len(owners) and put.untimed == len(owners) - len([s for s in kept if "autotune" in s["args"]])
+    assert trace["distributedInfo"] == {"rank": 1, "world_size": 2, "backend": "gloo"}

@@ -1,0 +1,100 @@
+"""What recorded steps were spent on, from traces small enough to be added up by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from autotune.errors import InvalidInput
+from autotune.profiling.job_file import JOB_FILE, ClockPair, RankRecord, RecordedJob
+from autotune.profiling.recorded_steps import SeenCollective, StepTimes, collective_rows, step_times
+from autotune.workload import Variable, Workload
+
+
+def event(name: str, start_us: float, took_us: float, cat: str = "cpu_op", tid: int = 1) -> dict[str, Any]:
+    return {"ph": "X", "cat": cat, "name": name, "pid": 1, "tid": tid, "ts": start_us, "dur": took_us}
+
+
+STEP = [
+    event("ProfilerStep#0", 0.0, 1000.0, "user_annotation"),
+    event("aten::linear", 100.0, 200.0),
+    event("aten::addmm", 150.0, 100.0),
+    event("autograd::engine::evaluate_function: AddmmBackward0", 400.0, 300.0),
+    event("AddmmBackward0", 400.0, 300.0),
+    event("c10d::allreduce_", 720.0, 10.0),
+]
+
+
+def test_a_step_is_cut_where_the_backward_pass_begins_and_ends() -> None:
+    times = step_times(STEP, [])
+    assert (times.forward_s, times.backward_s, times.rest_s) == pytest.approx((400e-6, 300e-6, 300e-6))
+    assert times.computation_s == pytest.approx(500e-6)
+
+
+def test_only_what_no_computation_covers_is_exposed() -> None:
+    times = step_times(STEP, [(250.0, 450.0), (600.0, 800.0), (650.0, 900.0), (950.0, 1200.0)])
+    assert times.communication_s == pytest.approx((200 + 300 + 50) * 1e-6)
+    assert times.exposed_s == pytest.approx((100 + 200 + 50) * 1e-6)
+
+
+def test_an_operator_does_not_count_what_it_calls() -> None:
+    own = {op.name: (op.self_s, op.calls) for op in step_times(STEP, []).top_ops}
+    assert own["aten::linear"] == (pytest.approx(100e-6), 1.0)
+    assert own["aten::addmm"] == (pytest.approx(100e-6), 1.0)
+    assert "c10d::allreduce_" not in own
+
+
+def test_kernels_are_the_computation_where_there_is_a_device() -> None:
+    kernels = [event("gemm", 500.0, 100.0, "kernel", 7), event("ncclDevKernel_AllReduce", 550.0, 300.0, "kernel", 20)]
+    times = step_times([*STEP, *kernels], [(550.0, 850.0)])
+    assert times.computation_s == pytest.approx(100e-6)
+    assert times.exposed_s == pytest.approx(250e-6)
+
+
+def test_a_trace_without_marks_tells_nothing() -> None:
+    assert step_times(STEP[1:], []) == StepTimes()
+
+
+def seen(transaction: str, start_s: float, end_s: float, queue_s: float = 0.0) -> SeenCollective:
+    return SeenCollective(transaction, "bucket 0", "allreduce", 40, 2, start_s, end_s, queue_s)
+
+
+def test_a_collective_lasts_as_long_as_on_the_rank_that_came_last() -> None:
+    first = [seen("0:1", 0.0, 1.0), seen("0:2", 2.0, 2.5, 0.25)]
+    second = [seen("0:1", 0.75, 1.0), seen("0:2", 2.0, 2.5)]
+    (row,) = collective_rows([first, second], 2)
+    assert (row.per_step, row.lasts_s, row.waits_s, row.queue_s) == (1.0, 0.375, 0.375, 0.125)
+
+
+def recorded() -> RecordedJob:
+    workload = Workload("Net", (Variable("w", (2, 3), ready_s=0.1, needed_s=0.0),), source="measured")
+    ranks = tuple(
+        RankRecord(rank, "host", "cpu", "x", 1, f"rank{rank}.json.gz", (ClockPair(1, 2),), (0.5, 0.25 + rank, 0.75), 3, 1)
+        for rank in range(2)
+    )
+    return RecordedJob(2, ranks, 3, 3, 3, workload.id, workload, buckets=(("w",),), notes=("a note",))
+
+
+def test_a_recorded_job_is_read_as_it_was_written(tmp_path) -> None:
+    job = recorded()
+    job.write(tmp_path)
+    assert RecordedJob.read(tmp_path) == job
+    assert job.iteration_s == 0.75  # of the slowest rank: 0.5, 1.25, 0.75
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "rule"),
+    [
+        ('"rank0.json.gz"', '"../rank0.json.gz"', "must be a file of the folder"),
+        ('"world_size": 2', '"world_size": 3', "one record of each of its 3 ranks"),
+        ('"steps": 3', '"steps": 4', "must have 4 recorded steps"),
+        ('"schema": 1\n}', '"schema": 2\n}', "schema 1, but the file has 2"),
+    ],
+)
+def test_a_job_file_that_was_changed_is_refused(tmp_path, old: str, new: str, rule: str) -> None:
+    path = recorded().write(tmp_path)
+    assert path.name == JOB_FILE and old in path.read_text()
+    path.write_text(path.read_text().replace(old, new, 1))
+    with pytest.raises(InvalidInput, match=rule):
+        RecordedJob.read(tmp_path)
