@@ -44,7 +44,18 @@ def build(folder: Path) -> Path:
     """The compiled library, in `folder`. Raises `subprocess.CalledProcessError` or `FileNotFoundError` where there is no compiler."""
     root = Path(torch.__file__).parent
     library = folder / "c10_memory.so"
-    words = ["-O1", "-std=c++20", "-shared", "-fPIC", f"-I{root / 'include'}", str(SOURCE), "-o", str(library), f"-L{root / 'lib'}", "-lc10"]
+    words = [
+        "-O1",
+        "-std=c++20",
+        "-shared",
+        "-fPIC",
+        f"-I{root / 'include'}",
+        str(SOURCE),
+        "-o",
+        str(library),
+        f"-L{root / 'lib'}",
+        "-lc10",
+    ]
     subprocess.run(["c++", *words], check=True, stdout=sys.stderr, timeout=300)
     return library
 

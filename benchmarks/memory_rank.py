@@ -1,7 +1,7 @@
 """One fresh process of `benchmarks.memory_accuracy`: it records a profile, or trains under a plan and measures. Prints one JSON line.
 
-    python -m benchmarks.memory_rank LIBRARY MODEL profile
-    python -m benchmarks.memory_rank LIBRARY MODEL ddp|PLAN.json      (with RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT)
+python -m benchmarks.memory_rank LIBRARY MODEL profile
+python -m benchmarks.memory_rank LIBRARY MODEL ddp|PLAN.json      (with RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT)
 """
 
 from __future__ import annotations

@@ -19,7 +19,12 @@ from autotune.strategy_space.plan import plan
 from autotune.workload import Variable, Workload
 
 WORKLOAD = Workload(
-    "Two", (Variable("b", (10, 10), ready_s=0.01, needed_s=0.005), Variable("a", (10, 10), ready_s=0.02, needed_s=0.0)), (), 0.01, 0.02, 0.001
+    "Two",
+    (Variable("b", (10, 10), ready_s=0.01, needed_s=0.005), Variable("a", (10, 10), ready_s=0.02, needed_s=0.0)),
+    (),
+    0.01,
+    0.02,
+    0.001,
 )
 GRAD = 400
 
