@@ -26,7 +26,6 @@ from autotune.dfg.memory_profile import Held, Lifetime, MemoryProfile, Pass, Pha
 from autotune.errors import InvalidInput
 from autotune.workload import Variable, Workload
 
-
 STASH_BYTES = {"cpu": 5056}
 """The state of the random generator, which torch's checkpoint keeps from a forward pass to its repetition (`torch.get_rng_state()`). That
 of a GPU's generator is not in the GPU's memory."""

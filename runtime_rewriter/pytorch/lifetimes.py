@@ -122,9 +122,9 @@ def _lifetimes(block: _Block, segments: int, regions: Sequence[Region]) -> Itera
 
 
 def _region_of(born: int, dies: int, regions: Sequence[Region]) -> int | None:
-    """The region in whose forward pass it was made, if it is there for the way back."""
+    """The region in whose forward pass it was made, if it outlives that."""
     for number, region in enumerate(regions):
-        if any(one.first <= born <= one.last and dies >= one.backward for one in region.passes):
+        if any(one.first <= born <= one.last < dies for one in region.passes):
             return number
     return None
 
