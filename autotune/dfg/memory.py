@@ -77,46 +77,31 @@ def peak_memory(
     gives the messages' times where `flights` does not; without both, messages take no time. Raises `InvalidInput` where the parts
     belong to different models.
     """
-    extra: list[Lifetime] = []
-    if workload is not None:
-        if profile.model != workload.id:
-            raise InvalidInput(f"the profile and the workload must be of one model, but are of {profile.model} and {workload.id}")
-        replica = with_profile(replica or Replica(), profile)
-        world_size = plan.world_size if plan is not None else cluster.world_size if cluster is not None else 2
-        buffers = plan_buffers(plan, workload, replica, world_size)
-        if flights is None and plan is not None:
-            flights = flights_by_cost(profile, plan, cluster)
-        extra = [one for buffer in buffers if buffer.bytes for one in _lifetime_of(buffer, profile, flights)]
-        if plan is not None and plan.cross_step:
-            extra += _crossing(profile)
-        if replica.bucket_view and replica.ddp and (plan is None or any(one.what == "buckets of the plan" for one in buffers)):
-            profile = _without_gradients(profile)
-    return _estimate(profile, extra)
+    if workload is None:
+        return _estimate(profile, [], np.zeros(len(profile.segments), dtype=np.int64))
+    if profile.model != workload.id:
+        raise InvalidInput(f"the profile and the workload must be of one model, but are of {profile.model} and {workload.id}")
+    replica = with_profile(replica or Replica(), profile)
+    world_size = plan.world_size if plan is not None else cluster.world_size if cluster is not None else 2
+    buffers = plan_buffers(plan, workload, replica, world_size)
+    if flights is None and plan is not None:
+        flights = flights_by_cost(profile, plan, cluster)
+    extra = [Lifetime(one.bytes, Held.COMMUNICATION) for one in buffers if one.when is When.ALWAYS]
+    if plan is not None and plan.cross_step:
+        extra += _crossing(profile)
+    if replica.bucket_view and replica.ddp and (plan is None or any(one.what == "buckets of the plan" for one in buffers)):
+        profile = _without_gradients(profile)
+    return _estimate(profile, extra, _passing_bytes(buffers, profile, flights))
 
 
 def with_profile(replica: Replica, profile: MemoryProfile) -> Replica:
     """The replica with what the profile knows of it: its device, buffers and sparse gradients."""
-    sparse = {
-        name: size
-        for name, size in _gradients(profile).items()
-        if replica.sparse_bytes is None
-        and any(one.variable == name and one.kind is Held.PARAMETER and one.bytes != size for one in profile.lifetimes)
-    }
     return replace(
         replica,
         device=profile.device,
-        sparse_bytes=replica.sparse_bytes if replica.sparse_bytes is not None else sparse,
+        sparse_bytes=dict(profile.sparse_bytes) if replica.sparse_bytes is None else replica.sparse_bytes,
         buffer_bytes=replica.buffer_bytes or profile.bytes_of(Held.BUFFER),
     )
-
-
-def _gradients(profile: MemoryProfile) -> dict[str, int]:
-    """Bytes of the gradient of every variable."""
-    sizes: dict[str, int] = {}
-    for one in profile.lifetimes:
-        if one.kind is Held.GRADIENT and one.variable is not None:
-            sizes[one.variable] = sizes.get(one.variable, 0) + one.bytes
-    return sizes
 
 
 def ready_segments(profile: MemoryProfile) -> dict[str, int]:
@@ -162,25 +147,30 @@ def _first_backward(profile: MemoryProfile) -> int:
     return next((at for at, segment in enumerate(profile.segments) if segment.phase is Phase.BACKWARD), len(profile.segments))
 
 
-def _lifetime_of(buffer: Buffer, profile: MemoryProfile, flights: Flights | None) -> list[Lifetime]:
-    """Where a buffer is on the ring of segments."""
-    last = last_backward(profile)
-    kind = Held.COMMUNICATION
-    if buffer.when is When.ALWAYS:
-        return [Lifetime(buffer.bytes, kind)]
-    if buffer.when is When.STEP_START:
-        return [Lifetime(buffer.bytes, kind, 0, 0)]
-    if buffer.when is When.END:
-        return [Lifetime(buffer.bytes, kind, last, last)]
-    if buffer.when is When.READY:
-        at = ready_segments(profile).get(buffer.variable or "", last)
-        at = min(at + 1, last)  # it is packed when the next segment has begun
-        return [Lifetime(buffer.bytes, kind, at, at)]
-    assert flights is not None and buffer.message is not None
-    born = int((flights.issued if buffer.when is When.QUEUED else flights.started)[buffer.message])
-    dies = int(flights.ended[buffer.message])
-    count = len(profile.segments)
-    return [Lifetime(buffer.bytes, kind, born % count, dies % count)]
+def _passing_bytes(buffers: Sequence[Buffer], profile: MemoryProfile, flights: Flights | None) -> ByteArray:
+    """What is there for a while only, shape (S,). In one segment gradients are packed one after the other, then messages are under way,
+    and when all have arrived the averages are written: the largest of these counts."""
+    count, last, ready_at = len(profile.segments), last_backward(profile), ready_segments(profile)
+    packed: dict[tuple[int, str | None, int | None], int] = {}
+    passing = np.zeros(count, dtype=np.int64)
+    written = sum(one.bytes for one in buffers if one.when is When.END)
+    of_message: dict[int, list[Lifetime]] = {}
+    for one in buffers:
+        if one.when is When.READY:
+            at = min(ready_at.get(one.variable or "", last) + 1, last)  # it is packed when the next segment has begun
+            packed[at, one.variable, one.message] = packed.get((at, one.variable, one.message), 0) + one.bytes
+        elif one.when in (When.QUEUED, When.FLIGHT):
+            assert flights is not None and one.message is not None
+            born = int((flights.issued if one.when is When.QUEUED else flights.started)[one.message])
+            dies = int(flights.ended[one.message])
+            of_message.setdefault(one.message, []).append(Lifetime(one.bytes, Held.COMMUNICATION, born % count, dies % count))
+    passing += touched([one for lifetimes in of_message.values() for one in lifetimes], count)
+    for (at, _, message), size in packed.items():
+        before = [one for number, lifetimes in of_message.items() if message is not None and number < message for one in lifetimes]
+        passing[at] = max(passing[at], size + sum(one.bytes for one in before if _holds(one, at)))
+    passing[last] = max(passing[last], written)
+    passing[0] += sum(one.bytes for one in buffers if one.when is When.STEP_START)
+    return passing
 
 
 def _crossing(profile: MemoryProfile) -> list[Lifetime]:
@@ -207,12 +197,12 @@ def _without_gradients(profile: MemoryProfile) -> MemoryProfile:
     return replace(profile, segments=segments, lifetimes=tuple(one for one in profile.lifetimes if one.kind is not Held.GRADIENT))
 
 
-def _estimate(profile: MemoryProfile, extra: Sequence[Lifetime]) -> MemoryEstimate:
-    count = len(profile.segments)
-    moving = touched([one for one in extra if one.born is not None], count)
-    live = profile.live_bytes + moving + sum(one.bytes for one in extra if one.born is None)
+def _estimate(profile: MemoryProfile, extra: Sequence[Lifetime], passing: ByteArray) -> MemoryEstimate:
+    moving = touched([one for one in extra if one.born is not None], len(profile.segments))
+    live = profile.live_bytes + passing + moving + sum(one.bytes for one in extra if one.born is None)
     at = int(np.argmax(live))
     by_kind = dict.fromkeys((kind.value for kind in Held), 0)
+    by_kind[Held.COMMUNICATION.value] = int(passing[at])
     for one in (*profile.lifetimes, *extra):
         if _holds(one, at):
             by_kind[one.kind.value] += one.bytes

@@ -120,7 +120,8 @@ class Region:
 
 @dataclass(frozen=True)
 class MemoryProfile:
-    """Of one training step of one replica. `model` is `Workload.id`.
+    """Of one training step of one replica. `model` is `Workload.id`. `sparse_bytes`: by variable with a sparse gradient, its different rows
+    with their numbers (the gradient itself may hold a row several times).
 
     Raises `InvalidInput` where a number, a segment or a region is wrong.
     """
@@ -132,6 +133,7 @@ class MemoryProfile:
     segments: tuple[Segment, ...]
     lifetimes: tuple[Lifetime, ...]
     regions: tuple[Region, ...] = ()
+    sparse_bytes: tuple[tuple[str, int], ...] = ()
     schema: int = SCHEMA
 
     def __post_init__(self) -> None:
@@ -146,6 +148,8 @@ class MemoryProfile:
                 raise InvalidInput(
                     f"a segment needs seconds and relief_bytes of at least 0, but has {segment.seconds}, {segment.relief_bytes}"
                 )
+        if any(size < 0 for _, size in self.sparse_bytes):
+            raise InvalidInput("sparse_bytes must be at least 0")
         for one in self.lifetimes:
             self._check_lifetime(one, count)
         for region in self.regions:

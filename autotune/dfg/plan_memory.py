@@ -15,7 +15,7 @@ all-gather its output; gather and scatter on the root once per rank; the others 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -57,7 +57,7 @@ class Replica:
     """Who synchronizes, on which rank. `ddp`: the module is wrapped in a DDP, whose own reducer keeps its buckets beside a plan's.
 
     `bucket_view`: DDP's `gradient_as_bucket_view`. `host_of_rank`: needed for hierarchical messages, `Cluster.host_of_rank`.
-    `sparse_bytes`: of the sparse gradients of a step, by variable. `device`: where tensors are; only on a CPU gloo makes copies.
+    `sparse_bytes`: of the different rows of sparse gradients, by variable. `device`: where tensors are; only on a CPU gloo makes copies.
     """
 
     rank: int = 0
@@ -89,13 +89,13 @@ def plan_buffers(plan: Plan | None, workload: Workload, replica: Replica, world_
             found += _rows(number, message, sparse.get(message.slices[0].variable, message.grad_bytes), world_size)
             continue
         found += _Exchange(number, message, plan, replica).buffers()
-        found += _packing(number, message, sparse, workload)
+        found += _packing(number, message, sparse, workload, world_size)
         residual_of |= _fed(message, plan, replica)
     found += [Buffer(v.grad_bytes, "residual", variable=v.name) for v in workload.variables if v.name in residual_of]
     return found
 
 
-def _packing(number: int, message: Message, sparse: Collection[str], workload: Workload) -> Iterator[Buffer]:
+def _packing(number: int, message: Message, sparse: Mapping[str, int], workload: Workload, world_size: int) -> Iterator[Buffer]:
     """Copies between a gradient and the wire: a cast is scaled in the gradient's dtype first, a sparse gradient is made dense."""
     size = DTYPE_BYTES[message.dtype]
     for part in message.slices:
@@ -105,7 +105,8 @@ def _packing(number: int, message: Message, sparse: Collection[str], workload: W
             whole = workload.variables[workload.index[part.variable]].grad_bytes
             yield Buffer(whole, "sparse gradient made dense", When.READY, number, part.variable)
             if part.start == 0:
-                yield Buffer(whole, "average before it is sparse again", When.END, number, part.variable)
+                rows = min(world_size * sparse[part.variable], whole)  # at most all ranks' rows are different ones
+                yield Buffer(whole + 2 * rows, "average before it is sparse again", When.END, number, part.variable)
 
 
 def _ddp_rows(name: str, size: int, world_size: int) -> Iterator[Buffer]:

@@ -119,6 +119,9 @@ class StepMarks:
         self._parameters = trainable_parameters(module)
         self._names = {id(parameter): name for name, parameter in self._parameters.items()}
         self._backward_is_new = True
+        self.looks_at_rows = True
+        """Also count the different rows of sparse gradients; this takes memory itself."""
+        self.sparse_bytes: dict[str, int] = {}
         self._handles: list[RemovableHandle] = [module.register_forward_hook(self._returned)]
         numbers = {id(named[name]): number for number, name in enumerate(regions)}
         for part in named.values():
@@ -202,6 +205,10 @@ class StepMarks:
 
     def _ready(self, name: str, parameter: Tensor) -> None:
         self._await_end()
+        if self.looks_at_rows and parameter.grad is not None and parameter.grad.is_sparse:
+            rows = parameter.grad._indices().unique(dim=1).shape[1]
+            stored = max(1, parameter.grad._nnz())
+            self.sparse_bytes[name] = rows * sum(part.numel() * part.element_size() for part in memories_of(parameter.grad)) // stored
         self._on_mark(Mark(At.READY, (name,), memories=tuple(memory_of(part) for part in memories_of(parameter.grad))))
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from statistics import median
 
 import torch
@@ -77,6 +78,8 @@ class MemoryRecorder:
             self.done = True
             self.close()
             return
+        assert self._marks is not None
+        self._marks.looks_at_rows = taken < WARMUP_STEPS  # in steps that are neither timed nor recorded
         if taken == WARMUP_STEPS + self._timed:
             assert self._open is not None
             self._open.enter_context(self._log.recording())
@@ -130,7 +133,8 @@ class MemoryRecorder:
         ]
         step = RecordedStep(first, second, [*self._log.events], seconds, self._marks.facts)
         assert end.at is At.STEP
-        return profile_of(step, self._kept(), assumed_workload(self._module).id, self._device.device.type)
+        found = profile_of(step, self._kept(), assumed_workload(self._module).id, self._device.device.type)
+        return replace(found, sparse_bytes=tuple(sorted(self._marks.sparse_bytes.items())))
 
     def _kept(self) -> list[Kept]:
         """Parameters, buffers and optimizer state: what is there between two steps, each memory once."""
