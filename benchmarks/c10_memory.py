@@ -1,0 +1,65 @@
+"""The exact number of bytes that torch's CPU allocator has given out: current and highest, over all threads of this process.
+
+torch's profiler reports allocations only of threads that it knows, so that those of a Python thread (a lane of the runtime) are missing
+and what another thread gives back counts for ever. This counter is an allocator in front of c10's default one (`c10::SetCPUAllocator`),
+compiled on first use with the C++ compiler of the machine. Kernels' own scratch memory (oneDNN, gloo's buffers) is not c10's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+SOURCE = Path(__file__).with_suffix(".cpp")
+
+
+class AllocatorCounter:
+    """Install it before the first tensor: memory from before is not known to it."""
+
+    def __init__(self, library: Path) -> None:
+        self._library = ctypes.CDLL(str(library))
+        for name in ("current_bytes", "peak_bytes"):
+            getattr(self._library, name).restype = ctypes.c_int64
+        self._library.install()
+
+    @property
+    def current_bytes(self) -> int:
+        return int(self._library.current_bytes())
+
+    @property
+    def peak_bytes(self) -> int:
+        """Since the last `reset`."""
+        return int(self._library.peak_bytes())
+
+    def reset(self) -> None:
+        self._library.reset_peak()
+
+
+def build(folder: Path) -> Path:
+    """The compiled library, in `folder`. Raises `subprocess.CalledProcessError` or `FileNotFoundError` where there is no compiler."""
+    root = Path(torch.__file__).parent
+    library = folder / "c10_memory.so"
+    words = [
+        "-O1",
+        "-std=c++20",
+        "-shared",
+        "-fPIC",
+        f"-I{root / 'include'}",
+        str(SOURCE),
+        "-o",
+        str(library),
+        f"-L{root / 'lib'}",
+        "-lc10",
+    ]
+    subprocess.run(["c++", *words], check=True, stdout=sys.stderr, timeout=300)
+    return library
+
+
+def built() -> Path:
+    """As `build`, in a new temporary folder."""
+    return build(Path(tempfile.mkdtemp(prefix="c10-memory-")))

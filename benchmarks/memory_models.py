@@ -1,0 +1,108 @@
+"""The example models with their own optimizers and losses at their own batch sizes, on data of the same shapes, for memory benchmarks."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+@dataclass(frozen=True)
+class Job:
+    """`step(model)` makes one whole training step of `module`, or of what wraps it."""
+
+    module: nn.Module
+    step: Callable[[Any], None]
+
+
+def example(name: str) -> ModuleType:
+    """The script as a module, not run."""
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def resnet_digits(batch: int = 16) -> Job:
+    made = example("resnet_digits").ResNet(32)
+    optimizer = torch.optim.SGD(made.parameters(), lr=0.03, momentum=0.9, weight_decay=5e-4)
+
+    def step(model: Any) -> None:
+        images, labels = torch.randn(batch, 1, 32, 32), torch.randint(10, (batch,))
+        loss = F.cross_entropy(model(images), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    return Job(made, step)
+
+
+def gpt_text(batch: int = 8) -> Job:
+    script = example("gpt_text")
+    made = script.GPT(2000, 64, 256, 4, 4, 0.1)
+    optimizer = script.make_optimizer(made, 5e-4, 0.1)
+
+    def step(model: Any) -> None:
+        tokens = torch.randint(2000, (batch, 65))
+        loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    return Job(made, step)
+
+
+def lstm_text(batch: int = 8) -> Job:
+    """With its two batches per step."""
+    script = example("lstm_text")
+    made = script.LanguageModel(256, 2, 0.1)
+    optimizer = script.make_optimizer(made, 3e-3, 0.01)
+
+    def step(model: Any) -> None:
+        sequences = torch.randint(256, (2 * batch, 65))
+        optimizer.zero_grad()
+        if hasattr(model, "no_sync"):
+            script.accumulate_gradients(model, sequences.split(batch))
+        else:
+            for part in sequences.split(batch):
+                (script.loss_of(model, part) / 2).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+    return Job(made, step)
+
+
+def ncf_ratings(batch: int = 256) -> Job:
+    script = example("ncf_ratings")
+    made = script.NeuMF(4000, 3000, 64, True)
+    optimizers = script.make_optimizers(made, 2e-3)
+    taken = torch.rand(4000, 3000) < 0.01
+
+    def step(model: Any) -> None:
+        pairs = torch.stack([torch.randint(4000, (batch,)), torch.randint(3000, (batch,))], 1)
+        users, items, labels = script.draw_batch(pairs, taken, 4)
+        loss: Tensor = F.binary_cross_entropy_with_logits(model(users, items), labels)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+    return Job(made, step)
+
+
+JOBS: dict[str, Callable[..., Job]] = {job.__name__: job for job in (resnet_digits, gpt_text, lstm_text, ncf_ratings)}
+OUTSIDE_BYTES = {"ncf_ratings": 4000 * 3000}
+"""Data that the script holds besides its training step."""

@@ -1,0 +1,72 @@
+"""One fresh process of `benchmarks.memory_accuracy`: it records a profile, or trains under a plan and measures. Prints one JSON line.
+
+python -m benchmarks.memory_rank LIBRARY MODEL profile
+python -m benchmarks.memory_rank LIBRARY MODEL ddp|PLAN.json      (with RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT)
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from autotune.strategy_space.plan import Plan
+from benchmarks.c10_memory import AllocatorCounter
+from benchmarks.memory_models import JOBS, OUTSIDE_BYTES, Job
+from runtime_rewriter.pytorch.agreement import assumed_workload
+from runtime_rewriter.pytorch.ddp import PlannedDataParallel
+from runtime_rewriter.pytorch.memory_recorder import MemoryRecorder
+
+SETTLE_STEPS = 3  # the first forward pass under a plan that crosses the step only learns what it reads
+MEASURED_STEPS = 3
+
+
+def recorded(job: Job) -> dict[str, Any]:
+    profile = MemoryRecorder(job.module).record(lambda: job.step(job.module))
+    return {"profile": profile.to_data(), "workload": assumed_workload(job.module).to_data()}
+
+
+def measured(job: Job, plan: Plan | None, counter: AllocatorCounter, outside: int) -> dict[str, Any]:
+    """Highest bytes of the steps after the first ones, and of everything since the start of the process."""
+    dist.init_process_group("gloo")
+    model: Any = DistributedDataParallel(job.module) if plan is None else PlannedDataParallel(job.module)
+    for _ in range(SETTLE_STEPS):
+        job.step(model)
+    from_start = counter.peak_bytes
+    if plan is not None:
+        model.synchronizer.load(plan)
+        gc.collect()
+        for _ in range(SETTLE_STEPS):
+            job.step(model)
+    counter.reset()
+    for _ in range(MEASURED_STEPS):
+        job.step(model)
+    found = {"peak_bytes": counter.peak_bytes - outside, "from_start_bytes": from_start - outside}
+    dist.barrier()
+    if plan is not None:
+        model.synchronizer.close()
+    dist.destroy_process_group()
+    return found
+
+
+def main() -> None:
+    library, name, what = sys.argv[1:]
+    counter = AllocatorCounter(Path(library))
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    job = JOBS[name]()
+    if what == "profile":
+        found = recorded(job)
+    else:
+        found = measured(job, None if what == "ddp" else Plan.from_json(Path(what).read_text()), counter, OUTSIDE_BYTES.get(name, 0))
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

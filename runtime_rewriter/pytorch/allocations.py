@@ -1,0 +1,76 @@
+"""What the allocator of the device gave and took back while some steps ran, in order, together with marks of our own.
+
+torch's profiler with `profile_memory=True` reports every block of the CPU's and of the CUDA caching allocator with its address and its
+size (on a GPU as rounded by the allocator). It sees the thread that trains, the autograd engine's threads and those of collectives;
+it does not see threads that Python starts, such as the lanes of `exchange`: so it records a replica without a plan, and what plans
+allocate is counted by `autotune.dfg.plan_memory`.
+"""
+
+# mypy: untyped-calls-exclude=torch
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from autotune.errors import InvalidInput
+
+_MARK = "autotune memory mark "
+_NUMBERED = re.compile(re.escape(_MARK) + r"(\d+)")
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """`bytes` at `address`; negative where they are given back."""
+
+    address: int
+    bytes: int
+
+
+class AllocationLog:
+    """Allocations and marks in the order in which they happened; `events` has them once the block of `recording` has ended."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._marks = 0
+        self.events: list[Allocation | int] = []
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Raises `InvalidInput` where a profiler is already at work."""
+        if torch.autograd.profiler._is_profiler_enabled:
+            raise InvalidInput("memory cannot be recorded while torch's profiler is at work; take the script's own profiler out")
+        activities = [ProfilerActivity.CPU]
+        with profile(activities=activities, profile_memory=True, acc_events=True) as profiler:
+            yield
+        results = profiler.profiler.kineto_results if profiler.profiler is not None else None
+        assert results is not None, "a profiler that has ended has results"
+        self.events = list(self._in_order(results.experimental_event_tree()))
+
+    def mark(self) -> int:
+        """Note this moment; its number comes back among the events."""
+        number = self._marks
+        self._marks += 1
+        with record_function(f"{_MARK}{number}"):
+            return number
+
+    def _in_order(self, roots: list[Any]) -> Iterator[Allocation | int]:
+        found: list[tuple[int, Allocation | int]] = []
+        open_nodes = list(roots)
+        while open_nodes:
+            node = open_nodes.pop()
+            open_nodes.extend(node.children)
+            if node.name == "[memory]":
+                fields = node.extra_fields
+                if fields.device.type == self._device.type:
+                    found.append((node.start_time_ns, Allocation(fields.ptr, fields.alloc_size)))
+            elif (numbered := _NUMBERED.fullmatch(node.name)) is not None:
+                found.append((node.start_time_ns, int(numbered[1])))
+        found.sort(key=lambda pair: pair[0])
+        return (event for _, event in found)

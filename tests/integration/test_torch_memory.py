@@ -1,0 +1,281 @@
+"""Recorded memory is the allocator's, and predictions from it hold in real training."""
+
+from __future__ import annotations
+
+import gc
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.profiler import profile as torch_profile
+from torch.utils.checkpoint import checkpoint
+from torch_plans import uniform
+from torch_world import run_world
+
+from autotune.dfg.memory import peak_memory
+from autotune.dfg.memory_passes import Run, accumulated, recomputed
+from autotune.dfg.memory_profile import Held
+from autotune.dfg.plan_memory import Replica, bytes_always, plan_buffers
+from autotune.errors import InvalidInput
+from autotune.strategy_space.strategy import Compressor, Synchronizer
+from benchmarks.c10_memory import AllocatorCounter, build
+from runtime_rewriter.pytorch.agreement import assumed_workload
+from runtime_rewriter.pytorch.allocations import Allocation, AllocationLog
+from runtime_rewriter.pytorch.ddp import PlannedDataParallel
+from runtime_rewriter.pytorch.memory_recorder import MemoryRecorder
+
+WIDTH = 48
+Step = Callable[[], None]
+
+
+class Stack(nn.Module):
+    """Layers in a sequence; `again`: (first, last) parts that are checkpointed together."""
+
+    def __init__(self, again: tuple[tuple[int, int], ...] = (), parts: list[nn.Module] | None = None) -> None:
+        super().__init__()
+        self.again = dict(again)
+        self.body = nn.Sequential(*(parts or [part for _ in range(4) for part in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]))
+        self.head = nn.Linear(WIDTH, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        at = 0
+        while at < len(self.body):
+            last = self.again.get(at, at)
+            run = self.body[at : last + 1]
+            x = checkpoint(run, x, use_reentrant=False) if at in self.again else run(x)
+            at = last + 1
+        return self.head(x)
+
+
+def training(module: nn.Module, batch: int = 1500, parts: int = 1) -> Step:
+    optimizer = torch.optim.Adam(module.parameters(), lr=1e-3)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        for _ in range(parts):
+            module(torch.randn(batch // parts, WIDTH)).square().mean().backward()
+        optimizer.step()
+
+    return step
+
+
+def allocated_peak(build_step: Callable[[], Step]) -> int:
+    """Most bytes that torch's allocator has given out during a step that is not among the first, counted since before the model."""
+    log = AllocationLog(torch.device("cpu"))
+    with log.recording():
+        step = build_step()
+        for _ in range(3):
+            step()
+        log.mark()
+        step()
+        step()
+    total, peak, counts = 0, 0, False
+    for event in log.events:
+        counts |= not isinstance(event, Allocation)
+        total += event.bytes if isinstance(event, Allocation) else 0
+        peak = max(peak, total if counts else 0)
+    return peak
+
+
+class Mixed(nn.Module):
+    """Tied weights, dropout, LayerNorm, a buffer: what is easily counted twice or not at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.norm, self.drop = nn.LayerNorm(WIDTH), nn.Dropout(0.2)
+        self.outer = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.outer.weight = self.inner.weight
+        self.register_buffer("shift", torch.zeros(3000))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer(self.drop(self.norm(torch.relu(self.inner(x)))))
+
+
+@pytest.mark.parametrize("kind", [Stack, Mixed])
+def test_the_recorded_peak_is_the_allocators(kind: Callable[[], nn.Module]) -> None:
+    module = kind()
+    recorded = MemoryRecorder(module).record(training(module))
+    assert int(recorded.live_bytes.max()) == allocated_peak(lambda: training(kind()))
+
+
+def test_each_memory_counts_once_and_lazy_state_counts() -> None:
+    module = Mixed()
+    recorded = MemoryRecorder(module).record(training(module))
+    weights = 4 * (WIDTH * WIDTH + 2 * WIDTH)
+    assert recorded.bytes_of(Held.PARAMETER) == weights
+    assert recorded.bytes_of(Held.GRADIENT) == weights
+    assert recorded.bytes_of(Held.OPTIMIZER) == 2 * weights + 3 * 4  # two moments, and a step count each
+    assert recorded.bytes_of(Held.BUFFER) == 3000 * 4
+
+
+def test_gradients_that_the_script_keeps_are_always_there() -> None:
+    module = Stack()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=False)
+        module(torch.randn(10, WIDTH)).sum().backward()
+        optimizer.step()
+
+    recorded = MemoryRecorder(module).record(step)
+    kept = [one for one in recorded.lifetimes if one.kind is Held.GRADIENT and one.born is None]
+    assert sum(one.bytes for one in kept) == recorded.bytes_of(Held.PARAMETER)
+
+
+@pytest.mark.parametrize("activation", [nn.Tanh, nn.GELU])  # one keeps its output for the way back, the other its input
+@pytest.mark.parametrize("again", [((0, 7),), ((0, 3),), ((0, 3), (4, 7)), ((2, 5),)])
+def test_the_predicted_peak_with_regions_computed_twice_is_that_of_torchs_checkpoint(
+    again: tuple[tuple[int, int], ...], activation: type[nn.Module]
+) -> None:
+    def parts() -> list[nn.Module]:
+        return [part for _ in range(4) for part in (nn.Linear(WIDTH, WIDTH), activation())]
+
+    module = Stack(parts=parts())
+    recorded = MemoryRecorder(module).record(training(module))
+    predicted = peak_memory(recomputed(recorded, [Run(*run) for run in again])).peak_bytes
+    real = allocated_peak(lambda: training(Stack(again, parts())))
+    assert predicted == pytest.approx(real, rel=0.02)
+    assert predicted < recorded.live_bytes.max() or again == ((0, 7),)
+
+
+@pytest.mark.parametrize("parts", [2, 5])
+def test_the_predicted_peak_with_the_batch_in_parts_is_the_measured_one(parts: int) -> None:
+    module = Stack()
+    recorded = MemoryRecorder(module).record(training(module))
+    predicted = peak_memory(accumulated(recorded, parts)).peak_bytes
+    assert predicted == pytest.approx(allocated_peak(lambda: training(Stack(), parts=parts)), rel=0.02)
+
+
+class Adding(nn.Module):
+    """Changes its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x.add_(1.0) if not x.is_leaf else x)
+
+
+def test_regions_tell_of_random_numbers_and_side_effects() -> None:
+    parts: list[nn.Module] = [nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5), nn.BatchNorm1d(WIDTH), Adding(), nn.Linear(WIDTH, WIDTH)]
+    module = Stack(parts=parts)
+    regions = MemoryRecorder(module).record(training(module)).regions
+    assert [region.random for region in regions] == [False, True, False, False, False]
+    assert [region.why_not is None for region in regions] == [True, True, False, False, True]
+    assert "buffers" in str(regions[2].why_not) and "input" in str(regions[3].why_not)
+
+
+def test_a_step_that_changes_is_refused() -> None:
+    module = nn.ModuleList([nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)])
+    calls: list[int] = []
+
+    def step() -> None:
+        calls.append(1)
+        module[len(calls) % 2](torch.ones(2, WIDTH)).sum().backward()
+
+    with pytest.raises(InvalidInput, match="the same each time"):
+        MemoryRecorder(module).record(step)
+
+
+def test_a_script_that_profiles_itself_is_refused_and_left_without_hooks() -> None:
+    module = Stack()
+    with torch_profile(), pytest.raises(InvalidInput, match="profiler"):
+        MemoryRecorder(module).record(training(module))
+    assert not any(part._forward_hooks or part._forward_pre_hooks for part in module.modules())
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in module.parameters())
+
+
+# -- under plans, on two ranks -----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if shutil.which("c++") is None:
+        pytest.skip("no C++ compiler for the allocator's counter")
+    return build(tmp_path_factory.mktemp("c10"))
+
+
+KINDS = [
+    *((synchronizer, Compressor.NONE) for synchronizer in Synchronizer),
+    (Synchronizer.ALL_REDUCE, Compressor.FP16),
+    *((synchronizer, Compressor.INT8) for synchronizer in Synchronizer),
+    (Synchronizer.PARAMETER_SERVER, Compressor.FP16),
+    (Synchronizer.ALL_REDUCE, Compressor.TOP_K),
+    (Synchronizer.PARAMETER_SERVER, Compressor.TOP_K),
+    (Synchronizer.ALL_REDUCE, Compressor.POWER_SGD),
+    (Synchronizer.REDUCE_SCATTER_ALL_GATHER, Compressor.POWER_SGD),
+]
+
+
+def _settled(counter: AllocatorCounter, wanted: int) -> int:
+    """What is allocated once the threads of the last messages have let go of theirs."""
+    deadline = time.monotonic() + 5
+    while counter.current_bytes != wanted and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return counter.current_bytes
+
+
+def _buffers_of_plans(rank: int, library: str) -> list[tuple[str, int, int, int, int]]:
+    """(case, predicted and real bytes between two steps, predicted and real peak) of every kind of plan."""
+    counter = AllocatorCounter(Path(library))
+    module = Stack()
+    workload = assumed_workload(module)
+    recorded = MemoryRecorder(module).record(training(module))
+    model: Any = PlannedDataParallel(module)
+    optimizer = torch.optim.Adam(module.parameters(), lr=1e-3)
+    replica, found = Replica(rank, device="cpu"), []
+    module.zero_grad()
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.randn(1500, WIDTH)).square().mean().backward()
+        optimizer.step()
+
+    gc.collect()
+    for synchronizer, compressor in KINDS:
+        plan = uniform(module, 2, synchronizer, compressor)
+        for crossing in (False, True):
+            plan = replace(plan, cross_step=crossing)
+            model.synchronizer.load(plan)
+            gc.collect()
+            for _ in range(3):
+                step()
+            dist.barrier()
+            counter.reset()
+            step()
+            real_peak = counter.peak_bytes
+            model.synchronizer.cross_step.settle_all()
+            module.zero_grad()
+            always = recorded.always_bytes + bytes_always(plan_buffers(plan, workload, replica, 2))
+            outside = 0
+            found.append(
+                (
+                    f"{synchronizer} {compressor} {crossing}",
+                    always,
+                    _settled(counter, always) - outside,
+                    peak_memory(recorded, workload, plan, replica=replica).peak_bytes,
+                    real_peak,
+                )
+            )
+            model.synchronizer.load(None)
+            model.synchronizer.forget_residuals()
+            gc.collect()
+    model.synchronizer.close()
+    return found
+
+
+def test_what_plans_allocate_is_what_the_runtime_allocates(library: Path) -> None:
+    for found in run_world(_buffers_of_plans, 2, str(library)):
+        wrong = [f"{case}: predicted {always}, real {real}" for case, always, real, _, _ in found if always != real]
+        assert not wrong, "\n".join(wrong)
+        far = [f"{case}: predicted {peak}, real {real}" for case, _, _, peak, real in found if abs(peak / real - 1) > 0.05]
+        assert not far, "\n".join(far)

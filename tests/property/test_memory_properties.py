@@ -1,0 +1,160 @@
+"""Memory of random steps: sums, passes and choices against obvious twins."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import chain, combinations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autotune.dfg.memory import MemoryEstimate, peak_memory
+from autotune.dfg.memory_choice import candidates, choose_runs
+from autotune.dfg.memory_passes import Run, accumulated, recomputed
+from autotune.dfg.memory_profile import Held, Lifetime, MemoryProfile, Pass, Phase, Region, Segment, touched
+from autotune.workload import Variable, Workload
+
+SIZES = st.integers(0, 1000)
+
+
+def alive(one: Lifetime, segments: int) -> set[int]:
+    """The segments that a lifetime touches, walked one by one."""
+    if one.born is None or one.dies is None:
+        return set(range(segments))
+    at, found = one.born, {one.born}
+    while at != one.dies:
+        at = (at + 1) % segments
+        found.add(at)
+    return found
+
+
+@st.composite
+def lifetimes(draw: st.DrawFn, segments: int) -> Lifetime:
+    at = st.integers(0, segments - 1)
+    return Lifetime(draw(SIZES), Held.ACTIVATION, draw(at), draw(at))
+
+
+@given(st.integers(1, 9).flatmap(lambda n: st.tuples(st.just(n), st.lists(lifetimes(n), max_size=12))))
+def test_touched_is_the_sum_over_the_segments_that_each_lifetime_walks_through(step: tuple[int, list[Lifetime]]) -> None:
+    segments, held = step
+    slow = [sum(one.bytes for one in held if at in alive(one, segments)) for at in range(segments)]
+    assert touched(held, segments).tolist() == slow
+
+
+@st.composite
+def layered(draw: st.DrawFn) -> MemoryProfile:
+    """A sequence of layers: forward, backward in the opposite order, update."""
+    layers = draw(st.integers(1, 5))
+    last = 2 * layers
+    forward = [Segment(Phase.FORWARD, draw(st.integers(1, 9)) / 10, reads=(f"v{n}",)) for n in range(layers)]
+    backward = [Segment(Phase.BACKWARD, draw(st.integers(1, 9)) / 10, readies=(f"v{n}",)) for n in reversed(range(layers))]
+    held = [Lifetime(draw(SIZES), Held.PARAMETER)]
+    regions = []
+    for n in range(layers):
+        back = last - 1 - n
+        held.append(Lifetime(draw(SIZES), Held.ACTIVATION, n, back, region=n))
+        if n + 1 < layers:
+            held.append(Lifetime(draw(SIZES), Held.ACTIVATION, n, back, region=n, returned=True))
+        held.append(Lifetime(draw(SIZES), Held.GRADIENT, back, last, f"v{n}"))
+        held.append(Lifetime(draw(SIZES), Held.TEMPORARY, back, back))
+        held.append(Lifetime(draw(SIZES), Held.TEMPORARY, n, n))
+        regions.append(Region(f"l{n}", (Pass(n, n, back),), chain="", position=n))
+    model = Workload("L", tuple(Variable(f"v{n}", (1,)) for n in reversed(range(layers)))).id
+    return MemoryProfile(model, "meta", (*forward, *backward, Segment(Phase.UPDATE, 0.1)), tuple(held), tuple(regions))
+
+
+def workload_of(profile: MemoryProfile) -> Workload:
+    layers = len(profile.regions)
+    return Workload("L", tuple(Variable(f"v{n}", (1,)) for n in reversed(range(layers))))
+
+
+def replayed(profile: MemoryProfile, runs: list[Run]) -> int:
+    """The peak of a step with `runs` computed twice, by keeping a set of tensors while it goes through the step."""
+    layers = len(profile.regions)
+    fixed = sum(one.bytes for one in profile.lifetimes if one.born is None)
+    peak = 0
+    held: dict[int, int] = {}
+
+    def enter(at: int, again: Run | None) -> None:
+        nonlocal peak
+        for number, one in enumerate(profile.lifetimes):
+            if one.born == at and (again is None or again.drops(one) or one.kind is Held.TEMPORARY):
+                held[number] = one.bytes
+        peak = max(peak, fixed + sum(held.values()))
+
+    def leave(at: int) -> None:
+        for number in [n for n in held if profile.lifetimes[n].dies == at]:
+            del held[number]
+
+    for at in range(2 * layers + 1):
+        back = 2 * layers - 1 - at
+        for run in runs:
+            if at >= layers and back == run.last:
+                for again in range(run.first, run.last + 1):
+                    enter(again, run)
+                    leave(again)
+        enter(at, None)
+        leave(at)
+        for run in runs:
+            if at == run.last:
+                for number in [n for n in held if run.drops(profile.lifetimes[n])]:
+                    del held[number]
+    return peak
+
+
+def choices(profile: MemoryProfile) -> list[list[Run]]:
+    """All sets of disjoint runs."""
+    runs = candidates(profile)
+    sets = chain.from_iterable(combinations(runs, size) for size in range(len(runs) + 1))
+    spans = [(list(chosen), [n for run in chosen for n in range(run.first, run.last + 1)]) for chosen in sets]
+    return [chosen for chosen, numbers in spans if len(set(numbers)) == len(numbers)]
+
+
+def plain(profile: MemoryProfile, workload: Workload) -> MemoryEstimate:
+    return peak_memory(profile)
+
+
+@settings(max_examples=60, deadline=None)
+@given(layered(), st.data())
+def test_recomputation_is_what_a_walk_through_the_step_finds(profile: MemoryProfile, data: st.DataObject) -> None:
+    runs: list[Run] = []
+    at = 0
+    while at < len(profile.regions):
+        length = data.draw(st.integers(0, len(profile.regions) - at))
+        if length:
+            runs.append(Run(at, at + length - 1))
+        at += max(1, length)
+    assert peak_memory(recomputed(profile, runs)).peak_bytes == replayed(profile, runs)
+
+
+@settings(max_examples=25, deadline=None)
+@given(layered().filter(lambda profile: len(profile.regions) <= 4), st.floats(0.5, 1.0))
+def test_the_chosen_runs_fit_and_no_others_that_fit_cost_less(profile: MemoryProfile, share: float) -> None:
+    workload = workload_of(profile)
+    budget = int(peak_memory(profile).peak_bytes * share)
+    seconds = {
+        str(chosen): sum(profile.segments[n].seconds for run in chosen for n in range(run.first, run.last + 1))
+        for chosen in choices(profile)
+    }
+    fitting = [seconds[str(chosen)] for chosen in choices(profile) if replayed(profile, chosen) <= budget]
+    chosen = choose_runs(profile, workload, budget, plain)
+    assert chosen.fits == bool(fitting)
+    if fitting:
+        assert peak_memory(recomputed(profile, chosen.runs)).peak_bytes <= budget
+        assert abs(seconds[str(list(chosen.runs))] - min(fitting)) < 1e-9
+
+
+@given(layered(), st.integers(1, 4))
+def test_a_batch_in_parts_keeps_the_time_and_what_no_batch_changes(profile: MemoryProfile, parts: int) -> None:
+    after = accumulated(profile, parts)
+    assert abs(float(after.end_s[-1] - profile.end_s[-1])) < 1e-9
+    assert after.always_bytes == profile.always_bytes
+    assert after.live_bytes[-1] <= profile.live_bytes[-1]
+    if parts == 1:
+        assert after.live_bytes.tolist() == profile.live_bytes.tolist()
+
+
+@given(layered(), SIZES)
+def test_more_bytes_anywhere_never_lower_the_peak(profile: MemoryProfile, size: int) -> None:
+    more = replace(profile, lifetimes=(*profile.lifetimes, Lifetime(size, Held.ACTIVATION, 0, len(profile.segments) - 1)))
+    assert peak_memory(more).peak_bytes == peak_memory(profile).peak_bytes + size
