@@ -22,6 +22,7 @@ from autotune.cluster_file import read_cluster
 from autotune.commands.emulation import scheduled
 from autotune.commands.places import Ranks, Where, placed_world
 from autotune.commands.probe import measured_cluster
+from autotune.errors import LaunchError
 from autotune.records import CURRENT_SETUP, Accelerators, Conditions, Measured, Network, Role, TrialRequest
 from autotune.rng import generator
 from autotune.sampler.random import sample_many
@@ -33,10 +34,12 @@ from autotune.workload import Workload
 from benchmarks.cross_step_model import workload as layers_workload
 from benchmarks.testbed_processes import ROOT
 from runtime_rewriter.command import read_command
+from runtime_rewriter.findings import Probe
 from runtime_rewriter.world import World
 
 WARMUP_STEPS, TIMED_STEPS, MOST_STEPS, PRECISION = 3, 8, 24, 0.01
 PROBE_S = 60.0
+PROBES = 3
 REFERENCE_EVERY = 8
 SCRIPTS = {
     "resnet_digits": ("examples/resnet_digits.py", "--epochs", "100000"),
@@ -144,11 +147,21 @@ def _described(
     say(f"{model} on {cluster_name}: profiling")
     workload = replace(world.profile().workload, threads=0, model=model)  # waits take no core from messages
     say(f"{model} on {cluster_name}: probing for {PROBE_S:.0f} s")
-    cluster, _ = measured_cluster(given, world.probe(PROBE_S, lambda _: None, computing=False), datetime.now(UTC), conditions.label)
+    cluster, _ = measured_cluster(given, _probed(world, say), datetime.now(UTC), conditions.label)
     machine = {"cores": os.cpu_count(), "machine": platform.machine(), "load": os.getloadavg()[0]}
     told = {"workload": workload.to_data(), "cluster": cluster.to_data(), "round_robin": world.round_robin(), **machine}
     (own / "domain.json").write_text(json.dumps(told))
     return Domain(model, cluster_name, workload, cluster, ())
+
+
+def _probed(world: World, say: Callable[[str], None]) -> Probe:
+    """On a crowded machine a rank may fail to connect; the script is then started again."""
+    for _ in range(PROBES - 1):
+        try:
+            return world.probe(PROBE_S, lambda _: None, computing=False)
+        except LaunchError as error:
+            say(f"the probe failed, once more: {error}")
+    return world.probe(PROBE_S, lambda _: None, computing=False)
 
 
 def _run(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import numpy as np
 
 from autotune.cluster import Cluster
@@ -15,7 +18,7 @@ from autotune.lowering.messages import Members, Sender, kept_ports
 from autotune.lowering.network import Network, Sent
 from autotune.lowering.step_times import Timing
 from autotune.lowering.traffic import Ports
-from autotune.strategy_space.plan import Plan
+from autotune.strategy_space.plan import Message, Plan
 from autotune.strategy_space.strategy import CASTS
 from autotune.workload import Workload
 
@@ -57,6 +60,32 @@ class Lowering:
         """Predicted seconds per step in the steady state."""
         return replay(self.period(plan)).makespan_s
 
+    def message_graph(self, messages: Sequence[Message], ring_order: tuple[int, ...] | None = None, one_by_one: bool = False) -> Dfg:
+        """These messages alone, all of whose gradients are packed at time 0, until the last has arrived. For partial replay."""
+        batches = self._sender.batches(messages, ring_order)
+        to, count = Emitter(), len(messages)
+        issue_s = np.full(count, self.costs["issue_s"])
+        for batch in batches:
+            issue_s[batch.numbers] += 0.0 if one_by_one else batch.steps[0].prepare_s
+        first = to.add(count, lambda number: f"issue {number}", duration_s=issue_s, queue=to.queue("r0 host"), kind=Kind.PACK, worker=0)
+        issued = first + np.arange(count)
+        to.edges(issued[:-1], issued[1:])
+        layer = np.zeros(count, dtype=np.int64)
+        network = Network(batches, kept_ports(batches, fold=True), self._ports.name, self.costs, [0], one_by_one, layer, coarse=True)
+        network.emit(to, issued[None, :])
+        return to.build(("message",))
+
+    def sync_s(self, message: Message, parts: int = 1, one_by_one: bool = False) -> float:
+        """How long the message takes alone if it is cut into so many messages of about the same size (dPRO's OPTPARTNUM)."""
+        if parts < 1:
+            raise InvalidInput(f"a message can be cut into at least 1 part, but {parts} are asked for")
+        elements = message.elements
+        sizes = [elements * (number + 1) // parts - elements * number // parts for number in range(parts)]
+        first = message.slices[0]
+        rows = [max(first.rows * size // max(elements, 1), 1) for size in sizes]
+        cut = [replace(message, slices=(replace(first, elements=size, rows=own),)) for size, own in zip(sizes, rows, strict=True) if size]
+        return replay(self.message_graph(cut or [message], one_by_one=one_by_one)).makespan_s
+
 
 class _Drawing:
     """One graph."""
@@ -70,7 +99,7 @@ class _Drawing:
             )
         self.plan, self.to, self.workload = plan, Emitter(), lowering.workload
         self.members = Members.of(plan, lowering.workload)
-        batches = lowering._sender.batches(plan)
+        batches = lowering._sender.batches(plan.messages, plan.ring_order)
         ports = kept_ports(batches, fold=symmetric)
         ranks = [0] if symmetric else list(range(cluster.world_size))
         count = len(plan.messages)

@@ -90,18 +90,17 @@ class Sender:
         self._world = tuple(range(self.cluster.world_size))
         self._kinds: dict[Hashable, tuple[tuple[Step, ...], dict[Circle, tuple[tuple[int, ...], ...]]]] = {}
 
-    def batches(self, plan: Plan) -> list[Batch]:
-        """By kind; within a plan no message is in two of them."""
+    def batches(self, messages: Sequence[Message], ring_order: tuple[int, ...] | None = None) -> list[Batch]:
+        """By kind; no message is in two of them."""
         grouped: dict[Hashable, list[int]] = {}
-        for number, message in enumerate(plan.messages):
+        for number, message in enumerate(messages):
             grouped.setdefault(_kind(message), []).append(number)
-        return [self._batch(plan, kind, numbers) for kind, numbers in grouped.items()]
+        return [self._batch([messages[number] for number in numbers], ring_order, kind, numbers) for kind, numbers in grouped.items()]
 
-    def _batch(self, plan: Plan, kind: Hashable, numbers: Sequence[int]) -> Batch:
-        messages = [plan.messages[number] for number in numbers]
-        key = (kind, plan.ring_order)
+    def _batch(self, messages: Sequence[Message], ring_order: tuple[int, ...] | None, kind: Hashable, numbers: Sequence[int]) -> Batch:
+        key = (kind, ring_order)
         if key not in self._kinds:
-            self._kinds[key] = self._steps(messages[0], plan.ring_order)
+            self._kinds[key] = self._steps(messages[0], ring_order)
         steps, circles = self._kinds[key]
         sizes = sizes_of(messages)
         made = []
