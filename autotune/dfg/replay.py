@@ -42,11 +42,8 @@ def replay(dfg: Dfg, duration_s: FloatArray | None = None) -> Timeline:
 
 
 def work_of(dfg: Dfg, duration_s: FloatArray | None = None) -> Work:
-    if duration_s is None:
-        duration_s = dfg.duration_s
-    else:
-        duration_s = checked_durations(duration_s, (dfg.ops,))
-    return Work(duration_s, dfg.queue, dfg.child_start, dfg.child)
+    durations_s = dfg.duration_s if duration_s is None else checked_durations(duration_s, (dfg.ops,))
+    return Work(durations_s, dfg.queue, dfg.child_start, dfg.child)
 
 
 def checked_durations(duration_s: FloatArray, shape: tuple[int, ...]) -> FloatArray:
@@ -56,6 +53,8 @@ def checked_durations(duration_s: FloatArray, shape: tuple[int, ...]) -> FloatAr
         raise InvalidInput(f"durations must have shape {shape}, but have {durations.shape}")
     if durations.size and not (durations.min() >= 0 and durations.max() < np.inf):
         raise InvalidInput(f"durations must be finite and at least 0, but go from {durations.min()} to {durations.max()}")
+    durations = durations.view()
+    durations.flags.writeable = False  # as the graph's own, so that the loop is compiled for one kind of array only
     return durations
 
 
