@@ -27,6 +27,8 @@ GAIN = 1e-5
 """Share of the step below which a gain is not taken: it would be noise in any trial."""
 CLIMBS = 3
 """Starting points from which Alg. 1 is run."""
+HIDDEN = 5e-4
+"""Share of the computation up to which what is not hidden behind it is not worth a walk among neighbours."""
 STALE = 60
 """Neighbours without a gain, after which the walk goes on from the second-best valley."""
 
@@ -133,7 +135,7 @@ class Search:
         rng = generator(self.seed, "optimizer")
         stale = 0
         problem = self.problem
-        while not self._spent() and self.found.families and stale < 2 * STALE:
+        while not self._spent() and self.found.families and stale < 2 * STALE and not self._hidden():
             families = sorted(self.found.families.items(), key=lambda entry: entry[1][0])
             _, (step_s, state) = families[(stale // STALE) % len(families)]
             strategy = state.strategy
@@ -145,6 +147,11 @@ class Search:
             if found_s is not None and found_s < self.found.families.get(strategy.cross_step, (step_s, state))[0] * (1 - GAIN):
                 stale = 0
                 self._keep(candidate, found_s, "neighbour")
+
+    def _hidden(self) -> bool:
+        """Whether the best has next to nothing but its computation left."""
+        best = self.found.best
+        return best is not None and self.found.step_s <= self.problem.workload_of(best).compute_s * (1 + HIDDEN)
 
     def _keep(self, state: State, step_s: float, by: str) -> None:
         found, family = self.found, state.strategy.cross_step
