@@ -78,6 +78,13 @@ def reordered(state: State, problem: Problem, order: Sequence[int]) -> Strategy:
     return draft.written()
 
 
+def replanned(state: State, problem: Problem) -> Strategy:
+    """Across steps the order that the closed form finds best for these messages."""
+    draft = draft_of(state, problem)
+    draft.order_by_need()
+    return draft.written()
+
+
 def like(state: State, problem: Problem, kinds: Mapping[int, Shard]) -> Strategy:
     """Messages synchronized and compressed as these shards are; rooted ones on the server that would be done first.
 
