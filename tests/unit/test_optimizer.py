@@ -51,7 +51,7 @@ def check(found: Optimized, workload: Workload, cluster: Cluster, space: SearchS
     assert not found.cut_short
     assert found.bound_s * (1 - 1e-9) <= found.predicted_step_s <= min(found.starts_s.values())
     assert [kept.step_s for kept in found.log] == sorted((kept.step_s for kept in found.log), reverse=True)
-    assert found.log[-1].step_s == found.predicted_step_s
+    assert found.log[-1].step_s == found.predicted_step_s == found.timeline.makespan_s
 
 
 @pytest.mark.parametrize("cluster", [NETWORK, TWO_LEVEL], ids=lambda cluster: cluster.name)
