@@ -51,7 +51,6 @@ class FixedOrder:
         The transpose of an array of shape (N, B) is read fastest. Raises `InvalidInput` for a wrong shape, or where a duration is not
         finite or below 0.
         """
-        durations_s = np.asarray(durations_s)
         if durations_s.ndim != 2 or durations_s.shape[1] != self.ops:
             raise InvalidInput(f"durations must have shape (sets, {self.ops}), but have {durations_s.shape}")
         if durations_s.size and not (durations_s.min() >= 0 and durations_s.max() <= np.finfo(np.float32).max):

@@ -306,14 +306,15 @@ def _announce(op: int, size: int, end_s: float, work: Work, state: State, rules:
 
 @compiled()
 def run(work: Work, state: State, rules: Rules | None, waiting: Waiting | None, until: int) -> None:  # noqa: C901 half of it is compiled away
-    """Go on until the ends of `until` ops are known or nothing is left to do."""
+    """Go on until the ends of `until` ops are known; if these are all ops, until nothing is left to do."""
     heap_s, heap_code, counts = state.heap_s, state.heap_code, state.counts
     size, known, now_s = counts[0], counts[1], state.now_s[0]
-    while size > 0 and known < until:
+    while size > 0 and (known < until or until == len(work.queue)):
         now_s = heap_s[0]
         code = heap_code[0]
         op = code
         if rules is not None:
+            assert waiting is not None
             size -= 1
             _sink(heap_s, heap_code, size, heap_s[size], heap_code[size])
             op, size = _settle(code, now_s, size, work, state, rules, waiting)

@@ -12,13 +12,17 @@ snapshot of the changed replay, and going on from it gives bit for bit what a fu
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autotune.dfg.event_loop import State, Waiting, run
-from autotune.dfg.graph import Dfg, FloatArray, IntArray
+from autotune.dfg.graph import Dfg, FloatArray
 from autotune.dfg.replay import Timeline, checked_durations, finished, first_state, first_waiting, rules_of, work_of
 from autotune.errors import InvalidInput
+
+Numbers = NDArray[np.integer[Any]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +62,7 @@ class IncrementalReplay:
         changed = np.flatnonzero(checked_durations(duration_s, (self._dfg.ops,)) != self.timeline.duration_s)
         return self._resume(duration_s, changed)
 
-    def replay_changed(self, ops: IntArray, duration_s: FloatArray) -> Resumed:
+    def replay_changed(self, ops: Numbers, duration_s: FloatArray) -> Resumed:
         """The same with the durations of some `ops` changed, both of shape (C,). Raises `InvalidInput` also for ops that are not there."""
         if len(ops) and not (np.min(ops) >= 0 and np.max(ops) < self._dfg.ops):
             raise InvalidInput(f"changed ops must be 0 to {self._dfg.ops - 1}, but are {np.min(ops)} to {np.max(ops)}")
@@ -66,7 +70,7 @@ class IncrementalReplay:
         changed_s[ops] = checked_durations(duration_s, np.shape(ops))
         return self._resume(changed_s, ops)
 
-    def _resume(self, duration_s: FloatArray, changed: IntArray) -> Resumed:
+    def _resume(self, duration_s: FloatArray, changed: Numbers) -> Resumed:
         if not len(changed):
             return Resumed(self.timeline, 0)
         work = work_of(self._dfg, duration_s)
@@ -82,5 +86,5 @@ def _copy(state: State, waiting: Waiting | None) -> tuple[State, Waiting | None]
     heap_s, heap_code = np.empty_like(state.heap_s), np.empty_like(state.heap_code)
     heap_s[:events], heap_code[:events] = state.heap_s[:events], state.heap_code[:events]
     arrays = {name: array.copy() for name, array in state._asdict().items() if not name.startswith("heap")}
-    copy = State(**arrays, heap_s=heap_s, heap_code=heap_code)
-    return copy, None if waiting is None else Waiting(*(array.copy() for array in waiting))
+    copy = state._replace(**arrays, heap_s=heap_s, heap_code=heap_code)
+    return copy, None if waiting is None else waiting._replace(**{name: array.copy() for name, array in waiting._asdict().items()})

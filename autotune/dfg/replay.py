@@ -59,15 +59,11 @@ def checked_durations(duration_s: FloatArray, shape: tuple[int, ...]) -> FloatAr
 
 
 def rules_of(dfg: Dfg) -> Rules | None:
-    """None for a graph of FIFO queues without gaps, channels and locks."""
-    by_priority = dfg.discipline == Discipline.PRIORITY
-    late = by_priority.copy()
-    through = dfg.channel >= 0
-    late[dfg.channel[through]] = True
-    late[dfg.queue[through]] = True
-    if not (late.any() or (dfg.acquires >= 0).any() or (dfg.releases >= 0).any() or dfg.gap_s.any()):
+    """None for a plain graph."""
+    if dfg.is_plain:
         return None
-    return Rules(dfg.gap_s, dfg.channel, dfg.priority, dfg.acquires, dfg.releases, dfg.lock_capacity, late, by_priority)
+    by_priority = dfg.discipline == Discipline.PRIORITY
+    return Rules(dfg.gap_s, dfg.channel, dfg.priority, dfg.acquires, dfg.releases, dfg.lock_capacity, dfg.late_queues, by_priority)
 
 
 def first_state(dfg: Dfg, rules: Rules | None) -> State:

@@ -19,8 +19,8 @@ from tests.property.dfg_twin import graphs
 LAYERS = 5
 
 
-def computation(builder: DfgBuilder, worker: int, rng: np.random.Generator) -> list[int]:
-    """A worker's forward and backward pass; the backward ops by layer. All workers draw the same durations."""
+def computation(builder: DfgBuilder, worker: int, rng: np.random.Generator) -> tuple[int, list[int]]:
+    """A worker's device with its forward and backward pass, and the backward ops by layer. All workers draw the same durations."""
     queue = builder.queue(f"device {worker}")
     last: list[int] = []
     for layer in range(LAYERS):
@@ -29,7 +29,7 @@ def computation(builder: DfgBuilder, worker: int, rng: np.random.Generator) -> l
     for layer in reversed(range(LAYERS)):
         last = [builder.op(f"backward {layer}", queue, rng.uniform(), Kind.BACKWARD, last, worker=worker)]
         backward[layer] = last[0]
-    return [backward[layer] for layer in range(LAYERS)]
+    return queue, [backward[layer] for layer in range(LAYERS)]
 
 
 def ring(workers: int, seed: int, discipline: Discipline, steps: int = 4) -> Dfg:
@@ -39,7 +39,7 @@ def ring(workers: int, seed: int, discipline: Discipline, steps: int = 4) -> Dfg
     sent = {}
     for worker in range(workers):
         rng = np.random.default_rng(seed)
-        backward = computation(builder, worker, rng)
+        device, backward = computation(builder, worker, rng)
         send = builder.queue(f"send {worker}", discipline)
         for layer in range(LAYERS):
             step_s = rng.uniform()
@@ -54,9 +54,7 @@ def ring(workers: int, seed: int, discipline: Discipline, steps: int = 4) -> Dfg
                     priority=layer,
                     worker=worker,
                 )
-            update = builder.op(
-                f"update {layer}", builder._queues.index((f"device {worker}", Discipline.FIFO)), 0.1, Kind.UPDATE, worker=worker
-            )
+            update = builder.op(f"update {layer}", device, 0.1, Kind.UPDATE, worker=worker)
             sent[worker, layer, steps] = update
     for (worker, layer, step), op in sent.items():
         if step:
@@ -73,7 +71,7 @@ def servers(workers: int, seed: int, shared_link: bool = False) -> Dfg:
     down = []
     for worker in range(workers):
         rng = np.random.default_rng(seed)
-        backward = computation(builder, worker, rng)
+        _, backward = computation(builder, worker, rng)
         up = link if shared_link else builder.queue(f"up {worker}")
         down.append(builder.queue(f"down {worker}"))
         for layer in range(LAYERS):
@@ -173,13 +171,11 @@ def test_one_op_that_differs_is_refused(name: str) -> None:
 
 
 def test_one_edge_that_differs_is_refused() -> None:
-    builder_dfg = ring(3, 0, Discipline.FIFO)
-    start, child = builder_dfg.child_start.copy(), builder_dfg.child
+    dfg = ring(3, 0, Discipline.FIFO)
+    with_children = int(np.flatnonzero(np.diff(dfg.child_start))[-1])
+    without_last = dfg.child_start - (np.arange(dfg.ops + 1) > with_children)
     with pytest.raises(InvalidInput, match="follow"):
-        start[builder_dfg.ops :] -= 1
-        last_with_child = int(np.flatnonzero(np.diff(builder_dfg.child_start))[-1])
-        start[last_with_child + 1 : builder_dfg.ops] -= 1
-        fold(replace(builder_dfg, child_start=start, child=child[:-1]))
+        fold(replace(dfg, child_start=without_last, child=dfg.child[:-1]))
 
 
 def test_given_representatives_are_checked() -> None:
