@@ -11,8 +11,8 @@ from autotune.errors import InvalidInput
 class Budget:
     """`replays` of whole steps at most, and `seconds` of wall clock as the emergency brake; each over the whole search."""
 
-    replays: int = 600
-    seconds: float = 10.0
+    replays: int = 400
+    seconds: float = 30.0
 
     def __post_init__(self) -> None:
         if self.replays < 1 or self.seconds <= 0:

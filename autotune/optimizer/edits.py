@@ -11,7 +11,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from autotune.optimizer.coarsen import block_pattern
-from autotune.optimizer.state import Problem, State
+from autotune.optimizer.state import Problem, State, planned
 from autotune.rng import generator
 from autotune.strategy_space.builders.partitions import even_partition
 from autotune.strategy_space.draft import Draft, DraftMessage, Member
@@ -20,7 +20,13 @@ from autotune.strategy_space.strategy import ROOTED, Partition, Shard, SparseHan
 
 
 def draft_of(state: State, problem: Problem) -> Draft:
-    return Draft(state.strategy, problem.workload, problem.cluster, problem.space, generator(0, "unused"))
+    """The state's messages, to be changed; what many edits of one state share is worked out once."""
+    known = state.known
+    if known.draft is None or known.drafted_for is not problem:
+        made = planned(state, problem)
+        known.draft = Draft(state.strategy, problem.workload, problem.cluster, problem.space, generator(0, "unused"), made)
+        known.drafted_for = problem
+    return known.draft.copy()
 
 
 def can_merge(one: Message, other: Message) -> bool:
@@ -75,6 +81,13 @@ def reordered(state: State, problem: Problem, order: Sequence[int]) -> Strategy:
     draft = draft_of(state, problem)
     draft.messages = [draft.messages[number] for number in order]
     draft.in_ready_order = False
+    return draft.written()
+
+
+def replanned(state: State, problem: Problem) -> Strategy:
+    """Across steps the order that the closed form finds best for these messages."""
+    draft = draft_of(state, problem)
+    draft.order_by_need()
     return draft.written()
 
 

@@ -11,12 +11,8 @@ from numpy.typing import NDArray
 from autotune.cluster import Cluster
 from autotune.dfg.graph import NONE, Dfg, Kind
 from autotune.dfg.replay import Timeline, replay
-from autotune.lowering.emit import Emitter
 from autotune.lowering.lower import Lowering
-from autotune.lowering.messages import Sender, kept_ports
-from autotune.lowering.network import Network, Sent
-from autotune.lowering.step_times import Timing
-from autotune.lowering.traffic import Ports
+from autotune.lowering.network import Sent
 from autotune.strategy_space.plan import Message, Plan
 from autotune.workload import Workload
 
@@ -40,10 +36,8 @@ class LoweredSteps:
     """
 
     def __init__(self, workload: Workload, cluster: Cluster, symmetric: bool = True, taken_share: float = 0.0) -> None:
-        self._workload, self._cluster, self._symmetric = workload, cluster, symmetric
+        self._symmetric = symmetric
         self._lowering = Lowering(workload, cluster, taken_share=taken_share)
-        self._ports = Ports(cluster)
-        self._sender = Sender(Timing(cluster, self._ports, self._lowering.costs), self._lowering.costs)
 
     def step_s(self, plan: Plan) -> float:
         return replay(self._lowering.period(plan, self._symmetric)).makespan_s
@@ -63,17 +57,9 @@ class LoweredSteps:
         critical = tuple(dict.fromkeys(number for number in path if number >= 0))
         return Observed(timeline.makespan_s, np.minimum(start_s, end_s), end_s, critical)
 
-    def sync_s(self, messages: Sequence[Message]) -> float:
-        """Partial replay: these messages alone, all issued at once in their order."""
-        plan = Plan(self._workload.id, self._cluster.world_size, tuple(messages))
-        batches = self._sender.batches(plan)
-        to, count = Emitter(), len(messages)
-        start = to.add(1, lambda _: "issue", kind=Kind.VIRTUAL)
-        layer = np.full(count, NONE, dtype=np.int64)
-        ports = kept_ports(batches, fold=True)
-        network = Network(batches, ports, self._ports.name, self._lowering.costs, [0], False, layer, False)
-        network.emit(to, np.full((1, count), start))
-        return replay(to.build(())).makespan_s
+    def sync_s(self, messages: Sequence[Message], across: bool) -> float:
+        """Partial replay: these messages alone, all issued at once in their order; `across` steps one thread sends them one by one."""
+        return replay(self._lowering.message_graph(messages, one_by_one=across)).makespan_s
 
 
 def message_of_op(dfg: Dfg, sent: Sent) -> NDArray[np.int64]:

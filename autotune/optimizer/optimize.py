@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autotune.cluster import Cluster
+from autotune.dfg.replay import Timeline
 from autotune.optimizer.budget import Budget
 from autotune.optimizer.fused_time import ASSUMED, LaunchGaps
 from autotune.optimizer.registry import all_starts, default_passes
@@ -32,7 +33,8 @@ class Optimized:
     `before_step_s`: of the strategy before, by default DDP's buckets. `bound_s`: no synchronization that hides behind computation as
     far as it can is faster (`full_overlap_s`). `starts_s`: the replayed starting points by name. `log`: what was kept and by what.
     `dropped`: proposals outside the space or that the runtime refuses. `cut_short`: the wall clock ended the search, so that another
-    run may find something else. `assumed`: figures in it that nobody measured.
+    run may find something else. `timeline`: the replayed step, from the start of its backward pass to the next. `assumed`: figures in
+    it that nobody measured.
     """
 
     strategy: Strategy
@@ -50,6 +52,7 @@ class Optimized:
     dropped: int
     cut_short: bool
     seconds: float
+    timeline: Timeline
     assumed: tuple[str, ...] = ()
 
 
@@ -108,6 +111,7 @@ def optimize(
         found.dropped,
         found.cut_short,
         time.monotonic() - began_s,
+        replays.timeline(best),
         tuple(assumed),
     )
 

@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from autotune.optimizer.budget import Budget
 from autotune.optimizer.replays import Replays
 from autotune.optimizer.state import Pass, Problem, State
@@ -27,8 +29,12 @@ GAIN = 1e-5
 """Share of the step below which a gain is not taken: it would be noise in any trial."""
 CLIMBS = 3
 """Starting points from which Alg. 1 is run."""
-STALE = 60
-"""Neighbours without a gain, after which the walk goes on from the second-best valley."""
+HIDDEN = 5e-4
+"""Share of the computation up to which what is not hidden behind it is not worth a walk among neighbours."""
+NEIGHBOURS = 8
+"""Random neighbours of a state, of which the fastest is climbed from."""
+STALE = 12
+"""Climbs without a gain, after which the search ends."""
 
 
 @dataclass(frozen=True)
@@ -129,22 +135,32 @@ class Search:
         return best
 
     def _wander(self) -> None:
-        """Neighbours of the best states of both families; of a gain the passes make the most at once."""
-        rng = generator(self.seed, "optimizer")
-        stale = 0
-        problem = self.problem
-        while not self._spent() and self.found.families and stale < 2 * STALE:
-            families = sorted(self.found.families.items(), key=lambda entry: entry[1][0])
-            _, (step_s, state) = families[(stale // STALE) % len(families)]
-            strategy = state.strategy
-            for _ in range(int(rng.integers(1, 4))):
-                strategy = mutate(strategy, problem.workload, problem.cluster, problem.space, rng)
-            candidate = state.with_strategy(strategy)
-            found_s = self.step_s(candidate)
+        """Climbs from random neighbours of the best states, of each family in turn and of the faster one twice as often."""
+        rng, stale = generator(self.seed, "optimizer"), 0
+        while not self._spent() and self.found.families and stale < STALE and not self._hidden():
+            families = sorted(self.found.families.values(), key=lambda entry: entry[0])
+            neighbours = [self._neighbour(families[0 if stale % 3 < 2 else -1][1], rng) for _ in range(NEIGHBOURS)]
+            scored = [(step_s, number) for number, state in enumerate(neighbours) if (step_s := self.step_s(state)) is not None]
             stale += 1
-            if found_s is not None and found_s < self.found.families.get(strategy.cross_step, (step_s, state))[0] * (1 - GAIN):
+            if not scored:
+                continue
+            step_s, number = min(scored)
+            before_s = {across: own_s for across, (own_s, _) in self.found.families.items()}
+            self._keep(neighbours[number], step_s, "neighbour")
+            self.climb(neighbours[number], step_s)
+            if any(own_s < before_s.get(across, float("inf")) * (1 - GAIN) for across, (own_s, _) in self.found.families.items()):
                 stale = 0
-                self._keep(candidate, found_s, "neighbour")
+
+    def _neighbour(self, state: State, rng: np.random.Generator) -> State:
+        strategy, problem = state.strategy, self.problem
+        for _ in range(int(rng.integers(1, 4))):
+            strategy = mutate(strategy, problem.workload, problem.cluster, problem.space, rng)
+        return state.with_strategy(strategy)
+
+    def _hidden(self) -> bool:
+        """Whether the best has next to nothing but its computation left."""
+        best = self.found.best
+        return best is not None and self.found.step_s <= self.problem.workload_of(best).compute_s * (1 + HIDDEN)
 
     def _keep(self, state: State, step_s: float, by: str) -> None:
         found, family = self.found, state.strategy.cross_step

@@ -13,21 +13,37 @@ from autotune.optimizer.state import Problem, State
 from autotune.profiling.op_graph import OpFusion
 from autotune.strategy_space.builders.catalogue import seed_strategies
 from autotune.strategy_space.builders.cross_step import in_planned_order
-from autotune.strategy_space.plan import PRIMITIVE_OF
+from autotune.strategy_space.cross_step import MessageTimes, channel_ends_s
+from autotune.strategy_space.plan import PRIMITIVE_OF, plan
 from autotune.strategy_space.strategy import Shard, Strategy, Synchronizer
 from autotune.strategy_space.sync_cost import MessageKind, Rates
 
 COLLECTIVES = (Synchronizer.ALL_REDUCE, Synchronizer.REDUCE_SCATTER_ALL_GATHER)
 ORDER_NODES = 40
+HOPELESS = 2.0
+"""Times the shortest estimate of the closed form, beyond which a start is not replayed: many small messages make large graphs."""
 
 
 def started(problem: Problem, fusion: OpFusion) -> list[tuple[str, State]]:
-    """(name, state), each strategy once; all lie in the problem's space. `fusion` is what all of them begin with."""
+    """(name, state), each strategy once; all lie in the problem's space, and none is hopeless. `fusion` is what they begin with."""
     found: dict[Strategy, str] = {}
+    estimated: dict[Strategy, float] = {}
     for name, strategy in [*seed_strategies(problem.workload, problem.cluster, problem.space), *_best_cuts(problem, fusion)]:
         if problem.space.contains(strategy, problem.workload, problem.cluster):
             found.setdefault(strategy, name)
-    return [(name, State(strategy, fusion)) for strategy, name in found.items()]
+            estimated.setdefault(strategy, _estimated_s(strategy, problem))
+    limit_s = HOPELESS * min(estimated.values(), default=0.0)
+    return [(name, State(strategy, fusion)) for strategy, name in found.items() if estimated[strategy] <= limit_s]
+
+
+def _estimated_s(strategy: Strategy, problem: Problem) -> float:
+    """The step by the closed form of one channel, which takes a fraction of a replay."""
+    workload = problem.workload
+    times = MessageTimes.of(plan(strategy, workload, problem.cluster.world_size), workload, problem.cluster)
+    if strategy.cross_step:
+        return times.period_s
+    sent_s = float(channel_ends_s(times.ready_s, times.cost_s)[-1])
+    return workload.forward_s + max(workload.backward_s, sent_s) + workload.update_s
 
 
 def _best_cuts(problem: Problem, fusion: OpFusion) -> Iterator[tuple[str, Strategy]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -18,6 +19,7 @@ from autotune.cluster import Cluster
 from autotune.errors import InvalidInput
 from autotune.optimizer.coarsen import tensor_groups
 from autotune.profiling.op_graph import FusedTime, OpFusion, OpGraph, summed
+from autotune.strategy_space.draft import Draft
 from autotune.strategy_space.plan import Message, Plan, plan
 from autotune.strategy_space.space import SearchSpace
 from autotune.strategy_space.strategy import Strategy
@@ -69,6 +71,16 @@ class Problem:
         return made if state.compute_factor == 1 else scaled(made, state.compute_factor)
 
 
+@dataclass
+class Known:
+    """What was worked out of a state for one problem; no part of its identity."""
+
+    plan: Plan | None = None
+    planned_for: Problem | None = None
+    draft: Draft | None = None
+    drafted_for: Problem | None = None
+
+
 @dataclass(frozen=True)
 class State:
     """One point of the search. `compute_factor`: what forward and backward pass take, times what was measured; a pass that changes it
@@ -79,6 +91,10 @@ class State:
     fusion: OpFusion = field(default_factory=OpFusion)
     compute_factor: float = 1.0
     assumed: tuple[str, ...] = ()
+
+    @cached_property
+    def known(self) -> Known:
+        return Known()
 
     def with_strategy(self, strategy: Strategy) -> State:
         return replace(self, strategy=strategy)
@@ -131,4 +147,8 @@ def scaled(workload: Workload, factor: float) -> Workload:
 
 
 def planned(state: State, problem: Problem) -> Plan:
-    return plan(state.strategy, problem.workload, problem.cluster.world_size)
+    """The state's plan, made once."""
+    known = state.known
+    if known.plan is None or known.planned_for is not problem:
+        known.plan, known.planned_for = plan(state.strategy, problem.workload, problem.cluster.world_size), problem
+    return known.plan

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,6 +48,8 @@ FIRST_EXPLORERS, EXPLORERS = 0.5, 0.17
 """Share of a round's trials (the first, the later ones) that goes to strategies which the ranker would not have tried."""
 OPTIMIZER = Budget(replays=200, seconds=30.0)
 """What the optimizer may replay before the first round: a second or two. The seconds only end it where something is wrong."""
+LEADERS = 0.5
+"""Share of the first round's trials that the optimizer's strategies may take."""
 BAYES_ASKS = 20
 """How often in a row a baseline that proposes a known plan again is told its known time."""
 FAILED_FACTOR = 2.0
@@ -86,6 +88,11 @@ class _Scores:
     hidden: NDArray[np.float64] | None
     quality: tuple[RankingQuality, ...]
 
+    def of(self, numbers: Sequence[int]) -> _Scores:
+        """Those of these candidates."""
+        predicted_s = self.predicted_s[list(numbers)] if self.predicted_s is not None else None
+        return replace(self, predicted_s=predicted_s, hidden=self.hidden[list(numbers)] if self.hidden is not None else None)
+
 
 class Proposer:
     """Proposes for one job. `simulators` builds each learned simulator anew."""
@@ -111,9 +118,12 @@ class Proposer:
             proposals = tuple(Proposal(candidate.strategy, candidate.origin) for candidate in pool[:count])
             return Proposed(round_, proposals, "random", _said("random search was asked for", refusals), len(pool), (), 0.0)
         scores = self._score(history, round_, pool)
-        leading = [i for i, candidate in enumerate(pool) if candidate.replayed_s is not None][:count]
-        others = [i for i in self._choose(pool, scores, count, round_) if i not in leading]
-        proposals = tuple(_proposal(pool[i], scores, i) for i in [*leading, *others][:count])
+        leading = [i for i, candidate in enumerate(pool) if candidate.replayed_s is not None][: max(1, round(LEADERS * count))]
+        rest = [i for i in range(len(pool)) if i not in leading]
+        if rest and len(leading) < count:
+            chosen = self._choose([pool[i] for i in rest], scores.of(rest), count - len(leading), round_)
+            leading += [rest[i] for i in chosen]
+        proposals = tuple(_proposal(pool[i], scores, i) for i in leading)
         return Proposed(round_, proposals, scores.ranker, _said(scores.reason, refusals), len(pool), scores.quality, 0.0)
 
     def _pool(self, history: History, round_: int) -> _Pool:

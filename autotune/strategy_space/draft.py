@@ -7,6 +7,7 @@ and equal results are equal strategies.
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -45,7 +46,16 @@ class DraftMessage:
 class Draft:
     """Messages stand in issue order, members sorted. All changes keep to what can be planned."""
 
-    def __init__(self, strategy: Strategy, workload: Workload, cluster: Cluster, space: SearchSpace, rng: np.random.Generator) -> None:
+    def __init__(
+        self,
+        strategy: Strategy,
+        workload: Workload,
+        cluster: Cluster,
+        space: SearchSpace,
+        rng: np.random.Generator,
+        made: Plan | None = None,
+    ) -> None:
+        """`made`: the strategy's plan, where it is known."""
         self.workload, self.cluster, self.space, self.rng = workload, cluster, space, rng
         self.hierarchy = space.hierarchy_for(cluster)
         self.ranks = server_ranks(cluster)
@@ -60,11 +70,18 @@ class Draft:
             for number, part in enumerate(cut(variable, self.partitions[position]))
         }
         self.messages: list[DraftMessage] = []
-        for message in plan(strategy, workload, cluster.world_size).messages:
+        for message in (made or plan(strategy, workload, cluster.world_size)).messages:
             own = sorted(members[part.variable, part.start] for part in message.slices)
             position, number = own[0]
             self.messages.append(DraftMessage(own, replace(choices[position].shards[number], group=None, priority=0), message.dtype))
         self.in_ready_order = self.messages == sorted(self.messages, key=lambda message: message.ready)
+
+    def copy(self) -> Draft:
+        """The same draft, to be changed apart from this one; both draw from one generator."""
+        made = copy(self)
+        made.partitions, made.sparse = list(self.partitions), list(self.sparse)
+        made.messages = [replace(message, members=list(message.members)) for message in self.messages]
+        return made
 
     def written(self) -> Strategy:
         """The strategy in normal form."""

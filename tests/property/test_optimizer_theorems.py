@@ -88,6 +88,7 @@ def test_theorem_2_holds_as_printed_where_costs_rise_and_messages_are_cheaper_to
 
 @settings(deadline=None)
 @given(TIMES, TIMES, TIMES, TIMES, TIMES, TIMES, TIMES)
+@example(start=0, p1=1, p2=1, free=9, t1=1, t2=1, t12=3)  # the channel is busy, and messages cost more together
 def test_theorem_2_without_its_assumptions_says_what_the_replay_says(
     start: float, p1: float, p2: float, free: float, t1: float, t2: float, t12: float
 ) -> None:

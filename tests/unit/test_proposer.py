@@ -6,10 +6,11 @@ import re
 
 import pytest
 
-from autotune.cluster import Cluster
+from autotune.cluster import Cluster, Host
 from autotune.events import Profiled
 from autotune.history import History
 from autotune.job import JobSpec, Search
+from autotune.optimizer.observe import LoweredSteps
 from autotune.records import Accelerators, Conditions, Network
 from autotune.sampler.proposer import Proposer
 from autotune.strategy_space.enactable import why_refused
@@ -44,6 +45,39 @@ def test_compressors_that_scaled_bytes_refuse_are_not_drawn(byte_scale: float, f
     used = compressors_of([proposal.strategy for proposal in proposed.proposals])
     assert bool(used & ERROR_FEEDBACK) is fed_back and Compressor.FP16 in used
     assert "cannot be enacted" not in proposed.reason
+
+
+SLOW_NETWORK = Cluster("slow", tuple(Host(f"h{i}", 1, 12.5e6, 1e-4, 10e9, 1e-5) for i in range(4)))
+
+
+def test_the_first_trials_are_what_the_optimizer_found_with_its_predictions() -> None:
+    spec = JobSpec(("torchrun", "train.py"), 4, SLOW_NETWORK, lossy=True, samples_per_round=40)
+    history = History((Profiled(MODEL, SLOW_NETWORK, 1.0, {"torch": "2.13.0"}),), 0.1)
+    first = Proposer(spec, {}).propose(history, 0, 8).proposals
+    leading = [proposal for proposal in first if proposal.origin.startswith("optimizer: ")]
+    assert list(first[:4]) == leading and len(first) == 8
+    assert leading[0].origin.startswith("optimizer: lossy")
+    steps = LoweredSteps(MODEL, SLOW_NETWORK)
+    for proposal in leading:
+        assert proposal.predicted_s == steps.step_s(plan(proposal.strategy, MODEL, 4))
+    later = Proposer(spec, {}).propose(history, 1, 8).proposals
+    assert not any(proposal.origin.startswith("optimizer") for proposal in later)
+
+
+@pytest.mark.parametrize("search", [Search.RANDOM, Search.NO_SIMULATOR])
+def test_the_baselines_do_without_the_optimizer(search: Search) -> None:
+    spec = JobSpec(("torchrun", "train.py"), 4, SLOW_NETWORK, search=search, samples_per_round=40)
+    history = History((Profiled(MODEL, SLOW_NETWORK, 1.0, {"torch": "2.13.0"}),), 0.1)
+    proposed = Proposer(spec, {}).propose(history, 0, 8)
+    assert not any(proposal.origin.startswith("optimizer") for proposal in proposed.proposals)
+
+
+def test_the_optimizer_keeps_to_what_the_script_allows() -> None:
+    spec = JobSpec(("torchrun", "train.py"), 4, SLOW_NETWORK, samples_per_round=40)
+    history = History((Profiled(MODEL, SLOW_NETWORK, 1.0, {"torch": "2.13.0"}, "gradients are clipped by their global norm"),), 0.1)
+    leading = [p for p in Proposer(spec, {}).propose(history, 0, 8).proposals if p.origin.startswith("optimizer")]
+    assert [proposal.origin for proposal in leading] == ["optimizer: lossless, within the step"]
+    assert leading[0].strategy.lossless and not leading[0].strategy.cross_step
 
 
 HUGE = Workload("huge", (Variable("table", (2**17, 2**15), "float32"), Variable("bias", (8,))), (), 0.1, 0.2)

@@ -7,7 +7,6 @@ asked with the durations that the replay showed, and moves around the message th
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 
 import numpy as np
 
@@ -80,10 +79,3 @@ class IssueOrder:
             rest = [n for n in order if n != last]
             at = rest.index(number)
             yield state.with_strategy(reordered(state, path.problem, [*rest[:at], last, *rest[at:]]))
-
-
-def in_step(state: State, path: CriticalPath) -> State:
-    """The same messages within the step, in gradient-ready order."""
-    draft = draft_of(state, path.problem)
-    draft.cross_step, draft.in_ready_order = False, True
-    return replace(state, strategy=draft.written())

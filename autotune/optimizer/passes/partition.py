@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from autotune.optimizer.edits import cut_variables, shards_alone, signature
+from autotune.optimizer.edits import cut_variables, replanned, shards_alone, signature
 from autotune.optimizer.state import CriticalPath, State
 from autotune.strategy_space.plan import Message
 from autotune.strategy_space.strategy import ROOTED, Shard, SparseHandling
@@ -39,7 +39,8 @@ class Partition:
             for position, now in list(tensors.items())[:2]:
                 for count in URGENT:
                     if count != now and self._parts(state, path, position, count) is not None:
-                        yield state.with_strategy(cut_variables(state, path.problem, {position: count}))
+                        found = state.with_strategy(cut_variables(state, path.problem, {position: count}))
+                        yield found.with_strategy(replanned(found, path.problem))  # parts one behind the other let nothing pass
 
     @staticmethod
     def _tensors(state: State, path: CriticalPath) -> dict[int, int]:

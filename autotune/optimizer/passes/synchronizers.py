@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+
+import numpy as np
 
 from autotune.optimizer.edits import like
 from autotune.optimizer.state import CriticalPath, State
 from autotune.strategy_space.plan import PRIMITIVE_OF, Message
 from autotune.strategy_space.strategy import ROOTED, Shard, SparseHandling
+
+SIZES = 8
+"""Sizes at which an option is replayed."""
 
 
 class Synchronizers:
@@ -21,7 +26,7 @@ class Synchronizers:
         options = self._options(path)
         if len(options) < 2 or not dense:
             return
-        times = {n: [self._seconds(path, path.plan.messages[n], option) for option in options] for n in dense}
+        times = self._times(path, dense, options)
         each = {n: options[own.index(min(own))] for n, own in times.items()}
         changed = {n: self._shard(state, path, n, each[n]) for n in dense if not self._is(path.plan.messages[n], each[n])}
         if changed:
@@ -43,6 +48,26 @@ class Synchronizers:
             for level in levels
         ]
 
+    def _times(self, path: CriticalPath, dense: Sequence[int], options: Sequence[Shard]) -> dict[int, list[float]]:
+        """t_sync of every message by every option: replayed at some sizes from the smallest to the largest, and linear between."""
+        alike: dict[object, list[int]] = {}
+        for number in dense:
+            message = path.plan.messages[number]
+            alike.setdefault((message.compressor, message.dtype, message.ratio, message.rank), []).append(number)
+        found: dict[int, list[float]] = {}
+        for numbers in alike.values():
+            own = sorted(numbers, key=lambda n: path.plan.messages[n].elements)
+            sizes = np.array([path.plan.messages[n].elements for n in own], dtype=np.float64)
+            steps = np.linspace(0.0, 1.0, SIZES)
+            wanted = sizes[0] ** (1 - steps) * sizes[-1] ** steps  # the same ratio from each to the next
+            probed = np.unique(np.clip(np.searchsorted(sizes, wanted), 0, len(own) - 1))
+            seconds = [
+                np.interp(sizes, sizes[probed], [self._seconds(path, path.plan.messages[own[at]], option) for at in probed.tolist()])
+                for option in options
+            ]
+            found.update({n: [float(of_option[at]) for of_option in seconds] for at, n in enumerate(own)})
+        return found
+
     @staticmethod
     def _is(message: Message, option: Shard) -> bool:
         return message.primitive is PRIMITIVE_OF[option.synchronizer] and message.hierarchical == option.hierarchical
@@ -55,7 +80,7 @@ class Synchronizers:
                     message,
                     primitive=PRIMITIVE_OF[option.synchronizer],
                     hierarchical=option.hierarchical,
-                    owner=None if option.placement is None else (message.owner or 0),
+                    owner=option.placement,
                 )
             ]
         )

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from autotune.optimizer.edits import can_merge, joined, merged, signature, split
+from autotune.optimizer.edits import can_merge, joined, merged, replanned, signature, split
 from autotune.optimizer.state import CriticalPath, State
 from autotune.optimizer.theorems import end_tensor_fused_s, tensor_fusion_pays
 
@@ -101,7 +101,10 @@ class TensorSplit:
         for number in [*first, *largest]:
             alike = [n for n, own in enumerate(signatures) if own == signatures[number]] or [number]
             for cut in self._cuts(number, path):
-                yield state.with_strategy(split(state, path.problem, {n: [cut] for n in alike}))
+                found = state.with_strategy(split(state, path.problem, {n: [cut] for n in alike}))
+                yield found
+                if state.strategy.cross_step:
+                    yield found.with_strategy(replanned(found, path.problem))
 
     @staticmethod
     def _cuts(number: int, path: CriticalPath) -> list[int]:

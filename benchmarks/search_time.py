@@ -1,0 +1,151 @@
+"""How long the optimizer searches, and what its results take by replay: dPRO's four models on 16 workers, on one core.
+
+    python -m benchmarks.search_time [--data ../shared/data] [--ablation-seconds 20] [--models resnet50 vgg16]
+
+Workloads: ResNet-50, VGG-16 and Inception-v3 by the layer profiles of PipeDream (measured by others, V100), BERT-base by assumed times
+(`zoo.assumed_times`). Clusters: dPRO's (2 hosts x 8 devices, 100 Gbit/s) and 16 hosts x 1 device at 10 Gbit/s; nothing was probed on them,
+so links and latencies are assumed. dPRO took 144 to 1764 s for such searches (0.04 to 0.49 h), its strawman 12 h to more than 24 h.
+
+The ablation adds one speed-up after the other (`state.Speedups`) to a search whose budget is a number of replays; a variant that has not
+finished after `--ablation-seconds` is stopped, and its time is reported as "more than". The compiled replay is loaded before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from autotune.cluster import Cluster, Host
+from autotune.errors import AutotuneError
+from autotune.optimizer.budget import Budget
+from autotune.optimizer.observe import LoweredSteps
+from autotune.optimizer.optimize import Optimized, optimize
+from autotune.optimizer.state import Speedups
+from autotune.profiling.layer_profile import read_layer_profile
+from autotune.profiling.op_graph import OpGraph
+from autotune.strategy_space.builders.catalogue import seed_strategies
+from autotune.strategy_space.plan import plan
+from autotune.strategy_space.space import SearchSpace
+from autotune.zoo.assumed_times import bert_ops
+
+PROFILED = ("resnet50", "vgg16", "inception_v3")
+BERT = "bert-base"
+GBIT_PER_S = 1e9 / 8
+NVLINK_BYTES_PER_S = 130e9
+"""Between the devices of one host; assumed, as is every latency here."""
+CLUSTERS = (
+    Cluster("2x8 at 100 Gbit/s", tuple(Host(f"h{i}", 8, 100 * GBIT_PER_S, 20e-6, NVLINK_BYTES_PER_S, 5e-6) for i in range(2))),
+    Cluster("16x1 at 10 Gbit/s", tuple(Host(f"h{i}", 1, 10 * GBIT_PER_S, 50e-6, 10e9, 5e-6) for i in range(16))),
+)
+VARIANTS = {
+    "strawman": Speedups(False, False, False),
+    "+ coarsened view": Speedups(True, False, False),
+    "+ partial replay": Speedups(True, True, False),
+    "+ symmetry (full method)": Speedups(True, True, True),
+}
+UNBOUNDED_S = 3600.0
+
+
+@dataclass(frozen=True)
+class Case:
+    graph: OpGraph
+    cluster: Cluster
+
+    @property
+    def name(self) -> str:
+        return f"{self.graph.model}, {self.cluster.name}"
+
+
+def cases(data: Path, models: list[str]) -> Iterator[Case]:
+    for model in models:
+        graph = bert_ops(BERT, batch=32) if model == BERT else read_layer_profile(data / "layer_profiles" / f"{model}.txt")
+        for cluster in CLUSTERS:
+            yield Case(graph, cluster)
+
+
+def best_builder(case: Case) -> tuple[str, float]:
+    """The fastest hand-made strategy by replay, with no op fused."""
+    workload = case.graph.workload()
+    steps = LoweredSteps(workload, case.cluster)
+    made = seed_strategies(workload, case.cluster, SearchSpace.default())
+    times = {name: steps.step_s(plan(strategy, workload, case.cluster.world_size)) for name, strategy in made}
+    name = min(times, key=lambda own: times[own])
+    return name, times[name]
+
+
+def searched(case: Case, speedups: Speedups, seconds: float, budget: Budget) -> tuple[Optimized, float]:
+    """(result, CPU seconds)."""
+    began_s = time.process_time()
+    found = optimize(case.graph.workload(), case.cluster, graph=case.graph, speedups=speedups, budget=Budget(budget.replays, seconds))
+    return found, time.process_time() - began_s
+
+
+def row(found: Optimized, cpu_s: float) -> dict[str, Any]:
+    return {
+        "search_s": round(found.seconds, 3),
+        "cpu_s": round(cpu_s, 3),
+        "stopped": found.cut_short,
+        "replays": found.replays,
+        "partial_replays": found.partial_replays,
+        "predicted_s": found.predicted_step_s,
+        "without_op_fusion_s": found.enacted_step_s,
+    }
+
+
+def measure(case: Case, budget: Budget, ablation_s: float) -> dict[str, Any]:
+    full, cpu_s = searched(case, Speedups(), UNBOUNDED_S, budget)
+    name, builder_s = best_builder(case)
+    print(f"\n{case.name}: computation {case.graph.workload().compute_s * 1e3:.1f} ms, source {case.graph.source}")
+    for label, step_s in (("DDP's buckets", full.before_step_s), (f"best builder ({name})", builder_s)):
+        print(f"  {label:42} {step_s * 1e3:8.1f} ms")
+    print(f"  {'found, without op fusion':42} {full.enacted_step_s * 1e3:8.1f} ms")
+    print(f"  {'found':42} {full.predicted_step_s * 1e3:8.1f} ms   in {full.seconds:.2f} s, {cpu_s:.2f} s of CPU, {full.replays} replays")
+    print(f"  {'full overlap, max(T_comp, T_comm)':42} {full.bound_s * 1e3:8.1f} ms")
+    told: dict[str, Any] = {
+        "ddp_s": full.before_step_s,
+        "best_builder": name,
+        "best_builder_s": builder_s,
+        "bound_s": full.bound_s,
+        "cross_step": full.strategy.cross_step,
+        **row(full, cpu_s),
+        "ablation": {},
+    }
+    for label, speedups in VARIANTS.items() if ablation_s > 0 else ():
+        found, own_s = (full, cpu_s) if speedups == Speedups() else searched(case, speedups, ablation_s, budget)
+        told["ablation"][label] = row(found, own_s)
+        more = "more than " if found.cut_short else ""
+        print(f"    {label:26} {more}{found.seconds:.2f} s ({found.replays} replays), {found.predicted_step_s * 1e3:.1f} ms")
+    return told
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    default = os.environ.get("AUTOTUNE_REFERENCE_DATA", str(Path(__file__).parents[1] / "../shared/data"))
+    parser.add_argument("--data", type=Path, default=Path(default))
+    parser.add_argument("--models", nargs="+", choices=(*PROFILED, BERT), default=[*PROFILED, BERT])
+    parser.add_argument("--replays", type=int, default=Budget().replays)
+    parser.add_argument("--ablation-seconds", type=float, default=20.0, help="limit of each slower variant; 0: no ablation")
+    options = parser.parse_args()
+    try:
+        found = list(cases(options.data, options.models))
+        budget = Budget(options.replays)
+        searched(found[0], Speedups(), UNBOUNDED_S, Budget(1))  # loads the compiled replay
+        results = {case.name: measure(case, budget, options.ablation_seconds) for case in found}
+    except AutotuneError as error:
+        print(f"search_time: {error}", file=sys.stderr)
+        return 1
+    worst = max(results, key=lambda name: results[name]["search_s"])
+    figures = {"worst_s": results[worst]["search_s"], "worst": worst, "worst_cpu_s": max(own["cpu_s"] for own in results.values())}
+    print(json.dumps({**figures, "cases": results}))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

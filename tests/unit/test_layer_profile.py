@@ -1,0 +1,117 @@
+"""Layer profiles in PipeDream's format: what is read, and what is refused."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from autotune.errors import InvalidInput
+from autotune.profiling import layer_profile
+from autotune.profiling.layer_profile import parse_layer_profile, read_layer_profile
+
+DATA = Path(os.environ.get("AUTOTUNE_REFERENCE_DATA", Path(__file__).parents[2] / "../shared/data")) / "layer_profiles"
+
+
+def line(node: int, text: str, forward: str = "1.0", backward: str = "2.0", activation: str = "8.0", parameters: str = "0.0") -> str:
+    times = f"forward_compute_time={forward}, backward_compute_time={backward}"
+    return f"node{node} -- {text} -- {times}, activation_size={activation}, parameter_size={parameters}"
+
+
+SMALL = "\n".join(
+    [
+        line(3, "Linear(in_features=4, out_features=2, bias=True)", "0.5", "1.5", "16.0", "40.000"),
+        line(1, "Conv2d(3, 8, kernel_size=(3, 5), stride=(1, 1), groups=1, bias=False)", parameters="1440"),
+        line(2, "BatchNorm2d(8, eps=1e-05, momentum=0.1, affine=True)", activation="[4.0; 6.5]", parameters="64"),
+        line(4, "Strange(7)", parameters="28.000"),
+        "\tnode1 -- node2",
+        "\tnode2 -- node3",
+        "\tnode3 -- node4",
+    ]
+)
+
+
+def test_layers_become_ops_in_execution_order_with_times_in_seconds() -> None:
+    graph = parse_layer_profile(SMALL, "small")
+    assert [op.name for op in graph.ops] == ["node1", "node2", "node3", "node4"]
+    assert (graph.ops[2].forward_s, graph.ops[2].backward_s) == (0.5e-3, 1.5e-3)
+    assert graph.ops[1].activation_bytes == 10.5
+    assert graph.edges == ((0, 1), (1, 2), (2, 3))
+    assert graph.source == "measured"
+
+
+def test_shapes_come_from_the_text_where_they_need_the_stated_bytes() -> None:
+    graph = parse_layer_profile(SMALL, "small")
+    assert [[v.shape for v in op.variables] for op in graph.ops] == [[(8, 3, 3, 5)], [(8,), (8,)], [(2, 4), (2,)], [(7,)]]
+    other = parse_layer_profile(line(1, "Linear(in_features=4, out_features=2, bias=True)", parameters="44.0"), "other")
+    assert [v.shape for v in other.ops[0].variables] == [(11,)]
+
+
+def test_the_workload_has_gradients_in_backward_order_and_reads_in_forward_order() -> None:
+    workload = parse_layer_profile(SMALL, "small").workload()
+    assert [(v.name.split(".")[0], v.ready_s, v.needed_s) for v in workload.variables] == [
+        ("node4", pytest.approx(2.0e-3), pytest.approx(2.5e-3)),
+        ("node3", pytest.approx(3.5e-3), pytest.approx(2.0e-3)),
+        ("node3", pytest.approx(3.5e-3), pytest.approx(2.0e-3)),
+        ("node2", pytest.approx(5.5e-3), pytest.approx(1.0e-3)),
+        ("node2", pytest.approx(5.5e-3), pytest.approx(1.0e-3)),
+        ("node1", pytest.approx(7.5e-3), 0.0),
+    ]
+    assert (workload.forward_s, workload.backward_s) == (pytest.approx(3.5e-3), pytest.approx(7.5e-3))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("hello", "line 1: a layer must be"),
+        (line(1, "A", parameters="4") + "\n" + line(1, "B"), "line 2: .* names each node once, but node1"),
+        (line(1, "A", forward="-1"), "a layer must be"),
+        (line(1, "A", forward="1e999", parameters="4"), "finite numbers"),
+        (line(1, "A", forward="nan"), "a layer must be"),
+        (line(1, "A", activation="[1; x]"), "finite numbers"),
+        (line(1, "A", parameters="4.5"), "whole bytes"),
+        (line(1, "A", parameters="4") + "\n\tnode1 - node2", "an edge must be"),
+        (line(1, "A", parameters="4") + "\n\tnode1 -- node2", "node2, which has no line"),
+        ("\n".join([line(1, "A", parameters="4"), line(2, "B"), "\tnode1 -- node2", "\tnode2 -- node1"]), "no cycle"),
+        (line(1, "A"), "needs an op with a variable"),
+    ],
+)
+def test_what_is_no_profile_is_refused_with_its_line(text: str, message: str) -> None:
+    with pytest.raises(InvalidInput, match=message):
+        parse_layer_profile(text, "broken")
+
+
+def test_files_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "large.txt"
+    path.write_text(SMALL)
+    assert read_layer_profile(path).model == "large"
+    monkeypatch.setattr(layer_profile, "MAX_BYTES", 100)
+    with pytest.raises(InvalidInput, match="at most 100 bytes"):
+        read_layer_profile(path)
+    with pytest.raises(InvalidInput, match="can be read"):
+        read_layer_profile(tmp_path / "none.txt")
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(InvalidInput, match="UTF-8"):
+        read_layer_profile(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "tensors"),
+    [
+        ("vgg16", 138_357_544, 32),
+        ("resnet50", 25_557_032, 161),
+        ("inception_v3", None, 292),
+        ("gnmt", None, None),
+        ("densenet121", None, 364),
+    ],
+)
+def test_published_profiles_have_the_parameters_of_their_models(name: str, parameters: int | None, tensors: int | None) -> None:
+    if not DATA.is_dir():
+        pytest.skip(f"the reference data are not at {DATA}; set AUTOTUNE_REFERENCE_DATA")
+    workload = read_layer_profile(DATA / f"{name}.txt").workload()
+    assert parameters is None or sum(v.elements for v in workload.variables) == parameters
+    assert tensors is None or len(workload.variables) == tensors
+    assert workload.source == "measured"
+    ready = [v.ready_s or 0.0 for v in workload.variables]
+    assert ready == sorted(ready) and ready[-1] <= workload.backward_s * (1 + 1e-9)

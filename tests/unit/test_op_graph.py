@@ -1,0 +1,102 @@
+"""Ops and their fusion: what it does to the times of a workload, and which ops the coarsened view puts together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from autotune.errors import InvalidInput
+from autotune.optimizer.coarsen import coarse_fusion, layers_of, tensor_groups
+from autotune.optimizer.fused_time import LaunchGaps
+from autotune.profiling.op_graph import Op, OpFusion, OpGraph, summed
+from autotune.workload import Variable, Workload
+from autotune.zoo.architectures import workload as zoo_workload
+from autotune.zoo.assumed_times import AssumedDevice, bert_ops
+
+
+def op(name: str, *variables: str, forward_s: float = 1.0, backward_s: float = 2.0) -> Op:
+    return Op(name, name, forward_s, backward_s, 0.0, tuple(Variable(variable, (4,)) for variable in variables))
+
+
+def branching() -> OpGraph:
+    """conv - norm - relu, then two branches that are added."""
+    ops = (
+        op("input"),
+        op("conv", "c"),
+        op("norm", "n1", "n2"),
+        op("relu"),
+        op("left", "l"),
+        op("left relu"),
+        op("right", "r"),
+        op("add"),
+        op("add relu"),
+    )
+    edges = ((0, 1), (1, 2), (2, 3), (3, 4), (4, 5), (3, 6), (5, 7), (6, 7), (7, 8))
+    return OpGraph("branching", ops, edges)
+
+
+def test_ops_without_tensors_join_the_one_layer_that_they_read_from() -> None:
+    graph = branching()
+    names = [graph.ops[number].name for number in layers_of(graph)]
+    assert names == ["input", "conv", "norm", "norm", "left", "left", "right", "add", "add"]
+    assert coarse_fusion(graph).backward == coarse_fusion(graph).forward == frozenset({2, 4, 7})
+
+
+def test_fused_ops_read_when_the_first_starts_and_are_done_when_the_last_is() -> None:
+    graph = branching()
+    workload = graph.workload(OpFusion(frozenset({1, 2}), frozenset({1})), lambda ops, backward: summed(ops, backward) - len(ops) + 1)
+    times = {v.name: (v.ready_s, v.needed_s) for v in workload.variables}
+    assert (workload.forward_s, workload.backward_s) == (7.0, 17.0)
+    assert times["c"] == (15.0, 1.0) and times["n1"] == (15.0, 1.0)  # one kernel in both passes
+    assert times["r"] == (6.0, 4.0)
+
+
+def test_the_order_of_the_variables_is_the_same_whatever_is_fused() -> None:
+    graph = branching()
+    names = [v.name for v in graph.workload().variables]
+    assert names == ["r", "l", "n2", "n1", "c"]
+    assert [v.name for v in graph.workload(OpFusion(frozenset(range(8)), frozenset(range(8)))).variables] == names
+    assert graph.workload().edges == ((0, 3), (1, 3), (2, 3), (3, 4))
+
+
+def test_tensors_of_one_op_are_a_group_and_sparse_ones_are_alone() -> None:
+    graph = branching()
+    assert tensor_groups(graph.workload(), graph) == [[0], [1], [2, 3], [4]]
+    names = ("fc.weight", "fc.bias", "emb.weight", "emb.bias", "conv.weight")
+    workload = Workload("m", tuple(Variable(name, (4,), sparse=name == "emb.weight") for name in names))
+    assert tensor_groups(workload) == [[0, 1], [2], [3], [4]]
+
+
+def test_launch_gaps_never_make_a_kernel_shorter_than_its_longest_part() -> None:
+    gaps = LaunchGaps(gap_s=0.6, most_ops=3)
+    ops: Sequence[Op] = [op(str(i)) for i in range(5)]
+    assert gaps(ops[:1], False) == 1.0
+    assert gaps(ops[:2], False) == pytest.approx(1.4)
+    assert gaps(ops, True) == pytest.approx(10 - 1.2)  # no more than three kernels are saved
+    assert LaunchGaps(gap_s=5.0)(ops[:2], True) == 2.0
+    with pytest.raises(InvalidInput, match="launch gaps need"):
+        LaunchGaps(gap_s=-1.0)
+
+
+def test_edges_must_lead_forward_and_times_be_finite() -> None:
+    with pytest.raises(InvalidInput, match="pairs i < j"):
+        OpGraph("m", (op("a", "v"), op("b")), ((1, 0),))
+    with pytest.raises(InvalidInput, match="finite times"):
+        op("a", forward_s=float("nan"))
+
+
+@pytest.mark.parametrize("name", ["bert-3l", "bert-base"])
+def test_assumed_ops_have_the_variables_of_their_model_and_say_that_they_are_assumed(name: str) -> None:
+    graph = bert_ops(name, batch=8, device=AssumedDevice(kernel_s=0.0))
+    workload = graph.workload()
+    assert workload.id == zoo_workload(name).id and workload.source == "assumed"
+    faster = bert_ops(name, batch=8, device=AssumedDevice(flop_per_s=1e18, memory_bytes_per_s=1e18, kernel_s=0.0)).workload()
+    assert faster.compute_s < workload.compute_s / 1000
+    double = bert_ops(name, batch=16, device=AssumedDevice(kernel_s=0.0)).workload()
+    assert 1.5 * workload.backward_s < double.backward_s <= 2 * workload.backward_s
+
+
+def test_times_are_assumed_for_known_models_only() -> None:
+    with pytest.raises(InvalidInput, match="give measured times"):
+        bert_ops("vgg16", 8)

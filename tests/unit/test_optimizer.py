@@ -1,0 +1,214 @@
+"""The search by replay: what it returns can be enacted, is no slower than what it began with, and is the same every time."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from autotune.cluster import Cluster, Host
+from autotune.errors import InvalidInput
+from autotune.optimizer.budget import Budget
+from autotune.optimizer.observe import LoweredSteps
+from autotune.optimizer.optimize import Optimized, optimize
+from autotune.optimizer.passes.compression import MixedPrecision
+from autotune.optimizer.registry import default_passes
+from autotune.optimizer.state import CriticalPath, Problem, Speedups, State
+from autotune.optimizer.suggest import suggestions
+from autotune.profiling.op_graph import Op, OpFusion, OpGraph
+from autotune.strategy_space.builders.catalogue import BUILDERS
+from autotune.strategy_space.enactable import why_refused
+from autotune.strategy_space.plan import Plan, plan
+from autotune.strategy_space.space import SearchSpace
+from autotune.strategy_space.strategy import CASTS, ERROR_FEEDBACK, Compressor, Strategy, Synchronizer
+from autotune.workload import Variable, Workload
+
+SMALL = Budget(replays=60, seconds=60.0)
+NETWORK = Cluster("slow", tuple(Host(f"h{i}", 1, 125e6, 1e-4, 10e9, 1e-5) for i in range(4)))
+TWO_LEVEL = Cluster("two hosts", tuple(Host(f"h{i}", 4, 1.25e9, 5e-5, 10e9, 1e-5) for i in range(2)))
+
+
+def chain(blocks: int = 6, backward_s: float = 0.004) -> OpGraph:
+    """Repeated blocks of a large product, a small norm and a function without variables, and a head as large as all of them."""
+    ops: list[Op] = []
+    for block in range(blocks):
+        name = f"block{block}"
+        ops.append(Op(f"{name}.fc", "fc", backward_s / 2, backward_s, 0.0, (Variable(f"{name}.fc.weight", (256, 256)),)))
+        norm = tuple(Variable(f"{name}.norm.{part}", (256,)) for part in ("weight", "bias"))
+        ops.append(Op(f"{name}.norm", "norm", backward_s / 8, backward_s / 4, 0.0, norm))
+        ops.append(Op(f"{name}.relu", "relu", backward_s / 8, backward_s / 8))
+    ops.append(Op("head", "head", backward_s, backward_s, 0.0, (Variable("head.weight", (1024, 512)), Variable("head.bias", (1024,)))))
+    return OpGraph("chain", tuple(ops), tuple((i, i + 1) for i in range(len(ops) - 1)), source="measured")
+
+
+def check(found: Optimized, workload: Workload, cluster: Cluster, space: SearchSpace) -> None:
+    assert space.violation(found.strategy, workload, cluster) is None
+    assert found.plan == plan(found.strategy, workload, cluster.world_size)
+    assert why_refused(found.plan) is None
+    assert not found.cut_short
+    assert found.bound_s * (1 - 1e-9) <= found.predicted_step_s <= min(found.starts_s.values())
+    assert [kept.step_s for kept in found.log] == sorted((kept.step_s for kept in found.log), reverse=True)
+    assert found.log[-1].step_s == found.predicted_step_s == found.timeline.makespan_s
+
+
+@pytest.mark.parametrize("cluster", [NETWORK, TWO_LEVEL], ids=lambda cluster: cluster.name)
+def test_what_is_found_is_in_the_space_enactable_and_as_fast_as_the_lowering_says(cluster: Cluster) -> None:
+    workload, space = chain().workload(), SearchSpace.default()
+    found = optimize(workload, cluster, space, budget=SMALL)
+    check(found, workload, cluster, space)
+    assert found.predicted_step_s == LoweredSteps(workload, cluster).step_s(found.plan) == found.enacted_step_s
+    assert found.strategy.lossless and found.op_fusion == OpFusion()
+    assert found.predicted_step_s < 0.96 * found.before_step_s
+
+
+def test_equal_inputs_give_equal_results() -> None:
+    workload = chain(3).workload()
+    looked_at: list[list[str]] = [[], []]
+    for asked in looked_at:
+
+        def watched(made: Plan, asked: list[str] = asked) -> bool:
+            asked.append(made.id)
+            return True
+
+        found = optimize(workload, NETWORK, budget=Budget(replays=160, seconds=60.0), seed=3, allowed=watched)
+        assert any(kept.by == "neighbour" for kept in found.log) or found.replays > 100  # random neighbours were looked at
+    assert looked_at[0] == looked_at[1]
+
+
+def test_a_space_without_cross_step_and_with_one_primitive_is_kept_to() -> None:
+    workload = chain().workload()
+    space = SearchSpace((Synchronizer.ALL_REDUCE,), max_shards=1)
+    found = optimize(workload, NETWORK, space, budget=SMALL)
+    check(found, workload, NETWORK, space)
+    assert not found.strategy.cross_step
+
+
+def test_plans_that_the_caller_refuses_are_not_found() -> None:
+    workload = chain().workload()
+    found = optimize(workload, NETWORK, budget=SMALL, allowed=lambda made: len(made.messages) > 3)
+    assert len(found.plan.messages) > 3 and found.dropped > 0
+
+
+def test_ops_are_fused_where_that_saves_time_and_the_difference_is_reported() -> None:
+    graph = chain()
+    found = optimize(graph.workload(), NETWORK, graph=graph, budget=SMALL)
+    assert found.op_fusion.forward and found.op_fusion.backward
+    assert found.predicted_step_s < found.enacted_step_s
+    assert any("fused kernels" in note for note in found.assumed)
+    measured = optimize(graph.workload(), NETWORK, graph=graph, budget=SMALL, fused_s=lambda ops, backward: 1.0 + len(ops))
+    assert not any("fused kernels" in note for note in measured.assumed)
+
+
+def test_an_op_graph_of_another_model_is_refused() -> None:
+    with pytest.raises(InvalidInput, match="other variables"):
+        optimize(chain(3).workload(), NETWORK, graph=chain(4))
+
+
+@pytest.mark.parametrize(
+    "speedups",
+    [Speedups(False, False, False), Speedups(True, False, False), Speedups(True, True, False)],
+    ids=["strawman", "coarse", "partial"],
+)
+def test_without_the_speedups_the_results_are_as_valid(speedups: Speedups) -> None:
+    graph = chain(2)
+    found = optimize(graph.workload(), NETWORK, graph=graph, budget=SMALL, speedups=speedups)
+    check(found, graph.workload(), NETWORK, SearchSpace.default())
+    assert (found.partial_replays > 0) is speedups.partial
+
+
+@pytest.mark.parametrize("name", ["ddp_1mib", "per_variable", "zero2_like", "cross_step_all_reduce", "partitioned_ps"])
+def test_one_of_equal_workers_takes_as_long_as_all_of_them(name: str) -> None:
+    workload = chain(3).workload()
+    made = plan(BUILDERS[name](workload, NETWORK), workload, 4)
+    one, all_of_them = (LoweredSteps(workload, NETWORK, symmetric).step_s(made) for symmetric in (True, False))
+    assert one == pytest.approx(all_of_them, rel=1e-9)
+
+
+def test_the_critical_messages_end_last_and_spans_lie_within_the_step() -> None:
+    workload = chain().workload()
+    made = plan(BUILDERS["per_variable"](workload, NETWORK), workload, 4)
+    seen = LoweredSteps(workload, NETWORK).observe(made)
+    assert len(seen.start_s) == len(seen.end_s) == len(made.messages)
+    assert (seen.start_s <= seen.end_s).all() and seen.end_s.max() <= seen.step_s
+    assert seen.end_s.argmax() in seen.critical
+
+
+def test_partial_replay_of_more_bytes_or_more_messages_takes_longer() -> None:
+    workload = chain().workload()
+    steps = LoweredSteps(workload, NETWORK)
+    small, large = sorted(plan(BUILDERS["per_variable"](workload, NETWORK), workload, 4).messages, key=lambda m: m.elements)[
+        :: len(workload.variables) - 1
+    ]
+    assert (
+        0
+        < steps.sync_s([small], False)
+        < steps.sync_s([large], False)
+        < steps.sync_s([large, small], False)
+        <= steps.sync_s([large], False) + steps.sync_s([small], False)
+    )
+
+
+def test_compressors_are_used_only_where_the_space_has_them() -> None:
+    workload = chain().workload()
+    space = replace(SearchSpace.default(lossy=True), cross_step=False)
+    found = suggestions(workload, NETWORK, space, budget=Budget(replays=150, seconds=60.0))
+    assert {own.name for own in found} == {"lossless, within the step", "16 bits, within the step", "lossy, within the step"}
+    used = {own.name.split(",")[0]: _compressors(own.strategy) for own in found}
+    assert used["lossless"] == {Compressor.NONE}
+    assert used["16 bits"] & CASTS and not used["16 bits"] & ERROR_FEEDBACK
+    assert used["lossy"] & ERROR_FEEDBACK
+    assert [own.predicted_step_s for own in found] == sorted(own.predicted_step_s for own in found)
+
+
+def _compressors(strategy: Strategy) -> set[Compressor]:
+    return {shard.compressor for choice in strategy.variables for shard in choice.shards}
+
+
+def test_mixed_precision_scales_the_computation_only_by_what_was_measured() -> None:
+    workload, space = chain().workload(), SearchSpace.default(lossy=True)
+    space = replace(space, compressors=(Compressor.NONE, Compressor.FP16), cross_step=False)
+    plain = optimize(workload, NETWORK, space, budget=SMALL, passes=[MixedPrecision()])
+    assert _compressors(plain.strategy) == {Compressor.FP16} and plain.predicted_step_s >= workload.compute_s
+    half = optimize(workload, NETWORK, space, budget=SMALL, passes=[MixedPrecision(compute_factor=0.5)])
+    assert half.predicted_step_s < min(plain.predicted_step_s, half.enacted_step_s)
+    assert any("as the caller measured" in note for note in half.assumed)
+    with pytest.raises(InvalidInput, match="measured factor"):
+        MixedPrecision(compute_factor=0.0)
+
+
+def test_the_pass_of_the_documentation_runs_and_is_asked() -> None:
+    text = (Path(__file__).parents[2] / "docs/optimizer.md").read_text()
+    code = next(block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "class LargestThroughServer" in block)
+    scope: dict[str, object] = {}
+    exec(compile(code, "docs/optimizer.md", "exec"), scope)
+    own = scope["LargestThroughServer"]
+    assert isinstance(own, type)
+    asked: list[Strategy] = []
+
+    class Watched:
+        name = "watched"
+
+        def propose(self, state: State, path: CriticalPath) -> Iterable[State]:
+            for proposed in own().propose(state, path):
+                asked.append(proposed.strategy)
+                yield proposed
+
+    workload = chain().workload()
+    found = optimize(workload, NETWORK, budget=SMALL, passes=[*default_passes(), Watched()])
+    assert asked
+    used = {shard.synchronizer for choice in asked[0].variables for shard in choice.shards}
+    assert Synchronizer.PARAMETER_SERVER in used
+    check(found, workload, NETWORK, SearchSpace.default())
+
+
+def test_the_memory_pass_comes_first_and_changes_what_is_optimized() -> None:
+    slower = chain(backward_s=0.02)
+
+    def recompute(problem: Problem) -> Problem:
+        return replace(problem, workload=slower.workload())
+
+    found = optimize(chain().workload(), NETWORK, budget=SMALL, memory=recompute)
+    assert found.predicted_step_s >= slower.workload().compute_s
