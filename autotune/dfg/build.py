@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from autotune.dfg.graph import NONE, Dfg, Discipline, IntArray, Kind, Names
+from autotune.errors import InvalidInput
 
 _PER_OP = ("duration_s", "queue", "kind", "gap_s", "channel", "priority", "size_bytes", "layer", "worker", "acquires", "releases")
 
@@ -83,8 +85,17 @@ class DfgBuilder:
         )
 
 
-def csr(ops: int, parents: Sequence[int] | IntArray, children: Sequence[int] | IntArray) -> tuple[np.ndarray, IntArray]:
-    """(child_start (ops + 1,), child (E,)) of the edges parent -> child; an edge that is named twice counts once."""
-    pairs = np.unique(np.column_stack([np.asarray(parents, dtype=np.int64), np.asarray(children, dtype=np.int64)]), axis=0)
-    counts = np.bincount(pairs[:, 0], minlength=ops) if len(pairs) else np.zeros(ops, dtype=np.int64)
-    return np.concatenate([[0], np.cumsum(counts)]), pairs[:, 1].astype(np.int32)
+def csr(ops: int, parents: ArrayLike, children: ArrayLike) -> tuple[np.ndarray, IntArray]:
+    """(child_start (ops + 1,), child (E,)) of the edges parent -> child; an edge that is named twice counts once.
+
+    Raises `InvalidInput` where an edge names an op that is not there.
+    """
+    ends = np.asarray(parents, dtype=np.int64), np.asarray(children, dtype=np.int64)
+    for numbers in ends:
+        if len(numbers) and (numbers.min() < 0 or numbers.max() >= ops):
+            raise InvalidInput(
+                f"an edge must join ops 0 to {ops - 1}, but one names op {numbers.min() if numbers.min() < 0 else numbers.max()}"
+            )
+    keys = np.unique(ends[0] * ops + ends[1])
+    counts = np.bincount(keys // max(ops, 1), minlength=ops)
+    return np.concatenate([[0], np.cumsum(counts)]), (keys % max(ops, 1)).astype(np.int32)

@@ -24,3 +24,9 @@ def compiled(**options: bool) -> Callable[[Kernel], Kernel]:
         return kernel
 
     return compile_one
+
+
+def inner(function: Kernel) -> Kernel:
+    """A decorator: a part of a kernel, which only compiled code of the same file calls. It is kept with the kernel."""
+    part: Kernel = numba.njit(nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)(function)
+    return part

@@ -170,38 +170,23 @@ class Dfg:
     @cached_property
     def parent_csr(self) -> tuple[OffsetArray, IntArray]:
         """(parent_start (N + 1,), parent (E,)): the edges from the other end; the parents of an op in ascending order."""
-        start = np.concatenate([[0], np.cumsum(self.parents_left, dtype=np.int64)])
-        origin = np.repeat(np.arange(self.ops, dtype=np.int32), np.diff(self.child_start))
-        return start, origin[np.argsort(self.child, kind="stable")]
+        from autotune.dfg.order import reversed_csr  # compiled code loads when the first graph is made, not when this is imported
+
+        return reversed_csr(self.child_start, self.child)
 
     @cached_property
     def topological_order(self) -> IntArray:
         """Every op behind its parents, shape (N,). Raises `InvalidInput`, naming an op of a cycle, where there is none."""
-        order = self._kahn()
+        if np.all(np.repeat(np.arange(self.ops, dtype=np.int32), np.diff(self.child_start)) < self.child):
+            return np.arange(self.ops, dtype=np.int32)  # who writes a graph down front to back need not be sorted
+        from autotune.dfg.order import topological
+
+        order = topological(self.child_start, self.child, self.parents_left)
         if len(order) < self.ops:
             left = np.ones(self.ops, dtype=np.bool_)
             left[order] = False
             names = [self.names.ops[op] for op in np.flatnonzero(left)[:3]]
             raise InvalidInput(f"a data-flow graph must have no cycle, but there is one among or before {', '.join(names)}")
-        return order
-
-    def _kahn(self) -> IntArray:
-        """Whole generations at a time, so that numpy does the work: a chain of n ops costs n small steps."""
-        left = self.parents_left.copy()
-        found = [np.flatnonzero(left == 0).astype(np.int32)]
-        while len(found[-1]):
-            newest = found[-1]
-            starts, stops = self.child_start[newest], self.child_start[newest + 1]
-            counts = stops - starts
-            total = int(counts.sum())
-            if total == 0:
-                break
-            flat = np.repeat(starts - np.concatenate([[0], np.cumsum(counts)[:-1]]), counts) + np.arange(total)
-            children = self.child[flat]
-            np.subtract.at(left, children, 1)
-            unique = np.unique(children)
-            found.append(unique[left[unique] == 0].astype(np.int32))
-        order: IntArray = np.concatenate(found)
         return order
 
 

@@ -121,7 +121,9 @@ def finished(dfg: Dfg, work: Work, state: State) -> Timeline:
     broken = int(state.counts[2])
     if broken != NONE:
         lock = int(dfg.releases[broken])
-        raise InvalidInput(f"an op may give back a lock that is held, but {dfg.names.ops[broken]!r} gives back lock {lock} and nobody holds it")
+        raise InvalidInput(
+            f"an op may give back a lock that is held, but {dfg.names.ops[broken]!r} gives back lock {lock} and nobody holds it"
+        )
     if state.counts[1] < dfg.ops:
         stuck = np.flatnonzero((state.end_s < 0) & (state.parents_left == 0))
         told = ", ".join(f"{dfg.names.ops[op]!r} for lock {dfg.acquires[op]}" for op in stuck[:3])

@@ -1,0 +1,208 @@
+"""A worker's side of a graph: passes in segments, packing, issuing, writing back and the update.
+
+Where an accelerator computes, its queue runs ahead and a thread of the host packs and issues behind it. Where the CPU computes, both
+are one queue, and what sending takes of the CPU is taken from computation.
+
+| symbol | meaning |
+|---|---|
+| V | variables, in backward order |
+| M | messages, in issue order |
+| ready, needed | times of `strategy_space.timing`, shape (V,) |
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autotune.dfg.graph import NONE, Discipline, Kind
+from autotune.lowering.costs import RuntimeCosts
+from autotune.lowering.emit import Emitter
+from autotune.lowering.messages import Members
+from autotune.strategy_space.timing import needed_times_s, ready_times_s
+from autotune.workload import DTYPE_BYTES, Workload
+
+FloatArray = NDArray[np.float64]
+Numbers = NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Passes:
+    """What all plans of a workload share."""
+
+    workload: Workload
+    ready_s: FloatArray
+    needed_s: FloatArray
+    grad_bytes: FloatArray
+    computes_on_cpu: bool
+
+    @staticmethod
+    def of(workload: Workload) -> Passes:
+        """A gradient is ready no earlier than those before it."""
+        ready_s = np.maximum.accumulate(np.clip(ready_times_s(workload), 0.0, None))
+        sizes = np.array([variable.elements * DTYPE_BYTES[variable.dtype] for variable in workload.variables], dtype=np.float64)
+        return Passes(workload, ready_s, needed_times_s(workload), sizes, workload.device == "cpu" and workload.threads > 0)
+
+
+@dataclass(frozen=True, eq=False)
+class Duties:
+    """What a plan makes a worker's own thread do: seconds per variable (V,), per message (M,) and at the end."""
+
+    fill_s: FloatArray
+    issue_s: FloatArray
+    taken_s: FloatArray
+    write_s: FloatArray
+    issued_at: Numbers  # (M,), backward position whose gradient lets the message go
+
+    @staticmethod
+    def of(
+        passes: Passes, members: Members, cast: NDArray[np.bool_], prepare_s: FloatArray, taken_s: FloatArray, costs: RuntimeCosts
+    ) -> Duties:
+        """`cast` (M,): rounded to 16 bits. `prepare_s` (M,): computed as the message is issued. A message waits for those before it."""
+        per_byte = np.where(cast, costs["cast_s_per_byte"], costs["pack_s_per_byte"])
+        count = len(passes.ready_s)
+        elements = np.array([variable.elements for variable in passes.workload.variables], dtype=np.float64)
+        share = members.elements / np.maximum(elements[members.variable], 1.0)
+        packed_s = np.bincount(members.variable, weights=share * per_byte[members.message], minlength=count)
+        return Duties(
+            costs["fill_s"] + packed_s * passes.grad_bytes,
+            costs["issue_s"] + prepare_s,
+            taken_s,
+            costs["write_s"] + costs["unpack_s_per_byte"] * passes.grad_bytes,
+            np.maximum.accumulate(members.last),
+        )
+
+
+class Worker:
+    """Writes one worker's passes into an emitter. Its queues are named after its rank."""
+
+    def __init__(self, to: Emitter, rank: int, passes: Passes, duties: Duties) -> None:
+        self._to, self._rank, self._passes, self._duties = to, rank, passes, duties
+        self._names = [variable.name for variable in passes.workload.variables]
+        self._device = to.queue(f"r{rank} device", Discipline.PRIORITY)
+        self._host = self._device if passes.computes_on_cpu else to.queue(f"r{rank} host")
+        self._computed = self._done = NONE
+
+    def forward(self, after: int) -> int:
+        """A pass that waits for nothing; its end."""
+        self._computed = self._op("forward", self._device, self._passes.workload.forward_s, Kind.FORWARD, (after,))
+        return self._computed
+
+    def backward(self, after: int) -> Numbers:
+        """The ops that issue the messages, shape (M,)."""
+        duties, passes, to = self._duties, self._passes, self._to
+        count, messages = len(passes.ready_s), len(duties.issued_at)
+        width = 2 if duties.taken_s.any() else 1
+        issues = np.bincount(duties.issued_at, minlength=count)
+        lengths = 2 + width * issues
+        start = np.cumsum(lengths) - lengths
+        total = int(lengths.sum())
+        first = to.count
+        at_position = np.arange(messages) - (np.cumsum(issues) - issues)[duties.issued_at]
+        issue = start[duties.issued_at] + 2 + width * at_position
+        duration_s, kind = np.zeros(total), np.full(total, Kind.PACK, dtype=np.int64)
+        duration_s[start] = np.diff(passes.ready_s, prepend=0.0)
+        duration_s[start + 1], duration_s[issue] = duties.fill_s, duties.issue_s
+        kind[start] = Kind.BACKWARD
+        queue = np.full(total, self._host, dtype=np.int64)
+        queue[start] = self._device
+        priority = np.zeros(total, dtype=np.int64)
+        host = np.ones(total, dtype=np.bool_)
+        host[start] = False
+        if width == 2:
+            duration_s[issue + 1], kind[issue + 1], queue[issue + 1], priority[issue + 1] = duties.taken_s, Kind.OTHER, self._device, -1
+            host[issue + 1] = False
+            to.edges(first + issue, first + issue + 1)
+        layer = np.repeat(np.arange(count), lengths)
+        on_host = np.flatnonzero(host)
+        to.edges(first + on_host[:-1], first + on_host[1:])
+        to.edges(first + start, first + start + 1)
+        to.edges(first + start[:-1], first + start[1:])
+        to.edges(after, first)
+        if passes.computes_on_cpu:
+            to.edges(first + on_host[np.searchsorted(on_host, start[1:]) - 1], first + start[1:])
+        names = self._names
+
+        def named(number: int) -> str:
+            position = int(layer[number])
+            part = number - int(start[position])
+            what = ("backward", "pack")[part] if part < 2 else ("issue", "send")[(part - 2) % width]
+            return f"r{self._rank} {what} {names[position]}"
+
+        to.add(
+            total, named, duration_s=duration_s, queue=queue, kind=kind, priority=priority, layer=layer, worker=np.full(total, self._rank)
+        )
+        self._done = first + int(on_host[-1])
+        rest_s = max(passes.workload.backward_s - float(passes.ready_s[-1]), 0.0)
+        ahead = (first + int(start[-1]), self._done) if passes.computes_on_cpu else (first + int(start[-1]),)
+        self._computed = self._op("backward end", self._device, rest_s, Kind.BACKWARD, ahead)
+        issued: Numbers = first + issue
+        return issued
+
+    @property
+    def ends(self) -> tuple[int, int]:
+        """The last ops of the device and of the thread beside it."""
+        return self._computed, self._done
+
+    def update(self, arrived: int) -> int:
+        """Averages are written back once all have come, then comes the update; its end. `arrived` NONE: nothing is waited for."""
+        after: tuple[int, ...] = self.ends
+        if arrived != NONE:
+            written_s = float(self._duties.write_s.sum())
+            after = (self._op("write averages", self._host, written_s, Kind.UNPACK, (*after, arrived)),)
+        self._computed = self._op("update", self._device, self._passes.workload.update_s, Kind.UPDATE, after)
+        self._done = self._computed
+        return self._computed
+
+    def forward_waiting(self, members: Members, ends: Numbers) -> tuple[int, int]:
+        """The pass reads each variable once its messages are in, from `ends` (M,); its last ops. Behind `update`."""
+        passes, to = self._passes, self._to
+        first_read = np.full(len(ends), np.inf)
+        np.minimum.at(first_read, members.message, passes.needed_s[members.variable])
+        times, group = np.unique(first_read, return_inverse=True)
+        group = group.ravel()
+        written_s = np.bincount(group, weights=self._written_s(members), minlength=len(times)).astype(np.float64)
+        on_cpu = passes.computes_on_cpu
+        base = to.count
+        segment = base + 3 * np.arange(len(times))
+        gate, written = segment + 1, segment + 2
+        to.edges(self._computed, segment[0])
+        to.edges(segment, gate)
+        to.edges(ends, gate[group])
+        to.edges(gate, written)
+        to.edges(written[:-1], written[1:])
+        to.edges((written if on_cpu else gate)[:-1], segment[1:])
+        total = 3 * len(times)
+        columns = {name: np.zeros(total) for name in ("duration_s", "queue", "kind")}
+        values: dict[str, tuple[float | FloatArray, ...]] = {
+            "duration_s": (np.diff(times, prepend=0.0), 0.0, written_s),
+            "queue": (self._device, NONE, self._host),
+            "kind": (Kind.FORWARD, Kind.VIRTUAL, Kind.UNPACK),
+        }
+        for name, of_parts in values.items():
+            for part, value in enumerate(of_parts):
+                columns[name][part::3] = value
+
+        def named(number: int) -> str:
+            return f"r{self._rank} {('forward', 'read', 'write')[number % 3]} {number // 3}"
+
+        to.add(total, named, worker=np.full(total, self._rank), **columns)
+        rest_s = max(passes.workload.forward_s - float(times[-1]), 0.0)
+        ahead = int((written if on_cpu else gate)[-1])
+        self._computed, self._done = self._op("forward end", self._device, rest_s, Kind.FORWARD, (ahead,)), int(written[-1])
+        return self.ends
+
+    def _written_s(self, members: Members) -> FloatArray:
+        """Per message: its share of what its variables take to be written back, shape (M,)."""
+        elements = np.array([variable.elements for variable in self._passes.workload.variables], dtype=np.float64)
+        share = members.elements / np.maximum(elements[members.variable], 1.0)
+        count = int(members.message.max()) + 1
+        weights = share * self._duties.write_s[members.variable]
+        return np.bincount(members.message, weights=weights, minlength=count).astype(np.float64)
+
+    def _op(self, name: str, queue: int, duration_s: float, kind: Kind, after: tuple[int, ...]) -> int:
+        number = self._to.add(1, lambda _: f"r{self._rank} {name}", duration_s=duration_s, queue=queue, kind=kind, worker=self._rank)
+        self._to.edges(np.array(after), number)
+        return number

@@ -1,0 +1,84 @@
+"""What the runtime itself costs a rank, beside what the probe fits of the network: each constant with its source.
+
+Seconds are of one CPU thread, as the runtime uses it for packing and sending. A value that was measured elsewhere than on the user's
+machine says so in its source.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from math import isfinite
+
+from autotune.errors import InvalidInput
+
+_HERE = "measured by benchmarks.runtime_costs on one core of the machine that docs/lowering.md names"
+
+
+@dataclass(frozen=True)
+class Constant:
+    value: float
+    source: str
+
+    def __post_init__(self) -> None:
+        if not (isfinite(self.value) and self.value >= 0):
+            raise InvalidInput(f"a constant of the runtime must be finite and at least 0, but is {self.value} ({self.source})")
+        if not self.source:
+            raise InvalidInput(f"a constant of the runtime needs a source, but {self.value} has none")
+
+
+@dataclass(frozen=True)
+class RuntimeCosts:
+    """Costs that no fit of a collective contains.
+
+    | name | what | unit |
+    |---|---|---|
+    | `fill_s` | hook of one gradient, and packing it but for its bytes | s |
+    | `pack_s_per_byte` | scaling a gradient into its message, per byte of the gradient | s/B |
+    | `cast_s_per_byte` | the same where it is rounded to 16 bits | s/B |
+    | `issue_s` | starting a message's first collective | s |
+    | `lane_s` | handing a message on to the thread of its next step | s |
+    | `write_s` | writing one average back, but for its bytes | s |
+    | `unpack_s_per_byte` | the same per byte of the gradient | s/B |
+    | `int8_s`, `int8_encode_s`, `int8_decode_s` | int8: per call; rounding, and reading back, per element | s |
+    | `top_k_s`, `top_k_s_per_element`, `top_k_sum_s` | top-k: per call; finding them, per element; adding one of them | s |
+    | `low_rank_s`, `low_rank_s_per_flop` | PowerSGD: per slice and product; per multiplication and addition | s |
+    | `threads` | collectives that one process group runs side by side | - |
+    | `payload` | share of a link's bytes that are a message's own | - |
+    """
+
+    fill_s: Constant = Constant(30e-6, _HERE)
+    pack_s_per_byte: Constant = Constant(3.4e-11, _HERE)
+    cast_s_per_byte: Constant = Constant(6e-11, _HERE)
+    issue_s: Constant = Constant(60e-6, _HERE)
+    lane_s: Constant = Constant(60e-6, _HERE)
+    write_s: Constant = Constant(5e-6, _HERE)
+    unpack_s_per_byte: Constant = Constant(4e-11, _HERE)
+    int8_s: Constant = Constant(1e-4, _HERE)
+    int8_encode_s: Constant = Constant(9e-10, _HERE)
+    int8_decode_s: Constant = Constant(2.4e-10, _HERE)
+    top_k_s: Constant = Constant(5e-5, _HERE)
+    top_k_s_per_element: Constant = Constant(2.5e-9, _HERE)
+    top_k_sum_s: Constant = Constant(1.5e-9, _HERE)
+    low_rank_s: Constant = Constant(5e-5, _HERE)
+    low_rank_s_per_flop: Constant = Constant(1e-10, _HERE)
+    threads: Constant = Constant(
+        2, "torch: options of ProcessGroupGloo, `threads = 2`, in torch/csrc/distributed/c10d/ProcessGroupGloo.hpp"
+    )
+    payload: Constant = Constant(
+        1448 / 1538, "Ethernet of MTU 1500: of 1538 bytes with preamble and gap a TCP segment with timestamps carries 1448"
+    )
+
+    def __post_init__(self) -> None:
+        if not 0 < self.payload.value <= 1 or self.threads.value < 1:
+            raise InvalidInput(
+                f"payload must lie in (0, 1] and threads be at least 1, but they are {self.payload.value} and {self.threads.value}"
+            )
+
+    def __getitem__(self, name: str) -> float:
+        constant: Constant = getattr(self, name)
+        return constant.value
+
+    @property
+    def sources(self) -> dict[str, str]:
+        """Name of every constant -> where its value is from."""
+        return {field.name: getattr(self, field.name).source for field in fields(self)}

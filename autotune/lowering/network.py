@@ -1,0 +1,217 @@
+"""The network's side of a graph: every message's steps as rounds on the ports, with the locks and threads that they need.
+
+| symbol | meaning |
+|---|---|
+| M | messages, in issue order |
+| K | messages of one kind |
+| L | ops of one message of a kind |
+| W | workers that are written down, 1 where all are alike |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autotune.dfg.graph import NONE, Kind
+from autotune.lowering.costs import RuntimeCosts
+from autotune.lowering.emit import Emitter
+from autotune.lowering.messages import Batch, SendStep
+from autotune.lowering.traffic import Collective
+
+FloatArray = NDArray[np.float64]
+Numbers = NDArray[np.int64]
+
+MOST_ROUNDS = 16
+"""Rounds beyond are joined into as many equal ones. Alone a message takes the same; side by side the links are shared more coarsely."""
+STAR_PIECES = 4
+"""Into so many a gather or scatter is cut, since its transfers share a link evenly with those of other messages."""
+
+
+@dataclass
+class _Template:
+    """Ops of one message; `slot` says which row of the durations each takes."""
+
+    queue: list[int] = field(default_factory=list)
+    kind: list[int] = field(default_factory=list)
+    slot: list[int] = field(default_factory=list)
+    size_slot: list[int] = field(default_factory=list)
+    worker: list[int] = field(default_factory=list)
+    acquires: list[int] = field(default_factory=list)
+    releases: list[int] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    edges: list[tuple[int, int]] = field(default_factory=list)
+    durations: list[FloatArray] = field(default_factory=list)
+    sizes: list[FloatArray] = field(default_factory=list)
+    prepared: list[list[int]] = field(default_factory=list)  # of each step, the ops of its lane's thread, by worker
+    first: list[int] = field(default_factory=list)  # ops that start with the message's issue
+
+    def add(
+        self,
+        name: str,
+        queue: int,
+        kind: Kind,
+        slot: int,
+        after: Sequence[int],
+        worker: int = NONE,
+        acquires: int = NONE,
+        releases: int = NONE,
+        size_slot: int = NONE,
+    ) -> int:
+        number = len(self.queue)
+        self.names.append(name)
+        self.queue.append(queue)
+        self.kind.append(kind)
+        self.slot.append(slot)
+        self.size_slot.append(size_slot)
+        self.worker.append(worker)
+        self.acquires.append(acquires)
+        self.releases.append(releases)
+        self.edges.extend((parent, number) for parent in after)
+        if not after:
+            self.first.append(number)
+        return number
+
+    def duration(self, values: FloatArray) -> int:
+        self.durations.append(values)
+        return len(self.durations) - 1
+
+    def size(self, values: FloatArray) -> int:
+        self.sizes.append(values)
+        return len(self.sizes) - 1
+
+
+@dataclass(frozen=True, eq=False)
+class Sent:
+    """`ends` (M,): the Out op of every message."""
+
+    ends: Numbers
+
+
+class Network:
+    """Writes the messages of one plan into an emitter, any number of times."""
+
+    def __init__(
+        self,
+        batches: Sequence[Batch],
+        ports: Numbers,
+        port_name: Callable[[int], str],
+        costs: RuntimeCosts,
+        workers: Sequence[int],
+        one_by_one: bool,
+        layer: Numbers,
+        coarse: bool,
+    ) -> None:
+        """`ports`: those that are written down. `coarse`: messages that have the network to themselves are one round."""
+        self._batches, self._ports, self._port_name, self._costs = batches, ports, port_name, costs
+        self._workers, self._one_by_one, self._layer, self._coarse = workers, one_by_one, layer, coarse and one_by_one
+        self._messages = sum(len(batch.numbers) for batch in batches)
+
+    def emit(self, to: Emitter, issued: Numbers) -> Sent:
+        """One step's messages; `issued` (W, M): the ops that issue them."""
+        made = [self._template(to, batch) for batch in self._batches]
+        lengths = np.zeros(self._messages, dtype=np.int64)
+        for batch, template in zip(self._batches, made, strict=True):
+            lengths[batch.numbers] = len(template.queue)
+        base = to.count + np.cumsum(lengths) - lengths
+        total = int(lengths.sum())
+        columns = {name: np.full(total, NONE, dtype=np.int64) for name in ("queue", "kind", "worker", "acquires", "releases", "layer")}
+        duration_s, size_bytes = np.zeros(total), np.zeros(total)
+        names: dict[int, list[str]] = {}
+        lanes = max(len(template.prepared) for template in made)
+        prepared = np.full((lanes, len(self._workers), self._messages), -1, dtype=np.int64)
+        ends = np.zeros(self._messages, dtype=np.int64)
+        for batch, template in zip(self._batches, made, strict=True):
+            start, count = base[batch.numbers], len(template.queue)
+            at = (start - to.count)[:, None] + np.arange(count)
+            for name in ("queue", "kind", "worker", "acquires", "releases"):
+                columns[name][at] = np.array(getattr(template, name))
+            columns["layer"][at] = self._layer[batch.numbers][:, None]
+            duration_s[at] = np.stack(template.durations)[template.slot].T
+            sized = np.array([*template.sizes, np.zeros(len(start))])
+            size_bytes[at] = sized[np.array(template.size_slot)].T
+            edges = np.array(template.edges, dtype=np.int64).reshape(-1, 2)
+            to.edges(start[:, None] + edges[:, 0], start[:, None] + edges[:, 1])
+            for op in template.first:
+                to.edges(issued[:, batch.numbers], np.broadcast_to(start + op, (len(issued), len(start))))
+            for lane, of_workers in enumerate(template.prepared):
+                for worker, op in enumerate(of_workers):
+                    prepared[lane, worker, batch.numbers] = start + op
+            ends[batch.numbers] = start + count - 1
+            names.update(dict.fromkeys(batch.numbers.tolist(), template.names))
+        self._chain(to, prepared, ends)
+        offsets = base - to.count
+
+        def named(number: int) -> str:
+            message = int(np.searchsorted(offsets, number, side="right")) - 1
+            return f"message {message} {names[message][number - int(offsets[message])]}"
+
+        to.add(total, named, duration_s=duration_s, size_bytes=size_bytes, **columns)
+        return Sent(ends)
+
+    def _chain(self, to: Emitter, prepared: Numbers, ends: Numbers) -> None:
+        """Each lane's thread takes the messages in plan order; one by one, a message follows the end of the one before."""
+        if self._one_by_one:
+            for ops in prepared[0]:
+                to.edges(ends[:-1], ops[1:])
+            return
+        for lane in prepared:
+            for ops in lane:
+                there = ops[ops >= 0]
+                to.edges(there[:-1], there[1:])
+
+    def _template(self, to: Emitter, batch: Batch) -> _Template:
+        made = _Template()
+        none = np.zeros(len(batch.numbers))
+        empty = made.duration(none)
+        behind: list[int] = []
+        for lane, own in enumerate(batch.steps):
+            behind = self._step(to, made, own, lane, behind, empty, last=lane == len(batch.steps) - 1)
+        if len(behind) > 1 or len(made.queue) - 1 not in behind:
+            made.add("out", NONE, Kind.VIRTUAL, empty, behind)
+        return made
+
+    def _step(self, to: Emitter, made: _Template, own: SendStep, lane: int, behind: list[int], empty: int, last: bool) -> list[int]:
+        """The ops of one step behind those of the step before; those that the next one waits for."""
+        threads = []
+        if lane > 0 or self._one_by_one:
+            handed_s = self._costs["lane_s"] if lane == 0 or not self._one_by_one else 0.0
+            slot = made.duration(handed_s + own.prepare_s)
+            thread = "channel" if self._one_by_one else f"lane {lane}"
+            kind = Kind.UNPACK if own.times is None else Kind.PACK
+            for worker in self._workers:
+                queue = to.queue(f"r{worker} {thread}")
+                threads.append(made.add(f"{thread} of r{worker}", queue, kind, slot, behind, worker=worker))
+            behind = threads
+        made.prepared.append(threads)
+        if own.prepare_root_s.any():
+            queue = to.queue(f"r{own.root} server")
+            behind = [made.add("sum", queue, Kind.SERVER, made.duration(own.prepare_root_s), behind, worker=own.root)]
+        return behind if own.times is None else [self._rounds(to, made, own, lane, behind, empty)]
+
+    def _rounds(self, to: Emitter, made: _Template, own: SendStep, lane: int, behind: list[int], empty: int) -> int:
+        """In every round each port sends its share, then the rest of the time passes; the last op gives the thread back."""
+        times = own.times
+        assert times is not None and own.step.collective is not None
+        collective = own.step.collective
+        loaded = [int(port) for port in self._ports if times.ports[port] > 0]
+        rounds = STAR_PIECES if times.rounds == 1 and collective is not Collective.ALL_TO_ALL else min(times.rounds, MOST_ROUNDS)
+        rounds = 1 if self._coarse else rounds
+        lock = NONE if self._one_by_one else to.lock((lane, own.circle_key), int(self._costs["threads"]))
+        waits = made.duration((times.alone_s - times.link_s) / rounds)
+        sends = {port: made.duration(times.link_s * times.ports[port] / rounds) for port in loaded}
+        size = made.size(own.size_bytes / rounds)
+        at = made.add(f"{collective} in", NONE, Kind.VIRTUAL, empty, behind, acquires=lock)
+        for number in range(rounds):
+            ends = [
+                made.add(
+                    f"{collective} {number} {self._port_name(port)}", to.queue(self._port_name(port)), Kind.SEND, slot, [at], size_slot=size
+                )
+                for port, slot in sends.items()
+            ]
+            releases = lock if number == rounds - 1 else NONE
+            at = made.add(f"{collective} {number} wait", NONE, Kind.VIRTUAL, waits, ends or [at], releases=releases)
+        return at

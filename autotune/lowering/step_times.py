@@ -1,0 +1,139 @@
+"""How long a step takes alone, and how much of that occupies the links: what messages side by side can and cannot share.
+
+A step costs exactly what the probe fitted for its primitive. Of that time the part in which its bytes are on the slowest port occupies
+that port, and the other ports in proportion to their own bytes; the rest (handshakes, copies, waking threads) occupies none, so a
+second message can use the link meanwhile.
+
+| symbol | meaning | unit |
+|---|---|---|
+| K | messages of one kind, shape of the arrays | - |
+| S | bytes that the fit is asked for | B |
+| t(S) | fitted time of the primitive | s |
+| s | seconds per byte on the slowest port, by the cluster's bandwidths (`traffic`) | s/B |
+| g | what a byte really costs a link, by that: the fit's last slope by s, at most one over the payload of Ethernet | - |
+
+The probe's root is rank 0 and its ring the ranks' order. Another root or ring has another slowest port s': t'(S) = t(S) + g (s' - s) S.
+Without a fit t(S) = s S / payload + 2 latencies per round + `KERNEL_LATENCY_S`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autotune.cluster import Cluster, CollectiveFit, Where
+from autotune.lowering.costs import RuntimeCosts
+from autotune.lowering.steps import Circle, Step
+from autotune.lowering.traffic import Collective, Ports, Traffic
+from autotune.strategy_space.plan import Primitive
+from autotune.strategy_space.sync_cost import KERNEL_LATENCY_S
+
+FloatArray = NDArray[np.float64]
+
+_HALVES = {
+    Primitive.PUSH_PULL.value: (Collective.GATHER, Collective.SCATTER),
+    Primitive.REDUCE_SCATTER_ALL_GATHER.value: (Collective.REDUCE_SCATTER, Collective.ALL_GATHER),
+}
+_JOINT = {half: name for name, halves in _HALVES.items() for half in halves}
+
+
+@dataclass(frozen=True, eq=False)
+class StepTimes:
+    """`alone_s` (K,): the whole step. `link_s` (K,): the part in which the slowest port is occupied. `ports` (P,): each by that one."""
+
+    alone_s: FloatArray
+    link_s: FloatArray
+    ports: FloatArray
+    rounds: int
+
+
+class Timing:
+    """Times of steps on one cluster."""
+
+    def __init__(self, cluster: Cluster, ports: Ports, costs: RuntimeCosts) -> None:
+        self.cluster, self.ports, self.costs = cluster, ports, costs
+        self._known: dict[tuple[Collective, tuple[int, ...], int], Traffic] = {}
+        self._firsts = tuple(int(np.searchsorted(ports.host_of_rank, host)) for host in range(len(cluster.hosts)))
+        self._world = tuple(range(cluster.world_size))
+
+    def traffic(self, collective: Collective, members: tuple[int, ...], root: int) -> Traffic:
+        key = (collective, members, root)
+        if key not in self._known:
+            self._known[key] = self.ports.traffic(collective, members, root)
+        return self._known[key]
+
+    def of(self, step: Step, size_bytes: FloatArray, circles: Sequence[tuple[int, ...]]) -> StepTimes:
+        """`circles`: the members of each part that runs the step at the same time; of hosts, one part each."""
+        assert step.collective is not None
+        parts = [members for members in circles if len(members) > 1]
+        if not parts:
+            return StepTimes(np.zeros(len(size_bytes)), np.zeros(len(size_bytes)), np.zeros(self.ports.count), 1)
+        traffics = [self.traffic(step.collective, members, _root(step.root, members)) for members in parts]
+        s_per_byte = np.maximum.reduce([traffic.s_per_byte for traffic in traffics])
+        slowest = float(s_per_byte.max())
+        rounds = max(traffic.rounds for traffic in traffics)
+        size = max(len(members) for members in parts)
+        found = self._fitted(step, size_bytes, size)
+        if found is None:
+            link_s = slowest * size_bytes / self.costs["payload"]
+            alone_s = link_s + 2 * rounds * self._latency_s(step.circle) + KERNEL_LATENCY_S
+        else:
+            fitted_s, slope, alpha_s = found
+            probed = self._probed_s_per_byte(step.collective, step.circle, size)
+            g = min(slope / probed, 1 / self.costs["payload"]) if probed > 0 else 0.0
+            alone_s = np.maximum(fitted_s + g * (slowest - probed) * size_bytes, 0.0)
+            link_s = np.minimum(g * slowest * size_bytes, np.maximum(alone_s - alpha_s, 0.0))
+        return StepTimes(alone_s, link_s, s_per_byte / slowest if slowest > 0 else s_per_byte, rounds)
+
+    def _fitted(self, step: Step, size_bytes: FloatArray, size: int) -> tuple[FloatArray, float, float] | None:
+        """(seconds, last slope, cost of no byte) of the step by the fits, or None where nothing of its kind was probed."""
+        assert step.collective is not None
+        own = None if step.fit else self._fit(step.collective.value, size, step.circle)
+        if own is not None:
+            return own.seconds_each(size_bytes), own.beta_s_per_byte, own.alpha_s
+        name = step.fit or _JOINT.get(step.collective, "")
+        joint = self._fit(name, size, step.circle) if name else None
+        if joint is not None:
+            share = self._share(name, step.collective, size, step.circle, size_bytes)
+            large = float(self._share(name, step.collective, size, step.circle, np.array([1e9]))[0])
+            small = float(self._share(name, step.collective, size, step.circle, np.array([0.0]))[0])
+            return share * joint.seconds_each(size_bytes), large * joint.beta_s_per_byte, small * joint.alpha_s
+        own = self._fit(step.collective.value, size, step.circle)
+        return (own.seconds_each(size_bytes), own.beta_s_per_byte, own.alpha_s) if own is not None else None
+
+    def _share(self, name: str, half: Collective, size: int, circle: Circle, size_bytes: FloatArray) -> FloatArray:
+        """Of a primitive of two halves that were fitted together: this one's, by its own fit, else by what both move."""
+        fits = [self._fit(each.value, size, circle) for each in _HALVES[name]]
+        at = _HALVES[name].index(half)
+        if fits[0] is not None and fits[1] is not None:
+            seconds = [fit.seconds_each(size_bytes) for fit in fits if fit is not None]
+            whole = seconds[0] + seconds[1]
+            share: FloatArray = np.divide(seconds[at], whole, out=np.full(len(size_bytes), 0.5), where=whole > 0)
+            return share
+        moved = [self._probed_s_per_byte(each, circle, size) for each in _HALVES[name]]
+        return np.full(len(size_bytes), moved[at] / sum(moved) if sum(moved) > 0 else 0.5)
+
+    def _fit(self, name: str, size: int, circle: Circle) -> CollectiveFit | None:
+        where = {Circle.WORLD: None, Circle.HOSTS: Where.HOST, Circle.LEADERS: Where.ACROSS}[circle]
+        return self.cluster.fit(name, size, where)
+
+    def _probed_s_per_byte(self, collective: Collective, circle: Circle, size: int) -> float:
+        """Of the slowest port in the probe: its first rank was the root, and the ring in rank order."""
+        if circle is Circle.HOSTS:
+            parts = [tuple(np.flatnonzero(self.ports.host_of_rank == host).tolist()) for host in range(len(self.cluster.hosts))]
+            return max(self.traffic(collective, part, part[0]).slowest_s_per_byte for part in parts if len(part) == size)
+        members = self._firsts if circle is Circle.LEADERS and len(self._firsts) == size else self._world
+        return self.traffic(collective, members, 0).slowest_s_per_byte
+
+    def _latency_s(self, circle: Circle) -> float:
+        hosts = self.cluster.hosts
+        if circle is Circle.HOSTS or len(hosts) == 1:
+            return max((host.inner_latency_s for host in hosts if host.devices > 1), default=0.0)
+        return max(*(host.latency_s for host in hosts), *(link.latency_s for link in self.cluster.pair_links), 0.0)
+
+
+def _root(root: int | None, members: tuple[int, ...]) -> int:
+    return root if root is not None and root in members else members[0]

@@ -1,0 +1,225 @@
+"""How far the replayed step time is from the measured one: `python -m benchmarks.replay_accuracy` (root).
+
+Collects fresh trials (`benchmarks.accuracy_trials`: emulated hosts with real transfers, emulated accelerators; three models, three
+clusters) and predicts each strategy from what the profile and the probe told before the first trial. Nothing is fitted on the
+strategies under test. Beside it the analytic estimate (`overlap_step_s`) and, for the ranking, the learned simulators, trained on half of
+a domain's trials and tested on the other half. The table of all strategies is written to `accuracy.csv`; the last line is one JSON object.
+
+    python -m benchmarks.replay_accuracy --models layers --clusters four_hosts --strategies 12     # a short run
+    python -m benchmarks.replay_accuracy --folder DIRECTORY --only-evaluate                        # what was collected before
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import platform
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+
+from autotune.features.extract import Extractor, StrategyFeatures
+from autotune.lowering.lower import Lowering
+from autotune.rng import generator
+from autotune.simulators.evaluation import evaluate, kendall_tau
+from autotune.simulators.interface import Example
+from autotune.simulators.registry import simulators
+from autotune.strategy_space.plan import Plan, plan
+from autotune.testbed.capabilities import capabilities
+from benchmarks.accuracy_trials import CLUSTERS, SCRIPTS, Domain, collect, read_domain
+
+TIE_BAND = 0.01
+FEWEST_TO_TRAIN = 12
+
+console = Console(stderr=True, highlight=False)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One strategy: medians and predictions in seconds."""
+
+    domain: str
+    kind: str
+    source: str
+    messages: int
+    measured_s: float
+    spread: float
+    replayed_s: float
+    analytic_s: float
+    overrun: float
+    load: float
+    features: StrategyFeatures
+
+    @property
+    def error(self) -> float:
+        return abs(self.replayed_s / self.measured_s - 1)
+
+    @property
+    def analytic_error(self) -> float:
+        return abs(self.analytic_s / self.measured_s - 1)
+
+
+def kind_of(wanted: Plan) -> str:
+    """In a few words: across the step or not, by which synchronizers, compressed or not."""
+    when = "across the step" if wanted.cross_step else "within the step"
+    primitives = {message.primitive.value for message in wanted.messages}
+    how = primitives.pop().replace("_", " ") if len(primitives) == 1 else "mixed"
+    compressors = {message.compressor.value for message in wanted.messages} - {"none"}
+    return f"{when}, {how}, {'compressed' if compressors else 'uncompressed'}"
+
+
+def rows_of(domain: Domain) -> list[Row]:
+    """A strategy that was measured more than once counts once, with the median of its medians."""
+    lowering, extractor = Lowering(domain.workload, domain.cluster), Extractor(domain.workload, domain.cluster)
+    medians: dict[str, list[float]] = {}
+    for trial in domain.trials:
+        if trial.strategy is not None and trial.step_s:
+            medians.setdefault(trial.strategy.id, []).append(float(np.median(trial.step_s)))
+    rows, seen = [], set()
+    for trial in domain.trials:
+        if trial.strategy is None or not trial.step_s or trial.strategy.id in seen:
+            continue
+        seen.add(trial.strategy.id)
+        wanted = plan(trial.strategy, domain.workload, domain.cluster.world_size)
+        features = extractor.features(trial.strategy, wanted)
+        low, middle, high = np.quantile(trial.step_s, [0.25, 0.5, 0.75])
+        rows.append(
+            Row(
+                domain.name,
+                kind_of(wanted),
+                trial.source,
+                len(wanted.messages),
+                float(np.median(medians[trial.strategy.id])),
+                float((high - low) / middle),
+                lowering.step_s(wanted),
+                features.analytic_step_s,
+                trial.overrun or 0.0,
+                trial.load,
+                features,
+            )
+        )
+    return rows
+
+
+def summary(rows: Sequence[Row]) -> dict[str, float]:
+    errors, analytic = [row.error for row in rows], [row.analytic_error for row in rows]
+    return {
+        "strategies": len(rows),
+        "error_mean": float(np.mean(errors)),
+        "error_p90": float(np.quantile(errors, 0.9)),
+        "bias": float(np.mean([row.replayed_s / row.measured_s - 1 for row in rows])),
+        "analytic_error_mean": float(np.mean(analytic)),
+        "analytic_error_p90": float(np.quantile(analytic, 0.9)),
+    }
+
+
+def taus(rows: Sequence[Row]) -> tuple[float, float]:
+    """Kendall's tau of the replay and of the analytic estimate, mean over the domains by their strategies."""
+    names = sorted({row.domain for row in rows})
+    found = []
+    for name in names:
+        own = [row for row in rows if row.domain == name]
+        measured = [row.measured_s for row in own]
+        found.append((len(own), kendall_tau([r.replayed_s for r in own], measured), kendall_tau([r.analytic_s for r in own], measured)))
+    table = np.array(found)
+    replayed, analytic = np.average(table[:, 1:], axis=0, weights=table[:, 0]).tolist()
+    return float(replayed), float(analytic)
+
+
+def learned(rows: Sequence[Row], seed: int) -> dict[str, float]:
+    """Ranker -> Kendall's tau on the half of each domain that it was not trained on; the replay and the estimate on the same half."""
+    examples = [Example(row.features, row.measured_s, row.domain) for row in rows]
+    training, test = [], []
+    for name in sorted({row.domain for row in rows}):
+        members = np.flatnonzero([row.domain == name for row in rows])
+        if len(members) < FEWEST_TO_TRAIN:
+            continue
+        mixed = generator(seed, "halves", name).permutation(members)
+        training += mixed[: len(mixed) // 2].tolist()
+        test += mixed[len(mixed) // 2 :].tolist()
+    if not training:
+        return {}
+    found: dict[str, list[float]] = {}
+    weights = []
+    for name in sorted({rows[index].domain for index in test}):  # a domain trains its own
+        own_training = np.array([index for index in training if rows[index].domain == name])
+        own_test = np.array([index for index in test if rows[index].domain == name])
+        weights.append(len(own_test))
+        for quality in evaluate(examples, simulators(), [(own_training, own_test)], seed, TIE_BAND):
+            found.setdefault(quality.ranker, []).append(quality.kendall_tau)
+        measured = [rows[index].measured_s for index in own_test]
+        found.setdefault("replay", []).append(kendall_tau([rows[index].replayed_s for index in own_test], measured))
+    return {name: float(np.average(values, weights=weights)) for name, values in found.items()}
+
+
+def write_table(rows: Sequence[Row], path: Path) -> None:
+    columns = ("domain", "kind", "source", "messages", "measured_s", "spread", "replayed_s", "analytic_s", "overrun", "load")
+    with path.open("w", newline="") as file:
+        table = csv.writer(file)
+        table.writerow(columns)
+        table.writerows([getattr(row, column) for column in columns] for row in rows)
+
+
+def shown(title: str, rows: Sequence[Row]) -> str:
+    found = summary(rows)
+    return (
+        f"{title:62} {found['strategies']:3d}  error {found['error_mean']:6.1%}  p90 {found['error_p90']:6.1%}  "
+        f"bias {found['bias']:+6.1%}  analytic {found['analytic_error_mean']:6.1%}"
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=Path("accuracy-trials"), help="where trials are kept (default accuracy-trials)")
+    parser.add_argument("--models", nargs="*", default=list(SCRIPTS), choices=list(SCRIPTS))
+    parser.add_argument("--clusters", nargs="*", default=list(CLUSTERS), choices=list(CLUSTERS))
+    parser.add_argument("--strategies", type=int, default=12, help="per model and cluster (default 12, so 108 in all)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only-evaluate", action="store_true", help="of what lies in the folder")
+    parser.add_argument("--without-learned", action="store_true", help="train no simulators")
+    options = parser.parse_args()
+    pairs = [(model, cluster) for model in options.models for cluster in options.clusters]
+    if not options.only_evaluate:
+        able = capabilities()
+        if not able.possible:
+            print(able.message, file=sys.stderr)
+            return 2
+        for model, cluster in pairs:
+            collect(options.folder, model, cluster, options.strategies, options.seed, console.log)
+    domains = [domain for pair in pairs if (domain := read_domain(options.folder, *pair)) is not None]
+    rows = [row for domain in domains for row in rows_of(domain)]
+    if not rows:
+        print(f"{options.folder} holds no trials of {', '.join(options.models)}; collect some first", file=sys.stderr)
+        return 2
+    write_table(rows, options.folder / "accuracy.csv")
+    for title in sorted({row.domain for row in rows}):
+        print(shown(title, [row for row in rows if row.domain == title]))
+    kinds = sorted({row.kind for row in rows})
+    for kind in kinds:
+        print(shown(kind, [row for row in rows if row.kind == kind]))
+    replayed, analytic = taus(rows)
+    result = {
+        **summary(rows),
+        "kendall_tau": replayed,
+        "analytic_kendall_tau": analytic,
+        "tau_on_the_other_half": {} if options.without_learned else learned(rows, options.seed),
+        "by_kind": {kind: summary([row for row in rows if row.kind == kind]) for kind in kinds},
+        "overrun_median": float(np.median([row.overrun for row in rows])),
+        "load_median": float(np.median([row.load for row in rows])),
+        "network": "emulated",
+        "accelerators": "emulated",
+        "cores": os.cpu_count(),
+        "machine": platform.machine(),
+    }
+    print(json.dumps(result))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,200 @@
+"""Lowered graphs: whatever the sampler draws replays; alone a message costs its fit; what is folded away decides nothing."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autotune.cluster import Bend, Cluster, CollectiveFit, Host, PairLink, Where
+from autotune.dfg.replay import replay
+from autotune.lowering.costs import Constant, RuntimeCosts
+from autotune.lowering.lower import Lowering
+from autotune.lowering.traffic import Collective, Ports
+from autotune.rng import generator
+from autotune.sampler.random import sample
+from autotune.strategy_space.cross_step import MessageTimes
+from autotune.strategy_space.plan import Message, Plan, Primitive, TensorSlice, plan
+from autotune.strategy_space.space import SearchSpace
+from autotune.strategy_space.strategy import Compressor
+from autotune.workload import Variable, Workload
+
+FREE = replace(RuntimeCosts(), **{f.name: Constant(0.0, "none") for f in fields(RuntimeCosts) if f.name not in ("threads", "payload")})
+"""A runtime that costs nothing beside the network."""
+PROBED = ("all_reduce", "push_pull", "reduce_scatter_all_gather", "reduce_scatter", "all_gather", "broadcast", "reduce")
+
+
+def hosts(*devices_and_mbit: tuple[int, float]) -> tuple[Host, ...]:
+    return tuple(Host(f"h{i}", d, mbit * 125e3, 5e-5, 5e9, 5e-6) for i, (d, mbit) in enumerate(devices_and_mbit))
+
+
+def fitted(cluster: Cluster) -> Cluster:
+    """With a fit of every primitive, of different costs, some of them bent."""
+    fits = []
+    for number, name in enumerate(PROBED):
+        for where, size in ((Where.WORLD, cluster.world_size), (Where.HOST, 2), (Where.ACROSS, len(cluster.hosts))):
+            bends = (Bend(65536.0, (4 + number) * 1e-9), Bend(1e6, 2e-8)) if number % 2 else ()
+            fits.append(CollectiveFit(name, size, (1 + number) * 1e-3, 1.3e-8 + number * 1e-9, 0.0, 4096, 2**24, where=where, bends=bends))
+    return cluster.with_fits(tuple(fits))
+
+
+CLUSTERS = {
+    "even": Cluster("even", hosts(*[(1, 1000)] * 4)),
+    "uneven": Cluster("uneven", hosts((1, 1000), (1, 1000), (1, 1000), (1, 250))),
+    "devices": Cluster("devices", hosts((2, 1000), (2, 1000))),
+    "pair": Cluster("pair", hosts((2, 1000), (1, 500), (1, 1000)), (PairLink(("h0", "h1"), 1e7, 1e-3), PairLink(("h1", "h2"), 1e9, 1e-5))),
+    "one": Cluster("one", hosts((4, 1000))),
+}
+
+
+@st.composite
+def workloads(draw: st.DrawFn) -> Workload:
+    count = draw(st.integers(1, 8))
+    forward_s, backward_s = draw(st.floats(0, 0.1)), draw(st.floats(0.001, 0.2))
+    ready = sorted(draw(st.lists(st.floats(0, 1), min_size=count, max_size=count)))
+    shapes = st.tuples(st.integers(1, 300), st.integers(1, 300))
+    variables = tuple(
+        Variable(f"v{i}", draw(shapes), sparse=draw(st.booleans()), ready_s=at * backward_s, needed_s=forward_s * draw(st.floats(0, 1)))
+        for i, at in enumerate(ready)
+    )
+    threads = draw(st.sampled_from([0, 1]))
+    return Workload("m", variables, (), forward_s, backward_s, draw(st.floats(0, 0.01)), threads=threads)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[Workload, Cluster, Plan]:
+    """A plan that the sampler draws."""
+    workload, cluster = draw(workloads()), CLUSTERS[draw(st.sampled_from(sorted(CLUSTERS)))]
+    cluster = fitted(cluster) if draw(st.booleans()) else cluster
+    space = replace(SearchSpace.default(lossy=True), min_partition_bytes=0)
+    strategy = sample(workload, cluster, space, generator(draw(st.integers(0, 10**6)), "test"))
+    return workload, cluster, plan(strategy, workload, cluster.world_size)
+
+
+@settings(max_examples=120, deadline=None)
+@given(cases(), st.sampled_from([0.0, 0.5]))
+def test_what_the_sampler_draws_replays_and_the_folded_graph_takes_as_long_as_the_full_one(
+    case: tuple[Workload, Cluster, Plan], taken_share: float
+) -> None:
+    workload, cluster, wanted = case
+    lowering = Lowering(workload, cluster, taken_share=taken_share)
+    folded_s = lowering.step_s(wanted)
+    assert folded_s >= workload.compute_s - 1e-12
+    assert np.isclose(folded_s, replay(lowering.period(wanted, symmetric=False)).makespan_s, rtol=1e-9)
+
+
+@settings(max_examples=40, deadline=None)
+@given(cases())
+def test_a_further_step_takes_the_period(case: tuple[Workload, Cluster, Plan]) -> None:
+    workload, cluster, wanted = case
+    lowering = Lowering(workload, cluster)
+    two_s, three_s = (replay(lowering.graph(wanted, steps)).makespan_s for steps in (2, 3))
+    assert np.isclose(three_s - two_s, lowering.step_s(wanted), rtol=1e-9)
+
+
+def one_message(primitive: Primitive, elements: int, cluster: Cluster, owner: int | None = None, cross_step: bool = False) -> tuple:
+    workload = Workload("m", (Variable("v", (elements,), ready_s=0.0, needed_s=0.0),), (), 0.0, 0.0, 0.0)
+    message = Message((TensorSlice("v", elements),), primitive, Compressor.NONE, "float32", owner)
+    return workload, Plan(workload.id, cluster.world_size, (message,), cross_step)
+
+
+@pytest.mark.parametrize("cross_step", [False, True])
+@pytest.mark.parametrize("name", ["even", "uneven", "devices"])
+@pytest.mark.parametrize("primitive", list(Primitive))
+@pytest.mark.parametrize("elements", [1, 5_000, 100_000, 10_000_000])
+def test_alone_a_message_costs_what_was_fitted(primitive: Primitive, elements: int, name: str, cross_step: bool) -> None:
+    cluster = fitted(CLUSTERS[name])
+    rooted = primitive in (Primitive.PUSH_PULL, Primitive.REDUCE_BROADCAST)
+    workload, wanted = one_message(primitive, elements, cluster, 0 if rooted else None, cross_step)
+    parts = ("reduce", "broadcast") if primitive is Primitive.REDUCE_BROADCAST else (primitive.value,)
+    fits = [cluster.fit(part, cluster.world_size) for part in parts]
+    expected_s = sum(fit.seconds(4 * elements) for fit in fits if fit is not None)
+    assert np.isclose(Lowering(workload, cluster, FREE).step_s(wanted), expected_s, rtol=1e-9)
+
+
+@settings(max_examples=60, deadline=None)
+@given(workloads(), st.integers(0, 10**6))
+def test_across_the_step_the_period_is_that_of_one_channel(workload: Workload, seed: int) -> None:
+    cluster = fitted(CLUSTERS["even"])
+    space = replace(SearchSpace.default(), min_partition_bytes=0)
+    strategy = replace(sample(workload, cluster, space, generator(seed, "test")), cross_step=True, ring_order=None)
+    wanted = plan(strategy, replace(workload, threads=0), cluster.world_size)
+    plain = [m for m in wanted.messages if m.sparse == "dense" and m.owner in (None, 0)]
+    if not plain or {p.variable for m in plain for p in m.slices} != {v.name for v in workload.variables}:
+        return
+    wanted = replace(wanted, messages=tuple(plain))
+    idle = replace(workload, threads=0)
+    assert np.isclose(Lowering(idle, cluster, FREE).step_s(wanted), MessageTimes.of(wanted, idle, cluster).period_s, rtol=1e-9)
+
+
+@settings(max_examples=40, deadline=None)
+@given(cases(), st.floats(1.0, 4.0))
+def test_with_one_message_at_a_time_more_bandwidth_is_never_slower(case: tuple[Workload, Cluster, Plan], factor: float) -> None:
+    workload, cluster, wanted = case
+    cluster = replace(cluster, fits=())
+    faster = replace(
+        cluster,
+        hosts=tuple(
+            replace(h, link_bytes_per_s=factor * h.link_bytes_per_s, inner_bytes_per_s=factor * h.inner_bytes_per_s) for h in cluster.hosts
+        ),
+        pair_links=tuple(replace(link, link_bytes_per_s=factor * link.link_bytes_per_s) for link in cluster.pair_links),
+    )
+    alone = replace(wanted, cross_step=True)
+    assert Lowering(workload, faster).step_s(alone) <= Lowering(workload, cluster).step_s(alone) * (1 + 1e-9)
+
+
+@settings(max_examples=30, deadline=None)
+@given(workloads(), st.integers(0, 10**6), st.permutations([0, 1, 2, 3]))
+def test_hosts_alike_may_change_places(workload: Workload, seed: int, order: list[int]) -> None:
+    cluster = CLUSTERS["even"]
+    space = replace(SearchSpace.default(), min_partition_bytes=0, ring_orders=False)
+    wanted = plan(sample(workload, cluster, space, generator(seed, "test")), workload, 4)
+    moved = replace(
+        wanted,
+        messages=tuple(replace(m, owner=None if m.owner is None else order[m.owner]) for m in wanted.messages),
+        ring_order=tuple(order),
+    )
+    lowering = Lowering(workload, cluster)
+    assert np.isclose(lowering.step_s(wanted), lowering.step_s(moved), rtol=1e-9)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from(sorted(CLUSTERS)), st.sampled_from(list(Collective)), st.integers(0, 3), st.permutations([0, 1, 2, 3]))
+def test_the_ports_carry_what_the_transfers_of_the_collective_add_up_to(name: str, kind: Collective, root: int, members: list[int]) -> None:
+    cluster = CLUSTERS[name]
+    ports = Ports(cluster)
+    found = ports.traffic(kind, members, root).s_per_byte
+    expected, inside = np.zeros(ports.count), np.zeros((2, 4))
+    for source, to, share in transfers(kind, members, root):
+        a, b = cluster.host_of_rank[source], cluster.host_of_rank[to]
+        if a == b:
+            inside[0, source] += share
+            inside[1, to] += share
+            continue
+        pair = ports.pairs.get((min(a, b), max(a, b)))
+        for port in (a, len(cluster.hosts) + b) if pair is None else (pair + (a > b),):
+            expected[port] += share
+    for rank in range(4):
+        port = 2 * len(cluster.hosts) + cluster.host_of_rank[rank]
+        expected[port] = max(expected[port], inside[0, rank], inside[1, rank])
+    assert np.allclose(found, expected * ports.s_per_byte)
+
+
+def transfers(kind: Collective, members: list[int], root: int) -> list[tuple[int, int, float]]:
+    """(from, to, share of the tensor), as gloo moves it between four ranks."""
+    ring = [(members[i], members[(i + 1) % 4]) for i in range(4)]
+    others = [rank for rank in members if rank != root]
+    turned = members[members.index(root) :] + members[: members.index(root)]
+    return {
+        Collective.ALL_REDUCE: [(a, b, 1.5) for a, b in ring],
+        Collective.REDUCE_SCATTER: [(a, b, 1.5) for a, b in ring],
+        Collective.ALL_GATHER: [(a, b, 0.75) for a, b in ring],
+        Collective.ALL_TO_ALL: [(a, b, 0.25) for a in members for b in members if a != b],
+        Collective.REDUCE: [(a, b, 0.75) for a, b in ring] + [(a, root, 0.25) for a in others],
+        Collective.BROADCAST: [(turned[0], turned[2], 1.0), (turned[0], turned[1], 1.0), (turned[2], turned[3], 1.0)],
+        Collective.GATHER: [(a, root, 1.0) for a in others],
+        Collective.SCATTER: [(root, a, 1.0) for a in others],
+    }[kind]
