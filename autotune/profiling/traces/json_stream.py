@@ -168,7 +168,7 @@ class JsonItems:
         return char
 
     def _more(self) -> bool:
-        """Read on and forget what lies before the cursor; False at the end. Twice as much each time, so that a large value costs no square."""
+        """Read on and forget what lies before the cursor; False at the end. Twice as much each time: a large value costs no square."""
         if self._ended:
             return False
         raw = self.read(max(CHUNK_BYTES, len(self._text) - self._at))
