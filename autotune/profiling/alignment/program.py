@@ -178,7 +178,8 @@ class Program:
         if theta.value is None:
             raise InvalidInput(f"the ranks' clocks could not be aligned: the solver says {problem.status}; are the traces of one job?")
         found: FloatArray = self.base_s + (theta.value - theta.value[0]) / _US
-        return found - found[0]
+        found -= found[0]
+        return found
 
     def objective(self, offset_s: FloatArray, weight: FloatArray) -> float:
         """The true objective, with the clipping that these offsets have."""
