@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from synthetic_traces import Job
 
 from autotune.errors import InvalidInput
 from autotune.profiling.traces import read_job
 from autotune.profiling.traces.kineto import read_kineto
 from autotune.profiling.traces.rank_trace import Category
-from synthetic_traces import Job
 
 
 def read(data: Any) -> Any:
@@ -63,9 +63,17 @@ def test_too_many_of_them_refuse_the_file_with_the_first() -> None:
         read({"traceEvents": [{"ph": "M", "name": "process_name"}]})
 
 
-@pytest.mark.parametrize("args", [None, 3, {"correlation": "x", "stream": [1]}, {"External id": 1e300}, {"Input Dims": {"a": 1}, "Rank": "a"}])
+@pytest.mark.parametrize(
+    "args", [None, 3, {"correlation": "x", "stream": [1]}, {"External id": 1e300}, {"Input Dims": {"a": 1}, "Rank": "a"}]
+)
 def test_arguments_of_wrong_types_are_harmless(args: Any) -> None:
-    trace = read({"traceEvents": [span(args=args, cat=cat, name=name, pid=[1], tid={}) for cat in ("kernel", "cpu_op", "cuda_sync") for name in ("a", 7, None)]})
+    trace = read(
+        {
+            "traceEvents": [
+                span(args=args, cat=cat, name=name, pid=[1], tid={}) for cat in ("kernel", "cpu_op", "cuda_sync") for name in ("a", 7, None)
+            ]
+        }
+    )
     assert trace.events == 9
 
 
@@ -137,5 +145,13 @@ def test_steps_are_inferred_from_what_repeats_and_told() -> None:
 
 
 def test_python_frames_are_dropped_but_modules_kept() -> None:
-    trace = read({"traceEvents": [span(), span(cat="python_function", name="train.py(3): main"), span(cat="python_function", name="nn.Module: Linear_0")]})
+    trace = read(
+        {
+            "traceEvents": [
+                span(),
+                span(cat="python_function", name="train.py(3): main"),
+                span(cat="python_function", name="nn.Module: Linear_0"),
+            ]
+        }
+    )
     assert sorted(trace.category.tolist()) == [Category.HOST_OP, Category.MODULE]

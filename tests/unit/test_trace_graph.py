@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from synthetic_traces import Job
 
 from autotune.dfg.graph import Dfg, Kind
 from autotune.dfg.replay import replay
 from autotune.errors import InvalidInput
 from autotune.profiling.traces.job import TraceJob, assemble, read_job
 from autotune.profiling.traces.kineto import read_kineto
-from synthetic_traces import Job
 
 
 def job_of(events: list[dict[str, Any]], **fields: Any) -> TraceJob:
@@ -182,14 +182,25 @@ def test_waiting_for_others_is_no_duration_of_a_collective(tmp_path: Path) -> No
 
 def test_a_root_does_not_wait_for_those_who_receive() -> None:
     def rank(number: int, start: float, end: float) -> dict[str, Any]:
-        said = {"Collective name": "broadcast", "In msg nelems": 8, "dtype": "Float", "Root Rank": 0, "Process Group Ranks": "[0, 1]", "Group size": 2}
+        said = {
+            "Collective name": "broadcast",
+            "In msg nelems": 8,
+            "dtype": "Float",
+            "Root Rank": 0,
+            "Process Group Ranks": "[0, 1]",
+            "Group size": 2,
+        }
         events = [call("cudaLaunchKernel", 0, 5, 1), kernel("ncclKernel_Broadcast_RING_LL(x)", start, end - start, 1)]
         events[1]["args"].update(said)
         return {"distributedInfo": {"rank": number, "world_size": 2}, "traceEvents": [host("begin", 0, 1), *events]}
 
     job = assemble([read_kineto(BytesIO(json.dumps(rank(n, *at)).encode()).read, f"{n}") for n, at in enumerate([(20, 30), (50, 90)])])
     dfg = job.global_dfg()
-    by_worker = {int(w): (round(float(s) * 1e6), round(float(d) * 1e6)) for k, w, s, d in zip(dfg.kind, dfg.worker, replay(dfg).start_s, dfg.duration_s, strict=True) if k == Kind.COLLECTIVE}
+    by_worker = {
+        int(w): (round(float(s) * 1e6), round(float(d) * 1e6))
+        for k, w, s, d in zip(dfg.kind, dfg.worker, replay(dfg).start_s, dfg.duration_s, strict=True)
+        if k == Kind.COLLECTIVE
+    }
     assert by_worker == {0: (20, 10), 1: (50, 40)}
 
 

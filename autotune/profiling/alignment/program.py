@@ -22,7 +22,7 @@ them are far from tight, and what is optimal under a part of the constraints and
 
 The weights are one over the squared noise of what each term measures: sigma_e and sigma_d are estimated from the traces, sigma_h is what
 profilers of one host disagree by. The penalty on the slack is exact: no constraint is broken while offsets exist that break none.
-All times in microseconds, each collective's counted from its own middle, or the numbers are badly scaled.
+All times in units of sigma_e, each collective's counted from its own middle, or the numbers are badly scaled.
 """
 
 from __future__ import annotations
@@ -42,10 +42,11 @@ LEAST_NOISE_S = 1e-6
 """Traces of before 2024 hold whole microseconds."""
 SLACK_PRICE = 1e3
 """Per sigma_e of slack and member, far above what any offset gains."""
+EASED = (1.0, 30.0, 1000.0)
+"""Times that contradict each other by far more than their noise are too badly scaled for the solver: then with more noise."""
 ROUNDS = 4
 TOLERANCE_S = 1e-8
 """The solver's own: an order broken by less is not broken."""
-_US = 1e6
 
 
 @dataclass(frozen=True)
@@ -103,8 +104,8 @@ class Program:
         self.seen, self.noise, self.base_s = seen, noise, base_s
         starts_s, ends_s = seen.start_s + base_s[seen.rank], seen.end_s + base_s[seen.rank]
         middle_s = np.add.reduceat(ends_s, seen.first[:-1]) / np.diff(seen.first)
-        self.start = (starts_s - middle_s[seen.of]) * _US
-        self.end = (ends_s - middle_s[seen.of]) * _US
+        self.start = starts_s - middle_s[seen.of]
+        self.end = ends_s - middle_s[seen.of]
         self.pick_rank = _picking(seen.rank, seen.ranks)
         self.pick_collective = _picking(seen.of, seen.collectives)
         self.groups = _family_groups(seen)
@@ -130,54 +131,59 @@ class Program:
     def _solved(self, clipping: IntArray, weight: FloatArray) -> FloatArray:
         bound = self.bound
         while True:
-            offset_s = self._solved_within(clipping, weight, bound)
+            found = (self._solved_within(clipping, weight, bound, eased) for eased in EASED)
+            offset_s = next((offsets for offsets in found if offsets is not None), None)
+            if offset_s is None:
+                raise InvalidInput("the ranks' clocks could not be aligned: no solution was found; are the traces of one job?")
             broken = np.flatnonzero(self.seen.violation_s(offset_s) > TOLERANCE_S)
             if not len(np.setdiff1d(broken, bound)):
                 self.bound = bound
                 return offset_s
             bound = np.union1d(bound, broken)
 
-    def _solved_within(self, clipping: IntArray, weight: FloatArray, bound: IntArray) -> FloatArray:
-        """(R,) with the constraints of the collectives `bound` only."""
-        seen, noise = self.seen, self.noise
+    def _solved_within(self, clipping: IntArray, weight: FloatArray, bound: IntArray, eased: float) -> FloatArray | None:
+        """(R,) with the constraints of the collectives `bound` only, None where the solver fails; `eased` multiplies the noise."""
+        seen, noise = self.seen, Noise(eased * self.noise.end_s, eased * self.noise.duration_s)
+        start, end = self.start / noise.end_s, self.end / noise.end_s
         theta, together = cp.Variable(seen.ranks), cp.Variable(seen.collectives)
         own = self.pick_rank @ theta
         root = np.sqrt(weight[seen.of])
-        cost = cp.sum(cp.multiply(weight[seen.of], cp.huber((self.end + own - self.pick_collective @ together) / (noise.end_s * _US))))
+        cost = cp.sum(cp.multiply(weight[seen.of], cp.huber(end + own - self.pick_collective @ together)))
         members = np.flatnonzero(self.repeated)
         if len(members):
             clipper = clipping[seen.of[members]]
-            durations = (
-                self.end[members] - self.start[clipper] + (self.pick_rank[members] - _picking(seen.rank[clipper], seen.ranks)) @ theta
-            )
+            durations = end[members] - start[clipper] + (self.pick_rank[members] - _picking(seen.rank[clipper], seen.ranks)) @ theta
             numbers, groups = np.unique(self.groups[members], return_inverse=True)
             mean = cp.Variable(len(numbers))
             off = cp.multiply(root[members], durations - _picking(groups, len(numbers)) @ mean)
-            cost += cp.sum_squares(off / (noise.duration_s * _US))
+            cost += cp.sum_squares(off * (noise.end_s / noise.duration_s))
         known = np.flatnonzero(seen.hosts >= 0)
         if len(known):
             clock = cp.Variable(int(seen.hosts.max()) + 1)
             same = (
                 _picking(known, seen.ranks) @ theta
-                + self.base_s[known] * _US
+                + self.base_s[known] / noise.end_s
                 - _picking(seen.hosts[known], int(seen.hosts.max()) + 1) @ clock
             )
-            cost += cp.sum_squares(same / (HOST_NOISE_S * _US))
+            cost += cp.sum_squares(same * (noise.end_s / (eased * HOST_NOISE_S)))
         rules = [theta[0] == 0]
         if len(bound):
             latest, slack = cp.Variable(len(bound)), cp.Variable(len(bound), nonneg=True)
             within = np.flatnonzero(np.isin(seen.of, bound))
             collective = _picking(np.searchsorted(bound, seen.of[within]), len(bound))
             at = self.pick_rank[within] @ theta
-            rules += [self.start[within] + at <= collective @ latest, collective @ (latest - slack) <= self.end[within] + at]
-            cost += SLACK_PRICE * cp.sum(slack) / (noise.end_s * _US)
+            rules += [start[within] + at <= collective @ latest, collective @ (latest - slack) <= end[within] + at]
+            cost += SLACK_PRICE * cp.sum(slack)
         problem = cp.Problem(cp.Minimize(cost), rules)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # "may be inaccurate": some nanoseconds; what is broken is reported as slack
-            problem.solve(solver=cp.CLARABEL)
+            try:
+                problem.solve(solver=cp.CLARABEL)
+            except cp.error.SolverError:
+                return None
         if theta.value is None:
-            raise InvalidInput(f"the ranks' clocks could not be aligned: the solver says {problem.status}; are the traces of one job?")
-        found: FloatArray = self.base_s + (theta.value - theta.value[0]) / _US
+            return None
+        found: FloatArray = self.base_s + (theta.value - theta.value[0]) * noise.end_s
         found -= found[0]
         return found
 

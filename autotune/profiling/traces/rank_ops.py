@@ -187,7 +187,7 @@ class _Builder:
         begin_s, end_s = segment.start_s, segment.end_s
         launched = launched_by.get(event) if segment.first else None
         if launched is not None:
-            # a call that blocks until its copy is done spends its time waiting, for the stream too, so nothing of it comes before the launch
+            # a call that blocks until its copy is done waits for the stream too: nothing of it comes before the launch
             split_s = begin_s if event in blocked else min(max(float(trace.start_s[launched]), begin_s), end_s)
             self.launcher[launched] = self._add(Op(name, segment.lane, kind, begin_s, split_s, layer))
             self.scope[launched] = segment.scope
