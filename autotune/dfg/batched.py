@@ -51,29 +51,31 @@ class FixedOrder:
         The transpose of an array of shape (N, B) is read fastest. Raises `InvalidInput` for a wrong shape, or where a duration is not
         finite or below 0.
         """
-        durations_s = np.asarray(durations_s)
         if durations_s.ndim != 2 or durations_s.shape[1] != self.ops:
             raise InvalidInput(f"durations must have shape (sets, {self.ops}), but have {durations_s.shape}")
-        if durations_s.dtype != np.float32:
-            durations_s = durations_s.astype(np.float64, copy=False)
         if durations_s.size and not (durations_s.min() >= 0 and durations_s.max() <= np.finfo(np.float32).max):
             raise InvalidInput(f"durations must be finite and at least 0, but go from {durations_s.min()} to {durations_s.max()}")
-        sets = len(durations_s)
+        singles = durations_s.astype(np.float32, copy=False).view()
+        singles.flags.writeable = False
+        sets = len(singles)
         makespans_s = np.zeros(-(-sets // WIDTH) * WIDTH, dtype=np.float32)
         ends_s = np.empty((self.ops, WIDTH), dtype=np.float32)
         for first in range(0, sets, WIDTH):
-            some = durations_s[first : first + WIDTH]
-            if len(some) == WIDTH and durations_s.T.flags.c_contiguous:
-                walked = (durations_s.T, first, self._order)
+            some = singles[first : first + WIDTH]
+            if len(some) == WIDTH and singles.T.flags.c_contiguous:
+                walked = (singles.T, first, self._order)
             else:
                 walked = (self._in_order(some), 0, self._in_place)
             _walk(*walked, self._start, self._predecessor, self._lag_s, self._last, ends_s, makespans_s[first : first + WIDTH])
         return makespans_s[:sets].astype(np.float64)
 
-    def _in_order(self, durations_s: FloatArray | Singles) -> Singles:
+    def _in_order(self, durations_s: Singles) -> Singles:
         """Durations of at most WIDTH sets as (N, WIDTH) in the order of execution."""
         columns = np.zeros((self.ops, WIDTH), dtype=np.float32)
-        _transpose(np.ascontiguousarray(durations_s), self._position, columns)
+        rows = np.ascontiguousarray(durations_s).view()
+        rows.flags.writeable = False
+        _transpose(rows, self._position, columns)
+        columns.flags.writeable = False
         return columns
 
 
@@ -83,7 +85,7 @@ def replay_many(timeline: Timeline, durations_s: FloatArray | Singles) -> FloatA
 
 
 @compiled()
-def _transpose(rows: FloatArray | Singles, position: IntArray, columns: Singles) -> None:
+def _transpose(rows: Singles, position: IntArray, columns: Singles) -> None:
     """Write durations (at most WIDTH, N) as (N, WIDTH), op o at `position[o]`, a tile at a time so that a cache line is read once."""
     ops = rows.shape[1]
     for low in range(0, ops, TILE):
@@ -93,8 +95,8 @@ def _transpose(rows: FloatArray | Singles, position: IntArray, columns: Singles)
 
 
 @compiled()
-def _walk(
-    columns: FloatArray | Singles,
+def _walk(  # noqa: C901 one branch for each number of predecessors
+    columns: Singles,
     first: int,
     row: IntArray,
     start: OffsetArray,

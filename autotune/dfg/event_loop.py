@@ -101,7 +101,7 @@ def _push(heap_s: FloatArray, heap_code: OffsetArray, size: int, time_s: float, 
 
 @inner
 def _sink(heap_s: FloatArray, heap_code: OffsetArray, size: int, time_s: float, code: int) -> None:
-    """Put an event in the place of the first one. The hole sinks to the ground before the event rises: no branch that is hard to foresee."""
+    """Put an event in the place of the first one. The hole sinks to the ground, then the event rises: no branch that is hard to foresee."""
     place = 0
     below = 2
     while below < size:
@@ -305,15 +305,16 @@ def _announce(op: int, size: int, end_s: float, work: Work, state: State, rules:
 
 
 @compiled()
-def run(work: Work, state: State, rules: Rules | None, waiting: Waiting | None, until: int) -> None:
-    """Go on until the ends of `until` ops are known or nothing is left to do."""
+def run(work: Work, state: State, rules: Rules | None, waiting: Waiting | None, until: int) -> None:  # noqa: C901 half of it is compiled away
+    """Go on until the ends of `until` ops are known; if these are all ops, until nothing is left to do."""
     heap_s, heap_code, counts = state.heap_s, state.heap_code, state.counts
     size, known, now_s = counts[0], counts[1], state.now_s[0]
-    while size > 0 and known < until:
+    while size > 0 and (known < until or until == len(work.queue)):
         now_s = heap_s[0]
         code = heap_code[0]
         op = code
         if rules is not None:
+            assert waiting is not None
             size -= 1
             _sink(heap_s, heap_code, size, heap_s[size], heap_code[size])
             op, size = _settle(code, now_s, size, work, state, rules, waiting)
