@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -67,7 +66,7 @@ def test_a_recorded_job_is_matched_and_every_step_replayed(recorded: TraceJob) -
 
 
 def test_an_offset_injected_into_a_recorded_job_is_found_within_the_interval(recorded: TraceJob) -> None:
-    moved = [replace(trace, origin_ns=trace.origin_ns - round(place * OFFSET_S * 1e9), host="") for place, trace in enumerate(recorded.ranks)]
+    moved = [replace(trace, origin_ns=trace.origin_ns - round(n * OFFSET_S * 1e9), host="") for n, trace in enumerate(recorded.ranks)]
     job = assemble(moved)
     found = align(job, samples=4)
     width_s = found.high_s[1] - found.low_s[1]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from autotune.dfg.chrome_trace import write_chrome_trace
 from autotune.dfg.graph import COMPUTATION, Kind
 from autotune.dfg.replay import replay
 from autotune.profiling.alignment import align
@@ -74,6 +77,17 @@ def test_the_eight_ranks_share_one_clock_and_replay_their_step(dlrm: TraceJob) -
     assert np.abs(aligned.offset_s).max() < 3e-6  # one machine, and whole microseconds
     assert np.all((aligned.low_s <= 1e-6) & (aligned.high_s >= -1e-6)) and aligned.worst_slack_s == 0
     assert replay(dlrm.global_dfg(aligned=aligned)).makespan_s == pytest.approx(dlrm.measured_step_s(aligned=aligned), rel=0.01)
+
+
+def test_the_eight_ranks_are_shown_as_one_timeline(dlrm: TraceJob, tmp_path: Path) -> None:
+    timeline = replay(dlrm.global_dfg(aligned=align(dlrm, samples=0)))
+    write_chrome_trace(timeline, tmp_path / "all.json.gz")
+    with gzip.open(tmp_path / "all.json.gz", "rt") as file:
+        events = json.load(file)["traceEvents"]
+    sent = [event for event in events if event["ph"] == "X" and event["name"].startswith("ncclKernel_AllReduce")]
+    assert len(sent) == 3 * 8 and len({event["pid"] for event in sent}) == 8
+    first_s = timeline.start_s[[name.startswith("ncclKernel_AllReduce") for name in timeline.dfg.names.ops]]
+    assert len(np.unique(np.round(first_s * 1e6))) == 3  # the members of each run together once all are in
 
 
 def test_offsets_injected_into_the_eight_ranks_are_found_and_their_harm_is_undone(dlrm: TraceJob) -> None:

@@ -124,16 +124,19 @@ class TraceJob:
 
         Raises `InvalidInput` for a step that not every rank has.
         """
+        return build_dfg(self.parts(step, aligned), self.joints)
+
+    def parts(self, step: StepChoice = "median", aligned: Alignment | None = None) -> list[Part]:
+        """(R,) every rank's ops of the step, with what lies hidden behind the step before cut off; and how certain they are (`RankOps`)."""
         number = self.chosen_step(step, aligned)
         shifts = self.shifts_s(aligned)
         floor_s = self._floor_s(number, shifts)
-        parts = [
+        return [
             Part(rank, trace, hidden_before(ops, floor_s - shift), float(shift), table)
             for rank, trace, ops, shift, table in zip(
                 self.rank_numbers, self.ranks, self._all_ops(number), shifts, self.joint_of, strict=True
             )
         ]
-        return build_dfg(parts, self.joints)
 
     def rank_dfg(self, rank: int, step: StepChoice = "median") -> Dfg:
         """One step of one rank; its collectives take as long as they did there, waiting included."""
