@@ -10,10 +10,12 @@ from autotune.profiling.alignment.observations import FloatArray, Observations, 
 from autotune.profiling.alignment.result import Alignment
 from autotune.profiling.traces.job import TraceJob
 
-MOST_MEMBERS = 60_000
+MOST_MEMBERS = 20_000
 """Members of collectives in the convex program; of more, evenly spaced collectives are taken. The intervals always use all."""
 SAMPLES = 16
-LEAST_SLACK_S = 1e-9
+FEW_MEMBERS = 5_000
+"""With more, a quarter of the bootstrap samples are taken."""
+LEAST_SLACK_S = 2e-8
 
 
 def align(job: TraceJob, samples: int = SAMPLES, seed: int = 0) -> Alignment:
@@ -35,7 +37,7 @@ def align_observations(seen: Observations, samples: int = SAMPLES, seed: int = 0
 
     used, notes = _thinned(seen)
     guess = first_guess(used)
-    program = Program(used, noise_of(used, guess))
+    program = Program(used, noise_of(used, guess), guess)
     offset_s = program.solve(guess)
     slack_s = seen.violation_s(offset_s)
     slack_s[slack_s < LEAST_SLACK_S] = 0.0
@@ -46,7 +48,9 @@ def align_observations(seen: Observations, samples: int = SAMPLES, seed: int = 0
         )
     apart = ~np.isfinite(high_s - low_s)
     if apart.any():
-        notes.append(f"ranks at places {np.flatnonzero(apart)[:8].tolist()} share no collective with the first; their clocks are as they were")
+        notes.append(
+            f"ranks at places {np.flatnonzero(apart)[:8].tolist()} share no collective with the first; their clocks are as they were"
+        )
         offset_s = np.where(apart, 0.0, offset_s)
     if (seen.hosts < 0).any():
         notes.append("the traces do not tell the hosts, so that clocks of one host are not tied to each other")
@@ -75,8 +79,8 @@ def _bootstrap(program: object, offset_s: FloatArray, samples: int, rng: np.rand
     if samples < 2 or len(names) < 2:
         return np.full(seen.ranks, np.nan)
     found = []
-    for _ in range(samples if seen.members < 5000 else max(samples // 4, 2)):
+    for _ in range(samples if seen.members < FEW_MEMBERS else max(samples // 4, 2)):
         counts = np.bincount(rng.integers(len(names), size=len(names)), minlength=len(names)).astype(np.float64)
-        found.append(program.solve(offset_s, counts[unit], rounds=2))
+        found.append(program.solve(offset_s, counts[unit], rounds=1))
     spread: FloatArray = np.std(np.array(found), axis=0, ddof=1)
     return spread

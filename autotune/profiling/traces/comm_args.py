@@ -39,7 +39,20 @@ _NAMES = {
     "coalesced": "coalesced",
 }
 COLLECTIVES = frozenset(
-    {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "gather", "scatter", "barrier", "send", "recv", "coalesced"}
+    {
+        "all_reduce",
+        "all_gather",
+        "reduce_scatter",
+        "all_to_all",
+        "broadcast",
+        "reduce",
+        "gather",
+        "scatter",
+        "barrier",
+        "send",
+        "recv",
+        "coalesced",
+    }
 )
 MUTUAL = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier"})
 """Of these no rank can end before every rank has begun."""

@@ -1,8 +1,8 @@
 """PyTorch execution traces: what was computed from what, without times. Also the newer form of them that Chakra reads.
 
 A node has an id, a parent, a record-function id (`rf_id`) and inputs. Until schema 1.0.1 these are fields of the node; from 1.0.2 on
-they are attributes and `ctrl_deps` names the parent. A collective's node (`record_param_comms`) holds what older Kineto traces lack: the sequence number, the group
-and the sizes sent to each rank.
+they are attributes and `ctrl_deps` names the parent. A collective's node (`record_param_comms`) holds what older Kineto traces lack:
+the sequence number, the group and the sizes.
 
 Kineto events are linked by record-function id where they have one. Older traces have none; their collectives are linked in order, and
 only where names and sizes of the whole sequence agree.
@@ -31,7 +31,7 @@ MAX_NODES = 20_000_000
 
 @dataclass(frozen=True, eq=False)
 class ExecutionTrace:
-    """N nodes in the order of the file. `parent` (N,) holds ids, as `node_id` and `rf_id` do. `comms`: index of a node -> its collective."""
+    """N nodes in the order of the file. `parent` (N,) holds ids, as `node_id` and `rf_id` do. `comms`: a node's index -> its collective."""
 
     source: str
     rank: int | None
@@ -172,7 +172,14 @@ def _linked(own: Sequence[Collective], other: ExecutionTrace) -> tuple[tuple[Col
     if names != theirs or any(a.comm.size_bytes and b.size_bytes < a.comm.size_bytes for a, b in zip(own, said, strict=True)):
         return tuple(own), "execution trace not linked: its collectives are not those of the Kineto trace"
     found = tuple(
-        replace(a, comm=replace(a.comm, sequence=b.sequence if a.comm.sequence == MISSING else a.comm.sequence, size_bytes=max(a.comm.size_bytes, b.size_bytes)))
+        replace(
+            a,
+            comm=replace(
+                a.comm,
+                sequence=b.sequence if a.comm.sequence == MISSING else a.comm.sequence,
+                size_bytes=max(a.comm.size_bytes, b.size_bytes),
+            ),
+        )
         for a, b in zip(own, said, strict=True)
     )
     return found, f"{len(found)} collectives linked to the execution trace in order, since the Kineto trace has no ids of it"

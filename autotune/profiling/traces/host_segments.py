@@ -18,7 +18,9 @@ from autotune.profiling.traces.rank_trace import MISSING, Category, RankTrace
 
 _EXECUTING_MARK = re.compile(r"(?:gloo|ucc|mpi):|autotune\.message#")
 """Annotations that are the collective itself, run by a thread of the backend; `nccl:` encloses a launch only."""
-_NO_LAYER = re.compile(r"ProfilerStep#|enumerate\(DataLoader\)|(?:nccl|gloo|ucc|mpi):|autotune\.|Optimizer\.|## (?:forward|backward|optimizer|zero_grad) ##")
+_NO_LAYER = re.compile(
+    r"ProfilerStep#|enumerate\(DataLoader\)|(?:nccl|gloo|ucc|mpi):|autotune\.|Optimizer\.|## (?:forward|backward|optimizer|zero_grad) ##"
+)
 _BACKWARD = re.compile(r"\w+Backward\d*")
 _MODULE = re.compile(r"nn\.Module: ")
 
@@ -56,8 +58,9 @@ def host_segments(trace: RankTrace, events: Iterable[int]) -> dict[int, list[Seg
     lanes: dict[int, list[int]] = {}
     for event in events:
         lanes.setdefault(int(trace.lane[event]), []).append(event)
-    forward = _forward_layers(trace, lanes)
-    return {lane: _backward_scopes(trace, list(_segments(trace, lane, own)), forward) for lane, own in lanes.items()}
+    found = {lane: list(_segments(trace, lane, own)) for lane, own in lanes.items()}
+    forward = _forward_layers(trace, found)
+    return {lane: _backward_scopes(trace, own, forward) for lane, own in found.items()}
 
 
 @dataclass(slots=True)
@@ -126,11 +129,11 @@ def _scope(trace: RankTrace, event: int, name: str, outer: Scope) -> Scope:
     return Scope(kind, layer, collective)
 
 
-def _forward_layers(trace: RankTrace, lanes: dict[int, list[int]]) -> dict[int, str]:
+def _forward_layers(trace: RankTrace, lanes: dict[int, list[Segment]]) -> dict[int, str]:
     """Layer of each autograd sequence number, from the annotations or modules that enclose the forward op."""
     layers: dict[int, str] = {}
-    for lane, events in lanes.items():
-        for segment in _segments(trace, lane, events):
+    for own in lanes.values():
+        for segment in own:
             sequence = int(trace.sequence[segment.event])
             if sequence >= 0 and segment.scope.layer and segment.scope.kind != Kind.BACKWARD:
                 layers.setdefault(sequence, segment.scope.layer)

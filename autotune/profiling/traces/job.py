@@ -22,7 +22,7 @@ from autotune.profiling.traces.kineto import read_kineto
 from autotune.profiling.traces.matching import Joint, collectives_by_place, match_collectives
 from autotune.profiling.traces.rank_ops import RankOps, hidden_before, step_ops
 from autotune.profiling.traces.rank_trace import RankTrace, Repair, Step
-from autotune.profiling.traces.sources import Read, Source, find_sources
+from autotune.profiling.traces.sources import Read, find_sources
 
 if TYPE_CHECKING:
     from autotune.profiling.alignment.result import Alignment
@@ -88,7 +88,7 @@ class TraceJob:
         return self.steps[int(np.argsort(times, kind="stable")[(len(times) - 1) // 2])]
 
     def measured_step_s(self, step: StepChoice = "median", aligned: Alignment | None = None) -> float:
-        """What the step took, over all ranks: from its first op, or from the last end of the step before where that is later, to its last end.
+        """What the step took over all ranks: from its first op to its last end; from the last end of the step before where that is later.
 
         The latter is so where devices lag behind their hosts: work of a step is launched while the one before still runs. This is
         what the replay of `global_dfg` is to give.
@@ -124,16 +124,19 @@ class TraceJob:
 
         Raises `InvalidInput` for a step that not every rank has.
         """
+        return build_dfg(self.parts(step, aligned), self.joints)
+
+    def parts(self, step: StepChoice = "median", aligned: Alignment | None = None) -> list[Part]:
+        """(R,) every rank's ops of the step, with what lies hidden behind the step before cut off; and how certain they are (`RankOps`)."""
         number = self.chosen_step(step, aligned)
         shifts = self.shifts_s(aligned)
         floor_s = self._floor_s(number, shifts)
-        parts = [
+        return [
             Part(rank, trace, hidden_before(ops, floor_s - shift), float(shift), table)
             for rank, trace, ops, shift, table in zip(
                 self.rank_numbers, self.ranks, self._all_ops(number), shifts, self.joint_of, strict=True
             )
         ]
-        return build_dfg(parts, self.joints)
 
     def rank_dfg(self, rank: int, step: StepChoice = "median") -> Dfg:
         """One step of one rank; its collectives take as long as they did there, waiting included."""
@@ -174,7 +177,9 @@ def read_job(paths: str | Path | Sequence[str | Path]) -> TraceJob:
             else:
                 traces.append(read_kineto(read, source.name))
     if not traces:
-        raise InvalidInput("a job needs at least one Kineto trace, but only execution traces were given" if execution else "no trace was given")
+        raise InvalidInput(
+            "a job needs at least one Kineto trace, but only execution traces were given" if execution else "no trace was given"
+        )
     listed = [paths] if isinstance(paths, str | Path) else paths
     return assemble(traces, execution, details, ", ".join(str(path) for path in listed))
 
@@ -256,7 +261,9 @@ def _ranked(traces: list[RankTrace]) -> tuple[list[RankTrace], list[Repair]]:
         repairs.append(Repair(f"ranks taken from the file names, since {why}", len(traces)))
     else:
         ranks = list(range(len(traces)))
-        why = "two traces say that they are the same one" if all(rank is not None for rank in said) else "neither traces nor names tell them"
+        why = (
+            "two traces say that they are the same one" if all(rank is not None for rank in said) else "neither traces nor names tell them"
+        )
         repairs.append(Repair(f"ranks taken from the order of the files, since {why}", len(traces)))
     order = sorted(range(len(traces)), key=lambda place: ranks[place])
     return [replace(traces[place], rank=ranks[place]) for place in order], repairs

@@ -22,7 +22,10 @@ MAX_VALUE_CHARS = 16 * 2**20
 """Of one event or field. The largest that profilers write, device properties or the inputs of one op, have some 100 kB."""
 
 _SPACE = re.compile(r"[ \t\r\n]*")
-_NOT_NUMBERS = re.compile(r'("(?:[^"\\]|\\.)*")|([-+]?\b(?:nan|inf(?:inity)?)\b)', re.IGNORECASE)
+_NOT_NUMBERS = re.compile(r'("(?:[^"\\]|\\.)*(?:"|\\?\Z))|([-+]?\b(?:nan|inf(?:inity)?)(?=[\s,\]}]))', re.IGNORECASE | re.DOTALL)
+"""Strings, also one that the buffer cuts off, so that they are left alone; and what is no number although it stands for one."""
+
+_BEHIND_NUMBER = " \t\r\n,]}:"
 
 Read = Callable[[int], bytes]
 
@@ -40,8 +43,8 @@ class JsonItems:
     """Iterate over the items of the array `array_key` (or of a bare array) and the `Field`s beside it.
 
     `read(n)` gives up to n bytes, none at the end. Raises `InvalidInput`, naming `where` and the item, for text that is not JSON, is cut
-    off, nests too deeply or holds a value above `MAX_VALUE_CHARS`. `replaced` counts bytes that were no UTF-8, `not_numbers` the items
-    with a bare `nan` or `inf`, which some profilers write and which are read as null.
+    off, nests too deeply or holds a value above `MAX_VALUE_CHARS`. `replaced` counts bytes that were no UTF-8, `not_numbers` the
+    bare `nan` and `inf`, which some profilers write and which are read as null.
     """
 
     read: Read
@@ -109,10 +112,10 @@ class JsonItems:
             except (JSONDecodeError, ValueError) as error:
                 problem = error
             else:
-                if end < len(self._text) or self._ended:
+                if self._ended or (end < len(self._text) and (self._text[end] in _BEHIND_NUMBER or not isinstance(value, int | float))):
                     self._at = end
                     return value
-                problem = ValueError("cut off")  # a number may go on in the next chunk
+                problem = ValueError("cut off")  # of a number, "0." is in the buffer and "5," in the next chunk
             if len(self._text) - self._at > MAX_VALUE_CHARS:
                 raise InvalidInput(f"{self.where}: {what} must be JSON of at most {MAX_VALUE_CHARS} characters: {problem}")
             if self._may_hold_not_numbers(problem) and self._without_not_numbers():
@@ -168,7 +171,7 @@ class JsonItems:
         return char
 
     def _more(self) -> bool:
-        """Read on and forget what lies before the cursor; False at the end. Twice as much each time, so that a large value costs no square."""
+        """Read on and forget what lies before the cursor; False at the end. Twice as much each time: a large value costs no square."""
         if self._ended:
             return False
         raw = self.read(max(CHUNK_BYTES, len(self._text) - self._at))

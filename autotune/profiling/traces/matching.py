@@ -93,18 +93,18 @@ def _joints(
             alone[f"{comm.name} of group {comm.group or 'unknown'} in step {step} has no counterpart on ranks {_some(missing)}"] += 1
         if len(members) < 2:
             continue
-        what = (step, comm.name, comm.group, comm.group_ranks, comm.size_bytes, comm.transaction)
+        what = (step, comm.name, comm.group, comm.group_ranks, comm.size_bytes)
         number = families[what]
         families[what] += 1
-        label = comm.transaction or f"{comm.name}/{comm.group or 'all'}/{comm.size_bytes:.0f}B/{number}"
+        family = f"{comm.name}/{comm.group or 'all'}/{comm.size_bytes:.0f}B/{number}"
         root = place_of.get(comm.root, MISSING) if comm.root != MISSING else MISSING
         if point_to_point:
             root = next((place for place, index in members.items() if lists[place][index].comm.name == "send"), MISSING)
         joints.append(
             Joint(
-                f"{step}/{label}",
+                f"{step}/{comm.transaction or family}",
                 comm.name,
-                label,
+                family,
                 step,
                 max(lists[place][index].comm.size_bytes for place, index in members.items()),
                 tuple(sorted(members.items())),

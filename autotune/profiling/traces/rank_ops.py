@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import bisect
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import numpy as np
 
@@ -100,7 +101,9 @@ def step_ops(trace: RankTrace, start_s: float, end_s: float, collectives: list[C
     calls = np.flatnonzero((trace.category == Category.RUNTIME) & inside).tolist()
     launched = set(trace.correlation[calls].tolist()) - {MISSING}
     orphan = without_launch(trace) & ~launched_before_trace(trace)
-    device = [event for event in device_events(trace).tolist() if int(trace.correlation[event]) in launched or (inside[event] and orphan[event])]
+    device = [
+        event for event in device_events(trace).tolist() if int(trace.correlation[event]) in launched or (inside[event] and orphan[event])
+    ]
     order = device_order(trace, device, calls)
     segments = host_segments(trace, np.flatnonzero(host).tolist())
     return _Builder(trace, order, segments, device, {one.event: n for n, one in enumerate(collectives)}, collectives).build()
@@ -119,7 +122,9 @@ def hidden_before(ops: RankOps, floor_s: float) -> RankOps:
 
     def cut(op: Op) -> Op:
         start_s, end_s = max(op.start_s, floor_s), max(op.end_s, floor_s)
-        return replace(op, start_s=start_s, end_s=end_s, gap_s=left_s(op.end_s, op.gap_s), waited_s=left_s(op.start_s - op.waited_s, op.waited_s))
+        return replace(
+            op, start_s=start_s, end_s=end_s, gap_s=left_s(op.end_s, op.gap_s), waited_s=left_s(op.start_s - op.waited_s, op.waited_s)
+        )
 
     edges = {(parent, child): left_s(ops.ops[parent].end_s, delay_s) for (parent, child), delay_s in ops.edges.items()}
     unexplained = [(max(at_s, floor_s), left_s(at_s, length_s)) for at_s, length_s in ops.unexplained]
@@ -182,7 +187,8 @@ class _Builder:
         begin_s, end_s = segment.start_s, segment.end_s
         launched = launched_by.get(event) if segment.first else None
         if launched is not None:
-            split_s = min(max(float(trace.start_s[launched]), begin_s), end_s)
+            # a call that blocks until its copy is done waits for the stream too: nothing of it comes before the launch
+            split_s = begin_s if event in blocked else min(max(float(trace.start_s[launched]), begin_s), end_s)
             self.launcher[launched] = self._add(Op(name, segment.lane, kind, begin_s, split_s, layer))
             self.scope[launched] = segment.scope
             begin_s = split_s
@@ -285,12 +291,14 @@ class _Builder:
             collective = self.collective_of.get(event, MISSING)
             size = self.collectives[collective].comm.size_bytes if collective != MISSING else float(trace.size_bytes[event])
             start_s = float(trace.start_s[event])
-            op = Op(trace.name_of(event), int(trace.lane[event]), self._device_kind(event, scope, collective), start_s, 0.0, scope.layer, size)
+            op = Op(
+                trace.name_of(event), int(trace.lane[event]), self._device_kind(event, scope, collective), start_s, 0.0, scope.layer, size
+            )
             op.end_s, op.collective = float(trace.end_s[event]), collective
             self.of_event[event] = self._add(op)
             streams.setdefault(op.lane, []).append(self.of_event[event])
         for numbers in streams.values():
-            for first, second in zip(numbers[:-1], numbers[1:], strict=True):
+            for first, second in pairwise(numbers):
                 ops[first].end_s = max(ops[first].start_s, min(ops[first].end_s, ops[second].start_s))
         waits: dict[int, list[int]] = {}
         for first, second in self.order.waits:
@@ -308,7 +316,9 @@ class _Builder:
         if collective != MISSING:
             return Kind.COLLECTIVE
         name = self.trace.name_of(event)
-        if self.trace.category[event] == Category.MEMCPY and any(way in name for way in ("HtoD", "DtoH", "H2D", "D2H", "HostToDevice", "DeviceToHost")):
+        if self.trace.category[event] == Category.MEMCPY and any(
+            way in name for way in ("HtoD", "DtoH", "H2D", "D2H", "HostToDevice", "DeviceToHost")
+        ):
             return Kind.COPY
         return scope.kind if scope.kind not in (Kind.LOAD, Kind.COLLECTIVE) else Kind.OTHER
 
@@ -320,7 +330,7 @@ class _Builder:
         gaps = []
         for lane, numbers in self.by_lane.items():
             if self.trace.lanes[lane].device:
-                pauses = [ops[b].start_s - ops[a].end_s for a, b in zip(numbers[:-1], numbers[1:], strict=True)]
+                pauses = [ops[b].start_s - ops[a].end_s for a, b in pairwise(numbers)]
                 gaps += [value for value in pauses if 0 <= value <= TYPICAL_GAP_S]
         return (float(np.median(late)) if late else 0.0), (float(np.median(gaps)) if gaps else 0.0)
 

@@ -178,4 +178,4 @@ class RankTrace:
         return bool(np.isin(self.category, DEVICE_WORK).any())
 
     def name_of(self, event: int) -> str:
-        return self.names[self.name[event]]
+        return self.names[int(self.name[event])]

@@ -13,6 +13,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import IO
 
@@ -56,7 +57,7 @@ def find_sources(paths: str | Path | Sequence[str | Path]) -> Iterator[Source]:
         if name.endswith(_ARCHIVES):
             yield from _members(path)
         else:
-            yield Source(str(path), lambda path=path: _open_file(path))  # type: ignore[misc]
+            yield Source(str(path), partial(_open_file, path))
 
 
 def _expanded(paths: Sequence[str | Path]) -> Iterator[Path]:
@@ -69,7 +70,7 @@ def _expanded(paths: Sequence[str | Path]) -> Iterator[Path]:
         elif path.exists():
             found, wanted = [path], ""
         else:
-            found = sorted(Path(p) for p in glob.glob(str(given), recursive=True)) if glob.has_magic(str(given)) else []
+            found = sorted(Path(p) for p in glob.glob(str(given), recursive=True))  # noqa: PTH207 - a pattern may be absolute
             wanted = "a trace must exist"
         if not found:
             raise InvalidInput(f"{wanted}, but {given} has none; check the path")
@@ -83,16 +84,16 @@ def _expanded(paths: Sequence[str | Path]) -> Iterator[Path]:
 def _open_file(path: Path) -> Iterator[Read]:
     try:
         with path.open("rb") as raw:
-            yield _unpacked(raw, str(path), packed=str(path).lower().endswith(".gz"))
+            yield _unpacked(raw, str(path))
     except OSError as error:
         raise InvalidInput(f"cannot read {path}: {error.strerror or error}; check the path and its permissions") from error
 
 
-def _unpacked(raw: IO[bytes], where: str, packed: bool) -> Read:
+def _unpacked(raw: IO[bytes], where: str) -> Read:
     """A bounded `read`. Whether a file is packed is told from its first bytes; its name may lie."""
-    buffered = io.BufferedReader(_Counted(raw))
+    counted = _Counted(raw)
+    buffered = io.BufferedReader(counted)
     packed = buffered.peek(2)[:2] == b"\x1f\x8b"
-    counted: _Counted = buffered.raw  # type: ignore[assignment]
     stream: IO[bytes] = gzip.GzipFile(fileobj=buffered) if packed else buffered  # type: ignore[assignment]
     total = 0
 
@@ -137,7 +138,7 @@ def _members(path: Path) -> Iterator[Source]:
     """The traces of an archive. A member is opened once, when its turn has come; links and devices are left out."""
     try:
         with path.open("rb") as raw:
-            read = _unpacked(raw, str(path), packed=True)
+            read = _unpacked(raw, str(path))
             with tarfile.open(fileobj=_Readable(read), mode="r|") as archive:  # type: ignore[call-overload]
                 found = 0
                 for number, member in enumerate(archive):
@@ -145,7 +146,7 @@ def _members(path: Path) -> Iterator[Source]:
                         raise InvalidInput(f"an archive may hold at most {MAX_FILES} files, but {path} has more")
                     if member.isfile() and member.name.lower().endswith(_ENDINGS):
                         found += 1
-                        yield Source(f"{path}:{member.name}", lambda m=member: _open_member(archive, m, path))
+                        yield Source(f"{path}:{member.name}", partial(_open_member, archive, member, path))
                 if not found:
                     raise InvalidInput(f"an archive of traces must hold .json or .json.gz files, but {path} has none")
     except tarfile.TarError as error:
@@ -159,7 +160,7 @@ def _open_member(archive: tarfile.TarFile, member: tarfile.TarInfo, path: Path) 
     stream = archive.extractfile(member)
     if stream is None:
         raise InvalidInput(f"{path}:{member.name} must be a plain file")
-    yield _unpacked(stream, f"{path}:{member.name}", packed=True)
+    yield _unpacked(stream, f"{path}:{member.name}")
 
 
 class _Readable:

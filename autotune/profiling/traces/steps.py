@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 
@@ -49,6 +50,6 @@ def _inferred(trace: RankTrace) -> tuple[list[Step], str]:
             events = np.flatnonzero((trace.name == number) & (trace.category == Category.HOST_MARK))
             if len(events) > FEWEST:
                 cuts = trace.end_s[events] if "step" in prefix else trace.start_s[events]
-                steps = [Step(k, float(a), float(b), "inferred") for k, (a, b) in enumerate(zip(cuts[:-1], cuts[1:], strict=True))]
+                steps = [Step(k, float(a), float(b), "inferred") for k, (a, b) in enumerate(pairwise(cuts))]
                 return [step for step in steps if step.end_s > step.start_s], trace.names[number]
     return [], ""

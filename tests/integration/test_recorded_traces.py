@@ -1,0 +1,83 @@
+"""Traces recorded here: two ranks of a DDP job on gloo, whose clocks are one, so that injected offsets are known."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from autotune.dfg.graph import Kind
+from autotune.dfg.replay import replay
+from autotune.profiling.alignment import align
+from autotune.profiling.traces import TraceJob, read_job
+from autotune.profiling.traces.job import assemble
+
+OFFSET_S = 0.25
+
+SCRIPT = """
+import os, sys, torch, torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile, schedule
+
+rank, folder = int(sys.argv[1]), sys.argv[2]
+torch.set_num_threads(1)
+torch.manual_seed(0)
+dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+layers = [torch.nn.Linear(256, 512), torch.nn.ReLU(), torch.nn.Linear(512, 512), torch.nn.ReLU(), torch.nn.Linear(512, 10)]
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(*layers), bucket_cap_mb=0.5)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+data, target = torch.randn(64, 256), torch.randint(0, 10, (64,))
+done = lambda profiler: profiler.export_chrome_trace(f"{folder}/rank{rank}.json.gz")
+with profile(activities=[ProfilerActivity.CPU],
+    schedule=schedule(wait=1, warmup=1, active=12), on_trace_ready=done, record_shapes=True) as profiler:
+    for _ in range(14):
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(data), target).backward()
+        optimizer.step()
+        profiler.step()
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> TraceJob:
+    folder = tmp_path_factory.mktemp("traces")
+    environment = {**os.environ, "KINETO_LOG_LEVEL": "5"}
+    ranks = [subprocess.Popen([sys.executable, "-W", "ignore", "-c", SCRIPT, str(rank), str(folder)], env=environment) for rank in range(2)]
+    try:
+        assert [rank.wait(timeout=200) for rank in ranks] == [0, 0]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    return read_job(str(folder / "rank*.json.gz"))
+
+
+def test_a_recorded_job_is_matched_and_every_step_replayed(recorded: TraceJob) -> None:
+    assert len(recorded.steps) == 12 and recorded.world_size == 2 and len(set(recorded.hosts)) == 1
+    assert len(recorded.joints) >= 24 and all(joint.complete for joint in recorded.joints)
+    for step in recorded.steps:
+        assert replay(recorded.global_dfg(step)).makespan_s == pytest.approx(recorded.measured_step_s(step), rel=0.03)
+    kinds = set(recorded.global_dfg().kind.tolist())
+    assert {Kind.FORWARD, Kind.BACKWARD, Kind.UPDATE, Kind.COLLECTIVE} <= kinds
+
+
+def test_an_offset_injected_into_a_recorded_job_is_found_within_the_interval(recorded: TraceJob) -> None:
+    moved = [replace(trace, origin_ns=trace.origin_ns - round(n * OFFSET_S * 1e9), host="") for n, trace in enumerate(recorded.ranks)]
+    job = assemble(moved)
+    found = align(job, samples=4)
+    width_s = found.high_s[1] - found.low_s[1]
+    assert found.low_s[1] - 1e-6 <= OFFSET_S <= found.high_s[1] + 1e-6
+    assert abs(found.offset_s[1] - OFFSET_S) <= width_s and width_s < 0.05
+    truth = np.array([recorded.measured_step_s(step) for step in recorded.steps])
+    raw, better = (
+        np.mean(np.abs([replay(job.global_dfg(step, how)).makespan_s for step in job.steps] / truth - 1)) for how in (None, found)
+    )
+    assert better < raw / 4
+
+
+def test_a_known_host_ties_the_clocks_of_its_ranks(recorded: TraceJob) -> None:
+    assert abs(align(recorded, samples=0).offset_s[1]) < 1e-4

@@ -1,0 +1,101 @@
+"""Real traces of CUDA and ROCm jobs, of several years: read, repaired, replayed against their own steps, aligned."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from autotune.dfg.chrome_trace import write_chrome_trace
+from autotune.dfg.graph import COMPUTATION, Kind
+from autotune.dfg.replay import replay
+from autotune.profiling.alignment import align
+from autotune.profiling.traces import TraceJob, read_job
+from autotune.profiling.traces.job import assemble
+
+DATA = Path(os.environ.get("AUTOTUNE_REFERENCE_DATA", Path(__file__).parents[3] / "shared" / "data")) / "traces"
+pytestmark = pytest.mark.skipif(not DATA.is_dir(), reason=f"the reference traces are not in {DATA}")
+
+STEPS = {
+    "ddp_a100": [0.2213, 0.2187, 0.2239],
+    "resnet50_v100": [0.1879, 0.1752, 0.1797, 0.1746, 0.1822, 0.1660],
+    "resnet_checkpoint_mi300x": [0.01898, 0.01898, 0.01855],
+}
+
+
+@pytest.fixture(scope="module")
+def dlrm() -> TraceJob:
+    return read_job(DATA / "dlrm_8xv100")
+
+
+@pytest.fixture(scope="module")
+def jobs() -> dict[str, TraceJob]:
+    return {name: read_job(DATA / name) for name in STEPS}
+
+
+@pytest.mark.parametrize("name", sorted(STEPS))
+def test_every_traced_step_is_replayed_within_one_percent(jobs: dict[str, TraceJob], name: str) -> None:
+    job = jobs[name]
+    for step, expected_s in zip(job.steps, STEPS[name], strict=True):
+        measured_s = job.measured_step_s(step)
+        assert measured_s == pytest.approx(expected_s, rel=1e-3)
+        assert replay(job.global_dfg(step)).makespan_s == pytest.approx(measured_s, rel=0.01)
+
+
+def test_one_step_predicts_the_others_of_its_job(jobs: dict[str, TraceJob]) -> None:
+    job = jobs["ddp_a100"]
+    times = [replay(job.global_dfg(step)).makespan_s for step in job.steps]
+    assert max(times) / min(times) < 1.03
+
+
+@pytest.mark.parametrize("name", ["alexnet_gpu", "cuda_event_sync_multi_stream"])
+def test_small_traces_without_steps_are_one_step(name: str) -> None:
+    job = read_job(DATA / "small" / f"{name}.json.gz")
+    assert any("whole trace" in repair.what for repair in job.repairs)
+    assert replay(job.global_dfg()).makespan_s == pytest.approx(job.measured_step_s(), rel=0.01)
+
+
+def test_what_is_forward_backward_update_and_communication_is_told(jobs: dict[str, TraceJob]) -> None:
+    for name, job in jobs.items():
+        dfg = job.global_dfg(job.steps[-1])
+        device = np.array(["device" in dfg.names.queues[queue] if queue >= 0 else False for queue in dfg.queue])
+        seconds = {kind: float(dfg.duration_s[device & (dfg.kind == kind)].sum()) for kind in Kind}
+        known = seconds[Kind.FORWARD] + seconds[Kind.BACKWARD] + seconds[Kind.UPDATE]
+        assert known > 0.9 * sum(seconds[kind] for kind in COMPUTATION), name
+        assert min(seconds[Kind.FORWARD], seconds[Kind.BACKWARD], seconds[Kind.UPDATE]) > 0, name
+
+
+def test_the_eight_ranks_share_one_clock_and_replay_their_step(dlrm: TraceJob) -> None:
+    assert dlrm.rank_numbers == tuple(range(8)) and len(dlrm.joints) == 8 and all(joint.complete for joint in dlrm.joints)
+    assert all("linked to the execution trace" in repair.what for repair in dlrm.repairs)
+    aligned = align(dlrm, samples=4)
+    assert np.abs(aligned.offset_s).max() < 3e-6  # one machine, and whole microseconds
+    assert np.all((aligned.low_s <= 1e-6) & (aligned.high_s >= -1e-6)) and aligned.worst_slack_s == 0
+    assert replay(dlrm.global_dfg(aligned=aligned)).makespan_s == pytest.approx(dlrm.measured_step_s(aligned=aligned), rel=0.01)
+
+
+def test_the_eight_ranks_are_shown_as_one_timeline(dlrm: TraceJob, tmp_path: Path) -> None:
+    timeline = replay(dlrm.global_dfg(aligned=align(dlrm, samples=0)))
+    write_chrome_trace(timeline, tmp_path / "all.json.gz")
+    with gzip.open(tmp_path / "all.json.gz", "rt") as file:
+        events = json.load(file)["traceEvents"]
+    sent = [event for event in events if event["ph"] == "X" and event["name"].startswith("ncclKernel_AllReduce")]
+    assert len(sent) == 3 * 8 and len({event["pid"] for event in sent}) == 8
+    first_s = timeline.start_s[[name.startswith("ncclKernel_AllReduce") for name in timeline.dfg.names.ops]]
+    assert len(np.unique(np.round(first_s * 1e6))) == 3  # the members of each run together once all are in
+
+
+def test_offsets_injected_into_the_eight_ranks_are_found_and_their_harm_is_undone(dlrm: TraceJob) -> None:
+    offsets = np.concatenate([[0.0], np.random.default_rng(1).normal(size=7) * 0.01])
+    moved = [replace(trace, origin_ns=trace.origin_ns - round(offset * 1e9)) for trace, offset in zip(dlrm.ranks, offsets, strict=True)]
+    job = assemble(moved)
+    aligned = align(job, samples=2)
+    np.testing.assert_allclose(aligned.offset_s, offsets, atol=3e-6)
+    true_s = dlrm.measured_step_s()
+    raw, better = (abs(replay(job.global_dfg(aligned=how)).makespan_s / true_s - 1) for how in (None, aligned))
+    assert better < 0.001 < 0.3 < raw
