@@ -86,6 +86,7 @@ class DfgBuilder:
 
 def csr(ops: int, parents: ArrayLike, children: ArrayLike) -> tuple[np.ndarray, IntArray]:
     """(child_start (ops + 1,), child (E,)) of the edges parent -> child; an edge that is named twice counts once."""
-    keys = np.unique(np.asarray(parents, dtype=np.int64) * max(ops, 1) + np.asarray(children, dtype=np.int64))
+    keys = np.sort(np.asarray(parents, dtype=np.int64) * max(ops, 1) + np.asarray(children, dtype=np.int64))
+    keys = keys[np.diff(keys, prepend=-1) > 0]
     origin, end = np.divmod(keys, max(ops, 1))
     return np.concatenate([[0], np.cumsum(np.bincount(origin, minlength=ops))]), end.astype(np.int32)

@@ -175,13 +175,12 @@ def kept_cores(batches: Sequence[Batch], fold: bool) -> Numbers:
 def _kept(rows: list[FloatArray], fold: bool) -> Numbers:
     if not rows:
         return np.zeros(0, dtype=np.int64)
-    loads = np.unique(np.stack(rows), axis=0) if len(rows) > 1 else np.stack(rows)
+    loads = np.stack(list({row.tobytes(): row for row in rows}.values()))
     kept = np.flatnonzero(loads.any(axis=0))
     if not fold or len(kept) < 2:
         return kept
-    columns = np.ascontiguousarray(loads[:, kept].T)
-    _, first = np.unique(columns.view(np.dtype((np.void, columns.dtype.itemsize * columns.shape[1]))).ravel(), return_index=True)
-    kept = kept[np.sort(first)]
+    first = {column.tobytes(): port for port, column in zip(kept[::-1].tolist(), np.ascontiguousarray(loads[:, kept].T)[::-1], strict=True)}
+    kept = np.array(sorted(first.values()), dtype=np.int64)
     if len(kept) > _CLOSELY_COMPARED:
         return kept
     columns = loads[:, kept]
