@@ -94,7 +94,7 @@ class Worker:
         self._cores, self._share = (NONE, 1.0) if passes.computes_on_cpu else (cores, share)
         self._to, self._rank, self._passes, self._duties = to, rank, passes, duties
         self._names = [variable.name for variable in passes.workload.variables]
-        self._device = to.queue(f"r{rank} device", Discipline.PRIORITY)
+        self._device = to.queue(f"r{rank} device", Discipline.PRIORITY if duties.taken_s.any() else Discipline.FIFO)
         self._host = self._device if passes.computes_on_cpu else to.queue(f"r{rank} host")
         self._computed = self._done = NONE
 
