@@ -120,6 +120,7 @@ def _add_tune(commands: Any, parents: list[argparse.ArgumentParser]) -> None:
     trial.add_argument("--confidence", type=float, help="of its interval (default 0.95)")
     trial.add_argument("--step-timeout", help="a rank silent for so long is hung (default 60s)")
     trial.add_argument("--start-timeout", help="time until the first training step (default 2min)")
+    trial.add_argument("--probe-time", help="for probing the links, at most (default 20s; 0s: the fits in the cluster file are used)")
 
 
 def _add_emulation(emulation: Any) -> None:

@@ -83,6 +83,7 @@ class JobSpec:
     confidence: float = 0.95
     step_timeout_s: float = 60.0
     start_timeout_s: float = 120.0
+    probe_s: float = 20.0
     seed: int = 0
     conditions: Conditions = REAL_CONDITIONS
     given_profile: Workload | None = None
@@ -123,6 +124,8 @@ class JobSpec:
             raise InvalidInput(f"most_steps must be at least 0 (no more than timed_steps: never more), but is {self.most_steps}")
         if not self.losing > 1:
             raise InvalidInput(f"losing must be above 1 (times the best step time so far), but is {self.losing}")
+        if not 0 <= self.probe_s < math.inf:
+            raise InvalidInput(f"probe_time must be at least 0 (the fits of the cluster file are used), but is {self.probe_s}")
 
     def _check_profile(self) -> None:
         if self.given_profile is not None and self.conditions.accelerators is Accelerators.REAL:
@@ -176,12 +179,14 @@ class JobFile:
     confidence: float | None = None
     step_timeout: str | float | None = None
     start_timeout: str | float | None = None
+    probe_time: str | float | None = None
     seed: int | None = None
 
     def settings(self) -> dict[str, Any]:
         """The `JobSpec` fields that the file sets, without `_NO_FIELDS`."""
         renamed = {"budget_trials": "max_trials"}
-        times = {"budget_time": "max_seconds", "step_timeout": "step_timeout_s", "start_timeout": "start_timeout_s"}
+        times = {"budget_time": "max_seconds", "probe_time": "probe_s"}
+        times |= {"step_timeout": "step_timeout_s", "start_timeout": "start_timeout_s"}
         found: dict[str, Any] = {}
         for name, value in self.__dict__.items():
             if value is None or name in _NO_FIELDS:

@@ -17,7 +17,7 @@ from runtime_rewriter.ray_cluster import RayCluster as RayCluster  # who builds 
 from runtime_rewriter.ray_cluster import RayPlace as RayPlace
 from runtime_rewriter.scheduling import BYTE_SCALE, ROUND_ROBIN
 from runtime_rewriter.worker import WorkerLost, carried_environment
-from runtime_rewriter.world import World
+from runtime_rewriter.world import PROBE_S, World
 
 FIRST_CALL_TIMEOUT_S = 600.0
 """How long the actors may take to come up: before that the code is sent to their hosts."""
@@ -111,6 +111,7 @@ def ray_world(
     first_call_timeout_s: float = FIRST_CALL_TIMEOUT_S,
     conditions: Conditions = REAL_CONDITIONS,
     given_profile: Workload | None = None,
+    probe_s: float = PROBE_S,
 ) -> World:
     """The world of `command` on `workers` ranks of this Ray cluster.
 
@@ -125,7 +126,7 @@ def ray_world(
     def place() -> _RayPlacement:
         return _RayPlacement(cluster, command, workers, rooms, log_directory, master_ports, first_call_timeout_s, conditions)
 
-    return World(place, step_timeout_s, start_timeout_s, conditions.accelerators, given_profile)
+    return World(place, step_timeout_s, start_timeout_s, conditions.accelerators, given_profile, probe_s)
 
 
 def _places(actors: list[RemoteWorker], timeout_s: float) -> list[dict[str, Any]]:

@@ -87,7 +87,7 @@ class TrialRun:
 
 
 class ProfileRun:
-    """Probe the links at the first boundary, then profile the following steps; with 0 steps only the links.
+    """Probe the links at the first boundary, then profile the following steps; with 0 steps only the links, with 0 s only the steps.
 
     `alone`: only rank 0 computes, for emulated accelerators.
     """
@@ -96,7 +96,8 @@ class ProfileRun:
         self, synchronizer: GradientSynchronizer, steps: int, probe_deadline_s: float, alone: bool, devices: tuple[int, ...]
     ) -> None:
         self._cross_step = synchronizer.cross_step
-        self._fits = probe_links(synchronizer.ranks.base, probe_deadline_s, devices, synchronizer.byte_scale)
+        probed = probe_deadline_s > 0
+        self._fits = probe_links(synchronizer.ranks.base, probe_deadline_s, devices, synchronizer.byte_scale) if probed else ()
         self._profiler = WorkloadProfiler(synchronizer, steps, alone=alone) if steps else None
 
     def step_finished(self, step_s: float, clean: bool) -> bool:

@@ -39,7 +39,8 @@ SILENT_HEARTBEATS = 3.0
 PROFILE_STEPS = 6
 RESUMED_STEPS = 1
 """Untimed steps after a pause within a trial: the ranks start them at different moments."""
-PROBE_DEADLINE_S = 20.0
+PROBE_S = 20.0
+"""What the probe of the links takes at most before the first trial."""
 
 
 class World:
@@ -56,6 +57,7 @@ class World:
         start_timeout_s: float,
         accelerators: Accelerators = Accelerators.REAL,
         given_profile: Workload | None = None,
+        probe_s: float = PROBE_S,
     ) -> None:
         self._place = place
         # A healthy rank is heard once per heartbeat, however short its steps are.
@@ -67,6 +69,7 @@ class World:
         self._model_id = ""
         self._emulated = accelerators is Accelerators.EMULATED
         self._given_profile = given_profile
+        self._probe_s = probe_s
         if given_profile is not None:
             timetable_of(given_profile)
         self._workload: Workload | None = None  # what the accelerators wait for once that is known
@@ -92,9 +95,9 @@ class World:
                 raise LaunchError(f"the script failed while the accelerators were emulated ({outcome.kind}): {outcome.message}")
 
     def profile(self) -> Profile:
-        """Profile one replica and probe the links; raises `LaunchError` if the script cannot be tuned.
+        """Profile one replica and probe the links for at most `probe_s` (0: not at all).
 
-        Emulated accelerators go on as the profile says.
+        Emulated accelerators go on as the profile says. Raises `LaunchError` if the script cannot be tuned.
         """
         given = self._given_profile
         if given is not None and given.id != self.model_id():
@@ -103,8 +106,8 @@ class World:
                 f"{len(given.variables)} variables); profile this model, or leave --profile out to measure it"
             )
         steps = PROFILE_STEPS if given is None else 0
-        message = {"do": "profile", "steps": steps, "probe_deadline_s": PROBE_DEADLINE_S, "alone": self._emulated}
-        outcome = self._instruct(message, "profile", PROBE_DEADLINE_S + self._step_timeout_s)
+        message = {"do": "profile", "steps": steps, "probe_deadline_s": self._probe_s, "alone": self._emulated}
+        outcome = self._instruct(message, "profile", self._probe_s + self._step_timeout_s)
         if isinstance(outcome, Failed):
             raise LaunchError(f"the script failed while it was profiled ({outcome.kind}): {outcome.message}")
         assert self._placement is not None

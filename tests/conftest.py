@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -40,3 +43,12 @@ def cluster_of_two() -> Iterator[object]:
     connected = RayCluster(RayPlace(), 2)
     yield connected
     connected.close()
+
+
+@pytest.fixture(scope="session")
+def tracking_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An MLflow store in SQLite without any run: to make one takes MLflow five seconds of computing."""
+    path = tmp_path_factory.mktemp("tracking") / "mlflow.db"
+    code = "import sys, mlflow; mlflow.MlflowClient(sys.argv[1]).search_experiments()"
+    subprocess.run([sys.executable, "-c", code, f"sqlite:///{path}"], check=True, capture_output=True, timeout=120, cwd=path.parent)
+    return path

@@ -18,7 +18,7 @@ from autotune.testbed.ray_nodes import ray_nodes
 from autotune.workload import Workload
 from runtime_rewriter.command import ScriptCommand
 from runtime_rewriter.ray_world import RayCluster, RayPlace, ray_world
-from runtime_rewriter.world import World
+from runtime_rewriter.world import PROBE_S, World
 
 NAME_CHARACTERS = 20
 """Of a cluster's name in that of its testbed, besides the process id."""
@@ -41,7 +41,7 @@ class Where:
 class Ranks:
     """What is to run: a script on so many ranks, where its output goes, and how long it may be silent.
 
-    `given_profile` is what emulated accelerators wait for; None: what one replica alone takes.
+    `given_profile` is what emulated accelerators wait for; None: what one replica alone takes. Links are probed for at most `probe_s`.
     """
 
     command: ScriptCommand
@@ -50,6 +50,7 @@ class Ranks:
     step_timeout_s: float
     start_timeout_s: float
     given_profile: Workload | None = None
+    probe_s: float = PROBE_S
 
 
 def refuse_impossible(cluster: Cluster, conditions: Conditions) -> None:
@@ -88,6 +89,7 @@ def placed_world(where: Where, cluster: Cluster, conditions: Conditions, ranks: 
             addresses,
             conditions=conditions,
             given_profile=ranks.given_profile,
+            probe_s=ranks.probe_s,
         )
         try:
             yield world

@@ -19,7 +19,7 @@ _SAME_NAME = (
     *("warmup_steps", "timed_steps", "most_steps", "precision", "losing"),
     *("reference_every", "deviation", "ab_pairs", "ab_precision", "confidence"),
 )
-_TIMES = {"budget_time": "max_seconds", "step_timeout": "step_timeout_s", "start_timeout": "start_timeout_s"}
+_TIMES = {"budget_time": "max_seconds", "step_timeout": "step_timeout_s", "start_timeout": "start_timeout_s", "probe_time": "probe_s"}
 
 NO_LIMIT_TRIALS, NO_LIMIT_S = 1_000_000, 30 * 24 * 3600.0
 """Where one budget is given, it alone counts."""

@@ -103,4 +103,5 @@ def _tune(
 def _ranks(workspace: Workspace, job: _Job) -> Ranks:
     spec = job.spec
     logs = workspace.job(job.id) / "logs"
-    return Ranks(read_command(spec.command), spec.workers, logs, spec.step_timeout_s, spec.start_timeout_s, spec.given_profile)
+    limits = (spec.step_timeout_s, spec.start_timeout_s)
+    return Ranks(read_command(spec.command), spec.workers, logs, *limits, spec.given_profile, spec.probe_s)

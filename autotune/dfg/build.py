@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from autotune.dfg.graph import NONE, Dfg, Discipline, IntArray, Kind, Names
+from autotune.errors import InvalidInput
 
 _PER_OP = ("duration_s", "queue", "kind", "gap_s", "channel", "priority", "size_bytes", "layer", "worker", "acquires", "releases")
 
@@ -85,8 +86,17 @@ class DfgBuilder:
 
 
 def csr(ops: int, parents: ArrayLike, children: ArrayLike) -> tuple[np.ndarray, IntArray]:
-    """(child_start (ops + 1,), child (E,)) of the edges parent -> child; an edge that is named twice counts once."""
-    keys = np.sort(np.asarray(parents, dtype=np.int64) * max(ops, 1) + np.asarray(children, dtype=np.int64))
+    """(child_start (ops + 1,), child (E,)) of the edges parent -> child; an edge that is named twice counts once.
+
+    Raises `InvalidInput` where an edge names an op that is not there.
+    """
+    ends = np.asarray(parents, dtype=np.int64), np.asarray(children, dtype=np.int64)
+    for numbers in ends:
+        if len(numbers) and (numbers.min() < 0 or numbers.max() >= ops):
+            raise InvalidInput(
+                f"an edge must join ops 0 to {ops - 1}, but one names op {numbers.min() if numbers.min() < 0 else numbers.max()}"
+            )
+    keys = np.sort(ends[0] * ops + ends[1])
     keys = keys[np.diff(keys, prepend=-1) > 0]
-    origin, end = np.divmod(keys, max(ops, 1))
-    return np.concatenate([[0], np.cumsum(np.bincount(origin, minlength=ops))]), end.astype(np.int32)
+    counts = np.bincount(keys // max(ops, 1), minlength=ops)
+    return np.concatenate([[0], np.cumsum(counts)]), (keys % max(ops, 1)).astype(np.int32)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numba
 
 Kernel = TypeVar("Kernel", bound=Callable[..., object])
+_njit: Any = numba.njit  # its stubs do not know all of its options
 
 
 def compiled(**options: bool) -> Callable[[Kernel], Kernel]:
@@ -18,9 +19,15 @@ def compiled(**options: bool) -> Callable[[Kernel], Kernel]:
 
     def compile_one(function: Kernel) -> Kernel:
         try:
-            kernel: Kernel = numba.njit(cache=True, nogil=True, **options)(function)
+            kernel: Kernel = _njit(cache=True, nogil=True, **options)(function)
         except RuntimeError:
-            kernel = numba.njit(nogil=True, **options)(function)
+            kernel = _njit(nogil=True, **options)(function)
         return kernel
 
     return compile_one
+
+
+def inner(function: Kernel) -> Kernel:
+    """A decorator: a part of a kernel, which only compiled code of the same file calls. It is kept with the kernel."""
+    part: Kernel = _njit(nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)(function)
+    return part

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from autotune.dfg.compiled import compiled
+from autotune.dfg.compiled import compiled, inner
 from autotune.dfg.graph import NONE, FloatArray, IntArray, OffsetArray
 
 BROKEN = -2  # an op gave back a lock that nobody held
@@ -83,7 +83,7 @@ class Waiting(NamedTuple):
     releaser: IntArray  # (L,) who gave it back last
 
 
-@compiled()
+@inner
 def _push(heap_s: FloatArray, heap_code: OffsetArray, size: int, time_s: float, code: int) -> int:
     """Returns the new size."""
     place = size
@@ -99,9 +99,9 @@ def _push(heap_s: FloatArray, heap_code: OffsetArray, size: int, time_s: float, 
     return size + 1
 
 
-@compiled()
+@inner
 def _sink(heap_s: FloatArray, heap_code: OffsetArray, size: int, time_s: float, code: int) -> None:
-    """Put an event in the place of the first one. The hole sinks to the ground before the event rises: no branch that is hard to foresee."""
+    """Put an event in the place of the first one. The hole sinks to the ground, then the event rises: no branch that is hard to foresee."""
     place = 0
     below = 2
     while below < size:
@@ -118,7 +118,7 @@ def _sink(heap_s: FloatArray, heap_code: OffsetArray, size: int, time_s: float, 
     _push(heap_s, heap_code, place, time_s, code)
 
 
-@compiled()
+@inner
 def _meld(one: int, two: int, waiting: Waiting, priority: IntArray, since_s: FloatArray) -> int:
     """Root of the union of two skew heaps. First: the lowest priority, then who waits longest, then the lowest index."""
     if one < 0:
@@ -144,7 +144,7 @@ def _meld(one: int, two: int, waiting: Waiting, priority: IntArray, since_s: Flo
     return root
 
 
-@compiled()
+@inner
 def _take_first(root: int, waiting: Waiting, priority: IntArray, since_s: FloatArray) -> int:
     """Root of what is left when the first is taken away."""
     left, right = waiting.left[root], waiting.right[root]
@@ -153,7 +153,7 @@ def _take_first(root: int, waiting: Waiting, priority: IntArray, since_s: FloatA
     return _meld(left, right, waiting, priority, since_s)
 
 
-@compiled()
+@inner
 def _grant(lock: int, now_s: float, size: int, state: State, rules: Rules, waiting: Waiting, code: int) -> tuple[int, int]:
     """(the op that gets the lock, or NONE; events in the heap)."""
     waiting.promised[lock] = False
@@ -171,7 +171,7 @@ def _grant(lock: int, now_s: float, size: int, state: State, rules: Rules, waiti
     return op, size
 
 
-@compiled()
+@inner
 def _candidate(queue: int, state: State, rules: Rules, waiting: Waiting) -> None:
     """The first of those who wait for a free queue or channel becomes one of those who may start now."""
     op = waiting.blocked[queue]
@@ -180,7 +180,7 @@ def _candidate(queue: int, state: State, rules: Rules, waiting: Waiting) -> None
         waiting.able[0] = _meld(waiting.able[0], op, waiting, rules.priority, state.start_s)
 
 
-@compiled()
+@inner
 def _choose(queue: int, now_s: float, size: int, state: State, rules: Rules, waiting: Waiting, code: int) -> int:
     """A free queue chooses its next op and, as a channel, looks at who waits for it. Events in the heap."""
     waiting.asked_s[queue] = -1.0
@@ -202,7 +202,7 @@ def _choose(queue: int, now_s: float, size: int, state: State, rules: Rules, wai
     return size
 
 
-@compiled()
+@inner
 def _begin(now_s: float, size: int, work: Work, state: State, rules: Rules, waiting: Waiting, code: int) -> tuple[int, int]:
     """(the first of those who may start whose queue and channel are both free, or NONE; events in the heap)."""
     waiting.able[1] = 0
@@ -228,7 +228,7 @@ def _begin(now_s: float, size: int, work: Work, state: State, rules: Rules, wait
     return NONE, size
 
 
-@compiled()
+@inner
 def _enter(op: int, now_s: float, size: int, work: Work, state: State, rules: Rules, waiting: Waiting, code: int) -> int:
     """Let an op wait in its late queue; events in the heap."""
     queue = work.queue[op]
@@ -246,7 +246,7 @@ def _enter(op: int, now_s: float, size: int, work: Work, state: State, rules: Ru
     return size
 
 
-@compiled()
+@inner
 def _lock_event(code: int, now_s: float, size: int, work: Work, state: State, rules: Rules, waiting: Waiting) -> tuple[int, int]:
     """An op asks for a lock, gives one back, or one is given away: (the op that goes on to its queue, NONE or BROKEN; events)."""
     ops = len(work.queue)
@@ -268,7 +268,7 @@ def _lock_event(code: int, now_s: float, size: int, work: Work, state: State, ru
     return NONE, size
 
 
-@compiled()
+@inner
 def _settle(code: int, now_s: float, size: int, work: Work, state: State, rules: Rules, waiting: Waiting) -> tuple[int, int]:
     """One event under `rules`: (the op that can be given its start, NONE or BROKEN; events in the heap)."""
     choosing = 2 * len(work.queue) + len(rules.capacity)
@@ -286,7 +286,7 @@ def _settle(code: int, now_s: float, size: int, work: Work, state: State, rules:
     return op, size
 
 
-@compiled()
+@inner
 def _announce(op: int, size: int, end_s: float, work: Work, state: State, rules: Rules) -> int:
     """The events that the end of an op brings beside its children: its queue and channel choose, its lock is free. Events in the heap."""
     queue, channel = work.queue[op], rules.channel[op]
@@ -305,15 +305,16 @@ def _announce(op: int, size: int, end_s: float, work: Work, state: State, rules:
 
 
 @compiled()
-def run(work: Work, state: State, rules: Rules | None, waiting: Waiting | None, until: int) -> None:
-    """Go on until the ends of `until` ops are known or nothing is left to do."""
+def run(work: Work, state: State, rules: Rules | None, waiting: Waiting | None, until: int) -> None:  # noqa: C901 half of it is compiled away
+    """Go on until the ends of `until` ops are known; if these are all ops, until nothing is left to do."""
     heap_s, heap_code, counts = state.heap_s, state.heap_code, state.counts
     size, known, now_s = counts[0], counts[1], state.now_s[0]
-    while size > 0 and known < until:
+    while size > 0 and (known < until or until == len(work.queue)):
         now_s = heap_s[0]
         code = heap_code[0]
         op = code
         if rules is not None:
+            assert waiting is not None
             size -= 1
             _sink(heap_s, heap_code, size, heap_s[size], heap_code[size])
             op, size = _settle(code, now_s, size, work, state, rules, waiting)

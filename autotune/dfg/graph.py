@@ -1,7 +1,8 @@
 """The data-flow graph: what runs where, for how long, after what.
 
 One kind of graph for all sources: the kernels of one device (Daydream), a fused module (DisCo), the global graph of n workers (dPRO,
-sec. 4.1). An op is ready when all its parents have ended; it then waits for its queue, for its channel and for its lock.
+sec. 4.1). An op is ready when all its parents have ended; it then waits for its lock, for its queue and for its channel, in this order.
+The rules in full: `docs/replay.md`.
 
 | symbol | meaning |
 |---|---|
@@ -75,9 +76,9 @@ class Dfg:
 
     - `queue` (N,): the queue that executes the op; NONE for a virtual op, which takes its duration from when it is ready.
     - `channel` (N,): a second queue that the op occupies at the same time, such as the receiver's link; NONE for none. An op at the
-      head of its queue waits there until its channel is free too.
+      head of its queue waits there until its channel is free too, and takes both at once.
     - `gap_s` (N,): after the op its queue stays idle so long before its next one. Delays no other queue (REFERENCES, Daydream).
-    - `acquires` (N,): a lock that the op takes before it starts; `releases` (N,): one that it gives back at its end. Both NONE for
+    - `acquires` (N,): a lock that the op takes before it enters its queue; `releases` (N,): one that it gives back at its end. NONE for
       none. A lock that is taken by an op and given back by a later one holds, say, a communication thread for a whole message.
     - `lock_capacity` (L,): how many may hold a lock at once.
     - `priority` (N,): lower first on a queue of discipline PRIORITY, and among those who wait for one lock or channel.
@@ -170,40 +171,37 @@ class Dfg:
     @cached_property
     def parent_csr(self) -> tuple[OffsetArray, IntArray]:
         """(parent_start (N + 1,), parent (E,)): the edges from the other end; the parents of an op in ascending order."""
-        start = np.concatenate([[0], np.cumsum(self.parents_left, dtype=np.int64)])
-        origin = np.repeat(np.arange(self.ops, dtype=np.int32), np.diff(self.child_start))
-        return start, origin[np.argsort(self.child, kind="stable")]
+        from autotune.dfg.order import reversed_csr  # compiled code loads when the first graph is made, not when this is imported
+
+        return reversed_csr(self.child_start, self.child)
+
+    @cached_property
+    def late_queues(self) -> NDArray[np.bool_]:
+        """The queues that must choose when they are free, shape (Q,): by priority, or because a channel is involved."""
+        late: NDArray[np.bool_] = self.discipline == Discipline.PRIORITY
+        through = self.channel >= 0
+        late[self.channel[through]] = True
+        late[self.queue[through]] = True
+        return late
+
+    @cached_property
+    def is_plain(self) -> bool:
+        """Whether all queues are FIFO and there is no gap, channel or lock."""
+        return not (self.late_queues.any() or self.gap_s.any() or (self.acquires >= 0).any() or (self.releases >= 0).any())
 
     @cached_property
     def topological_order(self) -> IntArray:
         """Every op behind its parents, shape (N,). Raises `InvalidInput`, naming an op of a cycle, where there is none."""
         if np.all(np.repeat(np.arange(self.ops, dtype=np.int32), np.diff(self.child_start)) < self.child):
             return np.arange(self.ops, dtype=np.int32)  # who writes a graph down front to back need not be sorted
-        order = self._kahn()
+        from autotune.dfg.order import topological
+
+        order = topological(self.child_start, self.child, self.parents_left)
         if len(order) < self.ops:
             left = np.ones(self.ops, dtype=np.bool_)
             left[order] = False
             names = [self.names.ops[op] for op in np.flatnonzero(left)[:3]]
             raise InvalidInput(f"a data-flow graph must have no cycle, but there is one among or before {', '.join(names)}")
-        return order
-
-    def _kahn(self) -> IntArray:
-        """Whole generations at a time, so that numpy does the work: a chain of n ops costs n small steps."""
-        left = self.parents_left.copy()
-        found = [np.flatnonzero(left == 0).astype(np.int32)]
-        while len(found[-1]):
-            newest = found[-1]
-            starts, stops = self.child_start[newest], self.child_start[newest + 1]
-            counts = stops - starts
-            total = int(counts.sum())
-            if total == 0:
-                break
-            flat = np.repeat(starts - np.concatenate([[0], np.cumsum(counts)[:-1]]), counts) + np.arange(total)
-            children = self.child[flat]
-            np.subtract.at(left, children, 1)
-            unique = np.unique(children)
-            found.append(unique[left[unique] == 0].astype(np.int32))
-        order: IntArray = np.concatenate(found)
         return order
 
 

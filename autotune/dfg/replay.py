@@ -42,11 +42,8 @@ def replay(dfg: Dfg, duration_s: FloatArray | None = None) -> Timeline:
 
 
 def work_of(dfg: Dfg, duration_s: FloatArray | None = None) -> Work:
-    if duration_s is None:
-        duration_s = dfg.duration_s
-    else:
-        duration_s = checked_durations(duration_s, (dfg.ops,))
-    return Work(duration_s, dfg.queue, dfg.child_start, dfg.child)
+    durations_s = dfg.duration_s if duration_s is None else checked_durations(duration_s, (dfg.ops,))
+    return Work(durations_s, dfg.queue, dfg.child_start, dfg.child)
 
 
 def checked_durations(duration_s: FloatArray, shape: tuple[int, ...]) -> FloatArray:
@@ -56,19 +53,17 @@ def checked_durations(duration_s: FloatArray, shape: tuple[int, ...]) -> FloatAr
         raise InvalidInput(f"durations must have shape {shape}, but have {durations.shape}")
     if durations.size and not (durations.min() >= 0 and durations.max() < np.inf):
         raise InvalidInput(f"durations must be finite and at least 0, but go from {durations.min()} to {durations.max()}")
+    durations = durations.view()
+    durations.flags.writeable = False  # as the graph's own, so that the loop is compiled for one kind of array only
     return durations
 
 
 def rules_of(dfg: Dfg) -> Rules | None:
-    """None for a graph of FIFO queues without gaps, channels and locks."""
-    by_priority = dfg.discipline == Discipline.PRIORITY
-    late = by_priority.copy()
-    through = dfg.channel >= 0
-    late[dfg.channel[through]] = True
-    late[dfg.queue[through]] = True
-    if not (late.any() or (dfg.acquires >= 0).any() or (dfg.releases >= 0).any() or dfg.gap_s.any()):
+    """None for a plain graph."""
+    if dfg.is_plain:
         return None
-    return Rules(dfg.gap_s, dfg.channel, dfg.priority, dfg.acquires, dfg.releases, dfg.lock_capacity, late, by_priority)
+    by_priority = dfg.discipline == Discipline.PRIORITY
+    return Rules(dfg.gap_s, dfg.channel, dfg.priority, dfg.acquires, dfg.releases, dfg.lock_capacity, dfg.late_queues, by_priority)
 
 
 def first_state(dfg: Dfg, rules: Rules | None) -> State:

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from short_jobs import FEW_STEPS, SHORT_PROBE, with_tracking_store
 
 import autotune
 from autotune.cluster import Cluster
@@ -45,10 +46,10 @@ def digests(done: subprocess.CompletedProcess[str]) -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def tuned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+def tuned(tmp_path_factory: pytest.TempPathFactory, tracking_store: Path) -> tuple[Path, str]:
     """The script tuned through its `apply` line; the export of a strategy that was tried."""
-    directory = tmp_path_factory.mktemp("jobs")
-    settings = ["--search", "random", "--budget-trials", "4", "--timed-steps", "3", "--ab-pairs", "6", "--directory", str(directory)]
+    directory = with_tracking_store(tmp_path_factory.mktemp("jobs"), tracking_store)
+    settings = ["--search", "random", "--budget-trials", "4", *FEW_STEPS, *SHORT_PROBE, "--directory", str(directory)]
     launch = ["--", "torchrun", "--nproc-per-node", "2", str(SCRIPT)]
     command = [sys.executable, "-m", "autotune", "tune", "--json", "--job", "applied", *settings, *launch]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)

@@ -31,7 +31,9 @@ def make_world(cluster_of_two: RayCluster, tmp_path: Path) -> Iterator:
     def make(*words: str, conditions: Conditions = EMULATED, given_profile: Workload | None = None) -> World:
         command = read_command(["torchrun", "--nproc-per-node", str(RANKS), str(SCRIPT), *words])
         logs = tmp_path / "logs"
-        made.append(ray_world(cluster_of_two, command, RANKS, logs, 60.0, 60.0, conditions=conditions, given_profile=given_profile))
+        made.append(
+            ray_world(cluster_of_two, command, RANKS, logs, 60.0, 60.0, conditions=conditions, given_profile=given_profile, probe_s=1.0)
+        )
         return made[-1]
 
     yield make

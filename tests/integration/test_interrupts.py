@@ -10,9 +10,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
+from short_jobs import SHORT_PROBE, with_tracking_store
 
+from autotune.cluster import Cluster
+from autotune.export import Export
 from autotune.store import Store
+from autotune.strategy_space.builders.collectives import single_bucket
+from autotune.strategy_space.plan import plan
+from autotune.workload import Variable, Workload
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "tests" / "scripts" / "train_small.py"
@@ -40,18 +45,13 @@ def processes_with(word: str) -> list[int]:
     return found
 
 
-def take_interrupts() -> None:
-    """A shell starts its background jobs with SIGINT ignored, and these tests may run in one."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_an_interrupted_job_stops_its_ranks_and_says_how_to_go_on(tmp_path, number) -> None:
+def test_a_terminated_job_stops_its_ranks_and_says_how_to_go_on(tmp_path, tracking_store) -> None:
+    with_tracking_store(tmp_path, tracking_store)
     script = tmp_path / "train_marked.py"  # a name by which its processes are known
     script.write_text(SCRIPT.read_text())
-    words = ["tune", "--directory", str(tmp_path), "--job", "stopped", "--search", "random", "--budget-trials", "500"]
+    words = ["tune", "--directory", str(tmp_path), "--job", "stopped", "--search", "random", "--budget-trials", "500", *SHORT_PROBE]
     command = [sys.executable, "-m", "autotune", *words, "--", "torchrun", "--nproc-per-node", "2", str(script)]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=take_interrupts)
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
     def trials() -> int:
         if not (tmp_path / "autotune.db").exists():
@@ -61,7 +61,7 @@ def test_an_interrupted_job_stops_its_ranks_and_says_how_to_go_on(tmp_path, numb
 
     try:
         wait_for(lambda: trials() >= 3, "the third trial")
-        process.send_signal(number)
+        process.send_signal(signal.SIGTERM)
         _, error = process.communicate(timeout=60)
     finally:
         process.kill()
@@ -75,30 +75,35 @@ def test_an_interrupted_job_stops_its_ranks_and_says_how_to_go_on(tmp_path, numb
 def test_a_terminated_run_ends_torchrun_and_its_ranks(tmp_path) -> None:
     script = tmp_path / "train_with_export.py"
     script.write_text((ROOT / "tests" / "scripts" / "train_small.py").read_text())
-    directory = tmp_path / "jobs"
     launch = ["--", "torchrun", "--standalone", "--nproc-per-node", "2", str(script)]
-    settings = [
-        "--search",
-        "random",
-        "--budget-trials",
-        "2",
-        "--timed-steps",
-        "3",
-        "--most-steps",
-        "3",
-        "--ab-pairs",
-        "6",
-        "--directory",
-        str(directory),
-    ]
-    tuned = subprocess.run(
-        [sys.executable, "-m", "autotune", "tune", "--job", "short", *settings, *launch], cwd=ROOT, capture_output=True, timeout=200
-    )
-    assert tuned.returncode == 0, tuned.stderr
-    best = directory / "short" / "best.json"
+    best = tmp_path / "best.json"
+    export_of_the_small_model().write(best)
     running = subprocess.Popen([sys.executable, "-m", "autotune", "run", "--strategy", str(best), *launch], cwd=ROOT)
     wait_for(lambda: len(processes_with("train_with_export.py")) >= 4, "the start of torchrun and two ranks")
     time.sleep(3.0)
     running.send_signal(signal.SIGTERM)
     running.wait(timeout=60)
     wait_for(lambda: not processes_with("train_with_export.py"), "the end of torchrun and its ranks", 40.0)
+
+
+def export_of_the_small_model() -> Export:
+    shapes = {"0.weight": (64, 32), "0.bias": (64,), "2.weight": (64, 64), "2.bias": (64,), "3.weight": (8, 64), "3.bias": (8,)}
+    workload = Workload("Sequential", tuple(Variable(name, shape) for name, shape in reversed(shapes.items())))
+    strategy = single_bucket(workload)
+    return Export(
+        job_id="by-hand",
+        created_at="2026-01-01T00:00:00",
+        model=workload.model,
+        variables=workload.variables,
+        world_size=2,
+        strategy=strategy,
+        plan_id=plan(strategy, workload, 2).id,
+        lossy=False,
+        reason="for a test",
+        comparison=None,
+        tuned=None,
+        current=None,
+        predicted_s=None,
+        cluster=Cluster.local(2),
+        software={},
+    )

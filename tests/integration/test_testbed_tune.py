@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from short_jobs import FEW_STEPS, SHORT_PROBE, take_interrupts, with_tracking_store
 
 from autotune.export import read_export
 from autotune.records import Accelerators, Network
@@ -23,7 +24,7 @@ pytestmark = [pytest.mark.skipif(not ABLE.possible, reason=ABLE.message), pytest
 
 ROOT = Path(__file__).parents[2]
 SMALL = ROOT / "tests" / "scripts" / "train_small.py"
-TRIALS = ["--budget-trials", "6", "--top-k", "3", "--samples-per-round", "40", "--timed-steps", "3", "--most-steps", "3", "--ab-pairs", "6"]
+TRIALS = ["--budget-trials", "6", "--top-k", "3", "--samples-per-round", "40", *FEW_STEPS]
 RATES = (400, 100)  # Mbit/s
 
 
@@ -78,8 +79,9 @@ def test_a_job_runs_on_a_testbed_says_so_everywhere_and_leaves_nothing(tmp_path)
     assert result["unsent_tracking_items"] == 0
 
 
-def test_ctrl_c_takes_the_testbed_down_and_resume_builds_it_again(tmp_path) -> None:
-    command = words(tmp_path, "interrupted", "--search", "random", *TRIALS)
+def test_ctrl_c_takes_the_testbed_down_and_resume_builds_it_again(tmp_path, tracking_store) -> None:
+    with_tracking_store(tmp_path, tracking_store)
+    command = words(tmp_path, "interrupted", "--search", "random", *SHORT_PROBE, *TRIALS)
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, preexec_fn=take_interrupts)
     try:
         wait_for(lambda: trials_in(tmp_path) >= 2, "the second trial", 150)
@@ -94,11 +96,6 @@ def test_ctrl_c_takes_the_testbed_down_and_resume_builds_it_again(tmp_path) -> N
     done = subprocess.run(resume, cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     assert trials_in(tmp_path) > before and beds_of("interrupted") == []
-
-
-def take_interrupts() -> None:
-    """A shell starts its background jobs with SIGINT ignored, and these tests may run in one."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def test_after_kill_9_of_the_driver_down_removes_the_namespaces_and_all_processes_in_them(tmp_path) -> None:

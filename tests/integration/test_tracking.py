@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import sqlite3
@@ -137,7 +138,8 @@ def test_a_job_is_tracked_once_with_its_artifacts_however_often_it_is_sent(store
 
 
 @pytest.mark.slow
-def test_nothing_is_lost_or_doubled_when_the_server_comes_late_and_is_killed(store, tmp_path):
+def test_nothing_is_lost_or_doubled_when_the_server_comes_late_and_is_killed(store, tmp_path, tracking_store):
+    shutil.copy(tracking_store, tmp_path / "server.db")
     port = free_port()
     uri = f"http://127.0.0.1:{port}"
     now = [0.0]

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from short_jobs import FEW_STEPS, SHORT_PROBE, with_tracking_store
 
 from autotune.export import read_export
 from autotune.records import CURRENT_SETUP, Measured
@@ -19,8 +20,7 @@ from autotune.store import Store
 
 ROOT = Path(__file__).parents[2]
 SMALL = ROOT / "tests" / "scripts" / "train_small.py"
-TRIALS = ["--budget-trials", "8", "--top-k", "4", "--samples-per-round", "40", "--timed-steps", "3", "--most-steps", "3"]
-TRIALS += ["--ab-pairs", "6", "--seed", "1"]
+TRIALS = ["--budget-trials", "8", "--top-k", "4", "--samples-per-round", "40", *FEW_STEPS, "--seed", "1"]
 
 
 def autotune(*words: str, timeout_s: float = 240.0, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -109,8 +109,9 @@ def test_an_exported_strategy_runs_in_the_unchanged_script_and_a_wrong_world_is_
     assert "ModelMismatch" in other_model.stderr
 
 
-def test_the_gpt_example_is_tuned_with_lossy_strategies_and_without_a_simulator(tmp_path) -> None:
-    options = ("--json", "--lossy", "--search", "no-simulator")
+def test_the_gpt_example_is_tuned_with_lossy_strategies_and_without_a_simulator(tmp_path, tracking_store) -> None:
+    with_tracking_store(tmp_path, tracking_store)
+    options = ("--json", "--lossy", "--search", "no-simulator", *SHORT_PROBE)
     small = ("--width", "96", "--layers", "2", "--vocabulary", "500")
     words = tune_words(tmp_path, ROOT / "examples" / "gpt_text.py", "--epochs", "500", *small, options=options)
     done = autotune(*words)
@@ -118,17 +119,18 @@ def test_the_gpt_example_is_tuned_with_lossy_strategies_and_without_a_simulator(
     assert json.loads(done.stdout)["decision"]["comparison"]["pairs"] >= 6
 
 
-@pytest.mark.parametrize("search", ["random", "bayes"])
-def test_the_baselines_run_by_a_flag(tmp_path, search) -> None:
-    done = autotune(*tune_words(tmp_path, SMALL, options=("--json", "--search", search)))
+def test_bayesian_optimization_runs_by_a_flag(tmp_path, tracking_store) -> None:
+    with_tracking_store(tmp_path, tracking_store)
+    done = autotune(*tune_words(tmp_path, SMALL, options=("--json", "--search", "bayes", *SHORT_PROBE)))
     assert done.returncode == 0, done.stderr
     shown = autotune("show", json.loads(done.stdout)["job"], "--directory", str(tmp_path), "--json")
     assert any(trial["request"]["role"] == "candidate" for trial in json.loads(shown.stdout)["trials"])
 
 
-def test_kill_9_at_random_moments_loses_no_finished_trial_and_repeats_none(tmp_path) -> None:
+def test_kill_9_at_random_moments_loses_no_finished_trial_and_repeats_none(tmp_path, tracking_store) -> None:
+    with_tracking_store(tmp_path, tracking_store)
     moments = random.Random(7)
-    options = ("--job", "killed", "--simulators", "linear")
+    options = ("--job", "killed", "--simulators", "linear", *SHORT_PROBE)
     command = [sys.executable, "-m", "autotune", *tune_words(tmp_path, SMALL, "--width", "256", options=options)]
     resume = [sys.executable, "-m", "autotune", "tune", "--resume", "killed", "--directory", str(tmp_path)]
     seen: list = []
@@ -166,8 +168,9 @@ def wait_for_more_events(directory: Path, before: int, process: subprocess.Popen
     raise AssertionError(f"no new event within 120 s, exit status {process.poll()}")
 
 
-def test_a_dead_mlflow_server_does_not_stop_the_job_and_the_runs_are_sent_later(tmp_path) -> None:
-    options = ("--json", "--search", "random", "--tracking-uri", "http://127.0.0.1:9", "--job", "offline")
+def test_a_dead_mlflow_server_does_not_stop_a_random_search_and_the_runs_are_sent_later(tmp_path, tracking_store) -> None:
+    with_tracking_store(tmp_path, tracking_store)
+    options = ("--json", "--search", "random", "--tracking-uri", "http://127.0.0.1:9", "--job", "offline", *SHORT_PROBE)
     done = autotune(*tune_words(tmp_path, SMALL, options=options))
     assert done.returncode == 0, done.stderr
     unsent = json.loads(done.stdout)["unsent_tracking_items"]

@@ -1,0 +1,146 @@
+"""A timeline as a Chrome trace, which Perfetto and chrome://tracing open: https://ui.perfetto.dev.
+
+One process for each worker and in it one thread for each queue; arrows and a process of its own show the critical path. The format is
+"Trace Event Format" (JSON object with `traceEvents`); times are microseconds with three decimals.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+
+from autotune.dfg.critical_path import CriticalPath, critical_path
+from autotune.dfg.graph import NONE, IntArray, Kind
+from autotune.dfg.replay import Timeline
+from autotune.errors import InvalidInput
+
+MAX_OPS = 1_000_000
+
+Event = dict[str, Any]
+
+_CRITICAL, _SHARED, _FIRST_WORKER = 0, 1, 2  # numbers of processes
+
+
+def write_chrome_trace(timeline: Timeline, path: Path, max_ops: int = MAX_OPS) -> int:
+    """Write the trace, compressed where the name ends in `.gz`; the number of ops in it.
+
+    Of a larger timeline the critical path and the longest ops are written, `max_ops` together, and the trace says so. One event after the
+    other is written, so that the memory needed does not depend on the timeline. Raises `InvalidInput` for less than one op.
+    """
+    if max_ops < 1:
+        raise InvalidInput(f"a trace must be allowed at least 1 op, but max_ops is {max_ops}")
+    critical = critical_path(timeline)
+    shown = _shown(timeline, critical, max_ops)
+    with path.open("wb") as file:
+        if path.suffix == ".gz":
+            # no name and no time inside, so that the same timeline gives the same file
+            with gzip.GzipFile(filename="", mode="wb", fileobj=file, mtime=0) as packed, io.TextIOWrapper(packed, "utf-8") as text:
+                _write(text, timeline, critical, shown)
+        else:
+            with io.TextIOWrapper(file, "utf-8") as text:
+                _write(text, timeline, critical, shown)
+    return len(shown)
+
+
+def _shown(timeline: Timeline, critical: CriticalPath, max_ops: int) -> IntArray:
+    if timeline.dfg.ops <= max_ops:
+        return np.arange(timeline.dfg.ops, dtype=np.int32)
+    rank_s = timeline.duration_s.copy()
+    rank_s[critical.ops] = np.inf
+    return np.sort(np.argsort(-rank_s, kind="stable")[:max_ops]).astype(np.int32)
+
+
+def _write(text: TextIO, timeline: Timeline, critical: CriticalPath, shown: IntArray) -> None:
+    text.write('{"displayTimeUnit":"ms","otherData":')
+    text.write(json.dumps({"ops": timeline.dfg.ops, "shown_ops": len(shown), "makespan_s": timeline.makespan_s}))
+    text.write(',"traceEvents":[')
+    separator = "\n"
+    for event in _events(timeline, critical, shown):
+        text.write(separator + json.dumps(event, separators=(",", ":")))
+        separator = ",\n"
+    text.write("\n]}\n")
+
+
+def _events(timeline: Timeline, critical: CriticalPath, shown: IntArray) -> Iterator[Event]:
+    yield from _names(timeline, shown)
+    for op in shown.tolist():
+        yield from _op(timeline, op)
+    present = np.zeros(timeline.dfg.ops, dtype=np.bool_)
+    present[shown] = True
+    path = critical.ops[present[critical.ops]].tolist()
+    for op in path:
+        yield _slice(timeline, op) | {"pid": _CRITICAL, "tid": 0}
+    # Arrows start and end in the middle of what they join: at an edge they could be taken for the neighbour's.
+    ends = [op for op in path if timeline.dfg.queue[op] != NONE and timeline.duration_s[op] > 0]
+    for number, (one, two) in enumerate(pairwise(ends)):
+        arrow = {"name": "critical path", "cat": "critical path", "id": number}
+        yield arrow | {"ph": "s"} | _middle(timeline, one)
+        yield arrow | {"ph": "f", "bp": "e"} | _middle(timeline, two)
+
+
+def _names(timeline: Timeline, shown: IntArray) -> Iterator[Event]:
+    dfg = timeline.dfg
+
+    def named(kind: str, pid: int, tid: int, name: str) -> Event:
+        return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": {"name": name}}
+
+    yield named("process_name", _CRITICAL, 0, "critical path")
+    for worker in np.unique(dfg.worker[shown]).tolist():
+        yield named("process_name", _process(worker), 0, "shared" if worker == NONE else f"worker {worker}")
+    for worker, queue in np.unique(np.column_stack([dfg.worker[shown], dfg.queue[shown]]), axis=0).tolist():
+        if queue != NONE:
+            yield named("thread_name", _process(worker), queue, dfg.names.queues[queue])
+
+
+def _process(worker: int) -> int:
+    return _SHARED if worker == NONE else _FIRST_WORKER + worker
+
+
+def _op(timeline: Timeline, op: int) -> Iterator[Event]:
+    """A slice on the queue's thread. Virtual ops may overlap: those that take time are asynchronous events, the others are left out."""
+    event = _slice(timeline, op)
+    if timeline.dfg.queue[op] != NONE:
+        yield event
+    elif timeline.duration_s[op] > 0:
+        begins = {name: value for name, value in event.items() if name != "dur"} | {"ph": "b", "id": op}
+        yield begins
+        yield {name: begins[name] for name in ("name", "cat", "pid", "tid", "id")} | {"ph": "e", "ts": _us(timeline.end_s[op])}
+
+
+def _slice(timeline: Timeline, op: int) -> Event:
+    dfg = timeline.dfg
+    layer, channel = int(dfg.layer[op]), int(dfg.channel[op])
+    about: Event = {"op": op}
+    if layer != NONE:
+        about["layer"] = dfg.names.layers[layer]
+    if dfg.size_bytes[op]:
+        about["bytes"] = float(dfg.size_bytes[op])
+    if channel != NONE:
+        about["channel"] = dfg.names.queues[channel]
+    return {
+        "ph": "X",
+        "name": dfg.names.ops[op],
+        "cat": Kind(dfg.kind[op]).name.lower(),
+        "pid": _process(int(dfg.worker[op])),
+        "tid": max(int(dfg.queue[op]), 0),
+        "ts": _us(timeline.start_s[op]),
+        "dur": _us(timeline.end_s[op] - timeline.start_s[op]),
+        "args": about,
+    }
+
+
+def _middle(timeline: Timeline, op: int) -> Event:
+    dfg = timeline.dfg
+    ts = _us((timeline.start_s[op] + timeline.end_s[op]) / 2)
+    return {"pid": _process(int(dfg.worker[op])), "tid": int(dfg.queue[op]), "ts": ts}
+
+
+def _us(seconds: float) -> float:
+    return round(float(seconds) * 1e6, 3)

@@ -1,0 +1,101 @@
+"""Replays that do less work than a full one give what a full one gives: after a local change, and of many durations in one order."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autotune.dfg.batched import WIDTH, FixedOrder, replay_many
+from autotune.dfg.execution_graph import execution_graph
+from autotune.dfg.graph import Dfg
+from autotune.dfg.incremental import IncrementalReplay
+from autotune.dfg.replay import Timeline, replay
+from autotune.errors import InvalidInput
+from tests.property.dfg_twin import graphs
+
+MANY = settings(max_examples=60, deadline=None)
+ANY_GRAPH = st.one_of(graphs(ops=30), graphs(plain=True, ops=30))
+
+
+def assert_same(one: Timeline, other: Timeline) -> None:
+    for name in ("duration_s", "start_s", "end_s", "cause"):
+        np.testing.assert_array_equal(getattr(one, name), getattr(other, name), err_msg=name)
+
+
+@MANY
+@given(ANY_GRAPH, st.integers(1, 12), st.data())
+def test_replay_after_a_local_change_equals_a_full_one_to_the_bit(dfg: Dfg, snapshots: int, data: st.DataObject) -> None:
+    base = IncrementalReplay(dfg, snapshots=snapshots)
+    assert_same(base.timeline, replay(dfg))
+    for _ in range(3):
+        changed_s = dfg.duration_s.copy()
+        if dfg.ops:
+            for op in data.draw(st.lists(st.integers(0, dfg.ops - 1), max_size=3)):
+                changed_s[op] = data.draw(st.floats(0, 5))
+        resumed = base.replay(changed_s)
+        assert_same(resumed.timeline, replay(dfg, changed_s))
+        assert 0 <= resumed.replayed_ops <= dfg.ops
+
+
+def test_a_late_change_saves_the_work_before_it(chain: Dfg) -> None:
+    resumed = IncrementalReplay(chain, snapshots=10).replay_changed(np.array([95]), np.array([3.0]))
+    assert resumed.replayed_ops == 10
+    assert resumed.timeline.makespan_s == 102.0
+
+
+@MANY
+@given(ANY_GRAPH)
+def test_longest_path_of_the_execution_graph_is_the_replay(dfg: Dfg) -> None:
+    timeline = replay(dfg)
+    graph = execution_graph(timeline)
+    ends_s = np.zeros(dfg.ops)
+    for place, op in enumerate(graph.order):
+        before = slice(graph.start[place], graph.start[place + 1])
+        starts_s = ends_s[graph.predecessor[before]] + graph.lag_s[before]
+        ends_s[place] = starts_s.max(initial=0.0) + dfg.duration_s[op]
+    np.testing.assert_array_equal(ends_s, timeline.end_s[graph.order])
+
+
+@MANY
+@given(ANY_GRAPH, st.integers(1, 3 * WIDTH), st.booleans(), st.sampled_from(["float32", "float64"]), st.integers(0, 2**32 - 1))
+def test_many_sets_at_once_equal_a_walk_over_the_execution_graph(dfg: Dfg, sets: int, columns: bool, dtype: str, seed: int) -> None:
+    timeline = replay(dfg)
+    factor = np.random.default_rng(seed).uniform(0.5, 2, (sets, dfg.ops))
+    factor[0] = 1
+    durations_s = (dfg.duration_s * factor).astype(dtype)
+    graph = execution_graph(timeline)
+    expected = np.zeros(sets)
+    for number in range(sets):
+        ends_s = np.zeros(dfg.ops)
+        for place, op in enumerate(graph.order):
+            before = slice(graph.start[place], graph.start[place + 1])
+            ends_s[place] = (ends_s[graph.predecessor[before]] + graph.lag_s[before]).max(initial=0.0) + durations_s[number, op]
+        expected[number] = ends_s.max(initial=0.0)
+    given_s = np.ascontiguousarray(durations_s.T).T if columns else durations_s
+    makespans_s = replay_many(timeline, given_s)
+    np.testing.assert_allclose(makespans_s, expected, rtol=1e-5)
+    np.testing.assert_allclose(makespans_s[0], timeline.makespan_s, rtol=1e-5)
+
+
+@MANY
+@given(ANY_GRAPH, st.sampled_from([0.25, 0.5, 2.0, 8.0]))
+def test_many_sets_equal_the_replay_where_the_order_stays(dfg: Dfg, factor: float) -> None:
+    """All times scaled by a power of two, which rounds nothing, keep their order; gaps, which are not scaled, must not be there."""
+    dfg = replace(dfg, gap_s=np.zeros(dfg.ops))
+    durations_s = np.repeat(dfg.duration_s[None] * factor, 2, axis=0)
+    np.testing.assert_allclose(replay_many(replay(dfg), durations_s), replay(dfg, dfg.duration_s * factor).makespan_s, rtol=1e-5)
+
+
+@pytest.mark.parametrize("wrong", [-1.0, np.nan, np.inf, 1e39])
+def test_durations_that_are_none_are_refused(chain: Dfg, wrong: float) -> None:
+    durations_s = np.ones((2, chain.ops))
+    durations_s[1, 7] = wrong
+    with pytest.raises(InvalidInput, match="finite"):
+        FixedOrder(replay(chain)).makespans_s(durations_s)
+    if wrong != 1e39:
+        with pytest.raises(InvalidInput, match="finite"):
+            IncrementalReplay(chain).replay(durations_s[1])

@@ -1,0 +1,186 @@
+"""One of n identical workers tells what all do: the replay of the fold is the replay of the full graph, to the bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autotune.dfg.build import DfgBuilder
+from autotune.dfg.graph import NONE, Dfg, Discipline, Kind
+from autotune.dfg.replay import replay
+from autotune.dfg.symmetry import fold
+from autotune.errors import InvalidInput
+from tests.property.dfg_twin import graphs
+
+LAYERS = 5
+
+
+def computation(builder: DfgBuilder, worker: int, rng: np.random.Generator) -> tuple[int, list[int]]:
+    """A worker's device with its forward and backward pass, and the backward ops by layer. All workers draw the same durations."""
+    queue = builder.queue(f"device {worker}")
+    last: list[int] = []
+    for layer in range(LAYERS):
+        last = [builder.op(f"forward {layer}", queue, rng.uniform(), Kind.FORWARD, last, worker=worker)]
+    backward = {}
+    for layer in reversed(range(LAYERS)):
+        last = [builder.op(f"backward {layer}", queue, rng.uniform(), Kind.BACKWARD, last, worker=worker)]
+        backward[layer] = last[0]
+    return queue, [backward[layer] for layer in range(LAYERS)]
+
+
+def ring(workers: int, seed: int, discipline: Discipline, steps: int = 4) -> Dfg:
+    """Every layer's gradient goes round in steps; a step waits for that of the worker before and takes two links."""
+    builder = DfgBuilder()
+    receive = [builder.queue(f"receive {worker}") for worker in range(workers)]
+    sent = {}
+    for worker in range(workers):
+        rng = np.random.default_rng(seed)
+        device, backward = computation(builder, worker, rng)
+        send = builder.queue(f"send {worker}", discipline)
+        for layer in range(LAYERS):
+            step_s = rng.uniform()
+            for step in range(steps):
+                sent[worker, layer, step] = builder.op(
+                    f"send {layer}.{step}",
+                    send,
+                    step_s,
+                    Kind.SEND,
+                    [] if step else [backward[layer]],
+                    channel=receive[(worker + 1) % workers],
+                    priority=layer,
+                    worker=worker,
+                )
+            update = builder.op(f"update {layer}", device, 0.1, Kind.UPDATE, worker=worker)
+            sent[worker, layer, steps] = update
+    for (worker, layer, step), op in sent.items():
+        if step:
+            builder.edge(sent[(worker - 1) % workers, layer, step - 1], op)
+    return builder.build()
+
+
+def servers(workers: int, seed: int, shared_link: bool = False) -> Dfg:
+    """Two servers update each layer when all pushes are there; the pushes of one message go at once, each on its worker's link."""
+    builder = DfgBuilder()
+    server = [builder.queue(f"server {number}") for number in range(2)]
+    link = builder.queue("servers' link")
+    pushed: dict[int, list[int]] = {layer: [] for layer in range(LAYERS)}
+    down = []
+    for worker in range(workers):
+        rng = np.random.default_rng(seed)
+        _, backward = computation(builder, worker, rng)
+        up = link if shared_link else builder.queue(f"up {worker}")
+        down.append(builder.queue(f"down {worker}"))
+        for layer in range(LAYERS):
+            pushed[layer].append(builder.op(f"push {layer}", up, rng.uniform(), Kind.SEND, [backward[layer]], worker=worker))
+    update = {
+        layer: builder.op(f"update {layer}", server[layer % 2], 0.3 + layer / 7, Kind.SERVER, pushed[layer]) for layer in range(LAYERS)
+    }
+    for worker in range(workers):
+        for layer in range(LAYERS):
+            builder.op(f"pull {layer}", down[worker], 0.2 + layer / 9, Kind.RECV, [update[layer]], worker=worker)
+    return builder.build()
+
+
+def assert_fold_is_exact(dfg: Dfg) -> Dfg:
+    folded = fold(dfg)
+    full = replay(dfg)
+    start_s, end_s = folded.unfold_s(replay(folded.dfg))
+    np.testing.assert_array_equal(start_s, full.start_s)
+    np.testing.assert_array_equal(end_s, full.end_s)
+    return folded.dfg
+
+
+@pytest.mark.parametrize("discipline", Discipline)
+@pytest.mark.parametrize("seed", range(4))
+def test_ring_of_equal_workers_folds_to_one(discipline: Discipline, seed: int) -> None:
+    sizes = {assert_fold_is_exact(ring(workers, seed, discipline)).ops for workers in (2, 3, 5, 8)}
+    assert len(sizes) == 1
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_servers_of_equal_workers_fold_to_one_worker(seed: int) -> None:
+    quotients = [assert_fold_is_exact(servers(workers, seed)) for workers in (1, 2, 3, 8)]
+    assert len({(quotient.ops, quotient.queues) for quotient in quotients}) == 1
+
+
+@st.composite
+def copies(draw: st.DrawFn) -> Dfg:
+    """A random graph for each of n workers; some edges and channels go to the next worker of the ring."""
+    one, workers = draw(graphs()), draw(st.integers(1, 4))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    duration_s, abroad = rng.uniform(0.1, 1, one.ops), rng.random((2, max(one.ops, 1))) < 0.4
+    builder = DfgBuilder()
+    queues = [[builder.queue(f"q{q}", Discipline(one.discipline[q])) for q in range(one.queues)] for _ in range(workers)]
+    locks = [[builder.lock(int(capacity)) for capacity in one.lock_capacity] for _ in range(workers)]
+    start, parent = one.parent_csr
+    for worker in range(workers):
+        next_worker = (worker + 1) % workers
+        for op in range(one.ops):
+            lock = NONE if one.acquires[op] == NONE else locks[worker][one.acquires[op]]
+            channel = NONE if one.channel[op] == NONE else queues[next_worker if abroad[1, op] else worker][one.channel[op]]
+            queue = NONE if one.queue[op] == NONE else queues[worker][one.queue[op]]
+            gap_s, kind, priority = one.gap_s[op], Kind(one.kind[op]), int(one.priority[op])
+            builder.op(
+                f"{op}",
+                queue,
+                duration_s[op],
+                kind,
+                gap_s=gap_s,
+                channel=channel,
+                priority=priority,
+                worker=worker,
+                acquires=lock,
+                releases=lock,
+            )
+    for worker in range(workers):
+        for op in range(one.ops):
+            source = (worker - 1) % workers if abroad[0, op] else worker
+            for above in parent[start[op] : start[op + 1]]:
+                builder.edge(source * one.ops + int(above), worker * one.ops + op)
+    return builder.build()
+
+
+@settings(max_examples=150, deadline=None)
+@given(copies())
+def test_a_fold_is_exact_or_refused(dfg: Dfg) -> None:
+    try:
+        fold(dfg)
+    except InvalidInput as refusal:
+        assert "channel" in str(refusal)  # of two workers' ops on one channel the lower index goes first: not alike
+        assert np.any(dfg.channel != NONE)
+        return
+    assert_fold_is_exact(dfg)
+
+
+def test_workers_that_follow_each_other_on_one_link_are_refused() -> None:
+    with pytest.raises(InvalidInput, match="queue or channel"):
+        fold(servers(3, 0, shared_link=True))
+
+
+@pytest.mark.parametrize("name", ["duration_s", "gap_s", "priority", "size_bytes"])
+def test_one_op_that_differs_is_refused(name: str) -> None:
+    dfg = ring(3, 0, Discipline.FIFO)
+    values = getattr(dfg, name).copy()
+    values[-1] += 1
+    with pytest.raises(InvalidInput, match=f"'update 4' has another {name}"):
+        fold(replace(dfg, **{name: values}))
+
+
+def test_one_edge_that_differs_is_refused() -> None:
+    dfg = ring(3, 0, Discipline.FIFO)
+    with_children = int(np.flatnonzero(np.diff(dfg.child_start))[-1])
+    without_last = dfg.child_start - (np.arange(dfg.ops + 1) > with_children)
+    with pytest.raises(InvalidInput, match="follow"):
+        fold(replace(dfg, child_start=without_last, child=dfg.child[:-1]))
+
+
+def test_given_representatives_are_checked() -> None:
+    dfg = servers(2, 0)
+    with pytest.raises(InvalidInput, match="stand for itself"):
+        fold(dfg, np.roll(np.arange(dfg.ops), 1))
+    with pytest.raises(InvalidInput, match="representative"):
+        fold(dfg, np.zeros(3, dtype=np.int32))

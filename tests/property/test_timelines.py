@@ -1,0 +1,131 @@
+"""What must hold of every timeline, whatever the graph: nothing overlaps, nothing is early, the critical path explains the makespan."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autotune.dfg.build import csr
+from autotune.dfg.critical_path import critical_path
+from autotune.dfg.graph import COMMUNICATION, COMPUTATION, NONE, Dfg, Names
+from autotune.dfg.replay import Timeline, replay
+from autotune.dfg.utilisation import busy_share, covered_s, exposed_communication_s, iteration_summary
+from tests.property.dfg_twin import graphs
+
+MANY = settings(max_examples=100, deadline=None)
+ANY_GRAPH = st.one_of(graphs(ops=25), graphs(plain=True, ops=25))
+
+
+def longest_chain_s(dfg: Dfg) -> float:
+    start, parent = dfg.parent_csr
+    ends_s = np.zeros(dfg.ops)
+    for op in dfg.topological_order:
+        ends_s[op] = ends_s[parent[start[op] : start[op + 1]]].max(initial=0.0) + dfg.duration_s[op]
+    return float(ends_s.max(initial=0.0))
+
+
+def assert_one_at_a_time(timeline: Timeline, queue: int) -> None:
+    dfg = timeline.dfg
+    users = [op for op in range(dfg.ops) if queue in (dfg.queue[op], dfg.channel[op])]
+    users.sort(key=lambda op: timeline.start_s[op])
+    for one, two in pairwise(users):
+        gap_s = dfg.gap_s[one] if dfg.queue[one] == queue else 0.0
+        assert timeline.end_s[one] + gap_s <= timeline.start_s[two]
+
+
+@MANY
+@given(ANY_GRAPH)
+def test_no_op_is_early_and_nothing_is_used_twice_at_once(dfg: Dfg) -> None:
+    timeline = replay(dfg)
+    np.testing.assert_array_equal(timeline.end_s, timeline.start_s + dfg.duration_s)
+    start, parent = dfg.parent_csr
+    for op in range(dfg.ops):
+        assert all(timeline.end_s[p] <= timeline.start_s[op] for p in parent[start[op] : start[op + 1]])
+    for queue in range(dfg.queues):
+        assert_one_at_a_time(timeline, queue)
+    for op in np.flatnonzero(dfg.acquires >= 0):
+        # all locks of these graphs are held by one op each
+        holders = (dfg.acquires == dfg.acquires[op]) & (timeline.start_s <= timeline.start_s[op]) & (timeline.end_s > timeline.start_s[op])
+        assert holders.sum() <= dfg.lock_capacity[dfg.acquires[op]]
+
+
+@MANY
+@given(ANY_GRAPH)
+def test_critical_path_explains_the_makespan(dfg: Dfg) -> None:
+    timeline = replay(dfg)
+    path = critical_path(timeline)
+    assert timeline.makespan_s >= longest_chain_s(dfg) * (1 - 1e-12)
+    assert timeline.makespan_s >= dfg.duration_s[path.ops].sum() * (1 - 1e-12)
+    parts = path.computation_s + path.communication_s + path.other_s + path.total_wait_s
+    np.testing.assert_allclose(parts, timeline.makespan_s)
+    np.testing.assert_allclose(sum(path.by_layer.values()), sum(path.by_kind.values()))
+    if dfg.ops:
+        assert timeline.end_s[path.ops[-1]] == timeline.makespan_s
+        assert path.wait_s.min() >= 0
+        waits = path.wait_s[1:]
+        assert set(waits[waits > 1e-9].round(9)) <= set(dfg.gap_s[path.ops[:-1]].round(9))
+
+
+@MANY
+@given(ANY_GRAPH, st.integers(0, 2**32 - 1))
+def test_without_contention_faster_ops_are_never_slower(dfg: Dfg, seed: int) -> None:
+    """Every op has a queue of its own; then the makespan is the longest chain, and only then must it fall with the durations."""
+    own = np.arange(dfg.ops)
+    none = np.full(dfg.ops, NONE)
+    names = Names(dfg.names.ops, tuple(f"q{op}" for op in own))
+    free = replace(dfg, queue=own, channel=none, acquires=none, releases=none, discipline=np.zeros(dfg.ops), names=names)
+    timeline = replay(free)
+    np.testing.assert_allclose(timeline.makespan_s, longest_chain_s(free))
+    faster = replay(free, free.duration_s * np.random.default_rng(seed).uniform(0, 1, dfg.ops))
+    assert np.all(faster.end_s <= timeline.end_s)
+
+
+@MANY
+@given(ANY_GRAPH, st.integers(0, 2**32 - 1))
+def test_relabelling_ops_changes_nothing(dfg: Dfg, seed: int) -> None:
+    """Ops of one queue keep their order, as the lowest index decides between those that are ready at once; all others mix."""
+    rng = np.random.default_rng(seed)
+    dfg = replace(dfg, priority=rng.permutation(dfg.ops), duration_s=rng.uniform(0.1, 1, dfg.ops))
+    number = rng.permutation(dfg.ops)  # of each op
+    for queue in range(dfg.queues):
+        number[dfg.queue == queue] = np.sort(number[dfg.queue == queue])
+    old = np.argsort(number)  # op at each new number
+    columns = ("duration_s", "queue", "kind", "gap_s", "channel", "priority", "size_bytes", "layer", "worker", "acquires", "releases")
+    origin = np.repeat(np.arange(dfg.ops), np.diff(dfg.child_start))
+    start, child = csr(dfg.ops, number[origin], number[dfg.child])
+    other = replace(dfg, child_start=start, child=child, **{name: getattr(dfg, name)[old] for name in columns})
+    one, two = replay(dfg), replay(other)
+    np.testing.assert_array_equal(one.start_s[old], two.start_s)
+
+
+@MANY
+@given(ANY_GRAPH)
+def test_busy_and_exposed_times_are_what_a_fine_clock_counts(dfg: Dfg) -> None:
+    timeline = replay(dfg)
+    edges = np.unique(np.concatenate([timeline.start_s, timeline.end_s, [0.0]]))
+    middle, width = (edges[1:] + edges[:-1]) / 2, np.diff(edges)
+    runs = (timeline.start_s[:, None] < middle) & (timeline.end_s[:, None] > middle)
+
+    def of(kinds: frozenset[int], worker: int) -> np.ndarray:
+        return runs[np.isin(dfg.kind, list(kinds)) & (dfg.worker == worker)].any(axis=0)
+
+    for worker in (0, 1):
+        exposed = of(COMMUNICATION, worker) & ~of(COMPUTATION, worker)
+        np.testing.assert_allclose(exposed_communication_s(timeline, worker), width[exposed].sum(), atol=1e-9)
+    share = busy_share(timeline)
+    for queue in range(dfg.queues):
+        used = runs[(dfg.queue == queue) | (dfg.channel == queue)].any(axis=0)
+        np.testing.assert_allclose(share[queue] * timeline.makespan_s, width[used].sum(), atol=1e-9)
+    summary = iteration_summary(timeline)
+    mine = dfg.worker == summary.worker
+    np.testing.assert_allclose(summary.communication_s, width[of(COMMUNICATION, summary.worker)].sum(), atol=1e-9)
+    assert not mine.any() or timeline.end_s[mine].max() == summary.iteration_s
+    assert summary.bottleneck_share == share.max()
+
+
+def test_covered_time_counts_what_overlaps_once() -> None:
+    assert covered_s(np.array([4.0, 0.0, 1.0, 6.0]), np.array([5.0, 3.0, 2.0, 6.0])) == 4.0

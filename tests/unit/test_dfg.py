@@ -1,0 +1,206 @@
+"""What a data-flow graph refuses, what a replay refuses, and what the trace of a timeline holds."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numba
+import numpy as np
+import pytest
+
+from autotune.dfg.build import DfgBuilder, csr
+from autotune.dfg.chrome_trace import write_chrome_trace
+from autotune.dfg.compiled import compiled
+from autotune.dfg.critical_path import critical_path
+from autotune.dfg.graph import NONE, Dfg, Discipline, Kind
+from autotune.dfg.incremental import IncrementalReplay
+from autotune.dfg.replay import replay
+from autotune.errors import InvalidInput
+
+
+def two_workers() -> Dfg:
+    """A computes, sends to B over two links, B computes; a virtual op that takes time and one that takes none stand between."""
+    builder = DfgBuilder()
+    device = [builder.queue("device 0"), builder.queue("device 1")]
+    up, down = builder.queue("up 0"), builder.queue("down 1")
+    layer = builder.layer("conv1")
+    first = builder.op("forward", device[0], 1.0, Kind.FORWARD, layer=layer, worker=0)
+    idle = builder.op("short", device[1], 0.5, Kind.FORWARD, worker=1)
+    latency = builder.op("latency", NONE, 0.25, Kind.VIRTUAL, [first], worker=0)
+    send = builder.op("send", up, 2.0, Kind.SEND, [latency], channel=down, size_bytes=8.0, layer=layer, worker=0)
+    out = builder.op("out", NONE, 0.0, Kind.VIRTUAL, [send, idle])
+    builder.op("update", device[1], 1.0, Kind.UPDATE, [out], layer=layer, worker=1)
+    return builder.build()
+
+
+def test_a_cycle_is_refused_by_the_names_of_its_ops() -> None:
+    builder = DfgBuilder()
+    queue = builder.queue("q")
+    ops = [builder.op(name, queue, 1.0, Kind.FORWARD) for name in ("free", "a", "b")]
+    builder.edge(ops[1], ops[2])
+    builder.edge(ops[2], ops[1])
+    with pytest.raises(InvalidInput, match="among or before a, b"):
+        builder.build()
+
+
+@pytest.mark.parametrize("edge", [(0, 2), (2, 0), (-1, 0), (0, -1)])
+def test_an_edge_to_an_op_that_is_not_there_is_refused(edge: tuple[int, int]) -> None:
+    with pytest.raises(InvalidInput, match="0 to 1"):
+        csr(2, [edge[0]], [edge[1]])
+
+
+def test_an_edge_that_is_named_twice_counts_once() -> None:
+    start, child = csr(3, [1, 0, 1, 1], [2, 2, 2, 0])
+    assert (start.tolist(), child.tolist()) == ([0, 1, 3, 3], [2, 0, 2])
+
+
+def test_parents_are_told_in_ascending_order() -> None:
+    start, parent = two_workers().parent_csr
+    assert parent[start[4] : start[5]].tolist() == [1, 3]
+    assert start[-1] == len(parent) == two_workers().edges
+
+
+def test_a_lock_that_is_never_given_back_is_refused_by_name() -> None:
+    builder = DfgBuilder()
+    queue, lock = builder.queue("q"), builder.lock()
+    builder.op("holds it", queue, 1.0, Kind.SEND, acquires=lock)
+    builder.op("waits for it", queue, 1.0, Kind.SEND, acquires=lock, releases=lock)
+    for run in (replay, IncrementalReplay):
+        with pytest.raises(InvalidInput, match="'waits for it' for lock 0"):
+            run(builder.build())
+
+
+def test_locks_taken_in_opposite_orders_are_refused_by_name() -> None:
+    builder = DfgBuilder()
+    locks = builder.lock(), builder.lock()
+    for one, two in ((0, 1), (1, 0)):
+        queue = builder.queue(f"q{one}")
+        first = builder.op(f"first {one}", queue, 1.0, Kind.SEND, acquires=locks[one])
+        second = builder.op(f"second {one}", queue, 1.0, Kind.SEND, [first], acquires=locks[two], releases=locks[two])
+        builder.op(f"third {one}", queue, 1.0, Kind.SEND, [second], releases=locks[one])
+    with pytest.raises(InvalidInput, match="2 ops wait forever: 'second 0' for lock 1, 'second 1' for lock 0"):
+        replay(builder.build())
+
+
+def test_giving_back_a_lock_that_nobody_holds_is_refused() -> None:
+    builder = DfgBuilder()
+    builder.op("generous", builder.queue("q"), 1.0, Kind.SEND, releases=builder.lock())
+    with pytest.raises(InvalidInput, match="'generous' gives back lock 0"):
+        replay(builder.build())
+
+
+def test_a_lock_holds_a_thread_for_a_whole_message() -> None:
+    """Two messages of two transfers: the second message waits until the first is through, though the link is idle in between."""
+    builder = DfgBuilder()
+    link, lock = builder.queue("link"), builder.lock()
+    for message in range(2):
+        first = builder.op(f"{message}.0", link, 1.0, Kind.SEND, acquires=lock, priority=-message)
+        pause = builder.op(f"{message} pause", NONE, 3.0, Kind.VIRTUAL, [first])
+        builder.op(f"{message}.1", link, 1.0, Kind.SEND, [pause], releases=lock)
+    timeline = replay(builder.build())
+    assert timeline.start_s.tolist() == [5.0, 6.0, 9.0, 0.0, 1.0, 4.0]
+    assert timeline.cause.tolist() == [5, 0, 1, NONE, 3, 4]
+
+
+def test_a_gap_delays_its_queue_and_no_other() -> None:
+    builder = DfgBuilder()
+    device, link = builder.queue("device"), builder.queue("link")
+    first = builder.op("first", device, 1.0, Kind.FORWARD, gap_s=2.0)
+    builder.op("second", device, 1.0, Kind.FORWARD, [first])
+    builder.op("send", link, 1.0, Kind.SEND, [first])
+    timeline = replay(builder.build())
+    assert timeline.start_s.tolist() == [0.0, 3.0, 1.0]
+    path = critical_path(timeline)
+    assert (path.ops.tolist(), path.wait_s.tolist()) == ([0, 1], [0.0, 2.0])
+
+
+def test_the_urgent_message_goes_first_among_those_for_one_channel() -> None:
+    builder = DfgBuilder()
+    senders, receiver = [builder.queue(f"up {number}") for number in range(3)], builder.queue("down")
+    for number, priority in enumerate((0, 2, 1)):
+        builder.op(f"send {number}", senders[number], 1.0, Kind.SEND, channel=receiver, priority=priority)
+    assert replay(builder.build()).start_s.tolist() == [0.0, 2.0, 1.0]
+
+
+@pytest.mark.parametrize("wrong", [np.ones(3), np.full(6, -1.0), np.full(6, np.nan), np.full(6, np.inf)])
+def test_other_durations_are_checked(wrong: np.ndarray) -> None:
+    with pytest.raises(InvalidInput, match="durations must"):
+        replay(two_workers(), wrong)
+
+
+def read(path: Path) -> dict[str, Any]:
+    written = path.read_bytes()
+    loaded: dict[str, Any] = json.loads(gzip.decompress(written) if path.suffix == ".gz" else written)
+    return loaded
+
+
+@pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
+def test_trace_shows_workers_queues_and_the_critical_path(tmp_path: Path, name: str) -> None:
+    timeline = replay(two_workers())
+    assert write_chrome_trace(timeline, tmp_path / name) == 6
+    trace = read(tmp_path / name)
+    events = trace["traceEvents"]
+    processes = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert sorted(processes.values()) == ["critical path", "shared", "worker 0", "worker 1"]
+    threads = {(event["pid"], event["tid"]): event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    slices = [event for event in events if event["ph"] == "X"]
+    placed = {(processes[e["pid"]], threads.get((e["pid"], e["tid"])), e["name"]): e for e in slices}
+    send = placed["worker 0", "up 0", "send"]
+    assert (send["ts"], send["dur"], send["cat"]) == (1.25e6, 2e6, "send")
+    assert send["args"] == {"op": 3, "layer": "conv1", "bytes": 8.0, "channel": "down 1"}
+    critical = [event["name"] for event in slices if processes[event["pid"]] == "critical path"]
+    assert critical == ["forward", "latency", "send", "out", "update"]
+    arrows = [(event["ph"], event["id"], event["ts"]) for event in events if event["ph"] in "sf"]
+    assert arrows == [("s", 0, 0.5e6), ("f", 0, 2.25e6), ("s", 1, 2.25e6), ("f", 1, 3.75e6)]
+    assert [(event["ph"], event["ts"]) for event in events if event["ph"] in "be"] == [("b", 1e6), ("e", 1.25e6)]
+    assert trace["otherData"]["makespan_s"] == 4.25
+
+
+def test_a_trace_that_would_be_too_large_keeps_the_critical_path_and_says_so(tmp_path: Path) -> None:
+    timeline = replay(two_workers())
+    assert write_chrome_trace(timeline, tmp_path / "trace.json", max_ops=5) == 5
+    trace = read(tmp_path / "trace.json")
+    assert trace["otherData"] == {"ops": 6, "shown_ops": 5, "makespan_s": 4.25}
+    assert "short" not in [event["name"] for event in trace["traceEvents"]]
+    with pytest.raises(InvalidInput, match="max_ops"):
+        write_chrome_trace(timeline, tmp_path / "trace.json", max_ops=0)
+
+
+def test_equal_timelines_give_equal_compressed_files(tmp_path: Path) -> None:
+    for name in ("one.json.gz", "two.json.gz"):
+        write_chrome_trace(replay(two_workers()), tmp_path / name)
+    assert (tmp_path / "one.json.gz").read_bytes() == (tmp_path / "two.json.gz").read_bytes()
+
+
+def test_an_empty_graph_has_an_empty_timeline(tmp_path: Path) -> None:
+    timeline = replay(DfgBuilder().build())
+    assert timeline.makespan_s == 0.0
+    assert len(critical_path(timeline).ops) == 0
+    assert write_chrome_trace(timeline, tmp_path / "empty.json") == 0
+
+
+def test_resumed_replay_refuses_ops_that_are_not_there() -> None:
+    incremental = IncrementalReplay(two_workers())
+    with pytest.raises(InvalidInput, match="0 to 5"):
+        incremental.replay_changed(np.array([6]), np.array([1.0]))
+    with pytest.raises(InvalidInput, match="1 snapshot"):
+        IncrementalReplay(two_workers(), snapshots=0)
+
+
+def test_a_channel_must_be_another_queue() -> None:
+    with pytest.raises(InvalidInput, match="channel"):
+        replace(two_workers(), channel=two_workers().queue)
+    assert {int(kind) for kind in Discipline} == {0, 1}
+
+
+def test_a_kernel_without_a_folder_for_its_code_compiles_all_the_same() -> None:
+    """numba keeps the code beside the source or in the user's cache; of source that is in no file it can keep none."""
+    written: dict[str, Any] = {}
+    exec(compile("def twice(x):\n    return 2 * x\n", "<string>", "exec"), written)
+    with pytest.raises(RuntimeError, match="locator"):
+        numba.njit(cache=True)(written["twice"])
+    assert compiled()(written["twice"])(21) == 42
