@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -222,12 +223,33 @@ class Network:
         sends = {self._port_name(port): (Kind.SEND, made.duration(times.link_s * times.ports[port] / rounds)) for port in loaded}
         sends |= {self._cores_name(host): (Kind.COPY, made.duration(times.cpu_s * times.cores[host] / rounds)) for host in busy}
         size = made.size(own.size_bytes / rounds)
-        at = made.add(f"{collective} in", NONE, Kind.VIRTUAL, empty, behind, acquires=lock)
-        for number in range(rounds):
-            ends = [
-                made.add(f"{collective} {number} {name}", to.queue(name), kind, slot, [at], size_slot=size if kind is Kind.SEND else NONE)
-                for name, (kind, slot) in sends.items()
-            ]
-            releases = lock if number == rounds - 1 else NONE
-            at = made.add(f"{collective} {number} wait", NONE, Kind.VIRTUAL, waits, ends or [at], releases=releases)
-        return at
+        entry = made.add(f"{collective} in", NONE, Kind.VIRTUAL, empty, behind, acquires=lock)
+        names = tuple(sends)
+        made.queue += [*map(to.queue, names), NONE] * rounds
+        made.channel += [NONE] * (len(names) + 1) * rounds
+        made.kind += [*(kind for kind, _ in sends.values()), Kind.VIRTUAL] * rounds
+        made.slot += [*(slot for _, slot in sends.values()), waits] * rounds
+        made.size_slot += [*(size if kind is Kind.SEND else NONE for kind, _ in sends.values()), NONE] * rounds
+        made.worker += [NONE] * (len(names) + 1) * rounds
+        made.acquires += [NONE] * (len(names) + 1) * rounds
+        made.releases += [NONE] * ((len(names) + 1) * rounds - 1) + [lock]
+        made.names += _round_names(collective, names, rounds)
+        made.edges += [(entry + parent, entry + child) for parent, child in _round_edges(len(names), rounds)]
+        return len(made.queue) - 1
+
+
+@lru_cache(maxsize=1024)
+def _round_names(collective: Collective, ports: tuple[str, ...], rounds: int) -> tuple[str, ...]:
+    return tuple(f"{collective} {number} {name}" for number in range(rounds) for name in (*ports, "wait"))
+
+
+@lru_cache(maxsize=256)
+def _round_edges(ports: int, rounds: int) -> tuple[tuple[int, int], ...]:
+    """Of the ops behind op 0: in each round the ports' behind the wait of the round before, and the wait behind them."""
+    edges = []
+    for number in range(rounds):
+        before, first = number * (ports + 1), number * (ports + 1) + 1
+        edges += [(before, first + port) for port in range(ports)] + [(first + port, first + ports) for port in range(ports)]
+        if ports == 0:
+            edges.append((before, first))
+    return tuple(edges)
