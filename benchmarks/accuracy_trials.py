@@ -1,7 +1,7 @@
 """Fresh trials on emulated clusters, for `benchmarks.replay_accuracy`: strategies of every kind, measured as the tuner measures them.
 
 Hosts are network namespaces of this machine, transfers are real, and computation is timed waits of what one replica alone takes.
-A domain is one model on one cluster. Its folder keeps `domain.json` (workload, cluster with what the probe fitted, conditions) and
+A domain is one model on one cluster. Its folder keeps `domain.json` (workload, cluster with what the probe fitted, the runtime's costs) and
 `trials.jsonl`, one line per trial, written as it ends; a run that was stopped goes on with the strategies that have no line.
 """
 
@@ -32,6 +32,7 @@ from autotune.strategy_space.space import SearchSpace
 from autotune.strategy_space.strategy import Strategy
 from autotune.workload import Workload
 from benchmarks.cross_step_model import workload as layers_workload
+from benchmarks.runtime_costs import measured_costs
 from benchmarks.testbed_processes import ROOT
 from runtime_rewriter.command import read_command
 from runtime_rewriter.findings import Probe
@@ -46,7 +47,9 @@ SCRIPTS = {
     "gpt_text": ("examples/gpt_text.py", "--epochs", "100000"),
     "layers": ("benchmarks/layers_script.py",),
 }
-PROFILES: dict[str, Callable[[], Workload]] = {"layers": layers_workload}
+UPDATE_S = 0.03
+"""Of the parameters' model, assumed: as long as the update of its 20 MB takes where four ranks share two cores, so that waits absorb it."""
+PROFILES: dict[str, Callable[[], Workload]] = {"layers": lambda: replace(layers_workload(), update_s=UPDATE_S)}
 CLUSTERS = {"four_hosts": "even", "four_hosts_uneven": "uneven", "two_hosts_two_devices": "two devices a host"}
 
 
@@ -68,6 +71,8 @@ class Domain:
     cluster_name: str
     workload: Workload
     cluster: Cluster
+    costs: dict[str, float]
+    cores: int
     trials: tuple[Trial, ...]
 
     @property
@@ -87,7 +92,8 @@ def read_domain(folder: Path, model: str, cluster: str) -> Domain | None:
     told = json.loads((own / "domain.json").read_text())
     lines = (own / "trials.jsonl").read_text().splitlines() if (own / "trials.jsonl").exists() else []
     trials = tuple(_trial(json.loads(line)) for line in lines)
-    return Domain(model, cluster, Workload.from_data(told["workload"]), Cluster.from_data(told["cluster"]), trials)
+    costs, cores = {name: float(value) for name, value in told["costs"].items()}, int(told["cores"])
+    return Domain(model, cluster, Workload.from_data(told["workload"]), Cluster.from_data(told["cluster"]), costs, cores, trials)
 
 
 def _trial(data: dict[str, Any]) -> Trial:
@@ -119,12 +125,13 @@ def collect(folder: Path, model: str, cluster_name: str, count: int, seed: int, 
     if earlier is not None and not _left(earlier, count, seed):
         return
     profile = earlier.workload if earlier is not None else PROFILES[model]() if model in PROFILES else None
+    costs = earlier.costs if earlier is not None else measured_costs(given.world_size, emulated=True)
     conditions = scheduled(Conditions(Network.EMULATED, Accelerators.EMULATED), given.world_size)
     command = read_command(["python", str(ROOT / SCRIPTS[model][0]), *SCRIPTS[model][1:]])
     ranks = Ranks(command, given.world_size, own / "logs", 60.0, 180.0, profile)
     with placed_world(Where(None, False, (0, 0)), given, conditions, ranks, say) as world:
         if earlier is None:
-            earlier = _described(world, own, model, cluster_name, given, conditions, say)
+            earlier = _described(world, own, model, cluster_name, given, conditions, costs, say)
         else:
             world.profile()
         todo = _left(earlier, count, seed)
@@ -141,7 +148,14 @@ def _left(domain: Domain, count: int, seed: int) -> list[tuple[str, Strategy]]:
 
 
 def _described(
-    world: World, own: Path, model: str, cluster_name: str, given: Cluster, conditions: Conditions, say: Callable[[str], None]
+    world: World,
+    own: Path,
+    model: str,
+    cluster_name: str,
+    given: Cluster,
+    conditions: Conditions,
+    costs: dict[str, float],
+    say: Callable[[str], None],
 ) -> Domain:
     """Profile, probe, and write both down."""
     say(f"{model} on {cluster_name}: profiling")
@@ -149,9 +163,10 @@ def _described(
     say(f"{model} on {cluster_name}: probing for {PROBE_S:.0f} s")
     cluster, _ = measured_cluster(given, _probed(world, say), datetime.now(UTC), conditions.label)
     machine = {"cores": os.cpu_count(), "machine": platform.machine(), "load": os.getloadavg()[0]}
-    told = {"workload": workload.to_data(), "cluster": cluster.to_data(), "round_robin": world.round_robin(), **machine}
+    fitted = {"workload": workload.to_data(), "cluster": cluster.to_data(), "costs": costs}
+    told = {**fitted, "round_robin": world.round_robin(), **machine}
     (own / "domain.json").write_text(json.dumps(told))
-    return Domain(model, cluster_name, workload, cluster, ())
+    return Domain(model, cluster_name, workload, cluster, costs, os.cpu_count() or 1, ())
 
 
 def _probed(world: World, say: Callable[[str], None]) -> Probe:

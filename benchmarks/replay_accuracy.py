@@ -1,8 +1,8 @@
 """How far the replayed step time is from the measured one: `python -m benchmarks.replay_accuracy` (root).
 
 Collects fresh trials (`benchmarks.accuracy_trials`: emulated hosts with real transfers, emulated accelerators; three models, three
-clusters) and predicts each strategy from what the profile and the probe told before the first trial. Nothing is fitted on the
-strategies under test. Beside it the analytic estimate (`overlap_step_s`) and, for the ranking, the learned simulators, trained on half of
+clusters) and predicts each strategy from what the profile, the probe and `benchmarks.runtime_costs` told before the first trial.
+Nothing is fitted on the strategies under test. Beside it the analytic estimate (`overlap_step_s`) and, for the ranking, the learned simulators, trained on half of
 a domain's trials and tested on the other half. The table of all strategies is written to `accuracy.csv`; the last line is one JSON object.
 
     python -m benchmarks.replay_accuracy --models layers --clusters four_hosts --strategies 12     # a short run
@@ -33,6 +33,7 @@ from autotune.simulators.registry import simulators
 from autotune.strategy_space.plan import Plan, plan
 from autotune.testbed.capabilities import capabilities
 from benchmarks.accuracy_trials import CLUSTERS, SCRIPTS, Domain, collect, read_domain
+from benchmarks.runtime_costs import costs_of
 
 TIE_BAND = 0.01
 FEWEST_TO_TRAIN = 12
@@ -76,7 +77,9 @@ def kind_of(wanted: Plan) -> str:
 
 def rows_of(domain: Domain) -> list[Row]:
     """A strategy that was measured more than once counts once, with the median of its medians."""
-    lowering, extractor = Lowering(domain.workload, domain.cluster), Extractor(domain.workload, domain.cluster)
+    costs = costs_of(domain.costs, domain.cluster.world_size)
+    lowering = Lowering(domain.workload, domain.cluster, costs, machine_cores=domain.cores)
+    extractor = Extractor(domain.workload, domain.cluster)
     medians: dict[str, list[float]] = {}
     for trial in domain.trials:
         if trial.strategy is not None and trial.step_s:

@@ -50,10 +50,14 @@ class Passes:
 class Duties:
     """What a plan makes a worker's own thread do: seconds per variable (V,), per message (M,) and at the end."""
 
+    hand_out_s: FloatArray
     fill_s: FloatArray
     issue_s: FloatArray
     taken_s: FloatArray
     write_s: FloatArray
+    settle_s: FloatArray
+    defer_s: float
+    update_s: float
     issued_at: Numbers  # (M,), backward position whose gradient lets the message go
 
     @staticmethod
@@ -67,21 +71,30 @@ class Duties:
         share = members.elements / np.maximum(elements[members.variable], 1.0)
         packed_s = np.bincount(members.variable, weights=share * per_byte[members.message], minlength=count)
         return Duties(
+            costs["hand_out_s_per_byte"] * passes.grad_bytes,
             costs["fill_s"] + packed_s * passes.grad_bytes,
             costs["issue_s"] + prepare_s,
             taken_s,
             costs["write_s"] + costs["unpack_s_per_byte"] * passes.grad_bytes,
+            costs["settle_s"] + costs["settle_s_per_byte"] * passes.grad_bytes,
+            costs["defer_s"] * count,
+            costs["update_s_per_byte"] * float(passes.grad_bytes.sum()),
             np.maximum.accumulate(members.last),
         )
 
 
 class Worker:
-    """Writes one worker's passes into an emitter. Its queues are named after its rank."""
+    """Writes one worker's passes into an emitter. Its queues are named after its rank.
 
-    def __init__(self, to: Emitter, rank: int, passes: Passes, duties: Duties) -> None:
+    `cores`: the queue of the cores that its own thread shares with all other work, NONE where it has one for itself; `share`: by which
+    the duties' times are multiplied on these.
+    """
+
+    def __init__(self, to: Emitter, rank: int, passes: Passes, duties: Duties, cores: int = NONE, share: float = 1.0) -> None:
+        self._cores, self._share = (NONE, 1.0) if passes.computes_on_cpu else (cores, share)
         self._to, self._rank, self._passes, self._duties = to, rank, passes, duties
         self._names = [variable.name for variable in passes.workload.variables]
-        self._device = to.queue(f"r{rank} device", Discipline.PRIORITY)
+        self._device = to.queue(f"r{rank} device", Discipline.PRIORITY if duties.taken_s.any() else Discipline.FIFO)
         self._host = self._device if passes.computes_on_cpu else to.queue(f"r{rank} host")
         self._computed = self._done = NONE
 
@@ -94,31 +107,32 @@ class Worker:
         """The ops that issue the messages, shape (M,)."""
         duties, passes, to = self._duties, self._passes, self._to
         count, messages = len(passes.ready_s), len(duties.issued_at)
-        width = 2 if duties.taken_s.any() else 1
+        width, head = 2 if duties.taken_s.any() else 1, 3 if duties.hand_out_s.any() else 2
         issues = np.bincount(duties.issued_at, minlength=count)
-        lengths = 2 + width * issues
+        lengths = head + width * issues
         start = np.cumsum(lengths) - lengths
+        fill = start + head - 1
         total = int(lengths.sum())
         first = to.count
         at_position = np.arange(messages) - (np.cumsum(issues) - issues)[duties.issued_at]
-        issue = start[duties.issued_at] + 2 + width * at_position
+        issue = start[duties.issued_at] + head + width * at_position
         duration_s, kind = np.zeros(total), np.full(total, Kind.PACK, dtype=np.int64)
-        duration_s[start] = np.diff(passes.ready_s, prepend=0.0)
-        duration_s[start + 1], duration_s[issue] = duties.fill_s, duties.issue_s
-        kind[start] = Kind.BACKWARD
-        queue = np.full(total, self._host, dtype=np.int64)
-        queue[start] = self._device
-        priority = np.zeros(total, dtype=np.int64)
-        host = np.ones(total, dtype=np.bool_)
+        queue, channel = np.full(total, self._host, dtype=np.int64), np.full(total, self._cores, dtype=np.int64)
+        priority, host = np.zeros(total, dtype=np.int64), np.ones(total, dtype=np.bool_)
+        duration_s[fill], duration_s[issue] = self._share * duties.fill_s, self._share * duties.issue_s
+        if head == 3:
+            duration_s[start + 1] = self._share * duties.hand_out_s
+        duration_s[start], kind[start], queue[start] = np.diff(passes.ready_s, prepend=0.0), Kind.BACKWARD, self._device
         host[start] = False
         if width == 2:
             duration_s[issue + 1], kind[issue + 1], queue[issue + 1], priority[issue + 1] = duties.taken_s, Kind.OTHER, self._device, -1
             host[issue + 1] = False
             to.edges(first + issue, first + issue + 1)
+        channel[~host] = NONE
         layer = np.repeat(np.arange(count), lengths)
         on_host = np.flatnonzero(host)
         to.edges(first + on_host[:-1], first + on_host[1:])
-        to.edges(first + start, first + start + 1)
+        to.edges(first + start, first + fill)
         to.edges(first + start[:-1], first + start[1:])
         to.edges(after, first)
         if passes.computes_on_cpu:
@@ -128,12 +142,12 @@ class Worker:
         def named(number: int) -> str:
             position = int(layer[number])
             part = number - int(start[position])
-            what = ("backward", "pack")[part] if part < 2 else ("issue", "send")[(part - 2) % width]
+            heads = ("backward", "pack") if head == 2 else ("backward", "hand out", "pack")
+            what = heads[part] if part < head else ("issue", "send")[(part - head) % width]
             return f"r{self._rank} {what} {names[position]}"
 
-        to.add(
-            total, named, duration_s=duration_s, queue=queue, kind=kind, priority=priority, layer=layer, worker=np.full(total, self._rank)
-        )
+        columns = {"queue": queue, "channel": channel, "kind": kind, "priority": priority, "layer": layer}
+        to.add(total, named, duration_s=duration_s, worker=self._rank, **columns)
         self._done = first + int(on_host[-1])
         rest_s = max(passes.workload.backward_s - float(passes.ready_s[-1]), 0.0)
         ahead = (first + int(start[-1]), self._done) if passes.computes_on_cpu else (first + int(start[-1]),)
@@ -147,17 +161,26 @@ class Worker:
         return self._computed, self._done
 
     def update(self, arrived: int) -> int:
-        """Averages are written back once all have come, then comes the update; its end. `arrived` NONE: nothing is waited for."""
-        after: tuple[int, ...] = self.ends
-        if arrived != NONE:
-            written_s = float(self._duties.write_s.sum())
-            after = (self._op("write averages", self._host, written_s, Kind.UNPACK, (*after, arrived)),)
-        self._computed = self._op("update", self._device, self._passes.workload.update_s, Kind.UPDATE, after)
+        """Averages are written back once all have come, then comes the update; its end."""
+        written_s = float(self._duties.write_s.sum())
+        written = self._op("write averages", self._host, written_s, Kind.UNPACK, (*self.ends, arrived))
+        self._computed = self._updated(written)
+        if self._duties.update_s:
+            real = self._op("real update", self._host, self._duties.update_s, Kind.UPDATE, (written,))
+            self._computed = self._op("updated", NONE, 0.0, Kind.VIRTUAL, (self._computed, real))
+        return self._computed
+
+    def defer(self) -> int:
+        """Averages and updates are left to the next forward pass."""
+        return self._updated(self._op("defer", self._host, self._duties.defer_s, Kind.OTHER, self.ends))
+
+    def _updated(self, after: int) -> int:
+        self._computed = self._op("update", self._device, self._passes.workload.update_s, Kind.UPDATE, (after,))
         self._done = self._computed
         return self._computed
 
     def forward_waiting(self, members: Members, ends: Numbers) -> tuple[int, int]:
-        """The pass reads each variable once its messages are in, from `ends` (M,); its last ops. Behind `update`."""
+        """The pass reads each variable once its messages are in, from `ends` (M,); its last ops. Behind `defer`."""
         passes, to = self._passes, self._to
         first_read = np.full(len(ends), np.inf)
         np.minimum.at(first_read, members.message, passes.needed_s[members.variable])
@@ -175,9 +198,10 @@ class Worker:
         to.edges(written[:-1], written[1:])
         to.edges((written if on_cpu else gate)[:-1], segment[1:])
         total = 3 * len(times)
-        columns = {name: np.zeros(total) for name in ("duration_s", "queue", "kind")}
+        columns = {name: np.zeros(total) for name in ("duration_s", "queue", "channel", "kind")}
         values: dict[str, tuple[float | FloatArray, ...]] = {
-            "duration_s": (np.diff(times, prepend=0.0), 0.0, written_s),
+            "duration_s": (np.diff(times, prepend=0.0), 0.0, self._share * written_s),
+            "channel": (NONE, NONE, self._cores),
             "queue": (self._device, NONE, self._host),
             "kind": (Kind.FORWARD, Kind.VIRTUAL, Kind.UNPACK),
         }
@@ -188,7 +212,7 @@ class Worker:
         def named(number: int) -> str:
             return f"r{self._rank} {('forward', 'read', 'write')[number % 3]} {number // 3}"
 
-        to.add(total, named, worker=np.full(total, self._rank), **columns)
+        to.add(total, named, worker=self._rank, **columns)
         rest_s = max(passes.workload.forward_s - float(times[-1]), 0.0)
         ahead = int((written if on_cpu else gate)[-1])
         self._computed, self._done = self._op("forward end", self._device, rest_s, Kind.FORWARD, (ahead,)), int(written[-1])
@@ -199,10 +223,13 @@ class Worker:
         elements = np.array([variable.elements for variable in self._passes.workload.variables], dtype=np.float64)
         share = members.elements / np.maximum(elements[members.variable], 1.0)
         count = int(members.message.max()) + 1
-        weights = share * self._duties.write_s[members.variable]
+        weights = share * self._duties.settle_s[members.variable]
         return np.bincount(members.message, weights=weights, minlength=count).astype(np.float64)
 
     def _op(self, name: str, queue: int, duration_s: float, kind: Kind, after: tuple[int, ...]) -> int:
-        number = self._to.add(1, lambda _: f"r{self._rank} {name}", duration_s=duration_s, queue=queue, kind=kind, worker=self._rank)
+        on_host = queue == self._host and queue != self._device
+        columns = {"queue": queue, "channel": self._cores if on_host else NONE, "kind": kind, "worker": self._rank}
+        taken_s = duration_s * self._share if on_host else duration_s
+        number = self._to.add(1, lambda _: f"r{self._rank} {name}", duration_s=taken_s, **columns)
         self._to.edges(np.array(after), number)
         return number

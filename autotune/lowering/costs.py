@@ -11,7 +11,7 @@ from math import isfinite
 
 from autotune.errors import InvalidInput
 
-_HERE = "measured by benchmarks.runtime_costs on one core of the machine that docs/lowering.md names"
+_HERE = "measured by `python -m benchmarks.runtime_costs --emulated`, one process, on the machine that docs/lowering.md names"
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,15 @@ class RuntimeCosts:
     | name | what | unit |
     |---|---|---|
     | `fill_s` | hook of one gradient, and packing it but for its bytes | s |
+    | `hand_out_s_per_byte` | emulated accelerators: a fresh copy of the recorded gradient; 0 where they are real | s/B |
     | `pack_s_per_byte` | scaling a gradient into its message, per byte of the gradient | s/B |
     | `cast_s_per_byte` | the same where it is rounded to 16 bits | s/B |
     | `issue_s` | starting a message's first collective | s |
     | `lane_s` | handing a message on to the thread of its next step | s |
+    | `defer_s` | leaving one variable to the next forward pass | s |
+    | `settle_s` | one variable's average and update where it is read, but for its bytes | s |
+    | `settle_s_per_byte` | the same per byte of the gradient | s/B |
+    | `update_s_per_byte` | emulated accelerators: the update itself, which is real; 0 where `Workload.update_s` is all of it | s/B |
     | `write_s` | writing one average back, but for its bytes | s |
     | `unpack_s_per_byte` | the same per byte of the gradient | s/B |
     | `int8_s`, `int8_encode_s`, `int8_decode_s` | int8: per call; rounding, and reading back, per element | s |
@@ -46,21 +51,26 @@ class RuntimeCosts:
     | `payload` | share of a link's bytes that are a message's own | - |
     """
 
-    fill_s: Constant = Constant(30e-6, _HERE)
-    pack_s_per_byte: Constant = Constant(3.4e-11, _HERE)
-    cast_s_per_byte: Constant = Constant(6e-11, _HERE)
-    issue_s: Constant = Constant(60e-6, _HERE)
-    lane_s: Constant = Constant(60e-6, _HERE)
-    write_s: Constant = Constant(5e-6, _HERE)
-    unpack_s_per_byte: Constant = Constant(4e-11, _HERE)
-    int8_s: Constant = Constant(1e-4, _HERE)
-    int8_encode_s: Constant = Constant(9e-10, _HERE)
-    int8_decode_s: Constant = Constant(2.4e-10, _HERE)
-    top_k_s: Constant = Constant(5e-5, _HERE)
-    top_k_s_per_element: Constant = Constant(2.5e-9, _HERE)
-    top_k_sum_s: Constant = Constant(1.5e-9, _HERE)
-    low_rank_s: Constant = Constant(5e-5, _HERE)
-    low_rank_s_per_flop: Constant = Constant(1e-10, _HERE)
+    fill_s: Constant = Constant(5.7e-05, _HERE)
+    hand_out_s_per_byte: Constant = Constant(0.0, "accelerators are not emulated")
+    pack_s_per_byte: Constant = Constant(3.9e-11, _HERE)
+    cast_s_per_byte: Constant = Constant(7.6e-11, _HERE)
+    issue_s: Constant = Constant(1.4e-05, _HERE)
+    lane_s: Constant = Constant(0.00012, _HERE)
+    defer_s: Constant = Constant(0.00013, _HERE)
+    settle_s: Constant = Constant(2.4e-05, _HERE)
+    settle_s_per_byte: Constant = Constant(1.8e-10, _HERE)
+    update_s_per_byte: Constant = Constant(0.0, "accelerators are not emulated")
+    write_s: Constant = Constant(2e-06, _HERE)
+    unpack_s_per_byte: Constant = Constant(3.7e-11, _HERE)
+    int8_s: Constant = Constant(0.00016, _HERE)
+    int8_encode_s: Constant = Constant(8.3e-10, _HERE)
+    int8_decode_s: Constant = Constant(2.3e-10, _HERE)
+    top_k_s: Constant = Constant(6.6e-05, _HERE)
+    top_k_s_per_element: Constant = Constant(1.5e-09, _HERE)
+    top_k_sum_s: Constant = Constant(4.8e-09, _HERE)
+    low_rank_s: Constant = Constant(1.6e-05, _HERE)
+    low_rank_s_per_flop: Constant = Constant(2.3e-10, _HERE)
     threads: Constant = Constant(
         2, "torch: options of ProcessGroupGloo, `threads = 2`, in torch/csrc/distributed/c10d/ProcessGroupGloo.hpp"
     )

@@ -21,6 +21,7 @@ Named = Callable[[int], str]
 _COLUMNS: dict[str, tuple[type[np.generic], float]] = {
     "duration_s": (np.float64, 0.0),
     "queue": (np.int32, NONE),
+    "channel": (np.int32, NONE),
     "kind": (np.int8, Kind.VIRTUAL),
     "priority": (np.int32, 0),
     "size_bytes": (np.float64, 0.0),
@@ -97,7 +98,6 @@ class Emitter:
         return Dfg(
             **columns,
             gap_s=np.zeros(self.count),
-            channel=np.full(self.count, NONE, dtype=np.int32),
             child_start=start,
             child=child,
             discipline=np.array([discipline for _, discipline in self._queues.values()], dtype=np.int8),

@@ -14,8 +14,8 @@ from autotune.errors import InvalidInput
 from autotune.lowering.compute import Duties, Passes, Worker
 from autotune.lowering.costs import RuntimeCosts
 from autotune.lowering.emit import Emitter
-from autotune.lowering.messages import Members, Sender, kept_ports
-from autotune.lowering.network import Network, Sent
+from autotune.lowering.messages import Members, Sender
+from autotune.lowering.network import CORES, Network, Sent
 from autotune.lowering.step_times import Timing
 from autotune.lowering.traffic import Ports
 from autotune.strategy_space.plan import Message, Plan
@@ -27,13 +27,17 @@ class Lowering:
     """Lowers many plans of one workload on one cluster. What plans share is worked out once and kept here.
 
     `taken_share`: how much of the CPU time of sending is taken from computation (`features.compute_cost.taken_share`).
+    `machine_cores`: cores of the one machine that all hosts stand on, where they are emulated or are processes of one; 0: each has its own.
     """
 
-    def __init__(self, workload: Workload, cluster: Cluster, costs: RuntimeCosts | None = None, taken_share: float = 0.0) -> None:
+    def __init__(
+        self, workload: Workload, cluster: Cluster, costs: RuntimeCosts | None = None, taken_share: float = 0.0, machine_cores: int = 0
+    ) -> None:
         self.workload, self.cluster, self.costs, self.taken_share = workload, cluster, costs or RuntimeCosts(), taken_share
+        self.machine_cores = machine_cores
         self._passes = Passes.of(workload)
         self._ports = Ports(cluster)
-        self._sender = Sender(Timing(cluster, self._ports, self.costs), self.costs)
+        self._sender = Sender(Timing(cluster, self._ports, self.costs, machine_cores), self.costs)
 
     def graph(self, plan: Plan, steps: int = 2, symmetric: bool = True) -> Dfg:
         """`steps` training steps, from the first forward pass to the last update. Raises `InvalidInput`.
@@ -71,7 +75,7 @@ class Lowering:
         issued = first + np.arange(count)
         to.edges(issued[:-1], issued[1:])
         layer = np.zeros(count, dtype=np.int64)
-        network = Network(batches, kept_ports(batches, fold=True), self._ports.name, self.costs, [0], one_by_one, layer, coarse=True)
+        network = Network(batches, True, self._ports.name, self.costs, [0], one_by_one, layer, True, self.machine_cores > 0)
         network.emit(to, issued[None, :])
         return to.build(("message",))
 
@@ -100,7 +104,6 @@ class _Drawing:
         self.plan, self.to, self.workload = plan, Emitter(), lowering.workload
         self.members = Members.of(plan, lowering.workload)
         batches = lowering._sender.batches(plan.messages, plan.ring_order)
-        ports = kept_ports(batches, fold=symmetric)
         ranks = [0] if symmetric else list(range(cluster.world_size))
         count = len(plan.messages)
         prepare_s, taken_s = np.zeros(count), np.zeros(count)
@@ -111,8 +114,20 @@ class _Drawing:
             taken_s = lowering.taken_share * lowering._sender.cpu_s(plan)
         cast = np.array([message.compressor in CASTS for message in plan.messages])
         duties = Duties.of(lowering._passes, self.members, cast, prepare_s, taken_s, lowering.costs)
-        self.network = Network(batches, ports, lowering._ports.name, lowering.costs, ranks, plan.cross_step, self.members.last, coarse)
-        self.workers = [Worker(self.to, rank, lowering._passes, duties) for rank in ranks]
+        self.network = Network(
+            batches,
+            symmetric,
+            lowering._ports.name,
+            lowering.costs,
+            ranks,
+            plan.cross_step,
+            self.members.last,
+            coarse,
+            lowering.machine_cores > 0,
+        )
+        cores = self.to.queue(CORES) if lowering.machine_cores > 0 else NONE
+        share = 1 / len(ranks) if lowering.machine_cores > 0 else 1.0
+        self.workers = [Worker(self.to, rank, lowering._passes, duties, cores, share) for rank in ranks]
 
     def steps(self, count: int) -> Dfg:
         starts = [worker.forward(NONE) for worker in self.workers]
@@ -137,7 +152,7 @@ class _Drawing:
             return self._join("begin backward", ends)
         behind = list(sent.ends)
         for worker in self.workers:
-            worker.update(NONE)
+            worker.defer()
             behind += worker.forward_waiting(self.members, sent.ends)
         return self._join("begin backward", behind)
 

@@ -157,23 +157,30 @@ def _root(step: Step, parts: tuple[tuple[int, ...], ...]) -> int:
     return parts[0][0] if parts and parts[0] else 0
 
 
-def kept_ports(batches: Sequence[Batch], fold: bool) -> NDArray[np.int64]:
+def kept_ports(batches: Sequence[Batch], fold: bool) -> Numbers:
     """The ports that decide when something ends, ascending.
 
     A port that no step loads is none. With `fold`, nor is one that every step loads no more than a certain other port: both serve
     the same ops in the same order, so by induction it is free no later and finishes none later. So of n hosts alike one is left,
     and of a ring through unlike hosts the slowest; that is exact.
     """
-    rows = [step.times.ports for batch in batches for step in batch.steps if step.times is not None]
+    return _kept([step.times.ports for batch in batches for step in batch.steps if step.times is not None], fold)
+
+
+def kept_cores(batches: Sequence[Batch], fold: bool) -> Numbers:
+    """The hosts whose cores decide, in the same way."""
+    return _kept([step.times.cores for batch in batches for step in batch.steps if step.times is not None], fold)
+
+
+def _kept(rows: list[FloatArray], fold: bool) -> Numbers:
     if not rows:
         return np.zeros(0, dtype=np.int64)
-    loads = np.unique(np.stack(rows), axis=0) if len(rows) > 1 else np.stack(rows)
+    loads = np.stack(list({row.tobytes(): row for row in rows}.values()))
     kept = np.flatnonzero(loads.any(axis=0))
     if not fold or len(kept) < 2:
         return kept
-    columns = np.ascontiguousarray(loads[:, kept].T)
-    _, first = np.unique(columns.view(np.dtype((np.void, columns.dtype.itemsize * columns.shape[1]))).ravel(), return_index=True)
-    kept = kept[np.sort(first)]
+    first = {column.tobytes(): port for port, column in zip(kept[::-1].tolist(), np.ascontiguousarray(loads[:, kept].T)[::-1], strict=True)}
+    kept = np.array(sorted(first.values()), dtype=np.int64)
     if len(kept) > _CLOSELY_COMPARED:
         return kept
     columns = loads[:, kept]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,16 +20,21 @@ from numpy.typing import NDArray
 from autotune.dfg.graph import NONE, Kind
 from autotune.lowering.costs import RuntimeCosts
 from autotune.lowering.emit import Emitter
-from autotune.lowering.messages import Batch, SendStep
+from autotune.lowering.messages import Batch, SendStep, kept_cores, kept_ports
 from autotune.lowering.traffic import Collective
 
 FloatArray = NDArray[np.float64]
 Numbers = NDArray[np.int64]
 
+CORES = "cores"
+"""The queue of the one machine's cores, where all hosts share them."""
 MOST_ROUNDS = 16
 """Rounds beyond are joined into as many equal ones. Alone a message takes the same; side by side the links are shared more coarsely."""
 STAR_PIECES = 4
 """Into so many a gather or scatter is cut, since its transfers share a link evenly with those of other messages."""
+
+
+_COPIED = ("queue", "channel", "kind", "worker", "acquires", "releases")
 
 
 @dataclass
@@ -36,6 +42,7 @@ class _Template:
     """Ops of one message; `slot` says which row of the durations each takes."""
 
     queue: list[int] = field(default_factory=list)
+    channel: list[int] = field(default_factory=list)
     kind: list[int] = field(default_factory=list)
     slot: list[int] = field(default_factory=list)
     size_slot: list[int] = field(default_factory=list)
@@ -60,10 +67,12 @@ class _Template:
         acquires: int = NONE,
         releases: int = NONE,
         size_slot: int = NONE,
+        channel: int = NONE,
     ) -> int:
         number = len(self.queue)
         self.names.append(name)
         self.queue.append(queue)
+        self.channel.append(channel)
         self.kind.append(kind)
         self.slot.append(slot)
         self.size_slot.append(size_slot)
@@ -98,17 +107,20 @@ class Network:
     def __init__(
         self,
         batches: Sequence[Batch],
-        ports: Numbers,
+        fold: bool,
         port_name: Callable[[int], str],
         costs: RuntimeCosts,
         workers: Sequence[int],
         one_by_one: bool,
         layer: Numbers,
         coarse: bool,
+        shared_cores: bool = False,
     ) -> None:
-        """`ports`: those that are written down. `coarse`: messages that have the network to themselves are one round."""
-        self._batches, self._ports, self._port_name, self._costs = batches, ports, port_name, costs
+        """`fold`: only the ports that decide are written down. `coarse`: messages that have the network to themselves are one round."""
+        self._batches, self._port_name, self._costs = batches, port_name, costs
+        self._ports, self._cores = kept_ports(batches, fold), kept_cores(batches, fold)
         self._workers, self._one_by_one, self._layer, self._coarse = workers, one_by_one, layer, coarse and one_by_one
+        self._shared_cores = shared_cores
         self._messages = sum(len(batch.numbers) for batch in batches)
 
     def emit(self, to: Emitter, issued: Numbers) -> Sent:
@@ -119,7 +131,7 @@ class Network:
             lengths[batch.numbers] = len(template.queue)
         base = to.count + np.cumsum(lengths) - lengths
         total = int(lengths.sum())
-        columns = {name: np.full(total, NONE, dtype=np.int64) for name in ("queue", "kind", "worker", "acquires", "releases", "layer")}
+        columns = {name: np.full(total, NONE, dtype=np.int64) for name in (*_COPIED, "layer")}
         duration_s, size_bytes = np.zeros(total), np.zeros(total)
         names: dict[int, list[str]] = {}
         lanes = max(len(template.prepared) for template in made)
@@ -128,7 +140,7 @@ class Network:
         for batch, template in zip(self._batches, made, strict=True):
             start, count = base[batch.numbers], len(template.queue)
             at = (start - to.count)[:, None] + np.arange(count)
-            for name in ("queue", "kind", "worker", "acquires", "releases"):
+            for name in _COPIED:
                 columns[name][at] = np.array(getattr(template, name))
             columns["layer"][at] = self._layer[batch.numbers][:, None]
             duration_s[at] = np.stack(template.durations)[template.slot].T
@@ -152,6 +164,9 @@ class Network:
 
         to.add(total, named, duration_s=duration_s, size_bytes=size_bytes, **columns)
         return Sent(base, ends)
+
+    def _cores_name(self, host: int) -> str:
+        return CORES if self._shared_cores else f"{self._port_name(host).removesuffix(' out')} cores"
 
     def _chain(self, to: Emitter, prepared: Numbers, ends: Numbers) -> None:
         """Each lane's thread takes the messages in plan order; one by one, a message follows the end of the one before."""
@@ -180,12 +195,13 @@ class Network:
         threads = []
         if lane > 0 or self._one_by_one:
             handed_s = self._costs["lane_s"] if lane == 0 or not self._one_by_one else 0.0
-            slot = made.duration(handed_s + own.prepare_s)
+            slot = made.duration((handed_s + own.prepare_s) / (len(self._workers) if self._shared_cores else 1))
+            cores = to.queue(CORES) if self._shared_cores else NONE
             thread = "channel" if self._one_by_one else f"lane {lane}"
             kind = Kind.UNPACK if own.times is None else Kind.PACK
             for worker in self._workers:
                 queue = to.queue(f"r{worker} {thread}")
-                threads.append(made.add(f"{thread} of r{worker}", queue, kind, slot, behind, worker=worker))
+                threads.append(made.add(f"{thread} of r{worker}", queue, kind, slot, behind, worker=worker, channel=cores))
             behind = threads
         made.prepared.append(threads)
         if own.prepare_root_s.any():
@@ -202,17 +218,39 @@ class Network:
         rounds = STAR_PIECES if times.rounds == 1 and collective is not Collective.ALL_TO_ALL else min(times.rounds, MOST_ROUNDS)
         rounds = 1 if self._coarse else rounds
         lock = NONE if self._one_by_one else to.lock((lane, own.circle_key), int(self._costs["threads"]))
-        waits = made.duration((times.alone_s - times.link_s) / rounds)
-        sends = {port: made.duration(times.link_s * times.ports[port] / rounds) for port in loaded}
+        busy = [int(host) for host in self._cores if times.cores[host] > 0]
+        most_s = np.maximum(times.link_s, times.cpu_s * times.cores.max(initial=0.0))
+        waits = made.duration((times.alone_s - most_s) / rounds)
+        sends = {self._port_name(port): (Kind.SEND, made.duration(times.link_s * times.ports[port] / rounds)) for port in loaded}
+        sends |= {self._cores_name(host): (Kind.COPY, made.duration(times.cpu_s * times.cores[host] / rounds)) for host in busy}
         size = made.size(own.size_bytes / rounds)
-        at = made.add(f"{collective} in", NONE, Kind.VIRTUAL, empty, behind, acquires=lock)
-        for number in range(rounds):
-            ends = [
-                made.add(
-                    f"{collective} {number} {self._port_name(port)}", to.queue(self._port_name(port)), Kind.SEND, slot, [at], size_slot=size
-                )
-                for port, slot in sends.items()
-            ]
-            releases = lock if number == rounds - 1 else NONE
-            at = made.add(f"{collective} {number} wait", NONE, Kind.VIRTUAL, waits, ends or [at], releases=releases)
-        return at
+        entry = made.add(f"{collective} in", NONE, Kind.VIRTUAL, empty, behind, acquires=lock)
+        names = tuple(sends)
+        made.queue += [*map(to.queue, names), NONE] * rounds
+        made.channel += [NONE] * (len(names) + 1) * rounds
+        made.kind += [*(kind for kind, _ in sends.values()), Kind.VIRTUAL] * rounds
+        made.slot += [*(slot for _, slot in sends.values()), waits] * rounds
+        made.size_slot += [*(size if kind is Kind.SEND else NONE for kind, _ in sends.values()), NONE] * rounds
+        made.worker += [NONE] * (len(names) + 1) * rounds
+        made.acquires += [NONE] * (len(names) + 1) * rounds
+        made.releases += [NONE] * ((len(names) + 1) * rounds - 1) + [lock]
+        made.names += _round_names(collective, names, rounds)
+        made.edges += [(entry + parent, entry + child) for parent, child in _round_edges(len(names), rounds)]
+        return len(made.queue) - 1
+
+
+@lru_cache(maxsize=1024)
+def _round_names(collective: Collective, ports: tuple[str, ...], rounds: int) -> tuple[str, ...]:
+    return tuple(f"{collective} {number} {name}" for number in range(rounds) for name in (*ports, "wait"))
+
+
+@lru_cache(maxsize=256)
+def _round_edges(ports: int, rounds: int) -> tuple[tuple[int, int], ...]:
+    """Of the ops behind op 0: in each round the ports' behind the wait of the round before, and the wait behind them."""
+    edges = []
+    for number in range(rounds):
+        before, first = number * (ports + 1), number * (ports + 1) + 1
+        edges += [(before, first + port) for port in range(ports)] + [(first + port, first + ports) for port in range(ports)]
+        if ports == 0:
+            edges.append((before, first))
+    return tuple(edges)

@@ -42,19 +42,24 @@ _JOINT = {half: name for name, halves in _HALVES.items() for half in halves}
 
 @dataclass(frozen=True, eq=False)
 class StepTimes:
-    """`alone_s` (K,): the whole step. `link_s` (K,): the part in which the slowest port is occupied. `ports` (P,): each by that one."""
+    """`alone_s` (K,): the whole step. `link_s` (K,): the part in which the slowest port is occupied. `ports` (P,): each by that one.
+
+    `cpu_s` (K,): CPU time of one rank, and `cores` (C,) by what to multiply it for the time that a host's cores are busy.
+    """
 
     alone_s: FloatArray
     link_s: FloatArray
     ports: FloatArray
     rounds: int
+    cpu_s: FloatArray
+    cores: FloatArray
 
 
 class Timing:
     """Times of steps on one cluster."""
 
-    def __init__(self, cluster: Cluster, ports: Ports, costs: RuntimeCosts) -> None:
-        self.cluster, self.ports, self.costs = cluster, ports, costs
+    def __init__(self, cluster: Cluster, ports: Ports, costs: RuntimeCosts, machine_cores: int = 0) -> None:
+        self.cluster, self.ports, self.costs, self.machine_cores = cluster, ports, costs, machine_cores
         self._known: dict[tuple[Collective, tuple[int, ...], int], Traffic] = {}
         self._firsts = tuple(int(np.searchsorted(ports.host_of_rank, host)) for host in range(len(cluster.hosts)))
         self._world = tuple(range(cluster.world_size))
@@ -70,7 +75,8 @@ class Timing:
         assert step.collective is not None
         parts = [members for members in circles if len(members) > 1]
         if not parts:
-            return StepTimes(np.zeros(len(size_bytes)), np.zeros(len(size_bytes)), np.zeros(self.ports.count), 1)
+            none = np.zeros(len(size_bytes))
+            return StepTimes(none, none, np.zeros(self.ports.count), 1, none, self._cores(parts))
         traffics = [self.traffic(step.collective, members, _root(step.root, members)) for members in parts]
         s_per_byte = np.maximum.reduce([traffic.s_per_byte for traffic in traffics])
         slowest = float(s_per_byte.max())
@@ -78,31 +84,43 @@ class Timing:
         size = max(len(members) for members in parts)
         found = self._fitted(step, size_bytes, size)
         if found is None:
-            link_s = slowest * size_bytes / self.costs["payload"]
+            link_s, cpu_s = slowest * size_bytes / self.costs["payload"], np.zeros(len(size_bytes))
             alone_s = link_s + 2 * rounds * self._latency_s(step.circle) + KERNEL_LATENCY_S
         else:
-            fitted_s, slope, alpha_s = found
+            fitted_s, slope, cpu_s = found
             probed = self._probed_s_per_byte(step.collective, step.circle, size)
             g = min(slope / probed, 1 / self.costs["payload"]) if probed > 0 else 0.0
             alone_s = np.maximum(fitted_s + g * (slowest - probed) * size_bytes, 0.0)
-            link_s = np.minimum(g * slowest * size_bytes, np.maximum(alone_s - alpha_s, 0.0))
-        return StepTimes(alone_s, link_s, s_per_byte / slowest if slowest > 0 else s_per_byte, rounds)
+            link_s = np.minimum(g * slowest * size_bytes, alone_s)
+        cores = self._cores(parts)
+        busiest = float(cores.max(initial=0.0))
+        cpu_s = np.minimum(cpu_s, alone_s / busiest) if busiest > 0 else np.zeros(len(size_bytes))
+        return StepTimes(alone_s, link_s, s_per_byte / slowest if slowest > 0 else s_per_byte, rounds, cpu_s, cores)
 
-    def _fitted(self, step: Step, size_bytes: FloatArray, size: int) -> tuple[FloatArray, float, float] | None:
-        """(seconds, last slope, cost of no byte) of the step by the fits, or None where nothing of its kind was probed."""
+    def _cores(self, parts: Sequence[tuple[int, ...]]) -> FloatArray:
+        """Ranks that take part by cores, of every host; of the one machine that they all stand on, (1,), if there is such."""
+        ranks = [rank for part in parts for rank in part]
+        if self.machine_cores > 0:
+            return np.array([len(ranks) / self.machine_cores])
+        cores = np.array([host.cores for host in self.cluster.hosts], dtype=np.float64)
+        taking = np.bincount(self.ports.host_of_rank[ranks], minlength=len(cores)) if ranks else np.zeros(len(cores))
+        return np.divide(taking, cores, out=np.zeros(len(cores)), where=cores > 0)
+
+    def _fitted(self, step: Step, size_bytes: FloatArray, size: int) -> tuple[FloatArray, float, FloatArray] | None:
+        """(seconds, last slope, CPU seconds of a rank) of the step by the fits, or None where nothing of its kind was probed."""
         assert step.collective is not None
         own = None if step.fit else self._fit(step.collective.value, size, step.circle)
         if own is not None:
-            return own.seconds_each(size_bytes), own.beta_s_per_byte, own.alpha_s
+            return _of_fit(own, size_bytes)
         name = step.fit or _JOINT.get(step.collective, "")
         joint = self._fit(name, size, step.circle) if name else None
         if joint is not None:
             share = self._share(name, step.collective, size, step.circle, size_bytes)
             large = float(self._share(name, step.collective, size, step.circle, np.array([1e9]))[0])
-            small = float(self._share(name, step.collective, size, step.circle, np.array([0.0]))[0])
-            return share * joint.seconds_each(size_bytes), large * joint.beta_s_per_byte, small * joint.alpha_s
+            seconds, slope, cpu_s = _of_fit(joint, size_bytes)
+            return share * seconds, large * slope, share * cpu_s
         own = self._fit(step.collective.value, size, step.circle)
-        return (own.seconds_each(size_bytes), own.beta_s_per_byte, own.alpha_s) if own is not None else None
+        return _of_fit(own, size_bytes) if own is not None else None
 
     def _share(self, name: str, half: Collective, size: int, circle: Circle, size_bytes: FloatArray) -> FloatArray:
         """Of a primitive of two halves that were fitted together: this one's, by its own fit, else by what both move."""
@@ -133,6 +151,10 @@ class Timing:
         if circle is Circle.HOSTS or len(hosts) == 1:
             return max((host.inner_latency_s for host in hosts if host.devices > 1), default=0.0)
         return max(*(host.latency_s for host in hosts), *(link.latency_s for link in self.cluster.pair_links), 0.0)
+
+
+def _of_fit(fit: CollectiveFit, size_bytes: FloatArray) -> tuple[FloatArray, float, FloatArray]:
+    return fit.seconds_each(size_bytes), fit.beta_s_per_byte, fit.cpu_alpha_s + fit.cpu_beta_s_per_byte * size_bytes
 
 
 def _root(root: int | None, members: tuple[int, ...]) -> int:

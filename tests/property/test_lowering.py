@@ -24,11 +24,12 @@ from autotune.workload import Variable, Workload
 
 FREE = replace(RuntimeCosts(), **{f.name: Constant(0.0, "none") for f in fields(RuntimeCosts) if f.name not in ("threads", "payload")})
 """A runtime that costs nothing beside the network."""
+CROWDED = replace(RuntimeCosts(), hand_out_s_per_byte=Constant(1e-9, "test"), update_s_per_byte=Constant(2e-10, "test"))
 PROBED = ("all_reduce", "push_pull", "reduce_scatter_all_gather", "reduce_scatter", "all_gather", "broadcast", "reduce")
 
 
 def hosts(*devices_and_mbit: tuple[int, float]) -> tuple[Host, ...]:
-    return tuple(Host(f"h{i}", d, mbit * 125e3, 5e-5, 5e9, 5e-6) for i, (d, mbit) in enumerate(devices_and_mbit))
+    return tuple(Host(f"h{i}", d, mbit * 125e3, 5e-5, 5e9, 5e-6, cores=1 + i) for i, (d, mbit) in enumerate(devices_and_mbit))
 
 
 def fitted(cluster: Cluster) -> Cluster:
@@ -37,7 +38,21 @@ def fitted(cluster: Cluster) -> Cluster:
     for number, name in enumerate(PROBED):
         for where, size in ((Where.WORLD, cluster.world_size), (Where.HOST, 2), (Where.ACROSS, len(cluster.hosts))):
             bends = (Bend(65536.0, (4 + number) * 1e-9), Bend(1e6, 2e-8)) if number % 2 else ()
-            fits.append(CollectiveFit(name, size, (1 + number) * 1e-3, 1.3e-8 + number * 1e-9, 0.0, 4096, 2**24, where=where, bends=bends))
+            fits.append(
+                CollectiveFit(
+                    name,
+                    size,
+                    (1 + number) * 1e-3,
+                    1.3e-8 + number * 1e-9,
+                    0.0,
+                    4096,
+                    2**24,
+                    where=where,
+                    cpu_alpha_s=3e-4,
+                    cpu_beta_s_per_byte=2e-9,
+                    bends=bends,
+                )
+            )
     return cluster.with_fits(tuple(fits))
 
 
@@ -80,7 +95,7 @@ def test_what_the_sampler_draws_replays_and_the_folded_graph_takes_as_long_as_th
     case: tuple[Workload, Cluster, Plan], taken_share: float
 ) -> None:
     workload, cluster, wanted = case
-    lowering = Lowering(workload, cluster, taken_share=taken_share)
+    lowering = Lowering(workload, cluster, CROWDED, taken_share)
     folded_s = lowering.step_s(wanted)
     assert folded_s >= workload.compute_s - 1e-12
     assert np.isclose(folded_s, replay(lowering.period(wanted, symmetric=False)).makespan_s, rtol=1e-9)
@@ -198,3 +213,15 @@ def transfers(kind: Collective, members: list[int], root: int) -> list[tuple[int
         Collective.GATHER: [(a, root, 1.0) for a in others],
         Collective.SCATTER: [(root, a, 1.0) for a in others],
     }[kind]
+
+
+@settings(max_examples=40, deadline=None)
+@given(cases(), st.integers(1, 8))
+def test_on_the_cores_of_one_machine_a_step_takes_no_less_and_no_longer_the_more_there_are(
+    case: tuple[Workload, Cluster, Plan], cores: int
+) -> None:
+    """Messages one at a time: of those side by side a faster one may go ahead of what is waited for."""
+    workload, cluster, wanted = case
+    alone = replace(wanted, cross_step=True)
+    few, more = (Lowering(workload, cluster, CROWDED, machine_cores=count).step_s(alone) for count in (cores, 2 * cores))
+    assert few >= more - 1e-12

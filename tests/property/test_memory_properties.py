@@ -68,38 +68,47 @@ def workload_of(profile: MemoryProfile) -> Workload:
     return Workload("L", tuple(Variable(f"v{n}", (1,)) for n in reversed(range(layers))))
 
 
+class HeldTensors:
+    """The tensors of a step that are there, and the most that they ever took."""
+
+    def __init__(self, profile: MemoryProfile) -> None:
+        self.lifetimes = profile.lifetimes
+        self.fixed = sum(one.bytes for one in profile.lifetimes if one.born is None)
+        self.held: dict[int, int] = {}
+        self.peak = 0
+
+    def enter(self, at: int, again: Run | None = None) -> None:
+        for number, one in enumerate(self.lifetimes):
+            if one.born == at and (again is None or again.drops(one) or one.kind is Held.TEMPORARY):
+                self.held[number] = one.bytes
+        self.peak = max(self.peak, self.fixed + sum(self.held.values()))
+
+    def leave(self, at: int) -> None:
+        self.held = {number: size for number, size in self.held.items() if self.lifetimes[number].dies != at}
+
+    def compute_again(self, run: Run) -> None:
+        for at in range(run.first, run.last + 1):
+            self.enter(at, run)
+            self.leave(at)
+
+    def drop(self, run: Run) -> None:
+        self.held = {number: size for number, size in self.held.items() if not run.drops(self.lifetimes[number])}
+
+
 def replayed(profile: MemoryProfile, runs: list[Run]) -> int:
     """The peak of a step with `runs` computed twice, by keeping a set of tensors while it goes through the step."""
     layers = len(profile.regions)
-    fixed = sum(one.bytes for one in profile.lifetimes if one.born is None)
-    peak = 0
-    held: dict[int, int] = {}
-
-    def enter(at: int, again: Run | None) -> None:
-        nonlocal peak
-        for number, one in enumerate(profile.lifetimes):
-            if one.born == at and (again is None or again.drops(one) or one.kind is Held.TEMPORARY):
-                held[number] = one.bytes
-        peak = max(peak, fixed + sum(held.values()))
-
-    def leave(at: int) -> None:
-        for number in [n for n in held if profile.lifetimes[n].dies == at]:
-            del held[number]
-
+    tensors = HeldTensors(profile)
     for at in range(2 * layers + 1):
-        back = 2 * layers - 1 - at
         for run in runs:
-            if at >= layers and back == run.last:
-                for again in range(run.first, run.last + 1):
-                    enter(again, run)
-                    leave(again)
-        enter(at, None)
-        leave(at)
+            if at >= layers and 2 * layers - 1 - at == run.last:
+                tensors.compute_again(run)
+        tensors.enter(at)
+        tensors.leave(at)
         for run in runs:
             if at == run.last:
-                for number in [n for n in held if run.drops(profile.lifetimes[n])]:
-                    del held[number]
-    return peak
+                tensors.drop(run)
+    return tensors.peak
 
 
 def choices(profile: MemoryProfile) -> list[list[Run]]:

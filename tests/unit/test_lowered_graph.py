@@ -1,0 +1,152 @@
+"""What a lowered graph holds, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from autotune.cluster import Cluster, Host
+from autotune.dfg.graph import NONE, Kind
+from autotune.dfg.replay import replay
+from autotune.errors import InvalidInput
+from autotune.lowering.costs import Constant, RuntimeCosts
+from autotune.lowering.lower import Lowering, lower, replayed_step_s
+from autotune.strategy_space.builders.collectives import per_variable, single_bucket
+from autotune.strategy_space.builders.servers import parameter_server
+from autotune.strategy_space.plan import Plan, Primitive, plan
+from autotune.workload import Variable, Workload
+
+
+def workload(threads: int = 0) -> Workload:
+    variables = tuple(Variable(f"v{i}", (1000, 100), ready_s=0.01 * (i + 1), needed_s=0.01 * (4 - i)) for i in range(5))
+    return Workload("m", variables, (), 0.05, 0.06, 0.002, threads=threads)
+
+
+def even(count: int) -> Cluster:
+    return Cluster("even", tuple(Host(f"h{i}", 1, 125e6, 5e-5, 1e10, 5e-6) for i in range(count)))
+
+
+def ring(count: int) -> Plan:
+    return plan(per_variable(workload()), workload(), count)
+
+
+def test_a_thousand_workers_alike_are_as_many_ops_as_sixteen() -> None:
+    few, many = (Lowering(workload(), even(count)).period(ring(count)) for count in (16, 1024))
+    assert few.ops == many.ops
+
+
+def test_a_server_for_a_thousand_workers_is_as_many_ops_as_for_four() -> None:
+    counts = []
+    for count in (4, 1024):
+        cluster = even(count)
+        owned = plan(parameter_server(workload(), cluster), workload(), count)
+        one = replace(owned, messages=tuple(replace(message, owner=0) for message in owned.messages))
+        counts.append(Lowering(workload(), cluster).period(one).ops)
+    assert counts[0] == counts[1]
+
+
+def test_a_ring_moves_its_share_in_every_round_and_holds_its_thread_from_in_to_out() -> None:
+    graph = lower(workload(), even(4), plan(single_bucket(workload()), workload(), 4), steps=1, symmetric=False)
+    sends = graph.kind == Kind.SEND
+    assert sends.sum() == 6 * 8  # rounds of four hosts, out and in
+    assert np.allclose(graph.size_bytes[sends], 4 * 500_000 / 6)
+    taken, given = np.flatnonzero(graph.acquires >= 0), np.flatnonzero(graph.releases >= 0)
+    assert len(taken) == len(given) == 1
+    assert graph.names.ops[int(taken[0])] == "message 0 all_reduce in"
+    assert graph.lock_capacity[graph.acquires[taken[0]]] == 2
+
+
+def test_every_worker_is_written_down_where_symmetry_is_not_used() -> None:
+    graph = lower(workload(), even(4), ring(4), symmetric=False)
+    assert set(graph.worker[graph.kind == Kind.BACKWARD].tolist()) == {0, 1, 2, 3}
+    folded = lower(workload(), even(4), ring(4))
+    assert set(folded.worker[folded.kind == Kind.BACKWARD].tolist()) == {0}
+
+
+def test_ops_of_a_message_carry_the_number_of_its_last_variable() -> None:
+    graph = Lowering(workload(), even(4)).period(ring(4))
+    layers = {graph.names.layers[graph.layer[op]] for op in np.flatnonzero(graph.kind == Kind.SEND)}
+    assert layers == {f"v{i}" for i in range(5)}
+
+
+def test_sending_takes_its_share_from_a_cpu_that_computes() -> None:
+    computing = workload(threads=2)
+    free, taken = (Lowering(computing, probed(), taken_share=share).step_s(ring(4)) for share in (0.0, 1.0))
+    assert taken > free
+
+
+def probed() -> Cluster:
+    from autotune.cluster import CollectiveFit
+
+    return even(4).with_fits((CollectiveFit("all_reduce", 4, 1e-3, 1.2e-8, 0.0, 4096, 2**24, cpu_alpha_s=5e-3),))
+
+
+def test_where_the_cpu_computes_packing_delays_the_backward_pass_and_beside_an_accelerator_it_does_not() -> None:
+    slow = replace(RuntimeCosts(), fill_s=Constant(4e-3, "test"))
+    none = replace(RuntimeCosts(), fill_s=Constant(0.0, "test"))
+    single = plan(single_bucket(workload()), workload(), 4)
+    cpu = [Lowering(workload(threads=1), even(4), costs).step_s(single) for costs in (none, slow)]
+    accelerator = [Lowering(workload(), even(4), costs).step_s(single) for costs in (none, slow)]
+    assert cpu[1] - cpu[0] == pytest.approx(5 * 4e-3)
+    assert accelerator[1] - accelerator[0] == pytest.approx(4e-3)
+
+
+def test_parts_of_a_message_overlap_their_handshakes_but_not_their_bytes() -> None:
+    lowering = Lowering(workload(), probed(), machine_cores=0)
+    message = plan(single_bucket(workload()), workload(), 4).messages[0]
+    whole_s, halves_s, many_s = (lowering.sync_s(message, parts) for parts in (1, 2, 16))
+    assert whole_s == pytest.approx(replay(lowering.message_graph([message])).makespan_s)
+    bytes_s = 1.2e-8 * 2_000_000
+    assert bytes_s < halves_s < whole_s + 1e-3
+    assert many_s > halves_s
+
+
+def test_a_period_begins_with_the_backward_pass_and_a_graph_with_the_forward_pass() -> None:
+    lowering = Lowering(workload(), even(4))
+    assert lowering.period(ring(4)).kind[0] == Kind.BACKWARD
+    graph = lowering.graph(ring(4))
+    assert graph.kind[0] == Kind.FORWARD
+    assert graph.kind[graph.queue != NONE][-1] == Kind.UPDATE
+
+
+def test_the_names_of_ops_say_what_they_are() -> None:
+    graph = lower(workload(), even(4), ring(4), steps=1)
+    names = list(graph.names.ops)
+    assert len(names) == graph.ops == len(set(enumerate(names)))
+    for name in ("r0 backward v0", "r0 pack v4", "r0 issue v2", "message 0 all_reduce in", "message 4 all_reduce 5 wait", "r0 update"):
+        assert name in names
+    assert graph.names.ops[-1] == names[-1]
+    with pytest.raises(IndexError):
+        graph.names.ops[graph.ops]
+
+
+def test_a_plan_of_another_model_or_another_number_of_ranks_is_refused() -> None:
+    with pytest.raises(InvalidInput, match="lowered with its own model"):
+        replayed_step_s(replace(ring(4), workload_id="model-other"), workload(), even(4))
+    with pytest.raises(InvalidInput, match="it is for 4 ranks"):
+        replayed_step_s(ring(4), workload(), even(5))
+    with pytest.raises(InvalidInput, match="at least 1 step"):
+        lower(workload(), even(4), ring(4), steps=0)
+    with pytest.raises(InvalidInput, match="at least 1 part"):
+        Lowering(workload(), even(4)).sync_s(ring(4).messages[0], 0)
+
+
+def test_every_constant_says_where_it_is_from() -> None:
+    assert all(RuntimeCosts().sources.values())
+    with pytest.raises(InvalidInput, match="needs a source"):
+        Constant(1.0, "")
+    with pytest.raises(InvalidInput, match="finite and at least 0"):
+        Constant(-1.0, "test")
+    with pytest.raises(InvalidInput, match="payload must lie"):
+        replace(RuntimeCosts(), payload=Constant(1.5, "test"))
+
+
+def test_a_reduce_and_its_broadcast_follow_each_other_on_lanes_of_their_own() -> None:
+    owned = ring(4)
+    rooted = replace(owned, messages=tuple(replace(m, primitive=Primitive.REDUCE_BROADCAST, owner=1) for m in owned.messages))
+    graph = Lowering(workload(), even(4)).period(rooted)
+    locks = {name.split()[2] for name in graph.names.ops if name.endswith(" in")}
+    assert locks == {"reduce", "broadcast"}
+    assert graph.locks == 2
