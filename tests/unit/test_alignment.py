@@ -88,6 +88,15 @@ def test_an_order_that_no_offset_explains_is_met_with_slack_and_told() -> None:
     assert np.all(found.low_s <= found.offset_s) and np.all(found.offset_s <= found.high_s)
 
 
+def test_the_order_of_events_limits_what_the_ends_alone_would_say() -> None:
+    starts = np.arange(6.0)[:, None] + np.zeros((6, 2))
+    ends = starts + np.array([0.1, 0.11])  # the second rank's link is slower: its ends are 10 ms late on clocks that agree
+    starts[5, 0] = ends[5, 1] - 2e-3  # it ended this one 2 ms after the first had begun, so its clock is at most 2 ms late
+    ends[5, 0] = ends[5, 1]
+    found = align_observations(observations(starts, ends), samples=0)
+    assert found.offset_s[1] == pytest.approx(-2e-3, abs=1e-6) and found.worst_slack_s < 1e-6
+
+
 def test_what_cannot_be_aligned_is_said(tmp_path: Path) -> None:
     alone = Job(ranks=1).read(tmp_path)
     assert align(alone).offset_s.tolist() == [0.0]

@@ -41,6 +41,12 @@ def test_old_and_new_formats_give_the_same_arrays() -> None:
     assert first.steps == second.steps and [step.number for step in first.steps] == [0, 1, 2]
 
 
+def test_a_stream_is_the_same_whether_its_number_stands_in_the_arguments_or_in_the_thread() -> None:
+    kinds = ({"tid": "stream 7"}, {"tid": 7}, {"tid": "stream 9", "args": {"stream": 7}})
+    trace = read({"traceEvents": [span(cat="kernel", pid=0, **kind) for kind in kinds]})
+    assert [(lane.thread, lane.device) for lane in trace.lanes] == [("7", True)]
+
+
 def test_times_count_from_the_first_event_and_the_base_is_kept() -> None:
     trace = read({"baseTimeNanoseconds": 17 * 10**17, "traceEvents": [span(ts=2_000_000.25), span(ts=1_000_000.5, dur="3.5")]})
     assert trace.origin_ns == 17 * 10**17 + 1_000_000_500
@@ -64,7 +70,7 @@ def test_too_many_of_them_refuse_the_file_with_the_first() -> None:
 
 
 @pytest.mark.parametrize(
-    "args", [None, 3, {"correlation": "x", "stream": [1]}, {"External id": 1e300}, {"Input Dims": {"a": 1}, "Rank": "a"}]
+    "args", [None, 3, {"correlation": [2], "stream": [1], "bytes": {}}, {"External id": 1e300}, {"Input Dims": {"a": 1}, "Rank": "a"}]
 )
 def test_arguments_of_wrong_types_are_harmless(args: Any) -> None:
     trace = read(
