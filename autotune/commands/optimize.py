@@ -102,7 +102,7 @@ def _data(source: _Source, cluster: Cluster, found: Optimized, summary: Iteratio
         "predicted_with_op_fusion_s": found.predicted_step_s,
         "bound_s": found.bound_s,
         "starts_s": found.starts_s,
-        "op_fusion": to_data(found.op_fusion),
+        "op_fusion": {"forward": sorted(found.op_fusion.forward), "backward": sorted(found.op_fusion.backward)},
         "assumed": list(found.assumed),
         "log": to_data(found.log),
         "rounds": found.rounds,

@@ -1,0 +1,183 @@
+"""Which candidates are promising: by the replay, or by a simulator that beats it on what this job has measured."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autotune.features.extract import Extractor, StrategyFeatures
+from autotune.history import History
+from autotune.job import JobSpec, Search
+from autotune.rng import generator
+from autotune.simulators.evaluation import REPLAY, UNLEARNED, RankingQuality, choose_ranker, evaluate, k_fold
+from autotune.simulators.interface import Example, Simulator
+from autotune.strategy_space.plan import Plan, plan
+from autotune.strategy_space.strategy import Strategy
+
+SMALLEST_TRAINING = 8
+"""Measured strategies below which nothing is trained: fewer leave no validation part worth the name."""
+FOLDS = 4
+REPLAYED = 100
+"""Strategies of a round that are replayed, the ones that rank best without: a replay costs as much as a hundred analytic estimates."""
+TRAINING_SHARE = 0.2
+"""Of the tuning time so far, what cross-validation and training may have taken in all."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """`replayed_s`: what the optimizer's replay predicts of its own."""
+
+    strategy: Strategy
+    origin: str
+    plan: Plan
+    replayed_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Scores:
+    """`predicted_s` (n,) seconds; None where nothing is predicted. `ranked` (n,): indices of the candidates, the most promising first.
+
+    `hidden` (n, H) unit norm, if a simulator ranked.
+    """
+
+    ranker: str
+    reason: str
+    predicted_s: NDArray[np.float64] | None
+    ranked: NDArray[np.int64]
+    hidden: NDArray[np.float64] | None
+    quality: tuple[RankingQuality, ...]
+
+    def of(self, numbers: Sequence[int]) -> Scores:
+        """Those of these candidates."""
+        chosen = np.array(numbers, dtype=np.int64)
+        place = np.full(len(self.ranked), -1)
+        place[chosen] = np.arange(len(chosen))
+        ranked = place[self.ranked]
+        predicted_s = self.predicted_s[chosen] if self.predicted_s is not None else None
+        hidden = self.hidden[chosen] if self.hidden is not None else None
+        return replace(self, predicted_s=predicted_s, ranked=ranked[ranked >= 0], hidden=hidden)
+
+
+class Scorer:
+    """Scores the candidates of one job. `simulators` builds each learned simulator anew."""
+
+    def __init__(self, spec: JobSpec, simulators: dict[str, Callable[[], Simulator]]) -> None:
+        self._spec = spec
+        self._make = {name: make for name, make in simulators.items() if name in spec.simulators}
+        self._training_s: dict[str, float] = {}
+        self._last_training_s: dict[str, float] = {}
+        self._trained: dict[str, Simulator] = {}
+        self._kept: Extractor | None = None
+
+    def score(self, history: History, pool: Sequence[Candidate]) -> Scores:
+        """Of every candidate; learns from what was measured so far."""
+        if self._spec.search is Search.NO_SIMULATOR:
+            reason = "AutoSync without a simulator: only the constraints and diversity choose"
+            return Scores("none", reason, None, np.arange(len(pool)), None, ())
+        assert history.profiled is not None
+        extractor = self._extractor(history)
+        features = [extractor.features(candidate.strategy, candidate.plan) for candidate in pool]
+        examples = self.examples(history)
+        if len(examples) < SMALLEST_TRAINING:
+            reason = f"{len(examples)} measured strategies are too few to train on, so the replay ranks"
+            return self._ranked(REPLAY, reason, pool, features, extractor, 1.0, ())
+        quality = self._train(examples, history)
+        choice = choose_ranker(quality)
+        return self._ranked(choice.ranker, choice.reason, pool, features, extractor, self._scale(examples), quality)
+
+    def _ranked(
+        self,
+        ranker: str,
+        reason: str,
+        pool: Sequence[Candidate],
+        features: list[StrategyFeatures],
+        extractor: Extractor,
+        scale: float,
+        quality: tuple[RankingQuality, ...],
+    ) -> Scores:
+        """All candidates without a replay first, then the best of them with one; the others stay behind these.
+
+        `scale`: what the unlearned rankers' times are multiplied by.
+        """
+        simulator = None if ranker in UNLEARNED else self._trained[ranker]
+        if simulator is None:
+            predicted_s = np.array([feature.analytic_step_s for feature in features])
+        else:
+            predicted_s = simulator.predict_step_s(features)
+        first = np.argsort(predicted_s, kind="stable")
+        shortlist, rest = first[:REPLAYED], first[REPLAYED:]
+        for index in shortlist.tolist():
+            features[index] = extractor.replayed(features[index], pool[index].plan)
+        replayed_s = np.array([features[index].replayed_step_s for index in shortlist])
+        if simulator is None:
+            predicted_s *= scale * float(np.median(replayed_s / predicted_s[shortlist]))
+            predicted_s[shortlist] = scale * replayed_s
+        else:
+            predicted_s[shortlist] = simulator.predict_step_s([features[index] for index in shortlist])
+        shortlist = shortlist[np.argsort(predicted_s[shortlist], kind="stable")]
+        hidden = None if simulator is None else simulator.embed(features)
+        return Scores(ranker, reason, predicted_s, np.concatenate([shortlist, rest]), hidden, quality)
+
+    def finish(self, history: History) -> dict[str, Simulator]:
+        """Every simulator, fitted once more on all that was measured: what is kept for later jobs. May be none."""
+        if self._spec.search is not Search.AUTOSYNC or history.profiled is None:
+            return {}
+        examples = self.examples(history)
+        if len(examples) < SMALLEST_TRAINING:
+            return {}
+        trained = {name: make() for name, make in self._make.items()}
+        for simulator in trained.values():
+            simulator.fit(examples, self._spec.seed)
+        return trained
+
+    def _train(self, examples: Sequence[Example], history: History) -> tuple[RankingQuality, ...]:
+        """Cross-validate and fit every simulator that the time allows; the quality of those, and of the analytic rankers.
+
+        Training holds up the trials, so it may take `TRAINING_SHARE` of the job's time: a simulator whose last training
+        was too long for what is left of that sits the round out.
+        """
+        splits = k_fold(examples, FOLDS, self._spec.seed)
+        quality = evaluate(examples, {}, splits, self._spec.seed, history.noise)
+        known = {figures.ranker for figures in quality}
+        for name, make in self._make.items():
+            left_s = TRAINING_SHARE * history.elapsed_s - sum(self._training_s.values())
+            if self._last_training_s.get(name, 0.0) > left_s:
+                continue
+            began_s = time.monotonic()
+            found = evaluate(examples, {name: make}, splits, self._spec.seed, history.noise)
+            quality += [figures for figures in found if figures.ranker not in known]
+            self._trained[name] = make()
+            self._trained[name].fit(examples, self._spec.seed)
+            self._last_training_s[name] = time.monotonic() - began_s
+            self._training_s[name] = self._training_s.get(name, 0.0) + self._last_training_s[name]
+        return tuple(quality)
+
+    @staticmethod
+    def _scale(examples: Sequence[Example]) -> float:
+        """What the replayed time must be multiplied by to meet the measured ones in the median."""
+        ratios = [example.step_s / (example.features.replayed_step_s or example.features.analytic_step_s) for example in examples]
+        return float(np.median(ratios))
+
+    def _extractor(self, history: History) -> Extractor:
+        """One for the whole job, so that nothing is replayed twice."""
+        profiled = history.profiled
+        assert profiled is not None
+        if self._kept is None or (self._kept.workload, self._kept.cluster) != (profiled.workload, profiled.cluster):
+            self._kept = Extractor(profiled.workload, profiled.cluster)
+        return self._kept
+
+    def examples(self, history: History) -> list[Example]:
+        """Everything that was measured in this job, with its features, in an order that says nothing about the time."""
+        assert history.profiled is not None
+        domain = f"{history.profiled.workload.id}/{history.profiled.cluster.id}"
+        extractor = self._extractor(history)
+        found = []
+        for strategy_id, step_s in history.measured_s.items():
+            strategy = history.proposals[strategy_id].strategy
+            enacted = plan(strategy, history.profiled.workload, self._spec.workers)
+            found.append(Example(extractor.replayed(extractor.features(strategy, enacted), enacted), step_s, domain))
+        return [found[index] for index in generator(self._spec.seed, "examples").permutation(len(found))]
