@@ -2,8 +2,9 @@
 
 Collects fresh trials (`benchmarks.accuracy_trials`: emulated hosts with real transfers, emulated accelerators; three models, three
 clusters) and predicts each strategy from what the profile, the probe and `benchmarks.runtime_costs` told before the first trial.
-Nothing is fitted on the strategies under test. Beside it the analytic estimate (`overlap_step_s`) and, for the ranking, the learned simulators, trained on half of
-a domain's trials and tested on the other half. The table of all strategies is written to `accuracy.csv`; the last line is one JSON object.
+Nothing is fitted on the strategies under test. Beside it the analytic estimate (`overlap_step_s`) and, for the ranking, the learned
+simulators, trained on half of a domain's trials and tested on the other half. The table of all strategies is written to
+`accuracy.csv`; the last line is one JSON object.
 
     python -m benchmarks.replay_accuracy --models layers --clusters four_hosts --strategies 12     # a short run
     python -m benchmarks.replay_accuracy --folder DIRECTORY --only-evaluate                        # what was collected before
@@ -36,7 +37,7 @@ from benchmarks.accuracy_trials import CLUSTERS, SCRIPTS, Domain, collect, read_
 from benchmarks.runtime_costs import costs_of
 
 TIE_BAND = 0.01
-FEWEST_TO_TRAIN = 12
+FEWEST_TO_TRAIN = 8
 
 console = Console(stderr=True, highlight=False)
 
