@@ -226,7 +226,7 @@ def _add_optimize(commands: Any, parents: list[argparse.ArgumentParser]) -> None
     optimize.add_argument("--cluster", required=True, help="a cluster file (best one of `autotune probe`), or a name such as B7")
     optimize.add_argument("--lossy", action="store_true", help="also lossy compression: fp16, bf16, int8, top-k, PowerSGD")
     optimize.add_argument("--within-step", action="store_true", help="no synchronization into the next forward pass")
-    optimize.add_argument("--memory", metavar="SIZE", help="what a replica may take at most, for example 16GB; needs a recorded folder")
+    optimize.add_argument("--op-fusion", action="store_true", help="also fuse the ops of a layer profile: for a graph engine, not enacted")
     optimize.add_argument("--budget-time", default="10s", help="for the search, at most (default 10s)")
     optimize.add_argument("--seed", type=int, default=0, help="default 0")
     optimize.add_argument("--output", "-o", type=Path, metavar="FILE", help="write the strategy's JSON")

@@ -19,9 +19,10 @@ Mask = NDArray[np.bool_]
 class IterationSummary:
     """Seconds of one replayed iteration.
 
-    All but `iteration_s` and the critical path are of `worker`, the one that ends last (NONE where ops have no worker): the time in
-    which at least one of its ops of that kind runs. `exposed_communication_s`: the part of `communication_s` in which none of its
-    computation runs. `bottleneck_queue`: name of the queue or channel that is busy for the largest share of the iteration, "" for none.
+    All but `iteration_s` and the critical path are of `worker`, the one that ends last (NONE where ops have no worker), and of ops that
+    have no worker: the time in which at least one such op of that kind runs. `exposed_communication_s`: the part of `communication_s`
+    in which none of its computation runs. `bottleneck_queue`: name of the queue or channel that is busy for the largest share of the
+    iteration, "" for none.
     """
 
     iteration_s: float
@@ -91,7 +92,10 @@ def _of_kinds(timeline: Timeline, kinds: Iterable[Kind]) -> Mask:
 
 
 def _of_worker(timeline: Timeline, worker: int | None) -> Mask:
-    return np.ones(timeline.dfg.ops, dtype=np.bool_) if worker is None else timeline.dfg.worker == worker
+    """Its ops and those of nobody in particular, such as transfers on a link that stands for all of its kind."""
+    if worker is None:
+        return np.ones(timeline.dfg.ops, dtype=np.bool_)
+    return (timeline.dfg.worker == worker) | (timeline.dfg.worker == NONE)
 
 
 def _time_of(timeline: Timeline, ops: Mask) -> float:
