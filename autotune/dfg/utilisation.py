@@ -95,7 +95,8 @@ def _of_worker(timeline: Timeline, worker: int | None) -> Mask:
     """Its ops and those of nobody in particular, such as transfers on a link that stands for all of its kind."""
     if worker is None:
         return np.ones(timeline.dfg.ops, dtype=np.bool_)
-    return (timeline.dfg.worker == worker) | (timeline.dfg.worker == NONE)
+    mine: Mask = (timeline.dfg.worker == worker) | (timeline.dfg.worker == NONE)
+    return mine
 
 
 def _time_of(timeline: Timeline, ops: Mask) -> float:
