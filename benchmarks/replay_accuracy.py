@@ -39,7 +39,7 @@ from benchmarks.runtime_costs import costs_of
 TIE_BAND = 0.01
 FEWEST_TO_TRAIN = 8
 
-console = Console(stderr=True, highlight=False)
+console = Console(stderr=True, highlight=False, markup=False)
 
 
 @dataclass(frozen=True)
