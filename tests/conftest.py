@@ -15,6 +15,10 @@ LONGEST_FIRST = (
     "test_emulated_world",
     "test_testbed_tune",
     "test_apply",
+    "test_profile_command",
+    "test_recorder",
+    "test_torch_memory",
+    "test_recorded_traces",
     "test_examples_train",
     "test_null_experiment",
     "test_testbed_network",
@@ -26,6 +30,8 @@ LONGEST_FIRST = (
     "test_torch_hooks",
     "test_torch_emulation",
     "test_tracking",
+    "test_reference_traces",
+    "test_ranking_benchmark",
 )
 """Files that run for half a minute or more: begun last, one of them would keep one process busy long after the other is done."""
 
