@@ -179,6 +179,7 @@ class Cluster:
     """`source` is "assumed" until a probe replaced the link costs by fitted ones ("measured"), by `software` at `measured_at` (ISO).
 
     `measured_on` says what stood for a real cluster in that probe (`records.Conditions.label`); "" where nothing did.
+    `machine_cores`: CPU cores of the one machine that all hosts are emulated on or are processes of; 0: each host is a machine.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -193,6 +194,7 @@ class Cluster:
     measured_at: str = ""
     software: tuple[tuple[str, str], ...] = ()
     measured_on: str = ""
+    machine_cores: int = 0
 
     def __post_init__(self) -> None:
         names = [host.name for host in self.hosts]

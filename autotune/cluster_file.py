@@ -52,6 +52,7 @@ class _ClusterSpec:
     source: str = "assumed"
     measured_at: str = ""
     measured_on: str = ""
+    machine_cores: int = 0
     software: dict[str, str] | None = None
     link_fits: tuple[LinkFit, ...] = ()
     fits: tuple[CollectiveFit, ...] = ()
@@ -88,7 +89,8 @@ def read_cluster(path: Path) -> Cluster:
         for link in spec.links
     )
     software = tuple((spec.software or {}).items())
-    return Cluster(spec.name, hosts, links, spec.fits, spec.source, 1, spec.link_fits, spec.measured_at, software, spec.measured_on)
+    told = (spec.measured_at, software, spec.measured_on, spec.machine_cores)
+    return Cluster(spec.name, hosts, links, spec.fits, spec.source, 1, spec.link_fits, *told)
 
 
 def _refuse_bombs(data: Any, path: Path) -> None:
@@ -114,6 +116,8 @@ def cluster_yaml(cluster: Cluster) -> str:
     lines = ["# Plain numbers are SI: seconds, bytes, bytes per second.", *(_block({key: value}) for key, value in head.items())]
     if cluster.measured_on:
         lines += ["# What was probed stood for a real cluster:", _block({"measured_on": cluster.measured_on})]
+    if cluster.machine_cores:
+        lines += ["# All hosts share the cores of one machine:", _block({"machine_cores": cluster.machine_cores})]
     if cluster.software:
         lines += [_block({"software": dict(cluster.software)})]
     lines += ["hosts: # ranks are numbered host by host"]

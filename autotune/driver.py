@@ -139,7 +139,8 @@ def probed(cluster: Cluster, measured: MeasuredProfile, one_machine: bool) -> Cl
         share = host.devices / cluster.world_size if one_machine else 1.0
         return host.cores or max(1, int(measured.cores * share)) * (measured.cores > 0)
 
-    cluster = replace(cluster, hosts=tuple(replace(host, cores=cores(host)) for host in cluster.hosts))
+    hosts = tuple(replace(host, cores=cores(host)) for host in cluster.hosts)
+    cluster = replace(cluster, hosts=hosts, machine_cores=measured.cores if one_machine else 0)
     return cluster.with_fits(measured.fits)
 
 

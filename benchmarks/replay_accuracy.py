@@ -19,7 +19,7 @@ import os
 import platform
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -79,7 +79,7 @@ def kind_of(wanted: Plan) -> str:
 def rows_of(domain: Domain) -> list[Row]:
     """A strategy that was measured more than once counts once, with the median of its medians."""
     costs = costs_of(domain.costs, domain.cluster.world_size)
-    lowering = Lowering(domain.workload, domain.cluster, costs, machine_cores=domain.cores)
+    lowering = Lowering(domain.workload, replace(domain.cluster, machine_cores=domain.cores), costs)
     extractor = Extractor(domain.workload, domain.cluster)
     medians: dict[str, list[float]] = {}
     for trial in domain.trials:

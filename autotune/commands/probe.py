@@ -171,7 +171,8 @@ def measured_cluster(given: Cluster | None, found: ProbeOutcome, now: datetime, 
         )
     software = tuple(sorted({"autotune": __version__, **found.software}.items()))
     cluster = replace(base, hosts=hosts, link_fits=link_fits, measured_at=now.isoformat(timespec="seconds"), software=software, fits=())
-    return replace(cluster, measured_on=measured_on).with_fits(found.fits), remark
+    machine_cores = max(found.cores, default=0) if measured_on else 0  # what stood for a cluster is one machine
+    return replace(cluster, measured_on=measured_on, machine_cores=machine_cores).with_fits(found.fits), remark
 
 
 def _with_links(base: Cluster, found: ProbeOutcome) -> tuple[tuple[Host, ...], tuple[LinkFit, ...]]:

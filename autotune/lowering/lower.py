@@ -27,17 +27,14 @@ class Lowering:
     """Lowers many plans of one workload on one cluster. What plans share is worked out once and kept here.
 
     `taken_share`: how much of the CPU time of sending is taken from computation (`features.compute_cost.taken_share`).
-    `machine_cores`: cores of the one machine that all hosts stand on, where they are emulated or are processes of one; 0: each has its own.
+    Where all hosts stand on one machine (`Cluster.machine_cores`), messages, packing and compression wait for its cores.
     """
 
-    def __init__(
-        self, workload: Workload, cluster: Cluster, costs: RuntimeCosts | None = None, taken_share: float = 0.0, machine_cores: int = 0
-    ) -> None:
+    def __init__(self, workload: Workload, cluster: Cluster, costs: RuntimeCosts | None = None, taken_share: float = 0.0) -> None:
         self.workload, self.cluster, self.costs, self.taken_share = workload, cluster, costs or RuntimeCosts(), taken_share
-        self.machine_cores = machine_cores
         self._passes = Passes.of(workload)
         self._ports = Ports(cluster)
-        self._sender = Sender(Timing(cluster, self._ports, self.costs, machine_cores), self.costs)
+        self._sender = Sender(Timing(cluster, self._ports, self.costs), self.costs)
 
     def graph(self, plan: Plan, steps: int = 2, symmetric: bool = True) -> Dfg:
         """`steps` training steps, from the first forward pass to the last update. Raises `InvalidInput`.
@@ -75,7 +72,7 @@ class Lowering:
         issued = first + np.arange(count)
         to.edges(issued[:-1], issued[1:])
         layer = np.zeros(count, dtype=np.int64)
-        network = Network(batches, True, self._ports.name, self.costs, [0], one_by_one, layer, True, self.machine_cores > 0)
+        network = Network(batches, True, self._ports.name, self.costs, [0], one_by_one, layer, True, self.cluster.machine_cores > 0)
         network.emit(to, issued[None, :])
         return to.build(("message",))
 
@@ -123,10 +120,10 @@ class _Drawing:
             plan.cross_step,
             self.members.last,
             coarse,
-            lowering.machine_cores > 0,
+            lowering.cluster.machine_cores > 0,
         )
-        cores = self.to.queue(CORES) if lowering.machine_cores > 0 else NONE
-        share = 1 / len(ranks) if lowering.machine_cores > 0 else 1.0
+        cores = self.to.queue(CORES) if lowering.cluster.machine_cores > 0 else NONE
+        share = 1 / len(ranks) if lowering.cluster.machine_cores > 0 else 1.0
         self.workers = [Worker(self.to, rank, lowering._passes, duties, cores, share) for rank in ranks]
 
     def steps(self, count: int) -> Dfg:

@@ -58,8 +58,8 @@ class StepTimes:
 class Timing:
     """Times of steps on one cluster."""
 
-    def __init__(self, cluster: Cluster, ports: Ports, costs: RuntimeCosts, machine_cores: int = 0) -> None:
-        self.cluster, self.ports, self.costs, self.machine_cores = cluster, ports, costs, machine_cores
+    def __init__(self, cluster: Cluster, ports: Ports, costs: RuntimeCosts) -> None:
+        self.cluster, self.ports, self.costs = cluster, ports, costs
         self._known: dict[tuple[Collective, tuple[int, ...], int], Traffic] = {}
         self._firsts = tuple(int(np.searchsorted(ports.host_of_rank, host)) for host in range(len(cluster.hosts)))
         self._world = tuple(range(cluster.world_size))
@@ -100,8 +100,8 @@ class Timing:
     def _cores(self, parts: Sequence[tuple[int, ...]]) -> FloatArray:
         """Ranks that take part by cores, of every host; of the one machine that they all stand on, (1,), if there is such."""
         ranks = [rank for part in parts for rank in part]
-        if self.machine_cores > 0:
-            return np.array([len(ranks) / self.machine_cores])
+        if self.cluster.machine_cores > 0:
+            return np.array([len(ranks) / self.cluster.machine_cores])
         cores = np.array([host.cores for host in self.cluster.hosts], dtype=np.float64)
         taking = np.bincount(self.ports.host_of_rank[ranks], minlength=len(cores)) if ranks else np.zeros(len(cores))
         return np.divide(taking, cores, out=np.zeros(len(cores)), where=cores > 0)

@@ -218,7 +218,7 @@ def test_on_the_cores_of_one_machine_a_step_takes_no_less_and_no_longer_the_more
     """Messages one at a time: of those side by side a faster one may go ahead of what is waited for."""
     workload, cluster, wanted = case
     alone = replace(wanted, cross_step=True)
-    few, more = (Lowering(workload, cluster, CROWDED, machine_cores=count).step_s(alone) for count in (cores, 2 * cores))
+    few, more = (Lowering(workload, replace(cluster, machine_cores=count), CROWDED).step_s(alone) for count in (cores, 2 * cores))
     assert few >= more - 1e-12
 
 
@@ -227,5 +227,5 @@ def test_on_the_cores_of_one_machine_a_step_takes_no_less_and_no_longer_the_more
 def test_on_shared_cores_the_folded_graph_is_close_to_the_full_one(case: tuple[Workload, Cluster, Plan], cores: int) -> None:
     """What each rank does there is written down rank by rank or once for all of them, so that other work comes between or not."""
     workload, cluster, wanted = case
-    lowering = Lowering(workload, cluster, CROWDED, machine_cores=cores)
+    lowering = Lowering(workload, replace(cluster, machine_cores=cores), CROWDED)
     assert np.isclose(lowering.step_s(wanted), replay(lowering.period(wanted, symmetric=False)).makespan_s, rtol=0.05)

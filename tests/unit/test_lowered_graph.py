@@ -94,7 +94,7 @@ def test_where_the_cpu_computes_packing_delays_the_backward_pass_and_beside_an_a
 
 
 def test_parts_of_a_message_overlap_their_handshakes_but_not_their_bytes() -> None:
-    lowering = Lowering(workload(), probed(), machine_cores=0)
+    lowering = Lowering(workload(), probed())
     message = plan(single_bucket(workload()), workload(), 4).messages[0]
     whole_s, halves_s, many_s = (lowering.sync_s(message, parts) for parts in (1, 2, 16))
     assert whole_s == pytest.approx(replay(lowering.message_graph([message])).makespan_s)
