@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import threading
+import weakref
 from dataclasses import replace
 from functools import reduce
 
@@ -16,13 +18,16 @@ from torch_plans import uniform
 from torch_world import run_world
 
 from autotune.errors import InvalidStrategy
-from autotune.strategy_space.plan import Plan
+from autotune.strategy_space.plan import PRIMITIVE_OF, Message, Plan, TensorSlice
 from autotune.strategy_space.strategy import Compressor, Synchronizer
 from runtime_rewriter.pytorch.ddp import PlannedDataParallel
 from runtime_rewriter.pytorch.exchange import lanes
 from runtime_rewriter.pytorch.exchange.device import Device
+from runtime_rewriter.pytorch.exchange.hierarchical import Circles
 from runtime_rewriter.pytorch.exchange.lanes import Lanes, Step
 from runtime_rewriter.pytorch.exchange.ranks import Circle, Ranks
+from runtime_rewriter.pytorch.exchange.residuals import Residuals
+from runtime_rewriter.pytorch.exchange.transfer import Transfer
 from runtime_rewriter.pytorch.numerics import GradientGate
 
 RANKS = 4
@@ -257,3 +262,26 @@ def check_trim(rank: int) -> list[int]:
 def test_groups_of_earlier_plans_are_given_back() -> None:
     for counts in run_world(check_trim, 3):
         assert max(counts) == counts[-1] == counts[2] and counts[0] < counts[2]
+
+
+def check_buffers_are_given_back(rank: int) -> None:
+    """Without Python's search for cycles: the buffers of a plan are as large as the gradients, and plans change every second."""
+    ranks = Ranks.of(None, 20.0, 20.0)
+    lanes, parameters = Lanes(ranks, Device(torch.device("cpu"))), {"v": torch.zeros(64, 32)}
+    residuals = Residuals(parameters, rank, ranks.size)
+    gc.disable()
+    for compressor, synchronizer in itertools.product(Compressor, Synchronizer):
+        options = {Compressor.TOP_K: {"ratio": 0.1}, Compressor.POWER_SGD: {"rank": 2}}.get(compressor, {})
+        message = Message((TensorSlice("v", 64 * 32, rows=64),), PRIMITIVE_OF[synchronizer], compressor, "float32", 0, **options)
+        transfer = Transfer(0, message, parameters, residuals, lanes, Circles(Circle.world(ranks.size)))
+        transfer.pack([torch.ones(64, 32)] * len(transfer.batched), 0.5)
+        transfer.issue()
+        transfer.wait()
+        buffer = weakref.ref(transfer.views[0][1])
+        del transfer
+        assert buffer() is None, (compressor, synchronizer)
+    gc.enable()
+
+
+def test_a_message_that_is_gone_leaves_no_buffer_behind() -> None:
+    run_world(check_buffers_are_given_back, 2)

@@ -208,15 +208,17 @@ class PowerSgd:
         if not self._alone:
             feedback.feed(factored)
         self._low = LowRank(values, shapes, rank, max(1, len(members)), start_of)
-        first = flat_sum(message.primitive, self._low.left, lanes, circle, message.owner, lane).steps()
-        self._steps = _before(first, self._low.project, self._alone)
-        if factored:
-            second = flat_sum(message.primitive, self._low.right, lanes, circle, message.owner, first[-1][0] + 1).steps()
-            self._steps += _before(second, self._project_back, self._alone)
-        self._steps.append((self._steps[-1][0] + 1, self._finish))
+        self._left = flat_sum(message.primitive, self._low.left, lanes, circle, message.owner, lane).steps()
+        after = self._left[-1][0] + 1
+        right = flat_sum(message.primitive, self._low.right, lanes, circle, message.owner, after) if factored else None
+        self._right = right.steps() if right is not None else []
 
     def steps(self) -> list[tuple[int, Step]]:
-        return self._steps
+        # Not kept: steps that know this message would keep it, and its buffers, until Python next looks for cycles.
+        steps = _before(self._left, self._low.project, self._alone)
+        if self._right:
+            steps += _before(self._right, self._project_back, self._alone)
+        return [*steps, (steps[-1][0] + 1, self._finish)]
 
     def _project_back(self) -> None:
         self._low.project_back()
