@@ -23,7 +23,7 @@ def probe(directory: Path, *words: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.slow
 def test_a_local_cluster_is_probed_into_a_file_that_reads_back_and_tunes(tmp_path) -> None:
     output = tmp_path / "probed.yaml"
-    done = probe(tmp_path, "--workers", "2", "--budget-time", "10s", "--output", str(output), "--json")
+    done = probe(tmp_path, "--workers", "2", "--budget-time", "15s", "--output", str(output), "--json")
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     cluster = read_cluster(output)
