@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from short_jobs import FEW_STEPS, SHORT_PROBE, with_tracking_store
+from torch_scripts import run_script
 
 import autotune
 from autotune.cluster import Cluster
@@ -35,7 +36,7 @@ SCRIPT = ROOT / "tests" / "scripts" / "train_apply.py"
 
 def torchrun(*words: str, script: Path = SCRIPT) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script), *words]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    return run_script(command, cwd=ROOT, timeout=120)
 
 
 def digests(done: subprocess.CompletedProcess[str]) -> set[str]:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch_scripts import run_script
 
 ROOT = Path(__file__).parents[2]
 STEP_LINE = re.compile(r"^step (\d+)/\d+ loss (\S+)$", re.MULTILINE)
@@ -26,7 +27,7 @@ def run(command: list[str]) -> str:
     """Standard output of a Python command that must end well; torchrun's own variables are not inherited."""
     inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")}
     environment = {**inherited, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    done = run_script([sys.executable, *command], cwd=ROOT, env=environment, timeout=120)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -43,7 +43,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # MLflow'
 
 @pytest.fixture(autouse=True)
 def short_timeouts(monkeypatch):
-    for name, value in mlflow_environment(timeout_s=5, retries=0).items():
+    for name, value in mlflow_environment(timeout_s=20, retries=0).items():
         monkeypatch.setenv(name, value)
 
 
