@@ -43,6 +43,7 @@ def replay(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
         "matched_collectives": len(job.joints),
         "measured_step_s": measured_s,
         "replay_error": error,
+        "unexplained_s": _unexplained_s(job, number),
         "alignment": None if aligned is None else _alignment_data(job, aligned),
         "repairs": [str(repair) for repair in job.repairs],
         **iteration_data(summary),
@@ -77,7 +78,15 @@ def _head(job: TraceJob, number: int, measured_s: float, error: float, aligned: 
     if aligned is not None:
         lines.append(_alignment_text(aligned))
     lines.append(f"measured {format_seconds(measured_s)}, replayed {100 * error:+.2f} %")
+    if unexplained_s := _unexplained_s(job, number):
+        waits = f"streams wait {format_seconds(unexplained_s)} in all without a cause in the traces"
+        lines.append(f"{waits}, kept as measured (of the rank with the most)")
     return lines
+
+
+def _unexplained_s(job: TraceJob, number: int) -> float:
+    """Of the rank with the most: the replay comes out right by these waits, and a change of what is before them may not move them."""
+    return max(job.rank_ops(place, number).unexplained_s for place in range(len(job.ranks)))
 
 
 def _alignment_text(aligned: Alignment) -> str:

@@ -21,7 +21,6 @@ from autotune.errors import InvalidInput
 from autotune.lowering.costs import RuntimeCosts
 from autotune.lowering.step_times import StepTimes, Timing
 from autotune.lowering.steps import Circle, Step, sizes_of, steps_of
-from autotune.lowering.traffic import Collective
 from autotune.strategy_space.plan import Message, Plan
 from autotune.strategy_space.strategy import Compressor
 from autotune.workload import Workload
@@ -31,7 +30,6 @@ Numbers = NDArray[np.int64]
 
 _CLOSELY_COMPARED = 64
 """Ports up to which each is compared with every other."""
-_TREES = (Collective.REDUCE, Collective.BROADCAST)
 
 
 @dataclass(frozen=True, eq=False)

@@ -89,10 +89,6 @@ class Ports:
         here, there = (a, b) if port == first else (b, a)
         return f"{hosts[here].name} to {hosts[there].name}"
 
-    def of_host(self, host: int) -> list[int]:
-        """Its own three."""
-        return [host, self.hosts + host, 2 * self.hosts + host]
-
     def traffic(self, collective: Collective, members: Sequence[int], root: int = 0) -> Traffic:
         """`root`: the rank that gathers, scatters, broadcasts or gets the sum."""
         ranks = np.asarray(members, dtype=np.int64)

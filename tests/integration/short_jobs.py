@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import shutil
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 SHORT_PROBE = ("--probe-time", "1s")
 FEW_STEPS = ("--timed-steps", "3", "--most-steps", "3", "--ab-pairs", "6")
-
-JobsDirectory = Callable[[], Path]
 
 
 def with_tracking_store(directory: Path, made: Path) -> Path:

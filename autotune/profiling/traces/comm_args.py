@@ -92,10 +92,6 @@ def comm_of(name: str, category: Category, args: Mapping[str, Any]) -> Comm | No
     return None
 
 
-def is_collective_kernel(name: str) -> bool:
-    return _from_kernel(name) is not None
-
-
 def _from_kernel(name: str) -> Comm | None:
     match = _KERNEL.match(name.removeprefix("void "))
     return None if match is None else Comm(_KERNEL_NAMES[match.group(1)])
