@@ -35,7 +35,7 @@ from autotune.workload import Workload
 from benchmarks.c10_memory import built
 
 RANKS = 2
-WAIT_S = 240
+WAIT_S = 600
 ROOT = Path(__file__).parent.parent
 
 

@@ -19,6 +19,7 @@ from autotune.commands.launched import Launched
 from autotune.commands.tables import table_text
 from autotune.errors import InvalidInput, LaunchError
 from autotune.profiling.job_file import JOB_FILE, RecordedJob, trace_name
+from autotune.profiling.memory_file import MEMORY_FILE
 from autotune.profiling.recorded_steps import CollectiveRow
 from autotune.units import format_seconds, parse_seconds
 from runtime_rewriter.command import ScriptCommand, read_command, torchrun_with_launcher
@@ -65,7 +66,8 @@ def profile(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
 def _clear(folder: Path) -> None:
     """Traces of an earlier recording would be read along with the new ones."""
     rank = 0
-    (folder / JOB_FILE).unlink(missing_ok=True)
+    for name in (JOB_FILE, MEMORY_FILE):
+        (folder / name).unlink(missing_ok=True)
     while (folder / trace_name(rank)).exists():
         (folder / trace_name(rank)).unlink()
         rank += 1
