@@ -96,7 +96,7 @@ class _Account:
     peaks: NDArray[np.int64]
     now: int = -1
     blocks: list[_Block] = field(default_factory=list)
-    _live: dict[int, _Block] = field(default_factory=dict)
+    _live: dict[int, list[_Block]] = field(default_factory=dict)
     _total: int = 0
     _hidden: dict[int, int] | None = None
     _replaced: list[_Block] = field(default_factory=list)
@@ -105,26 +105,29 @@ class _Account:
         """A segment begins; the mark tells of memory that is alive."""
         self.now = number
         for address in mark.memories:
-            block = self._live.get(address)
-            if block is not None and mark.at is At.READY:
-                block.variable = mark.names[0]
-            elif block is not None:
-                block.returned = True
+            for block in self._live.get(address, ()):
+                if mark.at is At.READY:
+                    block.variable = mark.names[0]
+                else:
+                    block.returned = True
         self._look()
 
     def take(self, event: Allocation) -> None:
         hidden = self._hidden
-        if event.bytes > 0 and hidden is not None:
-            hidden[event.address] = event.bytes
-        elif event.bytes > 0:
-            self._make(event.address, event.bytes)
-        elif hidden is not None and event.address in hidden:
-            del hidden[event.address]
-        elif (gone := self._live.pop(event.address, None)) is not None:
-            if hidden is not None and gone.variable is not None:
-                self._replaced.append(gone)  # perhaps by its average
+        if event.bytes > 0:
+            if hidden is None:
+                self._make(event.address, event.bytes)
             else:
-                self._end(gone)
+                hidden[event.address] = event.bytes
+            return
+        if hidden is not None and event.address in hidden:
+            del hidden[event.address]
+            return
+        for block in self._live.pop(event.address, ()):
+            if hidden is not None and block.variable is not None:
+                self._replaced.append(block)  # perhaps by its average
+            else:
+                self._end(block)
 
     def apart(self, event: Apart, gradients: Mapping[str, tuple[int, ...]]) -> None:
         """Somebody else's work begins or ends. What they leave behind counts from now on, but a gradient that they put in another's place
@@ -135,10 +138,10 @@ class _Account:
         left, self._hidden = self._hidden, None
         for variable, addresses in gradients.items():
             before = [block for block in self._replaced if block.variable == variable]
-            for block, address in zip(before, (one for one in addresses if one in left), strict=False):
-                del left[address]
-                block.address = address
-                self._live[address] = block
+            new = [address for address in addresses if left.pop(address, None) is not None]
+            for number, block in enumerate(before if new else ()):
+                block.address = new[min(number, len(new) - 1)]
+                self._live.setdefault(block.address, []).append(block)
                 self._replaced.remove(block)
         for block in self._replaced:
             self._end(block)
@@ -148,7 +151,7 @@ class _Account:
 
     def _make(self, address: int, size: int) -> None:
         block = _Block(address, size, self.now)
-        self._live[address] = block
+        self._live[address] = [block]
         self.blocks.append(block)
         self._total += size
         self._look()
