@@ -22,14 +22,22 @@ MEMORY_FILE = "memory.json"
 
 @dataclass(frozen=True)
 class RecordedMemory:
-    """`profile`: of a replica without synchronization. `ddp`, `bucket_view`: who synchronizes it, as `Replica` says them."""
+    """`profile`: of a replica without synchronization. `ddp`, `bucket_view`: who synchronizes it, as `Replica` says them.
+
+    `batch`: samples of a forward pass, which is the leading dimension that its inputs share; None where they share none.
+    """
 
     __pydantic_config__ = {"extra": "forbid"}
 
     profile: MemoryProfile
     ddp: bool = True
     bucket_view: bool = False
+    batch: int | None = None
     schema: int = SCHEMA
+
+    def __post_init__(self) -> None:
+        if self.batch is not None and self.batch < 1:
+            raise InvalidInput(f"a forward pass has at least 1 sample, but is to have {self.batch}")
 
     def replica(self, rank: int = 0, host_of_rank: tuple[int, ...] = ()) -> Replica:
         """That rank of the job."""
@@ -51,19 +59,12 @@ class RecordedMemory:
         refuse_newer(data, SCHEMA, "recorded memory", str(path))
         return parse(RecordedMemory, data, str(path))
 
-    @staticmethod
-    def needed(folder: Path, notes: tuple[str, ...] = ()) -> RecordedMemory:
-        """As `read`, where nothing can be done without. `notes`: of the recorded job. Raises `InvalidInput` where there is none."""
-        found = RecordedMemory.read(folder)
-        if found is None:
-            told = "; ".join(note for note in notes if note.startswith(NOT_RECORDED))
-            why = f" ({told})" if told else ""
-            raise InvalidInput(
-                f"{folder} must hold {MEMORY_FILE}, the lifetimes of a replica's tensors, but does not{why}; record it again with this "
-                "version: autotune profile --overwrite -o ..."
-            )
-        return found
-
 
 NOT_RECORDED = "the memory was not recorded"
 """So begins the note of a recorded job without it."""
+
+
+def why_no_memory(notes: tuple[str, ...]) -> str:
+    """Of a recorded job without it, from the job's notes."""
+    told = "; ".join(note.removeprefix(f"{NOT_RECORDED}: ") for note in notes if note.startswith(NOT_RECORDED))
+    return told or f"its folder has no {MEMORY_FILE}; record it again with this version (autotune profile --overwrite)"

@@ -78,6 +78,12 @@ class MemoryRecorder:
         """Whole steps that it takes."""
         return self._warmup + self._timed + RECORDED_STEPS
 
+    @property
+    def batch(self) -> int | None:
+        """The leading dimension of the module's inputs; None where they do not share one."""
+        batches = set() if self._marks is None else self._marks.batches
+        return next(iter(batches)) or None if len(batches) == 1 else None
+
     def boundary(self) -> None:
         """Between two steps of the training; the first one opens the recorder."""
         if self.done:

@@ -96,7 +96,7 @@ class MemoryCapture(BackwardObserver):
         self._stop()
         for listened in (self._synchronizer.observers, self._synchronizer.listeners):
             if self in listened:
-                listened.remove(self)  # type: ignore[arg-type]
+                listened.remove(self)
 
     def finish(self) -> RecordedMemory | None:
         """What was recorded; None on ranks other than the first, and where `note` says why not. Collective."""
@@ -111,4 +111,4 @@ class MemoryCapture(BackwardObserver):
             self._give_up(str(refusal))
             return None
         view = self._synchronizer.bucket_view
-        return RecordedMemory(profile, ddp=view is not None, bucket_view=bool(view))
+        return RecordedMemory(profile, ddp=view is not None, bucket_view=bool(view), batch=recorder.batch)

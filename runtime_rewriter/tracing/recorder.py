@@ -1,7 +1,7 @@
 """From step to step of a recording: warm-up, the workload without communication, the memory, the recorded steps, the files.
 
-Nothing that is trained changes: the collectives are only looked at, and while workload and memory are measured the messages are those of the
-script's own setup, sent when the backward pass has ended. So sums have the same order, and parameters the same bits.
+Nothing that is trained changes: the collectives are only looked at, and while workload and memory are measured the messages are those of
+the script's own setup, sent when the backward pass has ended. So sums have the same order, and parameters the same bits.
 """
 
 # mypy: untyped-calls-exclude=torch
