@@ -11,7 +11,7 @@ from rich.table import Table
 from autotune.commands.tables import table_text
 from autotune.dfg.memory import MemoryEstimate
 from autotune.dfg.memory_choice import MemoryFit
-from autotune.dfg.memory_profile import MemoryProfile
+from autotune.profiling.memory_file import RecordedMemory
 from autotune.timeline_report import Fact, Listing
 from autotune.units import format_bytes, format_seconds
 
@@ -30,10 +30,10 @@ SHOWN_REGIONS = 6
 
 @dataclass(frozen=True)
 class ShownMemory:
-    """The predicted peak of a replica. `profile` is as recorded; `budget_bytes` and `fit` where there was a budget."""
+    """The predicted peak of a replica. `recorded` is without any pass; `budget_bytes` and `fit` where there was a budget."""
 
     estimate: MemoryEstimate
-    profile: MemoryProfile
+    recorded: RecordedMemory
     budget_bytes: int | None = None
     fit: MemoryFit | None = None
 
@@ -41,13 +41,21 @@ class ShownMemory:
     def regions(self) -> list[str]:
         """Names of those that are computed twice."""
         runs = () if self.fit is None else self.fit.runs
-        return [self.profile.regions[number].name for run in runs for number in range(run.first, run.last + 1)]
+        return [self.recorded.profile.regions[number].name for run in runs for number in range(run.first, run.last + 1)]
 
     @property
     def during(self) -> str:
         """In which phase the peak lies, and when."""
-        profile = self.profile if self.fit is None else self.fit.profile
+        profile = self.recorded.profile if self.fit is None else self.fit.profile
         return f"{profile.segments[self.estimate.segment].phase.value}, {format_seconds(self.estimate.at_s)} into the step"
+
+    @property
+    def assumed(self) -> list[str]:
+        """What of it nobody has measured."""
+        if self.fit is None or self.fit.parts == 1:
+            return []
+        times = "" if self.recorded.fixed is not None else " and times"
+        return [f"activations{times} of a micro-batch, in proportion to its samples"]
 
 
 def memory_data(shown: ShownMemory | None) -> dict[str, Any] | None:
@@ -67,7 +75,7 @@ def memory_data(shown: ShownMemory | None) -> dict[str, Any] | None:
             "micro_batches": shown.fit.parts,
             "price_s": shown.fit.price_s,
             "peak_before_bytes": shown.fit.before.peak_bytes,
-            "assumed": _assumed(shown.fit),
+            "assumed": shown.assumed,
         }
     return data
 
@@ -121,8 +129,5 @@ def _passes(shown: ShownMemory) -> list[str]:
         f"to fit into {format_bytes(shown.budget_bytes)} instead of {format_bytes(fit.before.peak_bytes)}: {'; '.join(what)}",
         f"{price} ({format_seconds(fit.before_step_s)} to {format_seconds(fit.step_s)})",
     ]
-    return lines + [f"assumed, not measured: {one}" for one in _assumed(fit)]
+    return lines + [f"assumed, not measured: {one}" for one in shown.assumed]
 
-
-def _assumed(fit: MemoryFit) -> list[str]:
-    return ["activations and times of a micro-batch, in proportion to its samples"] if fit.parts > 1 else []

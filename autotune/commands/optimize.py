@@ -97,10 +97,9 @@ def _within(options: argparse.Namespace, source: _Source, cluster: Cluster) -> W
 def _memory(source: _Source, cluster: Cluster, found: Optimized, within: WithinMemory | None) -> ShownMemory | None:
     if source.memory is None:
         return None
-    profile = source.memory.profile
     if within is None:
-        return ShownMemory(highest_peak(source.memory, profile, source.workload, found.plan, cluster), profile)
-    return ShownMemory(within.peak(found.plan), profile, within.budget_bytes, within.fit)
+        return ShownMemory(highest_peak(source.memory, source.memory.profile, source.workload, found.plan, cluster), source.memory)
+    return ShownMemory(within.peak(found.plan), source.memory, within.budget_bytes, within.fit)
 
 
 def _source(name: str) -> _Source:

@@ -68,7 +68,7 @@ def _memory(traces: list[str]) -> ShownMemory | None:
     if job.workload is None:
         return None
     peak = highest_peak(memory, memory.profile, job.workload, job.plan, Cluster.local(job.world_size))
-    return ShownMemory(peak, memory.profile)
+    return ShownMemory(peak, memory)
 
 
 def _step(text: str) -> int | Any:

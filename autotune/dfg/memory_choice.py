@@ -29,6 +29,8 @@ from numpy.typing import NDArray
 from autotune.cluster import Cluster
 from autotune.dfg.memory import MemoryEstimate, peak_memory
 from autotune.dfg.memory_passes import (
+    PROPORTIONAL,
+    FixedShare,
     Run,
     accumulated,
     accumulated_workload,
@@ -105,19 +107,20 @@ def fit_memory(
     replica: Replica | None = None,
     step_s: Seconds | None = None,
     batch: int | None = None,
+    fixed: FixedShare = PROPORTIONAL,
     random: bool = True,
 ) -> MemoryFit:
     """The fastest way to stay within the budget: as it is, regions computed twice, or the batch in parts; both where neither is enough.
 
-    `step_s`: predicts a step, default `plan_step_s`. `batch`: samples of a step, which the number of parts divides. `random`:
-    regions that draw random numbers may be computed twice. Raises `InvalidInput`, which says what each pass comes down to, where none fits.
+    `step_s`: predicts a step, default `plan_step_s`. `batch`: samples of a step, which the number of parts divides. `fixed`: what of
+    the passes' times every part pays again. `random`: regions that draw random numbers may be computed twice. Raises `InvalidInput`, which says what each pass comes down to, where none fits.
     """
     seconds = step_s or plan_step_s(plan, cluster)
 
     def estimate(of: MemoryProfile, trained: Workload) -> MemoryEstimate:
         return peak_memory(of, trained, plan, cluster, replica=replica)
 
-    ways = _Ways(workload, profile, budget_bytes, estimate, seconds, random)
+    ways = _Ways(workload, profile, budget_bytes, estimate, seconds, fixed, random)
     if ways.now.peak_bytes <= budget_bytes:
         return ways.fit(profile, workload)
     found = [fit for fit in (ways.computed_twice(), ways.in_parts(batch)) if fit is not None]
@@ -136,9 +139,16 @@ class _Ways:
     """The passes, tried one by one. `least`: what each comes down to at its best, in bytes."""
 
     def __init__(
-        self, workload: Workload, profile: MemoryProfile, budget_bytes: int, estimate: Estimate, seconds: Seconds, random: bool
+        self,
+        workload: Workload,
+        profile: MemoryProfile,
+        budget_bytes: int,
+        estimate: Estimate,
+        seconds: Seconds,
+        fixed: FixedShare,
+        random: bool,
     ) -> None:
-        self._workload, self._profile, self._budget, self._random = workload, profile, budget_bytes, random
+        self._workload, self._profile, self._budget, self._fixed, self._random = workload, profile, budget_bytes, fixed, random
         self._estimate, self._seconds = estimate, seconds
         self.now = estimate(profile, workload)
         self.least = {"as it is": self.now.peak_bytes}
@@ -158,7 +168,7 @@ class _Ways:
     def in_parts(self, batch: int | None) -> MemoryFit | None:
         """The fewest parts that fit."""
         for parts in _parts(batch):
-            after, trained = accumulated(self._profile, parts), accumulated_workload(self._workload, parts)
+            after, trained = self._cut(parts)
             if self._fits("with the batch in parts", after, trained):
                 return self.fit(after, trained, (), parts)
         return None
@@ -169,11 +179,15 @@ class _Ways:
             Run(number, number) for number, one in enumerate(self._profile.regions) if why_not_recomputed(one, self._random) is None
         )
         for parts in (parts for parts in _parts(batch) if runs and parts & (parts - 1) == 0):
-            cut, micro = accumulated(self._profile, parts), accumulated_workload(self._workload, parts)
+            cut, micro = self._cut(parts)
             after, trained = recomputed(cut, runs), recomputed_workload(micro, cut, runs)
             if self._fits("with both", after, trained):
                 return self.fit(after, trained, runs, parts)
         return None
+
+    def _cut(self, parts: int) -> tuple[MemoryProfile, Workload]:
+        fixed = self._fixed
+        return accumulated(self._profile, parts, fixed=fixed), accumulated_workload(self._workload, parts, fixed=fixed)
 
     def _fits(self, how: str, after: MemoryProfile, trained: Workload) -> bool:
         peak_bytes = self._estimate(after, trained).peak_bytes

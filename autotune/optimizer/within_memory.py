@@ -8,6 +8,7 @@ from dataclasses import replace
 from autotune.cluster import Cluster
 from autotune.dfg.memory import MemoryEstimate, peak_memory
 from autotune.dfg.memory_choice import MemoryFit, fit_memory
+from autotune.dfg.memory_passes import PROPORTIONAL
 from autotune.dfg.memory_profile import MemoryProfile
 from autotune.errors import InvalidInput
 from autotune.lowering.lower import Lowering
@@ -43,6 +44,7 @@ class WithinMemory:
             replica=self.memory.replica(0, cluster.host_of_rank),
             step_s=lambda trained: Lowering(trained, cluster).step_s(start),
             batch=self.memory.batch,
+            fixed=self.memory.fixed or PROPORTIONAL,
         )
         return replace(problem, workload=self.fit.workload)
 

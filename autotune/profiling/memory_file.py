@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.canonical import to_data
+from autotune.dfg.memory_passes import FixedShare
 from autotune.dfg.memory_profile import MemoryProfile
 from autotune.dfg.plan_memory import Replica
 from autotune.errors import InvalidInput
@@ -24,7 +25,8 @@ MEMORY_FILE = "memory.json"
 class RecordedMemory:
     """`profile`: of a replica without synchronization. `ddp`, `bucket_view`: who synchronizes it, as `Replica` says them.
 
-    `batch`: samples of a forward pass, which is the leading dimension that its inputs share; None where they share none.
+    `batch`: samples of a forward pass, which is the leading dimension that its inputs share; None where they share none. `fixed`: what
+    of a pass's time does not shrink with the batch; None where it could not be measured.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -33,6 +35,7 @@ class RecordedMemory:
     ddp: bool = True
     bucket_view: bool = False
     batch: int | None = None
+    fixed: FixedShare | None = None
     schema: int = SCHEMA
 
     def __post_init__(self) -> None:
