@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.profiler import profile as torch_profile
-from torch.utils.checkpoint import checkpoint
 from torch_plans import uniform
 from torch_world import run_world
 
@@ -27,6 +26,8 @@ from autotune.errors import InvalidInput
 from autotune.profiling.memory_file import RecordedMemory
 from autotune.strategy_space.strategy import Compressor, Synchronizer
 from benchmarks.c10_memory import AllocatorCounter, build
+from benchmarks.checkpointed import Stack, computed_again
+from benchmarks.checkpointed import training as stack_training
 from runtime_rewriter.pytorch.agreement import assumed_workload
 from runtime_rewriter.pytorch.allocations import Allocation, AllocationLog
 from runtime_rewriter.pytorch.ddp import PlannedDataParallel
@@ -37,35 +38,8 @@ WIDTH = 48
 Step = Callable[[], None]
 
 
-class Stack(nn.Module):
-    """Layers in a sequence; `again`: (first, last) parts that are checkpointed together."""
-
-    def __init__(self, again: tuple[tuple[int, int], ...] = (), parts: list[nn.Module] | None = None) -> None:
-        super().__init__()
-        self.again = dict(again)
-        self.body = nn.Sequential(*(parts or [part for _ in range(4) for part in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]))
-        self.head = nn.Linear(WIDTH, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        at = 0
-        while at < len(self.body):
-            last = self.again.get(at, at)
-            run = self.body[at : last + 1]
-            x = checkpoint(run, x, use_reentrant=False) if at in self.again else run(x)
-            at = last + 1
-        return self.head(x)
-
-
 def training(module: nn.Module, batch: int = 1500, parts: int = 1) -> Step:
-    optimizer = torch.optim.Adam(module.parameters(), lr=1e-3)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        for _ in range(parts):
-            module(torch.randn(batch // parts, WIDTH)).square().mean().backward()
-        optimizer.step()
-
-    return step
+    return stack_training(module, WIDTH, batch, parts)
 
 
 def allocated_peak(build_step: Callable[[], Step]) -> int:
@@ -143,7 +117,8 @@ def test_the_predicted_peak_with_regions_computed_twice_is_that_of_torchs_checkp
     module = Stack(parts=parts())
     recorded = MemoryRecorder(module).record(training(module))
     predicted = peak_memory(recomputed(recorded, [Run(*run) for run in again])).peak_bytes
-    real = allocated_peak(lambda: training(Stack(again, parts())))
+    runs = [[f"body.{number}" for number in range(first, last + 1)] for first, last in again]
+    real = allocated_peak(lambda: training(computed_again(Stack(parts=parts()), runs)))
     assert predicted == pytest.approx(real, rel=0.02)
     assert predicted < recorded.live_bytes.max() or again == ((0, 7),)
 
