@@ -26,6 +26,8 @@ from autotune.workload import DTYPE_BYTES, Workload
 
 _ROOTED = (Primitive.PUSH_PULL, Primitive.REDUCE_BROADCAST)
 _HALF = (Compressor.FP16, Compressor.BF16)
+_GLOO_THREADS = 2
+"""Of a process group (torch: ProcessGroupGloo::Options)."""
 _SCRATCH_ELEMENTS = 2**18
 """What a CPU quantises at a time (`exchange/quantise`)."""
 
@@ -80,7 +82,7 @@ def plan_buffers(plan: Plan | None, workload: Workload, replica: Replica, world_
     if replica.ddp or plan is None:
         found.append(Buffer(sum(dense.values()), "buckets of the DDP's own reducer"))
     if plan is None:
-        return found + [one for name, size in sparse.items() for one in _ddp_rows(name, size, world_size)]
+        return [*found, *_ddp_rows(sparse, world_size)]
     if native:
         return [*found, Buffer(sum(dense.values()), "buckets of the plan")]
     residual_of: set[str] = set()
@@ -109,9 +111,14 @@ def _packing(number: int, message: Message, sparse: Mapping[str, int], workload:
                 yield Buffer(whole + 2 * rows, "average before it is sparse again", When.END, number, part.variable)
 
 
-def _ddp_rows(name: str, size: int, world_size: int) -> Iterator[Buffer]:
-    """torch's reducer sums sparse gradients over gloo: every rank gets the rows of all and adds them."""
-    yield Buffer((2 * world_size + 1) * size, "rows of all ranks", When.END, variable=name)
+def _ddp_rows(sparse: Mapping[str, int], world_size: int) -> Iterator[Buffer]:
+    """torch's reducer sums sparse gradients over gloo: every rank gets the rows of all and adds them, as many variables at once as gloo has
+    threads. What has been summed has left the rows of all ranks in the gradient."""
+    for number, (name, size) in enumerate(sorted(sparse.items(), key=lambda item: -item[1])):
+        if number < _GLOO_THREADS:
+            yield Buffer((2 * world_size + 1) * size, "rows of all ranks", When.END, variable=name)
+        else:
+            yield Buffer((world_size - 1) * size, "rows of other ranks", When.END, variable=name)
 
 
 def _rows(number: int, message: Message, size: int, world_size: int) -> Iterator[Buffer]:

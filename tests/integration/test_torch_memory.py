@@ -219,7 +219,8 @@ def test_the_memory_of_a_replica_that_trains_with_others_is_that_of_one_alone(vi
     assert [memory for _, _, _, memory in second] == [None, None, None]
     for name, note, alone, memory in first:
         assert memory is not None, note
-        assert (memory.ddp, memory.bucket_view) == (True, view)
+        assert (memory.ddp, memory.bucket_view, memory.batch) == (True, view, 600)
+        assert memory.fixed is not None
         assert memory.profile.model == alone.model and memory.profile.sparse_bytes == alone.sparse_bytes
         assert memory.profile.live_bytes.max() == pytest.approx(alone.live_bytes.max(), rel=0.005), name
         for held in (Held.PARAMETER, Held.GRADIENT, Held.OPTIMIZER, Held.BUFFER):
