@@ -93,6 +93,16 @@ def plan_buffers(plan: Plan | None, workload: Workload, replica: Replica, world_
         found += _Exchange(number, message, plan, replica).buffers()
         found += _packing(number, message, sparse, workload, world_size)
         residual_of |= _fed(message, plan, replica)
+    # Averages become sparse again one after the other: the rows that are picked, and their copy into the gradient.
+    picked = [
+        sparse[part.variable] + _average_bytes(sparse[part.variable], workload.variables[workload.index[part.variable]].grad_bytes, world_size)
+        for message in plan.messages
+        if message.sparse is SparseHandling.DENSE
+        for part in message.slices
+        if part.variable in sparse
+    ]
+    if picked:
+        found.append(Buffer(max(picked), "rows of an average while it is written", When.END))
     found += [Buffer(v.grad_bytes, "residual", variable=v.name) for v in workload.variables if v.name in residual_of]
     return found
 
@@ -107,8 +117,13 @@ def _packing(number: int, message: Message, sparse: Mapping[str, int], workload:
             whole = workload.variables[workload.index[part.variable]].grad_bytes
             yield Buffer(whole, "sparse gradient made dense", When.READY, number, part.variable)
             if part.start == 0:
-                rows = min(world_size * sparse[part.variable], whole)  # at most all ranks' rows are different ones
-                yield Buffer(whole + 2 * rows, "average before it is sparse again", When.END, number, part.variable)
+                grown = _average_bytes(sparse[part.variable], whole, world_size) - sparse[part.variable]
+                yield Buffer(whole + grown, "average before it is sparse again", When.END, number, part.variable)
+
+
+def _average_bytes(own_bytes: int, whole_bytes: int, world_size: int) -> int:
+    """Rows of all ranks, of which at most all are different ones."""
+    return min(world_size * own_bytes, max(whole_bytes, own_bytes))
 
 
 def _ddp_rows(sparse: Mapping[str, int], world_size: int) -> Iterator[Buffer]:
