@@ -1,9 +1,10 @@
 """Is the predicted peak memory of a replica the measured one? `python -m benchmarks.memory_accuracy`
 
-For every example model at its own batch size, and for one more with sparse gradients, a profile is recorded in one process without any synchronization. From it the peak of each
-rank is predicted under torch's DDP and under plans of every kind, and then measured: two ranks over gloo, fresh processes for every
-case, with a counter in front of torch's CPU allocator (c10_memory.py). Errors are |predicted - measured| / measured over all ranks and
-cases. The last line is one JSON object. On a GPU nothing of this has been run.
+For every example model at its own batch size, and for one more with sparse gradients, a profile is recorded in one process without any
+synchronization. From it the peak of each rank is predicted under torch's DDP and under plans of every kind, and then measured: two ranks
+over gloo, fresh processes for every case, with a counter in front of torch's CPU allocator (c10_memory.py). Errors are
+|predicted - measured| / measured over all ranks and cases; plans that a script cannot follow are `refused`. The last line is one JSON
+object. On a GPU nothing of this has been run.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ SUBJECTS: dict[str, Callable[[], Subject]] = {
 def ways(subject: Subject) -> Iterator[tuple[str, Way]]:
     profile = MemoryRecorder(subject.module, timed_steps=7).record(subject.step)
     fixed = fixed_share(subject.module, Call(subject.inputs, {}), len(subject.inputs[0]))
-    print(f"a share of {fixed.forward:.3f} of the forward pass and {fixed.backward:.3f} of the backward pass does not shrink with the batch")
+    print(f"does not shrink with the batch: {fixed.forward:.3f} of the forward pass, {fixed.backward:.3f} of the backward pass", flush=True)
 
     def way(after: MemoryProfile, build: Callable[[], Step], proportional: MemoryProfile | None = None) -> Way:
         return Way(peak_memory(after).peak_bytes, float(after.end_s[-1]), float((proportional or after).end_s[-1]), build)
@@ -99,7 +99,8 @@ def ways(subject: Subject) -> Iterator[tuple[str, Way]]:
         names = [[profile.regions[number].name for number in range(first, last + 1)] for first, last in again]
         yield f"recompute {name}", way(recomputed(profile, [Run(*run) for run in again]), partial(subject.build, names, 1))
     for parts in PARTS:
-        yield f"{parts} parts", way(accumulated(profile, parts, fixed=fixed), partial(subject.build, [], parts), accumulated(profile, parts))
+        after = accumulated(profile, parts, fixed=fixed)
+        yield f"{parts} parts", way(after, partial(subject.build, [], parts), accumulated(profile, parts))
 
 
 def main() -> int:
@@ -128,11 +129,9 @@ def compared(title: str, way: Way, peak_bytes: int, taken: dict[str, list[float]
     ratios = [mine / before for mine, before in zip(taken[name], taken["as it is"], strict=True)]
     low, ratio, high = statistics.quantiles(ratios, n=4)
     median_s = statistics.median(taken[name])
-    print(
-        f"{title:32} {way.peak_bytes / 1e6:7.2f} predicted, {peak_bytes / 1e6:7.2f} MB measured; {way.step_s * 1e3:7.1f} predicted "
-        f"(in proportion {way.proportional_s * 1e3:.1f}), {median_s * 1e3:7.1f} ms measured, {ratio:.3f} of as it is ({low:.3f} to {high:.3f})",
-        flush=True,
-    )
+    sizes = f"{way.peak_bytes / 1e6:7.2f} predicted, {peak_bytes / 1e6:7.2f} MB measured"
+    times = f"{way.step_s * 1e3:7.1f} predicted (in proportion {way.proportional_s * 1e3:.1f}), {median_s * 1e3:7.1f} ms measured"
+    print(f"{title:32} {sizes}; {times}, {ratio:.3f} of as it is ({low:.3f} to {high:.3f})", flush=True)
     return {
         "predicted_bytes": way.peak_bytes,
         "measured_bytes": peak_bytes,

@@ -130,4 +130,3 @@ def _passes(shown: ShownMemory) -> list[str]:
         f"{price} ({format_seconds(fit.before_step_s)} to {format_seconds(fit.step_s)})",
     ]
     return lines + [f"assumed, not measured: {one}" for one in shown.assumed]
-

@@ -113,7 +113,8 @@ def fit_memory(
     """The fastest way to stay within the budget: as it is, regions computed twice, or the batch in parts; both where neither is enough.
 
     `step_s`: predicts a step, default `plan_step_s`. `batch`: samples of a step, which the number of parts divides. `fixed`: what of
-    the passes' times every part pays again. `random`: regions that draw random numbers may be computed twice. Raises `InvalidInput`, which says what each pass comes down to, where none fits.
+    the passes' times every part pays again. `random`: regions that draw random numbers may be computed twice. Raises `InvalidInput`,
+    which says what each pass comes down to, where none fits.
     """
     seconds = step_s or plan_step_s(plan, cluster)
 

@@ -162,9 +162,7 @@ def recomputed_workload(workload: Workload, profile: MemoryProfile, runs: Sequen
     return replace(workload, variables=tuple(map(later, workload.variables)), backward_s=workload.backward_s + added_s)
 
 
-def accumulated(
-    profile: MemoryProfile, parts: int, small: MemoryProfile | None = None, fixed: FixedShare = PROPORTIONAL
-) -> MemoryProfile:
+def accumulated(profile: MemoryProfile, parts: int, small: MemoryProfile | None = None, fixed: FixedShare = PROPORTIONAL) -> MemoryProfile:
     """The profile of a step over `parts` micro-batches. `small`: one that was recorded with a micro-batch; otherwise `fixed` counts.
 
     From the second part on a new gradient is there while it is added to the sum. Raises `InvalidInput` below one part, or where

@@ -93,16 +93,9 @@ def plan_buffers(plan: Plan | None, workload: Workload, replica: Replica, world_
         found += _Exchange(number, message, plan, replica).buffers()
         found += _packing(number, message, sparse, workload, world_size)
         residual_of |= _fed(message, plan, replica)
-    # Averages become sparse again one after the other: the rows that are picked, and their copy into the gradient.
-    picked = [
-        sparse[part.variable] + _average_bytes(sparse[part.variable], workload.variables[workload.index[part.variable]].grad_bytes, world_size)
-        for message in plan.messages
-        if message.sparse is SparseHandling.DENSE
-        for part in message.slices
-        if part.variable in sparse
-    ]
+    picked = _picked(plan, sparse, workload, world_size)
     if picked:
-        found.append(Buffer(max(picked), "rows of an average while it is written", When.END))
+        found.append(Buffer(picked, "rows of an average while it is written", When.END))
     found += [Buffer(v.grad_bytes, "residual", variable=v.name) for v in workload.variables if v.name in residual_of]
     return found
 
@@ -119,6 +112,14 @@ def _packing(number: int, message: Message, sparse: Mapping[str, int], workload:
             if part.start == 0:
                 grown = _average_bytes(sparse[part.variable], whole, world_size) - sparse[part.variable]
                 yield Buffer(whole + grown, "average before it is sparse again", When.END, number, part.variable)
+
+
+def _picked(plan: Plan, sparse: Mapping[str, int], workload: Workload, world_size: int) -> int:
+    """Averages become sparse again one after the other: of the largest, the rows that are picked, and their copy into the gradient."""
+    parts = [part for message in plan.messages if message.sparse is SparseHandling.DENSE for part in message.slices]
+    names = {part.variable for part in parts if part.variable in sparse}
+    whole = {name: workload.variables[workload.index[name]].grad_bytes for name in names}
+    return max((sparse[name] + _average_bytes(sparse[name], whole[name], world_size) for name in names), default=0)
 
 
 def _average_bytes(own_bytes: int, whole_bytes: int, world_size: int) -> int:

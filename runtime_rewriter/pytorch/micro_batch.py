@@ -5,7 +5,7 @@
 | symbol | meaning | unit |
 |---|---|---|
 | b, c | samples of the batch, and of the part of it | - |
-| t | time of one forward, or of one backward, pass: of the thread that computes, which nobody else's work makes longer; on a GPU its own | s |
+| t | time of one forward, or of one backward, pass; on a CPU that of the thread, which nobody else's work makes longer | s |
 """
 
 # mypy: untyped-calls-exclude=torch

@@ -89,7 +89,7 @@ def test_the_step_is_made_to_fit_and_the_price_is_told(folder, tmp_path, capsys)
 
 
 def test_what_dear_parts_cost_decides_for_recomputation() -> None:
-    """In proportion to the batch parts cost next to nothing; where half of a pass does not shrink, computing some layers twice is cheaper."""
+    """In proportion to the batch parts cost next to nothing; where much of a pass does not shrink, computing layers twice is cheaper."""
     cluster = Cluster.local(2)
     chosen = []
     for fixed in (None, FixedShare(0.6, 0.6)):
