@@ -13,6 +13,7 @@ import pytest
 
 from autotune.commands.profile import profile
 from autotune.profiling.job_file import RecordedJob
+from autotune.profiling.memory_file import RecordedMemory
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "tests" / "scripts" / "train_small.py"
@@ -41,6 +42,7 @@ def test_a_script_under_torchrun_is_recorded_and_ended(tmp_path) -> None:
     job = RecordedJob.read(tmp_path / "traces")
     assert (told["world_size"], told["steps"], told["exit_status"]) == (2, 3, 0)
     assert told["iteration_s"] == job.iteration_s > 0 and told["alone_s"] == job.workload.compute_s
+    assert told["peak_bytes"] == RecordedMemory.read(tmp_path / "traces").profile.live_bytes.max() > job.workload.grad_bytes
     assert {path.name for path in (tmp_path / "traces").iterdir()} == {"job.json", "memory.json", "rank0.json.gz", "rank1.json.gz"}
     assert job.command[-2:] == ("--steps", "100000")
     again = run(tmp_path / "traces", "--", "--steps", "1")
