@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from autotune.cluster import Cluster, Host
+from autotune.cluster import Cluster, CollectiveFit, Host
 from autotune.dfg.graph import NONE, Kind
 from autotune.dfg.replay import replay
 from autotune.errors import InvalidInput
@@ -150,3 +150,44 @@ def test_a_reduce_and_its_broadcast_follow_each_other_on_lanes_of_their_own() ->
     locks = {name.split()[2] for name in graph.names.ops if name.endswith(" in")}
     assert locks == {"reduce", "broadcast"}
     assert graph.locks == 2
+
+
+def test_buffers_travel_before_every_forward_pass() -> None:
+    cluster = probed_broadcast(0.004)
+    buffered = replace(workload(), buffer_bytes=(4000, 80), buffers=7)
+    none, some = (Lowering(each, cluster).step_s(plan(single_bucket(each), each, 4)) for each in (workload(), buffered))
+    assert some - none == pytest.approx(2 * 0.004 + 7 * RuntimeCosts()["buffer_s"])
+    for cross_step in (False, True):
+        names = lower(buffered, cluster, replace(plan(single_bucket(buffered), buffered, 4), cross_step=cross_step), steps=2).names.ops
+        assert sum("broadcast buffers" in name for name in names) == 2
+
+
+def probed_broadcast(seconds: float) -> Cluster:
+    return even(4).with_fits((CollectiveFit("broadcast", 4, seconds, 0.0, 0.0, 1024, 2**20),))
+
+
+def test_cores_are_shared_where_ranks_are_more_than_they() -> None:
+    wanted, duties = ring(4), replace(RuntimeCosts(), fill_s=Constant(0.01, "test"))
+    alone, roomy, crowded = (Lowering(workload(), replace(even(4), machine_cores=cores), duties).step_s(wanted) for cores in (0, 8, 2))
+    assert alone == roomy, "each rank has a core for itself"
+    assert crowded - alone > 4 * 0.01, "packing five gradients of 10 ms takes every rank twice as long"
+
+
+def test_emulated_ranks_update_for_real_on_the_cores_that_they_share() -> None:
+    own, wanted = replace(workload(), update_s=0.1), ring(4)
+    for device, times in (("cpu", 2), ("cuda", 1)):
+        there = replace(own, device=device)
+        short = Lowering(replace(there, update_s=0.0), replace(even(4), machine_cores=2)).step_s(wanted)
+        assert Lowering(there, replace(even(4), machine_cores=2)).step_s(wanted) - short == pytest.approx(times * 0.1)
+
+
+def test_cpu_time_beyond_the_end_of_a_message_delays_other_messages_and_not_its_own() -> None:
+    """All-reduces of 1 ms that take each of four ranks 2 ms of two cores: alone 1 ms, a hundred of them 400."""
+    fit = CollectiveFit("all_reduce", 4, 0.001, 0.0, 0.0, 1024, 2**20, cpu_alpha_s=0.002)
+    lowering = Lowering(workload(), replace(even(4).with_fits((fit,)), machine_cores=2))
+    message = ring(4).messages[0]
+    alone = Lowering(workload(), even(4).with_fits((fit,))).sync_s(message)
+    ends = lowering.message_graph([message])
+    arrived = replay(ends).end_s[[name.endswith("wait") for name in ends.names.ops]].max()
+    assert arrived == pytest.approx(alone)
+    assert lowering.sync_s(message, parts=100) > 0.35
