@@ -15,7 +15,8 @@ from autotune.lowering.costs import Constant, RuntimeCosts
 from autotune.lowering.lower import Lowering, lower, replayed_step_s
 from autotune.strategy_space.builders.collectives import per_variable, single_bucket
 from autotune.strategy_space.builders.servers import parameter_server
-from autotune.strategy_space.plan import Plan, Primitive, plan
+from autotune.strategy_space.plan import Message, Plan, Primitive, TensorSlice, plan
+from autotune.strategy_space.strategy import Compressor
 from autotune.workload import Variable, Workload
 
 
@@ -191,3 +192,20 @@ def test_cpu_time_beyond_the_end_of_a_message_delays_other_messages_and_not_its_
     arrived = replay(ends).end_s[[name.endswith("wait") for name in ends.names.ops]].max()
     assert arrived == pytest.approx(alone)
     assert lowering.sync_s(message, parts=100) > 0.35
+
+
+def test_a_slow_host_takes_turns_between_being_a_server_and_sending_to_another_one() -> None:
+    """Both gathers bring 30 MB through the slow host's link, one in and one out of it: on even hosts they pass each other."""
+    slow = even(4)
+    slow = replace(slow, hosts=(*slow.hosts[:3], replace(slow.hosts[3], link_bytes_per_s=1e7)))
+    to_slow, to_fast = (
+        Message((TensorSlice("v0", count),), Primitive.PUSH_PULL, Compressor.NONE, "float32", owner=owner)
+        for owner, count in ((3, 2_500_000), (0, 7_500_000))
+    )
+    both = replay(Lowering(workload(), slow).message_graph([to_slow, to_fast])).makespan_s
+    each = [replay(Lowering(workload(), slow).message_graph([one])).makespan_s for one in (to_slow, to_fast)]
+    assert both > 0.9 * sum(each)
+    fast = [
+        replay(Lowering(workload(), even(4)).message_graph(list(some))).makespan_s for some in ([to_slow], [to_fast], [to_slow, to_fast])
+    ]
+    assert fast[2] < 0.9 * (fast[0] + fast[1])
