@@ -16,9 +16,8 @@ Source: dPRO sec. 4.3 (memory from the lifetimes of a replay) and Table 4.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from heapq import nlargest
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,9 +33,6 @@ from autotune.workload import Workload
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
-
-LANES = 2
-"""Messages that are sent at once: the second step of one (pull, all-gather) beside the first step of the next."""
 
 
 @dataclass(frozen=True)
@@ -157,8 +153,7 @@ def _passing_bytes(buffers: Sequence[Buffer], profile: MemoryProfile, flights: F
     count, last, ready_at = len(profile.segments), last_backward(profile), ready_segments(profile)
     packed: dict[tuple[int, str | None, int | None], int] = {}
     written = sum(one.bytes for one in buffers if one.when is When.END)
-    queued: dict[int, list[Lifetime]] = {}
-    flying: dict[int, list[Lifetime]] = {}
+    under_way = _UnderWay(count)
     for one in buffers:
         if one.when is When.READY:
             at = min(ready_at.get(one.variable or "", last) + 1, last)  # it is packed when the next segment has begun
@@ -167,30 +162,38 @@ def _passing_bytes(buffers: Sequence[Buffer], profile: MemoryProfile, flights: F
             assert flights is not None and one.message is not None
             waits = one.when is When.QUEUED
             born = int((flights.issued if waits else flights.started)[one.message])
-            dies = int(flights.ended[one.message])
-            lifetime = Lifetime(one.bytes, Held.COMMUNICATION, born % count, dies % count)
-            (queued if waits else flying).setdefault(one.message, []).append(lifetime)
-    passing = touched([one for lifetimes in queued.values() for one in lifetimes], count) + _flying_bytes(flying, count)
+            under_way.add(one.message, one.bytes, waits, born, int(flights.ended[one.message]))
+    passing = np.array([under_way.most_bytes(at) for at in range(count)], dtype=np.int64)
     for (at, _, message), size in packed.items():
-        if message is not None:
-            waiting = sum(one.bytes for number, own in queued.items() if number < message for one in own if _holds(one, at))
-            sent = [sum(one.bytes for one in own if _holds(one, at)) for number, own in flying.items() if number < message]
-            size += waiting + sum(nlargest(LANES, sent))
-        passing[at] = max(passing[at], size)
+        passing[at] = max(passing[at], size + (0 if message is None else under_way.most_bytes(at, message)))
     passing[last] = max(passing[last], written)
     passing[0] += sum(one.bytes for one in buffers if one.when is When.STEP_START)
     return passing
 
 
-def _flying_bytes(flying: Mapping[int, Sequence[Lifetime]], count: int) -> ByteArray:
-    """Of the messages that are sent in each segment, by number, those that may be sent at once: the largest; shape (count,)."""
-    sent: list[list[int]] = [[] for _ in range(count)]
-    for lifetimes in flying.values():
-        born, dies = lifetimes[0].born, lifetimes[0].dies
-        assert born is not None and dies is not None
-        for at in range(born, dies + 1 + (count if dies < born else 0)):
-            sent[at % count].append(sum(one.bytes for one in lifetimes))
-    return np.array([sum(nlargest(LANES, sizes)) for sizes in sent], dtype=np.int64)
+class _UnderWay:
+    """Buffers of messages by segment. Messages have the channel one after the other, and those that have had it hold nothing any more."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._at: list[dict[int, list[int]]] = [{} for _ in range(count)]  # by message: bytes while it is queued, while it is sent
+
+    def add(self, message: int, size: int, queued: bool, born: int, dies: int) -> None:
+        for at in range(born, min(dies, born + self._count - 1) + 1):
+            self._at[at % self._count].setdefault(message, [0, 0])[0 if queued else 1] += size
+
+    def most_bytes(self, at: int, before: int | None = None) -> int:
+        """At once in segment `at`, of the messages up to number `before`.
+
+        The first step of the next message may be sent beside the second step of one; what it holds for that is its queued bytes, if any.
+        """
+        own = [sizes for number, sizes in sorted(self._at[at].items()) if before is None or number < before]
+        most = waiting = following = 0
+        for queued, sent in reversed(own):
+            waiting += queued
+            most = max(most, waiting + sent + following)
+            following = 0 if queued else sent
+        return most
 
 
 def _crossing(profile: MemoryProfile) -> list[Lifetime]:
