@@ -185,14 +185,16 @@ class _UnderWay:
     def most_bytes(self, at: int, before: int | None = None) -> int:
         """At once in segment `at`, of the messages up to number `before`.
 
-        The first step of the next message may be sent beside the second step of one; what it holds for that is its queued bytes, if any.
+        Beside the second step of one the first steps of the next two may be sent, since a process group of gloo has two threads; what a
+        message holds for its first step is its queued bytes, if any.
         """
         own = [sizes for number, sizes in sorted(self._at[at].items()) if before is None or number < before]
-        most = waiting = following = 0
+        most = waiting = 0
+        following: list[int] = []
         for queued, sent in reversed(own):
             waiting += queued
-            most = max(most, waiting + sent + following)
-            following = 0 if queued else sent
+            most = max(most, waiting + sent + sum(following))
+            following = [0 if queued else sent, *following[:1]]
         return most
 
 
