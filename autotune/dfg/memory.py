@@ -186,14 +186,15 @@ class _UnderWay:
         """At once in segment `at`, of the messages up to number `before`.
 
         Beside the second step of one the first steps of the next two may be sent, since a process group of gloo has two threads; what a
-        message holds for its first step is its queued bytes, if any.
+        message holds for its first step is its queued bytes, if any. The message before lets go of its own a little late.
         """
         own = [sizes for number, sizes in sorted(self._at[at].items()) if before is None or number < before]
         most = waiting = 0
         following: list[int] = []
-        for queued, sent in reversed(own):
+        for number, (queued, sent) in reversed(list(enumerate(own))):
             waiting += queued
-            most = max(most, waiting + sent + sum(following))
+            late = own[number - 1][0] if number else 0
+            most = max(most, late + waiting + sent + sum(following))
             following = [0 if queued else sent, *following[:1]]
         return most
 
