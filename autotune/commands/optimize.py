@@ -38,10 +38,14 @@ SHOWN_MESSAGES, SHOWN_NAMES, SHOWN_STARTS = 12, 3, 6
 
 @dataclass(frozen=True)
 class _Source:
-    """What is optimized. `graph` is None where only the variables are known, and ops cannot be fused."""
+    """What is optimized. `graph` is None where only the variables are known, and ops cannot be fused.
+
+    `cross_step_refused`: why the recorded script cannot synchronize across steps; empty where nothing is known against it.
+    """
 
     workload: Workload
     graph: OpGraph | None = None
+    cross_step_refused: str = ""
 
 
 def optimize(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
@@ -49,7 +53,7 @@ def optimize(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     source, cluster = _source(options.source), named_cluster(options.cluster)
     budget = replace(Budget(), seconds=parse_seconds(options.budget_time, "--budget-time"))
     found = search(
-        source.workload, cluster, _space(options), graph=source.graph if options.op_fusion else None, budget=budget, seed=options.seed
+        source.workload, cluster, _space(source, options), graph=source.graph if options.op_fusion else None, budget=budget, seed=options.seed
     )
     # What is shown is what the runtime does today: fused ops are a decision for a graph engine.
     lowering = Lowering(source.workload, cluster)
@@ -68,7 +72,7 @@ def _source(name: str) -> _Source:
     if name in MODELS or (path.suffix == ".json" and path.name != JOB_FILE):
         return _Source(named_model(name))
     if path.is_dir() or path.name == JOB_FILE:
-        return _Source(_recorded(path if path.is_dir() else path.parent))
+        return _recorded(path if path.is_dir() else path.parent)
     if path.is_file():
         graph = read_layer_profile(path)
         return _Source(graph.workload(), graph)
@@ -78,20 +82,21 @@ def _source(name: str) -> _Source:
     )
 
 
-def _recorded(folder: Path) -> Workload:
-    """The workload in the folder's job.json."""
+def _recorded(folder: Path) -> _Source:
+    """The workload in the folder's job.json, and what its script allows."""
     from autotune.profiling.job_file import RecordedJob
 
     job = RecordedJob.read(folder)
     if job.workload is None:
         reason = "; ".join(job.notes) or "the recording does not say why"
         raise InvalidInput(f"{folder}: the model's own times must be known, but could not be recorded: {reason}")
-    return job.workload
+    return _Source(job.workload, cross_step_refused=job.cross_step_refused)
 
 
-def _space(options: argparse.Namespace) -> SearchSpace:
+def _space(source: _Source, options: argparse.Namespace) -> SearchSpace:
     space = SearchSpace.default(lossy=options.lossy)
-    return space.without_cross_step("--within-step was given") if options.within_step else space
+    refused = "--within-step was given" if options.within_step else source.cross_step_refused
+    return space.without_cross_step(refused) if refused else space
 
 
 def _data(source: _Source, cluster: Cluster, found: Optimized, summary: IterationSummary) -> dict[str, Any]:
@@ -106,6 +111,7 @@ def _data(source: _Source, cluster: Cluster, found: Optimized, summary: Iteratio
         "starts_s": found.starts_s,
         "op_fusion": {"forward": sorted(found.op_fusion.forward), "backward": sorted(found.op_fusion.backward)},
         "assumed": list(found.assumed),
+        "cross_step_refused": source.cross_step_refused,
         "log": to_data(found.log),
         "rounds": found.rounds,
         "replays": found.replays,
@@ -128,6 +134,8 @@ def _text(source: _Source, cluster: Cluster, found: Optimized, summary: Iteratio
     ]
     if found.assumed:
         lines.append(f"assumed, not measured: {', '.join(found.assumed)}")
+    if source.cross_step_refused:
+        lines.append(f"synchronization stays within the step: {source.cross_step_refused}")
     if whole := whole_text(found.strategy):
         lines.append(whole)
     text = "\n".join(lines) + "\n" + _messages(found) + iteration_table(summary)
@@ -210,6 +218,8 @@ def _page(source: _Source, cluster: Cluster, found: Optimized, summary: Iteratio
         ),
     )
     notes = (f"Assumed, not measured: {', '.join(found.assumed)}.",) if found.assumed else ()
+    if source.cross_step_refused:
+        notes += (f"Synchronization stays within the step: {source.cross_step_refused}.",)
     kicker = (
         f"autotune optimize · {source.workload.model} · {cluster.world_size} workers on cluster {cluster.name} · predicted, nothing was run"
     )

@@ -76,6 +76,8 @@ class RecordedJob:
 
     `workload` is one replica without communication, None where it could not be measured (`notes` says why). `plan` is what the ranks
     sent by; None: DDP's own reducer, whose `buckets` (names of variables, in the order sent) are given where they are known.
+    `cross_step_refused`: why the script cannot synchronize across steps, as its steps until the end of the recording tell; empty where
+    nothing is known against it.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -96,6 +98,7 @@ class RecordedJob:
     command: tuple[str, ...] = ()
     options: dict[str, bool] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    cross_step_refused: str = ""
     schema: int = SCHEMA
 
     def __post_init__(self) -> None:

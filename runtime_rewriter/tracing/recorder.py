@@ -95,6 +95,7 @@ class _Found:
     buckets: tuple[tuple[str, ...], ...] = ()
     workload: Workload | None = None
     notes: list[str] = field(default_factory=list)
+    cross_step_refused: str = ""
 
 
 class StepRecorder:
@@ -246,6 +247,8 @@ class StepRecorder:
         if problems:
             raise LaunchError(f"every rank must write its trace to {self.settings.folder}, but {'; '.join(problems)}")
         self._bring_together()
+        refused = self._peers.gather("" if self._synchronizer is None else self._synchronizer.cross_step.why_not() or "")
+        self._found.cross_step_refused = next(filter(None, refused), "")  # one rank that cannot is enough
         self._write_job([record for record, _, _ in written], [seen for _, seen, _ in written])
         self._peers.gather(None)  # nobody goes on before all is there
         self._peers.leave()
@@ -319,6 +322,7 @@ class StepRecorder:
             command=self.settings.command,
             options=self.settings.options,
             notes=(*found.notes, *_notes(self._log, records)),
+            cross_step_refused=found.cross_step_refused,
         )
         job.write(Path(self.settings.folder))
 

@@ -41,8 +41,8 @@ def digest(module: nn.Module) -> str:
 class Training:
     """One step of a script; `others`: the script also sends something itself, on a group of its own."""
 
-    def __init__(self, rank: int, wrapped: nn.Module, others: bool = True) -> None:
-        self.wrapped, self.others = wrapped, others
+    def __init__(self, rank: int, wrapped: nn.Module, others: bool = True, clips: bool = False) -> None:
+        self.wrapped, self.others, self.clips = wrapped, others, clips
         self.data = torch.Generator().manual_seed(rank)
         self.optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.05, momentum=0.9)
         self.group = dist.new_group([1, 0], group_desc="script's")
@@ -51,6 +51,8 @@ class Training:
         self.optimizer.zero_grad()
         loss = self.wrapped(torch.randn(8, 24, generator=self.data)).square().mean()
         loss.backward()
+        if self.clips:
+            nn.utils.clip_grad_norm_(self.wrapped.parameters(), 1.0)
         self.optimizer.step()
         if self.others:
             dist.broadcast(torch.ones(6), src=1, group=self.group)
@@ -92,7 +94,7 @@ def test_training_gives_the_same_bits_and_the_ddp_is_its_own_again(ddp_job, tmp_
 def test_every_rank_has_its_trace_with_the_asked_steps(ddp_job) -> None:
     folder, _ = ddp_job
     job = RecordedJob.read(folder)
-    assert (job.world_size, job.steps, job.backend) == (2, RECORDED, "gloo")
+    assert (job.world_size, job.steps, job.backend, job.cross_step_refused) == (2, RECORDED, "gloo", "")
     for rank in range(2):
         trace = trace_of(folder, rank)
         assert (trace["distributedInfo"]["rank"], trace["distributedInfo"]["world_size"]) == (rank, 2)
@@ -134,7 +136,7 @@ def test_the_workload_and_the_buckets_belong_to_the_model(ddp_job) -> None:
 def ended_early(rank: int, folder: str) -> bool:
     wrapped = DistributedDataParallel(model())
     recorder = autotune.Recorder(wrapped, folder=folder, steps=RECORDED, warmup=WARMUP)
-    step = autotune.profile(recorder)(Training(rank, wrapped).step)
+    step = autotune.profile(recorder)(Training(rank, wrapped, clips=True).step)
     for _ in range(BEFORE + 1):
         step()
     recorder.finish()
@@ -146,6 +148,7 @@ def test_what_was_recorded_until_now_can_be_written(tmp_path) -> None:
     assert run_world(ended_early, 2, str(tmp_path)) == [True, True]
     job = RecordedJob.read(tmp_path)
     assert (job.steps, job.asked_steps) == (1, RECORDED)
+    assert "as clipping by the global norm does" in job.cross_step_refused
 
 
 def raising(rank: int, folder: str) -> str:

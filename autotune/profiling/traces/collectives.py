@@ -14,7 +14,10 @@ from autotune.profiling.traces.rank_trace import MISSING, Category, Comm, RankTr
 
 @dataclass(frozen=True)
 class Collective:
-    """`event`: the kernel, or the annotation of the thread that ran it. `step`: index among the rank's steps, MISSING outside of all."""
+    """`event`: the kernel, or the annotation of the thread that ran it. `issued_s`: its start where the trace does not tell more.
+
+    `step`: index among the rank's steps of the one it was issued in, MISSING outside of all.
+    """
 
     event: int
     start_s: float
@@ -36,7 +39,8 @@ def rank_collectives(trace: RankTrace) -> list[Collective]:
             comm = host_comms.completed(event, launch)
             issued_s = float(trace.start_s[launch if launch != MISSING else event])
         elif category == Category.HOST_MARK and is_executing_mark(trace.name_of(event)):
-            comm, issued_s = trace.comms[trace.comm[event]], float(trace.start_s[event])
+            comm = trace.comms[trace.comm[event]]
+            issued_s = float(trace.start_s[event]) - comm.queued_s
         else:
             continue
         start_s = float(trace.start_s[event])
