@@ -40,6 +40,7 @@ GATHER_TIMEOUT_S = 300.0
 """How long the ranks wait for the slowest to write its trace."""
 
 
+SHOWN_STEPS = 10
 _UNMEASURED_STEPS = 2
 """With the profiler of the workload: the first one, and the one at whose forward pass the last measured one ends."""
 
@@ -89,12 +90,13 @@ class _Peers:
 
 @dataclass
 class _Found:
-    """What the phases leave behind. `buckets` are those of DDP's own reducer."""
+    """What the phases leave behind. `buckets` are those of DDP's own reducer; `evaluating`: recorded steps that hold an evaluation."""
 
     plan: Plan | None = None
     buckets: tuple[tuple[str, ...], ...] = ()
     workload: Workload | None = None
     notes: list[str] = field(default_factory=list)
+    evaluating: list[int] = field(default_factory=list)
     cross_step_refused: str = ""
 
 
@@ -133,8 +135,10 @@ class StepRecorder:
     def done(self) -> bool:
         return self.phase is Phase.DONE
 
-    def boundary(self) -> bool:
-        """A step has ended and the next one begins: all three below."""
+    def boundary(self, clean: bool) -> bool:
+        """A step has ended and the next one begins: all three below. `clean`: the step held no evaluation."""
+        if self.phase is Phase.RECORDING and self._trace is not None and not clean:
+            self._found.evaluating.append(len(self._trace.step_s))
         self.end_step()
         done = self.advance()
         self.begin_step()
@@ -247,8 +251,7 @@ class StepRecorder:
         if problems:
             raise LaunchError(f"every rank must write its trace to {self.settings.folder}, but {'; '.join(problems)}")
         self._bring_together()
-        refused = self._peers.gather("" if self._synchronizer is None else self._synchronizer.cross_step.why_not() or "")
-        self._found.cross_step_refused = next(filter(None, refused), "")  # one rank that cannot is enough
+        self._agree_on_script()
         self._write_job([record for record, _, _ in written], [seen for _, seen, _ in written])
         self._peers.gather(None)  # nobody goes on before all is there
         self._peers.leave()
@@ -289,6 +292,14 @@ class StepRecorder:
         )
         return record, put.seen, ""
 
+    def _agree_on_script(self) -> None:
+        """What one rank saw is so for the job. Collective."""
+        found, synchronizer = self._found, self._synchronizer
+        refused = "" if synchronizer is None else synchronizer.cross_step.why_not() or ""
+        told = self._peers.gather((refused, found.evaluating))
+        found.cross_step_refused = next((reason for reason, _ in told if reason), "")
+        found.evaluating = sorted(set().union(*(steps for _, steps in told)))
+
     def _bring_together(self) -> None:
         """Traces that rank 0 does not see lie on other hosts; they are sent to it. Collective."""
         folder, mine = Path(self.settings.folder), self._peers.rank
@@ -321,20 +332,31 @@ class StepRecorder:
             software=software_versions(),
             command=self.settings.command,
             options=self.settings.options,
-            notes=(*found.notes, *_notes(self._log, records)),
+            notes=(*found.notes, *_notes(self._log, records, steps), *_evaluations(found.evaluating)),
             cross_step_refused=found.cross_step_refused,
         )
         job.write(Path(self.settings.folder))
 
 
-def _notes(log: CollectiveLog, records: list[RankRecord]) -> list[str]:
+def _notes(log: CollectiveLog, records: list[RankRecord], steps: int) -> list[str]:
     notes = []
+    updated = min(record.times.updated_steps for record in records)
+    if 0 < updated < steps:
+        notes.append(
+            f"an optimizer stepped in {updated} of {steps} recorded steps; the others compute and send gradients only, as accumulation "
+            "without no_sync() and a backward pass in evaluation do"
+        )
     if any(group.backend == "gloo" for group in log.groups.values()):
         notes.append("Gloo tells of whole collectives only: the SENDs and RECVs of their chunks are not recorded")
     untimed = sum(record.untimed for record in records)
     if untimed:
         notes.append(f"{untimed} of {sum(record.collectives for record in records)} collectives have no span in the traces")
     return notes
+
+
+def _evaluations(steps: list[int]) -> list[str]:
+    listed = ", ".join(map(str, steps[:SHOWN_STEPS])) + (" ..." if len(steps) > SHOWN_STEPS else "")
+    return [f"evaluation ran within recorded steps {listed}, and counts as their time"] if steps else []
 
 
 def _plan_of(buckets: tuple[tuple[str, ...], ...], synchronizer: GradientSynchronizer) -> Plan | None:
