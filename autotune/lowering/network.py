@@ -114,13 +114,16 @@ class Network:
         one_by_one: bool,
         layer: Numbers,
         coarse: bool,
-        shared_cores: bool = False,
+        crowd: float = 0.0,
     ) -> None:
-        """`fold`: only the ports that decide are written down. `coarse`: messages that have the network to themselves are one round."""
+        """`fold`: only the ports that decide are written down. `coarse`: messages that have the network to themselves are one round.
+
+        `crowd`: ranks per core of the one machine that they share; 0 where each has cores enough.
+        """
         self._batches, self._port_name, self._costs = batches, port_name, costs
         self._ports, self._cores = kept_ports(batches, fold), kept_cores(batches, fold)
         self._workers, self._one_by_one, self._layer, self._coarse = workers, one_by_one, layer, coarse and one_by_one
-        self._shared_cores = shared_cores
+        self._crowd = crowd
         self._messages = sum(len(batch.numbers) for batch in batches)
 
     def emit(self, to: Emitter, issued: Numbers) -> Sent:
@@ -166,7 +169,7 @@ class Network:
         return Sent(base, ends)
 
     def _cores_name(self, host: int) -> str:
-        return CORES if self._shared_cores else f"{self._port_name(host).removesuffix(' out')} cores"
+        return CORES if self._crowd > 0 else f"{self._port_name(host).removesuffix(' out')} cores"
 
     def _chain(self, to: Emitter, prepared: Numbers, ends: Numbers) -> None:
         """Each lane's thread takes the messages in plan order; one by one, a message follows the end of the one before."""
@@ -195,8 +198,9 @@ class Network:
         threads = []
         if lane > 0 or self._one_by_one:
             handed_s = self._costs["lane_s"] if lane == 0 or not self._one_by_one else 0.0
-            slot = made.duration((handed_s + own.prepare_s) / (len(self._workers) if self._shared_cores else 1))
-            cores = to.queue(CORES) if self._shared_cores else NONE
+            share = self._crowd / len(self._workers) if self._crowd > 0 else 1.0
+            slot = made.duration(share * (handed_s + own.prepare_s))
+            cores = to.queue(CORES) if self._crowd > 0 else NONE
             thread = "channel" if self._one_by_one else f"lane {lane}"
             kind = Kind.UNPACK if own.times is None else Kind.PACK
             for worker in self._workers:
@@ -211,7 +215,7 @@ class Network:
 
     def _rounds(self, to: Emitter, made: _Template, own: SendStep, lane: int, behind: list[int], empty: int) -> int:
         """In every round each port sends its share, then the rest of the time passes; the last op gives the thread back."""
-        times = own.times
+        times, none = own.times, np.zeros(len(own.size_bytes))
         assert times is not None and own.step.collective is not None
         collective = own.step.collective
         loaded = [int(port) for port in self._ports if times.ports[port] > 0]
@@ -219,10 +223,14 @@ class Network:
         rounds = 1 if self._coarse else rounds
         lock = NONE if self._one_by_one else to.lock((lane, own.circle_key), int(self._costs["threads"]))
         busy = [int(host) for host in self._cores if times.cores[host] > 0]
-        most_s = np.maximum(times.link_s, times.cpu_s * times.cores.max(initial=0.0))
+        # Cores are at work beyond a message's end: senders still move what their sockets hold, threads go back to sleep.
+        crowded = float(times.cores.max(initial=0.0))
+        within_s = np.minimum(times.cpu_s, times.alone_s / crowded) if crowded > 0 else none
+        beyond_s = times.cpu_s - within_s if crowded > 0 else none
+        most_s = np.maximum(times.link_s, within_s * crowded)
         waits = made.duration((times.alone_s - most_s) / rounds)
         sends = {self._port_name(port): (Kind.SEND, made.duration(times.link_s * times.ports[port] / rounds)) for port in loaded}
-        sends |= {self._cores_name(host): (Kind.COPY, made.duration(times.cpu_s * times.cores[host] / rounds)) for host in busy}
+        sends |= {self._cores_name(host): (Kind.COPY, made.duration(within_s * times.cores[host] / rounds)) for host in busy}
         size = made.size(own.size_bytes / rounds)
         entry = made.add(f"{collective} in", NONE, Kind.VIRTUAL, empty, behind, acquires=lock)
         names = tuple(sends)
@@ -236,7 +244,12 @@ class Network:
         made.releases += [NONE] * ((len(names) + 1) * rounds - 1) + [lock]
         made.names += _round_names(collective, names, rounds)
         made.edges += [(entry + parent, entry + child) for parent, child in _round_edges(len(names), rounds)]
-        return len(made.queue) - 1
+        last = len(made.queue) - 1
+        if beyond_s.any():
+            for host in busy:
+                slot = made.duration(beyond_s * times.cores[host])
+                made.add(f"{collective} beyond", to.queue(self._cores_name(host)), Kind.COPY, slot, [last])
+        return last
 
 
 @lru_cache(maxsize=1024)
