@@ -1,6 +1,7 @@
 """`job.json`: what lies beside the traces of one recorded job, so that they can be read, aligned, replayed and optimized.
 
-A folder holds `job.json` and `rank<r>.json.gz`, one Kineto trace per rank.
+A folder holds `job.json` and `rank<r>.json.gz`, one Kineto trace per rank. Where the hosts share no file system each has a folder with
+`job.json` and its own ranks' traces, and rank 0's folder has all.
 
 | symbol | meaning | unit |
 |---|---|---|
@@ -29,7 +30,7 @@ SCHEMA = 1
 JOB_FILE = "job.json"
 
 
-def trace_name(rank: int) -> str:
+def trace_name(rank: int | str) -> str:
     """The file of one rank's trace within the folder."""
     return f"rank{rank}.json.gz"
 
@@ -124,6 +125,9 @@ class RecordedJob:
     def read(folder: Path) -> RecordedJob:
         """Raises `InvalidInput` where the folder has no `job.json` or it breaks a rule."""
         path = folder / JOB_FILE
+        if not path.exists():
+            here = "holds none" if folder.is_dir() else "does not exist"
+            raise InvalidInput(f"a folder of `autotune profile` holds a {JOB_FILE}, but {folder} {here}; check the path, or record first")
         data: Any = read_json(path)
         refuse_newer(data, SCHEMA, "recorded job", str(path))
         return parse(RecordedJob, data, str(path))

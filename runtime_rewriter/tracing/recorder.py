@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import platform
 import socket
+import zlib
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -22,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from autotune.errors import InvalidInput, LaunchError
-from autotune.profiling.job_file import RankRecord, RecordedJob, trace_name
+from autotune.profiling.job_file import JOB_FILE, RankRecord, RecordedJob, trace_name
 from autotune.profiling.recorded_steps import SeenCollective, collective_rows, step_times
 from autotune.strategy_space.plan import Message, Plan, Primitive, TensorSlice
 from autotune.strategy_space.strategy import Compressor
@@ -253,6 +254,7 @@ class StepRecorder:
         self._bring_together()
         self._agree_on_script()
         self._write_job([record for record, _, _ in written], [seen for _, seen, _ in written])
+        self._hand_out()
         self._peers.gather(None)  # nobody goes on before all is there
         self._peers.leave()
 
@@ -303,13 +305,23 @@ class StepRecorder:
     def _bring_together(self) -> None:
         """Traces that rank 0 does not see lie on other hosts; they are sent to it. Collective."""
         folder, mine = Path(self.settings.folder), self._peers.rank
+        written = self._peers.gather(_checksum(folder / trace_name(mine)))
         lacking: list[int] = []
-        if mine == 0:
-            lacking = [rank for rank in range(self._peers.size) if not (folder / trace_name(rank)).is_file()]
+        if mine == 0:  # a trace of an earlier recording is none of this one
+            lacking = [rank for rank, of_rank in enumerate(written) if _checksum(folder / trace_name(rank)) != of_rank]
         for rank in self._peers.gather(lacking)[0]:
             sent = self._peers.gather((folder / trace_name(rank)).read_bytes() if mine == rank else b"")
             if mine == 0:
                 (folder / trace_name(rank)).write_bytes(sent[rank])
+
+    def _hand_out(self) -> None:
+        """What rank 0 wrote beside the traces, to the hosts that do not see it. Collective."""
+        path, mine = Path(self.settings.folder) / JOB_FILE, self._peers.rank
+        told = self._peers.gather(path.read_bytes() if mine == 0 else b"")[0]
+        if not path.is_file() or path.read_bytes() != told:
+            partial = path.with_name(f"{JOB_FILE}.{mine}.partial")  # the ranks of a host write the same
+            partial.write_bytes(told)
+            partial.replace(path)
 
     def _write_job(self, records: list[RankRecord], seen: list[tuple[SeenCollective, ...]]) -> None:
         if self._peers.rank != 0:
@@ -352,6 +364,10 @@ def _notes(log: CollectiveLog, records: list[RankRecord], steps: int) -> list[st
     if untimed:
         notes.append(f"{untimed} of {sum(record.collectives for record in records)} collectives have no span in the traces")
     return notes
+
+
+def _checksum(path: Path) -> int | None:
+    return zlib.crc32(path.read_bytes()) if path.is_file() else None
 
 
 def _evaluations(steps: list[int]) -> list[str]:

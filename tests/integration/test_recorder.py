@@ -18,6 +18,7 @@ from torch_world import run_world
 import autotune
 from autotune.errors import InvalidInput
 from autotune.profiling.job_file import RecordedJob, trace_name
+from autotune.profiling.traces.job import read_job
 from autotune.strategy_space.plan import Message, Plan, Primitive, TensorSlice
 from autotune.strategy_space.strategy import Compressor
 from runtime_rewriter.pytorch.agreement import assumed_workload
@@ -135,7 +136,7 @@ def test_the_workload_and_the_buckets_belong_to_the_model(ddp_job) -> None:
 
 def ended_early(rank: int, folder: str) -> bool:
     wrapped = DistributedDataParallel(model())
-    recorder = autotune.Recorder(wrapped, folder=folder, steps=RECORDED, warmup=WARMUP)
+    recorder = autotune.Recorder(wrapped, folder=f"{folder}/host{rank}", steps=RECORDED, warmup=WARMUP)
     step = autotune.profile(recorder)(Training(rank, wrapped, clips=True).step)
     for _ in range(BEFORE + 1):
         step()
@@ -144,11 +145,33 @@ def ended_early(rank: int, folder: str) -> bool:
     return recorder.written
 
 
-def test_what_was_recorded_until_now_can_be_written(tmp_path) -> None:
-    assert run_world(ended_early, 2, str(tmp_path)) == [True, True]
-    job = RecordedJob.read(tmp_path)
+@pytest.fixture(scope="module")
+def two_folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Of two hosts without a common file system; the first one's holds a trace of an earlier recording."""
+    folder = tmp_path_factory.mktemp("hosts")
+    (folder / "host0").mkdir()
+    (folder / "host0" / trace_name(1)).write_bytes(b"earlier")
+    assert run_world(ended_early, 2, str(folder)) == [True, True]
+    return [folder / f"host{rank}" for rank in range(2)]
+
+
+def test_what_was_recorded_until_now_can_be_written(two_folders) -> None:
+    job = RecordedJob.read(two_folders[0])
     assert (job.steps, job.asked_steps) == (1, RECORDED)
     assert "as clipping by the global norm does" in job.cross_step_refused
+
+
+def test_every_host_has_the_job_and_its_own_traces_and_all_folders_together_are_one_job(two_folders, ddp_job) -> None:
+    first, second = two_folders
+    assert RecordedJob.read(first) == RecordedJob.read(second)
+    assert sorted(path.name for path in first.iterdir()) == ["job.json", trace_name(0), trace_name(1)]
+    assert sorted(path.name for path in second.iterdir()) == ["job.json", trace_name(1)]
+    job = read_job(two_folders)
+    assert job.rank_numbers == (0, 1) and job.joints
+    assert "a trace that was given more than once is taken once" in [repair.what for repair in job.repairs]
+    assert read_job([first / trace_name(0), second / trace_name(1)]).rank_numbers == (0, 1)
+    with pytest.raises(InvalidInput, match="must be of one recording"):
+        read_job([first, ddp_job[0]])
 
 
 def raising(rank: int, folder: str) -> str:
