@@ -7,8 +7,9 @@ the marks and the log of collectives, as `autotune profile` has them) follow eac
 that what others do to the cores meets both; the overhead of a pair is the ratio of the times of the slowest rank's steps, less 1. Starting
 and stopping the trace is outside of the blocks. Medians over the pairs, with quartiles of the pairs and a 95 % interval of the median
 (bootstrap). `overhead_quiet` is the ratio of the lower deciles of all steps: what disturbs a step only ever adds to it, so that this
-figure needs fewer blocks on a machine that others use. `cpu_overhead_*` is the same for the CPU time of the rank's process, all threads: what is left of the figure where others use
-the cores. The last line is one JSON object; `overhead_median` is the largest of the models' medians.
+figure needs fewer blocks on a machine that others use. `cpu_overhead_*` is the same for the CPU time of the rank's process, all threads:
+what is left of the figure where others use the cores. The last line is one JSON object; `overhead_median` is the largest of the models'
+medians.
 """
 
 from __future__ import annotations
@@ -173,6 +174,11 @@ def _spread(name: str, ratios: np.ndarray) -> dict[str, Any]:
     }
 
 
+def _told(found: dict[str, Any], name: str) -> str:
+    low, high = found[f"{name}_interval"]
+    return f"{found[f'{name}_median']:+.1%} ({low:+.1%} to {high:+.1%}, quiet {found[f'{name}_quiet']:+.1%})"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=sorted(MODELS), default=sorted(MODELS))
@@ -186,10 +192,7 @@ def main() -> None:
         models[name] = overhead(name, options.blocks, chosen)
         loads.append(os.getloadavg()[0])
         one = models[name]
-        wall, cpu = (
-            f"{one[f'{of}_median']:+.1%} ({' to '.join(f'{value:+.1%}' for value in one[f'{of}_interval'])}, quiet {one[f'{of}_quiet']:+.1%})"
-            for of in ("overhead", "cpu_overhead")
-        )
+        wall, cpu = (_told(one, name) for name in ("overhead", "cpu_overhead"))
         times = f"{one['step_s'] * 1e3:.1f} ms, recorded {one['recorded_step_s'] * 1e3:.1f} ms"
         print(f"{name}: {times}: {wall}, of CPU {cpu}; {one['events_per_step']:.0f} events a step", flush=True)
     print(

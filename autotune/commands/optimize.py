@@ -53,7 +53,12 @@ def optimize(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     source, cluster = _source(options.source), named_cluster(options.cluster)
     budget = replace(Budget(), seconds=parse_seconds(options.budget_time, "--budget-time"))
     found = search(
-        source.workload, cluster, _space(source, options), graph=source.graph if options.op_fusion else None, budget=budget, seed=options.seed
+        source.workload,
+        cluster,
+        _space(source, options),
+        graph=source.graph if options.op_fusion else None,
+        budget=budget,
+        seed=options.seed,
     )
     # What is shown is what the runtime does today: fused ops are a decision for a graph engine.
     lowering = Lowering(source.workload, cluster)

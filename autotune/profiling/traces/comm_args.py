@@ -130,8 +130,9 @@ def _transaction(own: Mapping[str, Any]) -> str:
 def _queued_s(own: Mapping[str, Any]) -> float:
     """`queue_us` is the span's start less `issued_us`, whose clock is that of the whole file and not of one event."""
     said = own.get("queue_us")
-    known = isinstance(said, int | float) and not isinstance(said, bool) and 0 <= said < 1e12
-    return float(said) * 1e-6 if known else 0.0
+    if isinstance(said, int | float) and not isinstance(said, bool) and 0 <= said < 1e12:
+        return float(said) * 1e-6
+    return 0.0
 
 
 def element_bytes(dtype: str) -> int:
