@@ -24,8 +24,8 @@ from typing import Any
 
 from autotune.cluster import Cluster, Host
 from autotune.errors import AutotuneError
+from autotune.lowering.replayed import LoweredSteps
 from autotune.optimizer.budget import Budget
-from autotune.optimizer.observe import LoweredSteps
 from autotune.optimizer.optimize import Optimized, optimize
 from autotune.optimizer.state import Speedups
 from autotune.profiling.layer_profile import read_layer_profile
