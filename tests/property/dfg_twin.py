@@ -159,7 +159,7 @@ def graphs(draw: st.DrawFn, *, plain: bool = False, ops: int = 14) -> Dfg:
             priority=int(rng.integers(0, 3)),
             acquires=held,
             releases=held,
-            worker=int(rng.integers(0, 2)),
+            worker=int(rng.integers(NONE, 2)),
         )
     built = builder.build()
     return relabelled(built, rng.permutation(built.ops)) if draw(st.booleans()) else built
