@@ -53,7 +53,8 @@ class Cost:
 
 def costs() -> list[Cost]:
     """Of every kind of graph at every number of workers."""
-    return [*(_lowered(name, count) for name in _PLANS for count in WORKERS), *(_folded(name, count) for name in _FULL for count in WORKERS)]
+    lowered = [_lowered(name, count) for name in _PLANS for count in WORKERS]
+    return lowered + [_folded(name, count) for name in _FULL for count in WORKERS]
 
 
 def table(found: Sequence[Cost]) -> list[str]:

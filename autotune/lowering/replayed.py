@@ -1,4 +1,4 @@
-"""One workload on one cluster: its steps and its messages alone, lowered and replayed. The search and the scorer ask this, and nothing else.
+"""One workload on one cluster: its steps and its messages alone, lowered and replayed. What the search and the scorer ask.
 
 A step is remembered by its plan, so that what one of them has replayed costs the other nothing.
 """

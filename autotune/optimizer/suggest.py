@@ -53,7 +53,7 @@ def suggestions(
     starts: list[tuple[str, State]] = []
     for name, bounded in sets:
         problem = Problem(steps.workload, steps.cluster, bounded)
-        result = Search(problem, Replays(problem, lower), default_passes(), each, seed, allowed).run([*starts, *all_starts(problem, None)])
+        result = Search(problem, Replays(problem, lower), default_passes(), each, seed, allowed).run([*starts, *all_starts(problem)])
         for across, (step_s, state) in sorted(result.families.items()):
             found.setdefault(
                 state.strategy, Suggested(f"{name}, {'across steps' if across else 'within the step'}", state.strategy, step_s)

@@ -106,9 +106,7 @@ class Proposer:
         from autotune.optimizer.suggest import suggestions  # numba is heavy, and the baselines do without
 
         steps = self._scorer.extractor(history).steps
-        found = suggestions(
-            steps, space, budget=OPTIMIZER, seed=self._spec.seed, allowed=lambda made: self._why_refused(made) is None
-        )
+        found = suggestions(steps, space, budget=OPTIMIZER, seed=self._spec.seed, allowed=lambda made: self._why_refused(made) is None)
         return [(f"optimizer: {own.name}", own.strategy, own.predicted_step_s) for own in found]
 
     def _untried(self, found: Sequence[tuple[str, Strategy, float | None]], history: History) -> _Pool:
