@@ -13,7 +13,7 @@ from rich.table import Table
 from autotune.canonical import to_data
 from autotune.cluster import Cluster
 from autotune.commands.iteration import iteration_data, iteration_facts, iteration_table, write_timeline
-from autotune.commands.strategies import named_cluster, named_model
+from autotune.commands.strategies import named_cluster, named_model, zoo_name
 from autotune.commands.tables import table_text
 from autotune.dfg.replay import replay
 from autotune.dfg.utilisation import IterationSummary, iteration_summary
@@ -21,7 +21,7 @@ from autotune.errors import InvalidInput
 from autotune.export import write_whole
 from autotune.lowering.lower import Lowering
 from autotune.optimizer.budget import Budget
-from autotune.optimizer.optimize import Optimized
+from autotune.optimizer.optimize import ASSUMED_TIMES, Optimized
 from autotune.optimizer.optimize import optimize as search
 from autotune.profiling.layer_profile import read_layer_profile
 from autotune.profiling.op_graph import OpGraph
@@ -31,6 +31,8 @@ from autotune.timeline_report import Fact, Listing, Page, write_timeline_report
 from autotune.units import format_bytes, format_seconds, parse_seconds
 from autotune.workload import Workload
 from autotune.zoo.architectures import MODELS
+from autotune.zoo.assumed_device import AssumedDevice
+from autotune.zoo.assumed_models import assumed_ops
 
 JOB_FILE = "job.json"
 SHOWN_MESSAGES, SHOWN_NAMES, SHOWN_STARTS = 12, 3, 6
@@ -38,10 +40,18 @@ SHOWN_MESSAGES, SHOWN_NAMES, SHOWN_STARTS = 12, 3, 6
 
 @dataclass(frozen=True)
 class _Source:
-    """What is optimized. `graph` is None where only the variables are known, and ops cannot be fused."""
+    """What is optimized. `graph` is None where only the variables are known, and ops cannot be fused.
+
+    `times`: where its times come from, if nobody measured them.
+    """
 
     workload: Workload
     graph: OpGraph | None = None
+    times: str = ""
+
+    def assumed(self, found: Optimized) -> list[str]:
+        """What was assumed, with what is known of it."""
+        return [f"{note} ({self.times})" if self.times and note == ASSUMED_TIMES else note for note in found.assumed]
 
 
 def optimize(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
@@ -64,9 +74,12 @@ def optimize(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
 
 
 def _source(name: str) -> _Source:
-    path = Path(name)
-    if name in MODELS or (path.suffix == ".json" and path.name != JOB_FILE):
-        return _Source(named_model(name))
+    path, model = Path(name), zoo_name(name)
+    if model is not None:
+        graph, row, device = assumed_ops(model), MODELS[model], AssumedDevice()
+        return _Source(graph.workload(), graph, f"{device.text}, for a batch of {row.batch_per_gpu} {row.batch_unit}")
+    if path.suffix == ".json" and path.name != JOB_FILE:
+        return _Source(_timed(named_model(name), name))
     if path.is_dir() or path.name == JOB_FILE:
         return _Source(_recorded(path if path.is_dir() else path.parent))
     if path.is_file():
@@ -76,6 +89,15 @@ def _source(name: str) -> _Source:
         f"there must be something to optimize: a folder of `autotune profile`, a workload's JSON file, a layer profile (.txt) or one of "
         f"{', '.join(MODELS)}, but it is {name!r}"
     )
+
+
+def _timed(workload: Workload, name: str) -> Workload:
+    if workload.compute_s == 0:
+        raise InvalidInput(
+            f"a workload needs the times of its passes, behind which messages can hide, but in {name} they are 0; "
+            f"record them with `autotune profile`, or name a model of the zoo, whose times are assumed: {', '.join(MODELS)}"
+        )
+    return workload
 
 
 def _recorded(folder: Path) -> Workload:
@@ -105,7 +127,7 @@ def _data(source: _Source, cluster: Cluster, found: Optimized, summary: Iteratio
         "bound_s": found.bound_s,
         "starts_s": found.starts_s,
         "op_fusion": {"forward": sorted(found.op_fusion.forward), "backward": sorted(found.op_fusion.backward)},
-        "assumed": list(found.assumed),
+        "assumed": source.assumed(found),
         "log": to_data(found.log),
         "rounds": found.rounds,
         "replays": found.replays,
@@ -127,7 +149,7 @@ def _text(source: _Source, cluster: Cluster, found: Optimized, summary: Iteratio
         _gained(found),
     ]
     if found.assumed:
-        lines.append(f"assumed, not measured: {', '.join(found.assumed)}")
+        lines.append(f"assumed, not measured: {', '.join(source.assumed(found))}")
     if whole := whole_text(found.strategy):
         lines.append(whole)
     text = "\n".join(lines) + "\n" + _messages(found) + iteration_table(summary)
@@ -209,7 +231,7 @@ def _page(source: _Source, cluster: Cluster, found: Optimized, summary: Iteratio
             frozenset({0, 3, 4}),
         ),
     )
-    notes = (f"Assumed, not measured: {', '.join(found.assumed)}.",) if found.assumed else ()
+    notes = (f"Assumed, not measured: {', '.join(source.assumed(found))}.",) if found.assumed else ()
     kicker = (
         f"autotune optimize · {source.workload.model} · {cluster.world_size} workers on cluster {cluster.name} · predicted, nothing was run"
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -87,9 +88,22 @@ def test_optimize_writes_a_strategy_that_plans_and_predicts_no_slower_than_ddp(w
         (["replay", "{trace}", "--step", "9"], "the step must be one of 3, but is 9"),
         (["optimize", "absent", "--cluster", "B7"], "there must be something to optimize"),
         (["optimize", "{workload}", "--cluster", "absent.yaml"], "the cluster must be a cluster file or one of"),
+        (["optimize", "{untimed}", "--cluster", "B7"], "record them with `autotune profile`, or name a model of the zoo"),
     ],
 )
 def test_bad_input_is_refused_with_the_rule_and_the_value(workload, tmp_path, capsys, words, message) -> None:
-    names = {"trace": kineto(0, tmp_path), "workload": workload}
+    untimed = tmp_path / "untimed.json"
+    untimed.write_text(canonical_json(replace(WORKLOAD, forward_s=0.0, backward_s=0.0, update_s=0.0)))
+    names = {"trace": kineto(0, tmp_path), "workload": workload, "untimed": untimed}
     assert main([word.format(**names) for word in words]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["VGG16", "ncf_sparse"])
+def test_a_model_of_the_zoo_is_optimized_with_times_that_are_said_to_be_assumed(name, capsys) -> None:
+    assert main(["optimize", name, "--cluster", "B1", "--budget-time", "1s", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert 0 < told["forward_s"] < told["predicted_step_s"] <= told["before_step_s"]
+    batch = 256 if name == "ncf_sparse" else 32
+    source = f"on an NVIDIA V100 that reaches 60% of the 15.7 TFLOP/s and 900 GB/s of its data sheet, for a batch of {batch} examples"
+    assert told["assumed"][0] == f"the workload's times (from FLOPs and bytes {source})"
