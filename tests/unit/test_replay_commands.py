@@ -12,6 +12,7 @@ from synthetic_job import WORKLOAD
 
 from autotune.canonical import canonical_json
 from autotune.cli import main
+from autotune.profiling.job_file import RankRecord, RecordedJob
 from autotune.strategy_space.plan import plan
 from autotune.strategy_space.strategy import Strategy
 
@@ -63,7 +64,18 @@ def test_replay_of_two_ranks_says_what_the_iteration_is_made_of_and_writes_timel
     assert "Timeline" in report.read_text() and "<script" not in report.read_text()
     assert main(["replay", *traces]) == 0
     text = capsys.readouterr().out
-    assert "2 ranks, step 3" in text and "exposed communication" in text
+    assert "2 ranks, step 3" in text and "exposed communication" in text and "peak memory" not in text
+
+
+def test_replay_of_a_recorded_folder_shows_the_peak_of_a_replica(tmp_path, capsys) -> None:
+    from test_memory_commands import MODEL, replica
+
+    ranks = tuple(RankRecord(rank, "host", "cpu", "x", 1, kineto(rank, tmp_path).name, (), (0.2,)) for rank in (0, 1))
+    RecordedJob(2, ranks, 1, 1, 1, MODEL.id, MODEL).write(tmp_path)
+    replica().write(tmp_path)
+    report = tmp_path / "report.html"
+    assert main(["replay", str(tmp_path), "--report", str(report)]) == 0
+    assert "peak memory of a replica" in capsys.readouterr().out and "Peak memory of a replica" in report.read_text()
 
 
 def test_optimize_writes_a_strategy_that_plans_and_predicts_no_slower_than_ddp(workload, tmp_path, capsys) -> None:
