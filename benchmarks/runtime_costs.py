@@ -224,7 +224,8 @@ def one_process(emulated: bool) -> dict[str, float]:
     if "hand_out_s_per_byte" in found:  # it was measured with the packing
         behind = found["pack_s_per_byte"] + found["unpack_s_per_byte"]
         found["hand_out_s_per_byte"] = max(found["hand_out_s_per_byte"] - behind, 0.0)
-    for name, of_elements in (("int8_encode", int8("encode")), ("int8_decode", int8("decode")), ("top_k_find", top_k), ("top_k_add", top_k_sum)):
+    compressors = {"int8_encode": int8("encode"), "int8_decode": int8("decode"), "top_k_find": top_k, "top_k_add": top_k_sum}
+    for name, of_elements in compressors.items():
         found[f"{name}_s"], found[f"{name}_s_per_element"] = line(of_elements)
     per_call_s, per_element = line(low_rank)
     found["low_rank_s"], found["low_rank_s_per_flop"] = per_call_s / 3, per_element / 3

@@ -82,7 +82,7 @@ class Lowering:
         issued = first + np.arange(count)
         to.edges(issued[:-1], issued[1:])
         layer = np.zeros(count, dtype=np.int64)
-        network = Network(batches, True, self._ports.name, self.costs, [0], one_by_one, layer, True, self._crowd)
+        network = Network(batches, True, self._ports, self.costs, [0], one_by_one, layer, True, self._crowd)
         network.emit(to, issued[None, :])
         return to.build(("message",))
 
@@ -124,7 +124,7 @@ class _Drawing:
         self.network = Network(
             batches,
             symmetric,
-            lowering._ports.name,
+            lowering._ports,
             lowering.costs,
             ranks,
             plan.cross_step,

@@ -124,6 +124,11 @@ class GradientSynchronizer:
         """Without a plan: the names of the variables of each bucket that the module's own reducer sends, in its order."""
         return None if self._carrier is None else self._carrier.own_buckets()
 
+    @property
+    def bucket_view(self) -> bool | None:
+        """Whether gradients lie in the buckets of the module's own reducer, which are there under every plan; None where it has none."""
+        return None if self._carrier is None else self._carrier.bucket_view
+
     def load(self, plan: Plan | None, *, deferred: bool = False) -> None:
         """Collective, between two steps: from now on synchronize by `plan`, or not at all.
 
