@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -16,13 +15,14 @@ from autotune.dfg.graph import Dfg
 from autotune.errors import InvalidInput
 from autotune.profiling.traces.collectives import Collective, rank_collectives
 from autotune.profiling.traces.device_order import launched_before_trace
-from autotune.profiling.traces.execution_trace import ExecutionTrace, enriched, read_execution_trace
+from autotune.profiling.traces.execution_links import Link, enriched
+from autotune.profiling.traces.execution_trace import ExecutionTrace, read_execution_trace
 from autotune.profiling.traces.global_graph import Part, build_dfg
 from autotune.profiling.traces.kineto import read_kineto
 from autotune.profiling.traces.matching import Joint, collectives_by_place, match_collectives
 from autotune.profiling.traces.rank_ops import RankOps, hidden_before, step_ops
 from autotune.profiling.traces.rank_trace import RankTrace, Repair, Step
-from autotune.profiling.traces.sources import Read, find_sources
+from autotune.profiling.traces.sources import Read, find_sources, rank_in_name
 
 if TYPE_CHECKING:
     from autotune.profiling.alignment.result import Alignment
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 StepChoice = int | Literal["median"]
 
 JOB_FILE = "job.json"
-_RANK_IN_NAME = re.compile(r"(?:^|[^a-z])(?:rank|worker|trainer|gpu|r)[_.\-]?(\d{1,6})(?!\d)", re.IGNORECASE)
-_LAST_NUMBER = re.compile(r"(\d{1,6})(?:\.[a-z.]*)?$", re.IGNORECASE)
 _SNIFFED = 2**16
 
 
@@ -52,6 +50,7 @@ class TraceJob:
     repairs: tuple[Repair, ...]
     source: str
     execution_traces: tuple[ExecutionTrace, ...] = ()
+    links: tuple[Link, ...] = ()
     details: dict[str, Any] | None = None
 
     @property
@@ -196,7 +195,7 @@ def assemble(
         repairs.append(Repair(told))
     steps = _common_steps(traces)
     collectives = tuple(tuple(rank_collectives(trace)) for trace in traces)
-    linked, et_repairs = enriched(traces, collectives, execution)
+    linked, links, et_repairs = enriched(traces, collectives, execution)
     ranks = [trace.rank or 0 for trace in traces]
     joints, unmatched = match_collectives(ranks, [[s.number for s in trace.steps] for trace in traces], linked, world_size)
     if len(traces) > 1 and not joints and any(linked):
@@ -215,6 +214,7 @@ def assemble(
         (*repairs, *own, *et_repairs, *(unmatched if len(traces) == world_size else [])),
         source,
         tuple(execution),
+        links,
         details,
     )
 
@@ -251,7 +251,7 @@ def _ranked(traces: list[RankTrace]) -> tuple[list[RankTrace], list[Repair]]:
     """Traces with a rank each, by rank: what they say, else what their file names say, else the order in which they were given."""
     repairs = []
     said = [trace.rank for trace in traces]
-    named = [_rank_in(trace.source) for trace in traces]
+    named = [rank_in_name(trace.source) for trace in traces]
     if all(rank is not None for rank in said) and len(set(said)) == len(said):
         ranks = [rank for rank in said if rank is not None]
     elif all(rank is not None for rank in named) and len(set(named)) == len(named):
@@ -267,12 +267,6 @@ def _ranked(traces: list[RankTrace]) -> tuple[list[RankTrace], list[Repair]]:
         repairs.append(Repair(f"ranks taken from the order of the files, since {why}", len(traces)))
     order = sorted(range(len(traces)), key=lambda place: ranks[place])
     return [replace(traces[place], rank=ranks[place]) for place in order], repairs
-
-
-def _rank_in(source: str) -> int | None:
-    name = source.replace(":", "/").rpartition("/")[2]
-    match = _RANK_IN_NAME.search(name) or _LAST_NUMBER.search(name.partition(".")[0])
-    return int(match.group(1)) if match else None
 
 
 def _hosts(traces: Sequence[RankTrace], details: dict[str, Any] | None) -> tuple[str, ...]:

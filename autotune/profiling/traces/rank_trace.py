@@ -133,7 +133,10 @@ class Step:
 
 @dataclass(frozen=True, eq=False)
 class RankTrace:
-    """All arrays have shape (N,). `correlation`, `external`, `sequence`, `comm`, `sync` hold MISSING where the event has none.
+    """All arrays have shape (N,). `correlation`, `external`, `function`, `sequence`, `comm`, `sync` hold MISSING where the event has none.
+
+    `external` ("External id") leads from a device op to the host op that launched it, `function` ("Record function id") from a host op
+    to its node in an execution trace.
 
     `host` is "" where the trace does not tell; `groups` maps a process group's name to its ranks.
     """
@@ -150,6 +153,7 @@ class RankTrace:
     name: NDArray[np.int32]
     correlation: IntArray
     external: IntArray
+    function: IntArray
     sequence: IntArray
     size_bytes: FloatArray
     comm: NDArray[np.int32]
