@@ -58,7 +58,9 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> TraceJob:
 
 
 def test_a_recorded_job_is_matched_and_every_step_replayed(recorded: TraceJob) -> None:
-    assert len(recorded.steps) == 12 and recorded.world_size == 2 and len(set(recorded.hosts)) == 1
+    assert (
+        len(recorded.steps) == 12 and recorded.world_size == 2 and len(set(recorded.hosts.names)) == 1 and recorded.hosts.source == "traces"
+    )
     assert len(recorded.joints) >= 24 and all(joint.complete for joint in recorded.joints)
     for step in recorded.steps:
         assert replay(recorded.global_dfg(step)).makespan_s == pytest.approx(recorded.measured_step_s(step), rel=0.03)

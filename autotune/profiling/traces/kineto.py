@@ -7,6 +7,7 @@ than `MOST_BAD` of all, the file is refused with the first of them.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import re
@@ -195,9 +196,17 @@ class _Reader:
             flows=tuple(Flow(a[0], a[1] * US - first, b[0], b[1] * US - first) for a, b in pairs),
             groups=groups,
             repairs=tuple(self._repairs()),
-            info={key: str(value)[:200] for key, value in self.fields.items() if isinstance(value, str | int | float)},
+            info={key: str(value)[:200] for key, value in self.fields.items() if isinstance(value, str | int | float)} | self._devices(),
         )
         return find_steps(trace)
+
+    def _devices(self) -> dict[str, str]:
+        """How many devices the process could see, and a digest of what they are: alike for all processes of a host."""
+        listed = self.fields.get("deviceProperties")
+        if not isinstance(listed, list) or not listed:
+            return {}
+        digest = hashlib.sha256(json.dumps(listed, sort_keys=True).encode()).hexdigest()
+        return {"devices": str(len(listed)), "device_list": digest}
 
     def _repairs(self) -> list[Repair]:
         found = []
