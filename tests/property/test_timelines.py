@@ -123,6 +123,9 @@ def test_busy_and_exposed_times_are_what_a_fine_clock_counts(dfg: Dfg) -> None:
     summary = iteration_summary(timeline)
     mine = dfg.worker == summary.worker
     np.testing.assert_allclose(summary.communication_s, width[of(COMMUNICATION, summary.worker)].sum(), atol=1e-9)
+    computes, sends = (of(kinds, summary.worker) for kinds in (COMPUTATION, COMMUNICATION))
+    np.testing.assert_allclose(summary.computation_s, width[computes].sum(), atol=1e-9)
+    np.testing.assert_allclose(summary.idle_s, width[~computes & ~sends].sum(), atol=1e-9)
     assert not mine.any() or timeline.end_s[mine].max() == summary.iteration_s
     assert summary.bottleneck_share == share.max()
 

@@ -20,7 +20,7 @@ from itertools import groupby
 from typing import Any
 
 from autotune.errors import InvalidInput
-from autotune.profiling.traces.rank_trace import RankTrace
+from autotune.profiling.traces.rank_trace import RankTrace, number_ranges
 
 _HANDLER_NAME = re.compile(r"(?P<host>[^/]+)_(?P<pid>\d+)\.\d+\.pt\.trace\.json(?:\.gz)?$")
 
@@ -39,9 +39,9 @@ class Hosts:
     def text(self, ranks: Sequence[int]) -> str:
         """For people: every host with its ranks, and how that is known."""
         if not self.source:
-            return "hosts: unknown, so that every rank is taken to have a clock of its own; --hosts tells them"
+            return "hosts: unknown; --hosts tells which ranks share a clock"
         places = groupby(sorted(range(len(ranks)), key=lambda place: self.names[place]), key=lambda place: self.names[place])
-        listed = [f"{name or 'unknown'} (rank {_ranges([ranks[place] for place in own])})" for name, own in places]
+        listed = [f"{name or 'unknown'} (rank {number_ranges(ranks[place] for place in own)})" for name, own in places]
         shown = ", ".join(listed[:8]) + (f" and {len(listed) - 8} more" if len(listed) > 8 else "")
         return f"hosts: {shown}; {'assumed from the device numbers' if self.assumed else f'from {self.source}'}"
 
@@ -101,14 +101,3 @@ def _by_devices(traces: Sequence[RankTrace]) -> tuple[str, ...]:
             host += 1
         names.append(f"host {host}")
     return tuple(names)
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """`0-3, 8`."""
-    runs: list[list[int]] = []
-    for number in sorted(numbers):
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)

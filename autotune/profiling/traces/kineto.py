@@ -75,7 +75,9 @@ class _Reader:
             self._unusable(began, "it begins and never ends")
         kept = len(self.floats["start"])
         if self.bad and self.bad > MOST_BAD * (kept + self.bad):
-            raise InvalidInput(f"{self.where}: {self.bad} of {kept + self.bad} events are unusable; first {self.first_bad}")
+            share = f"at most {100 * MOST_BAD:.0f} % of a trace's events may be unusable"
+            found = f"of {kept + self.bad} in {self.where} {self.bad} are; first {self.first_bad}"
+            raise InvalidInput(f"{share}, but {found}; export the trace again")
         if not kept:
             raise InvalidInput(f"{self.where} must hold events with ph, ts and dur in traceEvents, but none of {self.items.items} is one")
         return self._build()

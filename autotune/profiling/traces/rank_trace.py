@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -73,6 +73,30 @@ class Repair:
         return f"{where}{self.what}" + (f" ({self.count} times)" if self.count > 1 else "")
 
 
+def told(repairs: Iterable[Repair]) -> list[str]:
+    """A line for each; those that differ in the rank only are one line."""
+    ranks: dict[tuple[str, int], list[int]] = {}
+    for repair in repairs:
+        own = ranks.setdefault((repair.what, repair.count), [])
+        if repair.rank is not None:
+            own.append(repair.rank)
+    return [
+        f"ranks {number_ranges(own)}: {Repair(what, count)}" if len(own) > 1 else str(Repair(what, count, own[0] if own else None))
+        for (what, count), own in ranks.items()
+    ]
+
+
+def number_ranges(numbers: Iterable[int]) -> str:
+    """`0-3, 8`."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
 @dataclass(frozen=True)
 class Lane:
     """A host thread, or a stream of a device."""
@@ -83,7 +107,7 @@ class Lane:
 
     @property
     def name(self) -> str:
-        return f"device {self.process} stream {self.thread}" if self.device else f"thread {self.thread}"
+        return f"device {self.process} stream {self.thread}" if self.device else f"host thread {self.thread}"
 
 
 @dataclass(frozen=True)
