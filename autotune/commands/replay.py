@@ -105,7 +105,9 @@ def _head(shown: _Shown) -> list[str]:
     if len(repairs) > SHOWN_REPAIRS:
         lines.append(f"  and {len(repairs) - SHOWN_REPAIRS} more (all with --json)")
     lines += [
-        f"execution trace of rank {link.rank}: {link.by_id} of {link.collectives} collectives linked by id" for link in job.links if link.by_id
+        f"execution trace of rank {link.rank}: {link.by_id} of {link.collectives} collectives linked by id"
+        for link in job.links
+        if link.by_id
     ][:SHOWN_REPAIRS]
     if several:
         lines += [job.hosts.text(job.rank_numbers), *_clock_lines(shown.aligned)]

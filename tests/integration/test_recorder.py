@@ -148,7 +148,9 @@ def test_offsets_injected_into_recorded_traces_are_found_within_the_interval_and
     assert found.low_s[1] - 1e-6 <= OFFSET_S <= found.high_s[1] + 1e-6 and width_s < 0.05
     assert abs(found.offset_s[1] - OFFSET_S) <= width_s
     true_s = np.array([truth.measured_step_s(step) for step in truth.steps])
-    raw, better = (np.abs([replay(job.global_dfg(step, how)).makespan_s for step in job.steps] / true_s - 1).mean() for how in (None, found))
+    raw, better = (
+        np.abs([replay(job.global_dfg(step, how)).makespan_s for step in job.steps] / true_s - 1).mean() for how in (None, found)
+    )
     assert better < raw / 4
 
 
