@@ -178,11 +178,10 @@ def _clocks(job: TraceJob, aligned: Alignment) -> Listing:
             return "unknown"
         return format_seconds(value) if value >= 0 else f"-{format_seconds(-value)}"
 
+    figures = (aligned.offset_s, aligned.low_s, aligned.high_s, aligned.spread_s)
     rows = tuple(
-        (str(rank), job.hosts.names[place] or "unknown")
-        + tuple(shown(float(values[place])) for values in (aligned.offset_s, aligned.low_s, aligned.high_s, aligned.spread_s))
-        + (f"{1e6 * aligned.drift[place]:.2f} ppm",)
-        for place, rank in enumerate(job.rank_numbers[:MOST_RANK_ROWS])
+        (str(rank), job.hosts.names[place] or "unknown", *(shown(float(values[place])) for values in figures), f"{1e6 * drift:.2f} ppm")
+        for place, (rank, drift) in enumerate(zip(job.rank_numbers[:MOST_RANK_ROWS], aligned.drift.tolist(), strict=False))
     )
     columns = ("rank", "host", "offset", "lowest", "highest", "standard deviation", "drift")
     text = "What is added to the times of each rank; between lowest and highest no event comes before its cause."

@@ -19,6 +19,8 @@ noise of the ends from one end of the recording to the other.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from autotune.profiling.alignment.observations import FloatArray, IntArray, Observations
@@ -79,7 +81,7 @@ def _slope(at_s: FloatArray, late_s: FloatArray) -> tuple[float, float]:
         return 0.0, np.inf
     slope = (middles[1] - middles[0]) / apart_s
     left_s = late_s - slope * at_s
-    return slope, float(np.hypot(*(_median_error(left_s[part]) for part in ends))) / apart_s
+    return slope, math.hypot(*(_median_error(left_s[part]) for part in ends)) / apart_s
 
 
 def _median_error(values: FloatArray) -> float:

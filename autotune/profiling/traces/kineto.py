@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from autotune.errors import InvalidInput
-from autotune.profiling.traces.comm_args import comm_of
+from autotune.profiling.traces.comm_args import backend_collective, comm_of
 from autotune.profiling.traces.json_stream import Field, JsonItems
 from autotune.profiling.traces.rank_trace import CATEGORY_NAMES, MISSING, Category, Comm, Flow, Lane, RankTrace, Repair, SyncWait
 from autotune.profiling.traces.sources import Read
@@ -246,7 +246,7 @@ def _category(event: Mapping[str, Any], name: str) -> Category | None:
     if not isinstance(given, str):
         return _OLD_PROCESSES.get(str(event.get("pid")))
     category = CATEGORY_NAMES.get(given.lower())
-    if category is Category.HOST_OP and given == "Operator" and _MARKS.match(name):
+    if category is Category.HOST_OP and (_MARKS.match(name) if given == "Operator" else backend_collective(name)):
         return Category.HOST_MARK
     if category is None and given == "python_function" and name.startswith("nn.Module: "):
         return Category.MODULE
