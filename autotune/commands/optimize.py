@@ -144,7 +144,7 @@ def _recorded(folder: Path) -> _Source:
     if job.workload is None:
         reason = "; ".join(job.notes) or "the recording does not say why"
         raise InvalidInput(f"{folder}: the model's own times must be known, but could not be recorded: {reason}")
-    return _Source(job.workload, None, RecordedMemory.read(folder), why_no_memory(job.notes))
+    return _Source(job.workload, memory=RecordedMemory.read(folder), why_no_memory=why_no_memory(job.notes))
 
 
 def _space(options: argparse.Namespace) -> SearchSpace:
