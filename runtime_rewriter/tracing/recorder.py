@@ -389,8 +389,8 @@ def _notes(log: CollectiveLog, records: list[RankRecord], steps: int) -> list[st
     updated = min(record.times.updated_steps for record in records)
     if 0 < updated < steps:
         notes.append(
-            f"an optimizer stepped in {updated} of {steps} recorded steps; the others compute and send gradients only, as accumulation "
-            "without no_sync() and a backward pass in evaluation do"
+            f"an optimizer stepped in {updated} of {steps} recorded steps; the others only compute gradients (accumulation, or a backward "
+            "pass in evaluation), and send them too unless under no_sync()"
         )
     if any(group.backend == "gloo" for group in log.groups.values()):
         notes.append("Gloo tells of whole collectives only: the SENDs and RECVs of their chunks are not recorded")

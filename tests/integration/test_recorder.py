@@ -5,9 +5,11 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,15 +18,19 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_world import run_world
 
 import autotune
+from autotune.dfg.replay import replay
 from autotune.errors import InvalidInput
+from autotune.profiling.alignment import align
 from autotune.profiling.job_file import RecordedJob, trace_name
-from autotune.profiling.traces.job import read_job
+from autotune.profiling.traces import read_job
+from autotune.profiling.traces.job import assemble
 from autotune.strategy_space.plan import Message, Plan, Primitive, TensorSlice
 from autotune.strategy_space.strategy import Compressor
 from runtime_rewriter.pytorch.agreement import assumed_workload
 from runtime_rewriter.pytorch.ddp import PlannedDataParallel, attach
 
 RECORDED, WARMUP = 3, 2
+OFFSET_S = 0.25
 BEFORE = WARMUP + 5 + 6 + 2
 """Steps before the first recorded one: warm-up, workload, memory, settling."""
 
@@ -132,6 +138,22 @@ def test_the_workload_and_the_buckets_belong_to_the_model(ddp_job) -> None:
     assert len(rows) == len(job.buckets) and all(row.per_step == 1 and row.lasts_s > 0 for row in rows)
     sizes = {variable.name: variable.grad_bytes for variable in job.workload.variables}
     assert [row.size_bytes for row in rows] == [sum(sizes[name] for name in bucket) for bucket in job.buckets]
+
+
+def test_offsets_injected_into_recorded_traces_are_found_within_the_interval_and_their_harm_is_undone(ddp_job) -> None:
+    truth = read_job(ddp_job[0])
+    assert truth.hosts.source == "job file" and len(truth.joints) >= 3 * RECORDED
+    moved = [replace(trace, origin_ns=trace.origin_ns - round(n * OFFSET_S * 1e9), host="") for n, trace in enumerate(truth.ranks)]
+    job = assemble(moved)
+    found = align(job, samples=0)
+    width_s = found.high_s[1] - found.low_s[1]
+    assert found.low_s[1] - 1e-6 <= OFFSET_S <= found.high_s[1] + 1e-6 and width_s < 0.05
+    assert abs(found.offset_s[1] - OFFSET_S) <= width_s
+    true_s = np.array([truth.measured_step_s(step) for step in truth.steps])
+    raw, better = (
+        np.abs([replay(job.global_dfg(step, how)).makespan_s for step in job.steps] / true_s - 1).mean() for how in (None, found)
+    )
+    assert better < raw / 4
 
 
 def ended_early(rank: int, folder: str) -> bool:

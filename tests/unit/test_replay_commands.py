@@ -64,7 +64,11 @@ def test_replay_of_two_ranks_says_what_the_iteration_is_made_of_and_writes_timel
     assert "Timeline" in report.read_text() and "<script" not in report.read_text()
     assert main(["replay", *traces]) == 0
     text = capsys.readouterr().out
-    assert "2 ranks, step 3" in text and "exposed communication" in text and "peak memory" not in text
+    assert "2 ranks, step 3, 1 collectives matched" in text and "exposed communication" in text and "hosts: unknown" in text
+    assert told["computation_s"] + told["exposed_communication_s"] + told["idle_s"] == pytest.approx(told["iteration_s"])
+    assert main(["replay", *traces, "--hosts", "a,a", "--no-align", "--json"]) == 0
+    again = json.loads(capsys.readouterr().out)
+    assert (again["hosts"], again["hosts_from"], again["alignment"]) == (["a", "a"], "given", None)
 
 
 def test_replay_of_a_recorded_folder_shows_the_peak_of_a_replica(tmp_path, capsys) -> None:
@@ -113,6 +117,7 @@ def test_optimize_crosses_the_step_of_a_recorded_script_only_where_the_script_ca
     [
         (["replay", "absent.json"], "absent.json"),
         (["replay", "{trace}", "--step", "last"], "--step must be the number of a step, or median, but is 'last'"),
+        (["replay", "{trace}", "--hosts", "a,b"], "hosts must be a number of ranks per host, or 1 names with commas"),
         (["replay", "{trace}", "--step", "9"], "the step must be one of 3, but is 9"),
         (["optimize", "absent", "--cluster", "B7"], "there must be something to optimize"),
         (["optimize", "{workload}", "--cluster", "absent.yaml"], "the cluster must be a cluster file or one of"),
