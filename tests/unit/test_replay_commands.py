@@ -96,6 +96,22 @@ def test_optimize_writes_a_strategy_that_plans_and_predicts_no_slower_than_ddp(w
     assert "next forward pass" not in capsys.readouterr().out
 
 
+def test_optimize_crosses_the_step_of_a_recorded_script_only_where_the_script_can(tmp_path, capsys) -> None:
+    ranks = tuple(RankRecord(rank, "host", "cpu", "x", 1, f"rank{rank}.json.gz", (), (0.1,)) for rank in range(2))
+    job = RecordedJob(2, ranks, 1, 1, 1, WORKLOAD.id, WORKLOAD)
+    slow = tmp_path / "slow.yaml"
+    slow.write_text(HOSTS.replace("1Gbit/s", "10Mbit/s"))
+    words = ["optimize", str(tmp_path), "--cluster", str(slow), "--report", str(tmp_path / "report.html")]
+    job.write(tmp_path)
+    assert main(words) == 0
+    assert "next forward pass" in capsys.readouterr().out
+    replace(job, cross_step_refused="gradients are clipped").write(tmp_path)
+    assert main(words) == 0
+    text = capsys.readouterr().out
+    assert "synchronization stays within the step: gradients are clipped\n" in text and "next forward pass" not in text
+    assert "gradients are clipped" in (tmp_path / "report.html").read_text()
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
