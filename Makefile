@@ -8,13 +8,18 @@ EXAMPLE ?= examples/resnet_digits.py
 CLUSTER ?= examples/clusters/four_hosts.yaml
 ACCELERATORS ?= emulated
 
+# Where the environment forbids it, every process of ours that starts would compile our packages again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: setup tune test lint clean
 
 setup: $(VENV)/.installed
 
+# pip would compile the 300 MB of modules on one core; a few of them are templates or for other versions of Python.
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[tune,dev]'
+	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt --editable '.[tune,dev]'
+	$(BIN)/python -W ignore -m compileall -q -j 0 -x '/tests/' $(VENV)/lib >/dev/null || true
 	touch $@
 
 # On four emulated hosts where this machine can (root, Linux), else on its loopback. Long enough an example that it does not end
