@@ -21,7 +21,8 @@ from autotune.profiling.job_file import RecordedJob, trace_name
 from autotune.strategy_space.plan import Message, Plan, Primitive, TensorSlice
 from autotune.strategy_space.strategy import Compressor
 from runtime_rewriter.pytorch.agreement import assumed_workload
-from runtime_rewriter.pytorch.ddp import PlannedDataParallel, attach
+from runtime_rewriter.pytorch.attached import attach
+from runtime_rewriter.pytorch.ddp import PlannedDataParallel
 
 RECORDED, WARMUP = 3, 2
 BEFORE = WARMUP + 5 + 2

@@ -17,7 +17,8 @@ from torch_world import run_world
 from autotune.errors import AutotuneError
 from autotune.strategy_space.strategy import Synchronizer
 from runtime_rewriter.emulation import timetable_of
-from runtime_rewriter.pytorch.ddp import PlannedDataParallel, attach
+from runtime_rewriter.pytorch.attached import attach
+from runtime_rewriter.pytorch.ddp import PlannedDataParallel
 from runtime_rewriter.pytorch.emulation import MOST_RECORDINGS, EmulatedAccelerator
 
 

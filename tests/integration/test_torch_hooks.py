@@ -19,7 +19,8 @@ from torch_world import run_world
 from autotune.strategy_space.enactable import why_refused
 from autotune.strategy_space.plan import Plan
 from autotune.strategy_space.strategy import Compressor, SparseHandling, Synchronizer
-from runtime_rewriter.pytorch.ddp import PlannedDataParallel, attach
+from runtime_rewriter.pytorch.attached import attach
+from runtime_rewriter.pytorch.ddp import PlannedDataParallel
 from runtime_rewriter.pytorch.hooks import GradientSynchronizer
 from runtime_rewriter.pytorch.numerics import tolerance_of
 

@@ -16,7 +16,8 @@ from torch_world import run_world
 
 from autotune.errors import InvalidStrategy, ModelMismatch, PlanMismatch, SynchronizationError
 from autotune.strategy_space.strategy import Synchronizer
-from runtime_rewriter.pytorch.ddp import PlannedDataParallel, attach
+from runtime_rewriter.pytorch.attached import attach
+from runtime_rewriter.pytorch.ddp import PlannedDataParallel
 
 
 def check_disagreement(rank: int) -> dict[str, Any]:
