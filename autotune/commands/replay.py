@@ -8,10 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from autotune.cluster import Cluster
 from autotune.commands.iteration import iteration_data, iteration_facts, iteration_table, write_timeline
+from autotune.commands.memory import ShownMemory, memory_data, memory_facts, memory_listings, memory_table
 from autotune.dfg.replay import replay as run
 from autotune.dfg.utilisation import IterationSummary, iteration_summary
 from autotune.errors import InvalidInput
+from autotune.optimizer.within_memory import highest_peak
+from autotune.profiling.job_file import RecordedJob
+from autotune.profiling.memory_file import RecordedMemory
 from autotune.profiling.traces.job import TraceJob, read_job
 from autotune.timeline_report import Fact, Listing, Page, write_timeline_report
 from autotune.units import format_seconds
@@ -30,11 +35,12 @@ def replay(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     number = job.chosen_step(_step(options.step), aligned)
     measured_s = job.measured_step_s(number, aligned)
     summary = iteration_summary(run(job.global_dfg(number, aligned)))
+    memory = _memory(options.traces)
     error = summary.iteration_s / measured_s - 1 if measured_s > 0 else 0.0
     if options.timeline is not None:
         write_timeline(summary, options.timeline)
     if options.report is not None:
-        write_timeline_report(options.report, _page(job, number, measured_s, error, aligned, summary), summary)
+        write_timeline_report(options.report, _page(job, number, measured_s, error, aligned, memory, summary), summary)
     data = {
         "ranks": list(job.rank_numbers),
         "world_size": job.world_size,
@@ -46,9 +52,23 @@ def replay(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
         "unexplained_s": _unexplained_s(job, number),
         "alignment": None if aligned is None else _alignment_data(job, aligned),
         "repairs": [str(repair) for repair in job.repairs],
+        "memory": memory_data(memory),
         **iteration_data(summary),
     }
-    return data, "\n".join([*_head(job, number, measured_s, error, aligned), iteration_table(summary) + _tail(options)]).rstrip()
+    tables = iteration_table(summary) + memory_table(memory)
+    return data, "\n".join([*_head(job, number, measured_s, error, aligned), tables + _tail(options)]).rstrip()
+
+
+def _memory(traces: list[str]) -> ShownMemory | None:
+    """Of a recorded folder that tells it: the predicted peak of a replica of that job, as it ran."""
+    folder = Path(traces[0])
+    if len(traces) != 1 or (memory := RecordedMemory.read(folder)) is None:
+        return None
+    job = RecordedJob.read(folder)
+    if job.workload is None:
+        return None
+    peak = highest_peak(memory, memory.profile, job.workload, job.plan, Cluster.local(job.world_size))
+    return ShownMemory(peak, memory)
 
 
 def _step(text: str) -> int | Any:
@@ -120,12 +140,24 @@ def _tail(options: argparse.Namespace) -> str:
     return "\n".join(lines)
 
 
-def _page(job: TraceJob, number: int, measured_s: float, error: float, aligned: Alignment | None, summary: IterationSummary) -> Page:
+def _page(
+    job: TraceJob,
+    number: int,
+    measured_s: float,
+    error: float,
+    aligned: Alignment | None,
+    memory: ShownMemory | None,
+    summary: IterationSummary,
+) -> Page:
     title = f"{format_seconds(summary.iteration_s)} per iteration"
     exposed = summary.exposed_communication_s / summary.iteration_s if summary.iteration_s > 0 else 0.0
     text = f"{100 * exposed:.0f} % of it is communication that no computation hides; step {number} took {format_seconds(measured_s)}."
-    facts = (Fact("Measured", format_seconds(measured_s), f"the replay is {100 * error:+.2f} % off"), *iteration_facts(summary))
-    listings = () if aligned is None else (_clocks(job, aligned),)
+    facts = (
+        Fact("Measured", format_seconds(measured_s), f"the replay is {100 * error:+.2f} % off"),
+        *iteration_facts(summary),
+        *memory_facts(memory),
+    )
+    listings = (*(() if aligned is None else (_clocks(job, aligned),)), *memory_listings(memory))
     notes = tuple(str(repair) for repair in job.repairs[:SHOWN_REPAIRS])
     kicker = f"autotune replay · {len(job.ranks)} of {job.world_size} ranks · {Path(job.source).name or job.source}"
     return Page(kicker, title, text, facts, listings, notes)

@@ -57,7 +57,7 @@ class AttachedSynchronizer(GradientSynchronizer):
     def __init__(self, module: nn.Module, process_group: dist.ProcessGroup | None, broadcast_buffers: bool, **options: Any) -> None:
         simple = not (options.get("find_unused_parameters") or options.get("static_graph"))
         self._driven = ModuleCarrier(module, carries=simple)
-        super().__init__(module, process_group, carrier=self._driven, **options)
+        super().__init__(module, process_group, carrier=self._driven, buffers=self._sent_buffers, **options)
         self._broadcast_buffers = broadcast_buffers
         self._sync_next = True
         self._own_forward: dict[str, Any] | None = None  # while an accelerator stands in for it
@@ -92,14 +92,19 @@ class AttachedSynchronizer(GradientSynchronizer):
             self.before_forward(self._synchronizing)
         else:
             self.before_evaluation()
-        buffers = [buffer for name, buffer in module.named_buffers() if name not in self._ignored]
-        if self.plan is not None and self._sync_next and self._broadcast_buffers and buffers:
+        buffers = self._sent_buffers()
+        if self.plan is not None and self._sync_next and buffers:
             with torch.no_grad(), _unsafe_preserve_version_counter(tuple(buffers)):
                 _broadcast_coalesced(self.process_group, parts_of(buffers, self.byte_scale), BROADCAST_BYTES, 0)
         self._sync_next = training and self._synchronizing
         if training:
             self._driven.before_forward(self._synchronizing)
             self.forward_starts()
+
+    def _sent_buffers(self) -> list[torch.Tensor]:
+        if not self._broadcast_buffers:
+            return []
+        return [buffer for name, buffer in self.module.named_buffers() if name not in self._ignored]
 
     def _after(self, module: nn.Module, inputs: object, output: object) -> None:
         if torch.is_grad_enabled():

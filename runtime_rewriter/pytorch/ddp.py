@@ -60,7 +60,11 @@ class PlannedDataParallel(DistributedDataParallel):
             why_not=self._why_not,
             on_byte_scale=partial(scale_reducer, self),
             carrier=self._carrier,
+            buffers=self._sent_buffers,
         )
+
+    def _sent_buffers(self) -> list[torch.Tensor]:
+        return list(self.modules_buffers) if self.broadcast_buffers else []
 
     @property
     def synchronizer(self) -> GradientSynchronizer:

@@ -1,7 +1,7 @@
-"""From step to step of a recording: warm-up, the workload without communication, the recorded steps, the files.
+"""From step to step of a recording: warm-up, the workload without communication, the memory, the recorded steps, the files.
 
-Nothing that is trained changes: the collectives are only looked at, and while the workload is measured the messages are those of the
-script's own setup, sent when the backward pass has ended. So sums have the same order, and parameters the same bits.
+Nothing that is trained changes: the collectives are only looked at, and while workload and memory are measured the messages are those of
+the script's own setup, sent when the backward pass has ended. So sums have the same order, and parameters the same bits.
 """
 
 # mypy: untyped-calls-exclude=torch
@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from autotune.errors import InvalidInput, LaunchError
 from autotune.profiling.job_file import RankRecord, RecordedJob, trace_name
+from autotune.profiling.memory_file import MEMORY_FILE, RecordedMemory
 from autotune.profiling.recorded_steps import SeenCollective, collective_rows, step_times
 from autotune.strategy_space.plan import Message, Plan, Primitive, TensorSlice
 from autotune.strategy_space.strategy import Compressor
@@ -33,6 +34,7 @@ from runtime_rewriter.pytorch.profile import WorkloadProfiler
 from runtime_rewriter.software import software_versions
 from runtime_rewriter.tracing.collectives import CollectiveLog
 from runtime_rewriter.tracing.kineto import KinetoTrace
+from runtime_rewriter.tracing.memory import MEMORY_STEPS, MemoryCapture
 from runtime_rewriter.tracing.settings import SETTLING_STEPS, WORKLOAD_STEPS, RecordSettings
 from runtime_rewriter.tracing.trace_file import Clock, annotate, write_trace
 
@@ -49,6 +51,7 @@ class Phase(Enum):
 
     WARMUP = auto()
     WORKLOAD = auto()
+    MEMORY = auto()
     SETTLING = auto()
     RECORDING = auto()
     DONE = auto()
@@ -93,7 +96,9 @@ class _Found:
 
     plan: Plan | None = None
     buckets: tuple[tuple[str, ...], ...] = ()
+    same: Plan | None = None  # the messages of the script's own setup, where they can be put off
     workload: Workload | None = None
+    memory: RecordedMemory | None = None
     notes: list[str] = field(default_factory=list)
 
 
@@ -111,6 +116,7 @@ class StepRecorder:
         self._restore = ExitStack()
         self._trace: KinetoTrace | None = None
         self._profiler: WorkloadProfiler | None = None
+        self._memory: MemoryCapture | None = None
         self._found = _Found()
         self.phase = Phase.WARMUP
         self.steps = 0
@@ -121,7 +127,7 @@ class StepRecorder:
     @property
     def steps_before(self) -> int:
         """Steps before the first recorded one."""
-        measured = WORKLOAD_STEPS + _UNMEASURED_STEPS if self._measures else 0
+        measured = WORKLOAD_STEPS + _UNMEASURED_STEPS + MEMORY_STEPS + 1 if self._measures else 0
         return self.settings.warmup + measured + SETTLING_STEPS
 
     @property
@@ -166,6 +172,10 @@ class StepRecorder:
         elif self.phase is Phase.WORKLOAD:
             if self._profiler is not None and self._profiler.done:  # under accumulation a step of the script may synchronize nothing
                 self._end_workload()
+                self._begin_memory()
+        elif self.phase is Phase.MEMORY:
+            if self._memory is not None and self._memory.done:
+                self._end_memory()
                 self._settle()
         elif self.phase is Phase.SETTLING:
             self._record()
@@ -181,7 +191,7 @@ class StepRecorder:
         self._found.plan = synchronizer.plan
         buckets = None if synchronizer.plan is not None else synchronizer.own_buckets
         self._found.buckets = buckets or ()
-        same = synchronizer.plan or (None if buckets is None else _plan_of(buckets, synchronizer))
+        self._found.same = same = synchronizer.plan or (None if buckets is None else _plan_of(buckets, synchronizer))
         if same is None and not self.settings.stop:
             self._found.notes.append("the workload was not measured: this DDP sends more than buckets, and training goes on")
             return False
@@ -197,6 +207,22 @@ class StepRecorder:
         assert self._profiler is not None and self._synchronizer is not None
         self._found.workload = self._profiler.finish()
         self._profiler = None
+
+    # -- the memory ----------------------------------------------------------------------------------
+
+    def _begin_memory(self) -> None:
+        """Collective, under the same plan as the workload."""
+        assert self._synchronizer is not None
+        self._memory = MemoryCapture(self._synchronizer, self._found.same)
+        self._restore.callback(self._memory.close)
+        self.phase, self._left = Phase.MEMORY, MEMORY_STEPS + 1  # by `autotune.profile` the last one ends in the next forward pass
+
+    def _end_memory(self) -> None:
+        assert self._memory is not None and self._synchronizer is not None
+        self._found.memory = self._memory.finish()
+        if self._memory.note:
+            self._found.notes.append(self._memory.note)
+        self._memory = None
         if self._found.plan is not None:
             self._synchronizer.load(self._found.plan)
 
@@ -320,7 +346,11 @@ class StepRecorder:
             options=self.settings.options,
             notes=(*found.notes, *_notes(self._log, records)),
         )
-        job.write(Path(self.settings.folder))
+        folder = Path(self.settings.folder)
+        (folder / MEMORY_FILE).unlink(missing_ok=True)  # of an earlier recording
+        if found.memory is not None:
+            found.memory.write(folder)
+        job.write(folder)
 
 
 def _notes(log: CollectiveLog, records: list[RankRecord]) -> list[str]:

@@ -25,8 +25,8 @@ from runtime_rewriter.pytorch.attached import attach
 from runtime_rewriter.pytorch.ddp import PlannedDataParallel
 
 RECORDED, WARMUP = 3, 2
-BEFORE = WARMUP + 5 + 2
-"""Steps before the first recorded one: warm-up, workload, settling."""
+BEFORE = WARMUP + 5 + 6 + 2
+"""Steps before the first recorded one: warm-up, workload, memory, settling."""
 
 
 def model() -> nn.Module:

@@ -14,6 +14,7 @@ import numpy as np
 
 from autotune.dfg.graph import Dfg
 from autotune.errors import InvalidInput
+from autotune.profiling.memory_file import MEMORY_FILE
 from autotune.profiling.traces.collectives import Collective, rank_collectives
 from autotune.profiling.traces.device_order import launched_before_trace
 from autotune.profiling.traces.execution_trace import ExecutionTrace, enriched, read_execution_trace
@@ -170,6 +171,8 @@ def read_job(paths: str | Path | Sequence[str | Path]) -> TraceJob:
         with source.open() as read:
             if source.file_name == JOB_FILE:
                 details = _job_file(read, source.name)
+                continue
+            if source.file_name == MEMORY_FILE:
                 continue
             begin, read = _sniffed(read)
             if b'"nodes"' in begin and b'"traceEvents"' not in begin:
