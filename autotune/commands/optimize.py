@@ -139,15 +139,15 @@ def _timed(workload: Workload, name: str) -> Workload:
 
 
 def _recorded(folder: Path) -> _Source:
-    """The workload in the folder's job.json, what its script allows, and the memory beside it."""
+    """The workload in the folder's job.json, the memory beside it, and what its script allows."""
     from autotune.profiling.job_file import RecordedJob
 
     job = RecordedJob.read(folder)
     if job.workload is None:
         reason = "; ".join(job.notes) or "the recording does not say why"
         raise InvalidInput(f"{folder}: the model's own times must be known, but could not be recorded: {reason}")
-    memory = RecordedMemory.read(folder)
-    return _Source(job.workload, memory=memory, why_no_memory=why_no_memory(job.notes), cross_step_refused=job.cross_step_refused)
+    told = why_no_memory(job.notes)
+    return _Source(job.workload, memory=RecordedMemory.read(folder), why_no_memory=told, cross_step_refused=job.cross_step_refused)
 
 
 def _space(source: _Source, options: argparse.Namespace) -> SearchSpace:

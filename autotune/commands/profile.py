@@ -72,10 +72,8 @@ def _peak_bytes(folder: Path) -> int | None:
 
 def _clear(folder: Path) -> None:
     """Traces of an earlier recording would be read along with the new ones."""
-    for name in (JOB_FILE, MEMORY_FILE):
-        (folder / name).unlink(missing_ok=True)
-    for path in folder.glob(trace_name("*")):
-        path.unlink()
+    for path in (folder / JOB_FILE, folder / MEMORY_FILE, *folder.glob(trace_name("*"))):
+        path.unlink(missing_ok=True)
 
 
 def _run(command: ScriptCommand, settings: RecordSettings, timeout_s: float) -> int:

@@ -27,7 +27,8 @@ from autotune.profiling.traces.job import assemble
 from autotune.strategy_space.plan import Message, Plan, Primitive, TensorSlice
 from autotune.strategy_space.strategy import Compressor
 from runtime_rewriter.pytorch.agreement import assumed_workload
-from runtime_rewriter.pytorch.ddp import PlannedDataParallel, attach
+from runtime_rewriter.pytorch.attached import attach
+from runtime_rewriter.pytorch.ddp import PlannedDataParallel
 
 RECORDED, WARMUP = 3, 2
 OFFSET_S = 0.25

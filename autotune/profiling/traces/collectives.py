@@ -16,8 +16,8 @@ from autotune.profiling.traces.rank_trace import MISSING, Category, Comm, RankTr
 class Collective:
     """`event`: the kernel, or the annotation of the thread that ran it. `issued_s`: its start where the trace does not tell more.
 
-    `step`: index among the rank's steps of the one it was issued in, MISSING outside of all.
-    `functions`: record-function ids of the event and of the host events that issued it, the innermost first.
+    `step`: index among the rank's steps of the one it was issued in, MISSING outside of all. `functions`: record-function ids of the event
+    and of the host events that issued it, the innermost first.
     """
 
     event: int
