@@ -163,14 +163,17 @@ def test_a_collective_belongs_to_the_step_it_was_issued_in_where_that_is_told(qu
 
 def test_modules_name_the_layers_of_forward_and_backward_ops() -> None:
     events = [
+        host("DistributedDataParallel.forward", 0, 30, cat="user_annotation"),
         host("nn.Module: Linear_0", 0, 20, cat="python_function"),
         host("aten::linear", 2, 10, **{"Sequence number": 7}),
+        host("aten::relu", 22, 5, **{"Sequence number": 8}),
         host("autograd::engine::evaluate_function: AddmmBackward0", 50, 20, tid=2, **{"Sequence number": 7}),
         host("aten::mm", 55, 5, tid=2),
     ]
     dfg = job_of(events).global_dfg()
     layers = {name: dfg.names.layers[layer] if layer >= 0 else "" for name, layer in zip(dfg.names.ops, dfg.layer, strict=True)}
     assert layers["aten::linear"] == layers["aten::mm"] == "Linear_0"
+    assert layers["aten::relu"] == ""  # the whole forward pass is no layer
 
 
 def test_a_device_that_lags_behind_its_host_gives_the_time_between_ends() -> None:

@@ -20,7 +20,8 @@ from autotune.profiling.traces.rank_trace import MISSING, Category, RankTrace
 _EXECUTING_MARK = re.compile(r"(?:gloo|ucc|mpi):|autotune\.message#")
 """Annotations that are the collective itself, run by a thread of the backend; `nccl:` encloses a launch only."""
 _NO_LAYER = re.compile(
-    r"ProfilerStep#|enumerate\(DataLoader\)|(?:nccl|gloo|ucc|mpi):|autotune\.|Optimizer\.|## (?:forward|backward|optimizer|zero_grad) ##"
+    r"ProfilerStep#|enumerate\(DataLoader\)|(?:nccl|gloo|ucc|mpi):|autotune\.|Optimizer\.|DistributedDataParallel\.forward|"
+    r"## (?:forward|backward|optimizer|zero_grad) ##"
 )
 _BACKWARD = re.compile(r"\w+Backward\d*")
 _MODULE = re.compile(r"nn\.Module: ")
