@@ -187,8 +187,8 @@ def test_what_was_recorded_until_now_can_be_written(two_folders) -> None:
 def test_every_host_has_the_job_and_its_own_traces_and_all_folders_together_are_one_job(two_folders, ddp_job) -> None:
     first, second = two_folders
     assert RecordedJob.read(first) == RecordedJob.read(second)
-    assert sorted(path.name for path in first.iterdir()) == ["job.json", trace_name(0), trace_name(1)]
-    assert sorted(path.name for path in second.iterdir()) == ["job.json", trace_name(1)]
+    assert sorted(path.name for path in first.iterdir()) == ["job.json", "memory.json", trace_name(0), trace_name(1)]
+    assert sorted(path.name for path in second.iterdir()) == ["job.json", "memory.json", trace_name(1)]
     job = read_job(two_folders)
     assert job.rank_numbers == (0, 1) and job.joints
     assert "a trace that was given more than once is taken once" in [repair.what for repair in job.repairs]
