@@ -217,6 +217,9 @@ def _add_replay(commands: Any, parents: list[argparse.ArgumentParser]) -> None:
     replay.set_defaults(run=_run_replay)
     replay.add_argument("traces", nargs="+", help="Kineto traces of one job's ranks: files, folders, archives, or patterns")
     replay.add_argument("--step", default="median", help="number of the step (default: the one with the median time)")
+    replay.add_argument(
+        "--hosts", default="", metavar="HOSTS", help="which ranks share a clock: a name per rank (a,a,b,b) or ranks per host"
+    )
     replay.add_argument("--no-align", dest="align", action="store_false", help="take the clocks of the ranks as they are")
     _add_outputs(replay)
 

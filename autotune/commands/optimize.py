@@ -46,6 +46,7 @@ class _Source:
     """What is optimized. `graph` is None where only the variables are known, and ops cannot be fused; `memory` where nobody recorded it.
 
     `times`: where its times come from, if nobody measured them. `why_no_memory`: in words.
+    `cross_step_refused`: why the recorded script cannot synchronize across steps; empty where nothing is known against it.
     """
 
     workload: Workload
@@ -53,6 +54,7 @@ class _Source:
     times: str = ""
     memory: RecordedMemory | None = None
     why_no_memory: str = "it tells nothing of activations and optimizer state"
+    cross_step_refused: str = ""
 
     def assumed(self, found: Optimized) -> list[str]:
         """What was assumed, with what is known of it."""
@@ -66,7 +68,7 @@ def optimize(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     found = search(
         source.workload,
         cluster,
-        _space(options),
+        _space(source, options),
         graph=source.graph if options.op_fusion else None,
         budget=replace(Budget(), seconds=parse_seconds(options.budget_time, "--budget-time")),
         seed=options.seed,
@@ -137,19 +139,21 @@ def _timed(workload: Workload, name: str) -> Workload:
 
 
 def _recorded(folder: Path) -> _Source:
-    """The workload in the folder's job.json, and the memory beside it."""
+    """The workload in the folder's job.json, the memory beside it, and what its script allows."""
     from autotune.profiling.job_file import RecordedJob
 
     job = RecordedJob.read(folder)
     if job.workload is None:
         reason = "; ".join(job.notes) or "the recording does not say why"
         raise InvalidInput(f"{folder}: the model's own times must be known, but could not be recorded: {reason}")
-    return _Source(job.workload, None, RecordedMemory.read(folder), why_no_memory(job.notes))
+    told = why_no_memory(job.notes)
+    return _Source(job.workload, memory=RecordedMemory.read(folder), why_no_memory=told, cross_step_refused=job.cross_step_refused)
 
 
-def _space(options: argparse.Namespace) -> SearchSpace:
+def _space(source: _Source, options: argparse.Namespace) -> SearchSpace:
     space = SearchSpace.default(lossy=options.lossy)
-    return space.without_cross_step("--within-step was given") if options.within_step else space
+    refused = "--within-step was given" if options.within_step else source.cross_step_refused
+    return space.without_cross_step(refused) if refused else space
 
 
 def _data(source: _Source, cluster: Cluster, found: Optimized, memory: ShownMemory | None, summary: IterationSummary) -> dict[str, Any]:
@@ -164,6 +168,7 @@ def _data(source: _Source, cluster: Cluster, found: Optimized, memory: ShownMemo
         "starts_s": found.starts_s,
         "op_fusion": {"forward": sorted(found.op_fusion.forward), "backward": sorted(found.op_fusion.backward)},
         "assumed": source.assumed(found),
+        "cross_step_refused": source.cross_step_refused,
         "log": to_data(found.log),
         "rounds": found.rounds,
         "replays": found.replays,
@@ -194,6 +199,8 @@ def _text(
     ]
     if found.assumed:
         lines.append(f"assumed, not measured: {', '.join(source.assumed(found))}")
+    if source.cross_step_refused:
+        lines.append(f"synchronization stays within the step: {source.cross_step_refused}")
     if whole := whole_text(found.strategy):
         lines.append(whole)
     text = "\n".join(lines) + "\n" + _messages(found) + iteration_table(summary) + memory_table(memory)
@@ -278,6 +285,8 @@ def _page(source: _Source, cluster: Cluster, found: Optimized, memory: ShownMemo
         *memory_listings(memory),
     )
     notes = (f"Assumed, not measured: {', '.join(source.assumed(found))}.",) if found.assumed else ()
+    if source.cross_step_refused:
+        notes += (f"Synchronization stays within the step: {source.cross_step_refused}.",)
     kicker = (
         f"autotune optimize · {source.workload.model} · {cluster.world_size} workers on cluster {cluster.name} · predicted, nothing was run"
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import glob
 import gzip
 import io
+import re
 import tarfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +29,9 @@ MAX_FILES = 20_000
 
 _ENDINGS = (".json", ".json.gz", ".pt.trace.json.gz")
 _ARCHIVES = (".tar", ".tar.gz", ".tgz")
+
+_RANK_IN_NAME = re.compile(r"(?:^|[^a-z])(?:rank|worker|trainer|gpu|r)[_.\-]?(\d{1,6})(?!\d)", re.IGNORECASE)
+_LAST_NUMBER = re.compile(r"(\d{1,6})(?:\.[a-z.]*)?$", re.IGNORECASE)
 
 Read = Callable[[int], bytes]
 
@@ -58,6 +62,13 @@ def find_sources(paths: str | Path | Sequence[str | Path]) -> Iterator[Source]:
             yield from _members(path)
         else:
             yield Source(str(path), partial(_open_file, path))
+
+
+def rank_in_name(source: str) -> int | None:
+    """The rank that the name of a source tells, as in `rank3.json.gz`, `traces.tar:worker3_step_12.json` or `dlrm_eg_3.json`."""
+    name = source.replace(":", "/").rpartition("/")[2]
+    match = _RANK_IN_NAME.search(name) or _LAST_NUMBER.search(name.partition(".")[0])
+    return int(match.group(1)) if match else None
 
 
 def _expanded(paths: Sequence[str | Path]) -> Iterator[Path]:
