@@ -23,6 +23,7 @@ LONGEST_FIRST = (
     "test_torch_memory",
     "test_recorded_traces",
     "test_examples_train",
+    "test_testbed_lifecycle",
     "test_testbed_network",
     "test_every_strategy",
     "test_compressed_training",
