@@ -227,7 +227,9 @@ def _add_replay(commands: Any, parents: list[argparse.ArgumentParser]) -> None:
 def _add_optimize(commands: Any, parents: list[argparse.ArgumentParser]) -> None:
     optimize = commands.add_parser("optimize", parents=parents, help="search the fastest strategy by replay, without a cluster")
     optimize.set_defaults(run=_run_optimize)
-    optimize.add_argument("source", help="a folder of `autotune profile`, a workload's JSON, a layer profile, or a model such as bert-base")
+    optimize.add_argument(
+        "source", help="a folder of `autotune profile`, Kineto traces, a workload's JSON, a layer profile, or a model such as bert-base"
+    )
     optimize.add_argument("--cluster", required=True, help="a cluster file (best one of `autotune probe`), or a name such as B7")
     optimize.add_argument("--lossy", action="store_true", help="also lossy compression: fp16, bf16, int8, top-k, PowerSGD")
     optimize.add_argument("--within-step", action="store_true", help="no synchronization into the next forward pass")

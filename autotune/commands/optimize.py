@@ -28,6 +28,7 @@ from autotune.optimizer.within_memory import WithinMemory, highest_peak
 from autotune.profiling.layer_profile import read_layer_profile
 from autotune.profiling.memory_file import RecordedMemory, why_no_memory
 from autotune.profiling.op_graph import OpGraph
+from autotune.profiling.traces.sources import holds_traces
 from autotune.strategy_space.describe import message_rows, whole_text
 from autotune.strategy_space.space import SearchSpace
 from autotune.timeline_report import Fact, Listing, Page, write_timeline_report
@@ -45,7 +46,7 @@ SHOWN_MESSAGES, SHOWN_NAMES, SHOWN_STARTS = 12, 3, 6
 class _Source:
     """What is optimized. `graph` is None where only the variables are known, and ops cannot be fused; `memory` where nobody recorded it.
 
-    `times`: where its times come from, if nobody measured them. `why_no_memory`: in words.
+    `times`: where its times come from, if nobody measured them. `notes`: what else was assumed. `why_no_memory`: in words.
     `cross_step_refused`: why the recorded script cannot synchronize across steps; empty where nothing is known against it.
     """
 
@@ -55,10 +56,12 @@ class _Source:
     memory: RecordedMemory | None = None
     why_no_memory: str = "it tells nothing of activations and optimizer state"
     cross_step_refused: str = ""
+    notes: tuple[str, ...] = ()
 
     def assumed(self, found: Optimized) -> list[str]:
         """What was assumed, with what is known of it."""
-        return [f"{note} ({self.times})" if self.times and note == ASSUMED_TIMES else note for note in found.assumed]
+        timed = [f"{note} ({self.times})" if self.times and note == ASSUMED_TIMES else note for note in found.assumed]
+        return [*timed, *self.notes]
 
 
 def optimize(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
@@ -116,6 +119,8 @@ def _source(name: str) -> _Source:
     if model is not None:
         graph, row, device = assumed_ops(model), MODELS[model], AssumedDevice()
         return _Source(graph.workload(), graph, f"{device.text}, for a batch of {row.batch_per_gpu} {row.batch_unit}")
+    if path.name != JOB_FILE and not (path / JOB_FILE).exists() and holds_traces(path):
+        return _traced(path)
     if path.suffix == ".json" and path.name != JOB_FILE:
         return _Source(_timed(named_model(name), name))
     if path.is_dir() or path.name == JOB_FILE:
@@ -124,8 +129,8 @@ def _source(name: str) -> _Source:
         graph = read_layer_profile(path)
         return _Source(graph.workload(), graph)
     raise InvalidInput(
-        f"there must be something to optimize: a folder of `autotune profile`, a workload's JSON file, a layer profile (.txt) or one of "
-        f"{', '.join(MODELS)}, but it is {name!r}"
+        f"there must be something to optimize: a folder of `autotune profile`, Kineto traces, a workload's JSON file, a layer profile (.txt) "
+        f"or one of {', '.join(MODELS)}, but it is {name!r}"
     )
 
 
@@ -136,6 +141,15 @@ def _timed(workload: Workload, name: str) -> Workload:
             f"record them with `autotune profile`, or name a model of the zoo, whose times are assumed: {', '.join(MODELS)}"
         )
     return workload
+
+
+def _traced(path: Path) -> _Source:
+    """The buckets of a data-parallel job that someone traced."""
+    from autotune.profiling.traces.job import read_job
+    from autotune.profiling.traces.trace_workload import workload_of
+
+    found = workload_of(read_job(path), model=path.name.split(".")[0] or "traced")
+    return _Source(found.workload, why_no_memory="traces tell nothing of lifetimes", notes=found.notes)
 
 
 def _recorded(folder: Path) -> _Source:
@@ -197,8 +211,8 @@ def _text(
         f"{cluster.world_size} workers on {len(cluster.hosts)} hosts",
         _gained(found),
     ]
-    if found.assumed:
-        lines.append(f"assumed, not measured: {', '.join(source.assumed(found))}")
+    if assumed := source.assumed(found):
+        lines.append(f"assumed, not measured: {', '.join(assumed)}")
     if source.cross_step_refused:
         lines.append(f"synchronization stays within the step: {source.cross_step_refused}")
     if whole := whole_text(found.strategy):
@@ -284,10 +298,11 @@ def _page(source: _Source, cluster: Cluster, found: Optimized, memory: ShownMemo
         ),
         *memory_listings(memory),
     )
-    notes = (f"Assumed, not measured: {', '.join(source.assumed(found))}.",) if found.assumed else ()
+    assumed = source.assumed(found)
+    notes = [f"Assumed, not measured: {', '.join(assumed)}."] if assumed else []
     if source.cross_step_refused:
-        notes += (f"Synchronization stays within the step: {source.cross_step_refused}.",)
+        notes.append(f"Synchronization stays within the step: {source.cross_step_refused}.")
     kicker = (
         f"autotune optimize · {source.workload.model} · {cluster.world_size} workers on cluster {cluster.name} · predicted, nothing was run"
     )
-    return Page(kicker, f"{ratio:.2f}x of DDP's default buckets", _gained(found), facts, listings, notes, ratio > 1)
+    return Page(kicker, f"{ratio:.2f}x of DDP's default buckets", _gained(found), facts, listings, tuple(notes), ratio > 1)
