@@ -210,7 +210,7 @@ def test_an_interrupt_while_it_is_made_undoes_it(bed_directory, bed_name) -> Non
 
 
 def test_a_termination_while_up_makes_a_testbed_undoes_it_and_speaks_of_no_job(bed_directory, bed_name, tmp_path) -> None:
-    hosts = ", ".join(f"{{bed_name: h{number}, bandwidth: 100Mbit/s}}" for number in range(60))
+    hosts = ", ".join(f"{{name: h{number}, bandwidth: 100Mbit/s}}" for number in range(60))
     (tmp_path / "cluster.yaml").write_text(f"name: many\nhosts: [{hosts}]")
     words = ["testbed", "up", str(tmp_path / "cluster.yaml"), "--name", bed_name, "--state-directory", str(bed_directory)]
     process = subprocess.Popen([sys.executable, "-m", "autotune", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -254,7 +254,7 @@ def test_a_thread_that_entered_a_namespace_is_inside_and_comes_back(bed_director
 
 
 def test_the_command_line_makes_shows_uses_and_removes_a_testbed(bed_directory, bed_name, tmp_path) -> None:
-    (tmp_path / "cluster.yaml").write_text("name: two\nhosts: [{bed_name: a/1, bandwidth: 100Mbit/s}, {bed_name: b, devices: 2}]")
+    (tmp_path / "cluster.yaml").write_text("name: two\nhosts: [{name: a/1, bandwidth: 100Mbit/s}, {name: b, devices: 2}]")
 
     def autotune(action: str, *words: str, after: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "autotune", "testbed", action, *words, "--state-directory", str(bed_directory), *after]
