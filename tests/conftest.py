@@ -1,10 +1,9 @@
-"""Its presence puts this folder on the import path, so that tests of every kind share `synthetic_job`; and a Ray that they share."""
+"""Its presence puts this folder on the import path, so that tests of every kind share `synthetic_job`; and the order of the files."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,6 +23,7 @@ LONGEST_FIRST = (
     "test_torch_memory",
     "test_recorded_traces",
     "test_examples_train",
+    "test_testbed_lifecycle",
     "test_testbed_network",
     "test_every_strategy",
     "test_compressed_training",
@@ -43,16 +43,6 @@ LONGEST_FIRST = (
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     place = {name: number for number, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: place.get(item.path.stem, len(place)))
-
-
-@pytest.fixture(scope="module")
-def cluster_of_two() -> Iterator[object]:
-    """A connection to a private local Ray cluster with room for two ranks."""
-    from runtime_rewriter.ray_cluster import RayCluster, RayPlace
-
-    connected = RayCluster(RayPlace(), 2)
-    yield connected
-    connected.close()
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,7 @@ import os
 import signal
 import socket
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from autotune.strategy_space.builders.collectives import ddp_default
 from autotune.strategy_space.plan import plan
 from autotune.workload import Variable, Workload
 from runtime_rewriter.command import read_command
-from runtime_rewriter.ray_world import RayCluster, ray_world
+from runtime_rewriter.ray_world import RayCluster, RayPlace, ray_world
 from runtime_rewriter.world import World
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "train_small.py"
@@ -26,13 +26,38 @@ RANKS = 2
 REQUEST = TrialRequest(0, "strategy-under-test", Role.CANDIDATE, warmup_steps=1, timed_steps=3)
 
 
+@dataclass(frozen=True)
+class Clusters:
+    """Two private ones that were started in this process, one after the other; the second is `connected`, with room for two ranks."""
+
+    connected: RayCluster
+    tokens: tuple[str, str]
+    handlers: tuple[object, object]
+    """Of SIGTERM, before the first and after the second."""
+
+
+@pytest.fixture(scope="module")
+def clusters() -> Iterator[Clusters]:
+    before = signal.getsignal(signal.SIGTERM)
+    RayCluster(RayPlace(), 1).close()
+    token = os.environ["RAY_AUTH_TOKEN"]
+    connected = RayCluster(RayPlace(), RANKS)
+    yield Clusters(connected, (token, os.environ["RAY_AUTH_TOKEN"]), (before, signal.getsignal(signal.SIGTERM)))
+    connected.close()
+
+
+def test_private_clusters_follow_each_other_in_one_process_and_leave_its_handler_of_sigterm_alone(clusters) -> None:
+    assert clusters.tokens[0] != clusters.tokens[1]
+    assert clusters.handlers[0] is clusters.handlers[1]
+
+
 @pytest.fixture
-def make_world(cluster_of_two: RayCluster, tmp_path: Path) -> Iterator[Callable[..., World]]:
+def make_world(clusters: Clusters, tmp_path: Path) -> Iterator[Callable[..., World]]:
     made: list[World] = []
 
     def make(*words: str, **options: Any) -> World:
         command = read_command(["torchrun", "--nproc-per-node", str(RANKS), str(SCRIPT), *words])
-        made.append(ray_world(cluster_of_two, command, RANKS, tmp_path / "logs", 60.0, 60.0, **options))
+        made.append(ray_world(clusters.connected, command, RANKS, tmp_path / "logs", 60.0, 60.0, **options))
         return made[-1]
 
     yield make

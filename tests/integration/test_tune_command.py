@@ -33,9 +33,9 @@ def tune_words(directory: Path, script: Path, *script_words: str, options: tuple
 
 
 @pytest.fixture(scope="module")
-def tuned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict]:
+def tuned(tmp_path_factory: pytest.TempPathFactory, tracking_store: Path) -> tuple[Path, dict]:
     """One small job on the ResNet example, run once for the tests that look at what it left."""
-    directory = tmp_path_factory.mktemp("jobs")
+    directory = with_tracking_store(tmp_path_factory.mktemp("jobs"), tracking_store)
     options = ("--json", "--job", "resnet", "--simulators", "linear", *SHORT_PROBE)
     words = tune_words(directory, ROOT / "examples" / "resnet_digits.py", "--width", "8", "--epochs", "500", options=options)
     done = autotune(*words)
