@@ -224,4 +224,4 @@ def test_steps_and_ranks_that_are_not_there_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="a step in common"):
         assemble([job.ranks[0], replace(job.ranks[1], steps=tuple(replace(s, number=s.number + 9) for s in job.ranks[1].steps))])
     (tmp_path / "job.json").write_text(json.dumps({"ranks": [{"rank": 0, "host": "a"}, {"rank": 1, "host": "b"}]}))
-    assert read_job(tmp_path).hosts == ("a", "b")
+    assert read_job(tmp_path).hosts.names == ("a", "b")
