@@ -9,10 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from autotune.cluster import Cluster
 from autotune.commands.iteration import iteration_data, iteration_facts, iteration_table, write_timeline
+from autotune.commands.memory import ShownMemory, memory_data, memory_facts, memory_listings, memory_table
 from autotune.dfg.replay import replay as run
 from autotune.dfg.utilisation import IterationSummary, iteration_summary
 from autotune.errors import InvalidInput
+from autotune.optimizer.within_memory import highest_peak
+from autotune.profiling.job_file import RecordedJob
+from autotune.profiling.memory_file import RecordedMemory
 from autotune.profiling.traces.global_graph import build_dfg
 from autotune.profiling.traces.job import TraceJob, read_job
 from autotune.profiling.traces.rank_trace import told
@@ -33,12 +38,13 @@ def replay(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     number = job.chosen_step(_step(options.step), aligned)
     parts = job.parts(number, aligned)
     summary = iteration_summary(run(build_dfg(parts, job.joints)))
-    shown = _Shown(job, aligned, number, job.measured_step_s(number, aligned), summary, max(part.ops.unexplained_s for part in parts))
+    unexplained_s = max(part.ops.unexplained_s for part in parts)
+    shown = _Shown(job, aligned, number, job.measured_step_s(number, aligned), summary, unexplained_s, _memory(options.traces))
     if options.timeline is not None:
         write_timeline(summary, options.timeline)
     if options.report is not None:
         write_timeline_report(options.report, _page(shown), summary)
-    return _data(shown), "\n".join([*_head(shown), iteration_table(summary) + _tail(options)]).rstrip()
+    return _data(shown), "\n".join([*_head(shown), iteration_table(summary) + memory_table(shown.memory) + _tail(options)]).rstrip()
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,6 +57,7 @@ class _Shown:
     measured_s: float
     summary: IterationSummary
     unexplained_s: float
+    memory: ShownMemory | None
 
     @property
     def error(self) -> float:
@@ -73,8 +80,21 @@ def _data(shown: _Shown) -> dict[str, Any]:
         "alignment": None if aligned is None else _alignment_data(aligned),
         "execution_traces": [asdict(link) for link in job.links],
         "repairs": [str(repair) for repair in job.repairs],
+        "memory": memory_data(shown.memory),
         **iteration_data(shown.summary),
     }
+
+
+def _memory(traces: list[str]) -> ShownMemory | None:
+    """Of a recorded folder that tells it: the predicted peak of a replica of that job, as it ran."""
+    folder = Path(traces[0])
+    if len(traces) != 1 or (memory := RecordedMemory.read(folder)) is None:
+        return None
+    job = RecordedJob.read(folder)
+    if job.workload is None:
+        return None
+    peak = highest_peak(memory, memory.profile, job.workload, job.plan, Cluster.local(job.world_size))
+    return ShownMemory(peak, memory)
 
 
 def _step(text: str) -> int | Any:
@@ -163,8 +183,8 @@ def _page(shown: _Shown) -> Page:
     text = f"{100 * exposed:.0f} % of it is communication that no computation hides, in {100 * idle:.0f} % neither runs; step {shown.step} "
     text += f"took {format_seconds(shown.measured_s)}."
     remark = f"the replay is {100 * shown.error:+.2f} % off"
-    facts = (Fact("Measured", format_seconds(shown.measured_s), remark), *iteration_facts(summary))
-    listings = () if aligned is None else (_clocks(job, aligned),)
+    facts = (Fact("Measured", format_seconds(shown.measured_s), remark), *iteration_facts(summary), *memory_facts(shown.memory))
+    listings = (*(() if aligned is None else (_clocks(job, aligned),)), *memory_listings(shown.memory))
     notes = [*told(job.repairs)[:SHOWN_REPAIRS], *(aligned.notes if aligned is not None else ())]
     if len(job.ranks) > 1:
         notes.insert(0, job.hosts.text(job.rank_numbers))

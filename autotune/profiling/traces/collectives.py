@@ -14,9 +14,10 @@ from autotune.profiling.traces.rank_trace import MISSING, Category, Comm, RankTr
 
 @dataclass(frozen=True)
 class Collective:
-    """`event`: the kernel, or the annotation of the thread that ran it. `step`: index among the rank's steps, MISSING outside of all.
+    """`event`: the kernel, or the annotation of the thread that ran it. `issued_s`: its start where the trace does not tell more.
 
-    `functions`: record-function ids of the event and of the host events that issued it, the innermost first.
+    `step`: index among the rank's steps of the one it was issued in, MISSING outside of all. `functions`: record-function ids of the event
+    and of the host events that issued it, the innermost first.
     """
 
     event: int
@@ -42,7 +43,8 @@ def rank_collectives(trace: RankTrace) -> list[Collective]:
             functions = _functions(trace, hosts)
             issued_s = float(trace.start_s[launch if launch != MISSING else event])
         elif category == Category.HOST_MARK and is_executing_mark(trace.name_of(event)):
-            comm, issued_s = trace.comms[trace.comm[event]], float(trace.start_s[event])
+            comm = trace.comms[trace.comm[event]]
+            issued_s = float(trace.start_s[event]) - comm.queued_s
             functions = _functions(trace, [event])
         else:
             continue

@@ -125,16 +125,29 @@ def _from_args(name: str, args: Mapping[str, Any]) -> Comm | None:
         _ranks(args.get("Process Group Ranks"), args),
         _count(args.get("Seq"), MISSING),
         _count(args.get("Root Rank"), MISSING),
-        transaction=_transaction(args),
+        transaction=_transaction(_own(args)),
         peer=_count(args.get("Dst Rank", args.get("Src Rank")), MISSING),
+        queued_s=_queued_s(_own(args)),
     )
 
 
-def _transaction(args: Mapping[str, Any]) -> str:
+def _own(args: Mapping[str, Any]) -> Mapping[str, Any]:
     """What this package's recorder says."""
-    own = args.get("autotune")
-    said = own.get("transaction") if isinstance(own, dict) else None
+    said = args.get("autotune")
+    return said if isinstance(said, dict) else {}
+
+
+def _transaction(own: Mapping[str, Any]) -> str:
+    said = own.get("transaction")
     return str(said)[:200] if said is not None else ""
+
+
+def _queued_s(own: Mapping[str, Any]) -> float:
+    """`queue_us` is the span's start less `issued_us`, whose clock is that of the whole file and not of one event."""
+    said = own.get("queue_us")
+    if isinstance(said, int | float) and not isinstance(said, bool) and 0 <= said < 1e12:
+        return float(said) * 1e-6
+    return 0.0
 
 
 def element_bytes(dtype: str) -> int:

@@ -13,6 +13,7 @@ import numpy as np
 
 from autotune.dfg.graph import Dfg
 from autotune.errors import InvalidInput
+from autotune.profiling.memory_file import MEMORY_FILE
 from autotune.profiling.traces.collectives import Collective, rank_collectives
 from autotune.profiling.traces.device_order import launched_before_trace
 from autotune.profiling.traces.execution_links import Link, enriched
@@ -23,6 +24,7 @@ from autotune.profiling.traces.kineto import read_kineto
 from autotune.profiling.traces.matching import Joint, collectives_by_place, match_collectives
 from autotune.profiling.traces.rank_ops import RankOps, hidden_before, step_ops
 from autotune.profiling.traces.rank_trace import RankTrace, Repair, Step
+from autotune.profiling.traces.recordings import same_recording, without_copies
 from autotune.profiling.traces.sources import Read, find_sources, rank_in_name
 
 if TYPE_CHECKING:
@@ -182,7 +184,9 @@ def read_job(paths: str | Path | Sequence[str | Path], hosts: str = "") -> Trace
     for source in find_sources(paths):
         with source.open() as read:
             if source.file_name == JOB_FILE:
-                details = _job_file(read, source.name)
+                details = same_recording(details, _job_file(read, source.name), source.name)
+                continue
+            if source.file_name == MEMORY_FILE:
                 continue
             begin, read = _sniffed(read)
             if b'"nodes"' in begin and b'"traceEvents"' not in begin:
@@ -190,9 +194,8 @@ def read_job(paths: str | Path | Sequence[str | Path], hosts: str = "") -> Trace
             else:
                 traces.append(read_kineto(read, source.name))
     if not traces:
-        raise InvalidInput(
-            "a job needs at least one Kineto trace, but only execution traces were given" if execution else "no trace was given"
-        )
+        others = "only execution traces were given" if execution else f"there is only a {JOB_FILE}"
+        raise InvalidInput(f"a job needs at least one Kineto trace, but {others}")
     listed = [paths] if isinstance(paths, str | Path) else paths
     return assemble(traces, execution, details, ", ".join(str(path) for path in listed), hosts)
 
@@ -267,7 +270,7 @@ def _job_file(read: Read, where: str) -> dict[str, Any]:
 
 def _ranked(traces: list[RankTrace]) -> tuple[list[RankTrace], list[Repair]]:
     """Traces with a rank each, by rank: what they say, else what their file names say, else the order in which they were given."""
-    repairs = []
+    traces, repairs = without_copies(traces)
     said = [trace.rank for trace in traces]
     named = [rank_in_name(trace.source) for trace in traces]
     if all(rank is not None for rank in said) and len(set(said)) == len(said):

@@ -112,7 +112,10 @@ class Lane:
 
 @dataclass(frozen=True)
 class Comm:
-    """What an event says about the collective it belongs to. `sequence` counts within the group, MISSING where not told."""
+    """What an event says about the collective it belongs to. `sequence` counts within the group, MISSING where not told.
+
+    `queued_s`: between its issue and the event's start, 0 where not told.
+    """
 
     name: str
     size_bytes: float = 0.0
@@ -123,6 +126,7 @@ class Comm:
     root: int = MISSING
     transaction: str = ""
     peer: int = MISSING
+    queued_s: float = 0.0
 
 
 @dataclass(frozen=True)

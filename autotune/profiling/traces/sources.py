@@ -26,6 +26,7 @@ MAX_RATIO = 300
 """Unpacked over packed bytes, beyond the first `FREE_BYTES`: traces shrink 10 to 60 times, a file made to fill the memory 1000 times."""
 FREE_BYTES = 64 * 2**20
 MAX_FILES = 20_000
+_SNIFFED = 2**16
 
 _ENDINGS = (".json", ".json.gz", ".pt.trace.json.gz")
 _ARCHIVES = (".tar", ".tar.gz", ".tgz")
@@ -62,6 +63,16 @@ def find_sources(paths: str | Path | Sequence[str | Path]) -> Iterator[Source]:
             yield from _members(path)
         else:
             yield Source(str(path), partial(_open_file, path))
+
+
+def holds_traces(path: Path) -> bool:
+    """Whether it is a folder or a packed file, whose contents `find_sources` checks, or begins as a Kineto trace does."""
+    if path.is_dir() or not path.is_file():
+        return path.is_dir()
+    if path.name.lower().endswith((*_ARCHIVES, ".gz")):
+        return True
+    with path.open("rb") as file:
+        return b'"traceEvents"' in file.read(_SNIFFED)
 
 
 def rank_in_name(source: str) -> int | None:
