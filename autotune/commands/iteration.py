@@ -28,8 +28,8 @@ def iteration_table(summary: IterationSummary) -> str:
     queue, busy = summary.bottleneck_queue, 100 * summary.bottleneck_share
     bottleneck = f"bottleneck: {queue}, busy for {busy:.1f} % of it" if queue else ""
     layers = sorted(summary.critical_path.by_layer.items(), key=lambda item: (-item[1], item[0]))
-    named = [f"{name} {format_seconds(seconds)}" for name, seconds in layers if name][:TOP_LAYERS]
-    most = f"most of the critical path: {', '.join(named)}" if named else ""
+    named = [f"{name or 'no layer'} {format_seconds(seconds)}" for name, seconds in layers][: TOP_LAYERS + 1]
+    most = f"critical path by layer: {', '.join(named)}" if any(name for name, _ in layers) else ""
     return table_text(table) + "".join(f"{line}\n" for line in (bottleneck, most) if line)
 
 

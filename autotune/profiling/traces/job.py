@@ -73,9 +73,11 @@ class TraceJob:
         raise InvalidInput(f"the step must be one of {_listed(self.steps)}, but is {number}")
 
     def rank_ops(self, place: int, number: int) -> RankOps:
-        """The ops of one rank in one step, kept once made."""
+        """The ops of one rank in one step, kept until another step is asked for: those of many steps would not fit."""
         cache: dict[tuple[int, int], RankOps] = self.__dict__.setdefault("_ops", {})
         if (place, number) not in cache:
+            for other in [key for key in cache if key[1] != number]:
+                del cache[other]
             step = self.step_of(place, number)
             cache[place, number] = step_ops(self.ranks[place], step.start_s, step.end_s, list(self.collectives[place]))
         return cache[place, number]
@@ -102,8 +104,11 @@ class TraceJob:
 
     def _spans_s(self, number: int, shifts_s: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(R,) first start and last end of the step's ops on every rank."""
-        own = self._all_ops(number)
-        return np.array([ops.begin_s for ops in own]) + shifts_s, np.array([ops.end_s for ops in own]) + shifts_s
+        spans: dict[int, tuple[np.ndarray, np.ndarray]] = self.__dict__.setdefault("_spans", {})
+        if number not in spans:
+            own = self._all_ops(number)
+            spans[number] = np.array([ops.begin_s for ops in own]), np.array([ops.end_s for ops in own])
+        return spans[number][0] + shifts_s, spans[number][1] + shifts_s
 
     def _floor_s(self, number: int, shifts_s: np.ndarray) -> float:
         """When the last op of the step before ended; minus infinity where that step is not in the traces."""
