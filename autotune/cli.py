@@ -217,6 +217,9 @@ def _add_replay(commands: Any, parents: list[argparse.ArgumentParser]) -> None:
     replay.set_defaults(run=_run_replay)
     replay.add_argument("traces", nargs="+", help="Kineto traces of one job's ranks: files, folders, archives, or patterns")
     replay.add_argument("--step", default="median", help="number of the step (default: the one with the median time)")
+    replay.add_argument(
+        "--hosts", default="", metavar="HOSTS", help="which ranks share a clock: a name per rank (a,a,b,b) or ranks per host"
+    )
     replay.add_argument("--no-align", dest="align", action="store_false", help="take the clocks of the ranks as they are")
     _add_outputs(replay)
 
@@ -224,7 +227,9 @@ def _add_replay(commands: Any, parents: list[argparse.ArgumentParser]) -> None:
 def _add_optimize(commands: Any, parents: list[argparse.ArgumentParser]) -> None:
     optimize = commands.add_parser("optimize", parents=parents, help="search the fastest strategy by replay, without a cluster")
     optimize.set_defaults(run=_run_optimize)
-    optimize.add_argument("source", help="a folder of `autotune profile`, a workload's JSON, a layer profile, or a model such as bert-base")
+    optimize.add_argument(
+        "source", help="a folder of `autotune profile`, Kineto traces, a workload's JSON, a layer profile, or a model such as bert-base"
+    )
     optimize.add_argument("--cluster", required=True, help="a cluster file (best one of `autotune probe`), or a name such as B7")
     optimize.add_argument("--lossy", action="store_true", help="also lossy compression: fp16, bf16, int8, top-k, PowerSGD")
     optimize.add_argument("--within-step", action="store_true", help="no synchronization into the next forward pass")

@@ -2,6 +2,8 @@
 
 The graph: data-parallel training of L layers on W workers, 4 L W ops. Per worker a chain of forward and a chain of backward ops on its
 device; every layer's gradient is sent on the worker's link once the worker and its left neighbour have it, and then updated on the device.
+
+Then what workers alike cost: 1, 16 and 1024 of them (`folded_workers`).
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 
 import networkx
 import numpy as np
@@ -24,6 +27,7 @@ from autotune.dfg.build import csr
 from autotune.dfg.graph import NONE, Dfg, Kind, Names
 from autotune.dfg.incremental import IncrementalReplay
 from autotune.dfg.replay import replay
+from benchmarks.folded_workers import costs, table
 
 SIZES = ((160, 16), (160, 64), (1000, 128))  # layers, workers
 SETS = 64
@@ -211,7 +215,8 @@ def main() -> None:
             ratio = result["time_over_replay"].get(name)  # type: ignore[attr-defined]
             told = "" if ratio is None else "   " + "  ".join(f"{value:8.2f}" for value in ratio)
             print(f"{name:12}" + "  ".join(f"{value / 1e6:10.3f} M" for value in rate) + told)
-    first = results[0]
+    first, alike = results[0], costs()
+    print("\nworkers alike, CPU time", *table(alike), sep="\n")
     print(
         json.dumps(
             {
@@ -225,6 +230,7 @@ def main() -> None:
                 "counted": "events: ops whose start, end and cause one call of replay(dfg) gives, everything in the call included, the"
                 " validation of the graph not; batched: ops times sets of one call of FixedOrder.makespans_s on float32 columns, the check"
                 " of the durations included, the execution graph not; medians over rounds, quartiles in `sizes`",
+                "workers": [asdict(cost) for cost in alike],
                 "sizes": results,
             }
         )

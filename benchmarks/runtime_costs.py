@@ -45,12 +45,21 @@ PAUSE_S = 0.001
 """Between two pieces of work, as between two gradients."""
 
 
-def seconds(operation: Callable[[], object], share_s: float = SHARE_S) -> float:
+@dataclass(frozen=True)
+class Way:
+    """How it is measured: with emulated accelerators or without, and how long the pauses are."""
+
+    emulated: bool
+    pause_s: float
+
+
+def seconds(operation: Callable[[], object], pause_s: float = PAUSE_S, share_s: float = SHARE_S) -> float:
     """Mean CPU time of one call behind a pause."""
     operation()
     began_s, taken_s, calls = time.perf_counter(), 0.0, 0
     while time.perf_counter() - began_s < share_s or calls < 3:
-        time.sleep(PAUSE_S)
+        if pause_s > 0:
+            time.sleep(pause_s)
         start_s = time.process_time()
         operation()
         taken_s += time.process_time() - start_s
@@ -58,9 +67,9 @@ def seconds(operation: Callable[[], object], share_s: float = SHARE_S) -> float:
     return taken_s / calls
 
 
-def line(of_elements: Callable[[int], Callable[[], object]]) -> tuple[float, float]:
+def line(of_elements: Callable[[int], Callable[[], object]], pause_s: float = PAUSE_S) -> tuple[float, float]:
     """(seconds per call, seconds per element)."""
-    small, large = (seconds(of_elements(count)) for count in (SMALL, LARGE))
+    small, large = (seconds(of_elements(count), pause_s) for count in (SMALL, LARGE))
     slope = max(large - small, 0.0) / (LARGE - SMALL)
     return max(small - slope * SMALL, 0.0), slope
 
@@ -139,18 +148,18 @@ class Spent:
         return self.forward_s + self.backward_s + self.rest_s
 
 
-def profile(names: Sequence[str], elements: int) -> Workload:
+def profile(names: Sequence[str], elements: int, pause_s: float) -> Workload:
     """With a pause before each variable, in both passes."""
     count = len(names)
     variables = tuple(
-        Variable(name, (elements,), ready_s=PAUSE_S * (number + 1), needed_s=PAUSE_S * (count - number - 1))
+        Variable(name, (elements,), ready_s=pause_s * (number + 1), needed_s=pause_s * (count - number - 1))
         for number, name in enumerate(reversed(names))
     )
-    return Workload("hooked", variables, forward_s=PAUSE_S * count, backward_s=PAUSE_S * (count + 1))
+    return Workload("hooked", variables, forward_s=pause_s * count, backward_s=max(pause_s, 1e-9) * (count + 1))
 
 
 def spent(
-    count: int, elements: int, cross_step: bool, emulated: bool, primitive: Primitive | None = Primitive.ALL_REDUCE, buffers: int = 0
+    count: int, elements: int, cross_step: bool, way: Way, primitive: Primitive | None = Primitive.ALL_REDUCE, buffers: int = 0
 ) -> Spent:
     """A step under a plan with a message per variable, or (None) one in all, that has nowhere to go. Emulated: with pauses."""
     model = PlannedDataParallel(_Hooked(count, elements, buffers))
@@ -160,8 +169,8 @@ def spent(
     groups = [tuple(slices)] if primitive is None else [(each,) for each in slices]
     messages = tuple(Message(group, primitive or Primitive.ALL_REDUCE, Compressor.NONE, "float32", owner) for group in groups)
     synchronizer.load(Plan(synchronizer.model_id, 1, messages, cross_step))
-    if emulated:
-        synchronizer.emulate(EmulatedAccelerator(synchronizer, timetable_of(profile(synchronizer.names, elements))))
+    if way.emulated:
+        synchronizer.emulate(EmulatedAccelerator(synchronizer, timetable_of(profile(synchronizer.names, elements, way.pause_s))))
     return mean_step(model, elements)
 
 
@@ -186,19 +195,19 @@ def mean_step(model: nn.Module, elements: int, share_s: float = 0.8) -> Spent:
     return Spent(*(fmean(values) for values in zip(*found, strict=True)))
 
 
-def hooks(count: int, emulated: bool) -> dict[str, float]:
+def hooks(count: int, way: Way) -> dict[str, float]:
     """Of one variable: its hook with packing; of one message: issuing it; leaving a variable to the next pass; settling it there.
 
     Where accelerators are emulated also waking up for its gradient and handing it out, which else the computation itself does.
     """
     few, many = 8, 2**16
     per_byte = 1 / (4 * (many - few) * count)
-    base_s = 0.0 if emulated else mean_step(_Hooked(count, few), few).backward_s
-    together, apart = spent(count, few, False, emulated, None), spent(count, few, False, emulated)
-    two_steps = spent(count, few, False, emulated, Primitive.PUSH_PULL)
-    crossing = spent(count, few, True, emulated)
-    large, crossing_large = (spent(count, many, cross_step, emulated) for cross_step in (False, True))
-    buffered = spent(count, few, False, emulated, None, buffers=count)
+    base_s = 0.0 if way.emulated else mean_step(_Hooked(count, few), few).backward_s
+    together, apart = spent(count, few, False, way, None), spent(count, few, False, way)
+    two_steps = spent(count, few, False, way, Primitive.PUSH_PULL)
+    crossing = spent(count, few, True, way)
+    large, crossing_large = (spent(count, many, cross_step, way) for cross_step in (False, True))
+    buffered = spent(count, few, False, way, None, buffers=count)
     found = {
         "fill_s": (together.backward_s - base_s) / count,
         "issue_s": (apart.whole_s - together.whole_s) / count,
@@ -208,43 +217,43 @@ def hooks(count: int, emulated: bool) -> dict[str, float]:
         "settle_s_per_byte": (crossing_large.forward_s - large.forward_s - crossing.forward_s + apart.forward_s) * per_byte,
         "buffer_s": (buffered.forward_s - together.forward_s) / count,
     }
-    if emulated:
+    if way.emulated:
         found["hand_out_s_per_byte"] = (large.backward_s - apart.backward_s) * per_byte
     return {name: max(value, 0.0) for name, value in found.items()}
 
 
-def one_process(emulated: bool) -> dict[str, float]:
+def one_process(way: Way) -> dict[str, float]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     found: dict[str, float] = {}
-    found |= hooks(48, emulated)
-    found["pack_s_per_byte"] = line(packing(torch.float32))[1] / 4
-    found["cast_s_per_byte"] = max(line(packing(kind))[1] for kind in (torch.float16, torch.bfloat16)) / 4
-    found["write_s"], per_element = line(writing)
+    found |= hooks(48, way)
+    found["pack_s_per_byte"] = line(packing(torch.float32), way.pause_s)[1] / 4
+    found["cast_s_per_byte"] = max(line(packing(kind), way.pause_s)[1] for kind in (torch.float16, torch.bfloat16)) / 4
+    found["write_s"], per_element = line(writing, way.pause_s)
     found["unpack_s_per_byte"] = per_element / 4
     if "hand_out_s_per_byte" in found:  # it was measured with the packing
         behind = found["pack_s_per_byte"] + found["unpack_s_per_byte"]
         found["hand_out_s_per_byte"] = max(found["hand_out_s_per_byte"] - behind, 0.0)
     compressors = {"int8_encode": int8("encode"), "int8_decode": int8("decode"), "top_k_find": top_k, "top_k_add": top_k_sum}
     for name, of_elements in compressors.items():
-        found[f"{name}_s"], found[f"{name}_s_per_element"] = line(of_elements)
-    per_call_s, per_element = line(low_rank)
+        found[f"{name}_s"], found[f"{name}_s_per_element"] = line(of_elements, way.pause_s)
+    per_call_s, per_element = line(low_rank, way.pause_s)
     found["low_rank_s"], found["low_rank_s_per_flop"] = per_call_s / 3, per_element / 3
     dist.destroy_process_group()
     return found
 
 
-def _process(start: object, results: object, emulated: bool) -> None:
+def _process(start: object, results: object, way: Way) -> None:
     take_round_robin()
     torch.set_num_threads(1)
     start.wait()  # type: ignore[attr-defined]
-    results.put(one_process(emulated))  # type: ignore[attr-defined]
+    results.put(one_process(way))  # type: ignore[attr-defined]
 
 
-def measured_costs(ranks: int, emulated: bool = False) -> dict[str, float]:
+def measured_costs(ranks: int, emulated: bool = False, pause_s: float = PAUSE_S) -> dict[str, float]:
     """Name of a constant -> mean over so many processes that work at once."""
     context = multiprocessing.get_context("spawn")
     start, results = context.Barrier(ranks), context.Queue()
-    processes = [context.Process(target=_process, args=(start, results, emulated)) for _ in range(ranks)]
+    processes = [context.Process(target=_process, args=(start, results, Way(emulated, pause_s))) for _ in range(ranks)]
     for process in processes:
         process.start()
     found = [results.get(timeout=300) for _ in processes]
@@ -262,8 +271,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=1, help="processes that work at once (default 1)")
     parser.add_argument("--emulated", action="store_true", help="of ranks with emulated accelerators")
+    parser.add_argument("--pause", type=float, default=PAUSE_S, help=f"seconds between two pieces; 0: back to back (default {PAUSE_S:g})")
     options = parser.parse_args()
-    print(json.dumps(measured_costs(options.ranks, options.emulated)))
+    print(json.dumps(measured_costs(options.ranks, options.emulated, options.pause)))
     return 0
 
 

@@ -3,7 +3,7 @@
     python -m benchmarks.search_time [--data ../shared/data] [--ablation-seconds 20] [--models resnet50 vgg16]
 
 Workloads: ResNet-50, VGG-16 and Inception-v3 by the layer profiles of PipeDream (measured by others, V100), BERT-base by assumed times
-(`zoo.assumed_times`). Clusters: dPRO's (2 hosts x 8 devices, 100 Gbit/s) and 16 hosts x 1 device at 10 Gbit/s; nothing was probed on them,
+(`zoo.assumed_models`). Clusters: dPRO's (2 hosts x 8 devices, 100 Gbit/s) and 16 hosts x 1 device at 10 Gbit/s; nothing was probed on them,
 so links and latencies are assumed. dPRO took 144 to 1764 s for such searches (0.04 to 0.49 h), its strawman 12 h to more than 24 h.
 
 The ablation adds one speed-up after the other (`state.Speedups`) to a search whose budget is a number of replays; a variant that has not
@@ -24,8 +24,8 @@ from typing import Any
 
 from autotune.cluster import Cluster, Host
 from autotune.errors import AutotuneError
+from autotune.lowering.replayed import LoweredSteps
 from autotune.optimizer.budget import Budget
-from autotune.optimizer.observe import LoweredSteps
 from autotune.optimizer.optimize import Optimized, optimize
 from autotune.optimizer.state import Speedups
 from autotune.profiling.layer_profile import read_layer_profile
@@ -33,7 +33,7 @@ from autotune.profiling.op_graph import OpGraph
 from autotune.strategy_space.builders.catalogue import seed_strategies
 from autotune.strategy_space.plan import plan
 from autotune.strategy_space.space import SearchSpace
-from autotune.zoo.assumed_times import bert_ops
+from autotune.zoo.assumed_models import assumed_ops
 
 PROFILED = ("resnet50", "vgg16", "inception_v3")
 BERT = "bert-base"
@@ -65,7 +65,7 @@ class Case:
 
 def cases(data: Path, models: list[str]) -> Iterator[Case]:
     for model in models:
-        graph = bert_ops(BERT, batch=32) if model == BERT else read_layer_profile(data / "layer_profiles" / f"{model}.txt")
+        graph = assumed_ops(BERT) if model == BERT else read_layer_profile(data / "layer_profiles" / f"{model}.txt")
         for cluster in CLUSTERS:
             yield Case(graph, cluster)
 

@@ -1,35 +1,39 @@
-"""Its presence puts this folder on the import path, so that tests of every kind share `synthetic_job`; and a Ray that they share."""
+"""Its presence puts this folder on the import path, so that tests of every kind share `synthetic_job`; and the order of the files."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 LONGEST_FIRST = (
     "test_tune_command",
-    "test_world_faults",
-    "test_emulated_world",
     "test_testbed_tune",
+    "test_ray_address",
+    "test_null_experiment",
     "test_apply",
+    "test_tracking",
+    "test_interrupts",
+    "test_world_faults",
     "test_profile_command",
+    "test_ray_world",
     "test_recorder",
     "test_torch_memory",
     "test_recorded_traces",
     "test_examples_train",
-    "test_null_experiment",
+    "test_testbed_lifecycle",
     "test_testbed_network",
     "test_every_strategy",
     "test_compressed_training",
     "test_probe_command",
-    "test_ray_address",
-    "test_interrupts",
+    "test_emulated_world",
+    "test_measurement",
+    "test_tuner",
     "test_torch_hooks",
+    "test_torch_rank_failures",
     "test_torch_emulation",
-    "test_tracking",
     "test_reference_traces",
     "test_ranking_benchmark",
 )
@@ -39,16 +43,6 @@ LONGEST_FIRST = (
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     place = {name: number for number, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: place.get(item.path.stem, len(place)))
-
-
-@pytest.fixture(scope="module")
-def cluster_of_two() -> Iterator[object]:
-    """A connection to a private local Ray cluster with room for two ranks."""
-    from runtime_rewriter.ray_cluster import RayCluster, RayPlace
-
-    connected = RayCluster(RayPlace(), 2)
-    yield connected
-    connected.close()
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ from autotune.canonical import to_data
 from autotune.cluster import Cluster
 from autotune.commands.iteration import iteration_data, iteration_facts, iteration_table, write_timeline
 from autotune.commands.memory import ShownMemory, memory_data, memory_facts, memory_listings, memory_table
-from autotune.commands.strategies import named_cluster, named_model
+from autotune.commands.strategies import named_cluster, named_model, zoo_name
 from autotune.commands.tables import table_text
 from autotune.dfg.replay import replay
 from autotune.dfg.utilisation import IterationSummary, iteration_summary
@@ -22,18 +22,21 @@ from autotune.errors import InvalidInput
 from autotune.export import write_whole
 from autotune.lowering.lower import Lowering
 from autotune.optimizer.budget import Budget
-from autotune.optimizer.optimize import Optimized
+from autotune.optimizer.optimize import ASSUMED_TIMES, Optimized
 from autotune.optimizer.optimize import optimize as search
 from autotune.optimizer.within_memory import WithinMemory, highest_peak
 from autotune.profiling.layer_profile import read_layer_profile
 from autotune.profiling.memory_file import RecordedMemory, why_no_memory
 from autotune.profiling.op_graph import OpGraph
+from autotune.profiling.traces.sources import holds_traces
 from autotune.strategy_space.describe import message_rows, whole_text
 from autotune.strategy_space.space import SearchSpace
 from autotune.timeline_report import Fact, Listing, Page, write_timeline_report
 from autotune.units import format_bytes, format_seconds, parse_bytes, parse_seconds
 from autotune.workload import Workload
 from autotune.zoo.architectures import MODELS
+from autotune.zoo.assumed_device import AssumedDevice
+from autotune.zoo.assumed_models import assumed_ops
 
 JOB_FILE = "job.json"
 SHOWN_MESSAGES, SHOWN_NAMES, SHOWN_STARTS = 12, 3, 6
@@ -43,13 +46,22 @@ SHOWN_MESSAGES, SHOWN_NAMES, SHOWN_STARTS = 12, 3, 6
 class _Source:
     """What is optimized. `graph` is None where only the variables are known, and ops cannot be fused; `memory` where nobody recorded it.
 
-    `why_no_memory`: in words.
+    `times`: where its times come from, if nobody measured them. `notes`: what else was assumed. `why_no_memory`: in words.
+    `cross_step_refused`: why the recorded script cannot synchronize across steps; empty where nothing is known against it.
     """
 
     workload: Workload
     graph: OpGraph | None = None
+    times: str = ""
     memory: RecordedMemory | None = None
     why_no_memory: str = "it tells nothing of activations and optimizer state"
+    cross_step_refused: str = ""
+    notes: tuple[str, ...] = ()
+
+    def assumed(self, found: Optimized) -> list[str]:
+        """What was assumed, with what is known of it."""
+        timed = [f"{note} ({self.times})" if self.times and note == ASSUMED_TIMES else note for note in found.assumed]
+        return [*timed, *self.notes]
 
 
 def optimize(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
@@ -59,7 +71,7 @@ def optimize(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     found = search(
         source.workload,
         cluster,
-        _space(options),
+        _space(source, options),
         graph=source.graph if options.op_fusion else None,
         budget=replace(Budget(), seconds=parse_seconds(options.budget_time, "--budget-time")),
         seed=options.seed,
@@ -103,34 +115,59 @@ def _memory(source: _Source, cluster: Cluster, found: Optimized, within: WithinM
 
 
 def _source(name: str) -> _Source:
-    path = Path(name)
-    if name in MODELS or (path.suffix == ".json" and path.name != JOB_FILE):
-        return _Source(named_model(name))
+    path, model = Path(name), zoo_name(name)
+    if model is not None:
+        graph, row, device = assumed_ops(model), MODELS[model], AssumedDevice()
+        return _Source(graph.workload(), graph, f"{device.text}, for a batch of {row.batch_per_gpu} {row.batch_unit}")
+    if path.name != JOB_FILE and not (path / JOB_FILE).exists() and holds_traces(path):
+        return _traced(path)
+    if path.suffix == ".json" and path.name != JOB_FILE:
+        return _Source(_timed(named_model(name), name))
     if path.is_dir() or path.name == JOB_FILE:
         return _recorded(path if path.is_dir() else path.parent)
     if path.is_file():
         graph = read_layer_profile(path)
         return _Source(graph.workload(), graph)
     raise InvalidInput(
-        f"there must be something to optimize: a folder of `autotune profile`, a workload's JSON file, a layer profile (.txt) or one of "
-        f"{', '.join(MODELS)}, but it is {name!r}"
+        f"there must be something to optimize: a folder of `autotune profile`, Kineto traces, a workload's JSON file, a layer profile "
+        f"(.txt) or one of {', '.join(MODELS)}, but it is {name!r}"
     )
 
 
+def _timed(workload: Workload, name: str) -> Workload:
+    if workload.compute_s == 0:
+        raise InvalidInput(
+            f"a workload needs the times of its passes, behind which messages can hide, but in {name} they are 0; "
+            f"record them with `autotune profile`, or name a model of the zoo, whose times are assumed: {', '.join(MODELS)}"
+        )
+    return workload
+
+
+def _traced(path: Path) -> _Source:
+    """The buckets of a data-parallel job that someone traced."""
+    from autotune.profiling.traces.job import read_job
+    from autotune.profiling.traces.trace_workload import workload_of
+
+    found = workload_of(read_job(path), model=path.name.split(".")[0] or "traced")
+    return _Source(found.workload, why_no_memory="traces tell nothing of lifetimes", notes=found.notes)
+
+
 def _recorded(folder: Path) -> _Source:
-    """The workload in the folder's job.json, and the memory beside it."""
+    """The workload in the folder's job.json, the memory beside it, and what its script allows."""
     from autotune.profiling.job_file import RecordedJob
 
     job = RecordedJob.read(folder)
     if job.workload is None:
         reason = "; ".join(job.notes) or "the recording does not say why"
         raise InvalidInput(f"{folder}: the model's own times must be known, but could not be recorded: {reason}")
-    return _Source(job.workload, None, RecordedMemory.read(folder), why_no_memory(job.notes))
+    told = why_no_memory(job.notes)
+    return _Source(job.workload, memory=RecordedMemory.read(folder), why_no_memory=told, cross_step_refused=job.cross_step_refused)
 
 
-def _space(options: argparse.Namespace) -> SearchSpace:
+def _space(source: _Source, options: argparse.Namespace) -> SearchSpace:
     space = SearchSpace.default(lossy=options.lossy)
-    return space.without_cross_step("--within-step was given") if options.within_step else space
+    refused = "--within-step was given" if options.within_step else source.cross_step_refused
+    return space.without_cross_step(refused) if refused else space
 
 
 def _data(source: _Source, cluster: Cluster, found: Optimized, memory: ShownMemory | None, summary: IterationSummary) -> dict[str, Any]:
@@ -144,7 +181,8 @@ def _data(source: _Source, cluster: Cluster, found: Optimized, memory: ShownMemo
         "bound_s": found.bound_s,
         "starts_s": found.starts_s,
         "op_fusion": {"forward": sorted(found.op_fusion.forward), "backward": sorted(found.op_fusion.backward)},
-        "assumed": list(found.assumed),
+        "assumed": source.assumed(found),
+        "cross_step_refused": source.cross_step_refused,
         "log": to_data(found.log),
         "rounds": found.rounds,
         "replays": found.replays,
@@ -173,8 +211,10 @@ def _text(
         f"{cluster.world_size} workers on {len(cluster.hosts)} hosts",
         _gained(found),
     ]
-    if found.assumed:
-        lines.append(f"assumed, not measured: {', '.join(found.assumed)}")
+    if assumed := source.assumed(found):
+        lines.append(f"assumed, not measured: {', '.join(assumed)}")
+    if source.cross_step_refused:
+        lines.append(f"synchronization stays within the step: {source.cross_step_refused}")
     if whole := whole_text(found.strategy):
         lines.append(whole)
     text = "\n".join(lines) + "\n" + _messages(found) + iteration_table(summary) + memory_table(memory)
@@ -258,8 +298,11 @@ def _page(source: _Source, cluster: Cluster, found: Optimized, memory: ShownMemo
         ),
         *memory_listings(memory),
     )
-    notes = (f"Assumed, not measured: {', '.join(found.assumed)}.",) if found.assumed else ()
+    assumed = source.assumed(found)
+    notes = [f"Assumed, not measured: {', '.join(assumed)}."] if assumed else []
+    if source.cross_step_refused:
+        notes.append(f"Synchronization stays within the step: {source.cross_step_refused}.")
     kicker = (
         f"autotune optimize · {source.workload.model} · {cluster.world_size} workers on cluster {cluster.name} · predicted, nothing was run"
     )
-    return Page(kicker, f"{ratio:.2f}x of DDP's default buckets", _gained(found), facts, listings, notes, ratio > 1)
+    return Page(kicker, f"{ratio:.2f}x of DDP's default buckets", _gained(found), facts, listings, tuple(notes), ratio > 1)

@@ -72,12 +72,8 @@ def _peak_bytes(folder: Path) -> int | None:
 
 def _clear(folder: Path) -> None:
     """Traces of an earlier recording would be read along with the new ones."""
-    rank = 0
-    for name in (JOB_FILE, MEMORY_FILE):
-        (folder / name).unlink(missing_ok=True)
-    while (folder / trace_name(rank)).exists():
-        (folder / trace_name(rank)).unlink()
-        rank += 1
+    for path in (folder / JOB_FILE, folder / MEMORY_FILE, *folder.glob(trace_name("*"))):
+        path.unlink(missing_ok=True)
 
 
 def _run(command: ScriptCommand, settings: RecordSettings, timeout_s: float) -> int:
@@ -170,7 +166,8 @@ def _text(job: RecordedJob, output: Path, peak_bytes: int | None) -> str:
     notes = "".join(f"note: {note}\n" for note in job.notes)
     shown = shlex.quote(str(output))
     follow = f"next: autotune replay {shown}\n      autotune optimize {shown} --cluster cluster.yaml"
-    return f"{head}\n{text}{notes}traces: {output}/{trace_name(0)} ... (open in https://ui.perfetto.dev), {output}/{JOB_FILE}\n{follow}"
+    here = next((record.trace for record in job.ranks if (output / record.trace).exists()), trace_name(0))
+    return f"{head}\n{text}{notes}traces: {output}/{here} ... (open in https://ui.perfetto.dev), {output}/{JOB_FILE}\n{follow}"
 
 
 def _ops(job: RecordedJob) -> str:

@@ -41,9 +41,15 @@ def strategies(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     return _one(options.builder, model, cluster) if options.builder else _all(model, cluster)
 
 
+def zoo_name(name: str) -> str | None:
+    """The zoo's model of that name, however its letters and dashes are written; None where it has none."""
+    own = name.lower().replace("_", "-")
+    return own if own in MODELS else None
+
+
 def named_model(name: str) -> Workload:
-    if name in MODELS:
-        return workload(name)
+    if (own := zoo_name(name)) is not None:
+        return workload(own)
     if not Path(name).is_file():
         raise InvalidInput(f"the model must be a workload's JSON file or one of {', '.join(MODELS)}, but is {name!r}")
     return Workload.from_data(read_json(Path(name)), name)

@@ -47,10 +47,9 @@ def execution_graph(timeline: Timeline) -> ExecutionGraph:
     parent_start, parent = dfg.parent_csr
     child = np.repeat(np.arange(dfg.ops), np.diff(parent_start))
     caused = np.flatnonzero(timeline.cause >= 0)
-    waited = timeline.start_s[caused] > timeline.end_s[timeline.cause[caused]]
     edges = [
         (parent.astype(np.int64), child, np.zeros(len(parent))),
-        (timeline.cause[caused].astype(np.int64), caused, np.where(waited, dfg.gap_s[timeline.cause[caused]], 0.0)),
+        (timeline.cause[caused].astype(np.int64), caused, np.zeros(len(caused))),
         _queue_edges(timeline, position),
         *(_lock_edges(timeline, position, lock) for lock in range(dfg.locks)),
     ]

@@ -28,7 +28,7 @@ from autotune.strategy_space.sync_cost import Rates, message_costs
 from autotune.workload import Workload
 
 if TYPE_CHECKING:
-    from autotune.lowering.lower import Lowering
+    from autotune.lowering.replayed import LoweredSteps
 
 MAX_VARIABLES = 4_000  # BERT-large has about 400; the recurrent simulator walks them one after the other
 MAX_SHARDS = 32_000  # BERT-large with every variable in 40 shards is 16 000 rows, 5 MB
@@ -87,8 +87,6 @@ class Extractor:
         self.edges = np.array(workload.edges, dtype=np.int64).reshape(-1, 2) if workload.edges else chain.astype(np.int64)
         self.taken_share = taken_share(workload, cluster)
         self.rates = Rates(cluster)
-        self._lowering: Lowering | None = None
-        self._replayed_s: dict[str, float] = {}
 
     def features(self, strategy: Strategy, plan: Plan) -> StrategyFeatures:
         """Those of `strategy`, whose plan for this workload and cluster is `plan`. Raises `InvalidInput`."""
@@ -114,19 +112,16 @@ class Extractor:
             paper_step_s=paper_step_s(workload, costs),
         )
 
-    def replayed_step_s(self, plan: Plan) -> float:
-        """The replay of `plan`, kept once known: it takes a hundred times as long as everything else about a strategy."""
-        if plan.id not in self._replayed_s:
-            if self._lowering is None:
-                from autotune.lowering.lower import Lowering  # compiled code loads when the first plan is replayed
+    @cached_property
+    def steps(self) -> LoweredSteps:
+        """What replays a plan; it remembers, since that takes a hundred times as long as everything else about a strategy."""
+        from autotune.lowering.replayed import LoweredSteps  # compiled code loads when the first plan is replayed
 
-                self._lowering = Lowering(self.workload, self.cluster, taken_share=self.taken_share)
-            self._replayed_s[plan.id] = self._lowering.step_s(plan)
-        return self._replayed_s[plan.id]
+        return LoweredSteps(self.workload, self.cluster, taken_share=self.taken_share)
 
     def replayed(self, features: StrategyFeatures, plan: Plan) -> StrategyFeatures:
         """The same with `replayed_step_s`."""
-        return replace(features, replayed_step_s=self.replayed_step_s(plan))
+        return replace(features, replayed_step_s=self.steps.step_s(plan))
 
 
 def extract(strategy: Strategy, plan: Plan, workload: Workload, cluster: Cluster) -> StrategyFeatures:

@@ -228,7 +228,7 @@ class Network:
         within_s = np.minimum(times.cpu_s, times.alone_s / crowded) if crowded > 0 else none
         beyond_s = times.cpu_s - within_s if crowded > 0 else none
         most_s = np.maximum(times.link_s, within_s * crowded)
-        waits = made.duration((times.alone_s - most_s) / rounds)
+        waits = made.duration(np.maximum(times.alone_s - most_s, 0.0) / rounds)  # the product may round up to more
         sends = {self._link.name(port): (Kind.SEND, made.duration(times.link_s * times.ports[port] / rounds)) for port in loaded}
         sends |= {self._cores_name(host): (Kind.COPY, made.duration(within_s * times.cores[host] / rounds)) for host in busy}
         size = made.size(own.size_bytes / rounds)

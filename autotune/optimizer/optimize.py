@@ -24,6 +24,13 @@ from autotune.strategy_space.strategy import ROOTED, Strategy
 from autotune.strategy_space.sync_cost import MessageKind, Rates
 from autotune.workload import Workload
 
+ASSUMED_TIMES, ASSUMED_LINKS = "the workload's times", "the links"
+"""Of `Optimized.assumed`, where workload and cluster say so."""
+
+
+DDP = "DDP's default buckets"
+"""Name of the start that is compared with where no other strategy is."""
+
 
 @dataclass(frozen=True)
 class Optimized:
@@ -88,12 +95,12 @@ def optimize(
     first = State(before or ddp_default(problem.workload))
     before_s = replays.step_s(first)
     search = Search(problem, replays, default_passes() if passes is None else passes, budget or Budget(), seed, allowed)
-    found = search.run(all_starts(problem, before))
+    found = search.run(all_starts(problem, (DDP if before is None else "before", first.strategy)))
     best = found.best or first
     assumed = list(best.assumed)
     if best.fusion != OpFusion() and fused_s is None:
         assumed.append(ASSUMED)
-    assumed += [f"the {name}" for name, source in (("workload's times", workload.source), ("links", cluster.source)) if source == "assumed"]
+    assumed += [name for name, source in ((ASSUMED_TIMES, workload.source), (ASSUMED_LINKS, cluster.source)) if source == "assumed"]
     enacted = replace(best, fusion=OpFusion(), compute_factor=1.0)
     return Optimized(
         best.strategy,

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from autotune.cluster import Cluster
 from autotune.dfg.replay import Timeline
-from autotune.optimizer.observe import LoweredSteps, Observed
+from autotune.lowering.replayed import LoweredSteps, Observed
 from autotune.optimizer.state import CriticalPath, Problem, State, planned
 from autotune.strategy_space.plan import Message, Plan
 from autotune.strategy_space.strategy import SparseHandling

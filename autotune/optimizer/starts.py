@@ -20,12 +20,19 @@ from autotune.strategy_space.sync_cost import MessageKind, Rates
 
 COLLECTIVES = (Synchronizer.ALL_REDUCE, Synchronizer.REDUCE_SCATTER_ALL_GATHER)
 ORDER_NODES = 40
-HOPELESS = 2.0
-"""Times the shortest estimate of the closed form, beyond which a start is not replayed: many small messages make large graphs."""
+HOPELESS = 4.0
+"""Times the shortest estimate of the closed form, beyond which a start is not replayed: many small messages make large graphs.
+
+The closed form sends messages one by one. The replay has two threads, and messages of two steps have two lanes: what only waits for
+latencies can be four times as fast as estimated, and no more.
+"""
 
 
 def started(problem: Problem, fusion: OpFusion) -> list[tuple[str, State]]:
-    """(name, state), each strategy once; all lie in the problem's space, and none is hopeless. `fusion` is what they begin with."""
+    """(name, state), each strategy once, the shortest estimate first; all lie in the problem's space, and none is hopeless.
+
+    `fusion` is what they begin with.
+    """
     found: dict[Strategy, str] = {}
     estimated: dict[Strategy, float] = {}
     for name, strategy in [*seed_strategies(problem.workload, problem.cluster, problem.space), *_best_cuts(problem, fusion)]:
@@ -33,7 +40,8 @@ def started(problem: Problem, fusion: OpFusion) -> list[tuple[str, State]]:
             found.setdefault(strategy, name)
             estimated.setdefault(strategy, _estimated_s(strategy, problem))
     limit_s = HOPELESS * min(estimated.values(), default=0.0)
-    return [(name, State(strategy, fusion)) for strategy, name in found.items() if estimated[strategy] <= limit_s]
+    promising = sorted((strategy for strategy in found if estimated[strategy] <= limit_s), key=lambda own: estimated[own])
+    return [(found[strategy], State(strategy, fusion)) for strategy in promising]
 
 
 def _estimated_s(strategy: Strategy, problem: Problem) -> float:

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from autotune.cluster import Cluster
+from autotune.lowering.replayed import LoweredSteps
 from autotune.optimizer.budget import Budget
-from autotune.optimizer.observe import LoweredSteps
 from autotune.optimizer.registry import all_starts, default_passes
 from autotune.optimizer.replays import Lowered, Replays
 from autotune.optimizer.search import Search
@@ -31,23 +31,20 @@ LOSSLESS, CAST, LOSSY = "lossless", "16 bits", "lossy"
 
 
 def suggestions(
-    workload: Workload,
-    cluster: Cluster,
+    steps: LoweredSteps,
     space: SearchSpace,
     *,
     budget: Budget | None = None,
     seed: int = 0,
     allowed: Callable[[Plan], bool] = lambda plan: True,
-    taken_share: float = 0.0,
 ) -> list[Suggested]:
     """The best within the step and the best across steps, for each set of compressors that the space allows, fastest first.
 
-    `taken_share` of the CPU time of sending is taken from computation. The budget is shared by the sets; each begins also with what
-    the one before found.
+    `steps` replays, and is left with what was replayed. The budget is shared by the sets; each begins also with what the one before found.
     """
 
     def lower(workload: Workload, cluster: Cluster, symmetric: bool) -> Lowered:
-        return LoweredSteps(workload, cluster, symmetric, taken_share)
+        return steps if workload is steps.workload else LoweredSteps(workload, cluster, symmetric, steps.taken_share)
 
     total = budget or Budget()
     sets = _compressor_sets(space)
@@ -55,8 +52,8 @@ def suggestions(
     found: dict[Strategy, Suggested] = {}
     starts: list[tuple[str, State]] = []
     for name, bounded in sets:
-        problem = Problem(workload, cluster, bounded)
-        result = Search(problem, Replays(problem, lower), default_passes(), each, seed, allowed).run([*starts, *all_starts(problem, None)])
+        problem = Problem(steps.workload, steps.cluster, bounded)
+        result = Search(problem, Replays(problem, lower), default_passes(), each, seed, allowed).run([*starts, *all_starts(problem)])
         for across, (step_s, state) in sorted(result.families.items()):
             found.setdefault(
                 state.strategy, Suggested(f"{name}, {'across steps' if across else 'within the step'}", state.strategy, step_s)

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from autotune.events import Proposal, Proposed
-from autotune.features.compute_cost import taken_share
 from autotune.history import History
 from autotune.job import JobSpec, Search, Similarity
 from autotune.optimizer.budget import Budget
@@ -106,17 +105,8 @@ class Proposer:
         """What the optimizer finds by replay, fastest first: one strategy for each family of the space (`optimizer.suggestions`)."""
         from autotune.optimizer.suggest import suggestions  # numba is heavy, and the baselines do without
 
-        assert history.profiled is not None
-        workload, cluster = history.profiled.workload, history.profiled.cluster
-        found = suggestions(
-            workload,
-            cluster,
-            space,
-            budget=OPTIMIZER,
-            seed=self._spec.seed,
-            allowed=lambda made: self._why_refused(made) is None,
-            taken_share=taken_share(workload, cluster),
-        )
+        steps = self._scorer.extractor(history).steps
+        found = suggestions(steps, space, budget=OPTIMIZER, seed=self._spec.seed, allowed=lambda made: self._why_refused(made) is None)
         return [(f"optimizer: {own.name}", own.strategy, own.predicted_step_s) for own in found]
 
     def _untried(self, found: Sequence[tuple[str, Strategy, float | None]], history: History) -> _Pool:

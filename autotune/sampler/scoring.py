@@ -79,7 +79,7 @@ class Scorer:
             reason = "AutoSync without a simulator: only the constraints and diversity choose"
             return Scores("none", reason, None, np.arange(len(pool)), None, ())
         assert history.profiled is not None
-        extractor = self._extractor(history)
+        extractor = self.extractor(history)
         features = [extractor.features(candidate.strategy, candidate.plan) for candidate in pool]
         examples = self.examples(history)
         if len(examples) < SMALLEST_TRAINING:
@@ -162,8 +162,8 @@ class Scorer:
         ratios = [example.step_s / (example.features.replayed_step_s or example.features.analytic_step_s) for example in examples]
         return float(np.median(ratios))
 
-    def _extractor(self, history: History) -> Extractor:
-        """One for the whole job, so that nothing is replayed twice."""
+    def extractor(self, history: History) -> Extractor:
+        """One for the whole job, the optimizer's replays included, so that nothing is replayed twice."""
         profiled = history.profiled
         assert profiled is not None
         if self._kept is None or (self._kept.workload, self._kept.cluster) != (profiled.workload, profiled.cluster):
@@ -174,7 +174,7 @@ class Scorer:
         """Everything that was measured in this job, with its features, in an order that says nothing about the time."""
         assert history.profiled is not None
         domain = f"{history.profiled.workload.id}/{history.profiled.cluster.id}"
-        extractor = self._extractor(history)
+        extractor = self.extractor(history)
         found = []
         for strategy_id, step_s in history.measured_s.items():
             strategy = history.proposals[strategy_id].strategy

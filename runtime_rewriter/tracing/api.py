@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from runtime_rewriter.active import current_session
 from runtime_rewriter.pytorch.ddp import adopted, synchronizer_of
 from runtime_rewriter.pytorch.exchange.ranks import TRAINING_TIMEOUTS
-from runtime_rewriter.tracing.recorder import StepRecorder
+from runtime_rewriter.tracing.recorder import Phase, StepRecorder
 from runtime_rewriter.tracing.settings import PROFILE_STEPS, WARMUP_STEPS, RecordSettings
 
 P = ParamSpec("P")
@@ -101,7 +101,9 @@ class Recorder:
 
     def _at_exit(self) -> None:
         if self._steps is not None:
-            _log.warning("nothing was recorded: %s", self._steps.too_few())
+            begun = self._steps.phase is Phase.RECORDING
+            hint = "; recorder.finish() at the script's end writes the steps until there" if begun else ""
+            _log.warning("nothing was written: %s%s", self._steps.too_few(), hint)
             self._steps.close()
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import platform
 import socket
+import zlib
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -22,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from autotune.errors import InvalidInput, LaunchError
-from autotune.profiling.job_file import RankRecord, RecordedJob, trace_name
+from autotune.profiling.job_file import JOB_FILE, RankRecord, RecordedJob, trace_name
 from autotune.profiling.memory_file import MEMORY_FILE, RecordedMemory
 from autotune.profiling.recorded_steps import SeenCollective, collective_rows, step_times
 from autotune.strategy_space.plan import Message, Plan, Primitive, TensorSlice
@@ -42,6 +43,7 @@ GATHER_TIMEOUT_S = 300.0
 """How long the ranks wait for the slowest to write its trace."""
 
 
+SHOWN_STEPS = 10
 _UNMEASURED_STEPS = 2
 """With the profiler of the workload: the first one, and the one at whose forward pass the last measured one ends."""
 
@@ -92,7 +94,7 @@ class _Peers:
 
 @dataclass
 class _Found:
-    """What the phases leave behind. `buckets` are those of DDP's own reducer."""
+    """What the phases leave behind. `buckets` are those of DDP's own reducer; `evaluating`: recorded steps that hold an evaluation."""
 
     plan: Plan | None = None
     buckets: tuple[tuple[str, ...], ...] = ()
@@ -100,6 +102,8 @@ class _Found:
     workload: Workload | None = None
     memory: RecordedMemory | None = None
     notes: list[str] = field(default_factory=list)
+    evaluating: list[int] = field(default_factory=list)
+    cross_step_refused: str = ""
 
 
 class StepRecorder:
@@ -138,8 +142,10 @@ class StepRecorder:
     def done(self) -> bool:
         return self.phase is Phase.DONE
 
-    def boundary(self) -> bool:
-        """A step has ended and the next one begins: all three below."""
+    def boundary(self, clean: bool) -> bool:
+        """A step has ended and the next one begins: all three below. `clean`: the step held no evaluation."""
+        if self.phase is Phase.RECORDING and self._trace is not None and not clean:
+            self._found.evaluating.append(len(self._trace.step_s))
         self.end_step()
         done = self.advance()
         self.begin_step()
@@ -272,7 +278,9 @@ class StepRecorder:
         if problems:
             raise LaunchError(f"every rank must write its trace to {self.settings.folder}, but {'; '.join(problems)}")
         self._bring_together()
+        self._agree_on_script()
         self._write_job([record for record, _, _ in written], [seen for _, seen, _ in written])
+        self._hand_out()
         self._peers.gather(None)  # nobody goes on before all is there
         self._peers.leave()
 
@@ -312,16 +320,38 @@ class StepRecorder:
         )
         return record, put.seen, ""
 
+    def _agree_on_script(self) -> None:
+        """What one rank saw is so for the job. Collective."""
+        found, synchronizer = self._found, self._synchronizer
+        refused = "" if synchronizer is None else synchronizer.cross_step.why_not() or ""
+        told = self._peers.gather((refused, found.evaluating))
+        found.cross_step_refused = next((reason for reason, _ in told if reason), "")
+        found.evaluating = sorted(set().union(*(steps for _, steps in told)))
+
     def _bring_together(self) -> None:
         """Traces that rank 0 does not see lie on other hosts; they are sent to it. Collective."""
         folder, mine = Path(self.settings.folder), self._peers.rank
+        written = self._peers.gather(_checksum(folder / trace_name(mine)))
         lacking: list[int] = []
-        if mine == 0:
-            lacking = [rank for rank in range(self._peers.size) if not (folder / trace_name(rank)).is_file()]
+        if mine == 0:  # a trace of an earlier recording is none of this one
+            lacking = [rank for rank, of_rank in enumerate(written) if _checksum(folder / trace_name(rank)) != of_rank]
         for rank in self._peers.gather(lacking)[0]:
             sent = self._peers.gather((folder / trace_name(rank)).read_bytes() if mine == rank else b"")
             if mine == 0:
                 (folder / trace_name(rank)).write_bytes(sent[rank])
+
+    def _hand_out(self) -> None:
+        """What rank 0 wrote beside the traces, to the hosts that do not see it. Collective."""
+        folder, mine = Path(self.settings.folder), self._peers.rank
+        for name in (MEMORY_FILE, JOB_FILE):  # whoever waits for the job's file finds all
+            path = folder / name
+            told = self._peers.gather(_content(path) if mine == 0 else None)[0]
+            if told is None:
+                path.unlink(missing_ok=True)
+            elif _content(path) != told:
+                partial = path.with_name(f"{name}.{mine}.partial")  # the ranks of a host write the same
+                partial.write_bytes(told)
+                partial.replace(path)
 
     def _write_job(self, records: list[RankRecord], seen: list[tuple[SeenCollective, ...]]) -> None:
         if self._peers.rank != 0:
@@ -344,7 +374,8 @@ class StepRecorder:
             software=software_versions(),
             command=self.settings.command,
             options=self.settings.options,
-            notes=(*found.notes, *_notes(self._log, records)),
+            notes=(*found.notes, *_notes(self._log, records, steps), *_evaluations(found.evaluating)),
+            cross_step_refused=found.cross_step_refused,
         )
         folder = Path(self.settings.folder)
         (folder / MEMORY_FILE).unlink(missing_ok=True)  # of an earlier recording
@@ -353,14 +384,34 @@ class StepRecorder:
         job.write(folder)
 
 
-def _notes(log: CollectiveLog, records: list[RankRecord]) -> list[str]:
+def _notes(log: CollectiveLog, records: list[RankRecord], steps: int) -> list[str]:
     notes = []
+    updated = min(record.times.updated_steps for record in records)
+    if 0 < updated < steps:
+        notes.append(
+            f"an optimizer stepped in {updated} of {steps} recorded steps; the others only compute gradients (accumulation, or a backward "
+            "pass in evaluation), and send them too unless under no_sync()"
+        )
     if any(group.backend == "gloo" for group in log.groups.values()):
         notes.append("Gloo tells of whole collectives only: the SENDs and RECVs of their chunks are not recorded")
     untimed = sum(record.untimed for record in records)
     if untimed:
         notes.append(f"{untimed} of {sum(record.collectives for record in records)} collectives have no span in the traces")
     return notes
+
+
+def _content(path: Path) -> bytes | None:
+    return path.read_bytes() if path.is_file() else None
+
+
+def _checksum(path: Path) -> int | None:
+    content = _content(path)
+    return None if content is None else zlib.crc32(content)
+
+
+def _evaluations(steps: list[int]) -> list[str]:
+    listed = ", ".join(map(str, steps[:SHOWN_STEPS])) + (" ..." if len(steps) > SHOWN_STEPS else "")
+    return [f"evaluation ran within recorded steps {listed}, and counts as their time"] if steps else []
 
 
 def _plan_of(buckets: tuple[tuple[str, ...], ...], synchronizer: GradientSynchronizer) -> Plan | None:

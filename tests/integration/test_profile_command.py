@@ -68,9 +68,11 @@ def test_a_script_that_goes_on_ends_by_itself_with_its_own_status(tmp_path) -> N
 
 
 def test_a_script_that_ends_within_the_recording_gives_what_there_is(tmp_path) -> None:
-    done = run(tmp_path, "--no-workload", "--", "--steps", "5", command=ALONE)
+    done = run(tmp_path, "--no-workload", "--", "--steps", "5", "--accumulate", "2", "--evaluate", command=ALONE)
     assert done.returncode == 0, done.stderr
     assert "recorded 2 steps of 3 asked for" in done.stdout
+    notes = " ".join(RecordedJob.read(tmp_path).notes)
+    assert "an optimizer stepped in 1 of 2 recorded steps" in notes and "evaluation ran within recorded steps 0," in notes
 
 
 @pytest.mark.parametrize(

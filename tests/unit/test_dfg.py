@@ -152,6 +152,8 @@ def test_trace_shows_workers_queues_and_the_critical_path(tmp_path: Path, name: 
     send = placed["worker 0", "up 0", "send"]
     assert (send["ts"], send["dur"], send["cat"]) == (1.25e6, 2e6, "send")
     assert send["args"] == {"op": 3, "layer": "conv1", "bytes": 8.0, "channel": "down 1"}
+    assert {event["tid"] for event in slices if processes[event["pid"]] == "critical path"} == {0}
+    assert {event["bp"] for event in events if event["ph"] == "f"} == {"e"}
     critical = [event["name"] for event in slices if processes[event["pid"]] == "critical path"]
     assert critical == ["forward", "latency", "send", "out", "update"]
     arrows = [(event["ph"], event["id"], event["ts"]) for event in events if event["ph"] in "sf"]
@@ -166,14 +168,29 @@ def test_a_trace_that_would_be_too_large_keeps_the_critical_path_and_says_so(tmp
     trace = read(tmp_path / "trace.json")
     assert trace["otherData"] == {"ops": 6, "shown_ops": 5, "makespan_s": 4.25}
     assert "short" not in [event["name"] for event in trace["traceEvents"]]
+    write_chrome_trace(timeline, tmp_path / "trace.json", max_ops=2)
+    assert sum(event["ph"] == "X" and event["pid"] == 0 for event in read(tmp_path / "trace.json")["traceEvents"]) == 2
     with pytest.raises(InvalidInput, match="max_ops"):
         write_chrome_trace(timeline, tmp_path / "trace.json", max_ops=0)
+
+
+def test_arrows_of_a_trace_pass_ops_that_take_no_time_and_times_are_told_to_the_nanosecond(tmp_path: Path) -> None:
+    builder = DfgBuilder()
+    queue = builder.queue("device")
+    first = builder.op("first", queue, 1.2346e-6, Kind.FORWARD)
+    marker = builder.op("marker", queue, 0.0, Kind.FORWARD, [first])
+    builder.op("last", queue, 1e-6, Kind.FORWARD, [marker])
+    write_chrome_trace(replay(builder.build()), tmp_path / "trace.json")
+    arrows = [(event["ph"], event["ts"]) for event in read(tmp_path / "trace.json")["traceEvents"] if event["ph"] in "sf"]
+    assert arrows == [("s", 0.617), ("f", 1.735)]
 
 
 def test_equal_timelines_give_equal_compressed_files(tmp_path: Path) -> None:
     for name in ("one.json.gz", "two.json.gz"):
         write_chrome_trace(replay(two_workers()), tmp_path / name)
-    assert (tmp_path / "one.json.gz").read_bytes() == (tmp_path / "two.json.gz").read_bytes()
+    written = (tmp_path / "one.json.gz").read_bytes()
+    assert written == (tmp_path / "two.json.gz").read_bytes()
+    assert written[4:8] == bytes(4)  # no time
 
 
 def test_an_empty_graph_has_an_empty_timeline(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ import pytest
 
 from autotune.cluster import Cluster, Host
 from autotune.errors import InvalidInput
+from autotune.lowering.replayed import LoweredSteps
 from autotune.optimizer.budget import Budget
-from autotune.optimizer.observe import LoweredSteps
 from autotune.optimizer.optimize import Optimized, optimize
 from autotune.optimizer.passes.compression import MixedPrecision
 from autotune.optimizer.registry import default_passes
@@ -130,7 +130,9 @@ def test_one_of_equal_workers_takes_as_long_as_all_of_them(name: str) -> None:
 def test_the_critical_messages_end_last_and_spans_lie_within_the_step() -> None:
     workload = chain().workload()
     made = plan(BUILDERS["per_variable"](workload, NETWORK), workload, 4)
-    seen = LoweredSteps(workload, NETWORK).observe(made)
+    steps = LoweredSteps(workload, NETWORK)
+    seen = steps.observe(made)
+    assert steps.step_s(made) == seen.step_s and steps.replayed == 1
     assert len(seen.start_s) == len(seen.end_s) == len(made.messages)
     assert (seen.start_s <= seen.end_s).all() and seen.end_s.max() <= seen.step_s
     assert seen.end_s.argmax() in seen.critical
@@ -154,7 +156,11 @@ def test_partial_replay_of_more_bytes_or_more_messages_takes_longer() -> None:
 def test_compressors_are_used_only_where_the_space_has_them() -> None:
     workload = chain().workload()
     space = replace(SearchSpace.default(lossy=True), cross_step=False)
-    found = suggestions(workload, NETWORK, space, budget=Budget(replays=150, seconds=60.0))
+    steps = LoweredSteps(workload, NETWORK)
+    found = suggestions(steps, space, budget=Budget(replays=150, seconds=60.0))
+    replayed = steps.replayed
+    assert [steps.step_s(plan(own.strategy, workload, 4)) for own in found] == [own.predicted_step_s for own in found]
+    assert 50 < steps.replayed == replayed <= 150  # what the search replayed is remembered, and shared by the sets of compressors
     assert {own.name for own in found} == {"lossless, within the step", "16 bits, within the step", "lossy, within the step"}
     used = {own.name.split(",")[0]: _compressors(own.strategy) for own in found}
     assert used["lossless"] == {Compressor.NONE}

@@ -10,7 +10,7 @@ from autotune.cluster import Cluster, Host
 from autotune.events import Profiled
 from autotune.history import History
 from autotune.job import JobSpec, Search
-from autotune.optimizer.observe import LoweredSteps
+from autotune.lowering.replayed import LoweredSteps
 from autotune.records import Accelerators, Conditions, Network
 from autotune.sampler.proposer import Proposer
 from autotune.strategy_space.enactable import why_refused

@@ -1,0 +1,91 @@
+"""Small testbeds, and what really passes their links: streams and round trips between processes inside."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from autotune.cluster import Cluster, Host, PairLink
+from autotune.testbed import bed
+
+TRIES = 6
+
+RECEIVE = """
+import socket, sys, time
+server = socket.create_server(("", 5000)); print("ready", flush=True)
+stream, _ = server.accept(); buffer = bytearray(1 << 20); total = warm = 0; began = time.perf_counter(); first = None
+while count := stream.recv_into(buffer):
+    total += count; now = time.perf_counter()
+    if first is None and now - began > 0.25: first, warm = now, total
+print((total - warm) / (now - first))
+"""
+SEND = """
+import socket, sys, time
+stream = socket.create_connection((sys.argv[1], 5000)); end = time.perf_counter() + float(sys.argv[2])
+while time.perf_counter() < end: stream.sendall(bytes(1 << 16))
+"""
+ECHO = """
+import socket
+server = socket.create_server(("", 5000)); print("ready", flush=True)
+stream, _ = server.accept(); stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+while word := stream.recv(64): stream.sendall(word)
+"""
+PING = """
+import socket, statistics, sys, time
+stream = socket.create_connection((sys.argv[1], 5000)); stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1); times = []
+for _ in range(40):
+    began = time.perf_counter(); stream.sendall(b"x"); stream.recv(64); times.append(time.perf_counter() - began)
+print(min(times), statistics.median(times))
+"""
+
+
+def cluster(*mbit: float, latency_s: float = 5e-5, links: tuple[PairLink, ...] = (), inner: float = 1e10) -> Cluster:
+    return Cluster("c", tuple(Host(f"h{i}", 1, rate * 1.25e5, latency_s, inner, 5e-6) for i, rate in enumerate(mbit)), links)
+
+
+def started(host: bed.BedHost, program: str, *words: str) -> subprocess.Popen[str]:
+    command = [*bed.words_inside(host.namespace), sys.executable, "-c", program, *words]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    if program in (RECEIVE, ECHO):
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    return process
+
+
+def answer(server: subprocess.Popen[str], client: subprocess.Popen[str]) -> tuple[str, str]:
+    told, asked = server.communicate(timeout=30)[0], client.communicate(timeout=30)[0]
+    assert server.returncode == client.returncode == 0
+    return told, asked
+
+
+def goodput_mbit(made: bed.Testbed, pairs: list[tuple[int, int]], seconds: float = 0.9) -> list[float]:
+    """Payload that streams between pairs of hosts get at the same time; each receiver and sender in one pair only."""
+    receivers = [started(made.hosts[target], RECEIVE) for _, target in pairs]
+    senders = [started(made.hosts[source], SEND, made.hosts[target].address, str(seconds)) for source, target in pairs]
+    return [float(answer(*both)[0]) * 8e-6 for both in zip(receivers, senders, strict=True)]
+
+
+def round_trip_s(made: bed.Testbed, source: int = 0, target: int = 1) -> tuple[float, float]:
+    """Smallest and median of 40."""
+    server = started(made.hosts[target], ECHO)
+    smallest, median = answer(server, started(made.hosts[source], PING, made.hosts[target].address))[1].split()
+    return float(smallest), float(median)
+
+
+def assert_reaches(made: bed.Testbed, pairs: list[tuple[int, int]], expected_mbit: list[float], seconds: float = 0.9) -> None:
+    """Streams that run at the same time get their rates. A busy machine may spoil a try or several, but a wrong rate spoils them all."""
+    tries = []
+    while len(tries) < TRIES:
+        tries.append(goodput_mbit(made, pairs, seconds))
+        if all(0.8 * rate <= got <= 1.05 * rate for got, rate in zip(tries[-1], expected_mbit, strict=True)):
+            return
+    raise AssertionError(f"expected {expected_mbit} Mbit/s, got {tries}")
+
+
+def assert_nothing_is_left(directory: Path, names: tuple[str, ...]) -> None:
+    assert bed.testbeds(directory=directory) == ()
+    assert [path.name for path in directory.iterdir()] == ["lock"]
+    named = {path.name for path in Path("/run/netns").iterdir()}
+    assert not [
+        namespace for name in names for namespace in named if namespace == f"autotune.{name}" or namespace.startswith(f"autotune.{name}.")
+    ]
