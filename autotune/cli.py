@@ -183,7 +183,9 @@ def _add_profile(commands: Any) -> None:
     profile.add_argument("--warmup", type=int, default=3, help="ordinary steps before anything is measured (default 3)")
     profile.add_argument("--timeout", default="10min", help="until everything is written (default 10min)")
     profile.add_argument("--go-on", action="store_true", help="let the script train on to its end (default: end it when all is written)")
-    profile.add_argument("--no-workload", action="store_true", help="leave out the steps that measure computation alone")
+    profile.add_argument(
+        "--no-workload", action="store_true", help="leave out the steps that measure one replica alone: its times and its memory"
+    )
     more = profile.add_argument_group("more in the traces, at a cost")
     more.add_argument("--shapes", action="store_true", help="shapes of every operator's inputs")
     more.add_argument("--memory", action="store_true", help="allocations")
@@ -215,6 +217,9 @@ def _add_replay(commands: Any, parents: list[argparse.ArgumentParser]) -> None:
     replay.set_defaults(run=_run_replay)
     replay.add_argument("traces", nargs="+", help="Kineto traces of one job's ranks: files, folders, archives, or patterns")
     replay.add_argument("--step", default="median", help="number of the step (default: the one with the median time)")
+    replay.add_argument(
+        "--hosts", default="", metavar="HOSTS", help="which ranks share a clock: a name per rank (a,a,b,b) or ranks per host"
+    )
     replay.add_argument("--no-align", dest="align", action="store_false", help="take the clocks of the ranks as they are")
     _add_outputs(replay)
 
@@ -222,11 +227,16 @@ def _add_replay(commands: Any, parents: list[argparse.ArgumentParser]) -> None:
 def _add_optimize(commands: Any, parents: list[argparse.ArgumentParser]) -> None:
     optimize = commands.add_parser("optimize", parents=parents, help="search the fastest strategy by replay, without a cluster")
     optimize.set_defaults(run=_run_optimize)
-    optimize.add_argument("source", help="a folder of `autotune profile`, a workload's JSON, a layer profile, or a model such as bert-base")
+    optimize.add_argument(
+        "source", help="a folder of `autotune profile`, Kineto traces, a workload's JSON, a layer profile, or a model such as bert-base"
+    )
     optimize.add_argument("--cluster", required=True, help="a cluster file (best one of `autotune probe`), or a name such as B7")
     optimize.add_argument("--lossy", action="store_true", help="also lossy compression: fp16, bf16, int8, top-k, PowerSGD")
     optimize.add_argument("--within-step", action="store_true", help="no synchronization into the next forward pass")
     optimize.add_argument("--op-fusion", action="store_true", help="also fuse the ops of a layer profile: for a graph engine, not enacted")
+    optimize.add_argument(
+        "--memory", metavar="SIZE", help="that a replica may take, such as 16GB or 512MiB: recomputes or accumulates to fit"
+    )
     optimize.add_argument("--budget-time", default="10s", help="for the search, at most (default 10s)")
     optimize.add_argument("--seed", type=int, default=0, help="default 0")
     optimize.add_argument("--output", "-o", type=Path, metavar="FILE", help="write the strategy's JSON")

@@ -14,6 +14,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 from statistics import NormalDist
 
 import numpy as np
@@ -82,13 +83,21 @@ def median_interval(values: Sequence[float] | Floats, confidence: float = CONFID
     n = len(x)
     if n < fewest_values(confidence):
         return None
-    picks = generator(seed, "median interval").integers(0, n, (RESAMPLES, n))
-    medians = np.median(x[picks], axis=1)
+    medians = np.sort(x)[_middle_ranks(seed, n)].mean(axis=1)
     tail = expanded_tail(n, (1 - confidence) / 2)
     low, high = np.quantile(medians, [tail, 1 - tail])
     r = step_correlation(x)
     wider, middle = math.sqrt((1 + r) / (1 - r)), float(np.median(x))
     return Interval(middle, max(0.0, middle - wider * (middle - float(low))), middle + wider * (float(high) - middle), confidence)
+
+
+@lru_cache(maxsize=128)
+def _middle_ranks(seed: int, n: int) -> NDArray[np.int64]:
+    """Which of n sorted values the median of each resample lies between, shape (RESAMPLES, 2): the same for all values."""
+    picks = np.sort(generator(seed, "median interval").integers(0, n, (RESAMPLES, n)), axis=1)
+    middle: NDArray[np.int64] = picks[:, [(n - 1) // 2, n // 2]]
+    middle.flags.writeable = False
+    return middle
 
 
 def expanded_tail(n: int, tail: float) -> float:
@@ -268,6 +277,7 @@ def _signed_rank_interval(d: Floats, tail: float) -> tuple[float, float]:
     return float(walsh[bound - 1]), float(walsh[-bound])
 
 
+@lru_cache(maxsize=1024)
 def signed_rank_bound(pairs: int, tail: float) -> int:
     """The interval reaches from the k-th smallest to the k-th largest Walsh average: the largest k with P(W < k) <= tail.
 

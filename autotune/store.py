@@ -18,14 +18,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
-from autotune.canonical import canonical_json, content_id
+from autotune.canonical import canonical_json
 from autotune.cluster import Cluster
 from autotune.errors import InvalidInput, StoreVersionError
-from autotune.events import Event, Profiled, Proposed, TrialFinished, event_from_data, event_to_data
+from autotune.events import Event, event_from_data, event_to_data
 from autotune.history import History
 from autotune.job import JobSpec
 from autotune.parsing import parse, parse_json
-from autotune.records import CURRENT_SETUP, Decision, Measured, Role
+from autotune.records import CURRENT_SETUP, Decision, Role
+from autotune.store_rows import add_to_outbox, derive, fill_outbox
 from autotune.strategy_space.strategy import Strategy
 from autotune.workload import Workload
 
@@ -117,7 +118,7 @@ class Store:
             if db.execute("SELECT 1 FROM jobs WHERE id = ?", (job_id,)).fetchone():
                 raise InvalidInput(f"job {job_id!r} exists in {self.path}; resume it, or choose another id")
             db.execute("INSERT INTO jobs (id, spec, created_at) VALUES (?, ?, ?)", (job_id, canonical_json(spec), now))
-            _enqueue(db, job_id, "start", {})
+            add_to_outbox(db, job_id, "start", {})
 
     def job(self, job_id: str) -> JobSpec:
         return JobSpec.from_data(parse_json(self._job_row(job_id)["spec"], f"job {job_id}"), f"job {job_id}")
@@ -158,8 +159,8 @@ class Store:
             if db.execute("SELECT 1 FROM jobs WHERE id = ?", (job_id,)).fetchone() is None:
                 raise self._no_job(job_id)
             db.execute("INSERT INTO events (job, seq, body) VALUES (?, ?, ?)", (job_id, seq, canonical_json(event_to_data(event))))
-            _derive(db, job_id, seq, event)
-            _enqueue(db, job_id, "event", {"seq": seq})
+            derive(db, job_id, seq, event)
+            add_to_outbox(db, job_id, "event", {"seq": seq})
 
     def history(self, job_id: str) -> History:
         """All events of a job with its tolerance."""
@@ -174,7 +175,7 @@ class Store:
                 return
             text = None if decision is None else canonical_json(decision)
             db.execute("UPDATE jobs SET status = ?, decision = ? WHERE id = ?", (status, text, job_id))
-            _enqueue(db, job_id, "finish", {})
+            add_to_outbox(db, job_id, "finish", {})
 
     def past_trials(self, excluding: str | None = None) -> list[PastTrial]:
         """Undisturbed measured candidates of all jobs but `excluding`, oldest job first."""
@@ -213,7 +214,7 @@ class Store:
         with self._transaction() as db:
             known = db.execute("SELECT 1 FROM outbox WHERE job = ? AND kind = ? AND body = ?", (job_id, kind, canonical_json(body)))
             if known.fetchone() is None:
-                _enqueue(db, job_id, kind, body)
+                add_to_outbox(db, job_id, kind, body)
 
     def waiting(self, job_id: str) -> list[OutboxItem]:
         """What has not been sent yet, in order."""
@@ -247,7 +248,7 @@ class Store:
             db.execute(f"DELETE FROM {table}")
         for row in db.execute("SELECT id FROM jobs ORDER BY rowid").fetchall():
             for seq, event in self._events(row["id"]):
-                _derive(db, row["id"], seq, event)
+                derive(db, row["id"], seq, event)
 
     def _events(self, job_id: str) -> list[tuple[int, Event]]:
         rows = self._db.execute("SELECT seq, body FROM events WHERE job = ? ORDER BY seq", (job_id,)).fetchall()
@@ -289,7 +290,7 @@ class Store:
                 db.execute(f"PRAGMA user_version = {number}")
             if version == 1:
                 self._derive_all(db)
-                _fill_outbox(db)
+                fill_outbox(db)
 
     def _version(self) -> int:
         return int(self._db.execute("PRAGMA user_version").fetchone()[0])
@@ -320,61 +321,6 @@ class _Bodies:
             self._parsed[id_] = parse(kind, parse_json(row["body"], id_), id_)
         found: T = self._parsed[id_]
         return found
-
-
-def _derive(db: sqlite3.Connection, job_id: str, seq: int, event: Event) -> None:
-    if isinstance(event, Profiled):
-        workload, cluster = event.workload, event.cluster
-        row = (content_id("workload", workload), workload.id, canonical_json(workload))
-        db.execute("INSERT OR IGNORE INTO workloads (id, model_id, body) VALUES (?, ?, ?)", row)
-        db.execute("INSERT OR IGNORE INTO clusters (id, body) VALUES (?, ?)", (content_id("cluster", cluster), canonical_json(cluster)))
-    elif isinstance(event, Proposed):
-        bodies = [(proposal.strategy.id, proposal.strategy.to_json()) for proposal in event.proposals]
-        db.executemany("INSERT OR IGNORE INTO strategies (id, body) VALUES (?, ?)", bodies)
-    else:
-        _derive_trial(db, job_id, seq, event)
-
-
-def _derive_trial(db: sqlite3.Connection, job_id: str, seq: int, event: TrialFinished) -> None:
-    profiled = db.execute(
-        "SELECT body FROM events WHERE job = ? AND json_extract(body, '$.kind') = 'profiled' ORDER BY seq LIMIT 1", (job_id,)
-    ).fetchone()
-    if profiled is None:
-        raise InvalidInput(f"a trial of job {job_id!r} needs the profile before it, but event {seq} comes without one")
-    profile = json.loads(profiled["body"])
-    values: dict[str, Any] = {
-        "job": job_id,
-        "number": event.request.number,
-        "seq": seq,
-        "strategy_id": event.request.strategy_id,
-        "plan_id": event.plan_id,
-        "role": event.request.role.value,
-        "workload_id": content_id("workload", profile["workload"]),
-        "cluster_id": content_id("cluster", profile["cluster"]),
-        "elapsed_s": event.elapsed_s,
-        "environment": canonical_json(profile["software"]),
-    }
-    if isinstance(event.outcome, Measured):
-        values |= {"status": "measured", "median_s": event.outcome.median_s, "step_s": canonical_json(event.outcome.step_s)}
-    else:
-        values |= {"status": event.outcome.kind.value, "message": event.outcome.message}
-    names = ", ".join(values)
-    db.execute(f"INSERT INTO trials ({names}) VALUES ({', '.join(':' + name for name in values)})", values)
-
-
-def _enqueue(db: sqlite3.Connection, job_id: str, kind: str, body: dict[str, Any]) -> None:
-    position = db.execute("SELECT coalesce(max(position), -1) + 1 FROM outbox WHERE job = ?", (job_id,)).fetchone()[0]
-    db.execute("INSERT INTO outbox (job, position, kind, body) VALUES (?, ?, ?, ?)", (job_id, position, kind, canonical_json(body)))
-
-
-def _fill_outbox(db: sqlite3.Connection) -> None:
-    """Jobs that were recorded before there was an outbox are still unsent."""
-    for row in db.execute("SELECT id, status FROM jobs ORDER BY rowid").fetchall():
-        _enqueue(db, row["id"], "start", {})
-        for event in db.execute("SELECT seq FROM events WHERE job = ? ORDER BY seq", (row["id"],)).fetchall():
-            _enqueue(db, row["id"], "event", {"seq": event["seq"]})
-        if row["status"] != "running":
-            _enqueue(db, row["id"], "finish", {})
 
 
 def _migrations() -> list[str]:

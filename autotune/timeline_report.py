@@ -69,7 +69,8 @@ def write_timeline_report(path: Path, page: Page, summary: IterationSummary) -> 
 
 
 def kind_name(kind: Kind) -> str:
-    return kind.name.lower()
+    """For people. A virtual op that takes time stands for a delay: a launch that arrives, a thread that wakes."""
+    return "delay" if kind == Kind.VIRTUAL else kind.name.lower()
 
 
 def _kinds(path: CriticalPath) -> list[tuple[str, float, float]]:

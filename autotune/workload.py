@@ -70,6 +70,8 @@ class Workload:
     (i, j) of variable indices whose operations are neighbours in the data-flow graph, i < j.
     `update_s` is everything between the end of the backward pass and the next forward pass. `threads` is the number
     of CPU threads that compute; 0 where an accelerator does, or where nobody looked.
+    `buffer_bytes`: of each broadcast of the module's buffers before a forward pass, and `buffers`: how many tensors they are; none where
+    `forward_s` contains them already.
     `source` is "measured" or "assumed" and goes through to the report.
     """
 
@@ -84,6 +86,8 @@ class Workload:
     device: str = "cpu"
     threads: int = 0
     source: str = "assumed"
+    buffer_bytes: tuple[int, ...] = ()
+    buffers: int = 0
     schema: int = field(default=1)
 
     def __post_init__(self) -> None:
@@ -95,6 +99,8 @@ class Workload:
             raise InvalidInput(f"variable names must be unique, but {', '.join(twice[:3])} occur more than once")
         if self.source not in ("measured", "assumed"):
             raise InvalidInput(f"workload source must be 'measured' or 'assumed', but is {self.source!r}")
+        if self.buffers < 0 or min(self.buffer_bytes, default=0) < 0:
+            raise InvalidInput(f"buffers and their bytes must be at least 0, but are {self.buffers} and {self.buffer_bytes}")
         count = len(self.variables)
         for edge in self.edges:
             if not 0 <= edge[0] < edge[1] < count:

@@ -19,10 +19,11 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 
 @dataclass(frozen=True)
 class Job:
-    """`step(model)` makes one whole training step of `module`, or of what wraps it."""
+    """`step(model)` makes one whole training step of `module`, or of what wraps it. `inputs`: of one forward pass over the whole batch."""
 
     module: nn.Module
     step: Callable[[Any], None]
+    inputs: tuple[Tensor, ...] = ()
 
 
 def example(name: str) -> ModuleType:
@@ -35,33 +36,33 @@ def example(name: str) -> ModuleType:
     return module
 
 
-def resnet_digits(batch: int = 16) -> Job:
+def resnet_digits(batch: int = 16, parts: int = 1) -> Job:
     made = example("resnet_digits").ResNet(32)
     optimizer = torch.optim.SGD(made.parameters(), lr=0.03, momentum=0.9, weight_decay=5e-4)
 
     def step(model: Any) -> None:
-        images, labels = torch.randn(batch, 1, 32, 32), torch.randint(10, (batch,))
-        loss = F.cross_entropy(model(images), labels)
         optimizer.zero_grad()
-        loss.backward()
+        for _ in range(parts):
+            images, labels = torch.randn(batch // parts, 1, 32, 32), torch.randint(10, (batch // parts,))
+            (F.cross_entropy(model(images), labels) / parts).backward()
         optimizer.step()
 
-    return Job(made, step)
+    return Job(made, step, (torch.randn(batch, 1, 32, 32),))
 
 
-def gpt_text(batch: int = 8) -> Job:
+def gpt_text(batch: int = 8, parts: int = 1) -> Job:
     script = example("gpt_text")
     made = script.GPT(2000, 64, 256, 4, 4, 0.1)
     optimizer = script.make_optimizer(made, 5e-4, 0.1)
 
     def step(model: Any) -> None:
-        tokens = torch.randint(2000, (batch, 65))
-        loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
         optimizer.zero_grad()
-        loss.backward()
+        for _ in range(parts):
+            tokens = torch.randint(2000, (batch // parts, 65))
+            (F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()) / parts).backward()
         optimizer.step()
 
-    return Job(made, step)
+    return Job(made, step, (torch.randint(2000, (batch, 64)),))
 
 
 def lstm_text(batch: int = 8) -> Job:
@@ -103,6 +104,37 @@ def ncf_ratings(batch: int = 256) -> Job:
     return Job(made, step)
 
 
-JOBS: dict[str, Callable[..., Job]] = {job.__name__: job for job in (resnet_digits, gpt_text, lstm_text, ncf_ratings)}
+class Clicks(nn.Module):
+    """Tables with sparse gradients for many-valued features, as in DLRM, beside dense features; no example's."""
+
+    def __init__(self, tables: int, rows: int, width: int, dense: int) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.EmbeddingBag(rows, width, mode="sum", sparse=True) for _ in range(tables))
+        self.bottom = nn.Sequential(nn.Linear(dense, 128), nn.ReLU(), nn.Linear(128, width), nn.ReLU())
+        self.top = nn.Sequential(nn.Linear((tables + 1) * width, 256), nn.ReLU(), nn.Linear(256, 1))
+
+    def forward(self, dense: Tensor, values: Tensor) -> Tensor:
+        found = [table(values[:, number]) for number, table in enumerate(self.tables)]
+        clicked: Tensor = self.top(torch.cat([self.bottom(dense), *found], dim=1))
+        return clicked.squeeze(1)
+
+
+def clicks(batch: int = 512) -> Job:
+    """Some rows are drawn far more often than others."""
+    tables, rows, values = 4, 20_000, 3
+    made = Clicks(tables, rows, 32, 13)
+    optimizer = torch.optim.SGD(made.parameters(), lr=0.01)
+
+    def step(model: Any) -> None:
+        drawn = (torch.rand(batch, tables, values) ** 3 * rows).long()
+        loss = F.binary_cross_entropy_with_logits(model(torch.randn(batch, 13), drawn), torch.rand(batch).round())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    return Job(made, step)
+
+
+JOBS: dict[str, Callable[..., Job]] = {job.__name__: job for job in (resnet_digits, gpt_text, lstm_text, ncf_ratings, clicks)}
 OUTSIDE_BYTES = {"ncf_ratings": 4000 * 3000}
 """Data that the script holds besides its training step."""

@@ -1,9 +1,11 @@
 """Are peak memory and step time with recomputation and gradient accumulation the predicted ones? `python -m benchmarks.memory_passes`
 
-One process, no synchronization: a sequence of linear layers without dropout is profiled once. Every way to train it with less memory is
-predicted from that profile, and then really trained (`torch.utils.checkpoint`, a batch in parts): peak by the counter in front of torch's
-CPU allocator, time as the median of interleaved blocks of steps. Times of parts are predicted twice: with the assumption that a pass takes
-time in proportion to its samples, and from a profile that was recorded with the smaller batch. The last line is one JSON object.
+One process, no synchronization: a stack of linear layers, the GPT of the examples (dropout, blocks that are computed twice) and their
+ResNet (convolutions; BatchNorm forbids recomputation) are profiled once each. Every way to train them with less memory is predicted from
+that profile, and then really trained (`torch.utils.checkpoint`, a batch in parts): peak by the counter in front of torch's CPU allocator,
+time as the median of interleaved blocks of steps. Times are the process's CPU time with one thread, or wall time (`--wall`). Times of parts
+are predicted twice: in proportion to the samples, and with the fixed share that half a batch tells (`fixed_share`), as the command does.
+The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -16,117 +18,149 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch import nn
 
 from autotune.dfg.memory import peak_memory
 from autotune.dfg.memory_passes import Run, accumulated, recomputed
 from autotune.dfg.memory_profile import MemoryProfile
 from benchmarks.c10_memory import AllocatorCounter, built
+from benchmarks.checkpointed import Stack, computed_again, training
+from benchmarks.memory_models import JOBS
 from runtime_rewriter.pytorch.memory_recorder import MemoryRecorder
+from runtime_rewriter.pytorch.micro_batch import Call, fixed_share
 
 WIDTH, LAYERS, BATCH = 256, 12, 2048
-RUNS = {"one run": ((0, 2 * LAYERS - 1),), "thirds": ((0, 7), (8, 15), (16, 23)), "first half": ((0, 11),)}
 PARTS = (2, 4)
+Step = Callable[[], None]
 
 
-class Stack(nn.Module):
-    """`again`: (first, last) parts of the sequence that are checkpointed together."""
+@dataclass(frozen=True)
+class Subject:
+    """A model. `build(runs, parts)` trains it so; `runs`: by name, first and last region of each run."""
 
-    def __init__(self, again: tuple[tuple[int, int], ...] = ()) -> None:
-        super().__init__()
-        self.again = dict(again)
-        self.body = nn.Sequential(*(part for _ in range(LAYERS) for part in (nn.Linear(WIDTH, WIDTH), nn.GELU())))
-        self.head = nn.Linear(WIDTH, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        at = 0
-        while at < len(self.body):
-            last = self.again.get(at, at)
-            run = self.body[at : last + 1]
-            x = checkpoint(run, x, use_reentrant=False) if at in self.again else run(x)
-            at = last + 1
-        logits: Tensor = self.head(x)
-        return logits
+    build: Callable[[list[list[str]], int], Step]
+    module: nn.Module
+    step: Step
+    inputs: tuple[torch.Tensor, ...]
+    runs: dict[str, tuple[tuple[int, int], ...]]
 
 
 @dataclass(frozen=True)
 class Way:
-    """One way to train, predicted (`step_s` by assumptions) and built."""
+    """One way to train, predicted (`step_s`; `proportional_s` without the fixed share) and how to build it."""
 
     peak_bytes: int
     step_s: float
-    small_step_s: float | None
-    build: Callable[[], Callable[[], None]]
+    proportional_s: float
+    build: Callable[[], Step]
 
 
-def training(module: nn.Module, batch: int = BATCH, parts: int = 1) -> Callable[[], None]:
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.01, momentum=0.9)
+def stack() -> Subject:
+    def build(runs: list[list[str]], parts: int) -> Step:
+        return training(computed_again(Stack(WIDTH, LAYERS, nn.GELU), runs), WIDTH, BATCH, parts)
 
-    def step() -> None:
-        optimizer.zero_grad()
-        for _ in range(parts):
-            module(torch.randn(batch // parts, WIDTH)).square().mean().backward()
-        optimizer.step()
-
-    return step
+    module = Stack(WIDTH, LAYERS, nn.GELU)
+    runs = {"one run": ((0, 2 * LAYERS - 1),), "thirds": ((0, 7), (8, 15), (16, 23)), "first half": ((0, 11),)}
+    return Subject(build, module, training(module, WIDTH, BATCH), (torch.randn(BATCH, WIDTH),), runs)
 
 
-def recorded(batch: int = BATCH) -> MemoryProfile:
-    module = Stack()
-    return MemoryRecorder(module, timed_steps=7).record(training(module, batch))
+def example(name: str, runs: dict[str, tuple[tuple[int, int], ...]]) -> Subject:
+    def build(again: list[list[str]], parts: int) -> Step:
+        job = JOBS[name](parts=parts)
+        computed_again(job.module, again)
+        return partial(job.step, job.module)
+
+    job = JOBS[name]()
+    return Subject(build, job.module, partial(job.step, job.module), job.inputs, runs)
 
 
-def ways() -> dict[str, Way]:
-    profile = recorded()
+SUBJECTS: dict[str, Callable[[], Subject]] = {
+    "stack": stack,
+    "gpt_text": lambda: example("gpt_text", {"all blocks": ((0, 0), (1, 1), (2, 2), (3, 3)), "two blocks": ((0, 0), (2, 2))}),
+    "resnet_digits": lambda: example("resnet_digits", {}),
+}
 
-    def way(after: MemoryProfile, build: Callable[[], Callable[[], None]], small: MemoryProfile | None = None) -> Way:
-        return Way(peak_memory(after).peak_bytes, float(after.end_s[-1]), None if small is None else float(small.end_s[-1]), build)
 
-    found = {"as it is": way(profile, lambda: training(Stack()))}
-    for name, again in RUNS.items():
-        after = recomputed(profile, [Run(*run) for run in again])
-        found[f"recompute {name}"] = way(after, lambda again=again: training(Stack(again)))  # type: ignore[misc]
+def ways(subject: Subject) -> Iterator[tuple[str, Way]]:
+    profile = MemoryRecorder(subject.module, timed_steps=7).record(subject.step)
+    fixed = fixed_share(subject.module, Call(subject.inputs, {}), len(subject.inputs[0]))
+    print(f"does not shrink with the batch: {fixed.forward:.3f} of the forward pass, {fixed.backward:.3f} of the backward pass", flush=True)
+
+    def way(after: MemoryProfile, build: Callable[[], Step], proportional: MemoryProfile | None = None) -> Way:
+        return Way(peak_memory(after).peak_bytes, float(after.end_s[-1]), float((proportional or after).end_s[-1]), build)
+
+    yield "as it is", way(profile, partial(subject.build, [], 1))
+    for name, again in subject.runs.items():
+        names = [[profile.regions[number].name for number in range(first, last + 1)] for first, last in again]
+        yield f"recompute {name}", way(recomputed(profile, [Run(*run) for run in again]), partial(subject.build, names, 1))
     for parts in PARTS:
-        small = accumulated(profile, parts, recorded(BATCH // parts))
-        found[f"{parts} parts"] = way(accumulated(profile, parts), lambda parts=parts: training(Stack(), parts=parts), small)  # type: ignore[misc]
-    return found
+        after = accumulated(profile, parts, fixed=fixed)
+        yield f"{parts} parts", way(after, partial(subject.build, [], parts), accumulated(profile, parts))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", nargs="+", default=list(SUBJECTS), choices=list(SUBJECTS))
     parser.add_argument("--rounds", type=int, default=7, help="blocks of each way (default 7)")
     parser.add_argument("--steps", type=int, default=4, help="timed steps of a block (default 4)")
+    parser.add_argument("--wall", action="store_true", help="wall time: only on a quiet machine")
     options = parser.parse_args()
     counter = AllocatorCounter(built())
     torch.set_num_threads(1)
-    found = ways()
-    peaks = {name: measured_peak(way, counter) for name, way in found.items()}
-    taken = measured_times(found, options.rounds, options.steps)
-    summary = {}
-    for name, way in found.items():
-        median_s = statistics.median(taken[name])
-        low, _, high = statistics.quantiles(taken[name], n=4)
-        times = {
-            "predicted_s": way.step_s,
-            "predicted_from_small_s": way.small_step_s,
-            "measured_s": median_s,
-            "low_s": low,
-            "high_s": high,
-        }
-        summary[name] = {"predicted_bytes": way.peak_bytes, "measured_bytes": peaks[name], **times}
-        small = "" if way.small_step_s is None else f" (from a small batch {way.small_step_s * 1e3:.1f})"
-        shown = f"{way.step_s * 1e3:7.1f}{small} predicted, {median_s * 1e3:7.1f} ms measured ({low * 1e3:.1f} to {high * 1e3:.1f})"
-        print(f"{name:24} {way.peak_bytes / 1e6:7.2f} predicted, {peaks[name] / 1e6:7.2f} MB measured; {shown}")
-    errors = [abs(one["predicted_bytes"] / one["measured_bytes"] - 1) for one in summary.values()]
-    slower = [abs((one["predicted_from_small_s"] or one["predicted_s"]) / one["measured_s"] - 1) for one in summary.values()]
-    figures = {"memory_error_max": max(errors), "time_error_max": max(slower), "time_error_mean": statistics.mean(slower)}
-    print(json.dumps({**figures, "ways": summary, "device": "cpu", "cores": os.cpu_count(), "machine": platform.machine()}))
+    clock = time.perf_counter if options.wall else time.process_time
+    summary: dict[str, dict[str, float | int]] = {}
+    for model in options.models:
+        subject = SUBJECTS[model]()
+        found = dict(ways(subject))
+        peaks = {name: measured_peak(way, counter) for name, way in found.items()}
+        taken = measured_times(found, options.rounds, options.steps, clock)
+        summary |= {f"{model} {name}": compared(f"{model} {name}", way, peaks[name], taken, name) for name, way in found.items()}
+    print(json.dumps({**figures(summary), "ways": summary, "device": "cpu", "cores": os.cpu_count(), "machine": platform.machine()}))
     return 0
+
+
+def compared(title: str, way: Way, peak_bytes: int, taken: dict[str, list[float]], name: str) -> dict[str, float | int]:
+    """Prices are ratios to the step as it is, block by block: they do not depend on how fast the machine is just now."""
+    ratios = [mine / before for mine, before in zip(taken[name], taken["as it is"], strict=True)]
+    low, ratio, high = statistics.quantiles(ratios, n=4)
+    median_s = statistics.median(taken[name])
+    sizes = f"{way.peak_bytes / 1e6:7.2f} predicted, {peak_bytes / 1e6:7.2f} MB measured"
+    times = f"{way.step_s * 1e3:7.1f} predicted (in proportion {way.proportional_s * 1e3:.1f}), {median_s * 1e3:7.1f} ms measured"
+    print(f"{title:32} {sizes}; {times}, {ratio:.3f} of as it is ({low:.3f} to {high:.3f})", flush=True)
+    return {
+        "predicted_bytes": way.peak_bytes,
+        "measured_bytes": peak_bytes,
+        "predicted_s": way.step_s,
+        "proportional_s": way.proportional_s,
+        "measured_s": median_s,
+        "ratio": ratio,
+        "ratio_low": low,
+        "ratio_high": high,
+    }
+
+
+def figures(summary: dict[str, dict[str, float | int]]) -> dict[str, float]:
+    """Errors of the peaks, and of the steps' times relative to the step as it is: predicted ratio over measured ratio, less 1."""
+    memory = [abs(one["predicted_bytes"] / one["measured_bytes"] - 1) for one in summary.values()]
+    prices: dict[str, list[float]] = {"predicted_s": [], "proportional_s": []}
+    for title, one in summary.items():
+        before = summary[f"{title.split()[0]} as it is"]
+        if one is not before:
+            for key, errors in prices.items():
+                errors.append(abs(one[key] / before[key] / one["ratio"] - 1))
+    return {
+        "memory_error_max": max(memory),
+        "memory_error_mean": statistics.mean(memory),
+        "time_error_max": max(prices["predicted_s"]),
+        "time_error_mean": statistics.mean(prices["predicted_s"]),
+        "proportional_time_error_max": max(prices["proportional_s"]),
+        "proportional_time_error_mean": statistics.mean(prices["proportional_s"]),
+    }
 
 
 def measured_peak(way: Way, counter: AllocatorCounter) -> int:
@@ -141,17 +175,17 @@ def measured_peak(way: Way, counter: AllocatorCounter) -> int:
     return counter.peak_bytes - before
 
 
-def measured_times(found: dict[str, Way], rounds: int, steps: int) -> dict[str, list[float]]:
+def measured_times(found: dict[str, Way], rounds: int, steps: int, clock: Callable[[], float]) -> dict[str, list[float]]:
     """Seconds per step of every block, by way; blocks of all ways take turns."""
     built_steps = {name: way.build() for name, way in found.items()}
     taken: dict[str, list[float]] = {name: [] for name in found}
     for _ in range(rounds):
         for name, step in built_steps.items():
             step()
-            began_s = time.perf_counter()
+            began_s = clock()
             for _ in range(steps):
                 step()
-            taken[name].append((time.perf_counter() - began_s) / steps)
+            taken[name].append((clock() - began_s) / steps)
     return taken
 
 

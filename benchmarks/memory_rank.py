@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from autotune.errors import InvalidStrategy
 from autotune.strategy_space.plan import Plan
 from benchmarks.c10_memory import AllocatorCounter
 from benchmarks.memory_models import JOBS, OUTSIDE_BYTES, Job
@@ -64,8 +66,13 @@ def main() -> None:
     if what == "profile":
         found = recorded(job)
     else:
-        found = measured(job, None if what == "ddp" else Plan.from_json(Path(what).read_text()), counter, OUTSIDE_BYTES.get(name, 0))
-    print(json.dumps(found))
+        plan = None if what == "ddp" else Plan.from_json(Path(what).read_text())
+        try:
+            found = measured(job, plan, counter, OUTSIDE_BYTES.get(name, 0))
+        except InvalidStrategy as refusal:  # on all ranks alike: a script that clips cannot cross the step
+            found = {"refused": str(refusal)}
+    print(json.dumps(found), flush=True)
+    os._exit(0)  # threads of a plan that was refused may wait for the other rank
 
 
 if __name__ == "__main__":

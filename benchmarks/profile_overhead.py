@@ -1,17 +1,21 @@
 """What recording costs: `python -m benchmarks.profile_overhead`.
 
-    python -m benchmarks.profile_overhead --models resnet gpt --blocks 12
+    python -m benchmarks.profile_overhead --models resnet gpt --blocks 40
 
-Two ranks train the models of the example scripts over Gloo under torch's DDP. Blocks of steps with and without the recording (Kineto,
-the marks and the log of collectives, as `autotune profile` has them) follow each other in the same process, in turn first and second;
-within a pair the overhead is the ratio of the two medians of the slowest rank's steps, less 1. Starting and stopping the trace is outside
-of the blocks. `cpu_overhead_median` is the same for the CPU time of the rank's process, all threads: what is left of the figure where
-others use the cores. The last line is one JSON object; `overhead_median` is the largest of the models' medians.
+Two ranks train the models of the example scripts over Gloo under torch's DDP. Short blocks of steps with and without the recording (Kineto,
+the marks and the log of collectives, as `autotune profile` has them) follow each other in the same process, in turn first and second, so
+that what others do to the cores meets both; the overhead of a pair is the ratio of the times of the slowest rank's steps, less 1. Starting
+and stopping the trace is outside of the blocks. Medians over the pairs, with quartiles of the pairs and a 95 % interval of the median
+(bootstrap). `overhead_quiet` is the ratio of the lower deciles of all steps: what disturbs a step only ever adds to it, so that this
+figure needs fewer blocks on a machine that others use. `cpu_overhead_*` is the same for the CPU time of the rank's process, all threads:
+what is left of the figure where others use the cores. The last line is one JSON object; `overhead_median` is the largest of the models'
+medians.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import multiprocessing
 import os
@@ -33,10 +37,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
-STEPS = 6
+STEPS = 2
 """Of a block."""
-SETTLING = 2
-"""Steps between two blocks, untimed."""
+SETTLING = 1
+"""Steps at the begin of a block, recorded or not as the block is, untimed."""
+RESAMPLES = 2000
 
 
 def resnet() -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
@@ -84,7 +89,7 @@ class Recording:
 
 
 def measure(rank: int, port: int, name: str, blocks: int, options: dict[str, bool], out: str) -> None:
-    """One rank: median step of each block, with and without, on the slowest rank."""
+    """One rank: the times of every block, with and without, on the slowest rank."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
@@ -99,35 +104,31 @@ def measure(rank: int, port: int, name: str, blocks: int, options: dict[str, boo
         optimizer.step()
         return time.perf_counter() - started_s
 
-    def block(record: bool) -> list[list[float]]:
-        took = torch.zeros(2, STEPS, dtype=torch.float64)  # seconds on the wall and of the process's threads
-        for _ in range(SETTLING):
-            step()
-        cpu_s = time.process_time()
-        if not record:
-            for number in range(STEPS):
-                took[0, number], took[1, number], cpu_s = step(), time.process_time() - cpu_s, time.process_time()
-        else:
-            with Recording(options) as recording:
+    def block(record: bool, count: bool = False) -> tuple[list[list[float]], int]:
+        took = torch.zeros(2, STEPS, dtype=torch.float64)
+        with Recording(options) if record else contextlib.nullcontext() as recording:
+            for number in range(-SETTLING, STEPS):
                 cpu_s = time.process_time()
-                for number in range(STEPS):
+                if recording is not None:
                     recording.trace.begin_step()
-                    took[0, number] = step()
+                step_s = step()
+                if recording is not None:
                     recording.trace.end_step()
-                    took[1, number], cpu_s = time.process_time() - cpu_s, time.process_time()
+                if number >= 0:
+                    took[0, number], took[1, number] = step_s, time.process_time() - cpu_s
         dist.all_reduce(took, op=dist.ReduceOp.MAX)
-        values: list[list[float]] = took.tolist()
-        return values
+        return took.tolist(), len(recording.trace.read()["traceEvents"]) if recording is not None and count else 0
 
     for first in (False, True):  # the first trace loads what takes long
         block(first)
     found = []
     for number in range(blocks):
         order = (False, True) if number % 2 == 0 else (True, False)
-        pair = {record: block(record) for record in order}
+        pair = {record: block(record)[0] for record in order}
         found.append([pair[False], pair[True]])
+    _, events = block(True, count=True)
     if rank == 0:
-        Path(out).write_text(json.dumps(found), encoding="utf-8")
+        Path(out).write_text(json.dumps({"took_s": found, "events": events / (STEPS + SETTLING)}), encoding="utf-8")
     dist.barrier()
     dist.destroy_process_group()
 
@@ -146,24 +147,42 @@ def overhead(name: str, blocks: int, options: dict[str, bool]) -> dict[str, Any]
             process.join()
         if any(process.exitcode for process in ranks):
             raise SystemExit(f"a rank of {name} failed")
-        found = np.array(json.loads(Path(out).read_text(encoding="utf-8")))  # (blocks, 2, 2, STEPS)
-    ratios = np.median(found[:, 1], axis=2) / np.median(found[:, 0], axis=2) - 1  # (blocks, 2)
-    low, middle, high = np.quantile(ratios[:, 0], [0.25, 0.5, 0.75])
+        told = json.loads(Path(out).read_text(encoding="utf-8"))
+    found = np.array(told["took_s"])  # (blocks, 2, 2, STEPS)
+    ratios = found[:, 1].sum(axis=2) / found[:, 0].sum(axis=2) - 1  # (blocks, 2)
+    quiet = np.quantile(found, 0.1, axis=(0, 3))  # (2, 2)
     return {
-        "overhead_median": float(middle),
-        "overhead_quartiles": [float(low), float(high)],
-        "cpu_overhead_median": float(np.median(ratios[:, 1])),
-        "cpu_overhead_quartiles": np.quantile(ratios[:, 1], [0.25, 0.75]).tolist(),
+        **_spread("overhead", ratios[:, 0]),
+        "overhead_quiet": float(quiet[1, 0] / quiet[0, 0] - 1),
+        **_spread("cpu_overhead", ratios[:, 1]),
+        "cpu_overhead_quiet": float(quiet[1, 1] / quiet[0, 1] - 1),
         "step_s": float(np.median(found[:, 0, 0])),
         "recorded_step_s": float(np.median(found[:, 1, 0])),
+        "cpu_step_s": float(np.median(found[:, 0, 1])),
+        "events_per_step": told["events"],
         "blocks": blocks,
     }
+
+
+def _spread(name: str, ratios: np.ndarray) -> dict[str, Any]:
+    """Median, quartiles of the pairs, and the 95 % interval of their median."""
+    drawn = np.random.default_rng(0).choice(ratios, (RESAMPLES, len(ratios)))
+    return {
+        f"{name}_median": float(np.median(ratios)),
+        f"{name}_quartiles": np.quantile(ratios, [0.25, 0.75]).tolist(),
+        f"{name}_interval": np.quantile(np.median(drawn, axis=1), [0.025, 0.975]).tolist(),
+    }
+
+
+def _told(found: dict[str, Any], name: str) -> str:
+    low, high = found[f"{name}_interval"]
+    return f"{found[f'{name}_median']:+.1%} ({low:+.1%} to {high:+.1%}, quiet {found[f'{name}_quiet']:+.1%})"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=sorted(MODELS), default=sorted(MODELS))
-    parser.add_argument("--blocks", type=int, default=12, help="pairs of blocks per model (default 12)")
+    parser.add_argument("--blocks", type=int, default=40, help="pairs of blocks per model (default 40)")
     for name in ("record_shapes", "profile_memory", "with_stack"):
         parser.add_argument(f"--{name.replace('_', '-')}", action="store_true")
     options = parser.parse_args()
@@ -173,9 +192,9 @@ def main() -> None:
         models[name] = overhead(name, options.blocks, chosen)
         loads.append(os.getloadavg()[0])
         one = models[name]
-        quartiles = " to ".join(f"{value:+.1%}" for value in one["overhead_quartiles"])
+        wall, cpu = (_told(one, name) for name in ("overhead", "cpu_overhead"))
         times = f"{one['step_s'] * 1e3:.1f} ms, recorded {one['recorded_step_s'] * 1e3:.1f} ms"
-        print(f"{name}: {times}: {one['overhead_median']:+.1%} ({quartiles}), of CPU {one['cpu_overhead_median']:+.1%}")
+        print(f"{name}: {times}: {wall}, of CPU {cpu}; {one['events_per_step']:.0f} events a step", flush=True)
     print(
         json.dumps(
             {

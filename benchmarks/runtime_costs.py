@@ -2,7 +2,9 @@
 
 Measures the constants of `autotune.lowering.costs` on the machine that the ranks will run on, with as many processes at work at once as
 there will be ranks here (emulated hosts share its cores), under round-robin scheduling where that is permitted, as emulated ranks are. A
-figure is the mean over a second or so of one process, then the mean over the processes; costs per byte are the slope between two sizes.
+figure is CPU time, so that waiting for a core is not in it, and it is measured as it is spent in training: piece by piece, with a pause
+before each, after which caches are cold and threads asleep (back to back the same costs a half to a third). It is the mean over a second
+or so of one process, then the mean over the processes; costs per byte are the slope between two sizes.
 The last line is one JSON object: name -> value.
 """
 
@@ -14,8 +16,8 @@ import math
 import multiprocessing
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from statistics import fmean
 
 import torch
@@ -25,6 +27,8 @@ from torch import nn
 from autotune.lowering.costs import Constant, RuntimeCosts
 from autotune.strategy_space.plan import Message, Plan, Primitive, TensorSlice
 from autotune.strategy_space.strategy import Compressor
+from autotune.workload import Variable, Workload
+from runtime_rewriter.emulation import timetable_of
 from runtime_rewriter.pytorch.ddp import PlannedDataParallel
 from runtime_rewriter.pytorch.emulation import EmulatedAccelerator
 from runtime_rewriter.pytorch.exchange.power_sgd import LowRank
@@ -36,22 +40,36 @@ SMALL, LARGE = 2**14, 2**21
 """Elements of the two messages between which a slope is taken."""
 CPU = torch.device("cpu")
 RATIO, RANK = 0.01, 4
-SHARE_S = 0.15
+SHARE_S = 0.2
+PAUSE_S = 0.001
+"""Between two pieces of work, as between two gradients."""
 
 
-def seconds(operation: Callable[[], object], share_s: float = SHARE_S) -> float:
-    """Mean time of one call."""
+@dataclass(frozen=True)
+class Way:
+    """How it is measured: with emulated accelerators or without, and how long the pauses are."""
+
+    emulated: bool
+    pause_s: float
+
+
+def seconds(operation: Callable[[], object], pause_s: float = PAUSE_S, share_s: float = SHARE_S) -> float:
+    """Mean CPU time of one call behind a pause."""
     operation()
-    began_s, calls = time.perf_counter(), 0
-    while (taken_s := time.perf_counter() - began_s) < share_s or calls < 3:
+    began_s, taken_s, calls = time.perf_counter(), 0.0, 0
+    while time.perf_counter() - began_s < share_s or calls < 3:
+        if pause_s > 0:
+            time.sleep(pause_s)
+        start_s = time.process_time()
         operation()
+        taken_s += time.process_time() - start_s
         calls += 1
     return taken_s / calls
 
 
-def line(of_elements: Callable[[int], Callable[[], object]]) -> tuple[float, float]:
+def line(of_elements: Callable[[int], Callable[[], object]], pause_s: float = PAUSE_S) -> tuple[float, float]:
     """(seconds per call, seconds per element)."""
-    small, large = (seconds(of_elements(count)) for count in (SMALL, LARGE))
+    small, large = (seconds(of_elements(count), pause_s) for count in (SMALL, LARGE))
     slope = max(large - small, 0.0) / (LARGE - SMALL)
     return max(small - slope * SMALL, 0.0), slope
 
@@ -105,9 +123,11 @@ def low_rank(count: int) -> Callable[[], object]:
 
 
 class _Hooked(nn.Module):
-    def __init__(self, count: int, elements: int) -> None:
+    def __init__(self, count: int, elements: int, buffers: int = 0) -> None:
         super().__init__()
         self.weights = nn.ParameterList(nn.Parameter(torch.zeros(elements)) for _ in range(count))
+        for number in range(buffers):
+            self.register_buffer(f"buffer{number}", torch.zeros(elements))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for weight in self.weights:
@@ -115,121 +135,125 @@ class _Hooked(nn.Module):
         return x
 
 
-def planned(
-    count: int, elements: int, cross_step: bool, emulated: bool, primitive: Primitive = Primitive.ALL_REDUCE
-) -> Callable[[], tuple[float, float, float]]:
-    """A step under a plan with a message per variable that has nowhere to go; see `stepping`."""
-    model = PlannedDataParallel(_Hooked(count, elements))
-    names = [f"weights.{number}" for number in range(count)]
+@dataclass(frozen=True)
+class Spent:
+    """CPU seconds of one step: mean over some."""
+
+    forward_s: float
+    backward_s: float
+    rest_s: float
+
+    @property
+    def whole_s(self) -> float:
+        return self.forward_s + self.backward_s + self.rest_s
+
+
+def profile(names: Sequence[str], elements: int, pause_s: float) -> Workload:
+    """With a pause before each variable, in both passes."""
+    count = len(names)
+    variables = tuple(
+        Variable(name, (elements,), ready_s=pause_s * (number + 1), needed_s=pause_s * (count - number - 1))
+        for number, name in enumerate(reversed(names))
+    )
+    return Workload("hooked", variables, forward_s=pause_s * count, backward_s=max(pause_s, 1e-9) * (count + 1))
+
+
+def spent(
+    count: int, elements: int, cross_step: bool, way: Way, primitive: Primitive | None = Primitive.ALL_REDUCE, buffers: int = 0
+) -> Spent:
+    """A step under a plan with a message per variable, or (None) one in all, that has nowhere to go. Emulated: with pauses."""
+    model = PlannedDataParallel(_Hooked(count, elements, buffers))
+    synchronizer = model.synchronizer
+    slices = [TensorSlice(name, elements) for name in reversed(synchronizer.names)]
     owner = 0 if primitive is Primitive.PUSH_PULL else None
-    messages = tuple(Message((TensorSlice(n, elements),), primitive, Compressor.NONE, "float32", owner) for n in reversed(names))
-    model.synchronizer.load(Plan(model.synchronizer.model_id, 1, messages, cross_step))
-    if emulated:
-        model.synchronizer.emulate(EmulatedAccelerator(model.synchronizer, None))
-    return stepping(model, elements)
+    groups = [tuple(slices)] if primitive is None else [(each,) for each in slices]
+    messages = tuple(Message(group, primitive or Primitive.ALL_REDUCE, Compressor.NONE, "float32", owner) for group in groups)
+    synchronizer.load(Plan(synchronizer.model_id, 1, messages, cross_step))
+    if way.emulated:
+        synchronizer.emulate(EmulatedAccelerator(synchronizer, timetable_of(profile(synchronizer.names, elements, way.pause_s))))
+    return mean_step(model, elements)
 
 
-def stepping(model: nn.Module, elements: int) -> Callable[[], tuple[float, float, float]]:
-    """A step that returns seconds of (forward pass, backward pass, the rest)."""
+def mean_step(model: nn.Module, elements: int, share_s: float = 0.8) -> Spent:
     optimizer, batch = torch.optim.SGD(model.parameters(), 1e-6, momentum=0.9), torch.ones(elements)
 
     def step() -> tuple[float, float, float]:
-        began_s = time.perf_counter()
+        began_s = time.process_time()
         loss = model(batch).sum()
-        forward_s = time.perf_counter() - began_s
+        forward_s = time.process_time() - began_s
         loss.backward()
-        backward_s = time.perf_counter() - began_s - forward_s
+        backward_s = time.process_time() - began_s - forward_s
         optimizer.step()
         optimizer.zero_grad()
-        return forward_s, backward_s, time.perf_counter() - began_s - forward_s - backward_s
+        return forward_s, backward_s, time.process_time() - began_s - forward_s - backward_s
 
-    return step
-
-
-def mean_step(step: Callable[[], tuple[float, float, float]], share_s: float = 0.4) -> list[float]:
-    for _ in range(4):
+    for _ in range(3):
         step()
     began_s, found = time.perf_counter(), []
     while time.perf_counter() - began_s < share_s or len(found) < 3:
         found.append(step())
-    return [fmean(values) for values in zip(*found, strict=True)]
+    return Spent(*(fmean(values) for values in zip(*found, strict=True)))
 
 
-def hooks(count: int, emulated: bool) -> dict[str, float]:
-    """Of one variable: its hook, packing and issuing together; leaving it to the next pass; settling it there.
+def hooks(count: int, way: Way) -> dict[str, float]:
+    """Of one variable: its hook with packing; of one message: issuing it; leaving a variable to the next pass; settling it there.
 
-    Where accelerators are emulated also handing out its gradient, which else the computation itself does.
+    Where accelerators are emulated also waking up for its gradient and handing it out, which else the computation itself does.
     """
     few, many = 8, 2**16
     per_byte = 1 / (4 * (many - few) * count)
-    plain = mean_step(stepping(_Hooked(count, few), few))
-    within, within_many = (mean_step(planned(count, size, False, emulated)) for size in (few, many))
-    crossing, crossing_many = (mean_step(planned(count, size, True, emulated)) for size in (few, many))
-    base = 0.0 if emulated else plain[1]
-    two_steps = mean_step(planned(count, few, False, emulated, Primitive.PUSH_PULL))
+    base_s = 0.0 if way.emulated else mean_step(_Hooked(count, few), few).backward_s
+    together, apart = spent(count, few, False, way, None), spent(count, few, False, way)
+    two_steps = spent(count, few, False, way, Primitive.PUSH_PULL)
+    crossing = spent(count, few, True, way)
+    large, crossing_large = (spent(count, many, cross_step, way) for cross_step in (False, True))
+    buffered = spent(count, few, False, way, None, buffers=count)
     found = {
-        "lane_s": max(sum(two_steps) - sum(within), 0.0) / count,
-        "fill_s": max(within[1] - base, 0.0) / count,
-        "defer_s": max(crossing[1] - within[1], 0.0) / count,
-        "settle_s": max(crossing[0] - within[0] + crossing[2] - within[2], 0.0) / count,
-        "settle_s_per_byte": max(crossing_many[0] - within_many[0] - crossing[0] + within[0], 0.0) * per_byte,
-        "update_s_per_byte": max(within_many[2] - within[2], 0.0) * per_byte,
+        "fill_s": (together.backward_s - base_s) / count,
+        "issue_s": (apart.whole_s - together.whole_s) / count,
+        "lane_s": (two_steps.whole_s - apart.whole_s) / count,
+        "defer_s": (crossing.backward_s - apart.backward_s) / count,
+        "settle_s": (crossing.forward_s - apart.forward_s + crossing.rest_s - apart.rest_s) / count,
+        "settle_s_per_byte": (crossing_large.forward_s - large.forward_s - crossing.forward_s + apart.forward_s) * per_byte,
+        "buffer_s": (buffered.forward_s - together.forward_s) / count,
     }
-    if emulated:
-        found["hand_out_s_per_byte"] = max(within_many[1] - within[1], 0.0) * per_byte
-    return found
+    if way.emulated:
+        found["hand_out_s_per_byte"] = (large.backward_s - apart.backward_s) * per_byte
+    return {name: max(value, 0.0) for name, value in found.items()}
 
 
-def issuing() -> float:
-    values = torch.zeros(8)
-
-    def issue() -> None:
-        work = dist.all_reduce(values, async_op=True)
-        began.append(time.perf_counter() - began_s)
-        work.wait()
-
-    began: list[float] = []
-    for _ in range(300):
-        began_s = time.perf_counter()
-        issue()
-    return fmean(began)
-
-
-def one_process(emulated: bool) -> dict[str, float]:
+def one_process(way: Way) -> dict[str, float]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     found: dict[str, float] = {}
-    issue_s = found["issue_s"] = issuing()
-    found |= hooks(48, emulated)
-    found["fill_s"] = max(found["fill_s"] - issue_s, 0.0)
-    found["pack_s_per_byte"] = line(packing(torch.float32))[1] / 4
-    found["cast_s_per_byte"] = max(line(packing(kind))[1] for kind in (torch.float16, torch.bfloat16)) / 4
-    found["write_s"], per_element = line(writing)
+    found |= hooks(48, way)
+    found["pack_s_per_byte"] = line(packing(torch.float32), way.pause_s)[1] / 4
+    found["cast_s_per_byte"] = max(line(packing(kind), way.pause_s)[1] for kind in (torch.float16, torch.bfloat16)) / 4
+    found["write_s"], per_element = line(writing, way.pause_s)
     found["unpack_s_per_byte"] = per_element / 4
     if "hand_out_s_per_byte" in found:  # it was measured with the packing
         behind = found["pack_s_per_byte"] + found["unpack_s_per_byte"]
         found["hand_out_s_per_byte"] = max(found["hand_out_s_per_byte"] - behind, 0.0)
-    found["int8_s"], found["int8_encode_s"] = line(int8("encode"))
-    found["int8_decode_s"] = line(int8("decode"))[1]
-    found["top_k_s"], found["top_k_s_per_element"] = line(top_k)
-    found["top_k_sum_s"] = line(top_k_sum)[1]
-    per_call_s, per_element = line(low_rank)
+    compressors = {"int8_encode": int8("encode"), "int8_decode": int8("decode"), "top_k_find": top_k, "top_k_add": top_k_sum}
+    for name, of_elements in compressors.items():
+        found[f"{name}_s"], found[f"{name}_s_per_element"] = line(of_elements, way.pause_s)
+    per_call_s, per_element = line(low_rank, way.pause_s)
     found["low_rank_s"], found["low_rank_s_per_flop"] = per_call_s / 3, per_element / 3
     dist.destroy_process_group()
     return found
 
 
-def _process(start: object, results: object, emulated: bool) -> None:
+def _process(start: object, results: object, way: Way) -> None:
     take_round_robin()
     torch.set_num_threads(1)
     start.wait()  # type: ignore[attr-defined]
-    results.put(one_process(emulated))  # type: ignore[attr-defined]
+    results.put(one_process(way))  # type: ignore[attr-defined]
 
 
-def measured_costs(ranks: int, emulated: bool = False) -> dict[str, float]:
+def measured_costs(ranks: int, emulated: bool = False, pause_s: float = PAUSE_S) -> dict[str, float]:
     """Name of a constant -> mean over so many processes that work at once."""
     context = multiprocessing.get_context("spawn")
     start, results = context.Barrier(ranks), context.Queue()
-    processes = [context.Process(target=_process, args=(start, results, emulated)) for _ in range(ranks)]
+    processes = [context.Process(target=_process, args=(start, results, Way(emulated, pause_s))) for _ in range(ranks)]
     for process in processes:
         process.start()
     found = [results.get(timeout=300) for _ in processes]
@@ -247,8 +271,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=1, help="processes that work at once (default 1)")
     parser.add_argument("--emulated", action="store_true", help="of ranks with emulated accelerators")
+    parser.add_argument("--pause", type=float, default=PAUSE_S, help=f"seconds between two pieces; 0: back to back (default {PAUSE_S:g})")
     options = parser.parse_args()
-    print(json.dumps(measured_costs(options.ranks, options.emulated)))
+    print(json.dumps(measured_costs(options.ranks, options.emulated, options.pause)))
     return 0
 
 

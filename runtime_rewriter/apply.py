@@ -22,7 +22,7 @@ from autotune.strategy_space.plan import plan as planned
 from runtime_rewriter.active import current_session
 from runtime_rewriter.exported import plan_for
 from runtime_rewriter.pytorch.agreement import assumed_workload
-from runtime_rewriter.pytorch.ddp import attach
+from runtime_rewriter.pytorch.attached import attach
 from runtime_rewriter.pytorch.exchange.ranks import TRAINING_TIMEOUTS
 from runtime_rewriter.pytorch.hooks import GradientSynchronizer
 

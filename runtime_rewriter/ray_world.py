@@ -15,7 +15,7 @@ from runtime_rewriter.placement import Launch
 from runtime_rewriter.ray_cluster import CALL_TIMEOUT_S, LOOPBACK, RemoteWorker, Room, fetch
 from runtime_rewriter.ray_cluster import RayCluster as RayCluster  # who builds a world connects first
 from runtime_rewriter.ray_cluster import RayPlace as RayPlace
-from runtime_rewriter.scheduling import BYTE_SCALE, ROUND_ROBIN
+from runtime_rewriter.scheduling import asked_of_ranks
 from runtime_rewriter.worker import WorkerLost, carried_environment
 from runtime_rewriter.world import PROBE_S, World
 
@@ -67,8 +67,7 @@ class _RayPlacement:
         host = LOOPBACK if where.local else self._places[0]["address"]
         port = self.workers[0].call("reserve_port", *self._ports, host)
         environments = _environments(self._places, host, port, "lo" if where.local else where.interface)
-        asked = {ROUND_ROBIN: "1" if self._conditions.round_robin else "0", BYTE_SCALE: repr(self._conditions.byte_scale)}
-        environments = tuple({**environment, **asked} for environment in environments)
+        environments = tuple({**environment, **asked_of_ranks(self._conditions)} for environment in environments)
         return Launch(self._sent_command(), environments, where.directory, self._log_paths())
 
     def _sent_command(self) -> ScriptCommand:

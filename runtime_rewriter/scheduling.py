@@ -31,6 +31,11 @@ def wants_round_robin(conditions: Conditions, ranks: int, cores: int) -> bool:
     return conditions.accelerators is Accelerators.EMULATED or ranks < cores
 
 
+def asked_of_ranks(conditions: Conditions) -> dict[str, str]:
+    """What a placement adds to the environment of every rank."""
+    return {ROUND_ROBIN: "1" if conditions.round_robin else "0", BYTE_SCALE: repr(conditions.byte_scale)}
+
+
 def usable_cores() -> int:
     """CPU cores that this process may use; 0 where nobody knows."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 0

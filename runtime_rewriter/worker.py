@@ -14,8 +14,9 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
 import autotune
 import runtime_rewriter
@@ -46,17 +47,31 @@ class Worker(Protocol):
     def stop(self) -> None: ...
 
 
-class ProcessSupervisor:
-    """Implements `Worker` for a child process on this machine."""
+class Process(Protocol):
+    """A started process that leads a session of its own, so that all it starts can be killed with it; `subprocess.Popen` is one."""
 
-    def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
+    @property
+    def pid(self) -> int: ...
+    def poll(self) -> int | None: ...
+    def wait(self, timeout: float) -> int: ...
+
+
+Spawn = Callable[[list[str], dict[str, str], str, IO[bytes], socket.socket], Process]
+"""Runs `runtime_rewriter.launch` with (its words, its whole environment, directory, log, its end of the control line)."""
+
+
+class ProcessSupervisor:
+    """Implements `Worker` for a process on this machine that `spawn` starts."""
+
+    def __init__(self, spawn: Spawn | None = None) -> None:
+        self._spawn = spawn or _interpreter
+        self._process: Process | None = None
         self._line: ControlLine | None = None
         self._log_path: Path | None = None
         self._exit_told = False
 
     def start(self, words: list[str], environment: dict[str, str], directory: str, log_path: str) -> None:
-        """Start `python -m runtime_rewriter.launch --control FD -- words` in `directory` ("": our own).
+        """Start `runtime_rewriter.launch --control FD -- words` in `directory` ("": our own).
 
         `environment` is added to ours without Ray's part of it; the only PYTHONPATH is the one in `environment`.
         """
@@ -66,16 +81,7 @@ class ProcessSupervisor:
         self._log_path = Path(log_path)
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
         with self._log_path.open("ab") as log, theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-u", "-m", "runtime_rewriter.launch", "--control", str(theirs.fileno()), "--", *words],
-                env=_child_environment(dict(os.environ), environment),
-                cwd=directory or None,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,  # so that data-loading processes can be killed with it
-            )
+            self._process = self._spawn(words, _child_environment(dict(os.environ), environment), directory, log, theirs)
 
     def instruct(self, message: dict[str, Any]) -> None:
         """Queue one instruction; it is read at the next step boundary. A dead process is told by `poll`."""
@@ -138,6 +144,20 @@ class ProcessSupervisor:
             log.seek(0, os.SEEK_END)
             log.seek(max(0, log.tell() - LOG_TAIL_BYTES))
             return log.read().decode(errors="replace")
+
+
+def _interpreter(words: list[str], environment: dict[str, str], directory: str, log: IO[bytes], line: socket.socket) -> Process:
+    """Implements `Spawn`: an interpreter of its own, as a user would start the script."""
+    return subprocess.Popen(
+        [sys.executable, "-u", "-m", "runtime_rewriter.launch", "--control", str(line.fileno()), "--", *words],
+        env=environment,
+        cwd=directory or None,
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        pass_fds=[line.fileno()],
+        start_new_session=True,
+    )
 
 
 def carried_environment(environment: dict[str, str]) -> dict[str, str]:

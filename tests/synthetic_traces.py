@@ -24,7 +24,10 @@ OLD = {"cpu_op": "Operator", "cuda_runtime": "Runtime", "kernel": "Kernel", "use
 
 @dataclass
 class Job:
-    """`offsets_s`: how far each rank's clock is behind the first one's. `spread_us`: mean of what delays a rank's kernels."""
+    """`offsets_s`: how far each rank's clock is behind the first one's at the start, `drifts`: how much it then loses per second.
+
+    `spread_us`: mean of what delays a rank's kernels. `devices`: of each rank, of as many as there are ranks.
+    """
 
     ranks: int = 2
     steps: int = 3
@@ -34,6 +37,8 @@ class Job:
     spread_us: float = 100.0
     jitter_us: float = 0.0
     offsets_s: tuple[float, ...] = ()
+    drifts: tuple[float, ...] = ()
+    devices: tuple[int, ...] = ()
     seed: int = 0
     old: bool = False
     collectives: bool = True
@@ -88,15 +93,21 @@ class Job:
 
     def _span(self, rank: int, cat: str, name: str, ts: float, dur: float, **args: Any) -> None:
         device = "stream" in args
-        offset = self.offsets_s[rank] if self.offsets_s else 0.0
-        event: Event = {"ph": "X", "cat": OLD[cat] if self.old else cat, "name": name, "ts": ts + EPOCH_US - offset * 1e6, "dur": dur}
+        shown = ts + EPOCH_US - (self.offsets_s[rank] if self.offsets_s else 0.0) * 1e6
+        if self.drifts:
+            shown, dur = shown - ts * self.drifts[rank], dur * (1 - self.drifts[rank])
+        event: Event = {"ph": "X", "cat": OLD[cat] if self.old else cat, "name": name, "ts": shown, "dur": dur}
         event["pid"], event["tid"] = (0, f"stream {args['stream']}" if self.old else args["stream"]) if device else (100 + rank, 100 + rank)
+        if device and self.devices:
+            args["device"] = event["pid"] = self.devices[rank]
         self.events[rank].append({**event, "args": args})
 
     def write(self, folder: Path, told: bool = True) -> Path:
         """`rank<r>.json.gz` per rank; without distributedInfo where not `told`."""
         for rank, events in enumerate(self.events):
             data: dict[str, Any] = {"schemaVersion": 1, "traceEvents": events}
+            if self.devices:
+                data["deviceProperties"] = [{"id": device, "name": "gpu"} for device in range(self.ranks)]
             if told:
                 data["distributedInfo"] = {"backend": "nccl", "rank": rank, "world_size": self.ranks}
             with gzip.open(folder / f"rank{rank}.json.gz", "wt", compresslevel=1) as file:

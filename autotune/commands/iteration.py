@@ -38,15 +38,17 @@ def _rows(summary: IterationSummary) -> list[tuple[str, float, str]]:
     kinds = ", ".join(f"{kind_name(kind)} {format_seconds(seconds)}" for kind, seconds in path.by_kind.items())
     return [
         ("iteration", summary.iteration_s, worker),
+        ("computation", summary.computation_s, "forward, backward, update and what is none of them"),
         ("forward", summary.forward_s, ""),
         ("backward", summary.backward_s, ""),
         ("update", summary.update_s, ""),
         ("communication", summary.communication_s, ""),
         ("exposed communication", summary.exposed_communication_s, "no computation of that worker runs beside it"),
+        ("idle", summary.idle_s, "neither: waits for launches, loads, copies or other workers"),
         ("critical path: computation", path.computation_s, f"{len(path.ops)} ops; {kinds}"),
         ("critical path: communication", path.communication_s, ""),
-        ("critical path: other", path.other_s, "launches, loads, copies"),
-        ("critical path: waiting", path.total_wait_s, "gaps between the ops of a queue"),
+        ("critical path: other", path.other_s, "launches, loads, copies, delays from queue to queue"),
+        ("critical path: waiting", path.total_wait_s, "gaps between the ops of a queue: code that no op shows"),
     ]
 
 
@@ -55,11 +57,13 @@ def iteration_data(summary: IterationSummary) -> dict[str, Any]:
     return {
         "iteration_s": summary.iteration_s,
         "worker": summary.worker if summary.worker >= 0 else None,
+        "computation_s": summary.computation_s,
         "forward_s": summary.forward_s,
         "backward_s": summary.backward_s,
         "update_s": summary.update_s,
         "communication_s": summary.communication_s,
         "exposed_communication_s": summary.exposed_communication_s,
+        "idle_s": summary.idle_s,
         "bottleneck": {"queue": summary.bottleneck_queue, "busy_share": summary.bottleneck_share},
         "critical_path": {
             "ops": len(path.ops),
@@ -90,6 +94,7 @@ def iteration_facts(summary: IterationSummary) -> tuple[Fact, ...]:
         fact("Update", summary.update_s),
         fact("Communication", summary.communication_s),
         fact("Exposed communication", summary.exposed_communication_s),
+        fact("Idle", summary.idle_s),
         Fact("Bottleneck", summary.bottleneck_queue or "none", f"busy for {100 * summary.bottleneck_share:.0f} %"),
     )
 

@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import IO
 
+from autotune.commands.stopping import signals_passed_on
+
 TAIL_BYTES = 8192
 POLL_S = 0.2
 ENDING_S = 40.0
@@ -56,18 +58,11 @@ class Launched:
 
     @contextlib.contextmanager
     def signals_passed_on(self) -> Iterator[None]:
-        """A terminal's Ctrl-C reaches our session only, so that it is passed on as well; it is asked to end, and waited for."""
-
-        def pass_on(number: int, _: object) -> None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.send_signal(number)
-
-        before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)}
+        """In the end it is asked to end, and waited for."""
         try:
-            yield
+            with signals_passed_on(self._process, own_session=True):
+                yield
         finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
             if self._process.poll() is None:
                 self.end()
 

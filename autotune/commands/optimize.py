@@ -13,6 +13,7 @@ from rich.table import Table
 from autotune.canonical import to_data
 from autotune.cluster import Cluster
 from autotune.commands.iteration import iteration_data, iteration_facts, iteration_table, write_timeline
+from autotune.commands.memory import ShownMemory, memory_data, memory_facts, memory_listings, memory_table
 from autotune.commands.strategies import named_cluster, named_model, zoo_name
 from autotune.commands.tables import table_text
 from autotune.dfg.replay import replay
@@ -23,12 +24,15 @@ from autotune.lowering.lower import Lowering
 from autotune.optimizer.budget import Budget
 from autotune.optimizer.optimize import ASSUMED_TIMES, Optimized
 from autotune.optimizer.optimize import optimize as search
+from autotune.optimizer.within_memory import WithinMemory, highest_peak
 from autotune.profiling.layer_profile import read_layer_profile
+from autotune.profiling.memory_file import RecordedMemory, why_no_memory
 from autotune.profiling.op_graph import OpGraph
+from autotune.profiling.traces.sources import holds_traces
 from autotune.strategy_space.describe import message_rows, whole_text
 from autotune.strategy_space.space import SearchSpace
 from autotune.timeline_report import Fact, Listing, Page, write_timeline_report
-from autotune.units import format_bytes, format_seconds, parse_seconds
+from autotune.units import format_bytes, format_seconds, parse_bytes, parse_seconds
 from autotune.workload import Workload
 from autotune.zoo.architectures import MODELS
 from autotune.zoo.assumed_device import AssumedDevice
@@ -40,37 +44,74 @@ SHOWN_MESSAGES, SHOWN_NAMES, SHOWN_STARTS = 12, 3, 6
 
 @dataclass(frozen=True)
 class _Source:
-    """What is optimized. `graph` is None where only the variables are known, and ops cannot be fused.
+    """What is optimized. `graph` is None where only the variables are known, and ops cannot be fused; `memory` where nobody recorded it.
 
-    `times`: where its times come from, if nobody measured them.
+    `times`: where its times come from, if nobody measured them. `notes`: what else was assumed. `why_no_memory`: in words.
+    `cross_step_refused`: why the recorded script cannot synchronize across steps; empty where nothing is known against it.
     """
 
     workload: Workload
     graph: OpGraph | None = None
     times: str = ""
+    memory: RecordedMemory | None = None
+    why_no_memory: str = "it tells nothing of activations and optimizer state"
+    cross_step_refused: str = ""
+    notes: tuple[str, ...] = ()
 
     def assumed(self, found: Optimized) -> list[str]:
         """What was assumed, with what is known of it."""
-        return [f"{note} ({self.times})" if self.times and note == ASSUMED_TIMES else note for note in found.assumed]
+        timed = [f"{note} ({self.times})" if self.times and note == ASSUMED_TIMES else note for note in found.assumed]
+        return [*timed, *self.notes]
 
 
 def optimize(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     """Search, replay the result, and say what is gained over DDP's default buckets."""
     source, cluster = _source(options.source), named_cluster(options.cluster)
-    budget = replace(Budget(), seconds=parse_seconds(options.budget_time, "--budget-time"))
+    within = _within(options, source, cluster)
     found = search(
-        source.workload, cluster, _space(options), graph=source.graph if options.op_fusion else None, budget=budget, seed=options.seed
+        source.workload,
+        cluster,
+        _space(source, options),
+        graph=source.graph if options.op_fusion else None,
+        budget=replace(Budget(), seconds=parse_seconds(options.budget_time, "--budget-time")),
+        seed=options.seed,
+        memory=within,
+        allowed=within.allows if within is not None else lambda plan: True,
     )
+    memory = _memory(source, cluster, found, within)
     # What is shown is what the runtime does today: fused ops are a decision for a graph engine.
-    lowering = Lowering(source.workload, cluster)
+    lowering = Lowering(memory.fit.workload if memory is not None and memory.fit is not None else source.workload, cluster)
     summary = iteration_summary(replay(lowering.period(found.plan)))
     if options.output is not None:
         write_whole(options.output, found.strategy.to_json() + "\n", "the strategy")
     if options.timeline is not None:
         write_timeline(iteration_summary(replay(lowering.graph(found.plan))), options.timeline)
     if options.report is not None:
-        write_timeline_report(options.report, _page(source, cluster, found, summary), summary)
-    return _data(source, cluster, found, summary), _text(source, cluster, found, summary, options)
+        write_timeline_report(options.report, _page(source, cluster, found, memory, summary), summary)
+    return _data(source, cluster, found, memory, summary), _text(source, cluster, found, memory, summary, options)
+
+
+def _within(options: argparse.Namespace, source: _Source, cluster: Cluster) -> WithinMemory | None:
+    """What `--memory` asks for. Raises `InvalidInput` where it cannot be told what a replica holds."""
+    if options.memory is None:
+        return None
+    budget_bytes = parse_bytes(options.memory, "--memory")
+    if budget_bytes < 1:
+        raise InvalidInput(f"--memory must be at least 1 byte, but is {options.memory!r}")
+    if source.memory is None:
+        raise InvalidInput(
+            f"--memory needs the lifetimes of a replica's tensors, which `autotune profile` records, but {options.source} has none: "
+            f"{source.why_no_memory}"
+        )
+    return WithinMemory(source.memory, cluster, budget_bytes)
+
+
+def _memory(source: _Source, cluster: Cluster, found: Optimized, within: WithinMemory | None) -> ShownMemory | None:
+    if source.memory is None:
+        return None
+    if within is None:
+        return ShownMemory(highest_peak(source.memory, source.memory.profile, source.workload, found.plan, cluster), source.memory)
+    return ShownMemory(within.peak(found.plan), source.memory, within.budget_bytes, within.fit)
 
 
 def _source(name: str) -> _Source:
@@ -78,16 +119,18 @@ def _source(name: str) -> _Source:
     if model is not None:
         graph, row, device = assumed_ops(model), MODELS[model], AssumedDevice()
         return _Source(graph.workload(), graph, f"{device.text}, for a batch of {row.batch_per_gpu} {row.batch_unit}")
+    if path.name != JOB_FILE and not (path / JOB_FILE).exists() and holds_traces(path):
+        return _traced(path)
     if path.suffix == ".json" and path.name != JOB_FILE:
         return _Source(_timed(named_model(name), name))
     if path.is_dir() or path.name == JOB_FILE:
-        return _Source(_recorded(path if path.is_dir() else path.parent))
+        return _recorded(path if path.is_dir() else path.parent)
     if path.is_file():
         graph = read_layer_profile(path)
         return _Source(graph.workload(), graph)
     raise InvalidInput(
-        f"there must be something to optimize: a folder of `autotune profile`, a workload's JSON file, a layer profile (.txt) or one of "
-        f"{', '.join(MODELS)}, but it is {name!r}"
+        f"there must be something to optimize: a folder of `autotune profile`, Kineto traces, a workload's JSON file, a layer profile (.txt) "
+        f"or one of {', '.join(MODELS)}, but it is {name!r}"
     )
 
 
@@ -100,23 +143,34 @@ def _timed(workload: Workload, name: str) -> Workload:
     return workload
 
 
-def _recorded(folder: Path) -> Workload:
-    """The workload in the folder's job.json."""
+def _traced(path: Path) -> _Source:
+    """The buckets of a data-parallel job that someone traced."""
+    from autotune.profiling.traces.job import read_job
+    from autotune.profiling.traces.trace_workload import workload_of
+
+    found = workload_of(read_job(path), model=path.name.split(".")[0] or "traced")
+    return _Source(found.workload, why_no_memory="traces tell nothing of lifetimes", notes=found.notes)
+
+
+def _recorded(folder: Path) -> _Source:
+    """The workload in the folder's job.json, the memory beside it, and what its script allows."""
     from autotune.profiling.job_file import RecordedJob
 
     job = RecordedJob.read(folder)
     if job.workload is None:
         reason = "; ".join(job.notes) or "the recording does not say why"
         raise InvalidInput(f"{folder}: the model's own times must be known, but could not be recorded: {reason}")
-    return job.workload
+    told = why_no_memory(job.notes)
+    return _Source(job.workload, memory=RecordedMemory.read(folder), why_no_memory=told, cross_step_refused=job.cross_step_refused)
 
 
-def _space(options: argparse.Namespace) -> SearchSpace:
+def _space(source: _Source, options: argparse.Namespace) -> SearchSpace:
     space = SearchSpace.default(lossy=options.lossy)
-    return space.without_cross_step("--within-step was given") if options.within_step else space
+    refused = "--within-step was given" if options.within_step else source.cross_step_refused
+    return space.without_cross_step(refused) if refused else space
 
 
-def _data(source: _Source, cluster: Cluster, found: Optimized, summary: IterationSummary) -> dict[str, Any]:
+def _data(source: _Source, cluster: Cluster, found: Optimized, memory: ShownMemory | None, summary: IterationSummary) -> dict[str, Any]:
     return {
         "model": source.workload.model,
         "cluster": cluster.name,
@@ -128,6 +182,7 @@ def _data(source: _Source, cluster: Cluster, found: Optimized, summary: Iteratio
         "starts_s": found.starts_s,
         "op_fusion": {"forward": sorted(found.op_fusion.forward), "backward": sorted(found.op_fusion.backward)},
         "assumed": source.assumed(found),
+        "cross_step_refused": source.cross_step_refused,
         "log": to_data(found.log),
         "rounds": found.rounds,
         "replays": found.replays,
@@ -137,22 +192,32 @@ def _data(source: _Source, cluster: Cluster, found: Optimized, summary: Iteratio
         "strategy_id": found.strategy.id,
         "strategy": found.strategy.to_data(),
         "plan_id": found.plan.id,
+        "memory": memory_data(memory),
         **iteration_data(summary),
     }
 
 
-def _text(source: _Source, cluster: Cluster, found: Optimized, summary: IterationSummary, options: argparse.Namespace) -> str:
+def _text(
+    source: _Source,
+    cluster: Cluster,
+    found: Optimized,
+    memory: ShownMemory | None,
+    summary: IterationSummary,
+    options: argparse.Namespace,
+) -> str:
     model = source.workload
     lines = [
         f"{model.model} ({len(model.variables)} variables, {format_bytes(model.grad_bytes)} of gradients) on {cluster.name}, "
         f"{cluster.world_size} workers on {len(cluster.hosts)} hosts",
         _gained(found),
     ]
-    if found.assumed:
-        lines.append(f"assumed, not measured: {', '.join(source.assumed(found))}")
+    if assumed := source.assumed(found):
+        lines.append(f"assumed, not measured: {', '.join(assumed)}")
+    if source.cross_step_refused:
+        lines.append(f"synchronization stays within the step: {source.cross_step_refused}")
     if whole := whole_text(found.strategy):
         lines.append(whole)
-    text = "\n".join(lines) + "\n" + _messages(found) + iteration_table(summary)
+    text = "\n".join(lines) + "\n" + _messages(found) + iteration_table(summary) + memory_table(memory)
     tail = [
         f"{found.rounds} rounds, {found.replays} replays and {found.partial_replays} of single messages in {format_seconds(found.seconds)}"
     ]
@@ -192,12 +257,13 @@ def _messages(found: Optimized) -> str:
     return table_text(table) + rest
 
 
-def _page(source: _Source, cluster: Cluster, found: Optimized, summary: IterationSummary) -> Page:
+def _page(source: _Source, cluster: Cluster, found: Optimized, memory: ShownMemory | None, summary: IterationSummary) -> Page:
     ratio = found.before_step_s / found.enacted_step_s
     facts = (
         Fact("DDP's default buckets", format_seconds(found.before_step_s), "predicted"),
         Fact("All communication hidden", format_seconds(found.bound_s), "no lossless strategy is faster"),
         *iteration_facts(summary),
+        *memory_facts(memory),
     )
     starts = sorted(found.starts_s.items(), key=lambda item: item[1])
     listings = (
@@ -230,9 +296,13 @@ def _page(source: _Source, cluster: Cluster, found: Optimized, summary: Iteratio
             ),
             frozenset({0, 3, 4}),
         ),
+        *memory_listings(memory),
     )
-    notes = (f"Assumed, not measured: {', '.join(source.assumed(found))}.",) if found.assumed else ()
+    assumed = source.assumed(found)
+    notes = [f"Assumed, not measured: {', '.join(assumed)}."] if assumed else []
+    if source.cross_step_refused:
+        notes.append(f"Synchronization stays within the step: {source.cross_step_refused}.")
     kicker = (
         f"autotune optimize · {source.workload.model} · {cluster.world_size} workers on cluster {cluster.name} · predicted, nothing was run"
     )
-    return Page(kicker, f"{ratio:.2f}x of DDP's default buckets", _gained(found), facts, listings, notes, ratio > 1)
+    return Page(kicker, f"{ratio:.2f}x of DDP's default buckets", _gained(found), facts, listings, tuple(notes), ratio > 1)

@@ -19,8 +19,9 @@ from autotune.commands.launched import Launched
 from autotune.commands.tables import table_text
 from autotune.errors import InvalidInput, LaunchError
 from autotune.profiling.job_file import JOB_FILE, RecordedJob, trace_name
+from autotune.profiling.memory_file import MEMORY_FILE, RecordedMemory
 from autotune.profiling.recorded_steps import CollectiveRow
-from autotune.units import format_seconds, parse_seconds
+from autotune.units import format_bytes, format_seconds, parse_seconds
 from runtime_rewriter.command import ScriptCommand, read_command, torchrun_with_launcher
 from runtime_rewriter.tracing.settings import RecordSettings
 
@@ -58,17 +59,21 @@ def profile(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
         status = _run(command, settings, timeout_s)
     job = RecordedJob.read(folder)
     follow = [f"autotune {verb} {shlex.quote(str(options.output))}" for verb in ("replay", "optimize")]
-    data = {**_summary(job), "folder": str(folder), "next": follow, "exit_status": status, "job": to_data(job)}
-    return data, _text(job, options.output)
+    peak_bytes = _peak_bytes(folder)
+    data = {**_summary(job), "peak_bytes": peak_bytes, "folder": str(folder), "next": follow, "exit_status": status, "job": to_data(job)}
+    return data, _text(job, options.output, peak_bytes)
+
+
+def _peak_bytes(folder: Path) -> int | None:
+    """Of a replica without synchronization; None where it was not recorded."""
+    memory = RecordedMemory.read(folder)
+    return None if memory is None else int(memory.profile.live_bytes.max())
 
 
 def _clear(folder: Path) -> None:
     """Traces of an earlier recording would be read along with the new ones."""
-    rank = 0
-    (folder / JOB_FILE).unlink(missing_ok=True)
-    while (folder / trace_name(rank)).exists():
-        (folder / trace_name(rank)).unlink()
-        rank += 1
+    for path in (folder / JOB_FILE, folder / MEMORY_FILE, *folder.glob(trace_name("*"))):
+        path.unlink(missing_ok=True)
 
 
 def _run(command: ScriptCommand, settings: RecordSettings, timeout_s: float) -> int:
@@ -138,7 +143,7 @@ def _summary(job: RecordedJob) -> dict[str, Any]:
     }
 
 
-def _text(job: RecordedJob, output: Path) -> str:
+def _text(job: RecordedJob, output: Path, peak_bytes: int | None) -> str:
     found = _summary(job)
     short = f" of {job.asked_steps} asked for" if job.steps < job.asked_steps else ""
     head = f"recorded {job.steps} steps{short} on {job.world_size} rank(s)"
@@ -156,10 +161,13 @@ def _text(job: RecordedJob, output: Path) -> str:
         if found[key] is not None:
             table.add_row(name, format_seconds(found[key]), f"{found[key] / found['iteration_s']:.0%}" if found["iteration_s"] else "")
     text = table_text(table) + _ops(job) + _collectives(job.collectives)
+    if peak_bytes is not None:
+        text += f"peak memory of a replica, without what synchronization allocates: {format_bytes(peak_bytes)}\n"
     notes = "".join(f"note: {note}\n" for note in job.notes)
     shown = shlex.quote(str(output))
     follow = f"next: autotune replay {shown}\n      autotune optimize {shown} --cluster cluster.yaml"
-    return f"{head}\n{text}{notes}traces: {output}/{trace_name(0)} ... (open in https://ui.perfetto.dev), {output}/{JOB_FILE}\n{follow}"
+    here = next((record.trace for record in job.ranks if (output / record.trace).exists()), trace_name(0))
+    return f"{head}\n{text}{notes}traces: {output}/{here} ... (open in https://ui.perfetto.dev), {output}/{JOB_FILE}\n{follow}"
 
 
 def _ops(job: RecordedJob) -> str:

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from autotune.cluster import Cluster
 from autotune.commands.iteration import iteration_data, iteration_facts, iteration_table, write_timeline
+from autotune.commands.memory import ShownMemory, memory_data, memory_facts, memory_listings, memory_table
 from autotune.dfg.replay import replay as run
 from autotune.dfg.utilisation import IterationSummary, iteration_summary
 from autotune.errors import InvalidInput
+from autotune.optimizer.within_memory import highest_peak
+from autotune.profiling.job_file import RecordedJob
+from autotune.profiling.memory_file import RecordedMemory
+from autotune.profiling.traces.global_graph import build_dfg
 from autotune.profiling.traces.job import TraceJob, read_job
+from autotune.profiling.traces.rank_trace import told
 from autotune.timeline_report import Fact, Listing, Page, write_timeline_report
 from autotune.units import format_seconds
 
@@ -25,30 +33,68 @@ MOST_RANK_ROWS = 64
 
 def replay(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     """Read, align, replay; the step that is shown is the median one where none is named."""
-    job = read_job(options.traces)
+    job = read_job(options.traces, options.hosts)
     aligned = _aligned(job, options.align)
     number = job.chosen_step(_step(options.step), aligned)
-    measured_s = job.measured_step_s(number, aligned)
-    summary = iteration_summary(run(job.global_dfg(number, aligned)))
-    error = summary.iteration_s / measured_s - 1 if measured_s > 0 else 0.0
+    parts = job.parts(number, aligned)
+    summary = iteration_summary(run(build_dfg(parts, job.joints)))
+    unexplained_s = max(part.ops.unexplained_s for part in parts)
+    shown = _Shown(job, aligned, number, job.measured_step_s(number, aligned), summary, unexplained_s, _memory(options.traces))
     if options.timeline is not None:
         write_timeline(summary, options.timeline)
     if options.report is not None:
-        write_timeline_report(options.report, _page(job, number, measured_s, error, aligned, summary), summary)
-    data = {
+        write_timeline_report(options.report, _page(shown), summary)
+    return _data(shown), "\n".join([*_head(shown), iteration_table(summary) + memory_table(shown.memory) + _tail(options)]).rstrip()
+
+
+@dataclass(frozen=True, eq=False)
+class _Shown:
+    """`unexplained_s`: of the rank with the most. The replay comes out right by these waits; a change before them may not move them."""
+
+    job: TraceJob
+    aligned: Alignment | None
+    step: int
+    measured_s: float
+    summary: IterationSummary
+    unexplained_s: float
+    memory: ShownMemory | None
+
+    @property
+    def error(self) -> float:
+        return self.summary.iteration_s / self.measured_s - 1 if self.measured_s > 0 else 0.0
+
+
+def _data(shown: _Shown) -> dict[str, Any]:
+    job, aligned = shown.job, shown.aligned
+    return {
         "ranks": list(job.rank_numbers),
         "world_size": job.world_size,
-        "step": number,
+        "hosts": list(job.hosts.names),
+        "hosts_from": job.hosts.source,
+        "step": shown.step,
         "steps": list(job.steps),
         "matched_collectives": len(job.joints),
-        "measured_step_s": measured_s,
-        "replay_error": error,
-        "unexplained_s": _unexplained_s(job, number),
-        "alignment": None if aligned is None else _alignment_data(job, aligned),
+        "measured_step_s": shown.measured_s,
+        "replay_error": shown.error,
+        "unexplained_s": shown.unexplained_s,
+        "alignment": None if aligned is None else _alignment_data(aligned),
+        "execution_traces": [asdict(link) for link in job.links],
         "repairs": [str(repair) for repair in job.repairs],
-        **iteration_data(summary),
+        "memory": memory_data(shown.memory),
+        **iteration_data(shown.summary),
     }
-    return data, "\n".join([*_head(job, number, measured_s, error, aligned), iteration_table(summary) + _tail(options)]).rstrip()
+
+
+def _memory(traces: list[str]) -> ShownMemory | None:
+    """Of a recorded folder that tells it: the predicted peak of a replica of that job, as it ran."""
+    folder = Path(traces[0])
+    if len(traces) != 1 or (memory := RecordedMemory.read(folder)) is None:
+        return None
+    job = RecordedJob.read(folder)
+    if job.workload is None:
+        return None
+    peak = highest_peak(memory, memory.profile, job.workload, job.plan, Cluster.local(job.world_size))
+    return ShownMemory(peak, memory)
 
 
 def _step(text: str) -> int | Any:
@@ -65,39 +111,45 @@ def _aligned(job: TraceJob, wanted: bool) -> Alignment | None:
     return align(job)
 
 
-def _head(job: TraceJob, number: int, measured_s: float, error: float, aligned: Alignment | None) -> list[str]:
-    ranks = f"{len(job.ranks)} of {job.world_size} ranks" if len(job.ranks) < job.world_size else f"{len(job.ranks)} ranks"
+def _head(shown: _Shown) -> list[str]:
+    job, several = shown.job, len(shown.job.ranks) > 1
+    ranks = f"{len(job.ranks)} of {job.world_size} ranks" if len(job.ranks) < job.world_size else f"{len(job.ranks)} rank{'s' * several}"
     others = ""
     if len(job.steps) > 1:
         listed = ", ".join(map(str, job.steps[:SHOWN_STEPS])) + (" ..." if len(job.steps) > SHOWN_STEPS else "")
         others = f" (of {len(job.steps)}: {listed})"
-    lines = [f"{ranks}, step {number}{others}, {len(job.joints)} collectives matched across ranks"]
-    lines += [f"  repaired: {repair}" for repair in job.repairs[:SHOWN_REPAIRS]]
-    if len(job.repairs) > SHOWN_REPAIRS:
-        lines.append(f"  and {len(job.repairs) - SHOWN_REPAIRS} more (all with --json)")
-    if aligned is not None:
-        lines.append(_alignment_text(aligned))
-    lines.append(f"measured {format_seconds(measured_s)}, replayed {100 * error:+.2f} %")
-    if unexplained_s := _unexplained_s(job, number):
-        waits = f"streams wait {format_seconds(unexplained_s)} in all without a cause in the traces"
+    matched = f", {len(job.joints)} collectives matched across ranks" if several else ""
+    lines = [f"{ranks}, step {shown.step}{others}{matched}"]
+    repairs = told(job.repairs)
+    lines += [f"  repaired: {repair}" for repair in repairs[:SHOWN_REPAIRS]]
+    if len(repairs) > SHOWN_REPAIRS:
+        lines.append(f"  and {len(repairs) - SHOWN_REPAIRS} more (all with --json)")
+    lines += [
+        f"execution trace of rank {link.rank}: {link.by_id} of {link.collectives} collectives linked by id"
+        for link in job.links
+        if link.by_id
+    ][:SHOWN_REPAIRS]
+    if several:
+        lines += [job.hosts.text(job.rank_numbers), *_clock_lines(shown.aligned)]
+    lines.append(f"measured {format_seconds(shown.measured_s)}, replayed {100 * shown.error:+.2f} %")
+    if shown.unexplained_s:
+        waits = f"streams wait {format_seconds(shown.unexplained_s)} in all without a cause in the traces"
         lines.append(f"{waits}, kept as measured (of the rank with the most)")
     return lines
 
 
-def _unexplained_s(job: TraceJob, number: int) -> float:
-    """Of the rank with the most: the replay comes out right by these waits, and a change of what is before them may not move them."""
-    return max(job.rank_ops(place, number).unexplained_s for place in range(len(job.ranks)))
+def _clock_lines(aligned: Alignment | None) -> list[str]:
+    if aligned is None:
+        return ["clocks: taken as they are"]
+    text = f"clocks: offsets up to {format_seconds(float(np.abs(aligned.offset_s).max()))}"
+    if np.isfinite(aligned.spread_s).all():
+        text += f", uncertain by {format_seconds(float(aligned.spread_s.max()))} (standard deviation)"
+    if aligned.drift.any():
+        text += f"; drifts up to {1e6 * np.abs(aligned.drift).max():.2f} ppm"
+    return [text, *(f"  {note}" for note in aligned.notes)]
 
 
-def _alignment_text(aligned: Alignment) -> str:
-    largest, spread = float(np.abs(aligned.offset_s).max()), float(aligned.spread_s.max())
-    text = f"clocks: offsets up to {format_seconds(largest)}, uncertain by {format_seconds(spread)} (standard deviation)"
-    if aligned.worst_slack_s > 0:
-        text += f"; {len(aligned.residuals)} collectives break the order of events, by up to {format_seconds(aligned.worst_slack_s)}"
-    return text
-
-
-def _alignment_data(job: TraceJob, aligned: Alignment) -> dict[str, Any]:
+def _alignment_data(aligned: Alignment) -> dict[str, Any]:
     def finite(values: np.ndarray) -> list[float | None]:
         return [float(value) if np.isfinite(value) else None for value in values]
 
@@ -106,6 +158,8 @@ def _alignment_data(job: TraceJob, aligned: Alignment) -> dict[str, Any]:
         "low_s": finite(aligned.low_s),
         "high_s": finite(aligned.high_s),
         "spread_s": finite(aligned.spread_s),
+        "drift": finite(aligned.drift),
+        "drift_spread": finite(aligned.drift_spread),
         "worst_slack_s": aligned.worst_slack_s,
         "notes": list(aligned.notes),
     }
@@ -120,28 +174,35 @@ def _tail(options: argparse.Namespace) -> str:
     return "\n".join(lines)
 
 
-def _page(job: TraceJob, number: int, measured_s: float, error: float, aligned: Alignment | None, summary: IterationSummary) -> Page:
+def _page(shown: _Shown) -> Page:
+    job, aligned, summary = shown.job, shown.aligned, shown.summary
     title = f"{format_seconds(summary.iteration_s)} per iteration"
-    exposed = summary.exposed_communication_s / summary.iteration_s if summary.iteration_s > 0 else 0.0
-    text = f"{100 * exposed:.0f} % of it is communication that no computation hides; step {number} took {format_seconds(measured_s)}."
-    facts = (Fact("Measured", format_seconds(measured_s), f"the replay is {100 * error:+.2f} % off"), *iteration_facts(summary))
-    listings = () if aligned is None else (_clocks(job, aligned),)
-    notes = tuple(str(repair) for repair in job.repairs[:SHOWN_REPAIRS])
+    exposed, idle = (
+        seconds / summary.iteration_s if summary.iteration_s > 0 else 0.0 for seconds in (summary.exposed_communication_s, summary.idle_s)
+    )
+    text = f"{100 * exposed:.0f} % of it is communication that no computation hides, in {100 * idle:.0f} % neither runs; step {shown.step} "
+    text += f"took {format_seconds(shown.measured_s)}."
+    remark = f"the replay is {100 * shown.error:+.2f} % off"
+    facts = (Fact("Measured", format_seconds(shown.measured_s), remark), *iteration_facts(summary), *memory_facts(shown.memory))
+    listings = (*(() if aligned is None else (_clocks(job, aligned),)), *memory_listings(shown.memory))
+    notes = [*told(job.repairs)[:SHOWN_REPAIRS], *(aligned.notes if aligned is not None else ())]
+    if len(job.ranks) > 1:
+        notes.insert(0, job.hosts.text(job.rank_numbers))
     kicker = f"autotune replay · {len(job.ranks)} of {job.world_size} ranks · {Path(job.source).name or job.source}"
-    return Page(kicker, title, text, facts, listings, notes)
+    return Page(kicker, title, text, facts, listings, tuple(notes))
 
 
 def _clocks(job: TraceJob, aligned: Alignment) -> Listing:
+    def shown(value: float) -> str:
+        if not np.isfinite(value):
+            return "unknown"
+        return format_seconds(value) if value >= 0 else f"-{format_seconds(-value)}"
+
+    figures = (aligned.offset_s, aligned.low_s, aligned.high_s, aligned.spread_s)
     rows = tuple(
-        (str(rank), *(format_seconds(abs(value)) if value >= 0 else f"-{format_seconds(-value)}" for value in values))
-        for rank, *values in zip(
-            job.rank_numbers[:MOST_RANK_ROWS],
-            aligned.offset_s.tolist(),
-            np.nan_to_num(aligned.low_s, neginf=0.0).tolist(),
-            np.nan_to_num(aligned.high_s, posinf=0.0).tolist(),
-            aligned.spread_s.tolist(),
-            strict=False,
-        )
+        (str(rank), job.hosts.names[place] or "unknown", *(shown(float(values[place])) for values in figures), f"{1e6 * drift:.2f} ppm")
+        for place, (rank, drift) in enumerate(zip(job.rank_numbers[:MOST_RANK_ROWS], aligned.drift.tolist(), strict=False))
     )
+    columns = ("rank", "host", "offset", "lowest", "highest", "standard deviation", "drift")
     text = "What is added to the times of each rank; between lowest and highest no event comes before its cause."
-    return Listing("Clocks", ("rank", "offset", "lowest", "highest", "standard deviation"), rows, frozenset({1, 2, 3, 4}), text)
+    return Listing("Clocks", columns, rows, frozenset({2, 3, 4, 5, 6}), text)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import signal
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from autotune.commands.stopping import signals_passed_on
 from autotune.errors import InvalidInput
 from autotune.export import read_export
 from autotune.strategy_space.carrier import carrier_of
@@ -39,20 +37,5 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
 def _call(words: list[str]) -> int:
     """Run to the end. What asks us to stop is passed on, so that torchrun ends its ranks itself and in its own time."""
     process = subprocess.Popen(words)
-    with _passed_on(process):
+    with signals_passed_on(process, own_session=False):
         return process.wait()
-
-
-@contextlib.contextmanager
-def _passed_on(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    def pass_on(number: int, _: object) -> None:
-        # A terminal sends Ctrl-C to torchrun as well.
-        if number != signal.SIGINT:
-            process.send_signal(number)
-
-    before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -16,8 +16,9 @@ Source: dPRO sec. 4.3 (memory from the lifetimes of a replay) and Table 4.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from heapq import nlargest
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +34,9 @@ from autotune.workload import Workload
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
+
+LANES = 2
+"""Messages that are sent at once: the second step of one (pull, all-gather) beside the first step of the next."""
 
 
 @dataclass(frozen=True)
@@ -152,25 +156,41 @@ def _passing_bytes(buffers: Sequence[Buffer], profile: MemoryProfile, flights: F
     and when all have arrived the averages are written: the largest of these counts."""
     count, last, ready_at = len(profile.segments), last_backward(profile), ready_segments(profile)
     packed: dict[tuple[int, str | None, int | None], int] = {}
-    passing = np.zeros(count, dtype=np.int64)
     written = sum(one.bytes for one in buffers if one.when is When.END)
-    of_message: dict[int, list[Lifetime]] = {}
+    queued: dict[int, list[Lifetime]] = {}
+    flying: dict[int, list[Lifetime]] = {}
     for one in buffers:
         if one.when is When.READY:
             at = min(ready_at.get(one.variable or "", last) + 1, last)  # it is packed when the next segment has begun
             packed[at, one.variable, one.message] = packed.get((at, one.variable, one.message), 0) + one.bytes
         elif one.when in (When.QUEUED, When.FLIGHT):
             assert flights is not None and one.message is not None
-            born = int((flights.issued if one.when is When.QUEUED else flights.started)[one.message])
+            waits = one.when is When.QUEUED
+            born = int((flights.issued if waits else flights.started)[one.message])
             dies = int(flights.ended[one.message])
-            of_message.setdefault(one.message, []).append(Lifetime(one.bytes, Held.COMMUNICATION, born % count, dies % count))
-    passing += touched([one for lifetimes in of_message.values() for one in lifetimes], count)
+            lifetime = Lifetime(one.bytes, Held.COMMUNICATION, born % count, dies % count)
+            (queued if waits else flying).setdefault(one.message, []).append(lifetime)
+    passing = touched([one for lifetimes in queued.values() for one in lifetimes], count) + _flying_bytes(flying, count)
     for (at, _, message), size in packed.items():
-        before = [one for number, lifetimes in of_message.items() if message is not None and number < message for one in lifetimes]
-        passing[at] = max(passing[at], size + sum(one.bytes for one in before if _holds(one, at)))
+        if message is not None:
+            waiting = sum(one.bytes for number, own in queued.items() if number < message for one in own if _holds(one, at))
+            sent = [sum(one.bytes for one in own if _holds(one, at)) for number, own in flying.items() if number < message]
+            size += waiting + sum(nlargest(LANES, sent))
+        passing[at] = max(passing[at], size)
     passing[last] = max(passing[last], written)
     passing[0] += sum(one.bytes for one in buffers if one.when is When.STEP_START)
     return passing
+
+
+def _flying_bytes(flying: Mapping[int, Sequence[Lifetime]], count: int) -> ByteArray:
+    """Of the messages that are sent in each segment, by number, those that may be sent at once: the largest; shape (count,)."""
+    sent: list[list[int]] = [[] for _ in range(count)]
+    for lifetimes in flying.values():
+        born, dies = lifetimes[0].born, lifetimes[0].dies
+        assert born is not None and dies is not None
+        for at in range(born, dies + 1 + (count if dies < born else 0)):
+            sent[at % count].append(sum(one.bytes for one in lifetimes))
+    return np.array([sum(nlargest(LANES, sizes)) for sizes in sent], dtype=np.int64)
 
 
 def _crossing(profile: MemoryProfile) -> list[Lifetime]:

@@ -29,6 +29,8 @@ from numpy.typing import NDArray
 from autotune.cluster import Cluster
 from autotune.dfg.memory import MemoryEstimate, peak_memory
 from autotune.dfg.memory_passes import (
+    PROPORTIONAL,
+    FixedShare,
     Run,
     accumulated,
     accumulated_workload,
@@ -42,6 +44,7 @@ from autotune.dfg.plan_memory import Replica
 from autotune.errors import InvalidInput
 from autotune.strategy_space.cross_step import MessageTimes, channel_ends_s
 from autotune.strategy_space.plan import Plan
+from autotune.units import format_bytes
 from autotune.workload import Workload
 
 FloatArray = NDArray[np.float64]
@@ -61,16 +64,24 @@ Estimate = Callable[[MemoryProfile, Workload], MemoryEstimate]
 class MemoryFit:
     """What was chosen. `runs`: regions of the profile before the pass that are computed twice; `parts`: micro-batches.
 
-    `bound_s`: no choice of runs costs fewer seconds of computation; 0 where nothing is computed twice.
+    `before`, `before_step_s`: as it was. `bound_s`: no choice of runs costs fewer seconds of computation; 0 where nothing is computed
+    twice, and where `runs` and `parts` came together, which nobody optimized.
     """
 
     workload: Workload
     profile: MemoryProfile
     estimate: MemoryEstimate
     step_s: float
+    before: MemoryEstimate
+    before_step_s: float
     runs: tuple[Run, ...] = ()
     parts: int = 1
     bound_s: float = 0.0
+
+    @property
+    def price_s(self) -> float:
+        """What the passes cost per step, as predicted."""
+        return self.step_s - self.before_step_s
 
 
 def plan_step_s(plan: Plan, cluster: Cluster) -> Seconds:
@@ -96,43 +107,96 @@ def fit_memory(
     replica: Replica | None = None,
     step_s: Seconds | None = None,
     batch: int | None = None,
+    fixed: FixedShare = PROPORTIONAL,
     random: bool = True,
 ) -> MemoryFit:
-    """The fastest way to stay within the budget: as it is, regions computed twice, or the batch in parts.
+    """The fastest way to stay within the budget: as it is, regions computed twice, or the batch in parts; both where neither is enough.
 
-    `step_s`: predicts a step, default `plan_step_s`. `batch`: samples of a step, which the number of parts divides. `random`:
-    regions that draw random numbers may be computed twice. Raises `InvalidInput`, which says what each pass comes down to, where none fits.
+    `step_s`: predicts a step, default `plan_step_s`. `batch`: samples of a step, which the number of parts divides. `fixed`: what of
+    the passes' times every part pays again. `random`: regions that draw random numbers may be computed twice. Raises `InvalidInput`,
+    which says what each pass comes down to, where none fits.
     """
     seconds = step_s or plan_step_s(plan, cluster)
 
     def estimate(of: MemoryProfile, trained: Workload) -> MemoryEstimate:
         return peak_memory(of, trained, plan, cluster, replica=replica)
 
-    now = estimate(profile, workload)
-    if now.peak_bytes <= budget_bytes:
-        return MemoryFit(workload, profile, now, seconds(workload))
-    least = {"as it is": now.peak_bytes}
-    found: list[MemoryFit] = []
-    chosen = choose_runs(profile, workload, budget_bytes, estimate, random=random)
-    least["with regions computed twice"] = chosen.least_bytes
-    if chosen.fits:
-        after = recomputed(profile, chosen.runs)
-        trained = recomputed_workload(workload, profile, chosen.runs)
-        found.append(MemoryFit(trained, after, estimate(after, trained), seconds(trained), chosen.runs, 1, chosen.bound_s))
-    for parts in _parts(batch):
-        after, trained = accumulated(profile, parts), accumulated_workload(workload, parts)
-        then = estimate(after, trained)
-        least["with the batch in parts"] = min(then.peak_bytes, least.get("with the batch in parts", then.peak_bytes))
-        if then.peak_bytes <= budget_bytes:
-            found.append(MemoryFit(trained, after, then, seconds(trained), (), parts))
-            break
+    ways = _Ways(workload, profile, budget_bytes, estimate, seconds, fixed, random)
+    if ways.now.peak_bytes <= budget_bytes:
+        return ways.fit(profile, workload)
+    found = [fit for fit in (ways.computed_twice(), ways.in_parts(batch)) if fit is not None]
+    if not found and (both := ways.both(batch)) is not None:
+        found = [both]
     if not found:
-        shown = ", ".join(f"{size / 1e6:.1f} MB {how}" for how, size in least.items())
+        shown = ", ".join(f"{format_bytes(size)} {how}" for how, size in ways.least.items())
         raise InvalidInput(
-            f"the step must fit into {budget_bytes / 1e6:.1f} MB, but needs at least {shown}; give a larger budget, a smaller batch, or a "
-            "plan with smaller buffers"
+            f"the step must fit into {format_bytes(budget_bytes)}, but needs {shown}: at least {format_bytes(min(ways.least.values()))}; "
+            "give a larger budget, a smaller batch, or a plan with smaller buffers"
         )
     return min(found, key=lambda one: one.step_s)
+
+
+class _Ways:
+    """The passes, tried one by one. `least`: what each comes down to at its best, in bytes."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        profile: MemoryProfile,
+        budget_bytes: int,
+        estimate: Estimate,
+        seconds: Seconds,
+        fixed: FixedShare,
+        random: bool,
+    ) -> None:
+        self._workload, self._profile, self._budget, self._fixed, self._random = workload, profile, budget_bytes, fixed, random
+        self._estimate, self._seconds = estimate, seconds
+        self.now = estimate(profile, workload)
+        self.least = {"as it is": self.now.peak_bytes}
+
+    def fit(self, after: MemoryProfile, trained: Workload, runs: tuple[Run, ...] = (), parts: int = 1, bound_s: float = 0.0) -> MemoryFit:
+        estimate, before_s = self._estimate(after, trained), self._seconds(self._workload)
+        return MemoryFit(trained, after, estimate, self._seconds(trained), self.now, before_s, runs, parts, bound_s)
+
+    def computed_twice(self) -> MemoryFit | None:
+        chosen = choose_runs(self._profile, self._workload, self._budget, self._estimate, random=self._random)
+        self._note("with regions computed twice", chosen.least_bytes)
+        if not chosen.fits:
+            return None
+        after = recomputed(self._profile, chosen.runs)
+        return self.fit(after, recomputed_workload(self._workload, self._profile, chosen.runs), chosen.runs, 1, chosen.bound_s)
+
+    def in_parts(self, batch: int | None) -> MemoryFit | None:
+        """The fewest parts that fit."""
+        for parts in _parts(batch):
+            after, trained = self._cut(parts)
+            if self._fits("with the batch in parts", after, trained):
+                return self.fit(after, trained, (), parts)
+        return None
+
+    def both(self, batch: int | None) -> MemoryFit | None:
+        """The fewest parts with which every region computed twice fits; of parts, powers of two."""
+        runs = tuple(
+            Run(number, number) for number, one in enumerate(self._profile.regions) if why_not_recomputed(one, self._random) is None
+        )
+        for parts in (parts for parts in _parts(batch) if runs and parts & (parts - 1) == 0):
+            cut, micro = self._cut(parts)
+            after, trained = recomputed(cut, runs), recomputed_workload(micro, cut, runs)
+            if self._fits("with both", after, trained):
+                return self.fit(after, trained, runs, parts)
+        return None
+
+    def _cut(self, parts: int) -> tuple[MemoryProfile, Workload]:
+        fixed = self._fixed
+        return accumulated(self._profile, parts, fixed=fixed), accumulated_workload(self._workload, parts, fixed=fixed)
+
+    def _fits(self, how: str, after: MemoryProfile, trained: Workload) -> bool:
+        peak_bytes = self._estimate(after, trained).peak_bytes
+        self._note(how, peak_bytes)
+        return peak_bytes <= self._budget
+
+    def _note(self, how: str, peak_bytes: int) -> None:
+        self.least[how] = min(peak_bytes, self.least.get(how, peak_bytes))
 
 
 def _parts(batch: int | None) -> Iterator[int]:

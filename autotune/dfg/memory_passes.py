@@ -5,7 +5,7 @@ pass, right before its backward pass. Gradient accumulation: the batch is cut in
 last part's backward pass synchronizes.
 
 What depends on the batch is taken to shrink with it: activations, temporaries outside of the update, and the time of forward and backward
-pass. Devices are slower per sample on small batches, so a profile and a workload that were recorded with the smaller batch
+pass but a fixed share of it (`FixedShare`), which every part pays again. A profile and a workload that were recorded with the smaller batch
 (`small`) are better where they can be had.
 
 | symbol | meaning |
@@ -47,6 +47,27 @@ class Run:
         if one.region is None or not self.first <= one.region <= self.last:
             return False
         return not (one.returned and one.region == self.last)
+
+
+@dataclass(frozen=True)
+class FixedShare:
+    """Of the time of a forward and of a backward pass: what does not shrink with the batch, 0 to 1. Raises `InvalidInput` outside."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    forward: float = 0.0
+    backward: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.forward <= 1 and 0 <= self.backward <= 1):
+            raise InvalidInput(f"a share of time must be 0 to 1, but they are {self.forward} and {self.backward}")
+
+    def left(self, parts: int) -> tuple[float, float]:
+        """Of the two passes' times, what one of `parts` parts takes."""
+        return self.forward + (1 - self.forward) / parts, self.backward + (1 - self.backward) / parts
+
+
+PROPORTIONAL = FixedShare()
 
 
 def why_not_recomputed(region: Region, random: bool = True) -> str | None:
@@ -141,8 +162,8 @@ def recomputed_workload(workload: Workload, profile: MemoryProfile, runs: Sequen
     return replace(workload, variables=tuple(map(later, workload.variables)), backward_s=workload.backward_s + added_s)
 
 
-def accumulated(profile: MemoryProfile, parts: int, small: MemoryProfile | None = None) -> MemoryProfile:
-    """The profile of a step over `parts` micro-batches. `small`: one that was recorded with a micro-batch.
+def accumulated(profile: MemoryProfile, parts: int, small: MemoryProfile | None = None, fixed: FixedShare = PROPORTIONAL) -> MemoryProfile:
+    """The profile of a step over `parts` micro-batches. `small`: one that was recorded with a micro-batch; otherwise `fixed` counts.
 
     From the second part on a new gradient is there while it is added to the sum. Raises `InvalidInput` below one part, or where
     `small` is of another model or has other segments.
@@ -152,10 +173,15 @@ def accumulated(profile: MemoryProfile, parts: int, small: MemoryProfile | None 
     if small is not None and (small.model, len(small.segments)) != (profile.model, len(profile.segments)):
         raise InvalidInput("the profile of a micro-batch must be of the same model with the same segments; record both alike")
     source, share = (profile, 1 / parts) if small is None else (small, 1.0)
+    forward, backward = fixed.left(parts) if small is None else (1.0, 1.0)
     computed = last_backward(source) + 1
     update = source.segments[computed:]
     shrunk = [
-        replace(segment, seconds=segment.seconds * share, relief_bytes=int(segment.relief_bytes * share))
+        replace(
+            segment,
+            seconds=segment.seconds * (forward if segment.phase is Phase.FORWARD else backward),
+            relief_bytes=int(segment.relief_bytes * share),
+        )
         for segment in source.segments[:computed]
     ]
     lifetimes = [one for before in source.lifetimes for one in _accumulated(before, parts, share, computed, len(source.segments))]
@@ -203,21 +229,20 @@ def _accumulated(one: Lifetime, parts: int, share: float, computed: int, segment
     assert segments >= computed
 
 
-def accumulated_workload(workload: Workload, parts: int, small: Workload | None = None) -> Workload:
+def accumulated_workload(workload: Workload, parts: int, small: Workload | None = None, fixed: FixedShare = PROPORTIONAL) -> Workload:
     """All that comes before the last part's backward pass counts as the forward pass, as a profile of such a step says it.
 
-    `small`: measured with a micro-batch; without it times shrink with the batch, and the workload's source is "assumed".
+    `small`: measured with a micro-batch; without it times shrink with the batch but for `fixed`, and the workload's source is "assumed".
     """
-    micro = small or _scaled(workload, 1 / parts)
+    micro = small or _scaled(workload, *fixed.left(parts), source="assumed" if parts > 1 else workload.source)
     before_s = parts * micro.forward_s + (parts - 1) * micro.backward_s
     return replace(micro, forward_s=before_s, update_s=workload.update_s)
 
 
-def _scaled(workload: Workload, share: float) -> Workload:
+def _scaled(workload: Workload, forward: float, backward: float, source: str) -> Workload:
     def scaled(variable: Variable) -> Variable:
-        ready_s, needed_s = (None if at_s is None else at_s * share for at_s in (variable.ready_s, variable.needed_s))
-        return replace(variable, ready_s=ready_s, needed_s=needed_s)
+        ready_s = None if variable.ready_s is None else variable.ready_s * backward
+        return replace(variable, ready_s=ready_s, needed_s=None if variable.needed_s is None else variable.needed_s * forward)
 
-    source = workload.source if share == 1 else "assumed"
-    forward_s, backward_s = workload.forward_s * share, workload.backward_s * share
+    forward_s, backward_s = workload.forward_s * forward, workload.backward_s * backward
     return replace(workload, variables=tuple(map(scaled, workload.variables)), forward_s=forward_s, backward_s=backward_s, source=source)

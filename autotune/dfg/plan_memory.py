@@ -26,6 +26,8 @@ from autotune.workload import DTYPE_BYTES, Workload
 
 _ROOTED = (Primitive.PUSH_PULL, Primitive.REDUCE_BROADCAST)
 _HALF = (Compressor.FP16, Compressor.BF16)
+_GLOO_THREADS = 2
+"""Of a process group (torch: ProcessGroupGloo::Options)."""
 _SCRATCH_ELEMENTS = 2**18
 """What a CPU quantises at a time (`exchange/quantise`)."""
 
@@ -80,7 +82,7 @@ def plan_buffers(plan: Plan | None, workload: Workload, replica: Replica, world_
     if replica.ddp or plan is None:
         found.append(Buffer(sum(dense.values()), "buckets of the DDP's own reducer"))
     if plan is None:
-        return found + [one for name, size in sparse.items() for one in _ddp_rows(name, size, world_size)]
+        return [*found, *_ddp_rows(sparse, world_size)]
     if native:
         return [*found, Buffer(sum(dense.values()), "buckets of the plan")]
     residual_of: set[str] = set()
@@ -91,6 +93,9 @@ def plan_buffers(plan: Plan | None, workload: Workload, replica: Replica, world_
         found += _Exchange(number, message, plan, replica).buffers()
         found += _packing(number, message, sparse, workload, world_size)
         residual_of |= _fed(message, plan, replica)
+    picked = _picked(plan, sparse, workload, world_size)
+    if picked:
+        found.append(Buffer(picked, "rows of an average while it is written", When.END))
     found += [Buffer(v.grad_bytes, "residual", variable=v.name) for v in workload.variables if v.name in residual_of]
     return found
 
@@ -105,13 +110,31 @@ def _packing(number: int, message: Message, sparse: Mapping[str, int], workload:
             whole = workload.variables[workload.index[part.variable]].grad_bytes
             yield Buffer(whole, "sparse gradient made dense", When.READY, number, part.variable)
             if part.start == 0:
-                rows = min(world_size * sparse[part.variable], whole)  # at most all ranks' rows are different ones
-                yield Buffer(whole + 2 * rows, "average before it is sparse again", When.END, number, part.variable)
+                grown = _average_bytes(sparse[part.variable], whole, world_size) - sparse[part.variable]
+                yield Buffer(whole + grown, "average before it is sparse again", When.END, number, part.variable)
 
 
-def _ddp_rows(name: str, size: int, world_size: int) -> Iterator[Buffer]:
-    """torch's reducer sums sparse gradients over gloo: every rank gets the rows of all and adds them."""
-    yield Buffer((2 * world_size + 1) * size, "rows of all ranks", When.END, variable=name)
+def _picked(plan: Plan, sparse: Mapping[str, int], workload: Workload, world_size: int) -> int:
+    """Averages become sparse again one after the other: of the largest, the rows that are picked, and their copy into the gradient."""
+    parts = [part for message in plan.messages if message.sparse is SparseHandling.DENSE for part in message.slices]
+    names = {part.variable for part in parts if part.variable in sparse}
+    whole = {name: workload.variables[workload.index[name]].grad_bytes for name in names}
+    return max((sparse[name] + _average_bytes(sparse[name], whole[name], world_size) for name in names), default=0)
+
+
+def _average_bytes(own_bytes: int, whole_bytes: int, world_size: int) -> int:
+    """Rows of all ranks, of which at most all are different ones."""
+    return min(world_size * own_bytes, max(whole_bytes, own_bytes))
+
+
+def _ddp_rows(sparse: Mapping[str, int], world_size: int) -> Iterator[Buffer]:
+    """torch's reducer sums sparse gradients over gloo: every rank gets the rows of all and adds them, as many variables at once as gloo has
+    threads. What has been summed has left the rows of all ranks in the gradient."""
+    for number, (name, size) in enumerate(sorted(sparse.items(), key=lambda item: -item[1])):
+        if number < _GLOO_THREADS:
+            yield Buffer((2 * world_size + 1) * size, "rows of all ranks", When.END, variable=name)
+        else:
+            yield Buffer((world_size - 1) * size, "rows of other ranks", When.END, variable=name)
 
 
 def _rows(number: int, message: Message, size: int, world_size: int) -> Iterator[Buffer]:

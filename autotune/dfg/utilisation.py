@@ -20,18 +20,21 @@ class IterationSummary:
     """Seconds of one replayed iteration.
 
     All but `iteration_s` and the critical path are of `worker`, the one that ends last (NONE where ops have no worker), and of ops that
-    have no worker: the time in which at least one such op of that kind runs. `exposed_communication_s`: the part of `communication_s`
-    in which none of its computation runs. `bottleneck_queue`: name of the queue or channel that is busy for the largest share of the
+    have no worker: the time in which at least one such op of that kind runs. `computation_s`: forward, backward, update and other
+    computation; `exposed_communication_s`: the part of `communication_s` in which none of its computation runs; `idle_s`: neither runs.
+    These three add up to `iteration_s`. `bottleneck_queue`: name of the queue or channel that is busy for the largest share of the
     iteration, "" for none.
     """
 
     iteration_s: float
     worker: int
+    computation_s: float
     forward_s: float
     backward_s: float
     update_s: float
     communication_s: float
     exposed_communication_s: float
+    idle_s: float
     bottleneck_queue: str
     bottleneck_share: float
     critical_path: CriticalPath
@@ -73,14 +76,17 @@ def iteration_summary(timeline: Timeline) -> IterationSummary:
     mine = _of_worker(timeline, worker)
     share = busy_share(timeline)
     busiest = int(np.argmax(share)) if len(share) else NONE
+    computation_s, exposed_s = _time_of(timeline, mine & _of_kinds(timeline, COMPUTATION)), exposed_communication_s(timeline, worker)
     return IterationSummary(
         iteration_s=timeline.makespan_s,
         worker=worker,
+        computation_s=computation_s,
         forward_s=_time_of(timeline, mine & _of_kinds(timeline, {Kind.FORWARD})),
         backward_s=_time_of(timeline, mine & _of_kinds(timeline, {Kind.BACKWARD})),
         update_s=_time_of(timeline, mine & _of_kinds(timeline, {Kind.UPDATE})),
         communication_s=_time_of(timeline, mine & _of_kinds(timeline, COMMUNICATION)),
-        exposed_communication_s=exposed_communication_s(timeline, worker),
+        exposed_communication_s=exposed_s,
+        idle_s=max(timeline.makespan_s - computation_s - exposed_s, 0.0),
         bottleneck_queue=dfg.names.queues[busiest] if busiest != NONE else "",
         bottleneck_share=float(share[busiest]) if busiest != NONE else 0.0,
         critical_path=critical_path(timeline),

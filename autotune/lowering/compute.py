@@ -57,7 +57,7 @@ class Duties:
     write_s: FloatArray
     settle_s: FloatArray
     defer_s: float
-    update_s: float
+    buffers_s: float
     issued_at: Numbers  # (M,), backward position whose gradient lets the message go
 
     @staticmethod
@@ -78,7 +78,7 @@ class Duties:
             costs["write_s"] + costs["unpack_s_per_byte"] * passes.grad_bytes,
             costs["settle_s"] + costs["settle_s_per_byte"] * passes.grad_bytes,
             costs["defer_s"] * count,
-            costs["update_s_per_byte"] * float(passes.grad_bytes.sum()),
+            costs["buffer_s"] * passes.workload.buffers,
             np.maximum.accumulate(members.last),
         )
 
@@ -87,11 +87,14 @@ class Worker:
     """Writes one worker's passes into an emitter. Its queues are named after its rank.
 
     `cores`: the queue of the cores that its own thread shares with all other work, NONE where it has one for itself; `share`: by which
-    the duties' times are multiplied on these.
+    the duties' times are multiplied on these. `broadcast_s`: how long the buffers travel before a forward pass.
     """
 
-    def __init__(self, to: Emitter, rank: int, passes: Passes, duties: Duties, cores: int = NONE, share: float = 1.0) -> None:
+    def __init__(
+        self, to: Emitter, rank: int, passes: Passes, duties: Duties, cores: int = NONE, share: float = 1.0, broadcast_s: float = 0.0
+    ) -> None:
         self._cores, self._share = (NONE, 1.0) if passes.computes_on_cpu else (cores, share)
+        self._broadcast_s = broadcast_s
         self._to, self._rank, self._passes, self._duties = to, rank, passes, duties
         self._names = [variable.name for variable in passes.workload.variables]
         self._device = to.queue(f"r{rank} device", Discipline.PRIORITY if duties.taken_s.any() else Discipline.FIFO)
@@ -99,9 +102,17 @@ class Worker:
         self._computed = self._done = NONE
 
     def forward(self, after: int) -> int:
-        """A pass that waits for nothing; its end."""
-        self._computed = self._op("forward", self._device, self._passes.workload.forward_s, Kind.FORWARD, (after,))
+        """A pass that waits for nothing but its buffers; its end."""
+        began = self._buffers(after)
+        self._computed = self._op("forward", self._device, self._passes.workload.forward_s, Kind.FORWARD, (began,))
         return self._computed
+
+    def _buffers(self, after: int) -> int:
+        """Rank 0's buffers have arrived; their few bytes are taken to meet no others."""
+        if self._broadcast_s <= 0:
+            return after
+        copied = self._op("copy buffers", self._host, self._duties.buffers_s, Kind.PACK, (after,))
+        return self._op("broadcast buffers", NONE, self._broadcast_s, Kind.RECV, (copied,))
 
     def backward(self, after: int) -> Numbers:
         """The ops that issue the messages, shape (M,)."""
@@ -165,9 +176,6 @@ class Worker:
         written_s = float(self._duties.write_s.sum())
         written = self._op("write averages", self._host, written_s, Kind.UNPACK, (*self.ends, arrived))
         self._computed = self._updated(written)
-        if self._duties.update_s:
-            real = self._op("real update", self._host, self._duties.update_s, Kind.UPDATE, (written,))
-            self._computed = self._op("updated", NONE, 0.0, Kind.VIRTUAL, (self._computed, real))
         return self._computed
 
     def defer(self) -> int:
@@ -175,7 +183,12 @@ class Worker:
         return self._updated(self._op("defer", self._host, self._duties.defer_s, Kind.OTHER, self.ends))
 
     def _updated(self, after: int) -> int:
-        self._computed = self._op("update", self._device, self._passes.workload.update_s, Kind.UPDATE, (after,))
+        """Of emulated accelerators the update is real, and all ranks that share the cores make it at the same time."""
+        update_s = self._passes.workload.update_s
+        self._computed = self._op("update", self._device, update_s, Kind.UPDATE, (after,))
+        if self._cores != NONE and self._passes.workload.device == "cpu":
+            real = self._op("real update", self._host, update_s, Kind.UPDATE, (after,))
+            self._computed = self._op("updated", NONE, 0.0, Kind.VIRTUAL, (self._computed, real))
         self._done = self._computed
         return self._computed
 
@@ -188,10 +201,11 @@ class Worker:
         group = group.ravel()
         written_s = np.bincount(group, weights=self._written_s(members), minlength=len(times)).astype(np.float64)
         on_cpu = passes.computes_on_cpu
+        began = self._buffers(self._computed)
         base = to.count
         segment = base + 3 * np.arange(len(times))
         gate, written = segment + 1, segment + 2
-        to.edges(self._computed, segment[0])
+        to.edges(began, segment[0])
         to.edges(segment, gate)
         to.edges(ends, gate[group])
         to.edges(gate, written)

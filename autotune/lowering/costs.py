@@ -1,7 +1,7 @@
 """What the runtime itself costs a rank, beside what the probe fits of the network: each constant with its source.
 
-Seconds are of one CPU thread, as the runtime uses it for packing and sending. A value that was measured elsewhere than on the user's
-machine says so in its source.
+Seconds are CPU time of one thread, as the runtime spends it: in small pieces, with cold caches. Where ranks share cores, the lowering
+lets them wait for each other. A value that was measured elsewhere than on the user's machine says so in its source.
 """
 
 from __future__ import annotations
@@ -36,16 +36,18 @@ class RuntimeCosts:
     | `hand_out_s_per_byte` | emulated accelerators: a fresh copy of the recorded gradient; 0 where they are real | s/B |
     | `pack_s_per_byte` | scaling a gradient into its message, per byte of the gradient | s/B |
     | `cast_s_per_byte` | the same where it is rounded to 16 bits | s/B |
-    | `issue_s` | starting a message's first collective | s |
+    | `issue_s` | starting a message, but for the collective itself, which its fit contains | s |
     | `lane_s` | handing a message on to the thread of its next step | s |
     | `defer_s` | leaving one variable to the next forward pass | s |
     | `settle_s` | one variable's average and update where it is read, but for its bytes | s |
     | `settle_s_per_byte` | the same per byte of the gradient | s/B |
-    | `update_s_per_byte` | emulated accelerators: the update itself, which is real; 0 where `Workload.update_s` is all of it | s/B |
+    | `buffer_s` | a buffer of the module that travels with the others before a forward pass | s |
     | `write_s` | writing one average back, but for its bytes | s |
     | `unpack_s_per_byte` | the same per byte of the gradient | s/B |
-    | `int8_s`, `int8_encode_s`, `int8_decode_s` | int8: per call; rounding, and reading back, per element | s |
-    | `top_k_s`, `top_k_s_per_element`, `top_k_sum_s` | top-k: per call; finding them, per element; adding one of them | s |
+    | `int8_encode_s`, `int8_encode_s_per_element` | int8: rounding a message | s |
+    | `int8_decode_s`, `int8_decode_s_per_element` | int8: reading one back | s |
+    | `top_k_find_s`, `top_k_find_s_per_element` | top-k: finding the largest of a message | s |
+    | `top_k_add_s`, `top_k_add_s_per_element` | top-k: adding those of one rank, per element of these | s |
     | `low_rank_s`, `low_rank_s_per_flop` | PowerSGD: per slice and product; per multiplication and addition | s |
     | `threads` | collectives that one process group runs side by side | - |
     | `payload` | share of a link's bytes that are a message's own | - |
@@ -60,15 +62,17 @@ class RuntimeCosts:
     defer_s: Constant = Constant(0.00013, _HERE)
     settle_s: Constant = Constant(2.4e-05, _HERE)
     settle_s_per_byte: Constant = Constant(1.8e-10, _HERE)
-    update_s_per_byte: Constant = Constant(0.0, "accelerators are not emulated")
+    buffer_s: Constant = Constant(2e-05, _HERE)
     write_s: Constant = Constant(2e-06, _HERE)
     unpack_s_per_byte: Constant = Constant(3.7e-11, _HERE)
-    int8_s: Constant = Constant(0.00016, _HERE)
-    int8_encode_s: Constant = Constant(8.3e-10, _HERE)
-    int8_decode_s: Constant = Constant(2.3e-10, _HERE)
-    top_k_s: Constant = Constant(6.6e-05, _HERE)
-    top_k_s_per_element: Constant = Constant(1.5e-09, _HERE)
-    top_k_sum_s: Constant = Constant(4.8e-09, _HERE)
+    int8_encode_s: Constant = Constant(0.00039, _HERE)
+    int8_encode_s_per_element: Constant = Constant(8.3e-10, _HERE)
+    int8_decode_s: Constant = Constant(0.00011, _HERE)
+    int8_decode_s_per_element: Constant = Constant(2.3e-10, _HERE)
+    top_k_find_s: Constant = Constant(0.0003, _HERE)
+    top_k_find_s_per_element: Constant = Constant(1.5e-09, _HERE)
+    top_k_add_s: Constant = Constant(4e-05, _HERE)
+    top_k_add_s_per_element: Constant = Constant(4.8e-09, _HERE)
     low_rank_s: Constant = Constant(1.6e-05, _HERE)
     low_rank_s_per_flop: Constant = Constant(2.3e-10, _HERE)
     threads: Constant = Constant(

@@ -17,10 +17,14 @@ from autotune.lowering.emit import Emitter
 from autotune.lowering.messages import Members, Sender
 from autotune.lowering.network import CORES, Network, Sent
 from autotune.lowering.step_times import Timing
-from autotune.lowering.traffic import Ports
+from autotune.lowering.steps import Step
+from autotune.lowering.traffic import Collective, Ports
 from autotune.strategy_space.plan import Message, Plan
 from autotune.strategy_space.strategy import CASTS
 from autotune.workload import Workload
+
+BUFFERS = Step(Collective.BROADCAST, lambda sizes: sizes.wire_bytes)
+"""What DDP sends before a forward pass, where the module has buffers."""
 
 
 class Lowering:
@@ -34,7 +38,13 @@ class Lowering:
         self.workload, self.cluster, self.costs, self.taken_share = workload, cluster, costs or RuntimeCosts(), taken_share
         self._passes = Passes.of(workload)
         self._ports = Ports(cluster)
-        self._sender = Sender(Timing(cluster, self._ports, self.costs), self.costs)
+        timing = Timing(cluster, self._ports, self.costs)
+        self._sender = Sender(timing, self.costs)
+        sizes = np.array(workload.buffer_bytes, dtype=np.float64)
+        self._buffers_s = float(timing.of(BUFFERS, sizes, (tuple(range(cluster.world_size)),)).alone_s.sum()) if len(sizes) else 0.0
+        # Side by side all ranks want the cores of their one machine; while each has one to itself, none waits for it.
+        crowd = cluster.world_size / cluster.machine_cores if cluster.machine_cores > 0 else 0.0
+        self._crowd = crowd if crowd >= 1 else 0.0
 
     def graph(self, plan: Plan, steps: int = 2, symmetric: bool = True) -> Dfg:
         """`steps` training steps, from the first forward pass to the last update. Raises `InvalidInput`.
@@ -72,7 +82,7 @@ class Lowering:
         issued = first + np.arange(count)
         to.edges(issued[:-1], issued[1:])
         layer = np.zeros(count, dtype=np.int64)
-        network = Network(batches, True, self._ports.name, self.costs, [0], one_by_one, layer, True, self.cluster.machine_cores > 0)
+        network = Network(batches, True, self._ports, self.costs, [0], one_by_one, layer, True, self._crowd)
         network.emit(to, issued[None, :])
         return to.build(("message",))
 
@@ -114,17 +124,17 @@ class _Drawing:
         self.network = Network(
             batches,
             symmetric,
-            lowering._ports.name,
+            lowering._ports,
             lowering.costs,
             ranks,
             plan.cross_step,
             self.members.last,
             coarse,
-            lowering.cluster.machine_cores > 0,
+            lowering._crowd,
         )
-        cores = self.to.queue(CORES) if lowering.cluster.machine_cores > 0 else NONE
-        share = 1 / len(ranks) if lowering.cluster.machine_cores > 0 else 1.0
-        self.workers = [Worker(self.to, rank, lowering._passes, duties, cores, share) for rank in ranks]
+        cores = self.to.queue(CORES) if lowering._crowd > 0 else NONE
+        share = lowering._crowd / len(ranks) if lowering._crowd > 0 else 1.0
+        self.workers = [Worker(self.to, rank, lowering._passes, duties, cores, share, lowering._buffers_s) for rank in ranks]
 
     def steps(self, count: int) -> Dfg:
         starts = [worker.forward(NONE) for worker in self.workers]

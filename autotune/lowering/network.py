@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -21,7 +21,7 @@ from autotune.dfg.graph import NONE, Kind
 from autotune.lowering.costs import RuntimeCosts
 from autotune.lowering.emit import Emitter
 from autotune.lowering.messages import Batch, SendStep, kept_cores, kept_ports
-from autotune.lowering.traffic import Collective
+from autotune.lowering.traffic import IN, OUT, Collective, Ports
 
 FloatArray = NDArray[np.float64]
 Numbers = NDArray[np.int64]
@@ -108,19 +108,22 @@ class Network:
         self,
         batches: Sequence[Batch],
         fold: bool,
-        port_name: Callable[[int], str],
+        ports: Ports,
         costs: RuntimeCosts,
         workers: Sequence[int],
         one_by_one: bool,
         layer: Numbers,
         coarse: bool,
-        shared_cores: bool = False,
+        crowd: float = 0.0,
     ) -> None:
-        """`fold`: only the ports that decide are written down. `coarse`: messages that have the network to themselves are one round."""
-        self._batches, self._port_name, self._costs = batches, port_name, costs
+        """`fold`: only the ports that decide are written down. `coarse`: messages that have the network to themselves are one round.
+
+        `crowd`: ranks per core of the one machine that they share; 0 where each has cores enough.
+        """
+        self._batches, self._link, self._costs = batches, ports, costs
         self._ports, self._cores = kept_ports(batches, fold), kept_cores(batches, fold)
         self._workers, self._one_by_one, self._layer, self._coarse = workers, one_by_one, layer, coarse and one_by_one
-        self._shared_cores = shared_cores
+        self._crowd = crowd
         self._messages = sum(len(batch.numbers) for batch in batches)
 
     def emit(self, to: Emitter, issued: Numbers) -> Sent:
@@ -166,7 +169,7 @@ class Network:
         return Sent(base, ends)
 
     def _cores_name(self, host: int) -> str:
-        return CORES if self._shared_cores else f"{self._port_name(host).removesuffix(' out')} cores"
+        return CORES if self._crowd > 0 else f"{self._link.name(host).removesuffix(' out')} cores"
 
     def _chain(self, to: Emitter, prepared: Numbers, ends: Numbers) -> None:
         """Each lane's thread takes the messages in plan order; one by one, a message follows the end of the one before."""
@@ -195,8 +198,9 @@ class Network:
         threads = []
         if lane > 0 or self._one_by_one:
             handed_s = self._costs["lane_s"] if lane == 0 or not self._one_by_one else 0.0
-            slot = made.duration((handed_s + own.prepare_s) / (len(self._workers) if self._shared_cores else 1))
-            cores = to.queue(CORES) if self._shared_cores else NONE
+            share = self._crowd / len(self._workers) if self._crowd > 0 else 1.0
+            slot = made.duration(share * (handed_s + own.prepare_s))
+            cores = to.queue(CORES) if self._crowd > 0 else NONE
             thread = "channel" if self._one_by_one else f"lane {lane}"
             kind = Kind.UNPACK if own.times is None else Kind.PACK
             for worker in self._workers:
@@ -211,7 +215,7 @@ class Network:
 
     def _rounds(self, to: Emitter, made: _Template, own: SendStep, lane: int, behind: list[int], empty: int) -> int:
         """In every round each port sends its share, then the rest of the time passes; the last op gives the thread back."""
-        times = own.times
+        times, none = own.times, np.zeros(len(own.size_bytes))
         assert times is not None and own.step.collective is not None
         collective = own.step.collective
         loaded = [int(port) for port in self._ports if times.ports[port] > 0]
@@ -219,15 +223,22 @@ class Network:
         rounds = 1 if self._coarse else rounds
         lock = NONE if self._one_by_one else to.lock((lane, own.circle_key), int(self._costs["threads"]))
         busy = [int(host) for host in self._cores if times.cores[host] > 0]
-        most_s = np.maximum(times.link_s, times.cpu_s * times.cores.max(initial=0.0))
-        waits = made.duration((times.alone_s - most_s) / rounds)
-        sends = {self._port_name(port): (Kind.SEND, made.duration(times.link_s * times.ports[port] / rounds)) for port in loaded}
-        sends |= {self._cores_name(host): (Kind.COPY, made.duration(times.cpu_s * times.cores[host] / rounds)) for host in busy}
+        # Cores are at work beyond a message's end: senders still move what their sockets hold, threads go back to sleep.
+        crowded = float(times.cores.max(initial=0.0))
+        within_s = np.minimum(times.cpu_s, times.alone_s / crowded) if crowded > 0 else none
+        beyond_s = times.cpu_s - within_s if crowded > 0 else none
+        most_s = np.maximum(times.link_s, within_s * crowded)
+        waits = made.duration(np.maximum(times.alone_s - most_s, 0.0) / rounds)  # the product may round up to more
+        sends = {self._link.name(port): (Kind.SEND, made.duration(times.link_s * times.ports[port] / rounds)) for port in loaded}
+        sends |= {self._cores_name(host): (Kind.COPY, made.duration(within_s * times.cores[host] / rounds)) for host in busy}
         size = made.size(own.size_bytes / rounds)
         entry = made.add(f"{collective} in", NONE, Kind.VIRTUAL, empty, behind, acquires=lock)
         names = tuple(sends)
         made.queue += [*map(to.queue, names), NONE] * rounds
-        made.channel += [NONE] * (len(names) + 1) * rounds
+        turns = self._turns(own)
+        hosts = {port: self._link.name(port).rpartition(" ")[0] for port in turns}
+        channels = [to.queue(f"lane {lane} turns of {hosts[port]}") if port in turns else NONE for port in loaded]
+        made.channel += [*channels, *[NONE] * (len(names) - len(loaded) + 1)] * rounds
         made.kind += [*(kind for kind, _ in sends.values()), Kind.VIRTUAL] * rounds
         made.slot += [*(slot for _, slot in sends.values()), waits] * rounds
         made.size_slot += [*(size if kind is Kind.SEND else NONE for kind, _ in sends.values()), NONE] * rounds
@@ -236,7 +247,26 @@ class Network:
         made.releases += [NONE] * ((len(names) + 1) * rounds - 1) + [lock]
         made.names += _round_names(collective, names, rounds)
         made.edges += [(entry + parent, entry + child) for parent, child in _round_edges(len(names), rounds)]
-        return len(made.queue) - 1
+        last = len(made.queue) - 1
+        if beyond_s.any():
+            for host in busy:
+                slot = made.duration(beyond_s * times.cores[host])
+                made.add(f"{collective} beyond", to.queue(self._cores_name(host)), Kind.COPY, slot, [last])
+        return last
+
+    def _turns(self, own: SendStep) -> set[int]:
+        """Ports on which a gather or scatter takes turns with those of the same lane that its host's other direction carries.
+
+        Gloo's receiver asks its sender for a tensor, on the connection that carries tensors the other way, and so behind those. So what a
+        host sends into a gather waits while it is the root of another one; of scatters, what it receives. It is felt where that is slowest.
+        """
+        times = own.times
+        if times is None or self._one_by_one or own.step.collective not in (Collective.GATHER, Collective.SCATTER):
+            return set()
+        side = IN if own.step.collective is Collective.GATHER else OUT
+        slowest = np.flatnonzero(times.ports >= 1 - 1e-9)
+        at_root = side * self._link.hosts + int(self._link.host_of_rank[own.root])
+        return {at_root} if at_root in slowest else {int(port) for port in slowest if port < 2 * self._link.hosts}
 
 
 @lru_cache(maxsize=1024)

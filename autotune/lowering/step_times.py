@@ -84,7 +84,7 @@ class Timing:
         size = max(len(members) for members in parts)
         found = self._fitted(step, size_bytes, size)
         if found is None:
-            link_s, cpu_s = slowest * size_bytes / self.costs["payload"], np.zeros(len(size_bytes))
+            link_s, cpu_s = slowest * size_bytes / self.costs["payload"], self._cpu_s(size_bytes, size, step.circle)
             alone_s = link_s + 2 * rounds * self._latency_s(step.circle) + KERNEL_LATENCY_S
         else:
             fitted_s, slope, cpu_s = found
@@ -93,8 +93,6 @@ class Timing:
             alone_s = np.maximum(fitted_s + g * (slowest - probed) * size_bytes, 0.0)
             link_s = np.minimum(g * slowest * size_bytes, alone_s)
         cores = self._cores(parts)
-        busiest = float(cores.max(initial=0.0))
-        cpu_s = np.minimum(cpu_s, alone_s / busiest) if busiest > 0 else np.zeros(len(size_bytes))
         return StepTimes(alone_s, link_s, s_per_byte / slowest if slowest > 0 else s_per_byte, rounds, cpu_s, cores)
 
     def _cores(self, parts: Sequence[tuple[int, ...]]) -> FloatArray:
@@ -121,6 +119,11 @@ class Timing:
             return share * seconds, large * slope, share * cpu_s
         own = self._fit(step.collective.value, size, step.circle)
         return _of_fit(own, size_bytes) if own is not None else None
+
+    def _cpu_s(self, size_bytes: FloatArray, size: int, circle: Circle) -> FloatArray:
+        """Of a collective that was not probed: that of an all-gather, in which also every rank sends to every other one."""
+        alike = self._fit(Collective.ALL_GATHER.value, size, circle)
+        return _of_fit(alike, size_bytes)[2] if alike is not None else np.zeros(len(size_bytes))
 
     def _share(self, name: str, half: Collective, size: int, circle: Circle, size_bytes: FloatArray) -> FloatArray:
         """Of a primitive of two halves that were fitted together: this one's, by its own fit, else by what both move."""

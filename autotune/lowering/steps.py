@@ -187,18 +187,18 @@ def _codec(compressor: Compressor, costs: RuntimeCosts) -> tuple[Coded, Coded, C
     if compressor is Compressor.INT8:
 
         def encode(sizes: Sizes, share: float) -> FloatArray:
-            return costs["int8_s"] + costs["int8_encode_s"] * share * sizes.elements
+            return costs["int8_encode_s"] + costs["int8_encode_s_per_element"] * share * sizes.elements
 
         def read(sizes: Sizes, share: float) -> FloatArray:
-            return costs["int8_s"] + costs["int8_decode_s"] * share * sizes.elements
+            return costs["int8_decode_s"] + costs["int8_decode_s_per_element"] * share * sizes.elements
 
         return encode, read, read
 
     def find(sizes: Sizes, share: float) -> FloatArray:
-        return costs["top_k_s"] + costs["top_k_s_per_element"] * share * sizes.elements
+        return costs["top_k_find_s"] + costs["top_k_find_s_per_element"] * share * sizes.elements
 
     def add(sizes: Sizes, rows: float) -> FloatArray:
-        return costs["top_k_s"] + costs["top_k_sum_s"] * rows * sizes.picked
+        return costs["top_k_add_s"] + costs["top_k_add_s_per_element"] * rows * sizes.picked
 
     return find, add, add
 

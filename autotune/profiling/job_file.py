@@ -1,6 +1,7 @@
 """`job.json`: what lies beside the traces of one recorded job, so that they can be read, aligned, replayed and optimized.
 
-A folder holds `job.json` and `rank<r>.json.gz`, one Kineto trace per rank.
+A folder holds `job.json` and `rank<r>.json.gz`, one Kineto trace per rank. Where the hosts share no file system each has a folder with
+`job.json` and its own ranks' traces, and rank 0's folder has all.
 
 | symbol | meaning | unit |
 |---|---|---|
@@ -29,7 +30,7 @@ SCHEMA = 1
 JOB_FILE = "job.json"
 
 
-def trace_name(rank: int) -> str:
+def trace_name(rank: int | str) -> str:
     """The file of one rank's trace within the folder."""
     return f"rank{rank}.json.gz"
 
@@ -76,6 +77,8 @@ class RecordedJob:
 
     `workload` is one replica without communication, None where it could not be measured (`notes` says why). `plan` is what the ranks
     sent by; None: DDP's own reducer, whose `buckets` (names of variables, in the order sent) are given where they are known.
+    `cross_step_refused`: why the script cannot synchronize across steps, as its steps until the end of the recording tell; empty where
+    nothing is known against it.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -96,6 +99,7 @@ class RecordedJob:
     command: tuple[str, ...] = ()
     options: dict[str, bool] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    cross_step_refused: str = ""
     schema: int = SCHEMA
 
     def __post_init__(self) -> None:
@@ -121,6 +125,9 @@ class RecordedJob:
     def read(folder: Path) -> RecordedJob:
         """Raises `InvalidInput` where the folder has no `job.json` or it breaks a rule."""
         path = folder / JOB_FILE
+        if not path.exists():
+            here = "holds none" if folder.is_dir() else "does not exist"
+            raise InvalidInput(f"a folder of `autotune profile` holds a {JOB_FILE}, but {folder} {here}; check the path, or record first")
         data: Any = read_json(path)
         refuse_newer(data, SCHEMA, "recorded job", str(path))
         return parse(RecordedJob, data, str(path))

@@ -28,6 +28,7 @@ TOP_OPS = 10
 _NO_WORK = re.compile(r"c10d::|autograd::engine::|torch::autograd::|record_param_comms|Profiler")
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _STEP = "ProfilerStep#"
+_UPDATE = "Optimizer.step#"
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class StepTimes:
     """Of a median step: until the backward pass begins, until its last operator ends, and the rest; and of all three together:
 
     when something is computed, when a collective is under way, and when a collective is under way and nothing is computed.
+    `updated_steps`: how many of the steps hold a step of an optimizer of torch.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -57,6 +59,7 @@ class StepTimes:
     communication_s: float = 0.0
     exposed_s: float = 0.0
     top_ops: tuple[OpTime, ...] = ()
+    updated_steps: int = 0
 
 
 def step_times(events: Iterable[Event], collectives_us: Sequence[tuple[float, float]]) -> StepTimes:
@@ -76,7 +79,9 @@ def step_times(events: Iterable[Event], collectives_us: Sequence[tuple[float, fl
     forward_s, backward_s, rest_s, computation_s, communication_s, exposed_s = (float(value) for value in np.median(parts, axis=0))
     first, last = steps[0][0], steps[-1][1]
     top = _top_ops([event for event in work if first <= event["ts"] < last], len(steps))
-    return StepTimes(forward_s, backward_s, rest_s, computation_s, communication_s, exposed_s, top)
+    updates = np.array(sorted(e["ts"] for e in spans if e["name"].startswith(_UPDATE) and e.get("cat") == "user_annotation"))
+    updated = sum(bool(np.searchsorted(updates, end) > np.searchsorted(updates, start)) for start, end in steps)
+    return StepTimes(forward_s, backward_s, rest_s, computation_s, communication_s, exposed_s, top, updated)
 
 
 def _of(spans: Iterable[Event], name: str) -> list[tuple[float, float]]:

@@ -29,7 +29,7 @@ from autotune.profiling.link_fit import fit_alpha_beta, fit_curve, spread_of, su
 from runtime_rewriter.probe.groups import ProbeGroup, ProbeGroups, layout
 from runtime_rewriter.probe.link import ProbedLink
 from runtime_rewriter.probe.load import Load, LostTime
-from runtime_rewriter.probe.operations import COLLECTED, EVERYWHERE, OPERATIONS, UNDER_LOAD
+from runtime_rewriter.probe.operations import COLLECTED, EVERYWHERE, ON_THE_WORLD, OPERATIONS, UNDER_LOAD
 from runtime_rewriter.probe.pairs import PairProbe
 from runtime_rewriter.pytorch.exchange.device import Device
 from runtime_rewriter.pytorch.exchange.ranks import Ranks
@@ -56,6 +56,9 @@ REPAIR_ROUNDS = 2
 TIMEOUT_MARGIN_S = 60.0
 CPU_CLOCK_S = 1e-6
 """Resolution that the clock of CPU time is trusted with."""
+REST_S, BARRIERS = 0.001, 12
+"""After a message its threads go on: they move what sockets hold, and go to sleep. So much later it is over, unless the message is large
+and its cost one per byte. What the barriers before messages cost with such a rest is measured on so many of them, and taken off."""
 
 Found = TypeVar("Found")
 Said = Callable[[str], None]
@@ -124,7 +127,7 @@ def probe_cluster(
         world, others = prober.groups[:1], prober.groups[1:]
         first = prober.series(EVERYWHERE, world)
         prober.run_pass(first, SIZES_BYTES, 0.4)
-        prober.run_pass(prober.series(EVERYWHERE, others) + prober.series(("gather", "scatter"), world), SIZES_BYTES, 0.6)
+        prober.run_pass(prober.series(EVERYWHERE, others) + prober.series(ON_THE_WORLD, world), SIZES_BYTES, 0.6)
         if computing:
             with Load(prober.device.device) as load:
                 prober.run_pass(prober.series(UNDER_LOAD, world, loaded=True), LOADED_BYTES, 0.78, load)
@@ -164,6 +167,7 @@ class _Prober:
         self._byte_scale, self._said = byte_scale, said
         self._start_s, self._budget_s = time.perf_counter(), budget_s
         self._points: dict[_Series, dict[int, _Point]] = {}
+        self._barrier_cpu_s: dict[int, float] = {}  # of the group of this number
 
     def series(self, primitives: Iterable[str], groups: list[ProbeGroup], loaded: bool = False) -> list[_Series]:
         """Every primitive on every group, group by group."""
@@ -230,6 +234,8 @@ class _Prober:
         warm = min(MOST_WARM, int(WARM_S / expected_s)) if expected_s > 0 else 1
         if operation is not None and ranks is not None and warm > 0:
             self._repeat(operation, ranks, warm, None, None)
+        if ranks is not None and load is None:
+            self._time_barriers(self.groups.index(one.group), ranks)
         repeats: list[float] = []
         cpu_s = 0.0
         batch = FEWEST_REPEATS if expected_s * BATCH_REPEATS > share_s else BATCH_REPEATS
@@ -243,26 +249,35 @@ class _Prober:
             more_s = sum(repeats) + batch * fmean(repeats)
             if len(repeats) + batch > MOST_REPEATS or more_s > share_s or (len(repeats) > batch and spread_of(repeats) <= STEADY):
                 break
-        taken_s = lost.per_message_s(len(repeats)) if lost is not None and operation is not None else cpu_s / len(repeats)
+        if lost is not None and operation is not None:
+            taken_s = lost.per_message_s(len(repeats))
+        else:
+            taken_s = max(cpu_s / len(repeats) - self._barrier_cpu_s.get(self.groups.index(one.group), 0.0), 0.0)
         return _Point(median(repeats), spread_of(repeats), len(repeats), self._mean_of_members(one, taken_s))
 
     def _repeat(
         self, operation: Callable[[], None], ranks: Ranks, repeats: int, load: Load | None, lost: LostTime | None
     ) -> tuple[list[float], float]:
-        """(seconds of every repeat on this rank, CPU time of all of them). All ranks start together."""
-        seconds, cpu_s = [], 0.0
+        """(seconds of every repeat on this rank, CPU time of all of them with their barriers). All ranks start together."""
+        seconds, start_cpu_s = [], time.process_time()
         for _ in range(repeats):
             # Not an all-reduce of one element: gloo's ring lets some ranks through it while others still finish the last message.
             dist.barrier(group=ranks.first)
             units = load.units if load is not None else 0
-            start_s, start_cpu_s = self.device.now_s(), time.process_time()
+            start_s = self.device.now_s()
             operation()
-            stop_s, stop_cpu_s = self.device.now_s(), time.process_time()
-            seconds.append(stop_s - start_s)
-            cpu_s += stop_cpu_s - start_cpu_s
+            seconds.append(self.device.now_s() - start_s)
             if load is not None and lost is not None:
                 lost.add(seconds[-1], load.units - units)
-        return seconds, cpu_s
+            time.sleep(REST_S)
+        return seconds, time.process_time() - start_cpu_s
+
+    def _time_barriers(self, number: int, ranks: Ranks) -> None:
+        """Once per group, by its members."""
+        if number not in self._barrier_cpu_s:
+            self._barrier_cpu_s[number] = 0.0
+            _, cpu_s = self._repeat(lambda: None, ranks, BARRIERS, None, None)
+            self._barrier_cpu_s[number] = cpu_s / BARRIERS
 
     def _mean_of_members(self, one: _Series, value: float) -> float:
         total = torch.tensor([value, 1.0] if one.group.ranks is not None else [0.0, 0.0], dtype=torch.float64)

@@ -56,13 +56,12 @@ class ProbeGroups:
     def __init__(self, world: Ranks, devices: tuple[int, ...], timeout_s: float) -> None:
         self._world, self._timeout_s = world, timeout_s
         self._mine: list[Ranks] = []
-        self._padding: list[dist.ProcessGroup] = []
         self.groups = [ProbeGroup(Where.WORLD, world.size, world)] if world.size > 1 else []
         try:
             for (where, size), all_members in (members_of(world.size, devices) if self.groups else {}).items():
                 mine = next((members for members in all_members if world.rank in members), None)
-                self._padding += self._world.padding()
-                self.groups.append(ProbeGroup(where, size, None if mine is None else self._made(mine)))
+                count = world.agreed_count()
+                self.groups.append(ProbeGroup(where, size, None if mine is None else self._made(mine, count)))
         except BaseException:
             self.destroy()
             raise
@@ -72,10 +71,8 @@ class ProbeGroups:
         for ranks in self._mine:
             ranks.destroy()
             dist.destroy_process_group(ranks.base)
-        for group in self._padding:
-            dist.destroy_process_group(group)
 
-    def _made(self, members: list[int]) -> Ranks:
-        made = Ranks.of(self._world.group_of(members, local=True), self._timeout_s, self._timeout_s)
+    def _made(self, members: list[int], count: int) -> Ranks:
+        made = Ranks.of(self._world.group_of(members, count), self._timeout_s, self._timeout_s)
         self._mine.append(made)
         return made

@@ -2,7 +2,7 @@
 
 Sizes are what `CollectiveFit.seconds` is later asked for: the whole tensor before the operation.  For
 gather and scatter that is one rank's tensor, since a push sends all of it from every rank; for
-reduce-scatter and all-gather the tensor that is cut into, or joined from, one shard per rank.
+reduce-scatter and all-gather the tensor that is cut into, or joined from, one shard per rank, and for all-to-all that which is cut.
 """
 
 # mypy: untyped-calls-exclude=torch
@@ -53,6 +53,12 @@ def _all_gather(ranks: Ranks, size_bytes: int, device: Device) -> Operation:
     return lambda: _none(dist.all_gather_single(whole, shard, group=ranks.first))
 
 
+def _all_to_all(ranks: Ranks, size_bytes: int, device: Device) -> Operation:
+    sent, _ = _whole_and_shard(ranks, size_bytes, device)
+    received = torch.empty_like(sent)
+    return lambda: _none(dist.all_to_all_single(received, sent, group=ranks.first))
+
+
 def _gather(ranks: Ranks, size_bytes: int, device: Device) -> Operation:
     tensor = torch.zeros(size_bytes // 4, device=device.device)
     parts = [torch.empty_like(tensor) for _ in range(ranks.size)] if ranks.rank == 0 else None
@@ -94,12 +100,14 @@ OPERATIONS: dict[str, Preparation] = {
     "reduce": _reduce,
     "gather": _gather,
     "scatter": _scatter,
+    "all_to_all": _all_to_all,
 }
 """The most needed first: a probe that runs out of time lacks the last ones."""
 
 COLLECTED = ("push_pull", "gather", "scatter")
 """One rank holds a whole tensor of each of the others."""
-EVERYWHERE = tuple(name for name in OPERATIONS if name not in ("gather", "scatter"))
-"""What plans are made of on any group; the halves of a push and pull are only told for the world."""
+ON_THE_WORLD = ("gather", "scatter", "all_to_all")
+EVERYWHERE = tuple(name for name in OPERATIONS if name not in ON_THE_WORLD)
+"""What plans are made of on any group; the halves of a push and pull, and what only int8 needs, are told for the world alone."""
 UNDER_LOAD = ("all_reduce", "push_pull", "reduce_scatter_all_gather")
 """What messages do while the backward pass computes."""

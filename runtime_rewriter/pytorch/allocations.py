@@ -3,7 +3,8 @@
 torch's profiler with `profile_memory=True` reports every block of the CPU's and of the CUDA caching allocator with its address and its
 size (on a GPU as rounded by the allocator). It sees the thread that trains, the autograd engine's threads and those of collectives;
 it does not see threads that Python starts, such as the lanes of `exchange`: so it records a replica without a plan, and what plans
-allocate is counted by `autotune.dfg.plan_memory`.
+allocate is counted by `autotune.dfg.plan_memory`. Where a plan is at work all the same, what happens between two notes of `apart` is
+its work and not the replica's.
 """
 
 # mypy: untyped-calls-exclude=torch
@@ -22,7 +23,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from autotune.errors import InvalidInput
 
 _MARK = "autotune memory mark "
-_NUMBERED = re.compile(re.escape(_MARK) + r"(\d+)")
+_APART = "autotune memory apart "
+_NOTED = re.compile(rf"({re.escape(_MARK)}|{re.escape(_APART)})(\d+)")
 
 
 @dataclass(frozen=True)
@@ -33,13 +35,29 @@ class Allocation:
     bytes: int
 
 
+@dataclass(frozen=True)
+class Apart:
+    """What follows is not the replica's own, or is again: the even numbers begin it, each next one ends it."""
+
+    number: int
+
+    @property
+    def begins(self) -> bool:
+        return self.number % 2 == 0
+
+
+Noted = Allocation | Apart | int
+"""What happened: an allocation, or one of our own notes; a plain number is a mark's."""
+
+
 class AllocationLog:
     """Allocations and marks in the order in which they happened; `events` has them once the block of `recording` has ended."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._marks = 0
-        self.events: list[Allocation | int] = []
+        self._aparts = 0
+        self.events: list[Noted] = []
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -60,8 +78,13 @@ class AllocationLog:
         with record_function(f"{_MARK}{number}"):
             return number
 
-    def _in_order(self, roots: list[Any]) -> Iterator[Allocation | int]:
-        found: list[tuple[int, Allocation | int]] = []
+    def apart(self) -> None:
+        """Note, in turn, that somebody else's work begins and that it ends."""
+        with record_function(f"{_APART}{self._aparts}"):
+            self._aparts += 1
+
+    def _in_order(self, roots: list[Any]) -> Iterator[Noted]:
+        found: list[tuple[int, Noted]] = []
         open_nodes = list(roots)
         while open_nodes:
             node = open_nodes.pop()
@@ -70,7 +93,8 @@ class AllocationLog:
                 fields = node.extra_fields
                 if fields.device.type == self._device.type:
                     found.append((node.start_time_ns, Allocation(fields.ptr, fields.alloc_size)))
-            elif (numbered := _NUMBERED.fullmatch(node.name)) is not None:
-                found.append((node.start_time_ns, int(numbered[1])))
+            elif (noted := _NOTED.fullmatch(node.name)) is not None:
+                number = int(noted[2])
+                found.append((node.start_time_ns, number if noted[1] == _MARK else Apart(number)))
         found.sort(key=lambda pair: pair[0])
         return (event for _, event in found)

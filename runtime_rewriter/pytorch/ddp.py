@@ -1,4 +1,4 @@
-"""torch's DistributedDataParallel with plans, and a plain module with plans.
+"""torch's DistributedDataParallel with plans.
 
 `PlannedDataParallel` is a DDP: without a plan every call goes to torch's own code with the user's own
 arguments, so that "the current setup" is measured as it is.  With a plan, the forward pass does what
@@ -10,7 +10,7 @@ buckets, all of DDP's own code runs and only its reducer is another one of torch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial, wraps
 from typing import Any, ClassVar, Protocol
@@ -19,21 +19,16 @@ import torch
 import torch.distributed as dist
 import torch.nn.parallel.distributed as torch_ddp
 from torch import nn
-from torch._C._distributed_c10d import _broadcast_coalesced, _register_comm_hook
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
-from torch.distributed.utils import _sync_module_states, _to_kwargs, _verify_param_shape_across_processes
+from torch._C._distributed_c10d import _register_comm_hook
+from torch.distributed.utils import _to_kwargs
 from torch.nn.parallel.distributed import DistributedDataParallel
-from torch.utils.hooks import RemovableHandle
 
 from autotune.errors import InvalidInput, InvalidStrategy
-from autotune.strategy_space.plan import Plan
+from runtime_rewriter.pytorch.attached import attached_to
 from runtime_rewriter.pytorch.byte_scale import parts_of, scale_reducer
 from runtime_rewriter.pytorch.cross_step import settle_everything
 from runtime_rewriter.pytorch.hooks import GradientSynchronizer
-from runtime_rewriter.pytorch.native_buckets import DdpCarrier, ModuleCarrier
-from runtime_rewriter.pytorch.observers import Accelerator
-
-_BROADCAST_BYTES = 250 * 2**20  # as torch's DDP
+from runtime_rewriter.pytorch.native_buckets import DdpCarrier
 
 
 class PlannedDataParallel(DistributedDataParallel):
@@ -65,7 +60,11 @@ class PlannedDataParallel(DistributedDataParallel):
             why_not=self._why_not,
             on_byte_scale=partial(scale_reducer, self),
             carrier=self._carrier,
+            buffers=self._sent_buffers,
         )
+
+    def _sent_buffers(self) -> list[torch.Tensor]:
+        return list(self.modules_buffers) if self.broadcast_buffers else []
 
     @property
     def synchronizer(self) -> GradientSynchronizer:
@@ -278,130 +277,4 @@ def synchronizer_of(module: nn.Module) -> GradientSynchronizer | None:
     """That of a DDP that takes plans, or of a plain module to which one is attached; None where there is none."""
     if isinstance(module, PlannedDataParallel):
         return module.synchronizer
-    owners = (hook.owner for hook in module._forward_pre_hooks.values() if isinstance(hook, _ForwardHook))
-    return next((owner for owner in owners if isinstance(owner, GradientSynchronizer)), None)
-
-
-class _ForwardHook:
-    """A hook of the synchronizer on a module. A copy of the module, or one that is loaded again, has no synchronizer."""
-
-    def __init__(self, call: Callable[..., None]) -> None:
-        self._call = call
-
-    def __call__(self, *told: object) -> None:
-        self._call(*told)
-
-    @property
-    def owner(self) -> object:
-        return getattr(self._call, "__self__", None)
-
-    def __deepcopy__(self, memo: object) -> _ForwardHook:
-        return _ForwardHook(_nothing)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _ForwardHook, (_nothing,)
-
-
-def _nothing(*told: object) -> None:
-    """What the hooks of a copy do."""
-
-
-class AttachedSynchronizer(GradientSynchronizer):
-    """The synchronizer of a plain module: hooks on the module's forward pass do what DDP's forward does.
-
-    Only a DDP can drive a reducer that looks for unused parameters or learns a static graph.
-    """
-
-    def __init__(self, module: nn.Module, process_group: dist.ProcessGroup | None, broadcast_buffers: bool, **options: Any) -> None:
-        simple = not (options.get("find_unused_parameters") or options.get("static_graph"))
-        self._driven = ModuleCarrier(module, carries=simple)
-        super().__init__(module, process_group, carrier=self._driven, **options)
-        self._broadcast_buffers = broadcast_buffers
-        self._sync_next = True
-        self._own_forward: dict[str, Any] | None = None  # while an accelerator stands in for it
-        self._ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-        self._forward_handles: list[RemovableHandle] = [
-            module.register_forward_pre_hook(_ForwardHook(self._before), prepend=True),
-            module.register_forward_hook(_ForwardHook(self._after)),
-        ]
-
-    def close(self) -> None:
-        for handle in self._forward_handles:
-            handle.remove()
-        self.emulate(None)
-        super().close()
-
-    def emulate(self, accelerator: Accelerator | None) -> None:
-        """The module's own `forward` gives way, and comes back."""
-        super().emulate(accelerator)
-        own = self.module.__dict__  # not setattr: a compiled module hands that on to the module inside
-        if self._own_forward is not None:
-            own.pop("forward")
-            own.update(self._own_forward)
-            self._own_forward = None
-        if accelerator is not None:
-            forward = self.module.forward
-            self._own_forward = {"forward": own["forward"]} if "forward" in own else {}
-            own["forward"] = lambda *inputs, **kwargs: self.compute(forward, inputs, kwargs)
-
-    def _before(self, module: nn.Module, inputs: object) -> None:
-        training = torch.is_grad_enabled()
-        if training:
-            self.before_forward(self._synchronizing)
-        else:
-            self.before_evaluation()
-        buffers = [buffer for name, buffer in module.named_buffers() if name not in self._ignored]
-        if self.plan is not None and self._sync_next and self._broadcast_buffers and buffers:
-            with torch.no_grad(), _unsafe_preserve_version_counter(tuple(buffers)):
-                _broadcast_coalesced(self.process_group, parts_of(buffers, self.byte_scale), _BROADCAST_BYTES, 0)
-        self._sync_next = training and self._synchronizing
-        if training:
-            self._driven.before_forward(self._synchronizing)
-            self.forward_starts()
-
-    def _after(self, module: nn.Module, inputs: object, output: object) -> None:
-        if torch.is_grad_enabled():
-            self._driven.after_forward(self._synchronizing)
-            self.after_forward(output)
-
-
-def attach(
-    module: nn.Module,
-    plan: Plan | None,
-    *,
-    process_group: dist.ProcessGroup | None = None,
-    timeout_s: float = 60.0,
-    agreement_timeout_s: float = 20.0,
-    find_unused_parameters: bool = False,
-    static_graph: bool = False,
-    broadcast_buffers: bool = True,
-) -> GradientSynchronizer:
-    """Synchronize a module that no DDP wraps. Collective.
-
-    As DDP does: checks that all ranks' parameters have the same shapes, sends parameters and buffers from
-    rank 0, and before forward passes sends the buffers again. Raises what `GradientSynchronizer.load` raises.
-    """
-    made = AttachedSynchronizer(
-        module,
-        process_group,
-        broadcast_buffers,
-        timeout_s=timeout_s,
-        agreement_timeout_s=agreement_timeout_s,
-        find_unused_parameters=find_unused_parameters,
-        static_graph=static_graph,
-    )
-    try:
-        made.load(plan)
-    except BaseException:
-        made.close()
-        raise
-    _verify_param_shape_across_processes(made.process_group, list(made.parameters))
-    _sync_module_states(
-        module=module,
-        process_group=made.process_group,
-        broadcast_bucket_size=_BROADCAST_BYTES,
-        src=0,
-        params_and_buffers_to_ignore=made._ignored,
-        broadcast_buffers=broadcast_buffers,
-    )
-    return made
+    return attached_to(module)

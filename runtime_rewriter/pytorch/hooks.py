@@ -14,7 +14,7 @@ Gradients count as in torch's DDP: under accumulation only the last backward pas
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from threading import Lock
@@ -52,7 +52,7 @@ class GradientSynchronizer:
     `agreement_timeout_s` how long ranks wait for each other in `load`. `static_graph` as in DDP: the set
     of used parameters never changes, and the first backward pass learns how often each is accumulated.
     `why_not` says why the module's surroundings forbid plans at all; `on_byte_scale` scales what they send themselves; `carrier` is where
-    they can drive a reducer of torch.
+    they can drive a reducer of torch; `buffers` are those that rank 0 sends before forward passes.
     """
 
     def __init__(
@@ -67,6 +67,7 @@ class GradientSynchronizer:
         why_not: Callable[[], str | None] = lambda: None,
         on_byte_scale: Callable[[float], None] = lambda byte_scale: None,
         carrier: Carrier | None = None,
+        buffers: Callable[[], Sequence[Tensor]] = lambda: (),
     ) -> None:
         self.module = module
         named = trainable_parameters(module)
@@ -81,7 +82,7 @@ class GradientSynchronizer:
         self.accelerator: Accelerator | None = None  # None: the module itself computes
         self.byte_scale = 1.0
         self._find_unused, self._static = find_unused_parameters, static_graph
-        self.why_not, self._on_byte_scale, self._carrier = why_not, on_byte_scale, carrier
+        self.why_not, self._on_byte_scale, self._carrier, self.buffers = why_not, on_byte_scale, carrier, buffers
         self._index_of = by_identity(self.parameters)
         self._sparse = sorted(p for p, parameter in enumerate(self.parameters) if parameter in sparse_parameters(module))
         self._plan: Plan | None = None
@@ -122,6 +123,11 @@ class GradientSynchronizer:
     def own_buckets(self) -> Buckets | None:
         """Without a plan: the names of the variables of each bucket that the module's own reducer sends, in its order."""
         return None if self._carrier is None else self._carrier.own_buckets()
+
+    @property
+    def bucket_view(self) -> bool | None:
+        """Whether gradients lie in the buckets of the module's own reducer, which are there under every plan; None where it has none."""
+        return None if self._carrier is None else self._carrier.bucket_view
 
     def load(self, plan: Plan | None, *, deferred: bool = False) -> None:
         """Collective, between two steps: from now on synchronize by `plan`, or not at all.

@@ -6,13 +6,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from autotune.dfg.memory_profile import Held, Lifetime, MemoryProfile, Pass, Phase, Region, Segment, touched
-from runtime_rewriter.pytorch.allocations import Allocation
+from runtime_rewriter.pytorch.allocations import Allocation, Apart, Noted
 from runtime_rewriter.pytorch.memory_marks import At, Mark, RegionFacts
 
 
@@ -28,13 +28,17 @@ class Kept:
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """Two steps of alike marks; `events` of both in order, marks by number from 0; `seconds` of every segment."""
+    """Two steps of alike marks; `events` of both in order, marks by number from 0; `seconds` of every segment.
+
+    `gradients_after`: by number of the note `Apart`, where each variable's gradient lies at the end of what was somebody else's.
+    """
 
     first: Sequence[Mark]
     second: Sequence[Mark]
-    events: Sequence[Allocation | int]
+    events: Sequence[Noted]
     seconds: Sequence[float]
     facts: Sequence[RegionFacts]
+    gradients_after: Mapping[int, Mapping[str, tuple[int, ...]]] = field(default_factory=dict)
 
 
 @dataclass
@@ -70,39 +74,94 @@ def profile_of(step: RecordedStep, kept: Sequence[Kept], model: str, device: str
 def _blocks(step: RecordedStep, segments: int) -> tuple[list[_Block], NDArray[np.int64]]:
     """Every allocation of both steps, and the most bytes of them alive at once in each segment of the second step, shape (segments,)."""
     marks = [*step.first, *step.second]
-    live: dict[int, _Block] = {}
-    blocks: list[_Block] = []
-    peaks = np.zeros(2 * segments, dtype=np.int64)
-    now, total = -1, 0
+    account = _Account(np.zeros(2 * segments, dtype=np.int64))
     for event in step.events:
         if isinstance(event, int):
             if event >= 2 * segments:
                 break  # the end of the last step
-            now = event
-            _name(marks[now], live)
-        elif now < 0:
+            account.mark(event, marks[event])
+        elif account.now < 0:
             continue
-        elif event.bytes > 0:
-            block = _Block(event.address, event.bytes, now)
-            live[event.address] = block
-            blocks.append(block)
-            total += event.bytes
-        elif (gone := live.pop(event.address, None)) is not None:
-            gone.dies = now
-            total -= gone.bytes
-        if now >= 0:
-            peaks[now] = max(peaks[now], total)
-    return blocks, peaks[segments:]
+        elif isinstance(event, Apart):
+            account.apart(event, step.gradients_after.get(event.number, {}))
+        else:
+            account.take(event)
+    return account.blocks, account.peaks[segments:]
 
 
-def _name(mark: Mark, live: Mapping[int, _Block]) -> None:
-    """What the mark tells of memory that is alive."""
-    for address in mark.memories:
-        block = live.get(address)
-        if block is not None and mark.at is At.READY:
-            block.variable = mark.names[0]
-        elif block is not None:
-            block.returned = True
+@dataclass
+class _Account:
+    """What is alive now, in segment `now`. `hidden`: what somebody else has made, while their work goes on, by address."""
+
+    peaks: NDArray[np.int64]
+    now: int = -1
+    blocks: list[_Block] = field(default_factory=list)
+    _live: dict[int, list[_Block]] = field(default_factory=dict)
+    _total: int = 0
+    _hidden: dict[int, int] | None = None
+    _replaced: list[_Block] = field(default_factory=list)
+
+    def mark(self, number: int, mark: Mark) -> None:
+        """A segment begins; the mark tells of memory that is alive."""
+        self.now = number
+        for address in mark.memories:
+            for block in self._live.get(address, ()):
+                if mark.at is At.READY:
+                    block.variable = mark.names[0]
+                else:
+                    block.returned = True
+        self._look()
+
+    def take(self, event: Allocation) -> None:
+        hidden = self._hidden
+        if event.bytes > 0:
+            if hidden is None:
+                self._make(event.address, event.bytes)
+            else:
+                hidden[event.address] = event.bytes
+            return
+        if hidden is not None and event.address in hidden:
+            del hidden[event.address]
+            return
+        for block in self._live.pop(event.address, ()):
+            if hidden is not None and block.variable is not None:
+                self._replaced.append(block)  # perhaps by its average
+            else:
+                self._end(block)
+
+    def apart(self, event: Apart, gradients: Mapping[str, tuple[int, ...]]) -> None:
+        """Somebody else's work begins or ends. What they leave behind counts from now on, but a gradient that they put in another's place
+        is taken for that one: without them it would lie there as long."""
+        if event.begins or self._hidden is None:
+            self._hidden = {} if event.begins else None
+            return
+        left, self._hidden = self._hidden, None
+        for variable, addresses in gradients.items():
+            before = [block for block in self._replaced if block.variable == variable]
+            new = [address for address in addresses if left.pop(address, None) is not None]
+            for number, block in enumerate(before if new else ()):
+                block.address = new[min(number, len(new) - 1)]
+                self._live.setdefault(block.address, []).append(block)
+                self._replaced.remove(block)
+        for block in self._replaced:
+            self._end(block)
+        self._replaced = []
+        for address, size in left.items():
+            self._make(address, size)
+
+    def _make(self, address: int, size: int) -> None:
+        block = _Block(address, size, self.now)
+        self._live[address] = [block]
+        self.blocks.append(block)
+        self._total += size
+        self._look()
+
+    def _end(self, block: _Block) -> None:
+        block.dies = self.now
+        self._total -= block.bytes
+
+    def _look(self) -> None:
+        self.peaks[self.now] = max(self.peaks[self.now], self._total)
 
 
 def _lifetimes(block: _Block, segments: int, regions: Sequence[Region]) -> Iterator[Lifetime]:

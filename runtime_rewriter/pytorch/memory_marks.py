@@ -122,6 +122,8 @@ class StepMarks:
         self.looks_at_rows = True
         """Also count the different rows of sparse gradients; this takes memory itself."""
         self.sparse_bytes: dict[str, int] = {}
+        self.batches: set[int] = set()
+        """Leading dimensions of the inputs of all forward passes."""
         self._handles: list[RemovableHandle] = [module.register_forward_hook(self._returned)]
         numbers = {id(named[name]): number for number, name in enumerate(regions)}
         for part in named.values():
@@ -181,6 +183,7 @@ class StepMarks:
     def _returned(self, module: nn.Module, inputs: object, output: object) -> None:
         if not torch.is_grad_enabled():
             return
+        self.batches |= {tensor.shape[0] if tensor.dim() else 0 for tensor in _tensors(inputs)}
         told: list[bool] = []
 
         def start(_: Tensor) -> None:

@@ -4,13 +4,15 @@
     profile = recorder.record(lambda: train_step(batch))
 
 The first steps only make what is made once (the optimizer's state, gradients that are kept), some more are timed, and two are recorded,
-since what one step leaves behind is given back in the next one. A script that owns its loop calls `boundary()` between its steps.
+since what one step leaves behind is given back in the next one. Whoever does not call the step calls `boundary()` between two steps,
+and `apart()` before and after what is not the replica's own, such as its synchronization.
 """
 
 # mypy: untyped-calls-exclude=torch
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -41,16 +43,21 @@ class MemoryRecorder:
     `done` turns true at the boundary after the last step. Raises `InvalidInput` where steps differ, or a profiler is at work.
     """
 
-    def __init__(self, module: nn.Module, regions: Sequence[str] | None = None, timed_steps: int = 3) -> None:
+    def __init__(
+        self, module: nn.Module, regions: Sequence[str] | None = None, timed_steps: int = 3, warmup_steps: int = WARMUP_STEPS
+    ) -> None:
         self._module = module
         self._regions = default_regions(module) if regions is None else list(regions)
-        self._timed = timed_steps
+        self._timed, self._warmup = timed_steps, warmup_steps
         self._device = Device(next(iter(trainable_parameters(module).values())).device)
         self._log = AllocationLog(self._device.device)
         self._steps: list[list[Mark]] = []
         self._times: list[list[Time]] = []
-        self._numbers: list[int] = []  # of the first mark of every recorded step
+        self._apart: list[list[tuple[int, Time]]] = []  # of every step: segment and time, begins and ends in turn
+        self._noted = 0  # calls of `apart` in recorded steps
+        self._gradients_after: dict[int, dict[str, tuple[int, ...]]] = {}
         self._optimizers: list[Optimizer] = []
+        self._kept: list[Kept] = []
         self._open: ExitStack | None = None
         self._recording = self.done = False
         self._marks: StepMarks | None = None
@@ -66,6 +73,17 @@ class MemoryRecorder:
             self.close()
         return self.profile()
 
+    @property
+    def steps(self) -> int:
+        """Whole steps that it takes."""
+        return self._warmup + self._timed + RECORDED_STEPS
+
+    @property
+    def batch(self) -> int | None:
+        """The leading dimension of the module's inputs; None where they do not share one."""
+        batches = set() if self._marks is None else self._marks.batches
+        return next(iter(batches)) or None if len(batches) == 1 else None
+
     def boundary(self) -> None:
         """Between two steps of the training; the first one opens the recorder."""
         if self.done:
@@ -73,14 +91,15 @@ class MemoryRecorder:
         if self._open is None:
             self._begin()
         taken = len(self._steps)
-        if taken == WARMUP_STEPS + self._timed + RECORDED_STEPS:
+        if taken == self.steps:
             self._on_mark(Mark(At.STEP))  # ends the last segment
+            self._kept = kept_by(self._module, self._optimizers)
             self.done = True
             self.close()
             return
         assert self._marks is not None
-        self._marks.looks_at_rows = taken < WARMUP_STEPS  # in steps that are neither timed nor recorded
-        if taken == WARMUP_STEPS + self._timed:
+        self._marks.looks_at_rows = taken < self._warmup  # in steps that are neither timed nor recorded
+        if taken == self._warmup + self._timed:
             assert self._open is not None
             self._open.enter_context(self._log.recording())
             self._recording = True
@@ -88,7 +107,22 @@ class MemoryRecorder:
             self._times[-1].append(self._device.mark())
         self._steps.append([])
         self._times.append([])
+        self._apart.append([])
         self._on_mark(Mark(At.STEP))
+
+    def apart(self) -> None:
+        """Called in turn: what follows is not the replica's own work, or is again. Its time and its buffers do not count."""
+        if self._open is None:
+            return
+        self._apart[-1].append((len(self._steps[-1]) - 1, self._device.mark()))
+        if self._recording:
+            if self._noted % 2:
+                self._gradients_after[self._noted] = {
+                    name: tuple(memory_of(part) for part in memories_of(parameter.grad))
+                    for name, parameter in trainable_parameters(self._module).items()
+                }
+            self._noted += 1
+            self._log.apart()
 
     def close(self) -> None:
         """Remove every hook, end the recording."""
@@ -116,9 +150,9 @@ class MemoryRecorder:
     def profile(self) -> MemoryProfile:
         """After the last step. Raises `InvalidInput` where its steps were not alike."""
         if not self.done:
-            raise InvalidInput(f"a memory profile needs {WARMUP_STEPS + self._timed + RECORDED_STEPS} whole steps, but saw fewer")
+            raise InvalidInput(f"a memory profile needs {self.steps} whole steps, but saw fewer")
         assert self._marks is not None
-        timed = range(WARMUP_STEPS, WARMUP_STEPS + self._timed)
+        timed = range(self._warmup, self._warmup + self._timed)
         first, second = self._steps[-2:]
         second, end = second[:-1], second[-1]
         kinds = [mark.kind for mark in first]
@@ -127,18 +161,23 @@ class MemoryRecorder:
                 "a memory profile needs steps that compute the same each time, but these called other modules or gave other gradients; "
                 "record where the model's control flow does not depend on the data"
             )
+        apart_s = {step: self._apart_s(step) for step in timed}
         seconds = [
-            median(self._device.seconds_between(self._times[step][at], self._times[step][at + 1]) for step in timed)
+            median(self._device.seconds_between(self._times[step][at], self._times[step][at + 1]) - apart_s[step][at] for step in timed)
             for at in range(len(kinds))
         ]
-        step = RecordedStep(first, second, [*self._log.events], seconds, self._marks.facts)
+        step = RecordedStep(first, second, [*self._log.events], seconds, self._marks.facts, self._gradients_after)
         assert end.at is At.STEP
-        found = profile_of(step, self._kept(), assumed_workload(self._module).id, self._device.device.type)
+        found = profile_of(step, self._kept, assumed_workload(self._module).id, self._device.device.type)
         return replace(found, sparse_bytes=tuple(sorted(self._marks.sparse_bytes.items())))
 
-    def _kept(self) -> list[Kept]:
-        """Parameters, buffers and optimizer state: what is there between two steps, each memory once."""
-        return kept_by(self._module, self._optimizers)
+    def _apart_s(self, step: int) -> dict[int, float]:
+        """Segment of the step -> seconds in it that do not count."""
+        found: dict[int, float] = defaultdict(float)
+        noted = self._apart[step]
+        for (at, begin), (_, end) in zip(noted[::2], noted[1::2], strict=False):
+            found[at] += self._device.seconds_between(begin, end)
+        return found
 
 
 def kept_by(module: nn.Module, optimizers: Sequence[Optimizer]) -> list[Kept]:

@@ -125,6 +125,10 @@ class Carrier(Protocol):
     def own_buckets(self) -> Buckets | None:
         """What the module's own synchronization sends now; None where it has none, or one that sends other than whole buckets."""
 
+    @property
+    def bucket_view(self) -> bool | None:
+        """Whether gradients lie in the buckets of the module's own reducer; None where it has none."""
+
 
 def _has_sparse_gradients(module: nn.Module) -> bool:
     """As DDP tells. It would send them in its own way, which no plan means."""
@@ -149,6 +153,10 @@ class ModuleCarrier:
         self._made = None
 
     def own_buckets(self) -> Buckets | None:
+        return None
+
+    @property
+    def bucket_view(self) -> bool | None:
         return None
 
     def before_forward(self, synchronize: bool) -> None:
@@ -208,6 +216,10 @@ class DdpCarrier:
         found = [[names.get(id(p)) for p in bucket.parameters()] for bucket in own._get_zeros_like_grad_buckets()]
         known = tuple(tuple(name for name in bucket if name is not None) for bucket in found)
         return known if [len(bucket) for bucket in known] == [len(bucket) for bucket in found] else None
+
+    @property
+    def bucket_view(self) -> bool | None:
+        return bool(self._ddp.gradient_as_bucket_view)
 
     def place_planned(self) -> None:
         if not self._planned:

@@ -9,6 +9,7 @@ For emulated accelerators rank 0 computes alone: the others record one step and 
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
@@ -199,6 +200,11 @@ class WorkloadProfiler(BackwardObserver):
             for index in order
         )
         pairs = {(min(position[a], position[b]), max(position[a], position[b])) for a, b in edges}
+        # Played passes begin behind the buffers' broadcasts; measured ones of all ranks contain them.
+        buffers = self._synchronizer.buffers() if self._alone else ()
+        sent: Counter[torch.dtype] = Counter()
+        for buffer in buffers:
+            sent[buffer.dtype] += buffer.nbytes
         return Workload(
             type(self._synchronizer.module).__name__,
             variables,
@@ -209,4 +215,6 @@ class WorkloadProfiler(BackwardObserver):
             device=self._synchronizer.device.device.type,
             threads=torch.get_num_threads() if self._synchronizer.device.device.type == "cpu" else 0,
             source="measured",
+            buffer_bytes=tuple(sent.values()),
+            buffers=len(buffers),
         )

@@ -1,7 +1,7 @@
-"""From step to step of a recording: warm-up, the workload without communication, the recorded steps, the files.
+"""From step to step of a recording: warm-up, the workload without communication, the memory, the recorded steps, the files.
 
-Nothing that is trained changes: the collectives are only looked at, and while the workload is measured the messages are those of the
-script's own setup, sent when the backward pass has ended. So sums have the same order, and parameters the same bits.
+Nothing that is trained changes: the collectives are only looked at, and while workload and memory are measured the messages are those of
+the script's own setup, sent when the backward pass has ended. So sums have the same order, and parameters the same bits.
 """
 
 # mypy: untyped-calls-exclude=torch
@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import platform
 import socket
+import zlib
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -22,7 +23,8 @@ import torch
 import torch.distributed as dist
 
 from autotune.errors import InvalidInput, LaunchError
-from autotune.profiling.job_file import RankRecord, RecordedJob, trace_name
+from autotune.profiling.job_file import JOB_FILE, RankRecord, RecordedJob, trace_name
+from autotune.profiling.memory_file import MEMORY_FILE, RecordedMemory
 from autotune.profiling.recorded_steps import SeenCollective, collective_rows, step_times
 from autotune.strategy_space.plan import Message, Plan, Primitive, TensorSlice
 from autotune.strategy_space.strategy import Compressor
@@ -33,6 +35,7 @@ from runtime_rewriter.pytorch.profile import WorkloadProfiler
 from runtime_rewriter.software import software_versions
 from runtime_rewriter.tracing.collectives import CollectiveLog
 from runtime_rewriter.tracing.kineto import KinetoTrace
+from runtime_rewriter.tracing.memory import MEMORY_STEPS, MemoryCapture
 from runtime_rewriter.tracing.settings import SETTLING_STEPS, WORKLOAD_STEPS, RecordSettings
 from runtime_rewriter.tracing.trace_file import Clock, annotate, write_trace
 
@@ -40,6 +43,7 @@ GATHER_TIMEOUT_S = 300.0
 """How long the ranks wait for the slowest to write its trace."""
 
 
+SHOWN_STEPS = 10
 _UNMEASURED_STEPS = 2
 """With the profiler of the workload: the first one, and the one at whose forward pass the last measured one ends."""
 
@@ -49,6 +53,7 @@ class Phase(Enum):
 
     WARMUP = auto()
     WORKLOAD = auto()
+    MEMORY = auto()
     SETTLING = auto()
     RECORDING = auto()
     DONE = auto()
@@ -89,12 +94,16 @@ class _Peers:
 
 @dataclass
 class _Found:
-    """What the phases leave behind. `buckets` are those of DDP's own reducer."""
+    """What the phases leave behind. `buckets` are those of DDP's own reducer; `evaluating`: recorded steps that hold an evaluation."""
 
     plan: Plan | None = None
     buckets: tuple[tuple[str, ...], ...] = ()
+    same: Plan | None = None  # the messages of the script's own setup, where they can be put off
     workload: Workload | None = None
+    memory: RecordedMemory | None = None
     notes: list[str] = field(default_factory=list)
+    evaluating: list[int] = field(default_factory=list)
+    cross_step_refused: str = ""
 
 
 class StepRecorder:
@@ -111,6 +120,7 @@ class StepRecorder:
         self._restore = ExitStack()
         self._trace: KinetoTrace | None = None
         self._profiler: WorkloadProfiler | None = None
+        self._memory: MemoryCapture | None = None
         self._found = _Found()
         self.phase = Phase.WARMUP
         self.steps = 0
@@ -121,7 +131,7 @@ class StepRecorder:
     @property
     def steps_before(self) -> int:
         """Steps before the first recorded one."""
-        measured = WORKLOAD_STEPS + _UNMEASURED_STEPS if self._measures else 0
+        measured = WORKLOAD_STEPS + _UNMEASURED_STEPS + MEMORY_STEPS + 1 if self._measures else 0
         return self.settings.warmup + measured + SETTLING_STEPS
 
     @property
@@ -132,8 +142,10 @@ class StepRecorder:
     def done(self) -> bool:
         return self.phase is Phase.DONE
 
-    def boundary(self) -> bool:
-        """A step has ended and the next one begins: all three below."""
+    def boundary(self, clean: bool) -> bool:
+        """A step has ended and the next one begins: all three below. `clean`: the step held no evaluation."""
+        if self.phase is Phase.RECORDING and self._trace is not None and not clean:
+            self._found.evaluating.append(len(self._trace.step_s))
         self.end_step()
         done = self.advance()
         self.begin_step()
@@ -166,6 +178,10 @@ class StepRecorder:
         elif self.phase is Phase.WORKLOAD:
             if self._profiler is not None and self._profiler.done:  # under accumulation a step of the script may synchronize nothing
                 self._end_workload()
+                self._begin_memory()
+        elif self.phase is Phase.MEMORY:
+            if self._memory is not None and self._memory.done:
+                self._end_memory()
                 self._settle()
         elif self.phase is Phase.SETTLING:
             self._record()
@@ -181,7 +197,7 @@ class StepRecorder:
         self._found.plan = synchronizer.plan
         buckets = None if synchronizer.plan is not None else synchronizer.own_buckets
         self._found.buckets = buckets or ()
-        same = synchronizer.plan or (None if buckets is None else _plan_of(buckets, synchronizer))
+        self._found.same = same = synchronizer.plan or (None if buckets is None else _plan_of(buckets, synchronizer))
         if same is None and not self.settings.stop:
             self._found.notes.append("the workload was not measured: this DDP sends more than buckets, and training goes on")
             return False
@@ -197,6 +213,22 @@ class StepRecorder:
         assert self._profiler is not None and self._synchronizer is not None
         self._found.workload = self._profiler.finish()
         self._profiler = None
+
+    # -- the memory ----------------------------------------------------------------------------------
+
+    def _begin_memory(self) -> None:
+        """Collective, under the same plan as the workload."""
+        assert self._synchronizer is not None
+        self._memory = MemoryCapture(self._synchronizer, self._found.same)
+        self._restore.callback(self._memory.close)
+        self.phase, self._left = Phase.MEMORY, MEMORY_STEPS + 1  # by `autotune.profile` the last one ends in the next forward pass
+
+    def _end_memory(self) -> None:
+        assert self._memory is not None and self._synchronizer is not None
+        self._found.memory = self._memory.finish()
+        if self._memory.note:
+            self._found.notes.append(self._memory.note)
+        self._memory = None
         if self._found.plan is not None:
             self._synchronizer.load(self._found.plan)
 
@@ -246,7 +278,9 @@ class StepRecorder:
         if problems:
             raise LaunchError(f"every rank must write its trace to {self.settings.folder}, but {'; '.join(problems)}")
         self._bring_together()
+        self._agree_on_script()
         self._write_job([record for record, _, _ in written], [seen for _, seen, _ in written])
+        self._hand_out()
         self._peers.gather(None)  # nobody goes on before all is there
         self._peers.leave()
 
@@ -286,16 +320,34 @@ class StepRecorder:
         )
         return record, put.seen, ""
 
+    def _agree_on_script(self) -> None:
+        """What one rank saw is so for the job. Collective."""
+        found, synchronizer = self._found, self._synchronizer
+        refused = "" if synchronizer is None else synchronizer.cross_step.why_not() or ""
+        told = self._peers.gather((refused, found.evaluating))
+        found.cross_step_refused = next((reason for reason, _ in told if reason), "")
+        found.evaluating = sorted(set().union(*(steps for _, steps in told)))
+
     def _bring_together(self) -> None:
         """Traces that rank 0 does not see lie on other hosts; they are sent to it. Collective."""
         folder, mine = Path(self.settings.folder), self._peers.rank
+        written = self._peers.gather(_checksum(folder / trace_name(mine)))
         lacking: list[int] = []
-        if mine == 0:
-            lacking = [rank for rank in range(self._peers.size) if not (folder / trace_name(rank)).is_file()]
+        if mine == 0:  # a trace of an earlier recording is none of this one
+            lacking = [rank for rank, of_rank in enumerate(written) if _checksum(folder / trace_name(rank)) != of_rank]
         for rank in self._peers.gather(lacking)[0]:
             sent = self._peers.gather((folder / trace_name(rank)).read_bytes() if mine == rank else b"")
             if mine == 0:
                 (folder / trace_name(rank)).write_bytes(sent[rank])
+
+    def _hand_out(self) -> None:
+        """What rank 0 wrote beside the traces, to the hosts that do not see it. Collective."""
+        path, mine = Path(self.settings.folder) / JOB_FILE, self._peers.rank
+        told = self._peers.gather(path.read_bytes() if mine == 0 else b"")[0]
+        if not path.is_file() or path.read_bytes() != told:
+            partial = path.with_name(f"{JOB_FILE}.{mine}.partial")  # the ranks of a host write the same
+            partial.write_bytes(told)
+            partial.replace(path)
 
     def _write_job(self, records: list[RankRecord], seen: list[tuple[SeenCollective, ...]]) -> None:
         if self._peers.rank != 0:
@@ -318,19 +370,39 @@ class StepRecorder:
             software=software_versions(),
             command=self.settings.command,
             options=self.settings.options,
-            notes=(*found.notes, *_notes(self._log, records)),
+            notes=(*found.notes, *_notes(self._log, records, steps), *_evaluations(found.evaluating)),
+            cross_step_refused=found.cross_step_refused,
         )
-        job.write(Path(self.settings.folder))
+        folder = Path(self.settings.folder)
+        (folder / MEMORY_FILE).unlink(missing_ok=True)  # of an earlier recording
+        if found.memory is not None:
+            found.memory.write(folder)
+        job.write(folder)
 
 
-def _notes(log: CollectiveLog, records: list[RankRecord]) -> list[str]:
+def _notes(log: CollectiveLog, records: list[RankRecord], steps: int) -> list[str]:
     notes = []
+    updated = min(record.times.updated_steps for record in records)
+    if 0 < updated < steps:
+        notes.append(
+            f"an optimizer stepped in {updated} of {steps} recorded steps; the others compute and send gradients only, as accumulation "
+            "without no_sync() and a backward pass in evaluation do"
+        )
     if any(group.backend == "gloo" for group in log.groups.values()):
         notes.append("Gloo tells of whole collectives only: the SENDs and RECVs of their chunks are not recorded")
     untimed = sum(record.untimed for record in records)
     if untimed:
         notes.append(f"{untimed} of {sum(record.collectives for record in records)} collectives have no span in the traces")
     return notes
+
+
+def _checksum(path: Path) -> int | None:
+    return zlib.crc32(path.read_bytes()) if path.is_file() else None
+
+
+def _evaluations(steps: list[int]) -> list[str]:
+    listed = ", ".join(map(str, steps[:SHOWN_STEPS])) + (" ..." if len(steps) > SHOWN_STEPS else "")
+    return [f"evaluation ran within recorded steps {listed}, and counts as their time"] if steps else []
 
 
 def _plan_of(buckets: tuple[tuple[str, ...], ...], synchronizer: GradientSynchronizer) -> Plan | None:

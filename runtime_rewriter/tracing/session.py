@@ -52,7 +52,7 @@ class RecordingSession:
     def on_boundary(self, now_s: float, clean: bool) -> None:
         assert self.recorder is not None
         self._in_step = True
-        if self.recorder.boundary():
+        if self.recorder.boundary(clean):
             self._done()
 
     def _done(self) -> None:

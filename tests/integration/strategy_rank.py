@@ -36,7 +36,8 @@ from autotune.strategy_space.space import SearchSpace
 from autotune.strategy_space.strategy import ROOTED, SparseHandling, Strategy, Synchronizer
 from autotune.workload import Workload
 from runtime_rewriter.pytorch.agreement import assumed_workload
-from runtime_rewriter.pytorch.ddp import PlannedDataParallel, attach
+from runtime_rewriter.pytorch.attached import attach
+from runtime_rewriter.pytorch.ddp import PlannedDataParallel
 from runtime_rewriter.pytorch.hooks import GradientSynchronizer
 
 SPACE = replace(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from short_jobs import FEW_STEPS, SHORT_PROBE, with_tracking_store
-from torch_scripts import run_script
+from torch_scripts import run_ranks, run_script
 
 import autotune
 from autotune.cluster import Cluster
@@ -32,11 +33,16 @@ from runtime_rewriter.session import TuningSession
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "tests" / "scripts" / "train_apply.py"
+LAUNCHER = SCRIPT.with_name("run_own_export.py")
 
 
-def torchrun(*words: str, script: Path = SCRIPT) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script), *words]
+def torchrun(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(SCRIPT), *words]
     return run_script(command, cwd=ROOT, timeout=120)
+
+
+def two_ranks(*words: str, script: Path = SCRIPT) -> subprocess.CompletedProcess[str]:
+    return run_ranks([str(script), *words], 2)
 
 
 def digests(done: subprocess.CompletedProcess[str]) -> set[str]:
@@ -66,18 +72,24 @@ def test_an_applied_export_trains_to_the_same_bits_as_ddp(tuned) -> None:
     path, tried = tuned
     assert read_export(path).strategy.id == tried
     with_export = digests(torchrun("--steps", "5", "--strategy", str(path)))
-    without = digests(torchrun("--steps", "5"))
-    with_ddp = digests(torchrun("--steps", "5", "--with-ddp"))
+    without = digests(two_ranks("--steps", "5"))
+    with_ddp = digests(two_ranks("--steps", "5", "--with-ddp"))
     assert with_export == without == with_ddp
     assert len(with_ddp) == 1
 
 
-def test_another_model_is_refused_with_the_difference_named(tuned) -> None:
+def test_another_model_is_refused_with_the_difference_named(tuned, tmp_path) -> None:
+    """In the `apply` line, and under `autotune run` where the script builds its DDP."""
     path, _ = tuned
-    refused = torchrun("--steps", "5", "--width", "48", "--strategy", str(path))
-    assert refused.returncode != 0
-    assert "ModelMismatch" in refused.stderr
-    assert "0.weight is float32[48, 32] instead of float32[64, 32]" in refused.stderr
+    for rank in range(2):
+        shutil.copy(path, tmp_path / f"rank{rank}.json")
+    other = ("--steps", "5", "--width", "48")
+    applied = two_ranks(*other, "--strategy", str(path))
+    launched = two_ranks(str(tmp_path), str(SCRIPT), *other, "--with-ddp", script=LAUNCHER)
+    for refused in (applied, launched):
+        assert refused.returncode != 0
+        assert "ModelMismatch" in refused.stderr
+        assert "0.weight is float32[48, 32] instead of float32[64, 32]" in refused.stderr
 
 
 def test_ranks_with_different_exports_are_told_before_the_first_step(tuned, tmp_path) -> None:
@@ -85,8 +97,7 @@ def test_ranks_with_different_exports_are_told_before_the_first_step(tuned, tmp_
     path, _ = tuned
     replace(read_export(path), strategy=None, plan_id=None).write(tmp_path / "rank0.json")
     replace(read_export(path), reason="copied").write(tmp_path / "rank1.json")
-    launcher = ROOT / "tests" / "scripts" / "run_own_export.py"
-    mixed = torchrun(str(tmp_path), str(SCRIPT), "--steps", "5", "--with-ddp", script=launcher)
+    mixed = two_ranks(str(tmp_path), str(SCRIPT), "--steps", "5", "--with-ddp", script=LAUNCHER)
     assert mixed.returncode != 0
     assert re.search(r"PlanMismatch: every rank must hold the same plan, but rank 0 holds no plan, rank 1 holds plan-", mixed.stderr)
 

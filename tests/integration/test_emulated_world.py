@@ -1,11 +1,10 @@
-"""The world with emulated accelerators on real Ray actors: profile, trials, restarts, refusals, scheduling and byte scaling."""
+"""The world with emulated accelerators: profile, trials, restarts, refusals and byte scaling."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 
 import pytest
 
@@ -14,31 +13,16 @@ from autotune.records import Accelerators, Conditions, Failed, Measured, Network
 from autotune.strategy_space.builders.collectives import ddp_default, single_bucket
 from autotune.strategy_space.plan import Plan, plan
 from autotune.workload import Variable, Workload
-from runtime_rewriter.command import read_command
-from runtime_rewriter.ray_world import RayCluster, ray_world
 from runtime_rewriter.world import World
 
-SCRIPT = Path(__file__).parents[1] / "scripts" / "train_small.py"
 RANKS = 2
 REQUEST = TrialRequest(0, "strategy-under-test", Role.CANDIDATE, warmup_steps=1, timed_steps=3)
 EMULATED = Conditions(Network.LOOPBACK, Accelerators.EMULATED)
 
 
 @pytest.fixture
-def make_world(cluster_of_two: RayCluster, tmp_path: Path) -> Iterator:
-    made: list[World] = []
-
-    def make(*words: str, conditions: Conditions = EMULATED, given_profile: Workload | None = None) -> World:
-        command = read_command(["torchrun", "--nproc-per-node", str(RANKS), str(SCRIPT), *words])
-        logs = tmp_path / "logs"
-        made.append(
-            ray_world(cluster_of_two, command, RANKS, logs, 60.0, 60.0, conditions=conditions, given_profile=given_profile, probe_s=1.0)
-        )
-        return made[-1]
-
-    yield make
-    for world in made:
-        world.close()
+def make_world(make_world: Callable[..., World]) -> Callable[..., World]:
+    return partial(make_world, conditions=EMULATED, probe_s=1.0)
 
 
 def slow_profile() -> Workload:
@@ -123,25 +107,6 @@ def test_a_profile_without_times_is_refused_in_one_message(make_world) -> None:
     untimed = replace(slow_profile(), variables=tuple(replace(v, ready_s=None) for v in slow_profile().variables))
     with pytest.raises(InvalidInput, match="emulated accelerators need ready_s of every variable"):
         make_world(given_profile=untimed)
-
-
-def test_ranks_run_under_round_robin_scheduling_where_it_is_asked_for_and_permitted(make_world) -> None:
-    for asked in (False, True):
-        world = make_world(conditions=replace(EMULATED, round_robin=asked))
-        world.model_id()
-        assert world.round_robin() == (asked and permitted())
-        world.close()
-
-
-def permitted() -> bool:
-    child = os.fork()
-    if child == 0:
-        try:
-            os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
-        except OSError:
-            os._exit(1)
-        os._exit(0)
-    return os.waitpid(child, 0)[1] == 0
 
 
 def test_with_scaled_bytes_the_gate_is_left_out_and_the_links_are_told_for_whole_bytes(make_world) -> None:

@@ -1,40 +1,34 @@
-"""The example scripts run as users run them, and they learn."""
+"""The example scripts run as users run them, and they learn; most of them in ranks that need not import torch first."""
 
 from __future__ import annotations
 
 import os
 import re
-import socket
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from torch_scripts import run_script
+from torch_scripts import run_ranks, run_script
 
 ROOT = Path(__file__).parents[2]
 STEP_LINE = re.compile(r"^step (\d+)/\d+ loss (\S+)$", re.MULTILINE)
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
-def run(command: list[str]) -> str:
-    """Standard output of a Python command that must end well; torchrun's own variables are not inherited."""
-    inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")}
-    environment = {**inherited, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = run_script([sys.executable, *command], cwd=ROOT, env=environment, timeout=120)
+def run(script: str, *arguments: str, ranks: int = 0) -> str:
+    """Standard output of an example that must end well."""
+    done = run_ranks([str(ROOT / "examples" / script), *arguments], ranks)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-def train_on_two_ranks(script: str, *arguments: str) -> str:
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
-    return run([*launcher, f"examples/{script}", *arguments])
+def run_under_torchrun(script: str, *arguments: str) -> str:
+    inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")}
+    environment = {**inherited, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = run_script([*launcher, f"examples/{script}", *arguments], cwd=ROOT, env=environment, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def losses(output: str) -> list[float]:
@@ -46,7 +40,8 @@ def losses(output: str) -> list[float]:
     [("resnet_digits.py", 20, 0.8), ("gpt_text.py", 14, 0.95), ("ncf_ratings.py", 40, 0.9), ("lstm_text.py", 24, 0.9)],
 )
 def test_two_ranks_lower_the_loss(script: str, steps: int, factor: float) -> None:
-    output = train_on_two_ranks(script, "--batch-size", "8", "--max-steps", str(steps), "--log-every", "1")
+    words = (script, "--batch-size", "8", "--max-steps", str(steps), "--log-every", "1")
+    output = run_under_torchrun(*words) if script == "resnet_digits.py" else run(*words, ranks=2)
     assert "2 rank(s)" in output
     seen = losses(output)
     assert len(seen) == steps  # rank 0 alone prints, once a step
@@ -64,7 +59,7 @@ def test_two_ranks_lower_the_loss(script: str, steps: int, factor: float) -> Non
 )
 def test_one_process_trains_without_torchrun_and_saves_its_weights(script: str, measure: str, tmp_path: Path) -> None:
     checkpoint = tmp_path / "weights.pt"
-    output = run([f"examples/{script}", "--width", "16", "--max-steps", "2", "--log-every", "1", "--checkpoint", str(checkpoint)])
+    output = run(script, "--width", "16", "--max-steps", "2", "--log-every", "1", "--checkpoint", str(checkpoint))
     assert "1 rank(s)" in output
     assert len(losses(output)) == 2
     assert f"{measure} " in output
@@ -74,7 +69,7 @@ def test_one_process_trains_without_torchrun_and_saves_its_weights(script: str, 
 
 def test_collaborative_filtering_learns_tastes_and_not_only_what_is_popular() -> None:
     size = ["--users", "600", "--items", "400", "--ratings-per-user", "30", "--width", "16"]
-    output = run(["examples/ncf_ratings.py", *size, "--lr", "0.01", "--epochs", "4", "--log-every", "1000"])
+    output = run("ncf_ratings.py", *size, "--lr", "0.01", "--epochs", "4", "--log-every", "1000")
     untrained, popular = (float(rate) for rate in re.findall(r"hit_rate_10 untrained (\S+), by popularity (\S+)", output)[0])
     trained = [float(rate) for rate in re.findall(r"^epoch .* hit_rate_10 (\S+)", output, re.MULTILINE)]
     assert untrained < 0.2, "ten of a hundred candidates"
@@ -83,16 +78,15 @@ def test_collaborative_filtering_learns_tastes_and_not_only_what_is_popular() ->
 
 def test_accumulated_batches_make_the_step_of_one_large_batch() -> None:
     size = ["--width", "16", "--block-size", "16", "--dropout", "0", "--max-steps", "4", "--log-every", "1"]
-    halves = train_on_two_ranks("lstm_text.py", *size, "--batch-size", "4", "--accumulate", "2")
-    whole = train_on_two_ranks("lstm_text.py", *size, "--batch-size", "8", "--accumulate", "1")
+    halves = run("lstm_text.py", *size, "--batch-size", "4", "--accumulate", "2", ranks=2)
+    whole = run("lstm_text.py", *size, "--batch-size", "8", "--accumulate", "1", ranks=2)
     assert losses(halves) == pytest.approx(losses(whole), abs=2e-4)
 
 
 def test_a_short_text_is_refused_with_the_rule_and_the_values(tmp_path: Path) -> None:
     text = tmp_path / "short.txt"
     text.write_text("a few words only " * 40, encoding="utf-8")
-    command = [sys.executable, "examples/gpt_text.py", "--text", str(text)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    done = run_ranks([str(ROOT / "examples" / "gpt_text.py"), "--text", str(text)])
     assert done.returncode == 1
     assert "--batch-size 8 sequences, but has 5 epochs and" in done.stderr
 

@@ -8,13 +8,13 @@ side that is always first). That the rate of false differences is the stated one
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from local_world import ForkedRank
 
 from autotune.measurement import PairRule, compare, enough_pairs, fewest_values
 from autotune.records import CURRENT_SETUP, Comparison, Failed, FailureKind, Measured, Role, Stopped, TrialRequest
@@ -22,59 +22,16 @@ from autotune.strategy_space.builders.collectives import per_variable, single_bu
 from autotune.strategy_space.plan import Plan, plan
 from autotune.tuner import next_is_tuned
 from autotune.workload import Variable, Workload
-from runtime_rewriter.command import ScriptCommand
-from runtime_rewriter.placement import Launch
-from runtime_rewriter.worker import ProcessSupervisor, WorkerLost, free_port
+from runtime_rewriter.worker import ProcessSupervisor, WorkerLost
 from runtime_rewriter.world import World
 
-SCRIPT = Path(__file__).parents[1] / "scripts" / "train_timed.py"
+TIMED = Path(__file__).parents[1] / "scripts" / "train_timed.py"
 RANKS = 2
 COMPARISONS = 20
 MODEL = Workload("Linear", (Variable("bias", (4,)), Variable("weight", (4, 16))))
 RULE = PairRule(confidence=0.95, precision=0.01, fewest=fewest_values(0.95), most=8)
 BLOCK = TrialRequest(0, CURRENT_SETUP, Role.AB, warmup_steps=1, timed_steps=4)
 TRIAL = TrialRequest(0, CURRENT_SETUP, Role.REFERENCE, warmup_steps=1, timed_steps=6, most_steps=18, precision=1e-6)
-
-
-class LocalPlacement:
-    """Implements `Placement` for ranks that are child processes of this one: a cluster without Ray."""
-
-    def __init__(self, script: Path, words: tuple[str, ...], directory: Path, supervisor: Callable[[], ProcessSupervisor]) -> None:
-        self._script, self._words, self._directory = script, words, directory
-        self.workers = [supervisor() for _ in range(RANKS)]
-        self._threads = ThreadPoolExecutor(RANKS)
-
-    @property
-    def hosts(self) -> tuple[tuple[str, int], ...]:
-        return (("here", RANKS),)
-
-    def launch(self) -> Launch:
-        port = free_port(0, 0, "127.0.0.1")
-        shared = {"WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
-        environments = tuple({**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"} for rank in range(RANKS))
-        command = ScriptCommand(str(self._script), self._words, False, RANKS)
-        return Launch(command, environments, str(self._directory), tuple(str(self._directory / f"rank{rank}.log") for rank in range(RANKS)))
-
-    def poll(self, timeout_s: float) -> list[list[dict[str, Any]]]:
-        return list(self._threads.map(lambda worker: worker.poll(timeout_s), self.workers))
-
-    def release(self) -> None:
-        for worker in self.workers:
-            worker.stop()
-        self._threads.shutdown()
-
-
-@pytest.fixture
-def make_world(tmp_path: Path) -> Iterator[Callable[..., World]]:
-    made: list[World] = []
-
-    def make(*words: str, script: Path = SCRIPT, supervisor: Callable[[], ProcessSupervisor] = ProcessSupervisor) -> World:
-        made.append(World(lambda: LocalPlacement(script, words, tmp_path, supervisor), step_timeout_s=30.0, start_timeout_s=60.0))
-        return made[-1]
-
-    yield make
-    for world in made:
-        world.close()
 
 
 def compared(world: World, tuned: Plan | None, current: Plan | None, rule: PairRule = RULE) -> Comparison:
@@ -93,7 +50,7 @@ def compared(world: World, tuned: Plan | None, current: Plan | None, rule: PairR
 def test_one_plan_under_two_names_is_called_different_at_most_at_the_stated_rate(make_world) -> None:
     # Each interval of 95 % leaves out the ratio 1 with a probability of at most 5 %. That more than 5 of 20 do has a
     # probability of 0.0003: sum over k > 5 of C(20, k) 0.05^k 0.95^(20 - k). Of exports (2.5 %), more than 4: 0.0001.
-    world = make_world()
+    world = make_world(script=TIMED)
     one, other = plan(single_bucket(MODEL), MODEL, RANKS), plan(single_bucket(MODEL), MODEL, RANKS)
     found = [compared(world, one, other) for _ in range(COMPARISONS)]
     different = [c for c in found if c.high < 1 or c.low > 1]
@@ -109,14 +66,14 @@ def test_a_planted_difference_of_5_percent_is_found(make_world) -> None:
     fast, slow = plan(per_variable(MODEL), MODEL, RANKS), plan(single_bucket(MODEL), MODEL, RANKS)
     # Longer steps than above: what a busy machine adds to a wait is some milliseconds, however long the wait is. A quiet
     # machine needs the fewest pairs; only a very busy one the most.
-    world = make_world("--wait-s", "0.1", "--slow-plan", slow.id, "--factor", "1.05")
+    world = make_world("--wait-s", "0.1", "--slow-plan", slow.id, "--factor", "1.05", script=TIMED)
     comparison = compared(world, fast, slow, replace(RULE, most=40))
     assert comparison.high < 1
     assert 0.9 < comparison.ratio < 1
 
 
 def test_a_trial_takes_further_steps_on_all_ranks_until_it_is_precise_or_has_taken_the_most(make_world) -> None:
-    world = make_world()
+    world = make_world(script=TIMED)
     wanted = plan(single_bucket(MODEL), MODEL, RANKS)
     capped = world.run_trial(TRIAL, wanted)
     assert isinstance(capped, Measured)
@@ -132,7 +89,7 @@ def test_a_trial_takes_further_steps_on_all_ranks_until_it_is_precise_or_has_tak
 
 
 def test_a_script_that_ends_between_two_batches_keeps_what_was_measured(make_world) -> None:
-    world = make_world("--steps", "12")
+    world = make_world("--steps", "12", script=TIMED)
     ended = world.run_trial(TRIAL, plan(single_bucket(MODEL), MODEL, RANKS))
     assert isinstance(ended, Measured)
     assert ended.stopped is Stopped.ENDED and len(ended.slowest_s) == 6
@@ -141,7 +98,7 @@ def test_a_script_that_ends_between_two_batches_keeps_what_was_measured(make_wor
 
 def test_a_crash_during_further_steps_is_the_trials_failure(make_world, tmp_path) -> None:
     words = ("--fault", "crash", "--fault-step", "15", "--fault-file", str(tmp_path / "crashed"))
-    world = make_world(*words, script=SCRIPT.with_name("train_small.py"))
+    world = make_world(*words)
     failed = world.run_trial(TRIAL, None)
     assert isinstance(failed, Failed) and failed.kind is FailureKind.CRASH and "planted crash" in failed.message
     assert isinstance(world.run_trial(TRIAL, None), Measured)
@@ -159,7 +116,7 @@ def test_a_worker_lost_during_further_steps_starts_the_trial_once_more(make_worl
                 raise WorkerLost("its machine is gone")
             super().instruct(message)
 
-    world = make_world(supervisor=Frail)
+    world = make_world(script=TIMED, supervisor=partial(Frail, ForkedRank))
     outcome = world.run_trial(TRIAL, None)
     if measured:
         assert isinstance(outcome, Measured) and len(outcome.slowest_s) == 18

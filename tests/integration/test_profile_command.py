@@ -13,6 +13,7 @@ import pytest
 
 from autotune.commands.profile import profile
 from autotune.profiling.job_file import RecordedJob
+from autotune.profiling.memory_file import RecordedMemory
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "tests" / "scripts" / "train_small.py"
@@ -41,7 +42,8 @@ def test_a_script_under_torchrun_is_recorded_and_ended(tmp_path) -> None:
     job = RecordedJob.read(tmp_path / "traces")
     assert (told["world_size"], told["steps"], told["exit_status"]) == (2, 3, 0)
     assert told["iteration_s"] == job.iteration_s > 0 and told["alone_s"] == job.workload.compute_s
-    assert {path.name for path in (tmp_path / "traces").iterdir()} == {"job.json", "rank0.json.gz", "rank1.json.gz"}
+    assert told["peak_bytes"] == RecordedMemory.read(tmp_path / "traces").profile.live_bytes.max() > job.workload.grad_bytes
+    assert {path.name for path in (tmp_path / "traces").iterdir()} == {"job.json", "memory.json", "rank0.json.gz", "rank1.json.gz"}
     assert job.command[-2:] == ("--steps", "100000")
     again = run(tmp_path / "traces", "--", "--steps", "1")
     assert again.returncode == 2 and "name another --output, or use --overwrite" in again.stderr
@@ -66,15 +68,17 @@ def test_a_script_that_goes_on_ends_by_itself_with_its_own_status(tmp_path) -> N
 
 
 def test_a_script_that_ends_within_the_recording_gives_what_there_is(tmp_path) -> None:
-    done = run(tmp_path, "--no-workload", "--", "--steps", "5", command=ALONE)
+    done = run(tmp_path, "--no-workload", "--", "--steps", "5", "--accumulate", "2", "--evaluate", command=ALONE)
     assert done.returncode == 0, done.stderr
     assert "recorded 2 steps of 3 asked for" in done.stdout
+    notes = " ".join(RecordedJob.read(tmp_path).notes)
+    assert "an optimizer stepped in 1 of 2 recorded steps" in notes and "evaluation ran within recorded steps 0," in notes
 
 
 @pytest.mark.parametrize(
     ("script", "said"),
     [
-        (("--steps", "2"), "the script made 2 steps, but the recording begins after 8 and takes 3; let it train longer"),
+        (("--steps", "2"), "the script made 2 steps, but the recording begins after 14 and takes 3; let it train longer"),
         (("--steps", "5", "--without-ddp"), "must build DistributedDataParallel, or call autotune.apply(model) once, but it ended without"),
     ],
 )

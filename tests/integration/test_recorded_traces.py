@@ -20,7 +20,7 @@ OFFSET_S = 0.25
 
 SCRIPT = """
 import os, sys, torch, torch.distributed as dist
-from torch.profiler import ProfilerActivity, profile, schedule
+from torch.profiler import ExecutionTraceObserver, ProfilerActivity, profile, schedule
 
 rank, folder = int(sys.argv[1]), sys.argv[2]
 torch.set_num_threads(1)
@@ -32,6 +32,7 @@ optimizer = torch.optim.SGD(model.parameters(), 0.1)
 data, target = torch.randn(64, 256), torch.randint(0, 10, (64,))
 done = lambda profiler: profiler.export_chrome_trace(f"{folder}/rank{rank}.json.gz")
 with profile(activities=[ProfilerActivity.CPU],
+    execution_trace_observer=ExecutionTraceObserver().register_callback(f"{folder}/et_rank{rank}.json"),
     schedule=schedule(wait=1, warmup=1, active=12), on_trace_ready=done, record_shapes=True) as profiler:
     for _ in range(14):
         optimizer.zero_grad()
@@ -53,16 +54,30 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> TraceJob:
     finally:
         for rank in ranks:
             rank.kill()
-    return read_job(str(folder / "rank*.json.gz"))
+    return read_job(folder)
 
 
 def test_a_recorded_job_is_matched_and_every_step_replayed(recorded: TraceJob) -> None:
-    assert len(recorded.steps) == 12 and recorded.world_size == 2 and len(set(recorded.hosts)) == 1
+    assert (
+        len(recorded.steps) == 12 and recorded.world_size == 2 and len(set(recorded.hosts.names)) == 1 and recorded.hosts.source == "traces"
+    )
     assert len(recorded.joints) >= 24 and all(joint.complete for joint in recorded.joints)
     for step in recorded.steps:
         assert replay(recorded.global_dfg(step)).makespan_s == pytest.approx(recorded.measured_step_s(step), rel=0.03)
     kinds = set(recorded.global_dfg().kind.tolist())
     assert {Kind.FORWARD, Kind.BACKWARD, Kind.UPDATE, Kind.COLLECTIVE} <= kinds
+
+
+def test_the_execution_traces_that_torch_wrote_beside_are_linked_by_id(recorded: TraceJob) -> None:
+    assert [trace.schema.partition("-")[0] for trace in recorded.execution_traces] == ["1.1.1"] * 2
+    for link, trace, own in zip(recorded.links, recorded.execution_traces, recorded.collectives, strict=True):
+        assert link.by_id == link.collectives == len(own) >= 24 and link.in_order == 0
+        nodes = {int(number): index for index, number in enumerate(trace.rf_id.tolist())}
+        for one in own:
+            node = nodes[one.functions[0]]
+            assert trace.names[trace.name[node]].startswith("gloo:") and trace.marks[node].name == one.comm.name
+            assert trace.input_bytes[node] == one.comm.size_bytes
+    assert not [repair for repair in recorded.repairs if "execution trace" in repair.what]
 
 
 def test_an_offset_injected_into_a_recorded_job_is_found_within_the_interval(recorded: TraceJob) -> None:

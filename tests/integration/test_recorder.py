@@ -5,9 +5,11 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,16 +18,22 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_world import run_world
 
 import autotune
+from autotune.dfg.replay import replay
 from autotune.errors import InvalidInput
+from autotune.profiling.alignment import align
 from autotune.profiling.job_file import RecordedJob, trace_name
+from autotune.profiling.traces import read_job
+from autotune.profiling.traces.job import assemble
 from autotune.strategy_space.plan import Message, Plan, Primitive, TensorSlice
 from autotune.strategy_space.strategy import Compressor
 from runtime_rewriter.pytorch.agreement import assumed_workload
-from runtime_rewriter.pytorch.ddp import PlannedDataParallel, attach
+from runtime_rewriter.pytorch.attached import attach
+from runtime_rewriter.pytorch.ddp import PlannedDataParallel
 
 RECORDED, WARMUP = 3, 2
-BEFORE = WARMUP + 5 + 2
-"""Steps before the first recorded one: warm-up, workload, settling."""
+OFFSET_S = 0.25
+BEFORE = WARMUP + 5 + 6 + 2
+"""Steps before the first recorded one: warm-up, workload, memory, settling."""
 
 
 def model() -> nn.Module:
@@ -41,8 +49,8 @@ def digest(module: nn.Module) -> str:
 class Training:
     """One step of a script; `others`: the script also sends something itself, on a group of its own."""
 
-    def __init__(self, rank: int, wrapped: nn.Module, others: bool = True) -> None:
-        self.wrapped, self.others = wrapped, others
+    def __init__(self, rank: int, wrapped: nn.Module, others: bool = True, clips: bool = False) -> None:
+        self.wrapped, self.others, self.clips = wrapped, others, clips
         self.data = torch.Generator().manual_seed(rank)
         self.optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.05, momentum=0.9)
         self.group = dist.new_group([1, 0], group_desc="script's")
@@ -51,6 +59,8 @@ class Training:
         self.optimizer.zero_grad()
         loss = self.wrapped(torch.randn(8, 24, generator=self.data)).square().mean()
         loss.backward()
+        if self.clips:
+            nn.utils.clip_grad_norm_(self.wrapped.parameters(), 1.0)
         self.optimizer.step()
         if self.others:
             dist.broadcast(torch.ones(6), src=1, group=self.group)
@@ -92,7 +102,7 @@ def test_training_gives_the_same_bits_and_the_ddp_is_its_own_again(ddp_job, tmp_
 def test_every_rank_has_its_trace_with_the_asked_steps(ddp_job) -> None:
     folder, _ = ddp_job
     job = RecordedJob.read(folder)
-    assert (job.world_size, job.steps, job.backend) == (2, RECORDED, "gloo")
+    assert (job.world_size, job.steps, job.backend, job.cross_step_refused) == (2, RECORDED, "gloo", "")
     for rank in range(2):
         trace = trace_of(folder, rank)
         assert (trace["distributedInfo"]["rank"], trace["distributedInfo"]["world_size"]) == (rank, 2)
@@ -131,10 +141,26 @@ def test_the_workload_and_the_buckets_belong_to_the_model(ddp_job) -> None:
     assert [row.size_bytes for row in rows] == [sum(sizes[name] for name in bucket) for bucket in job.buckets]
 
 
+def test_offsets_injected_into_recorded_traces_are_found_within_the_interval_and_their_harm_is_undone(ddp_job) -> None:
+    truth = read_job(ddp_job[0])
+    assert truth.hosts.source == "job file" and len(truth.joints) >= 3 * RECORDED
+    moved = [replace(trace, origin_ns=trace.origin_ns - round(n * OFFSET_S * 1e9), host="") for n, trace in enumerate(truth.ranks)]
+    job = assemble(moved)
+    found = align(job, samples=0)
+    width_s = found.high_s[1] - found.low_s[1]
+    assert found.low_s[1] - 1e-6 <= OFFSET_S <= found.high_s[1] + 1e-6 and width_s < 0.05
+    assert abs(found.offset_s[1] - OFFSET_S) <= width_s
+    true_s = np.array([truth.measured_step_s(step) for step in truth.steps])
+    raw, better = (
+        np.abs([replay(job.global_dfg(step, how)).makespan_s for step in job.steps] / true_s - 1).mean() for how in (None, found)
+    )
+    assert better < raw / 4
+
+
 def ended_early(rank: int, folder: str) -> bool:
     wrapped = DistributedDataParallel(model())
-    recorder = autotune.Recorder(wrapped, folder=folder, steps=RECORDED, warmup=WARMUP)
-    step = autotune.profile(recorder)(Training(rank, wrapped).step)
+    recorder = autotune.Recorder(wrapped, folder=f"{folder}/host{rank}", steps=RECORDED, warmup=WARMUP)
+    step = autotune.profile(recorder)(Training(rank, wrapped, clips=True).step)
     for _ in range(BEFORE + 1):
         step()
     recorder.finish()
@@ -142,10 +168,33 @@ def ended_early(rank: int, folder: str) -> bool:
     return recorder.written
 
 
-def test_what_was_recorded_until_now_can_be_written(tmp_path) -> None:
-    assert run_world(ended_early, 2, str(tmp_path)) == [True, True]
-    job = RecordedJob.read(tmp_path)
+@pytest.fixture(scope="module")
+def two_folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Of two hosts without a common file system; the first one's holds a trace of an earlier recording."""
+    folder = tmp_path_factory.mktemp("hosts")
+    (folder / "host0").mkdir()
+    (folder / "host0" / trace_name(1)).write_bytes(b"earlier")
+    assert run_world(ended_early, 2, str(folder)) == [True, True]
+    return [folder / f"host{rank}" for rank in range(2)]
+
+
+def test_what_was_recorded_until_now_can_be_written(two_folders) -> None:
+    job = RecordedJob.read(two_folders[0])
     assert (job.steps, job.asked_steps) == (1, RECORDED)
+    assert "as clipping by the global norm does" in job.cross_step_refused
+
+
+def test_every_host_has_the_job_and_its_own_traces_and_all_folders_together_are_one_job(two_folders, ddp_job) -> None:
+    first, second = two_folders
+    assert RecordedJob.read(first) == RecordedJob.read(second)
+    assert sorted(path.name for path in first.iterdir()) == ["job.json", trace_name(0), trace_name(1)]
+    assert sorted(path.name for path in second.iterdir()) == ["job.json", trace_name(1)]
+    job = read_job(two_folders)
+    assert job.rank_numbers == (0, 1) and job.joints
+    assert "a trace that was given more than once is taken once" in [repair.what for repair in job.repairs]
+    assert read_job([first / trace_name(0), second / trace_name(1)]).rank_numbers == (0, 1)
+    with pytest.raises(InvalidInput, match="must be of one recording"):
+        read_job([first, ddp_job[0]])
 
 
 def raising(rank: int, folder: str) -> str:

@@ -14,7 +14,8 @@ from torch_world import run_world
 
 from autotune.errors import AutotuneError
 from autotune.strategy_space.strategy import Compressor, Synchronizer
-from runtime_rewriter.pytorch.ddp import PlannedDataParallel, attach
+from runtime_rewriter.pytorch.attached import attach
+from runtime_rewriter.pytorch.ddp import PlannedDataParallel
 
 RANKS = 2
 

@@ -21,7 +21,8 @@ from autotune.errors import InvalidInput, InvalidStrategy
 from autotune.strategy_space.plan import Plan
 from autotune.strategy_space.strategy import Compressor, SparseHandling, Synchronizer
 from runtime_rewriter.apply import apply
-from runtime_rewriter.pytorch.ddp import PlannedDataParallel, attach
+from runtime_rewriter.pytorch.attached import attach
+from runtime_rewriter.pytorch.ddp import PlannedDataParallel
 from runtime_rewriter.pytorch.hooks import GradientSynchronizer
 from runtime_rewriter.pytorch.numerics import GradientGate
 from runtime_rewriter.pytorch.observers import BackwardObserver

@@ -21,7 +21,8 @@ from torch_world import run_world
 
 from autotune.strategy_space.plan import Plan
 from autotune.strategy_space.strategy import Synchronizer
-from runtime_rewriter.pytorch.ddp import PlannedDataParallel, attach
+from runtime_rewriter.pytorch.attached import attach
+from runtime_rewriter.pytorch.ddp import PlannedDataParallel
 
 Models = list[Any]
 Scenario = Callable[[Models, int], list[Any]]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from emulated_models import Forbidden, emulated, profile_of
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch_plans import Tied, loss_of, mixed, uniform
@@ -17,26 +16,10 @@ from torch_world import run_world
 
 from autotune.errors import AutotuneError
 from autotune.strategy_space.strategy import Synchronizer
-from autotune.workload import Workload
 from runtime_rewriter.emulation import timetable_of
-from runtime_rewriter.pytorch.agreement import assumed_workload
-from runtime_rewriter.pytorch.ddp import PlannedDataParallel, attach
+from runtime_rewriter.pytorch.attached import attach
+from runtime_rewriter.pytorch.ddp import PlannedDataParallel
 from runtime_rewriter.pytorch.emulation import MOST_RECORDINGS, EmulatedAccelerator
-from runtime_rewriter.pytorch.hooks import GradientSynchronizer
-
-
-def profile_of(module: nn.Module, forward_s: float = 0.0, backward_s: float = 1e-4, update_s: float = 0.0) -> Workload:
-    """Gradients in definition order (the reverse of a real pass), evenly over the backward pass."""
-    assumed = assumed_workload(module)
-    count = len(assumed.variables)
-    timed = tuple(replace(v, ready_s=backward_s * (i + 1) / (count + 1)) for i, v in enumerate(reversed(assumed.variables)))
-    return replace(assumed, variables=timed, forward_s=forward_s, backward_s=backward_s, update_s=update_s)
-
-
-def emulated(synchronizer: GradientSynchronizer, **times: float) -> EmulatedAccelerator:
-    accelerator = EmulatedAccelerator(synchronizer, timetable_of(profile_of(synchronizer.module, **times)))
-    synchronizer.emulate(accelerator)
-    return accelerator
 
 
 def gradients_of(module: nn.Module) -> list[Tensor | None]:
@@ -46,18 +29,6 @@ def gradients_of(module: nn.Module) -> list[Tensor | None]:
 def assert_same(mine: Sequence[Tensor | None], theirs: Sequence[Tensor | None]) -> None:
     for a, b in zip(mine, theirs, strict=True):
         assert (a is None) == (b is None) and (a is None or torch.equal(a, b))
-
-
-class Forbidden(nn.Module):
-    """Computes until it is told not to."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner, self.computed = inner, 0
-
-    def forward(self, *inputs: Any) -> Any:
-        self.computed += 1
-        return self.inner(*inputs)
 
 
 # -- gradients -------------------------------------------------------------------------------------
@@ -246,142 +217,7 @@ def test_compiled_models_are_emulated() -> None:
 # -- times -----------------------------------------------------------------------------------------
 
 
-class Stack(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x)
-
-
-class Steps:
-    """The times of boundaries and whether the steps before them were clean."""
-
-    def __init__(self) -> None:
-        self.at_s: list[float] = []
-        self.clean: list[bool] = []
-
-    def on_boundary(self, now_s: float, clean: bool) -> None:
-        self.at_s.append(now_s)
-        self.clean.append(clean)
-
-    def on_backward_end(self, now_s: float) -> None:
-        pass
-
-
-TIMES = {"forward_s": 0.05, "backward_s": 0.07, "update_s": 0.03}
-
-
-def check_times(rank: int, planned: bool) -> tuple[list[float], list[bool], list[str], list[float], float, float]:
-    model = PlannedDataParallel(Stack())
-    steps = Steps()
-    model.synchronizer.listeners.append(steps)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    if planned:
-        model.synchronizer.load(uniform(model.module, 2))
-    accelerator = emulated(model.synchronizer, **TIMES)
-    order: list[str] = []
-    ready_s: list[float] = []
-
-    def ready(name: str, parameter: Tensor) -> None:
-        order.append(name)
-        ready_s.append(time.perf_counter())
-
-    for name, parameter in model.module.named_parameters():
-        parameter.register_post_accumulate_grad_hook(partial(ready, name))
-    for _ in range(5):
-        optimizer.zero_grad()
-        order.clear()
-        ready_s.clear()
-        loss = model(torch.ones(4, 8)).sum()
-        start_s = time.perf_counter()
-        loss.backward()
-        end_s = time.perf_counter()
-        optimizer.step()
-    model(torch.ones(4, 8))
-    durations = [b - a for a, b in zip(steps.at_s, steps.at_s[1:], strict=False)]
-    return durations, steps.clean, list(order), [at - start_s for at in ready_s], end_s - start_s, accelerator.overrun
-
-
-@pytest.mark.parametrize("planned", [False, True])
-def test_a_step_takes_at_least_what_the_profile_says_and_gradients_come_in_its_order(planned: bool) -> None:
-    for durations, clean, order, ready_s, backward_s, overrun in run_world(check_times, 2, planned):
-        assert clean == [False, True, True, True, True], "only the recorded step is unclean"
-        assert all(duration >= 0.149 for duration in durations[1:])
-        definition = [name for name, _ in Stack().named_parameters()]
-        assert order == definition, "the profile's order, which is the reverse of the real one"
-        assert all(at >= 0.07 * (i + 1) / 7 for i, at in enumerate(ready_s)), "none before its time"
-        assert backward_s >= 0.07
-        assert 0 <= overrun < 10
-
-
-def check_overrun(rank: int) -> tuple[float, float]:
-    model = PlannedDataParallel(Stack())
-    accelerator = emulated(model.synchronizer, forward_s=0.02, backward_s=0.02, update_s=0.01)
-    seen = []
-    for step in range(6):
-        loss = model(torch.ones(4, 8)).sum()
-        seen.append(accelerator.overrun)
-        loss.backward()
-        if step > 2:
-            end_s = time.process_time() + 0.06
-            while time.process_time() < end_s:  # an optimizer that takes 6 times what the profile gives it
-                pass
-    return seen[3], seen[5]
-
-
-def test_work_that_takes_longer_than_the_profile_is_reported_as_overrun() -> None:
-    for quiet, busy in run_world(check_overrun, 2):
-        assert busy >= 0.99, "50 ms too long in a step of 50 ms"
-        assert quiet >= 0
-
-
-def check_accumulated_time(rank: int) -> float:
-    model = PlannedDataParallel(Stack())
-    steps = Steps()
-    model.synchronizer.listeners.append(steps)
-    emulated(model.synchronizer, forward_s=0.2, backward_s=0.05, update_s=0.0)
-    for _ in range(4):
-        with model.no_sync():
-            for _ in range(3):
-                model(torch.ones(4, 8)).sum().backward()
-        model(torch.ones(4, 8)).sum().backward()
-    model(torch.ones(4, 8))
-    return min(b - a for a, b in zip(steps.at_s[1:], steps.at_s[2:], strict=False))
-
-
-def test_the_passes_of_an_accumulated_step_share_its_forward_time() -> None:
-    # Four passes of 0.25 s each would take a second.
-    assert all(0.249 <= fastest < 0.95 for fastest in run_world(check_accumulated_time, 2))
-
-
 # -- batches and evaluations -----------------------------------------------------------------------
-
-
-def check_batches(rank: int) -> tuple[list[bool], int]:
-    model = PlannedDataParallel(Forbidden(Stack()))
-    steps = Steps()
-    model.synchronizer.listeners.append(steps)
-    emulated(model.synchronizer)
-    for step in range(6):
-        size = 3 if step in (2, 4) else 8  # the last batch of an epoch
-        output = model(torch.ones(size, 8))
-        assert output.shape == (size, 8)
-        output.mul_(2.0).sum().backward()  # the script may write into what it gets
-        if step == 5:
-            model(torch.ones(8, 8))  # a pass that no backward pass follows
-            with torch.no_grad():
-                model(torch.ones(8, 8))
-    model(torch.ones(8, 8)).sum().backward()
-    model(torch.ones(8, 8))
-    return steps.clean, model.module.computed
-
-
-def test_a_batch_of_another_shape_is_recorded_when_it_first_comes_and_validation_is_computed() -> None:
-    for clean, computed in run_world(check_batches, 2):
-        assert clean == [False, True, False, True, True, True, False]
-        assert computed == 3
 
 
 # -- refusals --------------------------------------------------------------------------------------

@@ -15,55 +15,31 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.profiler import profile as torch_profile
-from torch.utils.checkpoint import checkpoint
 from torch_plans import uniform
 from torch_world import run_world
 
 from autotune.dfg.memory import peak_memory
 from autotune.dfg.memory_passes import Run, accumulated, recomputed
-from autotune.dfg.memory_profile import Held
+from autotune.dfg.memory_profile import Held, MemoryProfile
 from autotune.dfg.plan_memory import Replica, bytes_always, plan_buffers
 from autotune.errors import InvalidInput
+from autotune.profiling.memory_file import RecordedMemory
 from autotune.strategy_space.strategy import Compressor, Synchronizer
 from benchmarks.c10_memory import AllocatorCounter, build
+from benchmarks.checkpointed import Stack, computed_again
+from benchmarks.checkpointed import training as stack_training
 from runtime_rewriter.pytorch.agreement import assumed_workload
 from runtime_rewriter.pytorch.allocations import Allocation, AllocationLog
 from runtime_rewriter.pytorch.ddp import PlannedDataParallel
 from runtime_rewriter.pytorch.memory_recorder import MemoryRecorder
+from runtime_rewriter.tracing.memory import MemoryCapture
 
 WIDTH = 48
 Step = Callable[[], None]
 
 
-class Stack(nn.Module):
-    """Layers in a sequence; `again`: (first, last) parts that are checkpointed together."""
-
-    def __init__(self, again: tuple[tuple[int, int], ...] = (), parts: list[nn.Module] | None = None) -> None:
-        super().__init__()
-        self.again = dict(again)
-        self.body = nn.Sequential(*(parts or [part for _ in range(4) for part in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]))
-        self.head = nn.Linear(WIDTH, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        at = 0
-        while at < len(self.body):
-            last = self.again.get(at, at)
-            run = self.body[at : last + 1]
-            x = checkpoint(run, x, use_reentrant=False) if at in self.again else run(x)
-            at = last + 1
-        return self.head(x)
-
-
 def training(module: nn.Module, batch: int = 1500, parts: int = 1) -> Step:
-    optimizer = torch.optim.Adam(module.parameters(), lr=1e-3)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        for _ in range(parts):
-            module(torch.randn(batch // parts, WIDTH)).square().mean().backward()
-        optimizer.step()
-
-    return step
+    return stack_training(module, WIDTH, batch, parts)
 
 
 def allocated_peak(build_step: Callable[[], Step]) -> int:
@@ -141,7 +117,8 @@ def test_the_predicted_peak_with_regions_computed_twice_is_that_of_torchs_checkp
     module = Stack(parts=parts())
     recorded = MemoryRecorder(module).record(training(module))
     predicted = peak_memory(recomputed(recorded, [Run(*run) for run in again])).peak_bytes
-    real = allocated_peak(lambda: training(Stack(again, parts())))
+    runs = [[f"body.{number}" for number in range(first, last + 1)] for first, last in again]
+    real = allocated_peak(lambda: training(computed_again(Stack(parts=parts()), runs)))
     assert predicted == pytest.approx(real, rel=0.02)
     assert predicted < recorded.live_bytes.max() or again == ((0, 7),)
 
@@ -192,6 +169,63 @@ def test_a_script_that_profiles_itself_is_refused_and_left_without_hooks() -> No
         MemoryRecorder(module).record(training(module))
     assert not any(part._forward_hooks or part._forward_pre_hooks for part in module.modules())
     assert not any(parameter._post_accumulate_grad_hooks for parameter in module.parameters())
+
+
+# -- of a job that trains, on two ranks ------------------------------------------------------------
+
+
+class Rows(nn.Module):
+    """Gradients that are sparse, beside dense ones, and a buffer that DDP sends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(2000, WIDTH, sparse=True)
+        self.body = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(self.rows((x[:, 0] * 1000).long() % 2000))
+
+
+def _captured(rank: int, view: bool) -> list[tuple[str, str, MemoryProfile, RecordedMemory | None]]:
+    """Of every model: what a replica alone needs, and what was recorded of it while two trained."""
+    found = []
+    for kind in (Stack, Mixed, Rows):
+        torch.manual_seed(0)
+        module = kind()
+        wrapped: Any = PlannedDataParallel(module, gradient_as_bucket_view=view)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.01, momentum=0.0 if kind is Rows else 0.9)
+
+        def step(model: Any, optimizer: torch.optim.SGD = optimizer) -> None:
+            optimizer.zero_grad()
+            torch.manual_seed(1)  # the same rows in every step
+            model(torch.rand(600, WIDTH)).square().mean().backward()
+            optimizer.step()
+
+        for _ in range(2):
+            step(wrapped)
+        capture = MemoryCapture(wrapped.synchronizer, None)
+        while not capture.done:
+            step(wrapped)
+        memory = capture.finish()
+        wrapped.synchronizer.close()
+        alone = MemoryRecorder(module).record(lambda step=step, module=module: step(module))  # type: ignore[misc]
+        found.append((kind.__name__, capture.note, alone, memory))
+    return found
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_the_memory_of_a_replica_that_trains_with_others_is_that_of_one_alone(view: bool) -> None:
+    first, second = run_world(_captured, 2, view)
+    assert [memory for _, _, _, memory in second] == [None, None, None]
+    for name, note, alone, memory in first:
+        assert memory is not None, note
+        assert (memory.ddp, memory.bucket_view, memory.batch) == (True, view, 600)
+        assert memory.fixed is not None
+        assert memory.profile.model == alone.model and memory.profile.sparse_bytes == alone.sparse_bytes
+        assert memory.profile.live_bytes.max() == pytest.approx(alone.live_bytes.max(), rel=0.005), name
+        for held in (Held.PARAMETER, Held.GRADIENT, Held.OPTIMIZER, Held.BUFFER):
+            # A step that is cut elsewhere may hold indices of rows twice in one segment.
+            assert memory.profile.bytes_of(held) == pytest.approx(alone.bytes_of(held), rel=0.05), (name, held)
 
 
 # -- under plans, on two ranks -----------------------------------------------------------------------

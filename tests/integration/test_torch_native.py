@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from test_torch_hooks import USES, Branches, Odd, assert_close, gradients, pair
+from ddp_pair import assert_close, gradients, pair
+from test_torch_models import USES, Branches, Odd
 from torch import Tensor, nn
 from torch._C._distributed_c10d import _register_comm_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -24,7 +25,8 @@ from autotune.strategy_space.carrier import buckets_of, carrier_of
 from autotune.strategy_space.plan import Plan, plan
 from autotune.strategy_space.strategy import Compressor, Shard, Strategy, Synchronizer, VariableStrategy
 from runtime_rewriter.pytorch.agreement import assumed_workload
-from runtime_rewriter.pytorch.ddp import PlannedDataParallel, attach
+from runtime_rewriter.pytorch.attached import attach
+from runtime_rewriter.pytorch.ddp import PlannedDataParallel
 from runtime_rewriter.pytorch.hooks import GradientSynchronizer
 from runtime_rewriter.pytorch.native_buckets import BucketReducer
 from runtime_rewriter.pytorch.numerics import GateResult, GradientGate

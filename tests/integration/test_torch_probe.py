@@ -49,9 +49,11 @@ def test_scaled_messages_stand_for_the_whole_ones() -> None:
 
 
 def long(rank: int, budget_s: float, devices: tuple[int, ...], own_groups: bool = False) -> tuple[ProbeResult, list[str], int]:
-    """With `own_groups`, the script has made a group that only some ranks know of."""
+    """With `own_groups`, the script has made a group that only some ranks know of, and was probed before."""
     if own_groups and rank < 2:
         dist.new_group([0, 1], use_local_synchronization=True)
+    if own_groups:
+        probe_links(None, 0.5, devices)
     before = len(dist.distributed_c10d._world.pg_map)
     said: list[str] = []
     found = probe_cluster(None, budget_s, devices, said.append)

@@ -158,6 +158,8 @@ class Counted(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.a, self.b, self.computed = nn.Linear(4, 4), nn.Linear(4, 4), 0
+        self.register_buffer("running", torch.zeros(3))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
 
     def forward(self, x: Tensor) -> Tensor:
         self.computed += 1
@@ -178,6 +180,7 @@ def test_for_a_profile_rank_0_computes_alone_and_the_others_play_one_recorded_st
     (workload, computed), (other, computed_elsewhere), (third, _) = run_world(check_alone, 3)
     assert workload == other == third and workload.source == "measured"
     assert computed == 6 and computed_elsewhere == 3, "before and after the profile, and the recorded step"
+    assert workload.buffers == 2 and workload.buffer_bytes == (12, 8), "one broadcast per dtype, which the forward pass does not contain"
     timetable = timetable_of(workload)
     assert timetable.forward_s >= 0.03 and timetable.backward_s >= 0.06
     assert {name for name, _ in timetable.ready[:2]} == {"b.weight", "b.bias"}

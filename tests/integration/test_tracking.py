@@ -15,6 +15,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+from short_jobs import with_tracking_store
 from synthetic_job import WORKLOAD, SyntheticWorld, drive, job_spec, strategy
 
 from autotune.canonical import canonical_json
@@ -115,7 +116,8 @@ def assert_tracked_exactly_once(uri, history, decision):
     return client, parent, runs
 
 
-def test_a_job_is_tracked_once_with_its_artifacts_however_often_it_is_sent(store, tmp_path):
+def test_a_job_is_tracked_once_with_its_artifacts_however_often_it_is_sent(store, tmp_path, tracking_store):
+    with_tracking_store(tmp_path, tracking_store)
     uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
     tracker = Tracker(store, "job", uri, "sync", tmp_path / "artifacts")
     history, decision = observed_job(store, tracker)
@@ -176,10 +178,11 @@ def test_nothing_is_lost_or_doubled_when_the_server_comes_late_and_is_killed(sto
             stop_server(server)
 
 
-def test_a_trained_simulator_is_registered_and_predicts_the_same_when_loaded(store, tmp_path):
+def test_a_trained_simulator_is_registered_and_predicts_the_same_when_loaded(store, tmp_path, tracking_store):
     import mlflow
     import pandas as pd
 
+    with_tracking_store(tmp_path, tracking_store)
     uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
     simulator, features = trained_simulator()
     tracker = Tracker(store, "job", uri, "sync", tmp_path / "artifacts")
@@ -247,7 +250,9 @@ def start_server(folder, port):
     command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
     command += ["--backend-store-uri", f"sqlite:///{folder / 'server.db'}", "--artifacts-destination", str(folder / "server-artifacts")]
     log = (folder / "server.log").open("a")
-    server = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True, cwd=folder)
+    # Its runners of jobs of its own are processes that import all of MLflow, and nothing here asks for them.
+    environment = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+    server = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True, cwd=folder, env=environment)
     log.close()
     for _ in range(240):
         try:

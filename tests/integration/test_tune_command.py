@@ -36,7 +36,7 @@ def tune_words(directory: Path, script: Path, *script_words: str, options: tuple
 def tuned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict]:
     """One small job on the ResNet example, run once for the tests that look at what it left."""
     directory = tmp_path_factory.mktemp("jobs")
-    options = ("--json", "--job", "resnet", "--simulators", "linear")
+    options = ("--json", "--job", "resnet", "--simulators", "linear", *SHORT_PROBE)
     words = tune_words(directory, ROOT / "examples" / "resnet_digits.py", "--width", "8", "--epochs", "500", options=options)
     done = autotune(*words)
     assert done.returncode == 0, done.stderr
@@ -104,9 +104,6 @@ def test_an_exported_strategy_runs_in_the_unchanged_script_and_a_wrong_world_is_
     refused = autotune(*launch, "3", *script, "--width", "8")
     assert refused.returncode == 2
     assert "world size of 2, but the command asks for 3 workers" in refused.stderr
-    other_model = autotune(*launch, "2", *script, "--width", "16")
-    assert other_model.returncode != 0
-    assert "ModelMismatch" in other_model.stderr
 
 
 def test_the_gpt_example_is_tuned_with_lossy_strategies_and_without_a_simulator(tmp_path, tracking_store) -> None:
@@ -119,14 +116,6 @@ def test_the_gpt_example_is_tuned_with_lossy_strategies_and_without_a_simulator(
     assert json.loads(done.stdout)["decision"]["comparison"]["pairs"] >= 6
 
 
-def test_bayesian_optimization_runs_by_a_flag(tmp_path, tracking_store) -> None:
-    with_tracking_store(tmp_path, tracking_store)
-    done = autotune(*tune_words(tmp_path, SMALL, options=("--json", "--search", "bayes", *SHORT_PROBE)))
-    assert done.returncode == 0, done.stderr
-    shown = autotune("show", json.loads(done.stdout)["job"], "--directory", str(tmp_path), "--json")
-    assert any(trial["request"]["role"] == "candidate" for trial in json.loads(shown.stdout)["trials"])
-
-
 def test_kill_9_at_random_moments_loses_no_finished_trial_and_repeats_none(tmp_path, tracking_store) -> None:
     with_tracking_store(tmp_path, tracking_store)
     moments = random.Random(7)
@@ -134,7 +123,7 @@ def test_kill_9_at_random_moments_loses_no_finished_trial_and_repeats_none(tmp_p
     command = [sys.executable, "-m", "autotune", *tune_words(tmp_path, SMALL, "--width", "256", options=options)]
     resume = [sys.executable, "-m", "autotune", "tune", "--resume", "killed", "--directory", str(tmp_path)]
     seen: list = []
-    for attempt in range(3):
+    for attempt in range(2):
         process = subprocess.Popen(command if attempt == 0 else resume, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
         wait_for_more_events(tmp_path, len(seen), process)
         time.sleep(moments.uniform(0.0, 1.5))
@@ -168,13 +157,15 @@ def wait_for_more_events(directory: Path, before: int, process: subprocess.Popen
     raise AssertionError(f"no new event within 120 s, exit status {process.poll()}")
 
 
-def test_a_dead_mlflow_server_does_not_stop_a_random_search_and_the_runs_are_sent_later(tmp_path, tracking_store) -> None:
+def test_a_dead_mlflow_server_does_not_stop_a_bayesian_search_and_the_runs_are_sent_later(tmp_path, tracking_store) -> None:
     with_tracking_store(tmp_path, tracking_store)
-    options = ("--json", "--search", "random", "--tracking-uri", "http://127.0.0.1:9", "--job", "offline", *SHORT_PROBE)
+    options = ("--json", "--search", "bayes", "--tracking-uri", "http://127.0.0.1:9", "--job", "offline", *SHORT_PROBE)
     done = autotune(*tune_words(tmp_path, SMALL, options=options))
     assert done.returncode == 0, done.stderr
     unsent = json.loads(done.stdout)["unsent_tracking_items"]
     assert unsent > 8
+    shown = autotune("show", "offline", "--directory", str(tmp_path), "--json")
+    assert any(trial["request"]["role"] == "candidate" for trial in json.loads(shown.stdout)["trials"])
     later = autotune("track", "offline", "--directory", str(tmp_path), "--json")
     assert later.returncode == 0, later.stderr
     assert json.loads(later.stdout) == {"job": "offline", "sent": unsent, "unsent": 0, "rejected": [], "exit_status": 0}

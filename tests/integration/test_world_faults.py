@@ -1,14 +1,14 @@
-"""The world on real Ray actors: what a failing script or plan becomes, and that tuning can go on after it."""
+"""What a failing script or plan becomes, and that tuning can go on after it; `test_ray_world.py` does so on Ray actors."""
 
 from __future__ import annotations
 
-import signal
-import socket
-from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+from local_world import ForkedRank
 
 from autotune.cluster import Cluster
 from autotune.driver import drive
@@ -21,37 +21,16 @@ from autotune.strategy_space.builders.collectives import ddp_default, single_buc
 from autotune.strategy_space.plan import Plan, plan
 from autotune.strategy_space.strategy import Compressor
 from autotune.workload import Variable, Workload
-from runtime_rewriter.command import read_command
-from runtime_rewriter.ray_world import RayCluster, ray_world
-from runtime_rewriter.world import World
+from runtime_rewriter.worker import ProcessSupervisor, WorkerLost
 
-SCRIPT = Path(__file__).parents[1] / "scripts" / "train_small.py"
 LSTM = Path(__file__).parents[2] / "examples" / "lstm_text.py"  # it clips by the global norm
 RANKS = 2
 REQUEST = TrialRequest(0, "strategy-under-test", Role.CANDIDATE, warmup_steps=2, timed_steps=4)
 
 
-@pytest.fixture
-def make_world(cluster_of_two: RayCluster, tmp_path: Path) -> Iterator:
-    made: list[World] = []
-
-    def make(*words: str, script: Path = SCRIPT, step_timeout_s: float = 60.0, **options: object) -> World:
-        command = read_command(["torchrun", "--nproc-per-node", str(RANKS), str(script), *words])
-        made.append(ray_world(cluster_of_two, command, RANKS, tmp_path / "logs", step_timeout_s, 60.0, **options))
-        return made[-1]
-
-    yield make
-    for world in made:
-        world.close()
-
-
 def small_model() -> Workload:
     shapes = {"0.weight": (64, 32), "0.bias": (64,), "2.weight": (64, 64), "2.bias": (64,), "3.weight": (8, 64), "3.bias": (8,)}
     return Workload("Sequential", tuple(Variable(name, shape) for name, shape in reversed(shapes.items())))
-
-
-def fault_words(kind: str, tmp_path: Path) -> list[str]:
-    return ["--fault", kind, "--fault-step", "6", "--fault-file", str(tmp_path / f"{kind}-was-planted")]
 
 
 FAULTS = (
@@ -99,7 +78,7 @@ def test_a_plan_that_the_runtime_cannot_enact_is_refused_without_a_restart(make_
 
 
 def test_what_a_script_keeps_from_being_tried_is_recorded_with_its_profile(make_world, tmp_path) -> None:
-    world = make_world("--width", "16", "--layers", "1", "--batch-size", "2", "--block-size", "8", script=LSTM)
+    world = make_world("--width", "16", "--layers", "1", "--batch-size", "2", "--block-size", "8", script=LSTM, probe_s=1.0)
     spec = JobSpec(("torchrun", str(LSTM)), RANKS, Cluster.local(RANKS), max_seconds=0.001, most_steps=0)
     with Store.open(tmp_path / "jobs.db") as store:
         store.create_job("lstm", spec)
@@ -153,27 +132,22 @@ def test_a_script_that_times_out_at_its_start_is_reported_with_its_own_error(mak
         make_world(script=script).run_trial(REQUEST, None)
 
 
-def test_a_port_range_without_a_free_port_is_refused_with_the_fix(make_world) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        with pytest.raises(LaunchError, match=rf"free port in {port}-{port} on 127.0.0.1, but all are taken; .*--master-ports"):
-            make_world(master_ports=(port, port)).run_trial(REQUEST, None)
+class Doomed(ProcessSupervisor):
+    """Lost with the first trial that it gets."""
 
-
-def test_a_trial_that_lost_a_worker_is_repeated_on_other_workers(make_world, tmp_path) -> None:
-    world = make_world(*fault_words("supervisor", tmp_path))
-    assert isinstance(world.run_trial(replace(REQUEST, timed_steps=30), None), Measured)
-    assert world.restarts == 1
+    def instruct(self, message: dict[str, Any]) -> None:
+        if message["do"] == "trial":
+            raise WorkerLost("its machine is gone")
+        super().instruct(message)
 
 
 def test_a_trial_that_loses_its_workers_twice_has_failed(make_world) -> None:
-    world = make_world("--fault", "supervisor", "--fault-step", "6")
-    lost = world.run_trial(replace(REQUEST, timed_steps=30), None)
+    world = make_world(supervisor=partial(Doomed, ForkedRank))
+    lost = world.run_trial(REQUEST, None)
     assert isinstance(lost, Failed)
     assert lost.kind is FailureKind.CRASH
-    assert "a worker was lost, and again on other workers" in lost.message
+    assert "a worker was lost, and again on other workers: its machine is gone" in lost.message
+    assert world.restarts == 1
 
 
 def test_a_rank_that_comes_to_its_end_before_the_others_ends_the_script_and_not_the_strategy(make_world, tmp_path) -> None:
@@ -187,39 +161,3 @@ def test_a_rank_that_comes_to_its_end_before_the_others_ends_the_script_and_not_
 def test_steps_shorter_than_the_heartbeat_are_not_a_hang_however_low_the_limit(make_world) -> None:
     world = make_world(step_timeout_s=0.5)
     assert isinstance(world.run_trial(replace(REQUEST, timed_steps=1000), None), Measured)
-
-
-class _Interrupted(Exception):
-    pass
-
-
-def test_closing_does_not_wait_for_the_trial_that_runs(make_world) -> None:
-    def interrupt(*_: object) -> None:
-        raise _Interrupted
-
-    world = make_world()
-    assert isinstance(world.run_trial(REQUEST, None), Measured)
-    before = signal.signal(signal.SIGALRM, interrupt)
-    try:
-        signal.alarm(2)
-        with pytest.raises(_Interrupted):
-            world.run_trial(replace(REQUEST, timed_steps=10**9), None)
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
-    world.close()
-
-
-def test_workers_that_do_not_come_up_give_their_room_back(make_world) -> None:
-    with pytest.raises(LaunchError, match=r"all 2 workers must come up within 0\.001 s, but did not"):
-        make_world(first_call_timeout_s=0.001).run_trial(REQUEST, None)
-    assert isinstance(make_world().run_trial(REQUEST, None), Measured)
-
-
-def test_more_hosts_than_there_are_is_refused_with_need_and_have(make_world) -> None:
-    with pytest.raises(
-        LaunchError, match=r"need 2 hosts with 1, 1 CPUs .*, but the Ray cluster has 127\.0\.0\.1 with 2 CPUs; give the --address"
-    ):
-        make_world(devices_per_host=(1, 1)).run_trial(REQUEST, None)
-    with pytest.raises(LaunchError, match="must add up to the 2 workers, but are 2, 1"):
-        make_world(devices_per_host=(2, 1))

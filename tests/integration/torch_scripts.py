@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import runpy
 import subprocess
+import sys
+import tempfile
+import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
+
+import torch
+from torch_world import fork_server, free_port
 
 ABORTED_AT_EXIT = "terminate called without an active exception"
 
@@ -20,3 +29,38 @@ def run_script(command: Sequence[str], **options: Any) -> subprocess.CompletedPr
         if done.returncode == 0 or ABORTED_AT_EXIT not in done.stderr:
             break
     return done
+
+
+def run_ranks(words: Sequence[str], ranks: int = 0, timeout_s: float = 120.0) -> subprocess.CompletedProcess[str]:
+    """`python words` in each of `ranks` processes with the variables that torchrun sets, or in one without them (0).
+
+    They are forked from a process that has torch imported: that is most of what a short script takes.
+    """
+    environment = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    if ranks:
+        size = str(ranks)
+        environment |= {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    with tempfile.TemporaryDirectory() as folder:
+        streams = [str(Path(folder, name)) for name in ("stdout", "stderr")]
+        own = [{**environment, **({"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks else {})} for rank in range(max(ranks, 1))]
+        processes = [fork_server().Process(target=_run, args=([*words], variables, streams), daemon=True) for variables in own]
+        for process in processes:
+            process.start()
+        deadline = time.monotonic() + timeout_s
+        for process in processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+            if process.is_alive():
+                process.kill()
+                process.join()
+        output, errors = (Path(stream).read_text() for stream in streams)
+    return subprocess.CompletedProcess(words, next((p.exitcode for p in processes if p.exitcode), 0), output, errors)
+
+
+def _run(words: list[str], environment: dict[str, str], streams: list[str]) -> None:
+    for descriptor, path in enumerate(streams, start=1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), descriptor)
+    os.environ.update(environment)
+    torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
+    sys.argv = words
+    sys.path.insert(0, str(Path(words[0]).resolve().parent))
+    runpy.run_path(words[0], run_name="__main__")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import multiprocessing.context
 import socket
 import time
 import traceback
@@ -21,10 +22,8 @@ def run_world(check: Callable[..., Any], size: int, *arguments: Any, timeout_s: 
 
     A rank that raises fails the test with its traceback, one that ends without a word gives None.
     """
-    # The fork server has torch imported and nothing started: a rank costs a fork instead of an import.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch._dynamo.utils", "runtime_rewriter.pytorch.ddp"])
-    port = _free_port()
+    context = fork_server()
+    port = free_port()
     pipes = [context.Pipe(duplex=False) for _ in range(size)]
     processes = [
         context.Process(target=_rank_main, args=(pipes[rank][1], check, rank, size, port, arguments), daemon=True) for rank in range(size)
@@ -43,6 +42,15 @@ def run_world(check: Callable[..., Any], size: int, *arguments: Any, timeout_s: 
     failures = [f"rank {rank}:\n{value}" for rank, (kind, value) in enumerate(results) if kind == "error"]
     assert not failures, "\n".join(failures)
     return [value for _, value in results]
+
+
+def fork_server() -> multiprocessing.context.ForkServerContext:
+    """It has torch imported and nothing started: a process costs a fork instead of some seconds of importing."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(
+        ["torch", "torch._dynamo.utils", "runtime_rewriter.launch", "runtime_rewriter.session", "runtime_rewriter.pytorch.ddp"]
+    )
+    return context
 
 
 def _receive(receiving: Connection, deadline: float) -> tuple[str, Any]:
@@ -70,7 +78,7 @@ def _rank_main(sending: Connection, check: Callable[..., Any], rank: int, size: 
         dist.destroy_process_group()
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

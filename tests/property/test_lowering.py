@@ -24,7 +24,7 @@ from autotune.workload import Variable, Workload
 
 FREE = replace(RuntimeCosts(), **{f.name: Constant(0.0, "none") for f in fields(RuntimeCosts) if f.name not in ("threads", "payload")})
 """A runtime that costs nothing beside the network."""
-CROWDED = replace(RuntimeCosts(), hand_out_s_per_byte=Constant(1e-9, "test"), update_s_per_byte=Constant(2e-10, "test"))
+CROWDED = replace(RuntimeCosts(), hand_out_s_per_byte=Constant(1e-9, "test"))
 PROBED = ("all_reduce", "push_pull", "reduce_scatter_all_gather", "reduce_scatter", "all_gather", "broadcast", "reduce")
 
 

@@ -121,6 +121,9 @@ def test_busy_and_exposed_times_are_what_a_fine_clock_counts(dfg: Dfg) -> None:
     counted = {"forward_s": {Kind.FORWARD}, "backward_s": {Kind.BACKWARD}, "update_s": {Kind.UPDATE}, "communication_s": COMMUNICATION}
     for name, kinds in counted.items():
         np.testing.assert_allclose(getattr(summary, name), width[of(kinds, summary.worker)].sum(), atol=1e-9, err_msg=name)
+    computes, sends = (of(kinds, summary.worker) for kinds in (COMPUTATION, COMMUNICATION))
+    np.testing.assert_allclose(summary.computation_s, width[computes].sum(), atol=1e-9)
+    np.testing.assert_allclose(summary.idle_s, width[~computes & ~sends].sum(), atol=1e-9)
     ranked = dfg.worker != NONE
     ends_s = timeline.end_s[dfg.worker == summary.worker]
     assert not ranked.any() or (summary.worker != NONE and ends_s.max() == timeline.end_s[ranked].max())

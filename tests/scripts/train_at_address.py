@@ -19,7 +19,8 @@ def world(cluster: RayCluster, devices_per_host: tuple[int, ...], addresses: tup
     workers = sum(devices_per_host)
     command = read_command(["torchrun", "--nproc-per-node", str(workers), str(Path("train_small.py").resolve())])
     logs = Path("jobs/there/logs").resolve()
-    return ray_world(cluster, command, workers, logs, 60.0, 60.0, devices_per_host=devices_per_host, addresses=addresses)
+    where = {"devices_per_host": devices_per_host, "addresses": addresses}
+    return ray_world(cluster, command, workers, logs, 60.0, 60.0, probe_s=1.0, **where)
 
 
 def refusal(address: str) -> str:

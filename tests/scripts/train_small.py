@@ -47,6 +47,8 @@ def main() -> None:
     parser.add_argument("--loss-scale", type=float, default=1.0)
     parser.add_argument("--without-ddp", action="store_true")
     parser.add_argument("--clip", action="store_true", help="clip gradients by their global norm")
+    parser.add_argument("--accumulate", type=int, default=1, help="backward passes per step of the optimizer, each synchronized")
+    parser.add_argument("--evaluate", action="store_true", help="after every step")
     options = parser.parse_args()
     dist.init_process_group("gloo")
     torch.manual_seed(0)
@@ -59,12 +61,17 @@ def main() -> None:
     for step in range(options.steps):
         if options.fault and step == options.fault_step and dist.get_rank() == dist.get_world_size() - 1:
             misbehave(options.fault.split(","), options.fault_file)
-        optimizer.zero_grad()
+        if step % options.accumulate == 0:
+            optimizer.zero_grad()
         loss = wrapped(torch.randn(16, 32, generator=data)).square().mean() * options.loss_scale
         loss.backward()
         if options.clip:
             torch.nn.utils.clip_grad_norm_(wrapped.parameters(), 0.1)
-        optimizer.step()
+        if (step + 1) % options.accumulate == 0:
+            optimizer.step()
+        if options.evaluate:
+            with torch.no_grad():
+                wrapped(torch.randn(16, 32, generator=data))
     dist.destroy_process_group()
 
 

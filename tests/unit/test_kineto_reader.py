@@ -17,7 +17,7 @@ from synthetic_traces import Job
 from autotune.errors import InvalidInput
 from autotune.profiling.traces import read_job
 from autotune.profiling.traces.kineto import read_kineto
-from autotune.profiling.traces.rank_trace import Category
+from autotune.profiling.traces.rank_trace import Category, Repair, told
 
 
 def read(data: Any) -> Any:
@@ -148,6 +148,11 @@ def test_steps_are_inferred_from_what_repeats_and_told() -> None:
     assert any("3 steps inferred" in repair.what for repair in trace.repairs)
     alone = read({"traceEvents": [span(ts=1.0), span(ts=50.0)]})
     assert [step.found for step in alone.steps] == ["whole trace"]
+
+
+def test_repairs_that_differ_in_the_rank_only_are_told_as_one() -> None:
+    repairs = [Repair("steps inferred", rank=rank) for rank in (0, 1, 2, 5)] + [Repair("a rank is missing"), Repair("left out", 3, 4)]
+    assert told(repairs) == ["ranks 0-2, 5: steps inferred", "a rank is missing", "rank 4: left out (3 times)"]
 
 
 def test_python_frames_are_dropped_but_modules_kept() -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from autotune.cluster import Cluster, Host
+from autotune.cluster import Cluster, CollectiveFit, Host
 from autotune.dfg.graph import NONE, Kind
 from autotune.dfg.replay import replay
 from autotune.errors import InvalidInput
@@ -15,7 +15,8 @@ from autotune.lowering.costs import Constant, RuntimeCosts
 from autotune.lowering.lower import Lowering, lower, replayed_step_s
 from autotune.strategy_space.builders.collectives import per_variable, single_bucket
 from autotune.strategy_space.builders.servers import parameter_server
-from autotune.strategy_space.plan import Plan, Primitive, plan
+from autotune.strategy_space.plan import Message, Plan, Primitive, TensorSlice, plan
+from autotune.strategy_space.strategy import Compressor
 from autotune.workload import Variable, Workload
 
 
@@ -150,3 +151,61 @@ def test_a_reduce_and_its_broadcast_follow_each_other_on_lanes_of_their_own() ->
     locks = {name.split()[2] for name in graph.names.ops if name.endswith(" in")}
     assert locks == {"reduce", "broadcast"}
     assert graph.locks == 2
+
+
+def test_buffers_travel_before_every_forward_pass() -> None:
+    cluster = probed_broadcast(0.004)
+    buffered = replace(workload(), buffer_bytes=(4000, 80), buffers=7)
+    none, some = (Lowering(each, cluster).step_s(plan(single_bucket(each), each, 4)) for each in (workload(), buffered))
+    assert some - none == pytest.approx(2 * 0.004 + 7 * RuntimeCosts()["buffer_s"])
+    for cross_step in (False, True):
+        names = lower(buffered, cluster, replace(plan(single_bucket(buffered), buffered, 4), cross_step=cross_step), steps=2).names.ops
+        assert sum("broadcast buffers" in name for name in names) == 2
+
+
+def probed_broadcast(seconds: float) -> Cluster:
+    return even(4).with_fits((CollectiveFit("broadcast", 4, seconds, 0.0, 0.0, 1024, 2**20),))
+
+
+def test_cores_are_shared_where_ranks_are_more_than_they() -> None:
+    wanted, duties = ring(4), replace(RuntimeCosts(), fill_s=Constant(0.01, "test"))
+    alone, roomy, crowded = (Lowering(workload(), replace(even(4), machine_cores=cores), duties).step_s(wanted) for cores in (0, 8, 2))
+    assert alone == roomy, "each rank has a core for itself"
+    assert crowded - alone > 4 * 0.01, "packing five gradients of 10 ms takes every rank twice as long"
+
+
+def test_emulated_ranks_update_for_real_on_the_cores_that_they_share() -> None:
+    own, wanted = replace(workload(), update_s=0.1), ring(4)
+    for device, times in (("cpu", 2), ("cuda", 1)):
+        there = replace(own, device=device)
+        short = Lowering(replace(there, update_s=0.0), replace(even(4), machine_cores=2)).step_s(wanted)
+        assert Lowering(there, replace(even(4), machine_cores=2)).step_s(wanted) - short == pytest.approx(times * 0.1)
+
+
+def test_cpu_time_beyond_the_end_of_a_message_delays_other_messages_and_not_its_own() -> None:
+    """All-reduces of 1 ms that take each of four ranks 2 ms of two cores: alone 1 ms, a hundred of them 400."""
+    fit = CollectiveFit("all_reduce", 4, 0.001, 0.0, 0.0, 1024, 2**20, cpu_alpha_s=0.002)
+    lowering = Lowering(workload(), replace(even(4).with_fits((fit,)), machine_cores=2))
+    message = ring(4).messages[0]
+    alone = Lowering(workload(), even(4).with_fits((fit,))).sync_s(message)
+    ends = lowering.message_graph([message])
+    arrived = replay(ends).end_s[[name.endswith("wait") for name in ends.names.ops]].max()
+    assert arrived == pytest.approx(alone)
+    assert lowering.sync_s(message, parts=100) > 0.35
+
+
+def test_a_slow_host_takes_turns_between_being_a_server_and_sending_to_another_one() -> None:
+    """Both gathers bring 30 MB through the slow host's link, one in and one out of it: on even hosts they pass each other."""
+    slow = even(4)
+    slow = replace(slow, hosts=(*slow.hosts[:3], replace(slow.hosts[3], link_bytes_per_s=1e7)))
+    to_slow, to_fast = (
+        Message((TensorSlice("v0", count),), Primitive.PUSH_PULL, Compressor.NONE, "float32", owner=owner)
+        for owner, count in ((3, 2_500_000), (0, 7_500_000))
+    )
+    both = replay(Lowering(workload(), slow).message_graph([to_slow, to_fast])).makespan_s
+    each = [replay(Lowering(workload(), slow).message_graph([one])).makespan_s for one in (to_slow, to_fast)]
+    assert both > 0.9 * sum(each)
+    fast = [
+        replay(Lowering(workload(), even(4)).message_graph(list(some))).makespan_s for some in ([to_slow], [to_fast], [to_slow, to_fast])
+    ]
+    assert fast[2] < 0.9 * (fast[0] + fast[1])

@@ -168,7 +168,7 @@ def test_the_faster_pass_that_fits_is_taken() -> None:
 
 def test_a_budget_that_nothing_fits_is_refused_with_what_each_pass_needs() -> None:
     profile, made = two_layers(), plan(per_variable(WORKLOAD), WORKLOAD, 2)
-    with pytest.raises(InvalidInput, match=r"needs at least .* as it is, .* computed twice, .* in parts"):
+    with pytest.raises(InvalidInput, match=r"needs .* as it is, .* computed twice, .* in parts, .* with both: at least 4.05 KiB"):
         fit_memory(WORKLOAD, Cluster.local(2), made, profile, 1000, batch=2)
 
 

@@ -52,6 +52,15 @@ def test_kernels_are_the_computation_where_there_is_a_device() -> None:
     assert times.exposed_s == pytest.approx(250e-6)
 
 
+def test_steps_without_an_optimizers_step_are_told_apart() -> None:
+    def step(start_us: float, *updates_us: float) -> list[dict[str, Any]]:
+        moved = [{**one, "ts": one["ts"] + start_us} for one in STEP]
+        return moved + [event("Optimizer.step#SGD.step", start_us + at_us, 10.0, "user_annotation") for at_us in updates_us]
+
+    assert step_times([*step(0.0), *step(1000.0, 800.0, 820.0), *step(2000.0, 999.0)], []).updated_steps == 2
+    assert step_times(step(0.0), []).updated_steps == 0
+
+
 def test_a_trace_without_marks_tells_nothing() -> None:
     assert step_times(STEP[1:], []) == StepTimes()
 

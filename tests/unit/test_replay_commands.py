@@ -12,6 +12,7 @@ from synthetic_job import WORKLOAD
 
 from autotune.canonical import canonical_json
 from autotune.cli import main
+from autotune.profiling.job_file import RankRecord, RecordedJob
 from autotune.strategy_space.plan import plan
 from autotune.strategy_space.strategy import Strategy
 
@@ -63,7 +64,22 @@ def test_replay_of_two_ranks_says_what_the_iteration_is_made_of_and_writes_timel
     assert "Timeline" in report.read_text() and "<script" not in report.read_text()
     assert main(["replay", *traces]) == 0
     text = capsys.readouterr().out
-    assert "2 ranks, step 3" in text and "exposed communication" in text
+    assert "2 ranks, step 3, 1 collectives matched" in text and "exposed communication" in text and "hosts: unknown" in text
+    assert told["computation_s"] + told["exposed_communication_s"] + told["idle_s"] == pytest.approx(told["iteration_s"])
+    assert main(["replay", *traces, "--hosts", "a,a", "--no-align", "--json"]) == 0
+    again = json.loads(capsys.readouterr().out)
+    assert (again["hosts"], again["hosts_from"], again["alignment"]) == (["a", "a"], "given", None)
+
+
+def test_replay_of_a_recorded_folder_shows_the_peak_of_a_replica(tmp_path, capsys) -> None:
+    from test_memory_commands import MODEL, replica
+
+    ranks = tuple(RankRecord(rank, "host", "cpu", "x", 1, kineto(rank, tmp_path).name, (), (0.2,)) for rank in (0, 1))
+    RecordedJob(2, ranks, 1, 1, 1, MODEL.id, MODEL).write(tmp_path)
+    replica().write(tmp_path)
+    report = tmp_path / "report.html"
+    assert main(["replay", str(tmp_path), "--report", str(report)]) == 0
+    assert "peak memory of a replica" in capsys.readouterr().out and "Peak memory of a replica" in report.read_text()
 
 
 def test_optimize_writes_a_strategy_that_plans_and_predicts_no_slower_than_ddp(workload, tmp_path, capsys) -> None:
@@ -80,11 +96,28 @@ def test_optimize_writes_a_strategy_that_plans_and_predicts_no_slower_than_ddp(w
     assert "next forward pass" not in capsys.readouterr().out
 
 
+def test_optimize_crosses_the_step_of_a_recorded_script_only_where_the_script_can(tmp_path, capsys) -> None:
+    ranks = tuple(RankRecord(rank, "host", "cpu", "x", 1, f"rank{rank}.json.gz", (), (0.1,)) for rank in range(2))
+    job = RecordedJob(2, ranks, 1, 1, 1, WORKLOAD.id, WORKLOAD)
+    slow = tmp_path / "slow.yaml"
+    slow.write_text(HOSTS.replace("1Gbit/s", "10Mbit/s"))
+    words = ["optimize", str(tmp_path), "--cluster", str(slow), "--report", str(tmp_path / "report.html")]
+    job.write(tmp_path)
+    assert main(words) == 0
+    assert "next forward pass" in capsys.readouterr().out
+    replace(job, cross_step_refused="gradients are clipped").write(tmp_path)
+    assert main(words) == 0
+    text = capsys.readouterr().out
+    assert "synchronization stays within the step: gradients are clipped\n" in text and "next forward pass" not in text
+    assert "gradients are clipped" in (tmp_path / "report.html").read_text()
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["replay", "absent.json"], "absent.json"),
         (["replay", "{trace}", "--step", "last"], "--step must be the number of a step, or median, but is 'last'"),
+        (["replay", "{trace}", "--hosts", "a,b"], "hosts must be a number of ranks per host, or 1 names with commas"),
         (["replay", "{trace}", "--step", "9"], "the step must be one of 3, but is 9"),
         (["optimize", "absent", "--cluster", "B7"], "there must be something to optimize"),
         (["optimize", "{workload}", "--cluster", "absent.yaml"], "the cluster must be a cluster file or one of"),

@@ -135,6 +135,32 @@ def test_the_thread_that_runs_backward_is_released_by_the_one_that_waits_for_it(
     assert kinds["autograd::engine::evaluate_function: B"] == Kind.BACKWARD
 
 
+def gloo(name: str, ts: float, dur: float, tid: int, queue_us: Any) -> dict[str, Any]:
+    own = {"transaction": f"0:{tid}", "queue_us": queue_us}
+    return host(f"gloo:{name}", ts, dur, tid, "user_annotation", **{"Collective name": name, "autotune": own})
+
+
+def marked(*events: dict[str, Any], step_us: float = 200.0) -> list[dict[str, Any]]:
+    return [host(f"ProfilerStep#{number}", number * step_us, step_us, cat="user_annotation") for number in (0, 1)] + list(events)
+
+
+def test_a_collective_follows_the_call_that_issued_it_whichever_thread_began_first() -> None:
+    calls = [host("c10d::allreduce_", 0, 10), host("between", 10, 30), host("c10d::broadcast_", 40, 10), host("end", 390, 1)]
+    late, early = gloo("allreduce", 100, 50, 2, 95.0), gloo("broadcast", 60, 30, 3, 15.0)
+    job = job_of(marked(*calls, late, early, step_us=400.0))
+    assert [one.comm.name for one in job.collectives[0]] == ["all_reduce", "broadcast"]
+    found = job.rank_ops(0, 0)
+    edges = {(found.ops[parent].name, found.ops[child].name) for parent, child in found.edges}
+    assert {("c10d::allreduce_", "gloo:allreduce"), ("c10d::broadcast_", "gloo:broadcast")} <= edges
+    assert ("c10d::allreduce_", "gloo:broadcast") not in edges
+
+
+@pytest.mark.parametrize(("queue_us", "step"), [(15, 0), (5.0, 1), (-15, 1), ("15", 1), (True, 1), (10**400, 1), (None, 1)])
+def test_a_collective_belongs_to_the_step_it_was_issued_in_where_that_is_told(queue_us: Any, step: int) -> None:
+    job = job_of(marked(host("c10d::allreduce_", 190, 10), gloo("allreduce", 210, 50, 2, queue_us)))
+    assert [one.step for one in job.collectives[0]] == [step]
+
+
 def test_modules_name_the_layers_of_forward_and_backward_ops() -> None:
     events = [
         host("nn.Module: Linear_0", 0, 20, cat="python_function"),
@@ -224,4 +250,4 @@ def test_steps_and_ranks_that_are_not_there_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="a step in common"):
         assemble([job.ranks[0], replace(job.ranks[1], steps=tuple(replace(s, number=s.number + 9) for s in job.ranks[1].steps))])
     (tmp_path / "job.json").write_text(json.dumps({"ranks": [{"rank": 0, "host": "a"}, {"rank": 1, "host": "b"}]}))
-    assert read_job(tmp_path).hosts == ("a", "b")
+    assert read_job(tmp_path).hosts.names == ("a", "b")

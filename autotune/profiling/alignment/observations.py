@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -75,6 +75,11 @@ class Observations:
         spread: FloatArray = np.sqrt(np.add.reduceat((ends - mean[self.of]) ** 2, self.first[:-1]) / counts)
         return spread
 
+    def drifted(self, drift: FloatArray, middle_s: FloatArray) -> Observations:
+        """The same with the drift (R,) of the ranks' clocks undone, which adds nothing at `middle_s` (R,)."""
+        rate, middle = drift[self.rank], middle_s[self.rank]
+        return replace(self, start_s=self.start_s + rate * (self.start_s - middle), end_s=self.end_s + rate * (self.end_s - middle))
+
     def chosen(self, keep: IntArray) -> Observations:
         """Only the collectives of those numbers (ascending)."""
         mask = np.zeros(self.collectives, dtype=np.bool_)
@@ -112,7 +117,7 @@ def observe(job: TraceJob) -> Observations:
         steps.append(joint.step)
         names.append(joint.transaction)
     hosts: dict[str, int] = {}
-    numbers = [hosts.setdefault(host, len(hosts)) if host else -1 for host in job.hosts]
+    numbers = [hosts.setdefault(host, len(hosts)) if host else -1 for host in job.hosts.names]
     return Observations(
         len(job.ranks),
         np.array(starts, dtype=np.float64),

@@ -17,6 +17,9 @@ loss, for a rank that is descheduled ends late without its clock being late.
               + rho sum_k slack_k
     subject to  start_e + theta_p <= m_k <= end_e + theta_p + slack_k,   theta_0 = 0
 
+Where clocks drift (`drift`), theta_p is theta_p + delta_m (t - middle_m) at the time t of each start and end, with one bounded delta_m
+per machine, counted from the rough drift that the observations are already freed of. All stays linear in the variables.
+
 Constraints are entered for those collectives only that the offsets found without them would break, until none is broken: nearly all of
 them are far from tight, and what is optimal under a part of the constraints and breaks none is optimal under all.
 
@@ -33,8 +36,10 @@ from dataclasses import dataclass
 import cvxpy as cp
 import numpy as np
 import scipy.sparse as sp
+from numpy.typing import NDArray
 
 from autotune.errors import InvalidInput
+from autotune.profiling.alignment.drift import MOST_DRIFT
 from autotune.profiling.alignment.observations import FloatArray, IntArray, Observations
 
 HOST_NOISE_S = 1e-6
@@ -96,12 +101,25 @@ def _family_groups(seen: Observations) -> IntArray:
     return numbered
 
 
-class Program:
-    """The program for one set of observations; solved again for other clipping members and other weights of the collectives."""
+@dataclass(frozen=True, eq=False)
+class Drifts:
+    """Which clocks' drift is searched for. `machine`, `middle_s`, `rough` (R,) as in `drift`; `free` (R,), the same within a machine."""
 
-    def __init__(self, seen: Observations, noise: Noise, base_s: FloatArray) -> None:
-        """`base_s` (R,): offsets near the ones to be found; the program's variables count from them."""
-        self.seen, self.noise, self.base_s = seen, noise, base_s
+    machine: IntArray
+    middle_s: FloatArray
+    rough: FloatArray
+    free: NDArray[np.bool_]
+
+
+class Program:
+    """The program for one set of observations; solved again for other clipping members and other weights of the collectives.
+
+    Clocks are arrays (2, R): the offsets, s, and the drifts, s per s, beyond the rough ones.
+    """
+
+    def __init__(self, seen: Observations, noise: Noise, base_s: FloatArray, drifts: Drifts) -> None:
+        """`seen` is freed of the rough drift. `base_s` (R,): offsets near the ones to be found; the program's variables count from them."""
+        self.seen, self.noise, self.base_s, self.drifts = seen, noise, base_s, drifts
         starts_s, ends_s = seen.start_s + base_s[seen.rank], seen.end_s + base_s[seen.rank]
         middle_s = np.add.reduceat(ends_s, seen.first[:-1]) / np.diff(seen.first)
         self.start = starts_s - middle_s[seen.of]
@@ -111,48 +129,69 @@ class Program:
         self.groups = _family_groups(seen)
         self.bound: IntArray = np.empty(0, dtype=np.int64)
         self.repeated = np.bincount(self.groups)[self.groups] > 1
+        self.free_machines, first_ranks = np.unique(drifts.machine[drifts.free], return_index=True)
+        self.rough = drifts.rough[drifts.free][first_ranks]
+        apart_s = np.abs(seen.end_s - drifts.middle_s[seen.rank])
+        self.half_s = max(float(apart_s.max(initial=0.0)), LEAST_NOISE_S)
+        self.lean_start, self.lean_end = self._leaning(seen.start_s), self._leaning(seen.end_s)
 
-    def solve(self, offset_s: FloatArray, weights: FloatArray | None = None, rounds: int = ROUNDS) -> FloatArray:
-        """(R,) offsets, s, found from `offset_s`; `weights` (K,) say how often each collective counts. Raises `InvalidInput`."""
+    def _leaning(self, at_s: FloatArray) -> sp.csr_matrix:
+        """(E, free machines): how far from its machine's middle a time lies, in half the recording's length."""
+        machine = self.drifts.machine[self.seen.rank]
+        rows = np.flatnonzero(np.isin(machine, self.free_machines))
+        columns = np.searchsorted(self.free_machines, machine[rows])
+        leaning = (at_s - self.drifts.middle_s[self.seen.rank])[rows] / self.half_s
+        return sp.csr_matrix((leaning, (rows, columns)), shape=(len(at_s), len(self.free_machines)))
+
+    def _moved(self, clocks: FloatArray) -> Observations:
+        return self.seen.drifted(clocks[1], self.drifts.middle_s) if len(self.free_machines) else self.seen
+
+    def solve(self, clocks: FloatArray, weights: FloatArray | None = None, rounds: int = ROUNDS) -> FloatArray:
+        """Clocks found from `clocks`; `weights` (K,) say how often each collective counts. Raises `InvalidInput`."""
         weight = np.ones(self.seen.collectives) if weights is None else weights
-        best, best_value = offset_s, np.inf
+        best, best_value = clocks, np.inf
         clipping: IntArray | None = None
         for _ in range(rounds):
-            last = self.seen.last_starter(offset_s)
+            last = self._moved(clocks).last_starter(clocks[0])
             if clipping is not None and np.array_equal(last, clipping):
                 break
             clipping = last
-            offset_s = self._solved(clipping, weight)
-            value = self.objective(offset_s, weight)
+            clocks = self._solved(clipping, weight)
+            value = self.objective(clocks, weight)
             if value < best_value:
-                best, best_value = offset_s, value
+                best, best_value = clocks, value
         return best
 
     def _solved(self, clipping: IntArray, weight: FloatArray) -> FloatArray:
         bound = self.bound
         while True:
             found = (self._solved_within(clipping, weight, bound, eased) for eased in EASED)
-            offset_s = next((offsets for offsets in found if offsets is not None), None)
-            if offset_s is None:
+            clocks = next((one for one in found if one is not None), None)
+            if clocks is None:
                 raise InvalidInput("the ranks' clocks could not be aligned: no solution was found; are the traces of one job?")
-            broken = np.flatnonzero(self.seen.violation_s(offset_s) > TOLERANCE_S)
+            broken = np.flatnonzero(self._moved(clocks).violation_s(clocks[0]) > TOLERANCE_S)
             if not len(np.setdiff1d(broken, bound)):
                 self.bound = bound
-                return offset_s
+                return clocks
             bound = np.union1d(bound, broken)
 
     def _solved_within(self, clipping: IntArray, weight: FloatArray, bound: IntArray, eased: float) -> FloatArray | None:
-        """(R,) with the constraints of the collectives `bound` only, None where the solver fails; `eased` multiplies the noise."""
+        """Clocks with the constraints of the collectives `bound` only, None where the solver fails; `eased` multiplies the noise."""
         seen, noise = self.seen, Noise(eased * self.noise.end_s, eased * self.noise.duration_s)
         start, end = self.start / noise.end_s, self.end / noise.end_s
         theta, together = cp.Variable(seen.ranks), cp.Variable(seen.collectives)
-        own = self.pick_rank @ theta
+        own_start = own_end = self.pick_rank @ theta
+        rules = [theta[0] == 0]
+        if len(self.free_machines):
+            delta = cp.Variable(len(self.free_machines))  # of the clock over half the recording
+            own_start, own_end = own_start + self.lean_start @ delta, own_end + self.lean_end @ delta
+            rules += [cp.abs(delta * (noise.end_s / self.half_s) + self.rough) <= MOST_DRIFT]
         root = np.sqrt(weight[seen.of])
-        cost = cp.sum(cp.multiply(weight[seen.of], cp.huber(end + own - self.pick_collective @ together)))
+        cost = cp.sum(cp.multiply(weight[seen.of], cp.huber(end + own_end - self.pick_collective @ together)))
         members = np.flatnonzero(self.repeated)
         if len(members):
             clipper = clipping[seen.of[members]]
-            durations = end[members] - start[clipper] + (self.pick_rank[members] - _picking(seen.rank[clipper], seen.ranks)) @ theta
+            durations = end[members] - start[clipper] + own_end[members] - own_start[clipper]
             numbers, groups = np.unique(self.groups[members], return_inverse=True)
             mean = cp.Variable(len(numbers))
             off = cp.multiply(root[members], durations - _picking(groups, len(numbers)) @ mean)
@@ -166,13 +205,12 @@ class Program:
                 - _picking(seen.hosts[known], int(seen.hosts.max()) + 1) @ clock
             )
             cost += cp.sum_squares(same * (noise.end_s / (eased * HOST_NOISE_S)))
-        rules = [theta[0] == 0]
         if len(bound):
             latest, slack = cp.Variable(len(bound)), cp.Variable(len(bound), nonneg=True)
             within = np.flatnonzero(np.isin(seen.of, bound))
             collective = _picking(np.searchsorted(bound, seen.of[within]), len(bound))
-            at = self.pick_rank[within] @ theta
-            rules += [start[within] + at <= collective @ latest, collective @ (latest - slack) <= end[within] + at]
+            rules += [start[within] + own_start[within] <= collective @ latest]
+            rules += [collective @ (latest - slack) <= end[within] + own_end[within]]
             cost += SLACK_PRICE * cp.sum(slack)
         problem = cp.Problem(cp.Minimize(cost), rules)
         with warnings.catch_warnings():
@@ -183,13 +221,17 @@ class Program:
                 return None
         if theta.value is None:
             return None
-        found: FloatArray = self.base_s + (theta.value - theta.value[0]) * noise.end_s
-        found -= found[0]
-        return found
+        clocks = np.zeros((2, seen.ranks))
+        clocks[0] = self.base_s + (theta.value - theta.value[0]) * noise.end_s
+        clocks[0] -= clocks[0][0]
+        if len(self.free_machines):
+            of_rank = np.searchsorted(self.free_machines, self.drifts.machine[self.drifts.free])
+            clocks[1, self.drifts.free] = (delta.value * noise.end_s / self.half_s)[of_rank]
+        return clocks
 
-    def objective(self, offset_s: FloatArray, weight: FloatArray) -> float:
-        """The true objective, with the clipping that these offsets have."""
-        seen, noise = self.seen, self.noise
+    def objective(self, clocks: FloatArray, weight: FloatArray) -> float:
+        """The true objective, with the clipping that these clocks have."""
+        seen, noise, offset_s = self._moved(clocks), self.noise, clocks[0]
         ends = seen.end_s + offset_s[seen.rank]
         counts = np.diff(seen.first)
         middle = np.array([np.median(ends[a:b]) for a, b in zip(seen.first[:-1], seen.first[1:], strict=True)]) if len(counts) else counts

@@ -7,14 +7,18 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autotune.profiling.traces.comm_args import MESSAGE
+from autotune.profiling.traces.comm_args import MESSAGE, PARAM_COMMS
 from autotune.profiling.traces.host_segments import is_executing_mark
 from autotune.profiling.traces.rank_trace import MISSING, Category, Comm, RankTrace
 
 
 @dataclass(frozen=True)
 class Collective:
-    """`event`: the kernel, or the annotation of the thread that ran it. `step`: index among the rank's steps, MISSING outside of all."""
+    """`event`: the kernel, or the annotation of the thread that ran it. `issued_s`: its start where the trace does not tell more.
+
+    `step`: index among the rank's steps of the one it was issued in, MISSING outside of all. `functions`: record-function ids of the event
+    and of the host events that issued it, the innermost first.
+    """
 
     event: int
     start_s: float
@@ -22,6 +26,7 @@ class Collective:
     issued_s: float
     step: int
     comm: Comm
+    functions: tuple[int, ...] = ()
 
 
 def rank_collectives(trace: RankTrace) -> list[Collective]:
@@ -33,14 +38,19 @@ def rank_collectives(trace: RankTrace) -> list[Collective]:
         category = trace.category[event]
         if category == Category.KERNEL:
             launch = launches.get(int(trace.correlation[event]), MISSING)
-            comm = host_comms.completed(event, launch)
+            hosts = host_comms.around(event, launch)
+            comm = _merged([trace.comms[trace.comm[one]] for one in (event, *hosts) if trace.comm[one] != MISSING])
+            functions = _functions(trace, hosts)
             issued_s = float(trace.start_s[launch if launch != MISSING else event])
         elif category == Category.HOST_MARK and is_executing_mark(trace.name_of(event)):
-            comm, issued_s = trace.comms[trace.comm[event]], float(trace.start_s[event])
+            comm = trace.comms[trace.comm[event]]
+            issued_s = float(trace.start_s[event]) - comm.queued_s
+            functions = _functions(trace, [event])
         else:
             continue
         start_s = float(trace.start_s[event])
-        found.append(Collective(event, start_s, start_s + float(trace.duration_s[event]), issued_s, step_of(trace, issued_s), comm))
+        end_s = start_s + float(trace.duration_s[event])
+        found.append(Collective(event, start_s, end_s, issued_s, step_of(trace, issued_s), comm, functions))
     found.sort(key=lambda one: (one.issued_s, one.start_s))
     return _without_enclosed(trace, found)
 
@@ -73,28 +83,32 @@ def _without_enclosed(trace: RankTrace, found: list[Collective]) -> list[Collect
     return kept
 
 
+def _functions(trace: RankTrace, events: list[int]) -> tuple[int, ...]:
+    return tuple(int(trace.function[event]) for event in events if trace.function[event] >= 0)
+
+
 class _HostComms:
-    """Host events with something to say about a collective, by thread."""
+    """Host events with something to say about a collective, by thread; of older traces those that say so by their name only."""
 
     def __init__(self, trace: RankTrace) -> None:
         self.trace = trace
-        host = np.isin(trace.category, (Category.HOST_OP, Category.HOST_MARK)) & (trace.comm != MISSING)
+        named = np.array([name == PARAM_COMMS for name in trace.names], dtype=np.bool_)
+        host = np.isin(trace.category, (Category.HOST_OP, Category.HOST_MARK)) & ((trace.comm != MISSING) | named[trace.name])
         events = np.flatnonzero(host)
         self.by_lane = {int(lane): events[trace.lane[events] == lane] for lane in np.unique(trace.lane[events])}
         self.by_external = {int(trace.external[e]): int(e) for e in events.tolist() if trace.external[e] >= 0}
 
-    def completed(self, kernel: int, launch: int) -> Comm:
-        """The kernel's own words first, then those of the innermost enclosing event, and so on outward."""
+    def around(self, kernel: int, launch: int) -> list[int]:
+        """The events that enclose the kernel's launch, the innermost first; else the one with its external id."""
         trace = self.trace
-        said = [trace.comms[trace.comm[kernel]]]
         if launch != MISSING:
             own = self.by_lane.get(int(trace.lane[launch]), np.empty(0, dtype=np.int64))
             at_s = trace.start_s[launch]
             inside = own[(trace.start_s[own] <= at_s) & (at_s <= trace.start_s[own] + trace.duration_s[own])]
-            said += [trace.comms[trace.comm[event]] for event in inside[::-1].tolist()]
-        elif (event := self.by_external.get(int(trace.external[kernel]))) is not None:
-            said.append(trace.comms[trace.comm[event]])
-        return _merged(said)
+            enclosing: list[int] = inside[::-1].tolist()
+            return enclosing
+        event = self.by_external.get(int(trace.external[kernel]))
+        return [] if event is None else [event]
 
 
 def _merged(said: list[Comm]) -> Comm:

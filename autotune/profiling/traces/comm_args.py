@@ -12,6 +12,9 @@ from autotune.profiling.traces.rank_trace import MISSING, Category, Comm
 MESSAGE = "autotune.message#"
 """An annotation that begins so is a message of its own kind; its transaction id follows."""
 
+PARAM_COMMS = "record_param_comms"
+"""The op in which a process group says what a collective is: to Kineto as arguments, to an execution trace as inputs."""
+
 _ELEMENT_BYTES = {
     **dict.fromkeys(("byte", "char", "bool", "int8", "uint8", "signed char", "unsigned char", "float8_e4m3fn", "float8_e5m2"), 1),
     **dict.fromkeys(("half", "bfloat16", "short", "int16", "float16"), 2),
@@ -57,10 +60,14 @@ COLLECTIVES = frozenset(
 MUTUAL = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier"})
 """Of these no rank can end before every rank has begun."""
 
-_KERNEL = re.compile(r"(?:nccl|rccl)\w*?_(AllReduce|AllGather|ReduceScatter|Broadcast|Reduce|SendRecv|Generic)(?:_|\(|$)")
+_KERNEL = re.compile(r"(?:nccl|rccl)(?:\w*?_)?(AllReduce|AllGather|AllToAll|ReduceScatter|Broadcast|Reduce|SendRecv|Generic)(?![a-z])")
+"""Oldest first: `ncclAllReduceRingLLKernel_sum_f32`, `ncclKernel_AllReduce_...`, `ncclDevKernel_AllReduce_...`, `ncclSymkDevKernel_...`."""
+_UNTOLD_KERNEL = re.compile(r"rccl_main_kernel|mscclKernel_")
+"""Of RCCL: one kernel for all kinds, which the host's events tell."""
 _KERNEL_NAMES = {
     "AllReduce": "all_reduce",
     "AllGather": "all_gather",
+    "AllToAll": "all_to_all",
     "ReduceScatter": "reduce_scatter",
     "Broadcast": "broadcast",
     "Reduce": "reduce",
@@ -76,6 +83,13 @@ def collective_name(name: str) -> str:
     return _NAMES.get(plain, plain)
 
 
+def backend_collective(name: str) -> str:
+    """What `gloo:all_reduce` and the like are, "" for any other name and for a mere `wait`."""
+    match = _BACKEND.match(name)
+    plain = collective_name(match.group(2)) if match else ""
+    return plain if plain in COLLECTIVES else ""
+
+
 def comm_of(name: str, category: Category, args: Mapping[str, Any]) -> Comm | None:
     """The collective that the event belongs to, None for an ordinary event and for a mere `wait`."""
     given = args.get("Collective name")
@@ -86,15 +100,16 @@ def comm_of(name: str, category: Category, args: Mapping[str, Any]) -> Comm | No
     if category == Category.HOST_MARK:
         if name.startswith(MESSAGE):
             return Comm("message", _dims_bytes(args), transaction=name.removeprefix(MESSAGE)[:200])
-        if match := _BACKEND.match(name):
-            plain = collective_name(match.group(2))
-            return Comm(plain, _dims_bytes(args), _dtype(args)) if plain in COLLECTIVES else None
+        if plain := backend_collective(name):
+            return Comm(plain, _dims_bytes(args), _dtype(args))
     return None
 
 
 def _from_kernel(name: str) -> Comm | None:
-    match = _KERNEL.match(name.removeprefix("void "))
-    return None if match is None else Comm(_KERNEL_NAMES[match.group(1)])
+    plain = name.removeprefix("void ")
+    if match := _KERNEL.match(plain):
+        return Comm(_KERNEL_NAMES[match.group(1)])
+    return Comm("") if _UNTOLD_KERNEL.match(plain) else None
 
 
 def _from_args(name: str, args: Mapping[str, Any]) -> Comm | None:
@@ -110,16 +125,29 @@ def _from_args(name: str, args: Mapping[str, Any]) -> Comm | None:
         _ranks(args.get("Process Group Ranks"), args),
         _count(args.get("Seq"), MISSING),
         _count(args.get("Root Rank"), MISSING),
-        transaction=_transaction(args),
+        transaction=_transaction(_own(args)),
         peer=_count(args.get("Dst Rank", args.get("Src Rank")), MISSING),
+        queued_s=_queued_s(_own(args)),
     )
 
 
-def _transaction(args: Mapping[str, Any]) -> str:
+def _own(args: Mapping[str, Any]) -> Mapping[str, Any]:
     """What this package's recorder says."""
-    own = args.get("autotune")
-    said = own.get("transaction") if isinstance(own, dict) else None
+    said = args.get("autotune")
+    return said if isinstance(said, dict) else {}
+
+
+def _transaction(own: Mapping[str, Any]) -> str:
+    said = own.get("transaction")
     return str(said)[:200] if said is not None else ""
+
+
+def _queued_s(own: Mapping[str, Any]) -> float:
+    """`queue_us` is the span's start less `issued_us`, whose clock is that of the whole file and not of one event."""
+    said = own.get("queue_us")
+    if isinstance(said, int | float) and not isinstance(said, bool) and 0 <= said < 1e12:
+        return float(said) * 1e-6
+    return 0.0
 
 
 def element_bytes(dtype: str) -> int:

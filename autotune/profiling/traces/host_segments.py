@@ -2,7 +2,8 @@
 
 Events of a thread nest (an operator calls another, which calls the driver). A graph needs what follows what, so the time of an event
 that none of its children takes becomes segments of its own; where no event is open the thread idles, or runs code that the profiler
-does not see, and that is a gap. Annotations and module frames are no work: they only tell layer and kind of what runs inside.
+does not see, and that is a gap. Annotations and module frames are no work: they only tell layer and kind of what runs inside,
+and the time of one that is open within an event is that event's.
 """
 
 from __future__ import annotations
@@ -76,16 +77,18 @@ def _segments(trace: RankTrace, lane: int, events: list[int]) -> Iterator[Segmen
     stack: list[_Open] = []
     cursor = 0.0
 
-    def emit(top: _Open, until_s: float) -> Iterator[Segment]:
+    def emit(until_s: float) -> Iterator[Segment]:
         nonlocal cursor
-        if top.work and (until_s > cursor or not top.emitted):
-            yield Segment(top.event, lane, cursor, max(until_s, cursor), top.scope, not top.emitted)
-            top.emitted = True
+        top = stack[-1]
+        own = next((one for one in reversed(stack) if one.work), None)
+        if own is not None and (until_s > cursor or (own is top and not own.emitted)):
+            yield Segment(own.event, lane, cursor, max(until_s, cursor), top.scope, not own.emitted)
+            own.emitted = True
         cursor = max(cursor, until_s)
 
     def close(until_s: float) -> Iterator[Segment]:
         while stack and stack[-1].end_s <= until_s:
-            yield from emit(stack[-1], stack[-1].end_s)
+            yield from emit(stack[-1].end_s)
             stack.pop()
 
     for event in events:
@@ -94,8 +97,8 @@ def _segments(trace: RankTrace, lane: int, events: list[int]) -> Iterator[Segmen
         yield from close(start_s)
         if stack:
             end_s = min(end_s, stack[-1].end_s)  # profilers round to microseconds, so a child may seem to outlive its parent
-            if stack[-1].work and start_s > cursor:
-                yield from emit(stack[-1], start_s)
+            if start_s > cursor:
+                yield from emit(start_s)
         cursor = max(cursor, start_s)
         category, name = trace.category[event], trace.name_of(event)
         work = category in (Category.HOST_OP, Category.RUNTIME) or (category == Category.HOST_MARK and is_executing_mark(name))

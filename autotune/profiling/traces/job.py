@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -14,15 +13,19 @@ import numpy as np
 
 from autotune.dfg.graph import Dfg
 from autotune.errors import InvalidInput
+from autotune.profiling.memory_file import MEMORY_FILE
 from autotune.profiling.traces.collectives import Collective, rank_collectives
 from autotune.profiling.traces.device_order import launched_before_trace
-from autotune.profiling.traces.execution_trace import ExecutionTrace, enriched, read_execution_trace
+from autotune.profiling.traces.execution_links import Link, enriched
+from autotune.profiling.traces.execution_trace import ExecutionTrace, read_execution_trace
 from autotune.profiling.traces.global_graph import Part, build_dfg
+from autotune.profiling.traces.hosts import Hosts, find_hosts
 from autotune.profiling.traces.kineto import read_kineto
 from autotune.profiling.traces.matching import Joint, collectives_by_place, match_collectives
 from autotune.profiling.traces.rank_ops import RankOps, hidden_before, step_ops
 from autotune.profiling.traces.rank_trace import RankTrace, Repair, Step
-from autotune.profiling.traces.sources import Read, find_sources
+from autotune.profiling.traces.recordings import same_recording, without_copies
+from autotune.profiling.traces.sources import Read, find_sources, rank_in_name
 
 if TYPE_CHECKING:
     from autotune.profiling.alignment.result import Alignment
@@ -30,8 +33,6 @@ if TYPE_CHECKING:
 StepChoice = int | Literal["median"]
 
 JOB_FILE = "job.json"
-_RANK_IN_NAME = re.compile(r"(?:^|[^a-z])(?:rank|worker|trainer|gpu|r)[_.\-]?(\d{1,6})(?!\d)", re.IGNORECASE)
-_LAST_NUMBER = re.compile(r"(\d{1,6})(?:\.[a-z.]*)?$", re.IGNORECASE)
 _SNIFFED = 2**16
 
 
@@ -39,7 +40,7 @@ _SNIFFED = 2**16
 class TraceJob:
     """`ranks` (R,) by rank; `steps`: numbers of the steps that every rank has; `joints`: collectives matched across ranks.
 
-    `shift_s` (R,): seconds from the earliest rank's origin to each rank's, as their own clocks say. `hosts` (R,): "" where not told.
+    `shift_s` (R,): seconds from the earliest rank's origin to each rank's, as their own clocks say.
     """
 
     ranks: tuple[RankTrace, ...]
@@ -47,11 +48,12 @@ class TraceJob:
     joints: tuple[Joint, ...]
     steps: tuple[int, ...]
     shift_s: np.ndarray
-    hosts: tuple[str, ...]
+    hosts: Hosts
     world_size: int
     repairs: tuple[Repair, ...]
     source: str
     execution_traces: tuple[ExecutionTrace, ...] = ()
+    links: tuple[Link, ...] = ()
     details: dict[str, Any] | None = None
 
     @property
@@ -94,8 +96,9 @@ class TraceJob:
         what the replay of `global_dfg` is to give.
         """
         number = self.chosen_step(step, aligned) if step == "median" else step
-        begins, ends = self._spans_s(number, self.shifts_s(aligned))
-        return float(ends.max() - max(begins.min(), self._floor_s(number, self.shifts_s(aligned))))
+        shifts_s = self.shifts_s(number, aligned)
+        begins, ends = self._spans_s(number, shifts_s)
+        return float(ends.max() - max(begins.min(), self._floor_s(number, shifts_s)))
 
     def _spans_s(self, number: int, shifts_s: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(R,) first start and last end of the step's ops on every rank."""
@@ -115,9 +118,16 @@ class TraceJob:
     def _all_ops(self, number: int) -> list[RankOps]:
         return [self.rank_ops(place, number) for place in range(len(self.ranks))]
 
-    def shifts_s(self, aligned: Alignment | None) -> np.ndarray:
-        """(R,) what to add to a rank's times to get onto the common clock: that of the first rank where `aligned` is given."""
-        return self.shift_s if aligned is None else self.shift_s + aligned.offset_s
+    def shifts_s(self, number: int, aligned: Alignment | None) -> np.ndarray:
+        """(R,) what to add to a rank's times to get onto the common clock: that of the first rank where `aligned` is given.
+
+        Clocks that drift have the offset of the middle of the step throughout it.
+        """
+        if aligned is None:
+            return self.shift_s
+        steps = [self.step_of(place, number) for place in range(len(self.ranks))]
+        middle_s = np.array([(step.start_s + step.end_s) / 2 for step in steps])
+        return self.shift_s + aligned.correction_s(self.shift_s + middle_s)
 
     def global_dfg(self, step: StepChoice = "median", aligned: Alignment | None = None) -> Dfg:
         """One step of all ranks. Without an alignment the ranks' clocks are taken as they are.
@@ -129,7 +139,7 @@ class TraceJob:
     def parts(self, step: StepChoice = "median", aligned: Alignment | None = None) -> list[Part]:
         """(R,) every rank's ops of the step, with what lies hidden behind the step before cut off; and how certain they are (`RankOps`)."""
         number = self.chosen_step(step, aligned)
-        shifts = self.shifts_s(aligned)
+        shifts = self.shifts_s(number, aligned)
         floor_s = self._floor_s(number, shifts)
         return [
             Part(rank, trace, hidden_before(ops, floor_s - shift), float(shift), table)
@@ -154,12 +164,12 @@ class TraceJob:
             joints=(),
             steps=tuple(step.number for step in self.ranks[place].steps),
             shift_s=np.zeros(1),
-            hosts=(self.hosts[place],),
+            hosts=Hosts((self.hosts.names[place],), self.hosts.source),
         )
 
 
-def read_job(paths: str | Path | Sequence[str | Path]) -> TraceJob:
-    """Read every trace of `paths` (files, folders, globs, tar archives) as one job.
+def read_job(paths: str | Path | Sequence[str | Path], hosts: str = "") -> TraceJob:
+    """Read every trace of `paths` (files, folders, globs, tar archives) as one job; `hosts` as in `find_hosts`.
 
     Raises `InvalidInput` where a file is no trace, or where the files cannot be the ranks of one job.
     """
@@ -169,7 +179,9 @@ def read_job(paths: str | Path | Sequence[str | Path]) -> TraceJob:
     for source in find_sources(paths):
         with source.open() as read:
             if source.file_name == JOB_FILE:
-                details = _job_file(read, source.name)
+                details = same_recording(details, _job_file(read, source.name), source.name)
+                continue
+            if source.file_name == MEMORY_FILE:
                 continue
             begin, read = _sniffed(read)
             if b'"nodes"' in begin and b'"traceEvents"' not in begin:
@@ -177,26 +189,29 @@ def read_job(paths: str | Path | Sequence[str | Path]) -> TraceJob:
             else:
                 traces.append(read_kineto(read, source.name))
     if not traces:
-        raise InvalidInput(
-            "a job needs at least one Kineto trace, but only execution traces were given" if execution else "no trace was given"
-        )
+        others = "only execution traces were given" if execution else f"there is only a {JOB_FILE}"
+        raise InvalidInput(f"a job needs at least one Kineto trace, but {others}")
     listed = [paths] if isinstance(paths, str | Path) else paths
-    return assemble(traces, execution, details, ", ".join(str(path) for path in listed))
+    return assemble(traces, execution, details, ", ".join(str(path) for path in listed), hosts)
 
 
 def assemble(
-    traces: Sequence[RankTrace], execution: Sequence[ExecutionTrace] = (), details: dict[str, Any] | None = None, source: str = ""
+    traces: Sequence[RankTrace],
+    execution: Sequence[ExecutionTrace] = (),
+    details: dict[str, Any] | None = None,
+    source: str = "",
+    hosts: str = "",
 ) -> TraceJob:
     """A job of traces that were read already. Raises `InvalidInput`."""
     traces, repairs = _ranked(list(traces))
-    hosts = _hosts(traces, details)
+    found_hosts = find_hosts(traces, details, hosts)
     world_size = max([trace.world_size or 0 for trace in traces] + [(trace.rank or 0) + 1 for trace in traces])
     if len(traces) < world_size:
         told = f"{len(traces)} of {world_size} ranks are here; what the others did shows as waiting inside the collectives"
         repairs.append(Repair(told))
     steps = _common_steps(traces)
     collectives = tuple(tuple(rank_collectives(trace)) for trace in traces)
-    linked, et_repairs = enriched(traces, collectives, execution)
+    linked, links, et_repairs = enriched(traces, collectives, execution)
     ranks = [trace.rank or 0 for trace in traces]
     joints, unmatched = match_collectives(ranks, [[s.number for s in trace.steps] for trace in traces], linked, world_size)
     if len(traces) > 1 and not joints and any(linked):
@@ -210,11 +225,12 @@ def assemble(
         tuple(joints),
         steps,
         shift_s,
-        hosts,
+        found_hosts,
         world_size,
         (*repairs, *own, *et_repairs, *(unmatched if len(traces) == world_size else [])),
         source,
         tuple(execution),
+        links,
         details,
     )
 
@@ -249,9 +265,9 @@ def _job_file(read: Read, where: str) -> dict[str, Any]:
 
 def _ranked(traces: list[RankTrace]) -> tuple[list[RankTrace], list[Repair]]:
     """Traces with a rank each, by rank: what they say, else what their file names say, else the order in which they were given."""
-    repairs = []
+    traces, repairs = without_copies(traces)
     said = [trace.rank for trace in traces]
-    named = [_rank_in(trace.source) for trace in traces]
+    named = [rank_in_name(trace.source) for trace in traces]
     if all(rank is not None for rank in said) and len(set(said)) == len(said):
         ranks = [rank for rank in said if rank is not None]
     elif all(rank is not None for rank in named) and len(set(named)) == len(named):
@@ -267,19 +283,6 @@ def _ranked(traces: list[RankTrace]) -> tuple[list[RankTrace], list[Repair]]:
         repairs.append(Repair(f"ranks taken from the order of the files, since {why}", len(traces)))
     order = sorted(range(len(traces)), key=lambda place: ranks[place])
     return [replace(traces[place], rank=ranks[place]) for place in order], repairs
-
-
-def _rank_in(source: str) -> int | None:
-    name = source.replace(":", "/").rpartition("/")[2]
-    match = _RANK_IN_NAME.search(name) or _LAST_NUMBER.search(name.partition(".")[0])
-    return int(match.group(1)) if match else None
-
-
-def _hosts(traces: Sequence[RankTrace], details: dict[str, Any] | None) -> tuple[str, ...]:
-    """From job.json (`ranks`, each with `rank` and `host`), else from the traces."""
-    records = (details or {}).get("ranks")
-    told = {r.get("rank"): r.get("host") for r in records if isinstance(r, dict)} if isinstance(records, list) else {}
-    return tuple(str(told.get(trace.rank) or trace.host)[:200] for trace in traces)
 
 
 def _common_steps(traces: Sequence[RankTrace]) -> tuple[int, ...]:

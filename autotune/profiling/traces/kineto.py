@@ -7,6 +7,7 @@ than `MOST_BAD` of all, the file is refused with the first of them.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import re
@@ -18,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from autotune.errors import InvalidInput
-from autotune.profiling.traces.comm_args import comm_of
+from autotune.profiling.traces.comm_args import backend_collective, comm_of
 from autotune.profiling.traces.json_stream import Field, JsonItems
 from autotune.profiling.traces.rank_trace import CATEGORY_NAMES, MISSING, Category, Comm, Flow, Lane, RankTrace, Repair, SyncWait
 from autotune.profiling.traces.sources import Read
@@ -49,7 +50,10 @@ class _Reader:
         self.comms: dict[Comm, int] = {}
         self.syncs: dict[SyncWait, int] = {}
         self.floats = {name: array("d") for name in ("start", "duration", "bytes")}
-        self.ints = {name: array("q") for name in ("category", "lane", "name", "correlation", "external", "sequence", "comm", "sync")}
+        self.ints = {
+            name: array("q") for name in ("category", "lane", "name", "correlation", "external", "function", "sequence", "comm", "sync")
+        }
+        self.open: dict[tuple[str, str], list[dict[str, Any]]] = {}  # by process and thread: spans that began and have not ended
         self.flow_ends: dict[str, dict[int, tuple[int, float]]] = {"s": {}, "f": {}}
         self.fields: dict[str, Any] = {}
         self.bad = 0
@@ -65,22 +69,30 @@ class _Reader:
                 continue
             if self.items.items > MAX_EVENTS:
                 raise InvalidInput(f"{self.where} may hold at most {MAX_EVENTS} events, but has more")
-            problem = self._event(item) if isinstance(item, dict) else "it is no object"
-            if problem:
-                self.bad += 1
-                self.first_bad = self.first_bad or f"event {self.items.items - 1} ({_shown(item)}): {problem}"
+            if problem := self._event(item) if isinstance(item, dict) else "it is no object":
+                self._unusable(item, problem)
+        for began in [event for stack in self.open.values() for event in stack]:
+            self._unusable(began, "it begins and never ends")
         kept = len(self.floats["start"])
         if self.bad and self.bad > MOST_BAD * (kept + self.bad):
-            raise InvalidInput(f"{self.where}: {self.bad} of {kept + self.bad} events are unusable; first {self.first_bad}")
+            share = f"at most {100 * MOST_BAD:.0f} % of a trace's events may be unusable"
+            found = f"of {kept + self.bad} in {self.where} {self.bad} are; first {self.first_bad}"
+            raise InvalidInput(f"{share}, but {found}; export the trace again")
         if not kept:
             raise InvalidInput(f"{self.where} must hold events with ph, ts and dur in traceEvents, but none of {self.items.items} is one")
         return self._build()
+
+    def _unusable(self, item: Any, problem: str) -> None:
+        self.bad += 1
+        self.first_bad = self.first_bad or f"event {self.items.items - 1} ({_shown(item)}): {problem}"
 
     def _event(self, event: dict[str, Any]) -> str:
         """Store it; what is wrong with it, "" if nothing."""
         phase = event.get("ph")
         if phase == "X":
             return self._complete(event)
+        if phase in ("B", "E"):
+            return self._begin_or_end(event, str(phase))
         if phase in ("s", "f") and (event.get("cat") in _FLOWS or event.get("name") in _FLOWS):
             self._flow(event, str(phase))
         return ""
@@ -110,6 +122,7 @@ class _Reader:
         row["name"].append(self.names.setdefault(name, len(self.names)))
         row["correlation"].append(_whole(args.get("correlation")))
         row["external"].append(_whole(args.get("External id", args.get("external id"))))
+        row["function"].append(_whole(args.get("Record function id")))
         row["sequence"].append(_whole(args.get("Sequence number")))
         comm = comm_of(name, category, args)
         row["comm"].append(MISSING if comm is None else self.comms.setdefault(comm, len(self.comms)))
@@ -117,6 +130,18 @@ class _Reader:
         if category == Category.HOST_OP and (rank := _whole(args.get("Rank"))) >= 0:
             self.rank_args[rank] += 1
         return ""
+
+    def _begin_or_end(self, event: dict[str, Any], phase: str) -> str:
+        """A span in two events, as other writers of the format make it: an end belongs to the last begin of its thread."""
+        stack = self.open.setdefault((str(event.get("pid")), str(event.get("tid"))), [])
+        if phase == "B":
+            stack.append(event)
+            return ""
+        if not stack:
+            return "it ends and never began"
+        began = stack.pop()
+        start, end = _number(began.get("ts")), _number(event.get("ts"))
+        return self._complete({**began, "dur": end - start if start is not None and end is not None else None})
 
     def _lane(self, event: dict[str, Any], args: dict[str, Any], category: Category) -> int:
         device = category in (Category.KERNEL, Category.MEMCPY, Category.MEMSET, Category.DEVICE_MARK, Category.DEVICE_SYNC)
@@ -161,6 +186,7 @@ class _Reader:
             name=ints["name"].astype(np.int32),
             correlation=ints["correlation"],
             external=ints["external"],
+            function=ints["function"],
             sequence=ints["sequence"],
             size_bytes=np.frombuffer(self.floats["bytes"], dtype=np.float64)[order],
             comm=ints["comm"].astype(np.int32),
@@ -172,9 +198,17 @@ class _Reader:
             flows=tuple(Flow(a[0], a[1] * US - first, b[0], b[1] * US - first) for a, b in pairs),
             groups=groups,
             repairs=tuple(self._repairs()),
-            info={key: str(value)[:200] for key, value in self.fields.items() if isinstance(value, str | int | float)},
+            info={key: str(value)[:200] for key, value in self.fields.items() if isinstance(value, str | int | float)} | self._devices(),
         )
         return find_steps(trace)
+
+    def _devices(self) -> dict[str, str]:
+        """How many devices the process could see, and a digest of what they are: alike for all processes of a host."""
+        listed = self.fields.get("deviceProperties")
+        if not isinstance(listed, list) or not listed:
+            return {}
+        digest = hashlib.sha256(json.dumps(listed, sort_keys=True).encode()).hexdigest()
+        return {"devices": str(len(listed)), "device_list": digest}
 
     def _repairs(self) -> list[Repair]:
         found = []
@@ -212,7 +246,7 @@ def _category(event: Mapping[str, Any], name: str) -> Category | None:
     if not isinstance(given, str):
         return _OLD_PROCESSES.get(str(event.get("pid")))
     category = CATEGORY_NAMES.get(given.lower())
-    if category is Category.HOST_OP and given == "Operator" and _MARKS.match(name):
+    if category is Category.HOST_OP and (_MARKS.match(name) if given == "Operator" else backend_collective(name)):
         return Category.HOST_MARK
     if category is None and given == "python_function" and name.startswith("nn.Module: "):
         return Category.MODULE

@@ -260,18 +260,21 @@ class _Builder:
             ops[previous].gap_s = 0.0
 
     def _issued(self) -> dict[int, int]:
-        """Collective op of a backend's thread -> the op that issued it: both are first come, first served."""
+        """Collective op of a backend's thread -> the op that issued it: both are first come, first served.
+
+        Where the trace does not tell when they were issued, the order in which they began stands for it.
+        """
         ops, trace = self.out.ops, self.trace
         calls, runs = [], []
         for lane, numbers in self.by_lane.items():
             for number in numbers:
                 if ops[number].collective != MISSING and not trace.lanes[lane].device:
-                    runs.append((ops[number].start_s, number))
+                    runs.append((self.collectives[ops[number].collective].issued_s, number))
                 elif ops[number].name.startswith("c10d::") and not ops[number].name.startswith("c10d::wait"):
                     calls.append((ops[number].start_s, number))
         calls = _first_of_each(sorted(calls), self.segments)
         runs.sort()
-        if len(calls) != len(runs) or any(call[0] > run[0] for call, run in zip(calls, runs, strict=True)):
+        if len(calls) != len(runs) or any(call[0] > ops[run[1]].start_s for call, run in zip(calls, runs, strict=True)):
             return {}
         return {run: self._ended_before(call, ops[run].start_s) for (_, call), (_, run) in zip(calls, runs, strict=True)}
 

@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -73,6 +73,30 @@ class Repair:
         return f"{where}{self.what}" + (f" ({self.count} times)" if self.count > 1 else "")
 
 
+def told(repairs: Iterable[Repair]) -> list[str]:
+    """A line for each; those that differ in the rank only are one line."""
+    ranks: dict[tuple[str, int], list[int]] = {}
+    for repair in repairs:
+        own = ranks.setdefault((repair.what, repair.count), [])
+        if repair.rank is not None:
+            own.append(repair.rank)
+    return [
+        f"ranks {number_ranges(own)}: {Repair(what, count)}" if len(own) > 1 else str(Repair(what, count, own[0] if own else None))
+        for (what, count), own in ranks.items()
+    ]
+
+
+def number_ranges(numbers: Iterable[int]) -> str:
+    """`0-3, 8`."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
 @dataclass(frozen=True)
 class Lane:
     """A host thread, or a stream of a device."""
@@ -83,12 +107,15 @@ class Lane:
 
     @property
     def name(self) -> str:
-        return f"device {self.process} stream {self.thread}" if self.device else f"thread {self.thread}"
+        return f"device {self.process} stream {self.thread}" if self.device else f"host thread {self.thread}"
 
 
 @dataclass(frozen=True)
 class Comm:
-    """What an event says about the collective it belongs to. `sequence` counts within the group, MISSING where not told."""
+    """What an event says about the collective it belongs to. `sequence` counts within the group, MISSING where not told.
+
+    `queued_s`: between its issue and the event's start, 0 where not told.
+    """
 
     name: str
     size_bytes: float = 0.0
@@ -99,6 +126,7 @@ class Comm:
     root: int = MISSING
     transaction: str = ""
     peer: int = MISSING
+    queued_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -133,7 +161,10 @@ class Step:
 
 @dataclass(frozen=True, eq=False)
 class RankTrace:
-    """All arrays have shape (N,). `correlation`, `external`, `sequence`, `comm`, `sync` hold MISSING where the event has none.
+    """All arrays have shape (N,). `correlation`, `external`, `function`, `sequence`, `comm`, `sync` hold MISSING where the event has none.
+
+    `external` ("External id") leads from a device op to the host op that launched it, `function` ("Record function id") from a host op
+    to its node in an execution trace.
 
     `host` is "" where the trace does not tell; `groups` maps a process group's name to its ranks.
     """
@@ -150,6 +181,7 @@ class RankTrace:
     name: NDArray[np.int32]
     correlation: IntArray
     external: IntArray
+    function: IntArray
     sequence: IntArray
     size_bytes: FloatArray
     comm: NDArray[np.int32]

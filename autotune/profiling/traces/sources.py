@@ -8,6 +8,7 @@ from __future__ import annotations
 import glob
 import gzip
 import io
+import re
 import tarfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -25,9 +26,13 @@ MAX_RATIO = 300
 """Unpacked over packed bytes, beyond the first `FREE_BYTES`: traces shrink 10 to 60 times, a file made to fill the memory 1000 times."""
 FREE_BYTES = 64 * 2**20
 MAX_FILES = 20_000
+_SNIFFED = 2**16
 
 _ENDINGS = (".json", ".json.gz", ".pt.trace.json.gz")
 _ARCHIVES = (".tar", ".tar.gz", ".tgz")
+
+_RANK_IN_NAME = re.compile(r"(?:^|[^a-z])(?:rank|worker|trainer|gpu|r)[_.\-]?(\d{1,6})(?!\d)", re.IGNORECASE)
+_LAST_NUMBER = re.compile(r"(\d{1,6})(?:\.[a-z.]*)?$", re.IGNORECASE)
 
 Read = Callable[[int], bytes]
 
@@ -58,6 +63,23 @@ def find_sources(paths: str | Path | Sequence[str | Path]) -> Iterator[Source]:
             yield from _members(path)
         else:
             yield Source(str(path), partial(_open_file, path))
+
+
+def holds_traces(path: Path) -> bool:
+    """Whether it is a folder or a packed file, whose contents `find_sources` checks, or begins as a Kineto trace does."""
+    if path.is_dir() or not path.is_file():
+        return path.is_dir()
+    if path.name.lower().endswith((*_ARCHIVES, ".gz")):
+        return True
+    with path.open("rb") as file:
+        return b'"traceEvents"' in file.read(_SNIFFED)
+
+
+def rank_in_name(source: str) -> int | None:
+    """The rank that the name of a source tells, as in `rank3.json.gz`, `traces.tar:worker3_step_12.json` or `dlrm_eg_3.json`."""
+    name = source.replace(":", "/").rpartition("/")[2]
+    match = _RANK_IN_NAME.search(name) or _LAST_NUMBER.search(name.partition(".")[0])
+    return int(match.group(1)) if match else None
 
 
 def _expanded(paths: Sequence[str | Path]) -> Iterator[Path]:

@@ -5,11 +5,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+
+from runtime_rewriter.pytorch.exchange.group_names import named_after, next_count
 
 
 @dataclass(frozen=True)
@@ -67,9 +70,10 @@ class Ranks:
         backend = dist.get_backend_config(base)
 
         def new(kind: str, seconds: float) -> dist.ProcessGroup:
-            made: dist.ProcessGroup = dist.new_group(
-                members, timeout=timedelta(seconds=seconds), backend=kind, use_local_synchronization=partial
-            )
+            with named_after(next_count()) if partial else nullcontext():
+                made: dist.ProcessGroup = dist.new_group(
+                    members, timeout=timedelta(seconds=seconds), backend=kind, use_local_synchronization=partial
+                )
             return made
 
         return Ranks(
@@ -87,29 +91,29 @@ class Ranks:
         """Collective over all ranks: new groups, the last is that of this rank's part, in the part's order."""
         mine = circle.part_of(self.rank) or (self.rank,)
         if self.is_world:
-            made = [self.group_of(part, local=False) for part in circle.parts if len(part) > 1]
+            made = [self._new_group(part, local=False) for part in circle.parts if len(part) > 1]
             own = [group for group in made if isinstance(group, dist.ProcessGroup)]
-            return own or [self.group_of(mine, local=True)]  # every rank has as many groups as before, compared with the others
-        return [*self.padding(), self.group_of(mine, local=True)]
+            return own or [self.group_of(mine, next_count())]  # every rank has as many groups as before, compared with the others
+        return [self.group_of(mine, self.agreed_count())]
 
     @property
     def is_world(self) -> bool:
         """Whether every rank of the world is in the script's group."""
         return self.size == dist.get_world_size()
 
-    def padding(self) -> list[dist.ProcessGroup]:
-        """Collective: groups of this rank alone, as many as it has fewer than the rank with the most.
+    def agreed_count(self) -> int:
+        """Collective: the number after which the next group that only its members make is named, see `group_names`."""
+        count = torch.tensor(next_count())
+        dist.all_reduce(count, op=dist.ReduceOp.MAX, group=self.control)
+        return int(count)
 
-        torch names a group that only its members make after the number of groups that the process has, which must be the
-        same on all members.
-        """
-        names = dist.distributed_c10d._world.pg_names
-        most = torch.tensor(len(names))
-        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.control)
-        return [self.group_of((self.rank,), local=True) for _ in range(int(most) - len(names))]
+    def group_of(self, members: Sequence[int], count: int) -> dist.ProcessGroup:
+        """A new group of some ranks, in their order; called by its members only, with the same count."""
+        with named_after(count):
+            return self._new_group(members, local=True)
 
-    def group_of(self, members: Sequence[int], local: bool) -> dist.ProcessGroup:
-        """A new group of some ranks, in their order; called by its members only (`local`) or by all ranks of the world."""
+    def _new_group(self, members: Sequence[int], local: bool) -> dist.ProcessGroup:
+        """Called by its members only (`local`) or by all ranks of the world."""
         made: dist.ProcessGroup = dist.new_group(
             [dist.get_global_rank(self.base, rank) for rank in members],
             timeout=timedelta(seconds=self.timeout_s),

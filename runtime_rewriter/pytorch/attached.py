@@ -1,0 +1,160 @@
+"""A plain module with plans: hooks on its forward pass do what DDP's forward does around a module."""
+
+# mypy: allow-untyped-calls, allow-untyped-decorators
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import _broadcast_coalesced
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.distributed.utils import _sync_module_states, _verify_param_shape_across_processes
+from torch.utils.hooks import RemovableHandle
+
+from autotune.strategy_space.plan import Plan
+from runtime_rewriter.pytorch.byte_scale import parts_of
+from runtime_rewriter.pytorch.hooks import GradientSynchronizer
+from runtime_rewriter.pytorch.native_buckets import ModuleCarrier
+from runtime_rewriter.pytorch.observers import Accelerator
+
+BROADCAST_BYTES = 250 * 2**20  # as torch's DDP
+
+
+class _ForwardHook:
+    """A hook of the synchronizer on a module. A copy of the module, or one that is loaded again, has no synchronizer."""
+
+    def __init__(self, call: Callable[..., None]) -> None:
+        self._call = call
+
+    def __call__(self, *told: object) -> None:
+        self._call(*told)
+
+    @property
+    def owner(self) -> object:
+        return getattr(self._call, "__self__", None)
+
+    def __deepcopy__(self, memo: object) -> _ForwardHook:
+        return _ForwardHook(_nothing)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _ForwardHook, (_nothing,)
+
+
+def _nothing(*told: object) -> None:
+    """What the hooks of a copy do."""
+
+
+class AttachedSynchronizer(GradientSynchronizer):
+    """The synchronizer of a plain module: hooks on the module's forward pass do what DDP's forward does.
+
+    Only a DDP can drive a reducer that looks for unused parameters or learns a static graph.
+    """
+
+    def __init__(self, module: nn.Module, process_group: dist.ProcessGroup | None, broadcast_buffers: bool, **options: Any) -> None:
+        simple = not (options.get("find_unused_parameters") or options.get("static_graph"))
+        self._driven = ModuleCarrier(module, carries=simple)
+        super().__init__(module, process_group, carrier=self._driven, buffers=self._sent_buffers, **options)
+        self._broadcast_buffers = broadcast_buffers
+        self._sync_next = True
+        self._own_forward: dict[str, Any] | None = None  # while an accelerator stands in for it
+        self._ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        self._forward_handles: list[RemovableHandle] = [
+            module.register_forward_pre_hook(_ForwardHook(self._before), prepend=True),
+            module.register_forward_hook(_ForwardHook(self._after)),
+        ]
+
+    def close(self) -> None:
+        for handle in self._forward_handles:
+            handle.remove()
+        self.emulate(None)
+        super().close()
+
+    def emulate(self, accelerator: Accelerator | None) -> None:
+        """The module's own `forward` gives way, and comes back."""
+        super().emulate(accelerator)
+        own = self.module.__dict__  # not setattr: a compiled module hands that on to the module inside
+        if self._own_forward is not None:
+            own.pop("forward")
+            own.update(self._own_forward)
+            self._own_forward = None
+        if accelerator is not None:
+            forward = self.module.forward
+            self._own_forward = {"forward": own["forward"]} if "forward" in own else {}
+            own["forward"] = lambda *inputs, **kwargs: self.compute(forward, inputs, kwargs)
+
+    def _before(self, module: nn.Module, inputs: object) -> None:
+        training = torch.is_grad_enabled()
+        if training:
+            self.before_forward(self._synchronizing)
+        else:
+            self.before_evaluation()
+        buffers = self._sent_buffers()
+        if self.plan is not None and self._sync_next and buffers:
+            with torch.no_grad(), _unsafe_preserve_version_counter(tuple(buffers)):
+                _broadcast_coalesced(self.process_group, parts_of(buffers, self.byte_scale), BROADCAST_BYTES, 0)
+        self._sync_next = training and self._synchronizing
+        if training:
+            self._driven.before_forward(self._synchronizing)
+            self.forward_starts()
+
+    def _sent_buffers(self) -> list[torch.Tensor]:
+        if not self._broadcast_buffers:
+            return []
+        return [buffer for name, buffer in self.module.named_buffers() if name not in self._ignored]
+
+    def _after(self, module: nn.Module, inputs: object, output: object) -> None:
+        if torch.is_grad_enabled():
+            self._driven.after_forward(self._synchronizing)
+            self.after_forward(output)
+
+
+def attach(
+    module: nn.Module,
+    plan: Plan | None,
+    *,
+    process_group: dist.ProcessGroup | None = None,
+    timeout_s: float = 60.0,
+    agreement_timeout_s: float = 20.0,
+    find_unused_parameters: bool = False,
+    static_graph: bool = False,
+    broadcast_buffers: bool = True,
+) -> GradientSynchronizer:
+    """Synchronize a module that no DDP wraps. Collective.
+
+    As DDP does: checks that all ranks' parameters have the same shapes, sends parameters and buffers from
+    rank 0, and before forward passes sends the buffers again. Raises what `GradientSynchronizer.load` raises.
+    """
+    made = AttachedSynchronizer(
+        module,
+        process_group,
+        broadcast_buffers,
+        timeout_s=timeout_s,
+        agreement_timeout_s=agreement_timeout_s,
+        find_unused_parameters=find_unused_parameters,
+        static_graph=static_graph,
+    )
+    try:
+        made.load(plan)
+    except BaseException:
+        made.close()
+        raise
+    _verify_param_shape_across_processes(made.process_group, list(made.parameters))
+    _sync_module_states(
+        module=module,
+        process_group=made.process_group,
+        broadcast_bucket_size=BROADCAST_BYTES,
+        src=0,
+        params_and_buffers_to_ignore=made._ignored,
+        broadcast_buffers=broadcast_buffers,
+    )
+    return made
+
+
+def attached_to(module: nn.Module) -> GradientSynchronizer | None:
+    """The synchronizer that `attach` made for this module; None where there is none."""
+    owners = (hook.owner for hook in module._forward_pre_hooks.values() if isinstance(hook, _ForwardHook))
+    return next((owner for owner in owners if isinstance(owner, GradientSynchronizer)), None)
