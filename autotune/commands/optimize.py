@@ -129,8 +129,8 @@ def _source(name: str) -> _Source:
         graph = read_layer_profile(path)
         return _Source(graph.workload(), graph)
     raise InvalidInput(
-        f"there must be something to optimize: a folder of `autotune profile`, Kineto traces, a workload's JSON file, a layer profile (.txt) "
-        f"or one of {', '.join(MODELS)}, but it is {name!r}"
+        f"there must be something to optimize: a folder of `autotune profile`, Kineto traces, a workload's JSON file, "
+        f"a layer profile (.txt) or one of {', '.join(MODELS)}, but it is {name!r}"
     )
 
 
