@@ -176,13 +176,10 @@ def _quotient(dfg: Dfg, kept: OffsetArray, queues: OffsetArray, locks: OffsetArr
 
     child_start, child = csr(len(kept), parents, children)
     columns = {name: getattr(dfg, name)[kept] for name in (*_SAME, "worker")}
-    queue, channel = renamed(dfg.queue, queues, queue_left), renamed(dfg.channel, queues, queue_left)
-    if np.any((channel != NONE) & (channel == queue)):
-        raise InvalidInput("only graphs of alike workers can be folded, but an op takes two queues that stand for each other")
     return Dfg(
         **columns,
-        queue=queue,
-        channel=channel,
+        queue=renamed(dfg.queue, queues, queue_left),
+        channel=renamed(dfg.channel, queues, queue_left),
         acquires=renamed(dfg.acquires, locks, lock_left),
         releases=renamed(dfg.releases, locks, lock_left),
         child_start=child_start,

@@ -40,7 +40,7 @@ def workloads(draw: st.DrawFn) -> Workload:
     return Workload("layers", variables, (), compute_s / 3, compute_s / 1.5, compute_s / 50, draw(st.sampled_from(["cpu", "cuda"])))
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(workloads(), clusters(), st.booleans())
 def test_what_is_found_is_no_slower_than_any_hand_made_strategy(workload: Workload, cluster: Cluster, cross_step: bool) -> None:
     space = SearchSpace.default() if cross_step else SearchSpace.default().without_cross_step("the test says so")

@@ -10,8 +10,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from autotune.dfg.batched import WIDTH, FixedOrder, replay_many
+from autotune.dfg.build import DfgBuilder
 from autotune.dfg.execution_graph import ExecutionGraph, execution_graph
-from autotune.dfg.graph import Dfg
+from autotune.dfg.graph import NONE, Dfg, Kind
 from autotune.dfg.incremental import IncrementalReplay
 from autotune.dfg.replay import Timeline, replay
 from autotune.errors import InvalidInput
@@ -45,6 +46,15 @@ def test_a_late_change_saves_the_work_before_it(chain: Dfg) -> None:
     resumed = IncrementalReplay(chain, snapshots=10).replay_changed(np.array([95]), np.array([3.0]))
     assert resumed.replayed_ops == 10
     assert resumed.timeline.makespan_s == 102.0
+
+
+def test_an_op_that_took_no_time_at_the_start_may_take_some() -> None:
+    builder = DfgBuilder()
+    queue = builder.queue("device")
+    first = builder.op("first", NONE, 0.0, Kind.VIRTUAL)
+    for _ in range(9):
+        builder.op("later", queue, 1.0, Kind.FORWARD, [first])
+    assert IncrementalReplay(builder.build(), snapshots=10).replay_changed(np.array([first]), np.array([5.0])).timeline.makespan_s == 14.0
 
 
 def ends_in_order_s(graph: ExecutionGraph, duration_s: np.ndarray) -> np.ndarray:
@@ -90,6 +100,20 @@ def test_where_the_order_stays_the_execution_graph_holds_for_other_durations(dfg
     timeline, other = replay(dfg), replay(dfg, duration_s)
     assume(served(timeline) == served(other))
     np.testing.assert_allclose(ends_in_order_s(execution_graph(timeline), duration_s), other.end_s, rtol=1e-12)
+
+
+def test_a_lock_binds_where_other_durations_make_it() -> None:
+    """In the timeline nobody waits for the lock, and who takes it first has the higher number."""
+    builder = DfgBuilder()
+    queues, lock = [builder.queue(f"q{number}") for number in range(3)], builder.lock()
+    for number, ready_s in enumerate((10.0, 5.0, 0.5)):
+        before = builder.op(f"before {number}", queues[number], ready_s, Kind.FORWARD)
+        builder.op(f"holder {number}", queues[number], 1.0, Kind.SEND, [before], acquires=lock, releases=lock)
+    dfg = builder.build()
+    duration_s = np.where(dfg.duration_s == 1.0, 6.0, dfg.duration_s)
+    other = replay(dfg, duration_s)
+    assert other.start_s[1::2].tolist() == [12.5, 6.5, 0.5]
+    np.testing.assert_array_equal(ends_in_order_s(execution_graph(replay(dfg)), duration_s), other.end_s)
 
 
 @MANY

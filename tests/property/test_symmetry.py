@@ -104,6 +104,7 @@ def test_ring_of_equal_workers_folds_to_one(discipline: Discipline, seed: int) -
 @pytest.mark.parametrize("seed", range(4))
 def test_servers_of_equal_workers_fold_to_one_worker(seed: int) -> None:
     quotients = [assert_fold_is_exact(servers(workers, seed)) for workers in (1, 2, 3, 8)]
+    assert all(quotient.names == quotients[0].names for quotient in quotients)
     assert len({(quotient.ops, quotient.queues) for quotient in quotients}) == 1
 
 
@@ -213,7 +214,6 @@ def test_one_op_that_differs_is_refused(name: str) -> None:
     dfg = ring(3, 0, Discipline.FIFO)
     values = getattr(dfg, name).copy()
     values[-1] += 1
-    assert fold(dfg).dfg.names.ops[:2] == ("forward 0", "forward 1")
     with pytest.raises(InvalidInput, match=f"'update 4' has another {name}"):
         fold(replace(dfg, **{name: values}))
 
@@ -224,6 +224,52 @@ def test_one_edge_that_differs_is_refused() -> None:
     without_last = dfg.child_start - (np.arange(dfg.ops + 1) > with_children)
     with pytest.raises(InvalidInput, match="follow"):
         fold(replace(dfg, child_start=without_last, child=dfg.child[:-1]))
+
+
+def test_an_op_that_follows_another_layer_or_nothing_is_refused() -> None:
+    dfg = ring(3, 0, Discipline.FIFO)
+    origin = np.repeat(np.arange(dfg.ops), np.diff(dfg.child_start))
+    names = np.array(dfg.names.ops)
+    own = np.flatnonzero((names[dfg.child] == "send 1.0") & (dfg.worker[dfg.child] == 1))[0]
+    other = int(np.flatnonzero((names == "backward 3") & (dfg.worker == 1))[0])
+    moved = csr(dfg.ops, np.where(np.arange(dfg.edges) == own, other, origin), dfg.child)
+    missing = csr(dfg.ops, np.delete(origin, own), np.delete(dfg.child, own))
+    for start, child in (moved, missing):
+        with pytest.raises(InvalidInput, match=r"'send 1\.0'"):
+            fold(replace(dfg, child_start=start, child=child))
+
+
+def locked(capacity: tuple[int, int], second: int) -> Dfg:
+    """Two workers with a queue and a lock each and two ops that take it; the second op of the second worker takes lock `second`."""
+    builder = DfgBuilder()
+    locks = [builder.lock(own) for own in capacity]
+    for worker in (0, 1):
+        queue = builder.queue(f"q{worker}")
+        for number, lock in enumerate((locks[worker], locks[worker] if worker == 0 else locks[second])):
+            builder.op(f"op {number}", queue, 1.0, Kind.SEND, worker=worker, acquires=lock, releases=lock)
+    return builder.build()
+
+
+def test_queues_and_locks_that_differ_are_refused() -> None:
+    assert_fold_is_exact(locked((1, 1), 1))
+    with pytest.raises(InvalidInput, match="capacity"):
+        fold(locked((1, 2), 1))
+    with pytest.raises(InvalidInput, match="lock 0 does not serve"):
+        fold(locked((1, 1), 0))
+    dfg = ring(3, 0, Discipline.FIFO)
+    with pytest.raises(InvalidInput, match="discipline"):
+        fold(replace(dfg, discipline=np.arange(dfg.queues) == 1))
+
+
+def test_ops_that_use_a_queue_in_another_order_are_refused() -> None:
+    """Of what is ready at once the lower number goes first: on one worker the op of the queue, on the other that of the channel."""
+    builder = DfgBuilder()
+    for worker in (0, 1):
+        link, other = builder.queue(f"link {worker}"), builder.queue(f"other {worker}")
+        for of_queue in (worker == 0, worker == 1):
+            builder.op("queue" if of_queue else "channel", link if of_queue else other, 1.0, Kind.SEND, channel=NONE if of_queue else link)
+    with pytest.raises(InvalidInput, match="queue or channel 2"):
+        fold(builder.build(), np.array([0, 1, 1, 0]))
 
 
 def test_given_representatives_are_checked() -> None:
