@@ -6,8 +6,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from autotune.cluster import Cluster
 from autotune.dfg.replay import Timeline
 from autotune.optimizer.budget import Budget
@@ -18,10 +16,9 @@ from autotune.optimizer.search import Kept, Search
 from autotune.optimizer.state import Pass, Problem, Speedups, State
 from autotune.profiling.op_graph import FusedTime, OpFusion, OpGraph
 from autotune.strategy_space.builders.collectives import ddp_default
-from autotune.strategy_space.plan import PRIMITIVE_OF, Plan, plan
+from autotune.strategy_space.plan import Plan, plan
 from autotune.strategy_space.space import SearchSpace
-from autotune.strategy_space.strategy import ROOTED, Strategy
-from autotune.strategy_space.sync_cost import MessageKind, Rates
+from autotune.strategy_space.strategy import Strategy
 from autotune.workload import Workload
 
 ASSUMED_TIMES, ASSUMED_LINKS = "the workload's times", "the links"
@@ -124,15 +121,20 @@ def optimize(
 
 
 def full_overlap_s(problem: Problem, state: State) -> float:
-    """max(T_comp, T_comm): the computation of the state's kernels, and its bytes on the slowest link by the collective that loads it least.
+    """max(T_comp, T_comm): the computation of the state's kernels, and its bytes on the slowest link by whatever synchronizer.
 
-    T_comm is the transfer of Eq. 3 alone, without any latency, for the bytes that the state sends.
+    T_comm is a bound without any latency. Of n hosts with b_i bytes per second each way, host i owns the share f_i of the S bytes and has
+    to send and to receive S (1 + f_i (n - 2)); the best shares give max(S / min b_i, 2 (n - 1) S / sum b_i), the ring's time where
+    all b_i are alike. Inside a host with several devices each of them sends at least its own S bytes.
     """
-    compute_s = problem.workload_of(state).compute_s
-    rates = Rates(problem.cluster)
-    levels = (False, True) if problem.space.hierarchy_for(problem.cluster) else (False,)
-    kinds = [MessageKind(PRIMITIVE_OF[own], None, level) for own in problem.space.synchronizers if own not in ROOTED for level in levels]
-    if not kinds:
-        return compute_s
+    compute_s, hosts = problem.workload_of(state).compute_s, problem.cluster.hosts
     sent = float(plan(state.strategy, problem.workload, problem.cluster.world_size).wire_bytes)
-    return max(compute_s, float(rates.costs(kinds, np.full(len(kinds), sent)).transfer_s.min()))
+    inner_s = max((sent / host.inner_bytes_per_s for host in hosts if host.devices > 1), default=0.0)
+    if len(hosts) == 1:
+        return max(compute_s, inner_s)
+    links = [host.link_bytes_per_s for host in hosts]
+    for pair in problem.cluster.pair_links:
+        for number, host in enumerate(hosts):
+            links[number] += pair.link_bytes_per_s if host.name in pair.between else 0.0
+    outer_s = sent * max(1 / min(links), 2 * (len(hosts) - 1) / sum(links))
+    return max(compute_s, inner_s, outer_s)

@@ -20,18 +20,12 @@ from autotune.strategy_space.sync_cost import MessageKind, Rates
 
 COLLECTIVES = (Synchronizer.ALL_REDUCE, Synchronizer.REDUCE_SCATTER_ALL_GATHER)
 ORDER_NODES = 40
-HOPELESS = 4.0
-"""Times the shortest estimate of the closed form, beyond which a start is not replayed: many small messages make large graphs.
-
-The closed form sends messages one by one. The replay has two threads, and messages of two steps have two lanes: what only waits for
-latencies can be four times as fast as estimated, and no more.
-"""
 
 
 def started(problem: Problem, fusion: OpFusion) -> list[tuple[str, State]]:
-    """(name, state), each strategy once, the shortest estimate first; all lie in the problem's space, and none is hopeless.
+    """(name, state), each strategy once, the shortest estimate first; all lie in the problem's space. `fusion` is what they begin with.
 
-    `fusion` is what they begin with.
+    None is left out by its estimate: that of one channel was seen to be four times the replay of two threads and lanes.
     """
     found: dict[Strategy, str] = {}
     estimated: dict[Strategy, float] = {}
@@ -39,9 +33,7 @@ def started(problem: Problem, fusion: OpFusion) -> list[tuple[str, State]]:
         if problem.space.contains(strategy, problem.workload, problem.cluster):
             found.setdefault(strategy, name)
             estimated.setdefault(strategy, _estimated_s(strategy, problem))
-    limit_s = HOPELESS * min(estimated.values(), default=0.0)
-    promising = sorted((strategy for strategy in found if estimated[strategy] <= limit_s), key=lambda own: estimated[own])
-    return [(found[strategy], State(strategy, fusion)) for strategy in promising]
+    return [(found[strategy], State(strategy, fusion)) for strategy in sorted(found, key=lambda own: estimated[own])]
 
 
 def _estimated_s(strategy: Strategy, problem: Problem) -> float:

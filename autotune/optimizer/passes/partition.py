@@ -31,10 +31,10 @@ class Partition:
         tensors = self._tensors(state, path)
         best = {position: count for position, now in tensors.items() if (count := self._optimal(state, path, position, now)) != now}
         if best:
-            yield state.with_strategy(cut_variables(state, path.problem, self._alike(best, path)))
+            yield state.with_strategy(cut_variables(state, path.problem, self._alike(best, state, path)))
         if len(best) > 1:
             for position, count in best.items():
-                yield state.with_strategy(cut_variables(state, path.problem, self._alike({position: count}, path)))
+                yield state.with_strategy(cut_variables(state, path.problem, self._alike({position: count}, state, path)))
         if state.strategy.cross_step:
             for position, now in list(tensors.items())[:2]:
                 for count in URGENT:
@@ -50,9 +50,8 @@ class Partition:
         for number in path.messages:
             message = path.plan.messages[number]
             position = index[message.slices[0].variable]
-            choice = state.strategy.by_name[variables[position].name]
-            if message.sparse is SparseHandling.DENSE and all(shard.group is None for shard in choice.shards):
-                alone[position] = len(choice.shards)
+            if message.sparse is SparseHandling.DENSE and travels_alone(state, variables[position].name):
+                alone[position] = len(state.strategy.by_name[variables[position].name].shards)
         largest = sorted(alone, key=lambda position: (-variables[position].grad_bytes, position))
         return {position: alone[position] for position in largest[:TENSORS]}
 
@@ -76,7 +75,7 @@ class Partition:
         return parts
 
     @staticmethod
-    def _alike(wanted: dict[int, int], path: CriticalPath) -> dict[int, int]:
+    def _alike(wanted: dict[int, int], state: State, path: CriticalPath) -> dict[int, int]:
         """By symmetry the same for variables at the same place of other blocks that travel alone, too."""
         if not path.problem.speedups.symmetry:
             return wanted
@@ -84,7 +83,7 @@ class Partition:
         alone: dict[tuple[object, ...], list[int]] = {}
         of_position: dict[int, tuple[object, ...]] = {}
         for message in path.plan.messages:
-            if len(message.slices) == 1 and message.group is None and message.sparse is SparseHandling.DENSE:
+            if message.sparse is SparseHandling.DENSE and travels_alone(state, message.slices[0].variable):
                 position = index[message.slices[0].variable]
                 of_position.setdefault(position, signature(message))
                 alone.setdefault(of_position[position], []).append(position)
@@ -93,3 +92,8 @@ class Partition:
             for other in alone.get(of_position.get(position, ()), ()):
                 found.setdefault(other, count)
         return found
+
+
+def travels_alone(state: State, variable: str) -> bool:
+    """Whether no shard of the variable shares a message with another one: others may although one of them has its own."""
+    return all(shard.group is None for shard in state.strategy.by_name[variable].shards)
