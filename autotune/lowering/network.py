@@ -125,6 +125,9 @@ class Network:
         self._workers, self._one_by_one, self._layer, self._coarse = workers, one_by_one, layer, coarse and one_by_one
         self._crowd = crowd
         self._messages = sum(len(batch.numbers) for batch in batches)
+        steps = [step for batch in batches for step in batch.steps]
+        # Hosts that hold up others' gathers or scatters: elsewhere nobody would wait for a turn.
+        self._slow_leaves = {port % ports.hosts for step in steps for port in self._deciding(step) if port != self._root_port(step)}
 
     def emit(self, to: Emitter, issued: Numbers) -> Sent:
         """One step's messages; `issued` (W, M): the ops that issue them."""
@@ -260,13 +263,22 @@ class Network:
         Gloo's receiver asks its sender for a tensor, on the connection that carries tensors the other way, and so behind those. So what a
         host sends into a gather waits while it is the root of another one; of scatters, what it receives. It is felt where that is slowest.
         """
+        ports = self._deciding(own)
+        hosts = self._link.hosts
+        return {port for port in ports if port % hosts in self._slow_leaves}
+
+    def _deciding(self, own: SendStep) -> list[int]:
+        """The root's port where that is the slowest of a gather or scatter, else those of other hosts that are; none of other steps."""
         times = own.times
         if times is None or self._one_by_one or own.step.collective not in (Collective.GATHER, Collective.SCATTER):
-            return set()
+            return []
+        at_root = self._root_port(own)
+        slowest = np.flatnonzero(times.ports >= 1 - 1e-9).tolist()
+        return [at_root] if at_root in slowest else [port for port in slowest if port < 2 * self._link.hosts]
+
+    def _root_port(self, own: SendStep) -> int:
         side = IN if own.step.collective is Collective.GATHER else OUT
-        slowest = np.flatnonzero(times.ports >= 1 - 1e-9)
-        at_root = side * self._link.hosts + int(self._link.host_of_rank[own.root])
-        return {at_root} if at_root in slowest else {int(port) for port in slowest if port < 2 * self._link.hosts}
+        return side * self._link.hosts + int(self._link.host_of_rank[own.root])
 
 
 @lru_cache(maxsize=1024)
