@@ -3,8 +3,8 @@
 Measures the constants of `autotune.lowering.costs` on the machine that the ranks will run on, with as many processes at work at once as
 there will be ranks here (emulated hosts share its cores), under round-robin scheduling where that is permitted, as emulated ranks are. A
 figure is CPU time, so that waiting for a core is not in it, and it is measured as it is spent in training: piece by piece, with a pause
-before each, after which caches are cold and threads asleep (back to back the same costs a half to a third). It is the mean over a second
-or so of one process, then the mean over the processes; costs per byte are the slope between two sizes.
+before each, after which caches are cold and threads asleep (`--pause 0`: back to back, a tenth to a half of it). It is the mean over
+a second or so of one process, then the mean over the processes; costs per byte are the slope between two sizes.
 The last line is one JSON object: name -> value.
 """
 

@@ -175,8 +175,7 @@ class Worker:
         """Averages are written back once all have come, then comes the update; its end."""
         written_s = float(self._duties.write_s.sum())
         written = self._op("write averages", self._host, written_s, Kind.UNPACK, (*self.ends, arrived))
-        self._computed = self._updated(written)
-        return self._computed
+        return self._updated(written)
 
     def defer(self) -> int:
         """Averages and updates are left to the next forward pass."""

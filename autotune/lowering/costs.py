@@ -32,7 +32,7 @@ class RuntimeCosts:
 
     | name | what | unit |
     |---|---|---|
-    | `fill_s` | hook of one gradient, and packing it but for its bytes | s |
+    | `fill_s` | waking up for one gradient, its hook, and packing it but for its bytes | s |
     | `hand_out_s_per_byte` | emulated accelerators: a fresh copy of the recorded gradient; 0 where they are real | s/B |
     | `pack_s_per_byte` | scaling a gradient into its message, per byte of the gradient | s/B |
     | `cast_s_per_byte` | the same where it is rounded to 16 bits | s/B |

@@ -125,16 +125,14 @@ def full_overlap_s(problem: Problem, state: State) -> float:
 
     T_comm is a bound without any latency. Of n hosts with b_i bytes per second each way, host i owns the share f_i of the S bytes and has
     to send and to receive S (1 + f_i (n - 2)); the best shares give max(S / min b_i, 2 (n - 1) S / sum b_i), the ring's time where
-    all b_i are alike. Inside a host with several devices each of them sends at least its own S bytes.
+    all b_i are alike. What moves inside hosts is left out where there are several; of a single host its n devices count.
     """
     compute_s, hosts = problem.workload_of(state).compute_s, problem.cluster.hosts
     sent = float(plan(state.strategy, problem.workload, problem.cluster.world_size).wire_bytes)
-    inner_s = max((sent / host.inner_bytes_per_s for host in hosts if host.devices > 1), default=0.0)
-    if len(hosts) == 1:
-        return max(compute_s, inner_s)
-    links = [host.link_bytes_per_s for host in hosts]
+    if problem.cluster.world_size == 1:
+        return compute_s
+    links = [host.link_bytes_per_s for host in hosts] if len(hosts) > 1 else [hosts[0].inner_bytes_per_s] * hosts[0].devices
     for pair in problem.cluster.pair_links:
         for number, host in enumerate(hosts):
             links[number] += pair.link_bytes_per_s if host.name in pair.between else 0.0
-    outer_s = sent * max(1 / min(links), 2 * (len(hosts) - 1) / sum(links))
-    return max(compute_s, inner_s, outer_s)
+    return max(compute_s, sent * max(1 / min(links), 2 * (len(links) - 1) / sum(links)))

@@ -27,6 +27,7 @@ from runtime_rewriter.pytorch.micro_batch import Call, fixed_share
 from runtime_rewriter.pytorch.observers import BackwardObserver
 from runtime_rewriter.pytorch.profile import profiling_plan
 from runtime_rewriter.pytorch.reads import script_compiles
+from runtime_rewriter.pytorch.recording import collectives_made
 
 _WARMUP_STEPS, _TIMED_STEPS = 1, 2
 _log = logging.getLogger("autotune")
@@ -48,7 +49,8 @@ class MemoryCapture(BackwardObserver):
         self._recorder: MemoryRecorder | None = None
         self._fixed: FixedShare | None = None
         self._call: Call | None = None
-        self._look: RemovableHandle | None = None
+        self._look: tuple[RemovableHandle, ...] = ()
+        self._made = 0
         synchronizer.load(plan or profiling_plan(assumed_workload(synchronizer.module), synchronizer.ranks.size), deferred=True)
         synchronizer.observers.append(self)
         synchronizer.listeners.insert(0, self)  # before whoever asks for `done` at the same boundary
@@ -98,15 +100,26 @@ class MemoryCapture(BackwardObserver):
             self._give_up(str(refusal))
             return
         if self._seen == _WARMUP_STEPS:  # before the recorded steps, in which it would hold what the script lets go
-            self._look = self._synchronizer.module.register_forward_pre_hook(self._called, with_kwargs=True)
+            module = self._synchronizer.module
+            self._look = (module.register_forward_pre_hook(self._called, with_kwargs=True), module.register_forward_hook(self._returned))
         elif recorder.done:
             self._measure(recorder.batch)
 
     def _called(self, module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
-        if torch.is_grad_enabled() and self._look is not None:
-            self._call = Call(arguments, options)
-            self._look.remove()
-            self._look = None
+        if torch.is_grad_enabled():
+            self._call, self._made = Call(arguments, options), collectives_made()
+
+    def _returned(self, module: nn.Module, arguments: object, output: object) -> None:
+        """A module with transfers of its own (batch norms over all ranks, say) would wait for ranks that compute no half batch."""
+        if self._call is not None:
+            if collectives_made() != self._made:
+                self._call = None
+            self._look_away()
+
+    def _look_away(self) -> None:
+        for handle in self._look:
+            handle.remove()
+        self._look = ()
 
     def _measure(self, batch: int | None) -> None:
         """Between two steps: half of the last batch against all of it."""
@@ -116,16 +129,14 @@ class MemoryCapture(BackwardObserver):
         try:
             self._fixed = fixed_share(self._synchronizer.module, call, batch)
         except Exception as error:  # noqa: BLE001 - the script's own code, which never said that it takes half a batch
-            _log.debug("no time of half a batch: %s", error)
+            _log.warning("the module computes no half of a batch, so that times of micro-batches are assumed: %s", error)
 
     def _give_up(self, why: str) -> None:
         self.note = f"{NOT_RECORDED}: {why}"
         self._stop()
 
     def _stop(self) -> None:
-        if self._look is not None:
-            self._look.remove()
-            self._look = None
+        self._look_away()
         if self._recorder is not None:
             self._recorder.close()
             self._recorder = None
