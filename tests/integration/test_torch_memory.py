@@ -228,6 +228,36 @@ def test_the_memory_of_a_replica_that_trains_with_others_is_that_of_one_alone(vi
             assert memory.profile.bytes_of(held) == pytest.approx(alone.bytes_of(held), rel=0.05), (name, held)
 
 
+class Shares(nn.Module):
+    """Sums what it sees over all ranks in its forward pass, as batch norms over all ranks do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        seen = x.mean()
+        dist.all_reduce(seen)
+        return self.body(x) * seen
+
+
+def _sharing(rank: int) -> RecordedMemory | None:
+    module = Shares()
+    wrapped: Any = PlannedDataParallel(module)
+    capture = MemoryCapture(wrapped.synchronizer, None)
+    while not capture.done:
+        module.zero_grad()
+        wrapped(torch.rand(8, WIDTH)).sum().backward()
+    memory = capture.finish()
+    dist.barrier()
+    return memory
+
+
+def test_no_rank_computes_half_a_batch_alone_where_that_would_wait_for_the_others() -> None:
+    memory, _ = run_world(_sharing, 2, timeout_s=40.0)
+    assert memory is not None and memory.fixed is None
+
+
 # -- under plans, on two ranks -----------------------------------------------------------------------
 
 
