@@ -28,6 +28,7 @@ from autotune.strategy_space.sync_cost import Rates, message_costs
 from autotune.workload import Workload
 
 if TYPE_CHECKING:
+    from autotune.lowering.costs import RuntimeCosts
     from autotune.lowering.replayed import LoweredSteps
 
 MAX_VARIABLES = 4_000  # BERT-large has about 400; the recurrent simulator walks them one after the other
@@ -78,10 +79,10 @@ class StrategyFeatures:
 
 
 class Extractor:
-    """Makes the features of many strategies of one workload and cluster."""
+    """Makes the features of many strategies of one workload and cluster. `costs`: the runtime's, as of `Lowering`."""
 
-    def __init__(self, workload: Workload, cluster: Cluster) -> None:
-        self.workload, self.cluster = workload, cluster
+    def __init__(self, workload: Workload, cluster: Cluster, costs: RuntimeCosts | None = None) -> None:
+        self.workload, self.cluster, self.costs = workload, cluster, costs
         count = len(workload.variables)
         chain = np.column_stack([np.arange(count - 1), np.arange(1, count)])
         self.edges = np.array(workload.edges, dtype=np.int64).reshape(-1, 2) if workload.edges else chain.astype(np.int64)
@@ -117,7 +118,7 @@ class Extractor:
         """What replays a plan; it remembers, since that takes a hundred times as long as everything else about a strategy."""
         from autotune.lowering.replayed import LoweredSteps  # compiled code loads when the first plan is replayed
 
-        return LoweredSteps(self.workload, self.cluster, taken_share=self.taken_share)
+        return LoweredSteps(self.workload, self.cluster, taken_share=self.taken_share, costs=self.costs)
 
     def replayed(self, features: StrategyFeatures, plan: Plan) -> StrategyFeatures:
         """The same with `replayed_step_s`."""

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from autotune.cluster import Cluster
 from autotune.dfg.graph import NONE, Dfg, Kind
 from autotune.dfg.replay import Timeline, replay
+from autotune.lowering.costs import RuntimeCosts
 from autotune.lowering.lower import Lowering
 from autotune.lowering.network import Sent
 from autotune.strategy_space.plan import Message, Plan
@@ -39,14 +40,21 @@ class Observed:
 class LoweredSteps:
     """`symmetric`: one of equal workers is written down, and the ports that decide; otherwise all of both.
 
-    `taken_share`: as of `Lowering`. `replayed`: steps that were replayed, not remembered.
+    `taken_share`, `costs`: as of `Lowering`. `replayed`: steps that were replayed, not remembered.
     """
 
-    def __init__(self, workload: Workload, cluster: Cluster, symmetric: bool = True, taken_share: float = 0.0) -> None:
+    def __init__(
+        self,
+        workload: Workload,
+        cluster: Cluster,
+        symmetric: bool = True,
+        taken_share: float = 0.0,
+        costs: RuntimeCosts | None = None,
+    ) -> None:
         self.workload, self.cluster, self.taken_share = workload, cluster, taken_share
         self.replayed = 0
         self._symmetric = symmetric
-        self._lowering = Lowering(workload, cluster, taken_share=taken_share)
+        self._lowering = Lowering(workload, cluster, costs, taken_share)
         self._known_s: OrderedDict[object, float] = OrderedDict()
 
     def step_s(self, plan: Plan) -> float:

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from autotune.errors import InvalidInput
+from autotune.features.extract import StrategyFeatures
 from autotune.rng import generator
 from autotune.simulators.interface import Example, FloatArray, Simulator
 
@@ -25,7 +26,7 @@ ANALYTIC = "analytic"
 REPLAY = "replay"
 PAPER = "paper"
 RANDOM = "random"
-UNLEARNED = (ANALYTIC, REPLAY, PAPER, RANDOM)
+UNLEARNED = (ANALYTIC, PAPER, REPLAY, RANDOM)
 
 _SMALLEST_TEST = 2  # fewer points form no pair
 _ENOUGH_PAIRS = 30  # with 30 independent pairs the standard error of an accuracy near 0.8 is 0.07
@@ -114,6 +115,18 @@ def hold_out(examples: Sequence[Example], seeds: Sequence[int] = (0, 1, 2), test
     return splits
 
 
+def unlearned_step_s(ranker: str, features: Sequence[StrategyFeatures], draw: np.random.Generator) -> FloatArray:
+    """What a ranker of `UNLEARNED` predicts, shape (n,): seconds, but for chance, which draws from `draw`."""
+    if ranker == RANDOM:
+        return draw.random(len(features))
+    times = {
+        ANALYTIC: lambda item: item.analytic_step_s,
+        PAPER: lambda item: item.paper_step_s,
+        REPLAY: lambda item: item.replayed_step_s,
+    }
+    return np.array([times[ranker](item) for item in features], dtype=np.float64)
+
+
 def evaluate(
     examples: Sequence[Example],
     simulators: Mapping[str, Callable[[], Simulator]],
@@ -127,14 +140,12 @@ def evaluate(
     strategy is ever learned from. Split number i trains with seed + i.
     """
     replayed = all(example.features.replayed_step_s is not None for example in examples)
-    predictions: dict[str, list[FloatArray]] = {ANALYTIC: [], PAPER: [], **({REPLAY: []} if replayed else {}), RANDOM: []}
+    unlearned = [name for name in UNLEARNED if replayed or name != REPLAY]
+    predictions: dict[str, list[FloatArray]] = {name: [] for name in unlearned}
     for number, (training, test) in enumerate(splits):
         features = [examples[index].features for index in test]
-        predictions[ANALYTIC].append(np.array([item.analytic_step_s for item in features]))
-        predictions[PAPER].append(np.array([item.paper_step_s for item in features]))
-        if replayed:
-            predictions[REPLAY].append(np.array([item.replayed_step_s for item in features]))
-        predictions[RANDOM].append(generator(seed, "random ranker", number).random(len(features)))
+        for name in unlearned:
+            predictions[name].append(unlearned_step_s(name, features, generator(seed, "random ranker", number)))
         for name, make in simulators.items():
             simulator = make()
             simulator.fit([examples[index] for index in training], seed + number)

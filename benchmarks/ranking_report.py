@@ -1,0 +1,231 @@
+"""The report of `benchmarks.ranking`: tables of means over seeds and domains in Markdown, a learning curve as SVG, all rows as CSV."""
+
+from __future__ import annotations
+
+import csv
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+
+import numpy as np
+
+from autotune.simulators.evaluation import ANALYTIC, PAPER, RANDOM, REPLAY
+from benchmarks.line_plot import Line, line_plot
+from benchmarks.ranking_runs import CHOSEN, WITHOUT_REPLAY, Learned, Row
+
+FIGURES = {
+    "pairwise_accuracy": "pairwise accuracy",
+    "kendall_tau": "Kendall tau",
+    "regret_top_1": "regret top 1",
+    "regret_top_5": "regret top 5",
+    "regret_top_10": "regret top 10",
+}
+MEANING = {
+    RANDOM: "random (chance)",
+    PAPER: "max(T_comp, T_sync)",
+    ANALYTIC: "overlap estimate",
+    REPLAY: "replay",
+    CHOSEN: "chosen by cross-validation, as the tuner does",
+}
+
+Key = tuple[str, Learned, str, int]
+"""(ranker, learned from, held out, own plans)."""
+
+
+def key_of(row: Row) -> Key:
+    return row.ranker, row.learned, row.held_out, row.plans
+
+
+def figure_of(rows: Iterable[Row], figure: str) -> float:
+    """Of one ranker on one domain and seed: the mean over its sessions, weighted by pairs (accuracy) or points (the rest)."""
+    given = list(rows)
+    weights = [row.pairs if figure == "pairwise_accuracy" else row.points for row in given]
+    if not sum(weights):
+        return 0.5 if figure == "pairwise_accuracy" else 0.0
+    return float(np.average([getattr(row, figure) for row in given], weights=weights))
+
+
+def by_seed(rows: Iterable[Row], figure: str) -> list[float]:
+    """For each seed the mean over the domains, each domain counting alike."""
+    groups: dict[int, dict[str, list[Row]]] = {}
+    for row in rows:
+        groups.setdefault(row.seed, {}).setdefault(row.domain, []).append(row)
+    return [statistics.mean(figure_of(of, figure) for of in domains.values()) for _, domains in sorted(groups.items())]
+
+
+def means(rows: Sequence[Row], figure: str) -> dict[str, float]:
+    """"ranker | learned from | held out | own plans" -> mean over seeds and domains."""
+    return {_label(key): statistics.mean(by_seed(own, figure)) for key, own in grouped(rows, key_of).items()}
+
+
+def grouped(rows: Iterable[Row], by: Callable[[Row], Key]) -> dict[Key, list[Row]]:
+    found: dict[Key, list[Row]] = {}
+    for row in rows:
+        found.setdefault(by(row), []).append(row)
+    return found
+
+
+def largest_own(rows: Iterable[Row]) -> list[Row]:
+    """The rows whose training part is the domain's largest, as if it were one size: domains have unlike numbers of plans."""
+    given = list(rows)
+    most = {(row.domain, row.seed): max(r.plans for r in given if (r.domain, r.seed) == (row.domain, row.seed)) for row in given}
+    return [row for row in given if row.plans == most[row.domain, row.seed]]
+
+
+def report(rows: Sequence[Row], data: str, sizes: Sequence[int], tuned_from: str) -> str:
+    """The whole page."""
+    domains = sorted({row.domain for row in rows})
+    parts = [
+        "# Ranking quality\n",
+        data,
+        "Means over the domains, each counting alike, ± the standard deviation over the seeds. Regret: how much slower the best of the k "
+        "predicted fastest is than the fastest tested, relative.\n",
+        "## All domains\n",
+        overview(rows),
+        *(f"\n## {title}\n\n{_domain_table(rows, domains, figure)}" for figure, title in _DOMAIN_TABLES.items()),
+        "\n## Learning curve: pairwise accuracy by number of own plans\n",
+        curve_table(rows, sizes, tuned_from),
+        "\n![learning curve](learning-curve.svg)\n",
+        "## What training costs\n",
+        cost_table(rows),
+    ]
+    return "\n".join(parts) + "\n"
+
+
+_DOMAIN_TABLES = {
+    "pairwise_accuracy": "Pairwise accuracy per domain",
+    "kendall_tau": "Kendall tau per domain",
+    "regret_top_1": "Regret top 1 per domain",
+    "regret_top_5": "Regret top 5 per domain",
+    "regret_top_10": "Regret top 10 per domain",
+}
+
+
+def overview(rows: Sequence[Row]) -> str:
+    """Every ranker untrained, with all its own trials, and by each kind of transfer without and with these."""
+    lines = [_line("ranker", "learned from", "not seen before", *FIGURES.values()), _line(*["---"] * (3 + len(FIGURES)))]
+    for (ranker, learned, held_out), own in _whole(rows).items():
+        cells = [_spread(by_seed(own, figure)) for figure in FIGURES]
+        lines.append(_line(MEANING.get(ranker, ranker), learned, held_out, *cells))
+    return "\n".join(lines) + "\n"
+
+
+def _whole(rows: Sequence[Row]) -> dict[tuple[str, str, str], list[Row]]:
+    """(ranker, learned from, held out) -> rows of the largest training part of each domain and seed."""
+    found: dict[tuple[str, str, str], list[Row]] = {}
+    for row in rows:
+        found.setdefault((row.ranker, row.learned, row.held_out), []).append(row)
+    order = list(Learned)
+    ordered = sorted(found, key=lambda key: (order.index(Learned(key[1])), key[2]))
+    return {key: largest_own(found[key]) for key in ordered}
+
+
+def _domain_table(rows: Sequence[Row], domains: Sequence[str], figure: str) -> str:
+    groups = _whole(rows)
+    names = [_label(key) for key in groups]
+    lines = [_line("ranker | learned from | not seen before", *domains), _line(*["---"] * (1 + len(domains)))]
+    for name, own in zip(names, groups.values(), strict=True):
+        cells = [_mean_or_dash(by_seed([row for row in own if row.domain == domain], figure)) for domain in domains]
+        lines.append(_line(name.replace(" | ", ", "), *cells))
+    lines[0] = lines[0].replace("ranker | learned from | not seen before", "ranker, learned from, not seen before")
+    return "\n".join(lines) + "\n"
+
+
+def curve(rows: Sequence[Row], ranker: str, learned: Learned, sizes: Sequence[int], held_out: str = "") -> list[tuple[int, float]]:
+    """(own plans, mean accuracy) over the domains that have every size up to the largest that any of them has: the same at all points."""
+    own = [row for row in rows if (row.ranker, row.learned, row.held_out) == (ranker, learned, held_out) and row.plans in sizes]
+    common = _common_domains(own)
+    used = sorted({row.plans for row in own if row.domain in common})
+    return [
+        (size, statistics.mean(by_seed([r for r in own if r.plans == size and r.domain in common], "pairwise_accuracy"))) for size in used
+    ]
+
+
+def _common_domains(rows: Sequence[Row]) -> set[str]:
+    """Domains that have the most sizes: a mean over other domains at another size would be no curve."""
+    sizes: dict[str, set[int]] = {}
+    for row in rows:
+        sizes.setdefault(row.domain, set()).add(row.plans)
+    most = max(map(len, sizes.values()), default=0)
+    return {name for name, own in sizes.items() if len(own) == most}
+
+
+def curves(rows: Sequence[Row], sizes: Sequence[int], tuned_from: str) -> list[Line]:
+    """Learned rankers over the number of own plans, with and without sources; those that learn nothing are level."""
+    found = []
+    for ranker in dict.fromkeys(row.ranker for row in rows if row.learned is not Learned.NOTHING):
+        own = curve(rows, ranker, Learned.OWN, sizes)
+        tuned = curve(rows, ranker, Learned.BOTH, sizes, tuned_from)
+        found += [Line(ranker, own)] if own else []
+        found += [Line(f"{ranker}, after other domains", tuned, dashed=True)] if tuned else []
+    if found:
+        used = sorted({size for line in found for size, _ in line.points})
+        common = _common_domains([row for row in rows if row.learned in (Learned.OWN, Learned.BOTH) and row.plans in sizes])
+        for ranker in (REPLAY, ANALYTIC, PAPER):
+            level = [row for row in rows if row.ranker == ranker and row.domain in common]
+            value = statistics.mean(by_seed(level, "pairwise_accuracy"))
+            found.insert(0, Line(MEANING[ranker], [(size, value) for size in used]))
+    return found
+
+
+def curve_table(rows: Sequence[Row], sizes: Sequence[int], tuned_from: str) -> str:
+    found = curves(rows, sizes, tuned_from)
+    if not found:
+        return "No domain has that many plans to learn from.\n"
+    used = sorted({size for each in found for size, _ in each.points})
+    common = _common_domains([row for row in rows if row.learned in (Learned.OWN, Learned.BOTH) and row.plans in sizes])
+    lines = [f"Over the {len(common)} domains that have all of these.\n", _line("ranker", *map(str, used)), _line(*["---"] * (1 + len(used)))]
+    for each in found:
+        values = dict(each.points)
+        lines.append(_line(each.name, *(f"{values[size]:.3f}" if size in values else "-" for size in used)))
+    return "\n".join(lines) + "\n"
+
+
+def curve_plot(rows: Sequence[Row], sizes: Sequence[int], tuned_from: str) -> str | None:
+    found = [line for line in curves(rows, sizes, tuned_from) if WITHOUT_REPLAY not in line.name]
+    if not found:
+        return None
+    return line_plot(found, "own plans learned from", "pairwise accuracy on held-out plans")
+
+
+def cost_table(rows: Sequence[Row]) -> str:
+    """CPU seconds per training on one thread, by ranker and number of examples."""
+    found: dict[tuple[str, str], dict[int, float]] = {}
+    for row in rows:
+        if row.train_examples:
+            found.setdefault((row.ranker, row.learned), {})[row.train_examples] = row.train_cpu_s
+    lines = [_line("ranker", "learned from", "examples: CPU s of one training, one thread"), _line("---", "---", "---")]
+    for (ranker, learned), costs in found.items():
+        shown = sorted(costs.items())
+        picked = shown[:: max(1, len(shown) // 5)]
+        lines.append(_line(ranker, learned, ", ".join(f"{count}: {cpu_s:.1f}" for count, cpu_s in picked)))
+    return "\n".join(lines) + "\n"
+
+
+def write(folder: Path, rows: Sequence[Row], page: str, plot: str | None) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "ranking.md").write_text(page, encoding="utf-8")
+    if plot is not None:
+        (folder / "learning-curve.svg").write_text(plot, encoding="utf-8")
+    with (folder / "rows.csv").open("w", newline="", encoding="utf-8") as file:
+        table = csv.DictWriter(file, [field.name for field in fields(Row)])
+        table.writeheader()
+        table.writerows([asdict(row) for row in rows])
+
+
+def _label(key: Sequence[object]) -> str:
+    return " | ".join(str(part) for part in key if part not in ("", 0))
+
+
+def _line(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _spread(values: Sequence[float]) -> str:
+    spread = f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.3f}{spread}"
+
+
+def _mean_or_dash(values: Sequence[float]) -> str:
+    return f"{statistics.mean(values):.3f}" if values else "-"

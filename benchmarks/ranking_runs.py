@@ -1,0 +1,255 @@
+"""Trains rankers on the parts that `ranking_tasks` cuts and tests them: one row per ranker, training part and session under test."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+import numpy as np
+
+from autotune.features.extract import StrategyFeatures
+from autotune.rng import generator
+from autotune.simulators.evaluation import (
+    UNLEARNED,
+    best_of_top_k_regret,
+    choose_ranker,
+    evaluate,
+    k_fold,
+    kendall_tau,
+    ordered_pairs,
+    pairwise_accuracy,
+    unlearned_step_s,
+)
+from autotune.simulators.interface import Example, FloatArray, Simulator
+from benchmarks.ranking_tasks import HeldOut, Indices, Parts, assert_no_leak, parts_of, sources_for
+from benchmarks.ranking_trials import Point
+
+TIE_BAND = 0.01
+"""Relative difference below which two measured times count as equal, in training (the recipe's) and in the figures."""
+CHOSEN = "chosen"
+"""What the tuner would do: the best in cross-validation on the training part if it beats the replay there, else the replay."""
+FOLDS = 4
+WITHOUT_REPLAY = " without replay"
+
+Maker = Callable[[], Simulator]
+
+
+class Learned(StrEnum):
+    NOTHING = "nothing"
+    OWN = "own trials"
+    OTHERS = "other domains"
+    BOTH = "other domains, then own trials"
+
+
+@dataclass(frozen=True)
+class Row:
+    """`plans`: of the domain's own that were trained on; `held_out`: of a transfer; `train_cpu_s`: CPU time of its training(s).
+
+    `pairs` and `points` of the session under test; the figures are those of `autotune.simulators.evaluation`.
+    """
+
+    domain: str
+    session: str
+    seed: int
+    ranker: str
+    learned: Learned
+    held_out: str
+    plans: int
+    pairs: int
+    points: int
+    pairwise_accuracy: float
+    kendall_tau: float
+    regret_top_1: float
+    regret_top_5: float
+    regret_top_10: float
+    train_cpu_s: float = 0.0
+    train_examples: int = 0
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Study:
+    """What is asked. `sizes`: own plans of the learning curve; `transfers`: kinds of transfer without own trials;
+    `tuned_from`: the kind whose simulators go on learning from own trials; None: they do not."""
+
+    seeds: int
+    sizes: tuple[int, ...]
+    test_share: float
+    transfers: tuple[HeldOut, ...]
+    tuned_from: HeldOut | None
+    source_plans: int | None
+    with_choice: bool
+
+
+class Trainer:
+    """Fits simulators with or without the replayed time, and says so before each training."""
+
+    def __init__(self, points: Sequence[Point], makers: Mapping[str, Maker], began: Callable[[str, int], None]) -> None:
+        bare = [replace(p.example, features=replace(p.example.features, replayed_step_s=None)) for p in points]
+        self._examples = {True: [point.example for point in points], False: bare}
+        self.makers, self._began = makers, began
+
+    def variants(self) -> list[tuple[str, bool]]:
+        """(kind of simulator, with the replayed time)."""
+        return [(name, replayed) for name in self.makers for replayed in (True, False)]
+
+    def examples(self, indices: Indices, replayed: bool = True) -> list[Example]:
+        return [self._examples[replayed][index] for index in indices]
+
+    def features(self, indices: Indices, replayed: bool = True) -> list[StrategyFeatures]:
+        return [example.features for example in self.examples(indices, replayed)]
+
+    def fit(self, variant: tuple[str, bool], indices: Indices, seed: int, start: Simulator | None = None) -> tuple[Simulator, float, str]:
+        """(a simulator, CPU seconds, its report); with `start`, a copy of that one goes on learning."""
+        name, replayed = variant
+        self._began(called(variant), len(indices))
+        simulator = copy.deepcopy(start) if start is not None else self.makers[name]()
+        began_s = time.process_time()
+        report = simulator.fit(self.examples(indices, replayed), seed, warm_start=start is not None)
+        return simulator, time.process_time() - began_s, f"best epoch {report.best_epoch} of {report.epochs}"
+
+
+def called(variant: tuple[str, bool]) -> str:
+    """What a simulator is called in the report."""
+    name, replayed = variant
+    return name if replayed else name + WITHOUT_REPLAY
+
+
+def run(points: Sequence[Point], domains: Sequence[str], study: Study, trainer: Trainer, kept: Callable[[Row], None]) -> list[Row]:
+    """Every row of the study on these domains; each goes to `kept` as soon as it is there. Other domains' points are sources."""
+    rows: list[Row] = []
+
+    def keep(found: list[Row]) -> None:
+        rows.extend(found)
+        for row in found:
+            kept(row)
+
+    for seed in range(study.seeds):
+        parts = {name: parts_of(points, name, seed, study.sizes, study.test_share) for name in domains}
+        for own in parts.values():
+            keep(_unlearned(points, own, trainer))
+            keep(_own(points, own, study, trainer))
+        for held_out in study.transfers:
+            keep(_transfers(points, list(parts.values()), held_out, study, trainer))
+    return rows
+
+
+def _unlearned(points: Sequence[Point], parts: Parts, trainer: Trainer) -> list[Row]:
+    features = trainer.features(parts.test)
+    draw = generator(parts.seed, "random ranker", parts.domain)
+    found = []
+    for name in UNLEARNED:
+        found += _rows(points, parts, name, unlearned_step_s(name, features, draw), Learned.NOTHING)
+    return found
+
+
+def _own(points: Sequence[Point], parts: Parts, study: Study, trainer: Trainer) -> list[Row]:
+    """The learning curve on own trials; a simulator needs at least two of them."""
+    found = []
+    for plans, own in parts.own.items():
+        if len(own) < 2:
+            continue
+        assert_no_leak(points, np.zeros(0, dtype=np.int64), own, parts.test, None)
+        predicted: dict[str, FloatArray] = {}
+        for variant in trainer.variants():
+            simulator, cpu_s, note = trainer.fit(variant, own, parts.seed)
+            guess = simulator.predict_step_s(trainer.features(parts.test, variant[1]))
+            predicted[called(variant)] = guess
+            found += _rows(points, parts, called(variant), guess, Learned.OWN, "", plans, cpu_s, len(own), note)
+        if study.with_choice:
+            choice, cpu_s = _chosen(trainer, own, parts.seed)
+            guess = predicted.get(choice)
+            if guess is None:
+                guess = unlearned_step_s(choice, trainer.features(parts.test), generator(parts.seed, "not drawn from"))
+            found += _rows(points, parts, CHOSEN, guess, Learned.OWN, "", plans, cpu_s, len(own), choice)
+    return found
+
+
+def _chosen(trainer: Trainer, own: Indices, seed: int) -> tuple[str, float]:
+    """(the ranker that cross-validation on this training part chooses, CPU seconds)."""
+    examples = trainer.examples(own)
+    began_s = time.process_time()
+    folds = min(FOLDS, len(examples))
+    quality = evaluate(examples, trainer.makers, k_fold(examples, folds, seed), seed, TIE_BAND)
+    return choose_ranker(quality).ranker, time.process_time() - began_s
+
+
+def _transfers(points: Sequence[Point], parts: Sequence[Parts], held_out: HeldOut, study: Study, trainer: Trainer) -> list[Row]:
+    """Zero-shot, and where asked with own trials behind it. Domains that have the same sources share their simulators."""
+    by_sources: dict[tuple[int, ...], list[Parts]] = {}
+    for own in parts:
+        sources = sources_for(points, own.domain, held_out, study.source_plans)
+        if len(sources) >= 2:
+            by_sources.setdefault(tuple(sources.tolist()), []).append(own)
+    found = []
+    for key, targets in by_sources.items():
+        sources = np.array(key, dtype=np.int64)
+        for variant in trainer.variants():
+            simulator, cpu_s, note = trainer.fit(variant, sources, targets[0].seed)
+            for own in targets:
+                assert_no_leak(points, sources, np.zeros(0, dtype=np.int64), own.test, held_out)
+                guess = simulator.predict_step_s(trainer.features(own.test, variant[1]))
+                found += _rows(points, own, called(variant), guess, Learned.OTHERS, held_out, 0, cpu_s, len(sources), note)
+                if study.tuned_from == held_out:
+                    found += _tuned(points, own, sources, held_out, variant, simulator, trainer)
+    return found
+
+
+def _tuned(
+    points: Sequence[Point], parts: Parts, sources: Indices, held_out: HeldOut, variant: tuple[str, bool], start: Simulator, trainer: Trainer
+) -> list[Row]:
+    found = []
+    for plans, own in parts.own.items():
+        if len(own) < 2:
+            continue
+        assert_no_leak(points, sources, own, parts.test, held_out)
+        simulator, cpu_s, note = trainer.fit(variant, own, parts.seed, start)
+        guess = simulator.predict_step_s(trainer.features(parts.test, variant[1]))
+        found += _rows(points, parts, called(variant), guess, Learned.BOTH, held_out, plans, cpu_s, len(own), note)
+    return found
+
+
+def _rows(
+    points: Sequence[Point],
+    parts: Parts,
+    ranker: str,
+    guess: FloatArray,
+    learned: Learned,
+    held_out: str = "",
+    plans: int = 0,
+    cpu_s: float = 0.0,
+    examples: int = 0,
+    note: str = "",
+) -> list[Row]:
+    """One per session with at least two points: times are compared within a session only."""
+    sessions = np.array([points[index].example.domain for index in parts.test])
+    measured = np.array([points[index].example.step_s for index in parts.test])
+    found = []
+    for session in sorted(set(sessions.tolist())):
+        of_session = sessions == session
+        if of_session.sum() < 2:
+            continue
+        predicted, times = guess[of_session], measured[of_session]
+        found.append(
+            Row(
+                parts.domain,
+                session,
+                parts.seed,
+                ranker,
+                learned,
+                held_out,
+                plans,
+                len(ordered_pairs(times, TIE_BAND)[0]),
+                len(times),
+                pairwise_accuracy(predicted, times, TIE_BAND),
+                kendall_tau(predicted, times),
+                *(best_of_top_k_regret(predicted, times, k) for k in (1, 5, 10)),
+                cpu_s,
+                examples,
+                note,
+            )
+        )
+    return found

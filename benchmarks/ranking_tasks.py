@@ -1,0 +1,104 @@
+"""What is trained on what and tested on what: splits of real trials that do not leak.
+
+| symbol | meaning |
+|---|---|
+| n | points (`ranking_trials.Point`), given in one sequence; parts are indices into it |
+
+- A plan that was measured twice in a domain lies on one side, whatever session it is from.
+- The test part depends on the domain and the seed alone: every ranker, training size and kind of transfer is tested on the same
+  strategies. The parts of successive seeds do not overlap as long as the domain's plans last.
+- Smaller training parts are subsets of larger ones.
+- A simulator takes its validation part and its standardisation from what it is trained on (`TrainingRecipe`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autotune.errors import InvalidInput
+from autotune.rng import generator
+from benchmarks.ranking_trials import Point, plans_by_domain
+
+FEWEST_TESTED = 10
+"""Plans that a test part has at least, if half of the domain's suffice for it: with fewer, a share of a small domain forms no pairs."""
+
+Indices = NDArray[np.int64]
+
+
+class HeldOut(StrEnum):
+    """What the sources of a transfer have not seen of the domain under test."""
+
+    DOMAIN = "domain"  # its model on its cluster; the model elsewhere, and other models there, may be among the sources
+    MODEL = "model"
+    CLUSTER = "cluster"
+    BOTH = "model and cluster"  # neither the model anywhere nor anything on the cluster
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The test part of a domain, and its training parts by their number of plans, the smallest first."""
+
+    domain: str
+    seed: int
+    test: Indices
+    own: dict[int, Indices]
+
+
+def parts_of(points: Sequence[Point], domain: str, seed: int, sizes: Sequence[int], test_share: float) -> Parts:
+    """A test part of this share of the domain's plans, and training parts of these numbers of plans and of all that are left."""
+    plans = plans_by_domain(point for point in points if point.domain == domain)[domain]
+    if len(plans) < 3:
+        raise InvalidInput(f"a split needs at least 3 plans, one to learn from and two to order, but domain {domain!r} has {len(plans)}")
+    tested = max(2, round(test_share * len(plans)), min(FEWEST_TESTED, len(plans) // 2))
+    tested = min(tested, len(plans) - 1)
+    mixed = generator(0, "test", domain).permutation(len(plans))
+    chosen = {plans[mixed[(seed * tested + place) % len(plans)]] for place in range(tested)}
+    left = [name for name in plans if name not in chosen]
+    left = [left[index] for index in generator(seed, "training", domain).permutation(len(left))]
+    used = sorted({size for size in sizes if size < len(left)} | {len(left)})
+    return Parts(domain, seed, _members(points, domain, chosen), {size: _members(points, domain, set(left[:size])) for size in used})
+
+
+def sources_for(points: Sequence[Point], domain: str, held_out: HeldOut, most_plans: int | None) -> Indices:
+    """Points of other domains, at most so many plans of each, the same ones whichever domain is held out. May be none."""
+    target = next(point for point in points if point.domain == domain)
+    kept = []
+    for name, plans in plans_by_domain(points).items():
+        source = next(point for point in points if point.domain == name)
+        if not _seen(source, target, held_out):
+            mixed = generator(0, "sources", name).permutation(len(plans))[:most_plans]
+            kept.append(_members(points, name, {plans[index] for index in mixed}))
+    return np.sort(np.concatenate(kept)) if kept else np.zeros(0, dtype=np.int64)
+
+
+def assert_no_leak(points: Sequence[Point], sources: Indices, own: Indices, test: Indices, held_out: HeldOut | None) -> None:
+    """Stops a figure that would be tested on what was trained on."""
+    tested = {(points[index].domain, points[index].plan_id) for index in test}
+    learned = {(points[index].domain, points[index].plan_id) for index in own}
+    assert not tested & learned, "a plan is in the training and in the test part"
+    [domain] = {points[index].domain for index in test}
+    assert all(points[index].domain == domain for index in own), "an own training part holds another domain's trials"
+    target = points[test[0]]
+    for source in (points[index] for index in sources):
+        assert held_out is not None and not _seen(source, target, held_out), f"the held-out {held_out} is among the sources"
+
+
+def _seen(source: Point, target: Point, held_out: HeldOut) -> bool:
+    """Whether a source would show what is held out of the target's domain."""
+    same_model = source.model == target.model or source.model_id == target.model_id
+    same_cluster = source.cluster == target.cluster
+    return {
+        HeldOut.DOMAIN: source.domain == target.domain or (same_model and same_cluster),
+        HeldOut.MODEL: same_model,
+        HeldOut.CLUSTER: same_cluster,
+        HeldOut.BOTH: same_model or same_cluster,
+    }[held_out]
+
+
+def _members(points: Sequence[Point], domain: str, plans: set[str]) -> Indices:
+    return np.flatnonzero([point.domain == domain and point.plan_id in plans for point in points]).astype(np.int64)
