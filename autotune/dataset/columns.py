@@ -49,9 +49,8 @@ SCHEMA = pa.schema(
 )
 
 
-def table_bytes(trials: Sequence[DatasetTrial]) -> bytes:
-    """A whole Parquet file."""
-    texts: dict[int, str] = {}  # one strategy is one object in many trials
+def table_bytes(trials: Sequence[DatasetTrial], texts: dict[str, str]) -> bytes:
+    """A whole Parquet file. `texts`: what it keeps for the next call, strategy id -> canonical JSON."""
     rows = [_row(trial, texts) for trial in trials]
     table = pa.Table.from_pylist(rows, SCHEMA)
     sink = io.BytesIO()
@@ -59,12 +58,12 @@ def table_bytes(trials: Sequence[DatasetTrial]) -> bytes:
     return sink.getvalue()
 
 
-def _row(trial: DatasetTrial, texts: dict[int, str]) -> dict[str, Any]:
+def _row(trial: DatasetTrial, texts: dict[str, str]) -> dict[str, Any]:
     row: dict[str, Any] = {name: getattr(trial, name) for name in ("number", "source", "plan_id", "load", "time_s", "session", "disturbed")}
     if trial.strategy is not None:
-        text = texts.setdefault(id(trial.strategy), "") or trial.strategy.to_json()
-        texts[id(trial.strategy)] = text
-        row |= {"strategy_id": trial.strategy.id, "strategy": text}
+        if trial.strategy.id not in texts:
+            texts[trial.strategy.id] = trial.strategy.to_json()
+        row |= {"strategy_id": trial.strategy.id, "strategy": texts[trial.strategy.id]}
     if isinstance(trial.outcome, Measured):
         measured = trial.outcome
         row |= {name: getattr(measured, name) for name in ("step_s", "gradient_error", "left_out", "stopped", "overrun")}

@@ -53,7 +53,8 @@ class Session:
 class DatasetTrial:
     """One trial. Numbers count from 0 in the order in which a domain's trials were taken.
 
-    `source`: "reference", "builder:NAME", "random", "random, lossy", or "tuning:JOB:ROUND:ORIGIN" for what a tuner's round proposed.
+    `source` is a kind and what belongs to it: "reference", "builder:NAME", "random:lossless", "random:lossy", "repeat:NUMBER" (an
+    earlier trial's strategy once more), "tuning:JOB:ROUND:ORIGIN" (what a tuner's round proposed) or "tuning:JOB:reference".
     `strategy` and `plan_id` are None for a reference. `load`: the machine's load average when it began. `time_s`: Unix time of its
     end. `disturbed`: the machine changed during it, or between the references around it (`disturbed_trials`).
     """
@@ -71,11 +72,17 @@ class DatasetTrial:
     disturbed: bool = False
 
     def __post_init__(self) -> None:
-        if (self.source == REFERENCE) != (self.strategy is None) or (self.strategy is None) != (self.plan_id is None):
-            rule = f"has neither a strategy nor a plan exactly if its source is {REFERENCE!r}"
+        reference = self.source.rpartition(":")[2] == REFERENCE
+        if reference != (self.strategy is None) or (self.strategy is None) != (self.plan_id is None):
+            rule = f"has neither a strategy nor a plan exactly if its source ends in {REFERENCE!r}"
             raise InvalidInput(f"trial {self.number} {rule}, but its source is {self.source!r} and its plan {self.plan_id!r}")
         if isinstance(self.outcome, Measured) and not np.all(np.isfinite(self.outcome.slowest_s) & (self.outcome.slowest_s > 0)):
             raise InvalidInput(f"trial {self.number} needs finite step times above 0")
+
+    @property
+    def kind(self) -> str:
+        """Of the source."""
+        return self.source.partition(":")[0]
 
     @cached_property
     def step_s(self) -> tuple[float, ...]:
