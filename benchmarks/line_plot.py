@@ -53,10 +53,11 @@ def line_plot(lines: Sequence[Line], x_label: str, y_label: str) -> str:
 
 def _drawn(line: Line, number: int, places: Sequence[tuple[float, float]]) -> list[str]:
     """The line, its points, and its entry in the legend."""
-    stroke = f'stroke="{COLORS[number % len(COLORS)]}"' + (' stroke-dasharray="6 4"' if line.dashed else "")
+    color = COLORS[number % len(COLORS)]
+    stroke = f'stroke="{color}"' + (' stroke-dasharray="6 4"' if line.dashed else "")
     commands = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
     dots = [
-        f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{COLORS[number % len(COLORS)]}"><title>{escape(line.name)}: {value:.3f}</title></circle>'
+        f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{color}"><title>{escape(line.name)}: {value:.3f}</title></circle>'
         for (x, y), (_, value) in zip(places, line.points, strict=True)
     ]
     right, height = WIDTH - RIGHT + 16, TOP + 14 + 20 * number

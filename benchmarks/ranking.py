@@ -1,5 +1,6 @@
 """How well the rankers order real trials: per domain, on domains never seen, and by the number of trials they learned from.
 
+    python -m benchmarks.ranking --dataset datasets/trials             # a dataset of datasets/collect.py
     python -m benchmarks.ranking --accuracy-trials FOLDER...           # what benchmarks.replay_accuracy collected
     python -m benchmarks.ranking --directory autotune-jobs             # the trial store of one's own jobs
 
@@ -22,12 +23,24 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from autotune.errors import AutotuneError, InvalidInput
-from benchmarks.accuracy_trials import Domain
-from benchmarks.ranking_report import FIGURES, curve_plot, means, report, write
-from benchmarks.ranking_runs import TIE_BAND, Learned, Maker, Row, Study, Trainer, called, run
+from autotune.features.extract import StrategyFeatures
+from autotune.simulators.interface import Example, FitReport, FloatArray
+from benchmarks.ranking_report import FIGURES, curve_plot, curves, means, overview, report, write
+from benchmarks.ranking_runs import TIE_BAND, Maker, Study, Trainer, run
 from benchmarks.ranking_tasks import HeldOut
-from benchmarks.ranking_trials import Point, ReplayedTimes, plans_by_domain, points_of, read_accuracy_trials, read_store
+from benchmarks.ranking_trials import (
+    Campaign,
+    Point,
+    ReplayedTimes,
+    of_accuracy_trials,
+    of_dataset,
+    of_store,
+    plans_by_domain,
+    points_of,
+)
 
 SMALLEST_DOMAIN = 20
 """Plans below which a domain is not tested: a test part of fewer than ten says next to nothing."""
@@ -38,40 +51,237 @@ RANKERS = ("linear", "rnn", "gat")
 class Progress:
     """Which training runs, how long everything has run and how long it may still take, on stderr."""
 
-    def __init__(self) -> None:
+    def __init__(self, planned: Sequence[tuple[str, int]]) -> None:
+        """`planned`: ranker and number of trials of every training to come."""
         self._began_s = self._since_s = time.monotonic()
         self._running: tuple[str, int] | None = None
-        self._per_example: dict[str, tuple[float, int]] = {}
-        self.planned: list[tuple[str, int]] = []
-        """(ranker, examples) of every training to come; empty while they are counted."""
+        self._took: dict[str, tuple[float, int]] = {}
+        self._left = list(planned)
 
     def began(self, ranker: str, examples: int) -> None:
+        """A training begins, so the one before has ended."""
         now = time.monotonic()
         if self._running is not None:
             name, count = self._running
-            took_s, seen = self._per_example.get(name, (0.0, 0))
-            self._per_example[name] = (took_s + now - self._since_s, seen + count)
+            took_s, seen = self._took.get(name, (0.0, 0))
+            self._took[name] = took_s + now - self._since_s, seen + count
         self._running, self._since_s = (ranker, examples), now
-        left = self.planned
-        eta = "ETA after the first of each ranker"
-        if all(name in self._per_example for name, _ in left):
-            rates = {name: took_s / seen for name, (took_s, seen) in self._per_example.items()}
-            eta = f"ETA {_clock(sum(rates[name] * count for name, count in left))}"
-        say(f"{_clock(now - self._began_s)} ({eta}; {len(left)} trainings left): {ranker} on {examples} trials")
-        if left:
-            left.remove((ranker, examples))
+        eta = "ETA after one training of each"
+        if all(name in self._took for name, _ in self._left):
+            eta = f"ETA {_clock(sum(self._took[name][0] / self._took[name][1] * count for name, count in self._left))}"
+        say(f"{_clock(now - self._began_s)} ({eta}, {len(self._left)} trainings) {ranker} on {examples} trials")
+        if (ranker, examples) in self._left:
+            self._left.remove((ranker, examples))
 
 
-class _Counting:
-    """A simulator that is never trained: how many trainings a study has is found by going through it."""
+def makers(names: Sequence[str], paper: bool, epochs: int | None) -> dict[str, Maker]:
+    """The simulators as the tuner trains them or in the paper's sizes and recipe, by one thread; `epochs` instead of the recipe's."""
+    from autotune.simulators.registry import simulators
+    from autotune.simulators.residual import ResidualSimulator
 
-    name = "counting"
+    def maker(make: Maker) -> Maker:
+        def made() -> ResidualSimulator:
+            simulator = make()
+            assert isinstance(simulator, ResidualSimulator)
+            # One thread: the figures then do not depend on the number of cores, and a busy machine does not stall the training.
+            recipe = replace(simulator.recipe, tie_band=TIE_BAND, threads=1)
+            simulator.recipe = recipe if epochs is None else replace(recipe, epochs=epochs, warm_epochs=None)
+            return simulator
+
+        return made
+
+    given = _paper_makers() if paper else simulators()
+    return {name: maker(given[name]) for name in names}
 
 
-def makers(names: Sequence[str], recipe: str, epochs: int | None) -> dict[str, Maker]:
-    """The simulators as the tuner trains them, or in the paper's sizes and recipe; `epochs` instead of the recipe's."""
+def _paper_makers() -> dict[str, Maker]:
     from autotune.simulators.gat import gat_simulator
     from autotune.simulators.linear import linear_simulator
-    from autotune.simulators.registry import simulators
     from autotune.simulators.rnn import rnn_simulator
-    from autotune.simulators.training import LINEAR_RECIPE, PAPER_RECIPE
+
+    return {"linear": linear_simulator, "rnn": rnn_simulator, "gat": gat_simulator}
+
+
+def usable(points: Sequence[Point], smallest: int, wanted: Sequence[str], show: Callable[[str], None]) -> list[str]:
+    """The domains that are tested; what is left out and why goes to `show`. `InvalidInput` if none is left."""
+    kept = []
+    plans = plans_by_domain(points)
+    unknown = sorted(set(wanted) - set(plans))
+    if unknown:
+        raise InvalidInput(f"a domain to test must be among the trials, but {unknown[0]!r} is not; there are {', '.join(plans) or 'none'}")
+    for name, own in plans.items():
+        if len(own) < smallest:
+            show(
+                f"not tested: {name} has {len(own)} plans, but at least {smallest} are needed to test a ranking; it is a source for others"
+            )
+        elif not wanted or name in wanted:
+            kept.append(name)
+    if not kept:
+        raise InvalidInput(
+            f"the benchmark needs a domain (model and cluster) with at least {smallest} measured plans, but the largest of "
+            f"{len(plans)} has {max(map(len, plans.values()), default=0)}; measure more (`autotune tune` with a larger --budget-trials)"
+        )
+    return kept
+
+
+def limited(points: Sequence[Point], most: int | None) -> list[Point]:
+    """At most so many plans of each domain, the first of its order, which is random."""
+    if most is None:
+        return list(points)
+    kept: dict[str, set[str]] = {}
+    found = []
+    for point in points:
+        plans = kept.setdefault(point.domain, set())
+        if point.plan_id in plans or len(plans) < most:
+            plans.add(point.plan_id)
+            found.append(point)
+    return found
+
+
+def described(campaigns: Sequence[Campaign], points: Sequence[Point], tested: Sequence[str]) -> str:
+    """A table of what is learned from and tested on."""
+    plans = plans_by_domain(points)
+    lines = ["| domain | tested | campaigns | trials | plans | left out |", "|---|---|---|---|---|---|"]
+    for name in sorted({campaign.domain for campaign in campaigns}):
+        own = [campaign for campaign in campaigns if campaign.domain == name]
+        trials, left_out = sum(len(campaign.measured) for campaign in own), "; ".join(c.left_out for c in own if c.left_out)
+        tests = "yes" if name in tested else "no"
+        lines.append(f"| {name} | {tests} | {len(own)} | {trials} | {len(plans.get(name, []))} | {left_out} |")
+    return "\n".join(lines) + "\n"
+
+
+def planned(points: Sequence[Point], domains: Sequence[str], study: Study, names: Mapping[str, Maker]) -> list[tuple[str, int]]:
+    """(ranker, trials) of every training of the study, found by going through it with simulators that only take note."""
+    found: list[tuple[str, int]] = []
+    trainer = Trainer(points, dict.fromkeys(names, _Untrained), lambda name, count: found.append((name, count)))
+    run(points, domains, replace(study, with_choice=False), trainer)
+    return found
+
+
+class _Untrained:
+    """Learns and predicts nothing."""
+
+    def fit(self, examples: Sequence[Example], seed: int, warm_start: bool = False) -> FitReport:
+        return FitReport(0, 0, 0.0, "nothing to do")
+
+    def predict_step_s(self, features: Sequence[StrategyFeatures]) -> FloatArray:
+        return np.ones(len(features))
+
+
+def say(text: str) -> None:
+    """Progress and messages, apart from the result on stdout."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def _clock(seconds: float) -> str:
+    return f"{int(seconds) // 60:d}:{int(seconds) % 60:02d}"
+
+
+def _hardware() -> str:
+    import torch
+
+    return f"{os.cpu_count()} cores; torch {torch.__version__}, training on 1 thread"
+
+
+def _at_least(least: int) -> Callable[[str], int]:
+    def whole_number(text: str) -> int:
+        value = int(text)
+        if value < least:
+            raise argparse.ArgumentTypeError(f"must be at least {least}, but is {value}")
+        return value
+
+    return whole_number
+
+
+def _share(text: str) -> float:
+    value = float(text)
+    if not 0 < value < 1:
+        raise argparse.ArgumentTypeError(f"must lie between 0 and 1, but is {value}")
+    return value
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.ranking", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    source = parser.add_argument_group("trials").add_mutually_exclusive_group()
+    source.add_argument("--dataset", type=Path, help="folder of a dataset")
+    source.add_argument("--accuracy-trials", type=Path, nargs="+", help="folders of benchmarks.replay_accuracy")
+    source.add_argument("--directory", type=Path, default=Path("autotune-jobs"), help="where jobs are kept (default autotune-jobs)")
+    transfers = [kind.name.lower() for kind in HeldOut]
+    parser.add_argument("--output", type=Path, default=Path("ranking-report"), help="folder of the report (default ranking-report)")
+    parser.add_argument("--domains", nargs="*", default=[], help="tested ones (default: all that are large enough)")
+    parser.add_argument("--smallest", type=_at_least(3), default=SMALLEST_DOMAIN, help="plans that a tested domain has (default 20)")
+    parser.add_argument("--rankers", nargs="*", default=list(RANKERS), choices=RANKERS, help="learned ones (default: all)")
+    parser.add_argument("--paper", action="store_true", help="sizes and epochs of the paper instead of the tuner's (many times longer)")
+    parser.add_argument("--epochs", type=_at_least(1), help="of every training (default: the recipe's)")
+    parser.add_argument("--seeds", type=_at_least(1), default=3, help="test parts and trainings per domain (default 3)")
+    parser.add_argument(
+        "--sizes", type=_at_least(2), nargs="*", default=list(SIZES), help="of the learning curve, plans (default 25 to 400)"
+    )
+    parser.add_argument("--test-share", type=_share, default=0.3, help="of a domain's plans (default 0.3; the paper's: 0.15)")
+    parser.add_argument("--transfers", nargs="*", default=transfers, choices=transfers, help="what is held out (default: all four)")
+    parser.add_argument("--tuned-from", choices=[*transfers, "none"], default="domain", help="transfer that goes on with own trials")
+    parser.add_argument("--source-plans", type=_at_least(2), default=60, help="most plans of each source domain (default 60)")
+    parser.add_argument("--max-plans", type=_at_least(3), help="of each domain in all (default: all)")
+    parser.add_argument("--no-choice", action="store_true", help="leave out what the tuner's cross-validation would choose")
+    parser.add_argument("--json", action="store_true", help="print nothing but the last line on stdout")
+    return parser.parse_args(arguments)
+
+
+def _campaigns(options: argparse.Namespace) -> list[Campaign]:
+    if options.dataset is not None:
+        return of_dataset(options.dataset)
+    if options.accuracy_trials:
+        return of_accuracy_trials(options.accuracy_trials)
+    return of_store(options.directory)
+
+
+def study_of(options: argparse.Namespace) -> Study:
+    transfers = tuple(HeldOut[name.upper()] for name in options.transfers)
+    tuned_from = None if options.tuned_from == "none" else HeldOut[options.tuned_from.upper()]
+    tuned_from = tuned_from if tuned_from in transfers else None
+    sizes, choice = tuple(options.sizes), not options.no_choice and bool(options.rankers)
+    return Study(options.seeds, sizes, options.test_share, transfers, tuned_from, options.source_plans, choice)
+
+
+def evaluated(options: argparse.Namespace) -> dict[str, Any]:
+    """Write the report, print its first table unless only JSON is wanted; the object of the last line."""
+    began_s = time.monotonic()
+    show: Callable[[str], None] = say if options.json else print
+    campaigns = _campaigns(options)
+    points = limited(points_of(campaigns, ReplayedTimes(options.output / "replayed-times.jsonl")), options.max_plans)
+    domains = usable(points, options.smallest, options.domains, show)
+    study, learned = study_of(options), makers(options.rankers, options.paper, options.epochs)
+    progress = Progress(planned(points, domains, study, learned))
+    rows = run(points, domains, study, Trainer(points, learned, progress.began))
+    data = f"{_hardware()}; {study.seeds} seeds; pairs at least {TIE_BAND:.0%} apart.\n\n{described(campaigns, points, domains)}"
+    tuned_from = study.tuned_from or ""
+    page = report(rows, data, study.sizes, tuned_from)
+    write(options.output, rows, page, curve_plot(rows, study.sizes, tuned_from))
+    show(overview(rows))
+    show(f"report: {options.output / 'ranking.md'}")
+    return {
+        "domains": len(domains),
+        "plans": sum(len(plans) for name, plans in plans_by_domain(points).items() if name in domains),
+        **{figure: means(rows, figure) for figure in FIGURES},
+        "learning_curve": {line.name: dict(line.points) for line in curves(rows, study.sizes, tuned_from)},
+        "train_cpu_s": round(sum({(r.domain, r.seed, r.ranker, r.learned, r.held_out, r.plans): r.train_cpu_s for r in rows}.values()), 1),
+        "seconds": round(time.monotonic() - began_s, 1),
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit code: 0, or 2 where the input does not allow a benchmark."""
+    options = _options(arguments)
+    try:
+        result = evaluated(options)
+    except AutotuneError as error:
+        say(f"error: {error}")
+        return 2
+    print(json.dumps(result, allow_nan=False), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

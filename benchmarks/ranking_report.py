@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 
@@ -29,16 +29,9 @@ MEANING = {
     CHOSEN: "chosen by cross-validation, as the tuner does",
 }
 
-Key = tuple[str, Learned, str, int]
-"""(ranker, learned from, held out, own plans)."""
-
-
-def key_of(row: Row) -> Key:
-    return row.ranker, row.learned, row.held_out, row.plans
-
 
 def figure_of(rows: Iterable[Row], figure: str) -> float:
-    """Of one ranker on one domain and seed: the mean over its sessions, weighted by pairs (accuracy) or points (the rest)."""
+    """Of one ranker on one domain and seed: the mean over its campaigns, weighted by pairs (accuracy) or points (the rest)."""
     given = list(rows)
     weights = [row.pairs if figure == "pairwise_accuracy" else row.points for row in given]
     if not sum(weights):
@@ -55,21 +48,16 @@ def by_seed(rows: Iterable[Row], figure: str) -> list[float]:
 
 
 def means(rows: Sequence[Row], figure: str) -> dict[str, float]:
-    """"ranker | learned from | held out | own plans" -> mean over seeds and domains."""
-    return {_label(key): statistics.mean(by_seed(own, figure)) for key, own in grouped(rows, key_of).items()}
-
-
-def grouped(rows: Iterable[Row], by: Callable[[Row], Key]) -> dict[Key, list[Row]]:
-    found: dict[Key, list[Row]] = {}
-    for row in rows:
-        found.setdefault(by(row), []).append(row)
-    return found
+    """ "ranker, learned from, not seen before" -> mean over seeds and domains, with the largest training parts."""
+    return {_label(key): statistics.mean(by_seed(own, figure)) for key, own in _whole(rows).items()}
 
 
 def largest_own(rows: Iterable[Row]) -> list[Row]:
     """The rows whose training part is the domain's largest, as if it were one size: domains have unlike numbers of plans."""
     given = list(rows)
-    most = {(row.domain, row.seed): max(r.plans for r in given if (r.domain, r.seed) == (row.domain, row.seed)) for row in given}
+    most: dict[tuple[str, int], int] = {}
+    for row in given:
+        most[row.domain, row.seed] = max(row.plans, most.get((row.domain, row.seed), 0))
     return [row for row in given if row.plans == most[row.domain, row.seed]]
 
 
@@ -83,7 +71,7 @@ def report(rows: Sequence[Row], data: str, sizes: Sequence[int], tuned_from: str
         "predicted fastest is than the fastest tested, relative.\n",
         "## All domains\n",
         overview(rows),
-        *(f"\n## {title}\n\n{_domain_table(rows, domains, figure)}" for figure, title in _DOMAIN_TABLES.items()),
+        *(f"\n## {title.capitalize()} per domain\n\n{_domain_table(rows, domains, figure)}" for figure, title in FIGURES.items()),
         "\n## Learning curve: pairwise accuracy by number of own plans\n",
         curve_table(rows, sizes, tuned_from),
         "\n![learning curve](learning-curve.svg)\n",
@@ -91,15 +79,6 @@ def report(rows: Sequence[Row], data: str, sizes: Sequence[int], tuned_from: str
         cost_table(rows),
     ]
     return "\n".join(parts) + "\n"
-
-
-_DOMAIN_TABLES = {
-    "pairwise_accuracy": "Pairwise accuracy per domain",
-    "kendall_tau": "Kendall tau per domain",
-    "regret_top_1": "Regret top 1 per domain",
-    "regret_top_5": "Regret top 5 per domain",
-    "regret_top_10": "Regret top 10 per domain",
-}
 
 
 def overview(rows: Sequence[Row]) -> str:
@@ -124,11 +103,10 @@ def _whole(rows: Sequence[Row]) -> dict[tuple[str, str, str], list[Row]]:
 def _domain_table(rows: Sequence[Row], domains: Sequence[str], figure: str) -> str:
     groups = _whole(rows)
     names = [_label(key) for key in groups]
-    lines = [_line("ranker | learned from | not seen before", *domains), _line(*["---"] * (1 + len(domains)))]
+    lines = [_line("ranker, learned from, not seen before", *domains), _line(*["---"] * (1 + len(domains)))]
     for name, own in zip(names, groups.values(), strict=True):
         cells = [_mean_or_dash(by_seed([row for row in own if row.domain == domain], figure)) for domain in domains]
-        lines.append(_line(name.replace(" | ", ", "), *cells))
-    lines[0] = lines[0].replace("ranker | learned from | not seen before", "ranker, learned from, not seen before")
+        lines.append(_line(name, *cells))
     return "\n".join(lines) + "\n"
 
 
@@ -175,7 +153,11 @@ def curve_table(rows: Sequence[Row], sizes: Sequence[int], tuned_from: str) -> s
         return "No domain has that many plans to learn from.\n"
     used = sorted({size for each in found for size, _ in each.points})
     common = _common_domains([row for row in rows if row.learned in (Learned.OWN, Learned.BOTH) and row.plans in sizes])
-    lines = [f"Over the {len(common)} domains that have all of these.\n", _line("ranker", *map(str, used)), _line(*["---"] * (1 + len(used)))]
+    lines = [
+        f"Over the {len(common)} domains that have all of these.\n",
+        _line("ranker", *map(str, used)),
+        _line(*["---"] * (1 + len(used))),
+    ]
     for each in found:
         values = dict(each.points)
         lines.append(_line(each.name, *(f"{values[size]:.3f}" if size in values else "-" for size in used)))
@@ -214,8 +196,8 @@ def write(folder: Path, rows: Sequence[Row], page: str, plot: str | None) -> Non
         table.writerows([asdict(row) for row in rows])
 
 
-def _label(key: Sequence[object]) -> str:
-    return " | ".join(str(part) for part in key if part not in ("", 0))
+def _label(key: Sequence[str]) -> str:
+    return ", ".join(part for part in key if part)
 
 
 def _line(*cells: str) -> str:

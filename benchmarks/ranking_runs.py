@@ -1,4 +1,4 @@
-"""Trains rankers on the parts that `ranking_tasks` cuts and tests them: one row per ranker, training part and session under test."""
+"""Trains rankers on the parts that `ranking_tasks` cuts and tests them: one row per ranker, training part and campaign under test."""
 
 from __future__ import annotations
 
@@ -35,6 +35,8 @@ FOLDS = 4
 WITHOUT_REPLAY = " without replay"
 
 Maker = Callable[[], Simulator]
+Variant = tuple[str, bool]
+"""A kind of simulator, and whether it is given the replayed time."""
 
 
 class Learned(StrEnum):
@@ -48,11 +50,11 @@ class Learned(StrEnum):
 class Row:
     """`plans`: of the domain's own that were trained on; `held_out`: of a transfer; `train_cpu_s`: CPU time of its training(s).
 
-    `pairs` and `points` of the session under test; the figures are those of `autotune.simulators.evaluation`.
+    `pairs` and `points` of the campaign under test; the figures are those of `autotune.simulators.evaluation`.
     """
 
     domain: str
-    session: str
+    campaign: str
     seed: int
     ranker: str
     learned: Learned
@@ -92,8 +94,7 @@ class Trainer:
         self._examples = {True: [point.example for point in points], False: bare}
         self.makers, self._began = makers, began
 
-    def variants(self) -> list[tuple[str, bool]]:
-        """(kind of simulator, with the replayed time)."""
+    def variants(self) -> list[Variant]:
         return [(name, replayed) for name in self.makers for replayed in (True, False)]
 
     def examples(self, indices: Indices, replayed: bool = True) -> list[Example]:
@@ -102,7 +103,7 @@ class Trainer:
     def features(self, indices: Indices, replayed: bool = True) -> list[StrategyFeatures]:
         return [example.features for example in self.examples(indices, replayed)]
 
-    def fit(self, variant: tuple[str, bool], indices: Indices, seed: int, start: Simulator | None = None) -> tuple[Simulator, float, str]:
+    def fit(self, variant: Variant, indices: Indices, seed: int, start: Simulator | None = None) -> tuple[Simulator, float, str]:
         """(a simulator, CPU seconds, its report); with `start`, a copy of that one goes on learning."""
         name, replayed = variant
         self._began(called(variant), len(indices))
@@ -112,28 +113,22 @@ class Trainer:
         return simulator, time.process_time() - began_s, f"best epoch {report.best_epoch} of {report.epochs}"
 
 
-def called(variant: tuple[str, bool]) -> str:
+def called(variant: Variant) -> str:
     """What a simulator is called in the report."""
     name, replayed = variant
     return name if replayed else name + WITHOUT_REPLAY
 
 
-def run(points: Sequence[Point], domains: Sequence[str], study: Study, trainer: Trainer, kept: Callable[[Row], None]) -> list[Row]:
-    """Every row of the study on these domains; each goes to `kept` as soon as it is there. Other domains' points are sources."""
+def run(points: Sequence[Point], domains: Sequence[str], study: Study, trainer: Trainer) -> list[Row]:
+    """Every row of the study on these domains; other domains' points are sources."""
     rows: list[Row] = []
-
-    def keep(found: list[Row]) -> None:
-        rows.extend(found)
-        for row in found:
-            kept(row)
-
     for seed in range(study.seeds):
         parts = {name: parts_of(points, name, seed, study.sizes, study.test_share) for name in domains}
         for own in parts.values():
-            keep(_unlearned(points, own, trainer))
-            keep(_own(points, own, study, trainer))
+            rows += _unlearned(points, own, trainer)
+            rows += _own(points, own, study, trainer)
         for held_out in study.transfers:
-            keep(_transfers(points, list(parts.values()), held_out, study, trainer))
+            rows += _transfers(points, list(parts.values()), held_out, study, trainer)
     return rows
 
 
@@ -199,7 +194,13 @@ def _transfers(points: Sequence[Point], parts: Sequence[Parts], held_out: HeldOu
 
 
 def _tuned(
-    points: Sequence[Point], parts: Parts, sources: Indices, held_out: HeldOut, variant: tuple[str, bool], start: Simulator, trainer: Trainer
+    points: Sequence[Point],
+    parts: Parts,
+    sources: Indices,
+    held_out: HeldOut,
+    variant: Variant,
+    start: Simulator,
+    trainer: Trainer,
 ) -> list[Row]:
     found = []
     for plans, own in parts.own.items():
@@ -224,19 +225,19 @@ def _rows(
     examples: int = 0,
     note: str = "",
 ) -> list[Row]:
-    """One per session with at least two points: times are compared within a session only."""
-    sessions = np.array([points[index].example.domain for index in parts.test])
+    """One per campaign with at least two points: times are compared within a campaign only."""
+    campaigns = np.array([points[index].example.domain for index in parts.test])
     measured = np.array([points[index].example.step_s for index in parts.test])
     found = []
-    for session in sorted(set(sessions.tolist())):
-        of_session = sessions == session
-        if of_session.sum() < 2:
+    for campaign in sorted(set(campaigns.tolist())):
+        here = campaigns == campaign
+        if here.sum() < 2:
             continue
-        predicted, times = guess[of_session], measured[of_session]
+        predicted, times = guess[here], measured[here]
         found.append(
             Row(
                 parts.domain,
-                session,
+                campaign,
                 parts.seed,
                 ranker,
                 learned,

@@ -4,7 +4,7 @@
 |---|---|
 | n | points (`ranking_trials.Point`), given in one sequence; parts are indices into it |
 
-- A plan that was measured twice in a domain lies on one side, whatever session it is from.
+- A plan that was measured twice in a domain lies on one side, whatever campaign it is from.
 - The test part depends on the domain and the seed alone: every ranker, training size and kind of transfer is tested on the same
   strategies. The parts of successive seeds do not overlap as long as the domain's plans last.
 - Smaller training parts are subsets of larger ones.

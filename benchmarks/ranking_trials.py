@@ -1,7 +1,8 @@
-"""Real trials as examples for rankers: of collected domains or of one's own trial store, with the replayed time of every plan.
+"""Real trials as examples for rankers: of a dataset, of `benchmarks.accuracy_trials` or of one's own trial store.
 
-A session is one `Domain` as it was collected: one profile, one probe, one stretch of time. Sessions of one model on one cluster are
-one domain: they are held out together. Times are compared within a session only, since a machine is not equally fast on two days.
+A campaign is what was measured under one profile and one probe. Campaigns of one model on one cluster are one domain: they are held out
+together, and times are compared within a campaign only, since a machine is not equally fast on two days. (The sessions of a dataset's
+domain are one campaign: `Domain.steady_s` has brought them to one speed.)
 """
 
 from __future__ import annotations
@@ -9,19 +10,26 @@ from __future__ import annotations
 import hashlib
 import json
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import autotune
 from autotune.canonical import canonical_json
+from autotune.cluster import Cluster
 from autotune.commands.workspace import Workspace
+from autotune.dataset.folder import read_dataset
+from autotune.dataset.trials import Domain
 from autotune.features.extract import Extractor
 from autotune.rng import generator
 from autotune.simulators.interface import Example
 from autotune.store import PastTrial, Store
 from autotune.strategy_space.plan import Plan, plan
-from benchmarks.accuracy_trials import CLUSTERS, SCRIPTS, Domain, Trial, read_domain
+from autotune.strategy_space.strategy import Strategy
+from autotune.workload import Workload
+from benchmarks.accuracy_trials import CLUSTERS, SCRIPTS, read_domain
+from benchmarks.accuracy_trials import Domain as AccuracyDomain
 from benchmarks.runtime_costs import costs_of
 
 _REPLAYED_BY = ("lowering", "dfg", "features", "strategy_space")
@@ -29,8 +37,28 @@ _REPLAYED_BY = ("lowering", "dfg", "features", "strategy_space")
 
 
 @dataclass(frozen=True)
+class Campaign:
+    """`measured`: strategy and step time in seconds of every undisturbed trial of a strategy that did not fail, in order of time;
+    `left_out`: how many others there were, and why, as a sentence part ("" where there were none)."""
+
+    domain: str
+    model: str
+    cluster_name: str
+    workload: Workload
+    cluster: Cluster
+    costs: Mapping[str, float]
+    measured: tuple[tuple[Strategy, float], ...]
+    left_out: str = ""
+
+    @cached_property
+    def extractor(self) -> Extractor:
+        """Makes the features, by the campaign's own profile, probe and costs of the runtime."""
+        return Extractor(self.workload, self.cluster, costs_of(dict(self.costs), self.cluster.world_size))
+
+
+@dataclass(frozen=True)
 class Point:
-    """One plan in one session. `example.domain` is the session's name; its time is the median of the plan's medians there.
+    """One plan in one campaign. `example.domain` is the campaign's name; its time is the median of all times of the plan there.
 
     `model_id`: by names and shapes, since two names may mean one model.
     """
@@ -48,19 +76,20 @@ class ReplayedTimes:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
         self._known_s: dict[str, float] = dict(json.loads(line) for line in lines)
         self._code = _digest(_sources())
 
-    def of_session(self, session: Domain, extractor: Extractor) -> Callable[[Plan], float]:
-        """The replayed time of a plan of that session."""
-        costs = canonical_json(dict(sorted(session.costs.items())))
-        given = _digest([self._code, canonical_json(session.workload), canonical_json(extractor.cluster), costs])
+    def of(self, campaign: Campaign) -> Callable[[Plan], float]:
+        """The replayed time of a plan under the campaign's profile and probe."""
+        costs = canonical_json(dict(sorted(campaign.costs.items())))
+        given = _digest([self._code, canonical_json(campaign.workload), canonical_json(campaign.cluster), costs])
 
         def step_s(wanted: Plan) -> float:
             key = _digest([given, wanted.id])
             if key not in self._known_s:
-                self._known_s[key] = extractor.steps.step_s(wanted)
+                self._known_s[key] = campaign.extractor.steps.step_s(wanted)
                 with self._path.open("a", encoding="utf-8") as lines:
                     lines.write(json.dumps([key, self._known_s[key]]) + "\n")
             return self._known_s[key]
@@ -68,51 +97,77 @@ class ReplayedTimes:
         return step_s
 
 
-def extractor_of(session: Domain) -> Extractor:
-    """What makes a session's features: by its own profile, probe and costs of the runtime; all its hosts stand on one machine."""
-    cluster = replace(session.cluster, machine_cores=session.cores)
-    return Extractor(session.workload, cluster, costs_of(session.costs, cluster.world_size))
+def of_dataset(folder: Path) -> list[Campaign]:
+    """Every domain of a dataset (`autotune.dataset`)."""
+    return [_of_dataset_domain(domain) for domain in read_dataset(folder)]
 
 
-def read_accuracy_trials(folders: Sequence[Path]) -> list[Domain]:
-    """The sessions that `benchmarks.accuracy_trials` left in these folders."""
+def _of_dataset_domain(domain: Domain) -> Campaign:
+    """Without failures, disturbed trials, and trials whose strategy is another plan today than when it was measured."""
+    replanned, measured, counts = set(domain.replanned), [], {"failed": 0, "disturbed": 0, "planned otherwise today": 0}
+    for trial in domain.candidates:
+        assert trial.strategy is not None
+        if trial.number not in domain.steady_s:
+            counts["failed"] += 1
+        elif trial.disturbed:
+            counts["disturbed"] += 1
+        elif trial.number in replanned:
+            counts["planned otherwise today"] += 1
+        else:
+            measured.append((trial.strategy, domain.steady_s[trial.number]))
+    left_out = ", ".join(f"{count} {why}" for why, count in counts.items() if count)
+    cluster = replace(domain.cluster, machine_cores=domain.cores)
+    return Campaign(domain.name, domain.model, domain.cluster_name, domain.workload, cluster, domain.costs, tuple(measured), left_out)
+
+
+def of_accuracy_trials(folders: Sequence[Path]) -> list[Campaign]:
+    """What `benchmarks.accuracy_trials` left in these folders."""
     found = [read_domain(folder, model, cluster) for folder in folders for model in SCRIPTS for cluster in CLUSTERS]
-    return [session for session in found if session is not None]
+    return [of_accuracy_domain(domain) for domain in found if domain is not None]
 
 
-def read_store(directory: Path) -> list[Domain]:
-    """The undisturbed measured candidates of all jobs in `directory`, a session each. Model and cluster are called by their ids."""
+def of_accuracy_domain(domain: AccuracyDomain) -> Campaign:
+    candidates = [trial for trial in domain.trials if trial.strategy is not None]
+    measured = tuple((t.strategy, statistics.median(t.step_s)) for t in candidates if t.strategy is not None and t.step_s)
+    failed = len(candidates) - len(measured)
+    cluster = replace(domain.cluster, machine_cores=domain.cores)
+    left_out = f"{failed} failed" if failed else ""
+    return Campaign(domain.name, domain.model, domain.cluster_name, domain.workload, cluster, domain.costs, measured, left_out)
+
+
+def of_store(directory: Path) -> list[Campaign]:
+    """The undisturbed measured candidates of all jobs in `directory`, a campaign each. Model and cluster are called by their ids."""
     with Store.open(Workspace.existing(directory).store_path) as store:
         trials = store.past_trials()
-    sessions: dict[tuple[str, str, str], list[PastTrial]] = {}
+    jobs: dict[tuple[str, str, str], list[PastTrial]] = {}
     for trial in trials:
-        sessions.setdefault((trial.job_id, trial.workload.id, trial.cluster.id), []).append(trial)
+        jobs.setdefault((trial.job_id, trial.workload.id, trial.cluster.id), []).append(trial)
     return [
-        Domain(
+        Campaign(
+            f"{model}/{cluster}",
             model,
             cluster,
-            of_job[0].workload,
-            of_job[0].cluster,
+            own[0].workload,
+            own[0].cluster,
             {},
-            of_job[0].cluster.machine_cores,
-            tuple(Trial("candidate", trial.strategy, (trial.median_s,), None, 0.0) for trial in of_job),
+            tuple((trial.strategy, trial.median_s) for trial in own),
         )
-        for (_, model, cluster), of_job in sessions.items()
+        for (_, model, cluster), own in jobs.items()
     ]
 
 
-def points_of(sessions: Sequence[Domain], replayed: ReplayedTimes) -> list[Point]:
-    """One point per plan and session, in an order that says nothing about the time and is the same in every run.
+def points_of(campaigns: Sequence[Campaign], replayed: ReplayedTimes) -> list[Point]:
+    """One point per plan and campaign, in an order that says nothing about the time and is the same in every run.
 
     Trials lie in the order in which somebody wanted them, and equal predictions are ranked in the order of the points: unshuffled,
     a ranker that cannot tell two strategies apart would get that somebody's opinion.
     """
     seen: dict[str, int] = {}
     points: list[Point] = []
-    for session in sessions:
-        seen[session.name] = number = seen.get(session.name, -1) + 1
-        found = _of_session(session, f"{session.name} #{number}", replayed)
-        points += [found[index] for index in generator(0, "order of trials", session.name, number).permutation(len(found))]
+    for campaign in campaigns:
+        seen[campaign.domain] = number = seen.get(campaign.domain, 0) + 1
+        found = _points(campaign, f"{campaign.domain} #{number}", replayed)
+        points += [found[index] for index in generator(0, "order of trials", campaign.domain, number).permutation(len(found))]
     return points
 
 
@@ -124,23 +179,19 @@ def plans_by_domain(points: Iterable[Point]) -> dict[str, list[str]]:
     return {name: sorted(plans) for name, plans in sorted(found.items())}
 
 
-def _of_session(session: Domain, name: str, replayed: ReplayedTimes) -> list[Point]:
-    extractor = extractor_of(session)
-    step_s = replayed.of_session(session, extractor)
-    first: dict[str, tuple[Trial, Plan]] = {}
-    medians_s: dict[str, list[float]] = {}
-    for trial in session.trials:
-        if trial.strategy is None or not trial.step_s:
-            continue
-        enacted = plan(trial.strategy, session.workload, session.cluster.world_size)
-        first.setdefault(enacted.id, (trial, enacted))
-        medians_s.setdefault(enacted.id, []).append(statistics.median(trial.step_s))
+def _points(campaign: Campaign, name: str, replayed: ReplayedTimes) -> list[Point]:
+    step_s = replayed.of(campaign)
+    first: dict[str, tuple[Strategy, Plan]] = {}
+    times_s: dict[str, list[float]] = {}
+    for strategy, measured_s in campaign.measured:
+        enacted = plan(strategy, campaign.workload, campaign.cluster.world_size)
+        first.setdefault(enacted.id, (strategy, enacted))
+        times_s.setdefault(enacted.id, []).append(measured_s)
     points = []
-    for plan_id, (trial, enacted) in first.items():
-        assert trial.strategy is not None
-        features = replace(extractor.features(trial.strategy, enacted), replayed_step_s=step_s(enacted))
-        example = Example(features, statistics.median(medians_s[plan_id]), name)
-        points.append(Point(example, session.name, session.model, session.workload.id, session.cluster_name, plan_id))
+    for plan_id, (strategy, enacted) in first.items():
+        features = replace(campaign.extractor.features(strategy, enacted), replayed_step_s=step_s(enacted))
+        example = Example(features, statistics.median(times_s[plan_id]), name)
+        points.append(Point(example, campaign.domain, campaign.model, campaign.workload.id, campaign.cluster_name, plan_id))
     return points
 
 

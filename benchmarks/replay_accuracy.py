@@ -2,9 +2,8 @@
 
 Collects fresh trials (`benchmarks.accuracy_trials`: emulated hosts with real transfers, emulated accelerators; three models, three
 clusters) and predicts each strategy from what the profile, the probe and `benchmarks.runtime_costs` told before the first trial.
-Nothing is fitted on the strategies under test. Beside it the analytic estimate (`overlap_step_s`) and, for the ranking, the learned
-simulators, trained on half of a domain's trials and tested on the other half. The table of all strategies is written to
-`accuracy.csv`; the last line is one JSON object.
+Nothing is fitted on the strategies under test. Beside it the analytic estimate (`overlap_step_s`). The table of all strategies is
+written to `accuracy.csv`; the last line is one JSON object. Beside learned simulators: `benchmarks.ranking --accuracy-trials DIRECTORY`.
 
     python -m benchmarks.replay_accuracy --models layers --clusters four_hosts --strategies 12     # a short run
     python -m benchmarks.replay_accuracy --folder DIRECTORY --only-evaluate                        # what was collected before
@@ -19,25 +18,17 @@ import os
 import platform
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from rich.console import Console
 
-from autotune.features.extract import Extractor, StrategyFeatures
-from autotune.lowering.lower import Lowering
-from autotune.rng import generator
-from autotune.simulators.evaluation import evaluate, kendall_tau
-from autotune.simulators.interface import Example
-from autotune.simulators.registry import simulators
+from autotune.simulators.evaluation import kendall_tau
 from autotune.strategy_space.plan import Plan, plan
 from autotune.testbed.capabilities import capabilities
 from benchmarks.accuracy_trials import CLUSTERS, SCRIPTS, Domain, collect, read_domain
-from benchmarks.runtime_costs import costs_of
-
-TIE_BAND = 0.01
-FEWEST_TO_TRAIN = 8
+from benchmarks.ranking_trials import of_accuracy_domain
 
 console = Console(stderr=True, highlight=False, markup=False)
 
@@ -56,7 +47,6 @@ class Row:
     analytic_s: float
     overrun: float
     load: float
-    features: StrategyFeatures
 
     @property
     def error(self) -> float:
@@ -78,9 +68,7 @@ def kind_of(wanted: Plan) -> str:
 
 def rows_of(domain: Domain) -> list[Row]:
     """A strategy that was measured more than once counts once, with the median of its medians."""
-    costs = costs_of(domain.costs, domain.cluster.world_size)
-    lowering = Lowering(domain.workload, replace(domain.cluster, machine_cores=domain.cores), costs)
-    extractor = Extractor(domain.workload, domain.cluster)
+    extractor = of_accuracy_domain(domain).extractor
     medians: dict[str, list[float]] = {}
     for trial in domain.trials:
         if trial.strategy is not None and trial.step_s:
@@ -91,7 +79,6 @@ def rows_of(domain: Domain) -> list[Row]:
             continue
         seen.add(trial.strategy.id)
         wanted = plan(trial.strategy, domain.workload, domain.cluster.world_size)
-        features = extractor.features(trial.strategy, wanted)
         low, middle, high = np.quantile(trial.step_s, [0.25, 0.5, 0.75])
         rows.append(
             Row(
@@ -101,11 +88,10 @@ def rows_of(domain: Domain) -> list[Row]:
                 len(wanted.messages),
                 float(np.median(medians[trial.strategy.id])),
                 float((high - low) / middle),
-                lowering.step_s(wanted),
-                features.analytic_step_s,
+                extractor.steps.step_s(wanted),
+                extractor.features(trial.strategy, wanted).analytic_step_s,
                 trial.overrun or 0.0,
                 trial.load,
-                features,
             )
         )
     return rows
@@ -136,32 +122,6 @@ def taus(rows: Sequence[Row]) -> tuple[float, float]:
     return float(replayed), float(analytic)
 
 
-def learned(rows: Sequence[Row], seed: int) -> dict[str, float]:
-    """Ranker -> Kendall's tau on the half of each domain that it was not trained on; the replay and the estimate on the same half."""
-    examples = [Example(row.features, row.measured_s, row.domain) for row in rows]
-    training, test = [], []
-    for name in sorted({row.domain for row in rows}):
-        members = np.flatnonzero([row.domain == name for row in rows])
-        if len(members) < FEWEST_TO_TRAIN:
-            continue
-        mixed = generator(seed, "halves", name).permutation(members)
-        training += mixed[: len(mixed) // 2].tolist()
-        test += mixed[len(mixed) // 2 :].tolist()
-    if not training:
-        return {}
-    found: dict[str, list[float]] = {}
-    weights = []
-    for name in sorted({rows[index].domain for index in test}):  # a domain trains its own
-        own_training = np.array([index for index in training if rows[index].domain == name])
-        own_test = np.array([index for index in test if rows[index].domain == name])
-        weights.append(len(own_test))
-        for quality in evaluate(examples, simulators(), [(own_training, own_test)], seed, TIE_BAND):
-            found.setdefault(quality.ranker, []).append(quality.kendall_tau)
-        measured = [rows[index].measured_s for index in own_test]
-        found.setdefault("replay", []).append(kendall_tau([rows[index].replayed_s for index in own_test], measured))
-    return {name: float(np.average(values, weights=weights)) for name, values in found.items()}
-
-
 def write_table(rows: Sequence[Row], path: Path) -> None:
     columns = ("domain", "kind", "source", "messages", "measured_s", "spread", "replayed_s", "analytic_s", "overrun", "load")
     with path.open("w", newline="") as file:
@@ -186,7 +146,6 @@ def main() -> int:
     parser.add_argument("--strategies", type=int, default=12, help="per model and cluster (default 12, so 108 in all)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only-evaluate", action="store_true", help="of what lies in the folder")
-    parser.add_argument("--without-learned", action="store_true", help="train no simulators")
     options = parser.parse_args()
     pairs = [(model, cluster) for model in options.models for cluster in options.clusters]
     if not options.only_evaluate:
@@ -212,7 +171,6 @@ def main() -> int:
         **summary(rows),
         "kendall_tau": replayed,
         "analytic_kendall_tau": analytic,
-        "tau_on_the_other_half": {} if options.without_learned else learned(rows, options.seed),
         "by_kind": {kind: summary([row for row in rows if row.kind == kind]) for kind in kinds},
         "overrun_median": float(np.median([row.overrun for row in rows])),
         "load_median": float(np.median([row.load for row in rows])),

@@ -101,30 +101,12 @@ def k_fold(examples: Sequence[Example], folds: int, seed: int) -> list[Split]:
     return [(np.flatnonzero(fold_of != fold), np.flatnonzero(fold_of == fold)) for fold in range(folds) if (fold_of == fold).any()]
 
 
-def hold_out(examples: Sequence[Example], seeds: Sequence[int] = (0, 1, 2), test_share: float = 0.15) -> list[Split]:
-    """The paper's split, once per seed: 15 % of each domain for testing. `fit` takes its validation part from the rest."""
-    if not 0 < test_share < 1:
-        raise InvalidInput(f"test_share must lie between 0 and 1, but is {test_share}")
-    splits = []
-    for seed in seeds:
-        tested = np.zeros(len(examples), dtype=bool)
-        for members in _by_domain(examples):
-            held = max(_SMALLEST_TEST, round(test_share * len(members)))
-            tested[generator(seed, "test", examples[members[0]].domain).permutation(members)[:held]] = True
-        splits.append((np.flatnonzero(~tested), np.flatnonzero(tested)))
-    return splits
-
-
 def unlearned_step_s(ranker: str, features: Sequence[StrategyFeatures], draw: np.random.Generator) -> FloatArray:
     """What a ranker of `UNLEARNED` predicts, shape (n,): seconds, but for chance, which draws from `draw`."""
     if ranker == RANDOM:
         return draw.random(len(features))
-    times = {
-        ANALYTIC: lambda item: item.analytic_step_s,
-        PAPER: lambda item: item.paper_step_s,
-        REPLAY: lambda item: item.replayed_step_s,
-    }
-    return np.array([times[ranker](item) for item in features], dtype=np.float64)
+    attribute = {ANALYTIC: "analytic_step_s", PAPER: "paper_step_s", REPLAY: "replayed_step_s"}[ranker]
+    return np.array([getattr(item, attribute) for item in features], dtype=np.float64)
 
 
 def evaluate(

@@ -20,7 +20,6 @@ from autotune.simulators.evaluation import (
     best_of_top_k_regret,
     choose_ranker,
     evaluate,
-    hold_out,
     k_fold,
     kendall_tau,
     ordered_pairs,
@@ -124,13 +123,6 @@ def test_folds_test_every_example_once_and_spread_each_domain() -> None:
         assert [examples[index].domain for index in test].count("a") == 4
     with pytest.raises(InvalidInput, match="folds"):
         k_fold(examples, 1, seed=3)
-
-
-def test_hold_out_keeps_15_percent_of_each_domain_and_differs_by_seed() -> None:
-    examples = noisy(40, "a") + noisy(20, "b")
-    splits = hold_out(examples)
-    assert [len(test) for _, test in splits] == [9, 9, 9]
-    assert len({tuple(test.tolist()) for _, test in splits}) == 3
 
 
 def test_every_simulator_stands_beside_the_analytic_rankers_and_chance() -> None:
