@@ -73,9 +73,8 @@ class Lengths:
 class TrialSession:
     """Runs trials in a world and keeps each. `cross_step_refused`: as in `Profile`."""
 
-    def __init__(self, world: World, writer: DomainWriter, lengths: Lengths, profile: Profile, say: Say) -> None:
-        self.world, self.writer, self.lengths, self.say = world, writer, lengths, say
-        self.profile = profile
+    def __init__(self, world: World, writer: DomainWriter, setup: Setup, lengths: Lengths, profile: Profile, say: Say) -> None:
+        self.world, self.writer, self.setup, self.lengths, self.profile, self.say = world, writer, setup, lengths, profile, say
         self.session = writer.domain.sessions[-1]
 
     def candidate(self, source: str, strategy: Strategy) -> DatasetTrial:
@@ -83,13 +82,13 @@ class TrialSession:
         domain = self.writer.described
         assert domain is not None
         wanted = plan(strategy, domain.workload, domain.cluster.world_size)
-        load = os.getloadavg()[0]
+        load = self.load()
         outcome = self.world.run_trial(self._request(strategy.id, Role.CANDIDATE), wanted)
         return self.record(source, strategy, wanted.id, outcome, load)
 
     def reference(self) -> DatasetTrial:
         """One trial of the script's own DDP."""
-        load = os.getloadavg()[0]
+        load = self.load()
         return self.record(REFERENCE, None, None, self.world.run_trial(self._request(CURRENT_SETUP, Role.REFERENCE), None), load)
 
     def record(self, source: str, strategy: Strategy | None, plan_id: str | None, outcome: Measured | Failed, load: float) -> DatasetTrial:
@@ -128,7 +127,7 @@ def trial_session(folder: Path, setup: Setup, lengths: Lengths, say: Say) -> Ite
             told = replace(conditions, round_robin=conditions.round_robin and world.round_robin())
             cores, machine = os.cpu_count() or 1, platform.machine()
             writer.begin_session(Environment(told, profile.software, cores, machine, platform.release(), _source()))
-            yield TrialSession(world, writer, lengths, profile, say)
+            yield TrialSession(world, writer, setup, lengths, profile, say)
 
 
 def _given_profile(setup: Setup, writer: DomainWriter) -> Workload | None:
