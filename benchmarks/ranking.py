@@ -1,7 +1,6 @@
 """How well the rankers order real trials: per domain, on domains never seen, and by the number of trials they learned from.
 
-    python -m benchmarks.ranking --dataset datasets/trials             # a dataset of datasets/collect.py
-    python -m benchmarks.ranking --accuracy-trials FOLDER...           # what benchmarks.replay_accuracy collected
+    python -m benchmarks.ranking --dataset datasets/trials             # of datasets/collect.py or benchmarks.replay_accuracy
     python -m benchmarks.ranking --directory autotune-jobs             # the trial store of one's own jobs
 
 Source: AutoSync, supplement sec. 10 (recipe; ranking accuracy on a test part, mean over 3 runs); its transfer between domains. A domain is
@@ -35,8 +34,7 @@ from benchmarks.ranking_trials import (
     Campaign,
     Point,
     ReplayedTimes,
-    of_accuracy_trials,
-    of_dataset,
+    of_datasets,
     of_store,
     plans_by_domain,
     points_of,
@@ -205,8 +203,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         prog="python -m benchmarks.ranking", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     source = parser.add_argument_group("trials").add_mutually_exclusive_group()
-    source.add_argument("--dataset", type=Path, help="folder of a dataset")
-    source.add_argument("--accuracy-trials", type=Path, nargs="+", help="folders of benchmarks.replay_accuracy")
+    source.add_argument("--dataset", type=Path, nargs="+", help="folders of datasets")
     source.add_argument("--directory", type=Path, default=Path("autotune-jobs"), help="where jobs are kept (default autotune-jobs)")
     transfers = [kind.name.lower() for kind in HeldOut]
     parser.add_argument("--output", type=Path, default=Path("ranking-report"), help="folder of the report (default ranking-report)")
@@ -231,9 +228,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def _campaigns(options: argparse.Namespace) -> list[Campaign]:
     if options.dataset is not None:
-        return of_dataset(options.dataset)
-    if options.accuracy_trials:
-        return of_accuracy_trials(options.accuracy_trials)
+        return of_datasets(options.dataset)
     return of_store(options.directory)
 
 

@@ -1,4 +1,4 @@
-"""Real trials as examples for rankers: of a dataset, of `benchmarks.accuracy_trials` or of one's own trial store.
+"""Real trials as examples for rankers: of datasets, or of one's own trial store.
 
 A campaign is what was measured under one profile and one probe. Campaigns of one model on one cluster are one domain: they are held out
 together, and times are compared within a campaign only, since a machine is not equally fast on two days. (The sessions of a dataset's
@@ -10,14 +10,12 @@ from __future__ import annotations
 import hashlib
 import json
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 
 import autotune
 from autotune.canonical import canonical_json
-from autotune.cluster import Cluster
 from autotune.commands.workspace import Workspace
 from autotune.dataset.folder import read_dataset
 from autotune.dataset.trials import Domain
@@ -27,9 +25,6 @@ from autotune.simulators.interface import Example
 from autotune.store import PastTrial, Store
 from autotune.strategy_space.plan import Plan, plan
 from autotune.strategy_space.strategy import Strategy
-from autotune.workload import Workload
-from benchmarks.accuracy_trials import CLUSTERS, SCRIPTS, read_domain
-from benchmarks.accuracy_trials import Domain as AccuracyDomain
 from benchmarks.runtime_costs import costs_of
 
 _REPLAYED_BY = ("lowering", "dfg", "features", "strategy_space")
@@ -38,22 +33,15 @@ _REPLAYED_BY = ("lowering", "dfg", "features", "strategy_space")
 
 @dataclass(frozen=True)
 class Campaign:
-    """`measured`: strategy and step time in seconds of every undisturbed trial of a strategy that did not fail, in order of time;
+    """`extractor` makes the features by the campaign's own profile, probe and costs of the runtime. `measured`: strategy and step time in seconds of every undisturbed trial of a strategy that did not fail, in order of time;
     `left_out`: how many others there were, and why, as a sentence part ("" where there were none)."""
 
     domain: str
     model: str
     cluster_name: str
-    workload: Workload
-    cluster: Cluster
-    costs: Mapping[str, float]
+    extractor: Extractor
     measured: tuple[tuple[Strategy, float], ...]
     left_out: str = ""
-
-    @cached_property
-    def extractor(self) -> Extractor:
-        """Makes the features, by the campaign's own profile, probe and costs of the runtime."""
-        return Extractor(self.workload, self.cluster, costs_of(dict(self.costs), self.cluster.world_size))
 
 
 @dataclass(frozen=True)
@@ -83,8 +71,8 @@ class ReplayedTimes:
 
     def of(self, campaign: Campaign) -> Callable[[Plan], float]:
         """The replayed time of a plan under the campaign's profile and probe."""
-        costs = canonical_json(dict(sorted(campaign.costs.items())))
-        given = _digest([self._code, canonical_json(campaign.workload), canonical_json(campaign.cluster), costs])
+        extractor = campaign.extractor
+        given = _digest([self._code, *(canonical_json(each) for each in (extractor.workload, extractor.cluster, extractor.costs))])
 
         def step_s(wanted: Plan) -> float:
             key = _digest([given, wanted.id])
@@ -97,12 +85,12 @@ class ReplayedTimes:
         return step_s
 
 
-def of_dataset(folder: Path) -> list[Campaign]:
-    """Every domain of a dataset (`autotune.dataset`)."""
-    return [_of_dataset_domain(domain) for domain in read_dataset(folder)]
+def of_datasets(folders: Sequence[Path]) -> list[Campaign]:
+    """Every domain of these datasets; one that is in two of them was measured in two campaigns."""
+    return [of_domain(domain) for folder in folders for domain in read_dataset(folder)]
 
 
-def _of_dataset_domain(domain: Domain) -> Campaign:
+def of_domain(domain: Domain) -> Campaign:
     """Without failures, disturbed trials, and trials whose strategy is another plan today than when it was measured."""
     replanned, measured, counts = set(domain.replanned), [], {"failed": 0, "disturbed": 0, "planned otherwise today": 0}
     for trial in domain.candidates:
@@ -116,23 +104,7 @@ def _of_dataset_domain(domain: Domain) -> Campaign:
         else:
             measured.append((trial.strategy, domain.steady_s[trial.number]))
     left_out = ", ".join(f"{count} {why}" for why, count in counts.items() if count)
-    cluster = replace(domain.cluster, machine_cores=domain.cores)
-    return Campaign(domain.name, domain.model, domain.cluster_name, domain.workload, cluster, domain.costs, tuple(measured), left_out)
-
-
-def of_accuracy_trials(folders: Sequence[Path]) -> list[Campaign]:
-    """What `benchmarks.accuracy_trials` left in these folders."""
-    found = [read_domain(folder, model, cluster) for folder in folders for model in SCRIPTS for cluster in CLUSTERS]
-    return [of_accuracy_domain(domain) for domain in found if domain is not None]
-
-
-def of_accuracy_domain(domain: AccuracyDomain) -> Campaign:
-    candidates = [trial for trial in domain.trials if trial.strategy is not None]
-    measured = tuple((t.strategy, statistics.median(t.step_s)) for t in candidates if t.strategy is not None and t.step_s)
-    failed = len(candidates) - len(measured)
-    cluster = replace(domain.cluster, machine_cores=domain.cores)
-    left_out = f"{failed} failed" if failed else ""
-    return Campaign(domain.name, domain.model, domain.cluster_name, domain.workload, cluster, domain.costs, measured, left_out)
+    return Campaign(domain.name, domain.model, domain.cluster_name, extractor_of(domain), tuple(measured), left_out)
 
 
 def of_store(directory: Path) -> list[Campaign]:
@@ -147,13 +119,17 @@ def of_store(directory: Path) -> list[Campaign]:
             f"{model}/{cluster}",
             model,
             cluster,
-            own[0].workload,
-            own[0].cluster,
-            {},
+            Extractor(own[0].workload, own[0].cluster),
             tuple((trial.strategy, trial.median_s) for trial in own),
         )
         for (_, model, cluster), own in jobs.items()
     ]
+
+
+def extractor_of(domain: Domain) -> Extractor:
+    """By the domain's own profile, probe and costs of the runtime; its hosts are emulated on one machine."""
+    cluster = replace(domain.cluster, machine_cores=domain.cores)
+    return Extractor(domain.workload, cluster, costs_of(dict(domain.costs), cluster.world_size))
 
 
 def points_of(campaigns: Sequence[Campaign], replayed: ReplayedTimes) -> list[Point]:
@@ -180,18 +156,18 @@ def plans_by_domain(points: Iterable[Point]) -> dict[str, list[str]]:
 
 
 def _points(campaign: Campaign, name: str, replayed: ReplayedTimes) -> list[Point]:
-    step_s = replayed.of(campaign)
+    step_s, workload = replayed.of(campaign), campaign.extractor.workload
     first: dict[str, tuple[Strategy, Plan]] = {}
     times_s: dict[str, list[float]] = {}
     for strategy, measured_s in campaign.measured:
-        enacted = plan(strategy, campaign.workload, campaign.cluster.world_size)
+        enacted = plan(strategy, workload, campaign.extractor.cluster.world_size)
         first.setdefault(enacted.id, (strategy, enacted))
         times_s.setdefault(enacted.id, []).append(measured_s)
     points = []
     for plan_id, (strategy, enacted) in first.items():
         features = replace(campaign.extractor.features(strategy, enacted), replayed_step_s=step_s(enacted))
         example = Example(features, statistics.median(times_s[plan_id]), name)
-        points.append(Point(example, campaign.domain, campaign.model, campaign.workload.id, campaign.cluster_name, plan_id))
+        points.append(Point(example, campaign.domain, campaign.model, workload.id, campaign.cluster_name, plan_id))
     return points
 
 

@@ -3,7 +3,7 @@
 Collects fresh trials (`benchmarks.accuracy_trials`: emulated hosts with real transfers, emulated accelerators; three models, three
 clusters) and predicts each strategy from what the profile, the probe and `benchmarks.runtime_costs` told before the first trial.
 Nothing is fitted on the strategies under test. Beside it the analytic estimate (`overlap_step_s`). The table of all strategies is
-written to `accuracy.csv`; the last line is one JSON object. Beside learned simulators: `benchmarks.ranking --accuracy-trials DIRECTORY`.
+written to `accuracy.csv`; the last line is one JSON object. Beside learned simulators: `benchmarks.ranking --dataset DIRECTORY`.
 
     python -m benchmarks.replay_accuracy --models layers --clusters four_hosts --strategies 12     # a short run
     python -m benchmarks.replay_accuracy --folder DIRECTORY --only-evaluate                        # what was collected before
@@ -24,11 +24,12 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
+from autotune.dataset.trials import Domain
 from autotune.simulators.evaluation import kendall_tau
 from autotune.strategy_space.plan import Plan, plan
 from autotune.testbed.capabilities import capabilities
-from benchmarks.accuracy_trials import CLUSTERS, SCRIPTS, Domain, collect, read_domain
-from benchmarks.ranking_trials import of_accuracy_domain
+from benchmarks.accuracy_trials import CLUSTERS, SCRIPTS, collect, collected, setup_of
+from benchmarks.ranking_trials import extractor_of
 
 console = Console(stderr=True, highlight=False, markup=False)
 
@@ -68,11 +69,11 @@ def kind_of(wanted: Plan) -> str:
 
 def rows_of(domain: Domain) -> list[Row]:
     """A strategy that was measured more than once counts once, with the median of its medians."""
-    extractor = of_accuracy_domain(domain).extractor
+    extractor = extractor_of(domain)
     medians: dict[str, list[float]] = {}
     for trial in domain.trials:
         if trial.strategy is not None and trial.step_s:
-            medians.setdefault(trial.strategy.id, []).append(float(np.median(trial.step_s)))
+            medians.setdefault(trial.strategy.id, []).append(trial.median_s)
     rows, seen = [], set()
     for trial in domain.trials:
         if trial.strategy is None or not trial.step_s or trial.strategy.id in seen:
@@ -147,15 +148,15 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only-evaluate", action="store_true", help="of what lies in the folder")
     options = parser.parse_args()
-    pairs = [(model, cluster) for model in options.models for cluster in options.clusters]
+    setups = [setup_of(model, cluster) for model in options.models for cluster in options.clusters]
     if not options.only_evaluate:
         able = capabilities()
         if not able.possible:
             print(able.message, file=sys.stderr)
             return 2
-        for model, cluster in pairs:
-            collect(options.folder, model, cluster, options.strategies, options.seed, console.log)
-    domains = [domain for pair in pairs if (domain := read_domain(options.folder, *pair)) is not None]
+        for setup in setups:
+            collect(options.folder, setup, options.strategies, options.seed, console.log)
+    domains = [domain for setup in setups if (domain := collected(options.folder, setup)) is not None]
     rows = [row for domain in domains for row in rows_of(domain)]
     if not rows:
         print(f"{options.folder} holds no trials of {', '.join(options.models)}; collect some first", file=sys.stderr)

@@ -98,7 +98,7 @@ def card_text(domain: Domain) -> str:
         f"on {card.cluster}: {domain.cluster.world_size} workers on {len(domain.cluster.hosts)} hosts."
     )
     how = (
-        f"Conditions: {card.conditions or 'a real cluster'}. Hosts that are emulated are network namespaces of one machine with shaped links; "
+        f"Conditions: {card.conditions or 'a real cluster'}. Emulated hosts are network namespaces of one machine with shaped links; "
         f"parameters, gradients and transfers are real; {computing}. A trial's time is that of its slowest rank, step by step."
     )
     table = "\n".join(f"| {name} | {value} |" for name, value in rows)

@@ -42,10 +42,6 @@ class Description:
     sessions: tuple[Session, ...]
     schema: int = SCHEMA
 
-    def __post_init__(self) -> None:
-        if not self.sessions:
-            raise InvalidInput(f"domain {self.name!r} needs at least one session")
-
 
 def read_dataset(folder: Path) -> tuple[Domain, ...]:
     """The domains in the folders below `folder`, by name. Raises `InvalidInput` where there is none or one is broken."""
@@ -119,6 +115,8 @@ def sum_of(data: bytes) -> str:
 
 
 def _check_sessions(described: Description, trials: tuple[DatasetTrial, ...], folder: Path) -> None:
+    if not described.sessions:
+        raise InvalidInput(f"{folder / DESCRIPTION} must describe at least one session, but has none")
     unknown = {trial.session for trial in trials} - {session.id for session in described.sessions}
     if unknown:
         raise InvalidInput(f"{folder}: trials belong to a session that {DESCRIPTION} describes, but not those of {sorted(unknown)[0]!r}")

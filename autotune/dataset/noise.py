@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import numpy as np
 
@@ -23,8 +24,8 @@ def reference_noise(domain: Domain) -> float | None:
 
 
 def repeat_noise(domain: Domain) -> float | None:
-    """Of undisturbed trials of one plan, each corrected by the references around it (`Domain.steady_s`): what a model can at best explain."""
-    differences = [math.log(b / a) for values in _repeats(domain) for a, b in zip(values, values[1:], strict=False)]
+    """Of undisturbed trials of one plan, each corrected by the references around it (`Domain.steady_s`): what no model can explain."""
+    differences = [math.log(after / before) for values in _repeats(domain) for before, after in pairwise(values)]
     if len(differences) < FEWEST:
         return None
     return float(np.median(np.abs(differences))) / (NORMAL_MEDIAN * math.sqrt(2))

@@ -30,9 +30,9 @@ MAX_JOURNAL_BYTES = 2**30
 
 
 class DomainWriter:
-    """The only writer of a domain; see `opened`."""
+    """The only writer of a domain; see `opened`. `described` is None until the domain was begun (`describe`)."""
 
-    def __init__(self, folder: Path, described: Description, trials: tuple[DatasetTrial, ...]) -> None:
+    def __init__(self, folder: Path, described: Description | None, trials: tuple[DatasetTrial, ...]) -> None:
         self.folder = folder
         self.described = described
         self.trials = list(trials)
@@ -41,22 +41,30 @@ class DomainWriter:
 
     @property
     def domain(self) -> Domain:
-        return domain_of(self.described, tuple(self.trials))
+        return domain_of(self._known(), tuple(self.trials))
+
+    def describe(self, described: Description) -> None:
+        """Begin a domain; on disk with its first session."""
+        if self.described is not None:
+            raise InvalidInput(f"{self.folder} holds domain {self.described.name!r} already; collect into another folder")
+        self.described = described
 
     def begin_session(self, environment: Environment) -> Session:
         """A new session. Raises `InvalidInput` where its trials could not be compared with those of the earlier ones."""
-        if self.described.sessions:
-            _refuse_other(self.folder, self.described.sessions[-1].environment, environment)
-        began_at = datetime.now(UTC).isoformat(timespec="seconds")
-        session = Session(f"{len(self.described.sessions)}", began_at, environment)
-        self.described = replace(self.described, sessions=(*self.described.sessions, session))
+        described = self._known()
+        if described.sessions:
+            _refuse_other(self.folder, described.sessions[0].environment, environment)
+        session = Session(f"{len(described.sessions)}", datetime.now(UTC).isoformat(timespec="seconds"), environment)
+        self.described = replace(described, sessions=(*described.sessions, session))
         self.fold()
         return session
 
     def append(self, trial: DatasetTrial) -> None:
         """Returns when it is on disk."""
         if trial.number != len(self.trials):
-            raise InvalidInput(f"the next trial of {self.described.name!r} has number {len(self.trials)}, but this one has {trial.number}")
+            raise InvalidInput(f"the next trial in {self.folder} has number {len(self.trials)}, but this one has {trial.number}")
+        if trial.session not in {session.id for session in self._known().sessions}:
+            raise InvalidInput(f"a trial belongs to a session that was begun, but this one to {trial.session!r}")
         with _journal(self.folder).open("a", encoding="utf-8") as file:
             file.write(canonical_json(trial) + "\n")
             file.flush()
@@ -83,20 +91,34 @@ class DomainWriter:
         _journal(self.folder).unlink(missing_ok=True)
         self._unfolded = 0
 
+    def take_journal(self) -> None:
+        """What a killed writer had not folded. Raises `InvalidInput` where the journal does not go on where the table ends."""
+        for trial in _read_journal(self.folder):
+            if trial.number > len(self.trials):
+                missing = f"trial {len(self.trials)} is missing before {trial.number}"
+                raise InvalidInput(f"{_journal(self.folder)} must go on where the table ends, but {missing}; move it away to go on")
+            if trial.number == len(self.trials):
+                self.trials.append(trial)
+                self._unfolded += 1
+        if self._unfolded:
+            self.fold()
+
+    def _known(self) -> Description:
+        if self.described is None:
+            raise InvalidInput(f"the domain in {self.folder} must be described before it has sessions and trials")
+        return self.described
+
 
 @contextlib.contextmanager
-def opened(folder: Path, new: Description | None = None) -> Iterator[DomainWriter]:
-    """The writer of an existing domain, or of a `new` one; folds at the end.
-
-    Raises `InvalidInput` where another process writes it, where it is broken, or where it does not exist and no `new` one is given.
-    """
+def opened(folder: Path) -> Iterator[DomainWriter]:
+    """The writer of a domain, which folds at the end. Raises `InvalidInput` where another process writes it or where it is broken."""
     (folder / WORK).mkdir(parents=True, exist_ok=True)
     with (folder / WORK / "lock").open("a") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise InvalidInput(f"{folder} is being written by another process; wait for it, or stop it") from error
-        writer = _open(folder, new)
+        writer = _open(folder)
         try:
             yield writer
         finally:
@@ -104,28 +126,13 @@ def opened(folder: Path, new: Description | None = None) -> Iterator[DomainWrite
                 writer.fold()
 
 
-def exists(folder: Path) -> bool:
-    """Whether a domain was begun here."""
-    return (folder / SUMS).exists()
-
-
-def _open(folder: Path, new: Description | None) -> DomainWriter:
-    if not exists(folder):
-        if new is None:
-            raise InvalidInput(f"{folder} must hold a domain, but has no {SUMS}")
-        return DomainWriter(folder, new, ())
+def _open(folder: Path) -> DomainWriter:
+    if not (folder / SUMS).exists():
+        return DomainWriter(folder, None, ())
     _finish_commit(folder)
     domain = read_domain(folder)
     writer = DomainWriter(folder, read_description(folder, read_sums(folder)), domain.trials)
-    for trial in _read_journal(folder):
-        if trial.number > len(writer.trials):
-            missing = f"trial {len(writer.trials)} is missing before {trial.number}"
-            raise InvalidInput(f"{_journal(folder)} must go on where the table ends, but {missing}; move it away to go on without it")
-        if trial.number == len(writer.trials):
-            writer.trials.append(trial)
-            writer._unfolded += 1
-    if writer.unfolded:
-        writer.fold()
+    writer.take_journal()
     return writer
 
 

@@ -1,8 +1,18 @@
 """The training recipe: pairwise ranking loss, learning-rate steps, clipping, the best epoch on a validation part.
 
-Source: AutoSync, supplement sec. 10; pairwise loss and batches: the paper's code.
-Departure: the network learns the residual of the log replayed time and starts at zero, and the weights of the best
-validation epoch are kept, the untrained start included. So training cannot make the ranking of the validation part worse.
+Source: AutoSync, supplement sec. 10; pairwise loss and batches: the paper's code. Departures, since the network learns a residual on top
+of the replay and starts at zero, and a handful of trials must not cost it what the replay knows:
+- The weights of the best validation epoch are kept, the untrained start included.
+- A difference of scores counts c times in the loss, c fitted to the start on the training part (`sharpness`). Without it the loss is
+  smallest where the residual copies the replay to widen differences that have the right sign already, whatever else that changes.
+- A prior: leaving the start costs `prior_weight` / n * mean((c d)^2) / 2, where d is the score's change but for its mean over the batch.
+  It is what -ln of a normal prior with deviation 1 / c adds to n strategies' mean loss: with few trials the start ranks.
+
+| symbol | meaning |
+|---|---|
+| n | examples of the training part, of all domains |
+| c | sharpness: the slope of the log odds that a pair is ordered as its scores say |
+| d | score - score at the start of this training, in units of the score |
 """
 
 from __future__ import annotations
@@ -31,6 +41,7 @@ class TrainingRecipe:
     measured times count as equal. `validation_share` is taken from the examples given to `fit`: after 15 % were held
     out for testing, 15/85 of the rest are the paper's 15 %. `threads` is set for torch during `fit` only and restored after
     it (None: left as it is); one thread is up to ten times faster than several on a machine that is busy with trials.
+    `prior_weight`: so many strategies weigh as much as the prior for the start.
     """
 
     learning_rate: float = 1e-3
@@ -44,16 +55,17 @@ class TrainingRecipe:
     validation_share: float = 0.15 / 0.85
     time_limit_s: float | None = None
     threads: int | None = None
+    prior_weight: float = 10.0
 
     def __post_init__(self) -> None:
         if self.epochs < 0 or (self.warm_epochs or 0) < 0:
             raise InvalidInput(f"epochs must be at least 0, but are {self.epochs} and {self.warm_epochs} when warm")
         if self.batch_size < 2:
             raise InvalidInput(f"a batch needs at least 2 examples to form a pair, but batch_size is {self.batch_size}")
-        if self.learning_rate <= 0 or self.clip_norm <= 0 or self.tie_band < 0:
+        if self.learning_rate <= 0 or self.clip_norm <= 0 or self.tie_band < 0 or self.prior_weight < 0:
             raise InvalidInput(
-                f"learning_rate and clip_norm must be above 0 and tie_band at least 0, but are {self.learning_rate}, {self.clip_norm} "
-                f"and {self.tie_band}"
+                f"learning_rate and clip_norm must be above 0, tie_band and prior_weight at least 0, but are {self.learning_rate}, "
+                f"{self.clip_norm}, {self.tie_band} and {self.prior_weight}"
             )
         if self.threads is not None and self.threads < 1:
             raise InvalidInput(f"training needs at least 1 thread, but got {self.threads}")
@@ -64,6 +76,7 @@ class TrainingRecipe:
 PAPER_RECIPE = TrainingRecipe()
 LINEAR_RECIPE = TrainingRecipe(learning_rate=0.01)
 
+_SHARPNESS = tuple(2.0 ** (step / 2) for step in range(13))  # 1 to 64: scores differ by about 1, the replay errs by a few percent
 _SMALLEST_VALIDATION = 4  # below it a validation part orders 3 pairs at most and says nothing
 
 Predict = Callable[[Sequence[int]], Tensor]
@@ -114,9 +127,11 @@ def train_ranking(
     log_measured = torch.log(torch.tensor([example.step_s for example in examples], dtype=torch.float64))
     optimizer = torch.optim.Adam(network.parameters(), lr=recipe.learning_rate)
     steps = sorted(round(share * epochs) for share in recipe.decay_at)
+    start = _scores_by_domain(predict, examples)
+    sharp = sharpness(start, training, examples, log_measured, recipe.tie_band)
     best_epoch, best_loss, best_weights = (
         0,
-        _mean_loss(predict, validation, examples, log_measured, recipe),
+        _mean_loss(start, sharp, validation, examples, log_measured, recipe),
         copy.deepcopy(network.state_dict()),
     )
     order = generator(seed, "batches")
@@ -126,14 +141,17 @@ def train_ranking(
             group["lr"] = recipe.learning_rate * recipe.decay ** sum(epoch > step for step in steps)
         network.train()
         for batch in domain_batches(training, examples, recipe.batch_size, order):
-            loss = pairwise_ranking_loss(predict(batch), log_measured[batch], recipe.tie_band)
+            scores = predict(batch)
+            loss = pairwise_ranking_loss(sharp * scores, log_measured[batch], recipe.tie_band)
             if loss is None:
                 continue
+            moved = sharp * (scores - start[batch])
+            loss = loss + recipe.prior_weight / len(training) * moved.var(correction=0) / 2
             optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
             nn.utils.clip_grad_norm_(network.parameters(), recipe.clip_norm)
             optimizer.step()
-        held_out = _mean_loss(predict, validation, examples, log_measured, recipe)
+        held_out = _mean_loss(_scores_by_domain(predict, examples, validation), sharp, validation, examples, log_measured, recipe)
         if held_out is None or best_loss is None or held_out < best_loss:
             best_epoch, best_loss, best_weights = epoch, held_out, copy.deepcopy(network.state_dict())
         if recipe.time_limit_s is not None and time.monotonic() - began_s > recipe.time_limit_s:
@@ -158,15 +176,38 @@ def domain_batches(indices: Sequence[int], examples: Sequence[Example], size: in
     return [useful[number] for number in order.permutation(len(useful))]
 
 
+def sharpness(scores: Tensor, indices: Sequence[int], examples: Sequence[Example], log_measured: Tensor, tie_band: float) -> float:
+    """The factor, 1 to 64, with which these scores explain the order of the pairs of `indices` best; 1 where there is no pair."""
+    domains = _members(indices, examples)
+
+    def loss(factor: float) -> float:
+        found = [pairwise_ranking_loss(factor * scores[own], log_measured[own], tie_band) for own in domains]
+        return sum(float(each) for each in found if each is not None)
+
+    return min(_SHARPNESS, key=loss)
+
+
+def _scores_by_domain(predict: Predict, examples: Sequence[Example], indices: Sequence[int] | None = None) -> Tensor:
+    """Scores of these examples (None: of all), shape (n,) of all, 0 elsewhere; a domain at a time, without gradients."""
+    found = torch.zeros(len(examples), dtype=torch.float64)
+    with torch.no_grad():
+        for own in _members(range(len(examples)) if indices is None else indices, examples):
+            found[own] = predict(own)
+    return found
+
+
+def _members(indices: Sequence[int], examples: Sequence[Example]) -> list[list[int]]:
+    """The indices of each domain, in order of the domains' names."""
+    found: dict[str, list[int]] = {}
+    for index in indices:
+        found.setdefault(examples[index].domain, []).append(index)
+    return [own for _, own in sorted(found.items())]
+
+
 def _mean_loss(
-    predict: Predict, indices: Sequence[int], examples: Sequence[Example], log_measured: Tensor, recipe: TrainingRecipe
+    scores: Tensor, sharp: float, indices: Sequence[int], examples: Sequence[Example], log_measured: Tensor, recipe: TrainingRecipe
 ) -> float | None:
     """Mean of the ranking loss over the domains of `indices`; None without a pair."""
-    losses = []
-    with torch.no_grad():
-        for domain in sorted({examples[index].domain for index in indices}):
-            members = [index for index in indices if examples[index].domain == domain]
-            loss = pairwise_ranking_loss(predict(members), log_measured[members], recipe.tie_band)
-            if loss is not None:
-                losses.append(float(loss))
+    found = [pairwise_ranking_loss(sharp * scores[own], log_measured[own], recipe.tie_band) for own in _members(indices, examples)]
+    losses = [float(loss) for loss in found if loss is not None]
     return float(np.mean(losses)) if losses else None
