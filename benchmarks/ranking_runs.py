@@ -12,7 +12,9 @@ import numpy as np
 
 from autotune.features.extract import StrategyFeatures
 from autotune.rng import generator
+from autotune.sampler.scoring import FOLDS, SMALLEST_TRAINING
 from autotune.simulators.evaluation import (
+    REPLAY,
     UNLEARNED,
     best_of_top_k_regret,
     choose_ranker,
@@ -31,7 +33,6 @@ TIE_BAND = 0.01
 """Relative difference below which two measured times count as equal, in training (the recipe's) and in the figures."""
 CHOSEN = "chosen"
 """What the tuner would do: the best in cross-validation on the training part if it beats the replay there, else the replay."""
-FOLDS = 4
 WITHOUT_REPLAY = " without replay"
 
 Maker = Callable[[], Simulator]
@@ -164,11 +165,13 @@ def _own(points: Sequence[Point], parts: Parts, study: Study, trainer: Trainer) 
 
 
 def _chosen(trainer: Trainer, own: Indices, seed: int) -> tuple[str, float]:
-    """(the ranker that cross-validation on this training part chooses, CPU seconds)."""
+    """(the ranker that the tuner's cross-validation on this training part chooses, CPU seconds)."""
     examples = trainer.examples(own)
+    if len(examples) < SMALLEST_TRAINING:
+        return REPLAY, 0.0
     began_s = time.process_time()
-    folds = min(FOLDS, len(examples))
-    quality = evaluate(examples, trainer.makers, k_fold(examples, folds, seed), seed, TIE_BAND)
+    splits = [split for split in k_fold(examples, FOLDS, seed) if min(map(len, split)) > 1]  # of several campaigns a fold may be tiny
+    quality = evaluate(examples, trainer.makers, splits, seed, TIE_BAND)
     return choose_ranker(quality).ranker, time.process_time() - began_s
 
 

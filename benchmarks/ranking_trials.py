@@ -33,8 +33,11 @@ _REPLAYED_BY = ("lowering", "dfg", "features", "strategy_space")
 
 @dataclass(frozen=True)
 class Campaign:
-    """`extractor` makes the features by the campaign's own profile, probe and costs of the runtime. `measured`: strategy and step time in seconds of every undisturbed trial of a strategy that did not fail, in order of time;
-    `left_out`: how many others there were, and why, as a sentence part ("" where there were none)."""
+    """`extractor` makes the features by the campaign's own profile, probe and costs of the runtime.
+
+    `measured`: strategy and step time in seconds of every undisturbed trial of a strategy that did not fail, in order of time;
+    `left_out`: how many others there were, and why, as a sentence part ("" where there were none).
+    """
 
     domain: str
     model: str

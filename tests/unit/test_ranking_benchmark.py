@@ -1,34 +1,37 @@
-"""The ranking benchmark on a real trial store: what it reads, what it leaves out, and its figures against a slow twin."""
+"""The ranking benchmark on a real trial store and on a dataset: what it reads, what it leaves out, and its figures against a slow twin."""
 
 from __future__ import annotations
 
-import importlib
+import csv
 import json
 import math
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 from synthetic_job import WORKLOAD
 
 from autotune.cluster import Cluster, Host
+from autotune.dataset.trials import DatasetTrial, Domain, Environment, Session
 from autotune.events import Event, Profiled, Proposal, Proposed, TrialFinished
-from autotune.features.extract import extract
+from autotune.features.extract import Extractor, extract
 from autotune.job import JobSpec
-from autotune.records import Failed, FailureKind, Measured, Role, TrialRequest
+from autotune.lowering.costs import Constant, RuntimeCosts
+from autotune.records import Accelerators, Conditions, Failed, FailureKind, Measured, Network, Role, TrialRequest
 from autotune.rng import generator
 from autotune.sampler.random import sample_many
-from autotune.simulators.evaluation import hold_out
 from autotune.store import Store
 from autotune.strategy_space.plan import plan
 from autotune.strategy_space.space import SearchSpace
 from autotune.strategy_space.strategy import Strategy
+from benchmarks.ranking import limited, main
+from benchmarks.ranking_tasks import parts_of
+from benchmarks.ranking_trials import Point, ReplayedTimes, of_domain, of_store, plans_by_domain, points_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -39,10 +42,12 @@ def slow_links(workers: int) -> Cluster:
 
 
 LARGE, OTHER, SMALL = slow_links(4), slow_links(2), slow_links(3)
+LARGE_NAME, OTHER_NAME, SMALL_NAME = (f"{WORKLOAD.id}/{cluster.id}" for cluster in (LARGE, OTHER, SMALL))
 PLANS = {LARGE.id: 120, OTHER.id: 60, SMALL.id: 19}
 SEEDS = 2
 UNTRAINED = ("analytic", "paper", "replay", "random")
-RANKERS = {*UNTRAINED, "linear", "rnn", "gat"}
+LEARNED = ("linear", "linear without replay", "gat", "gat without replay")
+OPTIONS = ("--rankers", "linear", "gat", "--epochs", "2", "--seeds", str(SEEDS), "--sizes", "25", "--transfers", "cluster")
 
 
 def distinct_plans(cluster: Cluster) -> list[Strategy]:
@@ -84,8 +89,9 @@ def record(store: Store, cluster: Cluster) -> dict[str, float]:
     return {**times, first: 2 * times[first]}
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "benchmarks.ranking", *arguments]
+def run(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    folders = ("--directory", str(directory), "--output", str(directory / "report"))
+    command = [sys.executable, "-m", "benchmarks.ranking", *folders, *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
 
 
@@ -107,76 +113,66 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Jobs:
     directory = tmp_path_factory.mktemp("jobs")
     with Store.open(directory / "autotune.db") as store:
         medians = {cluster.id: record(store, cluster) for cluster in (LARGE, OTHER, SMALL)}
-    done = run("--directory", str(directory), "--epochs", "2", "--seeds", str(SEEDS))
+    done = run(directory, *OPTIONS)
     assert done.returncode == 0, done.stderr
     return Jobs(directory, medians, done)
 
 
-@pytest.fixture
-def ranking(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    monkeypatch.syspath_prepend(str(ROOT))
-    yield importlib.import_module("benchmarks.ranking")
+@pytest.fixture(scope="module")
+def points(jobs: Jobs) -> list[Point]:
+    return points_of(of_store(jobs.directory), ReplayedTimes(jobs.directory / "report" / "replayed-times.jsonl"))
 
 
 def test_the_last_line_is_one_json_object_with_every_ranker(jobs: Jobs) -> None:
     result = jobs.result
-    assert set(result) == {"domains", "trials", "pairwise_accuracy", "kendall_tau", "regret_top_5", "seconds"}
-    assert all(set(result[figure]) == RANKERS for figure in ("pairwise_accuracy", "kendall_tau", "regret_top_5"))
-    assert result["domains"] == 2
-    assert result["trials"] == PLANS[LARGE.id] + 1 + PLANS[OTHER.id] + 1  # the repeat counts, the failure does not
-    assert result["seconds"] > 0
+    figures = {"pairwise_accuracy", "kendall_tau", "regret_top_1", "regret_top_5", "regret_top_10"}
+    assert set(result) == figures | {"domains", "plans", "learning_curve", "train_cpu_s", "seconds"}
+    trained = {*(f"{name}, own trials" for name in (*LEARNED, "chosen")), *(f"{name}, other domains, cluster" for name in LEARNED)}
+    assert all(set(result[figure]) == {*(f"{name}, nothing" for name in UNTRAINED), *trained} for figure in figures)
+    assert result["domains"] == 2 and result["plans"] == PLANS[LARGE.id] + PLANS[OTHER.id]
+    assert set(result["learning_curve"]) == {"replay", "overlap estimate", "max(T_comp, T_sync)", *LEARNED, "chosen"}
+    assert result["seconds"] > 0 and result["train_cpu_s"] > 0
 
 
 def test_chance_orders_half_of_the_pairs_and_the_analytic_ranker_more(jobs: Jobs) -> None:
     accuracy, tau = jobs.result["pairwise_accuracy"], jobs.result["kendall_tau"]
-    assert accuracy["random"] == pytest.approx(0.5, abs=0.15)  # 2 x (18 + 9) strategies: a standard error of 0.055
-    assert tau["random"] == pytest.approx(0.0, abs=0.3)
-    assert accuracy["analytic"] > 0.65
-    assert tau["analytic"] > 0.3
+    assert accuracy["random, nothing"] == pytest.approx(0.5, abs=0.12)  # 2 x (36 + 18) strategies: a standard error of 0.04
+    assert tau["random, nothing"] == pytest.approx(0.0, abs=0.25)
+    assert accuracy["analytic, nothing"] > 0.65
+    assert tau["analytic, nothing"] > 0.3
 
 
-def test_the_table_names_every_ranker_and_a_domain_that_is_too_small_is_skipped_with_the_reason(jobs: Jobs) -> None:
-    lines = jobs.done.stdout.splitlines()
-    [skipped] = [line for line in lines if line.startswith("skipped")]
-    assert f"{SMALL.id}: 20 trials of 19 plans, but at least 20 plans" in skipped
-    assert sum(line.startswith("hardware: ") and "torch" in line for line in lines) == 1
-    start = next(number for number, line in enumerate(lines) if line.startswith("ranker"))
-    assert [line.split()[0] for line in lines[start + 1 : start + 8]] == ["linear", "rnn", "gat", *UNTRAINED]
-    assert all(line.count(" ± ") == 4 for line in lines[start + 1 : start + 8])
+def test_the_report_has_tables_a_plot_and_every_row_and_says_which_domain_is_too_small(jobs: Jobs) -> None:
+    folder = jobs.directory / "report"
+    page = (folder / "ranking.md").read_text()
+    assert f"| {SMALL_NAME} | no | 1 | 20 | 19 |" in page and f"| {LARGE_NAME} | yes | 1 | {PLANS[LARGE.id] + 1} | {PLANS[LARGE.id]} |" in page
+    assert f"not tested: {SMALL_NAME} has 19 plans, but at least 20" in jobs.done.stdout
+    assert ElementTree.parse(folder / "learning-curve.svg").getroot().tag.endswith("svg")
+    with (folder / "rows.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert {row["ranker"] for row in rows} == {*UNTRAINED, *LEARNED, "chosen"}
+    assert all(int(row["plans"]) > 0 and float(row["train_cpu_s"]) > 0 for row in rows if row["learned"] == "own trials")
 
 
 def test_progress_goes_to_stderr_with_the_time_left(jobs: Jobs) -> None:
-    lines = [line for line in jobs.done.stderr.splitlines() if " training " in line]
-    assert len(lines) == SEEDS * 2 * 3
-    assert lines[-1].endswith("training 12 of 12: gat")
-    assert "ETA 0:" in lines[-1] and "ETA after the first round" in lines[0]
+    lines = [line for line in jobs.done.stderr.splitlines() if " trainings) " in line]
+    assert len(lines) == SEEDS * 2 * len(LEARNED) * (2 + 1)  # 25 plans and all of them; and one transfer
+    assert "ETA after one training of each" in lines[0] and "ETA 0:" in lines[-1] and ", 1 trainings)" in lines[-1]
 
 
-def test_with_json_the_same_figures_are_all_that_stands_on_stdout(jobs: Jobs, ranking: ModuleType, capsys) -> None:
-    assert ranking.main(["--directory", str(jobs.directory), "--epochs", "2", "--seeds", str(SEEDS), "--json"]) == 0
-    told = capsys.readouterr()
-    assert len(told.out.splitlines()) == 1, told.err
-    assert "skipped" in told.err
-    assert {**json.loads(told.out), "seconds": 0} == {**jobs.result, "seconds": 0}
+def test_a_plan_that_was_measured_twice_is_one_point_with_the_median(jobs: Jobs, points: list[Point]) -> None:
+    for cluster in (LARGE, OTHER, SMALL):
+        own = [point for point in points if point.cluster == cluster.id]
+        assert sorted(point.example.step_s for point in own) == pytest.approx(sorted(jobs.medians[cluster.id].values()))
+        assert len({point.plan_id for point in own}) == len(own) == PLANS[cluster.id]
 
 
-def test_a_plan_that_was_measured_twice_is_one_example_with_the_median(jobs: Jobs, ranking: ModuleType) -> None:
-    trials = ranking.read_trials(jobs.directory)
-    for domain in ranking.by_domain(trials, None):
-        cluster_id = domain.name.split("/")[1]
-        assert domain.trials == len(domain.examples) + 1
-        assert sorted(example.step_s for example in domain.examples) == pytest.approx(sorted(jobs.medians[cluster_id].values()))
-        assert len({example.features.strategy_id for example in domain.examples}) == PLANS[cluster_id]
-
-
-def test_the_analytic_figures_equal_a_slow_twin(jobs: Jobs, ranking: ModuleType) -> None:
-    domains = [domain for domain in ranking.by_domain(ranking.read_trials(jobs.directory), None) if SMALL.id not in domain.name]
-    examples = [example for domain in domains for example in domain.examples]
+def test_the_analytic_figures_equal_a_slow_twin(jobs: Jobs, points: list[Point]) -> None:
     accuracies, regrets = [], []
-    for _, test in hold_out(examples, tuple(range(SEEDS))):
-        right, pairs, regret, points = 0.0, 0, 0.0, 0
-        for domain in domains:
-            tested = [examples[index] for index in test if examples[index].domain == domain.name]
+    for seed in range(SEEDS):
+        for name in (LARGE_NAME, OTHER_NAME):
+            tested = [points[index].example for index in parts_of(points, name, seed, (), 0.3).test]
+            right, pairs = 0.0, 0
             for fast in tested:
                 for slow in tested:
                     if slow.step_s > fast.step_s * 1.01:
@@ -184,38 +180,63 @@ def test_the_analytic_figures_equal_a_slow_twin(jobs: Jobs, ranking: ModuleType)
                         guess = slow.features.analytic_step_s - fast.features.analytic_step_s
                         right += 1.0 if guess > 0 else 0.5 if guess == 0 else 0.0
             top = sorted(tested, key=lambda example: example.features.analytic_step_s)[:5]
-            regret += len(tested) * (min(e.step_s for e in top) / min(e.step_s for e in tested) - 1)
-            points += len(tested)
-        accuracies.append(right / pairs)
-        regrets.append(regret / points)
-    assert jobs.result["pairwise_accuracy"]["analytic"] == pytest.approx(statistics.mean(accuracies))
-    assert jobs.result["regret_top_5"]["analytic"] == pytest.approx(statistics.mean(regrets))
+            accuracies.append(right / pairs)
+            regrets.append(min(e.step_s for e in top) / min(e.step_s for e in tested) - 1)
+    assert jobs.result["pairwise_accuracy"]["analytic, nothing"] == pytest.approx(statistics.mean(accuracies))
+    assert jobs.result["regret_top_5"]["analytic, nothing"] == pytest.approx(statistics.mean(regrets))
 
 
-def test_every_domain_learns_from_itself_alone_and_never_from_what_it_is_tested_on(jobs: Jobs, ranking: ModuleType) -> None:
-    domains = ranking.by_domain(ranking.read_trials(jobs.directory), None)
-    examples = [example for domain in domains for example in domain.examples]
-    splits = ranking.splits_within(examples, 1)
-    assert len(splits) == len(domains)
-    for training, test in splits:
-        assert len({examples[index].domain for index in [*training, *test]}) == 1
-        assert not {examples[index].features.strategy_id for index in training} & {examples[index].features.strategy_id for index in test}
-    assert sorted(index for split in splits for part in split for index in part) == list(range(len(examples)))
+def test_a_limit_keeps_so_many_plans_of_each_domain(points: list[Point]) -> None:
+    kept = plans_by_domain(limited(points, 30))
+    assert {name: len(plans) for name, plans in kept.items()} == {LARGE_NAME: 30, OTHER_NAME: 30, SMALL_NAME: 19}
 
 
-def test_a_limit_draws_so_many_trials_of_each_domain_and_the_same_ones_every_time(jobs: Jobs, ranking: ModuleType) -> None:
-    trials = ranking.read_trials(jobs.directory)
-    ids = [[[example.features.strategy_id for example in domain.examples] for domain in ranking.by_domain(trials, 30)] for _ in range(2)]
-    assert ids[0] == ids[1]
-    assert sorted(domain.trials for domain in ranking.by_domain(trials, 30)) == [20, 30, 30]
+def test_replayed_times_are_kept_by_what_they_follow_from(jobs: Jobs, tmp_path: Path) -> None:
+    campaign = next(each for each in of_store(jobs.directory) if each.cluster_name == OTHER.id)
+    path = tmp_path / "kept" / "times.jsonl"
+    told = [point.example.features.replayed_step_s for point in points_of([campaign], ReplayedTimes(path))]
+    lines = path.read_text()
+    assert len(lines.splitlines()) == PLANS[OTHER.id]
+    again = Extractor(WORKLOAD, OTHER)
+    same = points_of([replace(campaign, extractor=again)], ReplayedTimes(path))
+    assert [point.example.features.replayed_step_s for point in same] == told
+    assert path.read_text() == lines and again.steps.replayed == 0
+    dearer = Extractor(WORKLOAD, OTHER, replace(RuntimeCosts(), issue_s=Constant(0.01, "test")))
+    other = points_of([replace(campaign, extractor=dearer)], ReplayedTimes(path))
+    assert all((point.example.features.replayed_step_s or 0) > (before or 0) for point, before in zip(other, told, strict=True))
 
 
-def test_a_directory_without_jobs_or_without_enough_trials_is_refused_with_the_fix(tmp_path: Path) -> None:
-    done = run("--directory", str(tmp_path))
-    assert done.returncode == 2 and done.stdout == ""
-    assert "holds no jobs" in done.stderr and "--directory" in done.stderr
+def test_of_a_dataset_only_what_was_measured_undisturbed_and_is_the_same_plan_today_counts() -> None:
+    """Times are brought to the usual speed of the machine, and the replay counts the costs of that machine."""
+    made = distinct_plans(OTHER)[:4]
+    ids = [plan(strategy, WORKLOAD, OTHER.world_size).id for strategy in made]
+    outcomes = [Measured(((0.3, 0.3),), 0.0), Failed(FailureKind.CRASH, "out of luck", 0), *[Measured(((0.5, 0.5),), 0.0)] * 2]
+    reference = Measured(((1.0, 1.0),), 0.0)
+    trials = [DatasetTrial(0, "reference", None, None, reference, 0.0, 0.0, "s")]
+    for number, (strategy, plan_id, outcome) in enumerate(zip(made, ids, outcomes, strict=True)):
+        other = "plan-of-old" if number == 2 else plan_id
+        trials.append(DatasetTrial(number + 1, "random:lossless", strategy, other, outcome, 0.0, 0.0, "s", disturbed=number == 3))
+    trials.append(DatasetTrial(5, "reference", None, None, reference, 0.0, 0.0, "s"))
+    environment = Environment(Conditions(Network.EMULATED, Accelerators.EMULATED), {}, 2, "x86_64", "6.1")
+    session = Session("s", "2026-11-22T00:00:00+00:00", environment)
+    domain = Domain("d", "m", "c", WORKLOAD, OTHER, {"issue_s": 0.02}, 2, (session,), tuple(trials))
+    campaign = of_domain(domain)
+    assert campaign.measured == ((made[0], pytest.approx(0.3)),)
+    assert campaign.left_out == "1 failed, 1 disturbed, 1 planned otherwise today"
+    assert campaign.extractor.cluster.machine_cores == 2
+    wanted = plan(made[0], WORKLOAD, OTHER.world_size)
+    assert campaign.extractor.steps.step_s(wanted) > Extractor(WORKLOAD, OTHER).steps.step_s(wanted) + 0.015
+
+
+def test_a_directory_without_jobs_or_without_enough_trials_is_refused_with_the_fix(tmp_path: Path, capsys) -> None:
+    folders = ["--directory", str(tmp_path), "--output", str(tmp_path / "report")]
+    assert main(folders) == 2
+    told = capsys.readouterr()
+    assert told.out == "" and "holds no jobs" in told.err and "--directory" in told.err
     with Store.open(tmp_path / "autotune.db") as store:
         record(store, SMALL)
-    done = run("--directory", str(tmp_path))
-    assert done.returncode == 2
-    assert "the largest of 1 has 19" in done.stderr and "--budget-trials" in done.stderr
+    assert main(folders) == 2
+    told = capsys.readouterr()
+    assert "the largest of 1 has 19" in told.err and "--budget-trials" in told.err
+    assert main([*folders, "--domains", "elsewhere"]) == 2
+    assert "'elsewhere' is not" in capsys.readouterr().err

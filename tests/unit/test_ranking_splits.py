@@ -161,7 +161,10 @@ def test_what_is_held_out_is_never_trained_on() -> None:
 
 
 def test_a_model_under_two_names_is_one_model() -> None:
-    given = [replace(p, model="renamed", domain=p.domain.replace("a on wide", "renamed on wide")) if p.domain == "a on wide" else p for p in points()]
+    given = [
+        replace(p, model="renamed", domain=p.domain.replace("a on wide", "renamed on wide")) if p.domain == "a on wide" else p
+        for p in points()
+    ]
     assert "renamed on wide" in {given[index].domain for index in sources_for(given, "a on even", HeldOut.DOMAIN, None)}
     for held_out in (HeldOut.MODEL, HeldOut.BOTH):
         assert "renamed on wide" not in {given[index].domain for index in sources_for(given, "a on even", held_out, None)}
@@ -184,7 +187,9 @@ def test_parts_are_nested_the_test_part_is_the_same_for_all_and_seeds_test_diffe
 
 def test_source_domains_are_cut_to_the_same_plans_whoever_is_held_out() -> None:
     given = points()
-    found = [{given[i].plan_id for i in sources_for(given, name, HeldOut.DOMAIN, 7) if given[i].domain == "b on wide"} for name in DOMAINS[:3]]
+    found = [
+        {given[i].plan_id for i in sources_for(given, name, HeldOut.DOMAIN, 7) if given[i].domain == "b on wide"} for name in DOMAINS[:3]
+    ]
     assert found[0] == found[1] == found[2] and len(found[0]) == 7
 
 
@@ -218,7 +223,14 @@ def test_the_report_names_every_ranker_and_averages_domains_alike_and_only_those
     assert len(overview(rows).splitlines()) == 2 + len(UNLEARNED) + 3 + 2 * len(ALL) + 2
     lines = {line.name: line.points for line in curves(rows, STUDY.sizes, HeldOut.BOTH)}
     level = [row for row in rows if row.ranker == REPLAY and row.domain != "a on even"]  # it has 6 plans to learn from, not 10
-    accuracy = [np.average([r.pairwise_accuracy for r in level if (r.domain, r.seed) == (d, s)], weights=[r.pairs for r in level if (r.domain, r.seed) == (d, s)]) for d in DOMAINS[1:] for s in range(3)]
+    accuracy = [
+        np.average(
+            [r.pairwise_accuracy for r in level if (r.domain, r.seed) == (d, s)],
+            weights=[r.pairs for r in level if (r.domain, r.seed) == (d, s)],
+        )
+        for d in DOMAINS[1:]
+        for s in range(3)
+    ]
     assert [size for size, _ in lines["made"]] == [5, 10]
     assert [value for _, value in lines["replay"]] == pytest.approx([np.mean(accuracy)] * 2)
     assert [value for _, value in lines["made"]] == pytest.approx([np.mean(accuracy)] * 2)
