@@ -152,7 +152,7 @@ def planned(points: Sequence[Point], domains: Sequence[str], study: Study, names
     """(ranker, trials) of every training of the study, found by going through it with simulators that only take note."""
     found: list[tuple[str, int]] = []
     trainer = Trainer(points, dict.fromkeys(names, _Untrained), lambda name, count: found.append((name, count)))
-    run(points, domains, replace(study, with_choice=False), trainer)
+    run(points, domains, study, trainer)
     return found
 
 

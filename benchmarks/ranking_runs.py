@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import partial
 
 import numpy as np
 
@@ -114,6 +115,16 @@ class Trainer:
         return simulator, time.process_time() - began_s, f"best epoch {report.best_epoch} of {report.epochs}"
 
 
+    def announced(self, examples: int) -> dict[str, Maker]:
+        """The makers, each of which says so when it is asked for a simulator that so many examples will train."""
+
+        def maker(name: str) -> Simulator:
+            self._began(name, examples)
+            return self.makers[name]()
+
+        return {name: partial(maker, name) for name in self.makers}
+
+
 def called(variant: Variant) -> str:
     """What a simulator is called in the report."""
     name, replayed = variant
@@ -171,7 +182,7 @@ def _chosen(trainer: Trainer, own: Indices, seed: int) -> tuple[str, float]:
         return REPLAY, 0.0
     began_s = time.process_time()
     splits = [split for split in k_fold(examples, FOLDS, seed) if min(map(len, split)) > 1]  # of several campaigns a fold may be tiny
-    quality = evaluate(examples, trainer.makers, splits, seed, TIE_BAND)
+    quality = evaluate(examples, trainer.announced(len(splits[0][0])), splits, seed, TIE_BAND)
     return choose_ranker(quality).ranker, time.process_time() - began_s
 
 

@@ -156,7 +156,8 @@ def test_the_report_has_tables_a_plot_and_every_row_and_says_which_domain_is_too
 
 def test_progress_goes_to_stderr_with_the_time_left(jobs: Jobs) -> None:
     lines = [line for line in jobs.done.stderr.splitlines() if " trainings) " in line]
-    assert len(lines) == SEEDS * 2 * len(LEARNED) * (2 + 1)  # 25 plans and all of them; and one transfer
+    folds = 2 * 4  # of each kind of simulator, for the choice
+    assert len(lines) == SEEDS * 2 * (2 * (len(LEARNED) + folds) + len(LEARNED))  # 25 plans and all of them; and one transfer
     assert "ETA after one training of each" in lines[0] and "ETA 0:" in lines[-1] and ", 1 trainings)" in lines[-1]
 
 

@@ -20,7 +20,14 @@ from autotune.simulators.linear import linear_simulator
 from autotune.simulators.registry import simulators
 from autotune.simulators.residual import calibrate
 from autotune.simulators.rnn import rnn_simulator
-from autotune.simulators.training import TrainingRecipe, domain_batches, pairwise_ranking_loss, split_off_validation, torch_threads
+from autotune.simulators.training import (
+    TrainingRecipe,
+    domain_batches,
+    pairwise_ranking_loss,
+    sharpness,
+    split_off_validation,
+    torch_threads,
+)
 from autotune.strategy_space.plan import plan
 from autotune.strategy_space.strategy import Compressor, Shard, Strategy, Synchronizer, VariableStrategy
 from autotune.strategy_space.sync_cost import message_costs
@@ -92,6 +99,67 @@ def test_a_simulator_learns_the_hidden_message_overhead_that_the_replay_misses(n
     simulator = simulators()[name]()
     simulator.fit(training, seed=0)
     assert accuracy(simulator, held_out) > replay_accuracy(held_out) + 0.05
+
+
+def disturbed_examples(count: int, seed: int) -> list[Example]:
+    """The truth is the replay with 5 % of noise: there is nothing to learn beyond the replay."""
+    noise = generator(seed, "noise").normal(0, 0.05, count)
+    examples = measured_examples(count, seed, hidden_overhead_s=0.01)
+    return [
+        Example(example.features, (example.features.replayed_step_s or 0) * float(np.exp(by)), "d")
+        for example, by in zip(examples, noise, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("name", ["linear", "gat"])
+def test_a_few_trials_do_not_cost_what_the_replay_knows(name: str) -> None:
+    """Twelve noisy trials: the mean over four trainings must not lie below the replay by more than two pairs in a hundred."""
+    losses = []
+    for seed in range(4):
+        examples = disturbed_examples(72, seed=20 + seed)
+        simulator = simulators()[name]()
+        simulator.fit(examples[:12], seed=seed)
+        losses.append(replay_accuracy(examples[12:]) - accuracy(simulator, examples[12:]))
+    assert np.mean(losses) < 0.02
+
+
+def test_a_prior_that_outweighs_all_trials_leaves_the_ranking_to_the_start() -> None:
+    """The start is the replay, or in a warm start what was learned before."""
+    examples = measured_examples(70, seed=15, hidden_overhead_s=0.01)
+    training, held_out = examples[:30], examples[40:]
+    simulator = linear_simulator(TrainingRecipe(learning_rate=1e-4, prior_weight=1e9, threads=1))
+    simulator.fit(training, seed=0)
+    assert accuracy(simulator, held_out) == pytest.approx(replay_accuracy(held_out), abs=0.01)
+    simulator.recipe = TrainingRecipe(learning_rate=0.01, threads=1)
+    simulator.fit(training, seed=0)
+    learned = accuracy(simulator, held_out)
+    assert learned > replay_accuracy(held_out) + 0.03
+    simulator.recipe = TrainingRecipe(learning_rate=1e-4, prior_weight=1e9, threads=1)
+    simulator.fit(disturbed_examples(30, seed=16), seed=0, warm_start=True)
+    assert accuracy(simulator, held_out) == pytest.approx(learned, abs=0.01)
+
+
+def test_sharpness_is_the_factor_that_explains_the_order_best() -> None:
+    draw = generator(4, "sharpness")
+    examples = disturbed_examples(30, seed=17)
+    scores = torch.tensor(draw.normal(size=30))
+    for wanted in (2.0, 8.0):
+        log_measured = scores + torch.tensor(draw.logistic(size=30)) / wanted
+        found = sharpness(scores, range(30), examples, log_measured, TIE_BAND)
+        factors = [2.0 ** (step / 2) for step in range(13)]
+        slow = [
+            sum(
+                np.log1p(np.exp(factor * float(scores[i] - scores[j])))
+                for i in range(30)
+                for j in range(30)
+                if float(log_measured[j] - log_measured[i]) > np.log1p(TIE_BAND)
+            )
+            for factor in factors
+        ]
+        assert found == factors[int(np.argmin(slow))]
+    ordered = torch.arange(30, dtype=torch.float64)
+    assert sharpness(ordered, range(30), examples, ordered, TIE_BAND) == 64.0
+    assert sharpness(ordered, range(30), examples, torch.zeros(30), TIE_BAND) == 1.0
 
 
 def test_torch_keeps_its_number_of_threads_after_training() -> None:
@@ -219,7 +287,7 @@ def test_chunks_cover_everything_once_in_order() -> None:
     assert list(chunks([])) == []
 
 
-@pytest.mark.parametrize("wrong", [{"epochs": -1}, {"batch_size": 1}, {"learning_rate": 0.0}, {"validation_share": 1.0}])
+@pytest.mark.parametrize("wrong", [{"epochs": -1}, {"batch_size": 1}, {"learning_rate": 0.0}, {"validation_share": 1.0}, {"prior_weight": -1.0}])
 def test_a_recipe_that_cannot_train_is_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(InvalidInput):
         TrainingRecipe(**wrong)  # type: ignore[arg-type]
