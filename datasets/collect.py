@@ -20,6 +20,9 @@ from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from domains import DOMAINS
+from mixture import sample_domain
+
 from autotune.commands.interrupts import Interruption, terminable
 from autotune.errors import AutotuneError, InvalidInput
 from autotune.parsing import read_json
@@ -27,8 +30,6 @@ from autotune.testbed.capabilities import capabilities
 from autotune.units import format_seconds
 from benchmarks.testbed_processes import ROOT
 from benchmarks.trial_session import Lengths, Setup, trial_session
-from domains import DOMAINS
-from mixture import sample_domain
 
 LENGTHS = Lengths(warmup_steps=2, timed_steps=6)
 TRIES = 3
