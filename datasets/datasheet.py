@@ -126,17 +126,17 @@ def text_of(sheets: Sequence[Sheet]) -> str:
     failed, disturbed = sum(sum(card.failed.values()) for card in cards), sum(card.disturbed for card in cards)
     replanned = sum(len(sheet.domain.replanned) for sheet in sheets)
     sources = _summed([card.sources for card in cards])
-    machines = sorted({f"{s.domain.environment.cores} cores, {s.domain.environment.machine}" for s in sheets})
+    machines = "; ".join(sorted({f"{s.domain.environment.cores} cores, {s.domain.environment.machine}" for s in sheets}))
     return f"""# Datasheet
 
 Written by `python datasets/datasheet.py`; every figure is computed from the trials.
 
 ## What it is
 
-{candidates} trials of synchronization strategies, and {references} of the script's own DDP between them, over {len(sheets)} domains (a model
-on a cluster): {emulated} with emulated accelerators, {len(sheets) - emulated} with real computation. {failed} failed and are kept with their
-reason; {disturbed} are marked as disturbed. A trial is: strategy, plan, step times of every rank, and what it was taken under.
-Hosts are network namespaces of one machine ({"; ".join(machines)}); transfers are real. {replanned} strategies are planned otherwise
+{candidates} trials of synchronization strategies, and {references} of the script's own DDP between them, over {len(sheets)} domains
+(a model on a cluster): {emulated} with emulated accelerators, {len(sheets) - emulated} with real computation. {failed} failed and are
+kept with their reason; {disturbed} are marked as disturbed. A trial is: strategy, plan, step times of every rank, and what it was
+taken under. Hosts are network namespaces of one machine ({machines}); transfers are real. {replanned} strategies are planned otherwise
 by the planner of today.
 
 ## How strategies were chosen
