@@ -91,6 +91,11 @@ class TrialSession:
         load = self.load()
         return self.record(REFERENCE, None, None, self.world.run_trial(self._request(CURRENT_SETUP, Role.REFERENCE), None), load)
 
+    @staticmethod
+    def load() -> float:
+        """The machine's, over the last minute."""
+        return os.getloadavg()[0]
+
     def record(self, source: str, strategy: Strategy | None, plan_id: str | None, outcome: Measured | Failed, load: float) -> DatasetTrial:
         """Keep a trial that ended just now."""
         number = len(self.writer.trials)

@@ -13,12 +13,15 @@ import sys
 import time
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import product
 from pathlib import Path
 
-from ray.exceptions import RayError
 from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from domains import DOMAINS
+from mixture import sample_domain
 
 from autotune.commands.interrupts import Interruption, terminable
 from autotune.errors import AutotuneError, InvalidInput
@@ -27,8 +30,6 @@ from autotune.testbed.capabilities import capabilities
 from autotune.units import format_seconds
 from benchmarks.testbed_processes import ROOT
 from benchmarks.trial_session import Lengths, Setup, trial_session
-from domains import DOMAINS
-from mixture import sample_domain
 
 LENGTHS = Lengths(warmup_steps=2, timed_steps=6)
 TRIES = 3
@@ -71,11 +72,20 @@ def collect(folder: Path, setup: Setup, count: int, seed: int, progress: Progres
             return True
         except InvalidInput:
             raise
-        except (AutotuneError, RayError, OSError, RuntimeError) as error:
+        except (AutotuneError, OSError, RuntimeError) as error:
             failures = 1 if candidates(folder, setup) > before else failures + 1
             console.log(f"{setup.name}: the world failed, {failures} of {TRIES} times in a row: {error}")
             time.sleep(PAUSE_S)
     return False
+
+
+def visited(folder: Path, setup: Setup, goal: int, seed: int, progress: Progress, interruption: Interruption) -> bool:
+    """As `collect`; a folder that cannot be gone on with is told of."""
+    try:
+        return collect(folder, setup, goal, seed, progress, interruption)
+    except InvalidInput as error:
+        console.log(f"{setup.name}: {error}")
+        return False
 
 
 def said(name: str, progress: Progress, line: str) -> None:
@@ -109,18 +119,17 @@ def main() -> int:
     there = sum(min(candidates(options.out, setup), options.trials) for setup in setups)
     progress = Progress(options.trials * len(setups), there)
     left: list[Setup] = []
-    with terminable() as interruption:
-        for goal in [*range(options.visit, options.trials, options.visit), options.trials]:
-            for setup in setups:
+    goals = [*range(options.visit, options.trials, options.visit), options.trials]
+    try:
+        with terminable() as interruption:
+            for goal, setup in product(goals, setups):
                 if setup in left or candidates(options.out, setup) >= goal:
                     continue
-                try:
-                    done = collect(options.out, setup, goal, options.seed, progress, interruption)
-                except InvalidInput as error:
-                    console.log(f"{setup.name}: {error}")
-                    done = False
-                if not done:
+                if not visited(options.out, setup, goal, options.seed, progress, interruption):
                     left.append(setup)
+    except KeyboardInterrupt:
+        console.log("stopped; the same command goes on")
+        return 130
     if left:
         console.log(f"given up: {', '.join(setup.name for setup in left)}")
     return 1 if left else 0

@@ -75,10 +75,12 @@ def _row(trial: DatasetTrial, texts: dict[str, str]) -> dict[str, Any]:
 def read_table(data: bytes, where: str) -> tuple[DatasetTrial, ...]:
     """The inverse of `table_bytes`; raises `InvalidInput` for what is no such file, too large, or has a row that is no trial."""
     try:
-        file = pq.ParquetFile(io.BytesIO(data), read_dictionary=[name for name in SCHEMA.names if SCHEMA.field(name).type == _TEXT])
+        file = pq.ParquetFile(io.BytesIO(data))
         _check(file, where)
-        rows = file.read().to_pylist()
-    except (pa.ArrowException, OSError) as error:
+        table = file.read()
+        table.validate(full=True)  # indices, offsets and texts lie where they must
+        rows = table.to_pylist()
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise InvalidInput(f"{where} must be an intact Parquet file, but is not: {str(error)[:200]}") from error
     strategies: dict[str, Strategy] = {}
     trials = tuple(_trial(row, strategies, f"{where}, row {index}") for index, row in enumerate(rows))
