@@ -69,7 +69,7 @@ class ReplayedTimes:
         self._path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-        self._known_s: dict[str, float] = dict(json.loads(line) for line in lines)
+        self._known_s = dict(entry for line in lines if (entry := _entry(line)) is not None)
         self._code = _digest(_sources())
 
     def of(self, campaign: Campaign) -> Callable[[Plan], float]:
@@ -172,6 +172,15 @@ def _points(campaign: Campaign, name: str, replayed: ReplayedTimes) -> list[Poin
         example = Example(features, statistics.median(times_s[plan_id]), name)
         points.append(Point(example, campaign.domain, campaign.model, workload.id, campaign.cluster_name, plan_id))
     return points
+
+
+def _entry(line: str) -> tuple[str, float] | None:
+    """What a line keeps; None where a run was stopped while it wrote it."""
+    try:
+        key, time_s = json.loads(line)
+        return str(key), float(time_s)
+    except (ValueError, TypeError):
+        return None
 
 
 def _sources() -> list[str]:
