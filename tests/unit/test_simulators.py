@@ -101,10 +101,14 @@ def test_a_simulator_learns_the_hidden_message_overhead_that_the_replay_misses(n
     assert accuracy(simulator, held_out) > replay_accuracy(held_out) + 0.05
 
 
-def disturbed_examples(count: int, seed: int) -> list[Example]:
+@pytest.fixture(scope="module")
+def many() -> list[Example]:
+    return measured_examples(72, seed=15, hidden_overhead_s=0.01)
+
+
+def disturbed(examples: list[Example], seed: int) -> list[Example]:
     """The truth is the replay with 5 % of noise: there is nothing to learn beyond the replay."""
-    noise = generator(seed, "noise").normal(0, 0.05, count)
-    examples = measured_examples(count, seed, hidden_overhead_s=0.01)
+    noise = generator(seed, "noise").normal(0, 0.05, len(examples))
     return [
         Example(example.features, (example.features.replayed_step_s or 0) * float(np.exp(by)), "d")
         for example, by in zip(examples, noise, strict=True)
@@ -112,21 +116,22 @@ def disturbed_examples(count: int, seed: int) -> list[Example]:
 
 
 @pytest.mark.parametrize("name", ["linear", "gat"])
-def test_a_few_trials_do_not_cost_what_the_replay_knows(name: str) -> None:
+def test_a_few_trials_do_not_cost_what_the_replay_knows(name: str, many: list[Example]) -> None:
     """Twelve noisy trials: the mean over four trainings must not lie below the replay by more than two pairs in a hundred."""
     losses = []
     for seed in range(4):
-        examples = disturbed_examples(72, seed=20 + seed)
+        examples = disturbed(many, seed)
+        training = [number for number in range(len(examples)) if number % 6 == seed]
+        held_out = [example for number, example in enumerate(examples) if number % 6 != seed]
         simulator = simulators()[name]()
-        simulator.fit(examples[:12], seed=seed)
-        losses.append(replay_accuracy(examples[12:]) - accuracy(simulator, examples[12:]))
+        simulator.fit([examples[number] for number in training], seed=seed)
+        losses.append(replay_accuracy(held_out) - accuracy(simulator, held_out))
     assert np.mean(losses) < 0.02
 
 
-def test_a_prior_that_outweighs_all_trials_leaves_the_ranking_to_the_start() -> None:
+def test_a_prior_that_outweighs_all_trials_leaves_the_ranking_to_the_start(many: list[Example]) -> None:
     """The start is the replay, or in a warm start what was learned before."""
-    examples = measured_examples(70, seed=15, hidden_overhead_s=0.01)
-    training, held_out = examples[:30], examples[40:]
+    training, held_out = many[:40], many[40:]
     simulator = linear_simulator(TrainingRecipe(learning_rate=1e-4, prior_weight=1e9, threads=1))
     simulator.fit(training, seed=0)
     assert accuracy(simulator, held_out) == pytest.approx(replay_accuracy(held_out), abs=0.01)
@@ -135,13 +140,13 @@ def test_a_prior_that_outweighs_all_trials_leaves_the_ranking_to_the_start() -> 
     learned = accuracy(simulator, held_out)
     assert learned > replay_accuracy(held_out) + 0.03
     simulator.recipe = TrainingRecipe(learning_rate=1e-4, prior_weight=1e9, threads=1)
-    simulator.fit(disturbed_examples(30, seed=16), seed=0, warm_start=True)
+    simulator.fit(disturbed(training, 4), seed=0, warm_start=True)
     assert accuracy(simulator, held_out) == pytest.approx(learned, abs=0.01)
 
 
-def test_sharpness_is_the_factor_that_explains_the_order_best() -> None:
+def test_sharpness_is_the_factor_that_explains_the_order_best(many: list[Example]) -> None:
     draw = generator(4, "sharpness")
-    examples = disturbed_examples(30, seed=17)
+    examples = many[:30]
     scores = torch.tensor(draw.normal(size=30))
     for wanted in (2.0, 8.0):
         log_measured = scores + torch.tensor(draw.logistic(size=30)) / wanted
