@@ -114,7 +114,6 @@ class Trainer:
         report = simulator.fit(self.examples(indices, replayed), seed, warm_start=start is not None)
         return simulator, time.process_time() - began_s, f"best epoch {report.best_epoch} of {report.epochs}"
 
-
     def announced(self, examples: int) -> dict[str, Maker]:
         """The makers, each of which says so when it is asked for a simulator that so many examples will train."""
 

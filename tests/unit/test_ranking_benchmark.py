@@ -33,6 +33,7 @@ from benchmarks.ranking import limited, main
 from benchmarks.ranking_tasks import parts_of
 from benchmarks.ranking_trials import Point, ReplayedTimes, of_domain, of_store, plans_by_domain, points_of
 
+
 def slow_links(workers: int) -> Cluster:
     """So slow that the model's 26 kB of gradients take longer than its computation, and strategies differ."""
     return Cluster("slow", (Host("localhost", workers, 1e6, 5e-4, 1e6, 5e-4),))
@@ -150,7 +151,9 @@ def test_chance_orders_half_of_the_pairs_and_the_analytic_ranker_more(jobs: Jobs
 def test_the_report_has_tables_a_plot_and_every_row_and_says_which_domain_is_too_small(jobs: Jobs) -> None:
     folder = jobs.directory / "report"
     page = (folder / "ranking.md").read_text()
-    assert f"| {SMALL_NAME} | no | 1 | 20 | 19 |" in page and f"| {LARGE_NAME} | yes | 1 | {PLANS[LARGE.id] + 1} | {PLANS[LARGE.id]} |" in page
+    assert (
+        f"| {SMALL_NAME} | no | 1 | 20 | 19 |" in page and f"| {LARGE_NAME} | yes | 1 | {PLANS[LARGE.id] + 1} | {PLANS[LARGE.id]} |" in page
+    )
     assert f"not tested: {SMALL_NAME} has 19 plans, but at least 20" in jobs.done.stdout
     assert ElementTree.parse(folder / "learning-curve.svg").getroot().tag.endswith("svg")
     with (folder / "rows.csv").open(newline="") as file:

@@ -292,7 +292,9 @@ def test_chunks_cover_everything_once_in_order() -> None:
     assert list(chunks([])) == []
 
 
-@pytest.mark.parametrize("wrong", [{"epochs": -1}, {"batch_size": 1}, {"learning_rate": 0.0}, {"validation_share": 1.0}, {"prior_weight": -1.0}])
+@pytest.mark.parametrize(
+    "wrong", [{"epochs": -1}, {"batch_size": 1}, {"learning_rate": 0.0}, {"validation_share": 1.0}, {"prior_weight": -1.0}]
+)
 def test_a_recipe_that_cannot_train_is_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(InvalidInput):
         TrainingRecipe(**wrong)  # type: ignore[arg-type]
