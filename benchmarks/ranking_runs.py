@@ -177,12 +177,18 @@ def _own(points: Sequence[Point], parts: Parts, study: Study, trainer: Trainer) 
 def _chosen(trainer: Trainer, own: Indices, seed: int) -> tuple[str, float]:
     """(the ranker that the tuner's cross-validation on this training part chooses, CPU seconds)."""
     examples = trainer.examples(own)
-    if len(examples) < SMALLEST_TRAINING:
-        return REPLAY, 0.0
+    splits = k_fold(examples, FOLDS, seed) if len(examples) >= SMALLEST_TRAINING else []
+    if not all(_has_pair(examples, test) and len(training) > 1 for training, test in splits) or not splits:
+        return REPLAY, 0.0  # too few, or of many small campaigns
     began_s = time.process_time()
-    splits = [split for split in k_fold(examples, FOLDS, seed) if min(map(len, split)) > 1]  # of several campaigns a fold may be tiny
     quality = evaluate(examples, trainer.announced(len(splits[0][0])), splits, seed, TIE_BAND)
     return choose_ranker(quality).ranker, time.process_time() - began_s
+
+
+def _has_pair(examples: Sequence[Example], indices: Indices) -> bool:
+    """Whether two of them are of one campaign."""
+    campaigns = [examples[index].domain for index in indices]
+    return len(set(campaigns)) < len(campaigns)
 
 
 def _transfers(points: Sequence[Point], parts: Sequence[Parts], held_out: HeldOut, study: Study, trainer: Trainer) -> list[Row]:

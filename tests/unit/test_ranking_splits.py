@@ -128,6 +128,13 @@ def test_who_knows_the_truth_wins_everywhere_and_is_chosen() -> None:
     assert {row.note for row in whole} == {"made"} and mean(whole, "pairwise_accuracy") == 1.0
 
 
+def test_of_many_small_campaigns_the_replay_is_chosen() -> None:
+    """No fold of the cross-validation has two strategies to compare."""
+    apart = [replace(p, example=replace(p.example, domain=f"{p.domain} {number // 3}")) for number, p in enumerate(points())]
+    rows = studied(apart, lambda: Told(lambda item: 1.0, []), replace(STUDY, transfers=(), seeds=1), DOMAINS[:1])
+    assert {row.note for row in rows if row.ranker == CHOSEN} == {REPLAY}
+
+
 def test_who_only_remembers_is_no_better_than_chance_on_shuffled_times() -> None:
     """Whatever it was trained on; a single plan on both sides of a split would show."""
     given = points()
