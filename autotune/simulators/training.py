@@ -76,7 +76,7 @@ class TrainingRecipe:
 PAPER_RECIPE = TrainingRecipe()
 LINEAR_RECIPE = TrainingRecipe(learning_rate=0.01)
 
-_SHARPNESS = tuple(2.0 ** (step / 2) for step in range(13))  # 1 to 64: scores differ by about 1, the replay errs by a few percent
+_SHARPNESS: tuple[float, ...] = tuple(2.0 ** (step / 2) for step in range(13))  # scores differ by about 1, the replay errs by a few percent
 _SMALLEST_VALIDATION = 4  # below it a validation part orders 3 pairs at most and says nothing
 
 Predict = Callable[[Sequence[int]], Tensor]
