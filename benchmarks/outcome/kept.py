@@ -1,7 +1,7 @@
 """What a domain's folder keeps, so that a run that was stopped goes on and nothing is lost.
 
-`domain.json`: profile, cluster with its fitted links, settings. `trials.jsonl`: one line per trial, of every search, the sweep and the closing
-comparison, as it ends. `autotune.db`: the searches' jobs. `sides.json`: the frozen strategies of the closing comparison.
+`domain.json`: profile, cluster with its fitted links, conditions. `trials.jsonl`: one line per trial, of every search, the sweep and the
+closing comparison, as it ends. `autotune.db`: the searches' jobs. `sides.json`: the frozen strategies of the closing comparison.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Described:
-    """`given`: the cluster file; `links`: with the rates of its links as they were fitted, for the bound. `profile_s`: what profiling took."""
+    """`given`: the cluster file; `links`: with the rates of its links as fitted, for the bound. `profile_s`: what profiling took."""
 
     profile: Profile
     given: Cluster
