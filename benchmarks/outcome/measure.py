@@ -150,16 +150,15 @@ def _frozen(swept: _Swept, found: Mapping[str, Searched], described: Described, 
         if job in (RANDOM, BAYES):
             sides += [side(f"{job}, {own.trials_at[mark]} trials", Group.RIVAL, strategy) for mark, strategy in own.at.items()]
             continue
-        named = {str(mark): side(f"{job}, {mark} trials", Group.OURS, strategy) for mark, strategy in own.at.items()}
-        earlier = [
-            (own_stop, side(f"{job}, best from trial {own_stop.trials}", Group.STOP, own_stop.strategy)) for own_stop in own.incumbents
-        ]
-        sides += [*named.values(), *(made_side for _, made_side in earlier)]
+        at_marks = {mark: side(f"{job}, {mark} trials", Group.OURS, strategy) for mark, strategy in own.at.items()}
+        bests = [(best, side(f"{job}, best from trial {best.trials}", Group.STOP, best.strategy)) for best in own.incumbents]
+        sides += [*at_marks.values(), *(made_side for _, made_side in bests)]
         courses[job] = Course(
-            {mark: made_side.name for mark, made_side in named.items()},
+            # where every trial failed, the tuner keeps the current setup
+            {str(mark): at_marks[mark].name if mark in at_marks else DDP_DEFAULT for mark in settings.marks},
             {str(mark): trials for mark, trials in own.trials_at.items()},
             {str(mark): seconds for mark, seconds in own.seconds_at.items()},
-            tuple(Stop(own_stop.trials, own_stop.seconds, made_side.name) for own_stop, made_side in earlier),
+            tuple(Stop(best.trials, best.seconds, made_side.name) for best, made_side in bests),
         )
     return Frozen(settings, tuple(sides), courses, swept.times_s)
 

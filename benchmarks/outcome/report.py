@@ -11,10 +11,10 @@ from benchmarks.outcome.results import AtMark, Outcome, Row, last_line
 
 HEAD = """## What tuning is worth beside every rival
 
-`{command}`, {date}, {cores} cores, {machine}. Emulated network with real transfers, emulated accelerators: timed waits, the generated models' times
-are assumed, the GPT example's measured. Ratios are time(rival) / time(ours): above 1 ours is faster; 95 % intervals over the rounds. DDP: the
-better of torch's default and its best bucket size of a sweep. Both, and the best of all rivals, are chosen on one half of the rounds
-and compared on the other.
+`{command}`, {date}, {cores} cores, {machine}. Emulated network with real transfers, emulated accelerators: timed waits, of assumed times
+for the generated models and of measured ones for the GPT example. Ratios are time(rival) / time(ours): above 1 ours is faster; 95 %
+intervals over the rounds. DDP: the better of torch's default and its best bucket size of a sweep; this, and the best of all rivals, is
+chosen on one half of the rounds and compared on the other. Ours is what the tuner would compare with the current setup, exported or not.
 """
 
 
@@ -32,7 +32,7 @@ def section(rows: Sequence[Row], command: str, date: str) -> str:
 
 def _overview(rows: Sequence[Row]) -> str:
     lines = [
-        "| domain | trials | to DDP | to the best rival | which | above the bound | trials (s) until within 2 % | with compressors: to DDP |",
+        "| domain | trials | to DDP | to the best rival | which | above the bound | trials until within 2 % | with compressors: to DDP |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
@@ -58,7 +58,8 @@ def _domain(row: Row) -> str:
     bound = "computation" if row.compute_s >= row.transfer_s else "the slowest link"
     lines = [
         f"### {row.domain}\n",
-        f"Bound {format_seconds(row.bound_s)} ({bound}: computation {format_seconds(row.compute_s)}, transfer {format_seconds(row.transfer_s)}). "
+        f"Bound {format_seconds(row.bound_s)} ({bound}: computation {format_seconds(row.compute_s)}, "
+        f"transfer {format_seconds(row.transfer_s)}). "
         f"Median overrun of the emulated accelerators {row.overrun:.1%}, load {row.load:.1f}. Best known without loss: "
         f"{row.lossless.best_known}. {_sweep(row)}\n",
         "| side | step (quartiles) | time(side) / time(ours) |",

@@ -14,8 +14,9 @@ from autotune.optimizer.optimize import least_transfer_s
 from autotune.workload import Workload
 from benchmarks.outcome.domains import Domain
 from benchmarks.outcome.figures import WITHIN, Ratio, Round, first_within, geomean, median_s, ratio_to_best, ratio_to_bound, whole_rounds
-from benchmarks.outcome.kept import Course, Described, Folder, Frozen, Group, Side, Stop
+from benchmarks.outcome.kept import Course, Described, Folder, Group, Side, Stop
 from benchmarks.outcome.measure import CLOSING
+from benchmarks.outcome.rivals import DDP_DEFAULT
 from benchmarks.outcome.searches import OURS, OURS_LOSSY
 
 
@@ -59,7 +60,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Row:
-    """A domain. `bound_s` is max(compute_s, transfer_s); `gap` is time(ours) / bound, lossless. `failed`: sides that are left out, and why."""
+    """A domain. `gap` is time(ours) / bound, lossless. `failed`: sides that are left out, and why."""
 
     domain: str
     compared: tuple[Compared, ...]
@@ -126,9 +127,9 @@ def _outcome(course: Course, there: Sequence[Side], rounds: Sequence[Round]) -> 
     rivals = [side for side in there if side.group in (Group.TODAY, Group.RIVAL)]
     marks = []
     for mark, name in course.sides.items():
-        ours = next((side.plan for side in there if side.name == name), None)
-        if ours is None:
-            continue  # it failed
+        if name not in {side.name for side in there}:  # it failed, and the current setup would stay
+            name = DDP_DEFAULT
+        ours = _plan_of(name, there)
         compared = ratio_to_best(rounds, today, ours), ratio_to_best(rounds, rivals, ours)
         marks.append(AtMark(int(mark), course.trials[mark], course.seconds[mark], name, median_s(rounds, ours), *compared))
     times_s = {side.name: median_s(rounds, side.plan) for side in there}

@@ -1,7 +1,7 @@
 """Priority by layer: of what is ready, what the next forward pass needs first goes first.
 
-Sources: ByteScheduler (SOSP 2019, sec. 4), P3 (MLSys 2019). Both decide while they run; a plan has one order, so it is played through beforehand, over a link of a given rate. Without measured times
-everything counts as ready at once.
+Sources: ByteScheduler (SOSP 2019, sec. 4), P3 (MLSys 2019). Both decide while they run; a plan has one order, so it is played through
+beforehand, over a link of a given rate. Without measured times everything counts as ready at once.
 """
 
 from __future__ import annotations
