@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from benchmarks.models.generated import MODELS, Layer
+from benchmarks.models.generated import MODELS, Layer, Model
 
 STEPS = 10**9
 
@@ -40,12 +40,17 @@ class Parameters(nn.Module):
         return x * (1 + F.embedding(rows, table, sparse=True).mean())
 
 
+def module_of(model: Model) -> nn.Module:
+    """With the names and shapes of the model's workload."""
+    return nn.Sequential(OrderedDict((layer.name, Parameters(layer)) for layer in model.layers))
+
+
 def main() -> None:
     model = MODELS[sys.argv[1]]
     torch.manual_seed(0)
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    module = nn.Sequential(OrderedDict((layer.name, Parameters(layer)) for layer in model.layers))
+    module = module_of(model)
     rank = int(os.environ["RANK"])
     torch.manual_seed(1 + rank)  # every rank touches other rows
     replica = DDP(module)
