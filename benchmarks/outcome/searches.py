@@ -104,7 +104,7 @@ def searched(job_id: str, spec: JobSpec, store: Store, world: SharedWorld, marks
     """
     if job_id not in {job.id for job in store.jobs()}:
         store.create_job(job_id, spec)
-    world.phase = job_id
+    world.phase, world.round = job_id, 0
     proposer = Proposer(spec, simulators())
     at, trials_at, seconds_at, history = {}, {}, {}, store.history(job_id)
     for mark in marks:

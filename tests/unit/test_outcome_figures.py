@@ -45,7 +45,13 @@ def test_a_ratio_above_one_says_that_ours_is_faster_and_has_an_interval():
     drift = np.linspace(1.0, 1.5, 8)
     rounds = [{"ours": block(0.1 * at), "ddp": block(0.12 * at)} for at in drift]
     found = ratio_to_best(rounds, [rival("ddp")], "ours")
-    assert (found.value, found.low, found.high, found.rounds, found.rivals) == (pytest.approx(1.2), pytest.approx(1.2), pytest.approx(1.2), 8, ("ddp",))
+    assert (found.value, found.low, found.high, found.rounds, found.rivals) == (
+        pytest.approx(1.2),
+        pytest.approx(1.2),
+        pytest.approx(1.2),
+        8,
+        ("ddp",),
+    )
     assert ratio_to_bound([{"ours": block(0.11)}] * 6, "ours", 0.1).value == pytest.approx(1.1)
     with pytest.raises(InvalidInput, match="at least 6 whole rounds, but there are 5"):
         ratio_to_best(rounds[:5], [rival("ddp")], "ours")
@@ -74,7 +80,10 @@ def test_the_best_of_equal_rivals_has_no_advantage_of_its_luck():
 def test_only_whole_rounds_count_and_a_side_that_failed_is_not_waited_for():
     sides = [rival("a"), rival("b"), Side("b again", Group.OURS, "b", None)]
     lines = [line(0, "a", 0.1), line(0, "b", 0.2), line(1, "b", 0.2), line(2, "b", 0.3), line(2, "a", 0.4)]
-    assert [{key: own.median_s for key, own in found.items()} for found in whole_rounds(lines, sides)] == [{"a": 0.1, "b": 0.2}, {"b": 0.3, "a": 0.4}]
+    assert [{key: own.median_s for key, own in found.items()} for found in whole_rounds(lines, sides)] == [
+        {"a": 0.1, "b": 0.2},
+        {"b": 0.3, "a": 0.4},
+    ]
     assert len(whole_rounds([*lines, line(3, "a", None)], sides)) == 3
     assert whole_rounds(lines, [*sides, rival("c")]) == []
 

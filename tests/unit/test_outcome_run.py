@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,14 +12,16 @@ from types import SimpleNamespace
 import pytest
 
 from autotune.cluster import Cluster, Host
-from autotune.records import CURRENT_SETUP, Accelerators, Conditions, Failed, FailureKind, Measured, Network, TrialRequest
+from autotune.records import CURRENT_SETUP, Accelerators, Conditions, Failed, FailureKind, Measured, Network, Role, TrialRequest
+from autotune.store import Store
 from autotune.strategy_space.plan import Plan
 from autotune.workload import Variable, Workload
 from benchmarks.outcome.domains import Domain
-from benchmarks.outcome.kept import Described, Folder, Settings
+from benchmarks.outcome.kept import Described, Folder, Group, Settings
 from benchmarks.outcome.measure import run
 from benchmarks.outcome.report import section
 from benchmarks.outcome.results import last_line, row_of
+from benchmarks.outcome.rivals import DDP_BEST, DDP_DEFAULT
 from benchmarks.outcome.searches import OURS, RANDOM, SharedWorld
 from runtime_rewriter.findings import Profile
 
@@ -40,9 +43,9 @@ class Killed(Exception):
 
 @dataclass
 class MadeWorld:
-    """A step takes 100 ms, less across steps, and more with every message; the current setup as two messages. Dies at trial `dies_at`."""
+    """A step takes 100 ms, less across steps, and more with every message; the current setup as two messages."""
 
-    dies_at: int | None = None
+    dies: Callable[[], bool] = lambda: False
     fails: str | None = None
     trials: list[str] = field(default_factory=list)
 
@@ -59,7 +62,7 @@ class MadeWorld:
         return False
 
     def run_trial(self, request: TrialRequest, plan: Plan | None) -> Measured | Failed:
-        if len(self.trials) == self.dies_at:
+        if self.dies():
             raise Killed
         key = plan.id if plan is not None else CURRENT_SETUP
         self.trials.append(key)
@@ -107,8 +110,10 @@ def test_every_search_has_the_same_number_of_trials_and_every_side_is_measured_i
 def test_the_row_tells_ratios_bound_and_marks(whole):
     row = row_of(DOMAIN, whole.folder)
     last = row.lossless.last
-    assert last.today.value == pytest.approx(row.compared[0].middle_s / last.step_s)  # both of today's are the same two messages
-    assert last.step_s == pytest.approx(0.081) and last.today.value > 1.25  # one message, across steps
+    today_s = {compared.side.name: compared.middle_s for compared in row.compared if compared.side.group is Group.TODAY}
+    assert today_s == {DDP_DEFAULT: pytest.approx(0.102), DDP_BEST: pytest.approx(0.101)}  # two buckets, and one
+    assert last.today.value == pytest.approx(0.101 / last.step_s) and last.today.rivals == (DDP_BEST,)
+    assert 0.081 <= last.step_s < 0.1  # across steps
     assert last.best.value <= last.today.value and row.lossless.near.trials <= 6 and row.lossless.near.seconds >= 3.0
     assert row.transfer_s == pytest.approx(WORKLOAD.grad_bytes / 1e8) and row.gap.value == pytest.approx(last.step_s / row.bound_s)
     line = json.loads(json.dumps(last_line([row, row])))
@@ -119,20 +124,28 @@ def test_the_row_tells_ratios_bound_and_marks(whole):
     assert "made.up" in text and "ByteScheduler-like" in text and f"{last.today.value:.3f}" in text
 
 
-@pytest.mark.parametrize("share", [0.1, 0.5, 0.97])
-def test_a_run_that_was_killed_goes_on_and_freezes_the_same_sides(whole, tmp_path, share):
-    """In the sweep, in a search, and in the closing comparison."""
-    dies_at = int(share * len(whole.world.trials))
+@pytest.mark.parametrize("phase", ["sweep", RANDOM, "closing"])
+def test_a_run_that_was_killed_goes_on_without_measuring_anything_twice(tmp_path, phase):
+    """But a closing round that was cut, which is made anew as a whole."""
+    world = MadeWorld()
+    world.dies = lambda: len(Folder(tmp_path).lines(phase)) == 3
     with pytest.raises(Killed):
-        ran(tmp_path, MadeWorld(dies_at))
+        ran(tmp_path, world)
+    before = list(Folder(tmp_path)._lines())
     with (tmp_path / "trials.jsonl").open("a") as file:
         file.write('{"phase": "clos')  # the end of a line that was never written
-    again = MadeWorld()
-    folder = ran(tmp_path, again)
-    cut_round = len({side.plan for side in whole.folder.frozen().sides}) if share > 0.9 else 0
-    assert len(again.trials) <= len(whole.world.trials) - dies_at + cut_round
-    assert folder.frozen().sides == whole.folder.frozen().sides
-    assert row_of(DOMAIN, folder).lossless.last.step_s == row_of(DOMAIN, whole.folder).lossless.last.step_s
+    folder = ran(tmp_path, MadeWorld())
+    after = list(folder._lines())
+    assert after[: len(before)] == before
+    swept = Counter(line.plan for line in after if line.phase == "sweep")
+    assert set(swept.values()) == {SETTINGS.sweeps}
+    with Store.open(folder.store) as store:
+        for job in (OURS, RANDOM):
+            assert sum(trial.request.role is Role.CANDIDATE for trial in store.history(job).trials) == 6
+    plans = len({side.plan for side in folder.frozen().sides})
+    closing = [line for line in after if line.phase == "closing"]
+    assert len(closing) == SETTINGS.rounds * plans + (3 if phase == "closing" else 0)
+    assert row_of(DOMAIN, folder) is not None
 
 
 def test_what_is_complete_is_not_measured_again_and_more_rounds_are_only_added(whole, tmp_path):
