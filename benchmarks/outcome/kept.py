@@ -153,7 +153,7 @@ class Folder:
         self._write("sides.json", to_data(frozen))
 
     def lines(self, phase: str) -> list[Line]:
-        return [line for line in self._lines() if line.phase == phase]
+        return [line for line in self.all_lines() if line.phase == phase]
 
     def append(self, phase: str, round_: int, request: TrialRequest, wanted: Plan | None, outcome: Measured | Failed) -> Line:
         measured = outcome if isinstance(outcome, Measured) else None
@@ -172,7 +172,7 @@ class Folder:
             file.write(json.dumps(to_data(line)) + "\n")
         return line
 
-    def _lines(self) -> Iterator[Line]:
+    def all_lines(self) -> Iterator[Line]:
         file = self.path / "trials.jsonl"
         if not file.exists():
             return

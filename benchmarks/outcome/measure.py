@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import platform
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
@@ -25,6 +25,7 @@ from autotune.rng import generator
 from autotune.store import Store
 from autotune.strategy_space.plan import Plan, plan
 from autotune.strategy_space.strategy import Strategy
+from autotune.workload import Workload
 from benchmarks.outcome.domains import Domain
 from benchmarks.outcome.figures import best_of_sweep, whole_rounds
 from benchmarks.outcome.kept import Course, Described, Folder, Frozen, Group, Settings, Side, Stop, plan_key
@@ -46,7 +47,7 @@ Say = Callable[[str], None]
 def measure(domain: Domain, folder: Folder, settings: Settings, say: Say) -> None:
     """Until the domain has all its rounds; goes on where an earlier run with these settings ended. Needs root."""
     frozen = folder.frozen()
-    if frozen is not None and frozen.settings == settings and not _missing_rounds(folder, frozen):
+    if frozen is not None and frozen.settings == settings and not missing_rounds(folder, frozen):
         say(f"{domain.name}: complete")
         return
     given = domain.cluster()
@@ -60,7 +61,7 @@ def measure(domain: Domain, folder: Folder, settings: Settings, say: Say) -> Non
             folder.describe(described)
         world.model_id()  # the ranks are up
         world.emulate(described.profile.workload)
-        run(domain.command, SharedWorld(world, described, folder), described, folder, settings, say)
+        run(Session(domain.command, SharedWorld(world, described, folder), described, folder, settings, say))
 
 
 def _describe(world: World, domain: Domain, conditions: Conditions, say: Say) -> Described:
@@ -82,69 +83,86 @@ def _describe(world: World, domain: Domain, conditions: Conditions, say: Say) ->
     return Described(profile, given, links, conditions, profile_s, os.cpu_count() or 1, platform.machine())
 
 
-def run(command: tuple[str, ...], world: SharedWorld, described: Described, folder: Folder, settings: Settings, say: Say) -> None:
-    """Everything after the profile."""
-    frozen = folder.frozen()
-    if frozen is None or frozen.settings != settings:
-        runner = _Runner(world, described, folder, settings, say)
-        swept = runner.sweep()
-        frozen = _frozen(swept, _search_all(command, world, described, folder, settings, say), described, settings)
-        folder.freeze(frozen)
-    close(world, described, folder, frozen, say)
-
-
 @dataclass(frozen=True)
-class _Swept:
-    times_s: dict[str, float]
-    best: Strategy
+class Session:
+    """One domain's script that runs, and what is wanted of it."""
 
-
-@dataclass(frozen=True)
-class _Runner:
+    command: tuple[str, ...]
     world: SharedWorld
     described: Described
     folder: Folder
     settings: Settings
     say: Say
 
-    def sweep(self) -> _Swept:
-        """Every bucket size `sweeps` times, in orders drawn anew; the best by the median of its trials."""
-        workload, workers = self.described.profile.workload, self.described.given.world_size
-        sizes = bucket_sweep(workload, workers)
-        plans = {name: plan(strategy, workload, workers) for name, strategy in sizes.items()}
-        for round_ in range(self.settings.sweeps):
-            done = {line.plan for line in self.folder.lines(SWEEP) if line.round == round_}
-            _round(self.world, SWEEP, round_, {name: made for name, made in plans.items() if made.id not in done}, self.settings.seed)
-        times_s = best_of_sweep(self.folder.lines(SWEEP), {name: made.id for name, made in plans.items()})
-        best = min(times_s, key=times_s.__getitem__)
-        self.say(f"sweep: {', '.join(f'{name} {value * 1e3:.1f} ms' for name, value in times_s.items())}; best: {best}")
-        return _Swept(times_s, sizes[best])
+    @property
+    def workload(self) -> Workload:
+        return self.described.profile.workload
+
+    def plan(self, strategy: Strategy) -> Plan:
+        return plan(strategy, self.workload, self.described.given.world_size)
+
+    def round(self, phase: str, number: int, plans: Sequence[Plan | None]) -> None:
+        """Each plan once, in an order of the round's own. None is the script's own DDP."""
+        self.world.phase, self.world.round = phase, number
+        for index in generator(self.settings.seed, phase, number).permutation(np.arange(len(plans))).tolist():
+            request = TrialRequest(0, plan_key(plans[index]), Role.AB, WARMUP_STEPS, TIMED_STEPS)
+            self.world.run_trial(request, plans[index])
 
 
-def _search_all(
-    command: tuple[str, ...], world: SharedWorld, described: Described, folder: Folder, settings: Settings, say: Say
-) -> dict[str, Searched]:
+def run(session: Session) -> None:
+    """Everything after the profile."""
+    frozen = session.folder.frozen()
+    if frozen is None or frozen.settings != session.settings:
+        swept = sweep(session)
+        frozen = freeze(session, swept, search_all(session))
+        session.folder.freeze(frozen)
+    close(session, frozen)
+
+
+@dataclass(frozen=True)
+class Swept:
+    times_s: dict[str, float]
+    best: Strategy
+
+
+def sweep(session: Session) -> Swept:
+    """Every bucket size `sweeps` times, in orders drawn anew; the best by the median of its trials."""
+    sizes = bucket_sweep(session.workload, session.described.given.world_size)
+    plans = {name: session.plan(strategy) for name, strategy in sizes.items()}
+    for number in range(session.settings.sweeps):
+        done = {line.plan for line in session.folder.lines(SWEEP) if line.round == number}
+        session.round(SWEEP, number, [made for made in plans.values() if made.id not in done])
+    times_s = best_of_sweep(session.folder.lines(SWEEP), {name: made.id for name, made in plans.items()})
+    best = min(times_s, key=times_s.__getitem__)
+    session.say(f"sweep: {', '.join(f'{name} {value * 1e3:.1f} ms' for name, value in times_s.items())}; best: {best}")
+    return Swept(times_s, sizes[best])
+
+
+def search_all(session: Session) -> dict[str, Searched]:
     """Ours at every mark, the other searches with the trials of the last one."""
-    last = settings.marks[-1:]
-    wanted = [(OURS, Search.AUTOSYNC, False, settings.marks), (RANDOM, Search.RANDOM, False, last), (BAYES, Search.BAYES, False, last)]
-    if settings.lossy:
-        wanted.insert(1, (OURS_LOSSY, Search.AUTOSYNC, True, settings.marks))
+    marks = session.settings.marks
+    last = marks[-1:]
+    wanted = [(OURS, Search.AUTOSYNC, False, marks), (RANDOM, Search.RANDOM, False, last), (BAYES, Search.BAYES, False, last)]
+    if session.settings.lossy:
+        wanted.insert(1, (OURS_LOSSY, Search.AUTOSYNC, True, marks))
     found = {}
-    with Store.open(folder.store) as store:
-        for job, search, lossy, marks in wanted:
-            found[job] = searched(job, job_spec(command, described, search, lossy, settings), store, world, marks, say)
+    with Store.open(session.folder.store) as store:
+        for job, search, lossy, at in wanted:
+            spec = job_spec(session.command, session.described, search, lossy, session.settings)
+            found[job] = searched(job, spec, store, session.world, at, session.say)
     return found
 
 
-def _frozen(swept: _Swept, found: Mapping[str, Searched], described: Described, settings: Settings) -> Frozen:
-    workload, workers = described.profile.workload, described.given.world_size
+def freeze(session: Session, swept: Swept, found: Mapping[str, Searched]) -> Frozen:
+    """The sides of the closing comparison."""
+    marks = session.settings.marks
 
     def side(name: str, group: Group, strategy: Strategy) -> Side:
-        return Side(name, group, plan(strategy, workload, workers).id, strategy)
+        return Side(name, group, session.plan(strategy).id, strategy)
 
     sides = [Side(DDP_DEFAULT, Group.TODAY, CURRENT_SETUP, None), side(DDP_BEST, Group.TODAY, swept.best)]
-    made = rivals(workload, described.given, not described.profile.cross_step_refused)
-    sides += [side(name, Group.RIVAL, strategy) for name, strategy in made.items()]
+    across_steps = not session.described.profile.cross_step_refused
+    sides += [side(name, Group.RIVAL, made) for name, made in rivals(session.workload, session.described.given, across_steps).items()]
     courses = {}
     for job, own in found.items():
         if job in (RANDOM, BAYES):
@@ -155,43 +173,31 @@ def _frozen(swept: _Swept, found: Mapping[str, Searched], described: Described, 
         sides += [*at_marks.values(), *(made_side for _, made_side in bests)]
         courses[job] = Course(
             # where every trial failed, the tuner keeps the current setup
-            {str(mark): at_marks[mark].name if mark in at_marks else DDP_DEFAULT for mark in settings.marks},
+            {str(mark): at_marks[mark].name if mark in at_marks else DDP_DEFAULT for mark in marks},
             {str(mark): trials for mark, trials in own.trials_at.items()},
             {str(mark): seconds for mark, seconds in own.seconds_at.items()},
             tuple(Stop(best.trials, best.seconds, made_side.name) for best, made_side in bests),
         )
-    return Frozen(settings, tuple(sides), courses, swept.times_s)
+    return Frozen(session.settings, tuple(sides), courses, swept.times_s)
 
 
-def close(world: SharedWorld, described: Described, folder: Folder, frozen: Frozen, say: Say) -> None:
+def close(session: Session, frozen: Frozen) -> None:
     """Rounds of all sides, equal plans once, until there are enough whole ones. A side that fails is left out from then on.
 
     A round that was cut is made again from its beginning: its first half would be of another minute than its second.
     """
-    workload, workers = described.profile.workload, described.given.world_size
-    while _missing_rounds(folder, frozen):
-        lines = folder.lines(CLOSING)
+    while missing := missing_rounds(session.folder, frozen):
+        lines = session.folder.lines(CLOSING)
         failed = {line.plan for line in lines if line.failure}
         if CURRENT_SETUP in failed:
-            raise LaunchError(f"the script failed with its current setup in the closing comparison; see {folder.path}/trials.jsonl")
-        plans = {
-            side.plan: plan(side.strategy, workload, workers) if side.strategy is not None else None
-            for side in frozen.sides
-            if side.plan not in failed
-        }
+            where = session.folder.path / "trials.jsonl"
+            raise LaunchError(f"the script failed with its current setup, so there is nothing to compare with; see {where}")
+        sides = {side.plan: side.strategy for side in frozen.sides if side.plan not in failed}
+        session.say(f"closing comparison: {missing} rounds of {len(sides)} plans to go")
         number = 1 + max((line.round for line in lines), default=-1)
-        say(f"closing comparison, round {number + 1}: {len(plans)} plans, {_missing_rounds(folder, frozen)} rounds to go")
-        _round(world, CLOSING, number, plans, frozen.settings.seed)
+        session.round(CLOSING, number, [None if strategy is None else session.plan(strategy) for strategy in sides.values()])
 
 
-def _missing_rounds(folder: Folder, frozen: Frozen) -> int:
+def missing_rounds(folder: Folder, frozen: Frozen) -> int:
+    """Of the closing comparison."""
     return max(0, frozen.settings.rounds - len(whole_rounds(folder.lines(CLOSING), frozen.sides)))
-
-
-def _round(world: SharedWorld, phase: str, number: int, plans: Mapping[str, Plan | None], seed: int) -> None:
-    """Each plan once, in an order of its own."""
-    world.phase, world.round = phase, number
-    wanted = list(plans.values())
-    for index in generator(seed, phase, number).permutation(np.arange(len(wanted))).tolist():
-        request = TrialRequest(0, plan_key(wanted[index]), Role.AB, WARMUP_STEPS, TIMED_STEPS)
-        world.run_trial(request, wanted[index])

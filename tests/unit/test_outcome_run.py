@@ -15,10 +15,12 @@ from autotune.cluster import Cluster, Host
 from autotune.records import CURRENT_SETUP, Accelerators, Conditions, Failed, FailureKind, Measured, Network, Role, TrialRequest
 from autotune.store import Store
 from autotune.strategy_space.plan import Plan
+from autotune.tuner import contender
 from autotune.workload import Variable, Workload
 from benchmarks.outcome.domains import Domain
-from benchmarks.outcome.kept import Described, Folder, Group, Settings
-from benchmarks.outcome.measure import run
+from benchmarks.outcome.figures import whole_rounds
+from benchmarks.outcome.kept import Described, Folder, Group, Line, Settings
+from benchmarks.outcome.measure import Session, run
 from benchmarks.outcome.report import section
 from benchmarks.outcome.results import last_line, row_of
 from benchmarks.outcome.rivals import DDP_BEST, DDP_DEFAULT
@@ -84,7 +86,7 @@ def ran(path: Path, world: MadeWorld, settings: Settings = SETTINGS) -> Folder:
         folder.describe(described())
     known = folder.described()
     assert known == described()
-    run(("python", "train.py"), SharedWorld(world, known, folder), known, folder, settings, lambda _: None)
+    run(Session(("python", "train.py"), SharedWorld(world, known, folder), known, folder, settings, lambda _: None))
     return folder
 
 
@@ -96,7 +98,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
 
 
 def test_every_search_has_the_same_number_of_trials_and_every_side_is_measured_in_every_round(whole):
-    phases = Counter(line.phase for line in whole.folder._lines())
+    phases = Counter(line.phase for line in whole.folder.all_lines())
     frozen = whole.folder.frozen()
     plans = {side.plan for side in frozen.sides}
     assert phases["closing"] == SETTINGS.rounds * len(plans)
@@ -105,6 +107,17 @@ def test_every_search_has_the_same_number_of_trials_and_every_side_is_measured_i
     assert any(side.name == f"{RANDOM}, 6 trials" for side in frozen.sides)
     orders = [[line.plan for line in whole.folder.lines("closing") if line.round == number] for number in range(SETTINGS.rounds)]
     assert all(sorted(order) == sorted(plans) for order in orders) and len({tuple(order) for order in orders}) > 1
+
+
+def test_ours_is_what_the_tuner_would_compare_after_so_many_trials_and_the_search_goes_on_without_those_looks(whole):
+    with Store.open(whole.folder.store) as store:
+        search, looked = store.history(OURS), store.history(f"{OURS}-3")
+    looks = [event for event in looked.events if event not in search.events]
+    assert looked.events[: -len(looks)] == search.events[: len(looked.events) - len(looks)]
+    assert [event.request.role for event in looks] == [Role.CANDIDATE] * 3 + [Role.REFERENCE]
+    assert len(looked.candidates) == 3 + 3 and len(search.candidates) == 6
+    chosen = next(side for side in whole.folder.frozen().sides if side.name == f"{OURS}, 3 trials")
+    assert chosen.strategy.id == contender(looked)
 
 
 def test_the_row_tells_ratios_bound_and_marks(whole):
@@ -124,33 +137,50 @@ def test_the_row_tells_ratios_bound_and_marks(whole):
     assert "made.up" in text and "ByteScheduler-like" in text and f"{last.today.value:.3f}" in text
 
 
-@pytest.mark.parametrize("phase", ["sweep", RANDOM, "closing"])
-def test_a_run_that_was_killed_goes_on_without_measuring_anything_twice(tmp_path, phase):
-    """But a closing round that was cut, which is made anew as a whole."""
-    world = MadeWorld()
-    world.dies = lambda: len(Folder(tmp_path).lines(phase)) == 3
+def killed_at(path: Path, phase: str, count: int) -> list[Line]:
+    """Run until so many lines of a phase are there; the lines then, behind which a cut one stands."""
+    world = MadeWorld(dies=lambda: len(Folder(path).lines(phase)) == count)
     with pytest.raises(Killed):
-        ran(tmp_path, world)
-    before = list(Folder(tmp_path)._lines())
-    with (tmp_path / "trials.jsonl").open("a") as file:
-        file.write('{"phase": "clos')  # the end of a line that was never written
+        ran(path, world)
+    before = list(Folder(path).all_lines())
+    with (path / "trials.jsonl").open("a") as file:
+        file.write('{"phase": "clos')
+    return before
+
+
+def test_a_run_that_was_killed_goes_on_without_measuring_anything_twice(tmp_path):
+    first = killed_at(tmp_path, "sweep", 3)
+    second = killed_at(tmp_path, RANDOM, 3)
     folder = ran(tmp_path, MadeWorld())
-    after = list(folder._lines())
-    assert after[: len(before)] == before
-    swept = Counter(line.plan for line in after if line.phase == "sweep")
-    assert set(swept.values()) == {SETTINGS.sweeps}
+    lines = list(folder.all_lines())
+    assert lines[: len(second)] == second and second[: len(first)] == first
+    assert set(Counter(line.plan for line in lines if line.phase == "sweep").values()) == {SETTINGS.sweeps}
     with Store.open(folder.store) as store:
         for job in (OURS, RANDOM):
-            assert sum(trial.request.role is Role.CANDIDATE for trial in store.history(job).trials) == 6
-    plans = len({side.plan for side in folder.frozen().sides})
-    closing = [line for line in after if line.phase == "closing"]
-    assert len(closing) == SETTINGS.rounds * plans + (3 if phase == "closing" else 0)
+            recorded = [trial for trial in store.history(job).trials if trial.request.role is Role.CANDIDATE]
+            assert len(recorded) == 6 and len({trial.plan_id for trial in recorded}) == 6
     assert row_of(DOMAIN, folder) is not None
 
 
+def test_a_closing_round_that_was_cut_is_made_anew_as_a_whole(whole, tmp_path):
+    copied(whole.folder, tmp_path)
+    plans = len({side.plan for side in whole.folder.frozen().sides})
+    lines = (tmp_path / "trials.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "trials.jsonl").write_text("".join(lines[: -2 * plans + 3]))  # four whole rounds and three blocks of the fifth
+    world = MadeWorld()
+    folder = ran(tmp_path, world)
+    assert len(world.trials) == 2 * plans
+    assert {line.round for line in folder.lines("closing")} == {0, 1, 2, 3, 4, 5, 6}
+    assert len(whole_rounds(folder.lines("closing"), folder.frozen().sides)) == SETTINGS.rounds
+
+
+def copied(folder: Folder, path: Path, without: str = "") -> None:
+    for name in {"domain.json", "sides.json", "trials.jsonl", "autotune.db"} - {without}:
+        (path / name).write_bytes((folder.path / name).read_bytes())
+
+
 def test_what_is_complete_is_not_measured_again_and_more_rounds_are_only_added(whole, tmp_path):
-    for name in ("domain.json", "sides.json", "trials.jsonl", "autotune.db"):
-        (tmp_path / name).write_bytes((whole.folder.path / name).read_bytes())
+    copied(whole.folder, tmp_path)
     world = MadeWorld()
     ran(tmp_path, world)
     assert world.trials == []
@@ -159,8 +189,7 @@ def test_what_is_complete_is_not_measured_again_and_more_rounds_are_only_added(w
 
 
 def test_a_side_that_fails_in_the_closing_comparison_is_left_out_with_its_reason(whole, tmp_path):
-    for name in ("domain.json", "sides.json", "autotune.db"):
-        (tmp_path / name).write_bytes((whole.folder.path / name).read_bytes())
+    copied(whole.folder, tmp_path, without="trials.jsonl")
     broken = next(side for side in whole.folder.frozen().sides if side.name == "PS, round robin")
     folder = ran(tmp_path, MadeWorld(fails=broken.plan))
     row = row_of(DOMAIN, folder)
