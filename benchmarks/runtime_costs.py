@@ -16,7 +16,7 @@ import math
 import multiprocessing
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
@@ -29,6 +29,7 @@ from autotune.strategy_space.plan import Message, Plan, Primitive, TensorSlice
 from autotune.strategy_space.strategy import Compressor
 from autotune.workload import Variable, Workload
 from runtime_rewriter.emulation import timetable_of
+from runtime_rewriter.pytorch.cross_step import Arriving, CrossStep
 from runtime_rewriter.pytorch.ddp import PlannedDataParallel
 from runtime_rewriter.pytorch.emulation import EmulatedAccelerator
 from runtime_rewriter.pytorch.exchange.power_sgd import LowRank
@@ -136,6 +137,31 @@ class _Hooked(nn.Module):
 
 
 @dataclass(frozen=True)
+class _OnlyWhenAsked:
+    """A message that looks as if it were under way until somebody waits for it, as most do where the network is slow."""
+
+    message: Arriving
+    arrived: bool = False
+
+    @property
+    def number(self) -> int:
+        return self.message.number
+
+    def wait(self) -> None:
+        self.message.wait()
+
+
+def arriving_one_by_one(crossing: CrossStep) -> None:
+    """Variables are then averaged and updated each on its own, where it is read."""
+    defer = crossing.defer
+
+    def one_by_one(messages: Sequence[Arriving], positions: Iterable[int]) -> None:
+        defer([_OnlyWhenAsked(message) for message in messages], positions)
+
+    crossing.defer = one_by_one  # type: ignore[method-assign]
+
+
+@dataclass(frozen=True)
 class Spent:
     """CPU seconds of one step: mean over some."""
 
@@ -169,6 +195,7 @@ def spent(
     groups = [tuple(slices)] if primitive is None else [(each,) for each in slices]
     messages = tuple(Message(group, primitive or Primitive.ALL_REDUCE, Compressor.NONE, "float32", owner) for group in groups)
     synchronizer.load(Plan(synchronizer.model_id, 1, messages, cross_step))
+    arriving_one_by_one(synchronizer.cross_step)
     if way.emulated:
         synchronizer.emulate(EmulatedAccelerator(synchronizer, timetable_of(profile(synchronizer.names, elements, way.pause_s))))
     return mean_step(model, elements)
@@ -196,7 +223,7 @@ def mean_step(model: nn.Module, elements: int, share_s: float = 0.8) -> Spent:
 
 
 def hooks(count: int, way: Way) -> dict[str, float]:
-    """Of one variable: its hook with packing; of one message: issuing it; leaving a variable to the next pass; settling it there.
+    """Of one variable: its hook with packing; of one message: issuing it; leaving a variable to the next pass; settling both there.
 
     Where accelerators are emulated also waking up for its gradient and handing it out, which else the computation itself does.
     """
@@ -205,16 +232,21 @@ def hooks(count: int, way: Way) -> dict[str, float]:
     base_s = 0.0 if way.emulated else mean_step(_Hooked(count, few), few).backward_s
     together, apart = spent(count, few, False, way, None), spent(count, few, False, way)
     two_steps = spent(count, few, False, way, Primitive.PUSH_PULL)
-    crossing = spent(count, few, True, way)
+    crossing, crossing_together = spent(count, few, True, way), spent(count, few, True, way, None)
     large, crossing_large = (spent(count, many, cross_step, way) for cross_step in (False, True))
+    settled_s, settled_together_s, settled_large_s = (
+        crossed.forward_s - within.forward_s + crossed.rest_s - within.rest_s
+        for crossed, within in ((crossing, apart), (crossing_together, together), (crossing_large, large))
+    )
     buffered = spent(count, few, False, way, None, buffers=count)
     found = {
         "fill_s": (together.backward_s - base_s) / count,
         "issue_s": (apart.whole_s - together.whole_s) / count,
         "lane_s": (two_steps.whole_s - apart.whole_s) / count,
         "defer_s": (crossing.backward_s - apart.backward_s) / count,
-        "settle_s": (crossing.forward_s - apart.forward_s + crossing.rest_s - apart.rest_s) / count,
-        "settle_s_per_byte": (crossing_large.forward_s - large.forward_s - crossing.forward_s + apart.forward_s) * per_byte,
+        "settle_s": (settled_s - settled_together_s) / count,
+        "settle_each_s": settled_together_s / count,
+        "settle_s_per_byte": (settled_large_s - settled_s) * per_byte,
         "buffer_s": (buffered.forward_s - together.forward_s) / count,
     }
     if way.emulated:
