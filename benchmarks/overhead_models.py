@@ -83,7 +83,8 @@ def ncf() -> Example:
     users, items, labels = torch.randint(0, 4000, (1280,)), torch.randint(0, 3000, (1280,)), torch.rand(1280).round()
 
     def made(model: DistributedDataParallel) -> Step:
-        return _step(make_optimizers(model.module, 2e-3), lambda: F.binary_cross_entropy_with_logits(model(users, items), labels).backward())
+        optimizers = make_optimizers(model.module, 2e-3)
+        return _step(optimizers, lambda: F.binary_cross_entropy_with_logits(model(users, items), labels).backward())
 
     return NeuMF(4000, 3000, 64, sparse=True), made
 

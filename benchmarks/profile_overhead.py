@@ -10,13 +10,14 @@ what others do to the cores meets both. A block lasts about half a second.
 |---|---|
 | wall | a recorded step's time over an ordinary one's, less 1: steps of the slower rank, summed over the block |
 | cpu | the same for the CPU time of both ranks' processes, all threads: what is left where others use the cores |
-| median | of all pairs of blocks: the pseudo-median of the logarithms of their ratios (Hodges and Lehmann 1963), with a 95 % bootstrap interval |
+| median | over the pairs of blocks: pseudo-median of the logarithms of their ratios (Hodges and Lehmann 1963), with a 95 % interval |
 | quiet | ratio of the lower deciles of all steps: what disturbs a step only adds to it, so this needs fewer blocks where others work |
 | event_s | CPU time that torch's profiler adds to one operator on a single number, warm: nothing of ours runs there |
 | floor | event_s times the events of a step, over the step's CPU time: what torch's profiler alone costs at least |
-| outside_s | of a default recording, and in no step: starting, stopping, and reading, matching and writing the trace. Training waits meanwhile |
+| outside_s | of a default recording, in no step: starting, stopping, and reading, matching and writing the trace; training waits |
 
-The last line is one JSON object; `overhead_median` and `cpu_overhead_median` are the largest of the models' medians.
+Intervals are by bootstrap over the pairs. The last line is one JSON object; `overhead_median` and `cpu_overhead_median` are the largest of
+the models' medians.
 """
 
 from __future__ import annotations
