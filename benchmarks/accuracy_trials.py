@@ -19,7 +19,7 @@ from autotune.strategy_space.strategy import Strategy
 from autotune.workload import Workload
 from benchmarks.generated_models import profile
 from benchmarks.testbed_processes import ROOT
-from benchmarks.trial_session import Lengths, Setup, trial_session
+from benchmarks.trial_session import Lengths, Setup, told, trial_session
 
 LENGTHS = Lengths(warmup_steps=3, timed_steps=8, most_steps=24, precision=0.01)
 REFERENCE_EVERY = 8
@@ -62,7 +62,8 @@ def collect(folder: Path, setup: Setup, count: int, seed: int, say: Callable[[st
     earlier = collected(folder, setup)
     if earlier is not None and not _left(earlier, count, seed):
         return
-    with trial_session(folder / setup.name, setup, LENGTHS, lambda line: say(f"{setup.name}: {line}")) as session:
+    own = folder / setup.name
+    with trial_session(own, setup, LENGTHS, say, lambda trial: say(f"{setup.name}: {told(trial)}")) as session:
         todo = _left(session.writer.domain, count, seed)
         for number, (source, strategy) in enumerate(todo):
             if number % REFERENCE_EVERY == 0:

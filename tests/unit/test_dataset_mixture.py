@@ -59,7 +59,7 @@ def sample(mixture: object, folder: Path, count: int, obey: Callable[[], None] =
         if writer.described is None:
             writer.describe(DESCRIPTION)
         writer.begin_session(Environment(Conditions(), {}, 2, "x86_64", "6.1"))
-        session = TrialSession(PlannedWorld(), writer, setup, Lengths(1, 4), FOUND, lambda line: None)  # type: ignore[arg-type]
+        session = TrialSession(PlannedWorld(), writer, setup, Lengths(1, 4), FOUND, lambda trial: None)  # type: ignore[arg-type]
         mixture.sample_domain(session, count, 0, obey)  # type: ignore[attr-defined]
 
 
