@@ -76,12 +76,13 @@ def _fixed(session: TrialSession, count: int, seed: int, obey: Obey) -> None:
     there = {trial.strategy.id for trial in domain.candidates if trial.strategy is not None}
     wanted = fixed_strategies(domain, count - count // REPEAT_EVERY, seed, session.profile.cross_step_refused)
     todo = [(source, strategy) for source, strategy in wanted if strategy.id not in there]
+    drawn = sum(trial.kind in ("builder", "random") for trial in domain.candidates)
     for number, (source, strategy) in enumerate(todo):
         obey()
         if number % REFERENCE_EVERY == 0:
             session.reference()
         session.candidate(source, strategy)
-        if number % REPEAT_EVERY == REPEAT_EVERY - 1:
+        if (drawn + number + 1) % REPEAT_EVERY == 0:
             _repeat(session, seed)
     if todo:
         session.reference()  # the last trials stand between two references, too
@@ -112,6 +113,8 @@ def tuning_job(session: TrialSession, name: str, seed: int, most: int, obey: Obe
             store.append(name, 0, Profiled(domain.workload, domain.cluster, 0.0, profile.software, profile.cross_step_refused))
         if store.job_status(name) != "running":
             return False
+        if not begun:
+            session.reference()  # a session begins with one
         spec = store.job(name)
         kept = _Kept(session, name, obey)
         try:
