@@ -44,7 +44,7 @@ Obey = Callable[[], None]
 
 
 class SearchEnded(Exception):
-    """A job has no trial of its search left; its closing comparison is not taken."""
+    """A job has no trial of its search left (its closing comparison is not taken), or the domain has what was asked for."""
 
 
 def sample_domain(session: TrialSession, count: int, seed: int, obey: Obey) -> None:
@@ -116,11 +116,12 @@ def tuning_job(session: TrialSession, name: str, seed: int, most: int, obey: Obe
         if not begun:
             session.reference()  # a session begins with one
         spec = store.job(name)
-        kept = _Kept(session, name, obey)
+        kept = _Kept(session, name, len(session.writer.domain.candidates) + most, obey)
         try:
             drive(name, spec, store, kept, Proposer(spec, simulators()), [kept])
         except SearchEnded:
             store.finish(name, None)
+            session.reference()  # the last trials stand between two references, too
     return begun
 
 
@@ -152,15 +153,16 @@ class _Kept:
     A trial is kept before the job hears of it. Killed in between, the job takes it once more: a repeat, and nothing is lost.
     """
 
-    def __init__(self, session: TrialSession, name: str, obey: Obey) -> None:
-        self._session, self._name, self._obey = session, name, obey
+    def __init__(self, session: TrialSession, name: str, goal: int, obey: Obey) -> None:
+        self._session, self._name, self._goal, self._obey = session, name, goal, obey
         self._history: History | None = None
 
     def started(self, instruction: Instruction, history: History) -> None:
         self._obey()
         self._history = history
-        closing = isinstance(instruction, RunTrial) and instruction.request.role is Role.AB
-        if closing or isinstance(instruction, Finish):
+        role = instruction.request.role if isinstance(instruction, RunTrial) else None
+        enough = role is Role.CANDIDATE and len(self._session.writer.domain.candidates) >= self._goal
+        if enough or role is Role.AB or isinstance(instruction, Finish):
             raise SearchEnded
 
     def recorded(self, event: Event, history: History) -> None:
