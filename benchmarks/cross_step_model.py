@@ -6,11 +6,8 @@ gradients are ready first and needed last. One step computes for 242 ms; on four
 
 from __future__ import annotations
 
-from itertools import accumulate
-
-from autotune.workload import Variable, Workload
-
-FORWARD_SHARE = 1 / 3
+from autotune.workload import Workload
+from benchmarks.layered import Layer, workload_of
 
 LAYERS = (
     (2_000, 0.030),
@@ -29,13 +26,5 @@ LAYERS = (
 
 
 def workload() -> Workload:
-    """One float32 variable per layer; forward a third and backward two thirds of each layer's time."""
-    forward_s = [seconds * FORWARD_SHARE for _, seconds in LAYERS]
-    backward_s = [seconds - own for (_, seconds), own in zip(LAYERS, forward_s, strict=True)]
-    needed_s = [end - own for end, own in zip(accumulate(forward_s), forward_s, strict=True)]
-    ready_s = list(accumulate(reversed(backward_s)))[::-1]
-    variables = tuple(
-        Variable(f"{number}.weight", (parameters,), ready_s=ready_s[number], needed_s=needed_s[number])
-        for number, (parameters, _) in enumerate(LAYERS)
-    )
-    return Workload("cross-step", variables[::-1], (), sum(forward_s), sum(backward_s), 0.0)
+    """One float32 variable per layer."""
+    return workload_of("cross-step", [Layer(((parameters,),), seconds) for parameters, seconds in LAYERS])

@@ -24,7 +24,8 @@ from autotune.cluster_file import read_cluster
 from autotune.strategy_space.builders.cross_step import cross_step_all_reduce
 from autotune.strategy_space.plan import Plan, plan
 from autotune.strategy_space.strategy import Strategy
-from benchmarks.cross_step_model import FORWARD_SHARE, LAYERS, workload
+from benchmarks.cross_step_model import LAYERS, workload
+from benchmarks.layered import FORWARD_SHARE
 from runtime_rewriter.pytorch.ddp import PlannedDataParallel
 from runtime_rewriter.scheduling import take_round_robin
 
