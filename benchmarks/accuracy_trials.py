@@ -17,7 +17,7 @@ from autotune.strategy_space.builders.catalogue import seed_strategies
 from autotune.strategy_space.space import SearchSpace
 from autotune.strategy_space.strategy import Strategy
 from autotune.workload import Workload
-from benchmarks.generated_models import profile
+from benchmarks.models.generated import MODELS
 from benchmarks.testbed_processes import ROOT
 from benchmarks.trial_session import Lengths, Setup, told, trial_session
 
@@ -26,14 +26,14 @@ REFERENCE_EVERY = 8
 SCRIPTS = {
     "resnet_digits": ("examples/resnet_digits.py", "--epochs", "100000"),
     "gpt_text": ("examples/gpt_text.py", "--epochs", "100000"),
-    "layers": ("benchmarks/layers_script.py",),
+    "layers": ("benchmarks/models/script.py", "layers"),
 }
 CLUSTERS = {"four_hosts": "even", "four_hosts_uneven": "uneven", "two_hosts_two_devices": "two devices a host"}
 
 
 def setup_of(model: str, cluster_name: str) -> Setup:
-    given = (lambda: profile(model)) if model == "layers" else None
-    return Setup(model, ROOT / "examples" / "clusters" / f"{cluster_name}.yaml", SCRIPTS[model], profile=given)
+    profile = MODELS[model].workload if model in MODELS else None
+    return Setup(model, ROOT / "examples" / "clusters" / f"{cluster_name}.yaml", SCRIPTS[model], profile=profile)
 
 
 def collected(folder: Path, setup: Setup) -> Domain | None:

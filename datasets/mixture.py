@@ -60,13 +60,16 @@ def sample_domain(session: TrialSession, count: int, seed: int, obey: Obey) -> N
 
 
 def fixed_strategies(domain: Domain, count: int, seed: int, refused: str) -> list[tuple[str, Strategy]]:
-    """(source, strategy): fewer are a prefix of more, but for their order. `refused`: as `Profile.cross_step_refused`."""
+    """(source, strategy), at most `count`, each strategy once; fewer are among more. `refused`: as `Profile.cross_step_refused`."""
     lossless, lossy = (_space(lossy, refused) for lossy in (False, True))
     made = [(f"builder:{name}", strategy) for name, strategy in seed_strategies(domain.workload, domain.cluster, lossy)]
     left = max(count - len(made), 0)
     drawn = [("random:lossless", strategy) for strategy in sample_many(domain.workload, domain.cluster, lossless, left - left // 2, seed)]
     drawn += [("random:lossy", strategy) for strategy in sample_many(domain.workload, domain.cluster, lossy, left // 2, seed + 1)]
-    found = [*made[:count], *drawn]
+    once: dict[str, tuple[str, Strategy]] = {}
+    for source, strategy in (*made[:count], *drawn):
+        once.setdefault(strategy.id, (source, strategy))  # in a small space a draw may be hand-made, too
+    found = list(once.values())
     order = generator(seed, "mixture", domain.workload.id).permutation(len(found)).tolist()
     return [found[index] for index in order]
 
