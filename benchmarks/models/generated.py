@@ -154,7 +154,7 @@ def embedding_like(rows: int = TABLE_ROWS, width: int = TABLE_WIDTH, touched: in
 def transformer_like(
     words: int = TRANSFORMER_WORDS, width: int = TRANSFORMER_WIDTH, blocks: int = TRANSFORMER_BLOCKS, tokens: int = TRANSFORMER_TOKENS
 ) -> tuple[Layer, ...]:
-    """Blocks of attention and a feed-forward net (Vaswani et al. 2017) between an embedding and a head of a third of all parameters."""
+    """Blocks of attention and a feed-forward net (Vaswani et al. 2017); an embedding and a head hold a third of all parameters."""
     layers = [Layer("embedding", (("weight", (words, width)),), 10.0 * width)]  # rows are read and written, as by a normalization
     for number in range(blocks):
         name = f"block{number}"

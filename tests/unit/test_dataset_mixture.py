@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from autotune.cluster import Cluster
+from autotune.cluster_file import read_cluster
 from autotune.dataset.folder import Description, read_domain
 from autotune.dataset.trials import Domain, Environment
 from autotune.dataset.writing import opened
@@ -51,6 +52,17 @@ def mixture(monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
 
     yield found
     sys.modules.pop("mixture")
+
+
+def test_every_domain_names_a_script_and_a_cluster_that_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "datasets"))
+    from domains import DOMAINS
+
+    for name, setup in DOMAINS.items():
+        assert (ROOT / setup.script[0]).is_file() and read_cluster(setup.cluster_file).world_size > 1, name
+        assert name.startswith(f"{setup.model}.{setup.cluster_file.stem}")
+        given = setup.profile() if setup.profile is not None else None
+        assert (given is None) == setup.script[0].startswith("examples/") and (given is None or given.model == setup.script[1]), name
 
 
 def sample(mixture: object, folder: Path, count: int, obey: Callable[[], None] = lambda: None) -> None:
