@@ -121,6 +121,10 @@ def test_a_collection_is_a_mixture_and_goes_on_where_it_was_stopped(mixture: obj
     assert jobs == {"0-0": 40 - len(wanted) - 1}  # one repeat
     assert {trial.failure for trial in domain.trials} == {"", "crash: rank 0 exited with code 1"}
     assert_no_stretch_without_a_reference(domain)
+    for session in domain.sessions:
+        numbers = [trial.number for trial in domain.trials if trial.session == session.id]
+        assert domain.trials[numbers[0]].strategy is None
+    assert domain.trials[-1].strategy is None
 
 
 def test_a_collection_grows_without_trying_a_drawn_strategy_again(mixture: object, tmp_path: Path) -> None:

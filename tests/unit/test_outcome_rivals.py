@@ -7,6 +7,7 @@ import importlib.util
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817
 from torch.nn.parallel.distributed import _BucketCapacityConfig
 
 from autotune.optimizer.optimize import least_transfer_s
@@ -104,14 +105,27 @@ def test_sparse_gradients_travel_as_rows_by_the_way_that_fits_the_synchronizer()
     assert made["PS, load balanced"].by_name["table.weight"].sparse is SparseHandling.GATHER_SCATTER
 
 
+@pytest.fixture
+def alone():
+    """A world of one rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
-def test_the_script_builds_the_variables_of_its_workload_and_can_be_waited_for(model):
-    workload = model.workload()
-    parameters = list(module_of(model).named_parameters())
+def test_the_script_builds_the_variables_of_its_workload_and_can_be_waited_for(model, alone):
+    workload, module = model.workload(), module_of(model)
+    parameters = list(module.named_parameters())
     assert workload.id == model_id((name, tuple(parameter.shape), "float32") for name, parameter in parameters)
     assert workload.edges == tuple((number, number + 1) for number in range(len(parameters) - 1))
     assert timetable_of(workload).compute_s == pytest.approx(model.step_s)
-    assert set(model.touched_bytes) == {variable.name for variable in workload.variables if variable.sparse}
+    sparse = {variable.name for variable in workload.variables if variable.sparse}
+    assert set(model.touched_bytes) == sparse
+    DDP(module)(torch.ones(4)).square().mean().backward()
+    assert {name for name, parameter in parameters if parameter.grad.is_sparse} == sparse
+    for name, rows_bytes in model.touched_bytes.items():
+        assert module.get_parameter(name).grad.coalesce().values().nbytes == rows_bytes
 
 
 @pytest.mark.parametrize("model", MODELS)
