@@ -25,6 +25,7 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
+from autotune.dataset.trials import Domain
 from autotune.features.extract import Extractor, StrategyFeatures
 from autotune.lowering.lower import Lowering
 from autotune.rng import generator
@@ -33,7 +34,7 @@ from autotune.simulators.interface import Example
 from autotune.simulators.registry import simulators
 from autotune.strategy_space.plan import Plan, plan
 from autotune.testbed.capabilities import capabilities
-from benchmarks.accuracy_trials import CLUSTERS, SCRIPTS, Domain, collect, read_domain
+from benchmarks.accuracy_trials import CLUSTERS, SCRIPTS, collect, collected, setup_of
 from benchmarks.runtime_costs import costs_of
 
 TIE_BAND = 0.01
@@ -84,7 +85,7 @@ def rows_of(domain: Domain) -> list[Row]:
     medians: dict[str, list[float]] = {}
     for trial in domain.trials:
         if trial.strategy is not None and trial.step_s:
-            medians.setdefault(trial.strategy.id, []).append(float(np.median(trial.step_s)))
+            medians.setdefault(trial.strategy.id, []).append(trial.median_s)
     rows, seen = [], set()
     for trial in domain.trials:
         if trial.strategy is None or not trial.step_s or trial.strategy.id in seen:
@@ -188,15 +189,15 @@ def main() -> int:
     parser.add_argument("--only-evaluate", action="store_true", help="of what lies in the folder")
     parser.add_argument("--without-learned", action="store_true", help="train no simulators")
     options = parser.parse_args()
-    pairs = [(model, cluster) for model in options.models for cluster in options.clusters]
+    setups = [setup_of(model, cluster) for model in options.models for cluster in options.clusters]
     if not options.only_evaluate:
         able = capabilities()
         if not able.possible:
             print(able.message, file=sys.stderr)
             return 2
-        for model, cluster in pairs:
-            collect(options.folder, model, cluster, options.strategies, options.seed, console.log)
-    domains = [domain for pair in pairs if (domain := read_domain(options.folder, *pair)) is not None]
+        for setup in setups:
+            collect(options.folder, setup, options.strategies, options.seed, console.log)
+    domains = [domain for setup in setups if (domain := collected(options.folder, setup)) is not None]
     rows = [row for domain in domains for row in rows_of(domain)]
     if not rows:
         print(f"{options.folder} holds no trials of {', '.join(options.models)}; collect some first", file=sys.stderr)

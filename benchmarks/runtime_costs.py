@@ -17,7 +17,7 @@ import math
 import multiprocessing
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median
 
@@ -332,7 +332,7 @@ def measured_costs(ranks: int, emulated: bool = False, pause_s: float = PAUSE_S)
     return {name: fmean(one[name] for one in found) for name in found[0]}
 
 
-def costs_of(measured: dict[str, float], ranks: int) -> RuntimeCosts:
+def costs_of(measured: Mapping[str, float], ranks: int) -> RuntimeCosts:
     source = f"measured by benchmarks.runtime_costs, {ranks} processes at once on the machine of the ranks"
     return replace(RuntimeCosts(), **{name: Constant(value, source) for name, value in measured.items()})
 

@@ -1,9 +1,10 @@
 """Models that are made of nothing but parameters and times: real gradients and updates of the right sizes, computation as timed waits.
 
-Each has the layers of a published architecture with narrower widths (11 to 19 MB of gradients), so that a step of four ranks takes 100 to
-400 ms on emulated links of 1 Gbit/s, and longer over a slower one. What a layer computes is its share of the multiplications; the time of
-one whole replica, `step_s`, is chosen such that communication takes about as long, where strategies differ most. These times are assumed
-and say so. `benchmarks/models/script.py` trains the models.
+Each has the layers of a published architecture with narrower widths (11 to 20 MB of gradients), so that a step of four ranks takes 100 to
+500 ms on emulated links of 1 Gbit/s, and longer over a slower one. What a layer computes is its share of the multiplications; the time of
+one whole replica, `step_s`, is chosen such that communication takes about as long, where strategies differ most. `layers` has no published
+architecture: it is the model on which synchronization across steps is compared. All times are assumed and say so.
+`benchmarks/models/script.py` trains the models.
 
 | symbol | meaning | unit |
 |---|---|---|
@@ -14,7 +15,7 @@ and say so. `benchmarks/models/script.py` trains the models.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from types import MappingProxyType
 
@@ -27,6 +28,21 @@ VGG_DIVISOR = 7
 DENSENET_BLOCKS, DENSENET_GROWTH = (6, 12, 24, 16), 20
 TABLE_ROWS, TABLE_WIDTH, TABLE_TOUCHED = 40_000, 64, 4_000
 MLP = (512, 1024, 1024, 512, 256, 1)
+TRANSFORMER_WORDS, TRANSFORMER_WIDTH, TRANSFORMER_BLOCKS, TRANSFORMER_TOKENS = 2000, 256, 3, 128
+TIMED_LAYERS = (
+    (2_000, 0.030),
+    (20_000, 0.030),
+    (80_000, 0.030),
+    (150_000, 0.030),
+    (300_000, 0.030),
+    (300_000, 0.030),
+    (600_000, 0.020),
+    (600_000, 0.020),
+    (2_000_000, 0.006),
+    (1_000_000, 0.004),
+    (10_000, 0.001),
+)
+"""(parameters, seconds of one step) of every layer of `layers`, from the input to the loss."""
 
 
 @dataclass(frozen=True)
@@ -52,11 +68,16 @@ class Model:
         if not 0 <= self.update_s < self.step_s:
             raise InvalidInput(f"update_s of {self.name!r} must lie in [0, step_s = {self.step_s}), but is {self.update_s}")
 
+    @property
+    def passes_s(self) -> list[tuple[float, float]]:
+        """(forward, backward) time of each layer by its share of the work."""
+        both_s, total = self.step_s - self.update_s, sum(layer.work for layer in self.layers)
+        layers_s = [both_s * layer.work / total for layer in self.layers]
+        return [(FORWARD_SHARE * layer_s, (1 - FORWARD_SHARE) * layer_s) for layer_s in layers_s]
+
     def workload(self) -> Workload:
-        """One replica; forward and backward time of each layer by its share of the work."""
-        passes_s, total = self.step_s - self.update_s, sum(layer.work for layer in self.layers)
-        forward_s = [FORWARD_SHARE * passes_s * layer.work / total for layer in self.layers]
-        backward_s = [(1 - FORWARD_SHARE) * passes_s * layer.work / total for layer in self.layers]
+        """One replica. Edges: variables that follow each other."""
+        forward_s, backward_s = zip(*self.passes_s, strict=True)
         needed_s = [end - own for end, own in zip(accumulate(forward_s), forward_s, strict=True)]
         ready_s = list(accumulate(reversed(backward_s)))[::-1]
         variables = tuple(
@@ -64,7 +85,8 @@ class Model:
             for number, layer in enumerate(self.layers)
             for name, shape in layer.shapes
         )
-        return Workload(self.name, variables[::-1], (), sum(forward_s), ready_s[0], self.update_s)
+        edges = tuple(pairwise(range(len(variables))))
+        return Workload(self.name, variables[::-1], edges, sum(forward_s), ready_s[0], self.update_s)
 
     @property
     def touched_bytes(self) -> Mapping[str, int]:
@@ -89,7 +111,7 @@ def _linear(name: str, inputs: int, outputs: int) -> Layer:
 
 
 def _norm(name: str, side: int, channels: int) -> Layer:
-    """Batch normalization. Its few operations per value count as ten multiplications, as reading and writing them is what takes time."""
+    """A normalization. Its few operations per value count as ten multiplications, as reading and writing them is what takes time."""
     return Layer(name, (("weight", (channels,)), ("bias", (channels,))), 10.0 * side * side * channels)
 
 
@@ -129,6 +151,28 @@ def embedding_like(rows: int = TABLE_ROWS, width: int = TABLE_WIDTH, touched: in
     return Layer("table", (("weight", (rows, width)),), lookup, touched), *dense
 
 
+def transformer_like(
+    words: int = TRANSFORMER_WORDS, width: int = TRANSFORMER_WIDTH, blocks: int = TRANSFORMER_BLOCKS, tokens: int = TRANSFORMER_TOKENS
+) -> tuple[Layer, ...]:
+    """Blocks of attention and a feed-forward net (Vaswani et al. 2017); an embedding and a head hold a third of all parameters."""
+    layers = [Layer("embedding", (("weight", (words, width)),), 10.0 * width)]  # rows are read and written, as by a normalization
+    for number in range(blocks):
+        name = f"block{number}"
+        projection = _linear(f"{name}_projection", width, width)
+        attention = replace(projection, work=projection.work + 2.0 * tokens * width)  # scores and their sums of values
+        layers += [_norm(f"{name}_norm0", 1, width), _linear(f"{name}_heads", width, 3 * width), attention]
+        layers += [_norm(f"{name}_norm1", 1, width), _linear(f"{name}_up", width, 4 * width), _linear(f"{name}_down", 4 * width, width)]
+    return *layers, _norm("norm", 1, width), _linear("head", width, words)
+
+
+def large_late_layers() -> tuple[Layer, ...]:
+    """The last ones to compute are the largest, as in a network that ends in wide dense layers: ready first and needed last.
+
+    Over 231 ms of computation four ranks at 1 Gbit/s move the gradients in 243 ms by a ring.
+    """
+    return tuple(Layer(str(number), (("weight", (size,)),), seconds) for number, (size, seconds) in enumerate(TIMED_LAYERS))
+
+
 MODELS: Mapping[str, Model] = MappingProxyType(
     {
         model.name: model
@@ -136,6 +180,8 @@ MODELS: Mapping[str, Model] = MappingProxyType(
             Model("vgg", vgg_like(), step_s=0.130, update_s=0.004),
             Model("densenet", densenet_like(), step_s=0.150, update_s=0.008),
             Model("embedding", embedding_like(), step_s=0.110, update_s=0.004),
+            Model("transformer", transformer_like(), step_s=0.150, update_s=0.004),
+            Model("layers", large_late_layers(), step_s=sum(seconds for _, seconds in TIMED_LAYERS) + 0.0035, update_s=0.0035),
         )
     }
 )

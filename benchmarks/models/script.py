@@ -12,7 +12,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817
 
@@ -30,19 +29,27 @@ class Parameters(nn.Module):
         super().__init__()
         for name, shape in layer.shapes:
             self.register_parameter(name, nn.Parameter(torch.randn(shape) * 0.01))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (1 + torch.stack([parameter.mean() for parameter in self.parameters()]).sum())
+
+
+class Table(nn.Embedding):
+    """Other rows in every step. By this type of module DDP knows that gradients are sparse."""
+
+    def __init__(self, layer: Layer) -> None:
+        ((_, shape),) = layer.shapes
+        super().__init__(*shape, sparse=True)
         self.touched = layer.touched
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.touched:
-            return x * (1 + torch.stack([parameter.mean() for parameter in self.parameters()]).sum())
-        table = next(self.parameters())
-        rows = torch.randperm(len(table))[: self.touched]
-        return x * (1 + F.embedding(rows, table, sparse=True).mean())
+        rows = torch.randperm(self.num_embeddings)[: self.touched]
+        return x * (1 + 0.01 * super().forward(rows).mean())
 
 
 def module_of(model: Model) -> nn.Module:
     """With the names and shapes of the model's workload."""
-    return nn.Sequential(OrderedDict((layer.name, Parameters(layer)) for layer in model.layers))
+    return nn.Sequential(OrderedDict((layer.name, Table(layer) if layer.touched else Parameters(layer)) for layer in model.layers))
 
 
 def main() -> None:

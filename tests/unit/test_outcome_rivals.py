@@ -7,6 +7,7 @@ import importlib.util
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817
 from torch.nn.parallel.distributed import _BucketCapacityConfig
 
 from autotune.optimizer.optimize import least_transfer_s
@@ -17,7 +18,7 @@ from autotune.strategy_space.strategy import SparseHandling
 from autotune.workload import Variable, Workload, model_id
 from benchmarks.models.generated import MODELS
 from benchmarks.models.script import module_of
-from benchmarks.outcome.domains import CLUSTERS, DOMAINS, EXAMPLES, Domain
+from benchmarks.outcome.domains import CLUSTERS, DOMAINS, EXAMPLES, GENERATED, Domain
 from benchmarks.outcome.results import sent_bytes
 from benchmarks.outcome.rivals import BUCKET_CAPS_MIB, DDP_DEFAULT, RIVALS, bucket_sweep, rivals
 from benchmarks.testbed_processes import ROOT
@@ -41,7 +42,7 @@ WORKLOADS = {**{name: model.workload() for name, model in MODELS.items()}, "gpt"
 def test_there_are_eight_domains_or_more_of_all_four_kinds_on_all_three_clusters():
     assert len(DOMAINS) >= 8
     assert {(domain.model, domain.cluster_name) for domain in DOMAINS.values()} == {
-        (model, name) for model in WORKLOADS for name in CLUSTERS
+        (model, name) for model in (*GENERATED, "gpt") for name in CLUSTERS
     }
     assert any(variable.sparse for variable in WORKLOADS["embedding"].variables)
     assert max(variable.grad_bytes for variable in WORKLOADS["vgg"].variables) > 0.7 * WORKLOADS["vgg"].grad_bytes
@@ -104,19 +105,33 @@ def test_sparse_gradients_travel_as_rows_by_the_way_that_fits_the_synchronizer()
     assert made["PS, load balanced"].by_name["table.weight"].sparse is SparseHandling.GATHER_SCATTER
 
 
+@pytest.fixture
+def alone():
+    """A world of one rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
-def test_the_script_builds_the_variables_of_its_workload_and_can_be_waited_for(model):
-    workload = model.workload()
-    parameters = list(module_of(model).named_parameters())
+def test_the_script_builds_the_variables_of_its_workload_and_can_be_waited_for(model, alone):
+    workload, module = model.workload(), module_of(model)
+    parameters = list(module.named_parameters())
     assert workload.id == model_id((name, tuple(parameter.shape), "float32") for name, parameter in parameters)
+    assert workload.edges == tuple((number, number + 1) for number in range(len(parameters) - 1))
     assert timetable_of(workload).compute_s == pytest.approx(model.step_s)
-    assert set(model.touched_bytes) == {variable.name for variable in workload.variables if variable.sparse}
+    sparse = {variable.name for variable in workload.variables if variable.sparse}
+    assert set(model.touched_bytes) == sparse
+    DDP(module)(torch.ones(4)).square().mean().backward()
+    assert {name for name, parameter in parameters if parameter.grad.is_sparse} == sparse
+    for name, rows_bytes in model.touched_bytes.items():
+        assert module.get_parameter(name).grad.coalesce().values().nbytes == rows_bytes
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_steps_are_as_long_as_computing_and_sending_take_on_even_links(model: str):
-    """At 1 Gbit/s sending without overlap and computing take 100 to 400 ms together, and neither is a small part of it."""
-    workload, domain = WORKLOADS[model], DOMAINS[f"{model}.four_hosts"]
+    """At 1 Gbit/s sending without overlap and computing take 100 to 500 ms together, and neither is a small part of it."""
+    workload, domain = WORKLOADS[model], Domain(model, "four_hosts")
     transfer_s = least_transfer_s(domain.cluster(), sent_bytes(workload, domain.touched_bytes()))
-    assert 0.1 < workload.compute_s + transfer_s < 0.4
+    assert 0.1 < workload.compute_s + transfer_s < 0.5
     assert 1 / 3 < transfer_s / workload.compute_s < 3

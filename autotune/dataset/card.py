@@ -1,0 +1,127 @@
+"""The card of a domain: what its trials are, how and when they were taken, how noisy they are, and under which licence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+import numpy as np
+
+from autotune.canonical import to_data
+from autotune.dataset.noise import reference_noise, repeat_noise
+from autotune.dataset.trials import Domain
+from autotune.records import Accelerators, Failed
+
+LICENCE = "CC-BY-4.0"
+
+
+@dataclass(frozen=True)
+class Card:
+    """Times are ISO, UTC. Noise is a relative standard deviation, None where too few trials tell.
+
+    `reference_noise`: of the medians of neighbouring references; `repeat_noise`: of the steady medians of one plan.
+    """
+
+    name: str
+    model: str
+    cluster: str
+    conditions: str
+    first: str
+    last: str
+    candidates: int
+    strategies: int
+    failed: dict[str, int]
+    references: int
+    disturbed: int
+    sessions: int
+    sources: dict[str, int]
+    timed_steps: tuple[int, int]
+    fastest_s: float | None
+    slowest_s: float | None
+    reference_s: float | None
+    reference_noise: float | None
+    repeat_noise: float | None
+    licence: str = LICENCE
+    schema: int = 1
+
+
+def card_of(domain: Domain) -> Card:
+    measured = [trial.median_s for trial in domain.candidates if trial.step_s]
+    references = [trial.median_s for trial in domain.references if trial.step_s]
+    steps = [len(trial.step_s) for trial in domain.trials if trial.step_s]
+    times = [trial.time_s for trial in domain.trials]
+    return Card(
+        name=domain.name,
+        model=domain.model,
+        cluster=domain.cluster_name,
+        conditions=domain.environment.conditions.label,
+        first=_iso(min(times)) if times else "",
+        last=_iso(max(times)) if times else "",
+        candidates=len(domain.candidates),
+        strategies=len({trial.strategy.id for trial in domain.candidates if trial.strategy is not None}),
+        failed=_counts([trial.outcome.kind.value for trial in domain.trials if isinstance(trial.outcome, Failed)]),
+        references=len(domain.references),
+        disturbed=sum(trial.disturbed for trial in domain.trials),
+        sessions=len(domain.sessions),
+        sources=_counts([trial.kind for trial in domain.trials]),
+        timed_steps=(min(steps), max(steps)) if steps else (0, 0),
+        fastest_s=min(measured, default=None),
+        slowest_s=max(measured, default=None),
+        reference_s=float(np.median(references)) if references else None,
+        reference_noise=reference_noise(domain),
+        repeat_noise=repeat_noise(domain),
+    )
+
+
+def card_text(domain: Domain) -> str:
+    """The card for people, in Markdown."""
+    card, environment = card_of(domain), domain.environment
+    real = environment.conditions.accelerators is Accelerators.REAL
+    waits = "timed waits of " + ("what one replica alone takes" if domain.workload.source == "measured" else "times that are assumed")
+    computing = "computation is real" if real else f"accelerators are emulated: computation is {waits}"
+    failed = ", ".join(f"{count} {kind}" for kind, count in card.failed.items()) or "none"
+    software = ", ".join(f"{name} {version}" for name, version in sorted(environment.software.items()))
+    rows = [
+        ("Trials", f"{card.candidates} of {card.strategies} strategies, and {card.references} references (the script's own DDP)"),
+        ("Where from", ", ".join(f"{count} {name}" for name, count in card.sources.items())),
+        ("Failed", failed),
+        ("Disturbed", f"{card.disturbed}, marked and kept"),
+        ("Median step", f"{_ms(card.fastest_s)} to {_ms(card.slowest_s)}; references {_ms(card.reference_s)}"),
+        ("Noise of a median", f"references {_share(card.reference_noise)}, repeated plans {_share(card.repeat_noise)}"),
+        ("Timed steps a trial", f"{card.timed_steps[0]} to {card.timed_steps[1]}"),
+        ("When (UTC)", f"{card.first} to {card.last}, {card.sessions} sessions"),
+        ("Machine", f"{environment.cores} cores, {environment.machine}, Linux {environment.kernel}"),
+        ("Software", software),
+        ("Licence", f"{LICENCE} (the scripts: Apache-2.0)"),
+    ]
+    what = (
+        f"Step times of {card.model} ({len(domain.workload.variables)} gradient variables, {domain.workload.grad_bytes / 1e6:.1f} MB) "
+        f"on {card.cluster}: {domain.cluster.world_size} workers on {len(domain.cluster.hosts)} hosts."
+    )
+    how = (
+        f"Conditions: {card.conditions or 'a real cluster'}. Emulated hosts are network namespaces of one machine with shaped links; "
+        f"parameters, gradients and transfers are real; {computing}. A trial's time is that of its slowest rank, step by step."
+    )
+    table = "\n".join(f"| {name} | {value} |" for name, value in rows)
+    return f"# {card.name}\n\n{what}\n\n{how}\n\n| | |\n|---|---|\n{table}\n"
+
+
+def card_data(domain: Domain) -> dict[str, object]:
+    data: dict[str, object] = to_data(card_of(domain))
+    return data
+
+
+def _counts(values: list[str]) -> dict[str, int]:
+    return {value: values.count(value) for value in sorted(set(values))}
+
+
+def _iso(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")
+
+
+def _ms(seconds: float | None) -> str:
+    return "unknown" if seconds is None else f"{seconds * 1e3:.1f} ms"
+
+
+def _share(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:.2%}"

@@ -1,0 +1,46 @@
+"""How far two trials of the same thing differ: the noise floor of a domain, as relative standard deviations of a trial's median."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import numpy as np
+
+from autotune.dataset.trials import Domain, histories
+from autotune.measurement import NORMAL_MEDIAN, neighbour_noise
+
+FEWEST = 4
+"""References or pairs of repeats below which their spread says nothing."""
+
+
+def reference_noise(domain: Domain) -> float | None:
+    """Of the references' medians, from the differences of neighbours within a session, so that slow drifts do not count."""
+    logs = [np.log([median_s for _, median_s in history.references]) for history in histories(domain.trials)]
+    differences = np.concatenate([np.diff(values) for values in logs]) if logs else np.empty(0)
+    if len(differences) < FEWEST - 1:
+        return None
+    return float(np.median(np.abs(differences))) / (NORMAL_MEDIAN * math.sqrt(2))
+
+
+def repeat_noise(domain: Domain) -> float | None:
+    """Of undisturbed trials of one plan, each corrected by the references around it (`Domain.steady_s`): what no model can explain."""
+    differences = [math.log(after / before) for values in _repeats(domain) for before, after in pairwise(values)]
+    if len(differences) < FEWEST:
+        return None
+    return float(np.median(np.abs(differences))) / (NORMAL_MEDIAN * math.sqrt(2))
+
+
+def step_noise(domain: Domain) -> float | None:
+    """Of single steps within a trial: the median over the trials."""
+    found = [neighbour_noise(trial.step_s) for trial in domain.trials if len(trial.step_s) > 2]
+    return float(np.median(found)) if found else None
+
+
+def _repeats(domain: Domain) -> list[list[float]]:
+    """Steady medians of every plan that was measured undisturbed more than once, in order."""
+    plans: dict[str, list[float]] = {}
+    for trial in domain.candidates:
+        if trial.number in domain.steady_s and not trial.disturbed and trial.plan_id is not None:
+            plans.setdefault(trial.plan_id, []).append(domain.steady_s[trial.number])
+    return [values for values in plans.values() if len(values) > 1]

@@ -1,0 +1,186 @@
+"""Trials of any strategies on an emulated cluster, written into a dataset's domain as they end (`autotune.dataset`).
+
+Hosts are network namespaces of this machine and transfers are real. Computation is timed waits of what one replica alone takes
+(emulated accelerators), or real. Used by `datasets/collect.py` and by `benchmarks.replay_accuracy`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from functools import cache
+from pathlib import Path
+
+from autotune.cluster import Cluster
+from autotune.cluster_file import read_cluster
+from autotune.commands.emulation import scheduled
+from autotune.commands.places import Ranks, Where, placed_world
+from autotune.commands.probe import measured_cluster
+from autotune.dataset.folder import Description
+from autotune.dataset.trials import REFERENCE, DatasetTrial, Environment
+from autotune.dataset.writing import WORK, DomainWriter, opened
+from autotune.errors import LaunchError
+from autotune.records import CURRENT_SETUP, Accelerators, Conditions, Failed, Measured, Network, Role, TrialRequest
+from autotune.strategy_space.plan import plan
+from autotune.strategy_space.strategy import Strategy
+from autotune.workload import Workload
+from benchmarks.runtime_costs import measured_costs
+from benchmarks.testbed_processes import ROOT
+from runtime_rewriter.command import read_command
+from runtime_rewriter.findings import Probe, Profile
+from runtime_rewriter.world import World
+
+PROBE_S = 60.0
+PROBES = 3
+FOLD_EVERY = 50
+"""Trials after which the table is written anew; until then they are lines of the journal."""
+STEP_TIMEOUT_S, START_TIMEOUT_S = 60.0, 180.0
+
+Say = Callable[[str], None]
+Kept = Callable[[DatasetTrial], None]
+"""Hears of every trial when it is on disk."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One model on one cluster. `script`: words behind "python". `profile`: what emulated accelerators wait for; None: what is measured."""
+
+    model: str
+    cluster_file: Path
+    script: tuple[str, ...]
+    accelerators: Accelerators = Accelerators.EMULATED
+    profile: Callable[[], Workload] | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.model}.{self.cluster_file.stem}{'' if self.accelerators is Accelerators.EMULATED else '.real'}"
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Of a trial, as in `TrialRequest`."""
+
+    warmup_steps: int
+    timed_steps: int
+    most_steps: int = 0
+    precision: float = 0.0
+
+
+class TrialSession:
+    """Runs trials in a world and keeps each. `cross_step_refused`: as in `Profile`."""
+
+    def __init__(self, world: World, writer: DomainWriter, setup: Setup, lengths: Lengths, profile: Profile, kept: Kept) -> None:
+        self.world, self.writer, self.setup, self.lengths, self.profile = world, writer, setup, lengths, profile
+        self._kept = kept
+        self.session = writer.domain.sessions[-1]
+
+    def candidate(self, source: str, strategy: Strategy) -> DatasetTrial:
+        """One trial of a strategy."""
+        domain = self.writer.described
+        assert domain is not None
+        wanted = plan(strategy, domain.workload, domain.cluster.world_size)
+        load = self.load()
+        outcome = self.world.run_trial(self._request(strategy.id, Role.CANDIDATE), wanted)
+        return self.record(source, strategy, wanted.id, outcome, load)
+
+    def reference(self) -> DatasetTrial:
+        """One trial of the script's own DDP."""
+        load = self.load()
+        return self.record(REFERENCE, None, None, self.world.run_trial(self._request(CURRENT_SETUP, Role.REFERENCE), None), load)
+
+    @staticmethod
+    def load() -> float:
+        """The machine's, over the last minute."""
+        return os.getloadavg()[0]
+
+    def record(self, source: str, strategy: Strategy | None, plan_id: str | None, outcome: Measured | Failed, load: float) -> DatasetTrial:
+        """Keep a trial that ended just now."""
+        number = len(self.writer.trials)
+        trial = DatasetTrial(number, source, strategy, plan_id, outcome, load, time.time(), self.session.id)
+        self.writer.append(trial)
+        self._kept(trial)
+        if self.writer.unfolded >= FOLD_EVERY:
+            self.writer.fold()
+        return trial
+
+    def _request(self, strategy_id: str, role: Role) -> TrialRequest:
+        own = self.lengths
+        return TrialRequest(0, strategy_id, role, own.warmup_steps, own.timed_steps, most_steps=own.most_steps, precision=own.precision)
+
+
+def told(trial: DatasetTrial) -> str:
+    """For people."""
+    outcome = f"failed, {trial.failure[:100]}" if trial.failure else f"{trial.median_s * 1e3:.1f} ms"
+    return f"trial {trial.number} {trial.source}: {outcome}"
+
+
+@contextlib.contextmanager
+def trial_session(folder: Path, setup: Setup, lengths: Lengths, say: Say, kept: Kept) -> Iterator[TrialSession]:
+    """The script's ranks on a testbed, and the writer of their domain's `folder`; a new domain is profiled and probed first.
+
+    Raises `LaunchError` where the script does not start and `InvalidInput` where the folder cannot be written or holds trials that were
+    taken under other conditions.
+    """
+    given = read_cluster(setup.cluster_file)
+    conditions = scheduled(Conditions(Network.EMULATED, setup.accelerators), given.world_size)
+    with opened(folder) as writer:
+        costs = writer.described.costs if writer.described else _costs(given.world_size, setup.accelerators is Accelerators.EMULATED)
+        command = read_command(["python", str(ROOT / setup.script[0]), *setup.script[1:]])
+        logs = folder / WORK / "logs"
+        ranks = Ranks(command, given.world_size, logs, STEP_TIMEOUT_S, START_TIMEOUT_S, _given_profile(setup, writer), probe_s=0.0)
+        with placed_world(Where(None, False, (0, 0)), given, conditions, ranks, say) as world:
+            profile = world.profile()
+            if writer.described is None:
+                writer.describe(_described(world, setup, given, conditions, profile, costs, say))
+            told = replace(conditions, round_robin=conditions.round_robin and world.round_robin())
+            cores, machine = os.cpu_count() or 1, platform.machine()
+            writer.begin_session(Environment(told, profile.software, cores, machine, platform.release(), _source()))
+            yield TrialSession(world, writer, setup, lengths, profile, kept)
+
+
+def _given_profile(setup: Setup, writer: DomainWriter) -> Workload | None:
+    """Emulated accelerators wait for the same times in every session of a domain."""
+    if setup.accelerators is Accelerators.REAL:
+        return None
+    if writer.described is not None:
+        return writer.described.workload
+    return setup.profile() if setup.profile is not None else None
+
+
+def _described(
+    world: World, setup: Setup, given: Cluster, conditions: Conditions, profile: Profile, costs: dict[str, float], say: Say
+) -> Description:
+    say(f"probing the links for {PROBE_S:.0f} s")
+    computing = setup.accelerators is Accelerators.REAL
+    workload = replace(profile.workload, threads=profile.workload.threads if computing else 0, model=setup.model)  # waits take no core
+    cluster, _ = measured_cluster(given, _probed(world, say, computing), datetime.now(UTC), conditions.label)
+    return Description(setup.name, setup.model, setup.cluster_file.stem, workload, cluster, costs, os.cpu_count() or 1, ())
+
+
+def _probed(world: World, say: Say, computing: bool) -> Probe:
+    """On a crowded machine a rank may fail to connect; the script is then started again."""
+    for _ in range(PROBES - 1):
+        try:
+            return world.probe(PROBE_S, lambda _: None, computing=computing)
+        except LaunchError as error:
+            say(f"the probe failed, once more: {error}")
+    return world.probe(PROBE_S, lambda _: None, computing=computing)
+
+
+@cache
+def _costs(ranks: int, emulated: bool) -> dict[str, float]:
+    """Of this machine, so once in a process."""
+    return measured_costs(ranks, emulated=emulated)
+
+
+def _source() -> str:
+    """The commit of this checkout, "" where it is none."""
+    words = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    return done.stdout.strip() if done.returncode == 0 else ""

@@ -1,0 +1,138 @@
+"""Takes trials for the dataset on emulated clusters: `python datasets/collect.py --all --trials 200` (root, from anywhere).
+
+Each domain (`domains.py`) gets `--trials` candidates of a mixture of strategies (`mixture.py`), with a reference every few trials. What was
+collected before counts, so a collection that was stopped by Ctrl-C, SIGTERM or a crash is started again by the same command, and a larger
+number makes a dataset grow. Every finished trial is on disk. A world that fails is made anew; a domain whose world fails `TRIES` times
+without a trial in between is left, and the others go on. The exit status is then 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import product
+from pathlib import Path
+
+from rich.console import Console
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from domains import DOMAINS
+from mixture import sample_domain
+
+from autotune.commands.interrupts import Interruption, terminable
+from autotune.dataset.trials import DatasetTrial
+from autotune.errors import AutotuneError, InvalidInput
+from autotune.parsing import read_json
+from autotune.testbed.capabilities import capabilities
+from autotune.units import format_seconds
+from benchmarks.testbed_processes import ROOT
+from benchmarks.trial_session import Lengths, Setup, told, trial_session
+
+LENGTHS = Lengths(warmup_steps=2, timed_steps=6)
+TRIES = 3
+LINE_EVERY_S = 15.0
+PAUSE_S = 5.0
+"""Before a world is made anew."""
+
+console = Console(stderr=True, highlight=False, markup=False)
+
+
+@dataclass
+class Progress:
+    """What is left, at the pace of this run so far."""
+
+    wanted: int
+    there: int
+    taken: int = 0
+    began_s: float = field(default_factory=time.monotonic)
+    said_s: float = 0.0
+
+    def kept(self, name: str, trial: DatasetTrial) -> None:
+        """Counts a candidate, and says where the collection stands now and then."""
+        self.taken += trial.strategy is not None
+        if time.monotonic() - self.said_s < LINE_EVERY_S or not self.taken:
+            return
+        self.said_s = time.monotonic()
+        pace_s = (self.said_s - self.began_s) / self.taken
+        left = max(self.wanted - self.there - self.taken, 0)
+        console.log(f"{name}: {told(trial)} | {pace_s:.2f} s a candidate with all around it, {left} left: {format_seconds(left * pace_s)}")
+
+
+def collect(folder: Path, setup: Setup, count: int, seed: int, progress: Progress, interruption: Interruption) -> bool:
+    """Whether the domain has what was asked for. Raises `InvalidInput` where its folder cannot be gone on with."""
+    failures = 0
+    while failures < TRIES:
+        before = candidates(folder, setup)
+        try:
+            own, say = folder / setup.name, partial(said, setup.name)
+            with trial_session(own, setup, LENGTHS, say, partial(progress.kept, setup.name)) as session:
+                sample_domain(session, count, seed, interruption.obey)
+            return True
+        except InvalidInput:
+            raise
+        except (AutotuneError, OSError, RuntimeError) as error:
+            failures = 1 if candidates(folder, setup) > before else failures + 1
+            console.log(f"{setup.name}: the world failed, {failures} of {TRIES} times in a row: {error}")
+            time.sleep(PAUSE_S)
+    return False
+
+
+def visited(folder: Path, setup: Setup, goal: int, seed: int, progress: Progress, interruption: Interruption) -> bool:
+    """As `collect`; a folder that cannot be gone on with is told of."""
+    try:
+        return collect(folder, setup, goal, seed, progress, interruption)
+    except InvalidInput as error:
+        console.log(f"{setup.name}: {error}")
+        return False
+
+
+def said(name: str, line: str) -> None:
+    console.log(f"{name}: {line}")
+
+
+def candidates(folder: Path, setup: Setup) -> int:
+    """As the domain's card says; what only the journal holds is not counted."""
+    path = folder / setup.name / "card.json"
+    return int(read_json(path)["candidates"]) if path.exists() else 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--domain", nargs="+", choices=list(DOMAINS), metavar="NAME", help=", ".join(DOMAINS))
+    which.add_argument("--all", action="store_true", help="every domain, one after the other")
+    parser.add_argument("--trials", type=int, default=200, help="candidates a domain in all (default 200)")
+    parser.add_argument("--visit", type=int, default=200, help="candidates a domain before the next one has its turn (default 200)")
+    parser.add_argument("--out", type=Path, default=ROOT / "datasets" / "trials", help="default datasets/trials")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    able = capabilities()
+    if not able.possible:
+        console.print(able.message)
+        return 2
+    setups = [DOMAINS[name] for name in (DOMAINS if options.all else options.domain)]
+    there = sum(min(candidates(options.out, setup), options.trials) for setup in setups)
+    progress = Progress(options.trials * len(setups), there)
+    left: list[Setup] = []
+    goals = [*range(options.visit, options.trials, options.visit), options.trials]
+    try:
+        with terminable() as interruption:
+            for goal, setup in product(goals, setups):
+                if setup in left or candidates(options.out, setup) >= goal:
+                    continue
+                if not visited(options.out, setup, goal, options.seed, progress, interruption):
+                    left.append(setup)
+    except KeyboardInterrupt:
+        console.log("stopped; the same command goes on")
+        return 130
+    if left:
+        console.log(f"given up: {', '.join(setup.name for setup in left)}")
+    return 1 if left else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,242 @@
+"""Writes the datasheet of a dataset: `python datasets/datasheet.py datasets/trials` -> `datasets/DATASHEET.md` and `datasets/plots/`.
+
+Everything in it is computed from the trials. Sections follow Gebru et al., "Datasheets for Datasets" (2021), as far as they apply.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from autotune.dataset.card import LICENCE, Card, card_of
+from autotune.dataset.folder import read_dataset
+from autotune.dataset.influence import Explained, explained
+from autotune.dataset.noise import step_noise
+from autotune.dataset.trials import Domain
+from autotune.records import Accelerators
+
+matplotlib.use("svg")
+matplotlib.rcParams["svg.hashsalt"] = "datasheet"  # the same trials give the same files
+from matplotlib import pyplot as plt  # noqa: E402
+
+WIDTH, ROW = 9.0, 0.32
+"""Inches of a plot, and of a domain's row in it."""
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """One domain's figures. `relative`: steady step time of every undisturbed measured candidate over the median of the references."""
+
+    domain: Domain
+    card: Card
+    relative: tuple[float, ...]
+    step_noise: float | None
+    explained: Explained | None
+
+
+def sheet_of(domain: Domain) -> Sheet:
+    card = card_of(domain)
+    numbers = [trial.number for trial in domain.candidates if trial.number in domain.steady_s and not trial.disturbed]
+    relative = tuple(domain.steady_s[number] / card.reference_s for number in numbers) if card.reference_s else ()
+    return Sheet(domain, card, relative, step_noise(domain), explained(domain, card.repeat_noise))
+
+
+def spread_plot(sheets: Sequence[Sheet], path: Path) -> None:
+    """Box and whiskers (to the extremes) of the step time over that of the script's own DDP."""
+    shown = [sheet for sheet in sheets if sheet.relative]
+    figure, axes = plt.subplots(figsize=(WIDTH, 1.2 + ROW * max(len(shown), 1)))
+    if shown:
+        axes.boxplot([sheet.relative for sheet in shown][::-1], orientation="horizontal", whis=(0, 100), widths=0.6)
+    axes.set_yticks(range(1, len(shown) + 1), [_label(sheet) for sheet in shown][::-1])
+    axes.axvline(1.0, linestyle="--", linewidth=0.8, color="0.4")
+    axes.set_xscale("log")
+    axes.set_xlabel("step time / step time of DDP as the script has it (log scale; left is faster)")
+    _save(figure, path)
+
+
+def noise_plot(sheets: Sequence[Sheet], path: Path) -> None:
+    """Relative standard deviations, smallest to largest in kind: what is measured stands above what is noise."""
+    figure, axes = plt.subplots(figsize=(WIDTH, 1.2 + ROW * len(sheets)))
+    rows = range(len(sheets), 0, -1)
+    kinds = (
+        ("repeats of a plan", "o", [sheet.card.repeat_noise for sheet in sheets]),
+        ("references", "s", [sheet.card.reference_noise for sheet in sheets]),
+        ("single steps", "^", [sheet.step_noise for sheet in sheets]),
+        ("all strategies", "D", [sheet.explained.deviation if sheet.explained else None for sheet in sheets]),
+    )
+    for name, marker, values in kinds:
+        points = [(100 * value, row) for value, row in zip(values, rows, strict=True) if value]
+        axes.plot([value for value, _ in points], [row for _, row in points], marker, label=name, markersize=5)
+    axes.set_yticks(list(rows), [_label(sheet) for sheet in sheets])
+    axes.set_xscale("log")
+    axes.set_xlabel("relative standard deviation of a step time, % (log scale)")
+    axes.legend(fontsize="small")
+    _save(figure, path)
+
+
+def influence_plot(sheets: Sequence[Sheet], path: Path) -> None:
+    """Share of the variance of log step time that each choice explains alone."""
+    shown = [(sheet, sheet.explained) for sheet in sheets if sheet.explained is not None]
+    names = choice_names(sheets)
+    table = np.array([[own.choices[name].alone if name in own.choices else np.nan for name in names] for _, own in shown])
+    figure, axes = plt.subplots(figsize=(WIDTH, 2.0 + ROW * max(len(shown), 1)))
+    if len(shown):
+        image = axes.imshow(table, vmin=0, vmax=1, aspect="auto", cmap="Blues")
+        for row, column in zip(*np.nonzero(np.isfinite(table)), strict=True):
+            value = max(table[row, column], 0.0)
+            axes.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize="x-small", color="w" if value > 0.6 else "k")
+        figure.colorbar(image, ax=axes, label="share of the variance")
+    axes.set_yticks(range(len(shown)), [_label(sheet) for sheet, _ in shown])
+    axes.set_xticks(range(len(names)), names, rotation=35, ha="right")
+    _save(figure, path)
+
+
+def choice_names(sheets: Sequence[Sheet]) -> list[str]:
+    """All choices that vary somewhere, the most important on average first."""
+    found: dict[str, list[float]] = {}
+    for sheet in sheets:
+        for name, own in sheet.explained.choices.items() if sheet.explained else ():
+            found.setdefault(name, []).append(own.alone)
+    return sorted(found, key=lambda name: (-float(np.mean(found[name])), name))
+
+
+def _label(sheet: Sheet) -> str:
+    return sheet.domain.name
+
+
+def _save(figure: plt.Figure, path: Path) -> None:
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})
+    plt.close(figure)
+
+
+def text_of(sheets: Sequence[Sheet]) -> str:
+    """The whole datasheet, in Markdown."""
+    cards = [sheet.card for sheet in sheets]
+    emulated = sum(sheet.domain.environment.conditions.accelerators is Accelerators.EMULATED for sheet in sheets)
+    candidates, references = sum(card.candidates for card in cards), sum(card.references for card in cards)
+    failed, disturbed = sum(sum(card.failed.values()) for card in cards), sum(card.disturbed for card in cards)
+    replanned = sum(len(sheet.domain.replanned) for sheet in sheets)
+    sources = _summed([card.sources for card in cards])
+    machines = "; ".join(sorted({f"{s.domain.environment.cores} cores, {s.domain.environment.machine}" for s in sheets}))
+    return f"""# Datasheet
+
+Written by `python datasets/datasheet.py`; every figure is computed from the trials.
+
+## What it is
+
+{candidates} trials of synchronization strategies, and {references} of the script's own DDP between them, over {len(sheets)} domains
+(a model on a cluster): {emulated} with emulated accelerators, {len(sheets) - emulated} with real computation. {failed} failed and are
+kept with their reason; {disturbed} are marked as disturbed. A trial is: strategy, plan, step times of every rank, and what it was
+taken under. Hosts are network namespaces of one machine ({machines}); transfers are real. {replanned} strategies are planned otherwise
+by the planner of today.
+
+## How strategies were chosen
+
+{", ".join(f"{count} {name}" for name, count in sources.items())} (kinds of `source`; `autotune/dataset/trials.py` says what they are).
+Trials from tuning are not independent of each other: the tuner proposes what it expects to be fast.
+
+## Domains
+
+{domain_table(sheets)}
+
+"Fastest" and "slowest" are relative to the script's own DDP. Noise is the relative standard deviation of a trial's median: of neighbouring
+references, and of repeats of one plan, corrected by the references around them. "Explained" is the share of the variance of the
+logarithm of the step time that the choices below explain together (adjusted for their number).
+
+![step times of every domain](plots/spread.svg)
+
+![noise of every domain](plots/noise.svg)
+
+## What matters most
+
+{influence_table(sheets)}
+
+Mean over the domains of the share of the variance that a choice explains alone, and beyond all others; a number is taken by quartiles.
+Only domains where a choice varies count. It is a description of the strategies that were tried, not of all there are.
+
+![influence of every choice](plots/influence.svg)
+
+## Who should not use it
+
+Whoever needs times of real accelerators or of a real network: neither is in it. Emulated accelerators compute nothing but parameters and
+gradients, in timed waits. A domain's times are of its machine; compare strategies within a domain.
+
+## Licence
+
+{LICENCE}; the scripts are Apache-2.0.
+"""
+
+
+def domain_table(sheets: Sequence[Sheet]) -> str:
+    head = (
+        "| domain | trials | failed | disturbed | DDP | fastest | slowest | noise: references | repeats | explained |\n"
+        "|---|---|---|---|---|---|---|---|---|---|\n"
+    )
+    return head + "\n".join(_domain_row(sheet) for sheet in sheets)
+
+
+def _domain_row(sheet: Sheet) -> str:
+    card = sheet.card
+    reference = "-" if card.reference_s is None else f"{card.reference_s * 1e3:.1f} ms"
+    ends = (f"{min(sheet.relative):.3f}", f"{max(sheet.relative):.2f}") if sheet.relative else ("-", "-")
+    together = "-" if sheet.explained is None else f"{sheet.explained.together:.2f}"
+    cells = (
+        card.name,
+        card.candidates,
+        sum(card.failed.values()),
+        card.disturbed,
+        reference,
+        *ends,
+        _share(card.reference_noise),
+        _share(card.repeat_noise),
+        together,
+    )
+    return "| " + " | ".join(str(cell) for cell in cells) + " |"
+
+
+def influence_table(sheets: Sequence[Sheet]) -> str:
+    rows = []
+    for name in choice_names(sheets):
+        own = [sheet.explained.choices[name] for sheet in sheets if sheet.explained and name in sheet.explained.choices]
+        alone, beyond = (float(np.mean([getattr(one, kind) for one in own])) for kind in ("alone", "beyond"))
+        rows.append(f"| {name} | {alone:.2f} | {beyond:.2f} | {len(own)} |")
+    if not rows:
+        return "No domain has enough strategies yet."
+    return "| choice | alone | beyond the others | domains |\n|---|---|---|---|\n" + "\n".join(rows)
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2%}"
+
+
+def _summed(counts: Sequence[dict[str, int]]) -> dict[str, int]:
+    names = sorted({name for one in counts for name in one})
+    return {name: sum(one.get(name, 0) for one in counts) for name in names}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("dataset", type=Path, help="folder of domains, as datasets/collect.py fills it")
+    parser.add_argument("--out", type=Path, help="folder of DATASHEET.md and plots/ (default: the one above the dataset)")
+    options = parser.parse_args()
+    out = options.out or options.dataset.resolve().parent
+    sheets = [sheet_of(domain) for domain in read_dataset(options.dataset)]
+    (out / "plots").mkdir(parents=True, exist_ok=True)
+    spread_plot(sheets, out / "plots" / "spread.svg")
+    noise_plot(sheets, out / "plots" / "noise.svg")
+    influence_plot(sheets, out / "plots" / "influence.svg")
+    (out / "DATASHEET.md").write_text(text_of(sheets))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
