@@ -6,7 +6,7 @@ The order is fixed: an event is durable in the store before anybody else hears o
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -65,6 +65,25 @@ def drive(job_id: str, spec: JobSpec, store: Store, world: TrialWorld, proposer:
 
     Raises `LaunchError` if the script cannot be tuned.
     """
+    history = carry_out(job_id, spec, store, world, proposer, observers, next_instruction)
+    ended = next_instruction(spec, history)
+    assert isinstance(ended, Finish)
+    return ended.decision
+
+
+def carry_out(
+    job_id: str,
+    spec: JobSpec,
+    store: Store,
+    world: TrialWorld,
+    proposer: Proposer,
+    observers: Sequence[Observer],
+    instruct: Callable[[JobSpec, History], Instruction | None],
+) -> History:
+    """What `instruct` says, from wherever the job's event log ends, until it says no more or `Finish`; the history then.
+
+    With `tuner.search_instruction` it is the search alone. Raises `LaunchError` if the script cannot be tuned.
+    """
     history = store.history(job_id)
     before_s, began_s = history.elapsed_s, time.monotonic()
     if history.profiled is not None:
@@ -72,11 +91,13 @@ def drive(job_id: str, spec: JobSpec, store: Store, world: TrialWorld, proposer:
         if spec.conditions.accelerators is Accelerators.EMULATED:
             world.emulate(history.profiled.workload)
     while True:
-        instruction = next_instruction(spec, history)
+        instruction = instruct(spec, history)
+        if instruction is None:
+            return history
         for observer in observers:
             observer.started(instruction, history)
         if isinstance(instruction, Finish):
-            return instruction.decision
+            return history
         if isinstance(instruction, Abort):
             store.finish(job_id, None)
             raise LaunchError(instruction.message)

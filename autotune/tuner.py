@@ -58,6 +58,11 @@ REFERENCE_TRIES = 3
 
 def next_instruction(spec: JobSpec, history: History) -> Instruction:
     """What to do now. Pure: the same spec and history give the same instruction."""
+    return search_instruction(spec, history) or look_instruction(spec, history) or _close(spec, history)
+
+
+def search_instruction(spec: JobSpec, history: History) -> Instruction | None:
+    """What the search does now; None once its budget is spent, or the space has nothing new."""
     if history.profiled is None:
         return ProfileWorkload()
     if history.reference_s is None:
@@ -65,11 +70,27 @@ def next_instruction(spec: JobSpec, history: History) -> Instruction:
         if len(failures) >= REFERENCE_TRIES:
             return Abort(f"the script fails with its current setup, so there is nothing to compare with: {failures[-1].message}")
         return _reference(spec, history)
-    if not _budget_spent(spec, history):
-        instruction = _explore(spec, history)
-        if instruction is not None:
-            return instruction
-    return _close(spec, history)
+    return None if _budget_spent(spec, history) else _explore(spec, history)
+
+
+def look_instruction(spec: JobSpec, history: History) -> RunTrial | None:
+    """After the search: a second look at the finalists; None once `contender` may choose among them."""
+    if history.ab_trials or not history.ranking():
+        return None
+    look = next((key for key in _finalists(spec, history) if key not in _second_looks(history)), None)
+    if look is not None:
+        return _candidate(spec, history, look, len(history.rounds), 1, None)
+    return _reference(spec, history) if _candidates_since_reference(history) > 0 else None
+
+
+def contender(history: History) -> str | None:
+    """The strategy that is compared with the current setup; None where none was measured.
+
+    One lucky trial must not beat a finalist that was measured twice.
+    """
+    ranking, looked_at = history.ranking(), _second_looks(history)
+    chosen = _first(history, [entry for entry in ranking if entry[0] in looked_at] or ranking, 1)
+    return chosen[0] if chosen else None
 
 
 def _explore(spec: JobSpec, history: History) -> Instruction | None:
@@ -147,14 +168,14 @@ def _block_s(spec: JobSpec, history: History) -> float:
     return (spec.warmup_steps + spec.timed_steps) * history.reference_s
 
 
-def _pairs(spec: JobSpec, history: History, contender: int) -> int:
-    """Most pairs of blocks: what fits into the time that was left when the comparison with this contender began.
+def _pairs(spec: JobSpec, history: History, number: int) -> int:
+    """Most pairs of blocks: what fits into the time that was left when the comparison with contender `number` began.
 
     At least as many as the interval needs, even if the time is over: what was found so far would be worth nothing otherwise.
     """
     began_s = history.elapsed_s
     for before, event in pairwise(history.events):
-        if isinstance(event, TrialFinished) and event.request.role is Role.AB and event.request.round == contender:
+        if isinstance(event, TrialFinished) and event.request.role is Role.AB and event.request.round == number:
             began_s = before.elapsed_s
             break
     left_s = spec.max_seconds - began_s
@@ -162,34 +183,25 @@ def _pairs(spec: JobSpec, history: History, contender: int) -> int:
 
 
 def _close(spec: JobSpec, history: History) -> Instruction:
-    """A second look at the finalists, then the interleaved A/B, then the decision."""
-    ranking = history.ranking()
-    if not ranking:
+    """The interleaved A/B of the contender, then the decision."""
+    best = contender(history)
+    if best is None:
         return Finish(Decision(CURRENT_SETUP, _why_nothing(history), None, None))
-    if not history.ab_trials:
-        look = next((key for key in _finalists(spec, history) if key not in _second_looks(history)), None)
-        if look is not None:
-            return _candidate(spec, history, look, len(history.rounds), 1, None)
-        if _candidates_since_reference(history) > 0:
-            return _reference(spec, history)
-    # One lucky trial must not beat a finalist that was measured twice.
-    looked_at = _second_looks(history)
-    best = _first(history, [entry for entry in ranking if entry[0] in looked_at] or ranking, 1)[0]
     # A strategy that fails in its A/B leaves the ranking and the next one is compared from scratch.
-    contender = sum(isinstance(t.outcome, Failed) and t.request.strategy_id != CURRENT_SETUP for t in history.ab_trials)
-    blocks = [trial for trial in history.ab_trials if trial.request.round == contender]
+    number = sum(isinstance(t.outcome, Failed) and t.request.strategy_id != CURRENT_SETUP for t in history.ab_trials)
+    blocks = [trial for trial in history.ab_trials if trial.request.round == number]
     if sum(isinstance(trial.outcome, Failed) for trial in blocks) > 1:
         return Finish(
             Decision(CURRENT_SETUP, "the current setup failed twice during the closing comparison, so nothing was proven", None, best)
         )
     mine, current = _blocks(blocks, best), _blocks(blocks, CURRENT_SETUP)
-    rule = PairRule(spec.confidence, spec.ab_precision, fewest_values(spec.confidence), _pairs(spec, history, contender))
+    rule = PairRule(spec.confidence, spec.ab_precision, fewest_values(spec.confidence), _pairs(spec, history, number))
     ended = enough_pairs(mine, current, rule) if len(mine) == len(current) else None
     if ended is not None:
         return Finish(_decide(spec, history, best, mine, current, ended))
     side = best if next_is_tuned(len(mine), len(current)) else CURRENT_SETUP
     # Blocks have a fixed length: the number of pairs is what is chosen, and short blocks leave a drift less time.
-    return RunTrial(TrialRequest(len(history.trials), side, Role.AB, spec.warmup_steps, spec.timed_steps, contender))
+    return RunTrial(TrialRequest(len(history.trials), side, Role.AB, spec.warmup_steps, spec.timed_steps, number))
 
 
 def next_is_tuned(mine: int, current: int) -> bool:

@@ -17,23 +17,23 @@ from autotune.strategy_space.builders.catalogue import seed_strategies
 from autotune.strategy_space.space import SearchSpace
 from autotune.strategy_space.strategy import Strategy
 from autotune.workload import Workload
-from benchmarks.generated_models import profile
+from benchmarks.models.generated import MODELS
 from benchmarks.testbed_processes import ROOT
-from benchmarks.trial_session import Lengths, Setup, trial_session
+from benchmarks.trial_session import Lengths, Setup, told, trial_session
 
 LENGTHS = Lengths(warmup_steps=3, timed_steps=8, most_steps=24, precision=0.01)
 REFERENCE_EVERY = 8
 SCRIPTS = {
     "resnet_digits": ("examples/resnet_digits.py", "--epochs", "100000"),
     "gpt_text": ("examples/gpt_text.py", "--epochs", "100000"),
-    "layers": ("benchmarks/layers_script.py",),
+    "layers": ("benchmarks/models/script.py", "layers"),
 }
 CLUSTERS = {"four_hosts": "even", "four_hosts_uneven": "uneven", "two_hosts_two_devices": "two devices a host"}
 
 
 def setup_of(model: str, cluster_name: str) -> Setup:
-    given = (lambda: profile(model)) if model == "layers" else None
-    return Setup(model, ROOT / "examples" / "clusters" / f"{cluster_name}.yaml", SCRIPTS[model], profile=given)
+    profile = MODELS[model].workload if model in MODELS else None
+    return Setup(model, ROOT / "examples" / "clusters" / f"{cluster_name}.yaml", SCRIPTS[model], profile=profile)
 
 
 def collected(folder: Path, setup: Setup) -> Domain | None:
@@ -62,7 +62,8 @@ def collect(folder: Path, setup: Setup, count: int, seed: int, say: Callable[[st
     earlier = collected(folder, setup)
     if earlier is not None and not _left(earlier, count, seed):
         return
-    with trial_session(folder / setup.name, setup, LENGTHS, lambda line: say(f"{setup.name}: {line}")) as session:
+    own = folder / setup.name
+    with trial_session(own, setup, LENGTHS, say, lambda trial: say(f"{setup.name}: {told(trial)}")) as session:
         todo = _left(session.writer.domain, count, seed)
         for number, (source, strategy) in enumerate(todo):
             if number % REFERENCE_EVERY == 0:

@@ -1,8 +1,8 @@
 """What synchronization across steps gains over torch's DDP with its best bucket size: `python -m benchmarks.cross_step` (root).
 
 Four hosts at 1 Gbit/s are emulated on this machine (network namespaces with shaped links: transfers are real), and so is
-computation (each layer sleeps for its time); parameters, gradients, messages and updates are real. The model is that of
-`benchmarks.cross_step_model`, the strategy the one that `cross_step_all_reduce` finds for it from its times and the cluster file.
+computation (each layer sleeps for its time); parameters, gradients, messages and updates are real. The model is `layers`
+of `benchmarks.models.generated`, the strategy the one that `cross_step_all_reduce` finds for it from its times and the cluster file.
 Rivals: torch's DDP at four bucket sizes, and, to see where the gain comes from, the same messages in gradient-ready order and within
 the step. Blocks of steps of all setups are interleaved; the best bucket size is the one with the lowest median. The last line is one
 JSON object; `ratio_to_best_ddp` is time(best DDP) / time(ours), above 1 where ours is faster.

@@ -24,11 +24,12 @@ from autotune.cluster_file import read_cluster
 from autotune.strategy_space.builders.cross_step import cross_step_all_reduce
 from autotune.strategy_space.plan import Plan, plan
 from autotune.strategy_space.strategy import Strategy
-from benchmarks.cross_step_model import LAYERS, workload
-from benchmarks.layered import FORWARD_SHARE
+from benchmarks.models.generated import MODELS, Layer
+from benchmarks.models.script import Parameters
 from runtime_rewriter.pytorch.ddp import PlannedDataParallel
 from runtime_rewriter.scheduling import take_round_robin
 
+MODEL = MODELS["layers"]
 BUCKETS_MB = (1, 2, 5, 25)
 WARM_STEPS, SETTLE_STEPS = 4, 2
 OURS = "cross-step"
@@ -38,30 +39,31 @@ class Emulated(torch.autograd.Function):
     """Identity that takes its time."""
 
     @staticmethod
-    def forward(context: Any, x: Tensor, seconds: float) -> Tensor:
-        context.seconds = seconds
-        time.sleep(seconds * FORWARD_SHARE)
+    def forward(context: Any, x: Tensor, forward_s: float, backward_s: float) -> Tensor:
+        context.backward_s = backward_s
+        time.sleep(forward_s)
         return x.view_as(x)
 
     @staticmethod
-    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        time.sleep(context.seconds * (1 - FORWARD_SHARE))
-        return gradient, None
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        time.sleep(context.backward_s)
+        return gradient, None, None
 
 
-class Layer(nn.Module):
-    def __init__(self, parameters: int, seconds: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(parameters) * 0.01)
-        self.seconds = seconds
+class Timed(Parameters):
+    """A layer that takes its time."""
+
+    def __init__(self, layer: Layer, passes_s: tuple[float, float]) -> None:
+        super().__init__(layer)
+        self.passes_s = passes_s
 
     def forward(self, x: Tensor) -> Tensor:
-        return Emulated.apply(x * (1 + self.weight.mean()), self.seconds)
+        return Emulated.apply(super().forward(x), *self.passes_s)
 
 
 def build() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(*(Layer(parameters, seconds) for parameters, seconds in LAYERS))
+    return nn.Sequential(*map(Timed, MODEL.layers, MODEL.passes_s))
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ def setups(cluster: Cluster) -> dict[str, Setup]:
     for megabytes in BUCKETS_MB:
         module = build()
         made[f"DDP {megabytes:g} MB"] = Setup.of(DistributedDataParallel(module, bucket_cap_mb=megabytes), module)
-    work = workload()
+    work = replace(MODEL.workload(), update_s=0.0)  # updates are real
     best = cross_step_all_reduce(work, cluster)
     plans: dict[str, Plan] = {
         OURS: plan(best, work, cluster.world_size),

@@ -1,15 +1,28 @@
 """What recording costs: `python -m benchmarks.profile_overhead`.
 
-    python -m benchmarks.profile_overhead --models resnet gpt --blocks 40
+    python -m benchmarks.profile_overhead --models gpt ncf --blocks 40
 
-Two ranks train the models of the example scripts over Gloo under torch's DDP. Short blocks of steps with and without the recording (Kineto,
-the marks and the log of collectives, as `autotune profile` has them) follow each other in the same process, in turn first and second, so
-that what others do to the cores meets both; the overhead of a pair is the ratio of the times of the slowest rank's steps, less 1. Starting
-and stopping the trace is outside of the blocks. Medians over the pairs, with quartiles of the pairs and a 95 % interval of the median
-(bootstrap). `overhead_quiet` is the ratio of the lower deciles of all steps: what disturbs a step only ever adds to it, so that this
-figure needs fewer blocks on a machine that others use. `cpu_overhead_*` is the same for the CPU time of the rank's process, all threads:
-what is left of the figure where others use the cores. The last line is one JSON object; `overhead_median` is the largest of the models'
-medians.
+Two ranks train the models of the example scripts over Gloo under torch's DDP. Blocks of steps with and without the recording (Kineto, the
+marks and the log of collectives, as `autotune profile` has them) follow each other in the same processes, in turn first and second, so that
+what others do to the cores meets both. A block lasts about a second, and counts by the median of its steps.
+
+| figure | of a model |
+|---|---|
+| wall | a recorded step's time over an ordinary one's, less 1: steps of the slower rank |
+| cpu | the same for the CPU time of both ranks' processes, all threads: what is left where others use the cores |
+| median | over the pairs of blocks: pseudo-median of the logarithms of their ratios (Hodges and Lehmann 1963), with a 95 % interval |
+| quiet | ratio of the lower deciles of all steps: what disturbs a step only adds to it, so this needs fewer blocks where others work |
+| event_s | CPU time that torch's profiler adds to one operator on a single number, warm: nothing of ours runs there |
+| floor | event_s times the events of a step, over the step's CPU time: what torch's profiler alone costs at least |
+| outside_s | of a default recording, in no step: starting, stopping, and reading, matching and writing the trace; training waits |
+
+Intervals are by bootstrap over the pairs. The last line is one JSON object; `overhead_median` and `cpu_overhead_median` are the largest of
+the models' medians.
+
+The ranks keep the pages that they were given (`STEADY_HEAP`). Otherwise glibc gives tensors' pages back and fetches them again in some
+blocks and not in others, recorded or not, whatever lies at the heap's end: 0 to 2,300 page faults a step of the ResNet, which took 110
+or 130 ms.
+`--ordinary-heap` leaves that in.
 """
 
 from __future__ import annotations
@@ -21,7 +34,6 @@ import multiprocessing
 import os
 import socket
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -31,47 +43,29 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F  # noqa: N812
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+from benchmarks.overhead_models import MODELS
+from runtime_rewriter.tracing.collectives import CollectiveLog
+from runtime_rewriter.tracing.kineto import KinetoTrace
+from runtime_rewriter.tracing.settings import PROFILE_STEPS, RecordSettings
+from runtime_rewriter.tracing.trace_file import Clock, annotate, write_trace
 
-STEPS = 2
+BLOCK_S = 1.0
+FEWEST_STEPS, MOST_STEPS = 4, 50
 """Of a block."""
 SETTLING = 1
 """Steps at the begin of a block, recorded or not as the block is, untimed."""
-RESAMPLES = 2000
-
-
-def resnet() -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
-    """The ResNet of examples/resnet_digits.py at its default size, batches of 16 images."""
-    from resnet_digits import ResNet
-
-    images, labels = torch.randn(16, 1, 32, 32), torch.randint(0, 10, (16,))
-    return ResNet(32), lambda model: F.cross_entropy(model(images), labels)
-
-
-def gpt() -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
-    """The GPT of examples/gpt_text.py at its default size, batches of 8 sequences."""
-    from gpt_text import GPT
-
-    tokens = torch.randint(0, 2000, (8, 65))
-    model = GPT(2000, 64, 256, 4, 4, 0.1)
-    return model, lambda wrapped: F.cross_entropy(wrapped(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
-
-
-MODELS = {"resnet": resnet, "gpt": gpt}
+RESAMPLES = 1000
+STEADY_HEAP = {"MALLOC_MMAP_THRESHOLD_": str(2**28), "MALLOC_TRIM_THRESHOLD_": str(2**30), "MALLOC_TOP_PAD_": str(2**26)}
+"""Of glibc (mallopt): no tensor of these models is a mapping of its own, and nothing is given back."""
+EVENT_ROUNDS, EVENT_CALLS = 21, 4000
 
 
 class Recording:
-    """What a recorder does to the steps, without its files: the part of `StepRecorder` between settling and writing."""
+    """What a recorder does to the steps: the part of `StepRecorder` between settling and writing."""
 
     def __init__(self, options: dict[str, bool]) -> None:
-        from runtime_rewriter.tracing.collectives import CollectiveLog
-        from runtime_rewriter.tracing.kineto import KinetoTrace
-        from runtime_rewriter.tracing.settings import RecordSettings
-
         self.log = CollectiveLog()
         self.watching = self.log.watching()
         self.trace = KinetoTrace(RecordSettings(folder="", **options), torch.device("cpu"))
@@ -84,53 +78,97 @@ class Recording:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.log.traced = False
         self.trace.stop()
         self.watching.__exit__(None, None, None)
 
+    def write(self, folder: Path) -> int:
+        """As a recorder does; the spans of the trace."""
+        trace = self.trace.read()
+        assert self.trace.before is not None and self.trace.after is not None
+        clock = Clock(self.trace.before, self.trace.after, int(trace["baseTimeNanoseconds"]))
+        annotate(trace, self.log, clock, dist.get_rank(), dist.get_world_size(), "")
+        write_trace(trace, folder / f"rank{dist.get_rank()}.json.gz")
+        return sum(event["ph"] == "X" for event in trace["traceEvents"])
 
-def measure(rank: int, port: int, name: str, blocks: int, options: dict[str, bool], out: str) -> None:
-    """One rank: the times of every block, with and without, on the slowest rank."""
+
+def measure(rank: int, port: int, name: str, blocks: int, options: dict[str, bool], directory: str) -> None:
+    """One rank; rank 0 writes what was found."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    model, loss = MODELS[name]()
-    wrapped = DistributedDataParallel(model)
-    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.01)
-
-    def step() -> float:
-        started_s = time.perf_counter()
-        optimizer.zero_grad()
-        loss(wrapped).backward()
-        optimizer.step()
-        return time.perf_counter() - started_s
-
-    def block(record: bool, count: bool = False) -> tuple[list[list[float]], int]:
-        took = torch.zeros(2, STEPS, dtype=torch.float64)
-        with Recording(options) if record else contextlib.nullcontext() as recording:
-            for number in range(-SETTLING, STEPS):
-                cpu_s = time.process_time()
-                if recording is not None:
-                    recording.trace.begin_step()
-                step_s = step()
-                if recording is not None:
-                    recording.trace.end_step()
-                if number >= 0:
-                    took[0, number], took[1, number] = step_s, time.process_time() - cpu_s
-        dist.all_reduce(took, op=dist.ReduceOp.MAX)
-        return took.tolist(), len(recording.trace.read()["traceEvents"]) if recording is not None and count else 0
-
-    for first in (False, True):  # the first trace loads what takes long
-        block(first)
+    module, made = MODELS[name]()
+    run = made(DistributedDataParallel(module))
+    _block(run, FEWEST_STEPS, None)
+    slowest = _block(run, FEWEST_STEPS, None)[0]
+    steps = min(max(round(BLOCK_S / statistics.fmean(slowest)), FEWEST_STEPS), MOST_STEPS)
+    _block(run, steps, options)  # the first trace loads what takes long
     found = []
     for number in range(blocks):
-        order = (False, True) if number % 2 == 0 else (True, False)
-        pair = {record: block(record)[0] for record in order}
-        found.append([pair[False], pair[True]])
-    _, events = block(True, count=True)
+        order = (None, options) if number % 2 == 0 else (options, None)
+        pair = [_block(run, steps, chosen) for chosen in order]
+        found.append(pair if number % 2 == 0 else pair[::-1])
+    outside_s, spans = _outside(run, options, Path(directory))
+    told = {"took_s": found, "outside_s": outside_s, "spans": spans, "event_s": _event_s(options)}
     if rank == 0:
-        Path(out).write_text(json.dumps({"took_s": found, "events": events / (STEPS + SETTLING)}), encoding="utf-8")
+        Path(directory, "found.json").write_text(json.dumps(told), encoding="utf-8")
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _block(run: Callable[[], None], steps: int, options: dict[str, bool] | None) -> list[list[float]]:
+    """Wall time of each step on the slower rank, and its CPU time on both together; recorded where there are options."""
+    took = torch.zeros(2, steps, dtype=torch.float64)
+    with contextlib.nullcontext() if options is None else Recording(options) as recording:
+        for number in range(-SETTLING, steps):
+            started_s, cpu_s = time.perf_counter(), time.process_time()
+            if recording is not None:
+                recording.log.step = number
+                recording.trace.begin_step()
+            run()
+            if recording is not None:
+                recording.trace.end_step()
+            if number >= 0:
+                took[0, number], took[1, number] = time.perf_counter() - started_s, time.process_time() - cpu_s
+    dist.all_reduce(took[0], op=dist.ReduceOp.MAX)
+    dist.all_reduce(took[1])
+    found: list[list[float]] = took.tolist()
+    return found
+
+
+def _outside(run: Callable[[], None], options: dict[str, bool], folder: Path) -> tuple[dict[str, float], float]:
+    """Seconds that a recording of the default length takes before, after and beyond its steps, and the spans of a step."""
+    at_s = [time.perf_counter()]
+    with Recording(options) as recording:
+        at_s.append(time.perf_counter())
+        for number in range(PROFILE_STEPS):
+            recording.log.step = number
+            recording.trace.begin_step()
+            run()
+            recording.trace.end_step()
+        at_s.append(time.perf_counter())
+    at_s.append(time.perf_counter())
+    spans = recording.write(folder)
+    at_s.append(time.perf_counter())
+    return {"start": at_s[1] - at_s[0], "stop": at_s[3] - at_s[2], "files": at_s[4] - at_s[3]}, spans / PROFILE_STEPS
+
+
+def _event_s(options: dict[str, bool]) -> float:
+    """CPU time of one recorded operator that does next to nothing, less that of one that is not recorded."""
+    number = torch.zeros(1)
+
+    def calls_s() -> float:
+        started_s = time.thread_time()
+        for _ in range(EVENT_CALLS):
+            number.neg_()
+        return (time.thread_time() - started_s) / EVENT_CALLS
+
+    added = []
+    for _ in range(EVENT_ROUNDS):
+        plain_s = calls_s()
+        with Recording(options):
+            added.append(calls_s() - plain_s)
+    return statistics.median(added)
 
 
 def overhead(name: str, blocks: int, options: dict[str, bool]) -> dict[str, Any]:
@@ -138,45 +176,56 @@ def overhead(name: str, blocks: int, options: dict[str, bool]) -> dict[str, Any]
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     with tempfile.TemporaryDirectory() as directory:
-        out = str(Path(directory) / "found.json")
         context = multiprocessing.get_context("spawn")
-        ranks = [context.Process(target=measure, args=(rank, port, name, blocks, options, out)) for rank in range(2)]
+        ranks = [context.Process(target=measure, args=(rank, port, name, blocks, options, directory)) for rank in range(2)]
         for process in ranks:
             process.start()
         for process in ranks:
             process.join()
         if any(process.exitcode for process in ranks):
             raise SystemExit(f"a rank of {name} failed")
-        told = json.loads(Path(out).read_text(encoding="utf-8"))
-    found = np.array(told["took_s"])  # (blocks, 2, 2, STEPS)
-    ratios = found[:, 1].sum(axis=2) / found[:, 0].sum(axis=2) - 1  # (blocks, 2)
-    quiet = np.quantile(found, 0.1, axis=(0, 3))  # (2, 2)
+        told = json.loads(Path(directory, "found.json").read_text(encoding="utf-8"))
+    took = np.array(told["took_s"])  # (blocks, plain and recorded, wall and CPU, steps)
+    cpu_s = float(np.median(took[:, 0, 1])) / 2
     return {
-        **_spread("overhead", ratios[:, 0]),
-        "overhead_quiet": float(quiet[1, 0] / quiet[0, 0] - 1),
-        **_spread("cpu_overhead", ratios[:, 1]),
-        "cpu_overhead_quiet": float(quiet[1, 1] / quiet[0, 1] - 1),
-        "step_s": float(np.median(found[:, 0, 0])),
-        "recorded_step_s": float(np.median(found[:, 1, 0])),
-        "cpu_step_s": float(np.median(found[:, 0, 1])),
-        "events_per_step": told["events"],
+        "wall": compared(took[:, :, 0]),
+        "cpu": compared(took[:, :, 1]),
+        "step_s": float(np.median(took[:, 0, 0])),
+        "recorded_step_s": float(np.median(took[:, 1, 0])),
+        "cpu_step_s": cpu_s,
+        "events_per_step": told["spans"],
+        "event_s": told["event_s"],
+        "floor": told["event_s"] * told["spans"] / cpu_s,
+        "outside_s": told["outside_s"],
         "blocks": blocks,
+        "steps_per_block": took.shape[3],
     }
 
 
-def _spread(name: str, ratios: np.ndarray) -> dict[str, Any]:
-    """Median, quartiles of the pairs, and the 95 % interval of their median."""
+def compared(took_s: np.ndarray) -> dict[str, Any]:
+    """Recorded over plain steps, less 1, from times of the shape (pairs of blocks, plain and recorded, steps)."""
+    block_s = np.median(took_s, axis=2)
+    ratios = np.log(block_s[:, 1] / block_s[:, 0])
     drawn = np.random.default_rng(0).choice(ratios, (RESAMPLES, len(ratios)))
+    interval = np.quantile([pseudo_median(one) for one in drawn], [0.025, 0.975])
+    quiet = np.quantile(took_s, 0.1, axis=(0, 2))
     return {
-        f"{name}_median": float(np.median(ratios)),
-        f"{name}_quartiles": np.quantile(ratios, [0.25, 0.75]).tolist(),
-        f"{name}_interval": np.quantile(np.median(drawn, axis=1), [0.025, 0.975]).tolist(),
+        "median": float(np.expm1(pseudo_median(ratios))),
+        "interval": np.expm1(interval).tolist(),
+        "quartiles": np.expm1(np.quantile(ratios, [0.25, 0.75])).tolist(),
+        "quiet": float(quiet[1] / quiet[0] - 1),
     }
 
 
-def _told(found: dict[str, Any], name: str) -> str:
-    low, high = found[f"{name}_interval"]
-    return f"{found[f'{name}_median']:+.1%} ({low:+.1%} to {high:+.1%}, quiet {found[f'{name}_quiet']:+.1%})"
+def pseudo_median(values: np.ndarray) -> float:
+    """The median of the means of all pairs of values, each with itself among them."""
+    first, second = np.triu_indices(len(values))
+    return float(np.median((values[first] + values[second]) / 2))
+
+
+def _told(found: dict[str, Any]) -> str:
+    low, high = found["interval"]
+    return f"{found['median']:+.1%} ({low:+.1%} to {high:+.1%}, quiet {found['quiet']:+.1%})"
 
 
 def main() -> None:
@@ -185,22 +234,26 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=40, help="pairs of blocks per model (default 40)")
     for name in ("record_shapes", "profile_memory", "with_stack"):
         parser.add_argument(f"--{name.replace('_', '-')}", action="store_true")
+    parser.add_argument("--ordinary-heap", action="store_true", help="let glibc give pages back")
     options = parser.parse_args()
+    if not options.ordinary_heap:
+        os.environ.update(STEADY_HEAP)  # the ranks are started with it
     chosen = {name: getattr(options, name) for name in ("record_shapes", "profile_memory", "with_stack")}
     loads, models = [os.getloadavg()[0]], {}
     for name in options.models:
-        models[name] = overhead(name, options.blocks, chosen)
+        models[name] = one = overhead(name, options.blocks, chosen)
         loads.append(os.getloadavg()[0])
-        one = models[name]
-        wall, cpu = (_told(one, name) for name in ("overhead", "cpu_overhead"))
         times = f"{one['step_s'] * 1e3:.1f} ms, recorded {one['recorded_step_s'] * 1e3:.1f} ms"
-        print(f"{name}: {times}: {wall}, of CPU {cpu}; {one['events_per_step']:.0f} events a step", flush=True)
+        floor = f"{one['events_per_step']:.0f} events a step, {one['event_s'] * 1e6:.2f} us each: floor {one['floor']:+.1%}"
+        print(f"{name}: {times}: {_told(one['wall'])}, of CPU {_told(one['cpu'])}; {floor}", flush=True)
     print(
         json.dumps(
             {
-                "overhead_median": max(one["overhead_median"] for one in models.values()),
+                "overhead_median": max(one["wall"]["median"] for one in models.values()),
+                "cpu_overhead_median": max(one["cpu"]["median"] for one in models.values()),
                 "models": models,
                 "options": chosen,
+                "steady_heap": not options.ordinary_heap,
                 "load": [statistics.fmean(loads), max(loads)],
                 "cores": os.cpu_count(),
             }

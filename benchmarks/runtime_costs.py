@@ -4,7 +4,8 @@ Measures the constants of `autotune.lowering.costs` on the machine that the rank
 there will be ranks here (emulated hosts share its cores), under round-robin scheduling where that is permitted, as emulated ranks are. A
 figure is CPU time, so that waiting for a core is not in it, and it is measured as it is spent in training: piece by piece, with a pause
 before each, after which caches are cold and threads asleep (`--pause 0`: back to back, a tenth to a half of it). It is the mean over
-a second or so of one process, then the mean over the processes; costs per byte are the slope between two sizes.
+half a second or so of one process (of differences between steps the median of three), then the mean over the processes; costs per byte
+are the slope between two sizes.
 The last line is one JSON object: name -> value.
 """
 
@@ -16,9 +17,9 @@ import math
 import multiprocessing
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import fmean
+from statistics import fmean, median
 
 import torch
 import torch.distributed as dist
@@ -29,8 +30,10 @@ from autotune.strategy_space.plan import Message, Plan, Primitive, TensorSlice
 from autotune.strategy_space.strategy import Compressor
 from autotune.workload import Variable, Workload
 from runtime_rewriter.emulation import timetable_of
+from runtime_rewriter.pytorch.cross_step import Arriving, CrossStep
 from runtime_rewriter.pytorch.ddp import PlannedDataParallel
 from runtime_rewriter.pytorch.emulation import EmulatedAccelerator
+from runtime_rewriter.pytorch.exchange.lanes import Lanes, Step
 from runtime_rewriter.pytorch.exchange.power_sgd import LowRank
 from runtime_rewriter.pytorch.exchange.quantise import QuantisedRows, RowLayout
 from runtime_rewriter.pytorch.exchange.top_k import PickedRows, picked
@@ -41,6 +44,8 @@ SMALL, LARGE = 2**14, 2**21
 CPU = torch.device("cpu")
 RATIO, RANK = 0.01, 4
 SHARE_S = 0.2
+ROUNDS = 3
+"""Of what is found as a difference between whole steps, each for a moment, on a machine whose speed changes: the median counts."""
 PAUSE_S = 0.001
 """Between two pieces of work, as between two gradients."""
 
@@ -136,6 +141,54 @@ class _Hooked(nn.Module):
 
 
 @dataclass(frozen=True)
+class _OnlyWhenAsked:
+    """A message that looks as if it were under way until somebody waits for it, as most do where the network is slow."""
+
+    message: Arriving
+    arrived: bool = False
+
+    @property
+    def number(self) -> int:
+        return self.message.number
+
+    def wait(self) -> None:
+        self.message.wait()
+
+
+def arriving_one_by_one(crossing: CrossStep) -> None:
+    """Variables are then averaged and updated each on its own, where it is read."""
+    defer = crossing.defer
+
+    def one_by_one(messages: Sequence[Arriving], positions: Iterable[int]) -> None:
+        defer([_OnlyWhenAsked(message) for message in messages], positions)
+
+    crossing.defer = one_by_one  # type: ignore[method-assign]
+
+
+class _UnderWay:
+    """Work that takes `seconds`, during which whoever waits for it sleeps."""
+
+    def __init__(self, seconds: float) -> None:
+        self._end_s = time.perf_counter() + seconds
+
+    def wait(self) -> None:
+        time.sleep(max(self._end_s - time.perf_counter(), 0.0))
+
+    def is_completed(self) -> bool:
+        return time.perf_counter() >= self._end_s
+
+
+def as_if_sent(lanes: Lanes, seconds: float) -> None:
+    """Every step of every message takes so long, and threads go to sleep meanwhile, as they do where there is a network."""
+
+    def around(number: int, lane: int, step: Step) -> _UnderWay:
+        step()
+        return _UnderWay(seconds)
+
+    lanes.around = around  # type: ignore[assignment]
+
+
+@dataclass(frozen=True)
 class Spent:
     """CPU seconds of one step: mean over some."""
 
@@ -159,7 +212,13 @@ def profile(names: Sequence[str], elements: int, pause_s: float) -> Workload:
 
 
 def spent(
-    count: int, elements: int, cross_step: bool, way: Way, primitive: Primitive | None = Primitive.ALL_REDUCE, buffers: int = 0
+    count: int,
+    elements: int,
+    cross_step: bool,
+    way: Way,
+    primitive: Primitive | None = Primitive.ALL_REDUCE,
+    buffers: int = 0,
+    sent_s: float = 0.0,
 ) -> Spent:
     """A step under a plan with a message per variable, or (None) one in all, that has nowhere to go. Emulated: with pauses."""
     model = PlannedDataParallel(_Hooked(count, elements, buffers))
@@ -169,12 +228,15 @@ def spent(
     groups = [tuple(slices)] if primitive is None else [(each,) for each in slices]
     messages = tuple(Message(group, primitive or Primitive.ALL_REDUCE, Compressor.NONE, "float32", owner) for group in groups)
     synchronizer.load(Plan(synchronizer.model_id, 1, messages, cross_step))
+    arriving_one_by_one(synchronizer.cross_step)
+    if sent_s > 0:
+        as_if_sent(synchronizer.lanes, sent_s)
     if way.emulated:
         synchronizer.emulate(EmulatedAccelerator(synchronizer, timetable_of(profile(synchronizer.names, elements, way.pause_s))))
     return mean_step(model, elements)
 
 
-def mean_step(model: nn.Module, elements: int, share_s: float = 0.8) -> Spent:
+def mean_step(model: nn.Module, elements: int, share_s: float = 0.6) -> Spent:
     optimizer, batch = torch.optim.SGD(model.parameters(), 1e-6, momentum=0.9), torch.ones(elements)
 
     def step() -> tuple[float, float, float]:
@@ -196,7 +258,7 @@ def mean_step(model: nn.Module, elements: int, share_s: float = 0.8) -> Spent:
 
 
 def hooks(count: int, way: Way) -> dict[str, float]:
-    """Of one variable: its hook with packing; of one message: issuing it; leaving a variable to the next pass; settling it there.
+    """Of one variable: its hook with packing; of one message: issuing it; leaving a variable to the next pass; settling both there.
 
     Where accelerators are emulated also waking up for its gradient and handing it out, which else the computation itself does.
     """
@@ -204,17 +266,24 @@ def hooks(count: int, way: Way) -> dict[str, float]:
     per_byte = 1 / (4 * (many - few) * count)
     base_s = 0.0 if way.emulated else mean_step(_Hooked(count, few), few).backward_s
     together, apart = spent(count, few, False, way, None), spent(count, few, False, way)
-    two_steps = spent(count, few, False, way, Primitive.PUSH_PULL)
-    crossing = spent(count, few, True, way)
+    one_step, two_steps = (
+        spent(count, few, False, way, primitive, sent_s=PAUSE_S) for primitive in (Primitive.ALL_REDUCE, Primitive.PUSH_PULL)
+    )
+    crossing, crossing_together = spent(count, few, True, way), spent(count, few, True, way, None)
     large, crossing_large = (spent(count, many, cross_step, way) for cross_step in (False, True))
+    settled_s, settled_together_s, settled_large_s = (
+        crossed.forward_s - within.forward_s + crossed.rest_s - within.rest_s
+        for crossed, within in ((crossing, apart), (crossing_together, together), (crossing_large, large))
+    )
     buffered = spent(count, few, False, way, None, buffers=count)
     found = {
         "fill_s": (together.backward_s - base_s) / count,
         "issue_s": (apart.whole_s - together.whole_s) / count,
-        "lane_s": (two_steps.whole_s - apart.whole_s) / count,
+        "lane_s": (two_steps.whole_s - one_step.whole_s) / count,
         "defer_s": (crossing.backward_s - apart.backward_s) / count,
-        "settle_s": (crossing.forward_s - apart.forward_s + crossing.rest_s - apart.rest_s) / count,
-        "settle_s_per_byte": (crossing_large.forward_s - large.forward_s - crossing.forward_s + apart.forward_s) * per_byte,
+        "settle_s": (settled_s - settled_together_s) / count,
+        "settle_each_s": settled_together_s / count,
+        "settle_s_per_byte": (settled_large_s - settled_s) * per_byte,
         "buffer_s": (buffered.forward_s - together.forward_s) / count,
     }
     if way.emulated:
@@ -225,7 +294,8 @@ def hooks(count: int, way: Way) -> dict[str, float]:
 def one_process(way: Way) -> dict[str, float]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     found: dict[str, float] = {}
-    found |= hooks(48, way)
+    rounds = [hooks(48, way) for _ in range(ROUNDS)]
+    found |= {name: median(one[name] for one in rounds) for name in rounds[0]}
     found["pack_s_per_byte"] = line(packing(torch.float32), way.pause_s)[1] / 4
     found["cast_s_per_byte"] = max(line(packing(kind), way.pause_s)[1] for kind in (torch.float16, torch.bfloat16)) / 4
     found["write_s"], per_element = line(writing, way.pause_s)

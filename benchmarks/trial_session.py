@@ -43,6 +43,8 @@ FOLD_EVERY = 50
 STEP_TIMEOUT_S, START_TIMEOUT_S = 60.0, 180.0
 
 Say = Callable[[str], None]
+Kept = Callable[[DatasetTrial], None]
+"""Hears of every trial when it is on disk."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +75,9 @@ class Lengths:
 class TrialSession:
     """Runs trials in a world and keeps each. `cross_step_refused`: as in `Profile`."""
 
-    def __init__(self, world: World, writer: DomainWriter, setup: Setup, lengths: Lengths, profile: Profile, say: Say) -> None:
-        self.world, self.writer, self.setup, self.lengths, self.profile, self.say = world, writer, setup, lengths, profile, say
+    def __init__(self, world: World, writer: DomainWriter, setup: Setup, lengths: Lengths, profile: Profile, kept: Kept) -> None:
+        self.world, self.writer, self.setup, self.lengths, self.profile = world, writer, setup, lengths, profile
+        self._kept = kept
         self.session = writer.domain.sessions[-1]
 
     def candidate(self, source: str, strategy: Strategy) -> DatasetTrial:
@@ -101,7 +104,7 @@ class TrialSession:
         number = len(self.writer.trials)
         trial = DatasetTrial(number, source, strategy, plan_id, outcome, load, time.time(), self.session.id)
         self.writer.append(trial)
-        self.say(f"trial {number} {source}: {f'failed, {trial.failure[:100]}' if trial.failure else f'{trial.median_s * 1e3:.1f} ms'}")
+        self._kept(trial)
         if self.writer.unfolded >= FOLD_EVERY:
             self.writer.fold()
         return trial
@@ -111,8 +114,14 @@ class TrialSession:
         return TrialRequest(0, strategy_id, role, own.warmup_steps, own.timed_steps, most_steps=own.most_steps, precision=own.precision)
 
 
+def told(trial: DatasetTrial) -> str:
+    """For people."""
+    outcome = f"failed, {trial.failure[:100]}" if trial.failure else f"{trial.median_s * 1e3:.1f} ms"
+    return f"trial {trial.number} {trial.source}: {outcome}"
+
+
 @contextlib.contextmanager
-def trial_session(folder: Path, setup: Setup, lengths: Lengths, say: Say) -> Iterator[TrialSession]:
+def trial_session(folder: Path, setup: Setup, lengths: Lengths, say: Say, kept: Kept) -> Iterator[TrialSession]:
     """The script's ranks on a testbed, and the writer of their domain's `folder`; a new domain is profiled and probed first.
 
     Raises `LaunchError` where the script does not start and `InvalidInput` where the folder cannot be written or holds trials that were
@@ -132,7 +141,7 @@ def trial_session(folder: Path, setup: Setup, lengths: Lengths, say: Say) -> Ite
             told = replace(conditions, round_robin=conditions.round_robin and world.round_robin())
             cores, machine = os.cpu_count() or 1, platform.machine()
             writer.begin_session(Environment(told, profile.software, cores, machine, platform.release(), _source()))
-            yield TrialSession(world, writer, setup, lengths, profile, say)
+            yield TrialSession(world, writer, setup, lengths, profile, kept)
 
 
 def _given_profile(setup: Setup, writer: DomainWriter) -> Workload | None:

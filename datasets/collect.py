@@ -24,12 +24,13 @@ from domains import DOMAINS
 from mixture import sample_domain
 
 from autotune.commands.interrupts import Interruption, terminable
+from autotune.dataset.trials import DatasetTrial
 from autotune.errors import AutotuneError, InvalidInput
 from autotune.parsing import read_json
 from autotune.testbed.capabilities import capabilities
 from autotune.units import format_seconds
 from benchmarks.testbed_processes import ROOT
-from benchmarks.trial_session import Lengths, Setup, trial_session
+from benchmarks.trial_session import Lengths, Setup, told, trial_session
 
 LENGTHS = Lengths(warmup_steps=2, timed_steps=6)
 TRIES = 3
@@ -50,15 +51,15 @@ class Progress:
     began_s: float = field(default_factory=time.monotonic)
     said_s: float = 0.0
 
-    def trial(self, line: str) -> None:
-        """Counts a line about a trial, and says it with the rest now and then."""
-        self.taken += 1
-        if time.monotonic() - self.said_s < LINE_EVERY_S:
+    def kept(self, name: str, trial: DatasetTrial) -> None:
+        """Counts a candidate, and says where the collection stands now and then."""
+        self.taken += trial.strategy is not None
+        if time.monotonic() - self.said_s < LINE_EVERY_S or not self.taken:
             return
         self.said_s = time.monotonic()
         pace_s = (self.said_s - self.began_s) / self.taken
         left = max(self.wanted - self.there - self.taken, 0)
-        console.log(f"{line} | {pace_s:.2f} s a trial with all around it, about {left} left: {format_seconds(left * pace_s)}")
+        console.log(f"{name}: {told(trial)} | {pace_s:.2f} s a candidate with all around it, {left} left: {format_seconds(left * pace_s)}")
 
 
 def collect(folder: Path, setup: Setup, count: int, seed: int, progress: Progress, interruption: Interruption) -> bool:
@@ -67,7 +68,8 @@ def collect(folder: Path, setup: Setup, count: int, seed: int, progress: Progres
     while failures < TRIES:
         before = candidates(folder, setup)
         try:
-            with trial_session(folder / setup.name, setup, LENGTHS, partial(said, setup.name, progress)) as session:
+            own, say = folder / setup.name, partial(said, setup.name)
+            with trial_session(own, setup, LENGTHS, say, partial(progress.kept, setup.name)) as session:
                 sample_domain(session, count, seed, interruption.obey)
             return True
         except InvalidInput:
@@ -88,11 +90,8 @@ def visited(folder: Path, setup: Setup, goal: int, seed: int, progress: Progress
         return False
 
 
-def said(name: str, progress: Progress, line: str) -> None:
-    if line.startswith("trial "):
-        progress.trial(f"{name}: {line}")
-    else:
-        console.log(f"{name}: {line}")
+def said(name: str, line: str) -> None:
+    console.log(f"{name}: {line}")
 
 
 def candidates(folder: Path, setup: Setup) -> int:

@@ -44,7 +44,7 @@ Obey = Callable[[], None]
 
 
 class SearchEnded(Exception):
-    """A job has no trial of its search left; its closing comparison is not taken."""
+    """A job has no trial of its search left (its closing comparison is not taken), or the domain has what was asked for."""
 
 
 def sample_domain(session: TrialSession, count: int, seed: int, obey: Obey) -> None:
@@ -60,13 +60,16 @@ def sample_domain(session: TrialSession, count: int, seed: int, obey: Obey) -> N
 
 
 def fixed_strategies(domain: Domain, count: int, seed: int, refused: str) -> list[tuple[str, Strategy]]:
-    """(source, strategy): fewer are a prefix of more, but for their order. `refused`: as `Profile.cross_step_refused`."""
+    """(source, strategy), at most `count`, each strategy once; fewer are among more. `refused`: as `Profile.cross_step_refused`."""
     lossless, lossy = (_space(lossy, refused) for lossy in (False, True))
     made = [(f"builder:{name}", strategy) for name, strategy in seed_strategies(domain.workload, domain.cluster, lossy)]
     left = max(count - len(made), 0)
     drawn = [("random:lossless", strategy) for strategy in sample_many(domain.workload, domain.cluster, lossless, left - left // 2, seed)]
     drawn += [("random:lossy", strategy) for strategy in sample_many(domain.workload, domain.cluster, lossy, left // 2, seed + 1)]
-    found = [*made[:count], *drawn]
+    once: dict[str, tuple[str, Strategy]] = {}
+    for source, strategy in (*made[:count], *drawn):
+        once.setdefault(strategy.id, (source, strategy))  # in a small space a draw may be hand-made, too
+    found = list(once.values())
     order = generator(seed, "mixture", domain.workload.id).permutation(len(found)).tolist()
     return [found[index] for index in order]
 
@@ -76,12 +79,13 @@ def _fixed(session: TrialSession, count: int, seed: int, obey: Obey) -> None:
     there = {trial.strategy.id for trial in domain.candidates if trial.strategy is not None}
     wanted = fixed_strategies(domain, count - count // REPEAT_EVERY, seed, session.profile.cross_step_refused)
     todo = [(source, strategy) for source, strategy in wanted if strategy.id not in there]
+    drawn = sum(trial.kind in ("builder", "random") for trial in domain.candidates)
     for number, (source, strategy) in enumerate(todo):
         obey()
         if number % REFERENCE_EVERY == 0:
             session.reference()
         session.candidate(source, strategy)
-        if number % REPEAT_EVERY == REPEAT_EVERY - 1:
+        if (drawn + number + 1) % REPEAT_EVERY == 0:
             _repeat(session, seed)
     if todo:
         session.reference()  # the last trials stand between two references, too
@@ -112,12 +116,15 @@ def tuning_job(session: TrialSession, name: str, seed: int, most: int, obey: Obe
             store.append(name, 0, Profiled(domain.workload, domain.cluster, 0.0, profile.software, profile.cross_step_refused))
         if store.job_status(name) != "running":
             return False
+        if not begun:
+            session.reference()  # a session begins with one
         spec = store.job(name)
-        kept = _Kept(session, name, obey)
+        kept = _Kept(session, name, len(session.writer.domain.candidates) + most, obey)
         try:
             drive(name, spec, store, kept, Proposer(spec, simulators()), [kept])
         except SearchEnded:
             store.finish(name, None)
+            session.reference()  # the last trials stand between two references, too
     return begun
 
 
@@ -149,15 +156,16 @@ class _Kept:
     A trial is kept before the job hears of it. Killed in between, the job takes it once more: a repeat, and nothing is lost.
     """
 
-    def __init__(self, session: TrialSession, name: str, obey: Obey) -> None:
-        self._session, self._name, self._obey = session, name, obey
+    def __init__(self, session: TrialSession, name: str, goal: int, obey: Obey) -> None:
+        self._session, self._name, self._goal, self._obey = session, name, goal, obey
         self._history: History | None = None
 
     def started(self, instruction: Instruction, history: History) -> None:
         self._obey()
         self._history = history
-        closing = isinstance(instruction, RunTrial) and instruction.request.role is Role.AB
-        if closing or isinstance(instruction, Finish):
+        role = instruction.request.role if isinstance(instruction, RunTrial) else None
+        enough = role is Role.CANDIDATE and len(self._session.writer.domain.candidates) >= self._goal
+        if enough or role is Role.AB or isinstance(instruction, Finish):
             raise SearchEnded
 
     def recorded(self, event: Event, history: History) -> None:

@@ -77,7 +77,8 @@ def card_text(domain: Domain) -> str:
     """The card for people, in Markdown."""
     card, environment = card_of(domain), domain.environment
     real = environment.conditions.accelerators is Accelerators.REAL
-    computing = "computation is real" if real else "accelerators are emulated: computation is timed waits of what one replica alone takes"
+    waits = "timed waits of " + ("what one replica alone takes" if domain.workload.source == "measured" else "times that are assumed")
+    computing = "computation is real" if real else f"accelerators are emulated: computation is {waits}"
     failed = ", ".join(f"{count} {kind}" for kind, count in card.failed.items()) or "none"
     software = ", ".join(f"{name} {version}" for name, version in sorted(environment.software.items()))
     rows = [

@@ -81,8 +81,8 @@ class DatasetTrial:
 
     @property
     def kind(self) -> str:
-        """Of the source."""
-        return self.source.partition(":")[0]
+        """What the source begins with; "reference" for every reference, also for those of a tuner's job."""
+        return REFERENCE if self.strategy is None else self.source.partition(":")[0]
 
     @cached_property
     def step_s(self) -> tuple[float, ...]:

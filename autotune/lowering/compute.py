@@ -55,7 +55,8 @@ class Duties:
     issue_s: FloatArray
     taken_s: FloatArray
     write_s: FloatArray
-    settle_s: FloatArray
+    settle_s: float
+    settle_each_s: FloatArray
     defer_s: float
     buffers_s: float
     issued_at: Numbers  # (M,), backward position whose gradient lets the message go
@@ -76,7 +77,8 @@ class Duties:
             costs["issue_s"] + prepare_s,
             taken_s,
             costs["write_s"] + costs["unpack_s_per_byte"] * passes.grad_bytes,
-            costs["settle_s"] + costs["settle_s_per_byte"] * passes.grad_bytes,
+            costs["settle_s"],
+            costs["settle_each_s"] + costs["settle_s_per_byte"] * passes.grad_bytes,
             costs["defer_s"] * count,
             costs["buffer_s"] * passes.workload.buffers,
             np.maximum.accumulate(members.last),
@@ -175,24 +177,30 @@ class Worker:
         """Averages are written back once all have come, then comes the update; its end."""
         written_s = float(self._duties.write_s.sum())
         written = self._op("write averages", self._host, written_s, Kind.UNPACK, (*self.ends, arrived))
-        return self._updated(written)
-
-    def defer(self) -> int:
-        """Averages and updates are left to the next forward pass."""
-        return self._updated(self._op("defer", self._host, self._duties.defer_s, Kind.OTHER, self.ends))
-
-    def _updated(self, after: int) -> int:
-        """Of emulated accelerators the update is real, and all ranks that share the cores make it at the same time."""
         update_s = self._passes.workload.update_s
-        self._computed = self._op("update", self._device, update_s, Kind.UPDATE, (after,))
-        if self._cores != NONE and self._passes.workload.device == "cpu":
-            real = self._op("real update", self._host, update_s, Kind.UPDATE, (after,))
+        self._computed = self._op("update", self._device, update_s, Kind.UPDATE, (written,))
+        if self._updates_for_real:
+            real = self._op("real update", self._host, update_s, Kind.UPDATE, (written,))
             self._computed = self._op("updated", NONE, 0.0, Kind.VIRTUAL, (self._computed, real))
         self._done = self._computed
         return self._computed
 
+    def defer(self) -> int:
+        """Averages and updates are left to the next forward pass."""
+        deferred = self._op("defer", self._host, self._duties.defer_s, Kind.OTHER, self.ends)
+        self._computed = self._done = self._op("update", self._device, self._passes.workload.update_s, Kind.UPDATE, (deferred,))
+        return self._computed
+
+    @property
+    def _updates_for_real(self) -> bool:
+        """Of emulated accelerators the update is real, and all ranks that share the cores make it."""
+        return self._cores != NONE and self._passes.workload.device == "cpu"
+
     def forward_waiting(self, members: Members, ends: Numbers) -> tuple[int, int]:
-        """The pass reads each variable once its messages are in, from `ends` (M,); its last ops. Behind `defer`."""
+        """The pass reads each variable once its messages are in, from `ends` (M,); its last ops. Behind `defer`.
+
+        What has arrived is averaged and updated at the next read, whatever that reads.
+        """
         passes, to = self._passes, self._to
         first_read = np.full(len(ends), np.inf)
         np.minimum.at(first_read, members.message, passes.needed_s[members.variable])
@@ -204,12 +212,14 @@ class Worker:
         base = to.count
         segment = base + 3 * np.arange(len(times))
         gate, written = segment + 1, segment + 2
+        read = written if on_cpu else gate
         to.edges(began, segment[0])
-        to.edges(segment, gate)
+        to.edges(began, written[0])
         to.edges(ends, gate[group])
         to.edges(gate, written)
-        to.edges(written[:-1], written[1:])
-        to.edges((written if on_cpu else gate)[:-1], segment[1:])
+        for behind in (segment, written):
+            to.edges(behind[:-1], behind[1:])
+        to.edges(read[:-1], segment[1:])
         total = 3 * len(times)
         columns = {name: np.zeros(total) for name in ("duration_s", "queue", "channel", "kind")}
         values: dict[str, tuple[float | FloatArray, ...]] = {
@@ -227,17 +237,20 @@ class Worker:
 
         to.add(total, named, worker=self._rank, **columns)
         rest_s = max(passes.workload.forward_s - float(times[-1]), 0.0)
-        ahead = int((written if on_cpu else gate)[-1])
-        self._computed, self._done = self._op("forward end", self._device, rest_s, Kind.FORWARD, (ahead,)), int(written[-1])
+        ahead = (int(segment[-1]), int(read[-1]))
+        self._computed, self._done = self._op("forward end", self._device, rest_s, Kind.FORWARD, ahead), int(written[-1])
         return self.ends
 
     def _written_s(self, members: Members) -> FloatArray:
-        """Per message: its share of what its variables take to be written back, shape (M,)."""
+        """Per message: taking it in, and its share of what its variables take to be averaged and really updated, shape (M,)."""
         elements = np.array([variable.elements for variable in self._passes.workload.variables], dtype=np.float64)
         share = members.elements / np.maximum(elements[members.variable], 1.0)
         count = int(members.message.max()) + 1
-        weights = share * self._duties.settle_s[members.variable]
-        return np.bincount(members.message, weights=weights, minlength=count).astype(np.float64)
+        each_s = self._duties.settle_each_s
+        if self._updates_for_real:
+            each_s = each_s + self._passes.workload.update_s * elements / elements.sum()
+        weights = share * each_s[members.variable]
+        return self._duties.settle_s + np.bincount(members.message, weights=weights, minlength=count).astype(np.float64)
 
     def _op(self, name: str, queue: int, duration_s: float, kind: Kind, after: tuple[int, ...]) -> int:
         on_host = queue == self._host and queue != self._device

@@ -39,7 +39,8 @@ class RuntimeCosts:
     | `issue_s` | starting a message, but for the collective itself, which its fit contains | s |
     | `lane_s` | handing a message on to the thread of its next step | s |
     | `defer_s` | leaving one variable to the next forward pass | s |
-    | `settle_s` | one variable's average and update where it is read, but for its bytes | s |
+    | `settle_s` | taking in one message where a variable of it is read, and an update of its own | s |
+    | `settle_each_s` | one variable's average and update there, but for its bytes | s |
     | `settle_s_per_byte` | the same per byte of the gradient | s/B |
     | `buffer_s` | a buffer of the module that travels with the others before a forward pass | s |
     | `write_s` | writing one average back, but for its bytes | s |
@@ -58,10 +59,11 @@ class RuntimeCosts:
     pack_s_per_byte: Constant = Constant(5.9e-11, _HERE)
     cast_s_per_byte: Constant = Constant(1.1e-10, _HERE)
     issue_s: Constant = Constant(0.0001, _HERE)
-    lane_s: Constant = Constant(9.5e-05, _HERE)
+    lane_s: Constant = Constant(0.00013, _HERE)
     defer_s: Constant = Constant(0.00012, _HERE)
-    settle_s: Constant = Constant(0.0, _HERE)
-    settle_s_per_byte: Constant = Constant(2.8e-11, _HERE)
+    settle_s: Constant = Constant(0.00024, _HERE)
+    settle_each_s: Constant = Constant(2e-05, _HERE)
+    settle_s_per_byte: Constant = Constant(5e-11, _HERE)
     buffer_s: Constant = Constant(1.9e-05, _HERE)
     write_s: Constant = Constant(1.9e-05, _HERE)
     unpack_s_per_byte: Constant = Constant(6.3e-11, _HERE)

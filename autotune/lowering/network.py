@@ -122,7 +122,7 @@ class Network:
         """
         self._batches, self._link, self._costs = batches, ports, costs
         self._ports, self._cores = kept_ports(batches, fold), kept_cores(batches, fold)
-        self._workers, self._one_by_one, self._layer, self._coarse = workers, one_by_one, layer, coarse and one_by_one
+        self._workers, self._one_by_one, self._layer, self._coarse = workers, one_by_one, layer, coarse and one_by_one and crowd == 0
         self._crowd = crowd
         self._messages = sum(len(batch.numbers) for batch in batches)
         steps = [step for batch in batches for step in batch.steps]

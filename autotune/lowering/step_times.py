@@ -10,10 +10,11 @@ second message can use the link meanwhile.
 | S | bytes that the fit is asked for | B |
 | t(S) | fitted time of the primitive | s |
 | s | seconds per byte on the slowest port, by the cluster's bandwidths (`traffic`) | s/B |
-| g | what a byte really costs a link, by that: the fit's last slope by s, at most one over the payload of Ethernet | - |
+| a | seconds per byte of the whole step by the same bandwidths; above s where links wait for each other, as in a tree | s/B |
+| g | what a byte really costs a link, by that: the fit's last slope by a, at most one over the payload of Ethernet | - |
 
-The probe's root is rank 0 and its ring the ranks' order. Another root or ring has another slowest port s': t'(S) = t(S) + g (s' - s) S.
-Without a fit t(S) = s S / payload + 2 latencies per round + `KERNEL_LATENCY_S`.
+The probe's root is rank 0 and its ring the ranks' order. Another root or ring has another a': t'(S) = t(S) + g (a' - a) S.
+Without a fit t(S) = a S / payload + 2 latencies per round + `KERNEL_LATENCY_S`.
 """
 
 from __future__ import annotations
@@ -79,18 +80,18 @@ class Timing:
             return StepTimes(none, none, np.zeros(self.ports.count), 1, none, self._cores(parts))
         traffics = [self.traffic(step.collective, members, _root(step.root, members)) for members in parts]
         s_per_byte = np.maximum.reduce([traffic.s_per_byte for traffic in traffics])
-        slowest = float(s_per_byte.max())
+        slowest, whole = float(s_per_byte.max()), max(traffic.alone_s_per_byte for traffic in traffics)
         rounds = max(traffic.rounds for traffic in traffics)
         size = max(len(members) for members in parts)
         found = self._fitted(step, size_bytes, size)
         if found is None:
             link_s, cpu_s = slowest * size_bytes / self.costs["payload"], self._cpu_s(size_bytes, size, step.circle)
-            alone_s = link_s + 2 * rounds * self._latency_s(step.circle) + KERNEL_LATENCY_S
+            alone_s = whole * size_bytes / self.costs["payload"] + 2 * rounds * self._latency_s(step.circle) + KERNEL_LATENCY_S
         else:
             fitted_s, slope, cpu_s = found
             probed = self._probed_s_per_byte(step.collective, step.circle, size)
             g = min(slope / probed, 1 / self.costs["payload"]) if probed > 0 else 0.0
-            alone_s = np.maximum(fitted_s + g * (slowest - probed) * size_bytes, 0.0)
+            alone_s = np.maximum(fitted_s + g * (whole - probed) * size_bytes, 0.0)
             link_s = np.minimum(g * slowest * size_bytes, alone_s)
         cores = self._cores(parts)
         return StepTimes(alone_s, link_s, s_per_byte / slowest if slowest > 0 else s_per_byte, rounds, cpu_s, cores)
@@ -142,12 +143,12 @@ class Timing:
         return self.cluster.fit(name, size, where)
 
     def _probed_s_per_byte(self, collective: Collective, circle: Circle, size: int) -> float:
-        """Of the slowest port in the probe: its first rank was the root, and the ring in rank order."""
+        """Of the whole step in the probe: its first rank was the root, and the ring in rank order."""
         if circle is Circle.HOSTS:
             parts = [tuple(np.flatnonzero(self.ports.host_of_rank == host).tolist()) for host in range(len(self.cluster.hosts))]
-            return max(self.traffic(collective, part, part[0]).slowest_s_per_byte for part in parts if len(part) == size)
+            return max(self.traffic(collective, part, part[0]).alone_s_per_byte for part in parts if len(part) == size)
         members = self._firsts if circle is Circle.LEADERS and len(self._firsts) == size else self._world
-        return self.traffic(collective, members, 0).slowest_s_per_byte
+        return self.traffic(collective, members, 0).alone_s_per_byte
 
     def _latency_s(self, circle: Circle) -> float:
         hosts = self.cluster.hosts

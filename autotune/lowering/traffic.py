@@ -11,13 +11,13 @@ Bytes are given per byte of the tensor that the collective's fit is asked for (`
 
 What gloo does (torch 2.13), found by measuring each primitive: an all-reduce is a ring of 2 (n - 1) rounds that each send 1/n of the
 tensor to the next rank; a reduce-scatter moves as much as an all-reduce; an all-gather is a ring of n - 1 rounds; a reduce is the
-first half of the ring, then everybody sends its part to the root; a broadcast is a binomial tree, in which rank v hands on to
-v + 2^i; gather and scatter are a star.
+first half of the ring, then everybody sends its part to the root; a broadcast is a binomial tree, in which rank v, counted from the
+root, gets the tensor from v without its highest bit; gather and scatter are a star.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autotune.cluster import Cluster
+from autotune.lowering.tree import senders, tree_s_per_byte
 
 FloatArray = NDArray[np.float64]
 Ranks = NDArray[np.int64]
@@ -47,14 +48,20 @@ class Collective(StrEnum):
 
 @dataclass(frozen=True, eq=False)
 class Traffic:
-    """`s_per_byte` (P,): seconds for which a byte of the tensor occupies each port. `rounds`: steps that wait for each other."""
+    """`s_per_byte` (P,): seconds for which a byte of the tensor occupies each port. `rounds`: steps that wait for each other.
+
+    `alone_s_per_byte`: until all are done where nothing else is sent. Not below the slowest port's time; above it in a tree, where
+    links are idle while those behind them wait.
+    """
 
     s_per_byte: FloatArray
     rounds: int
+    alone_s_per_byte: float
 
-    @property
-    def slowest_s_per_byte(self) -> float:
-        return float(self.s_per_byte.max(initial=0.0))
+    @staticmethod
+    def even(s_per_byte: FloatArray, rounds: int) -> Traffic:
+        """The slowest port is never idle."""
+        return Traffic(s_per_byte, rounds, float(s_per_byte.max(initial=0.0)))
 
 
 class Ports:
@@ -76,6 +83,7 @@ class Ports:
         self.s_per_byte = np.array([*own, *own, *inside, *(1 / speed for speed in pairs.values() for _ in (0, 1))])
         """(P,): what one byte costs on each port."""
         self.host_of_rank = np.array(cluster.host_of_rank, dtype=np.int64)
+        self._trees: dict[Hashable, float] = {}
 
     @property
     def count(self) -> int:
@@ -94,34 +102,63 @@ class Ports:
         ranks = np.asarray(members, dtype=np.int64)
         count = len(ranks)
         if count < 2:
-            return Traffic(np.zeros(self.count), 1)
+            return Traffic.even(np.zeros(self.count), 1)
         share = (count - 1) / count
         if collective in (Collective.ALL_REDUCE, Collective.REDUCE_SCATTER):
-            return Traffic(self._ring(ranks, 2 * share), 2 * (count - 1))
+            return Traffic.even(self._ring(ranks, 2 * share), 2 * (count - 1))
         if collective is Collective.ALL_GATHER:
-            return Traffic(self._ring(ranks, share), count - 1)
+            return Traffic.even(self._ring(ranks, share), count - 1)
         if collective is Collective.ALL_TO_ALL:
-            return Traffic(self._all_to_all(ranks), 1)
+            return Traffic.even(self._all_to_all(ranks), 1)
         others = ranks[ranks != root]
         here = np.full(len(others), root)
         if collective is Collective.GATHER:
-            return Traffic(self._moved(others, here, 1.0), 1)
+            return Traffic.even(self._moved(others, here, 1.0), 1)
         if collective is Collective.SCATTER:
-            return Traffic(self._moved(here, others, 1.0), 1)
+            return Traffic.even(self._moved(here, others, 1.0), 1)
         if collective is Collective.REDUCE:
-            return Traffic(self._ring(ranks, share) + self._moved(others, here, 1 / count), count)
+            return Traffic.even(self._ring(ranks, share) + self._moved(others, here, 1 / count), count)
         return self._tree(ranks, root)
 
     def _ring(self, ranks: Ranks, factor: float) -> FloatArray:
         return self._moved(ranks, np.roll(ranks, -1), factor)
 
     def _tree(self, ranks: Ranks, root: int) -> Traffic:
-        """Gloo's binomial tree: counted from the root, v gets it from v without its lowest bit."""
+        """Of roots that see the same hosts around them the tree is played through once."""
         count = len(ranks)
-        at = int(np.flatnonzero(ranks == root)[0])
-        turned = np.roll(ranks, -at)
-        numbers = np.arange(1, count)
-        return Traffic(self._moved(turned[numbers & (numbers - 1)], turned[numbers], 1.0), int(count - 1).bit_length())
+        turned = np.roll(ranks, -int(np.flatnonzero(ranks == root)[0]))
+        sources = turned[senders(count)]
+        loads = self._moved(sources, turned[1:], 1.0)
+        seen = self._seen(self.host_of_rank[turned])
+        if seen not in self._trees:
+            paths, s_per_byte = self._paths(sources, turned[1:])
+            self._trees[seen] = tree_s_per_byte(paths, s_per_byte)
+        return Traffic(loads, int(count - 1).bit_length(), max(self._trees[seen], float(loads.max())))
+
+    def _seen(self, hosts: Ranks) -> Hashable:
+        """The same for two sequences of hosts of which one is the other's with hosts of the same speeds in their places."""
+        if self.pairs:
+            return tuple(hosts.tolist())
+        first, places = np.unique(hosts, return_index=True)
+        order = np.argsort(places)
+        number = np.empty(self.hosts, dtype=np.int64)
+        number[first[order]] = np.arange(len(first))
+        speeds = self.s_per_byte[: 3 * self.hosts].reshape(3, -1)[:, first[order]]
+        return tuple(number[hosts].tolist()), speeds.tobytes()
+
+    def _paths(self, sources: Ranks, receivers: Ranks) -> tuple[list[tuple[int, ...]], FloatArray]:
+        """(ports of every transfer, seconds per byte of each): inside a host every device has two ports of its own."""
+        at = {rank: place for place, rank in enumerate(sorted({*sources.tolist(), *receivers.tolist()}))}
+        inner = self.s_per_byte[2 * self.hosts + self.host_of_rank[list(at)]]
+        paths: list[tuple[int, ...]] = []
+        for a, b in zip(sources.tolist(), receivers.tolist(), strict=True):
+            x, y = int(self.host_of_rank[a]), int(self.host_of_rank[b])
+            pair = self.pairs.get((min(x, y), max(x, y)))
+            if x == y:
+                paths.append((self.count + 2 * at[a], self.count + 2 * at[b] + 1))
+            else:
+                paths.append((x, self.hosts + y) if pair is None else (pair + (x > y),))
+        return paths, np.concatenate([self.s_per_byte, np.repeat(inner, 2)])
 
     def _all_to_all(self, ranks: Ranks) -> FloatArray:
         """Every rank sends 1/n of its tensor to each other one."""

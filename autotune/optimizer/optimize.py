@@ -121,18 +121,24 @@ def optimize(
 
 
 def full_overlap_s(problem: Problem, state: State) -> float:
-    """max(T_comp, T_comm): the computation of the state's kernels, and its bytes on the slowest link by whatever synchronizer.
+    """max(T_comp, T_comm): the computation of the state's kernels, and its bytes on the slowest link by whatever synchronizer."""
+    compute_s = problem.workload_of(state).compute_s
+    sent = float(plan(state.strategy, problem.workload, problem.cluster.world_size).wire_bytes)
+    return max(compute_s, least_transfer_s(problem.cluster, sent))
 
-    T_comm is a bound without any latency. Of n hosts with b_i bytes per second each way, host i owns the share f_i of the S bytes and has
+
+def least_transfer_s(cluster: Cluster, sent_bytes: float) -> float:
+    """T_comm: no synchronization of messages of `sent_bytes` in all is faster, by the rates of the links alone.
+
+    A bound without any latency. Of n hosts with b_i bytes per second each way, host i owns the share f_i of the S bytes and has
     to send and to receive S (1 + f_i (n - 2)); the best shares give max(S / min b_i, 2 (n - 1) S / sum b_i), the ring's time where
     all b_i are alike. What moves inside hosts is left out where there are several; of a single host its n devices count.
     """
-    compute_s, hosts = problem.workload_of(state).compute_s, problem.cluster.hosts
-    sent = float(plan(state.strategy, problem.workload, problem.cluster.world_size).wire_bytes)
-    if problem.cluster.world_size == 1:
-        return compute_s
+    if cluster.world_size == 1:
+        return 0.0
+    hosts = cluster.hosts
     links = [host.link_bytes_per_s for host in hosts] if len(hosts) > 1 else [hosts[0].inner_bytes_per_s] * hosts[0].devices
-    for pair in problem.cluster.pair_links:
+    for pair in cluster.pair_links:
         for number, host in enumerate(hosts):
             links[number] += pair.link_bytes_per_s if host.name in pair.between else 0.0
-    return max(compute_s, sent * max(1 / min(links), 2 * (len(links) - 1) / sum(links)))
+    return sent_bytes * max(1 / min(links), 2 * (len(links) - 1) / sum(links))

@@ -118,24 +118,25 @@ class CollectiveLog:
             self._current.message = None
 
     def _kernel(self, op: Any) -> Callable[..., Any]:
+        """What stands in for `op`. The training waits for it, so what the schema tells is looked up here, once."""
         name = op.name().removeprefix("c10d::").partition(".")[0]
-        rooted = [at for at, argument in enumerate(op._schema.arguments) if argument.name in ("root_rank", "dst", "src")]
+        order = [argument.name for argument in op._schema.arguments]
+        group_at = order.index("process_group")
+        root_at = next((at for at, argument in enumerate(order) if argument in ("root_rank", "dst", "src")), None)
+        backend_select = torch._C.DispatchKey.BackendSelect
 
         def kernel(keyset: Any, *arguments: Any, **options: Any) -> Any:
             started_ns = time.perf_counter_ns()
-            result = op.redispatch(keyset.remove(torch._C.DispatchKey.BackendSelect), *arguments, **options)
-            root = int(arguments[rooted[0]]) if rooted and rooted[0] < len(arguments) else None
-            self._write(name, arguments, result, started_ns, root)
+            result = op.redispatch(keyset.remove(backend_select), *arguments, **options)
+            root = None if root_at is None else int(arguments[root_at])
+            self._write(name, arguments, arguments[group_at], result, started_ns, root)
             return result
 
         return kernel
 
-    def _write(self, name: str, arguments: tuple[Any, ...], result: Any, started_ns: int, root: int | None) -> None:
+    def _write(self, name: str, arguments: tuple[Any, ...], boxed: Any, result: Any, started_ns: int, root: int | None) -> None:
         returned_ns = time.perf_counter_ns()
-        found = [value for value in arguments if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type())]
-        if not found:
-            return
-        group = ProcessGroup.unbox(found[0])
+        group = ProcessGroup.unbox(boxed)
         known = self._group(group)
         sizes, dtype, element_bytes = _sizes(arguments)
         origin, site = _origin()
@@ -177,12 +178,12 @@ class CollectiveLog:
 
 
 def _collective_ops() -> Iterator[tuple[str, Any]]:
-    """Those ops of torch that give a handle to wait for."""
+    """Those ops of torch on a process group that give a handle to wait for."""
     for name in torch._C._dispatch_get_all_op_names():
         if name.startswith("c10d::"):
             base, _, overload = name.removeprefix("c10d::").partition(".")
             op = getattr(getattr(torch.ops.c10d, base), overload or "default")
-            if "c10d.Work" in str(op._schema):
+            if "c10d.Work" in str(op._schema) and any(argument.name == "process_group" for argument in op._schema.arguments):
                 yield name, op
 
 

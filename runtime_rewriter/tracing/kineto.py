@@ -46,7 +46,10 @@ class KinetoTrace:
             profile_memory=settings.profile_memory,
             with_stack=settings.with_stack,
             # What links kernels to operators costs a tenth of an operator's record, and there are no kernels without a device.
-            experimental_config=_ExperimentalConfig(profile_all_threads=True, disable_external_correlation=not self._cuda),
+            # Only the file is read, so the stop need not make a tree of objects; stacks stand in the file only with that tree.
+            experimental_config=_ExperimentalConfig(
+                profile_all_threads=True, disable_external_correlation=not self._cuda, trace_only=not settings.with_stack
+            ),
         )
         self._mark: Any = None
         self._mark_ns = 0

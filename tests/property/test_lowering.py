@@ -204,7 +204,7 @@ def transfers(kind: Collective, members: list[int], root: int) -> list[tuple[int
         Collective.ALL_GATHER: [(a, b, 0.75) for a, b in ring],
         Collective.ALL_TO_ALL: [(a, b, 0.25) for a in members for b in members if a != b],
         Collective.REDUCE: [(a, b, 0.75) for a, b in ring] + [(a, root, 0.25) for a in others],
-        Collective.BROADCAST: [(turned[0], turned[2], 1.0), (turned[0], turned[1], 1.0), (turned[2], turned[3], 1.0)],
+        Collective.BROADCAST: [(turned[0], turned[2], 1.0), (turned[0], turned[1], 1.0), (turned[1], turned[3], 1.0)],
         Collective.GATHER: [(a, root, 1.0) for a in others],
         Collective.SCATTER: [(root, a, 1.0) for a in others],
     }[kind]

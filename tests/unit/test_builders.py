@@ -20,7 +20,7 @@ from autotune.strategy_space.plan import Primitive, plan
 from autotune.strategy_space.space import SearchSpace
 from autotune.strategy_space.strategy import Compressor, Partition, Shard, SparseHandling, Strategy, Synchronizer, VariableStrategy
 from autotune.workload import Variable, Workload
-from benchmarks import cross_step_model
+from benchmarks.models.generated import MODELS
 
 KB = Workload("m", tuple(Variable(f"v{i}", (250,)) for i in range(6)), backward_s=0.06)  # six gradients of 1000 bytes
 FOUR = Cluster.local(4)
@@ -244,7 +244,8 @@ def test_parallax_reduces_dense_gradients_and_serves_sparse_ones():
 
 def test_cross_step_is_predicted_to_beat_the_best_bucket_size_and_issues_what_is_needed_late_last():
     """The example's large late layers: GROUNDWORK measured 1.22 on it, over the best bucket size and with a hand-made order."""
-    model, gigabit = cross_step_model.workload(), Cluster("c", tuple(Host(f"h{i}", 1, 1.25e8, 5e-5, 1e10, 5e-6) for i in range(4)))
+    model = replace(MODELS["layers"].workload(), update_s=0.0)
+    gigabit = Cluster("c", tuple(Host(f"h{i}", 1, 1.25e8, 5e-5, 1e10, 5e-6) for i in range(4)))
 
     def step_s(strategy):
         enacted = plan(strategy, model, 4)

@@ -25,7 +25,10 @@ from autotune.tuner import (
     ProfileWorkload,
     Propose,
     RunTrial,
+    contender,
+    look_instruction,
     next_instruction,
+    search_instruction,
 )
 
 FAST = {5: 0.06, 3: 0.07}
@@ -53,6 +56,21 @@ def test_the_fastest_strategy_is_exported_when_it_is_really_faster():
 def test_trials_run_in_the_documented_order():
     history, _ = drive(job_spec(), SyntheticWorld(FAST))
     assert roles(history) == "r" + "ccccr" + "ccccr" + "cccc" + "cc" + "r" + "abba" * 3
+
+
+def test_the_search_can_be_had_without_its_closing_comparison():
+    """Instruction for instruction the same, and the same contender."""
+    spec, world = job_spec(), SyntheticWorld(FAST, noise=0.02)
+    whole, _ = drive(spec, world)
+    history = History((), spec.deviation)
+    for part, shown in ((search_instruction, "r" + "ccccr" * 2 + "cccc"), (look_instruction, "cc" + "r")):
+        before = roles(history)
+        while (instruction := part(spec, history)) is not None:
+            history = history.then(world.answer(spec, history, instruction))
+        assert roles(history) == before + shown
+    assert history.events == whole.events[: len(history.events)]
+    assert contender(history) == whole.ab_trials[0].request.strategy_id == strategy(5).id
+    assert contender(History((), spec.deviation)) is None
 
 
 def test_trial_numbers_count_up_and_candidates_carry_their_round_and_prediction():

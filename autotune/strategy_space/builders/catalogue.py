@@ -9,6 +9,7 @@ from autotune.cluster import Cluster
 from autotune.strategy_space.builders import collectives, servers
 from autotune.strategy_space.builders.collectives import MIB
 from autotune.strategy_space.builders.cross_step import cross_step_all_reduce
+from autotune.strategy_space.builders.priority import byte_scheduler_like
 from autotune.strategy_space.space import SearchSpace
 from autotune.strategy_space.strategy import Strategy
 from autotune.workload import Workload
@@ -32,11 +33,14 @@ BUILDERS: MappingProxyType[str, Builder] = MappingProxyType(
         "partitioned_all_reduce": lambda workload, _: collectives.partitioned_all_reduce(workload),
         "random_axis_partitioned_all_reduce": lambda workload, _: collectives.random_axis_partitioned_all_reduce(workload),
         "parameter_server": servers.parameter_server,
+        "ps_round_robin": servers.ps_round_robin,
         "ps_load_balanced": servers.ps_load_balanced,
         "partitioned_ps": servers.partitioned_ps,
         "uneven_partitioned_ps": servers.uneven_partitioned_ps,
         "parallax": servers.parallax,
         "byteps_like": servers.byteps_like,
+        "byteps_across_steps": servers.byteps_across_steps,
+        "byte_scheduler_like": byte_scheduler_like,
         "cross_step_all_reduce": cross_step_all_reduce,
     }
 )

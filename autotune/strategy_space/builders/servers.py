@@ -9,11 +9,10 @@ from autotune.cluster import Cluster
 from autotune.errors import InvalidInput
 from autotune.strategy_space.builders.collectives import AUTODIST_CHUNK, all_reduce_positions
 from autotune.strategy_space.builders.partitions import MAX_SHARDS, by_smallest_non_divisor, even_partition, in_pieces
+from autotune.strategy_space.builders.priority import by_priority
 from autotune.strategy_space.constraints import server_bandwidths, server_ranks
-from autotune.strategy_space.cross_step import issue_order
 from autotune.strategy_space.space import SearchSpace
 from autotune.strategy_space.strategy import Partition, Shard, SparseHandling, Strategy, Synchronizer, VariableStrategy
-from autotune.strategy_space.timing import ready_times_s
 from autotune.workload import Variable, Workload
 
 BYTEPS_PARTITION_BYTES = 4_096_000  # BytePS: BYTEPS_PARTITION_BYTES
@@ -25,6 +24,14 @@ def parameter_server(workload: Workload, cluster: Cluster) -> Strategy:
     bandwidths = server_bandwidths(cluster, ranks)
     shard = Shard(Synchronizer.PARAMETER_SERVER, placement=ranks[int(bandwidths.argmax())])
     return Strategy(tuple(VariableStrategy(variable.name, (shard,)) for variable in workload.variables))
+
+
+def ps_round_robin(workload: Workload, cluster: Cluster) -> Strategy:
+    """Whole variables on all ranks in turn, in forward order: TensorFlow's `replica_device_setter` as it is by default."""
+    ranks = server_ranks(cluster)
+    forward = reversed(workload.variables)
+    shards = [Shard(Synchronizer.PARAMETER_SERVER, placement=rank) for rank in ranks]
+    return Strategy(tuple(VariableStrategy(variable.name, (shards[turn % len(ranks)],)) for turn, variable in enumerate(forward)))
 
 
 def ps_load_balanced(workload: Workload, cluster: Cluster) -> Strategy:
@@ -67,30 +74,19 @@ def parallax(workload: Workload, cluster: Cluster, variables_per_group: int = AU
 
 
 def byteps_like(workload: Workload, cluster: Cluster, partition_bytes: int = BYTEPS_PARTITION_BYTES) -> Strategy:
-    """Pieces of at most 4 MB on balanced servers; of what is ready, what the next forward pass needs first goes first.
+    """Pieces of at most 4 MB on balanced servers, in the order of `by_priority` over the slowest server's link.
 
-    Source: BytePS, OSDI 2020, and its BYTEPS_PARTITION_BYTES; the order is that of ByteScheduler (SOSP 2019, sec. 4). BytePS decides
-    while it runs; a plan has one order, so it is played through beforehand, over the slowest server's link. Without measured times
-    everything counts as ready at once.
+    Source: BytePS, OSDI 2020, and its BYTEPS_PARTITION_BYTES. Within the step, as its DistributedOptimizer is.
     """
     if partition_bytes < 1:
         raise InvalidInput(f"a partition needs at least 1 byte, but has {partition_bytes}")
     strategy = _served(workload, cluster, [in_pieces(variable, partition_bytes) for variable in workload.variables])
-    bandwidth = min(server_bandwidths(cluster, server_ranks(cluster)).tolist())
-    pieces, ready_s, taken_s = [], [], []
-    for position, (variable, at_s) in enumerate(zip(workload.variables, ready_times_s(workload).tolist(), strict=True)):
-        count = len(strategy.by_name[variable.name].shards)
-        pieces += [(position, number) for number in range(count)]
-        ready_s += [at_s] * count
-        taken_s += [variable.grad_bytes / count / bandwidth] * count
-    urgency = [-position for position, _ in pieces]  # what is ready last was computed first, and is read first
-    turn = {pieces[number]: at for at, number in enumerate(issue_order(ready_s, taken_s, urgency))}
-    choices = []
-    for position, variable in enumerate(workload.variables):
-        choice = strategy.by_name[variable.name]
-        shards = tuple(replace(shard, priority=turn[position, number]) for number, shard in enumerate(choice.shards))
-        choices.append(replace(choice, shards=shards))
-    return Strategy(tuple(choices))
+    return by_priority(strategy, workload, min(server_bandwidths(cluster, server_ranks(cluster)).tolist()))
+
+
+def byteps_across_steps(workload: Workload, cluster: Cluster) -> Strategy:
+    """The same into the next forward pass: BytePS's CrossBarrier optimizer, which is ByteScheduler's for parameter servers."""
+    return replace(byteps_like(workload, cluster), cross_step=True)
 
 
 def least_loaded(loads_bytes: Sequence[float], bandwidths_bytes_per_s: Sequence[float], shard_bytes: int) -> int:

@@ -1,0 +1,187 @@
+"""Models that are made of nothing but parameters and times: real gradients and updates of the right sizes, computation as timed waits.
+
+Each has the layers of a published architecture with narrower widths (11 to 20 MB of gradients), so that a step of four ranks takes 100 to
+500 ms on emulated links of 1 Gbit/s, and longer over a slower one. What a layer computes is its share of the multiplications; the time of
+one whole replica, `step_s`, is chosen such that communication takes about as long, where strategies differ most. `layers` has no published
+architecture: it is the model on which synchronization across steps is compared. All times are assumed and say so.
+`benchmarks/models/script.py` trains the models.
+
+| symbol | meaning | unit |
+|---|---|---|
+| work | multiplications of a layer's forward pass, of one example | relative to the other layers |
+| step_s | computation of one step of one replica: forward a third, backward two thirds, and the update | s |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from types import MappingProxyType
+
+from autotune.errors import InvalidInput
+from autotune.workload import DTYPE_BYTES, Variable, Workload
+
+FORWARD_SHARE = 1 / 3
+VGG_BLOCKS = ((2, 64), (2, 128), (3, 256), (3, 512), (3, 512))
+VGG_DIVISOR = 7
+DENSENET_BLOCKS, DENSENET_GROWTH = (6, 12, 24, 16), 20
+TABLE_ROWS, TABLE_WIDTH, TABLE_TOUCHED = 40_000, 64, 4_000
+MLP = (512, 1024, 1024, 512, 256, 1)
+TRANSFORMER_WORDS, TRANSFORMER_WIDTH, TRANSFORMER_BLOCKS, TRANSFORMER_TOKENS = 2000, 256, 3, 128
+TIMED_LAYERS = (
+    (2_000, 0.030),
+    (20_000, 0.030),
+    (80_000, 0.030),
+    (150_000, 0.030),
+    (300_000, 0.030),
+    (300_000, 0.030),
+    (600_000, 0.020),
+    (600_000, 0.020),
+    (2_000_000, 0.006),
+    (1_000_000, 0.004),
+    (10_000, 0.001),
+)
+"""(parameters, seconds of one step) of every layer of `layers`, from the input to the loss."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """`shapes`: (name, shape) of its variables. `touched`: the rows of its table that one step of a rank reads (0: dense gradients)."""
+
+    name: str
+    shapes: tuple[tuple[str, tuple[int, ...]], ...]
+    work: float
+    touched: int = 0
+
+
+@dataclass(frozen=True)
+class Model:
+    """`layers` from the input to the loss. `update_s`: between the end of the synchronization and the next step."""
+
+    name: str
+    layers: tuple[Layer, ...]
+    step_s: float
+    update_s: float
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.update_s < self.step_s:
+            raise InvalidInput(f"update_s of {self.name!r} must lie in [0, step_s = {self.step_s}), but is {self.update_s}")
+
+    @property
+    def passes_s(self) -> list[tuple[float, float]]:
+        """(forward, backward) time of each layer by its share of the work."""
+        both_s, total = self.step_s - self.update_s, sum(layer.work for layer in self.layers)
+        layers_s = [both_s * layer.work / total for layer in self.layers]
+        return [(FORWARD_SHARE * layer_s, (1 - FORWARD_SHARE) * layer_s) for layer_s in layers_s]
+
+    def workload(self) -> Workload:
+        """One replica. Edges: variables that follow each other."""
+        forward_s, backward_s = zip(*self.passes_s, strict=True)
+        needed_s = [end - own for end, own in zip(accumulate(forward_s), forward_s, strict=True)]
+        ready_s = list(accumulate(reversed(backward_s)))[::-1]
+        variables = tuple(
+            Variable(f"{layer.name}.{name}", shape, sparse=layer.touched > 0, ready_s=ready_s[number], needed_s=needed_s[number])
+            for number, layer in enumerate(self.layers)
+            for name, shape in layer.shapes
+        )
+        edges = tuple(pairwise(range(len(variables))))
+        return Workload(self.name, variables[::-1], edges, sum(forward_s), ready_s[0], self.update_s)
+
+    @property
+    def touched_bytes(self) -> Mapping[str, int]:
+        """Sparse variable -> bytes of the values of the rows that one rank's step touches, the least that it has to send."""
+        return {
+            f"{layer.name}.{name}": layer.touched * shape[1] * DTYPE_BYTES["float32"]
+            for layer in self.layers
+            if layer.touched
+            for name, shape in layer.shapes
+        }
+
+
+def _conv(name: str, side: int, size: int, inputs: int, outputs: int, bias: bool) -> Layer:
+    """A convolution whose output has `side` x `side` pixels."""
+    weight = ("weight", (outputs, inputs, size, size))
+    shapes = (weight, ("bias", (outputs,))) if bias else (weight,)
+    return Layer(name, shapes, float(side * side * size * size * inputs * outputs))
+
+
+def _linear(name: str, inputs: int, outputs: int) -> Layer:
+    return Layer(name, (("weight", (outputs, inputs)), ("bias", (outputs,))), float(inputs * outputs))
+
+
+def _norm(name: str, side: int, channels: int) -> Layer:
+    """A normalization. Its few operations per value count as ten multiplications, as reading and writing them is what takes time."""
+    return Layer(name, (("weight", (channels,)), ("bias", (channels,))), 10.0 * side * side * channels)
+
+
+def vgg_like(divisor: int = VGG_DIVISOR) -> tuple[Layer, ...]:
+    """VGG-16 (Simonyan & Zisserman 2015): three quarters of all parameters in one dense layer that is ready first and needed last."""
+    layers, channels, side = [], 3, 224
+    for block, (count, width) in enumerate(VGG_BLOCKS):
+        for number in range(count):
+            layers.append(_conv(f"conv{block}_{number}", side, 3, channels, width // divisor, bias=True))
+            channels = width // divisor
+        side //= 2
+    hidden = 4096 // divisor
+    sizes = (side * side * channels, hidden, hidden, 1000 // divisor)
+    return *layers, *(_linear(f"fc{number}", *pair) for number, pair in enumerate(pairwise(sizes)))
+
+
+def densenet_like(growth: int = DENSENET_GROWTH) -> tuple[Layer, ...]:
+    """DenseNet-121 (Huang et al. 2017) with another growth rate: 364 variables, most of them a few hundred bytes."""
+    channels, side = 2 * growth, 56
+    layers = [_conv("stem", 112, 7, 3, channels, bias=False), _norm("stem_norm", 112, channels)]
+    for stage, count in enumerate(DENSENET_BLOCKS):
+        for number in range(count):
+            name = f"block{stage}_{number}"
+            layers += [_norm(f"{name}_norm0", side, channels), _conv(f"{name}_conv0", side, 1, channels, 4 * growth, bias=False)]
+            layers += [_norm(f"{name}_norm1", side, 4 * growth), _conv(f"{name}_conv1", side, 3, 4 * growth, growth, bias=False)]
+            channels += growth
+        if stage + 1 < len(DENSENET_BLOCKS):
+            layers += [_norm(f"pool{stage}_norm", side, channels), _conv(f"pool{stage}", side, 1, channels, channels // 2, bias=False)]
+            channels, side = channels // 2, side // 2
+    return *layers, _norm("norm", side, channels), _linear("classifier", channels, 1000)
+
+
+def embedding_like(rows: int = TABLE_ROWS, width: int = TABLE_WIDTH, touched: int = TABLE_TOUCHED) -> tuple[Layer, ...]:
+    """A recommender: a table of which a step touches a tenth, then a perceptron. The table is needed first and ready last."""
+    dense = [_linear(f"mlp{number}", *pair) for number, pair in enumerate(pairwise(MLP))]
+    lookup = 0.2 * sum(layer.work for layer in dense)  # gathering rows multiplies nothing, but takes its time
+    return Layer("table", (("weight", (rows, width)),), lookup, touched), *dense
+
+
+def transformer_like(
+    words: int = TRANSFORMER_WORDS, width: int = TRANSFORMER_WIDTH, blocks: int = TRANSFORMER_BLOCKS, tokens: int = TRANSFORMER_TOKENS
+) -> tuple[Layer, ...]:
+    """Blocks of attention and a feed-forward net (Vaswani et al. 2017); an embedding and a head hold a third of all parameters."""
+    layers = [Layer("embedding", (("weight", (words, width)),), 10.0 * width)]  # rows are read and written, as by a normalization
+    for number in range(blocks):
+        name = f"block{number}"
+        projection = _linear(f"{name}_projection", width, width)
+        attention = replace(projection, work=projection.work + 2.0 * tokens * width)  # scores and their sums of values
+        layers += [_norm(f"{name}_norm0", 1, width), _linear(f"{name}_heads", width, 3 * width), attention]
+        layers += [_norm(f"{name}_norm1", 1, width), _linear(f"{name}_up", width, 4 * width), _linear(f"{name}_down", 4 * width, width)]
+    return *layers, _norm("norm", 1, width), _linear("head", width, words)
+
+
+def large_late_layers() -> tuple[Layer, ...]:
+    """The last ones to compute are the largest, as in a network that ends in wide dense layers: ready first and needed last.
+
+    Over 231 ms of computation four ranks at 1 Gbit/s move the gradients in 243 ms by a ring.
+    """
+    return tuple(Layer(str(number), (("weight", (size,)),), seconds) for number, (size, seconds) in enumerate(TIMED_LAYERS))
+
+
+MODELS: Mapping[str, Model] = MappingProxyType(
+    {
+        model.name: model
+        for model in (
+            Model("vgg", vgg_like(), step_s=0.130, update_s=0.004),
+            Model("densenet", densenet_like(), step_s=0.150, update_s=0.008),
+            Model("embedding", embedding_like(), step_s=0.110, update_s=0.004),
+            Model("transformer", transformer_like(), step_s=0.150, update_s=0.004),
+            Model("layers", large_late_layers(), step_s=sum(seconds for _, seconds in TIMED_LAYERS) + 0.0035, update_s=0.0035),
+        )
+    }
+)

@@ -1,0 +1,1 @@
+"""What tuning is worth beside every rival: `python -m benchmarks.outcome`."""

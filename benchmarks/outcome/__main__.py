@@ -1,0 +1,93 @@
+"""What tuning is worth beside every rival: `python -m benchmarks.outcome` (root).
+
+For every domain, a model on an emulated cluster, in one running script: torch's DDP as it is and with the best bucket size of a sweep;
+one message per variable, a single bucket, parameter servers, BytePS-, ByteScheduler- and ZeRO-2-like strategies; random search and
+scikit-optimize; ours after 25, 50, 100 and 200 trials, with and without lossy compressors. All are frozen and measured again,
+interleaved in rounds of random order. Ratios are time(rival) / time(ours): above 1 ours is faster. The last line is one JSON object;
+`outcome.md` in the folder is a section for docs/results.md.
+
+    python -m benchmarks.outcome --domain vgg.four_hosts --quick          # one domain in a few minutes
+    python -m benchmarks.outcome --marks 25,50                            # all domains; a run that was stopped goes on
+    python -m benchmarks.outcome --only-evaluate                          # what lies in the folder
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+
+from rich.console import Console
+
+from autotune.errors import InvalidInput
+from autotune.measurement import CONFIDENCE, fewest_values
+from autotune.testbed.capabilities import capabilities
+from benchmarks.outcome.domains import DOMAINS, domain
+from benchmarks.outcome.kept import Folder, Settings
+from benchmarks.outcome.measure import measure
+from benchmarks.outcome.report import section
+from benchmarks.outcome.results import last_line, row_of
+
+MARKS = (25, 50, 100, 200)
+QUICK_TRIALS = 25
+
+console = Console(stderr=True, highlight=False, markup=False)
+
+
+def read_settings(options: argparse.Namespace) -> Settings:
+    """Raises `InvalidInput`."""
+    try:
+        marks = tuple(sorted({int(mark) for mark in options.marks.split(",")}))
+    except ValueError:
+        raise InvalidInput(f"--marks needs numbers of trials, for example 25,50, but is {options.marks!r}") from None
+    trials = options.trials or (QUICK_TRIALS if options.quick else marks[-1])
+    marks = (*(mark for mark in marks if mark < trials), trials)
+    if marks[0] < 1:
+        raise InvalidInput(f"--marks and --trials must be at least 1, but the first is {marks[0]}")
+    fewest = fewest_values(CONFIDENCE)
+    rounds = options.rounds or (fewest if options.quick else Settings.rounds)
+    if rounds < fewest:
+        raise InvalidInput(f"--rounds must be at least {fewest} for an interval of {CONFIDENCE:.0%}, but is {rounds}")
+    return Settings(marks, rounds, 2 if options.quick else Settings.sweeps, not (options.lossless_only or options.quick), options.seed)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=Path("outcome-trials"), help="where trials are kept (default outcome-trials)")
+    parser.add_argument(
+        "--domain", nargs="*", default=list(DOMAINS), metavar="MODEL.CLUSTER", help=f"of {', '.join(DOMAINS)} (default all)"
+    )
+    parser.add_argument("--marks", default=",".join(map(str, MARKS)), help="trials after which ours is frozen (default 25,50,100,200)")
+    parser.add_argument("--trials", type=int, help="budget of every search, and the last mark (default the largest of --marks)")
+    parser.add_argument("--rounds", type=int, help=f"of the closing comparison (default {Settings.rounds})")
+    parser.add_argument("--lossless-only", action="store_true", help="no search with lossy compressors")
+    parser.add_argument("--quick", action="store_true", help=f"{QUICK_TRIALS} trials, the fewest rounds, lossless only")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only-evaluate", action="store_true", help="of what lies in the folder")
+    options = parser.parse_args()
+    try:
+        domains, settings = [domain(name) for name in options.domain], read_settings(options)
+    except InvalidInput as error:
+        parser.error(str(error))
+    if not options.only_evaluate:
+        able = capabilities()
+        if not able.possible:
+            print(able.message, file=sys.stderr)
+            return 2
+        for own in domains:
+            measure(own, Folder(options.folder / own.name), settings, console.log)
+    rows = [row for own in domains if (options.folder / own.name).exists() and (row := row_of(own, Folder(options.folder / own.name)))]
+    if not rows:
+        print(f"{options.folder} holds no complete domain of {', '.join(options.domain)}; measure one first", file=sys.stderr)
+        return 2
+    text = section(rows, f"python -m benchmarks.outcome {' '.join(sys.argv[1:])}".strip(), f"{datetime.now(UTC):%Y-%m-%d}")
+    (options.folder / "outcome.md").write_text(text, encoding="utf-8")
+    print(text)
+    print(json.dumps(last_line(rows)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

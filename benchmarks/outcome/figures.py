@@ -1,0 +1,102 @@
+"""What the trials of the closing comparison say: ratios with intervals, distance to the bound, trials until near the best.
+
+A ratio is time(rival) / time(ours): above 1 ours is faster. It is the Hodges-Lehmann estimate over the rounds with the exact interval of
+the signed-rank test, both on logarithms (`autotune.measurement.compare`).
+
+The best of several sides is chosen on one half of the rounds and compared on the other, and the other way round, so that neither the
+luck that made it the best nor a bad day of one side counts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from autotune.errors import InvalidInput
+from autotune.measurement import CONFIDENCE, compare, fewest_values
+from autotune.records import Comparison, Measured
+from benchmarks.outcome.kept import Line, Side, Stop
+
+Round = Mapping[str, Measured]
+"""Plan -> its block of this round."""
+WITHIN = 0.02
+"""How near to the best known counts as having found it."""
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """time(rival) / time(ours); `rivals`: the sides that were the best of the two halves of the rounds."""
+
+    value: float
+    low: float
+    high: float
+    rounds: int
+    rivals: tuple[str, ...]
+
+
+def geomean(values: Sequence[float]) -> float:
+    """Of positive values, at least one."""
+    if not values or min(values) <= 0:
+        raise InvalidInput(f"a geometric mean needs one or more values above 0, but got {list(values)}")
+    return math.exp(math.fsum(math.log(value) for value in values) / len(values))
+
+
+def whole_rounds(lines: Sequence[Line], sides: Sequence[Side]) -> list[Round]:
+    """The rounds in which every side was measured; sides that ever failed are not waited for. Order as they were made."""
+    failed = {line.plan for line in lines if line.failure}
+    wanted = {side.plan for side in sides} - failed
+    rounds: dict[int, dict[str, Measured]] = {}
+    for line in lines:
+        if line.measured is not None and line.plan in wanted:
+            rounds.setdefault(line.round, {})[line.plan] = line.measured
+    return [rounds[number] for number in sorted(rounds) if rounds[number].keys() == wanted]
+
+
+def best_of_sweep(lines: Sequence[Line], plans: Mapping[str, str]) -> dict[str, float]:
+    """Name -> median step time over all its trials; names that were never measured are missing. Raises if nothing was."""
+    found: dict[str, list[float]] = {}
+    for line in lines:
+        if line.measured is not None:
+            found.setdefault(line.plan, []).append(line.measured.median_s)
+    times_s = {name: median(found[key]) for name, key in plans.items() if key in found}
+    if not times_s:
+        raise InvalidInput("every bucket size of the sweep failed, so there is no best one; see trials.jsonl")
+    return times_s
+
+
+def median_s(rounds: Sequence[Round], key: str) -> float:
+    """Median over the rounds of a plan's median step."""
+    return median(measured[key].median_s for measured in rounds)
+
+
+def ratio_to_best(rounds: Sequence[Round], rivals: Sequence[Side], ours: str, confidence: float = CONFIDENCE) -> Ratio:
+    """Of the best rival to the plan `ours`; see the head of this module. Sides that failed, and so are in no round, are left out."""
+    if len(rounds) < fewest_values(confidence):
+        raise InvalidInput(
+            f"an interval of {confidence:.0%} needs at least {fewest_values(confidence)} whole rounds, but there are {len(rounds)}"
+        )
+    there = [side for side in rivals if side.plan in rounds[0]]
+    halves = rounds[0::2], rounds[1::2]
+    chosen = [min(there, key=lambda side: median_s(half, side.plan)) for half in reversed(halves)]
+    theirs = [measured[side.plan] for half, side in zip(halves, chosen, strict=True) for measured in half]
+    mine = [measured[ours] for half in halves for measured in half]
+    return _ratio(compare(theirs, mine, confidence), tuple(dict.fromkeys(side.name for side in chosen)))
+
+
+def ratio_to_bound(rounds: Sequence[Round], ours: str, bound_s: float, confidence: float = CONFIDENCE) -> Ratio:
+    """time(ours) / bound, at or above 1 but for errors of the fitted rate."""
+    bound = Measured(((bound_s,),))
+    found = compare([measured[ours] for measured in rounds], [bound] * len(rounds), confidence)
+    return _ratio(found, ("bound",))
+
+
+def _ratio(found: Comparison, names: tuple[str, ...]) -> Ratio:
+    return Ratio(found.ratio, found.low, found.high, found.pairs, names)
+
+
+def first_within(stops: Sequence[Stop], times_s: Mapping[str, float], best_s: float, within: float = WITHIN) -> Stop | None:
+    """The first of a search's bests whose time, measured again, is at most `within` above the best known; None if none is."""
+    ordered = sorted(stops, key=lambda stop: stop.trials)
+    return next((stop for stop in ordered if times_s.get(stop.side, math.inf) <= (1 + within) * best_s), None)

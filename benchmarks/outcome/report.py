@@ -1,0 +1,91 @@
+"""The rows as a section that docs/results.md can carry."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autotune.units import format_seconds
+from benchmarks.outcome.figures import Ratio
+from benchmarks.outcome.kept import Group
+from benchmarks.outcome.results import AtMark, Outcome, Row, last_line
+
+HEAD = """## What tuning is worth beside every rival
+
+`{command}`, {date}, {cores} cores, {machine}. Emulated network with real transfers, emulated accelerators: timed waits, of assumed times
+for the generated models and of measured ones for the GPT example. Ratios are time(rival) / time(ours): above 1 ours is faster; 95 %
+intervals over the rounds. DDP: the better of torch's default and its best bucket size of a sweep; this, and the best of all rivals, is
+chosen on one half of the rounds and compared on the other. Ours is what the tuner would compare with the current setup, exported or not.
+"""
+
+
+def section(rows: Sequence[Row], command: str, date: str) -> str:
+    described, summary = rows[0].described, last_line(rows)
+    parts = [HEAD.format(command=command, date=date, cores=described.cores, machine=described.machine)]
+    parts.append(_overview(rows))
+    parts.append(
+        f"Geometric mean over {len(rows)} domain(s): {summary['ratio_geomean_lossless']:.3f} to DDP (lowest "
+        f"{summary['ratio_min_lossless']:.3f}), {summary['ratio_geomean_any']:.3f} to the best of all rivals (lowest "
+        f"{summary['ratio_min_any']:.3f}); mean distance to the bound {summary['bound_gap_mean']:.1%}.\n"
+    )
+    return "\n".join([*parts, *(_domain(row) for row in rows)])
+
+
+def _overview(rows: Sequence[Row]) -> str:
+    lines = [
+        "| domain | trials | to DDP | to the best rival | which | above the bound | trials until within 2 % | with compressors: to DDP |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        last = row.lossless.last
+        lossy = _interval(row.lossy.last.today) if row.lossy is not None else "not tried"
+        cells = (
+            *(row.domain, f"{last.trials}", _interval(last.today), _interval(last.best), " / ".join(last.best.rivals)),
+            *(f"{row.gap.value - 1:.1%}", _near(row.lossless), lossy),
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _near(outcome: Outcome) -> str:
+    return "not reached" if outcome.near is None else f"{outcome.near.trials} ({outcome.near.seconds:.0f} s)"
+
+
+def _interval(ratio: Ratio) -> str:
+    return f"{ratio.value:.3f} ({ratio.low:.3f} to {ratio.high:.3f})"
+
+
+def _domain(row: Row) -> str:
+    bound = "computation" if row.compute_s >= row.transfer_s else "the slowest link"
+    lines = [
+        f"### {row.domain}\n",
+        f"Bound {format_seconds(row.bound_s)} ({bound}: computation {format_seconds(row.compute_s)}, "
+        f"transfer {format_seconds(row.transfer_s)}). "
+        f"Median overrun of the emulated accelerators {row.overrun:.1%}, load {row.load:.1f}. Best known without loss: "
+        f"{row.lossless.best_known}. {_sweep(row)}\n",
+        "| side | step (quartiles) | time(side) / time(ours) |",
+        "|---|---|---|",
+    ]
+    for compared in sorted(row.compared, key=lambda own: own.middle_s):
+        if compared.side.group is Group.STOP:
+            continue
+        quartiles = f"{compared.middle_s * 1e3:.1f} ms ({compared.low_s * 1e3:.1f} to {compared.high_s * 1e3:.1f})"
+        name = compared.side.name if compared.side.lossless else f"{compared.side.name} (compressed)"
+        lines.append(f"| {name} | {quartiles} | {_interval(compared.ratio)} |")
+    lines += [f"\n{name} is left out, it failed: {why}" for name, why in row.failed.items()]
+    for title, outcome in (("without loss", row.lossless), ("with compressors allowed", row.lossy)):
+        if outcome is not None:
+            lines += ["", f"Ours {title}, by trials:", "", *_marks(outcome.marks)]
+    return "\n".join(lines) + "\n"
+
+
+def _sweep(row: Row) -> str:
+    return "Sweep: " + ", ".join(f"{name} {value * 1e3:.0f} ms" for name, value in row.sweep_s.items()) + "."
+
+
+def _marks(marks: Sequence[AtMark]) -> list[str]:
+    lines = ["| trials | tuning time | step | to DDP | to the best rival |", "|---|---|---|---|---|"]
+    for at in marks:
+        lines.append(
+            f"| {at.trials} of {at.asked} | {at.seconds:.0f} s | {at.step_s * 1e3:.1f} ms | {_interval(at.today)} | {_interval(at.best)} |"
+        )
+    return lines

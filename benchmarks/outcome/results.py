@@ -1,0 +1,191 @@
+"""From a domain's folder to its row, and from the rows to the benchmark's last line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from autotune.measurement import fewest_values
+from autotune.optimizer.optimize import least_transfer_s
+from autotune.workload import Workload
+from benchmarks.outcome.domains import Domain
+from benchmarks.outcome.figures import WITHIN, Ratio, Round, first_within, geomean, median_s, ratio_to_best, ratio_to_bound, whole_rounds
+from benchmarks.outcome.kept import Course, Described, Folder, Group, Side, Stop
+from benchmarks.outcome.measure import CLOSING
+from benchmarks.outcome.rivals import DDP_DEFAULT
+from benchmarks.outcome.searches import OURS, OURS_LOSSY
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A side in the closing comparison: quartiles over the blocks' medians, and its ratio to ours (lossless, last mark)."""
+
+    side: Side
+    low_s: float
+    middle_s: float
+    high_s: float
+    ratio: Ratio
+
+
+@dataclass(frozen=True)
+class AtMark:
+    """Ours after `trials` trials (`asked` were allowed) in `seconds`."""
+
+    asked: int
+    trials: int
+    seconds: float
+    side: str
+    step_s: float
+    today: Ratio
+    best: Ratio
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One search of ours: every mark, and the first of its bests within 2 % of the best known (None: none)."""
+
+    marks: tuple[AtMark, ...]
+    best_known: str
+    best_known_s: float
+    near: Stop | None
+
+    @property
+    def last(self) -> AtMark:
+        return self.marks[-1]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A domain. `gap` is time(ours) / bound, lossless. `failed`: sides that are left out, and why."""
+
+    domain: str
+    compared: tuple[Compared, ...]
+    lossless: Outcome
+    lossy: Outcome | None
+    compute_s: float
+    transfer_s: float
+    gap: Ratio
+    overrun: float
+    load: float
+    described: Described
+    sweep_s: Mapping[str, float]
+    failed: Mapping[str, str]
+
+    @property
+    def bound_s(self) -> float:
+        return max(self.compute_s, self.transfer_s)
+
+
+def row_of(domain: Domain, folder: Folder) -> Row | None:
+    """None as long as there are not enough whole rounds for an interval."""
+    described, frozen = folder.described(), folder.frozen()
+    if described is None or frozen is None:
+        return None
+    lines = folder.lines(CLOSING)
+    rounds = whole_rounds(lines, frozen.sides)
+    if len(rounds) < fewest_values(0.95) or OURS not in frozen.courses:
+        return None
+    failures = {line.plan: line.failure for line in lines if line.failure}
+    there = [side for side in frozen.sides if side.plan not in failures]
+    lossless = _outcome(frozen.courses[OURS], [side for side in there if side.lossless], rounds)
+    lossy = _outcome(frozen.courses[OURS_LOSSY], there, rounds) if OURS_LOSSY in frozen.courses else None
+    workload = described.profile.workload
+    compute_s, transfer_s = workload.compute_s, least_transfer_s(described.links, sent_bytes(workload, domain.touched_bytes()))
+    ours = _plan_of(lossless.last.side, there)
+    return Row(
+        domain.name,
+        tuple(_compared(side, rounds, ours) for side in there),
+        lossless,
+        lossy,
+        compute_s,
+        transfer_s,
+        ratio_to_bound(rounds, ours, max(compute_s, transfer_s)),
+        median(line.overrun or 0.0 for line in lines),
+        median(line.load for line in lines),
+        described,
+        frozen.sweep_s,
+        {side.name: failures[side.plan] for side in frozen.sides if side.plan in failures},
+    )
+
+
+def sent_bytes(workload: Workload, touched_bytes: Mapping[str, int]) -> float:
+    """The least that has to be sent without loss: dense gradients whole, of sparse ones the rows that one rank's step touches."""
+    return float(sum(touched_bytes.get(variable.name, variable.grad_bytes) for variable in workload.variables))
+
+
+def _plan_of(name: str, sides: Sequence[Side]) -> str:
+    return next(side.plan for side in sides if side.name == name)
+
+
+def _outcome(course: Course, there: Sequence[Side], rounds: Sequence[Round]) -> Outcome:
+    """`there`: the sides that count for the best known."""
+    today = [side for side in there if side.group is Group.TODAY]
+    rivals = [side for side in there if side.group in (Group.TODAY, Group.RIVAL)]
+    marks = []
+    for mark, name in course.sides.items():
+        if name not in {side.name for side in there}:  # it failed, and the current setup would stay
+            name = DDP_DEFAULT
+        ours = _plan_of(name, there)
+        compared = ratio_to_best(rounds, today, ours), ratio_to_best(rounds, rivals, ours)
+        marks.append(AtMark(int(mark), course.trials[mark], course.seconds[mark], name, median_s(rounds, ours), *compared))
+    times_s = {side.name: median_s(rounds, side.plan) for side in there}
+    best = min(times_s, key=times_s.__getitem__)
+    stops = [*course.stops, *(Stop(at.trials, at.seconds, at.side) for at in marks)]
+    return Outcome(tuple(marks), best, times_s[best], first_within(stops, times_s, times_s[best]))
+
+
+def _compared(side: Side, rounds: Sequence[Round], ours: str) -> Compared:
+    low, middle, high = np.quantile([measured[side.plan].median_s for measured in rounds], [0.25, 0.5, 0.75]).tolist()
+    return Compared(side, low, middle, high, ratio_to_best(rounds, [side], ours))
+
+
+def last_line(rows: Sequence[Row]) -> dict[str, Any]:
+    """Ratios are time(rival) / time(ours), above 1 where ours is faster; ours after its last mark."""
+    today, best = [row.lossless.last.today.value for row in rows], [row.lossless.last.best.value for row in rows]
+    lossy = [row.lossy.last for row in rows if row.lossy is not None]
+    marks = sorted({at.asked for row in rows for at in row.lossless.marks})
+    return {
+        "ratio_geomean_lossless": geomean(today),
+        "ratio_min_lossless": min(today),
+        "ratio_geomean_any": geomean(best),
+        "ratio_min_any": min(best),
+        "bound_gap_mean": float(np.mean([row.gap.value - 1 for row in rows])),
+        "ratio_geomean_lossy_allowed": geomean([at.today.value for at in lossy]) if lossy else None,
+        "ratio_geomean_lossless_at": {
+            mark: geomean([at.today.value for row in rows for at in row.lossless.marks if at.asked == mark]) for mark in marks
+        },
+        "ratio": "time(rival) / time(ours); _lossless: to DDP with its best bucket size, _any: to the best of all rivals",
+        "within": WITHIN,
+        "domains": [_data(row) for row in rows],
+        "network": "emulated",
+        "accelerators": "emulated",
+        "cores": rows[0].described.cores,
+        "machine": rows[0].described.machine,
+    }
+
+
+def _data(row: Row) -> dict[str, Any]:
+    return {
+        "domain": row.domain,
+        "lossless": _outcome_data(row.lossless),
+        "lossy_allowed": _outcome_data(row.lossy) if row.lossy is not None else None,
+        "bound_s": row.bound_s,
+        "bound_gap": row.gap.value - 1,
+        "overrun": row.overrun,
+        "load": row.load,
+        "median_s": {compared.side.name: compared.middle_s for compared in row.compared},
+        "failed": dict(row.failed),
+    }
+
+
+def _outcome_data(outcome: Outcome) -> dict[str, Any]:
+    def interval(ratio: Ratio) -> dict[str, Any]:
+        return {"ratio": ratio.value, "low": ratio.low, "high": ratio.high, "rivals": list(ratio.rivals)}
+
+    marks = {at.asked: {"step_s": at.step_s, "today": interval(at.today), "best": interval(at.best)} for at in outcome.marks}
+    near = None if outcome.near is None else {"trials": outcome.near.trials, "seconds": outcome.near.seconds}
+    return {"marks": marks, "best_known": outcome.best_known, "near_the_best": near}

@@ -1,0 +1,126 @@
+"""The outcome benchmark's statistics: ratios, the best of several sides, whole rounds, and the trials until near the best."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from synthetic_job import SyntheticWorld, job_spec, strategy
+
+from autotune.errors import InvalidInput
+from autotune.history import History
+from autotune.records import Measured
+from autotune.rng import generator
+from autotune.tuner import search_instruction
+from benchmarks.outcome.domains import DOMAINS
+from benchmarks.outcome.figures import best_of_sweep, first_within, geomean, ratio_to_best, ratio_to_bound, whole_rounds
+from benchmarks.outcome.kept import Group, Line, Side, Stop
+from benchmarks.outcome.results import sent_bytes
+from benchmarks.outcome.searches import incumbents, near_the_last
+
+
+def block(step_s: float) -> Measured:
+    return Measured(((step_s,),))
+
+
+def rival(name: str) -> Side:
+    return Side(name, Group.RIVAL, name, None)
+
+
+def line(number: int, plan: str, step_s: float | None, phase: str = "closing") -> Line:
+    steps = () if step_s is None else (step_s,)
+    return Line(phase, number, plan, plan, steps, 0.0, "" if steps else "crash: rank 1", 0.0, 0.0)
+
+
+def test_a_geometric_mean_is_the_root_of_the_product():
+    assert geomean([2.0, 8.0]) == pytest.approx(4.0)
+    assert geomean([0.5, 2.0, 1.0]) == pytest.approx(1.0)
+    for values in ([], [1.0, 0.0]):
+        with pytest.raises(InvalidInput, match="above 0"):
+            geomean(values)
+
+
+def test_a_ratio_above_one_says_that_ours_is_faster_and_has_an_interval():
+    drift = np.linspace(1.0, 1.5, 8)
+    rounds = [{"ours": block(0.1 * at), "ddp": block(0.12 * at)} for at in drift]
+    found = ratio_to_best(rounds, [rival("ddp")], "ours")
+    assert (found.value, found.low, found.high, found.rounds, found.rivals) == (
+        pytest.approx(1.2),
+        pytest.approx(1.2),
+        pytest.approx(1.2),
+        8,
+        ("ddp",),
+    )
+    assert ratio_to_bound([{"ours": block(0.11)}] * 6, "ours", 0.1).value == pytest.approx(1.1)
+    with pytest.raises(InvalidInput, match="at least 6 whole rounds, but there are 5"):
+        ratio_to_best(rounds[:5], [rival("ddp")], "ours")
+
+
+def test_the_best_rival_is_the_fastest_one_and_a_side_that_failed_is_left_out():
+    rounds = [{"ours": block(0.1), "slow": block(0.3), "fast": block(0.15)} for _ in range(6)]
+    found = ratio_to_best(rounds, [rival("slow"), rival("fast"), rival("failed")], "ours")
+    assert found.value == pytest.approx(1.5) and found.rivals == ("fast",)
+
+
+def test_the_best_of_equal_rivals_has_no_advantage_of_its_luck():
+    """Eight rivals that are as fast as ours: the naive choice by all rounds is biased, the one by the other half is not."""
+    names = [f"r{i}" for i in range(8)]
+    honest, naive = [], []
+    for seed in range(150):
+        noise = np.exp(0.05 * generator(seed, "equal").standard_normal((6, 9)))
+        rounds = [dict(zip(["ours", *names], map(block, row), strict=True)) for row in noise.tolist()]
+        honest.append(math.log(ratio_to_best(rounds, [rival(name) for name in names], "ours").value))
+        naive.append(math.log(min(ratio_to_best(rounds, [rival(name)], "ours").value for name in names)))
+    error = np.std(honest) / math.sqrt(len(honest))
+    assert abs(np.mean(honest)) < 3 * error
+    assert np.mean(naive) < -8 * error
+
+
+def test_only_whole_rounds_count_and_a_side_that_failed_is_not_waited_for():
+    sides = [rival("a"), rival("b"), Side("b again", Group.OURS, "b", None)]
+    lines = [line(0, "a", 0.1), line(0, "b", 0.2), line(1, "b", 0.2), line(2, "b", 0.3), line(2, "a", 0.4)]
+    assert [{key: own.median_s for key, own in found.items()} for found in whole_rounds(lines, sides)] == [
+        {"a": 0.1, "b": 0.2},
+        {"b": 0.3, "a": 0.4},
+    ]
+    assert len(whole_rounds([*lines, line(3, "a", None)], sides)) == 3
+    assert whole_rounds(lines, [*sides, rival("c")]) == []
+
+
+def test_the_best_bucket_size_has_the_lowest_median_of_its_own_trials():
+    lines = [line(number, "small", value, "sweep") for number, value in enumerate((0.1, 0.5, 0.6))]
+    lines += [line(number, "large", 0.4, "sweep") for number in range(3)] + [line(0, "broken", None, "sweep")]
+    times_s = best_of_sweep(lines, {"1": "small", "25": "large", "50": "broken"})
+    assert times_s == {"1": 0.5, "25": 0.4}
+    with pytest.raises(InvalidInput, match="every bucket size of the sweep failed"):
+        best_of_sweep([line(0, "broken", None)], {"50": "broken"})
+
+
+def test_near_the_best_is_the_first_stop_within_two_percent_as_measured_again():
+    stops = [Stop(40, 90.0, "later"), Stop(3, 9.0, "early"), Stop(12, 30.0, "middle"), Stop(20, 50.0, "failed")]
+    times_s = {"early": 0.1021, "middle": 0.10199, "later": 0.1}
+    assert first_within(stops, times_s, 0.1) == stops[2]
+    assert first_within(stops, {**times_s, "early": 0.102}, 0.1) == stops[1]
+    assert first_within(stops, times_s, 0.09) is None
+
+
+def test_incumbents_are_the_bests_of_the_search_as_they_came_up():
+    spec, world = job_spec(), SyntheticWorld({0: 0.12, 1: 0.13, 2: 0.09, 4: 0.07, 9: 0.068}, default_s=0.11)
+    search = History((), spec.deviation)
+    while (instruction := search_instruction(spec, search)) is not None:
+        search = search.then(world.answer(spec, search, instruction))
+    found = incumbents(search, profile_s=5.0)
+    assert [(own.trials, own.strategy) for own in found] == [(n + 1, strategy(n)) for n in (0, 2, 4, 9)]
+    ends = {trial.request.strategy_id: trial.elapsed_s for trial in search.candidates}
+    assert [own.seconds for own in found] == [ends[own.strategy.id] + 5.0 for own in found]
+    assert [own.strategy for own in near_the_last(search, found)] == [strategy(4), strategy(9)]  # 0.07 is within 5 % of 0.068
+
+
+def test_the_bound_sends_of_a_sparse_gradient_only_the_rows_that_a_step_touches():
+    domain = DOMAINS["embedding.four_hosts"]
+    workload = domain.given_profile()
+    table = next(variable for variable in workload.variables if variable.sparse)
+    dense = workload.grad_bytes - table.grad_bytes
+    assert sent_bytes(workload, domain.touched_bytes()) == dense + 4000 * 64 * 4
+    assert sent_bytes(workload, {}) == workload.grad_bytes
