@@ -40,7 +40,8 @@ class Observed:
 class LoweredSteps:
     """`symmetric`: one of equal workers is written down, and the ports that decide; otherwise all of both.
 
-    `taken_share`, `costs`: as of `Lowering`. `replayed`: steps that were replayed, not remembered.
+    `taken_share`, `costs`: as of `Lowering`. `replayed`: steps that were replayed, not remembered. `ops`: of the graph that was asked for
+    last, the same whether it was replayed or remembered.
     """
 
     def __init__(
@@ -51,32 +52,33 @@ class LoweredSteps:
         taken_share: float = 0.0,
         costs: RuntimeCosts | None = None,
     ) -> None:
-        self.workload, self.cluster, self.taken_share = workload, cluster, taken_share
-        self.replayed = 0
+        self.workload, self.cluster, self.taken_share, self.costs = workload, cluster, taken_share, costs
+        self.replayed = self.ops = 0
         self._symmetric = symmetric
         self._lowering = Lowering(workload, cluster, costs, taken_share)
-        self._known_s: OrderedDict[object, float] = OrderedDict()
+        self._known: OrderedDict[object, tuple[float, int]] = OrderedDict()
 
     def step_s(self, plan: Plan) -> float:
         """Predicted seconds per step in the steady state."""
         key = _key(plan)
-        if key not in self._known_s:
+        if key not in self._known:
             self._remember(key, self.timeline(plan))
-        self._known_s.move_to_end(key)
-        return self._known_s[key]
+        self._known.move_to_end(key)
+        step_s, self.ops = self._known[key]
+        return step_s
 
     def _remember(self, key: object, timeline: Timeline) -> None:
-        self._known_s[key] = timeline.makespan_s
-        if len(self._known_s) > REMEMBERED:
-            self._known_s.popitem(last=False)
+        self._known[key] = timeline.makespan_s, timeline.dfg.ops
+        if len(self._known) > REMEMBERED:
+            self._known.popitem(last=False)
 
     def timeline(self, plan: Plan) -> Timeline:
         self.replayed += 1
-        return replay(self._lowering.period(plan, self._symmetric))
+        return self._replay(self._lowering.period(plan, self._symmetric))
 
     def observe(self, plan: Plan) -> Observed:
         dfg, sent = self._lowering.drawn(plan, self._symmetric)
-        timeline = replay(dfg)
+        timeline = self._replay(dfg)
         self.replayed += 1
         self._remember(_key(plan), timeline)
         message = message_of_op(dfg, sent)
@@ -90,7 +92,11 @@ class LoweredSteps:
 
     def sync_s(self, messages: Sequence[Message], across: bool) -> float:
         """Partial replay: these messages alone, all issued at once in their order; `across` steps one thread sends them one by one."""
-        return replay(self._lowering.message_graph(messages, one_by_one=across)).makespan_s
+        return self._replay(self._lowering.message_graph(messages, one_by_one=across)).makespan_s
+
+    def _replay(self, dfg: Dfg) -> Timeline:
+        self.ops = dfg.ops
+        return replay(dfg)
 
 
 def _key(plan: Plan) -> object:

@@ -30,7 +30,9 @@ KEPT = 8
 
 
 class Lowered(Protocol):
-    """One workload on one cluster."""
+    """One workload on one cluster. `ops`: of the graph that was asked for last, replayed or remembered."""
+
+    ops: int
 
     def step_s(self, plan: Plan) -> float: ...
 
@@ -52,11 +54,11 @@ def lowered(workload: Workload, cluster: Cluster, symmetric: bool) -> Lowered:
 
 
 class Replays:
-    """Counts what it does: `whole` steps, `partial` ones."""
+    """Counts what it is asked for: `whole` steps, `partial` ones, and the `ops` of both."""
 
     def __init__(self, problem: Problem, lower: Lower) -> None:
         self.problem, self._lower = problem, lower
-        self.whole, self.partial = 0, 0
+        self.whole = self.partial = self.ops = 0
         self._lowerings: OrderedDict[object, tuple[Workload, Lowered]] = OrderedDict()
         self._sync_s: dict[object, float] = {}
         self._latest: tuple[State, CriticalPath] | None = None
@@ -66,7 +68,10 @@ class Replays:
 
     def step_s(self, state: State, plan: Plan | None = None) -> float:
         self.whole += 1
-        return self._of(state)[1].step_s(plan or self.plan_of(state))
+        lowered = self._of(state)[1]
+        found = lowered.step_s(plan or self.plan_of(state))
+        self.ops += lowered.ops
+        return found
 
     def timeline(self, state: State) -> Timeline:
         return self._of(state)[1].timeline(self.plan_of(state))
@@ -82,6 +87,7 @@ class Replays:
         workload, lowered = self._of(state)
         plan = self.plan_of(state)
         seen = lowered.observe(plan)
+        self.ops += lowered.ops
         ready_s = ready_times_s(workload)
         ready = np.array([max(ready_s[workload.index[part.variable]] for part in message.slices) for message in plan.messages])
         ops = self._critical_ops(plan, seen.critical)
@@ -116,6 +122,7 @@ class Replays:
             if key not in self._sync_s:
                 self.partial += 1
                 self._sync_s[key] = lowered.sync_s(messages, across)
+                self.ops += lowered.ops
             return self._sync_s[key]
 
         return seconds
@@ -128,6 +135,7 @@ class Replays:
             names = {part.variable for message in messages for part in message.slices}
             others = [m for m in plan.messages if not any(part.variable in names for part in m.slices)]
             seen = lowered.observe(replace(plan, messages=(*others, *messages)))
+            self.ops += lowered.ops
             return float((seen.end_s - seen.start_s)[len(others) :].sum())
 
         return seconds

@@ -5,8 +5,8 @@ proposes sweeps and single decisions, each is replayed, and the fastest is kept:
 It starts from several strategies instead of one, since the space has more than one valley (within the step and across it), and where
 no pass finds more, random neighbours of the best are replayed until the budget is spent.
 
-The budget is counted in replayed ops, not in seconds, so that equal inputs give equal results on any machine. A limit in seconds cuts a
-search short where the machine is slower than thought; the result says so.
+The budget is counted in replays and their ops, not in seconds, so that equal inputs give equal results on any machine, however busy. A far
+limit in seconds cuts a search short where something is wrong; the result says so.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Search:
     ) -> None:
         self.problem, self.replays, self.passes, self.budget, self.seed, self.allowed = problem, replays, passes, budget, seed, allowed
         self.found = Found()
-        self._began_s, self._replays_before = time.monotonic(), replays.whole
+        self._began_s, self._replays_before, self._ops_before = time.monotonic(), replays.whole, replays.ops
         self._known: dict[object, float] = {}
 
     def run(self, starts: Sequence[tuple[str, State]]) -> Found:
@@ -173,4 +173,5 @@ class Search:
     def _spent(self) -> bool:
         if time.monotonic() - self._began_s > self.budget.seconds:
             self.found.cut_short = True
-        return self.found.cut_short or self.replays.whole - self._replays_before >= self.budget.replays
+        replays, ops = self.replays.whole - self._replays_before, self.replays.ops - self._ops_before
+        return self.found.cut_short or replays >= self.budget.replays or ops >= self.budget.ops

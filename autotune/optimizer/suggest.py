@@ -27,6 +27,14 @@ class Suggested:
     predicted_step_s: float
 
 
+@dataclass(frozen=True)
+class Suggestions:
+    """`found`: fastest first. `cut_short`: the wall clock ended a search, so that another run may find something else."""
+
+    found: tuple[Suggested, ...]
+    cut_short: bool
+
+
 LOSSLESS, CAST, LOSSY = "lossless", "16 bits", "lossy"
 
 
@@ -37,29 +45,31 @@ def suggestions(
     budget: Budget | None = None,
     seed: int = 0,
     allowed: Callable[[Plan], bool] = lambda plan: True,
-) -> list[Suggested]:
+) -> Suggestions:
     """The best within the step and the best across steps, for each set of compressors that the space allows, fastest first.
 
     `steps` replays, and is left with what was replayed. The budget is shared by the sets; each begins also with what the one before found.
     """
 
     def lower(workload: Workload, cluster: Cluster, symmetric: bool) -> Lowered:
-        return steps if workload is steps.workload else LoweredSteps(workload, cluster, symmetric, steps.taken_share)
+        return steps if workload is steps.workload else LoweredSteps(workload, cluster, symmetric, steps.taken_share, steps.costs)
 
     total = budget or Budget()
     sets = _compressor_sets(space)
-    each = Budget(total.replays // len(sets), total.seconds / len(sets))
+    each = Budget(max(total.replays // len(sets), 1), max(total.ops // len(sets), 1), total.seconds / len(sets))
     found: dict[Strategy, Suggested] = {}
     starts: list[tuple[str, State]] = []
+    cut_short = False
     for name, bounded in sets:
         problem = Problem(steps.workload, steps.cluster, bounded)
         result = Search(problem, Replays(problem, lower), default_passes(), each, seed, allowed).run([*starts, *all_starts(problem)])
+        cut_short |= result.cut_short
         for across, (step_s, state) in sorted(result.families.items()):
             found.setdefault(
                 state.strategy, Suggested(f"{name}, {'across steps' if across else 'within the step'}", state.strategy, step_s)
             )
         starts = [(f"best {name}, {across}", state) for across, (_, state) in sorted(result.families.items())]
-    return sorted(found.values(), key=lambda own: own.predicted_step_s)
+    return Suggestions(tuple(sorted(found.values(), key=lambda own: own.predicted_step_s)), cut_short)
 
 
 def _compressor_sets(space: SearchSpace) -> list[tuple[str, SearchSpace]]:

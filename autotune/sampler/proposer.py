@@ -1,13 +1,13 @@
 """One round of proposals: sample, score, keep the diverse top K (AutoSync Fig. 1), or one of the baselines.
 
-What is sampled depends on the job, its seed and the history alone; which simulators had the time to be trained
-depends on the machine. A round is recorded as an event, so a resumed job never proposes it again.
+What is sampled and what the optimizer finds depends on the job, its seed and the history alone; which simulators had the time to be
+trained depends on the machine. A round is recorded as an event, so a resumed job never proposes it again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -35,8 +35,9 @@ SURVIVORS = 0.3
 """Share of the scored strategies that pass the filter by predicted time, before diversity chooses among them."""
 FIRST_EXPLORERS, EXPLORERS = 0.5, 0.17
 """Share of a round's trials (the first, the later ones) that goes to strategies which the ranker would not have tried."""
-OPTIMIZER = Budget(replays=200, seconds=30.0)
-"""What the optimizer may replay before the first round: a second or two. The seconds only end it where something is wrong."""
+OPTIMIZER = Budget(replays=200, ops=10_000_000)
+"""What the optimizer may replay before the first round: a second or two. Its seconds only end it where something is wrong."""
+CUT_SHORT = "the wall clock ended the optimizer's search, so that the same job may be proposed something else next time"
 LEADERS = 0.5
 """Share of the first round's trials that the optimizer's strategies may take."""
 BAYES_ASKS = 20
@@ -47,10 +48,11 @@ FAILED_FACTOR = 2.0
 
 @dataclass(frozen=True)
 class _Pool:
-    """What may be tried, and why each strategy that was left out cannot be enacted."""
+    """What may be tried, why each strategy that was left out cannot be enacted, and whether the optimizer ran out of time."""
 
     candidates: list[Candidate]
     refusals: list[str]
+    cut_short: bool = False
 
 
 class Proposer:
@@ -66,12 +68,12 @@ class Proposer:
         if self._spec.search is Search.BAYES:
             return self._propose_bayes(history, round_)
         found = self._pool(history, round_)
-        pool, refusals = found.candidates, found.refusals
+        pool = found.candidates
         if not pool:
-            return Proposed(round_, (), "none", _said("no strategy was sampled that had not been tried", refusals), 0, (), 0.0)
+            return Proposed(round_, (), "none", _said("no strategy was sampled that had not been tried", found), 0, (), 0.0)
         if self._spec.search is Search.RANDOM:
             proposals = tuple(Proposal(candidate.strategy, candidate.origin) for candidate in pool[:count])
-            return Proposed(round_, proposals, "random", _said("random search was asked for", refusals), len(pool), (), 0.0)
+            return Proposed(round_, proposals, "random", _said("random search was asked for", found), len(pool), (), 0.0)
         scores = self._scorer.score(history, pool)
         leading = [i for i, candidate in enumerate(pool) if candidate.replayed_s is not None][: max(1, round(LEADERS * count))]
         rest = [i for i in range(len(pool)) if i not in leading]
@@ -79,7 +81,7 @@ class Proposer:
             chosen = self._choose([pool[i] for i in rest], scores.of(rest), count - len(leading), round_)
             leading += [rest[i] for i in chosen]
         proposals = tuple(_proposal(pool[i], scores, i) for i in leading)
-        return Proposed(round_, proposals, scores.ranker, _said(scores.reason, refusals), len(pool), scores.quality, 0.0)
+        return Proposed(round_, proposals, scores.ranker, _said(scores.reason, found), len(pool), scores.quality, 0.0)
 
     def _pool(self, history: History, round_: int) -> _Pool:
         """Distinct untried plans that can be enacted: the field's hand-made strategies, random ones, and neighbours of the fastest."""
@@ -93,21 +95,22 @@ class Proposer:
         space = self._space(history)
         found: list[tuple[str, Strategy]] = []
         with collection_paused():
-            searched = self._searched(history, space) if guided and round_ == 0 else []
+            searched, cut_short = self._searched(history, space) if guided and round_ == 0 else ([], False)
             if self._spec.search is not Search.RANDOM:
                 found += seed_strategies(workload, cluster, space)
             found += [("mutated", self._walk(parents[int(rng.integers(len(parents)))], history, space, rng)) for _ in range(mutants)]
             seed = int(generator(self._spec.seed, "samples", round_).integers(2**31))
             found += [("sampled", strategy) for strategy in sample_many(workload, cluster, space, wanted - mutants, seed)]
-            return self._untried([*searched, *((origin, strategy, None) for origin, strategy in found)], history)
+            pool = self._untried([*searched, *((origin, strategy, None) for origin, strategy in found)], history)
+        return replace(pool, cut_short=cut_short)
 
-    def _searched(self, history: History, space: SearchSpace) -> list[tuple[str, Strategy, float | None]]:
-        """What the optimizer finds by replay, fastest first: one strategy for each family of the space (`optimizer.suggestions`)."""
+    def _searched(self, history: History, space: SearchSpace) -> tuple[list[tuple[str, Strategy, float | None]], bool]:
+        """What the optimizer finds by replay, fastest first: one strategy for each family of the space; whether it was cut short."""
         from autotune.optimizer.suggest import suggestions  # numba is heavy, and the baselines do without
 
         steps = self._scorer.extractor(history).steps
-        found = suggestions(steps, space, budget=OPTIMIZER, seed=self._spec.seed, allowed=lambda made: self._why_refused(made) is None)
-        return [(f"optimizer: {own.name}", own.strategy, own.predicted_step_s) for own in found]
+        made = suggestions(steps, space, budget=OPTIMIZER, seed=self._spec.seed, allowed=lambda one: self._why_refused(one) is None)
+        return [(f"optimizer: {own.name}", own.strategy, own.predicted_step_s) for own in made.found], made.cut_short
 
     def _untried(self, found: Sequence[tuple[str, Strategy, float | None]], history: History) -> _Pool:
         assert history.profiled is not None
@@ -205,8 +208,9 @@ def _proposal(candidate: Candidate, scores: Scores, number: int) -> Proposal:
     return Proposal(candidate.strategy, candidate.origin, predicted_s)
 
 
-def _said(reason: str, refusals: Sequence[str]) -> str:
-    """`reason`, and what was left out before a trial was spent on it."""
+def _said(reason: str, found: _Pool) -> str:
+    """`reason`, what was left out before a trial was spent on it, and what another run need not repeat."""
+    reason, refusals = f"{reason}; {CUT_SHORT}" if found.cut_short else reason, found.refusals
     if not refusals:
         return reason
     if len(refusals) == 1:

@@ -26,7 +26,7 @@ from autotune.strategy_space.space import SearchSpace
 from autotune.strategy_space.strategy import CASTS, ERROR_FEEDBACK, Compressor, Strategy, Synchronizer
 from autotune.workload import Variable, Workload
 
-SMALL = Budget(replays=60, seconds=60.0)
+SMALL = Budget(replays=60)
 NETWORK = Cluster("slow", tuple(Host(f"h{i}", 1, 125e6, 1e-4, 10e9, 1e-5) for i in range(4)))
 TWO_LEVEL = Cluster("two hosts", tuple(Host(f"h{i}", 4, 1.25e9, 5e-5, 10e9, 1e-5) for i in range(2)))
 
@@ -73,7 +73,7 @@ def test_equal_inputs_give_equal_results() -> None:
             asked.append(made.id)
             return True
 
-        found = optimize(workload, NETWORK, budget=Budget(replays=160, seconds=60.0), seed=3, allowed=watched)
+        found = optimize(workload, NETWORK, budget=Budget(replays=160), seed=3, allowed=watched)
         assert any(kept.by == "neighbour" for kept in found.log) or found.replays > 100  # random neighbours were looked at
     assert looked_at[0] == looked_at[1]
 
@@ -157,7 +157,9 @@ def test_compressors_are_used_only_where_the_space_has_them() -> None:
     workload = chain().workload()
     space = replace(SearchSpace.default(lossy=True), cross_step=False)
     steps = LoweredSteps(workload, NETWORK)
-    found = suggestions(steps, space, budget=Budget(replays=150, seconds=60.0))
+    suggested = suggestions(steps, space, budget=Budget(replays=150))
+    found = suggested.found
+    assert not suggested.cut_short
     replayed = steps.replayed
     assert [steps.step_s(plan(own.strategy, workload, 4)) for own in found] == [own.predicted_step_s for own in found]
     assert 50 < steps.replayed == replayed <= 150  # what the search replayed is remembered, and shared by the sets of compressors
@@ -167,6 +169,18 @@ def test_compressors_are_used_only_where_the_space_has_them() -> None:
     assert used["16 bits"] & CASTS and not used["16 bits"] & ERROR_FEEDBACK
     assert used["lossy"] & ERROR_FEEDBACK
     assert [own.predicted_step_s for own in found] == sorted(own.predicted_step_s for own in found)
+
+
+def test_a_budget_of_ops_ends_the_search_at_the_same_place_whether_steps_are_replayed_or_remembered() -> None:
+    workload, space = chain(3).workload(), replace(SearchSpace.default(), cross_step=False)
+    steps = LoweredSteps(workload, NETWORK)
+    steps.step_s(plan(BUILDERS["per_variable"](workload, NETWORK), workload, 4))
+    budget = Budget(replays=1000, ops=40 * steps.ops)
+    first = suggestions(steps, space, budget=budget)
+    replayed = steps.replayed
+    assert 10 < replayed < 200
+    assert suggestions(steps, space, budget=budget) == first
+    assert steps.replayed - replayed < replayed / 2  # the others were remembered
 
 
 def _compressors(strategy: Strategy) -> set[Compressor]:
