@@ -16,11 +16,12 @@ class Budget:
     """
 
     replays: int = 400
-    ops: int = 50_000_000
+    ops: int = 10_000_000
     seconds: float = 600.0
 
     def __post_init__(self) -> None:
         if self.replays < 1 or self.ops < 1 or self.seconds <= 0:
             raise InvalidInput(
-                f"a search needs a budget of at least 1 replay, 1 op and more than 0 s, but has {self.replays}, {self.ops} and {self.seconds}"
+                f"a search needs a budget of at least 1 replay, 1 op and more than 0 s, but has {self.replays} replays, {self.ops} ops and "
+                f"{self.seconds} s"
             )

@@ -35,7 +35,7 @@ SURVIVORS = 0.3
 """Share of the scored strategies that pass the filter by predicted time, before diversity chooses among them."""
 FIRST_EXPLORERS, EXPLORERS = 0.5, 0.17
 """Share of a round's trials (the first, the later ones) that goes to strategies which the ranker would not have tried."""
-OPTIMIZER = Budget(replays=200, ops=10_000_000)
+OPTIMIZER = Budget(replays=200, ops=5_000_000)
 """What the optimizer may replay before the first round: a second or two. Its seconds only end it where something is wrong."""
 CUT_SHORT = "the wall clock ended the optimizer's search, so that the same job may be proposed something else next time"
 LEADERS = 0.5
