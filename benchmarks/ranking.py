@@ -117,7 +117,8 @@ def usable(points: Sequence[Point], smallest: int, wanted: Sequence[str], show: 
     if not kept:
         raise InvalidInput(
             f"the benchmark needs a domain (model and cluster) with at least {smallest} measured plans, but the largest of "
-            f"{len(plans)} has {max(map(len, plans.values()), default=0)}; measure more (`autotune tune` with a larger --budget-trials)"
+            f"{len(plans)} has {max(map(len, plans.values()), default=0)}; measure more (`datasets/collect.py`, or `autotune tune` with a "
+            "larger --budget-trials)"
         )
     return kept
 
