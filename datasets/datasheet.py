@@ -223,11 +223,11 @@ def _summed(counts: Sequence[dict[str, int]]) -> dict[str, int]:
     return {name: sum(one.get(name, 0) for one in counts) for name in names}
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("dataset", type=Path, help="folder of domains, as datasets/collect.py fills it")
     parser.add_argument("--out", type=Path, help="folder of DATASHEET.md and plots/ (default: the one above the dataset)")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     out = options.out or options.dataset.resolve().parent
     sheets = [sheet_of(domain) for domain in read_dataset(options.dataset)]
     (out / "plots").mkdir(parents=True, exist_ok=True)

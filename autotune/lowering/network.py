@@ -116,7 +116,8 @@ class Network:
         coarse: bool,
         crowd: float = 0.0,
     ) -> None:
-        """`fold`: only the ports that decide are written down. `coarse`: messages that have the network to themselves are one round.
+        """`fold`: only the ports that decide are written down. `coarse`: messages that have the network to themselves are one
+        round, but for ranks that share cores, on which other work holds up a message round by round.
 
         `crowd`: ranks per core of the one machine that they share; 0 where each has cores enough.
         """

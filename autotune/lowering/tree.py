@@ -33,19 +33,18 @@ def senders(count: int) -> Numbers:
 def tree_s_per_byte(paths: Sequence[tuple[int, ...]], s_per_byte: FloatArray) -> float:
     """Seconds per byte of the tensor until the last member has it.
 
-    `paths`: of each member 1 .. n - 1, the ports that the transfer to it loads. `s_per_byte` (P,): of every port.
+    `paths`: of each member 1 .. n - 1, the one or two ports that the transfer to it loads. `s_per_byte` (P,): of every port.
     """
-    count = len(paths) + 1
-    source = senders(count)
-    loads = np.zeros((len(paths), len(s_per_byte)), dtype=np.bool_)
-    for number, ports in enumerate(paths):
-        loads[number, list(ports)] = True
+    source = senders(len(paths) + 1)
+    nowhere = len(s_per_byte)  # the second port of a transfer that loads only one
+    loads = np.array([(*ports, nowhere)[:2] for ports in paths], dtype=np.int64)
+    bytes_per_s = np.append(1.0 / s_per_byte, np.inf)
     left = np.ones(len(paths))
     under_way = source == 0
     now_s = 0.0
     while under_way.any():
         active = np.flatnonzero(under_way)
-        rate = _shared(loads[active], s_per_byte)
+        rate = _shared(loads[active], bytes_per_s)
         step_s = float((left[active] / rate).min())
         now_s += step_s
         left[active] -= rate * step_s
@@ -55,17 +54,18 @@ def tree_s_per_byte(paths: Sequence[tuple[int, ...]], s_per_byte: FloatArray) ->
     return now_s
 
 
-def _shared(loads: NDArray[np.bool_], s_per_byte: FloatArray) -> FloatArray:
-    """Max-min fair rates of the transfers, bytes per second, shape (T,); `loads` (T, P)."""
+def _shared(loads: Numbers, bytes_per_s: FloatArray) -> FloatArray:
+    """Max-min fair rates of the transfers, bytes per second, shape (T,); `loads` (T, 2): the ports of each; `bytes_per_s` (P + 1,)."""
     rate = np.full(len(loads), np.inf)
-    free = 1.0 / s_per_byte
-    open_ = np.ones(len(loads), dtype=np.bool_)
-    while open_.any():
-        users = loads[open_].sum(axis=0)
+    free = bytes_per_s.copy()
+    waiting = np.ones(len(loads), dtype=np.bool_)
+    while waiting.any():
+        users = np.bincount(loads[waiting].ravel(), minlength=len(free))
         share = np.divide(free, users, out=np.full(len(free), np.inf), where=users > 0)
         port = int(share.argmin())
-        settled = open_ & loads[:, port]
+        settled = waiting & (loads == port).any(axis=1)
         rate[settled] = share[port]
-        free = free - loads[settled].sum(axis=0) * share[port]
-        open_ &= ~settled
+        taken = np.bincount(loads[settled].ravel(), minlength=len(free))
+        free = free - taken * share[port]
+        waiting &= ~settled
     return rate

@@ -62,7 +62,7 @@ class Found:
 
 
 class Search:
-    """One search over one problem. `allowed` may refuse plans beyond what the space and the runtime do."""
+    """One search over one problem. `allowed` may refuse plans beyond what the space and the runtime do. `clock`: seconds."""
 
     def __init__(
         self,
@@ -72,10 +72,12 @@ class Search:
         budget: Budget,
         seed: int = 0,
         allowed: Callable[[Plan], bool] = lambda plan: True,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.problem, self.replays, self.passes, self.budget, self.seed, self.allowed = problem, replays, passes, budget, seed, allowed
         self.found = Found()
-        self._began_s, self._replays_before, self._ops_before = time.monotonic(), replays.whole, replays.ops
+        self._clock = clock
+        self._began_s, self._replays_before, self._ops_before = clock(), replays.whole, replays.ops
         self._known: dict[object, float] = {}
 
     def run(self, starts: Sequence[tuple[str, State]]) -> Found:
@@ -168,10 +170,10 @@ class Search:
             found.families[family] = (step_s, state)
         if step_s < found.step_s:
             found.best, found.step_s = state, step_s
-            found.log.append(Kept(by, step_s, self.replays.whole - self._replays_before, time.monotonic() - self._began_s))
+            found.log.append(Kept(by, step_s, self.replays.whole - self._replays_before, self._clock() - self._began_s))
 
     def _spent(self) -> bool:
-        if time.monotonic() - self._began_s > self.budget.seconds:
+        if self._clock() - self._began_s > self.budget.seconds:
             self.found.cut_short = True
         replays, ops = self.replays.whole - self._replays_before, self.replays.ops - self._ops_before
         return self.found.cut_short or replays >= self.budget.replays or ops >= self.budget.ops

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -45,6 +46,7 @@ def suggestions(
     budget: Budget | None = None,
     seed: int = 0,
     allowed: Callable[[Plan], bool] = lambda plan: True,
+    clock: Callable[[], float] = time.monotonic,
 ) -> Suggestions:
     """The best within the step and the best across steps, for each set of compressors that the space allows, fastest first.
 
@@ -62,7 +64,8 @@ def suggestions(
     cut_short = False
     for name, bounded in sets:
         problem = Problem(steps.workload, steps.cluster, bounded)
-        result = Search(problem, Replays(problem, lower), default_passes(), each, seed, allowed).run([*starts, *all_starts(problem)])
+        search = Search(problem, Replays(problem, lower), default_passes(), each, seed, allowed, clock)
+        result = search.run([*starts, *all_starts(problem)])
         cut_short |= result.cut_short
         for across, (step_s, state) in sorted(result.families.items()):
             found.setdefault(

@@ -6,6 +6,7 @@ trained depends on the machine. A round is recorded as an event, so a resumed jo
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -58,8 +59,9 @@ class _Pool:
 class Proposer:
     """Proposes for one job. `simulators` builds each learned simulator anew."""
 
-    def __init__(self, spec: JobSpec, simulators: dict[str, Callable[[], Simulator]]) -> None:
-        self._spec = spec
+    def __init__(self, spec: JobSpec, simulators: dict[str, Callable[[], Simulator]], clock: Callable[[], float] = time.monotonic) -> None:
+        """`clock`: seconds, for the safety limit of the optimizer's search."""
+        self._spec, self._clock = spec, clock
         self._bayes: BayesianFusion | None = None
         self._scorer = Scorer(spec, simulators)
 
@@ -109,7 +111,11 @@ class Proposer:
         from autotune.optimizer.suggest import suggestions  # numba is heavy, and the baselines do without
 
         steps = self._scorer.extractor(history).steps
-        made = suggestions(steps, space, budget=OPTIMIZER, seed=self._spec.seed, allowed=lambda one: self._why_refused(one) is None)
+
+        def allowed(one: Plan) -> bool:
+            return self._why_refused(one) is None
+
+        made = suggestions(steps, space, budget=OPTIMIZER, seed=self._spec.seed, allowed=allowed, clock=self._clock)
         return [(f"optimizer: {own.name}", own.strategy, own.predicted_step_s) for own in made.found], made.cut_short
 
     def _untried(self, found: Sequence[tuple[str, Strategy, float | None]], history: History) -> _Pool:

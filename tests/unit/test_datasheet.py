@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
@@ -73,8 +72,7 @@ def test_the_datasheet_is_written_twice_alike(tmp_path: Path, monkeypatch: pytes
     record(tmp_path / "trials", "few.local", 5)
     found = []
     for out in ("once", "twice"):
-        monkeypatch.setattr(sys, "argv", ["datasheet.py", str(tmp_path / "trials"), "--out", str(tmp_path / out)])
-        assert datasheet.main() == 0
+        assert datasheet.main([str(tmp_path / "trials"), "--out", str(tmp_path / out)]) == 0
         found.append({path.name: path.read_bytes() for path in (tmp_path / out).rglob("*.*")})
     assert found[0] == found[1] and set(found[0]) == {"DATASHEET.md", "spread.svg", "noise.svg", "influence.svg"}
     text = " ".join(found[0]["DATASHEET.md"].decode().split())
