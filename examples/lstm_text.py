@@ -187,6 +187,7 @@ def main() -> None:
 
     if args.checkpoint and rank == 0:
         torch.save(model.module.state_dict(), args.checkpoint)
+    del model  # before its process group: torch 2.13 may wait for gloo's threads for ever where DDP is the last to let go of it
     dist.destroy_process_group()
 
 
