@@ -24,7 +24,8 @@ class Search(StrEnum):
     AUTOSYNC = "autosync"  # sample, rank by trained simulators, diverse top-K
     NO_SIMULATOR = "no-simulator"  # AutoSync(-s): both constraints and diversity, nothing predicted
     RANDOM = "random"
-    BAYES = "bayes"  # scikit-optimize on fusion threshold and cycle time
+    BAYES = "bayes"  # scikit-optimize over the same space
+    FUSION = "fusion"  # scikit-optimize on fusion threshold and cycle time, as `horovodrun --autotune`
 
 
 class Similarity(StrEnum):

@@ -1,7 +1,4 @@
-"""Bayesian optimization of Horovod's two fusion scalars: the baseline that `horovodrun --autotune` is.
-
-Bounds: Horovod, docs/autotune.rst: fusion threshold 0 to 64 MB, cycle time 1 to 100 ms, a Gaussian process over both.
-"""
+"""Bayesian optimization by scikit-optimize, the baseline: a Gaussian process over the points of an encoding."""
 
 from __future__ import annotations
 
@@ -11,41 +8,35 @@ from typing import Any
 
 from autotune.errors import InvalidInput
 from autotune.rng import generator
-from autotune.strategy_space.builders.collectives import MIB, horovod_like
+from autotune.sampler.encodings import Encoding
 from autotune.strategy_space.strategy import Strategy
-from autotune.workload import Workload
-
-THRESHOLD_BYTES = (0.0, 64.0 * MIB)
-CYCLE_TIME_S = (1e-3, 100e-3)
-INITIAL_POINTS = 3  # random ones before the Gaussian process proposes: Horovod's warm-up samples
 
 
-class BayesianFusion:
+class BayesianSearch:
     """Ask for the next strategy, tell its step time, repeat.
 
     One proposal is open at a time: `ask` returns the same one until it is told. So the state is a function
     of the seed and the tells alone, and telling the same results in the same order to a new object restores it.
     """
 
-    def __init__(self, workload: Workload, seed: int) -> None:
+    def __init__(self, encoding: Encoding, seed: int) -> None:
         from skopt import Optimizer
-        from skopt.space import Real
 
-        self._workload = workload
+        self._encoding = encoding
         self._optimizer: Any = Optimizer(
-            [Real(*THRESHOLD_BYTES, name="threshold_bytes"), Real(*CYCLE_TIME_S, name="cycle_time_s")],
+            encoding.dimensions(),
             base_estimator="GP",
-            n_initial_points=INITIAL_POINTS,
+            n_initial_points=encoding.initial,
             random_state=int(generator(seed, "bayes").integers(2**31)),
         )
-        self._open: tuple[list[float], Strategy] | None = None
+        self._open: tuple[list[Any], Strategy] | None = None
 
     def ask(self) -> Strategy:
         """The open proposal, or a new one."""
         if self._open is None:
             with _quiet():
-                point = [float(value) for value in self._optimizer.ask()]
-            self._open = point, horovod_like(self._workload, int(point[0]), point[1])
+                point = self._optimizer.ask()
+            self._open = point, self._encoding.strategy(point)
         return self._open[1]
 
     def tell(self, strategy_id: str, step_s: float) -> None:

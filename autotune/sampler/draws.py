@@ -21,7 +21,7 @@ from autotune.strategy_space.constraints import balance_load, merge_adjacent, se
 from autotune.strategy_space.ring import random_ring
 from autotune.strategy_space.space import SearchSpace
 from autotune.strategy_space.strategy import ROOTED, SPARSE_COMPRESSORS, Compressor, Partition, SparseHandling
-from autotune.workload import Variable, Workload
+from autotune.workload import Workload
 
 PURE = 0.5  # share of strategies with a single synchronizer; likewise of those with a single compressor
 UNCOMPRESSED = 0.2  # share of strategies without compression, however many compressors there are
@@ -98,11 +98,11 @@ class Drawn:
 
 def draw(context: Context, rng: np.random.Generator) -> Drawn:
     """All choices; the issue order is gradient-ready order."""
-    space, variables = context.space, context.workload.variables
+    space = context.space
     partitions = _draw_partitions(context, rng)
     counts = np.array([len(partition.sizes) if partition else 1 for partition in partitions], dtype=np.int64)
     owner = np.repeat(np.arange(counts.size), counts)
-    shard_bytes = _shard_bytes(variables, context.grad_bytes, partitions, owner)
+    shard_bytes = shard_bytes_of(context, partitions, owner)
     synchronizer = _draw_choices(len(space.synchronizers), owner, rng)
     sparse = _draw_sparse(context, synchronizer, owner, counts, rng)
     dense = np.array([kind is SparseHandling.DENSE for kind in sparse])[owner]
@@ -176,7 +176,9 @@ def _uneven_sizes(extent: int, shards: int, rng: np.random.Generator) -> tuple[i
     return tuple(end - start + 1 for start, end in pairwise(cuts))
 
 
-def _shard_bytes(variables: tuple[Variable, ...], grad_bytes: Ints, partitions: tuple[Partition | None, ...], owner: Ints) -> Ints:
+def shard_bytes_of(context: Context, partitions: tuple[Partition | None, ...], owner: Ints) -> Ints:
+    """Size of every shard's gradient, shape (S,). `owner` (S,): its variable."""
+    variables, grad_bytes = context.workload.variables, context.grad_bytes
     if owner.size == len(partitions):
         return grad_bytes
     extents = [p.sizes if p else (1,) for p in partitions]

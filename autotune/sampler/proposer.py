@@ -17,7 +17,8 @@ from autotune.history import History
 from autotune.job import JobSpec, Search, Similarity
 from autotune.optimizer.budget import Budget
 from autotune.rng import generator
-from autotune.sampler.bayes import BayesianFusion
+from autotune.sampler.bayes import BayesianSearch
+from autotune.sampler.encodings import Encoding, FusionScalars, SpaceChoices
 from autotune.sampler.garbage import collection_paused
 from autotune.sampler.random import sample_many
 from autotune.sampler.scoring import Candidate, Scorer, Scores
@@ -41,6 +42,7 @@ OPTIMIZER = Budget(replays=200, ops=5_000_000)
 CUT_SHORT = "the wall clock ended the optimizer's search, so that the same job may be proposed something else next time"
 LEADERS = 0.5
 """Share of the first round's trials that the optimizer's strategies may take."""
+BAYESIAN = {Search.BAYES: "the search space", Search.FUSION: "fusion threshold and cycle time"}
 BAYES_ASKS = 20
 """How often in a row a baseline that proposes a known plan again is told its known time."""
 FAILED_FACTOR = 2.0
@@ -62,12 +64,12 @@ class Proposer:
     def __init__(self, spec: JobSpec, simulators: dict[str, Callable[[], Simulator]], clock: Callable[[], float] = time.monotonic) -> None:
         """`clock`: seconds, for the safety limit of the optimizer's search."""
         self._spec, self._clock = spec, clock
-        self._bayes: BayesianFusion | None = None
+        self._bayes: BayesianSearch | None = None
         self._scorer = Scorer(spec, simulators)
 
     def propose(self, history: History, round_: int, count: int) -> Proposed:
         """At most `count` strategies whose plans were not tried; none when the space has nothing new."""
-        if self._spec.search is Search.BAYES:
+        if self._spec.search in BAYESIAN:
             return self._propose_bayes(history, round_)
         found = self._pool(history, round_)
         pool = found.candidates
@@ -181,29 +183,34 @@ class Proposer:
         return [int(kept[i]) for i in picked] + explorers.tolist()
 
     def _propose_bayes(self, history: History, round_: int) -> Proposed:
-        """scikit-optimize on two scalars, told everything again. A plan that is known already is told its time at once.
-
-        Its plans are uncompressed flat all-reduces of whole variables, which are always enacted.
+        """scikit-optimize, told everything again. A plan that is known already is told its time at once, and one that cannot be enacted
+        is told as failed.
         """
         assert history.profiled is not None
-        workload = history.profiled.workload
+        workload, over = history.profiled.workload, BAYESIAN[self._spec.search]
         # Asking and telling in order rebuilds the state, so a resumed job goes on where it was.
-        search = self._bayes = self._bayes or BayesianFusion(workload, self._spec.seed)
+        search = self._bayes = self._bayes or BayesianSearch(self._encoding(history), self._spec.seed)
         failed_s = FAILED_FACTOR * history.references[0][1]
         times = {trial.plan_id: history.measured_s.get(trial.request.strategy_id, failed_s) for trial in history.candidates}
         told: set[str] = set()
         repeats = 0
         while repeats < BAYES_ASKS:
             strategy = search.ask()
-            plan_id = plan(strategy, workload, self._spec.workers).id
-            if plan_id not in times:
-                reason = "Bayesian optimization of fusion threshold and cycle time was asked for"
-                return Proposed(round_, (Proposal(strategy, "bayes"),), "gaussian process", reason, 1, (), 0.0)
-            search.tell(strategy.id, times[plan_id])
-            repeats = repeats + 1 if plan_id in told else 0
-            told.add(plan_id)
-        reason = "the two scalars yield no plan that was not tried"
-        return Proposed(round_, (), "gaussian process", reason, BAYES_ASKS, (), 0.0)
+            made = plan(strategy, workload, self._spec.workers)
+            if made.id not in times and self._why_refused(made) is None:
+                proposal = Proposal(strategy, "bayes")
+                return Proposed(round_, (proposal,), "gaussian process", f"Bayesian optimization of {over} was asked for", 1, (), 0.0)
+            search.tell(strategy.id, times.get(made.id, failed_s))
+            repeats = repeats + 1 if made.id in told else 0
+            told.add(made.id)
+        return Proposed(round_, (), "gaussian process", f"{over}: no plan was found that was not tried", BAYES_ASKS, (), 0.0)
+
+    def _encoding(self, history: History) -> Encoding:
+        assert history.profiled is not None
+        workload, cluster = history.profiled.workload, history.profiled.cluster
+        if self._spec.search is Search.FUSION:
+            return FusionScalars(workload)
+        return SpaceChoices(workload, cluster, self._space(history), self._spec.seed)
 
 
 def _proposal(candidate: Candidate, scores: Scores, number: int) -> Proposal:

@@ -22,15 +22,15 @@ import numpy as np
 from autotune.cluster import Cluster
 from autotune.errors import InvalidInput
 from autotune.rng import generator
-from autotune.sampler.draws import PLANNED, REORDERED, Context, Drawn, Ints, draw, draw_priorities
+from autotune.sampler.draws import PLANNED, REORDERED, Context, Drawn, draw, draw_priorities
 from autotune.sampler.garbage import collection_paused
 from autotune.sampler.order import PlannedOrder
+from autotune.sampler.writer import Writer
 from autotune.strategy_space.space import SearchSpace
-from autotune.strategy_space.strategy import Shard, Strategy, VariableStrategy
+from autotune.strategy_space.strategy import Strategy
 from autotune.workload import Workload
 
 MAX_REPEATS = 200  # draws in a row without a new strategy after which a space counts as exhausted
-KEPT_SHARDS = 100_000  # different ones that are made once only
 
 
 def sample(workload: Workload, cluster: Cluster, space: SearchSpace, rng: np.random.Generator) -> Strategy:
@@ -61,15 +61,12 @@ def sample_many(workload: Workload, cluster: Cluster, space: SearchSpace, count:
 
 
 class _Sampler:
-    """Draws and writes down strategies of one workload, cluster and space."""
+    """Draws strategies of one workload, cluster and space."""
 
     def __init__(self, workload: Workload, cluster: Cluster, space: SearchSpace) -> None:
         self.context = Context.of(workload, cluster, space)
         self.planned = PlannedOrder(self.context)
-        names = [variable.name for variable in workload.variables]
-        self.by_name = sorted(range(len(names)), key=names.__getitem__)
-        self.settings = [space.settings_of(kind) for kind in space.compressors]
-        self._shards: dict[bytes, Shard] = {}
+        self.written = Writer(self.context).written
 
     def drawn(self, rng: np.random.Generator) -> Drawn:
         """A strategy's choices."""
@@ -79,37 +76,3 @@ class _Sampler:
         if rng.random() < REORDERED:
             return replace(drawn, priority=draw_priorities(drawn, rng))
         return drawn
-
-    def written(self, drawn: Drawn) -> Strategy:
-        variables, partitions, sparse = self.context.workload.variables, drawn.partitions, drawn.sparse
-        shards = self._made(drawn.table())
-        ends = np.searchsorted(drawn.owner, np.arange(-1, len(partitions)), side="right").tolist()
-        choices = [VariableStrategy(variables[at].name, shards[ends[at] : ends[at + 1]], partitions[at], sparse[at]) for at in self.by_name]
-        return Strategy(tuple(choices), drawn.cross_step, drawn.ring_order)
-
-    def _made(self, table: Ints) -> tuple[Shard, ...]:
-        """A shard for each row. Thousands share a few values, and an object is made for each of these once."""
-        if len(self._shards) > KEPT_SHARDS:
-            self._shards.clear()
-        known = self._shards
-        text, width = table.tobytes(), table.itemsize * table.shape[1]
-        keys = [text[start : start + width] for start in range(0, len(text), width)]
-        for number, key in enumerate(keys):
-            if key not in known:
-                known[key] = self._shard(*table[number].tolist())
-        return tuple([known[key] for key in keys])
-
-    def _shard(
-        self, synchronizer: int, compressor: int, parameter: int, placement: int, group: int, priority: int, hierarchical: int
-    ) -> Shard:
-        setting = self.settings[compressor][parameter]
-        return Shard(
-            self.context.space.synchronizers[synchronizer],
-            setting.compressor,
-            None if placement < 0 else placement,
-            None if group < 0 else group,
-            priority,
-            bool(hierarchical),
-            setting.ratio,
-            setting.rank,
-        )

@@ -19,7 +19,7 @@ from autotune.workload import Workload
 from benchmarks.outcome.kept import Described, Folder, Settings
 
 OURS, OURS_LOSSY, RANDOM, BAYES = "ours", "ours-lossy", "random", "scikit-optimize"
-"""Ids of the jobs. All but the second are lossless; the last searches Horovod's two fusion scalars."""
+"""Ids of the jobs. All but the second are lossless."""
 WARMUP_STEPS, TIMED_STEPS, MOST_STEPS = 2, 6, 12
 """Of a trial of a search: one to three seconds; half the width of its interval may be 2 %, the tuner's default."""
 NO_LIMIT_S = 30 * 24 * 3600.0

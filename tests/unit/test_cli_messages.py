@@ -27,7 +27,10 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         ("comand: torchrun x.py", "unknown field 'comand'; did you mean 'command'?"),
         ("command: torchrun x.py\nbudget_time: soon", "budget_time needs a time such as 50us, 30s or 5min, but is 'soon'"),
         ("search: autosync", "field 'command' is required, but missing"),
-        ("command: torchrun x.py\nsearch: genetic", "Input should be 'autosync', 'no-simulator', 'random' or 'bayes', but is 'genetic'"),
+        (
+            "command: torchrun x.py\nsearch: genetic",
+            "Input should be 'autosync', 'no-simulator', 'random', 'bayes' or 'fusion', but is 'genetic'",
+        ),
         ("- a\n- b", "job.yaml"),
     ],
 )

@@ -1,0 +1,198 @@
+"""What scikit-optimize searches: a few numbers and choices, and the strategy that a point of them stands for.
+
+`FusionScalars`: the two scalars that `horovodrun --autotune` searches. `SpaceChoices`: the whole search space. A strategy has as many
+choices as the model has shards, thousands, on which a Gaussian process learns nothing; so a point chooses for all large variables and
+for all small ones, and the constraints of AutoSync (c_lb, c_am; `strategy_space.constraints`) do the rest, as they do for random
+strategies. Every synchronizer, compressor and setting, handling of sparse gradients, number of parts and of merge groups, the hierarchy,
+the planned order, crossing the step and rings of hosts can be reached; mixtures of more than two kinds cannot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autotune.cluster import Cluster
+from autotune.rng import generator
+from autotune.sampler.draws import Context, Drawn, Ints, shard_bytes_of
+from autotune.sampler.order import PlannedOrder
+from autotune.sampler.writer import Writer
+from autotune.strategy_space.builders.collectives import MIB, horovod_like
+from autotune.strategy_space.builders.partitions import even_partition
+from autotune.strategy_space.constraints import balance_load, merge_adjacent
+from autotune.strategy_space.ring import random_ring
+from autotune.strategy_space.space import SearchSpace
+from autotune.strategy_space.strategy import ROOTED, SPARSE_COMPRESSORS, Compressor, Partition, SparseHandling, Strategy
+from autotune.workload import Workload
+
+THRESHOLD_BYTES = (0.0, 64.0 * MIB)
+CYCLE_TIME_S = (1e-3, 100e-3)
+"""Horovod, docs/autotune.rst: fusion threshold 0 to 64 MB, cycle time 1 to 100 ms."""
+RINGS = 8
+"""As many orders of the hosts are drawn for a point to choose from, beside their own."""
+
+Flags = NDArray[np.bool_]
+Point = Sequence[Any]
+"""A value for each dimension."""
+
+
+class Encoding(Protocol):
+    """`initial`: random points before the Gaussian process proposes."""
+
+    initial: int
+
+    def dimensions(self) -> list[Any]:
+        """Dimensions of scikit-optimize."""
+
+    def strategy(self, point: Point) -> Strategy:
+        """The same for the same point."""
+
+
+class FusionScalars:
+    """Horovod's fusion threshold (bytes) and cycle time (s)."""
+
+    initial = 3  # Horovod's warm-up samples
+
+    def __init__(self, workload: Workload) -> None:
+        self._workload = workload
+
+    def dimensions(self) -> list[Any]:
+        from skopt.space import Real
+
+        return [Real(*THRESHOLD_BYTES, name="threshold_bytes"), Real(*CYCLE_TIME_S, name="cycle_time_s")]
+
+    def strategy(self, point: Point) -> Strategy:
+        return horovod_like(self._workload, int(point[0]), float(point[1]))
+
+
+class SpaceChoices:
+    """Choices for large and for small variables, and for the strategy as a whole."""
+
+    initial = 10  # scikit-optimize's default
+
+    def __init__(self, workload: Workload, cluster: Cluster, space: SearchSpace, seed: int) -> None:
+        self._context = Context.of(workload, cluster, space)
+        self._writer = Writer(self._context)
+        self._planned = PlannedOrder(self._context)
+        self._settings = [
+            (kind, number) for kind, compressor in enumerate(space.compressors) for number in range(len(space.settings_of(compressor)))
+        ]
+        self._seed = seed
+        rng = generator(seed, "rings of bayes")
+        orders = [random_ring(cluster, rng) for _ in range(RINGS)] if space.ring_orders_for(cluster) else []
+        self._rings = list(dict.fromkeys([None, *orders]))
+        self._options = self._choices(workload, cluster, space)
+
+    def _choices(self, workload: Workload, cluster: Cluster, space: SearchSpace) -> dict[str, int]:
+        """Name -> number of options, of every choice that has more than one."""
+        synchronizers, settings = len(space.synchronizers), len(self._settings)
+        counts = {
+            "synchronizer of large ones": synchronizers,
+            "synchronizer of small ones": synchronizers,
+            "compressor of large ones": settings,
+            "compressor of small ones": settings,
+            "sparse": len(space.sparse) if any(variable.sparse for variable in workload.variables) else 1,
+            "hierarchical": 1 + space.hierarchy_for(cluster),
+            "cross_step": 1 + space.cross_step,
+            "planned order": 2,
+            "ring": len(self._rings),
+        }
+        return {name: count for name, count in counts.items() if count > 1}
+
+    def dimensions(self) -> list[Any]:
+        from skopt.space import Categorical, Real
+
+        scalars = [Real(0.0, 1.0, name=name) for name in ("large", "parts", "groups")]
+        return [*scalars, *(Categorical(range(count), name=name) for name, count in self._options.items())]
+
+    def strategy(self, point: Point) -> Strategy:
+        large_share, parts, groups = (float(value) for value in point[:3])
+        chosen = {name: int(value) for name, value in zip(self._options, point[3:], strict=True)}
+        return self._writer.written(self._drawn(self._large(large_share), parts, groups, chosen))
+
+    def _large(self, share: float) -> Flags:
+        """The largest variables that hold `share` of all bytes, shape (V,)."""
+        sizes = self._context.grad_bytes
+        descending = np.argsort(-sizes, kind="stable")
+        before = np.cumsum(sizes[descending]) - sizes[descending]
+        large = np.zeros(sizes.size, dtype=np.bool_)
+        large[descending] = before < share * sizes.sum()
+        return large
+
+    def _drawn(self, large: Flags, parts: float, groups: float, chosen: dict[str, int]) -> Drawn:
+        context = self._context
+        space = context.space
+        partitions = self._partitions(large, parts)
+        counts = np.array([len(cut.sizes) if cut else 1 for cut in partitions], dtype=np.int64)
+        owner = np.repeat(np.arange(counts.size), counts)
+        shard_bytes = shard_bytes_of(context, partitions, owner)
+        synchronizer = self._by_size(large, chosen, "synchronizer")[owner]
+        sparse = self._sparse(self._by_size(large, chosen, "synchronizer"), chosen)
+        dense = np.array([kind is SparseHandling.DENSE for kind in sparse])[owner]
+        compressor, parameter = self._compressors(self._by_size(large, chosen, "compressor")[owner], dense, owner)
+        rooted = np.array([kind in ROOTED for kind in space.synchronizers])[synchronizer]
+        placement = np.full(owner.size, -1, dtype=np.int64)
+        placement[rooted] = context.ranks[balance_load(shard_bytes[rooted], context.bandwidths, generator(self._seed, "servers of bayes"))]
+        drawn = Drawn(
+            partitions,
+            sparse,
+            owner,
+            shard_bytes,
+            synchronizer,
+            compressor,
+            parameter,
+            placement,
+            self._merged(shard_bytes, ~rooted, groups),
+            np.full(owner.size, chosen.get("hierarchical", 0), dtype=np.int64) * dense,
+            bool(chosen.get("cross_step", 0)),
+            None if rooted.all() else self._rings[chosen.get("ring", 0)],
+            np.zeros(owner.size, dtype=np.int64),
+        )
+        return replace(drawn, priority=self._planned.priorities(drawn)) if chosen["planned order"] else drawn
+
+    def _partitions(self, large: Flags, parts: float) -> tuple[Partition | None, ...]:
+        """Large variables in 1 to `max_shards` parts along the longest axis that may be cut; the number is log-uniform."""
+        shards = round(self._context.space.max_shards**parts)
+        cuts: list[Partition | None] = []
+        for variable, axes, is_large in zip(self._context.workload.variables, self._context.axes, large.tolist(), strict=True):
+            axis = max(axes, key=lambda own: variable.shape[own], default=None) if is_large else None
+            count = 1 if axis is None else min(shards, variable.shape[axis])
+            cuts.append(None if axis is None or count < 2 else even_partition(variable, axis, count))
+        return tuple(cuts)
+
+    @staticmethod
+    def _by_size(large: Flags, chosen: dict[str, int], what: str) -> Ints:
+        """The choice of each variable, shape (V,)."""
+        return np.where(large, chosen.get(f"{what} of large ones", 0), chosen.get(f"{what} of small ones", 0)).astype(np.int64)
+
+    def _sparse(self, synchronizer: Ints, chosen: dict[str, int]) -> tuple[SparseHandling, ...]:
+        """The chosen way, where the variable's synchronizer has it."""
+        space = self._context.space
+        wanted = space.sparse[chosen.get("sparse", 0)]
+        found = []
+        for variable, kind in zip(self._context.workload.variables, synchronizer.tolist(), strict=True):
+            allowed = variable.sparse and wanted in space.handlings_for([space.synchronizers[kind]])
+            found.append(wanted if allowed else SparseHandling.DENSE)
+        return tuple(found)
+
+    def _compressors(self, setting: Ints, dense: Flags, owner: Ints) -> tuple[Ints, Ints]:
+        """(compressor, parameter) of every shard; none where the gradient cannot take what was chosen."""
+        kinds = self._context.space.compressors
+        none = kinds.index(Compressor.NONE)
+        rows = np.array([kind in SPARSE_COMPRESSORS for kind in kinds])
+        compressor, parameter = np.array(self._settings, dtype=np.int64)[setting].T
+        impossible = ~self._context.can_compress[owner] | (~dense & ~rows[compressor])
+        return np.where(impossible, none, compressor), np.where(impossible, 0, parameter)
+
+    def _merged(self, shard_bytes: Ints, collective: Flags, groups: float) -> Ints:
+        """c_am over the shards of collectives, in 1 to `max_groups` groups, log-uniform; -1 for the others."""
+        group = np.full(shard_bytes.size, -1, dtype=np.int64)
+        if collective.any():
+            wanted = min(round(self._context.space.max_groups**groups), int(collective.sum()))
+            from_input = merge_adjacent(shard_bytes[collective][::-1], wanted)
+            group[collective] = from_input.max() - from_input[::-1]  # so that group 0 is complete first
+        return group

@@ -1,0 +1,55 @@
+"""A strategy from its choices on flat arrays: thousands are drawn in a round, and their shards share a few values."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from autotune.sampler.draws import Context, Drawn, Ints
+from autotune.strategy_space.strategy import Shard, Strategy, VariableStrategy
+
+KEPT_SHARDS = 100_000  # different ones that are made once only
+
+
+class Writer:
+    """Makes strategies of choices on arrays."""
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        names = [variable.name for variable in context.workload.variables]
+        self.by_name = sorted(range(len(names)), key=names.__getitem__)
+        self.settings = [context.space.settings_of(kind) for kind in context.space.compressors]
+        self._shards: dict[bytes, Shard] = {}
+
+    def written(self, drawn: Drawn) -> Strategy:
+        variables, partitions, sparse = self.context.workload.variables, drawn.partitions, drawn.sparse
+        shards = self._made(drawn.table())
+        ends = np.searchsorted(drawn.owner, np.arange(-1, len(partitions)), side="right").tolist()
+        choices = [VariableStrategy(variables[at].name, shards[ends[at] : ends[at + 1]], partitions[at], sparse[at]) for at in self.by_name]
+        return Strategy(tuple(choices), drawn.cross_step, drawn.ring_order)
+
+    def _made(self, table: Ints) -> tuple[Shard, ...]:
+        """A shard for each row. Thousands share a few values, and an object is made for each of these once."""
+        if len(self._shards) > KEPT_SHARDS:
+            self._shards.clear()
+        known = self._shards
+        text, width = table.tobytes(), table.itemsize * table.shape[1]
+        keys = [text[start : start + width] for start in range(0, len(text), width)]
+        for number, key in enumerate(keys):
+            if key not in known:
+                known[key] = self._shard(*table[number].tolist())
+        return tuple([known[key] for key in keys])
+
+    def _shard(
+        self, synchronizer: int, compressor: int, parameter: int, placement: int, group: int, priority: int, hierarchical: int
+    ) -> Shard:
+        setting = self.settings[compressor][parameter]
+        return Shard(
+            self.context.space.synchronizers[synchronizer],
+            setting.compressor,
+            None if placement < 0 else placement,
+            None if group < 0 else group,
+            priority,
+            bool(hierarchical),
+            setting.ratio,
+            setting.rank,
+        )
