@@ -54,6 +54,7 @@ class _Template:
     durations: list[FloatArray] = field(default_factory=list)
     sizes: list[FloatArray] = field(default_factory=list)
     prepared: list[list[int]] = field(default_factory=list)  # of each step, the ops of its lane's thread, by worker
+    done: list[list[int]] = field(default_factory=list)  # of each step, what its lane's thread waits for one by one, by worker
     first: list[int] = field(default_factory=list)  # ops that start with the message's issue
 
     def add(
@@ -123,8 +124,9 @@ class Network:
         """
         self._batches, self._link, self._costs = batches, ports, costs
         self._ports, self._cores = kept_ports(batches, fold), kept_cores(batches, fold)
-        self._workers, self._one_by_one, self._layer, self._coarse = workers, one_by_one, layer, coarse and one_by_one and crowd == 0
-        self._crowd = crowd
+        self._workers, self._one_by_one, self._layer = workers, one_by_one, layer
+        alone = one_by_one and all(len(batch.steps) == 1 for batch in batches)
+        self._coarse, self._crowd = coarse and alone and crowd == 0, crowd
         self._messages = sum(len(batch.numbers) for batch in batches)
         steps = [step for batch in batches for step in batch.steps]
         # Hosts that hold up others' gathers or scatters: elsewhere nobody would wait for a turn.
@@ -143,6 +145,7 @@ class Network:
         names: dict[int, list[str]] = {}
         lanes = max(len(template.prepared) for template in made)
         prepared = np.full((lanes, len(self._workers), self._messages), -1, dtype=np.int64)
+        done = prepared.copy()
         ends = np.zeros(self._messages, dtype=np.int64)
         for batch, template in zip(self._batches, made, strict=True):
             start, count = base[batch.numbers], len(template.queue)
@@ -157,12 +160,13 @@ class Network:
             to.edges(start[:, None] + edges[:, 0], start[:, None] + edges[:, 1])
             for op in template.first:
                 to.edges(issued[:, batch.numbers], np.broadcast_to(start + op, (len(issued), len(start))))
-            for lane, of_workers in enumerate(template.prepared):
-                for worker, op in enumerate(of_workers):
-                    prepared[lane, worker, batch.numbers] = start + op
+            for table, ops in ((prepared, template.prepared), (done, template.done)):
+                for lane, of_workers in enumerate(ops):
+                    for worker, op in enumerate(of_workers):
+                        table[lane, worker, batch.numbers] = start + op
             ends[batch.numbers] = start + count - 1
             names.update(dict.fromkeys(batch.numbers.tolist(), template.names))
-        self._chain(to, prepared, ends)
+        self._chain(to, prepared, done)
         offsets = base - to.count
 
         def named(number: int) -> str:
@@ -175,16 +179,12 @@ class Network:
     def _cores_name(self, host: int) -> str:
         return CORES if self._crowd > 0 else f"{self._link.name(host).removesuffix(' out')} cores"
 
-    def _chain(self, to: Emitter, prepared: Numbers, ends: Numbers) -> None:
-        """Each lane's thread takes the messages in plan order; one by one, a message follows the end of the one before."""
-        if self._one_by_one:
-            for ops in prepared[0]:
-                to.edges(ends[:-1], ops[1:])
-            return
-        for lane in prepared:
-            for ops in lane:
-                there = ops[ops >= 0]
-                to.edges(there[:-1], there[1:])
+    def _chain(self, to: Emitter, prepared: Numbers, done: Numbers) -> None:
+        """Each lane's thread takes the messages in plan order; one by one, it takes the next when its step of the last is done."""
+        lanes = zip(prepared, done if self._one_by_one else prepared, strict=True)
+        for taken, before in ((of_worker, ends) for lane, lane_ends in lanes for of_worker, ends in zip(lane, lane_ends, strict=True)):
+            there = np.flatnonzero(taken >= 0)
+            to.edges(before[there[:-1]], taken[there[1:]])
 
     def _template(self, to: Emitter, batch: Batch) -> _Template:
         made = _Template()
@@ -201,11 +201,10 @@ class Network:
         """The ops of one step behind those of the step before; those that the next one waits for."""
         threads = []
         if lane > 0 or self._one_by_one:
-            handed_s = self._costs["lane_s"] if lane == 0 or not self._one_by_one else 0.0
             share = self._crowd / len(self._workers) if self._crowd > 0 else 1.0
-            slot = made.duration(share * (handed_s + own.prepare_s))
+            slot = made.duration(share * (self._costs["lane_s"] + own.prepare_s))
             cores = to.queue(CORES) if self._crowd > 0 else NONE
-            thread = "channel" if self._one_by_one else f"lane {lane}"
+            thread = f"lane {lane}"
             kind = Kind.UNPACK if own.times is None else Kind.PACK
             for worker in self._workers:
                 queue = to.queue(f"r{worker} {thread}")
@@ -215,7 +214,10 @@ class Network:
         if own.prepare_root_s.any():
             queue = to.queue(f"r{own.root} server")
             behind = [made.add("sum", queue, Kind.SERVER, made.duration(own.prepare_root_s), behind, worker=own.root)]
-        return behind if own.times is None else [self._rounds(to, made, own, lane, behind, empty)]
+        if own.times is not None:
+            behind = [self._rounds(to, made, own, lane, behind, empty)]
+        made.done.append(behind * len(self._workers) if len(behind) == 1 else behind)
+        return behind
 
     def _rounds(self, to: Emitter, made: _Template, own: SendStep, lane: int, behind: list[int], empty: int) -> int:
         """In every round each port sends its share, then the rest of the time passes; the last op gives the thread back."""

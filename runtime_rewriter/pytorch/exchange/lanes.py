@@ -25,7 +25,6 @@ Around = Callable[[int, int, Step], dist.Work | None]
 """Called with a message's number, a lane and its step there, on the thread that starts it; it calls the step and gives what that gives."""
 
 _VOTES = -1  # a lane without steps
-_CHANNEL = -2  # the thread on which messages go one by one
 
 KEPT_GROUPS = 32
 """Tuning tries many rings and owners and comes back to few; every group has threads, and connections to all its members."""
@@ -47,17 +46,12 @@ class Flight:
         step = self._steps.get(lane)
         if step is None:
             return
-        self._follow()
+        self.follow()
         self._work = step() if self._around is None else self._around(self._number, lane, step)
         self._fence = self._device.fence()
 
-    def complete(self) -> None:
-        """All steps, on one thread."""
-        for lane in self._steps:
-            self.advance(lane)
-        self._follow()
-
-    def _follow(self) -> None:
+    def follow(self) -> None:
+        """Until the step that was started last has completed."""
         if self._work is not None:
             self._work.wait()
         self._device.follow(self._fence)
@@ -79,7 +73,7 @@ class Flight:
         future = self.next_lane
         while future is not None:
             future = _future(future.result())
-        self._follow()
+        self.follow()
 
 
 def _future(result: object) -> Future[object] | None:
@@ -88,7 +82,7 @@ def _future(result: object) -> Future[object] | None:
 
 
 class Lanes:
-    """Lane 0 runs on the issuing thread; lane k > 0 on one thread of its own, fed in plan order by lane k - 1."""
+    """Lane k > 0 runs on one thread of its own, fed in plan order by lane k - 1; lane 0 on the issuing thread, or one by one on its own."""
 
     def __init__(self, ranks: Ranks, device: Device) -> None:
         self.ranks, self.device = ranks, device
@@ -97,9 +91,10 @@ class Lanes:
         self._threads: dict[int, ThreadPoolExecutor] = {}
         self._hosts: Circle | None = None
         self.one_by_one = False
-        """Between two steps: whether each message has the network to itself, and the next one starts when it has arrived.
+        """Between two steps: whether each message has its lane to itself, and the next one's step there starts when its own has completed.
 
-        Side by side they share the links, so that what is needed first waits for what is not: a planned order means nothing then.
+        Side by side they share the links, so that what is needed first waits for what is not: a planned order means nothing then. Between
+        lanes they do overlap: a server sends one message back while the next one comes in.
         """
         self.around: Around | None = None
         """Who sees the steps of messages start; messages under way keep whom they have."""
@@ -140,31 +135,29 @@ class Lanes:
     def run(self, steps: Sequence[tuple[int, Step]], number: int = 0) -> Flight:
         """Start message `number`; `steps` are (lane, step) with ascending lanes. Every rank calls it in plan order, on one thread."""
         flight = Flight(steps, self.device, number, self.around)
-        if self.one_by_one:
-            flight.next_lane = self._thread(_CHANNEL).submit(self._on_channel, flight)
-            return flight
-        flight.advance(0)
-        if flight.last_lane > 0:
-            flight.next_lane = self._submit(flight, 1)
+        first = 0
+        if not self.one_by_one:
+            flight.advance(0)
+            first = 1
+        if flight.last_lane >= first:
+            flight.next_lane = self._submit(flight, first, self.one_by_one)
         return flight
 
-    def _submit(self, flight: Flight, lane: int) -> Future[object]:
-        return self._thread(lane).submit(self._on_lane, flight, lane)
+    def _submit(self, flight: Flight, lane: int, to_its_end: bool) -> Future[object]:
+        return self._thread(lane).submit(self._on_lane, flight, lane, to_its_end)
 
     def _thread(self, lane: int) -> ThreadPoolExecutor:
         if lane not in self._threads:  # lane k's thread is only started from lane k - 1
             self._threads[lane] = ThreadPoolExecutor(1, thread_name_prefix=f"lane-{lane}")
         return self._threads[lane]
 
-    def _on_channel(self, flight: Flight) -> None:
-        with self.device.side_stream(_CHANNEL):
-            flight.complete()
-
-    def _on_lane(self, flight: Flight, lane: int) -> Future[object] | None:
+    def _on_lane(self, flight: Flight, lane: int, to_its_end: bool) -> Future[object] | None:
         with self.device.side_stream(lane):
             flight.advance(lane)
+            if to_its_end:
+                flight.follow()
         # A lane on which the message has no step passes it on, too: the order stays the plan's.
-        return self._submit(flight, lane + 1) if lane < flight.last_lane else None
+        return self._submit(flight, lane + 1, to_its_end) if lane < flight.last_lane else None
 
     def stop(self) -> None:
         """Local, between two steps: end the threads. The next message starts new ones."""
