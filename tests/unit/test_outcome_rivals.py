@@ -67,7 +67,7 @@ def test_every_rival_is_enactable_in_every_domain(domain: Setup):
     assert set(rivals(workload, cluster, across_steps=False)) == set(RIVALS) - across
 
 
-@pytest.mark.parametrize("model", ["vgg", "densenet", "gpt"])
+@pytest.mark.parametrize("model", ["vgg", "densenet", "gpt_text"])
 def test_the_sweep_has_the_buckets_of_torch_for_each_bucket_cap(model: str):
     workload = WORKLOADS[model]
     tensors = [torch.empty(variable.shape, device="meta") for variable in workload.variables]
