@@ -31,7 +31,11 @@ DTYPE_BYTES = {
 
 @dataclass(frozen=True)
 class Variable:
-    """One trainable tensor. `ready_s` and `needed_s` are None where nothing was measured."""
+    """One trainable tensor. `ready_s` and `needed_s` are None where nothing was measured.
+
+    `touched_rows`: of a sparse one, how many different rows the gradient of one rank's step holds; None where nobody counted, and then all
+    rows are taken to be in use.
+    """
 
     __pydantic_config__ = {"extra": "forbid"}
 
@@ -41,8 +45,14 @@ class Variable:
     sparse: bool = False
     ready_s: float | None = None
     needed_s: float | None = None
+    touched_rows: float | None = None
 
     def __post_init__(self) -> None:
+        if self.touched_rows is not None and not (self.sparse and 0 <= self.touched_rows <= self.rows):
+            raise InvalidInput(
+                f"touched_rows of {self.name!r} must lie between 0 and the rows of a sparse variable, but is {self.touched_rows} of shape "
+                f"{self.shape}, sparse: {self.sparse}"
+            )
         if self.dtype not in DTYPE_BYTES:
             raise InvalidInput(f"dtype of {self.name!r} must be one of {', '.join(DTYPE_BYTES)}, but is {self.dtype!r}")
         if any(extent < 0 for extent in self.shape):
@@ -55,6 +65,16 @@ class Variable:
     @property
     def grad_bytes(self) -> int:
         return self.elements * DTYPE_BYTES[self.dtype]
+
+    @property
+    def rows(self) -> int:
+        """Extent of the first axis."""
+        return self.shape[0] if self.shape else 1
+
+    @property
+    def touched_share(self) -> float:
+        """Of the rows, those that one rank's step touches."""
+        return 1.0 if self.touched_rows is None else self.touched_rows / max(self.rows, 1)
 
 
 def model_id(variables: Iterable[tuple[str, tuple[int, ...], str]]) -> str:

@@ -73,7 +73,7 @@ def _all(model: Workload, cluster: Cluster) -> tuple[dict[str, Any], str]:
     for name, build in BUILDERS.items():
         strategy = build(model, cluster)
         enacted = plan(strategy, model, cluster.world_size)
-        sync_s = message_costs(enacted, cluster).paper_sync_s
+        sync_s = message_costs(enacted, cluster, model).paper_sync_s
         refused = why_refused(enacted)
         largest = max(message.wire_bytes for message in enacted.messages)
         cells = (str(len(enacted.messages)), format_bytes(enacted.wire_bytes), format_bytes(largest), format_seconds(sync_s))

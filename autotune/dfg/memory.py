@@ -85,7 +85,7 @@ def peak_memory(
     world_size = plan.world_size if plan is not None else cluster.world_size if cluster is not None else 2
     buffers = plan_buffers(plan, workload, replica, world_size)
     if flights is None and plan is not None:
-        flights = flights_by_cost(profile, plan, cluster)
+        flights = flights_by_cost(profile, plan, workload, cluster)
     extra = [Lifetime(one.bytes, Held.COMMUNICATION) for one in buffers if one.when is When.ALWAYS]
     if plan is not None and plan.cross_step:
         extra += _crossing(profile)
@@ -124,12 +124,12 @@ def last_backward(profile: MemoryProfile) -> int:
     return found[-1] if found else len(profile.segments) - 1
 
 
-def flights_by_cost(profile: MemoryProfile, plan: Plan, cluster: Cluster | None) -> Flights:
+def flights_by_cost(profile: MemoryProfile, plan: Plan, workload: Workload, cluster: Cluster | None) -> Flights:
     """One channel, messages in issue order, in the times of the profile's segments."""
     ready_at, last = ready_segments(profile), last_backward(profile)
     of_message = [max(ready_at.get(part.variable, last) for part in message.slices) for message in plan.messages]
     issued = np.maximum.accumulate(np.array(of_message, dtype=np.int64))
-    cost_s = np.zeros(len(issued)) if cluster is None else message_costs(plan, cluster).channel_s
+    cost_s = np.zeros(len(issued)) if cluster is None else message_costs(plan, cluster, workload).channel_s
     ends_s = channel_ends_s(profile.end_s[issued], cost_s)
     return flights_at(profile, issued, ends_s - cost_s, ends_s, plan.cross_step)
 

@@ -22,6 +22,7 @@ from autotune.cluster import Cluster
 from autotune.features.flat import FlatPlan
 from autotune.strategy_space.cross_step import channel_ends_s, cross_step_period_s
 from autotune.strategy_space.plan import Plan
+from autotune.strategy_space.row_traffic import RowTraffic
 from autotune.strategy_space.sync_cost import MessageCosts
 from autotune.strategy_space.timing import needed_times_s, ready_times_s
 from autotune.workload import Workload
@@ -46,11 +47,12 @@ def taken_share(workload: Workload, cluster: Cluster) -> float:
     return max(shares, default=0.0)
 
 
-def message_cpu_s(plan: Plan, cluster: Cluster) -> FloatArray:
+def message_cpu_s(plan: Plan, cluster: Cluster, workload: Workload) -> FloatArray:
     """CPU time of every message on one rank, from the probed fits, shape (M,); 0 where the primitive was not probed."""
     fits = {primitive: cluster.fit(primitive.value, plan.world_size) for primitive in {m.primitive for m in plan.messages}}
-    found = [fit.cpu_s(m.wire_bytes) if (fit := fits[m.primitive]) else 0.0 for m in plan.messages]
-    return np.array(found)
+    sizes_bytes = RowTraffic(workload).collective_bytes(plan.messages, plan.world_size).tolist()
+    sized = zip(plan.messages, sizes_bytes, strict=True)
+    return np.array([fit.cpu_s(size) if (fit := fits[message.primitive]) else 0.0 for message, size in sized])
 
 
 def slowed_ready_s(ready_s: FloatArray, taken_s: FloatArray, end_s: float) -> tuple[FloatArray, float]:

@@ -99,8 +99,8 @@ class Extractor:
                 f"features are made for at most {MAX_VARIABLES} variables and {MAX_SHARDS} shards, but strategy {strategy.id} has {count} "
                 f"and {len(flat.variable)}; use fewer shards per variable"
             )
-        costs = message_costs(plan, cluster, self.rates if plan.ring_order is None else None)
-        taken_s = self.taken_share * message_cpu_s(plan, cluster) if self.taken_share > 0 else None
+        costs = message_costs(plan, cluster, workload, self.rates if plan.ring_order is None else None)
+        taken_s = self.taken_share * message_cpu_s(plan, cluster, workload) if self.taken_share > 0 else None
         order = np.lexsort((flat.start, flat.variable))
         return StrategyFeatures(
             strategy=strategy,

@@ -39,7 +39,7 @@ class Lowering:
         self._passes = Passes.of(workload)
         self._ports = Ports(cluster)
         timing = Timing(cluster, self._ports, self.costs)
-        self._sender = Sender(timing, self.costs)
+        self._sender = Sender(timing, self.costs, workload)
         sizes = np.array(workload.buffer_bytes, dtype=np.float64)
         self._buffers_s = float(timing.of(BUFFERS, sizes, (tuple(range(cluster.world_size)),)).alone_s.sum()) if len(sizes) else 0.0
         # Side by side all ranks want the cores of their one machine; while each has one to itself, none waits for it.

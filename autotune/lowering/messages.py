@@ -22,6 +22,7 @@ from autotune.lowering.costs import RuntimeCosts
 from autotune.lowering.step_times import StepTimes, Timing
 from autotune.lowering.steps import Circle, Step, sizes_of, steps_of
 from autotune.strategy_space.plan import Message, Plan
+from autotune.strategy_space.row_traffic import RowTraffic
 from autotune.strategy_space.strategy import Compressor
 from autotune.workload import Workload
 
@@ -79,10 +80,10 @@ class Members:
 
 
 class Sender:
-    """Finds the steps of a plan's messages on one cluster."""
+    """Finds the steps of the messages of a workload's plans on one cluster."""
 
-    def __init__(self, timing: Timing, costs: RuntimeCosts) -> None:
-        self.timing, self.costs, self.cluster = timing, costs, timing.cluster
+    def __init__(self, timing: Timing, costs: RuntimeCosts, workload: Workload) -> None:
+        self.timing, self.costs, self.cluster, self.traffic = timing, costs, timing.cluster, RowTraffic(workload)
         host_of = timing.ports.host_of_rank
         self._hosts = tuple(tuple(np.flatnonzero(host_of == host).tolist()) for host in range(len(self.cluster.hosts)))
         self._world = tuple(range(self.cluster.world_size))
@@ -100,7 +101,7 @@ class Sender:
         if key not in self._kinds:
             self._kinds[key] = self._steps(messages[0], ring_order)
         steps, circles = self._kinds[key]
-        sizes = sizes_of(messages)
+        sizes = sizes_of(messages, self.traffic, self.cluster.world_size)
         made = []
         for step in steps:
             size_bytes = step.size(sizes)
@@ -113,7 +114,9 @@ class Sender:
     def cpu_s(self, plan: Plan) -> FloatArray:
         """CPU time of every message on one rank by the probed fits, shape (M,); 0 where the primitive was not probed."""
         fits = {primitive: self.cluster.fit(primitive.value, plan.world_size) for primitive in {m.primitive for m in plan.messages}}
-        return np.array([fit.cpu_s(m.wire_bytes) if (fit := fits[m.primitive]) else 0.0 for m in plan.messages])
+        sizes_bytes = self.traffic.collective_bytes(plan.messages, plan.world_size).tolist()
+        sized = zip(plan.messages, sizes_bytes, strict=True)
+        return np.array([fit.cpu_s(size) if (fit := fits[message.primitive]) else 0.0 for message, size in sized])
 
     def _steps(
         self, message: Message, ring_order: tuple[int, ...] | None

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from autotune.lowering.costs import RuntimeCosts
 from autotune.lowering.traffic import Collective
 from autotune.strategy_space.plan import Message, Primitive
+from autotune.strategy_space.row_traffic import RowTraffic
 from autotune.strategy_space.strategy import CASTS, ERROR_FEEDBACK, Compressor, SparseHandling
 from autotune.workload import DTYPE_BYTES
 
@@ -41,10 +42,12 @@ class Circle(StrEnum):
 
 @dataclass(frozen=True, eq=False)
 class Sizes:
-    """Of K messages of one kind. `left_bytes` and `right_bytes` are PowerSGD's two sums, `flops` one of its products."""
+    """Of K messages of one kind. `wire_bytes`: what one rank sends; `summed_bytes`: what the sum weighs, more only for rows of sparse
+    gradients. `left_bytes` and `right_bytes` are PowerSGD's two sums, `flops` one of its products."""
 
     elements: FloatArray
     wire_bytes: FloatArray
+    summed_bytes: FloatArray
     element_bytes: float
     picked: FloatArray
     left_bytes: FloatArray
@@ -89,11 +92,16 @@ class Step:
     root: int | None = None
 
 
-def sizes_of(messages: Sequence[Message]) -> Sizes:
-    """Of messages of one kind, that is with the same compressor and dtype."""
+def _summed(sizes: Sizes) -> FloatArray:
+    return sizes.summed_bytes
+
+
+def sizes_of(messages: Sequence[Message], traffic: RowTraffic, ranks: int) -> Sizes:
+    """Of messages of one kind, that is with the same compressor and dtype, in a world of so many `ranks`."""
     first = messages[0]
     elements = np.array([message.elements for message in messages], dtype=np.float64)
-    wire = np.array([message.wire_bytes for message in messages], dtype=np.float64)
+    wire = np.array([traffic.sent_bytes(message) for message in messages])
+    summed = np.array([traffic.summed_bytes(message, ranks) for message in messages])
     none = np.zeros(len(messages))
     left, right, flops, picked = none, none, none, none
     element_bytes = DTYPE_BYTES[first.dtype]
@@ -104,7 +112,7 @@ def sizes_of(messages: Sequence[Message]) -> Sizes:
         picked = wire / (element_bytes + 4)
     travelling = min(element_bytes, 2) if first.compressor in CASTS else element_bytes
     slices = np.array([len(message.slices) for message in messages], dtype=np.float64)
-    return Sizes(elements, wire, travelling, picked, left, right, flops, slices)
+    return Sizes(elements, wire, summed, travelling, picked, left, right, flops, slices)
 
 
 def _factors(message: Message) -> tuple[int, int, int]:
@@ -220,7 +228,7 @@ def _low_rank(message: Message, circle: Circle, costs: RuntimeCosts) -> tuple[St
 
 
 def _rows(message: Message, members: int) -> tuple[Step, ...]:
-    """Rows of a sparse gradient: their numbers first, then the rows; how many a step touches is not known, so all count."""
+    """Rows of a sparse gradient: how many they are first, then the rows; a server sends back those that any rank touched."""
 
     def counts(_: Sizes) -> FloatArray:
         return np.full(len(_.elements), COUNT_BYTES * members)
@@ -229,4 +237,4 @@ def _rows(message: Message, members: int) -> tuple[Step, ...]:
     if message.sparse is SparseHandling.ALL_GATHER:
         return told, Step(Collective.ALL_GATHER, lambda sizes: members * sizes.wire_bytes)
     spread = Step(Collective.BROADCAST, lambda sizes: np.full(len(sizes.elements), COUNT_BYTES), root=message.owner)
-    return told, Step(Collective.GATHER, _wire, root=message.owner), spread, Step(Collective.SCATTER, _wire, root=message.owner)
+    return told, Step(Collective.GATHER, _wire, root=message.owner), spread, Step(Collective.SCATTER, _summed, root=message.owner)

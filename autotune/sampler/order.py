@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from autotune.sampler.draws import Context, Drawn, Ints
 from autotune.strategy_space.cross_step import planned_order
 from autotune.strategy_space.plan import INT8_BLOCK, PRIMITIVE_OF
+from autotune.strategy_space.row_traffic import ROW_NUMBER_BYTES, collective_share
 from autotune.strategy_space.space import CompressorSetting
 from autotune.strategy_space.strategy import Compressor, SparseHandling
 from autotune.strategy_space.sync_cost import MessageKind, Rates
@@ -36,6 +37,7 @@ class PlannedOrder:
         self.space = space
         self.ready_s, self.needed_s = ready_times_s(workload), needed_times_s(workload)
         self.start_s, self.forward_s = workload.backward_s + workload.update_s, workload.forward_s
+        self.variables, self.ranks = workload.variables, context.cluster.world_size
         self.rates = Rates(context.cluster)
         dtypes = sorted(DTYPE_BYTES)
         self.dtype = np.array([dtypes.index(variable.dtype) for variable in workload.variables], dtype=np.int64)
@@ -74,7 +76,7 @@ class PlannedOrder:
         return message, first
 
     def _wire_bytes(self, drawn: Drawn) -> NDArray[np.float64]:
-        """Compressed size of every shard, shape (S,)."""
+        """c(m) of every shard, shape (S,)."""
         element_bytes = self.element_bytes[drawn.owner]
         elements = drawn.shard_bytes / element_bytes
         wire_bytes = drawn.shard_bytes.astype(np.float64)
@@ -85,6 +87,11 @@ class PlannedOrder:
                 own = np.flatnonzero((drawn.compressor == index) & (drawn.parameter == number))
                 if len(own):
                     wire_bytes[own] = np.minimum(_compressed_bytes(setting, elements[own], element_bytes[own]), wire_bytes[own])
+        for position, handling in enumerate(drawn.sparse):
+            if handling is not SparseHandling.DENSE:
+                variable, own = self.variables[position], drawn.owner == position
+                rows = drawn.shard_bytes[own] * variable.rows / max(variable.grad_bytes, 1)
+                wire_bytes[own] = collective_share(variable, handling, self.ranks) * (wire_bytes[own] + rows * ROW_NUMBER_BYTES)
         return wire_bytes
 
 

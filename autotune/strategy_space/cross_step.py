@@ -87,7 +87,7 @@ class MessageTimes:
         members = [{workload.index[part.variable] for part in message.slices} for message in plan.messages]
         return MessageTimes(
             np.array([max(ready_s[position] for position in own) for own in members]),
-            message_costs(plan, cluster).channel_s,
+            message_costs(plan, cluster, workload).channel_s,
             np.array([min(needed_s[position] for position in own) for own in members]),
             workload.backward_s + workload.update_s,
             workload.forward_s,

@@ -21,8 +21,7 @@ Readings of the printed equations: the exponent of r_k is 1 where reduction is f
 hierarchical (I_p), as the paper's text says. On a cluster of one host every device counts as a machine
 of its own over the inner link; otherwise I_d would be 0 and a server free. A hierarchical collective is a
 reduce inside each host, the primitive among the hosts, and a broadcast inside (Eq. 3 three times).
-A sparse gradient sent as indices and values is one all-gather of the message's bytes; how many rows a step touches is
-not known, so c(m) counts all of them.
+A sparse gradient sent as indices and values is one all-gather of the rows that all ranks touch (`row_traffic`).
 
 All ranks of one host cost the same, so no sum runs over pairs of workers.
 """
@@ -40,7 +39,9 @@ from numpy.typing import NDArray
 from autotune.cluster import Cluster, CollectiveFit, Where
 from autotune.errors import InvalidInput
 from autotune.strategy_space.plan import Message, Plan, Primitive
+from autotune.strategy_space.row_traffic import RowTraffic
 from autotune.strategy_space.strategy import SparseHandling
+from autotune.workload import Workload
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
@@ -154,17 +155,18 @@ def _max_and_sum(rows: FloatArray) -> FloatArray:
     return np.concatenate([rows.max(axis=0, initial=0.0), rows.sum(axis=0)])
 
 
-def message_costs(plan: Plan, cluster: Cluster, rates: Rates | None = None) -> MessageCosts:
+def message_costs(plan: Plan, cluster: Cluster, workload: Workload, rates: Rates | None = None) -> MessageCosts:
     """Eq. 2, Eq. 3 and the fitted cost of every message. Raises `InvalidInput` if plan and cluster differ in size.
 
-    `rates`, of this cluster and the plan's ring order, spares many plans to work out the same.
+    `workload`: what the plan was made for; it knows the rows of sparse gradients. `rates`, of this cluster and the plan's ring order,
+    spares many plans to work out the same.
     """
     if plan.world_size != cluster.world_size:
         raise InvalidInput(
             f"a plan costs what its own cluster makes of it: the plan is for {plan.world_size} ranks, "
             f"but cluster {cluster.name!r} has {cluster.world_size}; plan the strategy for this cluster"
         )
-    wire_bytes = np.array([message.wire_bytes for message in plan.messages], dtype=np.float64)
+    wire_bytes = RowTraffic(workload).collective_bytes(plan.messages, plan.world_size)
     return (rates or Rates(cluster, plan.ring_order)).costs([kind_of(message) for message in plan.messages], wire_bytes)
 
 

@@ -83,7 +83,7 @@ class WorkloadProfiler(BackwardObserver):
         self._current = _Step()
         self._forward_start_s: float | None = None
         self._edges: set[tuple[int, int]] = set()
-        self._sparse: set[int] = set()
+        self._rows: dict[int, list[Tensor]] = {}
         self._ready: dict[int, Mark] = {}
         self._read: dict[int, Mark] = {}
         self._forward_start: Mark = 0.0
@@ -127,7 +127,7 @@ class WorkloadProfiler(BackwardObserver):
     def on_ready(self, index: int, gradient: Tensor | None) -> None:
         self._ready[index] = self._synchronizer.device.mark()
         if gradient is not None and gradient.is_sparse:
-            self._sparse.add(index)
+            self._rows.setdefault(index, []).append(gradient._indices()[0])  # counted when nothing is timed any more
 
     def on_computed(self) -> None:
         device = self._synchronizer.device
@@ -154,7 +154,7 @@ class WorkloadProfiler(BackwardObserver):
         self._forward_start_s = None
 
     def finish(self) -> Workload:
-        """The measured workload: rank 0's order, edges and sparse flags, medians of the times over steps and ranks."""
+        """The measured workload: rank 0's order, edges and touched rows, medians of the times over steps and ranks."""
         synchronizer = self._synchronizer
         synchronizer.observers.remove(self)
         synchronizer.listeners.remove(self)
@@ -166,7 +166,8 @@ class WorkloadProfiler(BackwardObserver):
             raise SynchronizationError("a profile needs at least one whole training step under it, but none was made")
         gathered: list[list[tuple[_Step, bool]]] = [[]] * synchronizer.ranks.size
         dist.all_gather_object(gathered, self._steps, group=synchronizer.ranks.control)
-        shape: list[tuple[set[tuple[int, int]], set[int]]] = [(self._edges, self._sparse)]
+        touched = {index: median(len(rows.unique()) for rows in steps) for index, steps in self._rows.items()}
+        shape: list[tuple[set[tuple[int, int]], dict[int, float]]] = [(self._edges, touched)]
         dist.broadcast_object_list(shape, group=synchronizer.ranks.control, group_src=0)
         synchronizer.load(None)
         return self._workload(self._kept(gathered), *shape[0])
@@ -179,7 +180,7 @@ class WorkloadProfiler(BackwardObserver):
             return [step for step, alone in zip(of_first, quiet, strict=True) if alone] or of_first
         return [step for of_rank in gathered for step in [s for s, clean in of_rank if clean] or [s for s, _ in of_rank]]
 
-    def _workload(self, steps: list[_Step], edges: set[tuple[int, int]], sparse: set[int]) -> Workload:
+    def _workload(self, steps: list[_Step], edges: set[tuple[int, int]], touched: dict[int, float]) -> Workload:
         backward_s = median(step.backward_s for step in steps)
         count = len(self._synchronizer.names)
         # A variable that got no gradient is known to be so when the backward pass ends.
@@ -193,9 +194,10 @@ class WorkloadProfiler(BackwardObserver):
                 self._synchronizer.names[index],
                 tuple(self._synchronizer.parameters[index].shape),
                 dtype_name(self._synchronizer.parameters[index]),
-                index in sparse,
+                index in touched,
                 ready_s[index],
                 needed_s[index],
+                touched.get(index),
             )
             for index in order
         )

@@ -9,6 +9,7 @@ import sys
 from dataclasses import replace
 from fractions import Fraction
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,9 +18,13 @@ from worlds import assert_inside, clusters, spaces, workloads
 from autotune.cluster import Cluster, Host, PairLink
 from autotune.errors import InvalidInput
 from autotune.rng import generator
+from autotune.sampler.draws import Context, draw
+from autotune.sampler.order import PlannedOrder
 from autotune.sampler.random import sample, sample_many
+from autotune.sampler.writer import Writer
 from autotune.strategy_space.cross_step import MessageTimes
 from autotune.strategy_space.plan import plan, slices_of
+from autotune.strategy_space.row_traffic import RowTraffic
 from autotune.strategy_space.space import SearchSpace
 from autotune.strategy_space.strategy import ROOTED, Compressor, SparseHandling, Synchronizer
 from autotune.workload import DTYPE_BYTES, Variable, Workload
@@ -109,6 +114,17 @@ def test_across_steps_most_strategies_are_issued_in_an_order_predicted_to_be_goo
     assert 40 <= len(across) <= 110
     good = [is_near_the_best_order(strategy, model, slow) for strategy in across]
     assert 0.7 * len(good) < sum(good) < len(good)
+
+
+def test_the_order_is_planned_with_the_bytes_that_the_messages_weigh():
+    tables = tuple(Variable(f"table{i}", (900, 100), sparse=True, touched_rows=90) for i in range(2))
+    model = Workload("m", (*MODEL.variables[:6], *tables), (), 0.1, 0.2)
+    context, traffic = Context.of(model, FOUR, SearchSpace.default()), RowTraffic(model)
+    planned, writer, rng = PlannedOrder(context), Writer(context), np.random.default_rng(0)
+    for _ in range(50):
+        drawn = draw(context, rng)
+        messages = plan(writer.written(drawn), model, FOUR.world_size).messages
+        np.testing.assert_allclose(planned._wire_bytes(drawn).sum(), traffic.collective_bytes(messages, FOUR.world_size).sum())
 
 
 def is_near_the_best_order(strategy, model, cluster):

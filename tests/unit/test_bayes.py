@@ -8,7 +8,7 @@ import pytest
 
 from autotune.errors import InvalidInput
 from autotune.sampler.bayes import BayesianSearch
-from autotune.sampler.encodings import FusionScalars, SpaceChoices
+from autotune.sampler.encodings import FusionScalars
 from autotune.strategy_space.plan import plan
 from autotune.workload import Variable, Workload
 

@@ -76,7 +76,7 @@ def measured_examples(
     for number in range(count):
         strategy = random_strategy(workload, seed, number)
         made = plan(strategy, workload, cluster.world_size)
-        true_cost_s = message_costs(made, cluster).channel_s + hidden_overhead_s
+        true_cost_s = message_costs(made, cluster, workload).channel_s + hidden_overhead_s
         step_s = overlap_step_s(flatten(made, workload), true_cost_s, workload)
         examples.append(Example(extract(strategy, made, workload, cluster), step_s, domain))
     return examples
