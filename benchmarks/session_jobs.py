@@ -5,6 +5,8 @@ The jobs lie in a store below the domain's folder, apart from the dataset. Used 
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 from autotune.dataset.trials import REFERENCE
 from autotune.dataset.writing import WORK
 from autotune.errors import InvalidInput
@@ -85,5 +87,5 @@ class SessionWorld:
     def round_robin(self) -> bool:
         return self._session.world.round_robin()
 
-    def profile(self) -> object:
+    def profile(self) -> NoReturn:
         raise InvalidInput("a session's job begins with the domain's profile (`begin_job`), but this one has none")

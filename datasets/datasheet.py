@@ -33,7 +33,7 @@ WIDTH, ROW = 9.0, 0.32
 
 @dataclass(frozen=True)
 class Sheet:
-    """One domain's figures. `relative`: of every plan, the median steady step time of its undisturbed trials over the references' median."""
+    """One domain's figures. `relative`: per plan, the median steady step time of its undisturbed trials over that of the references."""
 
     domain: Domain
     card: Card

@@ -15,7 +15,6 @@ from autotune.dataset.trials import Environment
 from autotune.measurement import fewest_values
 from autotune.optimizer.optimize import least_transfer_s
 from autotune.workload import Workload
-from benchmarks.models.generated import MODELS
 from benchmarks.outcome.figures import (
     WITHIN,
     Ratio,
@@ -108,8 +107,7 @@ def row_of(folder: Path) -> Row | None:
     there = [side for side in frozen.sides if side.plan not in failures]
     lossless = _outcome(frozen.courses[OURS], [side for side in there if side.lossless], rounds)
     lossy = _outcome(frozen.courses[OURS_LOSSY], there, rounds) if OURS_LOSSY in frozen.courses else None
-    touched_bytes = MODELS[domain.model].touched_bytes if domain.model in MODELS else {}
-    compute_s, transfer_s = domain.workload.compute_s, least_transfer_s(domain.cluster, sent_bytes(domain.workload, touched_bytes))
+    compute_s, transfer_s = domain.workload.compute_s, least_transfer_s(domain.cluster, sent_bytes(domain.workload))
     ours = _plan_of(lossless.last.side, there)
     return Row(
         domain.name,
@@ -127,9 +125,9 @@ def row_of(folder: Path) -> Row | None:
     )
 
 
-def sent_bytes(workload: Workload, touched_bytes: Mapping[str, int]) -> float:
+def sent_bytes(workload: Workload) -> float:
     """The least that has to be sent without loss: dense gradients whole, of sparse ones the rows that one rank's step touches."""
-    return float(sum(touched_bytes.get(variable.name, variable.grad_bytes) for variable in workload.variables))
+    return sum(variable.touched_share * variable.grad_bytes for variable in workload.variables)
 
 
 def _plan_of(name: str, sides: Sequence[Side]) -> str:

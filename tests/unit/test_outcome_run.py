@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -56,9 +56,13 @@ class Killed(Exception):
 
 @dataclass
 class MadeWorld:
-    """A step takes 100 ms, less across steps, and more with every message; the current setup as two messages."""
+    """A step takes 100 ms, less across steps, and more with every message; the current setup as two messages.
 
-    dies: Callable[[], bool] = lambda: False
+    `dies`: told of the trials so far, whether the run is killed before the next one.
+    """
+
+    dies: Callable[[Sequence[DatasetTrial]], bool] = lambda _: False
+    kept: Sequence[DatasetTrial] = ()
     fails: str | None = None
     trials: list[str] = field(default_factory=list)
 
@@ -69,7 +73,7 @@ class MadeWorld:
         return False
 
     def run_trial(self, request: TrialRequest, plan: Plan | None) -> Measured | Failed:
-        if self.dies():
+        if self.dies(self.kept):
             raise Killed
         key = plan.id if plan is not None else CURRENT_SETUP
         self.trials.append(key)
@@ -87,6 +91,7 @@ def ran(folder: Path, world: MadeWorld, settings: Settings = SETTINGS, prepared_
         if writer.described is None:
             writer.describe(Description("made.up", "made", "up", WORKLOAD, CLUSTER, {}, 2, ()))
         writer.begin_session(Environment(CONDITIONS, PROFILE.software, 2, "x86_64", "6.1"))
+        world.kept = writer.trials
         session = TrialSession(world, writer, setup, LENGTHS, PROFILE, lambda trial: None, prepared_s)  # type: ignore[arg-type]
         run(session, settings, lambda _: None)
 
@@ -200,15 +205,7 @@ def test_of_the_bests_of_a_search_three_are_measured_again_and_those_that_cost_n
 
 def killed_at(folder: Path, count: int, source: str) -> tuple[DatasetTrial, ...]:
     """Run until so many candidates of this source were taken; the trials then."""
-    world = MadeWorld()
-
-    def dies() -> bool:
-        journal = folder / ".work" / "trials.journal"
-        lines = [json.loads(line)["source"] for line in journal.read_text().splitlines()] if journal.exists() else []
-        sources = [*(trial.source for trial in read_domain(folder).trials), *lines]
-        return sum(name.startswith(f"{source}:") and not name.endswith(":reference") for name in sources) == count
-
-    world.dies = dies
+    world = MadeWorld(dies=lambda trials: sum(trial.source.startswith(f"{source}:") for trial in trials if trial.strategy) == count)
     with pytest.raises(Killed):
         ran(folder, world)
     return read_domain(folder).trials
