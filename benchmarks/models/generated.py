@@ -20,7 +20,7 @@ from itertools import accumulate, pairwise
 from types import MappingProxyType
 
 from autotune.errors import InvalidInput
-from autotune.workload import DTYPE_BYTES, Variable, Workload
+from autotune.workload import Variable, Workload
 
 FORWARD_SHARE = 1 / 3
 VGG_BLOCKS = ((2, 64), (2, 128), (3, 256), (3, 512), (3, 512))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,11 +28,11 @@ from autotune.tuner import contender
 from autotune.workload import Variable, Workload
 from benchmarks.outcome.figures import whole_rounds
 from benchmarks.outcome.kept import CLOSING, SWEEP, Frozen, Group, Settings, Side, read_frozen, rounds_of, write_frozen
-from benchmarks.outcome.measure import LENGTHS, _measured_again, run
+from benchmarks.outcome.measure import LENGTHS, _measured_again, begin_searches, measure, run
 from benchmarks.outcome.report import section
 from benchmarks.outcome.results import last_line, row_of
 from benchmarks.outcome.rivals import DDP_BEST, DDP_DEFAULT
-from benchmarks.outcome.searches import OURS, RANDOM, Incumbent
+from benchmarks.outcome.searches import OURS, OURS_LOSSY, RANDOM, Incumbent
 from benchmarks.ranking_trials import ReplayedTimes, of_datasets, points_of
 from benchmarks.trial_session import Setup, TrialSession
 from runtime_rewriter.findings import Profile
@@ -46,6 +47,7 @@ WORKLOAD = Workload(
 )
 CLUSTER = Cluster("up", tuple(Host(f"h{number}", 1, 1e8, 1e-4, 1e9, 1e-5) for number in range(2)))
 PROFILE = Profile(WORKLOAD, (), {"torch": "2.13.0"}, 2, "", (("h0", 1), ("h1", 1)))
+SETUP = Setup("made", Path("up.yaml"), ("train.py",))
 CONDITIONS = Conditions(Network.EMULATED, Accelerators.EMULATED)
 PREPARED_S = 70.0
 
@@ -84,15 +86,19 @@ class MadeWorld:
         return Measured(((step_s,) * request.timed_steps,) * 2, 0.0, overrun=0.0)
 
 
-def ran(folder: Path, world: MadeWorld, settings: Settings = SETTINGS, prepared_s: float = PREPARED_S) -> None:
-    """A session on the domain in `folder`, which is begun where there is none."""
-    setup = Setup("made", Path("up.yaml"), ("train.py",))
+@contextlib.contextmanager
+def session_on(folder: Path, world: MadeWorld, prepared_s: float = PREPARED_S) -> Iterator[TrialSession]:
+    """On the domain in `folder`, which is begun where there is none."""
     with opened(folder) as writer:
         if writer.described is None:
             writer.describe(Description("made.up", "made", "up", WORKLOAD, CLUSTER, {}, 2, ()))
         writer.begin_session(Environment(CONDITIONS, PROFILE.software, 2, "x86_64", "6.1"))
         world.kept = writer.trials
-        session = TrialSession(world, writer, setup, LENGTHS, PROFILE, lambda trial: None, prepared_s)  # type: ignore[arg-type]
+        yield TrialSession(world, writer, SETUP, LENGTHS, PROFILE, lambda trial: None, prepared_s)  # type: ignore[arg-type]
+
+
+def ran(folder: Path, world: MadeWorld, settings: Settings = SETTINGS) -> None:
+    with session_on(folder, world) as session:
         run(session, settings, lambda _: None)
 
 
@@ -179,6 +185,13 @@ def test_the_searches_plan_by_the_probed_cluster_and_count_what_profile_and_prob
     assert PREPARED_S < whole.frozen.courses[OURS].seconds["3"] < whole.frozen.courses[OURS].seconds["6"]
 
 
+def test_a_search_that_joins_in_a_later_session_counts_what_the_first_one_took(whole, tmp_path):
+    shutil.copytree(whole.folder, tmp_path, dirs_exist_ok=True)
+    with session_on(tmp_path, MadeWorld(), prepared_s=1.0) as session, jobs(tmp_path) as store:
+        begin_searches(session, store, replace(SETTINGS, lossy=True))
+        assert store.history(OURS_LOSSY).events[0].elapsed_s == PREPARED_S and store.job(OURS_LOSSY).lossy
+
+
 def test_the_row_tells_ratios_bound_and_marks(whole):
     row = row_of(whole.folder)
     last = row.lossless.last
@@ -214,7 +227,7 @@ def killed_at(folder: Path, count: int, source: str) -> tuple[DatasetTrial, ...]
 def test_a_run_that_was_killed_goes_on_without_measuring_anything_twice(tmp_path):
     first = killed_at(tmp_path, 3, SWEEP)
     second = killed_at(tmp_path, 3, f"tuning:{RANDOM}")
-    ran(tmp_path, MadeWorld(), prepared_s=1.0)
+    ran(tmp_path, MadeWorld())
     domain = read_domain(tmp_path)
     assert domain.trials[: len(second)] == second and second[: len(first)] == first
     swept = Counter(trial.plan_id for own in rounds_of(domain.trials, SWEEP).values() for trial in own)
@@ -223,7 +236,6 @@ def test_a_run_that_was_killed_goes_on_without_measuring_anything_twice(tmp_path
         for job in (OURS, RANDOM):
             recorded = [trial for trial in store.history(job).trials if trial.request.role is Role.CANDIDATE]
             assert len(recorded) == 6 and len({trial.plan_id for trial in recorded}) == 6
-            assert store.history(job).events[0].elapsed_s == PREPARED_S
     for session in domain.sessions:
         assert next(trial for trial in domain.trials if trial.session == session.id).strategy is None
     assert len(domain.sessions) == 3 and row_of(tmp_path) is not None
@@ -254,9 +266,10 @@ def test_a_closing_round_that_was_cut_is_made_anew_as_a_whole(whole, tmp_path):
 
 def test_what_is_complete_is_not_measured_again_and_more_rounds_are_only_added(whole, tmp_path):
     shutil.copytree(whole.folder, tmp_path, dirs_exist_ok=True)
-    world = MadeWorld()
+    world, said = MadeWorld(), []
     ran(tmp_path, world)
-    assert world.trials == []
+    measure(SETUP, tmp_path, SETTINGS, said.append)  # starts nothing
+    assert world.trials == [] and said == ["made.up: complete"]
     ran(tmp_path, world, replace(SETTINGS, rounds=7))
     assert set(world.trials) == plans(whole.frozen)
     assert set(Counter(key for key in world.trials if key != CURRENT_SETUP).values()) == {1}
