@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from autotune.cluster import Cluster
 from autotune.strategy_space.builders.partitions import even_partition
-from autotune.strategy_space.constraints import balance_load, merge_adjacent, server_bandwidths, server_ranks
+from autotune.strategy_space.constraints import balance_load, merge_adjacent, servers_of
 from autotune.strategy_space.ring import random_ring
 from autotune.strategy_space.space import SearchSpace
 from autotune.strategy_space.strategy import ROOTED, SPARSE_COMPRESSORS, Compressor, Partition, SparseHandling
@@ -46,11 +46,11 @@ class Context:
     grad_bytes: Ints  # shape (V,)
     can_compress: NDArray[np.bool_]  # shape (V,)
     ranks: Ints  # servers, shape (D,)
-    bandwidths: NDArray[np.float64]  # bytes/s, shape (D,)
+    shares: NDArray[np.float64]  # of all bytes that each should serve, shape (D,)
 
     @staticmethod
     def of(workload: Workload, cluster: Cluster, space: SearchSpace) -> Context:
-        ranks = server_ranks(cluster)
+        servers = servers_of(cluster)
         return Context(
             workload,
             cluster,
@@ -58,8 +58,8 @@ class Context:
             tuple(space.axes_for(variable) for variable in workload.variables),
             np.array([variable.grad_bytes for variable in workload.variables], dtype=np.int64),
             np.array([len(space.compressors_for(variable.dtype)) > 1 for variable in workload.variables]),
-            np.array(ranks, dtype=np.int64),
-            server_bandwidths(cluster, ranks),
+            np.array(servers.ranks, dtype=np.int64),
+            np.array(servers.shares),
         )
 
 
@@ -109,7 +109,7 @@ def draw(context: Context, rng: np.random.Generator) -> Drawn:
     compressor, parameter = _draw_compressors(context, dense, owner, rng)
     rooted = np.array([kind in ROOTED for kind in space.synchronizers])[synchronizer]
     placement = np.full(owner.size, -1, dtype=np.int64)
-    placement[rooted] = context.ranks[balance_load(shard_bytes[rooted], context.bandwidths, rng)]
+    placement[rooted] = context.ranks[balance_load(shard_bytes[rooted], context.shares, rng)]
     group = np.full(owner.size, -1, dtype=np.int64)
     collective = int(owner.size - rooted.sum())
     if collective:

@@ -136,7 +136,7 @@ class SpaceChoices:
         compressor, parameter = self._compressors(self._by_size(large, chosen, "compressor")[owner], dense, owner)
         rooted = np.array([kind in ROOTED for kind in space.synchronizers])[synchronizer]
         placement = np.full(owner.size, -1, dtype=np.int64)
-        placement[rooted] = context.ranks[balance_load(shard_bytes[rooted], context.bandwidths, generator(self._seed, "servers of bayes"))]
+        placement[rooted] = context.ranks[balance_load(shard_bytes[rooted], context.shares, generator(self._seed, "servers of bayes"))]
         drawn = Drawn(
             partitions,
             sparse,

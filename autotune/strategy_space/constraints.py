@@ -6,10 +6,13 @@
 | D | number of devices that can serve | - |
 | N | number of merge groups | - |
 | shard_bytes | shape (S,), size of every shard's gradient | bytes |
-| bandwidth_bytes_per_s | shape (D,), b(j, j): what a server on device j can take in | bytes/s |
+| weights | shape (D,), b(j, j) of Algorithm 1, in any unit: what a server on device j should take in | - |
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -19,25 +22,52 @@ from autotune.errors import InvalidInput
 
 MAX_RANK_SERVERS = 64
 """Up to so many workers every rank may serve; above, one rank per host (S x D numbers are drawn)."""
+SMALLEST_SHARE = 1e-3
+"""Of the largest share; hosts with less serve nothing."""
 
 
 def server_ranks(cluster: Cluster) -> tuple[int, ...]:
-    """The ranks that shards are placed on: all, or in large worlds the first rank of every host."""
+    """The ranks that may serve: all, or in large worlds the first rank of every host."""
     if cluster.world_size <= MAX_RANK_SERVERS:
         return tuple(range(cluster.world_size))
-    first, ranks = 0, []
-    for host in cluster.hosts:
-        ranks.append(first)
-        first += host.devices
-    return tuple(ranks)
+    return tuple(np.cumsum([0, *(host.devices for host in cluster.hosts[:-1])]).tolist())
 
 
-def server_bandwidths(cluster: Cluster, ranks: tuple[int, ...]) -> NDArray[np.float64]:
-    """b(j, j) of Algorithm 1 for each of `ranks`, in bytes/s, shape (D,)."""
-    return np.array([cluster.own_bandwidth_bytes_per_s(rank) for rank in ranks], dtype=np.float64)
+@dataclass(frozen=True)
+class Servers:
+    """The ranks that shards are placed on, ascending, and how much of all bytes each should serve (shares, their sum is 1)."""
+
+    ranks: tuple[int, ...]
+    shares: tuple[float, ...]
 
 
-def balance_load(shard_bytes: ArrayLike, bandwidth_bytes_per_s: ArrayLike, rng: np.random.Generator) -> NDArray[np.int64]:
+@lru_cache(maxsize=64)
+def servers_of(cluster: Cluster) -> Servers:
+    """`server_ranks` on the hosts that should serve.
+
+    Algorithm 1 shares out by bandwidth alone, as if servers had their links to themselves. But they stand on the hosts of the workers:
+    of n ranks, d_h of them on host h with the link b_h, that host sends and takes in, for each byte of the model, d_h (1 - s_h) for its
+    own workers and (n - d_h) s_h for the others, where s_h is what it serves. The s_h here are in proportion to those that make the
+    slowest link, max_h (d_h + (n - 2 d_h) s_h) / b_h, as fast as can be. Between equal hosts that is Algorithm 1; a host with a slow
+    link serves less than its bandwidth would say, or nothing.
+    """
+    devices = np.array([host.devices for host in cluster.hosts], dtype=np.float64)
+    firsts = (np.cumsum(devices) - devices).astype(np.int64)
+    links = np.array([cluster.own_bandwidth_bytes_per_s(first) for first in firsts.tolist()])
+    slope = cluster.world_size - 2 * devices
+    shares = links / links.sum()
+    if (slope > 0).all():  # a host with half of the ranks or more has no less to send if others serve
+        least_s = max((1 + (devices / slope).sum()) / (links / slope).sum(), (devices / links).max())
+        shares = (least_s * links - devices) / slope
+    shares = np.where(shares > SMALLEST_SHARE * shares.max(), shares, 0.0)
+    ranks = np.array(server_ranks(cluster))
+    host = np.array(cluster.host_of_rank)[ranks]
+    of_rank = (shares / np.bincount(host, minlength=len(shares)))[host] / shares.sum()
+    serving = of_rank > 0
+    return Servers(tuple(ranks[serving].tolist()), tuple(of_rank[serving].tolist()))
+
+
+def balance_load(shard_bytes: ArrayLike, weights: ArrayLike, rng: np.random.Generator) -> NDArray[np.int64]:
     """c_lb, Algorithm 1: the device index of every shard, shape (S,).
 
     Shards are placed from the largest to the smallest, each on a device drawn from
@@ -47,16 +77,16 @@ def balance_load(shard_bytes: ArrayLike, bandwidth_bytes_per_s: ArrayLike, rng: 
     softmax(x) is argmax(x + Gumbel noise), which lets all random numbers and all of l_all be computed up front.
     """
     sizes = np.asarray(shard_bytes, dtype=np.int64)
-    bandwidths = np.asarray(bandwidth_bytes_per_s, dtype=np.float64)
-    if bandwidths.size < 1 or not np.all(bandwidths > 0) or not np.all(np.isfinite(bandwidths)):
-        raise InvalidInput(f"balancing needs one or more devices with finite bandwidths above 0, but they have {bandwidths.tolist()}")
+    shares = np.asarray(weights, dtype=np.float64)
+    if shares.size < 1 or not np.all(shares > 0) or not np.all(np.isfinite(shares)):
+        raise InvalidInput(f"balancing needs one or more devices with finite weights above 0, but they have {shares.tolist()}")
     if sizes.size and sizes.min() < 0:
         raise InvalidInput(f"shards need sizes of at least 0 bytes, but one has {sizes.min()}")
     descending = np.argsort(-sizes, kind="stable")
     ordered = sizes[descending]
     placed_before = np.cumsum(ordered) - ordered
-    targets = np.outer(placed_before, bandwidths / bandwidths.sum()) + rng.gumbel(size=(sizes.size, bandwidths.size))
-    load = np.zeros(bandwidths.size)
+    targets = np.outer(placed_before, shares / shares.sum()) + rng.gumbel(size=(sizes.size, shares.size))
+    load = np.zeros(shares.size)
     chosen = np.empty(sizes.size, dtype=np.int64)
     below = np.empty_like(load)
     for number, (target, size) in enumerate(zip(targets, ordered.tolist(), strict=True)):

@@ -15,7 +15,7 @@ import numpy as np
 
 from autotune.cluster import Cluster
 from autotune.strategy_space.builders.servers import least_loaded
-from autotune.strategy_space.constraints import server_bandwidths, server_ranks
+from autotune.strategy_space.constraints import servers_of
 from autotune.strategy_space.cross_step import MessageTimes
 from autotune.strategy_space.plan import Plan, cut, message_of, plan
 from autotune.strategy_space.space import SearchSpace
@@ -58,8 +58,7 @@ class Draft:
         """`made`: the strategy's plan, where it is known."""
         self.workload, self.cluster, self.space, self.rng = workload, cluster, space, rng
         self.hierarchy = space.hierarchy_for(cluster)
-        self.ranks = server_ranks(cluster)
-        self.bandwidths: list[float] = server_bandwidths(cluster, self.ranks).tolist()
+        self.servers = servers_of(cluster)
         self.cross_step, self.ring_order = strategy.cross_step, strategy.ring_order
         choices = [strategy.by_name[variable.name] for variable in workload.variables]
         self.partitions: list[Partition | None] = [choice.partition for choice in choices]
@@ -144,12 +143,12 @@ class Draft:
         placement = None
         if synchronizer in ROOTED:
             taken = set(members)
-            loads = dict.fromkeys(self.ranks, 0)
+            loads = dict.fromkeys(self.servers.ranks, 0)
             for message in self.messages:
                 if message.shard.placement in loads:
                     loads[message.shard.placement] += sum(self.shard_bytes(member) for member in message.members if member not in taken)
             size = sum(self.shard_bytes(member) for member in members)
-            placement = self.ranks[least_loaded(list(loads.values()), self.bandwidths, size)]
+            placement = self.servers.ranks[least_loaded(list(loads.values()), self.servers.shares, size)]
         return replace(shard, synchronizer=synchronizer, placement=placement)
 
     def make_dense(self, members: list[Member]) -> None:

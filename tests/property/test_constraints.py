@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from autotune.cluster import Cluster, Host
 from autotune.errors import InvalidInput
 from autotune.rng import generator
-from autotune.strategy_space.constraints import balance_load, merge_adjacent, server_bandwidths, server_ranks
+from autotune.strategy_space.constraints import balance_load, merge_adjacent, server_ranks, servers_of
 
 SIZES = st.lists(st.one_of(st.just(0), st.integers(1, 200), st.integers(1, 10**9)), max_size=40)
 BANDWIDTHS = st.lists(st.sampled_from([1.25e8, 1.25e9, 3e9, 1e10]), min_size=1, max_size=6)
@@ -124,7 +124,7 @@ def test_one_device_takes_everything_and_no_shard_is_no_placement():
 
 
 def test_bad_sizes_bandwidths_and_group_counts_are_refused_with_the_value():
-    with pytest.raises(InvalidInput, match=r"bandwidths above 0, but they have \[1.0, 0.0\]"):
+    with pytest.raises(InvalidInput, match=r"weights above 0, but they have \[1.0, 0.0\]"):
         balance_load([1], [1.0, 0.0], generator(0))
     with pytest.raises(InvalidInput, match="one or more devices"):
         balance_load([1], [], generator(0))
@@ -142,7 +142,34 @@ def test_servers_are_all_ranks_and_in_large_worlds_the_first_rank_of_each_host()
 
     small = Cluster("c", (host("a", 2, 1e9), host("b", 1, 2e9)))
     assert server_ranks(small) == (0, 1, 2)
-    assert server_bandwidths(small, (0, 2)).tolist() == [1e9, 2e9]
     large = Cluster("c", (host("a", 40, 1e9), host("b", 24, 1e9), host("c", 1, 2e9)))
     assert server_ranks(large) == (0, 40, 64)
-    assert np.array_equal(server_bandwidths(large, server_ranks(large)), [1e9, 1e9, 2e9])
+
+
+@settings(max_examples=200)
+@given(st.lists(st.tuples(st.integers(1, 3), st.sampled_from([1e8, 2e8, 5e8, 1e9, 1e10])), min_size=2, max_size=6))
+def test_no_other_shares_of_the_servers_make_the_slowest_link_faster(hosts):
+    cluster = Cluster("c", tuple(Host(f"h{i}", devices, rate, 1e-5, 5e10, 1e-6) for i, (devices, rate) in enumerate(hosts)))
+    servers = servers_of(cluster)
+    assert sum(servers.shares) == pytest.approx(1)
+    of_host = np.bincount(np.array(cluster.host_of_rank)[list(servers.ranks)], servers.shares, len(hosts))
+
+    def slowest_s(shares):
+        """For each byte of the model, rank by rank: what its host's workers do not serve themselves, and what it serves to others."""
+        world, loads = cluster.world_size, []
+        for own, (devices, rate) in zip(shares, hosts, strict=True):
+            loads.append((devices * (1 - own) + (world - devices) * own) / rate)
+        return max(loads)
+
+    if all(2 * devices < cluster.world_size for devices, _ in hosts):
+        drawn = np.random.default_rng(0).dirichlet(np.full(len(hosts), 0.5), 300)
+        assert slowest_s(of_host) <= min(map(slowest_s, drawn)) * (1 + 1e-6)
+
+
+def test_between_equal_hosts_all_serve_alike_and_a_slow_one_serves_nothing():
+    even, uneven = (
+        [Host(f"h{i}", 1, rate, 1e-5, 5e10, 1e-6) for i, rate in enumerate(rates)] for rates in ([1e9] * 4, [1e9, 1e9, 1e9, 2.5e8])
+    )
+    assert servers_of(Cluster("c", tuple(even))).shares == pytest.approx((0.25,) * 4)
+    assert servers_of(Cluster("c", tuple(uneven))).ranks == (0, 1, 2)
+    assert servers_of(Cluster.local(3)).shares == pytest.approx((1 / 3,) * 3)

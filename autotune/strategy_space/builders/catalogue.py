@@ -10,6 +10,7 @@ from autotune.strategy_space.builders import collectives, servers
 from autotune.strategy_space.builders.collectives import MIB
 from autotune.strategy_space.builders.cross_step import cross_step_all_reduce
 from autotune.strategy_space.builders.priority import byte_scheduler_like
+from autotune.strategy_space.builders.rows import with_rows
 from autotune.strategy_space.space import SearchSpace
 from autotune.strategy_space.strategy import Strategy
 from autotune.workload import Workload
@@ -37,6 +38,8 @@ BUILDERS: MappingProxyType[str, Builder] = MappingProxyType(
         "ps_load_balanced": servers.ps_load_balanced,
         "partitioned_ps": servers.partitioned_ps,
         "uneven_partitioned_ps": servers.uneven_partitioned_ps,
+        "served_in_pieces_1mib": lambda workload, cluster: servers.served_in_pieces(workload, cluster, MIB),
+        "served_in_pieces_256kib": lambda workload, cluster: servers.served_in_pieces(workload, cluster, MIB // 4),
         "parallax": servers.parallax,
         "byteps_like": servers.byteps_like,
         "byteps_across_steps": servers.byteps_across_steps,
@@ -48,10 +51,11 @@ BUILDERS: MappingProxyType[str, Builder] = MappingProxyType(
 
 
 def seed_strategies(workload: Workload, cluster: Cluster, space: SearchSpace) -> list[tuple[str, Strategy]]:
-    """The hand-made strategies that lie inside `space`, each once, under the first name that yields it."""
+    """The hand-made strategies that lie inside `space`, with sparse gradients dense and as rows, each once, under its first name."""
     seeds: dict[Strategy, str] = {}
     for name, build in BUILDERS.items():
         strategy = build(workload, cluster)
-        if space.contains(strategy, workload, cluster):
-            seeds.setdefault(strategy, name)
+        for own_name, own in ((name, strategy), (f"{name}, rows", with_rows(strategy, workload))):
+            if space.contains(own, workload, cluster):
+                seeds.setdefault(own, own_name)
     return [(name, strategy) for strategy, name in seeds.items()]

@@ -10,7 +10,7 @@ from autotune.errors import InvalidInput
 from autotune.strategy_space.builders.collectives import AUTODIST_CHUNK, all_reduce_positions
 from autotune.strategy_space.builders.partitions import MAX_SHARDS, by_smallest_non_divisor, even_partition, in_pieces
 from autotune.strategy_space.builders.priority import by_priority
-from autotune.strategy_space.constraints import server_bandwidths, server_ranks
+from autotune.strategy_space.constraints import server_ranks, servers_of
 from autotune.strategy_space.space import SearchSpace
 from autotune.strategy_space.strategy import Partition, Shard, SparseHandling, Strategy, Synchronizer, VariableStrategy
 from autotune.workload import Variable, Workload
@@ -19,10 +19,9 @@ BYTEPS_PARTITION_BYTES = 4_096_000  # BytePS: BYTEPS_PARTITION_BYTES
 
 
 def parameter_server(workload: Workload, cluster: Cluster) -> Strategy:
-    """All variables on one server: the first rank of those with the highest bandwidth."""
-    ranks = server_ranks(cluster)
-    bandwidths = server_bandwidths(cluster, ranks)
-    shard = Shard(Synchronizer.PARAMETER_SERVER, placement=ranks[int(bandwidths.argmax())])
+    """All variables on one server: the first rank of those that should serve most."""
+    servers = servers_of(cluster)
+    shard = Shard(Synchronizer.PARAMETER_SERVER, placement=servers.ranks[servers.shares.index(max(servers.shares))])
     return Strategy(tuple(VariableStrategy(variable.name, (shard,)) for variable in workload.variables))
 
 
@@ -45,7 +44,7 @@ def partitioned_ps(workload: Workload, cluster: Cluster, min_partition_bytes: in
     The bounds are AutoSync's (see `SearchSpace`).
     """
     bounds = SearchSpace((Synchronizer.PARAMETER_SERVER,), min_partition_bytes=min_partition_bytes, max_shards=max_shards)
-    servers = len(server_ranks(cluster))
+    servers = len(servers_of(cluster).ranks)
 
     def cut(variable: Variable) -> Partition | None:
         shards = min(servers, max_shards, variable.shape[0]) if 0 in bounds.axes_for(variable) else 1
@@ -73,15 +72,23 @@ def parallax(workload: Workload, cluster: Cluster, variables_per_group: int = AU
     return Strategy(tuple(choices))
 
 
+def served_in_pieces(workload: Workload, cluster: Cluster, piece_bytes: int) -> Strategy:
+    """Pieces of at most `piece_bytes` on balanced servers, as they become ready: pushes and pulls of different pieces overlap."""
+    if piece_bytes < 1:
+        raise InvalidInput(f"a piece needs at least 1 byte, but has {piece_bytes}")
+    return _served(workload, cluster, [in_pieces(variable, piece_bytes) for variable in workload.variables])
+
+
 def byteps_like(workload: Workload, cluster: Cluster, partition_bytes: int = BYTEPS_PARTITION_BYTES) -> Strategy:
     """Pieces of at most 4 MB on balanced servers, in the order of `by_priority` over the slowest server's link.
 
     Source: BytePS, OSDI 2020, and its BYTEPS_PARTITION_BYTES. Within the step, as its DistributedOptimizer is.
     """
-    if partition_bytes < 1:
-        raise InvalidInput(f"a partition needs at least 1 byte, but has {partition_bytes}")
-    strategy = _served(workload, cluster, [in_pieces(variable, partition_bytes) for variable in workload.variables])
-    return by_priority(strategy, workload, min(server_bandwidths(cluster, server_ranks(cluster)).tolist()))
+    return by_priority(
+        served_in_pieces(workload, cluster, partition_bytes),
+        workload,
+        min(cluster.own_bandwidth_bytes_per_s(rank) for rank in servers_of(cluster).ranks),
+    )
 
 
 def byteps_across_steps(workload: Workload, cluster: Cluster) -> Strategy:
@@ -89,27 +96,26 @@ def byteps_across_steps(workload: Workload, cluster: Cluster) -> Strategy:
     return replace(byteps_like(workload, cluster), cross_step=True)
 
 
-def least_loaded(loads_bytes: Sequence[float], bandwidths_bytes_per_s: Sequence[float], shard_bytes: int) -> int:
-    """Index of the server that would be done first if it took this shard too; the lowest of several."""
-    finish_s = [(load + shard_bytes) / bandwidth for load, bandwidth in zip(loads_bytes, bandwidths_bytes_per_s, strict=True)]
-    return finish_s.index(min(finish_s))
+def least_loaded(loads_bytes: Sequence[float], shares: Sequence[float], shard_bytes: int) -> int:
+    """Index of the server that would be done first if it took this shard too, at a rate like its share; the lowest of several."""
+    done = [(load + shard_bytes) / share for load, share in zip(loads_bytes, shares, strict=True)]
+    return done.index(min(done))
 
 
 def _served(workload: Workload, cluster: Cluster, partitions: Sequence[Partition | None]) -> Strategy:
     """Parameter servers for all shards, the largest shard first, each on the server that would be done with it first."""
-    ranks = server_ranks(cluster)
-    bandwidths = server_bandwidths(cluster, ranks).tolist()
+    servers = servers_of(cluster)
     sizes: list[tuple[int, int, int]] = []
     for position, (variable, partition) in enumerate(zip(workload.variables, partitions, strict=True)):
         extents = partition.sizes if partition else (1,)
         row_bytes = variable.grad_bytes // (variable.shape[partition.axis] if partition else 1)
         sizes.extend((extent * row_bytes, position, number) for number, extent in enumerate(extents))
-    loads = [0] * len(ranks)
+    loads = [0] * len(servers.ranks)
     placement: dict[tuple[int, int], int] = {}
     for shard_bytes, position, number in sorted(sizes, key=lambda entry: -entry[0]):
-        server = least_loaded(loads, bandwidths, shard_bytes)
+        server = least_loaded(loads, servers.shares, shard_bytes)
         loads[server] += shard_bytes
-        placement[position, number] = ranks[server]
+        placement[position, number] = servers.ranks[server]
     choices: list[VariableStrategy] = []
     for position, (variable, partition) in enumerate(zip(workload.variables, partitions, strict=True)):
         count = len(partition.sizes) if partition else 1

@@ -1,0 +1,24 @@
+"""Sparse gradients as rows in any strategy, which torch's DDP and Horovod send by themselves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from autotune.strategy_space.strategy import SPARSE_SYNCHRONIZERS, SparseHandling, Strategy, VariableStrategy
+from autotune.workload import Workload
+
+
+def with_rows(strategy: Strategy, workload: Workload) -> Strategy:
+    """The gradients of sparse variables as rows, by the synchronizer that they have; what no rows can travel by stays dense."""
+    choices = tuple(
+        _as_rows(choice) if workload.variables[workload.index[choice.variable]].sparse else choice for choice in strategy.variables
+    )
+    return replace(strategy, variables=choices)
+
+
+def _as_rows(choice: VariableStrategy) -> VariableStrategy:
+    used = {shard.synchronizer for shard in choice.shards}
+    for handling in (SparseHandling.ALL_GATHER, SparseHandling.GATHER_SCATTER):
+        if used <= set(SPARSE_SYNCHRONIZERS[handling]):
+            return replace(choice, sparse=handling)
+    return choice
