@@ -17,23 +17,12 @@ from autotune.strategy_space.builders.catalogue import seed_strategies
 from autotune.strategy_space.space import SearchSpace
 from autotune.strategy_space.strategy import Strategy
 from autotune.workload import Workload
-from benchmarks.models.generated import MODELS
-from benchmarks.testbed_processes import ROOT
 from benchmarks.trial_session import Lengths, Setup, told, trial_session
 
 LENGTHS = Lengths(warmup_steps=3, timed_steps=8, most_steps=24, precision=0.01)
 REFERENCE_EVERY = 8
-SCRIPTS = {
-    "resnet_digits": ("examples/resnet_digits.py", "--epochs", "100000"),
-    "gpt_text": ("examples/gpt_text.py", "--epochs", "100000"),
-    "layers": ("benchmarks/models/script.py", "layers"),
-}
+MODELS = ("resnet_digits", "gpt_text", "layers")
 CLUSTERS = {"four_hosts": "even", "four_hosts_uneven": "uneven", "two_hosts_two_devices": "two devices a host"}
-
-
-def setup_of(model: str, cluster_name: str) -> Setup:
-    profile = MODELS[model].workload if model in MODELS else None
-    return Setup(model, ROOT / "examples" / "clusters" / f"{cluster_name}.yaml", SCRIPTS[model], profile=profile)
 
 
 def collected(folder: Path, setup: Setup) -> Domain | None:

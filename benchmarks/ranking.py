@@ -1,6 +1,6 @@
 """How well the rankers order real trials: per domain, on domains never seen, and by the number of trials they learned from.
 
-    python -m benchmarks.ranking --dataset datasets/trials             # of datasets/collect.py or benchmarks.replay_accuracy
+    python -m benchmarks.ranking --dataset datasets/trials             # of datasets/collect.py, benchmarks.outcome, .replay_accuracy
     python -m benchmarks.ranking --directory autotune-jobs             # the trial store of one's own jobs
 
 Source: AutoSync, supplement sec. 10 (recipe; ranking accuracy on a test part, mean over 3 runs); its transfer between domains. A domain is

@@ -160,10 +160,13 @@ def plans_by_domain(points: Iterable[Point]) -> dict[str, list[str]]:
 
 def _points(campaign: Campaign, name: str, replayed: ReplayedTimes) -> list[Point]:
     step_s, workload = replayed.of(campaign), campaign.extractor.workload
+    plans: dict[str, Plan] = {}
     first: dict[str, tuple[Strategy, Plan]] = {}
     times_s: dict[str, list[float]] = {}
     for strategy, measured_s in campaign.measured:
-        enacted = plan(strategy, workload, campaign.extractor.cluster.world_size)
+        if strategy.id not in plans:  # closing comparisons measure a strategy a dozen times
+            plans[strategy.id] = plan(strategy, workload, campaign.extractor.cluster.world_size)
+        enacted = plans[strategy.id]
         first.setdefault(enacted.id, (strategy, enacted))
         times_s.setdefault(enacted.id, []).append(measured_s)
     points = []

@@ -28,8 +28,9 @@ from autotune.dataset.trials import Domain
 from autotune.simulators.evaluation import kendall_tau
 from autotune.strategy_space.plan import Plan, plan
 from autotune.testbed.capabilities import capabilities
-from benchmarks.accuracy_trials import CLUSTERS, SCRIPTS, collect, collected, setup_of
+from benchmarks.accuracy_trials import CLUSTERS, MODELS, collect, collected
 from benchmarks.ranking_trials import extractor_of
+from benchmarks.setups import setup_of
 
 console = Console(stderr=True, highlight=False, markup=False)
 
@@ -142,7 +143,7 @@ def shown(title: str, rows: Sequence[Row]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=Path("accuracy-trials"), help="where trials are kept (default accuracy-trials)")
-    parser.add_argument("--models", nargs="*", default=list(SCRIPTS), choices=list(SCRIPTS))
+    parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--clusters", nargs="*", default=list(CLUSTERS), choices=list(CLUSTERS))
     parser.add_argument("--strategies", type=int, default=12, help="per model and cluster (default 12, so 108 in all)")
     parser.add_argument("--seed", type=int, default=0)

@@ -1,7 +1,7 @@
 """Trials of any strategies on an emulated cluster, written into a dataset's domain as they end (`autotune.dataset`).
 
 Hosts are network namespaces of this machine and transfers are real. Computation is timed waits of what one replica alone takes
-(emulated accelerators), or real. Used by `datasets/collect.py` and by `benchmarks.replay_accuracy`.
+(emulated accelerators), or real. Used by `datasets/collect.py`, `benchmarks.replay_accuracy` and `benchmarks.outcome`.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from autotune.dataset.folder import Description
 from autotune.dataset.trials import REFERENCE, DatasetTrial, Environment
 from autotune.dataset.writing import WORK, DomainWriter, opened
 from autotune.errors import LaunchError
-from autotune.records import CURRENT_SETUP, Accelerators, Conditions, Failed, Measured, Network, Role, TrialRequest
-from autotune.strategy_space.plan import plan
+from autotune.records import CURRENT_SETUP, Accelerators, Conditions, Network, Role, TrialRequest
+from autotune.strategy_space.plan import Plan, plan
 from autotune.strategy_space.strategy import Strategy
 from autotune.workload import Workload
 from benchmarks.runtime_costs import measured_costs
@@ -73,11 +73,15 @@ class Lengths:
 
 
 class TrialSession:
-    """Runs trials in a world and keeps each. `cross_step_refused`: as in `Profile`."""
+    """Runs trials in a world and keeps each. `prepared_s`: what profiling took, and probing where the session began the domain."""
 
-    def __init__(self, world: World, writer: DomainWriter, setup: Setup, lengths: Lengths, profile: Profile, kept: Kept) -> None:
+    def __init__(
+        self, world: World, writer: DomainWriter, setup: Setup, lengths: Lengths, profile: Profile, kept: Kept, prepared_s: float = 0.0
+    ) -> None:
         self.world, self.writer, self.setup, self.lengths, self.profile = world, writer, setup, lengths, profile
+        self.prepared_s = prepared_s
         self._kept = kept
+        self._begun = False
         self.session = writer.domain.sessions[-1]
 
     def candidate(self, source: str, strategy: Strategy) -> DatasetTrial:
@@ -85,23 +89,20 @@ class TrialSession:
         domain = self.writer.described
         assert domain is not None
         wanted = plan(strategy, domain.workload, domain.cluster.world_size)
-        load = self.load()
-        outcome = self.world.run_trial(self._request(strategy.id, Role.CANDIDATE), wanted)
-        return self.record(source, strategy, wanted.id, outcome, load)
+        return self.take(source, self._request(strategy.id, Role.CANDIDATE), strategy, wanted)
 
-    def reference(self) -> DatasetTrial:
+    def reference(self, source: str = REFERENCE) -> DatasetTrial:
         """One trial of the script's own DDP."""
-        load = self.load()
-        return self.record(REFERENCE, None, None, self.world.run_trial(self._request(CURRENT_SETUP, Role.REFERENCE), None), load)
+        return self.take(source, self._request(CURRENT_SETUP, Role.REFERENCE), None, None)
 
-    @staticmethod
-    def load() -> float:
-        """The machine's, over the last minute."""
-        return os.getloadavg()[0]
-
-    def record(self, source: str, strategy: Strategy | None, plan_id: str | None, outcome: Measured | Failed, load: float) -> DatasetTrial:
-        """Keep a trial that ended just now."""
-        number = len(self.writer.trials)
+    def take(self, source: str, request: TrialRequest, strategy: Strategy | None, wanted: Plan | None) -> DatasetTrial:
+        """One trial as it is requested, kept. A session begins with a reference, whatever it is asked for."""
+        if strategy is not None and not self._begun:
+            self.reference()
+        self._begun = True
+        load = os.getloadavg()[0]
+        outcome = self.world.run_trial(request, wanted)
+        number, plan_id = len(self.writer.trials), wanted.id if wanted is not None else None
         trial = DatasetTrial(number, source, strategy, plan_id, outcome, load, time.time(), self.session.id)
         self.writer.append(trial)
         self._kept(trial)
@@ -135,13 +136,16 @@ def trial_session(folder: Path, setup: Setup, lengths: Lengths, say: Say, kept: 
         logs = folder / WORK / "logs"
         ranks = Ranks(command, given.world_size, logs, STEP_TIMEOUT_S, START_TIMEOUT_S, _given_profile(setup, writer), probe_s=0.0)
         with placed_world(Where(None, False, (0, 0)), given, conditions, ranks, say) as world:
+            world.model_id()  # the ranks are up
+            began_s = time.monotonic()
             profile = world.profile()
             if writer.described is None:
                 writer.describe(_described(world, setup, given, conditions, profile, costs, say))
+            prepared_s = time.monotonic() - began_s
             told = replace(conditions, round_robin=conditions.round_robin and world.round_robin())
             cores, machine = os.cpu_count() or 1, platform.machine()
             writer.begin_session(Environment(told, profile.software, cores, machine, platform.release(), _source()))
-            yield TrialSession(world, writer, setup, lengths, profile, kept)
+            yield TrialSession(world, writer, setup, lengths, profile, kept, prepared_s)
 
 
 def _given_profile(setup: Setup, writer: DomainWriter) -> Workload | None:

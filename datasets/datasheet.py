@@ -33,7 +33,7 @@ WIDTH, ROW = 9.0, 0.32
 
 @dataclass(frozen=True)
 class Sheet:
-    """One domain's figures. `relative`: steady step time of every undisturbed measured candidate over the median of the references."""
+    """One domain's figures. `relative`: per plan, the median steady step time of its undisturbed trials over that of the references."""
 
     domain: Domain
     card: Card
@@ -44,8 +44,8 @@ class Sheet:
 
 def sheet_of(domain: Domain) -> Sheet:
     card = card_of(domain)
-    numbers = [trial.number for trial in domain.candidates if trial.number in domain.steady_s and not trial.disturbed]
-    relative = tuple(domain.steady_s[number] / card.reference_s for number in numbers) if card.reference_s else ()
+    times_s = [float(np.median(values)) for values in domain.plan_steady_s.values()]
+    relative = tuple(value / card.reference_s for value in times_s) if card.reference_s else ()
     return Sheet(domain, card, relative, step_noise(domain), explained(domain, card.repeat_noise))
 
 
@@ -142,7 +142,8 @@ by the planner of today.
 ## How strategies were chosen
 
 {", ".join(f"{count} {name}" for name, count in sources.items())} (kinds of `source`; `autotune/dataset/trials.py` says what they are).
-Trials from tuning are not independent of each other: the tuner proposes what it expects to be fast.
+Trials from tuning are not independent of each other: the tuner proposes what it expects to be fast. Those of a sweep or of a closing
+comparison measure the same plans again in every round; figures below count a plan once.
 
 ## Domains
 

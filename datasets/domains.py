@@ -6,11 +6,9 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from autotune.records import Accelerators
-from benchmarks.models.generated import MODELS
-from benchmarks.testbed_processes import ROOT
+from benchmarks.setups import setup_of
 from benchmarks.trial_session import Setup
 
-EXAMPLES = ("resnet_digits", "gpt_text", "lstm_text", "ncf_ratings")
 PAIRS = (
     ("resnet_digits", "four_hosts"),
     ("gpt_text", "four_hosts_uneven"),
@@ -37,14 +35,5 @@ PAIRS = (
 REAL = (("resnet_digits", "two_hosts"), ("gpt_text", "two_hosts"))
 """With real computation: one rank per core of a machine of two."""
 
-
-def setup_of(model: str, cluster_name: str, accelerators: Accelerators) -> Setup:
-    own = ROOT / "datasets" / "clusters" / f"{cluster_name}.yaml"
-    file = own if own.exists() else ROOT / "examples" / "clusters" / f"{cluster_name}.yaml"
-    if model in EXAMPLES:
-        return Setup(model, file, (f"examples/{model}.py", "--epochs", "100000"), accelerators)
-    return Setup(model, file, ("benchmarks/models/script.py", model), accelerators, MODELS[model].workload)
-
-
-_SETUPS = [setup_of(*pair, Accelerators.EMULATED) for pair in PAIRS] + [setup_of(*pair, Accelerators.REAL) for pair in REAL]
+_SETUPS = [setup_of(*pair) for pair in PAIRS] + [setup_of(*pair, Accelerators.REAL) for pair in REAL]
 DOMAINS: Mapping[str, Setup] = MappingProxyType({setup.name: setup for setup in _SETUPS})

@@ -8,26 +8,23 @@ What was tried before counts, so that a collection that was stopped, or is asked
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from autotune.dataset.trials import Domain
-from autotune.dataset.writing import WORK
 from autotune.driver import drive
-from autotune.errors import InvalidInput
-from autotune.events import Event, Profiled
+from autotune.events import Event
 from autotune.history import History
 from autotune.job import JobSpec
-from autotune.records import CURRENT_SETUP, Failed, Measured, Role, TrialRequest
+from autotune.records import Role
 from autotune.rng import generator
 from autotune.sampler.proposer import Proposer
 from autotune.sampler.random import sample_many
 from autotune.simulators.registry import simulators
-from autotune.store import Store
 from autotune.strategy_space.builders.catalogue import seed_strategies
-from autotune.strategy_space.plan import Plan
 from autotune.strategy_space.space import SearchSpace
 from autotune.strategy_space.strategy import Strategy
 from autotune.tuner import Finish, Instruction, RunTrial
-from autotune.workload import Workload
+from benchmarks.session_jobs import SessionWorld, begin_job, job_spec, jobs_of
 from benchmarks.trial_session import TrialSession
 
 FIXED = 0.6
@@ -37,7 +34,6 @@ JOB_TRIALS = 40
 TOP_K = 8
 LEARNED = ("linear",)
 """The simulator that jobs train; the slower ones would take as long as the trials."""
-FOREVER_S = 1e6
 
 Obey = Callable[[], None]
 """Raises where somebody asked to stop."""
@@ -108,61 +104,42 @@ def _space(lossy: bool, refused: str) -> SearchSpace:
 
 def tuning_job(session: TrialSession, name: str, seed: int, most: int, obey: Obey) -> bool:
     """Run a search of the tuner, or go on with one of this name; whether it was begun now. Odd seeds allow lossy strategies."""
-    with Store.open(session.writer.folder / WORK / "jobs.db") as store:
-        begun = name not in {job.id for job in store.jobs()}
-        if begun:
-            store.create_job(name, job_spec(session, seed, min(JOB_TRIALS, most)))
-            domain, profile = session.writer.domain, session.profile
-            store.append(name, 0, Profiled(domain.workload, domain.cluster, 0.0, profile.software, profile.cross_step_refused))
+    with jobs_of(session) as store:
+        begun = begin_job(session, store, name, job_of(session, seed, min(JOB_TRIALS, most)))
         if store.job_status(name) != "running":
             return False
-        if not begun:
-            session.reference()  # a session begins with one
         spec = store.job(name)
-        kept = _Kept(session, name, len(session.writer.domain.candidates) + most, obey)
+        world = _Limited(session, name, len(session.writer.domain.candidates) + most, obey)
         try:
-            drive(name, spec, store, kept, Proposer(spec, simulators()), [kept])
+            drive(name, spec, store, world, Proposer(spec, simulators()), [world])
         except SearchEnded:
             store.finish(name, None)
             session.reference()  # the last trials stand between two references, too
     return begun
 
 
-def job_spec(session: TrialSession, seed: int, trials: int) -> JobSpec:
-    """Trials are as long as the others of the domain."""
-    domain, lengths = session.writer.domain, session.lengths
-    return JobSpec(
-        command=("python", session.setup.script[0]),
-        workers=domain.cluster.world_size,
-        cluster=domain.cluster,
+def job_of(session: TrialSession, seed: int, trials: int) -> JobSpec:
+    return replace(
+        job_spec(session),
         simulators=LEARNED,
         lossy=seed % 2 == 1,
         max_trials=trials,
-        max_seconds=FOREVER_S,
         top_k=min(TOP_K, trials),
-        warmup_steps=lengths.warmup_steps,
-        timed_steps=lengths.timed_steps,
-        most_steps=lengths.most_steps,
-        precision=lengths.precision or 0.02,
         reference_every=REFERENCE_EVERY,
         seed=seed,
-        conditions=domain.environment.conditions,
     )
 
 
-class _Kept:
-    """The session as a job's world, and the job's observer: every trial is kept, with the round and origin of its strategy.
-
-    A trial is kept before the job hears of it. Killed in between, the job takes it once more: a repeat, and nothing is lost.
-    """
+class _Limited(SessionWorld):
+    """Ends the search where the domain has `goal` candidates, before its closing comparison, or where somebody asked to stop."""
 
     def __init__(self, session: TrialSession, name: str, goal: int, obey: Obey) -> None:
-        self._session, self._name, self._goal, self._obey = session, name, goal, obey
-        self._history: History | None = None
+        super().__init__(session, name)
+        self._goal, self._obey = goal, obey
 
     def started(self, instruction: Instruction, history: History) -> None:
         self._obey()
-        self._history = history
+        super().started(instruction, history)
         role = instruction.request.role if isinstance(instruction, RunTrial) else None
         enough = role is Role.CANDIDATE and len(self._session.writer.domain.candidates) >= self._goal
         if enough or role is Role.AB or isinstance(instruction, Finish):
@@ -170,27 +147,3 @@ class _Kept:
 
     def recorded(self, event: Event, history: History) -> None:
         self._obey()
-
-    def run_trial(self, request: TrialRequest, plan: Plan | None) -> Measured | Failed:
-        load = self._session.load()
-        outcome = self._session.world.run_trial(request, plan)
-        if request.strategy_id == CURRENT_SETUP:
-            self._session.record(f"tuning:{self._name}:reference", None, None, outcome, load)
-            return outcome
-        assert self._history is not None and plan is not None
-        proposal = self._history.proposals[request.strategy_id]
-        source = f"tuning:{self._name}:{request.round}:{proposal.origin}"
-        self._session.record(source, proposal.strategy, plan.id, outcome, load)
-        return outcome
-
-    def model_id(self) -> str:
-        return self._session.world.model_id()
-
-    def emulate(self, workload: Workload) -> None:
-        self._session.world.emulate(workload)
-
-    def round_robin(self) -> bool:
-        return self._session.world.round_robin()
-
-    def profile(self) -> object:
-        raise InvalidInput("a job of a collection is begun with the domain's profile; its store has lost it, so remove .work/jobs.db")

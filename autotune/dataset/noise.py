@@ -25,7 +25,7 @@ def reference_noise(domain: Domain) -> float | None:
 
 def repeat_noise(domain: Domain) -> float | None:
     """Of undisturbed trials of one plan, each corrected by the references around it (`Domain.steady_s`): what no model can explain."""
-    differences = [math.log(after / before) for values in _repeats(domain) for before, after in pairwise(values)]
+    differences = [math.log(after / before) for values in domain.plan_steady_s.values() for before, after in pairwise(values)]
     if len(differences) < FEWEST:
         return None
     return float(np.median(np.abs(differences))) / (NORMAL_MEDIAN * math.sqrt(2))
@@ -35,12 +35,3 @@ def step_noise(domain: Domain) -> float | None:
     """Of single steps within a trial: the median over the trials."""
     found = [neighbour_noise(trial.step_s) for trial in domain.trials if len(trial.step_s) > 2]
     return float(np.median(found)) if found else None
-
-
-def _repeats(domain: Domain) -> list[list[float]]:
-    """Steady medians of every plan that was measured undisturbed more than once, in order."""
-    plans: dict[str, list[float]] = {}
-    for trial in domain.candidates:
-        if trial.number in domain.steady_s and not trial.disturbed and trial.plan_id is not None:
-            plans.setdefault(trial.plan_id, []).append(domain.steady_s[trial.number])
-    return [values for values in plans.values() if len(values) > 1]

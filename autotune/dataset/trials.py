@@ -54,7 +54,9 @@ class DatasetTrial:
     """One trial. Numbers count from 0 in the order in which a domain's trials were taken.
 
     `source` is a kind and what belongs to it: "reference", "builder:NAME", "random:lossless", "random:lossy", "repeat:NUMBER" (an
-    earlier trial's strategy once more), "tuning:JOB:ROUND:ORIGIN" (what a tuner's round proposed) or "tuning:JOB:reference".
+    earlier trial's strategy once more), "tuning:JOB:ROUND:ORIGIN" (what a tuner's round proposed), "tuning:JOB:reference",
+    "sweep:ROUND:NAME" (DDP's bucket sizes, each once a round), "closing:ROUND:SIDE" or "closing:ROUND:reference" (strategies that were
+    found before, each once a round: repeats of their plans). What counts repeats goes by plan, whatever the source.
     `strategy` and `plan_id` are None for a reference. `load`: the machine's load average when it began. `time_s`: Unix time of its
     end. `disturbed`: the machine changed during it, or between the references around it (`disturbed_trials`).
     """
@@ -146,6 +148,15 @@ class Domain:
             for trial in history.candidates:
                 if isinstance(trial.outcome, Measured):
                     found[trial.request.number] = history.steady_s(trial) * scale
+        return found
+
+    @cached_property
+    def plan_steady_s(self) -> dict[str, tuple[float, ...]]:
+        """Plan id -> `steady_s` of its undisturbed trials, in order."""
+        found: dict[str, tuple[float, ...]] = {}
+        for trial in self.candidates:
+            if trial.number in self.steady_s and not trial.disturbed and trial.plan_id is not None:
+                found[trial.plan_id] = (*found.get(trial.plan_id, ()), self.steady_s[trial.number])
         return found
 
     @cached_property

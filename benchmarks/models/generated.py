@@ -20,7 +20,7 @@ from itertools import accumulate, pairwise
 from types import MappingProxyType
 
 from autotune.errors import InvalidInput
-from autotune.workload import DTYPE_BYTES, Variable, Workload
+from autotune.workload import Variable, Workload
 
 FORWARD_SHARE = 1 / 3
 VGG_BLOCKS = ((2, 64), (2, 128), (3, 256), (3, 512), (3, 512))
@@ -89,16 +89,6 @@ class Model:
         )
         edges = tuple(pairwise(range(len(variables))))
         return Workload(self.name, variables[::-1], edges, sum(forward_s), ready_s[0], self.update_s)
-
-    @property
-    def touched_bytes(self) -> Mapping[str, int]:
-        """Sparse variable -> bytes of the values of the rows that one rank's step touches, the least that it has to send."""
-        return {
-            f"{layer.name}.{name}": layer.touched * shape[1] * DTYPE_BYTES["float32"]
-            for layer in self.layers
-            if layer.touched
-            for name, shape in layer.shapes
-        }
 
 
 def _conv(name: str, side: int, size: int, inputs: int, outputs: int, bias: bool) -> Layer:

@@ -4,7 +4,8 @@ For every domain, a model on an emulated cluster, in one running script: torch's
 one message per variable, a single bucket, parameter servers, BytePS-, ByteScheduler- and ZeRO-2-like strategies; random search and
 scikit-optimize; ours after 25, 50, 100 and 200 trials, with and without lossy compressors. All are frozen and measured again,
 interleaved in rounds of random order. Ratios are time(rival) / time(ours): above 1 ours is faster. The last line is one JSON object;
-`outcome.md` in the folder is a section for docs/results.md.
+`outcome.md` in the folder is a section for docs/results.md. The folder is a dataset (`autotune.dataset`) of all trials, so
+`datasets/datasheet.py` and `benchmarks.ranking --dataset` read it.
 
     python -m benchmarks.outcome --domain vgg.four_hosts --quick          # one domain in a few minutes
     python -m benchmarks.outcome --marks 25,50                            # all domains; a run that was stopped goes on
@@ -24,9 +25,8 @@ from rich.console import Console
 from autotune.errors import InvalidInput
 from autotune.measurement import CONFIDENCE, fewest_values
 from autotune.testbed.capabilities import capabilities
-from benchmarks.outcome.domains import DOMAINS, domain
-from benchmarks.outcome.kept import Folder, Settings
-from benchmarks.outcome.measure import measure
+from benchmarks.outcome.kept import Settings
+from benchmarks.outcome.measure import DOMAINS, measure
 from benchmarks.outcome.report import section
 from benchmarks.outcome.results import last_line, row_of
 
@@ -55,10 +55,11 @@ def read_settings(options: argparse.Namespace) -> Settings:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=Path("outcome-trials"), help="where trials are kept (default outcome-trials)")
     parser.add_argument(
-        "--domain", nargs="*", default=list(DOMAINS), metavar="MODEL.CLUSTER", help=f"of {', '.join(DOMAINS)} (default all)"
+        "--folder", type=Path, default=Path("outcome-trials"), help="of the dataset that the trials become (default outcome-trials)"
     )
+    own = f"of {', '.join(DOMAINS)} (default all)"
+    parser.add_argument("--domain", nargs="+", default=list(DOMAINS), choices=list(DOMAINS), metavar="MODEL.CLUSTER", help=own)
     parser.add_argument("--marks", default=",".join(map(str, MARKS)), help="trials after which ours is frozen (default 25,50,100,200)")
     parser.add_argument("--trials", type=int, help="budget of every search, and the last mark (default the largest of --marks)")
     parser.add_argument("--rounds", type=int, help=f"of the closing comparison (default {Settings.rounds})")
@@ -68,7 +69,7 @@ def main() -> int:
     parser.add_argument("--only-evaluate", action="store_true", help="of what lies in the folder")
     options = parser.parse_args()
     try:
-        domains, settings = [domain(name) for name in options.domain], read_settings(options)
+        settings = read_settings(options)
     except InvalidInput as error:
         parser.error(str(error))
     if not options.only_evaluate:
@@ -76,9 +77,9 @@ def main() -> int:
         if not able.possible:
             print(able.message, file=sys.stderr)
             return 2
-        for own in domains:
-            measure(own, Folder(options.folder / own.name), settings, console.log)
-    rows = [row for own in domains if (options.folder / own.name).exists() and (row := row_of(own, Folder(options.folder / own.name)))]
+        for name in options.domain:
+            measure(DOMAINS[name], options.folder / name, settings, console.log)
+    rows = [row for name in options.domain if (row := row_of(options.folder / name))]
     if not rows:
         print(f"{options.folder} holds no complete domain of {', '.join(options.domain)}; measure one first", file=sys.stderr)
         return 2

@@ -14,10 +14,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from autotune.dataset.trials import DatasetTrial
 from autotune.errors import InvalidInput
 from autotune.measurement import CONFIDENCE, compare, fewest_values
 from autotune.records import Comparison, Measured
-from benchmarks.outcome.kept import Line, Side, Stop
+from benchmarks.outcome.kept import Side, Stop, key_of
 
 Round = Mapping[str, Measured]
 """Plan -> its block of this round."""
@@ -43,26 +44,28 @@ def geomean(values: Sequence[float]) -> float:
     return math.exp(math.fsum(math.log(value) for value in values) / len(values))
 
 
-def whole_rounds(lines: Sequence[Line], sides: Sequence[Side]) -> list[Round]:
-    """The rounds in which every side was measured; sides that ever failed are not waited for. Order as they were made."""
-    failed = {line.plan for line in lines if line.failure}
-    wanted = {side.plan for side in sides} - failed
-    rounds: dict[int, dict[str, Measured]] = {}
-    for line in lines:
-        if line.measured is not None and line.plan in wanted:
-            rounds.setdefault(line.round, {})[line.plan] = line.measured
-    return [rounds[number] for number in sorted(rounds) if rounds[number].keys() == wanted]
+def failures_of(rounds: Mapping[int, Sequence[DatasetTrial]]) -> dict[str, str]:
+    """Plan -> why it failed, for those that ever did."""
+    return {key_of(trial): trial.failure for own in rounds.values() for trial in own if trial.failure}
 
 
-def best_of_sweep(lines: Sequence[Line], plans: Mapping[str, str]) -> dict[str, float]:
+def whole_rounds(rounds: Mapping[int, Sequence[DatasetTrial]], sides: Sequence[Side]) -> list[Round]:
+    """The rounds (`kept.rounds_of`) in which every side was measured; sides that ever failed are not waited for."""
+    wanted = {side.plan for side in sides} - failures_of(rounds).keys()
+    found = ({key_of(trial): trial.outcome for trial in own if isinstance(trial.outcome, Measured)} for own in rounds.values())
+    kept = ({key: outcome for key, outcome in own.items() if key in wanted} for own in found)
+    return [own for own in kept if own.keys() == wanted]
+
+
+def best_of_sweep(rounds: Mapping[int, Sequence[DatasetTrial]], plans: Mapping[str, str]) -> dict[str, float]:
     """Name -> median step time over all its trials; names that were never measured are missing. Raises if nothing was."""
     found: dict[str, list[float]] = {}
-    for line in lines:
-        if line.measured is not None:
-            found.setdefault(line.plan, []).append(line.measured.median_s)
+    for trial in (trial for own in rounds.values() for trial in own if trial.step_s):
+        found.setdefault(key_of(trial), []).append(trial.median_s)
     times_s = {name: median(found[key]) for name, key in plans.items() if key in found}
     if not times_s:
-        raise InvalidInput("every bucket size of the sweep failed, so there is no best one; see trials.jsonl")
+        failed = next(iter(failures_of(rounds).values()), "none was measured")
+        raise InvalidInput(f"every bucket size of the sweep failed, so there is no best one: {failed[:300]}")
     return times_s
 
 

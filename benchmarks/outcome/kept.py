@@ -1,27 +1,25 @@
-"""What a domain's folder keeps, so that a run that was stopped goes on and nothing is lost.
+"""What a domain's folder keeps beside its trials (`autotune.dataset`): `sides.json`, the frozen strategies of the closing comparison.
 
-`domain.json`: profile, cluster with its fitted links, conditions. `trials.jsonl`: one line per trial, of every search, the sweep and the
-closing comparison, as it ends. `autotune.db`: the searches' jobs. `sides.json`: the frozen strategies of the closing comparison.
+Every trial of the benchmark is a trial of the domain, and its source tells what it was taken for: "sweep:ROUND:NAME",
+"closing:ROUND:SIDE", "closing:ROUND:reference", and what the searches' jobs say (`benchmarks.session_jobs`).
 """
 
 from __future__ import annotations
 
-import json
-import os
-import time
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
 
-from autotune.canonical import to_data
-from autotune.cluster import Cluster
-from autotune.parsing import parse, parse_json, read_json
-from autotune.records import CURRENT_SETUP, Conditions, Failed, Measured, TrialRequest
-from autotune.strategy_space.plan import Plan
+from autotune.canonical import canonical_json
+from autotune.dataset.trials import DatasetTrial
+from autotune.export import write_whole
+from autotune.parsing import parse, read_json
+from autotune.records import CURRENT_SETUP
 from autotune.strategy_space.strategy import Strategy
-from runtime_rewriter.findings import Profile
+
+SWEEP, CLOSING = "sweep", "closing"
+SIDES = "sides.json"
 
 
 class Group(StrEnum):
@@ -44,40 +42,6 @@ class Settings:
     sweeps: int = 3
     lossy: bool = True
     seed: int = 0
-
-
-@dataclass(frozen=True)
-class Described:
-    """`given`: the cluster file; `links`: with the rates of its links as fitted, for the bound. `profile_s`: what profiling took."""
-
-    profile: Profile
-    given: Cluster
-    links: Cluster
-    conditions: Conditions
-    profile_s: float
-    cores: int
-    machine: str
-
-
-@dataclass(frozen=True)
-class Line:
-    """One trial. `phase`: "sweep", "closing", or the id of a search's job. `plan`: its id, or that of the current setup; `strategy`: the
-    id of its strategy in a search, else the plan's again.
-    """
-
-    phase: str
-    round: int
-    strategy: str
-    plan: str
-    step_s: tuple[float, ...]
-    overrun: float | None
-    failure: str
-    load: float
-    time: float
-
-    @property
-    def measured(self) -> Measured | None:
-        return Measured((self.step_s,), overrun=self.overrun) if self.step_s else None
 
 
 @dataclass(frozen=True)
@@ -123,67 +87,26 @@ class Frozen:
     sweep_s: dict[str, float]
 
 
-def plan_key(wanted: Plan | None) -> str:
-    return wanted.id if wanted is not None else CURRENT_SETUP
+def key_of(trial: DatasetTrial) -> str:
+    """Its plan's id, or that of the current setup, as in `Side.plan`."""
+    return trial.plan_id or CURRENT_SETUP
 
 
-class Folder:
-    """One domain's."""
+def rounds_of(trials: Sequence[DatasetTrial], phase: str) -> dict[int, list[DatasetTrial]]:
+    """Number of a round of the sweep or of the closing comparison -> its trials. Rounds and trials in the order they were made."""
+    found: dict[int, list[DatasetTrial]] = {}
+    for trial in trials:
+        kind, number, *_ = (*trial.source.split(":", 2), "")
+        if kind == phase and number.isdecimal():
+            found.setdefault(int(number), []).append(trial)
+    return found
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        path.mkdir(parents=True, exist_ok=True)
 
-    @property
-    def store(self) -> Path:
-        return self.path / "autotune.db"
+def read_frozen(folder: Path) -> Frozen | None:
+    """Of a domain's folder; None where nothing was frozen yet."""
+    file = folder / SIDES
+    return parse(Frozen, read_json(file), str(file)) if file.exists() else None
 
-    def described(self) -> Described | None:
-        file = self.path / "domain.json"
-        return parse(Described, read_json(file), str(file)) if file.exists() else None
 
-    def describe(self, described: Described) -> None:
-        self._write("domain.json", to_data(described))
-
-    def frozen(self) -> Frozen | None:
-        file = self.path / "sides.json"
-        return parse(Frozen, read_json(file), str(file)) if file.exists() else None
-
-    def freeze(self, frozen: Frozen) -> None:
-        self._write("sides.json", to_data(frozen))
-
-    def lines(self, phase: str) -> list[Line]:
-        return [line for line in self.all_lines() if line.phase == phase]
-
-    def append(self, phase: str, round_: int, request: TrialRequest, wanted: Plan | None, outcome: Measured | Failed) -> Line:
-        measured = outcome if isinstance(outcome, Measured) else None
-        line = Line(
-            phase,
-            round_,
-            request.strategy_id,
-            plan_key(wanted),
-            tuple(measured.slowest_s.tolist()) if measured else (),
-            measured.overrun if measured else None,
-            f"{outcome.kind}: {outcome.message[:300]}" if isinstance(outcome, Failed) else "",
-            os.getloadavg()[0],
-            time.time(),
-        )
-        with (self.path / "trials.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(to_data(line)) + "\n")
-        return line
-
-    def all_lines(self) -> Iterator[Line]:
-        file = self.path / "trials.jsonl"
-        if not file.exists():
-            return
-        *whole, cut = file.read_text(encoding="utf-8").split("\n")  # a process that was killed may leave half a line behind
-        if cut:
-            file.write_text("".join(f"{line}\n" for line in whole), encoding="utf-8")
-        for number, text in enumerate(whole, start=1):
-            yield parse(Line, parse_json(text, f"{file}:{number}"), f"{file}:{number}")
-
-    def _write(self, name: str, data: Any) -> None:
-        """Whole or not at all."""
-        made = self.path / f"{name}.new"
-        made.write_text(json.dumps(data), encoding="utf-8")
-        made.replace(self.path / name)
+def write_frozen(folder: Path, frozen: Frozen) -> None:
+    write_whole(folder / SIDES, canonical_json(frozen), "the frozen sides")

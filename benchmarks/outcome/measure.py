@@ -1,122 +1,118 @@
-"""Measures one domain: profile, sweep of bucket sizes, searches, and the closing comparison, all in one running script.
+"""Measures one domain: sweep of bucket sizes, searches, and the closing comparison, all in one running script.
 
 The closing comparison measures every side once a round, in an order drawn for each round; rounds are what is paired. So no side has a
-minute of its own, and nothing that was chosen by its time is judged by the trials it was chosen by.
+minute of its own, and nothing that was chosen by its time is judged by the trials it was chosen by. Every trial is one of the domain's.
 """
 
 from __future__ import annotations
 
-import os
-import platform
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from datetime import UTC, datetime
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
 
-import numpy as np
-
-from autotune.commands.emulation import scheduled
-from autotune.commands.places import Ranks, Where, placed_world
-from autotune.commands.probe import measured_cluster
+from autotune.dataset.folder import read_domain
+from autotune.dataset.trials import REFERENCE, DatasetTrial
 from autotune.errors import LaunchError
-from autotune.job import Search
-from autotune.records import CURRENT_SETUP, Accelerators, Conditions, Network, Role, TrialRequest
+from autotune.job import JobSpec, Search
+from autotune.records import CURRENT_SETUP
 from autotune.rng import generator
 from autotune.store import Store
-from autotune.strategy_space.plan import Plan, plan
+from autotune.strategy_space.plan import plan
 from autotune.strategy_space.strategy import Strategy
-from autotune.workload import Workload
-from benchmarks.outcome.domains import Domain
-from benchmarks.outcome.figures import best_of_sweep, whole_rounds
-from benchmarks.outcome.kept import Course, Described, Folder, Frozen, Group, Settings, Side, Stop, plan_key
+from benchmarks.outcome.figures import best_of_sweep, failures_of, whole_rounds
+from benchmarks.outcome.kept import (
+    CLOSING,
+    SWEEP,
+    Course,
+    Frozen,
+    Group,
+    Settings,
+    Side,
+    Stop,
+    read_frozen,
+    rounds_of,
+    write_frozen,
+)
 from benchmarks.outcome.rivals import DDP_BEST, DDP_DEFAULT, bucket_sweep, rivals
-from benchmarks.outcome.searches import BAYES, OURS, OURS_LOSSY, RANDOM, Searched, SharedWorld, job_spec, searched
-from runtime_rewriter.command import read_command
-from runtime_rewriter.world import World
+from benchmarks.outcome.searches import BAYES, MOST_STEPS, OURS, OURS_LOSSY, RANDOM, Incumbent, Searched, searched
+from benchmarks.session_jobs import begin_job, job_spec, jobs_of
+from benchmarks.setups import setup_of
+from benchmarks.trial_session import Lengths, Setup, TrialSession, trial_session
 
-STEP_TIMEOUT_S, START_TIMEOUT_S = 60.0, 180.0
-LINKS_S = 20.0
-"""What the probe of the hosts' own links, for the bound, may take."""
-PROBES = 3
-WARMUP_STEPS, TIMED_STEPS = 2, 6
-SWEEP, CLOSING = "sweep", "closing"
+MODELS = ("vgg", "densenet", "embedding", "gpt_text")
+CLUSTERS = ("four_hosts", "four_hosts_uneven", "two_hosts_two_devices")
+DOMAINS: Mapping[str, Setup] = MappingProxyType({own.name: own for own in (setup_of(m, c) for m in MODELS for c in CLUSTERS)})
+LENGTHS = Lengths(warmup_steps=2, timed_steps=6)
+"""Of every trial; those of a search may go on."""
+MOST_INCUMBENTS = 3
+"""Of a search's bests that are no other side's plan, so many are measured again."""
 
 Say = Callable[[str], None]
 
 
-def measure(domain: Domain, folder: Folder, settings: Settings, say: Say) -> None:
-    """Until the domain has all its rounds; goes on where an earlier run with these settings ended. Needs root."""
-    frozen = folder.frozen()
-    if frozen is not None and frozen.settings == settings and not missing_rounds(folder, frozen):
-        say(f"{domain.name}: complete")
+def measure(setup: Setup, folder: Path, settings: Settings, say: Say) -> None:
+    """Until the domain in `folder` has all its rounds; goes on where an earlier run with these settings ended. Needs root."""
+    frozen = read_frozen(folder)
+    if frozen is not None and frozen.settings == settings and not missing_rounds(rounds_of(read_domain(folder).trials, CLOSING), frozen):
+        say(f"{setup.name}: complete")
         return
-    given = domain.cluster()
-    conditions = scheduled(Conditions(Network.EMULATED, Accelerators.EMULATED), given.world_size)
-    limits = STEP_TIMEOUT_S, START_TIMEOUT_S
-    ranks = Ranks(read_command(list(domain.command)), given.world_size, folder.path / "logs", *limits, domain.given_profile())
-    with placed_world(Where(None, False, (0, 0)), given, conditions, ranks, say) as world:
-        described = folder.described()
-        if described is None:
-            described = _describe(world, domain, conditions, say)
-            folder.describe(described)
-        world.model_id()  # the ranks are up
-        world.emulate(described.profile.workload)
-        run(Session(domain.command, SharedWorld(world, described, folder), described, folder, settings, say))
+    with trial_session(folder, setup, LENGTHS, say, lambda trial: None) as session:
+        run(session, settings, say)
 
 
-def _describe(world: World, domain: Domain, conditions: Conditions, say: Say) -> Described:
-    given = domain.cluster()
-    world.model_id()
-    began_s = time.monotonic()
-    profile = world.profile()
-    profile_s = time.monotonic() - began_s
-    say(f"{domain.name}: one replica alone takes {profile.workload.compute_s * 1e3:.0f} ms; probing the links")
-    for attempt in range(PROBES):  # on a crowded machine a rank may fail to connect; the script is then started again
-        try:
-            found = world.probe(LINKS_S, lambda _: None, computing=False)
-            break
-        except LaunchError as error:
-            if attempt + 1 == PROBES:
-                raise
-            say(f"{domain.name}: the probe failed, once more: {error}")
-    links, _ = measured_cluster(given, found, datetime.now(UTC), conditions.label)
-    return Described(profile, given, links, conditions, profile_s, os.cpu_count() or 1, platform.machine())
-
-
-@dataclass(frozen=True)
-class Session:
-    """One domain's script that runs, and what is wanted of it."""
-
-    command: tuple[str, ...]
-    world: SharedWorld
-    described: Described
-    folder: Folder
-    settings: Settings
-    say: Say
-
-    @property
-    def workload(self) -> Workload:
-        return self.described.profile.workload
-
-    def plan(self, strategy: Strategy) -> Plan:
-        return plan(strategy, self.workload, self.described.given.world_size)
-
-    def round(self, phase: str, number: int, plans: Sequence[Plan | None]) -> None:
-        """Each plan once, in an order of the round's own. None is the script's own DDP."""
-        self.world.phase, self.world.round = phase, number
-        for index in generator(self.settings.seed, phase, number).permutation(np.arange(len(plans))).tolist():
-            request = TrialRequest(0, plan_key(plans[index]), Role.AB, WARMUP_STEPS, TIMED_STEPS)
-            self.world.run_trial(request, plans[index])
-
-
-def run(session: Session) -> None:
+def run(session: TrialSession, settings: Settings, say: Say) -> None:
     """Everything after the profile."""
-    frozen = session.folder.frozen()
-    if frozen is None or frozen.settings != session.settings:
-        swept = sweep(session)
-        frozen = freeze(session, swept, search_all(session))
-        session.folder.freeze(frozen)
-    close(session, frozen)
+    folder = session.writer.folder
+    frozen = read_frozen(folder)
+    if frozen is None or frozen.settings != settings:
+        with jobs_of(session) as store:
+            specs = begin_searches(session, store, settings)  # first: a job remembers what the domain's profile took
+            swept = sweep(session, settings, say)
+            found = {job: searched(job, spec, store, session, _marks(job, settings), say) for job, spec in specs.items()}
+        frozen = freeze(session, settings, swept, found)
+        write_frozen(folder, frozen)
+    close(session, frozen, say)
+
+
+def begin_searches(session: TrialSession, store: Store, settings: Settings) -> dict[str, JobSpec]:
+    """Job -> what it is asked; the jobs that are new are begun."""
+    wanted = {
+        OURS: (Search.AUTOSYNC, False),
+        OURS_LOSSY: (Search.AUTOSYNC, True),
+        RANDOM: (Search.RANDOM, False),
+        BAYES: (Search.BAYES, False),
+    }
+    if not settings.lossy:
+        del wanted[OURS_LOSSY]
+    base = replace(job_spec(session), max_trials=settings.marks[-1], most_steps=MOST_STEPS, seed=settings.seed)
+    specs = {job: replace(base, search=search, lossy=lossy) for job, (search, lossy) in wanted.items()}
+    there = {job.id for job in store.jobs()} & specs.keys()
+    prepared_s = next((events[0].elapsed_s for job in there if (events := store.history(job).events)), session.prepared_s)
+    for job, spec in specs.items():
+        begin_job(session, store, job, spec, prepared_s)
+    return specs
+
+
+def _marks(job: str, settings: Settings) -> tuple[int, ...]:
+    """Ours is frozen at every mark, the other searches with the trials of the last one."""
+    return settings.marks if job in (OURS, OURS_LOSSY) else settings.marks[-1:]
+
+
+def plan_id(session: TrialSession, strategy: Strategy) -> str:
+    domain = session.writer.domain
+    return plan(strategy, domain.workload, domain.cluster.world_size).id
+
+
+def take_round(session: TrialSession, seed: int, phase: str, number: int, sides: Mapping[str, Strategy | None]) -> None:
+    """Each side once, in an order of the round's own. None is the script's own DDP."""
+    names = list(sides)
+    for index in generator(seed, phase, number).permutation(len(names)).tolist():
+        strategy = sides[names[index]]
+        if strategy is None:
+            session.reference(f"{phase}:{number}:{REFERENCE}")
+        else:
+            session.candidate(f"{phase}:{number}:{names[index]}", strategy)
 
 
 @dataclass(frozen=True)
@@ -125,79 +121,92 @@ class Swept:
     best: Strategy
 
 
-def sweep(session: Session) -> Swept:
+def sweep(session: TrialSession, settings: Settings, say: Say) -> Swept:
     """Every bucket size `sweeps` times, in orders drawn anew; the best by the median of its trials."""
-    sizes = bucket_sweep(session.workload, session.described.given.world_size)
-    plans = {name: session.plan(strategy) for name, strategy in sizes.items()}
-    for number in range(session.settings.sweeps):
-        done = {line.plan for line in session.folder.lines(SWEEP) if line.round == number}
-        session.round(SWEEP, number, [made for made in plans.values() if made.id not in done])
-    times_s = best_of_sweep(session.folder.lines(SWEEP), {name: made.id for name, made in plans.items()})
+    domain = session.writer.domain
+    sizes = bucket_sweep(domain.workload, domain.cluster.world_size)
+    plans = {name: plan_id(session, strategy) for name, strategy in sizes.items()}
+    for number in range(settings.sweeps):
+        done = {trial.plan_id for trial in rounds_of(session.writer.trials, SWEEP).get(number, ())}
+        left = {name: strategy for name, strategy in sizes.items() if plans[name] not in done}
+        if left:
+            session.reference()
+            take_round(session, settings.seed, SWEEP, number, left)
+    times_s = best_of_sweep(rounds_of(session.writer.trials, SWEEP), plans)
     best = min(times_s, key=times_s.__getitem__)
-    session.say(f"sweep: {', '.join(f'{name} {value * 1e3:.1f} ms' for name, value in times_s.items())}; best: {best}")
+    say(f"sweep: {', '.join(f'{name} {value * 1e3:.1f} ms' for name, value in times_s.items())}; best: {best}")
     return Swept(times_s, sizes[best])
 
 
-def search_all(session: Session) -> dict[str, Searched]:
-    """Ours at every mark, the other searches with the trials of the last one."""
-    marks = session.settings.marks
-    last = marks[-1:]
-    wanted = [(OURS, Search.AUTOSYNC, False, marks), (RANDOM, Search.RANDOM, False, last), (BAYES, Search.BAYES, False, last)]
-    if session.settings.lossy:
-        wanted.insert(1, (OURS_LOSSY, Search.AUTOSYNC, True, marks))
-    found = {}
-    with Store.open(session.folder.store) as store:
-        for job, search, lossy, at in wanted:
-            spec = job_spec(session.command, session.described, search, lossy, session.settings)
-            found[job] = searched(job, spec, store, session.world, at, session.say)
-    return found
-
-
-def freeze(session: Session, swept: Swept, found: Mapping[str, Searched]) -> Frozen:
+def freeze(session: TrialSession, settings: Settings, swept: Swept, found: Mapping[str, Searched]) -> Frozen:
     """The sides of the closing comparison."""
-    marks = session.settings.marks
+    domain = session.writer.domain
 
     def side(name: str, group: Group, strategy: Strategy) -> Side:
-        return Side(name, group, session.plan(strategy).id, strategy)
+        return Side(name, group, plan_id(session, strategy), strategy)
 
+    made = rivals(domain.workload, domain.cluster, across_steps=not session.profile.cross_step_refused)
     sides = [Side(DDP_DEFAULT, Group.TODAY, CURRENT_SETUP, None), side(DDP_BEST, Group.TODAY, swept.best)]
-    across_steps = not session.described.profile.cross_step_refused
-    sides += [side(name, Group.RIVAL, made) for name, made in rivals(session.workload, session.described.given, across_steps).items()]
-    courses = {}
+    sides += [side(name, Group.RIVAL, strategy) for name, strategy in made.items()]
     for job, own in found.items():
-        if job in (RANDOM, BAYES):
-            sides += [side(f"{job}, {own.trials_at[mark]} trials", Group.RIVAL, strategy) for mark, strategy in own.at.items()]
-            continue
-        at_marks = {mark: side(f"{job}, {mark} trials", Group.OURS, strategy) for mark, strategy in own.at.items()}
+        group = Group.OURS if job in (OURS, OURS_LOSSY) else Group.RIVAL
+        sides += [side(_frozen_name(job, mark, own), group, strategy) for mark, strategy in own.at.items()]
+    courses = {}
+    for job in (job for job in (OURS, OURS_LOSSY) if job in found):
+        own = found[job]
         bests = [(best, side(f"{job}, best from trial {best.trials}", Group.STOP, best.strategy)) for best in own.incumbents]
-        sides += [*at_marks.values(), *(made_side for _, made_side in bests)]
+        kept = _measured_again(bests, {there.plan for there in sides})
+        sides += [made_side for _, made_side in kept]
         courses[job] = Course(
             # where every trial failed, the tuner keeps the current setup
-            {str(mark): at_marks[mark].name if mark in at_marks else DDP_DEFAULT for mark in marks},
+            {str(mark): _frozen_name(job, mark, own) if mark in own.at else DDP_DEFAULT for mark in settings.marks},
             {str(mark): trials for mark, trials in own.trials_at.items()},
             {str(mark): seconds for mark, seconds in own.seconds_at.items()},
-            tuple(Stop(best.trials, best.seconds, made_side.name) for best, made_side in bests),
+            tuple(Stop(best.trials, best.seconds, made_side.name) for best, made_side in kept),
         )
-    return Frozen(session.settings, tuple(sides), courses, swept.times_s)
+    return Frozen(settings, tuple(sides), courses, swept.times_s)
 
 
-def close(session: Session, frozen: Frozen) -> None:
+def _frozen_name(job: str, mark: int, own: Searched) -> str:
+    return f"{job}, {mark if job in (OURS, OURS_LOSSY) else own.trials_at[mark]} trials"
+
+
+def _measured_again(bests: list[tuple[Incumbent, Side]], planned: set[str]) -> list[tuple[Incumbent, Side]]:
+    """Those that cost nothing, as their plan is `planned` already, and the first `MOST_INCUMBENTS` others; each plan once."""
+    kept, once, left = [], set(), MOST_INCUMBENTS
+    for best, side in bests:
+        new = side.plan not in planned
+        if side.plan not in once and (not new or left > 0):
+            kept.append((best, side))
+            once.add(side.plan)
+            left -= new
+    return kept
+
+
+def close(session: TrialSession, frozen: Frozen, say: Say) -> None:
     """Rounds of all sides, equal plans once, until there are enough whole ones. A side that fails is left out from then on.
 
     A round that was cut is made again from its beginning: its first half would be of another minute than its second.
     """
-    while missing := missing_rounds(session.folder, frozen):
-        lines = session.folder.lines(CLOSING)
-        failed = {line.plan for line in lines if line.failure}
+    for side in frozen.sides:
+        if side.strategy is not None and plan_id(session, side.strategy) != side.plan:
+            raise LaunchError(f"the planner has changed since {side.name!r} was frozen; measure into another folder")
+    before = len(session.writer.trials)
+    while missing := missing_rounds(rounds := rounds_of(session.writer.trials, CLOSING), frozen):
+        failed = failures_of(rounds)
         if CURRENT_SETUP in failed:
-            where = session.folder.path / "trials.jsonl"
-            raise LaunchError(f"the script failed with its current setup, so there is nothing to compare with; see {where}")
-        sides = {side.plan: side.strategy for side in frozen.sides if side.plan not in failed}
-        session.say(f"closing comparison: {missing} rounds of {len(sides)} plans to go")
-        number = 1 + max((line.round for line in lines), default=-1)
-        session.round(CLOSING, number, [None if strategy is None else session.plan(strategy) for strategy in sides.values()])
+            raise LaunchError(f"the script failed with its current setup, so there is nothing to compare with: {failed[CURRENT_SETUP]}")
+        sides: dict[str, Side] = {}
+        for side in frozen.sides:
+            if side.plan not in failed:
+                sides.setdefault(side.plan, side)
+        say(f"closing comparison: {missing} rounds of {len(sides)} plans to go")
+        number = 1 + max(rounds, default=-1)
+        take_round(session, frozen.settings.seed, CLOSING, number, {side.name: side.strategy for side in sides.values()})
+    if len(session.writer.trials) > before:
+        session.reference()  # the last trials stand between two references, too
 
 
-def missing_rounds(folder: Folder, frozen: Frozen) -> int:
+def missing_rounds(rounds: Mapping[int, list[DatasetTrial]], frozen: Frozen) -> int:
     """Of the closing comparison."""
-    return max(0, frozen.settings.rounds - len(whole_rounds(folder.lines(CLOSING), frozen.sides)))
+    return max(0, frozen.settings.rounds - len(whole_rounds(rounds, frozen.sides)))

@@ -19,8 +19,8 @@ chosen on one half of the rounds and compared on the other. Ours is what the tun
 
 
 def section(rows: Sequence[Row], command: str, date: str) -> str:
-    described, summary = rows[0].described, last_line(rows)
-    parts = [HEAD.format(command=command, date=date, cores=described.cores, machine=described.machine)]
+    environment, summary = rows[0].environment, last_line(rows)
+    parts = [HEAD.format(command=command, date=date, cores=environment.cores, machine=environment.machine)]
     parts.append(_overview(rows))
     parts.append(
         f"Geometric mean over {len(rows)} domain(s): {summary['ratio_geomean_lossless']:.3f} to DDP (lowest "

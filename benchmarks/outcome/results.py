@@ -4,18 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
 
+from autotune.dataset.folder import read_domain
+from autotune.dataset.trials import Environment
 from autotune.measurement import fewest_values
 from autotune.optimizer.optimize import least_transfer_s
 from autotune.workload import Workload
-from benchmarks.outcome.domains import Domain
-from benchmarks.outcome.figures import WITHIN, Ratio, Round, first_within, geomean, median_s, ratio_to_best, ratio_to_bound, whole_rounds
-from benchmarks.outcome.kept import Course, Described, Folder, Group, Side, Stop
-from benchmarks.outcome.measure import CLOSING
+from benchmarks.outcome.figures import (
+    WITHIN,
+    Ratio,
+    Round,
+    failures_of,
+    first_within,
+    geomean,
+    median_s,
+    ratio_to_best,
+    ratio_to_bound,
+    whole_rounds,
+)
+from benchmarks.outcome.kept import CLOSING, Course, Group, Side, Stop, read_frozen, rounds_of
 from benchmarks.outcome.rivals import DDP_DEFAULT
 from benchmarks.outcome.searches import OURS, OURS_LOSSY
 
@@ -71,7 +83,7 @@ class Row:
     gap: Ratio
     overrun: float
     load: float
-    described: Described
+    environment: Environment
     sweep_s: Mapping[str, float]
     failed: Mapping[str, str]
 
@@ -80,21 +92,22 @@ class Row:
         return max(self.compute_s, self.transfer_s)
 
 
-def row_of(domain: Domain, folder: Folder) -> Row | None:
-    """None as long as there are not enough whole rounds for an interval."""
-    described, frozen = folder.described(), folder.frozen()
-    if described is None or frozen is None:
+def row_of(folder: Path) -> Row | None:
+    """Of a domain's folder; None as long as there are not enough whole rounds for an interval."""
+    frozen = read_frozen(folder)
+    if frozen is None:
         return None
-    lines = folder.lines(CLOSING)
-    rounds = whole_rounds(lines, frozen.sides)
+    domain = read_domain(folder)
+    closing = rounds_of(domain.trials, CLOSING)
+    rounds = whole_rounds(closing, frozen.sides)
     if len(rounds) < fewest_values(0.95) or OURS not in frozen.courses:
         return None
-    failures = {line.plan: line.failure for line in lines if line.failure}
+    failures = failures_of(closing)
+    trials = [trial for own in closing.values() for trial in own]
     there = [side for side in frozen.sides if side.plan not in failures]
     lossless = _outcome(frozen.courses[OURS], [side for side in there if side.lossless], rounds)
     lossy = _outcome(frozen.courses[OURS_LOSSY], there, rounds) if OURS_LOSSY in frozen.courses else None
-    workload = described.profile.workload
-    compute_s, transfer_s = workload.compute_s, least_transfer_s(described.links, sent_bytes(workload, domain.touched_bytes()))
+    compute_s, transfer_s = domain.workload.compute_s, least_transfer_s(domain.cluster, sent_bytes(domain.workload))
     ours = _plan_of(lossless.last.side, there)
     return Row(
         domain.name,
@@ -104,17 +117,17 @@ def row_of(domain: Domain, folder: Folder) -> Row | None:
         compute_s,
         transfer_s,
         ratio_to_bound(rounds, ours, max(compute_s, transfer_s)),
-        median(line.overrun or 0.0 for line in lines),
-        median(line.load for line in lines),
-        described,
+        median(trial.overrun or 0.0 for trial in trials),
+        median(trial.load for trial in trials),
+        domain.environment,
         frozen.sweep_s,
-        {side.name: failures[side.plan] for side in frozen.sides if side.plan in failures},
+        {side.name: failures[side.plan][:300] for side in frozen.sides if side.plan in failures},
     )
 
 
-def sent_bytes(workload: Workload, touched_bytes: Mapping[str, int]) -> float:
+def sent_bytes(workload: Workload) -> float:
     """The least that has to be sent without loss: dense gradients whole, of sparse ones the rows that one rank's step touches."""
-    return float(sum(touched_bytes.get(variable.name, variable.grad_bytes) for variable in workload.variables))
+    return sum(variable.touched_share * variable.grad_bytes for variable in workload.variables)
 
 
 def _plan_of(name: str, sides: Sequence[Side]) -> str:
@@ -163,8 +176,8 @@ def last_line(rows: Sequence[Row]) -> dict[str, Any]:
         "domains": [_data(row) for row in rows],
         "network": "emulated",
         "accelerators": "emulated",
-        "cores": rows[0].described.cores,
-        "machine": rows[0].described.machine,
+        "cores": rows[0].environment.cores,
+        "machine": rows[0].environment.machine,
     }
 
 

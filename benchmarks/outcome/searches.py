@@ -5,31 +5,28 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from autotune.driver import MeasuredProfile, TrialWorld, carry_out
+from autotune.driver import carry_out
 from autotune.history import History
-from autotune.job import JobSpec, Search
-from autotune.records import Failed, Measured, TrialRequest
+from autotune.job import JobSpec
 from autotune.sampler.proposer import Proposer
 from autotune.simulators.registry import simulators
 from autotune.store import Store
-from autotune.strategy_space.plan import Plan
 from autotune.strategy_space.strategy import Strategy
 from autotune.tuner import contender, look_instruction, search_instruction
-from autotune.workload import Workload
-from benchmarks.outcome.kept import Described, Folder, Settings
+from benchmarks.session_jobs import SessionWorld
+from benchmarks.trial_session import TrialSession
 
 OURS, OURS_LOSSY, RANDOM, BAYES = "ours", "ours-lossy", "random", "scikit-optimize"
 """Ids of the jobs. All but the second are lossless."""
-WARMUP_STEPS, TIMED_STEPS, MOST_STEPS = 2, 6, 12
-"""Of a trial of a search: one to three seconds; half the width of its interval may be 2 %, the tuner's default."""
-NO_LIMIT_S = 30 * 24 * 3600.0
+MOST_STEPS = 12
+"""Of a trial of a search, which ends where half the width of its interval is 2 %, the tuner's default: one to three seconds."""
 NEAR = 1.05
 """Incumbents of the search within this of its last one are measured again, to tell which came within 2 % of the best."""
 
 
 @dataclass(frozen=True)
 class Incumbent:
-    """The best of a search from trial number `trials` on, `seconds` after its start (profile included)."""
+    """The best of a search from trial number `trials` on, `seconds` after its start (profile and probe included)."""
 
     trials: int
     seconds: float
@@ -50,75 +47,25 @@ class Searched:
     incumbents: tuple[Incumbent, ...]
 
 
-class SharedWorld:
-    """One running script for several searches: profiled once, and every trial is kept."""
-
-    def __init__(self, world: TrialWorld, described: Described, folder: Folder) -> None:
-        self._world, self._described, self._folder = world, described, folder
-        self.phase, self.round = "", 0
-
-    @property
-    def profile_s(self) -> float:
-        return self._described.profile_s
-
-    def model_id(self) -> str:
-        return self._world.model_id()
-
-    def profile(self) -> MeasuredProfile:
-        """What was found out before the first search."""
-        return self._described.profile
-
-    def run_trial(self, request: TrialRequest, plan: Plan | None) -> Measured | Failed:
-        outcome = self._world.run_trial(request, plan)
-        self._folder.append(self.phase, self.round, request, plan, outcome)
-        return outcome
-
-    def emulate(self, workload: Workload) -> None:
-        """Nothing: the accelerators wait for the shared profile already."""
-
-    def round_robin(self) -> bool:
-        return self._world.round_robin()
-
-
-def job_spec(command: tuple[str, ...], described: Described, search: Search, lossy: bool, settings: Settings) -> JobSpec:
-    return JobSpec(
-        command,
-        described.given.world_size,
-        described.given,
-        search=search,
-        lossy=lossy,
-        max_trials=settings.marks[-1],
-        max_seconds=NO_LIMIT_S,
-        warmup_steps=WARMUP_STEPS,
-        timed_steps=TIMED_STEPS,
-        most_steps=MOST_STEPS,
-        seed=settings.seed,
-        conditions=described.conditions,
-    )
-
-
-def searched(job_id: str, spec: JobSpec, store: Store, world: SharedWorld, marks: Sequence[int], say: Callable[[str], None]) -> Searched:
+def searched(job: str, spec: JobSpec, store: Store, session: TrialSession, marks: Sequence[int], say: Callable[[str], None]) -> Searched:
     """Search up to the last mark, from wherever the job's log ends; at every mark its finalists get the tuner's second look.
 
     The looks are events of a job of their own, `JOB-MARK`: the search goes on as if there had been none.
     """
-    if job_id not in {job.id for job in store.jobs()}:
-        store.create_job(job_id, spec)
-    world.phase, world.round = job_id, 0
     proposer = Proposer(spec, simulators())
-    at, trials_at, seconds_at, history = {}, {}, {}, store.history(job_id)
+    at, trials_at, seconds_at, history = {}, {}, {}, store.history(job)
     for mark in marks:
-        bounded = replace(spec, max_trials=mark)
-        history = carry_out(job_id, bounded, store, world, proposer, [], search_instruction)
+        bounded, world = replace(spec, max_trials=mark), SessionWorld(session, job)
+        history = carry_out(job, bounded, store, world, proposer, [world], search_instruction)
         until_mark = _until_over(bounded, history)
         trials_at[mark] = len(until_mark.candidates) - len(until_mark.refused)
-        seconds_at[mark] = until_mark.elapsed_s + world.profile_s
-        looked = _with_looks(f"{job_id}-{mark}", bounded, store, world, proposer, until_mark)
+        seconds_at[mark] = until_mark.elapsed_s
+        looked = _with_looks(f"{job}-{mark}", bounded, store, session, proposer, until_mark)
         chosen = contender(looked)
         if chosen is not None:
             at[mark] = looked.proposals[chosen].strategy
-            say(f"{job_id} after {mark} trials: {looked.measured_s[chosen] * 1e3:.1f} ms ({looked.proposals[chosen].origin})")
-    return Searched(at, trials_at, seconds_at, near_the_last(history, incumbents(history, world.profile_s)))
+            say(f"{job} after {mark} trials: {looked.measured_s[chosen] * 1e3:.1f} ms ({looked.proposals[chosen].origin})")
+    return Searched(at, trials_at, seconds_at, near_the_last(history, incumbents(history)))
 
 
 def _until_over(spec: JobSpec, history: History) -> History:
@@ -130,16 +77,17 @@ def _until_over(spec: JobSpec, history: History) -> History:
     return history
 
 
-def _with_looks(job_id: str, spec: JobSpec, store: Store, world: SharedWorld, proposer: Proposer, history: History) -> History:
-    if job_id not in {job.id for job in store.jobs()}:
-        store.create_job(job_id, spec)
-    there = len(store.history(job_id).events)
+def _with_looks(job: str, spec: JobSpec, store: Store, session: TrialSession, proposer: Proposer, history: History) -> History:
+    if job not in {known.id for known in store.jobs()}:
+        store.create_job(job, spec)
+    there = len(store.history(job).events)
     for number, event in enumerate(history.events[there:], start=there):
-        store.append(job_id, number, event)
-    return carry_out(job_id, spec, store, world, proposer, [], look_instruction)
+        store.append(job, number, event)
+    world = SessionWorld(session, job)
+    return carry_out(job, spec, store, world, proposer, [world], look_instruction)
 
 
-def incumbents(history: History, profile_s: float = 0.0) -> tuple[Incumbent, ...]:
+def incumbents(history: History) -> tuple[Incumbent, ...]:
     """The bests of a search in order, each from the trial on that made it the best."""
     found: list[Incumbent] = []
     trials = 0
@@ -150,7 +98,7 @@ def incumbents(history: History, profile_s: float = 0.0) -> tuple[Incumbent, ...
         trials += 1
         ranking = History(history.events[:count], history.deviation).ranking()
         if ranking and (not found or found[-1].strategy.id != ranking[0][0]):
-            found.append(Incumbent(trials, event.elapsed_s + profile_s, history.proposals[ranking[0][0]].strategy))
+            found.append(Incumbent(trials, event.elapsed_s, history.proposals[ranking[0][0]].strategy))
     return tuple(found)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,17 @@ def test_the_choices_that_make_the_times_explain_them(domain: Domain) -> None:
     assert ranked[0] == "across the step"
     assert found.choices["across the step"].beyond > 0.3
     assert all(own.beyond < 0.1 for name, own in found.choices.items() if name in ("ring order", "compressor", "issue order"))
+
+
+def test_a_plan_that_was_measured_a_dozen_times_is_one_point_of_the_spread(domain: Domain, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "datasets"))
+    import datasheet
+
+    chosen = domain.candidates[-2]
+    again = [replace(chosen, number=len(domain.trials) + number, source=f"closing:{number}:a side") for number in range(12)]
+    sheet = datasheet.sheet_of(replace(domain, trials=(*domain.trials, *again)))
+    assert sheet.relative == pytest.approx(datasheet.sheet_of(domain).relative)
+    assert len(sheet.relative) == len({trial.plan_id for trial in domain.candidates}) and sheet.card.sources["closing"] == 12
 
 
 def test_too_few_strategies_explain_nothing(tmp_path: Path) -> None:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from synthetic_job import SyntheticWorld, job_spec, strategy
 
+from autotune.dataset.trials import REFERENCE, DatasetTrial
 from autotune.errors import InvalidInput
 from autotune.history import History
-from autotune.records import Measured
+from autotune.records import CURRENT_SETUP, Failed, FailureKind, Measured
 from autotune.rng import generator
 from autotune.tuner import search_instruction
-from benchmarks.outcome.domains import DOMAINS
-from benchmarks.outcome.figures import best_of_sweep, first_within, geomean, ratio_to_best, ratio_to_bound, whole_rounds
-from benchmarks.outcome.kept import Group, Line, Side, Stop
+from benchmarks.models.generated import MODELS
+from benchmarks.outcome.figures import best_of_sweep, failures_of, first_within, geomean, ratio_to_best, ratio_to_bound, whole_rounds
+from benchmarks.outcome.kept import CLOSING, SWEEP, Group, Side, Stop, rounds_of
 from benchmarks.outcome.results import sent_bytes
 from benchmarks.outcome.searches import incumbents, near_the_last
 
@@ -28,9 +30,12 @@ def rival(name: str) -> Side:
     return Side(name, Group.RIVAL, name, None)
 
 
-def line(number: int, plan: str, step_s: float | None, phase: str = "closing") -> Line:
-    steps = () if step_s is None else (step_s,)
-    return Line(phase, number, plan, plan, steps, 0.0, "" if steps else "crash: rank 1", 0.0, 0.0)
+def trial(number: int, plan: str, step_s: float | None, phase: str = CLOSING) -> DatasetTrial:
+    """In round `number`; of the script's own DDP where the plan is that of the current setup."""
+    outcome = Failed(FailureKind.CRASH, "rank 1", 1) if step_s is None else block(step_s)
+    if plan == CURRENT_SETUP:
+        return DatasetTrial(0, f"{phase}:{number}:{REFERENCE}", None, None, outcome, 0.0, 0.0, "0")
+    return DatasetTrial(0, f"{phase}:{number}:{plan}: again", strategy(0), plan, outcome, 0.0, 0.0, "0")
 
 
 def test_a_geometric_mean_is_the_root_of_the_product():
@@ -79,22 +84,31 @@ def test_the_best_of_equal_rivals_has_no_advantage_of_its_luck():
 
 def test_only_whole_rounds_count_and_a_side_that_failed_is_not_waited_for():
     sides = [rival("a"), rival("b"), Side("b again", Group.OURS, "b", None)]
-    lines = [line(0, "a", 0.1), line(0, "b", 0.2), line(1, "b", 0.2), line(2, "b", 0.3), line(2, "a", 0.4)]
-    assert [{key: own.median_s for key, own in found.items()} for found in whole_rounds(lines, sides)] == [
+    made = [trial(0, "a", 0.1), trial(0, "b", 0.2), trial(1, "b", 0.2), trial(2, "b", 0.3), trial(2, "a", 0.4), trial(2, "b", 9.9, SWEEP)]
+    rounds = rounds_of(made, CLOSING)
+    assert [{key: own.median_s for key, own in found.items()} for found in whole_rounds(rounds, sides)] == [
         {"a": 0.1, "b": 0.2},
         {"b": 0.3, "a": 0.4},
     ]
-    assert len(whole_rounds([*lines, line(3, "a", None)], sides)) == 3
-    assert whole_rounds(lines, [*sides, rival("c")]) == []
+    failed = rounds_of([*made, trial(3, "a", None)], CLOSING)
+    assert len(whole_rounds(failed, sides)) == 3 and failures_of(failed) == {"a": "crash: rank 1"}
+    assert whole_rounds(rounds, [*sides, rival("c")]) == []
+
+
+def test_the_current_setup_is_a_side_of_a_round_and_a_search_of_any_name_is_none():
+    made = [trial(0, CURRENT_SETUP, 0.1), trial(0, "a", 0.2), replace(trial(0, "a", 9.9), source="tuning:closing:0:sampled")]
+    made += [replace(trial(0, CURRENT_SETUP, 9.9), source=name) for name in (REFERENCE, "tuning:ours:reference")]
+    [found] = whole_rounds(rounds_of(made, CLOSING), [Side("DDP", Group.TODAY, CURRENT_SETUP, None), rival("a")])
+    assert {key: own.median_s for key, own in found.items()} == {CURRENT_SETUP: 0.1, "a": 0.2}
 
 
 def test_the_best_bucket_size_has_the_lowest_median_of_its_own_trials():
-    lines = [line(number, "small", value, "sweep") for number, value in enumerate((0.1, 0.5, 0.6))]
-    lines += [line(number, "large", 0.4, "sweep") for number in range(3)] + [line(0, "broken", None, "sweep")]
-    times_s = best_of_sweep(lines, {"1": "small", "25": "large", "50": "broken"})
+    made = [trial(number, "small", value, SWEEP) for number, value in enumerate((0.1, 0.5, 0.6))]
+    made += [trial(number, "large", 0.4, SWEEP) for number in range(3)] + [trial(0, "broken", None, SWEEP), trial(0, "large", 9.9)]
+    times_s = best_of_sweep(rounds_of(made, SWEEP), {"1": "small", "25": "large", "50": "broken"})
     assert times_s == {"1": 0.5, "25": 0.4}
-    with pytest.raises(InvalidInput, match="every bucket size of the sweep failed"):
-        best_of_sweep([line(0, "broken", None)], {"50": "broken"})
+    with pytest.raises(InvalidInput, match="every bucket size of the sweep failed, so there is no best one: crash: rank 1"):
+        best_of_sweep({0: [trial(0, "broken", None)]}, {"50": "broken"})
 
 
 def test_near_the_best_is_the_first_stop_within_two_percent_as_measured_again():
@@ -110,17 +124,18 @@ def test_incumbents_are_the_bests_of_the_search_as_they_came_up():
     search = History((), spec.deviation)
     while (instruction := search_instruction(spec, search)) is not None:
         search = search.then(world.answer(spec, search, instruction))
-    found = incumbents(search, profile_s=5.0)
+    found = incumbents(search)
     assert [(own.trials, own.strategy) for own in found] == [(n + 1, strategy(n)) for n in (0, 2, 4, 9)]
     ends = {trial.request.strategy_id: trial.elapsed_s for trial in search.candidates}
-    assert [own.seconds for own in found] == [ends[own.strategy.id] + 5.0 for own in found]
+    assert [own.seconds for own in found] == [ends[own.strategy.id] for own in found]
     assert [own.strategy for own in near_the_last(search, found)] == [strategy(4), strategy(9)]  # 0.07 is within 5 % of 0.068
 
 
 def test_the_bound_sends_of_a_sparse_gradient_only_the_rows_that_a_step_touches():
-    domain = DOMAINS["embedding.four_hosts"]
-    workload = domain.given_profile()
+    workload = MODELS["embedding"].workload()
     table = next(variable for variable in workload.variables if variable.sparse)
     dense = workload.grad_bytes - table.grad_bytes
-    assert sent_bytes(workload, domain.touched_bytes()) == dense + 4000 * 64 * 4
-    assert sent_bytes(workload, {}) == workload.grad_bytes
+    assert sent_bytes(workload) == pytest.approx(dense + 4000 * 64 * 4)
+    assert (
+        sent_bytes(replace(workload, variables=tuple(replace(own, touched_rows=None) for own in workload.variables))) == workload.grad_bytes
+    )

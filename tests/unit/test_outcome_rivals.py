@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817
 from torch.nn.parallel.distributed import _BucketCapacityConfig
 
+from autotune.cluster_file import read_cluster
 from autotune.optimizer.optimize import least_transfer_s
 from autotune.strategy_space.carrier import buckets_of
 from autotune.strategy_space.enactable import why_refused
@@ -18,16 +19,18 @@ from autotune.strategy_space.strategy import SparseHandling
 from autotune.workload import Variable, Workload, model_id
 from benchmarks.models.generated import MODELS
 from benchmarks.models.script import module_of
-from benchmarks.outcome.domains import CLUSTERS, DOMAINS, EXAMPLES, GENERATED, Domain
+from benchmarks.outcome.measure import CLUSTERS, DOMAINS
 from benchmarks.outcome.results import sent_bytes
 from benchmarks.outcome.rivals import BUCKET_CAPS_MIB, DDP_DEFAULT, RIVALS, bucket_sweep, rivals
+from benchmarks.setups import setup_of
 from benchmarks.testbed_processes import ROOT
+from benchmarks.trial_session import Setup
 from runtime_rewriter.emulation import timetable_of
 
 
 def gpt_workload() -> Workload:
     """Of the GPT example with its defaults; no times, since these are measured."""
-    spec = importlib.util.spec_from_file_location("gpt_text", ROOT / EXAMPLES["gpt"][0])
+    spec = importlib.util.spec_from_file_location("gpt_text", ROOT / "examples" / "gpt_text.py")
     assert spec is not None and spec.loader is not None
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
@@ -36,22 +39,20 @@ def gpt_workload() -> Workload:
     return Workload("gpt", tuple(variables[::-1]), backward_s=0.1)
 
 
-WORKLOADS = {**{name: model.workload() for name, model in MODELS.items()}, "gpt": gpt_workload()}
+WORKLOADS = {**{name: model.workload() for name, model in MODELS.items()}, "gpt_text": gpt_workload()}
 
 
 def test_there_are_eight_domains_or_more_of_all_four_kinds_on_all_three_clusters():
     assert len(DOMAINS) >= 8
-    assert {(domain.model, domain.cluster_name) for domain in DOMAINS.values()} == {
-        (model, name) for model in (*GENERATED, "gpt") for name in CLUSTERS
-    }
+    assert set(DOMAINS) == {f"{model}.{name}" for model in ("vgg", "densenet", "embedding", "gpt_text") for name in CLUSTERS}
     assert any(variable.sparse for variable in WORKLOADS["embedding"].variables)
     assert max(variable.grad_bytes for variable in WORKLOADS["vgg"].variables) > 0.7 * WORKLOADS["vgg"].grad_bytes
     assert len(WORKLOADS["densenet"].variables) == 364
 
 
 @pytest.mark.parametrize("domain", DOMAINS.values(), ids=DOMAINS)
-def test_every_rival_is_enactable_in_every_domain(domain: Domain):
-    workload, cluster = WORKLOADS[domain.model], domain.cluster()
+def test_every_rival_is_enactable_in_every_domain(domain: Setup):
+    workload, cluster = WORKLOADS[domain.model], read_cluster(domain.cluster_file)
     made = rivals(workload, cluster)
     assert list(made) == list(RIVALS)
     for name, strategy in {**made, **bucket_sweep(workload, cluster.world_size)}.items():
@@ -66,7 +67,7 @@ def test_every_rival_is_enactable_in_every_domain(domain: Domain):
     assert set(rivals(workload, cluster, across_steps=False)) == set(RIVALS) - across
 
 
-@pytest.mark.parametrize("model", ["vgg", "densenet", "gpt"])
+@pytest.mark.parametrize("model", ["vgg", "densenet", "gpt_text"])
 def test_the_sweep_has_the_buckets_of_torch_for_each_bucket_cap(model: str):
     workload = WORKLOADS[model]
     tensors = [torch.empty(variable.shape, device="meta") for variable in workload.variables]
@@ -81,7 +82,7 @@ def test_the_sweep_has_the_buckets_of_torch_for_each_bucket_cap(model: str):
 
 
 def test_the_schedulers_send_pieces_of_four_megabytes_and_earlier_layers_overtake_what_waits_of_the_largest():
-    workload, cluster = WORKLOADS["vgg"], DOMAINS["vgg.four_hosts"].cluster()
+    workload, cluster = WORKLOADS["vgg"], read_cluster(DOMAINS["vgg.four_hosts"].cluster_file)
     made = rivals(workload, cluster)
     for name, primitive in (("BytePS-like", Primitive.PUSH_PULL), ("ByteScheduler-like", Primitive.ALL_REDUCE)):
         messages = plan(made[name], workload, 4).messages
@@ -92,14 +93,14 @@ def test_the_schedulers_send_pieces_of_four_megabytes_and_earlier_layers_overtak
 
 
 def test_servers_in_turn_hold_as_many_variables_each():
-    workload, cluster = WORKLOADS["vgg"], DOMAINS["vgg.four_hosts"].cluster()
+    workload, cluster = WORKLOADS["vgg"], read_cluster(DOMAINS["vgg.four_hosts"].cluster_file)
     messages = plan(rivals(workload, cluster)["PS, round robin"], workload, 4).messages
     owners = {message.slices[0].variable: message.owner for message in messages}
     assert [owners[variable.name] for variable in reversed(workload.variables)] == [turn % 4 for turn in range(32)]
 
 
 def test_sparse_gradients_travel_as_rows_by_the_way_that_fits_the_synchronizer():
-    workload, cluster = WORKLOADS["embedding"], DOMAINS["embedding.four_hosts"].cluster()
+    workload, cluster = WORKLOADS["embedding"], read_cluster(DOMAINS["embedding.four_hosts"].cluster_file)
     made = rivals(workload, cluster)
     assert made["single bucket"].by_name["table.weight"].sparse is SparseHandling.ALL_GATHER
     assert made["PS, load balanced"].by_name["table.weight"].sparse is SparseHandling.GATHER_SCATTER
@@ -121,17 +122,16 @@ def test_the_script_builds_the_variables_of_its_workload_and_can_be_waited_for(m
     assert workload.edges == tuple((number, number + 1) for number in range(len(parameters) - 1))
     assert timetable_of(workload).compute_s == pytest.approx(model.step_s)
     sparse = {variable.name for variable in workload.variables if variable.sparse}
-    assert set(model.touched_bytes) == sparse
     DDP(module)(torch.ones(4)).square().mean().backward()
     assert {name for name, parameter in parameters if parameter.grad.is_sparse} == sparse
-    for name, rows_bytes in model.touched_bytes.items():
-        assert module.get_parameter(name).grad.coalesce().values().nbytes == rows_bytes
+    for variable in (variable for variable in workload.variables if variable.sparse):
+        assert len(module.get_parameter(variable.name).grad.coalesce().values()) == variable.touched_rows
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_steps_are_as_long_as_computing_and_sending_take_on_even_links(model: str):
     """At 1 Gbit/s sending without overlap and computing take 100 to 500 ms together, and neither is a small part of it."""
-    workload, domain = WORKLOADS[model], Domain(model, "four_hosts")
-    transfer_s = least_transfer_s(domain.cluster(), sent_bytes(workload, domain.touched_bytes()))
+    workload, cluster = WORKLOADS[model], read_cluster(setup_of(model, "four_hosts").cluster_file)
+    transfer_s = least_transfer_s(cluster, sent_bytes(workload))
     assert 0.1 < workload.compute_s + transfer_s < 0.5
     assert 1 / 3 < transfer_s / workload.compute_s < 3
