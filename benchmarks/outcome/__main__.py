@@ -17,21 +17,26 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from datetime import UTC, datetime
 from pathlib import Path
 
 from rich.console import Console
 
-from autotune.errors import InvalidInput
+from autotune.errors import AutotuneError, InvalidInput
 from autotune.measurement import CONFIDENCE, fewest_values
 from autotune.testbed.capabilities import capabilities
 from benchmarks.outcome.kept import Settings
 from benchmarks.outcome.measure import DOMAINS, measure
 from benchmarks.outcome.report import section
 from benchmarks.outcome.results import last_line, row_of
+from benchmarks.trial_session import Setup
 
 MARKS = (25, 50, 100, 200)
 QUICK_TRIALS = 25
+TRIES = 3
+PAUSE_S = 5.0
+"""Before a world is made anew."""
 
 console = Console(stderr=True, highlight=False, markup=False)
 
@@ -51,6 +56,21 @@ def read_settings(options: argparse.Namespace) -> Settings:
     if rounds < fewest:
         raise InvalidInput(f"--rounds must be at least {fewest} for an interval of {CONFIDENCE:.0%}, but is {rounds}")
     return Settings(marks, rounds, 2 if options.quick else Settings.sweeps, not (options.lossless_only or options.quick), options.seed)
+
+
+def measured(setup: Setup, folder: Path, settings: Settings) -> bool:
+    """Whether the domain has all its trials; a world that fails is made anew."""
+    for number in range(1, TRIES + 1):
+        try:
+            measure(setup, folder, settings, console.log)
+            return True
+        except InvalidInput as error:
+            console.log(f"{setup.name}: {error}")
+            return False
+        except (AutotuneError, OSError, RuntimeError) as error:
+            console.log(f"{setup.name}: the world failed, {number} of {TRIES} times: {error}")
+            time.sleep(PAUSE_S)
+    return False
 
 
 def main() -> int:
@@ -77,8 +97,9 @@ def main() -> int:
         if not able.possible:
             print(able.message, file=sys.stderr)
             return 2
-        for name in options.domain:
-            measure(DOMAINS[name], options.folder / name, settings, console.log)
+        left = [name for name in options.domain if not measured(DOMAINS[name], options.folder / name, settings)]
+        if left:
+            console.log(f"given up: {', '.join(left)}; the same command goes on")
     rows = [row for name in options.domain if (row := row_of(options.folder / name))]
     if not rows:
         print(f"{options.folder} holds no complete domain of {', '.join(options.domain)}; measure one first", file=sys.stderr)

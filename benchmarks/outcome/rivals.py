@@ -6,15 +6,15 @@ Sparse gradients travel as rows, as torch's DDP sends them: dense they would mak
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from types import MappingProxyType
 
 from autotune.cluster import Cluster
 from autotune.strategy_space.builders import collectives, servers
 from autotune.strategy_space.builders.collectives import MIB
 from autotune.strategy_space.builders.priority import byte_scheduler_like
+from autotune.strategy_space.builders.rows import with_rows
 from autotune.strategy_space.plan import plan
-from autotune.strategy_space.strategy import SparseHandling, Strategy, Synchronizer, VariableStrategy
+from autotune.strategy_space.strategy import Strategy
 from autotune.workload import Workload
 
 BUCKET_CAPS_MIB = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 25.0, 50.0)
@@ -56,16 +56,3 @@ def bucket_sweep(workload: Workload, world_size: int) -> dict[str, Strategy]:
         enacted = with_rows(strategy, workload)
         distinct.setdefault(plan(enacted, workload, world_size).id, (name, enacted))
     return dict(distinct.values())
-
-
-def with_rows(strategy: Strategy, workload: Workload) -> Strategy:
-    """`strategy` with the gradients of sparse variables as rows."""
-    choices = tuple(
-        _as_rows(choice) if workload.variables[workload.index[choice.variable]].sparse else choice for choice in strategy.variables
-    )
-    return replace(strategy, variables=choices)
-
-
-def _as_rows(choice: VariableStrategy) -> VariableStrategy:
-    served = choice.shards[0].synchronizer is Synchronizer.PARAMETER_SERVER
-    return replace(choice, sparse=SparseHandling.GATHER_SCATTER if served else SparseHandling.ALL_GATHER)
