@@ -30,6 +30,7 @@ from autotune.records import CURRENT_SETUP, Accelerators, Conditions, Network, R
 from autotune.strategy_space.plan import Plan, plan
 from autotune.strategy_space.strategy import Strategy
 from autotune.workload import Workload
+from benchmarks.quiet import wait_until_quiet
 from benchmarks.runtime_costs import measured_costs
 from benchmarks.testbed_processes import ROOT
 from runtime_rewriter.command import read_command
@@ -160,6 +161,7 @@ def _given_profile(setup: Setup, writer: DomainWriter) -> Workload | None:
 def _described(
     world: World, setup: Setup, given: Cluster, conditions: Conditions, profile: Profile, costs: dict[str, float], say: Say
 ) -> Description:
+    wait_until_quiet(say)
     say(f"probing the links for {PROBE_S:.0f} s")
     computing = setup.accelerators is Accelerators.REAL
     workload = replace(profile.workload, threads=profile.workload.threads if computing else 0, model=setup.model)  # waits take no core

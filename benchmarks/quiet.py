@@ -1,0 +1,42 @@
+"""Whether anything else computes on this machine: probed links and measured costs stay wrong for as long as a domain lives."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+LOOK_S = 2.0
+LOOKS = 30
+"""So many looks are waited for quiet."""
+BUSY_CORES = 0.3
+"""Beyond what an idle Ray and waiting ranks take."""
+
+STAT = Path("/proc/stat")
+_IDLE = (3, 4)  # of the first line's numbers: idle and waiting for disks (man 5 proc_stat)
+
+
+def wait_until_quiet(say: Callable[[str], None]) -> None:
+    """Returns when others take hardly any CPU time, or after `LOOKS` looks, and says that it waits and whether it helped."""
+    for number in range(LOOKS):
+        busy = busy_cores(LOOK_S)
+        if busy <= BUSY_CORES:
+            return
+        if number == 0:
+            say(f"other work takes {busy:.1f} cores; waiting for at most {LOOKS * LOOK_S:.0f} s until it ends")
+    say(f"other work still takes {busy:.1f} cores, so what is probed now may be wrong; end it and begin the domain anew")
+
+
+def busy_cores(seconds: float) -> float:
+    """Cores that worked in the next `seconds`, in the mean."""
+    before = STAT.read_text()
+    time.sleep(seconds)
+    return (os.cpu_count() or 1) * busy_share(before, STAT.read_text())
+
+
+def busy_share(before: str, after: str) -> float:
+    """Of all cores' time between two readings of /proc/stat."""
+    first, last = ([int(word) for word in text.splitlines()[0].split()[1:9]] for text in (before, after))
+    spent = [end - start for start, end in zip(first, last, strict=True)]
+    return 1.0 - sum(spent[number] for number in _IDLE) / max(sum(spent), 1)
