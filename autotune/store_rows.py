@@ -7,9 +7,12 @@ import sqlite3
 from typing import Any
 
 from autotune.canonical import canonical_json, content_id
+from autotune.cluster import Cluster
 from autotune.errors import InvalidInput
 from autotune.events import Event, Profiled, Proposed, TrialFinished
+from autotune.parsing import parse
 from autotune.records import Measured
+from autotune.workload import Workload
 
 
 def derive(db: sqlite3.Connection, job_id: str, seq: int, event: Event) -> None:
@@ -40,8 +43,8 @@ def _derive_trial(db: sqlite3.Connection, job_id: str, seq: int, event: TrialFin
         "strategy_id": event.request.strategy_id,
         "plan_id": event.plan_id,
         "role": event.request.role.value,
-        "workload_id": content_id("workload", profile["workload"]),
-        "cluster_id": content_id("cluster", profile["cluster"]),
+        "workload_id": _known_id(db, "workload", profile["workload"], Workload),
+        "cluster_id": _known_id(db, "cluster", profile["cluster"], Cluster),
         "elapsed_s": event.elapsed_s,
         "environment": canonical_json(profile["software"]),
     }
@@ -51,6 +54,14 @@ def _derive_trial(db: sqlite3.Connection, job_id: str, seq: int, event: TrialFin
         values |= {"status": event.outcome.kind.value, "message": event.outcome.message}
     names = ", ".join(values)
     db.execute(f"INSERT INTO trials ({names}) VALUES ({', '.join(':' + name for name in values)})", values)
+
+
+def _known_id(db: sqlite3.Connection, kind: str, body: Any, parsed: type) -> str:
+    """Of the row that the profile made: as its event was written, or, derived anew, with the fields that this version adds."""
+    written = content_id(kind, body)
+    if db.execute(f"SELECT 1 FROM {kind}s WHERE id = ?", (written,)).fetchone() is not None:
+        return written
+    return content_id(kind, parse(parsed, body, kind))
 
 
 def add_to_outbox(db: sqlite3.Connection, job_id: str, kind: str, body: dict[str, Any]) -> None:

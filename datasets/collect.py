@@ -2,7 +2,7 @@
 
 Each domain (`domains.py`) gets `--trials` candidates of a mixture of strategies (`mixture.py`), with a reference every few trials. What was
 collected before counts, so a collection that was stopped by Ctrl-C, SIGTERM or a crash is started again by the same command, and a larger
-number makes a dataset grow. Every finished trial is on disk. A world that fails is made anew; a domain whose world fails `TRIES` times
+number makes a dataset grow. Every finished trial is on disk. A world that fails is made anew; a domain whose world fails three times
 without a trial in between is left, and the others go on. The exit status is then 1.
 """
 
@@ -25,18 +25,15 @@ from mixture import sample_domain
 
 from autotune.commands.interrupts import Interruption, terminable
 from autotune.dataset.trials import DatasetTrial
-from autotune.errors import AutotuneError, InvalidInput
 from autotune.parsing import read_json
 from autotune.testbed.capabilities import capabilities
 from autotune.units import format_seconds
+from benchmarks.retries import persevere
 from benchmarks.testbed_processes import ROOT
 from benchmarks.trial_session import Lengths, Setup, told, trial_session
 
 LENGTHS = Lengths(warmup_steps=2, timed_steps=6)
-TRIES = 3
 LINE_EVERY_S = 15.0
-PAUSE_S = 5.0
-"""Before a world is made anew."""
 
 console = Console(stderr=True, highlight=False, markup=False)
 
@@ -62,32 +59,15 @@ class Progress:
         console.log(f"{name}: {told(trial)} | {pace_s:.2f} s a candidate with all around it, {left} left: {format_seconds(left * pace_s)}")
 
 
-def collect(folder: Path, setup: Setup, count: int, seed: int, progress: Progress, interruption: Interruption) -> bool:
-    """Whether the domain has what was asked for. Raises `InvalidInput` where its folder cannot be gone on with."""
-    failures = 0
-    while failures < TRIES:
-        before = candidates(folder, setup)
-        try:
-            own, say = folder / setup.name, partial(said, setup.name)
-            with trial_session(own, setup, LENGTHS, say, partial(progress.kept, setup.name)) as session:
-                sample_domain(session, count, seed, interruption.obey)
-            return True
-        except InvalidInput:
-            raise
-        except (AutotuneError, OSError, RuntimeError) as error:
-            failures = 1 if candidates(folder, setup) > before else failures + 1
-            console.log(f"{setup.name}: the world failed, {failures} of {TRIES} times in a row: {error}")
-            time.sleep(PAUSE_S)
-    return False
-
-
 def visited(folder: Path, setup: Setup, goal: int, seed: int, progress: Progress, interruption: Interruption) -> bool:
-    """As `collect`; a folder that cannot be gone on with is told of."""
-    try:
-        return collect(folder, setup, goal, seed, progress, interruption)
-    except InvalidInput as error:
-        console.log(f"{setup.name}: {error}")
-        return False
+    """Whether the domain has what was asked for."""
+
+    def visit() -> None:
+        say, kept = partial(said, setup.name), partial(progress.kept, setup.name)
+        with trial_session(folder / setup.name, setup, LENGTHS, say, kept) as session:
+            sample_domain(session, goal, seed, interruption.obey)
+
+    return persevere(setup.name, visit, lambda: candidates(folder, setup), console.log)
 
 
 def said(name: str, line: str) -> None:

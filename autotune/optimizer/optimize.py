@@ -17,6 +17,7 @@ from autotune.optimizer.state import Pass, Problem, Speedups, State
 from autotune.profiling.op_graph import FusedTime, OpFusion, OpGraph
 from autotune.strategy_space.builders.collectives import ddp_default
 from autotune.strategy_space.plan import Plan, plan
+from autotune.strategy_space.row_traffic import RowTraffic
 from autotune.strategy_space.space import SearchSpace
 from autotune.strategy_space.strategy import Strategy
 from autotune.workload import Workload
@@ -123,8 +124,8 @@ def optimize(
 def full_overlap_s(problem: Problem, state: State) -> float:
     """max(T_comp, T_comm): the computation of the state's kernels, and its bytes on the slowest link by whatever synchronizer."""
     compute_s = problem.workload_of(state).compute_s
-    sent = float(plan(state.strategy, problem.workload, problem.cluster.world_size).wire_bytes)
-    return max(compute_s, least_transfer_s(problem.cluster, sent))
+    made = plan(state.strategy, problem.workload, problem.cluster.world_size)
+    return max(compute_s, least_transfer_s(problem.cluster, RowTraffic(problem.workload).least_bytes(made.messages)))
 
 
 def least_transfer_s(cluster: Cluster, sent_bytes: float) -> float:

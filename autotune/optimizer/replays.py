@@ -115,7 +115,7 @@ class Replays:
         return tuple(range(len(graph.ops) - 1, last - 1, -1))
 
     def _partial(self, lowered: Lowered, across: bool) -> Callable[[Sequence[Message]], float]:
-        """t_sync by kinds and sizes: what a message costs does not depend on which variables are in it."""
+        """t_sync by kinds and sizes: what a message costs does not depend on which variables are in it, but for rows of sparse ones."""
 
         def seconds(messages: Sequence[Message]) -> float:
             key = across, tuple(_kind(message) for message in messages)
@@ -146,5 +146,7 @@ def _kind(message: Message) -> object:
     parts: object = len(message.slices)
     if message.rank is not None:  # PowerSGD sees every slice as a matrix
         parts = tuple((part.elements, part.rows) for part in message.slices)
+    if message.sparse is not SparseHandling.DENSE:  # variables differ in how many of their rows a step touches
+        parts = message.sparse, tuple(part.variable for part in message.slices)
     own = message.primitive, message.compressor, message.dtype, message.owner, message.hierarchical, message.ratio, message.rank
-    return message.elements, parts, own, message.sparse is SparseHandling.DENSE
+    return message.elements, parts, own

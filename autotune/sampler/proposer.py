@@ -183,13 +183,23 @@ class Proposer:
         return [int(kept[i]) for i in picked] + explorers.tolist()
 
     def _propose_bayes(self, history: History, round_: int) -> Proposed:
-        """scikit-optimize, told everything again. A plan that is known already is told its time at once, and one that cannot be enacted
-        is told as failed.
-        """
+        """scikit-optimize. A resumed job asks and tells again what it had asked and known before each of its rounds, and goes on there."""
+        over = BAYESIAN[self._spec.search]
+        if self._bayes is None:
+            self._bayes = BayesianSearch(self._encoding(history), self._spec.seed)
+            for at, event in enumerate(history.events):
+                if isinstance(event, Proposed):
+                    self._next_of(self._bayes, History(history.events[:at], history.deviation))
+        strategy = self._next_of(self._bayes, history)
+        if strategy is None:
+            return Proposed(round_, (), "gaussian process", f"{over}: no plan was found that was not tried", BAYES_ASKS, (), 0.0)
+        reason = f"Bayesian optimization of {over} was asked for"
+        return Proposed(round_, (Proposal(strategy, "bayes"),), "gaussian process", reason, 1, (), 0.0)
+
+    def _next_of(self, search: BayesianSearch, history: History) -> Strategy | None:
+        """The next strategy whose plan is new. A known plan is told its time at once, one that cannot be enacted as failed."""
         assert history.profiled is not None
-        workload, over = history.profiled.workload, BAYESIAN[self._spec.search]
-        # Asking and telling in order rebuilds the state, so a resumed job goes on where it was.
-        search = self._bayes = self._bayes or BayesianSearch(self._encoding(history), self._spec.seed)
+        workload = history.profiled.workload
         failed_s = FAILED_FACTOR * history.references[0][1]
         times = {trial.plan_id: history.measured_s.get(trial.request.strategy_id, failed_s) for trial in history.candidates}
         told: set[str] = set()
@@ -198,12 +208,11 @@ class Proposer:
             strategy = search.ask()
             made = plan(strategy, workload, self._spec.workers)
             if made.id not in times and self._why_refused(made) is None:
-                proposal = Proposal(strategy, "bayes")
-                return Proposed(round_, (proposal,), "gaussian process", f"Bayesian optimization of {over} was asked for", 1, (), 0.0)
+                return strategy
             search.tell(strategy.id, times.get(made.id, failed_s))
             repeats = repeats + 1 if made.id in told else 0
             told.add(made.id)
-        return Proposed(round_, (), "gaussian process", f"{over}: no plan was found that was not tried", BAYES_ASKS, (), 0.0)
+        return None
 
     def _encoding(self, history: History) -> Encoding:
         assert history.profiled is not None

@@ -1,6 +1,7 @@
 """Synchronization that runs into the next forward pass: how long a step then takes, and the issue order that makes it shortest.
 
-The runtime has one channel and sends the messages of a plan strictly in its order; a forward pass waits for a variable where it first
+The closed form has one channel, which sends the messages of a plan strictly in its order (the runtime has one for each step of a message,
+so that a server's two directions overlap, which only the replay knows); a forward pass waits for a variable where it first
 reads it, and its end waits for whatever is still under way, since the next backward pass fills the same buffers. So the channel is
 empty when a backward pass starts, every step is like the one before, and with time 0 at the start of the backward pass
 

@@ -62,6 +62,15 @@ class RowTraffic:
         """c(m) of every message, shape (M,)."""
         return np.array([self._collective_bytes(message, ranks) for message in messages], dtype=np.float64)
 
+    def least_bytes(self, messages: Sequence[Message]) -> float:
+        """What one rank has to send at least, compressed as they are: of sparse gradients the rows that it touches, even if they are dense
+        here."""
+        return sum(message.wire_bytes * self._least_share(message) for message in messages)
+
+    def _least_share(self, message: Message) -> float:
+        shares = {part.variable: self._workload.variables[self._workload.index[part.variable]].touched_share for part in message.slices}
+        return sum(part.elements * shares[part.variable] for part in message.slices) / max(message.elements, 1)
+
     def _collective_bytes(self, message: Message, ranks: int) -> float:
         if message.sparse is SparseHandling.DENSE:
             return float(message.wire_bytes)

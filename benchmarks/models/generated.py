@@ -81,7 +81,9 @@ class Model:
         needed_s = [end - own for end, own in zip(accumulate(forward_s), forward_s, strict=True)]
         ready_s = list(accumulate(reversed(backward_s)))[::-1]
         variables = tuple(
-            Variable(f"{layer.name}.{name}", shape, "float32", layer.touched > 0, ready_s[number], needed_s[number], layer.touched or None)
+            Variable(
+                f"{layer.name}.{name}", shape, "float32", layer.touched > 0, ready_s[number], needed_s[number], float(layer.touched) or None
+            )
             for number, layer in enumerate(self.layers)
             for name, shape in layer.shapes
         )

@@ -17,26 +17,24 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
 from datetime import UTC, datetime
 from pathlib import Path
 
 from rich.console import Console
 
-from autotune.errors import AutotuneError, InvalidInput
+from autotune.dataset.folder import SUMS, read_domain
+from autotune.errors import InvalidInput
 from autotune.measurement import CONFIDENCE, fewest_values
 from autotune.testbed.capabilities import capabilities
 from benchmarks.outcome.kept import Settings
 from benchmarks.outcome.measure import DOMAINS, measure
 from benchmarks.outcome.report import section
 from benchmarks.outcome.results import last_line, row_of
+from benchmarks.retries import persevere
 from benchmarks.trial_session import Setup
 
 MARKS = (25, 50, 100, 200)
 QUICK_TRIALS = 25
-TRIES = 3
-PAUSE_S = 5.0
-"""Before a world is made anew."""
 
 console = Console(stderr=True, highlight=False, markup=False)
 
@@ -58,19 +56,14 @@ def read_settings(options: argparse.Namespace) -> Settings:
     return Settings(marks, rounds, 2 if options.quick else Settings.sweeps, not (options.lossless_only or options.quick), options.seed)
 
 
+def trials_in(folder: Path) -> int:
+    """By now; a session that ended has put all its trials into the table."""
+    return len(read_domain(folder).trials) if (folder / SUMS).exists() else 0
+
+
 def measured(setup: Setup, folder: Path, settings: Settings) -> bool:
-    """Whether the domain has all its trials; a world that fails is made anew."""
-    for number in range(1, TRIES + 1):
-        try:
-            measure(setup, folder, settings, console.log)
-            return True
-        except InvalidInput as error:
-            console.log(f"{setup.name}: {error}")
-            return False
-        except (AutotuneError, OSError, RuntimeError) as error:
-            console.log(f"{setup.name}: the world failed, {number} of {TRIES} times: {error}")
-            time.sleep(PAUSE_S)
-    return False
+    """Whether the domain has all its trials."""
+    return persevere(setup.name, lambda: measure(setup, folder, settings, console.log), lambda: trials_in(folder), console.log)
 
 
 def main() -> int:
@@ -92,6 +85,7 @@ def main() -> int:
         settings = read_settings(options)
     except InvalidInput as error:
         parser.error(str(error))
+    left: list[str] = []
     if not options.only_evaluate:
         able = capabilities()
         if not able.possible:
@@ -99,7 +93,7 @@ def main() -> int:
             return 2
         left = [name for name in options.domain if not measured(DOMAINS[name], options.folder / name, settings)]
         if left:
-            console.log(f"given up: {', '.join(left)}; the same command goes on")
+            console.log(f"given up: {', '.join(left)}")
     rows = [row for name in options.domain if (row := row_of(options.folder / name))]
     if not rows:
         print(f"{options.folder} holds no complete domain of {', '.join(options.domain)}; measure one first", file=sys.stderr)
@@ -108,7 +102,7 @@ def main() -> int:
     (options.folder / "outcome.md").write_text(text, encoding="utf-8")
     print(text)
     print(json.dumps(last_line(rows)))
-    return 0
+    return 1 if left else 0
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 from autotune.dataset.folder import read_domain
 from autotune.dataset.trials import REFERENCE, DatasetTrial
-from autotune.errors import LaunchError
+from autotune.errors import InvalidInput
 from autotune.job import JobSpec, Search
 from autotune.records import CURRENT_SETUP
 from autotune.rng import generator
@@ -45,6 +45,8 @@ CLUSTERS = ("four_hosts", "four_hosts_uneven", "two_hosts_two_devices")
 DOMAINS: Mapping[str, Setup] = MappingProxyType({own.name: own for own in (setup_of(m, c) for m in MODELS for c in CLUSTERS)})
 LENGTHS = Lengths(warmup_steps=2, timed_steps=6)
 """Of every trial; those of a search may go on."""
+CURRENT_TRIES = 3
+"""How often the current setup may fail in closing rounds, until the domain is given up."""
 MOST_INCUMBENTS = 3
 """Of a search's bests that are no other side's plan, so many are measured again."""
 
@@ -190,12 +192,13 @@ def close(session: TrialSession, frozen: Frozen, say: Say) -> None:
     """
     for side in frozen.sides:
         if side.strategy is not None and plan_id(session, side.strategy) != side.plan:
-            raise LaunchError(f"the planner has changed since {side.name!r} was frozen; measure into another folder")
+            raise InvalidInput(f"the planner has changed since {side.name!r} was frozen; measure into another folder")
     before = len(session.writer.trials)
     while missing := missing_rounds(rounds := rounds_of(session.writer.trials, CLOSING), frozen):
         failed = failures_of(rounds)
-        if CURRENT_SETUP in failed:
-            raise LaunchError(f"the script failed with its current setup, so there is nothing to compare with: {failed[CURRENT_SETUP]}")
+        of_current = [trial.failure for own in rounds.values() for trial in own if trial.failure and trial.strategy is None]
+        if len(of_current) >= CURRENT_TRIES:
+            raise InvalidInput(f"the script failed with its current setup, so there is nothing to compare with: {of_current[-1]}")
         sides: dict[str, Side] = {}
         for side in frozen.sides:
             if side.plan not in failed:

@@ -83,7 +83,7 @@ class WorkloadProfiler(BackwardObserver):
         self._current = _Step()
         self._forward_start_s: float | None = None
         self._edges: set[tuple[int, int]] = set()
-        self._rows: dict[int, list[Tensor]] = {}
+        self._rows: dict[int, dict[int, Tensor]] = {}  # of the last gradient of each step
         self._ready: dict[int, Mark] = {}
         self._read: dict[int, Mark] = {}
         self._forward_start: Mark = 0.0
@@ -127,7 +127,7 @@ class WorkloadProfiler(BackwardObserver):
     def on_ready(self, index: int, gradient: Tensor | None) -> None:
         self._ready[index] = self._synchronizer.device.mark()
         if gradient is not None and gradient.is_sparse:
-            self._rows.setdefault(index, []).append(gradient._indices()[0])  # counted when nothing is timed any more
+            self._rows.setdefault(index, {})[self._seen] = gradient._indices()[0]  # counted when nothing is timed any more
 
     def on_computed(self) -> None:
         device = self._synchronizer.device
@@ -166,7 +166,7 @@ class WorkloadProfiler(BackwardObserver):
             raise SynchronizationError("a profile needs at least one whole training step under it, but none was made")
         gathered: list[list[tuple[_Step, bool]]] = [[]] * synchronizer.ranks.size
         dist.all_gather_object(gathered, self._steps, group=synchronizer.ranks.control)
-        touched = {index: median(len(rows.unique()) for rows in steps) for index, steps in self._rows.items()}
+        touched = {index: float(median(len(rows.unique()) for rows in steps.values())) for index, steps in self._rows.items()}
         shape: list[tuple[set[tuple[int, int]], dict[int, float]]] = [(self._edges, touched)]
         dist.broadcast_object_list(shape, group=synchronizer.ranks.control, group_src=0)
         synchronizer.load(None)

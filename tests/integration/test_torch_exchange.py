@@ -202,13 +202,14 @@ def test_some_ranks_of_the_world_have_hosts_and_rings_of_their_own() -> None:
     run_world(check_subgroup, RANKS)
 
 
-def check_lanes(rank: int) -> list[int]:
+def check_lanes(rank: int, one_by_one: bool) -> list[int]:
     ranks = Ranks.of(None, 20.0, 20.0)
     lanes = Lanes(ranks, Device(torch.device("cpu")))
+    lanes.one_by_one = one_by_one
     circle = Circle.world(ranks.size)
     groups = [lanes.group(lane, circle) for lane in range(3)]
     started: list[int] = []
-    late = threading.Event()
+    late, overlapping = threading.Event(), threading.Event()
 
     def step(number: int, lane: int, value: Tensor) -> Step:
         def start() -> dist.Work | None:
@@ -216,6 +217,8 @@ def check_lanes(rank: int) -> list[int]:
                 assert late.wait(30)  # its next step comes late, though not later than that of the message after it
             if lane == 2:
                 started.append(number)
+            if (number, lane) == (1, 0):
+                overlapping.set()
             return dist.all_reduce(value, group=groups[lane], async_op=True)
 
         return start
@@ -224,6 +227,7 @@ def check_lanes(rank: int) -> list[int]:
     first = lanes.run([(lane, step(0, lane, values[0])) for lane in (0, 1, 2)])
     second = lanes.run([(lane, step(1, lane, values[1])) for lane in (0, 2)])
     assert not (first.arrived or second.arrived) or rank == 1
+    assert overlapping.wait(20)  # a late step holds up its own lane only
     late.set()
     second.wait()
     first.wait()
@@ -241,8 +245,36 @@ def check_lanes(rank: int) -> list[int]:
     return started
 
 
-def test_every_lane_runs_in_plan_order_though_a_message_skips_lanes() -> None:
-    assert run_world(check_lanes, 2) == [[0, 1], [0, 1]]
+@pytest.mark.parametrize("one_by_one", [False, True])
+def test_every_lane_runs_in_plan_order_though_a_message_skips_lanes(one_by_one: bool) -> None:
+    assert run_world(check_lanes, 2, one_by_one) == [[0, 1], [0, 1]]
+
+
+def check_one_by_one(rank: int) -> bool:
+    """Whether the second message's step of a lane began before the first's had come to its end."""
+    ranks = Ranks.of(None, 20.0, 20.0)
+    lanes = Lanes(ranks, Device(torch.device("cpu")))
+    lanes.one_by_one = True
+    group, values, too_early = lanes.group(0, Circle.world(ranks.size)), [torch.ones(2_000_000), torch.ones(10)], []
+    works: list[dist.Work] = []
+
+    def step(value: Tensor) -> Step:
+        def start() -> dist.Work | None:
+            too_early.extend(not work.is_completed() for work in works)
+            works.append(dist.all_reduce(value, group=group, async_op=True))
+            return works[-1]
+
+        return start
+
+    flights = [lanes.run([(0, step(value))]) for value in values]
+    for flight in flights:
+        flight.wait()
+    lanes.close()
+    return any(too_early)
+
+
+def test_one_by_one_a_lane_starts_a_step_when_the_one_before_has_ended() -> None:
+    assert run_world(check_one_by_one, 2) == [False, False]
 
 
 def check_trim(rank: int) -> list[int]:

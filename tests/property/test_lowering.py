@@ -19,7 +19,7 @@ from autotune.sampler.random import sample
 from autotune.strategy_space.cross_step import MessageTimes
 from autotune.strategy_space.plan import Message, Plan, Primitive, TensorSlice, plan
 from autotune.strategy_space.space import SearchSpace
-from autotune.strategy_space.strategy import Compressor, Synchronizer
+from autotune.strategy_space.strategy import Compressor, Shard, SparseHandling, Strategy, Synchronizer, VariableStrategy
 from autotune.workload import Variable, Workload
 
 FREE = replace(RuntimeCosts(), **{f.name: Constant(0.0, "none") for f in fields(RuntimeCosts) if f.name not in ("threads", "payload")})
@@ -71,12 +71,14 @@ def workloads(draw: st.DrawFn) -> Workload:
     forward_s, backward_s = draw(st.floats(0, 0.1)), draw(st.floats(0.001, 0.2))
     ready = sorted(draw(st.lists(st.floats(0, 1), min_size=count, max_size=count)))
     shapes = st.tuples(st.integers(1, 300), st.integers(1, 300))
-    variables = tuple(
-        Variable(f"v{i}", draw(shapes), sparse=draw(st.booleans()), ready_s=at * backward_s, needed_s=forward_s * draw(st.floats(0, 1)))
-        for i, at in enumerate(ready)
-    )
+    variables = []
+    for number, at in enumerate(ready):
+        shape, sparse = draw(shapes), draw(st.booleans())
+        touched = draw(st.none() | st.floats(0, shape[0])) if sparse else None
+        needed_s = forward_s * draw(st.floats(0, 1))
+        variables.append(Variable(f"v{number}", shape, "float32", sparse, at * backward_s, needed_s, touched))
     threads = draw(st.sampled_from([0, 1]))
-    return Workload("m", variables, (), forward_s, backward_s, draw(st.floats(0, 0.01)), threads=threads)
+    return Workload("m", tuple(variables), (), forward_s, backward_s, draw(st.floats(0, 0.01)), threads=threads)
 
 
 @st.composite
@@ -108,6 +110,25 @@ def test_a_further_step_takes_the_period(case: tuple[Workload, Cluster, Plan]) -
     lowering = Lowering(workload, cluster)
     two_s, three_s = (replay(lowering.graph(wanted, steps)).makespan_s for steps in (2, 3))
     assert np.isclose(three_s - two_s, lowering.step_s(wanted), rtol=1e-9)
+
+
+@pytest.mark.parametrize("cross_step", [False, True])
+@pytest.mark.parametrize("name", ["even", "uneven", "devices"])
+@pytest.mark.parametrize(
+    ("sparse", "synchronizer"),
+    [(SparseHandling.ALL_GATHER, Synchronizer.ALL_REDUCE), (SparseHandling.GATHER_SCATTER, Synchronizer.PARAMETER_SERVER)],
+)
+def test_fewer_touched_rows_are_faster(sparse: SparseHandling, synchronizer: Synchronizer, name: str, cross_step: bool) -> None:
+    shard = Shard(synchronizer, placement=0 if synchronizer is Synchronizer.PARAMETER_SERVER else None)
+    strategy = Strategy((VariableStrategy("v", (shard,), None, sparse),), cross_step)
+
+    def step_s(touched: float | None) -> float:
+        table = Variable("v", (40_000, 64), "float32", True, 0.0, 0.0, touched)
+        workload = Workload("m", (table,), (), 0.0, 0.0, 0.0)
+        return Lowering(workload, CLUSTERS[name]).step_s(plan(strategy, workload, 4))
+
+    few_s, some_s, all_s = step_s(400.0), step_s(4000.0), step_s(None)
+    assert few_s < some_s < all_s == step_s(40_000.0)
 
 
 def one_message(primitive: Primitive, elements: int, cluster: Cluster, owner: int | None = None, cross_step: bool = False) -> tuple:
@@ -154,6 +175,8 @@ def test_across_the_step_a_server_sends_one_message_back_while_the_next_comes_in
 @given(cases(), st.floats(1.0, 4.0))
 def test_with_one_message_at_a_time_more_bandwidth_is_never_slower(case: tuple[Workload, Cluster, Plan], factor: float) -> None:
     workload, cluster, wanted = case
+    # Several lanes share ports in order of arrival, where Graham's anomalies may happen; each message alone has them to itself.
+    wanted = replace(wanted, messages=wanted.messages[:1])
     cluster = replace(cluster, fits=())
     faster = replace(
         cluster,

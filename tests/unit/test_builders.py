@@ -296,3 +296,19 @@ def test_the_order_of_issue_never_leaves_the_link_idle_while_a_message_is_ready(
             left.remove(number)
             now_s += taken_s[number]
         assert not left
+
+
+def test_pieces_on_servers_are_small_and_few_enough_for_the_search_space():
+    model = Workload("m", (Variable("large", (30_000, 512)), Variable("middle", (1000, 1000)), Variable("small", (10_000,))))
+    strategy = servers.served_in_pieces(model, FOUR, MIB // 4)
+    counts = {choice.variable: len(choice.shards) for choice in strategy.variables}
+    assert counts == {"large": 40, "middle": 16, "small": 1}  # 58.6 MiB would be 235 pieces
+    assert SearchSpace.default().contains(strategy, model, FOUR)
+    assert {shard.placement for choice in strategy.variables for shard in choice.shards} == {0, 1, 2, 3}
+
+
+def test_seeds_of_a_sparse_model_are_tried_dense_and_as_rows():
+    sparse = Workload("m", (Variable("head", (300, 200)), Variable("table", (9000, 64), sparse=True, touched_rows=90)))
+    names = [name for name, _ in catalogue.seed_strategies(sparse, FOUR, SearchSpace.default())]
+    assert {"ddp_25mib", "ddp_25mib, rows", "parameter_server", "parameter_server, rows"} <= set(names)
+    assert not any("rows" in name for name, _ in catalogue.seed_strategies(KB, FOUR, SearchSpace.default()))

@@ -19,7 +19,7 @@ from autotune.dataset.card import card_of
 from autotune.dataset.folder import Description, read_dataset, read_description, read_domain, read_sums
 from autotune.dataset.trials import DatasetTrial, Environment
 from autotune.dataset.writing import opened
-from autotune.errors import LaunchError
+from autotune.errors import InvalidInput
 from autotune.events import Profiled
 from autotune.records import CURRENT_SETUP, Accelerators, Conditions, Failed, FailureKind, Measured, Network, Role, TrialRequest
 from autotune.store import Store
@@ -291,6 +291,6 @@ def test_a_side_that_is_planned_otherwise_today_is_refused_before_anything_is_me
     first, *others = whole.frozen.sides[1:]
     write_frozen(tmp_path, replace(whole.frozen, sides=(replace(first, plan="of-then"), *others)))
     world = MadeWorld()
-    with pytest.raises(LaunchError, match="the planner has changed since 'DDP, best bucket size' was frozen"):
+    with pytest.raises(InvalidInput, match="the planner has changed since 'DDP, best bucket size' was frozen"):
         ran(tmp_path, world)
     assert world.trials == []

@@ -8,11 +8,11 @@ from itertools import count
 import pytest
 
 from autotune.cluster import Cluster, Host
-from autotune.events import Profiled, Proposed
+from autotune.events import Profiled, Proposed, TrialFinished
 from autotune.history import History
 from autotune.job import JobSpec, Search
 from autotune.lowering.replayed import LoweredSteps
-from autotune.records import Accelerators, Conditions, Network
+from autotune.records import CURRENT_SETUP, Accelerators, Conditions, Measured, Network, Role, TrialRequest
 from autotune.sampler.proposer import CUT_SHORT, Proposer
 from autotune.strategy_space.enactable import why_refused
 from autotune.strategy_space.plan import plan
@@ -115,3 +115,24 @@ def test_strategies_that_cannot_be_enacted_are_left_out_with_the_reason(search: 
         assert why_refused(plan(proposal.strategy, HUGE, 4)) is None
     again = Proposer(spec, {}).propose(history, 0, 80)
     assert again == proposed
+
+
+def finished(number: int, key: str, plan_id: str | None, step_s: float) -> TrialFinished:
+    role = Role.REFERENCE if plan_id is None else Role.CANDIDATE
+    return TrialFinished(TrialRequest(number, key, role, 0, 3), Measured(((step_s, step_s, step_s),)), plan_id, float(number))
+
+
+@pytest.mark.parametrize("search", [Search.BAYES, Search.FUSION])
+def test_a_resumed_bayesian_search_goes_on_as_if_it_had_never_stopped(search: Search) -> None:
+    # References drift, which changes what earlier trials count as: told again is what was known then.
+    spec = JobSpec(("torchrun", "train.py"), 4, SLOW_NETWORK, search=search)
+    history = History((Profiled(MODEL, SLOW_NETWORK, 1.0, {"torch": "2.13.0"}), finished(0, CURRENT_SETUP, None, 0.30)), 0.1)
+    live = Proposer(spec, {})
+    for round_ in range(13):  # behind the random points
+        proposed = live.propose(history, round_, 1)
+        assert Proposer(spec, {}).propose(history, round_, 1) == proposed
+        [proposal] = proposed.proposals
+        made = plan(proposal.strategy, MODEL, 4)
+        number = 2 * round_ + 1
+        slow = finished(number, proposal.strategy.id, made.id, 0.2 + 0.01 * len(made.messages))
+        history = history.then(proposed).then(slow).then(finished(number + 1, CURRENT_SETUP, None, 0.30 + 0.004 * round_))

@@ -53,9 +53,11 @@ BUILDERS: MappingProxyType[str, Builder] = MappingProxyType(
 def seed_strategies(workload: Workload, cluster: Cluster, space: SearchSpace) -> list[tuple[str, Strategy]]:
     """The hand-made strategies that lie inside `space`, with sparse gradients dense and as rows, each once, under its first name."""
     seeds: dict[Strategy, str] = {}
+    sparse = any(variable.sparse for variable in workload.variables)
     for name, build in BUILDERS.items():
         strategy = build(workload, cluster)
-        for own_name, own in ((name, strategy), (f"{name}, rows", with_rows(strategy, workload))):
+        found = {name: strategy, f"{name}, rows": with_rows(strategy, workload)} if sparse else {name: strategy}
+        for own_name, own in found.items():
             if space.contains(own, workload, cluster):
                 seeds.setdefault(own, own_name)
     return [(name, strategy) for strategy, name in seeds.items()]

@@ -29,8 +29,8 @@ def by_smallest_non_divisor(variable: Variable, axis: int) -> Partition | None:
     return even_partition(variable, axis, shards) if shards else None
 
 
-def in_pieces(variable: Variable, most_bytes: int) -> Partition | None:
-    """Even shards of at most `most_bytes`, as far as rows along the longest axis allow; sparse variables along axis 0."""
+def in_pieces(variable: Variable, most_bytes: int, most_pieces: int | None = None) -> Partition | None:
+    """Even shards of at most `most_bytes`, as far as rows along the longest axis and `most_pieces` allow; sparse variables along axis 0."""
     if variable.grad_bytes <= most_bytes or not variable.shape:
         return None
     axis = 0 if variable.sparse else max(range(len(variable.shape)), key=lambda candidate: (variable.shape[candidate], -candidate))
@@ -39,4 +39,5 @@ def in_pieces(variable: Variable, most_bytes: int) -> Partition | None:
     row_bytes = variable.grad_bytes // variable.shape[axis]
     if rows * row_bytes > most_bytes and rows > 1:  # rows do not split exactly
         shards = -(-variable.shape[axis] // max(1, most_bytes // row_bytes))
+    shards = shards if most_pieces is None else min(shards, most_pieces)
     return even_partition(variable, axis, shards) if shards > 1 else None

@@ -73,10 +73,13 @@ def parallax(workload: Workload, cluster: Cluster, variables_per_group: int = AU
 
 
 def served_in_pieces(workload: Workload, cluster: Cluster, piece_bytes: int) -> Strategy:
-    """Pieces of at most `piece_bytes` on balanced servers, as they become ready: pushes and pulls of different pieces overlap."""
+    """Pieces of at most `piece_bytes`, at most `MAX_SHARDS` of a variable, on balanced servers, as they become ready.
+
+    Pushes and pulls of different pieces overlap.
+    """
     if piece_bytes < 1:
         raise InvalidInput(f"a piece needs at least 1 byte, but has {piece_bytes}")
-    return _served(workload, cluster, [in_pieces(variable, piece_bytes) for variable in workload.variables])
+    return _served(workload, cluster, [in_pieces(variable, piece_bytes, MAX_SHARDS) for variable in workload.variables])
 
 
 def byteps_like(workload: Workload, cluster: Cluster, partition_bytes: int = BYTEPS_PARTITION_BYTES) -> Strategy:
@@ -84,11 +87,10 @@ def byteps_like(workload: Workload, cluster: Cluster, partition_bytes: int = BYT
 
     Source: BytePS, OSDI 2020, and its BYTEPS_PARTITION_BYTES. Within the step, as its DistributedOptimizer is.
     """
-    return by_priority(
-        served_in_pieces(workload, cluster, partition_bytes),
-        workload,
-        min(cluster.own_bandwidth_bytes_per_s(rank) for rank in servers_of(cluster).ranks),
-    )
+    if partition_bytes < 1:
+        raise InvalidInput(f"a partition needs at least 1 byte, but has {partition_bytes}")
+    strategy = _served(workload, cluster, [in_pieces(variable, partition_bytes) for variable in workload.variables])
+    return by_priority(strategy, workload, min(cluster.own_bandwidth_bytes_per_s(rank) for rank in servers_of(cluster).ranks))
 
 
 def byteps_across_steps(workload: Workload, cluster: Cluster) -> Strategy:

@@ -41,6 +41,10 @@ class Flight:
         self.last_lane = steps[-1][0]
         self.next_lane: Future[object] | None = None  # its result is the future of the lane after it, or None
 
+    def begin(self) -> None:
+        """Where another thread starts the first step: what was issued to this thread's stream, the packing, comes before it."""
+        self._fence = self._device.fence()
+
     def advance(self, lane: int) -> None:
         """Once the earlier steps have completed, start the step of this lane, if there is one."""
         step = self._steps.get(lane)
@@ -136,7 +140,9 @@ class Lanes:
         """Start message `number`; `steps` are (lane, step) with ascending lanes. Every rank calls it in plan order, on one thread."""
         flight = Flight(steps, self.device, number, self.around)
         first = 0
-        if not self.one_by_one:
+        if self.one_by_one:
+            flight.begin()
+        else:
             flight.advance(0)
             first = 1
         if flight.last_lane >= first:
