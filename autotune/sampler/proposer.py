@@ -41,8 +41,8 @@ OPTIMIZER = Budget(replays=200, ops=5_000_000)
 """What the optimizer may replay before the first round: a second or two. Its seconds only end it where something is wrong."""
 CUT_SHORT = "the wall clock ended the optimizer's search, so that the same job may be proposed something else next time"
 LEADERS = 0.75
-"""Share of the first round's trials that the optimizer's strategies may take: with compressors all six of eight, since their predicted times
-are nearer to each other than the replay is to the truth, and where half were left out the best one without loss was never tried."""
+"""Share of the first round's trials that the optimizer's strategies may take: with compressors all six of eight. Their predicted times
+are nearer to each other than the replay is to the truth; where half were left out, the best one without loss was never tried."""
 BAYESIAN = {Search.BAYES: "the search space", Search.FUSION: "fusion threshold and cycle time"}
 BAYES_ASKS = 20
 """How often in a row a baseline that proposes a known plan again is told its known time."""
