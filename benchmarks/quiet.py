@@ -17,22 +17,25 @@ STAT = Path("/proc/stat")
 _IDLE = (3, 4)  # of the first line's numbers: idle and waiting for disks (man 5 proc_stat)
 
 
-def wait_until_quiet(say: Callable[[str], None]) -> None:
-    """Returns when others take hardly any CPU time, or after `LOOKS` looks, and says that it waits and whether it helped."""
-    for number in range(LOOKS):
-        busy = busy_cores(LOOK_S)
-        if busy <= BUSY_CORES:
-            return
-        if number == 0:
-            say(f"other work takes {busy:.1f} cores; waiting for at most {LOOKS * LOOK_S:.0f} s until it ends")
-    say(f"other work still takes {busy:.1f} cores, so what is probed now may be wrong; end it and begin the domain anew")
-
-
 def busy_cores(seconds: float) -> float:
     """Cores that worked in the next `seconds`, in the mean."""
     before = STAT.read_text()
     time.sleep(seconds)
     return (os.cpu_count() or 1) * busy_share(before, STAT.read_text())
+
+
+def wait_until_quiet(say: Callable[[str], None], look: Callable[[float], float] = busy_cores) -> None:
+    """Returns when others take hardly any CPU time, or after `LOOKS` looks, and says that it waits and whether it helped.
+
+    `look`: how many cores work in the next so many seconds.
+    """
+    for number in range(LOOKS):
+        busy = look(LOOK_S)
+        if busy <= BUSY_CORES:
+            return
+        if number == 0:
+            say(f"other work takes {busy:.1f} cores; waiting for at most {LOOKS * LOOK_S:.0f} s until it ends")
+    say(f"other work still takes {busy:.1f} cores, so what is probed now may be wrong; end it and begin the domain anew")
 
 
 def busy_share(before: str, after: str) -> float:

@@ -138,6 +138,8 @@ def trial_session(folder: Path, setup: Setup, lengths: Lengths, say: Say, kept: 
         ranks = Ranks(command, given.world_size, logs, STEP_TIMEOUT_S, START_TIMEOUT_S, _given_profile(setup, writer), probe_s=0.0)
         with placed_world(Where(None, False, (0, 0)), given, conditions, ranks, say) as world:
             world.model_id()  # the ranks are up
+            if writer.described is None:
+                wait_until_quiet(say)
             began_s = time.monotonic()
             profile = world.profile()
             if writer.described is None:
@@ -161,7 +163,6 @@ def _given_profile(setup: Setup, writer: DomainWriter) -> Workload | None:
 def _described(
     world: World, setup: Setup, given: Cluster, conditions: Conditions, profile: Profile, costs: dict[str, float], say: Say
 ) -> Description:
-    wait_until_quiet(say)
     say(f"probing the links for {PROBE_S:.0f} s")
     computing = setup.accelerators is Accelerators.REAL
     workload = replace(profile.workload, threads=profile.workload.threads if computing else 0, model=setup.model)  # waits take no core

@@ -192,12 +192,12 @@ class Network:
         empty = made.duration(none)
         behind: list[int] = []
         for lane, own in enumerate(batch.steps):
-            behind = self._step(to, made, own, lane, behind, empty, last=lane == len(batch.steps) - 1)
+            behind = self._step(to, made, own, lane, behind, empty)
         if len(behind) > 1 or len(made.queue) - 1 not in behind:
             made.add("out", NONE, Kind.VIRTUAL, empty, behind)
         return made
 
-    def _step(self, to: Emitter, made: _Template, own: SendStep, lane: int, behind: list[int], empty: int, last: bool) -> list[int]:
+    def _step(self, to: Emitter, made: _Template, own: SendStep, lane: int, behind: list[int], empty: int) -> list[int]:
         """The ops of one step behind those of the step before; those that the next one waits for."""
         threads = []
         if lane > 0 or self._one_by_one:

@@ -108,14 +108,10 @@ def draw(context: Context, rng: np.random.Generator) -> Drawn:
     dense = np.array([kind is SparseHandling.DENSE for kind in sparse])[owner]
     compressor, parameter = _draw_compressors(context, dense, owner, rng)
     rooted = np.array([kind in ROOTED for kind in space.synchronizers])[synchronizer]
-    placement = np.full(owner.size, -1, dtype=np.int64)
-    placement[rooted] = context.ranks[balance_load(shard_bytes[rooted], context.shares, rng)]
-    group = np.full(owner.size, -1, dtype=np.int64)
+    placement = placements(context, shard_bytes, rooted, rng)
     collective = int(owner.size - rooted.sum())
-    if collective:
-        wanted = int(rng.integers(1, min(space.max_groups, collective) + 1))
-        from_input = merge_adjacent(shard_bytes[~rooted][::-1], wanted)
-        group[~rooted] = from_input.max() - from_input[::-1]  # so that group 0 is complete first
+    wanted = int(rng.integers(1, min(space.max_groups, collective) + 1)) if collective else 0
+    group = merge_groups(shard_bytes, ~rooted, wanted)
     hierarchical = np.zeros(owner.size, dtype=np.int64)
     if space.hierarchy_for(context.cluster):
         hierarchical[:] = _draw_choices(2, owner, rng) * dense
@@ -174,6 +170,22 @@ def _uneven_sizes(extent: int, shards: int, rng: np.random.Generator) -> tuple[i
     rest = extent - shards
     cuts = [0, *sorted(rng.integers(0, rest + 1, size=shards - 1).tolist()), rest]
     return tuple(end - start + 1 for start, end in pairwise(cuts))
+
+
+def placements(context: Context, shard_bytes: Ints, rooted: NDArray[np.bool_], rng: np.random.Generator) -> Ints:
+    """c_lb over the rooted shards, shape (S,); -1 for the others."""
+    placement = np.full(shard_bytes.size, -1, dtype=np.int64)
+    placement[rooted] = context.ranks[balance_load(shard_bytes[rooted], context.shares, rng)]
+    return placement
+
+
+def merge_groups(shard_bytes: Ints, collective: NDArray[np.bool_], wanted: int) -> Ints:
+    """c_am over the shards of collectives, in at most `wanted` groups, shape (S,); -1 for the others."""
+    group = np.full(shard_bytes.size, -1, dtype=np.int64)
+    if collective.any():
+        from_input = merge_adjacent(shard_bytes[collective][::-1], wanted)
+        group[collective] = from_input.max() - from_input[::-1]  # so that group 0 is complete first
+    return group
 
 
 def shard_bytes_of(context: Context, partitions: tuple[Partition | None, ...], owner: Ints) -> Ints:

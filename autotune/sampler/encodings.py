@@ -18,12 +18,11 @@ from numpy.typing import NDArray
 
 from autotune.cluster import Cluster
 from autotune.rng import generator
-from autotune.sampler.draws import Context, Drawn, Ints, shard_bytes_of
+from autotune.sampler.draws import Context, Drawn, Ints, merge_groups, placements, shard_bytes_of
 from autotune.sampler.order import PlannedOrder
 from autotune.sampler.writer import Writer
 from autotune.strategy_space.builders.collectives import MIB, horovod_like
 from autotune.strategy_space.builders.partitions import even_partition
-from autotune.strategy_space.constraints import balance_load, merge_adjacent
 from autotune.strategy_space.ring import random_ring
 from autotune.strategy_space.space import SearchSpace
 from autotune.strategy_space.strategy import ROOTED, SPARSE_COMPRESSORS, Compressor, Partition, SparseHandling, Strategy
@@ -135,8 +134,7 @@ class SpaceChoices:
         dense = np.array([kind is SparseHandling.DENSE for kind in sparse])[owner]
         compressor, parameter = self._compressors(self._by_size(large, chosen, "compressor")[owner], dense, owner)
         rooted = np.array([kind in ROOTED for kind in space.synchronizers])[synchronizer]
-        placement = np.full(owner.size, -1, dtype=np.int64)
-        placement[rooted] = context.ranks[balance_load(shard_bytes[rooted], context.shares, generator(self._seed, "servers of bayes"))]
+        wanted = min(round(space.max_groups**groups), int((~rooted).sum()))
         drawn = Drawn(
             partitions,
             sparse,
@@ -145,8 +143,8 @@ class SpaceChoices:
             synchronizer,
             compressor,
             parameter,
-            placement,
-            self._merged(shard_bytes, ~rooted, groups),
+            placements(context, shard_bytes, rooted, generator(self._seed, "servers of bayes")),
+            merge_groups(shard_bytes, ~rooted, wanted),
             np.full(owner.size, chosen.get("hierarchical", 0), dtype=np.int64) * dense,
             bool(chosen.get("cross_step", 0)),
             None if rooted.all() else self._rings[chosen.get("ring", 0)],
@@ -187,12 +185,3 @@ class SpaceChoices:
         compressor, parameter = np.array(self._settings, dtype=np.int64)[setting].T
         impossible = ~self._context.can_compress[owner] | (~dense & ~rows[compressor])
         return np.where(impossible, none, compressor), np.where(impossible, 0, parameter)
-
-    def _merged(self, shard_bytes: Ints, collective: Flags, groups: float) -> Ints:
-        """c_am over the shards of collectives, in 1 to `max_groups` groups, log-uniform; -1 for the others."""
-        group = np.full(shard_bytes.size, -1, dtype=np.int64)
-        if collective.any():
-            wanted = min(round(self._context.space.max_groups**groups), int(collective.sum()))
-            from_input = merge_adjacent(shard_bytes[collective][::-1], wanted)
-            group[collective] = from_input.max() - from_input[::-1]  # so that group 0 is complete first
-        return group

@@ -15,12 +15,10 @@ def test_the_busy_share_is_all_but_idle_time_and_waiting_for_disks() -> None:
     assert quiet.busy_share(BEFORE, BEFORE) == 1.0  # no tick between them: nothing says that it is quiet
 
 
-def test_the_wait_ends_with_the_other_work_and_says_so_where_that_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_wait_ends_with_the_other_work_and_says_so_where_that_does_not_end() -> None:
     told: list[str] = []
     found = iter([1.5, 0.9, 0.1])
-    monkeypatch.setattr(quiet, "busy_cores", lambda seconds: next(found))
-    quiet.wait_until_quiet(told.append)
+    quiet.wait_until_quiet(told.append, lambda seconds: next(found))
     assert next(found, None) is None and len(told) == 1 and "1.5 cores" in told[0]
-    monkeypatch.setattr(quiet, "busy_cores", lambda seconds: 1.2)
-    quiet.wait_until_quiet(told.append)
+    quiet.wait_until_quiet(told.append, lambda seconds: 1.2)
     assert len(told) == 3 and "may be wrong" in told[-1]
