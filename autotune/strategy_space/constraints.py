@@ -56,7 +56,7 @@ def servers_of(cluster: Cluster) -> Servers:
     links = np.array([cluster.own_bandwidth_bytes_per_s(first) for first in firsts.tolist()])
     slope = cluster.world_size - 2 * devices
     shares = links / links.sum()
-    if (slope > 0).all():  # a host with half of the ranks or more has no less to send if others serve
+    if (slope > 0).all():  # otherwise a host has half of the ranks or more, and to serve costs it nothing
         least_s = max((1 + (devices / slope).sum()) / (links / slope).sum(), (devices / links).max())
         shares = (least_s * links - devices) / slope
     shares = np.where(shares > SMALLEST_SHARE * shares.max(), shares, 0.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
 import subprocess
 import sys
@@ -157,6 +158,21 @@ def test_rebuilding_from_the_events_gives_the_same_rows(path):
         record(store)
         before = derived_rows(path)
         store._db.execute("DELETE FROM trials")
+        store.rebuild()
+    assert derived_rows(path) == before
+
+
+def test_a_profile_from_before_touched_rows_were_counted_is_rebuilt_with_its_trials(path):
+    with Store.open(path) as store:
+        record(store)
+    with sqlite3.connect(path) as db:
+        [seq, body] = db.execute("SELECT seq, body FROM events WHERE json_extract(body, '$.kind') = 'profiled'").fetchone()
+        profile = json.loads(body)
+        for variable in profile["workload"]["variables"]:
+            del variable["touched_rows"]
+        db.execute("UPDATE events SET body = ? WHERE seq = ?", (json.dumps(profile), seq))
+    before = derived_rows(path)
+    with Store.open(path) as store:
         store.rebuild()
     assert derived_rows(path) == before
 
