@@ -53,6 +53,7 @@ def measured(job: Job, plan: Plan | None, counter: AllocatorCounter, outside: in
     dist.barrier()
     if plan is not None:
         model.synchronizer.close()
+    del model  # before its process group: torch 2.13 may wait for gloo's threads for ever where DDP is the last to let go of it
     dist.destroy_process_group()
     return found
 

@@ -1,10 +1,13 @@
-"""Whether anything else computes on this machine: probed links and measured costs stay wrong for as long as a domain lives."""
+"""Whether anything else computes on this machine: probed links and measured costs stay wrong for as long as a domain lives.
+
+The host's other virtual machines take CPU time, too, which nothing here can wait for: what they took is noted with every trial.
+"""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 LOOK_S = 2.0
@@ -14,7 +17,7 @@ BUSY_CORES = 0.3
 """Beyond what an idle Ray and waiting ranks take."""
 
 STAT = Path("/proc/stat")
-_IDLE = (3, 4)  # of the first line's numbers: idle and waiting for disks (man 5 proc_stat)
+_IDLE, _STOLEN = (3, 4), (7,)  # of the first line's numbers: idle and waiting for disks; steal (man 5 proc_stat)
 
 
 def busy_cores(seconds: float) -> float:
@@ -40,6 +43,15 @@ def wait_until_quiet(say: Callable[[str], None], look: Callable[[float], float] 
 
 def busy_share(before: str, after: str) -> float:
     """Of all cores' time between two readings of /proc/stat."""
+    return 1.0 - _share(before, after, _IDLE)
+
+
+def stolen_share(before: str, after: str) -> float:
+    """Of all cores' time between two readings of /proc/stat, what other virtual machines had."""
+    return _share(before, after, _STOLEN)
+
+
+def _share(before: str, after: str, numbers: Iterable[int]) -> float:
     first, last = ([int(word) for word in text.splitlines()[0].split()[1:9]] for text in (before, after))
     spent = [end - start for start, end in zip(first, last, strict=True)]
-    return 1.0 - sum(spent[number] for number in _IDLE) / max(sum(spent), 1)
+    return sum(spent[number] for number in numbers) / max(sum(spent), 1)

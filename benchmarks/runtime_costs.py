@@ -24,6 +24,7 @@ from statistics import fmean, median
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from autotune.lowering.costs import Constant, RuntimeCosts
 from autotune.strategy_space.plan import Message, Plan, Primitive, TensorSlice
@@ -36,18 +37,19 @@ from runtime_rewriter.pytorch.emulation import EmulatedAccelerator
 from runtime_rewriter.pytorch.exchange.lanes import Lanes, Step
 from runtime_rewriter.pytorch.exchange.power_sgd import LowRank
 from runtime_rewriter.pytorch.exchange.quantise import QuantisedRows, RowLayout
+from runtime_rewriter.pytorch.exchange.rows import Form, RowBuffers, Rows, gradient_of, rows_of, summed
 from runtime_rewriter.pytorch.exchange.top_k import PickedRows, picked
 from runtime_rewriter.scheduling import take_round_robin
 
 SMALL, LARGE = 2**14, 2**21
 """Elements of the two messages between which a slope is taken."""
 CPU = torch.device("cpu")
-RATIO, RANK = 0.01, 4
+RATIO, RANK, COLUMNS, TOGETHER = 0.01, 4, 64, 64
 SHARE_S = 0.2
 ROUNDS = 3
 """Of what is found as a difference between whole steps, each for a moment, on a machine whose speed changes: the median counts."""
-PAUSE_S = 0.001
-"""Between two pieces of work, as between two gradients."""
+PAUSE_S = 0.002
+"""Between two pieces of work, as between two gradients; longer than emulated accelerators wait for others (`TOGETHER_S`)."""
 
 
 @dataclass(frozen=True)
@@ -88,8 +90,9 @@ def packing(dtype: torch.dtype) -> Callable[[int], Callable[[], object]]:
 
 
 def writing(count: int) -> Callable[[], object]:
-    source, out = torch.randn(count), torch.zeros(count)
-    return lambda: torch._foreach_copy_([out], [source])
+    """Of `TOGETHER` averages, as the runtime writes all that have come."""
+    sources, out = ([torch.randn(count // TOGETHER) for _ in range(TOGETHER)] for _ in range(2))
+    return lambda: torch._foreach_copy_(out, sources)
 
 
 def int8(part: str) -> Callable[[int], Callable[[], object]]:
@@ -111,6 +114,40 @@ def top_k_sum(count: int) -> Callable[[], object]:
     rows, out = PickedRows(1, count, torch.float32, CPU), torch.zeros(count)
     rows.indices[0].copy_(torch.randperm(count))
     return lambda: out.index_add_(0, rows.indices[0], rows.values[0])
+
+
+def table_of(count: int) -> tuple[nn.Parameter, list[Rows]]:
+    """A table, and the rows that four ranks touch of it: a tenth each, `count` values in all."""
+    touched = count // (4 * COLUMNS)
+    parameter = nn.Parameter(torch.zeros(10 * touched, COLUMNS))
+    numbers = (torch.randperm(10 * touched)[:touched].sort().values for _ in range(4))
+    return parameter, [Rows(each, torch.randn(touched, COLUMNS), Form.COO) for each in numbers]
+
+
+def rows_taken(count: int) -> Callable[[], object]:
+    """Of `count` values of one rank, in the order in which a batch has them."""
+    parameter, (rows, *_) = table_of(4 * count)
+    mixed = torch.randperm(rows.count)
+    gradient = torch.sparse_coo_tensor(rows.indices[mixed][None], rows.values[mixed], parameter.shape, check_invariants=False)
+    buffers = RowBuffers.of(parameter, None)
+
+    def taken() -> None:
+        found = rows_of(gradient, parameter, 0.25)
+        buffers.packed(found, found.count)
+
+    return taken
+
+
+def rows_added(count: int) -> Callable[[], object]:
+    _, parts = table_of(count)
+    return lambda: summed(parts)
+
+
+def rows_written(count: int) -> Callable[[], object]:
+    """A sum of `count` values."""
+    parameter, (rows, *_) = table_of(4 * count)
+    gradient = gradient_of(Rows(rows.indices, rows.values.clone(), Form.COO), parameter)
+    return lambda: gradient.copy_(gradient_of(rows, parameter))
 
 
 def low_rank(count: int) -> Callable[[], object]:
@@ -260,11 +297,13 @@ def mean_step(model: nn.Module, elements: int, share_s: float = 0.6) -> Spent:
 def hooks(count: int, way: Way) -> dict[str, float]:
     """Of one variable: its hook with packing; of one message: issuing it; leaving a variable to the next pass; settling both there.
 
-    Where accelerators are emulated also waking up for its gradient and handing it out, which else the computation itself does.
+    Where accelerators are emulated also waking up for gradients and handing them out, which else the computation itself does.
     """
     few, many = 8, 2**16
     per_byte = 1 / (4 * (many - few) * count)
-    base_s = 0.0 if way.emulated else mean_step(_Hooked(count, few), few).backward_s
+    plain_s = mean_step(_Hooked(count, few), few).backward_s
+    base_s = 0.0 if way.emulated else plain_s
+    bucketed_s = mean_step(DistributedDataParallel(_Hooked(count, few)), few).backward_s
     together, apart = spent(count, few, False, way, None), spent(count, few, False, way)
     one_step, two_steps = (
         spent(count, few, False, way, primitive, sent_s=PAUSE_S) for primitive in (Primitive.ALL_REDUCE, Primitive.PUSH_PULL)
@@ -278,6 +317,7 @@ def hooks(count: int, way: Way) -> dict[str, float]:
     buffered = spent(count, few, False, way, None, buffers=count)
     found = {
         "fill_s": (together.backward_s - base_s) / count,
+        "bucket_s": (bucketed_s - plain_s) / count,
         "issue_s": (apart.whole_s - together.whole_s) / count,
         "lane_s": (two_steps.whole_s - one_step.whole_s) / count,
         "defer_s": (crossing.backward_s - apart.backward_s) / count,
@@ -288,6 +328,10 @@ def hooks(count: int, way: Way) -> dict[str, float]:
     }
     if way.emulated:
         found["hand_out_s_per_byte"] = (large.backward_s - apart.backward_s) * per_byte
+        at_once = spent(count, few, False, replace(way, pause_s=0.0), None)
+        found["wake_s"] = (together.backward_s - at_once.backward_s) / count
+        found["fill_s"] -= found["wake_s"]
+        found["settle_each_s"] -= found["wake_s"]
     return {name: max(value, 0.0) for name, value in found.items()}
 
 
@@ -298,14 +342,16 @@ def one_process(way: Way) -> dict[str, float]:
     found |= {name: median(one[name] for one in rounds) for name in rounds[0]}
     found["pack_s_per_byte"] = line(packing(torch.float32), way.pause_s)[1] / 4
     found["cast_s_per_byte"] = max(line(packing(kind), way.pause_s)[1] for kind in (torch.float16, torch.bfloat16)) / 4
-    found["write_s"], per_element = line(writing, way.pause_s)
-    found["unpack_s_per_byte"] = per_element / 4
+    together_s, per_element = line(writing, way.pause_s)
+    found["write_s"], found["unpack_s_per_byte"] = together_s / TOGETHER, per_element / 4
     if "hand_out_s_per_byte" in found:  # it was measured with the packing
         behind = found["pack_s_per_byte"] + found["unpack_s_per_byte"]
         found["hand_out_s_per_byte"] = max(found["hand_out_s_per_byte"] - behind, 0.0)
     compressors = {"int8_encode": int8("encode"), "int8_decode": int8("decode"), "top_k_find": top_k, "top_k_add": top_k_sum}
     for name, of_elements in compressors.items():
         found[f"{name}_s"], found[f"{name}_s_per_element"] = line(of_elements, way.pause_s)
+    for name, of_elements in {"rows_take": rows_taken, "rows_add": rows_added, "rows_write": rows_written}.items():
+        found[f"{name}_s_per_byte"] = line(of_elements, way.pause_s)[1] / 4
     per_call_s, per_element = line(low_rank, way.pause_s)
     found["low_rank_s"], found["low_rank_s_per_flop"] = per_call_s / 3, per_element / 3
     dist.destroy_process_group()
@@ -333,8 +379,10 @@ def measured_costs(ranks: int, emulated: bool = False, pause_s: float = PAUSE_S)
 
 
 def costs_of(measured: Mapping[str, float], ranks: int) -> RuntimeCosts:
+    """Of what `measured_costs` has found. Before it knew `bucket_s`, its `write_s` was that of an average written alone."""
     source = f"measured by benchmarks.runtime_costs, {ranks} processes at once on the machine of the ranks"
-    return replace(RuntimeCosts(), **{name: Constant(value, source) for name, value in measured.items()})
+    used = measured if "bucket_s" in measured else {name: value for name, value in measured.items() if name != "write_s"}
+    return replace(RuntimeCosts(), **{name: Constant(value, source) for name, value in used.items()})
 
 
 def main() -> int:

@@ -30,7 +30,7 @@ from autotune.records import CURRENT_SETUP, Accelerators, Conditions, Network, R
 from autotune.strategy_space.plan import Plan, plan
 from autotune.strategy_space.strategy import Strategy
 from autotune.workload import Workload
-from benchmarks.quiet import wait_until_quiet
+from benchmarks.quiet import STAT, stolen_share, wait_until_quiet
 from benchmarks.runtime_costs import measured_costs
 from benchmarks.testbed_processes import ROOT
 from runtime_rewriter.command import read_command
@@ -85,12 +85,13 @@ class TrialSession:
         self._begun = False
         self.session = writer.domain.sessions[-1]
 
-    def candidate(self, source: str, strategy: Strategy) -> DatasetTrial:
-        """One trial of a strategy."""
+    def candidate(self, source: str, strategy: Strategy, timed_steps: int | None = None) -> DatasetTrial:
+        """One trial of a strategy; of `timed_steps` instead of the session's."""
         domain = self.writer.described
         assert domain is not None
         wanted = plan(strategy, domain.workload, domain.cluster.world_size)
-        return self.take(source, self._request(strategy.id, Role.CANDIDATE), strategy, wanted)
+        request = self._request(strategy.id, Role.CANDIDATE)
+        return self.take(source, replace(request, timed_steps=timed_steps or request.timed_steps), strategy, wanted)
 
     def reference(self, source: str = REFERENCE) -> DatasetTrial:
         """One trial of the script's own DDP."""
@@ -101,10 +102,11 @@ class TrialSession:
         if strategy is not None and not self._begun:
             self.reference()
         self._begun = True
-        load = os.getloadavg()[0]
+        load, before = os.getloadavg()[0], STAT.read_text()
         outcome = self.world.run_trial(request, wanted)
         number, plan_id = len(self.writer.trials), wanted.id if wanted is not None else None
-        trial = DatasetTrial(number, source, strategy, plan_id, outcome, load, time.time(), self.session.id)
+        stolen = stolen_share(before, STAT.read_text())
+        trial = DatasetTrial(number, source, strategy, plan_id, outcome, load, time.time(), self.session.id, stolen=stolen)
         self.writer.append(trial)
         self._kept(trial)
         if self.writer.unfolded >= FOLD_EVERY:

@@ -1,4 +1,5 @@
-"""Writes the datasheet of a dataset: `python datasets/datasheet.py datasets/trials` -> `datasets/DATASHEET.md` and `datasets/plots/`.
+"""Writes the datasheet of datasets: `python datasets/datasheet.py datasets/trials datasets/outcome` -> `datasets/DATASHEET.md` and
+`datasets/plots/`.
 
 Everything in it is computed from the trials. Sections follow Gebru et al., "Datasheets for Datasets" (2021), as far as they apply.
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,8 +35,11 @@ WIDTH, ROW = 9.0, 0.32
 
 @dataclass(frozen=True)
 class Sheet:
-    """One domain's figures. `relative`: per plan, the median steady step time of its undisturbed trials over that of the references."""
+    """One domain's figures. `label`: its name, with its dataset's where several hold it. `relative`: per plan, the median steady step time
+    of its undisturbed trials over that of the references.
+    """
 
+    label: str
     domain: Domain
     card: Card
     relative: tuple[float, ...]
@@ -42,11 +47,18 @@ class Sheet:
     explained: Explained | None
 
 
-def sheet_of(domain: Domain) -> Sheet:
+def sheets_of(folders: Sequence[Path]) -> list[Sheet]:
+    found = [(folder.resolve().name, domain) for folder in folders for domain in read_dataset(folder)]
+    held = Counter(domain.name for _, domain in found)
+    labels = [f"{domain.name} ({folder})" if held[domain.name] > 1 else domain.name for folder, domain in found]
+    return sorted((sheet_of(label, domain) for label, (_, domain) in zip(labels, found, strict=True)), key=lambda sheet: sheet.label)
+
+
+def sheet_of(label: str, domain: Domain) -> Sheet:
     card = card_of(domain)
     times_s = [float(np.median(values)) for values in domain.plan_steady_s.values()]
     relative = tuple(value / card.reference_s for value in times_s) if card.reference_s else ()
-    return Sheet(domain, card, relative, step_noise(domain), explained(domain, card.repeat_noise))
+    return Sheet(label, domain, card, relative, step_noise(domain), explained(domain, card.repeat_noise))
 
 
 def spread_plot(sheets: Sequence[Sheet], path: Path) -> None:
@@ -55,7 +67,7 @@ def spread_plot(sheets: Sequence[Sheet], path: Path) -> None:
     figure, axes = plt.subplots(figsize=(WIDTH, 1.2 + ROW * max(len(shown), 1)))
     if shown:
         axes.boxplot([sheet.relative for sheet in shown][::-1], orientation="horizontal", whis=(0, 100), widths=0.6)
-    axes.set_yticks(range(1, len(shown) + 1), [_label(sheet) for sheet in shown][::-1])
+    axes.set_yticks(range(1, len(shown) + 1), [sheet.label for sheet in shown][::-1])
     axes.axvline(1.0, linestyle="--", linewidth=0.8, color="0.4")
     axes.set_xscale("log")
     axes.set_xlabel("step time / step time of DDP as the script has it (log scale; left is faster)")
@@ -75,7 +87,7 @@ def noise_plot(sheets: Sequence[Sheet], path: Path) -> None:
     for name, marker, values in kinds:
         points = [(100 * value, row) for value, row in zip(values, rows, strict=True) if value]
         axes.plot([value for value, _ in points], [row for _, row in points], marker, label=name, markersize=5)
-    axes.set_yticks(list(rows), [_label(sheet) for sheet in sheets])
+    axes.set_yticks(list(rows), [sheet.label for sheet in sheets])
     axes.set_xscale("log")
     axes.set_xlabel("relative standard deviation of a step time, % (log scale)")
     axes.legend(fontsize="small")
@@ -94,7 +106,7 @@ def influence_plot(sheets: Sequence[Sheet], path: Path) -> None:
             value = max(table[row, column], 0.0)
             axes.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize="x-small", color="w" if value > 0.6 else "k")
         figure.colorbar(image, ax=axes, label="share of the variance")
-    axes.set_yticks(range(len(shown)), [_label(sheet) for sheet, _ in shown])
+    axes.set_yticks(range(len(shown)), [sheet.label for sheet, _ in shown])
     axes.set_xticks(range(len(names)), names, rotation=35, ha="right")
     _save(figure, path)
 
@@ -106,10 +118,6 @@ def choice_names(sheets: Sequence[Sheet]) -> list[str]:
         for name, own in sheet.explained.choices.items() if sheet.explained else ():
             found.setdefault(name, []).append(own.alone)
     return sorted(found, key=lambda name: (-float(np.mean(found[name])), name))
-
-
-def _label(sheet: Sheet) -> str:
-    return sheet.domain.name
 
 
 def _save(figure: plt.Figure, path: Path) -> None:
@@ -124,6 +132,7 @@ def text_of(sheets: Sequence[Sheet]) -> str:
     emulated = sum(sheet.domain.environment.conditions.accelerators is Accelerators.EMULATED for sheet in sheets)
     candidates, references = sum(card.candidates for card in cards), sum(card.references for card in cards)
     failed, disturbed = sum(sum(card.failed.values()) for card in cards), sum(card.disturbed for card in cards)
+    domains = len({sheet.domain.name for sheet in sheets})
     replanned = sum(len(sheet.domain.replanned) for sheet in sheets)
     sources = _summed([card.sources for card in cards])
     machines = "; ".join(sorted({f"{s.domain.environment.cores} cores, {s.domain.environment.machine}" for s in sheets}))
@@ -133,11 +142,11 @@ Written by `python datasets/datasheet.py`; every figure is computed from the tri
 
 ## What it is
 
-{candidates} trials of synchronization strategies, and {references} of the script's own DDP between them, over {len(sheets)} domains
-(a model on a cluster): {emulated} with emulated accelerators, {len(sheets) - emulated} with real computation. {failed} failed and are
-kept with their reason; {disturbed} are marked as disturbed. A trial is: strategy, plan, step times of every rank, and what it was
-taken under. Hosts are network namespaces of one machine ({machines}); transfers are real. {replanned} strategies are planned otherwise
-by the planner of today.
+{candidates} trials of synchronization strategies, and {references} of the script's own DDP between them, over {domains} domains
+(a model on a cluster), profiled {len(sheets)} times: {emulated} with emulated accelerators, {len(sheets) - emulated} with real
+computation. {failed} failed and are kept with their reason; {disturbed} are marked as disturbed. A trial is: strategy, plan, step times of
+every rank, and what it was taken under. Hosts are network namespaces of one machine ({machines}); transfers are real.
+{replanned} strategies are planned otherwise by the planner of today.
 
 ## How strategies were chosen
 
@@ -151,7 +160,8 @@ comparison measure the same plans again in every round; figures below count a pl
 
 "Fastest" and "slowest" are relative to the script's own DDP. Noise is the relative standard deviation of a trial's median: of neighbouring
 references, and of repeats of one plan, corrected by the references around them. "Explained" is the share of the variance of the
-logarithm of the step time that the choices below explain together (adjusted for their number).
+logarithm of the step time that the choices below explain together (adjusted for their number). "Taken by others" is the share of CPU time
+that the host gave to other virtual machines during the median trial, where it was noted.
 
 ![step times of every domain](plots/spread.svg)
 
@@ -179,8 +189,8 @@ gradients, in timed waits. A domain's times are of its machine; compare strategi
 
 def domain_table(sheets: Sequence[Sheet]) -> str:
     head = (
-        "| domain | trials | failed | disturbed | DDP | fastest | slowest | noise: references | repeats | explained |\n"
-        "|---|---|---|---|---|---|---|---|---|---|\n"
+        "| domain | trials | failed | disturbed | DDP | fastest | slowest | noise: references | repeats | explained | taken by others |\n"
+        "|---|---|---|---|---|---|---|---|---|---|---|\n"
     )
     return head + "\n".join(_domain_row(sheet) for sheet in sheets)
 
@@ -191,7 +201,7 @@ def _domain_row(sheet: Sheet) -> str:
     ends = (f"{min(sheet.relative):.3f}", f"{max(sheet.relative):.2f}") if sheet.relative else ("-", "-")
     together = "-" if sheet.explained is None else f"{sheet.explained.together:.2f}"
     cells = (
-        card.name,
+        sheet.label,
         card.candidates,
         sum(card.failed.values()),
         card.disturbed,
@@ -200,6 +210,7 @@ def _domain_row(sheet: Sheet) -> str:
         _share(card.reference_noise),
         _share(card.repeat_noise),
         together,
+        _share(float(np.median(stolen)) if (stolen := [t.stolen for t in sheet.domain.trials if t.stolen is not None]) else None),
     )
     return "| " + " | ".join(str(cell) for cell in cells) + " |"
 
@@ -226,11 +237,11 @@ def _summed(counts: Sequence[dict[str, int]]) -> dict[str, int]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("dataset", type=Path, help="folder of domains, as datasets/collect.py fills it")
-    parser.add_argument("--out", type=Path, help="folder of DATASHEET.md and plots/ (default: the one above the dataset)")
+    parser.add_argument("dataset", type=Path, nargs="+", help="folders of domains, as datasets/collect.py and benchmarks.outcome fill them")
+    parser.add_argument("--out", type=Path, help="folder of DATASHEET.md and plots/ (default: the one above the first dataset)")
     options = parser.parse_args(arguments)
-    out = options.out or options.dataset.resolve().parent
-    sheets = [sheet_of(domain) for domain in read_dataset(options.dataset)]
+    out = options.out or options.dataset[0].resolve().parent
+    sheets = sheets_of(options.dataset)
     (out / "plots").mkdir(parents=True, exist_ok=True)
     spread_plot(sheets, out / "plots" / "spread.svg")
     noise_plot(sheets, out / "plots" / "noise.svg")

@@ -14,17 +14,21 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from autotune.errors import InvalidInput
-from autotune.strategy_space.timing import needed_times_s
+from autotune.strategy_space.timing import close_groups, needed_times_s
 from autotune.workload import Workload
 
 
 @dataclass(frozen=True)
 class Timetable:
-    """One step of the profile. `needed` and `ready` hold (variable name, needed_s or ready_s), the earliest first."""
+    """One step of the profile. `needed` and `ready` hold (variable name, needed_s or ready_s), the earliest first.
+
+    Those within `TOGETHER_S` of each other all have the time of the last: there the rank wakes up once.
+    """
 
     forward_s: float
     needed: tuple[tuple[str, float], ...]
@@ -59,7 +63,13 @@ def timetable_of(workload: Workload) -> Timetable:
             )
     names = (variable.name for variable in workload.variables)
     needed = sorted(zip(names, needed_times_s(workload).tolist(), strict=True), key=lambda entry: entry[1])
-    return Timetable(workload.forward_s, tuple(needed), ready, workload.backward_s, workload.update_s)
+    return Timetable(workload.forward_s, _together(needed), _together(ready), workload.backward_s, workload.update_s)
+
+
+def _together(timed: Sequence[tuple[str, float]]) -> tuple[tuple[str, float], ...]:
+    """Every group's variables at the time of its last."""
+    groups = close_groups([at_s for _, at_s in timed])
+    return tuple((timed[position][0], timed[group[-1]][1]) for group in groups for position in group)
 
 
 class Waiter:

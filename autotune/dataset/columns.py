@@ -17,7 +17,7 @@ from autotune.errors import InvalidInput
 from autotune.records import Failed, FailureKind, Measured, Stopped
 from autotune.strategy_space.strategy import Strategy
 
-SCHEMA_VERSION = b"1"
+SCHEMA_VERSION = b"2"
 MAX_ROWS = 1_000_000
 MAX_TABLE_BYTES = 4 * 2**30
 """Of the decoded columns, as the file declares them."""
@@ -44,9 +44,13 @@ SCHEMA = pa.schema(
         pa.field("time_s", pa.float64(), nullable=False),
         pa.field("session", _TEXT, nullable=False),
         pa.field("disturbed", pa.bool_(), nullable=False),
+        pa.field("stolen", pa.float64()),
     ],
     metadata={_KEY: SCHEMA_VERSION},
 )
+_READABLE = {b"1": SCHEMA.remove(SCHEMA.get_field_index("stolen")), SCHEMA_VERSION: SCHEMA}
+"""Version -> columns: the first one had no `stolen`."""
+_COPIED = ("number", "source", "plan_id", "load", "time_s", "session", "disturbed", "stolen")
 
 
 def table_bytes(trials: Sequence[DatasetTrial], texts: dict[str, str]) -> bytes:
@@ -59,7 +63,7 @@ def table_bytes(trials: Sequence[DatasetTrial], texts: dict[str, str]) -> bytes:
 
 
 def _row(trial: DatasetTrial, texts: dict[str, str]) -> dict[str, Any]:
-    row: dict[str, Any] = {name: getattr(trial, name) for name in ("number", "source", "plan_id", "load", "time_s", "session", "disturbed")}
+    row: dict[str, Any] = {name: getattr(trial, name) for name in _COPIED}
     if trial.strategy is not None:
         if trial.strategy.id not in texts:
             texts[trial.strategy.id] = trial.strategy.to_json()
@@ -95,13 +99,13 @@ def _check(file: pq.ParquetFile, where: str) -> None:
     version = (metadata.metadata or {}).get(_KEY)
     if version is None:
         raise InvalidInput(f"{where} must be a table of trials that this package wrote, but does not say that it is")
-    if version != SCHEMA_VERSION:
-        raise InvalidInput(f"{where}: this version reads tables of schema {SCHEMA_VERSION.decode()}, but it has {version[:20]!r}")
-    if not file.schema_arrow.equals(SCHEMA):
-        names = sorted(set(SCHEMA.names) ^ set(file.schema_arrow.names))
-        raise InvalidInput(
-            f"{where} must have the columns of schema {SCHEMA_VERSION.decode()}; it differs in {', '.join(names) or 'types'}"
-        )
+    if version not in _READABLE:
+        known = " and ".join(each.decode() for each in _READABLE)
+        raise InvalidInput(f"{where}: this version reads tables of schema {known}, but it has {version[:20]!r}")
+    wanted = _READABLE[version]
+    if not file.schema_arrow.equals(wanted):
+        names = sorted(set(wanted.names) ^ set(file.schema_arrow.names))
+        raise InvalidInput(f"{where} must have the columns of schema {version.decode()}; it differs in {', '.join(names) or 'types'}")
     size = sum(metadata.row_group(index).total_byte_size for index in range(metadata.num_row_groups))
     if metadata.num_rows > MAX_ROWS or size > MAX_TABLE_BYTES:
         raise InvalidInput(f"{where} may hold {MAX_ROWS} rows and {MAX_TABLE_BYTES} bytes, but has {metadata.num_rows} and {size}")
@@ -122,6 +126,7 @@ def _trial(row: dict[str, Any], strategies: dict[str, Strategy], where: str) -> 
             row["time_s"],
             row["session"],
             row["disturbed"],
+            row.get("stolen"),
         )
     except (ValueError, TypeError) as error:
         raise InvalidInput(f"{where} is no trial: {error}") from error

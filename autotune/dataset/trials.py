@@ -58,7 +58,8 @@ class DatasetTrial:
     "sweep:ROUND:NAME" (DDP's bucket sizes, each once a round), "closing:ROUND:SIDE" or "closing:ROUND:reference" (strategies that were
     found before, each once a round: repeats of their plans). What counts repeats goes by plan, whatever the source.
     `strategy` and `plan_id` are None for a reference. `load`: the machine's load average when it began. `time_s`: Unix time of its
-    end. `disturbed`: the machine changed during it, or between the references around it (`disturbed_trials`).
+    end. `disturbed`: the machine changed during it, or between the references around it (`disturbed_trials`). `stolen`: the share of
+    all cores' time that the host gave to other virtual machines meanwhile (man 5 proc_stat, "steal"); None where it was not noted.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -72,6 +73,7 @@ class DatasetTrial:
     time_s: float
     session: str
     disturbed: bool = False
+    stolen: float | None = None
 
     def __post_init__(self) -> None:
         reference = self.source.rpartition(":")[2] == REFERENCE
@@ -80,6 +82,10 @@ class DatasetTrial:
             raise InvalidInput(f"trial {self.number} {rule}, but its source is {self.source!r} and its plan {self.plan_id!r}")
         if isinstance(self.outcome, Measured) and not np.all(np.isfinite(self.outcome.slowest_s) & (self.outcome.slowest_s > 0)):
             raise InvalidInput(f"trial {self.number} needs finite step times above 0")
+        if self.stolen is not None and not 0.0 <= self.stolen <= 1.0:
+            raise InvalidInput(
+                f"trial {self.number}: stolen must be a share from 0 to 1, or None where it was not noted, but is {self.stolen}"
+            )
 
     @property
     def kind(self) -> str:

@@ -21,7 +21,7 @@ from autotune.dfg.graph import NONE, Discipline, Kind
 from autotune.lowering.costs import RuntimeCosts
 from autotune.lowering.emit import Emitter
 from autotune.lowering.messages import Members
-from autotune.strategy_space.timing import needed_times_s, ready_times_s
+from autotune.strategy_space.timing import close_groups, needed_times_s, ready_times_s
 from autotune.workload import DTYPE_BYTES, Workload
 
 FloatArray = NDArray[np.float64]
@@ -30,11 +30,15 @@ Numbers = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Passes:
-    """What all plans of a workload share."""
+    """What all plans of a workload share. `wakes_ready`, `wakes_read` (V,): an emulated accelerator wakes up for this variable's gradient
+    or first read, and not for one just before it.
+    """
 
     workload: Workload
     ready_s: FloatArray
     needed_s: FloatArray
+    wakes_ready: NDArray[np.bool_]
+    wakes_read: NDArray[np.bool_]
     grad_bytes: FloatArray
     computes_on_cpu: bool
 
@@ -43,7 +47,17 @@ class Passes:
         """A gradient is ready no earlier than those before it."""
         ready_s = np.maximum.accumulate(np.clip(ready_times_s(workload), 0.0, None))
         sizes = np.array([variable.elements * DTYPE_BYTES[variable.dtype] for variable in workload.variables], dtype=np.float64)
-        return Passes(workload, ready_s, needed_times_s(workload), sizes, workload.device == "cpu" and workload.threads > 0)
+        needed_s = needed_times_s(workload)
+        on_cpu = workload.device == "cpu" and workload.threads > 0
+        return Passes(workload, ready_s, needed_s, _firsts(ready_s), _firsts(needed_s), sizes, on_cpu)
+
+
+def _firsts(times_s: FloatArray) -> NDArray[np.bool_]:
+    """Whether each is the first of its close group."""
+    order = np.argsort(times_s, kind="stable")
+    found = np.zeros(len(times_s), dtype=np.bool_)
+    found[order[[group[0] for group in close_groups(times_s[order].tolist())]]] = True
+    return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,9 +77,19 @@ class Duties:
 
     @staticmethod
     def of(
-        passes: Passes, members: Members, cast: NDArray[np.bool_], prepare_s: FloatArray, taken_s: FloatArray, costs: RuntimeCosts
+        passes: Passes,
+        members: Members,
+        cast: NDArray[np.bool_],
+        prepare_s: FloatArray,
+        taken_s: FloatArray,
+        costs: RuntimeCosts,
+        buckets: bool = False,
     ) -> Duties:
-        """`cast` (M,): rounded to 16 bits. `prepare_s` (M,): computed as the message is issued. A message waits for those before it."""
+        """`cast` (M,): rounded to 16 bits. `prepare_s` (M,): computed as the message is issued. A message waits for those before it.
+
+        `buckets`: torch's own reducer carries the plan out.
+        """
+        each_s, write_s = (costs["bucket_s"], 0.0) if buckets else (costs["fill_s"], costs["write_s"])
         per_byte = np.where(cast, costs["cast_s_per_byte"], costs["pack_s_per_byte"])
         count = len(passes.ready_s)
         elements = np.array([variable.elements for variable in passes.workload.variables], dtype=np.float64)
@@ -73,12 +97,12 @@ class Duties:
         packed_s = np.bincount(members.variable, weights=share * per_byte[members.message], minlength=count)
         return Duties(
             costs["hand_out_s_per_byte"] * passes.grad_bytes,
-            costs["fill_s"] + packed_s * passes.grad_bytes,
+            each_s + costs["wake_s"] * passes.wakes_ready + packed_s * passes.grad_bytes,
             costs["issue_s"] + prepare_s,
             taken_s,
-            costs["write_s"] + costs["unpack_s_per_byte"] * passes.grad_bytes,
+            write_s + costs["unpack_s_per_byte"] * passes.grad_bytes,
             costs["settle_s"],
-            costs["settle_each_s"] + costs["settle_s_per_byte"] * passes.grad_bytes,
+            costs["settle_each_s"] + costs["wake_s"] * passes.wakes_read + costs["settle_s_per_byte"] * passes.grad_bytes,
             costs["defer_s"] * count,
             costs["buffer_s"] * passes.workload.buffers,
             np.maximum.accumulate(members.last),

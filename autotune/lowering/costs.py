@@ -6,7 +6,7 @@ lets them wait for each other. A value that was measured elsewhere than on the u
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from math import isfinite
 
 from autotune.errors import InvalidInput
@@ -32,7 +32,9 @@ class RuntimeCosts:
 
     | name | what | unit |
     |---|---|---|
-    | `fill_s` | waking up for one gradient, its hook, and packing it but for its bytes | s |
+    | `wake_s` | emulated accelerators: waking up for gradients, or reads, that are due together; 0 where they are real | s |
+    | `fill_s` | the hook of one gradient, and packing it but for its bytes | s |
+    | `bucket_s` | the same and writing back, in a plan of mere buckets, which torch's own reducer carries out | s |
     | `hand_out_s_per_byte` | emulated accelerators: a fresh copy of the recorded gradient; 0 where they are real | s/B |
     | `pack_s_per_byte` | scaling a gradient into its message, per byte of the gradient | s/B |
     | `cast_s_per_byte` | the same where it is rounded to 16 bits | s/B |
@@ -43,40 +45,48 @@ class RuntimeCosts:
     | `settle_each_s` | one variable's average and update there, but for its bytes | s |
     | `settle_s_per_byte` | the same per byte of the gradient | s/B |
     | `buffer_s` | a buffer of the module that travels with the others before a forward pass | s |
-    | `write_s` | writing one average back, but for its bytes | s |
+    | `write_s` | writing one average back, all together, but for its bytes | s |
     | `unpack_s_per_byte` | the same per byte of the gradient | s/B |
     | `int8_encode_s`, `int8_encode_s_per_element` | int8: rounding a message | s |
     | `int8_decode_s`, `int8_decode_s_per_element` | int8: reading one back | s |
     | `top_k_find_s`, `top_k_find_s_per_element` | top-k: finding the largest of a message | s |
     | `top_k_add_s`, `top_k_add_s_per_element` | top-k: adding those of one rank, per element of these | s |
+    | `rows_take_s_per_byte` | sorting, scaling and packing the rows of a sparse gradient, per byte of a rank's own | s/B |
+    | `rows_add_s_per_byte` | adding the rows of several ranks where they meet, per byte of all of them | s/B |
+    | `rows_write_s_per_byte` | their sum as the gradient, per byte of it | s/B |
     | `low_rank_s`, `low_rank_s_per_flop` | PowerSGD: per slice and product; per multiplication and addition | s |
     | `threads` | collectives that one process group runs side by side | - |
     | `payload` | share of a link's bytes that are a message's own | - |
     """
 
-    fill_s: Constant = Constant(0.00013, _HERE)
+    wake_s: Constant = Constant(0.0, "accelerators are not emulated")
+    fill_s: Constant = Constant(2.8e-05, _HERE)
+    bucket_s: Constant = Constant(1.3e-05, _HERE)
     hand_out_s_per_byte: Constant = Constant(0.0, "accelerators are not emulated")
-    pack_s_per_byte: Constant = Constant(5.9e-11, _HERE)
-    cast_s_per_byte: Constant = Constant(1.1e-10, _HERE)
-    issue_s: Constant = Constant(0.0001, _HERE)
-    lane_s: Constant = Constant(0.00013, _HERE)
-    defer_s: Constant = Constant(0.00012, _HERE)
-    settle_s: Constant = Constant(0.00024, _HERE)
-    settle_each_s: Constant = Constant(2e-05, _HERE)
-    settle_s_per_byte: Constant = Constant(5e-11, _HERE)
-    buffer_s: Constant = Constant(1.9e-05, _HERE)
-    write_s: Constant = Constant(1.9e-05, _HERE)
-    unpack_s_per_byte: Constant = Constant(6.3e-11, _HERE)
-    int8_encode_s: Constant = Constant(0.00036, _HERE)
-    int8_encode_s_per_element: Constant = Constant(1e-09, _HERE)
-    int8_decode_s: Constant = Constant(0.00011, _HERE)
-    int8_decode_s_per_element: Constant = Constant(3.4e-10, _HERE)
-    top_k_find_s: Constant = Constant(0.0003, _HERE)
-    top_k_find_s_per_element: Constant = Constant(1.5e-09, _HERE)
-    top_k_add_s: Constant = Constant(0.0, _HERE)
-    top_k_add_s_per_element: Constant = Constant(1.5e-08, _HERE)
-    low_rank_s: Constant = Constant(6.7e-05, _HERE)
-    low_rank_s_per_flop: Constant = Constant(2.4e-10, _HERE)
+    pack_s_per_byte: Constant = Constant(1.2e-10, _HERE)
+    cast_s_per_byte: Constant = Constant(2.3e-10, _HERE)
+    issue_s: Constant = Constant(0.00019, _HERE)
+    lane_s: Constant = Constant(0.00015, _HERE)
+    defer_s: Constant = Constant(0.0, _HERE)
+    settle_s: Constant = Constant(0.00059, _HERE)
+    settle_each_s: Constant = Constant(0.0, _HERE)
+    settle_s_per_byte: Constant = Constant(2.1e-10, _HERE)
+    buffer_s: Constant = Constant(2.2e-05, _HERE)
+    write_s: Constant = Constant(2.8e-06, _HERE)
+    unpack_s_per_byte: Constant = Constant(1.6e-10, _HERE)
+    int8_encode_s: Constant = Constant(0.00094, _HERE)
+    int8_encode_s_per_element: Constant = Constant(1.4e-09, _HERE)
+    int8_decode_s: Constant = Constant(0.00031, _HERE)
+    int8_decode_s_per_element: Constant = Constant(6.9e-10, _HERE)
+    top_k_find_s: Constant = Constant(0.00073, _HERE)
+    top_k_find_s_per_element: Constant = Constant(3e-09, _HERE)
+    top_k_add_s: Constant = Constant(6.3e-06, _HERE)
+    top_k_add_s_per_element: Constant = Constant(2.1e-08, _HERE)
+    rows_take_s_per_byte: Constant = Constant(1.4e-09, _HERE)
+    rows_add_s_per_byte: Constant = Constant(8.9e-10, _HERE)
+    rows_write_s_per_byte: Constant = Constant(1.6e-10, _HERE)
+    low_rank_s: Constant = Constant(0.00017, _HERE)
+    low_rank_s_per_flop: Constant = Constant(5e-10, _HERE)
     threads: Constant = Constant(
         2, "torch: options of ProcessGroupGloo, `threads = 2`, in torch/csrc/distributed/c10d/ProcessGroupGloo.hpp"
     )
@@ -98,3 +108,7 @@ class RuntimeCosts:
     def sources(self) -> dict[str, str]:
         """Name of every constant -> where its value is from."""
         return {field.name: getattr(self, field.name).source for field in fields(self)}
+
+
+EMULATED_COSTS = replace(RuntimeCosts(), wake_s=Constant(0.00037, _HERE), hand_out_s_per_byte=Constant(1.6e-10, _HERE))
+"""Of a rank whose accelerator is emulated."""

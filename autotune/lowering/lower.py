@@ -19,6 +19,7 @@ from autotune.lowering.network import CORES, Network, Sent
 from autotune.lowering.step_times import Timing
 from autotune.lowering.steps import Step
 from autotune.lowering.traffic import Collective, Ports
+from autotune.strategy_space.carrier import sent_by_torch
 from autotune.strategy_space.plan import Message, Plan
 from autotune.strategy_space.strategy import CASTS
 from autotune.workload import Workload
@@ -120,7 +121,8 @@ class _Drawing:
         if lowering.taken_share > 0:
             taken_s = lowering.taken_share * lowering._sender.cpu_s(plan)
         cast = np.array([message.compressor in CASTS for message in plan.messages])
-        duties = Duties.of(lowering._passes, self.members, cast, prepare_s, taken_s, lowering.costs)
+        buckets = sent_by_torch(plan, lowering.workload.variables)
+        duties = Duties.of(lowering._passes, self.members, cast, prepare_s, taken_s, lowering.costs, buckets)
         self.network = Network(
             batches,
             symmetric,

@@ -134,7 +134,7 @@ def steps_of(message: Message, members: int, two_level: bool, costs: RuntimeCost
     """Of all messages of this one's kind; `members` of the circle whose sum it is, the leaders' where `two_level`."""
     circle = Circle.LEADERS if two_level else Circle.WORLD
     if message.sparse is not SparseHandling.DENSE:
-        return _rows(message, members)
+        return _rows(message, members, costs)
     if message.compressor in ERROR_FEEDBACK:
         own = _compressed(message, members, circle, costs)
     else:
@@ -227,14 +227,25 @@ def _low_rank(message: Message, circle: Circle, costs: RuntimeCosts) -> tuple[St
     return (*steps, Step(None, _nothing, product, circle=circle))
 
 
-def _rows(message: Message, members: int) -> tuple[Step, ...]:
+def _rows(message: Message, members: int, costs: RuntimeCosts) -> tuple[Step, ...]:
     """Rows of a sparse gradient: how many they are first, then the rows; a server sends back those that any rank touched."""
 
-    def counts(_: Sizes) -> FloatArray:
-        return np.full(len(_.elements), COUNT_BYTES * members)
+    def counts(sizes: Sizes) -> FloatArray:
+        return np.full(len(sizes.elements), COUNT_BYTES * members)
 
-    told = Step(Collective.ALL_GATHER, counts)
+    def take(sizes: Sizes) -> FloatArray:
+        return costs["rows_take_s_per_byte"] * sizes.wire_bytes
+
+    def add(sizes: Sizes) -> FloatArray:
+        return costs["rows_add_s_per_byte"] * members * sizes.wire_bytes
+
+    def write(sizes: Sizes) -> FloatArray:
+        return costs["rows_write_s_per_byte"] * sizes.summed_bytes
+
+    told = Step(Collective.ALL_GATHER, counts, take)
     if message.sparse is SparseHandling.ALL_GATHER:
-        return told, Step(Collective.ALL_GATHER, lambda sizes: members * sizes.wire_bytes)
-    spread = Step(Collective.BROADCAST, lambda sizes: np.full(len(sizes.elements), COUNT_BYTES), root=message.owner)
-    return told, Step(Collective.GATHER, _wire, root=message.owner), spread, Step(Collective.SCATTER, _summed, root=message.owner)
+        rows = Step(Collective.ALL_GATHER, lambda sizes: members * sizes.wire_bytes)
+        return told, rows, Step(None, _nothing, lambda sizes: add(sizes) + write(sizes))
+    spread = Step(Collective.BROADCAST, lambda sizes: np.full(len(sizes.elements), COUNT_BYTES), prepare_root=add, root=message.owner)
+    rows, back = Step(Collective.GATHER, _wire, root=message.owner), Step(Collective.SCATTER, _summed, root=message.owner)
+    return told, rows, spread, back, Step(None, _nothing, write)

@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 from autotune.features.extract import Extractor, StrategyFeatures
 from autotune.history import History
 from autotune.job import JobSpec, Search
+from autotune.lowering.costs import EMULATED_COSTS
+from autotune.records import Accelerators
 from autotune.rng import generator
 from autotune.simulators.evaluation import REPLAY, UNLEARNED, RankingQuality, choose_ranker, evaluate, k_fold
 from autotune.simulators.interface import Example, Simulator
@@ -167,7 +169,8 @@ class Scorer:
         profiled = history.profiled
         assert profiled is not None
         if self._kept is None or (self._kept.workload, self._kept.cluster) != (profiled.workload, profiled.cluster):
-            self._kept = Extractor(profiled.workload, profiled.cluster)
+            emulated = self._spec.conditions.accelerators is Accelerators.EMULATED
+            self._kept = Extractor(profiled.workload, profiled.cluster, EMULATED_COSTS if emulated else None)
         return self._kept
 
     def examples(self, history: History) -> list[Example]:

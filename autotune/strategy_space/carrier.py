@@ -22,11 +22,13 @@ def buckets_of(plan: Plan) -> tuple[tuple[str, ...], ...] | None:
 
 
 def carrier_of(plan: Plan, variables: Iterable[Variable]) -> str:
-    """Who carries out the plan of a model with these variables, in words.
+    """Who carries out the plan of a model with these variables, in words."""
+    return carrier_text(plan, sent_by_torch(plan, variables))
 
-    Sparse gradients never by a reducer of torch: it sends them in its own way, which no plan means.
-    """
-    return carrier_text(plan, buckets_of(plan) is not None and not any(variable.sparse for variable in variables))
+
+def sent_by_torch(plan: Plan, variables: Iterable[Variable]) -> bool:
+    """Sparse gradients never are: torch's reducer sends them in its own way, which no plan means."""
+    return buckets_of(plan) is not None and not any(variable.sparse for variable in variables)
 
 
 def carrier_text(plan: Plan, native: bool) -> str:

@@ -22,8 +22,8 @@ from autotune.workload import Variable, Workload
 
 FloatArray = NDArray[np.float64]
 
-ROW_NUMBER_BYTES = 8
-"""A row's number travels as a 64-bit integer."""
+ROW_NUMBER_BYTES = 4
+"""A row's number travels as a 32-bit integer (`runtime_rewriter/pytorch/exchange/rows.py`; 64 bits for tables beyond 2^31 rows)."""
 
 
 def summed_share(variable: Variable, ranks: int) -> float:

@@ -5,12 +5,18 @@ Both have shape (V,), in backward order, seconds.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
 from autotune.workload import Workload
 
 FloatArray = NDArray[np.float64]
+
+TOGETHER_S = 0.001
+"""Emulated accelerators wake up once for what is due within so long: each time costs the processor `RuntimeCosts.wake_s`, which no
+accelerator would take from it."""
 
 
 def ready_times_s(workload: Workload) -> FloatArray:
@@ -19,6 +25,17 @@ def ready_times_s(workload: Workload) -> FloatArray:
     by_position = (workload.backward_s * np.arange(1, count + 1) / count).tolist()
     measured = [variable.ready_s for variable in workload.variables]
     return np.array([fallback if ready is None else ready for ready, fallback in zip(measured, by_position, strict=True)])
+
+
+def close_groups(times_s: Sequence[float], within_s: float = TOGETHER_S) -> list[range]:
+    """Positions that follow each other and whose times, in ascending order, lie at most `within_s` behind that of their group's first."""
+    groups: list[range] = []
+    first = 0
+    for position, at_s in enumerate(times_s):
+        if at_s - times_s[first] > within_s:
+            groups.append(range(first, position))
+            first = position
+    return [*groups, range(first, len(times_s))] if len(times_s) else []
 
 
 def needed_times_s(workload: Workload) -> FloatArray:

@@ -6,6 +6,7 @@ minute of its own, and nothing that was chosen by its time is judged by the tria
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -41,10 +42,12 @@ from benchmarks.setups import setup_of
 from benchmarks.trial_session import Lengths, Setup, TrialSession, trial_session
 
 MODELS = ("vgg", "densenet", "embedding", "gpt_text")
-CLUSTERS = ("four_hosts", "four_hosts_uneven", "two_hosts_two_devices")
+CLUSTERS = ("four_hosts", "four_hosts_uneven", "four_hosts_mixed", "two_hosts_two_devices")
 DOMAINS: Mapping[str, Setup] = MappingProxyType({own.name: own for own in (setup_of(m, c) for m in MODELS for c in CLUSTERS)})
 LENGTHS = Lengths(warmup_steps=2, timed_steps=6)
 """Of every trial; those of a search may go on."""
+BLOCK_S, FEWEST_STEPS = 1.2, 3
+"""Blocks of a round need not be longer, and have so many steps at least."""
 CURRENT_TRIES = 3
 """How often the current setup may fail in closing rounds, until the domain is given up."""
 MOST_INCUMBENTS = 3
@@ -109,12 +112,20 @@ def plan_id(session: TrialSession, strategy: Strategy) -> str:
 def take_round(session: TrialSession, seed: int, phase: str, number: int, sides: Mapping[str, Strategy | None]) -> None:
     """Each side once, in an order of the round's own. None is the script's own DDP."""
     names = list(sides)
+    step_s = {trial.strategy.id: trial.median_s for trial in session.writer.trials if trial.strategy is not None and not trial.failure}
     for index in generator(seed, phase, number).permutation(len(names)).tolist():
         strategy = sides[names[index]]
         if strategy is None:
             session.reference(f"{phase}:{number}:{REFERENCE}")
         else:
-            session.candidate(f"{phase}:{number}:{names[index]}", strategy)
+            session.candidate(f"{phase}:{number}:{names[index]}", strategy, steps_of_block(step_s.get(strategy.id)))
+
+
+def steps_of_block(step_s: float | None) -> int:
+    """Timed steps of a block of a side whose steps took `step_s` before: long steps scatter less, and fewer of them tell as much."""
+    if step_s is None:
+        return LENGTHS.timed_steps
+    return min(LENGTHS.timed_steps, max(FEWEST_STEPS, math.ceil(BLOCK_S / step_s)))
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,10 @@ import numpy as np
 
 from autotune.dataset.folder import read_domain
 from autotune.dataset.trials import Environment
+from autotune.features.extract import Extractor
 from autotune.measurement import fewest_values
 from autotune.optimizer.optimize import least_transfer_s
+from autotune.strategy_space.plan import plan
 from autotune.workload import Workload
 from benchmarks.outcome.figures import (
     WITHIN,
@@ -30,17 +32,22 @@ from benchmarks.outcome.figures import (
 from benchmarks.outcome.kept import CLOSING, Course, Group, Side, Stop, read_frozen, rounds_of
 from benchmarks.outcome.rivals import DDP_DEFAULT
 from benchmarks.outcome.searches import OURS, OURS_LOSSY
+from benchmarks.ranking_trials import extractor_of
 
 
 @dataclass(frozen=True)
 class Compared:
-    """A side in the closing comparison: quartiles over the blocks' medians, and its ratio to ours (lossless, last mark)."""
+    """A side in the closing comparison: quartiles over the blocks' medians, and its ratio to ours (lossless, last mark).
+
+    `replayed_s`: its step by the replay, from the domain's profile, probe and costs; None for the script's own DDP.
+    """
 
     side: Side
     low_s: float
     middle_s: float
     high_s: float
     ratio: Ratio
+    replayed_s: float | None
 
 
 @dataclass(frozen=True)
@@ -72,7 +79,9 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Row:
-    """A domain. `gap` is time(ours) / bound, lossless. `failed`: sides that are left out, and why."""
+    """A domain. `gap` is time(ours) / bound, lossless. `failed`: sides that are left out, and why. `stolen`: of the closing comparison,
+    the median over its trials; None where it was not noted.
+    """
 
     domain: str
     compared: tuple[Compared, ...]
@@ -83,6 +92,7 @@ class Row:
     gap: Ratio
     overrun: float
     load: float
+    stolen: float | None
     environment: Environment
     sweep_s: Mapping[str, float]
     failed: Mapping[str, str]
@@ -108,10 +118,10 @@ def row_of(folder: Path) -> Row | None:
     lossless = _outcome(frozen.courses[OURS], [side for side in there if side.lossless], rounds)
     lossy = _outcome(frozen.courses[OURS_LOSSY], there, rounds) if OURS_LOSSY in frozen.courses else None
     compute_s, transfer_s = domain.workload.compute_s, least_transfer_s(domain.cluster, sent_bytes(domain.workload))
-    ours = _plan_of(lossless.last.side, there)
+    ours, extractor = _plan_of(lossless.last.side, there), extractor_of(domain)
     return Row(
         domain.name,
-        tuple(_compared(side, rounds, ours) for side in there),
+        tuple(_compared(side, rounds, ours, _replayed_s(side, extractor)) for side in there),
         lossless,
         lossy,
         compute_s,
@@ -119,6 +129,7 @@ def row_of(folder: Path) -> Row | None:
         ratio_to_bound(rounds, ours, max(compute_s, transfer_s)),
         median(trial.overrun or 0.0 for trial in trials),
         median(trial.load for trial in trials),
+        median(stolen) if (stolen := [trial.stolen for trial in trials if trial.stolen is not None]) else None,
         domain.environment,
         frozen.sweep_s,
         {side.name: failures[side.plan][:300] for side in frozen.sides if side.plan in failures},
@@ -151,9 +162,15 @@ def _outcome(course: Course, there: Sequence[Side], rounds: Sequence[Round]) -> 
     return Outcome(tuple(marks), best, times_s[best], first_within(stops, times_s, times_s[best]))
 
 
-def _compared(side: Side, rounds: Sequence[Round], ours: str) -> Compared:
+def _replayed_s(side: Side, extractor: Extractor) -> float | None:
+    if side.strategy is None:
+        return None
+    return extractor.steps.step_s(plan(side.strategy, extractor.workload, extractor.cluster.world_size))
+
+
+def _compared(side: Side, rounds: Sequence[Round], ours: str, replayed_s: float | None) -> Compared:
     low, middle, high = np.quantile([measured[side.plan].median_s for measured in rounds], [0.25, 0.5, 0.75]).tolist()
-    return Compared(side, low, middle, high, ratio_to_best(rounds, [side], ours))
+    return Compared(side, low, middle, high, ratio_to_best(rounds, [side], ours), replayed_s)
 
 
 def last_line(rows: Sequence[Row]) -> dict[str, Any]:
@@ -190,7 +207,9 @@ def _data(row: Row) -> dict[str, Any]:
         "bound_gap": row.gap.value - 1,
         "overrun": row.overrun,
         "load": row.load,
+        "stolen": row.stolen,
         "median_s": {compared.side.name: compared.middle_s for compared in row.compared},
+        "replayed_s": {compared.side.name: compared.replayed_s for compared in row.compared},
         "failed": dict(row.failed),
     }
 

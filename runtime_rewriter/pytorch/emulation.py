@@ -1,8 +1,8 @@
 """Emulated accelerators: the module's own computation becomes timed waits; everything around it stays real.
 
 The first pass for every signature of the inputs is computed and recorded (its step is marked unclean). Later passes return the
-recorded output, connected to a chain of autograd nodes, one per variable: the backward pass runs down the chain,
-waits until the profile says that a variable's gradient is ready, and hands out the recorded one. What hangs on the
+recorded output, connected to a chain of autograd nodes: the backward pass runs down the chain, waits until the profile says that
+the next variables' gradients are ready, and hands out the recorded ones. What hangs on the
 gradients (DDP's reducer, our hooks, the script's own) cannot tell the difference.
 
 | time | the wait ends |
@@ -24,7 +24,8 @@ Waits are for absolute times, so real work (the loss, packing, the optimizer) is
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -37,6 +38,8 @@ from runtime_rewriter.emulation import Timetable, Waiter
 from runtime_rewriter.pytorch.hooks import GradientSynchronizer
 from runtime_rewriter.pytorch.recording import GradientRecorder, Output, Recording, collectives_made, signature_of, tensors_needing_gradient
 
+Due = tuple[tuple[int, ...], float]
+"""Positions of parameters whose gradients are ready, or which are read, at the same time of the timetable."""
 MOST_RECORDINGS = 32
 """Each holds a copy of all gradients; a script with more kinds of batches would be recorded and not emulated."""
 
@@ -59,7 +62,7 @@ class EmulatedAccelerator:
         if reason is not None:
             raise InvalidInput(f"accelerators cannot be emulated: {reason}")
         self._synchronizer, self._timetable = synchronizer, timetable
-        self._order = _ready_order(synchronizer.names, timetable)
+        self._handed_out = _ready_order(synchronizer.names, timetable)
         self._reads = () if timetable is None else _positions(synchronizer.names, timetable.needed)
         self._recordings: dict[Hashable, Recording] = {}
         self._recorder: GradientRecorder | None = None
@@ -136,9 +139,10 @@ class EmulatedAccelerator:
         timed = self._timetable if self._synchronizer.synchronizing else None
         played = _PlayedPass(self, recording, timed)
         token = _End.apply(torch.zeros((), requires_grad=True), played)
-        for position, ready_s in reversed(self._order):
-            if recording.gradients[position] is not None:
-                token = _HandOut.apply(token, self._synchronizer.parameters[position], played, position, ready_s)
+        for positions, ready_s in reversed(self._handed_out):
+            used = [position for position in positions if recording.gradients[position] is not None]
+            if used:
+                token = _HandOut.apply(token, played, used, ready_s, *(self._synchronizer.parameters[position] for position in used))
         flagged = list(zip(output.tensors, output.needs_gradient, strict=True))
         connected = iter(_Outputs.apply(token, *(tensor for tensor, needs in flagged if needs)))
         tensors = [next(connected) if needs else tensor.clone() for tensor, needs in flagged]
@@ -150,13 +154,13 @@ class EmulatedAccelerator:
     def _read_variables(self) -> None:
         """What the module would read, when it would; later than that where it is still on its way."""
         cross_step = self._synchronizer.cross_step
-        for position, needed_s in self._reads:
+        for positions, needed_s in self._reads:
             if not cross_step.pending:
                 return  # nothing that waiting here would change
             assert self._step_start_s is not None
             cross_step.settle_arrived()
             self._waits["forward"].until(self._step_start_s + needed_s)
-            self._step_start_s += cross_step.settle((position,))
+            self._step_start_s += cross_step.settle(positions)
 
     # -- backward ------------------------------------------------------------------------------------
 
@@ -185,13 +189,11 @@ class _PlayedPass:
         if self._start_s is None:
             self._start_s = self._accelerator.backward_begins(self._timetable)
 
-    def hand_out(self, position: int, ready_s: float) -> Tensor:
-        """A fresh copy, made before the wait, that the parameter may keep as its own."""
-        recorded = self._recording.gradients[position]
-        assert recorded is not None
-        gradient = recorded.clone()
+    def hand_out(self, positions: Sequence[int], ready_s: float) -> list[Tensor]:
+        """Fresh copies, made before the wait, that the parameters may keep as their own."""
+        gradients = [recorded.clone() for position in positions if (recorded := self._recording.gradients[position]) is not None]
         self.wait(ready_s)
-        return gradient
+        return gradients
 
     def wait(self, after_s: float) -> None:
         if self._timetable is not None and self._start_s is not None:
@@ -217,17 +219,17 @@ class _Outputs(Function):
 
 
 class _HandOut(Function):
-    """One link of the chain. Backward: the gradient of one parameter, at its time."""
+    """One link of the chain. Backward: the gradients of parameters that are ready together, at their time, as a layer's are."""
 
     @staticmethod
-    def forward(context: Any, token: Tensor, parameter: Tensor, played: _PlayedPass, position: int, ready_s: float) -> Tensor:
-        context.played, context.position, context.ready_s = played, position, ready_s
+    def forward(context: Any, token: Tensor, played: _PlayedPass, positions: Sequence[int], ready_s: float, *parameters: Tensor) -> Tensor:
+        context.played, context.positions, context.ready_s = played, positions, ready_s
         return token.clone()
 
     @staticmethod
     @once_differentiable
     def backward(context: Any, token: Tensor) -> tuple[Tensor | None, ...]:
-        return token, context.played.hand_out(context.position, context.ready_s), None, None, None
+        return token, None, None, None, *context.played.hand_out(context.positions, context.ready_s)
 
 
 class _End(Function):
@@ -245,10 +247,10 @@ class _End(Function):
         return None, None
 
 
-def _ready_order(names: tuple[str, ...], timetable: Timetable | None) -> tuple[tuple[int, float], ...]:
-    """(position of a parameter, ready_s), the first ready first; without a timetable in reverse definition order."""
+def _ready_order(names: tuple[str, ...], timetable: Timetable | None) -> tuple[Due, ...]:
+    """The first ready first; without a timetable one by one in reverse definition order."""
     if timetable is None:
-        return tuple((position, 0.0) for position in reversed(range(len(names))))
+        return tuple(((position,), 0.0) for position in reversed(range(len(names))))
     profiled = [name for name, _ in timetable.ready]
     if set(profiled) != set(names):
         differing = sorted(set(profiled) ^ set(names))
@@ -258,6 +260,6 @@ def _ready_order(names: tuple[str, ...], timetable: Timetable | None) -> tuple[t
     return _positions(names, timetable.ready)
 
 
-def _positions(names: tuple[str, ...], timed: tuple[tuple[str, float], ...]) -> tuple[tuple[int, float], ...]:
+def _positions(names: tuple[str, ...], timed: tuple[tuple[str, float], ...]) -> tuple[Due, ...]:
     position_of = {name: position for position, name in enumerate(names)}
-    return tuple((position_of[name], at_s) for name, at_s in timed)
+    return tuple((tuple(position_of[name] for name, _ in due), at_s) for at_s, due in groupby(timed, key=lambda entry: entry[1]))

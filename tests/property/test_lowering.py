@@ -25,6 +25,28 @@ from autotune.workload import Variable, Workload
 FREE = replace(RuntimeCosts(), **{f.name: Constant(0.0, "none") for f in fields(RuntimeCosts) if f.name not in ("threads", "payload")})
 """A runtime that costs nothing beside the network."""
 CROWDED = replace(RuntimeCosts(), hand_out_s_per_byte=Constant(1e-9, "test"))
+PRICED = replace(
+    RuntimeCosts(),
+    **{
+        name: Constant(value, "test")
+        for name, value in {
+            "hand_out_s_per_byte": 1e-9,
+            "fill_s": 1.3e-4,
+            "bucket_s": 1.3e-4,
+            "pack_s_per_byte": 5.9e-11,
+            "cast_s_per_byte": 1.1e-10,
+            "issue_s": 1e-4,
+            "lane_s": 1.3e-4,
+            "defer_s": 1.2e-4,
+            "settle_s": 2.4e-4,
+            "settle_each_s": 2e-5,
+            "settle_s_per_byte": 5e-11,
+            "write_s": 1.9e-5,
+            "unpack_s_per_byte": 6.3e-11,
+        }.items()
+    },
+)
+"""Of a test, so that a default measured anew changes no case."""
 PROBED = ("all_reduce", "push_pull", "reduce_scatter_all_gather", "reduce_scatter", "all_gather", "broadcast", "reduce")
 
 
@@ -131,6 +153,23 @@ def test_fewer_touched_rows_are_faster(sparse: SparseHandling, synchronizer: Syn
     assert few_s < some_s < all_s == step_s(40_000.0)
 
 
+@pytest.mark.parametrize("cost", ["rows_take_s_per_byte", "rows_add_s_per_byte", "rows_write_s_per_byte"])
+@pytest.mark.parametrize(
+    ("sparse", "synchronizer"),
+    [(SparseHandling.ALL_GATHER, Synchronizer.ALL_REDUCE), (SparseHandling.GATHER_SCATTER, Synchronizer.PARAMETER_SERVER)],
+)
+def test_rows_take_the_processor_for_what_is_done_with_them(sparse: SparseHandling, synchronizer: Synchronizer, cost: str) -> None:
+    shard = Shard(synchronizer, placement=0 if synchronizer is Synchronizer.PARAMETER_SERVER else None)
+    table = Variable("v", (40_000, 64), "float32", True, 0.0, 0.0, 4000.0)
+    workload = Workload("m", (table,), (), 0.0, 0.0, 0.0)
+    wanted = plan(Strategy((VariableStrategy("v", (shard,), None, sparse),)), workload, 4)
+    own_bytes, per_byte = 4000 * (4 * 64 + 4), 1e-8
+    handled = {"take": own_bytes, "add": 4 * own_bytes, "write": own_bytes * (1 - 0.9**4) / 0.1}
+    dear = replace(FREE, **{cost: Constant(per_byte, "a test")})
+    free_s, dear_s = (Lowering(workload, CLUSTERS["even"], costs).step_s(wanted) for costs in (FREE, dear))
+    assert np.isclose(dear_s - free_s, per_byte * handled[cost.split("_")[1]], rtol=1e-9)
+
+
 def one_message(primitive: Primitive, elements: int, cluster: Cluster, owner: int | None = None, cross_step: bool = False) -> tuple:
     workload = Workload("m", (Variable("v", (elements,), ready_s=0.0, needed_s=0.0),), (), 0.0, 0.0, 0.0)
     message = Message((TensorSlice("v", elements),), primitive, Compressor.NONE, "float32", owner)
@@ -194,7 +233,8 @@ def test_with_one_message_at_a_time_more_bandwidth_is_never_slower(case: tuple[W
 def test_hosts_alike_may_change_places(workload: Workload, seed: int, order: list[int]) -> None:
     cluster = CLUSTERS["even"]
     space = replace(SearchSpace.default(), min_partition_bytes=0, ring_orders=False)
-    wanted = plan(sample(workload, cluster, space, generator(seed, "test")), workload, 4)
+    drawn = plan(sample(workload, cluster, space, generator(seed, "test")), workload, 4)
+    wanted = replace(drawn, ring_order=(0, 1, 2, 3))  # as it is anyway, but then mere buckets are not for torch's reducer
     moved = replace(
         wanted,
         messages=tuple(replace(m, owner=None if m.owner is None else order[m.owner]) for m in wanted.messages),
@@ -260,5 +300,5 @@ def test_on_the_cores_of_one_machine_a_step_takes_no_less_and_no_longer_the_more
 def test_on_shared_cores_the_folded_graph_is_close_to_the_full_one(case: tuple[Workload, Cluster, Plan], cores: int) -> None:
     """What each rank does there is written down rank by rank or once for all of them, so that other work comes between or not."""
     workload, cluster, wanted = case
-    lowering = Lowering(workload, replace(cluster, machine_cores=cores), CROWDED)
+    lowering = Lowering(workload, replace(cluster, machine_cores=cores), PRICED)
     assert np.isclose(lowering.step_s(wanted), replay(lowering.period(wanted, symmetric=False)).makespan_s, rtol=0.05)

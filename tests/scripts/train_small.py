@@ -72,6 +72,7 @@ def main() -> None:
         if options.evaluate:
             with torch.no_grad():
                 wrapped(torch.randn(16, 32, generator=data))
+    del wrapped  # before its process group: torch 2.13 may wait for gloo's threads for ever where DDP is the last to let go of it
     dist.destroy_process_group()
 
 

@@ -34,7 +34,8 @@ def trial(number: int, step_s: float = 0.1, source: str = "random:lossless", ses
     steps = tuple(step_s * factor for factor in (1.0, 1.01, 0.99, 1.0))
     chosen = None if source == "reference" else strategy(number % 32)
     plan_id = None if chosen is None else plan(chosen, WORKLOAD, 2).id
-    return DatasetTrial(number, source, chosen, plan_id, Measured((steps, steps), overrun=0.01), 0.5, 1e9 + number, session)
+    measured, stolen = Measured((steps, steps), overrun=0.01), None if number % 3 else 0.25
+    return DatasetTrial(number, source, chosen, plan_id, measured, 0.5, 1e9 + number, session, stolen=stolen)
 
 
 def failed(number: int) -> DatasetTrial:
@@ -200,7 +201,7 @@ def _table(folder: Path) -> pa.Table:
 def test_foreign_tables_are_refused_though_their_sums_are_right(tmp_path: Path) -> None:
     write(tmp_path, 3)
     whole, table = (tmp_path / TABLE).read_bytes(), pa.Table.from_batches(_table(tmp_path).to_batches(), SCHEMA)
-    newer = table.replace_schema_metadata({b"autotune.dataset": b"2"})
+    newer = table.replace_schema_metadata({b"autotune.dataset": b"3"})
     numbers = pa.array([0, 1, 7], pa.int32())
     renumbered = table.set_column(0, SCHEMA.field("number"), numbers)
     neither = table.set_column(5, SCHEMA.field("step_s"), pa.nulls(3, SCHEMA.field("step_s").type))
@@ -209,8 +210,8 @@ def test_foreign_tables_are_refused_though_their_sums_are_right(tmp_path: Path) 
     cases = {
         "intact Parquet file": whole[: len(whole) // 2],
         "does not say that it is": _parquet(pa.table({"a": [1]})),
-        "reads tables of schema 1": _parquet(newer),
-        "columns of schema 1": _parquet(table.drop_columns(["load"])),
+        "reads tables of schema 1 and 2": _parquet(newer),
+        "columns of schema 2": _parquet(table.drop_columns(["load"])),
         "number its 3 trials": _parquet(renumbered.cast(SCHEMA)),
         "either step times or a failure": _parquet(neither.cast(SCHEMA)),
         "those of '9'": _parquet(other_session.cast(SCHEMA)),
@@ -220,6 +221,13 @@ def test_foreign_tables_are_refused_though_their_sums_are_right(tmp_path: Path) 
         _with_table(tmp_path, data)
         with pytest.raises(InvalidInput, match=message):
             read_domain(tmp_path)
+
+
+def test_a_table_from_before_stolen_time_was_noted_is_read(tmp_path: Path) -> None:
+    write(tmp_path, 3)
+    older = _table(tmp_path).drop_columns(["stolen"]).replace_schema_metadata({b"autotune.dataset": b"1"})
+    _with_table(tmp_path, _parquet(older))
+    assert read_domain(tmp_path).trials == tuple(replace(trial(number, source=sources(number)), stolen=None) for number in range(3))
 
 
 def test_bytes_that_were_changed_inside_a_table_are_an_error_of_ours() -> None:

@@ -66,8 +66,8 @@ def test_a_plan_that_was_measured_a_dozen_times_is_one_point_of_the_spread(domai
 
     chosen = domain.candidates[-2]
     again = [replace(chosen, number=len(domain.trials) + number, source=f"closing:{number}:a side") for number in range(12)]
-    sheet = datasheet.sheet_of(replace(domain, trials=(*domain.trials, *again)))
-    assert sheet.relative == pytest.approx(datasheet.sheet_of(domain).relative)
+    sheet = datasheet.sheet_of("small", replace(domain, trials=(*domain.trials, *again)))
+    assert sheet.relative == pytest.approx(datasheet.sheet_of("small", domain).relative)
     assert len(sheet.relative) == len({trial.plan_id for trial in domain.candidates}) and sheet.card.sources["closing"] == 12
 
 
@@ -92,3 +92,15 @@ def test_the_datasheet_is_written_twice_alike(tmp_path: Path, monkeypatch: pytes
         assert part in text
     for name in ("spread", "noise", "influence"):
         assert ET.fromstring(found[0][f"{name}.svg"]).tag.endswith("svg")
+
+
+def test_a_domain_of_two_datasets_is_told_apart_by_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "datasets"))
+    import datasheet
+
+    record(tmp_path / "trials", "small.local", 5)
+    record(tmp_path / "outcome", "small.local", 6)
+    record(tmp_path / "outcome", "other.local", 5)
+    sheets = datasheet.sheets_of([tmp_path / "trials", tmp_path / "outcome"])
+    assert [sheet.label for sheet in sheets] == ["other.local", "small.local (outcome)", "small.local (trials)"]
+    assert "over 2 domains (a model on a cluster), profiled 3 times" in " ".join(datasheet.text_of(sheets).split())

@@ -29,6 +29,16 @@ def test_a_timetable_holds_the_times_of_its_workload_in_ready_order() -> None:
     assert timetable.compute_s == pytest.approx(WORKLOAD.compute_s)
 
 
+def test_what_is_due_within_a_millisecond_has_the_time_of_the_last() -> None:
+    at_s = {"a": 0.1, "b": 0.1004, "c": 0.1009, "d": 0.1011, "e": 0.103}
+    variables = tuple(Variable(name, (2,), ready_s=s, needed_s=0.2 - s) for name, s in at_s.items())
+    timetable = timetable_of(replace(WORKLOAD, variables=variables))
+    assert timetable.ready == (("a", 0.1009), ("b", 0.1009), ("c", 0.1009), ("d", 0.1011), ("e", 0.103))
+    needed = dict(timetable.needed)
+    assert [name for name, _ in timetable.needed] == ["e", "d", "c", "b", "a"]
+    assert needed["d"] == needed["c"] == needed["b"] == 0.2 - 0.1004 and needed["a"] == 0.1 and needed["e"] == 0.2 - 0.103
+
+
 @pytest.mark.parametrize(
     ("changes", "rule"),
     [

@@ -85,8 +85,8 @@ def probed() -> Cluster:
 
 
 def test_where_the_cpu_computes_packing_delays_the_backward_pass_and_beside_an_accelerator_it_does_not() -> None:
-    slow = replace(RuntimeCosts(), fill_s=Constant(4e-3, "test"))
-    none = replace(RuntimeCosts(), fill_s=Constant(0.0, "test"))
+    slow = replace(RuntimeCosts(), bucket_s=Constant(4e-3, "test"))
+    none = replace(RuntimeCosts(), bucket_s=Constant(0.0, "test"))
     single = plan(single_bucket(workload()), workload(), 4)
     cpu = [Lowering(workload(threads=1), even(4), costs).step_s(single) for costs in (none, slow)]
     accelerator = [Lowering(workload(), even(4), costs).step_s(single) for costs in (none, slow)]
@@ -153,6 +153,42 @@ def test_a_reduce_and_its_broadcast_follow_each_other_on_lanes_of_their_own() ->
     assert graph.locks == 2
 
 
+def test_torchs_own_reducer_spends_less_on_a_gradient_than_our_hooks() -> None:
+    buckets = plan(single_bucket(workload()), workload(), 4)
+    ours = replace(buckets, ring_order=(0, 1, 2, 3))  # says nothing, but no reducer of torch's is told so
+    by_hooks = replace(RuntimeCosts(), fill_s=Constant(4e-3, "test"), write_s=Constant(1e-3, "test"))
+    by_torch = replace(RuntimeCosts(), bucket_s=Constant(4e-3, "test"))
+
+    def more_s(wanted: Plan, costs: RuntimeCosts) -> float:
+        free = replace(costs, **{name: Constant(0.0, "test") for name in ("fill_s", "write_s", "bucket_s")})
+        computing = workload(threads=1)
+        return Lowering(computing, even(4), costs).step_s(wanted) - Lowering(computing, even(4), free).step_s(wanted)
+
+    assert more_s(ours, by_hooks) == pytest.approx(5 * 5e-3) and more_s(ours, by_torch) == pytest.approx(
+        5 * RuntimeCosts()["fill_s"] + 5 * RuntimeCosts()["write_s"]
+    )
+    assert more_s(buckets, by_torch) == pytest.approx(5 * 4e-3) and more_s(buckets, by_hooks) == pytest.approx(
+        5 * RuntimeCosts()["bucket_s"]
+    )
+
+
+def test_emulated_accelerators_wake_up_once_for_what_is_ready_together() -> None:
+    waking = replace(RuntimeCosts(), wake_s=Constant(2e-3, "test"))
+    none = RuntimeCosts()
+
+    def more_s(apart_s: float) -> float:
+        """Of five gradients, so long apart."""
+        base = workload(threads=1)
+        variables = tuple(replace(own, ready_s=number * apart_s) for number, own in enumerate(base.variables))
+        timed = replace(base, variables=variables)
+        single = plan(single_bucket(timed), timed, 4)
+        return Lowering(timed, even(4), waking).step_s(single) - Lowering(timed, even(4), none).step_s(single)
+
+    assert more_s(0.0015) == pytest.approx(5 * 2e-3)
+    assert more_s(0.0006) == pytest.approx(3 * 2e-3)
+    assert more_s(0.0) == pytest.approx(2e-3)
+
+
 def test_buffers_travel_before_every_forward_pass() -> None:
     cluster = probed_broadcast(0.004)
     buffered = replace(workload(), buffer_bytes=(4000, 80), buffers=7)
@@ -168,7 +204,7 @@ def probed_broadcast(seconds: float) -> Cluster:
 
 
 def test_cores_are_shared_where_ranks_are_more_than_they() -> None:
-    wanted, duties = ring(4), replace(RuntimeCosts(), fill_s=Constant(0.01, "test"))
+    wanted, duties = ring(4), replace(RuntimeCosts(), bucket_s=Constant(0.01, "test"))
     alone, roomy, crowded = (Lowering(workload(), replace(even(4), machine_cores=cores), duties).step_s(wanted) for cores in (0, 8, 2))
     assert alone == roomy, "each rank has a core for itself"
     assert crowded - alone > 4 * 0.01, "packing five gradients of 10 ms takes every rank twice as long"

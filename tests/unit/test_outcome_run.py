@@ -28,7 +28,7 @@ from autotune.tuner import contender
 from autotune.workload import Variable, Workload
 from benchmarks.outcome.figures import whole_rounds
 from benchmarks.outcome.kept import CLOSING, SWEEP, Frozen, Group, Settings, Side, read_frozen, rounds_of, write_frozen
-from benchmarks.outcome.measure import LENGTHS, _measured_again, begin_searches, measure, run
+from benchmarks.outcome.measure import FEWEST_STEPS, LENGTHS, _measured_again, begin_searches, measure, run, steps_of_block
 from benchmarks.outcome.report import section
 from benchmarks.outcome.results import last_line, row_of
 from benchmarks.outcome.rivals import DDP_BEST, DDP_DEFAULT
@@ -294,3 +294,9 @@ def test_a_side_that_is_planned_otherwise_today_is_refused_before_anything_is_me
     with pytest.raises(InvalidInput, match="the planner has changed since 'DDP, best bucket size' was frozen"):
         ran(tmp_path, world)
     assert world.trials == []
+
+
+def test_blocks_of_long_steps_have_fewer_of_them() -> None:
+    assert steps_of_block(None) == steps_of_block(0.05) == LENGTHS.timed_steps
+    assert steps_of_block(0.3) == 4
+    assert steps_of_block(2.0) == FEWEST_STEPS

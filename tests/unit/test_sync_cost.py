@@ -129,7 +129,7 @@ def test_rows_of_sparse_gradients_cost_the_rows_that_the_ranks_touch() -> None:
     gathered = replace(message(Primitive.ALL_REDUCE, sparse=SparseHandling.ALL_GATHER), slices=rows)
     served = replace(message(Primitive.PUSH_PULL, 0, sparse=SparseHandling.GATHER_SCATTER), slices=rows)
     traffic = RowTraffic(MODEL)
-    own_bytes = 100 * (4 * 1000 + 8)  # values and the row's number
+    own_bytes = 100 * (4 * 1000 + 4)  # values and the row's number
     assert traffic.sent_bytes(gathered) == traffic.sent_bytes(served) == own_bytes
     assert traffic.summed_bytes(served, 3) == pytest.approx(own_bytes * (1 - 0.9**3) / 0.1)
     costs = message_costs(plan_of(cluster, gathered, served), cluster, MODEL)
@@ -142,7 +142,7 @@ def test_all_rows_count_where_nobody_counted_them() -> None:
     served = replace(
         message(Primitive.PUSH_PULL, 0, sparse=SparseHandling.GATHER_SCATTER), slices=(TensorSlice("rows", ELEMENTS, 0, 0, 1000),)
     )
-    assert RowTraffic(unknown).sent_bytes(served) == RowTraffic(unknown).summed_bytes(served, 3) == WIRE + 8000
+    assert RowTraffic(unknown).sent_bytes(served) == RowTraffic(unknown).summed_bytes(served, 3) == WIRE + 4000
 
 
 def test_the_fitted_cost_is_offered_where_every_part_was_probed() -> None:

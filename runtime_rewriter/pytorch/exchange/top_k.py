@@ -23,7 +23,9 @@ from torch import Tensor
 
 from runtime_rewriter.pytorch.exchange.residuals import drop_non_finite_
 
-_SAMPLE = 2**16
+_SAMPLE, _STRIDE = 2**16, 16
+"""About how many elements are looked at for a first threshold, and the fewest that lie from one to the next: all others cost ten times
+as much to compare exactly as to pass by."""
 _CACHED_ELEMENTS = 2**18
 """What a CPU looks at before it goes on, so that several passes stay in the cache."""
 _BITS = {torch.float32: (torch.int32, 0x7FFFFFFF), torch.float64: (torch.int64, 0x7FFFFFFFFFFFFFFF)}
@@ -91,10 +93,7 @@ def _largest(bits: NDArray[np.signedinteger], k: int, without_sign: int) -> NDAr
 
 def _lower_bound(bits: NDArray[np.signedinteger], k: int, without_sign: int) -> int:
     """Probably at most the k-th largest magnitude: three standard deviations of the binomial count, and a few more."""
-    stride = len(bits) // _SAMPLE
-    if stride < 2:
-        return 0
-    sample = bits[::stride] & without_sign
+    sample = bits[:: max(len(bits) // _SAMPLE, _STRIDE)] & without_sign
     expected = k / len(bits) * len(sample)
     rank = math.ceil(expected + 3 * math.sqrt(expected)) + 4
     return 0 if rank >= len(sample) else int(np.partition(sample, len(sample) - rank)[len(sample) - rank])

@@ -1,0 +1,17 @@
+"""What was measured of the runtime, as the replay's constants."""
+
+from __future__ import annotations
+
+from autotune.lowering.costs import RuntimeCosts
+from benchmarks.runtime_costs import costs_of
+
+
+def test_measured_costs_replace_the_defaults_and_say_so() -> None:
+    costs = costs_of({"fill_s": 1e-3, "write_s": 2e-3, "bucket_s": 3e-3}, 4)
+    assert (costs["fill_s"], costs["write_s"], costs["bucket_s"]) == (1e-3, 2e-3, 3e-3)
+    assert "4 processes" in costs.sources["write_s"] and costs["issue_s"] == RuntimeCosts()["issue_s"]
+
+
+def test_writing_back_one_average_alone_is_not_taken_for_writing_many() -> None:
+    before = costs_of({"fill_s": 1e-3, "write_s": 2e-3}, 4)
+    assert before["fill_s"] == 1e-3 and before["write_s"] == RuntimeCosts()["write_s"]
