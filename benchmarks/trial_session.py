@@ -26,6 +26,7 @@ from autotune.dataset.folder import Description
 from autotune.dataset.trials import REFERENCE, DatasetTrial, Environment
 from autotune.dataset.writing import WORK, DomainWriter, opened
 from autotune.errors import LaunchError
+from autotune.lowering.costs import EMULATED_COSTS, RuntimeCosts
 from autotune.records import CURRENT_SETUP, Accelerators, Conditions, Network, Role, TrialRequest
 from autotune.strategy_space.plan import Plan, plan
 from autotune.strategy_space.strategy import Strategy
@@ -37,7 +38,7 @@ from runtime_rewriter.command import read_command
 from runtime_rewriter.findings import Probe, Profile
 from runtime_rewriter.world import World
 
-PROBE_S = 60.0
+PROBE_S, QUICK_PROBE_S = 60.0, 15.0
 PROBES = 3
 FOLD_EVERY = 50
 """Trials after which the table is written anew; until then they are lines of the journal."""
@@ -125,8 +126,10 @@ def told(trial: DatasetTrial) -> str:
 
 
 @contextlib.contextmanager
-def trial_session(folder: Path, setup: Setup, lengths: Lengths, say: Say, kept: Kept) -> Iterator[TrialSession]:
+def trial_session(folder: Path, setup: Setup, lengths: Lengths, say: Say, kept: Kept, quick: bool = False) -> Iterator[TrialSession]:
     """The script's ranks on a testbed, and the writer of their domain's `folder`; a new domain is profiled and probed first.
+
+    `quick`: links are probed for a quarter of a minute, and the runtime's costs are taken to be the usual ones.
 
     Raises `LaunchError` where the script does not start and `InvalidInput` where the folder cannot be written or holds trials that were
     taken under other conditions.
@@ -134,7 +137,7 @@ def trial_session(folder: Path, setup: Setup, lengths: Lengths, say: Say, kept: 
     given = read_cluster(setup.cluster_file)
     conditions = scheduled(Conditions(Network.EMULATED, setup.accelerators), given.world_size)
     with opened(folder) as writer:
-        costs = writer.described.costs if writer.described else _costs(given.world_size, setup.accelerators is Accelerators.EMULATED)
+        costs = writer.described.costs if writer.described else _costs(setup.accelerators, given.world_size, quick)
         command = read_command(["python", str(ROOT / setup.script[0]), *setup.script[1:]])
         logs = folder / WORK / "logs"
         ranks = Ranks(command, given.world_size, logs, STEP_TIMEOUT_S, START_TIMEOUT_S, _given_profile(setup, writer), probe_s=0.0)
@@ -145,7 +148,8 @@ def trial_session(folder: Path, setup: Setup, lengths: Lengths, say: Say, kept: 
             began_s = time.monotonic()
             profile = world.profile()
             if writer.described is None:
-                writer.describe(_described(world, setup, given, conditions, profile, costs, say))
+                probe_s = QUICK_PROBE_S if quick else PROBE_S
+                writer.describe(_described(world, setup, given, conditions, profile, costs, probe_s, say))
             prepared_s = time.monotonic() - began_s
             told = replace(conditions, round_robin=conditions.round_robin and world.round_robin())
             cores, machine = os.cpu_count() or 1, platform.machine()
@@ -163,27 +167,42 @@ def _given_profile(setup: Setup, writer: DomainWriter) -> Workload | None:
 
 
 def _described(
-    world: World, setup: Setup, given: Cluster, conditions: Conditions, profile: Profile, costs: dict[str, float], say: Say
+    world: World,
+    setup: Setup,
+    given: Cluster,
+    conditions: Conditions,
+    profile: Profile,
+    costs: dict[str, float],
+    probe_s: float,
+    say: Say,
 ) -> Description:
-    say(f"probing the links for {PROBE_S:.0f} s")
+    say(f"probing the links for {probe_s:.0f} s")
     computing = setup.accelerators is Accelerators.REAL
     workload = replace(profile.workload, threads=profile.workload.threads if computing else 0, model=setup.model)  # waits take no core
-    cluster, _ = measured_cluster(given, _probed(world, say, computing), datetime.now(UTC), conditions.label)
+    cluster, _ = measured_cluster(given, _probed(world, say, computing, probe_s), datetime.now(UTC), conditions.label)
     return Description(setup.name, setup.model, setup.cluster_file.stem, workload, cluster, costs, os.cpu_count() or 1, ())
 
 
-def _probed(world: World, say: Say, computing: bool) -> Probe:
+def _probed(world: World, say: Say, computing: bool, probe_s: float) -> Probe:
     """On a crowded machine a rank may fail to connect; the script is then started again."""
     for _ in range(PROBES - 1):
         try:
-            return world.probe(PROBE_S, lambda _: None, computing=computing)
+            return world.probe(probe_s, lambda _: None, computing=computing)
         except LaunchError as error:
             say(f"the probe failed, once more: {error}")
-    return world.probe(PROBE_S, lambda _: None, computing=computing)
+    return world.probe(probe_s, lambda _: None, computing=computing)
+
+
+def _costs(accelerators: Accelerators, ranks: int, quick: bool) -> dict[str, float]:
+    emulated = accelerators is Accelerators.EMULATED
+    if quick:
+        usual = EMULATED_COSTS if emulated else RuntimeCosts()
+        return {name: usual[name] for name in usual.sources}
+    return _measured_once(ranks, emulated)
 
 
 @cache
-def _costs(ranks: int, emulated: bool) -> dict[str, float]:
+def _measured_once(ranks: int, emulated: bool) -> dict[str, float]:
     """Of this machine, so once in a process."""
     return measured_costs(ranks, emulated=emulated)
 

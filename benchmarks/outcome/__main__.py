@@ -34,7 +34,7 @@ from benchmarks.retries import persevere
 from benchmarks.trial_session import Setup
 
 MARKS = (25, 50, 100, 200)
-QUICK_TRIALS = 25
+QUICK_TRIALS = 10
 
 console = Console(stderr=True, highlight=False, markup=False)
 
@@ -53,7 +53,7 @@ def read_settings(options: argparse.Namespace) -> Settings:
     rounds = options.rounds or (fewest if options.quick else Settings.rounds)
     if rounds < fewest:
         raise InvalidInput(f"--rounds must be at least {fewest} for an interval of {CONFIDENCE:.0%}, but is {rounds}")
-    return Settings(marks, rounds, 2 if options.quick else Settings.sweeps, not (options.lossless_only or options.quick), options.seed)
+    return Settings(marks, rounds, 1 if options.quick else Settings.sweeps, not (options.lossless_only or options.quick), options.seed)
 
 
 def trials_in(folder: Path) -> int:
@@ -61,9 +61,9 @@ def trials_in(folder: Path) -> int:
     return len(read_domain(folder).trials) if (folder / SUMS).exists() else 0
 
 
-def measured(setup: Setup, folder: Path, settings: Settings) -> bool:
+def measured(setup: Setup, folder: Path, settings: Settings, quick: bool) -> bool:
     """Whether the domain has all its trials."""
-    return persevere(setup.name, lambda: measure(setup, folder, settings, console.log), lambda: trials_in(folder), console.log)
+    return persevere(setup.name, lambda: measure(setup, folder, settings, console.log, quick), lambda: trials_in(folder), console.log)
 
 
 def main() -> int:
@@ -77,7 +77,7 @@ def main() -> int:
     parser.add_argument("--trials", type=int, help="budget of every search, and the last mark (default the largest of --marks)")
     parser.add_argument("--rounds", type=int, help=f"of the closing comparison (default {Settings.rounds})")
     parser.add_argument("--lossless-only", action="store_true", help="no search with lossy compressors")
-    parser.add_argument("--quick", action="store_true", help=f"{QUICK_TRIALS} trials, the fewest rounds, lossless only")
+    parser.add_argument("--quick", action="store_true", help=f"{QUICK_TRIALS} trials, a short probe, the fewest rounds, lossless only")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only-evaluate", action="store_true", help="of what lies in the folder")
     options = parser.parse_args()
@@ -91,7 +91,7 @@ def main() -> int:
         if not able.possible:
             print(able.message, file=sys.stderr)
             return 2
-        left = [name for name in options.domain if not measured(DOMAINS[name], options.folder / name, settings)]
+        left = [name for name in options.domain if not measured(DOMAINS[name], options.folder / name, settings, options.quick)]
         if left:
             console.log(f"given up: {', '.join(left)}")
     rows = [row for name in options.domain if (row := row_of(options.folder / name))]

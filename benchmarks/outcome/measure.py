@@ -56,13 +56,16 @@ MOST_INCUMBENTS = 3
 Say = Callable[[str], None]
 
 
-def measure(setup: Setup, folder: Path, settings: Settings, say: Say) -> None:
-    """Until the domain in `folder` has all its rounds; goes on where an earlier run with these settings ended. Needs root."""
+def measure(setup: Setup, folder: Path, settings: Settings, say: Say, quick: bool = False) -> None:
+    """Until the domain in `folder` has all its rounds; goes on where an earlier run with these settings ended. Needs root.
+
+    `quick`: as of a `trial_session`.
+    """
     frozen = read_frozen(folder)
     if frozen is not None and frozen.settings == settings and not missing_rounds(rounds_of(read_domain(folder).trials, CLOSING), frozen):
         say(f"{setup.name}: complete")
         return
-    with trial_session(folder, setup, LENGTHS, say, lambda trial: None) as session:
+    with trial_session(folder, setup, LENGTHS, say, lambda trial: None, quick) as session:
         run(session, settings, say)
 
 

@@ -42,12 +42,14 @@ class Job:
 
 def numbers(rank: int, batch: int, *shape: int) -> Tensor:
     """Standard normal, another draw on every rank and for every batch."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(1000 * rank + batch))
+    drawn = torch.randn(shape, generator=torch.Generator().manual_seed(1000 * rank + batch), device="cpu")
+    return drawn.to(torch.get_default_device())
 
 
 def tokens(rank: int, batch: int, count: int, *shape: int) -> Tensor:
     """Ids below `count`, another draw on every rank and for every batch."""
-    return torch.randint(0, count, shape, generator=torch.Generator().manual_seed(1000 * rank + batch))
+    drawn = torch.randint(0, count, shape, generator=torch.Generator().manual_seed(1000 * rank + batch), device="cpu")
+    return drawn.to(torch.get_default_device())
 
 
 class Tied(nn.Module):

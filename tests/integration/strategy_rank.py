@@ -313,7 +313,7 @@ def digest(found: dict[str, Tensor]) -> str:
     hashed = hashlib.sha256()
     for name, value in sorted(found.items()):  # updates that cross the step come in any order
         if not name.startswith("buffer "):
-            hashed.update(bits(value).numpy().tobytes())
+            hashed.update(bits(value).cpu().numpy().tobytes())
     return hashed.hexdigest()
 
 

@@ -1,9 +1,10 @@
-"""Real processes over gloo for the tests of the torch runtime; nothing here can hang."""
+"""Real processes over gloo, or over NCCL on one GPU, for the tests of the torch runtime; nothing here can hang."""
 
 from __future__ import annotations
 
 import multiprocessing
 import multiprocessing.context
+import os
 import socket
 import time
 import traceback
@@ -16,17 +17,28 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.one_gpu import as_hosts_of_their_own
 
-def run_world(check: Callable[..., Any], size: int, *arguments: Any, timeout_s: float = 90.0) -> list[Any]:
+INIT_TIMEOUT = timedelta(seconds=60)
+BACKEND, _, DEVICE = os.environ.get("AUTOTUNE_TEST_WORLD", "gloo:cpu").partition(":")
+"""`AUTOTUNE_TEST_WORLD=nccl:cuda pytest tests/integration` runs the tests of the torch runtime on a GPU."""
+
+
+def run_world(
+    check: Callable[..., Any], size: int, *arguments: Any, timeout_s: float = 90.0, backend: str = BACKEND, device: str = DEVICE
+) -> list[Any]:
     """`check(rank, *arguments)` in `size` processes with a default process group; what each returned, by rank.
 
-    A rank that raises fails the test with its traceback, one that ends without a word gives None.
+    A rank that raises fails the test with its traceback, one that ends without a word gives None. `device` is where tensors are made that
+    name none; on `cuda` all ranks share one GPU.
     """
     context = fork_server()
-    port = free_port()
+    # Here and not in rank 0, which may be done while another rank still asks for the last address of a process group.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=INIT_TIMEOUT)
+    where = (store.port, backend, device)
     pipes = [context.Pipe(duplex=False) for _ in range(size)]
     processes = [
-        context.Process(target=_rank_main, args=(pipes[rank][1], check, rank, size, port, arguments), daemon=True) for rank in range(size)
+        context.Process(target=_rank_main, args=(pipes[rank][1], check, rank, size, where, arguments), daemon=True) for rank in range(size)
     ]
     for process in processes:
         process.start()
@@ -63,12 +75,18 @@ def _receive(receiving: Connection, deadline: float) -> tuple[str, Any]:
     return "error", "no answer in time"
 
 
-def _rank_main(sending: Connection, check: Callable[..., Any], rank: int, size: int, port: int, arguments: tuple[Any, ...]) -> None:
+def _rank_main(
+    sending: Connection, check: Callable[..., Any], rank: int, size: int, where: tuple[int, str, str], arguments: tuple[Any, ...]
+) -> None:
+    port, backend, device = where
     warnings.simplefilter("error")
     torch.set_num_threads(1)
+    if device == "cuda":
+        _on_one_gpu(rank)
     torch.manual_seed(0)
     try:
-        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size, timeout=timedelta(seconds=60))
+        store = dist.TCPStore("127.0.0.1", port, size, is_master=False, timeout=INIT_TIMEOUT)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=INIT_TIMEOUT)
         sending.send(("ok", check(rank, *arguments)))
     except BaseException:  # noqa: BLE001 - the parent reports it
         sending.send(("error", traceback.format_exc()))
@@ -76,6 +94,14 @@ def _rank_main(sending: Connection, check: Callable[..., Any], rank: int, size: 
         sending.close()
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _on_one_gpu(rank: int) -> None:
+    """Kernels whose sums have one order, and tensors on the GPU wherever a test does not say."""
+    os.environ |= as_hosts_of_their_own(rank) | {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    torch.use_deterministic_algorithms(True)
+    torch.cuda.set_device(0)
+    torch.set_default_device("cuda")
 
 
 def free_port() -> int:

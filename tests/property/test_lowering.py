@@ -24,8 +24,7 @@ from autotune.workload import Variable, Workload
 
 FREE = replace(RuntimeCosts(), **{f.name: Constant(0.0, "none") for f in fields(RuntimeCosts) if f.name not in ("threads", "payload")})
 """A runtime that costs nothing beside the network."""
-CROWDED = replace(RuntimeCosts(), hand_out_s_per_byte=Constant(1e-9, "test"))
-PRICED = replace(
+CROWDED = replace(
     RuntimeCosts(),
     **{
         name: Constant(value, "test")
@@ -46,7 +45,7 @@ PRICED = replace(
         }.items()
     },
 )
-"""Of a test, so that a default measured anew changes no case."""
+"""Of a machine whose cores are busy, and none of the defaults: one that is measured anew changes no case."""
 PROBED = ("all_reduce", "push_pull", "reduce_scatter_all_gather", "reduce_scatter", "all_gather", "broadcast", "reduce")
 
 
@@ -285,14 +284,14 @@ def transfers(kind: Collective, members: list[int], root: int) -> list[tuple[int
 
 @settings(max_examples=40, deadline=None)
 @given(cases(), st.integers(1, 8))
-def test_on_the_cores_of_one_machine_a_step_takes_no_less_and_no_longer_the_more_there_are(
-    case: tuple[Workload, Cluster, Plan], cores: int
-) -> None:
-    """Messages one at a time: of those side by side a faster one may go ahead of what is waited for."""
+def test_on_the_cores_of_one_machine_a_step_takes_no_longer_the_more_there_are(case: tuple[Workload, Cluster, Plan], cores: int) -> None:
+    """But for a hundredth, since cores take work in order of arrival: some of a later lane may come in time to go ahead of what is waited
+    for (Graham's anomalies; 0.03 % was seen). Messages one at a time: side by side there would be many more of these.
+    """
     workload, cluster, wanted = case
     alone = replace(wanted, cross_step=True)
     few, more = (Lowering(workload, replace(cluster, machine_cores=count), CROWDED).step_s(alone) for count in (cores, 2 * cores))
-    assert few >= more - 1e-12
+    assert few >= 0.99 * more
 
 
 @settings(max_examples=30, deadline=None)
@@ -300,5 +299,5 @@ def test_on_the_cores_of_one_machine_a_step_takes_no_less_and_no_longer_the_more
 def test_on_shared_cores_the_folded_graph_is_close_to_the_full_one(case: tuple[Workload, Cluster, Plan], cores: int) -> None:
     """What each rank does there is written down rank by rank or once for all of them, so that other work comes between or not."""
     workload, cluster, wanted = case
-    lowering = Lowering(workload, replace(cluster, machine_cores=cores), PRICED)
+    lowering = Lowering(workload, replace(cluster, machine_cores=cores), CROWDED)
     assert np.isclose(lowering.step_s(wanted), replay(lowering.period(wanted, symmetric=False)).makespan_s, rtol=0.05)
