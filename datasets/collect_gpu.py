@@ -5,12 +5,12 @@ For every model:
 
 | what | where |
 |---|---|
-| step times and peak memory of the model and of its variants (precision, optimizer, recomputation, accumulation, half the batch) | `times.json` |
-| `autotune.Recorder`'s folder of the plain model, and of that under autocast, in a DDP of one rank over NCCL | `MODEL.fp32/`, `MODEL.amp_bf16/` |
+| step times and peak memory of the model and its variants (precision, optimizer, recomputation, accumulation, batch) | `times.json` |
+| `autotune.Recorder`'s folder of the plain model and under autocast, DDP of one rank over NCCL | `MODEL.fp32/`, `MODEL.amp_bf16/` |
 | the same of two ranks that share the GPU, their messages over NCCL through the loopback (`--pairs`) | `MODEL.two_ranks/` |
 
-A variant's steps are timed by CUDA events between them, without waiting for each; the plain model is measured again at the end, so that a
-GPU that changed its clock shows. Two ranks on one GPU take turns there: their traces show what is sent and when, never how fast a cluster is.
+A variant's steps are timed by CUDA events between them, without waiting for each; the plain model is measured again at the end, so that
+a GPU that changed its clock shows. Two ranks on one GPU take turns there: their traces show what is sent, never how fast a cluster is.
 """
 
 from __future__ import annotations
@@ -31,12 +31,14 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
+from rich.console import Console
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -47,6 +49,8 @@ ROOT = Path(__file__).parent.parent
 WARM_STEPS, TIMED_STEPS = 10, 40
 TRACED_STEPS = 3
 PAIR_TIMEOUT_S = 300.0
+
+console = Console(stderr=True, highlight=False, markup=False)
 
 
 @dataclass(frozen=True)
@@ -209,7 +213,7 @@ def timed(training: Training) -> dict[str, Any]:
         issued_s.append(time.perf_counter() - begun_s)
         mark.record()
     torch.cuda.synchronize()
-    step_ms = [before.elapsed_time(after) for before, after in zip(marks, marks[1:], strict=False)]
+    step_ms = [before.elapsed_time(after) for before, after in pairwise(marks)]
     low, *_, high = statistics.quantiles(step_ms, n=10)
     return {
         "step_ms": statistics.median(step_ms),
@@ -229,7 +233,7 @@ def measure(name: str, variants: Sequence[Variant]) -> list[dict[str, Any]]:
         rows.append({"model": name, "variant": asdict(variant)} | timed(training))
         del training
         _drop()
-        print(f"{name} {variant.name}: {rows[-1]['step_ms']:.2f} ms, issued in {rows[-1]['issue_ms']:.2f} ms", flush=True)
+        console.log(f"{name} {variant.name}: {rows[-1]['step_ms']:.2f} ms, issued in {rows[-1]['issue_ms']:.2f} ms")
     return rows
 
 
@@ -299,8 +303,8 @@ def card(rows: Sequence[dict[str, Any]], out: Path) -> str:
         f"{torch.__version__}, {platform.machine()} with {os.cpu_count()} cores, {datetime.now(UTC).date().isoformat()}; "
         "`python datasets/collect_gpu.py`, which says what each variant is. Random weights and inputs.",
         "",
-        f"A time is the median of {TIMED_STEPS} steps after {WARM_STEPS}, with the deciles; the last row of a model repeats its first. Where "
-        "issuing takes as long as the step the processor is the bottleneck.",
+        f"A time is the median of {TIMED_STEPS} steps after {WARM_STEPS}, with the deciles; the last row of a model repeats its first. "
+        "Where issuing takes as long as the step the processor is the bottleneck.",
         "",
         "| model | variant | batch | step (ms) | 10 % to 90 % | issued in (ms) | peak memory (MB) |",
         "|---|---|---|---|---|---|---|",
@@ -312,8 +316,8 @@ def card(rows: Sequence[dict[str, Any]], out: Path) -> str:
     folders = sorted(path.name for path in out.iterdir() if path.is_dir())
     lines += [
         "",
-        f"Traces ({TRACED_STEPS} steps, with shapes): {', '.join(folders) or 'none'}. `two_ranks` are two processes that share the GPU: NCCL's "
-        "messages go through the loopback's sockets and the ranks take turns, so their times are no cluster's.",
+        f"Traces ({TRACED_STEPS} steps, with shapes): {', '.join(folders) or 'none'}. `two_ranks` are two processes that share the GPU: "
+        "NCCL's messages go through the loopback's sockets and the ranks take turns, so their times are no cluster's.",
         "",
         "Licence: CC-BY-4.0.",
     ]
