@@ -42,10 +42,12 @@ from rich.console import Console
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 import autotune
 from benchmarks.one_gpu import as_hosts_of_their_own
+from benchmarks.testbed_processes import ROOT
 
-ROOT = Path(__file__).parent.parent
 WARM_STEPS, TIMED_STEPS = 10, 40
 TRACED_STEPS = 3
 PAIR_TIMEOUT_S = 300.0
