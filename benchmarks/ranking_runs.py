@@ -195,7 +195,8 @@ def _transfers(points: Sequence[Point], parts: Sequence[Parts], held_out: HeldOu
     """Zero-shot, and where asked with own trials behind it. Domains that have the same sources share their simulators."""
     by_sources: dict[tuple[int, ...], list[Parts]] = {}
     for own in parts:
-        sources = sources_for(points, own.domain, held_out, study.source_plans)
+        tested = np.concatenate([other.test for other in parts if other is own or _share_sources(points, own, other, held_out)])
+        sources = sources_for(points, own.domain, held_out, study.source_plans, tested)
         if len(sources) >= 2:
             by_sources.setdefault(tuple(sources.tolist()), []).append(own)
     found = []
@@ -210,6 +211,11 @@ def _transfers(points: Sequence[Point], parts: Sequence[Parts], held_out: HeldOu
                 if study.tuned_from == held_out:
                     found += _tuned(points, own, sources, held_out, variant, simulator, trainer)
     return found
+
+
+def _share_sources(points: Sequence[Point], own: Parts, other: Parts, held_out: HeldOut) -> bool:
+    """All domains of a held-out cluster are tested with one simulator: it has seen the test part of none."""
+    return held_out is HeldOut.CLUSTER and points[own.test[0]].cluster == points[other.test[0]].cluster
 
 
 def _tuned(

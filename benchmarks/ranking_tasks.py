@@ -4,7 +4,8 @@
 |---|---|
 | n | points (`ranking_trials.Point`), given in one sequence; parts are indices into it |
 
-- A plan that was measured twice in a domain lies on one side, whatever campaign it is from.
+- A plan that was measured twice in a domain lies on one side, whatever campaign it is from; one that is tested is in no source, though it
+  was measured on other clusters too. (A plan's id tells its model.)
 - The test part depends on the domain and the seed alone: every ranker, training size and kind of transfer is tested on the same
   strategies. The parts of successive seeds do not overlap as long as the domain's plans last.
 - Smaller training parts are subsets of larger ones.
@@ -64,15 +65,19 @@ def parts_of(points: Sequence[Point], domain: str, seed: int, sizes: Sequence[in
     return Parts(domain, seed, _members(points, domain, chosen), {size: _members(points, domain, set(left[:size])) for size in used})
 
 
-def sources_for(points: Sequence[Point], domain: str, held_out: HeldOut, most_plans: int | None) -> Indices:
-    """Points of other domains, at most so many plans of each, the same ones whichever domain is held out. May be none."""
+def sources_for(points: Sequence[Point], domain: str, held_out: HeldOut, most_plans: int | None, tested: Indices) -> Indices:
+    """Points of other domains, at most so many plans of each, the same ones whichever domain is held out. May be none.
+
+    Without plans of the parts `tested`, which the same model may have been measured with on other clusters.
+    """
+    hidden = {points[index].plan_id for index in tested}
     target = next(point for point in points if point.domain == domain)
     kept = []
     for name, plans in plans_by_domain(points).items():
         source = next(point for point in points if point.domain == name)
         if not _seen(source, target, held_out):
             mixed = generator(0, "sources", name).permutation(len(plans))[:most_plans]
-            kept.append(_members(points, name, {plans[index] for index in mixed}))
+            kept.append(_members(points, name, {plans[index] for index in mixed} - hidden))
     return np.sort(np.concatenate(kept)) if kept else np.zeros(0, dtype=np.int64)
 
 
@@ -84,6 +89,7 @@ def assert_no_leak(points: Sequence[Point], sources: Indices, own: Indices, test
     [domain] = {points[index].domain for index in test}
     assert all(points[index].domain == domain for index in own), "an own training part holds another domain's trials"
     target = points[test[0]]
+    assert not {plan for _, plan in tested} & {points[index].plan_id for index in sources}, "a tested plan is among the sources"
     for source in (points[index] for index in sources):
         assert held_out is not None and not _seen(source, target, held_out), f"the held-out {held_out} is among the sources"
 

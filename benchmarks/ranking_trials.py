@@ -172,7 +172,7 @@ def _points(campaign: Campaign, name: str, replayed: ReplayedTimes) -> list[Poin
     points = []
     for plan_id, (strategy, enacted) in first.items():
         features = replace(campaign.extractor.features(strategy, enacted), replayed_step_s=step_s(enacted))
-        example = Example(features, statistics.median(times_s[plan_id]), name)
+        example = Example(features, statistics.median(times_s[plan_id]), name, group=plan_id)
         points.append(Point(example, campaign.domain, campaign.model, workload.id, campaign.cluster_name, plan_id))
     return points
 

@@ -330,6 +330,7 @@ def hooks(count: int, way: Way) -> dict[str, float]:
         found["hand_out_s_per_byte"] = (large.backward_s - apart.backward_s) * per_byte
         at_once = spent(count, few, False, replace(way, pause_s=0.0), None)
         found["wake_s"] = (together.backward_s - at_once.backward_s) / count
+        found["real_update"] = 0.0
         found["fill_s"] -= found["wake_s"]
         found["settle_each_s"] -= found["wake_s"]
     return {name: max(value, 0.0) for name, value in found.items()}
@@ -379,9 +380,17 @@ def measured_costs(ranks: int, emulated: bool = False, pause_s: float = PAUSE_S)
 
 
 def costs_of(measured: Mapping[str, float], ranks: int) -> RuntimeCosts:
-    """Of what `measured_costs` has found. Before it knew `bucket_s`, its `write_s` was that of an average written alone."""
+    """Of what `measured_costs` has found.
+
+    Before it knew `bucket_s`, its `write_s` was that of an average written alone, and `fill_s` held what emulated accelerators took to wake
+    up for a gradient, whoever sent it. Before it said `real_update`, ranks with emulated accelerators updated for real.
+    """
     source = f"measured by benchmarks.runtime_costs, {ranks} processes at once on the machine of the ranks"
-    used = measured if "bucket_s" in measured else {name: value for name, value in measured.items() if name != "write_s"}
+    used = dict(measured)
+    if "bucket_s" not in measured:
+        used.pop("write_s", None)
+        used |= {"bucket_s": measured["fill_s"]} if "fill_s" in measured else {}
+    used.setdefault("real_update", 1.0)
     return replace(RuntimeCosts(), **{name: Constant(value, source) for name, value in used.items()})
 
 

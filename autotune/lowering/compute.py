@@ -73,6 +73,7 @@ class Duties:
     settle_each_s: FloatArray
     defer_s: float
     buffers_s: float
+    update_s: float  # of the host's own: what is left of the update for it
     issued_at: Numbers  # (M,), backward position whose gradient lets the message go
 
     @staticmethod
@@ -105,6 +106,7 @@ class Duties:
             costs["settle_each_s"] + costs["wake_s"] * passes.wakes_read + costs["settle_s_per_byte"] * passes.grad_bytes,
             costs["defer_s"] * count,
             costs["buffer_s"] * passes.workload.buffers,
+            costs["real_update"] * passes.workload.update_s,
             np.maximum.accumulate(members.last),
         )
 
@@ -204,7 +206,7 @@ class Worker:
         update_s = self._passes.workload.update_s
         self._computed = self._op("update", self._device, update_s, Kind.UPDATE, (written,))
         if self._updates_for_real:
-            real = self._op("real update", self._host, update_s, Kind.UPDATE, (written,))
+            real = self._op("real update", self._host, self._duties.update_s, Kind.UPDATE, (written,))
             self._computed = self._op("updated", NONE, 0.0, Kind.VIRTUAL, (self._computed, real))
         self._done = self._computed
         return self._computed
@@ -217,8 +219,8 @@ class Worker:
 
     @property
     def _updates_for_real(self) -> bool:
-        """Of emulated accelerators the update is real, and all ranks that share the cores make it."""
-        return self._cores != NONE and self._passes.workload.device == "cpu"
+        """Emulated accelerators whose host updates, too, as all ranks that share the cores do (until 2026-11-22)."""
+        return self._cores != NONE and self._passes.workload.device == "cpu" and self._duties.update_s > 0
 
     def forward_waiting(self, members: Members, ends: Numbers) -> tuple[int, int]:
         """The pass reads each variable once its messages are in, from `ends` (M,); its last ops. Behind `defer`.
@@ -272,7 +274,7 @@ class Worker:
         count = int(members.message.max()) + 1
         each_s = self._duties.settle_each_s
         if self._updates_for_real:
-            each_s = each_s + self._passes.workload.update_s * elements / elements.sum()
+            each_s = each_s + self._duties.update_s * elements / elements.sum()
         weights = share * each_s[members.variable]
         return self._duties.settle_s + np.bincount(members.message, weights=weights, minlength=count).astype(np.float64)
 

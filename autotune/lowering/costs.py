@@ -33,6 +33,7 @@ class RuntimeCosts:
     | name | what | unit |
     |---|---|---|
     | `wake_s` | emulated accelerators: waking up for gradients, or reads, that are due together; 0 where they are real | s |
+    | `real_update` | of emulated accelerators' update time, how much the host takes for one of its own | - |
     | `fill_s` | the hook of one gradient, and packing it but for its bytes | s |
     | `bucket_s` | the same and writing back, in a plan of mere buckets, which torch's own reducer carries out | s |
     | `hand_out_s_per_byte` | emulated accelerators: a fresh copy of the recorded gradient; 0 where they are real | s/B |
@@ -60,6 +61,7 @@ class RuntimeCosts:
     """
 
     wake_s: Constant = Constant(0.0, "accelerators are not emulated")
+    real_update: Constant = Constant(0.0, "runtime_rewriter.pytorch.emulation: optimizers find no gradients")
     fill_s: Constant = Constant(2.8e-05, _HERE)
     bucket_s: Constant = Constant(1.3e-05, _HERE)
     hand_out_s_per_byte: Constant = Constant(0.0, "accelerators are not emulated")

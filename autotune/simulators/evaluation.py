@@ -11,8 +11,10 @@ All figures compare strategies of one domain (workload and cluster) and, with cr
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from statistics import NormalDist
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -29,14 +31,20 @@ RANDOM = "random"
 UNLEARNED = (ANALYTIC, PAPER, REPLAY, RANDOM)
 
 _SMALLEST_TEST = 2  # fewer points form no pair
-_ENOUGH_PAIRS = 30  # with 30 independent pairs the standard error of an accuracy near 0.8 is 0.07
+_ENOUGH_PAIRS = 30  # fewer may agree by chance, and their scatter then says nothing
+_RISK = 0.2
+"""How often, at most, a simulator may rank by luck where none is better than the replay."""
 
 Split = tuple[NDArray[np.int64], NDArray[np.int64]]
 
 
 @dataclass(frozen=True)
 class RankingQuality:
-    """Held-out quality of one ranker: means over all test parts, weighted by their pairs (accuracy) or points (the rest)."""
+    """Held-out quality of one ranker: means over all test parts, weighted by their pairs (accuracy) or points (the rest).
+
+    `gain`: its pairwise accuracy less that of the replay (of the analytic ranker, without one) on the same pairs; `gain_error`: the
+    standard error of that. None where it is not a simulator's, or cannot be told.
+    """
 
     __pydantic_config__ = {"extra": "forbid"}
 
@@ -47,6 +55,8 @@ class RankingQuality:
     regret_top_5: float
     pairs: int
     points: int
+    gain: float | None = None
+    gain_error: float | None = None
 
 
 @dataclass(frozen=True)
@@ -70,7 +80,7 @@ def pairwise_accuracy(predicted: ArrayLike, measured: ArrayLike, tie_band: float
     faster, slower = ordered_pairs(measured, tie_band)
     if len(faster) == 0:
         return 0.5
-    return float(np.mean((guess[faster] < guess[slower]) + 0.5 * (guess[faster] == guess[slower])))
+    return float(np.mean(_in_order(guess, faster, slower)))
 
 
 def kendall_tau(predicted: ArrayLike, measured: ArrayLike) -> float:
@@ -92,13 +102,22 @@ def best_of_top_k_regret(predicted: ArrayLike, measured: ArrayLike, k: int) -> f
 
 
 def k_fold(examples: Sequence[Example], folds: int, seed: int) -> list[Split]:
-    """(training, test) indices of every fold; each domain is spread evenly over the folds."""
+    """(training, test) indices of every fold; each domain is spread evenly over the folds, and no group lies in two."""
     if not 2 <= folds <= len(examples):
         raise InvalidInput(f"cross-validation of {len(examples)} examples needs 2 to {len(examples)} folds, but got {folds}")
-    fold_of = np.zeros(len(examples), dtype=np.int64)
+    group_of = groups(examples)
+    folds_of: dict[str, int] = {}
     for members in _by_domain(examples):
-        fold_of[generator(seed, "folds", examples[members[0]].domain).permutation(members)] = np.arange(len(members)) % folds
+        mixed = generator(seed, "folds", examples[members[0]].domain).permutation(members)
+        new = dict.fromkeys(group_of[index] for index in mixed if group_of[index] not in folds_of)
+        folds_of |= {group: place % folds for place, group in enumerate(new)}
+    fold_of = np.array([folds_of[group] for group in group_of], dtype=np.int64)
     return [(np.flatnonzero(fold_of != fold), np.flatnonzero(fold_of == fold)) for fold in range(folds) if (fold_of == fold).any()]
+
+
+def groups(examples: Sequence[Example]) -> list[str]:
+    """The group of every example."""
+    return [example.group or f"#{index}" for index, example in enumerate(examples)]
 
 
 def unlearned_step_s(ranker: str, features: Sequence[StrategyFeatures], draw: np.random.Generator) -> FloatArray:
@@ -133,11 +152,17 @@ def evaluate(
             simulator.fit([examples[index] for index in training], seed + number)
             predictions.setdefault(name, []).append(simulator.predict_step_s(features))
     tests = [test for _, test in splits]
-    return [_quality(name, examples, tests, guesses, tie_band) for name, guesses in predictions.items()]
+    found = [_quality(name, examples, tests, guesses, tie_band) for name, guesses in predictions.items()]
+    plain = predictions[REPLAY if replayed else ANALYTIC]
+    return [own if own.ranker in UNLEARNED else _with_gain(own, examples, tests, predictions[own.ranker], plain, tie_band) for own in found]
 
 
 def choose_ranker(qualities: Sequence[RankingQuality]) -> RankerChoice:
-    """The most accurate simulator if it beats the replay (the analytic ranker, without one) on held-out data, else that."""
+    """The simulator that beats the replay (the analytic ranker, without one) most surely on held-out data, else that.
+
+    The best of several on few pairs looks better than it is. So one has to be ahead by z standard errors: with z = Phi^-1(1 - 0.2 / K) none
+    of K simulators that are no better than the replay is chosen more often than once in five looks (Bonferroni).
+    """
     known = {quality.ranker: quality for quality in qualities}
     if ANALYTIC not in known:
         raise InvalidInput(f"the choice of a ranker needs the quality of {ANALYTIC!r}, but has only {', '.join(known) or 'none'}")
@@ -146,16 +171,25 @@ def choose_ranker(qualities: Sequence[RankingQuality]) -> RankerChoice:
     learned = [quality for quality in qualities if quality.ranker not in UNLEARNED]
     if not learned:
         return RankerChoice(plain.ranker, f"{called} ranks: no simulator was trained")
-    best = max(learned, key=lambda quality: (quality.pairwise_accuracy, quality.kendall_tau))
+    z = NormalDist().inv_cdf(1 - _RISK / len(learned))
+    best = max(learned, key=lambda quality: (_surely_gained(quality, z), quality.pairwise_accuracy, quality.kendall_tau))
     figures = (
         f"on {best.pairs} held-out pairs the {best.ranker} simulator orders {best.pairwise_accuracy:.1%} correctly "
         f"and {called} {plain.pairwise_accuracy:.1%}"
     )
     if best.pairs < _ENOUGH_PAIRS:
         return RankerChoice(plain.ranker, f"{called} ranks: {figures}, but fewer than {_ENOUGH_PAIRS} pairs say little")
-    if best.pairwise_accuracy > plain.pairwise_accuracy:
+    if _surely_gained(best, z) > 0:
         return RankerChoice(best.ranker, f"the {best.ranker} simulator ranks: {figures}")
+    if best.pairwise_accuracy > plain.pairwise_accuracy:
+        return RankerChoice(plain.ranker, f"{called} ranks: {figures}, which may be luck")
     return RankerChoice(plain.ranker, f"{called} ranks: {figures}")
+
+
+def _surely_gained(quality: RankingQuality, z: float) -> float:
+    if quality.gain is None or quality.gain_error is None:
+        return -math.inf
+    return quality.gain - z * quality.gain_error
 
 
 def plain_name(ranker: str) -> str:
@@ -192,6 +226,45 @@ def _quality(
     accuracy = float(np.average(table[:, 2], weights=pairs)) if pairs.sum() > 0 else 0.5
     tau, regret_1, regret_5 = np.average(table[:, 3:], axis=0, weights=points).tolist()
     return RankingQuality(name, accuracy, tau, regret_1, regret_5, int(pairs.sum()), int(points.sum()))
+
+
+def _with_gain(
+    quality: RankingQuality,
+    examples: Sequence[Example],
+    tests: Sequence[NDArray[np.int64]],
+    guesses: Sequence[FloatArray],
+    plain: Sequence[FloatArray],
+    tie_band: float,
+) -> RankingQuality:
+    """With the gain over `plain` and its standard error.
+
+    Pairs share strategies, so strategies are left out one by one (jackknife); folds share what they learned from, which makes the variance
+    larger by 1 + k / (k - 1) (Nadeau and Bengio, Inference for the Generalization Error, 2003).
+    """
+    gained, pairs = np.zeros(len(examples)), np.zeros(len(examples))
+    total = count = 0.0
+    for test, guess, other in zip(tests, guesses, plain, strict=True):
+        for members in _by_domain([examples[index] for index in test]):
+            faster, slower = ordered_pairs([examples[index].step_s for index in test[members]], tie_band)
+            better = _in_order(guess[members], faster, slower) - _in_order(other[members], faster, slower)
+            for side in (test[members][faster], test[members][slower]):
+                np.add.at(gained, side, better)
+                np.add.at(pairs, side, 1.0)
+            total, count = total + float(better.sum()), count + len(better)
+    there = pairs > 0
+    if not there.any() or float((count - pairs[there]).min()) <= 0:
+        return quality
+    without = (total - gained[there]) / (count - pairs[there])
+    variance = (len(without) - 1) * float(np.var(without))
+    folds = len(tests)
+    error = math.sqrt(variance * (1 + folds / (folds - 1) if folds > 1 else 1.0))
+    return replace(quality, gain=total / count, gain_error=error)
+
+
+def _in_order(guess: FloatArray, faster: NDArray[np.int64], slower: NDArray[np.int64]) -> FloatArray:
+    """Of every pair: 1 if predicted as measured, half for a tie."""
+    found: FloatArray = (guess[faster] < guess[slower]) + 0.5 * (guess[faster] == guess[slower])
+    return found
 
 
 def _by_domain(examples: Sequence[Example]) -> list[NDArray[np.int64]]:

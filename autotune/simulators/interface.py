@@ -18,11 +18,15 @@ FloatArray = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Example:
-    """One measured strategy. `domain` names the workload and the cluster; only examples of one domain are compared."""
+    """One measured strategy. `domain` names the workload and the cluster; only examples of one domain are compared.
+
+    Examples of one `group`, the plan, lie on one side of every split, whatever domains they are of; "" is a group of its own.
+    """
 
     features: StrategyFeatures
     step_s: float
     domain: str
+    group: str = ""
 
     def __post_init__(self) -> None:
         if not 0 < self.step_s < float("inf"):

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from autotune.errors import InvalidInput
 from autotune.rng import generator
+from autotune.simulators.evaluation import groups
 from autotune.simulators.interface import Example, FitReport
 
 
@@ -94,17 +95,21 @@ def torch_threads(count: int | None) -> Iterator[None]:
 
 
 def split_off_validation(examples: Sequence[Example], share: float, seed: int) -> tuple[list[int], list[int]]:
-    """(training, validation) indices, drawn within each domain; no validation part where it would be too small."""
-    training: list[int] = []
-    validation: list[int] = []
+    """(training, validation) indices, drawn within each domain; no validation part where it would be too small.
+
+    A group that is in several domains goes where the first of them has put it.
+    """
+    group_of, is_held = groups(examples), dict[str, bool]()
     for domain in sorted({example.domain for example in examples}):
         members = np.flatnonzero([example.domain == domain for example in examples])
         held = round(share * len(members))
         held = held if held >= _SMALLEST_VALIDATION else 0
         mixed = generator(seed, "validation", domain).permutation(members).tolist()
-        validation += mixed[:held]
-        training += mixed[held:]
-    return sorted(training), sorted(validation)
+        new = list(dict.fromkeys(group_of[index] for index in mixed if group_of[index] not in is_held))
+        held -= sum(is_held.get(group_of[index], False) for index in mixed)
+        is_held |= {group: place < held for place, group in enumerate(new)}
+    validation = [index for index, group in enumerate(group_of) if is_held[group]]
+    return [index for index, group in enumerate(group_of) if not is_held[group]], validation
 
 
 def pairwise_ranking_loss(scores: Tensor, log_measured: Tensor, tie_band: float) -> Tensor | None:

@@ -69,7 +69,7 @@ def measured(setup: Setup, folder: Path, settings: Settings, quick: bool) -> boo
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--folder", type=Path, default=Path("outcome-trials"), help="of the dataset that the trials become (default outcome-trials)"
+        "--folder", type=Path, help="of the dataset that the trials become (default outcome-trials, with --quick quick-outcome-trials)"
     )
     own = f"of {', '.join(DOMAINS)} (default all)"
     parser.add_argument("--domain", nargs="+", default=list(DOMAINS), choices=list(DOMAINS), metavar="MODEL.CLUSTER", help=own)
@@ -81,6 +81,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only-evaluate", action="store_true", help="of what lies in the folder")
     options = parser.parse_args()
+    # What a quick run has probed is not what a whole one is judged by.
+    options.folder = options.folder or Path("quick-outcome-trials" if options.quick else "outcome-trials")
     try:
         settings = read_settings(options)
     except InvalidInput as error:

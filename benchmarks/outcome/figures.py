@@ -3,15 +3,17 @@
 A ratio is time(rival) / time(ours): above 1 ours is faster. It is the Hodges-Lehmann estimate over the rounds with the exact interval of
 the signed-rank test, both on logarithms (`autotune.measurement.compare`).
 
-The best of several sides is chosen on one half of the rounds and compared on the other, and the other way round, so that neither the
-luck that made it the best nor a bad day of one side counts.
+Of several rivals the one counts that leaves ours the least, by all rounds: the luck of the best of many is then on their side. The lower
+limit is the lowest of all of them: whichever rival is really the best, its own interval reaches at least as low, so the limit holds as
+often as one interval's. The upper one is that of the named rival.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 from autotune.dataset.trials import DatasetTrial
@@ -22,19 +24,21 @@ from benchmarks.outcome.kept import Side, Stop, key_of
 
 Round = Mapping[str, Measured]
 """Plan -> its block of this round."""
+FAILURES = 2
+"""After so many a side is left out: one may be the machine's."""
 WITHIN = 0.02
 """How near to the best known counts as having found it."""
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """time(rival) / time(ours); `rivals`: the sides that were the best of the two halves of the rounds."""
+    """time(rival) / time(ours); `rival`: the side that was the best of them."""
 
     value: float
     low: float
     high: float
     rounds: int
-    rivals: tuple[str, ...]
+    rival: str
 
 
 def geomean(values: Sequence[float]) -> float:
@@ -45,12 +49,14 @@ def geomean(values: Sequence[float]) -> float:
 
 
 def failures_of(rounds: Mapping[int, Sequence[DatasetTrial]]) -> dict[str, str]:
-    """Plan -> why it failed, for those that ever did, but for the current setup: a round without it is made again."""
-    return {key_of(trial): trial.failure for own in rounds.values() for trial in own if trial.failure and trial.strategy is not None}
+    """Plan -> why it failed, for those that did `FAILURES` times, but for the current setup: a round without it is made again."""
+    failed = [trial for own in rounds.values() for trial in own if trial.failure and trial.strategy is not None]
+    times = Counter(key_of(trial) for trial in failed)
+    return {key_of(trial): trial.failure for trial in failed if times[key_of(trial)] >= FAILURES}
 
 
 def whole_rounds(rounds: Mapping[int, Sequence[DatasetTrial]], sides: Sequence[Side]) -> list[Round]:
-    """The rounds (`kept.rounds_of`) in which every side was measured; sides that ever failed are not waited for."""
+    """The rounds (`kept.rounds_of`) in which every side was measured; sides that are left out are not waited for."""
     wanted = {side.plan for side in sides} - failures_of(rounds).keys()
     found = ({key_of(trial): trial.outcome for trial in own if isinstance(trial.outcome, Measured)} for own in rounds.values())
     kept = ({key: outcome for key, outcome in own.items() if key in wanted} for own in found)
@@ -75,28 +81,27 @@ def median_s(rounds: Sequence[Round], key: str) -> float:
 
 
 def ratio_to_best(rounds: Sequence[Round], rivals: Sequence[Side], ours: str, confidence: float = CONFIDENCE) -> Ratio:
-    """Of the best rival to the plan `ours`; see the head of this module. Sides that failed, and so are in no round, are left out."""
+    """Of the best rival to the plan `ours`; see the head of this module. Sides that are in no round are left out."""
     if len(rounds) < fewest_values(confidence):
         raise InvalidInput(
             f"an interval of {confidence:.0%} needs at least {fewest_values(confidence)} whole rounds, but there are {len(rounds)}"
         )
+    mine = [measured[ours] for measured in rounds]
     there = [side for side in rivals if side.plan in rounds[0]]
-    halves = rounds[0::2], rounds[1::2]
-    chosen = [min(there, key=lambda side: median_s(half, side.plan)) for half in reversed(halves)]
-    theirs = [measured[side.plan] for half, side in zip(halves, chosen, strict=True) for measured in half]
-    mine = [measured[ours] for half in halves for measured in half]
-    return _ratio(compare(theirs, mine, confidence), tuple(dict.fromkeys(side.name for side in chosen)))
+    found = [_ratio(compare([measured[side.plan] for measured in rounds], mine, confidence), side.name) for side in there]
+    best = min(found, key=lambda ratio: ratio.value)
+    return replace(best, low=min(ratio.low for ratio in found))
 
 
 def ratio_to_bound(rounds: Sequence[Round], ours: str, bound_s: float, confidence: float = CONFIDENCE) -> Ratio:
     """time(ours) / bound, at or above 1 but for errors of the fitted rate."""
     bound = Measured(((bound_s,),))
     found = compare([measured[ours] for measured in rounds], [bound] * len(rounds), confidence)
-    return _ratio(found, ("bound",))
+    return _ratio(found, "bound")
 
 
-def _ratio(found: Comparison, names: tuple[str, ...]) -> Ratio:
-    return Ratio(found.ratio, found.low, found.high, found.pairs, names)
+def _ratio(found: Comparison, name: str) -> Ratio:
+    return Ratio(found.ratio, found.low, found.high, found.pairs, name)
 
 
 def first_within(stops: Sequence[Stop], times_s: Mapping[str, float], best_s: float, within: float = WITHIN) -> Stop | None:

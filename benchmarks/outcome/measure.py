@@ -96,6 +96,11 @@ def begin_searches(session: TrialSession, store: Store, settings: Settings) -> d
     base = replace(job_spec(session), max_trials=settings.marks[-1], most_steps=MOST_STEPS, seed=settings.seed)
     specs = {job: replace(base, search=search, lossy=lossy) for job, (search, lossy) in wanted.items()}
     there = {job.id for job in store.jobs()} & specs.keys()
+    seeds = {store.job(job).seed for job in there} - {settings.seed}
+    if seeds:
+        raise InvalidInput(
+            f"the searches of {session.writer.folder} have seed {seeds.pop()}, but --seed is {settings.seed}; use another --folder"
+        )
     prepared_s = next((events[0].elapsed_s for job in there if (events := store.history(job).events)), session.prepared_s)
     for job, spec in specs.items():
         begin_job(session, store, job, spec, prepared_s)

@@ -13,8 +13,9 @@ HEAD = """## What tuning is worth beside every rival
 
 `{command}`, {date}, {cores} cores, {machine}. Emulated network with real transfers, emulated accelerators: timed waits, of assumed times
 for the generated models and of measured ones for the GPT example. Ratios are time(rival) / time(ours): above 1 ours is faster; 95 %
-intervals over the rounds. DDP: the better of torch's default and its best bucket size of a sweep; this, and the best of all rivals, is
-chosen on one half of the rounds and compared on the other. Ours is what the tuner would compare with the current setup, exported or not.
+intervals over the rounds of what was found by one search of each kind. DDP: the better of torch's default and its best bucket size of a
+sweep. Of several rivals the best one by all rounds counts, and the lowest of their lower limits. Ours is what the tuner would compare with
+the current setup, exported or not.
 """
 
 
@@ -39,8 +40,8 @@ def _overview(rows: Sequence[Row]) -> str:
         last = row.lossless.last
         lossy = _interval(row.lossy.last.today) if row.lossy is not None else "not tried"
         cells = (
-            *(row.domain, f"{last.trials}", _interval(last.today), _interval(last.best), " / ".join(last.best.rivals)),
-            *(f"{row.gap.value - 1:.1%}", _near(row.lossless), lossy),
+            *(row.domain, f"{last.trials}", _interval(last.today), _interval(last.best), last.best.rival),
+            *(f"{row.gap.value - 1:.1%} ({row.gap.low - 1:.1%} to {row.gap.high - 1:.1%})", _near(row.lossless), lossy),
         )
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"

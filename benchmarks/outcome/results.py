@@ -205,6 +205,8 @@ def _data(row: Row) -> dict[str, Any]:
         "lossy_allowed": _outcome_data(row.lossy) if row.lossy is not None else None,
         "bound_s": row.bound_s,
         "bound_gap": row.gap.value - 1,
+        "bound_gap_low": row.gap.low - 1,
+        "bound_gap_high": row.gap.high - 1,
         "overrun": row.overrun,
         "load": row.load,
         "stolen": row.stolen,
@@ -216,7 +218,7 @@ def _data(row: Row) -> dict[str, Any]:
 
 def _outcome_data(outcome: Outcome) -> dict[str, Any]:
     def interval(ratio: Ratio) -> dict[str, Any]:
-        return {"ratio": ratio.value, "low": ratio.low, "high": ratio.high, "rivals": list(ratio.rivals)}
+        return {"ratio": ratio.value, "low": ratio.low, "high": ratio.high, "rival": ratio.rival}
 
     marks = {at.asked: {"step_s": at.step_s, "today": interval(at.today), "best": interval(at.best)} for at in outcome.marks}
     near = None if outcome.near is None else {"trials": outcome.near.trials, "seconds": outcome.near.seconds}

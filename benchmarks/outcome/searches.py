@@ -65,7 +65,8 @@ def searched(job: str, spec: JobSpec, store: Store, session: TrialSession, marks
         if chosen is not None:
             at[mark] = looked.proposals[chosen].strategy
             say(f"{job} after {mark} trials: {looked.measured_s[chosen] * 1e3:.1f} ms ({looked.proposals[chosen].origin})")
-    return Searched(at, trials_at, seconds_at, near_the_last(history, incumbents(history)))
+    within = _until_over(replace(spec, max_trials=marks[-1]), history)
+    return Searched(at, trials_at, seconds_at, near_the_last(within, incumbents(within)))
 
 
 def _until_over(spec: JobSpec, history: History) -> History:

@@ -114,7 +114,7 @@ def agree(ranks: Ranks, plan: Plan | None, error: AutotuneError | None, byte_sca
     """
     number = int(plan.id.rpartition("-")[2], 16) if plan is not None and error is None else 0
     held = [*([-1, -1] if plan is None else [number >> 32, number & _MASK]), *struct.unpack("<II", struct.pack("<d", byte_scale))]
-    words = torch.tensor([int(error is not None), *held, *(-word for word in held)], dtype=torch.int64)
+    words = torch.tensor([int(error is not None), *held, *(-word for word in held)], dtype=torch.int64, device="cpu")
     try:
         dist.all_reduce(words, op=dist.ReduceOp.MAX, group=ranks.control)
         failed, *largest = words.tolist()

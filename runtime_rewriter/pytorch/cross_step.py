@@ -67,6 +67,9 @@ class CrossStep:
         self._position_of = {id(parameter): position for position, parameter in enumerate(parameters)}
         self._pending: dict[int, _Pending] = {}
         self._stashed: set[int] = set()  # gradients that a running step() must not see
+        self._withheld: dict[int, Tensor] = {}  # from a running step(), since somebody else makes its update
+        self.updates_played = False
+        """What stands for the computation stands for the updates, too: optimizers find no gradients."""
         self._outstanding: dict[int, Arriving] = {}
         self._messages_of: Sequence[Sequence[Arriving]] = ()
         self._variables_of: dict[int, list[int]] = {}  # by number of the message, once per slice
@@ -254,6 +257,8 @@ class CrossStep:
 
     def _update(self, done: Mapping[int, _Pending]) -> None:
         """The due updates, in the order of the script's steps; variables of one step together."""
+        if self.updates_played:
+            return
         due: dict[int, tuple[DueUpdate, dict[int, list[Parameter]]]] = {}
         longest = max(len(pending.due) for pending in done.values())
         for turn in range(longest):
@@ -278,6 +283,15 @@ class CrossStep:
             reason = self._script.look_at(optimizer, numbers, closure)
             if reason is not None and self._enabled:
                 warnings.warn(f"the plan's synchronization ends with each backward pass, since {reason}", RuntimeWarning, stacklevel=2)
+        if self.updates_played and not closure:
+            self._withhold(numbers)
+
+    def _withhold(self, numbers: Mapping[int, int]) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            for position, parameter in enumerate(self._parameters):
+                if id(parameter) in numbers and parameter.grad is not None:
+                    self._withheld[position] = parameter.grad
+                    parameter.grad = None
 
     def _put_off(self, optimizer: Optimizer, numbers: Mapping[int, int], closure: bool) -> None:
         mine = [position for position in self._pending if id(self._parameters[position]) in numbers]
@@ -298,7 +312,10 @@ class CrossStep:
         with torch._C.DisableTorchFunctionSubclass():
             for position in self._stashed & self._pending.keys():
                 self._parameters[position].grad = self._pending[position].gradient
+            for position, gradient in self._withheld.items():
+                self._parameters[position].grad = gradient
         self._stashed.clear()
+        self._withheld.clear()
 
     def _settle_before_checkpoints(self, optimizer: Optimizer) -> None:
         """An optimizer's state is read and replaced as a whole, and not through torch's functions."""

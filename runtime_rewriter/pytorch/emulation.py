@@ -13,6 +13,9 @@ gradients (DDP's reducer, our hooks, the script's own) cannot tell the differenc
 | end of the backward pass | backward_s after its start |
 | next step | update_s after all gradients were synchronized |
 
+The update is one of these waits: the script's optimizers step, but find no gradients, since on an accelerator the processor would have
+nothing to do with it. Only after a recorded pass they update for real.
+
 Where a plan crosses the step, a variable whose average is late delays all that is read and computed after it.
 
 Waits are for absolute times, so real work (the loss, packing, the optimizer) is absorbed while it is shorter than the profile;
@@ -107,6 +110,7 @@ class EmulatedAccelerator:
 
     def _record(self, key: Hashable, compute: Callable[..., Any], inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._synchronizer.mark_unclean()
+        self._synchronizer.cross_step.updates_played = False
         if tensors_needing_gradient((inputs, kwargs)):
             raise InvalidInput("accelerators cannot be emulated: an input of the model requires a gradient; detach it")
         if len(self._recordings) == MOST_RECORDINGS:
@@ -137,6 +141,7 @@ class EmulatedAccelerator:
         self._read_variables()
         output = recording.output
         timed = self._timetable if self._synchronizer.synchronizing else None
+        self._synchronizer.cross_step.updates_played = timed is not None
         played = _PlayedPass(self, recording, timed)
         token = _End.apply(torch.zeros((), requires_grad=True), played)
         for positions, ready_s in reversed(self._handed_out):

@@ -196,6 +196,7 @@ class GradientSynchronizer:
         """Local, between two steps: from now on `accelerator` stands for the module's own computation, or nothing does."""
         self.cross_step.settle_all()
         self.cross_step.forget_reads()
+        self.cross_step.updates_played = False
         if self.accelerator is not None:
             self.listeners.remove(self.accelerator)
         if accelerator is not None:

@@ -298,3 +298,38 @@ def check_other_profile(rank: int) -> str:
 
 def test_the_profile_of_another_model_is_refused() -> None:
     assert all("they differ in bias, old.bias, old.weight" in told for told in run_world(check_other_profile, 2))
+
+
+# -- updates ---------------------------------------------------------------------------------------
+
+
+def check_updates(rank: int, crossing: bool) -> None:
+    model = PlannedDataParallel(Tied())
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+
+    def step() -> list[Tensor | None]:
+        optimizer.zero_grad()
+        loss_of(model, rank, 0).backward()
+        optimizer.step()
+        model.synchronizer.cross_step.settle_all()
+        return gradients_of(model.module)
+
+    step()  # a plan that crosses the step must have seen one
+    plan = uniform(model.module, 2)
+    model.synchronizer.load(replace(plan, cross_step=crossing))
+    accelerator = emulated(model.synchronizer)
+    recorded = step()
+    for _ in range(2):
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        assert_same(step(), recorded)
+        assert_same([parameter.detach().clone() for parameter in model.parameters()], before)
+    assert accelerator is model.synchronizer.accelerator
+    model.synchronizer.emulate(None)
+    step()
+    assert not any(torch.equal(parameter, old) for parameter, old in zip(model.parameters(), before, strict=True))
+    model.synchronizer.close()
+
+
+@pytest.mark.parametrize("crossing", [False, True])
+def test_the_update_is_the_accelerators_optimizers_find_no_gradients_and_scripts_do(crossing: bool) -> None:
+    run_world(check_updates, 2, crossing)

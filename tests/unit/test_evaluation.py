@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,8 @@ from autotune.simulators.evaluation import (
     ANALYTIC,
     PAPER,
     RANDOM,
+    REPLAY,
+    UNLEARNED,
     RankingQuality,
     best_of_top_k_regret,
     choose_ranker,
@@ -125,6 +128,13 @@ def test_folds_test_every_example_once_and_spread_each_domain() -> None:
         k_fold(examples, 1, seed=3)
 
 
+def test_a_plan_that_several_domains_measured_lies_in_one_fold() -> None:
+    examples = [replace(item, group=f"plan {number % 20}") for number, item in enumerate(noisy(20, "a") + noisy(20, "b"))]
+    for training, test in k_fold(examples, 4, seed=3):
+        assert not {examples[index].group for index in training} & {examples[index].group for index in test}
+        assert [examples[index].domain for index in test].count("a") == 5
+
+
 def test_every_simulator_stands_beside_the_analytic_rankers_and_chance() -> None:
     examples = noisy(40)
     truth = {item.features.strategy_id: item.step_s for item in examples}
@@ -159,17 +169,48 @@ def test_too_few_test_points_are_refused() -> None:
 
 
 def quality(ranker: str, accuracy: float, pairs: int = 200) -> RankingQuality:
-    return RankingQuality(ranker, accuracy, 2 * accuracy - 1, 0.0, 0.0, pairs, 30)
+    gain = (None, None) if ranker in UNLEARNED else (accuracy - 0.8, 0.02)
+    return RankingQuality(ranker, accuracy, 2 * accuracy - 1, 0.0, 0.0, pairs, 30, *gain)
 
 
-def test_a_simulator_ranks_only_where_it_beats_the_analytic_ranker() -> None:
+def test_a_simulator_ranks_only_where_it_surely_beats_the_analytic_ranker() -> None:
     analytic = quality(ANALYTIC, 0.8)
     assert choose_ranker([analytic, quality("rnn", 0.9), quality("linear", 0.85)]).ranker == "rnn"
     assert choose_ranker([analytic, quality("rnn", 0.8)]).ranker == ANALYTIC
+    assert choose_ranker([analytic, quality("rnn", 0.82)]).ranker == "rnn"  # one look, and ahead by more than 0.84 of its error
+    luck = choose_ranker([analytic, quality("rnn", 0.82), quality("gat", 0.81), quality("linear", 0.7)])  # by less than 1.5 of it
+    assert luck.ranker == ANALYTIC and luck.reason.endswith("which may be luck")
     assert choose_ranker([analytic, quality(PAPER, 0.95), quality(RANDOM, 0.99)]).ranker == ANALYTIC
     few = choose_ranker([quality(ANALYTIC, 0.8, 10), quality("rnn", 0.9, 10)])
     assert few.ranker == ANALYTIC
     assert "fewer than 30 pairs" in few.reason
+
+
+def _same(made: Oracle) -> Oracle:
+    return made
+
+
+@pytest.mark.parametrize("count", [24, 60])
+def test_simulators_that_are_no_better_than_the_replay_seldom_rank(count: int) -> None:
+    """Three that see the replay's time and noise of their own."""
+    examples = noisy(count)
+    chosen = 0
+    for seed in range(100):
+        guessed = np.array([e.step_s for e in examples]) * np.exp(0.1 * generator(seed, "no better").standard_normal((4, count)))
+        names = [e.features.strategy_id for e in examples]
+        rows = guessed.tolist()
+        made = {f"s{number}": Oracle(dict(zip(names, rows[number], strict=True))) for number in range(3)}
+        replayed = [replace(e, features=replace(e.features, replayed_step_s=at)) for e, at in zip(examples, rows[3], strict=True)]
+        found = evaluate(replayed, {name: partial(_same, own) for name, own in made.items()}, k_fold(examples, 4, seed), 0, 0.01)
+        chosen += choose_ranker(found).ranker != REPLAY
+    assert chosen <= 100 * 0.2
+
+
+def test_a_simulator_that_is_far_better_ranks() -> None:
+    examples = noisy(60)
+    truth = {item.features.strategy_id: item.step_s for item in examples}
+    found = evaluate(examples, {"oracle": lambda: Oracle(truth)}, k_fold(examples, 4, 0), seed=0, tie_band=0.01)
+    assert choose_ranker(found).ranker == "oracle"
 
 
 def test_the_reason_names_both_figures() -> None:

@@ -210,12 +210,12 @@ def test_cores_are_shared_where_ranks_are_more_than_they() -> None:
     assert crowded - alone > 4 * 0.01, "packing five gradients of 10 ms takes every rank twice as long"
 
 
-def test_emulated_ranks_update_for_real_on_the_cores_that_they_share() -> None:
-    own, wanted = replace(workload(), update_s=0.1), ring(4)
-    for device, times in (("cpu", 2), ("cuda", 1)):
-        there = replace(own, device=device)
-        short = Lowering(replace(there, update_s=0.0), replace(even(4), machine_cores=2)).step_s(wanted)
-        assert Lowering(there, replace(even(4), machine_cores=2)).step_s(wanted) - short == pytest.approx(times * 0.1)
+@pytest.mark.parametrize(("device", "real", "times"), [("cpu", 0.0, 1), ("cpu", 1.0, 2), ("cuda", 1.0, 1)])
+def test_ranks_that_once_updated_for_real_did_so_on_the_cores_that_they_share(device: str, real: float, times: int) -> None:
+    there, wanted = replace(workload(), update_s=0.1, device=device), ring(4)
+    costs = replace(RuntimeCosts(), real_update=Constant(real, "test"))
+    short = Lowering(replace(there, update_s=0.0), replace(even(4), machine_cores=2), costs).step_s(wanted)
+    assert Lowering(there, replace(even(4), machine_cores=2), costs).step_s(wanted) - short == pytest.approx(times * 0.1)
 
 
 def test_cpu_time_beyond_the_end_of_a_message_delays_other_messages_and_not_its_own() -> None:

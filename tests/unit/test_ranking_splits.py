@@ -22,6 +22,7 @@ from benchmarks.ranking_trials import Point
 MODELS, CLUSTERS, PLANS = ("a", "b"), ("even", "uneven", "wide"), 40
 DOMAINS = [f"{model} on {cluster}" for model in MODELS for cluster in CLUSTERS]
 ALL = tuple(HeldOut)
+NONE = np.zeros(0, dtype=np.int64)
 STUDY = Study(seeds=3, sizes=(5, 10), test_share=0.3, transfers=ALL, tuned_from=HeldOut.BOTH, source_plans=None, with_choice=True)
 
 
@@ -172,9 +173,9 @@ def test_a_model_under_two_names_is_one_model() -> None:
         replace(p, model="renamed", domain=p.domain.replace("a on wide", "renamed on wide")) if p.domain == "a on wide" else p
         for p in points()
     ]
-    assert "renamed on wide" in {given[index].domain for index in sources_for(given, "a on even", HeldOut.DOMAIN, None)}
+    assert "renamed on wide" in {given[index].domain for index in sources_for(given, "a on even", HeldOut.DOMAIN, None, NONE)}
     for held_out in (HeldOut.MODEL, HeldOut.BOTH):
-        assert "renamed on wide" not in {given[index].domain for index in sources_for(given, "a on even", held_out, None)}
+        assert "renamed on wide" not in {given[index].domain for index in sources_for(given, "a on even", held_out, None, NONE)}
 
 
 def test_parts_are_nested_the_test_part_is_the_same_for_all_and_seeds_test_different_plans() -> None:
@@ -194,9 +195,8 @@ def test_parts_are_nested_the_test_part_is_the_same_for_all_and_seeds_test_diffe
 
 def test_source_domains_are_cut_to_the_same_plans_whoever_is_held_out() -> None:
     given = points()
-    found = [
-        {given[i].plan_id for i in sources_for(given, name, HeldOut.DOMAIN, 7) if given[i].domain == "b on wide"} for name in DOMAINS[:3]
-    ]
+    sources = [sources_for(given, name, HeldOut.DOMAIN, 7, NONE) for name in DOMAINS[:3]]
+    found = [{given[i].plan_id for i in own if given[i].domain == "b on wide"} for own in sources]
     assert found[0] == found[1] == found[2] and len(found[0]) == 7
 
 
@@ -205,15 +205,19 @@ def test_a_leak_is_an_error(held_out: HeldOut) -> None:
     given = points()
     parts = parts_of(given, "a on even", 0, (), 0.3)
     [own] = parts.own.values()
-    none = np.zeros(0, dtype=np.int64)
-    sources = sources_for(given, "a on even", held_out, None)
+    sources = sources_for(given, "a on even", held_out, None, parts.test)
     assert_no_leak(given, sources, own, parts.test, held_out)
+    elsewhere = [p for p in sources_for(given, "a on even", held_out, None, NONE) if p not in sources]
+    assert bool(elsewhere) == (held_out in (HeldOut.DOMAIN, HeldOut.CLUSTER))  # the model is measured on other clusters, too
+    if elsewhere:
+        with pytest.raises(AssertionError, match="a tested plan is among the sources"):
+            assert_no_leak(given, np.append(sources, elsewhere[:1]), own, parts.test, held_out)
     with pytest.raises(AssertionError, match="training and in the test part"):
-        assert_no_leak(given, none, np.append(own, parts.test[:1]), parts.test, None)
+        assert_no_leak(given, NONE, np.append(own, parts.test[:1]), parts.test, None)
     with pytest.raises(AssertionError, match="among the sources"):
-        assert_no_leak(given, np.append(sources, own[:1]), none, parts.test, held_out)
+        assert_no_leak(given, np.append(sources, own[:1]), NONE, parts.test, held_out)
     with pytest.raises(AssertionError, match="another domain"):
-        assert_no_leak(given, none, np.append(own, sources[:1]), parts.test, None)
+        assert_no_leak(given, NONE, np.append(own, sources[:1]), parts.test, None)
 
 
 def test_too_small_a_domain_is_refused() -> None:

@@ -15,3 +15,9 @@ def test_measured_costs_replace_the_defaults_and_say_so() -> None:
 def test_writing_back_one_average_alone_is_not_taken_for_writing_many() -> None:
     before = costs_of({"fill_s": 1e-3, "write_s": 2e-3}, 4)
     assert before["fill_s"] == 1e-3 and before["write_s"] == RuntimeCosts()["write_s"]
+
+
+def test_ranks_of_older_measurements_updated_for_real_and_woke_up_for_every_gradient() -> None:
+    before, now = costs_of({"fill_s": 1e-3}, 4), costs_of({"fill_s": 1e-3, "bucket_s": 2e-4, "real_update": 0.0}, 4)
+    assert (before["real_update"], before["bucket_s"]) == (1.0, 1e-3)
+    assert (now["real_update"], now["bucket_s"]) == (0.0, 2e-4)

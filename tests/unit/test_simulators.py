@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -253,6 +255,16 @@ def test_validation_part_is_drawn_from_every_domain_and_left_out_when_tiny() -> 
     assert len(validation) == 8
     assert {examples[index].domain for index in validation} == {"a"}
     assert sorted(training + validation) == list(range(45))
+
+
+def test_a_plan_that_several_domains_measured_is_validated_or_trained_on() -> None:
+    examples = measured_examples(40, seed=8, hidden_overhead_s=0.0, domain="a") + measured_examples(
+        40, seed=8, hidden_overhead_s=0.0, domain="b"
+    )
+    examples = [replace(example, group=f"plan {number % 50}") for number, example in enumerate(examples)]
+    training, validation = split_off_validation(examples, 0.2, seed=1)
+    assert not {examples[index].group for index in training} & {examples[index].group for index in validation}
+    assert sorted(training + validation) == list(range(80)) and 12 <= len(validation) <= 20
 
 
 def test_calibration_is_increasing_even_where_scores_point_the_wrong_way() -> None:

@@ -43,6 +43,11 @@ class Device:
         stop.synchronize()
         return float(start.elapsed_time(stop)) * 1e-3
 
+    def enter_thread(self) -> None:
+        """First thing on a thread of ours: torch's current device is a thread's own, and another one's context takes memory."""
+        if self._cuda:
+            torch.cuda.set_device(self.device)
+
     def side_stream(self, lane: int) -> AbstractContextManager[object]:
         """Where the steps of a lane are prepared: with NCCL `work.wait()` orders this stream, not the training's."""
         if not self._cuda:

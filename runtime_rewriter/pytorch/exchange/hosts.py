@@ -20,7 +20,7 @@ def hosts_of(ranks: Ranks) -> Circle:
     Raises `InvalidStrategy` on every rank where a rank does not know its place on its host, or the places contradict
     each other.
     """
-    mine = torch.tensor([dist.get_rank(), _number("LOCAL_RANK"), _number("LOCAL_WORLD_SIZE")])
+    mine = torch.tensor([dist.get_rank(), _number("LOCAL_RANK"), _number("LOCAL_WORLD_SIZE")], device="cpu")
     gathered = [torch.zeros_like(mine) for _ in range(ranks.size)]
     dist.all_gather(gathered, mine, group=ranks.control)
     places = [(int(place[0]), int(place[1]), int(place[2])) for place in gathered]

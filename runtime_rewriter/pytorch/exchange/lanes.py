@@ -37,6 +37,7 @@ class Flight:
         self._steps = dict(steps)
         self._device, self._number, self._around = device, number, around
         self._work: dist.Work | None = None
+        self._kept: list[dist.Work | None] = []  # until the end: a work may own memory that another stream still copies from
         self._fence: torch.cuda.Event | None = None
         self.last_lane = steps[-1][0]
         self.next_lane: Future[object] | None = None  # its result is the future of the lane after it, or None
@@ -52,6 +53,7 @@ class Flight:
             return
         self.follow()
         self._work = step() if self._around is None else self._around(self._number, lane, step)
+        self._kept.append(self._work)
         self._fence = self._device.fence()
 
     def follow(self) -> None:
@@ -154,7 +156,7 @@ class Lanes:
 
     def _thread(self, lane: int) -> ThreadPoolExecutor:
         if lane not in self._threads:  # lane k's thread is only started from lane k - 1
-            self._threads[lane] = ThreadPoolExecutor(1, thread_name_prefix=f"lane-{lane}")
+            self._threads[lane] = ThreadPoolExecutor(1, f"lane-{lane}", self.device.enter_thread)
         return self._threads[lane]
 
     def _on_lane(self, flight: Flight, lane: int, to_its_end: bool) -> Future[object] | None:

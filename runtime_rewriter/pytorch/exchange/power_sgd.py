@@ -41,7 +41,7 @@ def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
 def initial_start(name: str, columns: int, rank: int, like: Tensor) -> Tensor:
     """The first Q of a slice, equal on all ranks: seeded by its name."""
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-    start = torch.randn(columns, rank, generator=generator, dtype=torch.float64)
+    start = torch.randn(columns, rank, generator=generator, dtype=torch.float64, device="cpu")
     result: Tensor = (start / start.norm(dim=0)).to(like)
     return result
 

@@ -103,7 +103,7 @@ class Ranks:
 
     def agreed_count(self) -> int:
         """Collective: the number after which the next group that only its members make is named, see `group_names`."""
-        count = torch.tensor(next_count())
+        count = torch.tensor(next_count(), device="cpu")
         dist.all_reduce(count, op=dist.ReduceOp.MAX, group=self.control)
         return int(count)
 
