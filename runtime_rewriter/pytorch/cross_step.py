@@ -167,17 +167,19 @@ class CrossStep:
             self._outstanding = {message.number: message for message in messages}
             self._missing = [len(of_variable) for of_variable in self._messages_of]
             self._complete = []
-            at_once = []
-            for position in positions:
-                parameter, gradient = self._parameters[position], self._parameters[position].grad
-                self._pending[position] = _Pending(gradient)
-                if gradient is None or position in self._unseen or not (can_watch(parameter) and can_watch(gradient)):
-                    at_once.append(position)  # without a gradient of its own, a variable would look to step() as if it were unused
-                    continue
+            self._pending = {position: _Pending(self._parameters[position].grad) for position in positions}
+            unseen = self._unseen
+            self.settle([position for position in self._pending if position in unseen or not self._can_watch(position)])
+            for position, pending in self._pending.items():
+                assert pending.gradient is not None
                 on_read = partial(self._on_read, position)
-                watch(gradient, on_read)
-                watch(parameter, on_read)
-            self.settle(at_once)
+                watch(pending.gradient, on_read)
+                watch(self._parameters[position], on_read)
+
+    def _can_watch(self, position: int) -> bool:
+        """Without a gradient of its own, a variable would look to step() as if it were unused."""
+        gradient = self._pending[position].gradient
+        return gradient is not None and can_watch(gradient) and can_watch(self._parameters[position])
 
     def _on_read(self, position: int, _: Tensor) -> None:
         self.settle((position,))

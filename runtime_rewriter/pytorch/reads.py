@@ -32,6 +32,7 @@ _READING = RLock()
 _GETTERS = ("shape", "dtype", "device", "layout", "requires_grad", "is_leaf", "grad_fn", "ndim", "is_sparse", "grad")
 _METHODS = ("size", "dim", "numel", "stride", "is_contiguous", "is_floating_point", "element_size", "register_hook")
 _GRAD: Any = Tensor.grad
+_SET_GRAD = _GRAD.__set__
 _REQUIRES_GRAD: Any = Tensor.requires_grad
 _NO_READS = frozenset(
     [getattr(Tensor, name).__get__ for name in _GETTERS]
@@ -44,12 +45,11 @@ class _Watched(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        dropped = func == _GRAD.__set__ and args[1] is None
-        if not dropped and func not in _NO_READS:
+        if func not in _NO_READS and not (func == _SET_GRAD and args[1] is None):
             for tensor in list(_watched_in((args, tuple(kwargs.values())))):
                 _read(tensor)
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **kwargs)
+        # The same as to call it under DisableTorchFunctionSubclass, at half the cost: optimizers ask every variable for its gradient.
+        return torch._C._disabled_torch_function_impl(func, types, args, kwargs)  # type: ignore[arg-type]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:  # torch's own takes the class before it takes the values
         _read(self)
