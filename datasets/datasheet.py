@@ -1,4 +1,4 @@
-"""Writes the datasheet of datasets: `python datasets/datasheet.py datasets/trials datasets/outcome` -> `datasets/DATASHEET.md` and
+"""Writes the datasheet of datasets: `python datasets/datasheet.py FOLDER...` -> `datasets/DATASHEET.md` and
 `datasets/plots/`.
 
 Everything in it is computed from the trials. Sections follow Gebru et al., "Datasheets for Datasets" (2021), as far as they apply.

@@ -34,6 +34,8 @@ from autotune.units import format_bytes, format_rate, format_seconds, parse_seco
 from runtime_rewriter.command import ScriptCommand
 
 SCRIPT = "runtime_rewriter.probe.script"
+UNSEEN_ABOVE = 1.1
+"""So much faster than what pairs show a link must be by the file, and no other one, to count as not seen."""
 LEAST_BUDGET_S = 5.0
 """Below that not even the small messages are probed on a slow network."""
 WIDTH = 150
@@ -163,6 +165,8 @@ def measured_cluster(given: Cluster | None, found: ProbeOutcome, now: datetime, 
     remark = ""
     if tuple(host.devices for host in base.hosts) == layout:
         hosts, link_fits = _with_links(base, found)
+        if given is not None:
+            hosts = tuple(_at_least_as_given(number, host, given) for number, host in enumerate(hosts))
     else:
         hosts, link_fits = base.hosts, ()
         remark = (
@@ -195,6 +199,15 @@ def _with_links(base: Cluster, found: ProbeOutcome) -> tuple[tuple[Host, ...], t
             known[link.host] = replace(host, link_bytes_per_s=cost.bytes_per_s, latency_s=cost.latency_s)
         fits.append(LinkFit(host.name, link.inside, cost.bytes_per_s, cost.latency_s, cost.relative_error, cost.spread, probes))
     return tuple(known), tuple(fits)
+
+
+def _at_least_as_given(number: int, measured: Host, given: Cluster) -> Host:
+    """Pairs show the slower of two links, so nothing of a link that is faster than all others: there the file's bandwidth stays."""
+    own_bytes_per_s = given.hosts[number].link_bytes_per_s
+    most = UNSEEN_ABOVE * measured.link_bytes_per_s
+    others = [host.link_bytes_per_s for at, host in enumerate(given.hosts) if at != number]
+    unseen = own_bytes_per_s > most and others and max(others) <= most
+    return replace(measured, link_bytes_per_s=own_bytes_per_s) if unseen else measured
 
 
 def _pairs_over_own_links(base: Cluster, found: ProbeOutcome) -> dict[Pair, PairCost]:

@@ -138,3 +138,22 @@ def test_the_cluster_says_what_stood_for_a_real_one_in_its_newest_probe() -> Non
     first, _ = measured_cluster(None, probe_of(("a", 3), ("b", 1)), NOW, "emulated network")
     again, _ = measured_cluster(first, probe_of(("a", 3), ("b", 1)), NOW)
     assert (first.measured_on, again.measured_on) == ("emulated network", "")
+
+
+@pytest.mark.parametrize(
+    ("described", "expected"),
+    [
+        ((2.5e8, 1.25e8, 6e7), (2.5e8, 1.2e8, 6e7)),  # nobody is fast enough to show the first one's link
+        ((2.5e8, 2.5e8, 6e7), (1.2e8, 1.2e8, 6e7)),  # these two have met: what the file says of both is refuted
+        ((1e9, 1e9, 1e9), (1.2e8, 1.2e8, 6e7)),
+        ((1.25e8, 1.25e8, 1.25e8), (1.2e8, 1.2e8, 6e7)),
+    ],
+)
+def test_a_link_that_is_faster_than_all_others_keeps_the_bandwidth_of_the_file(
+    described: tuple[float, ...], expected: tuple[float, ...]
+) -> None:
+    hosts = tuple(Host(name, 1, rate, 1e-5, 1e10, 1e-6) for name, rate in zip("abc", described, strict=True))
+    links = tuple(ProbedLink(number, False, replace(COST, bytes_per_s=rate), 3) for number, rate in enumerate((1.2e8, 1.2e8, 6e7)))
+    found = Probe(Measured.fits, links, SOFTWARE, (4, 4, 4), tuple((host.name, 1) for host in hosts))
+    cluster, _ = measured_cluster(Cluster("mixed", hosts), found, NOW)
+    assert tuple(host.link_bytes_per_s for host in cluster.hosts) == expected
