@@ -70,7 +70,7 @@ def best_of_sweep(rounds: Mapping[int, Sequence[DatasetTrial]], plans: Mapping[s
         found.setdefault(key_of(trial), []).append(trial.median_s)
     times_s = {name: median(found[key]) for name, key in plans.items() if key in found}
     if not times_s:
-        failed = next(iter(failures_of(rounds).values()), "none was measured")
+        failed = next((trial.failure for own in rounds.values() for trial in own if trial.failure), "none was measured")
         raise InvalidInput(f"every bucket size of the sweep failed, so there is no best one: {failed[:300]}")
     return times_s
 

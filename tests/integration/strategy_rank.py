@@ -345,6 +345,19 @@ def check_cases(rank: int) -> dict[str, list[Outcome]]:
     return {case: check_case(rank, case) for case in CASES[dist.get_world_size()]}
 
 
+def enacted_alike(by_rank: list[dict[str, list[Outcome]]]) -> list[Outcome]:
+    """Rank 0's outcomes that were not refused, once every rank's is as DDP's and all have the same bits."""
+    enacted: list[Outcome] = []
+    for case, outcomes in by_rank[0].items():
+        for number, outcome in enumerate(outcomes):
+            everywhere = [ranks[case][number] for ranks in by_rank]
+            failures = [seen.failure for seen in everywhere if seen.failure]
+            assert not failures, failures[0]
+            assert len({seen.digest for seen in everywhere}) == 1, f"ranks differ after {case} {outcome.number}: {outcome.origin}"
+        enacted += [outcome for outcome in outcomes if not outcome.refused]
+    return enacted
+
+
 def main(size: str, case: str, number: str | None = None) -> None:
     """One strategy with no other before it, or a whole case."""
     for outcome in run_world(check_case, int(size), case, int(number) if number else None, timeout_s=240.0)[0]:

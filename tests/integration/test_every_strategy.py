@@ -7,7 +7,7 @@ bucket sizes, which is measured in the same processes: DDP itself promises no or
 from __future__ import annotations
 
 import pytest
-from strategy_rank import SPACE, Outcome, check_cases
+from strategy_rank import SPACE, check_cases, enacted_alike
 from torch_world import run_world
 
 from autotune.strategy_space.strategy import Synchronizer
@@ -24,14 +24,7 @@ EXPECTED = {"without a plan", "cut", "cut along a later axis", "merged", "mixed"
 @pytest.mark.parametrize("size", [2, 4])
 def test_every_strategy_trains_as_ddp(size: int) -> None:
     by_rank = run_world(check_cases, size, timeout_s=240.0)
-    enacted: list[Outcome] = []
-    for case, outcomes in by_rank[0].items():
-        for number, outcome in enumerate(outcomes):
-            everywhere = [ranks[case][number] for ranks in by_rank]
-            failures = [seen.failure for seen in everywhere if seen.failure]
-            assert not failures, failures[0]
-            assert len({seen.digest for seen in everywhere}) == 1, f"ranks differ after {case} {outcome.number}: {outcome.origin}"
-        enacted += [outcome for outcome in outcomes if not outcome.refused]
+    enacted = enacted_alike(by_rank)
     assert len(enacted) >= FEWEST[size]
     seen = frozenset().union(*(outcome.kinds for outcome in enacted))
     expected = EXPECTED | ({"hierarchical"} if size == 4 else set())  # needs two hosts of two ranks

@@ -42,10 +42,15 @@ CROWDED = replace(
             "settle_s_per_byte": 5e-11,
             "write_s": 1.9e-5,
             "unpack_s_per_byte": 6.3e-11,
+            "real_update": 1.0,
+            "rows_take_s_per_byte": 0.0,
+            "rows_add_s_per_byte": 0.0,
+            "rows_write_s_per_byte": 0.0,
         }.items()
     },
 )
-"""Of a machine whose cores are busy, and none of the defaults: one that is measured anew changes no case."""
+"""Of a machine whose cores are busy, and none of the defaults: one that is measured anew changes no case. Rows cost its cores nothing: what
+a later lane computes may come in time to go ahead of what is waited for (Graham's anomalies)."""
 PROBED = ("all_reduce", "push_pull", "reduce_scatter_all_gather", "reduce_scatter", "all_gather", "broadcast", "reduce")
 
 
@@ -284,14 +289,14 @@ def transfers(kind: Collective, members: list[int], root: int) -> list[tuple[int
 
 @settings(max_examples=40, deadline=None)
 @given(cases(), st.integers(1, 8))
-def test_on_the_cores_of_one_machine_a_step_takes_no_longer_the_more_there_are(case: tuple[Workload, Cluster, Plan], cores: int) -> None:
-    """But for a hundredth, since cores take work in order of arrival: some of a later lane may come in time to go ahead of what is waited
-    for (Graham's anomalies; 0.03 % was seen). Messages one at a time: side by side there would be many more of these.
-    """
+def test_on_the_cores_of_one_machine_a_step_takes_no_less_and_no_longer_the_more_there_are(
+    case: tuple[Workload, Cluster, Plan], cores: int
+) -> None:
+    """Messages one at a time: of those side by side a faster one may go ahead of what is waited for."""
     workload, cluster, wanted = case
     alone = replace(wanted, cross_step=True)
     few, more = (Lowering(workload, replace(cluster, machine_cores=count), CROWDED).step_s(alone) for count in (cores, 2 * cores))
-    assert few >= 0.99 * more
+    assert few >= more - 1e-12
 
 
 @settings(max_examples=30, deadline=None)
