@@ -35,7 +35,7 @@ _REPLAYED_BY = ("lowering", "dfg", "features", "strategy_space")
 class Campaign:
     """`extractor` makes the features by the campaign's own profile, probe and costs of the runtime.
 
-    `measured`: strategy and step time in seconds of every undisturbed trial of a strategy that did not fail, in order of time;
+    `measured`: strategy, plan and step time in seconds of every undisturbed trial of a strategy that did not fail, in order of time;
     `left_out`: how many others there were, and why, as a sentence part ("" where there were none).
     """
 
@@ -43,7 +43,7 @@ class Campaign:
     model: str
     cluster_name: str
     extractor: Extractor
-    measured: tuple[tuple[Strategy, float], ...]
+    measured: tuple[tuple[Strategy, Plan, float], ...]
     left_out: str = ""
 
 
@@ -94,18 +94,16 @@ def of_datasets(folders: Sequence[Path]) -> list[Campaign]:
 
 
 def of_domain(domain: Domain) -> Campaign:
-    """Without failures, disturbed trials, and trials whose strategy is another plan today than when it was measured."""
-    replanned, measured, counts = set(domain.replanned), [], {"failed": 0, "disturbed": 0, "planned otherwise today": 0}
+    """Without failures and disturbed trials."""
+    measured, counts = [], {"failed": 0, "disturbed": 0}
     for trial in domain.candidates:
-        assert trial.strategy is not None
+        assert trial.strategy is not None and trial.plan is not None
         if trial.number not in domain.steady_s:
             counts["failed"] += 1
         elif trial.disturbed:
             counts["disturbed"] += 1
-        elif trial.number in replanned:
-            counts["planned otherwise today"] += 1
         else:
-            measured.append((trial.strategy, domain.steady_s[trial.number]))
+            measured.append((trial.strategy, trial.plan, domain.steady_s[trial.number]))
     left_out = ", ".join(f"{count} {why}" for why, count in counts.items() if count)
     return Campaign(domain.name, domain.model, domain.cluster_name, extractor_of(domain), tuple(measured), left_out)
 
@@ -123,10 +121,19 @@ def of_store(directory: Path) -> list[Campaign]:
             model,
             cluster,
             Extractor(own[0].workload, own[0].cluster),
-            tuple((trial.strategy, trial.median_s) for trial in own),
+            _planned(own),
         )
         for (_, model, cluster), own in jobs.items()
     ]
+
+
+def _planned(trials: Sequence[PastTrial]) -> tuple[tuple[Strategy, Plan, float], ...]:
+    """A store keeps no plans; they are made anew, each once."""
+    plans: dict[str, Plan] = {}
+    for trial in trials:
+        if trial.strategy.id not in plans:
+            plans[trial.strategy.id] = plan(trial.strategy, trial.workload, trial.cluster.world_size)
+    return tuple((trial.strategy, plans[trial.strategy.id], trial.median_s) for trial in trials)
 
 
 def extractor_of(domain: Domain) -> Extractor:
@@ -160,13 +167,9 @@ def plans_by_domain(points: Iterable[Point]) -> dict[str, list[str]]:
 
 def _points(campaign: Campaign, name: str, replayed: ReplayedTimes) -> list[Point]:
     step_s, workload = replayed.of(campaign), campaign.extractor.workload
-    plans: dict[str, Plan] = {}
     first: dict[str, tuple[Strategy, Plan]] = {}
     times_s: dict[str, list[float]] = {}
-    for strategy, measured_s in campaign.measured:
-        if strategy.id not in plans:  # closing comparisons measure a strategy a dozen times
-            plans[strategy.id] = plan(strategy, workload, campaign.extractor.cluster.world_size)
-        enacted = plans[strategy.id]
+    for strategy, enacted, measured_s in campaign.measured:
         first.setdefault(enacted.id, (strategy, enacted))
         times_s.setdefault(enacted.id, []).append(measured_s)
     points = []

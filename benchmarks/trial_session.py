@@ -105,9 +105,8 @@ class TrialSession:
         self._begun = True
         load, before = os.getloadavg()[0], STAT.read_text()
         outcome = self.world.run_trial(request, wanted)
-        number, plan_id = len(self.writer.trials), wanted.id if wanted is not None else None
         stolen = stolen_share(before, STAT.read_text())
-        trial = DatasetTrial(number, source, strategy, plan_id, outcome, load, time.time(), self.session.id, stolen=stolen)
+        trial = DatasetTrial(len(self.writer.trials), source, strategy, wanted, outcome, load, time.time(), self.session.id, stolen=stolen)
         self.writer.append(trial)
         self._kept(trial)
         if self.writer.unfolded >= FOLD_EVERY:

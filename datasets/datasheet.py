@@ -133,7 +133,6 @@ def text_of(sheets: Sequence[Sheet]) -> str:
     candidates, references = sum(card.candidates for card in cards), sum(card.references for card in cards)
     failed, disturbed = sum(sum(card.failed.values()) for card in cards), sum(card.disturbed for card in cards)
     domains = len({sheet.domain.name for sheet in sheets})
-    replanned = sum(len(sheet.domain.replanned) for sheet in sheets)
     sources = _summed([card.sources for card in cards])
     machines = "; ".join(sorted({f"{s.domain.environment.cores} cores, {s.domain.environment.machine}" for s in sheets}))
     return f"""# Datasheet
@@ -146,7 +145,6 @@ Written by `python datasets/datasheet.py`; every figure is computed from the tri
 (a model on a cluster), profiled {len(sheets)} times: {emulated} with emulated accelerators, {len(sheets) - emulated} with real
 computation. {failed} failed and are kept with their reason; {disturbed} are marked as disturbed. A trial is: strategy, plan, step times of
 every rank, and what it was taken under. Hosts are network namespaces of one machine ({machines}); transfers are real.
-{replanned} strategies are planned otherwise by the planner of today.
 
 ## How strategies were chosen
 

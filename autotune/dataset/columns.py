@@ -1,13 +1,14 @@
 """The table of trials: columns of a Parquet file, one row per trial.
 
-Strategies stand in it as canonical JSON, dictionary-encoded. `step_s[rank][step]` are seconds. A row has either `step_s` or `failure_kind`.
+Strategies and plans stand in it as canonical JSON, dictionary-encoded. `step_s[rank][step]` are seconds. A row has either `step_s` or
+`failure_kind`.
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -15,9 +16,10 @@ import pyarrow.parquet as pq
 from autotune.dataset.trials import DatasetTrial
 from autotune.errors import InvalidInput
 from autotune.records import Failed, FailureKind, Measured, Stopped
+from autotune.strategy_space.plan import Plan
 from autotune.strategy_space.strategy import Strategy
 
-SCHEMA_VERSION = b"2"
+SCHEMA_VERSION = b"3"
 MAX_ROWS = 1_000_000
 MAX_TABLE_BYTES = 4 * 2**30
 """Of the decoded columns, as the file declares them."""
@@ -25,6 +27,7 @@ LEVEL = 12
 """Of zstd."""
 _TEXT = pa.dictionary(pa.int32(), pa.string())
 _KEY = b"autotune.dataset"
+T = TypeVar("T")
 SCHEMA = pa.schema(
     [
         pa.field("number", pa.int32(), nullable=False),
@@ -32,6 +35,7 @@ SCHEMA = pa.schema(
         pa.field("strategy_id", _TEXT),
         pa.field("strategy", _TEXT),
         pa.field("plan_id", _TEXT),
+        pa.field("plan", _TEXT),
         pa.field("step_s", pa.list_(pa.list_(pa.float64()))),
         pa.field("failure_kind", _TEXT),
         pa.field("failure_message", pa.string()),
@@ -48,13 +52,11 @@ SCHEMA = pa.schema(
     ],
     metadata={_KEY: SCHEMA_VERSION},
 )
-_READABLE = {b"1": SCHEMA.remove(SCHEMA.get_field_index("stolen")), SCHEMA_VERSION: SCHEMA}
-"""Version -> columns: the first one had no `stolen`."""
-_COPIED = ("number", "source", "plan_id", "load", "time_s", "session", "disturbed", "stolen")
+_COPIED = ("number", "source", "load", "time_s", "session", "disturbed", "stolen")
 
 
 def table_bytes(trials: Sequence[DatasetTrial], texts: dict[str, str]) -> bytes:
-    """A whole Parquet file. `texts`: what it keeps for the next call, strategy id -> canonical JSON."""
+    """A whole Parquet file. `texts`: what it keeps for the next call, id of a strategy or plan -> canonical JSON."""
     rows = [_row(trial, texts) for trial in trials]
     table = pa.Table.from_pylist(rows, SCHEMA)
     sink = io.BytesIO()
@@ -64,10 +66,11 @@ def table_bytes(trials: Sequence[DatasetTrial], texts: dict[str, str]) -> bytes:
 
 def _row(trial: DatasetTrial, texts: dict[str, str]) -> dict[str, Any]:
     row: dict[str, Any] = {name: getattr(trial, name) for name in _COPIED}
-    if trial.strategy is not None:
-        if trial.strategy.id not in texts:
-            texts[trial.strategy.id] = trial.strategy.to_json()
-        row |= {"strategy_id": trial.strategy.id, "strategy": texts[trial.strategy.id]}
+    for name, chosen in (("strategy", trial.strategy), ("plan", trial.plan)):
+        if chosen is not None:
+            if chosen.id not in texts:
+                texts[chosen.id] = chosen.to_json()
+            row |= {f"{name}_id": chosen.id, name: texts[chosen.id]}
     if isinstance(trial.outcome, Measured):
         measured = trial.outcome
         row |= {name: getattr(measured, name) for name in ("step_s", "gradient_error", "left_out", "stopped", "overrun")}
@@ -86,8 +89,8 @@ def read_table(data: bytes, where: str) -> tuple[DatasetTrial, ...]:
         rows = table.to_pylist()
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise InvalidInput(f"{where} must be an intact Parquet file, but is not: {str(error)[:200]}") from error
-    strategies: dict[str, Strategy] = {}
-    trials = tuple(_trial(row, strategies, f"{where}, row {index}") for index, row in enumerate(rows))
+    strategies, plans = _Parsed(Strategy.from_json), _Parsed(Plan.from_json)
+    trials = tuple(_trial(row, strategies, plans, f"{where}, row {index}") for index, row in enumerate(rows))
     if [trial.number for trial in trials] != list(range(len(trials))):
         raise InvalidInput(f"{where} must number its {len(trials)} trials from 0 on, but does not")
     return trials
@@ -99,34 +102,46 @@ def _check(file: pq.ParquetFile, where: str) -> None:
     version = (metadata.metadata or {}).get(_KEY)
     if version is None:
         raise InvalidInput(f"{where} must be a table of trials that this package wrote, but does not say that it is")
-    if version not in _READABLE:
-        known = " and ".join(each.decode() for each in _READABLE)
-        raise InvalidInput(f"{where}: this version reads tables of schema {known}, but it has {version[:20]!r}")
-    wanted = _READABLE[version]
-    if not file.schema_arrow.equals(wanted):
-        names = sorted(set(wanted.names) ^ set(file.schema_arrow.names))
-        raise InvalidInput(f"{where} must have the columns of schema {version.decode()}; it differs in {', '.join(names) or 'types'}")
+    if version != SCHEMA_VERSION:
+        raise InvalidInput(f"{where}: this version reads tables of schema {SCHEMA_VERSION.decode()}, but it has {version[:20]!r}")
+    if not file.schema_arrow.equals(SCHEMA):
+        names = sorted(set(SCHEMA.names) ^ set(file.schema_arrow.names))
+        differing = ", ".join(names) or "types"
+        raise InvalidInput(f"{where} must have the columns of schema {SCHEMA_VERSION.decode()}; it differs in {differing}")
     size = sum(metadata.row_group(index).total_byte_size for index in range(metadata.num_row_groups))
     if metadata.num_rows > MAX_ROWS or size > MAX_TABLE_BYTES:
         raise InvalidInput(f"{where} may hold {MAX_ROWS} rows and {MAX_TABLE_BYTES} bytes, but has {metadata.num_rows} and {size}")
 
 
-def _trial(row: dict[str, Any], strategies: dict[str, Strategy], where: str) -> DatasetTrial:
-    text = row["strategy"]
-    if text is not None and text not in strategies:
-        strategies[text] = Strategy.from_json(text, where)
+class _Parsed(Generic[T]):
+    """Each text is parsed once, however many rows hold it."""
+
+    def __init__(self, parse: Callable[[str, str], T]) -> None:
+        self._parse = parse
+        self._known: dict[str, T] = {}
+
+    def of(self, text: str | None, where: str) -> T | None:
+        if text is None:
+            return None
+        if text not in self._known:
+            self._known[text] = self._parse(text, where)
+        return self._known[text]
+
+
+def _trial(row: dict[str, Any], strategies: _Parsed[Strategy], plans: _Parsed[Plan], where: str) -> DatasetTrial:
+    strategy, plan = strategies.of(row["strategy"], where), plans.of(row["plan"], where)
     try:
         return DatasetTrial(
             row["number"],
             row["source"],
-            strategies[text] if text is not None else None,
-            row["plan_id"],
+            strategy,
+            plan,
             _outcome(row),
             row["load"],
             row["time_s"],
             row["session"],
             row["disturbed"],
-            row.get("stolen"),
+            row["stolen"],
         )
     except (ValueError, TypeError) as error:
         raise InvalidInput(f"{where} is no trial: {error}") from error

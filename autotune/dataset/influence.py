@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autotune.dataset.trials import Domain
-from autotune.strategy_space.plan import Message, Plan, plan
+from autotune.strategy_space.plan import Message, Plan
 from autotune.strategy_space.strategy import CASTS, Compressor, Strategy
 
 MOSTLY = 0.8
@@ -56,14 +56,14 @@ class Explained:
 
 def explained(domain: Domain, noise: float | None) -> Explained | None:
     """Of the undisturbed trials; `noise` as `noise.repeat_noise` gives it. None where there are too few strategies, or all are alike."""
-    times = _times(domain)
-    if len(times) < FEWEST:
+    measured = _measured(domain)
+    if len(measured) < FEWEST:
         return None
-    y = np.log(np.array(list(times.values())))
+    y = np.log(np.array([step_s for _, _, step_s in measured]))
     variance = float(np.var(y))
     if variance == 0:
         return None
-    levels = {name: column for name, column in choices(domain, list(times)).items() if len(set(column)) > 1}
+    levels = {name: column for name, column in choices(domain, measured).items() if len(set(column)) > 1}
     columns = {name: _dummies(column) for name, column in levels.items()}
     together = _adjusted(y, list(columns.values()))
     found = {
@@ -72,12 +72,12 @@ def explained(domain: Domain, noise: float | None) -> Explained | None:
         )
         for name, column in columns.items()
     }
-    return Explained(len(times), math.sqrt(variance), together, None if noise is None else noise**2 / variance, found)
+    return Explained(len(measured), math.sqrt(variance), together, None if noise is None else noise**2 / variance, found)
 
 
-def choices(domain: Domain, strategies: Sequence[Strategy]) -> dict[str, list[str]]:
+def choices(domain: Domain, measured: Sequence[tuple[Strategy, Plan, float]]) -> dict[str, list[str]]:
     """Name of a choice -> its level in every strategy."""
-    plans = [plan(strategy, domain.workload, domain.cluster.world_size) for strategy in strategies]
+    strategies, plans = [strategy for strategy, _, _ in measured], [made for _, made, _ in measured]
     numbers = {
         "messages": [float(len(made.messages)) for made in plans],
         "largest message": [max(message.grad_bytes for message in made.messages) / domain.workload.grad_bytes for made in plans],
@@ -94,13 +94,13 @@ def choices(domain: Domain, strategies: Sequence[Strategy]) -> dict[str, list[st
     }
 
 
-def _times(domain: Domain) -> dict[Strategy, float]:
-    """Strategy -> median of its steady step times."""
-    found: dict[str, tuple[Strategy, list[float]]] = {}
+def _measured(domain: Domain) -> list[tuple[Strategy, Plan, float]]:
+    """Each strategy, with the plan that was enacted and the median of its steady step times."""
+    found: dict[str, tuple[Strategy, Plan, list[float]]] = {}
     for trial in domain.candidates:
-        if trial.strategy is not None and not trial.disturbed and trial.number in domain.steady_s and trial.number not in domain.replanned:
-            found.setdefault(trial.strategy.id, (trial.strategy, []))[1].append(domain.steady_s[trial.number])
-    return {strategy: float(np.median(values)) for strategy, values in found.values()}
+        if trial.strategy is not None and trial.plan is not None and not trial.disturbed and trial.number in domain.steady_s:
+            found.setdefault(trial.strategy.id, (trial.strategy, trial.plan, []))[2].append(domain.steady_s[trial.number])
+    return [(strategy, made, float(np.median(values))) for strategy, made, values in found.values()]
 
 
 def _compression(message: Message) -> str:

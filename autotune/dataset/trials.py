@@ -10,11 +10,11 @@ from functools import cached_property
 import numpy as np
 
 from autotune.cluster import Cluster
-from autotune.errors import InvalidInput, InvalidStrategy
+from autotune.errors import InvalidInput
 from autotune.events import TrialFinished
 from autotune.history import History
 from autotune.records import CURRENT_SETUP, Conditions, Failed, Measured, Role, TrialRequest
-from autotune.strategy_space.plan import plan
+from autotune.strategy_space.plan import Plan
 from autotune.strategy_space.strategy import Strategy
 from autotune.workload import Workload
 
@@ -57,9 +57,10 @@ class DatasetTrial:
     earlier trial's strategy once more), "tuning:JOB:ROUND:ORIGIN" (what a tuner's round proposed), "tuning:JOB:reference",
     "sweep:ROUND:NAME" (DDP's bucket sizes, each once a round), "closing:ROUND:SIDE" or "closing:ROUND:reference" (strategies that were
     found before, each once a round: repeats of their plans). What counts repeats goes by plan, whatever the source.
-    `strategy` and `plan_id` are None for a reference. `load`: the machine's load average when it began. `time_s`: Unix time of its
-    end. `disturbed`: the machine changed during it, or between the references around it (`disturbed_trials`). `stolen`: the share of
-    all cores' time that the host gave to other virtual machines meanwhile (man 5 proc_stat, "steal"); None where it was not noted.
+    `strategy` and the `plan` that was enacted are None for a reference. `load`: the machine's load average when it began. `time_s`: Unix
+    time of its end. `disturbed`: the machine changed during it, or between the references around it (`disturbed_trials`). `stolen`: the
+    share of all cores' time that the host gave to other virtual machines meanwhile (man 5 proc_stat, "steal"); None where it was not
+    noted.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -67,7 +68,7 @@ class DatasetTrial:
     number: int
     source: str
     strategy: Strategy | None
-    plan_id: str | None
+    plan: Plan | None
     outcome: Measured | Failed
     load: float
     time_s: float
@@ -77,7 +78,7 @@ class DatasetTrial:
 
     def __post_init__(self) -> None:
         reference = self.source.rpartition(":")[2] == REFERENCE
-        if reference != (self.strategy is None) or (self.strategy is None) != (self.plan_id is None):
+        if reference != (self.strategy is None) or (self.strategy is None) != (self.plan is None):
             rule = f"has neither a strategy nor a plan exactly if its source ends in {REFERENCE!r}"
             raise InvalidInput(f"trial {self.number} {rule}, but its source is {self.source!r} and its plan {self.plan_id!r}")
         if isinstance(self.outcome, Measured) and not np.all(np.isfinite(self.outcome.slowest_s) & (self.outcome.slowest_s > 0)):
@@ -91,6 +92,10 @@ class DatasetTrial:
     def kind(self) -> str:
         """What the source begins with; "reference" for every reference, also for those of a tuner's job."""
         return REFERENCE if self.strategy is None else self.source.partition(":")[0]
+
+    @property
+    def plan_id(self) -> str | None:
+        return self.plan.id if self.plan is not None else None
 
     @cached_property
     def step_s(self) -> tuple[float, ...]:
@@ -164,22 +169,6 @@ class Domain:
             if trial.number in self.steady_s and not trial.disturbed and trial.plan_id is not None:
                 found[trial.plan_id] = (*found.get(trial.plan_id, ()), self.steady_s[trial.number])
         return found
-
-    @cached_property
-    def replanned(self) -> tuple[int, ...]:
-        """Numbers of the candidates whose strategy makes another plan today (or none) than it made then: the planner has changed."""
-        made: dict[str, str | None] = {}
-        for trial in self.candidates:
-            assert trial.strategy is not None
-            if trial.strategy.id not in made:
-                made[trial.strategy.id] = self._plan_id(trial.strategy)
-        return tuple(t.number for t in self.candidates if t.strategy is not None and made[t.strategy.id] != t.plan_id)
-
-    def _plan_id(self, strategy: Strategy) -> str | None:
-        try:
-            return plan(strategy, self.workload, self.cluster.world_size).id
-        except InvalidStrategy:
-            return None
 
 
 def histories(trials: Sequence[DatasetTrial]) -> list[History]:

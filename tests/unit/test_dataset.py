@@ -33,9 +33,9 @@ def trial(number: int, step_s: float = 0.1, source: str = "random:lossless", ses
     """A reference where the source says so, else strategy `number` modulo 32."""
     steps = tuple(step_s * factor for factor in (1.0, 1.01, 0.99, 1.0))
     chosen = None if source == "reference" else strategy(number % 32)
-    plan_id = None if chosen is None else plan(chosen, WORKLOAD, 2).id
+    made = None if chosen is None else plan(chosen, WORKLOAD, 2)
     measured, stolen = Measured((steps, steps), overrun=0.01), None if number % 3 else 0.25
-    return DatasetTrial(number, source, chosen, plan_id, measured, 0.5, 1e9 + number, session, stolen=stolen)
+    return DatasetTrial(number, source, chosen, made, measured, 0.5, 1e9 + number, session, stolen=stolen)
 
 
 def failed(number: int) -> DatasetTrial:
@@ -64,7 +64,7 @@ def test_what_was_written_is_read_again(tmp_path: Path) -> None:
     assert second.environment == ENVIRONMENT and second.sessions[0].id == "0"
     assert second.trials[3] == trial(3) and second.trials[5] == failed(5) and second.trials[8].strategy is None
     assert second.trials[3].step_s == (0.1, 0.101, 0.099, 0.1) and second.trials[5].failure.startswith("hang: rank 1")
-    assert second.replanned == ()
+    assert second.trials[3].plan == plan(strategy(3), WORKLOAD, 2)
 
 
 def test_another_program_checks_the_sums(tmp_path: Path) -> None:
@@ -201,17 +201,17 @@ def _table(folder: Path) -> pa.Table:
 def test_foreign_tables_are_refused_though_their_sums_are_right(tmp_path: Path) -> None:
     write(tmp_path, 3)
     whole, table = (tmp_path / TABLE).read_bytes(), pa.Table.from_batches(_table(tmp_path).to_batches(), SCHEMA)
-    newer = table.replace_schema_metadata({b"autotune.dataset": b"3"})
+    newer = table.replace_schema_metadata({b"autotune.dataset": b"4"})
     numbers = pa.array([0, 1, 7], pa.int32())
     renumbered = table.set_column(0, SCHEMA.field("number"), numbers)
-    neither = table.set_column(5, SCHEMA.field("step_s"), pa.nulls(3, SCHEMA.field("step_s").type))
-    other_session = table.set_column(15, SCHEMA.field("session"), pa.array(["9"] * 3).dictionary_encode())
+    neither = table.set_column(6, SCHEMA.field("step_s"), pa.nulls(3, SCHEMA.field("step_s").type))
+    other_session = table.set_column(16, SCHEMA.field("session"), pa.array(["9"] * 3).dictionary_encode())
     wrong = table.set_column(3, SCHEMA.field("strategy"), pa.array([None, '{"variables":[]}', None]).dictionary_encode())
     cases = {
         "intact Parquet file": whole[: len(whole) // 2],
         "does not say that it is": _parquet(pa.table({"a": [1]})),
-        "reads tables of schema 1 and 2": _parquet(newer),
-        "columns of schema 2": _parquet(table.drop_columns(["load"])),
+        "reads tables of schema 3": _parquet(newer),
+        "columns of schema 3": _parquet(table.drop_columns(["load"])),
         "number its 3 trials": _parquet(renumbered.cast(SCHEMA)),
         "either step times or a failure": _parquet(neither.cast(SCHEMA)),
         "those of '9'": _parquet(other_session.cast(SCHEMA)),
@@ -221,13 +221,6 @@ def test_foreign_tables_are_refused_though_their_sums_are_right(tmp_path: Path) 
         _with_table(tmp_path, data)
         with pytest.raises(InvalidInput, match=message):
             read_domain(tmp_path)
-
-
-def test_a_table_from_before_stolen_time_was_noted_is_read(tmp_path: Path) -> None:
-    write(tmp_path, 3)
-    older = _table(tmp_path).drop_columns(["stolen"]).replace_schema_metadata({b"autotune.dataset": b"1"})
-    _with_table(tmp_path, _parquet(older))
-    assert read_domain(tmp_path).trials == tuple(replace(trial(number, source=sources(number)), stolen=None) for number in range(3))
 
 
 def test_bytes_that_were_changed_inside_a_table_are_an_error_of_ours() -> None:
@@ -240,14 +233,16 @@ def test_bytes_that_were_changed_inside_a_table_are_an_error_of_ours() -> None:
             continue
 
 
-def test_a_strategy_that_is_planned_otherwise_today_is_counted(tmp_path: Path) -> None:
+def test_the_plan_that_was_enacted_is_kept_though_todays_planner_makes_another(tmp_path: Path) -> None:
+    enacted = plan(strategy(3), WORKLOAD, 2)
     with opened(tmp_path) as writer:
         writer.describe(DESCRIPTION)
         writer.begin_session(ENVIRONMENT)
         writer.append(trial(0, source="reference"))
         writer.append(trial(1))
-        writer.append(replace(trial(2), plan_id="plan-of-another-planner"))
-    assert read_domain(tmp_path).replanned == (2,)
+        writer.append(replace(trial(2), plan=enacted))
+    assert enacted != plan(strategy(2), WORKLOAD, 2)
+    assert read_domain(tmp_path).trials[2].plan == enacted
 
 
 def _domain_of(writer: DomainWriter, times: list[tuple[str, float]]) -> None:
@@ -258,7 +253,7 @@ def _domain_of(writer: DomainWriter, times: list[tuple[str, float]]) -> None:
             replace(
                 trial(number, step_s, source),
                 strategy=None if source == "reference" else strategy(1),
-                plan_id=None if source == "reference" else plan(strategy(1), WORKLOAD, 2).id,
+                plan=None if source == "reference" else plan(strategy(1), WORKLOAD, 2),
             )
         )
 

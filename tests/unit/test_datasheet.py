@@ -35,9 +35,9 @@ def record(folder: Path, name: str, count: int) -> None:
                 writer.append(DatasetTrial(len(writer.trials), REFERENCE, None, None, measured(0.1), 0.2, 1e9, "0"))
             made = plan(strategy, WORKLOAD, 2)
             outcome = measured(0.1 * (0.7 if made.cross_step else 1.0) * 1.02 ** len(made.messages))
-            writer.append(DatasetTrial(len(writer.trials), "random:lossy", strategy, made.id, outcome, 0.2, 1e9, "0"))
+            writer.append(DatasetTrial(len(writer.trials), "random:lossy", strategy, made, outcome, 0.2, 1e9, "0"))
         failed = Failed(FailureKind.HANG, "rank 1 made no step", 1)
-        writer.append(DatasetTrial(len(writer.trials), "random:lossy", strategy, made.id, failed, 0.2, 1e9, "0"))
+        writer.append(DatasetTrial(len(writer.trials), "random:lossy", strategy, made, failed, 0.2, 1e9, "0"))
 
 
 def measured(step_s: float) -> Measured:

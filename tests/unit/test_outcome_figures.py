@@ -14,6 +14,7 @@ from autotune.errors import InvalidInput
 from autotune.history import History
 from autotune.records import CURRENT_SETUP, Failed, FailureKind, Measured
 from autotune.rng import generator
+from autotune.strategy_space.plan import Plan
 from autotune.tuner import search_instruction
 from benchmarks.models.generated import MODELS
 from benchmarks.outcome.figures import best_of_sweep, failures_of, first_within, geomean, ratio_to_best, ratio_to_bound, whole_rounds
@@ -26,8 +27,16 @@ def block(step_s: float) -> Measured:
     return Measured(((step_s,),))
 
 
-def rival(name: str) -> Side:
-    return Side(name, Group.RIVAL, name, None)
+def empty(name: str) -> Plan:
+    """A plan that has nothing but an id of its own."""
+    return Plan(name, 1, ())
+
+
+A, B, C, SMALL, LARGE, BROKEN = (empty(name).id for name in ("a", "b", "c", "small", "large", "broken"))
+
+
+def rival(name: str, plan: str | None = None) -> Side:
+    return Side(name, Group.RIVAL, plan or name, None)
 
 
 def trial(number: int, plan: str, step_s: float | None, phase: str = CLOSING) -> DatasetTrial:
@@ -35,7 +44,7 @@ def trial(number: int, plan: str, step_s: float | None, phase: str = CLOSING) ->
     outcome = Failed(FailureKind.CRASH, "rank 1", 1) if step_s is None else block(step_s)
     if plan == CURRENT_SETUP:
         return DatasetTrial(0, f"{phase}:{number}:{REFERENCE}", None, None, outcome, 0.0, 0.0, "0")
-    return DatasetTrial(0, f"{phase}:{number}:{plan}: again", strategy(0), plan, outcome, 0.0, 0.0, "0")
+    return DatasetTrial(0, f"{phase}:{number}:{plan}: again", strategy(0), empty(plan), outcome, 0.0, 0.0, "0")
 
 
 def test_a_geometric_mean_is_the_root_of_the_product():
@@ -85,34 +94,34 @@ def test_the_luck_of_the_best_of_many_rivals_is_on_their_side(others: float):
 
 
 def test_only_whole_rounds_count_and_a_side_that_failed_is_not_waited_for():
-    sides = [rival("a"), rival("b"), Side("b again", Group.OURS, "b", None)]
+    sides = [rival("a", A), rival("b", B), Side("b again", Group.OURS, B, None)]
     made = [trial(0, "a", 0.1), trial(0, "b", 0.2), trial(1, "b", 0.2), trial(2, "b", 0.3), trial(2, "a", 0.4), trial(2, "b", 9.9, SWEEP)]
     rounds = rounds_of(made, CLOSING)
     assert [{key: own.median_s for key, own in found.items()} for found in whole_rounds(rounds, sides)] == [
-        {"a": 0.1, "b": 0.2},
-        {"b": 0.3, "a": 0.4},
+        {A: 0.1, B: 0.2},
+        {B: 0.3, A: 0.4},
     ]
     once = rounds_of([*made, trial(3, "a", None)], CLOSING)
     assert len(whole_rounds(once, sides)) == 2 and not failures_of(once)
     failed = rounds_of([*made, trial(3, "a", None), trial(4, "a", None)], CLOSING)
-    assert len(whole_rounds(failed, sides)) == 3 and failures_of(failed) == {"a": "crash: rank 1"}
-    assert whole_rounds(rounds, [*sides, rival("c")]) == []
+    assert len(whole_rounds(failed, sides)) == 3 and failures_of(failed) == {A: "crash: rank 1"}
+    assert whole_rounds(rounds, [*sides, rival("c", C)]) == []
 
 
 def test_the_current_setup_is_a_side_of_a_round_and_a_search_of_any_name_is_none():
     made = [trial(0, CURRENT_SETUP, 0.1), trial(0, "a", 0.2), replace(trial(0, "a", 9.9), source="tuning:closing:0:sampled")]
     made += [replace(trial(0, CURRENT_SETUP, 9.9), source=name) for name in (REFERENCE, "tuning:ours:reference")]
-    [found] = whole_rounds(rounds_of(made, CLOSING), [Side("DDP", Group.TODAY, CURRENT_SETUP, None), rival("a")])
-    assert {key: own.median_s for key, own in found.items()} == {CURRENT_SETUP: 0.1, "a": 0.2}
+    [found] = whole_rounds(rounds_of(made, CLOSING), [Side("DDP", Group.TODAY, CURRENT_SETUP, None), rival("a", A)])
+    assert {key: own.median_s for key, own in found.items()} == {CURRENT_SETUP: 0.1, A: 0.2}
 
 
 def test_the_best_bucket_size_has_the_lowest_median_of_its_own_trials():
     made = [trial(number, "small", value, SWEEP) for number, value in enumerate((0.1, 0.5, 0.6))]
     made += [trial(number, "large", 0.4, SWEEP) for number in range(3)] + [trial(0, "broken", None, SWEEP), trial(0, "large", 9.9)]
-    times_s = best_of_sweep(rounds_of(made, SWEEP), {"1": "small", "25": "large", "50": "broken"})
+    times_s = best_of_sweep(rounds_of(made, SWEEP), {"1": SMALL, "25": LARGE, "50": BROKEN})
     assert times_s == {"1": 0.5, "25": 0.4}
     with pytest.raises(InvalidInput, match="every bucket size of the sweep failed, so there is no best one: crash: rank 1"):
-        best_of_sweep({0: [trial(0, "broken", None)]}, {"50": "broken"})
+        best_of_sweep({0: [trial(0, "broken", None)]}, {"50": BROKEN})
 
 
 def test_near_the_best_is_the_first_stop_within_two_percent_as_measured_again():

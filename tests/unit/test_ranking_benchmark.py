@@ -216,25 +216,25 @@ def test_replayed_times_are_kept_by_what_they_follow_from(jobs: Jobs, tmp_path: 
     assert all((point.example.features.replayed_step_s or 0) > (before or 0) for point, before in zip(other, told, strict=True))
 
 
-def test_of_a_dataset_only_what_was_measured_undisturbed_and_is_the_same_plan_today_counts() -> None:
+def test_of_a_dataset_only_what_was_measured_undisturbed_counts_with_the_plan_of_then() -> None:
     """Times are brought to the usual speed of the machine, and the replay counts the costs of that machine."""
     made = distinct_plans(OTHER)[:4]
-    ids = [plan(strategy, WORKLOAD, OTHER.world_size).id for strategy in made]
+    plans = [plan(strategy, WORKLOAD, OTHER.world_size) for strategy in made]
+    plans[2] = plans[0]  # as if the planner had changed since
     outcomes = [Measured(((0.3, 0.3),), 0.0), Failed(FailureKind.CRASH, "out of luck", 0), *[Measured(((0.5, 0.5),), 0.0)] * 2]
     reference = Measured(((1.0, 1.0),), 0.0)
     trials = [DatasetTrial(0, "reference", None, None, reference, 0.0, 0.0, "s")]
-    for number, (strategy, plan_id, outcome) in enumerate(zip(made, ids, outcomes, strict=True)):
-        other = "plan-of-old" if number == 2 else plan_id
-        trials.append(DatasetTrial(number + 1, "random:lossless", strategy, other, outcome, 0.0, 0.0, "s", disturbed=number == 3))
+    for number, (strategy, enacted, outcome) in enumerate(zip(made, plans, outcomes, strict=True)):
+        trials.append(DatasetTrial(number + 1, "random:lossless", strategy, enacted, outcome, 0.0, 0.0, "s", disturbed=number == 3))
     trials.append(DatasetTrial(5, "reference", None, None, reference, 0.0, 0.0, "s"))
     environment = Environment(Conditions(Network.EMULATED, Accelerators.EMULATED), {}, 2, "x86_64", "6.1")
     session = Session("s", "2026-11-22T00:00:00+00:00", environment)
     domain = Domain("d", "m", "c", WORKLOAD, OTHER, {"issue_s": 0.02}, 2, (session,), tuple(trials))
     campaign = of_domain(domain)
-    assert campaign.measured == ((made[0], pytest.approx(0.3)),)
-    assert campaign.left_out == "1 failed, 1 disturbed, 1 planned otherwise today"
+    assert campaign.measured == ((made[0], plans[0], pytest.approx(0.3)), (made[2], plans[0], pytest.approx(0.5)))
+    assert campaign.left_out == "1 failed, 1 disturbed"
     assert campaign.extractor.cluster.machine_cores == 2
-    wanted = plan(made[0], WORKLOAD, OTHER.world_size)
+    wanted = plans[0]
     assert campaign.extractor.steps.step_s(wanted) > Extractor(WORKLOAD, OTHER).steps.step_s(wanted) + 0.015
 
 
