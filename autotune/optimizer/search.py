@@ -12,7 +12,7 @@ limit in seconds cuts a search short where something is wrong; the result says s
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -49,11 +49,14 @@ class Kept:
 
 @dataclass
 class Found:
-    """The best states by family (in-step, across steps) and in all; `dropped`: proposals outside the space or not enactable."""
+    """The best states by family (in-step, across steps) and in all. `optima`: the fastest that each climb looked at, without plans to
+    avoid, by plan. `dropped`: proposals outside the space or not enactable.
+    """
 
     best: State | None = None
     step_s: float = float("inf")
     families: dict[bool, tuple[float, State]] = field(default_factory=dict)
+    optima: dict[str, tuple[float, State]] = field(default_factory=dict)
     starts_s: dict[str, float] = field(default_factory=dict)
     log: list[Kept] = field(default_factory=list)
     rounds: int = 0
@@ -62,7 +65,9 @@ class Found:
 
 
 class Search:
-    """One search over one problem. `allowed` may refuse plans beyond what the space and the runtime do. `clock`: seconds."""
+    """One search over one problem. `allowed` may refuse plans beyond what the space and the runtime do. `avoid`: ids of plans that the
+    search may go through, but that are none of its `optima`. `clock`: seconds.
+    """
 
     def __init__(
         self,
@@ -73,10 +78,12 @@ class Search:
         seed: int = 0,
         allowed: Callable[[Plan], bool] = lambda plan: True,
         clock: Callable[[], float] = time.monotonic,
+        avoid: Collection[str] = (),
     ) -> None:
         self.problem, self.replays, self.passes, self.budget, self.seed, self.allowed = problem, replays, passes, budget, seed, allowed
         self.found = Found()
-        self._clock = clock
+        self._clock, self._avoid = clock, avoid
+        self._newest: tuple[float, State] | None = None
         self._began_s, self._replays_before, self._ops_before = clock(), replays.whole, replays.ops
         self._known: dict[object, float] = {}
 
@@ -114,6 +121,8 @@ class Search:
 
     def climb(self, state: State, step_s: float) -> tuple[State, float]:
         """Rounds of all passes until one keeps nothing."""
+        self._newest = None
+        self._note(state, step_s)
         gained = True
         while gained and not self._spent():
             gained = False
@@ -125,14 +134,25 @@ class Search:
                 if better is not None:
                     (state, step_s), gained = better, True
                     self._keep(state, step_s, own.name)
+        if self._newest is not None:
+            self.found.optima.setdefault(self.replays.plan_of(self._newest[1]).id, self._newest)
         return state, step_s
+
+    def _note(self, state: State, step_s: float) -> None:
+        """The fastest of this climb that need not be avoided."""
+        faster = self._newest is None or step_s < self._newest[0]
+        if faster and not (self._avoid and self.replays.plan_of(state).id in self._avoid):
+            self._newest = step_s, state
 
     def _best_of(self, own: Pass, state: State, step_s: float) -> tuple[State, float] | None:
         best: tuple[State, float] | None = None
         limit_s = step_s * (1 - GAIN)
         for candidate in own.propose(state, self.replays.path(state)):
             found_s = self.step_s(candidate)
-            if found_s is not None and found_s < limit_s:
+            if found_s is None:
+                continue
+            self._note(candidate, found_s)
+            if found_s < limit_s:
                 best, limit_s = (candidate, found_s), found_s
         return best
 

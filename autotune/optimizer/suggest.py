@@ -1,9 +1,10 @@
-"""Several strategies worth a trial: the best of each family, since the replay may be wrong about a family as a whole."""
+"""Several strategies worth a trial: the best of each family, since the replay may be wrong about a family as a whole, and other ends of
+climbs, since it may be wrong about one of several that it finds nearly as fast."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from autotune.cluster import Cluster
@@ -11,8 +12,8 @@ from autotune.lowering.replayed import LoweredSteps
 from autotune.optimizer.budget import Budget
 from autotune.optimizer.registry import all_starts, default_passes
 from autotune.optimizer.replays import Lowered, Replays
-from autotune.optimizer.search import Search
-from autotune.optimizer.state import Problem, State
+from autotune.optimizer.search import Found, Search
+from autotune.optimizer.state import Problem, State, planned
 from autotune.strategy_space.plan import Plan
 from autotune.strategy_space.space import SearchSpace
 from autotune.strategy_space.strategy import CASTS, Compressor, Strategy
@@ -30,12 +31,20 @@ class Suggested:
 
 @dataclass(frozen=True)
 class Suggestions:
-    """`found`: fastest first. `cut_short`: the wall clock ended a search, so that another run may find something else."""
+    """`found`: the best of each family; `others`: of the ends of other climbs the fastest; both fastest first. `cut_short`: the wall
+    clock ended a search, so that another run may find something else.
+    """
 
     found: tuple[Suggested, ...]
+    others: tuple[Suggested, ...]
     cut_short: bool
 
 
+OTHERS = 6
+"""Ends of other climbs that are suggested, of each set of compressors."""
+APART, NEAR = 0.002, 0.05
+"""They differ from each other and from the best by the first in their predicted times, since others hardly differ in what is sent when;
+none is slower than the best by more than the second, which is about what the replay may be wrong by."""
 LOSSLESS, CAST, LOSSY = "lossless", "16 bits", "lossy"
 
 
@@ -43,6 +52,8 @@ def suggestions(
     steps: LoweredSteps,
     space: SearchSpace,
     *,
+    begin: Sequence[Strategy] = (),
+    avoid: Collection[str] = (),
     budget: Budget | None = None,
     seed: int = 0,
     allowed: Callable[[Plan], bool] = lambda plan: True,
@@ -51,6 +62,8 @@ def suggestions(
     """The best within the step and the best across steps, for each set of compressors that the space allows, fastest first.
 
     `steps` replays, and is left with what was replayed. The budget is shared by the sets; each begins also with what the one before found.
+    With `begin` the search starts from those of these strategies that lie in the space, instead of from all that are known (`all_starts`);
+    plans of the ids `avoid` are none of the `others`.
     """
 
     def lower(workload: Workload, cluster: Cluster, symmetric: bool) -> Lowered:
@@ -60,19 +73,43 @@ def suggestions(
     sets = _compressor_sets(space)
     each = Budget(max(total.replays // len(sets), 1), max(total.ops // len(sets), 1), total.seconds / len(sets))
     found: dict[Strategy, Suggested] = {}
+    others: dict[Strategy, Suggested] = {}
     starts: list[tuple[str, State]] = []
     cut_short = False
     for name, bounded in sets:
         problem = Problem(steps.workload, steps.cluster, bounded)
-        search = Search(problem, Replays(problem, lower), default_passes(), each, seed, allowed, clock)
-        result = search.run([*starts, *all_starts(problem)])
+        search = Search(problem, Replays(problem, lower), default_passes(), each, seed, allowed, clock, avoid)
+        inside = [State(own) for own in begin if bounded.contains(own, steps.workload, steps.cluster)]
+        known = [(f"given {number}", state) for number, state in enumerate(inside)] if begin else all_starts(problem)
+        result = search.run([*starts, *known])
         cut_short |= result.cut_short
-        for across, (step_s, state) in sorted(result.families.items()):
-            found.setdefault(
-                state.strategy, Suggested(f"{name}, {'across steps' if across else 'within the step'}", state.strategy, step_s)
-            )
+        for _, (step_s, state) in sorted(result.families.items()):
+            found.setdefault(state.strategy, _suggested(name, state, step_s))
+        fresh = result.best is not None and planned(result.best, problem).id not in avoid
+        for step_s, state in _others(result, result.step_s if fresh else 0.0):
+            others.setdefault(state.strategy, _suggested(name, state, step_s, ", another climb"))
         starts = [(f"best {name}, {across}", state) for across, (_, state) in sorted(result.families.items())]
-    return Suggestions(tuple(sorted(found.values(), key=lambda own: own.predicted_step_s)), cut_short)
+    left = [own for strategy, own in others.items() if strategy not in found]
+    return Suggestions(_fastest_first(found.values()), _fastest_first(left), cut_short)
+
+
+def _others(result: Found, last_s: float) -> list[tuple[float, State]]:
+    """Each slower than the one before, the first than `last_s`."""
+    kept: list[tuple[float, State]] = []
+    for step_s, state in sorted(result.optima.values(), key=lambda entry: entry[0]):
+        if last_s * (1 + APART) <= step_s <= result.step_s * (1 + NEAR) and len(kept) < OTHERS:
+            kept.append((step_s, state))
+            last_s = step_s
+    return kept
+
+
+def _suggested(compressors: str, state: State, step_s: float, which: str = "") -> Suggested:
+    family = "across steps" if state.strategy.cross_step else "within the step"
+    return Suggested(f"{compressors}, {family}{which}", state.strategy, step_s)
+
+
+def _fastest_first(found: Iterable[Suggested]) -> tuple[Suggested, ...]:
+    return tuple(sorted(found, key=lambda own: own.predicted_step_s))
 
 
 def _compressor_sets(space: SearchSpace) -> list[tuple[str, SearchSpace]]:

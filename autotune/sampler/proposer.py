@@ -37,12 +37,14 @@ SURVIVORS = 0.3
 """Share of the scored strategies that pass the filter by predicted time, before diversity chooses among them."""
 FIRST_EXPLORERS, EXPLORERS = 0.5, 0.17
 """Share of a round's trials (the first, the later ones) that goes to strategies which the ranker would not have tried."""
-OPTIMIZER = Budget(replays=200, ops=5_000_000)
-"""What the optimizer may replay before the first round: a second or two. Its seconds only end it where something is wrong."""
+OPTIMIZER, AGAIN = Budget(replays=800, ops=20_000_000), Budget(replays=200, ops=5_000_000)
+"""What the optimizer may replay before the first round, some five seconds, and before every later one. Its seconds only end it where
+something is wrong."""
 CUT_SHORT = "the wall clock ended the optimizer's search, so that the same job may be proposed something else next time"
-LEADERS = 0.75
-"""Share of the first round's trials that the optimizer's strategies may take: with compressors all six of eight. Their predicted times
-are nearer to each other than the replay is to the truth; where half were left out, the best one without loss was never tried."""
+LEADERS, LATER_LEADERS = 0.75, 0.5
+"""Share of the first and of a later round's trials that the optimizer's strategies may take: with compressors all six of eight. Their
+predicted times are nearer to each other than the replay is to the truth; where half were left out, the best one without loss was never
+tried."""
 BAYESIAN = {Search.BAYES: "the search space", Search.FUSION: "fusion threshold and cycle time"}
 BAYES_ASKS = 20
 """How often in a row a baseline that proposes a known plan again is told its known time."""
@@ -80,7 +82,8 @@ class Proposer:
             proposals = tuple(Proposal(candidate.strategy, candidate.origin) for candidate in pool[:count])
             return Proposed(round_, proposals, "random", _said("random search was asked for", found), len(pool), (), 0.0)
         scores = self._scorer.score(history, pool)
-        leading = [i for i, candidate in enumerate(pool) if candidate.replayed_s is not None][: max(1, round(LEADERS * count))]
+        most = max(1, round((LATER_LEADERS if round_ else LEADERS) * count))
+        leading = [i for i, candidate in enumerate(pool) if candidate.replayed_s is not None][:most]
         rest = [i for i in range(len(pool)) if i not in leading]
         if rest and len(leading) < count:
             chosen = self._choose([pool[i] for i in rest], scores.of(rest), count - len(leading), round_)
@@ -100,7 +103,7 @@ class Proposer:
         space = self._space(history)
         found: list[tuple[str, Strategy]] = []
         with collection_paused():
-            searched, cut_short = self._searched(history, space) if guided and round_ == 0 else ([], False)
+            searched, cut_short = self._searched(history, space, parents, round_) if guided else ([], False)
             if self._spec.search is not Search.RANDOM:
                 found += seed_strategies(workload, cluster, space)
             found += [("mutated", self._walk(parents[int(rng.integers(len(parents)))], history, space, rng)) for _ in range(mutants)]
@@ -109,8 +112,12 @@ class Proposer:
             pool = self._untried([*searched, *((origin, strategy, None) for origin, strategy in found)], history)
         return replace(pool, cut_short=cut_short)
 
-    def _searched(self, history: History, space: SearchSpace) -> tuple[list[tuple[str, Strategy, float | None]], bool]:
-        """What the optimizer finds by replay, fastest first: one strategy for each family of the space; whether it was cut short."""
+    def _searched(
+        self, history: History, space: SearchSpace, parents: Sequence[Strategy], round_: int
+    ) -> tuple[list[tuple[str, Strategy, float | None]], bool]:
+        """What the optimizer finds by replay: one strategy for each family of the space, fastest first, then other ends of its climbs;
+        whether it was cut short. It begins with `parents`, the fastest that were measured, once there are some.
+        """
         from autotune.optimizer.suggest import suggestions  # numba is heavy, and the baselines do without
 
         steps = self._scorer.extractor(history).steps
@@ -118,8 +125,14 @@ class Proposer:
         def allowed(one: Plan) -> bool:
             return self._why_refused(one) is None
 
-        made = suggestions(steps, space, budget=OPTIMIZER, seed=self._spec.seed, allowed=allowed, clock=self._clock)
-        return [(f"optimizer: {own.name}", own.strategy, own.predicted_step_s) for own in made.found], made.cut_short
+        seed = int(generator(self._spec.seed, "optimizer", round_).integers(2**31))
+        budget = AGAIN if parents else OPTIMIZER
+        tried = {trial.plan_id for trial in history.trials if trial.plan_id is not None}
+        made = suggestions(steps, space, begin=parents, avoid=tried, budget=budget, seed=seed, allowed=allowed, clock=self._clock)
+        found: list[tuple[str, Strategy, float | None]] = [
+            (f"optimizer: {own.name}", own.strategy, own.predicted_step_s) for own in (*made.found, *made.others)
+        ]
+        return found, made.cut_short
 
     def _untried(self, found: Sequence[tuple[str, Strategy, float | None]], history: History) -> _Pool:
         assert history.profiled is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from autotune.optimizer.optimize import Optimized, optimize
 from autotune.optimizer.passes.compression import MixedPrecision
 from autotune.optimizer.registry import default_passes
 from autotune.optimizer.state import CriticalPath, Problem, Speedups, State
-from autotune.optimizer.suggest import suggestions
+from autotune.optimizer.suggest import APART, NEAR, suggestions
 from autotune.profiling.op_graph import Op, OpFusion, OpGraph
 from autotune.strategy_space.builders.catalogue import BUILDERS
 from autotune.strategy_space.enactable import why_refused
@@ -169,6 +170,22 @@ def test_compressors_are_used_only_where_the_space_has_them() -> None:
     assert used["16 bits"] & CASTS and not used["16 bits"] & ERROR_FEEDBACK
     assert used["lossy"] & ERROR_FEEDBACK
     assert [own.predicted_step_s for own in found] == sorted(own.predicted_step_s for own in found)
+
+
+def test_other_climbs_ended_apart_and_near_the_best_and_not_at_what_is_to_be_avoided() -> None:
+    workload = chain().workload()
+    steps = LoweredSteps(workload, NETWORK)
+    first = suggestions(steps, SearchSpace.default(), budget=Budget(replays=300))
+    best_s = first.found[0].predicted_step_s
+    times_s = [best_s, *(own.predicted_step_s for own in first.others)]
+    assert len(times_s) > 2 and times_s[-1] <= best_s * (1 + NEAR)
+    assert all(later >= sooner * (1 + APART) for sooner, later in pairwise(times_s))
+    assert all(own.name.endswith(", another climb") for own in first.others)
+    tried = {plan(own.strategy, workload, 4).id for own in (*first.found, *first.others)}
+    begin = [own.strategy for own in first.found]
+    again = suggestions(steps, SearchSpace.default(), begin=begin, avoid=tried, budget=Budget(replays=300), seed=1)
+    assert again.found[0].predicted_step_s <= best_s
+    assert again.others and not any(plan(own.strategy, workload, 4).id in tried for own in again.others)
 
 
 def test_a_budget_of_ops_ends_the_search_at_the_same_place_whether_steps_are_replayed_or_remembered() -> None:
