@@ -100,7 +100,10 @@ class ResidualSimulator:
                 scaling = self._scaling_of_training_part(examples, seed)
                 epochs = self.recipe.epochs
 
-            @lru_cache(maxsize=8)  # a domain that fits into one batch is the same batch in every epoch
+            # A domain that fits into one batch is the same batch in every epoch. Fewer places than an epoch has batches would keep none.
+            batches = 2 * len({example.domain for example in examples}) + len(examples) // self.recipe.batch_size
+
+            @lru_cache(maxsize=batches)
             def batch_of(indices: tuple[int, ...]) -> FeatureBatch:
                 return collate([features[index] for index in indices], scaling, self.architecture.with_edges)
 
