@@ -62,25 +62,23 @@ def suggestions(
     """The best within the step and the best across steps, for each set of compressors that the space allows, fastest first.
 
     `steps` replays, and is left with what was replayed. The budget is shared by the sets; each begins also with what the one before found.
-    With `begin` the search starts from those of these strategies that lie in the space, instead of from all that are known (`all_starts`);
-    plans of the ids `avoid` are none of the `others`.
+    With `begin` the search starts from these strategies instead of from all that are known (`all_starts`), and sets that hold none of
+    them have no share; plans of the ids `avoid` are none of the `others`.
     """
 
     def lower(workload: Workload, cluster: Cluster, symmetric: bool) -> Lowered:
         return steps if workload is steps.workload else LoweredSteps(workload, cluster, symmetric, steps.taken_share, steps.costs)
 
     total = budget or Budget()
-    sets = _compressor_sets(space)
-    each = Budget(max(total.replays // len(sets), 1), max(total.ops // len(sets), 1), total.seconds / len(sets))
+    searched = _searched(steps, space, begin)
+    share = max(len(searched), 1)
+    each = Budget(max(total.replays // share, 1), max(total.ops // share, 1), total.seconds / share)
     found: dict[Strategy, Suggested] = {}
     others: dict[Strategy, Suggested] = {}
     starts: list[tuple[str, State]] = []
     cut_short = False
-    for name, bounded in sets:
-        problem = Problem(steps.workload, steps.cluster, bounded)
+    for name, problem, known in searched:
         search = Search(problem, Replays(problem, lower), default_passes(), each, seed, allowed, clock, avoid)
-        inside = [State(own) for own in begin if bounded.contains(own, steps.workload, steps.cluster)]
-        known = [(f"given {number}", state) for number, state in enumerate(inside)] if begin else all_starts(problem)
         result = search.run([*starts, *known])
         cut_short |= result.cut_short
         for _, (step_s, state) in sorted(result.families.items()):
@@ -91,6 +89,18 @@ def suggestions(
         starts = [(f"best {name}, {across}", state) for across, (_, state) in sorted(result.families.items())]
     left = [own for strategy, own in others.items() if strategy not in found]
     return Suggestions(_fastest_first(found.values()), _fastest_first(left), cut_short)
+
+
+def _searched(steps: LoweredSteps, space: SearchSpace, begin: Sequence[Strategy]) -> list[tuple[str, Problem, Sequence[tuple[str, State]]]]:
+    """(name, problem, where the search starts) of each set of compressors that has a start."""
+    found: list[tuple[str, Problem, Sequence[tuple[str, State]]]] = []
+    for name, bounded in _compressor_sets(space):
+        problem = Problem(steps.workload, steps.cluster, bounded)
+        inside = [own for own in begin if bounded.contains(own, steps.workload, steps.cluster)]
+        starts = [(f"given {number}", State(own)) for number, own in enumerate(inside)] if begin else all_starts(problem)
+        if starts:
+            found.append((name, problem, starts))
+    return found
 
 
 def _others(result: Found, last_s: float) -> list[tuple[float, State]]:
