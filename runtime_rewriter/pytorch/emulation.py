@@ -138,10 +138,16 @@ class EmulatedAccelerator:
             self._recordings[key] = Recording(output, gradients)
 
     def _play(self, recording: Recording) -> object:
-        self._read_variables()
-        output = recording.output
         timed = self._timetable if self._synchronizer.synchronizing else None
+        # Before the reads, some of which are at the pass's very end: real work behind them would make its end late.
+        output = self._chained(recording, timed)
+        self._read_variables()
         self._synchronizer.cross_step.updates_played = timed is not None
+        return output
+
+    def _chained(self, recording: Recording, timed: Timetable | None) -> object:
+        """The output, connected to the chain of the pass's autograd nodes. Reads no variable."""
+        output = recording.output
         played = _PlayedPass(self, recording, timed)
         token = _End.apply(torch.zeros((), requires_grad=True), played)
         for positions, ready_s in reversed(self._handed_out):

@@ -17,6 +17,7 @@ from torch_world import run_world
 from autotune.errors import AutotuneError
 from autotune.strategy_space.strategy import Synchronizer
 from runtime_rewriter.emulation import timetable_of
+from runtime_rewriter.pytorch import emulation
 from runtime_rewriter.pytorch.attached import attach
 from runtime_rewriter.pytorch.ddp import PlannedDataParallel
 from runtime_rewriter.pytorch.emulation import MOST_RECORDINGS, EmulatedAccelerator
@@ -333,3 +334,40 @@ def check_updates(rank: int, crossing: bool) -> None:
 @pytest.mark.parametrize("crossing", [False, True])
 def test_the_update_is_the_accelerators_optimizers_find_no_gradients_and_scripts_do(crossing: bool) -> None:
     run_world(check_updates, 2, crossing)
+
+
+def check_reads_are_last(rank: int) -> None:
+    model = PlannedDataParallel(Tied())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        loss_of(model, rank, 0).backward()
+        optimizer.step()
+
+    step()
+    model.synchronizer.load(replace(uniform(model.module, 2), cross_step=True))
+    accelerator = emulated(model.synchronizer)
+    for _ in range(2):
+        step()
+    done: list[str] = []
+    read, link = accelerator._read_variables, emulation._HandOut.apply
+
+    def reads() -> None:
+        assert model.synchronizer.cross_step.pending
+        done.append("read")
+        read()
+
+    def linked(*args: object) -> Tensor:
+        done.append("link")
+        return link(*args)
+
+    accelerator._read_variables = reads  # type: ignore[method-assign]
+    emulation._HandOut.apply = linked  # type: ignore[method-assign]
+    step()
+    assert done == ["link"] * (len(done) - 1) + ["read"] and len(done) > 1, done
+    model.synchronizer.close()
+
+
+def test_a_played_pass_that_waits_for_messages_has_no_work_left_behind_its_last_read() -> None:
+    run_world(check_reads_are_last, 2)
