@@ -21,8 +21,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from autotune.dataset.card import LICENCE, Card, card_of
 from autotune.dataset.folder import read_dataset
 from autotune.dataset.influence import Explained, explained
-from autotune.dataset.noise import step_noise
-from autotune.dataset.trials import Domain
+from autotune.dataset.noise import STALL, stalled_share, step_noise
+from autotune.dataset.trials import DatasetTrial, Domain
 from autotune.records import Accelerators
 
 matplotlib.use("svg")
@@ -157,9 +157,10 @@ comparison measure the same plans again in every round; figures below count a pl
 {domain_table(sheets)}
 
 "Fastest" and "slowest" are relative to the script's own DDP. Noise is the relative standard deviation of a trial's median: of neighbouring
-references, and of repeats of one plan, corrected by the references around them. "Explained" is the share of the variance of the
-logarithm of the step time that the choices below explain together (adjusted for their number). "Taken by others" is the share of CPU time
-that the host gave to other virtual machines during the median trial, where it was noted.
+references, and of repeats of one plan, corrected by the references around them. "Stalled" is the share of steps that took more than
+{STALL:g} times their trial's median, where synchronization ends within the step (DDP's included) and where it crosses it. "Explained" is
+the share of the variance of the logarithm of the step time that the choices below explain together (adjusted for their number). "Taken by
+others" is the share of CPU time that the host gave to other virtual machines during the median trial, where it was noted.
 
 ![step times of every domain](plots/spread.svg)
 
@@ -187,8 +188,9 @@ gradients, in timed waits. A domain's times are of its machine; compare strategi
 
 def domain_table(sheets: Sequence[Sheet]) -> str:
     head = (
-        "| domain | trials | failed | disturbed | DDP | fastest | slowest | noise: references | repeats | explained | taken by others |\n"
-        "|---|---|---|---|---|---|---|---|---|---|---|\n"
+        "| domain | trials | failed | disturbed | DDP | fastest | slowest | noise: references | repeats | stalled: within | across "
+        "| explained | taken by others |\n"
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|\n"
     )
     return head + "\n".join(_domain_row(sheet) for sheet in sheets)
 
@@ -207,10 +209,17 @@ def _domain_row(sheet: Sheet) -> str:
         *ends,
         _share(card.reference_noise),
         _share(card.repeat_noise),
+        *(_share(stalled_share(trials)) for trials in _by_family(sheet.domain)),
         together,
         _share(float(np.median(stolen)) if (stolen := [t.stolen for t in sheet.domain.trials if t.stolen is not None]) else None),
     )
     return "| " + " | ".join(str(cell) for cell in cells) + " |"
+
+
+def _by_family(domain: Domain) -> tuple[list[DatasetTrial], list[DatasetTrial]]:
+    """Trials whose synchronization ends within the step, references among them, and those whose crosses it."""
+    across = [trial for trial in domain.trials if trial.plan is not None and trial.plan.cross_step]
+    return [trial for trial in domain.trials if trial.plan is None or not trial.plan.cross_step], across
 
 
 def influence_table(sheets: Sequence[Sheet]) -> str:

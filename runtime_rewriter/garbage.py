@@ -8,14 +8,26 @@ from __future__ import annotations
 
 import gc
 
+_frozen = False
 
-def settle_garbage() -> None:
-    """Collect now what nobody holds; later collections look only at what is made from then on, until this is called again.
 
-    Does nothing where the script has switched collection off: it has its own way then.
+def freeze_garbage() -> None:
+    """Collect now what nobody holds; later collections look only at what is made from then on, until `thaw_garbage`.
+
+    What is there now and becomes garbage later stays until then. Does nothing where the script has switched collection off.
     """
+    global _frozen
+    thaw_garbage()  # what was frozen before may be garbage by now
     if not gc.isenabled():
         return
-    gc.unfreeze()  # what was frozen before may be garbage by now
     gc.collect()
     gc.freeze()
+    _frozen = True
+
+
+def thaw_garbage() -> None:
+    """Later collections look at everything again. What somebody else froze stays so if nothing was frozen here."""
+    global _frozen
+    if _frozen:
+        gc.unfreeze()
+    _frozen = False

@@ -57,6 +57,7 @@ def read_domain(folder: Path) -> Domain:
     described = read_description(folder, sums)
     trials = read_table(_checked(folder, TABLE, sums), str(folder / TABLE)) if TABLE in sums else ()
     _check_sessions(described, trials, folder)
+    _check_plans(described, trials, folder)
     return domain_of(described, trials)
 
 
@@ -120,3 +121,14 @@ def _check_sessions(described: Description, trials: tuple[DatasetTrial, ...], fo
     unknown = {trial.session for trial in trials} - {session.id for session in described.sessions}
     if unknown:
         raise InvalidInput(f"{folder}: trials belong to a session that {DESCRIPTION} describes, but not those of {sorted(unknown)[0]!r}")
+
+
+def _check_plans(described: Description, trials: tuple[DatasetTrial, ...], folder: Path) -> None:
+    """That each is one of the domain's model and number of ranks."""
+    wanted = (described.workload.id, described.cluster.world_size)
+    for trial in trials:
+        if trial.plan is not None and (trial.plan.workload_id, trial.plan.world_size) != wanted:
+            raise InvalidInput(
+                f"{folder}: plans must be of the domain's model {wanted[0]} and {wanted[1]} ranks, but that of trial {trial.number} is of "
+                f"{trial.plan.workload_id} and {trial.plan.world_size}"
+            )

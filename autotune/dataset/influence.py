@@ -95,11 +95,11 @@ def choices(domain: Domain, measured: Sequence[tuple[Strategy, Plan, float]]) ->
 
 
 def _measured(domain: Domain) -> list[tuple[Strategy, Plan, float]]:
-    """Each strategy, with the plan that was enacted and the median of its steady step times."""
+    """Each plan that was enacted, with the strategy that first made it and the median of its steady step times."""
     found: dict[str, tuple[Strategy, Plan, list[float]]] = {}
     for trial in domain.candidates:
         if trial.strategy is not None and trial.plan is not None and not trial.disturbed and trial.number in domain.steady_s:
-            found.setdefault(trial.strategy.id, (trial.strategy, trial.plan, []))[2].append(domain.steady_s[trial.number])
+            found.setdefault(trial.plan.id, (trial.strategy, trial.plan, []))[2].append(domain.steady_s[trial.number])
     return [(strategy, made, float(np.median(values))) for strategy, made, values in found.values()]
 
 

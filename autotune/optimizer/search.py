@@ -33,6 +33,8 @@ HIDDEN = 5e-4
 """Share of the computation up to which what is not hidden behind it is not worth a walk among neighbours."""
 NEIGHBOURS = 8
 """Random neighbours of a state, of which the fastest is climbed from."""
+APART = 0.002
+"""Relative difference below which two predicted times say that hardly anything else is sent when."""
 STALE = 12
 """Climbs without a gain, after which the search ends."""
 
@@ -49,8 +51,8 @@ class Kept:
 
 @dataclass
 class Found:
-    """The best states by family (in-step, across steps) and in all. `optima`: the fastest that each climb looked at, without plans to
-    avoid, by plan. `dropped`: proposals outside the space or not enactable.
+    """The best states by family (in-step, across steps) and in all. `optima`: the fastest that each climb looked at, by plan, without
+    those to avoid and what is less than `APART` from these. `dropped`: proposals outside the space or not enactable.
     """
 
     best: State | None = None
@@ -83,7 +85,8 @@ class Search:
         self.problem, self.replays, self.passes, self.budget, self.seed, self.allowed = problem, replays, passes, budget, seed, allowed
         self.found = Found()
         self._clock, self._avoid = clock, avoid
-        self._newest: tuple[float, State] | None = None
+        self._avoided_s: list[float] = []
+        self._fastest: tuple[float, State] | None = None  # of the climb that goes on
         self._began_s, self._replays_before, self._ops_before = clock(), replays.whole, replays.ops
         self._known: dict[object, float] = {}
 
@@ -101,7 +104,8 @@ class Search:
         chosen += [entry for entry in scored[1:] if entry[2].strategy.cross_step != scored[0][2].strategy.cross_step][:1]
         chosen += [entry for entry in scored[1:] if all(entry is not other for other in chosen)][: CLIMBS - len(chosen)]
         for step_s, _, state in chosen:
-            self.climb(state, step_s)
+            if not self._spent():
+                self.climb(state, step_s)
         self._wander()
         return self.found
 
@@ -121,7 +125,7 @@ class Search:
 
     def climb(self, state: State, step_s: float) -> tuple[State, float]:
         """Rounds of all passes until one keeps nothing."""
-        self._newest = None
+        self._fastest = None
         self._note(state, step_s)
         gained = True
         while gained and not self._spent():
@@ -134,15 +138,18 @@ class Search:
                 if better is not None:
                     (state, step_s), gained = better, True
                     self._keep(state, step_s, own.name)
-        if self._newest is not None:
-            self.found.optima.setdefault(self.replays.plan_of(self._newest[1]).id, self._newest)
+        if self._fastest is not None:
+            self.found.optima.setdefault(self.replays.plan_of(self._fastest[1]).id, self._fastest)
         return state, step_s
 
     def _note(self, state: State, step_s: float) -> None:
         """The fastest of this climb that need not be avoided."""
-        faster = self._newest is None or step_s < self._newest[0]
-        if faster and not (self._avoid and self.replays.plan_of(state).id in self._avoid):
-            self._newest = step_s, state
+        if self._avoid and self.replays.plan_of(state).id in self._avoid:
+            self._avoided_s.append(step_s)
+            return
+        apart = all(abs(step_s - avoided_s) >= APART * avoided_s for avoided_s in self._avoided_s)
+        if apart and (self._fastest is None or step_s < self._fastest[0]):
+            self._fastest = step_s, state
 
     def _best_of(self, own: Pass, state: State, step_s: float) -> tuple[State, float] | None:
         best: tuple[State, float] | None = None

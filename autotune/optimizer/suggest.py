@@ -12,8 +12,8 @@ from autotune.lowering.replayed import LoweredSteps
 from autotune.optimizer.budget import Budget
 from autotune.optimizer.registry import all_starts, default_passes
 from autotune.optimizer.replays import Lowered, Replays
-from autotune.optimizer.search import Found, Search
-from autotune.optimizer.state import Problem, State, planned
+from autotune.optimizer.search import APART, Found, Search
+from autotune.optimizer.state import Problem, State
 from autotune.strategy_space.plan import Plan
 from autotune.strategy_space.space import SearchSpace
 from autotune.strategy_space.strategy import CASTS, Compressor, Strategy
@@ -31,7 +31,7 @@ class Suggested:
 
 @dataclass(frozen=True)
 class Suggestions:
-    """`found`: the best of each family; `others`: of the ends of other climbs the fastest; both fastest first. `cut_short`: the wall
+    """`found`: the best of each family; `others`: of what other climbs found the fastest; both fastest first. `cut_short`: the wall
     clock ended a search, so that another run may find something else.
     """
 
@@ -42,9 +42,8 @@ class Suggestions:
 
 OTHERS = 6
 """Ends of other climbs that are suggested, of each set of compressors."""
-APART, NEAR = 0.002, 0.05
-"""They differ from each other and from the best by the first in their predicted times, since others hardly differ in what is sent when;
-none is slower than the best by more than the second, which is about what the replay may be wrong by."""
+NEAR = 0.05
+"""None is slower than the best by more than this share, which is about what the replay may be wrong by; `APART` is their least distance."""
 LOSSLESS, CAST, LOSSY = "lossless", "16 bits", "lossy"
 
 
@@ -59,11 +58,11 @@ def suggestions(
     allowed: Callable[[Plan], bool] = lambda plan: True,
     clock: Callable[[], float] = time.monotonic,
 ) -> Suggestions:
-    """The best within the step and the best across steps, for each set of compressors that the space allows, fastest first.
+    """The best within the step and the best across steps, for each set of compressors that the space allows, and what other climbs found.
 
     `steps` replays, and is left with what was replayed. The budget is shared by the sets; each begins also with what the one before found.
-    With `begin` the search starts from these strategies instead of from all that are known (`all_starts`), and sets that hold none of
-    them have no share; plans of the ids `avoid` are none of the `others`.
+    With `begin` the search starts from these strategies instead of from all that are known (`all_starts`), sets that hold none of them have
+    no share, and a family's best that is not near the best of all is left out. Plans of the ids `avoid` are none of the `others`.
     """
 
     def lower(workload: Workload, cluster: Cluster, symmetric: bool) -> Lowered:
@@ -82,9 +81,9 @@ def suggestions(
         result = search.run([*starts, *known])
         cut_short |= result.cut_short
         for _, (step_s, state) in sorted(result.families.items()):
-            found.setdefault(state.strategy, _suggested(name, state, step_s))
-        fresh = result.best is not None and planned(result.best, problem).id not in avoid
-        for step_s, state in _others(result, result.step_s if fresh else 0.0):
+            if not begin or step_s <= result.step_s * (1 + NEAR):
+                found.setdefault(state.strategy, _suggested(name, state, step_s))
+        for step_s, state in _others(result):
             others.setdefault(state.strategy, _suggested(name, state, step_s, ", another climb"))
         starts = [(f"best {name}, {across}", state) for across, (_, state) in sorted(result.families.items())]
     left = [own for strategy, own in others.items() if strategy not in found]
@@ -103,9 +102,10 @@ def _searched(steps: LoweredSteps, space: SearchSpace, begin: Sequence[Strategy]
     return found
 
 
-def _others(result: Found, last_s: float) -> list[tuple[float, State]]:
-    """Each slower than the one before, the first than `last_s`."""
+def _others(result: Found) -> list[tuple[float, State]]:
+    """Each at least `APART` slower than the one before, the first than the best."""
     kept: list[tuple[float, State]] = []
+    last_s = result.step_s
     for step_s, state in sorted(result.optima.values(), key=lambda entry: entry[0]):
         if last_s * (1 + APART) <= step_s <= result.step_s * (1 + NEAR) and len(kept) < OTHERS:
             kept.append((step_s, state))

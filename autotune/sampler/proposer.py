@@ -82,7 +82,7 @@ class Proposer:
             proposals = tuple(Proposal(candidate.strategy, candidate.origin) for candidate in pool[:count])
             return Proposed(round_, proposals, "random", _said("random search was asked for", found), len(pool), (), 0.0)
         scores = self._scorer.score(history, pool)
-        most = max(1, round((LATER_LEADERS if round_ else LEADERS) * count))
+        most = int(LATER_LEADERS * count) if round_ else max(1, round(LEADERS * count))
         leading = [i for i, candidate in enumerate(pool) if candidate.replayed_s is not None][:most]
         rest = [i for i in range(len(pool)) if i not in leading]
         if rest and len(leading) < count:
@@ -237,10 +237,7 @@ class Proposer:
 
 
 def _proposal(candidate: Candidate, scores: Scores, number: int) -> Proposal:
-    """With the time that chose it: the optimizer's replay for its own, the ranker's for the others."""
-    predicted_s = candidate.replayed_s
-    if predicted_s is None and scores.predicted_s is not None:
-        predicted_s = float(scores.predicted_s[number])
+    predicted_s = None if scores.predicted_s is None else float(scores.predicted_s[number])
     return Proposal(candidate.strategy, candidate.origin, predicted_s)
 
 

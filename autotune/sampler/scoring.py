@@ -101,7 +101,7 @@ class Scorer:
         scale: float,
         quality: tuple[RankingQuality, ...],
     ) -> Scores:
-        """All candidates without a replay first, then the best of them with one; the others stay behind these.
+        """All candidates without a replay first, then those of the optimizer and the best with one; the others stay behind these.
 
         `scale`: what the unlearned rankers' times are multiplied by.
         """
@@ -110,7 +110,7 @@ class Scorer:
             predicted_s = np.array([feature.analytic_step_s for feature in features])
         else:
             predicted_s = simulator.predict_step_s(features)
-        first = np.argsort(predicted_s, kind="stable")
+        first = np.lexsort((predicted_s, np.array([candidate.replayed_s is None for candidate in pool])))
         shortlist, rest = first[:REPLAYED], first[REPLAYED:]
         for index in shortlist.tolist():
             features[index] = extractor.replayed(features[index], pool[index].plan)

@@ -28,7 +28,7 @@ from torch.utils.hooks import RemovableHandle
 from autotune.errors import AutotuneError, InvalidStrategy, SynchronizationError
 from autotune.strategy_space.enactable import why_scaled_refused
 from autotune.strategy_space.plan import Plan
-from runtime_rewriter.garbage import settle_garbage
+from runtime_rewriter.garbage import freeze_garbage, thaw_garbage
 from runtime_rewriter.pytorch.agreement import agree, assumed_workload, check_fit, trainable_parameters
 from runtime_rewriter.pytorch.autograd import by_identity, reachable_variables, tensors_with_graph
 from runtime_rewriter.pytorch.cross_step import CrossStep
@@ -174,7 +174,10 @@ class GradientSynchronizer:
         if plan is not None and self.native is None:
             hooks = (partial(self._on_gradient, position) for position in range(len(self.parameters)))
             self._handles = [p.register_post_accumulate_grad_hook(hook) for p, hook in zip(self.parameters, hooks, strict=True)]
-        settle_garbage()
+        if plan is not None and plan.cross_step:
+            freeze_garbage()
+        else:
+            thaw_garbage()
 
     def _write(self, positions: Iterable[int]) -> None:
         """For what crosses the step: averages that have arrived, into `.grad`."""
@@ -220,6 +223,7 @@ class GradientSynchronizer:
         finally:
             self.cross_step.close()
             self._unhook()
+            thaw_garbage()
             self._plan, self._packing = None, None
             self.listeners.clear()
             self.observers.clear()

@@ -21,6 +21,7 @@ from runtime_rewriter.pytorch import emulation
 from runtime_rewriter.pytorch.attached import attach
 from runtime_rewriter.pytorch.ddp import PlannedDataParallel
 from runtime_rewriter.pytorch.emulation import MOST_RECORDINGS, EmulatedAccelerator
+from runtime_rewriter.pytorch.reads import is_watched
 
 
 def gradients_of(module: nn.Module) -> list[Tensor | None]:
@@ -351,10 +352,11 @@ def check_reads_are_last(rank: int) -> None:
     for _ in range(2):
         step()
     done: list[str] = []
-    read, link = accelerator._read_variables, emulation._HandOut.apply
+    read, link, connect = accelerator._read_variables, emulation._HandOut.apply, emulation._Outputs.apply
+    waiting = [is_watched(parameter) for parameter in model.parameters()]
 
     def reads() -> None:
-        assert model.synchronizer.cross_step.pending
+        assert any(waiting) and [is_watched(parameter) for parameter in model.parameters()] == waiting  # nothing was read before
         done.append("read")
         read()
 
@@ -363,9 +365,15 @@ def check_reads_are_last(rank: int) -> None:
         return link(*args)
 
     accelerator._read_variables = reads  # type: ignore[method-assign]
+
+    def connected(*args: object) -> tuple[Tensor, ...]:
+        done.append("outputs")
+        return connect(*args)
+
     emulation._HandOut.apply = linked  # type: ignore[method-assign]
+    emulation._Outputs.apply = connected  # type: ignore[method-assign]
     step()
-    assert done == ["link"] * (len(done) - 1) + ["read"] and len(done) > 1, done
+    assert len(done) > 2 and done == ["link"] * (len(done) - 2) + ["outputs", "read"]
     model.synchronizer.close()
 
 

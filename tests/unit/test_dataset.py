@@ -16,7 +16,7 @@ import pytest
 from autotune.cluster import Cluster
 from autotune.dataset.columns import SCHEMA, read_table, table_bytes
 from autotune.dataset.folder import SUMS, TABLE, Description, read_dataset, read_domain, sum_of
-from autotune.dataset.noise import reference_noise, repeat_noise
+from autotune.dataset.noise import reference_noise, repeat_noise, stalled_share
 from autotune.dataset.trials import DatasetTrial, Environment
 from autotune.dataset.writing import DomainWriter, opened
 from autotune.errors import InvalidInput
@@ -201,7 +201,7 @@ def _table(folder: Path) -> pa.Table:
 def test_foreign_tables_are_refused_though_their_sums_are_right(tmp_path: Path) -> None:
     write(tmp_path, 3)
     whole, table = (tmp_path / TABLE).read_bytes(), pa.Table.from_batches(_table(tmp_path).to_batches(), SCHEMA)
-    newer = table.replace_schema_metadata({b"autotune.dataset": b"4"})
+    newer, older = (table.replace_schema_metadata({b"autotune.dataset": version}) for version in (b"4", b"2"))
     numbers = pa.array([0, 1, 7], pa.int32())
     renumbered = table.set_column(0, SCHEMA.field("number"), numbers)
     neither = table.set_column(6, SCHEMA.field("step_s"), pa.nulls(3, SCHEMA.field("step_s").type))
@@ -210,7 +210,8 @@ def test_foreign_tables_are_refused_though_their_sums_are_right(tmp_path: Path) 
     cases = {
         "intact Parquet file": whole[: len(whole) // 2],
         "does not say that it is": _parquet(pa.table({"a": [1]})),
-        "reads tables of schema 3": _parquet(newer),
+        "reads tables of schema 3, but it has b'4'": _parquet(newer),
+        "reads tables of schema 3, but it has b'2'": _parquet(older),
         "columns of schema 3": _parquet(table.drop_columns(["load"])),
         "number its 3 trials": _parquet(renumbered.cast(SCHEMA)),
         "either step times or a failure": _parquet(neither.cast(SCHEMA)),
@@ -277,6 +278,12 @@ def test_noise_is_what_repeats_and_references_differ_by(tmp_path: Path) -> None:
     domain = read_domain(tmp_path)
     assert reference_noise(domain) == pytest.approx(0.0, abs=1e-12)
     assert repeat_noise(domain) == pytest.approx(0.024, abs=0.01)
+
+
+def test_steps_that_take_much_longer_than_their_trials_others_have_stalled() -> None:
+    usual, stalled = trial(1), replace(trial(2), outcome=Measured(((0.1, 0.1, 0.2, 0.1), (0.1, 0.1, 0.1, 0.13))))
+    assert stalled_share([usual, stalled]) == 1 / 8 and stalled_share([usual]) == 0.0
+    assert stalled_share([failed(5)]) is None
 
 
 def test_importing_the_package_needs_no_pyarrow() -> None:

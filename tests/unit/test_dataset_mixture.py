@@ -15,7 +15,7 @@ from autotune.dataset.folder import Description, read_domain
 from autotune.dataset.trials import Domain, Environment
 from autotune.dataset.writing import opened
 from autotune.records import Conditions, Failed, FailureKind, Measured, TrialRequest
-from autotune.strategy_space.plan import Plan
+from autotune.strategy_space.plan import Plan, plan
 from autotune.workload import Workload
 from benchmarks.trial_session import Lengths, Setup, TrialSession
 from runtime_rewriter.findings import Profile
@@ -112,6 +112,7 @@ def test_a_collection_is_a_mixture_and_goes_on_where_it_was_stopped(mixture: obj
     domain = read_domain(tmp_path)
     assert domain.trials[: len(stopped.trials)] == stopped.trials
     assert len(domain.candidates) == 40 and len(domain.sessions) == 3
+    assert all(own.plan == plan(own.strategy, domain.workload, domain.cluster.world_size) for own in domain.candidates if own.strategy)
     wanted = [strategy.id for _, strategy in mixture.fixed_strategies(domain, 23, 0, "")]  # type: ignore[attr-defined]
     assert sorted(drawn_of(domain)) == sorted(wanted) and 20 < len(set(wanted)) == len(wanted)
     for trial in domain.candidates:

@@ -1,4 +1,4 @@
-"""The collector looks only at what was made since a plan was loaded, and loses nothing by it."""
+"""While it is frozen, the collector looks only at what was made since, and afterwards loses nothing by it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from runtime_rewriter.garbage import settle_garbage
+from runtime_rewriter.garbage import freeze_garbage, thaw_garbage
 
 
 class Node:
@@ -20,26 +20,32 @@ class Node:
 def as_it_was() -> Iterator[None]:
     enabled = gc.isenabled()
     yield
+    thaw_garbage()
     gc.unfreeze()
     if enabled:
         gc.enable()
 
 
-def test_what_is_there_is_looked_at_no_more_until_it_is_called_again() -> None:
-    node, old = Node(), Node()
-    seen, gone = weakref.ref(node), weakref.ref(old)
+def test_what_is_there_is_looked_at_no_more_until_it_is_thawed_or_frozen_again() -> None:
+    node, old, third = Node(), Node(), Node()
+    seen, gone, last = weakref.ref(node), weakref.ref(old), weakref.ref(third)
     del old
-    settle_garbage()
+    freeze_garbage()
     assert gone() is None and gc.get_freeze_count() > 1000
     del node
     gc.collect()
     assert seen() is not None  # it was frozen while somebody held it
-    settle_garbage()
+    freeze_garbage()
     assert seen() is None
+    del third
+    thaw_garbage()
+    assert gc.get_freeze_count() == 0
+    gc.collect()
+    assert last() is None
 
 
 def test_what_is_made_later_is_collected_as_ever() -> None:
-    settle_garbage()
+    freeze_garbage()
     node = Node()
     seen = weakref.ref(node)
     del node
@@ -49,6 +55,13 @@ def test_what_is_made_later_is_collected_as_ever() -> None:
 
 def test_a_script_that_has_switched_collection_off_keeps_its_way() -> None:
     gc.unfreeze()
+    freeze_garbage()
     gc.disable()
-    settle_garbage()
-    assert gc.get_freeze_count() == 0
+    freeze_garbage()
+    assert gc.get_freeze_count() == 0  # nothing is kept from the collections that the script makes itself
+
+
+def test_what_somebody_else_froze_is_left_alone() -> None:
+    gc.freeze()
+    thaw_garbage()
+    assert gc.get_freeze_count() > 1000

@@ -17,8 +17,9 @@ from autotune.optimizer.budget import Budget
 from autotune.optimizer.optimize import Optimized, optimize
 from autotune.optimizer.passes.compression import MixedPrecision
 from autotune.optimizer.registry import default_passes
+from autotune.optimizer.search import APART
 from autotune.optimizer.state import CriticalPath, Problem, Speedups, State
-from autotune.optimizer.suggest import APART, NEAR, suggestions
+from autotune.optimizer.suggest import NEAR, suggestions
 from autotune.profiling.op_graph import Op, OpFusion, OpGraph
 from autotune.strategy_space.builders.catalogue import BUILDERS
 from autotune.strategy_space.enactable import why_refused
@@ -184,8 +185,20 @@ def test_other_climbs_ended_apart_and_near_the_best_and_not_at_what_is_to_be_avo
     tried = {plan(own.strategy, workload, 4).id for own in (*first.found, *first.others)}
     begin = [own.strategy for own in first.found]
     again = suggestions(steps, SearchSpace.default(), begin=begin, avoid=tried, budget=Budget(replays=300), seed=1)
-    assert again.found[0].predicted_step_s <= best_s
+    fastest_s = again.found[0].predicted_step_s
+    assert fastest_s <= best_s and all(own.predicted_step_s <= fastest_s * (1 + NEAR) for own in again.found)
     assert again.others and not any(plan(own.strategy, workload, 4).id in tried for own in again.others)
+    assert all(fastest_s * (1 + APART) <= own.predicted_step_s <= fastest_s * (1 + NEAR) for own in again.others)
+
+
+def test_a_search_that_begins_elsewhere_looks_around_there() -> None:
+    """From a strategy that no start is like: what it finds in a few replays is what a whole search does not begin with."""
+    workload = chain().workload()
+    steps, space = LoweredSteps(workload, NETWORK), replace(SearchSpace.default(), cross_step=False)
+    far = BUILDERS["ps_round_robin"](workload, NETWORK)
+    found = suggestions(steps, space, begin=[far], budget=Budget(replays=1)).found
+    assert [own.strategy for own in found] == [far]
+    assert suggestions(steps, space, budget=Budget(replays=1)).found[0].strategy != far
 
 
 def test_a_budget_of_ops_ends_the_search_at_the_same_place_whether_steps_are_replayed_or_remembered() -> None:

@@ -75,6 +75,7 @@ def test_in_a_later_round_the_optimizer_goes_on_from_what_was_measured() -> None
     for number, proposal in enumerate(first.proposals, start=1):
         history = history.then(finished(number, proposal.strategy.id, plan(proposal.strategy, MODEL, 4).id, 0.4 + 0.01 * number))
     later = proposer.propose(history, 1, 8).proposals
+    assert Proposer(spec, {}).propose(history, 1, 8).proposals == later  # a resumed job
     leading = [proposal.origin.startswith("optimizer: ") for proposal in later]
     assert len(later) == 8 and leading[0] and leading == sorted(leading[:4], reverse=True) + leading[4:]
     tried = {trial.plan_id for trial in history.trials}
