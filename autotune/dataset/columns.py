@@ -20,6 +20,8 @@ from autotune.strategy_space.plan import Plan
 from autotune.strategy_space.strategy import Strategy
 
 SCHEMA_VERSION = b"3"
+_WRITTEN = SCHEMA_VERSION.decode()
+_FIX = "take the dataset and the package of one version"
 MAX_ROWS = 1_000_000
 MAX_TABLE_BYTES = 4 * 2**30
 """Of the decoded columns, as the file declares them."""
@@ -103,11 +105,11 @@ def _check(file: pq.ParquetFile, where: str) -> None:
     if version is None:
         raise InvalidInput(f"{where} must be a table of trials that this package wrote, but does not say that it is")
     if version != SCHEMA_VERSION:
-        raise InvalidInput(f"{where}: this version reads tables of schema {SCHEMA_VERSION.decode()}, but it has {version[:20]!r}")
+        raise InvalidInput(f"{where}: this version reads tables of schema {_WRITTEN}, but it has {version[:20]!r}; {_FIX}")
     if not file.schema_arrow.equals(SCHEMA):
         names = sorted(set(SCHEMA.names) ^ set(file.schema_arrow.names))
         differing = ", ".join(names) or "types"
-        raise InvalidInput(f"{where} must have the columns of schema {SCHEMA_VERSION.decode()}; it differs in {differing}")
+        raise InvalidInput(f"{where} must have the columns of schema {_WRITTEN}, but differs in {differing}; {_FIX}")
     size = sum(metadata.row_group(index).total_byte_size for index in range(metadata.num_row_groups))
     if metadata.num_rows > MAX_ROWS or size > MAX_TABLE_BYTES:
         raise InvalidInput(f"{where} may hold {MAX_ROWS} rows and {MAX_TABLE_BYTES} bytes, but has {metadata.num_rows} and {size}")

@@ -130,5 +130,5 @@ def _check_plans(described: Description, trials: tuple[DatasetTrial, ...], folde
         if trial.plan is not None and (trial.plan.workload_id, trial.plan.world_size) != wanted:
             raise InvalidInput(
                 f"{folder}: plans must be of the domain's model {wanted[0]} and {wanted[1]} ranks, but that of trial {trial.number} is of "
-                f"{trial.plan.workload_id} and {trial.plan.world_size}"
+                f"{trial.plan.workload_id} and {trial.plan.world_size}; fetch the whole folder again"
             )

@@ -83,7 +83,7 @@ class Proposer:
             return Proposed(round_, proposals, "random", _said("random search was asked for", found), len(pool), (), 0.0)
         scores = self._scorer.score(history, pool)
         most = int(LATER_LEADERS * count) if round_ else max(1, round(LEADERS * count))
-        leading = [i for i, candidate in enumerate(pool) if candidate.replayed_s is not None][:most]
+        leading = [i for i, candidate in enumerate(pool) if candidate.optimized][:most]
         rest = [i for i in range(len(pool)) if i not in leading]
         if rest and len(leading) < count:
             chosen = self._choose([pool[i] for i in rest], scores.of(rest), count - len(leading), round_)
@@ -109,12 +109,12 @@ class Proposer:
             found += [("mutated", self._walk(parents[int(rng.integers(len(parents)))], history, space, rng)) for _ in range(mutants)]
             seed = int(generator(self._spec.seed, "samples", round_).integers(2**31))
             found += [("sampled", strategy) for strategy in sample_many(workload, cluster, space, wanted - mutants, seed)]
-            pool = self._untried([*searched, *((origin, strategy, None) for origin, strategy in found)], history)
+            pool = self._untried(searched, found, history)
         return replace(pool, cut_short=cut_short)
 
     def _searched(
         self, history: History, space: SearchSpace, parents: Sequence[Strategy], round_: int
-    ) -> tuple[list[tuple[str, Strategy, float | None]], bool]:
+    ) -> tuple[list[tuple[str, Strategy]], bool]:
         """What the optimizer finds by replay: one strategy for each family of the space, fastest first, then other ends of its climbs;
         whether it was cut short. It begins with `parents`, the fastest that were measured, once there are some.
         """
@@ -129,18 +129,17 @@ class Proposer:
         budget = AGAIN if parents else OPTIMIZER
         tried = {trial.plan_id for trial in history.trials if trial.plan_id is not None}
         made = suggestions(steps, space, begin=parents, avoid=tried, budget=budget, seed=seed, allowed=allowed, clock=self._clock)
-        found: list[tuple[str, Strategy, float | None]] = [
-            (f"optimizer: {own.name}", own.strategy, own.predicted_step_s) for own in (*made.found, *made.others)
-        ]
-        return found, made.cut_short
+        return [(f"optimizer: {own.name}", own.strategy) for own in (*made.found, *made.others)], made.cut_short
 
-    def _untried(self, found: Sequence[tuple[str, Strategy, float | None]], history: History) -> _Pool:
+    def _untried(self, searched: Sequence[tuple[str, Strategy]], found: Sequence[tuple[str, Strategy]], history: History) -> _Pool:
+        """Of what the optimizer `searched`, first, and of the others."""
         assert history.profiled is not None
         seen = {trial.plan_id for trial in history.trials}
         pool: list[Candidate] = []
         refusals: list[str] = []
-        for origin, strategy, replayed_s in found:
-            candidate = Candidate(strategy, origin, plan(strategy, history.profiled.workload, self._spec.workers), replayed_s)
+        for number, (origin, strategy) in enumerate((*searched, *found)):
+            enacted = plan(strategy, history.profiled.workload, self._spec.workers)
+            candidate = Candidate(strategy, origin, enacted, optimized=number < len(searched))
             if candidate.plan.id in seen or strategy.id in history.proposals:
                 continue
             seen.add(candidate.plan.id)

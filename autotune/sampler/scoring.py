@@ -31,12 +31,12 @@ TRAINING_SHARE = 0.2
 
 @dataclass(frozen=True)
 class Candidate:
-    """`replayed_s`: what the optimizer's replay predicts of its own."""
+    """`optimized`: found by the optimizer, whose replays are remembered."""
 
     strategy: Strategy
     origin: str
     plan: Plan
-    replayed_s: float | None = None
+    optimized: bool = False
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class Scorer:
             predicted_s = np.array([feature.analytic_step_s for feature in features])
         else:
             predicted_s = simulator.predict_step_s(features)
-        first = np.lexsort((predicted_s, np.array([candidate.replayed_s is None for candidate in pool])))
+        first = np.lexsort((predicted_s, np.array([not candidate.optimized for candidate in pool])))
         shortlist, rest = first[:REPLAYED], first[REPLAYED:]
         for index in shortlist.tolist():
             features[index] = extractor.replayed(features[index], pool[index].plan)

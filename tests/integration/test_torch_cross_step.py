@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import math
 import warnings
@@ -315,3 +316,22 @@ def check_compiled(rank: int) -> str:
 def test_compiled_models_do_not_cross_the_step() -> None:
     for refusal in run_world(check_compiled, 2):
         assert "torch.compile" in refusal
+
+
+# -- garbage ---------------------------------------------------------------------------------------
+
+
+def check_garbage(rank: int) -> None:
+    before = gc.get_freeze_count()
+    model = PlannedDataParallel(Tied())
+    within = uniform(model.module, 2)
+    frozen = []
+    for wanted in (replace(within, cross_step=True), within, replace(within, cross_step=True)):
+        model.synchronizer.load(wanted)
+        frozen.append(gc.get_freeze_count() > before)
+    model.synchronizer.close()
+    assert frozen == [True, False, True] and gc.get_freeze_count() == before
+
+
+def test_only_while_a_plan_across_the_step_is_loaded_the_collector_leaves_alone_what_was_there() -> None:
+    run_world(check_garbage, 2)

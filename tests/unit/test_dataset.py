@@ -224,6 +224,15 @@ def test_foreign_tables_are_refused_though_their_sums_are_right(tmp_path: Path) 
             read_domain(tmp_path)
 
 
+def test_a_plan_of_another_world_is_refused_with_the_fix(tmp_path: Path) -> None:
+    with opened(tmp_path) as writer:
+        writer.describe(DESCRIPTION)
+        writer.begin_session(ENVIRONMENT)
+        writer.append(replace(trial(0), plan=plan(strategy(0), WORKLOAD, 3)))
+    with pytest.raises(InvalidInput, match="and 2 ranks, but that of trial 0 is of .* and 3; fetch the whole folder"):
+        read_domain(tmp_path)
+
+
 def test_bytes_that_were_changed_inside_a_table_are_an_error_of_ours() -> None:
     data = bytearray(table_bytes([trial(number) for number in range(20)], {}))
     for at in range(4, len(data), 53):
