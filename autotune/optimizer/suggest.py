@@ -41,7 +41,7 @@ class Suggestions:
 
 
 OTHERS = 6
-"""Ends of other climbs that are suggested, of each set of compressors."""
+"""What so many other climbs found is suggested, of each set of compressors."""
 NEAR = 0.05
 """None is slower than the best by more than this share, which is about what the replay may be wrong by; `APART` is their least distance."""
 LOSSLESS, CAST, LOSSY = "lossless", "16 bits", "lossy"

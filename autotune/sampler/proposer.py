@@ -115,7 +115,7 @@ class Proposer:
     def _searched(
         self, history: History, space: SearchSpace, parents: Sequence[Strategy], round_: int
     ) -> tuple[list[tuple[str, Strategy]], bool]:
-        """What the optimizer finds by replay: one strategy for each family of the space, fastest first, then other ends of its climbs;
+        """What the optimizer finds by replay: one strategy for each family of the space, fastest first, then what other climbs found;
         whether it was cut short. It begins with `parents`, the fastest that were measured, once there are some.
         """
         from autotune.optimizer.suggest import suggestions  # numba is heavy, and the baselines do without

@@ -229,7 +229,7 @@ def test_a_plan_of_another_world_is_refused_with_the_fix(tmp_path: Path) -> None
         writer.describe(DESCRIPTION)
         writer.begin_session(ENVIRONMENT)
         writer.append(replace(trial(0), plan=plan(strategy(0), WORKLOAD, 3)))
-    with pytest.raises(InvalidInput, match="and 2 ranks, but that of trial 0 is of .* and 3; fetch the whole folder"):
+    with pytest.raises(InvalidInput, match=r"and 2 ranks, but that of trial 0 is of .* and 3; fetch the whole folder"):
         read_domain(tmp_path)
 
 
