@@ -8,10 +8,17 @@ import json
 from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+LATER = MappingProxyType({"later": True})
+"""Metadata of a field that its class got after values of it had been stored: the canonical form has it only where it differs from its
+default, so what was stored keeps its identity."""
+
 _PLAIN = frozenset({str, int, float, bool, type(None)})
-_FIELD_NAMES: dict[type[Any], tuple[str, ...]] = {}
+_FIELDS: dict[type[Any], tuple[tuple[str, Any], ...]] = {}
+"""Name and the value with which it is left out, of the fields of each class; nothing equals `_ALWAYS`."""
+_ALWAYS = object()
 
 
 def to_data(value: Any) -> Any:
@@ -28,9 +35,9 @@ def to_data(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(key): to_data(item) for key, item in value.items()}
     if dataclasses.is_dataclass(kind):
-        if kind not in _FIELD_NAMES:  # a strategy has thousands of values of four types
-            _FIELD_NAMES[kind] = tuple(field.name for field in dataclasses.fields(kind))
-        return {name: to_data(getattr(value, name)) for name in _FIELD_NAMES[kind]}
+        if kind not in _FIELDS:  # a strategy has thousands of values of four types
+            _FIELDS[kind] = tuple((own.name, own.default if "later" in own.metadata else _ALWAYS) for own in dataclasses.fields(kind))
+        return {name: to_data(held) for name, left_out in _FIELDS[kind] if (held := getattr(value, name)) != left_out}
     if isinstance(value, Path):
         return str(value)
     raise TypeError(f"{kind.__name__} has no canonical form")

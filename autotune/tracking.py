@@ -312,6 +312,7 @@ class _Sender:
             "primitives": ", ".join(f"{count} {name}" for name, count in sorted(counts.items())),
             "wire_bytes": planned.wire_bytes,
             "cross_step": planned.cross_step,
+            "in_flight": planned.in_flight,
             "lossless": proposal.strategy.lossless,
         }
 

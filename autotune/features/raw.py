@@ -12,7 +12,7 @@ AutoSync's code uses a one-hot of 600 merge groups and one of 16 server devices.
 | `host_*` | one-hot host of the server; none for collectives | - |
 | `message_*` | one-hot place of the message in the issue order | - |
 | `compressor_*`, `primitive_*` | one-hot | - |
-| `hierarchical`, `sparse`, `cross_step` | 0 or 1 | - |
+| `hierarchical`, `sparse`, `cross_step`, `side_by_side` | 0 or 1; the last: across steps, more than one message in flight | - |
 | `size_share`, `wire_share` | gradient and wire bytes over the model's gradient bytes | - |
 | `log_wire_bytes`, `log_message_bytes` | ln(1 + bytes) of the shard and of its message on the wire | ln B |
 | `message_share` | wire bytes of the message over those of the plan | - |
@@ -42,7 +42,7 @@ HOST_COLUMNS = 16
 MESSAGE_COLUMNS = 32
 _COMPRESSORS = tuple(Compressor)
 _PRIMITIVES = tuple(Primitive)
-_FLAGS = ("hierarchical", "sparse", "cross_step")
+_FLAGS = ("hierarchical", "sparse", "cross_step", "side_by_side")
 _SCALARS = (
     "size_share",
     "wire_share",
@@ -88,7 +88,8 @@ def _message_one_hots(plan: Plan, cluster: Cluster, costs: MessageCosts) -> NDAr
     server = np.where(costs.is_parameter_server, np.minimum(costs.server, HOST_COLUMNS), -1)
     compressor = np.array([_COMPRESSORS.index(message.compressor) for message in messages])
     primitive = np.array([_PRIMITIVES.index(message.primitive) for message in messages])
-    flags = np.array([(m.hierarchical, m.sparse is not SparseHandling.DENSE, plan.cross_step) for m in messages], dtype=np.float64)
+    crossing = (plan.cross_step, plan.in_flight > 1)
+    flags = np.array([(m.hierarchical, m.sparse is not SparseHandling.DENSE, *crossing) for m in messages], dtype=np.float64)
     return np.concatenate(
         [
             _one_hot(server, HOST_COLUMNS + 1),

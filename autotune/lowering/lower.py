@@ -72,22 +72,25 @@ class Lowering:
         """Predicted seconds per step in the steady state."""
         return replay(self.period(plan)).makespan_s
 
-    def message_graph(self, messages: Sequence[Message], ring_order: tuple[int, ...] | None = None, one_by_one: bool = False) -> Dfg:
-        """These messages alone, all of whose gradients are packed at time 0, until the last has arrived. For partial replay."""
+    def message_graph(self, messages: Sequence[Message], ring_order: tuple[int, ...] | None = None, limit: int | None = None) -> Dfg:
+        """These messages alone, all of whose gradients are packed at time 0, until the last has arrived. For partial replay.
+
+        `limit`: as in `Plan`.
+        """
         batches = self._sender.batches(messages, ring_order)
         to, count = Emitter(), len(messages)
         issue_s = np.full(count, self.costs["issue_s"])
         for batch in batches:
-            issue_s[batch.numbers] += 0.0 if one_by_one else batch.steps[0].prepare_s
+            issue_s[batch.numbers] += 0.0 if limit is not None else batch.steps[0].prepare_s
         first = to.add(count, lambda number: f"issue {number}", duration_s=issue_s, queue=to.queue("r0 host"), kind=Kind.PACK, worker=0)
         issued = first + np.arange(count)
         to.edges(issued[:-1], issued[1:])
         layer = np.zeros(count, dtype=np.int64)
-        network = Network(batches, True, self._ports, self.costs, [0], one_by_one, layer, True, self._crowd)
+        network = Network(batches, True, self._ports, self.costs, [0], limit, layer, True, self._crowd)
         network.emit(to, issued[None, :])
         return to.build(("message",))
 
-    def sync_s(self, message: Message, parts: int = 1, one_by_one: bool = False) -> float:
+    def sync_s(self, message: Message, parts: int = 1, limit: int | None = None) -> float:
         """How long the message takes alone if it is cut into so many messages of about the same size (dPRO's OPTPARTNUM)."""
         if parts < 1:
             raise InvalidInput(f"a message can be cut into at least 1 part, but {parts} are asked for")
@@ -96,7 +99,7 @@ class Lowering:
         first = message.slices[0]
         rows = [max(first.rows * size // max(elements, 1), 1) for size in sizes]
         cut = [replace(message, slices=(replace(first, elements=size, rows=own),)) for size, own in zip(sizes, rows, strict=True) if size]
-        return replay(self.message_graph(cut or [message], one_by_one=one_by_one)).makespan_s
+        return replay(self.message_graph(cut or [message], limit=limit)).makespan_s
 
 
 class _Drawing:
@@ -129,7 +132,7 @@ class _Drawing:
             lowering._ports,
             lowering.costs,
             ranks,
-            plan.cross_step,
+            plan.limit,
             self.members.last,
             coarse,
             lowering._crowd,

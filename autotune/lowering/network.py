@@ -54,7 +54,7 @@ class _Template:
     durations: list[FloatArray] = field(default_factory=list)
     sizes: list[FloatArray] = field(default_factory=list)
     prepared: list[list[int]] = field(default_factory=list)  # of each step, the ops of its lane's thread, by worker
-    done: list[list[int]] = field(default_factory=list)  # of each step, what its lane's thread waits for one by one, by worker
+    done: list[list[int]] = field(default_factory=list)  # of each step, what its lane has behind it, by worker
     first: list[int] = field(default_factory=list)  # ops that start with the message's issue
 
     def add(
@@ -112,20 +112,22 @@ class Network:
         ports: Ports,
         costs: RuntimeCosts,
         workers: Sequence[int],
-        one_by_one: bool,
+        limit: int | None,
         layer: Numbers,
         coarse: bool,
         crowd: float = 0.0,
     ) -> None:
-        """`fold`: only the ports that decide are written down. `coarse`: messages that have the network to themselves are one
-        round, but for ranks that share cores, on which other work holds up a message round by round.
+        """`limit`: messages that a lane has under way at once (`Plan.limit`). `fold`: only the ports that decide are written down.
+
+        `coarse`: messages that have the network to themselves are one round, but for ranks that share cores, on which other work holds
+        up a message round by round.
 
         `crowd`: ranks per core of the one machine that they share; 0 where each has cores enough.
         """
         self._batches, self._link, self._costs = batches, ports, costs
         self._ports, self._cores = kept_ports(batches, fold), kept_cores(batches, fold)
-        self._workers, self._one_by_one, self._layer = workers, one_by_one, layer
-        alone = one_by_one and all(len(batch.steps) == 1 for batch in batches)
+        self._workers, self._limit, self._layer = workers, limit, layer
+        alone = limit == 1 and all(len(batch.steps) == 1 for batch in batches)
         self._coarse, self._crowd = coarse and alone and crowd == 0, crowd
         self._messages = sum(len(batch.numbers) for batch in batches)
         steps = [step for batch in batches for step in batch.steps]
@@ -180,11 +182,14 @@ class Network:
         return CORES if self._crowd > 0 else f"{self._link.name(host).removesuffix(' out')} cores"
 
     def _chain(self, to: Emitter, prepared: Numbers, done: Numbers) -> None:
-        """Each lane's thread takes the messages in plan order; one by one, it takes the next when its step of the last is done."""
-        lanes = zip(prepared, done if self._one_by_one else prepared, strict=True)
-        for taken, before in ((of_worker, ends) for lane, lane_ends in lanes for of_worker, ends in zip(lane, lane_ends, strict=True)):
-            there = np.flatnonzero(taken >= 0)
-            to.edges(before[there[:-1]], taken[there[1:]])
+        """Each lane's thread takes the messages in plan order, the next one when its step of the one `limit` places before is done."""
+        for lane, lane_ends in zip(prepared, done, strict=True):
+            for taken, ends in zip(lane, lane_ends, strict=True):
+                there = np.flatnonzero(taken >= 0)
+                if self._limit != 1:
+                    to.edges(taken[there[:-1]], taken[there[1:]])
+                if self._limit is not None:
+                    to.edges(ends[there[: -self._limit]], taken[there[self._limit :]])
 
     def _template(self, to: Emitter, batch: Batch) -> _Template:
         made = _Template()
@@ -200,7 +205,7 @@ class Network:
     def _step(self, to: Emitter, made: _Template, own: SendStep, lane: int, behind: list[int], empty: int) -> list[int]:
         """The ops of one step behind those of the step before; those that the next one waits for."""
         threads = []
-        if lane > 0 or self._one_by_one:
+        if lane > 0 or self._limit is not None:
             share = self._crowd / len(self._workers) if self._crowd > 0 else 1.0
             slot = made.duration(share * (self._costs["lane_s"] + own.prepare_s))
             cores = to.queue(CORES) if self._crowd > 0 else NONE
@@ -227,7 +232,7 @@ class Network:
         loaded = [int(port) for port in self._ports if times.ports[port] > 0]
         rounds = STAR_PIECES if times.rounds == 1 and collective is not Collective.ALL_TO_ALL else min(times.rounds, MOST_ROUNDS)
         rounds = 1 if self._coarse else rounds
-        lock = NONE if self._one_by_one else to.lock((lane, own.circle_key), int(self._costs["threads"]))
+        lock = NONE if self._limit == 1 else to.lock((lane, own.circle_key), int(self._costs["threads"]))
         busy = [int(host) for host in self._cores if times.cores[host] > 0]
         # Cores are at work beyond a message's end: senders still move what their sockets hold, threads go back to sleep.
         crowded = float(times.cores.max(initial=0.0))
@@ -273,7 +278,7 @@ class Network:
     def _deciding(self, own: SendStep) -> list[int]:
         """The root's port where that is the slowest of a gather or scatter, else those of other hosts that are; none of other steps."""
         times = own.times
-        if times is None or self._one_by_one or own.step.collective not in (Collective.GATHER, Collective.SCATTER):
+        if times is None or self._limit == 1 or own.step.collective not in (Collective.GATHER, Collective.SCATTER):
             return []
         at_root = self._root_port(own)
         slowest = np.flatnonzero(times.ports >= 1 - 1e-9).tolist()

@@ -90,9 +90,9 @@ class LoweredSteps:
         critical = tuple(dict.fromkeys(number for number in path if number >= 0))
         return Observed(timeline.makespan_s, np.minimum(start_s, end_s), end_s, critical)
 
-    def sync_s(self, messages: Sequence[Message], across: bool) -> float:
-        """Partial replay: these messages alone, all issued at once in their order; `across` steps one thread sends them one by one."""
-        return self._replay(self._lowering.message_graph(messages, one_by_one=across)).makespan_s
+    def sync_s(self, messages: Sequence[Message], limit: int | None) -> float:
+        """Partial replay: these messages alone, all issued at once in their order; `limit` as in `Plan`."""
+        return self._replay(self._lowering.message_graph(messages, limit=limit)).makespan_s
 
     def _replay(self, dfg: Dfg) -> Timeline:
         self.ops = dfg.ops
@@ -101,7 +101,7 @@ class LoweredSteps:
 
 def _key(plan: Plan) -> object:
     """All of a plan that its step depends on; a plan's id takes longer than many a replay."""
-    return plan.messages, plan.cross_step, plan.ring_order
+    return plan.messages, plan.limit, plan.ring_order
 
 
 def message_of_op(dfg: Dfg, sent: Sent) -> NDArray[np.int64]:

@@ -36,8 +36,8 @@ class Lowered(Protocol):
 
     def step_s(self, plan: Plan) -> float: ...
 
-    def sync_s(self, messages: Sequence[Message], across: bool) -> float:
-        """Seconds of these messages, all ready at once, and nothing else; `across` steps they are sent one by one."""
+    def sync_s(self, messages: Sequence[Message], limit: int | None) -> float:
+        """Seconds of these messages, all ready at once, and nothing else; `limit` as in `Plan`."""
 
     def observe(self, plan: Plan) -> Observed: ...
 
@@ -91,7 +91,7 @@ class Replays:
         ready_s = ready_times_s(workload)
         ready = np.array([max(ready_s[workload.index[part.variable]] for part in message.slices) for message in plan.messages])
         ops = self._critical_ops(plan, seen.critical)
-        partial = self._partial(lowered, plan.cross_step) if self.problem.speedups.partial else self._by_whole_steps(lowered, plan)
+        partial = self._partial(lowered, plan.limit) if self.problem.speedups.partial else self._by_whole_steps(lowered, plan)
         return CriticalPath(self.problem, plan, workload, seen.step_s, ops, seen.critical, ready, seen.start_s, seen.end_s, partial)
 
     def _of(self, state: State) -> tuple[Workload, Lowered]:
@@ -114,14 +114,14 @@ class Replays:
             last = min(graph.op_of_variable[part.variable] for part in plan.messages[critical[0]].slices)
         return tuple(range(len(graph.ops) - 1, last - 1, -1))
 
-    def _partial(self, lowered: Lowered, across: bool) -> Callable[[Sequence[Message]], float]:
+    def _partial(self, lowered: Lowered, limit: int | None) -> Callable[[Sequence[Message]], float]:
         """t_sync by kinds and sizes: what a message costs does not depend on which variables are in it, but for rows of sparse ones."""
 
         def seconds(messages: Sequence[Message]) -> float:
-            key = across, tuple(_kind(message) for message in messages)
+            key = limit, tuple(_kind(message) for message in messages)
             if key not in self._sync_s:
                 self.partial += 1
-                self._sync_s[key] = lowered.sync_s(messages, across)
+                self._sync_s[key] = lowered.sync_s(messages, limit)
                 self.ops += lowered.ops
             return self._sync_s[key]
 

@@ -51,13 +51,15 @@ class Kept:
 
 @dataclass
 class Found:
-    """The best states by family (in-step, across steps) and in all. `optima`: the fastest that each climb looked at, by plan, without
-    those to avoid and what is less than `APART` from these. `dropped`: proposals outside the space or not enactable.
+    """The best states by family (`Strategy.limit`: within the step, across steps one by one or with more in flight) and in all.
+
+    `optima`: the fastest that each climb looked at, by plan, without those to avoid and what is less than `APART` from these. `dropped`:
+    proposals outside the space or not enactable.
     """
 
     best: State | None = None
     step_s: float = float("inf")
-    families: dict[bool, tuple[float, State]] = field(default_factory=dict)
+    families: dict[int | None, tuple[float, State]] = field(default_factory=dict)
     optima: dict[str, tuple[float, State]] = field(default_factory=dict)
     starts_s: dict[str, float] = field(default_factory=dict)
     log: list[Kept] = field(default_factory=list)
@@ -91,7 +93,7 @@ class Search:
         self._known: dict[object, float] = {}
 
     def run(self, starts: Sequence[tuple[str, State]]) -> Found:
-        """From the fastest of the starts, of both families, by the passes; then among the neighbours of what they found."""
+        """From the fastest of the starts, of every family, by the passes; then among the neighbours of what they found."""
         scored = []
         for number, (name, state) in enumerate(starts):
             step_s = self.step_s(state)
@@ -100,9 +102,11 @@ class Search:
                 self._keep(state, step_s, name)
                 scored.append((step_s, number, state))
         scored.sort(key=lambda entry: entry[:2])
-        chosen = scored[:1]
-        chosen += [entry for entry in scored[1:] if entry[2].strategy.cross_step != scored[0][2].strategy.cross_step][:1]
-        chosen += [entry for entry in scored[1:] if all(entry is not other for other in chosen)][: CLIMBS - len(chosen)]
+        firsts: dict[int | None, tuple[float, int, State]] = {}
+        for entry in scored:
+            firsts.setdefault(entry[2].strategy.limit, entry)
+        chosen = list(firsts.values())
+        chosen += [entry for entry in scored if all(entry is not other for other in chosen)][: max(CLIMBS - len(chosen), 0)]
         for step_s, _, state in chosen:
             if not self._spent():
                 self.climb(state, step_s)
@@ -114,7 +118,7 @@ class Search:
         if self._spent():
             return None
         made = self.replays.plan_of(state)
-        key = (made.messages, made.cross_step, made.ring_order, state.fusion, state.compute_factor)
+        key = (made.messages, made.limit, made.ring_order, state.fusion, state.compute_factor)
         if key not in self._known:
             outside = self.problem.space.violation(state.strategy, self.problem.workload, self.problem.cluster)
             if outside is not None or why_refused(made) is not None or not self.allowed(made):
@@ -164,20 +168,21 @@ class Search:
         return best
 
     def _wander(self) -> None:
-        """Climbs from random neighbours of the best states, of each family in turn and of the faster one twice as often."""
+        """Climbs from random neighbours of the best states: of the fastest family's two times in three, else of the others in turn."""
         rng, stale = generator(self.seed, "optimizer"), 0
         while not self._spent() and self.found.families and stale < STALE and not self._hidden():
             families = sorted(self.found.families.values(), key=lambda entry: entry[0])
-            neighbours = [self._neighbour(families[0 if stale % 3 < 2 else -1][1], rng) for _ in range(NEIGHBOURS)]
+            turn = 0 if stale % 3 < 2 or len(families) < 2 else 1 + stale // 3 % (len(families) - 1)
+            neighbours = [self._neighbour(families[turn][1], rng) for _ in range(NEIGHBOURS)]
             scored = [(step_s, number) for number, state in enumerate(neighbours) if (step_s := self.step_s(state)) is not None]
             stale += 1
             if not scored:
                 continue
             step_s, number = min(scored)
-            before_s = {across: own_s for across, (own_s, _) in self.found.families.items()}
+            before_s = {limit: own_s for limit, (own_s, _) in self.found.families.items()}
             self._keep(neighbours[number], step_s, "neighbour")
             self.climb(neighbours[number], step_s)
-            if any(own_s < before_s.get(across, float("inf")) * (1 - GAIN) for across, (own_s, _) in self.found.families.items()):
+            if any(own_s < before_s.get(limit, float("inf")) * (1 - GAIN) for limit, (own_s, _) in self.found.families.items()):
                 stale = 0
 
     def _neighbour(self, state: State, rng: np.random.Generator) -> State:
@@ -192,7 +197,7 @@ class Search:
         return best is not None and self.found.step_s <= self.problem.workload_of(best).compute_s * (1 + HIDDEN)
 
     def _keep(self, state: State, step_s: float, by: str) -> None:
-        found, family = self.found, state.strategy.cross_step
+        found, family = self.found, state.strategy.limit
         if family not in found.families or step_s < found.families[family][0]:
             found.families[family] = (step_s, state)
         if step_s < found.step_s:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -61,7 +62,10 @@ def _best_cuts(problem: Problem, fusion: OpFusion) -> Iterator[tuple[str, Strate
             name = f"best cuts, {synchronizer}{', hierarchical' if hierarchical else ''}"
             yield name, strategy
             if space.cross_step:
-                yield f"{name}, across steps", in_planned_order(strategy, timed, problem.cluster, ORDER_NODES)
+                across = in_planned_order(strategy, timed, problem.cluster, ORDER_NODES)
+                yield f"{name}, across steps", across
+                if space.most_in_flight > 1:
+                    yield f"{name}, across steps, {space.most_in_flight} in flight", replace(across, in_flight=space.most_in_flight)
 
 
 def _cost_s(rates: Rates, kind: MessageKind, sizes_bytes: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -58,7 +58,8 @@ def suggestions(
     allowed: Callable[[Plan], bool] = lambda plan: True,
     clock: Callable[[], float] = time.monotonic,
 ) -> Suggestions:
-    """The best within the step and the best across steps, for each set of compressors that the space allows, and what other climbs found.
+    """The best of each family, for each set of compressors that the space allows, and what other climbs found. Families: within the step,
+    across steps one by one, and with more messages in flight.
 
     `steps` replays, and is left with what was replayed. The budget is shared by the sets; each begins also with what the one before found.
     With `begin` the search starts from these strategies instead of from all that are known (`all_starts`), sets that hold none of them have
@@ -80,12 +81,12 @@ def suggestions(
         search = Search(problem, Replays(problem, lower), default_passes(), each, seed, allowed, clock, avoid)
         result = search.run([*starts, *known])
         cut_short |= result.cut_short
-        for _, (step_s, state) in sorted(result.families.items()):
+        for _, (step_s, state) in sorted(result.families.items(), key=lambda entry: entry[0] or 0):
             if not begin or step_s <= result.step_s * (1 + NEAR):
                 found.setdefault(state.strategy, _suggested(name, state, step_s))
         for step_s, state in _others(result):
             others.setdefault(state.strategy, _suggested(name, state, step_s, ", another climb"))
-        starts = [(f"best {name}, {across}", state) for across, (_, state) in sorted(result.families.items())]
+        starts = [(f"best {name}, {family(state.strategy)}", state) for _, state in result.families.values()]
     left = [own for strategy, own in others.items() if strategy not in found]
     return Suggestions(_fastest_first(found.values()), _fastest_first(left), cut_short)
 
@@ -114,8 +115,13 @@ def _others(result: Found) -> list[tuple[float, State]]:
 
 
 def _suggested(compressors: str, state: State, step_s: float, which: str = "") -> Suggested:
-    family = "across steps" if state.strategy.cross_step else "within the step"
-    return Suggested(f"{compressors}, {family}{which}", state.strategy, step_s)
+    return Suggested(f"{compressors}, {family(state.strategy)}{which}", state.strategy, step_s)
+
+
+def family(strategy: Strategy) -> str:
+    if strategy.limit is None:
+        return "within the step"
+    return "across steps" if strategy.limit == 1 else f"across steps, {strategy.limit} in flight"
 
 
 def _fastest_first(found: Iterable[Suggested]) -> tuple[Suggested, ...]:

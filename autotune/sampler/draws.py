@@ -82,13 +82,14 @@ class Drawn:
     hierarchical: Ints
     cross_step: bool
     ring_order: tuple[int, ...] | None
+    in_flight: int
 
     priority: Ints
 
     @property
     def identity(self) -> Hashable:
         """Equal for equal strategies only."""
-        return self.table().tobytes(), self.partitions, self.sparse, self.cross_step, self.ring_order
+        return self.table().tobytes(), self.partitions, self.sparse, self.cross_step, self.ring_order, self.in_flight
 
     def table(self) -> Ints:
         """What tells the shards apart, shape (S, 7)."""
@@ -116,6 +117,7 @@ def draw(context: Context, rng: np.random.Generator) -> Drawn:
     if space.hierarchy_for(context.cluster):
         hierarchical[:] = _draw_choices(2, owner, rng) * dense
     ring = collective and space.ring_orders_for(context.cluster) and rng.random() < RING
+    crossing = space.cross_step and bool(rng.random() < CROSS_STEP)
     return Drawn(
         partitions,
         sparse,
@@ -127,8 +129,9 @@ def draw(context: Context, rng: np.random.Generator) -> Drawn:
         placement,
         group,
         hierarchical,
-        space.cross_step and bool(rng.random() < CROSS_STEP),
+        crossing,
         random_ring(context.cluster, rng) if ring else None,
+        int(rng.integers(1, space.most_in_flight + 1)) if crossing else 1,
         np.zeros(owner.size, dtype=np.int64),
     )
 

@@ -97,6 +97,7 @@ class SpaceChoices:
             "sparse": len(space.sparse) if any(variable.sparse for variable in workload.variables) else 1,
             "hierarchical": 1 + space.hierarchy_for(cluster),
             "cross_step": 1 + space.cross_step,
+            "in flight": space.most_in_flight if space.cross_step else 1,
             "planned order": 2,
             "ring": len(self._rings),
         }
@@ -148,6 +149,7 @@ class SpaceChoices:
             np.full(owner.size, chosen.get("hierarchical", 0), dtype=np.int64) * dense,
             bool(chosen.get("cross_step", 0)),
             None if rooted.all() else self._rings[chosen.get("ring", 0)],
+            1 + chosen.get("in flight", 0) if chosen.get("cross_step", 0) else 1,
             np.zeros(owner.size, dtype=np.int64),
         )
         return replace(drawn, priority=self._planned.priorities(drawn)) if chosen["planned order"] else drawn

@@ -64,7 +64,7 @@ def choice_codes(strategies: Sequence[Strategy]) -> IntArray:
     """Every choice as an integer, shape (n, choices): equal numbers in a column are equal choices.
 
     Choices of each variable: partition, sparse handling, and over its shards synchronizer, compressor, placement,
-    group, priority and hierarchy; of the strategy: cross-step and ring order. Raises `InvalidInput` where the
+    group, priority and hierarchy; of the strategy: cross-step, ring order and messages in flight. Raises `InvalidInput` where the
     strategies are not of one model.
     """
     if not strategies:
@@ -75,7 +75,7 @@ def choice_codes(strategies: Sequence[Strategy]) -> IntArray:
             raise InvalidInput(
                 f"only strategies of one model can be compared, but {strategies[0].id} and {strategy.id} name other variables"
             )
-    rows = [[*(code for choice in s.variables for code in _choices(choice)), s.cross_step, s.ring_order] for s in strategies]
+    rows = [[*(code for choice in s.variables for code in _choices(choice)), s.cross_step, s.ring_order, s.in_flight] for s in strategies]
     columns = [_interned(column) for column in zip(*rows, strict=True)]
     return np.array(columns, dtype=np.int64).T.copy()
 

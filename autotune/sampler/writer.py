@@ -25,7 +25,7 @@ class Writer:
         shards = self._made(drawn.table())
         ends = np.searchsorted(drawn.owner, np.arange(-1, len(partitions)), side="right").tolist()
         choices = [VariableStrategy(variables[at].name, shards[ends[at] : ends[at + 1]], partitions[at], sparse[at]) for at in self.by_name]
-        return Strategy(tuple(choices), drawn.cross_step, drawn.ring_order)
+        return Strategy(tuple(choices), drawn.cross_step, drawn.ring_order, in_flight=drawn.in_flight)
 
     def _made(self, table: Ints) -> tuple[Shard, ...]:
         """A shard for each row. Thousands share a few values, and an object is made for each of these once."""

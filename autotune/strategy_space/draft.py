@@ -59,7 +59,7 @@ class Draft:
         self.workload, self.cluster, self.space, self.rng = workload, cluster, space, rng
         self.hierarchy = space.hierarchy_for(cluster)
         self.servers = servers_of(cluster)
-        self.cross_step, self.ring_order = strategy.cross_step, strategy.ring_order
+        self.cross_step, self.in_flight, self.ring_order = strategy.cross_step, strategy.in_flight, strategy.ring_order
         choices = [strategy.by_name[variable.name] for variable in workload.variables]
         self.partitions: list[Partition | None] = [choice.partition for choice in choices]
         self.sparse: list[SparseHandling] = [choice.sparse for choice in choices]
@@ -97,7 +97,7 @@ class Draft:
         for position, (variable, partition) in enumerate(zip(self.workload.variables, self.partitions, strict=True)):
             own = tuple(shards[position, number] for number in range(self.shards_of(position)))
             choices.append(VariableStrategy(variable.name, own, partition, self.sparse[position]))
-        return Strategy(tuple(choices), self.cross_step, self.ring_order)
+        return Strategy(tuple(choices), self.cross_step, self.ring_order, in_flight=self.in_flight if self.cross_step else 1)
 
     def pick(self, count: int) -> int:
         return int(self.rng.integers(count))

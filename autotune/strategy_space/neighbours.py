@@ -224,6 +224,15 @@ def _switch_cross_step(draft: Draft) -> bool:
     return True
 
 
+def _switch_in_flight(draft: Draft) -> bool:
+    """Across steps one message more or fewer is under way at once: more hide each other's latency, fewer keep to the order."""
+    if not draft.cross_step or draft.space.most_in_flight < 2:
+        return False
+    others = [count for count in range(1, draft.space.most_in_flight + 1) if count != draft.in_flight]
+    draft.in_flight = others[draft.pick(len(others))]
+    return True
+
+
 def _plan_order(draft: Draft) -> bool:
     """The issue order is planned anew: by need across steps, else by readiness."""
     if draft.cross_step:
@@ -246,6 +255,7 @@ MOVES: tuple[Callable[[Draft], bool], ...] = (
     _switch_sparse,
     _switch_ring,
     _switch_cross_step,
+    _switch_in_flight,
     _plan_order,
 )
 """Each changes the draft, or says that it could not and leaves it as it was."""

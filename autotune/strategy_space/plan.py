@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property, lru_cache
 from typing import Any
 
-from autotune.canonical import canonical_json, content_id, to_data
+from autotune.canonical import LATER, canonical_json, content_id, to_data
 from autotune.errors import InvalidStrategy
 from autotune.parsing import parse, parse_json, refuse_newer
 from autotune.strategy_space.checks import check_partition, check_shard, check_sparse
@@ -132,6 +132,12 @@ class Plan:
     cross_step: bool = False
     ring_order: tuple[int, ...] | None = None
     schema: int = SCHEMA
+    in_flight: int = field(default=1, metadata=LATER)
+
+    @property
+    def limit(self) -> int | None:
+        """How many messages a lane has under way at most; None within the step, where the library decides."""
+        return self.in_flight if self.cross_step else None
 
     @cached_property
     def id(self) -> str:
@@ -184,7 +190,8 @@ def plan(strategy: Strategy, workload: Workload, world_size: int) -> Plan:
                 members.add(part, position, shard.priority)
     issued.extend(members.issued() for members in groups.of_kind.values())
     issued.sort()
-    return Plan(workload.id, world_size, tuple([entry[4] for entry in issued]), strategy.cross_step, strategy.ring_order)
+    messages = tuple([entry[4] for entry in issued])
+    return Plan(workload.id, world_size, messages, strategy.cross_step, strategy.ring_order, in_flight=strategy.in_flight)
 
 
 class _Members:

@@ -18,6 +18,7 @@ from typing import NamedTuple
 from autotune.cluster import Cluster
 from autotune.errors import InvalidInput
 from autotune.strategy_space.strategy import (
+    MOST_IN_FLIGHT,
     SPARSE_SYNCHRONIZERS,
     Compressor,
     Shard,
@@ -47,7 +48,7 @@ class SearchSpace:
     `max_groups`: the most merge groups that the sampler draws and that a split may reach; a hand-made strategy
     may have more, as DDP's buckets of a large model do. `top_k_ratios` (shares of the elements) and
     `power_sgd_ranks` (PowerSGD, NeurIPS 2019, sec. 5) belong to the compressors of those names.
-    `cross_step_refused`: why the script at hand cannot synchronize across steps.
+    `most_in_flight` bounds `Strategy.in_flight`. `cross_step_refused`: why the script at hand cannot synchronize across steps.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -65,6 +66,7 @@ class SearchSpace:
     top_k_ratios: tuple[float, ...] = (0.001, 0.01, 0.1)
     power_sgd_ranks: tuple[int, ...] = (1, 2, 4, 8)
     cross_step_refused: str = ""
+    most_in_flight: int = MOST_IN_FLIGHT
 
     def __post_init__(self) -> None:
         if not self.synchronizers:
@@ -78,7 +80,7 @@ class SearchSpace:
         for kind, values in (("synchronizers", self.synchronizers), ("compressors", self.compressors), ("sparse", self.sparse)):
             if len(set(values)) != len(values):
                 raise InvalidInput(f"{kind} of a search space must differ from each other, but are {', '.join(values)}")
-        for name in ("max_shards", "max_groups"):
+        for name in ("max_shards", "max_groups", "most_in_flight"):
             if getattr(self, name) < 1:
                 raise InvalidInput(f"{name} of a search space must be at least 1, but is {getattr(self, name)}")
         for name in ("top_k_ratios", "power_sgd_ranks"):
@@ -139,6 +141,8 @@ class SearchSpace:
         """
         if strategy.cross_step and not self.cross_step:
             return self.cross_step_refused or "the space has no synchronization across steps, but the strategy uses it"
+        if strategy.in_flight > self.most_in_flight:
+            return f"the space has at most {self.most_in_flight} messages in flight, but the strategy {strategy.in_flight}"
         if strategy.ring_order is not None and not self.ring_orders:
             return "the space keeps the ranks of a ring in order, but the strategy has an order of its own"
         for choice in strategy.variables:

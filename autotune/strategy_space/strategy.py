@@ -6,16 +6,18 @@ A strategy validates itself on its own; that it fits a workload and a world is c
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 from typing import Any
 
-from autotune.canonical import canonical_json, content_id, to_data
+from autotune.canonical import LATER, canonical_json, content_id, to_data
 from autotune.errors import InvalidStrategy
 from autotune.parsing import parse, parse_json, refuse_newer
 
 SCHEMA = 1
+MOST_IN_FLIGHT = 2
+"""Gloo starts no more of a process group's collectives at a time, and NCCL one."""
 
 
 class Synchronizer(StrEnum):
@@ -135,7 +137,9 @@ class Strategy:
     """All variables of a workload. The order of `variables` carries no meaning and is kept sorted by name.
 
     `cross_step`: synchronization and update may run into the next forward pass.
-    `ring_order`: the ranks along the ring; None for rank order.
+    `ring_order`: the ranks along the ring; None for rank order. `in_flight`: with `cross_step`, how many messages are under way at once,
+    of those that follow each other on the same lane (ByteScheduler's credit, counted in messages); within the step it is the library's
+    choice.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -144,6 +148,7 @@ class Strategy:
     cross_step: bool = False
     ring_order: tuple[int, ...] | None = None
     schema: int = SCHEMA
+    in_flight: int = field(default=1, metadata=LATER)
 
     def __post_init__(self) -> None:
         if self.schema != SCHEMA:
@@ -157,6 +162,11 @@ class Strategy:
             object.__setattr__(self, "variables", tuple(sorted(self.variables, key=lambda choice: choice.variable)))
         if self.ring_order is not None and sorted(self.ring_order) != list(range(len(self.ring_order))):
             raise InvalidStrategy(f"ring_order must be a permutation of the ranks, but is {self.ring_order}")
+        if not 1 <= self.in_flight <= (MOST_IN_FLIGHT if self.cross_step else 1):
+            raise InvalidStrategy(
+                f"in_flight must be from 1 to {MOST_IN_FLIGHT} across steps and 1 within the step, but is {self.in_flight}, "
+                f"cross_step: {self.cross_step}"
+            )
 
     @cached_property
     def id(self) -> str:
@@ -165,6 +175,11 @@ class Strategy:
     @cached_property
     def by_name(self) -> dict[str, VariableStrategy]:
         return {choice.variable: choice for choice in self.variables}
+
+    @property
+    def limit(self) -> int | None:
+        """How many messages a lane has under way at most; None within the step, where the library decides."""
+        return self.in_flight if self.cross_step else None
 
     @property
     def lossless(self) -> bool:

@@ -167,7 +167,7 @@ class GradientSynchronizer:
         self.native = None if buckets is None else self._carry(buckets, named)
         self._plan, self._packing = plan, packing
         self.residuals.plan_loaded(plan)
-        self.lanes.one_by_one = plan is not None and plan.cross_step
+        self.lanes.limit = None if plan is None else plan.limit
         self._pass.load(transfers, packing, votes, deferred)
         self._reachable = set()
         self.cross_step.enable(packing.messages_of if plan is not None and plan.cross_step else None)

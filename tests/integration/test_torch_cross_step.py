@@ -162,7 +162,7 @@ def check_script(rank: int, name: str, attentive: bool) -> bool:
     unused = {"find_unused_parameters": attentive}
     models = DistributedDataParallel(copy.deepcopy(module), **unused), PlannedDataParallel(module, **unused)
     whole = crossing(backwards(mixed(module, 2)))
-    cut = crossing(uniform(module, 2, Synchronizer.REDUCE_SCATTER_ALL_GATHER, Compressor.NONE, True))
+    cut = replace(crossing(uniform(module, 2, Synchronizer.REDUCE_SCATTER_ALL_GATHER, Compressor.NONE, True)), in_flight=2)
     models[1].synchronizer.load(whole)
     put_off = False
     runs = [SCRIPTS[name](model, rank) for model in models]

@@ -202,10 +202,10 @@ def test_some_ranks_of_the_world_have_hosts_and_rings_of_their_own() -> None:
     run_world(check_subgroup, RANKS)
 
 
-def check_lanes(rank: int, one_by_one: bool) -> list[int]:
+def check_lanes(rank: int, limit: int | None) -> list[int]:
     ranks = Ranks.of(None, 20.0, 20.0)
     lanes = Lanes(ranks, Device(torch.device("cpu")))
-    lanes.one_by_one = one_by_one
+    lanes.limit = limit
     circle = Circle.world(ranks.size)
     groups = [lanes.group(lane, circle) for lane in range(3)]
     started: list[int] = []
@@ -245,22 +245,23 @@ def check_lanes(rank: int, one_by_one: bool) -> list[int]:
     return started
 
 
-@pytest.mark.parametrize("one_by_one", [False, True])
-def test_every_lane_runs_in_plan_order_though_a_message_skips_lanes(one_by_one: bool) -> None:
-    assert run_world(check_lanes, 2, one_by_one) == [[0, 1], [0, 1]]
+@pytest.mark.parametrize("limit", [None, 1, 2])
+def test_every_lane_runs_in_plan_order_though_a_message_skips_lanes(limit: int | None) -> None:
+    assert run_world(check_lanes, 2, limit) == [[0, 1], [0, 1]]
 
 
-def check_one_by_one(rank: int) -> bool:
-    """Whether the second message's step of a lane began before the first's had come to its end."""
+def check_limit(rank: int, limit: int) -> list[int]:
+    """How many messages before it had not come to the end of their step on a lane when each one began there."""
     ranks = Ranks.of(None, 20.0, 20.0)
     lanes = Lanes(ranks, Device(torch.device("cpu")))
-    lanes.one_by_one = True
-    group, values, too_early = lanes.group(0, Circle.world(ranks.size)), [torch.ones(2_000_000), torch.ones(10)], []
+    lanes.limit = limit
+    group, values = lanes.group(0, Circle.world(ranks.size)), [torch.ones(size) for size in (2_000_000, 2_000_000, 10, 10)]
+    under_way: list[int] = []
     works: list[dist.Work] = []
 
     def step(value: Tensor) -> Step:
         def start() -> dist.Work | None:
-            too_early.extend(not work.is_completed() for work in works)
+            under_way.append(sum(not work.is_completed() for work in works))
             works.append(dist.all_reduce(value, group=group, async_op=True))
             return works[-1]
 
@@ -270,11 +271,14 @@ def check_one_by_one(rank: int) -> bool:
     for flight in flights:
         flight.wait()
     lanes.close()
-    return any(too_early)
+    return under_way
 
 
-def test_one_by_one_a_lane_starts_a_step_when_the_one_before_has_ended() -> None:
-    assert run_world(check_one_by_one, 2) == [False, False]
+@pytest.mark.parametrize("limit", [1, 2])
+def test_a_lane_starts_a_step_when_that_of_the_one_so_many_before_has_ended(limit: int) -> None:
+    """Of two large ones the second is started beside the first where two may be under way."""
+    for under_way in run_world(check_limit, 2, limit):
+        assert under_way[:2] == [0, limit - 1] and max(under_way) == limit - 1
 
 
 def check_trim(rank: int) -> list[int]:

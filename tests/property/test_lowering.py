@@ -196,9 +196,9 @@ def test_alone_a_message_costs_what_was_fitted(primitive: Primitive, elements: i
 
 @settings(max_examples=80, deadline=None)
 @given(workloads(), st.integers(0, 10**6))
-def test_across_the_step_the_period_is_that_of_one_channel(workload: Workload, seed: int) -> None:
+def test_across_the_step_and_one_by_one_the_period_is_that_of_one_channel(workload: Workload, seed: int) -> None:
     cluster = fitted(CLUSTERS["even"])
-    space = SearchSpace((Synchronizer.ALL_REDUCE,), min_partition_bytes=0, cross_step=True)
+    space = SearchSpace((Synchronizer.ALL_REDUCE,), min_partition_bytes=0, cross_step=True, most_in_flight=1)
     idle = replace(workload, threads=0)
     wanted = replace(plan(sample(idle, cluster, space, generator(seed, "test")), idle, 4), cross_step=True)
     assert np.isclose(Lowering(idle, cluster, FREE).step_s(wanted), MessageTimes.of(wanted, idle, cluster).period_s, rtol=1e-9)

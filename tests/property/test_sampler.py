@@ -150,7 +150,7 @@ def test_every_field_of_a_strategy_is_drawn():
 
 def test_ring_orders_are_drawn_only_where_hosts_differ_and_are_more_than_three():
     def rings(*hosts):
-        found = sample_many(MODEL, Cluster("c", hosts), SearchSpace.default(), 60, seed=0)
+        found = sample_many(MODEL, Cluster("c", hosts), SearchSpace.default(), 120, seed=0)
         return {strategy.ring_order for strategy in found}
 
     hosts = [Host(name, 1, rate, 1e-5, 1e10, 1e-6) for name, rate in (("a", 1e9), ("b", 1e8), ("c", 1e9), ("d", 1e9))]

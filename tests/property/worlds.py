@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from autotune.cluster import Cluster, Host
 from autotune.strategy_space.plan import plan
 from autotune.strategy_space.space import SearchSpace
-from autotune.strategy_space.strategy import CASTS, SPARSE_SYNCHRONIZERS, Compressor, SparseHandling, Synchronizer
+from autotune.strategy_space.strategy import CASTS, MOST_IN_FLIGHT, SPARSE_SYNCHRONIZERS, Compressor, SparseHandling, Synchronizer
 from autotune.workload import DTYPE_BYTES, Variable, Workload
 
 
@@ -49,6 +49,7 @@ def spaces(draw):
         allow_uneven=draw(st.booleans()),
         hierarchical=draw(st.booleans()),
         cross_step=draw(st.booleans()),
+        most_in_flight=draw(st.integers(1, MOST_IN_FLIGHT)),
         ring_orders=draw(st.booleans()),
         sparse=(SparseHandling.DENSE, *draw(st.lists(st.sampled_from(list(SparseHandling)[1:]), unique=True))),
     )

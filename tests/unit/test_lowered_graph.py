@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -18,6 +18,9 @@ from autotune.strategy_space.builders.servers import parameter_server
 from autotune.strategy_space.plan import Message, Plan, Primitive, TensorSlice, plan
 from autotune.strategy_space.strategy import Compressor
 from autotune.workload import Variable, Workload
+
+NOTHING = {field.name: Constant(0.0, "none") for field in fields(RuntimeCosts) if field.name not in ("threads", "payload")}
+"""What a runtime costs that costs nothing beside the network."""
 
 
 def workload(threads: int = 0) -> Workload:
@@ -102,6 +105,27 @@ def test_parts_of_a_message_overlap_their_handshakes_but_not_their_bytes() -> No
     bytes_s = 1.2e-8 * 2_000_000
     assert bytes_s < halves_s < whole_s + 1e-3
     assert many_s > halves_s
+
+
+def in_turn(seconds: float, beta_s_per_byte: float, limit: int, sizes_bytes: list[float]) -> float:
+    """When the last of these messages is over: of each so many seconds are not the link's, which sends one message after the other."""
+    free_s, ends = 0.0, list[float]()
+    for number, size in enumerate(sizes_bytes):
+        start_s = max(ends[number - limit] if number >= limit else 0.0, free_s)
+        free_s = start_s + beta_s_per_byte * size
+        ends.append(free_s + seconds)
+    return max(ends)
+
+
+def test_two_in_flight_send_while_one_by_one_they_wait_for_each_other() -> None:
+    """The wait behind a message's bytes is 2 ms, which is as long as the bytes of the shortest take."""
+    fit, free = CollectiveFit("all_reduce", 4, 2e-3, 1.2e-8, 0.0, 4096, 2**24), replace(RuntimeCosts(), **NOTHING)
+    lowering = Lowering(workload(), even(4).with_fits((fit,)), free)
+    sizes = [1_000_000, 4_000_000, 2_000_000, 1_000_000]
+    sent = [Message((TensorSlice("v0", size // 4),), Primitive.ALL_REDUCE, Compressor.NONE, "float32") for size in sizes]
+    one, two = (replay(lowering.message_graph(sent, limit=limit)).makespan_s for limit in (1, 2))
+    assert one == pytest.approx(in_turn(2e-3, 1.2e-8, 1, [float(size) for size in sizes]))
+    assert 1.2e-8 * sum(sizes) < two < one - 2 * 2e-3
 
 
 def test_a_period_begins_with_the_backward_pass_and_a_graph_with_the_forward_pass() -> None:

@@ -148,10 +148,10 @@ def test_partial_replay_of_more_bytes_or_more_messages_takes_longer() -> None:
     ]
     assert (
         0
-        < steps.sync_s([small], False)
-        < steps.sync_s([large], False)
-        < steps.sync_s([large, small], False)
-        <= steps.sync_s([large], False) + steps.sync_s([small], False)
+        < steps.sync_s([small], None)
+        < steps.sync_s([large], None)
+        < steps.sync_s([large, small], None)
+        <= steps.sync_s([large], None) + steps.sync_s([small], None)
     )
 
 

@@ -113,7 +113,7 @@ def strategy(seed: int, variables: int = 5) -> Strategy:
 
 
 def slow_agreement(one: Strategy, two: Strategy) -> float:
-    equal = [one.cross_step == two.cross_step, one.ring_order == two.ring_order]
+    equal = [one.cross_step == two.cross_step, one.ring_order == two.ring_order, one.in_flight == two.in_flight]
     for a, b in zip(one.variables, two.variables, strict=True):
         equal += [a.partition == b.partition, a.sparse == b.sparse]
         for fields in (("synchronizer",), ("compressor", "ratio", "rank"), ("placement",), ("group",), ("priority",), ("hierarchical",)):

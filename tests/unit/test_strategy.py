@@ -7,7 +7,7 @@ import json
 import pytest
 
 from autotune.errors import InvalidInput, InvalidStrategy
-from autotune.strategy_space.strategy import Compressor, Partition, Shard, Strategy, Synchronizer, VariableStrategy
+from autotune.strategy_space.strategy import MOST_IN_FLIGHT, Compressor, Partition, Shard, Strategy, Synchronizer, VariableStrategy
 
 ALL_REDUCE = Shard(Synchronizer.ALL_REDUCE)
 TWO = Strategy((VariableStrategy("b", (ALL_REDUCE,)), VariableStrategy("a", (ALL_REDUCE, ALL_REDUCE), Partition(0, (3, 2)))))
@@ -45,6 +45,19 @@ def test_identity_is_content_and_the_order_of_variables_carries_no_meaning():
     assert again.id == TWO.id
     assert Strategy(TWO.variables, cross_step=True).id != TWO.id
     assert TWO.id.startswith("strategy-")
+
+
+def test_what_was_stored_before_messages_could_be_in_flight_together_keeps_its_identity():
+    one, two = Strategy(TWO.variables, cross_step=True), Strategy(TWO.variables, cross_step=True, in_flight=2)
+    assert "in_flight" not in one.to_json() and one.id != two.id
+    assert json.loads(two.to_json()) == json.loads(one.to_json()) | {"in_flight": 2}
+    assert Strategy.from_json(two.to_json()) == two and Strategy.from_json(one.to_json()).in_flight == 1
+
+
+@pytest.mark.parametrize(("cross_step", "in_flight"), [(True, 0), (True, MOST_IN_FLIGHT + 1), (False, 2)])
+def test_more_messages_are_in_flight_than_one_only_across_steps(cross_step, in_flight):
+    with pytest.raises(InvalidStrategy, match=f"in_flight must be .* but is {in_flight}, cross_step: {cross_step}"):
+        Strategy(TWO.variables, cross_step=cross_step, in_flight=in_flight)
 
 
 def test_json_round_trip_is_loss_free_for_every_field():

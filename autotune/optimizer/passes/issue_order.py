@@ -7,6 +7,7 @@ asked with the durations that the replay showed, and moves around the message th
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import numpy as np
 
@@ -22,7 +23,8 @@ MOVES = 6
 
 
 class CrossStep:
-    """Synchronization runs into the next forward pass, in the order that suits it; or it ends within the step, in ready order."""
+    """Synchronization runs into the next forward pass, in the order that suits it, with one message in flight or more; or it ends within
+    the step, in ready order."""
 
     name = "cross-step overlap"
 
@@ -30,12 +32,17 @@ class CrossStep:
         if not path.problem.space.cross_step:
             return
         draft = draft_of(state, path.problem)
-        draft.cross_step = not draft.cross_step
         if draft.cross_step:
-            draft.order_by_need()
-        else:
-            draft.in_ready_order = True
-        yield state.with_strategy(draft.written())
+            for count in range(1, path.problem.space.most_in_flight + 1):
+                if count != state.strategy.in_flight:
+                    yield state.with_strategy(replace(state.strategy, in_flight=count))
+            draft.cross_step, draft.in_ready_order = False, True
+            yield state.with_strategy(draft.written())
+            return
+        draft.cross_step = True
+        draft.order_by_need()
+        for draft.in_flight in range(1, path.problem.space.most_in_flight + 1):
+            yield state.with_strategy(draft.written())
 
 
 class IssueOrder:

@@ -8,8 +8,10 @@ groups of its own: within each group every rank issues in plan order, and a late
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 
 import torch
 import torch.distributed as dist
@@ -20,6 +22,8 @@ from runtime_rewriter.pytorch.exchange.ranks import Circle, Ranks, destroy_group
 
 Step = Callable[[], dist.Work | None]
 """Starts the next collective of a message once its earlier ones have completed; None: nothing to wait for on this rank."""
+
+Wait = Callable[[], None]
 
 Around = Callable[[int, int, Step], dist.Work | None]
 """Called with a message's number, a lane and its step there, on the thread that starts it; it calls the step and gives what that gives."""
@@ -56,11 +60,23 @@ class Flight:
         self._kept.append(self._work)
         self._fence = self._device.fence()
 
+    def started(self) -> Wait:
+        """Waits for the step that was started last, whatever is started after it."""
+        work, fence = self._work, self._fence
+
+        def wait() -> None:
+            if work is not None:
+                work.wait()
+            self._device.follow(fence)
+
+        return wait
+
     def follow(self) -> None:
         """Until the step that was started last has completed."""
-        if self._work is not None:
-            self._work.wait()
-        self._device.follow(self._fence)
+        self.started()()
+
+    def has(self, lane: int) -> bool:
+        return lane in self._steps
 
     @property
     def arrived(self) -> bool:
@@ -88,19 +104,22 @@ def _future(result: object) -> Future[object] | None:
 
 
 class Lanes:
-    """Lane k > 0 runs on one thread of its own, fed in plan order by lane k - 1; lane 0 on the issuing thread, or one by one on its own."""
+    """Lane k > 0 runs on one thread of its own, fed in plan order by lane k - 1; lane 0 on the issuing thread, with a limit on its own."""
 
     def __init__(self, ranks: Ranks, device: Device) -> None:
         self.ranks, self.device = ranks, device
         self._groups: dict[tuple[int, Circle], list[dist.ProcessGroup]] = {}
         self._asked: set[tuple[int, Circle]] = set()
         self._threads: dict[int, ThreadPoolExecutor] = {}
+        self._under_way: dict[int, deque[Wait]] = {}
         self._hosts: Circle | None = None
-        self.one_by_one = False
-        """Between two steps: whether each message has its lane to itself, and the next one's step there starts when its own has completed.
+        self.limit: int | None = None
+        """Between two steps: how many messages have a step under way on a lane at most (`Plan.limit`). The next one's step starts there
+        when that of the one so many before has completed. None: each is started as soon as it can be, as many as the library takes.
 
-        Side by side they share the links, so that what is needed first waits for what is not: a planned order means nothing then. Between
-        lanes they do overlap: a server sends one message back while the next one comes in.
+        Side by side they share the links, so that what is needed first waits for what is not: with many, a planned order means nothing.
+        One by one, nothing is sent while ranks and threads tell each other that a message is over. Between lanes they overlap anyway: a
+        server sends one message back while the next one comes in.
         """
         self.around: Around | None = None
         """Who sees the steps of messages start; messages under way keep whom they have."""
@@ -125,6 +144,7 @@ class Lanes:
         """
         unused = len(self._groups) - max(len(self._asked), KEPT_GROUPS)
         self._asked.clear()
+        self._under_way.clear()
         for key in list(self._groups)[: unused if self.ranks.is_world and unused > 0 else 0]:
             destroy_groups(self._groups.pop(key))
 
@@ -142,36 +162,46 @@ class Lanes:
         """Start message `number`; `steps` are (lane, step) with ascending lanes. Every rank calls it in plan order, on one thread."""
         flight = Flight(steps, self.device, number, self.around)
         first = 0
-        if self.one_by_one:
+        if self.limit is not None:
             flight.begin()
         else:
             flight.advance(0)
             first = 1
         if flight.last_lane >= first:
-            flight.next_lane = self._submit(flight, first, self.one_by_one)
+            flight.next_lane = self._submit(flight, first, self.limit)
         return flight
 
-    def _submit(self, flight: Flight, lane: int, to_its_end: bool) -> Future[object]:
-        return self._thread(lane).submit(self._on_lane, flight, lane, to_its_end)
+    def _submit(self, flight: Flight, lane: int, limit: int | None) -> Future[object]:
+        return self._thread(lane).submit(self._on_lane, flight, lane, limit)
 
     def _thread(self, lane: int) -> ThreadPoolExecutor:
         if lane not in self._threads:  # lane k's thread is only started from lane k - 1
             self._threads[lane] = ThreadPoolExecutor(1, f"lane-{lane}", self.device.enter_thread)
         return self._threads[lane]
 
-    def _on_lane(self, flight: Flight, lane: int, to_its_end: bool) -> Future[object] | None:
+    def _on_lane(self, flight: Flight, lane: int, limit: int | None) -> Future[object] | None:
         with self.device.side_stream(lane):
+            if limit is not None and flight.has(lane):
+                self._make_room(lane, limit)
             flight.advance(lane)
-            if to_its_end:
-                flight.follow()
+            if limit is not None and flight.has(lane):
+                self._under_way[lane].append(flight.started())
         # A lane on which the message has no step passes it on, too: the order stays the plan's.
-        return self._submit(flight, lane + 1, to_its_end) if lane < flight.last_lane else None
+        return self._submit(flight, lane + 1, limit) if lane < flight.last_lane else None
+
+    def _make_room(self, lane: int, limit: int) -> None:
+        """Until fewer than `limit` messages have a step under way on the lane. Why one failed, its own flight tells."""
+        before = self._under_way.setdefault(lane, deque())
+        while len(before) >= limit:
+            with suppress(RuntimeError):
+                before.popleft()()
 
     def stop(self) -> None:
         """Local, between two steps: end the threads. The next message starts new ones."""
         for thread in list(self._threads.values()):
             thread.shutdown(wait=False, cancel_futures=True)
         self._threads = {}
+        self._under_way = {}
 
     def close(self) -> None:
         """Local: end the threads and give back the groups that were made here."""
