@@ -228,7 +228,7 @@ def test_with_one_message_at_a_time_more_bandwidth_is_never_slower(case: tuple[W
         ),
         pair_links=tuple(replace(link, link_bytes_per_s=factor * link.link_bytes_per_s) for link in cluster.pair_links),
     )
-    alone = replace(wanted, cross_step=True)
+    alone = replace(wanted, cross_step=True, in_flight=1)
     assert Lowering(workload, faster).step_s(alone) <= Lowering(workload, cluster).step_s(alone) * (1 + 1e-9)
 
 
@@ -294,7 +294,7 @@ def test_on_the_cores_of_one_machine_a_step_takes_no_less_and_no_longer_the_more
 ) -> None:
     """Messages one at a time: of those side by side a faster one may go ahead of what is waited for."""
     workload, cluster, wanted = case
-    alone = replace(wanted, cross_step=True)
+    alone = replace(wanted, cross_step=True, in_flight=1)
     few, more = (Lowering(workload, replace(cluster, machine_cores=count), CROWDED).step_s(alone) for count in (cores, 2 * cores))
     assert few >= more - 1e-12
 

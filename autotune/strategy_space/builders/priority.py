@@ -12,7 +12,7 @@ from autotune.cluster import Cluster
 from autotune.errors import InvalidInput
 from autotune.strategy_space.builders.partitions import in_pieces
 from autotune.strategy_space.cross_step import issue_order
-from autotune.strategy_space.strategy import Shard, Strategy, Synchronizer, VariableStrategy
+from autotune.strategy_space.strategy import MOST_IN_FLIGHT, Shard, Strategy, Synchronizer, VariableStrategy
 from autotune.strategy_space.timing import ready_times_s
 from autotune.workload import Workload
 
@@ -21,7 +21,10 @@ BYTE_SCHEDULER_PARTITION_BYTES = 4 * 2**20
 
 
 def byte_scheduler_like(workload: Workload, cluster: Cluster, partition_bytes: int = BYTE_SCHEDULER_PARTITION_BYTES) -> Strategy:
-    """All-reduce of pieces of at most 4 MiB by priority, into the next forward pass: ByteScheduler's "crossing the global barrier"."""
+    """All-reduce of pieces of at most 4 MiB by priority, into the next forward pass: ByteScheduler's "crossing the global barrier".
+
+    Its credit is four partitions where nothing tunes it (BYTESCHEDULER_CREDIT); here as many are in flight as the runtime takes.
+    """
     if partition_bytes < 1:
         raise InvalidInput(f"a partition needs at least 1 byte, but has {partition_bytes}")
     choices = []
@@ -31,7 +34,7 @@ def byte_scheduler_like(workload: Workload, cluster: Cluster, partition_bytes: i
     ranks = cluster.world_size
     slowest = min(host.link_bytes_per_s for host in cluster.hosts)
     ring_share = max(1.0, 2 * (ranks - 1) / ranks)  # of a message's bytes that each link carries
-    return replace(by_priority(Strategy(tuple(choices)), workload, slowest / ring_share), cross_step=True)
+    return replace(by_priority(Strategy(tuple(choices)), workload, slowest / ring_share), cross_step=True, in_flight=MOST_IN_FLIGHT)
 
 
 def by_priority(strategy: Strategy, workload: Workload, bytes_per_s: float) -> Strategy:

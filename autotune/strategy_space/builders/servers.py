@@ -12,7 +12,7 @@ from autotune.strategy_space.builders.partitions import MAX_SHARDS, by_smallest_
 from autotune.strategy_space.builders.priority import by_priority
 from autotune.strategy_space.constraints import server_ranks, servers_of
 from autotune.strategy_space.space import SearchSpace
-from autotune.strategy_space.strategy import Partition, Shard, SparseHandling, Strategy, Synchronizer, VariableStrategy
+from autotune.strategy_space.strategy import MOST_IN_FLIGHT, Partition, Shard, SparseHandling, Strategy, Synchronizer, VariableStrategy
 from autotune.workload import Variable, Workload
 
 BYTEPS_PARTITION_BYTES = 4_096_000  # BytePS: BYTEPS_PARTITION_BYTES
@@ -94,8 +94,11 @@ def byteps_like(workload: Workload, cluster: Cluster, partition_bytes: int = BYT
 
 
 def byteps_across_steps(workload: Workload, cluster: Cluster) -> Strategy:
-    """The same into the next forward pass: BytePS's CrossBarrier optimizer, which is ByteScheduler's for parameter servers."""
-    return replace(byteps_like(workload, cluster), cross_step=True)
+    """The same into the next forward pass: BytePS's CrossBarrier optimizer, which is ByteScheduler's for parameter servers.
+
+    As many in flight as the runtime takes: BytePS bounds them by BYTEPS_SCHEDULING_CREDIT only, which is off by default.
+    """
+    return replace(byteps_like(workload, cluster), cross_step=True, in_flight=MOST_IN_FLIGHT)
 
 
 def least_loaded(loads_bytes: Sequence[float], shares: Sequence[float], shard_bytes: int) -> int:
