@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from autotune.cluster import Cluster
 from autotune.dfg.replay import Timeline
+from autotune.optimizer.bounds import least_transfer_s
 from autotune.optimizer.budget import Budget
 from autotune.optimizer.fused_time import ASSUMED, LaunchGaps
 from autotune.optimizer.registry import all_starts, default_passes
@@ -126,20 +127,3 @@ def full_overlap_s(problem: Problem, state: State) -> float:
     compute_s = problem.workload_of(state).compute_s
     made = plan(state.strategy, problem.workload, problem.cluster.world_size)
     return max(compute_s, least_transfer_s(problem.cluster, RowTraffic(problem.workload).least_bytes(made.messages)))
-
-
-def least_transfer_s(cluster: Cluster, sent_bytes: float) -> float:
-    """T_comm: no synchronization of messages of `sent_bytes` in all is faster, by the rates of the links alone.
-
-    A bound without any latency. Of n hosts with b_i bytes per second each way, host i owns the share f_i of the S bytes and has
-    to send and to receive S (1 + f_i (n - 2)); the best shares give max(S / min b_i, 2 (n - 1) S / sum b_i), the ring's time where
-    all b_i are alike. What moves inside hosts is left out where there are several; of a single host its n devices count.
-    """
-    if cluster.world_size == 1:
-        return 0.0
-    hosts = cluster.hosts
-    links = [host.link_bytes_per_s for host in hosts] if len(hosts) > 1 else [hosts[0].inner_bytes_per_s] * hosts[0].devices
-    for pair in cluster.pair_links:
-        for number, host in enumerate(hosts):
-            links[number] += pair.link_bytes_per_s if host.name in pair.between else 0.0
-    return sent_bytes * max(1 / min(links), 2 * (len(links) - 1) / sum(links))

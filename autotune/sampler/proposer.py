@@ -37,7 +37,7 @@ SURVIVORS = 0.3
 """Share of the scored strategies that pass the filter by predicted time, before diversity chooses among them."""
 FIRST_EXPLORERS, EXPLORERS = 0.5, 0.17
 """Share of a round's trials (the first, the later ones) that goes to strategies which the ranker would not have tried."""
-OPTIMIZER, AGAIN = Budget(replays=1600, ops=40_000_000), Budget(replays=400, ops=10_000_000)
+OPTIMIZER, AGAIN = Budget(1600, 40_000_000, seconds=1200), Budget(400, 10_000_000, seconds=600)
 """What the optimizer may replay before the first round, some ten seconds, and before every later one. Its seconds only end it where
 something is wrong."""
 CUT_SHORT = "the wall clock ended the optimizer's search, so that the same job may be proposed something else next time"

@@ -14,7 +14,7 @@ from autotune.dataset.folder import read_domain
 from autotune.dataset.trials import Environment
 from autotune.features.extract import Extractor
 from autotune.measurement import fewest_values
-from autotune.optimizer.optimize import least_transfer_s
+from autotune.optimizer.bounds import least_step_s, least_transfer_s
 from autotune.strategy_space.plan import plan
 from autotune.workload import Workload
 from benchmarks.outcome.figures import (
@@ -79,8 +79,10 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Row:
-    """A domain. `gap` is time(ours) / bound, lossless. `failed`: sides that are left out, and why. `stolen`: of the closing comparison,
-    the median over its trials; None where it was not noted.
+    """A domain. `gap`: time(ours) / bound, lossless; `reachable_gap`: the same to `reachable_s`, which no lossless strategy is faster than.
+
+    `failed`: sides that are left out, and why. `stolen`: of the closing comparison, the median over its trials; None where it was not
+    noted.
     """
 
     domain: str
@@ -90,6 +92,8 @@ class Row:
     compute_s: float
     transfer_s: float
     gap: Ratio
+    reachable_s: float
+    reachable_gap: Ratio
     overrun: float
     load: float
     stolen: float | None
@@ -118,6 +122,7 @@ def row_of(folder: Path) -> Row | None:
     lossless = _outcome(frozen.courses[OURS], [side for side in there if side.lossless], rounds)
     lossy = _outcome(frozen.courses[OURS_LOSSY], there, rounds) if OURS_LOSSY in frozen.courses else None
     compute_s, transfer_s = domain.workload.compute_s, least_transfer_s(domain.cluster, sent_bytes(domain.workload))
+    reachable_s = least_step_s(domain.workload, domain.cluster)
     ours, extractor = _plan_of(lossless.last.side, there), extractor_of(domain)
     return Row(
         domain.name,
@@ -127,6 +132,8 @@ def row_of(folder: Path) -> Row | None:
         compute_s,
         transfer_s,
         ratio_to_bound(rounds, ours, max(compute_s, transfer_s)),
+        reachable_s,
+        ratio_to_bound(rounds, ours, reachable_s),
         median(trial.overrun or 0.0 for trial in trials),
         median(trial.load for trial in trials),
         median(stolen) if (stolen := [trial.stolen for trial in trials if trial.stolen is not None]) else None,
@@ -184,6 +191,7 @@ def last_line(rows: Sequence[Row]) -> dict[str, Any]:
         "ratio_geomean_any": geomean(best),
         "ratio_min_any": min(best),
         "bound_gap_mean": float(np.mean([row.gap.value - 1 for row in rows])),
+        "reachable_gap_mean": float(np.mean([row.reachable_gap.value - 1 for row in rows])),
         "ratio_geomean_lossy_allowed": geomean([at.today.value for at in lossy]) if lossy else None,
         "ratio_geomean_lossless_at": {
             mark: geomean([at.today.value for row in rows for at in row.lossless.marks if at.asked == mark]) for mark in marks
@@ -207,6 +215,8 @@ def _data(row: Row) -> dict[str, Any]:
         "bound_gap": row.gap.value - 1,
         "bound_gap_low": row.gap.low - 1,
         "bound_gap_high": row.gap.high - 1,
+        "reachable_s": row.reachable_s,
+        "reachable_gap": row.reachable_gap.value - 1,
         "overrun": row.overrun,
         "load": row.load,
         "stolen": row.stolen,

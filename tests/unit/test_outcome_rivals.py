@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817
 from torch.nn.parallel.distributed import _BucketCapacityConfig
 
 from autotune.cluster_file import read_cluster
-from autotune.optimizer.optimize import least_transfer_s
+from autotune.optimizer.bounds import least_transfer_s
 from autotune.strategy_space.carrier import buckets_of
 from autotune.strategy_space.enactable import why_refused
 from autotune.strategy_space.plan import Primitive, plan
