@@ -13,14 +13,18 @@ from autotune.optimizer.contiguous import contiguous_strategy
 from autotune.optimizer.state import Problem, State
 from autotune.profiling.op_graph import OpFusion
 from autotune.strategy_space.builders.catalogue import seed_strategies
+from autotune.strategy_space.builders.collectives import large_alone
 from autotune.strategy_space.builders.cross_step import in_planned_order
+from autotune.strategy_space.builders.servers import served_in_buckets
 from autotune.strategy_space.cross_step import MessageTimes, channel_ends_s
 from autotune.strategy_space.plan import PRIMITIVE_OF, plan
 from autotune.strategy_space.strategy import Shard, Strategy, Synchronizer
 from autotune.strategy_space.sync_cost import MessageKind, Rates
+from autotune.workload import Workload
 
 COLLECTIVES = (Synchronizer.ALL_REDUCE, Synchronizer.REDUCE_SCATTER_ALL_GATHER)
 ORDER_NODES = 40
+EVEN_BYTES = (2**18, 2**19, 2**20, 2**21, 2**22)
 
 
 def started(problem: Problem, fusion: OpFusion) -> list[tuple[str, State]]:
@@ -30,7 +34,8 @@ def started(problem: Problem, fusion: OpFusion) -> list[tuple[str, State]]:
     """
     found: dict[Strategy, str] = {}
     estimated: dict[Strategy, float] = {}
-    for name, strategy in [*seed_strategies(problem.workload, problem.cluster, problem.space), *_best_cuts(problem, fusion)]:
+    seeds = seed_strategies(problem.workload, problem.cluster, problem.space)
+    for name, strategy in [*seeds, *_best_cuts(problem, fusion), *_even_buckets(problem, fusion)]:
         if problem.space.contains(strategy, problem.workload, problem.cluster):
             found.setdefault(strategy, name)
             estimated.setdefault(strategy, _estimated_s(strategy, problem))
@@ -47,10 +52,27 @@ def _estimated_s(strategy: Strategy, problem: Problem) -> float:
     return workload.forward_s + max(workload.backward_s, sent_s) + workload.update_s
 
 
+def _even_buckets(problem: Problem, fusion: OpFusion) -> Iterator[tuple[str, Strategy]]:
+    """Messages of about one size across the step, in the planned order and with as many in flight as the space allows, where sizes matter
+    less than that something is always under way: by all-reduce and on servers.
+    """
+    if not problem.space.cross_step:
+        return
+    timed, cluster = _timed(problem, fusion), problem.cluster
+    for size in EVEN_BYTES:
+        for name, made in (("all-reduced", large_alone(timed, size, size)), ("served", served_in_buckets(timed, cluster, size))):
+            across = in_planned_order(made, timed, cluster, ORDER_NODES)
+            yield f"{name} in buckets of {size // 1024} KiB, across steps", replace(across, in_flight=problem.space.most_in_flight)
+
+
+def _timed(problem: Problem, fusion: OpFusion) -> Workload:
+    return problem.workload if problem.graph is None else problem.graph.workload(fusion, problem.fused_s)
+
+
 def _best_cuts(problem: Problem, fusion: OpFusion) -> Iterator[tuple[str, Strategy]]:
     """For every collective of the space the best messages of consecutive groups, within the step and, in the planned order, across it."""
     rates, space = Rates(problem.cluster), problem.space
-    timed = problem.workload if problem.graph is None else problem.graph.workload(fusion, problem.fused_s)
+    timed = _timed(problem, fusion)
     levels = (False, True) if space.hierarchy_for(problem.cluster) else (False,)
     for synchronizer in COLLECTIVES:
         if synchronizer not in space.synchronizers:

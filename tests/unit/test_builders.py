@@ -13,8 +13,8 @@ from autotune.errors import InvalidInput
 from autotune.features.extract import extract
 from autotune.rng import generator
 from autotune.strategy_space.builders import catalogue, collectives, servers
-from autotune.strategy_space.builders.collectives import MIB
-from autotune.strategy_space.builders.cross_step import cross_step_all_reduce, large_alone
+from autotune.strategy_space.builders.collectives import MIB, large_alone
+from autotune.strategy_space.builders.cross_step import cross_step_all_reduce
 from autotune.strategy_space.cross_step import issue_order
 from autotune.strategy_space.plan import Primitive, plan
 from autotune.strategy_space.space import SearchSpace

@@ -40,6 +40,8 @@ BUILDERS: MappingProxyType[str, Builder] = MappingProxyType(
         "uneven_partitioned_ps": servers.uneven_partitioned_ps,
         "served_in_pieces_1mib": lambda workload, cluster: servers.served_in_pieces(workload, cluster, MIB),
         "served_in_pieces_256kib": lambda workload, cluster: servers.served_in_pieces(workload, cluster, MIB // 4),
+        "served_in_buckets_512kib": lambda workload, cluster: servers.served_in_buckets(workload, cluster, MIB // 2),
+        "served_in_buckets_2mib": lambda workload, cluster: servers.served_in_buckets(workload, cluster, 2 * MIB),
         "parallax": servers.parallax,
         "byteps_like": servers.byteps_like,
         "byteps_across_steps": servers.byteps_across_steps,

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 from autotune.errors import InvalidInput
 from autotune.rng import generator
-from autotune.strategy_space.builders.partitions import by_smallest_divisor
+from autotune.strategy_space.builders.partitions import by_smallest_divisor, in_pieces
 from autotune.strategy_space.strategy import Partition, Shard, Strategy, Synchronizer, VariableStrategy
 from autotune.strategy_space.timing import ready_times_s
 from autotune.workload import Workload
@@ -165,4 +165,25 @@ def _grouped(workload: Workload, groups: Iterable[list[int]], synchronizer: Sync
     for number, positions in enumerate(complete):
         shard = Shard(synchronizer, group=number if len(positions) > 1 else None)
         choices.extend(VariableStrategy(workload.variables[position].name, (shard,)) for position in positions)
+    return Strategy(tuple(choices))
+
+
+def large_alone(workload: Workload, bucket_bytes: int, piece_bytes: int | None = None) -> Strategy:
+    """All-reduce; variables of at least `bucket_bytes` alone, smaller ones merged per dtype in gradient-ready order up to that size."""
+    group, groups = {}, 0
+    filling: dict[str, tuple[int, int]] = {}
+    for position, variable in enumerate(workload.variables):
+        if variable.sparse or variable.grad_bytes >= bucket_bytes:
+            continue
+        number, held = filling.get(variable.dtype, (groups, 0))
+        groups = max(groups, number + 1)
+        group[position] = number
+        filling[variable.dtype] = number, held + variable.grad_bytes
+        if held + variable.grad_bytes >= bucket_bytes:
+            del filling[variable.dtype]
+    choices = []
+    for position, variable in enumerate(workload.variables):
+        shard = Shard(Synchronizer.ALL_REDUCE, group=group.get(position))
+        cut = in_pieces(variable, piece_bytes) if piece_bytes is not None and position not in group else None
+        choices.append(VariableStrategy(variable.name, (shard,) * (len(cut.sizes) if cut else 1), cut))
     return Strategy(tuple(choices))

@@ -12,11 +12,10 @@ from dataclasses import replace
 from itertools import product
 
 from autotune.cluster import Cluster
-from autotune.strategy_space.builders.collectives import MIB
-from autotune.strategy_space.builders.partitions import in_pieces
+from autotune.strategy_space.builders.collectives import MIB, large_alone
 from autotune.strategy_space.cross_step import CLOSE, NODES, MessageTimes
 from autotune.strategy_space.plan import plan, slices_of
-from autotune.strategy_space.strategy import Shard, Strategy, Synchronizer, VariableStrategy
+from autotune.strategy_space.strategy import Strategy
 from autotune.workload import Workload
 
 BUCKET_BYTES = (0, MIB // 16, MIB // 4, MIB, 4 * MIB, 16 * MIB)
@@ -37,27 +36,6 @@ def cross_step_all_reduce(workload: Workload, cluster: Cluster) -> Strategy:
     shortest_s = min(period_s for period_s, _, _ in found)
     near = [(messages, number) for number, (period_s, messages, _) in enumerate(found) if period_s <= shortest_s * (1 + CLOSE)]
     return in_planned_order(found[min(near)[1]][2], workload, cluster)
-
-
-def large_alone(workload: Workload, bucket_bytes: int, piece_bytes: int | None = None) -> Strategy:
-    """All-reduce; variables of at least `bucket_bytes` alone, smaller ones merged per dtype in gradient-ready order up to that size."""
-    group, groups = {}, 0
-    filling: dict[str, tuple[int, int]] = {}
-    for position, variable in enumerate(workload.variables):
-        if variable.sparse or variable.grad_bytes >= bucket_bytes:
-            continue
-        number, held = filling.get(variable.dtype, (groups, 0))
-        groups = max(groups, number + 1)
-        group[position] = number
-        filling[variable.dtype] = number, held + variable.grad_bytes
-        if held + variable.grad_bytes >= bucket_bytes:
-            del filling[variable.dtype]
-    choices = []
-    for position, variable in enumerate(workload.variables):
-        shard = Shard(Synchronizer.ALL_REDUCE, group=group.get(position))
-        cut = in_pieces(variable, piece_bytes) if piece_bytes is not None and position not in group else None
-        choices.append(VariableStrategy(variable.name, (shard,) * (len(cut.sizes) if cut else 1), cut))
-    return Strategy(tuple(choices))
 
 
 def in_planned_order(strategy: Strategy, workload: Workload, cluster: Cluster, nodes: int = NODES) -> Strategy:

@@ -7,10 +7,11 @@ from dataclasses import replace
 
 from autotune.cluster import Cluster
 from autotune.errors import InvalidInput
-from autotune.strategy_space.builders.collectives import AUTODIST_CHUNK, all_reduce_positions
+from autotune.strategy_space.builders.collectives import AUTODIST_CHUNK, all_reduce_positions, large_alone
 from autotune.strategy_space.builders.partitions import MAX_SHARDS, by_smallest_non_divisor, even_partition, in_pieces
 from autotune.strategy_space.builders.priority import by_priority
 from autotune.strategy_space.constraints import server_ranks, servers_of
+from autotune.strategy_space.plan import plan, slices_of
 from autotune.strategy_space.space import SearchSpace
 from autotune.strategy_space.strategy import MOST_IN_FLIGHT, Partition, Shard, SparseHandling, Strategy, Synchronizer, VariableStrategy
 from autotune.workload import Variable, Workload
@@ -80,6 +81,31 @@ def served_in_pieces(workload: Workload, cluster: Cluster, piece_bytes: int) -> 
     if piece_bytes < 1:
         raise InvalidInput(f"a piece needs at least 1 byte, but has {piece_bytes}")
     return _served(workload, cluster, [in_pieces(variable, piece_bytes, MAX_SHARDS) for variable in workload.variables])
+
+
+def served_in_buckets(workload: Workload, cluster: Cluster, bucket_bytes: int) -> Strategy:
+    """Messages of about `bucket_bytes` on balanced servers, as they become ready: small variables merged, large ones in even pieces.
+
+    In their order each goes to the server that would be done with it first.
+    """
+    if bucket_bytes < 1:
+        raise InvalidInput(f"a bucket needs at least 1 byte, but has {bucket_bytes}")
+    buckets = large_alone(workload, bucket_bytes, bucket_bytes)
+    servers = servers_of(cluster)
+    loads = [0] * len(servers.ranks)
+    shards: dict[tuple[str, int], Shard] = {}
+    for number, message in enumerate(plan(buckets, workload, cluster.world_size).messages):
+        server = least_loaded(loads, servers.shares, message.grad_bytes)
+        loads[server] += message.grad_bytes
+        group = number if len(message.slices) > 1 else None
+        shard = Shard(Synchronizer.PARAMETER_SERVER, placement=servers.ranks[server], group=group)
+        shards.update({(part.variable, part.start): shard for part in message.slices})
+    choices = []
+    for variable in workload.variables:
+        choice = buckets.by_name[variable.name]
+        own = tuple(shards[part.variable, part.start] for part in slices_of(variable, choice))
+        choices.append(replace(choice, shards=own))
+    return Strategy(tuple(choices))
 
 
 def byteps_like(workload: Workload, cluster: Cluster, partition_bytes: int = BYTEPS_PARTITION_BYTES) -> Strategy:
