@@ -17,7 +17,7 @@ default, so what was stored keeps its identity."""
 
 _PLAIN = frozenset({str, int, float, bool, type(None)})
 _FIELDS: dict[type[Any], tuple[tuple[str, Any], ...]] = {}
-"""Name and the value with which it is left out, of the fields of each class; nothing equals `_ALWAYS`."""
+"""Name and the value with which it is left out, of the fields of each class; with `_ALWAYS` it never is."""
 _ALWAYS = object()
 
 
@@ -37,7 +37,8 @@ def to_data(value: Any) -> Any:
     if dataclasses.is_dataclass(kind):
         if kind not in _FIELDS:  # a strategy has thousands of values of four types
             _FIELDS[kind] = tuple((own.name, own.default if "later" in own.metadata else _ALWAYS) for own in dataclasses.fields(kind))
-        return {name: to_data(held) for name, left_out in _FIELDS[kind] if (held := getattr(value, name)) != left_out}
+        present = ((name, getattr(value, name), left_out) for name, left_out in _FIELDS[kind])
+        return {name: to_data(held) for name, held, left_out in present if left_out is _ALWAYS or held != left_out}
     if isinstance(value, Path):
         return str(value)
     raise TypeError(f"{kind.__name__} has no canonical form")

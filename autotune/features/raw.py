@@ -88,7 +88,7 @@ def _message_one_hots(plan: Plan, cluster: Cluster, costs: MessageCosts) -> NDAr
     server = np.where(costs.is_parameter_server, np.minimum(costs.server, HOST_COLUMNS), -1)
     compressor = np.array([_COMPRESSORS.index(message.compressor) for message in messages])
     primitive = np.array([_PRIMITIVES.index(message.primitive) for message in messages])
-    crossing = (plan.cross_step, plan.in_flight > 1)
+    crossing = (plan.cross_step, (plan.limit or 1) > 1)
     flags = np.array([(m.hierarchical, m.sparse is not SparseHandling.DENSE, *crossing) for m in messages], dtype=np.float64)
     return np.concatenate(
         [

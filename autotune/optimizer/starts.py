@@ -56,13 +56,20 @@ def _even_buckets(problem: Problem, fusion: OpFusion) -> Iterator[tuple[str, Str
     """Messages of about one size across the step, in the planned order and with as many in flight as the space allows, where sizes matter
     less than that something is always under way: by all-reduce and on servers.
     """
-    if not problem.space.cross_step:
+    space = problem.space
+    if not space.cross_step:
         return
     timed, cluster = _timed(problem, fusion), problem.cluster
     for size in EVEN_BYTES:
-        for name, made in (("all-reduced", large_alone(timed, size, size)), ("served", served_in_buckets(timed, cluster, size))):
-            across = in_planned_order(made, timed, cluster, ORDER_NODES)
-            yield f"{name} in buckets of {size // 1024} KiB, across steps", replace(across, in_flight=problem.space.most_in_flight)
+        ways = {
+            Synchronizer.ALL_REDUCE: partial(large_alone, timed, size, size),
+            Synchronizer.PARAMETER_SERVER: partial(served_in_buckets, timed, cluster, size),
+        }
+        for synchronizer, made in ways.items():
+            if synchronizer in space.synchronizers and space.contains(buckets := made(), problem.workload, cluster):
+                across = in_planned_order(buckets, timed, cluster, ORDER_NODES)
+                name = f"{synchronizer}, buckets of {size // 1024} KiB, across steps"
+                yield name, replace(across, in_flight=space.most_in_flight)
 
 
 def _timed(problem: Problem, fusion: OpFusion) -> Workload:

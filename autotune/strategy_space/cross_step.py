@@ -1,9 +1,10 @@
 """Synchronization that runs into the next forward pass: how long a step then takes, and the issue order that makes it shortest.
 
-The closed form has one channel, which sends the messages of a plan strictly in its order (the runtime has one for each step of a message,
-so that a server's two directions overlap, which only the replay knows); a forward pass waits for a variable where it first
-reads it, and its end waits for whatever is still under way, since the next backward pass fills the same buffers. So the channel is
-empty when a backward pass starts, every step is like the one before, and with time 0 at the start of the backward pass
+The closed form has one channel, which sends the messages of a plan strictly in its order. (The runtime has one for each step of a message,
+so that a server's two directions overlap, and perhaps two messages in flight on each, which only the replay knows.) A forward pass waits
+for a variable where it first reads it, and its end waits for whatever is still under way, since the next backward pass fills the same
+buffers. So the channel is empty when a backward pass starts, every step is like the one before, and with time 0 at the start of the
+backward pass
 
     end_i  = max(end_(i-1), ready_i) + cost_i
     period = max(start + forward, max over i of (end_i + forward - needed_i))

@@ -48,7 +48,7 @@ def whole_text(strategy: Strategy) -> str:
     """What holds for all variables, in sentences; empty where nothing is said."""
     crossing = "Synchronization and update run into the next forward pass." if strategy.cross_step else ""
     if strategy.in_flight > 1:
-        crossing += f" {strategy.in_flight} messages are under way at once."
+        crossing += f" {strategy.in_flight} messages are under way at once on each lane."
     ring = "" if strategy.ring_order is None else f"Ring order {', '.join(map(str, strategy.ring_order))}."
     return " ".join(sentence for sentence in (crossing, ring) if sentence)
 

@@ -80,9 +80,11 @@ class SearchSpace:
         for kind, values in (("synchronizers", self.synchronizers), ("compressors", self.compressors), ("sparse", self.sparse)):
             if len(set(values)) != len(values):
                 raise InvalidInput(f"{kind} of a search space must differ from each other, but are {', '.join(values)}")
-        for name in ("max_shards", "max_groups", "most_in_flight"):
-            if getattr(self, name) < 1:
-                raise InvalidInput(f"{name} of a search space must be at least 1, but is {getattr(self, name)}")
+        for name, most in (("max_shards", None), ("max_groups", None), ("most_in_flight", MOST_IN_FLIGHT)):
+            value = getattr(self, name)
+            if value < 1 or (most is not None and value > most):
+                bounds = "at least 1" if most is None else f"from 1 to {most}"
+                raise InvalidInput(f"{name} of a search space must be {bounds}, but is {value}")
         for name in ("top_k_ratios", "power_sgd_ranks"):
             if not getattr(self, name):
                 raise InvalidInput(f"{name} of a search space must have at least one value, but are empty; leave the compressor out")

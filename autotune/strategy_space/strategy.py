@@ -17,7 +17,7 @@ from autotune.parsing import parse, parse_json, refuse_newer
 
 SCHEMA = 1
 MOST_IN_FLIGHT = 2
-"""Gloo starts no more of a process group's collectives at a time, and NCCL one."""
+"""Of one process group, gloo has no more collectives under way, and NCCL one."""
 
 
 class Synchronizer(StrEnum):
@@ -137,9 +137,8 @@ class Strategy:
     """All variables of a workload. The order of `variables` carries no meaning and is kept sorted by name.
 
     `cross_step`: synchronization and update may run into the next forward pass.
-    `ring_order`: the ranks along the ring; None for rank order. `in_flight`: with `cross_step`, how many messages are under way at once,
-    of those that follow each other on the same lane (ByteScheduler's credit, counted in messages); within the step it is the library's
-    choice.
+    `ring_order`: the ranks along the ring; None for rank order. `in_flight`: with `cross_step`, how many messages are under way at once
+    on each lane, that is with the same step (ByteScheduler's credit, counted in messages); within the step it is the library's choice.
     """
 
     __pydantic_config__ = {"extra": "forbid"}

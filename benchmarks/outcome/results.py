@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -33,6 +33,7 @@ from benchmarks.outcome.kept import CLOSING, Course, Group, Side, Stop, read_fro
 from benchmarks.outcome.rivals import DDP_DEFAULT
 from benchmarks.outcome.searches import OURS, OURS_LOSSY
 from benchmarks.ranking_trials import extractor_of
+from runtime_rewriter.emulation import timetable_of
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ def row_of(folder: Path) -> Row | None:
     lossless = _outcome(frozen.courses[OURS], [side for side in there if side.lossless], rounds)
     lossy = _outcome(frozen.courses[OURS_LOSSY], there, rounds) if OURS_LOSSY in frozen.courses else None
     compute_s, transfer_s = domain.workload.compute_s, least_transfer_s(domain.cluster, sent_bytes(domain.workload))
-    reachable_s = least_step_s(domain.workload, domain.cluster)
+    reachable_s = least_step_s(_as_played(domain.workload), domain.cluster)
     ours, extractor = _plan_of(lossless.last.side, there), extractor_of(domain)
     return Row(
         domain.name,
@@ -146,6 +147,14 @@ def row_of(folder: Path) -> Row | None:
 def sent_bytes(workload: Workload) -> float:
     """The least that has to be sent without loss: dense gradients whole, of sparse ones the rows that one rank's step touches."""
     return sum(variable.touched_share * variable.grad_bytes for variable in workload.variables)
+
+
+def _as_played(workload: Workload) -> Workload:
+    """With the times at which an emulated accelerator hands gradients out and reads variables: together where they are close."""
+    timetable = timetable_of(workload)
+    ready_s, needed_s = dict(timetable.ready), dict(timetable.needed)
+    played = (replace(own, ready_s=ready_s[own.name], needed_s=needed_s[own.name]) for own in workload.variables)
+    return replace(workload, variables=tuple(played))
 
 
 def _plan_of(name: str, sides: Sequence[Side]) -> str:

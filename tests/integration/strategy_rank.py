@@ -330,6 +330,7 @@ def kinds_of(made: Plan | None) -> frozenset[str]:
         "mixed": len({message.primitive for message in made.messages}) > 1,
         "hierarchical": any(message.hierarchical for message in made.messages),
         "across steps": made.cross_step,
+        "two in flight": made.in_flight == 2,
         "ring order": made.ring_order is not None,
     }
     return frozenset(found | {name for name, holds in conditions.items() if holds})

@@ -13,7 +13,7 @@ from torch_world import run_world
 from autotune.strategy_space.strategy import Synchronizer
 
 FEWEST = {2: 200, 4: 60}
-EXPECTED = {"without a plan", "cut", "cut along a later axis", "merged", "mixed", "ring order", "across steps"} | {
+EXPECTED = {"without a plan", "cut", "cut along a later axis", "merged", "mixed", "ring order", "across steps", "two in flight"} | {
     *("push_pull" if kind is Synchronizer.PARAMETER_SERVER else str(kind) for kind in SPACE.synchronizers),
     *(f"sparse {handling}" for handling in SPACE.sparse),
 }

@@ -55,6 +55,7 @@ def test_random_points_reach_every_kind_of_choice() -> None:
     assert {choice.sparse for strategy in made for choice in strategy.variables} == set(SparseHandling)
     assert {shard.hierarchical for shard in shards} == {strategy.cross_step for strategy in made} == {False, True}
     assert max(len(choice.shards) for strategy in made for choice in strategy.variables) == SearchSpace.default().max_shards
+    assert {(s.cross_step, s.in_flight) for s in made} == {(False, 1), (True, 1), (True, 2)}
     assert len({strategy.ring_order for strategy in made}) == 3  # all that four hosts have
     assert len({strategy.id for strategy in made}) > 300
 

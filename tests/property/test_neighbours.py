@@ -94,6 +94,7 @@ def test_every_field_is_reached_by_moves():
     assert {shard.synchronizer for shard in shards} == set(Synchronizer)
     assert {shard.hierarchical for shard in shards} == {strategy.cross_step for strategy in found} == {True, False}
     assert {strategy.by_name["table"].sparse for strategy in found} == set(SparseHandling)
+    assert {(s.cross_step, s.in_flight) for s in found} == {(False, 1), (True, 1), (True, 2)}
     assert len({strategy.ring_order for strategy in found}) > 5
 
 

@@ -144,6 +144,7 @@ def test_every_field_of_a_strategy_is_drawn():
     assert {shard.hierarchical for shard in shards} == {strategy.cross_step for strategy in strategies} == {True, False}
     assert {c.sparse for strategy in strategies for c in strategy.variables if c.variable.startswith("table")} == set(SparseHandling)
     assert {c.sparse for strategy in strategies for c in strategy.variables if c.variable.startswith("v")} == {SparseHandling.DENSE}
+    assert {(s.cross_step, s.in_flight) for s in strategies} == {(False, 1), (True, 1), (True, 2)}
     assert len({strategy.ring_order for strategy in strategies}) > 10
     assert sum(strategy.ring_order is None for strategy in strategies) > 250
 

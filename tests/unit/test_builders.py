@@ -307,6 +307,19 @@ def test_pieces_on_servers_are_small_and_few_enough_for_the_search_space():
     assert {shard.placement for choice in strategy.variables for shard in choice.shards} == {0, 1, 2, 3}
 
 
+def test_buckets_on_servers_are_merged_and_cut_to_one_size_and_balanced():
+    names = [f"v{number}" for number in range(8)]
+    model = Workload("m", (Variable("large", (16_000, 1000)), *(Variable(name, (64, 1024)) for name in names)))
+    strategy = servers.served_in_buckets(model, FOUR, MIB // 2)
+    made = plan(strategy, model, 4)
+    assert SearchSpace.default().contains(strategy, model, FOUR)
+    assert len(strategy.by_name["large"].shards) == 40  # 61 MiB would be 123 pieces
+    merged = [{part.variable for part in message.slices} for message in made.messages if len(message.slices) > 1]
+    assert merged == [set(names[at : at + 2]) for at in range(0, 8, 2)]
+    loads = [sum(m.grad_bytes for m in made.messages if m.owner == rank) for rank in range(4)]
+    assert sum(loads) == model.grad_bytes and max(loads) - min(loads) <= 2 * max(m.grad_bytes for m in made.messages)
+
+
 def test_seeds_of_a_sparse_model_are_tried_dense_and_as_rows():
     sparse = Workload("m", (Variable("head", (300, 200)), Variable("table", (9000, 64), sparse=True, touched_rows=90)))
     names = [name for name, _ in catalogue.seed_strategies(sparse, FOUR, SearchSpace.default())]

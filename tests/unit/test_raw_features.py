@@ -49,6 +49,14 @@ def test_one_row_per_shard_in_backward_order_whatever_the_issue_order() -> None:
     assert column(item, "ready") == pytest.approx([1 / 3, 2 / 3, 2 / 3, 2 / 3, 1.0])
 
 
+@pytest.mark.parametrize(("cross_step", "in_flight"), [(False, 1), (True, 1), (True, 2)])
+def test_rows_say_whether_messages_cross_the_step_and_go_side_by_side(cross_step: bool, in_flight: int) -> None:
+    model, cluster = workload(2), hosts(2)
+    strategy = Strategy(tuple(alone(model, Shard(Synchronizer.ALL_REDUCE))), cross_step, in_flight=in_flight)
+    item = extract(strategy, plan(strategy, model, 2), model, cluster)
+    assert column(item, "cross_step") == [float(cross_step)] * 2 and column(item, "side_by_side") == [float(in_flight > 1)] * 2
+
+
 def test_shares_of_the_gradients_sum_to_one() -> None:
     model = workload(5)
     item = features(alone(model, Shard(Synchronizer.ALL_REDUCE, Compressor.FP16, group=0)), model, hosts(2))

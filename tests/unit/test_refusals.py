@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from torch import nn
 
-from autotune.errors import InvalidStrategy
+from autotune.errors import InvalidInput, InvalidStrategy
 from autotune.strategy_space.enactable import scaled_space, why_refused, why_scaled_refused
 from autotune.strategy_space.plan import Message, Plan, Primitive, TensorSlice
 from autotune.strategy_space.space import SearchSpace
@@ -57,6 +57,21 @@ def test_a_message_that_cannot_be_enacted_is_named_with_the_rule(change, rule):
     assert reason is not None and reason.startswith("message 1 (")
     assert re.search(rule, reason), reason
     assert why_refused(replace(made, messages=(WHOLE,))) is None
+
+
+@pytest.mark.parametrize(("cross_step", "in_flight"), [(False, 2), (True, 0), (True, 3)])
+def test_messages_in_flight_are_one_within_the_step_and_few_across_it(cross_step, in_flight):
+    made = Plan("model", 2, (WHOLE,), cross_step, in_flight=in_flight)
+    assert why_refused(made) == (
+        f"in_flight must be from 1 to 2 across steps and 1 within the step, but is {in_flight}, cross_step: {cross_step}"
+    )
+    assert why_refused(replace(made, cross_step=True, in_flight=2)) is None
+
+
+@pytest.mark.parametrize("most", [0, 3])
+def test_a_search_space_has_no_more_in_flight_than_a_strategy_may(most):
+    with pytest.raises(InvalidInput, match=f"most_in_flight of a search space must be from 1 to 2, but is {most}"):
+        replace(SearchSpace.default(), most_in_flight=most)
 
 
 @pytest.mark.parametrize("order", [(0, 0), (0,), (0, 1, 2)])

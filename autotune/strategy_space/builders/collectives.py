@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 from autotune.errors import InvalidInput
 from autotune.rng import generator
-from autotune.strategy_space.builders.partitions import by_smallest_divisor, in_pieces
+from autotune.strategy_space.builders.partitions import MAX_SHARDS, by_smallest_divisor, in_pieces
 from autotune.strategy_space.strategy import Partition, Shard, Strategy, Synchronizer, VariableStrategy
 from autotune.strategy_space.timing import ready_times_s
 from autotune.workload import Workload
@@ -169,7 +169,10 @@ def _grouped(workload: Workload, groups: Iterable[list[int]], synchronizer: Sync
 
 
 def large_alone(workload: Workload, bucket_bytes: int, piece_bytes: int | None = None) -> Strategy:
-    """All-reduce; variables of at least `bucket_bytes` alone, smaller ones merged per dtype in gradient-ready order up to that size."""
+    """All-reduce; variables of at least `bucket_bytes` alone, smaller ones merged per dtype in gradient-ready order up to that size.
+
+    With `piece_bytes` large ones are cut into even pieces of about so much, at most `MAX_SHARDS`.
+    """
     group, groups = {}, 0
     filling: dict[str, tuple[int, int]] = {}
     for position, variable in enumerate(workload.variables):
@@ -184,6 +187,6 @@ def large_alone(workload: Workload, bucket_bytes: int, piece_bytes: int | None =
     choices = []
     for position, variable in enumerate(workload.variables):
         shard = Shard(Synchronizer.ALL_REDUCE, group=group.get(position))
-        cut = in_pieces(variable, piece_bytes) if piece_bytes is not None and position not in group else None
+        cut = in_pieces(variable, piece_bytes, MAX_SHARDS) if piece_bytes is not None and position not in group else None
         choices.append(VariableStrategy(variable.name, (shard,) * (len(cut.sizes) if cut else 1), cut))
     return Strategy(tuple(choices))

@@ -8,6 +8,7 @@ groups of its own: within each group every rank issues in plan order, and a late
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,8 +23,6 @@ from runtime_rewriter.pytorch.exchange.ranks import Circle, Ranks, destroy_group
 
 Step = Callable[[], dist.Work | None]
 """Starts the next collective of a message once its earlier ones have completed; None: nothing to wait for on this rank."""
-
-Wait = Callable[[], None]
 
 Around = Callable[[int, int, Step], dist.Work | None]
 """Called with a message's number, a lane and its step there, on the thread that starts it; it calls the step and gives what that gives."""
@@ -43,6 +42,7 @@ class Flight:
         self._work: dist.Work | None = None
         self._kept: list[dist.Work | None] = []  # until the end: a work may own memory that another stream still copies from
         self._fence: torch.cuda.Event | None = None
+        self._started: dict[int, tuple[dist.Work | None, torch.cuda.Event | None]] = {}
         self.last_lane = steps[-1][0]
         self.next_lane: Future[object] | None = None  # its result is the future of the lane after it, or None
 
@@ -59,21 +59,14 @@ class Flight:
         self._work = step() if self._around is None else self._around(self._number, lane, step)
         self._kept.append(self._work)
         self._fence = self._device.fence()
+        self._started[lane] = self._work, self._fence
 
-    def started(self) -> Wait:
-        """Waits for the step that was started last, whatever is started after it."""
-        work, fence = self._work, self._fence
-
-        def wait() -> None:
-            if work is not None:
-                work.wait()
-            self._device.follow(fence)
-
-        return wait
-
-    def follow(self) -> None:
-        """Until the step that was started last has completed."""
-        self.started()()
+    def follow(self, lane: int | None = None) -> None:
+        """Until the step that was started last has completed, or that of `lane`."""
+        work, fence = (self._work, self._fence) if lane is None else self._started[lane]
+        if work is not None:
+            work.wait()
+        self._device.follow(fence)
 
     def has(self, lane: int) -> bool:
         return lane in self._steps
@@ -111,7 +104,7 @@ class Lanes:
         self._groups: dict[tuple[int, Circle], list[dist.ProcessGroup]] = {}
         self._asked: set[tuple[int, Circle]] = set()
         self._threads: dict[int, ThreadPoolExecutor] = {}
-        self._under_way: dict[int, deque[Wait]] = {}
+        self._under_way: dict[int, deque[weakref.ref[Flight]]] = {}
         self._hosts: Circle | None = None
         self.limit: int | None = None
         """Between two steps: how many messages have a step under way on a lane at most (`Plan.limit`). The next one's step starts there
@@ -144,7 +137,6 @@ class Lanes:
         """
         unused = len(self._groups) - max(len(self._asked), KEPT_GROUPS)
         self._asked.clear()
-        self._under_way.clear()
         for key in list(self._groups)[: unused if self.ranks.is_world and unused > 0 else 0]:
             destroy_groups(self._groups.pop(key))
 
@@ -181,20 +173,24 @@ class Lanes:
 
     def _on_lane(self, flight: Flight, lane: int, limit: int | None) -> Future[object] | None:
         with self.device.side_stream(lane):
-            if limit is not None and flight.has(lane):
-                self._make_room(lane, limit)
-            flight.advance(lane)
-            if limit is not None and flight.has(lane):
-                self._under_way[lane].append(flight.started())
+            if limit is None or not flight.has(lane):
+                flight.advance(lane)
+            else:
+                under_way = self._room(lane, limit)
+                flight.advance(lane)
+                under_way.append(weakref.ref(flight))
         # A lane on which the message has no step passes it on, too: the order stays the plan's.
         return self._submit(flight, lane + 1, limit) if lane < flight.last_lane else None
 
-    def _make_room(self, lane: int, limit: int) -> None:
-        """Until fewer than `limit` messages have a step under way on the lane. Why one failed, its own flight tells."""
-        before = self._under_way.setdefault(lane, deque())
-        while len(before) >= limit:
-            with suppress(RuntimeError):
-                before.popleft()()
+    def _room(self, lane: int, limit: int) -> deque[weakref.ref[Flight]]:
+        """Who is under way on the lane, once they are fewer than `limit`. One that is gone was waited for; why one failed, it tells."""
+        under_way = self._under_way.setdefault(lane, deque())
+        while len(under_way) >= limit:
+            before = under_way.popleft()()
+            if before is not None:
+                with suppress(RuntimeError):
+                    before.follow(lane)
+        return under_way
 
     def stop(self) -> None:
         """Local, between two steps: end the threads. The next message starts new ones."""
