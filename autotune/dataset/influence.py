@@ -89,7 +89,7 @@ def choices(domain: Domain, measured: Sequence[tuple[Strategy, Plan, float]]) ->
         "across the step": [str(made.cross_step) for made in plans],
         "issue order": [str(_reordered(strategy)) for strategy in strategies],
         "hierarchical": [_mostly(made, lambda message: str(message.hierarchical)) for made in plans],
-        "messages in flight": [str(made.limit) for made in plans],
+        "messages in flight": [str(made.in_flight) for made in plans],
         "ring order": [str(made.ring_order is not None) for made in plans],
         **{name: _quartiles(values) for name, values in numbers.items()},
     }
