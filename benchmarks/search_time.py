@@ -6,7 +6,8 @@ Workloads: ResNet-50, VGG-16 and Inception-v3 by the layer profiles of PipeDream
 (`zoo.assumed_models`). Clusters: dPRO's (2 hosts x 8 devices, 100 Gbit/s) and 16 hosts x 1 device at 10 Gbit/s; nothing was probed on them,
 so links and latencies are assumed. dPRO took 144 to 1764 s for such searches (0.04 to 0.49 h), its strawman 12 h to more than 24 h.
 
-The ablation adds one speed-up after the other (`state.Speedups`) to a search whose budget is a number of replays; a variant that has not
+The search has the budget that `autotune optimize` has, replays and their ops. The ablation adds one speed-up after the other
+(`state.Speedups`) to a search whose budget is the number of replays alone; a variant that has not
 finished after `--ablation-seconds` is stopped, and its time is reported as "more than". The compiled replay is loaded before.
 """
 
@@ -118,7 +119,7 @@ def measure(case: Case, budget: Budget, ablation_s: float) -> dict[str, Any]:
         "ablation": {},
     }
     for label, speedups in VARIANTS.items() if ablation_s > 0 else ():
-        found, own_s = (full, cpu_s) if speedups == Speedups() else searched(case, speedups, ablation_s, budget)
+        found, own_s = (full, cpu_s) if speedups == Speedups() else searched(case, speedups, ablation_s, replace(budget, ops=UNBOUNDED_OPS))
         told["ablation"][label] = row(found, own_s)
         more = "more than " if found.cut_short else ""
         print(f"    {label:26} {more}{found.seconds:.2f} s ({found.replays} replays), {found.predicted_step_s * 1e3:.1f} ms")
@@ -135,7 +136,7 @@ def main() -> int:
     options = parser.parse_args()
     try:
         found = list(cases(options.data, options.models))
-        budget = Budget(options.replays, UNBOUNDED_OPS)
+        budget = Budget(options.replays)
         searched(found[0], Speedups(), UNBOUNDED_S, Budget(1, UNBOUNDED_OPS))  # loads the compiled replay
         results = {case.name: measure(case, budget, options.ablation_seconds) for case in found}
     except AutotuneError as error:

@@ -16,7 +16,7 @@ class Budget:
     """
 
     replays: int = 400
-    ops: int = 10_000_000
+    ops: int = 7_500_000
     seconds: float = 600.0
 
     def __post_init__(self) -> None:
