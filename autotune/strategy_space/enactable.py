@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from autotune.strategy_space.plan import Message, Plan, Primitive
 from autotune.strategy_space.space import SearchSpace
-from autotune.strategy_space.strategy import ERROR_FEEDBACK, MOST_IN_FLIGHT, SPARSE_COMPRESSORS, Compressor, SparseHandling
+from autotune.strategy_space.strategy import ERROR_FEEDBACK, SPARSE_COMPRESSORS, Compressor, SparseHandling, why_not_in_flight
 
 _FED_BACK = ("float32", "float64")
 _MOST_INDICES = 2**31 - 1
@@ -21,11 +21,9 @@ def why_refused(plan: Plan) -> str | None:
     """The rule that keeps the runtime from enacting `plan`, or None; needs no model and no process group."""
     if plan.ring_order is not None and sorted(plan.ring_order) != list(range(plan.world_size)):
         return f"ring_order must name each of the {plan.world_size} ranks once, but is {plan.ring_order}"
-    if not 1 <= plan.in_flight <= (MOST_IN_FLIGHT if plan.cross_step else 1):
-        return (
-            f"in_flight must be from 1 to {MOST_IN_FLIGHT} across steps and 1 within the step, but is {plan.in_flight}, "
-            f"cross_step: {plan.cross_step}"
-        )
+    crowded = why_not_in_flight(plan.in_flight, plan.cross_step)
+    if crowded is not None:
+        return crowded
     for number, message in enumerate(plan.messages):
         reason = _why_message_refused(message, plan.world_size)
         if reason is not None:

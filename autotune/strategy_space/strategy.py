@@ -161,11 +161,9 @@ class Strategy:
             object.__setattr__(self, "variables", tuple(sorted(self.variables, key=lambda choice: choice.variable)))
         if self.ring_order is not None and sorted(self.ring_order) != list(range(len(self.ring_order))):
             raise InvalidStrategy(f"ring_order must be a permutation of the ranks, but is {self.ring_order}")
-        if not 1 <= self.in_flight <= (MOST_IN_FLIGHT if self.cross_step else 1):
-            raise InvalidStrategy(
-                f"in_flight must be from 1 to {MOST_IN_FLIGHT} across steps and 1 within the step, but is {self.in_flight}, "
-                f"cross_step: {self.cross_step}"
-            )
+        reason = why_not_in_flight(self.in_flight, self.cross_step)
+        if reason is not None:
+            raise InvalidStrategy(reason)
 
     @cached_property
     def id(self) -> str:
@@ -200,3 +198,10 @@ class Strategy:
     @staticmethod
     def from_json(text: str, where: str = "strategy") -> Strategy:
         return Strategy.from_data(parse_json(text, where), where)
+
+
+def why_not_in_flight(in_flight: int, cross_step: bool) -> str | None:
+    """The rule that so many messages in flight break, of a strategy or a plan; None where they break none."""
+    if 1 <= in_flight <= (MOST_IN_FLIGHT if cross_step else 1):
+        return None
+    return f"in_flight must be from 1 to {MOST_IN_FLIGHT} across steps and 1 within the step, but is {in_flight}, cross_step: {cross_step}"

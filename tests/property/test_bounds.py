@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import combinations
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from worlds import FREE
 
 from autotune.cluster import Cluster, Host, PairLink
-from autotune.lowering.costs import Constant, RuntimeCosts
+from autotune.lowering.costs import Constant
 from autotune.lowering.lower import Lowering
 from autotune.optimizer.bounds import interruptible_s, least_step_s
 from autotune.rng import generator
@@ -43,10 +44,6 @@ def test_an_interruptible_channel_takes_as_long_as_its_worst_subset(jobs):
 
 def test_nothing_to_send_takes_no_time():
     assert interruptible_s([], [], []) == 0.0
-
-
-FREE = replace(RuntimeCosts(), **{f.name: Constant(0.0, "none") for f in fields(RuntimeCosts) if f.name not in ("threads", "payload")})
-"""A runtime that costs nothing beside the network, so that little lies between a replay and the bound."""
 
 
 @st.composite

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from worlds import FREE
 
 from autotune.cluster import Bend, Cluster, CollectiveFit, Host, PairLink, Where
 from autotune.dfg.replay import replay
@@ -22,8 +23,6 @@ from autotune.strategy_space.space import SearchSpace
 from autotune.strategy_space.strategy import Compressor, Shard, SparseHandling, Strategy, Synchronizer, VariableStrategy
 from autotune.workload import Variable, Workload
 
-FREE = replace(RuntimeCosts(), **{f.name: Constant(0.0, "none") for f in fields(RuntimeCosts) if f.name not in ("threads", "payload")})
-"""A runtime that costs nothing beside the network."""
 CROWDED = replace(
     RuntimeCosts(),
     **{

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
 from itertools import groupby
 
 import numpy as np
 from hypothesis import strategies as st
 
 from autotune.cluster import Cluster, Host
+from autotune.lowering.costs import Constant, RuntimeCosts
 from autotune.strategy_space.plan import plan
 from autotune.strategy_space.space import SearchSpace
 from autotune.strategy_space.strategy import CASTS, MOST_IN_FLIGHT, SPARSE_SYNCHRONIZERS, Compressor, SparseHandling, Synchronizer
 from autotune.workload import DTYPE_BYTES, Variable, Workload
+
+FREE = replace(RuntimeCosts(), **{f.name: Constant(0.0, "none") for f in fields(RuntimeCosts) if f.name not in ("threads", "payload")})
+"""A runtime that costs nothing beside the network."""
 
 
 @st.composite

@@ -177,6 +177,8 @@ def test_other_climbs_ended_apart_and_near_the_best_and_not_at_what_is_to_be_avo
     workload = chain().workload()
     steps = LoweredSteps(workload, NETWORK)
     first = suggestions(steps, SearchSpace.default(), budget=Budget(replays=300))
+    families = {"within the step", "across steps", "across steps, 2 in flight"}
+    assert {own.name for own in first.found} == {f"lossless, {family}" for family in families}
     best_s = first.found[0].predicted_step_s
     times_s = [best_s, *(own.predicted_step_s for own in first.others)]
     assert len(times_s) > 2 and times_s[-1] <= best_s * (1 + NEAR)

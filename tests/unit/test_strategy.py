@@ -7,6 +7,7 @@ import json
 import pytest
 
 from autotune.errors import InvalidInput, InvalidStrategy
+from autotune.strategy_space.describe import whole_text
 from autotune.strategy_space.strategy import MOST_IN_FLIGHT, Compressor, Partition, Shard, Strategy, Synchronizer, VariableStrategy
 
 ALL_REDUCE = Shard(Synchronizer.ALL_REDUCE)
@@ -51,6 +52,7 @@ def test_what_was_stored_before_messages_could_be_in_flight_together_keeps_its_i
     one, two = Strategy(TWO.variables, cross_step=True), Strategy(TWO.variables, cross_step=True, in_flight=2)
     assert "in_flight" not in one.to_json() and one.id != two.id
     assert json.loads(two.to_json()) == json.loads(one.to_json()) | {"in_flight": 2}
+    assert whole_text(two).endswith("2 messages are under way at once on each lane.") and "under way" not in whole_text(one)
     assert Strategy.from_json(two.to_json()) == two and Strategy.from_json(one.to_json()).in_flight == 1
 
 
