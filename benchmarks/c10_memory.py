@@ -1,6 +1,6 @@
-"""The exact number of bytes that torch's CPU allocator has given out: current and highest, over all threads of this process.
+"""The exact number of bytes that torch's allocator has given out, current and highest, over all threads of this process: CPU or GPU.
 
-torch's profiler reports allocations only of threads that it knows, so that those of a Python thread (a lane of the runtime) are missing
+On the CPU torch's profiler reports allocations only of threads that it knows, so that those of a Python thread (a lane) are missing
 and what another thread gives back counts for ever. This counter is an allocator in front of c10's default one (`c10::SetCPUAllocator`),
 compiled on first use with the C++ compiler of the machine. Kernels' own scratch memory (oneDNN, gloo's buffers) is not c10's.
 """
@@ -38,6 +38,22 @@ class AllocatorCounter:
 
     def reset(self) -> None:
         self._library.reset_peak()
+
+
+class DeviceCounter:
+    """The same of a GPU, where torch's caching allocator counts its blocks itself. Tensors are made there from now on."""
+
+    def __init__(self) -> None:
+        torch.set_default_device("cuda")
+
+    @property
+    def peak_bytes(self) -> int:
+        """Since the last `reset`."""
+        return torch.cuda.max_memory_allocated()
+
+    def reset(self) -> None:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
 
 
 def build(folder: Path) -> Path:

@@ -1,10 +1,10 @@
-"""Is the predicted peak memory of a replica the measured one? `python -m benchmarks.memory_accuracy`
+"""Is the predicted peak memory of a replica the measured one? `python -m benchmarks.memory_accuracy [--device cuda]`
 
 For every example model at its own batch size, and for one more with sparse gradients, a profile is recorded in one process without any
 synchronization. From it the peak of each rank is predicted under torch's DDP and under plans of every kind, and then measured: two ranks
-over gloo, fresh processes for every case, with a counter in front of torch's CPU allocator (c10_memory.py). Errors are
-|predicted - measured| / measured over all ranks and cases; plans that a script cannot follow are `refused`. The last line is one JSON
-object. On a GPU nothing of this has been run.
+over gloo, fresh processes for every case, with a counter in front of torch's CPU allocator (c10_memory.py); with `--device cuda` over NCCL,
+both on one GPU (one_gpu.py), and counted by torch's caching allocator. Errors are |predicted - measured| / measured over all ranks and
+cases; plans that a script cannot follow are `refused`. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -34,11 +34,13 @@ from autotune.strategy_space.plan import Plan, plan
 from autotune.strategy_space.strategy import Compressor, Strategy
 from autotune.workload import Workload
 from benchmarks.c10_memory import built
+from benchmarks.one_gpu import as_hosts_of_their_own
 
 MODELS = ("resnet_digits", "gpt_text", "lstm_text", "ncf_ratings", "clicks")
 """Those of the examples, and one that is none."""
 RANKS = 2
 WAIT_S = 600
+DEVICE = "cuda"
 ROOT = Path(__file__).parent.parent
 
 
@@ -66,8 +68,8 @@ STRATEGIES: dict[str, Callable[[Workload, Cluster], Strategy]] = {
 }
 
 
-def started(library: Path, *words: str, **environment: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "benchmarks.memory_rank", str(library), *words]
+def started(library: str, *words: str, **environment: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "benchmarks.memory_rank", library, *words]
     quiet = subprocess.DEVNULL if not os.environ.get("MEMORY_VERBOSE") else None
     return subprocess.Popen(
         command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"} | environment, stdout=subprocess.PIPE, stderr=quiet, text=True
@@ -85,13 +87,14 @@ def answer(process: subprocess.Popen[str]) -> dict[str, Any]:
     return found
 
 
-def measured(library: Path, name: str, what: str) -> list[dict[str, Any]]:
+def measured(library: str, name: str, what: str) -> list[dict[str, Any]]:
     """By rank."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     shared = {"WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
-    ranks = [started(library, name, what, RANK=str(rank), **shared) for rank in range(RANKS)]
+    apart = [as_hosts_of_their_own(rank) if library == DEVICE else {} for rank in range(RANKS)]
+    ranks = [started(library, name, what, RANK=str(rank), **shared, **apart[rank]) for rank in range(RANKS)]
     try:
         return [answer(rank) for rank in ranks]
     finally:
@@ -109,8 +112,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--strategies", nargs="*", default=list(STRATEGIES), choices=list(STRATEGIES))
+    parser.add_argument("--device", choices=["cpu", DEVICE], default="cpu")
     options = parser.parse_args()
-    library, cluster = built(), Cluster.local(RANKS)
+    library, cluster = DEVICE if options.device == DEVICE else str(built()), Cluster.local(RANKS)
     errors: dict[str, float] = {}
     refused: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -144,7 +148,7 @@ def main() -> int:
                 "cases": len(absolute),
                 "worst": worst,
                 "refused": refused,
-                "device": "cpu",
+                "device": options.device,
                 "cores": os.cpu_count(),
                 "machine": platform.machine(),
             }

@@ -2,6 +2,8 @@
 
 python -m benchmarks.memory_rank LIBRARY MODEL profile
 python -m benchmarks.memory_rank LIBRARY MODEL ddp|PLAN.json      (with RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT)
+
+LIBRARY: the counter in front of the CPU's allocator, or `cuda`.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from autotune.errors import InvalidStrategy
 from autotune.strategy_space.plan import Plan
-from benchmarks.c10_memory import AllocatorCounter
+from benchmarks.c10_memory import AllocatorCounter, DeviceCounter
 from benchmarks.memory_models import JOBS, OUTSIDE_BYTES, Job
 from runtime_rewriter.pytorch.agreement import assumed_workload
 from runtime_rewriter.pytorch.ddp import PlannedDataParallel
@@ -34,9 +36,9 @@ def recorded(job: Job) -> dict[str, Any]:
     return {"profile": profile.to_data(), "workload": assumed_workload(job.module).to_data()}
 
 
-def measured(job: Job, plan: Plan | None, counter: AllocatorCounter, outside: int) -> dict[str, Any]:
+def measured(job: Job, plan: Plan | None, counter: AllocatorCounter | DeviceCounter, outside: int) -> dict[str, Any]:
     """Highest bytes of the steps after the first ones, and of everything since the start of the process."""
-    dist.init_process_group("gloo")
+    dist.init_process_group("nccl" if isinstance(counter, DeviceCounter) else "gloo")
     model: Any = DistributedDataParallel(job.module) if plan is None else PlannedDataParallel(job.module)
     for _ in range(SETTLE_STEPS):
         job.step(model)
@@ -60,7 +62,7 @@ def measured(job: Job, plan: Plan | None, counter: AllocatorCounter, outside: in
 
 def main() -> None:
     library, name, what = sys.argv[1:]
-    counter = AllocatorCounter(Path(library))
+    counter = DeviceCounter() if library == "cuda" else AllocatorCounter(Path(library))
     torch.set_num_threads(1)
     torch.manual_seed(0)
     job = JOBS[name]()

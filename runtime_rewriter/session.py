@@ -148,7 +148,7 @@ class TuningSession:
             self._synchronizer, self._current_plan = synchronizer, synchronizer.plan
             synchronizer.listeners.append(self)
 
-    def on_backward_end(self, now_s: float) -> None:
+    def on_backward_end(self) -> None:
         """Nothing to do: a step ends at the next forward pass."""
 
     def on_boundary(self, now_s: float, clean: bool) -> None:

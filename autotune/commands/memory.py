@@ -23,6 +23,7 @@ PARTS = {
     "buffer": "buffers of the module",
     "communication": "communication buffers",
     "temporary": "temporaries",
+    "library": "kept by libraries",
 }
 """As they are called here, by what `Held` calls them."""
 SHOWN_REGIONS = 6

@@ -54,6 +54,7 @@ class Held(StrEnum):
     ACTIVATION = "activation"  # made in a forward pass, or on the way back, and used in another segment
     TEMPORARY = "temporary"  # made and dropped within one segment; also what nothing above explains
     COMMUNICATION = "communication"
+    LIBRARY = "library"  # what libraries keep between calls (cuBLAS)
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,10 @@
 """What the allocator of the device gave and took back while some steps ran, in order, together with marks of our own.
 
 torch's profiler with `profile_memory=True` reports every block of the CPU's and of the CUDA caching allocator with its address and its
-size (on a GPU as rounded by the allocator). It sees the thread that trains, the autograd engine's threads and those of collectives;
-it does not see threads that Python starts, such as the lanes of `exchange`: so it records a replica without a plan, and what plans
-allocate is counted by `autotune.dfg.plan_memory`. Where a plan is at work all the same, what happens between two notes of `apart` is
-its work and not the replica's.
+size (on a GPU as rounded by the allocator). It sees the thread that trains, the autograd engine's threads and those of collectives, but
+for what the engine's thread of a GPU gives back (`unreported_frees`); it does not see threads that Python starts, such as the lanes of
+`exchange`: so it records a replica without a plan, and what plans allocate is counted by `autotune.dfg.plan_memory`. Where a plan is at
+work all the same, what happens between two notes of `apart` is its work and not the replica's.
 """
 
 # mypy: untyped-calls-exclude=torch
@@ -21,6 +21,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from autotune.errors import InvalidInput
+from runtime_rewriter.pytorch.unreported_frees import Reported, unreported_frees
 
 _MARK = "autotune memory mark "
 _APART = "autotune memory apart "
@@ -85,6 +86,7 @@ class AllocationLog:
 
     def _in_order(self, roots: list[Any]) -> Iterator[Noted]:
         found: list[tuple[int, Noted]] = []
+        reported: list[tuple[int, Reported]] = []
         open_nodes = list(roots)
         while open_nodes:
             node = open_nodes.pop()
@@ -92,9 +94,15 @@ class AllocationLog:
             if node.name == "[memory]":
                 fields = node.extra_fields
                 if fields.device.type == self._device.type:
-                    found.append((node.start_time_ns, Allocation(fields.ptr, fields.alloc_size)))
+                    reported.append((node.start_time_ns, Reported(fields.ptr, fields.alloc_size, fields.total_allocated)))
             elif (noted := _NOTED.fullmatch(node.name)) is not None:
                 number = int(noted[2])
                 found.append((node.start_time_ns, number if noted[1] == _MARK else Apart(number)))
+        reported.sort(key=lambda pair: pair[0])
+        events = [event for _, event in reported]
+        silent = {} if self._device.type == "cpu" else unreported_frees(events)  # the CPU's total is of what was reported
+        for number, (at_ns, event) in enumerate(reported):
+            found += [(at_ns, Allocation(address, -size)) for address, size in silent.get(number, ())]
+            found.append((at_ns, Allocation(event.address, event.bytes)))
         found.sort(key=lambda pair: pair[0])
         return (event for _, event in found)

@@ -30,6 +30,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from autotune.errors import SynchronizationError
+from runtime_rewriter.pytorch.exchange.device import Device
 from runtime_rewriter.pytorch.reads import can_watch, is_watched, outside_modes, unwatch, watch
 from runtime_rewriter.pytorch.script_steps import ScriptSteps
 from runtime_rewriter.pytorch.updates import DueUpdate, group_numbers, why_coupled
@@ -62,8 +63,9 @@ class CrossStep:
     waited for when the backward pass ends.
     """
 
-    def __init__(self, parameters: Sequence[Parameter], write: Callable[[Iterable[int]], None]) -> None:
-        self._parameters, self._write = parameters, write
+    def __init__(self, parameters: Sequence[Parameter], device: Device, write: Callable[[Iterable[int]], None]) -> None:
+        self._parameters, self._device, self._write = parameters, device, write
+        self._stream = device.stream()
         self._position_of = {id(parameter): position for position, parameter in enumerate(parameters)}
         self._pending: dict[int, _Pending] = {}
         self._stashed: set[int] = set()  # gradients that a running step() must not see
@@ -164,6 +166,7 @@ class CrossStep:
         assert self._unseen is not None
         with self._lock:
             self._stashed.clear()
+            self._stream = self._device.stream()
             self._outstanding = {message.number: message for message in messages}
             self._missing = [len(of_variable) for of_variable in self._messages_of]
             self._complete = []
@@ -210,7 +213,8 @@ class CrossStep:
             waited_for = sorted(self._outstanding if rest else needed & self._outstanding.keys())
             if not (waited_for or self._complete or self._next_arrived()):
                 return 0.0  # most reads: to leave torch's modes and come back would cost more than all else here
-            with outside_modes():
+            # On a GPU all is done on the backward pass's stream, whoever reads first: others may read on other streams.
+            with outside_modes(), self._device.on(self._stream):
                 began_s = time.perf_counter()
                 for number in waited_for:
                     self._receive(number)

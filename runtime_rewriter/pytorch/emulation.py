@@ -92,8 +92,8 @@ class EmulatedAccelerator:
     def on_boundary(self, now_s: float, clean: bool) -> None:
         """Nothing to do: `before_boundary` has waited."""
 
-    def on_backward_end(self, now_s: float) -> None:
-        self._synchronized_s = now_s
+    def on_backward_end(self) -> None:
+        self._synchronized_s = self._synchronizer.device.now_s()
 
     # -- forward -------------------------------------------------------------------------------------
 

@@ -98,7 +98,7 @@ class GradientSynchronizer:
         self._armed = self._begun = self._boundary_due = False
         self._saw_training = self._saw_eval = self._unclean = False
         self._packing: Packing | None = None
-        self.cross_step = CrossStep(self.parameters, self._write)
+        self.cross_step = CrossStep(self.parameters, self.device, self._write)
         self._pass = PlannedPass(
             self.names, self.parameters, self.observers, self.cross_step, find_unused=find_unused_parameters, static=static_graph
         )
@@ -388,10 +388,8 @@ class GradientSynchronizer:
     def _end_backward(self, gradients_final: bool = True) -> None:
         self._boundary_due = True
         self.cross_step.backward_ended(gradients_final)
-        if self.listeners:
-            now_s = self.device.now_s()
-            for listener in tuple(self.listeners):
-                listener.on_backward_end(now_s)
+        for listener in tuple(self.listeners):
+            listener.on_backward_end()
 
     def _on_gradient(self, position: int, parameter: Tensor) -> None:
         self._pass.note_use(position)

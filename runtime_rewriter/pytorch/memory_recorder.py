@@ -93,7 +93,7 @@ class MemoryRecorder:
         taken = len(self._steps)
         if taken == self.steps:
             self._on_mark(Mark(At.STEP))  # ends the last segment
-            self._kept = kept_by(self._module, self._optimizers)
+            self._kept = [*kept_by(self._module, self._optimizers), *_kept_by_libraries(self._device.device)]
             self.done = True
             self.close()
             return
@@ -204,3 +204,14 @@ def kept_by(module: nn.Module, optimizers: Sequence[Optimizer]) -> list[Kept]:
         if parameter.grad is not None:  # where the script keeps gradients from step to step it was not made anew
             keep(parameter.grad, "gradient", names.get(id(parameter)), device)
     return list(found.values())
+
+
+def _kept_by_libraries(device: torch.device) -> list[Kept]:
+    """cuBLAS keeps memory of torch's allocator, a piece for each stream that multiplied matrices; it is given back, and made again when
+    the next matrices are multiplied."""
+    if device.type != "cuda":
+        return []
+    before_bytes = torch.cuda.memory_allocated(device)
+    torch._C._cuda_clearCublasWorkspaces()
+    freed_bytes = before_bytes - torch.cuda.memory_allocated(device)
+    return [Kept(0, freed_bytes, "library", None)] if freed_bytes else []

@@ -36,6 +36,20 @@ WARMUP_STEPS = 1
 
 
 @dataclass
+class _Marks:
+    """Borders of one step on the device's queue, and when gradients were ready and variables read. Looked at when the step has ended, since
+    to look at one sooner would stop the host from running ahead, as it does in training."""
+
+    boundary: Mark
+    forward_start: Mark | None = None
+    backward_start: Mark | None = None
+    computed: Mark | None = None
+    backward_end: Mark | None = None
+    ready: dict[int, Mark] = field(default_factory=dict)
+    read: dict[int, Mark] = field(default_factory=dict)
+
+
+@dataclass
 class _Step:
     """Times of one step on this rank, in seconds; by variable `ready_s` from the start of the backward, `needed_s` of the forward pass."""
 
@@ -80,21 +94,13 @@ class WorkloadProfiler(BackwardObserver):
         self._wanted = steps
         self._seen = 0
         self._steps: list[tuple[_Step, bool]] = []
-        self._current = _Step()
-        self._forward_start_s: float | None = None
         self._edges: set[tuple[int, int]] = set()
         self._rows: dict[int, dict[int, Tensor]] = {}  # of the last gradient of each step
-        self._ready: dict[int, Mark] = {}
-        self._read: dict[int, Mark] = {}
-        self._forward_start: Mark = 0.0
-        self._start: Mark = 0.0
-        self._boundary_s = self._backward_start_s = self._backward_end_s = 0.0
-        self._saw_backward = False
         plan = plan or profiling_plan(assumed_workload(synchronizer.module), synchronizer.ranks.size)
         synchronizer.load(plan, deferred=True)
         synchronizer.observers.append(self)
         synchronizer.listeners.insert(0, self)  # before whoever asks for `done` at the same boundary
-        self._boundary_s = synchronizer.device.now_s()
+        self._marks = _Marks(synchronizer.device.mark())
 
     @property
     def done(self) -> bool:
@@ -102,16 +108,15 @@ class WorkloadProfiler(BackwardObserver):
         return self._seen >= WARMUP_STEPS + self._wanted
 
     def on_forward_start(self) -> None:
-        if self._forward_start_s is not None:
+        if self._marks.forward_start is not None:
             return
-        device = self._synchronizer.device
-        self._forward_start_s, self._forward_start, self._read = device.now_s(), device.mark(), {}
+        self._marks.forward_start = self._synchronizer.device.mark()
         for index, parameter in enumerate(() if script_compiles() else self._synchronizer.parameters):
             if can_watch(parameter):
                 watch(parameter, partial(self._on_read, index))
 
     def _on_read(self, index: int, _: Tensor) -> None:
-        self._read[index] = self._synchronizer.device.mark()
+        self._marks.read[index] = self._synchronizer.device.mark()
 
     def on_forward_output(self, tensors: list[Tensor]) -> None:
         for parameter in self._synchronizer.parameters:
@@ -120,38 +125,38 @@ class WorkloadProfiler(BackwardObserver):
             self._edges = variable_edges(tensors, by_identity(self._synchronizer.parameters))
 
     def on_backward_start(self) -> None:
-        self._backward_start_s = self._synchronizer.device.now_s()
-        self._start = self._synchronizer.device.mark()
-        self._ready = {}
+        self._marks.backward_start, self._marks.ready = self._synchronizer.device.mark(), {}
 
     def on_ready(self, index: int, gradient: Tensor | None) -> None:
-        self._ready[index] = self._synchronizer.device.mark()
+        self._marks.ready[index] = self._synchronizer.device.mark()
         if gradient is not None and gradient.is_sparse:
             self._rows.setdefault(index, {})[self._seen] = gradient._indices()[0]  # counted when nothing is timed any more
 
     def on_computed(self) -> None:
-        device = self._synchronizer.device
-        began_s = self._forward_start_s if self._alone else None
-        self._current = _Step(
-            forward_s=self._backward_start_s - (self._boundary_s if began_s is None else began_s),
-            backward_s=device.now_s() - self._backward_start_s,
-            ready_s={index: device.seconds_between(self._start, mark) for index, mark in self._ready.items()},
-            needed_s={index: device.seconds_between(self._forward_start, mark) for index, mark in self._read.items()},
-        )
+        self._marks.computed = self._synchronizer.device.mark()
 
-    def on_backward_end(self, now_s: float) -> None:
-        self._backward_end_s, self._saw_backward = now_s, True
+    def on_backward_end(self) -> None:
+        self._marks.backward_end = self._synchronizer.device.mark()
 
     def on_boundary(self, now_s: float, clean: bool) -> None:
-        if not self._saw_backward:  # the end of a step that began before this profiler
-            self._boundary_s = now_s
+        marks, self._marks = self._marks, _Marks(self._synchronizer.device.mark())
+        if marks.backward_end is None:  # the end of a step that began before this profiler
             return
-        self._current.update_s = now_s - self._backward_end_s
         self._seen += 1
         if self._seen > WARMUP_STEPS:
-            self._steps.append((self._current, clean))
-        self._boundary_s = now_s
-        self._forward_start_s = None
+            self._steps.append((self._step_of(marks, self._marks.boundary), clean))
+
+    def _step_of(self, marks: _Marks, end: Mark) -> _Step:
+        between = self._synchronizer.device.seconds_between
+        forward_start, backward_start = marks.forward_start, marks.backward_start
+        assert forward_start is not None and backward_start is not None and marks.computed is not None and marks.backward_end is not None
+        return _Step(
+            forward_s=between(forward_start if self._alone else marks.boundary, backward_start),
+            backward_s=between(backward_start, marks.computed),
+            update_s=between(marks.backward_end, end),
+            ready_s={index: between(backward_start, mark) for index, mark in marks.ready.items()},
+            needed_s={index: between(forward_start, mark) for index, mark in marks.read.items()},
+        )
 
     def finish(self) -> Workload:
         """The measured workload: rank 0's order, edges and touched rows, medians of the times over steps and ranks."""

@@ -137,7 +137,7 @@ class CollectiveLog:
     def _write(self, name: str, arguments: tuple[Any, ...], boxed: Any, result: Any, started_ns: int, root: int | None) -> None:
         returned_ns = time.perf_counter_ns()
         group = ProcessGroup.unbox(boxed)
-        known = self._group(group)
+        known = self._group(group, arguments)
         sizes, dtype, element_bytes = _sizes(arguments)
         origin, site = _origin()
         message = getattr(self._current, "message", None)
@@ -150,14 +150,14 @@ class CollectiveLog:
         if known.backend == "gloo" and not self.traced:
             self._learn_threads(known.name, result[-1] if isinstance(result, (tuple, list)) else result)
 
-    def _group(self, group: ProcessGroup) -> Group:
+    def _group(self, group: ProcessGroup, arguments: tuple[Any, ...]) -> Group:
         name = group.group_name
         if name not in self.groups:
             try:
-                ranks, backend = tuple(dist.get_process_group_ranks(group)), str(dist.get_backend(group))
+                ranks = tuple(dist.get_process_group_ranks(group))
             except (KeyError, ValueError, RuntimeError):  # made without torch.distributed's knowledge, or gone
-                ranks, backend = tuple(range(group.size())), group.name()
-            self.groups[name] = Group(name, group.group_desc, backend, ranks)
+                ranks = tuple(range(group.size()))
+            self.groups[name] = Group(name, group.group_desc, _backend(group, arguments), ranks)
         return self.groups[name]
 
     def _learn_threads(self, group: str, work: Any) -> None:
@@ -185,6 +185,15 @@ def _collective_ops() -> Iterator[tuple[str, Any]]:
             op = getattr(getattr(torch.ops.c10d, base), overload or "default")
             if "c10d.Work" in str(op._schema) and any(argument.name == "process_group" for argument in op._schema.arguments):
                 yield name, op
+
+
+def _backend(group: ProcessGroup, arguments: tuple[Any, ...]) -> str:
+    """A group may have a backend for each device: that of what is sent."""
+    tensors = [tensor for argument in arguments for tensor in _tensors(argument)]
+    try:
+        return str(group._get_backend(tensors[0].device if tensors else torch.device("cpu")).name())
+    except RuntimeError:  # none for this device
+        return str(group.name())
 
 
 def _sequence(group: ProcessGroup) -> int:

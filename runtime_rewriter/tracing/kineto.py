@@ -76,6 +76,8 @@ class KinetoTrace:
         """The step that began last has ended; nothing is marked until the next one begins."""
         if self._mark is None:
             return
+        if self._cuda:  # the host runs ahead of what it queues; messages that nobody waited for may go on
+            torch.cuda.current_stream(self._device).synchronize()
         self._mark.__exit__(None, None, None)
         self._mark = None
         self.step_s.append((time.perf_counter_ns() - self._mark_ns) / 1e9)

@@ -80,7 +80,7 @@ class MemoryCapture(BackwardObserver):
     def on_computed(self) -> None:
         self._turn(True)
 
-    def on_backward_end(self, now_s: float) -> None:
+    def on_backward_end(self) -> None:
         self._saw_backward = True
         self._turn(False)
 

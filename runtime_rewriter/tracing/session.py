@@ -46,7 +46,7 @@ class RecordingSession:
             self.recorder = StepRecorder(self.settings, synchronizer)
             synchronizer.listeners.append(self)
 
-    def on_backward_end(self, now_s: float) -> None:
+    def on_backward_end(self) -> None:
         self._in_step = False
 
     def on_boundary(self, now_s: float, clean: bool) -> None:

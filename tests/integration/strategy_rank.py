@@ -197,7 +197,7 @@ class Switch:
         if self._pending:
             self._synchronizer.load(self._pending.pop())
 
-    def on_backward_end(self, now_s: float) -> None:
+    def on_backward_end(self) -> None:
         pass
 
 

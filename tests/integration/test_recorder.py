@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch_world import run_world
+from torch_world import run_world, seeded
 
 import autotune
 from autotune.dfg.replay import replay
@@ -42,7 +42,7 @@ def model() -> nn.Module:
 
 
 def digest(module: nn.Module) -> str:
-    state = b"".join(value.detach().numpy().tobytes() for value in module.state_dict().values())
+    state = b"".join(value.detach().cpu().numpy().tobytes() for value in module.state_dict().values())
     return hashlib.sha256(state).hexdigest()
 
 
@@ -51,7 +51,7 @@ class Training:
 
     def __init__(self, rank: int, wrapped: nn.Module, others: bool = True, clips: bool = False) -> None:
         self.wrapped, self.others, self.clips = wrapped, others, clips
-        self.data = torch.Generator().manual_seed(rank)
+        self.data = seeded(rank)
         self.optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.05, momentum=0.9)
         self.group = dist.new_group([1, 0], group_desc="script's")
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch_plans import Tied, loss_of, uniform
-from torch_world import run_world
+from torch_world import run_world, seeded
 
 from autotune.errors import InvalidInput, InvalidStrategy
 from autotune.strategy_space.plan import Plan
@@ -84,7 +84,7 @@ class Odd(nn.Module):
 
 
 def images(rank: int, step: int) -> Tensor:
-    return torch.randn(5, 3, 4, 4, generator=torch.Generator().manual_seed(100 * rank + step))
+    return torch.randn(5, 3, 4, 4, generator=seeded(100 * rank + step))
 
 
 def check_everything(rank: int, partitions: tuple[bool, ...]) -> None:
@@ -177,7 +177,7 @@ class Target(nn.Module):
     def __init__(self, disagreement: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(20, 30))
-        self.register_buffer("wanted", torch.randn(20, 30, generator=torch.Generator().manual_seed(3)))
+        self.register_buffer("wanted", torch.randn(20, 30, generator=seeded(3)))
         self.disagreement = disagreement
 
     def forward(self, rank: int) -> Tensor:
@@ -226,7 +226,7 @@ def check_switches(rank: int) -> None:
         for number, compressor in enumerate((*FED_BACK, Compressor.TOP_K, last)):
             applied.synchronizer.load(uniform(module, size, compressor=compressor, partitioned=bool(number % 2)))
             for step in range(3 if compressor is not last else 1):
-                x = torch.randn(4, 40, generator=torch.Generator().manual_seed(100 * number + 10 * step + rank))
+                x = torch.randn(4, 40, generator=seeded(100 * number + 10 * step + rank))
                 module.zero_grad()
                 with applied.no_sync():
                     module(x).square().sum().backward()
@@ -261,7 +261,7 @@ def check_checkpoint(rank: int) -> None:
         def train(module: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
             for step in steps:
                 optimizer.zero_grad()
-                module(torch.randn(6, 30, generator=torch.Generator().manual_seed(10 * step + rank))).square().sum().backward()
+                module(torch.randn(6, 30, generator=seeded(10 * step + rank))).square().sum().backward()
                 optimizer.step()
 
         module, applied, optimizer = start()
@@ -363,11 +363,11 @@ def check_cross_step(rank: int) -> list[bytes]:
             if step == 2:  # the steps before show where the optimizer reads
                 applied.synchronizer.load(replace(plan, cross_step=crosses))
             optimizer.zero_grad()
-            module(torch.randn(6, 30, generator=torch.Generator().manual_seed(10 * step + rank))).square().sum().backward()
+            module(torch.randn(6, 30, generator=seeded(10 * step + rank))).square().sum().backward()
             optimizer.step()
         state = applied.compression_state()
         kept = [state["residuals"][name] for name in sorted(state["residuals"])]
-        states.append(b"".join(t.detach().numpy().tobytes() for t in (*module.parameters(), *kept)))
+        states.append(b"".join(t.detach().cpu().numpy().tobytes() for t in (*module.parameters(), *kept)))
     return states
 
 

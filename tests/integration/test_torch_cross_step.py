@@ -163,6 +163,9 @@ def check_script(rank: int, name: str, attentive: bool) -> bool:
     models = DistributedDataParallel(copy.deepcopy(module), **unused), PlannedDataParallel(module, **unused)
     whole = crossing(backwards(mixed(module, 2)))
     cut = replace(crossing(uniform(module, 2, Synchronizer.REDUCE_SCATTER_ALL_GATHER, Compressor.NONE, True)), in_flight=2)
+    if attentive:  # cuDNN wants an LSTM's weights in one piece, which a copy has not
+        for model in models:
+            model.module.recurrent.flatten_parameters()
     models[1].synchronizer.load(whole)
     put_off = False
     runs = [SCRIPTS[name](model, rank) for model in models]

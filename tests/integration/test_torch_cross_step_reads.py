@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 from torch_plans import mixed, uniform
-from torch_world import run_world
+from torch_world import run_world, seeded
 
 from autotune.strategy_space.plan import Plan
 from autotune.strategy_space.strategy import Synchronizer
@@ -39,7 +39,7 @@ class Mlp(nn.Module):
 
 
 def data(rank: int, step: int) -> Tensor:
-    return torch.randn(5, 6, generator=torch.Generator().manual_seed(1000 * rank + step))
+    return torch.randn(5, 6, generator=seeded(1000 * rank + step))
 
 
 class Ballasted(nn.Module):

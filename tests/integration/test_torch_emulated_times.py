@@ -35,7 +35,7 @@ class Steps:
         self.at_s.append(now_s)
         self.clean.append(clean)
 
-    def on_backward_end(self, now_s: float) -> None:
+    def on_backward_end(self) -> None:
         pass
 
 

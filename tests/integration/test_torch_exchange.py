@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch_plans import uniform
-from torch_world import run_world
+from torch_world import run_world, seeded
 
 from autotune.errors import InvalidStrategy
 from autotune.strategy_space.plan import PRIMITIVE_OF, Message, Plan, TensorSlice
@@ -94,7 +94,7 @@ def check_gate(rank: int, layout: tuple[int, ...]) -> None:
         model.synchronizer.load(replace(hierarchical(uniform(module, RANKS, kind, compressor)), ring_order=order))
         gate.arm()
         model.zero_grad()
-        model(torch.randn(8, 50, generator=torch.Generator().manual_seed(rank))).square().sum().backward()
+        model(torch.randn(8, 50, generator=seeded(rank))).square().sum().backward()
         result = gate.error()
         assert result.ok, (kind, compressor, order, result)
 
@@ -144,7 +144,7 @@ class Values(nn.Module):
 
 def gradient_of(rank: int) -> Tensor:
     """So large and small that every order of addition gives other bits."""
-    return torch.randn(16 * RANKS, generator=torch.Generator().manual_seed(rank)) * 10.0 ** (3 * rank)
+    return torch.randn(16 * RANKS, generator=seeded(rank)) * 10.0 ** (3 * rank)
 
 
 def along(order: tuple[int, ...]) -> Tensor:

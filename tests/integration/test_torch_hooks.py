@@ -103,7 +103,7 @@ class Steps:
     def on_boundary(self, now_s: float, clean: bool) -> None:
         self.events.append(("boundary", clean))
 
-    def on_backward_end(self, now_s: float) -> None:
+    def on_backward_end(self) -> None:
         self.events.append("backward")
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch_plans import uniform
-from torch_world import run_world
+from torch_world import run_world, seeded
 
 from runtime_rewriter.pytorch.ddp import PlannedDataParallel
 from runtime_rewriter.pytorch.exchange.transfer import BATCHED_BYTES
@@ -24,7 +24,7 @@ def check_packing(rank: int) -> None:
         for partitioned in (False, True):
             mine.synchronizer.load(uniform(module, 2, partitioned=partitioned, groups=groups))
             for step in range(2):
-                inputs = torch.randn(4, 3, generator=torch.Generator().manual_seed(10 * rank + step))
+                inputs = torch.randn(4, 3, generator=seeded(10 * rank + step))
                 for model in (theirs, mine):
                     model.zero_grad()
                     model(inputs).square().sum().backward()

@@ -44,7 +44,7 @@ class Profiling:
         elif self.profiler.done and self.workload is None:
             self.workload = self.profiler.finish()
 
-    def on_backward_end(self, now_s: float) -> None:
+    def on_backward_end(self) -> None:
         pass
 
 

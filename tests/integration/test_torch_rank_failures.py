@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch_plans import Tied, loss_of, mixed, uniform
-from torch_world import run_world
+from torch_world import BACKEND, run_world
 
 from autotune.errors import InvalidStrategy, ModelMismatch, PlanMismatch, SynchronizationError
 from autotune.strategy_space.strategy import Synchronizer
@@ -79,7 +79,10 @@ def check_dead_rank(rank: int, when: str) -> str | None:
     return None
 
 
-@pytest.mark.parametrize("when", ["load", "backward"])
+@pytest.mark.parametrize(
+    "when",
+    ["load", pytest.param("backward", marks=pytest.mark.skipif(BACKEND == "nccl", reason="torch ends the process (docs/cuda.md)"))],
+)
 def test_a_rank_that_dies_fails_the_others_instead_of_hanging_them(when: str) -> None:
     started = time.monotonic()
     answers = run_world(check_dead_rank, 3, when)
@@ -101,5 +104,6 @@ def check_late_rank(rank: int) -> str:
     return "done"
 
 
+@pytest.mark.skipif(BACKEND == "nccl", reason="torch ends the process (docs/cuda.md)")
 def test_a_rank_that_never_comes_is_named_with_the_message_it_misses() -> None:
     assert run_world(check_late_rank, 2) == ["done", "done"]

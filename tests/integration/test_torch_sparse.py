@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch_world import run_world
+from torch_world import run_world, seeded
 
 from autotune.strategy_space.plan import Plan, plan
 from autotune.strategy_space.strategy import Compressor, Partition, Shard, SparseHandling, Strategy, Synchronizer, VariableStrategy
@@ -71,7 +71,7 @@ def rows_plan(
 
 def tokens_of(rank: int, step: int) -> Tensor:
     """Duplicates, rows of one rank only, rows of all; another number of them on every rank and step."""
-    drawn = torch.randint(0, ROWS, (4 + 3 * rank + step,), generator=torch.Generator().manual_seed(100 * rank + step))
+    drawn = torch.randint(0, ROWS, (4 + 3 * rank + step,), generator=seeded(100 * rank + step))
     return torch.cat([drawn, torch.tensor([5, 5, 7, rank])])
 
 

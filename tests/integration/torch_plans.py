@@ -6,6 +6,7 @@ import time
 
 import torch
 from torch import Tensor, nn
+from torch_world import seeded
 
 from autotune.strategy_space.plan import Plan, plan
 from autotune.strategy_space.strategy import ROOTED, Compressor, Partition, Shard, Strategy, Synchronizer, VariableStrategy
@@ -49,7 +50,7 @@ class Tied(nn.Module):
 
 def batch(rank: int, step: int) -> Tensor:
     """Token ids, different on every rank and step."""
-    generator = torch.Generator().manual_seed(1000 * rank + step)
+    generator = seeded(1000 * rank + step)
     return torch.randint(0, 11, (8,), generator=generator)
 
 

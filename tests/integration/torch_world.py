@@ -30,7 +30,7 @@ def run_world(
     """`check(rank, *arguments)` in `size` processes with a default process group; what each returned, by rank.
 
     A rank that raises fails the test with its traceback, one that ends without a word gives None. `device` is where tensors are made that
-    name none; on `cuda` all ranks share one GPU.
+    name none; on `cuda` all ranks share one GPU, and on `cuda:0` the process group is told so, which then splits its communicators.
     """
     context = fork_server()
     # Here and not in rank 0, which may be done while another rank still asks for the last address of a process group.
@@ -80,13 +80,16 @@ def _rank_main(
 ) -> None:
     port, backend, device = where
     warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", r"barrier\(\): using the device under current context")
     torch.set_num_threads(1)
-    if device == "cuda":
+    bound = None
+    if device.startswith("cuda"):
         _on_one_gpu(rank)
+        bound = torch.device(device) if ":" in device else None
     torch.manual_seed(0)
     try:
         store = dist.TCPStore("127.0.0.1", port, size, is_master=False, timeout=INIT_TIMEOUT)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=INIT_TIMEOUT)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=INIT_TIMEOUT, device_id=bound)
         sending.send(("ok", check(rank, *arguments)))
     except BaseException:  # noqa: BLE001 - the parent reports it
         sending.send(("error", traceback.format_exc()))
@@ -102,6 +105,11 @@ def _on_one_gpu(rank: int) -> None:
     torch.use_deterministic_algorithms(True)
     torch.cuda.set_device(0)
     torch.set_default_device("cuda")
+
+
+def seeded(seed: int) -> torch.Generator:
+    """Of the device on which tensors are made."""
+    return torch.Generator(torch.get_default_device()).manual_seed(seed)
 
 
 def free_port() -> int:

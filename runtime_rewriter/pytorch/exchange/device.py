@@ -5,9 +5,11 @@
 from __future__ import annotations
 
 import time
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
+import torch.distributed as dist
 
 Mark = float | torch.cuda.Event
 
@@ -21,9 +23,9 @@ class Device:
         self._side: dict[int, torch.cuda.Stream] = {}
 
     def now_s(self) -> float:
-        """Monotonic seconds after all queued device work."""
+        """Monotonic seconds when what is queued on the current stream is done: messages that nobody waited for may still be under way."""
         if self._cuda:
-            torch.cuda.synchronize(self.device)
+            torch.cuda.current_stream(self.device).synchronize()
         return time.perf_counter()
 
     def mark(self) -> Mark:
@@ -48,6 +50,10 @@ class Device:
         if self._cuda:
             torch.cuda.set_device(self.device)
 
+    def queues(self, group: dist.ProcessGroup) -> bool:
+        """Whether collectives of the group are queued on the device, so that to wait for one orders a stream and holds up no thread."""
+        return self._cuda and group._get_backend(self.device).name() == "nccl"
+
     def side_stream(self, lane: int) -> AbstractContextManager[object]:
         """Where the steps of a lane are prepared: with NCCL `work.wait()` orders this stream, not the training's."""
         if not self._cuda:
@@ -68,6 +74,20 @@ class Device:
         """What the current stream does from now on comes after `fence`; the caller does not wait."""
         if fence is not None:
             torch.cuda.current_stream(self.device).wait_event(fence)
+
+    def stream(self) -> torch.cuda.Stream | None:
+        """The current one; None where nothing is ever queued."""
+        return torch.cuda.current_stream(self.device) if self._cuda else None
+
+    @contextmanager
+    def on(self, stream: torch.cuda.Stream | None) -> Iterator[None]:
+        """What is queued inside goes to `stream`, and what the current one does afterwards comes after it."""
+        if stream is None or stream == torch.cuda.current_stream(self.device):
+            yield
+            return
+        with torch.cuda.stream(stream):
+            yield
+        torch.cuda.current_stream(self.device).wait_stream(stream)
 
     def keep(self, *tensors: torch.Tensor) -> None:
         """The current stream works on `tensors` that another one made: their memory is not used again before it is done."""

@@ -29,8 +29,9 @@ Around = Callable[[int, int, Step], dist.Work | None]
 
 _VOTES = -1  # a lane without steps
 
-KEPT_GROUPS = 32
-"""Tuning tries many rings and owners and comes back to few; every group has threads, and connections to all its members."""
+KEPT_GROUPS, KEPT_GROUPS_ON_DEVICE = 32, 8
+"""Tuning tries many rings and owners and comes back to few; every group has threads, and connections to all its members. One of NCCL holds
+memory of the device, too."""
 
 
 class Flight:
@@ -47,7 +48,7 @@ class Flight:
         self.next_lane: Future[object] | None = None  # its result is the future of the lane after it, or None
 
     def begin(self) -> None:
-        """Where another thread starts the first step: what was issued to this thread's stream, the packing, comes before it."""
+        """Where the first step is started on another stream: what was issued to this thread's, the packing, comes before it."""
         self._fence = self._device.fence()
 
     def advance(self, lane: int) -> None:
@@ -97,10 +98,16 @@ def _future(result: object) -> Future[object] | None:
 
 
 class Lanes:
-    """Lane k > 0 runs on one thread of its own, fed in plan order by lane k - 1; lane 0 on the issuing thread, with a limit on its own."""
+    """Lane k > 0 runs on one thread of its own, fed in plan order by lane k - 1; lane 0 on the issuing thread, with a limit on its own.
+
+    Over NCCL there are no threads: all steps of a message are queued on the device by the issuing thread, each lane's on a stream of its
+    own. NCCL needs all ranks to queue the collectives of all groups in one order, which threads would not keep; here it is that of message
+    and step. A group's collectives follow each other on its own stream, so that on a lane one message at a time is under way.
+    """
 
     def __init__(self, ranks: Ranks, device: Device) -> None:
         self.ranks, self.device = ranks, device
+        self._queued = device.queues(ranks.base)
         self._groups: dict[tuple[int, Circle], list[dist.ProcessGroup]] = {}
         self._asked: set[tuple[int, Circle]] = set()
         self._threads: dict[int, ThreadPoolExecutor] = {}
@@ -131,11 +138,11 @@ class Lanes:
         return None if alone else made[-1]
 
     def trim(self) -> None:
-        """Local, when a plan has been loaded: give back groups that it did not ask for, beyond `KEPT_GROUPS`, the longest unused first.
+        """Local, when a plan has been loaded: give back groups that it did not ask for, beyond those kept, the longest unused first.
 
         Those of some ranks of the world are kept: torch would give a later group the name of an earlier one.
         """
-        unused = len(self._groups) - max(len(self._asked), KEPT_GROUPS)
+        unused = len(self._groups) - max(len(self._asked), KEPT_GROUPS_ON_DEVICE if self._queued else KEPT_GROUPS)
         self._asked.clear()
         for key in list(self._groups)[: unused if self.ranks.is_world and unused > 0 else 0]:
             destroy_groups(self._groups.pop(key))
@@ -153,6 +160,12 @@ class Lanes:
     def run(self, steps: Sequence[tuple[int, Step]], number: int = 0) -> Flight:
         """Start message `number`; `steps` are (lane, step) with ascending lanes. Every rank calls it in plan order, on one thread."""
         flight = Flight(steps, self.device, number, self.around)
+        if self._queued:
+            flight.begin()
+            for lane, _ in steps:
+                with self.device.side_stream(lane):
+                    flight.advance(lane)
+            return flight
         first = 0
         if self.limit is not None:
             flight.begin()

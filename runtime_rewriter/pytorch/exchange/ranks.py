@@ -4,8 +4,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -70,7 +70,10 @@ class Ranks:
         backend = dist.get_backend_config(base)
 
         def new(kind: str, seconds: float) -> dist.ProcessGroup:
-            with named_after(next_count()) if partial else nullcontext():
+            with ExitStack() as inside:
+                if partial:
+                    inside.enter_context(named_after(next_count()))
+                    inside.enter_context(_not_split())
                 made: dist.ProcessGroup = dist.new_group(
                     members, timeout=timedelta(seconds=seconds), backend=kind, use_local_synchronization=partial
                 )
@@ -114,18 +117,35 @@ class Ranks:
 
     def _new_group(self, members: Sequence[int], local: bool) -> dist.ProcessGroup:
         """Called by its members only (`local`) or by all ranks of the world."""
-        made: dist.ProcessGroup = dist.new_group(
-            [dist.get_global_rank(self.base, rank) for rank in members],
-            timeout=timedelta(seconds=self.timeout_s),
-            backend=dist.get_backend_config(self.base),
-            use_local_synchronization=local,
-            sort_ranks=False,
-        )
+        with _not_split() if local else nullcontext():
+            made: dist.ProcessGroup = dist.new_group(
+                [dist.get_global_rank(self.base, rank) for rank in members],
+                timeout=timedelta(seconds=self.timeout_s),
+                backend=dist.get_backend_config(self.base),
+                use_local_synchronization=local,
+                sort_ranks=False,
+            )
         return made
 
     def destroy(self) -> None:
         """Local; does nothing for groups that the script has destroyed already."""
         destroy_groups((self.first, self.second, self.control))
+
+
+@contextmanager
+def _not_split() -> Iterator[None]:
+    """Inside, a new communicator of NCCL is made by its members alone.
+
+    Where the script names its device when it joins, torch would split it off the world's, which all ranks of the world must enter.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    device = world.bound_device_id
+    world.bound_device_id = None
+    try:
+        yield
+    finally:
+        world.bound_device_id = device
 
 
 def destroy_groups(groups: Sequence[dist.ProcessGroup]) -> None:

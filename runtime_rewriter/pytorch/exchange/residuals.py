@@ -108,8 +108,11 @@ class Residuals:
         """View of the slice's residual, which from now on exists."""
         whole = self._tensors.get(part.variable)
         if whole is None:
+            zeros = torch.zeros_like(self._like[part.variable], device=self._device)
+            if self._device.type == "cuda":  # once per variable: another lane's stream may be the next to write into it
+                torch.cuda.current_stream(self._device).synchronize()
             # Messages on other lanes may ask for other slices of the variable at the same time; setdefault is atomic.
-            whole = self._tensors.setdefault(part.variable, torch.zeros_like(self._like[part.variable], device=self._device))
+            whole = self._tensors.setdefault(part.variable, zeros)
         self._released.get(part.variable, {}).pop(part.start, None)
         return _slice(whole, part)
 

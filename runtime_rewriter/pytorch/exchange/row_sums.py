@@ -63,12 +63,13 @@ class GatherRows:
         self._capacity = max(count for count, _ in self._told)
         if self._capacity == 0:
             return None
-        mine = self._buffers.packed(self._rows, self._capacity)
-        self._received = mine.new_empty((self._members if self._receives else 0) * mine.numel())
+        # Kept until the next step: a stream may still read what it sends when nobody else needs it any more.
+        self._sent = self._buffers.packed(self._rows, self._capacity)
+        self._received = self._sent.new_empty((self._members if self._receives else 0) * self._sent.numel())
         if self._root is None:
-            return work_of(dist.all_gather_single(self._received, mine, group=self._moving, async_op=True))
+            return work_of(dist.all_gather_single(self._received, self._sent, group=self._moving, async_op=True))
         parts = list(self._received.view(self._members, -1)) if self._receives else None
-        return work_of(dist.gather(mine, parts, group=self._moving, group_dst=self._root, async_op=True))
+        return work_of(dist.gather(self._sent, parts, group=self._moving, group_dst=self._root, async_op=True))
 
     def result(self) -> Rows:
         """Once the steps have completed."""
@@ -117,8 +118,8 @@ class SpreadRows:
             return None
         if not self._star:
             return work_of(dist.broadcast(self._buffer, group=self._moving, group_src=self._root, async_op=True))
-        copies = [self._buffer] * self._members if self._sends else None
-        self._buffer = torch.empty_like(self._buffer)
+        self._sent, self._buffer = self._buffer, torch.empty_like(self._buffer)  # kept as in `GatherRows`
+        copies = [self._sent] * self._members if self._sends else None
         return work_of(dist.scatter(self._buffer, copies, group=self._moving, group_src=self._root, async_op=True))
 
     def result(self) -> Rows:

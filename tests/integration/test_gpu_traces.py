@@ -1,0 +1,35 @@
+"""Jobs recorded on a GPU (`datasets/collect_gpu.py`): replayed against their own steps, their memory against the allocator's peak."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from autotune.dfg.replay import replay
+from autotune.profiling.memory_file import RecordedMemory
+from autotune.profiling.traces import read_job
+
+H100 = Path(__file__).parents[2] / "datasets" / "gpu_traces" / "h100"
+
+
+@pytest.mark.parametrize("name", ["resnet50.amp_bf16", "gpt2.two_ranks"])
+def test_recorded_steps_are_replayed_within_one_percent(name: str) -> None:
+    job = read_job(H100 / name)
+    for step in job.steps:
+        assert replay(job.global_dfg(step)).makespan_s == pytest.approx(job.measured_step_s(step), rel=0.01)
+
+
+def test_nccls_kernels_are_matched_across_ranks() -> None:
+    job = read_job(H100 / "gpt2.two_ranks")
+    assert len(job.joints) == 26 and len(job.ranks) == 2
+
+
+@pytest.mark.parametrize(("model", "variant"), [("resnet50", "fp32"), ("resnet50", "amp_bf16"), ("gpt2", "fp32")])
+def test_the_recorded_memory_is_what_the_allocator_counted(model: str, variant: str) -> None:
+    memory = RecordedMemory.read(H100 / f"{model}.{variant}")
+    assert memory is not None
+    rows = json.loads((H100 / "times.json").read_text())
+    (peak, *_) = [row["peak_bytes"] for row in rows if (row["model"], row["variant"]["name"]) == (model, variant)]
+    assert memory.profile.live_bytes.max() == pytest.approx(peak, rel=0.05)
