@@ -259,6 +259,7 @@ def record(name: str, variant: Variant, folder: Path) -> None:
 
 def _drop() -> None:
     gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
 
 
@@ -311,7 +312,8 @@ def card(rows: Sequence[dict[str, Any]], out: Path) -> str:
         "",
         f"A time is the median of {TIMED_STEPS} steps after {WARM_STEPS}, with the deciles; the last row of a model repeats its first. "
         f"Issuing is the processor's time for a step that finds the device idle, the median of {ISSUED_STEPS}; beyond about a thousand "
-        "waiting kernels CUDA lets the processor wait, too. Where issuing takes as long as the step the processor may be the bottleneck.",
+        "waiting kernels CUDA lets the processor wait, too. With a gradient scaler (fp16) it contains a wait for the "
+        "device. Where issuing takes as long as the step the processor may be the bottleneck.",
         "",
         "Peak memory is that of torch's allocator, without what was there before the model was made.",
         "",

@@ -17,7 +17,7 @@ from autotune.dfg.plan_memory import Replica
 from autotune.errors import InvalidInput
 from autotune.parsing import parse, read_json, refuse_newer
 
-SCHEMA = 1
+SCHEMA = 2
 MEMORY_FILE = "memory.json"
 
 

@@ -101,8 +101,11 @@ class AllocationLog:
         reported.sort(key=lambda pair: pair[0])
         events = [event for _, event in reported]
         silent = {} if self._device.type == "cpu" else unreported_frees(events)  # the CPU's total is of what was reported
+        before_ns = 0
         for number, (at_ns, event) in enumerate(reported):
-            found += [(at_ns, Allocation(address, -size)) for address, size in silent.get(number, ())]
+            # At once after the event before: the thread gives them back when their operator is done, before it marks anything.
+            found += [(before_ns, Allocation(address, -size)) for address, size in silent.get(number, ())]
             found.append((at_ns, Allocation(event.address, event.bytes)))
+            before_ns = at_ns
         found.sort(key=lambda pair: pair[0])
         return (event for _, event in found)

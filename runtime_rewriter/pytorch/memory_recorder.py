@@ -132,6 +132,7 @@ class MemoryRecorder:
 
     def _begin(self) -> None:
         self._open = ExitStack()
+        _kept_by_libraries(self._device.device)  # pieces of streams that the training does not use are not made again
         self._marks = StepMarks(self._module, self._regions, self._on_mark)
         self._open.callback(self._marks.close)
         self._open.callback(register_optimizer_step_post_hook(self._stepped).remove)

@@ -14,7 +14,7 @@ class StepListener(Protocol):
     `on_boundary` comes at the start of the first forward pass with gradients after a synchronized backward
     pass, before anything else happens in it: another plan may be loaded there, or an exception raised.
     `clean` is False if the step also held forward passes that are no training (validation), or if it ran
-    under `join()`; such a step must not be timed.  `on_backward_end`: every `.grad` is final.
+    under `join()`; such a step must not be timed.  `on_backward_end`: every `.grad` is final; on a GPU, when what is queued is done.
     """
 
     def on_boundary(self, now_s: float, clean: bool) -> None: ...

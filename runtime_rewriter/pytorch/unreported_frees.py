@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from itertools import combinations
 
 MOST_AT_ONCE = 3
-"""Blocks looked for together between two events."""
+"""Blocks of any choice that are looked for together; more are found only where they are those soonest given out again."""
 MOST_CANDIDATES = 40
-"""Beyond them only single blocks are looked for: subsets would take too long."""
+"""Beyond them only single blocks of any choice are looked for: subsets would take too long."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class Reported:
 def unreported_frees(events: Sequence[Reported]) -> dict[int, list[tuple[int, int]]]:
     """Number of an event -> (address, bytes) of the blocks that were given back before it without a word.
 
-    Looked for are blocks whose sizes explain the total. Those whose address is given out again without having been given back come first,
-    the ones soonest given out again first among them. Of alike blocks any may be named. A block whose address is given out
-    again has been given back by then at the latest, even if no total tells when.
+    Looked for are blocks whose sizes explain the total; what nothing explains is looked for again at the next event. Those whose address is
+    given out again without having been given back come first, the ones soonest given out again first among them. Of alike blocks any
+    may be named. A block whose address is given out again has been given back by then at the latest, even if no total tells when.
     """
     return dict(_Search(events).found())
 
@@ -48,12 +48,16 @@ class _Search:
 
     def found(self) -> Iterator[tuple[int, list[tuple[int, int]]]]:
         total = self._events[0].total_bytes - self._events[0].bytes if self._events else 0
+        missing = 0
         for number, event in enumerate(self._events):
-            gone = self._explaining(total + event.bytes - event.total_bytes, number)
+            missing = max(0, missing + total + event.bytes - event.total_bytes)
+            gone = self._explaining(missing, number)
             if event.bytes > 0 and event.address in self._alive and event.address not in gone:
                 gone = (*gone, event.address)
             if gone:
-                yield number, [(address, self._alive.pop(address)) for address in gone]
+                blocks = [(address, self._alive.pop(address)) for address in gone]
+                missing -= sum(size for _, size in blocks)
+                yield number, blocks
             total = event.total_bytes
             if event.bytes > 0:
                 self._alive[event.address] = event.bytes
@@ -71,6 +75,11 @@ class _Search:
             for chosen in combinations(candidates, count):
                 if sum(self._alive[address] for address in chosen) == missing_bytes:
                     return chosen
+        together = 0
+        for count, address in enumerate(candidates, 1):
+            together += self._alive[address]
+            if together == missing_bytes:
+                return tuple(candidates[:count])
         return ()
 
     def _given_out_again(self, address: int, number: int) -> int | None:

@@ -26,10 +26,16 @@ def test_nccls_kernels_are_matched_across_ranks() -> None:
     assert len(job.joints) == 26 and len(job.ranks) == 2
 
 
-@pytest.mark.parametrize(("model", "variant"), [("resnet50", "fp32"), ("resnet50", "amp_bf16"), ("gpt2", "fp32")])
-def test_the_recorded_memory_is_what_the_allocator_counted(model: str, variant: str) -> None:
+@pytest.mark.parametrize(
+    ("model", "variant", "within"),
+    [
+        *(("resnet50", "fp32", 0.02), ("resnet50", "amp_bf16", 0.02), ("gpt2", "fp32", 0.02)),
+        *(("gpt2", "amp_bf16", 0.08), ("bert_base", "fp32", 0.1), ("bert_base", "amp_bf16", 0.08)),  # not explained, see docs/results.md
+    ],
+)
+def test_the_recorded_memory_is_near_what_the_allocator_counted(model: str, variant: str, within: float) -> None:
     memory = RecordedMemory.read(H100 / f"{model}.{variant}")
     assert memory is not None
     rows = json.loads((H100 / "times.json").read_text())
-    (peak, *_) = [row["peak_bytes"] for row in rows if (row["model"], row["variant"]["name"]) == (model, variant)]
-    assert memory.profile.live_bytes.max() == pytest.approx(peak, rel=0.05)
+    (row, *_) = [row for row in rows if (row["model"], row["variant"]["name"]) == (model, variant)]
+    assert memory.profile.live_bytes.max() == pytest.approx(row["peak_bytes"] - row.get("before_bytes", 0), rel=within)

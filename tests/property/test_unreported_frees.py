@@ -9,29 +9,38 @@ from hypothesis import strategies as st
 
 from runtime_rewriter.pytorch.unreported_frees import Reported, unreported_frees
 
+BEFORE_BYTES = 1000
+"""What was out before the log began."""
 
-def made_log(seed: int, count: int, silent: float) -> tuple[list[Reported], list[int]]:
-    """The events that are reported, and the total after each as its own blocks make it. Addresses are given out again, the last first."""
+
+def made_log(seed: int, count: int, silent: float, unlike: bool) -> tuple[list[Reported], list[int]]:
+    """What is reported, and the bytes of the log's own blocks after each event. Addresses are given out again, the last first.
+
+    `unlike`: no two sums of blocks are alike, and at most three go between two events without a word.
+    """
     draw = random.Random(seed)
     events: list[Reported] = []
     free, alive = list(range(30)), dict[int, int]()
-    total = 1000
+    total, unsaid = BEFORE_BYTES, 0
     for _ in range(count):
         if alive and (not free or draw.random() < 0.5):
             address = draw.choice(sorted(alive))
             size = -alive.pop(address)
             free.append(address)
         else:
-            address, size = free.pop(), 512 * draw.randint(1, 60)
-            alive[address] = size
+            address = free.pop()
+            size = alive[address] = 2**address if unlike else 512 * draw.randint(1, 6)
         total += size
-        if size > 0 or draw.random() >= silent:
+        if size < 0 and draw.random() < silent and not (unlike and unsaid == 3):
+            unsaid += 1
+        else:
             events.append(Reported(address, size, total))
-    return events, [event.total_bytes - 1000 for event in events]
+            unsaid = 0
+    return events, [event.total_bytes - BEFORE_BYTES for event in events]
 
 
 def live_totals(events: list[Reported], found: dict[int, list[tuple[int, int]]]) -> list[int]:
-    """By the obvious book-keeping; a block that is given back twice, or never was, fails."""
+    """By the obvious book-keeping; a block that is given back twice, or is there twice, fails."""
     alive: dict[int, int] = {}
     totals = []
     for number, event in enumerate(events):
@@ -46,32 +55,37 @@ def live_totals(events: list[Reported], found: dict[int, list[tuple[int, int]]])
     return totals
 
 
-@given(st.integers(0, 2**32), st.integers(1, 150))
-def test_nothing_is_added_where_everything_is_reported(seed: int, count: int) -> None:
-    events, _ = made_log(seed, count, 0.0)
+@given(st.integers(0, 2**32), st.integers(1, 150), st.booleans())
+def test_nothing_is_added_where_everything_is_reported(seed: int, count: int, unlike: bool) -> None:
+    events, _ = made_log(seed, count, 0.0, unlike)
     assert unreported_frees(events) == {}
 
 
 @given(st.integers(0, 2**32), st.integers(2, 150))
-def test_no_block_is_given_back_twice_and_none_is_alive_twice(seed: int, count: int) -> None:
-    events, _ = made_log(seed, count, 0.4)
+def test_no_block_is_given_back_twice_and_none_is_there_twice(seed: int, count: int) -> None:
+    events, _ = made_log(seed, count, 0.4, unlike=False)
     live_totals(events, unreported_frees(events))
 
 
-@given(st.integers(0, 2**32))
-def test_single_frees_of_unlike_blocks_are_found_where_they_happened(seed: int) -> None:
-    draw = random.Random(seed)
-    events, total, alive, silent = [], 0, dict[int, int](), dict[int, int]()
-    for number in range(60):
-        size = 512 * 2**20 + 512 * 2 ** (number % 16) + number  # no two, and no sums of them, are alike
-        total += size
-        if alive and draw.random() < 0.5:
-            address = draw.choice(sorted(alive))
-            total -= alive[address]
-            silent[len(events)] = address
-            del alive[address]
-        events.append(Reported(number, size, total))
-        alive[number] = size
-    assert {number: [address for address, _ in blocks] for number, blocks in unreported_frees(events).items()} == {
-        number: [address] for number, address in silent.items()
-    }
+@given(st.integers(0, 2**32), st.integers(2, 150), st.floats(0.0, 0.8))
+def test_blocks_of_unlike_sizes_are_found_where_they_went(seed: int, count: int, silent: float) -> None:
+    events, truth = made_log(seed, count, silent, unlike=True)
+    assert live_totals(events, unreported_frees(events)) == truth
+
+
+@given(st.integers(4, 8))
+def test_many_at_once_are_found_where_theirs_are_the_next_addresses(together: int) -> None:
+    count = 20
+    events = [Reported(number, 2**number, 2 ** (number + 1) - 1) for number in range(count)]
+    left = 2**count - 2**together
+    events += [Reported(count, 5, left + 5), *(Reported(number, 7, left + 5 + 7 * (number + 1)) for number in range(together))]
+    assert unreported_frees(events) == {count: [(number, 2**number) for number in range(together)]}
+
+
+def test_what_nothing_explains_is_looked_for_again() -> None:
+    """Four go at once; the address of one is given out again, and then the other three explain what is still missing."""
+    gone = (1, 3, 5, 8)
+    events = [Reported(number, 2**number, 2 ** (number + 1) - 1) for number in range(10)]
+    left = 2**10 - 1 - sum(2**number for number in gone)
+    events += [Reported(20, 3000, left + 3000), Reported(8, 4000, left + 7000), Reported(21, 5000, left + 12000)]
+    assert unreported_frees(events) == {11: [(8, 2**8)], 12: [(number, 2**number) for number in (1, 3, 5)]}

@@ -81,13 +81,17 @@ class Device:
 
     @contextmanager
     def on(self, stream: torch.cuda.Stream | None) -> Iterator[None]:
-        """What is queued inside goes to `stream`, and what the current one does afterwards comes after it."""
-        if stream is None or stream == torch.cuda.current_stream(self.device):
+        """What is queued inside goes to `stream`, after what the current one has and before what it gets afterwards."""
+        current = self.stream()
+        if stream is None or current is None or stream == current:
             yield
             return
-        with torch.cuda.stream(stream):
-            yield
-        torch.cuda.current_stream(self.device).wait_stream(stream)
+        stream.wait_stream(current)
+        try:
+            with torch.cuda.stream(stream):
+                yield
+        finally:
+            current.wait_stream(stream)
 
     def keep(self, *tensors: torch.Tensor) -> None:
         """The current stream works on `tensors` that another one made: their memory is not used again before it is done."""

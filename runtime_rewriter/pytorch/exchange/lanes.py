@@ -102,7 +102,7 @@ class Lanes:
 
     Over NCCL there are no threads: all steps of a message are queued on the device by the issuing thread, each lane's on a stream of its
     own. NCCL needs all ranks to queue the collectives of all groups in one order, which threads would not keep; here it is that of message
-    and step. A group's collectives follow each other on its own stream, so that on a lane one message at a time is under way.
+    and step. A group's collectives follow each other on its own stream: of a lane's messages one at a time is under way in each group.
     """
 
     def __init__(self, ranks: Ranks, device: Device) -> None:
@@ -119,7 +119,7 @@ class Lanes:
 
         Side by side they share the links, so that what is needed first waits for what is not: with many, a planned order means nothing.
         One by one, nothing is sent while ranks and threads tell each other that a message is over. Between lanes they overlap anyway: a
-        server sends one message back while the next one comes in.
+        server sends one message back while the next one comes in. Over NCCL nothing follows it: a communicator takes one at a time.
         """
         self.around: Around | None = None
         """Who sees the steps of messages start; messages under way keep whom they have."""

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from autotune.strategy_space.plan import Message, Primitive
 from runtime_rewriter.pytorch.exchange.hierarchical import Circles
@@ -41,6 +42,7 @@ class GatherRows:
         self._root = _root(members, roots) if roots is not None else None
         self._receives = self._root is None or members[self._root : self._root + 1] == (lanes.ranks.rank,)
         self._capacity = 0
+        self._sent: Tensor | None = None
 
     def steps(self) -> list[tuple[int, Step]]:
         return [(self._lane, self._count), (self._lane + 1, self._move)]
@@ -63,16 +65,19 @@ class GatherRows:
         self._capacity = max(count for count, _ in self._told)
         if self._capacity == 0:
             return None
-        # Kept until the next step: a stream may still read what it sends when nobody else needs it any more.
-        self._sent = self._buffers.packed(self._rows, self._capacity)
-        self._received = self._sent.new_empty((self._members if self._receives else 0) * self._sent.numel())
+        # Kept until the result is read: a stream may still read what it sends when nobody else needs it any more.
+        self._sent = sent = self._buffers.packed(self._rows, self._capacity)
+        self._received = sent.new_empty((self._members if self._receives else 0) * sent.numel())
         if self._root is None:
-            return work_of(dist.all_gather_single(self._received, self._sent, group=self._moving, async_op=True))
+            return work_of(dist.all_gather_single(self._received, sent, group=self._moving, async_op=True))
         parts = list(self._received.view(self._members, -1)) if self._receives else None
-        return work_of(dist.gather(self._sent, parts, group=self._moving, group_dst=self._root, async_op=True))
+        return work_of(dist.gather(sent, parts, group=self._moving, group_dst=self._root, async_op=True))
 
     def result(self) -> Rows:
         """Once the steps have completed."""
+        sent, self._sent = self._sent, None
+        if sent is not None:
+            self._device.keep(sent)
         if self._moving is None or not self._receives:
             return self._rows
         self._device.keep(self._received)
@@ -94,6 +99,7 @@ class SpreadRows:
         members = circle.part_of(lanes.ranks.rank)
         self._members, self._root = len(members), _root(members, roots)
         self._sends = members[self._root : self._root + 1] == (lanes.ranks.rank,)
+        self._sent: Tensor | None = None
 
     def steps(self) -> list[tuple[int, Step]]:
         return [(self._lane, self._count), (self._lane + 1, self._move)]
@@ -118,12 +124,16 @@ class SpreadRows:
             return None
         if not self._star:
             return work_of(dist.broadcast(self._buffer, group=self._moving, group_src=self._root, async_op=True))
-        self._sent, self._buffer = self._buffer, torch.empty_like(self._buffer)  # kept as in `GatherRows`
-        copies = [self._sent] * self._members if self._sends else None
+        mine, self._buffer = self._buffer, torch.empty_like(self._buffer)
+        self._sent = mine if self._sends else None  # kept as in `GatherRows`
+        copies = [mine] * self._members if self._sends else None
         return work_of(dist.scatter(self._buffer, copies, group=self._moving, group_src=self._root, async_op=True))
 
     def result(self) -> Rows:
         """Once the steps have completed."""
+        sent, self._sent = self._sent, None
+        if sent is not None:
+            self._device.keep(sent)
         self._device.keep(self._buffer)
         return self._buffers.unpacked(self._buffer, self._number, self._number, self._form)
 
