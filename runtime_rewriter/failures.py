@@ -17,7 +17,10 @@ _CONSEQUENCE_TEXT = (
     "socket closed",
     "aborted due to",
     "read error",
+    "a remote process exiting prematurely",  # NCCL
 )
+_NCCL_TIMEOUT_TEXT = "watchdog caught collective operation timeout"
+"""What torch writes before it aborts a process whose collective over NCCL another rank never joined: nothing is raised there."""
 _URGENCY = (FailureKind.OUT_OF_MEMORY, FailureKind.NUMERICS, FailureKind.REFUSED, FailureKind.CRASH, FailureKind.HANG)
 
 
@@ -40,6 +43,9 @@ def failure_of_exit(code: int, rank: int, log_tail: str) -> Failed:
     if code == -signal.SIGKILL:
         message = f"rank {rank} was killed by SIGKILL, as the kernel does when memory runs out{tail}"
         return Failed(FailureKind.OUT_OF_MEMORY, message, rank)
+    if _NCCL_TIMEOUT_TEXT in log_tail.lower():
+        message = f"rank {rank} waited in vain for another rank, so torch's NCCL watchdog ended it; is every rank at the same step?{tail}"
+        return Failed(FailureKind.HANG, message, rank)
     how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
     return Failed(FailureKind.CRASH, f"rank {rank} ended {how}{tail}", rank)
 

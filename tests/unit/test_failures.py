@@ -7,7 +7,7 @@ import pytest
 from autotune.errors import SynchronizationError
 from autotune.records import Failed, FailureKind
 from runtime_rewriter.answers import Answers, ScriptEnded, Silence
-from runtime_rewriter.failures import kind_of_exception
+from runtime_rewriter.failures import failure_of_exit, is_consequence, kind_of_exception
 
 LOST_PEER = {"event": "failed", "kind": "crash", "message": "all_reduce failed: Connection closed by peer [127.0.0.1]:4242"}
 OWN_ERROR = {"event": "failed", "kind": "crash", "message": "ValueError: planted"}
@@ -36,6 +36,21 @@ def synchronization_error(cause: str | None) -> SynchronizationError:
 )
 def test_a_hang_is_what_timed_out_and_not_what_names_a_timeout(error, kind) -> None:
     assert kind_of_exception(error) is kind
+
+
+def test_a_process_that_nccls_watchdog_ended_hung() -> None:
+    log = (
+        "[rank1]:[E1123 ProcessGroupNCCL.cpp:632] [Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3, OpType=ALLREDUCE, "
+        "NumelIn=1, NumelOut=1, Timeout(ms)=10000) ran for 10003 milliseconds before timing out.\nterminate called after throwing"
+    )
+    failed = failure_of_exit(-6, 1, log)
+    assert failed.kind is FailureKind.HANG and "rank 1 waited in vain" in failed.message
+    assert failure_of_exit(-6, 1, "terminate called").kind is FailureKind.CRASH
+
+
+def test_a_rank_whose_peer_left_nccl_tells_a_consequence() -> None:
+    text = "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely."
+    assert is_consequence(failure_of_exit(1, 0, text))
 
 
 def outcome_of(*by_rank: list[dict], now_s: float = 1.0) -> object:
