@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from autotune.cluster import Cluster
 from autotune.dfg.memory_profile import ByteArray, Held, Lifetime, MemoryProfile, Phase, touched
-from autotune.dfg.plan_memory import Buffer, Replica, When, plan_buffers
+from autotune.dfg.plan_memory import Buffer, Replica, When, multiplying_lanes, plan_buffers
 from autotune.errors import InvalidInput
 from autotune.strategy_space.cross_step import channel_ends_s
 from autotune.strategy_space.plan import Plan
@@ -87,6 +87,9 @@ def peak_memory(
     if flights is None and plan is not None:
         flights = flights_by_cost(profile, plan, workload, cluster)
     extra = [Lifetime(one.bytes, Held.COMMUNICATION) for one in buffers if one.when is When.ALWAYS]
+    if plan is not None and (kept_bytes := profile.bytes_of(Held.LIBRARY)):
+        # Recorded is a workspace of each of two threads, the script's and the engine's, on the one stream on which both multiply.
+        extra.append(Lifetime(len(multiplying_lanes(plan)) * kept_bytes // 2, Held.LIBRARY))
     if plan is not None and plan.cross_step:
         extra += _crossing(profile)
     if replica.bucket_view and replica.ddp and (plan is None or any(one.what == "buckets of the plan" for one in buffers)):

@@ -100,6 +100,19 @@ def plan_buffers(plan: Plan | None, workload: Workload, replica: Replica, world_
     return found
 
 
+def multiplying_lanes(plan: Plan) -> frozenset[int]:
+    """Lanes on which PowerSGD multiplies matrices (`exchange/compressed`): before its two sums and after them.
+
+    On a GPU each has a stream of its own, for which cuBLAS keeps a workspace.
+    """
+    found: set[int] = set()
+    for message in plan.messages:
+        if message.compressor is Compressor.POWER_SGD:
+            first, steps = int(message.hierarchical), 1 if message.primitive is Primitive.ALL_REDUCE else 2
+            found |= {first, first + steps, first + 2 * steps}
+    return frozenset(found)
+
+
 def _packing(number: int, message: Message, sparse: Mapping[str, int], workload: Workload, world_size: int) -> Iterator[Buffer]:
     """Copies between a gradient and the wire: a cast is scaled in the gradient's dtype first, a sparse gradient is made dense."""
     size = DTYPE_BYTES[message.dtype]
