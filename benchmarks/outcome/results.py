@@ -166,7 +166,7 @@ def _outcome(course: Course, there: Sequence[Side], rounds: Sequence[Round]) -> 
     today = [side for side in there if side.group is Group.TODAY]
     rivals = [side for side in there if side.group in (Group.TODAY, Group.RIVAL)]
     marks = []
-    for mark, name in course.sides.items():
+    for mark, name in sorted(course.sides.items(), key=lambda side: int(side[0])):  # JSON has them in the order of their text
         if name not in {side.name for side in there}:  # it failed, and the current setup would stay
             name = DDP_DEFAULT
         ours = _plan_of(name, there)

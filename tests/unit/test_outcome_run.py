@@ -210,6 +210,19 @@ def test_the_row_tells_ratios_bound_and_marks(whole):
     assert row_of(whole.dataset / "elsewhere") is None
 
 
+def test_marks_are_in_the_order_of_their_numbers_and_not_of_their_text(whole, tmp_path):
+    shorten(whole, tmp_path, len(whole.domain.trials))
+    course = whole.frozen.courses[OURS]
+    others = {"3": "25", "6": "100"}
+    renamed = replace(
+        course, **{name: {others[mark]: value for mark, value in getattr(course, name).items()} for name in ("sides", "trials", "seconds")}
+    )
+    write_frozen(tmp_path, replace(whole.frozen, courses=whole.frozen.courses | {OURS: renamed}))
+    row = row_of(tmp_path)
+    assert [at.asked for at in row.lossless.marks] == [25, 100]
+    assert row.lossless.last.side == course.sides["6"]
+
+
 def test_of_the_bests_of_a_search_three_are_measured_again_and_those_that_cost_nothing():
     bests = [(Incumbent(n, 0.0, strategy(n)), Side(f"{n}", Group.STOP, key, strategy(n))) for n, key in enumerate("abacdefg")]
     assert [side.plan for _, side in _measured_again(bests, {"f"})] == ["a", "b", "c", "f"]
