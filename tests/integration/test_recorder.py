@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch_world import run_world, seeded
+from torch_world import BACKEND, run_world, seeded
 
 import autotune
 from autotune.dfg.replay import replay
@@ -102,7 +102,7 @@ def test_training_gives_the_same_bits_and_the_ddp_is_its_own_again(ddp_job, tmp_
 def test_every_rank_has_its_trace_with_the_asked_steps(ddp_job) -> None:
     folder, _ = ddp_job
     job = RecordedJob.read(folder)
-    assert (job.world_size, job.steps, job.backend, job.cross_step_refused) == (2, RECORDED, "gloo", "")
+    assert (job.world_size, job.steps, job.backend, job.cross_step_refused) == (2, RECORDED, BACKEND, "")
     for rank in range(2):
         trace = trace_of(folder, rank)
         assert (trace["distributedInfo"]["rank"], trace["distributedInfo"]["world_size"]) == (rank, 2)
