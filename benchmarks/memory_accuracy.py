@@ -4,7 +4,7 @@ For every example model at its own batch size, and for one more with sparse grad
 synchronization. From it the peak of each rank is predicted under torch's DDP and under plans of every kind, and then measured: two ranks
 over gloo, fresh processes for every case, with a counter in front of torch's CPU allocator (c10_memory.py); with `--device cuda` over NCCL,
 both on one GPU (one_gpu.py), and counted by torch's caching allocator. Errors are |predicted - measured| / measured over all ranks and
-cases; plans that a script cannot follow are `refused`. The last line is one JSON object.
+cases; `refused` are plans that a script cannot follow, and over NCCL torch's DDP of sparse gradients. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import argparse
 import json
 import os
 import platform
-import socket
 import statistics
 import subprocess
 import sys
@@ -88,18 +87,17 @@ def answer(process: subprocess.Popen[str]) -> dict[str, Any]:
 
 
 def measured(library: str, name: str, what: str) -> list[dict[str, Any]]:
-    """By rank."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    shared = {"WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
+    """By rank. The ranks meet at a file, since a port that is free now may not be when they have started."""
+    shared = {"WORLD_SIZE": str(RANKS), "GLOO_SOCKET_IFNAME": "lo"}
     apart = [as_hosts_of_their_own(rank) if library == DEVICE else {} for rank in range(RANKS)]
-    ranks = [started(library, name, what, RANK=str(rank), **shared, **apart[rank]) for rank in range(RANKS)]
-    try:
-        return [answer(rank) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
+    with tempfile.TemporaryDirectory() as folder:
+        meeting = f"file://{folder}/ranks"
+        ranks = [started(library, name, what, meeting, RANK=str(rank), **shared, **apart[rank]) for rank in range(RANKS)]
+        try:
+            return [answer(rank) for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
 
 
 def cases(workload: Workload, cluster: Cluster, chosen: list[str]) -> dict[str, Plan | None]:

@@ -1,7 +1,7 @@
 """One fresh process of `benchmarks.memory_accuracy`: it records a profile, or trains under a plan and measures. Prints one JSON line.
 
 python -m benchmarks.memory_rank LIBRARY MODEL profile
-python -m benchmarks.memory_rank LIBRARY MODEL ddp|PLAN.json      (with RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT)
+python -m benchmarks.memory_rank LIBRARY MODEL ddp|PLAN.json MEETING      (with RANK, WORLD_SIZE; an `init_method` of torch's)
 
 LIBRARY: the counter in front of the CPU's allocator, or `cuda`.
 """
@@ -37,12 +37,14 @@ def recorded(job: Job) -> dict[str, Any]:
 
 
 def measured(job: Job, plan: Plan | None, counter: AllocatorCounter | DeviceCounter, outside: int) -> dict[str, Any]:
-    """Highest bytes of the steps after the first ones, and of everything since the start of the process."""
-    dist.init_process_group("nccl" if isinstance(counter, DeviceCounter) else "gloo")
+    """Highest bytes of the steps after the first ones.
+
+    A plan is loaded after steps without one, as the tuner does, but for sparse gradients over NCCL: DDP's reducer does not send them.
+    """
     model: Any = DistributedDataParallel(job.module) if plan is None else PlannedDataParallel(job.module)
-    for _ in range(SETTLE_STEPS):
-        job.step(model)
-    from_start = counter.peak_bytes
+    if plan is None or not _refused_by_ddp(job):
+        for _ in range(SETTLE_STEPS):
+            job.step(model)
     if plan is not None:
         model.synchronizer.load(plan)
         gc.collect()
@@ -51,7 +53,7 @@ def measured(job: Job, plan: Plan | None, counter: AllocatorCounter | DeviceCoun
     counter.reset()
     for _ in range(MEASURED_STEPS):
         job.step(model)
-    found = {"peak_bytes": counter.peak_bytes - outside, "from_start_bytes": from_start - outside}
+    found = {"peak_bytes": counter.peak_bytes - outside}
     dist.barrier()
     if plan is not None:
         model.synchronizer.close()
@@ -60,8 +62,12 @@ def measured(job: Job, plan: Plan | None, counter: AllocatorCounter | DeviceCoun
     return found
 
 
+def _refused_by_ddp(job: Job) -> bool:
+    return dist.get_backend() == "nccl" and any(getattr(module, "sparse", False) for module in job.module.modules())
+
+
 def main() -> None:
-    library, name, what = sys.argv[1:]
+    library, name, what, *meeting = sys.argv[1:]
     counter = DeviceCounter() if library == "cuda" else AllocatorCounter(Path(library))
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -70,10 +76,15 @@ def main() -> None:
         found = recorded(job)
     else:
         plan = None if what == "ddp" else Plan.from_json(Path(what).read_text())
-        try:
-            found = measured(job, plan, counter, OUTSIDE_BYTES.get(name, 0))
-        except InvalidStrategy as refusal:  # on all ranks alike: a script that clips cannot cross the step
-            found = {"refused": str(refusal)}
+        backend = "nccl" if isinstance(counter, DeviceCounter) else "gloo"
+        dist.init_process_group(backend, init_method=meeting[0], rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
+        if plan is None and _refused_by_ddp(job):
+            found = {"refused": "torch's DDP does not send sparse gradients over NCCL"}
+        else:
+            try:
+                found = measured(job, plan, counter, OUTSIDE_BYTES.get(name, 0))
+            except InvalidStrategy as refusal:  # on all ranks alike: a script that clips cannot cross the step
+                found = {"refused": str(refusal)}
     print(json.dumps(found), flush=True)
     os._exit(0)  # threads of a plan that was refused may wait for the other rank
 

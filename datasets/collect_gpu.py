@@ -9,6 +9,8 @@ For every model:
 | `autotune.Recorder`'s folder of the plain model and under autocast, DDP of one rank over NCCL | `MODEL.fp32/`, `MODEL.amp_bf16/` |
 | the same of two ranks that share the GPU, their messages over NCCL through the loopback (`--pairs`) | `MODEL.two_ranks/` |
 
+What the folder holds of other models stays there.
+
 A variant's steps are timed by CUDA events between them, without waiting for each; the plain model is measured again at the end, so that
 a GPU that changed its clock shows. Two ranks on one GPU take turns there: their traces show what is sent, never how fast a cluster is.
 """
@@ -236,11 +238,16 @@ def measure(name: str, variants: Sequence[Variant]) -> list[dict[str, Any]]:
     for variant in (*(variant for variant in variants if variant.fits(model)), PLAIN):
         before_bytes = torch.cuda.memory_allocated()
         training = Training(model, variant)
-        rows.append({"model": name, "variant": asdict(variant), "before_bytes": before_bytes} | timed(training))
+        about = {"model": name, "variant": asdict(variant), "date": _today(), "torch": torch.__version__, "before_bytes": before_bytes}
+        rows.append(about | timed(training))
         del training
         _drop()
         console.log(f"{name} {variant.name}: {rows[-1]['step_ms']:.2f} ms, issued in {rows[-1]['issue_ms']:.2f} ms")
     return rows
+
+
+def _today() -> str:
+    return datetime.now(UTC).date().isoformat()
 
 
 def record(name: str, variant: Variant, folder: Path) -> None:
@@ -303,11 +310,12 @@ def pack(folder: Path) -> None:
 
 def card(rows: Sequence[dict[str, Any]], out: Path) -> str:
     device = torch.cuda.get_device_properties(0)
+    versions, dates = ({row[key] for row in rows} for key in ("torch", "date"))
     lines = [
         f"# {device.name}: step times and traces of real models",
         "",
         f"{device.name} ({device.total_memory / 2**30:.0f} GiB, {device.multi_processor_count} multiprocessors), torch "
-        f"{torch.__version__}, {platform.machine()} with {os.cpu_count()} cores, {datetime.now(UTC).date().isoformat()}; "
+        f"{' and '.join(sorted(versions))}, {platform.machine()} with {os.cpu_count()} cores, {' and '.join(sorted(dates))}; "
         "`python datasets/collect_gpu.py`, which says what each variant is. Random weights and inputs.",
         "",
         f"A time is the median of {TIMED_STEPS} steps after {WARM_STEPS}, with the deciles; the last row of a model repeats its first. "
@@ -359,10 +367,12 @@ def main() -> int:
         return 0
     _join(0, 1, _free_port())
     options.out.mkdir(parents=True, exist_ok=True)
-    rows: list[dict[str, Any]] = []
+    times = options.out / "times.json"
+    earlier = json.loads(times.read_text(encoding="utf-8")) if times.exists() else []
+    rows: list[dict[str, Any]] = [row for row in earlier if row["model"] not in options.models]
     for name in options.models:
         rows += measure(name, VARIANTS + (COMPILED if options.compile else ()))
-        (options.out / "times.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+        times.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
         folders = [options.out / f"{name}.{variant.name}" for variant in TRACED]
         for variant, folder in zip(TRACED, folders, strict=True):
             record(name, variant, folder)
