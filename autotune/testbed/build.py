@@ -56,12 +56,13 @@ def network_commands(layout: Layout) -> list[Command]:
         sent_bytes = round(host.devices * received * GROUPS * WINDOW_MARGIN)
         commands += _tap(layout, index) if relayed else _veth(layout, index)
         commands += _host(layout, index, windows[index])
-        outward = Shaper(host.namespace, INTERFACE, FRAMING, layout.filters, sent_bytes)
+        others = [other.address for other in layout.hosts if other is not host] if layout.filters else []
+        outward = Shaper(host.namespace, INTERFACE, FRAMING, others, sent_bytes)
         commands += outward.shaped(host.link_bytes_per_s, _out(layout, index), _delay(layout, host))
         if not relayed:
             commands += Shaper(layout.switch, port(index), FRAMING).shaped(host.link_bytes_per_s, _in(layout, index))
         if host.inner_bytes_per_s:
-            commands += Shaper(host.namespace, "lo", LOOPBACK_FRAMING, layout.filters).shaped(host.inner_bytes_per_s)
+            commands += Shaper(host.namespace, "lo", LOOPBACK_FRAMING).shaped(host.inner_bytes_per_s)
     if layout.steered_cpus:
         commands += [_steered(namespace, layout.steered_cpus) for namespace in layout.namespaces]
     return commands

@@ -111,7 +111,7 @@ _TRIALS = (
     _Trial(
         "u32",
         False,
-        "rates of pairs, acknowledgements first",
+        "rates of pairs, fair queues",
         ("tc filter add dev p0 parent 1: protocol ip u32 match ip dst 10.77.0.2/32 flowid 1:2",),
     ),
     _Trial("steering", False, "packets that stay in order", (f"ip netns exec {TRIAL} test -w /sys/class/net/lo/queues/rx-0/rps_cpus",)),

@@ -67,32 +67,39 @@ def test_a_scale_below_one_is_refused() -> None:
 def test_a_slower_pair_is_a_class_inside_its_interface_and_a_faster_one_beside_it() -> None:
     slow = lines(Cluster("c", (host("a"), host("b")), (PairLink(("a", "b"), 0.1 * GBIT, 5e-5),)))
     assert any(
-        "autotune.c.a class add dev eth0 parent 1:1 classid 1:10 htb" in line and f"ceil {round(1e8 * FRAMING)}bit" in line for line in slow
+        "autotune.c.a class add dev eth0 parent 1:1 classid 1:20 htb" in line and f"ceil {round(1e8 * FRAMING)}bit" in line for line in slow
     )
-    assert any("dst 10.77.0.2/32 flowid 1:11" in line for line in slow)
+    assert any("dst 10.77.0.2/32 flowid 1:20" in line for line in slow)
     assert not any("dev p1" in line and "filter" in line for line in slow)
     fast = lines(Cluster("c", (host("a"), host("b")), (PairLink(("a", "b"), 4 * GBIT, 5e-5),)))
-    assert any("autotune.c.a class add dev eth0 parent 1: classid 1:10 htb" in line for line in fast)
+    assert any("autotune.c.a class add dev eth0 parent 1: classid 1:20 htb" in line for line in fast)
     assert any("autotune.c filter add dev p1" in line and "src 10.77.0.1/32" in line for line in fast)
 
 
-def test_acknowledgements_overtake_what_a_host_sends_where_the_kernel_has_filters() -> None:
-    cluster = Cluster("c", (host("a"), host("b")))
-    made = [line for line in lines(cluster) if " prio " in line]
-    assert any("autotune.c.a filter add dev eth0" in line and "u16 52 0xffff at 2" in line and "flowid 1:4" in line for line in made)
-    assert any("classid 1:3 " in line and "prio 1" in line for line in made) and any(
-        "classid 1:4 " in line and "prio 0" in line for line in made
-    )
-    assert not any("filter" in line and "autotune.c filter" in line for line in made)  # a switch's port has one queue
+def test_what_goes_to_different_hosts_waits_in_different_queues_where_the_kernel_has_filters() -> None:
+    cluster = Cluster("c", tuple(host(name) for name in "abcd"))
+    made = [line for line in lines(cluster) if "autotune.c.b " in line and "dev eth0" in line]
+    filters = [line.partition("u32 ")[2] for line in made if " filter " in line]
+    assert filters == [f"match u8 {bits:#x} 0xf at 19 flowid 1:{name}" for bits, name in ((1, 3), (3, 4), (4, 5))]
+    assert [line.split("parent ")[1].split()[0] for line in made if "bfifo" in line] == ["1:3", "1:4", "1:5"]
+    rates = [int(line.split(" rate ")[1].split("bit")[0]) for line in made if " class " in line and "parent 1:2 " in line]
+    assert len(rates) == 3 and sum(rates) == pytest.approx(1e9 * FRAMING, abs=3)
+    assert not any("filter" in line and "autotune.c filter" in line for line in lines(cluster))  # a switch's port has one queue
     assert not any("filter" in line for line in lines(cluster, NONE))
+
+
+def test_many_hosts_share_a_few_queues() -> None:
+    made = [line for line in lines(Cluster("c", tuple(host(f"h{number}") for number in range(600)))) if "autotune.c.h7 filter" in line]
+    assert len(made) == 16
 
 
 def test_a_host_never_loses_what_it_sends_itself() -> None:
     cluster = Cluster("c", (host("a"), host("b"), host("c"), host("d", 0.25)))
-    (queue,) = [line for line in lines(cluster) if "autotune.c.d qdisc add dev eth0 parent 1:3 bfifo" in line]
+    queues = [line for line in lines(cluster) if "autotune.c.d qdisc add dev eth0 parent 1:" in line]
     layout = lay_out(cluster, ALL)
     sent = sum(window_bytes(layout, other) for other in range(3))
-    assert int(queue.split("limit ")[1]) > sent > queue_bytes(layout.hosts[3].link_bytes_per_s * FRAMING)
+    assert len(queues) == 3
+    assert min(int(queue.split("limit ")[1]) for queue in queues) > sent > queue_bytes(layout.hosts[3].link_bytes_per_s * FRAMING)
 
 
 def test_guaranteed_rates_of_classes_never_exceed_their_interface() -> None:
@@ -119,10 +126,10 @@ def test_latency_takes_the_simplest_means_that_the_kernel_has(latency_s: float, 
 def test_with_netem_each_latency_has_its_own_queue() -> None:
     cluster = Cluster("c", (host("a", latency_s=1e-3), host("b"), host("c"), host("d")), (PairLink(("a", "b"), GBIT, 3e-3),))
     made = [line for line in lines(cluster) if "autotune.c.a qdisc" in line]
-    for leaf, delay_us in (("1:3", 1000), ("1:4", 1000), ("1:11", 3000), ("1:12", 3000)):  # data and acknowledgements
+    for leaf, delay_us in (("1:3", 1000), ("1:4", 1000), ("1:5", 1000), ("1:20", 3000)):
         assert any(f"parent {leaf} netem delay {delay_us}us" in line for line in made)
     back = [line for line in lines(cluster) if "autotune.c.c qdisc" in line]
-    assert any("parent 1:3 bfifo" in line for line in back) and any("parent 1:11 netem delay 1000us" in line for line in back)
+    assert any("parent 1:4 bfifo" in line for line in back) and any("parent 1:20 netem delay 1000us" in line for line in back)
 
 
 def test_pairs_without_filters_go_through_the_relay_unless_they_are_faster_than_their_interface() -> None:
