@@ -56,8 +56,8 @@ def network_commands(layout: Layout) -> list[Command]:
         sent_bytes = round(host.devices * received * GROUPS * WINDOW_MARGIN)
         commands += _tap(layout, index) if relayed else _veth(layout, index)
         commands += _host(layout, index, windows[index])
-        others = [other.address for other in layout.hosts if other is not host] if layout.filters else []
-        outward = Shaper(host.namespace, INTERFACE, FRAMING, others, sent_bytes)
+        peers = [other.address for other in layout.hosts if other is not host] if layout.filters else []
+        outward = Shaper(host.namespace, INTERFACE, FRAMING, peers, sent_bytes)
         commands += outward.shaped(host.link_bytes_per_s, _out(layout, index), _delay(layout, host))
         if not relayed:
             commands += Shaper(layout.switch, port(index), FRAMING).shaped(host.link_bytes_per_s, _in(layout, index))

@@ -35,7 +35,7 @@ SMALLEST_QUEUE_BYTES = 256 * 1024  # room for a GSO frame of four senders at onc
 
 ROOT, INTERFACE_CLASS, USUAL, FIRST_QUEUE, FIRST_LANE = 0, 1, 2, 3, 0x20  # minor class ids; USUAL: what has no lane
 MOST_QUEUES = 16
-"""Of the traffic that has no lane."""
+"""Of the traffic that has no lane, so that a crowd of hosts does not take a class for each pair; a power of two, for u32's mask."""
 
 Command = list[str]
 
@@ -53,12 +53,12 @@ class Branch:
 
 @dataclass(frozen=True)
 class Shaper:
-    """htb on one device. `apart`: to these hosts' addresses in queues of their own; `least_queue_bytes`: room of a queue, or more."""
+    """htb on one device. `peers`: addresses that each have a queue of their own; `least_queue_bytes`: room of a queue, or more."""
 
     namespace: str
     device: str
     framing: float
-    apart: Sequence[str] = ()
+    peers: Sequence[str] = ()
     least_queue_bytes: int = 0
 
     def shaped(self, link_bytes_per_s: float, branches: Sequence[Branch] = (), delay_s: float = 0.0) -> list[Command]:
@@ -89,7 +89,7 @@ class Shaper:
 
     def _queues(self) -> dict[int, str]:
         """By class id u32's match of the last part of the address where it goes: hosts that agree in its low bits share a queue."""
-        low_bits = sorted({int(address.rpartition(".")[2]) % MOST_QUEUES for address in self.apart})
+        low_bits = sorted({int(address.rpartition(".")[2]) % MOST_QUEUES for address in self.peers})
         return {FIRST_QUEUE + at: f"match u8 {bits:#x} {MOST_QUEUES - 1:#x} at 19" for at, bits in enumerate(low_bits)}
 
     def _class(self, parent: int, name: int, rate_bytes_per_s: float, ceiling_bytes_per_s: float) -> Command:

@@ -7,7 +7,9 @@ from testbed_traffic import (
     assert_nothing_is_left,
     assert_reaches,
     cluster,
+    counted,
     round_trip_s,
+    stream,
 )
 
 from autotune.cluster import PairLink
@@ -31,6 +33,14 @@ def test_an_uneven_cluster_has_each_hosts_rate_in_both_directions(bed_directory,
         assert_reaches(made, [(0, 1)], [1000])
         assert_reaches(made, [(3, 0)], [250])
         assert_reaches(made, [(2, 3)], [250])
+
+
+@NEEDS_FILTERS
+def test_no_data_is_dropped_for_an_acknowledgement_number_that_is_too_old(bed_directory, bed_name) -> None:
+    """It was, where acknowledgements overtook data: receivers challenge such a segment (RFC 5961, section 5.2) and wait for it again."""
+    with bed.running(cluster(1000, 1000, 1000, 250), name=bed_name, directory=bed_directory) as made:
+        stream(made, [(3, 0, True), *((3, target, False) for target in (0, 1, 1, 2, 2))], seconds=1.5)  # the slow host's queue is long
+        assert [counted(host, "TCPChallengeACK") for host in made.hosts] == [0, 0, 0, 0]
 
 
 def test_a_byte_scale_slows_the_links(bed_directory, bed_name) -> None:

@@ -39,6 +39,22 @@ for _ in range(40):
 print(min(times), statistics.median(times))
 """
 
+BOTH_WAYS = """
+import socket, sys, threading, time
+address, port, seconds = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
+if address: stream = socket.create_connection((address, port))
+else:
+    server = socket.create_server(("", port)); print("ready", flush=True)
+    stream, _ = server.accept()
+def send():
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end: stream.sendall(bytes(1 << 16))
+    stream.shutdown(socket.SHUT_WR)
+thread = threading.Thread(target=send); thread.start()
+while stream.recv(1 << 16): pass
+thread.join()
+"""
+
 
 def cluster(*mbit: float, latency_s: float = 5e-5, links: tuple[PairLink, ...] = (), inner: float = 1e10) -> Cluster:
     return Cluster("c", tuple(Host(f"h{i}", 1, rate * 1.25e5, latency_s, inner, 5e-6) for i, rate in enumerate(mbit)), links)
@@ -47,7 +63,7 @@ def cluster(*mbit: float, latency_s: float = 5e-5, links: tuple[PairLink, ...] =
 def started(host: bed.BedHost, program: str, *words: str) -> subprocess.Popen[str]:
     command = [*bed.words_inside(host.namespace), sys.executable, "-c", program, *words]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    if program in (RECEIVE, ECHO):
+    if program in (RECEIVE, ECHO) or (program == BOTH_WAYS and not words[0]):
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
     return process
 
@@ -70,6 +86,30 @@ def round_trip_s(made: bed.Testbed, source: int = 0, target: int = 1) -> tuple[f
     server = started(made.hosts[target], ECHO)
     smallest, median = answer(server, started(made.hosts[source], PING, made.hosts[target].address))[1].split()
     return float(smallest), float(median)
+
+
+def stream(made: bed.Testbed, connections: list[tuple[int, int, bool]], seconds: float) -> None:
+    """All at once, each from a source to a target, and back on the same connection where that is so."""
+    servers = [
+        started(made.hosts[target], BOTH_WAYS, "", str(6000 + number), str(seconds if back else 0.0))
+        for number, (_, target, back) in enumerate(connections)
+    ]
+    clients = [
+        started(made.hosts[source], BOTH_WAYS, made.hosts[target].address, str(6000 + number), str(seconds))
+        for number, (source, target, _) in enumerate(connections)
+    ]
+    for both in zip(servers, clients, strict=True):
+        answer(*both)
+
+
+def counted(host: bed.BedHost, counter: str) -> int:
+    """One of a host's extended TCP counters since it was made (`/proc/net/netstat`)."""
+    names, values, *_ = inside(host, "cat", "/proc/net/netstat").splitlines()
+    return int(values.split()[names.split().index(counter)])
+
+
+def inside(host: bed.BedHost, *words: str) -> str:
+    return subprocess.run([*bed.words_inside(host.namespace), *words], capture_output=True, text=True, check=True, timeout=30).stdout
 
 
 def assert_reaches(made: bed.Testbed, pairs: list[tuple[int, int]], expected_mbit: list[float], seconds: float = 0.9) -> None:
