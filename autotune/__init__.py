@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
     import torch
 
-    from runtime_rewriter.apply import Applied
-    from runtime_rewriter.tracing.api import P, R, Recorder
+    from runtime_rewriter.rank.apply import Applied
+    from runtime_rewriter.recording.api import P, R, Recorder
 
 __version__ = "0.1.0"
 __all__ = ["Recorder", "__version__", "apply", "profile"]
@@ -23,7 +23,7 @@ __all__ = ["Recorder", "__version__", "apply", "profile"]
 def __getattr__(name: str) -> Any:
     """`Recorder` loads when it is asked for."""
     if name == "Recorder":
-        from runtime_rewriter.tracing.api import Recorder
+        from runtime_rewriter.recording.api import Recorder
 
         return Recorder
     raise AttributeError(f"module 'autotune' has no attribute {name!r}")
@@ -40,7 +40,7 @@ def apply(
     and buffers are broadcast from rank 0. Without a strategy the gradients are sent as torch's DDP would; under
     `autotune tune` the tuner decides. Raises `ModelMismatch` if the strategy is for another model or world size.
     """
-    from runtime_rewriter.apply import apply as apply_to_torch
+    from runtime_rewriter.rank.apply import apply as apply_to_torch
 
     return apply_to_torch(model, optimizer, strategy)
 
@@ -53,6 +53,6 @@ def profile(recorder: Recorder) -> Callable[[Callable[P, R]], Callable[P, R]]:
     @autotune.profile(recorder)
     def train_one_step(batch): ...
     """
-    from runtime_rewriter.tracing.api import profile as profile_steps
+    from runtime_rewriter.recording.api import profile as profile_steps
 
     return profile_steps(recorder)

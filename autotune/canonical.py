@@ -36,9 +36,16 @@ def to_data(value: Any) -> Any:
         return {str(key): to_data(item) for key, item in value.items()}
     if dataclasses.is_dataclass(kind):
         if kind not in _FIELDS:  # a strategy has thousands of values of four types
-            _FIELDS[kind] = tuple((own.name, own.default if "later" in own.metadata else _ALWAYS) for own in dataclasses.fields(kind))
+            _FIELDS[kind] = tuple(
+                (own.name, own.default if "later" in own.metadata else _ALWAYS)
+                for own in dataclasses.fields(kind)
+            )
         present = ((name, getattr(value, name), left_out) for name, left_out in _FIELDS[kind])
-        return {name: to_data(held) for name, held, left_out in present if left_out is _ALWAYS or held != left_out}
+        return {
+            name: to_data(held)
+            for name, held, left_out in present
+            if left_out is _ALWAYS or held != left_out
+        }
     if isinstance(value, Path):
         return str(value)
     raise TypeError(f"{kind.__name__} has no canonical form")
@@ -46,7 +53,9 @@ def to_data(value: Any) -> Any:
 
 def canonical_json(value: Any) -> str:
     """The one text of a value: sorted keys, no spaces, NaN and infinity refused."""
-    return json.dumps(to_data(value), sort_keys=True, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
+    return json.dumps(
+        to_data(value), sort_keys=True, separators=(",", ":"), allow_nan=False, ensure_ascii=False
+    )
 
 
 def content_id(prefix: str, value: Any) -> str:

@@ -46,7 +46,9 @@ class Host:
 
     def __post_init__(self) -> None:
         if self.devices < 1:
-            raise InvalidInput(f"host {self.name!r} needs at least 1 device, but has {self.devices}")
+            raise InvalidInput(
+                f"host {self.name!r} needs at least 1 device, but has {self.devices}"
+            )
         if self.link_bytes_per_s <= 0 or self.inner_bytes_per_s <= 0:
             raise InvalidInput(f"host {self.name!r} needs bandwidths above 0")
         if self.latency_s < 0 or self.inner_latency_s < 0:
@@ -65,7 +67,9 @@ class PairLink:
 
     def __post_init__(self) -> None:
         if self.link_bytes_per_s <= 0 or self.latency_s < 0:
-            raise InvalidInput(f"link {self.between[0]!r} - {self.between[1]!r} needs a bandwidth above 0 and a latency of at least 0")
+            raise InvalidInput(
+                f"link {self.between[0]!r} - {self.between[1]!r} needs a bandwidth above 0 and a latency of at least 0"
+            )
 
 
 class Where(StrEnum):
@@ -120,14 +124,24 @@ class CollectiveFit:
     sizes: int = 0
 
     def __post_init__(self) -> None:
-        costs = (self.alpha_s, self.beta_s_per_byte, self.cpu_alpha_s, self.cpu_beta_s_per_byte, *(b.s_per_byte for b in self.bends))
+        costs = (
+            self.alpha_s,
+            self.beta_s_per_byte,
+            self.cpu_alpha_s,
+            self.cpu_beta_s_per_byte,
+            *(b.s_per_byte for b in self.bends),
+        )
         errors = (self.relative_error, self.spread, self.large_error or 0.0)
         if not all(0 <= figure < math.inf for figure in (*costs, *errors)):
-            raise InvalidInput(f"the fit of {self.primitive!r} needs finite costs and errors of at least 0, but has {costs} and {errors}")
+            raise InvalidInput(
+                f"the fit of {self.primitive!r} needs finite costs and errors of at least 0, but has {costs} and {errors}"
+            )
         sizes = (0.0, *(bend.until_bytes for bend in self.bends), math.inf)
         if len(self.bends) > MAX_BENDS or not all(a < b for a, b in pairwise(sizes)):
             rule = f"needs at most {MAX_BENDS} bends at ascending finite sizes above 0"
-            raise InvalidInput(f"the fit of {self.primitive!r} {rule}, but has them at {sizes[1:-1]}")
+            raise InvalidInput(
+                f"the fit of {self.primitive!r} {rule}, but has them at {sizes[1:-1]}"
+            )
 
     @property
     def identity(self) -> tuple[str, int, Where, bool]:
@@ -144,7 +158,9 @@ class CollectiveFit:
         """The cost of every message, shape as the sizes."""
         seconds, reached = np.full(message_bytes.shape, self.alpha_s), 0.0
         for bend in self.bends:
-            seconds += bend.s_per_byte * np.clip(message_bytes - reached, 0.0, bend.until_bytes - reached)
+            seconds += bend.s_per_byte * np.clip(
+                message_bytes - reached, 0.0, bend.until_bytes - reached
+            )
             reached = bend.until_bytes
         seconds += self.beta_s_per_byte * np.maximum(message_bytes - reached, 0.0)
         return seconds
@@ -170,8 +186,13 @@ class LinkFit:
     probes: int = 1
 
     def __post_init__(self) -> None:
-        if not (0 < self.bytes_per_s < math.inf and all(0 <= f < math.inf for f in (self.latency_s, self.relative_error, self.spread))):
-            raise InvalidInput(f"the link of {self.host!r} needs a finite bandwidth above 0, and a latency and errors of at least 0")
+        if not (
+            0 < self.bytes_per_s < math.inf
+            and all(0 <= f < math.inf for f in (self.latency_s, self.relative_error, self.spread))
+        ):
+            raise InvalidInput(
+                f"the link of {self.host!r} needs a finite bandwidth above 0, and a latency and errors of at least 0"
+            )
 
 
 @dataclass(frozen=True)
@@ -205,12 +226,18 @@ class Cluster:
         for link in self.pair_links:
             for end in link.between:
                 if end not in names:
-                    raise InvalidInput(f"a link names host {end!r}, but the hosts are {', '.join(names)}")
+                    raise InvalidInput(
+                        f"a link names host {end!r}, but the hosts are {', '.join(names)}"
+                    )
         for found in self.link_fits:
             if found.host not in names:
-                raise InvalidInput(f"a fitted link names host {found.host!r}, but the hosts are {', '.join(names)}")
+                raise InvalidInput(
+                    f"a fitted link names host {found.host!r}, but the hosts are {', '.join(names)}"
+                )
         if len(self.fits) > MAX_FITS:
-            raise InvalidInput(f"cluster {self.name!r} may hold at most {MAX_FITS} fits, but has {len(self.fits)}")
+            raise InvalidInput(
+                f"cluster {self.name!r} may hold at most {MAX_FITS} fits, but has {len(self.fits)}"
+            )
 
     @staticmethod
     def local(workers: int) -> Cluster:
@@ -221,7 +248,9 @@ class Cluster:
     @cached_property
     def id(self) -> str:
         """Identity of the hosts and links, whatever was fitted on them."""
-        return content_id("cluster", {"hosts": to_data(self.hosts), "links": to_data(self.pair_links)})
+        return content_id(
+            "cluster", {"hosts": to_data(self.hosts), "links": to_data(self.pair_links)}
+        )
 
     @cached_property
     def world_size(self) -> int:
@@ -238,7 +267,11 @@ class Cluster:
         if a == b:
             return self.hosts[a].inner_bytes_per_s
         pair = self._pair(a, b)
-        return pair.link_bytes_per_s if pair else min(self.hosts[a].link_bytes_per_s, self.hosts[b].link_bytes_per_s)
+        return (
+            pair.link_bytes_per_s
+            if pair
+            else min(self.hosts[a].link_bytes_per_s, self.hosts[b].link_bytes_per_s)
+        )
 
     def latency_s(self, rank_a: int, rank_b: int) -> float:
         """One-way latency between two ranks."""
@@ -256,7 +289,10 @@ class Cluster:
     @cached_property
     def ring_bytes_per_s(self) -> float:
         """b_m of Eq. 3: the slowest link of the ring in rank order; O(hosts), not O(workers)."""
-        slowest = min((host.inner_bytes_per_s for host in self.hosts if host.devices > 1), default=float("inf"))
+        slowest = min(
+            (host.inner_bytes_per_s for host in self.hosts if host.devices > 1),
+            default=float("inf"),
+        )
         first_ranks = [0]
         for host in self.hosts[:-1]:
             first_ranks.append(first_ranks[-1] + host.devices)
@@ -265,14 +301,27 @@ class Cluster:
                 slowest = min(slowest, self.bandwidth_bytes_per_s(here, there))
         return slowest if slowest != float("inf") else self.hosts[0].inner_bytes_per_s
 
-    def fit(self, primitive: str, group_size: int, where: Where | None = None, loaded: bool = False) -> CollectiveFit | None:
+    def fit(
+        self, primitive: str, group_size: int, where: Where | None = None, loaded: bool = False
+    ) -> CollectiveFit | None:
         """The fitted cost of a primitive on so many ranks, if it was probed.
 
         Without `where` the whole world's comes first, then that of ranks on different hosts; ranks of one host speak
         for others only where there is no other host.
         """
-        wanted = (where,) if where is not None else (Where.WORLD, Where.ACROSS, Where.HOST)[: 3 if len(self.hosts) == 1 else 2]
-        return next((self._fits[key] for place in wanted if (key := (primitive, group_size, place, loaded)) in self._fits), None)
+        wanted = (
+            (where,)
+            if where is not None
+            else (Where.WORLD, Where.ACROSS, Where.HOST)[: 3 if len(self.hosts) == 1 else 2]
+        )
+        return next(
+            (
+                self._fits[key]
+                for place in wanted
+                if (key := (primitive, group_size, place, loaded)) in self._fits
+            ),
+            None,
+        )
 
     @cached_property
     def _fits(self) -> dict[tuple[str, int, Where, bool], CollectiveFit]:

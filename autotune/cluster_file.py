@@ -10,7 +10,13 @@ from autotune.canonical import to_data
 from autotune.cluster import Cluster, CollectiveFit, Host, LinkFit, PairLink
 from autotune.errors import InvalidInput
 from autotune.parsing import parse, read_yaml, refuse_newer
-from autotune.units import format_bytes, format_seconds, parse_bytes, parse_bytes_per_s, parse_seconds
+from autotune.units import (
+    format_bytes,
+    format_seconds,
+    parse_bytes,
+    parse_bytes_per_s,
+    parse_seconds,
+)
 
 MAX_NODES = 500_000
 """Values that a cluster file may hold once its aliases are followed: 10 000 hosts, a few hundred fits."""
@@ -65,15 +71,21 @@ def read_cluster(path: Path) -> Cluster:
     refuse_newer(data, 1, "cluster", str(path))
     spec = parse(_ClusterSpec, data, str(path))
     if spec.source not in SOURCES:
-        raise InvalidInput(f"{path}: source must be one of {', '.join(SOURCES)}, but is {spec.source!r}")
+        raise InvalidInput(
+            f"{path}: source must be one of {', '.join(SOURCES)}, but is {spec.source!r}"
+        )
     hosts = tuple(
         Host(
             name=host.name,
             devices=host.devices,
             link_bytes_per_s=parse_bytes_per_s(host.bandwidth, f"{path}: bandwidth of {host.name}"),
             latency_s=parse_seconds(host.latency, f"{path}: latency of {host.name}"),
-            inner_bytes_per_s=parse_bytes_per_s(host.inner_bandwidth, f"{path}: inner_bandwidth of {host.name}"),
-            inner_latency_s=parse_seconds(host.inner_latency, f"{path}: inner_latency of {host.name}"),
+            inner_bytes_per_s=parse_bytes_per_s(
+                host.inner_bandwidth, f"{path}: inner_bandwidth of {host.name}"
+            ),
+            inner_latency_s=parse_seconds(
+                host.inner_latency, f"{path}: inner_latency of {host.name}"
+            ),
             memory_bytes=parse_bytes(host.memory, f"{path}: memory of {host.name}"),
             address=host.address,
             cores=host.cores,
@@ -83,7 +95,9 @@ def read_cluster(path: Path) -> Cluster:
     links = tuple(
         PairLink(
             link.between,
-            parse_bytes_per_s(link.bandwidth, f"{path}: bandwidth of link {' - '.join(link.between)}"),
+            parse_bytes_per_s(
+                link.bandwidth, f"{path}: bandwidth of link {' - '.join(link.between)}"
+            ),
             parse_seconds(link.latency, f"{path}: latency of link {' - '.join(link.between)}"),
         )
         for link in spec.links
@@ -100,7 +114,9 @@ def _refuse_bombs(data: Any, path: Path) -> None:
         value = left.pop()
         seen += 1
         if seen > MAX_NODES:
-            raise InvalidInput(f"{path} may hold at most {MAX_NODES} values, but its aliases stand for more; write them out")
+            raise InvalidInput(
+                f"{path} may hold at most {MAX_NODES} values, but its aliases stand for more; write them out"
+            )
         if isinstance(value, dict):
             left.extend(value.values())
         elif isinstance(value, list):
@@ -113,18 +129,31 @@ def cluster_yaml(cluster: Cluster) -> str:
     head = {"schema": cluster.schema, "name": cluster.name, "source": cluster.source}
     if cluster.measured_at:
         head["measured_at"] = cluster.measured_at
-    lines = ["# Plain numbers are SI: seconds, bytes, bytes per second.", *(_block({key: value}) for key, value in head.items())]
+    lines = [
+        "# Plain numbers are SI: seconds, bytes, bytes per second.",
+        *(_block({key: value}) for key, value in head.items()),
+    ]
     if cluster.measured_on:
-        lines += ["# What was probed stood for a real cluster:", _block({"measured_on": cluster.measured_on})]
+        lines += [
+            "# What was probed stood for a real cluster:",
+            _block({"measured_on": cluster.measured_on}),
+        ]
     if cluster.machine_cores:
-        lines += ["# All hosts share the cores of one machine:", _block({"machine_cores": cluster.machine_cores})]
+        lines += [
+            "# All hosts share the cores of one machine:",
+            _block({"machine_cores": cluster.machine_cores}),
+        ]
     if cluster.software:
         lines += [_block({"software": dict(cluster.software)})]
     lines += ["hosts: # ranks are numbered host by host"]
     for host in cluster.hosts:
-        lines += [f"  # link {_link_comment(found.get((host.name, False)), host.link_bytes_per_s, host.latency_s)}"]
+        lines += [
+            f"  # link {_link_comment(found.get((host.name, False)), host.link_bytes_per_s, host.latency_s)}"
+        ]
         if host.devices > 1:
-            lines += [f"  # inside {_link_comment(found.get((host.name, True)), host.inner_bytes_per_s, host.inner_latency_s)}"]
+            lines += [
+                f"  # inside {_link_comment(found.get((host.name, True)), host.inner_bytes_per_s, host.inner_latency_s)}"
+            ]
         lines += [f"  - {_flow(_host_data(host))}"]
     if cluster.pair_links:
         lines += ["links: # pairs of hosts that are unlike what their interfaces give"]
@@ -136,7 +165,9 @@ def cluster_yaml(cluster: Cluster) -> str:
         lines += ["link_fits: # one-way cost between two hosts, or inside one; measured"]
         lines += [f"  - {_flow(to_data(link))}" for link in cluster.link_fits]
     if cluster.fits:
-        lines += ["fits: # seconds = alpha_s + beta_s_per_byte * bytes beyond the last bend; measured"]
+        lines += [
+            "fits: # seconds = alpha_s + beta_s_per_byte * bytes beyond the last bend; measured"
+        ]
         lines += [f"  - {_flow(_fit_data(fit))}" for fit in cluster.fits]
     return "\n".join(lines) + "\n"
 
@@ -171,12 +202,16 @@ def _link_comment(found: LinkFit | None, bytes_per_s: float, latency_s: float) -
 def _flow(data: dict[str, Any]) -> str:
     import yaml
 
-    text: str = yaml.safe_dump(data, default_flow_style=True, sort_keys=False, width=float("inf"), allow_unicode=True)
+    text: str = yaml.safe_dump(
+        data, default_flow_style=True, sort_keys=False, width=float("inf"), allow_unicode=True
+    )
     return text.strip()
 
 
 def _block(data: dict[str, Any]) -> str:
     import yaml
 
-    text: str = yaml.safe_dump(data, default_flow_style=False, sort_keys=False, width=float("inf"), allow_unicode=True)
+    text: str = yaml.safe_dump(
+        data, default_flow_style=False, sort_keys=False, width=float("inf"), allow_unicode=True
+    )
     return text.rstrip("\n")

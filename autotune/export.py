@@ -78,7 +78,9 @@ class Export:
         """The plan that was measured, None for the current setup. `InvalidInput` if this version plans it otherwise."""
         if self.strategy is None:
             return None
-        rebuilt = planning.plan(self.strategy, Workload(self.model, self.variables), self.world_size)
+        rebuilt = planning.plan(
+            self.strategy, Workload(self.model, self.variables), self.world_size
+        )
         if self.plan_id is not None and rebuilt.id != self.plan_id:
             raise InvalidInput(
                 f"the export of job {self.job_id} must give plan {self.plan_id}, but this version of autotune plans {rebuilt.id} "
@@ -89,7 +91,9 @@ class Export:
     def write(self, path: Path) -> None:
         """The whole file or none of it, on disk when this returns; an older file at `path` is replaced."""
         data = to_data(self)
-        text = json.dumps({**data, "content": _content_hash(data)}, indent=1, allow_nan=False, ensure_ascii=False)
+        text = json.dumps(
+            {**data, "content": _content_hash(data)}, indent=1, allow_nan=False, ensure_ascii=False
+        )
         write_whole(path, text + "\n", "the export")
 
 
@@ -109,7 +113,9 @@ def write_whole(path: Path, text: str, what: str) -> None:
             Path(temporary).unlink(missing_ok=True)
             raise
     except OSError as error:
-        raise InvalidInput(f"cannot write {what} to {path} ({error.strerror or error}); choose another path") from error
+        raise InvalidInput(
+            f"cannot write {what} to {path} ({error.strerror or error}); choose another path"
+        ) from error
 
 
 def read_export(path: Path, allow_edited: bool = False) -> Export:
@@ -119,7 +125,9 @@ def read_export(path: Path, allow_edited: bool = False) -> Export:
     """
     data = read_json(path)
     if not isinstance(data, dict):
-        raise InvalidInput(f"{path} must be an export of autotune (a JSON object), but is a {type(data).__name__}")
+        raise InvalidInput(
+            f"{path} must be an export of autotune (a JSON object), but is a {type(data).__name__}"
+        )
     refuse_newer(data, SCHEMA, "export", str(path))
     claimed = data.pop("content", None)
     export = parse(Export, data, str(path))
@@ -137,7 +145,9 @@ def read_export(path: Path, allow_edited: bool = False) -> Export:
 
 def check_model(export: Export, variables: Identity, world_size: int) -> None:
     """Raise `ModelMismatch`, which names every kind of difference, unless the export was made for this model and world."""
-    expected = {variable.name: (tuple(variable.shape), variable.dtype) for variable in export.variables}
+    expected = {
+        variable.name: (tuple(variable.shape), variable.dtype) for variable in export.variables
+    }
     found = {name: (tuple(shape), dtype) for name, (shape, dtype) in variables.items()}
     problems = [
         _listed("lacks", [name for name in expected if name not in found]),

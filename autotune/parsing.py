@@ -30,7 +30,9 @@ def read_text(path: Path, max_bytes: int = MAX_FILE_BYTES) -> str:
             raise InvalidInput(f"{path} may hold at most {max_bytes} bytes, but has {size}")
         return path.read_text(encoding="utf-8")
     except OSError as error:
-        raise InvalidInput(f"cannot read {path}: {error.strerror or error}; check the path and its permissions") from error
+        raise InvalidInput(
+            f"cannot read {path}: {error.strerror or error}; check the path and its permissions"
+        ) from error
     except UnicodeDecodeError as error:
         raise InvalidInput(f"{path} must be UTF-8 text, but byte {error.start} is not") from error
 
@@ -52,7 +54,10 @@ def parse_json(text: str, where: str) -> Any:
         return json.loads(text, parse_constant=finite, parse_float=finite)
     except InvalidInput:
         raise
-    except (ValueError, RecursionError) as error:  # ValueError: also an integer of more than 4300 digits
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # ValueError: also an integer of more than 4300 digits
         raise InvalidInput(f"{where} must be JSON, but is not: {error}") from error
 
 
@@ -63,7 +68,11 @@ def read_yaml(path: Path) -> Any:
     text = read_text(path, max_bytes=2**20)
     try:
         return yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date such as 2024-99-99
+    except (
+        yaml.YAMLError,
+        ValueError,
+        RecursionError,
+    ) as error:  # ValueError: a date such as 2024-99-99
         raise InvalidInput(f"{path} must be YAML, but is not: {error}") from error
 
 
@@ -94,7 +103,9 @@ def refuse_newer(data: Any, newest: int, what: str, where: str) -> None:
     """Refuse data whose schema this version does not know, before its new fields are called unknown."""
     schema = data.get("schema") if isinstance(data, dict) else None
     if isinstance(schema, int) and schema > newest:
-        raise InvalidInput(f"{where}: this version reads {what} schema {newest}, but the file has {schema}; update autotune")
+        raise InvalidInput(
+            f"{where}: this version reads {what} schema {newest}, but the file has {schema}; update autotune"
+        )
 
 
 def _explain(kind: type[Any], problems: list[Any], where: str) -> str:
@@ -133,7 +144,9 @@ def _field_names(kind: Any, path: tuple[int | str, ...]) -> list[str]:
             return []
         kind = hints[part]
         while not is_dataclass(kind) and get_args(kind):
-            candidates = [arg for arg in get_args(kind) if is_dataclass(arg)] or list(get_args(kind))[:1]
+            candidates = [arg for arg in get_args(kind) if is_dataclass(arg)] or list(
+                get_args(kind)
+            )[:1]
             kind = candidates[0]
     return [field.name for field in fields(kind)] if is_dataclass(kind) else []
 

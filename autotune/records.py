@@ -74,14 +74,20 @@ class Conditions:
         if not 1 <= self.byte_scale < float("inf"):
             raise InvalidInput(f"byte_scale must be at least 1, but is {self.byte_scale}")
         if self.byte_scale != 1 and self.network is not Network.EMULATED:
-            raise InvalidInput(f"only a testbed scales links as well as bytes, but the network is {self.network}; use --testbed")
+            raise InvalidInput(
+                f"only a testbed scales links as well as bytes, but the network is {self.network}; use --testbed"
+            )
 
     @cached_property
     def label(self) -> str:
         """For people: what was not a real cluster; empty where everything was."""
         parts = []
         if self.network is not Network.HOSTS:
-            parts.append("emulated network" if self.network is Network.EMULATED else "loopback of one machine")
+            parts.append(
+                "emulated network"
+                if self.network is Network.EMULATED
+                else "loopback of one machine"
+            )
         if self.accelerators is Accelerators.EMULATED:
             parts.append("emulated accelerators")
         if self.byte_scale != 1:
@@ -113,7 +119,9 @@ class Measured:
 
     def __post_init__(self) -> None:
         if not self.step_s or not self.step_s[0] or len({len(row) for row in self.step_s}) != 1:
-            raise InvalidInput("a measurement needs the same number of steps, at least one, from every rank")
+            raise InvalidInput(
+                "a measurement needs the same number of steps, at least one, from every rank"
+            )
 
     @cached_property
     def slowest_s(self) -> NDArray[np.float64]:

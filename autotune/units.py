@@ -7,13 +7,28 @@ import re
 
 from autotune.errors import InvalidInput
 
-_PREFIX = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30}
+_PREFIX = {
+    "": 1.0,
+    "k": 1e3,
+    "K": 1e3,
+    "M": 1e6,
+    "G": 1e9,
+    "T": 1e12,
+    "Ki": 2.0**10,
+    "Mi": 2.0**20,
+    "Gi": 2.0**30,
+}
 _NUMBER = r"^\s*([0-9]+(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?)\s*"
 _BYTES = re.compile(_NUMBER + r"(|[kKMGT]|Ki|Mi|Gi)B?\s*$")
 _RATE = re.compile(_NUMBER + r"(|[kKMGT]|Ki|Mi|Gi)(bit/s|bps|B/s|bE)\s*$")
 _TIME = re.compile(_NUMBER + r"(s|ms|us|µs|ns|min|h)\s*$")
 _SECONDS = {"min": 60.0, "h": 3600.0}
-_PER_SECOND = {"ms": 1e3, "us": 1e6, "µs": 1e6, "ns": 1e9}  # divided by, so that 50us is 5e-5 to the last bit
+_PER_SECOND = {
+    "ms": 1e3,
+    "us": 1e6,
+    "µs": 1e6,
+    "ns": 1e9,
+}  # divided by, so that 50us is 5e-5 to the last bit
 
 
 def parse_bytes(value: str | float, what: str) -> int:
@@ -44,7 +59,9 @@ def parse_seconds(value: str | float, what: str) -> float:
     match = _TIME.match(str(value))
     if match is None:
         raise InvalidInput(f"{what} needs a time such as 50us, 30s or 5min, but is {value!r}")
-    return _checked(float(match[1]) * _SECONDS.get(match[2], 1.0) / _PER_SECOND.get(match[2], 1.0), what)
+    return _checked(
+        float(match[1]) * _SECONDS.get(match[2], 1.0) / _PER_SECOND.get(match[2], 1.0), what
+    )
 
 
 def _checked(value: float, what: str) -> float:

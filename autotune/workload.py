@@ -48,15 +48,21 @@ class Variable:
     touched_rows: float | None = None
 
     def __post_init__(self) -> None:
-        if self.touched_rows is not None and not (self.sparse and 0 <= self.touched_rows <= self.rows):
+        if self.touched_rows is not None and not (
+            self.sparse and 0 <= self.touched_rows <= self.rows
+        ):
             raise InvalidInput(
                 f"touched_rows of {self.name!r} must lie between 0 and the rows of a sparse variable, but is {self.touched_rows} of shape "
                 f"{self.shape}, sparse: {self.sparse}"
             )
         if self.dtype not in DTYPE_BYTES:
-            raise InvalidInput(f"dtype of {self.name!r} must be one of {', '.join(DTYPE_BYTES)}, but is {self.dtype!r}")
+            raise InvalidInput(
+                f"dtype of {self.name!r} must be one of {', '.join(DTYPE_BYTES)}, but is {self.dtype!r}"
+            )
         if any(extent < 0 for extent in self.shape):
-            raise InvalidInput(f"shape of {self.name!r} must have no negative extent, but is {self.shape}")
+            raise InvalidInput(
+                f"shape of {self.name!r} must have no negative extent, but is {self.shape}"
+            )
 
     @cached_property
     def elements(self) -> int:
@@ -79,7 +85,9 @@ class Variable:
 
 def model_id(variables: Iterable[tuple[str, tuple[int, ...], str]]) -> str:
     """Identity of a model from (name, shape, dtype) of its variables, whatever their order."""
-    return content_id("model", sorted([name, list(shape), dtype] for name, shape, dtype in variables))
+    return content_id(
+        "model", sorted([name, list(shape), dtype] for name, shape, dtype in variables)
+    )
 
 
 @dataclass(frozen=True)
@@ -112,19 +120,29 @@ class Workload:
 
     def __post_init__(self) -> None:
         if not self.variables:
-            raise InvalidInput("a workload needs at least one variable; does the model have parameters that require a gradient?")
+            raise InvalidInput(
+                "a workload needs at least one variable; does the model have parameters that require a gradient?"
+            )
         names = [variable.name for variable in self.variables]
         if len(set(names)) != len(names):
             twice = sorted({name for name in names if names.count(name) > 1})
-            raise InvalidInput(f"variable names must be unique, but {', '.join(twice[:3])} occur more than once")
+            raise InvalidInput(
+                f"variable names must be unique, but {', '.join(twice[:3])} occur more than once"
+            )
         if self.source not in ("measured", "assumed"):
-            raise InvalidInput(f"workload source must be 'measured' or 'assumed', but is {self.source!r}")
+            raise InvalidInput(
+                f"workload source must be 'measured' or 'assumed', but is {self.source!r}"
+            )
         if self.buffers < 0 or min(self.buffer_bytes, default=0) < 0:
-            raise InvalidInput(f"buffers and their bytes must be at least 0, but are {self.buffers} and {self.buffer_bytes}")
+            raise InvalidInput(
+                f"buffers and their bytes must be at least 0, but are {self.buffers} and {self.buffer_bytes}"
+            )
         count = len(self.variables)
         for edge in self.edges:
             if not 0 <= edge[0] < edge[1] < count:
-                raise InvalidInput(f"workload edges must be pairs i < j < {count}, but one is {edge}")
+                raise InvalidInput(
+                    f"workload edges must be pairs i < j < {count}, but one is {edge}"
+                )
 
     @cached_property
     def id(self) -> str:

@@ -22,7 +22,11 @@ from benchmarks.trial_session import Lengths, Setup, told, trial_session
 LENGTHS = Lengths(warmup_steps=3, timed_steps=8, most_steps=24, precision=0.01)
 REFERENCE_EVERY = 8
 MODELS = ("resnet_digits", "gpt_text", "layers")
-CLUSTERS = {"four_hosts": "even", "four_hosts_uneven": "uneven", "two_hosts_two_devices": "two devices a host"}
+CLUSTERS = {
+    "four_hosts": "even",
+    "four_hosts_uneven": "uneven",
+    "two_hosts_two_devices": "two devices a host",
+}
 
 
 def collected(folder: Path, setup: Setup) -> Domain | None:
@@ -31,16 +35,27 @@ def collected(folder: Path, setup: Setup) -> Domain | None:
     return read_domain(own) if (own / SUMS).exists() else None
 
 
-def strategies(workload: Workload, cluster: Cluster, count: int, seed: int) -> list[tuple[str, Strategy]]:
+def strategies(
+    workload: Workload, cluster: Cluster, count: int, seed: int
+) -> list[tuple[str, Strategy]]:
     """(where it is from, strategy): a third hand-made ones, a third drawn without and a third with compression."""
     lossless, lossy = SearchSpace.default(), SearchSpace.default(lossy=True)
-    made = [(f"builder:{name}", strategy) for name, strategy in seed_strategies(workload, cluster, lossy)]
+    made = [
+        (f"builder:{name}", strategy)
+        for name, strategy in seed_strategies(workload, cluster, lossy)
+    ]
     order = generator(seed, "accuracy", workload.id, cluster.id).permutation(len(made)).tolist()
     third = count // 3
     chosen = [made[index] for index in order[:third]]
     left = count - len(chosen)
-    drawn = [("random:lossless", strategy) for strategy in sample_many(workload, cluster, lossless, left - left // 2, seed)]
-    drawn += [("random:lossy", strategy) for strategy in sample_many(workload, cluster, lossy, left // 2, seed + 1)]
+    drawn = [
+        ("random:lossless", strategy)
+        for strategy in sample_many(workload, cluster, lossless, left - left // 2, seed)
+    ]
+    drawn += [
+        ("random:lossy", strategy)
+        for strategy in sample_many(workload, cluster, lossy, left // 2, seed + 1)
+    ]
     both = [*chosen, *drawn]
     mixed = generator(seed, "order", workload.id).permutation(len(both)).tolist()
     return [both[index] for index in mixed]
@@ -52,7 +67,9 @@ def collect(folder: Path, setup: Setup, count: int, seed: int, say: Callable[[st
     if earlier is not None and not _left(earlier, count, seed):
         return
     own = folder / setup.name
-    with trial_session(own, setup, LENGTHS, say, lambda trial: say(f"{setup.name}: {told(trial)}")) as session:
+    with trial_session(
+        own, setup, LENGTHS, say, lambda trial: say(f"{setup.name}: {told(trial)}")
+    ) as session:
         todo = _left(session.writer.domain, count, seed)
         for number, (source, strategy) in enumerate(todo):
             if number % REFERENCE_EVERY == 0:
@@ -62,4 +79,8 @@ def collect(folder: Path, setup: Setup, count: int, seed: int, say: Callable[[st
 
 def _left(domain: Domain, count: int, seed: int) -> list[tuple[str, Strategy]]:
     there = {trial.strategy.id for trial in domain.candidates if trial.strategy is not None}
-    return [each for each in strategies(domain.workload, domain.cluster, count, seed) if each[1].id not in there]
+    return [
+        each
+        for each in strategies(domain.workload, domain.cluster, count, seed)
+        if each[1].id not in there
+    ]

@@ -13,11 +13,20 @@ class Stack(nn.Module):
     """Linear layers with an activation after each, in one sequence, and a head; `parts`: another sequence."""
 
     def __init__(
-        self, width: int = 48, layers: int = 4, activation: type[nn.Module] = nn.Tanh, parts: Sequence[nn.Module] | None = None
+        self,
+        width: int = 48,
+        layers: int = 4,
+        activation: type[nn.Module] = nn.Tanh,
+        parts: Sequence[nn.Module] | None = None,
     ) -> None:
         super().__init__()
         self.width = width
-        self.body = nn.Sequential(*(parts or [part for _ in range(layers) for part in (nn.Linear(width, width), activation())]))
+        self.body = nn.Sequential(
+            *(
+                parts
+                or [part for _ in range(layers) for part in (nn.Linear(width, width), activation())]
+            )
+        )
         self.head = nn.Linear(width, 5)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -43,7 +52,9 @@ def computed_again(module: nn.Module, runs: Sequence[Sequence[str]]) -> nn.Modul
         parent = module.get_submodule(outer)
         children = [name.rpartition(".")[2] for name in names]
         inside = [parent.get_submodule(child) for child in children]
-        setattr(parent, children[0], Again(inside[0] if len(inside) == 1 else nn.Sequential(*inside)))
+        setattr(
+            parent, children[0], Again(inside[0] if len(inside) == 1 else nn.Sequential(*inside))
+        )
         for child in children[1:]:
             setattr(parent, child, nn.Identity())
     return module

@@ -37,12 +37,17 @@ class Step:
     """A message between its gradients and the network: `compress` between packing and keeping, `read` at the end."""
 
     def __init__(self, shapes: list[tuple[int, int]], padded: int) -> None:
-        named = {f"v{number}": torch.randn(shape, generator=torch.Generator().manual_seed(number)) for number, shape in enumerate(shapes)}
+        named = {
+            f"v{number}": torch.randn(shape, generator=torch.Generator().manual_seed(number))
+            for number, shape in enumerate(shapes)
+        }
         self.gradients, self.values = list(named.values()), torch.zeros(padded)
         self.elements = sum(gradient.numel() for gradient in self.gradients)
         flat = self.values[: self.elements].split([gradient.numel() for gradient in self.gradients])
         self.parts = [TensorSlice(name, gradient.numel()) for name, gradient in named.items()]
-        self.views = [part.view_as(gradient) for part, gradient in zip(flat, self.gradients, strict=True)]
+        self.views = [
+            part.view_as(gradient) for part, gradient in zip(flat, self.gradients, strict=True)
+        ]
         self.residuals = Residuals(named, 0, RANKS)
         self.feedback = Feedback(self.residuals, list(zip(self.parts, self.views, strict=True)))
         self.feedback.feed(range(len(shapes)))
@@ -55,7 +60,10 @@ class Step:
 def int8(shapes: list[tuple[int, int]]) -> Callable[[], None]:
     layout = RowLayout.of(sum(rows * columns for rows, columns in shapes), RANKS)
     step = Step(shapes, layout.elements)
-    rows, own = QuantisedRows(layout, torch.float32, CPU), QuantisedRows(layout.with_rows(1), torch.float32, CPU)
+    rows, own = (
+        QuantisedRows(layout, torch.float32, CPU),
+        QuantisedRows(layout.with_rows(1), torch.float32, CPU),
+    )
     total = torch.empty(layout.elements // RANKS)
 
     def run() -> None:
@@ -87,7 +95,10 @@ def top_k(shapes: list[tuple[int, int]], ratio: float) -> Callable[[], None]:
 
 def power_sgd(shapes: list[tuple[int, int]], rank: int) -> Callable[[], None]:
     step = Step(shapes, sum(rows * columns for rows, columns in shapes))
-    starts = [initial_start(str(number), matrix_shape(shape)[1], rank, step.values) for number, shape in enumerate(shapes)]
+    starts = [
+        initial_start(str(number), matrix_shape(shape)[1], rank, step.values)
+        for number, shape in enumerate(shapes)
+    ]
     low = LowRank(step.values, shapes, rank, RANKS, lambda number: starts[number])
 
     def run() -> None:
@@ -103,7 +114,9 @@ def power_sgd(shapes: list[tuple[int, int]], rank: int) -> Callable[[], None]:
 class Bucket:
     """What the hook asks of DDP's bucket, which cannot be made outside DDP."""
 
-    def __init__(self, values: Tensor, views: list[Tensor], parameters: list[torch.nn.Parameter]) -> None:
+    def __init__(
+        self, values: Tensor, views: list[Tensor], parameters: list[torch.nn.Parameter]
+    ) -> None:
         self._values, self._views, self._parameters = values, views, parameters
 
     def buffer(self) -> Tensor:
@@ -125,12 +138,16 @@ class Bucket:
 def torch_power_sgd(shapes: list[tuple[int, int]], rank: int) -> Callable[[], None]:
     step = Step(shapes, sum(rows * columns for rows, columns in shapes))
     parameters = [torch.nn.Parameter(gradient) for gradient in step.gradients]
-    state = powerSGD_hook.PowerSGDState(dist.group.WORLD, matrix_approximation_rank=rank, start_powerSGD_iter=2)
+    state = powerSGD_hook.PowerSGDState(
+        dist.group.WORLD, matrix_approximation_rank=rank, start_powerSGD_iter=2
+    )
     state.iter = 2
     bucket = Bucket(step.values, step.views, parameters)
 
     def run() -> None:
-        for view, gradient in zip(step.views, step.gradients, strict=True):  # as DDP does before its hook
+        for view, gradient in zip(
+            step.views, step.gradients, strict=True
+        ):  # as DDP does before its hook
             torch.mul(gradient, 1 / RANKS, out=view)
         powerSGD_hook.powerSGD_hook(state, bucket).wait()
 
@@ -161,10 +178,16 @@ def main() -> int:
             if repeat >= 2:
                 taken_ms[name].append(1e3 * (time.perf_counter() - began_s))
     dist.destroy_process_group()
-    ratios = [mine / theirs for mine, theirs in zip(taken_ms["power_sgd"], taken_ms["torch_power_sgd"], strict=True)]
+    ratios = [
+        mine / theirs
+        for mine, theirs in zip(taken_ms["power_sgd"], taken_ms["torch_power_sgd"], strict=True)
+    ]
     result = {
         **{f"{name}_ms": round(statistics.median(times), 1) for name, times in taken_ms.items()},
-        **{f"{name}_range_ms": [round(min(times), 1), round(max(times), 1)] for name, times in taken_ms.items()},
+        **{
+            f"{name}_range_ms": [round(min(times), 1), round(max(times), 1)]
+            for name, times in taken_ms.items()
+        },
         "ratio_to_torch": round(statistics.median(ratios), 3),
         "elements": sum(rows * columns for rows, columns in shapes),
         "ratio": options.ratio,

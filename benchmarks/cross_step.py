@@ -30,20 +30,39 @@ SLOW_STEPS_S = 8.0  # one step of every setup, generously
 
 def measured(cluster_file: Path, rounds: int, steps: int) -> dict:
     """What rank 0 of `cross_step_rank` prints."""
-    words = [sys.executable, "-m", "benchmarks.cross_step_rank", str(cluster_file.resolve()), str(rounds), str(steps)]
+    words = [
+        sys.executable,
+        "-m",
+        "benchmarks.cross_step_rank",
+        str(cluster_file.resolve()),
+        str(rounds),
+        str(steps),
+    ]
     with running(read_cluster(cluster_file), name=f"cross-step-{os.getpid()}") as bed:
         count = len(bed.hosts)
-        shared = {"MASTER_ADDR": bed.hosts[0].address, "MASTER_PORT": str(MASTER_PORT), "GLOO_SOCKET_IFNAME": bed.interface}
+        shared = {
+            "MASTER_ADDR": bed.hosts[0].address,
+            "MASTER_PORT": str(MASTER_PORT),
+            "GLOO_SOCKET_IFNAME": bed.interface,
+        }
         shared |= {"WORLD_SIZE": str(count), "OMP_NUM_THREADS": "1"}
         ranks = [inside(bed, rank, words, RANK=str(rank), **shared) for rank in range(count)]
-        first, *_ = [output(rank, wait_s=WAIT_S + rounds * (steps + SETTLE_STEPS) * SLOW_STEPS_S) for rank in ranks]
+        first, *_ = [
+            output(rank, wait_s=WAIT_S + rounds * (steps + SETTLE_STEPS) * SLOW_STEPS_S)
+            for rank in ranks
+        ]
     found: dict = json.loads(first.splitlines()[-1])
     return found
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--cluster", type=Path, default=ROOT / "examples" / "clusters" / "four_hosts.yaml", help="of hosts with one device")
+    parser.add_argument(
+        "--cluster",
+        type=Path,
+        default=ROOT / "examples" / "clusters" / "four_hosts.yaml",
+        help="of hosts with one device",
+    )
     parser.add_argument("--rounds", type=int, default=6, help="blocks per setup (default 6)")
     parser.add_argument("--steps", type=int, default=6, help="timed steps of a block (default 6)")
     options = parser.parse_args()
@@ -55,14 +74,39 @@ def main() -> int:
     medians = {name: statistics.median(values) for name, values in found["taken"].items()}
     for name, seconds in medians.items():
         low, _, high = statistics.quantiles(found["taken"][name], n=4)
-        print(f"{name:34} {seconds * 1e3:6.1f} ms per step (quartiles {low * 1e3:.1f} to {high * 1e3:.1f})")
+        print(
+            f"{name:34} {seconds * 1e3:6.1f} ms per step (quartiles {low * 1e3:.1f} to {high * 1e3:.1f})"
+        )
     best = min((name for name in medians if name.startswith("DDP")), key=medians.__getitem__)
-    ratios = [theirs / ours for theirs, ours in zip(found["taken"][best], found["taken"][OURS], strict=True)]
+    ratios = [
+        theirs / ours
+        for theirs, ours in zip(found["taken"][best], found["taken"][OURS], strict=True)
+    ]
     low, middle, high = statistics.quantiles(ratios, n=4)
     print(f"{OURS}: {middle:.3f} times as fast as {best} (quartiles {low:.3f} to {high:.3f})")
-    setting = {"network": "emulated", "accelerators": "emulated", "cores": os.cpu_count(), "machine": platform.machine()}
-    exact = {"identical": found["identical"], "largest_difference_to_ddp": found["largest_difference_to_ddp"]}
-    print(json.dumps({"ratio_to_best_ddp": middle, "low": low, "high": high, "best_ddp": best, "median_s": medians, **exact, **setting}))
+    setting = {
+        "network": "emulated",
+        "accelerators": "emulated",
+        "cores": os.cpu_count(),
+        "machine": platform.machine(),
+    }
+    exact = {
+        "identical": found["identical"],
+        "largest_difference_to_ddp": found["largest_difference_to_ddp"],
+    }
+    print(
+        json.dumps(
+            {
+                "ratio_to_best_ddp": middle,
+                "low": low,
+                "high": high,
+                "best_ddp": best,
+                "median_s": medians,
+                **exact,
+                **setting,
+            }
+        )
+    )
     return 0
 
 

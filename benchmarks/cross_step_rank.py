@@ -88,7 +88,10 @@ class Setup:
 
 def in_ready_order(strategy: Strategy) -> Strategy:
     """The same messages, issued when their gradients are ready."""
-    choices = [replace(c, shards=tuple(replace(shard, priority=0) for shard in c.shards)) for c in strategy.variables]
+    choices = [
+        replace(c, shards=tuple(replace(shard, priority=0) for shard in c.shards))
+        for c in strategy.variables
+    ]
     return replace(strategy, variables=tuple(choices))
 
 
@@ -96,13 +99,17 @@ def setups(cluster: Cluster) -> dict[str, Setup]:
     made = {}
     for megabytes in BUCKETS_MB:
         module = build()
-        made[f"DDP {megabytes:g} MB"] = Setup.of(DistributedDataParallel(module, bucket_cap_mb=megabytes), module)
+        made[f"DDP {megabytes:g} MB"] = Setup.of(
+            DistributedDataParallel(module, bucket_cap_mb=megabytes), module
+        )
     work = replace(MODEL.workload(), update_s=0.0)  # updates are real
     best = cross_step_all_reduce(work, cluster)
     plans: dict[str, Plan] = {
         OURS: plan(best, work, cluster.world_size),
         "cross-step, gradient-ready order": plan(in_ready_order(best), work, cluster.world_size),
-        "same plan within the step": plan(replace(best, cross_step=False), work, cluster.world_size),
+        "same plan within the step": plan(
+            replace(best, cross_step=False), work, cluster.world_size
+        ),
     }
     for name, wanted in plans.items():
         module = build()
@@ -145,10 +152,20 @@ def main() -> None:
         order = list(made) if number % 2 == 0 else list(made)[::-1]
         for name in order:
             taken[name].append(block_s(made[name], steps))
-    same, ours, theirs = (weights(made[name]) for name in ("same plan within the step", OURS, "DDP 25 MB"))
+    same, ours, theirs = (
+        weights(made[name]) for name in ("same plan within the step", OURS, "DDP 25 MB")
+    )
     if dist.get_rank() == 0:
         difference = float(((ours - theirs).abs() / theirs.abs().clamp_min(1e-6)).max())
-        print(json.dumps({"taken": taken, "identical": torch.equal(ours, same), "largest_difference_to_ddp": difference}))
+        print(
+            json.dumps(
+                {
+                    "taken": taken,
+                    "identical": torch.equal(ours, same),
+                    "largest_difference_to_ddp": difference,
+                }
+            )
+        )
     dist.barrier()
     dist.destroy_process_group()
 

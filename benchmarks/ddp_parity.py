@@ -30,7 +30,13 @@ def measured(model: str, ranks: int, pairs: int, steps: int) -> dict[str, Any]:
     shared |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     words = [sys.executable, "-m", "benchmarks.ddp_parity_rank", model, str(pairs), str(steps)]
     started = [
-        subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True, env={**os.environ, **shared, "RANK": str(rank)})
+        subprocess.Popen(
+            words,
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **shared, "RANK": str(rank)},
+        )
         for rank in range(ranks)
     ]
     try:
@@ -57,12 +63,29 @@ def main() -> int:
     for model in options.models:
         found = measured(model, options.ranks, options.pairs, options.steps)
         low, middle, high = statistics.quantiles(found["ratios"], n=4)
-        print(f"{model}: ours / torch's DDP {middle:.3f} (quartiles {low:.3f} to {high:.3f}); DDP {found['ddp_s'] * 1e3:.2f} ms per step")
-        print(f"  {found['carrier']}; by the rule for default buckets: {'yes' if found['buckets_by_rule'] else 'no'}")
-        told = {key: found[key] for key in ("ddp_s", "variables", "bucket_bytes", "buckets_by_rule", "carrier")}
+        print(
+            f"{model}: ours / torch's DDP {middle:.3f} (quartiles {low:.3f} to {high:.3f}); DDP {found['ddp_s'] * 1e3:.2f} ms per step"
+        )
+        print(
+            f"  {found['carrier']}; by the rule for default buckets: {'yes' if found['buckets_by_rule'] else 'no'}"
+        )
+        told = {
+            key: found[key]
+            for key in ("ddp_s", "variables", "bucket_bytes", "buckets_by_rule", "carrier")
+        }
         result[model] = {"median": middle, "low": low, "high": high, **told}
         result["ratio_median"] = max(result["ratio_median"], middle)
-    print(json.dumps(result | {"ranks": options.ranks, "pairs": options.pairs, "cores": os.cpu_count(), "backend": "gloo"}))
+    print(
+        json.dumps(
+            result
+            | {
+                "ranks": options.ranks,
+                "pairs": options.pairs,
+                "cores": os.cpu_count(),
+                "backend": "gloo",
+            }
+        )
+    )
     return 0
 
 

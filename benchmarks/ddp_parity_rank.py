@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from autotune.strategy_space.backend import carrier_text
 from autotune.strategy_space.builders.collectives import ddp_default
-from autotune.strategy_space.carrier import carrier_text
 from autotune.strategy_space.plan import Plan, plan
 from autotune.strategy_space.strategy import Shard, Strategy, Synchronizer, VariableStrategy
 from autotune.workload import Workload
@@ -31,7 +31,9 @@ def build(name: str) -> tuple[nn.Module, Tensor]:
     torch.manual_seed(0)
     if name == "resnet":
         return ResNet(32), torch.randn(16, 1, 32, 32)
-    return nn.Sequential(*(nn.Linear(SMALL_WIDTH, SMALL_WIDTH) for _ in range(SMALL_LAYERS))), torch.randn(64, SMALL_WIDTH)
+    return nn.Sequential(
+        *(nn.Linear(SMALL_WIDTH, SMALL_WIDTH) for _ in range(SMALL_LAYERS))
+    ), torch.randn(64, SMALL_WIDTH)
 
 
 def stepper(model: nn.Module, batch: Tensor) -> Callable[[], None]:
@@ -63,13 +65,21 @@ def buckets_of(model: DistributedDataParallel) -> list[frozenset[str]]:
     """Names of the variables in each bucket of torch's own DDP, in the order in which it sends them."""
     names = {id(parameter): name for name, parameter in model.module.named_parameters()}
     buckets = model.reducer._get_zeros_like_grad_buckets()
-    return [frozenset(names[id(parameter)] for parameter in bucket.parameters()) for bucket in buckets]
+    return [
+        frozenset(names[id(parameter)] for parameter in bucket.parameters()) for bucket in buckets
+    ]
 
 
 def same_buckets(buckets: list[frozenset[str]], workload: Workload) -> Plan:
     number = {name: position for position, bucket in enumerate(buckets) for name in bucket}
-    shards = {position: (Shard(Synchronizer.ALL_REDUCE, group=position, priority=position),) for position in range(len(buckets))}
-    choices = tuple(VariableStrategy(variable.name, shards[number[variable.name]]) for variable in workload.variables)
+    shards = {
+        position: (Shard(Synchronizer.ALL_REDUCE, group=position, priority=position),)
+        for position in range(len(buckets))
+    }
+    choices = tuple(
+        VariableStrategy(variable.name, shards[number[variable.name]])
+        for variable in workload.variables
+    )
     return plan(Strategy(choices), workload, dist.get_world_size())
 
 
@@ -106,9 +116,20 @@ def main() -> None:
         ddp_s.append(their)
     if dist.get_rank() == 0:
         assert buckets_of(theirs) == buckets
-        found = {"ratios": ratios, "ddp_s": sorted(ddp_s)[len(ddp_s) // 2], "variables": len(workload.variables)}
-        told = {"bucket_bytes": [message.grad_bytes for message in same.messages], "buckets_by_rule": by_rule(buckets, workload)}
-        print(json.dumps(found | told | {"carrier": carrier_text(same, ours.synchronizer.native is not None)}))
+        found = {
+            "ratios": ratios,
+            "ddp_s": sorted(ddp_s)[len(ddp_s) // 2],
+            "variables": len(workload.variables),
+        }
+        told = {
+            "bucket_bytes": [message.grad_bytes for message in same.messages],
+            "buckets_by_rule": by_rule(buckets, workload),
+        }
+        print(
+            json.dumps(
+                found | told | {"carrier": carrier_text(same, ours.synchronizer.native is not None)}
+            )
+        )
     dist.barrier()
     dist.destroy_process_group()
 

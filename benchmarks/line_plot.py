@@ -9,7 +9,18 @@ from xml.sax.saxutils import escape
 
 WIDTH, HEIGHT = 1060, 460
 LEFT, RIGHT, TOP, BOTTOM = 76, 330, 14, 44
-COLORS = ("#7f7f7f", "#b8860b", "#2ca02c", "#1f77b4", "#d62728", "#9467bd", "#17becf", "#8c564b", "#e377c2", "#bcbd22")
+COLORS = (
+    "#7f7f7f",
+    "#b8860b",
+    "#2ca02c",
+    "#1f77b4",
+    "#d62728",
+    "#9467bd",
+    "#17becf",
+    "#8c564b",
+    "#e377c2",
+    "#bcbd22",
+)
 _STYLE = """<style>svg{font:13px sans-serif;background:#fff;color:#222}@media(prefers-color-scheme:dark){svg{background:#1b1b1b;color:#ddd}}
 text{fill:currentColor}.grid{stroke:currentColor;opacity:.15}.line{fill:none;stroke-width:2}</style>"""
 
@@ -38,13 +49,22 @@ def line_plot(lines: Sequence[Line], x_label: str, y_label: str) -> str:
     def top(y: float) -> float:
         return HEIGHT - BOTTOM - (y - low) / (high - low) * (HEIGHT - BOTTOM - TOP)
 
-    body = [f'<text x="{left(x):.0f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{x:g}</text>' for x in xs]
+    body = [
+        f'<text x="{left(x):.0f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{x:g}</text>'
+        for x in xs
+    ]
     for number in range(6):
         value = low + (high - low) * number / 5
         body.append(f'<path class="grid" d="M{LEFT} {top(value):.1f}H{WIDTH - RIGHT}"/>')
-        body.append(f'<text x="{LEFT - 8}" y="{top(value) + 4:.1f}" text-anchor="end">{value:.3f}</text>')
-    body.append(f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 6}" text-anchor="middle">{escape(x_label)}</text>')
-    body.append(f'<text text-anchor="middle" transform="translate(16 {HEIGHT / 2}) rotate(-90)">{escape(y_label)}</text>')
+        body.append(
+            f'<text x="{LEFT - 8}" y="{top(value) + 4:.1f}" text-anchor="end">{value:.3f}</text>'
+        )
+    body.append(
+        f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 6}" text-anchor="middle">{escape(x_label)}</text>'
+    )
+    body.append(
+        f'<text text-anchor="middle" transform="translate(16 {HEIGHT / 2}) rotate(-90)">{escape(y_label)}</text>'
+    )
     for number, line in enumerate(lines):
         body += _drawn(line, number, [(left(x), top(y)) for x, y in line.points])
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img">'

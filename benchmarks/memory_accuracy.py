@@ -23,10 +23,13 @@ from pathlib import Path
 from typing import Any
 
 from autotune.cluster import Cluster
-from autotune.dfg.memory import peak_memory
-from autotune.dfg.memory_profile import MemoryProfile
-from autotune.dfg.plan_memory import Replica
-from autotune.strategy_space.builders.collectives import ddp_default, per_variable, reduce_scatter_all_gather
+from autotune.memory.peak import peak_memory
+from autotune.recordings.memory_profile import MemoryProfile, Replica
+from autotune.strategy_space.builders.collectives import (
+    ddp_default,
+    per_variable,
+    reduce_scatter_all_gather,
+)
 from autotune.strategy_space.builders.cross_step import cross_step_all_reduce
 from autotune.strategy_space.builders.servers import parameter_server
 from autotune.strategy_space.plan import Plan, plan
@@ -49,7 +52,9 @@ def compressed(strategy: Strategy, compressor: Compressor) -> Strategy:
     rank = 2 if compressor is Compressor.POWER_SGD else None
     choices = []
     for choice in strategy.variables:
-        shards = tuple(replace(shard, compressor=compressor, ratio=ratio, rank=rank) for shard in choice.shards)
+        shards = tuple(
+            replace(shard, compressor=compressor, ratio=ratio, rank=rank) for shard in choice.shards
+        )
         choices.append(replace(choice, shards=shards))
     return replace(strategy, variables=tuple(choices))
 
@@ -71,7 +76,12 @@ def started(library: str, *words: str, **environment: str) -> subprocess.Popen[s
     command = [sys.executable, "-m", "benchmarks.memory_rank", library, *words]
     quiet = subprocess.DEVNULL if not os.environ.get("MEMORY_VERBOSE") else None
     return subprocess.Popen(
-        command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"} | environment, stdout=subprocess.PIPE, stderr=quiet, text=True
+        command,
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
+        stdout=subprocess.PIPE,
+        stderr=quiet,
+        text=True,
     )
 
 
@@ -81,7 +91,9 @@ def answer(process: subprocess.Popen[str]) -> dict[str, Any]:
     finally:
         process.kill()
     if process.returncode:
-        raise RuntimeError(f"a rank ended with exit status {process.returncode}; run it again with MEMORY_VERBOSE=1")
+        raise RuntimeError(
+            f"a rank ended with exit status {process.returncode}; run it again with MEMORY_VERBOSE=1"
+        )
     found: dict[str, Any] = json.loads(text.splitlines()[-1])
     return found
 
@@ -92,7 +104,10 @@ def measured(library: str, name: str, what: str) -> list[dict[str, Any]]:
     apart = [as_hosts_of_their_own(rank) if library == DEVICE else {} for rank in range(RANKS)]
     with tempfile.TemporaryDirectory() as folder:
         meeting = f"file://{folder}/ranks"
-        ranks = [started(library, name, what, meeting, RANK=str(rank), **shared, **apart[rank]) for rank in range(RANKS)]
+        ranks = [
+            started(library, name, what, meeting, RANK=str(rank), **shared, **apart[rank])
+            for rank in range(RANKS)
+        ]
         try:
             return [answer(rank) for rank in ranks]
         finally:
@@ -109,7 +124,9 @@ def cases(workload: Workload, cluster: Cluster, chosen: list[str]) -> dict[str, 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
-    parser.add_argument("--strategies", nargs="*", default=list(STRATEGIES), choices=list(STRATEGIES))
+    parser.add_argument(
+        "--strategies", nargs="*", default=list(STRATEGIES), choices=list(STRATEGIES)
+    )
     parser.add_argument("--device", choices=["cpu", DEVICE], default="cpu")
     options = parser.parse_args()
     library, cluster = DEVICE if options.device == DEVICE else str(built()), Cluster.local(RANKS)
@@ -118,12 +135,17 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         for model in options.models:
             found = answer(started(library, model, "profile"))
-            profile, workload = MemoryProfile.from_data(found["profile"]), Workload.from_data(found["workload"])
+            profile, workload = (
+                MemoryProfile.from_data(found["profile"]),
+                Workload.from_data(found["workload"]),
+            )
             for name, chosen in cases(workload, cluster, options.strategies).items():
                 file = Path(folder) / f"{model}-{name}.json"
                 if chosen is not None:
                     file.write_text(chosen.to_json())
-                for rank, real in enumerate(measured(library, model, "ddp" if chosen is None else str(file))):
+                for rank, real in enumerate(
+                    measured(library, model, "ddp" if chosen is None else str(file))
+                ):
                     if "refused" in real:
                         refused[f"{model} {name}"] = real["refused"]
                         continue
@@ -131,7 +153,9 @@ def main() -> int:
                     peak = peak_memory(profile, workload, chosen, cluster, replica=replica)
                     error = peak.peak_bytes / real["peak_bytes"] - 1
                     errors[f"{model} {name} rank {rank}"] = error
-                    kinds = ", ".join(f"{kind} {size / 1e6:.1f}" for kind, size in peak.by_kind.items() if size)
+                    kinds = ", ".join(
+                        f"{kind} {size / 1e6:.1f}" for kind, size in peak.by_kind.items() if size
+                    )
                     sizes = f"predicted {peak.peak_bytes / 1e6:8.2f} MB, measured {real['peak_bytes'] / 1e6:8.2f} MB, {error:+7.2%}"
                     print(f"{model:14} {name:26} rank {rank}: {sizes}  ({kinds})", flush=True)
     absolute = [abs(error) for error in errors.values()]

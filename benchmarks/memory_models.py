@@ -43,7 +43,10 @@ def resnet_digits(batch: int = 16, parts: int = 1) -> Job:
     def step(model: Any) -> None:
         optimizer.zero_grad()
         for _ in range(parts):
-            images, labels = torch.randn(batch // parts, 1, 32, 32), torch.randint(10, (batch // parts,))
+            images, labels = (
+                torch.randn(batch // parts, 1, 32, 32),
+                torch.randint(10, (batch // parts,)),
+            )
             (F.cross_entropy(model(images), labels) / parts).backward()
         optimizer.step()
 
@@ -59,7 +62,10 @@ def gpt_text(batch: int = 8, parts: int = 1) -> Job:
         optimizer.zero_grad()
         for _ in range(parts):
             tokens = torch.randint(2000, (batch // parts, 65))
-            (F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()) / parts).backward()
+            (
+                F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+                / parts
+            ).backward()
         optimizer.step()
 
     return Job(made, step, (torch.randint(2000, (batch, 64)),))
@@ -109,8 +115,12 @@ class Clicks(nn.Module):
 
     def __init__(self, tables: int, rows: int, width: int, dense: int) -> None:
         super().__init__()
-        self.tables = nn.ModuleList(nn.EmbeddingBag(rows, width, mode="sum", sparse=True) for _ in range(tables))
-        self.bottom = nn.Sequential(nn.Linear(dense, 128), nn.ReLU(), nn.Linear(128, width), nn.ReLU())
+        self.tables = nn.ModuleList(
+            nn.EmbeddingBag(rows, width, mode="sum", sparse=True) for _ in range(tables)
+        )
+        self.bottom = nn.Sequential(
+            nn.Linear(dense, 128), nn.ReLU(), nn.Linear(128, width), nn.ReLU()
+        )
         self.top = nn.Sequential(nn.Linear((tables + 1) * width, 256), nn.ReLU(), nn.Linear(256, 1))
 
     def forward(self, dense: Tensor, values: Tensor) -> Tensor:
@@ -127,7 +137,9 @@ def clicks(batch: int = 512) -> Job:
 
     def step(model: Any) -> None:
         drawn = (torch.rand(batch, tables, values) ** 3 * rows).long()
-        loss = F.binary_cross_entropy_with_logits(model(torch.randn(batch, 13), drawn), torch.rand(batch).round())
+        loss = F.binary_cross_entropy_with_logits(
+            model(torch.randn(batch, 13), drawn), torch.rand(batch).round()
+        )
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -135,6 +147,8 @@ def clicks(batch: int = 512) -> Job:
     return Job(made, step)
 
 
-JOBS: dict[str, Callable[..., Job]] = {job.__name__: job for job in (resnet_digits, gpt_text, lstm_text, ncf_ratings, clicks)}
+JOBS: dict[str, Callable[..., Job]] = {
+    job.__name__: job for job in (resnet_digits, gpt_text, lstm_text, ncf_ratings, clicks)
+}
 OUTSIDE_BYTES = {"ncf_ratings": 4000 * 3000}
 """Data that the script holds besides its training step."""

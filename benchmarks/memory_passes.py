@@ -25,14 +25,14 @@ from functools import partial
 import torch
 from torch import nn
 
-from autotune.dfg.memory import peak_memory
-from autotune.dfg.memory_passes import Run, accumulated, recomputed
-from autotune.dfg.memory_profile import MemoryProfile
+from autotune.memory.passes import Run, accumulated, recomputed
+from autotune.memory.peak import peak_memory
+from autotune.recordings.memory_profile import MemoryProfile
 from benchmarks.c10_memory import AllocatorCounter, built
 from benchmarks.checkpointed import Stack, computed_again, training
 from benchmarks.memory_models import JOBS
-from runtime_rewriter.pytorch.memory_recorder import MemoryRecorder
-from runtime_rewriter.pytorch.micro_batch import Call, fixed_share
+from runtime_rewriter.recording.memory.micro_batch import Call, fixed_share
+from runtime_rewriter.recording.memory.recorder import MemoryRecorder
 
 WIDTH, LAYERS, BATCH = 256, 12, 2048
 PARTS = (2, 4)
@@ -65,8 +65,14 @@ def stack() -> Subject:
         return training(computed_again(Stack(WIDTH, LAYERS, nn.GELU), runs), WIDTH, BATCH, parts)
 
     module = Stack(WIDTH, LAYERS, nn.GELU)
-    runs = {"one run": ((0, 2 * LAYERS - 1),), "thirds": ((0, 7), (8, 15), (16, 23)), "first half": ((0, 11),)}
-    return Subject(build, module, training(module, WIDTH, BATCH), (torch.randn(BATCH, WIDTH),), runs)
+    runs = {
+        "one run": ((0, 2 * LAYERS - 1),),
+        "thirds": ((0, 7), (8, 15), (16, 23)),
+        "first half": ((0, 11),),
+    }
+    return Subject(
+        build, module, training(module, WIDTH, BATCH), (torch.randn(BATCH, WIDTH),), runs
+    )
 
 
 def example(name: str, runs: dict[str, tuple[tuple[int, int], ...]]) -> Subject:
@@ -81,7 +87,9 @@ def example(name: str, runs: dict[str, tuple[tuple[int, int], ...]]) -> Subject:
 
 SUBJECTS: dict[str, Callable[[], Subject]] = {
     "stack": stack,
-    "gpt_text": lambda: example("gpt_text", {"all blocks": ((0, 0), (1, 1), (2, 2), (3, 3)), "two blocks": ((0, 0), (2, 2))}),
+    "gpt_text": lambda: example(
+        "gpt_text", {"all blocks": ((0, 0), (1, 1), (2, 2), (3, 3)), "two blocks": ((0, 0), (2, 2))}
+    ),
     "resnet_digits": lambda: example("resnet_digits", {}),
 }
 
@@ -89,18 +97,39 @@ SUBJECTS: dict[str, Callable[[], Subject]] = {
 def ways(subject: Subject) -> Iterator[tuple[str, Way]]:
     profile = MemoryRecorder(subject.module, timed_steps=7).record(subject.step)
     fixed = fixed_share(subject.module, Call(subject.inputs, {}), len(subject.inputs[0]))
-    print(f"does not shrink with the batch: {fixed.forward:.3f} of the forward pass, {fixed.backward:.3f} of the backward pass", flush=True)
+    print(
+        f"does not shrink with the batch: {fixed.forward:.3f} of the forward pass, {fixed.backward:.3f} of the backward pass",
+        flush=True,
+    )
 
-    def way(after: MemoryProfile, build: Callable[[], Step], proportional: MemoryProfile | None = None) -> Way:
-        return Way(peak_memory(after).peak_bytes, float(after.end_s[-1]), float((proportional or after).end_s[-1]), build)
+    def way(
+        after: MemoryProfile, build: Callable[[], Step], proportional: MemoryProfile | None = None
+    ) -> Way:
+        return Way(
+            peak_memory(after).peak_bytes,
+            float(after.end_s[-1]),
+            float((proportional or after).end_s[-1]),
+            build,
+        )
 
     yield "as it is", way(profile, partial(subject.build, [], 1))
     for name, again in subject.runs.items():
-        names = [[profile.regions[number].name for number in range(first, last + 1)] for first, last in again]
-        yield f"recompute {name}", way(recomputed(profile, [Run(*run) for run in again]), partial(subject.build, names, 1))
+        names = [
+            [profile.regions[number].name for number in range(first, last + 1)]
+            for first, last in again
+        ]
+        yield (
+            f"recompute {name}",
+            way(
+                recomputed(profile, [Run(*run) for run in again]), partial(subject.build, names, 1)
+            ),
+        )
     for parts in PARTS:
         after = accumulated(profile, parts, fixed=fixed)
-        yield f"{parts} parts", way(after, partial(subject.build, [], parts), accumulated(profile, parts))
+        yield (
+            f"{parts} parts",
+            way(after, partial(subject.build, [], parts), accumulated(profile, parts)),
+        )
 
 
 def main() -> int:
@@ -119,19 +148,37 @@ def main() -> int:
         found = dict(ways(subject))
         peaks = {name: measured_peak(way, counter) for name, way in found.items()}
         taken = measured_times(found, options.rounds, options.steps, clock)
-        summary |= {f"{model} {name}": compared(f"{model} {name}", way, peaks[name], taken, name) for name, way in found.items()}
-    print(json.dumps({**figures(summary), "ways": summary, "device": "cpu", "cores": os.cpu_count(), "machine": platform.machine()}))
+        summary |= {
+            f"{model} {name}": compared(f"{model} {name}", way, peaks[name], taken, name)
+            for name, way in found.items()
+        }
+    print(
+        json.dumps(
+            {
+                **figures(summary),
+                "ways": summary,
+                "device": "cpu",
+                "cores": os.cpu_count(),
+                "machine": platform.machine(),
+            }
+        )
+    )
     return 0
 
 
-def compared(title: str, way: Way, peak_bytes: int, taken: dict[str, list[float]], name: str) -> dict[str, float | int]:
+def compared(
+    title: str, way: Way, peak_bytes: int, taken: dict[str, list[float]], name: str
+) -> dict[str, float | int]:
     """Prices are ratios to the step as it is, block by block: they do not depend on how fast the machine is just now."""
     ratios = [mine / before for mine, before in zip(taken[name], taken["as it is"], strict=True)]
     low, ratio, high = statistics.quantiles(ratios, n=4)
     median_s = statistics.median(taken[name])
     sizes = f"{way.peak_bytes / 1e6:7.2f} predicted, {peak_bytes / 1e6:7.2f} MB measured"
     times = f"{way.step_s * 1e3:7.1f} predicted (in proportion {way.proportional_s * 1e3:.1f}), {median_s * 1e3:7.1f} ms measured"
-    print(f"{title:32} {sizes}; {times}, {ratio:.3f} of as it is ({low:.3f} to {high:.3f})", flush=True)
+    print(
+        f"{title:32} {sizes}; {times}, {ratio:.3f} of as it is ({low:.3f} to {high:.3f})",
+        flush=True,
+    )
     return {
         "predicted_bytes": way.peak_bytes,
         "measured_bytes": peak_bytes,
@@ -175,7 +222,9 @@ def measured_peak(way: Way, counter: AllocatorCounter) -> int:
     return counter.peak_bytes - before
 
 
-def measured_times(found: dict[str, Way], rounds: int, steps: int, clock: Callable[[], float]) -> dict[str, list[float]]:
+def measured_times(
+    found: dict[str, Way], rounds: int, steps: int, clock: Callable[[], float]
+) -> dict[str, list[float]]:
     """Seconds per step of every block, by way; blocks of all ways take turns."""
     built_steps = {name: way.build() for name, way in found.items()}
     taken: dict[str, list[float]] = {name: [] for name in found}

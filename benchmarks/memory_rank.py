@@ -25,9 +25,11 @@ from benchmarks.c10_memory import AllocatorCounter, DeviceCounter
 from benchmarks.memory_models import JOBS, OUTSIDE_BYTES, Job
 from runtime_rewriter.pytorch.agreement import assumed_workload
 from runtime_rewriter.pytorch.ddp import PlannedDataParallel
-from runtime_rewriter.pytorch.memory_recorder import MemoryRecorder
+from runtime_rewriter.recording.memory.recorder import MemoryRecorder
 
-SETTLE_STEPS = 3  # the first forward pass under a plan that crosses the step only learns what it reads
+SETTLE_STEPS = (
+    3  # the first forward pass under a plan that crosses the step only learns what it reads
+)
 MEASURED_STEPS = 3
 
 
@@ -36,12 +38,16 @@ def recorded(job: Job) -> dict[str, Any]:
     return {"profile": profile.to_data(), "workload": assumed_workload(job.module).to_data()}
 
 
-def measured(job: Job, plan: Plan | None, counter: AllocatorCounter | DeviceCounter, outside: int) -> dict[str, Any]:
+def measured(
+    job: Job, plan: Plan | None, counter: AllocatorCounter | DeviceCounter, outside: int
+) -> dict[str, Any]:
     """Highest bytes of the steps after the first ones.
 
     A plan is loaded after steps without one, as the tuner does, but for sparse gradients over NCCL: DDP's reducer does not send them.
     """
-    model: Any = DistributedDataParallel(job.module) if plan is None else PlannedDataParallel(job.module)
+    model: Any = (
+        DistributedDataParallel(job.module) if plan is None else PlannedDataParallel(job.module)
+    )
     if plan is None or not _refused_by_ddp(job):
         for _ in range(SETTLE_STEPS):
             job.step(model)
@@ -63,7 +69,9 @@ def measured(job: Job, plan: Plan | None, counter: AllocatorCounter | DeviceCoun
 
 
 def _refused_by_ddp(job: Job) -> bool:
-    return dist.get_backend() == "nccl" and any(getattr(module, "sparse", False) for module in job.module.modules())
+    return dist.get_backend() == "nccl" and any(
+        getattr(module, "sparse", False) for module in job.module.modules()
+    )
 
 
 def main() -> None:
@@ -77,13 +85,20 @@ def main() -> None:
     else:
         plan = None if what == "ddp" else Plan.from_json(Path(what).read_text())
         backend = "nccl" if isinstance(counter, DeviceCounter) else "gloo"
-        dist.init_process_group(backend, init_method=meeting[0], rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
+        dist.init_process_group(
+            backend,
+            init_method=meeting[0],
+            rank=int(os.environ["RANK"]),
+            world_size=int(os.environ["WORLD_SIZE"]),
+        )
         if plan is None and _refused_by_ddp(job):
             found = {"refused": "torch's DDP does not send sparse gradients over NCCL"}
         else:
             try:
                 found = measured(job, plan, counter, OUTSIDE_BYTES.get(name, 0))
-            except InvalidStrategy as refusal:  # on all ranks alike: a script that clips cannot cross the step
+            except (
+                InvalidStrategy
+            ) as refusal:  # on all ranks alike: a script that clips cannot cross the step
                 found = {"refused": str(refusal)}
     print(json.dumps(found), flush=True)
     os._exit(0)  # threads of a plan that was refused may wait for the other rank

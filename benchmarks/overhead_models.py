@@ -21,7 +21,11 @@ Step = Callable[[], None]
 Example = tuple[nn.Module, Callable[[DistributedDataParallel], Step]]
 
 
-def _step(optimizers: list[torch.optim.Optimizer], backward: Callable[[], None], clip: Callable[[], object] = lambda: None) -> Step:
+def _step(
+    optimizers: list[torch.optim.Optimizer],
+    backward: Callable[[], None],
+    clip: Callable[[], object] = lambda: None,
+) -> Step:
     def step() -> None:
         for optimizer in optimizers:
             optimizer.zero_grad()
@@ -71,7 +75,11 @@ def lstm() -> Example:
         def backward() -> None:
             accumulate_gradients(model, batches)
 
-        return _step([make_optimizer(model, 3e-3, 0.01)], backward, lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+        return _step(
+            [make_optimizer(model, 3e-3, 0.01)],
+            backward,
+            lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+        )
 
     return LanguageModel(256, 2, 0.1), made
 
@@ -80,11 +88,18 @@ def ncf() -> Example:
     """examples/ncf_ratings.py: 256 ratings with four negatives each, sparse gradients of the table, two optimizers."""
     from ncf_ratings import NeuMF, make_optimizers
 
-    users, items, labels = torch.randint(0, 4000, (1280,)), torch.randint(0, 3000, (1280,)), torch.rand(1280).round()
+    users, items, labels = (
+        torch.randint(0, 4000, (1280,)),
+        torch.randint(0, 3000, (1280,)),
+        torch.rand(1280).round(),
+    )
 
     def made(model: DistributedDataParallel) -> Step:
         optimizers = make_optimizers(model.module, 2e-3)
-        return _step(optimizers, lambda: F.binary_cross_entropy_with_logits(model(users, items), labels).backward())
+        return _step(
+            optimizers,
+            lambda: F.binary_cross_entropy_with_logits(model(users, items), labels).backward(),
+        )
 
     return NeuMF(4000, 3000, 64, sparse=True), made
 

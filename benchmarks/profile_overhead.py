@@ -46,10 +46,10 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.overhead_models import MODELS
-from runtime_rewriter.tracing.collectives import CollectiveLog
-from runtime_rewriter.tracing.kineto import KinetoTrace
-from runtime_rewriter.tracing.settings import PROFILE_STEPS, RecordSettings
-from runtime_rewriter.tracing.trace_file import Clock, annotate, write_trace
+from runtime_rewriter.recording.collectives import CollectiveLog
+from runtime_rewriter.recording.kineto import KinetoTrace
+from runtime_rewriter.recording.settings import PROFILE_STEPS, RecordSettings
+from runtime_rewriter.recording.trace_file import Clock, annotate, write_trace
 
 BLOCK_S = 1.0
 FEWEST_STEPS, MOST_STEPS = 4, 50
@@ -57,7 +57,11 @@ FEWEST_STEPS, MOST_STEPS = 4, 50
 SETTLING = 1
 """Steps at the begin of a block, recorded or not as the block is, untimed."""
 RESAMPLES = 1000
-STEADY_HEAP = {"MALLOC_MMAP_THRESHOLD_": str(2**28), "MALLOC_TRIM_THRESHOLD_": str(2**30), "MALLOC_TOP_PAD_": str(2**26)}
+STEADY_HEAP = {
+    "MALLOC_MMAP_THRESHOLD_": str(2**28),
+    "MALLOC_TRIM_THRESHOLD_": str(2**30),
+    "MALLOC_TOP_PAD_": str(2**26),
+}
 """Of glibc (mallopt): no tensor of these models is a mapping of its own, and nothing is given back."""
 EVENT_ROUNDS, EVENT_CALLS = 21, 4000
 
@@ -92,7 +96,9 @@ class Recording:
         return sum(event["ph"] == "X" for event in trace["traceEvents"])
 
 
-def measure(rank: int, port: int, name: str, blocks: int, options: dict[str, bool], directory: str) -> None:
+def measure(
+    rank: int, port: int, name: str, blocks: int, options: dict[str, bool], directory: str
+) -> None:
     """One rank; rank 0 writes what was found."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -116,7 +122,9 @@ def measure(rank: int, port: int, name: str, blocks: int, options: dict[str, boo
     dist.destroy_process_group()
 
 
-def _block(run: Callable[[], None], steps: int, options: dict[str, bool] | None) -> list[list[float]]:
+def _block(
+    run: Callable[[], None], steps: int, options: dict[str, bool] | None
+) -> list[list[float]]:
     """Wall time of each step on the slower rank, and its CPU time on both together; recorded where there are options."""
     took = torch.zeros(2, steps, dtype=torch.float64)
     with contextlib.nullcontext() if options is None else Recording(options) as recording:
@@ -129,14 +137,19 @@ def _block(run: Callable[[], None], steps: int, options: dict[str, bool] | None)
             if recording is not None:
                 recording.trace.end_step()
             if number >= 0:
-                took[0, number], took[1, number] = time.perf_counter() - started_s, time.process_time() - cpu_s
+                took[0, number], took[1, number] = (
+                    time.perf_counter() - started_s,
+                    time.process_time() - cpu_s,
+                )
     dist.all_reduce(took[0], op=dist.ReduceOp.MAX)
     dist.all_reduce(took[1])
     found: list[list[float]] = took.tolist()
     return found
 
 
-def _outside(run: Callable[[], None], options: dict[str, bool], folder: Path) -> tuple[dict[str, float], float]:
+def _outside(
+    run: Callable[[], None], options: dict[str, bool], folder: Path
+) -> tuple[dict[str, float], float]:
     """Seconds that a recording of the default length takes before, after and beyond its steps, and the spans of a step."""
     at_s = [time.perf_counter()]
     with Recording(options) as recording:
@@ -150,7 +163,11 @@ def _outside(run: Callable[[], None], options: dict[str, bool], folder: Path) ->
     at_s.append(time.perf_counter())
     spans = recording.write(folder)
     at_s.append(time.perf_counter())
-    return {"start": at_s[1] - at_s[0], "stop": at_s[3] - at_s[2], "files": at_s[4] - at_s[3]}, spans / PROFILE_STEPS
+    return {
+        "start": at_s[1] - at_s[0],
+        "stop": at_s[3] - at_s[2],
+        "files": at_s[4] - at_s[3],
+    }, spans / PROFILE_STEPS
 
 
 def _event_s(options: dict[str, bool]) -> float:
@@ -177,7 +194,10 @@ def overhead(name: str, blocks: int, options: dict[str, bool]) -> dict[str, Any]
         port = probe.getsockname()[1]
     with tempfile.TemporaryDirectory() as directory:
         context = multiprocessing.get_context("spawn")
-        ranks = [context.Process(target=measure, args=(rank, port, name, blocks, options, directory)) for rank in range(2)]
+        ranks = [
+            context.Process(target=measure, args=(rank, port, name, blocks, options, directory))
+            for rank in range(2)
+        ]
         for process in ranks:
             process.start()
         for process in ranks:
@@ -229,23 +249,32 @@ def _told(found: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--models", nargs="+", choices=sorted(MODELS), default=sorted(MODELS))
-    parser.add_argument("--blocks", type=int, default=40, help="pairs of blocks per model (default 40)")
+    parser.add_argument(
+        "--blocks", type=int, default=40, help="pairs of blocks per model (default 40)"
+    )
     for name in ("record_shapes", "profile_memory", "with_stack"):
         parser.add_argument(f"--{name.replace('_', '-')}", action="store_true")
     parser.add_argument("--ordinary-heap", action="store_true", help="let glibc give pages back")
     options = parser.parse_args()
     if not options.ordinary_heap:
         os.environ.update(STEADY_HEAP)  # the ranks are started with it
-    chosen = {name: getattr(options, name) for name in ("record_shapes", "profile_memory", "with_stack")}
+    chosen = {
+        name: getattr(options, name) for name in ("record_shapes", "profile_memory", "with_stack")
+    }
     loads, models = [os.getloadavg()[0]], {}
     for name in options.models:
         models[name] = one = overhead(name, options.blocks, chosen)
         loads.append(os.getloadavg()[0])
         times = f"{one['step_s'] * 1e3:.1f} ms, recorded {one['recorded_step_s'] * 1e3:.1f} ms"
         floor = f"{one['events_per_step']:.0f} events a step, {one['event_s'] * 1e6:.2f} us each: floor {one['floor']:+.1%}"
-        print(f"{name}: {times}: {_told(one['wall'])}, of CPU {_told(one['cpu'])}; {floor}", flush=True)
+        print(
+            f"{name}: {times}: {_told(one['wall'])}, of CPU {_told(one['cpu'])}; {floor}",
+            flush=True,
+        )
     print(
         json.dumps(
             {

@@ -17,7 +17,10 @@ BUSY_CORES = 0.3
 """Beyond what an idle Ray and waiting ranks take."""
 
 STAT = Path("/proc/stat")
-_IDLE, _STOLEN = (3, 4), (7,)  # of the first line's numbers: idle and waiting for disks; steal (man 5 proc_stat)
+_IDLE, _STOLEN = (
+    (3, 4),
+    (7,),
+)  # of the first line's numbers: idle and waiting for disks; steal (man 5 proc_stat)
 
 
 def busy_cores(seconds: float) -> float:
@@ -27,7 +30,9 @@ def busy_cores(seconds: float) -> float:
     return (os.cpu_count() or 1) * busy_share(before, STAT.read_text())
 
 
-def wait_until_quiet(say: Callable[[str], None], look: Callable[[float], float] = busy_cores) -> None:
+def wait_until_quiet(
+    say: Callable[[str], None], look: Callable[[float], float] = busy_cores
+) -> None:
     """Returns when others take hardly any CPU time, or after `LOOKS` looks, and says that it waits and whether it helped.
 
     `look`: how many cores work in the next so many seconds.
@@ -37,8 +42,12 @@ def wait_until_quiet(say: Callable[[str], None], look: Callable[[float], float] 
         if busy <= BUSY_CORES:
             return
         if number == 0:
-            say(f"other work takes {busy:.1f} cores; waiting for at most {LOOKS * LOOK_S:.0f} s until it ends")
-    say(f"other work still takes {busy:.1f} cores, so what is probed now may be wrong; end it and begin the domain anew")
+            say(
+                f"other work takes {busy:.1f} cores; waiting for at most {LOOKS * LOOK_S:.0f} s until it ends"
+            )
+    say(
+        f"other work still takes {busy:.1f} cores, so what is probed now may be wrong; end it and begin the domain anew"
+    )
 
 
 def busy_share(before: str, after: str) -> float:
@@ -52,6 +61,8 @@ def stolen_share(before: str, after: str) -> float:
 
 
 def _share(before: str, after: str, numbers: Iterable[int]) -> float:
-    first, last = ([int(word) for word in text.splitlines()[0].split()[1:9]] for text in (before, after))
+    first, last = (
+        [int(word) for word in text.splitlines()[0].split()[1:9]] for text in (before, after)
+    )
     spent = [end - start for start, end in zip(first, last, strict=True)]
     return sum(spent[number] for number in numbers) / max(sum(spent), 1)

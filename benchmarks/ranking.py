@@ -67,7 +67,9 @@ class Progress:
         eta = "ETA after one training of each"
         if all(name in self._took for name, _ in self._left):
             eta = f"ETA {_clock(sum(self._took[name][0] / self._took[name][1] * count for name, count in self._left))}"
-        say(f"{_clock(now - self._began_s)} ({eta}, {len(self._left)} trainings) {ranker} on {examples} trials")
+        say(
+            f"{_clock(now - self._began_s)} ({eta}, {len(self._left)} trainings) {ranker} on {examples} trials"
+        )
         if (ranker, examples) in self._left:
             self._left.remove((ranker, examples))
 
@@ -83,7 +85,9 @@ def makers(names: Sequence[str], paper: bool, epochs: int | None) -> dict[str, M
             assert isinstance(simulator, ResidualSimulator)
             # One thread: the figures then do not depend on the number of cores, and a busy machine does not stall the training.
             recipe = replace(simulator.recipe, tie_band=TIE_BAND, threads=1)
-            simulator.recipe = recipe if epochs is None else replace(recipe, epochs=epochs, warm_epochs=None)
+            simulator.recipe = (
+                recipe if epochs is None else replace(recipe, epochs=epochs, warm_epochs=None)
+            )
             return simulator
 
         return made
@@ -100,13 +104,17 @@ def _paper_makers() -> dict[str, Maker]:
     return {"linear": linear_simulator, "rnn": rnn_simulator, "gat": gat_simulator}
 
 
-def usable(points: Sequence[Point], smallest: int, wanted: Sequence[str], show: Callable[[str], None]) -> list[str]:
+def usable(
+    points: Sequence[Point], smallest: int, wanted: Sequence[str], show: Callable[[str], None]
+) -> list[str]:
     """The domains that are tested; what is left out and why goes to `show`. `InvalidInput` if none is left."""
     kept = []
     plans = plans_by_domain(points)
     unknown = sorted(set(wanted) - set(plans))
     if unknown:
-        raise InvalidInput(f"a domain to test must be among the trials, but {unknown[0]!r} is not; there are {', '.join(plans) or 'none'}")
+        raise InvalidInput(
+            f"a domain to test must be among the trials, but {unknown[0]!r} is not; there are {', '.join(plans) or 'none'}"
+        )
     for name, own in plans.items():
         if len(own) < smallest:
             show(
@@ -140,19 +148,31 @@ def limited(points: Sequence[Point], most: int | None) -> list[Point]:
 def described(campaigns: Sequence[Campaign], points: Sequence[Point], tested: Sequence[str]) -> str:
     """A table of what is learned from and tested on."""
     plans = plans_by_domain(points)
-    lines = ["| domain | tested | campaigns | trials | plans | left out |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| domain | tested | campaigns | trials | plans | left out |",
+        "|---|---|---|---|---|---|",
+    ]
     for name in sorted({campaign.domain for campaign in campaigns}):
         own = [campaign for campaign in campaigns if campaign.domain == name]
-        trials, left_out = sum(len(campaign.measured) for campaign in own), "; ".join(c.left_out for c in own if c.left_out)
+        trials, left_out = (
+            sum(len(campaign.measured) for campaign in own),
+            "; ".join(c.left_out for c in own if c.left_out),
+        )
         tests = "yes" if name in tested else "no"
-        lines.append(f"| {name} | {tests} | {len(own)} | {trials} | {len(plans.get(name, []))} | {left_out} |")
+        lines.append(
+            f"| {name} | {tests} | {len(own)} | {trials} | {len(plans.get(name, []))} | {left_out} |"
+        )
     return "\n".join(lines) + "\n"
 
 
-def planned(points: Sequence[Point], domains: Sequence[str], study: Study, names: Mapping[str, Maker]) -> list[tuple[str, int]]:
+def planned(
+    points: Sequence[Point], domains: Sequence[str], study: Study, names: Mapping[str, Maker]
+) -> list[tuple[str, int]]:
     """(ranker, trials) of every training of the study, found by going through it with simulators that only take note."""
     found: list[tuple[str, int]] = []
-    trainer = Trainer(points, dict.fromkeys(names, _Untrained), lambda name, count: found.append((name, count)))
+    trainer = Trainer(
+        points, dict.fromkeys(names, _Untrained), lambda name, count: found.append((name, count))
+    )
     run(points, domains, study, trainer)
     return found
 
@@ -201,29 +221,98 @@ def _share(text: str) -> float:
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.ranking", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m benchmarks.ranking",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     source = parser.add_argument_group("trials").add_mutually_exclusive_group()
     source.add_argument("--dataset", type=Path, nargs="+", help="folders of datasets")
-    source.add_argument("--directory", type=Path, default=Path("autotune-jobs"), help="where jobs are kept (default autotune-jobs)")
-    transfers = [kind.name.lower() for kind in HeldOut]
-    parser.add_argument("--output", type=Path, default=Path("ranking-report"), help="folder of the report (default ranking-report)")
-    parser.add_argument("--domains", nargs="*", default=[], help="tested ones (default: all that are large enough)")
-    parser.add_argument("--smallest", type=_at_least(3), default=SMALLEST_DOMAIN, help="plans that a tested domain has (default 20)")
-    parser.add_argument("--rankers", nargs="*", default=list(RANKERS), choices=RANKERS, help="learned ones (default: all)")
-    parser.add_argument("--paper", action="store_true", help="sizes and epochs of the paper instead of the tuner's (many times longer)")
-    parser.add_argument("--epochs", type=_at_least(1), help="of every training (default: the recipe's)")
-    parser.add_argument("--seeds", type=_at_least(1), default=3, help="test parts and trainings per domain (default 3)")
-    parser.add_argument(
-        "--sizes", type=_at_least(2), nargs="*", default=list(SIZES), help="of the learning curve, plans (default 25 to 400)"
+    source.add_argument(
+        "--directory",
+        type=Path,
+        default=Path("autotune-jobs"),
+        help="where jobs are kept (default autotune-jobs)",
     )
-    parser.add_argument("--test-share", type=_share, default=0.3, help="of a domain's plans (default 0.3; the paper's: 0.15)")
-    parser.add_argument("--transfers", nargs="*", default=transfers, choices=transfers, help="what is held out (default: all four)")
-    parser.add_argument("--tuned-from", choices=[*transfers, "none"], default="domain", help="transfer that goes on with own trials")
-    parser.add_argument("--source-plans", type=_at_least(2), default=60, help="most plans of each source domain (default 60)")
-    parser.add_argument("--max-plans", type=_at_least(3), help="of each domain in all (default: all)")
-    parser.add_argument("--no-choice", action="store_true", help="leave out what the tuner's cross-validation would choose")
-    parser.add_argument("--json", action="store_true", help="print nothing but the last line on stdout")
+    transfers = [kind.name.lower() for kind in HeldOut]
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("ranking-report"),
+        help="folder of the report (default ranking-report)",
+    )
+    parser.add_argument(
+        "--domains", nargs="*", default=[], help="tested ones (default: all that are large enough)"
+    )
+    parser.add_argument(
+        "--smallest",
+        type=_at_least(3),
+        default=SMALLEST_DOMAIN,
+        help="plans that a tested domain has (default 20)",
+    )
+    parser.add_argument(
+        "--rankers",
+        nargs="*",
+        default=list(RANKERS),
+        choices=RANKERS,
+        help="learned ones (default: all)",
+    )
+    parser.add_argument(
+        "--paper",
+        action="store_true",
+        help="sizes and epochs of the paper instead of the tuner's (many times longer)",
+    )
+    parser.add_argument(
+        "--epochs", type=_at_least(1), help="of every training (default: the recipe's)"
+    )
+    parser.add_argument(
+        "--seeds",
+        type=_at_least(1),
+        default=3,
+        help="test parts and trainings per domain (default 3)",
+    )
+    parser.add_argument(
+        "--sizes",
+        type=_at_least(2),
+        nargs="*",
+        default=list(SIZES),
+        help="of the learning curve, plans (default 25 to 400)",
+    )
+    parser.add_argument(
+        "--test-share",
+        type=_share,
+        default=0.3,
+        help="of a domain's plans (default 0.3; the paper's: 0.15)",
+    )
+    parser.add_argument(
+        "--transfers",
+        nargs="*",
+        default=transfers,
+        choices=transfers,
+        help="what is held out (default: all four)",
+    )
+    parser.add_argument(
+        "--tuned-from",
+        choices=[*transfers, "none"],
+        default="domain",
+        help="transfer that goes on with own trials",
+    )
+    parser.add_argument(
+        "--source-plans",
+        type=_at_least(2),
+        default=60,
+        help="most plans of each source domain (default 60)",
+    )
+    parser.add_argument(
+        "--max-plans", type=_at_least(3), help="of each domain in all (default: all)"
+    )
+    parser.add_argument(
+        "--no-choice",
+        action="store_true",
+        help="leave out what the tuner's cross-validation would choose",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print nothing but the last line on stdout"
+    )
     return parser.parse_args(arguments)
 
 
@@ -238,7 +327,15 @@ def study_of(options: argparse.Namespace) -> Study:
     tuned_from = None if options.tuned_from == "none" else HeldOut[options.tuned_from.upper()]
     tuned_from = tuned_from if tuned_from in transfers else None
     sizes, choice = tuple(options.sizes), not options.no_choice and bool(options.rankers)
-    return Study(options.seeds, sizes, options.test_share, transfers, tuned_from, options.source_plans, choice)
+    return Study(
+        options.seeds,
+        sizes,
+        options.test_share,
+        transfers,
+        tuned_from,
+        options.source_plans,
+        choice,
+    )
 
 
 def evaluated(options: argparse.Namespace) -> dict[str, Any]:
@@ -246,7 +343,10 @@ def evaluated(options: argparse.Namespace) -> dict[str, Any]:
     began_s = time.monotonic()
     show: Callable[[str], None] = say if options.json else print
     campaigns = _campaigns(options)
-    points = limited(points_of(campaigns, ReplayedTimes(options.output / "replayed-times.jsonl")), options.max_plans)
+    points = limited(
+        points_of(campaigns, ReplayedTimes(options.output / "replayed-times.jsonl")),
+        options.max_plans,
+    )
     domains = usable(points, options.smallest, options.domains, show)
     study, learned = study_of(options), makers(options.rankers, options.paper, options.epochs)
     progress = Progress(planned(points, domains, study, learned))
@@ -259,10 +359,22 @@ def evaluated(options: argparse.Namespace) -> dict[str, Any]:
     show(f"report: {options.output / 'ranking.md'}")
     return {
         "domains": len(domains),
-        "plans": sum(len(plans) for name, plans in plans_by_domain(points).items() if name in domains),
+        "plans": sum(
+            len(plans) for name, plans in plans_by_domain(points).items() if name in domains
+        ),
         **{figure: means(rows, figure) for figure in FIGURES},
-        "learning_curve": {line.name: dict(line.points) for line in curves(rows, study.sizes, tuned_from)},
-        "train_cpu_s": round(sum({(r.domain, r.seed, r.ranker, r.learned, r.held_out, r.plans): r.train_cpu_s for r in rows}.values()), 1),
+        "learning_curve": {
+            line.name: dict(line.points) for line in curves(rows, study.sizes, tuned_from)
+        },
+        "train_cpu_s": round(
+            sum(
+                {
+                    (r.domain, r.seed, r.ranker, r.learned, r.held_out, r.plans): r.train_cpu_s
+                    for r in rows
+                }.values()
+            ),
+            1,
+        ),
         "seconds": round(time.monotonic() - began_s, 1),
     }
 

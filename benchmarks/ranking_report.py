@@ -44,7 +44,10 @@ def by_seed(rows: Iterable[Row], figure: str) -> list[float]:
     groups: dict[int, dict[str, list[Row]]] = {}
     for row in rows:
         groups.setdefault(row.seed, {}).setdefault(row.domain, []).append(row)
-    return [statistics.mean(figure_of(of, figure) for of in domains.values()) for _, domains in sorted(groups.items())]
+    return [
+        statistics.mean(figure_of(of, figure) for of in domains.values())
+        for _, domains in sorted(groups.items())
+    ]
 
 
 def means(rows: Sequence[Row], figure: str) -> dict[str, float]:
@@ -71,7 +74,10 @@ def report(rows: Sequence[Row], data: str, sizes: Sequence[int], tuned_from: str
         "predicted fastest is than the fastest tested, relative.\n",
         "## All domains\n",
         overview(rows),
-        *(f"\n## {title.capitalize()} per domain\n\n{_domain_table(rows, domains, figure)}" for figure, title in FIGURES.items()),
+        *(
+            f"\n## {title.capitalize()} per domain\n\n{_domain_table(rows, domains, figure)}"
+            for figure, title in FIGURES.items()
+        ),
         "\n## Learning curve: pairwise accuracy by number of own plans\n",
         curve_table(rows, sizes, tuned_from),
         "\n![learning curve](learning-curve.svg)\n",
@@ -83,7 +89,10 @@ def report(rows: Sequence[Row], data: str, sizes: Sequence[int], tuned_from: str
 
 def overview(rows: Sequence[Row]) -> str:
     """Every ranker untrained, with all its own trials, and by each kind of transfer without and with these."""
-    lines = [_line("ranker", "learned from", "not seen before", *FIGURES.values()), _line(*["---"] * (3 + len(FIGURES)))]
+    lines = [
+        _line("ranker", "learned from", "not seen before", *FIGURES.values()),
+        _line(*["---"] * (3 + len(FIGURES))),
+    ]
     for (ranker, learned, held_out), own in _whole(rows).items():
         cells = [_spread(by_seed(own, figure)) for figure in FIGURES]
         lines.append(_line(MEANING.get(ranker, ranker), learned, held_out, *cells))
@@ -103,20 +112,41 @@ def _whole(rows: Sequence[Row]) -> dict[tuple[str, str, str], list[Row]]:
 def _domain_table(rows: Sequence[Row], domains: Sequence[str], figure: str) -> str:
     groups = _whole(rows)
     names = [_label(key) for key in groups]
-    lines = [_line("ranker, learned from, not seen before", *domains), _line(*["---"] * (1 + len(domains)))]
+    lines = [
+        _line("ranker, learned from, not seen before", *domains),
+        _line(*["---"] * (1 + len(domains))),
+    ]
     for name, own in zip(names, groups.values(), strict=True):
-        cells = [_mean_or_dash(by_seed([row for row in own if row.domain == domain], figure)) for domain in domains]
+        cells = [
+            _mean_or_dash(by_seed([row for row in own if row.domain == domain], figure))
+            for domain in domains
+        ]
         lines.append(_line(name, *cells))
     return "\n".join(lines) + "\n"
 
 
-def curve(rows: Sequence[Row], ranker: str, learned: Learned, sizes: Sequence[int], held_out: str = "") -> list[tuple[int, float]]:
+def curve(
+    rows: Sequence[Row], ranker: str, learned: Learned, sizes: Sequence[int], held_out: str = ""
+) -> list[tuple[int, float]]:
     """(own plans, mean accuracy) over the domains that have every size up to the largest that any of them has: the same at all points."""
-    own = [row for row in rows if (row.ranker, row.learned, row.held_out) == (ranker, learned, held_out) and row.plans in sizes]
+    own = [
+        row
+        for row in rows
+        if (row.ranker, row.learned, row.held_out) == (ranker, learned, held_out)
+        and row.plans in sizes
+    ]
     common = _common_domains(own)
     used = sorted({row.plans for row in own if row.domain in common})
     return [
-        (size, statistics.mean(by_seed([r for r in own if r.plans == size and r.domain in common], "pairwise_accuracy"))) for size in used
+        (
+            size,
+            statistics.mean(
+                by_seed(
+                    [r for r in own if r.plans == size and r.domain in common], "pairwise_accuracy"
+                )
+            ),
+        )
+        for size in used
     ]
 
 
@@ -139,7 +169,13 @@ def curves(rows: Sequence[Row], sizes: Sequence[int], tuned_from: str) -> list[L
         found += [Line(f"{ranker}, after other domains", tuned, dashed=True)] if tuned else []
     if found:
         used = sorted({size for line in found for size, _ in line.points})
-        common = _common_domains([row for row in rows if row.learned in (Learned.OWN, Learned.BOTH) and row.plans in sizes])
+        common = _common_domains(
+            [
+                row
+                for row in rows
+                if row.learned in (Learned.OWN, Learned.BOTH) and row.plans in sizes
+            ]
+        )
         for ranker in (REPLAY, ANALYTIC, PAPER):
             level = [row for row in rows if row.ranker == ranker and row.domain in common]
             value = statistics.mean(by_seed(level, "pairwise_accuracy"))
@@ -152,7 +188,9 @@ def curve_table(rows: Sequence[Row], sizes: Sequence[int], tuned_from: str) -> s
     if not found:
         return "No domain has that many plans to learn from.\n"
     used = sorted({size for each in found for size, _ in each.points})
-    common = _common_domains([row for row in rows if row.learned in (Learned.OWN, Learned.BOTH) and row.plans in sizes])
+    common = _common_domains(
+        [row for row in rows if row.learned in (Learned.OWN, Learned.BOTH) and row.plans in sizes]
+    )
     lines = [
         f"Over the {len(common)} domains that have all of these.\n",
         _line("ranker", *map(str, used)),
@@ -160,7 +198,9 @@ def curve_table(rows: Sequence[Row], sizes: Sequence[int], tuned_from: str) -> s
     ]
     for each in found:
         values = dict(each.points)
-        lines.append(_line(each.name, *(f"{values[size]:.3f}" if size in values else "-" for size in used)))
+        lines.append(
+            _line(each.name, *(f"{values[size]:.3f}" if size in values else "-" for size in used))
+        )
     return "\n".join(lines) + "\n"
 
 
@@ -177,11 +217,16 @@ def cost_table(rows: Sequence[Row]) -> str:
     for row in rows:
         if row.train_examples:
             found.setdefault((row.ranker, row.learned), {})[row.train_examples] = row.train_cpu_s
-    lines = [_line("ranker", "learned from", "examples: CPU s of one training, one thread"), _line("---", "---", "---")]
+    lines = [
+        _line("ranker", "learned from", "examples: CPU s of one training, one thread"),
+        _line("---", "---", "---"),
+    ]
     for (ranker, learned), costs in found.items():
         shown = sorted(costs.items())
         picked = shown[:: max(1, len(shown) // 5)]
-        lines.append(_line(ranker, learned, ", ".join(f"{count}: {cpu_s:.1f}" for count, cpu_s in picked)))
+        lines.append(
+            _line(ranker, learned, ", ".join(f"{count}: {cpu_s:.1f}" for count, cpu_s in picked))
+        )
     return "\n".join(lines) + "\n"
 
 

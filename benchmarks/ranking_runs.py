@@ -91,8 +91,16 @@ class Study:
 class Trainer:
     """Fits simulators with or without the replayed time, and says so before each training."""
 
-    def __init__(self, points: Sequence[Point], makers: Mapping[str, Maker], began: Callable[[str, int], None]) -> None:
-        bare = [replace(p.example, features=replace(p.example.features, replayed_step_s=None)) for p in points]
+    def __init__(
+        self,
+        points: Sequence[Point],
+        makers: Mapping[str, Maker],
+        began: Callable[[str, int], None],
+    ) -> None:
+        bare = [
+            replace(p.example, features=replace(p.example.features, replayed_step_s=None))
+            for p in points
+        ]
         self._examples = {True: [point.example for point in points], False: bare}
         self.makers, self._began = makers, began
 
@@ -105,14 +113,20 @@ class Trainer:
     def features(self, indices: Indices, replayed: bool = True) -> list[StrategyFeatures]:
         return [example.features for example in self.examples(indices, replayed)]
 
-    def fit(self, variant: Variant, indices: Indices, seed: int, start: Simulator | None = None) -> tuple[Simulator, float, str]:
+    def fit(
+        self, variant: Variant, indices: Indices, seed: int, start: Simulator | None = None
+    ) -> tuple[Simulator, float, str]:
         """(a simulator, CPU seconds, its report); with `start`, a copy of that one goes on learning."""
         name, replayed = variant
         self._began(called(variant), len(indices))
         simulator = copy.deepcopy(start) if start is not None else self.makers[name]()
         began_s = time.process_time()
         report = simulator.fit(self.examples(indices, replayed), seed, warm_start=start is not None)
-        return simulator, time.process_time() - began_s, f"best epoch {report.best_epoch} of {report.epochs}"
+        return (
+            simulator,
+            time.process_time() - began_s,
+            f"best epoch {report.best_epoch} of {report.epochs}",
+        )
 
     def announced(self, examples: int) -> dict[str, Maker]:
         """The makers, each of which says so when it is asked for a simulator that so many examples will train."""
@@ -130,11 +144,15 @@ def called(variant: Variant) -> str:
     return name if replayed else name + WITHOUT_REPLAY
 
 
-def run(points: Sequence[Point], domains: Sequence[str], study: Study, trainer: Trainer) -> list[Row]:
+def run(
+    points: Sequence[Point], domains: Sequence[str], study: Study, trainer: Trainer
+) -> list[Row]:
     """Every row of the study on these domains; other domains' points are sources."""
     rows: list[Row] = []
     for seed in range(study.seeds):
-        parts = {name: parts_of(points, name, seed, study.sizes, study.test_share) for name in domains}
+        parts = {
+            name: parts_of(points, name, seed, study.sizes, study.test_share) for name in domains
+        }
         for own in parts.values():
             rows += _unlearned(points, own, trainer)
             rows += _own(points, own, study, trainer)
@@ -164,13 +182,19 @@ def _own(points: Sequence[Point], parts: Parts, study: Study, trainer: Trainer) 
             simulator, cpu_s, note = trainer.fit(variant, own, parts.seed)
             guess = simulator.predict_step_s(trainer.features(parts.test, variant[1]))
             predicted[called(variant)] = guess
-            found += _rows(points, parts, called(variant), guess, Learned.OWN, "", plans, cpu_s, len(own), note)
+            found += _rows(
+                points, parts, called(variant), guess, Learned.OWN, "", plans, cpu_s, len(own), note
+            )
         if study.with_choice:
             choice, cpu_s = _chosen(trainer, own, parts.seed)
             guess = predicted.get(choice)
             if guess is None:
-                guess = unlearned_step_s(choice, trainer.features(parts.test), generator(parts.seed, "not drawn from"))
-            found += _rows(points, parts, CHOSEN, guess, Learned.OWN, "", plans, cpu_s, len(own), choice)
+                guess = unlearned_step_s(
+                    choice, trainer.features(parts.test), generator(parts.seed, "not drawn from")
+                )
+            found += _rows(
+                points, parts, CHOSEN, guess, Learned.OWN, "", plans, cpu_s, len(own), choice
+            )
     return found
 
 
@@ -178,7 +202,10 @@ def _chosen(trainer: Trainer, own: Indices, seed: int) -> tuple[str, float]:
     """(the ranker that the tuner's cross-validation on this training part chooses, CPU seconds)."""
     examples = trainer.examples(own)
     splits = k_fold(examples, FOLDS, seed) if len(examples) >= SMALLEST_TRAINING else []
-    if not all(_has_pair(examples, test) and len(training) > 1 for training, test in splits) or not splits:
+    if (
+        not all(_has_pair(examples, test) and len(training) > 1 for training, test in splits)
+        or not splits
+    ):
         return REPLAY, 0.0  # too few, or of many small campaigns
     began_s = time.process_time()
     quality = evaluate(examples, trainer.announced(len(splits[0][0])), splits, seed, TIE_BAND)
@@ -191,11 +218,23 @@ def _has_pair(examples: Sequence[Example], indices: Indices) -> bool:
     return len(set(campaigns)) < len(campaigns)
 
 
-def _transfers(points: Sequence[Point], parts: Sequence[Parts], held_out: HeldOut, study: Study, trainer: Trainer) -> list[Row]:
+def _transfers(
+    points: Sequence[Point],
+    parts: Sequence[Parts],
+    held_out: HeldOut,
+    study: Study,
+    trainer: Trainer,
+) -> list[Row]:
     """Zero-shot, and where asked with own trials behind it. Domains that have the same sources share their simulators."""
     by_sources: dict[tuple[int, ...], list[Parts]] = {}
     for own in parts:
-        tested = np.concatenate([other.test for other in parts if other is own or _share_sources(points, own, other, held_out)])
+        tested = np.concatenate(
+            [
+                other.test
+                for other in parts
+                if other is own or _share_sources(points, own, other, held_out)
+            ]
+        )
         sources = sources_for(points, own.domain, held_out, study.source_plans, tested)
         if len(sources) >= 2:
             by_sources.setdefault(tuple(sources.tolist()), []).append(own)
@@ -207,7 +246,18 @@ def _transfers(points: Sequence[Point], parts: Sequence[Parts], held_out: HeldOu
             for own in targets:
                 assert_no_leak(points, sources, np.zeros(0, dtype=np.int64), own.test, held_out)
                 guess = simulator.predict_step_s(trainer.features(own.test, variant[1]))
-                found += _rows(points, own, called(variant), guess, Learned.OTHERS, held_out, 0, cpu_s, len(sources), note)
+                found += _rows(
+                    points,
+                    own,
+                    called(variant),
+                    guess,
+                    Learned.OTHERS,
+                    held_out,
+                    0,
+                    cpu_s,
+                    len(sources),
+                    note,
+                )
                 if study.tuned_from == held_out:
                     found += _tuned(points, own, sources, held_out, variant, simulator, trainer)
     return found
@@ -215,7 +265,9 @@ def _transfers(points: Sequence[Point], parts: Sequence[Parts], held_out: HeldOu
 
 def _share_sources(points: Sequence[Point], own: Parts, other: Parts, held_out: HeldOut) -> bool:
     """All domains of a held-out cluster are tested with one simulator: it has seen the test part of none."""
-    return held_out is HeldOut.CLUSTER and points[own.test[0]].cluster == points[other.test[0]].cluster
+    return (
+        held_out is HeldOut.CLUSTER and points[own.test[0]].cluster == points[other.test[0]].cluster
+    )
 
 
 def _tuned(
@@ -234,7 +286,18 @@ def _tuned(
         assert_no_leak(points, sources, own, parts.test, held_out)
         simulator, cpu_s, note = trainer.fit(variant, own, parts.seed, start)
         guess = simulator.predict_step_s(trainer.features(parts.test, variant[1]))
-        found += _rows(points, parts, called(variant), guess, Learned.BOTH, held_out, plans, cpu_s, len(own), note)
+        found += _rows(
+            points,
+            parts,
+            called(variant),
+            guess,
+            Learned.BOTH,
+            held_out,
+            plans,
+            cpu_s,
+            len(own),
+            note,
+        )
     return found
 
 

@@ -50,11 +50,15 @@ class Parts:
     own: dict[int, Indices]
 
 
-def parts_of(points: Sequence[Point], domain: str, seed: int, sizes: Sequence[int], test_share: float) -> Parts:
+def parts_of(
+    points: Sequence[Point], domain: str, seed: int, sizes: Sequence[int], test_share: float
+) -> Parts:
     """A test part of this share of the domain's plans, and training parts of these numbers of plans and of all that are left."""
     plans = plans_by_domain(point for point in points if point.domain == domain)[domain]
     if len(plans) < 3:
-        raise InvalidInput(f"a split needs at least 3 plans, one to learn from and two to order, but domain {domain!r} has {len(plans)}")
+        raise InvalidInput(
+            f"a split needs at least 3 plans, one to learn from and two to order, but domain {domain!r} has {len(plans)}"
+        )
     tested = max(2, round(test_share * len(plans)), min(FEWEST_TESTED, len(plans) // 2))
     tested = min(tested, len(plans) - 1)
     mixed = generator(0, "test", domain).permutation(len(plans))
@@ -62,10 +66,17 @@ def parts_of(points: Sequence[Point], domain: str, seed: int, sizes: Sequence[in
     left = [name for name in plans if name not in chosen]
     left = [left[index] for index in generator(seed, "training", domain).permutation(len(left))]
     used = sorted({size for size in sizes if size < len(left)} | {len(left)})
-    return Parts(domain, seed, _members(points, domain, chosen), {size: _members(points, domain, set(left[:size])) for size in used})
+    return Parts(
+        domain,
+        seed,
+        _members(points, domain, chosen),
+        {size: _members(points, domain, set(left[:size])) for size in used},
+    )
 
 
-def sources_for(points: Sequence[Point], domain: str, held_out: HeldOut, most_plans: int | None, tested: Indices) -> Indices:
+def sources_for(
+    points: Sequence[Point], domain: str, held_out: HeldOut, most_plans: int | None, tested: Indices
+) -> Indices:
     """Points of other domains, at most so many plans of each, the same ones whichever domain is held out. May be none.
 
     Without plans of the parts `tested`, which the same model may have been measured with on other clusters.
@@ -81,17 +92,25 @@ def sources_for(points: Sequence[Point], domain: str, held_out: HeldOut, most_pl
     return np.sort(np.concatenate(kept)) if kept else np.zeros(0, dtype=np.int64)
 
 
-def assert_no_leak(points: Sequence[Point], sources: Indices, own: Indices, test: Indices, held_out: HeldOut | None) -> None:
+def assert_no_leak(
+    points: Sequence[Point], sources: Indices, own: Indices, test: Indices, held_out: HeldOut | None
+) -> None:
     """Stops a figure that would be tested on what was trained on."""
     tested = {(points[index].domain, points[index].plan_id) for index in test}
     learned = {(points[index].domain, points[index].plan_id) for index in own}
     assert not tested & learned, "a plan is in the training and in the test part"
     [domain] = {points[index].domain for index in test}
-    assert all(points[index].domain == domain for index in own), "an own training part holds another domain's trials"
+    assert all(points[index].domain == domain for index in own), (
+        "an own training part holds another domain's trials"
+    )
     target = points[test[0]]
-    assert not {plan for _, plan in tested} & {points[index].plan_id for index in sources}, "a tested plan is among the sources"
+    assert not {plan for _, plan in tested} & {points[index].plan_id for index in sources}, (
+        "a tested plan is among the sources"
+    )
     for source in (points[index] for index in sources):
-        assert held_out is not None and not _seen(source, target, held_out), f"the held-out {held_out} is among the sources"
+        assert held_out is not None and not _seen(source, target, held_out), (
+            f"the held-out {held_out} is among the sources"
+        )
 
 
 def _seen(source: Point, target: Point, held_out: HeldOut) -> bool:
@@ -107,4 +126,6 @@ def _seen(source: Point, target: Point, held_out: HeldOut) -> bool:
 
 
 def _members(points: Sequence[Point], domain: str, plans: set[str]) -> Indices:
-    return np.flatnonzero([point.domain == domain and point.plan_id in plans for point in points]).astype(np.int64)
+    return np.flatnonzero(
+        [point.domain == domain and point.plan_id in plans for point in points]
+    ).astype(np.int64)

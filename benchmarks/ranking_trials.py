@@ -16,13 +16,13 @@ from pathlib import Path
 
 import autotune
 from autotune.canonical import canonical_json
-from autotune.commands.workspace import Workspace
 from autotune.dataset.folder import read_dataset
 from autotune.dataset.trials import Domain
 from autotune.features.extract import Extractor
+from autotune.jobs.workspace import Workspace
 from autotune.rng import generator
 from autotune.simulators.interface import Example
-from autotune.store import PastTrial, Store
+from autotune.storage.store import PastTrial, Store
 from autotune.strategy_space.plan import Plan, plan
 from autotune.strategy_space.strategy import Strategy
 from benchmarks.runtime_costs import costs_of
@@ -75,7 +75,15 @@ class ReplayedTimes:
     def of(self, campaign: Campaign) -> Callable[[Plan], float]:
         """The replayed time of a plan under the campaign's profile and probe."""
         extractor = campaign.extractor
-        given = _digest([self._code, *(canonical_json(each) for each in (extractor.workload, extractor.cluster, extractor.costs))])
+        given = _digest(
+            [
+                self._code,
+                *(
+                    canonical_json(each)
+                    for each in (extractor.workload, extractor.cluster, extractor.costs)
+                ),
+            ]
+        )
 
         def step_s(wanted: Plan) -> float:
             key = _digest([given, wanted.id])
@@ -105,7 +113,14 @@ def of_domain(domain: Domain) -> Campaign:
         else:
             measured.append((trial.strategy, trial.plan, domain.steady_s[trial.number]))
     left_out = ", ".join(f"{count} {why}" for why, count in counts.items() if count)
-    return Campaign(domain.name, domain.model, domain.cluster_name, extractor_of(domain), tuple(measured), left_out)
+    return Campaign(
+        domain.name,
+        domain.model,
+        domain.cluster_name,
+        extractor_of(domain),
+        tuple(measured),
+        left_out,
+    )
 
 
 def of_store(directory: Path) -> list[Campaign]:
@@ -132,7 +147,9 @@ def _planned(trials: Sequence[PastTrial]) -> tuple[tuple[Strategy, Plan, float],
     plans: dict[str, Plan] = {}
     for trial in trials:
         if trial.strategy.id not in plans:
-            plans[trial.strategy.id] = plan(trial.strategy, trial.workload, trial.cluster.world_size)
+            plans[trial.strategy.id] = plan(
+                trial.strategy, trial.workload, trial.cluster.world_size
+            )
     return tuple((trial.strategy, plans[trial.strategy.id], trial.median_s) for trial in trials)
 
 
@@ -153,7 +170,12 @@ def points_of(campaigns: Sequence[Campaign], replayed: ReplayedTimes) -> list[Po
     for campaign in campaigns:
         seen[campaign.domain] = number = seen.get(campaign.domain, 0) + 1
         found = _points(campaign, f"{campaign.domain} #{number}", replayed)
-        points += [found[index] for index in generator(0, "order of trials", campaign.domain, number).permutation(len(found))]
+        points += [
+            found[index]
+            for index in generator(0, "order of trials", campaign.domain, number).permutation(
+                len(found)
+            )
+        ]
     return points
 
 
@@ -174,9 +196,20 @@ def _points(campaign: Campaign, name: str, replayed: ReplayedTimes) -> list[Poin
         times_s.setdefault(enacted.id, []).append(measured_s)
     points = []
     for plan_id, (strategy, enacted) in first.items():
-        features = replace(campaign.extractor.features(strategy, enacted), replayed_step_s=step_s(enacted))
+        features = replace(
+            campaign.extractor.features(strategy, enacted), replayed_step_s=step_s(enacted)
+        )
         example = Example(features, statistics.median(times_s[plan_id]), name, group=plan_id)
-        points.append(Point(example, campaign.domain, campaign.model, workload.id, campaign.cluster_name, plan_id))
+        points.append(
+            Point(
+                example,
+                campaign.domain,
+                campaign.model,
+                workload.id,
+                campaign.cluster_name,
+                plan_id,
+            )
+        )
     return points
 
 
@@ -191,7 +224,10 @@ def _entry(line: str) -> tuple[str, float] | None:
 
 def _sources() -> list[str]:
     root = Path(autotune.__file__).parent
-    files = [*root.glob("*.py"), *(file for folder in _REPLAYED_BY for file in (root / folder).rglob("*.py"))]
+    files = [
+        *root.glob("*.py"),
+        *(file for folder in _REPLAYED_BY for file in (root / folder).rglob("*.py")),
+    ]
     return [file.read_text(encoding="utf-8") for file in sorted(files)]
 
 

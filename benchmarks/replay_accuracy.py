@@ -118,14 +118,31 @@ def taus(rows: Sequence[Row]) -> tuple[float, float]:
     for name in names:
         own = [row for row in rows if row.domain == name]
         measured = [row.measured_s for row in own]
-        found.append((len(own), kendall_tau([r.replayed_s for r in own], measured), kendall_tau([r.analytic_s for r in own], measured)))
+        found.append(
+            (
+                len(own),
+                kendall_tau([r.replayed_s for r in own], measured),
+                kendall_tau([r.analytic_s for r in own], measured),
+            )
+        )
     table = np.array(found)
     replayed, analytic = np.average(table[:, 1:], axis=0, weights=table[:, 0]).tolist()
     return float(replayed), float(analytic)
 
 
 def write_table(rows: Sequence[Row], path: Path) -> None:
-    columns = ("domain", "kind", "source", "messages", "measured_s", "spread", "replayed_s", "analytic_s", "overrun", "load")
+    columns = (
+        "domain",
+        "kind",
+        "source",
+        "messages",
+        "measured_s",
+        "spread",
+        "replayed_s",
+        "analytic_s",
+        "overrun",
+        "load",
+    )
     with path.open("w", newline="") as file:
         table = csv.writer(file)
         table.writerow(columns)
@@ -141,11 +158,23 @@ def shown(title: str, rows: Sequence[Row]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=Path("accuracy-trials"), help="where trials are kept (default accuracy-trials)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=Path("accuracy-trials"),
+        help="where trials are kept (default accuracy-trials)",
+    )
     parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--clusters", nargs="*", default=list(CLUSTERS), choices=list(CLUSTERS))
-    parser.add_argument("--strategies", type=int, default=12, help="per model and cluster (default 12, so 108 in all)")
+    parser.add_argument(
+        "--strategies",
+        type=int,
+        default=12,
+        help="per model and cluster (default 12, so 108 in all)",
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only-evaluate", action="store_true", help="of what lies in the folder")
     options = parser.parse_args()
@@ -157,10 +186,15 @@ def main() -> int:
             return 2
         for setup in setups:
             collect(options.folder, setup, options.strategies, options.seed, console.log)
-    domains = [domain for setup in setups if (domain := collected(options.folder, setup)) is not None]
+    domains = [
+        domain for setup in setups if (domain := collected(options.folder, setup)) is not None
+    ]
     rows = [row for domain in domains for row in rows_of(domain)]
     if not rows:
-        print(f"{options.folder} holds no trials of {', '.join(options.models)}; collect some first", file=sys.stderr)
+        print(
+            f"{options.folder} holds no trials of {', '.join(options.models)}; collect some first",
+            file=sys.stderr,
+        )
         return 2
     write_table(rows, options.folder / "accuracy.csv")
     for title in sorted({row.domain for row in rows}):

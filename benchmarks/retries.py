@@ -13,7 +13,11 @@ PAUSE_S = 5.0
 
 
 def persevere(
-    name: str, attempt: Callable[[], None], trials: Callable[[], int], say: Callable[[str], None], pause_s: float = PAUSE_S
+    name: str,
+    attempt: Callable[[], None],
+    trials: Callable[[], int],
+    say: Callable[[str], None],
+    pause_s: float = PAUSE_S,
 ) -> bool:
     """Whether `attempt` came to its end, which goes on where it was; not where it failed `TRIES` times without a trial in between.
 

@@ -37,7 +37,14 @@ from runtime_rewriter.pytorch.emulation import EmulatedAccelerator
 from runtime_rewriter.pytorch.exchange.lanes import Lanes, Step
 from runtime_rewriter.pytorch.exchange.power_sgd import LowRank
 from runtime_rewriter.pytorch.exchange.quantise import QuantisedRows, RowLayout
-from runtime_rewriter.pytorch.exchange.rows import Form, RowBuffers, Rows, gradient_of, rows_of, summed
+from runtime_rewriter.pytorch.exchange.rows import (
+    Form,
+    RowBuffers,
+    Rows,
+    gradient_of,
+    rows_of,
+    summed,
+)
 from runtime_rewriter.pytorch.exchange.top_k import PickedRows, picked
 from runtime_rewriter.scheduling import take_round_robin
 
@@ -60,7 +67,9 @@ class Way:
     pause_s: float
 
 
-def seconds(operation: Callable[[], object], pause_s: float = PAUSE_S, share_s: float = SHARE_S) -> float:
+def seconds(
+    operation: Callable[[], object], pause_s: float = PAUSE_S, share_s: float = SHARE_S
+) -> float:
     """Mean CPU time of one call behind a pause."""
     operation()
     began_s, taken_s, calls = time.perf_counter(), 0.0, 0
@@ -74,7 +83,9 @@ def seconds(operation: Callable[[], object], pause_s: float = PAUSE_S, share_s: 
     return taken_s / calls
 
 
-def line(of_elements: Callable[[int], Callable[[], object]], pause_s: float = PAUSE_S) -> tuple[float, float]:
+def line(
+    of_elements: Callable[[int], Callable[[], object]], pause_s: float = PAUSE_S
+) -> tuple[float, float]:
     """(seconds per call, seconds per element)."""
     small, large = (seconds(of_elements(count), pause_s) for count in (SMALL, LARGE))
     slope = max(large - small, 0.0) / (LARGE - SMALL)
@@ -128,7 +139,9 @@ def rows_taken(count: int) -> Callable[[], object]:
     """Of `count` values of one rank, in the order in which a batch has them."""
     parameter, (rows, *_) = table_of(4 * count)
     mixed = torch.randperm(rows.count)
-    gradient = torch.sparse_coo_tensor(rows.indices[mixed][None], rows.values[mixed], parameter.shape, check_invariants=False)
+    gradient = torch.sparse_coo_tensor(
+        rows.indices[mixed][None], rows.values[mixed], parameter.shape, check_invariants=False
+    )
     buffers = RowBuffers.of(parameter, None)
 
     def taken() -> None:
@@ -242,10 +255,17 @@ def profile(names: Sequence[str], elements: int, pause_s: float) -> Workload:
     """With a pause before each variable, in both passes."""
     count = len(names)
     variables = tuple(
-        Variable(name, (elements,), ready_s=pause_s * (number + 1), needed_s=pause_s * (count - number - 1))
+        Variable(
+            name,
+            (elements,),
+            ready_s=pause_s * (number + 1),
+            needed_s=pause_s * (count - number - 1),
+        )
         for number, name in enumerate(reversed(names))
     )
-    return Workload("hooked", variables, forward_s=pause_s * count, backward_s=max(pause_s, 1e-9) * (count + 1))
+    return Workload(
+        "hooked", variables, forward_s=pause_s * count, backward_s=max(pause_s, 1e-9) * (count + 1)
+    )
 
 
 def spent(
@@ -263,13 +283,20 @@ def spent(
     slices = [TensorSlice(name, elements) for name in reversed(synchronizer.names)]
     owner = 0 if primitive is Primitive.PUSH_PULL else None
     groups = [tuple(slices)] if primitive is None else [(each,) for each in slices]
-    messages = tuple(Message(group, primitive or Primitive.ALL_REDUCE, Compressor.NONE, "float32", owner) for group in groups)
+    messages = tuple(
+        Message(group, primitive or Primitive.ALL_REDUCE, Compressor.NONE, "float32", owner)
+        for group in groups
+    )
     synchronizer.load(Plan(synchronizer.model_id, 1, messages, cross_step))
     arriving_one_by_one(synchronizer.cross_step)
     if sent_s > 0:
         as_if_sent(synchronizer.lanes, sent_s)
     if way.emulated:
-        synchronizer.emulate(EmulatedAccelerator(synchronizer, timetable_of(profile(synchronizer.names, elements, way.pause_s))))
+        synchronizer.emulate(
+            EmulatedAccelerator(
+                synchronizer, timetable_of(profile(synchronizer.names, elements, way.pause_s))
+            )
+        )
     return mean_step(model, elements)
 
 
@@ -306,17 +333,24 @@ def hooks(count: int, way: Way) -> dict[str, float]:
     bucketed_s = mean_step(DistributedDataParallel(_Hooked(count, few)), few).backward_s
     together, apart = spent(count, few, False, way, None), spent(count, few, False, way)
     one_step, two_steps = (
-        spent(count, few, False, way, primitive, sent_s=PAUSE_S) for primitive in (Primitive.ALL_REDUCE, Primitive.PUSH_PULL)
+        spent(count, few, False, way, primitive, sent_s=PAUSE_S)
+        for primitive in (Primitive.ALL_REDUCE, Primitive.PUSH_PULL)
     )
     crossing, crossing_together = spent(count, few, True, way), spent(count, few, True, way, None)
     large, crossing_large = (spent(count, many, cross_step, way) for cross_step in (False, True))
     settled_s, settled_together_s, settled_large_s = (
         crossed.forward_s - within.forward_s
-        for crossed, within in ((crossing, apart), (crossing_together, together), (crossing_large, large))
+        for crossed, within in (
+            (crossing, apart),
+            (crossing_together, together),
+            (crossing_large, large),
+        )
     )
     # With one message hardly anything is issued or arrives, and without pauses or updates nothing hides the little that a variable costs
     # when it is left to the next pass, also in the optimizer's step, and there.
-    left, kept = (spent(count, few, cross_step, Way(True, 0.0), None) for cross_step in (True, False))
+    left, kept = (
+        spent(count, few, cross_step, Way(True, 0.0), None) for cross_step in (True, False)
+    )
     buffered = spent(count, few, False, way, None, buffers=count)
     found = {
         "fill_s": (together.backward_s - base_s) / count,
@@ -344,16 +378,27 @@ def one_process(way: Way) -> dict[str, float]:
     rounds = [hooks(48, way) for _ in range(ROUNDS)]
     found |= {name: median(one[name] for one in rounds) for name in rounds[0]}
     found["pack_s_per_byte"] = line(packing(torch.float32), way.pause_s)[1] / 4
-    found["cast_s_per_byte"] = max(line(packing(kind), way.pause_s)[1] for kind in (torch.float16, torch.bfloat16)) / 4
+    found["cast_s_per_byte"] = (
+        max(line(packing(kind), way.pause_s)[1] for kind in (torch.float16, torch.bfloat16)) / 4
+    )
     together_s, per_element = line(writing, way.pause_s)
     found["write_s"], found["unpack_s_per_byte"] = together_s / TOGETHER, per_element / 4
     if "hand_out_s_per_byte" in found:  # it was measured with the packing
         behind = found["pack_s_per_byte"] + found["unpack_s_per_byte"]
         found["hand_out_s_per_byte"] = max(found["hand_out_s_per_byte"] - behind, 0.0)
-    compressors = {"int8_encode": int8("encode"), "int8_decode": int8("decode"), "top_k_find": top_k, "top_k_add": top_k_sum}
+    compressors = {
+        "int8_encode": int8("encode"),
+        "int8_decode": int8("decode"),
+        "top_k_find": top_k,
+        "top_k_add": top_k_sum,
+    }
     for name, of_elements in compressors.items():
         found[f"{name}_s"], found[f"{name}_s_per_element"] = line(of_elements, way.pause_s)
-    for name, of_elements in {"rows_take": rows_taken, "rows_add": rows_added, "rows_write": rows_written}.items():
+    for name, of_elements in {
+        "rows_take": rows_taken,
+        "rows_add": rows_added,
+        "rows_write": rows_written,
+    }.items():
         found[f"{name}_s_per_byte"] = line(of_elements, way.pause_s)[1] / 4
     per_call_s, per_element = line(low_rank, way.pause_s)
     found["low_rank_s"], found["low_rank_s_per_flop"] = per_call_s / 3, per_element / 3
@@ -368,11 +413,16 @@ def _process(start: object, results: object, way: Way) -> None:
     results.put(one_process(way))  # type: ignore[attr-defined]
 
 
-def measured_costs(ranks: int, emulated: bool = False, pause_s: float = PAUSE_S) -> dict[str, float]:
+def measured_costs(
+    ranks: int, emulated: bool = False, pause_s: float = PAUSE_S
+) -> dict[str, float]:
     """Name of a constant -> mean over so many processes that work at once."""
     context = multiprocessing.get_context("spawn")
     start, results = context.Barrier(ranks), context.Queue()
-    processes = [context.Process(target=_process, args=(start, results, Way(emulated, pause_s))) for _ in range(ranks)]
+    processes = [
+        context.Process(target=_process, args=(start, results, Way(emulated, pause_s)))
+        for _ in range(ranks)
+    ]
     for process in processes:
         process.start()
     found = [results.get(timeout=300) for _ in processes]
@@ -393,14 +443,27 @@ def costs_of(measured: Mapping[str, float], ranks: int) -> RuntimeCosts:
         used.pop("write_s", None)
         used |= {"bucket_s": measured["fill_s"]} if "fill_s" in measured else {}
     used.setdefault("real_update", 1.0)
-    return replace(RuntimeCosts(), **{name: Constant(value, source) for name, value in used.items()})
+    return replace(
+        RuntimeCosts(), **{name: Constant(value, source) for name, value in used.items()}
+    )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=1, help="processes that work at once (default 1)")
-    parser.add_argument("--emulated", action="store_true", help="of ranks with emulated accelerators")
-    parser.add_argument("--pause", type=float, default=PAUSE_S, help=f"seconds between two pieces; 0: back to back (default {PAUSE_S:g})")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--ranks", type=int, default=1, help="processes that work at once (default 1)"
+    )
+    parser.add_argument(
+        "--emulated", action="store_true", help="of ranks with emulated accelerators"
+    )
+    parser.add_argument(
+        "--pause",
+        type=float,
+        default=PAUSE_S,
+        help=f"seconds between two pieces; 0: back to back (default {PAUSE_S:g})",
+    )
     options = parser.parse_args()
     print(json.dumps(measured_costs(options.ranks, options.emulated, options.pause)))
     return 0

@@ -39,8 +39,13 @@ def main() -> int:
     options = parser.parse_args()
     torch.set_num_threads(1)
     model, cluster = workload(options.model), CLUSTERS[options.cluster]
-    strategies = sample_many(model, cluster, SearchSpace.default(lossy=True), options.strategies + FITTED, seed=0)
-    examples = [Example(item, item.analytic_step_s, "zoo") for item in _features(strategies[:FITTED], model, options.cluster)]
+    strategies = sample_many(
+        model, cluster, SearchSpace.default(lossy=True), options.strategies + FITTED, seed=0
+    )
+    examples = [
+        Example(item, item.analytic_step_s, "zoo")
+        for item in _features(strategies[:FITTED], model, options.cluster)
+    ]
     began_s = time.perf_counter()
     features = _features(strategies[FITTED:], model, options.cluster)
     features_s = time.perf_counter() - began_s
@@ -51,7 +56,10 @@ def main() -> int:
         began_s = time.perf_counter()
         simulator.predict_step_s(features)
         predict_s[name] = time.perf_counter() - began_s
-        print(f"{name}: {features_s:.2f} s for plans and features, {predict_s[name]:.2f} s to predict", flush=True)
+        print(
+            f"{name}: {features_s:.2f} s for plans and features, {predict_s[name]:.2f} s to predict",
+            flush=True,
+        )
     result = {
         "worst_s": round(features_s + max(predict_s.values()), 2),
         "seconds": {name: round(features_s + seconds, 2) for name, seconds in predict_s.items()},
@@ -71,7 +79,10 @@ def main() -> int:
 def _features(strategies: list[Strategy], model: Workload, cluster: str) -> list[StrategyFeatures]:
     extractor = Extractor(model, CLUSTERS[cluster])
     with collection_paused():  # as the proposer does
-        return [extractor.features(strategy, plan(strategy, model, extractor.cluster.world_size)) for strategy in strategies]
+        return [
+            extractor.features(strategy, plan(strategy, model, extractor.cluster.world_size))
+            for strategy in strategies
+        ]
 
 
 if __name__ == "__main__":

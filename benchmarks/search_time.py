@@ -42,8 +42,16 @@ GBIT_PER_S = 1e9 / 8
 NVLINK_BYTES_PER_S = 130e9
 """Between the devices of one host; assumed, as is every latency here."""
 CLUSTERS = (
-    Cluster("2x8 at 100 Gbit/s", tuple(Host(f"h{i}", 8, 100 * GBIT_PER_S, 20e-6, NVLINK_BYTES_PER_S, 5e-6) for i in range(2))),
-    Cluster("16x1 at 10 Gbit/s", tuple(Host(f"h{i}", 1, 10 * GBIT_PER_S, 50e-6, 10e9, 5e-6) for i in range(16))),
+    Cluster(
+        "2x8 at 100 Gbit/s",
+        tuple(
+            Host(f"h{i}", 8, 100 * GBIT_PER_S, 20e-6, NVLINK_BYTES_PER_S, 5e-6) for i in range(2)
+        ),
+    ),
+    Cluster(
+        "16x1 at 10 Gbit/s",
+        tuple(Host(f"h{i}", 1, 10 * GBIT_PER_S, 50e-6, 10e9, 5e-6) for i in range(16)),
+    ),
 )
 VARIANTS = {
     "strawman": Speedups(False, False, False),
@@ -66,7 +74,11 @@ class Case:
 
 def cases(data: Path, models: list[str]) -> Iterator[Case]:
     for model in models:
-        graph = assumed_ops(BERT) if model == BERT else read_layer_profile(data / "layer_profiles" / f"{model}.txt")
+        graph = (
+            assumed_ops(BERT)
+            if model == BERT
+            else read_layer_profile(data / "layer_profiles" / f"{model}.txt")
+        )
         for cluster in CLUSTERS:
             yield Case(graph, cluster)
 
@@ -76,15 +88,26 @@ def best_builder(case: Case) -> tuple[str, float]:
     workload = case.graph.workload()
     steps = LoweredSteps(workload, case.cluster)
     made = seed_strategies(workload, case.cluster, SearchSpace.default())
-    times = {name: steps.step_s(plan(strategy, workload, case.cluster.world_size)) for name, strategy in made}
+    times = {
+        name: steps.step_s(plan(strategy, workload, case.cluster.world_size))
+        for name, strategy in made
+    }
     name = min(times, key=lambda own: times[own])
     return name, times[name]
 
 
-def searched(case: Case, speedups: Speedups, seconds: float, budget: Budget) -> tuple[Optimized, float]:
+def searched(
+    case: Case, speedups: Speedups, seconds: float, budget: Budget
+) -> tuple[Optimized, float]:
     """(result, CPU seconds)."""
     began_s = time.process_time()
-    found = optimize(case.graph.workload(), case.cluster, graph=case.graph, speedups=speedups, budget=replace(budget, seconds=seconds))
+    found = optimize(
+        case.graph.workload(),
+        case.cluster,
+        graph=case.graph,
+        speedups=speedups,
+        budget=replace(budget, seconds=seconds),
+    )
     return found, time.process_time() - began_s
 
 
@@ -103,11 +126,18 @@ def row(found: Optimized, cpu_s: float) -> dict[str, Any]:
 def measure(case: Case, budget: Budget, ablation_s: float) -> dict[str, Any]:
     full, cpu_s = searched(case, Speedups(), UNBOUNDED_S, budget)
     name, builder_s = best_builder(case)
-    print(f"\n{case.name}: computation {case.graph.workload().compute_s * 1e3:.1f} ms, source {case.graph.source}")
-    for label, step_s in (("DDP's buckets", full.before_step_s), (f"best builder ({name})", builder_s)):
+    print(
+        f"\n{case.name}: computation {case.graph.workload().compute_s * 1e3:.1f} ms, source {case.graph.source}"
+    )
+    for label, step_s in (
+        ("DDP's buckets", full.before_step_s),
+        (f"best builder ({name})", builder_s),
+    ):
         print(f"  {label:42} {step_s * 1e3:8.1f} ms")
     print(f"  {'found, without op fusion':42} {full.enacted_step_s * 1e3:8.1f} ms")
-    print(f"  {'found':42} {full.predicted_step_s * 1e3:8.1f} ms   in {full.seconds:.2f} s, {cpu_s:.2f} s of CPU, {full.replays} replays")
+    print(
+        f"  {'found':42} {full.predicted_step_s * 1e3:8.1f} ms   in {full.seconds:.2f} s, {cpu_s:.2f} s of CPU, {full.replays} replays"
+    )
     print(f"  {'full overlap, max(T_comp, T_comm)':42} {full.bound_s * 1e3:8.1f} ms")
     told: dict[str, Any] = {
         "ddp_s": full.before_step_s,
@@ -119,31 +149,52 @@ def measure(case: Case, budget: Budget, ablation_s: float) -> dict[str, Any]:
         "ablation": {},
     }
     for label, speedups in VARIANTS.items() if ablation_s > 0 else ():
-        found, own_s = (full, cpu_s) if speedups == Speedups() else searched(case, speedups, ablation_s, replace(budget, ops=UNBOUNDED_OPS))
+        found, own_s = (
+            (full, cpu_s)
+            if speedups == Speedups()
+            else searched(case, speedups, ablation_s, replace(budget, ops=UNBOUNDED_OPS))
+        )
         told["ablation"][label] = row(found, own_s)
         more = "more than " if found.cut_short else ""
-        print(f"    {label:26} {more}{found.seconds:.2f} s ({found.replays} replays), {found.predicted_step_s * 1e3:.1f} ms")
+        print(
+            f"    {label:26} {more}{found.seconds:.2f} s ({found.replays} replays), {found.predicted_step_s * 1e3:.1f} ms"
+        )
     return told
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    default = os.environ.get("AUTOTUNE_REFERENCE_DATA", str(Path(__file__).parents[1] / "../shared/data"))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    default = os.environ.get(
+        "AUTOTUNE_REFERENCE_DATA", str(Path(__file__).parents[1] / "../shared/data")
+    )
     parser.add_argument("--data", type=Path, default=Path(default))
     parser.add_argument("--models", nargs="+", choices=(*PROFILED, BERT), default=[*PROFILED, BERT])
     parser.add_argument("--replays", type=int, default=Budget().replays)
-    parser.add_argument("--ablation-seconds", type=float, default=20.0, help="limit of each slower variant; 0: no ablation")
+    parser.add_argument(
+        "--ablation-seconds",
+        type=float,
+        default=20.0,
+        help="limit of each slower variant; 0: no ablation",
+    )
     options = parser.parse_args()
     try:
         found = list(cases(options.data, options.models))
         budget = Budget(options.replays)
-        searched(found[0], Speedups(), UNBOUNDED_S, Budget(1, UNBOUNDED_OPS))  # loads the compiled replay
+        searched(
+            found[0], Speedups(), UNBOUNDED_S, Budget(1, UNBOUNDED_OPS)
+        )  # loads the compiled replay
         results = {case.name: measure(case, budget, options.ablation_seconds) for case in found}
     except AutotuneError as error:
         print(f"search_time: {error}", file=sys.stderr)
         return 1
     worst = max(results, key=lambda name: results[name]["search_s"])
-    figures = {"worst_s": results[worst]["search_s"], "worst": worst, "worst_cpu_s": max(own["cpu_s"] for own in results.values())}
+    figures = {
+        "worst_s": results[worst]["search_s"],
+        "worst": worst,
+        "worst_cpu_s": max(own["cpu_s"] for own in results.values()),
+    }
     print(json.dumps({**figures, "cases": results}))
     return 0
 

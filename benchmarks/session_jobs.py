@@ -10,13 +10,13 @@ from typing import NoReturn
 from autotune.dataset.trials import REFERENCE
 from autotune.dataset.writing import WORK
 from autotune.errors import InvalidInput
-from autotune.events import Event, Profiled
-from autotune.history import History
-from autotune.job import JobSpec
 from autotune.records import Failed, Measured, TrialRequest
-from autotune.store import Store
+from autotune.storage.store import Store
 from autotune.strategy_space.plan import Plan
-from autotune.tuner import Instruction
+from autotune.tuning.events import Event, Profiled
+from autotune.tuning.history import History
+from autotune.tuning.job import JobSpec
+from autotune.tuning.tuner import Instruction
 from autotune.workload import Workload
 from benchmarks.trial_session import TrialSession
 
@@ -44,14 +44,26 @@ def job_spec(session: TrialSession) -> JobSpec:
     )
 
 
-def begin_job(session: TrialSession, store: Store, name: str, spec: JobSpec, prepared_s: float = 0.0) -> bool:
+def begin_job(
+    session: TrialSession, store: Store, name: str, spec: JobSpec, prepared_s: float = 0.0
+) -> bool:
     """Whether there was no such job. It begins with the domain's profile and probe, for which it counts `prepared_s`."""
     new = name not in {job.id for job in store.jobs()}
     if new:
         store.create_job(name, spec)
     if not store.history(name).events:
         domain, profile = session.writer.domain, session.profile
-        store.append(name, 0, Profiled(domain.workload, domain.cluster, prepared_s, profile.software, profile.cross_step_refused))
+        store.append(
+            name,
+            0,
+            Profiled(
+                domain.workload,
+                domain.cluster,
+                prepared_s,
+                profile.software,
+                profile.cross_step_refused,
+            ),
+        )
     return new
 
 
@@ -73,10 +85,17 @@ class SessionWorld:
 
     def run_trial(self, request: TrialRequest, plan: Plan | None) -> Measured | Failed:
         if plan is None:
-            return self._session.take(f"tuning:{self._job}:{REFERENCE}", request, None, None).outcome
+            return self._session.take(
+                f"tuning:{self._job}:{REFERENCE}", request, None, None
+            ).outcome
         assert self._history is not None
         proposal = self._history.proposals[request.strategy_id]
-        return self._session.take(f"tuning:{self._job}:{request.round}:{proposal.origin}", request, proposal.strategy, plan).outcome
+        return self._session.take(
+            f"tuning:{self._job}:{request.round}:{proposal.origin}",
+            request,
+            proposal.strategy,
+            plan,
+        ).outcome
 
     def model_id(self) -> str:
         return self._session.world.model_id()
@@ -88,4 +107,6 @@ class SessionWorld:
         return self._session.world.round_robin()
 
     def profile(self) -> NoReturn:
-        raise InvalidInput("a session's job begins with the domain's profile (`begin_job`), but this one has none")
+        raise InvalidInput(
+            "a session's job begins with the domain's profile (`begin_job`), but this one has none"
+        )

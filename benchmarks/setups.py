@@ -11,10 +11,14 @@ EXAMPLES = ("resnet_digits", "gpt_text", "lstm_text", "ncf_ratings")
 """Real scripts: emulated accelerators wait for what one replica alone was measured to take. The generated models' times are assumed."""
 
 
-def setup_of(model: str, cluster_name: str, accelerators: Accelerators = Accelerators.EMULATED) -> Setup:
+def setup_of(
+    model: str, cluster_name: str, accelerators: Accelerators = Accelerators.EMULATED
+) -> Setup:
     """Cluster files lie in `datasets/clusters` and `examples/clusters`."""
     own = ROOT / "datasets" / "clusters" / f"{cluster_name}.yaml"
     file = own if own.exists() else ROOT / "examples" / "clusters" / f"{cluster_name}.yaml"
     if model in EXAMPLES:
         return Setup(model, file, (f"examples/{model}.py", "--epochs", "100000"), accelerators)
-    return Setup(model, file, ("benchmarks/models/script.py", model), accelerators, MODELS[model].workload)
+    return Setup(
+        model, file, ("benchmarks/models/script.py", model), accelerators, MODELS[model].workload
+    )

@@ -34,7 +34,9 @@ def main() -> int:
     for seed in range(options.repeats + 1):
         began_s, began_cpu_s = time.perf_counter(), time.process_time()
         with collection_paused():  # as the proposer does
-            for strategy in sample_many(model, cluster, SearchSpace.default(), options.strategies, seed):
+            for strategy in sample_many(
+                model, cluster, SearchSpace.default(), options.strategies, seed
+            ):
                 plan(strategy, model, cluster.world_size)
         if seed:  # the first one imports and warms
             wall_s.append(time.perf_counter() - began_s)

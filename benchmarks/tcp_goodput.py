@@ -25,7 +25,9 @@ def receive(seconds: float) -> float:
     with stream:
         stream.settimeout(WAIT_S)
         buffer = bytearray(CHUNK_BYTES)
-        began_s = time.perf_counter() + (SETTLE_S if stream.recv_into(buffer, 0, socket.MSG_TRUNC) else 0.0)
+        began_s = time.perf_counter() + (
+            SETTLE_S if stream.recv_into(buffer, 0, socket.MSG_TRUNC) else 0.0
+        )
         counted, first_s = 0, 0.0
         while got := stream.recv_into(buffer, 0, socket.MSG_TRUNC):
             now_s = time.perf_counter()

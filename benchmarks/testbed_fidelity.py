@@ -27,16 +27,24 @@ from rich.console import Console
 from autotune.cluster import Cluster, Host
 from autotune.cluster_file import cluster_yaml, read_cluster
 from autotune.commands.emulation import scheduled
-from autotune.commands.places import Ranks, Where, placed_world
-from autotune.records import CURRENT_SETUP, Accelerators, Conditions, Measured, Network, Role, TrialRequest
+from autotune.jobs.places import Ranks, Where, placed_world
+from autotune.records import (
+    CURRENT_SETUP,
+    Accelerators,
+    Conditions,
+    Measured,
+    Network,
+    Role,
+    TrialRequest,
+)
 from autotune.strategy_space.builders.collectives import reduce_scatter_all_gather, single_bucket
 from autotune.strategy_space.plan import Plan, plan
 from autotune.testbed.bed import Testbed, running
 from autotune.testbed.capabilities import capabilities
 from autotune.workload import Workload
 from benchmarks.testbed_processes import ROOT, inside, output, streams
-from runtime_rewriter.command import read_command
-from runtime_rewriter.world import World
+from runtime_rewriter.world.command import read_command
+from runtime_rewriter.world.world import World
 
 CLUSTERS = {  # Mbit/s of each host
     "100": (100,) * 4,
@@ -55,7 +63,10 @@ console = Console(stderr=True, highlight=False)
 
 
 def cluster_of(rates_mbit: Sequence[int]) -> Cluster:
-    hosts = tuple(Host(f"h{index}", 1, rate * 1e6 / 8, 5e-5, 1e10, 5e-6) for index, rate in enumerate(rates_mbit))
+    hosts = tuple(
+        Host(f"h{index}", 1, rate * 1e6 / 8, 5e-5, 1e10, 5e-6)
+        for index, rate in enumerate(rates_mbit)
+    )
     return Cluster("fidelity", hosts)
 
 
@@ -65,26 +76,52 @@ def goodput_errors(rates_mbit: Sequence[int], repeats: int) -> tuple[float, floa
     What a pair reached is its median over the repeats.
     """
     count = len(rates_mbit)
-    single, ring = ((0, 1), (0, count - 1), (count - 1, 0)), tuple((index, (index + 1) % count) for index in range(count))
+    single, ring = (
+        ((0, 1), (0, count - 1), (count - 1, 0)),
+        tuple((index, (index + 1) % count) for index in range(count)),
+    )
     with running(cluster_of(rates_mbit), name=f"fidelity-{os.getpid()}") as bed:
-        rounds = [({pair: streams(bed, [pair])[pair] for pair in single}, streams(bed, ring)) for _ in range(repeats)]
-    return _error(rates_mbit, [alone for alone, _ in rounds]), _error(rates_mbit, [together for _, together in rounds])
+        rounds = [
+            ({pair: streams(bed, [pair])[pair] for pair in single}, streams(bed, ring))
+            for _ in range(repeats)
+        ]
+    return _error(rates_mbit, [alone for alone, _ in rounds]), _error(
+        rates_mbit, [together for _, together in rounds]
+    )
 
 
 def _error(rates_mbit: Sequence[int], rounds: Sequence[dict[tuple[int, int], float]]) -> float:
     errors = []
     for source, to in rounds[0]:
         wanted = min(rates_mbit[source], rates_mbit[to]) * 1e6 / 8
-        errors.append(abs(statistics.median(reached[source, to] for reached in rounds) / wanted - 1))
+        errors.append(
+            abs(statistics.median(reached[source, to] for reached in rounds) / wanted - 1)
+        )
     return max(errors)
 
 
-def all_reduce_errors(rates_mbit: Sequence[int], budget: str, repeats: int, directory: Path) -> dict[int, float]:
+def all_reduce_errors(
+    rates_mbit: Sequence[int], budget: str, repeats: int, directory: Path
+) -> dict[int, float]:
     """Bytes -> (fresh time - fitted time) / fresh time; the fit comes from `autotune probe` on a testbed of its own."""
     given, probed = directory / "cluster.yaml", directory / "probed.yaml"
     given.write_text(cluster_yaml(cluster_of(rates_mbit)))
-    words = ["probe", "--testbed", str(given), "--accelerators", "emulated", "--budget-time", budget, "--output", str(probed)]
-    subprocess.run([sys.executable, "-m", "autotune", *words, "--directory", str(directory)], check=True, stdout=subprocess.DEVNULL)
+    words = [
+        "probe",
+        "--testbed",
+        str(given),
+        "--accelerators",
+        "emulated",
+        "--budget-time",
+        budget,
+        "--output",
+        str(probed),
+    ]
+    subprocess.run(
+        [sys.executable, "-m", "autotune", *words, "--directory", str(directory)],
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )
     fit = read_cluster(probed).fit("all_reduce", len(rates_mbit))
     assert fit is not None
     with running(cluster_of(rates_mbit), name=f"fidelity-{os.getpid()}") as bed:
@@ -93,15 +130,30 @@ def all_reduce_errors(rates_mbit: Sequence[int], budget: str, repeats: int, dire
 
 
 def _fresh_times(bed: Testbed, repeats: int) -> dict[int, float]:
-    words = [sys.executable, "-m", "benchmarks.all_reduce_times", str(repeats), *map(str, FRESH_BYTES)]
-    shared = {"MASTER_ADDR": bed.hosts[0].address, "MASTER_PORT": str(MASTER_PORT), "GLOO_SOCKET_IFNAME": bed.interface}
+    words = [
+        sys.executable,
+        "-m",
+        "benchmarks.all_reduce_times",
+        str(repeats),
+        *map(str, FRESH_BYTES),
+    ]
+    shared = {
+        "MASTER_ADDR": bed.hosts[0].address,
+        "MASTER_PORT": str(MASTER_PORT),
+        "GLOO_SOCKET_IFNAME": bed.interface,
+    }
     count = {"WORLD_SIZE": str(len(bed.hosts)), "OMP_NUM_THREADS": "1"}
-    ranks = [inside(bed, rank, words, RANK=str(rank), **shared, **count) for rank in range(len(bed.hosts))]
+    ranks = [
+        inside(bed, rank, words, RANK=str(rank), **shared, **count)
+        for rank in range(len(bed.hosts))
+    ]
     first, *_ = [output(rank) for rank in ranks]
     return {int(size): float(seconds) for size, seconds in json.loads(first).items()}
 
 
-def spreads(example: str, rates_mbit: Sequence[int], repeats: int, directory: Path) -> dict[str, float]:
+def spreads(
+    example: str, rates_mbit: Sequence[int], repeats: int, directory: Path
+) -> dict[str, float]:
     """Strategy -> relative standard deviation of its trials' medians; the strategies' trials are interleaved."""
     cluster = cluster_of(rates_mbit)
     conditions = scheduled(Conditions(Network.EMULATED, Accelerators.EMULATED), len(rates_mbit))
@@ -113,17 +165,25 @@ def spreads(example: str, rates_mbit: Sequence[int], repeats: int, directory: Pa
         medians: dict[str, list[float]] = {name: [] for name in plans}
         for number, name in enumerate(list(plans) * repeats):
             medians[name].append(_trial(world, number, plans[name]))
-    return {name: statistics.stdev(values) / statistics.fmean(values) for name, values in medians.items()}
+    return {
+        name: statistics.stdev(values) / statistics.fmean(values)
+        for name, values in medians.items()
+    }
 
 
 def _strategies(workload: Workload, workers: int) -> Iterator[tuple[str, Plan | None]]:
     yield "torch DDP", None
     yield "one bucket", plan(single_bucket(workload), workload, workers)
-    yield "reduce-scatter + all-gather", plan(reduce_scatter_all_gather(workload), workload, workers)
+    yield (
+        "reduce-scatter + all-gather",
+        plan(reduce_scatter_all_gather(workload), workload, workers),
+    )
 
 
 def _trial(world: World, number: int, wanted: Plan | None) -> float:
-    outcome = world.run_trial(TrialRequest(number, CURRENT_SETUP, Role.REFERENCE, WARMUP_STEPS, TIMED_STEPS), wanted)
+    outcome = world.run_trial(
+        TrialRequest(number, CURRENT_SETUP, Role.REFERENCE, WARMUP_STEPS, TIMED_STEPS), wanted
+    )
     if not isinstance(outcome, Measured):
         raise SystemExit(f"a trial failed: {outcome.message}")
     return outcome.median_s
@@ -131,10 +191,23 @@ def _trial(world: World, number: int, wanted: Plan | None) -> float:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", choices=["goodput", "allreduce", "spread"], help="one part, for a first look")
-    parser.add_argument("--clusters", nargs="*", default=list(CLUSTERS), choices=list(CLUSTERS), help="rates in Mbit/s (default: all)")
+    parser.add_argument(
+        "--only", choices=["goodput", "allreduce", "spread"], help="one part, for a first look"
+    )
+    parser.add_argument(
+        "--clusters",
+        nargs="*",
+        default=list(CLUSTERS),
+        choices=list(CLUSTERS),
+        help="rates in Mbit/s (default: all)",
+    )
     parser.add_argument("--probe-budget", default="40s", help="of `autotune probe` (default 40s)")
-    parser.add_argument("--repeats", type=int, default=15, help="all-reduces per size, and trials per strategy (default 15)")
+    parser.add_argument(
+        "--repeats",
+        type=int,
+        default=15,
+        help="all-reduces per size, and trials per strategy (default 15)",
+    )
     options = parser.parse_args()
     able = capabilities()
     if not able.possible:
@@ -147,19 +220,31 @@ def main() -> int:
         for name in options.clusters:
             if options.only in (None, "goodput"):
                 goodput[name] = goodput_errors(CLUSTERS[name], GOODPUT_ROUNDS)
-                console.log(f"{name} Mbit/s: goodput off by {goodput[name][0]:.1%} between two hosts, {goodput[name][1]:.1%} in a ring")
+                console.log(
+                    f"{name} Mbit/s: goodput off by {goodput[name][0]:.1%} between two hosts, {goodput[name][1]:.1%} in a ring"
+                )
             if options.only in (None, "allreduce"):
-                all_reduce[name] = all_reduce_errors(CLUSTERS[name], options.probe_budget, options.repeats, Path(folder))
-                shown = ", ".join(f"{size / 2**20:g} MiB {error:+.1%}" for size, error in all_reduce[name].items())
+                all_reduce[name] = all_reduce_errors(
+                    CLUSTERS[name], options.probe_budget, options.repeats, Path(folder)
+                )
+                shown = ", ".join(
+                    f"{size / 2**20:g} MiB {error:+.1%}" for size, error in all_reduce[name].items()
+                )
                 console.log(f"{name} Mbit/s: all-reduce against the fitted model: {shown}")
         if options.only in (None, "spread"):
             for example in ("resnet_digits.py", "gpt_text.py"):
                 spread[example] = spreads(example, CLUSTERS["1000"], options.repeats, Path(folder))
-                console.log(f"{example} at 1000 Mbit/s: spread {', '.join(f'{n} {value:.2%}' for n, value in spread[example].items())}")
+                console.log(
+                    f"{example} at 1000 Mbit/s: spread {', '.join(f'{n} {value:.2%}' for n, value in spread[example].items())}"
+                )
     result = {
         "goodput_error_max": max((max(pair) for pair in goodput.values()), default=None),
-        "allreduce_error_max": max((abs(e) for errors in all_reduce.values() for e in errors.values()), default=None),
-        "spread_max": max((value for values in spread.values() for value in values.values()), default=None),
+        "allreduce_error_max": max(
+            (abs(e) for errors in all_reduce.values() for e in errors.values()), default=None
+        ),
+        "spread_max": max(
+            (value for values in spread.values() for value in values.values()), default=None
+        ),
         "network": "emulated",
         "cores": os.cpu_count(),
         "machine": platform.machine(),

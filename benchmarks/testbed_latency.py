@@ -60,11 +60,27 @@ def goodput(bed: Testbed, pairs: list[tuple[int, int]]) -> tuple[float, float]:
 def main() -> None:
     results = []
     for latency_s in LATENCIES_S:
-        cluster = Cluster("latency", tuple(Host(name, 1, BYTES_PER_S, latency_s, 1e10, 5e-6) for name in "ab"))
+        cluster = Cluster(
+            "latency", tuple(Host(name, 1, BYTES_PER_S, latency_s, 1e10, 5e-6) for name in "ab")
+        )
         with running(cluster, name=f"latency-{os.getpid()}") as bed:
-            trip_s, one, both = round_trip_s(bed), goodput(bed, [(0, 1)]), goodput(bed, [(0, 1), (1, 0)])
-        print(f"{format_seconds(latency_s)}: {format_seconds(trip_s)}, {one[0]:.0f} and {both[0]:.0f} Mbit/s", file=sys.stderr)
-        results.append({"latency_s": latency_s, "round_trip_s": trip_s, "mbit": [one[0], both[0]], "relay_cores": [one[1], both[1]]})
+            trip_s, one, both = (
+                round_trip_s(bed),
+                goodput(bed, [(0, 1)]),
+                goodput(bed, [(0, 1), (1, 0)]),
+            )
+        print(
+            f"{format_seconds(latency_s)}: {format_seconds(trip_s)}, {one[0]:.0f} and {both[0]:.0f} Mbit/s",
+            file=sys.stderr,
+        )
+        results.append(
+            {
+                "latency_s": latency_s,
+                "round_trip_s": trip_s,
+                "mbit": [one[0], both[0]],
+                "relay_cores": [one[1], both[1]],
+            }
+        )
     print(json.dumps({"load": os.getloadavg()[0], "cores": os.cpu_count(), "results": results}))
 
 

@@ -15,17 +15,23 @@ WAIT_S = 300.0
 GOODPUT_S = 2.0
 
 
-def inside(bed: Testbed, host: int, words: Sequence[str], **environment: str) -> subprocess.Popen[str]:
+def inside(
+    bed: Testbed, host: int, words: Sequence[str], **environment: str
+) -> subprocess.Popen[str]:
     """A process in the host of this index, in the root of the repository."""
     command = [*words_inside(bed.hosts[host].namespace), *words]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env={**os.environ, **environment})
+    return subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env={**os.environ, **environment}
+    )
 
 
 def output(process: subprocess.Popen[str], wait_s: float = WAIT_S) -> str:
     """What it printed, once it has ended well; the benchmark ends where it has not."""
     text, _ = process.communicate(timeout=wait_s)
     if process.returncode != 0:
-        raise SystemExit(f"{process.args} ended with status {process.returncode}; look at what it said above")
+        raise SystemExit(
+            f"{process.args} ended with status {process.returncode}; look at what it said above"
+        )
     return text
 
 
@@ -33,8 +39,12 @@ def streams(bed: Testbed, pairs: Sequence[tuple[int, int]]) -> dict[tuple[int, i
     """(sender, receiver) -> payload bytes per second of one TCP stream, all streams at once."""
     script = [sys.executable, str(ROOT / "benchmarks" / "tcp_goodput.py")]
     receivers = [inside(bed, to, [*script, "receive", str(GOODPUT_S)]) for _, to in pairs]
-    senders = [inside(bed, source, [*script, "send", bed.hosts[to].address]) for source, to in pairs]
-    reached = {pair: float(output(receiver)) for pair, receiver in zip(pairs, receivers, strict=True)}
+    senders = [
+        inside(bed, source, [*script, "send", bed.hosts[to].address]) for source, to in pairs
+    ]
+    reached = {
+        pair: float(output(receiver)) for pair, receiver in zip(pairs, receivers, strict=True)
+    }
     for sender in senders:
         output(sender)
     return reached

@@ -26,23 +26,65 @@ ROOT = Path(__file__).parents[1]
 def tune(options: argparse.Namespace, directory: str) -> dict:
     """One job on a testbed; progress goes to stderr."""
     script = ["python", str(ROOT / "examples" / options.example), "--epochs", "1000"]
-    where = ["--testbed", str(options.testbed), "--accelerators", options.accelerators, "--job", "ratio", "--directory", directory]
-    words = ["tune", "--json", *where, "--budget-time", options.budget_time, "--seed", str(options.seed), "--", *script]
-    done = subprocess.run([sys.executable, "-m", "autotune", *words], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+    where = [
+        "--testbed",
+        str(options.testbed),
+        "--accelerators",
+        options.accelerators,
+        "--job",
+        "ratio",
+        "--directory",
+        directory,
+    ]
+    words = [
+        "tune",
+        "--json",
+        *where,
+        "--budget-time",
+        options.budget_time,
+        "--seed",
+        str(options.seed),
+        "--",
+        *script,
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "autotune", *words],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
     shown = [sys.executable, "-m", "autotune", "show", "ratio", "--directory", directory, "--json"]
-    history = json.loads(subprocess.run(shown, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout)
+    history = json.loads(
+        subprocess.run(shown, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout
+    )
     candidates = sum(trial["request"]["role"] == "candidate" for trial in history["trials"])
-    return {**json.loads(done.stdout), "candidates": candidates, "conditions": history["conditions"]}
+    return {
+        **json.loads(done.stdout),
+        "candidates": candidates,
+        "conditions": history["conditions"],
+    }
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--testbed", type=Path, default=ROOT / "examples" / "clusters" / "four_hosts.yaml", help="a cluster file")
-    parser.add_argument("--accelerators", choices=[member.value for member in Accelerators], default="emulated")
-    parser.add_argument("--example", default="resnet_digits.py", choices=["resnet_digits.py", "gpt_text.py"])
+    parser.add_argument(
+        "--testbed",
+        type=Path,
+        default=ROOT / "examples" / "clusters" / "four_hosts.yaml",
+        help="a cluster file",
+    )
+    parser.add_argument(
+        "--accelerators", choices=[member.value for member in Accelerators], default="emulated"
+    )
+    parser.add_argument(
+        "--example", default="resnet_digits.py", choices=["resnet_digits.py", "gpt_text.py"]
+    )
     parser.add_argument("--budget-time", default="5min")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--keep", type=Path, help="keep best.json and report.html in this directory")
+    parser.add_argument(
+        "--keep", type=Path, help="keep best.json and report.html in this directory"
+    )
     options = parser.parse_args()
     able = capabilities()
     if not able.possible:

@@ -23,8 +23,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from domains import DOMAINS
 from mixture import sample_domain
 
-from autotune.commands.interrupts import Interruption, terminable
 from autotune.dataset.trials import DatasetTrial
+from autotune.jobs.signals import Interruption, terminable
 from autotune.parsing import read_json
 from autotune.testbed.capabilities import capabilities
 from autotune.units import format_seconds
@@ -56,10 +56,14 @@ class Progress:
         self.said_s = time.monotonic()
         pace_s = (self.said_s - self.began_s) / self.taken
         left = max(self.wanted - self.there - self.taken, 0)
-        console.log(f"{name}: {told(trial)} | {pace_s:.2f} s a candidate with all around it, {left} left: {format_seconds(left * pace_s)}")
+        console.log(
+            f"{name}: {told(trial)} | {pace_s:.2f} s a candidate with all around it, {left} left: {format_seconds(left * pace_s)}"
+        )
 
 
-def visited(folder: Path, setup: Setup, goal: int, seed: int, progress: Progress, interruption: Interruption) -> bool:
+def visited(
+    folder: Path, setup: Setup, goal: int, seed: int, progress: Progress, interruption: Interruption
+) -> bool:
     """Whether the domain has what was asked for."""
 
     def visit() -> None:
@@ -81,13 +85,26 @@ def candidates(folder: Path, setup: Setup) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--domain", nargs="+", choices=list(DOMAINS), metavar="NAME", help=", ".join(DOMAINS))
+    which.add_argument(
+        "--domain", nargs="+", choices=list(DOMAINS), metavar="NAME", help=", ".join(DOMAINS)
+    )
     which.add_argument("--all", action="store_true", help="every domain, one after the other")
-    parser.add_argument("--trials", type=int, default=200, help="candidates a domain in all (default 200)")
-    parser.add_argument("--visit", type=int, default=200, help="candidates a domain before the next one has its turn (default 200)")
-    parser.add_argument("--out", type=Path, default=ROOT / "datasets" / "trials", help="default datasets/trials")
+    parser.add_argument(
+        "--trials", type=int, default=200, help="candidates a domain in all (default 200)"
+    )
+    parser.add_argument(
+        "--visit",
+        type=int,
+        default=200,
+        help="candidates a domain before the next one has its turn (default 200)",
+    )
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "datasets" / "trials", help="default datasets/trials"
+    )
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     able = capabilities()

@@ -70,7 +70,9 @@ class Model:
 
 
 def _images(batch: int) -> tuple[Tensor, ...]:
-    return torch.randn(batch, 3, 224, 224, device="cuda"), torch.randint(1000, (batch,), device="cuda")
+    return torch.randn(batch, 3, 224, 224, device="cuda"), torch.randint(
+        1000, (batch,), device="cuda"
+    )
 
 
 def _loss_of_images(model: Any, drawn: tuple[Tensor, ...]) -> Tensor:
@@ -139,7 +141,9 @@ class Variant:
     compiled: bool = False
 
     def fits(self, model: Model) -> bool:
-        return not (self.channels_last and not model.images) and not (self.recompute and model.images)
+        return not (self.channels_last and not model.images) and not (
+            self.recompute and model.images
+        )
 
 
 PLAIN = Variant("fp32")
@@ -238,11 +242,19 @@ def measure(name: str, variants: Sequence[Variant]) -> list[dict[str, Any]]:
     for variant in (*(variant for variant in variants if variant.fits(model)), PLAIN):
         before_bytes = torch.cuda.memory_allocated()
         training = Training(model, variant)
-        about = {"model": name, "variant": asdict(variant), "date": _today(), "torch": torch.__version__, "before_bytes": before_bytes}
+        about = {
+            "model": name,
+            "variant": asdict(variant),
+            "date": _today(),
+            "torch": torch.__version__,
+            "before_bytes": before_bytes,
+        }
         rows.append(about | timed(training))
         del training
         _drop()
-        console.log(f"{name} {variant.name}: {rows[-1]['step_ms']:.2f} ms, issued in {rows[-1]['issue_ms']:.2f} ms")
+        console.log(
+            f"{name} {variant.name}: {rows[-1]['step_ms']:.2f} ms, issued in {rows[-1]['issue_ms']:.2f} ms"
+        )
     return rows
 
 
@@ -272,7 +284,9 @@ def _drop() -> None:
 
 def _join(rank: int, size: int, port: int) -> None:
     torch.cuda.set_device(0)
-    dist.init_process_group("nccl", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
+    dist.init_process_group(
+        "nccl", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size
+    )
 
 
 def _free_port() -> int:
@@ -283,9 +297,21 @@ def _free_port() -> int:
 
 def record_pair(name: str, folder: Path) -> None:
     """Two processes of this script, `--rank` 0 and 1."""
-    words = [sys.executable, __file__, "--out", str(folder), "--models", name, "--port", str(_free_port())]
+    words = [
+        sys.executable,
+        __file__,
+        "--out",
+        str(folder),
+        "--models",
+        name,
+        "--port",
+        str(_free_port()),
+    ]
     ranks = [
-        subprocess.Popen([*words, "--rank", str(rank)], env=os.environ | as_hosts_of_their_own(rank) | {"PYTHONPATH": _path()})
+        subprocess.Popen(
+            [*words, "--rank", str(rank)],
+            env=os.environ | as_hosts_of_their_own(rank) | {"PYTHONPATH": _path()},
+        )
         for rank in range(2)
     ]
     try:
@@ -331,7 +357,9 @@ def card(rows: Sequence[dict[str, Any]], out: Path) -> str:
     for row in rows:
         span = f"{row['step_ms_q10']:.2f} to {row['step_ms_q90']:.2f}"
         told = (row["model"], row["variant"]["name"], row["batch"], f"{row['step_ms']:.2f}", span)
-        lines.append(f"| {' | '.join(map(str, told))} | {row['issue_ms']:.2f} | {(row['peak_bytes'] - row['before_bytes']) / 1e6:.0f} |")
+        lines.append(
+            f"| {' | '.join(map(str, told))} | {row['issue_ms']:.2f} | {(row['peak_bytes'] - row['before_bytes']) / 1e6:.0f} |"
+        )
     folders = sorted(path.name for path in out.iterdir() if path.is_dir())
     lines += [
         "",
@@ -345,15 +373,22 @@ def card(rows: Sequence[dict[str, Any]], out: Path) -> str:
 
 def write_sums(out: Path) -> None:
     files = sorted(path for path in out.rglob("*") if path.is_file() and path.name != "SHA256SUMS")
-    sums = [f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.relative_to(out)}\n" for path in files]
+    sums = [
+        f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.relative_to(out)}\n"
+        for path in files
+    ]
     (out / "SHA256SUMS").write_text("".join(sums), encoding="utf-8")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
-    parser.add_argument("--compile", action="store_true", help="the variants under torch.compile, too")
+    parser.add_argument(
+        "--compile", action="store_true", help="the variants under torch.compile, too"
+    )
     parser.add_argument("--pairs", action="store_true", help="two ranks on the GPU, too")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)

@@ -48,17 +48,27 @@ class Sheet:
 
 
 def sheets_of(folders: Sequence[Path]) -> list[Sheet]:
-    found = [(folder.resolve().name, domain) for folder in folders for domain in read_dataset(folder)]
+    found = [
+        (folder.resolve().name, domain) for folder in folders for domain in read_dataset(folder)
+    ]
     held = Counter(domain.name for _, domain in found)
-    labels = [f"{domain.name} ({folder})" if held[domain.name] > 1 else domain.name for folder, domain in found]
-    return sorted((sheet_of(label, domain) for label, (_, domain) in zip(labels, found, strict=True)), key=lambda sheet: sheet.label)
+    labels = [
+        f"{domain.name} ({folder})" if held[domain.name] > 1 else domain.name
+        for folder, domain in found
+    ]
+    return sorted(
+        (sheet_of(label, domain) for label, (_, domain) in zip(labels, found, strict=True)),
+        key=lambda sheet: sheet.label,
+    )
 
 
 def sheet_of(label: str, domain: Domain) -> Sheet:
     card = card_of(domain)
     times_s = [float(np.median(values)) for values in domain.plan_steady_s.values()]
     relative = tuple(value / card.reference_s for value in times_s) if card.reference_s else ()
-    return Sheet(label, domain, card, relative, step_noise(domain), explained(domain, card.repeat_noise))
+    return Sheet(
+        label, domain, card, relative, step_noise(domain), explained(domain, card.repeat_noise)
+    )
 
 
 def spread_plot(sheets: Sequence[Sheet], path: Path) -> None:
@@ -66,7 +76,12 @@ def spread_plot(sheets: Sequence[Sheet], path: Path) -> None:
     shown = [sheet for sheet in sheets if sheet.relative]
     figure, axes = plt.subplots(figsize=(WIDTH, 1.2 + ROW * max(len(shown), 1)))
     if shown:
-        axes.boxplot([sheet.relative for sheet in shown][::-1], orientation="horizontal", whis=(0, 100), widths=0.6)
+        axes.boxplot(
+            [sheet.relative for sheet in shown][::-1],
+            orientation="horizontal",
+            whis=(0, 100),
+            widths=0.6,
+        )
     axes.set_yticks(range(1, len(shown) + 1), [sheet.label for sheet in shown][::-1])
     axes.axvline(1.0, linestyle="--", linewidth=0.8, color="0.4")
     axes.set_xscale("log")
@@ -82,11 +97,21 @@ def noise_plot(sheets: Sequence[Sheet], path: Path) -> None:
         ("repeats of a plan", "o", [sheet.card.repeat_noise for sheet in sheets]),
         ("references", "s", [sheet.card.reference_noise for sheet in sheets]),
         ("single steps", "^", [sheet.step_noise for sheet in sheets]),
-        ("all strategies", "D", [sheet.explained.deviation if sheet.explained else None for sheet in sheets]),
+        (
+            "all strategies",
+            "D",
+            [sheet.explained.deviation if sheet.explained else None for sheet in sheets],
+        ),
     )
     for name, marker, values in kinds:
         points = [(100 * value, row) for value, row in zip(values, rows, strict=True) if value]
-        axes.plot([value for value, _ in points], [row for _, row in points], marker, label=name, markersize=5)
+        axes.plot(
+            [value for value, _ in points],
+            [row for _, row in points],
+            marker,
+            label=name,
+            markersize=5,
+        )
     axes.set_yticks(list(rows), [sheet.label for sheet in sheets])
     axes.set_xscale("log")
     axes.set_xlabel("relative standard deviation of a step time, % (log scale)")
@@ -98,13 +123,26 @@ def influence_plot(sheets: Sequence[Sheet], path: Path) -> None:
     """Share of the variance of log step time that each choice explains alone."""
     shown = [(sheet, sheet.explained) for sheet in sheets if sheet.explained is not None]
     names = choice_names(sheets)
-    table = np.array([[own.choices[name].alone if name in own.choices else np.nan for name in names] for _, own in shown])
+    table = np.array(
+        [
+            [own.choices[name].alone if name in own.choices else np.nan for name in names]
+            for _, own in shown
+        ]
+    )
     figure, axes = plt.subplots(figsize=(WIDTH, 2.0 + ROW * max(len(shown), 1)))
     if len(shown):
         image = axes.imshow(table, vmin=0, vmax=1, aspect="auto", cmap="Blues")
         for row, column in zip(*np.nonzero(np.isfinite(table)), strict=True):
             value = max(table[row, column], 0.0)
-            axes.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize="x-small", color="w" if value > 0.6 else "k")
+            axes.text(
+                column,
+                row,
+                f"{value:.2f}",
+                ha="center",
+                va="center",
+                fontsize="x-small",
+                color="w" if value > 0.6 else "k",
+            )
         figure.colorbar(image, ax=axes, label="share of the variance")
     axes.set_yticks(range(len(shown)), [sheet.label for sheet, _ in shown])
     axes.set_xticks(range(len(names)), names, rotation=35, ha="right")
@@ -129,12 +167,25 @@ def _save(figure: plt.Figure, path: Path) -> None:
 def text_of(sheets: Sequence[Sheet]) -> str:
     """The whole datasheet, in Markdown."""
     cards = [sheet.card for sheet in sheets]
-    emulated = sum(sheet.domain.environment.conditions.accelerators is Accelerators.EMULATED for sheet in sheets)
-    candidates, references = sum(card.candidates for card in cards), sum(card.references for card in cards)
-    failed, disturbed = sum(sum(card.failed.values()) for card in cards), sum(card.disturbed for card in cards)
+    emulated = sum(
+        sheet.domain.environment.conditions.accelerators is Accelerators.EMULATED
+        for sheet in sheets
+    )
+    candidates, references = (
+        sum(card.candidates for card in cards),
+        sum(card.references for card in cards),
+    )
+    failed, disturbed = (
+        sum(sum(card.failed.values()) for card in cards),
+        sum(card.disturbed for card in cards),
+    )
     domains = len({sheet.domain.name for sheet in sheets})
     sources = _summed([card.sources for card in cards])
-    machines = "; ".join(sorted({f"{s.domain.environment.cores} cores, {s.domain.environment.machine}" for s in sheets}))
+    machines = "; ".join(
+        sorted(
+            {f"{s.domain.environment.cores} cores, {s.domain.environment.machine}" for s in sheets}
+        )
+    )
     return f"""# Datasheet
 
 Written by `python datasets/datasheet.py`; every figure is computed from the trials.
@@ -198,7 +249,11 @@ def domain_table(sheets: Sequence[Sheet]) -> str:
 def _domain_row(sheet: Sheet) -> str:
     card = sheet.card
     reference = "-" if card.reference_s is None else f"{card.reference_s * 1e3:.1f} ms"
-    ends = (f"{min(sheet.relative):.3f}", f"{max(sheet.relative):.2f}") if sheet.relative else ("-", "-")
+    ends = (
+        (f"{min(sheet.relative):.3f}", f"{max(sheet.relative):.2f}")
+        if sheet.relative
+        else ("-", "-")
+    )
     together = "-" if sheet.explained is None else f"{sheet.explained.together:.2f}"
     cells = (
         sheet.label,
@@ -211,7 +266,11 @@ def _domain_row(sheet: Sheet) -> str:
         _share(card.repeat_noise),
         *(_share(stalled_share(trials)) for trials in _by_family(sheet.domain)),
         together,
-        _share(float(np.median(stolen)) if (stolen := [t.stolen for t in sheet.domain.trials if t.stolen is not None]) else None),
+        _share(
+            float(np.median(stolen))
+            if (stolen := [t.stolen for t in sheet.domain.trials if t.stolen is not None])
+            else None
+        ),
     )
     return "| " + " | ".join(str(cell) for cell in cells) + " |"
 
@@ -219,14 +278,22 @@ def _domain_row(sheet: Sheet) -> str:
 def _by_family(domain: Domain) -> tuple[list[DatasetTrial], list[DatasetTrial]]:
     """Trials whose synchronization ends within the step, references among them, and those whose crosses it."""
     across = [trial for trial in domain.trials if trial.plan is not None and trial.plan.cross_step]
-    return [trial for trial in domain.trials if trial.plan is None or not trial.plan.cross_step], across
+    return [
+        trial for trial in domain.trials if trial.plan is None or not trial.plan.cross_step
+    ], across
 
 
 def influence_table(sheets: Sequence[Sheet]) -> str:
     rows = []
     for name in choice_names(sheets):
-        own = [sheet.explained.choices[name] for sheet in sheets if sheet.explained and name in sheet.explained.choices]
-        alone, beyond = (float(np.mean([getattr(one, kind) for one in own])) for kind in ("alone", "beyond"))
+        own = [
+            sheet.explained.choices[name]
+            for sheet in sheets
+            if sheet.explained and name in sheet.explained.choices
+        ]
+        alone, beyond = (
+            float(np.mean([getattr(one, kind) for one in own])) for kind in ("alone", "beyond")
+        )
         rows.append(f"| {name} | {alone:.2f} | {beyond:.2f} | {len(own)} |")
     if not rows:
         return "No domain has enough strategies yet."
@@ -243,9 +310,20 @@ def _summed(counts: Sequence[dict[str, int]]) -> dict[str, int]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("dataset", type=Path, nargs="+", help="folders of domains, as datasets/collect.py and benchmarks.outcome fill them")
-    parser.add_argument("--out", type=Path, help="folder of DATASHEET.md and plots/ (default: the one above the first dataset)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "dataset",
+        type=Path,
+        nargs="+",
+        help="folders of domains, as datasets/collect.py and benchmarks.outcome fill them",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="folder of DATASHEET.md and plots/ (default: the one above the first dataset)",
+    )
     options = parser.parse_args(arguments)
     out = options.out or options.dataset[0].resolve().parent
     sheets = sheets_of(options.dataset)

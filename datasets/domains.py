@@ -35,5 +35,7 @@ PAIRS = (
 REAL = (("resnet_digits", "two_hosts"), ("gpt_text", "two_hosts"))
 """With real computation: one rank per core of a machine of two."""
 
-_SETUPS = [setup_of(*pair) for pair in PAIRS] + [setup_of(*pair, Accelerators.REAL) for pair in REAL]
+_SETUPS = [setup_of(*pair) for pair in PAIRS] + [
+    setup_of(*pair, Accelerators.REAL) for pair in REAL
+]
 DOMAINS: Mapping[str, Setup] = MappingProxyType({setup.name: setup for setup in _SETUPS})

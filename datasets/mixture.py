@@ -11,10 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from autotune.dataset.trials import Domain
-from autotune.driver import drive
-from autotune.events import Event
-from autotune.history import History
-from autotune.job import JobSpec
+from autotune.jobs.driver import drive
 from autotune.records import Role
 from autotune.rng import generator
 from autotune.sampler.proposer import Proposer
@@ -23,7 +20,10 @@ from autotune.simulators.registry import simulators
 from autotune.strategy_space.builders.catalogue import seed_strategies
 from autotune.strategy_space.space import SearchSpace
 from autotune.strategy_space.strategy import Strategy
-from autotune.tuner import Finish, Instruction, RunTrial
+from autotune.tuning.events import Event
+from autotune.tuning.history import History
+from autotune.tuning.job import JobSpec
+from autotune.tuning.tuner import Finish, Instruction, RunTrial
 from benchmarks.session_jobs import SessionWorld, begin_job, job_spec, jobs_of
 from benchmarks.trial_session import TrialSession
 
@@ -55,16 +55,31 @@ def sample_domain(session: TrialSession, count: int, seed: int, obey: Obey) -> N
             return  # the space has nothing new
 
 
-def fixed_strategies(domain: Domain, count: int, seed: int, refused: str) -> list[tuple[str, Strategy]]:
+def fixed_strategies(
+    domain: Domain, count: int, seed: int, refused: str
+) -> list[tuple[str, Strategy]]:
     """(source, strategy), at most `count`, each strategy once; fewer are among more. `refused`: as `Profile.cross_step_refused`."""
     lossless, lossy = (_space(lossy, refused) for lossy in (False, True))
-    made = [(f"builder:{name}", strategy) for name, strategy in seed_strategies(domain.workload, domain.cluster, lossy)]
+    made = [
+        (f"builder:{name}", strategy)
+        for name, strategy in seed_strategies(domain.workload, domain.cluster, lossy)
+    ]
     left = max(count - len(made), 0)
-    drawn = [("random:lossless", strategy) for strategy in sample_many(domain.workload, domain.cluster, lossless, left - left // 2, seed)]
-    drawn += [("random:lossy", strategy) for strategy in sample_many(domain.workload, domain.cluster, lossy, left // 2, seed + 1)]
+    drawn = [
+        ("random:lossless", strategy)
+        for strategy in sample_many(
+            domain.workload, domain.cluster, lossless, left - left // 2, seed
+        )
+    ]
+    drawn += [
+        ("random:lossy", strategy)
+        for strategy in sample_many(domain.workload, domain.cluster, lossy, left // 2, seed + 1)
+    ]
     once: dict[str, tuple[str, Strategy]] = {}
     for source, strategy in (*made[:count], *drawn):
-        once.setdefault(strategy.id, (source, strategy))  # in a small space a draw may be hand-made, too
+        once.setdefault(
+            strategy.id, (source, strategy)
+        )  # in a small space a draw may be hand-made, too
     found = list(once.values())
     order = generator(seed, "mixture", domain.workload.id).permutation(len(found)).tolist()
     return [found[index] for index in order]
@@ -73,7 +88,9 @@ def fixed_strategies(domain: Domain, count: int, seed: int, refused: str) -> lis
 def _fixed(session: TrialSession, count: int, seed: int, obey: Obey) -> None:
     domain = session.writer.domain
     there = {trial.strategy.id for trial in domain.candidates if trial.strategy is not None}
-    wanted = fixed_strategies(domain, count - count // REPEAT_EVERY, seed, session.profile.cross_step_refused)
+    wanted = fixed_strategies(
+        domain, count - count // REPEAT_EVERY, seed, session.profile.cross_step_refused
+    )
     todo = [(source, strategy) for source, strategy in wanted if strategy.id not in there]
     drawn = sum(trial.kind in ("builder", "random") for trial in domain.candidates)
     for number, (source, strategy) in enumerate(todo):
@@ -89,7 +106,9 @@ def _fixed(session: TrialSession, count: int, seed: int, obey: Obey) -> None:
 
 def _repeat(session: TrialSession, seed: int) -> None:
     """An earlier measured candidate once more."""
-    measured = [trial for trial in session.writer.trials if trial.strategy is not None and trial.step_s]
+    measured = [
+        trial for trial in session.writer.trials if trial.strategy is not None and trial.step_s
+    ]
     if measured:
         rng = generator(seed, "repeat", len(session.writer.trials))
         chosen = measured[int(rng.integers(len(measured)))]
@@ -141,7 +160,9 @@ class _Limited(SessionWorld):
         self._obey()
         super().started(instruction, history)
         role = instruction.request.role if isinstance(instruction, RunTrial) else None
-        enough = role is Role.CANDIDATE and len(self._session.writer.domain.candidates) >= self._goal
+        enough = (
+            role is Role.CANDIDATE and len(self._session.writer.domain.candidates) >= self._goal
+        )
         if enough or role is Role.AB or isinstance(instruction, Finish):
             raise SearchEnded
 

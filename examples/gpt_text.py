@@ -34,17 +34,33 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--batch-size", type=int, default=8, help="sequences per rank and step")
     parser.add_argument("--block-size", type=int, default=64, help="tokens per sequence")
-    parser.add_argument("--vocabulary", type=int, default=2000, help="most frequent words that get a token")
+    parser.add_argument(
+        "--vocabulary", type=int, default=2000, help="most frequent words that get a token"
+    )
     parser.add_argument("--width", type=int, default=256, help="size of an embedding")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--dropout", type=float, default=0.1)
-    parser.add_argument("--lr", type=float, default=5e-4, help="peak learning rate; linear warm-up, then cosine decay")
+    parser.add_argument(
+        "--lr",
+        type=float,
+        default=5e-4,
+        help="peak learning rate; linear warm-up, then cosine decay",
+    )
     parser.add_argument("--weight-decay", type=float, default=0.1)
-    parser.add_argument("--clip-grad-norm", type=float, default=0.0, help="largest norm of all gradients; 0: no clipping")
+    parser.add_argument(
+        "--clip-grad-norm",
+        type=float,
+        default=0.0,
+        help="largest norm of all gradients; 0: no clipping",
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--max-steps", type=int, default=0, help="stop after this many steps; 0: no limit")
-    parser.add_argument("--log-every", type=int, default=10, help="steps between two lines of output")
+    parser.add_argument(
+        "--max-steps", type=int, default=0, help="stop after this many steps; 0: no limit"
+    )
+    parser.add_argument(
+        "--log-every", type=int, default=10, help="steps between two lines of output"
+    )
     parser.add_argument("--checkpoint", type=Path, help="where rank 0 saves the trained weights")
     return parser.parse_args()
 
@@ -68,9 +84,14 @@ def load_data(text: Path, vocabulary: int, block_size: int) -> tuple[Windows, Wi
     """Training windows that overlap by half, and validation windows that do not overlap."""
     words = TOKEN.findall(text.read_text(encoding="utf-8").lower())
     split = len(words) * 9 // 10
-    known = {word: index + 1 for index, (word, _) in enumerate(Counter(words[:split]).most_common(vocabulary - 1))}
+    known = {
+        word: index + 1
+        for index, (word, _) in enumerate(Counter(words[:split]).most_common(vocabulary - 1))
+    }
     tokens = torch.tensor([known.get(word, UNKNOWN) for word in words])
-    return Windows(tokens[:split], block_size, block_size // 2), Windows(tokens[split:], block_size, block_size)
+    return Windows(tokens[:split], block_size, block_size // 2), Windows(
+        tokens[split:], block_size, block_size
+    )
 
 
 class Block(nn.Module):
@@ -82,13 +103,21 @@ class Block(nn.Module):
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv = nn.Linear(width, 3 * width)
         self.proj = nn.Linear(width, width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
         self.drop = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
-        q, k, v = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=self.dropout if self.training else 0.0)
+        q, k, v = (
+            self.qkv(self.norm1(x))
+            .view(batch, length, 3, self.heads, width // self.heads)
+            .permute(2, 0, 3, 1, 4)
+        )
+        attended = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, dropout_p=self.dropout if self.training else 0.0
+        )
         x = x + self.drop(self.proj(attended.transpose(1, 2).reshape(batch, length, width)))
         return x + self.drop(self.mlp(self.norm2(x)))
 
@@ -96,7 +125,9 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Decoder-only transformer; the output layer shares its weight with the token embedding."""
 
-    def __init__(self, vocabulary: int, block_size: int, width: int, layers: int, heads: int, dropout: float) -> None:
+    def __init__(
+        self, vocabulary: int, block_size: int, width: int, layers: int, heads: int, dropout: float
+    ) -> None:
         super().__init__()
         self.token_embedding = nn.Embedding(vocabulary, width)
         self.position_embedding = nn.Embedding(block_size, width)
@@ -126,11 +157,16 @@ def make_optimizer(model: nn.Module, lr: float, weight_decay: float) -> torch.op
     """AdamW that decays matrices and leaves biases and LayerNorms alone."""
     decayed = [p for p in model.parameters() if p.dim() >= 2]
     rest = [p for p in model.parameters() if p.dim() < 2]
-    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": rest, "weight_decay": 0.0}]
+    groups = [
+        {"params": decayed, "weight_decay": weight_decay},
+        {"params": rest, "weight_decay": 0.0},
+    ]
     return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95))
 
 
-def make_scheduler(optimizer: torch.optim.Optimizer, total_steps: int) -> torch.optim.lr_scheduler.LambdaLR:
+def make_scheduler(
+    optimizer: torch.optim.Optimizer, total_steps: int
+) -> torch.optim.lr_scheduler.LambdaLR:
     """Linear warm-up over up to 20 steps, then cosine decay to a tenth of the peak."""
     warmup = min(20, max(1, total_steps // 10))
 
@@ -150,7 +186,9 @@ def setup() -> torch.device:
     if torch.cuda.is_available():
         torch.cuda.set_device(local_rank)
     elif "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+        torch.set_num_threads(
+            max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        )
     if "RANK" in os.environ:
         dist.init_process_group(backend=backend)
     else:
@@ -159,7 +197,9 @@ def setup() -> torch.device:
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, loader: DataLoader[tuple[Tensor, Tensor]], device: torch.device) -> float:
+def evaluate(
+    model: nn.Module, loader: DataLoader[tuple[Tensor, Tensor]], device: torch.device
+) -> float:
     """Mean negative log-likelihood per held-out token in nats, over all ranks."""
     model.eval()
     sums = torch.zeros(2, device=device)  # nats, tokens
@@ -182,16 +222,23 @@ def main() -> None:
     val_loader = DataLoader(Subset(val_set, range(rank, len(val_set), world_size)), batch_size=16)
 
     torch.manual_seed(args.seed)
-    model = GPT(args.vocabulary, args.block_size, args.width, args.layers, args.heads, args.dropout).to(device)
+    model = GPT(
+        args.vocabulary, args.block_size, args.width, args.layers, args.heads, args.dropout
+    ).to(device)
     torch.manual_seed(args.seed + rank)  # every rank drops other units
     if rank == 0:
-        print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, {world_size} rank(s) on {device.type}", flush=True)
+        print(
+            f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, {world_size} rank(s) on {device.type}",
+            flush=True,
+        )
     model = DDP(model, device_ids=[device.index] if device.type == "cuda" else None)
     optimizer = make_optimizer(model, args.lr, args.weight_decay)
     total_steps = args.epochs * len(train_loader)
     if total_steps < 1:
         need = f"at least 1 epoch and --batch-size {args.batch_size} sequences"
-        raise SystemExit(f"a rank needs {need}, but has {args.epochs} epochs and {len(sampler)} sequences")
+        raise SystemExit(
+            f"a rank needs {need}, but has {args.epochs} epochs and {len(sampler)} sequences"
+        )
     scheduler = make_scheduler(optimizer, total_steps)
     last_step = min(total_steps, args.max_steps) if args.max_steps else total_steps
 
@@ -218,7 +265,9 @@ def main() -> None:
         steps = step - first_step
         dist.all_reduce(loss_sum)
         train_loss = loss_sum.item() / (steps * world_size)
-        tokens_per_s = steps * args.batch_size * args.block_size * world_size / (time.perf_counter() - started)
+        tokens_per_s = (
+            steps * args.batch_size * args.block_size * world_size / (time.perf_counter() - started)
+        )
         val_loss = evaluate(model.module, val_loader, device)
         if rank == 0:
             losses = f"train_loss {train_loss:.4f} val_loss {val_loss:.4f} val_perplexity {math.exp(val_loss):.1f}"

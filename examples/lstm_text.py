@@ -32,17 +32,35 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--text", type=Path, default=TEXT, help="text to train on, in any encoding")
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--batch-size", type=int, default=8, help="sequences per rank and batch")
-    parser.add_argument("--accumulate", type=int, default=2, help="batches per step; their gradients are added up before it")
+    parser.add_argument(
+        "--accumulate",
+        type=int,
+        default=2,
+        help="batches per step; their gradients are added up before it",
+    )
     parser.add_argument("--block-size", type=int, default=64, help="bytes per sequence")
-    parser.add_argument("--width", type=int, default=256, help="size of an embedding and of a layer's state")
+    parser.add_argument(
+        "--width", type=int, default=256, help="size of an embedding and of a layer's state"
+    )
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--dropout", type=float, default=0.1)
-    parser.add_argument("--lr", type=float, default=3e-3, help="peak learning rate of the one-cycle schedule")
+    parser.add_argument(
+        "--lr", type=float, default=3e-3, help="peak learning rate of the one-cycle schedule"
+    )
     parser.add_argument("--weight-decay", type=float, default=0.01)
-    parser.add_argument("--clip-grad-norm", type=float, default=1.0, help="largest norm of all gradients; 0: no clipping")
+    parser.add_argument(
+        "--clip-grad-norm",
+        type=float,
+        default=1.0,
+        help="largest norm of all gradients; 0: no clipping",
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--max-steps", type=int, default=0, help="stop after this many steps; 0: no limit")
-    parser.add_argument("--log-every", type=int, default=10, help="steps between two lines of output")
+    parser.add_argument(
+        "--max-steps", type=int, default=0, help="stop after this many steps; 0: no limit"
+    )
+    parser.add_argument(
+        "--log-every", type=int, default=10, help="steps between two lines of output"
+    )
     parser.add_argument("--checkpoint", type=Path, help="where rank 0 saves the trained weights")
     return parser.parse_args()
 
@@ -52,7 +70,9 @@ def load_data(text: Path, block_size: int) -> tuple[TensorDataset, TensorDataset
     symbols = torch.tensor(list(text.read_bytes()))
     split = len(symbols) * 9 // 10
     if min(split, len(symbols) - split) <= block_size:
-        raise SystemExit(f"a text needs more than {10 * block_size + 10} bytes for --block-size {block_size}, but has {len(symbols)}")
+        raise SystemExit(
+            f"a text needs more than {10 * block_size + 10} bytes for --block-size {block_size}, but has {len(symbols)}"
+        )
     return (
         TensorDataset(symbols[:split].unfold(0, block_size + 1, block_size)),
         TensorDataset(symbols[split:].unfold(0, block_size + 1, block_size)),
@@ -66,7 +86,9 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(BYTES, width)
         self.drop = nn.Dropout(dropout)
-        self.lstm = nn.LSTM(width, width, layers, batch_first=True, dropout=dropout if layers > 1 else 0.0)
+        self.lstm = nn.LSTM(
+            width, width, layers, batch_first=True, dropout=dropout if layers > 1 else 0.0
+        )
         self.head = nn.Linear(width, BYTES)
         nn.init.normal_(self.embedding.weight, std=width**-0.5)
         nn.init.zeros_(self.head.bias)
@@ -83,7 +105,10 @@ def make_optimizer(model: nn.Module, lr: float, weight_decay: float) -> torch.op
     """AdamW that decays matrices and leaves biases alone."""
     decayed = [p for p in model.parameters() if p.dim() >= 2]
     biases = [p for p in model.parameters() if p.dim() < 2]
-    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": biases, "weight_decay": 0.0}]
+    groups = [
+        {"params": decayed, "weight_decay": weight_decay},
+        {"params": biases, "weight_decay": 0.0},
+    ]
     return torch.optim.AdamW(groups, lr=lr)
 
 
@@ -94,7 +119,9 @@ def setup() -> torch.device:
     if torch.cuda.is_available():
         torch.cuda.set_device(local_rank)
     elif "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+        torch.set_num_threads(
+            max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        )
     if "RANK" in os.environ:
         dist.init_process_group(backend=backend)
     else:
@@ -109,7 +136,9 @@ def loss_of(model: nn.Module, sequences: Tensor, reduction: str = "mean") -> Ten
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, loader: DataLoader[tuple[Tensor, ...]], device: torch.device) -> float:
+def evaluate(
+    model: nn.Module, loader: DataLoader[tuple[Tensor, ...]], device: torch.device
+) -> float:
     """Mean negative log-likelihood per held-out byte in nats, over all ranks."""
     model.eval()
     sums = torch.zeros(2, device=device)  # nats, bytes
@@ -138,21 +167,30 @@ def main() -> None:
 
     train_set, val_set = load_data(args.text, args.block_size)
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
-    train_loader = DataLoader(train_set, args.batch_size * args.accumulate, sampler=sampler, drop_last=True)
+    train_loader = DataLoader(
+        train_set, args.batch_size * args.accumulate, sampler=sampler, drop_last=True
+    )
     val_loader = DataLoader(Subset(val_set, range(rank, len(val_set), world_size)), batch_size=64)
 
     torch.manual_seed(args.seed)
     model = LanguageModel(args.width, args.layers, args.dropout).to(device)
     torch.manual_seed(args.seed + rank)  # every rank drops other units
     if rank == 0:
-        print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, {world_size} rank(s) on {device.type}", flush=True)
+        print(
+            f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, {world_size} rank(s) on {device.type}",
+            flush=True,
+        )
     model = DDP(model, device_ids=[device.index] if device.type == "cuda" else None)
     optimizer = make_optimizer(model, args.lr, args.weight_decay)
     total_steps = args.epochs * len(train_loader)
     if total_steps < 1:
         need = f"at least 1 epoch and --batch-size {args.batch_size} times --accumulate {args.accumulate} sequences"
-        raise SystemExit(f"a rank needs {need}, but has {args.epochs} epochs and {len(sampler)} sequences")
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, total_steps, pct_start=0.1, cycle_momentum=False)
+        raise SystemExit(
+            f"a rank needs {need}, but has {args.epochs} epochs and {len(sampler)} sequences"
+        )
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, args.lr, total_steps, pct_start=0.1, cycle_momentum=False
+    )
     last_step = min(total_steps, args.max_steps) if args.max_steps else total_steps
 
     step = 0

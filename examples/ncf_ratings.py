@@ -26,23 +26,43 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 DATA_SEED = 0  # the ratings are the same for every --seed
 TASTES = 16  # latent dimensions of the generated ratings
 TASTE_WEIGHT = 2.0  # standard deviation of a user's liking, beside the noise of the choice (1.28)
-POPULARITY_EXPONENT = 0.8  # the item of popularity rank r is taken as if it were r^-0.8 as attractive
+POPULARITY_EXPONENT = (
+    0.8  # the item of popularity rank r is taken as if it were r^-0.8 as attractive
+)
 RIVALS = 99  # items against which the held-out one is ranked (He et al. 2017, sec. 4.1)
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Neural collaborative filtering on generated ratings, data-parallel.")
+    parser = argparse.ArgumentParser(
+        description="Neural collaborative filtering on generated ratings, data-parallel."
+    )
     parser.add_argument("--users", type=int, default=4000)
     parser.add_argument("--items", type=int, default=3000)
-    parser.add_argument("--ratings-per-user", type=int, default=40, help="mean over the users; at least 5 each")
+    parser.add_argument(
+        "--ratings-per-user", type=int, default=40, help="mean over the users; at least 5 each"
+    )
     parser.add_argument("--epochs", type=int, default=5)
-    parser.add_argument("--batch-size", type=int, default=256, help="ratings per rank and step, each with its negatives")
-    parser.add_argument("--negatives", type=int, default=4, help="items not rated by the user, drawn for each rating")
+    parser.add_argument(
+        "--batch-size",
+        type=int,
+        default=256,
+        help="ratings per rank and step, each with its negatives",
+    )
+    parser.add_argument(
+        "--negatives",
+        type=int,
+        default=4,
+        help="items not rated by the user, drawn for each rating",
+    )
     parser.add_argument("--width", type=int, default=64, help="size of an embedding")
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--max-steps", type=int, default=0, help="stop after this many steps; 0: no limit")
-    parser.add_argument("--log-every", type=int, default=10, help="steps between two lines of output")
+    parser.add_argument(
+        "--max-steps", type=int, default=0, help="stop after this many steps; 0: no limit"
+    )
+    parser.add_argument(
+        "--log-every", type=int, default=10, help="steps between two lines of output"
+    )
     parser.add_argument("--checkpoint", type=Path, help="where rank 0 saves the trained weights")
     return parser.parse_args()
 
@@ -94,19 +114,28 @@ def generate(users: int, items: int, ratings_per_user: int) -> Ratings:
     """
     if min(ratings_per_user - 5, items - RIVALS - 5) < 1 or users < 1:
         need = f"at least 1 user, {RIVALS + 6} items and a mean of 6 ratings per user"
-        raise SystemExit(f"generated ratings need {need}, but there are to be {users}, {items} and {ratings_per_user}")
+        raise SystemExit(
+            f"generated ratings need {need}, but there are to be {users}, {items} and {ratings_per_user}"
+        )
     generator = torch.Generator().manual_seed(DATA_SEED)
-    tastes, traits = torch.randn(users, TASTES, generator=generator), torch.randn(items, TASTES, generator=generator)
+    tastes, traits = (
+        torch.randn(users, TASTES, generator=generator),
+        torch.randn(items, TASTES, generator=generator),
+    )
     popularity = -POPULARITY_EXPONENT * torch.randperm(items, generator=generator).add(1).log()
     noise = -torch.empty(users, items).exponential_(generator=generator).log()
     attraction = TASTE_WEIGHT * tastes @ traits.T / TASTES**0.5 + popularity + noise
-    counts = 5 + torch.empty(users).exponential_(1 / (ratings_per_user - 5), generator=generator).long()
+    counts = (
+        5 + torch.empty(users).exponential_(1 / (ratings_per_user - 5), generator=generator).long()
+    )
     order = attraction.argsort(1, descending=True)
     chosen = torch.arange(items) < counts.clamp(max=items - RIVALS).unsqueeze(1)
     taken = torch.zeros(users, items, dtype=torch.bool).scatter_(1, order, chosen)
     held_out = torch.multinomial(taken.float(), 1, generator=generator)
     rivals = torch.multinomial((~taken).float(), RIVALS, generator=generator)
-    return Ratings(taken, taken.scatter(1, held_out, False).nonzero(), torch.cat([held_out, rivals], 1))
+    return Ratings(
+        taken, taken.scatter(1, held_out, False).nonzero(), torch.cat([held_out, rivals], 1)
+    )
 
 
 def draw_batch(pairs: Tensor, taken: Tensor, negatives: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -134,7 +163,9 @@ def setup() -> torch.device:
     if torch.cuda.is_available():
         torch.cuda.set_device(local_rank)
     elif "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+        torch.set_num_threads(
+            max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        )
     if "RANK" in os.environ:
         dist.init_process_group(backend=backend)
     else:
@@ -154,7 +185,9 @@ def evaluate(model: nn.Module, candidates: Tensor, device: torch.device) -> floa
     counts = torch.zeros(2, device=device)  # hits, users
     for users in torch.arange(dist.get_rank(), len(candidates), dist.get_world_size()).split(256):
         items = candidates[users].to(device)
-        scores = model(users.to(device).unsqueeze(1).expand_as(items).flatten(), items.flatten()).view_as(items)
+        scores = model(
+            users.to(device).unsqueeze(1).expand_as(items).flatten(), items.flatten()
+        ).view_as(items)
         counts += torch.stack([is_hit(scores).sum(), torch.tensor(len(users), device=device)])
     dist.all_reduce(counts)
     return float(counts[0] / counts[1])
@@ -171,7 +204,9 @@ def main() -> None:
     train_loader = DataLoader(train_set, args.batch_size, sampler=sampler, drop_last=True)
 
     torch.manual_seed(args.seed)
-    sparse = dist.get_backend() == "gloo"  # NCCL has no all-reduce of sparse tensors, so there the gradients are dense
+    sparse = (
+        dist.get_backend() == "gloo"
+    )  # NCCL has no all-reduce of sparse tensors, so there the gradients are dense
     model = NeuMF(args.users, args.items, args.width, sparse).to(device)
     torch.manual_seed(args.seed + rank)  # every rank draws other negatives
     optimizers = make_optimizers(model, args.lr)
@@ -179,13 +214,24 @@ def main() -> None:
     total_steps = args.epochs * len(train_loader)
     if total_steps < 1:
         need = f"at least 1 epoch and --batch-size {args.batch_size} ratings"
-        raise SystemExit(f"a rank needs {need}, but has {args.epochs} epochs and {len(sampler)} ratings")
+        raise SystemExit(
+            f"a rank needs {need}, but has {args.epochs} epochs and {len(sampler)} ratings"
+        )
     last_step = min(total_steps, args.max_steps) if args.max_steps else total_steps
-    before, popular = evaluate(model.module, ratings.candidates, device), ratings.taken.sum(0)[ratings.candidates]
+    before, popular = (
+        evaluate(model.module, ratings.candidates, device),
+        ratings.taken.sum(0)[ratings.candidates],
+    )
     if rank == 0:
-        print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, {world_size} rank(s) on {device.type}", flush=True)
+        print(
+            f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, {world_size} rank(s) on {device.type}",
+            flush=True,
+        )
         about = f"{len(train_set)} ratings, {len(train_set) / ratings.taken.numel():.2%} of all"
-        print(f"{about}; hit_rate_10 untrained {before:.4f}, by popularity {is_hit(popular).float().mean():.4f}", flush=True)
+        print(
+            f"{about}; hit_rate_10 untrained {before:.4f}, by popularity {is_hit(popular).float().mean():.4f}",
+            flush=True,
+        )
 
     step = 0
     for epoch in range(args.epochs):
@@ -194,7 +240,9 @@ def main() -> None:
         started, first_step, loss_sum = time.perf_counter(), step, torch.zeros((), device=device)
         for (pairs,) in train_loader:
             users, items, labels = draw_batch(pairs, ratings.taken, args.negatives)
-            loss = F.binary_cross_entropy_with_logits(model(users.to(device), items.to(device)), labels.to(device))
+            loss = F.binary_cross_entropy_with_logits(
+                model(users.to(device), items.to(device)), labels.to(device)
+            )
             for optimizer in optimizers:
                 optimizer.zero_grad()
             loss.backward()
@@ -212,7 +260,10 @@ def main() -> None:
         ratings_per_s = steps * args.batch_size * world_size / (time.perf_counter() - started)
         hit_rate = evaluate(model.module, ratings.candidates, device)
         if rank == 0:
-            print(f"epoch {epoch + 1} train_loss {train_loss:.4f} hit_rate_10 {hit_rate:.4f} ratings/s {ratings_per_s:.0f}", flush=True)
+            print(
+                f"epoch {epoch + 1} train_loss {train_loss:.4f} hit_rate_10 {hit_rate:.4f} ratings/s {ratings_per_s:.0f}",
+                flush=True,
+            )
         if step == last_step:
             break
 

@@ -28,12 +28,22 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="ResNet on the digits data set, data-parallel.")
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--batch-size", type=int, default=16, help="images per rank and step")
-    parser.add_argument("--lr", type=float, default=0.03, help="peak learning rate; cosine decay to 0")
-    parser.add_argument("--width", type=int, default=32, help="channels of the first stage (32: 2.8 M parameters)")
-    parser.add_argument("--image-size", type=int, default=32, help="pixels per side after enlarging the 8x8 scans")
+    parser.add_argument(
+        "--lr", type=float, default=0.03, help="peak learning rate; cosine decay to 0"
+    )
+    parser.add_argument(
+        "--width", type=int, default=32, help="channels of the first stage (32: 2.8 M parameters)"
+    )
+    parser.add_argument(
+        "--image-size", type=int, default=32, help="pixels per side after enlarging the 8x8 scans"
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--max-steps", type=int, default=0, help="stop after this many steps; 0: no limit")
-    parser.add_argument("--log-every", type=int, default=10, help="steps between two lines of output")
+    parser.add_argument(
+        "--max-steps", type=int, default=0, help="stop after this many steps; 0: no limit"
+    )
+    parser.add_argument(
+        "--log-every", type=int, default=10, help="steps between two lines of output"
+    )
     parser.add_argument("--checkpoint", type=Path, help="where rank 0 saves the trained weights")
     return parser.parse_args()
 
@@ -49,7 +59,10 @@ class BasicBlock(nn.Module):
         self.bn2 = nn.BatchNorm2d(out_channels)
         self.shortcut = nn.Sequential()
         if stride != 1 or in_channels != out_channels:
-            self.shortcut = nn.Sequential(nn.Conv2d(in_channels, out_channels, 1, stride, bias=False), nn.BatchNorm2d(out_channels))
+            self.shortcut = nn.Sequential(
+                nn.Conv2d(in_channels, out_channels, 1, stride, bias=False),
+                nn.BatchNorm2d(out_channels),
+            )
 
     def forward(self, x: Tensor) -> Tensor:
         out = F.relu(self.bn1(self.conv1(x)))
@@ -62,12 +75,16 @@ class ResNet(nn.Module):
 
     def __init__(self, width: int, classes: int = 10) -> None:
         super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(1, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU())
+        self.stem = nn.Sequential(
+            nn.Conv2d(1, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU()
+        )
         blocks: list[nn.Module] = []
         channels = width
         for stage in range(4):
             for block in range(2):
-                blocks.append(BasicBlock(channels, width << stage, 2 if stage > 0 and block == 0 else 1))
+                blocks.append(
+                    BasicBlock(channels, width << stage, 2 if stage > 0 and block == 0 else 1)
+                )
                 channels = width << stage
         self.blocks = nn.Sequential(*blocks)
         self.head = nn.Linear(channels, classes)
@@ -82,9 +99,16 @@ def load_data(image_size: int) -> tuple[Subset[tuple[Tensor, ...]], Subset[tuple
     """Training and validation images (1, image_size, image_size), normalized, with their digit."""
     digits = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1)
-    images = F.interpolate((images - images.mean()) / images.std(), size=image_size, mode="bilinear", align_corners=False)
+    images = F.interpolate(
+        (images - images.mean()) / images.std(),
+        size=image_size,
+        mode="bilinear",
+        align_corners=False,
+    )
     dataset = TensorDataset(images, torch.tensor(digits.target))
-    order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(SPLIT_SEED)).tolist()
+    order = torch.randperm(
+        len(dataset), generator=torch.Generator().manual_seed(SPLIT_SEED)
+    ).tolist()
     held_out = len(dataset) // 5
     return Subset(dataset, order[held_out:]), Subset(dataset, order[:held_out])
 
@@ -96,7 +120,9 @@ def setup() -> torch.device:
     if torch.cuda.is_available():
         torch.cuda.set_device(local_rank)
     elif "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+        torch.set_num_threads(
+            max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        )
     if "RANK" in os.environ:
         dist.init_process_group(backend=backend)
     else:
@@ -105,13 +131,17 @@ def setup() -> torch.device:
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, loader: DataLoader[tuple[Tensor, ...]], device: torch.device) -> float:
+def evaluate(
+    model: nn.Module, loader: DataLoader[tuple[Tensor, ...]], device: torch.device
+) -> float:
     """Share of the held-out images that are classified right, over all ranks."""
     model.eval()
     counts = torch.zeros(2, device=device)  # right, seen
     for images, labels in loader:
         predicted = model(images.to(device)).argmax(1)
-        counts += torch.stack([(predicted == labels.to(device)).sum(), torch.tensor(len(labels), device=device)])
+        counts += torch.stack(
+            [(predicted == labels.to(device)).sum(), torch.tensor(len(labels), device=device)]
+        )
     dist.all_reduce(counts)
     return float(counts[0] / counts[1])
 
@@ -129,13 +159,18 @@ def main() -> None:
 
     model = ResNet(args.width).to(device)
     if rank == 0:
-        print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, {world_size} rank(s) on {device.type}", flush=True)
+        print(
+            f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, {world_size} rank(s) on {device.type}",
+            flush=True,
+        )
     model = DDP(model, device_ids=[device.index] if device.type == "cuda" else None)
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9, weight_decay=5e-4)
     total_steps = args.epochs * len(train_loader)
     if total_steps < 1:
         need = f"at least 1 epoch and --batch-size {args.batch_size} images"
-        raise SystemExit(f"a rank needs {need}, but has {args.epochs} epochs and {len(sampler)} images")
+        raise SystemExit(
+            f"a rank needs {need}, but has {args.epochs} epochs and {len(sampler)} images"
+        )
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=total_steps)
     last_step = min(total_steps, args.max_steps) if args.max_steps else total_steps
 
@@ -162,7 +197,10 @@ def main() -> None:
         images_per_s = steps * args.batch_size * world_size / (time.perf_counter() - started)
         accuracy = evaluate(model.module, val_loader, device)
         if rank == 0:
-            print(f"epoch {epoch + 1} train_loss {train_loss:.4f} val_accuracy {accuracy:.4f} images/s {images_per_s:.1f}", flush=True)
+            print(
+                f"epoch {epoch + 1} train_loss {train_loss:.4f} val_accuracy {accuracy:.4f} images/s {images_per_s:.1f}",
+                flush=True,
+            )
         if step == last_step:
             break
 

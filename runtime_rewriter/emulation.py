@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from autotune.costs.timing import close_groups, needed_times_s
 from autotune.errors import InvalidInput
-from autotune.strategy_space.timing import close_groups, needed_times_s
 from autotune.workload import Workload
 
 
@@ -50,26 +50,46 @@ def timetable_of(workload: Workload) -> Timetable:
             f"{f' and {len(untimed) - 1} more' if len(untimed) > 1 else ''}; leave --profile out to measure it"
         )
     ready = tuple((variable.name, variable.ready_s or 0.0) for variable in workload.variables)
-    for name, value in (("forward_s", workload.forward_s), ("update_s", workload.update_s), ("ready_s of the first variable", ready[0][1])):
+    for name, value in (
+        ("forward_s", workload.forward_s),
+        ("update_s", workload.update_s),
+        ("ready_s of the first variable", ready[0][1]),
+    ):
         if not 0 <= value < math.inf:
-            raise InvalidInput(f"a profile's times must be finite and at least 0, but {name} is {value}")
+            raise InvalidInput(
+                f"a profile's times must be finite and at least 0, but {name} is {value}"
+            )
     if not 0 < workload.backward_s < math.inf:
-        raise InvalidInput(f"backward_s of a profile must be finite and above 0, but is {workload.backward_s}")
-    for (before, earlier_s), (after, later_s) in pairwise((*ready, ("the end of the backward pass", workload.backward_s))):
+        raise InvalidInput(
+            f"backward_s of a profile must be finite and above 0, but is {workload.backward_s}"
+        )
+    for (before, earlier_s), (after, later_s) in pairwise(
+        (*ready, ("the end of the backward pass", workload.backward_s))
+    ):
         if not earlier_s <= later_s:
             raise InvalidInput(
                 f"a profile's variables must stand in the order in which they become ready, none after backward_s, but {before!r} is "
                 f"ready after {earlier_s:g} s and {after!r} after {later_s:g} s"
             )
     names = (variable.name for variable in workload.variables)
-    needed = sorted(zip(names, needed_times_s(workload).tolist(), strict=True), key=lambda entry: entry[1])
-    return Timetable(workload.forward_s, _together(needed), _together(ready), workload.backward_s, workload.update_s)
+    needed = sorted(
+        zip(names, needed_times_s(workload).tolist(), strict=True), key=lambda entry: entry[1]
+    )
+    return Timetable(
+        workload.forward_s,
+        _together(needed),
+        _together(ready),
+        workload.backward_s,
+        workload.update_s,
+    )
 
 
 def _together(timed: Sequence[tuple[str, float]]) -> tuple[tuple[str, float], ...]:
     """Every group's variables at the time of its last."""
     groups = close_groups([at_s for _, at_s in timed])
-    return tuple((timed[position][0], timed[group[-1]][1]) for group in groups for position in group)
+    return tuple(
+        (timed[position][0], timed[group[-1]][1]) for group in groups for position in group
+    )
 
 
 class Waiter:

@@ -7,7 +7,12 @@ import signal
 from autotune.errors import SynchronizationError
 from autotune.records import Failed, FailureKind
 
-_OUT_OF_MEMORY_TEXT = ("out of memory", "can't allocate memory", "cannot allocate memory", "std::bad_alloc")
+_OUT_OF_MEMORY_TEXT = (
+    "out of memory",
+    "can't allocate memory",
+    "cannot allocate memory",
+    "std::bad_alloc",
+)
 _TIMEOUT_TEXT = ("timed out", "timeout")
 # What a rank says when another one went away: a consequence, never the cause.
 _CONSEQUENCE_TEXT = (
@@ -21,7 +26,13 @@ _CONSEQUENCE_TEXT = (
 )
 _NCCL_TIMEOUT_TEXT = "watchdog caught collective operation timeout"
 """What torch writes before it aborts a process whose collective over NCCL another rank never joined: nothing is raised there."""
-_URGENCY = (FailureKind.OUT_OF_MEMORY, FailureKind.NUMERICS, FailureKind.REFUSED, FailureKind.CRASH, FailureKind.HANG)
+_URGENCY = (
+    FailureKind.OUT_OF_MEMORY,
+    FailureKind.NUMERICS,
+    FailureKind.REFUSED,
+    FailureKind.CRASH,
+    FailureKind.HANG,
+)
 
 
 def kind_of_exception(error: BaseException) -> FailureKind:
@@ -30,9 +41,13 @@ def kind_of_exception(error: BaseException) -> FailureKind:
     if isinstance(error, MemoryError) or any(word in text for word in _OUT_OF_MEMORY_TEXT):
         return FailureKind.OUT_OF_MEMORY
     if isinstance(error, SynchronizationError) and error.__cause__ is not None:
-        return kind_of_exception(error.__cause__)  # the communication library's own error says what happened
+        return kind_of_exception(
+            error.__cause__
+        )  # the communication library's own error says what happened
     # torch.distributed and its backends raise RuntimeError and subclasses of it; elsewhere the word says nothing.
-    if isinstance(error, TimeoutError) or (isinstance(error, RuntimeError) and any(word in text for word in _TIMEOUT_TEXT)):
+    if isinstance(error, TimeoutError) or (
+        isinstance(error, RuntimeError) and any(word in text for word in _TIMEOUT_TEXT)
+    ):
         return FailureKind.HANG
     return FailureKind.CRASH
 
@@ -41,7 +56,9 @@ def failure_of_exit(code: int, rank: int, log_tail: str) -> Failed:
     """A training process that ended without a word of its own (a signal, `os._exit`)."""
     tail = f"; last output: {log_tail[-600:].strip()}" if log_tail.strip() else ""
     if code == -signal.SIGKILL:
-        message = f"rank {rank} was killed by SIGKILL, as the kernel does when memory runs out{tail}"
+        message = (
+            f"rank {rank} was killed by SIGKILL, as the kernel does when memory runs out{tail}"
+        )
         return Failed(FailureKind.OUT_OF_MEMORY, message, rank)
     if _NCCL_TIMEOUT_TEXT in log_tail.lower():
         message = f"rank {rank} waited in vain for another rank, so torch's NCCL watchdog ended it; is every rank at the same step?{tail}"
@@ -59,6 +76,10 @@ def root_cause(failures: list[Failed]) -> Failed:
     """The failure that explains the others: ranks that only lost a peer come last, then by urgency of the kind."""
 
     def order(failure: Failed) -> tuple[bool, int, int]:
-        return is_consequence(failure), _URGENCY.index(failure.kind), failure.rank if failure.rank is not None else -1
+        return (
+            is_consequence(failure),
+            _URGENCY.index(failure.kind),
+            failure.rank if failure.rank is not None else -1,
+        )
 
     return min(failures, key=order)

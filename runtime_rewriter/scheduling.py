@@ -33,7 +33,10 @@ def wants_round_robin(conditions: Conditions, ranks: int, cores: int) -> bool:
 
 def asked_of_ranks(conditions: Conditions) -> dict[str, str]:
     """What a placement adds to the environment of every rank."""
-    return {ROUND_ROBIN: "1" if conditions.round_robin else "0", BYTE_SCALE: repr(conditions.byte_scale)}
+    return {
+        ROUND_ROBIN: "1" if conditions.round_robin else "0",
+        BYTE_SCALE: repr(conditions.byte_scale),
+    }
 
 
 def usable_cores() -> int:
@@ -48,7 +51,11 @@ def take_round_robin() -> bool:
 
 def step_down() -> bool:
     """From round-robin scheduling back to the default policy, so that a rank that keeps it comes first; False where not under it."""
-    return hasattr(os, "sched_getscheduler") and os.sched_getscheduler(0) == os.SCHED_RR and _schedule(round_robin=False)
+    return (
+        hasattr(os, "sched_getscheduler")
+        and os.sched_getscheduler(0) == os.SCHED_RR
+        and _schedule(round_robin=False)
+    )
 
 
 def _schedule(round_robin: bool) -> bool:

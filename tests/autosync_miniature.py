@@ -40,25 +40,43 @@ def field(number: int, value: int | str | bytes) -> bytes:
     return varint(number << 3 | 2) + varint(len(data)) + data
 
 
-def node(name: str, op: str, inputs: Sequence[str] = (), shape: Sequence[int] | None = None) -> bytes:
+def node(
+    name: str, op: str, inputs: Sequence[str] = (), shape: Sequence[int] | None = None
+) -> bytes:
     """A NodeDef inside a GraphDef; with a shape also float32."""
     data = field(1, name) + field(2, op) + b"".join(field(3, source) for source in inputs)
     if shape is not None:
         extents = b"".join(field(2, field(1, extent)) for extent in shape)
-        data += field(5, field(1, "shape") + field(2, field(7, extents))) + field(5, field(1, "dtype") + field(2, field(6, 1)))
+        data += field(5, field(1, "shape") + field(2, field(7, extents))) + field(
+            5, field(1, "dtype") + field(2, field(6, 1))
+        )
     return field(1, data)
 
 
 def graph_item() -> bytes:
     nodes = [node(name, "VarHandleOp", shape=shape) for name, shape in VARIABLES]
-    nodes += [node("global_step", "VarHandleOp", shape=()), node("read", "ReadVariableOp", ["dense/kernel"])]
-    nodes += [node("lookup", "ResourceGather", ["embedding", "ids:0"]), node("product", "MatMul", ["lookup", "read", "^global_step"])]
-    pairs = b"".join(field(2, field(1, f"grad{index}:0") + field(2, f"{name}:0")) for index, (name, _) in enumerate(VARIABLES))
-    return field(1, field(1, "type.googleapis.com/tensorflow.GraphDef") + field(2, b"".join(nodes))) + pairs
+    nodes += [
+        node("global_step", "VarHandleOp", shape=()),
+        node("read", "ReadVariableOp", ["dense/kernel"]),
+    ]
+    nodes += [
+        node("lookup", "ResourceGather", ["embedding", "ids:0"]),
+        node("product", "MatMul", ["lookup", "read", "^global_step"]),
+    ]
+    pairs = b"".join(
+        field(2, field(1, f"grad{index}:0") + field(2, f"{name}:0"))
+        for index, (name, _) in enumerate(VARIABLES)
+    )
+    return (
+        field(1, field(1, "type.googleapis.com/tensorflow.GraphDef") + field(2, b"".join(nodes)))
+        + pairs
+    )
 
 
 def server(address: str = "10.0.0.2", staleness: int = 0) -> bytes:
-    return field(2, field(1, f"{address}:CPU:0") + field(3, 1) + (field(4, staleness) if staleness else b""))
+    return field(
+        2, field(1, f"{address}:CPU:0") + field(3, 1) + (field(4, staleness) if staleness else b"")
+    )
 
 
 def all_reduce(group: int, compressor: int = 0) -> bytes:
@@ -67,17 +85,30 @@ def all_reduce(group: int, compressor: int = 0) -> bytes:
 
 def strategy(configurations: Sequence[bytes], replicas: int = 4) -> bytes:
     """`configurations`: what stands behind each variable's name."""
-    nodes = [field(3, field(1, f"{name}:0") + own) for (name, _), own in zip(VARIABLES, configurations, strict=True)]
+    nodes = [
+        field(3, field(1, f"{name}:0") + own)
+        for (name, _), own in zip(VARIABLES, configurations, strict=True)
+    ]
     devices = [f"{address}:GPU:{gpu}" for address in ADDRESSES for gpu in range(2)][:replicas]
-    return field(1, "20200601T000000M000000") + b"".join(nodes) + field(4, b"".join(field(1, device) for device in devices))
+    return (
+        field(1, "20200601T000000M000000")
+        + b"".join(nodes)
+        + field(4, b"".join(field(1, device) for device in devices))
+    )
 
 
-PARTS = field(5, "3,1") + b"".join(field(6, field(1, f"embedding/part_{part}:0") + server(ADDRESSES[part % 2])) for part in range(3))
+PARTS = field(5, "3,1") + b"".join(
+    field(6, field(1, f"embedding/part_{part}:0") + server(ADDRESSES[part % 2]))
+    for part in range(3)
+)
 STRATEGIES = {
     "first": strategy([PARTS, all_reduce(0), all_reduce(0)]),
     "second": strategy([server(), all_reduce(0, 1), all_reduce(1) + field(7, field(1, 2))]),
 }
-RUNTIMES = {"first": "runtime: [0.21, 0.2, 0.19]\naverage: 0.2\n", "second": '{"runtime": [0.3, 0.32]}'}
+RUNTIMES = {
+    "first": "runtime: [0.21, 0.2, 0.19]\naverage: 0.2\n",
+    "second": '{"runtime": [0.3, 0.32]}',
+}
 
 
 def write_miniature(folder: Path) -> None:

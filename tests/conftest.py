@@ -50,5 +50,11 @@ def tracking_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An MLflow store in SQLite without any run: to make one takes MLflow five seconds of computing."""
     path = tmp_path_factory.mktemp("tracking") / "mlflow.db"
     code = "import sys, mlflow; mlflow.MlflowClient(sys.argv[1]).search_experiments()"
-    subprocess.run([sys.executable, "-c", code, f"sqlite:///{path}"], check=True, capture_output=True, timeout=120, cwd=path.parent)
+    subprocess.run(
+        [sys.executable, "-c", code, f"sqlite:///{path}"],
+        check=True,
+        capture_output=True,
+        timeout=120,
+        cwd=path.parent,
+    )
     return path

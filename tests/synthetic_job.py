@@ -8,16 +8,24 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from autotune.cluster import Cluster
-from autotune.events import Event, Profiled, Proposal, Proposed, TrialFinished
-from autotune.history import History
-from autotune.job import JobSpec
-from autotune.measurement import further_steps, stop_reason
 from autotune.records import CURRENT_SETUP, Failed, FailureKind, Measured, Role, TrialRequest
 from autotune.rng import generator
 from autotune.simulators.evaluation import RankingQuality
 from autotune.strategy_space.plan import plan
 from autotune.strategy_space.strategy import Shard, Strategy, Synchronizer, VariableStrategy
-from autotune.tuner import Abort, Finish, Instruction, ProfileWorkload, Propose, RunTrial, next_instruction
+from autotune.tuning.events import Event, Profiled, Proposal, Proposed, TrialFinished
+from autotune.tuning.history import History
+from autotune.tuning.job import JobSpec
+from autotune.tuning.statistics import further_steps, stop_reason
+from autotune.tuning.tuner import (
+    Abort,
+    Finish,
+    Instruction,
+    ProfileWorkload,
+    Propose,
+    RunTrial,
+    next_instruction,
+)
 from autotune.workload import Variable, Workload
 
 NAMES = ("head.weight", "head.bias", "body.weight", "body.bias", "stem.weight")
@@ -25,7 +33,9 @@ WORKLOAD = Workload(
     "resnet",
     tuple(
         Variable(name, shape, ready_s=0.002 * (position + 1))
-        for position, (name, shape) in enumerate(zip(NAMES, ((10, 64), (10,), (64, 64), (64,), (64, 3, 3, 3)), strict=True))
+        for position, (name, shape) in enumerate(
+            zip(NAMES, ((10, 64), (10,), (64, 64), (64,), (64, 3, 3, 3)), strict=True)
+        )
     ),
     forward_s=0.01,
     backward_s=0.02,
@@ -56,12 +66,18 @@ def strategy(number: int) -> Strategy:
     choices = []
     for position, variable in enumerate(WORKLOAD.variables):
         served = (number >> position) & 1
-        shard = Shard(Synchronizer.PARAMETER_SERVER, placement=position % 2) if served else Shard(Synchronizer.ALL_REDUCE)
+        shard = (
+            Shard(Synchronizer.PARAMETER_SERVER, placement=position % 2)
+            if served
+            else Shard(Synchronizer.ALL_REDUCE)
+        )
         choices.append(VariableStrategy(variable.name, (shard,)))
     return Strategy(tuple(choices))
 
 
-def measured(center_s: float, steps: int, rng: np.random.Generator | None = None, noise: float = 0.02) -> Measured:
+def measured(
+    center_s: float, steps: int, rng: np.random.Generator | None = None, noise: float = 0.02
+) -> Measured:
     """Two ranks; the first is the slower one. Without a generator every step takes exactly `center_s`."""
     scale = np.ones(steps) if rng is None else np.exp(noise * rng.standard_normal(steps))
     slow = tuple(float(value) for value in center_s * scale)
@@ -90,17 +106,33 @@ class SyntheticWorld:
         """The event that carries out an instruction; a function of its arguments and the seed."""
         now = history.elapsed_s
         if isinstance(instruction, ProfileWorkload):
-            return Profiled(WORKLOAD, spec.cluster, now + 1.0, {"torch": "2.13.0", "python": "3.11"})
+            return Profiled(
+                WORKLOAD, spec.cluster, now + 1.0, {"torch": "2.13.0", "python": "3.11"}
+            )
         if isinstance(instruction, Propose):
             first = len(history.proposals)
             numbers = range(first, min(first + instruction.count, self.available))
-            proposals = tuple(Proposal(strategy(number), "sampled", self._true_s(strategy(number).id)) for number in numbers)
+            proposals = tuple(
+                Proposal(strategy(number), "sampled", self._true_s(strategy(number).id))
+                for number in numbers
+            )
             quality = (
-                (RankingQuality("linear", 0.8, 0.6, 0.05, 0.02, 45, 10), RankingQuality("random", 0.5, 0.0, 0.4, 0.3, 45, 10))
+                (
+                    RankingQuality("linear", 0.8, 0.6, 0.05, 0.02, 45, 10),
+                    RankingQuality("random", 0.5, 0.0, 0.4, 0.3, 45, 10),
+                )
                 if first
                 else ()
             )
-            return Proposed(instruction.round, proposals, "linear", "most accurate on held-out trials", 300, quality, now + 0.5)
+            return Proposed(
+                instruction.round,
+                proposals,
+                "linear",
+                "most accurate on held-out trials",
+                300,
+                quality,
+                now + 0.5,
+            )
         assert isinstance(instruction, RunTrial)
         return self._run(history, instruction.request)
 
@@ -112,14 +144,28 @@ class SyntheticWorld:
         outcome = measured(center_s, request.timed_steps, rng, self.noise)
         while steps := further_steps(request, outcome):
             more = measured(center_s, steps, rng, self.noise)
-            outcome = Measured(tuple((*a, *b) for a, b in zip(outcome.step_s, more.step_s, strict=True)), 0.0)
+            outcome = Measured(
+                tuple((*a, *b) for a, b in zip(outcome.step_s, more.step_s, strict=True)), 0.0
+            )
         steps = request.warmup_steps + len(outcome.slowest_s)
         if self.refuses(request):
-            return TrialFinished(request, Failed(FailureKind.REFUSED, "plan cannot be enacted"), plan_id, history.elapsed_s + 0.01)
+            return TrialFinished(
+                request,
+                Failed(FailureKind.REFUSED, "plan cannot be enacted"),
+                plan_id,
+                history.elapsed_s + 0.01,
+            )
         elapsed_s = history.elapsed_s + steps * (center_s + self.step_overhead_s)
         if self.fails(request):
-            return TrialFinished(request, Failed(FailureKind.CRASH, "rank 1 exited with code 1", 1), plan_id, elapsed_s)
-        return TrialFinished(request, replace(outcome, stopped=stop_reason(request, outcome)), plan_id, elapsed_s)
+            return TrialFinished(
+                request,
+                Failed(FailureKind.CRASH, "rank 1 exited with code 1", 1),
+                plan_id,
+                elapsed_s,
+            )
+        return TrialFinished(
+            request, replace(outcome, stopped=stop_reason(request, outcome)), plan_id, elapsed_s
+        )
 
     def _true_s(self, strategy_id: str) -> float:
         if strategy_id == CURRENT_SETUP:
@@ -127,7 +173,9 @@ class SyntheticWorld:
         return self.true_s.get(self.by_id[strategy_id], self.default_s)
 
 
-def drive(spec: JobSpec, world: SyntheticWorld, history: History | None = None, limit: int = 500) -> tuple[History, Finish | Abort]:
+def drive(
+    spec: JobSpec, world: SyntheticWorld, history: History | None = None, limit: int = 500
+) -> tuple[History, Finish | Abort]:
     """From `history` (default: nothing) to the end of the job."""
     history = history or History((), spec.deviation)
     for _ in range(limit):
@@ -141,4 +189,7 @@ def drive(spec: JobSpec, world: SyntheticWorld, history: History | None = None, 
 def roles(history: History) -> str:
     """The trials' roles in order, one letter each: r, c, or a (tuned side) and b (current setup) of the A/B."""
     letters = {Role.REFERENCE: "r", Role.CANDIDATE: "c"}
-    return "".join(letters.get(trial.request.role, "b" if trial.request.strategy_id == CURRENT_SETUP else "a") for trial in history.trials)
+    return "".join(
+        letters.get(trial.request.role, "b" if trial.request.strategy_id == CURRENT_SETUP else "a")
+        for trial in history.trials
+    )

@@ -10,9 +10,9 @@ from typing import Any
 from autotune.cluster import Cluster
 from autotune.cluster_file import read_cluster
 from autotune.errors import InvalidInput
-from autotune.job import JobFile
 from autotune.parsing import read_json
 from autotune.records import Accelerators, Conditions, Network
+from autotune.tuning.job import JobFile
 from autotune.workload import Workload
 from runtime_rewriter.emulation import timetable_of
 from runtime_rewriter.scheduling import usable_cores, wants_round_robin
@@ -31,13 +31,19 @@ def read_setting(options: argparse.Namespace, file: JobFile | None) -> Setting:
     """The command line wins over the file; raises `InvalidInput`."""
     testbed, plain = _path("testbed", options, file), _path("cluster", options, file)
     if file is not None and file.testbed is not None and file.cluster is not None:
-        raise InvalidInput("a testbed has the hosts of its own file, so a job file has a cluster or a testbed, not both; leave out cluster")
+        raise InvalidInput(
+            "a testbed has the hosts of its own file, so a job file has a cluster or a testbed, not both; leave out cluster"
+        )
     if options.cluster is not None and options.testbed is None:
         testbed = None  # the file's testbed gives way to the cluster that was asked for
     if testbed is not None and options.cluster is not None:
-        raise InvalidInput("a testbed has the hosts of its own file, so --testbed and --cluster exclude each other; leave out --cluster")
+        raise InvalidInput(
+            "a testbed has the hosts of its own file, so --testbed and --cluster exclude each other; leave out --cluster"
+        )
     if testbed is not None and options.address is not None:
-        raise InvalidInput("a testbed brings its own Ray cluster, so --testbed and --address exclude each other; leave out one of them")
+        raise InvalidInput(
+            "a testbed brings its own Ray cluster, so --testbed and --address exclude each other; leave out one of them"
+        )
     path = testbed or plain
     cluster = read_cluster(path) if path else None
     plainly = Network.LOOPBACK if options.address is None else Network.HOSTS

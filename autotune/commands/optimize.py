@@ -12,10 +12,21 @@ from rich.table import Table
 
 from autotune.canonical import to_data
 from autotune.cluster import Cluster
-from autotune.commands.iteration import iteration_data, iteration_facts, iteration_table, write_timeline
-from autotune.commands.memory import ShownMemory, memory_data, memory_facts, memory_listings, memory_table
+from autotune.commands.render.iteration import (
+    iteration_data,
+    iteration_facts,
+    iteration_table,
+    write_timeline,
+)
+from autotune.commands.render.memory import (
+    ShownMemory,
+    memory_data,
+    memory_facts,
+    memory_listings,
+    memory_table,
+)
+from autotune.commands.render.tables import table_text
 from autotune.commands.strategies import named_cluster, named_model, zoo_name
-from autotune.commands.tables import table_text
 from autotune.dfg.replay import replay
 from autotune.dfg.utilisation import IterationSummary, iteration_summary
 from autotune.errors import InvalidInput
@@ -26,12 +37,12 @@ from autotune.optimizer.optimize import ASSUMED_TIMES, Optimized
 from autotune.optimizer.optimize import optimize as search
 from autotune.optimizer.within_memory import WithinMemory, highest_peak
 from autotune.profiling.layer_profile import read_layer_profile
-from autotune.profiling.memory_file import RecordedMemory, why_no_memory
 from autotune.profiling.op_graph import OpGraph
 from autotune.profiling.traces.sources import holds_traces
+from autotune.recordings.memory_file import RecordedMemory, why_no_memory
+from autotune.reports.timeline_page import Fact, Listing, Page, write_timeline_report
 from autotune.strategy_space.describe import message_rows, whole_text
 from autotune.strategy_space.space import SearchSpace
-from autotune.timeline_report import Fact, Listing, Page, write_timeline_report
 from autotune.units import format_bytes, format_seconds, parse_bytes, parse_seconds
 from autotune.workload import Workload
 from autotune.zoo.architectures import MODELS
@@ -60,7 +71,10 @@ class _Source:
 
     def assumed(self, found: Optimized) -> list[str]:
         """What was assumed, with what is known of it."""
-        timed = [f"{note} ({self.times})" if self.times and note == ASSUMED_TIMES else note for note in found.assumed]
+        timed = [
+            f"{note} ({self.times})" if self.times and note == ASSUMED_TIMES else note
+            for note in found.assumed
+        ]
         return [*timed, *self.notes]
 
 
@@ -80,15 +94,22 @@ def optimize(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     )
     memory = _memory(source, cluster, found, within)
     # What is shown is what the runtime does today: fused ops are a decision for a graph engine.
-    lowering = Lowering(memory.fit.workload if memory is not None and memory.fit is not None else source.workload, cluster)
+    lowering = Lowering(
+        memory.fit.workload if memory is not None and memory.fit is not None else source.workload,
+        cluster,
+    )
     summary = iteration_summary(replay(lowering.period(found.plan)))
     if options.output is not None:
         write_whole(options.output, found.strategy.to_json() + "\n", "the strategy")
     if options.timeline is not None:
         write_timeline(iteration_summary(replay(lowering.graph(found.plan))), options.timeline)
     if options.report is not None:
-        write_timeline_report(options.report, _page(source, cluster, found, memory, summary), summary)
-    return _data(source, cluster, found, memory, summary), _text(source, cluster, found, memory, summary, options)
+        write_timeline_report(
+            options.report, _page(source, cluster, found, memory, summary), summary
+        )
+    return _data(source, cluster, found, memory, summary), _text(
+        source, cluster, found, memory, summary, options
+    )
 
 
 def _within(options: argparse.Namespace, source: _Source, cluster: Cluster) -> WithinMemory | None:
@@ -106,11 +127,18 @@ def _within(options: argparse.Namespace, source: _Source, cluster: Cluster) -> W
     return WithinMemory(source.memory, cluster, budget_bytes)
 
 
-def _memory(source: _Source, cluster: Cluster, found: Optimized, within: WithinMemory | None) -> ShownMemory | None:
+def _memory(
+    source: _Source, cluster: Cluster, found: Optimized, within: WithinMemory | None
+) -> ShownMemory | None:
     if source.memory is None:
         return None
     if within is None:
-        return ShownMemory(highest_peak(source.memory, source.memory.profile, source.workload, found.plan, cluster), source.memory)
+        return ShownMemory(
+            highest_peak(
+                source.memory, source.memory.profile, source.workload, found.plan, cluster
+            ),
+            source.memory,
+        )
     return ShownMemory(within.peak(found.plan), source.memory, within.budget_bytes, within.fit)
 
 
@@ -118,7 +146,11 @@ def _source(name: str) -> _Source:
     path, model = Path(name), zoo_name(name)
     if model is not None:
         graph, row, device = assumed_ops(model), MODELS[model], AssumedDevice()
-        return _Source(graph.workload(), graph, f"{device.text}, for a batch of {row.batch_per_gpu} {row.batch_unit}")
+        return _Source(
+            graph.workload(),
+            graph,
+            f"{device.text}, for a batch of {row.batch_per_gpu} {row.batch_unit}",
+        )
     if path.name != JOB_FILE and not (path / JOB_FILE).exists() and holds_traces(path):
         return _traced(path)
     if path.suffix == ".json" and path.name != JOB_FILE:
@@ -149,19 +181,28 @@ def _traced(path: Path) -> _Source:
     from autotune.profiling.traces.trace_workload import workload_of
 
     found = workload_of(read_job(path), model=path.name.split(".")[0] or "traced")
-    return _Source(found.workload, why_no_memory="traces tell nothing of lifetimes", notes=found.notes)
+    return _Source(
+        found.workload, why_no_memory="traces tell nothing of lifetimes", notes=found.notes
+    )
 
 
 def _recorded(folder: Path) -> _Source:
     """The workload in the folder's job.json, the memory beside it, and what its script allows."""
-    from autotune.profiling.job_file import RecordedJob
+    from autotune.recordings.job_file import RecordedJob
 
     job = RecordedJob.read(folder)
     if job.workload is None:
         reason = "; ".join(job.notes) or "the recording does not say why"
-        raise InvalidInput(f"{folder}: the model's own times must be known, but could not be recorded: {reason}")
+        raise InvalidInput(
+            f"{folder}: the model's own times must be known, but could not be recorded: {reason}"
+        )
     told = why_no_memory(job.notes)
-    return _Source(job.workload, memory=RecordedMemory.read(folder), why_no_memory=told, cross_step_refused=job.cross_step_refused)
+    return _Source(
+        job.workload,
+        memory=RecordedMemory.read(folder),
+        why_no_memory=told,
+        cross_step_refused=job.cross_step_refused,
+    )
 
 
 def _space(source: _Source, options: argparse.Namespace) -> SearchSpace:
@@ -170,7 +211,13 @@ def _space(source: _Source, options: argparse.Namespace) -> SearchSpace:
     return space.without_cross_step(refused) if refused else space
 
 
-def _data(source: _Source, cluster: Cluster, found: Optimized, memory: ShownMemory | None, summary: IterationSummary) -> dict[str, Any]:
+def _data(
+    source: _Source,
+    cluster: Cluster,
+    found: Optimized,
+    memory: ShownMemory | None,
+    summary: IterationSummary,
+) -> dict[str, Any]:
     return {
         "model": source.workload.model,
         "cluster": cluster.name,
@@ -180,7 +227,10 @@ def _data(source: _Source, cluster: Cluster, found: Optimized, memory: ShownMemo
         "predicted_with_op_fusion_s": found.predicted_step_s,
         "bound_s": found.bound_s,
         "starts_s": found.starts_s,
-        "op_fusion": {"forward": sorted(found.op_fusion.forward), "backward": sorted(found.op_fusion.backward)},
+        "op_fusion": {
+            "forward": sorted(found.op_fusion.forward),
+            "backward": sorted(found.op_fusion.backward),
+        },
         "assumed": source.assumed(found),
         "cross_step_refused": source.cross_step_refused,
         "log": to_data(found.log),
@@ -217,13 +267,19 @@ def _text(
         lines.append(f"synchronization stays within the step: {source.cross_step_refused}")
     if whole := whole_text(found.strategy):
         lines.append(whole)
-    text = "\n".join(lines) + "\n" + _messages(found) + iteration_table(summary) + memory_table(memory)
+    text = (
+        "\n".join(lines) + "\n" + _messages(found) + iteration_table(summary) + memory_table(memory)
+    )
     tail = [
         f"{found.rounds} rounds, {found.replays} replays and {found.partial_replays} of single messages in {format_seconds(found.seconds)}"
     ]
     if found.cut_short:
         tail.append("the time ended the search: more of it (--budget-time) may find more")
-    for what, path in (("strategy", options.output), ("timeline", options.timeline), ("report", options.report)):
+    for what, path in (
+        ("strategy", options.output),
+        ("timeline", options.timeline),
+        ("report", options.report),
+    ):
         if path is not None:
             tail.append(f"{what}: {path}")
     return text + "\n".join(tail)
@@ -243,7 +299,14 @@ def _gained(found: Optimized) -> str:
 
 def _messages(found: Optimized) -> str:
     table = Table(
-        "#", "primitive", "compressor", "gradient", "on the wire", "variables", title="messages in issue order", title_justify="left"
+        "#",
+        "primitive",
+        "compressor",
+        "gradient",
+        "on the wire",
+        "variables",
+        title="messages in issue order",
+        title_justify="left",
     )
     for column in (0, 3, 4):
         table.columns[column].justify = "right"
@@ -251,17 +314,33 @@ def _messages(found: Optimized) -> str:
     for row in rows[:SHOWN_MESSAGES]:
         names = list(row.names)
         more = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
-        cells = (str(row.number), row.primitive, row.compressor, format_bytes(row.grad_bytes), format_bytes(row.wire_bytes))
+        cells = (
+            str(row.number),
+            row.primitive,
+            row.compressor,
+            format_bytes(row.grad_bytes),
+            format_bytes(row.wire_bytes),
+        )
         table.add_row(*cells, escape(", ".join(names[:SHOWN_NAMES]) + more))
     rest = f"and {len(rows) - SHOWN_MESSAGES} more messages\n" if len(rows) > SHOWN_MESSAGES else ""
     return table_text(table) + rest
 
 
-def _page(source: _Source, cluster: Cluster, found: Optimized, memory: ShownMemory | None, summary: IterationSummary) -> Page:
+def _page(
+    source: _Source,
+    cluster: Cluster,
+    found: Optimized,
+    memory: ShownMemory | None,
+    summary: IterationSummary,
+) -> Page:
     ratio = found.before_step_s / found.enacted_step_s
     facts = (
         Fact("DDP's default buckets", format_seconds(found.before_step_s), "predicted"),
-        Fact("All communication hidden", format_seconds(found.bound_s), "no lossless strategy is faster"),
+        Fact(
+            "All communication hidden",
+            format_seconds(found.bound_s),
+            "no lossless strategy is faster",
+        ),
         *iteration_facts(summary),
         *memory_facts(memory),
     )
@@ -277,7 +356,15 @@ def _page(source: _Source, cluster: Cluster, found: Optimized, memory: ShownMemo
         Listing(
             "What the search kept",
             ("by", "predicted step", "replays", "after"),
-            tuple((kept.by, format_seconds(kept.step_s), str(kept.replays), format_seconds(kept.seconds)) for kept in found.log),
+            tuple(
+                (
+                    kept.by,
+                    format_seconds(kept.step_s),
+                    str(kept.replays),
+                    format_seconds(kept.seconds),
+                )
+                for kept in found.log
+            ),
             frozenset({1, 2, 3}),
         ),
         Listing(
@@ -302,7 +389,13 @@ def _page(source: _Source, cluster: Cluster, found: Optimized, memory: ShownMemo
     notes = [f"Assumed, not measured: {', '.join(assumed)}."] if assumed else []
     if source.cross_step_refused:
         notes.append(f"Synchronization stays within the step: {source.cross_step_refused}.")
-    kicker = (
-        f"autotune optimize · {source.workload.model} · {cluster.world_size} workers on cluster {cluster.name} · predicted, nothing was run"
+    kicker = f"autotune optimize · {source.workload.model} · {cluster.world_size} workers on cluster {cluster.name} · predicted, nothing was run"
+    return Page(
+        kicker,
+        f"{ratio:.2f}x of DDP's default buckets",
+        _gained(found),
+        facts,
+        listings,
+        tuple(notes),
+        ratio > 1,
     )
-    return Page(kicker, f"{ratio:.2f}x of DDP's default buckets", _gained(found), facts, listings, tuple(notes), ratio > 1)

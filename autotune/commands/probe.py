@@ -20,18 +20,18 @@ from autotune.canonical import to_data
 from autotune.cluster import Cluster, CollectiveFit, Host, LinkFit
 from autotune.cluster_file import cluster_yaml
 from autotune.commands.emulation import read_setting, scheduled
-from autotune.commands.interrupts import terminable
-from autotune.commands.places import Ranks, Where, placed_world
-from autotune.commands.results import taken_under
+from autotune.commands.render.tables import table_text
 from autotune.commands.settings import read_ports
-from autotune.commands.tables import table_text
-from autotune.commands.workspace import Workspace
 from autotune.errors import InvalidInput
 from autotune.export import write_whole
-from autotune.profiling.host_links import Pair, PairCost, own_links
+from autotune.jobs.places import Ranks, Where, placed_world
+from autotune.jobs.results import taken_under
+from autotune.jobs.signals import terminable
+from autotune.jobs.workspace import Workspace
+from autotune.profiling.fits.host_links import Pair, PairCost, own_links
 from autotune.records import Accelerators, Conditions
 from autotune.units import format_bytes, format_rate, format_seconds, parse_seconds
-from runtime_rewriter.command import ScriptCommand
+from runtime_rewriter.world.command import ScriptCommand
 
 SCRIPT = "runtime_rewriter.probe.script"
 UNSEEN_ABOVE = 1.1
@@ -39,7 +39,19 @@ UNSEEN_ABOVE = 1.1
 LEAST_BUDGET_S = 5.0
 """Below that not even the small messages are probed on a slow network."""
 WIDTH = 150
-FIT_COLUMNS = ("primitive", "ranks", "sizes", "alpha", "bandwidth", "pieces", "error", "from 1 MiB", "spread", "loaded", "cpu at 1 MiB")
+FIT_COLUMNS = (
+    "primitive",
+    "ranks",
+    "sizes",
+    "alpha",
+    "bandwidth",
+    "pieces",
+    "error",
+    "from 1 MiB",
+    "spread",
+    "loaded",
+    "cpu at 1 MiB",
+)
 
 
 class ProbedLink(Protocol):
@@ -87,33 +99,61 @@ def probe(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     request = _request(options)
     with terminable():
         outcome = _probe(request)
-    cluster, remark = measured_cluster(request.given, outcome, datetime.now(UTC), request.conditions.label)
+    cluster, remark = measured_cluster(
+        request.given, outcome, datetime.now(UTC), request.conditions.label
+    )
     write_whole(options.output, cluster_yaml(cluster), "the cluster file")
-    data = {"cluster": cluster.to_data(), "output": str(options.output), "remark": remark, "conditions": to_data(request.conditions)}
-    return data, _tables(cluster) + remark + f"cluster file: {options.output}{taken_under(request.conditions)}"
+    data = {
+        "cluster": cluster.to_data(),
+        "output": str(options.output),
+        "remark": remark,
+        "conditions": to_data(request.conditions),
+    }
+    return data, _tables(
+        cluster
+    ) + remark + f"cluster file: {options.output}{taken_under(request.conditions)}"
 
 
 def _request(options: argparse.Namespace) -> _Request:
     setting = read_setting(options, None)
     given = setting.cluster
-    workers = options.workers if options.workers is not None else given.world_size if given is not None else None
+    workers = (
+        options.workers
+        if options.workers is not None
+        else given.world_size
+        if given is not None
+        else None
+    )
     if workers is None:
-        raise InvalidInput("the number of ranks to probe with is not known; use --workers N, --cluster or --testbed cluster.yaml")
+        raise InvalidInput(
+            "the number of ranks to probe with is not known; use --workers N, --cluster or --testbed cluster.yaml"
+        )
     if workers < 2:
-        raise InvalidInput(f"a link has two ends, so a probe needs at least 2 workers, but has {workers}")
+        raise InvalidInput(
+            f"a link has two ends, so a probe needs at least 2 workers, but has {workers}"
+        )
     if given is not None and workers != given.world_size:
         raise InvalidInput(
             f"--workers must be the {given.world_size} devices of cluster {given.name!r}, but is {workers}; leave --workers out"
         )
     budget_s = parse_seconds(options.budget_time, "--budget-time")
     if budget_s < LEAST_BUDGET_S:
-        raise InvalidInput(f"--budget-time must be at least {LEAST_BUDGET_S:g}s, but is {options.budget_time}")
+        raise InvalidInput(
+            f"--budget-time must be at least {LEAST_BUDGET_S:g}s, but is {options.budget_time}"
+        )
     step_timeout_s, start_timeout_s = (
-        parse_seconds(getattr(options, name), f"--{name.replace('_', '-')}") for name in ("step_timeout", "start_timeout")
+        parse_seconds(getattr(options, name), f"--{name.replace('_', '-')}")
+        for name in ("step_timeout", "start_timeout")
     )
     # Of this probe alone: another one may run beside it.
-    logs = Workspace.create(options.directory).job("probe") / f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{os.getpid()}" / "logs"
-    ranks = Ranks(ScriptCommand(SCRIPT, (), True, workers), workers, logs, step_timeout_s, start_timeout_s)
+    logs = (
+        Workspace.create(options.directory).job("probe")
+        / f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{os.getpid()}"
+        / "logs"
+    )
+    ranks = Ranks(
+        ScriptCommand(SCRIPT, (), True, workers), workers, logs, step_timeout_s, start_timeout_s
+    )
     where = Where(options.address, False, read_ports(options.master_ports), bare=True)
     return _Request(given, workers, budget_s, ranks, where, scheduled(setting.conditions, workers))
 
@@ -124,8 +164,12 @@ def _probe(request: _Request) -> ProbeOutcome:
     with console.status("starting the ranks", spinner="dots") as status:
         progress = _Progress(console, request.budget_s, status.update)
         under = escape(taken_under(request.conditions))
-        console.print(f"probing {request.workers} ranks for {request.budget_s:.0f} s{under}", highlight=False)
-        with placed_world(request.where, cluster, request.conditions, request.ranks, status.update) as world:
+        console.print(
+            f"probing {request.workers} ranks for {request.budget_s:.0f} s{under}", highlight=False
+        )
+        with placed_world(
+            request.where, cluster, request.conditions, request.ranks, status.update
+        ) as world:
             world.model_id()  # the ranks are up
             progress.begin()
             computing = request.conditions.accelerators is Accelerators.REAL
@@ -154,19 +198,29 @@ class _Progress:
             self._console.print(line, highlight=False, soft_wrap=True)
 
 
-def measured_cluster(given: Cluster | None, found: ProbeOutcome, now: datetime, measured_on: str = "") -> tuple[Cluster, str]:
+def measured_cluster(
+    given: Cluster | None, found: ProbeOutcome, now: datetime, measured_on: str = ""
+) -> tuple[Cluster, str]:
     """The cluster with what was measured, and a remark for people ("" or a line). `measured_on`: the label of the conditions.
 
     Hosts come from the file where there is one. If the ranks did not run on hosts like these (on one machine, say), the
     file's bandwidths stay, since nothing was learned of them.
     """
     layout = tuple(ranks for _, ranks in found.hosts)
-    base = given or Cluster("probed", tuple(replace(Cluster.local(ranks).hosts[0], name=name, address="") for name, ranks in found.hosts))
+    base = given or Cluster(
+        "probed",
+        tuple(
+            replace(Cluster.local(ranks).hosts[0], name=name, address="")
+            for name, ranks in found.hosts
+        ),
+    )
     remark = ""
     if tuple(host.devices for host in base.hosts) == layout:
         hosts, link_fits = _with_links(base, found)
         if given is not None:
-            hosts = tuple(_at_least_as_given(number, host, given) for number, host in enumerate(hosts))
+            hosts = tuple(
+                _at_least_as_given(number, host, given) for number, host in enumerate(hosts)
+            )
     else:
         hosts, link_fits = base.hosts, ()
         remark = (
@@ -174,9 +228,20 @@ def measured_cluster(given: Cluster | None, found: ProbeOutcome, now: datetime, 
             "the bandwidths of its hosts stay as they were.\n"
         )
     software = tuple(sorted({"autotune": __version__, **found.software}.items()))
-    cluster = replace(base, hosts=hosts, link_fits=link_fits, measured_at=now.isoformat(timespec="seconds"), software=software, fits=())
-    machine_cores = max(found.cores, default=0) if measured_on else 0  # what stood for a cluster is one machine
-    return replace(cluster, measured_on=measured_on, machine_cores=machine_cores).with_fits(found.fits), remark
+    cluster = replace(
+        base,
+        hosts=hosts,
+        link_fits=link_fits,
+        measured_at=now.isoformat(timespec="seconds"),
+        software=software,
+        fits=(),
+    )
+    machine_cores = (
+        max(found.cores, default=0) if measured_on else 0
+    )  # what stood for a cluster is one machine
+    return replace(cluster, measured_on=measured_on, machine_cores=machine_cores).with_fits(
+        found.fits
+    ), remark
 
 
 def _with_links(base: Cluster, found: ProbeOutcome) -> tuple[tuple[Host, ...], tuple[LinkFit, ...]]:
@@ -184,7 +249,10 @@ def _with_links(base: Cluster, found: ProbeOutcome) -> tuple[tuple[Host, ...], t
 
     A pair of hosts with a link of its own says nothing about theirs; a host that only such pairs told of keeps its figures.
     """
-    known = [replace(host, cores=cores or host.cores) for host, cores in zip(base.hosts, found.cores, strict=True)]
+    known = [
+        replace(host, cores=cores or host.cores)
+        for host, cores in zip(base.hosts, found.cores, strict=True)
+    ]
     own = own_links(len(known), _pairs_over_own_links(base, found)) if base.pair_links else None
     fits = []
     for link in found.links:
@@ -194,10 +262,24 @@ def _with_links(base: Cluster, found: ProbeOutcome) -> tuple[tuple[Host, ...], t
                 continue
             cost, probes = own[link.host]
         if link.inside:
-            known[link.host] = replace(host, inner_bytes_per_s=cost.bytes_per_s, inner_latency_s=cost.latency_s)
+            known[link.host] = replace(
+                host, inner_bytes_per_s=cost.bytes_per_s, inner_latency_s=cost.latency_s
+            )
         else:
-            known[link.host] = replace(host, link_bytes_per_s=cost.bytes_per_s, latency_s=cost.latency_s)
-        fits.append(LinkFit(host.name, link.inside, cost.bytes_per_s, cost.latency_s, cost.relative_error, cost.spread, probes))
+            known[link.host] = replace(
+                host, link_bytes_per_s=cost.bytes_per_s, latency_s=cost.latency_s
+            )
+        fits.append(
+            LinkFit(
+                host.name,
+                link.inside,
+                cost.bytes_per_s,
+                cost.latency_s,
+                cost.relative_error,
+                cost.spread,
+                probes,
+            )
+        )
     return tuple(known), tuple(fits)
 
 
@@ -213,8 +295,17 @@ def _at_least_as_given(number: int, measured: Host, given: Cluster) -> Host:
 def _pairs_over_own_links(base: Cluster, found: ProbeOutcome) -> dict[Pair, PairCost]:
     """Every pair of hosts that was probed, without those that `base` names a link for."""
     named = {frozenset(link.between) for link in base.pair_links}
-    pairs = {(link.host, other): cost for link in found.links for other, cost in link.told if link.host < other}
-    return {(a, b): cost for (a, b), cost in pairs.items() if {base.hosts[a].name, base.hosts[b].name} not in named}
+    pairs = {
+        (link.host, other): cost
+        for link in found.links
+        for other, cost in link.told
+        if link.host < other
+    }
+    return {
+        (a, b): cost
+        for (a, b), cost in pairs.items()
+        if {base.hosts[a].name, base.hosts[b].name} not in named
+    }
 
 
 def _tables(cluster: Cluster) -> str:
@@ -224,7 +315,14 @@ def _tables(cluster: Cluster) -> str:
         for link in cluster.link_fits:
             where, rate = "inside" if link.inside else "own", format_rate(link.bytes_per_s)
             latency = format_seconds(link.latency_s)
-            links.add_row(escape(link.host), where, rate, latency, f"{link.relative_error:.1%}", f"{link.spread:.1%}")
+            links.add_row(
+                escape(link.host),
+                where,
+                rate,
+                latency,
+                f"{link.relative_error:.1%}",
+                f"{link.spread:.1%}",
+            )
         text += table_text(links, WIDTH)
     fits = Table(*FIT_COLUMNS, box=SIMPLE)
     for fit in cluster.fits:
@@ -238,7 +336,9 @@ def _fit_row(fit: CollectiveFit) -> tuple[str, ...]:
         f"{fit.group_size} ({fit.where.value})",
         f"{format_bytes(fit.smallest_bytes)} - {format_bytes(fit.largest_bytes)}",
         format_seconds(fit.alpha_s),
-        f"{format_bytes(1 / fit.beta_s_per_byte)}/s" if fit.beta_s_per_byte > 0 else "no limit seen",
+        f"{format_bytes(1 / fit.beta_s_per_byte)}/s"
+        if fit.beta_s_per_byte > 0
+        else "no limit seen",
         str(len(fit.bends) + 1),
         f"{fit.relative_error:.1%}",
         "" if fit.large_error is None else f"{fit.large_error:.1%}",

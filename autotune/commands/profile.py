@@ -15,15 +15,15 @@ from rich.markup import escape
 from rich.table import Table
 
 from autotune.canonical import to_data
-from autotune.commands.launched import Launched
-from autotune.commands.tables import table_text
+from autotune.commands.render.tables import table_text
 from autotune.errors import InvalidInput, LaunchError
-from autotune.profiling.job_file import JOB_FILE, RecordedJob, trace_name
-from autotune.profiling.memory_file import MEMORY_FILE, RecordedMemory
-from autotune.profiling.recorded_steps import CollectiveRow
+from autotune.jobs.processes import Launched
+from autotune.recordings.job_file import JOB_FILE, RecordedJob, trace_name
+from autotune.recordings.memory_file import MEMORY_FILE, RecordedMemory
+from autotune.recordings.recorded_steps import CollectiveRow
 from autotune.units import format_bytes, format_seconds, parse_seconds
-from runtime_rewriter.command import ScriptCommand, read_command, torchrun_with_launcher
-from runtime_rewriter.tracing.settings import RecordSettings
+from runtime_rewriter.recording.settings import RecordSettings
+from runtime_rewriter.world.command import ScriptCommand, read_command, torchrun_with_launcher
 
 STOPPING_S = 30.0
 """How long a script may take to end once all is written."""
@@ -33,7 +33,9 @@ SHOWN_ROWS = 20
 def profile(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     """Record, then say what was found; raises `LaunchError` where nothing was."""
     if not options.command:
-        raise InvalidInput("nothing to run: autotune profile -- torchrun --nproc-per-node 2 train.py")
+        raise InvalidInput(
+            "nothing to run: autotune profile -- torchrun --nproc-per-node 2 train.py"
+        )
     command = read_command(options.command)
     timeout_s = parse_seconds(options.timeout, "--timeout")
     folder = options.output.resolve()
@@ -58,9 +60,18 @@ def profile(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
         )
         status = _run(command, settings, timeout_s)
     job = RecordedJob.read(folder)
-    follow = [f"autotune {verb} {shlex.quote(str(options.output))}" for verb in ("replay", "optimize")]
+    follow = [
+        f"autotune {verb} {shlex.quote(str(options.output))}" for verb in ("replay", "optimize")
+    ]
     peak_bytes = _peak_bytes(folder)
-    data = {**_summary(job), "peak_bytes": peak_bytes, "folder": str(folder), "next": follow, "exit_status": status, "job": to_data(job)}
+    data = {
+        **_summary(job),
+        "peak_bytes": peak_bytes,
+        "folder": str(folder),
+        "next": follow,
+        "exit_status": status,
+        "job": to_data(job),
+    }
     return data, _text(job, options.output, peak_bytes)
 
 
@@ -82,7 +93,14 @@ def _run(command: ScriptCommand, settings: RecordSettings, timeout_s: float) -> 
     settings.write(reports / "settings.json")
     launcher = ("--record", str(reports / "settings.json"))
     if command.workers is None:
-        words = [sys.executable, "-m", "runtime_rewriter.launch", *launcher, "--", *command.as_python_words()]
+        words = [
+            sys.executable,
+            "-m",
+            "runtime_rewriter.rank.launch",
+            *launcher,
+            "--",
+            *command.as_python_words(),
+        ]
     else:
         words = torchrun_with_launcher(command, command.workers, launcher)
     launched = Launched(words)
@@ -96,11 +114,23 @@ def _run(command: ScriptCommand, settings: RecordSettings, timeout_s: float) -> 
                 launched.end()
                 status = 0
         elif status is None:
-            message = _told(launched, reports, f"nothing was recorded within {timeout_s:g} s (--timeout)", command)
+            message = _told(
+                launched,
+                reports,
+                f"nothing was recorded within {timeout_s:g} s (--timeout)",
+                command,
+            )
             launched.end()  # what it says then is about its end
             raise LaunchError(message)
     if not written.exists():
-        raise LaunchError(_told(launched, reports, f"nothing was recorded, and the script ended with status {status}", command))
+        raise LaunchError(
+            _told(
+                launched,
+                reports,
+                f"nothing was recorded, and the script ended with status {status}",
+                command,
+            )
+        )
     return 0 if settings.stop else status
 
 
@@ -113,14 +143,21 @@ def _told(launched: Launched, reports: Path, what: str, command: ScriptCommand) 
     lines = list(dict.fromkeys(report["problem"] for report in first or problems))
     if lines and (first or len(said) == (command.workers or 1)):
         return f"{what}: " + "; ".join(lines[:3])
-    quiet = [rank for rank in range(command.workers or 1) if rank not in said] if command.nodes == 1 else []
+    quiet = (
+        [rank for rank in range(command.workers or 1) if rank not in said]
+        if command.nodes == 1
+        else []
+    )
     heard = "".join(f"; {line}" for line in lines[:1])
     silent = f"; rank {', '.join(map(str, quiet))} ended or stayed without a word" if quiet else ""
     return f"{what}{silent}{heard}; its last output:\n{launched.tail().rstrip()}"
 
 
 def _reports(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("rank*.report.json"))]
+    return [
+        json.loads(path.read_text(encoding="utf-8"))
+        for path in sorted(folder.glob("rank*.report.json"))
+    ]
 
 
 def _summary(job: RecordedJob) -> dict[str, Any]:
@@ -159,14 +196,22 @@ def _text(job: RecordedJob, output: Path, peak_bytes: int | None) -> str:
         ("without communication", "alone_s"),
     ):
         if found[key] is not None:
-            table.add_row(name, format_seconds(found[key]), f"{found[key] / found['iteration_s']:.0%}" if found["iteration_s"] else "")
+            table.add_row(
+                name,
+                format_seconds(found[key]),
+                f"{found[key] / found['iteration_s']:.0%}" if found["iteration_s"] else "",
+            )
     text = table_text(table) + _ops(job) + _collectives(job.collectives)
     if peak_bytes is not None:
         text += f"peak memory of a replica, without what synchronization allocates: {format_bytes(peak_bytes)}\n"
     notes = "".join(f"note: {note}\n" for note in job.notes)
     shown = shlex.quote(str(output))
-    follow = f"next: autotune replay {shown}\n      autotune optimize {shown} --cluster cluster.yaml"
-    here = next((record.trace for record in job.ranks if (output / record.trace).exists()), trace_name(0))
+    follow = (
+        f"next: autotune replay {shown}\n      autotune optimize {shown} --cluster cluster.yaml"
+    )
+    here = next(
+        (record.trace for record in job.ranks if (output / record.trace).exists()), trace_name(0)
+    )
     return f"{head}\n{text}{notes}traces: {output}/{here} ... (open in https://ui.perfetto.dev), {output}/{JOB_FILE}\n{follow}"
 
 
@@ -181,6 +226,13 @@ def _collectives(rows: tuple[CollectiveRow, ...]) -> str:
     table = Table("collective", "of", "bytes", "ranks", "a step", "lasts", "+ waiting", "queued")
     for row in rows[:SHOWN_ROWS]:
         times = (format_seconds(value) for value in (row.lasts_s, row.waits_s, row.queue_s))
-        table.add_row(row.op, escape(row.label), str(row.size_bytes), str(row.ranks), f"{row.per_step:.1f}", *times)
+        table.add_row(
+            row.op,
+            escape(row.label),
+            str(row.size_bytes),
+            str(row.ranks),
+            f"{row.per_step:.1f}",
+            *times,
+        )
     more = f"and {len(rows) - SHOWN_ROWS} more in {JOB_FILE}\n" if len(rows) > SHOWN_ROWS else ""
     return (table_text(table) if rows else "no collectives\n") + more

@@ -10,18 +10,29 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from autotune.cluster import Cluster
-from autotune.commands.iteration import iteration_data, iteration_facts, iteration_table, write_timeline
-from autotune.commands.memory import ShownMemory, memory_data, memory_facts, memory_listings, memory_table
+from autotune.commands.render.iteration import (
+    iteration_data,
+    iteration_facts,
+    iteration_table,
+    write_timeline,
+)
+from autotune.commands.render.memory import (
+    ShownMemory,
+    memory_data,
+    memory_facts,
+    memory_listings,
+    memory_table,
+)
 from autotune.dfg.replay import replay as run
 from autotune.dfg.utilisation import IterationSummary, iteration_summary
 from autotune.errors import InvalidInput
 from autotune.optimizer.within_memory import highest_peak
-from autotune.profiling.job_file import RecordedJob
-from autotune.profiling.memory_file import RecordedMemory
 from autotune.profiling.traces.global_graph import build_dfg
 from autotune.profiling.traces.job import TraceJob, read_job
 from autotune.profiling.traces.rank_trace import told
-from autotune.timeline_report import Fact, Listing, Page, write_timeline_report
+from autotune.recordings.job_file import RecordedJob
+from autotune.recordings.memory_file import RecordedMemory
+from autotune.reports.timeline_page import Fact, Listing, Page, write_timeline_report
 from autotune.units import format_seconds
 
 if TYPE_CHECKING:
@@ -39,12 +50,22 @@ def replay(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     parts = job.parts(number, aligned)
     summary = iteration_summary(run(build_dfg(parts, job.joints)))
     unexplained_s = max(part.ops.unexplained_s for part in parts)
-    shown = _Shown(job, aligned, number, job.measured_step_s(number, aligned), summary, unexplained_s, _memory(options.traces))
+    shown = _Shown(
+        job,
+        aligned,
+        number,
+        job.measured_step_s(number, aligned),
+        summary,
+        unexplained_s,
+        _memory(options.traces),
+    )
     if options.timeline is not None:
         write_timeline(summary, options.timeline)
     if options.report is not None:
         write_timeline_report(options.report, _page(shown), summary)
-    return _data(shown), "\n".join([*_head(shown), iteration_table(summary) + memory_table(shown.memory) + _tail(options)]).rstrip()
+    return _data(shown), "\n".join(
+        [*_head(shown), iteration_table(summary) + memory_table(shown.memory) + _tail(options)]
+    ).rstrip()
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,7 +114,9 @@ def _memory(traces: list[str]) -> ShownMemory | None:
     job = RecordedJob.read(folder)
     if job.workload is None:
         return None
-    peak = highest_peak(memory, memory.profile, job.workload, job.plan, Cluster.local(job.world_size))
+    peak = highest_peak(
+        memory, memory.profile, job.workload, job.plan, Cluster.local(job.world_size)
+    )
     return ShownMemory(peak, memory)
 
 
@@ -113,10 +136,16 @@ def _aligned(job: TraceJob, wanted: bool) -> Alignment | None:
 
 def _head(shown: _Shown) -> list[str]:
     job, several = shown.job, len(shown.job.ranks) > 1
-    ranks = f"{len(job.ranks)} of {job.world_size} ranks" if len(job.ranks) < job.world_size else f"{len(job.ranks)} rank{'s' * several}"
+    ranks = (
+        f"{len(job.ranks)} of {job.world_size} ranks"
+        if len(job.ranks) < job.world_size
+        else f"{len(job.ranks)} rank{'s' * several}"
+    )
     others = ""
     if len(job.steps) > 1:
-        listed = ", ".join(map(str, job.steps[:SHOWN_STEPS])) + (" ..." if len(job.steps) > SHOWN_STEPS else "")
+        listed = ", ".join(map(str, job.steps[:SHOWN_STEPS])) + (
+            " ..." if len(job.steps) > SHOWN_STEPS else ""
+        )
         others = f" (of {len(job.steps)}: {listed})"
     matched = f", {len(job.joints)} collectives matched across ranks" if several else ""
     lines = [f"{ranks}, step {shown.step}{others}{matched}"]
@@ -131,7 +160,9 @@ def _head(shown: _Shown) -> list[str]:
     ][:SHOWN_REPAIRS]
     if several:
         lines += [job.hosts.text(job.rank_numbers), *_clock_lines(shown.aligned)]
-    lines.append(f"measured {format_seconds(shown.measured_s)}, replayed {100 * shown.error:+.2f} %")
+    lines.append(
+        f"measured {format_seconds(shown.measured_s)}, replayed {100 * shown.error:+.2f} %"
+    )
     if shown.unexplained_s:
         waits = f"streams wait {format_seconds(shown.unexplained_s)} in all without a cause in the traces"
         lines.append(f"{waits}, kept as measured (of the rank with the most)")
@@ -143,7 +174,9 @@ def _clock_lines(aligned: Alignment | None) -> list[str]:
         return ["clocks: taken as they are"]
     text = f"clocks: offsets up to {format_seconds(float(np.abs(aligned.offset_s).max()))}"
     if np.isfinite(aligned.spread_s).all():
-        text += f", uncertain by {format_seconds(float(aligned.spread_s.max()))} (standard deviation)"
+        text += (
+            f", uncertain by {format_seconds(float(aligned.spread_s.max()))} (standard deviation)"
+        )
     if aligned.drift.any():
         text += f"; drifts up to {1e6 * np.abs(aligned.drift).max():.2f} ppm"
     return [text, *(f"  {note}" for note in aligned.notes)]
@@ -178,13 +211,21 @@ def _page(shown: _Shown) -> Page:
     job, aligned, summary = shown.job, shown.aligned, shown.summary
     title = f"{format_seconds(summary.iteration_s)} per iteration"
     exposed, idle = (
-        seconds / summary.iteration_s if summary.iteration_s > 0 else 0.0 for seconds in (summary.exposed_communication_s, summary.idle_s)
+        seconds / summary.iteration_s if summary.iteration_s > 0 else 0.0
+        for seconds in (summary.exposed_communication_s, summary.idle_s)
     )
     text = f"{100 * exposed:.0f} % of it is communication that no computation hides, in {100 * idle:.0f} % neither runs; step {shown.step} "
     text += f"took {format_seconds(shown.measured_s)}."
     remark = f"the replay is {100 * shown.error:+.2f} % off"
-    facts = (Fact("Measured", format_seconds(shown.measured_s), remark), *iteration_facts(summary), *memory_facts(shown.memory))
-    listings = (*(() if aligned is None else (_clocks(job, aligned),)), *memory_listings(shown.memory))
+    facts = (
+        Fact("Measured", format_seconds(shown.measured_s), remark),
+        *iteration_facts(summary),
+        *memory_facts(shown.memory),
+    )
+    listings = (
+        *(() if aligned is None else (_clocks(job, aligned),)),
+        *memory_listings(shown.memory),
+    )
     notes = [*told(job.repairs)[:SHOWN_REPAIRS], *(aligned.notes if aligned is not None else ())]
     if len(job.ranks) > 1:
         notes.insert(0, job.hosts.text(job.rank_numbers))
@@ -200,8 +241,15 @@ def _clocks(job: TraceJob, aligned: Alignment) -> Listing:
 
     figures = (aligned.offset_s, aligned.low_s, aligned.high_s, aligned.spread_s)
     rows = tuple(
-        (str(rank), job.hosts.names[place] or "unknown", *(shown(float(values[place])) for values in figures), f"{1e6 * drift:.2f} ppm")
-        for place, (rank, drift) in enumerate(zip(job.rank_numbers[:MOST_RANK_ROWS], aligned.drift.tolist(), strict=False))
+        (
+            str(rank),
+            job.hosts.names[place] or "unknown",
+            *(shown(float(values[place])) for values in figures),
+            f"{1e6 * drift:.2f} ppm",
+        )
+        for place, (rank, drift) in enumerate(
+            zip(job.rank_numbers[:MOST_RANK_ROWS], aligned.drift.tolist(), strict=False)
+        )
     )
     columns = ("rank", "host", "offset", "lowest", "highest", "standard deviation", "drift")
     text = "What is added to the times of each rank; between lowest and highest no event comes before its cause."

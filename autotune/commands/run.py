@@ -7,17 +7,19 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from autotune.commands.stopping import signals_passed_on
 from autotune.errors import InvalidInput
 from autotune.export import read_export
-from autotune.strategy_space.carrier import carrier_of
-from runtime_rewriter.command import read_command, torchrun_with_launcher
+from autotune.jobs.stopping import signals_passed_on
+from autotune.strategy_space.backend import carrier_of
+from runtime_rewriter.world.command import read_command, torchrun_with_launcher
 
 
 def run(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     """Run the script to its end; the exit status is the script's."""
     if not options.command:
-        raise InvalidInput("nothing to run: autotune run --strategy best.json -- torchrun --nproc-per-node 2 train.py")
+        raise InvalidInput(
+            "nothing to run: autotune run --strategy best.json -- torchrun --nproc-per-node 2 train.py"
+        )
     export = read_export(options.strategy)
     command = read_command(options.command)
     if command.workers is not None and command.workers != export.world_size:
@@ -25,7 +27,9 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
             f"{options.strategy} was tuned for a world size of {export.world_size}, but the command asks for {command.workers} workers; "
             f"use --nproc-per-node {export.world_size}, or tune for {command.workers}"
         )
-    words = torchrun_with_launcher(command, export.world_size, ("--strategy", str(Path(options.strategy).resolve())))
+    words = torchrun_with_launcher(
+        command, export.world_size, ("--strategy", str(Path(options.strategy).resolve()))
+    )
     status = _call(words)
     chosen = export.strategy.id if export.strategy else "current setup"
     plan = export.plan()

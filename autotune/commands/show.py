@@ -9,17 +9,17 @@ from rich.markup import escape
 from rich.table import Table
 
 from autotune.canonical import to_data
-from autotune.commands.progress import first_line
-from autotune.commands.results import taken_under, write_job_report
-from autotune.commands.tables import table_text
-from autotune.commands.workspace import Workspace
-from autotune.events import TrialFinished
-from autotune.history import History
-from autotune.job import JobSpec
+from autotune.commands.render.progress import first_line
+from autotune.commands.render.tables import table_text
+from autotune.jobs.results import taken_under, write_job_report
+from autotune.jobs.workspace import Workspace
 from autotune.records import CURRENT_SETUP, Decision, Measured
-from autotune.store import Store
-from autotune.strategy_space.carrier import carrier_of
+from autotune.storage.store import Store
+from autotune.strategy_space.backend import carrier_of
 from autotune.strategy_space.plan import plan
+from autotune.tuning.events import TrialFinished
+from autotune.tuning.history import History
+from autotune.tuning.job import JobSpec
 from autotune.units import format_seconds
 
 
@@ -39,7 +39,18 @@ def _jobs(store: Store) -> tuple[dict[str, Any], str]:
 
 def _job(workspace: Workspace, store: Store, job_id: str) -> tuple[dict[str, Any], str]:
     history, decision = store.history(job_id), store.decision(job_id)
-    table = Table("trial", "role", "strategy", "origin", "measured", "95 %", "quartiles", "steps", "predicted", "note")
+    table = Table(
+        "trial",
+        "role",
+        "strategy",
+        "origin",
+        "measured",
+        "95 %",
+        "quartiles",
+        "steps",
+        "predicted",
+        "note",
+    )
     for trial in history.trials:
         table.add_row(*_row(trial, history))
     report = write_job_report(workspace, store, job_id, decision)
@@ -57,10 +68,18 @@ def _job(workspace: Workspace, store: Store, job_id: str) -> tuple[dict[str, Any
         "trials": [_trial_data(trial, history) for trial in history.trials],
         "report": str(report),
     }
-    tail = decision.reason if decision else f"not finished ({history.quality}); `autotune tune --resume` goes on"
-    tail += taken_under(history.conditions(store.job(job_id).conditions)) + (f"; {carrier}" if carrier else "")
+    tail = (
+        decision.reason
+        if decision
+        else f"not finished ({history.quality}); `autotune tune --resume` goes on"
+    )
+    tail += taken_under(history.conditions(store.job(job_id).conditions)) + (
+        f"; {carrier}" if carrier else ""
+    )
     limits = f"{history.profiled.limits}\n" if history.profiled and history.profiled.limits else ""
-    return data, table_text(table) + f"{limits}{job_id} ({store.job_status(job_id)}): {tail}\nreport: {report}"
+    return data, table_text(
+        table
+    ) + f"{limits}{job_id} ({store.job_status(job_id)}): {tail}\nreport: {report}"
 
 
 def _carrier(spec: JobSpec, history: History, decision: Decision | None) -> str | None:
@@ -68,12 +87,19 @@ def _carrier(spec: JobSpec, history: History, decision: Decision | None) -> str 
     if decision is None or decision.strategy_id == CURRENT_SETUP or history.profiled is None:
         return None
     workload = history.profiled.workload
-    return carrier_of(plan(history.proposals[decision.strategy_id].strategy, workload, spec.workers), workload.variables)
+    return carrier_of(
+        plan(history.proposals[decision.strategy_id].strategy, workload, spec.workers),
+        workload.variables,
+    )
 
 
 def _trial_data(trial: TrialFinished, history: History) -> dict[str, Any]:
     """`interval` is that of the median step time, in seconds."""
-    return {**to_data(trial), "disturbed": trial.request.number in history.disturbed, "interval": to_data(trial.interval)}
+    return {
+        **to_data(trial),
+        "disturbed": trial.request.number in history.disturbed,
+        "interval": to_data(trial.interval),
+    }
 
 
 def _row(trial: TrialFinished, history: History) -> tuple[str, ...]:
@@ -84,10 +110,20 @@ def _row(trial: TrialFinished, history: History) -> tuple[str, ...]:
     if isinstance(outcome, Measured):
         low, high = (format_seconds(value) for value in outcome.quartiles_s)
         error = f"± {trial.interval.half_width:.1%}" if trial.interval else ""
-        steps = str(len(outcome.slowest_s)) + (f", {outcome.stopped.value}" if outcome.stopped else "")
+        steps = str(len(outcome.slowest_s)) + (
+            f", {outcome.stopped.value}" if outcome.stopped else ""
+        )
         figures = (format_seconds(outcome.median_s), error, f"{low} - {high}", steps)
     else:
         figures, note = ("failed", "", "", ""), f"{outcome.kind}: {first_line(outcome.message, 60)}"
     predicted = format_seconds(request.predicted_s) if request.predicted_s else ""
-    cells = (str(request.number), request.role.value, name, proposal.origin if proposal else "", *figures, predicted, note)
+    cells = (
+        str(request.number),
+        request.role.value,
+        name,
+        proposal.origin if proposal else "",
+        *figures,
+        predicted,
+        note,
+    )
     return tuple(escape(cell) for cell in cells)

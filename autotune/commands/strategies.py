@@ -13,7 +13,8 @@ from rich.table import Column, Table
 from autotune.canonical import to_data
 from autotune.cluster import Cluster
 from autotune.cluster_file import read_cluster
-from autotune.commands.tables import table_text
+from autotune.commands.render.tables import table_text
+from autotune.costs.sync_cost import message_costs
 from autotune.errors import InvalidInput
 from autotune.parsing import json_schema, read_json
 from autotune.strategy_space.builders.catalogue import BUILDERS
@@ -21,7 +22,6 @@ from autotune.strategy_space.describe import variable_rows, whole_text
 from autotune.strategy_space.enactable import why_refused
 from autotune.strategy_space.plan import plan
 from autotune.strategy_space.strategy import Strategy
-from autotune.strategy_space.sync_cost import message_costs
 from autotune.units import format_bytes, format_seconds
 from autotune.workload import Workload
 from autotune.zoo.architectures import MODELS, workload
@@ -36,7 +36,9 @@ def strategies(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
         schema = json_schema(Strategy)
         return schema, json.dumps(schema, indent=2)
     if options.model is None or options.cluster is None:
-        raise InvalidInput(f"name a model and a cluster, or give --schema; models: {', '.join(MODELS)}; clusters: {', '.join(CLUSTERS)}")
+        raise InvalidInput(
+            f"name a model and a cluster, or give --schema; models: {', '.join(MODELS)}; clusters: {', '.join(CLUSTERS)}"
+        )
     model, cluster = named_model(options.model), named_cluster(options.cluster)
     return _one(options.builder, model, cluster) if options.builder else _all(model, cluster)
 
@@ -51,7 +53,9 @@ def named_model(name: str) -> Workload:
     if (own := zoo_name(name)) is not None:
         return workload(own)
     if not Path(name).is_file():
-        raise InvalidInput(f"the model must be a workload's JSON file or one of {', '.join(MODELS)}, but is {name!r}")
+        raise InvalidInput(
+            f"the model must be a workload's JSON file or one of {', '.join(MODELS)}, but is {name!r}"
+        )
     return Workload.from_data(read_json(Path(name)), name)
 
 
@@ -61,7 +65,9 @@ def named_cluster(name: str) -> Cluster:
     if (limited := name.removesuffix(SINGLE_FLOW)) in CLUSTERS:
         return single_flow(limited)
     if not Path(name).is_file():
-        raise InvalidInput(f"the cluster must be a cluster file or one of {', '.join(CLUSTERS)}, but is {name!r}")
+        raise InvalidInput(
+            f"the cluster must be a cluster file or one of {', '.join(CLUSTERS)}, but is {name!r}"
+        )
     return read_cluster(Path(name))
 
 
@@ -76,7 +82,12 @@ def _all(model: Workload, cluster: Cluster) -> tuple[dict[str, Any], str]:
         sync_s = message_costs(enacted, cluster, model).paper_sync_s
         refused = why_refused(enacted)
         largest = max(message.wire_bytes for message in enacted.messages)
-        cells = (str(len(enacted.messages)), format_bytes(enacted.wire_bytes), format_bytes(largest), format_seconds(sync_s))
+        cells = (
+            str(len(enacted.messages)),
+            format_bytes(enacted.wire_bytes),
+            format_bytes(largest),
+            format_seconds(sync_s),
+        )
         table.add_row(name, *cells, "yes" if refused is None else escape(f"no: {refused}"))
         found[name] = {
             "messages": len(enacted.messages),
@@ -113,6 +124,15 @@ def _one(name: str, model: Workload, cluster: Cluster) -> tuple[dict[str, Any], 
         shape = "x".join(map(str, variable.shape)) + (" sparse" if variable.sparse else "")
         cells = (row.synchronizers, row.partition, row.compressors, row.servers, row.messages)
         table.add_row(escape(variable.name), shape, format_bytes(variable.grad_bytes), *cells)
-    data = {"model": model.model, "cluster": cluster.name, "builder": name, "variables": to_data(rows), "strategy": strategy.to_data()}
+    data = {
+        "model": model.model,
+        "cluster": cluster.name,
+        "builder": name,
+        "variables": to_data(rows),
+        "strategy": strategy.to_data(),
+    }
     tail = "\n".join(line for line in (whole_text(strategy), strategy.id) if line)
-    return data, f"{name}, in the order in which gradients become ready\n{table_text(table, WIDE)}{tail}"
+    return (
+        data,
+        f"{name}, in the order in which gradients become ready\n{table_text(table, WIDE)}{tail}",
+    )

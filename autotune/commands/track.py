@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from autotune.commands.workspace import Workspace, latest_job, use_mlflow_quietly
-from autotune.store import Store
-from autotune.tracking import Tracker
+from autotune.jobs.workspace import Workspace, latest_job, use_mlflow_quietly
+from autotune.storage.store import Store
+from autotune.tracking.tracker import Tracker
 
 
 def track(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
@@ -20,7 +20,13 @@ def track(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
         before = len(store.waiting(job_id))
         left = Tracker(store, job_id, uri, options.experiment, workspace.artifacts).flush()
         refused = store.rejected(job_id)
-    data = {"job": job_id, "sent": before - left, "unsent": left, "rejected": refused, "exit_status": int(left > 0)}
+    data = {
+        "job": job_id,
+        "sent": before - left,
+        "unsent": left,
+        "rejected": refused,
+        "exit_status": int(left > 0),
+    }
     text = f"{before - left} items of job {job_id} sent to {uri}"
     if left:
         text += f"; {left} are still unsent because the server cannot be reached"

@@ -11,20 +11,20 @@ from rich.console import Console
 from rich.markup import escape
 
 from autotune.canonical import to_data
-from autotune.commands.interrupts import Interruption, terminable
-from autotune.commands.places import Ranks, Where, placed_world, refuse_elsewhere, refuse_impossible
-from autotune.commands.progress import ConsoleProgress
-from autotune.commands.results import decision_text, taken_under, write_results
+from autotune.commands.render.progress import ConsoleProgress
 from autotune.commands.settings import read_ports, read_settings, refuse_settings
-from autotune.commands.workspace import Workspace, latest_job, new_job_id, use_mlflow_quietly
-from autotune.driver import drive
 from autotune.errors import InvalidInput, LaunchError
-from autotune.job import JobSpec
+from autotune.jobs.driver import drive
+from autotune.jobs.places import Ranks, Where, placed_world, refuse_elsewhere, refuse_impossible
+from autotune.jobs.results import decision_text, taken_under, write_results
+from autotune.jobs.signals import Interruption, terminable
+from autotune.jobs.workspace import Workspace, latest_job, new_job_id, use_mlflow_quietly
 from autotune.sampler.proposer import Proposer
 from autotune.simulators.registry import simulators
-from autotune.store import Store
-from autotune.tracking import Tracker
-from runtime_rewriter.command import read_command
+from autotune.storage.store import Store
+from autotune.tracking.tracker import Tracker
+from autotune.tuning.job import JobSpec
+from runtime_rewriter.world.command import read_command
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,11 @@ def tune(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
         workspace = Workspace.existing(options.directory)
     with Store.open(workspace.store_path) as store, terminable() as interruption:
         if options.resume is None:
-            job = _Job(options.job or new_job_id(settings.script.name, datetime.now()), settings.spec, False)
+            job = _Job(
+                options.job or new_job_id(settings.script.name, datetime.now()),
+                settings.spec,
+                False,
+            )
             store.create_job(job.id, job.spec)
         else:
             job_id = options.resume or latest_job(store, unfinished=True)
@@ -60,7 +64,12 @@ def tune(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
 
 
 def _tune(
-    options: argparse.Namespace, ports: tuple[int, int], workspace: Workspace, store: Store, job: _Job, interruption: Interruption
+    options: argparse.Namespace,
+    ports: tuple[int, int],
+    workspace: Workspace,
+    store: Store,
+    job: _Job,
+    interruption: Interruption,
 ) -> tuple[dict[str, Any], str]:
     console = Console(stderr=True)
     words, under = escape(" ".join(job.spec.command)), escape(taken_under(job.spec.conditions))
@@ -77,9 +86,17 @@ def _tune(
         where = Where(options.address, options.shared_directory, ports)
         with (
             ConsoleProgress(job.spec, console) as progress,
-            placed_world(where, job.spec.cluster, job.spec.conditions, _ranks(workspace, job), progress.waiting) as world,
+            placed_world(
+                where,
+                job.spec.cluster,
+                job.spec.conditions,
+                _ranks(workspace, job),
+                progress.waiting,
+            ) as world,
         ):
-            decision = drive(job.id, job.spec, store, world, proposer, [progress, tracker, interruption])
+            decision = drive(
+                job.id, job.spec, store, world, proposer, [progress, tracker, interruption]
+            )
     except LaunchError:
         tracker.flush()
         raise
@@ -104,4 +121,6 @@ def _ranks(workspace: Workspace, job: _Job) -> Ranks:
     spec = job.spec
     logs = workspace.job(job.id) / "logs"
     limits = (spec.step_timeout_s, spec.start_timeout_s)
-    return Ranks(read_command(spec.command), spec.workers, logs, *limits, spec.given_profile, spec.probe_s)
+    return Ranks(
+        read_command(spec.command), spec.workers, logs, *limits, spec.given_profile, spec.probe_s
+    )

@@ -32,7 +32,14 @@ from autotune.dataset.wire import Message
 from autotune.errors import InvalidInput
 from autotune.parsing import read_yaml
 from autotune.strategy_space.builders.partitions import even_partition
-from autotune.strategy_space.strategy import Compressor, Shard, SparseHandling, Strategy, Synchronizer, VariableStrategy
+from autotune.strategy_space.strategy import (
+    Compressor,
+    Shard,
+    SparseHandling,
+    Strategy,
+    Synchronizer,
+    VariableStrategy,
+)
 from autotune.workload import Variable, Workload
 
 ASSUMED = "order of gradients, sparsity, sizes of parts, 16-bit compressors, servers on the first worker of a host, Gbit/s"
@@ -42,7 +49,11 @@ MAX_TRIALS = 100_000
 GBIT_PER_S = 1e9 / 8
 LATENCY_S, INNER_BYTES_PER_S, INNER_LATENCY_S = 50e-6, 10e9, 5e-6
 """The defaults of a cluster file."""
-_RUNTIMES, _SPECS, _STRATEGIES = ("runtime", "runtimes"), ("resource_spec", "resource_specs"), ("strategies",)
+_RUNTIMES, _SPECS, _STRATEGIES = (
+    ("runtime", "runtimes"),
+    ("resource_spec", "resource_specs"),
+    ("strategies",),
+)
 _SUFFIXES = ("", ".yml", ".yaml")
 _COMPRESSORS = {0: Compressor.NONE, 1: Compressor.FP16, 2: Compressor.FP16}
 
@@ -84,11 +95,15 @@ def read_autosync(folder: Path) -> tuple[AutosyncDomain, ...]:
 
 def _domain(folder: Path) -> AutosyncDomain:
     model = folder.parent
-    forward = read_variables(_bytes(model / "graph_item", MAX_GRAPH_BYTES), str(model / "graph_item"))
+    forward = read_variables(
+        _bytes(model / "graph_item", MAX_GRAPH_BYTES), str(model / "graph_item")
+    )
     workload = Workload(model.name, tuple(forward[::-1]), source="assumed")
     strategies = [path for path in sorted((folder / "strategies").iterdir()) if path.is_file()]
     if len(strategies) > MAX_TRIALS:
-        raise InvalidInput(f"{folder} may hold at most {MAX_TRIALS} strategies, but has {len(strategies)}")
+        raise InvalidInput(
+            f"{folder} may hold at most {MAX_TRIALS} strategies, but has {len(strategies)}"
+        )
     trials, left_out = [], {}
     for path in strategies:
         try:
@@ -102,10 +117,14 @@ def _trial(folder: Path, path: Path, workload: Workload) -> AutosyncTrial:
     runtime = _beside(folder, _RUNTIMES, path.name)
     spec = _beside(folder, _SPECS, path.name) or next(iter(folder.glob("resource_spec.y*ml")), None)
     if runtime is None or spec is None:
-        raise InvalidInput(f"{path} needs a {'runtime' if runtime is None else 'resource spec'} beside it, but has none")
+        raise InvalidInput(
+            f"{path} needs a {'runtime' if runtime is None else 'resource spec'} beside it, but has none"
+        )
     cluster, workers = _cluster(spec, folder.name)
     runtime_s, average_s = _runtime(runtime)
-    strategy = _strategy(Message(_bytes(path, MAX_STRATEGY_BYTES), str(path)), workload, cluster, workers, str(path))
+    strategy = _strategy(
+        Message(_bytes(path, MAX_STRATEGY_BYTES), str(path)), workload, cluster, workers, str(path)
+    )
     return AutosyncTrial(path.name, strategy, cluster, runtime_s, average_s)
 
 
@@ -126,7 +145,12 @@ def _runtime(path: Path) -> tuple[tuple[float, ...], float]:
 
 
 def _positive(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value) and value > 0
+    return (
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and isfinite(value)
+        and value > 0
+    )
 
 
 def _cluster(path: Path, name: str) -> tuple[Cluster, dict[str, int]]:
@@ -138,7 +162,17 @@ def _cluster(path: Path, name: str) -> tuple[Cluster, dict[str, int]]:
     hosts, first, workers = [], 0, {}
     for node in nodes:
         address, bandwidth, devices = _node(node, path)
-        hosts.append(Host(address, devices, bandwidth, LATENCY_S, INNER_BYTES_PER_S, INNER_LATENCY_S, address=address))
+        hosts.append(
+            Host(
+                address,
+                devices,
+                bandwidth,
+                LATENCY_S,
+                INNER_BYTES_PER_S,
+                INNER_LATENCY_S,
+                address=address,
+            )
+        )
         workers[address] = first
         first += devices
     return Cluster(name, tuple(hosts)), workers
@@ -151,23 +185,36 @@ def _node(node: Any, path: Path) -> tuple[str, float, int]:
     gbit = node.get("network_bandwidth", 1)
     devices = node.get("gpus") or node.get("cpus") or [0]
     if not _positive(gbit) or not isinstance(devices, list):
-        raise InvalidInput(f"{path}: node {node['address']} needs a bandwidth above 0 and a list of devices")
+        raise InvalidInput(
+            f"{path}: node {node['address']} needs a bandwidth above 0 and a list of devices"
+        )
     return str(node["address"]), float(gbit) * GBIT_PER_S, len(set(map(str, devices)))
 
 
-def _strategy(message: Message, workload: Workload, cluster: Cluster, workers: Mapping[str, int], where: str) -> Strategy:
+def _strategy(
+    message: Message, workload: Workload, cluster: Cluster, workers: Mapping[str, int], where: str
+) -> Strategy:
     """strategy.proto: node_config 3, graph_config 4."""
     replicas = message.message(4).texts(1)
     if replicas and len(replicas) != cluster.world_size:
-        raise InvalidInput(f"{where} must have a replica per device, {cluster.world_size}, but has {len(replicas)}")
+        raise InvalidInput(
+            f"{where} must have a replica per device, {cluster.world_size}, but has {len(replicas)}"
+        )
     nodes = {_plain(node.text(1)): node for node in message.messages(3)}
     missing = [variable.name for variable in workload.variables if variable.name not in nodes]
     if missing:
         raise InvalidInput(f"{where} must configure every variable, but lacks {missing[0]!r}")
-    return Strategy(tuple(_variable(nodes[variable.name], variable, workers, where) for variable in workload.variables))
+    return Strategy(
+        tuple(
+            _variable(nodes[variable.name], variable, workers, where)
+            for variable in workload.variables
+        )
+    )
 
 
-def _variable(node: Message, variable: Variable, workers: Mapping[str, int], where: str) -> VariableStrategy:
+def _variable(
+    node: Message, variable: Variable, workers: Mapping[str, int], where: str
+) -> VariableStrategy:
     """Node: var_name 1, PS 2, all-reduce 3, partitioner 5, part_config 6, compressor 7."""
     parts = node.messages(6)
     counts = _counts(node.text(5), where)
@@ -176,8 +223,15 @@ def _variable(node: Message, variable: Variable, workers: Mapping[str, int], whe
         shard = _shard(parts[0] if parts else node, workers, where)
         return VariableStrategy(variable.name, (shard,), None, _sparse(variable, shard))
     axis = cut[0]
-    if len(cut) > 1 or axis >= len(variable.shape) or len(parts) != counts[axis] or counts[axis] > variable.shape[axis]:
-        raise InvalidInput(f"{where}: {variable.name!r} must be cut along one axis with a configuration per part, but is cut {counts}")
+    if (
+        len(cut) > 1
+        or axis >= len(variable.shape)
+        or len(parts) != counts[axis]
+        or counts[axis] > variable.shape[axis]
+    ):
+        raise InvalidInput(
+            f"{where}: {variable.name!r} must be cut along one axis with a configuration per part, but is cut {counts}"
+        )
     partition = even_partition(variable, axis, counts[axis])
     shards = tuple(_shard(part, workers, where) for part in parts)
     return VariableStrategy(variable.name, shards, partition, _sparse(variable, shards[0]))
@@ -189,15 +243,23 @@ def _shard(node: Message, workers: Mapping[str, int], where: str) -> Shard:
         server = node.message(2)
         address = server.text(1).split(":")[0]
         if address not in workers:
-            raise InvalidInput(f"{where}: a server must live on a node of the resource spec, but its destination is {server.text(1)!r}")
+            raise InvalidInput(
+                f"{where}: a server must live on a node of the resource spec, but its destination is {server.text(1)!r}"
+            )
         if server.number(4):
-            raise InvalidInput(f"{where}: only synchronous strategies are read, but the staleness is {server.number(4)}")
+            raise InvalidInput(
+                f"{where}: only synchronous strategies are read, but the staleness is {server.number(4)}"
+            )
         return Shard(Synchronizer.PARAMETER_SERVER, placement=workers[address])
     if not node.has(3):
-        raise InvalidInput(f"{where}: {node.text(1)!r} must have a server or an all-reduce, but has neither")
+        raise InvalidInput(
+            f"{where}: {node.text(1)!r} must have a server or an all-reduce, but has neither"
+        )
     kind = node.message(3).number(2) or node.message(7).number(1)
     if kind not in _COMPRESSORS:
-        raise InvalidInput(f"{where}: the compressor must be one of {sorted(_COMPRESSORS)}, but is {kind}")
+        raise InvalidInput(
+            f"{where}: the compressor must be one of {sorted(_COMPRESSORS)}, but is {kind}"
+        )
     return Shard(Synchronizer.ALL_REDUCE, _COMPRESSORS[kind], group=node.message(3).number(3))
 
 
@@ -212,7 +274,9 @@ def _counts(text: str, where: str) -> list[int]:
     """Parts along each axis."""
     counts = [part.strip() for part in text.split(",") if part.strip()]
     if not all(count.isascii() and count.isdigit() and len(count) < 10 for count in counts):
-        raise InvalidInput(f"{where}: a partitioner must be numbers with commas, such as '1,2,1', but is {text[:80]!r}")
+        raise InvalidInput(
+            f"{where}: a partitioner must be numbers with commas, such as '1,2,1', but is {text[:80]!r}"
+        )
     return [int(count) for count in counts]
 
 
@@ -227,4 +291,6 @@ def _bytes(path: Path, most: int) -> bytes:
             raise InvalidInput(f"{path} may hold at most {most} bytes, but has {size}")
         return path.read_bytes()
     except OSError as error:
-        raise InvalidInput(f"cannot read {path}: {error.strerror or error}; check the path and its permissions") from error
+        raise InvalidInput(
+            f"cannot read {path}: {error.strerror or error}; check the path and its permissions"
+        ) from error

@@ -10,7 +10,14 @@ from autotune.dataset.wire import Message
 from autotune.errors import InvalidInput
 from autotune.workload import Variable
 
-_DTYPES = {1: "float32", 2: "float64", 8: "complex64", 14: "bfloat16", 18: "complex128", 19: "float16"}
+_DTYPES = {
+    1: "float32",
+    2: "float64",
+    8: "complex64",
+    14: "bfloat16",
+    18: "complex128",
+    19: "float16",
+}
 _VARIABLES = frozenset({"VarHandleOp", "VariableV2", "Variable"})
 _GATHERS = frozenset({"ResourceGather", "Gather", "GatherV2", "ResourceGatherNd"})
 _SAME = frozenset({"ReadVariableOp", "Identity"})
@@ -26,10 +33,16 @@ def read_variables(data: bytes, where: str) -> list[Variable]:
     if len(nodes) > MAX_NODES:
         raise InvalidInput(f"{where} may hold at most {MAX_NODES} nodes, but has {len(nodes)}")
     gathered = _gathered(nodes)
-    found = [_variable(node, gathered, where) for node in nodes if node.text(2) in _VARIABLES and node.text(1) in targets]
+    found = [
+        _variable(node, gathered, where)
+        for node in nodes
+        if node.text(2) in _VARIABLES and node.text(1) in targets
+    ]
     lost = targets - {variable.name for variable in found}
     if lost or not found:
-        raise InvalidInput(f"{where} must hold the variable of every gradient, but lacks {sorted(lost)[0] if lost else 'all of them'!r}")
+        raise InvalidInput(
+            f"{where} must hold the variable of every gradient, but lacks {sorted(lost)[0] if lost else 'all of them'!r}"
+        )
     return found
 
 
@@ -40,7 +53,9 @@ def _variable(node: Message, gathered: set[str], where: str) -> Variable:
     dtype = _DTYPES.get(attributes["dtype"].number(6) if "dtype" in attributes else 0)
     extents = tuple(dimension.number(1) for dimension in shape.messages(2))
     if dtype is None or shape.number(3) or any(extent >= 2**40 for extent in extents):
-        raise InvalidInput(f"{where}: variable {name!r} must have a floating-point type and a known shape")
+        raise InvalidInput(
+            f"{where}: variable {name!r} must have a floating-point type and a known shape"
+        )
     return Variable(name, extents, dtype, sparse=name in gathered)
 
 

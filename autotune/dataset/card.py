@@ -58,8 +58,16 @@ def card_of(domain: Domain) -> Card:
         first=_iso(min(times)) if times else "",
         last=_iso(max(times)) if times else "",
         candidates=len(domain.candidates),
-        strategies=len({trial.strategy.id for trial in domain.candidates if trial.strategy is not None}),
-        failed=_counts([trial.outcome.kind.value for trial in domain.trials if isinstance(trial.outcome, Failed)]),
+        strategies=len(
+            {trial.strategy.id for trial in domain.candidates if trial.strategy is not None}
+        ),
+        failed=_counts(
+            [
+                trial.outcome.kind.value
+                for trial in domain.trials
+                if isinstance(trial.outcome, Failed)
+            ]
+        ),
         references=len(domain.references),
         disturbed=sum(trial.disturbed for trial in domain.trials),
         sessions=len(domain.sessions),
@@ -77,20 +85,40 @@ def card_text(domain: Domain) -> str:
     """The card for people, in Markdown."""
     card, environment = card_of(domain), domain.environment
     real = environment.conditions.accelerators is Accelerators.REAL
-    waits = "timed waits of " + ("what one replica alone takes" if domain.workload.source == "measured" else "times that are assumed")
-    computing = "computation is real" if real else f"accelerators are emulated: computation is {waits}"
+    waits = "timed waits of " + (
+        "what one replica alone takes"
+        if domain.workload.source == "measured"
+        else "times that are assumed"
+    )
+    computing = (
+        "computation is real" if real else f"accelerators are emulated: computation is {waits}"
+    )
     failed = ", ".join(f"{count} {kind}" for kind, count in card.failed.items()) or "none"
-    software = ", ".join(f"{name} {version}" for name, version in sorted(environment.software.items()))
+    software = ", ".join(
+        f"{name} {version}" for name, version in sorted(environment.software.items())
+    )
     rows = [
-        ("Trials", f"{card.candidates} of {card.strategies} strategies, and {card.references} references (the script's own DDP)"),
+        (
+            "Trials",
+            f"{card.candidates} of {card.strategies} strategies, and {card.references} references (the script's own DDP)",
+        ),
         ("Where from", ", ".join(f"{count} {name}" for name, count in card.sources.items())),
         ("Failed", failed),
         ("Disturbed", f"{card.disturbed}, marked and kept"),
-        ("Median step", f"{_ms(card.fastest_s)} to {_ms(card.slowest_s)}; references {_ms(card.reference_s)}"),
-        ("Noise of a median", f"references {_share(card.reference_noise)}, repeated plans {_share(card.repeat_noise)}"),
+        (
+            "Median step",
+            f"{_ms(card.fastest_s)} to {_ms(card.slowest_s)}; references {_ms(card.reference_s)}",
+        ),
+        (
+            "Noise of a median",
+            f"references {_share(card.reference_noise)}, repeated plans {_share(card.repeat_noise)}",
+        ),
         ("Timed steps a trial", f"{card.timed_steps[0]} to {card.timed_steps[1]}"),
         ("When (UTC)", f"{card.first} to {card.last}, {card.sessions} sessions"),
-        ("Machine", f"{environment.cores} cores, {environment.machine}, Linux {environment.kernel}"),
+        (
+            "Machine",
+            f"{environment.cores} cores, {environment.machine}, Linux {environment.kernel}",
+        ),
         ("Software", software),
         ("Licence", f"{LICENCE} (the scripts: Apache-2.0)"),
     ]

@@ -62,7 +62,13 @@ def table_bytes(trials: Sequence[DatasetTrial], texts: dict[str, str]) -> bytes:
     rows = [_row(trial, texts) for trial in trials]
     table = pa.Table.from_pylist(rows, SCHEMA)
     sink = io.BytesIO()
-    pq.write_table(table, sink, compression="zstd", compression_level=LEVEL, dictionary_pagesize_limit=64 * 2**20)
+    pq.write_table(
+        table,
+        sink,
+        compression="zstd",
+        compression_level=LEVEL,
+        dictionary_pagesize_limit=64 * 2**20,
+    )
     return sink.getvalue()
 
 
@@ -75,9 +81,16 @@ def _row(trial: DatasetTrial, texts: dict[str, str]) -> dict[str, Any]:
             row |= {f"{name}_id": chosen.id, name: texts[chosen.id]}
     if isinstance(trial.outcome, Measured):
         measured = trial.outcome
-        row |= {name: getattr(measured, name) for name in ("step_s", "gradient_error", "left_out", "stopped", "overrun")}
+        row |= {
+            name: getattr(measured, name)
+            for name in ("step_s", "gradient_error", "left_out", "stopped", "overrun")
+        }
     else:
-        row |= {"failure_kind": trial.outcome.kind, "failure_message": trial.outcome.message, "failure_rank": trial.outcome.rank}
+        row |= {
+            "failure_kind": trial.outcome.kind,
+            "failure_message": trial.outcome.message,
+            "failure_rank": trial.outcome.rank,
+        }
     return row
 
 
@@ -90,9 +103,13 @@ def read_table(data: bytes, where: str) -> tuple[DatasetTrial, ...]:
         table.validate(full=True)  # indices, offsets and texts lie where they must
         rows = table.to_pylist()
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise InvalidInput(f"{where} must be an intact Parquet file, but is not: {str(error)[:200]}") from error
+        raise InvalidInput(
+            f"{where} must be an intact Parquet file, but is not: {str(error)[:200]}"
+        ) from error
     strategies, plans = _Parsed(Strategy.from_json), _Parsed(Plan.from_json)
-    trials = tuple(_trial(row, strategies, plans, f"{where}, row {index}") for index, row in enumerate(rows))
+    trials = tuple(
+        _trial(row, strategies, plans, f"{where}, row {index}") for index, row in enumerate(rows)
+    )
     if [trial.number for trial in trials] != list(range(len(trials))):
         raise InvalidInput(f"{where} must number its {len(trials)} trials from 0 on, but does not")
     return trials
@@ -103,16 +120,26 @@ def _check(file: pq.ParquetFile, where: str) -> None:
     metadata = file.metadata
     version = (metadata.metadata or {}).get(_KEY)
     if version is None:
-        raise InvalidInput(f"{where} must be a table of trials that this package wrote, but does not say that it is")
+        raise InvalidInput(
+            f"{where} must be a table of trials that this package wrote, but does not say that it is"
+        )
     if version != SCHEMA_VERSION:
-        raise InvalidInput(f"{where}: this version reads tables of schema {_WRITTEN}, but it has {version[:20]!r}; {_FIX}")
+        raise InvalidInput(
+            f"{where}: this version reads tables of schema {_WRITTEN}, but it has {version[:20]!r}; {_FIX}"
+        )
     if not file.schema_arrow.equals(SCHEMA):
         names = sorted(set(SCHEMA.names) ^ set(file.schema_arrow.names))
         differing = ", ".join(names) or "types"
-        raise InvalidInput(f"{where} must have the columns of schema {_WRITTEN}, but differs in {differing}; {_FIX}")
-    size = sum(metadata.row_group(index).total_byte_size for index in range(metadata.num_row_groups))
+        raise InvalidInput(
+            f"{where} must have the columns of schema {_WRITTEN}, but differs in {differing}; {_FIX}"
+        )
+    size = sum(
+        metadata.row_group(index).total_byte_size for index in range(metadata.num_row_groups)
+    )
     if metadata.num_rows > MAX_ROWS or size > MAX_TABLE_BYTES:
-        raise InvalidInput(f"{where} may hold {MAX_ROWS} rows and {MAX_TABLE_BYTES} bytes, but has {metadata.num_rows} and {size}")
+        raise InvalidInput(
+            f"{where} may hold {MAX_ROWS} rows and {MAX_TABLE_BYTES} bytes, but has {metadata.num_rows} and {size}"
+        )
 
 
 class _Parsed(Generic[T]):
@@ -130,7 +157,9 @@ class _Parsed(Generic[T]):
         return self._known[text]
 
 
-def _trial(row: dict[str, Any], strategies: _Parsed[Strategy], plans: _Parsed[Plan], where: str) -> DatasetTrial:
+def _trial(
+    row: dict[str, Any], strategies: _Parsed[Strategy], plans: _Parsed[Plan], where: str
+) -> DatasetTrial:
     strategy, plan = strategies.of(row["strategy"], where), plans.of(row["plan"], where)
     try:
         return DatasetTrial(
@@ -153,7 +182,9 @@ def _outcome(row: dict[str, Any]) -> Measured | Failed:
     if (row["step_s"] is None) == (row["failure_kind"] is None):
         raise InvalidInput("it must have either step times or a failure")
     if row["step_s"] is None:
-        return Failed(FailureKind(row["failure_kind"]), row["failure_message"] or "", row["failure_rank"])
+        return Failed(
+            FailureKind(row["failure_kind"]), row["failure_message"] or "", row["failure_rank"]
+        )
     stopped = None if row["stopped"] is None else Stopped(row["stopped"])
     step_s = tuple(tuple(steps) for steps in row["step_s"])
     return Measured(step_s, row["gradient_error"], row["left_out"] or 0, stopped, row["overrun"])

@@ -47,7 +47,9 @@ def read_dataset(folder: Path) -> tuple[Domain, ...]:
     """The domains in the folders below `folder`, by name. Raises `InvalidInput` where there is none or one is broken."""
     found = sorted(path.parent for path in folder.glob(f"*/{SUMS}"))
     if not found:
-        raise InvalidInput(f"{folder} must hold a folder with a {SUMS} per domain, but has none; collect some with datasets/collect.py")
+        raise InvalidInput(
+            f"{folder} must hold a folder with a {SUMS} per domain, but has none; collect some with datasets/collect.py"
+        )
     return tuple(read_domain(path) for path in found)
 
 
@@ -62,7 +64,10 @@ def read_domain(folder: Path) -> Domain:
 
 
 def domain_of(described: Description, trials: tuple[DatasetTrial, ...]) -> Domain:
-    fields = {name: getattr(described, name) for name in ("name", "model", "cluster_name", "workload", "cluster", "costs", "cores")}
+    fields = {
+        name: getattr(described, name)
+        for name in ("name", "model", "cluster_name", "workload", "cluster", "costs", "cores")
+    }
     return Domain(**fields, sessions=described.sessions, trials=trials)
 
 
@@ -84,7 +89,9 @@ def read_sums(folder: Path) -> dict[str, str]:
     for line in read_text(path, MAX_SUMS_BYTES).splitlines():
         match = re.fullmatch(r"([0-9a-f]{64})  ([A-Za-z0-9_.-]+)", line)
         if match is None:
-            raise InvalidInput(f"{path} must hold lines as `sha256sum` writes them, but one is {line[:80]!r}")
+            raise InvalidInput(
+                f"{path} must hold lines as `sha256sum` writes them, but one is {line[:80]!r}"
+            )
         sums[match[2]] = match[1]
     return sums
 
@@ -97,8 +104,12 @@ def _checked(folder: Path, name: str, sums: dict[str, str]) -> bytes:
         if path.is_file() and sum_of(data := _bytes(path, MAX_BYTES[name])) == sums[name]:
             return data
     if not (folder / name).exists():
-        raise InvalidInput(f"cannot read {folder / name}: no such file; fetch the whole folder again")
-    raise InvalidInput(f"{folder / name} must have the sum that {SUMS} lists, but has another: it was changed or cut off; fetch it again")
+        raise InvalidInput(
+            f"cannot read {folder / name}: no such file; fetch the whole folder again"
+        )
+    raise InvalidInput(
+        f"{folder / name} must have the sum that {SUMS} lists, but has another: it was changed or cut off; fetch it again"
+    )
 
 
 def _bytes(path: Path, most: int) -> bytes:
@@ -108,7 +119,9 @@ def _bytes(path: Path, most: int) -> bytes:
             raise InvalidInput(f"{path} may hold at most {most} bytes, but has {size}")
         return path.read_bytes()
     except OSError as error:
-        raise InvalidInput(f"cannot read {path}: {error.strerror or error}; check the path and its permissions") from error
+        raise InvalidInput(
+            f"cannot read {path}: {error.strerror or error}; check the path and its permissions"
+        ) from error
 
 
 def sum_of(data: bytes) -> str:
@@ -117,10 +130,14 @@ def sum_of(data: bytes) -> str:
 
 def _check_sessions(described: Description, trials: tuple[DatasetTrial, ...], folder: Path) -> None:
     if not described.sessions:
-        raise InvalidInput(f"{folder / DESCRIPTION} must describe at least one session, but has none")
+        raise InvalidInput(
+            f"{folder / DESCRIPTION} must describe at least one session, but has none"
+        )
     unknown = {trial.session for trial in trials} - {session.id for session in described.sessions}
     if unknown:
-        raise InvalidInput(f"{folder}: trials belong to a session that {DESCRIPTION} describes, but not those of {sorted(unknown)[0]!r}")
+        raise InvalidInput(
+            f"{folder}: trials belong to a session that {DESCRIPTION} describes, but not those of {sorted(unknown)[0]!r}"
+        )
 
 
 def _check_plans(described: Description, trials: tuple[DatasetTrial, ...], folder: Path) -> None:

@@ -63,32 +63,52 @@ def explained(domain: Domain, noise: float | None) -> Explained | None:
     variance = float(np.var(y))
     if variance == 0:
         return None
-    levels = {name: column for name, column in choices(domain, measured).items() if len(set(column)) > 1}
+    levels = {
+        name: column for name, column in choices(domain, measured).items() if len(set(column)) > 1
+    }
     columns = {name: _dummies(column) for name, column in levels.items()}
     together = _adjusted(y, list(columns.values()))
     found = {
         name: Influence(
-            _adjusted(y, [column]), together - _adjusted(y, [other for key, other in columns.items() if key != name]), column.shape[1] + 1
+            _adjusted(y, [column]),
+            together - _adjusted(y, [other for key, other in columns.items() if key != name]),
+            column.shape[1] + 1,
         )
         for name, column in columns.items()
     }
-    return Explained(len(measured), math.sqrt(variance), together, None if noise is None else noise**2 / variance, found)
+    return Explained(
+        len(measured),
+        math.sqrt(variance),
+        together,
+        None if noise is None else noise**2 / variance,
+        found,
+    )
 
 
-def choices(domain: Domain, measured: Sequence[tuple[Strategy, Plan, float]]) -> dict[str, list[str]]:
+def choices(
+    domain: Domain, measured: Sequence[tuple[Strategy, Plan, float]]
+) -> dict[str, list[str]]:
     """Name of a choice -> its level in every strategy."""
     strategies, plans = [strategy for strategy, _, _ in measured], [made for _, made, _ in measured]
     numbers = {
         "messages": [float(len(made.messages)) for made in plans],
-        "largest message": [max(message.grad_bytes for message in made.messages) / domain.workload.grad_bytes for made in plans],
-        "shards": [float(sum(len(choice.shards) for choice in strategy.variables)) for strategy in strategies],
+        "largest message": [
+            max(message.grad_bytes for message in made.messages) / domain.workload.grad_bytes
+            for made in plans
+        ],
+        "shards": [
+            float(sum(len(choice.shards) for choice in strategy.variables))
+            for strategy in strategies
+        ],
     }
     return {
         "synchronizer": [_mostly(made, lambda message: message.primitive.value) for made in plans],
         "compressor": [_mostly(made, _compression) for made in plans],
         "across the step": [str(made.cross_step) for made in plans],
         "issue order": [str(_reordered(strategy)) for strategy in strategies],
-        "hierarchical": [_mostly(made, lambda message: str(message.hierarchical)) for made in plans],
+        "hierarchical": [
+            _mostly(made, lambda message: str(message.hierarchical)) for made in plans
+        ],
         "messages in flight": [str(made.in_flight) for made in plans],
         "ring order": [str(made.ring_order is not None) for made in plans],
         **{name: _quartiles(values) for name, values in numbers.items()},
@@ -99,13 +119,26 @@ def _measured(domain: Domain) -> list[tuple[Strategy, Plan, float]]:
     """Each plan that was enacted, with the strategy that first made it and the median of its steady step times."""
     found: dict[str, tuple[Strategy, Plan, list[float]]] = {}
     for trial in domain.candidates:
-        if trial.strategy is not None and trial.plan is not None and not trial.disturbed and trial.number in domain.steady_s:
-            found.setdefault(trial.plan.id, (trial.strategy, trial.plan, []))[2].append(domain.steady_s[trial.number])
+        if (
+            trial.strategy is not None
+            and trial.plan is not None
+            and not trial.disturbed
+            and trial.number in domain.steady_s
+        ):
+            found.setdefault(trial.plan.id, (trial.strategy, trial.plan, []))[2].append(
+                domain.steady_s[trial.number]
+            )
     return [(strategy, made, float(np.median(values))) for strategy, made, values in found.values()]
 
 
 def _compression(message: Message) -> str:
-    return "cast" if message.compressor in CASTS else message.compressor.value if message.compressor is not Compressor.NONE else "none"
+    return (
+        "cast"
+        if message.compressor in CASTS
+        else message.compressor.value
+        if message.compressor is not Compressor.NONE
+        else "none"
+    )
 
 
 def _mostly(made: Plan, kind: Callable[[Message], str]) -> str:

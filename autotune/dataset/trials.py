@@ -11,11 +11,11 @@ import numpy as np
 
 from autotune.cluster import Cluster
 from autotune.errors import InvalidInput
-from autotune.events import TrialFinished
-from autotune.history import History
 from autotune.records import CURRENT_SETUP, Conditions, Failed, Measured, Role, TrialRequest
 from autotune.strategy_space.plan import Plan
 from autotune.strategy_space.strategy import Strategy
+from autotune.tuning.events import TrialFinished
+from autotune.tuning.history import History
 from autotune.workload import Workload
 
 REFERENCE = "reference"
@@ -80,8 +80,12 @@ class DatasetTrial:
         reference = self.source.rpartition(":")[2] == REFERENCE
         if reference != (self.strategy is None) or (self.strategy is None) != (self.plan is None):
             rule = f"has neither a strategy nor a plan exactly if its source ends in {REFERENCE!r}"
-            raise InvalidInput(f"trial {self.number} {rule}, but its source is {self.source!r} and its plan {self.plan_id!r}")
-        if isinstance(self.outcome, Measured) and not np.all(np.isfinite(self.outcome.slowest_s) & (self.outcome.slowest_s > 0)):
+            raise InvalidInput(
+                f"trial {self.number} {rule}, but its source is {self.source!r} and its plan {self.plan_id!r}"
+            )
+        if isinstance(self.outcome, Measured) and not np.all(
+            np.isfinite(self.outcome.slowest_s) & (self.outcome.slowest_s > 0)
+        ):
             raise InvalidInput(f"trial {self.number} needs finite step times above 0")
         if self.stolen is not None and not 0.0 <= self.stolen <= 1.0:
             raise InvalidInput(
@@ -114,7 +118,11 @@ class DatasetTrial:
     @property
     def failure(self) -> str:
         """Kind and message; "" where it was measured."""
-        return f"{self.outcome.kind}: {self.outcome.message}" if isinstance(self.outcome, Failed) else ""
+        return (
+            f"{self.outcome.kind}: {self.outcome.message}"
+            if isinstance(self.outcome, Failed)
+            else ""
+        )
 
 
 @dataclass(frozen=True)
@@ -178,7 +186,9 @@ def histories(trials: Sequence[DatasetTrial]) -> list[History]:
         strategy_id = trial.strategy.id if trial.strategy is not None else CURRENT_SETUP
         role = Role.CANDIDATE if trial.strategy is not None else Role.REFERENCE
         request = TrialRequest(trial.number, strategy_id, role, 0, 0)
-        sessions.setdefault(trial.session, []).append(TrialFinished(request, trial.outcome, trial.plan_id, trial.time_s))
+        sessions.setdefault(trial.session, []).append(
+            TrialFinished(request, trial.outcome, trial.plan_id, trial.time_s)
+        )
     return [History(tuple(events), DEVIATION) for events in sessions.values()]
 
 
@@ -186,7 +196,10 @@ def disturbed_trials(trials: Sequence[DatasetTrial]) -> tuple[DatasetTrial, ...]
     """The same trials, each marked anew; a trial behind its session's last reference is judged by its own steps alone."""
     marked = {number for history in histories(trials) for number in history.disturbed}
     return tuple(
-        trial if trial.disturbed == (trial.number in marked) else replace(trial, disturbed=trial.number in marked) for trial in trials
+        trial
+        if trial.disturbed == (trial.number in marked)
+        else replace(trial, disturbed=trial.number in marked)
+        for trial in trials
     )
 
 

@@ -30,7 +30,9 @@ class Message:
         try:
             return [value.decode() for value in self.blobs(number)]
         except UnicodeDecodeError as error:
-            raise InvalidInput(f"{self._where}: field {number} must be UTF-8 text, but byte {error.start} is not") from error
+            raise InvalidInput(
+                f"{self._where}: field {number} must be UTF-8 text, but byte {error.start} is not"
+            ) from error
 
     def text(self, number: int) -> str:
         """The last one, as the format demands; "" where there is none."""
@@ -57,7 +59,9 @@ class Message:
         found = []
         for value in self._fields.get(number, []):
             if not isinstance(value, bytes):
-                raise InvalidInput(f"{self._where}: field {number} must hold bytes, but is a number")
+                raise InvalidInput(
+                    f"{self._where}: field {number} must hold bytes, but is a number"
+                )
             found.append(value)
         return found
 
@@ -78,9 +82,13 @@ def _fields(data: bytes, where: str) -> Iterator[tuple[int, Value]]:
         elif kind in _FIXED:
             size = _FIXED[kind]
         else:
-            raise InvalidInput(f"{where} must be a protocol buffer, but has a field of kind {kind} at byte {at}")
+            raise InvalidInput(
+                f"{where} must be a protocol buffer, but has a field of kind {kind} at byte {at}"
+            )
         if at + size > len(data):
-            raise InvalidInput(f"{where} must be a whole protocol buffer, but is cut off: field {number} has {size} bytes at byte {at}")
+            raise InvalidInput(
+                f"{where} must be a whole protocol buffer, but is cut off: field {number} has {size} bytes at byte {at}"
+            )
         yield number, data[at : at + size]
         at += size
 
@@ -90,9 +98,13 @@ def _varint(data: bytes, at: int, where: str) -> tuple[int, int]:
     value = 0
     for index in range(_LONGEST_VARINT):
         if at + index >= len(data):
-            raise InvalidInput(f"{where} must be a whole protocol buffer, but is cut off at byte {len(data)}")
+            raise InvalidInput(
+                f"{where} must be a whole protocol buffer, but is cut off at byte {len(data)}"
+            )
         byte = data[at + index]
         value |= (byte & 0x7F) << (7 * index)
         if byte < 0x80:
             return value, at + index + 1
-    raise InvalidInput(f"{where} must be a protocol buffer, but has a number of more than {_LONGEST_VARINT} bytes at byte {at}")
+    raise InvalidInput(
+        f"{where} must be a protocol buffer, but has a number of more than {_LONGEST_VARINT} bytes at byte {at}"
+    )

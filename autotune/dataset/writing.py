@@ -19,7 +19,18 @@ from pathlib import Path
 from autotune.canonical import canonical_json
 from autotune.dataset.card import card_data, card_text
 from autotune.dataset.columns import table_bytes
-from autotune.dataset.folder import DESCRIPTION, NEW, SUMS, TABLE, Description, domain_of, read_description, read_domain, read_sums, sum_of
+from autotune.dataset.folder import (
+    DESCRIPTION,
+    NEW,
+    SUMS,
+    TABLE,
+    Description,
+    domain_of,
+    read_description,
+    read_domain,
+    read_sums,
+    sum_of,
+)
 from autotune.dataset.trials import DatasetTrial, Domain, Environment, Session, disturbed_trials
 from autotune.errors import InvalidInput
 from autotune.parsing import parse, parse_json, read_text
@@ -32,7 +43,9 @@ MAX_JOURNAL_BYTES = 2**30
 class DomainWriter:
     """The only writer of a domain; see `opened`. `described` is None until the domain was begun (`describe`)."""
 
-    def __init__(self, folder: Path, described: Description | None, trials: tuple[DatasetTrial, ...]) -> None:
+    def __init__(
+        self, folder: Path, described: Description | None, trials: tuple[DatasetTrial, ...]
+    ) -> None:
         self.folder = folder
         self.described = described
         self.trials = list(trials)
@@ -46,7 +59,9 @@ class DomainWriter:
     def describe(self, described: Description) -> None:
         """Begin a domain; on disk with its first session."""
         if self.described is not None:
-            raise InvalidInput(f"{self.folder} holds domain {self.described.name!r} already; collect into another folder")
+            raise InvalidInput(
+                f"{self.folder} holds domain {self.described.name!r} already; collect into another folder"
+            )
         self.described = described
 
     def begin_session(self, environment: Environment) -> Session:
@@ -54,7 +69,11 @@ class DomainWriter:
         described = self._known()
         if described.sessions:
             _refuse_other(self.folder, described.sessions[0].environment, environment)
-        session = Session(f"{len(described.sessions)}", datetime.now(UTC).isoformat(timespec="seconds"), environment)
+        session = Session(
+            f"{len(described.sessions)}",
+            datetime.now(UTC).isoformat(timespec="seconds"),
+            environment,
+        )
         self.described = replace(described, sessions=(*described.sessions, session))
         self.fold()
         return session
@@ -62,9 +81,13 @@ class DomainWriter:
     def append(self, trial: DatasetTrial) -> None:
         """Returns when it is on disk."""
         if trial.number != len(self.trials):
-            raise InvalidInput(f"the next trial in {self.folder} has number {len(self.trials)}, but this one has {trial.number}")
+            raise InvalidInput(
+                f"the next trial in {self.folder} has number {len(self.trials)}, but this one has {trial.number}"
+            )
         if trial.session not in {session.id for session in self._known().sessions}:
-            raise InvalidInput(f"a trial belongs to a session that was begun, but this one to {trial.session!r}")
+            raise InvalidInput(
+                f"a trial belongs to a session that was begun, but this one to {trial.session!r}"
+            )
         with _journal(self.folder).open("a", encoding="utf-8") as file:
             file.write(canonical_json(trial) + "\n")
             file.flush()
@@ -96,7 +119,9 @@ class DomainWriter:
         for trial in _read_journal(self.folder):
             if trial.number > len(self.trials):
                 missing = f"trial {len(self.trials)} is missing before {trial.number}"
-                raise InvalidInput(f"{_journal(self.folder)} must go on where the table ends, but {missing}; move it away to go on")
+                raise InvalidInput(
+                    f"{_journal(self.folder)} must go on where the table ends, but {missing}; move it away to go on"
+                )
             if trial.number == len(self.trials):
                 self.trials.append(trial)
                 self._unfolded += 1
@@ -105,7 +130,9 @@ class DomainWriter:
 
     def _known(self) -> Description:
         if self.described is None:
-            raise InvalidInput(f"the domain in {self.folder} must be described before it has sessions and trials")
+            raise InvalidInput(
+                f"the domain in {self.folder} must be described before it has sessions and trials"
+            )
         return self.described
 
 
@@ -117,7 +144,9 @@ def opened(folder: Path) -> Iterator[DomainWriter]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise InvalidInput(f"{folder} is being written by another process; wait for it, or stop it") from error
+            raise InvalidInput(
+                f"{folder} is being written by another process; wait for it, or stop it"
+            ) from error
         writer = _open(folder)
         try:
             yield writer
@@ -192,4 +221,6 @@ def _refuse_other(folder: Path, before: Environment, now: Environment) -> None:
     for name in ("conditions", "cores", "machine"):
         was, is_now = getattr(before, name), getattr(now, name)
         if was != is_now:
-            raise InvalidInput(f"the trials in {folder} were taken with {name} {was}, but now it is {is_now}; collect into another folder")
+            raise InvalidInput(
+                f"the trials in {folder} were taken with {name} {was}, but now it is {is_now}; collect into another folder"
+            )

@@ -10,7 +10,19 @@ from numpy.typing import ArrayLike
 from autotune.dfg.graph import NONE, Dfg, Discipline, IntArray, Kind, Names
 from autotune.errors import InvalidInput
 
-_PER_OP = ("duration_s", "queue", "kind", "gap_s", "channel", "priority", "size_bytes", "layer", "worker", "acquires", "releases")
+_PER_OP = (
+    "duration_s",
+    "queue",
+    "kind",
+    "gap_s",
+    "channel",
+    "priority",
+    "size_bytes",
+    "layer",
+    "worker",
+    "acquires",
+    "releases",
+)
 
 
 class DfgBuilder:
@@ -57,7 +69,19 @@ class DfgBuilder:
         """Add an op behind those of `after`; its number."""
         number = len(self._op_names)
         self._op_names.append(name)
-        values = (duration_s, queue, kind, gap_s, channel, priority, size_bytes, layer, worker, acquires, releases)
+        values = (
+            duration_s,
+            queue,
+            kind,
+            gap_s,
+            channel,
+            priority,
+            size_bytes,
+            layer,
+            worker,
+            acquires,
+            releases,
+        )
         for column, value in zip(self._columns.values(), values, strict=True):
             column.append(value)
         for parent in after:
@@ -73,7 +97,9 @@ class DfgBuilder:
         """Raises `InvalidInput` where the graph is wrong."""
         start, child = csr(len(self._op_names), self._parents, self._children)
         columns = {name: np.array(values) for name, values in self._columns.items()}
-        names = Names(tuple(self._op_names), tuple(name for name, _ in self._queues), tuple(self._layers))
+        names = Names(
+            tuple(self._op_names), tuple(name for name, _ in self._queues), tuple(self._layers)
+        )
         discipline = np.array([kind for _, kind in self._queues], dtype=np.int8)
         return Dfg(
             child_start=start,
@@ -96,7 +122,9 @@ def csr(ops: int, parents: ArrayLike, children: ArrayLike) -> tuple[np.ndarray, 
             raise InvalidInput(
                 f"an edge must join ops 0 to {ops - 1}, but one names op {numbers.min() if numbers.min() < 0 else numbers.max()}"
             )
-    keys = np.sort(ends[0] * ops + ends[1])  # np.unique goes through a hash table, which takes several times as long here
+    keys = np.sort(
+        ends[0] * ops + ends[1]
+    )  # np.unique goes through a hash table, which takes several times as long here
     keys = keys[np.diff(keys, prepend=-1) > 0]
     counts = np.bincount(keys // max(ops, 1), minlength=ops)
     return np.concatenate([[0], np.cumsum(counts)]), (keys % max(ops, 1)).astype(np.int32)

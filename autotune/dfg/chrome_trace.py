@@ -41,7 +41,10 @@ def write_chrome_trace(timeline: Timeline, path: Path, max_ops: int = MAX_OPS) -
     with path.open("wb") as file:
         if path.suffix == ".gz":
             # no name and no time inside, so that the same timeline gives the same file
-            with gzip.GzipFile(filename="", mode="wb", fileobj=file, mtime=0) as packed, io.TextIOWrapper(packed, "utf-8") as text:
+            with (
+                gzip.GzipFile(filename="", mode="wb", fileobj=file, mtime=0) as packed,
+                io.TextIOWrapper(packed, "utf-8") as text,
+            ):
                 _write(text, timeline, critical, shown)
         else:
             with io.TextIOWrapper(file, "utf-8") as text:
@@ -59,7 +62,11 @@ def _shown(timeline: Timeline, critical: CriticalPath, max_ops: int) -> IntArray
 
 def _write(text: TextIO, timeline: Timeline, critical: CriticalPath, shown: IntArray) -> None:
     text.write('{"displayTimeUnit":"ms","otherData":')
-    text.write(json.dumps({"ops": timeline.dfg.ops, "shown_ops": len(shown), "makespan_s": timeline.makespan_s}))
+    text.write(
+        json.dumps(
+            {"ops": timeline.dfg.ops, "shown_ops": len(shown), "makespan_s": timeline.makespan_s}
+        )
+    )
     text.write(',"traceEvents":[')
     separator = "\n"
     for event in _events(timeline, critical, shown):
@@ -93,8 +100,12 @@ def _names(timeline: Timeline, shown: IntArray) -> Iterator[Event]:
 
     yield named("process_name", _CRITICAL, 0, "critical path")
     for worker in np.unique(dfg.worker[shown]).tolist():
-        yield named("process_name", _process(worker), 0, "shared" if worker == NONE else f"worker {worker}")
-    for worker, queue in np.unique(np.column_stack([dfg.worker[shown], dfg.queue[shown]]), axis=0).tolist():
+        yield named(
+            "process_name", _process(worker), 0, "shared" if worker == NONE else f"worker {worker}"
+        )
+    for worker, queue in np.unique(
+        np.column_stack([dfg.worker[shown], dfg.queue[shown]]), axis=0
+    ).tolist():
         if queue != NONE:
             yield named("thread_name", _process(worker), queue, dfg.names.queues[queue])
 
@@ -109,9 +120,15 @@ def _op(timeline: Timeline, op: int) -> Iterator[Event]:
     if timeline.dfg.queue[op] != NONE:
         yield event
     elif timeline.duration_s[op] > 0:
-        begins = {name: value for name, value in event.items() if name != "dur"} | {"ph": "b", "id": op}
+        begins = {name: value for name, value in event.items() if name != "dur"} | {
+            "ph": "b",
+            "id": op,
+        }
         yield begins
-        yield {name: begins[name] for name in ("name", "cat", "pid", "tid", "id")} | {"ph": "e", "ts": _us(timeline.end_s[op])}
+        yield {name: begins[name] for name in ("name", "cat", "pid", "tid", "id")} | {
+            "ph": "e",
+            "ts": _us(timeline.end_s[op]),
+        }
 
 
 def _slice(timeline: Timeline, op: int) -> Event:

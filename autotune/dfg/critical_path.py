@@ -35,7 +35,11 @@ class CriticalPath:
     @property
     def other_s(self) -> float:
         """Launches, loads, copies and virtual ops that take time."""
-        return sum(seconds for kind, seconds in self.by_kind.items() if kind not in COMPUTATION | COMMUNICATION)
+        return sum(
+            seconds
+            for kind, seconds in self.by_kind.items()
+            if kind not in COMPUTATION | COMMUNICATION
+        )
 
     @property
     def total_wait_s(self) -> float:
@@ -48,9 +52,17 @@ def critical_path(timeline: Timeline) -> CriticalPath:
     ops = _backwards(timeline)
     before_s = np.concatenate([[0.0], timeline.end_s[ops[:-1]]])[: len(ops)]
     spent_s = timeline.duration_s[ops]
-    kinds = np.bincount(dfg.kind[ops], weights=spent_s, minlength=len(Kind)) if len(ops) else np.zeros(len(Kind))
-    layers = np.bincount(dfg.layer[ops] + 1, weights=spent_s, minlength=1) if len(ops) else np.zeros(1)
-    by_layer = {("", *dfg.names.layers)[number]: float(layers[number]) for number in np.flatnonzero(layers)}
+    kinds = (
+        np.bincount(dfg.kind[ops], weights=spent_s, minlength=len(Kind))
+        if len(ops)
+        else np.zeros(len(Kind))
+    )
+    layers = (
+        np.bincount(dfg.layer[ops] + 1, weights=spent_s, minlength=1) if len(ops) else np.zeros(1)
+    )
+    by_layer = {
+        ("", *dfg.names.layers)[number]: float(layers[number]) for number in np.flatnonzero(layers)
+    }
     by_kind = {kind: float(kinds[kind]) for kind in Kind if kinds[kind]}
     return CriticalPath(timeline, ops, timeline.start_s[ops] - before_s, by_kind, by_layer)
 

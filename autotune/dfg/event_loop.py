@@ -129,7 +129,8 @@ def _meld(one: int, two: int, waiting: Waiting, priority: IntArray, since_s: Flo
     above = NONE
     while one >= 0:
         if priority[two] < priority[one] or (
-            priority[two] == priority[one] and (since_s[two] < since_s[one] or (since_s[two] == since_s[one] and two < one))
+            priority[two] == priority[one]
+            and (since_s[two] < since_s[one] or (since_s[two] == since_s[one] and two < one))
         ):
             one, two = two, one
         if above < 0:
@@ -154,7 +155,9 @@ def _take_first(root: int, waiting: Waiting, priority: IntArray, since_s: FloatA
 
 
 @inner
-def _grant(lock: int, now_s: float, size: int, state: State, rules: Rules, waiting: Waiting, code: int) -> tuple[int, int]:
+def _grant(
+    lock: int, now_s: float, size: int, state: State, rules: Rules, waiting: Waiting, code: int
+) -> tuple[int, int]:
     """(the op that gets the lock, or NONE; events in the heap)."""
     waiting.promised[lock] = False
     op = waiting.for_lock[lock]
@@ -181,7 +184,9 @@ def _candidate(queue: int, state: State, rules: Rules, waiting: Waiting) -> None
 
 
 @inner
-def _choose(queue: int, now_s: float, size: int, state: State, rules: Rules, waiting: Waiting, code: int) -> int:
+def _choose(
+    queue: int, now_s: float, size: int, state: State, rules: Rules, waiting: Waiting, code: int
+) -> int:
     """A free queue chooses its next op and, as a channel, looks at who waits for it. Events in the heap."""
     waiting.asked_s[queue] = -1.0
     if state.clock_s[queue] > now_s:
@@ -194,7 +199,9 @@ def _choose(queue: int, now_s: float, size: int, state: State, rules: Rules, wai
             waiting.first[queue] = waiting.left[op]
             waiting.left[op] = NONE
         waiting.head[queue] = op
-        waiting.blocked[queue] = _meld(waiting.blocked[queue], op, waiting, rules.priority, state.start_s)
+        waiting.blocked[queue] = _meld(
+            waiting.blocked[queue], op, waiting, rules.priority, state.start_s
+        )
     _candidate(queue, state, rules, waiting)
     if waiting.able[0] >= 0 and waiting.able[1] == 0:
         waiting.able[1] = 1
@@ -203,7 +210,9 @@ def _choose(queue: int, now_s: float, size: int, state: State, rules: Rules, wai
 
 
 @inner
-def _begin(now_s: float, size: int, work: Work, state: State, rules: Rules, waiting: Waiting, code: int) -> tuple[int, int]:
+def _begin(
+    now_s: float, size: int, work: Work, state: State, rules: Rules, waiting: Waiting, code: int
+) -> tuple[int, int]:
     """(the first of those who may start whose queue and channel are both free, or NONE; events in the heap)."""
     waiting.able[1] = 0
     while waiting.able[0] >= 0:
@@ -211,16 +220,22 @@ def _begin(now_s: float, size: int, work: Work, state: State, rules: Rules, wait
         waiting.able[0] = _take_first(op, waiting, rules.priority, state.start_s)
         queue, channel = work.queue[op], rules.channel[op]
         if state.clock_s[queue] > now_s:
-            waiting.blocked[queue] = _meld(waiting.blocked[queue], op, waiting, rules.priority, state.start_s)
+            waiting.blocked[queue] = _meld(
+                waiting.blocked[queue], op, waiting, rules.priority, state.start_s
+            )
             if channel >= 0 and state.clock_s[channel] <= now_s:
                 _candidate(channel, state, rules, waiting)
         elif channel >= 0 and state.clock_s[channel] > now_s:
-            waiting.blocked[channel] = _meld(waiting.blocked[channel], op, waiting, rules.priority, state.start_s)
+            waiting.blocked[channel] = _meld(
+                waiting.blocked[channel], op, waiting, rules.priority, state.start_s
+            )
             _candidate(queue, state, rules, waiting)
         else:
             waiting.head[queue] = NONE
             if now_s > state.start_s[op]:
-                state.cause[op] = state.last[queue] if state.clock_s[queue] == now_s else state.last[channel]
+                state.cause[op] = (
+                    state.last[queue] if state.clock_s[queue] == now_s else state.last[channel]
+                )
             if waiting.able[0] >= 0:
                 waiting.able[1] = 1
                 size = _push(state.heap_s, state.heap_code, size, now_s, code)
@@ -229,25 +244,42 @@ def _begin(now_s: float, size: int, work: Work, state: State, rules: Rules, wait
 
 
 @inner
-def _enter(op: int, now_s: float, size: int, work: Work, state: State, rules: Rules, waiting: Waiting, code: int) -> int:
+def _enter(
+    op: int,
+    now_s: float,
+    size: int,
+    work: Work,
+    state: State,
+    rules: Rules,
+    waiting: Waiting,
+    code: int,
+) -> int:
     """Let an op wait in its late queue; events in the heap."""
     queue = work.queue[op]
     if rules.by_priority[queue]:
-        waiting.first[queue] = _meld(waiting.first[queue], op, waiting, rules.priority, state.start_s)
+        waiting.first[queue] = _meld(
+            waiting.first[queue], op, waiting, rules.priority, state.start_s
+        )
     elif waiting.first[queue] < 0:
         waiting.first[queue] = op
         waiting.final[queue] = op
     else:
         waiting.left[waiting.final[queue]] = op
         waiting.final[queue] = op
-    if state.clock_s[queue] <= now_s and waiting.head[queue] < 0 and waiting.asked_s[queue] != now_s:
+    if (
+        state.clock_s[queue] <= now_s
+        and waiting.head[queue] < 0
+        and waiting.asked_s[queue] != now_s
+    ):
         waiting.asked_s[queue] = now_s
         size = _push(state.heap_s, state.heap_code, size, now_s, code + queue)
     return size
 
 
 @inner
-def _lock_event(code: int, now_s: float, size: int, work: Work, state: State, rules: Rules, waiting: Waiting) -> tuple[int, int]:
+def _lock_event(
+    code: int, now_s: float, size: int, work: Work, state: State, rules: Rules, waiting: Waiting
+) -> tuple[int, int]:
     """An op asks for a lock, gives one back, or one is given away: (the op that goes on to its queue, NONE or BROKEN; events)."""
     ops = len(work.queue)
     if code >= 2 * ops:
@@ -261,15 +293,23 @@ def _lock_event(code: int, now_s: float, size: int, work: Work, state: State, ru
             return BROKEN, size
     else:
         lock = rules.acquires[code]
-        waiting.for_lock[lock] = _meld(waiting.for_lock[lock], code, waiting, rules.priority, state.start_s)
-    if waiting.for_lock[lock] >= 0 and waiting.held[lock] < rules.capacity[lock] and not waiting.promised[lock]:
+        waiting.for_lock[lock] = _meld(
+            waiting.for_lock[lock], code, waiting, rules.priority, state.start_s
+        )
+    if (
+        waiting.for_lock[lock] >= 0
+        and waiting.held[lock] < rules.capacity[lock]
+        and not waiting.promised[lock]
+    ):
         waiting.promised[lock] = True
         size = _push(state.heap_s, state.heap_code, size, now_s, 2 * ops + lock)
     return NONE, size
 
 
 @inner
-def _settle(code: int, now_s: float, size: int, work: Work, state: State, rules: Rules, waiting: Waiting) -> tuple[int, int]:
+def _settle(
+    code: int, now_s: float, size: int, work: Work, state: State, rules: Rules, waiting: Waiting
+) -> tuple[int, int]:
     """One event under `rules`: (the op that can be given its start, NONE or BROKEN; events in the heap)."""
     choosing = 2 * len(work.queue) + len(rules.capacity)
     starting = choosing + len(state.clock_s)

@@ -51,7 +51,9 @@ class Kind(IntEnum):
 
 
 COMPUTATION = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.UPDATE, Kind.OTHER})
-COMMUNICATION = frozenset({Kind.SEND, Kind.RECV, Kind.COLLECTIVE, Kind.SERVER, Kind.PACK, Kind.UNPACK})
+COMMUNICATION = frozenset(
+    {Kind.SEND, Kind.RECV, Kind.COLLECTIVE, Kind.SERVER, Kind.PACK, Kind.UNPACK}
+)
 
 
 class Discipline(IntEnum):
@@ -109,13 +111,20 @@ class Dfg:
         for name, kind in _DTYPES.items():
             array = np.ascontiguousarray(getattr(self, name), dtype=kind)
             if array.ndim != 1:
-                raise InvalidInput(f"a data-flow graph needs flat arrays, but {name} has {array.ndim} dimensions")
+                raise InvalidInput(
+                    f"a data-flow graph needs flat arrays, but {name} has {array.ndim} dimensions"
+                )
             if array.flags.writeable:
                 array = array.copy() if array is getattr(self, name) else array
                 array.flags.writeable = False
             object.__setattr__(self, name, array)
         self._check_shapes()
-        for name, limit in (("queue", self.queues), ("channel", self.queues), ("acquires", self.locks), ("releases", self.locks)):
+        for name, limit in (
+            ("queue", self.queues),
+            ("channel", self.queues),
+            ("acquires", self.locks),
+            ("releases", self.locks),
+        ):
             _check_range(name, getattr(self, name), limit)
         _check_range("layer", self.layer, len(self.names.layers))
         for name in ("duration_s", "gap_s", "size_bytes"):
@@ -123,7 +132,9 @@ class Dfg:
             wrong = np.flatnonzero(~(np.isfinite(values) & (values >= 0)))
             if len(wrong):
                 op = int(wrong[0])
-                raise InvalidInput(f"{name} must be finite and at least 0, but that of op {self.names.ops[op]!r} is {values[op]}")
+                raise InvalidInput(
+                    f"{name} must be finite and at least 0, but that of op {self.names.ops[op]!r} is {values[op]}"
+                )
         if np.any((self.channel >= 0) & ((self.queue < 0) | (self.channel == self.queue))):
             raise InvalidInput("an op with a channel needs a queue that is another one")
         if np.any(self.lock_capacity < 1):
@@ -136,11 +147,19 @@ class Dfg:
             raise InvalidInput(f"a data-flow graph may have at most {MAX_OPS} ops, but has {count}")
         for name in _PER_OP:
             if len(getattr(self, name)) != count:
-                raise InvalidInput(f"{name} must have one value per op, {count}, but has {len(getattr(self, name))}")
+                raise InvalidInput(
+                    f"{name} must have one value per op, {count}, but has {len(getattr(self, name))}"
+                )
         if len(self.names.ops) != count or len(self.names.queues) != self.queues:
             raise InvalidInput(f"names must be given to {count} ops and {self.queues} queues")
-        if len(self.child_start) != count + 1 or self.child_start[0] != 0 or self.child_start[-1] != len(self.child):
-            raise InvalidInput("child_start must begin at 0, end at the number of edges and have one value more than there are ops")
+        if (
+            len(self.child_start) != count + 1
+            or self.child_start[0] != 0
+            or self.child_start[-1] != len(self.child)
+        ):
+            raise InvalidInput(
+                "child_start must begin at 0, end at the number of edges and have one value more than there are ops"
+            )
         if np.any(np.diff(self.child_start) < 0):
             raise InvalidInput("child_start must not fall")
         if len(self.child) and (self.child.min() < 0 or self.child.max() >= count):
@@ -171,7 +190,9 @@ class Dfg:
     @cached_property
     def parent_csr(self) -> tuple[OffsetArray, IntArray]:
         """(parent_start (N + 1,), parent (E,)): the edges from the other end; the parents of an op in ascending order."""
-        from autotune.dfg.order import reversed_csr  # compiled code loads when the first graph is made, not when this is imported
+        from autotune.dfg.order import (
+            reversed_csr,  # compiled code loads when the first graph is made, not when this is imported
+        )
 
         return reversed_csr(self.child_start, self.child)
 
@@ -187,13 +208,22 @@ class Dfg:
     @cached_property
     def is_plain(self) -> bool:
         """Whether all queues are FIFO and there is no gap, channel or lock."""
-        return not (self.late_queues.any() or self.gap_s.any() or (self.acquires >= 0).any() or (self.releases >= 0).any())
+        return not (
+            self.late_queues.any()
+            or self.gap_s.any()
+            or (self.acquires >= 0).any()
+            or (self.releases >= 0).any()
+        )
 
     @cached_property
     def topological_order(self) -> IntArray:
         """Every op behind its parents, shape (N,). Raises `InvalidInput`, naming an op of a cycle, where there is none."""
-        if np.all(np.repeat(np.arange(self.ops, dtype=np.int32), np.diff(self.child_start)) < self.child):
-            return np.arange(self.ops, dtype=np.int32)  # who writes a graph down front to back need not be sorted
+        if np.all(
+            np.repeat(np.arange(self.ops, dtype=np.int32), np.diff(self.child_start)) < self.child
+        ):
+            return np.arange(
+                self.ops, dtype=np.int32
+            )  # who writes a graph down front to back need not be sorted
         from autotune.dfg.order import topological
 
         order = topological(self.child_start, self.child, self.parents_left)
@@ -201,7 +231,9 @@ class Dfg:
             left = np.ones(self.ops, dtype=np.bool_)
             left[order] = False
             names = [self.names.ops[op] for op in np.flatnonzero(left)[:3]]
-            raise InvalidInput(f"a data-flow graph must have no cycle, but there is one among or before {', '.join(names)}")
+            raise InvalidInput(
+                f"a data-flow graph must have no cycle, but there is one among or before {', '.join(names)}"
+            )
         return order
 
 
@@ -222,9 +254,22 @@ _DTYPES: dict[str, type[np.generic]] = {
     "releases": np.int32,
     "lock_capacity": np.int32,
 }
-_PER_OP = ("queue", "kind", "gap_s", "channel", "priority", "size_bytes", "layer", "worker", "acquires", "releases")
+_PER_OP = (
+    "queue",
+    "kind",
+    "gap_s",
+    "channel",
+    "priority",
+    "size_bytes",
+    "layer",
+    "worker",
+    "acquires",
+    "releases",
+)
 
 
 def _check_range(name: str, numbers: IntArray, limit: int) -> None:
     if len(numbers) and (numbers.min() < NONE or numbers.max() >= limit):
-        raise InvalidInput(f"{name} must hold {NONE} or numbers below {limit}, but has {int(numbers.min())} to {int(numbers.max())}")
+        raise InvalidInput(
+            f"{name} must hold {NONE} or numbers below {limit}, but has {int(numbers.min())} to {int(numbers.max())}"
+        )

@@ -42,7 +42,9 @@ def replay(dfg: Dfg, duration_s: FloatArray | None = None) -> Timeline:
 
 
 def work_of(dfg: Dfg, duration_s: FloatArray | None = None) -> Work:
-    durations_s = dfg.duration_s if duration_s is None else checked_durations(duration_s, (dfg.ops,))
+    durations_s = (
+        dfg.duration_s if duration_s is None else checked_durations(duration_s, (dfg.ops,))
+    )
     return Work(durations_s, dfg.queue, dfg.child_start, dfg.child)
 
 
@@ -52,9 +54,13 @@ def checked_durations(duration_s: FloatArray, shape: tuple[int, ...]) -> FloatAr
     if durations.shape != shape:
         raise InvalidInput(f"durations must have shape {shape}, but have {durations.shape}")
     if durations.size and not (durations.min() >= 0 and durations.max() < np.inf):
-        raise InvalidInput(f"durations must be finite and at least 0, but go from {durations.min()} to {durations.max()}")
+        raise InvalidInput(
+            f"durations must be finite and at least 0, but go from {durations.min()} to {durations.max()}"
+        )
     durations = durations.view()
-    durations.flags.writeable = False  # as the graph's own, so that the loop is compiled for one kind of array only
+    durations.flags.writeable = (
+        False  # as the graph's own, so that the loop is compiled for one kind of array only
+    )
     return durations
 
 
@@ -63,7 +69,16 @@ def rules_of(dfg: Dfg) -> Rules | None:
     if dfg.is_plain:
         return None
     by_priority = dfg.discipline == Discipline.PRIORITY
-    return Rules(dfg.gap_s, dfg.channel, dfg.priority, dfg.acquires, dfg.releases, dfg.lock_capacity, dfg.late_queues, by_priority)
+    return Rules(
+        dfg.gap_s,
+        dfg.channel,
+        dfg.priority,
+        dfg.acquires,
+        dfg.releases,
+        dfg.lock_capacity,
+        dfg.late_queues,
+        by_priority,
+    )
 
 
 def first_state(dfg: Dfg, rules: Rules | None) -> State:
@@ -122,7 +137,9 @@ def finished(dfg: Dfg, work: Work, state: State) -> Timeline:
     if state.counts[1] < dfg.ops:
         stuck = np.flatnonzero((state.end_s < 0) & (state.parents_left == 0))
         told = ", ".join(f"{dfg.names.ops[op]!r} for lock {dfg.acquires[op]}" for op in stuck[:3])
-        raise InvalidInput(f"every lock must be given back to those who wait for it, but {len(stuck)} ops wait forever: {told}")
+        raise InvalidInput(
+            f"every lock must be given back to those who wait for it, but {len(stuck)} ops wait forever: {told}"
+        )
     for array in (state.start_s, state.end_s, state.cause):
         array.flags.writeable = False
     return Timeline(dfg, work.duration_s, state.start_s, state.end_s, state.cause)

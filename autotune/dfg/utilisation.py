@@ -56,7 +56,9 @@ def busy_share(timeline: Timeline) -> FloatArray:
     dfg = timeline.dfg
     busy_s = np.zeros(dfg.queues)
     for takes in (dfg.queue, dfg.channel):
-        busy_s += np.bincount(takes[takes >= 0], weights=timeline.duration_s[takes >= 0], minlength=dfg.queues)
+        busy_s += np.bincount(
+            takes[takes >= 0], weights=timeline.duration_s[takes >= 0], minlength=dfg.queues
+        )
     return busy_s / timeline.makespan_s if timeline.makespan_s > 0 else busy_s
 
 
@@ -76,7 +78,10 @@ def iteration_summary(timeline: Timeline) -> IterationSummary:
     mine = _of_worker(timeline, worker)
     share = busy_share(timeline)
     busiest = int(np.argmax(share)) if len(share) else NONE
-    computation_s, exposed_s = _time_of(timeline, mine & _of_kinds(timeline, COMPUTATION)), exposed_communication_s(timeline, worker)
+    computation_s, exposed_s = (
+        _time_of(timeline, mine & _of_kinds(timeline, COMPUTATION)),
+        exposed_communication_s(timeline, worker),
+    )
     return IterationSummary(
         iteration_s=timeline.makespan_s,
         worker=worker,

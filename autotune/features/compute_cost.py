@@ -19,12 +19,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autotune.cluster import Cluster
+from autotune.costs.issue_order import channel_ends_s, cross_step_period_s
+from autotune.costs.row_traffic import RowTraffic
+from autotune.costs.sync_cost import MessageCosts
+from autotune.costs.timing import needed_times_s, ready_times_s
 from autotune.features.flat import FlatPlan
-from autotune.strategy_space.cross_step import channel_ends_s, cross_step_period_s
 from autotune.strategy_space.plan import Plan
-from autotune.strategy_space.row_traffic import RowTraffic
-from autotune.strategy_space.sync_cost import MessageCosts
-from autotune.strategy_space.timing import needed_times_s, ready_times_s
 from autotune.workload import Workload
 
 FloatArray = NDArray[np.float64]
@@ -43,19 +43,30 @@ def taken_share(workload: Workload, cluster: Cluster) -> float:
     """
     if workload.device != "cpu" or workload.threads == 0:
         return 0.0
-    shares = [min(1.0, host.devices * workload.threads / host.cores) for host in cluster.hosts if host.cores > 0]
+    shares = [
+        min(1.0, host.devices * workload.threads / host.cores)
+        for host in cluster.hosts
+        if host.cores > 0
+    ]
     return max(shares, default=0.0)
 
 
 def message_cpu_s(plan: Plan, cluster: Cluster, workload: Workload) -> FloatArray:
     """CPU time of every message on one rank, from the probed fits, shape (M,); 0 where the primitive was not probed."""
-    fits = {primitive: cluster.fit(primitive.value, plan.world_size) for primitive in {m.primitive for m in plan.messages}}
+    fits = {
+        primitive: cluster.fit(primitive.value, plan.world_size)
+        for primitive in {m.primitive for m in plan.messages}
+    }
     sizes_bytes = RowTraffic(workload).collective_bytes(plan.messages, plan.world_size).tolist()
     sized = zip(plan.messages, sizes_bytes, strict=True)
-    return np.array([fit.cpu_s(size) if (fit := fits[message.primitive]) else 0.0 for message, size in sized])
+    return np.array(
+        [fit.cpu_s(size) if (fit := fits[message.primitive]) else 0.0 for message, size in sized]
+    )
 
 
-def slowed_ready_s(ready_s: FloatArray, taken_s: FloatArray, end_s: float) -> tuple[FloatArray, float]:
+def slowed_ready_s(
+    ready_s: FloatArray, taken_s: FloatArray, end_s: float
+) -> tuple[FloatArray, float]:
     """(ready times, end of the backward pass) when message j delays everything after its own start by taken_s[j].
 
     A message delays what is computed after its gradients were ready: delay(t) = sum of taken_j over ready_j < t.
@@ -69,7 +80,11 @@ def slowed_ready_s(ready_s: FloatArray, taken_s: FloatArray, end_s: float) -> tu
 
 
 def overlap_step_s(
-    flat: FlatPlan, cost_s: FloatArray, workload: Workload, cross_step: bool = False, taken_s: FloatArray | None = None
+    flat: FlatPlan,
+    cost_s: FloatArray,
+    workload: Workload,
+    cross_step: bool = False,
+    taken_s: FloatArray | None = None,
 ) -> float:
     """Predicted step time with computation and communication overlapped.
 
@@ -77,10 +92,19 @@ def overlap_step_s(
     reads waits for its own messages (`strategy_space.cross_step`); the result is the period of the steady state.
     `taken_s` (M,): CPU time that each message takes from the backward pass; None: nothing.
     """
-    ready_s, backward_s = np.maximum.reduceat(ready_times_s(workload)[flat.variable], flat.first), workload.backward_s
+    ready_s, backward_s = (
+        np.maximum.reduceat(ready_times_s(workload)[flat.variable], flat.first),
+        workload.backward_s,
+    )
     if taken_s is not None:
         ready_s, backward_s = slowed_ready_s(ready_s, taken_s, backward_s)
     if not cross_step:
-        return workload.forward_s + max(backward_s, float(channel_ends_s(ready_s, cost_s)[-1])) + workload.update_s
+        return (
+            workload.forward_s
+            + max(backward_s, float(channel_ends_s(ready_s, cost_s)[-1]))
+            + workload.update_s
+        )
     needed_s = np.minimum.reduceat(needed_times_s(workload)[flat.variable], flat.first)
-    return cross_step_period_s(ready_s, cost_s, needed_s, backward_s + workload.update_s, workload.forward_s)
+    return cross_step_period_s(
+        ready_s, cost_s, needed_s, backward_s + workload.update_s, workload.forward_s
+    )

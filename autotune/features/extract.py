@@ -18,20 +18,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autotune.cluster import Cluster
+from autotune.costs.sync_cost import Rates, message_costs
 from autotune.errors import InvalidInput
 from autotune.features.compute_cost import message_cpu_s, overlap_step_s, paper_step_s, taken_share
 from autotune.features.flat import flatten
 from autotune.features.raw import shard_rows
 from autotune.strategy_space.plan import Plan
 from autotune.strategy_space.strategy import Strategy
-from autotune.strategy_space.sync_cost import Rates, message_costs
 from autotune.workload import Workload
 
 if TYPE_CHECKING:
     from autotune.lowering.costs import RuntimeCosts
     from autotune.lowering.replayed import LoweredSteps
 
-MAX_VARIABLES = 4_000  # BERT-large has about 400; the recurrent simulator walks them one after the other
+MAX_VARIABLES = (
+    4_000  # BERT-large has about 400; the recurrent simulator walks them one after the other
+)
 MAX_SHARDS = 32_000  # BERT-large with every variable in 40 shards is 16 000 rows, 5 MB
 
 
@@ -74,18 +76,28 @@ class StrategyFeatures:
         pairs = np.maximum(counts[here], counts[there])
         edge = np.repeat(np.arange(len(self.edges)), pairs)
         number = np.arange(len(edge)) - np.repeat(np.cumsum(pairs) - pairs, pairs)
-        ends = [first[side][edge] + number * counts[side][edge] // pairs[edge] for side in (here, there)]
-        return np.concatenate([np.column_stack([inside, inside + 1]), np.column_stack(ends)]).astype(np.int64)
+        ends = [
+            first[side][edge] + number * counts[side][edge] // pairs[edge] for side in (here, there)
+        ]
+        return np.concatenate(
+            [np.column_stack([inside, inside + 1]), np.column_stack(ends)]
+        ).astype(np.int64)
 
 
 class Extractor:
     """Makes the features of many strategies of one workload and cluster. `costs`: the runtime's, as of `Lowering`."""
 
-    def __init__(self, workload: Workload, cluster: Cluster, costs: RuntimeCosts | None = None) -> None:
+    def __init__(
+        self, workload: Workload, cluster: Cluster, costs: RuntimeCosts | None = None
+    ) -> None:
         self.workload, self.cluster, self.costs = workload, cluster, costs
         count = len(workload.variables)
         chain = np.column_stack([np.arange(count - 1), np.arange(1, count)])
-        self.edges = np.array(workload.edges, dtype=np.int64).reshape(-1, 2) if workload.edges else chain.astype(np.int64)
+        self.edges = (
+            np.array(workload.edges, dtype=np.int64).reshape(-1, 2)
+            if workload.edges
+            else chain.astype(np.int64)
+        )
         self.taken_share = taken_share(workload, cluster)
         self.rates = Rates(cluster)
 
@@ -99,8 +111,14 @@ class Extractor:
                 f"features are made for at most {MAX_VARIABLES} variables and {MAX_SHARDS} shards, but strategy {strategy.id} has {count} "
                 f"and {len(flat.variable)}; use fewer shards per variable"
             )
-        costs = message_costs(plan, cluster, workload, self.rates if plan.ring_order is None else None)
-        taken_s = self.taken_share * message_cpu_s(plan, cluster, workload) if self.taken_share > 0 else None
+        costs = message_costs(
+            plan, cluster, workload, self.rates if plan.ring_order is None else None
+        )
+        taken_s = (
+            self.taken_share * message_cpu_s(plan, cluster, workload)
+            if self.taken_share > 0
+            else None
+        )
         order = np.lexsort((flat.start, flat.variable))
         return StrategyFeatures(
             strategy=strategy,
@@ -109,23 +127,31 @@ class Extractor:
             variables=count,
             edges=self.edges,
             global_features=costs.global_features,
-            analytic_step_s=overlap_step_s(flat, costs.channel_s, workload, plan.cross_step, taken_s),
+            analytic_step_s=overlap_step_s(
+                flat, costs.channel_s, workload, plan.cross_step, taken_s
+            ),
             paper_step_s=paper_step_s(workload, costs),
         )
 
     @cached_property
     def steps(self) -> LoweredSteps:
         """What replays a plan; it remembers, since that takes a hundred times as long as everything else about a strategy."""
-        from autotune.lowering.replayed import LoweredSteps  # compiled code loads when the first plan is replayed
+        from autotune.lowering.replayed import (
+            LoweredSteps,  # compiled code loads when the first plan is replayed
+        )
 
-        return LoweredSteps(self.workload, self.cluster, taken_share=self.taken_share, costs=self.costs)
+        return LoweredSteps(
+            self.workload, self.cluster, taken_share=self.taken_share, costs=self.costs
+        )
 
     def replayed(self, features: StrategyFeatures, plan: Plan) -> StrategyFeatures:
         """The same with `replayed_step_s`."""
         return replace(features, replayed_step_s=self.steps.step_s(plan))
 
 
-def extract(strategy: Strategy, plan: Plan, workload: Workload, cluster: Cluster) -> StrategyFeatures:
+def extract(
+    strategy: Strategy, plan: Plan, workload: Workload, cluster: Cluster
+) -> StrategyFeatures:
     """The features of one strategy, replayed; for many, keep an `Extractor`."""
     extractor = Extractor(workload, cluster)
     return extractor.replayed(extractor.features(strategy, plan), plan)

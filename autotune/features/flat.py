@@ -37,7 +37,13 @@ def flatten(plan: Plan, workload: Workload) -> FlatPlan:
             f"the plan is for model {plan.workload_id}, but the workload is {workload.id}; plan the strategy for this workload"
         )
     index = workload.index
-    slices = [(index[part.variable], number, part.elements, part.start) for number, m in enumerate(plan.messages) for part in m.slices]
+    slices = [
+        (index[part.variable], number, part.elements, part.start)
+        for number, m in enumerate(plan.messages)
+        for part in m.slices
+    ]
     columns = np.array(slices, dtype=np.int64)
-    first = np.concatenate([[0], np.cumsum([len(message.slices) for message in plan.messages])[:-1]]).astype(np.int64)
+    first = np.concatenate(
+        [[0], np.cumsum([len(message.slices) for message in plan.messages])[:-1]]
+    ).astype(np.int64)
     return FlatPlan(columns[:, 0], columns[:, 1], columns[:, 2], columns[:, 3], first)

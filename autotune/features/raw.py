@@ -31,11 +31,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autotune.cluster import Cluster
+from autotune.costs.sync_cost import MessageCosts
+from autotune.costs.timing import ready_times_s
 from autotune.features.flat import FlatPlan
 from autotune.strategy_space.plan import Plan, Primitive
 from autotune.strategy_space.strategy import Compressor, SparseHandling
-from autotune.strategy_space.sync_cost import MessageCosts
-from autotune.strategy_space.timing import ready_times_s
 from autotune.workload import DTYPE_BYTES, Workload
 
 HOST_COLUMNS = 16
@@ -74,9 +74,14 @@ RAW_FEATURES = (
 """Column names of a shard's row."""
 
 
-def shard_rows(flat: FlatPlan, costs: MessageCosts, plan: Plan, workload: Workload, cluster: Cluster) -> NDArray[np.float32]:
+def shard_rows(
+    flat: FlatPlan, costs: MessageCosts, plan: Plan, workload: Workload, cluster: Cluster
+) -> NDArray[np.float32]:
     """One row per slice of `flat`, in its order; shape (S, len(RAW_FEATURES))."""
-    blocks = [_message_one_hots(plan, cluster, costs)[flat.message], _scalars(flat, costs, plan, workload, cluster)]
+    blocks = [
+        _message_one_hots(plan, cluster, costs)[flat.message],
+        _scalars(flat, costs, plan, workload, cluster),
+    ]
     rows: NDArray[np.float32] = np.concatenate(blocks, axis=1).astype(np.float32)
     return rows
 
@@ -89,7 +94,10 @@ def _message_one_hots(plan: Plan, cluster: Cluster, costs: MessageCosts) -> NDAr
     compressor = np.array([_COMPRESSORS.index(message.compressor) for message in messages])
     primitive = np.array([_PRIMITIVES.index(message.primitive) for message in messages])
     crossing = (plan.cross_step, (plan.limit or 1) > 1)
-    flags = np.array([(m.hierarchical, m.sparse is not SparseHandling.DENSE, *crossing) for m in messages], dtype=np.float64)
+    flags = np.array(
+        [(m.hierarchical, m.sparse is not SparseHandling.DENSE, *crossing) for m in messages],
+        dtype=np.float64,
+    )
     return np.concatenate(
         [
             _one_hot(server, HOST_COLUMNS + 1),
@@ -102,12 +110,17 @@ def _message_one_hots(plan: Plan, cluster: Cluster, costs: MessageCosts) -> NDAr
     )
 
 
-def _scalars(flat: FlatPlan, costs: MessageCosts, plan: Plan, workload: Workload, cluster: Cluster) -> NDArray[np.float64]:
+def _scalars(
+    flat: FlatPlan, costs: MessageCosts, plan: Plan, workload: Workload, cluster: Cluster
+) -> NDArray[np.float64]:
     """The columns `_SCALARS`, shape (S, 15)."""
     message_wire = costs.wire_bytes
     message_elements = np.maximum(np.add.reduceat(flat.elements, flat.first), 1)
     share_of_message = flat.elements / message_elements[flat.message]
-    grad = flat.elements * np.array([DTYPE_BYTES[message.dtype] for message in plan.messages])[flat.message]
+    grad = (
+        flat.elements
+        * np.array([DTYPE_BYTES[message.dtype] for message in plan.messages])[flat.message]
+    )
     wire = share_of_message * message_wire[flat.message]
     total = max(workload.grad_bytes, 1)
     devices = np.array([1 if len(cluster.hosts) == 1 else host.devices for host in cluster.hosts])
@@ -125,12 +138,20 @@ def _scalars(flat: FlatPlan, costs: MessageCosts, plan: Plan, workload: Workload
             np.log1p(costs.overhead_count),
             costs.kernel_count,
             costs.is_parameter_server,
-            np.log1p(costs.channel_s / max(workload.compute_s, 1e-6)),  # 1 us: a step without computation is not divided by 0
+            np.log1p(
+                costs.channel_s / max(workload.compute_s, 1e-6)
+            ),  # 1 us: a step without computation is not divided by 0
         ]
     )[flat.message]
-    ready = ready_times_s(workload)[flat.variable] / workload.backward_s if workload.backward_s > 0 else np.zeros(len(grad))
+    ready = (
+        ready_times_s(workload)[flat.variable] / workload.backward_s
+        if workload.backward_s > 0
+        else np.zeros(len(grad))
+    )
     per_shard = np.column_stack([grad / total, wire / total, np.log1p(wire)])
-    return np.concatenate([per_shard, per_message[:, :5], ready[:, None], per_message[:, 5:]], axis=1)
+    return np.concatenate(
+        [per_shard, per_message[:, :5], ready[:, None], per_message[:, 5:]], axis=1
+    )
 
 
 def _one_hot(index: NDArray[np.int64], size: int) -> NDArray[np.float64]:

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from autotune.costs.timing import close_groups, needed_times_s, ready_times_s
 from autotune.dfg.graph import NONE, Discipline, Kind
 from autotune.lowering.costs import RuntimeCosts
 from autotune.lowering.emit import Emitter
 from autotune.lowering.messages import Members
-from autotune.strategy_space.timing import close_groups, needed_times_s, ready_times_s
 from autotune.workload import DTYPE_BYTES, Workload
 
 FloatArray = NDArray[np.float64]
@@ -46,10 +46,15 @@ class Passes:
     def of(workload: Workload) -> Passes:
         """A gradient is ready no earlier than those before it."""
         ready_s = np.maximum.accumulate(np.clip(ready_times_s(workload), 0.0, None))
-        sizes = np.array([variable.elements * DTYPE_BYTES[variable.dtype] for variable in workload.variables], dtype=np.float64)
+        sizes = np.array(
+            [variable.elements * DTYPE_BYTES[variable.dtype] for variable in workload.variables],
+            dtype=np.float64,
+        )
         needed_s = needed_times_s(workload)
         on_cpu = workload.device == "cpu" and workload.threads > 0
-        return Passes(workload, ready_s, needed_s, _firsts(ready_s), _firsts(needed_s), sizes, on_cpu)
+        return Passes(
+            workload, ready_s, needed_s, _firsts(ready_s), _firsts(needed_s), sizes, on_cpu
+        )
 
 
 def _firsts(times_s: FloatArray) -> NDArray[np.bool_]:
@@ -90,12 +95,18 @@ class Duties:
 
         `buckets`: torch's own reducer carries the plan out.
         """
-        each_s, write_s = (costs["bucket_s"], 0.0) if buckets else (costs["fill_s"], costs["write_s"])
+        each_s, write_s = (
+            (costs["bucket_s"], 0.0) if buckets else (costs["fill_s"], costs["write_s"])
+        )
         per_byte = np.where(cast, costs["cast_s_per_byte"], costs["pack_s_per_byte"])
         count = len(passes.ready_s)
-        elements = np.array([variable.elements for variable in passes.workload.variables], dtype=np.float64)
+        elements = np.array(
+            [variable.elements for variable in passes.workload.variables], dtype=np.float64
+        )
         share = members.elements / np.maximum(elements[members.variable], 1.0)
-        packed_s = np.bincount(members.variable, weights=share * per_byte[members.message], minlength=count)
+        packed_s = np.bincount(
+            members.variable, weights=share * per_byte[members.message], minlength=count
+        )
         return Duties(
             costs["hand_out_s_per_byte"] * passes.grad_bytes,
             each_s + costs["wake_s"] * passes.wakes_ready + packed_s * passes.grad_bytes,
@@ -103,7 +114,9 @@ class Duties:
             taken_s,
             write_s + costs["unpack_s_per_byte"] * passes.grad_bytes,
             costs["settle_s"],
-            costs["settle_each_s"] + costs["wake_s"] * passes.wakes_read + costs["settle_s_per_byte"] * passes.grad_bytes,
+            costs["settle_each_s"]
+            + costs["wake_s"] * passes.wakes_read
+            + costs["settle_s_per_byte"] * passes.grad_bytes,
             costs["defer_s"] * count,
             costs["buffer_s"] * passes.workload.buffers,
             costs["real_update"] * passes.workload.update_s,
@@ -119,20 +132,31 @@ class Worker:
     """
 
     def __init__(
-        self, to: Emitter, rank: int, passes: Passes, duties: Duties, cores: int = NONE, share: float = 1.0, broadcast_s: float = 0.0
+        self,
+        to: Emitter,
+        rank: int,
+        passes: Passes,
+        duties: Duties,
+        cores: int = NONE,
+        share: float = 1.0,
+        broadcast_s: float = 0.0,
     ) -> None:
         self._cores, self._share = (NONE, 1.0) if passes.computes_on_cpu else (cores, share)
         self._broadcast_s = broadcast_s
         self._to, self._rank, self._passes, self._duties = to, rank, passes, duties
         self._names = [variable.name for variable in passes.workload.variables]
-        self._device = to.queue(f"r{rank} device", Discipline.PRIORITY if duties.taken_s.any() else Discipline.FIFO)
+        self._device = to.queue(
+            f"r{rank} device", Discipline.PRIORITY if duties.taken_s.any() else Discipline.FIFO
+        )
         self._host = self._device if passes.computes_on_cpu else to.queue(f"r{rank} host")
         self._computed = self._done = NONE
 
     def forward(self, after: int) -> int:
         """A pass that waits for nothing but its buffers; its end."""
         began = self._buffers(after)
-        self._computed = self._op("forward", self._device, self._passes.workload.forward_s, Kind.FORWARD, (began,))
+        self._computed = self._op(
+            "forward", self._device, self._passes.workload.forward_s, Kind.FORWARD, (began,)
+        )
         return self._computed
 
     def _buffers(self, after: int) -> int:
@@ -156,15 +180,30 @@ class Worker:
         at_position = np.arange(messages) - (np.cumsum(issues) - issues)[duties.issued_at]
         issue = start[duties.issued_at] + head + width * at_position
         duration_s, kind = np.zeros(total), np.full(total, Kind.PACK, dtype=np.int64)
-        queue, channel = np.full(total, self._host, dtype=np.int64), np.full(total, self._cores, dtype=np.int64)
+        queue, channel = (
+            np.full(total, self._host, dtype=np.int64),
+            np.full(total, self._cores, dtype=np.int64),
+        )
         priority, host = np.zeros(total, dtype=np.int64), np.ones(total, dtype=np.bool_)
-        duration_s[fill], duration_s[issue] = self._share * duties.fill_s, self._share * duties.issue_s
+        duration_s[fill], duration_s[issue] = (
+            self._share * duties.fill_s,
+            self._share * duties.issue_s,
+        )
         if head == 3:
             duration_s[start + 1] = self._share * duties.hand_out_s
-        duration_s[start], kind[start], queue[start] = np.diff(passes.ready_s, prepend=0.0), Kind.BACKWARD, self._device
+        duration_s[start], kind[start], queue[start] = (
+            np.diff(passes.ready_s, prepend=0.0),
+            Kind.BACKWARD,
+            self._device,
+        )
         host[start] = False
         if width == 2:
-            duration_s[issue + 1], kind[issue + 1], queue[issue + 1], priority[issue + 1] = duties.taken_s, Kind.OTHER, self._device, -1
+            duration_s[issue + 1], kind[issue + 1], queue[issue + 1], priority[issue + 1] = (
+                duties.taken_s,
+                Kind.OTHER,
+                self._device,
+                -1,
+            )
             host[issue + 1] = False
             to.edges(first + issue, first + issue + 1)
         channel[~host] = NONE
@@ -185,11 +224,21 @@ class Worker:
             what = heads[part] if part < head else ("issue", "send")[(part - head) % width]
             return f"r{self._rank} {what} {names[position]}"
 
-        columns = {"queue": queue, "channel": channel, "kind": kind, "priority": priority, "layer": layer}
+        columns = {
+            "queue": queue,
+            "channel": channel,
+            "kind": kind,
+            "priority": priority,
+            "layer": layer,
+        }
         to.add(total, named, duration_s=duration_s, worker=self._rank, **columns)
         self._done = first + int(on_host[-1])
         rest_s = max(passes.workload.backward_s - float(passes.ready_s[-1]), 0.0)
-        ahead = (first + int(start[-1]), self._done) if passes.computes_on_cpu else (first + int(start[-1]),)
+        ahead = (
+            (first + int(start[-1]), self._done)
+            if passes.computes_on_cpu
+            else (first + int(start[-1]),)
+        )
         self._computed = self._op("backward end", self._device, rest_s, Kind.BACKWARD, ahead)
         issued: Numbers = first + issue
         return issued
@@ -202,11 +251,15 @@ class Worker:
     def update(self, arrived: int) -> int:
         """Averages are written back once all have come, then comes the update; its end."""
         written_s = float(self._duties.write_s.sum())
-        written = self._op("write averages", self._host, written_s, Kind.UNPACK, (*self.ends, arrived))
+        written = self._op(
+            "write averages", self._host, written_s, Kind.UNPACK, (*self.ends, arrived)
+        )
         update_s = self._passes.workload.update_s
         self._computed = self._op("update", self._device, update_s, Kind.UPDATE, (written,))
         if self._updates_for_real:
-            real = self._op("real update", self._host, self._duties.update_s, Kind.UPDATE, (written,))
+            real = self._op(
+                "real update", self._host, self._duties.update_s, Kind.UPDATE, (written,)
+            )
             self._computed = self._op("updated", NONE, 0.0, Kind.VIRTUAL, (self._computed, real))
         self._done = self._computed
         return self._computed
@@ -214,13 +267,19 @@ class Worker:
     def defer(self) -> int:
         """Averages and updates are left to the next forward pass."""
         deferred = self._op("defer", self._host, self._duties.defer_s, Kind.OTHER, self.ends)
-        self._computed = self._done = self._op("update", self._device, self._passes.workload.update_s, Kind.UPDATE, (deferred,))
+        self._computed = self._done = self._op(
+            "update", self._device, self._passes.workload.update_s, Kind.UPDATE, (deferred,)
+        )
         return self._computed
 
     @property
     def _updates_for_real(self) -> bool:
         """Emulated accelerators whose host updates, too, as all ranks that share the cores do (until 2026-11-22)."""
-        return self._cores != NONE and self._passes.workload.device == "cpu" and self._duties.update_s > 0
+        return (
+            self._cores != NONE
+            and self._passes.workload.device == "cpu"
+            and self._duties.update_s > 0
+        )
 
     def forward_waiting(self, members: Members, ends: Numbers) -> tuple[int, int]:
         """The pass reads each variable once its messages are in, from `ends` (M,); its last ops. Behind `defer`.
@@ -232,7 +291,9 @@ class Worker:
         np.minimum.at(first_read, members.message, passes.needed_s[members.variable])
         times, group = np.unique(first_read, return_inverse=True)
         group = group.ravel()
-        written_s = np.bincount(group, weights=self._written_s(members), minlength=len(times)).astype(np.float64)
+        written_s = np.bincount(
+            group, weights=self._written_s(members), minlength=len(times)
+        ).astype(np.float64)
         on_cpu = passes.computes_on_cpu
         began = self._buffers(self._computed)
         base = to.count
@@ -264,23 +325,37 @@ class Worker:
         to.add(total, named, worker=self._rank, **columns)
         rest_s = max(passes.workload.forward_s - float(times[-1]), 0.0)
         ahead = (int(segment[-1]), int(read[-1]))
-        self._computed, self._done = self._op("forward end", self._device, rest_s, Kind.FORWARD, ahead), int(written[-1])
+        self._computed, self._done = (
+            self._op("forward end", self._device, rest_s, Kind.FORWARD, ahead),
+            int(written[-1]),
+        )
         return self.ends
 
     def _written_s(self, members: Members) -> FloatArray:
         """Per message: taking it in, and its share of what its variables take to be averaged and really updated, shape (M,)."""
-        elements = np.array([variable.elements for variable in self._passes.workload.variables], dtype=np.float64)
+        elements = np.array(
+            [variable.elements for variable in self._passes.workload.variables], dtype=np.float64
+        )
         share = members.elements / np.maximum(elements[members.variable], 1.0)
         count = int(members.message.max()) + 1
         each_s = self._duties.settle_each_s
         if self._updates_for_real:
             each_s = each_s + self._duties.update_s * elements / elements.sum()
         weights = share * each_s[members.variable]
-        return self._duties.settle_s + np.bincount(members.message, weights=weights, minlength=count).astype(np.float64)
+        return self._duties.settle_s + np.bincount(
+            members.message, weights=weights, minlength=count
+        ).astype(np.float64)
 
-    def _op(self, name: str, queue: int, duration_s: float, kind: Kind, after: tuple[int, ...]) -> int:
+    def _op(
+        self, name: str, queue: int, duration_s: float, kind: Kind, after: tuple[int, ...]
+    ) -> int:
         on_host = queue == self._host and queue != self._device
-        columns = {"queue": queue, "channel": self._cores if on_host else NONE, "kind": kind, "worker": self._rank}
+        columns = {
+            "queue": queue,
+            "channel": self._cores if on_host else NONE,
+            "kind": kind,
+            "worker": self._rank,
+        }
         taken_s = duration_s * self._share if on_host else duration_s
         number = self._to.add(1, lambda _: f"r{self._rank} {name}", duration_s=taken_s, **columns)
         self._to.edges(np.array(after), number)

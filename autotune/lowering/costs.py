@@ -21,9 +21,13 @@ class Constant:
 
     def __post_init__(self) -> None:
         if not (isfinite(self.value) and self.value >= 0):
-            raise InvalidInput(f"a constant of the runtime must be finite and at least 0, but is {self.value} ({self.source})")
+            raise InvalidInput(
+                f"a constant of the runtime must be finite and at least 0, but is {self.value} ({self.source})"
+            )
         if not self.source:
-            raise InvalidInput(f"a constant of the runtime needs a source, but {self.value} has none")
+            raise InvalidInput(
+                f"a constant of the runtime needs a source, but {self.value} has none"
+            )
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,9 @@ class RuntimeCosts:
     """
 
     wake_s: Constant = Constant(0.0, "accelerators are not emulated")
-    real_update: Constant = Constant(0.0, "runtime_rewriter.pytorch.emulation: optimizers find no gradients")
+    real_update: Constant = Constant(
+        0.0, "runtime_rewriter.pytorch.emulation: optimizers find no gradients"
+    )
     fill_s: Constant = Constant(2.8e-05, _HERE)
     bucket_s: Constant = Constant(1.3e-05, _HERE)
     hand_out_s_per_byte: Constant = Constant(0.0, "accelerators are not emulated")
@@ -90,10 +96,12 @@ class RuntimeCosts:
     low_rank_s: Constant = Constant(0.00017, _HERE)
     low_rank_s_per_flop: Constant = Constant(5e-10, _HERE)
     threads: Constant = Constant(
-        2, "torch: options of ProcessGroupGloo, `threads = 2`, in torch/csrc/distributed/c10d/ProcessGroupGloo.hpp"
+        2,
+        "torch: options of ProcessGroupGloo, `threads = 2`, in torch/csrc/distributed/c10d/ProcessGroupGloo.hpp",
     )
     payload: Constant = Constant(
-        1448 / 1538, "Ethernet of MTU 1500: of 1538 bytes with preamble and gap a TCP segment with timestamps carries 1448"
+        1448 / 1538,
+        "Ethernet of MTU 1500: of 1538 bytes with preamble and gap a TCP segment with timestamps carries 1448",
     )
 
     def __post_init__(self) -> None:
@@ -112,5 +120,7 @@ class RuntimeCosts:
         return {field.name: getattr(self, field.name).source for field in fields(self)}
 
 
-EMULATED_COSTS = replace(RuntimeCosts(), wake_s=Constant(0.00037, _HERE), hand_out_s_per_byte=Constant(1.6e-10, _HERE))
+EMULATED_COSTS = replace(
+    RuntimeCosts(), wake_s=Constant(0.00037, _HERE), hand_out_s_per_byte=Constant(1.6e-10, _HERE)
+)
 """Of a rank whose accelerator is emulated."""

@@ -86,13 +86,23 @@ class Emitter:
 
     def edges(self, parents: ArrayLike, children: ArrayLike) -> None:
         """Each parent to its child; one of them may be a single op. Negative numbers stand for no op."""
-        ends = np.broadcast_arrays(np.asarray(parents, dtype=np.int64), np.asarray(children, dtype=np.int64))
+        ends = np.broadcast_arrays(
+            np.asarray(parents, dtype=np.int64), np.asarray(children, dtype=np.int64)
+        )
         self._edges.append((ends[0].ravel(), ends[1].ravel()))
 
     def build(self, layers: Sequence[str]) -> Dfg:
         columns: dict[str, Any] = {name: self._column(name) for name in _COLUMNS}
-        parents = np.concatenate([edge[0] for edge in self._edges]) if self._edges else np.zeros(0, dtype=np.int64)
-        children = np.concatenate([edge[1] for edge in self._edges]) if self._edges else np.zeros(0, dtype=np.int64)
+        parents = (
+            np.concatenate([edge[0] for edge in self._edges])
+            if self._edges
+            else np.zeros(0, dtype=np.int64)
+        )
+        children = (
+            np.concatenate([edge[1] for edge in self._edges])
+            if self._edges
+            else np.zeros(0, dtype=np.int64)
+        )
         there = (parents >= 0) & (children >= 0)
         start, child = csr(self.count, parents[there], children[there])
         return Dfg(
@@ -100,9 +110,15 @@ class Emitter:
             gap_s=np.zeros(self.count),
             child_start=start,
             child=child,
-            discipline=np.array([discipline for _, discipline in self._queues.values()], dtype=np.int8),
-            lock_capacity=np.array([capacity for _, capacity in self._locks.values()], dtype=np.int32),
-            names=Names(BlockNames(self._starts, self._named, self.count), tuple(self._queues), layers),
+            discipline=np.array(
+                [discipline for _, discipline in self._queues.values()], dtype=np.int8
+            ),
+            lock_capacity=np.array(
+                [capacity for _, capacity in self._locks.values()], dtype=np.int32
+            ),
+            names=Names(
+                BlockNames(self._starts, self._named, self.count), tuple(self._queues), layers
+            ),
         )
 
     def _column(self, name: str) -> NDArray[np.generic]:

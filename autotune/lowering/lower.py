@@ -19,7 +19,7 @@ from autotune.lowering.network import CORES, Network, Sent
 from autotune.lowering.step_times import Timing
 from autotune.lowering.steps import Step
 from autotune.lowering.traffic import Collective, Ports
-from autotune.strategy_space.carrier import sent_by_torch
+from autotune.strategy_space.backend import sent_by_torch
 from autotune.strategy_space.plan import Message, Plan
 from autotune.strategy_space.strategy import CASTS
 from autotune.workload import Workload
@@ -35,14 +35,29 @@ class Lowering:
     Where all hosts stand on one machine (`Cluster.machine_cores`), messages, packing and compression wait for its cores.
     """
 
-    def __init__(self, workload: Workload, cluster: Cluster, costs: RuntimeCosts | None = None, taken_share: float = 0.0) -> None:
-        self.workload, self.cluster, self.costs, self.taken_share = workload, cluster, costs or RuntimeCosts(), taken_share
+    def __init__(
+        self,
+        workload: Workload,
+        cluster: Cluster,
+        costs: RuntimeCosts | None = None,
+        taken_share: float = 0.0,
+    ) -> None:
+        self.workload, self.cluster, self.costs, self.taken_share = (
+            workload,
+            cluster,
+            costs or RuntimeCosts(),
+            taken_share,
+        )
         self._passes = Passes.of(workload)
         self._ports = Ports(cluster)
         timing = Timing(cluster, self._ports, self.costs)
         self._sender = Sender(timing, self.costs, workload)
         sizes = np.array(workload.buffer_bytes, dtype=np.float64)
-        self._buffers_s = float(timing.of(BUFFERS, sizes, (tuple(range(cluster.world_size)),)).alone_s.sum()) if len(sizes) else 0.0
+        self._buffers_s = (
+            float(timing.of(BUFFERS, sizes, (tuple(range(cluster.world_size)),)).alone_s.sum())
+            if len(sizes)
+            else 0.0
+        )
         # Side by side all ranks want the cores of their one machine; while each has one to itself, none waits for it.
         crowd = cluster.world_size / cluster.machine_cores if cluster.machine_cores > 0 else 0.0
         self._crowd = crowd if crowd >= 1 else 0.0
@@ -72,7 +87,12 @@ class Lowering:
         """Predicted seconds per step in the steady state."""
         return replay(self.period(plan)).makespan_s
 
-    def message_graph(self, messages: Sequence[Message], ring_order: tuple[int, ...] | None = None, limit: int | None = None) -> Dfg:
+    def message_graph(
+        self,
+        messages: Sequence[Message],
+        ring_order: tuple[int, ...] | None = None,
+        limit: int | None = None,
+    ) -> Dfg:
         """These messages alone, all of whose gradients are packed at time 0, until the last has arrived. For partial replay.
 
         `limit`: as in `Plan`.
@@ -82,23 +102,40 @@ class Lowering:
         issue_s = np.full(count, self.costs["issue_s"])
         for batch in batches:
             issue_s[batch.numbers] += 0.0 if limit is not None else batch.steps[0].prepare_s
-        first = to.add(count, lambda number: f"issue {number}", duration_s=issue_s, queue=to.queue("r0 host"), kind=Kind.PACK, worker=0)
+        first = to.add(
+            count,
+            lambda number: f"issue {number}",
+            duration_s=issue_s,
+            queue=to.queue("r0 host"),
+            kind=Kind.PACK,
+            worker=0,
+        )
         issued = first + np.arange(count)
         to.edges(issued[:-1], issued[1:])
         layer = np.zeros(count, dtype=np.int64)
-        network = Network(batches, True, self._ports, self.costs, [0], limit, layer, True, self._crowd)
+        network = Network(
+            batches, True, self._ports, self.costs, [0], limit, layer, True, self._crowd
+        )
         network.emit(to, issued[None, :])
         return to.build(("message",))
 
     def sync_s(self, message: Message, parts: int = 1, limit: int | None = None) -> float:
         """How long the message takes alone if it is cut into so many messages of about the same size (dPRO's OPTPARTNUM)."""
         if parts < 1:
-            raise InvalidInput(f"a message can be cut into at least 1 part, but {parts} are asked for")
+            raise InvalidInput(
+                f"a message can be cut into at least 1 part, but {parts} are asked for"
+            )
         elements = message.elements
-        sizes = [elements * (number + 1) // parts - elements * number // parts for number in range(parts)]
+        sizes = [
+            elements * (number + 1) // parts - elements * number // parts for number in range(parts)
+        ]
         first = message.slices[0]
         rows = [max(first.rows * size // max(elements, 1), 1) for size in sizes]
-        cut = [replace(message, slices=(replace(first, elements=size, rows=own),)) for size, own in zip(sizes, rows, strict=True) if size]
+        cut = [
+            replace(message, slices=(replace(first, elements=size, rows=own),))
+            for size, own in zip(sizes, rows, strict=True)
+            if size
+        ]
         return replay(self.message_graph(cut or [message], limit=limit)).makespan_s
 
 
@@ -125,7 +162,9 @@ class _Drawing:
             taken_s = lowering.taken_share * lowering._sender.cpu_s(plan)
         cast = np.array([message.compressor in CASTS for message in plan.messages])
         buckets = sent_by_torch(plan, lowering.workload.variables)
-        duties = Duties.of(lowering._passes, self.members, cast, prepare_s, taken_s, lowering.costs, buckets)
+        duties = Duties.of(
+            lowering._passes, self.members, cast, prepare_s, taken_s, lowering.costs, buckets
+        )
         self.network = Network(
             batches,
             symmetric,
@@ -139,7 +178,10 @@ class _Drawing:
         )
         cores = self.to.queue(CORES) if lowering._crowd > 0 else NONE
         share = lowering._crowd / len(ranks) if lowering._crowd > 0 else 1.0
-        self.workers = [Worker(self.to, rank, lowering._passes, duties, cores, share, lowering._buffers_s) for rank in ranks]
+        self.workers = [
+            Worker(self.to, rank, lowering._passes, duties, cores, share, lowering._buffers_s)
+            for rank in ranks
+        ]
 
     def steps(self, count: int) -> Dfg:
         starts = [worker.forward(NONE) for worker in self.workers]
@@ -178,12 +220,19 @@ class _Drawing:
 
 
 def lower(
-    workload: Workload, cluster: Cluster, plan: Plan, steps: int = 2, symmetric: bool = True, costs: RuntimeCosts | None = None
+    workload: Workload,
+    cluster: Cluster,
+    plan: Plan,
+    steps: int = 2,
+    symmetric: bool = True,
+    costs: RuntimeCosts | None = None,
 ) -> Dfg:
     """The graph of one plan; for many, keep a `Lowering`."""
     return Lowering(workload, cluster, costs).graph(plan, steps, symmetric)
 
 
-def replayed_step_s(plan: Plan, workload: Workload, cluster: Cluster, costs: RuntimeCosts | None = None) -> float:
+def replayed_step_s(
+    plan: Plan, workload: Workload, cluster: Cluster, costs: RuntimeCosts | None = None
+) -> float:
     """Predicted seconds per step of one plan; for many, keep a `Lowering`."""
     return Lowering(workload, cluster, costs).step_s(plan)

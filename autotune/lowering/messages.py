@@ -17,12 +17,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from autotune.costs.row_traffic import RowTraffic
 from autotune.errors import InvalidInput
 from autotune.lowering.costs import RuntimeCosts
 from autotune.lowering.step_times import StepTimes, Timing
 from autotune.lowering.steps import Circle, Step, sizes_of, steps_of
 from autotune.strategy_space.plan import Message, Plan
-from autotune.strategy_space.row_traffic import RowTraffic
 from autotune.strategy_space.strategy import Compressor
 from autotune.workload import Workload
 
@@ -72,7 +72,11 @@ class Members:
                 "plan the strategy for this workload"
             )
         index = workload.index
-        rows = [(index[part.variable], number, part.elements) for number, each in enumerate(plan.messages) for part in each.slices]
+        rows = [
+            (index[part.variable], number, part.elements)
+            for number, each in enumerate(plan.messages)
+            for part in each.slices
+        ]
         table = np.array(rows, dtype=np.int64).reshape(-1, 3)
         last = np.full(len(plan.messages), -1, dtype=np.int64)
         np.maximum.at(last, table[:, 1], table[:, 0])
@@ -83,20 +87,41 @@ class Sender:
     """Finds the steps of the messages of a workload's plans on one cluster."""
 
     def __init__(self, timing: Timing, costs: RuntimeCosts, workload: Workload) -> None:
-        self.timing, self.costs, self.cluster, self.traffic = timing, costs, timing.cluster, RowTraffic(workload)
+        self.timing, self.costs, self.cluster, self.traffic = (
+            timing,
+            costs,
+            timing.cluster,
+            RowTraffic(workload),
+        )
         host_of = timing.ports.host_of_rank
-        self._hosts = tuple(tuple(np.flatnonzero(host_of == host).tolist()) for host in range(len(self.cluster.hosts)))
+        self._hosts = tuple(
+            tuple(np.flatnonzero(host_of == host).tolist())
+            for host in range(len(self.cluster.hosts))
+        )
         self._world = tuple(range(self.cluster.world_size))
-        self._kinds: dict[Hashable, tuple[tuple[Step, ...], dict[Circle, tuple[tuple[int, ...], ...]]]] = {}
+        self._kinds: dict[
+            Hashable, tuple[tuple[Step, ...], dict[Circle, tuple[tuple[int, ...], ...]]]
+        ] = {}
 
-    def batches(self, messages: Sequence[Message], ring_order: tuple[int, ...] | None = None) -> list[Batch]:
+    def batches(
+        self, messages: Sequence[Message], ring_order: tuple[int, ...] | None = None
+    ) -> list[Batch]:
         """By kind; no message is in two of them."""
         grouped: dict[Hashable, list[int]] = {}
         for number, message in enumerate(messages):
             grouped.setdefault(_kind(message), []).append(number)
-        return [self._batch([messages[number] for number in numbers], ring_order, kind, numbers) for kind, numbers in grouped.items()]
+        return [
+            self._batch([messages[number] for number in numbers], ring_order, kind, numbers)
+            for kind, numbers in grouped.items()
+        ]
 
-    def _batch(self, messages: Sequence[Message], ring_order: tuple[int, ...] | None, kind: Hashable, numbers: Sequence[int]) -> Batch:
+    def _batch(
+        self,
+        messages: Sequence[Message],
+        ring_order: tuple[int, ...] | None,
+        kind: Hashable,
+        numbers: Sequence[int],
+    ) -> Batch:
         key = (kind, ring_order)
         if key not in self._kinds:
             self._kinds[key] = self._steps(messages[0], ring_order)
@@ -105,25 +130,55 @@ class Sender:
         made = []
         for step in steps:
             size_bytes = step.size(sizes)
-            times = self.timing.of(step, size_bytes, circles[step.circle]) if step.collective is not None else None
+            times = (
+                self.timing.of(step, size_bytes, circles[step.circle])
+                if step.collective is not None
+                else None
+            )
             root = _root(step, circles[step.circle])
-            circle_key = (step.circle, circles[step.circle]) if step.circle is not Circle.HOSTS else step.circle
-            made.append(SendStep(step, times, step.prepare(sizes), step.prepare_root(sizes), size_bytes, root, circle_key))
+            circle_key = (
+                (step.circle, circles[step.circle])
+                if step.circle is not Circle.HOSTS
+                else step.circle
+            )
+            made.append(
+                SendStep(
+                    step,
+                    times,
+                    step.prepare(sizes),
+                    step.prepare_root(sizes),
+                    size_bytes,
+                    root,
+                    circle_key,
+                )
+            )
         return Batch(np.array(numbers, dtype=np.int64), tuple(made))
 
     def cpu_s(self, plan: Plan) -> FloatArray:
         """CPU time of every message on one rank by the probed fits, shape (M,); 0 where the primitive was not probed."""
-        fits = {primitive: self.cluster.fit(primitive.value, plan.world_size) for primitive in {m.primitive for m in plan.messages}}
+        fits = {
+            primitive: self.cluster.fit(primitive.value, plan.world_size)
+            for primitive in {m.primitive for m in plan.messages}
+        }
         sizes_bytes = self.traffic.collective_bytes(plan.messages, plan.world_size).tolist()
         sized = zip(plan.messages, sizes_bytes, strict=True)
-        return np.array([fit.cpu_s(size) if (fit := fits[message.primitive]) else 0.0 for message, size in sized])
+        return np.array(
+            [
+                fit.cpu_s(size) if (fit := fits[message.primitive]) else 0.0
+                for message, size in sized
+            ]
+        )
 
     def _steps(
         self, message: Message, ring_order: tuple[int, ...] | None
     ) -> tuple[tuple[Step, ...], dict[Circle, tuple[tuple[int, ...], ...]]]:
         world = message.ranks or ring_order or self._world
         hosts = (
-            tuple(own for part in self._hosts if (own := tuple(rank for rank in part if rank in set(world))))
+            tuple(
+                own
+                for part in self._hosts
+                if (own := tuple(rank for rank in part if rank in set(world)))
+            )
             if message.hierarchical
             else ()
         )
@@ -138,7 +193,9 @@ class Sender:
 
 def _kind(message: Message) -> Hashable:
     """What tells messages apart but for their sizes."""
-    single = message.compressor is Compressor.POWER_SGD and all(part.rows < 2 for part in message.slices)
+    single = message.compressor is Compressor.POWER_SGD and all(
+        part.rows < 2 for part in message.slices
+    )
     return (
         message.primitive,
         message.compressor,
@@ -165,12 +222,18 @@ def kept_ports(batches: Sequence[Batch], fold: bool) -> Numbers:
     the same ops in the same order, so by induction it is free no later and finishes none later. So of n hosts alike one is left,
     and of a ring through unlike hosts the slowest; that is exact.
     """
-    return _kept([step.times.ports for batch in batches for step in batch.steps if step.times is not None], fold)
+    return _kept(
+        [step.times.ports for batch in batches for step in batch.steps if step.times is not None],
+        fold,
+    )
 
 
 def kept_cores(batches: Sequence[Batch], fold: bool) -> Numbers:
     """The hosts whose cores decide, in the same way."""
-    return _kept([step.times.cores for batch in batches for step in batch.steps if step.times is not None], fold)
+    return _kept(
+        [step.times.cores for batch in batches for step in batch.steps if step.times is not None],
+        fold,
+    )
 
 
 def _kept(rows: list[FloatArray], fold: bool) -> Numbers:
@@ -180,11 +243,18 @@ def _kept(rows: list[FloatArray], fold: bool) -> Numbers:
     kept = np.flatnonzero(loads.any(axis=0))
     if not fold or len(kept) < 2:
         return kept
-    first = {column.tobytes(): port for port, column in zip(kept[::-1].tolist(), np.ascontiguousarray(loads[:, kept].T)[::-1], strict=True)}
+    first = {
+        column.tobytes(): port
+        for port, column in zip(
+            kept[::-1].tolist(), np.ascontiguousarray(loads[:, kept].T)[::-1], strict=True
+        )
+    }
     kept = np.array(sorted(first.values()), dtype=np.int64)
     if len(kept) > _CLOSELY_COMPARED:
         return kept
     columns = loads[:, kept]
-    below: NDArray[np.bool_] = np.all(columns[:, :, None] <= columns[:, None, :], axis=0)  # [p, q]: p nowhere above q
+    below: NDArray[np.bool_] = np.all(
+        columns[:, :, None] <= columns[:, None, :], axis=0
+    )  # [p, q]: p nowhere above q
     np.fill_diagonal(below, False)
     return kept[~below.any(axis=1)]

@@ -53,8 +53,12 @@ class _Template:
     edges: list[tuple[int, int]] = field(default_factory=list)
     durations: list[FloatArray] = field(default_factory=list)
     sizes: list[FloatArray] = field(default_factory=list)
-    prepared: list[list[int]] = field(default_factory=list)  # of each step, the ops of its lane's thread, by worker
-    done: list[list[int]] = field(default_factory=list)  # of each step, what its lane has behind it, by worker
+    prepared: list[list[int]] = field(
+        default_factory=list
+    )  # of each step, the ops of its lane's thread, by worker
+    done: list[list[int]] = field(
+        default_factory=list
+    )  # of each step, what its lane has behind it, by worker
     first: list[int] = field(default_factory=list)  # ops that start with the message's issue
 
     def add(
@@ -132,7 +136,12 @@ class Network:
         self._messages = sum(len(batch.numbers) for batch in batches)
         steps = [step for batch in batches for step in batch.steps]
         # Hosts that hold up others' gathers or scatters: elsewhere nobody would wait for a turn.
-        self._slow_leaves = {port % ports.hosts for step in steps for port in self._deciding(step) if port != self._root_port(step)}
+        self._slow_leaves = {
+            port % ports.hosts
+            for step in steps
+            for port in self._deciding(step)
+            if port != self._root_port(step)
+        }
 
     def emit(self, to: Emitter, issued: Numbers) -> Sent:
         """One step's messages; `issued` (W, M): the ops that issue them."""
@@ -161,7 +170,9 @@ class Network:
             edges = np.array(template.edges, dtype=np.int64).reshape(-1, 2)
             to.edges(start[:, None] + edges[:, 0], start[:, None] + edges[:, 1])
             for op in template.first:
-                to.edges(issued[:, batch.numbers], np.broadcast_to(start + op, (len(issued), len(start))))
+                to.edges(
+                    issued[:, batch.numbers], np.broadcast_to(start + op, (len(issued), len(start)))
+                )
             for table, ops in ((prepared, template.prepared), (done, template.done)):
                 for lane, of_workers in enumerate(ops):
                     for worker, op in enumerate(of_workers):
@@ -202,7 +213,9 @@ class Network:
             made.add("out", NONE, Kind.VIRTUAL, empty, behind)
         return made
 
-    def _step(self, to: Emitter, made: _Template, own: SendStep, lane: int, behind: list[int], empty: int) -> list[int]:
+    def _step(
+        self, to: Emitter, made: _Template, own: SendStep, lane: int, behind: list[int], empty: int
+    ) -> list[int]:
         """The ops of one step behind those of the step before; those that the next one waits for."""
         threads = []
         if lane > 0 or self._limit is not None:
@@ -213,56 +226,113 @@ class Network:
             kind = Kind.UNPACK if own.times is None else Kind.PACK
             for worker in self._workers:
                 queue = to.queue(f"r{worker} {thread}")
-                threads.append(made.add(f"{thread} of r{worker}", queue, kind, slot, behind, worker=worker, channel=cores))
+                threads.append(
+                    made.add(
+                        f"{thread} of r{worker}",
+                        queue,
+                        kind,
+                        slot,
+                        behind,
+                        worker=worker,
+                        channel=cores,
+                    )
+                )
             behind = threads
         made.prepared.append(threads)
         if own.prepare_root_s.any():
             queue = to.queue(f"r{own.root} server")
-            behind = [made.add("sum", queue, Kind.SERVER, made.duration(own.prepare_root_s), behind, worker=own.root)]
+            behind = [
+                made.add(
+                    "sum",
+                    queue,
+                    Kind.SERVER,
+                    made.duration(own.prepare_root_s),
+                    behind,
+                    worker=own.root,
+                )
+            ]
         if own.times is not None:
             behind = [self._rounds(to, made, own, lane, behind, empty)]
         made.done.append(behind * len(self._workers) if len(behind) == 1 else behind)
         return behind
 
-    def _rounds(self, to: Emitter, made: _Template, own: SendStep, lane: int, behind: list[int], empty: int) -> int:
+    def _rounds(
+        self, to: Emitter, made: _Template, own: SendStep, lane: int, behind: list[int], empty: int
+    ) -> int:
         """In every round each port sends its share, then the rest of the time passes; the last op gives the thread back."""
         times, none = own.times, np.zeros(len(own.size_bytes))
         assert times is not None and own.step.collective is not None
         collective = own.step.collective
         loaded = [int(port) for port in self._ports if times.ports[port] > 0]
-        rounds = STAR_PIECES if times.rounds == 1 and collective is not Collective.ALL_TO_ALL else min(times.rounds, MOST_ROUNDS)
+        rounds = (
+            STAR_PIECES
+            if times.rounds == 1 and collective is not Collective.ALL_TO_ALL
+            else min(times.rounds, MOST_ROUNDS)
+        )
         rounds = 1 if self._coarse else rounds
-        lock = NONE if self._limit == 1 else to.lock((lane, own.circle_key), int(self._costs["threads"]))
+        lock = (
+            NONE
+            if self._limit == 1
+            else to.lock((lane, own.circle_key), int(self._costs["threads"]))
+        )
         busy = [int(host) for host in self._cores if times.cores[host] > 0]
         # Cores are at work beyond a message's end: senders still move what their sockets hold, threads go back to sleep.
         crowded = float(times.cores.max(initial=0.0))
         within_s = np.minimum(times.cpu_s, times.alone_s / crowded) if crowded > 0 else none
         beyond_s = times.cpu_s - within_s if crowded > 0 else none
         most_s = np.maximum(times.link_s, within_s * crowded)
-        waits = made.duration(np.maximum(times.alone_s - most_s, 0.0) / rounds)  # the product may round up to more
-        sends = {self._link.name(port): (Kind.SEND, made.duration(times.link_s * times.ports[port] / rounds)) for port in loaded}
-        sends |= {self._cores_name(host): (Kind.COPY, made.duration(within_s * times.cores[host] / rounds)) for host in busy}
+        waits = made.duration(
+            np.maximum(times.alone_s - most_s, 0.0) / rounds
+        )  # the product may round up to more
+        sends = {
+            self._link.name(port): (
+                Kind.SEND,
+                made.duration(times.link_s * times.ports[port] / rounds),
+            )
+            for port in loaded
+        }
+        sends |= {
+            self._cores_name(host): (
+                Kind.COPY,
+                made.duration(within_s * times.cores[host] / rounds),
+            )
+            for host in busy
+        }
         size = made.size(own.size_bytes / rounds)
         entry = made.add(f"{collective} in", NONE, Kind.VIRTUAL, empty, behind, acquires=lock)
         names = tuple(sends)
         made.queue += [*map(to.queue, names), NONE] * rounds
         turns = self._turns(own)
         hosts = {port: self._link.name(port).rpartition(" ")[0] for port in turns}
-        channels = [to.queue(f"lane {lane} turns of {hosts[port]}") if port in turns else NONE for port in loaded]
+        channels = [
+            to.queue(f"lane {lane} turns of {hosts[port]}") if port in turns else NONE
+            for port in loaded
+        ]
         made.channel += [*channels, *[NONE] * (len(names) - len(loaded) + 1)] * rounds
         made.kind += [*(kind for kind, _ in sends.values()), Kind.VIRTUAL] * rounds
         made.slot += [*(slot for _, slot in sends.values()), waits] * rounds
-        made.size_slot += [*(size if kind is Kind.SEND else NONE for kind, _ in sends.values()), NONE] * rounds
+        made.size_slot += [
+            *(size if kind is Kind.SEND else NONE for kind, _ in sends.values()),
+            NONE,
+        ] * rounds
         made.worker += [NONE] * (len(names) + 1) * rounds
         made.acquires += [NONE] * (len(names) + 1) * rounds
         made.releases += [NONE] * ((len(names) + 1) * rounds - 1) + [lock]
         made.names += _round_names(collective, names, rounds)
-        made.edges += [(entry + parent, entry + child) for parent, child in _round_edges(len(names), rounds)]
+        made.edges += [
+            (entry + parent, entry + child) for parent, child in _round_edges(len(names), rounds)
+        ]
         last = len(made.queue) - 1
         if beyond_s.any():
             for host in busy:
                 slot = made.duration(beyond_s * times.cores[host])
-                made.add(f"{collective} beyond", to.queue(self._cores_name(host)), Kind.COPY, slot, [last])
+                made.add(
+                    f"{collective} beyond",
+                    to.queue(self._cores_name(host)),
+                    Kind.COPY,
+                    slot,
+                    [last],
+                )
         return last
 
     def _turns(self, own: SendStep) -> set[int]:
@@ -278,11 +348,19 @@ class Network:
     def _deciding(self, own: SendStep) -> list[int]:
         """The root's port where that is the slowest of a gather or scatter, else those of other hosts that are; none of other steps."""
         times = own.times
-        if times is None or self._limit == 1 or own.step.collective not in (Collective.GATHER, Collective.SCATTER):
+        if (
+            times is None
+            or self._limit == 1
+            or own.step.collective not in (Collective.GATHER, Collective.SCATTER)
+        ):
             return []
         at_root = self._root_port(own)
         slowest = np.flatnonzero(times.ports >= 1 - 1e-9).tolist()
-        return [at_root] if at_root in slowest else [port for port in slowest if port < 2 * self._link.hosts]
+        return (
+            [at_root]
+            if at_root in slowest
+            else [port for port in slowest if port < 2 * self._link.hosts]
+        )
 
     def _root_port(self, own: SendStep) -> int:
         side = IN if own.step.collective is Collective.GATHER else OUT
@@ -291,7 +369,9 @@ class Network:
 
 @lru_cache(maxsize=1024)
 def _round_names(collective: Collective, ports: tuple[str, ...], rounds: int) -> tuple[str, ...]:
-    return tuple(f"{collective} {number} {name}" for number in range(rounds) for name in (*ports, "wait"))
+    return tuple(
+        f"{collective} {number} {name}" for number in range(rounds) for name in (*ports, "wait")
+    )
 
 
 @lru_cache(maxsize=256)
@@ -300,7 +380,9 @@ def _round_edges(ports: int, rounds: int) -> tuple[tuple[int, int], ...]:
     edges = []
     for number in range(rounds):
         before, first = number * (ports + 1), number * (ports + 1) + 1
-        edges += [(before, first + port) for port in range(ports)] + [(first + port, first + ports) for port in range(ports)]
+        edges += [(before, first + port) for port in range(ports)] + [
+            (first + port, first + ports) for port in range(ports)
+        ]
         if ports == 0:
             edges.append((before, first))
     return tuple(edges)

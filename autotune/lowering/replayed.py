@@ -52,7 +52,12 @@ class LoweredSteps:
         taken_share: float = 0.0,
         costs: RuntimeCosts | None = None,
     ) -> None:
-        self.workload, self.cluster, self.taken_share, self.costs = workload, cluster, taken_share, costs
+        self.workload, self.cluster, self.taken_share, self.costs = (
+            workload,
+            cluster,
+            taken_share,
+            costs,
+        )
         self.replayed = self.ops = 0
         self._symmetric = symmetric
         self._lowering = Lowering(workload, cluster, costs, taken_share)
@@ -84,7 +89,11 @@ class LoweredSteps:
         message = message_of_op(dfg, sent)
         own = message >= 0
         start_s = np.full(len(plan.messages), np.inf)
-        np.minimum.at(start_s, message[own & (dfg.kind != Kind.VIRTUAL)], timeline.start_s[own & (dfg.kind != Kind.VIRTUAL)])
+        np.minimum.at(
+            start_s,
+            message[own & (dfg.kind != Kind.VIRTUAL)],
+            timeline.start_s[own & (dfg.kind != Kind.VIRTUAL)],
+        )
         end_s = timeline.end_s[sent.ends]
         path = [int(message[op]) for op in critical_ops(timeline)]
         critical = tuple(dict.fromkeys(number for number in path if number >= 0))
@@ -107,7 +116,9 @@ def _key(plan: Plan) -> object:
 def message_of_op(dfg: Dfg, sent: Sent) -> NDArray[np.int64]:
     """The number of the message that each op belongs to, NONE for the others; shape (N,)."""
     found = np.full(dfg.ops, NONE, dtype=np.int64)
-    for number, (first, last) in enumerate(zip(sent.starts.tolist(), sent.ends.tolist(), strict=True)):
+    for number, (first, last) in enumerate(
+        zip(sent.starts.tolist(), sent.ends.tolist(), strict=True)
+    ):
         found[first : last + 1] = number
     return found
 

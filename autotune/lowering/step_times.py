@@ -26,11 +26,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autotune.cluster import Cluster, CollectiveFit, Where
+from autotune.costs.sync_cost import KERNEL_LATENCY_S
 from autotune.lowering.costs import RuntimeCosts
 from autotune.lowering.steps import Circle, Step
 from autotune.lowering.traffic import Collective, Ports, Traffic
 from autotune.strategy_space.plan import Primitive
-from autotune.strategy_space.sync_cost import KERNEL_LATENCY_S
 
 FloatArray = NDArray[np.float64]
 
@@ -62,7 +62,9 @@ class Timing:
     def __init__(self, cluster: Cluster, ports: Ports, costs: RuntimeCosts) -> None:
         self.cluster, self.ports, self.costs = cluster, ports, costs
         self._known: dict[tuple[Collective, tuple[int, ...], int], Traffic] = {}
-        self._firsts = tuple(int(np.searchsorted(ports.host_of_rank, host)) for host in range(len(cluster.hosts)))
+        self._firsts = tuple(
+            int(np.searchsorted(ports.host_of_rank, host)) for host in range(len(cluster.hosts))
+        )
         self._world = tuple(range(cluster.world_size))
 
     def traffic(self, collective: Collective, members: tuple[int, ...], root: int) -> Traffic:
@@ -71,22 +73,36 @@ class Timing:
             self._known[key] = self.ports.traffic(collective, members, root)
         return self._known[key]
 
-    def of(self, step: Step, size_bytes: FloatArray, circles: Sequence[tuple[int, ...]]) -> StepTimes:
+    def of(
+        self, step: Step, size_bytes: FloatArray, circles: Sequence[tuple[int, ...]]
+    ) -> StepTimes:
         """`circles`: the members of each part that runs the step at the same time; of hosts, one part each."""
         assert step.collective is not None
         parts = [members for members in circles if len(members) > 1]
         if not parts:
             none = np.zeros(len(size_bytes))
             return StepTimes(none, none, np.zeros(self.ports.count), 1, none, self._cores(parts))
-        traffics = [self.traffic(step.collective, members, _root(step.root, members)) for members in parts]
+        traffics = [
+            self.traffic(step.collective, members, _root(step.root, members)) for members in parts
+        ]
         s_per_byte = np.maximum.reduce([traffic.s_per_byte for traffic in traffics])
-        slowest, whole = float(s_per_byte.max()), max(traffic.alone_s_per_byte for traffic in traffics)
+        slowest, whole = (
+            float(s_per_byte.max()),
+            max(traffic.alone_s_per_byte for traffic in traffics),
+        )
         rounds = max(traffic.rounds for traffic in traffics)
         size = max(len(members) for members in parts)
         found = self._fitted(step, size_bytes, size)
         if found is None:
-            link_s, cpu_s = slowest * size_bytes / self.costs["payload"], self._cpu_s(size_bytes, size, step.circle)
-            alone_s = whole * size_bytes / self.costs["payload"] + 2 * rounds * self._latency_s(step.circle) + KERNEL_LATENCY_S
+            link_s, cpu_s = (
+                slowest * size_bytes / self.costs["payload"],
+                self._cpu_s(size_bytes, size, step.circle),
+            )
+            alone_s = (
+                whole * size_bytes / self.costs["payload"]
+                + 2 * rounds * self._latency_s(step.circle)
+                + KERNEL_LATENCY_S
+            )
         else:
             fitted_s, slope, cpu_s = found
             probed = self._probed_s_per_byte(step.collective, step.circle, size)
@@ -94,7 +110,14 @@ class Timing:
             alone_s = np.maximum(fitted_s + g * (whole - probed) * size_bytes, 0.0)
             link_s = np.minimum(g * slowest * size_bytes, alone_s)
         cores = self._cores(parts)
-        return StepTimes(alone_s, link_s, s_per_byte / slowest if slowest > 0 else s_per_byte, rounds, cpu_s, cores)
+        return StepTimes(
+            alone_s,
+            link_s,
+            s_per_byte / slowest if slowest > 0 else s_per_byte,
+            rounds,
+            cpu_s,
+            cores,
+        )
 
     def _cores(self, parts: Sequence[tuple[int, ...]]) -> FloatArray:
         """Ranks that take part by cores, of every host; of the one machine that they all stand on, (1,), if there is such."""
@@ -102,10 +125,16 @@ class Timing:
         if self.cluster.machine_cores > 0:
             return np.array([len(ranks) / self.cluster.machine_cores])
         cores = np.array([host.cores for host in self.cluster.hosts], dtype=np.float64)
-        taking = np.bincount(self.ports.host_of_rank[ranks], minlength=len(cores)) if ranks else np.zeros(len(cores))
+        taking = (
+            np.bincount(self.ports.host_of_rank[ranks], minlength=len(cores))
+            if ranks
+            else np.zeros(len(cores))
+        )
         return np.divide(taking, cores, out=np.zeros(len(cores)), where=cores > 0)
 
-    def _fitted(self, step: Step, size_bytes: FloatArray, size: int) -> tuple[FloatArray, float, FloatArray] | None:
+    def _fitted(
+        self, step: Step, size_bytes: FloatArray, size: int
+    ) -> tuple[FloatArray, float, FloatArray] | None:
         """(seconds, last slope, CPU seconds of a rank) of the step by the fits, or None where nothing of its kind was probed."""
         assert step.collective is not None
         own = None if step.fit else self._fit(step.collective.value, size, step.circle)
@@ -126,14 +155,18 @@ class Timing:
         alike = self._fit(Collective.ALL_GATHER.value, size, circle)
         return _of_fit(alike, size_bytes)[2] if alike is not None else np.zeros(len(size_bytes))
 
-    def _share(self, name: str, half: Collective, size: int, circle: Circle, size_bytes: FloatArray) -> FloatArray:
+    def _share(
+        self, name: str, half: Collective, size: int, circle: Circle, size_bytes: FloatArray
+    ) -> FloatArray:
         """Of a primitive of two halves that were fitted together: this one's, by its own fit, else by what both move."""
         fits = [self._fit(each.value, size, circle) for each in _HALVES[name]]
         at = _HALVES[name].index(half)
         if fits[0] is not None and fits[1] is not None:
             seconds = [fit.seconds_each(size_bytes) for fit in fits if fit is not None]
             whole = seconds[0] + seconds[1]
-            share: FloatArray = np.divide(seconds[at], whole, out=np.full(len(size_bytes), 0.5), where=whole > 0)
+            share: FloatArray = np.divide(
+                seconds[at], whole, out=np.full(len(size_bytes), 0.5), where=whole > 0
+            )
             return share
         moved = [self._probed_s_per_byte(each, circle, size) for each in _HALVES[name]]
         return np.full(len(size_bytes), moved[at] / sum(moved) if sum(moved) > 0 else 0.5)
@@ -145,20 +178,37 @@ class Timing:
     def _probed_s_per_byte(self, collective: Collective, circle: Circle, size: int) -> float:
         """Of the whole step in the probe: its first rank was the root, and the ring in rank order."""
         if circle is Circle.HOSTS:
-            parts = [tuple(np.flatnonzero(self.ports.host_of_rank == host).tolist()) for host in range(len(self.cluster.hosts))]
-            return max(self.traffic(collective, part, part[0]).alone_s_per_byte for part in parts if len(part) == size)
-        members = self._firsts if circle is Circle.LEADERS and len(self._firsts) == size else self._world
+            parts = [
+                tuple(np.flatnonzero(self.ports.host_of_rank == host).tolist())
+                for host in range(len(self.cluster.hosts))
+            ]
+            return max(
+                self.traffic(collective, part, part[0]).alone_s_per_byte
+                for part in parts
+                if len(part) == size
+            )
+        members = (
+            self._firsts if circle is Circle.LEADERS and len(self._firsts) == size else self._world
+        )
         return self.traffic(collective, members, 0).alone_s_per_byte
 
     def _latency_s(self, circle: Circle) -> float:
         hosts = self.cluster.hosts
         if circle is Circle.HOSTS or len(hosts) == 1:
             return max((host.inner_latency_s for host in hosts if host.devices > 1), default=0.0)
-        return max(*(host.latency_s for host in hosts), *(link.latency_s for link in self.cluster.pair_links), 0.0)
+        return max(
+            *(host.latency_s for host in hosts),
+            *(link.latency_s for link in self.cluster.pair_links),
+            0.0,
+        )
 
 
 def _of_fit(fit: CollectiveFit, size_bytes: FloatArray) -> tuple[FloatArray, float, FloatArray]:
-    return fit.seconds_each(size_bytes), fit.beta_s_per_byte, fit.cpu_alpha_s + fit.cpu_beta_s_per_byte * size_bytes
+    return (
+        fit.seconds_each(size_bytes),
+        fit.beta_s_per_byte,
+        fit.cpu_alpha_s + fit.cpu_beta_s_per_byte * size_bytes,
+    )
 
 
 def _root(root: int | None, members: tuple[int, ...]) -> int:

@@ -19,10 +19,10 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
+from autotune.costs.row_traffic import RowTraffic
 from autotune.lowering.costs import RuntimeCosts
 from autotune.lowering.traffic import Collective
 from autotune.strategy_space.plan import Message, Primitive
-from autotune.strategy_space.row_traffic import RowTraffic
 from autotune.strategy_space.strategy import CASTS, ERROR_FEEDBACK, Compressor, SparseHandling
 from autotune.workload import DTYPE_BYTES
 
@@ -107,7 +107,11 @@ def sizes_of(messages: Sequence[Message], traffic: RowTraffic, ranks: int) -> Si
     element_bytes = DTYPE_BYTES[first.dtype]
     if first.compressor is Compressor.POWER_SGD:
         factors = np.array([_factors(message) for message in messages], dtype=np.float64)
-        left, right, flops = factors[:, 0] * element_bytes, factors[:, 1] * element_bytes, factors[:, 2]
+        left, right, flops = (
+            factors[:, 0] * element_bytes,
+            factors[:, 1] * element_bytes,
+            factors[:, 2],
+        )
     elif first.compressor is Compressor.TOP_K:
         picked = wire / (element_bytes + 4)
     travelling = min(element_bytes, 2) if first.compressor in CASTS else element_bytes
@@ -130,7 +134,9 @@ def _factors(message: Message) -> tuple[int, int, int]:
     return left, right, flops
 
 
-def steps_of(message: Message, members: int, two_level: bool, costs: RuntimeCosts) -> tuple[Step, ...]:
+def steps_of(
+    message: Message, members: int, two_level: bool, costs: RuntimeCosts
+) -> tuple[Step, ...]:
     """Of all messages of this one's kind; `members` of the circle whose sum it is, the leaders' where `two_level`."""
     circle = Circle.LEADERS if two_level else Circle.WORLD
     if message.sparse is not SparseHandling.DENSE:
@@ -145,7 +151,9 @@ def steps_of(message: Message, members: int, two_level: bool, costs: RuntimeCost
     return (inside, *own, Step(Collective.BROADCAST, _dense, circle=Circle.HOSTS))
 
 
-def _plain(primitive: Primitive, owner: int | None, circle: Circle, size: Sized) -> tuple[Step, ...]:
+def _plain(
+    primitive: Primitive, owner: int | None, circle: Circle, size: Sized
+) -> tuple[Step, ...]:
     if primitive is Primitive.ALL_REDUCE:
         return (Step(Collective.ALL_REDUCE, size, circle=circle),)
     if primitive is Primitive.REDUCE_SCATTER_ALL_GATHER:
@@ -153,11 +161,18 @@ def _plain(primitive: Primitive, owner: int | None, circle: Circle, size: Sized)
         return tuple(Step(kind, size, fit=primitive.value, circle=circle) for kind in kinds)
     if primitive is Primitive.PUSH_PULL:
         kinds = (Collective.GATHER, Collective.SCATTER)
-        return tuple(Step(kind, size, fit=primitive.value, circle=circle, root=owner) for kind in kinds)
-    return tuple(Step(kind, size, circle=circle, root=owner) for kind in (Collective.REDUCE, Collective.BROADCAST))
+        return tuple(
+            Step(kind, size, fit=primitive.value, circle=circle, root=owner) for kind in kinds
+        )
+    return tuple(
+        Step(kind, size, circle=circle, root=owner)
+        for kind in (Collective.REDUCE, Collective.BROADCAST)
+    )
 
 
-def _compressed(message: Message, members: int, circle: Circle, costs: RuntimeCosts) -> tuple[Step, ...]:
+def _compressed(
+    message: Message, members: int, circle: Circle, costs: RuntimeCosts
+) -> tuple[Step, ...]:
     if message.compressor is Compressor.POWER_SGD:
         return _low_rank(message, circle, costs)
     encode, add_all, read = _codec(message.compressor, costs)
@@ -170,18 +185,34 @@ def _compressed(message: Message, members: int, circle: Circle, costs: RuntimeCo
         pushed = message.primitive is Primitive.PUSH_PULL
         back = Collective.SCATTER if pushed else Collective.BROADCAST
         return (
-            Step(Collective.GATHER, _wire, lambda sizes: encode(sizes, 1.0), circle=circle, root=message.owner),
+            Step(
+                Collective.GATHER,
+                _wire,
+                lambda sizes: encode(sizes, 1.0),
+                circle=circle,
+                root=message.owner,
+            ),
             Step(back, _wire, prepare_root=combined, circle=circle, root=message.owner),
             Step(None, _nothing, lambda sizes: read(sizes, 1.0), circle=circle),
         )
     if message.compressor is Compressor.INT8:
         return (
             Step(Collective.ALL_TO_ALL, _wire, lambda sizes: encode(sizes, 1.0), circle=circle),
-            Step(Collective.ALL_GATHER, _wire, lambda sizes: add_all(sizes, 1.0) + encode(sizes, 1 / members), circle=circle),
+            Step(
+                Collective.ALL_GATHER,
+                _wire,
+                lambda sizes: add_all(sizes, 1.0) + encode(sizes, 1 / members),
+                circle=circle,
+            ),
             Step(None, _nothing, lambda sizes: read(sizes, 1.0), circle=circle),
         )
     return (
-        Step(Collective.ALL_GATHER, lambda sizes: members * sizes.wire_bytes, lambda sizes: encode(sizes, 1.0), circle=circle),
+        Step(
+            Collective.ALL_GATHER,
+            lambda sizes: members * sizes.wire_bytes,
+            lambda sizes: encode(sizes, 1.0),
+            circle=circle,
+        ),
         Step(None, _nothing, lambda sizes: add_all(sizes, float(members)), circle=circle),
     )
 
@@ -195,10 +226,14 @@ def _codec(compressor: Compressor, costs: RuntimeCosts) -> tuple[Coded, Coded, C
     if compressor is Compressor.INT8:
 
         def encode(sizes: Sizes, share: float) -> FloatArray:
-            return costs["int8_encode_s"] + costs["int8_encode_s_per_element"] * share * sizes.elements
+            return (
+                costs["int8_encode_s"] + costs["int8_encode_s_per_element"] * share * sizes.elements
+            )
 
         def read(sizes: Sizes, share: float) -> FloatArray:
-            return costs["int8_decode_s"] + costs["int8_decode_s_per_element"] * share * sizes.elements
+            return (
+                costs["int8_decode_s"] + costs["int8_decode_s_per_element"] * share * sizes.elements
+            )
 
         return encode, read, read
 
@@ -219,11 +254,26 @@ def _low_rank(message: Message, circle: Circle, costs: RuntimeCosts) -> tuple[St
 
     def prepared(steps: tuple[Step, ...]) -> tuple[Step, ...]:
         first, *others = steps
-        return (Step(first.collective, first.size, product, first.prepare_root, first.fit, first.circle, first.root), *others)
+        return (
+            Step(
+                first.collective,
+                first.size,
+                product,
+                first.prepare_root,
+                first.fit,
+                first.circle,
+                first.root,
+            ),
+            *others,
+        )
 
-    steps = prepared(_plain(message.primitive, message.owner, circle, lambda sizes: sizes.left_bytes))
+    steps = prepared(
+        _plain(message.primitive, message.owner, circle, lambda sizes: sizes.left_bytes)
+    )
     if _factors(message)[1]:
-        steps += prepared(_plain(message.primitive, message.owner, circle, lambda sizes: sizes.right_bytes))
+        steps += prepared(
+            _plain(message.primitive, message.owner, circle, lambda sizes: sizes.right_bytes)
+        )
     return (*steps, Step(None, _nothing, product, circle=circle))
 
 
@@ -246,6 +296,14 @@ def _rows(message: Message, members: int, costs: RuntimeCosts) -> tuple[Step, ..
     if message.sparse is SparseHandling.ALL_GATHER:
         rows = Step(Collective.ALL_GATHER, lambda sizes: members * sizes.wire_bytes)
         return told, rows, Step(None, _nothing, lambda sizes: add(sizes) + write(sizes))
-    spread = Step(Collective.BROADCAST, lambda sizes: np.full(len(sizes.elements), COUNT_BYTES), prepare_root=add, root=message.owner)
-    rows, back = Step(Collective.GATHER, _wire, root=message.owner), Step(Collective.SCATTER, _summed, root=message.owner)
+    spread = Step(
+        Collective.BROADCAST,
+        lambda sizes: np.full(len(sizes.elements), COUNT_BYTES),
+        prepare_root=add,
+        root=message.owner,
+    )
+    rows, back = (
+        Step(Collective.GATHER, _wire, root=message.owner),
+        Step(Collective.SCATTER, _summed, root=message.owner),
+    )
     return told, rows, spread, back, Step(None, _nothing, write)

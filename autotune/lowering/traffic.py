@@ -80,7 +80,9 @@ class Ports:
         self.pairs = {pair: 3 * self.hosts + 2 * number for number, pair in enumerate(pairs)}
         own = [1 / host.link_bytes_per_s for host in hosts]
         inside = [1 / host.inner_bytes_per_s for host in hosts]
-        self.s_per_byte = np.array([*own, *own, *inside, *(1 / speed for speed in pairs.values() for _ in (0, 1))])
+        self.s_per_byte = np.array(
+            [*own, *own, *inside, *(1 / speed for speed in pairs.values() for _ in (0, 1))]
+        )
         """(P,): what one byte costs on each port."""
         self.host_of_rank = np.array(cluster.host_of_rank, dtype=np.int64)
         self._trees: dict[Hashable, float] = {}
@@ -93,7 +95,9 @@ class Ports:
         hosts = self.cluster.hosts
         if port < 3 * self.hosts:
             return f"{hosts[port % self.hosts].name} {('out', 'in', 'inside')[port // self.hosts]}"
-        (a, b), first = next((pair, first) for pair, first in self.pairs.items() if first <= port < first + 2)
+        (a, b), first = next(
+            (pair, first) for pair, first in self.pairs.items() if first <= port < first + 2
+        )
         here, there = (a, b) if port == first else (b, a)
         return f"{hosts[here].name} to {hosts[there].name}"
 
@@ -117,7 +121,9 @@ class Ports:
         if collective is Collective.SCATTER:
             return Traffic.even(self._moved(here, others, 1.0), 1)
         if collective is Collective.REDUCE:
-            return Traffic.even(self._ring(ranks, share) + self._moved(others, here, 1 / count), count)
+            return Traffic.even(
+                self._ring(ranks, share) + self._moved(others, here, 1 / count), count
+            )
         return self._tree(ranks, root)
 
     def _ring(self, ranks: Ranks, factor: float) -> FloatArray:
@@ -133,7 +139,9 @@ class Ports:
         if seen not in self._trees:
             paths, s_per_byte = self._paths(sources, turned[1:])
             self._trees[seen] = tree_s_per_byte(paths, s_per_byte)
-        return Traffic(loads, int(count - 1).bit_length(), max(self._trees[seen], float(loads.max())))
+        return Traffic(
+            loads, int(count - 1).bit_length(), max(self._trees[seen], float(loads.max()))
+        )
 
     def _seen(self, hosts: Ranks) -> Hashable:
         """The same for two sequences of hosts of which one is the other's with hosts of the same speeds in their places."""
@@ -148,7 +156,10 @@ class Ports:
 
     def _paths(self, sources: Ranks, receivers: Ranks) -> tuple[list[tuple[int, ...]], FloatArray]:
         """(ports of every transfer, seconds per byte of each): inside a host every device has two ports of its own."""
-        at = {rank: place for place, rank in enumerate(sorted({*sources.tolist(), *receivers.tolist()}))}
+        at = {
+            rank: place
+            for place, rank in enumerate(sorted({*sources.tolist(), *receivers.tolist()}))
+        }
         inner = self.s_per_byte[2 * self.hosts + self.host_of_rank[list(at)]]
         paths: list[tuple[int, ...]] = []
         for a, b in zip(sources.tolist(), receivers.tolist(), strict=True):
@@ -166,7 +177,9 @@ class Ports:
         loads = np.zeros(self.count)
         flows = replicas * (len(ranks) - replicas * len(ranks))
         loads[: self.hosts] = loads[self.hosts : 2 * self.hosts] = flows
-        loads[2 * self.hosts : 3 * self.hosts] = np.maximum(replicas - 1 / len(ranks), 0.0) * (replicas > 0)
+        loads[2 * self.hosts : 3 * self.hosts] = np.maximum(replicas - 1 / len(ranks), 0.0) * (
+            replicas > 0
+        )
         for (a, b), port in self.pairs.items():
             own = replicas[a] * replicas[b] * len(ranks)
             for host, other, there in ((a, b, port), (b, a, port + 1)):
@@ -191,7 +204,9 @@ class Ports:
         loads[self.hosts : 2 * self.hosts] = np.bincount(b[direct], minlength=self.hosts)
         if not across.all():
             for ends in (senders, receivers):
-                busy = np.bincount(ends[~across], minlength=len(self.host_of_rank)).astype(np.float64)
+                busy = np.bincount(ends[~across], minlength=len(self.host_of_rank)).astype(
+                    np.float64
+                )
                 np.maximum.at(loads[2 * self.hosts : 3 * self.hosts], self.host_of_rank, busy)
         moved: FloatArray = share * loads * self.s_per_byte
         return moved

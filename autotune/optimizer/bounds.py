@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Sequence
 
 from autotune.cluster import Cluster
-from autotune.strategy_space.timing import needed_times_s, ready_times_s
+from autotune.costs.timing import needed_times_s, ready_times_s
 from autotune.workload import Workload
 
 
@@ -20,7 +20,11 @@ def least_transfer_s(cluster: Cluster, sent_bytes: float) -> float:
     if cluster.world_size == 1:
         return 0.0
     hosts = cluster.hosts
-    links = [host.link_bytes_per_s for host in hosts] if len(hosts) > 1 else [hosts[0].inner_bytes_per_s] * hosts[0].devices
+    links = (
+        [host.link_bytes_per_s for host in hosts]
+        if len(hosts) > 1
+        else [hosts[0].inner_bytes_per_s] * hosts[0].devices
+    )
     for pair in cluster.pair_links:
         for number, host in enumerate(hosts):
             links[number] += pair.link_bytes_per_s if host.name in pair.between else 0.0
@@ -34,11 +38,19 @@ def least_step_s(workload: Workload, cluster: Cluster) -> float:
     next comes after it. Of a sparse gradient the rows that one rank's step touches count. As `least_transfer_s`, without any latency.
     """
     ready_s, needed_s = ready_times_s(workload).tolist(), needed_times_s(workload).tolist()
-    sent_s = [least_transfer_s(cluster, variable.touched_share * variable.grad_bytes) for variable in workload.variables]
-    return max(workload.compute_s, interruptible_s(ready_s, sent_s, [workload.forward_s - at_s for at_s in needed_s]))
+    sent_s = [
+        least_transfer_s(cluster, variable.touched_share * variable.grad_bytes)
+        for variable in workload.variables
+    ]
+    return max(
+        workload.compute_s,
+        interruptible_s(ready_s, sent_s, [workload.forward_s - at_s for at_s in needed_s]),
+    )
 
 
-def interruptible_s(ready_s: Sequence[float], cost_s: Sequence[float], tail_s: Sequence[float]) -> float:
+def interruptible_s(
+    ready_s: Sequence[float], cost_s: Sequence[float], tail_s: Sequence[float]
+) -> float:
     """The least max(end + tail) on one channel on which messages may interrupt each other; all of shape (M,).
 
     Jackson's preemptive schedule: at any time the one with the longest tail is sent. No schedule is shorter (Carlier, European Journal

@@ -31,7 +31,9 @@ def layers_of(graph: OpGraph) -> list[int]:
 def coarse_fusion(graph: OpGraph) -> OpFusion:
     """Every layer as one kernel, as far as its ops are executed one after the other."""
     layer = layers_of(graph)
-    joined = frozenset(number for number in range(len(layer) - 1) if layer[number] == layer[number + 1])
+    joined = frozenset(
+        number for number in range(len(layer) - 1) if layer[number] == layer[number + 1]
+    )
     return OpFusion(joined, joined)
 
 
@@ -40,7 +42,11 @@ def tensor_groups(workload: Workload, graph: OpGraph | None = None) -> list[list
     groups: list[list[int]] = []
     known: object = None
     for position, variable in enumerate(workload.variables):
-        op: object = graph.op_of_variable.get(variable.name) if graph is not None else module_of(variable.name)
+        op: object = (
+            graph.op_of_variable.get(variable.name)
+            if graph is not None
+            else module_of(variable.name)
+        )
         key = (op, variable.dtype)
         if groups and key == known and not variable.sparse:
             groups[-1].append(position)

@@ -21,8 +21,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from autotune.costs.timing import ready_times_s
 from autotune.strategy_space.strategy import Shard, Strategy, Synchronizer, VariableStrategy
-from autotune.strategy_space.timing import ready_times_s
 from autotune.workload import Workload
 
 FloatArray = NDArray[np.float64]
@@ -32,7 +32,9 @@ CLOSE = 1e-9
 """Share of the end below which two ways count as equal: the one with the larger last message, and so fewer of them, is taken."""
 
 
-def best_cuts(ready_s: FloatArray, group_bytes: FloatArray, alone: NDArray[np.bool_], cost_s: Cost) -> list[int]:
+def best_cuts(
+    ready_s: FloatArray, group_bytes: FloatArray, alone: NDArray[np.bool_], cost_s: Cost
+) -> list[int]:
     """Where messages begin, ascending from 0; no other cuts make the last message end earlier.
 
     All arrays have shape (G,). A group that is `alone` shares its message with no other.
@@ -57,7 +59,9 @@ def best_cuts(ready_s: FloatArray, group_bytes: FloatArray, alone: NDArray[np.bo
     return cuts[::-1]
 
 
-def contiguous_strategy(workload: Workload, groups: Sequence[Sequence[int]], shard: Shard, cost_s: Cost) -> Strategy:
+def contiguous_strategy(
+    workload: Workload, groups: Sequence[Sequence[int]], shard: Shard, cost_s: Cost
+) -> Strategy:
     """All variables by messages like `shard`, a collective, merged as `best_cuts` says; `groups` as of `coarsen.tensor_groups`."""
     assert shard.synchronizer in (Synchronizer.ALL_REDUCE, Synchronizer.REDUCE_SCATTER_ALL_GATHER)
     ready = ready_times_s(workload)
@@ -65,13 +69,22 @@ def contiguous_strategy(workload: Workload, groups: Sequence[Sequence[int]], sha
     message = 0
     for dtype in dict.fromkeys(variable.dtype for variable in workload.variables):
         own = [group for group in groups if workload.variables[group[0]].dtype == dtype]
-        sizes = np.array([sum(workload.variables[at].grad_bytes for at in group) for group in own], dtype=np.float64)
+        sizes = np.array(
+            [sum(workload.variables[at].grad_bytes for at in group) for group in own],
+            dtype=np.float64,
+        )
         alone = np.array([workload.variables[group[0]].sparse for group in own])
-        starts = best_cuts(np.array([ready[list(group)].max() for group in own]), sizes, alone, cost_s)
+        starts = best_cuts(
+            np.array([ready[list(group)].max() for group in own]), sizes, alone, cost_s
+        )
         for first, behind in zip(starts, [*starts[1:], len(own)], strict=True):
             members = [at for group in own[first:behind] for at in group]
             number = message if len(members) > 1 else None
             message += 1
-            merged = Shard(shard.synchronizer, shard.compressor, group=number, hierarchical=shard.hierarchical)
-            choices.extend(VariableStrategy(workload.variables[at].name, (merged,)) for at in members)
+            merged = Shard(
+                shard.synchronizer, shard.compressor, group=number, hierarchical=shard.hierarchical
+            )
+            choices.extend(
+                VariableStrategy(workload.variables[at].name, (merged,)) for at in members
+            )
     return Strategy(tuple(choices))

@@ -14,9 +14,16 @@ from autotune.optimizer.coarsen import block_pattern
 from autotune.optimizer.state import Problem, State, planned
 from autotune.rng import generator
 from autotune.strategy_space.builders.partitions import even_partition
-from autotune.strategy_space.draft import Draft, DraftMessage, Member
+from autotune.strategy_space.moves.draft import Draft, DraftMessage, Member
 from autotune.strategy_space.plan import Message, message_of, slices_of
-from autotune.strategy_space.strategy import ROOTED, Partition, Shard, SparseHandling, Strategy, VariableStrategy
+from autotune.strategy_space.strategy import (
+    ROOTED,
+    Partition,
+    Shard,
+    SparseHandling,
+    Strategy,
+    VariableStrategy,
+)
 
 
 def draft_of(state: State, problem: Problem) -> Draft:
@@ -24,7 +31,14 @@ def draft_of(state: State, problem: Problem) -> Draft:
     known = state.known
     if known.draft is None or known.drafted_for is not problem:
         made = planned(state, problem)
-        known.draft = Draft(state.strategy, problem.workload, problem.cluster, problem.space, generator(0, "unused"), made)
+        known.draft = Draft(
+            state.strategy,
+            problem.workload,
+            problem.cluster,
+            problem.space,
+            generator(0, "unused"),
+            made,
+        )
         known.drafted_for = problem
     return known.draft.copy()
 
@@ -33,13 +47,18 @@ def can_merge(one: Message, other: Message) -> bool:
     """Whether two messages travel alike, so that they may be one; sparse rows travel alone."""
     if SparseHandling.DENSE is not one.sparse or SparseHandling.DENSE is not other.sparse:
         return False
-    kinds = [(m.primitive, m.compressor, m.dtype, m.owner, m.hierarchical, m.ratio, m.rank) for m in (one, other)]
+    kinds = [
+        (m.primitive, m.compressor, m.dtype, m.owner, m.hierarchical, m.ratio, m.rank)
+        for m in (one, other)
+    ]
     return kinds[0] == kinds[1]
 
 
 def joined(messages: Sequence[Message]) -> Message:
     """What several messages that can merge are together."""
-    return replace(messages[0], slices=tuple(part for message in messages for part in message.slices))
+    return replace(
+        messages[0], slices=tuple(part for message in messages for part in message.slices)
+    )
 
 
 def merged(state: State, problem: Problem, pairs: Iterable[tuple[int, int]]) -> Strategy:
@@ -53,8 +72,12 @@ def merged(state: State, problem: Problem, pairs: Iterable[tuple[int, int]]) -> 
     for number, message in enumerate(draft.messages):
         target = _root(into, number)
         if target != number:
-            draft.messages[target].members = sorted([*draft.messages[target].members, *message.members])
-    draft.messages = [message for number, message in enumerate(draft.messages) if _root(into, number) == number]
+            draft.messages[target].members = sorted(
+                [*draft.messages[target].members, *message.members]
+            )
+    draft.messages = [
+        message for number, message in enumerate(draft.messages) if _root(into, number) == number
+    ]
     return draft.written()
 
 
@@ -118,7 +141,10 @@ def cut_variables(state: State, problem: Problem, shards: Mapping[int, int]) -> 
         for number in range(draft.shards_of(position)):
             member: Member = (position, number)
             shard = draft.with_synchronizer(holder.shard, holder.shard.synchronizer, [member])
-            draft.messages.insert(min(place + number, len(draft.messages)), DraftMessage([member], shard, holder.dtype))
+            draft.messages.insert(
+                min(place + number, len(draft.messages)),
+                DraftMessage([member], shard, holder.dtype),
+            )
     return draft.written()
 
 
@@ -141,10 +167,23 @@ def shards_alone(problem: Problem, shard: Shard, position: int, count: int) -> l
     if count > 1 and partition is None:
         return None
     choice = VariableStrategy(variable.name, (shard,) * count, partition)
-    return [message_of(shard, (part,), variable.dtype, SparseHandling.DENSE) for part in slices_of(variable, choice)]
+    return [
+        message_of(shard, (part,), variable.dtype, SparseHandling.DENSE)
+        for part in slices_of(variable, choice)
+    ]
 
 
 def signature(message: Message) -> tuple[object, ...]:
     """Equal for messages at the same place of repeated blocks: names but for their numbers, sizes and everything but who owns them."""
-    parts = tuple((block_pattern(part.variable), part.elements, part.stop - part.start) for part in message.slices)
-    return parts, message.primitive, message.compressor, message.hierarchical, message.ratio, message.rank
+    parts = tuple(
+        (block_pattern(part.variable), part.elements, part.stop - part.start)
+        for part in message.slices
+    )
+    return (
+        parts,
+        message.primitive,
+        message.compressor,
+        message.hierarchical,
+        message.ratio,
+        message.rank,
+    )

@@ -25,8 +25,12 @@ class LaunchGaps:
 
     def __post_init__(self) -> None:
         if not 0 <= self.gap_s < math.inf or self.most_ops < 1:
-            raise InvalidInput(f"launch gaps need finite seconds of at least 0 and at least 1 op, but are {self}")
+            raise InvalidInput(
+                f"launch gaps need finite seconds of at least 0 and at least 1 op, but are {self}"
+            )
 
     def __call__(self, ops: Sequence[Op], backward: bool) -> float:
         longest_s = max(op.backward_s if backward else op.forward_s for op in ops)
-        return max(longest_s, summed(ops, backward) - self.gap_s * (min(len(ops), self.most_ops) - 1))
+        return max(
+            longest_s, summed(ops, backward) - self.gap_s * (min(len(ops), self.most_ops) - 1)
+        )

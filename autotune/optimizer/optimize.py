@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from autotune.cluster import Cluster
+from autotune.costs.row_traffic import RowTraffic
 from autotune.dfg.replay import Timeline
 from autotune.optimizer.bounds import least_transfer_s
 from autotune.optimizer.budget import Budget
@@ -18,7 +19,6 @@ from autotune.optimizer.state import Pass, Problem, Speedups, State
 from autotune.profiling.op_graph import FusedTime, OpFusion, OpGraph
 from autotune.strategy_space.builders.collectives import ddp_default
 from autotune.strategy_space.plan import Plan, plan
-from autotune.strategy_space.row_traffic import RowTraffic
 from autotune.strategy_space.space import SearchSpace
 from autotune.strategy_space.strategy import Strategy
 from autotune.workload import Workload
@@ -87,19 +87,37 @@ def optimize(
     together.
     """
     began_s = time.monotonic()
-    problem = Problem(workload, cluster, space or SearchSpace.default(), graph, fused_s or LaunchGaps(), speedups or Speedups())
+    problem = Problem(
+        workload,
+        cluster,
+        space or SearchSpace.default(),
+        graph,
+        fused_s or LaunchGaps(),
+        speedups or Speedups(),
+    )
     if memory is not None:
         problem = memory(problem)
     replays = Replays(problem, lower)
     first = State(before or ddp_default(problem.workload))
     before_s = replays.step_s(first)
-    search = Search(problem, replays, default_passes() if passes is None else passes, budget or Budget(), seed, allowed)
+    search = Search(
+        problem,
+        replays,
+        default_passes() if passes is None else passes,
+        budget or Budget(),
+        seed,
+        allowed,
+    )
     found = search.run(all_starts(problem, (DDP if before is None else "before", first.strategy)))
     best = found.best or first
     assumed = list(best.assumed)
     if best.fusion != OpFusion() and fused_s is None:
         assumed.append(ASSUMED)
-    assumed += [name for name, source in ((ASSUMED_TIMES, workload.source), (ASSUMED_LINKS, cluster.source)) if source == "assumed"]
+    assumed += [
+        name
+        for name, source in ((ASSUMED_TIMES, workload.source), (ASSUMED_LINKS, cluster.source))
+        if source == "assumed"
+    ]
     enacted = replace(best, fusion=OpFusion(), compute_factor=1.0)
     return Optimized(
         best.strategy,
@@ -126,4 +144,7 @@ def full_overlap_s(problem: Problem, state: State) -> float:
     """max(T_comp, T_comm): the computation of the state's kernels, and its bytes on the slowest link by whatever synchronizer."""
     compute_s = problem.workload_of(state).compute_s
     made = plan(state.strategy, problem.workload, problem.cluster.world_size)
-    return max(compute_s, least_transfer_s(problem.cluster, RowTraffic(problem.workload).least_bytes(made.messages)))
+    return max(
+        compute_s,
+        least_transfer_s(problem.cluster, RowTraffic(problem.workload).least_bytes(made.messages)),
+    )

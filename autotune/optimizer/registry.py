@@ -30,7 +30,9 @@ def default_passes() -> list[Pass]:
     ]
 
 
-def all_starts(problem: Problem, before: tuple[str, Strategy] | None = None) -> list[tuple[str, State]]:
+def all_starts(
+    problem: Problem, before: tuple[str, Strategy] | None = None
+) -> list[tuple[str, State]]:
     """What the search begins with, `before`, (its name, a strategy), first: so a search that is cut short is no slower than that.
 
     The layers of the coarsened view are fused from the start (Alg. 1, line 2).
@@ -41,4 +43,7 @@ def all_starts(problem: Problem, before: tuple[str, Strategy] | None = None) -> 
     others = started(problem, fusion)
     if before is None:
         return others
-    return [(before[0], State(before[1], fusion)), *(entry for entry in others if entry[1].strategy != before[1])]
+    return [
+        (before[0], State(before[1], fusion)),
+        *(entry for entry in others if entry[1].strategy != before[1]),
+    ]

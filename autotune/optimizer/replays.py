@@ -15,12 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autotune.cluster import Cluster
+from autotune.costs.timing import ready_times_s
 from autotune.dfg.replay import Timeline
 from autotune.lowering.replayed import LoweredSteps, Observed
 from autotune.optimizer.state import CriticalPath, Problem, State, planned
 from autotune.strategy_space.plan import Message, Plan
 from autotune.strategy_space.strategy import SparseHandling
-from autotune.strategy_space.timing import ready_times_s
 from autotune.workload import Workload
 
 FloatArray = NDArray[np.float64]
@@ -89,16 +89,39 @@ class Replays:
         seen = lowered.observe(plan)
         self.ops += lowered.ops
         ready_s = ready_times_s(workload)
-        ready = np.array([max(ready_s[workload.index[part.variable]] for part in message.slices) for message in plan.messages])
+        ready = np.array(
+            [
+                max(ready_s[workload.index[part.variable]] for part in message.slices)
+                for message in plan.messages
+            ]
+        )
         ops = self._critical_ops(plan, seen.critical)
-        partial = self._partial(lowered, plan.limit) if self.problem.speedups.partial else self._by_whole_steps(lowered, plan)
-        return CriticalPath(self.problem, plan, workload, seen.step_s, ops, seen.critical, ready, seen.start_s, seen.end_s, partial)
+        partial = (
+            self._partial(lowered, plan.limit)
+            if self.problem.speedups.partial
+            else self._by_whole_steps(lowered, plan)
+        )
+        return CriticalPath(
+            self.problem,
+            plan,
+            workload,
+            seen.step_s,
+            ops,
+            seen.critical,
+            ready,
+            seen.start_s,
+            seen.end_s,
+            partial,
+        )
 
     def _of(self, state: State) -> tuple[Workload, Lowered]:
         key = (state.fusion, state.compute_factor)
         if key not in self._lowerings:
             workload = self.problem.workload_of(state)
-            self._lowerings[key] = workload, self._lower(workload, self.problem.cluster, self.problem.speedups.symmetry)
+            self._lowerings[key] = (
+                workload,
+                self._lower(workload, self.problem.cluster, self.problem.speedups.symmetry),
+            )
             if len(self._lowerings) > KEPT:
                 self._lowerings.popitem(last=False)
         self._lowerings.move_to_end(key)
@@ -111,7 +134,9 @@ class Replays:
             return ()
         last = 0
         if critical:
-            last = min(graph.op_of_variable[part.variable] for part in plan.messages[critical[0]].slices)
+            last = min(
+                graph.op_of_variable[part.variable] for part in plan.messages[critical[0]].slices
+            )
         return tuple(range(len(graph.ops) - 1, last - 1, -1))
 
     def _partial(self, lowered: Lowered, limit: int | None) -> Callable[[Sequence[Message]], float]:
@@ -133,7 +158,9 @@ class Replays:
         def seconds(messages: Sequence[Message]) -> float:
             self.whole += 1
             names = {part.variable for message in messages for part in message.slices}
-            others = [m for m in plan.messages if not any(part.variable in names for part in m.slices)]
+            others = [
+                m for m in plan.messages if not any(part.variable in names for part in m.slices)
+            ]
             seen = lowered.observe(replace(plan, messages=(*others, *messages)))
             self.ops += lowered.ops
             return float((seen.end_s - seen.start_s)[len(others) :].sum())
@@ -146,7 +173,17 @@ def _kind(message: Message) -> object:
     parts: object = len(message.slices)
     if message.rank is not None:  # PowerSGD sees every slice as a matrix
         parts = tuple((part.elements, part.rows) for part in message.slices)
-    if message.sparse is not SparseHandling.DENSE:  # variables differ in how many of their rows a step touches
+    if (
+        message.sparse is not SparseHandling.DENSE
+    ):  # variables differ in how many of their rows a step touches
         parts = message.sparse, tuple(part.variable for part in message.slices)
-    own = message.primitive, message.compressor, message.dtype, message.owner, message.hierarchical, message.ratio, message.rank
+    own = (
+        message.primitive,
+        message.compressor,
+        message.dtype,
+        message.owner,
+        message.hierarchical,
+        message.ratio,
+        message.rank,
+    )
     return message.elements, parts, own

@@ -22,7 +22,7 @@ from autotune.optimizer.replays import Replays
 from autotune.optimizer.state import Pass, Problem, State
 from autotune.rng import generator
 from autotune.strategy_space.enactable import why_refused
-from autotune.strategy_space.neighbours import mutate
+from autotune.strategy_space.moves.neighbours import mutate
 from autotune.strategy_space.plan import Plan
 
 GAIN = 1e-5
@@ -84,7 +84,14 @@ class Search:
         clock: Callable[[], float] = time.monotonic,
         avoid: Collection[str] = (),
     ) -> None:
-        self.problem, self.replays, self.passes, self.budget, self.seed, self.allowed = problem, replays, passes, budget, seed, allowed
+        self.problem, self.replays, self.passes, self.budget, self.seed, self.allowed = (
+            problem,
+            replays,
+            passes,
+            budget,
+            seed,
+            allowed,
+        )
         self.found = Found()
         self._clock, self._avoid = clock, avoid
         self._avoided_s: list[float] = []
@@ -106,7 +113,9 @@ class Search:
         for entry in scored:
             firsts.setdefault(entry[2].strategy.limit, entry)
         chosen = list(firsts.values())
-        chosen += [entry for entry in scored if all(entry is not other for other in chosen)][: max(CLIMBS - len(chosen), 0)]
+        chosen += [entry for entry in scored if all(entry is not other for other in chosen)][
+            : max(CLIMBS - len(chosen), 0)
+        ]
         for step_s, _, state in chosen:
             if not self._spent():
                 self.climb(state, step_s)
@@ -120,7 +129,9 @@ class Search:
         made = self.replays.plan_of(state)
         key = (made.messages, made.limit, made.ring_order, state.fusion, state.compute_factor)
         if key not in self._known:
-            outside = self.problem.space.violation(state.strategy, self.problem.workload, self.problem.cluster)
+            outside = self.problem.space.violation(
+                state.strategy, self.problem.workload, self.problem.cluster
+            )
             if outside is not None or why_refused(made) is not None or not self.allowed(made):
                 self.found.dropped += 1
                 return None
@@ -174,7 +185,11 @@ class Search:
             families = sorted(self.found.families.values(), key=lambda entry: entry[0])
             turn = 0 if stale % 3 < 2 or len(families) < 2 else 1 + stale // 3 % (len(families) - 1)
             neighbours = [self._neighbour(families[turn][1], rng) for _ in range(NEIGHBOURS)]
-            scored = [(step_s, number) for number, state in enumerate(neighbours) if (step_s := self.step_s(state)) is not None]
+            scored = [
+                (step_s, number)
+                for number, state in enumerate(neighbours)
+                if (step_s := self.step_s(state)) is not None
+            ]
             stale += 1
             if not scored:
                 continue
@@ -182,7 +197,10 @@ class Search:
             before_s = {limit: own_s for limit, (own_s, _) in self.found.families.items()}
             self._keep(neighbours[number], step_s, "neighbour")
             self.climb(neighbours[number], step_s)
-            if any(own_s < before_s.get(limit, float("inf")) * (1 - GAIN) for limit, (own_s, _) in self.found.families.items()):
+            if any(
+                own_s < before_s.get(limit, float("inf")) * (1 - GAIN)
+                for limit, (own_s, _) in self.found.families.items()
+            ):
                 stale = 0
 
     def _neighbour(self, state: State, rng: np.random.Generator) -> State:
@@ -194,7 +212,9 @@ class Search:
     def _hidden(self) -> bool:
         """Whether the best has next to nothing but its computation left."""
         best = self.found.best
-        return best is not None and self.found.step_s <= self.problem.workload_of(best).compute_s * (1 + HIDDEN)
+        return best is not None and self.found.step_s <= self.problem.workload_of(
+            best
+        ).compute_s * (1 + HIDDEN)
 
     def _keep(self, state: State, step_s: float, by: str) -> None:
         found, family = self.found, state.strategy.limit
@@ -202,10 +222,20 @@ class Search:
             found.families[family] = (step_s, state)
         if step_s < found.step_s:
             found.best, found.step_s = state, step_s
-            found.log.append(Kept(by, step_s, self.replays.whole - self._replays_before, self._clock() - self._began_s))
+            found.log.append(
+                Kept(
+                    by,
+                    step_s,
+                    self.replays.whole - self._replays_before,
+                    self._clock() - self._began_s,
+                )
+            )
 
     def _spent(self) -> bool:
         if self._clock() - self._began_s > self.budget.seconds:
             self.found.cut_short = True
-        replays, ops = self.replays.whole - self._replays_before, self.replays.ops - self._ops_before
+        replays, ops = (
+            self.replays.whole - self._replays_before,
+            self.replays.ops - self._ops_before,
+        )
         return self.found.cut_short or replays >= self.budget.replays or ops >= self.budget.ops

@@ -9,6 +9,8 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
+from autotune.costs.issue_order import MessageTimes, channel_ends_s
+from autotune.costs.sync_cost import MessageKind, Rates
 from autotune.optimizer.contiguous import contiguous_strategy
 from autotune.optimizer.state import Problem, State
 from autotune.profiling.op_graph import OpFusion
@@ -16,10 +18,8 @@ from autotune.strategy_space.builders.catalogue import seed_strategies
 from autotune.strategy_space.builders.collectives import large_alone
 from autotune.strategy_space.builders.cross_step import in_planned_order
 from autotune.strategy_space.builders.servers import served_in_buckets
-from autotune.strategy_space.cross_step import MessageTimes, channel_ends_s
 from autotune.strategy_space.plan import PRIMITIVE_OF, plan
 from autotune.strategy_space.strategy import Shard, Strategy, Synchronizer
-from autotune.strategy_space.sync_cost import MessageKind, Rates
 from autotune.workload import Workload
 
 COLLECTIVES = (Synchronizer.ALL_REDUCE, Synchronizer.REDUCE_SCATTER_ALL_GATHER)
@@ -39,13 +39,18 @@ def started(problem: Problem, fusion: OpFusion) -> list[tuple[str, State]]:
         if problem.space.contains(strategy, problem.workload, problem.cluster):
             found.setdefault(strategy, name)
             estimated.setdefault(strategy, _estimated_s(strategy, problem))
-    return [(found[strategy], State(strategy, fusion)) for strategy in sorted(found, key=lambda own: estimated[own])]
+    return [
+        (found[strategy], State(strategy, fusion))
+        for strategy in sorted(found, key=lambda own: estimated[own])
+    ]
 
 
 def _estimated_s(strategy: Strategy, problem: Problem) -> float:
     """The step by the closed form of one channel, which takes a fraction of a replay."""
     workload = problem.workload
-    times = MessageTimes.of(plan(strategy, workload, problem.cluster.world_size), workload, problem.cluster)
+    times = MessageTimes.of(
+        plan(strategy, workload, problem.cluster.world_size), workload, problem.cluster
+    )
     if strategy.cross_step:
         return times.period_s
     sent_s = float(channel_ends_s(times.ready_s, times.cost_s)[-1])
@@ -66,14 +71,20 @@ def _even_buckets(problem: Problem, fusion: OpFusion) -> Iterator[tuple[str, Str
             Synchronizer.PARAMETER_SERVER: partial(served_in_buckets, timed, cluster, size),
         }
         for synchronizer, made in ways.items():
-            if synchronizer in space.synchronizers and space.contains(buckets := made(), problem.workload, cluster):
+            if synchronizer in space.synchronizers and space.contains(
+                buckets := made(), problem.workload, cluster
+            ):
                 across = in_planned_order(buckets, timed, cluster, ORDER_NODES)
                 name = f"{synchronizer}, buckets of {size // 1024} KiB, across steps"
                 yield name, replace(across, in_flight=space.most_in_flight)
 
 
 def _timed(problem: Problem, fusion: OpFusion) -> Workload:
-    return problem.workload if problem.graph is None else problem.graph.workload(fusion, problem.fused_s)
+    return (
+        problem.workload
+        if problem.graph is None
+        else problem.graph.workload(fusion, problem.fused_s)
+    )
 
 
 def _best_cuts(problem: Problem, fusion: OpFusion) -> Iterator[tuple[str, Strategy]]:
@@ -86,7 +97,9 @@ def _best_cuts(problem: Problem, fusion: OpFusion) -> Iterator[tuple[str, Strate
             continue
         for hierarchical in levels:
             shard = Shard(synchronizer, hierarchical=hierarchical)
-            cost_s = partial(_cost_s, rates, MessageKind(PRIMITIVE_OF[synchronizer], hierarchical=hierarchical))
+            cost_s = partial(
+                _cost_s, rates, MessageKind(PRIMITIVE_OF[synchronizer], hierarchical=hierarchical)
+            )
             strategy = contiguous_strategy(timed, problem.groups(), shard, cost_s)
             name = f"best cuts, {synchronizer}{', hierarchical' if hierarchical else ''}"
             yield name, strategy
@@ -94,8 +107,13 @@ def _best_cuts(problem: Problem, fusion: OpFusion) -> Iterator[tuple[str, Strate
                 across = in_planned_order(strategy, timed, problem.cluster, ORDER_NODES)
                 yield f"{name}, across steps", across
                 if space.most_in_flight > 1:
-                    yield f"{name}, across steps, {space.most_in_flight} in flight", replace(across, in_flight=space.most_in_flight)
+                    yield (
+                        f"{name}, across steps, {space.most_in_flight} in flight",
+                        replace(across, in_flight=space.most_in_flight),
+                    )
 
 
-def _cost_s(rates: Rates, kind: MessageKind, sizes_bytes: NDArray[np.float64]) -> NDArray[np.float64]:
+def _cost_s(
+    rates: Rates, kind: MessageKind, sizes_bytes: NDArray[np.float64]
+) -> NDArray[np.float64]:
     return rates.costs([kind] * len(sizes_bytes), sizes_bytes).channel_s

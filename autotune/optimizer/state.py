@@ -19,7 +19,7 @@ from autotune.cluster import Cluster
 from autotune.errors import InvalidInput
 from autotune.optimizer.coarsen import tensor_groups
 from autotune.profiling.op_graph import FusedTime, OpFusion, OpGraph, summed
-from autotune.strategy_space.draft import Draft
+from autotune.strategy_space.moves.draft import Draft
 from autotune.strategy_space.plan import Message, Plan, plan
 from autotune.strategy_space.space import SearchSpace
 from autotune.strategy_space.strategy import Strategy
@@ -54,8 +54,12 @@ class Problem:
     speedups: Speedups = field(default_factory=Speedups)
 
     def __post_init__(self) -> None:
-        if self.graph is not None and [v.name for v in self.workload.variables] != [v.name for v in self.graph.workload().variables]:
-            raise InvalidInput(f"the op graph of {self.graph.model!r} has other variables than the workload, or in another order")
+        if self.graph is not None and [v.name for v in self.workload.variables] != [
+            v.name for v in self.graph.workload().variables
+        ]:
+            raise InvalidInput(
+                f"the op graph of {self.graph.model!r} has other variables than the workload, or in another order"
+            )
 
     def groups(self) -> list[list[int]]:
         """Positions of variables that are never separated: those of one op, or each alone without the coarsened view."""
@@ -67,7 +71,9 @@ class Problem:
         """The workload with the times that the state's kernels give."""
         made = self.workload
         if self.graph is not None and (state.fusion.forward or state.fusion.backward):
-            made = replace(self.graph.workload(state.fusion, self.fused_s), update_s=self.workload.update_s)
+            made = replace(
+                self.graph.workload(state.fusion, self.fused_s), update_s=self.workload.update_s
+            )
         return made if state.compute_factor == 1 else scaled(made, state.compute_factor)
 
 
@@ -138,17 +144,31 @@ class Pass(Protocol):
 def scaled(workload: Workload, factor: float) -> Workload:
     """The workload with all times of the forward and the backward pass times `factor`."""
     if not 0 < factor < float("inf"):
-        raise InvalidInput(f"a factor of the computation's time must be finite and above 0, but is {factor}")
+        raise InvalidInput(
+            f"a factor of the computation's time must be finite and above 0, but is {factor}"
+        )
     variables = tuple(
-        replace(v, ready_s=None if v.ready_s is None else v.ready_s * factor, needed_s=None if v.needed_s is None else v.needed_s * factor)
+        replace(
+            v,
+            ready_s=None if v.ready_s is None else v.ready_s * factor,
+            needed_s=None if v.needed_s is None else v.needed_s * factor,
+        )
         for v in workload.variables
     )
-    return replace(workload, variables=variables, forward_s=workload.forward_s * factor, backward_s=workload.backward_s * factor)
+    return replace(
+        workload,
+        variables=variables,
+        forward_s=workload.forward_s * factor,
+        backward_s=workload.backward_s * factor,
+    )
 
 
 def planned(state: State, problem: Problem) -> Plan:
     """The state's plan, made once."""
     known = state.known
     if known.plan is None or known.planned_for is not problem:
-        known.plan, known.planned_for = plan(state.strategy, problem.workload, problem.cluster.world_size), problem
+        known.plan, known.planned_for = (
+            plan(state.strategy, problem.workload, problem.cluster.world_size),
+            problem,
+        )
     return known.plan

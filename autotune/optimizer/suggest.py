@@ -67,7 +67,11 @@ def suggestions(
     """
 
     def lower(workload: Workload, cluster: Cluster, symmetric: bool) -> Lowered:
-        return steps if workload is steps.workload else LoweredSteps(workload, cluster, symmetric, steps.taken_share, steps.costs)
+        return (
+            steps
+            if workload is steps.workload
+            else LoweredSteps(workload, cluster, symmetric, steps.taken_share, steps.costs)
+        )
 
     total = budget or Budget()
     searched = _searched(steps, space, begin)
@@ -78,7 +82,9 @@ def suggestions(
     starts: list[tuple[str, State]] = []
     cut_short = False
     for name, problem, known in searched:
-        search = Search(problem, Replays(problem, lower), default_passes(), each, seed, allowed, clock, avoid)
+        search = Search(
+            problem, Replays(problem, lower), default_passes(), each, seed, allowed, clock, avoid
+        )
         result = search.run([*starts, *known])
         cut_short |= result.cut_short
         for _, (step_s, state) in sorted(result.families.items(), key=lambda entry: entry[0] or 0):
@@ -86,18 +92,27 @@ def suggestions(
                 found.setdefault(state.strategy, _suggested(name, state, step_s))
         for step_s, state in _others(result):
             others.setdefault(state.strategy, _suggested(name, state, step_s, ", another climb"))
-        starts = [(f"best {name}, {family(state.strategy)}", state) for _, state in result.families.values()]
+        starts = [
+            (f"best {name}, {family(state.strategy)}", state)
+            for _, state in result.families.values()
+        ]
     left = [own for strategy, own in others.items() if strategy not in found]
     return Suggestions(_fastest_first(found.values()), _fastest_first(left), cut_short)
 
 
-def _searched(steps: LoweredSteps, space: SearchSpace, begin: Sequence[Strategy]) -> list[tuple[str, Problem, Sequence[tuple[str, State]]]]:
+def _searched(
+    steps: LoweredSteps, space: SearchSpace, begin: Sequence[Strategy]
+) -> list[tuple[str, Problem, Sequence[tuple[str, State]]]]:
     """(name, problem, where the search starts) of each set of compressors that has a start."""
     found: list[tuple[str, Problem, Sequence[tuple[str, State]]]] = []
     for name, bounded in _compressor_sets(space):
         problem = Problem(steps.workload, steps.cluster, bounded)
         inside = [own for own in begin if bounded.contains(own, steps.workload, steps.cluster)]
-        starts = [(f"given {number}", State(own)) for number, own in enumerate(inside)] if begin else all_starts(problem)
+        starts = (
+            [(f"given {number}", State(own)) for number, own in enumerate(inside)]
+            if begin
+            else all_starts(problem)
+        )
         if starts:
             found.append((name, problem, starts))
     return found
@@ -130,7 +145,9 @@ def _fastest_first(found: Iterable[Suggested]) -> tuple[Suggested, ...]:
 
 def _compressor_sets(space: SearchSpace) -> list[tuple[str, SearchSpace]]:
     """The space without compressors, with casts, with all; each that differs."""
-    none: tuple[Compressor, ...] = tuple(kind for kind in space.compressors if kind is Compressor.NONE)
+    none: tuple[Compressor, ...] = tuple(
+        kind for kind in space.compressors if kind is Compressor.NONE
+    )
     casts = tuple(kind for kind in space.compressors if kind is Compressor.NONE or kind in CASTS)
     sets: dict[tuple[Compressor, ...], str] = {none: LOSSLESS}
     for kinds, name in ((casts, CAST), (space.compressors, LOSSY)):

@@ -33,13 +33,17 @@ Readings, each shown by tests/property/test_optimizer_theorems.py:
 from __future__ import annotations
 
 
-def end_s(start_s: float, p1_s: float, p2_s: float, free_s: float, t1_s: float, t2_s: float) -> float:
+def end_s(
+    start_s: float, p1_s: float, p2_s: float, free_s: float, t1_s: float, t2_s: float
+) -> float:
     """T without any fusion."""
     first_s = max(free_s, start_s + p1_s) + t1_s
     return max(first_s, start_s + p1_s + p2_s) + t2_s
 
 
-def end_op_fused_s(start_s: float, fused_s: float, free_s: float, t1_s: float, t2_s: float) -> float:
+def end_op_fused_s(
+    start_s: float, fused_s: float, free_s: float, t1_s: float, t2_s: float
+) -> float:
     """T with the ops fused and the tensors not: both are ready when the fused op ends."""
     return max(free_s, start_s + fused_s) + t1_s + t2_s
 
@@ -54,16 +58,22 @@ def op_fusion_pays(p1_s: float, p2_s: float, fused_s: float, t1_s: float) -> boo
     return t1_s <= p1_s + p2_s - fused_s
 
 
-def tensor_fusion_pays_printed(first_end_s: float, computed_s: float, t2_s: float, t12_s: float) -> bool:
+def tensor_fusion_pays_printed(
+    first_end_s: float, computed_s: float, t2_s: float, t12_s: float
+) -> bool:
     """Theorem 2 as printed: e1 > c2 + t12 - t2."""
     return first_end_s > computed_s + t12_s - t2_s
 
 
-def tensor_fusion_pays(first_end_s: float, computed_s: float, t2_s: float, t12_s: float, free_s: float) -> bool:
+def tensor_fusion_pays(
+    first_end_s: float, computed_s: float, t2_s: float, t12_s: float, free_s: float
+) -> bool:
     """Theorem 2 without its assumptions: whether T is smaller with the tensors fused, for any cost of messages."""
     return end_tensor_fused_s(computed_s, free_s, t12_s) < max(first_end_s, computed_s) + t2_s
 
 
-def both_fusions_pay(p1_s: float, p2_s: float, fused_s: float, t1_s: float, t2_s: float, t12_s: float) -> bool:
+def both_fusions_pay(
+    p1_s: float, p2_s: float, fused_s: float, t1_s: float, t2_s: float, t12_s: float
+) -> bool:
     """Whether Theorem 3 may be used: fusing both is no worse than either alone, whatever A and Q are."""
     return fused_s <= p1_s + p2_s and t12_s <= t1_s + t2_s

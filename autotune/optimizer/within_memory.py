@@ -6,14 +6,13 @@ from collections import Counter
 from dataclasses import replace
 
 from autotune.cluster import Cluster
-from autotune.dfg.memory import MemoryEstimate, peak_memory
-from autotune.dfg.memory_choice import MemoryFit, fit_memory
-from autotune.dfg.memory_passes import PROPORTIONAL
-from autotune.dfg.memory_profile import MemoryProfile
 from autotune.errors import InvalidInput
 from autotune.lowering.lower import Lowering
+from autotune.memory.choice import MemoryFit, fit_memory
+from autotune.memory.peak import MemoryEstimate, peak_memory
 from autotune.optimizer.state import Problem
-from autotune.profiling.memory_file import RecordedMemory
+from autotune.recordings.memory_file import RecordedMemory
+from autotune.recordings.memory_profile import PROPORTIONAL, MemoryProfile
 from autotune.strategy_space.builders.collectives import ddp_default
 from autotune.strategy_space.plan import Plan, plan
 from autotune.workload import Workload
@@ -32,7 +31,9 @@ class WithinMemory:
     def __call__(self, problem: Problem) -> Problem:
         """The problem with the times of a step that fits. Raises `InvalidInput` where none does, with the least that is possible."""
         if problem.graph is not None:
-            raise InvalidInput("memory is known of recorded variables and not of an op graph; leave out the op graph or the budget")
+            raise InvalidInput(
+                "memory is known of recorded variables and not of an op graph; leave out the op graph or the budget"
+            )
         workload, cluster = problem.workload, self.cluster
         start = plan(ddp_default(workload), workload, cluster.world_size)
         self.fit = fit_memory(
@@ -60,7 +61,11 @@ class WithinMemory:
 
 
 def highest_peak(
-    memory: RecordedMemory, profile: MemoryProfile, workload: Workload, tried: Plan | None, cluster: Cluster
+    memory: RecordedMemory,
+    profile: MemoryProfile,
+    workload: Workload,
+    tried: Plan | None,
+    cluster: Cluster,
 ) -> MemoryEstimate:
     """Of all replicas: the first rank is like most others, and one that owns messages holds what it sums."""
     owned: Counter[int] = Counter()
@@ -69,5 +74,7 @@ def highest_peak(
             owned[message.owner] += message.grad_bytes
     ranks = {0, *(rank for rank, _ in owned.most_common(1))}
     replicas = [memory.replica(rank, cluster.host_of_rank) for rank in sorted(ranks)]
-    found = [peak_memory(profile, workload, tried, cluster, replica=replica) for replica in replicas]
+    found = [
+        peak_memory(profile, workload, tried, cluster, replica=replica) for replica in replicas
+    ]
     return max(found, key=lambda one: one.peak_bytes)

@@ -52,13 +52,19 @@ def read_layer_profile(path: Path, model: str | None = None) -> OpGraph:
         with path.open("rb") as file:
             raw = file.read(MAX_BYTES + 1)
     except OSError as error:
-        raise InvalidInput(f"a layer profile must be a file that can be read, but {path}: {error.strerror}") from error
+        raise InvalidInput(
+            f"a layer profile must be a file that can be read, but {path}: {error.strerror}"
+        ) from error
     if len(raw) > MAX_BYTES:
-        raise InvalidInput(f"a layer profile may have at most {MAX_BYTES} bytes, but {path} has more")
+        raise InvalidInput(
+            f"a layer profile may have at most {MAX_BYTES} bytes, but {path} has more"
+        )
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise InvalidInput(f"a layer profile must be UTF-8 text, but {path} is not (byte {error.start})") from error
+        raise InvalidInput(
+            f"a layer profile must be UTF-8 text, but {path} is not (byte {error.start})"
+        ) from error
     return parse_layer_profile(text, model or path.stem, str(path))
 
 
@@ -75,9 +81,13 @@ def parse_layer_profile(text: str, model: str, where: str = "profile") -> OpGrap
             continue
         node, layer = _layer(line, place)
         if node in layers:
-            raise InvalidInput(f"{place}: a layer profile names each node once, but node{node} occurs again")
+            raise InvalidInput(
+                f"{place}: a layer profile names each node once, but node{node} occurs again"
+            )
         if len(layers) == MAX_OPS:
-            raise InvalidInput(f"{place}: a layer profile may have at most {MAX_OPS} nodes, but has more")
+            raise InvalidInput(
+                f"{place}: a layer profile may have at most {MAX_OPS} nodes, but has more"
+            )
         layers[node] = layer
     for node in (node for edge in sorted(edges) for node in edge):
         if node not in layers:
@@ -85,13 +95,17 @@ def parse_layer_profile(text: str, model: str, where: str = "profile") -> OpGrap
     order = _topological(sorted(layers), edges, where)
     place_of = {node: place for place, node in enumerate(order)}
     ops = tuple(_op(node, layers[node]) for node in order)
-    return OpGraph(model, ops, tuple(sorted((place_of[a], place_of[b]) for a, b in edges)), source="measured")
+    return OpGraph(
+        model, ops, tuple(sorted((place_of[a], place_of[b]) for a, b in edges)), source="measured"
+    )
 
 
 def _edge(line: str, place: str) -> tuple[int, int]:
     found = _EDGE.fullmatch(line.rstrip())
     if found is None:
-        raise InvalidInput(f"{place}: an edge must be '<tab>nodeA -- nodeB', but the line is {line.strip()[:80]!r}")
+        raise InvalidInput(
+            f"{place}: an edge must be '<tab>nodeA -- nodeB', but the line is {line.strip()[:80]!r}"
+        )
     return int(found["before"]), int(found["after"])
 
 
@@ -99,19 +113,31 @@ def _layer(line: str, place: str) -> tuple[int, _Layer]:
     found = _LAYER.fullmatch(line.rstrip())
     if found is None:
         form = "nodeN -- TEXT -- forward_compute_time=MS, backward_compute_time=MS, activation_size=BYTES, parameter_size=BYTES"
-        raise InvalidInput(f"{place}: a layer must be {form!r}, but the line is {line.strip()[:120]!r}")
+        raise InvalidInput(
+            f"{place}: a layer must be {form!r}, but the line is {line.strip()[:120]!r}"
+        )
     parameters = _finite(found["parameters"], place)
     if parameters != int(parameters):
-        raise InvalidInput(f"{place}: parameter_size must be whole bytes, but is {found['parameters']}")
+        raise InvalidInput(
+            f"{place}: parameter_size must be whole bytes, but is {found['parameters']}"
+        )
     sizes = found["activation"].strip("[]").split(";")
     activation = sum(_finite(size.strip(), place) for size in sizes if size.strip())
-    layer = _Layer(found["text"], _finite(found["forward"], place), _finite(found["backward"], place), activation, int(parameters))
+    layer = _Layer(
+        found["text"],
+        _finite(found["forward"], place),
+        _finite(found["backward"], place),
+        activation,
+        int(parameters),
+    )
     return int(found["number"]), layer
 
 
 def _finite(text: str, place: str) -> float:
     if re.fullmatch(_NUMBER, text) is None or not math.isfinite(float(text)):
-        raise InvalidInput(f"{place}: times and sizes must be finite numbers of at least 0, but one is {text[:40]!r}")
+        raise InvalidInput(
+            f"{place}: times and sizes must be finite numbers of at least 0, but one is {text[:40]!r}"
+        )
     return float(text)
 
 
@@ -133,7 +159,9 @@ def _topological(nodes: list[int], edges: set[tuple[int, int]], where: str) -> l
                 heapq.heappush(ready, behind)
     if len(order) < len(nodes):
         stuck = sorted(set(nodes) - set(order))[0]
-        raise InvalidInput(f"{where}: the edges of a layer profile must have no cycle, but node{stuck} is in or behind one")
+        raise InvalidInput(
+            f"{where}: the edges of a layer profile must have no cycle, but node{stuck} is in or behind one"
+        )
     return order
 
 
@@ -141,9 +169,17 @@ def _op(node: int, layer: _Layer) -> Op:
     name = f"node{node}"
     code = re.split(r"[(\s]", layer.text, maxsplit=1)[0]
     variables = tuple(
-        Variable(f"{name}.{code}.{part}", shape) for part, shape in _shapes(code, layer.text, layer.parameter_bytes // _FLOAT_BYTES)
+        Variable(f"{name}.{code}.{part}", shape)
+        for part, shape in _shapes(code, layer.text, layer.parameter_bytes // _FLOAT_BYTES)
     )
-    return Op(name, layer.text, layer.forward_ms * 1e-3, layer.backward_ms * 1e-3, layer.activation_bytes, variables)
+    return Op(
+        name,
+        layer.text,
+        layer.forward_ms * 1e-3,
+        layer.backward_ms * 1e-3,
+        layer.activation_bytes,
+        variables,
+    )
 
 
 def _shapes(code: str, text: str, elements: int) -> list[tuple[str, tuple[int, ...]]]:
@@ -160,16 +196,28 @@ def _shapes(code: str, text: str, elements: int) -> list[tuple[str, tuple[int, .
 
 def _named_shapes(code: str, text: str) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """(shape of the weight, of the bias) by PyTorch's layers; None for others."""
-    numbers = [min(int(found), MAX_SHAPE) for found in re.findall(r"(?<![\w.])[0-9]{1,12}(?![\w.])", text)]
+    numbers = [
+        min(int(found), MAX_SHAPE) for found in re.findall(r"(?<![\w.])[0-9]{1,12}(?![\w.])", text)
+    ]
     if code == "Linear":
-        inputs, outputs = re.search(r"in_features=([0-9]{1,12})", text), re.search(r"out_features=([0-9]{1,12})", text)
-        return ((int(outputs[1]), int(inputs[1])), (int(outputs[1]),)) if inputs and outputs else None
+        inputs, outputs = (
+            re.search(r"in_features=([0-9]{1,12})", text),
+            re.search(r"out_features=([0-9]{1,12})", text),
+        )
+        return (
+            ((int(outputs[1]), int(inputs[1])), (int(outputs[1]),)) if inputs and outputs else None
+        )
     if code == "Conv2d" and len(numbers) >= 2:
         kernel = re.search(r"kernel_size=\(([0-9]{1,6}), ([0-9]{1,6})\)", text)
         groups = re.search(r"groups=([0-9]{1,9})", text)
         if kernel is None:
             return None
-        return (numbers[1], numbers[0] // max(int(groups[1]) if groups else 1, 1), int(kernel[1]), int(kernel[2])), (numbers[1],)
+        return (
+            numbers[1],
+            numbers[0] // max(int(groups[1]) if groups else 1, 1),
+            int(kernel[1]),
+            int(kernel[2]),
+        ), (numbers[1],)
     if code in ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "LayerNorm") and numbers:
         return (numbers[0],), (numbers[0],)
     if code == "Embedding" and len(numbers) >= 2:

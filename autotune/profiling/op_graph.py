@@ -34,9 +34,14 @@ class Op:
     variables: tuple[Variable, ...] = ()
 
     def __post_init__(self) -> None:
-        if not all(0 <= figure < math.inf for figure in (self.forward_s, self.backward_s, self.activation_bytes)):
+        if not all(
+            0 <= figure < math.inf
+            for figure in (self.forward_s, self.backward_s, self.activation_bytes)
+        ):
             figures = (self.forward_s, self.backward_s, self.activation_bytes)
-            raise InvalidInput(f"op {self.name!r} needs finite times and sizes of at least 0, but has {figures}")
+            raise InvalidInput(
+                f"op {self.name!r} needs finite times and sizes of at least 0, but has {figures}"
+            )
 
 
 @dataclass(frozen=True)
@@ -79,9 +84,13 @@ class OpGraph:
     def __post_init__(self) -> None:
         for edge in self.edges:
             if not 0 <= edge[0] < edge[1] < len(self.ops):
-                raise InvalidInput(f"edges of an op graph must be pairs i < j < {len(self.ops)}, but one is {edge}")
+                raise InvalidInput(
+                    f"edges of an op graph must be pairs i < j < {len(self.ops)}, but one is {edge}"
+                )
         if not any(op.variables for op in self.ops):
-            raise InvalidInput(f"the op graph of {self.model!r} needs an op with a variable, but has none")
+            raise InvalidInput(
+                f"the op graph of {self.model!r} needs an op with a variable, but has none"
+            )
 
     @cached_property
     def predecessors(self) -> tuple[tuple[int, ...], ...]:
@@ -93,7 +102,9 @@ class OpGraph:
 
     @cached_property
     def op_of_variable(self) -> dict[str, int]:
-        return {variable.name: number for number, op in enumerate(self.ops) for variable in op.variables}
+        return {
+            variable.name: number for number, op in enumerate(self.ops) for variable in op.variables
+        }
 
     def workload(self, fusion: OpFusion | None = None, fused_s: FusedTime = summed) -> Workload:
         """What this replica synchronizes, with the times that its kernels give; the variables stand as the backward pass makes them.
@@ -112,7 +123,16 @@ class OpGraph:
             for variable in reversed(self.ops[number].variables)
         )
         edges = self._variable_edges(variables)
-        return Workload(self.model, variables, edges, forward_s, now_s, self.update_s, self.device, source=self.source)
+        return Workload(
+            self.model,
+            variables,
+            edges,
+            forward_s,
+            now_s,
+            self.update_s,
+            self.device,
+            source=self.source,
+        )
 
     def _needed_s(self, fusion: OpFusion, fused_s: FusedTime) -> tuple[list[float], float]:
         needed_s, now_s = [0.0] * len(self.ops), 0.0
@@ -124,7 +144,9 @@ class OpGraph:
     def _variable_edges(self, variables: tuple[Variable, ...]) -> tuple[tuple[int, int], ...]:
         """Pairs of variables whose ops are neighbours, ops without variables skipped."""
         position = {variable.name: at for at, variable in enumerate(variables)}
-        nearest: list[frozenset[int]] = []  # per op: the ops with variables from which it can be reached without passing another
+        nearest: list[
+            frozenset[int]
+        ] = []  # per op: the ops with variables from which it can be reached without passing another
         pairs: set[tuple[int, int]] = set()
         for number, op in enumerate(self.ops):
             before = frozenset().union(*(nearest[other] for other in self.predecessors[number]))

@@ -51,7 +51,9 @@ class BayesianSearch:
                 f"a step time must be told for the open proposal {strategy.id}, but is for {strategy_id}; tell in the order of asking"
             )
         if not (math.isfinite(step_s) and step_s > 0):
-            raise InvalidInput(f"a step time must be a finite number of seconds above 0, but is {step_s}")
+            raise InvalidInput(
+                f"a step time must be a finite number of seconds above 0, but is {step_s}"
+            )
         assert self._open is not None
         with _quiet():
             self._optimizer.tell(self._open[0], float(step_s))

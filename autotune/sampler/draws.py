@@ -18,18 +18,28 @@ from numpy.typing import NDArray
 from autotune.cluster import Cluster
 from autotune.strategy_space.builders.partitions import even_partition
 from autotune.strategy_space.constraints import balance_load, merge_adjacent, servers_of
-from autotune.strategy_space.ring import random_ring
+from autotune.strategy_space.moves.ring import random_ring
 from autotune.strategy_space.space import SearchSpace
-from autotune.strategy_space.strategy import ROOTED, SPARSE_COMPRESSORS, Compressor, Partition, SparseHandling
+from autotune.strategy_space.strategy import (
+    ROOTED,
+    SPARSE_COMPRESSORS,
+    Compressor,
+    Partition,
+    SparseHandling,
+)
 from autotune.workload import Workload
 
 PURE = 0.5  # share of strategies with a single synchronizer; likewise of those with a single compressor
 UNCOMPRESSED = 0.2  # share of strategies without compression, however many compressors there are
-MIXING = 0.5  # Dirichlet concentration of the other weights: below 1, so that one choice mostly prevails
+MIXING = (
+    0.5  # Dirichlet concentration of the other weights: below 1, so that one choice mostly prevails
+)
 WHOLE = 0.5  # share of strategies without any partition; in the others its probability is uniform in [0, 1]
 REORDERED = 0.2  # share of strategies with random priorities instead of gradient-ready order
 CROSS_STEP = 0.35  # share of strategies that synchronize across steps
-PLANNED = 0.8  # share of those whose order is planned: in gradient-ready order they gain hardly anything
+PLANNED = (
+    0.8  # share of those whose order is planned: in gradient-ready order they gain hardly anything
+)
 RING = 0.25  # share of strategies with a ring order of their own, where one can matter
 
 Ints = NDArray[np.int64]
@@ -57,7 +67,9 @@ class Context:
             space,
             tuple(space.axes_for(variable) for variable in workload.variables),
             np.array([variable.grad_bytes for variable in workload.variables], dtype=np.int64),
-            np.array([len(space.compressors_for(variable.dtype)) > 1 for variable in workload.variables]),
+            np.array(
+                [len(space.compressors_for(variable.dtype)) > 1 for variable in workload.variables]
+            ),
             np.array(servers.ranks, dtype=np.int64),
             np.array(servers.shares),
         )
@@ -89,11 +101,26 @@ class Drawn:
     @property
     def identity(self) -> Hashable:
         """Equal for equal strategies only."""
-        return self.table().tobytes(), self.partitions, self.sparse, self.cross_step, self.ring_order, self.in_flight
+        return (
+            self.table().tobytes(),
+            self.partitions,
+            self.sparse,
+            self.cross_step,
+            self.ring_order,
+            self.in_flight,
+        )
 
     def table(self) -> Ints:
         """What tells the shards apart, shape (S, 7)."""
-        columns = (self.synchronizer, self.compressor, self.parameter, self.placement, self.group, self.priority, self.hierarchical)
+        columns = (
+            self.synchronizer,
+            self.compressor,
+            self.parameter,
+            self.placement,
+            self.group,
+            self.priority,
+            self.hierarchical,
+        )
         return np.stack(columns, axis=1)
 
 
@@ -101,7 +128,9 @@ def draw(context: Context, rng: np.random.Generator) -> Drawn:
     """All choices; the issue order is gradient-ready order."""
     space = context.space
     partitions = _draw_partitions(context, rng)
-    counts = np.array([len(partition.sizes) if partition else 1 for partition in partitions], dtype=np.int64)
+    counts = np.array(
+        [len(partition.sizes) if partition else 1 for partition in partitions], dtype=np.int64
+    )
     owner = np.repeat(np.arange(counts.size), counts)
     shard_bytes = shard_bytes_of(context, partitions, owner)
     synchronizer = _draw_choices(len(space.synchronizers), owner, rng)
@@ -153,7 +182,9 @@ def _draw_partitions(context: Context, rng: np.random.Generator) -> tuple[Partit
     if not context.space.allow_uneven or rng.random() < 0.5:
         uneven_probability = 0.0
     partitions: list[Partition | None] = []
-    rows = zip(context.workload.variables, context.axes, rng.random((count, 4)).tolist(), strict=True)
+    rows = zip(
+        context.workload.variables, context.axes, rng.random((count, 4)).tolist(), strict=True
+    )
     for variable, axes, (wanted, which, how_many, unevenly) in rows:
         if not axes or wanted >= probability:
             partitions.append(None)
@@ -175,7 +206,9 @@ def _uneven_sizes(extent: int, shards: int, rng: np.random.Generator) -> tuple[i
     return tuple(end - start + 1 for start, end in pairwise(cuts))
 
 
-def placements(context: Context, shard_bytes: Ints, rooted: NDArray[np.bool_], rng: np.random.Generator) -> Ints:
+def placements(
+    context: Context, shard_bytes: Ints, rooted: NDArray[np.bool_], rng: np.random.Generator
+) -> Ints:
     """c_lb over the rooted shards, shape (S,); -1 for the others."""
     placement = np.full(shard_bytes.size, -1, dtype=np.int64)
     placement[rooted] = context.ranks[balance_load(shard_bytes[rooted], context.shares, rng)]
@@ -197,29 +230,44 @@ def shard_bytes_of(context: Context, partitions: tuple[Partition | None, ...], o
     if owner.size == len(partitions):
         return grad_bytes
     extents = [p.sizes if p else (1,) for p in partitions]
-    rows = np.array([v.shape[p.axis] if p else 1 for v, p in zip(variables, partitions, strict=True)], dtype=np.int64)
-    sizes: Ints = (grad_bytes // rows)[owner] * np.array([size for own in extents for size in own], dtype=np.int64)
+    rows = np.array(
+        [v.shape[p.axis] if p else 1 for v, p in zip(variables, partitions, strict=True)],
+        dtype=np.int64,
+    )
+    sizes: Ints = (grad_bytes // rows)[owner] * np.array(
+        [size for own in extents for size in own], dtype=np.int64
+    )
     return sizes
 
 
-def _draw_sparse(context: Context, synchronizer: Ints, owner: Ints, counts: Ints, rng: np.random.Generator) -> tuple[SparseHandling, ...]:
+def _draw_sparse(
+    context: Context, synchronizer: Ints, owner: Ints, counts: Ints, rng: np.random.Generator
+) -> tuple[SparseHandling, ...]:
     """One of the ways that the synchronizers of a sparse variable's shards allow."""
     found = [SparseHandling.DENSE] * counts.size
     space = context.space
-    positions = [position for position, variable in enumerate(context.workload.variables) if variable.sparse]
+    positions = [
+        position for position, variable in enumerate(context.workload.variables) if variable.sparse
+    ]
     if not positions or len(space.sparse) == 1:
         return tuple(found)
     first = np.cumsum(counts) - counts
     probability = rng.random() if rng.random() >= PURE else 1.0
     for position in positions:
         own = synchronizer[first[position] : first[position] + counts[position]].tolist()
-        others = [kind for kind in space.handlings_for(space.synchronizers[s] for s in own) if kind is not SparseHandling.DENSE]
+        others = [
+            kind
+            for kind in space.handlings_for(space.synchronizers[s] for s in own)
+            if kind is not SparseHandling.DENSE
+        ]
         if others and rng.random() < probability:
             found[position] = others[int(rng.integers(len(others)))]
     return tuple(found)
 
 
-def _draw_compressors(context: Context, dense: NDArray[np.bool_], owner: Ints, rng: np.random.Generator) -> tuple[Ints, Ints]:
+def _draw_compressors(
+    context: Context, dense: NDArray[np.bool_], owner: Ints, rng: np.random.Generator
+) -> tuple[Ints, Ints]:
     """(compressor, parameter) of every shard."""
     kinds = context.space.compressors
     none = kinds.index(Compressor.NONE)
@@ -228,7 +276,9 @@ def _draw_compressors(context: Context, dense: NDArray[np.bool_], owner: Ints, r
         return np.full(owner.size, none, dtype=np.int64), parameter
     compressor = _draw_choices(len(kinds), owner, rng)
     compressor[~context.can_compress[owner]] = none
-    compressor[~dense & ~np.array([kind in SPARSE_COMPRESSORS for kind in kinds])[compressor]] = none
+    compressor[~dense & ~np.array([kind in SPARSE_COMPRESSORS for kind in kinds])[compressor]] = (
+        none
+    )
     for index, kind in enumerate(kinds):
         settings, chosen = len(context.space.settings_of(kind)), compressor == index
         if settings > 1 and chosen.any():

@@ -23,9 +23,16 @@ from autotune.sampler.order import PlannedOrder
 from autotune.sampler.writer import Writer
 from autotune.strategy_space.builders.collectives import MIB, horovod_like
 from autotune.strategy_space.builders.partitions import even_partition
-from autotune.strategy_space.ring import random_ring
+from autotune.strategy_space.moves.ring import random_ring
 from autotune.strategy_space.space import SearchSpace
-from autotune.strategy_space.strategy import ROOTED, SPARSE_COMPRESSORS, Compressor, Partition, SparseHandling, Strategy
+from autotune.strategy_space.strategy import (
+    ROOTED,
+    SPARSE_COMPRESSORS,
+    Compressor,
+    Partition,
+    SparseHandling,
+    Strategy,
+)
 from autotune.workload import Workload
 
 THRESHOLD_BYTES = (0.0, 64.0 * MIB)
@@ -62,7 +69,10 @@ class FusionScalars:
     def dimensions(self) -> list[Any]:
         from skopt.space import Real
 
-        return [Real(*THRESHOLD_BYTES, name="threshold_bytes"), Real(*CYCLE_TIME_S, name="cycle_time_s")]
+        return [
+            Real(*THRESHOLD_BYTES, name="threshold_bytes"),
+            Real(*CYCLE_TIME_S, name="cycle_time_s"),
+        ]
 
     def strategy(self, point: Point) -> Strategy:
         return horovod_like(self._workload, int(point[0]), float(point[1]))
@@ -78,11 +88,17 @@ class SpaceChoices:
         self._writer = Writer(self._context)
         self._planned = PlannedOrder(self._context)
         self._settings = [
-            (kind, number) for kind, compressor in enumerate(space.compressors) for number in range(len(space.settings_of(compressor)))
+            (kind, number)
+            for kind, compressor in enumerate(space.compressors)
+            for number in range(len(space.settings_of(compressor)))
         ]
         self._seed = seed
         rng = generator(seed, "rings of bayes")
-        orders = [random_ring(cluster, rng) for _ in range(RINGS)] if space.ring_orders_for(cluster) else []
+        orders = (
+            [random_ring(cluster, rng) for _ in range(RINGS)]
+            if space.ring_orders_for(cluster)
+            else []
+        )
         self._rings = list(dict.fromkeys([None, *orders]))
         self._options = self._choices(workload, cluster, space)
 
@@ -94,7 +110,9 @@ class SpaceChoices:
             "synchronizer of small ones": synchronizers,
             "compressor of large ones": settings,
             "compressor of small ones": settings,
-            "sparse": len(space.sparse) if any(variable.sparse for variable in workload.variables) else 1,
+            "sparse": len(space.sparse)
+            if any(variable.sparse for variable in workload.variables)
+            else 1,
             "hierarchical": 1 + space.hierarchy_for(cluster),
             "cross_step": 1 + space.cross_step,
             "in flight": space.most_in_flight if space.cross_step else 1,
@@ -107,7 +125,10 @@ class SpaceChoices:
         from skopt.space import Categorical, Real
 
         scalars = [Real(0.0, 1.0, name=name) for name in ("large", "parts", "groups")]
-        return [*scalars, *(Categorical(range(count), name=name) for name, count in self._options.items())]
+        return [
+            *scalars,
+            *(Categorical(range(count), name=name) for name, count in self._options.items()),
+        ]
 
     def strategy(self, point: Point) -> Strategy:
         large_share, parts, groups = (float(value) for value in point[:3])
@@ -133,7 +154,9 @@ class SpaceChoices:
         synchronizer = self._by_size(large, chosen, "synchronizer")[owner]
         sparse = self._sparse(self._by_size(large, chosen, "synchronizer"), chosen)
         dense = np.array([kind is SparseHandling.DENSE for kind in sparse])[owner]
-        compressor, parameter = self._compressors(self._by_size(large, chosen, "compressor")[owner], dense, owner)
+        compressor, parameter = self._compressors(
+            self._by_size(large, chosen, "compressor")[owner], dense, owner
+        )
         rooted = np.array([kind in ROOTED for kind in space.synchronizers])[synchronizer]
         wanted = min(round(space.max_groups**groups), int((~rooted).sum()))
         drawn = Drawn(
@@ -152,29 +175,43 @@ class SpaceChoices:
             1 + chosen.get("in flight", 0) if chosen.get("cross_step", 0) else 1,
             np.zeros(owner.size, dtype=np.int64),
         )
-        return replace(drawn, priority=self._planned.priorities(drawn)) if chosen["planned order"] else drawn
+        return (
+            replace(drawn, priority=self._planned.priorities(drawn))
+            if chosen["planned order"]
+            else drawn
+        )
 
     def _partitions(self, large: Flags, parts: float) -> tuple[Partition | None, ...]:
         """Large variables in 1 to `max_shards` parts along the longest axis that may be cut; the number is log-uniform."""
         shards = round(self._context.space.max_shards**parts)
         cuts: list[Partition | None] = []
-        for variable, axes, is_large in zip(self._context.workload.variables, self._context.axes, large.tolist(), strict=True):
-            axis = max(axes, key=lambda own: variable.shape[own], default=None) if is_large else None
+        for variable, axes, is_large in zip(
+            self._context.workload.variables, self._context.axes, large.tolist(), strict=True
+        ):
+            axis = (
+                max(axes, key=lambda own: variable.shape[own], default=None) if is_large else None
+            )
             count = 1 if axis is None else min(shards, variable.shape[axis])
-            cuts.append(None if axis is None or count < 2 else even_partition(variable, axis, count))
+            cuts.append(
+                None if axis is None or count < 2 else even_partition(variable, axis, count)
+            )
         return tuple(cuts)
 
     @staticmethod
     def _by_size(large: Flags, chosen: dict[str, int], what: str) -> Ints:
         """The choice of each variable, shape (V,)."""
-        return np.where(large, chosen.get(f"{what} of large ones", 0), chosen.get(f"{what} of small ones", 0)).astype(np.int64)
+        return np.where(
+            large, chosen.get(f"{what} of large ones", 0), chosen.get(f"{what} of small ones", 0)
+        ).astype(np.int64)
 
     def _sparse(self, synchronizer: Ints, chosen: dict[str, int]) -> tuple[SparseHandling, ...]:
         """The chosen way, where the variable's synchronizer has it."""
         space = self._context.space
         wanted = space.sparse[chosen.get("sparse", 0)]
         found = []
-        for variable, kind in zip(self._context.workload.variables, synchronizer.tolist(), strict=True):
+        for variable, kind in zip(
+            self._context.workload.variables, synchronizer.tolist(), strict=True
+        ):
             allowed = variable.sparse and wanted in space.handlings_for([space.synchronizers[kind]])
             found.append(wanted if allowed else SparseHandling.DENSE)
         return tuple(found)

@@ -15,14 +15,14 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from autotune.costs.issue_order import planned_order
+from autotune.costs.row_traffic import ROW_NUMBER_BYTES, collective_share
+from autotune.costs.sync_cost import MessageKind, Rates
+from autotune.costs.timing import needed_times_s, ready_times_s
 from autotune.sampler.draws import Context, Drawn, Ints
-from autotune.strategy_space.cross_step import planned_order
 from autotune.strategy_space.plan import INT8_BLOCK, PRIMITIVE_OF
-from autotune.strategy_space.row_traffic import ROW_NUMBER_BYTES, collective_share
 from autotune.strategy_space.space import CompressorSetting
 from autotune.strategy_space.strategy import Compressor, SparseHandling
-from autotune.strategy_space.sync_cost import MessageKind, Rates
-from autotune.strategy_space.timing import needed_times_s, ready_times_s
 from autotune.workload import DTYPE_BYTES
 
 NODES = 3
@@ -40,8 +40,12 @@ class PlannedOrder:
         self.variables, self.ranks = workload.variables, context.cluster.world_size
         self.rates = Rates(context.cluster)
         dtypes = sorted(DTYPE_BYTES)
-        self.dtype = np.array([dtypes.index(variable.dtype) for variable in workload.variables], dtype=np.int64)
-        self.element_bytes = np.array([DTYPE_BYTES[variable.dtype] for variable in workload.variables], dtype=np.int64)
+        self.dtype = np.array(
+            [dtypes.index(variable.dtype) for variable in workload.variables], dtype=np.int64
+        )
+        self.element_bytes = np.array(
+            [DTYPE_BYTES[variable.dtype] for variable in workload.variables], dtype=np.int64
+        )
 
     def priorities(self, drawn: Drawn) -> Ints:
         """The place of every shard's message in the order, shape (S,)."""
@@ -51,10 +55,19 @@ class PlannedOrder:
         np.maximum.at(ready_s, message, self.ready_s[owner])
         np.minimum.at(needed_s, message, self.needed_s[owner])
         primitives = [PRIMITIVE_OF[synchronizer] for synchronizer in self.space.synchronizers]
-        columns = (drawn.synchronizer[first], drawn.placement[first], drawn.hierarchical[first], owner[first])
+        columns = (
+            drawn.synchronizer[first],
+            drawn.placement[first],
+            drawn.hierarchical[first],
+            owner[first],
+        )
         kinds = [
-            MessageKind(primitives[kind], None if rank < 0 else rank, bool(two_level), drawn.sparse[own])
-            for kind, rank, two_level, own in zip(*(column.tolist() for column in columns), strict=True)
+            MessageKind(
+                primitives[kind], None if rank < 0 else rank, bool(two_level), drawn.sparse[own]
+            )
+            for kind, rank, two_level, own in zip(
+                *(column.tolist() for column in columns), strict=True
+            )
         ]
         wire_bytes = np.zeros(count)
         np.add.at(wire_bytes, message, self._wire_bytes(drawn))
@@ -68,7 +81,13 @@ class PlannedOrder:
         """(message of every shard (S,), a shard of every message (M,)), as `plan()` makes them."""
         dense = np.array([kind is SparseHandling.DENSE for kind in drawn.sparse])[drawn.owner]
         code = drawn.group.copy()
-        for column in (drawn.synchronizer, drawn.compressor, drawn.parameter, drawn.hierarchical, self.dtype[drawn.owner]):
+        for column in (
+            drawn.synchronizer,
+            drawn.compressor,
+            drawn.parameter,
+            drawn.hierarchical,
+            self.dtype[drawn.owner],
+        ):
             code = code * (int(column.max()) + 1) + column
         alone = (drawn.group < 0) | ~dense
         code[alone] = -1 - np.arange(int(alone.sum()))
@@ -86,16 +105,23 @@ class PlannedOrder:
             for number, setting in enumerate(self.space.settings_of(kind)):
                 own = np.flatnonzero((drawn.compressor == index) & (drawn.parameter == number))
                 if len(own):
-                    wire_bytes[own] = np.minimum(_compressed_bytes(setting, elements[own], element_bytes[own]), wire_bytes[own])
+                    wire_bytes[own] = np.minimum(
+                        _compressed_bytes(setting, elements[own], element_bytes[own]),
+                        wire_bytes[own],
+                    )
         for position, handling in enumerate(drawn.sparse):
             if handling is not SparseHandling.DENSE:
                 variable, own = self.variables[position], drawn.owner == position
                 rows = drawn.shard_bytes[own] * variable.rows / max(variable.grad_bytes, 1)
-                wire_bytes[own] = collective_share(variable, handling, self.ranks) * (wire_bytes[own] + rows * ROW_NUMBER_BYTES)
+                wire_bytes[own] = collective_share(variable, handling, self.ranks) * (
+                    wire_bytes[own] + rows * ROW_NUMBER_BYTES
+                )
         return wire_bytes
 
 
-def _compressed_bytes(setting: CompressorSetting, elements: NDArray[np.float64], element_bytes: Ints) -> NDArray[np.float64]:
+def _compressed_bytes(
+    setting: CompressorSetting, elements: NDArray[np.float64], element_bytes: Ints
+) -> NDArray[np.float64]:
     if setting.ratio is not None:
         return elements * setting.ratio * (element_bytes + 4)
     if setting.rank is not None:

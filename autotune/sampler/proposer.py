@@ -12,9 +12,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autotune.events import Proposal, Proposed
-from autotune.history import History
-from autotune.job import JobSpec, Search, Similarity
 from autotune.optimizer.budget import Budget
 from autotune.rng import generator
 from autotune.sampler.bayes import BayesianSearch
@@ -26,10 +23,13 @@ from autotune.sampler.selection import choice_agreement_rows, hidden_cosine, sel
 from autotune.simulators.interface import Simulator
 from autotune.strategy_space.builders.catalogue import seed_strategies
 from autotune.strategy_space.enactable import scaled_space, why_refused, why_scaled_refused
-from autotune.strategy_space.neighbours import mutate
+from autotune.strategy_space.moves.neighbours import mutate
 from autotune.strategy_space.plan import Plan, plan
 from autotune.strategy_space.space import SearchSpace
 from autotune.strategy_space.strategy import Strategy
+from autotune.tuning.events import Proposal, Proposed
+from autotune.tuning.history import History
+from autotune.tuning.job import JobSpec, Search, Similarity
 
 PARENTS = 5
 """The fastest strategies so far, whose neighbours are proposed."""
@@ -64,7 +64,12 @@ class _Pool:
 class Proposer:
     """Proposes for one job. `simulators` builds each learned simulator anew."""
 
-    def __init__(self, spec: JobSpec, simulators: dict[str, Callable[[], Simulator]], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        spec: JobSpec,
+        simulators: dict[str, Callable[[], Simulator]],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """`clock`: seconds, for the safety limit of the optimizer's search."""
         self._spec, self._clock = spec, clock
         self._bayes: BayesianSearch | None = None
@@ -77,19 +82,47 @@ class Proposer:
         found = self._pool(history, round_)
         pool = found.candidates
         if not pool:
-            return Proposed(round_, (), "none", _said("no strategy was sampled that had not been tried", found), 0, (), 0.0)
+            return Proposed(
+                round_,
+                (),
+                "none",
+                _said("no strategy was sampled that had not been tried", found),
+                0,
+                (),
+                0.0,
+            )
         if self._spec.search is Search.RANDOM:
-            proposals = tuple(Proposal(candidate.strategy, candidate.origin) for candidate in pool[:count])
-            return Proposed(round_, proposals, "random", _said("random search was asked for", found), len(pool), (), 0.0)
+            proposals = tuple(
+                Proposal(candidate.strategy, candidate.origin) for candidate in pool[:count]
+            )
+            return Proposed(
+                round_,
+                proposals,
+                "random",
+                _said("random search was asked for", found),
+                len(pool),
+                (),
+                0.0,
+            )
         scores = self._scorer.score(history, pool)
         most = int(LATER_LEADERS * count) if round_ else max(1, round(LEADERS * count))
         leading = [i for i, candidate in enumerate(pool) if candidate.optimized][:most]
         rest = [i for i in range(len(pool)) if i not in leading]
         if rest and len(leading) < count:
-            chosen = self._choose([pool[i] for i in rest], scores.of(rest), count - len(leading), round_)
+            chosen = self._choose(
+                [pool[i] for i in rest], scores.of(rest), count - len(leading), round_
+            )
             leading += [rest[i] for i in chosen]
         proposals = tuple(_proposal(pool[i], scores, i) for i in leading)
-        return Proposed(round_, proposals, scores.ranker, _said(scores.reason, found), len(pool), scores.quality, 0.0)
+        return Proposed(
+            round_,
+            proposals,
+            scores.ranker,
+            _said(scores.reason, found),
+            len(pool),
+            scores.quality,
+            0.0,
+        )
 
     def _pool(self, history: History, round_: int) -> _Pool:
         """Distinct untried plans that can be enacted: the field's hand-made strategies, random ones, and neighbours of the fastest."""
@@ -103,12 +136,23 @@ class Proposer:
         space = self._space(history)
         found: list[tuple[str, Strategy]] = []
         with collection_paused():
-            searched, cut_short = self._searched(history, space, parents, round_) if guided else ([], False)
+            searched, cut_short = (
+                self._searched(history, space, parents, round_) if guided else ([], False)
+            )
             if self._spec.search is not Search.RANDOM:
                 found += seed_strategies(workload, cluster, space)
-            found += [("mutated", self._walk(parents[int(rng.integers(len(parents)))], history, space, rng)) for _ in range(mutants)]
+            found += [
+                (
+                    "mutated",
+                    self._walk(parents[int(rng.integers(len(parents)))], history, space, rng),
+                )
+                for _ in range(mutants)
+            ]
             seed = int(generator(self._spec.seed, "samples", round_).integers(2**31))
-            found += [("sampled", strategy) for strategy in sample_many(workload, cluster, space, wanted - mutants, seed)]
+            found += [
+                ("sampled", strategy)
+                for strategy in sample_many(workload, cluster, space, wanted - mutants, seed)
+            ]
             pool = self._untried(searched, found, history)
         return replace(pool, cut_short=cut_short)
 
@@ -118,7 +162,9 @@ class Proposer:
         """What the optimizer finds by replay: one strategy for each family of the space, fastest first, then what other climbs found;
         whether it was cut short. It begins with `parents`, the fastest that were measured, once there are some.
         """
-        from autotune.optimizer.suggest import suggestions  # numba is heavy, and the baselines do without
+        from autotune.optimizer.suggest import (
+            suggestions,  # numba is heavy, and the baselines do without
+        )
 
         steps = self._scorer.extractor(history).steps
 
@@ -128,10 +174,26 @@ class Proposer:
         seed = int(generator(self._spec.seed, "optimizer", round_).integers(2**31))
         budget = AGAIN if parents else OPTIMIZER
         tried = {trial.plan_id for trial in history.trials if trial.plan_id is not None}
-        made = suggestions(steps, space, begin=parents, avoid=tried, budget=budget, seed=seed, allowed=allowed, clock=self._clock)
-        return [(f"optimizer: {own.name}", own.strategy) for own in (*made.found, *made.others)], made.cut_short
+        made = suggestions(
+            steps,
+            space,
+            begin=parents,
+            avoid=tried,
+            budget=budget,
+            seed=seed,
+            allowed=allowed,
+            clock=self._clock,
+        )
+        return [
+            (f"optimizer: {own.name}", own.strategy) for own in (*made.found, *made.others)
+        ], made.cut_short
 
-    def _untried(self, searched: Sequence[tuple[str, Strategy]], found: Sequence[tuple[str, Strategy]], history: History) -> _Pool:
+    def _untried(
+        self,
+        searched: Sequence[tuple[str, Strategy]],
+        found: Sequence[tuple[str, Strategy]],
+        history: History,
+    ) -> _Pool:
         """Of what the optimizer `searched`, first, and of the others."""
         assert history.profiled is not None
         seen = {trial.plan_id for trial in history.trials}
@@ -156,23 +218,31 @@ class Proposer:
     def _space(self, history: History) -> SearchSpace:
         """What the job and its conditions allow and its script can do."""
         assert history.profiled is not None
-        space = scaled_space(SearchSpace.default(lossy=self._spec.lossy), self._spec.conditions.byte_scale)
+        space = scaled_space(
+            SearchSpace.default(lossy=self._spec.lossy), self._spec.conditions.byte_scale
+        )
         refused = history.profiled.cross_step_refused
         return space.without_cross_step(refused) if refused else space
 
     @staticmethod
-    def _walk(strategy: Strategy, history: History, space: SearchSpace, rng: np.random.Generator) -> Strategy:
+    def _walk(
+        strategy: Strategy, history: History, space: SearchSpace, rng: np.random.Generator
+    ) -> Strategy:
         """One to four moves away: near enough to inherit, far enough to differ measurably."""
         assert history.profiled is not None
         for _ in range(int(rng.integers(1, 5))):
-            strategy = mutate(strategy, history.profiled.workload, history.profiled.cluster, space, rng)
+            strategy = mutate(
+                strategy, history.profiled.workload, history.profiled.cluster, space, rng
+            )
         return strategy
 
     def finish(self, history: History) -> dict[str, Simulator]:
         """Every simulator, fitted once more on all that was measured: what is kept for later jobs. May be none."""
         return self._scorer.finish(history)
 
-    def _choose(self, pool: Sequence[Candidate], scores: Scores, count: int, round_: int) -> list[int]:
+    def _choose(
+        self, pool: Sequence[Candidate], scores: Scores, count: int, round_: int
+    ) -> list[int]:
         """Filter by predicted time, then the greedy minimum of Eq. 11; a few more at random from what did not pass.
 
         Without the random ones a simulator would only ever see strategies that its predecessor liked, and could not
@@ -184,8 +254,12 @@ class Proposer:
             ranked = scores.ranked
             passed = min(len(pool), max(count, round(SURVIVORS * len(pool))))
             kept = ranked[:passed]
-            wanted = min(round(count * (FIRST_EXPLORERS if round_ == 0 else EXPLORERS)), len(pool) - passed)
-            explorers = generator(self._spec.seed, "explorers", round_).choice(ranked[passed:], wanted, replace=False)
+            wanted = min(
+                round(count * (FIRST_EXPLORERS if round_ == 0 else EXPLORERS)), len(pool) - passed
+            )
+            explorers = generator(self._spec.seed, "explorers", round_).choice(
+                ranked[passed:], wanted, replace=False
+            )
             count -= len(explorers)
         if self._spec.similarity is Similarity.HIDDEN and scores.hidden is not None:
             agreement = hidden_cosine(scores.hidden[kept])
@@ -205,16 +279,29 @@ class Proposer:
                     self._next_of(self._bayes, History(history.events[:at], history.deviation))
         strategy = self._next_of(self._bayes, history)
         if strategy is None:
-            return Proposed(round_, (), "gaussian process", f"{over}: no plan was found that was not tried", BAYES_ASKS, (), 0.0)
+            return Proposed(
+                round_,
+                (),
+                "gaussian process",
+                f"{over}: no plan was found that was not tried",
+                BAYES_ASKS,
+                (),
+                0.0,
+            )
         reason = f"Bayesian optimization of {over} was asked for"
-        return Proposed(round_, (Proposal(strategy, "bayes"),), "gaussian process", reason, 1, (), 0.0)
+        return Proposed(
+            round_, (Proposal(strategy, "bayes"),), "gaussian process", reason, 1, (), 0.0
+        )
 
     def _next_of(self, search: BayesianSearch, history: History) -> Strategy | None:
         """The next strategy whose plan is new. A known plan is told its time at once, one that cannot be enacted as failed."""
         assert history.profiled is not None
         workload = history.profiled.workload
         failed_s = FAILED_FACTOR * history.references[0][1]
-        times = {trial.plan_id: history.measured_s.get(trial.request.strategy_id, failed_s) for trial in history.candidates}
+        times = {
+            trial.plan_id: history.measured_s.get(trial.request.strategy_id, failed_s)
+            for trial in history.candidates
+        }
         told: set[str] = set()
         repeats = 0
         while repeats < BAYES_ASKS:

@@ -33,13 +33,17 @@ from autotune.workload import Workload
 MAX_REPEATS = 200  # draws in a row without a new strategy after which a space counts as exhausted
 
 
-def sample(workload: Workload, cluster: Cluster, space: SearchSpace, rng: np.random.Generator) -> Strategy:
+def sample(
+    workload: Workload, cluster: Cluster, space: SearchSpace, rng: np.random.Generator
+) -> Strategy:
     """One random strategy of `space`."""
     sampler = _Sampler(workload, cluster, space)
     return sampler.written(sampler.drawn(rng))
 
 
-def sample_many(workload: Workload, cluster: Cluster, space: SearchSpace, count: int, seed: int) -> list[Strategy]:
+def sample_many(
+    workload: Workload, cluster: Cluster, space: SearchSpace, count: int, seed: int
+) -> list[Strategy]:
     """`count` different strategies; the same seed gives the same ones in any process, and fewer are a prefix of more.
 
     A space with fewer strategies than asked for yields fewer.

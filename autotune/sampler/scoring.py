@@ -10,15 +10,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autotune.features.extract import Extractor, StrategyFeatures
-from autotune.history import History
-from autotune.job import JobSpec, Search
 from autotune.lowering.costs import EMULATED_COSTS
 from autotune.records import Accelerators
 from autotune.rng import generator
-from autotune.simulators.evaluation import REPLAY, UNLEARNED, RankingQuality, choose_ranker, evaluate, k_fold
+from autotune.simulators.evaluation import (
+    REPLAY,
+    UNLEARNED,
+    RankingQuality,
+    choose_ranker,
+    evaluate,
+    k_fold,
+)
 from autotune.simulators.interface import Example, Simulator
 from autotune.strategy_space.plan import Plan, plan
 from autotune.strategy_space.strategy import Strategy
+from autotune.tuning.history import History
+from autotune.tuning.job import JobSpec, Search
 
 SMALLEST_TRAINING = 8
 """Measured strategies below which nothing is trained: fewer leave no validation part worth the name."""
@@ -85,11 +92,15 @@ class Scorer:
         features = [extractor.features(candidate.strategy, candidate.plan) for candidate in pool]
         examples = self.examples(history)
         if len(examples) < SMALLEST_TRAINING:
-            reason = f"{len(examples)} measured strategies are too few to train on, so the replay ranks"
+            reason = (
+                f"{len(examples)} measured strategies are too few to train on, so the replay ranks"
+            )
             return self._ranked(REPLAY, reason, pool, features, extractor, 1.0, ())
         quality = self._train(examples, history)
         choice = choose_ranker(quality)
-        return self._ranked(choice.ranker, choice.reason, pool, features, extractor, self._scale(examples), quality)
+        return self._ranked(
+            choice.ranker, choice.reason, pool, features, extractor, self._scale(examples), quality
+        )
 
     def _ranked(
         self,
@@ -119,10 +130,14 @@ class Scorer:
             predicted_s *= scale * float(np.median(replayed_s / predicted_s[shortlist]))
             predicted_s[shortlist] = scale * replayed_s
         else:
-            predicted_s[shortlist] = simulator.predict_step_s([features[index] for index in shortlist])
+            predicted_s[shortlist] = simulator.predict_step_s(
+                [features[index] for index in shortlist]
+            )
         shortlist = shortlist[np.argsort(predicted_s[shortlist], kind="stable")]
         hidden = None if simulator is None else simulator.embed(features)
-        return Scores(ranker, reason, predicted_s, np.concatenate([shortlist, rest]), hidden, quality)
+        return Scores(
+            ranker, reason, predicted_s, np.concatenate([shortlist, rest]), hidden, quality
+        )
 
     def finish(self, history: History) -> dict[str, Simulator]:
         """Every simulator, fitted once more on all that was measured: what is kept for later jobs. May be none."""
@@ -161,16 +176,24 @@ class Scorer:
     @staticmethod
     def _scale(examples: Sequence[Example]) -> float:
         """What the replayed time must be multiplied by to meet the measured ones in the median."""
-        ratios = [example.step_s / (example.features.replayed_step_s or example.features.analytic_step_s) for example in examples]
+        ratios = [
+            example.step_s / (example.features.replayed_step_s or example.features.analytic_step_s)
+            for example in examples
+        ]
         return float(np.median(ratios))
 
     def extractor(self, history: History) -> Extractor:
         """One for the whole job, the optimizer's replays included, so that nothing is replayed twice."""
         profiled = history.profiled
         assert profiled is not None
-        if self._kept is None or (self._kept.workload, self._kept.cluster) != (profiled.workload, profiled.cluster):
+        if self._kept is None or (self._kept.workload, self._kept.cluster) != (
+            profiled.workload,
+            profiled.cluster,
+        ):
             emulated = self._spec.conditions.accelerators is Accelerators.EMULATED
-            self._kept = Extractor(profiled.workload, profiled.cluster, EMULATED_COSTS if emulated else None)
+            self._kept = Extractor(
+                profiled.workload, profiled.cluster, EMULATED_COSTS if emulated else None
+            )
         return self._kept
 
     def examples(self, history: History) -> list[Example]:
@@ -182,5 +205,13 @@ class Scorer:
         for strategy_id, step_s in history.measured_s.items():
             strategy = history.proposals[strategy_id].strategy
             enacted = plan(strategy, history.profiled.workload, self._spec.workers)
-            found.append(Example(extractor.replayed(extractor.features(strategy, enacted), enacted), step_s, domain))
-        return [found[index] for index in generator(self._spec.seed, "examples").permutation(len(found))]
+            found.append(
+                Example(
+                    extractor.replayed(extractor.features(strategy, enacted), enacted),
+                    step_s,
+                    domain,
+                )
+            )
+        return [
+            found[index] for index in generator(self._spec.seed, "examples").permutation(len(found))
+        ]

@@ -30,7 +30,9 @@ SimilarityRow = Callable[[int], FloatArray]
 """Similarity of one candidate to all, shape (n,); only asked for the chosen ones, so no (n, n) matrix is needed."""
 
 
-def select_diverse(predicted_step_s: ArrayLike, similarity: FloatArray | SimilarityRow, k: int, alpha: float) -> list[int]:
+def select_diverse(
+    predicted_step_s: ArrayLike, similarity: FloatArray | SimilarityRow, k: int, alpha: float
+) -> list[int]:
     """Indices of min(k, n) candidates, in the order in which they were chosen. The first is the predicted fastest.
 
     `predicted_step_s` has shape (n,), positive seconds. Ties go to the lower index. alpha = 0 is the plain top K.
@@ -53,11 +55,16 @@ def select_diverse(predicted_step_s: ArrayLike, similarity: FloatArray | Similar
     return chosen
 
 
-def objective(predicted_step_s: ArrayLike, similarity: FloatArray, chosen: Sequence[int], alpha: float) -> float:
+def objective(
+    predicted_step_s: ArrayLike, similarity: FloatArray, chosen: Sequence[int], alpha: float
+) -> float:
     """Eq. 11 on the scales above for a set of K strategies; lower is better."""
     times = np.asarray(predicted_step_s, dtype=np.float64)
     index = np.asarray(chosen, dtype=np.int64)
-    return float((times / np.median(times))[index].sum() + alpha / len(index) * similarity[np.ix_(index, index)].sum())
+    return float(
+        (times / np.median(times))[index].sum()
+        + alpha / len(index) * similarity[np.ix_(index, index)].sum()
+    )
 
 
 def choice_codes(strategies: Sequence[Strategy]) -> IntArray:
@@ -75,7 +82,15 @@ def choice_codes(strategies: Sequence[Strategy]) -> IntArray:
             raise InvalidInput(
                 f"only strategies of one model can be compared, but {strategies[0].id} and {strategy.id} name other variables"
             )
-    rows = [[*(code for choice in s.variables for code in _choices(choice)), s.cross_step, s.ring_order, s.in_flight] for s in strategies]
+    rows = [
+        [
+            *(code for choice in s.variables for code in _choices(choice)),
+            s.cross_step,
+            s.ring_order,
+            s.in_flight,
+        ]
+        for s in strategies
+    ]
     columns = [_interned(column) for column in zip(*rows, strict=True)]
     return np.array(columns, dtype=np.int64).T.copy()
 
@@ -137,6 +152,10 @@ def _check(times: FloatArray, similarity: FloatArray | SimilarityRow, k: int, al
             "predicted step times must be a list of finite seconds above 0, but are not; drop strategies without a prediction"
         )
     if k < 1 or alpha < 0:
-        raise InvalidInput(f"a selection needs k of at least 1 and alpha of at least 0, but got k={k} and alpha={alpha}")
+        raise InvalidInput(
+            f"a selection needs k of at least 1 and alpha of at least 0, but got k={k} and alpha={alpha}"
+        )
     if not callable(similarity) and similarity.shape != (len(times), len(times)):
-        raise InvalidInput(f"similarity must have shape {(len(times), len(times))} for {len(times)} candidates, but has {similarity.shape}")
+        raise InvalidInput(
+            f"similarity must have shape {(len(times), len(times))} for {len(times)} candidates, but has {similarity.shape}"
+        )

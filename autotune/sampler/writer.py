@@ -21,11 +21,22 @@ class Writer:
         self._shards: dict[bytes, Shard] = {}
 
     def written(self, drawn: Drawn) -> Strategy:
-        variables, partitions, sparse = self.context.workload.variables, drawn.partitions, drawn.sparse
+        variables, partitions, sparse = (
+            self.context.workload.variables,
+            drawn.partitions,
+            drawn.sparse,
+        )
         shards = self._made(drawn.table())
         ends = np.searchsorted(drawn.owner, np.arange(-1, len(partitions)), side="right").tolist()
-        choices = [VariableStrategy(variables[at].name, shards[ends[at] : ends[at + 1]], partitions[at], sparse[at]) for at in self.by_name]
-        return Strategy(tuple(choices), drawn.cross_step, drawn.ring_order, in_flight=drawn.in_flight)
+        choices = [
+            VariableStrategy(
+                variables[at].name, shards[ends[at] : ends[at + 1]], partitions[at], sparse[at]
+            )
+            for at in self.by_name
+        ]
+        return Strategy(
+            tuple(choices), drawn.cross_step, drawn.ring_order, in_flight=drawn.in_flight
+        )
 
     def _made(self, table: Ints) -> tuple[Shard, ...]:
         """A shard for each row. Thousands share a few values, and an object is made for each of these once."""
@@ -40,7 +51,14 @@ class Writer:
         return tuple([known[key] for key in keys])
 
     def _shard(
-        self, synchronizer: int, compressor: int, parameter: int, placement: int, group: int, priority: int, hierarchical: int
+        self,
+        synchronizer: int,
+        compressor: int,
+        parameter: int,
+        placement: int,
+        group: int,
+        priority: int,
+        hierarchical: int,
     ) -> Shard:
         setting = self.settings[compressor][parameter]
         return Shard(

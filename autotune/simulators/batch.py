@@ -47,23 +47,44 @@ class Scaling:
     def of(features: Sequence[StrategyFeatures], domains: Sequence[str]) -> Scaling:
         shards = np.concatenate([item.shards for item in features]).astype(np.float64)
         numbers = np.stack([item.global_features for item in features])
-        ratios = [item.replayed_step_s / item.analytic_step_s for item in features if item.replayed_step_s is not None]
+        ratios = [
+            item.replayed_step_s / item.analytic_step_s
+            for item in features
+            if item.replayed_step_s is not None
+        ]
         ratio = float(np.median(ratios)) if ratios else 1.0
         base = np.log(base_step_s(features, ratio))
         names = np.array(domains)
-        centred = np.concatenate([base[names == name] - base[names == name].mean() for name in sorted(set(domains))])
+        centred = np.concatenate(
+            [base[names == name] - base[names == name].mean() for name in sorted(set(domains))]
+        )
         # 5 %: smaller differences are hardly more than noise and must not be stretched to full scale.
-        return Scaling(*_moments(shards), *_moments(numbers), float(base.mean()), max(float(centred.std()), 0.05), ratio)
+        return Scaling(
+            *_moments(shards),
+            *_moments(numbers),
+            float(base.mean()),
+            max(float(centred.std()), 0.05),
+            ratio,
+        )
 
 
-def base_step_s(features: Sequence[StrategyFeatures], replayed_per_analytic: float) -> NDArray[np.float64]:
+def base_step_s(
+    features: Sequence[StrategyFeatures], replayed_per_analytic: float
+) -> NDArray[np.float64]:
     """What the learned residual is added to, shape (n,)."""
     return np.array(
-        [replayed_per_analytic * item.analytic_step_s if item.replayed_step_s is None else item.replayed_step_s for item in features]
+        [
+            replayed_per_analytic * item.analytic_step_s
+            if item.replayed_step_s is None
+            else item.replayed_step_s
+            for item in features
+        ]
     )
 
 
-def disagreement(features: Sequence[StrategyFeatures], replayed_per_analytic: float) -> NDArray[np.float64]:
+def disagreement(
+    features: Sequence[StrategyFeatures], replayed_per_analytic: float
+) -> NDArray[np.float64]:
     """ln(analytic time / base), but for the usual ratio, shape (n,): what the two models of a step do not agree on."""
     analytic_s = np.array([item.analytic_step_s for item in features])
     return np.log(replayed_per_analytic * analytic_s / base_step_s(features, replayed_per_analytic))
@@ -71,7 +92,9 @@ def disagreement(features: Sequence[StrategyFeatures], replayed_per_analytic: fl
 
 def _moments(rows: NDArray[np.float64]) -> tuple[Tensor, Tensor]:
     std = rows.std(axis=0)
-    std[std < 1e-12 * np.maximum(np.abs(rows).max(axis=0), 1e-300)] = 1.0  # constant in training: left unscaled, so only centred
+    std[std < 1e-12 * np.maximum(np.abs(rows).max(axis=0), 1e-300)] = (
+        1.0  # constant in training: left unscaled, so only centred
+    )
     return torch.from_numpy(rows.mean(axis=0)).float(), torch.from_numpy(std).float()
 
 
@@ -91,7 +114,9 @@ class FeatureBatch:
     disagreement: Tensor
 
 
-def collate(features: Sequence[StrategyFeatures], scaling: Scaling, with_edges: bool) -> FeatureBatch:
+def collate(
+    features: Sequence[StrategyFeatures], scaling: Scaling, with_edges: bool
+) -> FeatureBatch:
     """One batch of n >= 1 strategies."""
     counts = np.array([len(item.shard_variable) for item in features])
     lengths = np.array([item.variables for item in features])
@@ -100,11 +125,15 @@ def collate(features: Sequence[StrategyFeatures], scaling: Scaling, with_edges: 
     edges = None
     if with_edges:
         first = np.cumsum(counts) - counts
-        pairs = np.concatenate([item.shard_edges + start for item, start in zip(features, first, strict=True)])
+        pairs = np.concatenate(
+            [item.shard_edges + start for item, start in zip(features, first, strict=True)]
+        )
         edges = torch.from_numpy(np.concatenate([pairs, pairs[:, ::-1]]).T.copy())
     shards = torch.from_numpy(np.concatenate([item.shards for item in features]))
     numbers = torch.from_numpy(np.stack([item.global_features for item in features])).float()
-    base = (np.log(base_step_s(features, scaling.replayed_per_analytic)) - scaling.base_mean) / scaling.base_scale
+    base = (
+        np.log(base_step_s(features, scaling.replayed_per_analytic)) - scaling.base_mean
+    ) / scaling.base_scale
     differing = disagreement(features, scaling.replayed_per_analytic) / scaling.base_scale
     return FeatureBatch(
         shards=((shards - scaling.shard_mean) / scaling.shard_std).clamp(-CLAMP, CLAMP),
@@ -122,7 +151,9 @@ def chunks(features: Sequence[StrategyFeatures]) -> Iterator[Sequence[StrategyFe
     """Consecutive parts that bound the memory of one forward pass."""
     start, shards = 0, 0
     for stop, item in enumerate(features):
-        if stop > start and (shards + len(item.shards) > _SHARDS_PER_CHUNK or stop - start == _STRATEGIES_PER_CHUNK):
+        if stop > start and (
+            shards + len(item.shards) > _SHARDS_PER_CHUNK or stop - start == _STRATEGIES_PER_CHUNK
+        ):
             yield features[start:stop]
             start, shards = stop, 0
         shards += len(item.shards)

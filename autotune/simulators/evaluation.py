@@ -67,7 +67,9 @@ class RankerChoice:
     reason: str
 
 
-def ordered_pairs(measured: ArrayLike, tie_band: float) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def ordered_pairs(
+    measured: ArrayLike, tie_band: float
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Indices (faster, slower) of every pair whose times differ by more than the relative tie band."""
     times = _times(measured)
     faster, slower = np.nonzero(times[:, None] * (1 + tie_band) < times[None, :])
@@ -104,7 +106,9 @@ def best_of_top_k_regret(predicted: ArrayLike, measured: ArrayLike, k: int) -> f
 def k_fold(examples: Sequence[Example], folds: int, seed: int) -> list[Split]:
     """(training, test) indices of every fold; each domain is spread evenly over the folds, and no group lies in two."""
     if not 2 <= folds <= len(examples):
-        raise InvalidInput(f"cross-validation of {len(examples)} examples needs 2 to {len(examples)} folds, but got {folds}")
+        raise InvalidInput(
+            f"cross-validation of {len(examples)} examples needs 2 to {len(examples)} folds, but got {folds}"
+        )
     group_of = groups(examples)
     folds_of: dict[str, int] = {}
     for members in _by_domain(examples):
@@ -112,7 +116,11 @@ def k_fold(examples: Sequence[Example], folds: int, seed: int) -> list[Split]:
         new = dict.fromkeys(group_of[index] for index in mixed if group_of[index] not in folds_of)
         folds_of |= {group: place % folds for place, group in enumerate(new)}
     fold_of = np.array([folds_of[group] for group in group_of], dtype=np.int64)
-    return [(np.flatnonzero(fold_of != fold), np.flatnonzero(fold_of == fold)) for fold in range(folds) if (fold_of == fold).any()]
+    return [
+        (np.flatnonzero(fold_of != fold), np.flatnonzero(fold_of == fold))
+        for fold in range(folds)
+        if (fold_of == fold).any()
+    ]
 
 
 def groups(examples: Sequence[Example]) -> list[str]:
@@ -120,11 +128,15 @@ def groups(examples: Sequence[Example]) -> list[str]:
     return [example.group or f"#{index}" for index, example in enumerate(examples)]
 
 
-def unlearned_step_s(ranker: str, features: Sequence[StrategyFeatures], draw: np.random.Generator) -> FloatArray:
+def unlearned_step_s(
+    ranker: str, features: Sequence[StrategyFeatures], draw: np.random.Generator
+) -> FloatArray:
     """What a ranker of `UNLEARNED` predicts, shape (n,): seconds, but for chance, which draws from `draw`."""
     if ranker == RANDOM:
         return draw.random(len(features))
-    attribute = {ANALYTIC: "analytic_step_s", PAPER: "paper_step_s", REPLAY: "replayed_step_s"}[ranker]
+    attribute = {ANALYTIC: "analytic_step_s", PAPER: "paper_step_s", REPLAY: "replayed_step_s"}[
+        ranker
+    ]
     return np.array([getattr(item, attribute) for item in features], dtype=np.float64)
 
 
@@ -146,15 +158,24 @@ def evaluate(
     for number, (training, test) in enumerate(splits):
         features = [examples[index].features for index in test]
         for name in unlearned:
-            predictions[name].append(unlearned_step_s(name, features, generator(seed, "random ranker", number)))
+            predictions[name].append(
+                unlearned_step_s(name, features, generator(seed, "random ranker", number))
+            )
         for name, make in simulators.items():
             simulator = make()
             simulator.fit([examples[index] for index in training], seed + number)
             predictions.setdefault(name, []).append(simulator.predict_step_s(features))
     tests = [test for _, test in splits]
-    found = [_quality(name, examples, tests, guesses, tie_band) for name, guesses in predictions.items()]
+    found = [
+        _quality(name, examples, tests, guesses, tie_band) for name, guesses in predictions.items()
+    ]
     plain = predictions[REPLAY if replayed else ANALYTIC]
-    return [own if own.ranker in UNLEARNED else _with_gain(own, examples, tests, predictions[own.ranker], plain, tie_band) for own in found]
+    return [
+        own
+        if own.ranker in UNLEARNED
+        else _with_gain(own, examples, tests, predictions[own.ranker], plain, tie_band)
+        for own in found
+    ]
 
 
 def choose_ranker(qualities: Sequence[RankingQuality]) -> RankerChoice:
@@ -165,20 +186,32 @@ def choose_ranker(qualities: Sequence[RankingQuality]) -> RankerChoice:
     """
     known = {quality.ranker: quality for quality in qualities}
     if ANALYTIC not in known:
-        raise InvalidInput(f"the choice of a ranker needs the quality of {ANALYTIC!r}, but has only {', '.join(known) or 'none'}")
+        raise InvalidInput(
+            f"the choice of a ranker needs the quality of {ANALYTIC!r}, but has only {', '.join(known) or 'none'}"
+        )
     plain = known.get(REPLAY, known[ANALYTIC])
     called = plain_name(plain.ranker)
     learned = [quality for quality in qualities if quality.ranker not in UNLEARNED]
     if not learned:
         return RankerChoice(plain.ranker, f"{called} ranks: no simulator was trained")
     z = NormalDist().inv_cdf(1 - _RISK / len(learned))
-    best = max(learned, key=lambda quality: (_surely_gained(quality, z), quality.pairwise_accuracy, quality.kendall_tau))
+    best = max(
+        learned,
+        key=lambda quality: (
+            _surely_gained(quality, z),
+            quality.pairwise_accuracy,
+            quality.kendall_tau,
+        ),
+    )
     figures = (
         f"on {best.pairs} held-out pairs the {best.ranker} simulator orders {best.pairwise_accuracy:.1%} correctly "
         f"and {called} {plain.pairwise_accuracy:.1%}"
     )
     if best.pairs < _ENOUGH_PAIRS:
-        return RankerChoice(plain.ranker, f"{called} ranks: {figures}, but fewer than {_ENOUGH_PAIRS} pairs say little")
+        return RankerChoice(
+            plain.ranker,
+            f"{called} ranks: {figures}, but fewer than {_ENOUGH_PAIRS} pairs say little",
+        )
     if _surely_gained(best, z) > 0:
         return RankerChoice(best.ranker, f"the {best.ranker} simulator ranks: {figures}")
     if best.pairwise_accuracy > plain.pairwise_accuracy:
@@ -198,7 +231,11 @@ def plain_name(ranker: str) -> str:
 
 
 def _quality(
-    name: str, examples: Sequence[Example], tests: Sequence[NDArray[np.int64]], guesses: Sequence[FloatArray], tie_band: float
+    name: str,
+    examples: Sequence[Example],
+    tests: Sequence[NDArray[np.int64]],
+    guesses: Sequence[FloatArray],
+    tie_band: float,
 ) -> RankingQuality:
     """Means over all (test part, domain) groups of at least two points."""
     rows = []
@@ -206,7 +243,10 @@ def _quality(
         for members in _by_domain([examples[index] for index in test]):
             if len(members) < _SMALLEST_TEST:
                 continue
-            predicted, measured = guess[members], np.array([examples[index].step_s for index in test[members]])
+            predicted, measured = (
+                guess[members],
+                np.array([examples[index].step_s for index in test[members]]),
+            )
             rows.append(
                 (
                     len(ordered_pairs(measured, tie_band)[0]),
@@ -225,7 +265,9 @@ def _quality(
     pairs, points = table[:, 0], table[:, 1]
     accuracy = float(np.average(table[:, 2], weights=pairs)) if pairs.sum() > 0 else 0.5
     tau, regret_1, regret_5 = np.average(table[:, 3:], axis=0, weights=points).tolist()
-    return RankingQuality(name, accuracy, tau, regret_1, regret_5, int(pairs.sum()), int(points.sum()))
+    return RankingQuality(
+        name, accuracy, tau, regret_1, regret_5, int(pairs.sum()), int(points.sum())
+    )
 
 
 def _with_gain(
@@ -245,8 +287,12 @@ def _with_gain(
     total = count = 0.0
     for test, guess, other in zip(tests, guesses, plain, strict=True):
         for members in _by_domain([examples[index] for index in test]):
-            faster, slower = ordered_pairs([examples[index].step_s for index in test[members]], tie_band)
-            better = _in_order(guess[members], faster, slower) - _in_order(other[members], faster, slower)
+            faster, slower = ordered_pairs(
+                [examples[index].step_s for index in test[members]], tie_band
+            )
+            better = _in_order(guess[members], faster, slower) - _in_order(
+                other[members], faster, slower
+            )
             for side in (test[members][faster], test[members][slower]):
                 np.add.at(gained, side, better)
                 np.add.at(pairs, side, 1.0)
@@ -261,7 +307,9 @@ def _with_gain(
     return replace(quality, gain=total / count, gain_error=error)
 
 
-def _in_order(guess: FloatArray, faster: NDArray[np.int64], slower: NDArray[np.int64]) -> FloatArray:
+def _in_order(
+    guess: FloatArray, faster: NDArray[np.int64], slower: NDArray[np.int64]
+) -> FloatArray:
     """Of every pair: 1 if predicted as measured, half for a tie."""
     found: FloatArray = (guess[faster] < guess[slower]) + 0.5 * (guess[faster] == guess[slower])
     return found
@@ -275,12 +323,16 @@ def _by_domain(examples: Sequence[Example]) -> list[NDArray[np.int64]]:
 def _times(values: ArrayLike) -> FloatArray:
     times = np.asarray(values, dtype=np.float64)
     if times.ndim != 1 or len(times) == 0:
-        raise InvalidInput(f"step times must be a list of at least one number, but have shape {times.shape}")
+        raise InvalidInput(
+            f"step times must be a list of at least one number, but have shape {times.shape}"
+        )
     return times
 
 
 def _same_length(predicted: ArrayLike, measured: ArrayLike) -> FloatArray:
     guess, times = _times(predicted), _times(measured)
     if len(guess) != len(times):
-        raise InvalidInput(f"every measured strategy needs one prediction, but there are {len(guess)} predictions for {len(times)}")
+        raise InvalidInput(
+            f"every measured strategy needs one prediction, but there are {len(guess)} predictions for {len(times)}"
+        )
     return guess

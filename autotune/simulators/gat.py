@@ -45,6 +45,11 @@ class _Attention(nn.Module):
         return self.out(pooled).squeeze(1), pooled
 
 
-def gat_simulator(recipe: TrainingRecipe = PAPER_RECIPE, hidden: int = 32, heads: int = 4) -> ResidualSimulator:
+def gat_simulator(
+    recipe: TrainingRecipe = PAPER_RECIPE, hidden: int = 32, heads: int = 4
+) -> ResidualSimulator:
     """A fresh graph-attention simulator."""
-    return ResidualSimulator(Architecture("gat", (hidden, heads), lambda sizes: _Attention(*sizes), with_edges=True), recipe)
+    return ResidualSimulator(
+        Architecture("gat", (hidden, heads), lambda sizes: _Attention(*sizes), with_edges=True),
+        recipe,
+    )

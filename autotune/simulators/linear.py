@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from autotune.costs.sync_cost import GLOBAL_FEATURES
 from autotune.simulators.batch import FeatureBatch
 from autotune.simulators.residual import Architecture, ResidualSimulator
 from autotune.simulators.training import LINEAR_RECIPE, TrainingRecipe
-from autotune.strategy_space.sync_cost import GLOBAL_FEATURES
 
 
 class _Linear(nn.Module):
@@ -16,11 +16,15 @@ class _Linear(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.weights = nn.Linear(len(GLOBAL_FEATURES) + 2, 1, bias=False)  # a constant would cancel in every pair
+        self.weights = nn.Linear(
+            len(GLOBAL_FEATURES) + 2, 1, bias=False
+        )  # a constant would cancel in every pair
         nn.init.zeros_(self.weights.weight)
 
     def forward(self, batch: FeatureBatch) -> tuple[Tensor, Tensor]:
-        hidden = torch.cat([batch.numbers, batch.base.float()[:, None], batch.disagreement[:, None]], dim=1)
+        hidden = torch.cat(
+            [batch.numbers, batch.base.float()[:, None], batch.disagreement[:, None]], dim=1
+        )
         return self.weights(hidden).squeeze(1), hidden
 
 

@@ -32,7 +32,9 @@ def _rnn() -> Simulator:
     from autotune.simulators.rnn import rnn_simulator
     from autotune.simulators.training import TrainingRecipe
 
-    return rnn_simulator(TrainingRecipe(epochs=_RNN_EPOCHS, threads=1), hidden=_RNN_HIDDEN, layers=_RNN_LAYERS)
+    return rnn_simulator(
+        TrainingRecipe(epochs=_RNN_EPOCHS, threads=1), hidden=_RNN_HIDDEN, layers=_RNN_LAYERS
+    )
 
 
 def _gat() -> Simulator:

@@ -20,14 +20,19 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from autotune.costs.sync_cost import GLOBAL_FEATURES
 from autotune.errors import InvalidInput
 from autotune.features.extract import StrategyFeatures
 from autotune.features.raw import RAW_FEATURES
 from autotune.parsing import parse, read_json
 from autotune.simulators.batch import FeatureBatch, Scaling, chunks, collate
 from autotune.simulators.interface import Example, FitReport
-from autotune.simulators.training import TrainingRecipe, split_off_validation, torch_threads, train_ranking
-from autotune.strategy_space.sync_cost import GLOBAL_FEATURES
+from autotune.simulators.training import (
+    TrainingRecipe,
+    split_off_validation,
+    torch_threads,
+    train_ranking,
+)
 
 FloatArray = NDArray[np.float64]
 
@@ -35,7 +40,9 @@ _WEIGHTS = "weights.safetensors"
 _DESCRIPTION = "simulator.json"
 _MOMENTS = ("shard_mean", "shard_std", "global_mean", "global_std")
 SCHEMA = 2  # the residual is on top of the replay
-_SMALLEST_SLOPE = 1e-3  # where scores and times disagree on the training data: still monotone, nearly flat
+_SMALLEST_SLOPE = (
+    1e-3  # where scores and times disagree on the training data: still monotone, nearly flat
+)
 
 
 @dataclass(frozen=True)
@@ -94,25 +101,36 @@ class ResidualSimulator:
             torch.manual_seed(seed)
             if warm_start and self._fitted is not None:
                 network, scaling = copy.deepcopy(self._fitted.network), self._fitted.scaling
-                epochs = self.recipe.epochs if self.recipe.warm_epochs is None else self.recipe.warm_epochs
+                epochs = (
+                    self.recipe.epochs
+                    if self.recipe.warm_epochs is None
+                    else self.recipe.warm_epochs
+                )
             else:
                 network = self.architecture.build(self.architecture.sizes)
                 scaling = self._scaling_of_training_part(examples, seed)
                 epochs = self.recipe.epochs
 
             # A domain that fits into one batch is the same batch in every epoch. Fewer places than an epoch has batches would keep none.
-            batches = 2 * len({example.domain for example in examples}) + len(examples) // self.recipe.batch_size
+            batches = (
+                2 * len({example.domain for example in examples})
+                + len(examples) // self.recipe.batch_size
+            )
 
             @lru_cache(maxsize=batches)
             def batch_of(indices: tuple[int, ...]) -> FeatureBatch:
-                return collate([features[index] for index in indices], scaling, self.architecture.with_edges)
+                return collate(
+                    [features[index] for index in indices], scaling, self.architecture.with_edges
+                )
 
             def predict(indices: Sequence[int]) -> Tensor:
                 return _scores(network, batch_of(tuple(indices)))[0]
 
             report = train_ranking(network, predict, examples, self.recipe, seed, epochs)
         self._fitted = _Fitted(network.eval(), scaling, 1.0, 0.0)
-        slope, intercept = calibrate(self._forward(features)[0], np.log([example.step_s for example in examples]))
+        slope, intercept = calibrate(
+            self._forward(features)[0], np.log([example.step_s for example in examples])
+        )
         self._fitted = _Fitted(network, scaling, slope, intercept)
         return report
 
@@ -132,7 +150,10 @@ class ResidualSimulator:
         fitted = self._require_fitted()
         path.mkdir(parents=True, exist_ok=True)
         scaling = fitted.scaling
-        tensors = {f"network.{name}": tensor.contiguous() for name, tensor in fitted.network.state_dict().items()}
+        tensors = {
+            f"network.{name}": tensor.contiguous()
+            for name, tensor in fitted.network.state_dict().items()
+        }
         for name in _MOMENTS:
             tensors[f"scaling.{name}"] = getattr(scaling, name)
         save_file(tensors, path / _WEIGHTS)
@@ -147,12 +168,20 @@ class ResidualSimulator:
             slope=fitted.slope,
             intercept=fitted.intercept,
         )
-        (path / _DESCRIPTION).write_text(json.dumps(asdict(description), indent=1), encoding="utf-8")
+        (path / _DESCRIPTION).write_text(
+            json.dumps(asdict(description), indent=1), encoding="utf-8"
+        )
 
     def load(self, path: Path) -> None:
         found = parse(_Description, read_json(path / _DESCRIPTION), str(path / _DESCRIPTION))
-        if (found.schema, found.raw_features, found.global_features) != (SCHEMA, RAW_FEATURES, GLOBAL_FEATURES):
-            raise InvalidInput(f"{path}: the simulator was trained on other features than this version makes; train it again")
+        if (found.schema, found.raw_features, found.global_features) != (
+            SCHEMA,
+            RAW_FEATURES,
+            GLOBAL_FEATURES,
+        ):
+            raise InvalidInput(
+                f"{path}: the simulator was trained on other features than this version makes; train it again"
+            )
         if (found.architecture, found.sizes) != (self.name, self.architecture.sizes):
             raise InvalidInput(
                 f"{path}: a {self.name!r} simulator of sizes {self.architecture.sizes} is wanted, but a {found.architecture!r} "
@@ -162,18 +191,37 @@ class ResidualSimulator:
             network = self.architecture.build(self.architecture.sizes)
         try:
             tensors = load_file(path / _WEIGHTS)
-            network.load_state_dict({name.removeprefix("network."): t for name, t in tensors.items() if name.startswith("network.")})
-            shard_mean, shard_std, global_mean, global_std = (tensors[f"scaling.{name}"] for name in _MOMENTS)
+            network.load_state_dict(
+                {
+                    name.removeprefix("network."): t
+                    for name, t in tensors.items()
+                    if name.startswith("network.")
+                }
+            )
+            shard_mean, shard_std, global_mean, global_std = (
+                tensors[f"scaling.{name}"] for name in _MOMENTS
+            )
             scaling = Scaling(
-                shard_mean, shard_std, global_mean, global_std, found.base_mean, found.base_scale, found.replayed_per_analytic
+                shard_mean,
+                shard_std,
+                global_mean,
+                global_std,
+                found.base_mean,
+                found.base_scale,
+                found.replayed_per_analytic,
             )
         except (OSError, SafetensorError, RuntimeError, KeyError) as error:
-            raise InvalidInput(f"{path / _WEIGHTS} must hold the weights that {_DESCRIPTION} describes, but does not: {error}") from error
+            raise InvalidInput(
+                f"{path / _WEIGHTS} must hold the weights that {_DESCRIPTION} describes, but does not: {error}"
+            ) from error
         self._fitted = _Fitted(network.eval(), scaling, found.slope, found.intercept)
 
     def _scaling_of_training_part(self, examples: Sequence[Example], seed: int) -> Scaling:
         training, _ = split_off_validation(examples, self.recipe.validation_share, seed)
-        return Scaling.of([examples[index].features for index in training], [examples[index].domain for index in training])
+        return Scaling.of(
+            [examples[index].features for index in training],
+            [examples[index].domain for index in training],
+        )
 
     def _forward(self, features: Sequence[StrategyFeatures]) -> tuple[FloatArray, FloatArray]:
         """(scores (n,), hidden (n, H)), a bounded number of strategies at a time."""
@@ -181,14 +229,18 @@ class ResidualSimulator:
         scores, hidden = [np.zeros(0)], []
         with torch.inference_mode():
             for part in chunks(features):
-                score, state = _scores(fitted.network, collate(part, fitted.scaling, self.architecture.with_edges))
+                score, state = _scores(
+                    fitted.network, collate(part, fitted.scaling, self.architecture.with_edges)
+                )
                 scores.append(score.numpy())
                 hidden.append(state.double().numpy())
         return np.concatenate(scores), np.concatenate(hidden) if hidden else np.zeros((0, 0))
 
     def _require_fitted(self) -> _Fitted:
         if self._fitted is None:
-            raise InvalidInput(f"the {self.name!r} simulator has learned nothing yet; call fit or load first")
+            raise InvalidInput(
+                f"the {self.name!r} simulator has learned nothing yet; call fit or load first"
+            )
         return self._fitted
 
 

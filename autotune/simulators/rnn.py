@@ -28,7 +28,10 @@ class _Recurrent(nn.Module):
     def __init__(self, hidden: int, layers: int) -> None:
         super().__init__()
         self.shard_mlp = nn.Sequential(
-            nn.Linear(len(RAW_FEATURES), _MLP_HIDDEN), nn.ReLU(), nn.Linear(_MLP_HIDDEN, _SHARD_STATE), nn.ReLU()
+            nn.Linear(len(RAW_FEATURES), _MLP_HIDDEN),
+            nn.ReLU(),
+            nn.Linear(_MLP_HIDDEN, _SHARD_STATE),
+            nn.ReLU(),
         )
         self.lstm = nn.LSTM(_SHARD_STATE, hidden, layers, batch_first=True, bidirectional=True)
         self.out = nn.Linear(2 * hidden, 1)
@@ -38,17 +41,25 @@ class _Recurrent(nn.Module):
     def forward(self, batch: FeatureBatch) -> tuple[Tensor, Tensor]:
         count, length = len(batch.lengths), int(batch.lengths.max())
         states = self.shard_mlp(batch.shards)
-        table = states.new_zeros(count * length, _SHARD_STATE).index_add(0, batch.shard_slot, states)
+        table = states.new_zeros(count * length, _SHARD_STATE).index_add(
+            0, batch.shard_slot, states
+        )
         sequence = table.view(count, length, _SHARD_STATE)
         if bool((batch.lengths == length).all()):
             _, (last, _) = self.lstm(sequence)
         else:  # models of different size in one batch: the padding must not be walked
-            packed = nn.utils.rnn.pack_padded_sequence(sequence, batch.lengths, batch_first=True, enforce_sorted=False)
+            packed = nn.utils.rnn.pack_padded_sequence(
+                sequence, batch.lengths, batch_first=True, enforce_sorted=False
+            )
             _, (last, _) = self.lstm(packed)
         hidden = torch.cat([last[-2], last[-1]], dim=1)
         return self.out(hidden).squeeze(1), hidden
 
 
-def rnn_simulator(recipe: TrainingRecipe = PAPER_RECIPE, hidden: int = 128, layers: int = 3) -> ResidualSimulator:
+def rnn_simulator(
+    recipe: TrainingRecipe = PAPER_RECIPE, hidden: int = 128, layers: int = 3
+) -> ResidualSimulator:
     """A fresh recurrent simulator; the defaults are the paper's."""
-    return ResidualSimulator(Architecture("rnn", (hidden, layers), lambda sizes: _Recurrent(*sizes)), recipe)
+    return ResidualSimulator(
+        Architecture("rnn", (hidden, layers), lambda sizes: _Recurrent(*sizes)), recipe
+    )

@@ -60,10 +60,19 @@ class TrainingRecipe:
 
     def __post_init__(self) -> None:
         if self.epochs < 0 or (self.warm_epochs or 0) < 0:
-            raise InvalidInput(f"epochs must be at least 0, but are {self.epochs} and {self.warm_epochs} when warm")
+            raise InvalidInput(
+                f"epochs must be at least 0, but are {self.epochs} and {self.warm_epochs} when warm"
+            )
         if self.batch_size < 2:
-            raise InvalidInput(f"a batch needs at least 2 examples to form a pair, but batch_size is {self.batch_size}")
-        if self.learning_rate <= 0 or self.clip_norm <= 0 or self.tie_band < 0 or self.prior_weight < 0:
+            raise InvalidInput(
+                f"a batch needs at least 2 examples to form a pair, but batch_size is {self.batch_size}"
+            )
+        if (
+            self.learning_rate <= 0
+            or self.clip_norm <= 0
+            or self.tie_band < 0
+            or self.prior_weight < 0
+        ):
             raise InvalidInput(
                 f"learning_rate and clip_norm must be above 0, tie_band and prior_weight at least 0, but are {self.learning_rate}, "
                 f"{self.clip_norm}, {self.tie_band} and {self.prior_weight}"
@@ -71,13 +80,17 @@ class TrainingRecipe:
         if self.threads is not None and self.threads < 1:
             raise InvalidInput(f"training needs at least 1 thread, but got {self.threads}")
         if not 0 <= self.validation_share < 1:
-            raise InvalidInput(f"validation_share must lie in [0, 1), but is {self.validation_share}")
+            raise InvalidInput(
+                f"validation_share must lie in [0, 1), but is {self.validation_share}"
+            )
 
 
 PAPER_RECIPE = TrainingRecipe()
 LINEAR_RECIPE = TrainingRecipe(learning_rate=0.01)
 
-_SHARPNESS: tuple[float, ...] = tuple(2.0 ** (step / 2) for step in range(13))  # scores differ by about 1, the replay errs by a few percent
+_SHARPNESS: tuple[float, ...] = tuple(
+    2.0 ** (step / 2) for step in range(13)
+)  # scores differ by about 1, the replay errs by a few percent
 _SMALLEST_VALIDATION = 4  # below it a validation part orders 3 pairs at most and says nothing
 
 Predict = Callable[[Sequence[int]], Tensor]
@@ -94,7 +107,9 @@ def torch_threads(count: int | None) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def split_off_validation(examples: Sequence[Example], share: float, seed: int) -> tuple[list[int], list[int]]:
+def split_off_validation(
+    examples: Sequence[Example], share: float, seed: int
+) -> tuple[list[int], list[int]]:
     """(training, validation) indices, drawn within each domain; no validation part where it would be too small.
 
     A group that is in several domains goes where the first of them has put it.
@@ -105,7 +120,9 @@ def split_off_validation(examples: Sequence[Example], share: float, seed: int) -
         held = round(share * len(members))
         held = held if held >= _SMALLEST_VALIDATION else 0
         mixed = generator(seed, "validation", domain).permutation(members).tolist()
-        new = list(dict.fromkeys(group_of[index] for index in mixed if group_of[index] not in is_held))
+        new = list(
+            dict.fromkeys(group_of[index] for index in mixed if group_of[index] not in is_held)
+        )
         held -= sum(is_held.get(group_of[index], False) for index in mixed)
         is_held |= {group: place < held for place, group in enumerate(new)}
     validation = [index for index, group in enumerate(group_of) if is_held[group]]
@@ -117,19 +134,28 @@ def pairwise_ranking_loss(scores: Tensor, log_measured: Tensor, tie_band: float)
 
     Both inputs have shape (n,), of one domain; a lower score means faster. None where every pair is a tie.
     """
-    faster, slower = torch.nonzero(log_measured[:, None] < log_measured[None, :] - np.log1p(tie_band), as_tuple=True)
+    faster, slower = torch.nonzero(
+        log_measured[:, None] < log_measured[None, :] - np.log1p(tie_band), as_tuple=True
+    )
     if len(faster) == 0:
         return None
     return nn.functional.softplus(scores[faster] - scores[slower]).mean()
 
 
 def train_ranking(
-    network: nn.Module, predict: Predict, examples: Sequence[Example], recipe: TrainingRecipe, seed: int, epochs: int
+    network: nn.Module,
+    predict: Predict,
+    examples: Sequence[Example],
+    recipe: TrainingRecipe,
+    seed: int,
+    epochs: int,
 ) -> FitReport:
     """Train `network` in place; `predict(indices)` gives its scores of those examples, shape (len(indices),)."""
     began_s = time.monotonic()
     training, validation = split_off_validation(examples, recipe.validation_share, seed)
-    log_measured = torch.log(torch.tensor([example.step_s for example in examples], dtype=torch.float64))
+    log_measured = torch.log(
+        torch.tensor([example.step_s for example in examples], dtype=torch.float64)
+    )
     optimizer = torch.optim.Adam(network.parameters(), lr=recipe.learning_rate)
     steps = sorted(round(share * epochs) for share in recipe.decay_at)
     start = _scores_by_domain(predict, examples)
@@ -156,9 +182,20 @@ def train_ranking(
             loss.backward()  # type: ignore[no-untyped-call]
             nn.utils.clip_grad_norm_(network.parameters(), recipe.clip_norm)
             optimizer.step()
-        held_out = _mean_loss(_scores_by_domain(predict, examples, validation), sharp, validation, examples, log_measured, recipe)
+        held_out = _mean_loss(
+            _scores_by_domain(predict, examples, validation),
+            sharp,
+            validation,
+            examples,
+            log_measured,
+            recipe,
+        )
         if held_out is None or best_loss is None or held_out < best_loss:
-            best_epoch, best_loss, best_weights = epoch, held_out, copy.deepcopy(network.state_dict())
+            best_epoch, best_loss, best_weights = (
+                epoch,
+                held_out,
+                copy.deepcopy(network.state_dict()),
+            )
         if recipe.time_limit_s is not None and time.monotonic() - began_s > recipe.time_limit_s:
             stopped = f"time limit of {recipe.time_limit_s} s"
             break
@@ -166,7 +203,9 @@ def train_ranking(
     return FitReport(epoch, best_epoch, time.monotonic() - began_s, stopped)
 
 
-def domain_batches(indices: Sequence[int], examples: Sequence[Example], size: int, order: np.random.Generator) -> list[list[int]]:
+def domain_batches(
+    indices: Sequence[int], examples: Sequence[Example], size: int, order: np.random.Generator
+) -> list[list[int]]:
     """Shuffled batches, each of one domain and of at least two examples: only within a domain are there pairs.
 
     A domain that fits into one batch keeps its order, since all pairs of a batch count.
@@ -181,18 +220,29 @@ def domain_batches(indices: Sequence[int], examples: Sequence[Example], size: in
     return [useful[number] for number in order.permutation(len(useful))]
 
 
-def sharpness(scores: Tensor, indices: Sequence[int], examples: Sequence[Example], log_measured: Tensor, tie_band: float) -> float:
+def sharpness(
+    scores: Tensor,
+    indices: Sequence[int],
+    examples: Sequence[Example],
+    log_measured: Tensor,
+    tie_band: float,
+) -> float:
     """The factor, 1 to 64, with which these scores explain the order of the pairs of `indices` best; 1 where there is no pair."""
     domains = _members(indices, examples)
 
     def loss(factor: float) -> float:
-        found = [pairwise_ranking_loss(factor * scores[own], log_measured[own], tie_band) for own in domains]
+        found = [
+            pairwise_ranking_loss(factor * scores[own], log_measured[own], tie_band)
+            for own in domains
+        ]
         return sum(float(each) for each in found if each is not None)
 
     return min(_SHARPNESS, key=loss)
 
 
-def _scores_by_domain(predict: Predict, examples: Sequence[Example], indices: Sequence[int] | None = None) -> Tensor:
+def _scores_by_domain(
+    predict: Predict, examples: Sequence[Example], indices: Sequence[int] | None = None
+) -> Tensor:
     """Scores of these examples (None: of all), shape (n,) of all, 0 elsewhere; a domain at a time, without gradients."""
     found = torch.zeros(len(examples), dtype=torch.float64)
     with torch.no_grad():
@@ -210,9 +260,17 @@ def _members(indices: Sequence[int], examples: Sequence[Example]) -> list[list[i
 
 
 def _mean_loss(
-    scores: Tensor, sharp: float, indices: Sequence[int], examples: Sequence[Example], log_measured: Tensor, recipe: TrainingRecipe
+    scores: Tensor,
+    sharp: float,
+    indices: Sequence[int],
+    examples: Sequence[Example],
+    log_measured: Tensor,
+    recipe: TrainingRecipe,
 ) -> float | None:
     """Mean of the ranking loss over the domains of `indices`; None without a pair."""
-    found = [pairwise_ranking_loss(sharp * scores[own], log_measured[own], recipe.tie_band) for own in _members(indices, examples)]
+    found = [
+        pairwise_ranking_loss(sharp * scores[own], log_measured[own], recipe.tie_band)
+        for own in _members(indices, examples)
+    ]
     losses = [float(loss) for loss in found if loss is not None]
     return float(np.mean(losses)) if losses else None

@@ -56,8 +56,12 @@ def servers_of(cluster: Cluster) -> Servers:
     links = np.array([cluster.own_bandwidth_bytes_per_s(first) for first in firsts.tolist()])
     slope = cluster.world_size - 2 * devices
     shares = links / links.sum()
-    if (slope > 0).all():  # otherwise a host has half of the ranks or more, and to serve costs it nothing
-        least_s = max((1 + (devices / slope).sum()) / (links / slope).sum(), (devices / links).max())
+    if (
+        slope > 0
+    ).all():  # otherwise a host has half of the ranks or more, and to serve costs it nothing
+        least_s = max(
+            (1 + (devices / slope).sum()) / (links / slope).sum(), (devices / links).max()
+        )
         shares = (least_s * links - devices) / slope
     shares = np.where(shares > SMALLEST_SHARE * shares.max(), shares, 0.0)
     ranks = np.array(server_ranks(cluster))
@@ -67,7 +71,9 @@ def servers_of(cluster: Cluster) -> Servers:
     return Servers(tuple(ranks[serving].tolist()), tuple(of_rank[serving].tolist()))
 
 
-def balance_load(shard_bytes: ArrayLike, weights: ArrayLike, rng: np.random.Generator) -> NDArray[np.int64]:
+def balance_load(
+    shard_bytes: ArrayLike, weights: ArrayLike, rng: np.random.Generator
+) -> NDArray[np.int64]:
     """c_lb, Algorithm 1: the device index of every shard, shape (S,).
 
     Shards are placed from the largest to the smallest, each on a device drawn from
@@ -79,13 +85,17 @@ def balance_load(shard_bytes: ArrayLike, weights: ArrayLike, rng: np.random.Gene
     sizes = np.asarray(shard_bytes, dtype=np.int64)
     shares = np.asarray(weights, dtype=np.float64)
     if shares.size < 1 or not np.all(shares > 0) or not np.all(np.isfinite(shares)):
-        raise InvalidInput(f"balancing needs one or more devices with finite weights above 0, but they have {shares.tolist()}")
+        raise InvalidInput(
+            f"balancing needs one or more devices with finite weights above 0, but they have {shares.tolist()}"
+        )
     if sizes.size and sizes.min() < 0:
         raise InvalidInput(f"shards need sizes of at least 0 bytes, but one has {sizes.min()}")
     descending = np.argsort(-sizes, kind="stable")
     ordered = sizes[descending]
     placed_before = np.cumsum(ordered) - ordered
-    targets = np.outer(placed_before, shares / shares.sum()) + rng.gumbel(size=(sizes.size, shares.size))
+    targets = np.outer(placed_before, shares / shares.sum()) + rng.gumbel(
+        size=(sizes.size, shares.size)
+    )
     load = np.zeros(shares.size)
     chosen = np.empty(sizes.size, dtype=np.int64)
     below = np.empty_like(load)
@@ -119,7 +129,9 @@ def merge_adjacent(shard_bytes: ArrayLike, groups: int) -> NDArray[np.int64]:
     start = 0
     for group in range(groups - 1):
         before = int(loads[start - 1]) if start else 0
-        full = int(np.searchsorted(scaled, before * groups + total, side="left"))  # the shard that fills this group
+        full = int(
+            np.searchsorted(scaled, before * groups + total, side="left")
+        )  # the shard that fills this group
         if total == 0 or full + 1 >= sizes.size:
             break
         start = full + 1

@@ -34,10 +34,19 @@ def variable_rows(workload: Workload, strategy: Strategy, enacted: Plan) -> list
         rows.append(
             VariableRow(
                 variable,
-                _distinct(_synchronizer(shard) for shard in choice.shards) + (f", sparse: {choice.sparse}" if variable.sparse else ""),
+                _distinct(_synchronizer(shard) for shard in choice.shards)
+                + (f", sparse: {choice.sparse}" if variable.sparse else ""),
                 _partition(choice),
                 _distinct(compressor_text(shard) for shard in choice.shards),
-                numbers_text(list(dict.fromkeys(shard.placement for shard in choice.shards if shard.placement is not None))),
+                numbers_text(
+                    list(
+                        dict.fromkeys(
+                            shard.placement
+                            for shard in choice.shards
+                            if shard.placement is not None
+                        )
+                    )
+                ),
                 numbers_text(numbers[variable.name]),
             )
         )
@@ -46,10 +55,16 @@ def variable_rows(workload: Workload, strategy: Strategy, enacted: Plan) -> list
 
 def whole_text(strategy: Strategy) -> str:
     """What holds for all variables, in sentences; empty where nothing is said."""
-    crossing = "Synchronization and update run into the next forward pass." if strategy.cross_step else ""
+    crossing = (
+        "Synchronization and update run into the next forward pass." if strategy.cross_step else ""
+    )
     if strategy.in_flight > 1:
         crossing += f" {strategy.in_flight} messages are under way at once on each lane."
-    ring = "" if strategy.ring_order is None else f"Ring order {', '.join(map(str, strategy.ring_order))}."
+    ring = (
+        ""
+        if strategy.ring_order is None
+        else f"Ring order {', '.join(map(str, strategy.ring_order))}."
+    )
     return " ".join(sentence for sentence in (crossing, ring) if sentence)
 
 
@@ -97,12 +112,17 @@ def compressor_text(one: Shard | Message) -> str:
     """Empty where nothing is compressed."""
     if one.compressor is Compressor.NONE:
         return ""
-    ratio, rank = f" {one.ratio:g}" if one.ratio is not None else "", f" rank {one.rank}" if one.rank is not None else ""
+    ratio, rank = (
+        f" {one.ratio:g}" if one.ratio is not None else "",
+        f" rank {one.rank}" if one.rank is not None else "",
+    )
     return one.compressor.value + ratio + rank
 
 
 def numbers_text(numbers: list[int]) -> str:
-    return ", ".join(map(str, numbers[:SHOWN])) + (f" and {len(numbers) - SHOWN} more" if len(numbers) > SHOWN else "")
+    return ", ".join(map(str, numbers[:SHOWN])) + (
+        f" and {len(numbers) - SHOWN} more" if len(numbers) > SHOWN else ""
+    )
 
 
 def _synchronizer(shard: Shard) -> str:
@@ -113,7 +133,11 @@ def _partition(choice: VariableStrategy) -> str:
     if choice.partition is None:
         return ""
     sizes = choice.partition.sizes
-    shown = str(sizes[0]) if len(set(sizes)) == 1 else ", ".join(map(str, sizes[:SHOWN])) + (", ..." if len(sizes) > SHOWN else "")
+    shown = (
+        str(sizes[0])
+        if len(set(sizes)) == 1
+        else ", ".join(map(str, sizes[:SHOWN])) + (", ..." if len(sizes) > SHOWN else "")
+    )
     return f"{len(sizes)} along axis {choice.partition.axis} ({shown})"
 
 

@@ -6,7 +6,13 @@ from dataclasses import replace
 
 from autotune.strategy_space.plan import Message, Plan, Primitive
 from autotune.strategy_space.space import SearchSpace
-from autotune.strategy_space.strategy import ERROR_FEEDBACK, SPARSE_COMPRESSORS, Compressor, SparseHandling, why_not_in_flight
+from autotune.strategy_space.strategy import (
+    ERROR_FEEDBACK,
+    SPARSE_COMPRESSORS,
+    Compressor,
+    SparseHandling,
+    why_not_in_flight,
+)
 
 _FED_BACK = ("float32", "float64")
 _MOST_INDICES = 2**31 - 1
@@ -45,7 +51,9 @@ def _why_message_refused(message: Message, world_size: int) -> str | None:
             return reason
     if message.ranks:
         return f"every rank takes part in a message, but the plan names {message.ranks}"
-    if message.primitive in _ROOTED and (message.owner is None or not 0 <= message.owner < world_size):
+    if message.primitive in _ROOTED and (
+        message.owner is None or not 0 <= message.owner < world_size
+    ):
         return f"the owner must be a rank below {world_size}, but is {message.owner}"
     return None
 
@@ -60,7 +68,9 @@ def _why_no_feedback(message: Message) -> str | None:
 
 def why_scaled_refused(plan: Plan, byte_scale: float) -> str | None:
     """Why a plan cannot be enacted while only 1/`byte_scale` of every message travels, or None."""
-    found = next((message for message in plan.messages if message.compressor in ERROR_FEEDBACK), None)
+    found = next(
+        (message for message in plan.messages if message.compressor in ERROR_FEEDBACK), None
+    )
     if byte_scale == 1 or found is None:
         return None
     return (
@@ -73,7 +83,9 @@ def scaled_space(space: SearchSpace, byte_scale: float) -> SearchSpace:
     """Of `space` what can be enacted while only 1/`byte_scale` of every message travels."""
     if byte_scale == 1:
         return space
-    return replace(space, compressors=tuple(kind for kind in space.compressors if kind not in ERROR_FEEDBACK))
+    return replace(
+        space, compressors=tuple(kind for kind in space.compressors if kind not in ERROR_FEEDBACK)
+    )
 
 
 def _why_rows_refused(message: Message) -> str | None:

@@ -16,7 +16,6 @@ from typing import Any
 from autotune.canonical import LATER, canonical_json, content_id, to_data
 from autotune.errors import InvalidStrategy
 from autotune.parsing import parse, parse_json, refuse_newer
-from autotune.strategy_space.checks import check_partition, check_shard, check_sparse
 from autotune.strategy_space.strategy import (
     Compressor,
     Partition,
@@ -26,6 +25,7 @@ from autotune.strategy_space.strategy import (
     Synchronizer,
     VariableStrategy,
 )
+from autotune.strategy_space.validation import check_partition, check_shard, check_sparse
 from autotune.workload import DTYPE_BYTES, Variable, Workload
 
 SCHEMA = 1
@@ -36,7 +36,9 @@ class Primitive(StrEnum):
 
     ALL_REDUCE = "all_reduce"
     REDUCE_SCATTER_ALL_GATHER = "reduce_scatter_all_gather"
-    PUSH_PULL = "push_pull"  # every rank sends to the owner, the owner sums and sends back to every rank
+    PUSH_PULL = (
+        "push_pull"  # every rank sends to the owner, the owner sums and sends back to every rank
+    )
     REDUCE_BROADCAST = "reduce_broadcast"
 
 
@@ -107,7 +109,9 @@ class Message:
             return self.elements + 4 * -(-self.elements // INT8_BLOCK)
         if self.compressor is Compressor.TOP_K:
             assert self.ratio is not None
-            return math.ceil(self.elements * self.ratio) * (element_bytes + 4)  # values and int32 indices
+            return math.ceil(self.elements * self.ratio) * (
+                element_bytes + 4
+            )  # values and int32 indices
         if self.compressor is Compressor.POWER_SGD:
             assert self.rank is not None
             return element_bytes * sum(_factor_elements(part, self.rank) for part in self.slices)
@@ -172,7 +176,9 @@ def plan(strategy: Strategy, workload: Workload, world_size: int) -> Plan:
     """
     choices = _choices(strategy, workload)
     if strategy.ring_order is not None and len(strategy.ring_order) != world_size:
-        raise InvalidStrategy(f"ring_order must name all {world_size} ranks, but names {len(strategy.ring_order)}")
+        raise InvalidStrategy(
+            f"ring_order must name all {world_size} ranks, but names {len(strategy.ring_order)}"
+        )
     issued: list[tuple[int, int, int, int, Message]] = []  # with what they are ordered by
     groups = _Groups(world_size)
     for position, (variable, choice) in enumerate(zip(workload.variables, choices, strict=True)):
@@ -185,13 +191,28 @@ def plan(strategy: Strategy, workload: Workload, world_size: int) -> Plan:
                 alike[id(shard)] = groups.members(shard, variable, sparse)
             members = alike[id(shard)]
             if members is None:
-                issued.append((shard.priority, position, position, part.start, message_of(shard, (part,), dtype, sparse)))
+                issued.append(
+                    (
+                        shard.priority,
+                        position,
+                        position,
+                        part.start,
+                        message_of(shard, (part,), dtype, sparse),
+                    )
+                )
             else:
                 members.add(part, position, shard.priority)
     issued.extend(members.issued() for members in groups.of_kind.values())
     issued.sort()
     messages = tuple([entry[4] for entry in issued])
-    return Plan(workload.id, world_size, messages, strategy.cross_step, strategy.ring_order, in_flight=strategy.in_flight)
+    return Plan(
+        workload.id,
+        world_size,
+        messages,
+        strategy.cross_step,
+        strategy.ring_order,
+        in_flight=strategy.in_flight,
+    )
 
 
 class _Members:
@@ -235,14 +256,24 @@ class _Groups:
         if shard.group is None or sparse is not SparseHandling.DENSE:
             return None
         # everything but the priority
-        kind = shard.group, shard.synchronizer, shard.compressor, shard.placement, shard.hierarchical, shard.ratio, shard.rank
+        kind = (
+            shard.group,
+            shard.synchronizer,
+            shard.compressor,
+            shard.placement,
+            shard.hierarchical,
+            shard.ratio,
+            shard.rank,
+        )
         key = (*kind, variable.dtype)
         if key not in self.of_kind:
             self.of_kind[key] = _Members(shard, variable.dtype, sparse)
         return self.of_kind[key]
 
 
-def message_of(shard: Shard, slices: Iterable[TensorSlice], dtype: str, sparse: SparseHandling) -> Message:
+def message_of(
+    shard: Shard, slices: Iterable[TensorSlice], dtype: str, sparse: SparseHandling
+) -> Message:
     """The message that carries `slices` in the way of `shard`."""
     return Message(
         tuple(slices),
@@ -274,7 +305,9 @@ def cut(variable: Variable, partition: Partition | None) -> Sequence[TensorSlice
     slices, start = [], 0
     for size in partition.sizes:
         rows = 1 if len(shape) == 1 else size if axis == 0 else shape[0]
-        slices.append(TensorSlice(variable.name, size * row_elements, axis, start, start + size, rows))
+        slices.append(
+            TensorSlice(variable.name, size * row_elements, axis, start, start + size, rows)
+        )
         start += size
     return slices
 
@@ -295,7 +328,10 @@ def _choices(strategy: Strategy, workload: Workload) -> list[VariableStrategy]:
         return found
     missing = sorted(set(workload.index) - set(by_name))
     unknown = sorted(set(by_name) - set(workload.index))
-    parts = [f"lacks {', '.join(missing[:3])}" if missing else "", f"has the unknown {', '.join(unknown[:3])}" if unknown else ""]
+    parts = [
+        f"lacks {', '.join(missing[:3])}" if missing else "",
+        f"has the unknown {', '.join(unknown[:3])}" if unknown else "",
+    ]
     raise InvalidStrategy(
         f"a strategy must name exactly the {len(workload.variables)} variables of model {workload.model!r}, but it "
         + " and ".join(part for part in parts if part)

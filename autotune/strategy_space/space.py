@@ -29,7 +29,10 @@ from autotune.strategy_space.strategy import (
 )
 from autotune.workload import Variable, Workload
 
-_COMPRESSIBLE = ("float32", "float64")  # half precision gains nothing from a cast, and complex numbers have none
+_COMPRESSIBLE = (
+    "float32",
+    "float64",
+)  # half precision gains nothing from a cast, and complex numbers have none
 
 
 class CompressorSetting(NamedTuple):
@@ -70,34 +73,61 @@ class SearchSpace:
 
     def __post_init__(self) -> None:
         if not self.synchronizers:
-            raise InvalidInput("a search space needs at least one synchronizer, but has none; add all_reduce")
+            raise InvalidInput(
+                "a search space needs at least one synchronizer, but has none; add all_reduce"
+            )
         if Compressor.NONE not in self.compressors:
             raise InvalidInput(
                 f"the compressors of a search space must contain 'none', which small-precision gradients need, but are {self.compressors}"
             )
         if SparseHandling.DENSE not in self.sparse:
-            raise InvalidInput(f"the ways of sparse gradients in a search space must contain 'dense', but are {self.sparse}")
-        for kind, values in (("synchronizers", self.synchronizers), ("compressors", self.compressors), ("sparse", self.sparse)):
+            raise InvalidInput(
+                f"the ways of sparse gradients in a search space must contain 'dense', but are {self.sparse}"
+            )
+        for kind, values in (
+            ("synchronizers", self.synchronizers),
+            ("compressors", self.compressors),
+            ("sparse", self.sparse),
+        ):
             if len(set(values)) != len(values):
-                raise InvalidInput(f"{kind} of a search space must differ from each other, but are {', '.join(values)}")
-        for name, most in (("max_shards", None), ("max_groups", None), ("most_in_flight", MOST_IN_FLIGHT)):
+                raise InvalidInput(
+                    f"{kind} of a search space must differ from each other, but are {', '.join(values)}"
+                )
+        for name, most in (
+            ("max_shards", None),
+            ("max_groups", None),
+            ("most_in_flight", MOST_IN_FLIGHT),
+        ):
             value = getattr(self, name)
             if value < 1 or (most is not None and value > most):
                 bounds = "at least 1" if most is None else f"from 1 to {most}"
                 raise InvalidInput(f"{name} of a search space must be {bounds}, but is {value}")
         for name in ("top_k_ratios", "power_sgd_ranks"):
             if not getattr(self, name):
-                raise InvalidInput(f"{name} of a search space must have at least one value, but are empty; leave the compressor out")
+                raise InvalidInput(
+                    f"{name} of a search space must have at least one value, but are empty; leave the compressor out"
+                )
         if self.cross_step and self.cross_step_refused:
-            raise InvalidInput(f"a search space cannot have cross_step where it is refused: {self.cross_step_refused}")
+            raise InvalidInput(
+                f"a search space cannot have cross_step where it is refused: {self.cross_step_refused}"
+            )
         if self.min_partition_bytes < 0:
-            raise InvalidInput(f"min_partition_bytes of a search space must be at least 0, but is {self.min_partition_bytes}")
+            raise InvalidInput(
+                f"min_partition_bytes of a search space must be at least 0, but is {self.min_partition_bytes}"
+            )
 
     @staticmethod
     def default(lossy: bool = False) -> SearchSpace:
         """What the PyTorch runtime enacts; `lossy` adds all compressors."""
         compressors = tuple(Compressor) if lossy else (Compressor.NONE,)
-        return SearchSpace(tuple(Synchronizer), compressors, tuple(SparseHandling), hierarchical=True, cross_step=True, ring_orders=True)
+        return SearchSpace(
+            tuple(Synchronizer),
+            compressors,
+            tuple(SparseHandling),
+            hierarchical=True,
+            cross_step=True,
+            ring_orders=True,
+        )
 
     def without_cross_step(self, reason: str) -> SearchSpace:
         """This space for a script that cannot synchronize across steps; `reason` says why not."""
@@ -109,7 +139,11 @@ class SearchSpace:
 
     def axes_for(self, variable: Variable) -> tuple[int, ...]:
         """The axes along which a variable may be cut; none for small variables."""
-        if self.max_shards < 2 or variable.elements == 0 or variable.grad_bytes < self.min_partition_bytes:
+        if (
+            self.max_shards < 2
+            or variable.elements == 0
+            or variable.grad_bytes < self.min_partition_bytes
+        ):
             return ()
         candidates = variable.shape[:1] if variable.sparse else variable.shape
         return tuple(axis for axis, extent in enumerate(candidates) if extent >= 2)
@@ -121,12 +155,20 @@ class SearchSpace:
     def ring_orders_for(self, cluster: Cluster) -> bool:
         """Whether other orders of the hosts along the ring are allowed and could differ from theirs."""
         links = {(host.link_bytes_per_s, host.latency_s) for host in cluster.hosts}
-        return self.ring_orders and len(cluster.hosts) > 3 and (len(links) > 1 or bool(cluster.pair_links))
+        return (
+            self.ring_orders
+            and len(cluster.hosts) > 3
+            and (len(links) > 1 or bool(cluster.pair_links))
+        )
 
     def handlings_for(self, synchronizers: Iterable[Synchronizer]) -> tuple[SparseHandling, ...]:
         """The ways of a sparse gradient whose shards are all sent by `synchronizers`."""
         used = set(synchronizers)
-        return tuple(kind for kind in self.sparse if kind is SparseHandling.DENSE or used <= set(SPARSE_SYNCHRONIZERS[kind]))
+        return tuple(
+            kind
+            for kind in self.sparse
+            if kind is SparseHandling.DENSE or used <= set(SPARSE_SYNCHRONIZERS[kind])
+        )
 
     def settings_of(self, compressor: Compressor) -> tuple[CompressorSetting, ...]:
         """The compressor with each of its parameters."""
@@ -142,7 +184,10 @@ class SearchSpace:
         The strategy must be plannable; `max_groups` bounds proposals and is no property of a strategy.
         """
         if strategy.cross_step and not self.cross_step:
-            return self.cross_step_refused or "the space has no synchronization across steps, but the strategy uses it"
+            return (
+                self.cross_step_refused
+                or "the space has no synchronization across steps, but the strategy uses it"
+            )
         if strategy.in_flight > self.most_in_flight:
             return f"the space has at most {self.most_in_flight} messages in flight, but the strategy {strategy.in_flight}"
         if strategy.ring_order is not None and not self.ring_orders:
@@ -153,7 +198,16 @@ class SearchSpace:
             if problem is None and choice.sparse not in self.sparse:
                 problem = f"the space sends sparse gradients {', '.join(self.sparse)}, but the strategy {choice.sparse}"
             if problem is None:
-                problem = next((p for p in (self._shard_violation(s, variable, cluster) for s in set(choice.shards)) if p), None)
+                problem = next(
+                    (
+                        p
+                        for p in (
+                            self._shard_violation(s, variable, cluster) for s in set(choice.shards)
+                        )
+                        if p
+                    ),
+                    None,
+                )
             if problem is not None:
                 return f"{choice.variable!r}: {problem}"
         return None
@@ -168,7 +222,9 @@ class SearchSpace:
         if shard.compressor not in allowed:
             return f"the space has the compressors {', '.join(allowed)} for {variable.dtype}, but the strategy uses {shard.compressor}"
         if shard.hierarchical and not self.hierarchy_for(cluster):
-            return "the space has no hierarchical reduction on this cluster, but the strategy uses it"
+            return (
+                "the space has no hierarchical reduction on this cluster, but the strategy uses it"
+            )
         return None
 
     def _partition_violation(self, choice: VariableStrategy, variable: Variable) -> str | None:

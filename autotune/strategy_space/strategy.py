@@ -74,7 +74,9 @@ class Partition:
         if self.axis < 0:
             raise InvalidStrategy(f"partition axis must be at least 0, but is {self.axis}")
         if len(self.sizes) < 2 or min(self.sizes) < 1:
-            raise InvalidStrategy(f"a partition needs two or more shards of at least 1 row each, but the sizes are {self.sizes}")
+            raise InvalidStrategy(
+                f"a partition needs two or more shards of at least 1 row each, but the sizes are {self.sizes}"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,15 +104,21 @@ class Shard:
         rooted = self.synchronizer in ROOTED
         if rooted != (self.placement is not None):
             need = "a placement (the rank of its server)" if rooted else "no placement"
-            raise InvalidStrategy(f"synchronizer {self.synchronizer} needs {need}, but placement is {self.placement}")
+            raise InvalidStrategy(
+                f"synchronizer {self.synchronizer} needs {need}, but placement is {self.placement}"
+            )
         if self.placement is not None and self.placement < 0:
             raise InvalidStrategy(f"placement must be a rank >= 0, but is {self.placement}")
         if (self.compressor is Compressor.TOP_K) != (self.ratio is not None):
-            raise InvalidStrategy(f"compressor top_k, and only it, needs a ratio, but {self.compressor} has {self.ratio}")
+            raise InvalidStrategy(
+                f"compressor top_k, and only it, needs a ratio, but {self.compressor} has {self.ratio}"
+            )
         if self.ratio is not None and not 0 < self.ratio <= 1:
             raise InvalidStrategy(f"top_k ratio must lie in (0, 1], but is {self.ratio}")
         if (self.compressor is Compressor.POWER_SGD) != (self.rank is not None):
-            raise InvalidStrategy(f"compressor power_sgd, and only it, needs a rank, but {self.compressor} has {self.rank}")
+            raise InvalidStrategy(
+                f"compressor power_sgd, and only it, needs a rank, but {self.compressor} has {self.rank}"
+            )
         if self.rank is not None and self.rank < 1:
             raise InvalidStrategy(f"power_sgd rank must be at least 1, but is {self.rank}")
 
@@ -129,7 +137,9 @@ class VariableStrategy:
     def __post_init__(self) -> None:
         expected = len(self.partition.sizes) if self.partition else 1
         if len(self.shards) != expected:
-            raise InvalidStrategy(f"{self.variable!r} is cut into {expected} part(s) and needs as many shards, but has {len(self.shards)}")
+            raise InvalidStrategy(
+                f"{self.variable!r} is cut into {expected} part(s) and needs as many shards, but has {len(self.shards)}"
+            )
 
 
 @dataclass(frozen=True)
@@ -151,16 +161,26 @@ class Strategy:
 
     def __post_init__(self) -> None:
         if self.schema != SCHEMA:
-            raise InvalidStrategy(f"this version reads strategy schema {SCHEMA}, but the strategy has {self.schema}; update autotune")
+            raise InvalidStrategy(
+                f"this version reads strategy schema {SCHEMA}, but the strategy has {self.schema}; update autotune"
+            )
         names = [choice.variable for choice in self.variables]
         if not names:
             raise InvalidStrategy("a strategy needs at least one variable")
         if len(set(names)) != len(names):
-            raise InvalidStrategy("a strategy names each variable once, but some occur more than once")
+            raise InvalidStrategy(
+                "a strategy names each variable once, but some occur more than once"
+            )
         if names != sorted(names):
-            object.__setattr__(self, "variables", tuple(sorted(self.variables, key=lambda choice: choice.variable)))
-        if self.ring_order is not None and sorted(self.ring_order) != list(range(len(self.ring_order))):
-            raise InvalidStrategy(f"ring_order must be a permutation of the ranks, but is {self.ring_order}")
+            object.__setattr__(
+                self, "variables", tuple(sorted(self.variables, key=lambda choice: choice.variable))
+            )
+        if self.ring_order is not None and sorted(self.ring_order) != list(
+            range(len(self.ring_order))
+        ):
+            raise InvalidStrategy(
+                f"ring_order must be a permutation of the ranks, but is {self.ring_order}"
+            )
         reason = why_not_in_flight(self.in_flight, self.cross_step)
         if reason is not None:
             raise InvalidStrategy(reason)
@@ -181,7 +201,11 @@ class Strategy:
     @property
     def lossless(self) -> bool:
         """True if no shard is compressed."""
-        return all(shard.compressor is Compressor.NONE for choice in self.variables for shard in choice.shards)
+        return all(
+            shard.compressor is Compressor.NONE
+            for choice in self.variables
+            for shard in choice.shards
+        )
 
     def to_json(self) -> str:
         return canonical_json(self)

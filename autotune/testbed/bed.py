@@ -75,7 +75,12 @@ class BedStatus:
 
 
 def up(
-    cluster: Cluster, *, name: str | None = None, owned: bool = False, byte_scale: float = 1.0, directory: Path = STATE_DIRECTORY
+    cluster: Cluster,
+    *,
+    name: str | None = None,
+    owned: bool = False,
+    byte_scale: float = 1.0,
+    directory: Path = STATE_DIRECTORY,
 ) -> Testbed:
     """Make a testbed that stands for `cluster`. With `owned` it belongs to this process: it is a leftover once that has died.
 
@@ -132,13 +137,20 @@ def find(name: str, *, directory: Path = STATE_DIRECTORY) -> Testbed:
     if recorded is None or not recorded.complete:
         known = [item.layout.name for item in States(directory).all() if item.complete]
         raise InvalidInput(
-            f"there is no testbed {name!r}; " + (f"there are {', '.join(known)}" if known else "make one by `autotune testbed up`")
+            f"there is no testbed {name!r}; "
+            + (f"there are {', '.join(known)}" if known else "make one by `autotune testbed up`")
         )
     return _testbed(recorded)
 
 
 @contextmanager
-def running(cluster: Cluster, *, name: str | None = None, byte_scale: float = 1.0, directory: Path = STATE_DIRECTORY) -> Iterator[Testbed]:
+def running(
+    cluster: Cluster,
+    *,
+    name: str | None = None,
+    byte_scale: float = 1.0,
+    directory: Path = STATE_DIRECTORY,
+) -> Iterator[Testbed]:
     """An owned testbed for the time of a `with` block; it is taken down however the block ends."""
     bed = up(cluster, name=name, owned=True, byte_scale=byte_scale, directory=directory)
     try:
@@ -149,7 +161,9 @@ def running(cluster: Cluster, *, name: str | None = None, byte_scale: float = 1.
 
 def _testbed(recorded: Recorded) -> Testbed:
     layout = recorded.layout
-    hosts = tuple(BedHost(host.name, host.namespace, host.address, host.devices) for host in layout.hosts)
+    hosts = tuple(
+        BedHost(host.name, host.namespace, host.address, host.devices) for host in layout.hosts
+    )
     assert recorded.scratch is not None  # a testbed whose directory could not be made is none
     return Testbed(layout.name, hosts, recorded.scratch, layout.byte_scale, layout.notes)
 
@@ -157,8 +171,17 @@ def _testbed(recorded: Recorded) -> Testbed:
 def _status(recorded: Recorded) -> BedStatus:
     layout = recorded.layout
     found = inside(recorded.inodes)
-    inodes = {item.name: item.ours for item in recorded.namespaces}  # a testbed that is being made has not all of them yet
-    processes = tuple(tuple(sorted(pid for pid, where in found.items() if where == inodes.get(host.namespace))) for host in layout.hosts)
-    relay_alive = recorded.relay.alive if recorded.relay else (False if layout.method is Method.RELAY else None)
+    inodes = {
+        item.name: item.ours for item in recorded.namespaces
+    }  # a testbed that is being made has not all of them yet
+    processes = tuple(
+        tuple(sorted(pid for pid, where in found.items() if where == inodes.get(host.namespace)))
+        for host in layout.hosts
+    )
+    relay_alive = (
+        recorded.relay.alive
+        if recorded.relay
+        else (False if layout.method is Method.RELAY else None)
+    )
     owner = recorded.maker.pid if recorded.owned else None
     return BedStatus(layout, owner, recorded.left_over, recorded.complete, relay_alive, processes)

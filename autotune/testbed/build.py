@@ -31,7 +31,9 @@ GROUPS = 2
 WINDOW_MARGIN = 1.1  # headers, of the frames that wait
 SMALLEST_WINDOW_BYTES = 32 * 1024
 LARGEST_WINDOW_BYTES = 2**30  # RFC 7323, section 2.3
-UNSCALED_WINDOW_BYTES = 2**16 - 1  # RFC 7323: larger ones are this times a power of two, to which Linux rounds up
+UNSCALED_WINDOW_BYTES = (
+    2**16 - 1
+)  # RFC 7323: larger ones are this times a power of two, to which Linux rounds up
 
 
 def add_namespace(namespace: str) -> Command:
@@ -47,22 +49,36 @@ def network_commands(layout: Layout) -> list[Command]:
     relayed = layout.method is Method.RELAY
     commands = [_ip(layout.switch, "link set lo up")]
     if not relayed:
-        commands.append(_ip(layout.switch, "link add br0 type bridge stp_state 0 forward_delay 0 mcast_snooping 0"))
+        commands.append(
+            _ip(
+                layout.switch,
+                "link add br0 type bridge stp_state 0 forward_delay 0 mcast_snooping 0",
+            )
+        )
         commands.append(_ip(layout.switch, "link set br0 up"))
     windows = [window_bytes(layout, index) for index in range(len(layout.hosts))]
     for index, host in enumerate(layout.hosts):
         # No real host loses what it sends itself: its queue holds all that the windows of the others let it send.
-        received = sum(other.devices * window for other, window in zip(layout.hosts, windows, strict=True)) - host.devices * windows[index]
+        received = (
+            sum(other.devices * window for other, window in zip(layout.hosts, windows, strict=True))
+            - host.devices * windows[index]
+        )
         sent_bytes = round(host.devices * received * GROUPS * WINDOW_MARGIN)
         commands += _tap(layout, index) if relayed else _veth(layout, index)
         commands += _host(layout, index, windows[index])
-        peers = [other.address for other in layout.hosts if other is not host] if layout.filters else []
+        peers = (
+            [other.address for other in layout.hosts if other is not host] if layout.filters else []
+        )
         outward = Shaper(host.namespace, INTERFACE, FRAMING, peers, sent_bytes)
         commands += outward.shaped(host.link_bytes_per_s, _out(layout, index), _delay(layout, host))
         if not relayed:
-            commands += Shaper(layout.switch, port(index), FRAMING).shaped(host.link_bytes_per_s, _in(layout, index))
+            commands += Shaper(layout.switch, port(index), FRAMING).shaped(
+                host.link_bytes_per_s, _in(layout, index)
+            )
         if host.inner_bytes_per_s:
-            commands += Shaper(host.namespace, "lo", LOOPBACK_FRAMING).shaped(host.inner_bytes_per_s)
+            commands += Shaper(host.namespace, "lo", LOOPBACK_FRAMING).shaped(
+                host.inner_bytes_per_s
+            )
     if layout.steered_cpus:
         commands += [_steered(namespace, layout.steered_cpus) for namespace in layout.namespaces]
     return commands
@@ -75,16 +91,25 @@ def port(index: int) -> str:
 
 def frame_bytes(link_bytes_per_s: float) -> int:
     """Largest GSO frame of an interface: see `FRAME_S`."""
-    return round(min(max(link_bytes_per_s * FRAMING * FRAME_S, SMALLEST_FRAME_BYTES), LARGEST_FRAME_BYTES))
+    return round(
+        min(max(link_bytes_per_s * FRAMING * FRAME_S, SMALLEST_FRAME_BYTES), LARGEST_FRAME_BYTES)
+    )
 
 
 def _out(layout: Layout, index: int) -> list[Branch]:
     """Classes at the sender: where it can, the kernel has each pair's rate, and with netem its latency."""
     netem = layout.method is Method.NETEM
     return [
-        Branch("dst", address(lane.to), lane.link_bytes_per_s, lane.added_latency_s if netem else 0.0, lane.dedicated)
+        Branch(
+            "dst",
+            address(lane.to),
+            lane.link_bytes_per_s,
+            lane.added_latency_s if netem else 0.0,
+            lane.dedicated,
+        )
         for lane in layout.hosts[index].lanes
-        if layout.method is not Method.RELAY or lane.dedicated  # the relay has rate and latency of the slower ones
+        if layout.method is not Method.RELAY
+        or lane.dedicated  # the relay has rate and latency of the slower ones
     ]
 
 
@@ -92,7 +117,9 @@ def _in(layout: Layout, index: int) -> list[Branch]:
     """Classes on the switch's port: only what has a link of its own must pass by the interface's rate."""
     branches = []
     for source in range(len(layout.hosts)):
-        lane = layout.lane(index, source) if source != index else None  # both directions of a pair are alike
+        lane = (
+            layout.lane(index, source) if source != index else None
+        )  # both directions of a pair are alike
         if lane and lane.dedicated:
             branches.append(Branch("src", address(source), lane.link_bytes_per_s, 0.0, True))
     return branches
@@ -115,7 +142,10 @@ def _tap(layout: Layout, index: int) -> list[Command]:
     host = layout.hosts[index]
     return [
         _ip(layout.switch, f"link set {port(index)} netns {host.namespace}"),
-        _ip(host.namespace, f"link set {port(index)} name {INTERFACE} address {mac(index)} mtu {MTU} txqueuelen 1000"),
+        _ip(
+            host.namespace,
+            f"link set {port(index)} name {INTERFACE} address {mac(index)} mtu {MTU} txqueuelen 1000",
+        ),
     ]
 
 
@@ -128,9 +158,16 @@ def window_bytes(layout: Layout, index: int) -> int:
     took 0 to 15 % more than its rate says. Networks for training avoid them too, by pausing senders or marking packets.
     """
     host = layout.hosts[index]
-    connections = GROUPS * host.devices * max(1, sum(other.devices for other in layout.hosts) - host.devices)
+    connections = (
+        GROUPS * host.devices * max(1, sum(other.devices for other in layout.hosts) - host.devices)
+    )
     slower = [lane.link_bytes_per_s for lane in host.lanes if not lane.dedicated]
-    room = min([queue_bytes(host.link_bytes_per_s * FRAMING) / connections, *(queue_bytes(rate * FRAMING) for rate in slower)])
+    room = min(
+        [
+            queue_bytes(host.link_bytes_per_s * FRAMING) / connections,
+            *(queue_bytes(rate * FRAMING) for rate in slower),
+        ]
+    )
     latency_s = max([host.added_latency_s, *(lane.added_latency_s for lane in host.lanes)])
     fastest = max([host.link_bytes_per_s, *(lane.link_bytes_per_s for lane in host.lanes)])
     return _tcp_window(max(room / WINDOW_MARGIN, SMALLEST_WINDOW_BYTES), 2 * latency_s * fastest)
@@ -151,15 +188,25 @@ def _host(layout: Layout, index: int, window: int) -> list[Command]:
     # A namespace may not set the congestion control by sysctl where it is not the machine's default; a route may.
     tcp = f"window {window}" + (" congctl cubic" if layout.cubic else "")
     settings = {"tcp_slow_start_after_idle": 0, "tcp_no_metrics_save": 1}
-    write = " && ".join(f"echo {value} > /proc/sys/net/ipv4/{name}" for name, value in settings.items())
-    widest = max([host.link_bytes_per_s, *(lane.link_bytes_per_s for lane in host.lanes if lane.dedicated)])
+    write = " && ".join(
+        f"echo {value} > /proc/sys/net/ipv4/{name}" for name, value in settings.items()
+    )
+    widest = max(
+        [host.link_bytes_per_s, *(lane.link_bytes_per_s for lane in host.lanes if lane.dedicated)]
+    )
     return [
         ["ip", "netns", "exec", host.namespace, "sh", "-c", write],
         _ip(host.namespace, "link set lo up"),
-        _ip(host.namespace, f"link set {INTERFACE} gso_max_size {frame_bytes(widest)} addrgenmode none"),
+        _ip(
+            host.namespace,
+            f"link set {INTERFACE} gso_max_size {frame_bytes(widest)} addrgenmode none",
+        ),
         _ip(host.namespace, f"link set {INTERFACE} up"),
         _ip(host.namespace, f"addr add {host.address}/16 dev {INTERFACE}"),
-        _ip(host.namespace, f"route change 10.77.0.0/16 dev {INTERFACE} proto kernel scope link src {host.address} {tcp}"),
+        _ip(
+            host.namespace,
+            f"route change 10.77.0.0/16 dev {INTERFACE} proto kernel scope link src {host.address} {tcp}",
+        ),
     ]
 
 

@@ -63,7 +63,11 @@ class Capabilities:
         """One sentence for a person: that a testbed is possible, or what is missing and what can be done without."""
         if self.possible:
             return "a testbed is possible on this machine"
-        lacking = [f"{item.name} ({item.reason})" for item in self.found if item.needed and item.reason not in ("", NOT_TRIED)]
+        lacking = [
+            f"{item.name} ({item.reason})"
+            for item in self.found
+            if item.needed and item.reason not in ("", NOT_TRIED)
+        ]
         return f"a testbed is not possible on this machine; missing: {'; '.join(lacking)}. Loopback stays available: leave out --testbed"
 
     def demand(self) -> None:
@@ -78,11 +82,29 @@ def capabilities(patience_s: float = TRIALS_PATIENCE_S) -> Capabilities:
     Where the trials take longer than the patience, what was found until then is returned, with an answer in time as missing.
     """
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
-    found = [Capability("commands", True, "ip and tc", f"{' and '.join(missing)} not found; install iproute2" if missing else "")]
+    found = [
+        Capability(
+            "commands",
+            True,
+            "ip and tc",
+            f"{' and '.join(missing)} not found; install iproute2" if missing else "",
+        )
+    ]
     trial = threading.Thread(target=_try_all, args=(found,), name=TRIAL_THREAD, daemon=True)
     trial.start()
     trial.join(patience_s)
-    late = [Capability("an answer in time", True, "all of it", f"the trials took more than {patience_s:g} s")] if trial.is_alive() else []
+    late = (
+        [
+            Capability(
+                "an answer in time",
+                True,
+                "all of it",
+                f"the trials took more than {patience_s:g} s",
+            )
+        ]
+        if trial.is_alive()
+        else []
+    )
     return Capabilities((*found, *late))
 
 
@@ -95,9 +117,23 @@ class _Trial:
 
 
 _TRIALS = (
-    _Trial("named namespaces", True, "hosts", (f"mkdir -p {NAMED}", f"mount -t tmpfs none {NAMED}", f"ip netns add {TRIAL}")),
+    _Trial(
+        "named namespaces",
+        True,
+        "hosts",
+        (f"mkdir -p {NAMED}", f"mount -t tmpfs none {NAMED}", f"ip netns add {TRIAL}"),
+    ),
     _Trial("bridge", True, "the switch", ("ip link add br0 type bridge",)),
-    _Trial("veth", True, "links", ("ip link add p0 type veth peer name p1", "ip link set p0 up", "ip addr add 10.77.0.1/16 dev p0")),
+    _Trial(
+        "veth",
+        True,
+        "links",
+        (
+            "ip link add p0 type veth peer name p1",
+            "ip link set p0 up",
+            "ip addr add 10.77.0.1/16 dev p0",
+        ),
+    ),
     _Trial(
         "htb",
         True,
@@ -114,13 +150,25 @@ _TRIALS = (
         "rates of pairs, fair queues",
         ("tc filter add dev p0 parent 1: protocol ip u32 match ip dst 10.77.0.2/32 flowid 1:2",),
     ),
-    _Trial("steering", False, "packets that stay in order", (f"ip netns exec {TRIAL} test -w /sys/class/net/lo/queues/rx-0/rps_cpus",)),
-    _Trial("netem", False, "added latency, by the kernel", ("tc qdisc add dev p1 root netem delay 1ms",)),
+    _Trial(
+        "steering",
+        False,
+        "packets that stay in order",
+        (f"ip netns exec {TRIAL} test -w /sys/class/net/lo/queues/rx-0/rps_cpus",),
+    ),
+    _Trial(
+        "netem",
+        False,
+        "added latency, by the kernel",
+        ("tc qdisc add dev p1 root netem delay 1ms",),
+    ),
     _Trial(
         "cubic",
         False,
         "the congestion control of most machines",
-        ("ip route change 10.77.0.0/16 dev p0 proto kernel scope link src 10.77.0.1 congctl cubic",),
+        (
+            "ip route change 10.77.0.0/16 dev p0 proto kernel scope link src 10.77.0.1 congctl cubic",
+        ),
     ),
 )
 

@@ -15,7 +15,9 @@ from dataclasses import dataclass
 from autotune.testbed.layout import Layout
 from autotune.testbed.shaping import FRAMING, queue_bytes
 
-VNET_HEADER_BYTES = 10  # struct virtio_net_hdr: flags, gso_type, hdr_len, gso_size, csum_start, csum_offset
+VNET_HEADER_BYTES = (
+    10  # struct virtio_net_hdr: flags, gso_type, hdr_len, gso_size, csum_start, csum_offset
+)
 HEADERS_BYTES = 66  # Ethernet, IPv4 and TCP with timestamps: what every segment but the first adds to a GSO frame
 HOST_PREFIX = bytes.fromhex("02770000")  # see `layout.mac`
 
@@ -46,7 +48,9 @@ def paths_of(layout: Layout) -> Paths:
                 rates.append(lane.link_bytes_per_s * FRAMING)
             row.append((*downlink, len(rates) - 1) if lane else downlink)
         rows.append(tuple(row))
-    latency_s = tuple(tuple(layout.added_latency_s(a, b) if a != b else 0.0 for b in hosts) for a in hosts)
+    latency_s = tuple(
+        tuple(layout.added_latency_s(a, b) if a != b else 0.0 for b in hosts) for a in hosts
+    )
     return Paths(tuple(rates), tuple(rows), latency_s)
 
 
@@ -57,8 +61,12 @@ class Forwarding:
         self._paths = paths
         self._s_per_byte = [1 / rate for rate in paths.link_bytes_per_s]
         self._room_s = [queue_bytes(rate) / rate for rate in paths.link_bytes_per_s]
-        self._free_s = [0.0] * len(paths.link_bytes_per_s)  # when a link has sent all that was put on it
-        self._arriving: list[tuple[float, int, int, int, bytes]] = []  # heap: time, number, source, target, frame
+        self._free_s = [0.0] * len(
+            paths.link_bytes_per_s
+        )  # when a link has sent all that was put on it
+        self._arriving: list[
+            tuple[float, int, int, int, bytes]
+        ] = []  # heap: time, number, source, target, frame
         self._leaving: list[tuple[float, int, int, bytes]] = []  # heap: time, number, target, frame
         self._number = 0
         self.dropped = 0
@@ -68,7 +76,9 @@ class Forwarding:
         latency_s = self._paths.latency_s[source]
         for target in self._targets(source, frame):
             self._number += 1
-            heapq.heappush(self._arriving, (now + latency_s[target], self._number, source, target, frame))
+            heapq.heappush(
+                self._arriving, (now + latency_s[target], self._number, source, target, frame)
+            )
 
     def due(self, now: float) -> Iterator[tuple[int, bytes]]:
         """The frames that have reached their targets by `now`, in order, as (target, frame)."""

@@ -129,7 +129,9 @@ class Layout:
         return lane.added_latency_s if lane else self.hosts[source].added_latency_s
 
 
-def lay_out(cluster: Cluster, means: Means, *, name: str | None = None, byte_scale: float = 1.0) -> Layout:
+def lay_out(
+    cluster: Cluster, means: Means, *, name: str | None = None, byte_scale: float = 1.0
+) -> Layout:
     """The testbed that stands for `cluster`; every rate is divided by `byte_scale`.
 
     Raises `InvalidInput` for a name or scale that breaks a rule, `EmulationUnavailable` for what this kernel cannot do.
@@ -138,7 +140,9 @@ def lay_out(cluster: Cluster, means: Means, *, name: str | None = None, byte_sca
     if not (math.isfinite(byte_scale) and byte_scale >= 1):
         raise InvalidInput(f"--byte-scale must be at least 1, but is {byte_scale}")
     if len(cluster.hosts) > MOST_HOSTS:
-        raise InvalidInput(f"a testbed has addresses for {MOST_HOSTS} hosts, but {cluster.name!r} has {len(cluster.hosts)}")
+        raise InvalidInput(
+            f"a testbed has addresses for {MOST_HOSTS} hosts, but {cluster.name!r} has {len(cluster.hosts)}"
+        )
     for host in cluster.hosts:
         if host.inner_latency_s > OWN_LATENCY_S:
             raise EmulationUnavailable(
@@ -149,13 +153,25 @@ def lay_out(cluster: Cluster, means: Means, *, name: str | None = None, byte_sca
     method = _method(cluster, added, means)
     hosts = _hosts(cluster, name, byte_scale, added)
     _refuse_unclassifiable(hosts, means)
-    return Layout(name, cluster.name, byte_scale, method, means.cubic, means.filters, means.steered_cpus, hosts, _notes(hosts, method))
+    return Layout(
+        name,
+        cluster.name,
+        byte_scale,
+        method,
+        means.cubic,
+        means.filters,
+        means.steered_cpus,
+        hosts,
+        _notes(hosts, method),
+    )
 
 
 def checked_name(name: str) -> str:
     """A testbed's name as given by a person."""
     if not NAME.fullmatch(name):
-        raise InvalidInput(f"a testbed's name has 1 to 32 letters, digits and '-', but is {name!r}; choose another --name")
+        raise InvalidInput(
+            f"a testbed's name has 1 to 32 letters, digits and '-', but is {name!r}; choose another --name"
+        )
     return name
 
 
@@ -167,7 +183,9 @@ def safe_name(text: str) -> str:
 
 def safe_names(texts: tuple[str, ...]) -> tuple[str, ...]:
     """`safe_name` of each, made unique by a number behind those that would be the same."""
-    taken: set[str] = {text for text in texts if safe_name(text) == text}  # who needs no change keeps its name
+    taken: set[str] = {
+        text for text in texts if safe_name(text) == text
+    }  # who needs no change keeps its name
     names = []
     for text in texts:
         name, number = safe_name(text), 2
@@ -196,7 +214,10 @@ def _added_latencies(cluster: Cluster) -> dict[tuple[int, int], float]:
         total += host.devices
     pairs = ((a, b) for a in range(len(first)) for b in range(len(first)) if a != b)
     latencies = {(a, b): cluster.latency_s(first[a], first[b]) for a, b in pairs}
-    return {pair: latency_s if latency_s > OWN_LATENCY_S else 0.0 for pair, latency_s in latencies.items()}
+    return {
+        pair: latency_s if latency_s > OWN_LATENCY_S else 0.0
+        for pair, latency_s in latencies.items()
+    }
 
 
 def _method(cluster: Cluster, added: dict[tuple[int, int], float], means: Means) -> Method:
@@ -207,7 +228,11 @@ def _method(cluster: Cluster, added: dict[tuple[int, int], float], means: Means)
     several = pairs or len(set(added.values())) > 1
     if latency and means.netem and (means.filters or not several):
         return Method.NETEM
-    what = f"latencies above {format_seconds(OWN_LATENCY_S)}" if latency else "links between named pairs"
+    what = (
+        f"latencies above {format_seconds(OWN_LATENCY_S)}"
+        if latency
+        else "links between named pairs"
+    )
     if means.tun and len(cluster.hosts) > MOST_RELAYED_HOSTS:
         raise EmulationUnavailable(
             f"{what} need the user-space relay on this kernel, which serves at most {MOST_RELAYED_HOSTS} hosts, but {cluster.name!r} "
@@ -220,7 +245,9 @@ def _method(cluster: Cluster, added: dict[tuple[int, int], float], means: Means)
     )
 
 
-def _hosts(cluster: Cluster, name: str, byte_scale: float, added: dict[tuple[int, int], float]) -> tuple[HostLayout, ...]:
+def _hosts(
+    cluster: Cluster, name: str, byte_scale: float, added: dict[tuple[int, int], float]
+) -> tuple[HostLayout, ...]:
     pair_links: dict[tuple[int, int], PairLink] = {}
     index = {host.name: number for number, host in enumerate(cluster.hosts)}
     for link in cluster.pair_links:
@@ -228,15 +255,25 @@ def _hosts(cluster: Cluster, name: str, byte_scale: float, added: dict[tuple[int
         pair_links.setdefault((a, b), link)
         pair_links.setdefault((b, a), link)
     hosts = []
-    for number, (host, safe) in enumerate(zip(cluster.hosts, safe_names(tuple(index)), strict=True)):
+    for number, (host, safe) in enumerate(
+        zip(cluster.hosts, safe_names(tuple(index)), strict=True)
+    ):
         others = [other for other in range(len(cluster.hosts)) if other != number]
-        usual_s = Counter(added[number, other] for other in others).most_common(1)[0][0] if others else 0.0
+        usual_s = (
+            Counter(added[number, other] for other in others).most_common(1)[0][0]
+            if others
+            else 0.0
+        )
         lanes = []
         for other in others:
             pair = pair_links.get((number, other))
             rate = pair.link_bytes_per_s if pair else host.link_bytes_per_s
             if rate != host.link_bytes_per_s or added[number, other] != usual_s:
-                lanes.append(Lane(other, rate / byte_scale, added[number, other], rate > host.link_bytes_per_s))
+                lanes.append(
+                    Lane(
+                        other, rate / byte_scale, added[number, other], rate > host.link_bytes_per_s
+                    )
+                )
         inner = host.inner_bytes_per_s / byte_scale
         hosts.append(
             HostLayout(
@@ -266,7 +303,11 @@ def _refuse_unclassifiable(hosts: tuple[HostLayout, ...], means: Means) -> None:
 
 def _notes(hosts: tuple[HostLayout, ...], method: Method) -> tuple[str, ...]:
     limit = FASTEST_RELAYED_BYTES_PER_S if method is Method.RELAY else FASTEST_BYTES_PER_S
-    fast = [host.name for host in hosts if max(host.link_bytes_per_s, *(lane.link_bytes_per_s for lane in host.lanes), 0) > limit]
+    fast = [
+        host.name
+        for host in hosts
+        if max(host.link_bytes_per_s, *(lane.link_bytes_per_s for lane in host.lanes), 0) > limit
+    ]
     total = sum(host.link_bytes_per_s for host in hosts)
     notes = []
     if fast:
@@ -277,5 +318,7 @@ def _notes(hosts: tuple[HostLayout, ...], method: Method) -> tuple[str, ...]:
         )
     if total > BYTES_PER_S_OF_A_CORE:
         cores = math.ceil(total / BYTES_PER_S_OF_A_CORE)
-        notes.append(f"all hosts sending at once move {total * 8e-9:g} Gbit/s, which takes about {cores} cores of this machine")
+        notes.append(
+            f"all hosts sending at once move {total * 8e-9:g} Gbit/s, which takes about {cores} cores of this machine"
+        )
     return tuple(notes)

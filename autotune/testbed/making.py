@@ -26,7 +26,9 @@ def refuse_names_in_use(states: States, layout: Layout) -> None:
     """Raises `InvalidInput` if the testbed's name or one of its namespaces is taken; leftovers are removed already."""
     if (other := states.read(layout.name)) is not None:
         whose = f"belongs to process {other.maker.pid}" if other.owned else "is up"
-        raise InvalidInput(f"a testbed {layout.name!r} {whose}; choose another --name, or end it by `autotune testbed down {layout.name}`")
+        raise InvalidInput(
+            f"a testbed {layout.name!r} {whose}; choose another --name, or end it by `autotune testbed down {layout.name}`"
+        )
     for namespace in layout.namespaces:
         if inode(namespace) is not None:
             raise InvalidInput(
@@ -90,7 +92,9 @@ def _make(states: States, record: Recorded) -> None:
         states.write(record)
         tried = attempt(add_namespace(namespace))
         if tried.reason:
-            states.write(record.not_made(namespace))  # it may be somebody's who made it since it was looked for
+            states.write(
+                record.not_made(namespace)
+            )  # it may be somebody's who made it since it was looked for
             raise EmulationError(f"the namespace {namespace} could not be made: {tried.reason}")
         record = record.made(namespace)
         states.write(record)
@@ -106,15 +110,29 @@ def _start_relay(states: States, record: Recorded) -> Process:
     """Start the relay inside the switch's namespace; its devices are there when this returns."""
     layout = record.layout
     orders = canonical_json(Orders(paths_of(layout), record.maker if record.owned else None))
-    command = [*words_inside(layout.switch), sys.executable, "-P", "-m", "autotune.testbed.relay"]  # -P: not from the user's directory
+    command = [
+        *words_inside(layout.switch),
+        sys.executable,
+        "-P",
+        "-m",
+        "autotune.testbed.relay",
+    ]  # -P: not from the user's directory
     told_in = states.log(layout.name)
     try:
         with told_in.open("w") as words:
             # A session of its own: Ctrl-C is for the owner, who takes the relay down when it is no longer needed.
             started = subprocess.run(
-                command, input=orders, stdout=subprocess.PIPE, stderr=words, text=True, timeout=PATIENCE_S, start_new_session=True
+                command,
+                input=orders,
+                stdout=subprocess.PIPE,
+                stderr=words,
+                text=True,
+                timeout=PATIENCE_S,
+                start_new_session=True,
             )
         return Process.of(int(started.stdout))
     except (ValueError, ProcessLookupError, subprocess.TimeoutExpired) as error:
         told = told_in.read_text().strip().splitlines() or [str(error)]
-        raise EmulationError(f"the relay of testbed {layout.name!r} did not start: {told[-1]}") from error
+        raise EmulationError(
+            f"the relay of testbed {layout.name!r} did not start: {told[-1]}"
+        ) from error

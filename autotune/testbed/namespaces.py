@@ -34,12 +34,16 @@ def entered(namespace: str) -> Iterator[None]:
 
     Other threads stay where they are, and sockets that exist keep their namespace. Raises `EmulationError`.
     """
-    home = os.open(f"/proc/self/task/{threading.get_native_id()}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+    home = os.open(
+        f"/proc/self/task/{threading.get_native_id()}/ns/net", os.O_RDONLY | os.O_CLOEXEC
+    )
     try:
         try:
             there = os.open(NAMED / namespace, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
-            raise EmulationError(f"the namespace {namespace} cannot be entered: {error.strerror}; see `autotune testbed status`") from error
+            raise EmulationError(
+                f"the namespace {namespace} cannot be entered: {error.strerror}; see `autotune testbed status`"
+            ) from error
         try:
             _set_namespace(there, namespace)
         finally:
@@ -55,4 +59,6 @@ def entered(namespace: str) -> Iterator[None]:
 def _set_namespace(descriptor: int, what: str) -> None:
     libc = ctypes.CDLL(None, use_errno=True)  # os.setns came with Python 3.12
     if libc.setns(descriptor, CLONE_NEWNET) != 0:
-        raise EmulationError(f"this thread cannot enter the namespace {what}: {os.strerror(ctypes.get_errno())}; run as root")
+        raise EmulationError(
+            f"this thread cannot enter the namespace {what}: {os.strerror(ctypes.get_errno())}; run as root"
+        )

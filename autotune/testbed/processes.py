@@ -67,10 +67,14 @@ def inside(namespaces: Collection[int]) -> Mapping[int, int]:
 def end_all_inside(namespaces: Collection[int]) -> None:
     """End every process inside, gently first; the calling process is left alone. Raises `EmulationError` if one cannot be ended."""
     began, asked = time.monotonic(), set[int]()
-    while left := [pid for pid in inside(namespaces) if pid != os.getpid() and _start_ticks(pid) is not None]:
+    while left := [
+        pid for pid in inside(namespaces) if pid != os.getpid() and _start_ticks(pid) is not None
+    ]:
         waited = time.monotonic() - began
         if waited > PATIENCE_S:
-            raise EmulationError(f"processes {', '.join(map(str, left))} inside the testbed could not be ended in {PATIENCE_S:g} s")
+            raise EmulationError(
+                f"processes {', '.join(map(str, left))} inside the testbed could not be ended in {PATIENCE_S:g} s"
+            )
         for pid in left:
             if waited >= GRACE_S:
                 _signal(pid, namespaces, signal.SIGKILL)

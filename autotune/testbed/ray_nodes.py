@@ -55,14 +55,31 @@ def ray_nodes(bed: Testbed) -> Iterator[RayHead]:
 
 
 def _start(host: BedHost, is_head: bool, head: RayHead, directory: Path) -> subprocess.Popen[bytes]:
-    role = ["--head", "--port", str(HEAD_PORT), "--include-dashboard", "false", "--temp-dir", str(directory)]
+    role = [
+        "--head",
+        "--port",
+        str(HEAD_PORT),
+        "--include-dashboard",
+        "false",
+        "--temp-dir",
+        str(directory),
+    ]
     where = role if is_head else ["--address", head.address]
     room = ["--num-cpus", str(host.devices), "--object-store-memory", str(OBJECT_STORE_BYTES)]
-    ray = [sys.executable, "-P", "-m", "ray.scripts.scripts"]  # -P: a file in the user's directory is not taken for one of its modules
+    ray = [
+        sys.executable,
+        "-P",
+        "-m",
+        "ray.scripts.scripts",
+    ]  # -P: a file in the user's directory is not taken for one of its modules
     words = [*ray, "start", "--block", "--disable-usage-stats", "--node-ip-address", host.address]
     # What a Ray cluster of this process's past (a loopback one, say) was told does not hold for this one.
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    environment = inherited | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": head.token, "RAY_worker_niceness": "0"}
+    environment = inherited | {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": head.token,
+        "RAY_worker_niceness": "0",
+    }
     with _log(directory, host).open("wb") as log:
         return subprocess.Popen(
             [*words_inside(host.namespace), *words, *where, *room],
@@ -89,7 +106,11 @@ def _await(host: BedHost, process: subprocess.Popen[bytes], log: Path) -> None:
     while _STARTED not in (said := log.read_text(encoding="utf-8", errors="replace")):
         if process.poll() is not None or time.monotonic() > deadline_s:
             ended = process.returncode is not None
-            why = f"ended with status {process.returncode}" if ended else f"is not up after {START_TIMEOUT_S:.0f} s"
+            why = (
+                f"ended with status {process.returncode}"
+                if ended
+                else f"is not up after {START_TIMEOUT_S:.0f} s"
+            )
             tail = said[-LOG_TAIL_CHARACTERS:].strip() or "nothing"
             raise LaunchError(f"the Ray node of testbed host {host.name!r} {why}; it said: {tail}")
         time.sleep(POLL_S)

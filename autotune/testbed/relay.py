@@ -77,7 +77,11 @@ def open_tap(name: str) -> int:
     """A TAP device of this name in the namespace of the calling thread; returns its file descriptor."""
     tap = os.open(TUN, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
-        fcntl.ioctl(tap, TUNSETIFF, struct.pack("16sH22x", name.encode(), IFF_TAP | IFF_NO_PI | IFF_VNET_HDR))
+        fcntl.ioctl(
+            tap,
+            TUNSETIFF,
+            struct.pack("16sH22x", name.encode(), IFF_TAP | IFF_NO_PI | IFF_VNET_HDR),
+        )
         fcntl.ioctl(tap, TUNSETOFFLOAD, OFFLOADS)
     except OSError:
         os.close(tap)

@@ -43,11 +43,18 @@ def remove_scratch(path: Path) -> None:
         found = path.lstat()
     except FileNotFoundError:
         return
-    if not (stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and path.name.startswith(PREFIX) and path.is_absolute()):
+    if not (
+        stat.S_ISDIR(found.st_mode)
+        and found.st_uid == os.getuid()
+        and path.name.startswith(PREFIX)
+        and path.is_absolute()
+    ):
         return
     shutil.rmtree(path, ignore_errors=True)  # a process that ends may still write its last words
     try:
         if path.exists():
             shutil.rmtree(path)
     except OSError as error:
-        raise EmulationError(f"the directory {path} of a testbed could not be removed: {error.strerror}; remove it") from error
+        raise EmulationError(
+            f"the directory {path} of a testbed could not be removed: {error.strerror}; remove it"
+        ) from error

@@ -16,7 +16,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 MTU = 1500
-FRAMING = 1514 / 1448  # Ethernet frame over TCP payload: MTU 1500, IPv4 and TCP headers of 20 bytes, 12 of timestamps
+FRAMING = (
+    1514 / 1448
+)  # Ethernet frame over TCP payload: MTU 1500, IPv4 and TCP headers of 20 bytes, 12 of timestamps
 LOOPBACK_MTU = 65536
 LOOPBACK_FRAMING = (LOOPBACK_MTU + 14) / (LOOPBACK_MTU - 52)
 
@@ -33,7 +35,13 @@ QUEUE_S = 40e-3
 
 SMALLEST_QUEUE_BYTES = 256 * 1024  # room for a GSO frame of four senders at once
 
-ROOT, INTERFACE_CLASS, USUAL, FIRST_QUEUE, FIRST_LANE = 0, 1, 2, 3, 0x20  # minor class ids; USUAL: what has no lane
+ROOT, INTERFACE_CLASS, USUAL, FIRST_QUEUE, FIRST_LANE = (
+    0,
+    1,
+    2,
+    3,
+    0x20,
+)  # minor class ids; USUAL: what has no lane
 MOST_QUEUES = 16
 """Of the traffic that has no lane, so that a crowd of hosts does not take a class for each pair; a power of two, for u32's mask."""
 
@@ -61,7 +69,9 @@ class Shaper:
     peers: Sequence[str] = ()
     least_queue_bytes: int = 0
 
-    def shaped(self, link_bytes_per_s: float, branches: Sequence[Branch] = (), delay_s: float = 0.0) -> list[Command]:
+    def shaped(
+        self, link_bytes_per_s: float, branches: Sequence[Branch] = (), delay_s: float = 0.0
+    ) -> list[Command]:
         """1:1 has the interface's rate and shares it among 1:2 (no branch matched) and the slower branches.
 
         A child's guaranteed rate is an equal share, because htb lets children send their guaranteed rates even where the sum
@@ -81,7 +91,9 @@ class Shaper:
         commands += [self._filter(2, match, name) for name, match in queues.items()]
         for number, branch in enumerate(branches):
             ceiling, name = branch.link_bytes_per_s * self.framing, FIRST_LANE + number
-            parent, rate = (ROOT, ceiling) if branch.dedicated else (INTERFACE_CLASS, min(share, ceiling))
+            parent, rate = (
+                (ROOT, ceiling) if branch.dedicated else (INTERFACE_CLASS, min(share, ceiling))
+            )
             commands.append(self._class(parent, name, rate, ceiling))
             commands.append(self._queue(name, ceiling, branch.added_latency_s))
             commands.append(self._filter(1, f"match ip {branch.match} {branch.address}/32", name))
@@ -90,26 +102,39 @@ class Shaper:
     def _queues(self) -> dict[int, str]:
         """By class id u32's match of the last part of the address where it goes: hosts that agree in its low bits share a queue."""
         low_bits = sorted({int(address.rpartition(".")[2]) % MOST_QUEUES for address in self.peers})
-        return {FIRST_QUEUE + at: f"match u8 {bits:#x} {MOST_QUEUES - 1:#x} at 19" for at, bits in enumerate(low_bits)}
+        return {
+            FIRST_QUEUE + at: f"match u8 {bits:#x} {MOST_QUEUES - 1:#x} at 19"
+            for at, bits in enumerate(low_bits)
+        }
 
-    def _class(self, parent: int, name: int, rate_bytes_per_s: float, ceiling_bytes_per_s: float) -> Command:
-        burst = round(min(max(ceiling_bytes_per_s * BURST_S, SMALLEST_FRAME_BYTES), LARGEST_FRAME_BYTES))
+    def _class(
+        self, parent: int, name: int, rate_bytes_per_s: float, ceiling_bytes_per_s: float
+    ) -> Command:
+        burst = round(
+            min(max(ceiling_bytes_per_s * BURST_S, SMALLEST_FRAME_BYTES), LARGEST_FRAME_BYTES)
+        )
         rates = f"rate {round(rate_bytes_per_s * 8)}bit ceil {round(ceiling_bytes_per_s * 8)}bit"
         limits = f"burst {burst}b cburst {burst}b quantum 60000"
         above = f"1:{parent:x}" if parent else "1:"
-        return self._tc(f"class add dev {self.device} parent {above} classid 1:{name:x} htb {rates} {limits}")
+        return self._tc(
+            f"class add dev {self.device} parent {above} classid 1:{name:x} htb {rates} {limits}"
+        )
 
     def _queue(self, parent: int, wire_bytes_per_s: float, delay_s: float) -> Command:
         if delay_s:
             waiting = max(wire_bytes_per_s * (delay_s + QUEUE_S), self.least_queue_bytes)
-            packets = 1000 + round(waiting / 1514)  # netem counts packets; the smallest are whole ones
+            packets = 1000 + round(
+                waiting / 1514
+            )  # netem counts packets; the smallest are whole ones
             kind = f"netem delay {round(delay_s * 1e6)}us limit {packets}"
         else:
             kind = f"bfifo limit {min(max(self.least_queue_bytes, queue_bytes(wire_bytes_per_s)), LARGEST_QUEUE_BYTES)}"
         return self._tc(f"qdisc add dev {self.device} parent 1:{parent:x} {kind}")
 
     def _filter(self, order: int, match: str, name: int) -> Command:
-        return self._tc(f"filter add dev {self.device} parent 1: protocol ip prio {order} u32 {match} flowid 1:{name:x}")
+        return self._tc(
+            f"filter add dev {self.device} parent 1: protocol ip prio {order} u32 {match} flowid 1:{name:x}"
+        )
 
     def _tc(self, words: str) -> Command:
         return ["tc", "-n", self.namespace, *words.split()]

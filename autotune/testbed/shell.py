@@ -23,7 +23,13 @@ class Attempt:
 def attempt(command: Sequence[str]) -> Attempt:
     """Carry the command out; a failure of any kind is a reason, not an exception."""
     try:
-        done = subprocess.run(list(command), capture_output=True, text=True, timeout=PATIENCE_S, stdin=subprocess.DEVNULL)
+        done = subprocess.run(
+            list(command),
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
+            stdin=subprocess.DEVNULL,
+        )
     except FileNotFoundError:
         return Attempt("", f"{command[0]} is not installed")
     except OSError as error:

@@ -75,7 +75,9 @@ class Recorded:
     @property
     def inodes(self) -> frozenset[int]:
         """Of the namespaces that exist and surely are the recorded ones."""
-        return frozenset(found for namespace in self.namespaces if (found := namespace.ours) is not None)
+        return frozenset(
+            found for namespace in self.namespaces if (found := namespace.ours) is not None
+        )
 
     def making(self, name: str) -> Recorded:
         """The same, with a namespace that is about to be made."""
@@ -84,11 +86,18 @@ class Recorded:
     def made(self, name: str) -> Recorded:
         """The same, with the inode of a namespace that was just made."""
         now = inode(name) or 0
-        return replace(self, namespaces=tuple(replace(item, inode=now) if item.name == name else item for item in self.namespaces))
+        return replace(
+            self,
+            namespaces=tuple(
+                replace(item, inode=now) if item.name == name else item for item in self.namespaces
+            ),
+        )
 
     def not_made(self, name: str) -> Recorded:
         """The same without a namespace that turned out to be somebody else's."""
-        return replace(self, namespaces=tuple(item for item in self.namespaces if item.name != name))
+        return replace(
+            self, namespaces=tuple(item for item in self.namespaces if item.name != name)
+        )
 
 
 @dataclass(frozen=True)
@@ -144,7 +153,11 @@ class States:
         partial.replace(path)
 
     def remove(self, name: str) -> None:
-        for path in (self.log(name), self.path(name).with_suffix(".partial"), self.path(name)):  # the record goes last
+        for path in (
+            self.log(name),
+            self.path(name).with_suffix(".partial"),
+            self.path(name),
+        ):  # the record goes last
             path.unlink(missing_ok=True)
 
     @contextmanager

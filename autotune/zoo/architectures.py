@@ -34,7 +34,9 @@ NCF_USERS, NCF_ITEMS = 2_197_225, 855_776
 """Of MovieLens-20M expanded x16x32, as MLPerf's data generator states them."""
 
 
-def _conv(name: str, size: tuple[int, int], inputs: int, outputs: int, bias: bool = False) -> Variables:
+def _conv(
+    name: str, size: tuple[int, int], inputs: int, outputs: int, bias: bool = False
+) -> Variables:
     kernel = Variable(f"{name}/kernel", (*size, inputs, outputs))
     return (kernel, Variable(f"{name}/bias", (outputs,))) if bias else (kernel,)
 
@@ -59,7 +61,9 @@ def resnet(blocks: tuple[int, ...], conv_bias: bool) -> Variables:
     """
 
     def conv_norm(name: str, size: int, inputs: int, outputs: int) -> Variables:
-        return _conv(f"{name}_conv", (size, size), inputs, outputs, conv_bias) + _norm(f"{name}_bn", outputs)
+        return _conv(f"{name}_conv", (size, size), inputs, outputs, conv_bias) + _norm(
+            f"{name}_bn", outputs
+        )
 
     found, channels = conv_norm("conv1", 7, 3, 64), 64
     for stage, count in enumerate(blocks):
@@ -83,8 +87,15 @@ def vgg(convolutions: tuple[tuple[int, int], ...]) -> Variables:
         for index in range(count):
             found += _conv(f"block{block + 1}_conv{index + 1}", (3, 3), channels, width, bias=True)
             channels = width
-    pixels = (224 // 2 ** len(convolutions)) ** 2  # every block halves both sides of a 224x224 image
-    return found + _dense("fc1", pixels * channels, 4096) + _dense("fc2", 4096, 4096) + _dense("predictions", 4096, IMAGENET_CLASSES)
+    pixels = (
+        224 // 2 ** len(convolutions)
+    ) ** 2  # every block halves both sides of a 224x224 image
+    return (
+        found
+        + _dense("fc1", pixels * channels, 4096)
+        + _dense("fc2", 4096, 4096)
+        + _dense("predictions", 4096, IMAGENET_CLASSES)
+    )
 
 
 def densenet(blocks: tuple[int, ...], growth: int) -> Variables:
@@ -94,11 +105,17 @@ def densenet(blocks: tuple[int, ...], growth: int) -> Variables:
     for stage, count in enumerate(blocks):
         for block in range(count):
             name = f"conv{stage + 2}_block{block + 1}"
-            found += _norm(f"{name}_0_bn", channels) + _conv(f"{name}_1_conv", (1, 1), channels, 4 * growth)
-            found += _norm(f"{name}_1_bn", 4 * growth) + _conv(f"{name}_2_conv", (3, 3), 4 * growth, growth)
+            found += _norm(f"{name}_0_bn", channels) + _conv(
+                f"{name}_1_conv", (1, 1), channels, 4 * growth
+            )
+            found += _norm(f"{name}_1_bn", 4 * growth) + _conv(
+                f"{name}_2_conv", (3, 3), 4 * growth, growth
+            )
             channels += growth
         if stage + 1 < len(blocks):
-            found += _norm(f"pool{stage + 2}_bn", channels) + _conv(f"pool{stage + 2}_conv", (1, 1), channels, channels // 2)
+            found += _norm(f"pool{stage + 2}_bn", channels) + _conv(
+                f"pool{stage + 2}_conv", (1, 1), channels, channels // 2
+            )
             channels //= 2
     return found + _norm("bn", channels) + _dense("predictions", channels, IMAGENET_CLASSES)
 
@@ -112,7 +129,12 @@ def _inception_mixed() -> tuple[tuple[int, tuple[_Branch, ...]], ...]:
     """(Channels in, branches) of the blocks "mixed0" to "mixed10" of Inception v3."""
 
     def fine(pooled: int) -> tuple[_Branch, ...]:
-        return ((1, 1, 64),), ((1, 1, 48), (5, 5, 64)), ((1, 1, 64), (3, 3, 96), (3, 3, 96)), ((1, 1, pooled),)
+        return (
+            ((1, 1, 64),),
+            ((1, 1, 48), (5, 5, 64)),
+            ((1, 1, 64), (3, 3, 96), (3, 3, 96)),
+            ((1, 1, pooled),),
+        )
 
     def middle(width: int) -> tuple[_Branch, ...]:
         once: _Branch = ((1, 1, width), (1, 7, width), (7, 1, 192))
@@ -120,9 +142,22 @@ def _inception_mixed() -> tuple[tuple[int, tuple[_Branch, ...]], ...]:
         return ((1, 1, 192),), once, twice, ((1, 1, 192),)
 
     halved: tuple[_Branch, ...] = (((3, 3, 384),), ((1, 1, 64), (3, 3, 96), (3, 3, 96)))
-    halved_again: tuple[_Branch, ...] = (((1, 1, 192), (3, 3, 320)), ((1, 1, 192), (1, 7, 192), (7, 1, 192), (3, 3, 192)))
+    halved_again: tuple[_Branch, ...] = (
+        ((1, 1, 192), (3, 3, 320)),
+        ((1, 1, 192), (1, 7, 192), (7, 1, 192), (3, 3, 192)),
+    )
     inputs = (192, 256, 288, 288, 768, 768, 768, 768, 768)
-    branches = (fine(32), fine(64), fine(64), halved, middle(128), middle(160), middle(160), middle(192), halved_again)
+    branches = (
+        fine(32),
+        fine(64),
+        fine(64),
+        halved,
+        middle(128),
+        middle(160),
+        middle(160),
+        middle(192),
+        halved_again,
+    )
     return tuple(zip(inputs, branches, strict=True))
 
 
@@ -130,7 +165,9 @@ def inception_v3() -> Variables:
     """Inception v3 (Szegedy et al. 2016) as in tf.keras.applications: no auxiliary classifier, normalization without a scale."""
 
     def conv_norm(name: str, height: int, width: int, inputs: int, outputs: int) -> Variables:
-        return *_conv(f"{name}/conv", (height, width), inputs, outputs), Variable(f"{name}/bn/beta", (outputs,))
+        return *_conv(f"{name}/conv", (height, width), inputs, outputs), Variable(
+            f"{name}/bn/beta", (outputs,)
+        )
 
     def branch(name: str, inputs: int, steps: _Branch) -> Variables:
         found: Variables = ()
@@ -143,12 +180,17 @@ def inception_v3() -> Variables:
     for block, (inputs, branches) in enumerate(_inception_mixed()):
         for index, steps in enumerate(branches):
             found += branch(f"mixed{block}/branch{index}", inputs, steps)
-    for block, inputs in ((9, 1280), (10, 2048)):  # two of the four branches end in a pair of convolutions side by side
+    for block, inputs in (
+        (9, 1280),
+        (10, 2048),
+    ):  # two of the four branches end in a pair of convolutions side by side
         name = f"mixed{block}"
         found += branch(f"{name}/branch0", inputs, ((1, 1, 320),))
         for index, steps in ((1, ((1, 1, 384),)), (2, ((1, 1, 448), (3, 3, 384)))):
             found += branch(f"{name}/branch{index}", inputs, steps)
-            found += conv_norm(f"{name}/branch{index}/wide", 1, 3, 384, 384) + conv_norm(f"{name}/branch{index}/high", 3, 1, 384, 384)
+            found += conv_norm(f"{name}/branch{index}/wide", 1, 3, 384, 384) + conv_norm(
+                f"{name}/branch{index}/high", 3, 1, 384, 384
+            )
         found += branch(f"{name}/branch3", inputs, ((1, 1, 192),))
     return found + _dense("predictions", 2048, IMAGENET_CLASSES)
 
@@ -162,26 +204,41 @@ def _heads_in(name: str, hidden: int, heads: int, bias: bool) -> Variables:
 
 
 def _attention(name: str, output: str, hidden: int, heads: int, bias: bool) -> Variables:
-    projections = sum((_heads_in(f"{name}/{part}", hidden, heads, bias) for part in ("query", "key", "value")), ())
+    projections = sum(
+        (_heads_in(f"{name}/{part}", hidden, heads, bias) for part in ("query", "key", "value")), ()
+    )
     kernel = Variable(f"{output}/kernel", (heads, hidden // heads, hidden))
-    return (*projections, kernel, Variable(f"{output}/bias", (hidden,))) if bias else (*projections, kernel)
+    return (
+        (*projections, kernel, Variable(f"{output}/bias", (hidden,)))
+        if bias
+        else (*projections, kernel)
+    )
 
 
-def transformer(layers: int, hidden: int, filters: int, heads: int, vocabulary: int = WMT_VOCABULARY) -> Variables:
+def transformer(
+    layers: int, hidden: int, filters: int, heads: int, vocabulary: int = WMT_VOCABULARY
+) -> Variables:
     """Transformer (Vaswani et al. 2017) as in official/nlp/transformer of tensorflow/models: normalization comes first, attention
     has no biases, positions are not learned. Input, output and softmax share one table, so its gradient is dense: the softmax fills
     every row of it.
     """
 
     def attention(name: str) -> Variables:
-        return _norm(f"{name}/layer_norm", hidden) + _attention(name, f"{name}/output_transform", hidden, heads, bias=False)
+        return _norm(f"{name}/layer_norm", hidden) + _attention(
+            name, f"{name}/output_transform", hidden, heads, bias=False
+        )
 
     def feed_forward(name: str) -> Variables:
-        filled = _dense(f"{name}/filter_layer", hidden, filters) + _dense(f"{name}/output_layer", filters, hidden)
+        filled = _dense(f"{name}/filter_layer", hidden, filters) + _dense(
+            f"{name}/output_layer", filters, hidden
+        )
         return _norm(f"{name}/layer_norm", hidden) + filled
 
     found: Variables = (Variable("embedding_and_softmax/weights", (vocabulary, hidden)),)
-    for stack, sublayers in (("encoder", ("self_attention",)), ("decoder", ("self_attention", "encdec_attention"))):
+    for stack, sublayers in (
+        ("encoder", ("self_attention",)),
+        ("decoder", ("self_attention", "encdec_attention")),
+    ):
         for layer in range(layers):
             for sublayer in sublayers:
                 found += attention(f"{stack}/layer_{layer}/{sublayer}")
@@ -204,14 +261,22 @@ def bert(layers: int, hidden: int, heads: int) -> Variables:
     found += _norm("embeddings/layer_norm", hidden)
     for layer in range(layers):
         name = f"transformer/layer_{layer}"
-        found += _attention(f"{name}/self_attention", f"{name}/self_attention_output", hidden, heads, bias=True)
+        found += _attention(
+            f"{name}/self_attention", f"{name}/self_attention_output", hidden, heads, bias=True
+        )
         found += _norm(f"{name}/self_attention_layer_norm", hidden)
-        found += _dense(f"{name}/intermediate", hidden, 4 * hidden) + _dense(f"{name}/output", 4 * hidden, hidden)
+        found += _dense(f"{name}/intermediate", hidden, 4 * hidden) + _dense(
+            f"{name}/output", 4 * hidden, hidden
+        )
         found += _norm(f"{name}/output_layer_norm", hidden)
     found += _dense("pooler_transform", hidden, hidden)
-    found += _dense("cls/predictions/transform/dense", hidden, hidden) + _norm("cls/predictions/transform/layer_norm", hidden)
+    found += _dense("cls/predictions/transform/dense", hidden, hidden) + _norm(
+        "cls/predictions/transform/layer_norm", hidden
+    )
     found += (Variable("cls/predictions/output_bias/bias", (BERT_VOCABULARY,)),)
-    return found + _dense("classification/logits", hidden, 2)  # is the second sentence the next one?
+    return found + _dense(
+        "classification/logits", hidden, 2
+    )  # is the second sentence the next one?
 
 
 # Recommendation
@@ -258,10 +323,19 @@ class Model:
     @property
     def counted_parameters(self) -> int:
         left_out = self.not_counted
-        return sum(v.elements for v in self.variables() if left_out is None or not v.name.startswith(left_out))
+        return sum(
+            v.elements
+            for v in self.variables()
+            if left_out is None or not v.name.startswith(left_out)
+        )
 
 
-_IC, _MT, _CF, _LM = "image classification", "machine translation", "collaborative filtering", "language modeling"
+_IC, _MT, _CF, _LM = (
+    "image classification",
+    "machine translation",
+    "collaborative filtering",
+    "language modeling",
+)
 _BOOKS, _MOVIES = "Wiki & BookCorpus", "MovieLens-20Mx16x32"
 
 MODELS: Mapping[str, Model] = MappingProxyType(
@@ -269,22 +343,53 @@ MODELS: Mapping[str, Model] = MappingProxyType(
         # 23 million is ResNet50 without its classifier (23.51); with it, as it is trained, it has 25.56. ResNet101's 45 million
         # include the classifier: 44.60, and 42.55 without.
         "resnet50": Model(
-            _IC, "ImageNet", 32, 23_000_000, 0.025, lambda: resnet((3, 4, 6, 3), conv_bias=False), not_counted="predictions/"
+            _IC,
+            "ImageNet",
+            32,
+            23_000_000,
+            0.025,
+            lambda: resnet((3, 4, 6, 3), conv_bias=False),
+            not_counted="predictions/",
         ),
-        "resnet101": Model(_IC, "ImageNet", 32, 45_000_000, 0.01, lambda: resnet((3, 4, 23, 3), conv_bias=True)),
+        "resnet101": Model(
+            _IC, "ImageNet", 32, 45_000_000, 0.01, lambda: resnet((3, 4, 23, 3), conv_bias=True)
+        ),
         "inception-v3": Model(_IC, "ImageNet", 32, 24_000_000, 0.01, inception_v3),  # 23.82
-        "vgg16": Model(_IC, "ImageNet", 32, 138_000_000, 0.005, lambda: vgg(((2, 64), (2, 128), (3, 256), (3, 512), (3, 512)))),  # 138.36
-        "densenet121": Model(_IC, "ImageNet", 32, 8_000_000, 0.005, lambda: densenet((6, 12, 24, 16), growth=32)),  # 7.98
+        "vgg16": Model(
+            _IC,
+            "ImageNet",
+            32,
+            138_000_000,
+            0.005,
+            lambda: vgg(((2, 64), (2, 128), (3, 256), (3, 512), (3, 512))),
+        ),  # 138.36
+        "densenet121": Model(
+            _IC, "ImageNet", 32, 8_000_000, 0.005, lambda: densenet((6, 12, 24, 16), growth=32)
+        ),  # 7.98
         # 61.36: the base model of tensorflow/models; its big one has 210. Its batches are counted in tokens.
-        "transformer": Model(_MT, "WMT'14 en-de", 5000, 62_000_000, 0.015, lambda: transformer(6, 512, 2048, 8), batch_unit="tokens"),
-        "ncf-dense": Model(_CF, _MOVIES, 256, 122_000_000, 0.005, lambda: neumf(sparse=False)),  # 122.12
+        "transformer": Model(
+            _MT,
+            "WMT'14 en-de",
+            5000,
+            62_000_000,
+            0.015,
+            lambda: transformer(6, 512, 2048, 8),
+            batch_unit="tokens",
+        ),
+        "ncf-dense": Model(
+            _CF, _MOVIES, 256, 122_000_000, 0.005, lambda: neumf(sparse=False)
+        ),  # 122.12
         "ncf-sparse": Model(_CF, _MOVIES, 256, 122_000_000, 0.005, lambda: neumf(sparse=True)),
         # The widths of the two small ones are not published. 256 and 512 are those of Google's small BERT models, the nearest to the
         # stated counts (10.48 and 35.36); with 768, as in the base model, three layers would have 46.3 and six 67.6.
         "bert-3l": Model(_LM, _BOOKS, 32, 11_000_000, 0.05, lambda: bert(3, 256, 4)),
         "bert-6l": Model(_LM, _BOOKS, 32, 36_000_000, 0.02, lambda: bert(6, 512, 8)),
-        "bert-base": Model(_LM, _BOOKS, 32, 110_000_000, 0.005, lambda: bert(12, 768, 12)),  # 110.11
-        "bert-large": Model(_LM, _BOOKS, 8, 340_000_000, 0.015, lambda: bert(24, 1024, 16)),  # 336.23; 340 is how its paper rounds it
+        "bert-base": Model(
+            _LM, _BOOKS, 32, 110_000_000, 0.005, lambda: bert(12, 768, 12)
+        ),  # 110.11
+        "bert-large": Model(
+            _LM, _BOOKS, 8, 340_000_000, 0.015, lambda: bert(24, 1024, 16)
+        ),  # 336.23; 340 is how its paper rounds it
     }
 )
 """Name -> row of Table 1, which has twelve of them for what the text calls 11 models."""

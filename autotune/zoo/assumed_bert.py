@@ -14,7 +14,12 @@ from autotune.profiling.op_graph import OpGraph
 from autotune.zoo.architectures import MODELS
 from autotune.zoo.assumed_device import ADAM, AssumedDevice, Net
 
-_BERTS = {"bert-3l": (3, 256, 4), "bert-6l": (6, 512, 8), "bert-base": (12, 768, 12), "bert-large": (24, 1024, 16)}
+_BERTS = {
+    "bert-3l": (3, 256, 4),
+    "bert-6l": (6, 512, 8),
+    "bert-base": (12, 768, 12),
+    "bert-large": (24, 1024, 16),
+}
 """Layers, hidden size, heads; as in `architectures.MODELS`."""
 
 
@@ -44,13 +49,19 @@ class _Bert(Net):
 
     def _dense(self, name: str, read: int, inputs: int, outputs: int) -> int:
         """The product with the kernel, then the bias."""
-        product = self.product(f"{name}/matmul", read, self.tokens, inputs, outputs, (f"{name}/kernel",))
-        return self.pointwise(f"{name}/add_bias", float(self.tokens * outputs), (product,), (f"{name}/bias",))
+        product = self.product(
+            f"{name}/matmul", read, self.tokens, inputs, outputs, (f"{name}/kernel",)
+        )
+        return self.pointwise(
+            f"{name}/add_bias", float(self.tokens * outputs), (product,), (f"{name}/bias",)
+        )
 
     def _norm(self, name: str, reads: tuple[int, ...]) -> int:
         elements = float(self.tokens * self.hidden)
         total = self.pointwise(f"{name}/residual", elements, reads) if len(reads) > 1 else reads[0]
-        return self.pointwise(f"{name}/normalize", elements, (total,), (f"{name}/gamma", f"{name}/beta"))
+        return self.pointwise(
+            f"{name}/normalize", elements, (total,), (f"{name}/gamma", f"{name}/beta")
+        )
 
     def _embeddings(self) -> int:
         n, h = float(self.tokens), float(self.hidden)
@@ -72,10 +83,27 @@ class _Bert(Net):
     def _attention(self, name: str, read: int) -> int:
         n, h = float(self.tokens), self.hidden
         scores = n * self.heads * self.sequence
-        query, key, value = (self._dense(f"{name}/self_attention/{part}", read, h, h) for part in ("query", "key", "value"))
-        product = self.op(f"{name}/self_attention/scores", 2 * n * self.sequence * h, 2 * n * h + scores, scores, (query, key))
-        weights = self.op(f"{name}/self_attention/softmax", 5 * scores, 2 * scores, scores, (product,))
-        mixed = self.op(f"{name}/self_attention/mix", 2 * n * self.sequence * h, 2 * n * h + scores, n * h, (weights, value))
+        query, key, value = (
+            self._dense(f"{name}/self_attention/{part}", read, h, h)
+            for part in ("query", "key", "value")
+        )
+        product = self.op(
+            f"{name}/self_attention/scores",
+            2 * n * self.sequence * h,
+            2 * n * h + scores,
+            scores,
+            (query, key),
+        )
+        weights = self.op(
+            f"{name}/self_attention/softmax", 5 * scores, 2 * scores, scores, (product,)
+        )
+        mixed = self.op(
+            f"{name}/self_attention/mix",
+            2 * n * self.sequence * h,
+            2 * n * h + scores,
+            n * h,
+            (weights, value),
+        )
         return self._dense(f"{name}/self_attention_output", mixed, h, h)
 
     def _heads_of_training(self, read: int) -> None:
@@ -87,9 +115,20 @@ class _Bert(Net):
         normed = self._norm("cls/predictions/transform/layer_norm", (active,))
         masked = 0.15 * n  # BERT, sec. 3.1: the share of tokens that are predicted
         moved = masked * (h + vocabulary) + h * vocabulary
-        logits = self.op("cls/predictions/matmul", 2 * masked * h * vocabulary, moved, masked * vocabulary, (normed,))
+        logits = self.op(
+            "cls/predictions/matmul",
+            2 * masked * h * vocabulary,
+            moved,
+            masked * vocabulary,
+            (normed,),
+        )
         self.op(
-            "cls/predictions/add_bias", masked * vocabulary, 2 * masked * vocabulary, 0.0, (logits,), ("cls/predictions/output_bias/bias",)
+            "cls/predictions/add_bias",
+            masked * vocabulary,
+            2 * masked * vocabulary,
+            0.0,
+            (logits,),
+            ("cls/predictions/output_bias/bias",),
         )
         pooled = self._dense("pooler_transform", read, h, h)
         self._dense("classification/logits", pooled, h, 2)

@@ -32,10 +32,15 @@ class AssumedDevice:
 
     def __post_init__(self) -> None:
         if min(self.flop_per_s, self.memory_bytes_per_s, self.efficiency) <= 0 or self.kernel_s < 0:
-            raise InvalidInput(f"an assumed device needs rates and an efficiency above 0, but is {self}")
+            raise InvalidInput(
+                f"an assumed device needs rates and an efficiency above 0, but is {self}"
+            )
 
     def seconds(self, flop: float, moved_bytes: float) -> float:
-        return max(flop / self.flop_per_s, moved_bytes / self.memory_bytes_per_s) / self.efficiency + self.kernel_s
+        return (
+            max(flop / self.flop_per_s, moved_bytes / self.memory_bytes_per_s) / self.efficiency
+            + self.kernel_s
+        )
 
     @property
     def text(self) -> str:
@@ -53,30 +58,57 @@ class Net:
         self._edges: list[tuple[int, int]] = []
 
     def op(
-        self, name: str, flop: float, moved: float, made: float, reads: Iterable[int], names: Iterable[str] = (), gradient: float = 0.0
+        self,
+        name: str,
+        flop: float,
+        moved: float,
+        made: float,
+        reads: Iterable[int],
+        names: Iterable[str] = (),
+        gradient: float = 0.0,
     ) -> int:
         """An op of `flop` operations that moves `moved` and makes `made` elements; backward it writes `gradient` elements on top."""
         variables = tuple(self.variables[own] for own in names)
         forward_s = self.device.seconds(flop, moved * _FLOAT_BYTES)
-        backward_s = self.device.seconds((2 if variables else 1) * flop, (2 * moved + gradient) * _FLOAT_BYTES)
+        backward_s = self.device.seconds(
+            (2 if variables else 1) * flop, (2 * moved + gradient) * _FLOAT_BYTES
+        )
         code = f"{name.rsplit('/', 1)[-1]} {flop:g} {moved:g}"
         self._ops.append(Op(name, code, forward_s, backward_s, made * _FLOAT_BYTES, variables))
         self._edges.extend((before, len(self._ops) - 1) for before in sorted(set(reads)))
         return len(self._ops) - 1
 
-    def pointwise(self, name: str, elements: float, reads: tuple[int, ...], names: Iterable[str] = ()) -> int:
-        return self.op(name, POINTWISE_FLOP * elements, (len(reads) + 1) * elements, elements, reads, names)
+    def pointwise(
+        self, name: str, elements: float, reads: tuple[int, ...], names: Iterable[str] = ()
+    ) -> int:
+        return self.op(
+            name, POINTWISE_FLOP * elements, (len(reads) + 1) * elements, elements, reads, names
+        )
 
-    def product(self, name: str, read: int, rows: float, inputs: int, outputs: int, names: Iterable[str] = ()) -> int:
+    def product(
+        self,
+        name: str,
+        read: int,
+        rows: float,
+        inputs: int,
+        outputs: int,
+        names: Iterable[str] = (),
+    ) -> int:
         """`rows` vectors times a matrix."""
         moved = rows * (inputs + outputs) + inputs * outputs
         return self.op(name, 2 * rows * inputs * outputs, moved, rows * outputs, (read,), names)
 
     def graph(self, model: str, update_passes: float, rows_only: bool = False) -> OpGraph:
         """`update_passes`: how often the optimizer reads or writes a parameter's bytes; of `rows_only` gradients hardly any."""
-        left = set(self.variables) - {variable.name for op in self._ops for variable in op.variables}
+        left = set(self.variables) - {
+            variable.name for op in self._ops for variable in op.variables
+        }
         assert not left, left
-        updated = sum(variable.grad_bytes for variable in self.variables.values() if not (rows_only and variable.sparse))
+        updated = sum(
+            variable.grad_bytes
+            for variable in self.variables.values()
+            if not (rows_only and variable.sparse)
+        )
         update_s = self.device.seconds(0.0, update_passes * updated)
         return OpGraph(model, tuple(self._ops), tuple(self._edges), update_s, source="assumed")
 

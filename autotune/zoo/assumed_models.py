@@ -13,14 +13,21 @@ SENTENCE = 32
 """Tokens of a sentence in the transformer's attention: about the mean of WMT'14 English-German with its subtokens."""
 
 
-def assumed_ops(model: str, batch: int | None = None, device: AssumedDevice | None = None) -> OpGraph:
+def assumed_ops(
+    model: str, batch: int | None = None, device: AssumedDevice | None = None
+) -> OpGraph:
     """The op graph of a model of the zoo; `batch` in its own unit, by default that of its row. Raises `InvalidInput`.
 
     Its variables are those of `architectures.workload(model)`, in the same order.
     """
     if model not in MODELS:
-        raise InvalidInput(f"times are assumed for the zoo's models {', '.join(MODELS)}, but {model!r} was asked for")
-    batch, device = MODELS[model].batch_per_gpu if batch is None else batch, device or AssumedDevice()
+        raise InvalidInput(
+            f"times are assumed for the zoo's models {', '.join(MODELS)}, but {model!r} was asked for"
+        )
+    batch, device = (
+        MODELS[model].batch_per_gpu if batch is None else batch,
+        device or AssumedDevice(),
+    )
     if batch < 1:
         raise InvalidInput(f"a step needs a batch of at least 1, but has {batch}")
     if model.startswith("bert"):
@@ -45,13 +52,27 @@ class _Transformer(Net):
     def written(self) -> OpGraph:
         """The table is read first, so its gradient, which the softmax shares, is final at the end of the backward pass."""
         elements = self.tokens * self.hidden
-        read = self.op("embedding/gather", 0.0, 4 * elements, 2 * elements, (), ("embedding_and_softmax/weights",))
+        read = self.op(
+            "embedding/gather",
+            0.0,
+            4 * elements,
+            2 * elements,
+            (),
+            ("embedding_and_softmax/weights",),
+        )
         ends: list[int] = []
-        for stack, sublayers in (("encoder", ("self_attention",)), ("decoder", ("self_attention", "encdec_attention"))):
+        for stack, sublayers in (
+            ("encoder", ("self_attention",)),
+            ("decoder", ("self_attention", "encdec_attention")),
+        ):
             at, layer = read, 0
             while f"{stack}/layer_{layer}/ffn/layer_norm/gamma" in self.variables:
                 for sublayer in sublayers:
-                    at = self._attention(f"{stack}/layer_{layer}/{sublayer}", at, ends[0] if sublayer == "encdec_attention" else None)
+                    at = self._attention(
+                        f"{stack}/layer_{layer}/{sublayer}",
+                        at,
+                        ends[0] if sublayer == "encdec_attention" else None,
+                    )
                 at = self._feed_forward(f"{stack}/layer_{layer}/ffn", at)
                 layer += 1
             ends.append(self._norm(f"{stack}/layer_norm", at))
@@ -60,28 +81,53 @@ class _Transformer(Net):
         return self.graph("transformer", ADAM)
 
     def _norm(self, name: str, read: int) -> int:
-        return self.pointwise(name, self.tokens * self.hidden, (read,), (f"{name}/gamma", f"{name}/beta"))
+        return self.pointwise(
+            name, self.tokens * self.hidden, (read,), (f"{name}/gamma", f"{name}/beta")
+        )
 
     def _attention(self, name: str, read: int, memory: int | None) -> int:
         """Keys and values come from `memory`, the encoder's end, where there is one."""
         n, h = self.tokens, self.hidden
         normed = self._norm(f"{name}/layer_norm", read)
         query, key, value = (
-            self.product(f"{name}/{part}", normed if memory is None or part == "query" else memory, n, h, h, (f"{name}/{part}/kernel",))
+            self.product(
+                f"{name}/{part}",
+                normed if memory is None or part == "query" else memory,
+                n,
+                h,
+                h,
+                (f"{name}/{part}/kernel",),
+            )
             for part in ("query", "key", "value")
         )
         scores = n * self.heads * SENTENCE
-        product = self.op(f"{name}/scores", 2 * n * SENTENCE * h, 2 * n * h + scores, scores, (query, key))
+        product = self.op(
+            f"{name}/scores", 2 * n * SENTENCE * h, 2 * n * h + scores, scores, (query, key)
+        )
         weights = self.pointwise(f"{name}/softmax", scores, (product,))
-        mixed = self.op(f"{name}/mix", 2 * n * SENTENCE * h, 2 * n * h + scores, n * h, (weights, value))
-        made = self.product(f"{name}/output_transform", mixed, n, h, h, (f"{name}/output_transform/kernel",))
+        mixed = self.op(
+            f"{name}/mix", 2 * n * SENTENCE * h, 2 * n * h + scores, n * h, (weights, value)
+        )
+        made = self.product(
+            f"{name}/output_transform", mixed, n, h, h, (f"{name}/output_transform/kernel",)
+        )
         return self.pointwise(f"{name}/residual", n * h, (read, made))
 
     def _feed_forward(self, name: str, read: int) -> int:
         n, h = self.tokens, self.hidden
         at = self._norm(f"{name}/layer_norm", read)
-        for layer, inputs, outputs in (("filter_layer", h, self.filters), ("output_layer", self.filters, h)):
-            at = self.product(f"{name}/{layer}", at, n, inputs, outputs, (f"{name}/{layer}/kernel", f"{name}/{layer}/bias"))
+        for layer, inputs, outputs in (
+            ("filter_layer", h, self.filters),
+            ("output_layer", self.filters, h),
+        ):
+            at = self.product(
+                f"{name}/{layer}",
+                at,
+                n,
+                inputs,
+                outputs,
+                (f"{name}/{layer}/kernel", f"{name}/{layer}/bias"),
+            )
         return self.pointwise(f"{name}/residual", n * h, (read, at))
 
 
@@ -99,9 +145,13 @@ class _NeuMF(Net):
         for name in tables:
             rows = self.batch * width
             gradient = 0.0 if self.variables[name].sparse else float(self.variables[name].elements)
-            found.append(self.op(f"{name}/gather", 0.0, 2 * rows, rows, (), (name,), gradient=gradient))
+            found.append(
+                self.op(f"{name}/gather", 0.0, 2 * rows, rows, (), (name,), gradient=gradient)
+            )
         product = self.pointwise("product", self.batch * width, tuple(found))
-        layers = [own for own in self.variables if own.startswith("dense_") and own.endswith("/kernel")]
+        layers = [
+            own for own in self.variables if own.startswith("dense_") and own.endswith("/kernel")
+        ]
         at = self.op("concat", 0.0, 2 * self.batch * width, self.batch * width, tuple(found))
         for kernel in layers:
             inputs, outputs = self.variables[kernel].shape

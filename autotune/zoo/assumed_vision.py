@@ -32,7 +32,12 @@ class _Vision(Net):
 
     def written(self) -> OpGraph:
         family = re.split(r"[-0-9]", self.model)[0]
-        {"resnet": self._resnet, "vgg": self._vgg, "densenet": self._densenet, "inception": self._inception}[family]()
+        {
+            "resnet": self._resnet,
+            "vgg": self._vgg,
+            "densenet": self._densenet,
+            "inception": self._inception,
+        }[family]()
         return self.graph(self.model, MOMENTUM)
 
     def _elements(self, side: int, channels: int) -> float:
@@ -44,30 +49,50 @@ class _Vision(Net):
         side_in, reads = (read.side, (read.op,)) if read is not None else (2 * side, ())
         moved = self._elements(side_in, inputs) + made + height * width * inputs * outputs
         names = [own for own in (f"{name}/kernel", f"{name}/bias") if own in self.variables]
-        return _Map(self.op(name, 2 * made * height * width * inputs, moved, made, reads, names), side, outputs)
+        return _Map(
+            self.op(name, 2 * made * height * width * inputs, moved, made, reads, names),
+            side,
+            outputs,
+        )
 
     def _pointwise(self, name: str, *reads: _Map) -> _Map:
         """Of one map, or the sum of several, with the normalization's variables where there are any of that name."""
         names = [own for own in (f"{name}/gamma", f"{name}/beta") if own in self.variables]
-        own = self.pointwise(name, self._elements(reads[0].side, reads[0].channels), tuple(read.op for read in reads), names)
+        own = self.pointwise(
+            name,
+            self._elements(reads[0].side, reads[0].channels),
+            tuple(read.op for read in reads),
+            names,
+        )
         return _Map(own, reads[0].side, reads[0].channels)
 
-    def _conv_norm(self, conv: str, norm: str, read: _Map | None, side: int, active: bool = True) -> _Map:
+    def _conv_norm(
+        self, conv: str, norm: str, read: _Map | None, side: int, active: bool = True
+    ) -> _Map:
         made = self._pointwise(norm, self._conv(conv, read, side))
         return self._pointwise(f"{norm}/relu", made) if active else made
 
     def _pool(self, name: str, read: _Map, side: int) -> _Map:
-        before, after = self._elements(read.side, read.channels), self._elements(side, read.channels)
+        before, after = (
+            self._elements(read.side, read.channels),
+            self._elements(side, read.channels),
+        )
         return _Map(self.op(name, before, before + after, after, (read.op,)), side, read.channels)
 
     def _concat(self, name: str, *reads: _Map) -> _Map:
         channels = sum(read.channels for read in reads)
         made = self._elements(reads[0].side, channels)
-        return _Map(self.op(name, 0.0, 2 * made, made, tuple(read.op for read in reads)), reads[0].side, channels)
+        return _Map(
+            self.op(name, 0.0, 2 * made, made, tuple(read.op for read in reads)),
+            reads[0].side,
+            channels,
+        )
 
     def _dense(self, name: str, read: int) -> int:
         inputs, outputs = self.variables[f"{name}/kernel"].shape
-        return self.product(name, read, float(self.batch), inputs, outputs, (f"{name}/kernel", f"{name}/bias"))
+        return self.product(
+            name, read, float(self.batch), inputs, outputs, (f"{name}/kernel", f"{name}/bias")
+        )
 
     def _classified(self, at: _Map) -> None:
         self._dense("predictions", self._pool("global_pool", at, 1).op)
@@ -81,7 +106,9 @@ class _Vision(Net):
             while (name := f"conv{stage + 2}_block{block}") + "_1_conv/kernel" in self.variables:
                 shortcut, first_side = at, side
                 if block == 1:
-                    shortcut = self._conv_norm(f"{name}_0_conv", f"{name}_0_bn", at, side, active=False)
+                    shortcut = self._conv_norm(
+                        f"{name}_0_conv", f"{name}_0_bn", at, side, active=False
+                    )
                     first_side = at.side if late else side
                 at = self._conv_norm(f"{name}_1_conv", f"{name}_1_bn", at, first_side)
                 at = self._conv_norm(f"{name}_2_conv", f"{name}_2_bn", at, side)
@@ -112,13 +139,19 @@ class _Vision(Net):
             block = 1
             while (name := f"conv{stage + 2}_block{block}") + "_1_conv/kernel" in self.variables:
                 ready = self._pointwise(f"{name}_0_relu", self._pointwise(f"{name}_0_bn", at))
-                grown = self._conv(f"{name}_2_conv", self._conv_norm(f"{name}_1_conv", f"{name}_1_bn", ready, at.side), at.side)
+                grown = self._conv(
+                    f"{name}_2_conv",
+                    self._conv_norm(f"{name}_1_conv", f"{name}_1_bn", ready, at.side),
+                    at.side,
+                )
                 at = self._concat(f"{name}_concat", at, grown)
                 block += 1
             if stage < 3:
                 name = f"pool{stage + 2}"
                 ready = self._pointwise(f"{name}_relu", self._pointwise(f"{name}_bn", at))
-                at = self._pool(f"{name}_pool", self._conv(f"{name}_conv", ready, at.side), at.side // 2)
+                at = self._pool(
+                    f"{name}_pool", self._conv(f"{name}_conv", ready, at.side), at.side // 2
+                )
         self._classified(self._pointwise("relu", self._pointwise("bn", at)))
 
     def _inception(self) -> None:
@@ -143,8 +176,17 @@ class _Vision(Net):
             at = self._pool(f"{name}/pool", read, read.side) if branch == 3 else read
             for index in range(steps):
                 own = f"{name}/branch{branch}/{index}"
-                at = self._conv_norm(f"{own}/conv", f"{own}/bn", at, halved if halved and index == steps - 1 else read.side)
-            wide = [own for part in ("wide", "high") if (own := f"{name}/branch{branch}/{part}") + "/conv/kernel" in self.variables]
+                at = self._conv_norm(
+                    f"{own}/conv",
+                    f"{own}/bn",
+                    at,
+                    halved if halved and index == steps - 1 else read.side,
+                )
+            wide = [
+                own
+                for part in ("wide", "high")
+                if (own := f"{name}/branch{branch}/{part}") + "/conv/kernel" in self.variables
+            ]
             if wide:
                 ends += [self._conv_norm(f"{own}/conv", f"{own}/bn", at, read.side) for own in wide]
             elif steps:

@@ -81,7 +81,11 @@ _SETUPS: dict[str, tuple[tuple[int, _Node], ...]] = {
 
 CLUSTERS: Mapping[str, Cluster] = MappingProxyType(
     {
-        name: Cluster(name, tuple(node.host(index) for count, node in nodes for index in range(count)), source="assumed")
+        name: Cluster(
+            name,
+            tuple(node.host(index) for count, node in nodes for index in range(count)),
+            source="assumed",
+        )
         for name, nodes in _SETUPS.items()
     }
 )
@@ -95,11 +99,15 @@ def single_flow(name: str) -> Cluster:
     without such a limit, or without two nodes that could exceed it, come back as they are.
     """
     if name not in CLUSTERS:
-        raise InvalidInput(f"the zoo's clusters are {', '.join(CLUSTERS)}, but {name!r} was asked for")
+        raise InvalidInput(
+            f"the zoo's clusters are {', '.join(CLUSTERS)}, but {name!r} was asked for"
+        )
     cluster = CLUSTERS[name]
     limited = all(node.single_flow for _, node in _SETUPS[name])
     links = tuple(
-        PairLink((one.name, other.name), SINGLE_FLOW_BYTES_PER_S, max(one.latency_s, other.latency_s))
+        PairLink(
+            (one.name, other.name), SINGLE_FLOW_BYTES_PER_S, max(one.latency_s, other.latency_s)
+        )
         for one, other in combinations(cluster.hosts, 2)
         if limited and min(one.link_bytes_per_s, other.link_bytes_per_s) > SINGLE_FLOW_BYTES_PER_S
     )

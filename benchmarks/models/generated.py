@@ -66,7 +66,9 @@ class Model:
 
     def __post_init__(self) -> None:
         if not 0 <= self.update_s < self.step_s:
-            raise InvalidInput(f"update_s of {self.name!r} must lie in [0, step_s = {self.step_s}), but is {self.update_s}")
+            raise InvalidInput(
+                f"update_s of {self.name!r} must lie in [0, step_s = {self.step_s}), but is {self.update_s}"
+            )
 
     @property
     def passes_s(self) -> list[tuple[float, float]]:
@@ -82,13 +84,21 @@ class Model:
         ready_s = list(accumulate(reversed(backward_s)))[::-1]
         variables = tuple(
             Variable(
-                f"{layer.name}.{name}", shape, "float32", layer.touched > 0, ready_s[number], needed_s[number], float(layer.touched) or None
+                f"{layer.name}.{name}",
+                shape,
+                "float32",
+                layer.touched > 0,
+                ready_s[number],
+                needed_s[number],
+                float(layer.touched) or None,
             )
             for number, layer in enumerate(self.layers)
             for name, shape in layer.shapes
         )
         edges = tuple(pairwise(range(len(variables))))
-        return Workload(self.name, variables[::-1], edges, sum(forward_s), ready_s[0], self.update_s)
+        return Workload(
+            self.name, variables[::-1], edges, sum(forward_s), ready_s[0], self.update_s
+        )
 
 
 def _conv(name: str, side: int, size: int, inputs: int, outputs: int, bias: bool) -> Layer:
@@ -99,12 +109,16 @@ def _conv(name: str, side: int, size: int, inputs: int, outputs: int, bias: bool
 
 
 def _linear(name: str, inputs: int, outputs: int) -> Layer:
-    return Layer(name, (("weight", (outputs, inputs)), ("bias", (outputs,))), float(inputs * outputs))
+    return Layer(
+        name, (("weight", (outputs, inputs)), ("bias", (outputs,))), float(inputs * outputs)
+    )
 
 
 def _norm(name: str, side: int, channels: int) -> Layer:
     """A normalization. Its few operations per value count as ten multiplications, as reading and writing them is what takes time."""
-    return Layer(name, (("weight", (channels,)), ("bias", (channels,))), 10.0 * side * side * channels)
+    return Layer(
+        name, (("weight", (channels,)), ("bias", (channels,))), 10.0 * side * side * channels
+    )
 
 
 def vgg_like(divisor: int = VGG_DIVISOR) -> tuple[Layer, ...]:
@@ -112,7 +126,9 @@ def vgg_like(divisor: int = VGG_DIVISOR) -> tuple[Layer, ...]:
     layers, channels, side = [], 3, 224
     for block, (count, width) in enumerate(VGG_BLOCKS):
         for number in range(count):
-            layers.append(_conv(f"conv{block}_{number}", side, 3, channels, width // divisor, bias=True))
+            layers.append(
+                _conv(f"conv{block}_{number}", side, 3, channels, width // divisor, bias=True)
+            )
             channels = width // divisor
         side //= 2
     hidden = 4096 // divisor
@@ -127,33 +143,61 @@ def densenet_like(growth: int = DENSENET_GROWTH) -> tuple[Layer, ...]:
     for stage, count in enumerate(DENSENET_BLOCKS):
         for number in range(count):
             name = f"block{stage}_{number}"
-            layers += [_norm(f"{name}_norm0", side, channels), _conv(f"{name}_conv0", side, 1, channels, 4 * growth, bias=False)]
-            layers += [_norm(f"{name}_norm1", side, 4 * growth), _conv(f"{name}_conv1", side, 3, 4 * growth, growth, bias=False)]
+            layers += [
+                _norm(f"{name}_norm0", side, channels),
+                _conv(f"{name}_conv0", side, 1, channels, 4 * growth, bias=False),
+            ]
+            layers += [
+                _norm(f"{name}_norm1", side, 4 * growth),
+                _conv(f"{name}_conv1", side, 3, 4 * growth, growth, bias=False),
+            ]
             channels += growth
         if stage + 1 < len(DENSENET_BLOCKS):
-            layers += [_norm(f"pool{stage}_norm", side, channels), _conv(f"pool{stage}", side, 1, channels, channels // 2, bias=False)]
+            layers += [
+                _norm(f"pool{stage}_norm", side, channels),
+                _conv(f"pool{stage}", side, 1, channels, channels // 2, bias=False),
+            ]
             channels, side = channels // 2, side // 2
     return *layers, _norm("norm", side, channels), _linear("classifier", channels, 1000)
 
 
-def embedding_like(rows: int = TABLE_ROWS, width: int = TABLE_WIDTH, touched: int = TABLE_TOUCHED) -> tuple[Layer, ...]:
+def embedding_like(
+    rows: int = TABLE_ROWS, width: int = TABLE_WIDTH, touched: int = TABLE_TOUCHED
+) -> tuple[Layer, ...]:
     """A recommender: a table of which a step touches a tenth, then a perceptron. The table is needed first and ready last."""
     dense = [_linear(f"mlp{number}", *pair) for number, pair in enumerate(pairwise(MLP))]
-    lookup = 0.2 * sum(layer.work for layer in dense)  # gathering rows multiplies nothing, but takes its time
+    lookup = 0.2 * sum(
+        layer.work for layer in dense
+    )  # gathering rows multiplies nothing, but takes its time
     return Layer("table", (("weight", (rows, width)),), lookup, touched), *dense
 
 
 def transformer_like(
-    words: int = TRANSFORMER_WORDS, width: int = TRANSFORMER_WIDTH, blocks: int = TRANSFORMER_BLOCKS, tokens: int = TRANSFORMER_TOKENS
+    words: int = TRANSFORMER_WORDS,
+    width: int = TRANSFORMER_WIDTH,
+    blocks: int = TRANSFORMER_BLOCKS,
+    tokens: int = TRANSFORMER_TOKENS,
 ) -> tuple[Layer, ...]:
     """Blocks of attention and a feed-forward net (Vaswani et al. 2017); an embedding and a head hold a third of all parameters."""
-    layers = [Layer("embedding", (("weight", (words, width)),), 10.0 * width)]  # rows are read and written, as by a normalization
+    layers = [
+        Layer("embedding", (("weight", (words, width)),), 10.0 * width)
+    ]  # rows are read and written, as by a normalization
     for number in range(blocks):
         name = f"block{number}"
         projection = _linear(f"{name}_projection", width, width)
-        attention = replace(projection, work=projection.work + 2.0 * tokens * width)  # scores and their sums of values
-        layers += [_norm(f"{name}_norm0", 1, width), _linear(f"{name}_heads", width, 3 * width), attention]
-        layers += [_norm(f"{name}_norm1", 1, width), _linear(f"{name}_up", width, 4 * width), _linear(f"{name}_down", 4 * width, width)]
+        attention = replace(
+            projection, work=projection.work + 2.0 * tokens * width
+        )  # scores and their sums of values
+        layers += [
+            _norm(f"{name}_norm0", 1, width),
+            _linear(f"{name}_heads", width, 3 * width),
+            attention,
+        ]
+        layers += [
+            _norm(f"{name}_norm1", 1, width),
+            _linear(f"{name}_up", width, 4 * width),
+            _linear(f"{name}_down", 4 * width, width),
+        ]
     return *layers, _norm("norm", 1, width), _linear("head", width, words)
 
 
@@ -162,7 +206,10 @@ def large_late_layers() -> tuple[Layer, ...]:
 
     Over 231 ms of computation four ranks at 1 Gbit/s move the gradients in 243 ms by a ring.
     """
-    return tuple(Layer(str(number), (("weight", (size,)),), seconds) for number, (size, seconds) in enumerate(TIMED_LAYERS))
+    return tuple(
+        Layer(str(number), (("weight", (size,)),), seconds)
+        for number, (size, seconds) in enumerate(TIMED_LAYERS)
+    )
 
 
 MODELS: Mapping[str, Model] = MappingProxyType(
@@ -173,7 +220,12 @@ MODELS: Mapping[str, Model] = MappingProxyType(
             Model("densenet", densenet_like(), step_s=0.150, update_s=0.008),
             Model("embedding", embedding_like(), step_s=0.110, update_s=0.004),
             Model("transformer", transformer_like(), step_s=0.150, update_s=0.004),
-            Model("layers", large_late_layers(), step_s=sum(seconds for _, seconds in TIMED_LAYERS) + 0.0035, update_s=0.0035),
+            Model(
+                "layers",
+                large_late_layers(),
+                step_s=sum(seconds for _, seconds in TIMED_LAYERS) + 0.0035,
+                update_s=0.0035,
+            ),
         )
     }
 )

@@ -49,7 +49,12 @@ class Table(nn.Embedding):
 
 def module_of(model: Model) -> nn.Module:
     """With the names and shapes of the model's workload."""
-    return nn.Sequential(OrderedDict((layer.name, Table(layer) if layer.touched else Parameters(layer)) for layer in model.layers))
+    return nn.Sequential(
+        OrderedDict(
+            (layer.name, Table(layer) if layer.touched else Parameters(layer))
+            for layer in model.layers
+        )
+    )
 
 
 def main() -> None:
@@ -62,7 +67,9 @@ def main() -> None:
     torch.manual_seed(1 + rank)  # every rank touches other rows
     replica = DDP(module)
     sparse = any(layer.touched for layer in model.layers)
-    optimizer = torch.optim.SGD(replica.parameters(), 1e-3, momentum=0.0 if sparse else 0.9)  # momentum would touch every row
+    optimizer = torch.optim.SGD(
+        replica.parameters(), 1e-3, momentum=0.0 if sparse else 0.9
+    )  # momentum would touch every row
     batch = torch.linspace(1, 2, 4) + rank
     for _ in range(STEPS):
         optimizer.zero_grad()

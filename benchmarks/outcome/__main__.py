@@ -24,8 +24,8 @@ from rich.console import Console
 
 from autotune.dataset.folder import SUMS, read_domain
 from autotune.errors import InvalidInput
-from autotune.measurement import CONFIDENCE, fewest_values
 from autotune.testbed.capabilities import capabilities
+from autotune.tuning.statistics import CONFIDENCE, fewest_values
 from benchmarks.outcome.kept import Settings
 from benchmarks.outcome.measure import DOMAINS, measure
 from benchmarks.outcome.report import section
@@ -44,7 +44,9 @@ def read_settings(options: argparse.Namespace) -> Settings:
     try:
         marks = tuple(sorted({int(mark) for mark in options.marks.split(",")}))
     except ValueError:
-        raise InvalidInput(f"--marks needs numbers of trials, for example 25,50, but is {options.marks!r}") from None
+        raise InvalidInput(
+            f"--marks needs numbers of trials, for example 25,50, but is {options.marks!r}"
+        ) from None
     trials = options.trials or (QUICK_TRIALS if options.quick else marks[-1])
     marks = (*(mark for mark in marks if mark < trials), trials)
     if marks[0] < 1:
@@ -52,8 +54,16 @@ def read_settings(options: argparse.Namespace) -> Settings:
     fewest = fewest_values(CONFIDENCE)
     rounds = options.rounds or (fewest if options.quick else Settings.rounds)
     if rounds < fewest:
-        raise InvalidInput(f"--rounds must be at least {fewest} for an interval of {CONFIDENCE:.0%}, but is {rounds}")
-    return Settings(marks, rounds, 1 if options.quick else Settings.sweeps, not (options.lossless_only or options.quick), options.seed)
+        raise InvalidInput(
+            f"--rounds must be at least {fewest} for an interval of {CONFIDENCE:.0%}, but is {rounds}"
+        )
+    return Settings(
+        marks,
+        rounds,
+        1 if options.quick else Settings.sweeps,
+        not (options.lossless_only or options.quick),
+        options.seed,
+    )
 
 
 def trials_in(folder: Path) -> int:
@@ -63,26 +73,60 @@ def trials_in(folder: Path) -> int:
 
 def measured(setup: Setup, folder: Path, settings: Settings, quick: bool) -> bool:
     """Whether the domain has all its trials."""
-    return persevere(setup.name, lambda: measure(setup, folder, settings, console.log, quick), lambda: trials_in(folder), console.log)
+    return persevere(
+        setup.name,
+        lambda: measure(setup, folder, settings, console.log, quick),
+        lambda: trials_in(folder),
+        console.log,
+    )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
-        "--folder", type=Path, help="of the dataset that the trials become (default outcome-trials, with --quick quick-outcome-trials)"
+        "--folder",
+        type=Path,
+        help="of the dataset that the trials become (default outcome-trials, with --quick quick-outcome-trials)",
     )
     own = f"of {', '.join(DOMAINS)} (default all)"
-    parser.add_argument("--domain", nargs="+", default=list(DOMAINS), choices=list(DOMAINS), metavar="MODEL.CLUSTER", help=own)
-    parser.add_argument("--marks", default=",".join(map(str, MARKS)), help="trials after which ours is frozen (default 25,50,100,200)")
-    parser.add_argument("--trials", type=int, help="budget of every search, and the last mark (default the largest of --marks)")
-    parser.add_argument("--rounds", type=int, help=f"of the closing comparison (default {Settings.rounds})")
-    parser.add_argument("--lossless-only", action="store_true", help="no search with lossy compressors")
-    parser.add_argument("--quick", action="store_true", help=f"{QUICK_TRIALS} trials, a short probe, the fewest rounds, lossless only")
+    parser.add_argument(
+        "--domain",
+        nargs="+",
+        default=list(DOMAINS),
+        choices=list(DOMAINS),
+        metavar="MODEL.CLUSTER",
+        help=own,
+    )
+    parser.add_argument(
+        "--marks",
+        default=",".join(map(str, MARKS)),
+        help="trials after which ours is frozen (default 25,50,100,200)",
+    )
+    parser.add_argument(
+        "--trials",
+        type=int,
+        help="budget of every search, and the last mark (default the largest of --marks)",
+    )
+    parser.add_argument(
+        "--rounds", type=int, help=f"of the closing comparison (default {Settings.rounds})"
+    )
+    parser.add_argument(
+        "--lossless-only", action="store_true", help="no search with lossy compressors"
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help=f"{QUICK_TRIALS} trials, a short probe, the fewest rounds, lossless only",
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only-evaluate", action="store_true", help="of what lies in the folder")
     options = parser.parse_args()
     # What a quick run has probed is not what a whole one is judged by.
-    options.folder = options.folder or Path("quick-outcome-trials" if options.quick else "outcome-trials")
+    options.folder = options.folder or Path(
+        "quick-outcome-trials" if options.quick else "outcome-trials"
+    )
     try:
         settings = read_settings(options)
     except InvalidInput as error:
@@ -93,14 +137,25 @@ def main() -> int:
         if not able.possible:
             print(able.message, file=sys.stderr)
             return 2
-        left = [name for name in options.domain if not measured(DOMAINS[name], options.folder / name, settings, options.quick)]
+        left = [
+            name
+            for name in options.domain
+            if not measured(DOMAINS[name], options.folder / name, settings, options.quick)
+        ]
         if left:
             console.log(f"given up: {', '.join(left)}")
     rows = [row for name in options.domain if (row := row_of(options.folder / name))]
     if not rows:
-        print(f"{options.folder} holds no complete domain of {', '.join(options.domain)}; measure one first", file=sys.stderr)
+        print(
+            f"{options.folder} holds no complete domain of {', '.join(options.domain)}; measure one first",
+            file=sys.stderr,
+        )
         return 2
-    text = section(rows, f"python -m benchmarks.outcome {' '.join(sys.argv[1:])}".strip(), f"{datetime.now(UTC):%Y-%m-%d}")
+    text = section(
+        rows,
+        f"python -m benchmarks.outcome {' '.join(sys.argv[1:])}".strip(),
+        f"{datetime.now(UTC):%Y-%m-%d}",
+    )
     (options.folder / "outcome.md").write_text(text, encoding="utf-8")
     print(text)
     print(json.dumps(last_line(rows)))

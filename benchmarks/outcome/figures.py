@@ -1,7 +1,7 @@
 """What the trials of the closing comparison say: ratios with intervals, distance to the bound, trials until near the best.
 
 A ratio is time(rival) / time(ours): above 1 ours is faster. It is the Hodges-Lehmann estimate over the rounds with the exact interval of
-the signed-rank test, both on logarithms (`autotune.measurement.compare`).
+the signed-rank test, both on logarithms (`autotune.tuning.statistics.compare`).
 
 Of several rivals the one counts that leaves ours the least, by all rounds: the luck of the best of many is then on their side. The lower
 limit is the lowest of all of them: whichever rival is really the best, its own interval reaches at least as low, so the limit holds as
@@ -18,8 +18,8 @@ from statistics import median
 
 from autotune.dataset.trials import DatasetTrial
 from autotune.errors import InvalidInput
-from autotune.measurement import CONFIDENCE, compare, fewest_values
 from autotune.records import Comparison, Measured
+from autotune.tuning.statistics import CONFIDENCE, compare, fewest_values
 from benchmarks.outcome.kept import Side, Stop, key_of
 
 Round = Mapping[str, Measured]
@@ -44,34 +44,53 @@ class Ratio:
 def geomean(values: Sequence[float]) -> float:
     """Of positive values, at least one."""
     if not values or min(values) <= 0:
-        raise InvalidInput(f"a geometric mean needs one or more values above 0, but got {list(values)}")
+        raise InvalidInput(
+            f"a geometric mean needs one or more values above 0, but got {list(values)}"
+        )
     return math.exp(math.fsum(math.log(value) for value in values) / len(values))
 
 
 def failures_of(rounds: Mapping[int, Sequence[DatasetTrial]]) -> dict[str, str]:
     """Plan -> why it failed, for those that did `FAILURES` times, but for the current setup: a round without it is made again."""
-    failed = [trial for own in rounds.values() for trial in own if trial.failure and trial.strategy is not None]
+    failed = [
+        trial
+        for own in rounds.values()
+        for trial in own
+        if trial.failure and trial.strategy is not None
+    ]
     times = Counter(key_of(trial) for trial in failed)
     return {key_of(trial): trial.failure for trial in failed if times[key_of(trial)] >= FAILURES}
 
 
-def whole_rounds(rounds: Mapping[int, Sequence[DatasetTrial]], sides: Sequence[Side]) -> list[Round]:
+def whole_rounds(
+    rounds: Mapping[int, Sequence[DatasetTrial]], sides: Sequence[Side]
+) -> list[Round]:
     """The rounds (`kept.rounds_of`) in which every side was measured; sides that are left out are not waited for."""
     wanted = {side.plan for side in sides} - failures_of(rounds).keys()
-    found = ({key_of(trial): trial.outcome for trial in own if isinstance(trial.outcome, Measured)} for own in rounds.values())
+    found = (
+        {key_of(trial): trial.outcome for trial in own if isinstance(trial.outcome, Measured)}
+        for own in rounds.values()
+    )
     kept = ({key: outcome for key, outcome in own.items() if key in wanted} for own in found)
     return [own for own in kept if own.keys() == wanted]
 
 
-def best_of_sweep(rounds: Mapping[int, Sequence[DatasetTrial]], plans: Mapping[str, str]) -> dict[str, float]:
+def best_of_sweep(
+    rounds: Mapping[int, Sequence[DatasetTrial]], plans: Mapping[str, str]
+) -> dict[str, float]:
     """Name -> median step time over all its trials; names that were never measured are missing. Raises if nothing was."""
     found: dict[str, list[float]] = {}
     for trial in (trial for own in rounds.values() for trial in own if trial.step_s):
         found.setdefault(key_of(trial), []).append(trial.median_s)
     times_s = {name: median(found[key]) for name, key in plans.items() if key in found}
     if not times_s:
-        failed = next((trial.failure for own in rounds.values() for trial in own if trial.failure), "none was measured")
-        raise InvalidInput(f"every bucket size of the sweep failed, so there is no best one: {failed[:300]}")
+        failed = next(
+            (trial.failure for own in rounds.values() for trial in own if trial.failure),
+            "none was measured",
+        )
+        raise InvalidInput(
+            f"every bucket size of the sweep failed, so there is no best one: {failed[:300]}"
+        )
     return times_s
 
 
@@ -80,7 +99,9 @@ def median_s(rounds: Sequence[Round], key: str) -> float:
     return median(measured[key].median_s for measured in rounds)
 
 
-def ratio_to_best(rounds: Sequence[Round], rivals: Sequence[Side], ours: str, confidence: float = CONFIDENCE) -> Ratio:
+def ratio_to_best(
+    rounds: Sequence[Round], rivals: Sequence[Side], ours: str, confidence: float = CONFIDENCE
+) -> Ratio:
     """Of the best rival to the plan `ours`; see the head of this module. Sides that are in no round are left out."""
     if len(rounds) < fewest_values(confidence):
         raise InvalidInput(
@@ -88,12 +109,17 @@ def ratio_to_best(rounds: Sequence[Round], rivals: Sequence[Side], ours: str, co
         )
     mine = [measured[ours] for measured in rounds]
     there = [side for side in rivals if side.plan in rounds[0]]
-    found = [_ratio(compare([measured[side.plan] for measured in rounds], mine, confidence), side.name) for side in there]
+    found = [
+        _ratio(compare([measured[side.plan] for measured in rounds], mine, confidence), side.name)
+        for side in there
+    ]
     best = min(found, key=lambda ratio: ratio.value)
     return replace(best, low=min(ratio.low for ratio in found))
 
 
-def ratio_to_bound(rounds: Sequence[Round], ours: str, bound_s: float, confidence: float = CONFIDENCE) -> Ratio:
+def ratio_to_bound(
+    rounds: Sequence[Round], ours: str, bound_s: float, confidence: float = CONFIDENCE
+) -> Ratio:
     """time(ours) / bound, at or above 1 but for errors of the fitted rate."""
     bound = Measured(((bound_s,),))
     found = compare([measured[ours] for measured in rounds], [bound] * len(rounds), confidence)
@@ -104,7 +130,12 @@ def _ratio(found: Comparison, name: str) -> Ratio:
     return Ratio(found.ratio, found.low, found.high, found.pairs, name)
 
 
-def first_within(stops: Sequence[Stop], times_s: Mapping[str, float], best_s: float, within: float = WITHIN) -> Stop | None:
+def first_within(
+    stops: Sequence[Stop], times_s: Mapping[str, float], best_s: float, within: float = WITHIN
+) -> Stop | None:
     """The first of a search's bests whose time, measured again, is at most `within` above the best known; None if none is."""
     ordered = sorted(stops, key=lambda stop: stop.trials)
-    return next((stop for stop in ordered if times_s.get(stop.side, math.inf) <= (1 + within) * best_s), None)
+    return next(
+        (stop for stop in ordered if times_s.get(stop.side, math.inf) <= (1 + within) * best_s),
+        None,
+    )

@@ -25,7 +25,9 @@ SIDES = "sides.json"
 class Group(StrEnum):
     """Which sides are asked for the best of a kind."""
 
-    TODAY = "today"  # what a user can have today: DDP, with its default and with its best bucket size
+    TODAY = (
+        "today"  # what a user can have today: DDP, with its default and with its best bucket size
+    )
     RIVAL = "rival"
     OURS = "ours"
     STOP = "stop"  # an earlier best of ours, for the trials until within 2 %

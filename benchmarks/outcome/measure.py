@@ -15,12 +15,12 @@ from types import MappingProxyType
 from autotune.dataset.folder import read_domain
 from autotune.dataset.trials import REFERENCE, DatasetTrial
 from autotune.errors import InvalidInput
-from autotune.job import JobSpec, Search
 from autotune.records import CURRENT_SETUP
 from autotune.rng import generator
-from autotune.store import Store
+from autotune.storage.store import Store
 from autotune.strategy_space.plan import plan
 from autotune.strategy_space.strategy import Strategy
+from autotune.tuning.job import JobSpec, Search
 from benchmarks.outcome.figures import best_of_sweep, failures_of, whole_rounds
 from benchmarks.outcome.kept import (
     CLOSING,
@@ -36,14 +36,25 @@ from benchmarks.outcome.kept import (
     write_frozen,
 )
 from benchmarks.outcome.rivals import DDP_BEST, DDP_DEFAULT, bucket_sweep, rivals
-from benchmarks.outcome.searches import BAYES, MOST_STEPS, OURS, OURS_LOSSY, RANDOM, Incumbent, Searched, searched
+from benchmarks.outcome.searches import (
+    BAYES,
+    MOST_STEPS,
+    OURS,
+    OURS_LOSSY,
+    RANDOM,
+    Incumbent,
+    Searched,
+    searched,
+)
 from benchmarks.session_jobs import begin_job, job_spec, jobs_of
 from benchmarks.setups import setup_of
 from benchmarks.trial_session import Lengths, Setup, TrialSession, trial_session
 
 MODELS = ("vgg", "densenet", "embedding", "gpt_text")
 CLUSTERS = ("four_hosts", "four_hosts_uneven", "four_hosts_mixed", "two_hosts_two_devices")
-DOMAINS: Mapping[str, Setup] = MappingProxyType({own.name: own for own in (setup_of(m, c) for m in MODELS for c in CLUSTERS)})
+DOMAINS: Mapping[str, Setup] = MappingProxyType(
+    {own.name: own for own in (setup_of(m, c) for m in MODELS for c in CLUSTERS)}
+)
 LENGTHS = Lengths(warmup_steps=2, timed_steps=6)
 """Of every trial; those of a search may go on."""
 BLOCK_S, FEWEST_STEPS = 1.2, 3
@@ -62,7 +73,11 @@ def measure(setup: Setup, folder: Path, settings: Settings, say: Say, quick: boo
     `quick`: as of a `trial_session`.
     """
     frozen = read_frozen(folder)
-    if frozen is not None and frozen.settings == settings and not missing_rounds(rounds_of(read_domain(folder).trials, CLOSING), frozen):
+    if (
+        frozen is not None
+        and frozen.settings == settings
+        and not missing_rounds(rounds_of(read_domain(folder).trials, CLOSING), frozen)
+    ):
         say(f"{setup.name}: complete")
         return
     with trial_session(folder, setup, LENGTHS, say, lambda trial: None, quick) as session:
@@ -75,9 +90,14 @@ def run(session: TrialSession, settings: Settings, say: Say) -> None:
     frozen = read_frozen(folder)
     if frozen is None or frozen.settings != settings:
         with jobs_of(session) as store:
-            specs = begin_searches(session, store, settings)  # first: a job remembers what the domain's profile took
+            specs = begin_searches(
+                session, store, settings
+            )  # first: a job remembers what the domain's profile took
             swept = sweep(session, settings, say)
-            found = {job: searched(job, spec, store, session, _marks(job, settings), say) for job, spec in specs.items()}
+            found = {
+                job: searched(job, spec, store, session, _marks(job, settings), say)
+                for job, spec in specs.items()
+            }
         frozen = freeze(session, settings, swept, found)
         write_frozen(folder, frozen)
     close(session, frozen, say)
@@ -93,15 +113,22 @@ def begin_searches(session: TrialSession, store: Store, settings: Settings) -> d
     }
     if not settings.lossy:
         del wanted[OURS_LOSSY]
-    base = replace(job_spec(session), max_trials=settings.marks[-1], most_steps=MOST_STEPS, seed=settings.seed)
-    specs = {job: replace(base, search=search, lossy=lossy) for job, (search, lossy) in wanted.items()}
+    base = replace(
+        job_spec(session), max_trials=settings.marks[-1], most_steps=MOST_STEPS, seed=settings.seed
+    )
+    specs = {
+        job: replace(base, search=search, lossy=lossy) for job, (search, lossy) in wanted.items()
+    }
     there = {job.id for job in store.jobs()} & specs.keys()
     seeds = {store.job(job).seed for job in there} - {settings.seed}
     if seeds:
         raise InvalidInput(
             f"the searches of {session.writer.folder} have seed {seeds.pop()}, but --seed is {settings.seed}; use another --folder"
         )
-    prepared_s = next((events[0].elapsed_s for job in there if (events := store.history(job).events)), session.prepared_s)
+    prepared_s = next(
+        (events[0].elapsed_s for job in there if (events := store.history(job).events)),
+        session.prepared_s,
+    )
     for job, spec in specs.items():
         begin_job(session, store, job, spec, prepared_s)
     return specs
@@ -117,16 +144,26 @@ def plan_id(session: TrialSession, strategy: Strategy) -> str:
     return plan(strategy, domain.workload, domain.cluster.world_size).id
 
 
-def take_round(session: TrialSession, seed: int, phase: str, number: int, sides: Mapping[str, Strategy | None]) -> None:
+def take_round(
+    session: TrialSession, seed: int, phase: str, number: int, sides: Mapping[str, Strategy | None]
+) -> None:
     """Each side once, in an order of the round's own. None is the script's own DDP."""
     names = list(sides)
-    step_s = {trial.strategy.id: trial.median_s for trial in session.writer.trials if trial.strategy is not None and not trial.failure}
+    step_s = {
+        trial.strategy.id: trial.median_s
+        for trial in session.writer.trials
+        if trial.strategy is not None and not trial.failure
+    }
     for index in generator(seed, phase, number).permutation(len(names)).tolist():
         strategy = sides[names[index]]
         if strategy is None:
             session.reference(f"{phase}:{number}:{REFERENCE}")
         else:
-            session.candidate(f"{phase}:{number}:{names[index]}", strategy, steps_of_block(step_s.get(strategy.id)))
+            session.candidate(
+                f"{phase}:{number}:{names[index]}",
+                strategy,
+                steps_of_block(step_s.get(strategy.id)),
+            )
 
 
 def steps_of_block(step_s: float | None) -> int:
@@ -155,32 +192,49 @@ def sweep(session: TrialSession, settings: Settings, say: Say) -> Swept:
             take_round(session, settings.seed, SWEEP, number, left)
     times_s = best_of_sweep(rounds_of(session.writer.trials, SWEEP), plans)
     best = min(times_s, key=times_s.__getitem__)
-    say(f"sweep: {', '.join(f'{name} {value * 1e3:.1f} ms' for name, value in times_s.items())}; best: {best}")
+    say(
+        f"sweep: {', '.join(f'{name} {value * 1e3:.1f} ms' for name, value in times_s.items())}; best: {best}"
+    )
     return Swept(times_s, sizes[best])
 
 
-def freeze(session: TrialSession, settings: Settings, swept: Swept, found: Mapping[str, Searched]) -> Frozen:
+def freeze(
+    session: TrialSession, settings: Settings, swept: Swept, found: Mapping[str, Searched]
+) -> Frozen:
     """The sides of the closing comparison."""
     domain = session.writer.domain
 
     def side(name: str, group: Group, strategy: Strategy) -> Side:
         return Side(name, group, plan_id(session, strategy), strategy)
 
-    made = rivals(domain.workload, domain.cluster, across_steps=not session.profile.cross_step_refused)
-    sides = [Side(DDP_DEFAULT, Group.TODAY, CURRENT_SETUP, None), side(DDP_BEST, Group.TODAY, swept.best)]
+    made = rivals(
+        domain.workload, domain.cluster, across_steps=not session.profile.cross_step_refused
+    )
+    sides = [
+        Side(DDP_DEFAULT, Group.TODAY, CURRENT_SETUP, None),
+        side(DDP_BEST, Group.TODAY, swept.best),
+    ]
     sides += [side(name, Group.RIVAL, strategy) for name, strategy in made.items()]
     for job, own in found.items():
         group = Group.OURS if job in (OURS, OURS_LOSSY) else Group.RIVAL
-        sides += [side(_frozen_name(job, mark, own), group, strategy) for mark, strategy in own.at.items()]
+        sides += [
+            side(_frozen_name(job, mark, own), group, strategy) for mark, strategy in own.at.items()
+        ]
     courses = {}
     for job in (job for job in (OURS, OURS_LOSSY) if job in found):
         own = found[job]
-        bests = [(best, side(f"{job}, best from trial {best.trials}", Group.STOP, best.strategy)) for best in own.incumbents]
+        bests = [
+            (best, side(f"{job}, best from trial {best.trials}", Group.STOP, best.strategy))
+            for best in own.incumbents
+        ]
         kept = _measured_again(bests, {there.plan for there in sides})
         sides += [made_side for _, made_side in kept]
         courses[job] = Course(
             # where every trial failed, the tuner keeps the current setup
-            {str(mark): _frozen_name(job, mark, own) if mark in own.at else DDP_DEFAULT for mark in settings.marks},
+            {
+                str(mark): _frozen_name(job, mark, own) if mark in own.at else DDP_DEFAULT
+                for mark in settings.marks
+            },
             {str(mark): trials for mark, trials in own.trials_at.items()},
             {str(mark): seconds for mark, seconds in own.seconds_at.items()},
             tuple(Stop(best.trials, best.seconds, made_side.name) for best, made_side in kept),
@@ -192,7 +246,9 @@ def _frozen_name(job: str, mark: int, own: Searched) -> str:
     return f"{job}, {mark if job in (OURS, OURS_LOSSY) else own.trials_at[mark]} trials"
 
 
-def _measured_again(bests: list[tuple[Incumbent, Side]], planned: set[str]) -> list[tuple[Incumbent, Side]]:
+def _measured_again(
+    bests: list[tuple[Incumbent, Side]], planned: set[str]
+) -> list[tuple[Incumbent, Side]]:
     """Those that cost nothing, as their plan is `planned` already, and the first `MOST_INCUMBENTS` others; each plan once."""
     kept, once, left = [], set(), MOST_INCUMBENTS
     for best, side in bests:
@@ -211,20 +267,35 @@ def close(session: TrialSession, frozen: Frozen, say: Say) -> None:
     """
     for side in frozen.sides:
         if side.strategy is not None and plan_id(session, side.strategy) != side.plan:
-            raise InvalidInput(f"the planner has changed since {side.name!r} was frozen; measure into another folder")
+            raise InvalidInput(
+                f"the planner has changed since {side.name!r} was frozen; measure into another folder"
+            )
     before = len(session.writer.trials)
     while missing := missing_rounds(rounds := rounds_of(session.writer.trials, CLOSING), frozen):
         failed = failures_of(rounds)
-        of_current = [trial.failure for own in rounds.values() for trial in own if trial.failure and trial.strategy is None]
+        of_current = [
+            trial.failure
+            for own in rounds.values()
+            for trial in own
+            if trial.failure and trial.strategy is None
+        ]
         if len(of_current) >= CURRENT_TRIES:
-            raise InvalidInput(f"the script failed with its current setup, so there is nothing to compare with: {of_current[-1]}")
+            raise InvalidInput(
+                f"the script failed with its current setup, so there is nothing to compare with: {of_current[-1]}"
+            )
         sides: dict[str, Side] = {}
         for side in frozen.sides:
             if side.plan not in failed:
                 sides.setdefault(side.plan, side)
         say(f"closing comparison: {missing} rounds of {len(sides)} plans to go")
         number = 1 + max(rounds, default=-1)
-        take_round(session, frozen.settings.seed, CLOSING, number, {side.name: side.strategy for side in sides.values()})
+        take_round(
+            session,
+            frozen.settings.seed,
+            CLOSING,
+            number,
+            {side.name: side.strategy for side in sides.values()},
+        )
     if len(session.writer.trials) > before:
         session.reference()  # the last trials stand between two references, too
 

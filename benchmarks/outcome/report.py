@@ -22,7 +22,11 @@ is ready, and nothing is computed with a variable before its average is in (Jack
 
 def section(rows: Sequence[Row], command: str, date: str) -> str:
     environment, summary = rows[0].environment, last_line(rows)
-    parts = [HEAD.format(command=command, date=date, cores=environment.cores, machine=environment.machine)]
+    parts = [
+        HEAD.format(
+            command=command, date=date, cores=environment.cores, machine=environment.machine
+        )
+    ]
     parts.append(_overview(rows))
     parts.append(
         f"Geometric mean over {len(rows)} domain(s): {summary['ratio_geomean_lossless']:.3f} to DDP (lowest "
@@ -43,8 +47,17 @@ def _overview(rows: Sequence[Row]) -> str:
         last = row.lossless.last
         lossy = _interval(row.lossy.last.today) if row.lossy is not None else "not tried"
         cells = (
-            *(row.domain, f"{last.trials}", _interval(last.today), _interval(last.best), last.best.rival),
-            *(f"{row.gap.value - 1:.1%} ({row.gap.low - 1:.1%} to {row.gap.high - 1:.1%})", f"{row.reachable_gap.value - 1:.1%}"),
+            *(
+                row.domain,
+                f"{last.trials}",
+                _interval(last.today),
+                _interval(last.best),
+                last.best.rival,
+            ),
+            *(
+                f"{row.gap.value - 1:.1%} ({row.gap.low - 1:.1%} to {row.gap.high - 1:.1%})",
+                f"{row.reachable_gap.value - 1:.1%}",
+            ),
             *(_near(row.lossless), lossy),
         )
         lines.append(f"| {' | '.join(cells)} |")
@@ -52,7 +65,11 @@ def _overview(rows: Sequence[Row]) -> str:
 
 
 def _near(outcome: Outcome) -> str:
-    return "not reached" if outcome.near is None else f"{outcome.near.trials} ({outcome.near.seconds:.0f} s)"
+    return (
+        "not reached"
+        if outcome.near is None
+        else f"{outcome.near.trials} ({outcome.near.seconds:.0f} s)"
+    )
 
 
 def _interval(ratio: Ratio) -> str:
@@ -60,7 +77,11 @@ def _interval(ratio: Ratio) -> str:
 
 
 def _domain(row: Row) -> str:
-    stolen = "" if row.stolen is None else f", cores' time taken by other virtual machines {row.stolen:.1%}"
+    stolen = (
+        ""
+        if row.stolen is None
+        else f", cores' time taken by other virtual machines {row.stolen:.1%}"
+    )
     bound = "computation" if row.compute_s >= row.transfer_s else "the slowest link"
     lines = [
         f"### {row.domain}\n",
@@ -75,7 +96,9 @@ def _domain(row: Row) -> str:
         if compared.side.group is Group.STOP:
             continue
         quartiles = f"{compared.middle_s * 1e3:.1f} ms ({compared.low_s * 1e3:.1f} to {compared.high_s * 1e3:.1f})"
-        name = compared.side.name if compared.side.lossless else f"{compared.side.name} (compressed)"
+        name = (
+            compared.side.name if compared.side.lossless else f"{compared.side.name} (compressed)"
+        )
         replayed = "" if compared.replayed_s is None else f"{compared.replayed_s * 1e3:.1f} ms"
         lines.append(f"| {name} | {quartiles} | {_interval(compared.ratio)} | {replayed} |")
     lines += [f"\n{name} is left out, it failed: {why}" for name, why in row.failed.items()]
@@ -91,11 +114,18 @@ def _best_known(outcome: Outcome) -> str:
 
 
 def _sweep(row: Row) -> str:
-    return "Sweep: " + ", ".join(f"{name} {value * 1e3:.0f} ms" for name, value in row.sweep_s.items()) + "."
+    return (
+        "Sweep: "
+        + ", ".join(f"{name} {value * 1e3:.0f} ms" for name, value in row.sweep_s.items())
+        + "."
+    )
 
 
 def _marks(marks: Sequence[AtMark]) -> list[str]:
-    lines = ["| trials | tuning time | step | to DDP | to the best rival |", "|---|---|---|---|---|"]
+    lines = [
+        "| trials | tuning time | step | to DDP | to the best rival |",
+        "|---|---|---|---|---|",
+    ]
     for at in marks:
         lines.append(
             f"| {at.trials} of {at.asked} | {at.seconds:.0f} s | {at.step_s * 1e3:.1f} ms | {_interval(at.today)} | {_interval(at.best)} |"

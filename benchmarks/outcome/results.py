@@ -13,9 +13,9 @@ import numpy as np
 from autotune.dataset.folder import read_domain
 from autotune.dataset.trials import Environment
 from autotune.features.extract import Extractor
-from autotune.measurement import fewest_values
 from autotune.optimizer.bounds import least_step_s, least_transfer_s
 from autotune.strategy_space.plan import plan
+from autotune.tuning.statistics import fewest_values
 from autotune.workload import Workload
 from benchmarks.outcome.figures import (
     WITHIN,
@@ -121,8 +121,15 @@ def row_of(folder: Path) -> Row | None:
     trials = [trial for own in closing.values() for trial in own]
     there = [side for side in frozen.sides if side.plan not in failures]
     lossless = _outcome(frozen.courses[OURS], [side for side in there if side.lossless], rounds)
-    lossy = _outcome(frozen.courses[OURS_LOSSY], there, rounds) if OURS_LOSSY in frozen.courses else None
-    compute_s, transfer_s = domain.workload.compute_s, least_transfer_s(domain.cluster, sent_bytes(domain.workload))
+    lossy = (
+        _outcome(frozen.courses[OURS_LOSSY], there, rounds)
+        if OURS_LOSSY in frozen.courses
+        else None
+    )
+    compute_s, transfer_s = (
+        domain.workload.compute_s,
+        least_transfer_s(domain.cluster, sent_bytes(domain.workload)),
+    )
     reachable_s = least_step_s(_as_played(domain.workload), domain.cluster)
     ours, extractor = _plan_of(lossless.last.side, there), extractor_of(domain)
     return Row(
@@ -137,7 +144,9 @@ def row_of(folder: Path) -> Row | None:
         ratio_to_bound(rounds, ours, reachable_s),
         median(trial.overrun or 0.0 for trial in trials),
         median(trial.load for trial in trials),
-        median(stolen) if (stolen := [trial.stolen for trial in trials if trial.stolen is not None]) else None,
+        median(stolen)
+        if (stolen := [trial.stolen for trial in trials if trial.stolen is not None])
+        else None,
         domain.environment,
         frozen.sweep_s,
         {side.name: failures[side.plan][:300] for side in frozen.sides if side.plan in failures},
@@ -153,7 +162,10 @@ def _as_played(workload: Workload) -> Workload:
     """With the times at which an emulated accelerator hands gradients out and reads variables: together where they are close."""
     timetable = timetable_of(workload)
     ready_s, needed_s = dict(timetable.ready), dict(timetable.needed)
-    played = (replace(own, ready_s=ready_s[own.name], needed_s=needed_s[own.name]) for own in workload.variables)
+    played = (
+        replace(own, ready_s=ready_s[own.name], needed_s=needed_s[own.name])
+        for own in workload.variables
+    )
     return replace(workload, variables=tuple(played))
 
 
@@ -166,12 +178,23 @@ def _outcome(course: Course, there: Sequence[Side], rounds: Sequence[Round]) -> 
     today = [side for side in there if side.group is Group.TODAY]
     rivals = [side for side in there if side.group in (Group.TODAY, Group.RIVAL)]
     marks = []
-    for mark, name in sorted(course.sides.items(), key=lambda side: int(side[0])):  # JSON has them in the order of their text
+    for mark, name in sorted(
+        course.sides.items(), key=lambda side: int(side[0])
+    ):  # JSON has them in the order of their text
         if name not in {side.name for side in there}:  # it failed, and the current setup would stay
             name = DDP_DEFAULT
         ours = _plan_of(name, there)
         compared = ratio_to_best(rounds, today, ours), ratio_to_best(rounds, rivals, ours)
-        marks.append(AtMark(int(mark), course.trials[mark], course.seconds[mark], name, median_s(rounds, ours), *compared))
+        marks.append(
+            AtMark(
+                int(mark),
+                course.trials[mark],
+                course.seconds[mark],
+                name,
+                median_s(rounds, ours),
+                *compared,
+            )
+        )
     times_s = {side.name: median_s(rounds, side.plan) for side in there}
     best = min(times_s, key=times_s.__getitem__)
     stops = [*course.stops, *(Stop(at.trials, at.seconds, at.side) for at in marks)]
@@ -181,17 +204,24 @@ def _outcome(course: Course, there: Sequence[Side], rounds: Sequence[Round]) -> 
 def _replayed_s(side: Side, extractor: Extractor) -> float | None:
     if side.strategy is None:
         return None
-    return extractor.steps.step_s(plan(side.strategy, extractor.workload, extractor.cluster.world_size))
+    return extractor.steps.step_s(
+        plan(side.strategy, extractor.workload, extractor.cluster.world_size)
+    )
 
 
 def _compared(side: Side, rounds: Sequence[Round], ours: str, replayed_s: float | None) -> Compared:
-    low, middle, high = np.quantile([measured[side.plan].median_s for measured in rounds], [0.25, 0.5, 0.75]).tolist()
+    low, middle, high = np.quantile(
+        [measured[side.plan].median_s for measured in rounds], [0.25, 0.5, 0.75]
+    ).tolist()
     return Compared(side, low, middle, high, ratio_to_best(rounds, [side], ours), replayed_s)
 
 
 def last_line(rows: Sequence[Row]) -> dict[str, Any]:
     """Ratios are time(rival) / time(ours), above 1 where ours is faster; ours after its last mark."""
-    today, best = [row.lossless.last.today.value for row in rows], [row.lossless.last.best.value for row in rows]
+    today, best = (
+        [row.lossless.last.today.value for row in rows],
+        [row.lossless.last.best.value for row in rows],
+    )
     lossy = [row.lossy.last for row in rows if row.lossy is not None]
     marks = sorted({at.asked for row in rows for at in row.lossless.marks})
     return {
@@ -203,7 +233,10 @@ def last_line(rows: Sequence[Row]) -> dict[str, Any]:
         "reachable_gap_mean": float(np.mean([row.reachable_gap.value - 1 for row in rows])),
         "ratio_geomean_lossy_allowed": geomean([at.today.value for at in lossy]) if lossy else None,
         "ratio_geomean_lossless_at": {
-            mark: geomean([at.today.value for row in rows for at in row.lossless.marks if at.asked == mark]) for mark in marks
+            mark: geomean(
+                [at.today.value for row in rows for at in row.lossless.marks if at.asked == mark]
+            )
+            for mark in marks
         },
         "ratio": "time(rival) / time(ours); _lossless: to DDP with its best bucket size, _any: to the best of all rivals",
         "within": WITHIN,
@@ -239,6 +272,13 @@ def _outcome_data(outcome: Outcome) -> dict[str, Any]:
     def interval(ratio: Ratio) -> dict[str, Any]:
         return {"ratio": ratio.value, "low": ratio.low, "high": ratio.high, "rival": ratio.rival}
 
-    marks = {at.asked: {"step_s": at.step_s, "today": interval(at.today), "best": interval(at.best)} for at in outcome.marks}
-    near = None if outcome.near is None else {"trials": outcome.near.trials, "seconds": outcome.near.seconds}
+    marks = {
+        at.asked: {"step_s": at.step_s, "today": interval(at.today), "best": interval(at.best)}
+        for at in outcome.marks
+    }
+    near = (
+        None
+        if outcome.near is None
+        else {"trials": outcome.near.trials, "seconds": outcome.near.seconds}
+    )
     return {"marks": marks, "best_known": outcome.best_known, "near_the_best": near}

@@ -39,7 +39,9 @@ RIVALS: Mapping[str, Callable[[Workload, Cluster], Strategy]] = MappingProxyType
 def rivals(workload: Workload, cluster: Cluster, across_steps: bool = True) -> dict[str, Strategy]:
     """Name -> strategy. Without `across_steps` (the script forbids it) those that need it are left out."""
     made = {name: with_rows(build(workload, cluster), workload) for name, build in RIVALS.items()}
-    return {name: strategy for name, strategy in made.items() if across_steps or not strategy.cross_step}
+    return {
+        name: strategy for name, strategy in made.items() if across_steps or not strategy.cross_step
+    }
 
 
 def bucket_sweep(workload: Workload, world_size: int) -> dict[str, Strategy]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from autotune.driver import carry_out
-from autotune.history import History
-from autotune.job import JobSpec
+from autotune.jobs.driver import carry_out
 from autotune.sampler.proposer import Proposer
 from autotune.simulators.registry import simulators
-from autotune.store import Store
+from autotune.storage.store import Store
 from autotune.strategy_space.strategy import Strategy
-from autotune.tuner import contender, look_instruction, search_instruction
+from autotune.tuning.history import History
+from autotune.tuning.job import JobSpec
+from autotune.tuning.tuner import contender, look_instruction, search_instruction
 from benchmarks.session_jobs import SessionWorld
 from benchmarks.trial_session import TrialSession
 
@@ -47,7 +47,14 @@ class Searched:
     incumbents: tuple[Incumbent, ...]
 
 
-def searched(job: str, spec: JobSpec, store: Store, session: TrialSession, marks: Sequence[int], say: Callable[[str], None]) -> Searched:
+def searched(
+    job: str,
+    spec: JobSpec,
+    store: Store,
+    session: TrialSession,
+    marks: Sequence[int],
+    say: Callable[[str], None],
+) -> Searched:
     """Search up to the last mark, from wherever the job's log ends; at every mark its finalists get the tuner's second look.
 
     The looks are events of a job of their own, `JOB-MARK`: the search goes on as if there had been none.
@@ -64,7 +71,9 @@ def searched(job: str, spec: JobSpec, store: Store, session: TrialSession, marks
         chosen = contender(looked)
         if chosen is not None:
             at[mark] = looked.proposals[chosen].strategy
-            say(f"{job} after {mark} trials: {looked.measured_s[chosen] * 1e3:.1f} ms ({looked.proposals[chosen].origin})")
+            say(
+                f"{job} after {mark} trials: {looked.measured_s[chosen] * 1e3:.1f} ms ({looked.proposals[chosen].origin})"
+            )
     within = _until_over(replace(spec, max_trials=marks[-1]), history)
     return Searched(at, trials_at, seconds_at, near_the_last(within, incumbents(within)))
 
@@ -78,7 +87,14 @@ def _until_over(spec: JobSpec, history: History) -> History:
     return history
 
 
-def _with_looks(job: str, spec: JobSpec, store: Store, session: TrialSession, proposer: Proposer, history: History) -> History:
+def _with_looks(
+    job: str,
+    spec: JobSpec,
+    store: Store,
+    session: TrialSession,
+    proposer: Proposer,
+    history: History,
+) -> History:
     if job not in {known.id for known in store.jobs()}:
         store.create_job(job, spec)
     there = len(store.history(job).events)
@@ -99,11 +115,15 @@ def incumbents(history: History) -> tuple[Incumbent, ...]:
         trials += 1
         ranking = History(history.events[:count], history.deviation).ranking()
         if ranking and (not found or found[-1].strategy.id != ranking[0][0]):
-            found.append(Incumbent(trials, event.elapsed_s, history.proposals[ranking[0][0]].strategy))
+            found.append(
+                Incumbent(trials, event.elapsed_s, history.proposals[ranking[0][0]].strategy)
+            )
     return tuple(found)
 
 
 def near_the_last(history: History, found: Sequence[Incumbent]) -> tuple[Incumbent, ...]:
     """Those whose time, as the whole search measured it, is within `NEAR` of the last one's."""
     times_s = history.measured_s
-    return tuple(own for own in found if times_s[own.strategy.id] <= NEAR * times_s[found[-1].strategy.id])
+    return tuple(
+        own for own in found if times_s[own.strategy.id] <= NEAR * times_s[found[-1].strategy.id]
+    )

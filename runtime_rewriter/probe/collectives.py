@@ -25,11 +25,23 @@ import torch
 import torch.distributed as dist
 
 from autotune.cluster import CollectiveFit
-from autotune.profiling.link_fit import fit_alpha_beta, fit_curve, spread_of, suspects, uncertainty_of
+from autotune.profiling.fits.link_fit import (
+    fit_alpha_beta,
+    fit_curve,
+    spread_of,
+    suspects,
+    uncertainty_of,
+)
 from runtime_rewriter.probe.groups import ProbeGroup, ProbeGroups, layout
 from runtime_rewriter.probe.link import ProbedLink
 from runtime_rewriter.probe.load import Load, LostTime
-from runtime_rewriter.probe.operations import COLLECTED, EVERYWHERE, ON_THE_WORLD, OPERATIONS, UNDER_LOAD
+from runtime_rewriter.probe.operations import (
+    COLLECTED,
+    EVERYWHERE,
+    ON_THE_WORLD,
+    OPERATIONS,
+    UNDER_LOAD,
+)
 from runtime_rewriter.probe.pairs import PairProbe
 from runtime_rewriter.pytorch.exchange.device import Device
 from runtime_rewriter.pytorch.exchange.ranks import Ranks
@@ -81,7 +93,9 @@ class _Series:
 
     @property
     def name(self) -> str:
-        return f"{self.primitive} on {self.group.size} ranks" + (" while they compute" if self.loaded else "")
+        return f"{self.primitive} on {self.group.size} ranks" + (
+            " while they compute" if self.loaded else ""
+        )
 
 
 @dataclass(frozen=True)
@@ -95,7 +109,10 @@ class _Point:
 
 
 def probe_links(
-    process_group: dist.ProcessGroup | None = None, deadline_s: float = 30.0, devices: tuple[int, ...] = (), byte_scale: float = 1.0
+    process_group: dist.ProcessGroup | None = None,
+    deadline_s: float = 30.0,
+    devices: tuple[int, ...] = (),
+    byte_scale: float = 1.0,
 ) -> tuple[CollectiveFit, ...]:
     """The short probe. Collective over the group (None: the world); the same fits on every rank.
 
@@ -123,19 +140,27 @@ def probe_cluster(
     """The long probe: hosts' own links, every primitive at more sizes, and with `computing` messages while every rank computes."""
 
     def measure(prober: _Prober) -> ProbeResult:
-        links = PairProbe(prober.world, prober.device, prober.grant, byte_scale).probe(layout(prober.world.size, devices), 0.15, said)
+        links = PairProbe(prober.world, prober.device, prober.grant, byte_scale).probe(
+            layout(prober.world.size, devices), 0.15, said
+        )
         world, others = prober.groups[:1], prober.groups[1:]
         first = prober.series(EVERYWHERE, world)
         prober.run_pass(first, SIZES_BYTES, 0.4)
-        prober.run_pass(prober.series(EVERYWHERE, others) + prober.series(ON_THE_WORLD, world), SIZES_BYTES, 0.6)
+        prober.run_pass(
+            prober.series(EVERYWHERE, others) + prober.series(ON_THE_WORLD, world), SIZES_BYTES, 0.6
+        )
         if computing:
             with Load(prober.device.device) as load:
-                prober.run_pass(prober.series(UNDER_LOAD, world, loaded=True), LOADED_BYTES, 0.78, load)
+                prober.run_pass(
+                    prober.series(UNDER_LOAD, world, loaded=True), LOADED_BYTES, 0.78, load
+                )
         prober.run_pass(first + prober.series(EVERYWHERE, others), BETWEEN_BYTES, 0.9)
         prober.repair(1.0)
         return ProbeResult(prober.fits(), links)
 
-    return _probing(process_group, budget_s, devices, byte_scale, said, measure, ProbeResult((), ()))
+    return _probing(
+        process_group, budget_s, devices, byte_scale, said, measure, ProbeResult((), ())
+    )
 
 
 def _probing(
@@ -153,7 +178,11 @@ def _probing(
     try:
         made = ProbeGroups(world, devices, timeout_s)
         try:
-            return measure(_Prober(world, made.groups, budget_s, byte_scale, said)) if made.groups else nothing
+            return (
+                measure(_Prober(world, made.groups, budget_s, byte_scale, said))
+                if made.groups
+                else nothing
+            )
         finally:
             made.destroy()
     finally:
@@ -161,7 +190,9 @@ def _probing(
 
 
 class _Prober:
-    def __init__(self, world: Ranks, groups: list[ProbeGroup], budget_s: float, byte_scale: float, said: Said) -> None:
+    def __init__(
+        self, world: Ranks, groups: list[ProbeGroup], budget_s: float, byte_scale: float, said: Said
+    ) -> None:
         self.world, self.groups = world, groups
         self.device = Device(_device_of(world.base))
         self._queued = self.device.queues(world.base)
@@ -170,7 +201,9 @@ class _Prober:
         self._points: dict[_Series, dict[int, _Point]] = {}
         self._barrier_cpu_s: dict[int, float] = {}  # of the group of this number
 
-    def series(self, primitives: Iterable[str], groups: list[ProbeGroup], loaded: bool = False) -> list[_Series]:
+    def series(
+        self, primitives: Iterable[str], groups: list[ProbeGroup], loaded: bool = False
+    ) -> list[_Series]:
         """Every primitive on every group, group by group."""
         return [_Series(primitive, group, loaded) for group in groups for primitive in primitives]
 
@@ -182,11 +215,15 @@ class _Prober:
         decision = torch.zeros(1, dtype=torch.float64)
         if self.world.rank == 0:
             left_s = self._start_s + end * self._budget_s - time.perf_counter()
-            decision[0] = 0.0 if left_s <= 0 or left_s < needed_s else max(left_s / open_points, needed_s)
+            decision[0] = (
+                0.0 if left_s <= 0 or left_s < needed_s else max(left_s / open_points, needed_s)
+            )
         dist.broadcast(decision, group=self.world.control, group_src=0)
         return float(decision.item())
 
-    def run_pass(self, series: list[_Series], sizes: tuple[int, ...], end: float, load: Load | None = None) -> None:
+    def run_pass(
+        self, series: list[_Series], sizes: tuple[int, ...], end: float, load: Load | None = None
+    ) -> None:
         """Every size of every series, as far as the time goes; smallest sizes first."""
         todo = [(one, size) for size in sizes for one in series if self._fits_memory(one, size)]
         for number, (one, size) in enumerate(todo):
@@ -194,12 +231,19 @@ class _Prober:
             share_s = self.grant(FEWEST_REPEATS * expected_s, len(todo) - number, end)
             if share_s > 0:
                 self._said(f"{one.name}, {size} bytes")
-                self._points.setdefault(one, {})[size] = self._measure(one, size, expected_s, share_s, load)
+                self._points.setdefault(one, {})[size] = self._measure(
+                    one, size, expected_s, share_s, load
+                )
 
     def repair(self, end: float) -> None:
         """Probe again what looks disturbed; the quicker of both is kept, since a disturbance never makes a message quicker."""
         for _ in range(REPAIR_ROUNDS):
-            todo = [(one, size) for one in self._points if not one.loaded for size in self._suspects(one)]
+            todo = [
+                (one, size)
+                for one in self._points
+                if not one.loaded
+                for size in self._suspects(one)
+            ]
             for number, (one, size) in enumerate(todo):
                 before = self._points[one][size]
                 share_s = self.grant(FEWEST_REPEATS * before.seconds, len(todo) - number, end)
@@ -210,15 +254,27 @@ class _Prober:
 
     def fits(self) -> tuple[CollectiveFit, ...]:
         found = self._points.items()
-        return tuple(_fit(one, points) for one, points in found if len(points) >= (FEWEST_LOADED_SIZES if one.loaded else FEWEST_SIZES))
+        return tuple(
+            _fit(one, points)
+            for one, points in found
+            if len(points) >= (FEWEST_LOADED_SIZES if one.loaded else FEWEST_SIZES)
+        )
 
     def _suspects(self, one: _Series) -> list[int]:
         sizes = sorted(self._points[one])
         points = [self._points[one][size] for size in sizes]
-        return [sizes[i] for i in suspects(sizes, [point.seconds for point in points], [point.spread for point in points])]
+        return [
+            sizes[i]
+            for i in suspects(
+                sizes, [point.seconds for point in points], [point.spread for point in points]
+            )
+        ]
 
     def _fits_memory(self, one: _Series, size: int) -> bool:
-        return one.primitive not in COLLECTED or size / self._byte_scale * one.group.size <= MOST_COLLECTED_BYTES
+        return (
+            one.primitive not in COLLECTED
+            or size / self._byte_scale * one.group.size <= MOST_COLLECTED_BYTES
+        )
 
     def _expected_s(self, one: _Series, size: int) -> float:
         """From the next smaller size, in proportion: an upper bound while a message has a cost of its own. 0: not known."""
@@ -228,9 +284,15 @@ class _Prober:
         smaller = max((other for other in known if other <= size), default=None)
         return 0.0 if smaller is None else factor * known[smaller].seconds * size / smaller
 
-    def _measure(self, one: _Series, size: int, expected_s: float, share_s: float, load: Load | None) -> _Point:
+    def _measure(
+        self, one: _Series, size: int, expected_s: float, share_s: float, load: Load | None
+    ) -> _Point:
         ranks = one.group.ranks
-        operation = OPERATIONS[one.primitive](ranks, int(size / self._byte_scale), self.device) if ranks is not None else None
+        operation = (
+            OPERATIONS[one.primitive](ranks, int(size / self._byte_scale), self.device)
+            if ranks is not None
+            else None
+        )
         lost = LostTime(load, self.device) if load is not None else None
         warm = min(MOST_WARM, int(WARM_S / expected_s)) if expected_s > 0 else 1
         if operation is not None and ranks is not None and warm > 0:
@@ -248,18 +310,32 @@ class _Prober:
             dist.all_reduce(seconds, op=dist.ReduceOp.MAX, group=self.world.control)
             repeats += seconds.tolist()
             more_s = sum(repeats) + batch * fmean(repeats)
-            if len(repeats) + batch > MOST_REPEATS or more_s > share_s or (len(repeats) > batch and spread_of(repeats) <= STEADY):
+            if (
+                len(repeats) + batch > MOST_REPEATS
+                or more_s > share_s
+                or (len(repeats) > batch and spread_of(repeats) <= STEADY)
+            ):
                 break
         if lost is not None and operation is not None:
             taken_s = lost.per_message_s(len(repeats))
         elif self._queued:
             taken_s = 0.0  # the processor only waits for the device, and looks again and again
         else:
-            taken_s = max(cpu_s / len(repeats) - self._barrier_cpu_s.get(self.groups.index(one.group), 0.0), 0.0)
-        return _Point(median(repeats), spread_of(repeats), len(repeats), self._mean_of_members(one, taken_s))
+            taken_s = max(
+                cpu_s / len(repeats) - self._barrier_cpu_s.get(self.groups.index(one.group), 0.0),
+                0.0,
+            )
+        return _Point(
+            median(repeats), spread_of(repeats), len(repeats), self._mean_of_members(one, taken_s)
+        )
 
     def _repeat(
-        self, operation: Callable[[], None], ranks: Ranks, repeats: int, load: Load | None, lost: LostTime | None
+        self,
+        operation: Callable[[], None],
+        ranks: Ranks,
+        repeats: int,
+        load: Load | None,
+        lost: LostTime | None,
     ) -> tuple[list[float], float]:
         """(seconds of every repeat on this rank, CPU time of all of them with their barriers). All ranks start together."""
         seconds, start_cpu_s = [], time.process_time()
@@ -283,21 +359,33 @@ class _Prober:
             self._barrier_cpu_s[number] = cpu_s / BARRIERS
 
     def _mean_of_members(self, one: _Series, value: float) -> float:
-        total = torch.tensor([value, 1.0] if one.group.ranks is not None else [0.0, 0.0], dtype=torch.float64)
+        total = torch.tensor(
+            [value, 1.0] if one.group.ranks is not None else [0.0, 0.0], dtype=torch.float64
+        )
         dist.all_reduce(total, group=self.world.control)
         return float(total[0] / total[1])
 
 
 def _device_of(group: dist.ProcessGroup) -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if "nccl" in str(dist.get_backend_config(group)) else torch.device("cpu")
+    return (
+        torch.device("cuda", torch.cuda.current_device())
+        if "nccl" in str(dist.get_backend_config(group))
+        else torch.device("cpu")
+    )
 
 
 def _fit(one: _Series, points: dict[int, _Point]) -> CollectiveFit:
     sizes = sorted(points)
     found = [points[size] for size in sizes]
-    curve = fit_curve(sizes, [point.seconds for point in found], [uncertainty_of(point.spread, point.repeats) for point in found])
+    curve = fit_curve(
+        sizes,
+        [point.seconds for point in found],
+        [uncertainty_of(point.spread, point.repeats) for point in found],
+    )
     # The clock of CPU time may not tick within a small message.
-    cpu_alpha_s, cpu_beta_s_per_byte, _ = fit_alpha_beta(sizes, [max(point.cpu_s, CPU_CLOCK_S) for point in found])
+    cpu_alpha_s, cpu_beta_s_per_byte, _ = fit_alpha_beta(
+        sizes, [max(point.cpu_s, CPU_CLOCK_S) for point in found]
+    )
     return CollectiveFit(
         one.primitive,
         one.group.size,

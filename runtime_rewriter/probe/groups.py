@@ -42,7 +42,9 @@ def members_of(ranks: int, devices: tuple[int, ...]) -> dict[tuple[Where, int], 
     most = max(devices)
     if len(devices) > 1 and most > 1:
         groups[Where.ACROSS, len(devices)] = [list(firsts(devices))]
-        crowded = [first for first, count in zip(firsts(devices), devices, strict=True) if count == most]
+        crowded = [
+            first for first, count in zip(firsts(devices), devices, strict=True) if count == most
+        ]
         groups[Where.HOST, most] = [list(range(first, first + most)) for first in crowded]
     pair = (Where.ACROSS if len(devices) > 1 else Where.HOST, 2)
     if ranks > 2 and pair not in groups:
@@ -58,10 +60,14 @@ class ProbeGroups:
         self._mine: list[Ranks] = []
         self.groups = [ProbeGroup(Where.WORLD, world.size, world)] if world.size > 1 else []
         try:
-            for (where, size), all_members in (members_of(world.size, devices) if self.groups else {}).items():
+            for (where, size), all_members in (
+                members_of(world.size, devices) if self.groups else {}
+            ).items():
                 mine = next((members for members in all_members if world.rank in members), None)
                 count = world.agreed_count()
-                self.groups.append(ProbeGroup(where, size, None if mine is None else self._made(mine, count)))
+                self.groups.append(
+                    ProbeGroup(where, size, None if mine is None else self._made(mine, count))
+                )
         except BaseException:
             self.destroy()
             raise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autotune.profiling.host_links import PairCost
+from autotune.profiling.fits.host_links import PairCost
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,12 @@ class Load:
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._stop.set()
         self._thread.join(STOP_TIMEOUT_S)
 
@@ -50,7 +55,9 @@ class Load:
         """
         before, start_s = self.units, time.perf_counter()
         while (watched_s := time.perf_counter() - start_s) < REST_S or self.units == before:
-            if not self._thread.is_alive() or (self.units == before and watched_s > self._unit_timeout_s):
+            if not self._thread.is_alive() or (
+                self.units == before and watched_s > self._unit_timeout_s
+            ):
                 raise AutotuneError(
                     f"the computation beside a probe must go on, but finished nothing for {watched_s:.1f} s on {self._device}; "
                     "see the log of this rank, and probe again when the device is free"

@@ -30,7 +30,9 @@ def _exchange(primitive: Primitive) -> Preparation:
     def prepare(ranks: Ranks, size_bytes: int, device: Device) -> Operation:
         elements = max(size_bytes // 4 // ranks.size, 1) * ranks.size
         values = torch.zeros(elements, device=device.device)
-        steps = flat_sum(primitive, values, Lanes(ranks, device), Circle.world(ranks.size), 0).steps()
+        steps = flat_sum(
+            primitive, values, Lanes(ranks, device), Circle.world(ranks.size), 0
+        ).steps()
 
         def operation() -> None:
             for _, step in steps:
@@ -81,9 +83,13 @@ def _reduce(ranks: Ranks, size_bytes: int, device: Device) -> Operation:
     return lambda: _none(dist.reduce(tensor, group=ranks.first, group_dst=0))
 
 
-def _whole_and_shard(ranks: Ranks, size_bytes: int, device: Device) -> tuple[torch.Tensor, torch.Tensor]:
+def _whole_and_shard(
+    ranks: Ranks, size_bytes: int, device: Device
+) -> tuple[torch.Tensor, torch.Tensor]:
     elements = max(size_bytes // 4 // ranks.size, 1)
-    return torch.zeros(elements * ranks.size, device=device.device), torch.zeros(elements, device=device.device)
+    return torch.zeros(elements * ranks.size, device=device.device), torch.zeros(
+        elements, device=device.device
+    )
 
 
 def _none(_: object) -> None:

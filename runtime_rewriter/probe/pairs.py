@@ -1,4 +1,4 @@
-"""Ping-pong between pairs of hosts, and between two devices of each host: what `autotune/profiling/host_links.py` asks for."""
+"""Ping-pong between pairs of hosts, and between two devices of each host: what `autotune/profiling/fits/host_links.py` asks for."""
 
 # mypy: untyped-calls-exclude=torch
 
@@ -10,7 +10,14 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from autotune.profiling.host_links import Pair, PairCost, first_rounds, last_rounds, own_links, pair_cost
+from autotune.profiling.fits.host_links import (
+    Pair,
+    PairCost,
+    first_rounds,
+    last_rounds,
+    own_links,
+    pair_cost,
+)
 from runtime_rewriter.probe.groups import firsts
 from runtime_rewriter.probe.link import ProbedLink
 from runtime_rewriter.pytorch.exchange.device import Device
@@ -40,8 +47,14 @@ class PairProbe:
         rounds = first_rounds(len(devices)) if len(devices) > 1 else []
         if crowded:
             said("links inside the hosts")
-            costs = self._round([(first[host], first[host] + 1) for host in crowded], len(rounds) + 1, end)
-            links += [ProbedLink(host, True, cost) for host, cost in zip(crowded, costs, strict=True) if cost is not None]
+            costs = self._round(
+                [(first[host], first[host] + 1) for host in crowded], len(rounds) + 1, end
+            )
+            links += [
+                ProbedLink(host, True, cost)
+                for host, cost in zip(crowded, costs, strict=True)
+                if cost is not None
+            ]
         found: dict[Pair, PairCost] = {}
         self._rounds(rounds, first, found, end, said)
         if found:
@@ -51,11 +64,20 @@ class PairProbe:
             links.append(ProbedLink(host, False, cost, probes, told))
         return tuple(links)
 
-    def _rounds(self, rounds: list[list[Pair]], first: tuple[int, ...], found: dict[Pair, PairCost], end: float, said: Said) -> None:
+    def _rounds(
+        self,
+        rounds: list[list[Pair]],
+        first: tuple[int, ...],
+        found: dict[Pair, PairCost],
+        end: float,
+        said: Said,
+    ) -> None:
         for number, pairs in enumerate(rounds):
             said(f"links of the hosts, {number + 1} of {len(rounds)}")
             costs = self._round([(first[a], first[b]) for a, b in pairs], len(rounds) - number, end)
-            found.update({pair: cost for pair, cost in zip(pairs, costs, strict=True) if cost is not None})
+            found.update(
+                {pair: cost for pair, cost in zip(pairs, costs, strict=True) if cost is not None}
+            )
 
     def _round(self, pairs: list[Pair], open_rounds: int, end: float) -> list[PairCost | None]:
         """All pairs of ranks at the same time; None where fewer than two sizes fitted into the time."""
@@ -71,15 +93,24 @@ class PairProbe:
             seconds = self._ping_pong(pairs, size, repeats)
             sizes.append(size)
             series.append(seconds)
-            expected_s = max(median(row) for row in seconds) * LINK_BYTES[min(len(sizes), len(LINK_BYTES) - 1)] / size
+            expected_s = (
+                max(median(row) for row in seconds)
+                * LINK_BYTES[min(len(sizes), len(LINK_BYTES) - 1)]
+                / size
+            )
         if len(sizes) < 2:
             return [None] * len(pairs)
-        return [pair_cost(sizes, [seconds[number] for seconds in series]) for number in range(len(pairs))]
+        return [
+            pair_cost(sizes, [seconds[number] for seconds in series])
+            for number in range(len(pairs))
+        ]
 
     def _ping_pong(self, pairs: list[Pair], size_bytes: int, repeats: int) -> list[list[float]]:
         """One-way seconds of every repeat, shape (pairs, repeats); one more runs first, untimed."""
         seconds = torch.zeros(len(pairs), repeats, dtype=torch.float64)
-        tensor = torch.zeros(max(int(size_bytes / self._byte_scale) // 4, 1), device=self._device.device)
+        tensor = torch.zeros(
+            max(int(size_bytes / self._byte_scale) // 4, 1), device=self._device.device
+        )
         mine = next((number for number, pair in enumerate(pairs) if self._world.rank in pair), None)
         if mine is not None:
             here, there = pairs[mine]

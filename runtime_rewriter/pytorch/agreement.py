@@ -10,7 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from autotune.errors import AutotuneError, InvalidInput, InvalidStrategy, ModelMismatch, PlanMismatch, SynchronizationError
+from autotune.errors import (
+    AutotuneError,
+    InvalidInput,
+    InvalidStrategy,
+    ModelMismatch,
+    PlanMismatch,
+    SynchronizationError,
+)
 from autotune.strategy_space.enactable import why_refused
 from autotune.strategy_space.plan import Plan, TensorSlice
 from autotune.workload import Variable, Workload
@@ -22,16 +29,22 @@ _MASK = 2**32 - 1
 def trainable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """Name -> parameter with a gradient, each once (tied weights share one name), as torch's DDP takes them."""
     ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
-    found = {name: p for name, p in module.named_parameters() if p.requires_grad and name not in ignored}
+    found = {
+        name: p for name, p in module.named_parameters() if p.requires_grad and name not in ignored
+    }
     if not found:
-        raise InvalidInput("synchronization needs a module with at least one parameter that requires a gradient, but it has none")
+        raise InvalidInput(
+            "synchronization needs a module with at least one parameter that requires a gradient, but it has none"
+        )
     return found
 
 
 def assumed_workload(module: nn.Module) -> Workload:
     """The module's variables in reverse definition order, without any measurement (source "assumed")."""
     parameters = trainable_parameters(module)
-    variables = tuple(Variable(name, tuple(p.shape), dtype_name(p)) for name, p in reversed(parameters.items()))
+    variables = tuple(
+        Variable(name, tuple(p.shape), dtype_name(p)) for name, p in reversed(parameters.items())
+    )
     device = next(iter(parameters.values())).device.type
     return Workload(type(module).__name__, variables, device=device)
 
@@ -46,11 +59,15 @@ def check_fit(plan: Plan, module: nn.Module, world_size: int) -> None:
     if reason is not None:
         raise InvalidStrategy(f"plan {plan.id} cannot be enacted: {reason}")
     if plan.world_size != world_size:
-        raise ModelMismatch(f"plan {plan.id} is made for {plan.world_size} ranks, but {world_size} take part; tune for this world size")
+        raise ModelMismatch(
+            f"plan {plan.id} is made for {plan.world_size} ranks, but {world_size} take part; tune for this world size"
+        )
     parameters = trainable_parameters(module)
     devices = sorted({str(parameter.device) for parameter in parameters.values()})
     if len(devices) > 1:
-        raise InvalidStrategy(f"a replica must be on one device for plans, but the model's parameters are on {', '.join(devices)}")
+        raise InvalidStrategy(
+            f"a replica must be on one device for plans, but the model's parameters are on {', '.join(devices)}"
+        )
     slices: dict[str, list[TensorSlice]] = defaultdict(list)
     for message in plan.messages:
         for part in message.slices:
@@ -65,10 +82,14 @@ def check_fit(plan: Plan, module: nn.Module, world_size: int) -> None:
         _check_cover(plan, name, parts, parameters[name])
     workload_id = assumed_workload(module).id
     if plan.workload_id != workload_id:
-        raise ModelMismatch(f"plan {plan.id} is made for {plan.workload_id}, but the model is {workload_id} (shapes differ); tune again")
+        raise ModelMismatch(
+            f"plan {plan.id} is made for {plan.workload_id}, but the model is {workload_id} (shapes differ); tune again"
+        )
 
 
-def _check_names(plan: Plan, slices: Mapping[str, object], parameters: Mapping[str, Tensor]) -> None:
+def _check_names(
+    plan: Plan, slices: Mapping[str, object], parameters: Mapping[str, Tensor]
+) -> None:
     unknown, lacking = sorted(set(slices) - set(parameters)), sorted(set(parameters) - set(slices))
     if unknown or lacking:
         raise ModelMismatch(
@@ -97,7 +118,9 @@ def _check_cover(plan: Plan, name: str, parts: list[TensorSlice], parameter: Ten
         extent = parameter.shape[axis] if axis < parameter.dim() else -1
         stops = [0, *(stop for _, stop in rows)]
         fits = [start for start, _ in rows] == stops[:-1] and stops[-1] == extent
-        fits = fits and all(part.elements * extent == parameter.numel() * (part.stop - part.start) for part in parts)
+        fits = fits and all(
+            part.elements * extent == parameter.numel() * (part.stop - part.start) for part in parts
+        )
     if not fits:
         raise ModelMismatch(
             f"plan {plan.id} must cover every element of {name!r} once, but its {len(parts)} slice(s) do not fit "
@@ -105,7 +128,9 @@ def _check_cover(plan: Plan, name: str, parts: list[TensorSlice], parameter: Ten
         )
 
 
-def agree(ranks: Ranks, plan: Plan | None, error: AutotuneError | None, byte_scale: float = 1.0) -> None:
+def agree(
+    ranks: Ranks, plan: Plan | None, error: AutotuneError | None, byte_scale: float = 1.0
+) -> None:
     """Collective: every rank returns, or every rank raises.
 
     Raises the rank's own `error`, or the same class with the failing rank's message; `PlanMismatch` with each
@@ -113,8 +138,13 @@ def agree(ranks: Ranks, plan: Plan | None, error: AutotuneError | None, byte_sca
     come within the control timeout.
     """
     number = int(plan.id.rpartition("-")[2], 16) if plan is not None and error is None else 0
-    held = [*([-1, -1] if plan is None else [number >> 32, number & _MASK]), *struct.unpack("<II", struct.pack("<d", byte_scale))]
-    words = torch.tensor([int(error is not None), *held, *(-word for word in held)], dtype=torch.int64, device="cpu")
+    held = [
+        *([-1, -1] if plan is None else [number >> 32, number & _MASK]),
+        *struct.unpack("<II", struct.pack("<d", byte_scale)),
+    ]
+    words = torch.tensor(
+        [int(error is not None), *held, *(-word for word in held)], dtype=torch.int64, device="cpu"
+    )
     try:
         dist.all_reduce(words, op=dist.ReduceOp.MAX, group=ranks.control)
         failed, *largest = words.tolist()
@@ -136,5 +166,9 @@ def agree(ranks: Ranks, plan: Plan | None, error: AutotuneError | None, byte_sca
         if kind:
             family = ModelMismatch if kind == ModelMismatch.__name__ else InvalidStrategy
             raise family(f"rank {rank} cannot load the plan: {text}")
-    listed = ", ".join(f"rank {rank} holds {plan_id}" for rank, (plan_id, _, _) in enumerate(reports))
-    raise PlanMismatch(f"every rank must hold the same plan, but {listed}; give all ranks the same export")
+    listed = ", ".join(
+        f"rank {rank} holds {plan_id}" for rank, (plan_id, _, _) in enumerate(reports)
+    )
+    raise PlanMismatch(
+        f"every rank must hold the same plan, but {listed}; give all ranks the same export"
+    )

@@ -54,10 +54,18 @@ class AttachedSynchronizer(GradientSynchronizer):
     Only a DDP can drive a reducer that looks for unused parameters or learns a static graph.
     """
 
-    def __init__(self, module: nn.Module, process_group: dist.ProcessGroup | None, broadcast_buffers: bool, **options: Any) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        process_group: dist.ProcessGroup | None,
+        broadcast_buffers: bool,
+        **options: Any,
+    ) -> None:
         simple = not (options.get("find_unused_parameters") or options.get("static_graph"))
         self._driven = ModuleCarrier(module, carries=simple)
-        super().__init__(module, process_group, carrier=self._driven, buffers=self._sent_buffers, **options)
+        super().__init__(
+            module, process_group, carrier=self._driven, buffers=self._sent_buffers, **options
+        )
         self._broadcast_buffers = broadcast_buffers
         self._sync_next = True
         self._own_forward: dict[str, Any] | None = None  # while an accelerator stands in for it
@@ -76,7 +84,9 @@ class AttachedSynchronizer(GradientSynchronizer):
     def emulate(self, accelerator: Accelerator | None) -> None:
         """The module's own `forward` gives way, and comes back."""
         super().emulate(accelerator)
-        own = self.module.__dict__  # not setattr: a compiled module hands that on to the module inside
+        own = (
+            self.module.__dict__
+        )  # not setattr: a compiled module hands that on to the module inside
         if self._own_forward is not None:
             own.pop("forward")
             own.update(self._own_forward)
@@ -95,7 +105,9 @@ class AttachedSynchronizer(GradientSynchronizer):
         buffers = self._sent_buffers()
         if self.plan is not None and self._sync_next and buffers:
             with torch.no_grad(), _unsafe_preserve_version_counter(tuple(buffers)):
-                _broadcast_coalesced(self.process_group, parts_of(buffers, self.byte_scale), BROADCAST_BYTES, 0)
+                _broadcast_coalesced(
+                    self.process_group, parts_of(buffers, self.byte_scale), BROADCAST_BYTES, 0
+                )
         self._sync_next = training and self._synchronizing
         if training:
             self._driven.before_forward(self._synchronizing)
@@ -156,5 +168,7 @@ def attach(
 
 def attached_to(module: nn.Module) -> GradientSynchronizer | None:
     """The synchronizer that `attach` made for this module; None where there is none."""
-    owners = (hook.owner for hook in module._forward_pre_hooks.values() if isinstance(hook, _ForwardHook))
+    owners = (
+        hook.owner for hook in module._forward_pre_hooks.values() if isinstance(hook, _ForwardHook)
+    )
     return next((owner for owner in owners if isinstance(owner, GradientSynchronizer)), None)

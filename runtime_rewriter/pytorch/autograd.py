@@ -40,7 +40,9 @@ _VIEWS = frozenset(
 
 def tensors_with_graph(output: object) -> list[Tensor]:
     """Tensors in a module's output (nested containers and dataclasses too) that backward can start from."""
-    found: list[Tensor] = [t for t in _find_tensors(output) if t.requires_grad and t.grad_fn is not None]
+    found: list[Tensor] = [
+        t for t in _find_tensors(output) if t.requires_grad and t.grad_fn is not None
+    ]
     return found
 
 
@@ -74,11 +76,15 @@ def _leaf_index(node: Node, index_of: Callable[[Tensor], int | None]) -> int | N
 
 def by_identity(parameters: Iterable[Tensor]) -> Callable[[Tensor], int | None]:
     """Parameter -> position. Tensors are kept alive by the caller."""
-    table: Mapping[int, int] = {id(parameter): position for position, parameter in enumerate(parameters)}
+    table: Mapping[int, int] = {
+        id(parameter): position for position, parameter in enumerate(parameters)
+    }
     return lambda tensor: table.get(id(tensor))
 
 
-def reachable_variables(tensors: Iterable[Tensor], index_of: Callable[[Tensor], int | None]) -> set[int]:
+def reachable_variables(
+    tensors: Iterable[Tensor], index_of: Callable[[Tensor], int | None]
+) -> set[int]:
     """Variables that a backward pass from `tensors` can reach. O(nodes); this is the cost of finding unused ones."""
     found: set[int] = set()
     seen: set[Node] = set()
@@ -96,7 +102,9 @@ def reachable_variables(tensors: Iterable[Tensor], index_of: Callable[[Tensor], 
 
 
 @torch.no_grad()
-def variable_edges(tensors: Iterable[Tensor], index_of: Callable[[Tensor], int | None], most_nodes: int = 100_000) -> set[tuple[int, int]]:
+def variable_edges(
+    tensors: Iterable[Tensor], index_of: Callable[[Tensor], int | None], most_nodes: int = 100_000
+) -> set[tuple[int, int]]:
     """Unordered pairs (i < j) of variables whose operations are neighbours in the data-flow graph.
 
     An operation's own variables hang on it directly or through a chain of views and casts of the variable

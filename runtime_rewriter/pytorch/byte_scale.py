@@ -29,12 +29,16 @@ class ScaledReduction:
     byte_scale: float
 
 
-def scaled_all_reduce(state: ScaledReduction, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+def scaled_all_reduce(
+    state: ScaledReduction, bucket: GradBucket
+) -> torch.futures.Future[torch.Tensor]:
     """What DDP does without a hook, with the first part of the bucket: divide by the world size, sum over the ranks."""
     whole = bucket.buffer().div_(state.group.size())
     if whole.is_sparse:
         return _sparse_all_reduce(whole.coalesce(), state)
-    work = dist.all_reduce(whole[: travelling(whole.numel(), state.byte_scale)], group=state.group, async_op=True)
+    work = dist.all_reduce(
+        whole[: travelling(whole.numel(), state.byte_scale)], group=state.group, async_op=True
+    )
     assert work is not None
     return work.get_future().then(lambda _: whole)
 
@@ -42,7 +46,9 @@ def scaled_all_reduce(state: ScaledReduction, bucket: GradBucket) -> torch.futur
 def _sparse_all_reduce(whole: Tensor, state: ScaledReduction) -> torch.futures.Future[torch.Tensor]:
     """The first rows of this rank; the sum holds those that some rank sent."""
     rows = travelling(whole._nnz(), state.byte_scale)
-    part = torch.sparse_coo_tensor(whole.indices()[:, :rows], whole.values()[:rows], whole.shape, check_invariants=False)
+    part = torch.sparse_coo_tensor(
+        whole.indices()[:, :rows], whole.values()[:rows], whole.shape, check_invariants=False
+    )
     work = dist.all_reduce(part, group=state.group, async_op=True)
     assert work is not None
     return work.get_future().then(lambda done: done.value()[0])
@@ -55,11 +61,18 @@ def scale_reducer(model: DistributedDataParallel, byte_scale: float) -> None:
     if model._comm_hooks:
         raise InvalidInput(problem)
     try:
-        model.register_comm_hook(ScaledReduction(model.process_group, byte_scale), scaled_all_reduce)
+        model.register_comm_hook(
+            ScaledReduction(model.process_group, byte_scale), scaled_all_reduce
+        )
     except RuntimeError as error:  # a built-in hook is known to the reducer alone
         raise InvalidInput(problem) from error
 
 
 def parts_of(tensors: Iterable[Tensor], byte_scale: float) -> list[Tensor]:
     """The first 1/k of every tensor, as views; a tensor that is not contiguous stays whole."""
-    return [t.view(-1)[: travelling(t.numel(), byte_scale)] if byte_scale != 1 and t.is_contiguous() else t for t in tensors]
+    return [
+        t.view(-1)[: travelling(t.numel(), byte_scale)]
+        if byte_scale != 1 and t.is_contiguous()
+        else t
+        for t in tensors
+    ]

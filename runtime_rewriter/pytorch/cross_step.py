@@ -27,7 +27,10 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from autotune.errors import SynchronizationError
 from runtime_rewriter.pytorch.exchange.device import Device
@@ -52,7 +55,9 @@ class _Pending:
     """A variable whose average or update is still to come."""
 
     gradient: Tensor | None  # the rank's own, which the average is written into
-    due: list[tuple[DueUpdate, int]] = field(default_factory=list)  # with the number of the variable's parameter group
+    due: list[tuple[DueUpdate, int]] = field(
+        default_factory=list
+    )  # with the number of the variable's parameter group
 
 
 class CrossStep:
@@ -63,13 +68,22 @@ class CrossStep:
     waited for when the backward pass ends.
     """
 
-    def __init__(self, parameters: Sequence[Parameter], device: Device, write: Callable[[Iterable[int]], None]) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[Parameter],
+        device: Device,
+        write: Callable[[Iterable[int]], None],
+    ) -> None:
         self._parameters, self._device, self._write = parameters, device, write
         self._stream = device.stream()
-        self._position_of = {id(parameter): position for position, parameter in enumerate(parameters)}
+        self._position_of = {
+            id(parameter): position for position, parameter in enumerate(parameters)
+        }
         self._pending: dict[int, _Pending] = {}
         self._stashed: set[int] = set()  # gradients that a running step() must not see
-        self._withheld: dict[int, Tensor] = {}  # from a running step(), since somebody else makes its update
+        self._withheld: dict[
+            int, Tensor
+        ] = {}  # from a running step(), since somebody else makes its update
         self.updates_played = False
         """What stands for the computation stands for the updates, too: optimizers find no gradients."""
         self._outstanding: dict[int, Arriving] = {}
@@ -130,7 +144,12 @@ class CrossStep:
     def forward_begins(self, seen: bool = True) -> None:
         """`seen`: the module itself computes; otherwise whoever stands for it reads the variables in its place."""
         self._script.stop_looking()
-        if self._enabled and self._unseen is None and self._script.seen > 0 and self.why_not() is None:
+        if (
+            self._enabled
+            and self._unseen is None
+            and self._script.seen > 0
+            and self.why_not() is None
+        ):
             self._learn_reads(seen)
 
     def forward_ended(self) -> None:
@@ -148,11 +167,15 @@ class CrossStep:
             return
         for position in self._unread or ():  # of a forward pass that did not come to its end
             unwatch(self._parameters[position])
-        unread = {position for position, parameter in enumerate(self._parameters) if not is_watched(parameter)}
+        unread = {
+            position
+            for position, parameter in enumerate(self._parameters)
+            if not is_watched(parameter)
+        }
         self._unread = unread
         for position in tuple(unread):
             if can_watch(self._parameters[position]):
-                watch(self._parameters[position], lambda _, position=position: unread.discard(position))  # type: ignore[misc]
+                watch(self._parameters[position], partial(_mark_read, unread, position))
 
     # -- backward ------------------------------------------------------------------------------------
 
@@ -170,9 +193,17 @@ class CrossStep:
             self._outstanding = {message.number: message for message in messages}
             self._missing = [len(of_variable) for of_variable in self._messages_of]
             self._complete = []
-            self._pending = {position: _Pending(self._parameters[position].grad) for position in positions}
+            self._pending = {
+                position: _Pending(self._parameters[position].grad) for position in positions
+            }
             unseen = self._unseen
-            self.settle([position for position in self._pending if position in unseen or not self._can_watch(position)])
+            self.settle(
+                [
+                    position
+                    for position in self._pending
+                    if position in unseen or not self._can_watch(position)
+                ]
+            )
             for position, pending in self._pending.items():
                 assert pending.gradient is not None
                 on_read = partial(self._on_read, position)
@@ -182,7 +213,9 @@ class CrossStep:
     def _can_watch(self, position: int) -> bool:
         """Without a gradient of its own, a variable would look to step() as if it were unused."""
         gradient = self._pending[position].gradient
-        return gradient is not None and can_watch(gradient) and can_watch(self._parameters[position])
+        return (
+            gradient is not None and can_watch(gradient) and can_watch(self._parameters[position])
+        )
 
     def _on_read(self, position: int, _: Tensor) -> None:
         self.settle((position,))
@@ -209,7 +242,12 @@ class CrossStep:
         `rest`: every message is waited for, those of no pending variable too.
         """
         with self._lock:
-            needed = {m.number for position in positions if position in self._pending for m in self._messages_of[position]}
+            needed = {
+                m.number
+                for position in positions
+                if position in self._pending
+                for m in self._messages_of[position]
+            }
             waited_for = sorted(self._outstanding if rest else needed & self._outstanding.keys())
             if not (waited_for or self._complete or self._next_arrived()):
                 return 0.0  # most reads: to leave torch's modes and come back would cost more than all else here
@@ -253,7 +291,10 @@ class CrossStep:
                     dropped.append(parameter)
                 parameter.grad = pending.gradient
         self._write(positions)
-        for position, pending in done.items():  # before the update: optimizers look at the class of what they update
+        for (
+            position,
+            pending,
+        ) in done.items():  # before the update: optimizers look at the class of what they update
             unwatch(self._parameters[position])
             if pending.gradient is not None:
                 unwatch(pending.gradient)
@@ -271,14 +312,18 @@ class CrossStep:
             for position, pending in done.items():
                 if turn < len(pending.due):
                     update, group = pending.due[turn]
-                    due.setdefault(id(update), (update, {}))[1].setdefault(group, []).append(self._parameters[position])
+                    due.setdefault(id(update), (update, {}))[1].setdefault(group, []).append(
+                        self._parameters[position]
+                    )
             for update, members in due.values():
                 update.make(members)
             due.clear()
 
     # -- the script's optimizers ---------------------------------------------------------------------
 
-    def before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def before_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         numbers = group_numbers(optimizer)
         if self._position_of.keys().isdisjoint(numbers):
             return
@@ -288,7 +333,11 @@ class CrossStep:
         elif self._script.looking:
             reason = self._script.look_at(optimizer, numbers, closure)
             if reason is not None and self._enabled:
-                warnings.warn(f"the plan's synchronization ends with each backward pass, since {reason}", RuntimeWarning, stacklevel=2)
+                warnings.warn(
+                    f"the plan's synchronization ends with each backward pass, since {reason}",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
         if self.updates_played and not closure:
             self._withhold(numbers)
 
@@ -309,7 +358,9 @@ class CrossStep:
         with torch._C.DisableTorchFunctionSubclass():
             for position in mine:
                 parameter = self._parameters[position]
-                if parameter.grad is not None:  # otherwise the script has dropped it, and its step would pass it by
+                if (
+                    parameter.grad is not None
+                ):  # otherwise the script has dropped it, and its step would pass it by
                     self._pending[position].due.append((update, numbers[id(parameter)]))
                     parameter.grad = None
                     self._stashed.add(position)
@@ -334,6 +385,10 @@ class CrossStep:
 
 _PRESENT: WeakSet[CrossStep] = WeakSet()
 _OWN_HOOKS: set[int] = set()
+
+
+def _mark_read(unread: set[int], position: int, _: Tensor) -> None:
+    unread.discard(position)
 
 
 def _take_part(cross_step: CrossStep) -> None:

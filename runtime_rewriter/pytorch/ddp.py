@@ -81,10 +81,19 @@ class PlannedDataParallel(DistributedDataParallel):
     def _why_not(self) -> str | None:
         """Uses of DDP whose meaning lies in its reducer."""
         conditions = (
-            (self.mixed_precision is not None, "the DDP was built with mixed_precision; use torch.autocast"),
-            (bool(self._delay_all_reduce_params), "the DDP was built with delay_all_reduce_named_params"),
+            (
+                self.mixed_precision is not None,
+                "the DDP was built with mixed_precision; use torch.autocast",
+            ),
+            (
+                bool(self._delay_all_reduce_params),
+                "the DDP was built with delay_all_reduce_named_params",
+            ),
             (self._use_python_reducer, "torch._dynamo's optimize_ddp is 'python_reducer'"),
-            (self._join_config.enable, "the DDP runs under join(), whose finished ranks answer DDP's own messages only"),
+            (
+                self._join_config.enable,
+                "the DDP runs under join(), whose finished ranks answer DDP's own messages only",
+            ),
             (hasattr(self, "buffer_hook"), "the DDP has a hook for buffers"),
             (
                 any(hasattr(p, "_in_backward_optimizers") for p in self.module.parameters()),
@@ -93,7 +102,9 @@ class PlannedDataParallel(DistributedDataParallel):
         )
         return next((reason for holds, reason in conditions if holds), None)
 
-    @torch.compiler.disable(recursive=False)  # torch.compile(model) compiles what is called from here
+    @torch.compiler.disable(
+        recursive=False
+    )  # torch.compile(model) compiles what is called from here
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         synchronizer, carrier = self._synchronizer, self._carrier
         if synchronizer is None or carrier is None:
@@ -101,8 +112,12 @@ class PlannedDataParallel(DistributedDataParallel):
         if not torch.is_grad_enabled():
             synchronizer.before_evaluation()
             return super().forward(*inputs, **kwargs)
-        joining = self._join_config.enable  # torch never takes it back: a script that joins does so every epoch
-        answered = not (joining and synchronizer.plan is not None)  # finished ranks answer DDP's own messages only
+        joining = (
+            self._join_config.enable
+        )  # torch never takes it back: a script that joins does so every epoch
+        answered = not (
+            joining and synchronizer.plan is not None
+        )  # finished ranks answer DDP's own messages only
         synchronizer.before_forward(self.require_backward_grad_sync and answered)
         if joining:
             synchronizer.mark_unclean()
@@ -126,7 +141,9 @@ class PlannedDataParallel(DistributedDataParallel):
 
     def _leave_reducer_idle(self, carrier: DdpCarrier) -> None:
         """One that looks for unused parameters, or still learns a static graph, will count the hooks of this step."""
-        self._reducer_is_stale |= carrier.own_is_learning or (self.find_unused_parameters and not self.static_graph)
+        self._reducer_is_stale |= carrier.own_is_learning or (
+            self.find_unused_parameters and not self.static_graph
+        )
 
     @torch.compiler.disable(recursive=False)
     def _planned_forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -135,7 +152,9 @@ class PlannedDataParallel(DistributedDataParallel):
             self._sync_buffers()
         if self.device_ids:
             device = torch.device(self.device_type, self.device_ids[0])
-            moved, moved_kwargs = _to_kwargs(inputs, kwargs, device, self.use_side_stream_for_tensor_copies)
+            moved, moved_kwargs = _to_kwargs(
+                inputs, kwargs, device, self.use_side_stream_for_tensor_copies
+            )
             inputs, kwargs = moved[0], moved_kwargs[0]
         output = self._run_ddp_forward(*inputs, **kwargs)
         self.require_forward_param_sync = self.require_backward_grad_sync
@@ -150,9 +169,13 @@ class PlannedDataParallel(DistributedDataParallel):
         return self._synchronizer.compute(super()._run_ddp_forward, inputs, kwargs)
 
     @torch.compiler.disable
-    def _distributed_broadcast_coalesced(self, tensors: list[torch.Tensor], buffer_size: int, authoritative_rank: int = 0) -> None:
+    def _distributed_broadcast_coalesced(
+        self, tensors: list[torch.Tensor], buffer_size: int, authoritative_rank: int = 0
+    ) -> None:
         scale = 1.0 if self._synchronizer is None else self._synchronizer.byte_scale
-        super()._distributed_broadcast_coalesced(parts_of(tensors, scale), buffer_size, authoritative_rank)
+        super()._distributed_broadcast_coalesced(
+            parts_of(tensors, scale), buffer_size, authoritative_rank
+        )
 
     # What a script registers belongs to DDP's own reducer; under a plan, the plan synchronizes.
 
@@ -172,7 +195,9 @@ class PlannedDataParallel(DistributedDataParallel):
             self._carrier.set_static_graph()
 
     def join_hook(self, **kwargs: Any) -> Any:
-        if self._carrier is not None:  # a finished rank answers what DDP's own reducer sends elsewhere, and may make no step here
+        if (
+            self._carrier is not None
+        ):  # a finished rank answers what DDP's own reducer sends elsewhere, and may make no step here
             self._place_own_reducer(self._carrier)
         return super().join_hook(**kwargs)
 
@@ -183,7 +208,12 @@ class PlannedDataParallel(DistributedDataParallel):
         """DDP's own, as it was when the DDP was built: what it counted of others' steps is forgotten."""
         ddp: Any = self  # torch leaves these methods without types
         parameters, sparse = ddp._build_params_for_reducer()
-        ddp._ddp_init_helper(parameters, sparse, ddp._build_debug_param_to_name_mapping(parameters), self.static_graph)
+        ddp._ddp_init_helper(
+            parameters,
+            sparse,
+            ddp._build_debug_param_to_name_mapping(parameters),
+            self.static_graph,
+        )
         if self.static_graph:
             ddp.reducer._set_static_graph()
             ddp.logger._set_static_graph()
@@ -211,7 +241,9 @@ class ModelObserver(Protocol):
 
 
 @contextmanager
-def replaced_ddp(session: ModelObserver, *, timeout_s: float = 60.0, agreement_timeout_s: float = 20.0) -> Iterator[None]:
+def replaced_ddp(
+    session: ModelObserver, *, timeout_s: float = 60.0, agreement_timeout_s: float = 20.0
+) -> Iterator[None]:
     """Inside, `DistributedDataParallel(...)` builds a `PlannedDataParallel` and tells `session`; always restored."""
 
     class Replacement(PlannedDataParallel):
@@ -246,7 +278,9 @@ def replaced_ddp(session: ModelObserver, *, timeout_s: float = 60.0, agreement_t
 
 
 @contextmanager
-def adopted(ddp: DistributedDataParallel, *, timeout_s: float, agreement_timeout_s: float) -> Iterator[GradientSynchronizer]:
+def adopted(
+    ddp: DistributedDataParallel, *, timeout_s: float, agreement_timeout_s: float
+) -> Iterator[GradientSynchronizer]:
     """Inside, a DDP that torch's own class built takes plans, and its steps can be listened to; it is as before afterwards.
 
     Collective at its begin, local at its end; between two steps. One that takes plans already goes on doing so.
@@ -256,7 +290,9 @@ def adopted(ddp: DistributedDataParallel, *, timeout_s: float, agreement_timeout
         yield ddp.synchronizer
         return
     if type(ddp) is not DistributedDataParallel:
-        raise InvalidInput(f"the model must be a torch.nn.parallel.DistributedDataParallel itself, but is a {type(ddp).__name__}")
+        raise InvalidInput(
+            f"the model must be a torch.nn.parallel.DistributedDataParallel itself, but is a {type(ddp).__name__}"
+        )
     taken: Any = ddp
     taken.__class__ = PlannedDataParallel
     taken.timeout_s, taken.agreement_timeout_s = timeout_s, agreement_timeout_s
@@ -268,7 +304,13 @@ def adopted(ddp: DistributedDataParallel, *, timeout_s: float, agreement_timeout
             taken._synchronizer.close()
         if taken._reducer_is_stale:
             taken._rebuild_reducer()
-        for name in ("_carrier", "_synchronizer", "_reducer_is_stale", "timeout_s", "agreement_timeout_s"):
+        for name in (
+            "_carrier",
+            "_synchronizer",
+            "_reducer_is_stale",
+            "timeout_s",
+            "agreement_timeout_s",
+        ):
             taken.__dict__.pop(name, None)
         taken.__class__ = DistributedDataParallel
 

@@ -39,7 +39,14 @@ from torch.autograd.function import once_differentiable
 from autotune.errors import InvalidInput
 from runtime_rewriter.emulation import Timetable, Waiter
 from runtime_rewriter.pytorch.hooks import GradientSynchronizer
-from runtime_rewriter.pytorch.recording import GradientRecorder, Output, Recording, collectives_made, signature_of, tensors_needing_gradient
+from runtime_rewriter.pytorch.recording import (
+    GradientRecorder,
+    Output,
+    Recording,
+    collectives_made,
+    signature_of,
+    tensors_needing_gradient,
+)
 
 Due = tuple[tuple[int, ...], float]
 """Positions of parameters whose gradients are ready, or which are read, at the same time of the timetable."""
@@ -70,7 +77,9 @@ class EmulatedAccelerator:
         self._recordings: dict[Hashable, Recording] = {}
         self._recorder: GradientRecorder | None = None
         self._recorded: tuple[Hashable, Output] | None = None  # waits for its gradients
-        self._in_backward = False  # a played pass has begun its backward pass since the last forward pass
+        self._in_backward = (
+            False  # a played pass has begun its backward pass since the last forward pass
+        )
         self._step_start_s: float | None = None
         self._synchronized_s: float | None = None
         self._waits = {name: Waiter() for name in ("forward", "backward", "update")}
@@ -84,7 +93,9 @@ class EmulatedAccelerator:
         if self._timetable is not None:
             if self._synchronized_s is not None:
                 self._waits["update"].until(self._synchronized_s + self._timetable.update_s)
-            self.overrun = sum(waiter.late_s for waiter in self._waits.values()) / self._timetable.compute_s
+            self.overrun = (
+                sum(waiter.late_s for waiter in self._waits.values()) / self._timetable.compute_s
+            )
         for waiter in self._waits.values():
             waiter.restart()
         self._step_start_s = self._synchronized_s = None
@@ -98,7 +109,9 @@ class EmulatedAccelerator:
     # -- forward -------------------------------------------------------------------------------------
 
     @torch.compiler.disable
-    def run(self, compute: Callable[..., Any], inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(
+        self, compute: Callable[..., Any], inputs: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """The module's forward pass, played if one like it was recorded, else computed and recorded."""
         if self._step_start_s is None:
             self._step_start_s = time.perf_counter()
@@ -106,13 +119,25 @@ class EmulatedAccelerator:
         self._in_backward = False
         key = (self._synchronizer.module.training, signature_of((inputs, kwargs)))
         recording = self._recordings.get(key)
-        return self._record(key, compute, inputs, kwargs) if recording is None else self._play(recording)
+        return (
+            self._record(key, compute, inputs, kwargs)
+            if recording is None
+            else self._play(recording)
+        )
 
-    def _record(self, key: Hashable, compute: Callable[..., Any], inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _record(
+        self,
+        key: Hashable,
+        compute: Callable[..., Any],
+        inputs: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
         self._synchronizer.mark_unclean()
         self._synchronizer.cross_step.updates_played = False
         if tensors_needing_gradient((inputs, kwargs)):
-            raise InvalidInput("accelerators cannot be emulated: an input of the model requires a gradient; detach it")
+            raise InvalidInput(
+                "accelerators cannot be emulated: an input of the model requires a gradient; detach it"
+            )
         if len(self._recordings) == MOST_RECORDINGS:
             raise InvalidInput(
                 f"accelerators are emulated for at most {MOST_RECORDINGS} kinds of batches, but the model's inputs have more shapes "
@@ -121,18 +146,26 @@ class EmulatedAccelerator:
         made = collectives_made()
         output = compute(*inputs, **kwargs)
         if collectives_made() != made:
-            raise InvalidInput("accelerators cannot be emulated: the forward pass of the model has transfers of its own")
+            raise InvalidInput(
+                "accelerators cannot be emulated: the forward pass of the model has transfers of its own"
+            )
         recorded = Output.of(output)
         if any(recorded.needs_gradient):
             self._recorded = (key, recorded)
-            self._recorder = GradientRecorder(self._synchronizer.parameters, self._synchronizer.names)
+            self._recorder = GradientRecorder(
+                self._synchronizer.parameters, self._synchronizer.names
+            )
         return output
 
     def _finish_recording(self) -> None:
         """At the next forward pass. A pass that had no backward pass (an evaluation, say) is forgotten."""
         if self._recorder is None or self._recorded is None:
             return
-        (key, output), begun, gradients = self._recorded, self._recorder.begun, self._recorder.finish()
+        (key, output), begun, gradients = (
+            self._recorded,
+            self._recorder.begun,
+            self._recorder.finish(),
+        )
         self._recorder = self._recorded = None
         if begun:
             self._recordings[key] = Recording(output, gradients)
@@ -153,7 +186,13 @@ class EmulatedAccelerator:
         for positions, ready_s in reversed(self._handed_out):
             used = [position for position in positions if recording.gradients[position] is not None]
             if used:
-                token = _HandOut.apply(token, played, used, ready_s, *(self._synchronizer.parameters[position] for position in used))
+                token = _HandOut.apply(
+                    token,
+                    played,
+                    used,
+                    ready_s,
+                    *(self._synchronizer.parameters[position] for position in used),
+                )
         flagged = list(zip(output.tensors, output.needs_gradient, strict=True))
         connected = iter(_Outputs.apply(token, *(tensor for tensor, needs in flagged if needs)))
         tensors = [next(connected) if needs else tensor.clone() for tensor, needs in flagged]
@@ -177,8 +216,12 @@ class EmulatedAccelerator:
 
     def backward_begins(self, timetable: Timetable | None) -> float:
         """Waits for the end of the forward pass; returns the start of the backward pass."""
-        if self._in_backward:  # the second chain would run after the first and make every gradient late
-            raise InvalidInput("accelerators cannot be emulated: one backward pass goes through several forward passes of the model")
+        if (
+            self._in_backward
+        ):  # the second chain would run after the first and make every gradient late
+            raise InvalidInput(
+                "accelerators cannot be emulated: one backward pass goes through several forward passes of the model"
+            )
         self._in_backward = True
         if timetable is None or self._step_start_s is None:
             return time.perf_counter()
@@ -191,7 +234,9 @@ class EmulatedAccelerator:
 class _PlayedPass:
     """One forward and backward pass that is played; `timetable` is None where its backward pass is not synchronized."""
 
-    def __init__(self, accelerator: EmulatedAccelerator, recording: Recording, timetable: Timetable | None) -> None:
+    def __init__(
+        self, accelerator: EmulatedAccelerator, recording: Recording, timetable: Timetable | None
+    ) -> None:
         self._accelerator, self._recording, self._timetable = accelerator, recording, timetable
         self._start_s: float | None = None
 
@@ -202,7 +247,11 @@ class _PlayedPass:
 
     def hand_out(self, positions: Sequence[int], ready_s: float) -> list[Tensor]:
         """Fresh copies, made before the wait, that the parameters may keep as their own."""
-        gradients = [recorded.clone() for position in positions if (recorded := self._recording.gradients[position]) is not None]
+        gradients = [
+            recorded.clone()
+            for position in positions
+            if (recorded := self._recording.gradients[position]) is not None
+        ]
         self.wait(ready_s)
         return gradients
 
@@ -233,7 +282,14 @@ class _HandOut(Function):
     """One link of the chain. Backward: the gradients of parameters that are ready together, at their time, as a layer's are."""
 
     @staticmethod
-    def forward(context: Any, token: Tensor, played: _PlayedPass, positions: Sequence[int], ready_s: float, *parameters: Tensor) -> Tensor:
+    def forward(
+        context: Any,
+        token: Tensor,
+        played: _PlayedPass,
+        positions: Sequence[int],
+        ready_s: float,
+        *parameters: Tensor,
+    ) -> Tensor:
         context.played, context.positions, context.ready_s = played, positions, ready_s
         return token.clone()
 
@@ -273,4 +329,7 @@ def _ready_order(names: tuple[str, ...], timetable: Timetable | None) -> tuple[D
 
 def _positions(names: tuple[str, ...], timed: tuple[tuple[str, float], ...]) -> tuple[Due, ...]:
     position_of = {name: position for position, name in enumerate(names)}
-    return tuple((tuple(position_of[name] for name, _ in due), at_s) for at_s, due in groupby(timed, key=lambda entry: entry[1]))
+    return tuple(
+        (tuple(position_of[name] for name, _ in due), at_s)
+        for at_s, due in groupby(timed, key=lambda entry: entry[1])
+    )

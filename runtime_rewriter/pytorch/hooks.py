@@ -28,8 +28,12 @@ from torch.utils.hooks import RemovableHandle
 from autotune.errors import AutotuneError, InvalidStrategy, SynchronizationError
 from autotune.strategy_space.enactable import why_scaled_refused
 from autotune.strategy_space.plan import Plan
-from runtime_rewriter.garbage import freeze_garbage, thaw_garbage
-from runtime_rewriter.pytorch.agreement import agree, assumed_workload, check_fit, trainable_parameters
+from runtime_rewriter.pytorch.agreement import (
+    agree,
+    assumed_workload,
+    check_fit,
+    trainable_parameters,
+)
 from runtime_rewriter.pytorch.autograd import by_identity, reachable_variables, tensors_with_graph
 from runtime_rewriter.pytorch.cross_step import CrossStep
 from runtime_rewriter.pytorch.exchange.device import Device
@@ -37,6 +41,7 @@ from runtime_rewriter.pytorch.exchange.lanes import Lanes
 from runtime_rewriter.pytorch.exchange.present_rows import sparse_parameters
 from runtime_rewriter.pytorch.exchange.ranks import Ranks
 from runtime_rewriter.pytorch.exchange.residuals import Residuals
+from runtime_rewriter.pytorch.garbage import freeze_garbage, thaw_garbage
 from runtime_rewriter.pytorch.native_buckets import BucketReducer, Buckets, Carrier
 from runtime_rewriter.pytorch.native_observation import ObservedPass
 from runtime_rewriter.pytorch.observers import Accelerator, BackwardObserver, StepListener
@@ -83,12 +88,23 @@ class GradientSynchronizer:
         self.accelerator: Accelerator | None = None  # None: the module itself computes
         self.byte_scale = 1.0
         self._find_unused, self._static = find_unused_parameters, static_graph
-        self.why_not, self._on_byte_scale, self._carrier, self.buffers = why_not, on_byte_scale, carrier, buffers
+        self.why_not, self._on_byte_scale, self._carrier, self.buffers = (
+            why_not,
+            on_byte_scale,
+            carrier,
+            buffers,
+        )
         self._index_of = by_identity(self.parameters)
-        self._sparse = sorted(p for p, parameter in enumerate(self.parameters) if parameter in sparse_parameters(module))
+        self._sparse = sorted(
+            p
+            for p, parameter in enumerate(self.parameters)
+            if parameter in sparse_parameters(module)
+        )
         self._plan: Plan | None = None
         self.native: BucketReducer | None = None  # torch's reducer, where it carries the plan out
-        self._observed = ObservedPass(self.names, self.parameters, self.observers, self._on_native_gradient)
+        self._observed = ObservedPass(
+            self.names, self.parameters, self.observers, self._on_native_gradient
+        )
         self._handles: list[RemovableHandle] = []
         self._lock = Lock()
         self._broken: str | None = None
@@ -100,7 +116,12 @@ class GradientSynchronizer:
         self._packing: Packing | None = None
         self.cross_step = CrossStep(self.parameters, self.device, self._write)
         self._pass = PlannedPass(
-            self.names, self.parameters, self.observers, self.cross_step, find_unused=find_unused_parameters, static=static_graph
+            self.names,
+            self.parameters,
+            self.observers,
+            self.cross_step,
+            find_unused=find_unused_parameters,
+            static=static_graph,
         )
 
     # -- plans ---------------------------------------------------------------------------------------
@@ -150,18 +171,32 @@ class GradientSynchronizer:
                     raise InvalidStrategy(f"plans cannot be enacted here: {reason}")
                 reason = self.cross_step.why_not() if plan.cross_step else None
                 if reason is not None:
-                    raise InvalidStrategy(f"plan {plan.id} cannot be enacted: synchronization cannot cross the step, since {reason}")
+                    raise InvalidStrategy(
+                        f"plan {plan.id} cannot be enacted: synchronization cannot cross the step, since {reason}"
+                    )
                 check_fit(plan, self.module, self.ranks.size)
-                if self._carrier is not None and not deferred and not self.residuals.in_use:  # what waits is for our own messages
+                if (
+                    self._carrier is not None and not deferred and not self.residuals.in_use
+                ):  # what waits is for our own messages
                     buckets = self._carrier.buckets_of(plan)
         except AutotuneError as problem:
             error = problem
         agree(self.ranks, plan, error, self.byte_scale)
-        transfers = [] if plan is None or buckets is not None else transfers_of(plan, named, self.residuals, self.lanes, self.byte_scale)
-        packing = Packing(self.names, self.parameters, transfers, self.residuals, self.ranks.size, self._sparse)
+        transfers = (
+            []
+            if plan is None or buckets is not None
+            else transfers_of(plan, named, self.residuals, self.lanes, self.byte_scale)
+        )
+        packing = Packing(
+            self.names, self.parameters, transfers, self.residuals, self.ranks.size, self._sparse
+        )
         # Behind messages that cross the step a vote would wait for them.
         voting = self._find_unused or bool(self._sparse)
-        votes = self.lanes.votes() if voting and plan is not None and plan.cross_step else self.ranks.first
+        votes = (
+            self.lanes.votes()
+            if voting and plan is not None and plan.cross_step
+            else self.ranks.first
+        )
         self._unhook()
         self.lanes.trim()
         self.native = None if buckets is None else self._carry(buckets, named)
@@ -170,10 +205,17 @@ class GradientSynchronizer:
         self.lanes.limit = None if plan is None else plan.limit
         self._pass.load(transfers, packing, votes, deferred)
         self._reachable = set()
-        self.cross_step.enable(packing.messages_of if plan is not None and plan.cross_step else None)
+        self.cross_step.enable(
+            packing.messages_of if plan is not None and plan.cross_step else None
+        )
         if plan is not None and self.native is None:
-            hooks = (partial(self._on_gradient, position) for position in range(len(self.parameters)))
-            self._handles = [p.register_post_accumulate_grad_hook(hook) for p, hook in zip(self.parameters, hooks, strict=True)]
+            hooks = (
+                partial(self._on_gradient, position) for position in range(len(self.parameters))
+            )
+            self._handles = [
+                p.register_post_accumulate_grad_hook(hook)
+                for p, hook in zip(self.parameters, hooks, strict=True)
+            ]
         if plan is not None and plan.cross_step:
             freeze_garbage()
         else:
@@ -190,7 +232,9 @@ class GradientSynchronizer:
             return self._carrier.carry(buckets, named, self.ranks.first, self.byte_scale)
         except RuntimeError as error:
             self._broken = str(error)
-            raise SynchronizationError(f"all ranks must make the same buckets, but rank {self.ranks.rank} failed: {error}") from error
+            raise SynchronizationError(
+                f"all ranks must make the same buckets, but rank {self.ranks.rank} failed: {error}"
+            ) from error
 
     def forget_residuals(self) -> None:
         """Between two steps, on every rank: what compressed messages have not sent is dropped."""
@@ -243,7 +287,9 @@ class GradientSynchronizer:
     def _check_usable(self) -> None:
         broken = self._broken or self.cross_step.broken
         if broken is not None:
-            raise SynchronizationError(f"after a failed synchronization the ranks must be started again: {broken}")
+            raise SynchronizationError(
+                f"after a failed synchronization the ranks must be started again: {broken}"
+            )
 
     # -- forward -------------------------------------------------------------------------------------
 
@@ -261,7 +307,9 @@ class GradientSynchronizer:
         """First thing in every forward pass with gradients. `synchronize`: its backward pass is to be synchronized."""
         self._check_usable()
         if self._pass.under_way or (self.native is not None and self._begun):
-            raise SynchronizationError("a backward pass must end before the next forward pass begins, but the last one was interrupted")
+            raise SynchronizationError(
+                "a backward pass must end before the next forward pass begins, but the last one was interrupted"
+            )
         self._begun = False  # of a pass that an exception ended before it accumulated anything
         if self._boundary_due:
             self._boundary_due = False
@@ -284,7 +332,9 @@ class GradientSynchronizer:
         return self._armed
 
     @torch.compiler.disable(recursive=False)
-    def compute(self, call: Callable[..., Any], inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def compute(
+        self, call: Callable[..., Any], inputs: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """The module's own part of a forward pass: `call(*inputs, **kwargs)`, or what stands for it."""
         accelerator = self.accelerator
         if accelerator is None or not torch.is_grad_enabled():
@@ -344,7 +394,13 @@ class GradientSynchronizer:
         if self._plan is None or self.native is not None:
             self._versions = self._gradient_versions() if self._ends_matter else []
             if self.native is not None and self.observers:
-                self._observed.begin([i for i in range(len(self.names)) if self._reachable and i not in self._reachable])
+                self._observed.begin(
+                    [
+                        i
+                        for i in range(len(self.names))
+                        if self._reachable and i not in self._reachable
+                    ]
+                )
             engine.queue_callback(self._native_computed)
             return
         engine.queue_callback(self._finish)

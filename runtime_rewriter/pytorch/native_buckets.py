@@ -17,10 +17,15 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import Logger, Reducer, _compute_bucket_assignment_by_size, _register_comm_hook
+from torch._C._distributed_c10d import (
+    Logger,
+    Reducer,
+    _compute_bucket_assignment_by_size,
+    _register_comm_hook,
+)
 from torch.nn.parallel import DistributedDataParallel
 
-from autotune.strategy_space.carrier import buckets_of
+from autotune.strategy_space.backend import buckets_of
 from autotune.strategy_space.plan import Plan
 from runtime_rewriter.pytorch.byte_scale import ScaledReduction, scaled_all_reduce
 
@@ -60,9 +65,14 @@ class BucketReducer:
         ordered: list[Tensor] = [parameters[name] for name in self._names]
         numbers = iter(range(len(ordered)))
         indices = [[next(numbers) for _ in bucket] for bucket in buckets]
-        sizes_bytes = [sum(ordered[i].numel() * ordered[i].element_size() for i in bucket) for bucket in indices]
+        sizes_bytes = [
+            sum(ordered[i].numel() * ordered[i].element_size() for i in bucket)
+            for bucket in indices
+        ]
         dense = [False] * len(ordered)
-        settled, _ = _compute_bucket_assignment_by_size(ordered, sizes_bytes, dense, list(range(len(ordered))))
+        settled, _ = _compute_bucket_assignment_by_size(
+            ordered, sizes_bytes, dense, list(range(len(ordered)))
+        )
         assert settled == indices, "sizes of buckets give the buckets"
         made: Any = Reducer(
             ordered,
@@ -116,7 +126,13 @@ class Carrier(Protocol):
     def buckets_of(self, plan: Plan) -> Buckets | None:
         """What the reducer would send; None where the plan is more than buckets, or the module's gradients need more."""
 
-    def carry(self, buckets: Buckets, parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup, byte_scale: float) -> BucketReducer:
+    def carry(
+        self,
+        buckets: Buckets,
+        parameters: Mapping[str, nn.Parameter],
+        group: dist.ProcessGroup,
+        byte_scale: float,
+    ) -> BucketReducer:
         """Collective: from the next forward pass on send these. Raises `RuntimeError` where a rank is gone."""
 
     def release(self) -> None:
@@ -132,7 +148,10 @@ class Carrier(Protocol):
 
 def _has_sparse_gradients(module: nn.Module) -> bool:
     """As DDP tells. It would send them in its own way, which no plan means."""
-    return any(isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse for part in module.modules())
+    return any(
+        isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse
+        for part in module.modules()
+    )
 
 
 class ModuleCarrier:
@@ -143,9 +162,17 @@ class ModuleCarrier:
         self._made: BucketReducer | None = None
 
     def buckets_of(self, plan: Plan) -> Buckets | None:
-        return buckets_of(plan) if self._carries and not _has_sparse_gradients(self._module) else None
+        return (
+            buckets_of(plan) if self._carries and not _has_sparse_gradients(self._module) else None
+        )
 
-    def carry(self, buckets: Buckets, parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup, byte_scale: float) -> BucketReducer:
+    def carry(
+        self,
+        buckets: Buckets,
+        parameters: Mapping[str, nn.Parameter],
+        group: dist.ProcessGroup,
+        byte_scale: float,
+    ) -> BucketReducer:
         self._made = BucketReducer(buckets, parameters, group, byte_scale)
         return self._made
 
@@ -187,16 +214,26 @@ class DdpCarrier:
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         self._ddp: Any = ddp
-        self._idle: _Place | None = None  # the one that is not in the DDP; None: there is only DDP's own
+        self._idle: _Place | None = (
+            None  # the one that is not in the DDP; None: there is only DDP's own
+        )
         self._made: BucketReducer | None = None
         self._planned = False  # the planned one is in the DDP
 
     def buckets_of(self, plan: Plan) -> Buckets | None:
         return None if _has_sparse_gradients(self._ddp.module) else buckets_of(plan)
 
-    def carry(self, buckets: Buckets, parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup, byte_scale: float) -> BucketReducer:
+    def carry(
+        self,
+        buckets: Buckets,
+        parameters: Mapping[str, nn.Parameter],
+        group: dist.ProcessGroup,
+        byte_scale: float,
+    ) -> BucketReducer:
         ddp = self._ddp
-        options = ReducerOptions(**{field.name: getattr(ddp, field.name) for field in fields(ReducerOptions)})
+        options = ReducerOptions(
+            **{field.name: getattr(ddp, field.name) for field in fields(ReducerOptions)}
+        )
         made = BucketReducer(buckets, parameters, group, byte_scale, options)
         self.release()
         self._made = made
@@ -213,9 +250,16 @@ class DdpCarrier:
             return None
         own = self._idle.reducer if self._planned and self._idle is not None else self._ddp.reducer
         names = {id(parameter): name for name, parameter in self._ddp.module.named_parameters()}
-        found = [[names.get(id(p)) for p in bucket.parameters()] for bucket in own._get_zeros_like_grad_buckets()]
+        found = [
+            [names.get(id(p)) for p in bucket.parameters()]
+            for bucket in own._get_zeros_like_grad_buckets()
+        ]
         known = tuple(tuple(name for name in bucket if name is not None) for bucket in found)
-        return known if [len(bucket) for bucket in known] == [len(bucket) for bucket in found] else None
+        return (
+            known
+            if [len(bucket) for bucket in known] == [len(bucket) for bucket in found]
+            else None
+        )
 
     @property
     def bucket_view(self) -> bool | None:
@@ -234,7 +278,11 @@ class DdpCarrier:
         """DDP's own reducer has yet to see the first pass of its static graph."""
         if not self._ddp.static_graph:
             return False
-        return not (self._idle.queued if self._planned and self._idle is not None else self._ddp._static_graph_delay_allreduce_enqueued)
+        return not (
+            self._idle.queued
+            if self._planned and self._idle is not None
+            else self._ddp._static_graph_delay_allreduce_enqueued
+        )
 
     def set_static_graph(self) -> None:
         """The DDP's graph has become static: the planned reducer learns it, too."""
@@ -257,7 +305,9 @@ class DdpCarrier:
     def _swap(self) -> None:
         ddp, idle = self._ddp, self._idle
         assert idle is not None
-        self._idle = _Place(ddp.reducer, ddp.logger, ddp.static_graph and ddp._static_graph_delay_allreduce_enqueued)
+        self._idle = _Place(
+            ddp.reducer, ddp.logger, ddp.static_graph and ddp._static_graph_delay_allreduce_enqueued
+        )
         ddp.reducer, ddp.logger = idle.reducer, idle.logger
         if ddp.static_graph:
             ddp._static_graph_delay_allreduce_enqueued = idle.queued

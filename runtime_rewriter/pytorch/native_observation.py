@@ -28,7 +28,12 @@ class ObservedPass:
         observers: list[BackwardObserver],
         on_gradient: Callable[[int, Tensor], None],
     ) -> None:
-        self._names, self._parameters, self._observers, self._on_gradient = names, parameters, observers, on_gradient
+        self._names, self._parameters, self._observers, self._on_gradient = (
+            names,
+            parameters,
+            observers,
+            on_gradient,
+        )
         self._handles: list[RemovableHandle] = []
         self._told: set[int] = set()  # positions of this pass whose gradient observers have seen
         self._began = self._accumulated = False
@@ -72,7 +77,9 @@ class ObservedPass:
         """The reducer has written its averages, if every variable that it waits for took part."""
         if self._began and self._accumulated and reducer.finished:
             unused = reducer.unused()
-            kept = frozenset(position for position, name in enumerate(self._names) if name in unused)
+            kept = frozenset(
+                position for position, name in enumerate(self._names) if name in unused
+            )
             for observer in tuple(self._observers):
                 observer.on_synchronized(kept)
         self._began = False

@@ -82,8 +82,12 @@ class GradientGate(BackwardObserver):
     def __init__(self, synchronizer: GradientSynchronizer) -> None:
         self._synchronizer = synchronizer
         self._local: dict[int, Tensor] = {}  # g_r + w e_r
-        self._summed: dict[int, Tensor] = {}  # of variables whose rows travel: the rows that are compared
-        self._in_rows: frozenset[int] | None = None  # variables of which rows travel; None: not looked up yet
+        self._summed: dict[
+            int, Tensor
+        ] = {}  # of variables whose rows travel: the rows that are compared
+        self._in_rows: frozenset[int] | None = (
+            None  # variables of which rows travel; None: not looked up yet
+        )
         self._result: GateResult | None = None
 
     def arm(self) -> None:
@@ -96,19 +100,27 @@ class GradientGate(BackwardObserver):
     def error(self) -> GateResult:
         """The result, equal on all ranks; only after a synchronized backward pass has ended."""
         if self._result is None:
-            raise SynchronizationError("the numerics gate needs a synchronized backward pass under a plan between arm() and error()")
+            raise SynchronizationError(
+                "the numerics gate needs a synchronized backward pass under a plan between arm() and error()"
+            )
         return self._result
 
     def on_ready(self, index: int, gradient: Tensor | None) -> None:
         if self._travels_as_rows(index):
-            self._local[index] = _no_rows(self._synchronizer.parameters[index]) if gradient is None else gradient.clone()
+            self._local[index] = (
+                _no_rows(self._synchronizer.parameters[index])
+                if gradient is None
+                else gradient.clone()
+            )
         elif gradient is None:
             self._local[index] = torch.zeros_like(self._synchronizer.parameters[index])
         else:
             self._local[index] = _dense(gradient).clone()
         waiting = self._synchronizer.residuals.of(self._synchronizer.names[index])
         if waiting is not None:
-            self._local[index] = _dense(self._local[index]).add_(waiting, alpha=self._synchronizer.ranks.size)
+            self._local[index] = _dense(self._local[index]).add_(
+                waiting, alpha=self._synchronizer.ranks.size
+            )
 
     def on_synchronized(self, kept: frozenset[int]) -> None:
         synchronizer, ranks = self._synchronizer, self._synchronizer.ranks
@@ -122,7 +134,11 @@ class GradientGate(BackwardObserver):
         for position in compared:
             largest[position] = _largest(self._local[position])
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=ranks.control)
-        of_model = float(largest[torch.isfinite(largest)].max()) if bool(torch.isfinite(largest).any()) else 0.0
+        of_model = (
+            float(largest[torch.isfinite(largest)].max())
+            if bool(torch.isfinite(largest).any())
+            else 0.0
+        )
         choices = _compressors(synchronizer.plan, synchronizer.names)
         self._subtract_what_stayed(compared)
         errors = torch.zeros_like(largest)
@@ -130,12 +146,20 @@ class GradientGate(BackwardObserver):
             positions = [position for position in compared if self._local[position].dtype == dtype]
             noise = NOISE_ROUNDOFFS * torch.finfo(dtype).eps / 2 * of_model
             excused = [largest[i] <= noise and choices[i] in _WIRE_ROUNDOFF for i in positions]
-            scales = [of_model if out else float(largest[i]) for i, out in zip(positions, excused, strict=True)]
+            scales = [
+                of_model if out else float(largest[i])
+                for i, out in zip(positions, excused, strict=True)
+            ]
             errors[positions] = self._errors(positions, scales)
         self._local, self._summed = {}, {}
         dist.all_reduce(errors, op=dist.ReduceOp.MAX, group=ranks.control)
-        dtypes = (str(parameter.dtype).removeprefix("torch.") for parameter in synchronizer.parameters)
-        tolerances = [tolerance_of(dtype, choice, ranks.size) for dtype, choice in zip(dtypes, choices, strict=True)]
+        dtypes = (
+            str(parameter.dtype).removeprefix("torch.") for parameter in synchronizer.parameters
+        )
+        tolerances = [
+            tolerance_of(dtype, choice, ranks.size)
+            for dtype, choice in zip(dtypes, choices, strict=True)
+        ]
         if ranks.size > 2 and synchronizer.residuals.in_use:
             for position, parameter in enumerate(synchronizer.parameters):
                 tolerances[position] += _WAITING_ROUNDOFFS * torch.finfo(parameter.dtype).eps / 2
@@ -150,7 +174,16 @@ class GradientGate(BackwardObserver):
     def _travels_as_rows(self, position: int) -> bool:
         if self._in_rows is None:  # a plan may be loaded after `arm`
             plan, names = self._synchronizer.plan, self._synchronizer.names
-            found = {part.variable for m in plan.messages if m.sparse is not SparseHandling.DENSE for part in m.slices} if plan else set()
+            found = (
+                {
+                    part.variable
+                    for m in plan.messages
+                    if m.sparse is not SparseHandling.DENSE
+                    for part in m.slices
+                }
+                if plan
+                else set()
+            )
             self._in_rows = frozenset(index for index, name in enumerate(names) if name in found)
         return position in self._in_rows
 
@@ -162,21 +195,30 @@ class GradientGate(BackwardObserver):
             touched[rows_of(gradient, gradient, 1.0).indices.cpu()] = 1
         dist.all_reduce(touched, op=dist.ReduceOp.MAX, group=self._synchronizer.ranks.control)
         rows = touched.nonzero().flatten().to(local.device)
-        self._local[position], self._summed[position] = (_dense(gradient.index_select(0, rows)) for gradient in (local, summed))
+        self._local[position], self._summed[position] = (
+            _dense(gradient.index_select(0, rows)) for gradient in (local, summed)
+        )
 
     def _errors(self, positions: list[int], scales: list[float]) -> Tensor:
         """max|a - b| / scale of variables of one dtype, shape (len(positions),), float64."""
         ranks = self._synchronizer.ranks
         local = [self._local[position] for position in positions]
-        result = [self._summed[i] if i in self._summed else _dense(_gradient(self._synchronizer, i)) for i in positions]
+        result = [
+            self._summed[i] if i in self._summed else _dense(_gradient(self._synchronizer, i))
+            for i in positions
+        ]
         sizes = [tensor.numel() for tensor in local]
         reference = torch.cat([tensor.reshape(-1) for tensor in local]) * (1.0 / ranks.size)
         dist.all_reduce(reference, group=ranks.first)
         mine = torch.cat([tensor.reshape(-1) for tensor in result])
         root = mine.clone()
         dist.broadcast(root, group=ranks.first, group_src=0)
-        parts = zip(mine.split(sizes), root.split(sizes), reference.split(sizes), scales, strict=True)
-        return torch.tensor([_error(a, first, b, scale) for a, first, b, scale in parts], dtype=torch.float64)
+        parts = zip(
+            mine.split(sizes), root.split(sizes), reference.split(sizes), scales, strict=True
+        )
+        return torch.tensor(
+            [_error(a, first, b, scale) for a, first, b, scale in parts], dtype=torch.float64
+        )
 
 
 def _gradient(synchronizer: GradientSynchronizer, position: int) -> Tensor:
@@ -210,7 +252,9 @@ def _bits(tensor: Tensor) -> Tensor:
 
 def _largest(tensor: Tensor) -> float:
     largest = float(tensor.abs().amax()) if tensor.numel() else 0.0
-    return largest if math.isfinite(largest) else math.inf  # a maximum over ranks need not carry NaN
+    return (
+        largest if math.isfinite(largest) else math.inf
+    )  # a maximum over ranks need not carry NaN
 
 
 def _compressors(plan: Plan, names: tuple[str, ...]) -> list[Compressor]:
@@ -229,4 +273,9 @@ def _judge(errors: list[float], tolerances: list[float], names: tuple[str, ...])
         return 0.0 if error == 0.0 else error / tolerance if tolerance > 0 else math.inf
 
     worst = max(range(len(names)), key=share)
-    return GateResult(max(errors), tolerances[worst], names[worst], all(e <= t for e, t in zip(errors, tolerances, strict=True)))
+    return GateResult(
+        max(errors),
+        tolerances[worst],
+        names[worst],
+        all(e <= t for e, t in zip(errors, tolerances, strict=True)),
+    )

@@ -31,7 +31,9 @@ class Accelerator(StepListener, Protocol):
 
     def before_boundary(self) -> None: ...
 
-    def run(self, compute: Callable[..., Any], inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+    def run(
+        self, compute: Callable[..., Any], inputs: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any: ...
 
 
 class BackwardObserver:

@@ -21,7 +21,11 @@ from runtime_rewriter.pytorch.exchange.transfer import Transfer, pack_slice, sli
 
 
 def transfers_of(
-    plan: Plan, parameters: Mapping[str, nn.Parameter], residuals: Residuals, lanes: Lanes, byte_scale: float
+    plan: Plan,
+    parameters: Mapping[str, nn.Parameter],
+    residuals: Residuals,
+    lanes: Lanes,
+    byte_scale: float,
 ) -> list[Transfer | RowTransfer]:
     """The plan's messages, in its order. Collective: they make process groups."""
     circles = Circles.of(plan, lanes)
@@ -52,12 +56,16 @@ class Packing:
         self._scale = 1.0 / world_size
         self._position_of = {name: position for position, name in enumerate(names)}
         self._slots: list[list[tuple[TensorSlice, Tensor]]] = [[] for _ in names]
-        self._packed_alone: list[list[tuple[TensorSlice, Tensor]]] = [[] for _ in names]  # those that are packed when they are ready
+        self._packed_alone: list[list[tuple[TensorSlice, Tensor]]] = [
+            [] for _ in names
+        ]  # those that are packed when they are ready
         self._rows: list[list[RowTransfer]] = [[] for _ in names]
         self.messages_of: list[list[Transfer | RowTransfer]] = [[] for _ in names]
         for transfer in transfers:
             self._place(transfer)
-        self._present_rows = PresentRows({position: parameters[position] for position in sparse if not self._rows[position]})
+        self._present_rows = PresentRows(
+            {position: parameters[position] for position in sparse if not self._rows[position]}
+        )
 
     def _place(self, transfer: Transfer | RowTransfer) -> None:
         if isinstance(transfer, RowTransfer):
@@ -84,7 +92,9 @@ class Packing:
                 source = None if dense is None else slice_of(dense, part)
                 pack_slice(source, self._scale, self._residuals.waiting(part), out=view)
         if self._rows[position]:
-            rows = waiting_rows(self._parameters[position], self._scale, self._residuals.of(self._names[position]))
+            rows = waiting_rows(
+                self._parameters[position], self._scale, self._residuals.of(self._names[position])
+            )
             for transfer in self._rows[position]:
                 transfer.take(rows)
         complete = False

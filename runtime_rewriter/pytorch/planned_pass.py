@@ -34,7 +34,12 @@ class PlannedPass:
         find_unused: bool,
         static: bool,
     ) -> None:
-        self._names, self._parameters, self._observers, self._cross_step = names, parameters, observers, cross_step
+        self._names, self._parameters, self._observers, self._cross_step = (
+            names,
+            parameters,
+            observers,
+            cross_step,
+        )
         self._find_unused, self._static = find_unused, static
         self._transfers: Sequence[Transfer | RowTransfer] = ()
         self._packing: Packing
@@ -44,16 +49,29 @@ class PlannedPass:
         self._used = [False] * len(names)  # since the last synchronization, by any backward pass
         self._reset()
 
-    def load(self, transfers: Sequence[Transfer | RowTransfer], packing: Packing, votes: dist.ProcessGroup, deferred: bool) -> None:
+    def load(
+        self,
+        transfers: Sequence[Transfer | RowTransfer],
+        packing: Packing,
+        votes: dist.ProcessGroup,
+        deferred: bool,
+    ) -> None:
         """Between two steps. `votes` carries what ranks agree on at the end of a pass; `deferred`: nothing is issued before that."""
-        self._transfers, self._packing, self._votes, self._deferred = transfers, packing, votes, deferred
+        self._transfers, self._packing, self._votes, self._deferred = (
+            transfers,
+            packing,
+            votes,
+            deferred,
+        )
         self._reset()
 
     def _reset(self) -> None:
         count = len(self._names)
         self._fired = [0] * count
         self._filled = [False] * count
-        self._expected = list(self._learned) if self._static and self._learned is not None else [1] * count
+        self._expected = (
+            list(self._learned) if self._static and self._learned is not None else [1] * count
+        )
         self._next = 0
         self._accumulated = False
         for transfer in self._transfers:
@@ -171,11 +189,15 @@ class PlannedPass:
 
     def _agree_on_unused(self) -> frozenset[int]:
         """Variables that no rank used since the last synchronization."""
-        used: Tensor = torch.tensor(self._used, dtype=torch.int32, device=self._parameters[0].device)
+        used: Tensor = torch.tensor(
+            self._used, dtype=torch.int32, device=self._parameters[0].device
+        )
         try:
             dist.all_reduce(used, group=self._votes)
         except RuntimeError as error:
-            raise SynchronizationError(f"the ranks must agree on unused parameters, but it failed: {error}") from error
+            raise SynchronizationError(
+                f"the ranks must agree on unused parameters, but it failed: {error}"
+            ) from error
         return frozenset(position for position, ranks in enumerate(used.tolist()) if ranks == 0)
 
     def _unused(self, missing: list[int]) -> SynchronizationError:

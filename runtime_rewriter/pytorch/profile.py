@@ -66,7 +66,12 @@ def profiling_plan(workload: Workload, world_size: int) -> Plan:
     for variable in workload.variables:
         by_dtype.setdefault(variable.dtype, []).append(variable)
     messages = tuple(
-        Message(tuple(TensorSlice(v.name, v.elements) for v in variables), Primitive.ALL_REDUCE, Compressor.NONE, dtype)
+        Message(
+            tuple(TensorSlice(v.name, v.elements) for v in variables),
+            Primitive.ALL_REDUCE,
+            Compressor.NONE,
+            dtype,
+        )
         for dtype, variables in by_dtype.items()
     )
     return Plan(workload.id, world_size, messages)
@@ -84,7 +89,14 @@ class WorkloadProfiler(BackwardObserver):
     buffers were sent. Raises `InvalidInput` where the module cannot be emulated.
     """
 
-    def __init__(self, synchronizer: GradientSynchronizer, steps: int = 3, *, alone: bool = False, plan: Plan | None = None) -> None:
+    def __init__(
+        self,
+        synchronizer: GradientSynchronizer,
+        steps: int = 3,
+        *,
+        alone: bool = False,
+        plan: Plan | None = None,
+    ) -> None:
         self._synchronizer, self._alone = synchronizer, alone
         playing = EmulatedAccelerator(synchronizer, None) if alone else None
         self._stepped_down = False
@@ -96,10 +108,14 @@ class WorkloadProfiler(BackwardObserver):
         self._steps: list[tuple[_Step, bool]] = []
         self._edges: set[tuple[int, int]] = set()
         self._rows: dict[int, dict[int, Tensor]] = {}  # of the last gradient of each step
-        plan = plan or profiling_plan(assumed_workload(synchronizer.module), synchronizer.ranks.size)
+        plan = plan or profiling_plan(
+            assumed_workload(synchronizer.module), synchronizer.ranks.size
+        )
         synchronizer.load(plan, deferred=True)
         synchronizer.observers.append(self)
-        synchronizer.listeners.insert(0, self)  # before whoever asks for `done` at the same boundary
+        synchronizer.listeners.insert(
+            0, self
+        )  # before whoever asks for `done` at the same boundary
         self._marks = _Marks(synchronizer.device.mark())
 
     @property
@@ -111,7 +127,9 @@ class WorkloadProfiler(BackwardObserver):
         if self._marks.forward_start is not None:
             return
         self._marks.forward_start = self._synchronizer.device.mark()
-        for index, parameter in enumerate(() if script_compiles() else self._synchronizer.parameters):
+        for index, parameter in enumerate(
+            () if script_compiles() else self._synchronizer.parameters
+        ):
             if can_watch(parameter):
                 watch(parameter, partial(self._on_read, index))
 
@@ -130,7 +148,9 @@ class WorkloadProfiler(BackwardObserver):
     def on_ready(self, index: int, gradient: Tensor | None) -> None:
         self._marks.ready[index] = self._synchronizer.device.mark()
         if gradient is not None and gradient.is_sparse:
-            self._rows.setdefault(index, {})[self._seen] = gradient._indices()[0]  # counted when nothing is timed any more
+            self._rows.setdefault(index, {})[self._seen] = gradient._indices()[
+                0
+            ]  # counted when nothing is timed any more
 
     def on_computed(self) -> None:
         self._marks.computed = self._synchronizer.device.mark()
@@ -149,7 +169,12 @@ class WorkloadProfiler(BackwardObserver):
     def _step_of(self, marks: _Marks, end: Mark) -> _Step:
         between = self._synchronizer.device.seconds_between
         forward_start, backward_start = marks.forward_start, marks.backward_start
-        assert forward_start is not None and backward_start is not None and marks.computed is not None and marks.backward_end is not None
+        assert (
+            forward_start is not None
+            and backward_start is not None
+            and marks.computed is not None
+            and marks.backward_end is not None
+        )
         return _Step(
             forward_s=between(forward_start if self._alone else marks.boundary, backward_start),
             backward_s=between(backward_start, marks.computed),
@@ -168,10 +193,15 @@ class WorkloadProfiler(BackwardObserver):
         if self._stepped_down:
             take_round_robin()
         if not self._steps:
-            raise SynchronizationError("a profile needs at least one whole training step under it, but none was made")
+            raise SynchronizationError(
+                "a profile needs at least one whole training step under it, but none was made"
+            )
         gathered: list[list[tuple[_Step, bool]]] = [[]] * synchronizer.ranks.size
         dist.all_gather_object(gathered, self._steps, group=synchronizer.ranks.control)
-        touched = {index: float(median(len(rows.unique()) for rows in steps.values())) for index, steps in self._rows.items()}
+        touched = {
+            index: float(median(len(rows.unique()) for rows in steps.values()))
+            for index, steps in self._rows.items()
+        }
         shape: list[tuple[set[tuple[int, int]], dict[int, float]]] = [(self._edges, touched)]
         dist.broadcast_object_list(shape, group=synchronizer.ranks.control, group_src=0)
         synchronizer.load(None)
@@ -180,18 +210,32 @@ class WorkloadProfiler(BackwardObserver):
     def _kept(self, gathered: list[list[tuple[_Step, bool]]]) -> list[_Step]:
         """What counts: clean steps. Alone, those of rank 0 during which no other rank had to compute."""
         if self._alone:
-            quiet = [all(of_rank[number][1] for of_rank in gathered) for number in range(len(self._steps))]
+            quiet = [
+                all(of_rank[number][1] for of_rank in gathered)
+                for number in range(len(self._steps))
+            ]
             of_first = [step for step, _ in gathered[0]]
             return [step for step, alone in zip(of_first, quiet, strict=True) if alone] or of_first
-        return [step for of_rank in gathered for step in [s for s, clean in of_rank if clean] or [s for s, _ in of_rank]]
+        return [
+            step
+            for of_rank in gathered
+            for step in [s for s, clean in of_rank if clean] or [s for s, _ in of_rank]
+        ]
 
-    def _workload(self, steps: list[_Step], edges: set[tuple[int, int]], touched: dict[int, float]) -> Workload:
+    def _workload(
+        self, steps: list[_Step], edges: set[tuple[int, int]], touched: dict[int, float]
+    ) -> Workload:
         backward_s = median(step.backward_s for step in steps)
         count = len(self._synchronizer.names)
         # A variable that got no gradient is known to be so when the backward pass ends.
-        ready_s = [median(step.ready_s.get(index, step.backward_s) for step in steps) for index in range(count)]
+        ready_s = [
+            median(step.ready_s.get(index, step.backward_s) for step in steps)
+            for index in range(count)
+        ]
         # One whose reads cannot be seen (in compiled code, say) is taken to be needed at once.
-        needed_s = [median(step.needed_s.get(index, 0.0) for step in steps) for index in range(count)]
+        needed_s = [
+            median(step.needed_s.get(index, 0.0) for step in steps) for index in range(count)
+        ]
         order = sorted(range(count), key=lambda index: (ready_s[index], -index))
         position = {index: rank for rank, index in enumerate(order)}
         variables = tuple(
@@ -220,7 +264,9 @@ class WorkloadProfiler(BackwardObserver):
             backward_s=backward_s,
             update_s=median(step.update_s for step in steps),
             device=self._synchronizer.device.device.type,
-            threads=torch.get_num_threads() if self._synchronizer.device.device.type == "cpu" else 0,
+            threads=torch.get_num_threads()
+            if self._synchronizer.device.device.type == "cpu"
+            else 0,
             source="measured",
             buffer_bytes=tuple(sent.values()),
             buffers=len(buffers),

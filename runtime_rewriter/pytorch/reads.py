@@ -29,8 +29,28 @@ OnRead = Callable[[Tensor], None]
 
 _CALLBACK = "_autotune_on_read"
 _READING = RLock()
-_GETTERS = ("shape", "dtype", "device", "layout", "requires_grad", "is_leaf", "grad_fn", "ndim", "is_sparse", "grad")
-_METHODS = ("size", "dim", "numel", "stride", "is_contiguous", "is_floating_point", "element_size", "register_hook")
+_GETTERS = (
+    "shape",
+    "dtype",
+    "device",
+    "layout",
+    "requires_grad",
+    "is_leaf",
+    "grad_fn",
+    "ndim",
+    "is_sparse",
+    "grad",
+)
+_METHODS = (
+    "size",
+    "dim",
+    "numel",
+    "stride",
+    "is_contiguous",
+    "is_floating_point",
+    "element_size",
+    "register_hook",
+)
 _GRAD: Any = Tensor.grad
 _SET_GRAD = _GRAD.__set__
 _REQUIRES_GRAD: Any = Tensor.requires_grad
@@ -43,7 +63,13 @@ _NO_READS = frozenset(
 
 class _Watched(Tensor):
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        cls,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
         kwargs = kwargs or {}
         if func not in _NO_READS and not (func == _SET_GRAD and args[1] is None):
             for tensor in list(_watched_in((args, tuple(kwargs.values())))):
@@ -51,7 +77,9 @@ class _Watched(Tensor):
         # The same as to call it under DisableTorchFunctionSubclass, at half the cost: optimizers ask every variable for its gradient.
         return torch._C._disabled_torch_function_impl(func, types, args, kwargs)  # type: ignore[arg-type]
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:  # torch's own takes the class before it takes the values
+    def __deepcopy__(
+        self, memo: dict[int, Any]
+    ) -> Any:  # torch's own takes the class before it takes the values
         _read(self)
         return self.__deepcopy__(memo)
 
@@ -111,7 +139,12 @@ def _read(tensor: Tensor) -> None:
 @contextmanager
 def outside_modes() -> Iterator[None]:
     """Inside, torch's functions do what they say, whatever modes and transforms the reading code runs under."""
-    with torch._C.DisableTorchFunction(), _disable_current_modes(), temporarily_clear_interpreter_stack(), torch.no_grad():
+    with (
+        torch._C.DisableTorchFunction(),
+        _disable_current_modes(),
+        temporarily_clear_interpreter_stack(),
+        torch.no_grad(),
+    ):
         yield
 
 

@@ -32,11 +32,17 @@ def signature_of(value: object, depth: int = 0) -> Hashable:
     if depth == _DEEPEST:
         return kind
     if isinstance(value, Mapping):
-        return (kind, tuple((str(key), signature_of(item, depth + 1)) for key, item in value.items()))
+        return (
+            kind,
+            tuple((str(key), signature_of(item, depth + 1)) for key, item in value.items()),
+        )
     if isinstance(value, (list, tuple, set, frozenset)):
         return (kind, tuple(signature_of(item, depth + 1) for item in value))
     if is_dataclass(value) and not isinstance(value, type):
-        return (kind, tuple(signature_of(getattr(value, field.name), depth + 1) for field in fields(value)))
+        return (
+            kind,
+            tuple(signature_of(getattr(value, field.name), depth + 1) for field in fields(value)),
+        )
     own = getattr(value, "__dict__", None)
     if isinstance(own, dict) and not isinstance(value, (type, nn.Module)) and not callable(value):
         return (kind, signature_of(own, depth + 1))  # a batch object of the script's own
@@ -49,7 +55,13 @@ def tensors_needing_gradient(value: object, depth: int = 0) -> bool:
         return value.requires_grad
     if depth == _DEEPEST:
         return False
-    items: Iterable[object] = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+    items: Iterable[object] = (
+        value.values()
+        if isinstance(value, Mapping)
+        else value
+        if isinstance(value, (list, tuple))
+        else ()
+    )
     return any(tensors_needing_gradient(item, depth + 1) for item in items)
 
 
@@ -61,7 +73,11 @@ class _Replacing(TorchFunctionMode):
         self._replace = replace
 
     def __torch_function__(
-        self, function: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        function: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if function is Tensor.__deepcopy__:
             return self._replace(args[0])
@@ -125,12 +141,17 @@ class GradientRecorder:
         self._names = names
         self._gradients: list[Tensor | None] = [None] * len(parameters)
         self._problem: str | None = None
-        self._handles = [parameter.register_hook(partial(self._take, i)) for i, parameter in enumerate(parameters)]
+        self._handles = [
+            parameter.register_hook(partial(self._take, i))
+            for i, parameter in enumerate(parameters)
+        ]
 
     @property
     def begun(self) -> bool:
         """A backward pass has given gradients."""
-        return self._problem is not None or any(gradient is not None for gradient in self._gradients)
+        return self._problem is not None or any(
+            gradient is not None for gradient in self._gradients
+        )
 
     def _take(self, position: int, gradient: Tensor) -> None:
         if torch.is_grad_enabled():

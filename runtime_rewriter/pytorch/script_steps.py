@@ -22,7 +22,9 @@ class ScriptSteps:
 
     def __init__(self, parameters: Sequence[Parameter], own_hooks: Set[int]) -> None:
         self._parameters, self._own_hooks = parameters, own_hooks
-        self._final: list[tuple[int, int] | None] | None = None  # the gradients as the backward pass left them
+        self._final: list[tuple[int, int] | None] | None = (
+            None  # the gradients as the backward pass left them
+        )
         self._looked = False  # at a step after that backward pass
         self._watched: list[Tensor] = []
         self._was_read = False
@@ -51,8 +53,12 @@ class ScriptSteps:
         self.stop_looking()
         if self.learning:
             self._final = self._states()
-            if not script_compiles():  # a compiled step() would be compiled for the classes that it meets
-                self._watched = [p.grad for p in self._parameters if p.grad is not None and can_watch(p.grad)]
+            if (
+                not script_compiles()
+            ):  # a compiled step() would be compiled for the classes that it meets
+                self._watched = [
+                    p.grad for p in self._parameters if p.grad is not None and can_watch(p.grad)
+                ]
             for gradient in self._watched:
                 watch(gradient, self._on_read)
 
@@ -61,7 +67,9 @@ class ScriptSteps:
         self._unwatch()
         self._final, self._looked, self._was_read = None, False, False
 
-    def look_at(self, optimizer: Optimizer, numbers: Mapping[int, int], closure: bool) -> str | None:
+    def look_at(
+        self, optimizer: Optimizer, numbers: Mapping[int, int], closure: bool
+    ) -> str | None:
         """Before a step of `optimizer` for the parameters of the identities `numbers`: the reason to refuse, when it is first known."""
         assert self._final is not None
         self._unwatch()
@@ -74,7 +82,9 @@ class ScriptSteps:
         self._refusal = self._reason(optimizer, numbers, closure)
         return self._refusal
 
-    def _reason(self, optimizer: Optimizer, numbers: Mapping[int, int], closure: bool) -> str | None:
+    def _reason(
+        self, optimizer: Optimizer, numbers: Mapping[int, int], closure: bool
+    ) -> str | None:
         if closure:
             return "step() is given a closure"
         coupled = why_coupled(optimizer, self._own_hooks)
@@ -82,7 +92,10 @@ class ScriptSteps:
             return coupled
         assert self._final is not None
         after = zip(self._parameters, self._final, self._states(), strict=True)
-        if any(id(parameter) in numbers and now is not None and now != before for parameter, before, now in after):
+        if any(
+            id(parameter) in numbers and now is not None and now != before
+            for parameter, before, now in after
+        ):
             return "gradients are changed between backward() and step(), as clipping by the global norm does, which couples all variables"
         if self._reading_steps == LEARNING_STEPS:
             return "gradients are read between backward() and step(), as unscaling and logging do, which would wait for all of them"
@@ -98,4 +111,7 @@ class ScriptSteps:
 
     def _states(self) -> list[tuple[int, int] | None]:
         gradients = (parameter.grad for parameter in self._parameters)
-        return [None if gradient is None else (id(gradient), gradient._version) for gradient in gradients]
+        return [
+            None if gradient is None else (id(gradient), gradient._version)
+            for gradient in gradients
+        ]

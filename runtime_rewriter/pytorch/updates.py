@@ -20,7 +20,11 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
 _OTHERS = ("LBFGS", "Optimizer")
-PER_VARIABLE = frozenset(kind for name, kind in vars(torch.optim).items() if isinstance(kind, type) and name not in _OTHERS)
+PER_VARIABLE = frozenset(
+    kind
+    for name, kind in vars(torch.optim).items()
+    if isinstance(kind, type) and name not in _OTHERS
+)
 """torch's optimizers with per-variable updates: all but LBFGS."""
 
 
@@ -29,9 +33,14 @@ def why_coupled(optimizer: Optimizer, own_hooks: Set[int] = frozenset()) -> str 
     kind = type(optimizer)
     if _unhooked(kind) not in {_unhooked(known) for known in PER_VARIABLE}:
         return f"the optimizer {kind.__name__} may couple variables; torch's own but LBFGS update them one by one"
-    global_hooks = {*torch_optimizer._global_optimizer_pre_hooks, *torch_optimizer._global_optimizer_post_hooks} - own_hooks
+    global_hooks = {
+        *torch_optimizer._global_optimizer_pre_hooks,
+        *torch_optimizer._global_optimizer_post_hooks,
+    } - own_hooks
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks or global_hooks:
-        return f"hooks around the step of the optimizer {kind.__name__} may read all gradients at once"
+        return (
+            f"hooks around the step of the optimizer {kind.__name__} may read all gradients at once"
+        )
     return None
 
 
@@ -46,19 +55,37 @@ class DueUpdate:
     @staticmethod
     def now(optimizer: Optimizer) -> DueUpdate:
         """As the script calls `step()`."""
-        device = next(parameter.device.type for group in optimizer.param_groups for parameter in group["params"])
-        groups = tuple({name: _frozen(value) for name, value in group.items() if name != "params"} for group in optimizer.param_groups)
-        return DueUpdate(optimizer, groups, (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)))
+        device = next(
+            parameter.device.type
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        )
+        groups = tuple(
+            {name: _frozen(value) for name, value in group.items() if name != "params"}
+            for group in optimizer.param_groups
+        )
+        return DueUpdate(
+            optimizer,
+            groups,
+            (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)),
+        )
 
     def make(self, members: Mapping[int, list[Parameter]]) -> None:
         """Update `members`, by the number of their parameter group, and nothing else."""
         step: Callable[[Optimizer], object] = _unhooked(type(self.optimizer))
         groups = self.optimizer.param_groups
-        self.optimizer.param_groups = [{**self.hyperparameters[number], "params": chosen} for number, chosen in sorted(members.items())]
+        self.optimizer.param_groups = [
+            {**self.hyperparameters[number], "params": chosen}
+            for number, chosen in sorted(members.items())
+        ]
         device, enabled, dtype = self.autocast
         try:
             # Whatever mode the script reads a variable in, its state is made and changed as in its own step.
-            with torch.inference_mode(False), torch.no_grad(), torch.autocast(device, dtype, enabled):
+            with (
+                torch.inference_mode(False),
+                torch.no_grad(),
+                torch.autocast(device, dtype, enabled),
+            ):
                 step(self.optimizer)
         finally:
             self.optimizer.param_groups = groups
@@ -68,16 +95,24 @@ def _frozen(value: Any) -> Any:
     """The value of a hyperparameter, which a script may go on to change in place."""
     if isinstance(value, Tensor):
         return value.clone()
-    return type(value)(_frozen(inner) for inner in value) if isinstance(value, tuple | list) else value
+    return (
+        type(value)(_frozen(inner) for inner in value) if isinstance(value, tuple | list) else value
+    )
 
 
 def _unhooked(kind: type[Optimizer]) -> Callable[[Optimizer], object]:
     """`step` without the profiler and the hooks that torch wraps around it."""
     step: Any = kind.step
-    unhooked: Callable[[Optimizer], object] = step.__wrapped__ if getattr(step, "hooked", False) else step
+    unhooked: Callable[[Optimizer], object] = (
+        step.__wrapped__ if getattr(step, "hooked", False) else step
+    )
     return unhooked
 
 
 def group_numbers(optimizer: Optimizer) -> dict[int, int]:
     """Identity of a parameter -> number of its group."""
-    return {id(parameter): number for number, group in enumerate(optimizer.param_groups) for parameter in group["params"]}
+    return {
+        id(parameter): number
+        for number, group in enumerate(optimizer.param_groups)
+        for parameter in group["params"]
+    }

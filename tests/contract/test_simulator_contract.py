@@ -19,7 +19,13 @@ from autotune.simulators.linear import linear_simulator
 from autotune.simulators.rnn import rnn_simulator
 from autotune.simulators.training import TrainingRecipe
 from autotune.strategy_space.plan import plan
-from autotune.strategy_space.strategy import Partition, Shard, Strategy, Synchronizer, VariableStrategy
+from autotune.strategy_space.strategy import (
+    Partition,
+    Shard,
+    Strategy,
+    Synchronizer,
+    VariableStrategy,
+)
 from autotune.workload import Variable, Workload
 
 RECIPE = TrainingRecipe(epochs=5, warm_epochs=2, threads=1)
@@ -38,10 +44,19 @@ def make(request: pytest.FixtureRequest) -> Callable[[], Simulator]:
 @pytest.fixture(scope="module")
 def examples() -> list[Example]:
     """Two domains whose models differ in size; some variables are partitioned; times are noise around the estimate."""
-    cluster = Cluster("c", (Host("a", 1, 1e8, 1e-4, 1e10, 1e-5), Host("b", 1, 1e8, 1e-4, 1e10, 1e-5)))
+    cluster = Cluster(
+        "c", (Host("a", 1, 1e8, 1e-4, 1e10, 1e-5), Host("b", 1, 1e8, 1e-4, 1e10, 1e-5))
+    )
     found = []
     for domain, variables in (("small", 4), ("large", 7)):
-        workload = Workload(domain, tuple(Variable(f"v{i}", (100 * (i + 1), 4)) for i in range(variables)), (), 1e-3, 2e-3, 1e-4)
+        workload = Workload(
+            domain,
+            tuple(Variable(f"v{i}", (100 * (i + 1), 4)) for i in range(variables)),
+            (),
+            1e-3,
+            2e-3,
+            1e-4,
+        )
         for number in range(12):
             draw = generator(7, domain, number)
             choices = []
@@ -54,14 +69,22 @@ def examples() -> list[Example]:
                     else Shard(Synchronizer.ALL_REDUCE, group=int(draw.integers(3)))
                     for _ in range(parts)
                 )
-                choices.append(VariableStrategy(variable.name, shards, Partition(0, sizes) if parts > 1 else None))
+                choices.append(
+                    VariableStrategy(
+                        variable.name, shards, Partition(0, sizes) if parts > 1 else None
+                    )
+                )
             strategy = Strategy(tuple(choices))
             features = extract(strategy, plan(strategy, workload, 2), workload, cluster)
-            found.append(Example(features, features.analytic_step_s * float(draw.uniform(1, 1.5)), domain))
+            found.append(
+                Example(features, features.analytic_step_s * float(draw.uniform(1, 1.5)), domain)
+            )
     return found
 
 
-def test_seconds_are_positive_finite_and_one_per_strategy(make: Callable[[], Simulator], examples: list[Example]) -> None:
+def test_seconds_are_positive_finite_and_one_per_strategy(
+    make: Callable[[], Simulator], examples: list[Example]
+) -> None:
     simulator = make()
     simulator.fit(examples, seed=0)
     predicted = simulator.predict_step_s([example.features for example in examples])
@@ -71,13 +94,17 @@ def test_seconds_are_positive_finite_and_one_per_strategy(make: Callable[[], Sim
     assert simulator.predict_step_s([]).shape == (0,)
 
 
-def test_rows_do_not_influence_one_another(make: Callable[[], Simulator], examples: list[Example]) -> None:
+def test_rows_do_not_influence_one_another(
+    make: Callable[[], Simulator], examples: list[Example]
+) -> None:
     simulator = make()
     simulator.fit(examples, seed=0)
     features = [example.features for example in examples]
     together = simulator.predict_step_s(features)
     np.testing.assert_allclose(simulator.predict_step_s(features[::-1])[::-1], together, rtol=1e-5)
-    np.testing.assert_allclose([simulator.predict_step_s([item])[0] for item in features], together, rtol=1e-5)
+    np.testing.assert_allclose(
+        [simulator.predict_step_s([item])[0] for item in features], together, rtol=1e-5
+    )
 
 
 def test_embeddings_have_unit_norm(make: Callable[[], Simulator], examples: list[Example]) -> None:
@@ -88,7 +115,9 @@ def test_embeddings_have_unit_norm(make: Callable[[], Simulator], examples: list
     np.testing.assert_allclose(np.linalg.norm(hidden, axis=1), 1.0, rtol=1e-5)
 
 
-def test_the_seed_decides_everything_and_the_global_generator_is_left_alone(make: Callable[[], Simulator], examples: list[Example]) -> None:
+def test_the_seed_decides_everything_and_the_global_generator_is_left_alone(
+    make: Callable[[], Simulator], examples: list[Example]
+) -> None:
     features = [example.features for example in examples]
     predictions = []
     for disturbance in (1, 2):
@@ -101,7 +130,9 @@ def test_the_seed_decides_everything_and_the_global_generator_is_left_alone(make
     np.testing.assert_array_equal(*predictions)
 
 
-def test_saved_and_loaded_simulators_predict_the_same(make: Callable[[], Simulator], examples: list[Example], tmp_path: Path) -> None:
+def test_saved_and_loaded_simulators_predict_the_same(
+    make: Callable[[], Simulator], examples: list[Example], tmp_path: Path
+) -> None:
     features = [example.features for example in examples]
     simulator, other = make(), make()
     simulator.fit(examples, seed=0)
@@ -109,12 +140,16 @@ def test_saved_and_loaded_simulators_predict_the_same(make: Callable[[], Simulat
     state = torch.random.get_rng_state()
     other.load(tmp_path / "simulator")
     assert torch.equal(torch.random.get_rng_state(), state)
-    np.testing.assert_array_equal(other.predict_step_s(features), simulator.predict_step_s(features))
+    np.testing.assert_array_equal(
+        other.predict_step_s(features), simulator.predict_step_s(features)
+    )
     np.testing.assert_array_equal(other.embed(features), simulator.embed(features))
     assert {file.suffix for file in (tmp_path / "simulator").iterdir()} == {".safetensors", ".json"}
 
 
-def test_a_loaded_simulator_goes_on_learning(make: Callable[[], Simulator], examples: list[Example], tmp_path: Path) -> None:
+def test_a_loaded_simulator_goes_on_learning(
+    make: Callable[[], Simulator], examples: list[Example], tmp_path: Path
+) -> None:
     simulator, other = make(), make()
     simulator.fit(examples[:12], seed=0)
     simulator.save(tmp_path)
@@ -123,7 +158,9 @@ def test_a_loaded_simulator_goes_on_learning(make: Callable[[], Simulator], exam
     assert make().fit(examples, seed=0, warm_start=True).epochs == RECIPE.epochs
 
 
-def test_another_kind_of_simulator_is_not_loaded(make: Callable[[], Simulator], examples: list[Example], tmp_path: Path) -> None:
+def test_another_kind_of_simulator_is_not_loaded(
+    make: Callable[[], Simulator], examples: list[Example], tmp_path: Path
+) -> None:
     simulator = make()
     simulator.fit(examples, seed=0)
     simulator.save(tmp_path)
@@ -133,7 +170,9 @@ def test_another_kind_of_simulator_is_not_loaded(make: Callable[[], Simulator], 
             other.load(tmp_path)
 
 
-def test_damaged_or_missing_weights_give_one_clear_error(make: Callable[[], Simulator], examples: list[Example], tmp_path: Path) -> None:
+def test_damaged_or_missing_weights_give_one_clear_error(
+    make: Callable[[], Simulator], examples: list[Example], tmp_path: Path
+) -> None:
     simulator = make()
     simulator.fit(examples, seed=0)
     simulator.save(tmp_path)
@@ -144,16 +183,24 @@ def test_damaged_or_missing_weights_give_one_clear_error(make: Callable[[], Simu
         make().load(tmp_path / "nowhere")
 
 
-def test_before_it_has_learned_it_says_so(make: Callable[[], Simulator], examples: list[Example], tmp_path: Path) -> None:
+def test_before_it_has_learned_it_says_so(
+    make: Callable[[], Simulator], examples: list[Example], tmp_path: Path
+) -> None:
     features = [examples[0].features]
-    for use in (lambda: make().predict_step_s(features), lambda: make().embed(features), lambda: make().save(tmp_path)):
+    for use in (
+        lambda: make().predict_step_s(features),
+        lambda: make().embed(features),
+        lambda: make().save(tmp_path),
+    ):
         with pytest.raises(InvalidInput, match="call fit or load first"):
             use()
     with pytest.raises(InvalidInput, match="at least 2 examples"):
         make().fit(examples[:1], seed=0)
 
 
-def test_it_learns_from_as_few_as_two_examples(make: Callable[[], Simulator], examples: list[Example]) -> None:
+def test_it_learns_from_as_few_as_two_examples(
+    make: Callable[[], Simulator], examples: list[Example]
+) -> None:
     simulator = make()
     simulator.fit(examples[:2], seed=0)
     assert (simulator.predict_step_s([examples[5].features]) > 0).all()

@@ -11,7 +11,7 @@ import pytest
 from local_world import local_world
 
 from autotune.testbed import bed
-from runtime_rewriter.world import World
+from runtime_rewriter.world.world import World
 
 SMALL = Path(__file__).parents[1] / "scripts" / "train_small.py"
 

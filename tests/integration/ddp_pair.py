@@ -13,9 +13,13 @@ from torch.nn.parallel import DistributedDataParallel
 from runtime_rewriter.pytorch.ddp import PlannedDataParallel
 
 
-def pair(module: nn.Module, **arguments: Any) -> tuple[DistributedDataParallel, PlannedDataParallel]:
+def pair(
+    module: nn.Module, **arguments: Any
+) -> tuple[DistributedDataParallel, PlannedDataParallel]:
     """The same module under torch's DDP and under ours."""
-    return DistributedDataParallel(copy.deepcopy(module), **arguments), PlannedDataParallel(module, **arguments)
+    return DistributedDataParallel(copy.deepcopy(module), **arguments), PlannedDataParallel(
+        module, **arguments
+    )
 
 
 def assert_close(mine: list[Tensor], theirs: list[Tensor]) -> None:

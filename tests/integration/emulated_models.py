@@ -14,16 +14,25 @@ from runtime_rewriter.pytorch.emulation import EmulatedAccelerator
 from runtime_rewriter.pytorch.hooks import GradientSynchronizer
 
 
-def profile_of(module: nn.Module, forward_s: float = 0.0, backward_s: float = 1e-4, update_s: float = 0.0) -> Workload:
+def profile_of(
+    module: nn.Module, forward_s: float = 0.0, backward_s: float = 1e-4, update_s: float = 0.0
+) -> Workload:
     """Gradients in definition order (the reverse of a real pass), evenly over the backward pass."""
     assumed = assumed_workload(module)
     count = len(assumed.variables)
-    timed = tuple(replace(v, ready_s=backward_s * (i + 1) / (count + 1)) for i, v in enumerate(reversed(assumed.variables)))
-    return replace(assumed, variables=timed, forward_s=forward_s, backward_s=backward_s, update_s=update_s)
+    timed = tuple(
+        replace(v, ready_s=backward_s * (i + 1) / (count + 1))
+        for i, v in enumerate(reversed(assumed.variables))
+    )
+    return replace(
+        assumed, variables=timed, forward_s=forward_s, backward_s=backward_s, update_s=update_s
+    )
 
 
 def emulated(synchronizer: GradientSynchronizer, **times: float) -> EmulatedAccelerator:
-    accelerator = EmulatedAccelerator(synchronizer, timetable_of(profile_of(synchronizer.module, **times)))
+    accelerator = EmulatedAccelerator(
+        synchronizer, timetable_of(profile_of(synchronizer.module, **times))
+    )
     synchronizer.emulate(accelerator)
     return accelerator
 

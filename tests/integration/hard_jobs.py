@@ -42,13 +42,17 @@ class Job:
 
 def numbers(rank: int, batch: int, *shape: int) -> Tensor:
     """Standard normal, another draw on every rank and for every batch."""
-    drawn = torch.randn(shape, generator=torch.Generator().manual_seed(1000 * rank + batch), device="cpu")
+    drawn = torch.randn(
+        shape, generator=torch.Generator().manual_seed(1000 * rank + batch), device="cpu"
+    )
     return drawn.to(torch.get_default_device())
 
 
 def tokens(rank: int, batch: int, count: int, *shape: int) -> Tensor:
     """Ids below `count`, another draw on every rank and for every batch."""
-    drawn = torch.randint(0, count, shape, generator=torch.Generator().manual_seed(1000 * rank + batch), device="cpu")
+    drawn = torch.randint(
+        0, count, shape, generator=torch.Generator().manual_seed(1000 * rank + batch), device="cpu"
+    )
     return drawn.to(torch.get_default_device())
 
 
@@ -90,8 +94,12 @@ class Dtypes(nn.Module):
         super().__init__()
         self.convolution = nn.Conv2d(2, 6, 3, bias=False).to(memory_format=torch.channels_last)
         self.norm = nn.BatchNorm2d(6)
-        self.wide = nn.Sequential(nn.Linear(6, 96), nn.Tanh(), nn.Linear(96, 96), nn.Tanh(), nn.Linear(96, 2)).double()  # 73 kB inside
-        self.narrow = nn.Sequential(nn.Linear(6, 40), nn.Tanh(), nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 7)).bfloat16()
+        self.wide = nn.Sequential(
+            nn.Linear(6, 96), nn.Tanh(), nn.Linear(96, 96), nn.Tanh(), nn.Linear(96, 2)
+        ).double()  # 73 kB inside
+        self.narrow = nn.Sequential(
+            nn.Linear(6, 40), nn.Tanh(), nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 7)
+        ).bfloat16()
         self.empty = nn.Parameter(torch.zeros(0, 4))
         self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
         self.gain = nn.Parameter(torch.ones(()))
@@ -138,7 +146,9 @@ USES = [(0, 1), (2,), (1, 0), (1,), (2, 1)]
 
 
 def loss_of_branches(model: nn.Module, rank: int, batch: int) -> Tensor:
-    return model(numbers(rank, batch, 5, 6), USES[(rank * batch + batch) % len(USES)]).square().mean()
+    return (
+        model(numbers(rank, batch, 5, 6), USES[(rank * batch + batch) % len(USES)]).square().mean()
+    )
 
 
 class Repeated(nn.Module):
@@ -146,7 +156,12 @@ class Repeated(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.inner, self.idle, self.last = nn.Linear(5, 16), nn.Linear(16, 16), nn.Linear(16, 6), nn.Linear(16, 3)
+        self.first, self.inner, self.idle, self.last = (
+            nn.Linear(5, 16),
+            nn.Linear(16, 16),
+            nn.Linear(16, 6),
+            nn.Linear(16, 3),
+        )
         self.norm, self.drop = nn.BatchNorm1d(16), nn.Dropout(0.1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -180,20 +195,37 @@ class Recommender(nn.Module):
 
 
 def loss_of_recommender(model: nn.Module, rank: int, batch: int) -> Tensor:
-    users, words, items = tokens(rank, batch, 17, 6), tokens(rank, batch, 11, 6, 2), tokens(rank, batch, 9, 6)
+    users, words, items = (
+        tokens(rank, batch, 17, 6),
+        tokens(rank, batch, 11, 6, 2),
+        tokens(rank, batch, 9, 6),
+    )
     return model(users, words, items).sigmoid().square().mean()
 
 
 def sparse_and_dense(module: nn.Module) -> list[Optimizer]:
     assert isinstance(module, Recommender)
     dense = [*module.item.parameters(), *module.norm.parameters(), *module.out.parameters()]
-    return [SparseAdam([module.user.weight], lr=0.05), SGD([module.words.weight], 0.3), Adam(dense, 0.01, eps=1e-3)]
+    return [
+        SparseAdam([module.user.weight], lr=0.05),
+        SGD([module.words.weight], 0.3),
+        Adam(dense, 0.01, eps=1e-3),
+    ]
 
 
 JOBS: dict[str, Job] = {
     # eps: gradients of nothing but rounding noise must not be blown up to full steps.
-    "tied": Job(Tied, lambda m: [AdamW(decaying_groups(m), 0.02, eps=1e-3)], loss_of_tied, micro_batches=2),
-    "clipped": Job(Tied, lambda m: [SGD(decaying_groups(m), 0.2, momentum=0.9)], loss_of_tied, micro_batches=2, clip=0.5, attached=True),
+    "tied": Job(
+        Tied, lambda m: [AdamW(decaying_groups(m), 0.02, eps=1e-3)], loss_of_tied, micro_batches=2
+    ),
+    "clipped": Job(
+        Tied,
+        lambda m: [SGD(decaying_groups(m), 0.2, momentum=0.9)],
+        loss_of_tied,
+        micro_batches=2,
+        clip=0.5,
+        attached=True,
+    ),
     "dtypes": Job(Dtypes, by_dtype, loss_of_dtypes),
     "unused": Job(
         Branches,
@@ -215,5 +247,7 @@ JOBS: dict[str, Job] = {
 def sparse_names(module: nn.Module) -> frozenset[str]:
     """The parameters whose gradients are sparse."""
     return frozenset(
-        f"{name}.weight" for name, child in module.named_modules() if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse
+        f"{name}.weight"
+        for name, child in module.named_modules()
+        if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse
     )

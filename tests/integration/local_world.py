@@ -21,20 +21,29 @@ from torch_world import fork_server
 from autotune.records import REAL_CONDITIONS, Conditions
 from autotune.workload import Workload
 from runtime_rewriter import launch
-from runtime_rewriter.command import ScriptCommand
-from runtime_rewriter.placement import Launch
 from runtime_rewriter.scheduling import asked_of_ranks
-from runtime_rewriter.worker import ProcessSupervisor, free_port
-from runtime_rewriter.world import PROBE_S, World
+from runtime_rewriter.world.command import ScriptCommand
+from runtime_rewriter.world.placement import Launch
+from runtime_rewriter.world.worker import ProcessSupervisor, free_port
+from runtime_rewriter.world.world import PROBE_S, World
 
 
 class ForkedRank:
     """Implements `Process`; the class itself is a `Spawn`."""
 
-    def __init__(self, words: list[str], environment: dict[str, str], directory: str, log: IO[bytes], line: socket.socket) -> None:
+    def __init__(
+        self,
+        words: list[str],
+        environment: dict[str, str],
+        directory: str,
+        log: IO[bytes],
+        line: socket.socket,
+    ) -> None:
         context = fork_server()
         told, tells = context.Pipe(duplex=False)
-        self._process = context.Process(target=_rank, args=(tells, words, environment, directory, log.name, line), daemon=True)
+        self._process = context.Process(
+            target=_rank, args=(tells, words, environment, directory, log.name, line), daemon=True
+        )
         self._process.start()
         tells.close()
         told.recv()  # from now on its session can be killed
@@ -51,7 +60,14 @@ class ForkedRank:
         return self._process.exitcode
 
 
-def _rank(tells: Connection, words: list[str], environment: dict[str, str], directory: str, log: str, line: socket.socket) -> None:
+def _rank(
+    tells: Connection,
+    words: list[str],
+    environment: dict[str, str],
+    directory: str,
+    log: str,
+    line: socket.socket,
+) -> None:
     os.setsid()
     tells.send(None)
     tells.close()
@@ -73,7 +89,11 @@ class LocalPlacement:
     """Implements `Placement`: a host without Ray, as `RayPlacement` is one of a Ray cluster."""
 
     def __init__(
-        self, command: ScriptCommand, directory: Path, conditions: Conditions, supervisor: Callable[[], ProcessSupervisor]
+        self,
+        command: ScriptCommand,
+        directory: Path,
+        conditions: Conditions,
+        supervisor: Callable[[], ProcessSupervisor],
     ) -> None:
         self._command, self._directory, self._conditions = command, directory, conditions
         self.workers = [supervisor() for _ in range(command.workers)]
@@ -84,13 +104,33 @@ class LocalPlacement:
         return (("here", len(self.workers)),)
 
     def launch(self) -> Launch:
-        size, address = str(len(self.workers)), {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port(0, 0, "127.0.0.1"))}
-        shared = {**address, **asked_of_ranks(self._conditions), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+        size, address = (
+            str(len(self.workers)),
+            {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port(0, 0, "127.0.0.1"))},
+        )
+        shared = {
+            **address,
+            **asked_of_ranks(self._conditions),
+            "GLOO_SOCKET_IFNAME": "lo",
+            "OMP_NUM_THREADS": "1",
+        }
         ranks = range(len(self.workers))
         environments = tuple(
-            {**shared, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in ranks
+            {
+                **shared,
+                "WORLD_SIZE": size,
+                "LOCAL_WORLD_SIZE": size,
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+            }
+            for rank in ranks
         )
-        return Launch(self._command, environments, str(self._directory), tuple(str(self._directory / f"rank{rank}.log") for rank in ranks))
+        return Launch(
+            self._command,
+            environments,
+            str(self._directory),
+            tuple(str(self._directory / f"rank{rank}.log") for rank in ranks),
+        )
 
     def poll(self, timeout_s: float) -> list[list[dict[str, Any]]]:
         return list(self._threads.map(lambda worker: worker.poll(timeout_s), self.workers))

@@ -30,7 +30,7 @@ from autotune.rng import generator
 from autotune.sampler.random import sample_many
 from autotune.strategy_space.builders.catalogue import BUILDERS
 from autotune.strategy_space.enactable import why_refused
-from autotune.strategy_space.neighbours import mutate
+from autotune.strategy_space.moves.neighbours import mutate
 from autotune.strategy_space.plan import Plan, plan
 from autotune.strategy_space.space import SearchSpace
 from autotune.strategy_space.strategy import ROOTED, SparseHandling, Strategy, Synchronizer
@@ -59,7 +59,10 @@ SPREAD_FACTOR = 3.0
 
 def _hosts(*devices: int, rates: tuple[float, ...] = ()) -> Cluster:
     known = rates or (1.25e8,) * len(devices)
-    return Cluster("+".join(map(str, devices)), tuple(Host(f"h{i}", d, known[i], 5e-5, 2e9, 1e-5) for i, d in enumerate(devices)))
+    return Cluster(
+        "+".join(map(str, devices)),
+        tuple(Host(f"h{i}", d, known[i], 5e-5, 2e9, 1e-5) for i, d in enumerate(devices)),
+    )
 
 
 CLUSTERS = {
@@ -68,8 +71,22 @@ CLUSTERS = {
 }
 
 CASES = {
-    2: ("hosts/tied", "local/clipped", "hosts/dtypes", "local/unused", "hosts/static", "hosts/sparse"),
-    4: ("pairs/tied", "hosts/clipped", "pairs/dtypes", "pairs/unused", "hosts/static", "pairs/sparse"),
+    2: (
+        "hosts/tied",
+        "local/clipped",
+        "hosts/dtypes",
+        "local/unused",
+        "hosts/static",
+        "hosts/sparse",
+    ),
+    4: (
+        "pairs/tied",
+        "hosts/clipped",
+        "pairs/dtypes",
+        "pairs/unused",
+        "hosts/static",
+        "pairs/sparse",
+    ),
 }
 COUNTS = {2: 21, 4: 7}
 """How many strategies are sampled for a case; each is mutated once, and the builders' come to them."""
@@ -97,7 +114,9 @@ def variants(space: SearchSpace) -> tuple[SearchSpace, ...]:
     )
 
 
-def strategies_of(case: str, module: nn.Module, cluster: Cluster, count: int) -> Iterator[tuple[str, Strategy]]:
+def strategies_of(
+    case: str, module: nn.Module, cluster: Cluster, count: int
+) -> Iterator[tuple[str, Strategy]]:
     """(origin, strategy): what every builder makes, samples of several spaces and neighbours; the same on every rank."""
     workload = workload_of(module)
     seed = int.from_bytes(hashlib.sha256(case.encode()).digest()[:4])
@@ -106,14 +125,18 @@ def strategies_of(case: str, module: nn.Module, cluster: Cluster, count: int) ->
         yield name, build(workload, cluster)
     spaces = variants(SPACE)
     for position, space in enumerate(spaces):
-        for strategy in sample_many(workload, cluster, space, -(-count // len(spaces)), seed + position):
+        for strategy in sample_many(
+            workload, cluster, space, -(-count // len(spaces)), seed + position
+        ):
             yield "sampled", varied(strategy, workload, cluster, rng)
             for _ in range(int(rng.integers(1, 5))):
                 strategy = mutate(strategy, workload, cluster, SPACE, rng)
             yield "mutated", varied(strategy, workload, cluster, rng)
 
 
-def varied(strategy: Strategy, workload: Workload, cluster: Cluster, rng: np.random.Generator) -> Strategy:
+def varied(
+    strategy: Strategy, workload: Workload, cluster: Cluster, rng: np.random.Generator
+) -> Strategy:
     """Some strategies with a ring order and with sparse gradients that travel as rows, which the sampler leaves as they are."""
     if rng.random() < 0.3:
         strategy = replace(strategy, ring_order=tuple(rng.permutation(cluster.world_size).tolist()))
@@ -133,16 +156,26 @@ def workload_of(module: nn.Module) -> Workload:
     """With the variables whose gradients are sparse named as such, as a profile does."""
     sparse = sparse_names(module)
     workload = assumed_workload(module)
-    return replace(workload, variables=tuple(replace(v, sparse=v.name in sparse) for v in workload.variables))
+    return replace(
+        workload, variables=tuple(replace(v, sparse=v.name in sparse) for v in workload.variables)
+    )
 
 
 class Training:
     """A job that can be started over from the same state. `no_sync` belongs to what wraps the module."""
 
-    def __init__(self, job: Job, model: nn.Module, inner: nn.Module, no_sync: Callable[[], AbstractContextManager[Any]]) -> None:
+    def __init__(
+        self,
+        job: Job,
+        model: nn.Module,
+        inner: nn.Module,
+        no_sync: Callable[[], AbstractContextManager[Any]],
+    ) -> None:
         self._job, self._model, self._inner, self._no_sync = job, model, inner, no_sync
         self._optimizers = job.optimizers(inner)
-        self._schedules = [LambdaLR(optimizer, lambda epoch: 0.7**epoch) for optimizer in self._optimizers]
+        self._schedules = [
+            LambdaLR(optimizer, lambda epoch: 0.7**epoch) for optimizer in self._optimizers
+        ]
         parts = (inner, *self._optimizers, *self._schedules)
         self._start = [(part, copy.deepcopy(part.state_dict())) for part in parts]
 
@@ -172,13 +205,17 @@ class Training:
     def _state(self) -> dict[str, Tensor]:
         """Parameters, buffers and what the optimizers keep of them, by name."""
         names = {parameter: name for name, parameter in self._inner.named_parameters()}
-        found = {f"parameter {name}": parameter.detach().clone() for parameter, name in names.items()}
+        found = {
+            f"parameter {name}": parameter.detach().clone() for parameter, name in names.items()
+        }
         found |= {f"buffer {name}": buffer.clone() for name, buffer in self._inner.named_buffers()}
         for optimizer in self._optimizers:
             for parameter, kept in optimizer.state.items():
                 for key, value in kept.items():
                     if value is not None:
-                        found[f"{key} of {names[parameter]}"] = torch.as_tensor(value).to_dense().clone()
+                        found[f"{key} of {names[parameter]}"] = (
+                            torch.as_tensor(value).to_dense().clone()
+                        )
         return found
 
 
@@ -219,7 +256,11 @@ def check_case(rank: int, case: str, only: int | None = None) -> list[Outcome]:
     for origin, strategy in strategies_of(case, inner, cluster, COUNTS[size]):
         made = plan(strategy, workload_of(inner), size)
         wanted.setdefault(made.id, (origin, strategy, made))
-    chosen = [(number, *entry) for number, entry in enumerate(wanted.values()) if only is None or number == only]
+    chosen = [
+        (number, *entry)
+        for number, entry in enumerate(wanted.values())
+        if only is None or number == only
+    ]
     enactable = [entry for entry in chosen if why_refused(entry[3]) is None]
     if job.attached:
         synchronizer = attach(inner, enactable[0][3], **job.wrapping)
@@ -237,13 +278,22 @@ def check_case(rank: int, case: str, only: int | None = None) -> list[Outcome]:
         if made is not None and made.cross_step:
             reason = reason or synchronizer.cross_step.why_not()
         if reason is not None:
-            outcomes.append(Outcome(number, origin, refused=reason, failure=refusal_failure(synchronizer, made, reason)))
+            outcomes.append(
+                Outcome(
+                    number,
+                    origin,
+                    refused=reason,
+                    failure=refusal_failure(synchronizer, made, reason),
+                )
+            )
             continue
         switch.next_is(made)
         try:
             found = training.run(rank)
         except AutotuneError as error:
-            raise AssertionError(f"{told(size, case, number, origin, strategy)}\n{error}") from error
+            raise AssertionError(
+                f"{told(size, case, number, origin, strategy)}\n{error}"
+            ) from error
         assert synchronizer.plan is made
         failure = difference(found, truth, allowed)
         if failure:
@@ -259,7 +309,11 @@ def refusal_failure(synchronizer: GradientSynchronizer, made: Plan, reason: str)
     try:
         synchronizer.load(made)
     except InvalidStrategy as error:
-        return "" if reason in str(error) and synchronizer.plan is before else f"refused with {error}, but expected {reason}"
+        return (
+            ""
+            if reason in str(error) and synchronizer.plan is before
+            else f"refused with {error}, but expected {reason}"
+        )
     return f"loaded, although it cannot be enacted: {reason}"
 
 
@@ -271,7 +325,9 @@ def truth_and_tolerance(job: Job, rank: int) -> tuple[dict[str, Tensor], dict[to
         inner = built(job)
         model = DistributedDataParallel(inner, bucket_cap_mb=bucket_mb, **job.wrapping)
         training = Training(job, model, inner, model.no_sync)
-        training.run(rank)  # a DDP cuts its buckets only when it has seen the order of the gradients
+        training.run(
+            rank
+        )  # a DDP cuts its buckets only when it has seen the order of the gradients
         runs.append(training.run(rank))
     spread: dict[torch.dtype, float] = {}
     for a, b in combinations(runs, 2):
@@ -279,9 +335,17 @@ def truth_and_tolerance(job: Job, rank: int) -> tuple[dict[str, Tensor], dict[to
             spread[a[name].dtype] = max(spread.get(a[name].dtype, 0.0), distance(a[name], b[name]))
     if dist.get_world_size() == 2:
         assert not any(spread.values()), "two ranks have one order of sums only"
-    elif dist.get_backend() == "nccl":  # which sums in one order whatever the bucket, and in another to reduce and scatter
-        single = torch.finfo(torch.float32).eps  # wider values are made from those of single precision, too
-        spread |= {dtype: max(value, single, torch.finfo(dtype).eps) for dtype, value in spread.items() if dtype.is_floating_point}
+    elif (
+        dist.get_backend() == "nccl"
+    ):  # which sums in one order whatever the bucket, and in another to reduce and scatter
+        single = torch.finfo(
+            torch.float32
+        ).eps  # wider values are made from those of single precision, too
+        spread |= {
+            dtype: max(value, single, torch.finfo(dtype).eps)
+            for dtype, value in spread.items()
+            if dtype.is_floating_point
+        }
     assert all(bool(torch.isfinite(value).all()) for value in runs[0].values())
     return runs[0], {dtype: SPREAD_FACTOR * value for dtype, value in spread.items()}
 
@@ -292,7 +356,9 @@ def distance(a: Tensor, b: Tensor) -> float:
         return 0.0
     if a.shape != b.shape or a.dtype != b.dtype:
         return float("inf")
-    apart = float((a.double() - b.double()).abs().amax()) / max(float(b.double().abs().amax()), 1e-30)
+    apart = float((a.double() - b.double()).abs().amax()) / max(
+        float(b.double().abs().amax()), 1e-30
+    )
     return apart or sys.float_info.min  # zeros of another sign
 
 
@@ -300,7 +366,9 @@ def bits(tensor: Tensor) -> Tensor:
     return tensor.contiguous().flatten().view(torch.uint8)
 
 
-def difference(found: dict[str, Tensor], truth: dict[str, Tensor], allowed: dict[torch.dtype, float]) -> str:
+def difference(
+    found: dict[str, Tensor], truth: dict[str, Tensor], allowed: dict[torch.dtype, float]
+) -> str:
     if found.keys() != truth.keys():
         return f"only one side has {', '.join(sorted(found.keys() ^ truth.keys()))}"
     worst = []
@@ -308,7 +376,11 @@ def difference(found: dict[str, Tensor], truth: dict[str, Tensor], allowed: dict
         apart = distance(found[name], right)
         if not apart <= allowed[right.dtype]:
             worst.append(f"  {name}: {apart:.3g}, allowed {allowed[right.dtype]:.3g}")
-    return "\n".join(["relative to the largest value the result differs from DDP's by", *worst]) if worst else ""
+    return (
+        "\n".join(["relative to the largest value the result differs from DDP's by", *worst])
+        if worst
+        else ""
+    )
 
 
 def digest(found: dict[str, Tensor]) -> str:
@@ -328,7 +400,9 @@ def kinds_of(made: Plan | None) -> frozenset[str]:
     found |= {f"sparse {message.sparse}" for message in made.messages}
     conditions = {
         "cut": any(part.axis is not None for message in made.messages for part in message.slices),
-        "cut along a later axis": any(part.axis for message in made.messages for part in message.slices),
+        "cut along a later axis": any(
+            part.axis for message in made.messages for part in message.slices
+        ),
         "merged": any(len(message.slices) > 1 for message in made.messages),
         "mixed": len({message.primitive for message in made.messages}) > 1,
         "hierarchical": any(message.hierarchical for message in made.messages),
@@ -357,15 +431,21 @@ def enacted_alike(by_rank: list[dict[str, list[Outcome]]]) -> list[Outcome]:
             everywhere = [ranks[case][number] for ranks in by_rank]
             failures = [seen.failure for seen in everywhere if seen.failure]
             assert not failures, failures[0]
-            assert len({seen.digest for seen in everywhere}) == 1, f"ranks differ after {case} {outcome.number}: {outcome.origin}"
+            assert len({seen.digest for seen in everywhere}) == 1, (
+                f"ranks differ after {case} {outcome.number}: {outcome.origin}"
+            )
         enacted += [outcome for outcome in outcomes if not outcome.refused]
     return enacted
 
 
 def main(size: str, case: str, number: str | None = None) -> None:
     """One strategy with no other before it, or a whole case."""
-    for outcome in run_world(check_case, int(size), case, int(number) if number else None, timeout_s=240.0)[0]:
-        print(f"{outcome.number}: {outcome.failure or outcome.refused or 'as DDP'} ({outcome.origin})")
+    for outcome in run_world(
+        check_case, int(size), case, int(number) if number else None, timeout_s=240.0
+    )[0]:
+        print(
+            f"{outcome.number}: {outcome.failure or outcome.refused or 'as DDP'} ({outcome.origin})"
+        )
 
 
 if __name__ == "__main__":

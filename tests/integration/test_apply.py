@@ -24,12 +24,12 @@ from autotune.errors import InvalidInput
 from autotune.export import Export, read_export
 from autotune.strategy_space.builders.collectives import single_bucket
 from autotune.strategy_space.plan import plan
-from runtime_rewriter.active import active_session
 from runtime_rewriter.control import ControlLine
-from runtime_rewriter.exported import ExportSession
 from runtime_rewriter.pytorch.agreement import assumed_workload
 from runtime_rewriter.pytorch.exchange.ranks import TRAINING_TIMEOUTS, TUNING_TIMEOUTS
-from runtime_rewriter.session import TuningSession
+from runtime_rewriter.rank.active import active_session
+from runtime_rewriter.rank.exported import ExportSession
+from runtime_rewriter.rank.session import TuningSession
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "tests" / "scripts" / "train_apply.py"
@@ -37,7 +37,16 @@ LAUNCHER = SCRIPT.with_name("run_own_export.py")
 
 
 def torchrun(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(SCRIPT), *words]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        str(SCRIPT),
+        *words,
+    ]
     return run_script(command, cwd=ROOT, timeout=120)
 
 
@@ -56,14 +65,44 @@ def digests(done: subprocess.CompletedProcess[str]) -> set[str]:
 def tuned(tmp_path_factory: pytest.TempPathFactory, tracking_store: Path) -> tuple[Path, str]:
     """The script tuned through its `apply` line; the export of a strategy that was tried."""
     directory = with_tracking_store(tmp_path_factory.mktemp("jobs"), tracking_store)
-    settings = ["--search", "random", "--budget-trials", "4", *FEW_STEPS, *SHORT_PROBE, "--directory", str(directory)]
+    settings = [
+        "--search",
+        "random",
+        "--budget-trials",
+        "4",
+        *FEW_STEPS,
+        *SHORT_PROBE,
+        "--directory",
+        str(directory),
+    ]
     launch = ["--", "torchrun", "--nproc-per-node", "2", str(SCRIPT)]
-    command = [sys.executable, "-m", "autotune", "tune", "--json", "--job", "applied", *settings, *launch]
+    command = [
+        sys.executable,
+        "-m",
+        "autotune",
+        "tune",
+        "--json",
+        "--job",
+        "applied",
+        *settings,
+        *launch,
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     tried = json.loads(done.stdout)["decision"]["best_candidate_id"]
     path = directory / "chosen.json"
-    export = [sys.executable, "-m", "autotune", "export", "--strategy", tried, "--directory", str(directory), "-o", str(path)]
+    export = [
+        sys.executable,
+        "-m",
+        "autotune",
+        "export",
+        "--strategy",
+        tried,
+        "--directory",
+        str(directory),
+        "-o",
+        str(path),
+    ]
     assert subprocess.run(export, cwd=ROOT, capture_output=True, timeout=60).returncode == 0
     return path, tried
 
@@ -99,7 +138,10 @@ def test_ranks_with_different_exports_are_told_before_the_first_step(tuned, tmp_
     replace(read_export(path), reason="copied").write(tmp_path / "rank1.json")
     mixed = two_ranks(str(tmp_path), str(SCRIPT), "--steps", "5", "--with-ddp", script=LAUNCHER)
     assert mixed.returncode != 0
-    assert re.search(r"PlanMismatch: every rank must hold the same plan, but rank 0 holds no plan, rank 1 holds plan-", mixed.stderr)
+    assert re.search(
+        r"PlanMismatch: every rank must hold the same plan, but rank 0 holds no plan, rank 1 holds plan-",
+        mixed.stderr,
+    )
 
 
 def test_an_edited_export_is_refused(tuned, tmp_path) -> None:
@@ -114,14 +156,18 @@ def test_an_edited_export_is_refused(tuned, tmp_path) -> None:
 
 
 def test_apply_without_a_process_group_names_the_fix() -> None:
-    with pytest.raises(InvalidInput, match=r"call torch\.distributed\.init_process_group before it"):
+    with pytest.raises(
+        InvalidInput, match=r"call torch\.distributed\.init_process_group before it"
+    ):
         autotune.apply(torch.nn.Linear(2, 2))
 
 
 @pytest.fixture
 def alone(tmp_path: Path) -> Iterator[None]:
     """A process group of one rank."""
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1
+    )
     yield
     dist.destroy_process_group()
 
@@ -130,7 +176,15 @@ def exported(model: torch.nn.Module, path: Path) -> Export:
     workload = assumed_workload(model)
     strategy = single_bucket(workload)
     made = Export(
-        *("job", "2026-01-01T00:00:00+00:00", workload.model, workload.variables, 1, strategy, plan(strategy, workload, 1).id),
+        *(
+            "job",
+            "2026-01-01T00:00:00+00:00",
+            workload.model,
+            workload.variables,
+            1,
+            strategy,
+            plan(strategy, workload, 1).id,
+        ),
         *(False, "chosen", None, None, None, None, Cluster.local(1), {}),
     )
     made.write(path)
@@ -148,13 +202,20 @@ def test_a_tuner_compares_with_the_strategy_that_the_script_applies(alone, tmp_p
         applied = autotune.apply(linear(), None, tmp_path / "own.json")
         misfit = autotune.apply(linear(5), None, tmp_path / "own.json")
     assert applied.synchronizer.plan == export.plan()
-    assert applied.notes == (f"{export.plan_id} is carried out by torch's own DDP reducer, 1 bucket",)
+    assert applied.notes == (
+        f"{export.plan_id} is carried out by torch's own DDP reducer, 1 bucket",
+    )
     assert applied.synchronizer.ranks.control_timeout_s == TUNING_TIMEOUTS.agreement_s
     assert misfit.synchronizer.plan is not None
-    assert len(misfit.notes) == 2 and "does not fit, so the gradients are sent as torch's DDP would" in misfit.notes[0]
+    assert (
+        len(misfit.notes) == 2
+        and "does not fit, so the gradients are sent as torch's DDP would" in misfit.notes[0]
+    )
 
 
-def test_ordinary_training_waits_long_for_messages_and_a_minute_for_agreement(alone, tmp_path) -> None:
+def test_ordinary_training_waits_long_for_messages_and_a_minute_for_agreement(
+    alone, tmp_path
+) -> None:
     exported(linear(), tmp_path / "own.json")
     with active_session(ExportSession(tmp_path / "own.json")):
         under_run = autotune.apply(linear()).synchronizer

@@ -81,9 +81,16 @@ def resnet(seed: int) -> Training:
     images, _ = resnet_digits.load_data(16)
     data, digits = images.dataset.tensors
     module = resnet_digits.ResNet(width=8)
-    batches = ([(data[chosen], digits[chosen])] for chosen in rows(torch.tensor(images.indices), 16, seed))
+    batches = (
+        [(data[chosen], digits[chosen])] for chosen in rows(torch.tensor(images.indices), 16, seed)
+    )
     optimizer = torch.optim.SGD(module.parameters(), lr=0.001, momentum=0.9, weight_decay=5e-4)
-    return Training(module, [optimizer], batches, lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]))
+    return Training(
+        module,
+        [optimizer],
+        batches,
+        lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
+    )
 
 
 def gpt(seed: int) -> Training:
@@ -102,15 +109,26 @@ def gpt(seed: int) -> Training:
 def lstm(seed: int) -> Training:
     sequences, _ = lstm_text.load_data(lstm_text.TEXT, block_size=32)
     module = lstm_text.LanguageModel(width=48, layers=2, dropout=0.1)
-    batches = ([(half,) for half in chosen.split(4)] for chosen in rows(sequences.tensors[0], 8, seed))
+    batches = (
+        [(half,) for half in chosen.split(4)] for chosen in rows(sequences.tensors[0], 8, seed)
+    )
     optimizer = lstm_text.make_optimizer(module, 1e-2, 0.01)
-    return Training(module, [optimizer], batches, lambda model, batch: lstm_text.loss_of(model, batch[0]) / 2, clip_norm=1.0)
+    return Training(
+        module,
+        [optimizer],
+        batches,
+        lambda model, batch: lstm_text.loss_of(model, batch[0]) / 2,
+        clip_norm=1.0,
+    )
 
 
 def ncf(seed: int) -> Training:
     ratings = ncf_ratings.generate(users=400, items=300, ratings_per_user=20)
     module = ncf_ratings.NeuMF(400, 300, width=16, sparse=True)
-    batches = ([ncf_ratings.draw_batch(pairs, ratings.taken, 4)] for pairs in rows(ratings.pairs, 128, seed))
+    batches = (
+        [ncf_ratings.draw_batch(pairs, ratings.taken, 4)]
+        for pairs in rows(ratings.pairs, 128, seed)
+    )
 
     def loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
         return F.binary_cross_entropy_with_logits(model(batch[0], batch[1]), batch[2])
@@ -118,7 +136,12 @@ def ncf(seed: int) -> Training:
     return Training(module, ncf_ratings.make_optimizers(module, 1e-2), batches, loss)
 
 
-EXAMPLES: dict[str, Callable[[int], Training]] = {"resnet": resnet, "gpt": gpt, "lstm": lstm, "ncf": ncf}
+EXAMPLES: dict[str, Callable[[int], Training]] = {
+    "resnet": resnet,
+    "gpt": gpt,
+    "lstm": lstm,
+    "ncf": ncf,
+}
 
 
 def strategies(module: nn.Module, compressor: Compressor, count: int, seed: int) -> list[Strategy]:
@@ -144,7 +167,11 @@ def train(example: str, seed: int, chosen: Plan | Strategy | None) -> tuple[floa
     training = EXAMPLES[example](seed)
     model = PlannedDataParallel(training.module)
     workload = assumed_workload(training.module)
-    model.synchronizer.load(plan(chosen, workload, RANKS) if isinstance(chosen, Strategy) else profiling_plan(workload, RANKS))
+    model.synchronizer.load(
+        plan(chosen, workload, RANKS)
+        if isinstance(chosen, Strategy)
+        else profiling_plan(workload, RANKS)
+    )
     torch.manual_seed(RANKS * seed + dist.get_rank())  # dropout and negatives
     losses = torch.zeros(STEPS)
     for step, batches in zip(range(STEPS), training.batches, strict=False):
@@ -168,13 +195,17 @@ def train(example: str, seed: int, chosen: Plan | Strategy | None) -> tuple[floa
     return float(losses[0]), float(losses[-LAST:].mean())
 
 
-def deviations(rank: int, example: str, seed: int, compressors: tuple[Compressor, ...]) -> dict[str, list[float]]:
+def deviations(
+    rank: int, example: str, seed: int, compressors: tuple[Compressor, ...]
+) -> dict[str, list[float]]:
     """By compressor, how far the loss ended from the uncompressed one; under "learned", the share of the loss that training took away."""
     first, reference = train(example, seed, None)
     found = {"learned": [1 - reference / first]}
     for compressor in compressors:
         drawn = strategies(EXAMPLES[example](seed).module, compressor, STRATEGIES, seed)
-        found[compressor] = [train(example, seed, strategy)[1] / reference - 1 for strategy in drawn]
+        found[compressor] = [
+            train(example, seed, strategy)[1] / reference - 1 for strategy in drawn
+        ]
     return found
 
 

@@ -13,8 +13,20 @@ from torch_world import run_world
 from autotune.strategy_space.strategy import Synchronizer
 
 FEWEST = {2: 200, 4: 60}
-EXPECTED = {"without a plan", "cut", "cut along a later axis", "merged", "mixed", "ring order", "across steps", "two in flight"} | {
-    *("push_pull" if kind is Synchronizer.PARAMETER_SERVER else str(kind) for kind in SPACE.synchronizers),
+EXPECTED = {
+    "without a plan",
+    "cut",
+    "cut along a later axis",
+    "merged",
+    "mixed",
+    "ring order",
+    "across steps",
+    "two in flight",
+} | {
+    *(
+        "push_pull" if kind is Synchronizer.PARAMETER_SERVER else str(kind)
+        for kind in SPACE.synchronizers
+    ),
     *(f"sparse {handling}" for handling in SPACE.sparse),
 }
 """What must have occurred among the strategies."""
@@ -29,5 +41,12 @@ def test_every_strategy_trains_as_ddp(size: int) -> None:
     seen = frozenset().union(*(outcome.kinds for outcome in enacted))
     expected = EXPECTED | ({"hierarchical"} if size == 4 else set())  # needs two hosts of two ranks
     assert seen >= expected, f"never sampled: {', '.join(sorted(expected - seen))}"
-    reasons = {outcome.refused for case, outcomes in by_rank[0].items() for outcome in outcomes if "clipped" in case}
-    assert any("clipping by the global norm" in reason for reason in reasons), "clipped updates do not cross the step"
+    reasons = {
+        outcome.refused
+        for case, outcomes in by_rank[0].items()
+        for outcome in outcomes
+        if "clipped" in case
+    }
+    assert any("clipping by the global norm" in reason for reason in reasons), (
+        "clipped updates do not cross the step"
+    )

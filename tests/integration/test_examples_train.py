@@ -23,10 +23,23 @@ def run(script: str, *arguments: str, ranks: int = 0) -> str:
 
 
 def run_under_torchrun(script: str, *arguments: str) -> str:
-    inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")}
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    }
     environment = {**inherited, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = run_script([*launcher, f"examples/{script}", *arguments], cwd=ROOT, env=environment, timeout=120)
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
+    done = run_script(
+        [*launcher, f"examples/{script}", *arguments], cwd=ROOT, env=environment, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -37,7 +50,12 @@ def losses(output: str) -> list[float]:
 
 @pytest.mark.parametrize(
     ("script", "steps", "factor"),
-    [("resnet_digits.py", 20, 0.8), ("gpt_text.py", 14, 0.95), ("ncf_ratings.py", 40, 0.9), ("lstm_text.py", 24, 0.9)],
+    [
+        ("resnet_digits.py", 20, 0.8),
+        ("gpt_text.py", 14, 0.95),
+        ("ncf_ratings.py", 40, 0.9),
+        ("lstm_text.py", 24, 0.9),
+    ],
 )
 def test_two_ranks_lower_the_loss(script: str, steps: int, factor: float) -> None:
     words = (script, "--batch-size", "8", "--max-steps", str(steps), "--log-every", "1")
@@ -57,9 +75,21 @@ def test_two_ranks_lower_the_loss(script: str, steps: int, factor: float) -> Non
         ("lstm_text.py", "val_perplexity"),
     ],
 )
-def test_one_process_trains_without_torchrun_and_saves_its_weights(script: str, measure: str, tmp_path: Path) -> None:
+def test_one_process_trains_without_torchrun_and_saves_its_weights(
+    script: str, measure: str, tmp_path: Path
+) -> None:
     checkpoint = tmp_path / "weights.pt"
-    output = run(script, "--width", "16", "--max-steps", "2", "--log-every", "1", "--checkpoint", str(checkpoint))
+    output = run(
+        script,
+        "--width",
+        "16",
+        "--max-steps",
+        "2",
+        "--log-every",
+        "1",
+        "--checkpoint",
+        str(checkpoint),
+    )
     assert "1 rank(s)" in output
     assert len(losses(output)) == 2
     assert f"{measure} " in output
@@ -70,14 +100,30 @@ def test_one_process_trains_without_torchrun_and_saves_its_weights(script: str, 
 def test_collaborative_filtering_learns_tastes_and_not_only_what_is_popular() -> None:
     size = ["--users", "600", "--items", "400", "--ratings-per-user", "30", "--width", "16"]
     output = run("ncf_ratings.py", *size, "--lr", "0.01", "--epochs", "4", "--log-every", "1000")
-    untrained, popular = (float(rate) for rate in re.findall(r"hit_rate_10 untrained (\S+), by popularity (\S+)", output)[0])
-    trained = [float(rate) for rate in re.findall(r"^epoch .* hit_rate_10 (\S+)", output, re.MULTILINE)]
+    untrained, popular = (
+        float(rate)
+        for rate in re.findall(r"hit_rate_10 untrained (\S+), by popularity (\S+)", output)[0]
+    )
+    trained = [
+        float(rate) for rate in re.findall(r"^epoch .* hit_rate_10 (\S+)", output, re.MULTILINE)
+    ]
     assert untrained < 0.2, "ten of a hundred candidates"
     assert max(trained) > popular + 0.05 > untrained + 0.1
 
 
 def test_accumulated_batches_make_the_step_of_one_large_batch() -> None:
-    size = ["--width", "16", "--block-size", "16", "--dropout", "0", "--max-steps", "4", "--log-every", "1"]
+    size = [
+        "--width",
+        "16",
+        "--block-size",
+        "16",
+        "--dropout",
+        "0",
+        "--max-steps",
+        "4",
+        "--log-every",
+        "1",
+    ]
     halves = run("lstm_text.py", *size, "--batch-size", "4", "--accumulate", "2", ranks=2)
     whole = run("lstm_text.py", *size, "--batch-size", "8", "--accumulate", "1", ranks=2)
     assert losses(halves) == pytest.approx(losses(whole), abs=2e-4)
@@ -93,5 +139,7 @@ def test_a_short_text_is_refused_with_the_rule_and_the_values(tmp_path: Path) ->
 
 def test_the_shipped_text_is_plain_english_with_its_card() -> None:
     folder = ROOT / "examples" / "data"
-    assert (folder / "rust_book.txt").read_text(encoding="ascii").startswith("This text is taken from")
+    assert (
+        (folder / "rust_book.txt").read_text(encoding="ascii").startswith("This text is taken from")
+    )
     assert "Apache" in (folder / "README.md").read_text(encoding="utf-8")

@@ -14,7 +14,7 @@ from short_jobs import SHORT_PROBE, with_tracking_store
 
 from autotune.cluster import Cluster
 from autotune.export import Export
-from autotune.store import Store
+from autotune.storage.store import Store
 from autotune.strategy_space.builders.collectives import single_bucket
 from autotune.strategy_space.plan import plan
 from autotune.workload import Variable, Workload
@@ -49,9 +49,32 @@ def test_a_terminated_job_stops_its_ranks_and_says_how_to_go_on(tmp_path, tracki
     with_tracking_store(tmp_path, tracking_store)
     script = tmp_path / "train_marked.py"  # a name by which its processes are known
     script.write_text(SCRIPT.read_text())
-    words = ["tune", "--directory", str(tmp_path), "--job", "stopped", "--search", "random", "--budget-trials", "500", *SHORT_PROBE]
-    command = [sys.executable, "-m", "autotune", *words, "--", "torchrun", "--nproc-per-node", "2", str(script)]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    words = [
+        "tune",
+        "--directory",
+        str(tmp_path),
+        "--job",
+        "stopped",
+        "--search",
+        "random",
+        "--budget-trials",
+        "500",
+        *SHORT_PROBE,
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "autotune",
+        *words,
+        "--",
+        "torchrun",
+        "--nproc-per-node",
+        "2",
+        str(script),
+    ]
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
     def trials() -> int:
         if not (tmp_path / "autotune.db").exists():
@@ -78,17 +101,35 @@ def test_a_terminated_run_ends_torchrun_and_its_ranks(tmp_path) -> None:
     launch = ["--", "torchrun", "--standalone", "--nproc-per-node", "2", str(script)]
     best = tmp_path / "best.json"
     export_of_the_small_model().write(best)
-    running = subprocess.Popen([sys.executable, "-m", "autotune", "run", "--strategy", str(best), *launch], cwd=ROOT)
-    wait_for(lambda: len(processes_with("train_with_export.py")) >= 4, "the start of torchrun and two ranks")
+    running = subprocess.Popen(
+        [sys.executable, "-m", "autotune", "run", "--strategy", str(best), *launch], cwd=ROOT
+    )
+    wait_for(
+        lambda: len(processes_with("train_with_export.py")) >= 4,
+        "the start of torchrun and two ranks",
+    )
     time.sleep(3.0)
     running.send_signal(signal.SIGTERM)
     running.wait(timeout=60)
-    wait_for(lambda: not processes_with("train_with_export.py"), "the end of torchrun and its ranks", 40.0)
+    wait_for(
+        lambda: not processes_with("train_with_export.py"),
+        "the end of torchrun and its ranks",
+        40.0,
+    )
 
 
 def export_of_the_small_model() -> Export:
-    shapes = {"0.weight": (64, 32), "0.bias": (64,), "2.weight": (64, 64), "2.bias": (64,), "3.weight": (8, 64), "3.bias": (8,)}
-    workload = Workload("Sequential", tuple(Variable(name, shape) for name, shape in reversed(shapes.items())))
+    shapes = {
+        "0.weight": (64, 32),
+        "0.bias": (64,),
+        "2.weight": (64, 64),
+        "2.bias": (64,),
+        "3.weight": (8, 64),
+        "3.bias": (8,),
+    }
+    workload = Workload(
+        "Sequential", tuple(Variable(name, shape) for name, shape in reversed(shapes.items()))
+    )
     strategy = single_bucket(workload)
     return Export(
         job_id="by-hand",

@@ -16,14 +16,23 @@ from typing import Any
 import pytest
 from local_world import ForkedRank
 
-from autotune.measurement import PairRule, compare, enough_pairs, fewest_values
-from autotune.records import CURRENT_SETUP, Comparison, Failed, FailureKind, Measured, Role, Stopped, TrialRequest
+from autotune.records import (
+    CURRENT_SETUP,
+    Comparison,
+    Failed,
+    FailureKind,
+    Measured,
+    Role,
+    Stopped,
+    TrialRequest,
+)
 from autotune.strategy_space.builders.collectives import per_variable, single_bucket
 from autotune.strategy_space.plan import Plan, plan
-from autotune.tuner import next_is_tuned
+from autotune.tuning.statistics import PairRule, compare, enough_pairs, fewest_values
+from autotune.tuning.tuner import next_is_tuned
 from autotune.workload import Variable, Workload
-from runtime_rewriter.worker import ProcessSupervisor, WorkerLost
-from runtime_rewriter.world import World
+from runtime_rewriter.world.worker import ProcessSupervisor, WorkerLost
+from runtime_rewriter.world.world import World
 
 TIMED = Path(__file__).parents[1] / "scripts" / "train_timed.py"
 RANKS = 2
@@ -31,10 +40,14 @@ COMPARISONS = 20
 MODEL = Workload("Linear", (Variable("bias", (4,)), Variable("weight", (4, 16))))
 RULE = PairRule(confidence=0.95, precision=0.01, fewest=fewest_values(0.95), most=8)
 BLOCK = TrialRequest(0, CURRENT_SETUP, Role.AB, warmup_steps=1, timed_steps=4)
-TRIAL = TrialRequest(0, CURRENT_SETUP, Role.REFERENCE, warmup_steps=1, timed_steps=6, most_steps=18, precision=1e-6)
+TRIAL = TrialRequest(
+    0, CURRENT_SETUP, Role.REFERENCE, warmup_steps=1, timed_steps=6, most_steps=18, precision=1e-6
+)
 
 
-def compared(world: World, tuned: Plan | None, current: Plan | None, rule: PairRule = RULE) -> Comparison:
+def compared(
+    world: World, tuned: Plan | None, current: Plan | None, rule: PairRule = RULE
+) -> Comparison:
     """The closing comparison as the tuner runs it: ABBA blocks, until there are enough pairs."""
     mine: list[Measured] = []
     other: list[Measured] = []
@@ -47,7 +60,9 @@ def compared(world: World, tuned: Plan | None, current: Plan | None, rule: PairR
 
 
 @pytest.mark.slow
-def test_one_plan_under_two_names_is_called_different_at_most_at_the_stated_rate(make_world) -> None:
+def test_one_plan_under_two_names_is_called_different_at_most_at_the_stated_rate(
+    make_world,
+) -> None:
     # Each interval of 95 % leaves out the ratio 1 with a probability of at most 5 %. That more than 5 of 20 do has a
     # probability of 0.0003: sum over k > 5 of C(20, k) 0.05^k 0.95^(20 - k). Of exports (2.5 %), more than 4: 0.0001.
     world = make_world(script=TIMED)
@@ -72,7 +87,9 @@ def test_a_planted_difference_of_5_percent_is_found(make_world) -> None:
     assert 0.9 < comparison.ratio < 1
 
 
-def test_a_trial_takes_further_steps_on_all_ranks_until_it_is_precise_or_has_taken_the_most(make_world) -> None:
+def test_a_trial_takes_further_steps_on_all_ranks_until_it_is_precise_or_has_taken_the_most(
+    make_world,
+) -> None:
     world = make_world(script=TIMED)
     wanted = plan(single_bucket(MODEL), MODEL, RANKS)
     capped = world.run_trial(TRIAL, wanted)
@@ -80,9 +97,17 @@ def test_a_trial_takes_further_steps_on_all_ranks_until_it_is_precise_or_has_tak
     assert capped.stopped is Stopped.CAP and [len(row) for row in capped.step_s] == [18, 18]
     assert capped.gradient_error == 0.0
     precise = world.run_trial(replace(TRIAL, precision=10.0), wanted)
-    assert isinstance(precise, Measured) and precise.stopped is Stopped.PRECISE and len(precise.slowest_s) == 6
+    assert (
+        isinstance(precise, Measured)
+        and precise.stopped is Stopped.PRECISE
+        and len(precise.slowest_s) == 6
+    )
     losing = world.run_trial(replace(TRIAL, losing_s=0.001), None)
-    assert isinstance(losing, Measured) and losing.stopped is Stopped.LOSING and len(losing.slowest_s) == 6
+    assert (
+        isinstance(losing, Measured)
+        and losing.stopped is Stopped.LOSING
+        and len(losing.slowest_s) == 6
+    )
     fixed = world.run_trial(replace(TRIAL, most_steps=0), None)
     assert isinstance(fixed, Measured) and fixed.stopped is None and len(fixed.slowest_s) == 6
     assert world.restarts == 0
@@ -100,13 +125,19 @@ def test_a_crash_during_further_steps_is_the_trials_failure(make_world, tmp_path
     words = ("--fault", "crash", "--fault-step", "15", "--fault-file", str(tmp_path / "crashed"))
     world = make_world(*words)
     failed = world.run_trial(TRIAL, None)
-    assert isinstance(failed, Failed) and failed.kind is FailureKind.CRASH and "planted crash" in failed.message
+    assert (
+        isinstance(failed, Failed)
+        and failed.kind is FailureKind.CRASH
+        and "planted crash" in failed.message
+    )
     assert isinstance(world.run_trial(TRIAL, None), Measured)
     assert world.restarts == 1
 
 
 @pytest.mark.parametrize(("losses", "measured"), [(1, True), (2, False)])
-def test_a_worker_lost_during_further_steps_starts_the_trial_once_more(make_world, losses, measured) -> None:
+def test_a_worker_lost_during_further_steps_starts_the_trial_once_more(
+    make_world, losses, measured
+) -> None:
     left = [losses]
 
     class Frail(ProcessSupervisor):
@@ -121,5 +152,9 @@ def test_a_worker_lost_during_further_steps_starts_the_trial_once_more(make_worl
     if measured:
         assert isinstance(outcome, Measured) and len(outcome.slowest_s) == 18
     else:
-        assert isinstance(outcome, Failed) and "a worker was lost, and again on other workers: its machine is gone" in outcome.message
+        assert (
+            isinstance(outcome, Failed)
+            and "a worker was lost, and again on other workers: its machine is gone"
+            in outcome.message
+        )
     assert world.restarts == 1

@@ -16,38 +16,71 @@ ROOT = Path(__file__).parents[2]
 
 
 def probe(directory: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "autotune", "probe", "--directory", str(directory / "jobs"), *words]
+    command = [
+        sys.executable,
+        "-m",
+        "autotune",
+        "probe",
+        "--directory",
+        str(directory / "jobs"),
+        *words,
+    ]
     return subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=240)
 
 
 @pytest.mark.slow
 def test_a_local_cluster_is_probed_into_a_file_that_reads_back_and_tunes(tmp_path) -> None:
     output = tmp_path / "probed.yaml"
-    done = probe(tmp_path, "--workers", "2", "--budget-time", "15s", "--output", str(output), "--json")
+    done = probe(
+        tmp_path, "--workers", "2", "--budget-time", "15s", "--output", str(output), "--json"
+    )
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     cluster = read_cluster(output)
-    assert cluster.to_data() == told["cluster"] and told["output"] == str(output) and told["conditions"]["network"] == "loopback"
+    assert (
+        cluster.to_data() == told["cluster"]
+        and told["output"] == str(output)
+        and told["conditions"]["network"] == "loopback"
+    )
     assert (cluster.source, cluster.world_size, len(cluster.hosts)) == ("measured", 2, 1)
     fit = cluster.fit("all_reduce", 2)
     assert fit is not None and fit.where is Where.WORLD and fit.sizes >= 2
-    assert [(link.inside, link.host) for link in cluster.link_fits] == [(True, cluster.hosts[0].name)]
+    assert [(link.inside, link.host) for link in cluster.link_fits] == [
+        (True, cluster.hosts[0].name)
+    ]
     assert dict(cluster.software)["torch"] and cluster.measured_at and cluster.hosts[0].cores > 0
     assert "probing 2 ranks" in done.stderr and "ETA" in done.stderr
-    assert cluster.measured_on == "loopback of one machine" and cluster_yaml(cluster) == output.read_text()
-    again = probe(tmp_path, "--cluster", str(output), "--budget-time", "5s", "--output", str(output))
+    assert (
+        cluster.measured_on == "loopback of one machine"
+        and cluster_yaml(cluster) == output.read_text()
+    )
+    again = probe(
+        tmp_path, "--cluster", str(output), "--budget-time", "5s", "--output", str(output)
+    )
     assert again.returncode == 0, again.stderr
-    assert "all_reduce" in again.stdout and f"cluster file: {output} [loopback of one machine]" in again.stdout
-    assert len([logs for logs in (tmp_path / "jobs" / "probe").glob("*/logs") if any(logs.iterdir())]) == 2
+    assert (
+        "all_reduce" in again.stdout
+        and f"cluster file: {output} [loopback of one machine]" in again.stdout
+    )
+    assert (
+        len([logs for logs in (tmp_path / "jobs" / "probe").glob("*/logs") if any(logs.iterdir())])
+        == 2
+    )
     assert read_cluster(output).hosts[0].name == cluster.hosts[0].name
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ((), "the number of ranks to probe with is not known; use --workers N, --cluster or --testbed cluster.yaml"),
+        (
+            (),
+            "the number of ranks to probe with is not known; use --workers N, --cluster or --testbed cluster.yaml",
+        ),
         (("--workers", "1"), "a probe needs at least 2 workers, but has 1"),
-        (("--workers", "3", "--cluster", "two.yaml"), "--workers must be the 2 devices of cluster 'cluster', but is 3"),
+        (
+            ("--workers", "3", "--cluster", "two.yaml"),
+            "--workers must be the 2 devices of cluster 'cluster', but is 3",
+        ),
         (("--workers", "2", "--budget-time", "1s"), "--budget-time must be at least 5s, but is 1s"),
         (("--cluster", "none.yaml"), "cannot read none.yaml"),
     ],

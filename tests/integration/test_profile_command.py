@@ -12,24 +12,47 @@ from pathlib import Path
 import pytest
 
 from autotune.commands.profile import profile
-from autotune.profiling.job_file import RecordedJob
-from autotune.profiling.memory_file import RecordedMemory
+from autotune.recordings.job_file import RecordedJob
+from autotune.recordings.memory_file import RecordedMemory
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "tests" / "scripts" / "train_small.py"
 TORCHRUN = ("torchrun", "--standalone", "--nproc-per-node", "2")
 
 
-def run(folder: Path, *words: str, command: tuple[str, ...] = TORCHRUN) -> subprocess.CompletedProcess[str]:
+def run(
+    folder: Path, *words: str, command: tuple[str, ...] = TORCHRUN
+) -> subprocess.CompletedProcess[str]:
     before, script = words[: words.index("--")], words[words.index("--") + 1 :]
-    ours = [sys.executable, "-m", "autotune", "profile", "-o", str(folder), "--steps", "3", "--warmup", "1", *before]
+    ours = [
+        sys.executable,
+        "-m",
+        "autotune",
+        "profile",
+        "-o",
+        str(folder),
+        "--steps",
+        "3",
+        "--warmup",
+        "1",
+        *before,
+    ]
     environment = dict(os.environ)
-    if command[0] == "python":  # a process group of one, as a launcher of the user's own would describe it
+    if (
+        command[0] == "python"
+    ):  # a process group of one, as a launcher of the user's own would describe it
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
-            environment |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+            environment |= {
+                "RANK": "0",
+                "WORLD_SIZE": "1",
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(probe.getsockname()[1]),
+            }
     whole = [*ours, "--", *command, str(SCRIPT), *script]
-    return subprocess.run(whole, cwd=ROOT, capture_output=True, text=True, timeout=240, env=environment)
+    return subprocess.run(
+        whole, cwd=ROOT, capture_output=True, text=True, timeout=240, env=environment
+    )
 
 
 ALONE = ("python",)
@@ -42,8 +65,17 @@ def test_a_script_under_torchrun_is_recorded_and_ended(tmp_path) -> None:
     job = RecordedJob.read(tmp_path / "traces")
     assert (told["world_size"], told["steps"], told["exit_status"]) == (2, 3, 0)
     assert told["iteration_s"] == job.iteration_s > 0 and told["alone_s"] == job.workload.compute_s
-    assert told["peak_bytes"] == RecordedMemory.read(tmp_path / "traces").profile.live_bytes.max() > job.workload.grad_bytes
-    assert {path.name for path in (tmp_path / "traces").iterdir()} == {"job.json", "memory.json", "rank0.json.gz", "rank1.json.gz"}
+    assert (
+        told["peak_bytes"]
+        == RecordedMemory.read(tmp_path / "traces").profile.live_bytes.max()
+        > job.workload.grad_bytes
+    )
+    assert {path.name for path in (tmp_path / "traces").iterdir()} == {
+        "job.json",
+        "memory.json",
+        "rank0.json.gz",
+        "rank1.json.gz",
+    }
     assert job.command[-2:] == ("--steps", "100000")
     again = run(tmp_path / "traces", "--", "--steps", "1")
     assert again.returncode == 2 and "name another --output, or use --overwrite" in again.stderr
@@ -61,34 +93,68 @@ def test_a_script_that_goes_on_ends_by_itself_with_its_own_status(tmp_path) -> N
     assert done.returncode == 0, done.stderr
     assert "recorded 3 steps on 1 rank(s)" in done.stdout and "next: autotune replay" in done.stdout
     crashed = run(
-        tmp_path, "--go-on", "--no-workload", "--overwrite", "--", "--steps", "9", "--fault", "exit", "--fault-step", "8", command=ALONE
+        tmp_path,
+        "--go-on",
+        "--no-workload",
+        "--overwrite",
+        "--",
+        "--steps",
+        "9",
+        "--fault",
+        "exit",
+        "--fault-step",
+        "8",
+        command=ALONE,
     )
     assert crashed.returncode == 7
     assert RecordedJob.read(tmp_path).workload is None
 
 
 def test_a_script_that_ends_within_the_recording_gives_what_there_is(tmp_path) -> None:
-    done = run(tmp_path, "--no-workload", "--", "--steps", "5", "--accumulate", "2", "--evaluate", command=ALONE)
+    done = run(
+        tmp_path,
+        "--no-workload",
+        "--",
+        "--steps",
+        "5",
+        "--accumulate",
+        "2",
+        "--evaluate",
+        command=ALONE,
+    )
     assert done.returncode == 0, done.stderr
     assert "recorded 2 steps of 3 asked for" in done.stdout
     notes = " ".join(RecordedJob.read(tmp_path).notes)
-    assert "an optimizer stepped in 1 of 2 recorded steps" in notes and "evaluation ran within recorded steps 0," in notes
+    assert (
+        "an optimizer stepped in 1 of 2 recorded steps" in notes
+        and "evaluation ran within recorded steps 0," in notes
+    )
 
 
 @pytest.mark.parametrize(
     ("script", "said"),
     [
-        (("--steps", "2"), "the script made 2 steps, but the recording begins after 14 and takes 3; let it train longer"),
-        (("--steps", "5", "--without-ddp"), "must build DistributedDataParallel, or call autotune.apply(model) once, but it ended without"),
+        (
+            ("--steps", "2"),
+            "the script made 2 steps, but the recording begins after 14 and takes 3; let it train longer",
+        ),
+        (
+            ("--steps", "5", "--without-ddp"),
+            "must build DistributedDataParallel, or call autotune.apply(model) once, but it ended without",
+        ),
     ],
 )
-def test_a_script_with_too_little_to_record_is_told_so(tmp_path, script: tuple[str, ...], said: str) -> None:
+def test_a_script_with_too_little_to_record_is_told_so(
+    tmp_path, script: tuple[str, ...], said: str
+) -> None:
     done = run(tmp_path, "--", *script, command=ALONE)
     assert done.returncode == 1 and said in done.stderr.splitlines()[-1]
 
 
 def test_a_script_that_hangs_is_ended_and_its_last_output_shown(tmp_path) -> None:
-    done = run(tmp_path, "--timeout", "6s", "--", "--fault", "hang", "--fault-step", "0", command=ALONE)
+    done = run(
+        tmp_path, "--timeout", "6s", "--", "--fault", "hang", "--fault-step", "0", command=ALONE
+    )
     assert done.returncode == 1
     assert "nothing was recorded within 6 s (--timeout)" in done.stderr
 

@@ -13,13 +13,22 @@ from typing import Any
 import pytest
 
 from autotune.errors import LaunchError
-from autotune.records import Accelerators, Conditions, Failed, FailureKind, Measured, Network, Role, TrialRequest
+from autotune.records import (
+    Accelerators,
+    Conditions,
+    Failed,
+    FailureKind,
+    Measured,
+    Network,
+    Role,
+    TrialRequest,
+)
 from autotune.strategy_space.builders.collectives import ddp_default
 from autotune.strategy_space.plan import plan
 from autotune.workload import Variable, Workload
-from runtime_rewriter.command import read_command
-from runtime_rewriter.ray_world import RayCluster, RayPlace, ray_world
-from runtime_rewriter.world import World
+from runtime_rewriter.world.command import read_command
+from runtime_rewriter.world.ray_world import RayCluster, RayPlace, ray_world
+from runtime_rewriter.world.world import World
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "train_small.py"
 RANKS = 2
@@ -42,11 +51,15 @@ def clusters() -> Iterator[Clusters]:
     RayCluster(RayPlace(), 1).close()
     token = os.environ["RAY_AUTH_TOKEN"]
     connected = RayCluster(RayPlace(), RANKS)
-    yield Clusters(connected, (token, os.environ["RAY_AUTH_TOKEN"]), (before, signal.getsignal(signal.SIGTERM)))
+    yield Clusters(
+        connected, (token, os.environ["RAY_AUTH_TOKEN"]), (before, signal.getsignal(signal.SIGTERM))
+    )
     connected.close()
 
 
-def test_private_clusters_follow_each_other_in_one_process_and_leave_its_handler_of_sigterm_alone(clusters) -> None:
+def test_private_clusters_follow_each_other_in_one_process_and_leave_its_handler_of_sigterm_alone(
+    clusters,
+) -> None:
     assert clusters.tokens[0] != clusters.tokens[1]
     assert clusters.handlers[0] is clusters.handlers[1]
 
@@ -57,7 +70,9 @@ def make_world(clusters: Clusters, tmp_path: Path) -> Iterator[Callable[..., Wor
 
     def make(*words: str, **options: Any) -> World:
         command = read_command(["torchrun", "--nproc-per-node", str(RANKS), str(SCRIPT), *words])
-        made.append(ray_world(clusters.connected, command, RANKS, tmp_path / "logs", 60.0, 60.0, **options))
+        made.append(
+            ray_world(clusters.connected, command, RANKS, tmp_path / "logs", 60.0, 60.0, **options)
+        )
         return made[-1]
 
     yield make
@@ -66,14 +81,33 @@ def make_world(clusters: Clusters, tmp_path: Path) -> Iterator[Callable[..., Wor
 
 
 def fault_words(kind: str, tmp_path: Path) -> list[str]:
-    return ["--fault", kind, "--fault-step", "9", "--fault-file", str(tmp_path / f"{kind}-was-planted")]
+    return [
+        "--fault",
+        kind,
+        "--fault-step",
+        "9",
+        "--fault-file",
+        str(tmp_path / f"{kind}-was-planted"),
+    ]
 
 
 def slow_profile() -> Workload:
     """The model of the script, at 0.1 s a step, which it really makes in some milliseconds."""
-    shapes = {"0.weight": (64, 32), "0.bias": (64,), "2.weight": (64, 64), "2.bias": (64,), "3.weight": (8, 64), "3.bias": (8,)}
-    variables = tuple(Variable(name, shape, ready_s=0.01 * (i + 1)) for i, (name, shape) in enumerate(reversed(shapes.items())))
-    return Workload("Sequential", variables, forward_s=0.02, backward_s=0.07, update_s=0.01, source="measured")
+    shapes = {
+        "0.weight": (64, 32),
+        "0.bias": (64,),
+        "2.weight": (64, 64),
+        "2.bias": (64,),
+        "3.weight": (8, 64),
+        "3.bias": (8,),
+    }
+    variables = tuple(
+        Variable(name, shape, ready_s=0.01 * (i + 1))
+        for i, (name, shape) in enumerate(reversed(shapes.items()))
+    )
+    return Workload(
+        "Sequential", variables, forward_s=0.02, backward_s=0.07, update_s=0.01, source="measured"
+    )
 
 
 def test_ranks_get_the_asked_conditions_crash_and_come_back_with_them(make_world, tmp_path) -> None:
@@ -82,7 +116,11 @@ def test_ranks_get_the_asked_conditions_crash_and_come_back_with_them(make_world
     wanted = plan(ddp_default(slow_profile()), slow_profile(), RANKS)
     world.emulate(slow_profile())
     crashed = world.run_trial(replace(REQUEST, timed_steps=12), wanted)
-    assert isinstance(crashed, Failed) and crashed.kind is FailureKind.CRASH and "planted crash" in crashed.message
+    assert (
+        isinstance(crashed, Failed)
+        and crashed.kind is FailureKind.CRASH
+        and "planted crash" in crashed.message
+    )
     again = world.run_trial(REQUEST, wanted)
     assert isinstance(again, Measured) and min(min(row) for row in again.step_s) >= 0.099
     assert again.gradient_error == 0.0
@@ -101,8 +139,12 @@ def permitted() -> bool:
     return os.waitpid(child, 0)[1] == 0
 
 
-def test_the_room_of_workers_that_do_not_come_up_or_are_lost_is_used_again(make_world, tmp_path) -> None:
-    with pytest.raises(LaunchError, match=r"all 2 workers must come up within 0\.001 s, but did not"):
+def test_the_room_of_workers_that_do_not_come_up_or_are_lost_is_used_again(
+    make_world, tmp_path
+) -> None:
+    with pytest.raises(
+        LaunchError, match=r"all 2 workers must come up within 0\.001 s, but did not"
+    ):
         make_world(first_call_timeout_s=0.001).run_trial(REQUEST, None)
     world = make_world(*fault_words("supervisor", tmp_path))
     assert isinstance(world.run_trial(replace(REQUEST, timed_steps=30), None), Measured)
@@ -136,13 +178,17 @@ def test_a_port_range_without_a_free_port_is_refused_with_the_fix(make_world) ->
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(LaunchError, match=rf"free port in {port}-{port} on 127.0.0.1, but all are taken; .*--master-ports"):
+        with pytest.raises(
+            LaunchError,
+            match=rf"free port in {port}-{port} on 127.0.0.1, but all are taken; .*--master-ports",
+        ):
             make_world(master_ports=(port, port)).run_trial(REQUEST, None)
 
 
 def test_more_hosts_than_there_are_is_refused_with_need_and_have(make_world) -> None:
     with pytest.raises(
-        LaunchError, match=r"need 2 hosts with 1, 1 CPUs .*, but the Ray cluster has 127\.0\.0\.1 with 2 CPUs; give the --address"
+        LaunchError,
+        match=r"need 2 hosts with 1, 1 CPUs .*, but the Ray cluster has 127\.0\.0\.1 with 2 CPUs; give the --address",
     ):
         make_world(devices_per_host=(1, 1)).run_trial(REQUEST, None)
     with pytest.raises(LaunchError, match="must add up to the 2 workers, but are 2, 1"):

@@ -50,7 +50,12 @@ dist.destroy_process_group()
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> TraceJob:
     folder = tmp_path_factory.mktemp("traces")
     environment = {**os.environ, "KINETO_LOG_LEVEL": "5"}
-    ranks = [subprocess.Popen([sys.executable, "-W", "ignore", "-c", SCRIPT, str(rank), str(folder)], env=environment) for rank in range(2)]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", SCRIPT, str(rank), str(folder)], env=environment
+        )
+        for rank in range(2)
+    ]
     try:
         assert [rank.wait(timeout=200) for rank in ranks] == [0, 0]
     finally:
@@ -61,29 +66,44 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> TraceJob:
 
 def test_a_recorded_job_is_matched_and_every_step_replayed(recorded: TraceJob) -> None:
     assert (
-        len(recorded.steps) == 12 and recorded.world_size == 2 and len(set(recorded.hosts.names)) == 1 and recorded.hosts.source == "traces"
+        len(recorded.steps) == 12
+        and recorded.world_size == 2
+        and len(set(recorded.hosts.names)) == 1
+        and recorded.hosts.source == "traces"
     )
     assert len(recorded.joints) >= 24 and all(joint.complete for joint in recorded.joints)
     for step in recorded.steps:
-        assert replay(recorded.global_dfg(step)).makespan_s == pytest.approx(recorded.measured_step_s(step), rel=0.03)
+        assert replay(recorded.global_dfg(step)).makespan_s == pytest.approx(
+            recorded.measured_step_s(step), rel=0.03
+        )
     kinds = set(recorded.global_dfg().kind.tolist())
     assert {Kind.FORWARD, Kind.BACKWARD, Kind.UPDATE, Kind.COLLECTIVE} <= kinds
 
 
 def test_the_execution_traces_that_torch_wrote_beside_are_linked_by_id(recorded: TraceJob) -> None:
     assert [trace.schema.partition("-")[0] for trace in recorded.execution_traces] == ["1.1.1"] * 2
-    for link, trace, own in zip(recorded.links, recorded.execution_traces, recorded.collectives, strict=True):
+    for link, trace, own in zip(
+        recorded.links, recorded.execution_traces, recorded.collectives, strict=True
+    ):
         assert link.by_id == link.collectives == len(own) >= 24 and link.in_order == 0
         nodes = {int(number): index for index, number in enumerate(trace.rf_id.tolist())}
         for one in own:
             node = nodes[one.functions[0]]
-            assert trace.names[trace.name[node]].startswith("gloo:") and trace.marks[node].name == one.comm.name
+            assert (
+                trace.names[trace.name[node]].startswith("gloo:")
+                and trace.marks[node].name == one.comm.name
+            )
             assert trace.input_bytes[node] == one.comm.size_bytes
     assert not [repair for repair in recorded.repairs if "execution trace" in repair.what]
 
 
-def test_an_offset_injected_into_a_recorded_job_is_found_within_the_interval(recorded: TraceJob) -> None:
-    moved = [replace(trace, origin_ns=trace.origin_ns - round(n * OFFSET_S * 1e9), host="") for n, trace in enumerate(recorded.ranks)]
+def test_an_offset_injected_into_a_recorded_job_is_found_within_the_interval(
+    recorded: TraceJob,
+) -> None:
+    moved = [
+        replace(trace, origin_ns=trace.origin_ns - round(n * OFFSET_S * 1e9), host="")
+        for n, trace in enumerate(recorded.ranks)
+    ]
     job = assemble(moved)
     found = align(job, samples=4)
     width_s = found.high_s[1] - found.low_s[1]
@@ -91,7 +111,10 @@ def test_an_offset_injected_into_a_recorded_job_is_found_within_the_interval(rec
     assert abs(found.offset_s[1] - OFFSET_S) <= width_s and width_s < 0.05
     truth = np.array([recorded.measured_step_s(step) for step in recorded.steps])
     raw, better = (
-        np.mean(np.abs([replay(job.global_dfg(step, how)).makespan_s for step in job.steps] / truth - 1)) for how in (None, found)
+        np.mean(
+            np.abs([replay(job.global_dfg(step, how)).makespan_s for step in job.steps] / truth - 1)
+        )
+        for how in (None, found)
     )
     assert better < raw / 4
 

@@ -21,9 +21,9 @@ import autotune
 from autotune.dfg.replay import replay
 from autotune.errors import InvalidInput
 from autotune.profiling.alignment import align
-from autotune.profiling.job_file import RecordedJob, trace_name
 from autotune.profiling.traces import read_job
 from autotune.profiling.traces.job import assemble
+from autotune.recordings.job_file import RecordedJob, trace_name
 from autotune.strategy_space.plan import Message, Plan, Primitive, TensorSlice
 from autotune.strategy_space.strategy import Compressor
 from runtime_rewriter.pytorch.agreement import assumed_workload
@@ -38,18 +38,24 @@ BEFORE = WARMUP + 5 + 6 + 2
 
 def model() -> nn.Module:
     torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(24, 40), nn.BatchNorm1d(40), nn.ReLU(), nn.Linear(40, 40), nn.Linear(40, 5))
+    return nn.Sequential(
+        nn.Linear(24, 40), nn.BatchNorm1d(40), nn.ReLU(), nn.Linear(40, 40), nn.Linear(40, 5)
+    )
 
 
 def digest(module: nn.Module) -> str:
-    state = b"".join(value.detach().cpu().numpy().tobytes() for value in module.state_dict().values())
+    state = b"".join(
+        value.detach().cpu().numpy().tobytes() for value in module.state_dict().values()
+    )
     return hashlib.sha256(state).hexdigest()
 
 
 class Training:
     """One step of a script; `others`: the script also sends something itself, on a group of its own."""
 
-    def __init__(self, rank: int, wrapped: nn.Module, others: bool = True, clips: bool = False) -> None:
+    def __init__(
+        self, rank: int, wrapped: nn.Module, others: bool = True, clips: bool = False
+    ) -> None:
         self.wrapped, self.others, self.clips = wrapped, others, clips
         self.data = seeded(rank)
         self.optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.05, momentum=0.9)
@@ -67,12 +73,16 @@ class Training:
         return loss.item()
 
 
-def trained(rank: int, folder: str, steps: int, record: bool, options: dict[str, Any]) -> tuple[str, bool, str]:
+def trained(
+    rank: int, folder: str, steps: int, record: bool, options: dict[str, Any]
+) -> tuple[str, bool, str]:
     wrapped = DistributedDataParallel(model(), bucket_cap_mb=0.004)
     training = Training(rank, wrapped)
     step, recorder = training.step, None
     if record:
-        recorder = autotune.Recorder(wrapped, folder=folder, steps=RECORDED, warmup=WARMUP, **options)
+        recorder = autotune.Recorder(
+            wrapped, folder=folder, steps=RECORDED, warmup=WARMUP, **options
+        )
         step = autotune.profile(recorder)(step)
     for _ in range(steps):
         step()
@@ -102,22 +112,40 @@ def test_training_gives_the_same_bits_and_the_ddp_is_its_own_again(ddp_job, tmp_
 def test_every_rank_has_its_trace_with_the_asked_steps(ddp_job) -> None:
     folder, _ = ddp_job
     job = RecordedJob.read(folder)
-    assert (job.world_size, job.steps, job.backend, job.cross_step_refused) == (2, RECORDED, BACKEND, "")
+    assert (job.world_size, job.steps, job.backend, job.cross_step_refused) == (
+        2,
+        RECORDED,
+        BACKEND,
+        "",
+    )
     for rank in range(2):
         trace = trace_of(folder, rank)
-        assert (trace["distributedInfo"]["rank"], trace["distributedInfo"]["world_size"]) == (rank, 2)
-        marks = [event["name"] for event in trace["traceEvents"] if event["name"].startswith("ProfilerStep#")]
+        assert (trace["distributedInfo"]["rank"], trace["distributedInfo"]["world_size"]) == (
+            rank,
+            2,
+        )
+        marks = [
+            event["name"]
+            for event in trace["traceEvents"]
+            if event["name"].startswith("ProfilerStep#")
+        ]
         assert marks == [f"ProfilerStep#{number}" for number in range(RECORDED)]
         assert any(event["name"] == "aten::addmm" for event in trace["traceEvents"])
 
 
-def test_buckets_buffers_and_the_scripts_own_collectives_have_the_same_transactions_on_both_ranks(ddp_job) -> None:
+def test_buckets_buffers_and_the_scripts_own_collectives_have_the_same_transactions_on_both_ranks(
+    ddp_job,
+) -> None:
     folder, _ = ddp_job
     told = [trace_of(folder, rank)["autotune"]["collectives"] for rank in range(2)]
     kept = ("transaction", "op", "origin", "bytes", "step")
     first, second = ([[one[key] for key in kept] for one in of_rank] for of_rank in told)
     assert first == second and len({one[0] for one in first}) == len(first)
-    assert all("start_us" in one and one["end_us"] >= one["start_us"] and one["queue_us"] >= 0 for of_rank in told for one in of_rank)
+    assert all(
+        "start_us" in one and one["end_us"] >= one["start_us"] and one["queue_us"] >= 0
+        for of_rank in told
+        for one in of_rank
+    )
     in_step = [one for one in told[0] if one["step"] == 1]
     buckets = [one for one in in_step if one["origin"] == "bucket"]
     variables = sum(p.numel() for p in model().parameters())
@@ -134,17 +162,28 @@ def test_the_workload_and_the_buckets_belong_to_the_model(ddp_job) -> None:
     assert job.workload is not None and job.workload.source == "measured"
     assert job.model_id == job.workload.id == assumed_workload(model()).id
     assert all(0 < v.ready_s <= job.workload.backward_s for v in job.workload.variables)
-    assert sorted(name for bucket in job.buckets for name in bucket) == sorted(v.name for v in job.workload.variables)
+    assert sorted(name for bucket in job.buckets for name in bucket) == sorted(
+        v.name for v in job.workload.variables
+    )
     rows = [row for row in job.collectives if row.label.startswith("bucket")]
-    assert len(rows) == len(job.buckets) and all(row.per_step == 1 and row.lasts_s > 0 for row in rows)
+    assert len(rows) == len(job.buckets) and all(
+        row.per_step == 1 and row.lasts_s > 0 for row in rows
+    )
     sizes = {variable.name: variable.grad_bytes for variable in job.workload.variables}
-    assert [row.size_bytes for row in rows] == [sum(sizes[name] for name in bucket) for bucket in job.buckets]
+    assert [row.size_bytes for row in rows] == [
+        sum(sizes[name] for name in bucket) for bucket in job.buckets
+    ]
 
 
-def test_offsets_injected_into_recorded_traces_are_found_within_the_interval_and_their_harm_is_undone(ddp_job) -> None:
+def test_offsets_injected_into_recorded_traces_are_found_within_the_interval_and_their_harm_is_undone(
+    ddp_job,
+) -> None:
     truth = read_job(ddp_job[0])
     assert truth.hosts.source == "job file" and len(truth.joints) >= 3 * RECORDED
-    moved = [replace(trace, origin_ns=trace.origin_ns - round(n * OFFSET_S * 1e9), host="") for n, trace in enumerate(truth.ranks)]
+    moved = [
+        replace(trace, origin_ns=trace.origin_ns - round(n * OFFSET_S * 1e9), host="")
+        for n, trace in enumerate(truth.ranks)
+    ]
     job = assemble(moved)
     found = align(job, samples=0)
     width_s = found.high_s[1] - found.low_s[1]
@@ -152,14 +191,19 @@ def test_offsets_injected_into_recorded_traces_are_found_within_the_interval_and
     assert abs(found.offset_s[1] - OFFSET_S) <= width_s
     true_s = np.array([truth.measured_step_s(step) for step in truth.steps])
     raw, better = (
-        np.abs([replay(job.global_dfg(step, how)).makespan_s for step in job.steps] / true_s - 1).mean() for how in (None, found)
+        np.abs(
+            [replay(job.global_dfg(step, how)).makespan_s for step in job.steps] / true_s - 1
+        ).mean()
+        for how in (None, found)
     )
     assert better < raw / 4
 
 
 def ended_early(rank: int, folder: str) -> bool:
     wrapped = DistributedDataParallel(model())
-    recorder = autotune.Recorder(wrapped, folder=f"{folder}/host{rank}", steps=RECORDED, warmup=WARMUP)
+    recorder = autotune.Recorder(
+        wrapped, folder=f"{folder}/host{rank}", steps=RECORDED, warmup=WARMUP
+    )
     step = autotune.profile(recorder)(Training(rank, wrapped, clips=True).step)
     for _ in range(BEFORE + 1):
         step()
@@ -184,14 +228,27 @@ def test_what_was_recorded_until_now_can_be_written(two_folders) -> None:
     assert "as clipping by the global norm does" in job.cross_step_refused
 
 
-def test_every_host_has_the_job_and_its_own_traces_and_all_folders_together_are_one_job(two_folders, ddp_job) -> None:
+def test_every_host_has_the_job_and_its_own_traces_and_all_folders_together_are_one_job(
+    two_folders, ddp_job
+) -> None:
     first, second = two_folders
     assert RecordedJob.read(first) == RecordedJob.read(second)
-    assert sorted(path.name for path in first.iterdir()) == ["job.json", "memory.json", trace_name(0), trace_name(1)]
-    assert sorted(path.name for path in second.iterdir()) == ["job.json", "memory.json", trace_name(1)]
+    assert sorted(path.name for path in first.iterdir()) == [
+        "job.json",
+        "memory.json",
+        trace_name(0),
+        trace_name(1),
+    ]
+    assert sorted(path.name for path in second.iterdir()) == [
+        "job.json",
+        "memory.json",
+        trace_name(1),
+    ]
     job = read_job(two_folders)
     assert job.rank_numbers == (0, 1) and job.joints
-    assert "a trace that was given more than once is taken once" in [repair.what for repair in job.repairs]
+    assert "a trace that was given more than once is taken once" in [
+        repair.what for repair in job.repairs
+    ]
     assert read_job([first / trace_name(0), second / trace_name(1)]).rank_numbers == (0, 1)
     with pytest.raises(InvalidInput, match="must be of one recording"):
         read_job([first, ddp_job[0]])
@@ -249,9 +306,19 @@ def test_messages_of_a_plan_carry_its_id_their_number_and_push_apart_from_pull(t
     job = RecordedJob.read(tmp_path)
     assert job.plan is not None and job.plan.id == job.plan_id == plan_id
     for rank in range(2):
-        told = [one for one in trace_of(tmp_path, rank)["autotune"]["collectives"] if one["step"] == 0 and one["origin"] == "message"]
-        steps = sorted((one["message"], one["lane"], one["part"], one["op"], one["plan"]) for one in told)
-        assert steps == [(0, 0, "push", "gather_", plan_id), (0, 1, "pull", "scatter_", plan_id), (1, 0, "reduce", "allreduce_", plan_id)]
+        told = [
+            one
+            for one in trace_of(tmp_path, rank)["autotune"]["collectives"]
+            if one["step"] == 0 and one["origin"] == "message"
+        ]
+        steps = sorted(
+            (one["message"], one["lane"], one["part"], one["op"], one["plan"]) for one in told
+        )
+        assert steps == [
+            (0, 0, "push", "gather_", plan_id),
+            (0, 1, "pull", "scatter_", plan_id),
+            (1, 0, "reduce", "allreduce_", plan_id),
+        ]
         assert all("start_us" in one for one in told)
 
 

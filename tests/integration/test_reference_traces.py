@@ -18,7 +18,10 @@ from autotune.profiling.alignment import align
 from autotune.profiling.traces import TraceJob, read_job
 from autotune.profiling.traces.job import assemble
 
-DATA = Path(os.environ.get("AUTOTUNE_REFERENCE_DATA", Path(__file__).parents[3] / "shared" / "data")) / "traces"
+DATA = (
+    Path(os.environ.get("AUTOTUNE_REFERENCE_DATA", Path(__file__).parents[3] / "shared" / "data"))
+    / "traces"
+)
 pytestmark = pytest.mark.skipif(not DATA.is_dir(), reason=f"the reference traces are not in {DATA}")
 
 STEPS = {
@@ -39,7 +42,9 @@ def jobs() -> dict[str, TraceJob]:
 
 
 @pytest.mark.parametrize("name", sorted(STEPS))
-def test_every_traced_step_is_replayed_within_one_percent(jobs: dict[str, TraceJob], name: str) -> None:
+def test_every_traced_step_is_replayed_within_one_percent(
+    jobs: dict[str, TraceJob], name: str
+) -> None:
     job = jobs[name]
     for step, expected_s in zip(job.steps, STEPS[name], strict=True):
         measured_s = job.measured_step_s(step)
@@ -60,10 +65,14 @@ def test_small_traces_without_steps_are_one_step(name: str) -> None:
     assert replay(job.global_dfg()).makespan_s == pytest.approx(job.measured_step_s(), rel=0.01)
 
 
-def test_what_is_forward_backward_update_and_communication_is_told(jobs: dict[str, TraceJob]) -> None:
+def test_what_is_forward_backward_update_and_communication_is_told(
+    jobs: dict[str, TraceJob],
+) -> None:
     for name, job in jobs.items():
         dfg = job.global_dfg(job.steps[-1])
-        device = np.array(["device" in dfg.names.queues[queue] if queue >= 0 else False for queue in dfg.queue])
+        device = np.array(
+            ["device" in dfg.names.queues[queue] if queue >= 0 else False for queue in dfg.queue]
+        )
         seconds = {kind: float(dfg.duration_s[device & (dfg.kind == kind)].sum()) for kind in Kind}
         known = seconds[Kind.FORWARD] + seconds[Kind.BACKWARD] + seconds[Kind.UPDATE]
         assert known > 0.9 * sum(seconds[kind] for kind in COMPUTATION), name
@@ -71,12 +80,20 @@ def test_what_is_forward_backward_update_and_communication_is_told(jobs: dict[st
 
 
 def test_the_eight_ranks_share_one_clock_and_replay_their_step(dlrm: TraceJob) -> None:
-    assert dlrm.rank_numbers == tuple(range(8)) and len(dlrm.joints) == 8 and all(joint.complete for joint in dlrm.joints)
+    assert (
+        dlrm.rank_numbers == tuple(range(8))
+        and len(dlrm.joints) == 8
+        and all(joint.complete for joint in dlrm.joints)
+    )
     assert all("linked to the execution trace" in repair.what for repair in dlrm.repairs)
     aligned = align(dlrm, samples=4)
     assert np.abs(aligned.offset_s).max() < 3e-6  # one machine, and whole microseconds
-    assert np.all((aligned.low_s <= 1e-6) & (aligned.high_s >= -1e-6)) and aligned.worst_slack_s == 0
-    assert replay(dlrm.global_dfg(aligned=aligned)).makespan_s == pytest.approx(dlrm.measured_step_s(aligned=aligned), rel=0.01)
+    assert (
+        np.all((aligned.low_s <= 1e-6) & (aligned.high_s >= -1e-6)) and aligned.worst_slack_s == 0
+    )
+    assert replay(dlrm.global_dfg(aligned=aligned)).makespan_s == pytest.approx(
+        dlrm.measured_step_s(aligned=aligned), rel=0.01
+    )
 
 
 def test_the_eight_ranks_are_shown_as_one_timeline(dlrm: TraceJob, tmp_path: Path) -> None:
@@ -84,18 +101,33 @@ def test_the_eight_ranks_are_shown_as_one_timeline(dlrm: TraceJob, tmp_path: Pat
     write_chrome_trace(timeline, tmp_path / "all.json.gz")
     with gzip.open(tmp_path / "all.json.gz", "rt") as file:
         events = json.load(file)["traceEvents"]
-    sent = [event for event in events if event["ph"] == "X" and event["name"].startswith("ncclKernel_AllReduce")]
+    sent = [
+        event
+        for event in events
+        if event["ph"] == "X" and event["name"].startswith("ncclKernel_AllReduce")
+    ]
     assert len(sent) == 3 * 8 and len({event["pid"] for event in sent}) == 8
-    first_s = timeline.start_s[[name.startswith("ncclKernel_AllReduce") for name in timeline.dfg.names.ops]]
-    assert len(np.unique(np.round(first_s * 1e6))) == 3  # the members of each run together once all are in
+    first_s = timeline.start_s[
+        [name.startswith("ncclKernel_AllReduce") for name in timeline.dfg.names.ops]
+    ]
+    assert (
+        len(np.unique(np.round(first_s * 1e6))) == 3
+    )  # the members of each run together once all are in
 
 
-def test_offsets_injected_into_the_eight_ranks_are_found_and_their_harm_is_undone(dlrm: TraceJob) -> None:
+def test_offsets_injected_into_the_eight_ranks_are_found_and_their_harm_is_undone(
+    dlrm: TraceJob,
+) -> None:
     offsets = np.concatenate([[0.0], np.random.default_rng(1).normal(size=7) * 0.01])
-    moved = [replace(trace, origin_ns=trace.origin_ns - round(offset * 1e9)) for trace, offset in zip(dlrm.ranks, offsets, strict=True)]
+    moved = [
+        replace(trace, origin_ns=trace.origin_ns - round(offset * 1e9))
+        for trace, offset in zip(dlrm.ranks, offsets, strict=True)
+    ]
     job = assemble(moved)
     aligned = align(job, samples=2)
     np.testing.assert_allclose(aligned.offset_s, offsets, atol=3e-6)
     true_s = dlrm.measured_step_s()
-    raw, better = (abs(replay(job.global_dfg(aligned=how)).makespan_s / true_s - 1) for how in (None, aligned))
+    raw, better = (
+        abs(replay(job.global_dfg(aligned=how)).makespan_s / true_s - 1) for how in (None, aligned)
+    )
     assert better < 0.001 < 0.3 < raw

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from synthetic_job import SyntheticWorld, drive, job_spec
 
-from autotune.history import History
 from autotune.rng import generator
-from autotune.store import Store
+from autotune.storage.store import Store
+from autotune.tuning.history import History
 
 KILLS = 20
 
@@ -25,7 +25,9 @@ def test_no_acknowledged_event_is_lost_or_doubled_over_twenty_kills(tmp_path):
         store.create_job("job", spec)
     stored = 0
     for _ in range(KILLS):
-        acknowledged = _write_until_killed(path, expected, after_bytes=int(rng.integers(0, 3)), delay_s=float(rng.uniform(0, 0.01)))
+        acknowledged = _write_until_killed(
+            path, expected, after_bytes=int(rng.integers(0, 3)), delay_s=float(rng.uniform(0, 0.01))
+        )
         with Store.open(path) as store:
             events = store.history("job").events
         # The event that was being written when the signal came may be there or not, a later one cannot.

@@ -15,7 +15,7 @@ from short_jobs import FEW_STEPS, SHORT_PROBE, take_interrupts, with_tracking_st
 
 from autotune.export import read_export
 from autotune.records import Accelerators, Network
-from autotune.store import Store
+from autotune.storage.store import Store
 from autotune.testbed import bed
 from autotune.testbed.capabilities import capabilities
 
@@ -29,14 +29,23 @@ RATES = (400, 100)  # Mbit/s
 
 
 def cluster_file(folder: Path, name: str) -> Path:
-    hosts = "\n".join(f"  - {{name: h{index}, bandwidth: {rate}Mbit/s}}" for index, rate in enumerate(RATES))
+    hosts = "\n".join(
+        f"  - {{name: h{index}, bandwidth: {rate}Mbit/s}}" for index, rate in enumerate(RATES)
+    )
     path = folder / "cluster.yaml"
     path.write_text(f"name: {name}\nhosts:\n{hosts}\n")
     return path
 
 
 def words(folder: Path, name: str, *options: str) -> list[str]:
-    where = ["--testbed", str(cluster_file(folder, name)), "--directory", str(folder), "--job", "bed"]
+    where = [
+        "--testbed",
+        str(cluster_file(folder, name)),
+        "--directory",
+        str(folder),
+        "--job",
+        "bed",
+    ]
     launch = ["--", "torchrun", "--nproc-per-node", "2", str(SMALL), "--width", "512"]
     return [sys.executable, "-m", "autotune", "tune", *where, *options, *launch]
 
@@ -61,17 +70,27 @@ def trials_in(folder: Path) -> int:
 
 def test_a_job_runs_on_a_testbed_says_so_everywhere_and_leaves_nothing(tmp_path) -> None:
     options = ("--json", "--search", "random", "--accelerators", "emulated", *TRIALS)
-    done = subprocess.run(words(tmp_path, "say-so", *options), cwd=ROOT, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(
+        words(tmp_path, "say-so", *options), cwd=ROOT, capture_output=True, text=True, timeout=280
+    )
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert "[emulated network, emulated accelerators]" in done.stderr
     with Store.open(tmp_path / "autotune.db") as store:
         history = store.history("bed")
-    assert {(t.conditions.network, t.conditions.accelerators) for t in history.trials} == {(Network.EMULATED, Accelerators.EMULATED)}
+    assert {(t.conditions.network, t.conditions.accelerators) for t in history.trials} == {
+        (Network.EMULATED, Accelerators.EMULATED)
+    }
     assert history.profiled is not None
     slowest = min(RATES) * 1e6 / 8
-    ring = next(fit for fit in history.profiled.cluster.fits if fit.primitive == "all_reduce" and fit.group_size == 2)
-    assert 0.7 * slowest < 2**22 / ring.seconds(2**22) < 1.1 * slowest  # two ranks: the whole message passes the slow link once
+    ring = next(
+        fit
+        for fit in history.profiled.cluster.fits
+        if fit.primitive == "all_reduce" and fit.group_size == 2
+    )
+    assert (
+        0.7 * slowest < 2**22 / ring.seconds(2**22) < 1.1 * slowest
+    )  # two ranks: the whole message passes the slow link once
     report = Path(result["report"]).read_text()
     assert "The network is emulated" in report and "Accelerators are emulated" in report
     assert read_export(Path(result["best"])).conditions.network is Network.EMULATED
@@ -82,7 +101,9 @@ def test_a_job_runs_on_a_testbed_says_so_everywhere_and_leaves_nothing(tmp_path)
 def test_ctrl_c_takes_the_testbed_down_and_resume_builds_it_again(tmp_path, tracking_store) -> None:
     with_tracking_store(tmp_path, tracking_store)
     command = words(tmp_path, "interrupted", "--search", "random", *SHORT_PROBE, *TRIALS)
-    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, preexec_fn=take_interrupts)
+    process = subprocess.Popen(
+        command, cwd=ROOT, stderr=subprocess.PIPE, text=True, preexec_fn=take_interrupts
+    )
     try:
         wait_for(lambda: trials_in(tmp_path) >= 2, "the second trial", 150)
         process.send_signal(signal.SIGINT)
@@ -92,34 +113,82 @@ def test_ctrl_c_takes_the_testbed_down_and_resume_builds_it_again(tmp_path, trac
     assert process.returncode == 130, error
     assert beds_of("interrupted") == []
     before = trials_in(tmp_path)
-    resume = [sys.executable, "-m", "autotune", "tune", "--resume", "bed", "--directory", str(tmp_path)]
+    resume = [
+        sys.executable,
+        "-m",
+        "autotune",
+        "tune",
+        "--resume",
+        "bed",
+        "--directory",
+        str(tmp_path),
+    ]
     done = subprocess.run(resume, cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     assert trials_in(tmp_path) > before and beds_of("interrupted") == []
 
 
-def test_after_kill_9_of_the_driver_down_removes_the_namespaces_and_all_processes_in_them(tmp_path) -> None:
-    process = subprocess.Popen(words(tmp_path, "killed", "--search", "random", *TRIALS), cwd=ROOT, stderr=subprocess.DEVNULL)
+def test_after_kill_9_of_the_driver_down_removes_the_namespaces_and_all_processes_in_them(
+    tmp_path,
+) -> None:
+    process = subprocess.Popen(
+        words(tmp_path, "killed", "--search", "random", *TRIALS),
+        cwd=ROOT,
+        stderr=subprocess.DEVNULL,
+    )
     try:
-        wait_for(lambda: any(all(item.processes) and len(item.processes) == 2 for item in beds_of("killed")), "Ray on both hosts", 90)
+        wait_for(
+            lambda: any(
+                all(item.processes) and len(item.processes) == 2 for item in beds_of("killed")
+            ),
+            "Ray on both hosts",
+            90,
+        )
     finally:
         process.kill()
         process.wait(timeout=30)
     (left,) = beds_of("killed")
     assert left.left_over
     pids = [pid for host in left.processes for pid in host]
-    done = subprocess.run([sys.executable, "-m", "autotune", "testbed", "down", "--json"], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "autotune", "testbed", "down", "--json"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
     assert left.layout.name in json.loads(done.stdout)["removed"]
     assert beds_of("killed") == []
-    wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "the end of Ray's processes", 20)
+    wait_for(
+        lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids),
+        "the end of Ray's processes",
+        20,
+    )
 
 
 def test_a_testbed_excludes_other_places(tmp_path) -> None:
-    for option, message in (("--address", "leave out one of them"), ("--cluster", "leave out --cluster")):
+    for option, message in (
+        ("--address", "leave out one of them"),
+        ("--cluster", "leave out --cluster"),
+    ):
         value = "127.0.0.1:6379" if option == "--address" else str(tmp_path / "cluster.yaml")
-        done = subprocess.run(words(tmp_path, "never", option, value), cwd=ROOT, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(
+            words(tmp_path, "never", option, value),
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
         assert done.returncode == 2 and message in done.stderr
-    scaled = [*words(tmp_path, "never")[:4], "--byte-scale", "4", "--", "torchrun", "--nproc-per-node", "2", str(SMALL)]
+    scaled = [
+        *words(tmp_path, "never")[:4],
+        "--byte-scale",
+        "4",
+        "--",
+        "torchrun",
+        "--nproc-per-node",
+        "2",
+        str(SMALL),
+    ]
     done = subprocess.run(scaled, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and "only a testbed scales links" in done.stderr

@@ -55,7 +55,10 @@ def check_ddp(rank: int, byte_scale: float) -> tuple[int, int, int]:
     return sum(travelled), rows._nnz(), int((model.module.seen == 7.0).sum())
 
 
-@pytest.mark.parametrize(("byte_scale", "weights", "rows", "buffers"), [(1.0, 1000, 10, 100), (4.0, 250, 3, 25), (3.0, 334, 4, 34)])
+@pytest.mark.parametrize(
+    ("byte_scale", "weights", "rows", "buffers"),
+    [(1.0, 1000, 10, 100), (4.0, 250, 3, 25), (3.0, 334, 4, 34)],
+)
 def test_of_the_current_setup_one_part_in_k_of_buckets_rows_and_buffers_travels(
     byte_scale: float, weights: int, rows: int, buffers: int
 ) -> None:
@@ -67,7 +70,11 @@ def test_of_the_current_setup_one_part_in_k_of_buckets_rows_and_buffers_travels(
 def check_plans(rank: int, byte_scale: float) -> list[list[bool]]:
     model = PlannedDataParallel(Flat())
     model.synchronizer.scale_bytes(byte_scale)
-    kinds = [uniform(model.module, RANKS, kind, compressor) for kind in Synchronizer for compressor in (Compressor.NONE, Compressor.FP16)]
+    kinds = [
+        uniform(model.module, RANKS, kind, compressor)
+        for kind in Synchronizer
+        for compressor in (Compressor.NONE, Compressor.FP16)
+    ]
     found = []
     for plan in [*kinds, mixed(model.module, RANKS)]:
         model.synchronizer.load(plan)
@@ -127,6 +134,9 @@ def check_refusals(rank: int) -> list[str]:
 
 def test_a_communication_hook_of_the_script_and_different_scales_are_refused() -> None:
     for hooked, builtin, uneven in run_world(check_refusals, RANKS):
-        assert "the script registered a communication hook; remove it, or use a byte scale of 1" in hooked
+        assert (
+            "the script registered a communication hook; remove it, or use a byte scale of 1"
+            in hooked
+        )
         assert builtin == hooked
         assert "rank 1 holds plan-" in uneven and "with bytes divided by 2" in uneven

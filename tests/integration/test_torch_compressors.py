@@ -20,12 +20,12 @@ from torch_world import run_world, seeded
 from autotune.errors import InvalidInput, InvalidStrategy
 from autotune.strategy_space.plan import Plan
 from autotune.strategy_space.strategy import Compressor, SparseHandling, Synchronizer
-from runtime_rewriter.apply import apply
 from runtime_rewriter.pytorch.attached import attach
 from runtime_rewriter.pytorch.ddp import PlannedDataParallel
 from runtime_rewriter.pytorch.hooks import GradientSynchronizer
 from runtime_rewriter.pytorch.numerics import GradientGate
 from runtime_rewriter.pytorch.observers import BackwardObserver
+from runtime_rewriter.rank.apply import apply
 
 FED_BACK = (Compressor.INT8, Compressor.TOP_K, Compressor.POWER_SGD)
 
@@ -34,7 +34,10 @@ class Local(BackwardObserver):
     """What every rank computed, and what waited before: g_r / w + e_r in float64."""
 
     def __init__(self, synchronizer: GradientSynchronizer) -> None:
-        self.synchronizer, self.sent = synchronizer, [torch.zeros(0, dtype=torch.float64)] * len(synchronizer.names)
+        self.synchronizer, self.sent = (
+            synchronizer,
+            [torch.zeros(0, dtype=torch.float64)] * len(synchronizer.names),
+        )
         synchronizer.observers.append(self)
 
     def on_ready(self, index: int, gradient: Tensor | None) -> None:
@@ -46,7 +49,11 @@ class Local(BackwardObserver):
 
 def residual(synchronizer: GradientSynchronizer, index: int) -> Tensor:
     found = synchronizer.residuals.of(synchronizer.names[index])
-    return torch.zeros_like(synchronizer.parameters[index], dtype=torch.float64) if found is None else found.double()
+    return (
+        torch.zeros_like(synchronizer.parameters[index], dtype=torch.float64)
+        if found is None
+        else found.double()
+    )
 
 
 def assert_nothing_lost(local: Local, told: object) -> None:
@@ -54,15 +61,27 @@ def assert_nothing_lost(local: Local, told: object) -> None:
     synchronizer = local.synchronizer
     for index, parameter in enumerate(synchronizer.parameters):
         kept = synchronizer.residuals.of(synchronizer.names[index])
-        assert kept is None or (kept.shape, kept.stride(), kept.dtype) == (parameter.shape, parameter.stride(), parameter.dtype)
-        expected, scale = local.sent[index] - residual(synchronizer, index), local.sent[index].abs().amax()
+        assert kept is None or (kept.shape, kept.stride(), kept.dtype) == (
+            parameter.shape,
+            parameter.stride(),
+            parameter.dtype,
+        )
+        expected, scale = (
+            local.sent[index] - residual(synchronizer, index),
+            local.sent[index].abs().amax(),
+        )
         dist.all_reduce(expected)
         dist.all_reduce(scale)
         assert parameter.grad is not None
         gradient = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
         worst = float((gradient.double() - expected).abs().amax())
         roundoff = torch.finfo(parameter.dtype).eps
-        assert worst <= 16 * roundoff * float(scale), (told, synchronizer.names[index], worst, float(scale))
+        assert worst <= 16 * roundoff * float(scale), (
+            told,
+            synchronizer.names[index],
+            worst,
+            float(scale),
+        )
         first = gradient.contiguous()
         dist.broadcast(first, 0)
         assert torch.equal(first, gradient), (told, synchronizer.names[index])
@@ -95,7 +114,9 @@ def check_everything(rank: int, partitions: tuple[bool, ...]) -> None:
     local, gate, step = Local(synchronizer), GradientGate(synchronizer), 0
     combinations = itertools.product(Synchronizer, partitions, (*FED_BACK, Compressor.NONE))
     for kind, partitioned, compressor in combinations:
-        synchronizer.load(uniform(model.module, dist.get_world_size(), kind, compressor, partitioned))
+        synchronizer.load(
+            uniform(model.module, dist.get_world_size(), kind, compressor, partitioned)
+        )
         for _ in range(2):
             gate.arm()
             model.zero_grad(set_to_none=bool(step % 2))
@@ -112,7 +133,9 @@ def check_everything(rank: int, partitions: tuple[bool, ...]) -> None:
 
 
 @pytest.mark.parametrize(("size", "partitions"), [(2, (True,)), (4, (False, True))])
-def test_every_compressor_loses_nothing_on_any_primitive_and_partition(size: int, partitions: tuple[bool, ...]) -> None:
+def test_every_compressor_loses_nothing_on_any_primitive_and_partition(
+    size: int, partitions: tuple[bool, ...]
+) -> None:
     run_world(check_everything, size, partitions)
 
 
@@ -149,10 +172,22 @@ def check_hierarchical(rank: int, layout: tuple[int, ...]) -> None:
     model = PlannedDataParallel(Odd())
     synchronizer = model.synchronizer
     local, gate, step = Local(synchronizer), GradientGate(synchronizer), 0
-    for kind, compressor in itertools.product((Synchronizer.ALL_REDUCE, Synchronizer.PARAMETER_SERVER), FED_BACK):
+    for kind, compressor in itertools.product(
+        (Synchronizer.ALL_REDUCE, Synchronizer.PARAMETER_SERVER), FED_BACK
+    ):
         flat = uniform(model.module, 4, kind, compressor)
-        plan = replace(flat, messages=tuple(replace(m, hierarchical=True, owner=None if m.owner is None else 0) for m in flat.messages))
-        for chosen in (flat, plan, replace(plan, ring_order=(2, 0, 3, 1))):  # what waited on other ranks is sent to their leaders
+        plan = replace(
+            flat,
+            messages=tuple(
+                replace(m, hierarchical=True, owner=None if m.owner is None else 0)
+                for m in flat.messages
+            ),
+        )
+        for chosen in (
+            flat,
+            plan,
+            replace(plan, ring_order=(2, 0, 3, 1)),
+        ):  # what waited on other ranks is sent to their leaders
             synchronizer.load(chosen)
             gate.arm()
             model.zero_grad()
@@ -164,7 +199,9 @@ def check_hierarchical(rank: int, layout: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("layout", [(2, 2), (3, 1)])
-def test_only_leaders_of_hosts_hold_residuals_of_hierarchical_messages(layout: tuple[int, ...]) -> None:
+def test_only_leaders_of_hosts_hold_residuals_of_hierarchical_messages(
+    layout: tuple[int, ...],
+) -> None:
     run_world(check_hierarchical, 4, layout)
 
 
@@ -181,7 +218,10 @@ class Target(nn.Module):
         self.disagreement = disagreement
 
     def forward(self, rank: int) -> Tensor:
-        return 0.5 * (self.weight - self.wanted).square().sum() + (-1.0) ** rank * self.disagreement * self.weight[:, :4].sum()
+        return (
+            0.5 * (self.weight - self.wanted).square().sum()
+            + (-1.0) ** rank * self.disagreement * self.weight[:, :4].sum()
+        )
 
     def distance(self) -> float:
         return float((self.weight - self.wanted).detach().norm())
@@ -192,7 +232,11 @@ def check_convergence(rank: int, compressor: Compressor, disagreement: float) ->
     for name in ("uncompressed", "feedback", "none"):
         module = Target(disagreement)
         applied = apply(module)
-        applied.synchronizer.load(uniform(module, size, compressor=Compressor.NONE if name == "uncompressed" else compressor))
+        applied.synchronizer.load(
+            uniform(
+                module, size, compressor=Compressor.NONE if name == "uncompressed" else compressor
+            )
+        )
         optimizer = torch.optim.SGD(module.parameters(), 0.05)
         for _ in range(200):
             optimizer.zero_grad()
@@ -204,8 +248,13 @@ def check_convergence(rank: int, compressor: Compressor, disagreement: float) ->
     return found
 
 
-@pytest.mark.parametrize(("compressor", "disagreement"), [(Compressor.INT8, 300.0), (Compressor.TOP_K, 6.0), (Compressor.POWER_SGD, 6.0)])
-def test_training_with_error_feedback_gets_where_uncompressed_training_gets(compressor: Compressor, disagreement: float) -> None:
+@pytest.mark.parametrize(
+    ("compressor", "disagreement"),
+    [(Compressor.INT8, 300.0), (Compressor.TOP_K, 6.0), (Compressor.POWER_SGD, 6.0)],
+)
+def test_training_with_error_feedback_gets_where_uncompressed_training_gets(
+    compressor: Compressor, disagreement: float
+) -> None:
     found = run_world(check_convergence, 2, compressor, disagreement)[0]
     started = Target(0.0).distance()
     assert found["uncompressed"] < 1e-3
@@ -224,7 +273,9 @@ def check_switches(rank: int) -> None:
     arrived, computed = torch.zeros(30, 40), torch.zeros(30, 40)
     for last in (Compressor.NONE, Compressor.FP16):
         for number, compressor in enumerate((*FED_BACK, Compressor.TOP_K, last)):
-            applied.synchronizer.load(uniform(module, size, compressor=compressor, partitioned=bool(number % 2)))
+            applied.synchronizer.load(
+                uniform(module, size, compressor=compressor, partitioned=bool(number % 2))
+            )
             for step in range(3 if compressor is not last else 1):
                 x = torch.randn(4, 40, generator=seeded(100 * number + 10 * step + rank))
                 module.zero_grad()
@@ -251,23 +302,31 @@ def check_checkpoint(rank: int) -> None:
     size = dist.get_world_size()
     for compressor in FED_BACK:
 
-        def start(compressor: Compressor = compressor) -> tuple[nn.Module, Any, torch.optim.Optimizer]:
+        def start(
+            compressor: Compressor = compressor,
+        ) -> tuple[nn.Module, Any, torch.optim.Optimizer]:
             torch.manual_seed(1)
             module = nn.Sequential(nn.Linear(30, 40), nn.Tanh(), nn.Linear(40, 20))
             applied = apply(module)
-            applied.synchronizer.load(uniform(module, size, Synchronizer.PARAMETER_SERVER, compressor, partitioned=True))
+            applied.synchronizer.load(
+                uniform(module, size, Synchronizer.PARAMETER_SERVER, compressor, partitioned=True)
+            )
             return module, applied, torch.optim.SGD(module.parameters(), 0.05, momentum=0.9)
 
         def train(module: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
             for step in steps:
                 optimizer.zero_grad()
-                module(torch.randn(6, 30, generator=seeded(10 * step + rank))).square().sum().backward()
+                module(
+                    torch.randn(6, 30, generator=seeded(10 * step + rank))
+                ).square().sum().backward()
                 optimizer.step()
 
         module, applied, optimizer = start()
         train(module, optimizer, range(3))
         saved = io.BytesIO()
-        torch.save((module.state_dict(), optimizer.state_dict(), applied.compression_state()), saved)
+        torch.save(
+            (module.state_dict(), optimizer.state_dict(), applied.compression_state()), saved
+        )
         train(module, optimizer, range(3, 6))
         again, applied, optimizer = start()
         train(again, optimizer, range(50, 52))  # whatever was there before is replaced
@@ -277,7 +336,9 @@ def check_checkpoint(rank: int) -> None:
         optimizer.load_state_dict(states[1])
         applied.load_compression_state(states[2])
         train(again, optimizer, range(3, 6))
-        assert all(torch.equal(a, b) for a, b in zip(module.parameters(), again.parameters(), strict=True)), compressor
+        assert all(
+            torch.equal(a, b) for a, b in zip(module.parameters(), again.parameters(), strict=True)
+        ), compressor
         with pytest.raises(InvalidInput, match=f"is of rank {rank} of 5"):
             applied.load_compression_state(states[2] | {"world_size": 5})
 
@@ -317,7 +378,9 @@ def check_unused(rank: int) -> None:
                 dist.all_reduce(before)
                 dist.all_reduce(after)
                 assert float(before.abs().amax()) > 0
-                torch.testing.assert_close(after, before, rtol=0, atol=1e-5 * float(before.abs().amax()))
+                torch.testing.assert_close(
+                    after, before, rtol=0, atol=1e-5 * float(before.abs().amax())
+                )
 
 
 def test_what_waits_for_a_parameter_that_no_rank_uses_is_not_lost() -> None:
@@ -326,14 +389,21 @@ def test_what_waits_for_a_parameter_that_no_rank_uses_is_not_lost() -> None:
 
 def check_rows(rank: int) -> None:
     torch.manual_seed(0)
-    model = PlannedDataParallel(nn.EmbeddingBag(12, 5, sparse=True, mode="sum"), find_unused_parameters=True)
+    model = PlannedDataParallel(
+        nn.EmbeddingBag(12, 5, sparse=True, mode="sum"), find_unused_parameters=True
+    )
     synchronizer, size = model.synchronizer, dist.get_world_size()
     local, gate = Local(synchronizer), GradientGate(synchronizer)
-    kinds = ((Synchronizer.ALL_REDUCE, SparseHandling.ALL_GATHER), (Synchronizer.PARAMETER_SERVER, SparseHandling.GATHER_SCATTER))
+    kinds = (
+        (Synchronizer.ALL_REDUCE, SparseHandling.ALL_GATHER),
+        (Synchronizer.PARAMETER_SERVER, SparseHandling.GATHER_SCATTER),
+    )
     for number, (kind, handling) in enumerate(kinds):
         dense = uniform(model.module, size, kind, Compressor.TOP_K)
         flat = uniform(model.module, size, kind)
-        rows = replace(flat, messages=tuple(replace(message, sparse=handling) for message in flat.messages))
+        rows = replace(
+            flat, messages=tuple(replace(message, sparse=handling) for message in flat.messages)
+        )
         for plan in (dense, rows, rows):
             synchronizer.load(plan)
             gate.arm()
@@ -367,7 +437,9 @@ def check_cross_step(rank: int) -> list[bytes]:
             optimizer.step()
         state = applied.compression_state()
         kept = [state["residuals"][name] for name in sorted(state["residuals"])]
-        states.append(b"".join(t.detach().cpu().numpy().tobytes() for t in (*module.parameters(), *kept)))
+        states.append(
+            b"".join(t.detach().cpu().numpy().tobytes() for t in (*module.parameters(), *kept))
+        )
     return states
 
 
@@ -378,14 +450,26 @@ def test_messages_that_cross_the_step_keep_the_same_residuals() -> None:
 
 def check_not_finite(rank: int) -> None:
     model = PlannedDataParallel(Odd())
-    for kind, compressor in itertools.product((Synchronizer.ALL_REDUCE, Synchronizer.PARAMETER_SERVER), FED_BACK):
+    for kind, compressor in itertools.product(
+        (Synchronizer.ALL_REDUCE, Synchronizer.PARAMETER_SERVER), FED_BACK
+    ):
         model.synchronizer.load(uniform(model.module, 2, kind, compressor))
-        for value, finite in ((1.0, True), (math.inf, False), (math.nan, False), (1.0, True), (0.0, True)):
+        for value, finite in (
+            (1.0, True),
+            (math.inf, False),
+            (math.nan, False),
+            (1.0, True),
+            (0.0, True),
+        ):
             model.zero_grad()
             (model(images(rank, 0)).square().sum() * (value if rank else 1.0)).backward()
-            seen = {name: bool(p.grad.isfinite().all()) for name, p in model.module.named_parameters()}
+            seen = {
+                name: bool(p.grad.isfinite().all()) for name, p in model.module.named_parameters()
+            }
             assert all(seen.values()) == finite, (kind, compressor, value, seen)
-            assert finite or compressor is Compressor.TOP_K or not any(seen.values()), "of a message of infinities top-k sends some"
+            assert finite or compressor is Compressor.TOP_K or not any(seen.values()), (
+                "of a message of infinities top-k sends some"
+            )
 
 
 def test_an_overflow_on_one_rank_is_seen_by_all_once() -> None:
@@ -404,7 +488,9 @@ def check_tied(rank: int, size: int) -> None:
         {"compressor": Compressor.INT8},
         {},
     )
-    messages = tuple(replace(message, **kinds[number % 4]) for number, message in enumerate(plan.messages))
+    messages = tuple(
+        replace(message, **kinds[number % 4]) for number, message in enumerate(plan.messages)
+    )
     model.load(replace(plan, messages=messages))
     local = Local(model)
     for step in range(4):
@@ -427,7 +513,9 @@ def check_refused(rank: int) -> None:
         for compressor in FED_BACK
     ]
     for load in refused:
-        with pytest.raises(InvalidStrategy, match="with bytes divided by 4 a compressor would work on a part"):
+        with pytest.raises(
+            InvalidStrategy, match="with bytes divided by 4 a compressor would work on a part"
+        ):
             load()
     model.synchronizer.load(uniform(model.module, 2, compressor=Compressor.FP16))
 

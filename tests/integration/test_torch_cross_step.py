@@ -56,11 +56,22 @@ def adam(model: nn.Module) -> Optimizers:
 def several(model: nn.Module) -> Optimizers:
     """Two optimizers, parameter groups, momentum, weight decay."""
     parameters = list(model.parameters())
-    groups = [{"params": parameters[:2], "lr": 0.05, "weight_decay": 0.1}, {"params": parameters[2:4]}]
-    return [torch.optim.SGD(groups, 0.1, momentum=0.9, nesterov=True), torch.optim.Adam(parameters[4:], 0.01, amsgrad=True)]
+    groups = [
+        {"params": parameters[:2], "lr": 0.05, "weight_decay": 0.1},
+        {"params": parameters[2:4]},
+    ]
+    return [
+        torch.optim.SGD(groups, 0.1, momentum=0.9, nesterov=True),
+        torch.optim.Adam(parameters[4:], 0.01, amsgrad=True),
+    ]
 
 
-def plain(model: nn.Module, rank: int, optimizers: Callable[[nn.Module], Optimizers], set_to_none: bool = True) -> Iterator[Any]:
+def plain(
+    model: nn.Module,
+    rank: int,
+    optimizers: Callable[[nn.Module], Optimizers],
+    set_to_none: bool = True,
+) -> Iterator[Any]:
     used = optimizers(model)
     schedules = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5) for optimizer in used]
     for step in range(6):
@@ -104,7 +115,9 @@ def curious(model: nn.Module, rank: int) -> Iterator[Any]:
         if step == 6:
             saved = io.BytesIO()
             torch.save(model.state_dict(), saved)
-            yield [parameter.detach().clone() for parameter in copy.deepcopy(model.module).parameters()]  # type: ignore[union-attr,operator]
+            yield [
+                parameter.detach().clone() for parameter in copy.deepcopy(model.module).parameters()
+            ]  # type: ignore[union-attr,operator]
         if step == 7:
             with torch.inference_mode():
                 model.eval()
@@ -160,9 +173,15 @@ def check_script(rank: int, name: str, attentive: bool) -> bool:
     torch.manual_seed(0)
     module = Attentive() if attentive else Tied()
     unused = {"find_unused_parameters": attentive}
-    models = DistributedDataParallel(copy.deepcopy(module), **unused), PlannedDataParallel(module, **unused)
+    models = (
+        DistributedDataParallel(copy.deepcopy(module), **unused),
+        PlannedDataParallel(module, **unused),
+    )
     whole = crossing(backwards(mixed(module, 2)))
-    cut = replace(crossing(uniform(module, 2, Synchronizer.REDUCE_SCATTER_ALL_GATHER, Compressor.NONE, True)), in_flight=2)
+    cut = replace(
+        crossing(uniform(module, 2, Synchronizer.REDUCE_SCATTER_ALL_GATHER, Compressor.NONE, True)),
+        in_flight=2,
+    )
     if attentive:  # cuDNN wants an LSTM's weights in one piece, which a copy has not
         for model in models:
             model.module.recurrent.flatten_parameters()
@@ -189,14 +208,20 @@ def check_script(rank: int, name: str, attentive: bool) -> bool:
 @pytest.mark.parametrize("attentive", [False, True])
 def test_a_script_sees_the_bits_of_ddp(name: str, attentive: bool) -> None:
     put_off = run_world(check_script, 2, name, attentive)
-    assert any(put_off) or name == "curious", "one that looks at everything may meet nothing but messages that have arrived"
+    assert any(put_off) or name == "curious", (
+        "one that looks at everything may meet nothing but messages that have arrived"
+    )
 
 
 def check_clipping(rank: int) -> tuple[str, str]:
     """A script that clips by the global norm, first without a plan, then with one that was there from the start."""
     torch.manual_seed(0)
     module = Tied()
-    models = [DistributedDataParallel(copy.deepcopy(module)), PlannedDataParallel(copy.deepcopy(module)), PlannedDataParallel(module)]
+    models = [
+        DistributedDataParallel(copy.deepcopy(module)),
+        PlannedDataParallel(copy.deepcopy(module)),
+        PlannedDataParallel(module),
+    ]
     plan = crossing(mixed(module, 2))
     models[2].synchronizer.load(plan)
     optimizers = [torch.optim.SGD(model.parameters(), 0.1) for model in models]
@@ -242,14 +267,24 @@ def check_refusals(rank: int) -> list[str]:
     for kind in ("own optimizer", "hook", "closure", "scaler", "logging"):
         torch.manual_seed(0)
         model = PlannedDataParallel(Tied())
-        optimizer: Any = Coupled(model.parameters(), 0.1) if kind == "own optimizer" else torch.optim.SGD(model.parameters(), 0.1)
+        optimizer: Any = (
+            Coupled(model.parameters(), 0.1)
+            if kind == "own optimizer"
+            else torch.optim.SGD(model.parameters(), 0.1)
+        )
         scaler = torch.amp.GradScaler("cpu", enabled=kind == "scaler")
         if kind == "hook":
             optimizer.register_step_pre_hook(lambda *_: None)
         for step in range(2):
             scaler.scale(loss_of(model, rank, step)).backward()
             if kind == "logging":
-                torch.nn.utils.get_total_norm([parameter.grad for parameter in model.parameters() if parameter.grad is not None])
+                torch.nn.utils.get_total_norm(
+                    [
+                        parameter.grad
+                        for parameter in model.parameters()
+                        if parameter.grad is not None
+                    ]
+                )
             optimizer.step(lambda: 0.0) if kind == "closure" else scaler.step(optimizer)
             scaler.update()
         with pytest.raises(InvalidStrategy) as refusal:
@@ -270,8 +305,12 @@ def test_updates_that_would_wait_for_all_variables_are_refused_with_the_reason()
 def with_scripted_layer() -> nn.Module:
     torch.manual_seed(0)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # torch.jit is on its way out, and still in use
-        return nn.Sequential(nn.Embedding(11, 6), torch.jit.script(nn.Linear(6, 6)), nn.Linear(6, 11))
+        warnings.simplefilter(
+            "ignore", DeprecationWarning
+        )  # torch.jit is on its way out, and still in use
+        return nn.Sequential(
+            nn.Embedding(11, 6), torch.jit.script(nn.Linear(6, 6)), nn.Linear(6, 11)
+        )
 
 
 def check_unseen_reads(rank: int) -> list[bool]:
@@ -286,7 +325,10 @@ def check_unseen_reads(rank: int) -> list[bool]:
             loss_of(model, rank, step).backward()
             optimizer.step()
     torch.testing.assert_close(models[1].state_dict(), models[0].state_dict(), rtol=0, atol=0)
-    return [position in models[1].synchronizer.cross_step.unseen for position in range(len(list(module.parameters())))]
+    return [
+        position in models[1].synchronizer.cross_step.unseen
+        for position in range(len(list(module.parameters())))
+    ]
 
 
 def test_variables_whose_reads_cannot_be_seen_do_not_cross_the_step() -> None:
@@ -336,5 +378,7 @@ def check_garbage(rank: int) -> None:
     assert frozen == [True, False, True] and gc.get_freeze_count() == 0
 
 
-def test_only_while_a_plan_across_the_step_is_loaded_the_collector_leaves_alone_what_was_there() -> None:
+def test_only_while_a_plan_across_the_step_is_loaded_the_collector_leaves_alone_what_was_there() -> (
+    None
+):
     run_world(check_garbage, 2)

@@ -56,7 +56,10 @@ class Ballasted(nn.Module):
 
 def crossing(plan: Plan) -> Plan:
     """In the worst order: the ballast goes first, and what is read first arrives last."""
-    light_last = sorted(plan.messages[::-1], key=lambda message: all(part.variable != "ballast" for part in message.slices))
+    light_last = sorted(
+        plan.messages[::-1],
+        key=lambda message: all(part.variable != "ballast" for part in message.slices),
+    )
     return replace(plan, cross_step=True, messages=tuple(light_last))
 
 
@@ -70,7 +73,14 @@ def pair(make: Callable[[], nn.Module], **options: Any) -> Models:
     return models
 
 
-def train(model: Any, optimizer: Any, rank: int, steps: int, loss: Callable[[Any, int], Tensor] | None = None, first: int = 0) -> None:
+def train(
+    model: Any,
+    optimizer: Any,
+    rank: int,
+    steps: int,
+    loss: Callable[[Any, int], Tensor] | None = None,
+    first: int = 0,
+) -> None:
     for step in range(first, first + steps):
         optimizer.zero_grad()
         (model(data(rank, step)).square().mean() if loss is None else loss(model, step)).backward()
@@ -157,7 +167,11 @@ class Failing(nn.Module):
         super().__init__()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
-            self.a, self.b, self.c = nn.Linear(6, 8), torch.jit.script(nn.Linear(8, 8)), nn.Linear(8, 3)
+            self.a, self.b, self.c = (
+                nn.Linear(6, 8),
+                torch.jit.script(nn.Linear(8, 8)),
+                nn.Linear(8, 3),
+            )
         self.fails = False
 
     def forward(self, x: Tensor) -> Tensor:
@@ -240,7 +254,9 @@ def check_penalty(rank: int, cross_step: bool) -> None:
         torch.manual_seed(0)
         models.append(wrap(Heads(), find_unused_parameters=True))
     plan = uniform(models[1].module, 2, Synchronizer.REDUCE_SCATTER_ALL_GATHER, groups=6)
-    heads_first = sorted(plan.messages, key=lambda message: "heads" not in message.slices[0].variable)
+    heads_first = sorted(
+        plan.messages, key=lambda message: "heads" not in message.slices[0].variable
+    )
     models[1].synchronizer.load(replace(plan, messages=tuple(heads_first), cross_step=cross_step))
     for model in models:
         optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)

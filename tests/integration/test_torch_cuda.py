@@ -9,7 +9,10 @@ from torch_world import run_world
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
-OVER_NCCL = {ranks: tuple(case for case in cases if not case.endswith("/sparse")) for ranks, cases in CASES.items()}
+OVER_NCCL = {
+    ranks: tuple(case for case in cases if not case.endswith("/sparse"))
+    for ranks, cases in CASES.items()
+}
 """By ranks. torch's DDP does not send sparse gradients over NCCL, so there is nothing to compare with."""
 
 
@@ -28,6 +31,10 @@ LEAST_ENACTED = {2: 30, 4: 20}
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("backend", "device", "ranks", "case"), WORLDS)
-def test_every_strategy_trains_as_ddp_on_a_gpu(backend: str, device: str, ranks: int, case: str) -> None:
-    by_rank = run_world(check_cases_of, ranks, (case,), timeout_s=240.0, backend=backend, device=device)
+def test_every_strategy_trains_as_ddp_on_a_gpu(
+    backend: str, device: str, ranks: int, case: str
+) -> None:
+    by_rank = run_world(
+        check_cases_of, ranks, (case,), timeout_s=240.0, backend=backend, device=device
+    )
     assert len(enacted_alike(by_rank)) >= LEAST_ENACTED[ranks]

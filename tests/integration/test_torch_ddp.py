@@ -19,14 +19,23 @@ from autotune.errors import InvalidStrategy
 from runtime_rewriter.pytorch.ddp import PlannedDataParallel, replaced_ddp
 from runtime_rewriter.pytorch.hooks import GradientSynchronizer
 
-CHANGED = {"forward", "__init__", "__getstate__", "_inside_ddp_forward", "_run_ddp_forward", "_distributed_broadcast_coalesced"}
+CHANGED = {
+    "forward",
+    "__init__",
+    "__getstate__",
+    "_inside_ddp_forward",
+    "_run_ddp_forward",
+    "_distributed_broadcast_coalesced",
+}
 CHANGED |= {"register_comm_hook", "_register_builtin_comm_hook", "_set_static_graph", "join_hook"}
 OF_EVERY_CLASS = {"__doc__", "__module__", "__abstractmethods__", "__annotations__", "_abc_impl"}
 
 
 def test_every_name_of_ddp_is_inherited_unchanged_but_the_documented_few() -> None:
     for name in dir(DistributedDataParallel):
-        same = inspect.getattr_static(PlannedDataParallel, name) is inspect.getattr_static(DistributedDataParallel, name)
+        same = inspect.getattr_static(PlannedDataParallel, name) is inspect.getattr_static(
+            DistributedDataParallel, name
+        )
         assert same or name in CHANGED | OF_EVERY_CLASS, name
 
 
@@ -84,9 +93,15 @@ def test_uneven_inputs_under_join_are_left_to_ddp() -> None:
 COUNTED: list[int] = []
 
 
-def count_hook(state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # DDP reads the annotations
+def count_hook(
+    state: None, bucket: dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:  # DDP reads the annotations
     COUNTED.append(bucket.index())
-    return dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True).get_future().then(lambda done: done.value()[0])
+    return (
+        dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True)
+        .get_future()
+        .then(lambda done: done.value()[0])
+    )
 
 
 def test_the_public_surface_of_ddp_works_with_and_without_a_plan() -> None:
@@ -158,10 +173,16 @@ def check_surroundings(rank: int) -> None:
     hooked = PlannedDataParallel(Tied())
     hooked._register_buffer_comm_hook(None, lambda state, buffers: None)
     module = Tied()
-    module.gain._in_backward_optimizers = [torch.optim.SGD([module.gain], 0.1)]  # what torch.distributed.optim leaves; its import warns
+    module.gain._in_backward_optimizers = [
+        torch.optim.SGD([module.gain], 0.1)
+    ]  # what torch.distributed.optim leaves; its import warns
     fused = PlannedDataParallel(module)
     module = Tied()
-    delayed = PlannedDataParallel(module, delay_all_reduce_named_params=[("gain", module.gain)], param_to_hook_all_reduce=module.mix.weight)
+    delayed = PlannedDataParallel(
+        module,
+        delay_all_reduce_named_params=[("gain", module.gain)],
+        param_to_hook_all_reduce=module.mix.weight,
+    )
     with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
         compiled = PlannedDataParallel(Tied())
     narrow = PlannedDataParallel(Tied(), mixed_precision=_MixedPrecision(param_dtype=torch.float32))

@@ -42,7 +42,9 @@ class Steps:
 TIMES = {"forward_s": 0.05, "backward_s": 0.07, "update_s": 0.03}
 
 
-def check_times(rank: int, planned: bool) -> tuple[list[float], list[bool], list[str], list[float], float, float]:
+def check_times(
+    rank: int, planned: bool
+) -> tuple[list[float], list[bool], list[str], list[float], float, float]:
     model = PlannedDataParallel(Stack())
     steps = Steps()
     model.synchronizer.listeners.append(steps)
@@ -70,11 +72,20 @@ def check_times(rank: int, planned: bool) -> tuple[list[float], list[bool], list
         optimizer.step()
     model(torch.ones(4, 8))
     durations = [b - a for a, b in zip(steps.at_s, steps.at_s[1:], strict=False)]
-    return durations, steps.clean, list(order), [at - start_s for at in ready_s], end_s - start_s, accelerator.overrun
+    return (
+        durations,
+        steps.clean,
+        list(order),
+        [at - start_s for at in ready_s],
+        end_s - start_s,
+        accelerator.overrun,
+    )
 
 
 @pytest.mark.parametrize("planned", [False, True])
-def test_a_step_takes_at_least_what_the_profile_says_and_gradients_come_in_its_order(planned: bool) -> None:
+def test_a_step_takes_at_least_what_the_profile_says_and_gradients_come_in_its_order(
+    planned: bool,
+) -> None:
     for durations, clean, order, ready_s, backward_s, overrun in run_world(check_times, 2, planned):
         assert clean == [False, True, True, True, True], "only the recorded step is unclean"
         assert all(duration >= 0.149 for duration in durations[1:])
@@ -95,7 +106,9 @@ def check_overrun(rank: int) -> tuple[float, float]:
         loss.backward()
         if step > 2:
             end_s = time.process_time() + 0.06
-            while time.process_time() < end_s:  # an optimizer that takes 6 times what the profile gives it
+            while (
+                time.process_time() < end_s
+            ):  # an optimizer that takes 6 times what the profile gives it
                 pass
     return seen[3], seen[5]
 
@@ -144,7 +157,9 @@ def check_batches(rank: int) -> tuple[list[bool], int]:
     return steps.clean, model.module.computed
 
 
-def test_a_batch_of_another_shape_is_recorded_when_it_first_comes_and_validation_is_computed() -> None:
+def test_a_batch_of_another_shape_is_recorded_when_it_first_comes_and_validation_is_computed() -> (
+    None
+):
     for clean, computed in run_world(check_batches, 2):
         assert clean == [False, True, False, True, True, True, False]
         assert computed == 3

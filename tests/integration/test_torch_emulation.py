@@ -58,7 +58,15 @@ class Many(nn.Module):
 
     def forward(self, x: Tensor) -> Shaped:
         hidden = torch.tanh(self.a(x))
-        return Shaped(self.b(hidden), {"hidden": [hidden], "best": hidden.argmax(1), "cache": Cache(hidden * 2), "scale": 2.0})
+        return Shaped(
+            self.b(hidden),
+            {
+                "hidden": [hidden],
+                "best": hidden.argmax(1),
+                "cache": Cache(hidden * 2),
+                "scale": 2.0,
+            },
+        )
 
 
 class Sparse(nn.Module):
@@ -97,18 +105,32 @@ class Reduced(nn.Module):
 
 def many_loss(model: nn.Module, rank: int, step: int) -> Tensor:
     out = model(ones(rank))
-    return out.logits.square().sum() * out.hidden["scale"] + out.hidden["hidden"][0].sum() + out.hidden["cache"].keys.sum()
+    return (
+        out.logits.square().sum() * out.hidden["scale"]
+        + out.hidden["hidden"][0].sum()
+        + out.hidden["cache"].keys.sum()
+    )
 
 
 def ones(rank: int) -> Tensor:
     return torch.full((2, 4), 1.0 + rank)
 
 
-KINDS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, int, int], Tensor], dict[str, Any]]] = {
+KINDS: dict[
+    str, tuple[Callable[[], nn.Module], Callable[[nn.Module, int, int], Tensor], dict[str, Any]]
+] = {
     "tied": (Tied, loss_of, {}),
     "outputs": (Many, many_loss, {}),
-    "sparse": (Sparse, lambda model, rank, step: model(torch.tensor([rank, 2, 2])).square().sum(), {}),
-    "unused": (Partly, lambda model, rank, step: model(ones(rank), rank % 2).sum(), {"find_unused_parameters": True}),
+    "sparse": (
+        Sparse,
+        lambda model, rank, step: model(torch.tensor([rank, 2, 2])).square().sum(),
+        {},
+    ),
+    "unused": (
+        Partly,
+        lambda model, rank, step: model(ones(rank), rank % 2).sum(),
+        {"find_unused_parameters": True},
+    ),
     "static": (Tied, loss_of, {"static_graph": True}),
     "views": (Tied, loss_of, {"gradient_as_bucket_view": True}),
     "dtypes": (Reduced, lambda model, rank, step: model(torch.full((3,), 1.0 + rank)), {}),
@@ -127,7 +149,13 @@ def check_gradients(rank: int, kind: str) -> None:
     model.zero_grad()
     loss(model, rank, 0).backward()
     recorded, computed = gradients_of(model), model.module.computed
-    plans = [None, uniform(model.module, 2), mixed(model.module, 2), uniform(model.module, 2, Synchronizer.PARAMETER_SERVER), None]
+    plans = [
+        None,
+        uniform(model.module, 2),
+        mixed(model.module, 2),
+        uniform(model.module, 2, Synchronizer.PARAMETER_SERVER),
+        None,
+    ]
     for plan in plans:
         model.synchronizer.load(plan)
         for _ in range(2):
@@ -198,9 +226,16 @@ def test_a_module_without_ddp_is_emulated_and_gets_its_own_forward_back() -> Non
 def check_compiled(rank: int) -> None:
     torch.manual_seed(0)
     inner = Forbidden(nn.Linear(4, 4))
-    for model in (torch.compile(PlannedDataParallel(inner), backend="eager"), PlannedDataParallel(torch.compile(inner, backend="eager"))):
+    for model in (
+        torch.compile(PlannedDataParallel(inner), backend="eager"),
+        PlannedDataParallel(torch.compile(inner, backend="eager")),
+    ):
         model(ones(rank)).sum().backward()
-        synchronizer = model.synchronizer if isinstance(model, PlannedDataParallel) else model._orig_mod.synchronizer
+        synchronizer = (
+            model.synchronizer
+            if isinstance(model, PlannedDataParallel)
+            else model._orig_mod.synchronizer
+        )
         emulated(synchronizer)
         seen = []
         for _ in range(3):
@@ -243,7 +278,9 @@ class Reentrant(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + 0 * self.layer.bias
-        return checkpoint(self.layer, checkpoint(self.layer, x, use_reentrant=True), use_reentrant=True)
+        return checkpoint(
+            self.layer, checkpoint(self.layer, x, use_reentrant=True), use_reentrant=True
+        )
 
 
 def refusal(action: Callable[[], object]) -> str:
@@ -299,7 +336,10 @@ def check_other_profile(rank: int) -> str:
 
 
 def test_the_profile_of_another_model_is_refused() -> None:
-    assert all("they differ in bias, old.bias, old.weight" in told for told in run_world(check_other_profile, 2))
+    assert all(
+        "they differ in bias, old.bias, old.weight" in told
+        for told in run_world(check_other_profile, 2)
+    )
 
 
 # -- updates ---------------------------------------------------------------------------------------
@@ -328,12 +368,17 @@ def check_updates(rank: int, crossing: bool) -> None:
     assert accelerator is model.synchronizer.accelerator
     model.synchronizer.emulate(None)
     step()
-    assert not any(torch.equal(parameter, old) for parameter, old in zip(model.parameters(), before, strict=True))
+    assert not any(
+        torch.equal(parameter, old)
+        for parameter, old in zip(model.parameters(), before, strict=True)
+    )
     model.synchronizer.close()
 
 
 @pytest.mark.parametrize("crossing", [False, True])
-def test_the_update_is_the_accelerators_optimizers_find_no_gradients_and_scripts_do(crossing: bool) -> None:
+def test_the_update_is_the_accelerators_optimizers_find_no_gradients_and_scripts_do(
+    crossing: bool,
+) -> None:
     run_world(check_updates, 2, crossing)
 
 
@@ -352,11 +397,17 @@ def check_reads_are_last(rank: int) -> None:
     for _ in range(2):
         step()
     done: list[str] = []
-    read, link, connect = accelerator._read_variables, emulation._HandOut.apply, emulation._Outputs.apply
+    read, link, connect = (
+        accelerator._read_variables,
+        emulation._HandOut.apply,
+        emulation._Outputs.apply,
+    )
     waiting = [is_watched(parameter) for parameter in model.parameters()]
 
     def reads() -> None:
-        assert any(waiting) and [is_watched(parameter) for parameter in model.parameters()] == waiting  # nothing was read before
+        assert (
+            any(waiting) and [is_watched(parameter) for parameter in model.parameters()] == waiting
+        )  # nothing was read before
         done.append("read")
         read()
 

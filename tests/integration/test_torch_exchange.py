@@ -44,7 +44,9 @@ def place(rank: int, layout: tuple[int, ...]) -> None:
 
 
 def hierarchical(plan: Plan) -> Plan:
-    return replace(plan, messages=tuple(replace(message, hierarchical=True) for message in plan.messages))
+    return replace(
+        plan, messages=tuple(replace(message, hierarchical=True) for message in plan.messages)
+    )
 
 
 class Whole(nn.Module):
@@ -58,7 +60,11 @@ class Whole(nn.Module):
 
     def forward(self, rank: int) -> Tensor:
         large = (self.large * (torch.arange(131.0) + 4 * rank)).sum()
-        return large + (self.small * torch.arange(5.0) * (rank - 2)).sum() + self.scalar * (rank + 1) * 8
+        return (
+            large
+            + (self.small * torch.arange(5.0) * (rank - 2)).sum()
+            + self.scalar * (rank + 1) * 8
+        )
 
 
 def check_hierarchy(rank: int, layout: tuple[int, ...]) -> None:
@@ -66,14 +72,19 @@ def check_hierarchy(rank: int, layout: tuple[int, ...]) -> None:
     module = Whole()
     model = PlannedDataParallel(module)
     assert model.synchronizer.lanes._groups == {}
-    for kind, compressor, partitioned in itertools.product(Synchronizer, (Compressor.NONE, Compressor.FP16), (False, True)):
+    for kind, compressor, partitioned in itertools.product(
+        Synchronizer, (Compressor.NONE, Compressor.FP16), (False, True)
+    ):
         model.synchronizer.load(hierarchical(uniform(module, RANKS, kind, compressor, partitioned)))
         for _ in range(2):
             model.zero_grad()
             model(rank).backward()
             expected = (torch.arange(131.0) + 6).expand(130, 131)
             assert torch.equal(module.large.grad, expected), (kind, compressor)
-            assert torch.equal(module.small.grad, torch.arange(5.0) * -0.5) and float(module.scalar.grad) == 20.0
+            assert (
+                torch.equal(module.small.grad, torch.arange(5.0) * -0.5)
+                and float(module.scalar.grad) == 20.0
+            )
     assert bool(model.synchronizer.lanes._groups) == (len(layout) in (2, 3))
 
 
@@ -89,9 +100,16 @@ def check_gate(rank: int, layout: tuple[int, ...]) -> None:
     model = PlannedDataParallel(module)
     gate = GradientGate(model.synchronizer)
     for order, (kind, compressor) in itertools.product(
-        (None, (2, 0, 3, 1)), ((kind, compressor) for kind in Synchronizer for compressor in (Compressor.NONE, Compressor.BF16))
+        (None, (2, 0, 3, 1)),
+        (
+            (kind, compressor)
+            for kind in Synchronizer
+            for compressor in (Compressor.NONE, Compressor.BF16)
+        ),
     ):
-        model.synchronizer.load(replace(hierarchical(uniform(module, RANKS, kind, compressor)), ring_order=order))
+        model.synchronizer.load(
+            replace(hierarchical(uniform(module, RANKS, kind, compressor)), ring_order=order)
+        )
         gate.arm()
         model.zero_grad()
         model(torch.randn(8, 50, generator=seeded(rank))).square().sum().backward()
@@ -127,7 +145,9 @@ def check_unknown(rank: int, places: list[tuple[str, str] | None], word: str) ->
         ([("1", "2"), ("0", "2")], "on rank 0 they are 1 and 2"),
     ],
 )
-def test_hosts_that_are_unknown_or_contradictory_are_refused_on_every_rank(places: list[tuple[str, str] | None], word: str) -> None:
+def test_hosts_that_are_unknown_or_contradictory_are_refused_on_every_rank(
+    places: list[tuple[str, str] | None], word: str
+) -> None:
     run_world(check_unknown, 2, places, word)
 
 
@@ -150,7 +170,9 @@ def gradient_of(rank: int) -> Tensor:
 def along(order: tuple[int, ...]) -> Tensor:
     """What gloo's ring gives: chunk c starts at the rank before position c and goes backwards around to position c."""
     chunks = [(gradient_of(rank) * (1.0 / RANKS)).chunk(RANKS) for rank in range(RANKS)]
-    passed = [[chunks[order[(c - 1 - hop) % RANKS]][c] for hop in range(RANKS)] for c in range(RANKS)]
+    passed = [
+        [chunks[order[(c - 1 - hop) % RANKS]][c] for hop in range(RANKS)] for c in range(RANKS)
+    ]
     return torch.cat([reduce(torch.add, parts) for parts in passed])
 
 
@@ -174,11 +196,15 @@ def test_gloo_adds_along_the_ring_order_of_the_plan() -> None:
             assert mine == theirs.tolist(), order
 
 
-@pytest.mark.parametrize("kind", [kind for kind in Synchronizer if kind is not Synchronizer.ALL_REDUCE])
+@pytest.mark.parametrize(
+    "kind", [kind for kind in Synchronizer if kind is not Synchronizer.ALL_REDUCE]
+)
 def test_a_ring_order_leaves_owners_and_sums_as_they_are(kind: Synchronizer) -> None:
     exact = torch.stack([gradient_of(rank).double() / RANKS for rank in range(RANKS)]).sum(0)
     for found in run_world(check_ring, RANKS, [(1, 3, 0, 2)], kind):
-        torch.testing.assert_close(torch.tensor(found[0], dtype=torch.float64), exact, rtol=1e-5, atol=1e-4)
+        torch.testing.assert_close(
+            torch.tensor(found[0], dtype=torch.float64), exact, rtol=1e-5, atol=1e-4
+        )
 
 
 def check_subgroup(rank: int) -> None:
@@ -187,7 +213,9 @@ def check_subgroup(rank: int) -> None:
     groups = [dist.new_group([0]), dist.new_group([1, 2, 3])]
     model = PlannedDataParallel(Values(6), process_group=groups[min(rank, 1)])
     if rank == 2:
-        dist.new_group([2], use_local_synchronization=True)  # the ranks have different numbers of groups
+        dist.new_group(
+            [2], use_local_synchronization=True
+        )  # the ranks have different numbers of groups
     plan = uniform(model.module, len(members), Synchronizer.PARAMETER_SERVER)
     for order in (None, tuple(reversed(range(len(members))))):
         model.synchronizer.load(replace(hierarchical(plan), ring_order=order))
@@ -214,7 +242,9 @@ def check_lanes(rank: int, limit: int | None) -> list[int]:
     def step(number: int, lane: int, value: Tensor) -> Step:
         def start() -> dist.Work | None:
             if lane == 1 and number == 0 and rank == 0:
-                assert late.wait(30)  # its next step comes late, though not later than that of the message after it
+                assert late.wait(
+                    30
+                )  # its next step comes late, though not later than that of the message after it
             if lane == 2:
                 started.append(number)
             if (number, lane) == (1, 0):
@@ -288,7 +318,11 @@ def check_limit(rank: int, limit: int) -> list[int]:
 @pytest.mark.parametrize("limit", [1, 2])
 def test_a_lane_starts_a_step_when_that_of_the_one_so_many_before_has_ended(limit: int) -> None:
     waiting, late = run_world(check_limit, 2, limit)
-    assert waiting[:limit] == list(range(limit)) and max(waiting) == limit - 1 and max(late) <= limit - 1
+    assert (
+        waiting[:limit] == list(range(limit))
+        and max(waiting) == limit - 1
+        and max(late) <= limit - 1
+    )
 
 
 def check_trim(rank: int) -> list[int]:
@@ -296,7 +330,9 @@ def check_trim(rank: int) -> list[int]:
     model = PlannedDataParallel(Values(8))
     counts = []
     for order in (*itertools.permutations(range(3)), (0, 1, 2), (2, 1, 0)):
-        model.synchronizer.load(replace(uniform(model.module, 3, Synchronizer.PARAMETER_SERVER), ring_order=order))
+        model.synchronizer.load(
+            replace(uniform(model.module, 3, Synchronizer.PARAMETER_SERVER), ring_order=order)
+        )
         model.zero_grad()
         model(torch.full((8,), float(rank))).backward()
         assert model.module.weight.grad.tolist() == [1.0] * 8
@@ -318,12 +354,25 @@ def check_buffers_are_given_back(rank: int, limit: int | None) -> None:
     residuals = Residuals(parameters, rank, ranks.size)
     gc.disable()
     for compressor, synchronizer in itertools.product(Compressor, Synchronizer):
-        options = {Compressor.TOP_K: {"ratio": 0.1}, Compressor.POWER_SGD: {"rank": 2}}.get(compressor, {})
-        message = Message((TensorSlice("v", 64 * 32, rows=64),), PRIMITIVE_OF[synchronizer], compressor, "float32", 0, **options)
-        transfer = Transfer(0, message, parameters, residuals, lanes, Circles(Circle.world(ranks.size)))
+        options = {Compressor.TOP_K: {"ratio": 0.1}, Compressor.POWER_SGD: {"rank": 2}}.get(
+            compressor, {}
+        )
+        message = Message(
+            (TensorSlice("v", 64 * 32, rows=64),),
+            PRIMITIVE_OF[synchronizer],
+            compressor,
+            "float32",
+            0,
+            **options,
+        )
+        transfer = Transfer(
+            0, message, parameters, residuals, lanes, Circles(Circle.world(ranks.size))
+        )
         transfer.pack([torch.ones(64, 32)] * len(transfer.batched), 0.5)
         transfer.issue()
-        flight = weakref.ref(transfer._flight)  # holds the works, which may hold copies of what is sent
+        flight = weakref.ref(
+            transfer._flight
+        )  # holds the works, which may hold copies of what is sent
         transfer.wait()
         assert flight() is None, (compressor, synchronizer)
         buffer = weakref.ref(transfer.views[0][1])

@@ -42,7 +42,10 @@ def check_every_primitive(rank: int) -> None:
             assert_close(gradients(mine), gradients(theirs))
         for a, b in zip(gradients(mine), gradients(theirs), strict=True):
             largest = torch.tensor(float(b.abs().amax()))
-            assert float((a - b).abs().amax()) <= 4 * tolerance_of("float32", compressor, size) * float(largest) + 1e-6
+            assert (
+                float((a - b).abs().amax())
+                <= 4 * tolerance_of("float32", compressor, size) * float(largest) + 1e-6
+            )
             first = a.clone()
             dist.broadcast(first, 0)
             assert torch.equal(first, a), "every rank holds the same bits"
@@ -58,7 +61,9 @@ def check_switching(rank: int, arguments: dict[str, Any]) -> None:
     size = dist.get_world_size()
     for make in (
         lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
-        lambda p: torch.optim.AdamW(p, 0.01, eps=1e-3),  # the bias before BatchNorm has noise for a gradient: do not blow it up
+        lambda p: torch.optim.AdamW(
+            p, 0.01, eps=1e-3
+        ),  # the bias before BatchNorm has noise for a gradient: do not blow it up
     ):
         torch.manual_seed(1)
         theirs, mine = pair(Tied(), **arguments)
@@ -87,7 +92,9 @@ def check_switching(rank: int, arguments: dict[str, Any]) -> None:
         assert_close([b.float() for b in mine.buffers()], [b.float() for b in theirs.buffers()])
 
 
-@pytest.mark.parametrize("option", ["", "gradient_as_bucket_view", "find_unused_parameters", "static_graph"])
+@pytest.mark.parametrize(
+    "option", ["", "gradient_as_bucket_view", "find_unused_parameters", "static_graph"]
+)
 def test_switching_between_ddp_and_plans_every_step_trains_like_ddp(option: str) -> None:
     run_world(check_switching, 2, {option: True} if option else {})
 
@@ -116,7 +123,9 @@ def check_boundaries(rank: int, kind: Synchronizer | None) -> list[Any]:
     for step in range(4):
         with model.no_sync():
             loss_of(model, rank, step).backward()
-        torch.autograd.grad(loss_of(model, rank, step), model.module.gain)  # a penalty, say: no end of a step
+        torch.autograd.grad(
+            loss_of(model, rank, step), model.module.gain
+        )  # a penalty, say: no end of a step
         loss_of(model, rank, step).backward()
         if step == 1:
             model.eval()
@@ -130,8 +139,12 @@ def check_boundaries(rank: int, kind: Synchronizer | None) -> list[Any]:
     return steps.events
 
 
-@pytest.mark.parametrize("kind", [None, Synchronizer.ALL_REDUCE, Synchronizer.REDUCE_SCATTER_ALL_GATHER])
-def test_a_step_is_from_the_first_forward_to_the_next_and_validation_makes_it_unclean(kind: Synchronizer | None) -> None:
+@pytest.mark.parametrize(
+    "kind", [None, Synchronizer.ALL_REDUCE, Synchronizer.REDUCE_SCATTER_ALL_GATHER]
+)
+def test_a_step_is_from_the_first_forward_to_the_next_and_validation_makes_it_unclean(
+    kind: Synchronizer | None,
+) -> None:
     step = ["backward", ("boundary", True)]
     for events in run_world(check_boundaries, 2, kind):
         assert events == [*step, "backward", ("boundary", False), *step, "backward"]
@@ -195,20 +208,36 @@ def test_what_cannot_be_enacted_is_named_before_any_step() -> None:
     message = plan.messages[0]
     assert why_refused(plan) is None
     assert why_refused(replace(plan, ring_order=(1, 0))) is None
-    assert "ring_order must name each of the 2 ranks once" in str(why_refused(replace(plan, ring_order=(1, 1))))
+    assert "ring_order must name each of the 2 ranks once" in str(
+        why_refused(replace(plan, ring_order=(1, 1)))
+    )
     for change, word in (
-        ({"compressor": Compressor.INT8, "dtype": "bfloat16"}, "int8 needs float32 or float64 gradients, but these are bfloat16"),
-        ({"compressor": Compressor.TOP_K, "ratio": 0.1, "dtype": "complex64"}, "top_k needs float32 or float64"),
+        (
+            {"compressor": Compressor.INT8, "dtype": "bfloat16"},
+            "int8 needs float32 or float64 gradients, but these are bfloat16",
+        ),
+        (
+            {"compressor": Compressor.TOP_K, "ratio": 0.1, "dtype": "complex64"},
+            "top_k needs float32 or float64",
+        ),
         (
             {"compressor": Compressor.POWER_SGD, "rank": 1, "sparse": SparseHandling.ALL_GATHER},
             "or set sparse = dense",
         ),
         ({"ranks": (0,)}, "every rank"),
-        ({"sparse": SparseHandling.ALL_GATHER}, "travel alone, whole or cut along axis 0, but the message holds 2 slice(s)"),
-        ({"sparse": SparseHandling.GATHER_SCATTER, "slices": message.slices[:1]}, "needs push_pull, but the primitive is all_reduce"),
+        (
+            {"sparse": SparseHandling.ALL_GATHER},
+            "travel alone, whole or cut along axis 0, but the message holds 2 slice(s)",
+        ),
+        (
+            {"sparse": SparseHandling.GATHER_SCATTER, "slices": message.slices[:1]},
+            "needs push_pull, but the primitive is all_reduce",
+        ),
     ):
         bad = replace(plan, messages=(replace(message, **change), *plan.messages[1:]))
-        assert word in str(why_refused(bad)) and str(why_refused(bad)).startswith("message 0 (all_reduce of ")
+        assert word in str(why_refused(bad)) and str(why_refused(bad)).startswith(
+            "message 0 (all_reduce of "
+        )
 
 
 def test_a_module_without_gradients_is_refused() -> None:

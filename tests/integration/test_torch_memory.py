@@ -18,21 +18,21 @@ from torch.profiler import profile as torch_profile
 from torch_plans import uniform
 from torch_world import BACKEND, DEVICE, run_world
 
-from autotune.dfg.memory import peak_memory
-from autotune.dfg.memory_passes import Run, accumulated, recomputed
-from autotune.dfg.memory_profile import Held, MemoryProfile
-from autotune.dfg.plan_memory import Replica, bytes_always, plan_buffers
 from autotune.errors import InvalidInput
-from autotune.profiling.memory_file import RecordedMemory
+from autotune.memory.passes import Run, accumulated, recomputed
+from autotune.memory.peak import peak_memory
+from autotune.memory.plan_buffers import bytes_always, plan_buffers
+from autotune.recordings.memory_file import RecordedMemory
+from autotune.recordings.memory_profile import Held, MemoryProfile, Replica
 from autotune.strategy_space.strategy import Compressor, Synchronizer
 from benchmarks.c10_memory import AllocatorCounter, build
 from benchmarks.checkpointed import Stack, computed_again
 from benchmarks.checkpointed import training as stack_training
 from runtime_rewriter.pytorch.agreement import assumed_workload
-from runtime_rewriter.pytorch.allocations import Allocation, AllocationLog
 from runtime_rewriter.pytorch.ddp import PlannedDataParallel
-from runtime_rewriter.pytorch.memory_recorder import MemoryRecorder
-from runtime_rewriter.tracing.memory import MemoryCapture
+from runtime_rewriter.recording.memory.allocations import Allocation, AllocationLog
+from runtime_rewriter.recording.memory.recorder import MemoryRecorder
+from runtime_rewriter.recording.memory.steps import MemoryCapture
 
 WIDTH = 48
 Step = Callable[[], None]
@@ -88,7 +88,9 @@ def test_each_memory_counts_once_and_lazy_state_counts() -> None:
     weights = 4 * (WIDTH * WIDTH + 2 * WIDTH)
     assert recorded.bytes_of(Held.PARAMETER) == weights
     assert recorded.bytes_of(Held.GRADIENT) == weights
-    assert recorded.bytes_of(Held.OPTIMIZER) == 2 * weights + 3 * 4  # two moments, and a step count each
+    assert (
+        recorded.bytes_of(Held.OPTIMIZER) == 2 * weights + 3 * 4
+    )  # two moments, and a step count each
     assert recorded.bytes_of(Held.BUFFER) == 3000 * 4
 
 
@@ -106,7 +108,9 @@ def test_gradients_that_the_script_keeps_are_always_there() -> None:
     assert sum(one.bytes for one in kept) == recorded.bytes_of(Held.PARAMETER)
 
 
-@pytest.mark.parametrize("activation", [nn.Tanh, nn.GELU])  # one keeps its output for the way back, the other its input
+@pytest.mark.parametrize(
+    "activation", [nn.Tanh, nn.GELU]
+)  # one keeps its output for the way back, the other its input
 @pytest.mark.parametrize("again", [((0, 7),), ((0, 3),), ((0, 3), (4, 7)), ((2, 5),)])
 def test_the_predicted_peak_with_regions_computed_twice_is_that_of_torchs_checkpoint(
     again: tuple[tuple[int, int], ...], activation: type[nn.Module]
@@ -128,7 +132,9 @@ def test_the_predicted_peak_with_the_batch_in_parts_is_the_measured_one(parts: i
     module = Stack()
     recorded = MemoryRecorder(module).record(training(module))
     predicted = peak_memory(accumulated(recorded, parts)).peak_bytes
-    assert predicted == pytest.approx(allocated_peak(lambda: training(Stack(), parts=parts)), rel=0.02)
+    assert predicted == pytest.approx(
+        allocated_peak(lambda: training(Stack(), parts=parts)), rel=0.02
+    )
 
 
 class Adding(nn.Module):
@@ -143,7 +149,13 @@ class Adding(nn.Module):
 
 
 def test_regions_tell_of_random_numbers_and_side_effects() -> None:
-    parts: list[nn.Module] = [nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5), nn.BatchNorm1d(WIDTH), Adding(), nn.Linear(WIDTH, WIDTH)]
+    parts: list[nn.Module] = [
+        nn.Linear(WIDTH, WIDTH),
+        nn.Dropout(0.5),
+        nn.BatchNorm1d(WIDTH),
+        Adding(),
+        nn.Linear(WIDTH, WIDTH),
+    ]
     module = Stack(parts=parts)
     regions = MemoryRecorder(module).record(training(module)).regions
     assert [region.random for region in regions] == [False, True, False, False, False]
@@ -180,13 +192,17 @@ class Rows(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.rows = nn.Embedding(2000, WIDTH, sparse=True)
-        self.body = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH))
+        self.body = nn.Sequential(
+            nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.body(self.rows((x[:, 0] * 1000).long() % 2000))
 
 
-KINDS_OF_MODEL: tuple[type[nn.Module], ...] = (Stack, Mixed) if BACKEND == "nccl" else (Stack, Mixed, Rows)
+KINDS_OF_MODEL: tuple[type[nn.Module], ...] = (
+    (Stack, Mixed) if BACKEND == "nccl" else (Stack, Mixed, Rows)
+)
 """torch's DDP does not send sparse gradients over NCCL."""
 
 
@@ -197,7 +213,9 @@ def _captured(rank: int, view: bool) -> list[tuple[str, str, MemoryProfile, Reco
         torch.manual_seed(0)
         module = kind()
         wrapped: Any = PlannedDataParallel(module, gradient_as_bucket_view=view)
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.01, momentum=0.0 if kind is Rows else 0.9)
+        optimizer = torch.optim.SGD(
+            module.parameters(), lr=0.01, momentum=0.0 if kind is Rows else 0.9
+        )
 
         def step(model: Any, optimizer: torch.optim.SGD = optimizer) -> None:
             optimizer.zero_grad()
@@ -225,11 +243,19 @@ def test_the_memory_of_a_replica_that_trains_with_others_is_that_of_one_alone(vi
         assert memory is not None, note
         assert (memory.ddp, memory.bucket_view, memory.batch) == (True, view, 600)
         assert memory.fixed is not None
-        assert memory.profile.model == alone.model and memory.profile.sparse_bytes == alone.sparse_bytes
-        assert memory.profile.live_bytes.max() == pytest.approx(alone.live_bytes.max(), rel=0.005), name
+        assert (
+            memory.profile.model == alone.model
+            and memory.profile.sparse_bytes == alone.sparse_bytes
+        )
+        assert memory.profile.live_bytes.max() == pytest.approx(
+            alone.live_bytes.max(), rel=0.005
+        ), name
         for held in (Held.PARAMETER, Held.GRADIENT, Held.OPTIMIZER, Held.BUFFER):
             # A step that is cut elsewhere may hold indices of rows twice in one segment.
-            assert memory.profile.bytes_of(held) == pytest.approx(alone.bytes_of(held), rel=0.05), (name, held)
+            assert memory.profile.bytes_of(held) == pytest.approx(alone.bytes_of(held), rel=0.05), (
+                name,
+                held,
+            )
 
 
 class Shares(nn.Module):
@@ -270,7 +296,9 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if shutil.which("c++") is None:
         pytest.skip("no C++ compiler for the allocator's counter")
     if DEVICE != "cpu":
-        pytest.skip("the counter is of the CPU's allocator; `benchmarks.memory_accuracy --device cuda` compares on a GPU")
+        pytest.skip(
+            "the counter is of the CPU's allocator; `benchmarks.memory_accuracy --device cuda` compares on a GPU"
+        )
     return build(tmp_path_factory.mktemp("c10"))
 
 
@@ -345,7 +373,15 @@ def _buffers_of_plans(rank: int, library: str) -> list[tuple[str, int, int, int,
 
 def test_what_plans_allocate_is_what_the_runtime_allocates(library: Path) -> None:
     for found in run_world(_buffers_of_plans, 2, str(library)):
-        wrong = [f"{case}: predicted {always}, real {real}" for case, always, real, _, _ in found if always != real]
+        wrong = [
+            f"{case}: predicted {always}, real {real}"
+            for case, always, real, _, _ in found
+            if always != real
+        ]
         assert not wrong, "\n".join(wrong)
-        far = [f"{case}: predicted {peak}, real {real}" for case, _, _, peak, real in found if abs(peak / real - 1) > 0.05]
+        far = [
+            f"{case}: predicted {peak}, real {real}"
+            for case, _, _, peak, real in found
+            if abs(peak / real - 1) > 0.05
+        ]
         assert not far, "\n".join(far)

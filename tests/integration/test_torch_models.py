@@ -30,13 +30,24 @@ class Branches(nn.Module):
         return x
 
 
-USES = [[(0, 1), (0, 1)], [(0,), (1,)], [(2, 0), (0,)], [(0,), (0,)], [(1, 2), (1,)], [(2,), (2,)]]  # [step][rank]
+USES = [
+    [(0, 1), (0, 1)],
+    [(0,), (1,)],
+    [(2, 0), (0,)],
+    [(0,), (0,)],
+    [(1, 2), (1,)],
+    [(2,), (2,)],
+]  # [step][rank]
 
 
 def check_unused(rank: int) -> None:
     torch.manual_seed(0)
     theirs, mine = pair(Branches(), find_unused_parameters=True)
-    plans = [mixed(mine.module, 2), None, uniform(mine.module, 2, Synchronizer.REDUCE_SCATTER_ALL_GATHER)]
+    plans = [
+        mixed(mine.module, 2),
+        None,
+        uniform(mine.module, 2, Synchronizer.REDUCE_SCATTER_ALL_GATHER),
+    ]
     untouched: dict[nn.Module, list[list[bool]]] = {theirs: [], mine: []}
     for model in (theirs, mine):
         optimizer = torch.optim.AdamW(model.parameters(), 0.1)
@@ -82,7 +93,10 @@ def test_a_static_graph_with_unused_parameters_needs_no_option() -> None:
 def check_unused_refused(rank: int) -> None:
     model = PlannedDataParallel(Branches())
     model.synchronizer.load(uniform(model.module, 2, Synchronizer.REDUCE_SCATTER_ALL_GATHER))
-    with pytest.raises(SynchronizationError, match=r"2 did not: branches.2.weight, branches.2.bias.*find_unused_parameters=True"):
+    with pytest.raises(
+        SynchronizationError,
+        match=r"2 did not: branches.2.weight, branches.2.bias.*find_unused_parameters=True",
+    ):
         model(torch.ones(2, 4), (0, 1)).sum().backward()
 
 
@@ -107,7 +121,9 @@ def check_reentrant(rank: int) -> None:
     torch.manual_seed(0)
     for times, arguments in ((1, {}), (2, {"static_graph": True})):
         theirs, mine = pair(Checkpointed(times), **arguments)
-        mine.synchronizer.load(uniform(mine.module, 2, Synchronizer.REDUCE_SCATTER_ALL_GATHER, groups=4))
+        mine.synchronizer.load(
+            uniform(mine.module, 2, Synchronizer.REDUCE_SCATTER_ALL_GATHER, groups=4)
+        )
         for step in range(3):
             for model in (theirs, mine):
                 model.zero_grad()
@@ -137,7 +153,12 @@ class Odd(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         image = x.expand(2, 3, 5, 5).contiguous(memory_format=torch.channels_last)
-        other = self.wide.sum() + self.narrow.sum().double() + self.complex.abs().sum().double() + self.empty.sum().double()
+        other = (
+            self.wide.sum()
+            + self.narrow.sum().double()
+            + self.complex.abs().sum().double()
+            + self.empty.sum().double()
+        )
         return self.convolution(image).square().sum() * (1 + other.float()) * self.frozen.sum()
 
 
@@ -192,12 +213,17 @@ def check_rows_of_zeros(rank: int) -> None:
     mine.synchronizer.load(uniform(mine.module, 2, Synchronizer.ALL_REDUCE, partitioned=True))
     for model in (theirs, mine):
         table, out = model.module.table, model.module.out
-        optimizers = [torch.optim.SparseAdam(table.parameters(), 0.1), torch.optim.SGD(out.parameters(), 0.1)]
+        optimizers = [
+            torch.optim.SparseAdam(table.parameters(), 0.1),
+            torch.optim.SGD(out.parameters(), 0.1),
+        ]
         for step in range(3):
             model.zero_grad()
             words = torch.tensor([rank, step + 2, 5 if rank else 4])
             model(words, torch.tensor([1.0, 1.0, float(step == 0)])).square().sum().backward()
-            assert table.weight.grad.coalesce().indices()[0].tolist() == sorted({0, 1, step + 2, 4, 5})
+            assert table.weight.grad.coalesce().indices()[0].tolist() == sorted(
+                {0, 1, step + 2, 4, 5}
+            )
             for optimizer in optimizers:
                 optimizer.step()
     assert_close(list(mine.parameters()), list(theirs.parameters()))

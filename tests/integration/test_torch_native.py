@@ -21,9 +21,15 @@ from torch_plans import Tied, loss_of, mixed, uniform
 from torch_world import run_world
 
 from autotune.errors import SynchronizationError
-from autotune.strategy_space.carrier import buckets_of, carrier_of
+from autotune.strategy_space.backend import buckets_of, carrier_of
 from autotune.strategy_space.plan import Plan, plan
-from autotune.strategy_space.strategy import Compressor, Shard, Strategy, Synchronizer, VariableStrategy
+from autotune.strategy_space.strategy import (
+    Compressor,
+    Shard,
+    Strategy,
+    Synchronizer,
+    VariableStrategy,
+)
 from runtime_rewriter.pytorch.agreement import assumed_workload
 from runtime_rewriter.pytorch.attached import attach
 from runtime_rewriter.pytorch.ddp import PlannedDataParallel
@@ -42,16 +48,24 @@ def random_buckets(module: nn.Module, seed: int) -> Plan:
     choices = []
     for variable in workload.variables:
         group = draw.randrange(groups)
-        choices.append(VariableStrategy(variable.name, (Shard(Synchronizer.ALL_REDUCE, group=group, priority=order[group]),)))
+        choices.append(
+            VariableStrategy(
+                variable.name, (Shard(Synchronizer.ALL_REDUCE, group=group, priority=order[group]),)
+            )
+        )
     return plan(Strategy(tuple(choices)), workload, dist.get_world_size())
 
 
 def sent(synchronizer: GradientSynchronizer) -> list[list[str]]:
     """The variables of the buckets that torch's reducer really has, in its order."""
-    names = {id(parameter): name for name, parameter in zip(synchronizer.names, synchronizer.parameters, strict=True)}
+    names = {
+        id(parameter): name
+        for name, parameter in zip(synchronizer.names, synchronizer.parameters, strict=True)
+    }
     assert isinstance(synchronizer.native, BucketReducer)
     return [
-        [names[id(parameter)] for parameter in bucket.parameters()] for bucket in synchronizer.native.reducer._get_zeros_like_grad_buckets()
+        [names[id(parameter)] for parameter in bucket.parameters()]
+        for bucket in synchronizer.native.reducer._get_zeros_like_grad_buckets()
     ]
 
 
@@ -65,8 +79,15 @@ def check_random(rank: int, arguments: dict[str, Any]) -> None:
     for model in (theirs, mine):
         optimizer = torch.optim.AdamW(model.parameters(), 0.01, eps=1e-3)
         for step in range(16):
-            if model is mine and step % 2 == 0:  # each plan for two steps: reducers change after the first
-                held = [random_buckets(mine.module, step), None, random_buckets(mine.module, step), mixed(mine.module, 2)][step // 2 % 4]
+            if (
+                model is mine and step % 2 == 0
+            ):  # each plan for two steps: reducers change after the first
+                held = [
+                    random_buckets(mine.module, step),
+                    None,
+                    random_buckets(mine.module, step),
+                    mixed(mine.module, 2),
+                ][step // 2 % 4]
                 mine.synchronizer.load(held)
                 assert (mine.synchronizer.native is not None) == (step // 2 % 2 == 0)
             torch.manual_seed(10 * step + rank)
@@ -83,7 +104,10 @@ def check_random(rank: int, arguments: dict[str, Any]) -> None:
     assert_close([b.float() for b in mine.buffers()], [b.float() for b in theirs.buffers()])
 
 
-@pytest.mark.parametrize("option", ["", "gradient_as_bucket_view", "find_unused_parameters", "static_graph", "batched_grad_copy"])
+@pytest.mark.parametrize(
+    "option",
+    ["", "gradient_as_bucket_view", "find_unused_parameters", "static_graph", "batched_grad_copy"],
+)
 def test_random_buckets_train_like_ddp_and_are_sent_as_planned(option: str) -> None:
     run_world(check_random, 2, {option: True} if option else {})
 
@@ -91,7 +115,12 @@ def test_random_buckets_train_like_ddp_and_are_sent_as_planned(option: str) -> N
 def check_unused(rank: int, as_view: bool) -> None:
     torch.manual_seed(0)
     theirs, mine = pair(Branches(), find_unused_parameters=True, gradient_as_bucket_view=as_view)
-    plans = [random_buckets(mine.module, 1), None, random_buckets(mine.module, 2), mixed(mine.module, 2)]
+    plans = [
+        random_buckets(mine.module, 1),
+        None,
+        random_buckets(mine.module, 2),
+        mixed(mine.module, 2),
+    ]
     untouched: dict[nn.Module, list[list[bool]]] = {theirs: [], mine: []}
     results = []
     for model in (theirs, mine):
@@ -118,14 +147,21 @@ def check_unused(rank: int, as_view: bool) -> None:
 
 
 @pytest.mark.parametrize("as_view", [False, True])
-def test_unused_parameters_are_treated_as_ddp_treats_them_and_the_gate_knows_them(as_view: bool) -> None:
+def test_unused_parameters_are_treated_as_ddp_treats_them_and_the_gate_knows_them(
+    as_view: bool,
+) -> None:
     run_world(check_unused, 2, as_view)
 
 
 def check_static_unused(rank: int) -> None:
     torch.manual_seed(0)
     theirs, mine = pair(Branches(), static_graph=True)
-    plans = [random_buckets(mine.module, 1), None, random_buckets(mine.module, 2), mixed(mine.module, 2)]
+    plans = [
+        random_buckets(mine.module, 1),
+        None,
+        random_buckets(mine.module, 2),
+        mixed(mine.module, 2),
+    ]
     for model in (theirs, mine):
         optimizer = torch.optim.AdamW(model.parameters(), 0.1)
         for step in range(16):
@@ -241,7 +277,11 @@ def check_observer(rank: int) -> tuple[list[Any], list[Any]]:
         held = random_buckets(model.module, 1)
         shape = held.messages[0]
         by_hooks = replace(
-            held, messages=(replace(shape, primitive=uniform(model.module, 2, RS).messages[0].primitive), *held.messages[1:])
+            held,
+            messages=(
+                replace(shape, primitive=uniform(model.module, 2, RS).messages[0].primitive),
+                *held.messages[1:],
+            ),
         )
         model.synchronizer.load(held if native else by_hooks)
         assert (model.synchronizer.native is not None) == native
@@ -267,12 +307,18 @@ def test_observers_hear_of_a_pass_what_they_hear_with_our_hooks() -> None:
     for native, ours in run_world(check_observer, 2):
         assert native == ours
         assert native[:4] == ["forward", "forward", ("output", 1), "start"]
-        assert native[-2:] == ["computed", ("synchronized", frozenset())] and sorted(native[4:-2]) == list(range(8))
+        assert native[-2:] == ["computed", ("synchronized", frozenset())] and sorted(
+            native[4:-2]
+        ) == list(range(8))
 
 
 def undivided(state: None, bucket: dist.GradBucket) -> Any:
     """A communication hook whose author took the sum for the average."""
-    return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda done: done.value()[0])
+    return (
+        dist.all_reduce(bucket.buffer(), async_op=True)
+        .get_future()
+        .then(lambda done: done.value()[0])
+    )
 
 
 undivided.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[Tensor]}
@@ -290,13 +336,17 @@ def check_gate(rank: int, wrong: bool) -> tuple[GateResult, bool]:
     gate.arm()
     loss_of(model, rank, 1).backward()
     loss_of(model, rank, 2).backward()
-    return gate.error(), any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
+    return gate.error(), any(
+        parameter._post_accumulate_grad_hooks for parameter in model.parameters()
+    )
 
 
 def test_the_gate_checks_what_the_reducer_really_did() -> None:
     size = 2
     for result, hooked in run_world(check_gate, size, False):
-        assert result.ok and result.relative_error == 0.0 and not hooked, "without an observer there is no Python per gradient"
+        assert result.ok and result.relative_error == 0.0 and not hooked, (
+            "without an observer there is no Python per gradient"
+        )
     for result, _ in run_world(check_gate, size, True):
         assert not result.ok and result.relative_error > 0.1, "the sum is no average"
 
@@ -306,7 +356,11 @@ COUNTED: list[int] = []
 
 def count_hook(state: None, bucket: dist.GradBucket) -> Any:
     COUNTED.append(bucket.index())
-    return dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True).get_future().then(lambda done: done.value()[0])
+    return (
+        dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True)
+        .get_future()
+        .then(lambda done: done.value()[0])
+    )
 
 
 count_hook.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[Tensor]}
@@ -329,7 +383,9 @@ def test_a_hook_that_the_script_registers_under_a_plan_stays_with_ddps_own_reduc
 
 
 def check_dead_rank(rank: int) -> str | None:
-    model = PlannedDataParallel(Tied(), forward_sync_buffers=False)  # DDP's own broadcast would be the first to notice
+    model = PlannedDataParallel(
+        Tied(), forward_sync_buffers=False
+    )  # DDP's own broadcast would be the first to notice
     model.synchronizer.load(random_buckets(model.module, 1))
     loss_of(model, rank, 0).backward()
     if rank == 1:
@@ -392,7 +448,10 @@ def test_buckets_are_read_from_the_plan_alone() -> None:
     assert buckets_of(held) == tuple(map(tuple, planned(held)))
     variables = assumed_workload(module).variables
     assert carrier_of(held, variables) == "carried out by torch's own DDP reducer, 3 buckets"
-    assert carrier_of(held, [replace(variables[0], sparse=True)]) == "carried out by autotune's hooks, 3 messages"
+    assert (
+        carrier_of(held, [replace(variables[0], sparse=True)])
+        == "carried out by autotune's hooks, 3 messages"
+    )
     for other in (
         uniform(module, 2, partitioned=True),
         uniform(module, 2, compressor=Compressor.FP16),

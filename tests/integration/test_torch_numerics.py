@@ -23,11 +23,15 @@ class Steep(nn.Module):
         self.sizes = sizes
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.stack([(w * x).sum() * size for w, size in zip(self.weights, self.sizes, strict=True)]).sum()
+        return torch.stack(
+            [(w * x).sum() * size for w, size in zip(self.weights, self.sizes, strict=True)]
+        ).sum()
 
 
 def gate_of(model: PlannedDataParallel, rank: int, compressor: Compressor) -> GateResult:
-    model.synchronizer.load(uniform(model.module, dist.get_world_size(), Synchronizer.PARAMETER_SERVER, compressor))
+    model.synchronizer.load(
+        uniform(model.module, dist.get_world_size(), Synchronizer.PARAMETER_SERVER, compressor)
+    )
     gate = GradientGate(model.synchronizer)
     gate.arm()
     x = torch.tensor([1.0, 0.7, 0.3]) * (1 + rank)
@@ -38,11 +42,16 @@ def gate_of(model: PlannedDataParallel, rank: int, compressor: Compressor) -> Ga
 def check_gate(rank: int) -> dict[str, GateResult]:
     torch.manual_seed(0)
     tied = PlannedDataParallel(Tied())
-    results = {str(compressor): gate_of(tied, rank, compressor) for compressor in (Compressor.NONE, Compressor.FP16, Compressor.BF16)}
+    results = {
+        str(compressor): gate_of(tied, rank, compressor)
+        for compressor in (Compressor.NONE, Compressor.FP16, Compressor.BF16)
+    }
     steep = PlannedDataParallel(Steep((1.0, 1e6)))
     results["overflow"] = gate_of(steep, rank, Compressor.FP16)
     results["large"] = gate_of(steep, rank, Compressor.NONE)
-    results["infinite"] = gate_of(PlannedDataParallel(Steep((1.0, float("inf")))), rank, Compressor.FP16)
+    results["infinite"] = gate_of(
+        PlannedDataParallel(Steep((1.0, float("inf")))), rank, Compressor.FP16
+    )
     results["underflow"] = gate_of(PlannedDataParallel(Steep((1e-8, 1e-9))), rank, Compressor.FP16)
     results["noise"] = gate_of(PlannedDataParallel(Steep((1.0, 1e-8))), rank, Compressor.FP16)
     return results
@@ -54,8 +63,13 @@ def test_the_gate_passes_exact_and_rounded_gradients_and_fails_overflow_and_unde
         assert all(answer == answers[0] for answer in answers), "all ranks agree"
         result = answers[0]
         assert result["none"].ok and result["none"].relative_error <= (0.0 if size == 2 else 1e-5)
-        assert result["fp16"].ok and 0 < result["fp16"].relative_error <= tolerance_of("float32", Compressor.FP16, size)
-        assert result["bf16"].ok and result["fp16"].relative_error < result["bf16"].relative_error < 0.05
+        assert result["fp16"].ok and 0 < result["fp16"].relative_error <= tolerance_of(
+            "float32", Compressor.FP16, size
+        )
+        assert (
+            result["bf16"].ok
+            and result["fp16"].relative_error < result["bf16"].relative_error < 0.05
+        )
         assert not result["overflow"].ok and result["overflow"].relative_error == float("inf")
         assert result["overflow"].worst_variable == "weights.1"
         assert result["large"].ok
@@ -84,7 +98,11 @@ def check_difference(rank: int) -> GateResult:
 
 def test_the_gate_fails_when_ranks_differ_by_one_bit_even_within_the_tolerance() -> None:
     for result in run_world(check_difference, 2):
-        assert not result.ok and result.worst_variable == "back.weight" and result.relative_error == float("inf")
+        assert (
+            not result.ok
+            and result.worst_variable == "back.weight"
+            and result.relative_error == float("inf")
+        )
 
 
 def test_tolerances_follow_the_roundoff_of_the_dtype() -> None:

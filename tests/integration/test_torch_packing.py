@@ -18,7 +18,9 @@ def check_packing(rank: int) -> None:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(3, 200), nn.Linear(200, 200), nn.Linear(200, 5))
     sizes = [4 * parameter.numel() for parameter in module.parameters()]
-    assert min(sizes) < BATCHED_BYTES < max(sizes) / 2  # the larger of the two parts that `uniform` cuts is large, too
+    assert (
+        min(sizes) < BATCHED_BYTES < max(sizes) / 2
+    )  # the larger of the two parts that `uniform` cuts is large, too
     theirs, mine = DistributedDataParallel(copy.deepcopy(module)), PlannedDataParallel(module)
     for groups in (1, 2):
         for partitioned in (False, True):

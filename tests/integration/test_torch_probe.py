@@ -12,10 +12,20 @@ from autotune.cluster import Cluster, CollectiveFit, Where
 from runtime_rewriter.probe.collectives import SIZES_BYTES, ProbeResult, probe_cluster, probe_links
 from runtime_rewriter.probe.groups import members_of
 
-EVERYWHERE = {"all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "reduce_scatter_all_gather", "push_pull"}
+EVERYWHERE = {
+    "all_reduce",
+    "reduce_scatter",
+    "all_gather",
+    "broadcast",
+    "reduce",
+    "reduce_scatter_all_gather",
+    "push_pull",
+}
 
 
-def short(rank: int, deadline_s: float, devices: tuple[int, ...] = (), byte_scale: float = 1.0) -> tuple[tuple[CollectiveFit, ...], float]:
+def short(
+    rank: int, deadline_s: float, devices: tuple[int, ...] = (), byte_scale: float = 1.0
+) -> tuple[tuple[CollectiveFit, ...], float]:
     started_s = time.monotonic()
     return probe_links(None, deadline_s, devices, byte_scale), time.monotonic() - started_s
 
@@ -24,7 +34,9 @@ def test_every_primitive_is_fitted_for_pairs_and_the_world_alike_on_all_ranks() 
     answers = run_world(short, 3, 6.0)
     fits = answers[0][0]
     assert all(answer[0] == fits for answer in answers)
-    assert {(fit.primitive, fit.group_size) for fit in fits} == {(name, size) for name in EVERYWHERE for size in (2, 3)}
+    assert {(fit.primitive, fit.group_size) for fit in fits} == {
+        (name, size) for name in EVERYWHERE for size in (2, 3)
+    }
     for fit in fits:
         assert fit.alpha_s >= 0 and fit.beta_s_per_byte >= 0 and fit.seconds(2.0**20) > 0
         assert fit.smallest_bytes == SIZES_BYTES[0] < fit.largest_bytes
@@ -48,7 +60,9 @@ def test_scaled_messages_stand_for_the_whole_ones() -> None:
     assert {fit.smallest_bytes for fit in fits} == {SIZES_BYTES[0]}
 
 
-def long(rank: int, budget_s: float, devices: tuple[int, ...], own_groups: bool = False) -> tuple[ProbeResult, list[str], int]:
+def long(
+    rank: int, budget_s: float, devices: tuple[int, ...], own_groups: bool = False
+) -> tuple[ProbeResult, list[str], int]:
     """With `own_groups`, the script has made a group that only some ranks know of, and was probed before."""
     if own_groups and rank < 2:
         dist.new_group([0, 1], use_local_synchronization=True)
@@ -66,12 +80,28 @@ def test_hosts_are_probed_inside_and_among_each_other_and_under_load() -> None:
     assert all(answer[0] == found for answer in answers)
     assert all(left == 0 for _, _, left in answers)  # what the probe made is gone again
     kinds = {(fit.where, fit.group_size, fit.loaded) for fit in found.fits}
-    assert kinds == {(Where.WORLD, 4, False), (Where.ACROSS, 2, False), (Where.HOST, 2, False), (Where.WORLD, 4, True)}
+    assert kinds == {
+        (Where.WORLD, 4, False),
+        (Where.ACROSS, 2, False),
+        (Where.HOST, 2, False),
+        (Where.WORLD, 4, True),
+    }
     assert {fit.primitive for fit in found.fits if fit.where is Where.HOST} <= EVERYWHERE
-    assert {fit.primitive for fit in found.fits if fit.loaded} <= {"all_reduce", "push_pull", "reduce_scatter_all_gather"}
-    assert {(link.host, link.inside) for link in found.links} == {(0, True), (1, True), (0, False), (1, False)}
+    assert {fit.primitive for fit in found.fits if fit.loaded} <= {
+        "all_reduce",
+        "push_pull",
+        "reduce_scatter_all_gather",
+    }
+    assert {(link.host, link.inside) for link in found.links} == {
+        (0, True),
+        (1, True),
+        (0, False),
+        (1, False),
+    }
     assert all(link.cost.bytes_per_s > 0 and link.cost.latency_s >= 0 for link in found.links)
-    assert any("links of the hosts" in line for line in said) and any("while they compute" in line for line in said)
+    assert any("links of the hosts" in line for line in said) and any(
+        "while they compute" in line for line in said
+    )
     assert left == 0
 
 
@@ -83,8 +113,20 @@ def test_hosts_are_probed_inside_and_among_each_other_and_under_load() -> None:
         (3, (3,), {(Where.HOST, 2): [[0, 2]]}),
         (4, (1, 1, 1, 1), {(Where.ACROSS, 2): [[0, 3]]}),
         (4, (2, 2), {(Where.ACROSS, 2): [[0, 2]], (Where.HOST, 2): [[0, 1], [2, 3]]}),
-        (7, (3, 1, 3), {(Where.ACROSS, 3): [[0, 3, 4]], (Where.HOST, 3): [[0, 1, 2], [4, 5, 6]], (Where.ACROSS, 2): [[0, 6]]}),
-        (4, (2, 2, 2), {(Where.HOST, 2): [[0, 3]]}),  # the group is not the whole cluster: nothing is known of its hosts
+        (
+            7,
+            (3, 1, 3),
+            {
+                (Where.ACROSS, 3): [[0, 3, 4]],
+                (Where.HOST, 3): [[0, 1, 2], [4, 5, 6]],
+                (Where.ACROSS, 2): [[0, 6]],
+            },
+        ),
+        (
+            4,
+            (2, 2, 2),
+            {(Where.HOST, 2): [[0, 3]]},
+        ),  # the group is not the whole cluster: nothing is known of its hosts
         (4, (), {(Where.HOST, 2): [[0, 3]]}),
     ],
 )

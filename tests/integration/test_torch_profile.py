@@ -71,7 +71,9 @@ def test_a_profile_has_ready_order_times_edges_and_sparse_flags_alike_on_all_ran
     # Sleeps bound the times from below; above, only the scheduler does.
     assert 0.04 <= ready["b.weight"] < ready["a.weight"] and ready["a.weight"] >= 0.1
     needed = {variable.name: variable.needed_s for variable in workload.variables}
-    assert 0 <= needed["rows.weight"] <= needed["a.weight"] <= needed["a.bias"], "an addmm reads both"
+    assert 0 <= needed["rows.weight"] <= needed["a.weight"] <= needed["a.bias"], (
+        "an addmm reads both"
+    )
     assert needed["a.weight"] + 0.03 <= needed["b.weight"] <= workload.forward_s
     assert workload.forward_s >= 0.05 and workload.backward_s >= 0.1 and workload.update_s >= 0.01
     assert [variable.name for variable in workload.variables if variable.sparse] == ["rows.weight"]
@@ -118,18 +120,36 @@ def test_edges_equal_their_definition_on_a_residual_network() -> None:
     two = b(one).tanh() + one
     output = c(two).sigmoid()
     parameters = [a.weight, b.weight, c.weight]
-    operations = {("a", "relu"), ("relu", "b"), ("b", "tanh"), ("tanh", "add"), ("relu", "add"), ("add", "c"), ("c", "sigmoid")}
+    operations = {
+        ("a", "relu"),
+        ("relu", "b"),
+        ("b", "tanh"),
+        ("tanh", "add"),
+        ("relu", "add"),
+        ("add", "c"),
+        ("c", "sigmoid"),
+    }
     expected = slow_edges(operations, {"a", "b", "c"})
     found = variable_edges([output], by_identity(parameters))
-    assert {frozenset(("abc"[i], "abc"[j])) for i, j in found} == expected == {frozenset("ab"), frozenset("bc"), frozenset("ac")}
+    assert (
+        {frozenset(("abc"[i], "abc"[j])) for i, j in found}
+        == expected
+        == {frozenset("ab"), frozenset("bc"), frozenset("ac")}
+    )
 
 
 def test_edges_of_a_tied_model_name_each_variable_once() -> None:
     model = Tied()
     names = list(dict(model.named_parameters()))
     output = model(torch.arange(8))
-    edges = {frozenset((names[i], names[j])) for i, j in variable_edges([output], by_identity(model.parameters()))}
-    assert frozenset(("gain", "embedding.weight")) in edges and frozenset(("mix.weight", "embedding.weight")) in edges
+    edges = {
+        frozenset((names[i], names[j]))
+        for i, j in variable_edges([output], by_identity(model.parameters()))
+    }
+    assert (
+        frozenset(("gain", "embedding.weight")) in edges
+        and frozenset(("mix.weight", "embedding.weight")) in edges
+    )
     assert all(len(edge) == 2 for edge in edges)
 
 
@@ -172,15 +192,23 @@ def check_alone(rank: int) -> tuple[Workload, int]:
     for _ in range(6):
         model.zero_grad()
         model(torch.full((2, 4), float(rank + 1))).sum().backward()
-    assert alone.workload is not None and model.synchronizer.plan is None and model.synchronizer.accelerator is None
+    assert (
+        alone.workload is not None
+        and model.synchronizer.plan is None
+        and model.synchronizer.accelerator is None
+    )
     return alone.workload, model.module.computed
 
 
 def test_for_a_profile_rank_0_computes_alone_and_the_others_play_one_recorded_step() -> None:
     (workload, computed), (other, computed_elsewhere), (third, _) = run_world(check_alone, 3)
     assert workload == other == third and workload.source == "measured"
-    assert computed == 6 and computed_elsewhere == 3, "before and after the profile, and the recorded step"
-    assert workload.buffers == 2 and workload.buffer_bytes == (12, 8), "one broadcast per dtype, which the forward pass does not contain"
+    assert computed == 6 and computed_elsewhere == 3, (
+        "before and after the profile, and the recorded step"
+    )
+    assert workload.buffers == 2 and workload.buffer_bytes == (12, 8), (
+        "one broadcast per dtype, which the forward pass does not contain"
+    )
     timetable = timetable_of(workload)
     assert timetable.forward_s >= 0.03 and timetable.backward_s >= 0.06
     assert {name for name, _ in timetable.ready[:2]} == {"b.weight", "b.bias"}

@@ -32,7 +32,13 @@ def check_disagreement(rank: int) -> dict[str, Any]:
         ("other model", uniform(nn.Linear(2, 2), size)),
         ("one rank's other model", uniform(nn.Linear(2, 2), size) if rank == 1 else plans[0]),
         ("other world", uniform(model.module, size + 1)),
-        ("refused", replace(plans[0], messages=(replace(plans[0].messages[0], ranks=(0,)), *plans[0].messages[1:]))),
+        (
+            "refused",
+            replace(
+                plans[0],
+                messages=(replace(plans[0].messages[0], ranks=(0,)), *plans[0].messages[1:]),
+            ),
+        ),
     ):
         try:
             model.synchronizer.load(wrong)
@@ -50,11 +56,16 @@ def test_ranks_that_disagree_or_hold_a_wrong_plan_all_raise_and_can_go_on() -> N
         assert kind is PlanMismatch
         assert f"rank 0 holds {ids[0]}" in text and f"rank 1 holds {ids[1]}" in text
         assert seen["no plan"][0] is PlanMismatch
-        assert seen["other model"][0] is ModelMismatch and "unknown bias, weight" in seen["other model"][1]
+        assert (
+            seen["other model"][0] is ModelMismatch
+            and "unknown bias, weight" in seen["other model"][1]
+        )
         assert seen["one rank's other model"][0] is ModelMismatch
         assert ("rank 1 cannot load" in seen["one rank's other model"][1]) == (number == 0)
         assert seen["other world"][0] is ModelMismatch and "3 ranks" in seen["other world"][1]
-        assert seen["refused"][0] is InvalidStrategy and "every rank takes part" in seen["refused"][1]
+        assert (
+            seen["refused"][0] is InvalidStrategy and "every rank takes part" in seen["refused"][1]
+        )
         assert seen["seconds"] < 20
 
 
@@ -81,7 +92,15 @@ def check_dead_rank(rank: int, when: str) -> str | None:
 
 @pytest.mark.parametrize(
     "when",
-    ["load", pytest.param("backward", marks=pytest.mark.skipif(BACKEND == "nccl", reason="torch ends the process (docs/cuda.md)"))],
+    [
+        "load",
+        pytest.param(
+            "backward",
+            marks=pytest.mark.skipif(
+                BACKEND == "nccl", reason="torch ends the process (docs/cuda.md)"
+            ),
+        ),
+    ],
 )
 def test_a_rank_that_dies_fails_the_others_instead_of_hanging_them(when: str) -> None:
     started = time.monotonic()

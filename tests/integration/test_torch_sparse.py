@@ -16,7 +16,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_world import run_world, seeded
 
 from autotune.strategy_space.plan import Plan, plan
-from autotune.strategy_space.strategy import Compressor, Partition, Shard, SparseHandling, Strategy, Synchronizer, VariableStrategy
+from autotune.strategy_space.strategy import (
+    Compressor,
+    Partition,
+    Shard,
+    SparseHandling,
+    Strategy,
+    Synchronizer,
+    VariableStrategy,
+)
 from autotune.workload import Variable, Workload
 from runtime_rewriter.pytorch.agreement import assumed_workload
 from runtime_rewriter.pytorch.attached import attach
@@ -53,19 +61,33 @@ def rows_plan(
     table: str = "table.weight",
 ) -> Plan:
     """The table by rows, whole or cut into `sizes`; everything else in one all-reduce."""
-    flagged = tuple(Variable(v.name, v.shape, v.dtype, v.name == table) for v in assumed_workload(module).variables)
+    flagged = tuple(
+        Variable(v.name, v.shape, v.dtype, v.name == table)
+        for v in assumed_workload(module).variables
+    )
     sparse, synchronizer = way
     choices = []
     for variable in flagged:
         if variable.name != table:
-            choices.append(VariableStrategy(variable.name, (Shard(Synchronizer.ALL_REDUCE, group=0),)))
+            choices.append(
+                VariableStrategy(variable.name, (Shard(Synchronizer.ALL_REDUCE, group=0),))
+            )
             continue
         rooted = synchronizer is Synchronizer.PARAMETER_SERVER
         shards = tuple(
-            Shard(synchronizer, compressor, (part + 1) % world_size if rooted else None, group=0, priority=part, hierarchical=hierarchical)
+            Shard(
+                synchronizer,
+                compressor,
+                (part + 1) % world_size if rooted else None,
+                group=0,
+                priority=part,
+                hierarchical=hierarchical,
+            )
             for part in range(len(sizes) or 1)
         )
-        choices.append(VariableStrategy(variable.name, shards, Partition(0, sizes) if sizes else None, sparse))
+        choices.append(
+            VariableStrategy(variable.name, shards, Partition(0, sizes) if sizes else None, sparse)
+        )
     return plan(Strategy(tuple(choices)), Workload(type(module).__name__, flagged), world_size)
 
 
@@ -92,12 +114,17 @@ def assert_same_on_all_ranks(gradient: Tensor) -> None:
 
 def check_against_ddp(rank: int, ranks: int, sparse: bool, layouts: Sequence[int]) -> None:
     for local_size in layouts:
-        os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"] = str(rank % local_size), str(local_size)
+        os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"] = (
+            str(rank % local_size),
+            str(local_size),
+        )
         torch.manual_seed(0)
         module = Embedded(sparse)
         theirs, mine = DistributedDataParallel(copy.deepcopy(module)), PlannedDataParallel(module)
         for way, sizes in itertools.product(WAYS, ((), (4, 18, 1))):
-            mine.synchronizer.load(rows_plan(module, ranks, way, sizes=sizes, hierarchical=local_size < ranks))
+            mine.synchronizer.load(
+                rows_plan(module, ranks, way, sizes=sizes, hierarchical=local_size < ranks)
+            )
             for step in range(3):
                 for model in (theirs, mine):
                     model.zero_grad(set_to_none=step != 2)
@@ -121,11 +148,16 @@ def test_rows_on_four_ranks_flat_and_hierarchical_average_as_ddp_does() -> None:
 
 def check_compressed(rank: int) -> None:
     place = (0, 3) if rank == 3 else (rank, 3)
-    os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"] = str(place[0]), "1" if rank == 3 else "3"
+    os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"] = (
+        str(place[0]),
+        "1" if rank == 3 else "3",
+    )
     module = Embedded()
     mine = PlannedDataParallel(module)
     gate = GradientGate(mine.synchronizer)
-    for way, compressor, hierarchical in itertools.product(WAYS, (Compressor.FP16, Compressor.BF16), (False, True)):
+    for way, compressor, hierarchical in itertools.product(
+        WAYS, (Compressor.FP16, Compressor.BF16), (False, True)
+    ):
         mine.synchronizer.load(rows_plan(module, 4, way, compressor, (10, 13), hierarchical))
         gate.arm()
         mine.zero_grad()
@@ -143,7 +175,10 @@ class Optional(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.table, self.bias = nn.Embedding(ROWS, WIDTH, sparse=True), nn.Parameter(torch.ones(WIDTH))
+        self.table, self.bias = (
+            nn.Embedding(ROWS, WIDTH, sparse=True),
+            nn.Parameter(torch.ones(WIDTH)),
+        )
 
     def forward(self, tokens: Tensor | None) -> Tensor:
         return self.bias.sum() if tokens is None else (self.table(tokens) * self.bias).sum()
@@ -161,9 +196,15 @@ def check_missing(rank: int) -> None:
         mine(torch.tensor([4, 4]) if rank else None).backward()  # one rank does not use the table
         assert gate.error().ok
         gradient = module.table.weight.grad
-        assert gradient.is_sparse and gradient._nnz() == 1 and torch.equal(gradient.to_dense()[4], module.bias.detach())
+        assert (
+            gradient.is_sparse
+            and gradient._nnz() == 1
+            and torch.equal(gradient.to_dense()[4], module.bias.detach())
+        )
         mine.zero_grad()
-        mine(torch.tensor([4]) if rank else torch.empty(0, dtype=torch.int64)).backward()  # one rank has no row
+        mine(
+            torch.tensor([4]) if rank else torch.empty(0, dtype=torch.int64)
+        ).backward()  # one rank has no row
         assert torch.equal(module.table.weight.grad.to_dense()[4], 0.5 * module.bias.detach())
         mine.zero_grad()
         mine(torch.empty(0, dtype=torch.int64)).backward()  # no rank has one
@@ -184,7 +225,14 @@ def check_training(rank: int) -> None:
     mine.load(rows_plan(module, 2, WAYS[1], sizes=(1, 22)))
     for model in (theirs, module):
         for kind in (torch.optim.SparseAdam, torch.optim.SGD):
-            optimizer = kind([p for p in model.parameters() if p.shape == (ROWS, WIDTH) or kind is torch.optim.SGD], 0.05)
+            optimizer = kind(
+                [
+                    p
+                    for p in model.parameters()
+                    if p.shape == (ROWS, WIDTH) or kind is torch.optim.SGD
+                ],
+                0.05,
+            )
             for step in range(3):
                 optimizer.zero_grad()
                 model(tokens_of(rank, step)).backward()
@@ -237,12 +285,19 @@ def check_profile(rank: int) -> list[str]:
     table = workload.variables[workload.index["table.weight"]]
     assert table.sparse and table.touched_rows == len(tokens_of(0, 0).unique())  # what rank 0 saw
     ways = {True: SparseHandling.ALL_GATHER, False: SparseHandling.DENSE}
-    choices = tuple(VariableStrategy(v.name, (Shard(Synchronizer.ALL_REDUCE),), None, ways[v.sparse]) for v in workload.variables)
+    choices = tuple(
+        VariableStrategy(v.name, (Shard(Synchronizer.ALL_REDUCE),), None, ways[v.sparse])
+        for v in workload.variables
+    )
     made = plan(Strategy(choices), workload, 2)
     synchronizer.load(made)
     module.zero_grad()
     module(tokens_of(rank, 0)).backward()
-    return [str(message.sparse) for message in made.messages if message.sparse is not SparseHandling.DENSE]
+    return [
+        str(message.sparse)
+        for message in made.messages
+        if message.sparse is not SparseHandling.DENSE
+    ]
 
 
 def test_a_profiled_workload_plans_rows_that_are_enacted() -> None:

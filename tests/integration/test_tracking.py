@@ -21,14 +21,14 @@ from synthetic_job import WORKLOAD, SyntheticWorld, drive, job_spec, strategy
 from autotune.canonical import canonical_json
 from autotune.cluster import Cluster
 from autotune.features.extract import extract
-from autotune.history import History
 from autotune.records import Measured
 from autotune.simulators.interface import Example
 from autotune.simulators.registry import simulators
-from autotune.store import Store
+from autotune.storage.store import Store
 from autotune.strategy_space.plan import plan
-from autotune.tracking import Tracker, mlflow_environment
-from autotune.tuner import Finish
+from autotune.tracking.tracker import Tracker, mlflow_environment
+from autotune.tuning.history import History
+from autotune.tuning.tuner import Finish
 
 WORLD = SyntheticWorld(
     {5: 0.06},
@@ -39,7 +39,9 @@ WORLD = SyntheticWorld(
 SPEC = job_spec(max_trials=9, ab_pairs=6)
 
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # MLflow's own use of SQLAlchemy
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning"
+)  # MLflow's own use of SQLAlchemy
 
 
 @pytest.fixture(autouse=True)
@@ -73,9 +75,14 @@ def observed_job(store, tracker, after=None):
 def trained_simulator():
     """A linear simulator and the features of the twelve strategies that it was trained on."""
     family = [strategy(number) for number in range(12)]
-    features = [extract(each, plan(each, WORKLOAD, 2), WORKLOAD, Cluster.local(2)) for each in family]
+    features = [
+        extract(each, plan(each, WORKLOAD, 2), WORKLOAD, Cluster.local(2)) for each in family
+    ]
     simulator = simulators()["linear"]()
-    simulator.fit([Example(feature, 0.1 + 0.01 * number, "a") for number, feature in enumerate(features)], seed=0)
+    simulator.fit(
+        [Example(feature, 0.1 + 0.01 * number, "a") for number, feature in enumerate(features)],
+        seed=0,
+    )
     return simulator, features
 
 
@@ -91,11 +98,20 @@ def assert_tracked_exactly_once(uri, history, decision):
 
     client = mlflow.MlflowClient(tracking_uri=uri)
     experiment = client.get_experiment_by_name("sync")
-    runs = {run.data.tags["autotune.run"]: run for run in client.search_runs([experiment.experiment_id])}
-    assert len(runs) == len(client.search_runs([experiment.experiment_id])) == 1 + len(history.trials)
+    runs = {
+        run.data.tags["autotune.run"]: run for run in client.search_runs([experiment.experiment_id])
+    }
+    assert (
+        len(runs) == len(client.search_runs([experiment.experiment_id])) == 1 + len(history.trials)
+    )
     parent = runs["job"]
-    assert parent.info.status == "FINISHED" and parent.data.tags["autotune.exported"] == decision.strategy_id
-    assert parent.data.params["max_trials"] == "9" and parent.data.metrics["time_ratio"] == pytest.approx(decision.comparison.ratio)
+    assert (
+        parent.info.status == "FINISHED"
+        and parent.data.tags["autotune.exported"] == decision.strategy_id
+    )
+    assert parent.data.params["max_trials"] == "9" and parent.data.metrics[
+        "time_ratio"
+    ] == pytest.approx(decision.comparison.ratio)
     for trial in history.trials:
         number = trial.request.number
         run = runs[f"trial-{number}"]
@@ -103,20 +119,41 @@ def assert_tracked_exactly_once(uri, history, decision):
         assert run.data.params["strategy_id"] == trial.request.strategy_id
         assert (run.data.tags.get("autotune.disturbed") == "true") == (number in history.disturbed)
         if isinstance(trial.outcome, Measured):
-            assert run.info.status == "FINISHED" and run.data.metrics["median_s"] == trial.outcome.median_s
+            assert (
+                run.info.status == "FINISHED"
+                and run.data.metrics["median_s"] == trial.outcome.median_s
+            )
             series = client.get_metric_history(run.info.run_id, "step_s")
-            assert [point.value for point in sorted(series, key=lambda p: p.step)] == trial.outcome.slowest_s.tolist()
+            assert [
+                point.value for point in sorted(series, key=lambda p: p.step)
+            ] == trial.outcome.slowest_s.tolist()
         else:
-            assert run.info.status == "FAILED" and run.data.tags["autotune.failure_message"] == trial.outcome.message
-    best = [point.value for point in sorted(client.get_metric_history(parent.info.run_id, "best_so_far_s"), key=lambda p: p.step)]
-    ranked = [History(history.events[: i + 1], 0.15).ranking() for i, event in enumerate(history.events) if event in history.trials]
+            assert (
+                run.info.status == "FAILED"
+                and run.data.tags["autotune.failure_message"] == trial.outcome.message
+            )
+    best = [
+        point.value
+        for point in sorted(
+            client.get_metric_history(parent.info.run_id, "best_so_far_s"), key=lambda p: p.step
+        )
+    ]
+    ranked = [
+        History(history.events[: i + 1], 0.15).ranking()
+        for i, event in enumerate(history.events)
+        if event in history.trials
+    ]
     assert best == [ranking[0][1] for ranking in ranked if ranking]
     quality = client.get_metric_history(parent.info.run_id, "ranking/linear/kendall_tau")
-    assert [point.step for point in quality] == [proposed.round for proposed in history.rounds if proposed.quality]
+    assert [point.step for point in quality] == [
+        proposed.round for proposed in history.rounds if proposed.quality
+    ]
     return client, parent, runs
 
 
-def test_a_job_is_tracked_once_with_its_artifacts_however_often_it_is_sent(store, tmp_path, tracking_store):
+def test_a_job_is_tracked_once_with_its_artifacts_however_often_it_is_sent(
+    store, tmp_path, tracking_store
+):
     with_tracking_store(tmp_path, tracking_store)
     uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
     tracker = Tracker(store, "job", uri, "sync", tmp_path / "artifacts")
@@ -140,12 +177,16 @@ def test_a_job_is_tracked_once_with_its_artifacts_however_often_it_is_sent(store
 
 
 @pytest.mark.slow
-def test_nothing_is_lost_or_doubled_when_the_server_comes_late_and_is_killed(store, tmp_path, tracking_store):
+def test_nothing_is_lost_or_doubled_when_the_server_comes_late_and_is_killed(
+    store, tmp_path, tracking_store
+):
     shutil.copy(tracking_store, tmp_path / "server.db")
     port = free_port()
     uri = f"http://127.0.0.1:{port}"
     now = [0.0]
-    tracker = Tracker(store, "job", uri, "sync", tmp_path / "unused", retry_after_s=60.0, clock=lambda: now[0])
+    tracker = Tracker(
+        store, "job", uri, "sync", tmp_path / "unused", retry_after_s=60.0, clock=lambda: now[0]
+    )
     servers = []
 
     def course(seq):
@@ -178,7 +219,9 @@ def test_nothing_is_lost_or_doubled_when_the_server_comes_late_and_is_killed(sto
             stop_server(server)
 
 
-def test_a_trained_simulator_is_registered_and_predicts_the_same_when_loaded(store, tmp_path, tracking_store):
+def test_a_trained_simulator_is_registered_and_predicts_the_same_when_loaded(
+    store, tmp_path, tracking_store
+):
     import mlflow
     import pandas as pd
 
@@ -197,13 +240,21 @@ def test_a_trained_simulator_is_registered_and_predicts_the_same_when_loaded(sto
     client = mlflow.MlflowClient(tracking_uri=uri, registry_uri=uri)
     [version] = client.search_model_versions("name = 'autotune-linear'")
     [model] = client.search_logged_models([client.get_experiment_by_name("sync").experiment_id])
-    assert version.tags["autotune.job"] == "job" and model.status == "READY"
+    assert version.tags["autotune.tuning.job"] == "job" and model.status == "READY"
     folder = Path(model.artifact_location.removeprefix("file://"))
-    assert not [item for item in folder.rglob("*") if item.suffix in (".pkl", ".pickle", ".pt", ".py")]
+    assert not [
+        item for item in folder.rglob("*") if item.suffix in (".pkl", ".pickle", ".pt", ".py")
+    ]
     loaded = mlflow.pyfunc.load_model(str(folder))
     columns = {"strategy": [strategy(number).to_json() for number in range(12)]}
-    columns |= {"workload": [canonical_json(WORKLOAD)] * 12, "cluster": [canonical_json(Cluster.local(2))] * 12}
-    assert loaded.predict(pd.DataFrame(columns)).tolist() == simulator.predict_step_s(features).tolist()
+    columns |= {
+        "workload": [canonical_json(WORKLOAD)] * 12,
+        "cluster": [canonical_json(Cluster.local(2))] * 12,
+    }
+    assert (
+        loaded.predict(pd.DataFrame(columns)).tolist()
+        == simulator.predict_step_s(features).tolist()
+    )
 
 
 def test_sending_is_silent_leaves_nothing_behind_and_asks_nobody_else(tmp_path):
@@ -212,8 +263,8 @@ import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 from synthetic_job import SyntheticWorld, drive, job_spec
-from autotune.store import Store
-from autotune.tracking import Tracker
+from autotune.storage.store import Store
+from autotune.tracking.tracker import Tracker
 
 folder = Path(sys.argv[1])
 history, end = drive(job_spec(max_trials=2, ab_pairs=6), SyntheticWorld({1: 0.05}))
@@ -247,12 +298,30 @@ def free_port():
 
 def start_server(folder, port):
     """A real `mlflow server` in a process group of its own; returns when it answers."""
-    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
-    command += ["--backend-store-uri", f"sqlite:///{folder / 'server.db'}", "--artifacts-destination", str(folder / "server-artifacts")]
+    command = [
+        sys.executable,
+        "-m",
+        "mlflow",
+        "server",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--workers",
+        "1",
+    ]
+    command += [
+        "--backend-store-uri",
+        f"sqlite:///{folder / 'server.db'}",
+        "--artifacts-destination",
+        str(folder / "server-artifacts"),
+    ]
     log = (folder / "server.log").open("a")
     # Its runners of jobs of its own are processes that import all of MLflow, and nothing here asks for them.
     environment = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
-    server = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True, cwd=folder, env=environment)
+    server = subprocess.Popen(
+        command, stdout=log, stderr=log, start_new_session=True, cwd=folder, env=environment
+    )
     log.close()
     for _ in range(240):
         try:

@@ -16,20 +16,53 @@ from short_jobs import FEW_STEPS, SHORT_PROBE, with_tracking_store
 
 from autotune.export import read_export
 from autotune.records import CURRENT_SETUP, Measured
-from autotune.store import Store
+from autotune.storage.store import Store
 
 ROOT = Path(__file__).parents[2]
 SMALL = ROOT / "tests" / "scripts" / "train_small.py"
-TRIALS = ["--budget-trials", "8", "--top-k", "4", "--samples-per-round", "40", *FEW_STEPS, "--seed", "1"]
+TRIALS = [
+    "--budget-trials",
+    "8",
+    "--top-k",
+    "4",
+    "--samples-per-round",
+    "40",
+    *FEW_STEPS,
+    "--seed",
+    "1",
+]
 
 
-def autotune(*words: str, timeout_s: float = 240.0, **environment: str) -> subprocess.CompletedProcess[str]:
+def autotune(
+    *words: str, timeout_s: float = 240.0, **environment: str
+) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "autotune", *words]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s, env={**os.environ, **environment})
+    return subprocess.run(
+        command,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        env={**os.environ, **environment},
+    )
 
 
-def tune_words(directory: Path, script: Path, *script_words: str, options: tuple[str, ...] = ()) -> list[str]:
-    return ["tune", "--directory", str(directory), *TRIALS, *options, "--", "torchrun", "--nproc-per-node", "2", str(script), *script_words]
+def tune_words(
+    directory: Path, script: Path, *script_words: str, options: tuple[str, ...] = ()
+) -> list[str]:
+    return [
+        "tune",
+        "--directory",
+        str(directory),
+        *TRIALS,
+        *options,
+        "--",
+        "torchrun",
+        "--nproc-per-node",
+        "2",
+        str(script),
+        *script_words,
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +70,15 @@ def tuned(tmp_path_factory: pytest.TempPathFactory, tracking_store: Path) -> tup
     """One small job on the ResNet example, run once for the tests that look at what it left."""
     directory = with_tracking_store(tmp_path_factory.mktemp("jobs"), tracking_store)
     options = ("--json", "--job", "resnet", "--simulators", "linear", *SHORT_PROBE)
-    words = tune_words(directory, ROOT / "examples" / "resnet_digits.py", "--width", "8", "--epochs", "500", options=options)
+    words = tune_words(
+        directory,
+        ROOT / "examples" / "resnet_digits.py",
+        "--width",
+        "8",
+        "--epochs",
+        "500",
+        options=options,
+    )
     done = autotune(*words)
     assert done.returncode == 0, done.stderr
     return directory, json.loads(done.stdout)
@@ -47,7 +88,9 @@ def test_the_resnet_example_is_tuned_and_leaves_an_export_and_a_report(tuned) ->
     directory, result = tuned
     export = read_export(Path(result["best"]))
     assert export.world_size == 2 and export.model == "ResNet"
-    assert (export.strategy.id if export.strategy else CURRENT_SETUP) == result["decision"]["strategy_id"]
+    assert (export.strategy.id if export.strategy else CURRENT_SETUP) == result["decision"][
+        "strategy_id"
+    ]
     report = Path(result["report"]).read_text()
     assert "<html" in report and "src=" not in report and 'href="http' not in report
     assert result["unsent_tracking_items"] == 0
@@ -55,8 +98,13 @@ def test_the_resnet_example_is_tuned_and_leaves_an_export_and_a_report(tuned) ->
         history = store.history("resnet")
         assert len(history.candidates) >= 8
         assert history.profiled is not None and history.profiled.workload.source == "measured"
-        assert {fit.primitive for fit in history.profiled.cluster.fits} >= {"all_reduce", "push_pull"}
-        uncompressed = [t for t in history.trials if t.plan_id is not None and isinstance(t.outcome, Measured)]
+        assert {fit.primitive for fit in history.profiled.cluster.fits} >= {
+            "all_reduce",
+            "push_pull",
+        }
+        uncompressed = [
+            t for t in history.trials if t.plan_id is not None and isinstance(t.outcome, Measured)
+        ]
         assert uncompressed and all(trial.outcome.gradient_error == 0.0 for trial in uncompressed)
 
 
@@ -68,12 +116,17 @@ def test_every_trial_of_the_job_is_a_nested_run_in_mlflow(tuned) -> None:
     experiment = client.get_experiment_by_name("autotune")
     runs = client.search_runs([experiment.experiment_id], max_results=1000)
     parents = [run for run in runs if "mlflow.parentRunId" not in run.data.tags]
-    nested = [run for run in runs if run.data.tags.get("mlflow.parentRunId") == parents[0].info.run_id]
+    nested = [
+        run for run in runs if run.data.tags.get("mlflow.parentRunId") == parents[0].info.run_id
+    ]
     with Store.open(directory / "autotune.db") as store:
         assert len(nested) == len(store.history("resnet").trials)
     assert len(parents) == 1
     tried = next(run for run in nested if run.data.params["strategy_id"] != CURRENT_SETUP)
-    assert {item.path for item in client.list_artifacts(tried.info.run_id)} >= {"strategy.json", "plan.json"}
+    assert {item.path for item in client.list_artifacts(tried.info.run_id)} >= {
+        "strategy.json",
+        "plan.json",
+    }
     assert "median_s" in tried.data.metrics
 
 
@@ -83,21 +136,47 @@ def test_show_and_export_answer_from_the_store(tuned, tmp_path) -> None:
     assert [job["id"] for job in listed["jobs"]] == ["resnet"]
     shown = json.loads(autotune("show", "resnet", "--directory", str(directory), "--json").stdout)
     assert shown["decision"] == result["decision"]
-    candidate = next(t["request"]["strategy_id"] for t in shown["trials"] if t["request"]["role"] == "candidate")
-    words = ["export", "resnet", "--strategy", candidate, "--directory", str(directory), "-o", str(tmp_path / "chosen.json")]
+    candidate = next(
+        t["request"]["strategy_id"] for t in shown["trials"] if t["request"]["role"] == "candidate"
+    )
+    words = [
+        "export",
+        "resnet",
+        "--strategy",
+        candidate,
+        "--directory",
+        str(directory),
+        "-o",
+        str(tmp_path / "chosen.json"),
+    ]
     assert autotune(*words).returncode == 0
     assert read_export(tmp_path / "chosen.json").strategy.id == candidate
 
 
-def test_an_exported_strategy_runs_in_the_unchanged_script_and_a_wrong_world_is_refused(tuned, tmp_path) -> None:
+def test_an_exported_strategy_runs_in_the_unchanged_script_and_a_wrong_world_is_refused(
+    tuned, tmp_path
+) -> None:
     directory, _ = tuned
-    candidate = json.loads(autotune("show", "resnet", "--directory", str(directory), "--json").stdout)["trials"][1]["request"][
-        "strategy_id"
-    ]
+    candidate = json.loads(
+        autotune("show", "resnet", "--directory", str(directory), "--json").stdout
+    )["trials"][1]["request"]["strategy_id"]
     chosen = tmp_path / "chosen.json"
-    assert autotune("export", "--strategy", candidate, "--directory", str(directory), "-o", str(chosen)).returncode == 0
+    assert (
+        autotune(
+            "export", "--strategy", candidate, "--directory", str(directory), "-o", str(chosen)
+        ).returncode
+        == 0
+    )
     script = [str(ROOT / "examples" / "resnet_digits.py"), "--max-steps", "12"]
-    launch = ["run", "--strategy", str(chosen), "--", "torchrun", "--standalone", "--nproc-per-node"]
+    launch = [
+        "run",
+        "--strategy",
+        str(chosen),
+        "--",
+        "torchrun",
+        "--standalone",
+        "--nproc-per-node",
+    ]
     ran = autotune(*launch, "2", *script, "--width", "8")
     assert ran.returncode == 0, ran.stderr
     assert candidate in ran.stdout
@@ -106,25 +185,50 @@ def test_an_exported_strategy_runs_in_the_unchanged_script_and_a_wrong_world_is_
     assert "world size of 2, but the command asks for 3 workers" in refused.stderr
 
 
-def test_the_gpt_example_is_tuned_with_lossy_strategies_and_without_a_simulator(tmp_path, tracking_store) -> None:
+def test_the_gpt_example_is_tuned_with_lossy_strategies_and_without_a_simulator(
+    tmp_path, tracking_store
+) -> None:
     with_tracking_store(tmp_path, tracking_store)
     options = ("--json", "--lossy", "--search", "no-simulator", *SHORT_PROBE)
     small = ("--width", "96", "--layers", "2", "--vocabulary", "500")
-    words = tune_words(tmp_path, ROOT / "examples" / "gpt_text.py", "--epochs", "500", *small, options=options)
+    words = tune_words(
+        tmp_path, ROOT / "examples" / "gpt_text.py", "--epochs", "500", *small, options=options
+    )
     done = autotune(*words)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["decision"]["comparison"]["pairs"] >= 6
 
 
-def test_kill_9_at_random_moments_loses_no_finished_trial_and_repeats_none(tmp_path, tracking_store) -> None:
+def test_kill_9_at_random_moments_loses_no_finished_trial_and_repeats_none(
+    tmp_path, tracking_store
+) -> None:
     with_tracking_store(tmp_path, tracking_store)
     moments = random.Random(7)
     options = ("--job", "killed", "--simulators", "linear", *SHORT_PROBE)
-    command = [sys.executable, "-m", "autotune", *tune_words(tmp_path, SMALL, "--width", "256", options=options)]
-    resume = [sys.executable, "-m", "autotune", "tune", "--resume", "killed", "--directory", str(tmp_path)]
+    command = [
+        sys.executable,
+        "-m",
+        "autotune",
+        *tune_words(tmp_path, SMALL, "--width", "256", options=options),
+    ]
+    resume = [
+        sys.executable,
+        "-m",
+        "autotune",
+        "tune",
+        "--resume",
+        "killed",
+        "--directory",
+        str(tmp_path),
+    ]
     seen: list = []
     for attempt in range(2):
-        process = subprocess.Popen(command if attempt == 0 else resume, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        process = subprocess.Popen(
+            command if attempt == 0 else resume,
+            cwd=ROOT,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+        )
         wait_for_more_events(tmp_path, len(seen), process)
         time.sleep(moments.uniform(0.0, 1.5))
         process.send_signal(signal.SIGKILL)
@@ -132,20 +236,30 @@ def test_kill_9_at_random_moments_loses_no_finished_trial_and_repeats_none(tmp_p
         events = stored_events(tmp_path)
         assert events[: len(seen)] == seen
         seen = events
-    done = subprocess.run([*resume, "--json"], cwd=ROOT, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(
+        [*resume, "--json"], cwd=ROOT, capture_output=True, text=True, timeout=200
+    )
     assert done.returncode == 0, done.stderr
     events = stored_events(tmp_path)
     assert events[: len(seen)] == seen
     with Store.open(tmp_path / "autotune.db") as store:
         trials = store.history("killed").trials
     assert [trial.request.number for trial in trials] == list(range(len(trials)))
-    first_tries = [trial.request.strategy_id for trial in trials if trial.request.role == "candidate" and trial.request.attempt == 0]
+    first_tries = [
+        trial.request.strategy_id
+        for trial in trials
+        if trial.request.role == "candidate" and trial.request.attempt == 0
+    ]
     assert len(first_tries) == len(set(first_tries))
 
 
 def stored_events(directory: Path) -> list:
     with Store.open(directory / "autotune.db") as store:
-        return list(store.history("killed").events) if any(job.id == "killed" for job in store.jobs()) else []
+        return (
+            list(store.history("killed").events)
+            if any(job.id == "killed" for job in store.jobs())
+            else []
+        )
 
 
 def wait_for_more_events(directory: Path, before: int, process: subprocess.Popen) -> None:
@@ -157,15 +271,34 @@ def wait_for_more_events(directory: Path, before: int, process: subprocess.Popen
     raise AssertionError(f"no new event within 120 s, exit status {process.poll()}")
 
 
-def test_a_dead_mlflow_server_does_not_stop_a_bayesian_search_and_the_runs_are_sent_later(tmp_path, tracking_store) -> None:
+def test_a_dead_mlflow_server_does_not_stop_a_bayesian_search_and_the_runs_are_sent_later(
+    tmp_path, tracking_store
+) -> None:
     with_tracking_store(tmp_path, tracking_store)
-    options = ("--json", "--search", "bayes", "--tracking-uri", "http://127.0.0.1:9", "--job", "offline", *SHORT_PROBE)
+    options = (
+        "--json",
+        "--search",
+        "bayes",
+        "--tracking-uri",
+        "http://127.0.0.1:9",
+        "--job",
+        "offline",
+        *SHORT_PROBE,
+    )
     done = autotune(*tune_words(tmp_path, SMALL, options=options))
     assert done.returncode == 0, done.stderr
     unsent = json.loads(done.stdout)["unsent_tracking_items"]
     assert unsent > 8
     shown = autotune("show", "offline", "--directory", str(tmp_path), "--json")
-    assert any(trial["request"]["role"] == "candidate" for trial in json.loads(shown.stdout)["trials"])
+    assert any(
+        trial["request"]["role"] == "candidate" for trial in json.loads(shown.stdout)["trials"]
+    )
     later = autotune("track", "offline", "--directory", str(tmp_path), "--json")
     assert later.returncode == 0, later.stderr
-    assert json.loads(later.stdout) == {"job": "offline", "sent": unsent, "unsent": 0, "rejected": [], "exit_status": 0}
+    assert json.loads(later.stdout) == {
+        "job": "offline",
+        "sent": unsent,
+        "unsent": 0,
+        "rejected": [],
+        "exit_status": 0,
+    }

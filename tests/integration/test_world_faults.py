@@ -11,17 +11,17 @@ import pytest
 from local_world import ForkedRank
 
 from autotune.cluster import Cluster
-from autotune.driver import drive
 from autotune.errors import LaunchError
-from autotune.job import JobSpec
+from autotune.jobs.driver import drive
 from autotune.records import Failed, FailureKind, Measured, Role, TrialRequest
 from autotune.sampler.proposer import Proposer
-from autotune.store import Store
+from autotune.storage.store import Store
 from autotune.strategy_space.builders.collectives import ddp_default, single_bucket
 from autotune.strategy_space.plan import Plan, plan
 from autotune.strategy_space.strategy import Compressor
+from autotune.tuning.job import JobSpec
 from autotune.workload import Variable, Workload
-from runtime_rewriter.worker import ProcessSupervisor, WorkerLost
+from runtime_rewriter.world.worker import ProcessSupervisor, WorkerLost
 
 LSTM = Path(__file__).parents[2] / "examples" / "lstm_text.py"  # it clips by the global norm
 RANKS = 2
@@ -29,8 +29,17 @@ REQUEST = TrialRequest(0, "strategy-under-test", Role.CANDIDATE, warmup_steps=2,
 
 
 def small_model() -> Workload:
-    shapes = {"0.weight": (64, 32), "0.bias": (64,), "2.weight": (64, 64), "2.bias": (64,), "3.weight": (8, 64), "3.bias": (8,)}
-    return Workload("Sequential", tuple(Variable(name, shape) for name, shape in reversed(shapes.items())))
+    shapes = {
+        "0.weight": (64, 32),
+        "0.bias": (64,),
+        "2.weight": (64, 64),
+        "2.bias": (64,),
+        "3.weight": (8, 64),
+        "3.bias": (8,),
+    }
+    return Workload(
+        "Sequential", tuple(Variable(name, shape) for name, shape in reversed(shapes.items()))
+    )
 
 
 FAULTS = (
@@ -41,9 +50,19 @@ FAULTS = (
 )
 
 
-def test_every_planted_fault_is_recorded_with_its_kind_and_the_next_trial_runs(make_world, tmp_path) -> None:
+def test_every_planted_fault_is_recorded_with_its_kind_and_the_next_trial_runs(
+    make_world, tmp_path
+) -> None:
     kinds = ",".join(fault for fault, _, _ in FAULTS)
-    world = make_world("--fault", kinds, "--fault-step", "12", "--fault-file", str(tmp_path / "planted"), step_timeout_s=6.0)
+    world = make_world(
+        "--fault",
+        kinds,
+        "--fault-step",
+        "12",
+        "--fault-file",
+        str(tmp_path / "planted"),
+        step_timeout_s=6.0,
+    )
     wanted = plan(ddp_default(small_model()), small_model(), RANKS)
     for restarts, (_, kind, text) in enumerate(FAULTS, start=1):
         failed = world.run_trial(replace(REQUEST, timed_steps=30), wanted)
@@ -69,7 +88,12 @@ def test_plans_and_the_current_setup_alternate_in_one_run_of_the_script(make_wor
 def test_a_plan_that_the_runtime_cannot_enact_is_refused_without_a_restart(make_world) -> None:
     world = make_world()
     wanted = plan(single_bucket(small_model()), small_model(), RANKS)
-    refused = world.run_trial(REQUEST, replace(wanted, messages=tuple(replace(message, ranks=(0,)) for message in wanted.messages)))
+    refused = world.run_trial(
+        REQUEST,
+        replace(
+            wanted, messages=tuple(replace(message, ranks=(0,)) for message in wanted.messages)
+        ),
+    )
     assert isinstance(refused, Failed)
     assert refused.kind is FailureKind.REFUSED
     assert "every rank takes part" in refused.message
@@ -77,14 +101,34 @@ def test_a_plan_that_the_runtime_cannot_enact_is_refused_without_a_restart(make_
     assert world.restarts == 0
 
 
-def test_what_a_script_keeps_from_being_tried_is_recorded_with_its_profile(make_world, tmp_path) -> None:
-    world = make_world("--width", "16", "--layers", "1", "--batch-size", "2", "--block-size", "8", script=LSTM, probe_s=1.0)
-    spec = JobSpec(("torchrun", str(LSTM)), RANKS, Cluster.local(RANKS), max_seconds=0.001, most_steps=0)
+def test_what_a_script_keeps_from_being_tried_is_recorded_with_its_profile(
+    make_world, tmp_path
+) -> None:
+    world = make_world(
+        "--width",
+        "16",
+        "--layers",
+        "1",
+        "--batch-size",
+        "2",
+        "--block-size",
+        "8",
+        script=LSTM,
+        probe_s=1.0,
+    )
+    spec = JobSpec(
+        ("torchrun", str(LSTM)), RANKS, Cluster.local(RANKS), max_seconds=0.001, most_steps=0
+    )
     with Store.open(tmp_path / "jobs.db") as store:
         store.create_job("lstm", spec)
-        drive("lstm", spec, store, world, Proposer(spec, {}), [])  # the budget is spent by the profile and one reference
+        drive(
+            "lstm", spec, store, world, Proposer(spec, {}), []
+        )  # the budget is spent by the profile and one reference
         profiled = store.history("lstm").profiled
-    assert profiled is not None and "as clipping by the global norm does" in profiled.cross_step_refused
+    assert (
+        profiled is not None
+        and "as clipping by the global norm does" in profiled.cross_step_refused
+    )
 
 
 def test_gradients_that_overflow_fp16_fail_the_numerics_gate(make_world) -> None:
@@ -98,10 +142,15 @@ def test_gradients_that_overflow_fp16_fail_the_numerics_gate(make_world) -> None
 
 
 def compressed(wanted: Plan, compressor: Compressor) -> Plan:
-    return replace(wanted, messages=tuple(replace(message, compressor=compressor) for message in wanted.messages))
+    return replace(
+        wanted,
+        messages=tuple(replace(message, compressor=compressor) for message in wanted.messages),
+    )
 
 
-def test_a_script_that_comes_to_its_end_is_started_again_and_the_trial_completes(make_world) -> None:
+def test_a_script_that_comes_to_its_end_is_started_again_and_the_trial_completes(
+    make_world,
+) -> None:
     world = make_world("--steps", "15")
     outcomes = [world.run_trial(REQUEST, None) for _ in range(4)]
     assert all(isinstance(outcome, Measured) for outcome in outcomes)
@@ -109,26 +158,40 @@ def test_a_script_that_comes_to_its_end_is_started_again_and_the_trial_completes
 
 
 def test_a_script_that_is_too_short_for_one_trial_is_refused_with_the_fix(make_world) -> None:
-    with pytest.raises(LaunchError, match=r"ends after \d+ steps, but one trial needs more; let it train longer"):
+    with pytest.raises(
+        LaunchError, match=r"ends after \d+ steps, but one trial needs more; let it train longer"
+    ):
         make_world("--steps", "5").run_trial(REQUEST, None)
 
 
 def test_a_script_that_never_builds_ddp_is_refused_with_the_fix(make_world) -> None:
-    with pytest.raises(LaunchError, match="without a training step under DistributedDataParallel; wrap the model"):
+    with pytest.raises(
+        LaunchError, match="without a training step under DistributedDataParallel; wrap the model"
+    ):
         make_world("--steps", "5", "--without-ddp").run_trial(REQUEST, None)
 
 
-def test_a_script_that_dies_at_its_start_is_reported_with_its_own_error(make_world, tmp_path) -> None:
+def test_a_script_that_dies_at_its_start_is_reported_with_its_own_error(
+    make_world, tmp_path
+) -> None:
     script = tmp_path / "dies.py"
     script.write_text("import nonexistent_package\n")
-    with pytest.raises(LaunchError, match=r"died before its first step \(crash\): ModuleNotFoundError.*nonexistent_package.*dies.py:1"):
+    with pytest.raises(
+        LaunchError,
+        match=r"died before its first step \(crash\): ModuleNotFoundError.*nonexistent_package.*dies.py:1",
+    ):
         make_world(script=script).run_trial(REQUEST, None)
 
 
-def test_a_script_that_times_out_at_its_start_is_reported_with_its_own_error(make_world, tmp_path) -> None:
+def test_a_script_that_times_out_at_its_start_is_reported_with_its_own_error(
+    make_world, tmp_path
+) -> None:
     script = tmp_path / "waits.py"
     script.write_text("raise TimeoutError('the data server did not answer')\n")
-    with pytest.raises(LaunchError, match=r"died before its first step \(hang\): TimeoutError: the data server did not answer"):
+    with pytest.raises(
+        LaunchError,
+        match=r"died before its first step \(hang\): TimeoutError: the data server did not answer",
+    ):
         make_world(script=script).run_trial(REQUEST, None)
 
 
@@ -150,8 +213,12 @@ def test_a_trial_that_loses_its_workers_twice_has_failed(make_world) -> None:
     assert world.restarts == 1
 
 
-def test_a_rank_that_comes_to_its_end_before_the_others_ends_the_script_and_not_the_strategy(make_world, tmp_path) -> None:
-    world = make_world("--fault", "end", "--fault-step", "12", "--fault-file", str(tmp_path / "ended"))
+def test_a_rank_that_comes_to_its_end_before_the_others_ends_the_script_and_not_the_strategy(
+    make_world, tmp_path
+) -> None:
+    world = make_world(
+        "--fault", "end", "--fault-step", "12", "--fault-file", str(tmp_path / "ended")
+    )
     wanted = plan(single_bucket(small_model()), small_model(), RANKS)
     assert isinstance(world.run_trial(REQUEST, wanted), Measured)
     assert isinstance(world.run_trial(replace(REQUEST, timed_steps=30), wanted), Measured)

@@ -56,8 +56,16 @@ thread.join()
 """
 
 
-def cluster(*mbit: float, latency_s: float = 5e-5, links: tuple[PairLink, ...] = (), inner: float = 1e10) -> Cluster:
-    return Cluster("c", tuple(Host(f"h{i}", 1, rate * 1.25e5, latency_s, inner, 5e-6) for i, rate in enumerate(mbit)), links)
+def cluster(
+    *mbit: float, latency_s: float = 5e-5, links: tuple[PairLink, ...] = (), inner: float = 1e10
+) -> Cluster:
+    return Cluster(
+        "c",
+        tuple(
+            Host(f"h{i}", 1, rate * 1.25e5, latency_s, inner, 5e-6) for i, rate in enumerate(mbit)
+        ),
+        links,
+    )
 
 
 def started(host: bed.BedHost, program: str, *words: str) -> subprocess.Popen[str]:
@@ -74,28 +82,43 @@ def answer(server: subprocess.Popen[str], client: subprocess.Popen[str]) -> tupl
     return told, asked
 
 
-def goodput_mbit(made: bed.Testbed, pairs: list[tuple[int, int]], seconds: float = 0.9) -> list[float]:
+def goodput_mbit(
+    made: bed.Testbed, pairs: list[tuple[int, int]], seconds: float = 0.9
+) -> list[float]:
     """Payload that streams between pairs of hosts get at the same time; each receiver and sender in one pair only."""
     receivers = [started(made.hosts[target], RECEIVE) for _, target in pairs]
-    senders = [started(made.hosts[source], SEND, made.hosts[target].address, str(seconds)) for source, target in pairs]
+    senders = [
+        started(made.hosts[source], SEND, made.hosts[target].address, str(seconds))
+        for source, target in pairs
+    ]
     return [float(answer(*both)[0]) * 8e-6 for both in zip(receivers, senders, strict=True)]
 
 
 def round_trip_s(made: bed.Testbed, source: int = 0, target: int = 1) -> tuple[float, float]:
     """Smallest and median of 40."""
     server = started(made.hosts[target], ECHO)
-    smallest, median = answer(server, started(made.hosts[source], PING, made.hosts[target].address))[1].split()
+    smallest, median = answer(
+        server, started(made.hosts[source], PING, made.hosts[target].address)
+    )[1].split()
     return float(smallest), float(median)
 
 
 def stream(made: bed.Testbed, connections: list[tuple[int, int, bool]], seconds: float) -> None:
     """All at once, each from a source to a target, and back on the same connection where that is so."""
     servers = [
-        started(made.hosts[target], BOTH_WAYS, "", str(6000 + number), str(seconds if back else 0.0))
+        started(
+            made.hosts[target], BOTH_WAYS, "", str(6000 + number), str(seconds if back else 0.0)
+        )
         for number, (_, target, back) in enumerate(connections)
     ]
     clients = [
-        started(made.hosts[source], BOTH_WAYS, made.hosts[target].address, str(6000 + number), str(seconds))
+        started(
+            made.hosts[source],
+            BOTH_WAYS,
+            made.hosts[target].address,
+            str(6000 + number),
+            str(seconds),
+        )
         for number, (source, target, _) in enumerate(connections)
     ]
     for both in zip(servers, clients, strict=True):
@@ -109,15 +132,29 @@ def counted(host: bed.BedHost, counter: str) -> int:
 
 
 def inside(host: bed.BedHost, *words: str) -> str:
-    return subprocess.run([*bed.words_inside(host.namespace), *words], capture_output=True, text=True, check=True, timeout=30).stdout
+    return subprocess.run(
+        [*bed.words_inside(host.namespace), *words],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=30,
+    ).stdout
 
 
-def assert_reaches(made: bed.Testbed, pairs: list[tuple[int, int]], expected_mbit: list[float], seconds: float = 0.9) -> None:
+def assert_reaches(
+    made: bed.Testbed,
+    pairs: list[tuple[int, int]],
+    expected_mbit: list[float],
+    seconds: float = 0.9,
+) -> None:
     """Streams that run at the same time get their rates. A busy machine may spoil a try or several, but a wrong rate spoils them all."""
     tries = []
     while len(tries) < TRIES:
         tries.append(goodput_mbit(made, pairs, seconds))
-        if all(0.8 * rate <= got <= 1.05 * rate for got, rate in zip(tries[-1], expected_mbit, strict=True)):
+        if all(
+            0.8 * rate <= got <= 1.05 * rate
+            for got, rate in zip(tries[-1], expected_mbit, strict=True)
+        ):
             return
     raise AssertionError(f"expected {expected_mbit} Mbit/s, got {tries}")
 
@@ -127,5 +164,8 @@ def assert_nothing_is_left(directory: Path, names: tuple[str, ...]) -> None:
     assert [path.name for path in directory.iterdir()] == ["lock"]
     named = {path.name for path in Path("/run/netns").iterdir()}
     assert not [
-        namespace for name in names for namespace in named if namespace == f"autotune.{name}" or namespace.startswith(f"autotune.{name}.")
+        namespace
+        for name in names
+        for namespace in named
+        if namespace == f"autotune.{name}" or namespace.startswith(f"autotune.{name}.")
     ]

@@ -9,7 +9,15 @@ from torch import Tensor, nn
 from torch_world import seeded
 
 from autotune.strategy_space.plan import Plan, plan
-from autotune.strategy_space.strategy import ROOTED, Compressor, Partition, Shard, Strategy, Synchronizer, VariableStrategy
+from autotune.strategy_space.strategy import (
+    ROOTED,
+    Compressor,
+    Partition,
+    Shard,
+    Strategy,
+    Synchronizer,
+    VariableStrategy,
+)
 from autotune.workload import Variable, Workload
 from runtime_rewriter.pytorch.agreement import assumed_workload
 

@@ -31,7 +31,9 @@ def run_script(command: Sequence[str], **options: Any) -> subprocess.CompletedPr
     return done
 
 
-def run_ranks(words: Sequence[str], ranks: int = 0, timeout_s: float = 120.0) -> subprocess.CompletedProcess[str]:
+def run_ranks(
+    words: Sequence[str], ranks: int = 0, timeout_s: float = 120.0
+) -> subprocess.CompletedProcess[str]:
     """`python words` in each of `ranks` processes with the variables that torchrun sets, or in one without them (0).
 
     They are forked from a process that has torch imported: that is most of what a short script takes.
@@ -39,11 +41,22 @@ def run_ranks(words: Sequence[str], ranks: int = 0, timeout_s: float = 120.0) ->
     environment = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     if ranks:
         size = str(ranks)
-        environment |= {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        environment |= {
+            "WORLD_SIZE": size,
+            "LOCAL_WORLD_SIZE": size,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port()),
+        }
     with tempfile.TemporaryDirectory() as folder:
         streams = [str(Path(folder, name)) for name in ("stdout", "stderr")]
-        own = [{**environment, **({"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks else {})} for rank in range(max(ranks, 1))]
-        processes = [fork_server().Process(target=_run, args=([*words], variables, streams), daemon=True) for variables in own]
+        own = [
+            {**environment, **({"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks else {})}
+            for rank in range(max(ranks, 1))
+        ]
+        processes = [
+            fork_server().Process(target=_run, args=([*words], variables, streams), daemon=True)
+            for variables in own
+        ]
         for process in processes:
             process.start()
         deadline = time.monotonic() + timeout_s
@@ -53,7 +66,9 @@ def run_ranks(words: Sequence[str], ranks: int = 0, timeout_s: float = 120.0) ->
                 process.kill()
                 process.join()
         output, errors = (Path(stream).read_text() for stream in streams)
-    return subprocess.CompletedProcess(words, next((p.exitcode for p in processes if p.exitcode), 0), output, errors)
+    return subprocess.CompletedProcess(
+        words, next((p.exitcode for p in processes if p.exitcode), 0), output, errors
+    )
 
 
 def _run(words: list[str], environment: dict[str, str], streams: list[str]) -> None:

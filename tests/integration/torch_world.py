@@ -25,7 +25,12 @@ BACKEND, _, DEVICE = os.environ.get("AUTOTUNE_TEST_WORLD", "gloo:cpu").partition
 
 
 def run_world(
-    check: Callable[..., Any], size: int, *arguments: Any, timeout_s: float = 90.0, backend: str = BACKEND, device: str = DEVICE
+    check: Callable[..., Any],
+    size: int,
+    *arguments: Any,
+    timeout_s: float = 90.0,
+    backend: str = BACKEND,
+    device: str = DEVICE,
 ) -> list[Any]:
     """`check(rank, *arguments)` in `size` processes with a default process group; what each returned, by rank.
 
@@ -34,11 +39,18 @@ def run_world(
     """
     context = fork_server()
     # Here and not in rank 0, which may be done while another rank still asks for the last address of a process group.
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=INIT_TIMEOUT)
+    store = dist.TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=INIT_TIMEOUT
+    )
     where = (store.port, backend, device)
     pipes = [context.Pipe(duplex=False) for _ in range(size)]
     processes = [
-        context.Process(target=_rank_main, args=(pipes[rank][1], check, rank, size, where, arguments), daemon=True) for rank in range(size)
+        context.Process(
+            target=_rank_main,
+            args=(pipes[rank][1], check, rank, size, where, arguments),
+            daemon=True,
+        )
+        for rank in range(size)
     ]
     for process in processes:
         process.start()
@@ -51,7 +63,9 @@ def run_world(
         if process.is_alive():
             process.kill()
             process.join()
-    failures = [f"rank {rank}:\n{value}" for rank, (kind, value) in enumerate(results) if kind == "error"]
+    failures = [
+        f"rank {rank}:\n{value}" for rank, (kind, value) in enumerate(results) if kind == "error"
+    ]
     assert not failures, "\n".join(failures)
     return [value for _, value in results]
 
@@ -60,7 +74,13 @@ def fork_server() -> multiprocessing.context.ForkServerContext:
     """It has torch imported and nothing started: a process costs a fork instead of some seconds of importing."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
-        ["torch", "torch._dynamo.utils", "runtime_rewriter.launch", "runtime_rewriter.session", "runtime_rewriter.pytorch.ddp"]
+        [
+            "torch",
+            "torch._dynamo.utils",
+            "runtime_rewriter.rank.launch",
+            "runtime_rewriter.rank.session",
+            "runtime_rewriter.pytorch.ddp",
+        ]
     )
     return context
 
@@ -76,7 +96,12 @@ def _receive(receiving: Connection, deadline: float) -> tuple[str, Any]:
 
 
 def _rank_main(
-    sending: Connection, check: Callable[..., Any], rank: int, size: int, where: tuple[int, str, str], arguments: tuple[Any, ...]
+    sending: Connection,
+    check: Callable[..., Any],
+    rank: int,
+    size: int,
+    where: tuple[int, str, str],
+    arguments: tuple[Any, ...],
 ) -> None:
     port, backend, device = where
     warnings.simplefilter("error")
@@ -89,7 +114,9 @@ def _rank_main(
     torch.manual_seed(0)
     try:
         store = dist.TCPStore("127.0.0.1", port, size, is_master=False, timeout=INIT_TIMEOUT)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=INIT_TIMEOUT, device_id=bound)
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=size, timeout=INIT_TIMEOUT, device_id=bound
+        )
         sending.send(("ok", check(rank, *arguments)))
     except BaseException:  # noqa: BLE001 - the parent reports it
         sending.send(("error", traceback.format_exc()))

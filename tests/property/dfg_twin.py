@@ -22,7 +22,9 @@ class Twin:
     end: dict[int, float] = field(default_factory=dict)
     cause: dict[int, int] = field(default_factory=dict)
     since: dict[int, float] = field(default_factory=dict)
-    line: list[int] = field(default_factory=list)  # who is ready and has its lock, in the order in which that came about
+    line: list[int] = field(
+        default_factory=list
+    )  # who is ready and has its lock, in the order in which that came about
     for_lock: list[int] = field(default_factory=list)
     chosen: dict[int, int] = field(default_factory=dict)
     held: dict[int, int] = field(default_factory=dict)
@@ -34,7 +36,9 @@ class Twin:
         while True:
             while self._arrive() or self._locks() or self._choose():
                 pass
-            later = [t for t in [*self.end.values(), *(t for t, _ in self.free.values())] if t > self.now]
+            later = [
+                t for t in [*self.end.values(), *(t for t, _ in self.free.values())] if t > self.now
+            ]
             if not later:
                 return
             self.now = min(later)
@@ -96,11 +100,17 @@ class Twin:
                 by_priority = self.dfg.discipline[queue] == Discipline.PRIORITY
                 self.chosen[queue] = min(waiting, key=self._order) if by_priority else waiting[0]
                 self.line.remove(self.chosen[queue])
-        able = [op for op in self.chosen.values() if all(self._free_s(queue) <= self.now for queue in self._takes(op))]
+        able = [
+            op
+            for op in self.chosen.values()
+            if all(self._free_s(queue) <= self.now for queue in self._takes(op))
+        ]
         if able:
             op = min(able, key=self._order)
             if self.now > self.since[op]:
-                self.cause[op] = next(self.free[q][1] for q in self._takes(op) if self._free_s(q) == self.now)
+                self.cause[op] = next(
+                    self.free[q][1] for q in self._takes(op) if self._free_s(q) == self.now
+                )
             del self.chosen[int(self.dfg.queue[op])]
             self._start(op)
         return bool(able)
@@ -120,10 +130,24 @@ class Twin:
 def relabelled(dfg: Dfg, number: np.ndarray) -> Dfg:
     """The same graph; `number` (N,) is the new one of each op. Only the names stay where they were."""
     old = np.argsort(number)  # op at each new number
-    columns = ("duration_s", "queue", "kind", "gap_s", "channel", "priority", "size_bytes", "layer", "worker", "acquires", "releases")
+    columns = (
+        "duration_s",
+        "queue",
+        "kind",
+        "gap_s",
+        "channel",
+        "priority",
+        "size_bytes",
+        "layer",
+        "worker",
+        "acquires",
+        "releases",
+    )
     origin = np.repeat(np.arange(dfg.ops), np.diff(dfg.child_start))
     start, child = csr(dfg.ops, number[origin], number[dfg.child])
-    return replace(dfg, child_start=start, child=child, **{name: getattr(dfg, name)[old] for name in columns})
+    return replace(
+        dfg, child_start=start, child=child, **{name: getattr(dfg, name)[old] for name in columns}
+    )
 
 
 @st.composite
@@ -135,7 +159,11 @@ def graphs(draw: st.DrawFn, *, plain: bool = False, ops: int = 14) -> Dfg:
     builder = DfgBuilder()
     disciplines = st.just(Discipline.FIFO) if plain else st.sampled_from(Discipline)
     queues = [builder.queue(f"q{i}", draw(disciplines)) for i in range(draw(st.integers(1, 4)))]
-    locks = [] if plain else [builder.lock(draw(st.integers(1, 2))) for _ in range(draw(st.integers(0, 2)))]
+    locks = (
+        []
+        if plain
+        else [builder.lock(draw(st.integers(1, 2))) for _ in range(draw(st.integers(0, 2)))]
+    )
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     whole = draw(st.booleans())
     channels = not plain and draw(st.booleans())
@@ -155,7 +183,9 @@ def graphs(draw: st.DrawFn, *, plain: bool = False, ops: int = 14) -> Dfg:
             Kind(int(rng.integers(1, 14))) if queue >= 0 else Kind.VIRTUAL,
             [p for p in range(op) if rng.random() < 2 / (op + 1)],
             gap_s=time_s() if gaps and queue >= 0 and rng.random() < 0.3 else 0.0,
-            channel=int(rng.choice(other)) if channels and queue >= 0 and other and rng.random() < 0.4 else NONE,
+            channel=int(rng.choice(other))
+            if channels and queue >= 0 and other and rng.random() < 0.4
+            else NONE,
             priority=int(rng.integers(0, 3)),
             acquires=held,
             releases=held,

@@ -7,11 +7,16 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autotune.profiling.job_file import ClockPair
-from runtime_rewriter.tracing.collectives import CollectiveLog, Group, Issued
-from runtime_rewriter.tracing.trace_file import Clock, annotate
+from autotune.recordings.job_file import ClockPair
+from runtime_rewriter.recording.collectives import CollectiveLog, Group, Issued
+from runtime_rewriter.recording.trace_file import Clock, annotate
 
-OPS = {"allreduce_": "gloo:all_reduce", "broadcast_": "gloo:broadcast", "_allgather_base_": "gloo:all_gather", "gather_": "gloo:gather"}
+OPS = {
+    "allreduce_": "gloo:all_reduce",
+    "broadcast_": "gloo:broadcast",
+    "_allgather_base_": "gloo:all_gather",
+    "gather_": "gloo:gather",
+}
 CLOCK = Clock(ClockPair(0, 5_000_000), ClockPair(10**9, 1_005_000_000), 5_000_000)
 
 
@@ -29,7 +34,24 @@ def histories(draw: st.DrawFn) -> tuple[CollectiveLog, list[dict[str, Any]], lis
     for number in range(draw(st.integers(1, 25))):
         now_us += draw(st.floats(10.0, 400.0))
         group, op = draw(st.integers(0, groups - 1)), draw(st.sampled_from(sorted(OPS)))
-        log.issued.append(Issued(op, str(group), number, 4, 4, "float32", 4, int(now_us * 1e3), 0, 1, number // 5, "bucket", "", True))
+        log.issued.append(
+            Issued(
+                op,
+                str(group),
+                number,
+                4,
+                4,
+                "float32",
+                4,
+                int(now_us * 1e3),
+                0,
+                1,
+                number // 5,
+                "bucket",
+                "",
+                True,
+            )
+        )
         thread = min((0, 1), key=lambda t: free_us[group][t])
         previous = max((s["ts"] for s in spans if s["tid"] // 10 == group + 1), default=-1.0)
         start_us = max(now_us, free_us[group][thread], previous) + draw(st.floats(0.1, 5.0))
@@ -37,7 +59,15 @@ def histories(draw: st.DrawFn) -> tuple[CollectiveLog, list[dict[str, Any]], lis
         took_us = free_us[group][thread] - start_us
         tid = 10 * (group + 1) + thread
         spans.append(
-            {"ph": "X", "cat": "user_annotation", "name": OPS[op], "tid": tid, "ts": start_us, "dur": took_us, "args": {"n": number}}
+            {
+                "ph": "X",
+                "cat": "user_annotation",
+                "name": OPS[op],
+                "tid": tid,
+                "ts": start_us,
+                "dur": took_us,
+                "args": {"n": number},
+            }
         )
         owners.append(number)
         log.group_of_thread[tid] = str(group)
@@ -73,5 +103,7 @@ def test_lost_spans_leave_their_entries_without_times(history, random) -> None:
     kept = [span for span in spans if random.random() < 0.5]
     trace: dict[str, Any] = {"traceEvents": kept}
     put = annotate(trace, log, CLOCK, 1, 2, "")
-    assert len(put.seen) == len(owners) and put.untimed == len(owners) - len([s for s in kept if "autotune" in s["args"]])
+    assert len(put.seen) == len(owners) and put.untimed == len(owners) - len(
+        [s for s in kept if "autotune" in s["args"]]
+    )
     assert trace["distributedInfo"] == {"rank": 1, "world_size": 2, "backend": "gloo"}

@@ -14,7 +14,12 @@ from hypothesis import strategies as st
 from autotune.cluster import Cluster, Host
 from autotune.errors import InvalidInput
 from autotune.rng import generator
-from autotune.strategy_space.constraints import balance_load, merge_adjacent, server_ranks, servers_of
+from autotune.strategy_space.constraints import (
+    balance_load,
+    merge_adjacent,
+    server_ranks,
+    servers_of,
+)
 
 SIZES = st.lists(st.one_of(st.just(0), st.integers(1, 200), st.integers(1, 10**9)), max_size=40)
 BANDWIDTHS = st.lists(st.sampled_from([1.25e8, 1.25e9, 3e9, 1e10]), min_size=1, max_size=6)
@@ -27,7 +32,10 @@ def literal_balance_load(sizes, bandwidths, rng):
     all_bandwidth = sum(bandwidths)
     placement = [None] * len(sizes)
     for step, shard in enumerate(sorted(range(len(sizes)), key=lambda i: -sizes[i])):
-        logits = [sum(load) * (b / all_bandwidth) - current for b, current in zip(bandwidths, load, strict=True)]
+        logits = [
+            sum(load) * (b / all_bandwidth) - current
+            for b, current in zip(bandwidths, load, strict=True)
+        ]
         drawn = [logit + gumbel for logit, gumbel in zip(logits, noise[step], strict=True)]
         placement[shard] = drawn.index(max(drawn))
         load[placement[shard]] += sizes[shard]
@@ -54,7 +62,9 @@ def test_balance_load_equals_algorithm_1_line_by_line(sizes, bandwidths, seed):
 
 
 @given(SIZES, BANDWIDTHS, st.integers(0, 2**32))
-def test_no_device_exceeds_its_share_of_the_bandwidth_by_more_than_the_largest_shard_and_50_bytes(sizes, bandwidths, seed):
+def test_no_device_exceeds_its_share_of_the_bandwidth_by_more_than_the_largest_shard_and_50_bytes(
+    sizes, bandwidths, seed
+):
     """With p_j = b_j / b_all and the excess e_j = l_j - p_j l_all (bytes), the logit of device j is -e_j.
 
     A shard of s bytes goes to the j that maximises -e_j + G_j (G: standard Gumbel noise). The excesses sum to 0, so some
@@ -75,13 +85,22 @@ def test_small_shards_are_placed_with_the_probabilities_of_the_softmax():
     for placement in itertools.product(range(2), repeat=3):  # sizes are in descending order already
         load, probability = [0, 0], 1.0
         for size, device in zip(sizes, placement, strict=True):
-            weights = [math.exp(sum(load) * b / sum(bandwidths) - current) for b, current in zip(bandwidths, load, strict=True)]
+            weights = [
+                math.exp(sum(load) * b / sum(bandwidths) - current)
+                for b, current in zip(bandwidths, load, strict=True)
+            ]
             probability *= weights[device] / sum(weights)
             load[device] += size
         exact[placement] = probability
     rng = generator(0, "softmax")
     seen = [tuple(balance_load(sizes, bandwidths, rng).tolist()) for _ in range(draws)]
-    distance = sum(abs(seen.count(placement) / draws - probability) for placement, probability in exact.items()) / 2
+    distance = (
+        sum(
+            abs(seen.count(placement) / draws - probability)
+            for placement, probability in exact.items()
+        )
+        / 2
+    )
     assert sum(exact.values()) == pytest.approx(1)
     assert distance < 0.03  # 8 outcomes, 4000 draws: about 0.01 is expected
 
@@ -99,7 +118,10 @@ def test_groups_are_contiguous_and_stay_within_the_bound_of_algorithm_2(sizes, g
     assert result == sorted(result)
     assert set(result) == set(range(len(set(result))))
     assert len(set(result)) <= groups
-    loads = [sum(size for size, group in zip(sizes, result, strict=True) if group == wanted) for wanted in sorted(set(result))]
+    loads = [
+        sum(size for size, group in zip(sizes, result, strict=True) if group == wanted)
+        for wanted in sorted(set(result))
+    ]
     average = Fraction(sum(sizes), groups)
     assert all(load < average + max(sizes) for load in loads) or sum(sizes) == 0
     assert all(load >= average for load in loads[:-1])
@@ -108,7 +130,9 @@ def test_groups_are_contiguous_and_stay_within_the_bound_of_algorithm_2(sizes, g
 @settings(max_examples=50)
 @given(st.integers(1, 10**15), st.integers(1, 50))
 def test_equal_shards_never_open_a_group_beyond_the_last_however_the_average_rounds(size, groups):
-    assert merge_adjacent([size] * groups * 3, groups).tolist() == [g for g in range(groups) for _ in range(3)]
+    assert merge_adjacent([size] * groups * 3, groups).tolist() == [
+        g for g in range(groups) for _ in range(3)
+    ]
 
 
 def test_zero_byte_shards_after_the_last_group_is_full_stay_in_it():
@@ -147,12 +171,26 @@ def test_servers_are_all_ranks_and_in_large_worlds_the_first_rank_of_each_host()
 
 
 @settings(max_examples=200)
-@given(st.lists(st.tuples(st.integers(1, 3), st.sampled_from([1e8, 2e8, 5e8, 1e9, 1e10])), min_size=2, max_size=6))
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 3), st.sampled_from([1e8, 2e8, 5e8, 1e9, 1e10])),
+        min_size=2,
+        max_size=6,
+    )
+)
 def test_no_other_shares_of_the_servers_make_the_slowest_link_faster(hosts):
-    cluster = Cluster("c", tuple(Host(f"h{i}", devices, rate, 1e-5, 5e10, 1e-6) for i, (devices, rate) in enumerate(hosts)))
+    cluster = Cluster(
+        "c",
+        tuple(
+            Host(f"h{i}", devices, rate, 1e-5, 5e10, 1e-6)
+            for i, (devices, rate) in enumerate(hosts)
+        ),
+    )
     servers = servers_of(cluster)
     assert sum(servers.shares) == pytest.approx(1)
-    of_host = np.bincount(np.array(cluster.host_of_rank)[list(servers.ranks)], servers.shares, len(hosts))
+    of_host = np.bincount(
+        np.array(cluster.host_of_rank)[list(servers.ranks)], servers.shares, len(hosts)
+    )
 
     def slowest_s(shares):
         """For each byte of the model, rank by rank: what its host's workers do not serve themselves, and what it serves to others."""
@@ -168,7 +206,8 @@ def test_no_other_shares_of_the_servers_make_the_slowest_link_faster(hosts):
 
 def test_between_equal_hosts_all_serve_alike_and_a_slow_one_serves_nothing():
     even, uneven = (
-        [Host(f"h{i}", 1, rate, 1e-5, 5e10, 1e-6) for i, rate in enumerate(rates)] for rates in ([1e9] * 4, [1e9, 1e9, 1e9, 2.5e8])
+        [Host(f"h{i}", 1, rate, 1e-5, 5e10, 1e-6) for i, rate in enumerate(rates)]
+        for rates in ([1e9] * 4, [1e9, 1e9, 1e9, 2.5e8])
     )
     assert servers_of(Cluster("c", tuple(even))).shares == pytest.approx((0.25,) * 4)
     assert servers_of(Cluster("c", tuple(uneven))).ranks == (0, 1, 2)

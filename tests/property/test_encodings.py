@@ -24,8 +24,13 @@ VARIABLES = (
     Variable("rows", (50_000, 16), sparse=True),
 )
 MODEL = Workload("m", VARIABLES, forward_s=0.1, backward_s=0.2)
-CLUSTER = Cluster("c", tuple(Host(f"h{i}", 1 + i % 2, (1 + i) * 1e8, 1e-4, 1e10, 1e-6) for i in range(4)))
-SEARCHES = {lossy: SpaceChoices(MODEL, CLUSTER, SearchSpace.default(lossy=lossy), seed=0) for lossy in (False, True)}
+CLUSTER = Cluster(
+    "c", tuple(Host(f"h{i}", 1 + i % 2, (1 + i) * 1e8, 1e-4, 1e10, 1e-6) for i in range(4))
+)
+SEARCHES = {
+    lossy: SpaceChoices(MODEL, CLUSTER, SearchSpace.default(lossy=lossy), seed=0)
+    for lossy in (False, True)
+}
 
 
 def values_of(dimension: Any) -> st.SearchStrategy[float | int]:
@@ -49,12 +54,23 @@ def test_random_points_reach_every_kind_of_choice() -> None:
     search = BayesianSearch(SEARCHES[True], seed=1)
     points = search._optimizer.space.rvs(n_samples=400, random_state=0)
     made = [SEARCHES[True].strategy(point) for point in points]
-    shards = {shard for strategy in made for choice in strategy.variables for shard in choice.shards}
+    shards = {
+        shard for strategy in made for choice in strategy.variables for shard in choice.shards
+    }
     assert {shard.synchronizer for shard in shards} == set(Synchronizer)
     assert {shard.compressor for shard in shards} == set(Compressor)
-    assert {choice.sparse for strategy in made for choice in strategy.variables} == set(SparseHandling)
-    assert {shard.hierarchical for shard in shards} == {strategy.cross_step for strategy in made} == {False, True}
-    assert max(len(choice.shards) for strategy in made for choice in strategy.variables) == SearchSpace.default().max_shards
+    assert {choice.sparse for strategy in made for choice in strategy.variables} == set(
+        SparseHandling
+    )
+    assert (
+        {shard.hierarchical for shard in shards}
+        == {strategy.cross_step for strategy in made}
+        == {False, True}
+    )
+    assert (
+        max(len(choice.shards) for strategy in made for choice in strategy.variables)
+        == SearchSpace.default().max_shards
+    )
     assert {(s.cross_step, s.in_flight) for s in made} == {(False, 1), (True, 1), (True, 2)}
     assert len({strategy.ring_order for strategy in made}) == 3  # all that four hosts have
     assert len({strategy.id for strategy in made}) > 300

@@ -14,9 +14,19 @@ from autotune.errors import InvalidInput
 from autotune.profiling.traces import json_stream
 from autotune.profiling.traces.json_stream import Field, JsonItems
 
-leaves = st.none() | st.booleans() | st.integers(-(10**20), 10**20) | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8)
+leaves = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**20), 10**20)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=8)
+)
 values = st.recursive(
-    leaves, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3), max_leaves=6
+    leaves,
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3)
+    ),
+    max_leaves=6,
 )
 keys = st.text(max_size=5).filter(lambda key: key != "traceEvents")
 
@@ -35,21 +45,31 @@ def reader(text: bytes, chunk: int) -> JsonItems:
 
 @settings(max_examples=150, deadline=None)
 @given(
-    st.dictionaries(keys, values, max_size=3), st.lists(values, max_size=5), st.integers(1, 40), st.booleans(), st.sampled_from([None, 1])
+    st.dictionaries(keys, values, max_size=3),
+    st.lists(values, max_size=5),
+    st.integers(1, 40),
+    st.booleans(),
+    st.sampled_from([None, 1]),
 )
 def test_items_and_fields_are_those_of_the_whole_document(
     beside: dict[str, Any], events: list[Any], chunk: int, ascii_only: bool, indent: int | None
 ) -> None:
-    text = json.dumps({**beside, "traceEvents": events}, ensure_ascii=ascii_only, indent=indent).encode(errors="surrogatepass")
+    text = json.dumps(
+        {**beside, "traceEvents": events}, ensure_ascii=ascii_only, indent=indent
+    ).encode(errors="surrogatepass")
     found = list(reader(text, chunk))
     whole = json.loads(text.decode(errors="replace"), strict=False)
     assert [item for item in found if not isinstance(item, Field)] == whole["traceEvents"]
-    assert {item.key: item.value for item in found if isinstance(item, Field)} == {k: v for k, v in whole.items() if k != "traceEvents"}
+    assert {item.key: item.value for item in found if isinstance(item, Field)} == {
+        k: v for k, v in whole.items() if k != "traceEvents"
+    }
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(values, min_size=1, max_size=4), st.data())
-def test_a_document_that_is_cut_off_anywhere_is_refused_in_one_way(events: list[Any], data: st.DataObject) -> None:
+def test_a_document_that_is_cut_off_anywhere_is_refused_in_one_way(
+    events: list[Any], data: st.DataObject
+) -> None:
     text = json.dumps({"a": 1, "traceEvents": events}).encode()
     with pytest.raises(InvalidInput):
         list(reader(text[: data.draw(st.integers(0, len(text) - 1))], 7))
@@ -64,7 +84,10 @@ def test_no_bytes_make_it_raise_anything_else(text: bytes) -> None:
 
 
 def test_bare_nan_and_inf_are_read_as_null_but_not_within_strings() -> None:
-    items = reader(b'{"traceEvents": [{"a": -nan, "b": "x: nan", "c": inf}, {"d": NaN}, {"e": -Infinity, "f": 1}]}', 11)
+    items = reader(
+        b'{"traceEvents": [{"a": -nan, "b": "x: nan", "c": inf}, {"d": NaN}, {"e": -Infinity, "f": 1}]}',
+        11,
+    )
     assert list(items) == [{"a": None, "b": "x: nan", "c": None}, {"d": None}, {"e": None, "f": 1}]
     assert items.not_numbers >= 2
 

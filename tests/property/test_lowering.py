@@ -11,16 +11,23 @@ from hypothesis import strategies as st
 from worlds import FREE
 
 from autotune.cluster import Bend, Cluster, CollectiveFit, Host, PairLink, Where
+from autotune.costs.issue_order import MessageTimes
 from autotune.dfg.replay import replay
 from autotune.lowering.costs import Constant, RuntimeCosts
 from autotune.lowering.lower import Lowering
 from autotune.lowering.traffic import Collective, Ports
 from autotune.rng import generator
 from autotune.sampler.random import sample
-from autotune.strategy_space.cross_step import MessageTimes
 from autotune.strategy_space.plan import Message, Plan, Primitive, TensorSlice, plan
 from autotune.strategy_space.space import SearchSpace
-from autotune.strategy_space.strategy import Compressor, Shard, SparseHandling, Strategy, Synchronizer, VariableStrategy
+from autotune.strategy_space.strategy import (
+    Compressor,
+    Shard,
+    SparseHandling,
+    Strategy,
+    Synchronizer,
+    VariableStrategy,
+)
 from autotune.workload import Variable, Workload
 
 CROWDED = replace(
@@ -50,18 +57,33 @@ CROWDED = replace(
 )
 """Of a machine whose cores are busy, and none of the defaults: one that is measured anew changes no case. Rows cost its cores nothing: what
 a later lane computes may come in time to go ahead of what is waited for (Graham's anomalies)."""
-PROBED = ("all_reduce", "push_pull", "reduce_scatter_all_gather", "reduce_scatter", "all_gather", "broadcast", "reduce")
+PROBED = (
+    "all_reduce",
+    "push_pull",
+    "reduce_scatter_all_gather",
+    "reduce_scatter",
+    "all_gather",
+    "broadcast",
+    "reduce",
+)
 
 
 def hosts(*devices_and_mbit: tuple[int, float]) -> tuple[Host, ...]:
-    return tuple(Host(f"h{i}", d, mbit * 125e3, 5e-5, 5e9, 5e-6, cores=1 + i) for i, (d, mbit) in enumerate(devices_and_mbit))
+    return tuple(
+        Host(f"h{i}", d, mbit * 125e3, 5e-5, 5e9, 5e-6, cores=1 + i)
+        for i, (d, mbit) in enumerate(devices_and_mbit)
+    )
 
 
 def fitted(cluster: Cluster) -> Cluster:
     """With a fit of every primitive, of different costs, some of them bent."""
     fits = []
     for number, name in enumerate(PROBED):
-        for where, size in ((Where.WORLD, cluster.world_size), (Where.HOST, 2), (Where.ACROSS, len(cluster.hosts))):
+        for where, size in (
+            (Where.WORLD, cluster.world_size),
+            (Where.HOST, 2),
+            (Where.ACROSS, len(cluster.hosts)),
+        ):
             bends = (Bend(65536.0, (4 + number) * 1e-9), Bend(1e6, 2e-8)) if number % 2 else ()
             fits.append(
                 CollectiveFit(
@@ -85,7 +107,11 @@ CLUSTERS = {
     "even": Cluster("even", hosts(*[(1, 1000)] * 4)),
     "uneven": Cluster("uneven", hosts((1, 1000), (1, 1000), (1, 1000), (1, 250))),
     "devices": Cluster("devices", hosts((2, 1000), (2, 1000))),
-    "pair": Cluster("pair", hosts((2, 1000), (1, 500), (1, 1000)), (PairLink(("h0", "h1"), 1e7, 1e-3), PairLink(("h1", "h2"), 1e9, 1e-5))),
+    "pair": Cluster(
+        "pair",
+        hosts((2, 1000), (1, 500), (1, 1000)),
+        (PairLink(("h0", "h1"), 1e7, 1e-3), PairLink(("h1", "h2"), 1e9, 1e-5)),
+    ),
     "one": Cluster("one", hosts((4, 1000))),
 }
 
@@ -101,13 +127,19 @@ def workloads(draw: st.DrawFn) -> Workload:
         shape, sparse = draw(shapes), draw(st.booleans())
         touched = draw(st.none() | st.floats(0, shape[0])) if sparse else None
         needed_s = forward_s * draw(st.floats(0, 1))
-        variables.append(Variable(f"v{number}", shape, "float32", sparse, at * backward_s, needed_s, touched))
+        variables.append(
+            Variable(f"v{number}", shape, "float32", sparse, at * backward_s, needed_s, touched)
+        )
     threads = draw(st.sampled_from([0, 1]))
-    return Workload("m", tuple(variables), (), forward_s, backward_s, draw(st.floats(0, 0.01)), threads=threads)
+    return Workload(
+        "m", tuple(variables), (), forward_s, backward_s, draw(st.floats(0, 0.01)), threads=threads
+    )
 
 
 ALL = replace(SearchSpace.default(lossy=True), min_partition_bytes=0)
-ONE_STEP = SearchSpace((Synchronizer.ALL_REDUCE,), min_partition_bytes=0, cross_step=True, most_in_flight=1)
+ONE_STEP = SearchSpace(
+    (Synchronizer.ALL_REDUCE,), min_partition_bytes=0, cross_step=True, most_in_flight=1
+)
 
 
 @st.composite
@@ -128,7 +160,9 @@ def test_what_the_sampler_draws_replays_and_the_folded_graph_takes_as_long_as_th
     lowering = Lowering(workload, cluster, CROWDED, taken_share)
     folded_s = lowering.step_s(wanted)
     assert folded_s >= workload.compute_s - 1e-12
-    assert np.isclose(folded_s, replay(lowering.period(wanted, symmetric=False)).makespan_s, rtol=1e-9)
+    assert np.isclose(
+        folded_s, replay(lowering.period(wanted, symmetric=False)).makespan_s, rtol=1e-9
+    )
 
 
 @settings(max_examples=40, deadline=None)
@@ -144,10 +178,17 @@ def test_a_further_step_takes_the_period(case: tuple[Workload, Cluster, Plan]) -
 @pytest.mark.parametrize("name", ["even", "uneven", "devices"])
 @pytest.mark.parametrize(
     ("sparse", "synchronizer"),
-    [(SparseHandling.ALL_GATHER, Synchronizer.ALL_REDUCE), (SparseHandling.GATHER_SCATTER, Synchronizer.PARAMETER_SERVER)],
+    [
+        (SparseHandling.ALL_GATHER, Synchronizer.ALL_REDUCE),
+        (SparseHandling.GATHER_SCATTER, Synchronizer.PARAMETER_SERVER),
+    ],
 )
-def test_fewer_touched_rows_are_faster(sparse: SparseHandling, synchronizer: Synchronizer, name: str, cross_step: bool) -> None:
-    shard = Shard(synchronizer, placement=0 if synchronizer is Synchronizer.PARAMETER_SERVER else None)
+def test_fewer_touched_rows_are_faster(
+    sparse: SparseHandling, synchronizer: Synchronizer, name: str, cross_step: bool
+) -> None:
+    shard = Shard(
+        synchronizer, placement=0 if synchronizer is Synchronizer.PARAMETER_SERVER else None
+    )
     strategy = Strategy((VariableStrategy("v", (shard,), None, sparse),), cross_step)
 
     def step_s(touched: float | None) -> float:
@@ -159,25 +200,44 @@ def test_fewer_touched_rows_are_faster(sparse: SparseHandling, synchronizer: Syn
     assert few_s < some_s < all_s == step_s(40_000.0)
 
 
-@pytest.mark.parametrize("cost", ["rows_take_s_per_byte", "rows_add_s_per_byte", "rows_write_s_per_byte"])
+@pytest.mark.parametrize(
+    "cost", ["rows_take_s_per_byte", "rows_add_s_per_byte", "rows_write_s_per_byte"]
+)
 @pytest.mark.parametrize(
     ("sparse", "synchronizer"),
-    [(SparseHandling.ALL_GATHER, Synchronizer.ALL_REDUCE), (SparseHandling.GATHER_SCATTER, Synchronizer.PARAMETER_SERVER)],
+    [
+        (SparseHandling.ALL_GATHER, Synchronizer.ALL_REDUCE),
+        (SparseHandling.GATHER_SCATTER, Synchronizer.PARAMETER_SERVER),
+    ],
 )
-def test_rows_take_the_processor_for_what_is_done_with_them(sparse: SparseHandling, synchronizer: Synchronizer, cost: str) -> None:
-    shard = Shard(synchronizer, placement=0 if synchronizer is Synchronizer.PARAMETER_SERVER else None)
+def test_rows_take_the_processor_for_what_is_done_with_them(
+    sparse: SparseHandling, synchronizer: Synchronizer, cost: str
+) -> None:
+    shard = Shard(
+        synchronizer, placement=0 if synchronizer is Synchronizer.PARAMETER_SERVER else None
+    )
     table = Variable("v", (40_000, 64), "float32", True, 0.0, 0.0, 4000.0)
     workload = Workload("m", (table,), (), 0.0, 0.0, 0.0)
     wanted = plan(Strategy((VariableStrategy("v", (shard,), None, sparse),)), workload, 4)
     own_bytes, per_byte = 4000 * (4 * 64 + 4), 1e-8
     handled = {"take": own_bytes, "add": 4 * own_bytes, "write": own_bytes * (1 - 0.9**4) / 0.1}
     dear = replace(FREE, **{cost: Constant(per_byte, "a test")})
-    free_s, dear_s = (Lowering(workload, CLUSTERS["even"], costs).step_s(wanted) for costs in (FREE, dear))
+    free_s, dear_s = (
+        Lowering(workload, CLUSTERS["even"], costs).step_s(wanted) for costs in (FREE, dear)
+    )
     assert np.isclose(dear_s - free_s, per_byte * handled[cost.split("_")[1]], rtol=1e-9)
 
 
-def one_message(primitive: Primitive, elements: int, cluster: Cluster, owner: int | None = None, cross_step: bool = False) -> tuple:
-    workload = Workload("m", (Variable("v", (elements,), ready_s=0.0, needed_s=0.0),), (), 0.0, 0.0, 0.0)
+def one_message(
+    primitive: Primitive,
+    elements: int,
+    cluster: Cluster,
+    owner: int | None = None,
+    cross_step: bool = False,
+) -> tuple:
+    workload = Workload(
+        "m", (Variable("v", (elements,), ready_s=0.0, needed_s=0.0),), (), 0.0, 0.0, 0.0
+    )
     message = Message((TensorSlice("v", elements),), primitive, Compressor.NONE, "float32", owner)
     return workload, Plan(workload.id, cluster.world_size, (message,), cross_step)
 
@@ -186,11 +246,15 @@ def one_message(primitive: Primitive, elements: int, cluster: Cluster, owner: in
 @pytest.mark.parametrize("name", ["even", "uneven", "devices"])
 @pytest.mark.parametrize("primitive", list(Primitive))
 @pytest.mark.parametrize("elements", [1, 5_000, 100_000, 10_000_000])
-def test_alone_a_message_costs_what_was_fitted(primitive: Primitive, elements: int, name: str, cross_step: bool) -> None:
+def test_alone_a_message_costs_what_was_fitted(
+    primitive: Primitive, elements: int, name: str, cross_step: bool
+) -> None:
     cluster = fitted(CLUSTERS[name])
     rooted = primitive in (Primitive.PUSH_PULL, Primitive.REDUCE_BROADCAST)
     workload, wanted = one_message(primitive, elements, cluster, 0 if rooted else None, cross_step)
-    parts = ("reduce", "broadcast") if primitive is Primitive.REDUCE_BROADCAST else (primitive.value,)
+    parts = (
+        ("reduce", "broadcast") if primitive is Primitive.REDUCE_BROADCAST else (primitive.value,)
+    )
     fits = [cluster.fit(part, cluster.world_size) for part in parts]
     expected_s = sum(fit.seconds(4 * elements) for fit in fits if fit is not None)
     assert np.isclose(Lowering(workload, cluster, FREE).step_s(wanted), expected_s, rtol=1e-9)
@@ -198,26 +262,43 @@ def test_alone_a_message_costs_what_was_fitted(primitive: Primitive, elements: i
 
 @settings(max_examples=80, deadline=None)
 @given(workloads(), st.integers(0, 10**6))
-def test_across_the_step_and_one_by_one_the_period_is_that_of_one_channel(workload: Workload, seed: int) -> None:
+def test_across_the_step_and_one_by_one_the_period_is_that_of_one_channel(
+    workload: Workload, seed: int
+) -> None:
     cluster = fitted(CLUSTERS["even"])
     idle = replace(workload, threads=0)
-    wanted = replace(plan(sample(idle, cluster, ONE_STEP, generator(seed, "test")), idle, 4), cross_step=True)
-    assert np.isclose(Lowering(idle, cluster, FREE).step_s(wanted), MessageTimes.of(wanted, idle, cluster).period_s, rtol=1e-9)
+    wanted = replace(
+        plan(sample(idle, cluster, ONE_STEP, generator(seed, "test")), idle, 4), cross_step=True
+    )
+    assert np.isclose(
+        Lowering(idle, cluster, FREE).step_s(wanted),
+        MessageTimes.of(wanted, idle, cluster).period_s,
+        rtol=1e-9,
+    )
 
 
 def test_across_the_step_a_server_sends_one_message_back_while_the_next_comes_in() -> None:
     cluster = fitted(CLUSTERS["even"])
     workload, alone = one_message(Primitive.PUSH_PULL, 100_000, cluster, 0, cross_step=True)
-    both = replace(workload, variables=tuple(replace(workload.variables[0], name=name) for name in ("v", "w")))
-    messages = tuple(replace(alone.messages[0], slices=(replace(alone.messages[0].slices[0], variable=name),)) for name in ("v", "w"))
+    both = replace(
+        workload, variables=tuple(replace(workload.variables[0], name=name) for name in ("v", "w"))
+    )
+    messages = tuple(
+        replace(alone.messages[0], slices=(replace(alone.messages[0].slices[0], variable=name),))
+        for name in ("v", "w")
+    )
     in_then_out_s = Lowering(workload, cluster, FREE).step_s(alone)
-    both_s = Lowering(both, cluster, FREE).step_s(Plan(both.id, cluster.world_size, messages, cross_step=True))
+    both_s = Lowering(both, cluster, FREE).step_s(
+        Plan(both.id, cluster.world_size, messages, cross_step=True)
+    )
     assert np.isclose(both_s, 1.5 * in_then_out_s, rtol=1e-9)
 
 
 @settings(max_examples=40, deadline=None)
 @given(cases(), st.floats(1.0, 4.0))
-def test_with_one_message_at_a_time_more_bandwidth_is_never_slower(case: tuple[Workload, Cluster, Plan], factor: float) -> None:
+def test_with_one_message_at_a_time_more_bandwidth_is_never_slower(
+    case: tuple[Workload, Cluster, Plan], factor: float
+) -> None:
     workload, cluster, wanted = case
     # Several lanes share ports in order of arrival, where Graham's anomalies may happen; each message alone has them to itself.
     wanted = replace(wanted, messages=wanted.messages[:1])
@@ -225,12 +306,22 @@ def test_with_one_message_at_a_time_more_bandwidth_is_never_slower(case: tuple[W
     faster = replace(
         cluster,
         hosts=tuple(
-            replace(h, link_bytes_per_s=factor * h.link_bytes_per_s, inner_bytes_per_s=factor * h.inner_bytes_per_s) for h in cluster.hosts
+            replace(
+                h,
+                link_bytes_per_s=factor * h.link_bytes_per_s,
+                inner_bytes_per_s=factor * h.inner_bytes_per_s,
+            )
+            for h in cluster.hosts
         ),
-        pair_links=tuple(replace(link, link_bytes_per_s=factor * link.link_bytes_per_s) for link in cluster.pair_links),
+        pair_links=tuple(
+            replace(link, link_bytes_per_s=factor * link.link_bytes_per_s)
+            for link in cluster.pair_links
+        ),
     )
     alone = replace(wanted, cross_step=True, in_flight=1)
-    assert Lowering(workload, faster).step_s(alone) <= Lowering(workload, cluster).step_s(alone) * (1 + 1e-9)
+    assert Lowering(workload, faster).step_s(alone) <= Lowering(workload, cluster).step_s(alone) * (
+        1 + 1e-9
+    )
 
 
 @settings(max_examples=30, deadline=None)
@@ -239,10 +330,14 @@ def test_hosts_alike_may_change_places(workload: Workload, seed: int, order: lis
     cluster = CLUSTERS["even"]
     space = replace(SearchSpace.default(), min_partition_bytes=0, ring_orders=False)
     drawn = plan(sample(workload, cluster, space, generator(seed, "test")), workload, 4)
-    wanted = replace(drawn, ring_order=(0, 1, 2, 3))  # as it is anyway, but then mere buckets are not for torch's reducer
+    wanted = replace(
+        drawn, ring_order=(0, 1, 2, 3)
+    )  # as it is anyway, but then mere buckets are not for torch's reducer
     moved = replace(
         wanted,
-        messages=tuple(replace(m, owner=None if m.owner is None else order[m.owner]) for m in wanted.messages),
+        messages=tuple(
+            replace(m, owner=None if m.owner is None else order[m.owner]) for m in wanted.messages
+        ),
         ring_order=tuple(order),
     )
     lowering = Lowering(workload, cluster)
@@ -250,8 +345,15 @@ def test_hosts_alike_may_change_places(workload: Workload, seed: int, order: lis
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.sampled_from(sorted(CLUSTERS)), st.sampled_from(list(Collective)), st.integers(0, 3), st.permutations([0, 1, 2, 3]))
-def test_the_ports_carry_what_the_transfers_of_the_collective_add_up_to(name: str, kind: Collective, root: int, members: list[int]) -> None:
+@given(
+    st.sampled_from(sorted(CLUSTERS)),
+    st.sampled_from(list(Collective)),
+    st.integers(0, 3),
+    st.permutations([0, 1, 2, 3]),
+)
+def test_the_ports_carry_what_the_transfers_of_the_collective_add_up_to(
+    name: str, kind: Collective, root: int, members: list[int]
+) -> None:
     cluster = CLUSTERS[name]
     ports = Ports(cluster)
     found = ports.traffic(kind, members, root).s_per_byte
@@ -282,7 +384,11 @@ def transfers(kind: Collective, members: list[int], root: int) -> list[tuple[int
         Collective.ALL_GATHER: [(a, b, 0.75) for a, b in ring],
         Collective.ALL_TO_ALL: [(a, b, 0.25) for a in members for b in members if a != b],
         Collective.REDUCE: [(a, b, 0.75) for a, b in ring] + [(a, root, 0.25) for a in others],
-        Collective.BROADCAST: [(turned[0], turned[2], 1.0), (turned[0], turned[1], 1.0), (turned[1], turned[3], 1.0)],
+        Collective.BROADCAST: [
+            (turned[0], turned[2], 1.0),
+            (turned[0], turned[1], 1.0),
+            (turned[1], turned[3], 1.0),
+        ],
         Collective.GATHER: [(a, root, 1.0) for a in others],
         Collective.SCATTER: [(root, a, 1.0) for a in others],
     }[kind]
@@ -296,14 +402,23 @@ def test_on_the_cores_of_one_machine_a_step_takes_no_less_and_no_longer_the_more
     """Messages of one lane, one at a time: of those side by side a faster one may go ahead of what is waited for (Graham's anomalies)."""
     workload, cluster, wanted = case
     alone = replace(wanted, cross_step=True)
-    few, more = (Lowering(workload, replace(cluster, machine_cores=count), CROWDED).step_s(alone) for count in (cores, 2 * cores))
+    few, more = (
+        Lowering(workload, replace(cluster, machine_cores=count), CROWDED).step_s(alone)
+        for count in (cores, 2 * cores)
+    )
     assert few >= more - 1e-12
 
 
 @settings(max_examples=30, deadline=None)
 @given(cases(), st.integers(1, 4))
-def test_on_shared_cores_the_folded_graph_is_close_to_the_full_one(case: tuple[Workload, Cluster, Plan], cores: int) -> None:
+def test_on_shared_cores_the_folded_graph_is_close_to_the_full_one(
+    case: tuple[Workload, Cluster, Plan], cores: int
+) -> None:
     """What each rank does there is written down rank by rank or once for all of them, so that other work comes between or not."""
     workload, cluster, wanted = case
     lowering = Lowering(workload, replace(cluster, machine_cores=cores), CROWDED)
-    assert np.isclose(lowering.step_s(wanted), replay(lowering.period(wanted, symmetric=False)).makespan_s, rtol=0.05)
+    assert np.isclose(
+        lowering.step_s(wanted),
+        replay(lowering.period(wanted, symmetric=False)).makespan_s,
+        rtol=0.05,
+    )

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from autotune.measurement import (
+from autotune.records import Measured, Role, TrialRequest
+from autotune.tuning.statistics import (
     PairRule,
     changed_within,
     enough_pairs,
@@ -20,7 +21,6 @@ from autotune.measurement import (
     size_half_width,
     stop_reason,
 )
-from autotune.records import Measured, Role, TrialRequest
 
 SECONDS = st.floats(1e-4, 100.0)
 TIMES = st.lists(SECONDS, min_size=6, max_size=40)
@@ -31,14 +31,34 @@ TIMES = st.lists(SECONDS, min_size=6, max_size=40)
 def test_the_relative_interval_does_not_depend_on_the_unit_of_time(times, factor):
     interval, scaled = median_interval(times), median_interval([factor * value for value in times])
     assert interval is not None and scaled is not None
-    assert interval.low <= interval.middle <= interval.high and interval.middle == float(np.median(times))
+    assert interval.low <= interval.middle <= interval.high and interval.middle == float(
+        np.median(times)
+    )
     assert scaled.half_width == pytest.approx(interval.half_width, rel=1e-6, abs=1e-12)
 
 
 @settings(max_examples=60, deadline=None)
-@given(TIMES, st.integers(1, 12), st.integers(0, 40), st.floats(0.001, 1.0), st.none() | SECONDS, st.integers(0, 40))
-def test_a_trial_never_exceeds_its_cap_and_says_why_it_ended(times, batch, most, precision, losing_s, left_out):
-    request = TrialRequest(0, "strategy", Role.CANDIDATE, 2, batch, most_steps=most, precision=precision, losing_s=losing_s)
+@given(
+    TIMES,
+    st.integers(1, 12),
+    st.integers(0, 40),
+    st.floats(0.001, 1.0),
+    st.none() | SECONDS,
+    st.integers(0, 40),
+)
+def test_a_trial_never_exceeds_its_cap_and_says_why_it_ended(
+    times, batch, most, precision, losing_s, left_out
+):
+    request = TrialRequest(
+        0,
+        "strategy",
+        Role.CANDIDATE,
+        2,
+        batch,
+        most_steps=most,
+        precision=precision,
+        losing_s=losing_s,
+    )
     outcome = Measured((tuple(times),), left_out=left_out)
     steps = further_steps(request, outcome)
     assert 0 <= steps <= batch
@@ -50,7 +70,9 @@ def test_a_trial_never_exceeds_its_cap_and_says_why_it_ended(times, batch, most,
 @given(TIMES)
 def test_a_change_looks_the_same_backwards_when_the_trial_has_whole_quarters(times):
     times = times[: len(times) // 4 * 4]
-    assert changed_within(Measured((tuple(times),))) == changed_within(Measured((tuple(reversed(times)),)))
+    assert changed_within(Measured((tuple(times),))) == changed_within(
+        Measured((tuple(reversed(times)),))
+    )
     assert neighbour_noise(times) == pytest.approx(neighbour_noise(times[::-1]))
 
 
@@ -67,6 +89,10 @@ def test_swapping_the_sides_of_any_pair_never_makes_a_comparison_precise(logs, d
     signs = data.draw(st.lists(st.sampled_from([-1, 1]), min_size=len(logs), max_size=len(logs)))
     current = [Measured(((1.0,),))] * len(logs)
     first = [Measured(((math.exp(value),),)) for value in logs]
-    second = [Measured(((math.exp(sign * value),),)) for sign, value in zip(signs, logs, strict=True)]
-    assume(abs(size_half_width(np.array(logs), 0.025) - 0.02) > 1e-9)  # there the last bit of a logarithm decides
+    second = [
+        Measured(((math.exp(sign * value),),)) for sign, value in zip(signs, logs, strict=True)
+    ]
+    assume(
+        abs(size_half_width(np.array(logs), 0.025) - 0.02) > 1e-9
+    )  # there the last bit of a logarithm decides
     assert enough_pairs(first, current, rule) == enough_pairs(second, current, rule)

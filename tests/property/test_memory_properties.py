@@ -8,10 +8,19 @@ from itertools import chain, combinations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autotune.dfg.memory import MemoryEstimate, peak_memory
-from autotune.dfg.memory_choice import candidates, choose_runs
-from autotune.dfg.memory_passes import Run, accumulated, recomputed
-from autotune.dfg.memory_profile import Held, Lifetime, MemoryProfile, Pass, Phase, Region, Segment, touched
+from autotune.memory.choice import candidates, choose_runs
+from autotune.memory.passes import Run, accumulated, recomputed
+from autotune.memory.peak import MemoryEstimate, peak_memory
+from autotune.recordings.memory_profile import (
+    Held,
+    Lifetime,
+    MemoryProfile,
+    Pass,
+    Phase,
+    Region,
+    Segment,
+    touched,
+)
 from autotune.workload import Variable, Workload
 
 SIZES = st.integers(0, 1000)
@@ -34,8 +43,12 @@ def lifetimes(draw: st.DrawFn, segments: int) -> Lifetime:
     return Lifetime(draw(SIZES), Held.ACTIVATION, draw(at), draw(at))
 
 
-@given(st.integers(1, 9).flatmap(lambda n: st.tuples(st.just(n), st.lists(lifetimes(n), max_size=12))))
-def test_touched_is_the_sum_over_the_segments_that_each_lifetime_walks_through(step: tuple[int, list[Lifetime]]) -> None:
+@given(
+    st.integers(1, 9).flatmap(lambda n: st.tuples(st.just(n), st.lists(lifetimes(n), max_size=12)))
+)
+def test_touched_is_the_sum_over_the_segments_that_each_lifetime_walks_through(
+    step: tuple[int, list[Lifetime]],
+) -> None:
     segments, held = step
     slow = [sum(one.bytes for one in held if at in alive(one, segments)) for at in range(segments)]
     assert touched(held, segments).tolist() == slow
@@ -46,8 +59,14 @@ def layered(draw: st.DrawFn) -> MemoryProfile:
     """A sequence of layers: forward, backward in the opposite order, update."""
     layers = draw(st.integers(1, 5))
     last = 2 * layers
-    forward = [Segment(Phase.FORWARD, draw(st.integers(1, 9)) / 10, reads=(f"v{n}",)) for n in range(layers)]
-    backward = [Segment(Phase.BACKWARD, draw(st.integers(1, 9)) / 10, readies=(f"v{n}",)) for n in reversed(range(layers))]
+    forward = [
+        Segment(Phase.FORWARD, draw(st.integers(1, 9)) / 10, reads=(f"v{n}",))
+        for n in range(layers)
+    ]
+    backward = [
+        Segment(Phase.BACKWARD, draw(st.integers(1, 9)) / 10, readies=(f"v{n}",))
+        for n in reversed(range(layers))
+    ]
     held = [Lifetime(draw(SIZES), Held.PARAMETER)]
     regions = []
     for n in range(layers):
@@ -60,7 +79,13 @@ def layered(draw: st.DrawFn) -> MemoryProfile:
         held.append(Lifetime(draw(SIZES), Held.TEMPORARY, n, n))
         regions.append(Region(f"l{n}", (Pass(n, n, back),), chain="", position=n))
     model = Workload("L", tuple(Variable(f"v{n}", (1,)) for n in reversed(range(layers)))).id
-    return MemoryProfile(model, "meta", (*forward, *backward, Segment(Phase.UPDATE, 0.1)), tuple(held), tuple(regions))
+    return MemoryProfile(
+        model,
+        "meta",
+        (*forward, *backward, Segment(Phase.UPDATE, 0.1)),
+        tuple(held),
+        tuple(regions),
+    )
 
 
 def workload_of(profile: MemoryProfile) -> Workload:
@@ -84,7 +109,9 @@ class HeldTensors:
         self.peak = max(self.peak, self.fixed + sum(self.held.values()))
 
     def leave(self, at: int) -> None:
-        self.held = {number: size for number, size in self.held.items() if self.lifetimes[number].dies != at}
+        self.held = {
+            number: size for number, size in self.held.items() if self.lifetimes[number].dies != at
+        }
 
     def compute_again(self, run: Run) -> None:
         for at in range(run.first, run.last + 1):
@@ -92,7 +119,11 @@ class HeldTensors:
             self.leave(at)
 
     def drop(self, run: Run) -> None:
-        self.held = {number: size for number, size in self.held.items() if not run.drops(self.lifetimes[number])}
+        self.held = {
+            number: size
+            for number, size in self.held.items()
+            if not run.drops(self.lifetimes[number])
+        }
 
 
 def replayed(profile: MemoryProfile, runs: list[Run]) -> int:
@@ -115,7 +146,10 @@ def choices(profile: MemoryProfile) -> list[list[Run]]:
     """All sets of disjoint runs."""
     runs = candidates(profile)
     sets = chain.from_iterable(combinations(runs, size) for size in range(len(runs) + 1))
-    spans = [(list(chosen), [n for run in chosen for n in range(run.first, run.last + 1)]) for chosen in sets]
+    spans = [
+        (list(chosen), [n for run in chosen for n in range(run.first, run.last + 1)])
+        for chosen in sets
+    ]
     return [chosen for chosen, numbers in spans if len(set(numbers)) == len(numbers)]
 
 
@@ -125,7 +159,9 @@ def plain(profile: MemoryProfile, workload: Workload) -> MemoryEstimate:
 
 @settings(max_examples=60, deadline=None)
 @given(layered(), st.data())
-def test_recomputation_is_what_a_walk_through_the_step_finds(profile: MemoryProfile, data: st.DataObject) -> None:
+def test_recomputation_is_what_a_walk_through_the_step_finds(
+    profile: MemoryProfile, data: st.DataObject
+) -> None:
     runs: list[Run] = []
     at = 0
     while at < len(profile.regions):
@@ -138,14 +174,20 @@ def test_recomputation_is_what_a_walk_through_the_step_finds(profile: MemoryProf
 
 @settings(max_examples=25, deadline=None)
 @given(layered().filter(lambda profile: len(profile.regions) <= 4), st.floats(0.5, 1.0))
-def test_the_chosen_runs_fit_and_no_others_that_fit_cost_less(profile: MemoryProfile, share: float) -> None:
+def test_the_chosen_runs_fit_and_no_others_that_fit_cost_less(
+    profile: MemoryProfile, share: float
+) -> None:
     workload = workload_of(profile)
     budget = int(peak_memory(profile).peak_bytes * share)
     seconds = {
-        str(chosen): sum(profile.segments[n].seconds for run in chosen for n in range(run.first, run.last + 1))
+        str(chosen): sum(
+            profile.segments[n].seconds for run in chosen for n in range(run.first, run.last + 1)
+        )
         for chosen in choices(profile)
     }
-    fitting = [seconds[str(chosen)] for chosen in choices(profile) if replayed(profile, chosen) <= budget]
+    fitting = [
+        seconds[str(chosen)] for chosen in choices(profile) if replayed(profile, chosen) <= budget
+    ]
     chosen = choose_runs(profile, workload, budget, plain)
     assert chosen.fits == bool(fitting)
     if fitting:
@@ -154,7 +196,9 @@ def test_the_chosen_runs_fit_and_no_others_that_fit_cost_less(profile: MemoryPro
 
 
 @given(layered(), st.integers(1, 4))
-def test_a_batch_in_parts_keeps_the_time_and_what_no_batch_changes(profile: MemoryProfile, parts: int) -> None:
+def test_a_batch_in_parts_keeps_the_time_and_what_no_batch_changes(
+    profile: MemoryProfile, parts: int
+) -> None:
     after = accumulated(profile, parts)
     assert abs(float(after.end_s[-1] - profile.end_s[-1])) < 1e-9
     assert after.always_bytes == profile.always_bytes
@@ -165,5 +209,11 @@ def test_a_batch_in_parts_keeps_the_time_and_what_no_batch_changes(profile: Memo
 
 @given(layered(), SIZES)
 def test_more_bytes_anywhere_never_lower_the_peak(profile: MemoryProfile, size: int) -> None:
-    more = replace(profile, lifetimes=(*profile.lifetimes, Lifetime(size, Held.ACTIVATION, 0, len(profile.segments) - 1)))
+    more = replace(
+        profile,
+        lifetimes=(
+            *profile.lifetimes,
+            Lifetime(size, Held.ACTIVATION, 0, len(profile.segments) - 1),
+        ),
+    )
     assert peak_memory(more).peak_bytes == peak_memory(profile).peak_bytes + size

@@ -52,7 +52,19 @@ def test_no_other_cuts_end_earlier(chain: tuple[list[float], list[float], list[b
 
 def test_variables_of_one_group_share_a_message_and_dtypes_do_not() -> None:
     kinds = ("float32", "float32", "float16", "float32", "float32")
-    workload = Workload("m", tuple(Variable(f"v{i}", (8,), dtype) for i, dtype in enumerate(kinds)), (), 1.0, 500.0)
-    strategy = contiguous_strategy(workload, [[0, 1], [2], [3], [4]], Shard(Synchronizer.ALL_REDUCE), lambda sizes: sizes * 1.0)
-    messages = [sorted(part.variable for part in message.slices) for message in plan(strategy, workload, 2).messages]
-    assert sorted(messages) == [["v0", "v1"], ["v2"], ["v3"], ["v4"]]  # each is sent before the next is ready
+    workload = Workload(
+        "m", tuple(Variable(f"v{i}", (8,), dtype) for i, dtype in enumerate(kinds)), (), 1.0, 500.0
+    )
+    strategy = contiguous_strategy(
+        workload, [[0, 1], [2], [3], [4]], Shard(Synchronizer.ALL_REDUCE), lambda sizes: sizes * 1.0
+    )
+    messages = [
+        sorted(part.variable for part in message.slices)
+        for message in plan(strategy, workload, 2).messages
+    ]
+    assert sorted(messages) == [
+        ["v0", "v1"],
+        ["v2"],
+        ["v3"],
+        ["v4"],
+    ]  # each is sent before the next is ready

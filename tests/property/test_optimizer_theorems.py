@@ -19,10 +19,14 @@ from autotune.optimizer.theorems import (
     tensor_fusion_pays_printed,
 )
 
-TIMES = st.integers(0, 40).map(lambda number: number / 8)  # sums of eighths are exact, so that equal times are equal
+TIMES = st.integers(0, 40).map(
+    lambda number: number / 8
+)  # sums of eighths are exact, so that equal times are equal
 
 
-def replayed_end_s(ops_s: list[float], tensors_s: list[float], ready: list[int], start_s: float, free_s: float) -> float:
+def replayed_end_s(
+    ops_s: list[float], tensors_s: list[float], ready: list[int], start_s: float, free_s: float
+) -> float:
     """When the last tensor of the chain is synchronized: tensor i is sent when op `ready[i]` has ended, in order, one at a time."""
     builder = DfgBuilder()
     device, channel = builder.queue("device"), builder.queue("channel")
@@ -33,7 +37,9 @@ def replayed_end_s(ops_s: list[float], tensors_s: list[float], ready: list[int],
         op = builder.op(f"p{number}", device, duration_s, Kind.BACKWARD, [op])
         computed.append(op)
     for number, duration_s in enumerate(tensors_s):
-        tensor = builder.op(f"q{number}", channel, duration_s, Kind.COLLECTIVE, [tensor, computed[ready[number]]])
+        tensor = builder.op(
+            f"q{number}", channel, duration_s, Kind.COLLECTIVE, [tensor, computed[ready[number]]]
+        )
     timeline = replay(builder.build())
     return float(timeline.end_s[tensor])
 
@@ -43,10 +49,18 @@ def replayed_end_s(ops_s: list[float], tensors_s: list[float], ready: list[int],
 def test_the_closed_forms_are_what_the_replay_says(
     start: float, p1: float, p2: float, fused: float, free: float, t1: float, t2: float, t12: float
 ) -> None:
-    assert replayed_end_s([p1, p2], [t1, t2], [0, 1], start, free) == end_s(start, p1, p2, free, t1, t2)
-    assert replayed_end_s([fused], [t1, t2], [0, 0], start, free) == end_op_fused_s(start, fused, free, t1, t2)
-    assert replayed_end_s([p1, p2], [t12], [1], start, free) == end_tensor_fused_s(start + p1 + p2, free, t12)
-    assert replayed_end_s([fused], [t12], [0], start, free) == end_tensor_fused_s(start + fused, free, t12)
+    assert replayed_end_s([p1, p2], [t1, t2], [0, 1], start, free) == end_s(
+        start, p1, p2, free, t1, t2
+    )
+    assert replayed_end_s([fused], [t1, t2], [0, 0], start, free) == end_op_fused_s(
+        start, fused, free, t1, t2
+    )
+    assert replayed_end_s([p1, p2], [t12], [1], start, free) == end_tensor_fused_s(
+        start + p1 + p2, free, t12
+    )
+    assert replayed_end_s([fused], [t12], [0], start, free) == end_tensor_fused_s(
+        start + fused, free, t12
+    )
 
 
 @given(TIMES, TIMES, TIMES, TIMES, TIMES, TIMES, TIMES)
@@ -88,17 +102,23 @@ def test_theorem_2_holds_as_printed_where_costs_rise_and_messages_are_cheaper_to
 
 @settings(deadline=None)
 @given(TIMES, TIMES, TIMES, TIMES, TIMES, TIMES, TIMES)
-@example(start=0, p1=1, p2=1, free=9, t1=1, t2=1, t12=3)  # the channel is busy, and messages cost more together
+@example(
+    start=0, p1=1, p2=1, free=9, t1=1, t2=1, t12=3
+)  # the channel is busy, and messages cost more together
 def test_theorem_2_without_its_assumptions_says_what_the_replay_says(
     start: float, p1: float, p2: float, free: float, t1: float, t2: float, t12: float
 ) -> None:
     first_end = max(free, start + p1) + t1
-    fused = replayed_end_s([p1, p2], [t12], [1], start, free) < replayed_end_s([p1, p2], [t1, t2], [0, 1], start, free)
+    fused = replayed_end_s([p1, p2], [t12], [1], start, free) < replayed_end_s(
+        [p1, p2], [t1, t2], [0, 1], start, free
+    )
     assert tensor_fusion_pays(first_end, start + p1 + p2, t2, t12, free) is fused
 
 
 @pytest.mark.parametrize(("free", "t1", "t2", "t12"), [(9, 1, 1, 3), (0, 0, 2, 1)])
-def test_theorem_2_as_printed_is_wrong_where_its_assumptions_are(free: float, t1: float, t2: float, t12: float) -> None:
+def test_theorem_2_as_printed_is_wrong_where_its_assumptions_are(
+    free: float, t1: float, t2: float, t12: float
+) -> None:
     """First where the channel is busy and messages cost more together, then where a larger message costs less."""
     p1, p2 = (1, 1) if free else (0, 1)
     first_end = max(free, p1) + t1

@@ -18,7 +18,7 @@ from autotune.strategy_space.builders.catalogue import BUILDERS, seed_strategies
 from autotune.strategy_space.builders.collectives import horovod_like
 from autotune.strategy_space.builders.rows import with_rows
 from autotune.strategy_space.builders.servers import partitioned_ps
-from autotune.strategy_space.neighbours import mutate
+from autotune.strategy_space.moves.neighbours import mutate
 from autotune.strategy_space.plan import Plan, plan
 from autotune.strategy_space.space import SearchSpace
 from autotune.strategy_space.strategy import Strategy
@@ -27,7 +27,9 @@ from autotune.workload import Variable, Workload
 
 @settings(deadline=None)
 @given(workloads(), clusters(), spaces(), st.integers(0, 2**32))
-def test_sampled_and_mutated_strategies_send_every_byte_once_and_stay_inside_the_space(workload, cluster, space, seed):
+def test_sampled_and_mutated_strategies_send_every_byte_once_and_stay_inside_the_space(
+    workload, cluster, space, seed
+):
     rng = generator(seed)
     strategy = sample(workload, cluster, space, rng)
     assert_inside(space, strategy, workload, cluster)
@@ -41,8 +43,14 @@ def test_sampled_and_mutated_strategies_send_every_byte_once_and_stay_inside_the
 def test_hand_made_strategies_send_every_byte_once(workload, cluster, bound_bytes, cycle_time_s):
     for build in BUILDERS.values():
         assert_sends_every_byte_once(build(workload, cluster), workload, cluster.world_size)
-    assert_sends_every_byte_once(horovod_like(workload, bound_bytes, cycle_time_s), workload, cluster.world_size)
-    assert_sends_every_byte_once(partitioned_ps(workload, cluster, min_partition_bytes=bound_bytes), workload, cluster.world_size)
+    assert_sends_every_byte_once(
+        horovod_like(workload, bound_bytes, cycle_time_s), workload, cluster.world_size
+    )
+    assert_sends_every_byte_once(
+        partitioned_ps(workload, cluster, min_partition_bytes=bound_bytes),
+        workload,
+        cluster.world_size,
+    )
 
 
 @settings(deadline=None)
@@ -80,10 +88,28 @@ print(json.dumps([plan(Strategy.from_data(one), workload, 3).id for one in data[
 
 
 def test_the_plan_is_identical_in_a_fresh_process_with_another_hash_seed():
-    workload = Workload("m", tuple(Variable(f"v{i}", (90, 40 + i), "float16" if i % 3 == 0 else "float32") for i in range(8)))
+    workload = Workload(
+        "m",
+        tuple(
+            Variable(f"v{i}", (90, 40 + i), "float16" if i % 3 == 0 else "float32")
+            for i in range(8)
+        ),
+    )
     cluster = Cluster.local(3)
     strategies = sample_many(workload, cluster, SearchSpace.default(lossy=True), 20, seed=1)
-    sent = json.dumps({"workload": workload.to_data(), "strategies": [strategy.to_data() for strategy in strategies]})
+    sent = json.dumps(
+        {
+            "workload": workload.to_data(),
+            "strategies": [strategy.to_data() for strategy in strategies],
+        }
+    )
     environment = {**os.environ, "PYTHONHASHSEED": "12345"}
-    run = subprocess.run([sys.executable, "-c", FRESH], input=sent, env=environment, capture_output=True, text=True, check=True)
+    run = subprocess.run(
+        [sys.executable, "-c", FRESH],
+        input=sent,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert json.loads(run.stdout) == [plan(strategy, workload, 3).id for strategy in strategies]

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from autotune.dfg.batched import WIDTH, FixedOrder, replay_many
 from autotune.dfg.build import DfgBuilder
-from autotune.dfg.execution_graph import ExecutionGraph, execution_graph
 from autotune.dfg.graph import NONE, Dfg, Kind
-from autotune.dfg.incremental import IncrementalReplay
 from autotune.dfg.replay import Timeline, replay
 from autotune.errors import InvalidInput
+from benchmarks.replay_throughput.batched import WIDTH, FixedOrder, replay_many
+from benchmarks.replay_throughput.execution_graph import ExecutionGraph, execution_graph
+from benchmarks.replay_throughput.incremental import IncrementalReplay
 from tests.property.dfg_twin import graphs
 
 MANY = settings(max_examples=60, deadline=None)
@@ -29,7 +29,9 @@ def assert_same(one: Timeline, other: Timeline) -> None:
 
 @MANY
 @given(ANY_GRAPH, st.integers(1, 12), st.data())
-def test_replay_after_a_local_change_equals_a_full_one_to_the_bit(dfg: Dfg, snapshots: int, data: st.DataObject) -> None:
+def test_replay_after_a_local_change_equals_a_full_one_to_the_bit(
+    dfg: Dfg, snapshots: int, data: st.DataObject
+) -> None:
     base_s = dfg.duration_s * 1.5
     base = IncrementalReplay(dfg, base_s, snapshots)
     assert_same(base.timeline, replay(dfg, base_s))
@@ -37,7 +39,10 @@ def test_replay_after_a_local_change_equals_a_full_one_to_the_bit(dfg: Dfg, snap
         changed_s = base_s.copy()
         ops = data.draw(st.lists(st.integers(0, dfg.ops - 1), max_size=3)) if dfg.ops else []
         changed_s[ops] = [data.draw(st.floats(0, 5)) for _ in ops]
-        for resumed in (base.replay(changed_s), base.replay_changed(np.array(ops, dtype=np.int64), changed_s[ops])):
+        for resumed in (
+            base.replay(changed_s),
+            base.replay_changed(np.array(ops, dtype=np.int64), changed_s[ops]),
+        ):
             assert_same(resumed.timeline, replay(dfg, changed_s))
             assert 0 <= resumed.replayed_ops <= dfg.ops
 
@@ -54,7 +59,12 @@ def test_an_op_that_took_no_time_at_the_start_may_take_some() -> None:
     first = builder.op("first", NONE, 0.0, Kind.VIRTUAL)
     for _ in range(9):
         builder.op("later", queue, 1.0, Kind.FORWARD, [first])
-    assert IncrementalReplay(builder.build(), snapshots=10).replay_changed(np.array([first]), np.array([5.0])).timeline.makespan_s == 14.0
+    assert (
+        IncrementalReplay(builder.build(), snapshots=10)
+        .replay_changed(np.array([first]), np.array([5.0]))
+        .timeline.makespan_s
+        == 14.0
+    )
 
 
 def ends_in_order_s(graph: ExecutionGraph, duration_s: np.ndarray) -> np.ndarray:
@@ -83,23 +93,41 @@ def test_longest_path_of_the_execution_graph_is_the_replay(dfg: Dfg) -> None:
 def served(timeline: Timeline) -> list[list[int]]:
     """Who takes every queue, channel and lock, in which order."""
     dfg = timeline.dfg
-    takes = [(dfg.queue, dfg.channel) for _ in range(dfg.queues)] + [(dfg.acquires,) for _ in range(dfg.locks)]
+    takes = [(dfg.queue, dfg.channel) for _ in range(dfg.queues)] + [
+        (dfg.acquires,) for _ in range(dfg.locks)
+    ]
     numbers = [*range(dfg.queues), *range(dfg.locks)]
     order = np.argsort(timeline.start_s, kind="stable").tolist()
-    return [[op for op in order if any(of[op] == number for of in own)] for own, number in zip(takes, numbers, strict=True)]
+    return [
+        [op for op in order if any(of[op] == number for of in own)]
+        for own, number in zip(takes, numbers, strict=True)
+    ]
 
 
 @settings(max_examples=150, deadline=None)
-@given(ANY_GRAPH, st.lists(st.tuples(st.integers(0, 29), st.sampled_from([0.3, 0.7, 1.5, 4.0])), min_size=1, max_size=3))
-def test_where_the_order_stays_the_execution_graph_holds_for_other_durations(dfg: Dfg, changes: list[tuple[int, float]]) -> None:
+@given(
+    ANY_GRAPH,
+    st.lists(
+        st.tuples(st.integers(0, 29), st.sampled_from([0.3, 0.7, 1.5, 4.0])), min_size=1, max_size=3
+    ),
+)
+def test_where_the_order_stays_the_execution_graph_holds_for_other_durations(
+    dfg: Dfg, changes: list[tuple[int, float]]
+) -> None:
     """Who takes a lock of several holders, or takes it for no time, is not seen from its start; those graphs are left out."""
-    assume(dfg.ops and (dfg.lock_capacity == 1).all() and not (dfg.duration_s[dfg.acquires >= 0] == 0).any())
+    assume(
+        dfg.ops
+        and (dfg.lock_capacity == 1).all()
+        and not (dfg.duration_s[dfg.acquires >= 0] == 0).any()
+    )
     duration_s = dfg.duration_s.copy()
     for op, factor in changes:
         duration_s[op % dfg.ops] *= factor
     timeline, other = replay(dfg), replay(dfg, duration_s)
     assume(served(timeline) == served(other))
-    np.testing.assert_allclose(ends_in_order_s(execution_graph(timeline), duration_s), other.end_s, rtol=1e-12)
+    np.testing.assert_allclose(
+        ends_in_order_s(execution_graph(timeline), duration_s), other.end_s, rtol=1e-12
+    )
 
 
 def test_a_lock_binds_where_other_durations_make_it() -> None:
@@ -108,17 +136,35 @@ def test_a_lock_binds_where_other_durations_make_it() -> None:
     queues, lock = [builder.queue(f"q{number}") for number in range(3)], builder.lock()
     for number, ready_s in enumerate((10.0, 5.0, 0.5)):
         before = builder.op(f"before {number}", queues[number], ready_s, Kind.FORWARD)
-        builder.op(f"holder {number}", queues[number], 1.0, Kind.SEND, [before], acquires=lock, releases=lock)
+        builder.op(
+            f"holder {number}",
+            queues[number],
+            1.0,
+            Kind.SEND,
+            [before],
+            acquires=lock,
+            releases=lock,
+        )
     dfg = builder.build()
     duration_s = np.where(dfg.duration_s == 1.0, 6.0, dfg.duration_s)
     other = replay(dfg, duration_s)
     assert other.start_s[1::2].tolist() == [12.5, 6.5, 0.5]
-    np.testing.assert_array_equal(ends_in_order_s(execution_graph(replay(dfg)), duration_s), other.end_s)
+    np.testing.assert_array_equal(
+        ends_in_order_s(execution_graph(replay(dfg)), duration_s), other.end_s
+    )
 
 
 @MANY
-@given(ANY_GRAPH, st.integers(1, 3 * WIDTH), st.booleans(), st.sampled_from(["float32", "float64"]), st.integers(0, 2**32 - 1))
-def test_many_sets_at_once_equal_a_walk_over_the_execution_graph(dfg: Dfg, sets: int, columns: bool, dtype: str, seed: int) -> None:
+@given(
+    ANY_GRAPH,
+    st.integers(1, 3 * WIDTH),
+    st.booleans(),
+    st.sampled_from(["float32", "float64"]),
+    st.integers(0, 2**32 - 1),
+)
+def test_many_sets_at_once_equal_a_walk_over_the_execution_graph(
+    dfg: Dfg, sets: int, columns: bool, dtype: str, seed: int
+) -> None:
     timeline = replay(dfg)
     factor = np.random.default_rng(seed).uniform(0.5, 2, (sets, dfg.ops))
     factor[0] = 1
@@ -137,7 +183,11 @@ def test_many_sets_equal_the_replay_where_the_order_stays(dfg: Dfg, factor: floa
     """All times scaled by a power of two, which rounds nothing, keep their order; gaps, which are not scaled, must not be there."""
     dfg = replace(dfg, gap_s=np.zeros(dfg.ops))
     durations_s = np.repeat(dfg.duration_s[None] * factor, 2, axis=0)
-    np.testing.assert_allclose(replay_many(replay(dfg), durations_s), replay(dfg, dfg.duration_s * factor).makespan_s, rtol=1e-5)
+    np.testing.assert_allclose(
+        replay_many(replay(dfg), durations_s),
+        replay(dfg, dfg.duration_s * factor).makespan_s,
+        rtol=1e-5,
+    )
 
 
 @pytest.mark.parametrize("wrong", [-1.0, np.nan, np.inf, 1e39])

@@ -12,22 +12,30 @@ from hypothesis import strategies as st
 from autotune.dfg.build import DfgBuilder, csr
 from autotune.dfg.graph import NONE, Dfg, Discipline, Kind
 from autotune.dfg.replay import replay
-from autotune.dfg.symmetry import fold
 from autotune.errors import InvalidInput
+from benchmarks.replay_throughput.symmetry import fold
 from tests.property.dfg_twin import graphs
 
 LAYERS = 5
 
 
-def computation(builder: DfgBuilder, worker: int, rng: np.random.Generator) -> tuple[int, list[int]]:
+def computation(
+    builder: DfgBuilder, worker: int, rng: np.random.Generator
+) -> tuple[int, list[int]]:
     """A worker's device with its forward and backward pass, and the backward ops by layer. All workers draw the same durations."""
     queue = builder.queue(f"device {worker}")
     last: list[int] = []
     for layer in range(LAYERS):
-        last = [builder.op(f"forward {layer}", queue, rng.uniform(), Kind.FORWARD, last, worker=worker)]
+        last = [
+            builder.op(f"forward {layer}", queue, rng.uniform(), Kind.FORWARD, last, worker=worker)
+        ]
     backward = {}
     for layer in reversed(range(LAYERS)):
-        last = [builder.op(f"backward {layer}", queue, rng.uniform(), Kind.BACKWARD, last, worker=worker)]
+        last = [
+            builder.op(
+                f"backward {layer}", queue, rng.uniform(), Kind.BACKWARD, last, worker=worker
+            )
+        ]
         backward[layer] = last[0]
     return queue, [backward[layer] for layer in range(LAYERS)]
 
@@ -75,13 +83,27 @@ def servers(workers: int, seed: int, shared_link: bool = False) -> Dfg:
         up = link if shared_link else builder.queue(f"up {worker}")
         down.append(builder.queue(f"down {worker}"))
         for layer in range(LAYERS):
-            pushed[layer].append(builder.op(f"push {layer}", up, rng.uniform(), Kind.SEND, [backward[layer]], worker=worker))
+            pushed[layer].append(
+                builder.op(
+                    f"push {layer}", up, rng.uniform(), Kind.SEND, [backward[layer]], worker=worker
+                )
+            )
     update = {
-        layer: builder.op(f"update {layer}", server[layer % 2], 0.3 + layer / 7, Kind.SERVER, pushed[layer]) for layer in range(LAYERS)
+        layer: builder.op(
+            f"update {layer}", server[layer % 2], 0.3 + layer / 7, Kind.SERVER, pushed[layer]
+        )
+        for layer in range(LAYERS)
     }
     for worker in range(workers):
         for layer in range(LAYERS):
-            builder.op(f"pull {layer}", down[worker], 0.2 + layer / 9, Kind.RECV, [update[layer]], worker=worker)
+            builder.op(
+                f"pull {layer}",
+                down[worker],
+                0.2 + layer / 9,
+                Kind.RECV,
+                [update[layer]],
+                worker=worker,
+            )
     return builder.build()
 
 
@@ -115,14 +137,23 @@ def copies(draw: st.DrawFn) -> Dfg:
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     duration_s, abroad = rng.uniform(0.1, 1, one.ops), rng.random((2, max(one.ops, 1))) < 0.4
     builder = DfgBuilder()
-    queues = [[builder.queue(f"q{q}", Discipline(one.discipline[q])) for q in range(one.queues)] for _ in range(workers)]
-    locks = [[builder.lock(int(capacity)) for capacity in one.lock_capacity] for _ in range(workers)]
+    queues = [
+        [builder.queue(f"q{q}", Discipline(one.discipline[q])) for q in range(one.queues)]
+        for _ in range(workers)
+    ]
+    locks = [
+        [builder.lock(int(capacity)) for capacity in one.lock_capacity] for _ in range(workers)
+    ]
     start, parent = one.parent_csr
     for worker in range(workers):
         next_worker = (worker + 1) % workers
         for op in range(one.ops):
             lock = NONE if one.acquires[op] == NONE else locks[worker][one.acquires[op]]
-            channel = NONE if one.channel[op] == NONE else queues[next_worker if abroad[1, op] else worker][one.channel[op]]
+            channel = (
+                NONE
+                if one.channel[op] == NONE
+                else queues[next_worker if abroad[1, op] else worker][one.channel[op]]
+            )
             queue = NONE if one.queue[op] == NONE else queues[worker][one.queue[op]]
             gap_s, kind, priority = one.gap_s[op], Kind(one.kind[op]), int(one.priority[op])
             builder.op(
@@ -165,11 +196,26 @@ def assert_exact_or_refused(dfg: Dfg) -> str:
 @given(copies())
 def test_a_fold_is_exact_or_refused(dfg: Dfg) -> None:
     if refusal := assert_exact_or_refused(dfg):
-        assert "channel" in refusal  # of two workers' ops on one channel the lower index goes first: not alike
+        assert (
+            "channel" in refusal
+        )  # of two workers' ops on one channel the lower index goes first: not alike
         assert np.any(dfg.channel != NONE)
 
 
-SPOILED = ("duration_s", "gap_s", "priority", "queue", "channel", "acquires", "releases", "kind", "layer", "edge", "discipline", "capacity")
+SPOILED = (
+    "duration_s",
+    "gap_s",
+    "priority",
+    "queue",
+    "channel",
+    "acquires",
+    "releases",
+    "kind",
+    "layer",
+    "edge",
+    "discipline",
+    "capacity",
+)
 
 
 def spoiled(dfg: Dfg, what: str, rng: np.random.Generator) -> Dfg:
@@ -182,7 +228,12 @@ def spoiled(dfg: Dfg, what: str, rng: np.random.Generator) -> Dfg:
     column = {"capacity": "lock_capacity"}.get(what, what)
     values = getattr(dfg, column).copy()
     at = rng.integers(len(values))
-    limits = {"queue": dfg.queues, "channel": dfg.queues, "acquires": dfg.locks, "releases": dfg.locks}
+    limits = {
+        "queue": dfg.queues,
+        "channel": dfg.queues,
+        "acquires": dfg.locks,
+        "releases": dfg.locks,
+    }
     if what in limits:
         values[at] = rng.integers(NONE, limits[what])
     elif what in ("discipline", "layer"):
@@ -195,7 +246,9 @@ def spoiled(dfg: Dfg, what: str, rng: np.random.Generator) -> Dfg:
 
 @settings(max_examples=200, deadline=None)
 @given(copies(), st.sampled_from(SPOILED), st.integers(0, 2**32 - 1))
-def test_a_fold_of_what_is_not_quite_alike_is_exact_or_refused(dfg: Dfg, what: str, seed: int) -> None:
+def test_a_fold_of_what_is_not_quite_alike_is_exact_or_refused(
+    dfg: Dfg, what: str, seed: int
+) -> None:
     assume(dfg.ops and (what != "capacity" or dfg.locks))
     try:
         odd = spoiled(dfg, what, np.random.default_rng(seed))
@@ -245,8 +298,12 @@ def locked(capacity: tuple[int, int], second: int) -> Dfg:
     locks = [builder.lock(own) for own in capacity]
     for worker in (0, 1):
         queue = builder.queue(f"q{worker}")
-        for number, lock in enumerate((locks[worker], locks[worker] if worker == 0 else locks[second])):
-            builder.op(f"op {number}", queue, 1.0, Kind.SEND, worker=worker, acquires=lock, releases=lock)
+        for number, lock in enumerate(
+            (locks[worker], locks[worker] if worker == 0 else locks[second])
+        ):
+            builder.op(
+                f"op {number}", queue, 1.0, Kind.SEND, worker=worker, acquires=lock, releases=lock
+            )
     return builder.build()
 
 
@@ -267,7 +324,13 @@ def test_ops_that_use_a_queue_in_another_order_are_refused() -> None:
     for worker in (0, 1):
         link, other = builder.queue(f"link {worker}"), builder.queue(f"other {worker}")
         for of_queue in (worker == 0, worker == 1):
-            builder.op("queue" if of_queue else "channel", link if of_queue else other, 1.0, Kind.SEND, channel=NONE if of_queue else link)
+            builder.op(
+                "queue" if of_queue else "channel",
+                link if of_queue else other,
+                1.0,
+                Kind.SEND,
+                channel=NONE if of_queue else link,
+            )
     with pytest.raises(InvalidInput, match="queue or channel 2"):
         fold(builder.build(), np.array([0, 1, 1, 0]))
 

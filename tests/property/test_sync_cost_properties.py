@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autotune.cluster import Cluster, Host, PairLink
+from autotune.costs.issue_order import channel_ends_s
+from autotune.costs.sync_cost import KERNEL_LATENCY_S, message_costs, network_overhead_s
 from autotune.features.compute_cost import overlap_step_s, slowed_ready_s
 from autotune.features.flat import FlatPlan
-from autotune.strategy_space.cross_step import channel_ends_s
 from autotune.strategy_space.plan import Message, Plan, Primitive, TensorSlice
 from autotune.strategy_space.strategy import Compressor
-from autotune.strategy_space.sync_cost import KERNEL_LATENCY_S, message_costs, network_overhead_s
 from autotune.workload import Variable, Workload
 
 rates = st.floats(1e6, 1e10)
@@ -25,10 +25,22 @@ MODEL = Workload("m", (Variable("v", ()),))  # of which costs need the rows of s
 @st.composite
 def clusters(draw: st.DrawFn) -> Cluster:
     count = draw(st.integers(1, 5))
-    hosts = tuple(Host(f"h{i}", draw(st.integers(1, 4)), draw(rates), draw(latencies), draw(rates), draw(latencies)) for i in range(count))
+    hosts = tuple(
+        Host(
+            f"h{i}",
+            draw(st.integers(1, 4)),
+            draw(rates),
+            draw(latencies),
+            draw(rates),
+            draw(latencies),
+        )
+        for i in range(count)
+    )
     pairs = ()
     if count > 1 and draw(st.booleans()):
-        pairs = (PairLink(("h0", f"h{draw(st.integers(1, count - 1))}"), draw(rates), draw(latencies)),)
+        pairs = (
+            PairLink(("h0", f"h{draw(st.integers(1, count - 1))}"), draw(rates), draw(latencies)),
+        )
     return Cluster("c", hosts, pairs)
 
 
@@ -41,7 +53,16 @@ def plans(draw: st.DrawFn) -> tuple[Cluster, Plan]:
         rooted = primitive in (Primitive.PUSH_PULL, Primitive.REDUCE_BROADCAST)
         owner = draw(st.integers(0, cluster.world_size - 1)) if rooted else None
         part = TensorSlice(f"v{number}", draw(st.integers(1, 10**7)))
-        messages.append(Message((part,), primitive, Compressor.NONE, "float32", owner=owner, hierarchical=draw(st.booleans())))
+        messages.append(
+            Message(
+                (part,),
+                primitive,
+                Compressor.NONE,
+                "float32",
+                owner=owner,
+                hierarchical=draw(st.booleans()),
+            )
+        )
     return cluster, Plan("model", cluster.world_size, tuple(messages))
 
 
@@ -64,14 +85,18 @@ def slow_cost_s(message: Message, cluster: Cluster) -> float:
         Primitive.REDUCE_SCATTER_ALL_GATHER: [(world - 1) / world] * 2,
         Primitive.REDUCE_BROADCAST: [1.0, 1.0],
     }[message.primitive]
-    return sum(factor * message.wire_bytes / slowest + world * phi + KERNEL_LATENCY_S for factor in factors)
+    return sum(
+        factor * message.wire_bytes / slowest + world * phi + KERNEL_LATENCY_S for factor in factors
+    )
 
 
 @settings(max_examples=60, deadline=None)
 @given(plans())
 def test_flat_costs_equal_the_slow_sum_over_ranks(case: tuple[Cluster, Plan]) -> None:
     cluster, made = case
-    flat = replace(made, messages=tuple(replace(message, hierarchical=False) for message in made.messages))
+    flat = replace(
+        made, messages=tuple(replace(message, hierarchical=False) for message in made.messages)
+    )
     expected = [slow_cost_s(message, cluster) for message in flat.messages]
     np.testing.assert_allclose(message_costs(flat, cluster, MODEL).sync_s, expected, rtol=1e-9)
 
@@ -81,10 +106,20 @@ def test_flat_costs_equal_the_slow_sum_over_ranks(case: tuple[Cluster, Plan]) ->
 def test_more_bandwidth_is_never_slower(case: tuple[Cluster, Plan], times: float) -> None:
     cluster, made = case
     hosts = tuple(
-        replace(h, link_bytes_per_s=h.link_bytes_per_s * times, inner_bytes_per_s=h.inner_bytes_per_s * times) for h in cluster.hosts
+        replace(
+            h,
+            link_bytes_per_s=h.link_bytes_per_s * times,
+            inner_bytes_per_s=h.inner_bytes_per_s * times,
+        )
+        for h in cluster.hosts
     )
-    pairs = tuple(replace(link, link_bytes_per_s=link.link_bytes_per_s * times) for link in cluster.pair_links)
-    before, after = message_costs(made, cluster, MODEL), message_costs(made, replace(cluster, hosts=hosts, pair_links=pairs), MODEL)
+    pairs = tuple(
+        replace(link, link_bytes_per_s=link.link_bytes_per_s * times) for link in cluster.pair_links
+    )
+    before, after = (
+        message_costs(made, cluster, MODEL),
+        message_costs(made, replace(cluster, hosts=hosts, pair_links=pairs), MODEL),
+    )
     assert (after.channel_s <= before.channel_s * (1 + 1e-9)).all()
     assert after.paper_sync_s <= before.paper_sync_s * (1 + 1e-9)
 
@@ -97,7 +132,11 @@ def test_hierarchy_never_sends_more_over_a_servers_interface(case: tuple[Cluster
     if not served:
         return
     costs = [
-        message_costs(replace(made, messages=tuple(replace(message, hierarchical=way) for message in served)), cluster, MODEL)
+        message_costs(
+            replace(made, messages=tuple(replace(message, hierarchical=way) for message in served)),
+            cluster,
+            MODEL,
+        )
         for way in (True, False)
     ]
     assert (costs[0].transfer_s <= costs[1].transfer_s * (1 + 1e-9)).all()
@@ -131,7 +170,9 @@ def slow_step_s(flat: FlatPlan, cost_s: np.ndarray, workload: Workload, cross_st
     """The same step, event by event; time 0 is the start of the backward pass."""
     free_s, arrival_s = 0.0, {}
     for number, cost in enumerate(cost_s.tolist()):
-        members = [int(flat.variable[i]) for i in range(len(flat.variable)) if flat.message[i] == number]
+        members = [
+            int(flat.variable[i]) for i in range(len(flat.variable)) if flat.message[i] == number
+        ]
         ready_s = max(workload.variables[member].ready_s or 0.0 for member in members)
         free_s = max(free_s, ready_s) + cost
         arrival_s.update(dict.fromkeys(members, free_s))
@@ -145,16 +186,25 @@ def slow_step_s(flat: FlatPlan, cost_s: np.ndarray, workload: Workload, cross_st
 
 @settings(max_examples=80, deadline=None)
 @given(schedules(), st.booleans())
-def test_overlap_equals_its_slow_twin(case: tuple[FlatPlan, np.ndarray, Workload], cross_step: bool) -> None:
+def test_overlap_equals_its_slow_twin(
+    case: tuple[FlatPlan, np.ndarray, Workload], cross_step: bool
+) -> None:
     flat, cost_s, workload = case
-    assert np.isclose(overlap_step_s(flat, cost_s, workload, cross_step), slow_step_s(flat, cost_s, workload, cross_step))
+    assert np.isclose(
+        overlap_step_s(flat, cost_s, workload, cross_step),
+        slow_step_s(flat, cost_s, workload, cross_step),
+    )
 
 
 @settings(max_examples=80, deadline=None)
 @given(schedules())
-def test_a_step_is_bounded_by_its_queues_and_cross_step_never_lengthens_it(case: tuple[FlatPlan, np.ndarray, Workload]) -> None:
+def test_a_step_is_bounded_by_its_queues_and_cross_step_never_lengthens_it(
+    case: tuple[FlatPlan, np.ndarray, Workload],
+) -> None:
     flat, cost_s, workload = case
-    within, across = (overlap_step_s(flat, cost_s, workload, cross_step) for cross_step in (False, True))
+    within, across = (
+        overlap_step_s(flat, cost_s, workload, cross_step) for cross_step in (False, True)
+    )
     slack = 1e-9
     assert max(workload.compute_s, cost_s.sum()) <= across + slack
     assert across <= within + slack
@@ -171,8 +221,13 @@ def test_channel_ends_equal_the_recurrence(rows: list[tuple[float, float]]) -> N
     np.testing.assert_allclose(channel_ends_s(table[:, 0], table[:, 1]), expected, atol=1e-9)
 
 
-@given(st.lists(st.tuples(st.integers(0, 5), st.floats(0, 10)), min_size=1, max_size=20), st.integers(0, 6))
-def test_cpu_taken_from_the_backward_pass_equals_the_sum_over_earlier_messages(rows: list[tuple[int, float]], end: int) -> None:
+@given(
+    st.lists(st.tuples(st.integers(0, 5), st.floats(0, 10)), min_size=1, max_size=20),
+    st.integers(0, 6),
+)
+def test_cpu_taken_from_the_backward_pass_equals_the_sum_over_earlier_messages(
+    rows: list[tuple[int, float]], end: int
+) -> None:
     table = np.array(rows, dtype=np.float64)
     slowed, slowed_end = slowed_ready_s(table[:, 0], table[:, 1], float(end))
     expected = [ready + sum(taken for other, taken in rows if other < ready) for ready, _ in rows]

@@ -6,7 +6,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autotune.cluster import Cluster, Host, PairLink
-from autotune.testbed.forwarding import HEADERS_BYTES, VNET_HEADER_BYTES, Forwarding, Paths, paths_of, wire_bytes
+from autotune.testbed.forwarding import (
+    HEADERS_BYTES,
+    VNET_HEADER_BYTES,
+    Forwarding,
+    Paths,
+    paths_of,
+    wire_bytes,
+)
 from autotune.testbed.layout import Means, lay_out, mac
 
 RELAYED = Means(netem=False, filters=True, tun=True, cubic=True, steered_cpus=2)
@@ -23,25 +30,35 @@ def traffic(draw: st.DrawFn) -> tuple[Paths, list[tuple[float, int, int, int]]]:
     """A cluster of 2 to 4 hosts, one pair perhaps with a link of its own; (time s, source, target, payload bytes) in order of time."""
     count = draw(st.integers(2, 4))
     rate = st.floats(1e5, 1e8)
-    hosts = tuple(Host(f"h{i}", 1, draw(rate), draw(st.sampled_from([5e-5, 1e-3, 3e-3])), 1e10, 5e-6) for i in range(count))
+    hosts = tuple(
+        Host(f"h{i}", 1, draw(rate), draw(st.sampled_from([5e-5, 1e-3, 3e-3])), 1e10, 5e-6)
+        for i in range(count)
+    )
     links = (
-        (PairLink(("h0", "h1"), draw(rate), 2e-3),) if draw(st.booleans()) else (PairLink(("h0", "h1"), hosts[0].link_bytes_per_s, 2e-3),)
+        (PairLink(("h0", "h1"), draw(rate), 2e-3),)
+        if draw(st.booleans())
+        else (PairLink(("h0", "h1"), hosts[0].link_bytes_per_s, 2e-3),)
     )
     paths = paths_of(lay_out(Cluster("c", hosts, links), RELAYED))
     times = sorted(draw(st.lists(st.floats(0, 0.02), min_size=1, max_size=40)))
     sends = []
     for time_s in times:
         source = draw(st.integers(0, count - 1))
-        target = draw(st.integers(0, count - 1).filter(lambda other, source=source: other != source))
+        target = draw(
+            st.integers(0, count - 1).filter(lambda other, source=source: other != source)
+        )
         sends.append((time_s, source, target, draw(st.integers(0, 3000))))
     return paths, sends
 
 
-def slow_twin(paths: Paths, sends: list[tuple[float, int, int, int]]) -> list[tuple[float, int, int]]:
+def slow_twin(
+    paths: Paths, sends: list[tuple[float, int, int, int]]
+) -> list[tuple[float, int, int]]:
     """(arrival s, target, index of the send) of what is not dropped: links are clocks, frames are sorted by when they reach the switch."""
     free = [0.0] * len(paths.link_bytes_per_s)
     reached = sorted(
-        (time_s + paths.latency_s[source][target], index, source, target) for index, (time_s, source, target, _) in enumerate(sends)
+        (time_s + paths.latency_s[source][target], index, source, target)
+        for index, (time_s, source, target, _) in enumerate(sends)
     )
     arrivals = []
     for ready, index, source, target in reached:
@@ -56,7 +73,9 @@ def slow_twin(paths: Paths, sends: list[tuple[float, int, int, int]]) -> list[tu
     return sorted(arrivals, key=lambda arrival: arrival[0])
 
 
-def run_all(forwarding: Forwarding, sends: list[tuple[float, int, int, int]]) -> list[tuple[float, int, int]]:
+def run_all(
+    forwarding: Forwarding, sends: list[tuple[float, int, int, int]]
+) -> list[tuple[float, int, int]]:
     """Drive it as the relay does: wake at each send and whenever it says so."""
     arrived, waiting = [], list(enumerate(sends))
     frames = [frame(target, payload) for _, _, target, payload in sends]
@@ -75,11 +94,15 @@ def run_all(forwarding: Forwarding, sends: list[tuple[float, int, int, int]]) ->
 
 @given(traffic())
 @settings(max_examples=150, deadline=None)
-def test_frames_arrive_when_and_where_the_slow_twin_says(drawn: tuple[Paths, list[tuple[float, int, int, int]]]) -> None:
+def test_frames_arrive_when_and_where_the_slow_twin_says(
+    drawn: tuple[Paths, list[tuple[float, int, int, int]]],
+) -> None:
     paths, sends = drawn
     forwarding = Forwarding(paths)
     got, expected = run_all(forwarding, sends), slow_twin(paths, sends)
-    assert {(target, index) for _, target, index in got} == {(target, index) for _, target, index in expected}
+    assert {(target, index) for _, target, index in got} == {
+        (target, index) for _, target, index in expected
+    }
     when = {index: time_s for time_s, _, index in expected}
     assert all(abs(time_s - when[index]) < 1e-9 for time_s, _, index in got)
     assert forwarding.dropped == len(sends) - len(expected)
@@ -87,7 +110,9 @@ def test_frames_arrive_when_and_where_the_slow_twin_says(drawn: tuple[Paths, lis
 
 @given(traffic())
 @settings(max_examples=100, deadline=None)
-def test_a_pairs_frames_keep_their_order_and_their_latency(drawn: tuple[Paths, list[tuple[float, int, int, int]]]) -> None:
+def test_a_pairs_frames_keep_their_order_and_their_latency(
+    drawn: tuple[Paths, list[tuple[float, int, int, int]]],
+) -> None:
     paths, sends = drawn
     last: dict[tuple[int, int], int] = {}
     for time_s, target, index in run_all(Forwarding(paths), sends):
@@ -98,18 +123,30 @@ def test_a_pairs_frames_keep_their_order_and_their_latency(drawn: tuple[Paths, l
 
 
 def test_a_group_frame_goes_to_everybody_else_and_an_unknown_one_to_nobody() -> None:
-    paths = paths_of(lay_out(Cluster("c", tuple(Host(f"h{i}", 1, 1e8, 1e-3, 1e10, 5e-6) for i in range(3))), RELAYED))
+    paths = paths_of(
+        lay_out(
+            Cluster("c", tuple(Host(f"h{i}", 1, 1e8, 1e-3, 1e10, 5e-6) for i in range(3))), RELAYED
+        )
+    )
     forwarding = Forwarding(paths)
     forwarding.take(0.0, 1, frame(0, 10, group=True))
     forwarding.take(0.0, 1, frame(77, 10))
     forwarding.take(0.0, 1, frame(1, 10))
     forwarding.take(0.0, 1, b"")
-    assert sorted(target for target, _ in forwarding.due(1.0)) == [0, 2] and forwarding.next_s() is None
+    assert (
+        sorted(target for target, _ in forwarding.due(1.0)) == [0, 2]
+        and forwarding.next_s() is None
+    )
 
 
 def test_a_gso_frame_counts_the_headers_of_all_its_segments() -> None:
     payload, segment = 10_000, 1448
-    one_by_one = sum(HEADERS_BYTES + min(segment, payload - start) for start in range(0, payload, segment))
+    one_by_one = sum(
+        HEADERS_BYTES + min(segment, payload - start) for start in range(0, payload, segment)
+    )
     assert wire_bytes(frame(0, payload, segment)) == one_by_one
-    assert wire_bytes(frame(0, 20, segment)) == HEADERS_BYTES + 20 and wire_bytes(frame(0, 500)) == HEADERS_BYTES + 500
+    assert (
+        wire_bytes(frame(0, 20, segment)) == HEADERS_BYTES + 20
+        and wire_bytes(frame(0, 500)) == HEADERS_BYTES + 500
+    )
     assert VNET_HEADER_BYTES == 10

@@ -41,7 +41,9 @@ def played_through(paths: list[tuple[int, ...]], s_per_byte: list[Fraction]) -> 
         free = {port: 1 / cost for port, cost in enumerate(s_per_byte)}
         rate: dict[int, Fraction] = {}
         while len(rate) < len(active):
-            users = {port: [t for t in active if t not in rate and port in paths[t]] for port in free}
+            users = {
+                port: [t for t in active if t not in rate and port in paths[t]] for port in free
+            }
             port = min((p for p in users if users[p]), key=lambda p: free[p] / len(users[p]))
             share = free[port] / len(users[port])
             for t in users[port]:
@@ -65,40 +67,59 @@ def test_the_tree_takes_what_it_takes_event_by_event(data: st.DataObject, size: 
     port = st.lists(st.integers(0, 5), min_size=1, max_size=2, unique=True).map(tuple)
     paths = data.draw(st.lists(port, min_size=size - 1, max_size=size - 1))
     exact = played_through(paths, [Fraction(cost) for cost in costs])
-    assert tree_s_per_byte(paths, np.array(costs, dtype=np.float64)) == pytest.approx(float(exact), rel=1e-9)
+    assert tree_s_per_byte(paths, np.array(costs, dtype=np.float64)) == pytest.approx(
+        float(exact), rel=1e-9
+    )
 
 
 def cluster(*devices_and_mbit: tuple[int, float], pairs: tuple[PairLink, ...] = ()) -> Cluster:
-    hosts = tuple(Host(f"h{i}", devices, mbit * 125e3, 5e-5, 5e12, 5e-6) for i, (devices, mbit) in enumerate(devices_and_mbit))
+    hosts = tuple(
+        Host(f"h{i}", devices, mbit * 125e3, 5e-5, 5e12, 5e-6)
+        for i, (devices, mbit) in enumerate(devices_and_mbit)
+    )
     return Cluster("test", hosts, pair_links=pairs)
 
 
 @pytest.mark.parametrize(
     ("shape", "expected"),
     [
-        ([(1, 1000)] * 4, [3, 3, 3, 3]),  # two leave the root's link at once, the third follows the first of them
+        (
+            [(1, 1000)] * 4,
+            [3, 3, 3, 3],
+        ),  # two leave the root's link at once, the third follows the first of them
         ([(1, 1000)] * 3 + [(1, 250)], [6, 4, 8, 9]),
         ([(2, 1000)] * 2, [2, 3, 2, 3]),  # from the second device of a host, one comes back
     ],
 )
-def test_it_is_what_one_finds_by_hand(shape: list[tuple[int, float]], expected: list[float]) -> None:
+def test_it_is_what_one_finds_by_hand(
+    shape: list[tuple[int, float]], expected: list[float]
+) -> None:
     """In units of what a byte takes at 1 Gbit/s, by root."""
     given_ = cluster(*shape)
     ports = Ports(given_)
-    found = [ports.traffic(Collective.BROADCAST, range(given_.world_size), root).alone_s_per_byte * 125e6 for root in range(4)]
+    found = [
+        ports.traffic(Collective.BROADCAST, range(given_.world_size), root).alone_s_per_byte * 125e6
+        for root in range(4)
+    ]
     assert found == pytest.approx(expected, rel=1e-3)
 
 
 def test_a_pair_of_hosts_with_a_link_of_its_own_is_seen_at_its_own_place() -> None:
     slow = PairLink(("h0", "h1"), 12.5e6, 5e-5)
     ports = Ports(cluster(*[(1, 1000)] * 4, pairs=(slow,)))
-    first, third = (ports.traffic(Collective.BROADCAST, range(4), root).alone_s_per_byte * 125e6 for root in (0, 2))
+    first, third = (
+        ports.traffic(Collective.BROADCAST, range(4), root).alone_s_per_byte * 125e6
+        for root in (0, 2)
+    )
     assert first == pytest.approx(11)  # over the slow link to h1, and on from there
     assert third == pytest.approx(3)  # nobody sends over it
 
 
 def test_equal_hosts_are_played_through_once() -> None:
     ports = Ports(cluster(*[(8, 1000)] * 16))
-    found = {ports.traffic(Collective.BROADCAST, range(128), root).alone_s_per_byte for root in range(0, 128, 8)}
+    found = {
+        ports.traffic(Collective.BROADCAST, range(128), root).alone_s_per_byte
+        for root in range(0, 128, 8)
+    }
     assert len(found) == 1
     assert len(ports._trees) == 1

@@ -7,13 +7,15 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime_rewriter.pytorch.unreported_frees import Reported, unreported_frees
+from runtime_rewriter.recording.memory.unreported_frees import Reported, unreported_frees
 
 BEFORE_BYTES = 1000
 """What was out before the log began."""
 
 
-def made_log(seed: int, count: int, silent: float, unlike: bool) -> tuple[list[Reported], list[int]]:
+def made_log(
+    seed: int, count: int, silent: float, unlike: bool
+) -> tuple[list[Reported], list[int]]:
     """What is reported, and the bytes of the log's own blocks after each event. Addresses are given out again, the last first.
 
     `unlike`: no two sums of blocks are alike, and at most three go between two events without a word.
@@ -68,7 +70,9 @@ def test_no_block_is_given_back_twice_and_none_is_there_twice(seed: int, count: 
 
 
 @given(st.integers(0, 2**32), st.integers(2, 150), st.floats(0.0, 0.8))
-def test_blocks_of_unlike_sizes_are_found_where_they_went(seed: int, count: int, silent: float) -> None:
+def test_blocks_of_unlike_sizes_are_found_where_they_went(
+    seed: int, count: int, silent: float
+) -> None:
     events, truth = made_log(seed, count, silent, unlike=True)
     assert live_totals(events, unreported_frees(events)) == truth
 
@@ -78,7 +82,10 @@ def test_many_at_once_are_found_where_theirs_are_the_next_addresses(together: in
     count = 20
     events = [Reported(number, 2**number, 2 ** (number + 1) - 1) for number in range(count)]
     left = 2**count - 2**together
-    events += [Reported(count, 5, left + 5), *(Reported(number, 7, left + 5 + 7 * (number + 1)) for number in range(together))]
+    events += [
+        Reported(count, 5, left + 5),
+        *(Reported(number, 7, left + 5 + 7 * (number + 1)) for number in range(together)),
+    ]
     assert unreported_frees(events) == {count: [(number, 2**number) for number in range(together)]}
 
 
@@ -87,5 +94,12 @@ def test_what_nothing_explains_is_looked_for_again() -> None:
     gone = (1, 3, 5, 8)
     events = [Reported(number, 2**number, 2 ** (number + 1) - 1) for number in range(10)]
     left = 2**10 - 1 - sum(2**number for number in gone)
-    events += [Reported(20, 3000, left + 3000), Reported(8, 4000, left + 7000), Reported(21, 5000, left + 12000)]
-    assert unreported_frees(events) == {11: [(8, 2**8)], 12: [(number, 2**number) for number in (1, 3, 5)]}
+    events += [
+        Reported(20, 3000, left + 3000),
+        Reported(8, 4000, left + 7000),
+        Reported(21, 5000, left + 12000),
+    ]
+    assert unreported_frees(events) == {
+        11: [(8, 2**8)],
+        12: [(number, 2**number) for number in (1, 3, 5)],
+    }

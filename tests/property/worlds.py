@@ -12,10 +12,24 @@ from autotune.cluster import Cluster, Host
 from autotune.lowering.costs import Constant, RuntimeCosts
 from autotune.strategy_space.plan import plan
 from autotune.strategy_space.space import SearchSpace
-from autotune.strategy_space.strategy import CASTS, MOST_IN_FLIGHT, SPARSE_SYNCHRONIZERS, Compressor, SparseHandling, Synchronizer
+from autotune.strategy_space.strategy import (
+    CASTS,
+    MOST_IN_FLIGHT,
+    SPARSE_SYNCHRONIZERS,
+    Compressor,
+    SparseHandling,
+    Synchronizer,
+)
 from autotune.workload import DTYPE_BYTES, Variable, Workload
 
-FREE = replace(RuntimeCosts(), **{f.name: Constant(0.0, "none") for f in fields(RuntimeCosts) if f.name not in ("threads", "payload")})
+FREE = replace(
+    RuntimeCosts(),
+    **{
+        f.name: Constant(0.0, "none")
+        for f in fields(RuntimeCosts)
+        if f.name not in ("threads", "payload")
+    },
+)
 """A runtime that costs nothing beside the network."""
 
 
@@ -40,7 +54,9 @@ def workloads(draw):
 def clusters(draw):
     devices = draw(st.lists(st.integers(1, 3), min_size=1, max_size=5))
     rates = draw(st.lists(st.sampled_from([1.25e8, 1.25e9, 5e9]), min_size=5, max_size=5))
-    return Cluster("c", tuple(Host(f"h{i}", d, rates[i], 1e-5, 1e10, 1e-6) for i, d in enumerate(devices)))
+    return Cluster(
+        "c", tuple(Host(f"h{i}", d, rates[i], 1e-5, 1e10, 1e-6) for i, d in enumerate(devices))
+    )
 
 
 @st.composite
@@ -56,14 +72,19 @@ def spaces(draw):
         cross_step=draw(st.booleans()),
         most_in_flight=draw(st.integers(1, MOST_IN_FLIGHT)),
         ring_orders=draw(st.booleans()),
-        sparse=(SparseHandling.DENSE, *draw(st.lists(st.sampled_from(list(SparseHandling)[1:]), unique=True))),
+        sparse=(
+            SparseHandling.DENSE,
+            *draw(st.lists(st.sampled_from(list(SparseHandling)[1:]), unique=True)),
+        ),
     )
 
 
 def assert_sends_every_byte_once(strategy, workload, world_size):
     """Mark each variable's elements through the plan's slices: every mark must end at exactly 1."""
     result = plan(strategy, workload, world_size)
-    marks = {variable.name: np.zeros(variable.shape, dtype=np.int64) for variable in workload.variables}
+    marks = {
+        variable.name: np.zeros(variable.shape, dtype=np.int64) for variable in workload.variables
+    }
     named = set()
     for message in result.messages:
         for part in message.slices:
@@ -87,7 +108,9 @@ def assert_inside(space, strategy, workload, cluster):
     for choice in strategy.variables:
         if choice.sparse is not SparseHandling.DENSE:
             assert workload.variables[workload.index[choice.variable]].sparse
-            assert {shard.synchronizer for shard in choice.shards} <= set(SPARSE_SYNCHRONIZERS[choice.sparse])
+            assert {shard.synchronizer for shard in choice.shards} <= set(
+                SPARSE_SYNCHRONIZERS[choice.sparse]
+            )
             assert {shard.compressor for shard in choice.shards} <= {Compressor.NONE, *CASTS}
             assert not any(shard.hierarchical for shard in choice.shards)
     if strategy.ring_order is not None:

@@ -3,7 +3,7 @@
 import os
 import sys
 
-from runtime_rewriter.launch import main
+from runtime_rewriter.rank.launch import main
 
 if __name__ == "__main__":
     directory, *words = sys.argv[1:]

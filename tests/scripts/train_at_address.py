@@ -9,15 +9,19 @@ from pathlib import Path
 
 from autotune.errors import LaunchError
 from autotune.records import Measured, Role, TrialRequest
-from runtime_rewriter.command import read_command
-from runtime_rewriter.ray_cluster import RayCluster, RayPlace
-from runtime_rewriter.ray_world import ray_world
-from runtime_rewriter.world import World
+from runtime_rewriter.world.command import read_command
+from runtime_rewriter.world.ray_cluster import RayCluster, RayPlace
+from runtime_rewriter.world.ray_world import ray_world
+from runtime_rewriter.world.world import World
 
 
-def world(cluster: RayCluster, devices_per_host: tuple[int, ...], addresses: tuple[str, ...] = ()) -> World:
+def world(
+    cluster: RayCluster, devices_per_host: tuple[int, ...], addresses: tuple[str, ...] = ()
+) -> World:
     workers = sum(devices_per_host)
-    command = read_command(["torchrun", "--nproc-per-node", str(workers), str(Path("train_small.py").resolve())])
+    command = read_command(
+        ["torchrun", "--nproc-per-node", str(workers), str(Path("train_small.py").resolve())]
+    )
     logs = Path("jobs/there/logs").resolve()
     where = {"devices_per_host": devices_per_host, "addresses": addresses}
     return ray_world(cluster, command, workers, logs, 60.0, 60.0, probe_s=1.0, **where)
@@ -46,7 +50,10 @@ def main() -> None:
     outcome = spread.run_trial(TrialRequest(0, "current-setup", Role.REFERENCE, 1, 2), None)
     profile = spread.profile()
     assert spread._placement is not None
-    environments, logs = spread._placement.launch().environments, spread._placement.launch().log_paths
+    environments, logs = (
+        spread._placement.launch().environments,
+        spread._placement.launch().log_paths,
+    )
     spread.close()
     cluster.close()
     seen = {

@@ -17,8 +17,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def misbehave(kinds: list[str], file: Path | None) -> None:
-    markers = {kind: file.with_name(f"{file.name}-{kind}") if file is not None else None for kind in kinds}
-    kind = next((kind for kind, marker in markers.items() if marker is None or not marker.exists()), None)
+    markers = {
+        kind: file.with_name(f"{file.name}-{kind}") if file is not None else None for kind in kinds
+    }
+    kind = next(
+        (kind for kind, marker in markers.items() if marker is None or not marker.exists()), None
+    )
     if kind is None:
         return
     if (marker := markers[kind]) is not None:
@@ -47,19 +51,33 @@ def main() -> None:
     parser.add_argument("--loss-scale", type=float, default=1.0)
     parser.add_argument("--without-ddp", action="store_true")
     parser.add_argument("--clip", action="store_true", help="clip gradients by their global norm")
-    parser.add_argument("--accumulate", type=int, default=1, help="backward passes per step of the optimizer, each synchronized")
+    parser.add_argument(
+        "--accumulate",
+        type=int,
+        default=1,
+        help="backward passes per step of the optimizer, each synchronized",
+    )
     parser.add_argument("--evaluate", action="store_true", help="after every step")
     options = parser.parse_args()
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     width = options.width
-    layers = [torch.nn.Linear(32, width), torch.nn.ReLU(), torch.nn.Linear(width, width), torch.nn.Linear(width, 8)]
+    layers = [
+        torch.nn.Linear(32, width),
+        torch.nn.ReLU(),
+        torch.nn.Linear(width, width),
+        torch.nn.Linear(width, 8),
+    ]
     model = torch.nn.Sequential(*layers)
     wrapped = model if options.without_ddp else DistributedDataParallel(model)
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.01)
     data = torch.Generator().manual_seed(dist.get_rank())
     for step in range(options.steps):
-        if options.fault and step == options.fault_step and dist.get_rank() == dist.get_world_size() - 1:
+        if (
+            options.fault
+            and step == options.fault_step
+            and dist.get_rank() == dist.get_world_size() - 1
+        ):
             misbehave(options.fault.split(","), options.fault_file)
         if step % options.accumulate == 0:
             optimizer.zero_grad()

@@ -21,7 +21,9 @@ from autotune.profiling.alignment.intervals import feasible_intervals
 from autotune.profiling.alignment.observations import Observations, observe
 
 
-def observations(starts_s: np.ndarray, ends_s: np.ndarray, hosts: tuple[int, ...] = ()) -> Observations:
+def observations(
+    starts_s: np.ndarray, ends_s: np.ndarray, hosts: tuple[int, ...] = ()
+) -> Observations:
     """Of (collectives, ranks) times; NaN where a rank takes no part."""
     count, ranks = starts_s.shape
     of, rank = np.nonzero(np.isfinite(starts_s))
@@ -29,12 +31,23 @@ def observations(starts_s: np.ndarray, ends_s: np.ndarray, hosts: tuple[int, ...
     host = np.array(hosts) if hosts else np.full(ranks, -1)
     names = tuple(f"c{k}" for k in range(count))
     return Observations(
-        ranks, starts_s[of, rank], ends_s[of, rank], of, rank, first, np.zeros(count, dtype=np.int64), np.arange(count), names, host
+        ranks,
+        starts_s[of, rank],
+        ends_s[of, rank],
+        of,
+        rank,
+        first,
+        np.zeros(count, dtype=np.int64),
+        np.arange(count),
+        names,
+        host,
     )
 
 
 @pytest.mark.parametrize("scale_s", [1e-4, 5e-2, 3.0])
-def test_injected_offsets_are_recovered_to_microseconds_and_lie_in_the_interval(tmp_path: Path, scale_s: float) -> None:
+def test_injected_offsets_are_recovered_to_microseconds_and_lie_in_the_interval(
+    tmp_path: Path, scale_s: float
+) -> None:
     offsets = np.concatenate([[0.0], np.random.default_rng(5).normal(size=3) * scale_s])
     job = Job(ranks=4, steps=5, jitter_us=4.0, offsets_s=tuple(offsets)).read(tmp_path)
     found = align(job, samples=4)
@@ -44,15 +57,27 @@ def test_injected_offsets_are_recovered_to_microseconds_and_lie_in_the_interval(
     assert found.end_spread_s[1] < 5e-6
 
 
-def test_the_replay_of_aligned_traces_errs_by_a_fraction_of_that_of_raw_ones(tmp_path: Path) -> None:
+def test_the_replay_of_aligned_traces_errs_by_a_fraction_of_that_of_raw_ones(
+    tmp_path: Path,
+) -> None:
     truth = Job(ranks=4, steps=4, spread_us=400.0, jitter_us=4.0)
     true_s = [truth.read(tmp_path).measured_step_s(step) for step in range(4)]
-    job = Job(ranks=4, steps=4, spread_us=400.0, jitter_us=4.0, offsets_s=(0.0, 2e-3, -1e-3, 4e-3)).read(tmp_path)
+    job = Job(
+        ranks=4, steps=4, spread_us=400.0, jitter_us=4.0, offsets_s=(0.0, 2e-3, -1e-3, 4e-3)
+    ).read(tmp_path)
     aligned = align(job, samples=2)
-    errors = [[abs(replay(job.global_dfg(step, how)).makespan_s / true_s[step] - 1) for step in range(4)] for how in (None, aligned)]
+    errors = [
+        [abs(replay(job.global_dfg(step, how)).makespan_s / true_s[step] - 1) for step in range(4)]
+        for how in (None, aligned)
+    ]
     assert np.mean(errors[1]) < 0.01 and np.mean(errors[0]) > 20 * np.mean(errors[1])
-    sent_s = [dfg.duration_s[dfg.kind == Kind.COLLECTIVE] for dfg in (job.global_dfg(1, how) for how in (None, aligned))]
-    assert np.abs(sent_s[1] - 200e-6).max() < 20e-6 < 150e-6 < np.abs(sent_s[0] - 200e-6).max()  # `transfer_us`
+    sent_s = [
+        dfg.duration_s[dfg.kind == Kind.COLLECTIVE]
+        for dfg in (job.global_dfg(1, how) for how in (None, aligned))
+    ]
+    assert (
+        np.abs(sent_s[1] - 200e-6).max() < 20e-6 < 150e-6 < np.abs(sent_s[0] - 200e-6).max()
+    )  # `transfer_us`
 
 
 def test_descheduled_ranks_do_not_move_the_clocks() -> None:
@@ -69,8 +94,16 @@ def test_descheduled_ranks_do_not_move_the_clocks() -> None:
 def test_ranks_of_one_host_share_a_clock_even_where_their_links_differ() -> None:
     rng = np.random.default_rng(3)
     starts = rng.uniform(0, 1e-3, (20, 4)) + np.arange(20)[:, None]
-    ends = starts.max(axis=1, keepdims=True) + 1e-3 + rng.normal(size=(20, 4)) * 5e-5 + np.array([0, 6e-5, 0, 6e-5])
-    apart, tied = (align_observations(observations(starts, ends, hosts), samples=0) for hosts in ((), (0, 0, 1, 1)))
+    ends = (
+        starts.max(axis=1, keepdims=True)
+        + 1e-3
+        + rng.normal(size=(20, 4)) * 5e-5
+        + np.array([0, 6e-5, 0, 6e-5])
+    )
+    apart, tied = (
+        align_observations(observations(starts, ends, hosts), samples=0)
+        for hosts in ((), (0, 0, 1, 1))
+    )
     assert abs(apart.offset_s[1]) > 2e-5 and abs(tied.offset_s[1]) < 2e-6
     assert abs(tied.offset_s[2] - tied.offset_s[3]) < 2e-6
     assert any("hosts" in note for note in apart.notes) and not tied.notes
@@ -79,19 +112,28 @@ def test_ranks_of_one_host_share_a_clock_even_where_their_links_differ() -> None
 def test_an_order_that_no_offset_explains_is_met_with_slack_and_told() -> None:
     starts = np.array([[0.0, 0.0], [1.0, 1.0], [2.0, 2.0]])
     ends = starts + 0.5
-    for step, late in ((1, 0), (2, 1)):  # begins 0.2 s after the other has ended: once the one, once the other
+    for step, late in (
+        (1, 0),
+        (2, 1),
+    ):  # begins 0.2 s after the other has ended: once the one, once the other
         starts[step, late] += 0.7
         ends[step, late] += 0.7
     found = align_observations(observations(starts, ends), samples=0)
     assert found.slack_s.sum() == pytest.approx(0.4, abs=1e-4) and found.slack_s[0] == 0
-    assert set(found.residuals) <= {"c1", "c2"} and any("break the order" in note for note in found.notes)
+    assert set(found.residuals) <= {"c1", "c2"} and any(
+        "break the order" in note for note in found.notes
+    )
     assert np.all(found.low_s <= found.offset_s) and np.all(found.offset_s <= found.high_s)
 
 
 def test_the_order_of_events_limits_what_the_ends_alone_would_say() -> None:
     starts = np.arange(6.0)[:, None] + np.zeros((6, 2))
-    ends = starts + np.array([0.1, 0.11])  # the second rank's link is slower: its ends are 10 ms late on clocks that agree
-    starts[5, 0] = ends[5, 1] - 2e-3  # it ended this one 2 ms after the first had begun, so its clock is at most 2 ms late
+    ends = starts + np.array(
+        [0.1, 0.11]
+    )  # the second rank's link is slower: its ends are 10 ms late on clocks that agree
+    starts[5, 0] = (
+        ends[5, 1] - 2e-3
+    )  # it ended this one 2 ms after the first had begun, so its clock is at most 2 ms late
     ends[5, 0] = ends[5, 1]
     found = align_observations(observations(starts, ends), samples=0)
     assert found.offset_s[1] == pytest.approx(-2e-3, abs=1e-6) and found.worst_slack_s < 1e-6
@@ -119,7 +161,11 @@ def test_thousands_of_ranks_have_constraints_per_member_not_per_pair(tmp_path: P
     ends = np.broadcast_to(starts.max(axis=1, keepdims=True) + 1e-3, starts.shape)
     offset = np.concatenate([[0.0], np.random.default_rng(1).normal(size=ranks - 1)])
     low_s, high_s = feasible_intervals(observations(starts - offset, ends - offset), np.zeros(4))
-    assert np.all(low_s <= offset + 1e-9) and np.all(offset <= high_s + 1e-9) and np.all(high_s - low_s < 5e-3)
+    assert (
+        np.all(low_s <= offset + 1e-9)
+        and np.all(offset <= high_s + 1e-9)
+        and np.all(high_s - low_s < 5e-3)
+    )
 
 
 @settings(max_examples=40, deadline=None)
@@ -147,5 +193,7 @@ def test_intervals_equal_the_linear_programs(ranks: int, count: int, seed: int) 
     free = [(0.0, 0.0)] + [(None, None)] * (ranks - 1)
     for rank in range(ranks):
         for sign, found in ((1, low_s[rank]), (-1, high_s[rank])):
-            solved = linprog(sign * np.eye(ranks)[rank], A_ub=np.array(rows), b_ub=bounds, bounds=free)
+            solved = linprog(
+                sign * np.eye(ranks)[rank], A_ub=np.array(rows), b_ub=bounds, bounds=free
+            )
             assert found == pytest.approx(solved.x[rank], abs=1e-6)

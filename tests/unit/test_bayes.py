@@ -12,7 +12,9 @@ from autotune.sampler.encodings import FusionScalars
 from autotune.strategy_space.plan import plan
 from autotune.workload import Variable, Workload
 
-MODEL = Workload("m", tuple(Variable(f"v{i:02d}", (2**20,)) for i in range(24)), backward_s=0.2)  # 24 gradients of 4 MiB
+MODEL = Workload(
+    "m", tuple(Variable(f"v{i:02d}", (2**20,)) for i in range(24)), backward_s=0.2
+)  # 24 gradients of 4 MiB
 
 
 def fusion(seed: int) -> BayesianSearch:

@@ -21,7 +21,9 @@ def times(steps: int, ranks: int, noise_s: float, seed: int = 0) -> tuple[np.nda
     """True starts and ends of a collective per step, (steps, ranks)."""
     rng = np.random.default_rng(seed)
     starts = rng.uniform(0, 1e-3, (steps, ranks)) + STEP_S * np.arange(steps)[:, None]
-    return starts, starts.max(axis=1, keepdims=True) + 1e-3 + np.abs(rng.normal(size=(steps, ranks))) * noise_s
+    return starts, starts.max(axis=1, keepdims=True) + 1e-3 + np.abs(
+        rng.normal(size=(steps, ranks))
+    ) * noise_s
 
 
 def shown(true_s: np.ndarray, offset_s: np.ndarray, drift: np.ndarray) -> np.ndarray:
@@ -36,10 +38,14 @@ def test_offsets_and_drifts_are_found_together_and_shared_within_a_machine() -> 
     assert found.drift[[0, 1]].tolist() == [0.0, 0.0] and found.drift[2] == found.drift[3]
     np.testing.assert_allclose(found.drift, drift, atol=2e-7)
     assert 0 < found.drift_spread[2] < 2e-7 and found.drift_spread[1] < 2e-7
-    np.testing.assert_allclose(found.correction_s(found.middle_s), offset + drift * found.middle_s, atol=4e-6)
+    np.testing.assert_allclose(
+        found.correction_s(found.middle_s), offset + drift * found.middle_s, atol=4e-6
+    )
     for true_s, step in ((0.0, 0), (STEP_S * 59, 59)):
         np.testing.assert_allclose(ends[step] + found.correction_s(ends[step]), true_s, atol=3e-3)
-        assert np.ptp(ends[step] + found.correction_s(ends[step])) < 2e-5 < 1e-3 < np.ptp(ends[step])
+        assert (
+            np.ptp(ends[step] + found.correction_s(ends[step])) < 2e-5 < 1e-3 < np.ptp(ends[step])
+        )
     at_middle = offset + drift * found.middle_s
     assert np.all(found.low_s - 1e-6 <= at_middle) and np.all(at_middle <= found.high_s + 1e-6)
 
@@ -55,15 +61,25 @@ def test_clocks_that_do_not_drift_are_aligned_as_without_any_drift(steps: int) -
 
 
 def test_a_drift_that_changes_less_than_the_noise_is_left_alone() -> None:
-    starts, ends = (shown(true_s, np.zeros(2), np.array([0.0, 1e-7])) for true_s in times(400, 2, 5e-4))
+    starts, ends = (
+        shown(true_s, np.zeros(2), np.array([0.0, 1e-7])) for true_s in times(400, 2, 5e-4)
+    )
     assert align_observations(observations(starts, ends), samples=0).drift.tolist() == [0.0, 0.0]
 
 
 @pytest.mark.parametrize(
-    ("moved_s", "said"), [(np.where(np.arange(60) < 30, 0, 0.5), "break the order"), (np.arange(60) * 1e-3, "was it set")]
+    ("moved_s", "said"),
+    [
+        (np.where(np.arange(60) < 30, 0, 0.5), "break the order"),
+        (np.arange(60) * 1e-3, "was it set"),
+    ],
 )
-def test_a_clock_that_was_set_or_runs_away_meanwhile_is_told(moved_s: np.ndarray, said: str) -> None:
-    starts, ends = (true_s + moved_s[:, None] * np.array([0.0, 1.0]) for true_s in times(60, 2, 4e-6))
+def test_a_clock_that_was_set_or_runs_away_meanwhile_is_told(
+    moved_s: np.ndarray, said: str
+) -> None:
+    starts, ends = (
+        true_s + moved_s[:, None] * np.array([0.0, 1.0]) for true_s in times(60, 2, 4e-6)
+    )
     found = align_observations(observations(starts, ends), samples=0)
     assert abs(found.drift[1]) <= MOST_DRIFT * 1.001 and any(said in note for note in found.notes)
 
@@ -84,6 +100,10 @@ def test_the_steps_of_drifting_traces_replay_as_those_of_true_ones(tmp_path: Pat
     found = align(job, samples=0)
     assert found.drift[1] == pytest.approx(4e-4, rel=0.02)
     for step in (0, 59):
-        assert job.measured_step_s(step, found) == pytest.approx(truth.measured_step_s(step), abs=8e-6)
-        assert replay(job.global_dfg(step, found)).makespan_s == pytest.approx(truth.measured_step_s(step), abs=8e-6)
+        assert job.measured_step_s(step, found) == pytest.approx(
+            truth.measured_step_s(step), abs=8e-6
+        )
+        assert replay(job.global_dfg(step, found)).makespan_s == pytest.approx(
+            truth.measured_step_s(step), abs=8e-6
+        )
     assert np.ptp([job.shifts_s(step, found)[1] for step in (0, 59)]) > 20e-6

@@ -38,7 +38,9 @@ def test_rows_cover_the_message_with_little_padding(elements: int, rows: int) ->
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(("elements", "rows"), [(1, 1), (5, 4), (2500, 4), (300_000, 2)])
-def test_what_arrives_and_what_stays_behind_add_up(dtype: torch.dtype, elements: int, rows: int) -> None:
+def test_what_arrives_and_what_stays_behind_add_up(
+    dtype: torch.dtype, elements: int, rows: int
+) -> None:
     layout = RowLayout.of(elements, rows)
     values = torch.zeros(layout.elements, dtype=dtype)
     values[:elements] = noise(elements, dtype=dtype) * noise(elements, seed=1, dtype=dtype).exp()
@@ -47,8 +49,12 @@ def test_what_arrives_and_what_stays_behind_add_up(dtype: torch.dtype, elements:
     quantised.encode_(values)
     quantised.decode(arrived)
     step = before.view(rows, layout.blocks, layout.block).abs().amax(2, keepdim=True) / 127
-    assert bool((values.view(rows, layout.blocks, layout.block).abs() <= step * 0.5001).all()), "rounded to the nearest level"
-    torch.testing.assert_close(arrived + values, before, rtol=0, atol=float(before.abs().amax()) * torch.finfo(dtype).eps)
+    assert bool((values.view(rows, layout.blocks, layout.block).abs() <= step * 0.5001).all()), (
+        "rounded to the nearest level"
+    )
+    torch.testing.assert_close(
+        arrived + values, before, rtol=0, atol=float(before.abs().amax()) * torch.finfo(dtype).eps
+    )
 
 
 def test_blocks_of_zeros_and_of_tiny_numbers_are_sent_as_zeros_and_kept() -> None:
@@ -61,10 +67,15 @@ def test_blocks_of_zeros_and_of_tiny_numbers_are_sent_as_zeros_and_kept() -> Non
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_block_with_a_number_that_is_not_finite_arrives_as_nan_and_leaves_nothing(bad: float) -> None:
+def test_a_block_with_a_number_that_is_not_finite_arrives_as_nan_and_leaves_nothing(
+    bad: float,
+) -> None:
     values = noise(3 * BLOCK_ELEMENTS)
     values[BLOCK_ELEMENTS + 7] = bad
-    quantised, arrived = QuantisedRows(RowLayout.of(len(values), 1), torch.float32, CPU), torch.empty_like(values)
+    quantised, arrived = (
+        QuantisedRows(RowLayout.of(len(values), 1), torch.float32, CPU),
+        torch.empty_like(values),
+    )
     quantised.encode_(values)
     quantised.decode(arrived)
     blocks = arrived.view(3, BLOCK_ELEMENTS)
@@ -75,7 +86,11 @@ def test_a_block_with_a_number_that_is_not_finite_arrives_as_nan_and_leaves_noth
 def test_rows_are_summed_in_their_order() -> None:
     layout = RowLayout.of(5000, 1)
     parts = [noise(layout.elements, seed=seed) for seed in range(3)]
-    all_of_them, expected, total = QuantisedRows(layout.with_rows(3), torch.float32, CPU), torch.zeros(layout.elements), torch.empty(5000)
+    all_of_them, expected, total = (
+        QuantisedRows(layout.with_rows(3), torch.float32, CPU),
+        torch.zeros(layout.elements),
+        torch.empty(5000),
+    )
     for row, part in enumerate(parts):
         one, arrived = QuantisedRows(layout, torch.float32, CPU), torch.empty_like(part)
         one.encode_(part)
@@ -91,23 +106,34 @@ def test_rows_are_summed_in_their_order() -> None:
 
 def obvious_largest(values: Tensor, k: int) -> list[int]:
     """Stable: of equal magnitudes the first ones; NaN is the largest."""
-    keys = [(0.0 if math.isnan(v) else 1.0, -abs(v) if not math.isnan(v) else 0.0, i) for i, v in enumerate(values.tolist())]
+    keys = [
+        (0.0 if math.isnan(v) else 1.0, -abs(v) if not math.isnan(v) else 0.0, i)
+        for i, v in enumerate(values.tolist())
+    ]
     return sorted(index for _, _, index in sorted(keys)[:k])
 
 
 @settings(deadline=None)
 @given(
-    values=st.lists(st.sampled_from([0.0, -0.0, 1.0, -1.0, 2.0, 0.5, math.inf, -math.inf, math.nan, 1e-45]), min_size=1, max_size=40),
+    values=st.lists(
+        st.sampled_from([0.0, -0.0, 1.0, -1.0, 2.0, 0.5, math.inf, -math.inf, math.nan, 1e-45]),
+        min_size=1,
+        max_size=40,
+    ),
     data=st.data(),
     dtype=st.sampled_from([torch.float32, torch.float64]),
 )
-def test_the_largest_are_those_of_a_stable_sort(values: list[float], data: st.DataObject, dtype: torch.dtype) -> None:
+def test_the_largest_are_those_of_a_stable_sort(
+    values: list[float], data: st.DataObject, dtype: torch.dtype
+) -> None:
     k = data.draw(st.integers(1, len(values)))
     tensor = torch.tensor(values, dtype=dtype)
     assert largest(tensor, k).tolist() == obvious_largest(tensor, k)
 
 
-@pytest.mark.parametrize("shape", ["normal", "heavy", "periodic", "zeros", "mostly zeros", "sorted"])
+@pytest.mark.parametrize(
+    "shape", ["normal", "heavy", "periodic", "zeros", "mostly zeros", "sorted"]
+)
 def test_a_sample_never_changes_what_is_picked(shape: str) -> None:
     n, k = 700_001, 7001
     values = {
@@ -129,7 +155,9 @@ def test_picked_elements_move_and_the_others_stay(dtype: torch.dtype) -> None:
     rows = PickedRows(1, picked(1001, 0.01), dtype, CPU)
     rows.encode_(values)
     rows.sum_into(arrived)
-    assert int((arrived != 0).sum()) == 11 and float(values.abs().amax()) <= float(arrived[arrived != 0].abs().amin())
+    assert int((arrived != 0).sum()) == 11 and float(values.abs().amax()) <= float(
+        arrived[arrived != 0].abs().amin()
+    )
     assert torch.equal(arrived + values, before)
 
 
@@ -149,14 +177,18 @@ SHAPES = [(6, 4, 3, 3), (7,), (12, 10), (), (2, 2)]
 
 def low_rank(values: Tensor, rank: int, starts: dict[int, Tensor]) -> LowRank:
     def start_of(number: int) -> Tensor:
-        return starts.setdefault(number, initial_start(str(number), matrix_shape(SHAPES[number])[1], rank, values))
+        return starts.setdefault(
+            number, initial_start(str(number), matrix_shape(SHAPES[number])[1], rank, values)
+        )
 
     return LowRank(values, SHAPES, rank, 4, start_of)
 
 
 def step(parts: list[Tensor], all_starts: list[dict[int, Tensor]], rank: int) -> list[Tensor]:
     """One exchange among ranks that are all here; leaves the sum in `parts` and returns what stayed behind."""
-    lows = [low_rank(values, rank, starts) for values, starts in zip(parts, all_starts, strict=True)]
+    lows = [
+        low_rank(values, rank, starts) for values, starts in zip(parts, all_starts, strict=True)
+    ]
     behind: list[Tensor] = []
     for one in lows:
         one.project()
@@ -173,7 +205,13 @@ def step(parts: list[Tensor], all_starts: list[dict[int, Tensor]], rank: int) ->
 
 
 def test_matrices_are_factored_and_what_gains_nothing_travels_whole() -> None:
-    assert gains((6, 4, 3, 3), 2) and not gains((7,), 1) and not gains((), 1) and not gains((2, 2), 1) and not gains((6, 6), 3)
+    assert (
+        gains((6, 4, 3, 3), 2)
+        and not gains((7,), 1)
+        and not gains((), 1)
+        and not gains((2, 2), 1)
+        and not gains((6, 6), 3)
+    )
     elements = sum(math.prod(shape) for shape in SHAPES)
     parts = [noise(elements, seed=seed, dtype=torch.float64) for seed in range(3)]
     before = [part.clone() for part in parts]
@@ -182,13 +220,17 @@ def test_matrices_are_factored_and_what_gains_nothing_travels_whole() -> None:
     lost = torch.stack(behind).sum(0)
     torch.testing.assert_close(parts[0] + lost, torch.stack(before).sum(0), rtol=0, atol=1e-13)
     whole = slice(6 * 36, 6 * 36 + 7)
-    assert torch.equal(parts[0][whole], torch.stack(before).sum(0)[whole]) and not bool(lost[whole].any())
+    assert torch.equal(parts[0][whole], torch.stack(before).sum(0)[whole]) and not bool(
+        lost[whole].any()
+    )
     assert float(lost[: 6 * 36].norm()) < float(torch.stack(before).sum(0)[: 6 * 36].norm())
 
 
 def test_a_matrix_of_that_rank_is_exact_and_steps_converge_to_the_best_approximation() -> None:
     exact = torch.zeros(6 * 36 + 7 + 120 + 1 + 4, dtype=torch.float64)
-    exact[223:343] = (noise(12, 2, dtype=torch.float64) @ noise(2, 10, dtype=torch.float64)).flatten()
+    exact[223:343] = (
+        noise(12, 2, dtype=torch.float64) @ noise(2, 10, dtype=torch.float64)
+    ).flatten()
     parts, starts = [exact.clone()], [{}]
     assert float(step(parts, starts, 2)[0].abs().amax()) < 1e-13
     matrix = noise(12, 10, dtype=torch.float64)
@@ -206,7 +248,9 @@ def test_a_gradient_of_zeros_or_nan_does_not_end_the_warm_start() -> None:
         parts = [torch.full((elements,), filling)]
         behind = step(parts, starts, 2)
         assert bool(behind[0].isfinite().all())
-        assert all(bool(start.isfinite().all()) and bool(start.any()) for start in starts[0].values())
+        assert all(
+            bool(start.isfinite().all()) and bool(start.any()) for start in starts[0].values()
+        )
         assert bool(parts[0].isfinite().all()) == (filling == 0.0)
     parts = [noise(elements)]
     before = parts[0].clone()
@@ -239,7 +283,9 @@ def test_a_residual_is_one_tensor_per_variable_and_gone_when_all_of_it_was_sent(
     assert whole is not None and float(whole.sum()) == 8 + 32
     residuals.release(LEFT)
     assert float(whole.sum()) == 32
-    residuals.release(LEFT)  # again, as at every step of a plan that sends the other slice compressed
+    residuals.release(
+        LEFT
+    )  # again, as at every step of a plan that sends the other slice compressed
     assert residuals.of("a") is not None
     residuals.release(RIGHT)
     assert residuals.of("a") is None and not residuals
@@ -263,7 +309,9 @@ def test_feedback_keeps_its_own_slices_and_releases_the_others() -> None:
     feedback.keep()
     feedback.sent()
     whole = residuals.of("a")
-    assert whole is not None and torch.equal(whole, torch.cat([torch.ones(4, 2), torch.zeros(4, 4)], 1))
+    assert whole is not None and torch.equal(
+        whole, torch.cat([torch.ones(4, 2), torch.zeros(4, 4)], 1)
+    )
 
 
 def filled() -> Residuals:
@@ -289,10 +337,22 @@ def test_a_saved_state_is_plain_and_gives_the_same_residuals() -> None:
         (PARAMETERS, 0, 2, {}, "is of rank 1 of 2 and this is rank 0 of 2"),
         (PARAMETERS, 1, 4, {}, "is of rank 1 of 2 and this is rank 1 of 4"),
         ({"b": torch.zeros(3)}, 1, 2, {}, "unknown variable 'a'"),
-        ({"a": torch.zeros(4, 5)}, 1, 2, {}, r"residual of 'a' must be torch.float32 of shape \(4, 5\)"),
+        (
+            {"a": torch.zeros(4, 5)},
+            1,
+            2,
+            {},
+            r"residual of 'a' must be torch.float32 of shape \(4, 5\)",
+        ),
         ({"a": torch.zeros(4, 6, dtype=torch.float64)}, 1, 2, {}, "must be torch.float64"),
         (PARAMETERS, 1, 2, {"format": 2}, "reads compression state 1, but the state has 2"),
-        (PARAMETERS, 1, 2, {"factors": {"a|1|0|2|1": torch.zeros(3, 1)}}, r"must be torch.float32 of shape \(2, 1\)"),
+        (
+            PARAMETERS,
+            1,
+            2,
+            {"factors": {"a|1|0|2|1": torch.zeros(3, 1)}},
+            r"must be torch.float32 of shape \(2, 1\)",
+        ),
         (PARAMETERS, 1, 2, {"factors": {"c|1|0|2|1": torch.zeros(2, 1)}}, "names no variable"),
     ],
 )

@@ -26,20 +26,28 @@ from tests.synthetic_job import WORKLOAD, strategy
 
 CONDITIONS = Conditions(Network.EMULATED, Accelerators.EMULATED)
 ENVIRONMENT = Environment(CONDITIONS, {"torch": "2.13.0"}, 2, "x86_64", "6.1")
-DESCRIPTION = Description("small.local", "small", "local", WORKLOAD, Cluster.local(2), {"issue_s": 1e-4}, 2, ())
+DESCRIPTION = Description(
+    "small.local", "small", "local", WORKLOAD, Cluster.local(2), {"issue_s": 1e-4}, 2, ()
+)
 
 
-def trial(number: int, step_s: float = 0.1, source: str = "random:lossless", session: str = "0") -> DatasetTrial:
+def trial(
+    number: int, step_s: float = 0.1, source: str = "random:lossless", session: str = "0"
+) -> DatasetTrial:
     """A reference where the source says so, else strategy `number` modulo 32."""
     steps = tuple(step_s * factor for factor in (1.0, 1.01, 0.99, 1.0))
     chosen = None if source == "reference" else strategy(number % 32)
     made = None if chosen is None else plan(chosen, WORKLOAD, 2)
     measured, stolen = Measured((steps, steps), overrun=0.01), None if number % 3 else 0.25
-    return DatasetTrial(number, source, chosen, made, measured, 0.5, 1e9 + number, session, stolen=stolen)
+    return DatasetTrial(
+        number, source, chosen, made, measured, 0.5, 1e9 + number, session, stolen=stolen
+    )
 
 
 def failed(number: int) -> DatasetTrial:
-    return replace(trial(number), outcome=Failed(FailureKind.HANG, "rank 1 made no step\nfor 60 s", 1))
+    return replace(
+        trial(number), outcome=Failed(FailureKind.HANG, "rank 1 made no step\nfor 60 s", 1)
+    )
 
 
 def sources(number: int) -> str:
@@ -60,22 +68,43 @@ def test_what_was_written_is_read_again(tmp_path: Path) -> None:
     write(tmp_path / "a", 2)
     first, second = read_dataset(tmp_path)
     assert [len(first.trials), len(second.trials)] == [2, 9]
-    assert second.workload == WORKLOAD and second.cluster == Cluster.local(2) and second.costs == {"issue_s": 1e-4}
+    assert (
+        second.workload == WORKLOAD
+        and second.cluster == Cluster.local(2)
+        and second.costs == {"issue_s": 1e-4}
+    )
     assert second.environment == ENVIRONMENT and second.sessions[0].id == "0"
-    assert second.trials[3] == trial(3) and second.trials[5] == failed(5) and second.trials[8].strategy is None
-    assert second.trials[3].step_s == (0.1, 0.101, 0.099, 0.1) and second.trials[5].failure.startswith("hang: rank 1")
+    assert (
+        second.trials[3] == trial(3)
+        and second.trials[5] == failed(5)
+        and second.trials[8].strategy is None
+    )
+    assert second.trials[3].step_s == (0.1, 0.101, 0.099, 0.1) and second.trials[
+        5
+    ].failure.startswith("hang: rank 1")
     assert second.trials[3].plan == plan(strategy(3), WORKLOAD, 2)
 
 
 def test_another_program_checks_the_sums(tmp_path: Path) -> None:
     write(tmp_path, 3)
-    subprocess.run(["sha256sum", "--check", "--strict", SUMS], cwd=tmp_path, check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(
+        ["sha256sum", "--check", "--strict", SUMS],
+        cwd=tmp_path,
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )
 
 
 def test_the_card_counts_what_there_is(tmp_path: Path) -> None:
     write(tmp_path, 9)
     text = (tmp_path / "card.md").read_text()
-    for part in ("6 of 6 strategies, and 3 references", "1 hang", "emulated network, emulated accelerators", "CC-BY-4.0", "torch 2.13.0"):
+    for part in (
+        "6 of 6 strategies, and 3 references",
+        "1 hang",
+        "emulated network, emulated accelerators",
+        "CC-BY-4.0",
+        "torch 2.13.0",
+    ):
         assert part in text
 
 
@@ -120,8 +149,13 @@ for last in range(1, 30):
 
 def test_a_writer_killed_at_any_change_of_the_disk_loses_no_finished_trial(tmp_path: Path) -> None:
     """Killed before its first, second, ... change from the first append on; then another writer goes on."""
-    subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], cwd=Path(__file__).parents[2], check=True)
-    folders = sorted((path for path in tmp_path.iterdir() if path.name != "begun"), key=lambda path: int(path.name))
+    subprocess.run(
+        [sys.executable, "-c", KILLED, str(tmp_path)], cwd=Path(__file__).parents[2], check=True
+    )
+    folders = sorted(
+        (path for path in tmp_path.iterdir() if path.name != "begun"),
+        key=lambda path: int(path.name),
+    )
     assert 12 < len(folders) < 29  # the last one was not killed
     for folder in folders:
         finished = int((folder / "finished").read_text()) if (folder / "finished").exists() else 0
@@ -154,7 +188,11 @@ def test_a_trial_that_was_cut_off_while_it_was_written_is_none(tmp_path: Path) -
 
 
 def test_two_writers_at_once_are_refused(tmp_path: Path) -> None:
-    with opened(tmp_path), pytest.raises(InvalidInput, match="written by another process"), opened(tmp_path):
+    with (
+        opened(tmp_path),
+        pytest.raises(InvalidInput, match="written by another process"),
+        opened(tmp_path),
+    ):
         pass
 
 
@@ -200,13 +238,22 @@ def _table(folder: Path) -> pa.Table:
 
 def test_foreign_tables_are_refused_though_their_sums_are_right(tmp_path: Path) -> None:
     write(tmp_path, 3)
-    whole, table = (tmp_path / TABLE).read_bytes(), pa.Table.from_batches(_table(tmp_path).to_batches(), SCHEMA)
-    newer, older = (table.replace_schema_metadata({b"autotune.dataset": version}) for version in (b"4", b"2"))
+    whole, table = (
+        (tmp_path / TABLE).read_bytes(),
+        pa.Table.from_batches(_table(tmp_path).to_batches(), SCHEMA),
+    )
+    newer, older = (
+        table.replace_schema_metadata({b"autotune.dataset": version}) for version in (b"4", b"2")
+    )
     numbers = pa.array([0, 1, 7], pa.int32())
     renumbered = table.set_column(0, SCHEMA.field("number"), numbers)
     neither = table.set_column(6, SCHEMA.field("step_s"), pa.nulls(3, SCHEMA.field("step_s").type))
-    other_session = table.set_column(16, SCHEMA.field("session"), pa.array(["9"] * 3).dictionary_encode())
-    wrong = table.set_column(3, SCHEMA.field("strategy"), pa.array([None, '{"variables":[]}', None]).dictionary_encode())
+    other_session = table.set_column(
+        16, SCHEMA.field("session"), pa.array(["9"] * 3).dictionary_encode()
+    )
+    wrong = table.set_column(
+        3, SCHEMA.field("strategy"), pa.array([None, '{"variables":[]}', None]).dictionary_encode()
+    )
     cases = {
         "intact Parquet file": whole[: len(whole) // 2],
         "does not say that it is": _parquet(pa.table({"a": [1]})),
@@ -229,7 +276,10 @@ def test_a_plan_of_another_world_is_refused_with_the_fix(tmp_path: Path) -> None
         writer.describe(DESCRIPTION)
         writer.begin_session(ENVIRONMENT)
         writer.append(replace(trial(0), plan=plan(strategy(0), WORKLOAD, 3)))
-    with pytest.raises(InvalidInput, match=r"and 2 ranks, but that of trial 0 is of .* and 3; fetch the whole folder"):
+    with pytest.raises(
+        InvalidInput,
+        match=r"and 2 ranks, but that of trial 0 is of .* and 3; fetch the whole folder",
+    ):
         read_domain(tmp_path)
 
 
@@ -243,7 +293,9 @@ def test_bytes_that_were_changed_inside_a_table_are_an_error_of_ours() -> None:
             continue
 
 
-def test_the_plan_that_was_enacted_is_kept_though_todays_planner_makes_another(tmp_path: Path) -> None:
+def test_the_plan_that_was_enacted_is_kept_though_todays_planner_makes_another(
+    tmp_path: Path,
+) -> None:
     enacted = plan(strategy(3), WORKLOAD, 2)
     with opened(tmp_path) as writer:
         writer.describe(DESCRIPTION)
@@ -268,9 +320,17 @@ def _domain_of(writer: DomainWriter, times: list[tuple[str, float]]) -> None:
         )
 
 
-def test_trials_between_references_that_differ_are_marked_and_drifts_are_corrected(tmp_path: Path) -> None:
+def test_trials_between_references_that_differ_are_marked_and_drifts_are_corrected(
+    tmp_path: Path,
+) -> None:
     """The machine is steady, then a fifth slower at once, then stays so."""
-    times = [("reference", 0.1), ("random:lossless", 0.2), ("reference", 0.1), ("random:lossless", 0.24), ("reference", 0.12)]
+    times = [
+        ("reference", 0.1),
+        ("random:lossless", 0.2),
+        ("reference", 0.1),
+        ("random:lossless", 0.24),
+        ("reference", 0.12),
+    ]
     times += [("random:lossless", 0.24), ("reference", 0.12)]
     with opened(tmp_path) as writer:
         _domain_of(writer, times)
@@ -281,7 +341,9 @@ def test_trials_between_references_that_differ_are_marked_and_drifts_are_correct
 
 def test_noise_is_what_repeats_and_references_differ_by(tmp_path: Path) -> None:
     noise = [1.0, 1.02, 0.99, 1.01, 0.98, 1.0, 1.02]
-    times = [part for factor in noise for part in (("reference", 0.1), ("random:lossless", 0.2 * factor))]
+    times = [
+        part for factor in noise for part in (("reference", 0.1), ("random:lossless", 0.2 * factor))
+    ]
     with opened(tmp_path) as writer:
         _domain_of(writer, times)
     domain = read_domain(tmp_path)
@@ -290,7 +352,10 @@ def test_noise_is_what_repeats_and_references_differ_by(tmp_path: Path) -> None:
 
 
 def test_steps_that_take_much_longer_than_their_trials_others_have_stalled() -> None:
-    usual, stalled = trial(1), replace(trial(2), outcome=Measured(((0.1, 0.1, 0.2, 0.1), (0.1, 0.1, 0.1, 0.13))))
+    usual, stalled = (
+        trial(1),
+        replace(trial(2), outcome=Measured(((0.1, 0.1, 0.2, 0.1), (0.1, 0.1, 0.1, 0.13)))),
+    )
     assert stalled_share([usual, stalled]) == 1 / 8 and stalled_share([usual]) == 0.0
     assert stalled_share([failed(5)]) is None
 

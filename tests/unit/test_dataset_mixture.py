@@ -18,7 +18,7 @@ from autotune.records import Conditions, Failed, FailureKind, Measured, TrialReq
 from autotune.strategy_space.plan import Plan, plan
 from autotune.workload import Workload
 from benchmarks.trial_session import Lengths, Setup, TrialSession
-from runtime_rewriter.findings import Profile
+from runtime_rewriter.world.findings import Profile
 from tests.synthetic_job import WORKLOAD
 
 ROOT = Path(__file__).parents[2]
@@ -54,24 +54,34 @@ def mixture(monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
     sys.modules.pop("mixture")
 
 
-def test_every_domain_names_a_script_and_a_cluster_that_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_domain_names_a_script_and_a_cluster_that_exist(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "datasets"))
     from domains import DOMAINS
 
     for name, setup in DOMAINS.items():
-        assert (ROOT / setup.script[0]).is_file() and read_cluster(setup.cluster_file).world_size > 1, name
+        assert (ROOT / setup.script[0]).is_file() and read_cluster(
+            setup.cluster_file
+        ).world_size > 1, name
         assert name.startswith(f"{setup.model}.{setup.cluster_file.stem}")
         given = setup.profile() if setup.profile is not None else None
-        assert (given is None) == setup.script[0].startswith("examples/") and (given is None or given.model == setup.script[1]), name
+        assert (given is None) == setup.script[0].startswith("examples/") and (
+            given is None or given.model == setup.script[1]
+        ), name
 
 
-def sample(mixture: object, folder: Path, count: int, obey: Callable[[], None] = lambda: None) -> None:
+def sample(
+    mixture: object, folder: Path, count: int, obey: Callable[[], None] = lambda: None
+) -> None:
     setup = Setup("small", Path("local.yaml"), ("train.py",))
     with opened(folder) as writer:
         if writer.described is None:
             writer.describe(DESCRIPTION)
         writer.begin_session(Environment(Conditions(), {}, 2, "x86_64", "6.1"))
-        session = TrialSession(PlannedWorld(), writer, setup, Lengths(1, 4), FOUND, lambda trial: None)  # type: ignore[arg-type]
+        session = TrialSession(
+            PlannedWorld(), writer, setup, Lengths(1, 4), FOUND, lambda trial: None
+        )  # type: ignore[arg-type]
         mixture.sample_domain(session, count, 0, obey)  # type: ignore[attr-defined]
 
 
@@ -91,7 +101,11 @@ def stop_at(calls: int) -> Callable[[], None]:
 
 
 def drawn_of(domain: Domain) -> list[str]:
-    return [trial.strategy.id for trial in domain.candidates if trial.kind in ("builder", "random") and trial.strategy is not None]
+    return [
+        trial.strategy.id
+        for trial in domain.candidates
+        if trial.kind in ("builder", "random") and trial.strategy is not None
+    ]
 
 
 def assert_no_stretch_without_a_reference(domain: Domain) -> None:
@@ -101,24 +115,38 @@ def assert_no_stretch_without_a_reference(domain: Domain) -> None:
         assert since <= 10
 
 
-def test_a_collection_is_a_mixture_and_goes_on_where_it_was_stopped(mixture: object, tmp_path: Path) -> None:
+def test_a_collection_is_a_mixture_and_goes_on_where_it_was_stopped(
+    mixture: object, tmp_path: Path
+) -> None:
     """Stopped among the random strategies and again in a job of the tuner, which goes on as itself."""
     for calls in (9, 50):
         with pytest.raises(Stop):
             sample(mixture, tmp_path, 40, stop_at(calls))
     stopped = read_domain(tmp_path)
-    assert {trial.kind for trial in stopped.trials} >= {"builder", "random", "reference", "repeat", "tuning"}
+    assert {trial.kind for trial in stopped.trials} >= {
+        "builder",
+        "random",
+        "reference",
+        "repeat",
+        "tuning",
+    }
     sample(mixture, tmp_path, 40)
     domain = read_domain(tmp_path)
     assert domain.trials[: len(stopped.trials)] == stopped.trials
     assert len(domain.candidates) == 40 and len(domain.sessions) == 3
-    assert all(own.plan == plan(own.strategy, domain.workload, domain.cluster.world_size) for own in domain.candidates if own.strategy)
+    assert all(
+        own.plan == plan(own.strategy, domain.workload, domain.cluster.world_size)
+        for own in domain.candidates
+        if own.strategy
+    )
     wanted = [strategy.id for _, strategy in mixture.fixed_strategies(domain, 23, 0, "")]  # type: ignore[attr-defined]
     assert sorted(drawn_of(domain)) == sorted(wanted) and 20 < len(set(wanted)) == len(wanted)
     for trial in domain.candidates:
         if trial.kind == "repeat":
             assert trial.strategy == domain.trials[int(trial.source.split(":")[1])].strategy
-    jobs = Counter(trial.source.split(":")[1] for trial in domain.candidates if trial.kind == "tuning")
+    jobs = Counter(
+        trial.source.split(":")[1] for trial in domain.candidates if trial.kind == "tuning"
+    )
     assert jobs == {"0-0": 40 - len(wanted) - 1}  # one repeat
     assert {trial.failure for trial in domain.trials} == {"", "crash: rank 0 exited with code 1"}
     assert_no_stretch_without_a_reference(domain)
@@ -128,7 +156,9 @@ def test_a_collection_is_a_mixture_and_goes_on_where_it_was_stopped(mixture: obj
     assert domain.trials[-1].strategy is None
 
 
-def test_a_collection_grows_without_trying_a_drawn_strategy_again(mixture: object, tmp_path: Path) -> None:
+def test_a_collection_grows_without_trying_a_drawn_strategy_again(
+    mixture: object, tmp_path: Path
+) -> None:
     for count in (8, 24):
         sample(mixture, tmp_path, count)
     domain = read_domain(tmp_path)

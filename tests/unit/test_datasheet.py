@@ -32,12 +32,22 @@ def record(folder: Path, name: str, count: int) -> None:
         writer.begin_session(Environment(conditions, {"torch": "2.13.0"}, 2, "x86_64", "6.1"))
         for strategy in STRATEGIES[:count]:
             if len(writer.trials) % 6 == 0:
-                writer.append(DatasetTrial(len(writer.trials), REFERENCE, None, None, measured(0.1), 0.2, 1e9, "0"))
+                writer.append(
+                    DatasetTrial(
+                        len(writer.trials), REFERENCE, None, None, measured(0.1), 0.2, 1e9, "0"
+                    )
+                )
             made = plan(strategy, WORKLOAD, 2)
             outcome = measured(0.1 * (0.7 if made.cross_step else 1.0) * 1.02 ** len(made.messages))
-            writer.append(DatasetTrial(len(writer.trials), "random:lossy", strategy, made, outcome, 0.2, 1e9, "0"))
+            writer.append(
+                DatasetTrial(
+                    len(writer.trials), "random:lossy", strategy, made, outcome, 0.2, 1e9, "0"
+                )
+            )
         failed = Failed(FailureKind.HANG, "rank 1 made no step", 1)
-        writer.append(DatasetTrial(len(writer.trials), "random:lossy", strategy, made, failed, 0.2, 1e9, "0"))
+        writer.append(
+            DatasetTrial(len(writer.trials), "random:lossy", strategy, made, failed, 0.2, 1e9, "0")
+        )
 
 
 def measured(step_s: float) -> Measured:
@@ -57,18 +67,30 @@ def test_the_choices_that_make_the_times_explain_them(domain: Domain) -> None:
     ranked = sorted(found.choices, key=lambda name: -found.choices[name].beyond)
     assert ranked[0] == "across the step"
     assert found.choices["across the step"].beyond > 0.3
-    assert all(own.beyond < 0.1 for name, own in found.choices.items() if name in ("ring order", "compressor", "issue order"))
+    assert all(
+        own.beyond < 0.1
+        for name, own in found.choices.items()
+        if name in ("ring order", "compressor", "issue order")
+    )
 
 
-def test_a_plan_that_was_measured_a_dozen_times_is_one_point_of_the_spread(domain: Domain, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_that_was_measured_a_dozen_times_is_one_point_of_the_spread(
+    domain: Domain, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "datasets"))
     import datasheet
 
     chosen = domain.candidates[-2]
-    again = [replace(chosen, number=len(domain.trials) + number, source=f"closing:{number}:a side") for number in range(12)]
+    again = [
+        replace(chosen, number=len(domain.trials) + number, source=f"closing:{number}:a side")
+        for number in range(12)
+    ]
     sheet = datasheet.sheet_of("small", replace(domain, trials=(*domain.trials, *again)))
     assert sheet.relative == pytest.approx(datasheet.sheet_of("small", domain).relative)
-    assert len(sheet.relative) == len({trial.plan_id for trial in domain.candidates}) and sheet.card.sources["closing"] == 12
+    assert (
+        len(sheet.relative) == len({trial.plan_id for trial in domain.candidates})
+        and sheet.card.sources["closing"] == 12
+    )
 
 
 def test_too_few_strategies_explain_nothing(tmp_path: Path) -> None:
@@ -76,7 +98,9 @@ def test_too_few_strategies_explain_nothing(tmp_path: Path) -> None:
     assert explained(read_domain(tmp_path / "few.local"), None) is None
 
 
-def test_the_datasheet_is_written_twice_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_datasheet_is_written_twice_alike(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "datasets"))
     import datasheet
 
@@ -86,15 +110,29 @@ def test_the_datasheet_is_written_twice_alike(tmp_path: Path, monkeypatch: pytes
     for out in ("once", "twice"):
         assert datasheet.main([str(tmp_path / "trials"), "--out", str(tmp_path / out)]) == 0
         found.append({path.name: path.read_bytes() for path in (tmp_path / out).rglob("*.*")})
-    assert found[0] == found[1] and set(found[0]) == {"DATASHEET.md", "spread.svg", "noise.svg", "influence.svg"}
+    assert found[0] == found[1] and set(found[0]) == {
+        "DATASHEET.md",
+        "spread.svg",
+        "noise.svg",
+        "influence.svg",
+    }
     text = " ".join(found[0]["DATASHEET.md"].decode().split())
-    for part in ("67 trials", "13 of the script's own DDP", "2 domains", "2 failed", "| small.local | 61 | 1 |", "| across the step |"):
+    for part in (
+        "67 trials",
+        "13 of the script's own DDP",
+        "2 domains",
+        "2 failed",
+        "| small.local | 61 | 1 |",
+        "| across the step |",
+    ):
         assert part in text
     for name in ("spread", "noise", "influence"):
         assert ET.fromstring(found[0][f"{name}.svg"]).tag.endswith("svg")
 
 
-def test_a_domain_of_two_datasets_is_told_apart_by_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_domain_of_two_datasets_is_told_apart_by_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "datasets"))
     import datasheet
 
@@ -102,5 +140,11 @@ def test_a_domain_of_two_datasets_is_told_apart_by_them(tmp_path: Path, monkeypa
     record(tmp_path / "outcome", "small.local", 6)
     record(tmp_path / "outcome", "other.local", 5)
     sheets = datasheet.sheets_of([tmp_path / "trials", tmp_path / "outcome"])
-    assert [sheet.label for sheet in sheets] == ["other.local", "small.local (outcome)", "small.local (trials)"]
-    assert "over 2 domains (a model on a cluster), profiled 3 times" in " ".join(datasheet.text_of(sheets).split())
+    assert [sheet.label for sheet in sheets] == [
+        "other.local",
+        "small.local (outcome)",
+        "small.local (trials)",
+    ]
+    assert "over 2 domains (a model on a cluster), profiled 3 times" in " ".join(
+        datasheet.text_of(sheets).split()
+    )

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from autotune.cluster import Cluster
-from autotune.commands.results import Results, decision_text
-from autotune.job import JobSpec
+from autotune.jobs.results import Results, decision_text
 from autotune.records import CURRENT_SETUP, Conditions, Decision, Network
+from autotune.tuning.job import JobSpec
 
 SPEC = JobSpec(("python", "x.py"), 2, Cluster.local(2), conditions=Conditions(Network.EMULATED))
 RESULTS = Results(Path("best.json"), Path("report.html"))
@@ -17,8 +17,13 @@ def first_line(decision: Decision) -> str:
     return decision_text(decision, RESULTS, "sqlite:///x", 0, SPEC).splitlines()[0]
 
 
-def test_the_headline_names_the_export_and_the_reason_alone_says_that_the_current_setup_stays() -> None:
+def test_the_headline_names_the_export_and_the_reason_alone_says_that_the_current_setup_stays() -> (
+    None
+):
     exported = Decision("strategy-1", "faster than the current setup", None, "strategy-1")
-    assert first_line(exported) == "exported strategy-1: faster than the current setup [emulated network]"
+    assert (
+        first_line(exported)
+        == "exported strategy-1: faster than the current setup [emulated network]"
+    )
     kept = Decision(CURRENT_SETUP, "no better, so the current setup stays", None, None)
     assert first_line(kept) == "no better, so the current setup stays [emulated network]"

@@ -17,9 +17,9 @@ from autotune.dfg.chrome_trace import write_chrome_trace
 from autotune.dfg.compiled import compiled
 from autotune.dfg.critical_path import critical_path
 from autotune.dfg.graph import NONE, Dfg, Discipline, Kind
-from autotune.dfg.incremental import IncrementalReplay
 from autotune.dfg.replay import replay
 from autotune.errors import InvalidInput
+from benchmarks.replay_throughput.incremental import IncrementalReplay
 
 
 def two_workers() -> Dfg:
@@ -31,7 +31,9 @@ def two_workers() -> Dfg:
     first = builder.op("forward", device[0], 1.0, Kind.FORWARD, layer=layer, worker=0)
     idle = builder.op("short", device[1], 0.5, Kind.FORWARD, worker=1)
     latency = builder.op("latency", NONE, 0.25, Kind.VIRTUAL, [first], worker=0)
-    send = builder.op("send", up, 2.0, Kind.SEND, [latency], channel=down, size_bytes=8.0, layer=layer, worker=0)
+    send = builder.op(
+        "send", up, 2.0, Kind.SEND, [latency], channel=down, size_bytes=8.0, layer=layer, worker=0
+    )
     out = builder.op("out", NONE, 0.0, Kind.VIRTUAL, [send, idle])
     builder.op("update", device[1], 1.0, Kind.UPDATE, [out], layer=layer, worker=1)
     return builder.build()
@@ -80,9 +82,19 @@ def test_locks_taken_in_opposite_orders_are_refused_by_name() -> None:
     for one, two in ((0, 1), (1, 0)):
         queue = builder.queue(f"q{one}")
         first = builder.op(f"first {one}", queue, 1.0, Kind.SEND, acquires=locks[one])
-        second = builder.op(f"second {one}", queue, 1.0, Kind.SEND, [first], acquires=locks[two], releases=locks[two])
+        second = builder.op(
+            f"second {one}",
+            queue,
+            1.0,
+            Kind.SEND,
+            [first],
+            acquires=locks[two],
+            releases=locks[two],
+        )
         builder.op(f"third {one}", queue, 1.0, Kind.SEND, [second], releases=locks[one])
-    with pytest.raises(InvalidInput, match="2 ops wait forever: 'second 0' for lock 1, 'second 1' for lock 0"):
+    with pytest.raises(
+        InvalidInput, match="2 ops wait forever: 'second 0' for lock 1, 'second 1' for lock 0"
+    ):
         replay(builder.build())
 
 
@@ -120,13 +132,20 @@ def test_a_gap_delays_its_queue_and_no_other() -> None:
 
 def test_the_urgent_message_goes_first_among_those_for_one_channel() -> None:
     builder = DfgBuilder()
-    senders, receiver = [builder.queue(f"up {number}") for number in range(3)], builder.queue("down")
+    senders, receiver = (
+        [builder.queue(f"up {number}") for number in range(3)],
+        builder.queue("down"),
+    )
     for number, priority in enumerate((0, 2, 1)):
-        builder.op(f"send {number}", senders[number], 1.0, Kind.SEND, channel=receiver, priority=priority)
+        builder.op(
+            f"send {number}", senders[number], 1.0, Kind.SEND, channel=receiver, priority=priority
+        )
     assert replay(builder.build()).start_s.tolist() == [0.0, 2.0, 1.0]
 
 
-@pytest.mark.parametrize("wrong", [np.ones(3), np.full(6, -1.0), np.full(6, np.nan), np.full(6, np.inf)])
+@pytest.mark.parametrize(
+    "wrong", [np.ones(3), np.full(6, -1.0), np.full(6, np.nan), np.full(6, np.inf)]
+)
 def test_other_durations_are_checked(wrong: np.ndarray) -> None:
     with pytest.raises(InvalidInput, match="durations must"):
         replay(two_workers(), wrong)
@@ -134,7 +153,9 @@ def test_other_durations_are_checked(wrong: np.ndarray) -> None:
 
 def read(path: Path) -> dict[str, Any]:
     written = path.read_bytes()
-    loaded: dict[str, Any] = json.loads(gzip.decompress(written) if path.suffix == ".gz" else written)
+    loaded: dict[str, Any] = json.loads(
+        gzip.decompress(written) if path.suffix == ".gz" else written
+    )
     return loaded
 
 
@@ -144,11 +165,19 @@ def test_trace_shows_workers_queues_and_the_critical_path(tmp_path: Path, name: 
     assert write_chrome_trace(timeline, tmp_path / name) == 6
     trace = read(tmp_path / name)
     events = trace["traceEvents"]
-    processes = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    processes = {
+        event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"
+    }
     assert sorted(processes.values()) == ["critical path", "shared", "worker 0", "worker 1"]
-    threads = {(event["pid"], event["tid"]): event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    threads = {
+        (event["pid"], event["tid"]): event["args"]["name"]
+        for event in events
+        if event["name"] == "thread_name"
+    }
     slices = [event for event in events if event["ph"] == "X"]
-    placed = {(processes[e["pid"]], threads.get((e["pid"], e["tid"])), e["name"]): e for e in slices}
+    placed = {
+        (processes[e["pid"]], threads.get((e["pid"], e["tid"])), e["name"]): e for e in slices
+    }
     send = placed["worker 0", "up 0", "send"]
     assert (send["ts"], send["dur"], send["cat"]) == (1.25e6, 2e6, "send")
     assert send["args"] == {"op": 3, "layer": "conv1", "bytes": 8.0, "channel": "down 1"}
@@ -158,30 +187,47 @@ def test_trace_shows_workers_queues_and_the_critical_path(tmp_path: Path, name: 
     assert critical == ["forward", "latency", "send", "out", "update"]
     arrows = [(event["ph"], event["id"], event["ts"]) for event in events if event["ph"] in "sf"]
     assert arrows == [("s", 0, 0.5e6), ("f", 0, 2.25e6), ("s", 1, 2.25e6), ("f", 1, 3.75e6)]
-    assert [(event["ph"], event["ts"]) for event in events if event["ph"] in "be"] == [("b", 1e6), ("e", 1.25e6)]
+    assert [(event["ph"], event["ts"]) for event in events if event["ph"] in "be"] == [
+        ("b", 1e6),
+        ("e", 1.25e6),
+    ]
     assert trace["otherData"]["makespan_s"] == 4.25
 
 
-def test_a_trace_that_would_be_too_large_keeps_the_critical_path_and_says_so(tmp_path: Path) -> None:
+def test_a_trace_that_would_be_too_large_keeps_the_critical_path_and_says_so(
+    tmp_path: Path,
+) -> None:
     timeline = replay(two_workers())
     assert write_chrome_trace(timeline, tmp_path / "trace.json", max_ops=5) == 5
     trace = read(tmp_path / "trace.json")
     assert trace["otherData"] == {"ops": 6, "shown_ops": 5, "makespan_s": 4.25}
     assert "short" not in [event["name"] for event in trace["traceEvents"]]
     write_chrome_trace(timeline, tmp_path / "trace.json", max_ops=2)
-    assert sum(event["ph"] == "X" and event["pid"] == 0 for event in read(tmp_path / "trace.json")["traceEvents"]) == 2
+    assert (
+        sum(
+            event["ph"] == "X" and event["pid"] == 0
+            for event in read(tmp_path / "trace.json")["traceEvents"]
+        )
+        == 2
+    )
     with pytest.raises(InvalidInput, match="max_ops"):
         write_chrome_trace(timeline, tmp_path / "trace.json", max_ops=0)
 
 
-def test_arrows_of_a_trace_pass_ops_that_take_no_time_and_times_are_told_to_the_nanosecond(tmp_path: Path) -> None:
+def test_arrows_of_a_trace_pass_ops_that_take_no_time_and_times_are_told_to_the_nanosecond(
+    tmp_path: Path,
+) -> None:
     builder = DfgBuilder()
     queue = builder.queue("device")
     first = builder.op("first", queue, 1.2346e-6, Kind.FORWARD)
     marker = builder.op("marker", queue, 0.0, Kind.FORWARD, [first])
     builder.op("last", queue, 1e-6, Kind.FORWARD, [marker])
     write_chrome_trace(replay(builder.build()), tmp_path / "trace.json")
-    arrows = [(event["ph"], event["ts"]) for event in read(tmp_path / "trace.json")["traceEvents"] if event["ph"] in "sf"]
+    arrows = [
+        (event["ph"], event["ts"])
+        for event in read(tmp_path / "trace.json")["traceEvents"]
+        if event["ph"] in "sf"
+    ]
     assert arrows == [("s", 0.617), ("f", 1.735)]
 
 

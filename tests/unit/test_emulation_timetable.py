@@ -19,7 +19,11 @@ from runtime_rewriter.emulation import Waiter, timetable_of, travelling
 from runtime_rewriter.scheduling import step_down, take_round_robin, wants_round_robin
 
 WORKLOAD = Workload(
-    "Net", (Variable("b", (2,), ready_s=0.1), Variable("a", (3,), ready_s=0.3)), forward_s=0.5, backward_s=0.4, update_s=0.2
+    "Net",
+    (Variable("b", (2,), ready_s=0.1), Variable("a", (3,), ready_s=0.3)),
+    forward_s=0.5,
+    backward_s=0.4,
+    update_s=0.2,
 )
 
 
@@ -33,24 +37,42 @@ def test_what_is_due_within_a_millisecond_has_the_time_of_the_last() -> None:
     at_s = {"a": 0.1, "b": 0.1004, "c": 0.1009, "d": 0.1011, "e": 0.103}
     variables = tuple(Variable(name, (2,), ready_s=s, needed_s=0.2 - s) for name, s in at_s.items())
     timetable = timetable_of(replace(WORKLOAD, variables=variables))
-    assert timetable.ready == (("a", 0.1009), ("b", 0.1009), ("c", 0.1009), ("d", 0.1011), ("e", 0.103))
+    assert timetable.ready == (
+        ("a", 0.1009),
+        ("b", 0.1009),
+        ("c", 0.1009),
+        ("d", 0.1011),
+        ("e", 0.103),
+    )
     needed = dict(timetable.needed)
     assert [name for name, _ in timetable.needed] == ["e", "d", "c", "b", "a"]
-    assert needed["d"] == needed["c"] == needed["b"] == 0.2 - 0.1004 and needed["a"] == 0.1 and needed["e"] == 0.2 - 0.103
+    assert (
+        needed["d"] == needed["c"] == needed["b"] == 0.2 - 0.1004
+        and needed["a"] == 0.1
+        and needed["e"] == 0.2 - 0.103
+    )
 
 
 @pytest.mark.parametrize(
     ("changes", "rule"),
     [
-        ({"variables": (Variable("b", (2,)), Variable("a", (3,)))}, "need ready_s of every variable, but .* none for 'b' and 1 more"),
+        (
+            {"variables": (Variable("b", (2,)), Variable("a", (3,)))},
+            "need ready_s of every variable, but .* none for 'b' and 1 more",
+        ),
         ({"backward_s": 0.2}, "none after backward_s, but 'a' is ready after 0.3 s"),
-        ({"variables": tuple(reversed(WORKLOAD.variables))}, "must stand in the order .* 'a' is ready after 0.3 s and 'b' after 0.1 s"),
+        (
+            {"variables": tuple(reversed(WORKLOAD.variables))},
+            "must stand in the order .* 'a' is ready after 0.3 s and 'b' after 0.1 s",
+        ),
         ({"backward_s": 0.0}, "backward_s of a profile must be finite and above 0, but is 0.0"),
         ({"forward_s": -1.0}, "forward_s is -1.0"),
         ({"update_s": math.inf}, "update_s is inf"),
     ],
 )
-def test_a_profile_without_usable_times_is_refused_with_the_rule(changes: dict[str, object], rule: str) -> None:
+def test_a_profile_without_usable_times_is_refused_with_the_rule(
+    changes: dict[str, object], rule: str
+) -> None:
     with pytest.raises(InvalidInput, match=rule):
         timetable_of(replace(WORKLOAD, **changes))
 
@@ -68,7 +90,9 @@ def test_a_wait_ends_at_its_time_and_lateness_is_kept_until_restart() -> None:
 
 
 @given(elements=st.integers(0, 10_000), byte_scale=st.floats(1.0, 1000.0), ranks=st.integers(1, 9))
-def test_what_travels_is_the_smallest_multiple_that_holds_one_part_in_k(elements: int, byte_scale: float, ranks: int) -> None:
+def test_what_travels_is_the_smallest_multiple_that_holds_one_part_in_k(
+    elements: int, byte_scale: float, ranks: int
+) -> None:
     padded = -(-elements // ranks) * ranks
     sizes = [size for size in range(0, padded + 1, ranks) if size >= padded / byte_scale]
     assert travelling(padded, byte_scale, ranks) == sizes[0]
@@ -121,7 +145,9 @@ def take_and_step_down() -> int:
     thread.join()
     if policies != [os.SCHED_RR] or os.sched_getscheduler(0) != os.SCHED_RR:
         return 1
-    return 0 if step_down() and os.sched_getscheduler(0) == os.SCHED_OTHER and not step_down() else 2
+    return (
+        0 if step_down() and os.sched_getscheduler(0) == os.SCHED_OTHER and not step_down() else 2
+    )
 
 
 def refused() -> int:

@@ -43,7 +43,9 @@ def example(number: int, analytic_s: float, step_s: float, domain: str = "d") ->
     none = np.zeros((0, 2), dtype=np.int64)
     numbers = np.zeros(12)
     numbers[0] = number
-    features = StrategyFeatures(strategy(number), shards, np.zeros(1, dtype=np.int64), 1, none, numbers, analytic_s, 1.0)
+    features = StrategyFeatures(
+        strategy(number), shards, np.zeros(1, dtype=np.int64), 1, none, numbers, analytic_s, 1.0
+    )
     return Example(features, step_s, domain)
 
 
@@ -90,7 +92,13 @@ def test_pairwise_accuracy_equals_its_slow_twin_and_skips_ties() -> None:
             fast, slow = (i, j) if measured[i] < measured[j] else (j, i)
             if measured[slow] > measured[fast] * 1.1:
                 total += 1
-                right += 1.0 if predicted[fast] < predicted[slow] else 0.5 if predicted[fast] == predicted[slow] else 0.0
+                right += (
+                    1.0
+                    if predicted[fast] < predicted[slow]
+                    else 0.5
+                    if predicted[fast] == predicted[slow]
+                    else 0.0
+                )
     assert pairwise_accuracy(predicted, measured, 0.1) == pytest.approx(right / total)
     assert len(ordered_pairs(measured, 0.1)[0]) == total
 
@@ -107,7 +115,12 @@ def test_figures_at_their_ends() -> None:
 
 def test_regret_is_how_much_slower_the_best_of_the_top_k_is() -> None:
     measured, predicted = np.array([1.0, 1.5, 2.0, 4.0]), np.array([3.0, 2.0, 4.0, 1.0])
-    assert [best_of_top_k_regret(predicted, measured, k) for k in (1, 2, 3, 9)] == [3.0, 0.5, 0.0, 0.0]
+    assert [best_of_top_k_regret(predicted, measured, k) for k in (1, 2, 3, 9)] == [
+        3.0,
+        0.5,
+        0.0,
+        0.0,
+    ]
 
 
 def test_unequal_lengths_and_nonsense_k_are_refused() -> None:
@@ -129,16 +142,30 @@ def test_folds_test_every_example_once_and_spread_each_domain() -> None:
 
 
 def test_a_plan_that_several_domains_measured_lies_in_one_fold() -> None:
-    examples = [replace(item, group=f"plan {number % 20}") for number, item in enumerate(noisy(20, "a") + noisy(20, "b"))]
+    examples = [
+        replace(item, group=f"plan {number % 20}")
+        for number, item in enumerate(noisy(20, "a") + noisy(20, "b"))
+    ]
     for training, test in k_fold(examples, 4, seed=3):
-        assert not {examples[index].group for index in training} & {examples[index].group for index in test}
+        assert not {examples[index].group for index in training} & {
+            examples[index].group for index in test
+        }
         assert [examples[index].domain for index in test].count("a") == 5
 
 
 def test_every_simulator_stands_beside_the_analytic_rankers_and_chance() -> None:
     examples = noisy(40)
     truth = {item.features.strategy_id: item.step_s for item in examples}
-    qualities = {q.ranker: q for q in evaluate(examples, {"oracle": lambda: Oracle(truth)}, k_fold(examples, 4, 0), seed=0, tie_band=0.01)}
+    qualities = {
+        q.ranker: q
+        for q in evaluate(
+            examples,
+            {"oracle": lambda: Oracle(truth)},
+            k_fold(examples, 4, 0),
+            seed=0,
+            tie_band=0.01,
+        )
+    }
     assert list(qualities) == [ANALYTIC, PAPER, RANDOM, "oracle"]
     assert qualities["oracle"].pairwise_accuracy == 1.0
     assert qualities["oracle"].kendall_tau == pytest.approx(1.0)
@@ -150,7 +177,9 @@ def test_every_simulator_stands_beside_the_analytic_rankers_and_chance() -> None
 
 
 def test_domains_are_never_compared_with_one_another() -> None:
-    slow_domain = [replace(item, step_s=item.step_s * 100, domain="slow") for item in noisy(20, "b")]
+    slow_domain = [
+        replace(item, step_s=item.step_s * 100, domain="slow") for item in noisy(20, "b")
+    ]
     examples = noisy(20, "a") + slow_domain
     pairs = evaluate(examples, {}, k_fold(examples, 4, 0), seed=0, tie_band=0.0)[0].pairs
     assert pairs == 4 * 2 * (5 * 4 // 2)
@@ -158,7 +187,12 @@ def test_domains_are_never_compared_with_one_another() -> None:
 
 def test_chance_is_the_same_in_every_run_of_one_seed() -> None:
     examples = noisy(20)
-    runs = [evaluate(examples, {"linear": linear_simulator}, k_fold(examples, 2, 0), seed=5, tie_band=0.01)[2] for _ in range(2)]
+    runs = [
+        evaluate(
+            examples, {"linear": linear_simulator}, k_fold(examples, 2, 0), seed=5, tie_band=0.01
+        )[2]
+        for _ in range(2)
+    ]
     assert runs[0] == runs[1]
 
 
@@ -177,8 +211,12 @@ def test_a_simulator_ranks_only_where_it_surely_beats_the_analytic_ranker() -> N
     analytic = quality(ANALYTIC, 0.8)
     assert choose_ranker([analytic, quality("rnn", 0.9), quality("linear", 0.85)]).ranker == "rnn"
     assert choose_ranker([analytic, quality("rnn", 0.8)]).ranker == ANALYTIC
-    assert choose_ranker([analytic, quality("rnn", 0.82)]).ranker == "rnn"  # one look, and ahead by more than 0.84 of its error
-    luck = choose_ranker([analytic, quality("rnn", 0.82), quality("gat", 0.81), quality("linear", 0.7)])  # by less than 1.5 of it
+    assert (
+        choose_ranker([analytic, quality("rnn", 0.82)]).ranker == "rnn"
+    )  # one look, and ahead by more than 0.84 of its error
+    luck = choose_ranker(
+        [analytic, quality("rnn", 0.82), quality("gat", 0.81), quality("linear", 0.7)]
+    )  # by less than 1.5 of it
     assert luck.ranker == ANALYTIC and luck.reason.endswith("which may be luck")
     assert choose_ranker([analytic, quality(PAPER, 0.95), quality(RANDOM, 0.99)]).ranker == ANALYTIC
     few = choose_ranker([quality(ANALYTIC, 0.8, 10), quality("rnn", 0.9, 10)])
@@ -196,12 +234,25 @@ def test_simulators_that_are_no_better_than_the_replay_seldom_rank(count: int) -
     examples = noisy(count)
     chosen = 0
     for seed in range(100):
-        guessed = np.array([e.step_s for e in examples]) * np.exp(0.1 * generator(seed, "no better").standard_normal((4, count)))
+        guessed = np.array([e.step_s for e in examples]) * np.exp(
+            0.1 * generator(seed, "no better").standard_normal((4, count))
+        )
         names = [e.features.strategy_id for e in examples]
         rows = guessed.tolist()
-        made = {f"s{number}": Oracle(dict(zip(names, rows[number], strict=True))) for number in range(3)}
-        replayed = [replace(e, features=replace(e.features, replayed_step_s=at)) for e, at in zip(examples, rows[3], strict=True)]
-        found = evaluate(replayed, {name: partial(_same, own) for name, own in made.items()}, k_fold(examples, 4, seed), 0, 0.01)
+        made = {
+            f"s{number}": Oracle(dict(zip(names, rows[number], strict=True))) for number in range(3)
+        }
+        replayed = [
+            replace(e, features=replace(e.features, replayed_step_s=at))
+            for e, at in zip(examples, rows[3], strict=True)
+        ]
+        found = evaluate(
+            replayed,
+            {name: partial(_same, own) for name, own in made.items()},
+            k_fold(examples, 4, seed),
+            0,
+            0.01,
+        )
         chosen += choose_ranker(found).ranker != REPLAY
     assert chosen <= 100 * 0.2
 
@@ -209,13 +260,18 @@ def test_simulators_that_are_no_better_than_the_replay_seldom_rank(count: int) -
 def test_a_simulator_that_is_far_better_ranks() -> None:
     examples = noisy(60)
     truth = {item.features.strategy_id: item.step_s for item in examples}
-    found = evaluate(examples, {"oracle": lambda: Oracle(truth)}, k_fold(examples, 4, 0), seed=0, tie_band=0.01)
+    found = evaluate(
+        examples, {"oracle": lambda: Oracle(truth)}, k_fold(examples, 4, 0), seed=0, tie_band=0.01
+    )
     assert choose_ranker(found).ranker == "oracle"
 
 
 def test_the_reason_names_both_figures() -> None:
     reason = choose_ranker([quality(ANALYTIC, 0.8), quality("rnn", 0.9)]).reason
-    assert reason == "the rnn simulator ranks: on 200 held-out pairs the rnn simulator orders 90.0% correctly and the analytic ranker 80.0%"
+    assert (
+        reason
+        == "the rnn simulator ranks: on 200 held-out pairs the rnn simulator orders 90.0% correctly and the analytic ranker 80.0%"
+    )
 
 
 def test_a_choice_without_the_analytic_ranker_is_refused() -> None:

@@ -15,7 +15,12 @@ from autotune.profiling.traces import TraceJob, read_job
 from autotune.profiling.traces.execution_trace import ExecutionTrace, read_execution_trace
 
 TENSOR = [9, 6, 0, 250, 4, "cuda:0"]
-GROUPS = json.dumps([{"pg_name": "0", "ranks": [], "group_size": 4}, {"pg_name": "7", "ranks": [1, 3], "group_size": 2}])
+GROUPS = json.dumps(
+    [
+        {"pg_name": "0", "ranks": [], "group_size": 4},
+        {"pg_name": "7", "ranks": [1, 3], "group_size": 2},
+    ]
+)
 NO_IO = {"values": [], "shapes": [], "types": []}
 
 
@@ -27,7 +32,15 @@ def first_form() -> dict[str, Any]:
     """Schema 1.0.1: fields of the node; a group is a number."""
     beside = {"fw_parent": 0, "seq_id": -1, "scope": 0, "fw_tid": 0, "op_schema": "", "outputs": []}
     nodes = [
-        {"name": "[pytorch|profiler|execution_graph|thread]", "id": 2, "rf_id": 0, "parent": 1, "tid": 1, "inputs": [], **beside},
+        {
+            "name": "[pytorch|profiler|execution_graph|thread]",
+            "id": 2,
+            "rf_id": 0,
+            "parent": 1,
+            "tid": 1,
+            "inputs": [],
+            **beside,
+        },
         {"name": "record_param_comms", "id": 5, "rf_id": 31, "parent": 2, "tid": 1, **beside}
         | {"inputs": [[TENSOR], 12, 94038, 3, "allreduce", [], []]},
     ]
@@ -42,13 +55,24 @@ def second_form() -> dict[str, Any]:
     """Schema 1.1.1: attributes; the sequence number comes with whether it is point to point, the group with its description."""
     beside = {"outputs": {"values": [], "shapes": [], "types": [], "strides": []}}
     nodes = [
-        {"id": 2, "name": "[pytorch|profiler|execution_trace|thread]", "ctrl_deps": 1, "inputs": NO_IO, **beside}
+        {
+            "id": 2,
+            "name": "[pytorch|profiler|execution_trace|thread]",
+            "ctrl_deps": 1,
+            "inputs": NO_IO,
+            **beside,
+        }
         | {"attrs": attributes(rf_id=0, tid=1)},
         {"id": 3, "name": "## process_group:init ##", "ctrl_deps": 2, **beside}
-        | {"inputs": {"values": [GROUPS], "shapes": [[]], "types": ["String"]}, "attrs": attributes(rf_id=1, tid=1)},
+        | {
+            "inputs": {"values": [GROUPS], "shapes": [[]], "types": ["String"]},
+            "attrs": attributes(rf_id=1, tid=1),
+        },
         {"id": 5, "name": "record_param_comms", "ctrl_deps": 2, **beside}
         | {
-            "inputs": {"values": [[TENSOR], [12, False], ["7", "dp"], 1, "allreduce", [], [], 1, 2, 2]},
+            "inputs": {
+                "values": [[TENSOR], [12, False], ["7", "dp"], 1, "allreduce", [], [], 1, 2, 2]
+            },
             "attrs": attributes(rf_id=31, tid=1),
         },
     ]
@@ -68,7 +92,13 @@ def chakra_form() -> dict[str, Any]:
             "type": "METADATA_NODE",
             "attr": [attribute("tid", "uint64Val", "1")],
         },
-        {"id": "5", "name": "ncclDevKernel_AllReduce_Sum_f32_RING_LL", "type": "COMM_COLL_NODE", "ctrlDeps": ["2"], "dataDeps": ["2"]}
+        {
+            "id": "5",
+            "name": "ncclDevKernel_AllReduce_Sum_f32_RING_LL",
+            "type": "COMM_COLL_NODE",
+            "ctrlDeps": ["2"],
+            "dataDeps": ["2"],
+        }
         | {"inputs": {"values": str([TENSOR]), "shapes": "[[250]]", "types": "['Tensor(float)']"}}
         | {
             "attr": [
@@ -83,20 +113,34 @@ def chakra_form() -> dict[str, Any]:
     return {"version": "0.0.4", "nodes": nodes}
 
 
-@pytest.mark.parametrize(("form", "schema"), [(first_form, "1.0.1"), (second_form, "1.1.1-chakra.0.0.4"), (chakra_form, "0.0.4")])
+@pytest.mark.parametrize(
+    ("form", "schema"),
+    [(first_form, "1.0.1"), (second_form, "1.1.1-chakra.0.0.4"), (chakra_form, "0.0.4")],
+)
 def test_every_schema_gives_the_same_collective(form: Any, schema: str) -> None:
     trace = read(form())
     assert (trace.schema, trace.rank) == (schema, 3)
-    assert trace.node_id.tolist()[-1] == 5 and trace.parent.tolist()[-1] == 2 and trace.rf_id.tolist()[-1] == 31
+    assert (
+        trace.node_id.tolist()[-1] == 5
+        and trace.parent.tolist()[-1] == 2
+        and trace.rf_id.tolist()[-1] == 31
+    )
     assert trace.thread.tolist() == [1] * trace.nodes and trace.input_bytes[-1] == 1000
     (comm,) = (trace.comms or trace.marks).values()
     assert (comm.name, comm.size_bytes) == ("all_reduce", 1000)
     assert comm.sequence == (-1 if form is chakra_form else 12)
-    assert (comm.group, comm.group_ranks) == {first_form: ("", ()), second_form: ("7", (1, 3)), chakra_form: ("7", ())}[form]
+    assert (comm.group, comm.group_ranks) == {
+        first_form: ("", ()),
+        second_form: ("7", (1, 3)),
+        chakra_form: ("7", ()),
+    }[form]
 
 
 def test_nodes_without_ids_and_files_without_nodes_are_refused() -> None:
-    for data, said in (({"nodes": [{"name": "a"}]}, "node 0 must be an object with an id"), ({"nodes": []}, "must hold nodes")):
+    for data, said in (
+        ({"nodes": [{"name": "a"}]}, "node 0 must be an object with an id"),
+        ({"nodes": []}, "must hold nodes"),
+    ):
         with pytest.raises(InvalidInput, match=said):
             read(data)
 
@@ -113,13 +157,21 @@ def numbered(events: list[Event], told: bool) -> list[Event]:
 
 
 def execution(events: list[Event], backwards: bool, names: str = "allreduce") -> dict[str, Any]:
-    numbers = [number + 1 for number, event in enumerate(events) if event["name"] == "record_param_comms"]
+    numbers = [
+        number + 1 for number, event in enumerate(events) if event["name"] == "record_param_comms"
+    ]
     nodes = []
     for sequence, rf_id in enumerate(numbers):
         tensor = [9, 6, 0, 1000 * (sequence % 4 + 1), 4, "cuda:0"]
         inputs = {"values": [[tensor], [sequence + 1, False], ["0", "default_pg"], 0, names]}
         nodes.append(
-            {"id": 100 + rf_id, "name": "record_param_comms", "ctrl_deps": 2, "inputs": inputs, "attrs": attributes(rf_id=rf_id, tid=1)}
+            {
+                "id": 100 + rf_id,
+                "name": "record_param_comms",
+                "ctrl_deps": 2,
+                "inputs": inputs,
+                "attrs": attributes(rf_id=rf_id, tid=1),
+            }
         )
     return {"schema": "1.1.1-chakra.0.0.4", "nodes": nodes[::-1] if backwards else nodes}
 
@@ -128,7 +180,9 @@ def linked(folder: Path, told: bool, backwards: bool, **words: str) -> TraceJob:
     job = Job(ranks=2, steps=2).run()
     job.events = [numbered(events, told) for events in job.events]
     for rank, events in enumerate(job.events):
-        (folder / f"et_rank{rank}.json").write_text(json.dumps(execution(events, backwards, **words)))
+        (folder / f"et_rank{rank}.json").write_text(
+            json.dumps(execution(events, backwards, **words))
+        )
     return read_job(job.write(folder))
 
 
@@ -146,12 +200,16 @@ def test_collectives_are_linked_by_record_function_id_whatever_the_order(tmp_pat
 def test_without_ids_they_are_linked_in_order_and_it_is_told(tmp_path: Path) -> None:
     job = linked(tmp_path, told=False, backwards=False)
     assert [(link.by_id, link.in_order) for link in job.links] == [(0, 8)] * 2
-    assert sum("linked to the execution trace in order" in repair.what for repair in job.repairs) == 2
+    assert (
+        sum("linked to the execution trace in order" in repair.what for repair in job.repairs) == 2
+    )
     assert [one.comm.sequence for one in job.collectives[1]] == list(range(1, 9))
 
 
 @pytest.mark.parametrize("told", [True, False])
-def test_nodes_of_other_collectives_are_not_linked_and_it_is_told(tmp_path: Path, told: bool) -> None:
+def test_nodes_of_other_collectives_are_not_linked_and_it_is_told(
+    tmp_path: Path, told: bool
+) -> None:
     job = linked(tmp_path, told=told, backwards=False, names="broadcast")
     assert [(link.by_id, link.in_order) for link in job.links] == [(0, 0)] * 2
     assert sum("execution trace not linked" in repair.what for repair in job.repairs) == 2

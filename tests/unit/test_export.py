@@ -13,10 +13,10 @@ from synthetic_job import WORKLOAD, SyntheticWorld, drive, job_spec, strategy
 
 from autotune.errors import InvalidInput, ModelMismatch
 from autotune.export import check_model, read_export
-from autotune.export_build import build_export
+from autotune.jobs.decided_export import build_export
 from autotune.records import CURRENT_SETUP
 from autotune.strategy_space.plan import plan
-from autotune.tuner import Finish
+from autotune.tuning.tuner import Finish
 
 NOW = datetime(2024, 5, 1, 12, tzinfo=UTC)
 MODEL = {variable.name: (variable.shape, variable.dtype) for variable in WORKLOAD.variables}
@@ -45,15 +45,23 @@ def test_the_file_comes_back_equal_and_gives_the_plan_that_was_measured(written)
     export, history = exported()
     again = read_export(written)
     assert again == export and again.strategy == strategy(5)
-    measured = next(trial for trial in history.trials if trial.request.strategy_id == strategy(5).id)
-    assert again.plan() == plan(strategy(5), WORKLOAD, 2) and again.plan_id == again.plan().id == measured.plan_id
+    measured = next(
+        trial for trial in history.trials if trial.request.strategy_id == strategy(5).id
+    )
+    assert (
+        again.plan() == plan(strategy(5), WORKLOAD, 2)
+        and again.plan_id == again.plan().id == measured.plan_id
+    )
 
 
 def test_both_sides_carry_their_time_and_spread_over_all_steps_of_the_comparison():
     export, history = exported()
     steps = [t.outcome.step_s for t in history.ab_trials if t.request.strategy_id == CURRENT_SETUP]
     slowest = sorted(max(ranks) for block in steps for ranks in zip(*block, strict=True))
-    assert export.current.median_s == pytest.approx(float(np.median(slowest))) and export.current.blocks == job_spec().ab_pairs
+    assert (
+        export.current.median_s == pytest.approx(float(np.median(slowest)))
+        and export.current.blocks == job_spec().ab_pairs
+    )
     assert export.tuned.low_s <= export.tuned.median_s <= export.tuned.high_s < export.current.low_s
     assert export.comparison.high < 1 and export.predicted_s == 0.06 and not export.lossy
 
@@ -64,7 +72,9 @@ def test_a_kept_current_setup_exports_no_strategy_but_says_what_was_compared(tmp
     export.write(path)
     again = read_export(path)
     assert again.strategy is None and again.plan_id is None and again.plan() is None
-    assert again.tuned.median_s == pytest.approx(0.2) and again.current.median_s == pytest.approx(0.1)
+    assert again.tuned.median_s == pytest.approx(0.2) and again.current.median_s == pytest.approx(
+        0.1
+    )
 
 
 def test_without_a_comparison_the_times_are_those_of_the_search():
@@ -75,7 +85,9 @@ def test_without_a_comparison_the_times_are_those_of_the_search():
 
 def test_an_edited_file_is_refused_unless_edits_are_allowed(written):
     edit(written, strategy=strategy(9).to_data())
-    with pytest.raises(InvalidInput, match=r"was changed after autotune wrote it .* export it again"):
+    with pytest.raises(
+        InvalidInput, match=r"was changed after autotune wrote it .* export it again"
+    ):
         read_export(written)
     assert read_export(written, allow_edited=True).plan() == plan(strategy(9), WORKLOAD, 2)
 
@@ -106,7 +118,9 @@ def test_a_file_that_breaks_a_rule_names_it_even_if_edits_are_allowed(written, c
         read_export(written, allow_edited=True)
 
 
-@pytest.mark.parametrize("text", ["", "[1, 2]", "{", '{"predicted_s": NaN}', "\ud800".encode("utf-8", "surrogatepass")])
+@pytest.mark.parametrize(
+    "text", ["", "[1, 2]", "{", '{"predicted_s": NaN}', "\ud800".encode("utf-8", "surrogatepass")]
+)
 def test_a_file_that_is_no_export_is_refused(tmp_path, text):
     path = tmp_path / "best.json"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
@@ -133,7 +147,9 @@ def test_a_place_that_cannot_be_written_is_refused():
 
 def test_the_model_it_was_made_for_is_accepted_in_any_order():
     check_model(exported()[0], dict(reversed(MODEL.items())), 2)
-    check_model(exported()[0], {name: (list(shape), dtype) for name, (shape, dtype) in MODEL.items()}, 2)
+    check_model(
+        exported()[0], {name: (list(shape), dtype) for name, (shape, dtype) in MODEL.items()}, 2
+    )
 
 
 @pytest.mark.parametrize(
@@ -142,7 +158,10 @@ def test_the_model_it_was_made_for_is_accepted_in_any_order():
         ({"head.bias": None}, "lacks head.bias"),
         ({"extra.weight": ((2,), "float32")}, "has the unexpected extra.weight"),
         ({"head.bias": ((11,), "float32")}, r"head.bias is float32\[11\] instead of float32\[10\]"),
-        ({"head.bias": ((10,), "bfloat16")}, r"head.bias is bfloat16\[10\] instead of float32\[10\]"),
+        (
+            {"head.bias": ((10,), "bfloat16")},
+            r"head.bias is bfloat16\[10\] instead of float32\[10\]",
+        ),
     ],
 )
 def test_another_model_is_refused_with_the_difference_named(changed, message):
@@ -152,5 +171,8 @@ def test_another_model_is_refused_with_the_difference_named(changed, message):
 
 
 def test_another_world_size_is_refused_with_both_sizes_and_the_fix():
-    with pytest.raises(ModelMismatch, match="needs a world size of 2, but this run has 3; start 2 workers, or tune again with 3"):
+    with pytest.raises(
+        ModelMismatch,
+        match="needs a world size of 2, but this run has 3; start 2 workers, or tune again with 3",
+    ):
         check_model(exported()[0], MODEL, 3)

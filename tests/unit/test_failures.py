@@ -6,10 +6,14 @@ import pytest
 
 from autotune.errors import SynchronizationError
 from autotune.records import Failed, FailureKind
-from runtime_rewriter.answers import Answers, ScriptEnded, Silence
 from runtime_rewriter.failures import failure_of_exit, is_consequence, kind_of_exception
+from runtime_rewriter.world.answers import Answers, ScriptEnded, Silence
 
-LOST_PEER = {"event": "failed", "kind": "crash", "message": "all_reduce failed: Connection closed by peer [127.0.0.1]:4242"}
+LOST_PEER = {
+    "event": "failed",
+    "kind": "crash",
+    "message": "all_reduce failed: Connection closed by peer [127.0.0.1]:4242",
+}
 OWN_ERROR = {"event": "failed", "kind": "crash", "message": "ValueError: planted"}
 ENDED = {"event": "ended", "steps": 7}
 
@@ -25,7 +29,10 @@ def synchronization_error(cause: str | None) -> SynchronizationError:
     [
         (TypeError("get() got an unexpected keyword argument 'timeout'"), FailureKind.CRASH),
         (ValueError("timeout must be positive"), FailureKind.CRASH),
-        (RuntimeError("[gloo] Timed out waiting 20000ms for recv operation to complete"), FailureKind.HANG),
+        (
+            RuntimeError("[gloo] Timed out waiting 20000ms for recv operation to complete"),
+            FailureKind.HANG,
+        ),
         (TimeoutError("the store did not answer"), FailureKind.HANG),
         (synchronization_error("Timed out waiting 60000ms for send operation"), FailureKind.HANG),
         (synchronization_error("Connection closed by peer"), FailureKind.CRASH),

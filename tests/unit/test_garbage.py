@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from runtime_rewriter.garbage import freeze_garbage, thaw_garbage
+from runtime_rewriter.pytorch.garbage import freeze_garbage, thaw_garbage
 
 
 class Node:
@@ -58,7 +58,9 @@ def test_a_script_that_has_switched_collection_off_keeps_its_way() -> None:
     freeze_garbage()
     gc.disable()
     freeze_garbage()
-    assert gc.get_freeze_count() == 0  # nothing is kept from the collections that the script makes itself
+    assert (
+        gc.get_freeze_count() == 0
+    )  # nothing is kept from the collections that the script makes itself
 
 
 def test_what_somebody_else_froze_is_left_alone() -> None:

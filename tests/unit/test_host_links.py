@@ -6,7 +6,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autotune.profiling.host_links import MAX_AT_ONCE, Pair, PairCost, first_rounds, last_rounds, own_links, pair_cost
+from autotune.profiling.fits.host_links import (
+    MAX_AT_ONCE,
+    Pair,
+    PairCost,
+    first_rounds,
+    last_rounds,
+    own_links,
+    pair_cost,
+)
 from autotune.rng import generator
 
 SPEEDS = (31e6, 62e6, 125e6)
@@ -18,7 +26,12 @@ def probed(speeds: list[float]) -> tuple[dict[int, tuple[PairCost, int]], list[l
 
     def run(rounds: list[list[Pair]]) -> list[list[Pair]]:
         for pairs in rounds:
-            found.update({(a, b): PairCost(min(speeds[a], speeds[b]), 1e-5 * (a + b), 0.01, 0.02) for a, b in pairs})
+            found.update(
+                {
+                    (a, b): PairCost(min(speeds[a], speeds[b]), 1e-5 * (a + b), 0.01, 0.02)
+                    for a, b in pairs
+                }
+            )
         return rounds
 
     rounds = run(first_rounds(len(speeds)))
@@ -40,10 +53,14 @@ def test_two_fast_hosts_among_slow_ones_are_found_wherever_they_stand() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.floats(1e6, 1e9), min_size=2, max_size=8))
-def test_on_few_hosts_every_link_is_exact_but_the_fastest_which_shows_the_second(speeds: list[float]) -> None:
+def test_on_few_hosts_every_link_is_exact_but_the_fastest_which_shows_the_second(
+    speeds: list[float],
+) -> None:
     links, _ = probed(speeds)
     second = sorted(speeds)[-2]
-    assert [links[host][0].bytes_per_s for host in range(len(speeds))] == [min(speed, second) for speed in speeds]
+    assert [links[host][0].bytes_per_s for host in range(len(speeds))] == [
+        min(speed, second) for speed in speeds
+    ]
 
 
 @pytest.mark.parametrize("hosts", [33, 100, 1000])

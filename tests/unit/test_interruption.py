@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
-from autotune.commands.interrupts import terminable
-from autotune.history import History
-from autotune.tuner import Abort
+from autotune.jobs.signals import terminable
+from autotune.tuning.history import History
+from autotune.tuning.tuner import Abort
 
 
 class Interrupted:

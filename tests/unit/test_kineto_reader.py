@@ -21,11 +21,23 @@ from autotune.profiling.traces.rank_trace import Category, Repair, told
 
 
 def read(data: Any) -> Any:
-    return read_kineto(io.BytesIO(data if isinstance(data, bytes) else json.dumps(data).encode()).read, "t.json")
+    return read_kineto(
+        io.BytesIO(data if isinstance(data, bytes) else json.dumps(data).encode()).read, "t.json"
+    )
 
 
 def span(**changed: Any) -> dict[str, Any]:
-    return {"ph": "X", "cat": "cpu_op", "name": "aten::add", "pid": 1, "tid": 1, "ts": 10.0, "dur": 2.0, "args": {}, **changed}
+    return {
+        "ph": "X",
+        "cat": "cpu_op",
+        "name": "aten::add",
+        "pid": 1,
+        "tid": 1,
+        "ts": 10.0,
+        "dur": 2.0,
+        "args": {},
+        **changed,
+    }
 
 
 def test_old_and_new_formats_give_the_same_arrays() -> None:
@@ -48,7 +60,12 @@ def test_a_stream_is_the_same_whether_its_number_stands_in_the_arguments_or_in_t
 
 
 def test_times_count_from_the_first_event_and_the_base_is_kept() -> None:
-    trace = read({"baseTimeNanoseconds": 17 * 10**17, "traceEvents": [span(ts=2_000_000.25), span(ts=1_000_000.5, dur="3.5")]})
+    trace = read(
+        {
+            "baseTimeNanoseconds": 17 * 10**17,
+            "traceEvents": [span(ts=2_000_000.25), span(ts=1_000_000.5, dur="3.5")],
+        }
+    )
     assert trace.origin_ns == 17 * 10**17 + 1_000_000_500
     np.testing.assert_allclose(trace.start_s, [0, 0.99999975])
     np.testing.assert_allclose(trace.duration_s, [3.5e-6, 2e-6])
@@ -59,7 +76,10 @@ def test_events_that_cannot_be_used_are_left_out_and_told() -> None:
     bad = [span(dur="long"), span(ts=None), span(dur=-1), "text", span(dur=float("nan"))]
     trace = read({"traceEvents": good + bad})
     assert trace.events == 200
-    assert any(repair.count == len(bad) and "event 200" in repair.what and "dur must be" in repair.what for repair in trace.repairs)
+    assert any(
+        repair.count == len(bad) and "event 200" in repair.what and "dur must be" in repair.what
+        for repair in trace.repairs
+    )
 
 
 def test_too_many_of_them_refuse_the_file_with_the_first() -> None:
@@ -70,13 +90,22 @@ def test_too_many_of_them_refuse_the_file_with_the_first() -> None:
 
 
 @pytest.mark.parametrize(
-    "args", [None, 3, {"correlation": [2], "stream": [1], "bytes": {}}, {"External id": 1e300}, {"Input Dims": {"a": 1}, "Rank": "a"}]
+    "args",
+    [
+        None,
+        3,
+        {"correlation": [2], "stream": [1], "bytes": {}},
+        {"External id": 1e300},
+        {"Input Dims": {"a": 1}, "Rank": "a"},
+    ],
 )
 def test_arguments_of_wrong_types_are_harmless(args: Any) -> None:
     trace = read(
         {
             "traceEvents": [
-                span(args=args, cat=cat, name=name, pid=[1], tid={}) for cat in ("kernel", "cpu_op", "cuda_sync") for name in ("a", 7, None)
+                span(args=args, cat=cat, name=name, pid=[1], tid={})
+                for cat in ("kernel", "cpu_op", "cuda_sync")
+                for name in ("a", 7, None)
             ]
         }
     )
@@ -86,12 +115,21 @@ def test_arguments_of_wrong_types_are_harmless(args: Any) -> None:
 def test_ranks_come_from_the_traces_then_from_the_names_then_from_the_order(tmp_path: Path) -> None:
     job = Job(ranks=3).run()
     told = read_job(job.write(tmp_path))
-    assert told.rank_numbers == (0, 1, 2) and not [r for r in told.repairs if "ranks taken" in r.what]
+    assert told.rank_numbers == (0, 1, 2) and not [
+        r for r in told.repairs if "ranks taken" in r.what
+    ]
     named = read_job(job.write(tmp_path, told=False))
-    assert named.rank_numbers == (0, 1, 2) and any("file names" in repair.what for repair in named.repairs)
-    paths = [(tmp_path / f"rank{rank}.json.gz").rename(tmp_path / f"{name}.json.gz") for rank, name in enumerate("cab")]
+    assert named.rank_numbers == (0, 1, 2) and any(
+        "file names" in repair.what for repair in named.repairs
+    )
+    paths = [
+        (tmp_path / f"rank{rank}.json.gz").rename(tmp_path / f"{name}.json.gz")
+        for rank, name in enumerate("cab")
+    ]
     ordered = read_job(paths)
-    assert ordered.rank_numbers == (0, 1, 2) and any("order of the files" in repair.what for repair in ordered.repairs)
+    assert ordered.rank_numbers == (0, 1, 2) and any(
+        "order of the files" in repair.what for repair in ordered.repairs
+    )
     assert [Path(trace.source).name[0] for trace in ordered.ranks] == ["c", "a", "b"]
 
 
@@ -102,7 +140,12 @@ def test_folders_globs_and_archives_give_the_same_job(tmp_path: Path) -> None:
     archive = tmp_path / "all.tar.gz"
     with tarfile.open(archive, "w:gz") as tar:
         tar.add(folder, "traces")
-    jobs = [read_job(folder), read_job(str(folder / "rank*.json.gz")), read_job(archive), read_job(sorted(folder.iterdir()))]
+    jobs = [
+        read_job(folder),
+        read_job(str(folder / "rank*.json.gz")),
+        read_job(archive),
+        read_job(sorted(folder.iterdir())),
+    ]
     assert {job.rank_numbers for job in jobs} == {(0, 1)}
     assert len({job.measured_step_s() for job in jobs}) == 1
 
@@ -129,7 +172,9 @@ def test_files_that_are_broken_or_made_to_fill_the_memory_are_refused(tmp_path: 
 
 def test_memory_stays_below_twice_the_arrays_while_a_large_trace_is_read() -> None:
     count, row = 60_000, json.dumps(span(args={"Call stack": "x" * 900}))
-    left = iter([b'{"traceEvents": [', *[(row + ",").encode() * 1000] * (count // 1000), b"{}]}", b""])
+    left = iter(
+        [b'{"traceEvents": [', *[(row + ",").encode() * 1000] * (count // 1000), b"{}]}", b""]
+    )
     tracemalloc.start()
     try:
         trace = read_kineto(lambda _: next(left), "large.json")
@@ -142,17 +187,31 @@ def test_memory_stays_below_twice_the_arrays_while_a_large_trace_is_read() -> No
 
 
 def test_steps_are_inferred_from_what_repeats_and_told() -> None:
-    marks = [span(cat="user_annotation", name="Optimizer.step#SGD.step", ts=100.0 * n, dur=10.0) for n in range(1, 5)]
+    marks = [
+        span(cat="user_annotation", name="Optimizer.step#SGD.step", ts=100.0 * n, dur=10.0)
+        for n in range(1, 5)
+    ]
     trace = read({"traceEvents": [span(ts=1.0), *marks]})
-    assert [(round(step.start_s * 1e6), round(step.end_s * 1e6)) for step in trace.steps] == [(109, 209), (209, 309), (309, 409)]
+    assert [(round(step.start_s * 1e6), round(step.end_s * 1e6)) for step in trace.steps] == [
+        (109, 209),
+        (209, 309),
+        (309, 409),
+    ]
     assert any("3 steps inferred" in repair.what for repair in trace.repairs)
     alone = read({"traceEvents": [span(ts=1.0), span(ts=50.0)]})
     assert [step.found for step in alone.steps] == ["whole trace"]
 
 
 def test_repairs_that_differ_in_the_rank_only_are_told_as_one() -> None:
-    repairs = [Repair("steps inferred", rank=rank) for rank in (0, 1, 2, 5)] + [Repair("a rank is missing"), Repair("left out", 3, 4)]
-    assert told(repairs) == ["ranks 0-2, 5: steps inferred", "a rank is missing", "rank 4: left out (3 times)"]
+    repairs = [Repair("steps inferred", rank=rank) for rank in (0, 1, 2, 5)] + [
+        Repair("a rank is missing"),
+        Repair("left out", 3, 4),
+    ]
+    assert told(repairs) == [
+        "ranks 0-2, 5: steps inferred",
+        "a rank is missing",
+        "rank 4: left out (3 times)",
+    ]
 
 
 def test_python_frames_are_dropped_but_modules_kept() -> None:

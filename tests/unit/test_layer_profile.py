@@ -10,10 +10,20 @@ import pytest
 from autotune.errors import InvalidInput
 from autotune.profiling.layer_profile import MAX_BYTES, parse_layer_profile, read_layer_profile
 
-DATA = Path(os.environ.get("AUTOTUNE_REFERENCE_DATA", Path(__file__).parents[2] / "../shared/data")) / "layer_profiles"
+DATA = (
+    Path(os.environ.get("AUTOTUNE_REFERENCE_DATA", Path(__file__).parents[2] / "../shared/data"))
+    / "layer_profiles"
+)
 
 
-def line(node: int, text: str, forward: str = "1.0", backward: str = "2.0", activation: str = "8.0", parameters: str = "0.0") -> str:
+def line(
+    node: int,
+    text: str,
+    forward: str = "1.0",
+    backward: str = "2.0",
+    activation: str = "8.0",
+    parameters: str = "0.0",
+) -> str:
     times = f"forward_compute_time={forward}, backward_compute_time={backward}"
     return f"node{node} -- {text} -- {times}, activation_size={activation}, parameter_size={parameters}"
 
@@ -21,8 +31,17 @@ def line(node: int, text: str, forward: str = "1.0", backward: str = "2.0", acti
 SMALL = "\n".join(
     [
         line(3, "Linear(in_features=4, out_features=2, bias=True)", "0.5", "1.5", "16.0", "40.000"),
-        line(1, "Conv2d(3, 8, kernel_size=(3, 5), stride=(1, 1), groups=1, bias=False)", parameters="1440"),
-        line(2, "BatchNorm2d(8, eps=1e-05, momentum=0.1, affine=True)", activation="[4.0; 6.5]", parameters="64"),
+        line(
+            1,
+            "Conv2d(3, 8, kernel_size=(3, 5), stride=(1, 1), groups=1, bias=False)",
+            parameters="1440",
+        ),
+        line(
+            2,
+            "BatchNorm2d(8, eps=1e-05, momentum=0.1, affine=True)",
+            activation="[4.0; 6.5]",
+            parameters="64",
+        ),
         line(4, "Strange(7)", parameters="28.000"),
         "\tnode1 -- node2",
         "\tnode2 -- node3",
@@ -42,8 +61,15 @@ def test_layers_become_ops_in_execution_order_with_times_in_seconds() -> None:
 
 def test_shapes_come_from_the_text_where_they_need_the_stated_bytes() -> None:
     graph = parse_layer_profile(SMALL, "small")
-    assert [[v.shape for v in op.variables] for op in graph.ops] == [[(8, 3, 3, 5)], [(8,), (8,)], [(2, 4), (2,)], [(7,)]]
-    other = parse_layer_profile(line(1, "Linear(in_features=4, out_features=2, bias=True)", parameters="44.0"), "other")
+    assert [[v.shape for v in op.variables] for op in graph.ops] == [
+        [(8, 3, 3, 5)],
+        [(8,), (8,)],
+        [(2, 4), (2,)],
+        [(7,)],
+    ]
+    other = parse_layer_profile(
+        line(1, "Linear(in_features=4, out_features=2, bias=True)", parameters="44.0"), "other"
+    )
     assert [v.shape for v in other.ops[0].variables] == [(11,)]
 
 
@@ -57,14 +83,20 @@ def test_the_workload_has_gradients_in_backward_order_and_reads_in_forward_order
         ("node2", pytest.approx(5.5e-3), pytest.approx(1.0e-3)),
         ("node1", pytest.approx(7.5e-3), 0.0),
     ]
-    assert (workload.forward_s, workload.backward_s) == (pytest.approx(3.5e-3), pytest.approx(7.5e-3))
+    assert (workload.forward_s, workload.backward_s) == (
+        pytest.approx(3.5e-3),
+        pytest.approx(7.5e-3),
+    )
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("hello", "line 1: a layer must be"),
-        (line(1, "A", parameters="4") + "\n" + line(1, "B"), "line 2: .* names each node once, but node1"),
+        (
+            line(1, "A", parameters="4") + "\n" + line(1, "B"),
+            "line 2: .* names each node once, but node1",
+        ),
         (line(1, "A", forward="-1"), "a layer must be"),
         (line(1, "A", forward="1e999", parameters="4"), "finite numbers"),
         (line(1, "A", forward="nan"), "a layer must be"),
@@ -72,7 +104,12 @@ def test_the_workload_has_gradients_in_backward_order_and_reads_in_forward_order
         (line(1, "A", parameters="4.5"), "whole bytes"),
         (line(1, "A", parameters="4") + "\n\tnode1 - node2", "an edge must be"),
         (line(1, "A", parameters="4") + "\n\tnode1 -- node2", "node2, which has no line"),
-        ("\n".join([line(1, "A", parameters="4"), line(2, "B"), "\tnode1 -- node2", "\tnode2 -- node1"]), "no cycle"),
+        (
+            "\n".join(
+                [line(1, "A", parameters="4"), line(2, "B"), "\tnode1 -- node2", "\tnode2 -- node1"]
+            ),
+            "no cycle",
+        ),
         (line(1, "A"), "needs an op with a variable"),
     ],
 )
@@ -106,7 +143,9 @@ def test_files_are_bounded(tmp_path: Path) -> None:
         ("densenet121", None, 364),
     ],
 )
-def test_published_profiles_have_the_parameters_of_their_models(name: str, parameters: int | None, tensors: int | None) -> None:
+def test_published_profiles_have_the_parameters_of_their_models(
+    name: str, parameters: int | None, tensors: int | None
+) -> None:
     if not DATA.is_dir():
         pytest.skip(f"the reference data are not at {DATA}; set AUTOTUNE_REFERENCE_DATA")
     workload = read_layer_profile(DATA / f"{name}.txt").workload()

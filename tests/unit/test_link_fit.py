@@ -13,7 +13,7 @@ from scipy.optimize import lsq_linear
 
 from autotune.cluster import Bend, CollectiveFit
 from autotune.errors import InvalidInput
-from autotune.profiling.link_fit import (
+from autotune.profiling.fits.link_fit import (
     LEAST_SLOPE,
     PENALTY,
     TOLERANCE,
@@ -31,15 +31,22 @@ SIZES = [2.0**power for power in range(12, 25, 2)]
 
 @given(alpha_s=st.floats(1e-6, 1e-1), beta=st.floats(1e-11, 1e-6))
 def test_an_exact_line_is_recovered(alpha_s: float, beta: float) -> None:
-    fitted_alpha_s, fitted_beta, error = fit_alpha_beta(SIZES, [alpha_s + beta * size for size in SIZES])
+    fitted_alpha_s, fitted_beta, error = fit_alpha_beta(
+        SIZES, [alpha_s + beta * size for size in SIZES]
+    )
     smallest_s, largest_s = alpha_s + beta * SIZES[0], alpha_s + beta * SIZES[-1]
     assert abs(fitted_alpha_s - alpha_s) <= 1e-6 * smallest_s
     assert abs(fitted_beta - beta) * SIZES[-1] <= 1e-6 * largest_s
     assert error < 1e-6
 
 
-def relative_squares(alpha_s: float, beta: float, sizes: list[float], seconds: list[float]) -> float:
-    return sum(((alpha_s + beta * size - second) / second) ** 2 for size, second in zip(sizes, seconds, strict=True))
+def relative_squares(
+    alpha_s: float, beta: float, sizes: list[float], seconds: list[float]
+) -> float:
+    return sum(
+        ((alpha_s + beta * size - second) / second) ** 2
+        for size, second in zip(sizes, seconds, strict=True)
+    )
 
 
 @settings(max_examples=20, deadline=None)
@@ -53,7 +60,9 @@ def test_no_point_of_a_grid_fits_noisy_times_better(seed: int) -> None:
         for factor_b in np.linspace(0, 3, 31):
             assert best <= relative_squares(factor_a * 1e-4, factor_b * 1e-9, SIZES, seconds) + 1e-9
     fitted = [alpha_s + beta * size for size in SIZES]
-    assert error == pytest.approx(float(np.median([abs(f - s) / s for f, s in zip(fitted, seconds, strict=True)])))
+    assert error == pytest.approx(
+        float(np.median([abs(f - s) / s for f, s in zip(fitted, seconds, strict=True)]))
+    )
 
 
 def test_costs_are_never_negative() -> None:
@@ -70,7 +79,9 @@ def test_costs_are_never_negative() -> None:
         ([1.0, 2.0], [1.0, float("nan")], "finite"),
     ],
 )
-def test_bad_probes_are_refused_by_rule(sizes: list[float], seconds: list[float], rule: str) -> None:
+def test_bad_probes_are_refused_by_rule(
+    sizes: list[float], seconds: list[float], rule: str
+) -> None:
     with pytest.raises(InvalidInput, match=rule):
         fit_alpha_beta(sizes, seconds)
 
@@ -92,10 +103,20 @@ def test_an_exact_bend_is_found_where_it_is() -> None:
     seconds = [curve_s(5e-4, [4e-9, 1.2e-8], [2.0**18], size) for size in SIZES]
     found = fit_curve(SIZES, seconds)
     assert [bend.until_bytes for bend in found.bends] == [2.0**18]
-    assert (found.alpha_s, found.bends[0].s_per_byte, found.beta_s_per_byte) == pytest.approx((5e-4, 4e-9, 1.2e-8), rel=1e-6)
-    assert found.relative_error < 1e-6 and found.large_error is not None and found.large_error < 1e-6
+    assert (found.alpha_s, found.bends[0].s_per_byte, found.beta_s_per_byte) == pytest.approx(
+        (5e-4, 4e-9, 1.2e-8), rel=1e-6
+    )
+    assert (
+        found.relative_error < 1e-6 and found.large_error is not None and found.large_error < 1e-6
+    )
     line = fit_alpha_beta(SIZES, seconds)
-    assert max(abs(line[0] + line[1] * size - second) / second for size, second in zip(SIZES, seconds, strict=True)) > 0.1
+    assert (
+        max(
+            abs(line[0] + line[1] * size - second) / second
+            for size, second in zip(SIZES, seconds, strict=True)
+        )
+        > 0.1
+    )
 
 
 def slow_best(sizes: list[float], seconds: list[float]) -> float:
@@ -108,7 +129,9 @@ def slow_best(sizes: list[float], seconds: list[float]) -> float:
             ends = [0.0, *places, s[-1]]
             shares = [np.clip((s - low) / (high - low), 0, 1) for low, high in pairwise(ends)]
             matrix = np.stack([np.ones_like(s), *shares], axis=1) / (t * TOLERANCE)[:, None]
-            solved = lsq_linear(matrix, np.full(len(s), 1 / TOLERANCE), bounds=(0, np.inf), method="bvls", tol=1e-14)
+            solved = lsq_linear(
+                matrix, np.full(len(s), 1 / TOLERANCE), bounds=(0, np.inf), method="bvls", tol=1e-14
+            )
             last_slope = solved.x[-1] / (ends[-1] - ends[-2])
             if not places or last_slope >= LEAST_SLOPE * t[-1] / s[-1]:
                 best = min(best, 2 * solved.cost + PENALTY * math.log(len(s)) * count)
@@ -121,7 +144,9 @@ def test_no_other_set_of_bends_is_better(seed: int) -> None:
     rng = generator(seed, "bends")
     place = SIZES[int(rng.integers(1, len(SIZES) - 2))]
     slopes = [float(10 ** rng.uniform(-9.5, -7.5)) for _ in range(2)]
-    seconds = [curve_s(1e-4, slopes, [place], size) * float(rng.uniform(0.9, 1.1)) for size in SIZES]
+    seconds = [
+        curve_s(1e-4, slopes, [place], size) * float(rng.uniform(0.9, 1.1)) for size in SIZES
+    ]
     found = fit_curve(SIZES, seconds)
     objective = found.misfit + PENALTY * math.log(len(SIZES)) * len(found.bends)
     assert objective == pytest.approx(slow_best(SIZES, seconds), rel=1e-5, abs=1e-6)
@@ -133,7 +158,9 @@ def test_a_noisy_line_stays_one_line(count: int) -> None:
     rng = generator(0, "line", count)
     bent = 0
     for _ in range(100):
-        seconds = [(LINE[0] + LINE[1] * size) * math.exp(rng.normal(0, TOLERANCE)) for size in sizes]
+        seconds = [
+            (LINE[0] + LINE[1] * size) * math.exp(rng.normal(0, TOLERANCE)) for size in sizes
+        ]
         bent += bool(fit_curve(sizes, seconds).bends)
     assert bent <= 10
     rough = [(LINE[0] + LINE[1] * size) * math.exp(rng.normal(0, 0.2)) for size in sizes]
@@ -150,12 +177,27 @@ def test_whatever_was_measured_the_cost_is_positive_and_never_falls(seconds: lis
 
 
 def as_fit(found: Curve) -> CollectiveFit:
-    return CollectiveFit("all_reduce", 2, found.alpha_s, found.beta_s_per_byte, found.relative_error, 1, 2**24, bends=found.bends)
+    return CollectiveFit(
+        "all_reduce",
+        2,
+        found.alpha_s,
+        found.beta_s_per_byte,
+        found.relative_error,
+        1,
+        2**24,
+        bends=found.bends,
+    )
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.floats(0, 1e-2), st.lists(st.floats(0, 1e-7), min_size=4, max_size=4), st.lists(st.floats(0, 2**30), min_size=1, max_size=20))
-def test_the_cost_of_a_message_equals_the_walk_over_the_pieces(alpha_s: float, slopes: list[float], sizes: list[float]) -> None:
+@given(
+    st.floats(0, 1e-2),
+    st.lists(st.floats(0, 1e-7), min_size=4, max_size=4),
+    st.lists(st.floats(0, 2**30), min_size=1, max_size=20),
+)
+def test_the_cost_of_a_message_equals_the_walk_over_the_pieces(
+    alpha_s: float, slopes: list[float], sizes: list[float]
+) -> None:
     places = [2.0**14, 2.0**20, 2.0**22]
     bends = tuple(Bend(place, slope) for place, slope in zip(places, slopes, strict=False))
     fit = CollectiveFit("all_reduce", 2, alpha_s, slopes[-1], 0.0, 1, 2**24, bends=bends)
@@ -184,4 +226,6 @@ def test_probes_that_were_disturbed_are_named_worst_first() -> None:
     assert suspects(sizes, [1.0, 2.0, 4.0, 8.0], [0.02, 0.03, 0.6, 0.03]) == (2,)
     assert suspects(sizes, [1.0, 9.9, 4.0, 8.0], steady) == (1,)
     assert suspects(sizes, [1.0, 9.9, 4.0, 8.0], [0.02, 0.03, 0.9, 0.03]) == (2, 1)
-    assert suspects(sizes, [1.0, 2.0, 4.0, 8.0], [0.4, 0.5, 0.4, 0.5]) == ()  # a rough network, not a disturbance
+    assert (
+        suspects(sizes, [1.0, 2.0, 4.0, 8.0], [0.4, 0.5, 0.4, 0.5]) == ()
+    )  # a rough network, not a disturbance

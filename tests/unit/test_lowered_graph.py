@@ -19,12 +19,19 @@ from autotune.strategy_space.plan import Message, Plan, Primitive, TensorSlice, 
 from autotune.strategy_space.strategy import Compressor
 from autotune.workload import Variable, Workload
 
-NOTHING = {field.name: Constant(0.0, "none") for field in fields(RuntimeCosts) if field.name not in ("threads", "payload")}
+NOTHING = {
+    field.name: Constant(0.0, "none")
+    for field in fields(RuntimeCosts)
+    if field.name not in ("threads", "payload")
+}
 """What a runtime costs that costs nothing beside the network."""
 
 
 def workload(threads: int = 0) -> Workload:
-    variables = tuple(Variable(f"v{i}", (1000, 100), ready_s=0.01 * (i + 1), needed_s=0.01 * (4 - i)) for i in range(5))
+    variables = tuple(
+        Variable(f"v{i}", (1000, 100), ready_s=0.01 * (i + 1), needed_s=0.01 * (4 - i))
+        for i in range(5)
+    )
     return Workload("m", variables, (), 0.05, 0.06, 0.002, threads=threads)
 
 
@@ -46,13 +53,21 @@ def test_a_server_for_a_thousand_workers_is_as_many_ops_as_for_four() -> None:
     for count in (4, 1024):
         cluster = even(count)
         owned = plan(parameter_server(workload(), cluster), workload(), count)
-        one = replace(owned, messages=tuple(replace(message, owner=0) for message in owned.messages))
+        one = replace(
+            owned, messages=tuple(replace(message, owner=0) for message in owned.messages)
+        )
         counts.append(Lowering(workload(), cluster).period(one).ops)
     assert counts[0] == counts[1]
 
 
 def test_a_ring_moves_its_share_in_every_round_and_holds_its_thread_from_in_to_out() -> None:
-    graph = lower(workload(), even(4), plan(single_bucket(workload()), workload(), 4), steps=1, symmetric=False)
+    graph = lower(
+        workload(),
+        even(4),
+        plan(single_bucket(workload()), workload(), 4),
+        steps=1,
+        symmetric=False,
+    )
     sends = graph.kind == Kind.SEND
     assert sends.sum() == 6 * 8  # rounds of four hosts, out and in
     assert np.allclose(graph.size_bytes[sends], 4 * 500_000 / 6)
@@ -77,17 +92,23 @@ def test_ops_of_a_message_carry_the_number_of_its_last_variable() -> None:
 
 def test_sending_takes_its_share_from_a_cpu_that_computes() -> None:
     computing = workload(threads=2)
-    free, taken = (Lowering(computing, probed(), taken_share=share).step_s(ring(4)) for share in (0.0, 1.0))
+    free, taken = (
+        Lowering(computing, probed(), taken_share=share).step_s(ring(4)) for share in (0.0, 1.0)
+    )
     assert taken > free
 
 
 def probed() -> Cluster:
     from autotune.cluster import CollectiveFit
 
-    return even(4).with_fits((CollectiveFit("all_reduce", 4, 1e-3, 1.2e-8, 0.0, 4096, 2**24, cpu_alpha_s=5e-3),))
+    return even(4).with_fits(
+        (CollectiveFit("all_reduce", 4, 1e-3, 1.2e-8, 0.0, 4096, 2**24, cpu_alpha_s=5e-3),)
+    )
 
 
-def test_where_the_cpu_computes_packing_delays_the_backward_pass_and_beside_an_accelerator_it_does_not() -> None:
+def test_where_the_cpu_computes_packing_delays_the_backward_pass_and_beside_an_accelerator_it_does_not() -> (
+    None
+):
     slow = replace(RuntimeCosts(), bucket_s=Constant(4e-3, "test"))
     none = replace(RuntimeCosts(), bucket_s=Constant(0.0, "test"))
     single = plan(single_bucket(workload()), workload(), 4)
@@ -119,10 +140,16 @@ def in_turn(seconds: float, beta_s_per_byte: float, limit: int, sizes_bytes: lis
 
 def test_two_in_flight_send_while_one_by_one_they_wait_for_each_other() -> None:
     """The wait behind a message's bytes is 2 ms, which is as long as the bytes of the shortest take."""
-    fit, free = CollectiveFit("all_reduce", 4, 2e-3, 1.2e-8, 0.0, 4096, 2**24), replace(RuntimeCosts(), **NOTHING)
+    fit, free = (
+        CollectiveFit("all_reduce", 4, 2e-3, 1.2e-8, 0.0, 4096, 2**24),
+        replace(RuntimeCosts(), **NOTHING),
+    )
     lowering = Lowering(workload(), even(4).with_fits((fit,)), free)
     sizes = [1_000_000, 4_000_000, 2_000_000, 1_000_000]
-    sent = [Message((TensorSlice("v0", size // 4),), Primitive.ALL_REDUCE, Compressor.NONE, "float32") for size in sizes]
+    sent = [
+        Message((TensorSlice("v0", size // 4),), Primitive.ALL_REDUCE, Compressor.NONE, "float32")
+        for size in sizes
+    ]
     one, two = (replay(lowering.message_graph(sent, limit=limit)).makespan_s for limit in (1, 2))
     assert one == pytest.approx(in_turn(2e-3, 1.2e-8, 1, [float(size) for size in sizes]))
     assert 1.2e-8 * sum(sizes) < two < one - 2 * 2e-3
@@ -140,7 +167,14 @@ def test_the_names_of_ops_say_what_they_are() -> None:
     graph = lower(workload(), even(4), ring(4), steps=1)
     names = list(graph.names.ops)
     assert len(names) == graph.ops == len(set(enumerate(names)))
-    for name in ("r0 backward v0", "r0 pack v4", "r0 issue v2", "message 0 all_reduce in", "message 4 all_reduce 5 wait", "r0 update"):
+    for name in (
+        "r0 backward v0",
+        "r0 pack v4",
+        "r0 issue v2",
+        "message 0 all_reduce in",
+        "message 4 all_reduce 5 wait",
+        "r0 update",
+    ):
         assert name in names
     assert graph.names.ops[-1] == names[-1]
     with pytest.raises(IndexError):
@@ -170,7 +204,12 @@ def test_every_constant_says_where_it_is_from() -> None:
 
 def test_a_reduce_and_its_broadcast_follow_each_other_on_lanes_of_their_own() -> None:
     owned = ring(4)
-    rooted = replace(owned, messages=tuple(replace(m, primitive=Primitive.REDUCE_BROADCAST, owner=1) for m in owned.messages))
+    rooted = replace(
+        owned,
+        messages=tuple(
+            replace(m, primitive=Primitive.REDUCE_BROADCAST, owner=1) for m in owned.messages
+        ),
+    )
     graph = Lowering(workload(), even(4)).period(rooted)
     locks = {name.split()[2] for name in graph.names.ops if name.endswith(" in")}
     assert locks == {"reduce", "broadcast"}
@@ -179,21 +218,29 @@ def test_a_reduce_and_its_broadcast_follow_each_other_on_lanes_of_their_own() ->
 
 def test_torchs_own_reducer_spends_less_on_a_gradient_than_our_hooks() -> None:
     buckets = plan(single_bucket(workload()), workload(), 4)
-    ours = replace(buckets, ring_order=(0, 1, 2, 3))  # says nothing, but no reducer of torch's is told so
-    by_hooks = replace(RuntimeCosts(), fill_s=Constant(4e-3, "test"), write_s=Constant(1e-3, "test"))
+    ours = replace(
+        buckets, ring_order=(0, 1, 2, 3)
+    )  # says nothing, but no reducer of torch's is told so
+    by_hooks = replace(
+        RuntimeCosts(), fill_s=Constant(4e-3, "test"), write_s=Constant(1e-3, "test")
+    )
     by_torch = replace(RuntimeCosts(), bucket_s=Constant(4e-3, "test"))
 
     def more_s(wanted: Plan, costs: RuntimeCosts) -> float:
-        free = replace(costs, **{name: Constant(0.0, "test") for name in ("fill_s", "write_s", "bucket_s")})
+        free = replace(
+            costs, **{name: Constant(0.0, "test") for name in ("fill_s", "write_s", "bucket_s")}
+        )
         computing = workload(threads=1)
-        return Lowering(computing, even(4), costs).step_s(wanted) - Lowering(computing, even(4), free).step_s(wanted)
+        return Lowering(computing, even(4), costs).step_s(wanted) - Lowering(
+            computing, even(4), free
+        ).step_s(wanted)
 
-    assert more_s(ours, by_hooks) == pytest.approx(5 * 5e-3) and more_s(ours, by_torch) == pytest.approx(
-        5 * RuntimeCosts()["fill_s"] + 5 * RuntimeCosts()["write_s"]
-    )
-    assert more_s(buckets, by_torch) == pytest.approx(5 * 4e-3) and more_s(buckets, by_hooks) == pytest.approx(
-        5 * RuntimeCosts()["bucket_s"]
-    )
+    assert more_s(ours, by_hooks) == pytest.approx(5 * 5e-3) and more_s(
+        ours, by_torch
+    ) == pytest.approx(5 * RuntimeCosts()["fill_s"] + 5 * RuntimeCosts()["write_s"])
+    assert more_s(buckets, by_torch) == pytest.approx(5 * 4e-3) and more_s(
+        buckets, by_hooks
+    ) == pytest.approx(5 * RuntimeCosts()["bucket_s"])
 
 
 def test_emulated_accelerators_wake_up_once_for_what_is_ready_together() -> None:
@@ -203,10 +250,14 @@ def test_emulated_accelerators_wake_up_once_for_what_is_ready_together() -> None
     def more_s(apart_s: float) -> float:
         """Of five gradients, so long apart."""
         base = workload(threads=1)
-        variables = tuple(replace(own, ready_s=number * apart_s) for number, own in enumerate(base.variables))
+        variables = tuple(
+            replace(own, ready_s=number * apart_s) for number, own in enumerate(base.variables)
+        )
         timed = replace(base, variables=variables)
         single = plan(single_bucket(timed), timed, 4)
-        return Lowering(timed, even(4), waking).step_s(single) - Lowering(timed, even(4), none).step_s(single)
+        return Lowering(timed, even(4), waking).step_s(single) - Lowering(
+            timed, even(4), none
+        ).step_s(single)
 
     assert more_s(0.0015) == pytest.approx(5 * 2e-3)
     assert more_s(0.0006) == pytest.approx(3 * 2e-3)
@@ -216,10 +267,18 @@ def test_emulated_accelerators_wake_up_once_for_what_is_ready_together() -> None
 def test_buffers_travel_before_every_forward_pass() -> None:
     cluster = probed_broadcast(0.004)
     buffered = replace(workload(), buffer_bytes=(4000, 80), buffers=7)
-    none, some = (Lowering(each, cluster).step_s(plan(single_bucket(each), each, 4)) for each in (workload(), buffered))
+    none, some = (
+        Lowering(each, cluster).step_s(plan(single_bucket(each), each, 4))
+        for each in (workload(), buffered)
+    )
     assert some - none == pytest.approx(2 * 0.004 + 7 * RuntimeCosts()["buffer_s"])
     for cross_step in (False, True):
-        names = lower(buffered, cluster, replace(plan(single_bucket(buffered), buffered, 4), cross_step=cross_step), steps=2).names.ops
+        names = lower(
+            buffered,
+            cluster,
+            replace(plan(single_bucket(buffered), buffered, 4), cross_step=cross_step),
+            steps=2,
+        ).names.ops
         assert sum("broadcast buffers" in name for name in names) == 2
 
 
@@ -229,17 +288,30 @@ def probed_broadcast(seconds: float) -> Cluster:
 
 def test_cores_are_shared_where_ranks_are_more_than_they() -> None:
     wanted, duties = ring(4), replace(RuntimeCosts(), bucket_s=Constant(0.01, "test"))
-    alone, roomy, crowded = (Lowering(workload(), replace(even(4), machine_cores=cores), duties).step_s(wanted) for cores in (0, 8, 2))
+    alone, roomy, crowded = (
+        Lowering(workload(), replace(even(4), machine_cores=cores), duties).step_s(wanted)
+        for cores in (0, 8, 2)
+    )
     assert alone == roomy, "each rank has a core for itself"
-    assert crowded - alone > 4 * 0.01, "packing five gradients of 10 ms takes every rank twice as long"
+    assert crowded - alone > 4 * 0.01, (
+        "packing five gradients of 10 ms takes every rank twice as long"
+    )
 
 
-@pytest.mark.parametrize(("device", "real", "times"), [("cpu", 0.0, 1), ("cpu", 1.0, 2), ("cuda", 1.0, 1)])
-def test_ranks_that_once_updated_for_real_did_so_on_the_cores_that_they_share(device: str, real: float, times: int) -> None:
+@pytest.mark.parametrize(
+    ("device", "real", "times"), [("cpu", 0.0, 1), ("cpu", 1.0, 2), ("cuda", 1.0, 1)]
+)
+def test_ranks_that_once_updated_for_real_did_so_on_the_cores_that_they_share(
+    device: str, real: float, times: int
+) -> None:
     there, wanted = replace(workload(), update_s=0.1, device=device), ring(4)
     costs = replace(RuntimeCosts(), real_update=Constant(real, "test"))
-    short = Lowering(replace(there, update_s=0.0), replace(even(4), machine_cores=2), costs).step_s(wanted)
-    assert Lowering(there, replace(even(4), machine_cores=2), costs).step_s(wanted) - short == pytest.approx(times * 0.1)
+    short = Lowering(replace(there, update_s=0.0), replace(even(4), machine_cores=2), costs).step_s(
+        wanted
+    )
+    assert Lowering(there, replace(even(4), machine_cores=2), costs).step_s(
+        wanted
+    ) - short == pytest.approx(times * 0.1)
 
 
 def test_cpu_time_beyond_the_end_of_a_message_delays_other_messages_and_not_its_own() -> None:
@@ -259,13 +331,23 @@ def test_a_slow_host_takes_turns_between_being_a_server_and_sending_to_another_o
     slow = even(4)
     slow = replace(slow, hosts=(*slow.hosts[:3], replace(slow.hosts[3], link_bytes_per_s=1e7)))
     to_slow, to_fast = (
-        Message((TensorSlice("v0", count),), Primitive.PUSH_PULL, Compressor.NONE, "float32", owner=owner)
+        Message(
+            (TensorSlice("v0", count),),
+            Primitive.PUSH_PULL,
+            Compressor.NONE,
+            "float32",
+            owner=owner,
+        )
         for owner, count in ((3, 2_500_000), (0, 7_500_000))
     )
     both = replay(Lowering(workload(), slow).message_graph([to_slow, to_fast])).makespan_s
-    each = [replay(Lowering(workload(), slow).message_graph([one])).makespan_s for one in (to_slow, to_fast)]
+    each = [
+        replay(Lowering(workload(), slow).message_graph([one])).makespan_s
+        for one in (to_slow, to_fast)
+    ]
     assert both > 0.9 * sum(each)
     fast = [
-        replay(Lowering(workload(), even(4)).message_graph(list(some))).makespan_s for some in ([to_slow], [to_fast], [to_slow, to_fast])
+        replay(Lowering(workload(), even(4)).message_graph(list(some))).makespan_s
+        for some in ([to_slow], [to_fast], [to_slow, to_fast])
     ]
     assert fast[2] < 0.9 * (fast[0] + fast[1])

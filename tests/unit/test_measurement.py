@@ -12,7 +12,9 @@ import pytest
 from scipy.stats import binom
 from scipy.stats import t as student
 
-from autotune.measurement import (
+from autotune.records import Measured, Role, Stopped, TrialRequest
+from autotune.rng import generator
+from autotune.tuning.statistics import (
     CONFIDENCE,
     RESAMPLES,
     Ended,
@@ -29,8 +31,6 @@ from autotune.measurement import (
     step_correlation,
     stop_reason,
 )
-from autotune.records import Measured, Role, Stopped, TrialRequest
-from autotune.rng import generator
 
 Draw = Callable[[np.random.Generator, int], np.ndarray]
 
@@ -59,8 +59,19 @@ def steps(values: np.ndarray) -> Measured:
     return Measured((slow, tuple(0.9 * value for value in slow)))
 
 
-def trial(most_steps: int = 40, precision: float = 0.02, losing_s: float | None = None) -> TrialRequest:
-    return TrialRequest(0, "strategy", Role.CANDIDATE, 2, 8, most_steps=most_steps, precision=precision, losing_s=losing_s)
+def trial(
+    most_steps: int = 40, precision: float = 0.02, losing_s: float | None = None
+) -> TrialRequest:
+    return TrialRequest(
+        0,
+        "strategy",
+        Role.CANDIDATE,
+        2,
+        8,
+        most_steps=most_steps,
+        precision=precision,
+        losing_s=losing_s,
+    )
 
 
 @pytest.mark.parametrize(("n", "tail"), [(6, 0.025), (8, 0.025), (40, 0.025), (8, 0.1)])
@@ -70,13 +81,23 @@ def test_the_expanded_tail_is_that_of_students_t(n, tail):
 
 
 def test_the_interval_equals_that_of_resamples_drawn_one_by_one():
-    values = [1.0, 1.3, 0.9, 1.1, 1.05, 1.2, 0.95]  # their neighbours are not correlated: nothing is widened
+    values = [
+        1.0,
+        1.3,
+        0.9,
+        1.1,
+        1.05,
+        1.2,
+        0.95,
+    ]  # their neighbours are not correlated: nothing is widened
     picks = generator(3, "median interval").integers(0, 7, (RESAMPLES, 7))
     medians = [statistics.median(sorted(values)[pick] for pick in row) for row in picks]
     tail = expanded_tail(7, 0.025)
     interval = median_interval(values, seed=3)
     assert interval is not None and step_correlation(np.array(values)) == 0
-    assert interval.low == pytest.approx(np.quantile(medians, tail)) and interval.high == pytest.approx(np.quantile(medians, 1 - tail))
+    assert interval.low == pytest.approx(
+        np.quantile(medians, tail)
+    ) and interval.high == pytest.approx(np.quantile(medians, 1 - tail))
     assert interval.half_width == pytest.approx((interval.high - interval.low) / 2 / 1.05)
 
 
@@ -142,14 +163,23 @@ def test_a_quiet_trial_stops_after_its_first_batch_and_a_noisy_one_at_its_cap():
 
 def test_a_fixed_number_of_steps_is_neither_exceeded_nor_explained():
     noisy = steps(1 + 0.3 * generator(0, "fixed").random(8))
-    assert further_steps(trial(most_steps=0), noisy) == 0 and stop_reason(trial(most_steps=0), noisy) is None
-    assert further_steps(trial(most_steps=4), noisy) == 0 and stop_reason(trial(most_steps=4), noisy) is Stopped.CAP
+    assert (
+        further_steps(trial(most_steps=0), noisy) == 0
+        and stop_reason(trial(most_steps=0), noisy) is None
+    )
+    assert (
+        further_steps(trial(most_steps=4), noisy) == 0
+        and stop_reason(trial(most_steps=4), noisy) is Stopped.CAP
+    )
 
 
 def test_only_a_trial_that_is_slower_for_certain_is_losing():
     rng = generator(0, "losing")
     noisy = steps(1 + 0.1 * rng.random(8))
-    assert stop_reason(trial(losing_s=0.9), noisy) is Stopped.LOSING and further_steps(trial(losing_s=0.9), noisy) == 0
+    assert (
+        stop_reason(trial(losing_s=0.9), noisy) is Stopped.LOSING
+        and further_steps(trial(losing_s=0.9), noisy) == 0
+    )
     assert stop_reason(trial(losing_s=1.04), noisy) is None
     few = Measured(((2.0, 3.0, 2.5),))
     assert further_steps(trial(losing_s=0.1), few) == 8
@@ -201,7 +231,10 @@ def test_a_change_within_a_trial_is_that_of_the_worst_window_looked_at_one_by_on
 @pytest.mark.parametrize(("n", "noise"), [(8, 0.02), (16, 0.05), (40, 0.05)])
 def test_a_steady_machine_rarely_looks_changed(name, n, noise):
     rng = generator(5, name, n)
-    alarms = sum(changed_within(steps(np.exp(noise * np.clip(DRAWS[name](rng, n), -5, 5)))) for _ in range(300))
+    alarms = sum(
+        changed_within(steps(np.exp(noise * np.clip(DRAWS[name](rng, n), -5, 5))))
+        for _ in range(300)
+    )
     assert alarms / 300 <= 0.04
 
 
@@ -249,7 +282,12 @@ def test_few_trials_between_the_references_of_a_noisy_machine_are_marked():
     rng, alarms, runs = generator(8, "noisy"), 0, 400
     for _ in range(runs):
         medians = np.exp(0.02 * rng.standard_normal(12))
-        alarms += int((np.abs(np.diff(np.log(medians))) > math.log1p(reference_tolerance(list(medians), 0.15))).sum())
+        alarms += int(
+            (
+                np.abs(np.diff(np.log(medians)))
+                > math.log1p(reference_tolerance(list(medians), 0.15))
+            ).sum()
+        )
     assert alarms / (runs * 11) <= 0.02
 
 
@@ -310,6 +348,11 @@ def test_the_decision_to_stop_looks_at_sizes_and_never_at_signs_of_differences()
         current = [Measured(((1.0,),))] * 10
         rule = PairRule(CONFIDENCE, 0.01, 6, 10_000)  # so many looks that none can be a clear loss
         ended = {
-            enough_pairs([Measured(((math.exp(value),),)) for value in logs * rng.choice([-1, 1], 10)], current, rule) for _ in range(8)
+            enough_pairs(
+                [Measured(((math.exp(value),),)) for value in logs * rng.choice([-1, 1], 10)],
+                current,
+                rule,
+            )
+            for _ in range(8)
         }
         assert len(ended) == 1

@@ -8,12 +8,27 @@ from dataclasses import replace
 import pytest
 
 from autotune.cluster import Cluster, Host
-from autotune.dfg.memory import peak_memory
-from autotune.dfg.memory_choice import fit_memory
-from autotune.dfg.memory_passes import Run, accumulated, accumulated_workload, recomputed, recomputed_workload
-from autotune.dfg.memory_profile import Held, Lifetime, MemoryProfile, Pass, Phase, Region, Segment
-from autotune.dfg.plan_memory import Replica, bytes_always, plan_buffers
 from autotune.errors import InvalidInput
+from autotune.memory.choice import fit_memory
+from autotune.memory.passes import (
+    Run,
+    accumulated,
+    accumulated_workload,
+    recomputed,
+    recomputed_workload,
+)
+from autotune.memory.peak import peak_memory
+from autotune.memory.plan_buffers import bytes_always, plan_buffers
+from autotune.recordings.memory_profile import (
+    Held,
+    Lifetime,
+    MemoryProfile,
+    Pass,
+    Phase,
+    Region,
+    Replica,
+    Segment,
+)
 from autotune.strategy_space.builders.collectives import per_variable
 from autotune.strategy_space.plan import Message, Plan, Primitive, TensorSlice, plan
 from autotune.strategy_space.strategy import Compressor
@@ -21,7 +36,10 @@ from autotune.workload import Variable, Workload
 
 WORKLOAD = Workload(
     "Two",
-    (Variable("b", (10, 10), ready_s=0.01, needed_s=0.005), Variable("a", (10, 10), ready_s=0.02, needed_s=0.0)),
+    (
+        Variable("b", (10, 10), ready_s=0.01, needed_s=0.005),
+        Variable("a", (10, 10), ready_s=0.02, needed_s=0.0),
+    ),
     (),
     0.01,
     0.02,
@@ -47,7 +65,10 @@ def two_layers() -> MemoryProfile:
         Lifetime(GRAD, Held.GRADIENT, 2, 4, "b"),
         Lifetime(GRAD, Held.GRADIENT, 3, 4, "a"),
     )
-    regions = (Region("a", (Pass(0, 0, 3),), chain="", position=0), Region("b", (Pass(1, 1, 2),), chain="", position=1))
+    regions = (
+        Region("a", (Pass(0, 0, 3),), chain="", position=0),
+        Region("b", (Pass(1, 1, 2),), chain="", position=1),
+    )
     return MemoryProfile(WORKLOAD.id, "meta", segments, lifetimes, regions)
 
 
@@ -56,7 +77,11 @@ def test_the_curve_is_the_sum_of_what_is_alive() -> None:
     assert estimate.live_bytes.tolist() == [1900, 2900, 3300, 2600, 1600]
     assert (estimate.peak_bytes, estimate.segment) == (3300, 2)
     assert estimate.at_s == pytest.approx(0.02)
-    assert estimate.by_kind["activation"] == 2100 and estimate.by_kind["gradient"] == GRAD and estimate.by_kind["parameter"] == 2 * GRAD
+    assert (
+        estimate.by_kind["activation"] == 2100
+        and estimate.by_kind["gradient"] == GRAD
+        and estimate.by_kind["parameter"] == 2 * GRAD
+    )
 
 
 def test_a_lifetime_may_run_on_into_the_next_step() -> None:
@@ -96,7 +121,9 @@ def test_gradients_that_cross_the_step_are_kept_until_their_variables_are_read()
     inside = plan(per_variable(WORKLOAD), WORKLOAD, 2)
     replica = Replica(ddp=False)
     before = peak_memory(two_layers(), WORKLOAD, inside, cluster, replica=replica).live_bytes
-    crossing = peak_memory(two_layers(), WORKLOAD, replace(inside, cross_step=True), cluster, replica=replica).live_bytes
+    crossing = peak_memory(
+        two_layers(), WORKLOAD, replace(inside, cross_step=True), cluster, replica=replica
+    ).live_bytes
     # a is read in segment 0, b in segment 1
     wires_move = crossing - before
     assert wires_move[0] == 2 * GRAD + 0 and wires_move[1] == GRAD
@@ -124,7 +151,9 @@ def test_neighbours_computed_again_together_drop_what_they_hand_on() -> None:
     after = recomputed(two_layers(), [Run(0, 1)])
     assert [segment.phase for segment in after.segments[2:4]] == [Phase.RECOMPUTE, Phase.RECOMPUTE]
     assert after.live_bytes.tolist() == [1900, 2900, 1900, 2900, 3300, 2600, 1600]
-    apart = replace(two_layers(), regions=tuple(replace(region, chain=None) for region in two_layers().regions))
+    apart = replace(
+        two_layers(), regions=tuple(replace(region, chain=None) for region in two_layers().regions)
+    )
     with pytest.raises(InvalidInput, match="one sequence"):
         recomputed(apart, [Run(0, 1)])
 
@@ -150,7 +179,11 @@ def test_a_batch_in_parts_has_smaller_activations_and_whole_gradients() -> None:
 
 
 def test_the_faster_pass_that_fits_is_taken() -> None:
-    profile, cluster, made = two_layers(), Cluster.local(2), plan(per_variable(WORKLOAD), WORKLOAD, 2)
+    profile, cluster, made = (
+        two_layers(),
+        Cluster.local(2),
+        plan(per_variable(WORKLOAD), WORKLOAD, 2),
+    )
     peak = peak_memory(profile, WORKLOAD, made, cluster).peak_bytes
 
     def slow_parts(workload: Workload) -> float:
@@ -169,7 +202,10 @@ def test_the_faster_pass_that_fits_is_taken() -> None:
 
 def test_a_budget_that_nothing_fits_is_refused_with_what_each_pass_needs() -> None:
     profile, made = two_layers(), plan(per_variable(WORKLOAD), WORKLOAD, 2)
-    with pytest.raises(InvalidInput, match=r"needs .* as it is, .* computed twice, .* in parts, .* with both: at least 4.05 KiB"):
+    with pytest.raises(
+        InvalidInput,
+        match=r"needs .* as it is, .* computed twice, .* in parts, .* with both: at least 4.05 KiB",
+    ):
         fit_memory(WORKLOAD, Cluster.local(2), made, profile, 1000, batch=2)
 
 
@@ -177,20 +213,47 @@ def test_power_sgd_on_a_gpu_has_a_workspace_of_cublas_on_each_lane_where_it_mult
     """On an H100 the GPT example took 100 MB more than all its buffers: three lanes, 33 MB each."""
     workspace = 2**25
     recorded = two_layers()
-    on_gpu = replace(recorded, lifetimes=(*recorded.lifetimes, Lifetime(2 * workspace, Held.LIBRARY)))
+    on_gpu = replace(
+        recorded, lifetimes=(*recorded.lifetimes, Lifetime(2 * workspace, Held.LIBRARY))
+    )
     plain = plan(per_variable(WORKLOAD), WORKLOAD, 2)
-    low_rank = replace(plain, messages=tuple(replace(m, compressor=Compressor.POWER_SGD, rank=1) for m in plain.messages))
-    served = replace(low_rank, messages=tuple(replace(m, primitive=Primitive.PUSH_PULL, owner=0) for m in low_rank.messages))
+    low_rank = replace(
+        plain,
+        messages=tuple(replace(m, compressor=Compressor.POWER_SGD, rank=1) for m in plain.messages),
+    )
+    served = replace(
+        low_rank,
+        messages=tuple(
+            replace(m, primitive=Primitive.PUSH_PULL, owner=0) for m in low_rank.messages
+        ),
+    )
     both = replace(low_rank, messages=(low_rank.messages[0], served.messages[1]))
     for made, lanes in ((plain, 0), (low_rank, 3), (served, 3), (both, 4)):
-        library = {profile: peak_memory(profile, WORKLOAD, made, replica=Replica()).by_kind["library"] for profile in (recorded, on_gpu)}
+        library = {
+            profile: peak_memory(profile, WORKLOAD, made, replica=Replica()).by_kind["library"]
+            for profile in (recorded, on_gpu)
+        }
         assert library == {recorded: 0, on_gpu: (2 + lanes) * workspace}
 
 
 def test_only_leaders_of_hosts_keep_buffers_of_hierarchical_servers() -> None:
-    message = Message((TensorSlice("a", 100, rows=10),), Primitive.PUSH_PULL, Compressor.NONE, "float32", owner=0, hierarchical=True)
+    message = Message(
+        (TensorSlice("a", 100, rows=10),),
+        Primitive.PUSH_PULL,
+        Compressor.NONE,
+        "float32",
+        owner=0,
+        hierarchical=True,
+    )
     other = replace(message, slices=(TensorSlice("b", 100, rows=10),))
     made = Plan(WORKLOAD.id, 4, (message, other))
-    cluster = Cluster("two", (Host("x", 2, 1e9, 1e-5, 1e9, 1e-5), Host("y", 2, 1e9, 1e-5, 1e9, 1e-5)))
-    sizes = [bytes_always(plan_buffers(made, WORKLOAD, Replica(r, False, host_of_rank=cluster.host_of_rank), 4)) for r in range(4)]
+    cluster = Cluster(
+        "two", (Host("x", 2, 1e9, 1e-5, 1e9, 1e-5), Host("y", 2, 1e9, 1e-5, 1e9, 1e-5))
+    )
+    sizes = [
+        bytes_always(
+            plan_buffers(made, WORKLOAD, Replica(r, False, host_of_rank=cluster.host_of_rank), 4)
+        )
+        for r in range(4)
+    ]
     assert sizes == [2 * GRAD + 2 * 2 * GRAD, 2 * GRAD, 2 * GRAD, 2 * GRAD]

@@ -30,15 +30,30 @@ def begins_and_ends(events: list[Event]) -> list[Event]:
         if "stream" in event["args"]:
             out.append(event)
             continue
-        end = {key: event[key] for key in ("pid", "tid")} | {"ph": "E", "ts": event["ts"] + event["dur"]}
+        end = {key: event[key] for key in ("pid", "tid")} | {
+            "ph": "E",
+            "ts": event["ts"] + event["dur"],
+        }
         out += [{key: value for key, value in event.items() if key != "dur"} | {"ph": "B"}, end]
     # of equal times ends come first; of begins the longer one: `events` has enclosing spans in any order
-    lengths = {(event["pid"], event["tid"], event["ts"], event["name"]): event["dur"] for event in events}
-    return sorted(out, key=lambda e: (e["ts"], e["ph"] != "E", -lengths.get((e["pid"], e["tid"], e["ts"], e.get("name", "")), 0.0)))
+    lengths = {
+        (event["pid"], event["tid"], event["ts"], event["name"]): event["dur"] for event in events
+    }
+    return sorted(
+        out,
+        key=lambda e: (
+            e["ts"],
+            e["ph"] != "E",
+            -lengths.get((e["pid"], e["tid"], e["ts"], e.get("name", "")), 0.0),
+        ),
+    )
 
 
 def text_numbers(events: list[Event]) -> list[Event]:
-    return [event | {"ts": f"{event['ts']:.3f}", "dur": str(event["dur"]), "tid": str(event["tid"])} for event in events]
+    return [
+        event | {"ts": f"{event['ts']:.3f}", "dur": str(event["dur"]), "tid": str(event["tid"])}
+        for event in events
+    ]
 
 
 def before_zero(events: list[Event]) -> list[Event]:
@@ -65,7 +80,11 @@ def annotated(events: list[Event]) -> list[Event]:
         out.append(event)
         if event["name"].startswith("aten::linear"):
             mark = event | {"cat": "user_annotation", "args": {}}
-            out += [mark | {"name": "block"}, mark | {"name": "block/inner"}, mark | {"name": "empty", "dur": 0.0}]
+            out += [
+                mark | {"name": "block"},
+                mark | {"name": "block/inner"},
+                mark | {"name": "empty", "dur": 0.0},
+            ]
     return out
 
 
@@ -75,7 +94,15 @@ def repeated_ids(events: list[Event]) -> list[Event]:
     for event in events:
         out.append(event)
         if event["name"] == "cudaLaunchKernel":
-            out.append(event | {"cat": "cuda_driver", "name": "cuLaunchKernel", "ts": event["ts"] + 1.0, "dur": event["dur"] - 2.0})
+            out.append(
+                event
+                | {
+                    "cat": "cuda_driver",
+                    "name": "cuLaunchKernel",
+                    "ts": event["ts"] + 1.0,
+                    "dur": event["dur"] - 2.0,
+                }
+            )
     return out
 
 
@@ -91,10 +118,16 @@ READ: dict[str, Change] = {
     "ids twice": repeated_ids,
     "NCCL 2.4": kernels_named("ncclAllReduceRingLLKernel_sum_f32(ncclColl)"),
     "NCCL 2.10": kernels_named("ncclKernel_AllReduce_RING_LL_Sum_float(ncclWorkElem)"),
-    "NCCL 2.27 symmetric": kernels_named("ncclSymkDevKernel_AllReduce_RSxLD_AGxST_sum_f32(ncclSymkDevWorkArgs)"),
-    "template": kernels_named("void ncclDevKernel_AllReduce_Sum_f32_TREE_LL<true>(ncclDevKernelArgsStorage<4096ul>)"),
+    "NCCL 2.27 symmetric": kernels_named(
+        "ncclSymkDevKernel_AllReduce_RSxLD_AGxST_sum_f32(ncclSymkDevWorkArgs)"
+    ),
+    "template": kernels_named(
+        "void ncclDevKernel_AllReduce_Sum_f32_TREE_LL<true>(ncclDevKernelArgsStorage<4096ul>)"
+    ),
     "RCCL": renamed("ncclDevKernel_AllReduce_.*", "rccl_main_kernel(rcclKernelArgs)"),
-    "RCCL generic": renamed("ncclDevKernel_AllReduce_.*", "ncclDevKernel_Generic_4(ncclDevKernelArgsStorage<4096ul>)"),
+    "RCCL generic": renamed(
+        "ncclDevKernel_AllReduce_.*", "ncclDevKernel_Generic_4(ncclDevKernelArgsStorage<4096ul>)"
+    ),
     "MSCCL": renamed("ncclDevKernel_AllReduce_.*", "mscclKernel_Sum_float_LL_true(ncclDevComm*)"),
 }
 
@@ -115,7 +148,9 @@ def replayed(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("form", sorted(READ))
-def test_an_odd_form_reads_like_the_plain_one(tmp_path: Path, capsys: pytest.CaptureFixture[str], form: str) -> None:
+def test_an_odd_form_reads_like_the_plain_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], form: str
+) -> None:
     job = Job(ranks=2, steps=2, layers=3).run()
     (tmp_path / "plain").mkdir()
     (tmp_path / "odd").mkdir()
@@ -128,11 +163,17 @@ def test_an_odd_form_reads_like_the_plain_one(tmp_path: Path, capsys: pytest.Cap
     assert odd["communication_s"] == pytest.approx(plain["communication_s"], abs=2e-6)
 
 
-def test_without_steps_the_whole_trace_is_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_steps_the_whole_trace_is_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     job = Job(ranks=2, steps=3).run()
     job.events = [no_steps(events) for events in job.events]
     told = replayed(capsys, *written(tmp_path, job))
-    assert told["steps"] == [0] and told["matched_collectives"] == 12 and abs(told["replay_error"]) < 1e-3
+    assert (
+        told["steps"] == [0]
+        and told["matched_collectives"] == 12
+        and abs(told["replay_error"]) < 1e-3
+    )
     assert any("whole trace" in repair for repair in told["repairs"])
 
 
@@ -149,12 +190,17 @@ BROKEN: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "no durations": (no_durations, "dur must be"),
     "protobuf": (lambda text: b"\x08\x01\x12\x05hello" * 50, "must hold a JSON object"),
     "empty": (lambda text: b"", "must hold a JSON object"),
-    "stacks": (lambda text: b'{"traceEvents": [{"ph": "M", "name": "process_name"}]}', "must hold events"),
+    "stacks": (
+        lambda text: b'{"traceEvents": [{"ph": "M", "name": "process_name"}]}',
+        "must hold events",
+    ),
 }
 
 
 @pytest.mark.parametrize("form", sorted(BROKEN))
-def test_what_cannot_be_read_is_one_clear_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], form: str) -> None:
+def test_what_cannot_be_read_is_one_clear_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], form: str
+) -> None:
     change, said = BROKEN[form]
     path = Path(written(tmp_path, Job(ranks=1, steps=1).run())[0])
     path.write_bytes(change(path.read_bytes()))

@@ -18,7 +18,14 @@ from autotune.zoo.assumed_models import assumed_ops
 
 
 def op(name: str, *variables: str, forward_s: float = 1.0, backward_s: float = 2.0) -> Op:
-    return Op(name, name, forward_s, backward_s, 0.0, tuple(Variable(variable, (4,)) for variable in variables))
+    return Op(
+        name,
+        name,
+        forward_s,
+        backward_s,
+        0.0,
+        tuple(Variable(variable, (4,)) for variable in variables),
+    )
 
 
 def branching() -> OpGraph:
@@ -47,7 +54,10 @@ def test_ops_without_tensors_join_the_one_layer_that_they_read_from() -> None:
 
 def test_fused_ops_read_when_the_first_starts_and_are_done_when_the_last_is() -> None:
     graph = branching()
-    workload = graph.workload(OpFusion(frozenset({1, 2}), frozenset({1})), lambda ops, backward: summed(ops, backward) - len(ops) + 1)
+    workload = graph.workload(
+        OpFusion(frozenset({1, 2}), frozenset({1})),
+        lambda ops, backward: summed(ops, backward) - len(ops) + 1,
+    )
     times = {v.name: (v.ready_s, v.needed_s) for v in workload.variables}
     assert (workload.forward_s, workload.backward_s) == (7.0, 17.0)
     assert times["c"] == (15.0, 1.0) and times["n1"] == (15.0, 1.0)  # one kernel in both passes
@@ -58,7 +68,9 @@ def test_the_order_of_the_variables_is_the_same_whatever_is_fused() -> None:
     graph = branching()
     names = [v.name for v in graph.workload().variables]
     assert names == ["r", "l", "n2", "n1", "c"]
-    assert [v.name for v in graph.workload(OpFusion(frozenset(range(8)), frozenset(range(8)))).variables] == names
+    assert [
+        v.name for v in graph.workload(OpFusion(frozenset(range(8)), frozenset(range(8)))).variables
+    ] == names
     assert graph.workload().edges == ((0, 3), (1, 3), (2, 3), (3, 4))
 
 
@@ -66,7 +78,9 @@ def test_tensors_of_one_op_are_a_group_and_sparse_ones_are_alone() -> None:
     graph = branching()
     assert tensor_groups(graph.workload(), graph) == [[0], [1], [2, 3], [4]]
     names = ("fc.weight", "fc.bias", "emb.weight", "emb.bias", "conv.weight")
-    workload = Workload("m", tuple(Variable(name, (4,), sparse=name == "emb.weight") for name in names))
+    workload = Workload(
+        "m", tuple(Variable(name, (4,), sparse=name == "emb.weight") for name in names)
+    )
     assert tensor_groups(workload) == [[0, 1], [2], [3], [4]]
 
 
@@ -89,25 +103,43 @@ def test_edges_must_lead_forward_and_times_be_finite() -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_assumed_ops_have_the_variables_of_their_model_and_say_that_they_are_assumed(name: str) -> None:
+def test_assumed_ops_have_the_variables_of_their_model_and_say_that_they_are_assumed(
+    name: str,
+) -> None:
     workload = assumed_ops(name, device=AssumedDevice(kernel_s=0.0)).workload()
     assert workload.id == zoo_workload(name).id and workload.source == "assumed"
-    faster = assumed_ops(name, device=AssumedDevice(flop_per_s=1e18, memory_bytes_per_s=1e18, kernel_s=0.0)).workload()
+    faster = assumed_ops(
+        name, device=AssumedDevice(flop_per_s=1e18, memory_bytes_per_s=1e18, kernel_s=0.0)
+    ).workload()
     assert 0 < faster.compute_s < workload.compute_s / 1000
-    assert all(variable.ready_s is not None and variable.needed_s is not None for variable in workload.variables)
+    assert all(
+        variable.ready_s is not None and variable.needed_s is not None
+        for variable in workload.variables
+    )
     if not name.startswith("ncf"):  # whose tables are written in full whatever the batch
-        double = assumed_ops(name, 2 * MODELS[name].batch_per_gpu, AssumedDevice(kernel_s=0.0)).workload()
+        double = assumed_ops(
+            name, 2 * MODELS[name].batch_per_gpu, AssumedDevice(kernel_s=0.0)
+        ).workload()
         assert 1.5 * workload.backward_s < double.backward_s <= 2 * workload.backward_s
 
 
-PUBLISHED = {"resnet50": 4.09e9, "resnet101": 7.6e9, "inception-v3": 5.7e9, "vgg16": 15.5e9, "densenet121": 2.87e9, "bert-base": 11.2e9}
+PUBLISHED = {
+    "resnet50": 4.09e9,
+    "resnet101": 7.6e9,
+    "inception-v3": 5.7e9,
+    "vgg16": 15.5e9,
+    "densenet121": 2.87e9,
+    "bert-base": 11.2e9,
+}
 """Multiplications of a forward pass of one example: the papers' tables, of ResNet-50 torchvision's; BERT-base at 128 tokens."""
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_assumed_arithmetic_is_what_is_published(name: str) -> None:
     counting = AssumedDevice(flop_per_s=2.0, memory_bytes_per_s=1e30, efficiency=1.0, kernel_s=0.0)
-    assert assumed_ops(name, 1, counting).workload().forward_s == pytest.approx(PUBLISHED[name], rel=0.08)
+    assert assumed_ops(name, 1, counting).workload().forward_s == pytest.approx(
+        PUBLISHED[name], rel=0.08
+    )
 
 
 def test_times_are_assumed_for_known_models_and_batches_only() -> None:

@@ -25,12 +25,20 @@ from autotune.strategy_space.builders.catalogue import BUILDERS
 from autotune.strategy_space.enactable import why_refused
 from autotune.strategy_space.plan import Plan, plan
 from autotune.strategy_space.space import SearchSpace
-from autotune.strategy_space.strategy import CASTS, ERROR_FEEDBACK, Compressor, Strategy, Synchronizer
+from autotune.strategy_space.strategy import (
+    CASTS,
+    ERROR_FEEDBACK,
+    Compressor,
+    Strategy,
+    Synchronizer,
+)
 from autotune.workload import Variable, Workload
 
 SMALL = Budget(replays=60)
 NETWORK = Cluster("slow", tuple(Host(f"h{i}", 1, 125e6, 1e-4, 10e9, 1e-5) for i in range(4)))
-TWO_LEVEL = Cluster("two hosts", tuple(Host(f"h{i}", 4, 1.25e9, 5e-5, 10e9, 1e-5) for i in range(2)))
+TWO_LEVEL = Cluster(
+    "two hosts", tuple(Host(f"h{i}", 4, 1.25e9, 5e-5, 10e9, 1e-5) for i in range(2))
+)
 
 
 def chain(blocks: int = 6, backward_s: float = 0.004) -> OpGraph:
@@ -38,12 +46,32 @@ def chain(blocks: int = 6, backward_s: float = 0.004) -> OpGraph:
     ops: list[Op] = []
     for block in range(blocks):
         name = f"block{block}"
-        ops.append(Op(f"{name}.fc", "fc", backward_s / 2, backward_s, 0.0, (Variable(f"{name}.fc.weight", (256, 256)),)))
+        ops.append(
+            Op(
+                f"{name}.fc",
+                "fc",
+                backward_s / 2,
+                backward_s,
+                0.0,
+                (Variable(f"{name}.fc.weight", (256, 256)),),
+            )
+        )
         norm = tuple(Variable(f"{name}.norm.{part}", (256,)) for part in ("weight", "bias"))
         ops.append(Op(f"{name}.norm", "norm", backward_s / 8, backward_s / 4, 0.0, norm))
         ops.append(Op(f"{name}.relu", "relu", backward_s / 8, backward_s / 8))
-    ops.append(Op("head", "head", backward_s, backward_s, 0.0, (Variable("head.weight", (1024, 512)), Variable("head.bias", (1024,)))))
-    return OpGraph("chain", tuple(ops), tuple((i, i + 1) for i in range(len(ops) - 1)), source="measured")
+    ops.append(
+        Op(
+            "head",
+            "head",
+            backward_s,
+            backward_s,
+            0.0,
+            (Variable("head.weight", (1024, 512)), Variable("head.bias", (1024,))),
+        )
+    )
+    return OpGraph(
+        "chain", tuple(ops), tuple((i, i + 1) for i in range(len(ops) - 1)), source="measured"
+    )
 
 
 def check(found: Optimized, workload: Workload, cluster: Cluster, space: SearchSpace) -> None:
@@ -52,16 +80,24 @@ def check(found: Optimized, workload: Workload, cluster: Cluster, space: SearchS
     assert why_refused(found.plan) is None
     assert not found.cut_short
     assert found.bound_s * (1 - 1e-9) <= found.predicted_step_s <= min(found.starts_s.values())
-    assert [kept.step_s for kept in found.log] == sorted((kept.step_s for kept in found.log), reverse=True)
+    assert [kept.step_s for kept in found.log] == sorted(
+        (kept.step_s for kept in found.log), reverse=True
+    )
     assert found.log[-1].step_s == found.predicted_step_s == found.timeline.makespan_s
 
 
 @pytest.mark.parametrize("cluster", [NETWORK, TWO_LEVEL], ids=lambda cluster: cluster.name)
-def test_what_is_found_is_in_the_space_enactable_and_as_fast_as_the_lowering_says(cluster: Cluster) -> None:
+def test_what_is_found_is_in_the_space_enactable_and_as_fast_as_the_lowering_says(
+    cluster: Cluster,
+) -> None:
     workload, space = chain().workload(), SearchSpace.default()
     found = optimize(workload, cluster, space, budget=SMALL)
     check(found, workload, cluster, space)
-    assert found.predicted_step_s == LoweredSteps(workload, cluster).step_s(found.plan) == found.enacted_step_s
+    assert (
+        found.predicted_step_s
+        == LoweredSteps(workload, cluster).step_s(found.plan)
+        == found.enacted_step_s
+    )
     assert found.strategy.lossless and found.op_fusion == OpFusion()
     assert found.predicted_step_s < 0.96 * found.before_step_s
 
@@ -76,7 +112,9 @@ def test_equal_inputs_give_equal_results() -> None:
             return True
 
         found = optimize(workload, NETWORK, budget=Budget(replays=160), seed=3, allowed=watched)
-        assert any(kept.by == "neighbour" for kept in found.log) or found.replays > 100  # random neighbours were looked at
+        assert (
+            any(kept.by == "neighbour" for kept in found.log) or found.replays > 100
+        )  # random neighbours were looked at
     assert looked_at[0] == looked_at[1]
 
 
@@ -100,7 +138,13 @@ def test_ops_are_fused_where_that_saves_time_and_the_difference_is_reported() ->
     assert found.op_fusion.forward and found.op_fusion.backward
     assert found.predicted_step_s < found.enacted_step_s
     assert any("fused kernels" in note for note in found.assumed)
-    measured = optimize(graph.workload(), NETWORK, graph=graph, budget=SMALL, fused_s=lambda ops, backward: 1.0 + len(ops))
+    measured = optimize(
+        graph.workload(),
+        NETWORK,
+        graph=graph,
+        budget=SMALL,
+        fused_s=lambda ops, backward: 1.0 + len(ops),
+    )
     assert not any("fused kernels" in note for note in measured.assumed)
 
 
@@ -121,11 +165,15 @@ def test_without_the_speedups_the_results_are_as_valid(speedups: Speedups) -> No
     assert (found.partial_replays > 0) is speedups.partial
 
 
-@pytest.mark.parametrize("name", ["ddp_1mib", "per_variable", "zero2_like", "cross_step_all_reduce", "partitioned_ps"])
+@pytest.mark.parametrize(
+    "name", ["ddp_1mib", "per_variable", "zero2_like", "cross_step_all_reduce", "partitioned_ps"]
+)
 def test_one_of_equal_workers_takes_as_long_as_all_of_them(name: str) -> None:
     workload = chain(3).workload()
     made = plan(BUILDERS[name](workload, NETWORK), workload, 4)
-    one, all_of_them = (LoweredSteps(workload, NETWORK, symmetric).step_s(made) for symmetric in (True, False))
+    one, all_of_them = (
+        LoweredSteps(workload, NETWORK, symmetric).step_s(made) for symmetric in (True, False)
+    )
     assert one == pytest.approx(all_of_them, rel=1e-9)
 
 
@@ -143,9 +191,10 @@ def test_the_critical_messages_end_last_and_spans_lie_within_the_step() -> None:
 def test_partial_replay_of_more_bytes_or_more_messages_takes_longer() -> None:
     workload = chain().workload()
     steps = LoweredSteps(workload, NETWORK)
-    small, large = sorted(plan(BUILDERS["per_variable"](workload, NETWORK), workload, 4).messages, key=lambda m: m.elements)[
-        :: len(workload.variables) - 1
-    ]
+    small, large = sorted(
+        plan(BUILDERS["per_variable"](workload, NETWORK), workload, 4).messages,
+        key=lambda m: m.elements,
+    )[:: len(workload.variables) - 1]
     assert (
         0
         < steps.sync_s([small], None)
@@ -163,9 +212,17 @@ def test_compressors_are_used_only_where_the_space_has_them() -> None:
     found = suggested.found
     assert not suggested.cut_short
     replayed = steps.replayed
-    assert [steps.step_s(plan(own.strategy, workload, 4)) for own in found] == [own.predicted_step_s for own in found]
-    assert 50 < steps.replayed == replayed <= 150  # what the search replayed is remembered, and shared by the sets of compressors
-    assert {own.name for own in found} == {"lossless, within the step", "16 bits, within the step", "lossy, within the step"}
+    assert [steps.step_s(plan(own.strategy, workload, 4)) for own in found] == [
+        own.predicted_step_s for own in found
+    ]
+    assert (
+        50 < steps.replayed == replayed <= 150
+    )  # what the search replayed is remembered, and shared by the sets of compressors
+    assert {own.name for own in found} == {
+        "lossless, within the step",
+        "16 bits, within the step",
+        "lossy, within the step",
+    }
     used = {own.name.split(",")[0]: _compressors(own.strategy) for own in found}
     assert used["lossless"] == {Compressor.NONE}
     assert used["16 bits"] & CASTS and not used["16 bits"] & ERROR_FEEDBACK
@@ -186,11 +243,20 @@ def test_other_climbs_ended_apart_and_near_the_best_and_not_at_what_is_to_be_avo
     assert all(own.name.endswith(", another climb") for own in first.others)
     tried = {plan(own.strategy, workload, 4).id for own in (*first.found, *first.others)}
     begin = [own.strategy for own in first.found]
-    again = suggestions(steps, SearchSpace.default(), begin=begin, avoid=tried, budget=Budget(replays=300), seed=1)
+    again = suggestions(
+        steps, SearchSpace.default(), begin=begin, avoid=tried, budget=Budget(replays=300), seed=1
+    )
     fastest_s = again.found[0].predicted_step_s
-    assert fastest_s <= best_s and all(own.predicted_step_s <= fastest_s * (1 + NEAR) for own in again.found)
-    assert again.others and not any(plan(own.strategy, workload, 4).id in tried for own in again.others)
-    assert all(fastest_s * (1 + APART) <= own.predicted_step_s <= fastest_s * (1 + NEAR) for own in again.others)
+    assert fastest_s <= best_s and all(
+        own.predicted_step_s <= fastest_s * (1 + NEAR) for own in again.found
+    )
+    assert again.others and not any(
+        plan(own.strategy, workload, 4).id in tried for own in again.others
+    )
+    assert all(
+        fastest_s * (1 + APART) <= own.predicted_step_s <= fastest_s * (1 + NEAR)
+        for own in again.others
+    )
 
 
 def test_a_search_that_begins_elsewhere_looks_around_there() -> None:
@@ -203,7 +269,9 @@ def test_a_search_that_begins_elsewhere_looks_around_there() -> None:
     assert suggestions(steps, space, budget=Budget(replays=1)).found[0].strategy != far
 
 
-def test_a_budget_of_ops_ends_the_search_at_the_same_place_whether_steps_are_replayed_or_remembered() -> None:
+def test_a_budget_of_ops_ends_the_search_at_the_same_place_whether_steps_are_replayed_or_remembered() -> (
+    None
+):
     workload, space = chain(3).workload(), replace(SearchSpace.default(), cross_step=False)
     steps = LoweredSteps(workload, NETWORK)
     steps.step_s(plan(BUILDERS["per_variable"](workload, NETWORK), workload, 4))
@@ -225,8 +293,13 @@ def test_mixed_precision_scales_the_computation_only_by_what_was_measured() -> N
     workload, space = chain().workload(), SearchSpace.default(lossy=True)
     space = replace(space, compressors=(Compressor.NONE, Compressor.FP16), cross_step=False)
     plain = optimize(workload, NETWORK, space, budget=SMALL, passes=[MixedPrecision()])
-    assert _compressors(plain.strategy) == {Compressor.FP16} and plain.predicted_step_s >= workload.compute_s
-    half = optimize(workload, NETWORK, space, budget=SMALL, passes=[MixedPrecision(compute_factor=0.5)])
+    assert (
+        _compressors(plain.strategy) == {Compressor.FP16}
+        and plain.predicted_step_s >= workload.compute_s
+    )
+    half = optimize(
+        workload, NETWORK, space, budget=SMALL, passes=[MixedPrecision(compute_factor=0.5)]
+    )
     assert half.predicted_step_s < min(plain.predicted_step_s, half.enacted_step_s)
     assert any("as the caller measured" in note for note in half.assumed)
     with pytest.raises(InvalidInput, match="measured factor"):

@@ -11,13 +11,21 @@ from synthetic_job import SyntheticWorld, job_spec, strategy
 
 from autotune.dataset.trials import REFERENCE, DatasetTrial
 from autotune.errors import InvalidInput
-from autotune.history import History
 from autotune.records import CURRENT_SETUP, Failed, FailureKind, Measured
 from autotune.rng import generator
 from autotune.strategy_space.plan import Plan
-from autotune.tuner import search_instruction
+from autotune.tuning.history import History
+from autotune.tuning.tuner import search_instruction
 from benchmarks.models.generated import MODELS
-from benchmarks.outcome.figures import best_of_sweep, failures_of, first_within, geomean, ratio_to_best, ratio_to_bound, whole_rounds
+from benchmarks.outcome.figures import (
+    best_of_sweep,
+    failures_of,
+    first_within,
+    geomean,
+    ratio_to_best,
+    ratio_to_bound,
+    whole_rounds,
+)
 from benchmarks.outcome.kept import CLOSING, SWEEP, Group, Side, Stop, rounds_of
 from benchmarks.outcome.results import sent_bytes
 from benchmarks.outcome.searches import incumbents, near_the_last
@@ -32,7 +40,9 @@ def empty(name: str) -> Plan:
     return Plan(name, 1, ())
 
 
-A, B, C, SMALL, LARGE, BROKEN = (empty(name).id for name in ("a", "b", "c", "small", "large", "broken"))
+A, B, C, SMALL, LARGE, BROKEN = (
+    empty(name).id for name in ("a", "b", "c", "small", "large", "broken")
+)
 
 
 def rival(name: str, plan: str | None = None) -> Side:
@@ -44,7 +54,9 @@ def trial(number: int, plan: str, step_s: float | None, phase: str = CLOSING) ->
     outcome = Failed(FailureKind.CRASH, "rank 1", 1) if step_s is None else block(step_s)
     if plan == CURRENT_SETUP:
         return DatasetTrial(0, f"{phase}:{number}:{REFERENCE}", None, None, outcome, 0.0, 0.0, "0")
-    return DatasetTrial(0, f"{phase}:{number}:{plan}: again", strategy(0), empty(plan), outcome, 0.0, 0.0, "0")
+    return DatasetTrial(
+        0, f"{phase}:{number}:{plan}: again", strategy(0), empty(plan), outcome, 0.0, 0.0, "0"
+    )
 
 
 def test_a_geometric_mean_is_the_root_of_the_product():
@@ -85,7 +97,9 @@ def test_the_luck_of_the_best_of_many_rivals_is_on_their_side(others: float):
     faster, values = 0, []
     for seed in range(150):
         noise = speeds * np.exp(0.05 * generator(seed, "equal").standard_normal((6, 9)))
-        rounds = [dict(zip(["ours", *names], map(block, row), strict=True)) for row in noise.tolist()]
+        rounds = [
+            dict(zip(["ours", *names], map(block, row), strict=True)) for row in noise.tolist()
+        ]
         found = ratio_to_best(rounds, [rival(name) for name in names], "ours")
         faster += found.low > 1
         values.append(math.log(found.value))
@@ -95,9 +109,18 @@ def test_the_luck_of_the_best_of_many_rivals_is_on_their_side(others: float):
 
 def test_only_whole_rounds_count_and_a_side_that_failed_is_not_waited_for():
     sides = [rival("a", A), rival("b", B), Side("b again", Group.OURS, B, None)]
-    made = [trial(0, "a", 0.1), trial(0, "b", 0.2), trial(1, "b", 0.2), trial(2, "b", 0.3), trial(2, "a", 0.4), trial(2, "b", 9.9, SWEEP)]
+    made = [
+        trial(0, "a", 0.1),
+        trial(0, "b", 0.2),
+        trial(1, "b", 0.2),
+        trial(2, "b", 0.3),
+        trial(2, "a", 0.4),
+        trial(2, "b", 9.9, SWEEP),
+    ]
     rounds = rounds_of(made, CLOSING)
-    assert [{key: own.median_s for key, own in found.items()} for found in whole_rounds(rounds, sides)] == [
+    assert [
+        {key: own.median_s for key, own in found.items()} for found in whole_rounds(rounds, sides)
+    ] == [
         {A: 0.1, B: 0.2},
         {B: 0.3, A: 0.4},
     ]
@@ -109,23 +132,43 @@ def test_only_whole_rounds_count_and_a_side_that_failed_is_not_waited_for():
 
 
 def test_the_current_setup_is_a_side_of_a_round_and_a_search_of_any_name_is_none():
-    made = [trial(0, CURRENT_SETUP, 0.1), trial(0, "a", 0.2), replace(trial(0, "a", 9.9), source="tuning:closing:0:sampled")]
-    made += [replace(trial(0, CURRENT_SETUP, 9.9), source=name) for name in (REFERENCE, "tuning:ours:reference")]
-    [found] = whole_rounds(rounds_of(made, CLOSING), [Side("DDP", Group.TODAY, CURRENT_SETUP, None), rival("a", A)])
+    made = [
+        trial(0, CURRENT_SETUP, 0.1),
+        trial(0, "a", 0.2),
+        replace(trial(0, "a", 9.9), source="tuning:closing:0:sampled"),
+    ]
+    made += [
+        replace(trial(0, CURRENT_SETUP, 9.9), source=name)
+        for name in (REFERENCE, "tuning:ours:reference")
+    ]
+    [found] = whole_rounds(
+        rounds_of(made, CLOSING), [Side("DDP", Group.TODAY, CURRENT_SETUP, None), rival("a", A)]
+    )
     assert {key: own.median_s for key, own in found.items()} == {CURRENT_SETUP: 0.1, A: 0.2}
 
 
 def test_the_best_bucket_size_has_the_lowest_median_of_its_own_trials():
     made = [trial(number, "small", value, SWEEP) for number, value in enumerate((0.1, 0.5, 0.6))]
-    made += [trial(number, "large", 0.4, SWEEP) for number in range(3)] + [trial(0, "broken", None, SWEEP), trial(0, "large", 9.9)]
+    made += [trial(number, "large", 0.4, SWEEP) for number in range(3)] + [
+        trial(0, "broken", None, SWEEP),
+        trial(0, "large", 9.9),
+    ]
     times_s = best_of_sweep(rounds_of(made, SWEEP), {"1": SMALL, "25": LARGE, "50": BROKEN})
     assert times_s == {"1": 0.5, "25": 0.4}
-    with pytest.raises(InvalidInput, match="every bucket size of the sweep failed, so there is no best one: crash: rank 1"):
+    with pytest.raises(
+        InvalidInput,
+        match="every bucket size of the sweep failed, so there is no best one: crash: rank 1",
+    ):
         best_of_sweep({0: [trial(0, "broken", None)]}, {"50": BROKEN})
 
 
 def test_near_the_best_is_the_first_stop_within_two_percent_as_measured_again():
-    stops = [Stop(40, 90.0, "later"), Stop(3, 9.0, "early"), Stop(12, 30.0, "middle"), Stop(20, 50.0, "failed")]
+    stops = [
+        Stop(40, 90.0, "later"),
+        Stop(3, 9.0, "early"),
+        Stop(12, 30.0, "middle"),
+        Stop(20, 50.0, "failed"),
+    ]
     times_s = {"early": 0.1021, "middle": 0.10199, "later": 0.1}
     assert first_within(stops, times_s, 0.1) == stops[2]
     assert first_within(stops, {**times_s, "early": 0.102}, 0.1) == stops[1]
@@ -133,15 +176,23 @@ def test_near_the_best_is_the_first_stop_within_two_percent_as_measured_again():
 
 
 def test_incumbents_are_the_bests_of_the_search_as_they_came_up():
-    spec, world = job_spec(), SyntheticWorld({0: 0.12, 1: 0.13, 2: 0.09, 4: 0.07, 9: 0.068}, default_s=0.11)
+    spec, world = (
+        job_spec(),
+        SyntheticWorld({0: 0.12, 1: 0.13, 2: 0.09, 4: 0.07, 9: 0.068}, default_s=0.11),
+    )
     search = History((), spec.deviation)
     while (instruction := search_instruction(spec, search)) is not None:
         search = search.then(world.answer(spec, search, instruction))
     found = incumbents(search)
-    assert [(own.trials, own.strategy) for own in found] == [(n + 1, strategy(n)) for n in (0, 2, 4, 9)]
+    assert [(own.trials, own.strategy) for own in found] == [
+        (n + 1, strategy(n)) for n in (0, 2, 4, 9)
+    ]
     ends = {trial.request.strategy_id: trial.elapsed_s for trial in search.candidates}
     assert [own.seconds for own in found] == [ends[own.strategy.id] for own in found]
-    assert [own.strategy for own in near_the_last(search, found)] == [strategy(4), strategy(9)]  # 0.07 is within 5 % of 0.068
+    assert [own.strategy for own in near_the_last(search, found)] == [
+        strategy(4),
+        strategy(9),
+    ]  # 0.07 is within 5 % of 0.068
 
 
 def test_the_bound_sends_of_a_sparse_gradient_only_the_rows_that_a_step_touches():
@@ -150,5 +201,11 @@ def test_the_bound_sends_of_a_sparse_gradient_only_the_rows_that_a_step_touches(
     dense = workload.grad_bytes - table.grad_bytes
     assert sent_bytes(workload) == pytest.approx(dense + 4000 * 64 * 4)
     assert (
-        sent_bytes(replace(workload, variables=tuple(replace(own, touched_rows=None) for own in workload.variables))) == workload.grad_bytes
+        sent_bytes(
+            replace(
+                workload,
+                variables=tuple(replace(own, touched_rows=None) for own in workload.variables),
+            )
+        )
+        == workload.grad_bytes
     )

@@ -12,7 +12,7 @@ from torch.nn.parallel.distributed import _BucketCapacityConfig
 
 from autotune.cluster_file import read_cluster
 from autotune.optimizer.bounds import least_transfer_s
-from autotune.strategy_space.carrier import buckets_of
+from autotune.strategy_space.backend import buckets_of
 from autotune.strategy_space.enactable import why_refused
 from autotune.strategy_space.plan import Primitive, plan
 from autotune.strategy_space.strategy import SparseHandling
@@ -35,18 +35,30 @@ def gpt_workload() -> Workload:
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
     model = example.GPT(2000, 64, 256, 4, 4, 0.1)
-    variables = [Variable(name, tuple(parameter.shape)) for name, parameter in model.named_parameters()]
+    variables = [
+        Variable(name, tuple(parameter.shape)) for name, parameter in model.named_parameters()
+    ]
     return Workload("gpt", tuple(variables[::-1]), backward_s=0.1)
 
 
-WORKLOADS = {**{name: model.workload() for name, model in MODELS.items()}, "gpt_text": gpt_workload()}
+WORKLOADS = {
+    **{name: model.workload() for name, model in MODELS.items()},
+    "gpt_text": gpt_workload(),
+}
 
 
 def test_there_are_eight_domains_or_more_of_all_four_kinds_on_all_three_clusters():
     assert len(DOMAINS) >= 8
-    assert set(DOMAINS) == {f"{model}.{name}" for model in ("vgg", "densenet", "embedding", "gpt_text") for name in CLUSTERS}
+    assert set(DOMAINS) == {
+        f"{model}.{name}"
+        for model in ("vgg", "densenet", "embedding", "gpt_text")
+        for name in CLUSTERS
+    }
     assert any(variable.sparse for variable in WORKLOADS["embedding"].variables)
-    assert max(variable.grad_bytes for variable in WORKLOADS["vgg"].variables) > 0.7 * WORKLOADS["vgg"].grad_bytes
+    assert (
+        max(variable.grad_bytes for variable in WORKLOADS["vgg"].variables)
+        > 0.7 * WORKLOADS["vgg"].grad_bytes
+    )
     assert len(WORKLOADS["densenet"].variables) == 364
 
 
@@ -58,9 +70,18 @@ def test_every_rival_is_enactable_in_every_domain(domain: Setup):
     for name, strategy in {**made, **bucket_sweep(workload, cluster.world_size)}.items():
         planned = plan(strategy, workload, cluster.world_size)
         assert why_refused(planned) is None, name
-        assert sum(message.elements for message in planned.messages) == sum(variable.elements for variable in workload.variables), name
-        sparse = {part.variable: message.sparse for message in planned.messages for part in message.slices if message.sparse != "dense"}
-        assert set(sparse) == {variable.name for variable in workload.variables if variable.sparse}, name
+        assert sum(message.elements for message in planned.messages) == sum(
+            variable.elements for variable in workload.variables
+        ), name
+        sparse = {
+            part.variable: message.sparse
+            for message in planned.messages
+            for part in message.slices
+            if message.sparse != "dense"
+        }
+        assert set(sparse) == {
+            variable.name for variable in workload.variables if variable.sparse
+        }, name
         assert strategy.lossless
     across = {name for name, strategy in made.items() if strategy.cross_step}
     assert across == {"BytePS-like, across steps", "ByteScheduler-like"}
@@ -72,35 +93,59 @@ def test_the_sweep_has_the_buckets_of_torch_for_each_bucket_cap(model: str):
     workload = WORKLOADS[model]
     tensors = [torch.empty(variable.shape, device="meta") for variable in workload.variables]
     sparse = [False] * len(tensors)
-    swept = {tuple(sorted(buckets_of(plan(s, workload, 4)))) for s in bucket_sweep(workload, 4).values()}
+    swept = {
+        tuple(sorted(buckets_of(plan(s, workload, 4)))) for s in bucket_sweep(workload, 4).values()
+    }
     for cap in (None, *BUCKET_CAPS_MIB):
         limits = _BucketCapacityConfig.create(cap, None, use_python_reducer=False)
         both = [limits.first_bucket_bytes_cap, limits.bucket_bytes_cap]
-        theirs, _ = dist._compute_bucket_assignment_by_size(tensors, both, sparse, list(range(len(tensors))))
-        assert tuple(sorted(tuple(workload.variables[position].name for position in bucket) for bucket in theirs)) in swept, cap
+        theirs, _ = dist._compute_bucket_assignment_by_size(
+            tensors, both, sparse, list(range(len(tensors)))
+        )
+        assert (
+            tuple(
+                sorted(
+                    tuple(workload.variables[position].name for position in bucket)
+                    for bucket in theirs
+                )
+            )
+            in swept
+        ), cap
     assert next(iter(bucket_sweep(workload, 4))) == DDP_DEFAULT
 
 
 def test_the_schedulers_send_pieces_of_four_megabytes_and_earlier_layers_overtake_what_waits_of_the_largest():
     workload, cluster = WORKLOADS["vgg"], read_cluster(DOMAINS["vgg.four_hosts"].cluster_file)
     made = rivals(workload, cluster)
-    for name, primitive in (("BytePS-like", Primitive.PUSH_PULL), ("ByteScheduler-like", Primitive.ALL_REDUCE)):
+    for name, primitive in (
+        ("BytePS-like", Primitive.PUSH_PULL),
+        ("ByteScheduler-like", Primitive.ALL_REDUCE),
+    ):
         messages = plan(made[name], workload, 4).messages
         assert {message.primitive for message in messages} == {primitive}
         assert max(message.grad_bytes for message in messages) <= 4 * 2**20
         order = [message.slices[0].variable for message in messages]
-        assert order.index("fc0.weight") < order.index("conv3_2.weight") < len(order) - 1 - order[::-1].index("fc0.weight")
+        assert (
+            order.index("fc0.weight")
+            < order.index("conv3_2.weight")
+            < len(order) - 1 - order[::-1].index("fc0.weight")
+        )
 
 
 def test_servers_in_turn_hold_as_many_variables_each():
     workload, cluster = WORKLOADS["vgg"], read_cluster(DOMAINS["vgg.four_hosts"].cluster_file)
     messages = plan(rivals(workload, cluster)["PS, round robin"], workload, 4).messages
     owners = {message.slices[0].variable: message.owner for message in messages}
-    assert [owners[variable.name] for variable in reversed(workload.variables)] == [turn % 4 for turn in range(32)]
+    assert [owners[variable.name] for variable in reversed(workload.variables)] == [
+        turn % 4 for turn in range(32)
+    ]
 
 
 def test_sparse_gradients_travel_as_rows_by_the_way_that_fits_the_synchronizer():
-    workload, cluster = WORKLOADS["embedding"], read_cluster(DOMAINS["embedding.four_hosts"].cluster_file)
+    workload, cluster = (
+        WORKLOADS["embedding"],
+        read_cluster(DOMAINS["embedding.four_hosts"].cluster_file),
+    )
     made = rivals(workload, cluster)
     assert made["single bucket"].by_name["table.weight"].sparse is SparseHandling.ALL_GATHER
     assert made["PS, load balanced"].by_name["table.weight"].sparse is SparseHandling.GATHER_SCATTER
@@ -118,14 +163,19 @@ def alone():
 def test_the_script_builds_the_variables_of_its_workload_and_can_be_waited_for(model, alone):
     workload, module = model.workload(), module_of(model)
     parameters = list(module.named_parameters())
-    assert workload.id == model_id((name, tuple(parameter.shape), "float32") for name, parameter in parameters)
+    assert workload.id == model_id(
+        (name, tuple(parameter.shape), "float32") for name, parameter in parameters
+    )
     assert workload.edges == tuple((number, number + 1) for number in range(len(parameters) - 1))
     assert timetable_of(workload).compute_s == pytest.approx(model.step_s)
     sparse = {variable.name for variable in workload.variables if variable.sparse}
     DDP(module)(torch.ones(4)).square().mean().backward()
     assert {name for name, parameter in parameters if parameter.grad.is_sparse} == sparse
     for variable in (variable for variable in workload.variables if variable.sparse):
-        assert len(module.get_parameter(variable.name).grad.coalesce().values()) == variable.touched_rows
+        assert (
+            len(module.get_parameter(variable.name).grad.coalesce().values())
+            == variable.touched_rows
+        )
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -16,31 +16,70 @@ from synthetic_job import strategy
 
 from autotune.cluster import Cluster, Host
 from autotune.dataset.card import card_of
-from autotune.dataset.folder import Description, read_dataset, read_description, read_domain, read_sums
+from autotune.dataset.folder import (
+    Description,
+    read_dataset,
+    read_description,
+    read_domain,
+    read_sums,
+)
 from autotune.dataset.trials import DatasetTrial, Environment
 from autotune.dataset.writing import opened
 from autotune.errors import InvalidInput
-from autotune.events import Profiled
-from autotune.records import CURRENT_SETUP, Accelerators, Conditions, Failed, FailureKind, Measured, Network, Role, TrialRequest
-from autotune.store import Store
+from autotune.records import (
+    CURRENT_SETUP,
+    Accelerators,
+    Conditions,
+    Failed,
+    FailureKind,
+    Measured,
+    Network,
+    Role,
+    TrialRequest,
+)
+from autotune.storage.store import Store
 from autotune.strategy_space.plan import Plan
-from autotune.tuner import contender
+from autotune.tuning.events import Profiled
+from autotune.tuning.tuner import contender
 from autotune.workload import Variable, Workload
 from benchmarks.outcome.figures import whole_rounds
-from benchmarks.outcome.kept import CLOSING, SWEEP, Frozen, Group, Settings, Side, read_frozen, rounds_of, write_frozen
-from benchmarks.outcome.measure import FEWEST_STEPS, LENGTHS, _measured_again, begin_searches, measure, run, steps_of_block
+from benchmarks.outcome.kept import (
+    CLOSING,
+    SWEEP,
+    Frozen,
+    Group,
+    Settings,
+    Side,
+    read_frozen,
+    rounds_of,
+    write_frozen,
+)
+from benchmarks.outcome.measure import (
+    FEWEST_STEPS,
+    LENGTHS,
+    _measured_again,
+    begin_searches,
+    measure,
+    run,
+    steps_of_block,
+)
 from benchmarks.outcome.report import section
 from benchmarks.outcome.results import last_line, row_of
 from benchmarks.outcome.rivals import DDP_BEST, DDP_DEFAULT
 from benchmarks.outcome.searches import OURS, OURS_LOSSY, RANDOM, Incumbent
 from benchmarks.ranking_trials import ReplayedTimes, of_datasets, points_of
 from benchmarks.trial_session import Setup, TrialSession
-from runtime_rewriter.findings import Profile
+from runtime_rewriter.world.findings import Profile
 
 SETTINGS = Settings(marks=(3, 6), rounds=6, sweeps=2, lossy=False)
 WORKLOAD = Workload(
     "made",
-    tuple(Variable(f"v{number}", (256, 1024), ready_s=0.01 * (number + 1), needed_s=0.01 * (5 - number)) for number in range(6)),
+    tuple(
+        Variable(
+            f"v{number}", (256, 1024), ready_s=0.01 * (number + 1), needed_s=0.01 * (5 - number)
+        )
+        for number in range(6)
+    ),
     forward_s=0.06,
     backward_s=0.07,
     update_s=0.001,
@@ -87,7 +126,9 @@ class MadeWorld:
 
 
 @contextlib.contextmanager
-def session_on(folder: Path, world: MadeWorld, prepared_s: float = PREPARED_S) -> Iterator[TrialSession]:
+def session_on(
+    folder: Path, world: MadeWorld, prepared_s: float = PREPARED_S
+) -> Iterator[TrialSession]:
     """On the domain in `folder`, which is begun where there is none."""
     with opened(folder) as writer:
         if writer.described is None:
@@ -117,27 +158,56 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     world, dataset = MadeWorld(), tmp_path_factory.mktemp("whole")
     ran(dataset / "made.up", world)
     folder = dataset / "made.up"
-    return SimpleNamespace(world=world, dataset=dataset, folder=folder, domain=read_domain(folder), frozen=read_frozen(folder))
+    return SimpleNamespace(
+        world=world,
+        dataset=dataset,
+        folder=folder,
+        domain=read_domain(folder),
+        frozen=read_frozen(folder),
+    )
 
 
-def test_every_search_has_the_same_number_of_trials_and_every_side_is_measured_in_every_round(whole):
-    assert [trial.plan_id or CURRENT_SETUP for trial in whole.domain.trials] == whole.world.trials  # nothing is lost
+def test_every_search_has_the_same_number_of_trials_and_every_side_is_measured_in_every_round(
+    whole,
+):
+    assert [
+        trial.plan_id or CURRENT_SETUP for trial in whole.domain.trials
+    ] == whole.world.trials  # nothing is lost
     closing = rounds_of(whole.domain.trials, CLOSING)
     orders = [[trial.plan_id or CURRENT_SETUP for trial in own] for own in closing.values()]
     assert list(closing) == list(range(SETTINGS.rounds))
-    assert all(sorted(order) == sorted(plans(whole.frozen)) for order in orders) and len({tuple(order) for order in orders}) > 1
+    assert (
+        all(sorted(order) == sorted(plans(whole.frozen)) for order in orders)
+        and len({tuple(order) for order in orders}) > 1
+    )
     assert whole.frozen.courses[OURS].trials == {"3": 3, "6": 6}
     assert any(side.name == f"{RANDOM}, 6 trials" for side in whole.frozen.sides)
 
 
 def test_sources_tell_what_a_trial_was_taken_for(whole):
     names = {side.name: side.plan for side in whole.frozen.sides}
-    for trial in (trial for own in rounds_of(whole.domain.trials, CLOSING).values() for trial in own):
+    for trial in (
+        trial for own in rounds_of(whole.domain.trials, CLOSING).values() for trial in own
+    ):
         name = trial.source.split(":", 2)[2]
         assert (name == "reference") if trial.strategy is None else (names[name] == trial.plan_id)
-    searched = Counter(trial.source.split(":")[1] for trial in whole.domain.candidates if trial.kind == "tuning")
-    assert searched == {OURS: 6, f"{OURS}-3": 3, f"{OURS}-6": 3, RANDOM: 6, f"{RANDOM}-6": 3, "scikit-optimize": 6, "scikit-optimize-6": 3}
-    assert {trial.source for trial in whole.domain.trials} >= {"reference", "tuning:ours:reference", "sweep:1:DDP, default"}
+    searched = Counter(
+        trial.source.split(":")[1] for trial in whole.domain.candidates if trial.kind == "tuning"
+    )
+    assert searched == {
+        OURS: 6,
+        f"{OURS}-3": 3,
+        f"{OURS}-6": 3,
+        RANDOM: 6,
+        f"{RANDOM}-6": 3,
+        "scikit-optimize": 6,
+        "scikit-optimize-6": 3,
+    }
+    assert {trial.source for trial in whole.domain.trials} >= {
+        "reference",
+        "tuning:ours:reference",
+        "sweep:1:DDP, default",
+    }
     assert set(card_of(whole.domain).sources) == {CLOSING, SWEEP, "tuning", "reference"}
     assert whole.domain.trials[0].strategy is None and whole.domain.trials[-1].strategy is None
 
@@ -147,16 +217,23 @@ def test_the_folder_is_a_dataset_in_which_a_ranking_has_each_plan_once(whole, tm
     (whole.dataset / "outcome.md").write_text("a section")
     [domain] = read_dataset(whole.dataset)
     points = points_of(of_datasets([whole.dataset]), ReplayedTimes(tmp_path / "replayed"))
-    assert sorted(point.plan_id for point in points) == sorted({trial.plan_id for trial in domain.candidates})
+    assert sorted(point.plan_id for point in points) == sorted(
+        {trial.plan_id for trial in domain.candidates}
+    )
     assert len(points) < len(domain.candidates) / 2
     fastest = min(points, key=lambda point: point.example.step_s)
-    assert fastest.example.step_s == pytest.approx(min(min(times_s) for times_s in domain.plan_steady_s.values()))
+    assert fastest.example.step_s == pytest.approx(
+        min(min(times_s) for times_s in domain.plan_steady_s.values())
+    )
 
 
 def test_repeats_of_the_closing_comparison_tell_the_noise(whole):
     """Without them there is no plan with enough trials."""
     noisy = [
-        replace(trial, outcome=Measured(((trial.median_s * (1.02 if trial.number % 2 else 1.0),) * 4,))) for trial in whole.domain.trials
+        replace(
+            trial, outcome=Measured(((trial.median_s * (1.02 if trial.number % 2 else 1.0),) * 4,))
+        )
+        for trial in whole.domain.trials
     ]
     closing = [trial for trial in noisy if trial.kind in (CLOSING, "reference")]
     assert card_of(replace(whole.domain, trials=tuple(noisy))).repeat_noise > 0.005
@@ -165,7 +242,9 @@ def test_repeats_of_the_closing_comparison_tell_the_noise(whole):
     assert card_of(replace(whole.domain, trials=tuple(once.values()))).repeat_noise is None
 
 
-def test_ours_is_what_the_tuner_would_compare_after_so_many_trials_and_the_search_goes_on_without_those_looks(whole):
+def test_ours_is_what_the_tuner_would_compare_after_so_many_trials_and_the_search_goes_on_without_those_looks(
+    whole,
+):
     with jobs(whole.folder) as store:
         search, looked = store.history(OURS), store.history(f"{OURS}-3")
     looks = [event for event in looked.events if event not in search.events]
@@ -180,30 +259,61 @@ def test_the_searches_plan_by_the_probed_cluster_and_count_what_profile_and_prob
     with jobs(whole.folder) as store:
         for job in (OURS, RANDOM):
             began = store.history(job).events[0]
-            assert isinstance(began, Profiled) and began.cluster == CLUSTER and began.elapsed_s == PREPARED_S
+            assert (
+                isinstance(began, Profiled)
+                and began.cluster == CLUSTER
+                and began.elapsed_s == PREPARED_S
+            )
             assert store.job(job).cluster == CLUSTER and store.job(job).most_steps == 12
-    assert PREPARED_S < whole.frozen.courses[OURS].seconds["3"] < whole.frozen.courses[OURS].seconds["6"]
+    assert (
+        PREPARED_S
+        < whole.frozen.courses[OURS].seconds["3"]
+        < whole.frozen.courses[OURS].seconds["6"]
+    )
 
 
 def test_a_search_that_joins_in_a_later_session_counts_what_the_first_one_took(whole, tmp_path):
     shutil.copytree(whole.folder, tmp_path, dirs_exist_ok=True)
     with session_on(tmp_path, MadeWorld(), prepared_s=1.0) as session, jobs(tmp_path) as store:
         begin_searches(session, store, replace(SETTINGS, lossy=True))
-        assert store.history(OURS_LOSSY).events[0].elapsed_s == PREPARED_S and store.job(OURS_LOSSY).lossy
+        assert (
+            store.history(OURS_LOSSY).events[0].elapsed_s == PREPARED_S
+            and store.job(OURS_LOSSY).lossy
+        )
 
 
 def test_the_row_tells_ratios_bound_and_marks(whole):
     row = row_of(whole.folder)
     last = row.lossless.last
-    today_s = {compared.side.name: compared.middle_s for compared in row.compared if compared.side.group is Group.TODAY}
-    assert today_s == {DDP_DEFAULT: pytest.approx(0.102), DDP_BEST: pytest.approx(0.101)}  # two buckets, and one
+    today_s = {
+        compared.side.name: compared.middle_s
+        for compared in row.compared
+        if compared.side.group is Group.TODAY
+    }
+    assert today_s == {
+        DDP_DEFAULT: pytest.approx(0.102),
+        DDP_BEST: pytest.approx(0.101),
+    }  # two buckets, and one
     assert last.today.value == pytest.approx(0.101 / last.step_s) and last.today.rival == DDP_BEST
     assert 0.081 <= last.step_s < 0.1  # across steps
-    assert last.best.value <= last.today.value and row.lossless.near.trials <= 6 and row.lossless.near.seconds >= PREPARED_S
-    assert row.transfer_s == pytest.approx(WORKLOAD.grad_bytes / 1e8) and row.gap.value == pytest.approx(last.step_s / row.bound_s)
+    assert (
+        last.best.value <= last.today.value
+        and row.lossless.near.trials <= 6
+        and row.lossless.near.seconds >= PREPARED_S
+    )
+    assert row.transfer_s == pytest.approx(
+        WORKLOAD.grad_bytes / 1e8
+    ) and row.gap.value == pytest.approx(last.step_s / row.bound_s)
     line = json.loads(json.dumps(last_line([row, row])))
-    assert line["ratio_geomean_lossless"] == line["ratio_min_lossless"] == pytest.approx(last.today.value)
-    assert line["ratio_geomean_any"] == pytest.approx(last.best.value) and line["ratio_geomean_lossy_allowed"] is None
+    assert (
+        line["ratio_geomean_lossless"]
+        == line["ratio_min_lossless"]
+        == pytest.approx(last.today.value)
+    )
+    assert (
+        line["ratio_geomean_any"] == pytest.approx(last.best.value)
+        and line["ratio_geomean_lossy_allowed"] is None
+    )
     assert line["bound_gap_mean"] == pytest.approx(row.gap.value - 1) and len(line["domains"]) == 2
     text = section([row], "python -m benchmarks.outcome", "2026-11-22")
     assert "made.up" in text and "ByteScheduler-like" in text and f"{last.today.value:.3f}" in text
@@ -215,7 +325,11 @@ def test_marks_are_in_the_order_of_their_numbers_and_not_of_their_text(whole, tm
     course = whole.frozen.courses[OURS]
     others = {"3": "25", "6": "100"}
     renamed = replace(
-        course, **{name: {others[mark]: value for mark, value in getattr(course, name).items()} for name in ("sides", "trials", "seconds")}
+        course,
+        **{
+            name: {others[mark]: value for mark, value in getattr(course, name).items()}
+            for name in ("sides", "trials", "seconds")
+        },
     )
     write_frozen(tmp_path, replace(whole.frozen, courses=whole.frozen.courses | {OURS: renamed}))
     row = row_of(tmp_path)
@@ -224,14 +338,30 @@ def test_marks_are_in_the_order_of_their_numbers_and_not_of_their_text(whole, tm
 
 
 def test_of_the_bests_of_a_search_three_are_measured_again_and_those_that_cost_nothing():
-    bests = [(Incumbent(n, 0.0, strategy(n)), Side(f"{n}", Group.STOP, key, strategy(n))) for n, key in enumerate("abacdefg")]
+    bests = [
+        (Incumbent(n, 0.0, strategy(n)), Side(f"{n}", Group.STOP, key, strategy(n)))
+        for n, key in enumerate("abacdefg")
+    ]
     assert [side.plan for _, side in _measured_again(bests, {"f"})] == ["a", "b", "c", "f"]
-    assert [best.trials for best, _ in _measured_again(bests, set("abcdefg"))] == [0, 1, 3, 4, 5, 6, 7]
+    assert [best.trials for best, _ in _measured_again(bests, set("abcdefg"))] == [
+        0,
+        1,
+        3,
+        4,
+        5,
+        6,
+        7,
+    ]
 
 
 def killed_at(folder: Path, count: int, source: str) -> tuple[DatasetTrial, ...]:
     """Run until so many candidates of this source were taken; the trials then."""
-    world = MadeWorld(dies=lambda trials: sum(trial.source.startswith(f"{source}:") for trial in trials if trial.strategy) == count)
+    world = MadeWorld(
+        dies=lambda trials: (
+            sum(trial.source.startswith(f"{source}:") for trial in trials if trial.strategy)
+            == count
+        )
+    )
     with pytest.raises(Killed):
         ran(folder, world)
     return read_domain(folder).trials
@@ -243,21 +373,29 @@ def test_a_run_that_was_killed_goes_on_without_measuring_anything_twice(tmp_path
     ran(tmp_path, MadeWorld())
     domain = read_domain(tmp_path)
     assert domain.trials[: len(second)] == second and second[: len(first)] == first
-    swept = Counter(trial.plan_id for own in rounds_of(domain.trials, SWEEP).values() for trial in own)
+    swept = Counter(
+        trial.plan_id for own in rounds_of(domain.trials, SWEEP).values() for trial in own
+    )
     assert set(swept.values()) == {SETTINGS.sweeps}
     with jobs(tmp_path) as store:
         for job in (OURS, RANDOM):
-            recorded = [trial for trial in store.history(job).trials if trial.request.role is Role.CANDIDATE]
+            recorded = [
+                trial for trial in store.history(job).trials if trial.request.role is Role.CANDIDATE
+            ]
             assert len(recorded) == 6 and len({trial.plan_id for trial in recorded}) == 6
     for session in domain.sessions:
-        assert next(trial for trial in domain.trials if trial.session == session.id).strategy is None
+        assert (
+            next(trial for trial in domain.trials if trial.session == session.id).strategy is None
+        )
     assert len(domain.sessions) == 3 and row_of(tmp_path) is not None
 
 
 def shorten(whole: SimpleNamespace, path: Path, count: int) -> None:
     """A domain in `path` with the same frozen sides and the first so many trials."""
     with opened(path) as writer:
-        writer.describe(replace(read_description(whole.folder, read_sums(whole.folder)), sessions=()))
+        writer.describe(
+            replace(read_description(whole.folder, read_sums(whole.folder)), sessions=())
+        )
         writer.begin_session(whole.domain.environment)
         for trial in whole.domain.trials[:count]:
             writer.append(trial)
@@ -266,7 +404,9 @@ def shorten(whole: SimpleNamespace, path: Path, count: int) -> None:
 
 def test_a_closing_round_that_was_cut_is_made_anew_as_a_whole(whole, tmp_path):
     count = len(plans(whole.frozen))
-    shorten(whole, tmp_path, len(whole.domain.trials) - 1 - 2 * count + 3)  # four whole rounds and three blocks of the fifth
+    shorten(
+        whole, tmp_path, len(whole.domain.trials) - 1 - 2 * count + 3
+    )  # four whole rounds and three blocks of the fifth
     world = MadeWorld()
     ran(tmp_path, world)
     assert Counter(world.trials) - Counter({CURRENT_SETUP: len(world.trials)}) == Counter(
@@ -296,15 +436,21 @@ def test_a_side_that_fails_in_the_closing_comparison_is_left_out_with_its_reason
     assert row.failed == {"PS, round robin": "crash: rank 1 exited with code 1"}
     assert "PS, round robin" not in {compared.side.name for compared in row.compared}
     closing = rounds_of(read_domain(tmp_path).trials, CLOSING)
-    assert sum(map(len, closing.values())) == 6 * (len(plans(whole.frozen)) - 1) + 2  # it is tried twice
+    assert (
+        sum(map(len, closing.values())) == 6 * (len(plans(whole.frozen)) - 1) + 2
+    )  # it is tried twice
 
 
-def test_a_side_that_is_planned_otherwise_today_is_refused_before_anything_is_measured(whole, tmp_path):
+def test_a_side_that_is_planned_otherwise_today_is_refused_before_anything_is_measured(
+    whole, tmp_path
+):
     shorten(whole, tmp_path, 0)
     first, *others = whole.frozen.sides[1:]
     write_frozen(tmp_path, replace(whole.frozen, sides=(replace(first, plan="of-then"), *others)))
     world = MadeWorld()
-    with pytest.raises(InvalidInput, match="the planner has changed since 'DDP, best bucket size' was frozen"):
+    with pytest.raises(
+        InvalidInput, match="the planner has changed since 'DDP, best bucket size' was frozen"
+    ):
         ran(tmp_path, world)
     assert world.trials == []
 

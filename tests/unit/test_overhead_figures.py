@@ -19,7 +19,9 @@ def test_the_pseudo_median_is_the_median_of_the_means_of_all_pairs() -> None:
 
 def test_an_overhead_is_found_beside_drift_and_steps_that_others_disturb() -> None:
     random = np.random.default_rng(5)
-    took_s = np.linspace(0.2, 0.3, 40)[:, None, None] * random.normal(1, 0.01, (40, 2, 4))  # a machine that gets slower
+    took_s = np.linspace(0.2, 0.3, 40)[:, None, None] * random.normal(
+        1, 0.01, (40, 2, 4)
+    )  # a machine that gets slower
     took_s[:, 1] *= 1.05
     disturbed = random.random(took_s.shape) < 0.05
     took_s[disturbed] *= 3

@@ -10,12 +10,20 @@ import pytest
 
 from autotune.cluster import Cluster, Host
 from autotune.commands.emulation import read_setting, scheduled
-from autotune.commands.places import refuse_elsewhere, refuse_impossible
 from autotune.errors import AutotuneError, InvalidInput
-from autotune.events import TrialFinished
-from autotune.history import History
-from autotune.job import JobFile
-from autotune.records import REAL_CONDITIONS, Accelerators, Conditions, Measured, Network, Role, TrialRequest
+from autotune.jobs.places import refuse_elsewhere, refuse_impossible
+from autotune.records import (
+    REAL_CONDITIONS,
+    Accelerators,
+    Conditions,
+    Measured,
+    Network,
+    Role,
+    TrialRequest,
+)
+from autotune.tuning.events import TrialFinished
+from autotune.tuning.history import History
+from autotune.tuning.job import JobFile
 
 EMULATED = Conditions(Network.EMULATED)
 
@@ -37,22 +45,38 @@ def test_a_job_goes_on_only_where_it_was_started() -> None:
     refuse_elsewhere(EMULATED, None)
     with pytest.raises(InvalidInput, match=r"started on a running Ray cluster.*give its --address"):
         refuse_elsewhere(Conditions(Network.HOSTS), None)
-    for network, where in ((Network.EMULATED, "a testbed"), (Network.LOOPBACK, "this machine alone")):
+    for network, where in (
+        (Network.EMULATED, "a testbed"),
+        (Network.LOOPBACK, "this machine alone"),
+    ):
         with pytest.raises(InvalidInput, match=f"started on {where}.*leave out --address"):
             refuse_elsewhere(Conditions(network), "10.0.0.1:6379")
 
 
 def test_a_network_that_no_machine_emulates_is_refused_before_a_job_is_made() -> None:
-    slow_inside = Cluster("c", (Host("a", 2, 1e8, 5e-5, 1e10, 1.0), Host("b", 1, 1e8, 5e-5, 1e10, 5e-6)))
+    slow_inside = Cluster(
+        "c", (Host("a", 2, 1e8, 5e-5, 1e10, 1.0), Host("b", 1, 1e8, 5e-5, 1e10, 5e-6))
+    )
     refuse_impossible(slow_inside, Conditions(Network.LOOPBACK))
     with pytest.raises(AutotuneError, match=r"inner_latency|not possible"):
         refuse_impossible(slow_inside, EMULATED)
 
 
-def test_the_command_line_wins_over_the_job_file_and_contradictions_are_refused(cluster_file: Path) -> None:
-    file = JobFile(command="python x.py", testbed=str(cluster_file), accelerators=Accelerators.EMULATED, byte_scale=4.0)
-    assert read_setting(options(), file).conditions == Conditions(Network.EMULATED, Accelerators.EMULATED, 4.0)
-    assert read_setting(options(byte_scale=2.0, accelerators="real"), file).conditions == Conditions(Network.EMULATED, byte_scale=2.0)
+def test_the_command_line_wins_over_the_job_file_and_contradictions_are_refused(
+    cluster_file: Path,
+) -> None:
+    file = JobFile(
+        command="python x.py",
+        testbed=str(cluster_file),
+        accelerators=Accelerators.EMULATED,
+        byte_scale=4.0,
+    )
+    assert read_setting(options(), file).conditions == Conditions(
+        Network.EMULATED, Accelerators.EMULATED, 4.0
+    )
+    assert read_setting(
+        options(byte_scale=2.0, accelerators="real"), file
+    ).conditions == Conditions(Network.EMULATED, byte_scale=2.0)
     plain = read_setting(options(cluster=cluster_file), replace(file, byte_scale=None))
     assert plain.conditions.network is Network.LOOPBACK and plain.cluster is not None
     with pytest.raises(InvalidInput, match="a cluster or a testbed, not both"):
@@ -69,10 +93,15 @@ def test_round_robin_is_asked_for_where_ranks_wait_and_never_on_other_peoples_ho
     assert not scheduled(Conditions(Network.HOSTS, Accelerators.EMULATED), 2).round_robin
 
 
-def test_the_conditions_of_a_job_are_those_of_its_trials_and_round_robin_must_have_held_in_all() -> None:
+def test_the_conditions_of_a_job_are_those_of_its_trials_and_round_robin_must_have_held_in_all() -> (
+    None
+):
     wanted = replace(EMULATED, round_robin=True)
     assert History((), 0.1).conditions(wanted) == wanted
     request = TrialRequest(0, "current-setup", Role.REFERENCE, 1, 1)
-    held = [TrialFinished(request, Measured(((0.1,),)), None, 1.0, replace(EMULATED, round_robin=on)) for on in (True, False, True)]
+    held = [
+        TrialFinished(request, Measured(((0.1,),)), None, 1.0, replace(EMULATED, round_robin=on))
+        for on in (True, False, True)
+    ]
     assert History(tuple(held), 0.1).conditions(REAL_CONDITIONS) == EMULATED
     assert History(tuple(held[:1]), 0.1).conditions(REAL_CONDITIONS) == wanted

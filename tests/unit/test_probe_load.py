@@ -27,7 +27,10 @@ def test_a_wait_for_computation_that_finishes_nothing_ends_with_the_reason() -> 
         def _multiply(self, stream: torch.cuda.Stream | None) -> None:
             self._stop.wait()
 
-    with Stuck(CPU, unit_timeout_s=0.1) as load, pytest.raises(AutotuneError, match=r"finished nothing for 0\.\d s on cpu"):
+    with (
+        Stuck(CPU, unit_timeout_s=0.1) as load,
+        pytest.raises(AutotuneError, match=r"finished nothing for 0\.\d s on cpu"),
+    ):
         load.unit_s()
 
 

@@ -10,12 +10,12 @@ import pytest
 from autotune.canonical import to_data
 from autotune.cluster import Bend, Cluster, CollectiveFit, Host, LinkFit, PairLink
 from autotune.commands.probe import measured_cluster
-from autotune.driver import probed
+from autotune.jobs.driver import probed
 from autotune.parsing import parse
-from autotune.profiling.host_links import PairCost, own_links
+from autotune.profiling.fits.host_links import PairCost, own_links
 from autotune.workload import Variable, Workload
-from runtime_rewriter.findings import Probe
 from runtime_rewriter.probe.link import ProbedLink
+from runtime_rewriter.world.findings import Probe
 
 WORKLOAD = Workload("m", (Variable("v", (4,)),))
 SOFTWARE = {"torch": "2.13.0"}
@@ -25,7 +25,9 @@ SOFTWARE = {"torch": "2.13.0"}
 class Measured:
     hosts: tuple[tuple[str, int], ...]
     cores: int = 8
-    fits: tuple[CollectiveFit, ...] = (CollectiveFit("all_reduce", 4, 1e-3, 1.5e-8, 0.05, 4096, 2**24),)
+    fits: tuple[CollectiveFit, ...] = (
+        CollectiveFit("all_reduce", 4, 1e-3, 1.5e-8, 0.05, 4096, 2**24),
+    )
 
     @property
     def workload(self) -> Workload:
@@ -39,7 +41,9 @@ class Measured:
 def test_an_assumed_cluster_on_one_host_gets_the_bandwidth_of_its_ring_and_its_cores() -> None:
     found = probed(Cluster.local(4), Measured((("machine", 4),)), True)
     assert [host.name for host in found.hosts] == ["localhost"]
-    assert found.hosts[0].inner_bytes_per_s == pytest.approx(1e8)  # 2 * 3/4 bytes on a link for each of the tensor
+    assert found.hosts[0].inner_bytes_per_s == pytest.approx(
+        1e8
+    )  # 2 * 3/4 bytes on a link for each of the tensor
     assert found.hosts[0].cores == 8 and found.source == "measured" and found.fits
 
 
@@ -77,30 +81,53 @@ COST = PairCost(3e7, 2e-4, 0.01, 0.02)
 
 def probe_of(*hosts: tuple[str, int]) -> Probe:
     links = (ProbedLink(1, False, COST, 3), ProbedLink(0, True, replace(COST, bytes_per_s=5e9)))
-    return Probe(Measured.fits, links[: len(hosts)] if len(hosts) > 1 else links[1:], SOFTWARE, (4,) * len(hosts), hosts)
+    return Probe(
+        Measured.fits,
+        links[: len(hosts)] if len(hosts) > 1 else links[1:],
+        SOFTWARE,
+        (4,) * len(hosts),
+        hosts,
+    )
 
 
 def test_a_probe_without_a_file_describes_the_hosts_that_were_found() -> None:
     cluster, remark = measured_cluster(None, probe_of(("a", 3), ("b", 1)), NOW)
-    assert [(host.name, host.devices, host.cores) for host in cluster.hosts] == [("a", 3, 4), ("b", 1, 4)]
+    assert [(host.name, host.devices, host.cores) for host in cluster.hosts] == [
+        ("a", 3, 4),
+        ("b", 1, 4),
+    ]
     assert (cluster.hosts[1].link_bytes_per_s, cluster.hosts[1].latency_s) == (3e7, 2e-4)
     assert cluster.hosts[0].inner_bytes_per_s == 5e9
     assert cluster.link_fits[0] == LinkFit("b", False, 3e7, 2e-4, 0.01, 0.02, 3)
-    assert (cluster.source, cluster.measured_at, cluster.fits, remark) == ("measured", "2026-01-02T03:04:05+00:00", Measured.fits, "")
+    assert (cluster.source, cluster.measured_at, cluster.fits, remark) == (
+        "measured",
+        "2026-01-02T03:04:05+00:00",
+        Measured.fits,
+        "",
+    )
     assert dict(cluster.software)["torch"] == "2.13.0" and "autotune" in dict(cluster.software)
 
 
 def test_a_probe_of_a_described_cluster_keeps_names_memory_and_addresses() -> None:
-    described = Cluster("mine", tuple(Host(name, 2, 1e9, 1e-5, 1e10, 1e-6, 7, f"10.0.0.{name}") for name in "12"))
+    described = Cluster(
+        "mine", tuple(Host(name, 2, 1e9, 1e-5, 1e10, 1e-6, 7, f"10.0.0.{name}") for name in "12")
+    )
     cluster, _ = measured_cluster(described, probe_of(("x", 2), ("y", 2)), NOW)
-    assert [(host.name, host.memory_bytes, host.address) for host in cluster.hosts] == [("1", 7, "10.0.0.1"), ("2", 7, "10.0.0.2")]
+    assert [(host.name, host.memory_bytes, host.address) for host in cluster.hosts] == [
+        ("1", 7, "10.0.0.1"),
+        ("2", 7, "10.0.0.2"),
+    ]
     assert [host.link_bytes_per_s for host in cluster.hosts] == [1e9, 3e7]
 
 
 def test_ranks_on_other_hosts_than_the_files_say_nothing_about_its_links() -> None:
     described = Cluster("mine", tuple(Host(name, 2, 1e9, 1e-5, 1e10, 1e-6) for name in "ab"))
     cluster, remark = measured_cluster(described, probe_of(("machine", 4)), NOW)
-    assert cluster.hosts == described.hosts and cluster.link_fits == () and cluster.fits == Measured.fits
+    assert (
+        cluster.hosts == described.hosts
+        and cluster.link_fits == ()
+        and cluster.fits == Measured.fits
+    )
     assert "The ranks ran on 1 host(s) with 4, and not on the 2 of the file" in remark
 
 
@@ -108,10 +135,22 @@ def probe_of_pairs(costs: dict[tuple[int, int], float], hosts: int) -> Probe:
     """What ranks on hosts of one rank each tell of these bandwidths, sent as a message."""
     found = {pair: replace(COST, bytes_per_s=rate) for pair, rate in costs.items()}
     links = tuple(
-        ProbedLink(host, False, cost, probes, tuple((sum(pair) - host, each) for pair, each in found.items() if host in pair))
+        ProbedLink(
+            host,
+            False,
+            cost,
+            probes,
+            tuple((sum(pair) - host, each) for pair, each in found.items() if host in pair),
+        )
         for host, (cost, probes) in own_links(hosts, found).items()
     )
-    return parse(Probe, to_data(Probe((), links, SOFTWARE, (4,) * hosts, tuple((name, 1) for name in "abc"[:hosts]))), "probe")
+    return parse(
+        Probe,
+        to_data(
+            Probe((), links, SOFTWARE, (4,) * hosts, tuple((name, 1) for name in "abc"[:hosts]))
+        ),
+        "probe",
+    )
 
 
 def test_a_pair_with_a_link_of_its_own_says_nothing_about_its_hosts_own_links() -> None:
@@ -122,7 +161,11 @@ def test_a_pair_with_a_link_of_its_own_says_nothing_about_its_hosts_own_links() 
     direct = PairLink(("b", "a"), 8e8, 1e-6)
     cluster, _ = measured_cluster(Cluster("mine", hosts, (direct,)), probe_of_pairs(pairs, 3), NOW)
     assert [host.link_bytes_per_s for host in cluster.hosts] == [3e7, 2e7, 3e7]
-    assert [(link.bytes_per_s, link.probes) for link in cluster.link_fits] == [(3e7, 1), (2e7, 1), (3e7, 2)]
+    assert [(link.bytes_per_s, link.probes) for link in cluster.link_fits] == [
+        (3e7, 1),
+        (2e7, 1),
+        (3e7, 2),
+    ]
     assert cluster.pair_links == (direct,)
 
 
@@ -130,7 +173,10 @@ def test_a_host_that_only_pairs_with_links_of_their_own_told_of_keeps_its_figure
     hosts = tuple(Host(name, 1, 1e9, 1e-5, 1e10, 1e-6) for name in "ab")
     given = Cluster("mine", hosts, (PairLink(("a", "b"), 8e8, 1e-6),))
     cluster, _ = measured_cluster(given, probe_of_pairs({(0, 1): 9e8}, 2), NOW)
-    assert [host.link_bytes_per_s for host in cluster.hosts] == [1e9, 1e9] and cluster.link_fits == ()
+    assert [host.link_bytes_per_s for host in cluster.hosts] == [
+        1e9,
+        1e9,
+    ] and cluster.link_fits == ()
     assert [host.cores for host in cluster.hosts] == [4, 4]
 
 
@@ -143,8 +189,14 @@ def test_the_cluster_says_what_stood_for_a_real_one_in_its_newest_probe() -> Non
 @pytest.mark.parametrize(
     ("described", "expected"),
     [
-        ((2.5e8, 1.25e8, 6e7), (2.5e8, 1.2e8, 6e7)),  # nobody is fast enough to show the first one's link
-        ((2.5e8, 2.5e8, 6e7), (1.2e8, 1.2e8, 6e7)),  # these two have met: what the file says of both is refuted
+        (
+            (2.5e8, 1.25e8, 6e7),
+            (2.5e8, 1.2e8, 6e7),
+        ),  # nobody is fast enough to show the first one's link
+        (
+            (2.5e8, 2.5e8, 6e7),
+            (1.2e8, 1.2e8, 6e7),
+        ),  # these two have met: what the file says of both is refuted
         ((1e9, 1e9, 1e9), (1.2e8, 1.2e8, 6e7)),
         ((1.25e8, 1.25e8, 1.25e8), (1.2e8, 1.2e8, 6e7)),
     ],
@@ -152,8 +204,15 @@ def test_the_cluster_says_what_stood_for_a_real_one_in_its_newest_probe() -> Non
 def test_a_link_that_is_faster_than_all_others_keeps_the_bandwidth_of_the_file(
     described: tuple[float, ...], expected: tuple[float, ...]
 ) -> None:
-    hosts = tuple(Host(name, 1, rate, 1e-5, 1e10, 1e-6) for name, rate in zip("abc", described, strict=True))
-    links = tuple(ProbedLink(number, False, replace(COST, bytes_per_s=rate), 3) for number, rate in enumerate((1.2e8, 1.2e8, 6e7)))
-    found = Probe(Measured.fits, links, SOFTWARE, (4, 4, 4), tuple((host.name, 1) for host in hosts))
+    hosts = tuple(
+        Host(name, 1, rate, 1e-5, 1e10, 1e-6) for name, rate in zip("abc", described, strict=True)
+    )
+    links = tuple(
+        ProbedLink(number, False, replace(COST, bytes_per_s=rate), 3)
+        for number, rate in enumerate((1.2e8, 1.2e8, 6e7))
+    )
+    found = Probe(
+        Measured.fits, links, SOFTWARE, (4, 4, 4), tuple((host.name, 1) for host in hosts)
+    )
     cluster, _ = measured_cluster(Cluster("mixed", hosts), found, NOW)
     assert tuple(host.link_bytes_per_s for host in cluster.hosts) == expected

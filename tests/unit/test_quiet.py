@@ -12,11 +12,15 @@ AFTER = "cpu  160 10 70 880 70 5 5 0 0 0\ncpu0 1 2 3 4 5 6 7 8\n"
 
 def test_the_busy_share_is_all_but_idle_time_and_waiting_for_disks() -> None:
     assert quiet.busy_share(BEFORE, AFTER) == pytest.approx(100 / 200)
-    assert quiet.busy_share(BEFORE, BEFORE) == 1.0  # no tick between them: nothing says that it is quiet
+    assert (
+        quiet.busy_share(BEFORE, BEFORE) == 1.0
+    )  # no tick between them: nothing says that it is quiet
 
 
 def test_the_stolen_share_is_what_the_host_gave_to_others() -> None:
-    assert quiet.stolen_share("cpu  100 0 50 800 50 0 0 7 0 0\n", "cpu  160 10 70 840 50 0 0 77 0 0\n") == pytest.approx(70 / 200)
+    assert quiet.stolen_share(
+        "cpu  100 0 50 800 50 0 0 7 0 0\n", "cpu  160 10 70 840 50 0 0 77 0 0\n"
+    ) == pytest.approx(70 / 200)
     assert quiet.stolen_share(BEFORE, BEFORE) == 0.0
 
 

@@ -23,10 +23,20 @@ MODELS, CLUSTERS, PLANS = ("a", "b"), ("even", "uneven", "wide"), 40
 DOMAINS = [f"{model} on {cluster}" for model in MODELS for cluster in CLUSTERS]
 ALL = tuple(HeldOut)
 NONE = np.zeros(0, dtype=np.int64)
-STUDY = Study(seeds=3, sizes=(5, 10), test_share=0.3, transfers=ALL, tuned_from=HeldOut.BOTH, source_plans=None, with_choice=True)
+STUDY = Study(
+    seeds=3,
+    sizes=(5, 10),
+    test_share=0.3,
+    transfers=ALL,
+    tuned_from=HeldOut.BOTH,
+    source_plans=None,
+    with_choice=True,
+)
 
 
-def point(model: str, cluster: str, number: int, campaign: int, step_s: float, replayed_s: float) -> Point:
+def point(
+    model: str, cluster: str, number: int, campaign: int, step_s: float, replayed_s: float
+) -> Point:
     """The plan `number` of a model; the same plan is tried on every cluster. Its features say nothing but its times."""
     strategy = Strategy((VariableStrategy(f"{model}{number}", (Shard(Synchronizer.ALL_REDUCE),)),))
     features = StrategyFeatures(
@@ -41,7 +51,14 @@ def point(model: str, cluster: str, number: int, campaign: int, step_s: float, r
         replayed_step_s=replayed_s,
     )
     domain = f"{model} on {cluster}"
-    return Point(Example(features, step_s, f"{domain} #{campaign}"), domain, model, f"id of {model}", cluster, f"plan {model}{number}")
+    return Point(
+        Example(features, step_s, f"{domain} #{campaign}"),
+        domain,
+        model,
+        f"id of {model}",
+        cluster,
+        f"plan {model}{number}",
+    )
 
 
 def points() -> list[Point]:
@@ -69,7 +86,9 @@ class Told:
 
     name = "told"
 
-    def __init__(self, truth: Callable[[StrategyFeatures], float], fitted: list[list[Example]]) -> None:
+    def __init__(
+        self, truth: Callable[[StrategyFeatures], float], fitted: list[list[Example]]
+    ) -> None:
         self.truth, self.fitted = truth, fitted
         self.seen: list[Example] = []
 
@@ -106,12 +125,19 @@ class Memory(Told):
         return other
 
 
-def studied(given: Sequence[Point], make: Callable[[], Simulator], study: Study = STUDY, domains: Sequence[str] = DOMAINS) -> list[Row]:
+def studied(
+    given: Sequence[Point],
+    make: Callable[[], Simulator],
+    study: Study = STUDY,
+    domains: Sequence[str] = DOMAINS,
+) -> list[Row]:
     return run(given, domains, study, Trainer(given, {"made": make}, lambda *_: None))
 
 
 def mean(rows: Sequence[Row], figure: str, **wanted: object) -> float:
-    chosen = [row for row in rows if all(getattr(row, name) == value for name, value in wanted.items())]
+    chosen = [
+        row for row in rows if all(getattr(row, name) == value for name, value in wanted.items())
+    ]
     return float(np.mean(by_seed(chosen, figure)))
 
 
@@ -122,7 +148,9 @@ def test_who_knows_the_truth_wins_everywhere_and_is_chosen() -> None:
     for learned in (Learned.OWN, Learned.OTHERS, Learned.BOTH):
         assert mean(rows, "pairwise_accuracy", ranker="made", learned=learned) == 1.0
         assert mean(rows, "regret_top_1", ranker="made", learned=learned) == 0.0
-        assert mean(rows, "pairwise_accuracy", ranker="made without replay", learned=learned) == 0.5  # the key needs the replayed time
+        assert (
+            mean(rows, "pairwise_accuracy", ranker="made without replay", learned=learned) == 0.5
+        )  # the key needs the replayed time
     assert 0.7 < mean(rows, "pairwise_accuracy", ranker=REPLAY) < 0.95
     assert 0.4 < mean(rows, "pairwise_accuracy", ranker=RANDOM) < 0.6
     whole = [row for row in largest_own(rows) if row.ranker == CHOSEN]
@@ -131,8 +159,16 @@ def test_who_knows_the_truth_wins_everywhere_and_is_chosen() -> None:
 
 def test_of_many_small_campaigns_the_replay_is_chosen() -> None:
     """No fold of the cross-validation has two strategies to compare."""
-    apart = [replace(p, example=replace(p.example, domain=f"{p.domain} {number // 3}")) for number, p in enumerate(points())]
-    rows = studied(apart, lambda: Told(lambda item: 1.0, []), replace(STUDY, transfers=(), seeds=1), DOMAINS[:1])
+    apart = [
+        replace(p, example=replace(p.example, domain=f"{p.domain} {number // 3}"))
+        for number, p in enumerate(points())
+    ]
+    rows = studied(
+        apart,
+        lambda: Told(lambda item: 1.0, []),
+        replace(STUDY, transfers=(), seeds=1),
+        DOMAINS[:1],
+    )
     assert {row.note for row in rows if row.ranker == CHOSEN} == {REPLAY}
 
 
@@ -140,11 +176,18 @@ def test_who_only_remembers_is_no_better_than_chance_on_shuffled_times() -> None
     """Whatever it was trained on; a single plan on both sides of a split would show."""
     given = points()
     times = generator(2, "shuffled").permutation([p.example.step_s for p in given])
-    shuffled = [replace(p, example=replace(p.example, step_s=float(time_s))) for p, time_s in zip(given, times, strict=True)]
+    shuffled = [
+        replace(p, example=replace(p.example, step_s=float(time_s)))
+        for p, time_s in zip(given, times, strict=True)
+    ]
     rows = studied(shuffled, Memory, replace(STUDY, with_choice=False))
     for learned in (Learned.OWN, Learned.OTHERS, Learned.BOTH):
-        assert mean(rows, "pairwise_accuracy", ranker="made", learned=learned) == pytest.approx(0.5, abs=0.06)
-        assert mean(rows, "kendall_tau", ranker="made", learned=learned) == pytest.approx(0.0, abs=0.12)
+        assert mean(rows, "pairwise_accuracy", ranker="made", learned=learned) == pytest.approx(
+            0.5, abs=0.06
+        )
+        assert mean(rows, "kendall_tau", ranker="made", learned=learned) == pytest.approx(
+            0.0, abs=0.12
+        )
 
 
 def test_what_is_held_out_is_never_trained_on() -> None:
@@ -155,7 +198,9 @@ def test_what_is_held_out_is_never_trained_on() -> None:
         fitted: list[list[Example]] = []
         study = replace(STUDY, seeds=1, transfers=(held_out,), tuned_from=None, with_choice=False)
         rows = studied(given, lambda into=fitted: Told(lambda _: 1.0, into), study, [target])
-        sources = {example.domain.partition(" #")[0] for examples in fitted for example in examples} - {target}
+        sources = {
+            example.domain.partition(" #")[0] for examples in fitted for example in examples
+        } - {target}
         others = {name for name in DOMAINS if name != target}
         expected = {
             HeldOut.DOMAIN: others,
@@ -164,21 +209,31 @@ def test_what_is_held_out_is_never_trained_on() -> None:
             HeldOut.BOTH: {"b on uneven", "b on wide"},
         }[held_out]
         assert sources == expected
-        assert {example.domain.partition(" #")[0] for example in fitted[-1]} == expected  # the transfer's own training is the last
+        assert {
+            example.domain.partition(" #")[0] for example in fitted[-1]
+        } == expected  # the transfer's own training is the last
         assert {row.held_out for row in rows if row.learned is Learned.OTHERS} == {held_out}
 
 
 def test_a_model_under_two_names_is_one_model() -> None:
     given = [
-        replace(p, model="renamed", domain=p.domain.replace("a on wide", "renamed on wide")) if p.domain == "a on wide" else p
+        replace(p, model="renamed", domain=p.domain.replace("a on wide", "renamed on wide"))
+        if p.domain == "a on wide"
+        else p
         for p in points()
     ]
-    assert "renamed on wide" in {given[index].domain for index in sources_for(given, "a on even", HeldOut.DOMAIN, None, NONE)}
+    assert "renamed on wide" in {
+        given[index].domain for index in sources_for(given, "a on even", HeldOut.DOMAIN, None, NONE)
+    }
     for held_out in (HeldOut.MODEL, HeldOut.BOTH):
-        assert "renamed on wide" not in {given[index].domain for index in sources_for(given, "a on even", held_out, None, NONE)}
+        assert "renamed on wide" not in {
+            given[index].domain for index in sources_for(given, "a on even", held_out, None, NONE)
+        }
 
 
-def test_parts_are_nested_the_test_part_is_the_same_for_all_and_seeds_test_different_plans() -> None:
+def test_parts_are_nested_the_test_part_is_the_same_for_all_and_seeds_test_different_plans() -> (
+    None
+):
     given = points()
     tested: list[set[str]] = []
     for seed in range(3):
@@ -189,7 +244,9 @@ def test_parts_are_nested_the_test_part_is_the_same_for_all_and_seeds_test_diffe
         tested.append({given[index].plan_id for index in parts.test})
         assert not tested[-1] & plans[28] and len(tested[-1]) == 12
         assert {given[index].domain for index in [*parts.test, *parts.own[28]]} == {"b on wide"}
-        assert len(parts.test) + len(parts.own[28]) == PLANS + 10  # both campaigns of a plan lie on one side
+        assert (
+            len(parts.test) + len(parts.own[28]) == PLANS + 10
+        )  # both campaigns of a plan lie on one side
     assert not tested[0] & tested[1] and not tested[0] & tested[2] and not tested[1] & tested[2]
 
 
@@ -207,8 +264,12 @@ def test_a_leak_is_an_error(held_out: HeldOut) -> None:
     [own] = parts.own.values()
     sources = sources_for(given, "a on even", held_out, None, parts.test)
     assert_no_leak(given, sources, own, parts.test, held_out)
-    elsewhere = [p for p in sources_for(given, "a on even", held_out, None, NONE) if p not in sources]
-    assert bool(elsewhere) == (held_out in (HeldOut.DOMAIN, HeldOut.CLUSTER))  # the model is measured on other clusters, too
+    elsewhere = [
+        p for p in sources_for(given, "a on even", held_out, None, NONE) if p not in sources
+    ]
+    assert bool(elsewhere) == (
+        held_out in (HeldOut.DOMAIN, HeldOut.CLUSTER)
+    )  # the model is measured on other clusters, too
     if elsewhere:
         with pytest.raises(AssertionError, match="a tested plan is among the sources"):
             assert_no_leak(given, np.append(sources, elsewhere[:1]), own, parts.test, held_out)
@@ -222,18 +283,36 @@ def test_a_leak_is_an_error(held_out: HeldOut) -> None:
 
 def test_too_small_a_domain_is_refused() -> None:
     with pytest.raises(InvalidInput, match="has 2"):
-        parts_of([p for p in points() if p.plan_id in ("plan a0", "plan a1")], "a on even", 0, (), 0.3)
+        parts_of(
+            [p for p in points() if p.plan_id in ("plan a0", "plan a1")], "a on even", 0, (), 0.3
+        )
 
 
-def test_the_report_names_every_ranker_and_averages_domains_alike_and_only_those_that_have_a_size() -> None:
-    given = [p for p in points() if p.domain != "a on even" or p.plan_id[6:] in {str(number) for number in range(12)}]
+def test_the_report_names_every_ranker_and_averages_domains_alike_and_only_those_that_have_a_size() -> (
+    None
+):
+    given = [
+        p
+        for p in points()
+        if p.domain != "a on even" or p.plan_id[6:] in {str(number) for number in range(12)}
+    ]
     rows = studied(given, lambda: Told(lambda item: item.replayed_step_s or 1.0, []))
     text = report(rows, "data", STUDY.sizes, STUDY.tuned_from or "")
-    for name in ("made", "made without replay", "replay", "random (chance)", "model and cluster", *DOMAINS, "CPU s"):
+    for name in (
+        "made",
+        "made without replay",
+        "replay",
+        "random (chance)",
+        "model and cluster",
+        *DOMAINS,
+        "CPU s",
+    ):
         assert name in text
     assert len(overview(rows).splitlines()) == 2 + len(UNLEARNED) + 3 + 2 * len(ALL) + 2
     lines = {line.name: line.points for line in curves(rows, STUDY.sizes, HeldOut.BOTH)}
-    level = [row for row in rows if row.ranker == REPLAY and row.domain != "a on even"]  # it has 6 plans to learn from, not 10
+    level = [
+        row for row in rows if row.ranker == REPLAY and row.domain != "a on even"
+    ]  # it has 6 plans to learn from, not 10
     accuracy = [
         np.average(
             [r.pairwise_accuracy for r in level if (r.domain, r.seed) == (d, s)],

@@ -7,13 +7,28 @@ from typing import Any
 import pytest
 
 from autotune.errors import InvalidInput
-from autotune.profiling.job_file import JOB_FILE, ClockPair, RankRecord, RecordedJob
-from autotune.profiling.recorded_steps import SeenCollective, StepTimes, collective_rows, step_times
+from autotune.recordings.job_file import JOB_FILE, ClockPair, RankRecord, RecordedJob
+from autotune.recordings.recorded_steps import (
+    SeenCollective,
+    StepTimes,
+    collective_rows,
+    step_times,
+)
 from autotune.workload import Variable, Workload
 
 
-def event(name: str, start_us: float, took_us: float, cat: str = "cpu_op", tid: int = 1) -> dict[str, Any]:
-    return {"ph": "X", "cat": cat, "name": name, "pid": 1, "tid": tid, "ts": start_us, "dur": took_us}
+def event(
+    name: str, start_us: float, took_us: float, cat: str = "cpu_op", tid: int = 1
+) -> dict[str, Any]:
+    return {
+        "ph": "X",
+        "cat": cat,
+        "name": name,
+        "pid": 1,
+        "tid": tid,
+        "ts": start_us,
+        "dur": took_us,
+    }
 
 
 STEP = [
@@ -28,7 +43,9 @@ STEP = [
 
 def test_a_step_is_cut_where_the_backward_pass_begins_and_ends() -> None:
     times = step_times(STEP, [])
-    assert (times.forward_s, times.backward_s, times.rest_s) == pytest.approx((400e-6, 300e-6, 300e-6))
+    assert (times.forward_s, times.backward_s, times.rest_s) == pytest.approx(
+        (400e-6, 300e-6, 300e-6)
+    )
     assert times.computation_s == pytest.approx(500e-6)
 
 
@@ -46,7 +63,10 @@ def test_an_operator_does_not_count_what_it_calls() -> None:
 
 
 def test_kernels_are_the_computation_where_there_is_a_device() -> None:
-    kernels = [event("gemm", 500.0, 100.0, "kernel", 7), event("ncclDevKernel_AllReduce", 550.0, 300.0, "kernel", 20)]
+    kernels = [
+        event("gemm", 500.0, 100.0, "kernel", 7),
+        event("ncclDevKernel_AllReduce", 550.0, 300.0, "kernel", 20),
+    ]
     times = step_times([*STEP, *kernels], [(550.0, 850.0)])
     assert times.computation_s == pytest.approx(100e-6)
     assert times.exposed_s == pytest.approx(250e-6)
@@ -55,9 +75,17 @@ def test_kernels_are_the_computation_where_there_is_a_device() -> None:
 def test_steps_without_an_optimizers_step_are_told_apart() -> None:
     def step(start_us: float, *updates_us: float) -> list[dict[str, Any]]:
         moved = [{**one, "ts": one["ts"] + start_us} for one in STEP]
-        return moved + [event("Optimizer.step#SGD.step", start_us + at_us, 10.0, "user_annotation") for at_us in updates_us]
+        return moved + [
+            event("Optimizer.step#SGD.step", start_us + at_us, 10.0, "user_annotation")
+            for at_us in updates_us
+        ]
 
-    assert step_times([*step(0.0), *step(1000.0, 800.0, 820.0), *step(2000.0, 999.0)], []).updated_steps == 2
+    assert (
+        step_times(
+            [*step(0.0), *step(1000.0, 800.0, 820.0), *step(2000.0, 999.0)], []
+        ).updated_steps
+        == 2
+    )
     assert step_times(step(0.0), []).updated_steps == 0
 
 
@@ -77,12 +105,27 @@ def test_a_collective_lasts_as_long_as_on_the_rank_that_came_last() -> None:
 
 
 def recorded() -> RecordedJob:
-    workload = Workload("Net", (Variable("w", (2, 3), ready_s=0.1, needed_s=0.0),), source="measured")
+    workload = Workload(
+        "Net", (Variable("w", (2, 3), ready_s=0.1, needed_s=0.0),), source="measured"
+    )
     ranks = tuple(
-        RankRecord(rank, "host", "cpu", "x", 1, f"rank{rank}.json.gz", (ClockPair(1, 2),), (0.5, 0.25 + rank, 0.75), 3, 1)
+        RankRecord(
+            rank,
+            "host",
+            "cpu",
+            "x",
+            1,
+            f"rank{rank}.json.gz",
+            (ClockPair(1, 2),),
+            (0.5, 0.25 + rank, 0.75),
+            3,
+            1,
+        )
         for rank in range(2)
     )
-    return RecordedJob(2, ranks, 3, 3, 3, workload.id, workload, buckets=(("w",),), notes=("a note",))
+    return RecordedJob(
+        2, ranks, 3, 3, 3, workload.id, workload, buckets=(("w",),), notes=("a note",)
+    )
 
 
 def test_a_recorded_job_is_read_as_it_was_written(tmp_path) -> None:

@@ -22,12 +22,24 @@ TWO = (TensorSlice("w", 12), TensorSlice("v", 3))
 @pytest.mark.parametrize(
     ("change", "rule"),
     [
-        ({"compressor": Compressor.FP16, "dtype": "complex64"}, "complex gradients travel uncompressed, but the compressor is fp16"),
+        (
+            {"compressor": Compressor.FP16, "dtype": "complex64"},
+            "complex gradients travel uncompressed, but the compressor is fp16",
+        ),
         ({"ranks": (0,)}, r"every rank takes part in a message, but the plan names \(0,\)"),
         ({"primitive": Primitive.PUSH_PULL}, "owner must be a rank below 2, but is None"),
-        ({"primitive": Primitive.REDUCE_BROADCAST, "owner": 2}, "owner must be a rank below 2, but is 2"),
-        ({"sparse": SparseHandling.ALL_GATHER, "slices": TWO}, r"rows of a sparse gradient travel alone, .* holds 2 slice\(s\)"),
-        ({"sparse": SparseHandling.ALL_GATHER, "slices": (TensorSlice("w", 6, 1, 0, 2),)}, "whole or cut along axis 0"),
+        (
+            {"primitive": Primitive.REDUCE_BROADCAST, "owner": 2},
+            "owner must be a rank below 2, but is 2",
+        ),
+        (
+            {"sparse": SparseHandling.ALL_GATHER, "slices": TWO},
+            r"rows of a sparse gradient travel alone, .* holds 2 slice\(s\)",
+        ),
+        (
+            {"sparse": SparseHandling.ALL_GATHER, "slices": (TensorSlice("w", 6, 1, 0, 2),)},
+            "whole or cut along axis 0",
+        ),
         (
             {"sparse": SparseHandling.ALL_GATHER, "compressor": Compressor.INT8},
             "travel as they are or as fp16 or bf16, but the compressor is int8; change it or set sparse = dense",
@@ -40,13 +52,20 @@ TWO = (TensorSlice("w", 12), TensorSlice("v", 3))
             {"compressor": Compressor.TOP_K, "ratio": 0.1, "slices": (TensorSlice("w", 2**31),)},
             "top_k sends int32 indices, but the message has 2147483648 elements; cut it to at most 2147483647",
         ),
-        ({"sparse": SparseHandling.GATHER_SCATTER}, "sparse = gather_scatter needs push_pull, but the primitive is all_reduce"),
+        (
+            {"sparse": SparseHandling.GATHER_SCATTER},
+            "sparse = gather_scatter needs push_pull, but the primitive is all_reduce",
+        ),
         (
             {"sparse": SparseHandling.ALL_GATHER, "primitive": Primitive.PUSH_PULL, "owner": 0},
             "sparse = all_gather needs all_reduce or reduce_scatter_all_gather, but the primitive is push_pull",
         ),
         (
-            {"sparse": SparseHandling.ALL_GATHER, "primitive": Primitive.REDUCE_BROADCAST, "owner": 0},
+            {
+                "sparse": SparseHandling.ALL_GATHER,
+                "primitive": Primitive.REDUCE_BROADCAST,
+                "owner": 0,
+            },
             "but the primitive is reduce_broadcast",
         ),
     ],
@@ -70,13 +89,17 @@ def test_messages_in_flight_are_one_within_the_step_and_few_across_it(cross_step
 
 @pytest.mark.parametrize("most", [0, 3])
 def test_a_search_space_has_no_more_in_flight_than_a_strategy_may(most):
-    with pytest.raises(InvalidInput, match=f"most_in_flight of a search space must be from 1 to 2, but is {most}"):
+    with pytest.raises(
+        InvalidInput, match=f"most_in_flight of a search space must be from 1 to 2, but is {most}"
+    ):
         replace(SearchSpace.default(), most_in_flight=most)
 
 
 @pytest.mark.parametrize("order", [(0, 0), (0,), (0, 1, 2)])
 def test_a_ring_order_names_each_rank_once(order):
-    assert "ring_order must name each of the 2 ranks once" in str(why_refused(Plan("model", 2, (WHOLE,), ring_order=order)))
+    assert "ring_order must name each of the 2 ranks once" in str(
+        why_refused(Plan("model", 2, (WHOLE,), ring_order=order))
+    )
     assert why_refused(Plan("model", 2, (WHOLE,), ring_order=(1, 0))) is None
 
 
@@ -92,14 +115,24 @@ def test_scaled_bytes_leave_the_compressors_whose_cost_scales_with_them():
     space = scaled_space(lossy, 8)
     settings = {Compressor.TOP_K: {"ratio": 0.1}, Compressor.POWER_SGD: {"rank": 1}}
     for compressor in Compressor:
-        made = Plan("model", 2, (WHOLE, replace(WHOLE, compressor=compressor, **settings.get(compressor, {}))))
+        made = Plan(
+            "model",
+            2,
+            (WHOLE, replace(WHOLE, compressor=compressor, **settings.get(compressor, {}))),
+        )
         reason = why_scaled_refused(made, 8)
         assert (reason is None) is (compressor in space.compressors)
-        assert reason is None or f"the plan has all_reduce of w with {compressor}; use none, fp16 or bf16" in reason
+        assert (
+            reason is None
+            or f"the plan has all_reduce of w with {compressor}; use none, fp16 or bf16" in reason
+        )
         assert why_scaled_refused(made, 1) is None
 
 
 def test_a_replica_on_several_devices_is_refused_with_their_names():
     replica = nn.Sequential(nn.Linear(3, 4, bias=False), nn.Linear(4, 1, bias=False, device="meta"))
-    with pytest.raises(InvalidStrategy, match="a replica must be on one device for plans, but the model's parameters are on cpu, meta"):
+    with pytest.raises(
+        InvalidStrategy,
+        match="a replica must be on one device for plans, but the model's parameters are on cpu, meta",
+    ):
         check_fit(Plan("model", 2, (WHOLE,)), replica, 2)

@@ -12,13 +12,13 @@ from synthetic_job import WORKLOAD, SyntheticWorld, drive, job_spec, strategy
 
 from autotune.cluster import Bend, CollectiveFit
 from autotune.errors import InvalidInput
-from autotune.events import Profiled, Proposed, TrialFinished
-from autotune.history import History
 from autotune.records import CURRENT_SETUP, Failed, FailureKind
-from autotune.report import write_report
+from autotune.reports.job_page import write_report
 from autotune.strategy_space.builders.collectives import ddp_default
 from autotune.strategy_space.plan import plan
-from autotune.tuner import Finish
+from autotune.tuning.events import Profiled, Proposed, TrialFinished
+from autotune.tuning.history import History
+from autotune.tuning.tuner import Finish
 
 EVIL = '<script>alert("x")</script>'
 VOID = {"meta", "br", "hr", "img", "link", "input"}
@@ -44,7 +44,11 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag, attributes):
         self.tags.append(tag)
-        self.loads += [f"{name}={value}" for name, value in attributes if name in ("src", "href", "action", "data", "srcset")]
+        self.loads += [
+            f"{name}={value}"
+            for name, value in attributes
+            if name in ("src", "href", "action", "data", "srcset")
+        ]
         if tag not in VOID:
             self.open.append(tag)
         if tag == "tr":
@@ -85,7 +89,9 @@ def job():
 
 def rendered(folder, spec, history, decision, **settings):
     path = folder / "report.html"
-    write_report(path, spec, history, decision, Path("jobs/best.json") if decision else None, **settings)
+    write_report(
+        path, spec, history, decision, Path("jobs/best.json") if decision else None, **settings
+    )
     return path.read_text()
 
 
@@ -100,34 +106,59 @@ def test_it_loads_nothing_and_runs_nothing(job, tmp_path):
     text = rendered(tmp_path, *job)
     page = Page(text)
     assert not page.loads and not {"script", "link", "iframe", "img", "object"} & set(page.tags)
-    assert "http://" not in text and "https://" not in text and "url(" not in text and "@import" not in text
+    assert (
+        "http://" not in text
+        and "https://" not in text
+        and "url(" not in text
+        and "@import" not in text
+    )
 
 
 def test_what_comes_from_the_script_is_escaped_everywhere(tmp_path):
     def spoil(event):
         if isinstance(event, Profiled):
-            variables = tuple(replace(variable, name=EVIL + variable.name) for variable in event.workload.variables)
+            variables = tuple(
+                replace(variable, name=EVIL + variable.name)
+                for variable in event.workload.variables
+            )
             workload = replace(event.workload, variables=variables, model=EVIL, device=EVIL)
             return replace(event, workload=workload, software={EVIL: EVIL})
         if isinstance(event, Proposed):
             proposals = []
             for proposal in event.proposals:
-                choices = tuple(replace(choice, variable=EVIL + choice.variable) for choice in proposal.strategy.variables)
-                proposals.append(replace(proposal, strategy=replace(proposal.strategy, variables=choices), origin=EVIL))
+                choices = tuple(
+                    replace(choice, variable=EVIL + choice.variable)
+                    for choice in proposal.strategy.variables
+                )
+                proposals.append(
+                    replace(
+                        proposal,
+                        strategy=replace(proposal.strategy, variables=choices),
+                        origin=EVIL,
+                    )
+                )
                 renamed[proposal.strategy.id] = proposals[-1].strategy.id
             quality = tuple(replace(quality, ranker=EVIL) for quality in event.quality)
-            return replace(event, proposals=tuple(proposals), ranker=EVIL, reason=EVIL, quality=quality)
+            return replace(
+                event, proposals=tuple(proposals), ranker=EVIL, reason=EVIL, quality=quality
+            )
         assert isinstance(event, TrialFinished)
         request = replace(event.request, strategy_id=renamed[event.request.strategy_id])
         failed = isinstance(event.outcome, Failed)
-        return replace(event, request=request, outcome=Failed(FailureKind.CRASH, EVIL, 1) if failed else event.outcome)
+        return replace(
+            event,
+            request=request,
+            outcome=Failed(FailureKind.CRASH, EVIL, 1) if failed else event.outcome,
+        )
 
     renamed = {CURRENT_SETUP: CURRENT_SETUP}
     spec = replace(job_spec(), command=(EVIL,))
     history, end = drive(spec, WORLD)
     spoiled = History(tuple(spoil(event) for event in history.events), spec.deviation)
     decision = replace(
-        end.decision, strategy_id=renamed[end.decision.strategy_id], best_candidate_id=renamed[end.decision.best_candidate_id]
+        end.decision,
+        strategy_id=renamed[end.decision.strategy_id],
+        best_candidate_id=renamed[end.decision.best_candidate_id],
     )
     text = rendered(tmp_path, spec, spoiled, decision)
     assert "script" not in Page(text).tags and text.count("&lt;script&gt;") > 20
@@ -157,27 +188,62 @@ def test_every_variable_stands_beside_the_bucket_of_ddp(job, tmp_path):
     for variable in WORKLOAD.variables:
         [row] = [row for row in rows if row[0] == variable.name]
         for column, planned in ((7, enacted), (8, default)):
-            numbers = [i for i, message in enumerate(planned.messages, 1) if any(part.variable == variable.name for part in message.slices)]
+            numbers = [
+                i
+                for i, message in enumerate(planned.messages, 1)
+                if any(part.variable == variable.name for part in message.slices)
+            ]
             assert row[column] == ", ".join(str(number) for number in numbers)
 
 
 def test_all_trials_failures_repeats_and_fits_are_listed(job, tmp_path):
     spec, history, decision = job
     profiled = history.events[0]
-    fit = CollectiveFit("all_reduce", 2, 1e-4, 1e-9, 0.034, 1024, 2**24, bends=(Bend(2.0**16, 2e-9),), large_error=0.08, spread=0.01)
-    history = History((replace(profiled, cluster=profiled.cluster.with_fits((fit,))), *history.events[1:]), spec.deviation)
+    fit = CollectiveFit(
+        "all_reduce",
+        2,
+        1e-4,
+        1e-9,
+        0.034,
+        1024,
+        2**24,
+        bends=(Bend(2.0**16, 2e-9),),
+        large_error=0.08,
+        spread=0.01,
+    )
+    history = History(
+        (replace(profiled, cluster=profiled.cluster.with_fits((fit,))), *history.events[1:]),
+        spec.deviation,
+    )
     rows = Page(rendered(tmp_path, spec, history, decision)).rows
-    listed = [int(row[0]) for row in rows if row and row[0].isdigit() and row[1] in ("candidate", "reference", "A/B")]
+    listed = [
+        int(row[0])
+        for row in rows
+        if row and row[0].isdigit() and row[1] in ("candidate", "reference", "A/B")
+    ]
     assert listed == [trial.request.number for trial in history.trials]
     assert any(row[3:] == ["crash", "1", "rank 1 exited with code 1"] for row in rows)
-    assert ["all_reduce", "2 (world)", "100 us", "1.05 ms", "2", "1 KiB to 16 MiB", "3.4 %", "8.0 %", "1.0 %"] in rows
+    assert [
+        "all_reduce",
+        "2 (world)",
+        "100 us",
+        "1.05 ms",
+        "2",
+        "1 KiB to 16 MiB",
+        "3.4 %",
+        "8.0 %",
+        "1.0 %",
+    ] in rows
     assert sum("disturbed" in row for row in rows) == len(history.disturbed)
 
 
 def test_the_plots_stay_inside_their_frame_and_mark_every_trial(job, tmp_path):
     text = rendered(tmp_path, *job)
     search = text[text.index("Step time of every trial") :].split("</svg>")[0]
-    dots = [(float(x), float(y)) for x, y in re.findall(r'cx="([-\d.naif]+)" cy="([-\d.naif]+)"', search)]
+    dots = [
+        (float(x), float(y))
+        for x, y in re.findall(r'cx="([-\d.naif]+)" cy="([-\d.naif]+)"', search)
+    ]
     _spec, history, _ = job
     trials = [trial for trial in history.trials if trial not in history.ab_trials]
     assert len(dots) + search.count('class="line failed"') == len(trials)

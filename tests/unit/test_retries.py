@@ -27,9 +27,16 @@ def test_failures_in_a_row_end_it_and_a_trial_between_begins_the_count_anew() ->
     assert not Attempts(*[(0, failed)] * TRIES).done()
     advancing = Attempts(*[(1, failed)] * (2 * TRIES), (5, None))
     assert advancing.done() and advancing.trials == 2 * TRIES + 5
-    assert len(advancing.said) == 2 * TRIES and "1 of 3 times in a row: a rank is gone" in advancing.said[-1]
+    assert (
+        len(advancing.said) == 2 * TRIES
+        and "1 of 3 times in a row: a rank is gone" in advancing.said[-1]
+    )
 
 
 def test_what_cannot_be_gone_on_with_is_not_tried_again() -> None:
     refused = Attempts((1, InvalidInput("another machine")), (0, None))
-    assert not refused.done() and len(refused.course) == 1 and refused.said == ["domain: another machine"]
+    assert (
+        not refused.done()
+        and len(refused.course) == 1
+        and refused.said == ["domain: another machine"]
+    )

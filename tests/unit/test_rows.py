@@ -21,12 +21,20 @@ def filled(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_rows_survive_a_buffer_in_their_own_dtype(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_rows_survive_a_buffer_in_their_own_dtype(
+    shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
     dense = filled(shape, dtype, 0)
-    rows = rows_of(dense.to_sparse(1) if dense.numel() else torch.zeros_like(dense, layout=torch.sparse_coo), dense, 1.0)
+    rows = rows_of(
+        dense.to_sparse(1) if dense.numel() else torch.zeros_like(dense, layout=torch.sparse_coo),
+        dense,
+        1.0,
+    )
     buffers = RowBuffers.of(dense, None)
     for capacity in (rows.count, rows.count + 3):
-        buffer = torch.cat([buffers.empty(1), buffers.packed(rows, capacity)])[buffers.empty(1).numel() :]  # as one of several
+        buffer = torch.cat([buffers.empty(1), buffers.packed(rows, capacity)])[
+            buffers.empty(1).numel() :
+        ]  # as one of several
         found = buffers.unpacked(buffer, capacity, rows.count, rows.form)
         assert found.form is Form.COO and torch.equal(found.indices, rows.indices)
         assert torch.equal(gradient_of(found, dense).to_dense(), dense)
@@ -34,17 +42,34 @@ def test_rows_survive_a_buffer_in_their_own_dtype(shape: tuple[int, ...], dtype:
 
 def test_duplicates_are_summed_and_dense_gradients_give_their_rows_that_are_not_zero() -> None:
     parameter = torch.zeros(9, 2)
-    coo = torch.sparse_coo_tensor([[4, 1, 4]], torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]), (9, 2), check_invariants=True)
+    coo = torch.sparse_coo_tensor(
+        [[4, 1, 4]],
+        torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]),
+        (9, 2),
+        check_invariants=True,
+    )
     rows = rows_of(coo, parameter, 0.5)
-    assert rows.indices.tolist() == [1, 4] and rows.values.tolist() == [[1.5, 2.0], [3.0, 4.0]] and rows.form is Form.COO
+    assert (
+        rows.indices.tolist() == [1, 4]
+        and rows.values.tolist() == [[1.5, 2.0], [3.0, 4.0]]
+        and rows.form is Form.COO
+    )
     dense = coo.to_dense()
     dense[7, 0] = float("nan")
     rows = rows_of(dense, parameter, 1.0)
-    assert rows.indices.tolist() == [1, 4, 7] and rows.form is Form.DENSE and bool(rows.values[2, 0].isnan())
+    assert (
+        rows.indices.tolist() == [1, 4, 7]
+        and rows.form is Form.DENSE
+        and bool(rows.values[2, 0].isnan())
+    )
     assert rows_of(None, parameter, 1.0).count == 0
     twice = rows_of(dense.nan_to_num().to_sparse(), parameter, 1.0)  # two sparse dimensions
     assert twice.indices.tolist() == [1, 4] and twice.form is Form.COO
-    assert rows.between(2, 8).indices.tolist() == [4, 7] and rows.between(8, 9).count == 0 and rows.first(1).indices.tolist() == [1]
+    assert (
+        rows.between(2, 8).indices.tolist() == [4, 7]
+        and rows.between(8, 9).count == 0
+        and rows.first(1).indices.tolist() == [1]
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -55,7 +80,9 @@ def test_the_sum_is_that_of_the_dense_gradients_in_rank_order(dtype: torch.dtype
     total = summed([rows_of(part, part, 1.0) for part in parts])
     wide = [part.to(torch.float32) for part in parts]
     assert total.indices.tolist() == [0, 1, 2, 5, 6] and total.values.dtype is torch.float32
-    assert torch.equal(gradient_of(total, torch.zeros(7, 3)).to_dense(), wide[0] + wide[1] + wide[2])
+    assert torch.equal(
+        gradient_of(total, torch.zeros(7, 3)).to_dense(), wide[0] + wide[1] + wide[2]
+    )
 
 
 def test_sixteen_bits_travel_rounded_once() -> None:

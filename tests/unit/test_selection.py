@@ -11,8 +11,22 @@ from hypothesis import strategies as st
 
 from autotune.errors import InvalidInput
 from autotune.rng import generator
-from autotune.sampler.selection import choice_agreement, choice_agreement_rows, choice_codes, hidden_cosine, objective, select_diverse
-from autotune.strategy_space.strategy import Compressor, Partition, Shard, Strategy, Synchronizer, VariableStrategy
+from autotune.sampler.selection import (
+    choice_agreement,
+    choice_agreement_rows,
+    choice_codes,
+    hidden_cosine,
+    objective,
+    select_diverse,
+)
+from autotune.strategy_space.strategy import (
+    Compressor,
+    Partition,
+    Shard,
+    Strategy,
+    Synchronizer,
+    VariableStrategy,
+)
 
 
 def random_similarity(count: int, seed: int) -> np.ndarray:
@@ -52,15 +66,22 @@ def test_greedy_is_close_to_the_best_of_all_sets(alpha: float) -> None:
     gaps = []
     for seed in range(20):
         times, similarity = random_times(10, seed), random_similarity(10, seed)
-        best = min(objective(times, similarity, chosen, alpha) for chosen in combinations(range(10), 4))
-        gaps.append(objective(times, similarity, select_diverse(times, similarity, 4, alpha), alpha) / best - 1)
+        best = min(
+            objective(times, similarity, chosen, alpha) for chosen in combinations(range(10), 4)
+        )
+        gaps.append(
+            objective(times, similarity, select_diverse(times, similarity, 4, alpha), alpha) / best
+            - 1
+        )
     assert min(gaps) >= -1e-12
     assert max(gaps) < 0.1
 
 
 def test_alpha_0_is_the_plain_top_k() -> None:
     times = random_times(50, 1)
-    assert select_diverse(times, random_similarity(50, 1), 10, 0.0) == np.argsort(times)[:10].tolist()
+    assert (
+        select_diverse(times, random_similarity(50, 1), 10, 0.0) == np.argsort(times)[:10].tolist()
+    )
 
 
 def test_a_larger_alpha_lowers_the_mean_similarity() -> None:
@@ -74,16 +95,25 @@ def test_a_larger_alpha_lowers_the_mean_similarity() -> None:
 
 def test_a_callable_similarity_selects_as_the_matrix_does() -> None:
     times, similarity = random_times(60, 3), random_similarity(60, 3)
-    assert select_diverse(times, lambda row: similarity[row], 12, 0.5) == select_diverse(times, similarity, 12, 0.5)
+    assert select_diverse(times, lambda row: similarity[row], 12, 0.5) == select_diverse(
+        times, similarity, 12, 0.5
+    )
 
 
 def test_the_unit_of_time_does_not_matter() -> None:
     times, similarity = random_times(60, 4), random_similarity(60, 4)
-    assert select_diverse(times, similarity, 12, 0.5) == select_diverse(times * 1000, similarity, 12, 0.5)
+    assert select_diverse(times, similarity, 12, 0.5) == select_diverse(
+        times * 1000, similarity, 12, 0.5
+    )
 
 
 def test_more_wanted_than_there_are_gives_all_once() -> None:
-    assert sorted(select_diverse(random_times(4, 5), random_similarity(4, 5), 10, 0.5)) == [0, 1, 2, 3]
+    assert sorted(select_diverse(random_times(4, 5), random_similarity(4, 5), 10, 0.5)) == [
+        0,
+        1,
+        2,
+        3,
+    ]
     assert select_diverse(np.zeros(0), np.zeros((0, 0)), 3, 0.5) == []
 
 
@@ -105,7 +135,11 @@ def strategy(seed: int, variables: int = 5) -> Strategy:
         shards = tuple(
             Shard(Synchronizer.PARAMETER_SERVER, placement=int(draw.integers(2)))
             if draw.random() < 0.5
-            else Shard(Synchronizer.ALL_REDUCE, Compressor.FP16 if draw.random() < 0.5 else Compressor.NONE, group=int(draw.integers(2)))
+            else Shard(
+                Synchronizer.ALL_REDUCE,
+                Compressor.FP16 if draw.random() < 0.5 else Compressor.NONE,
+                group=int(draw.integers(2)),
+            )
             for _ in range(parts)
         )
         choices.append(VariableStrategy(f"v{number}", shards, partition))
@@ -113,11 +147,25 @@ def strategy(seed: int, variables: int = 5) -> Strategy:
 
 
 def slow_agreement(one: Strategy, two: Strategy) -> float:
-    equal = [one.cross_step == two.cross_step, one.ring_order == two.ring_order, one.in_flight == two.in_flight]
+    equal = [
+        one.cross_step == two.cross_step,
+        one.ring_order == two.ring_order,
+        one.in_flight == two.in_flight,
+    ]
     for a, b in zip(one.variables, two.variables, strict=True):
         equal += [a.partition == b.partition, a.sparse == b.sparse]
-        for fields in (("synchronizer",), ("compressor", "ratio", "rank"), ("placement",), ("group",), ("priority",), ("hierarchical",)):
-            sides = [[tuple(getattr(shard, field) for field in fields) for shard in side.shards] for side in (a, b)]
+        for fields in (
+            ("synchronizer",),
+            ("compressor", "ratio", "rank"),
+            ("placement",),
+            ("group",),
+            ("priority",),
+            ("hierarchical",),
+        ):
+            sides = [
+                [tuple(getattr(shard, field) for field in fields) for shard in side.shards]
+                for side in (a, b)
+            ]
             equal.append(sides[0] == sides[1])
     return sum(equal) / len(equal)
 
@@ -133,8 +181,15 @@ def test_choice_agreement_equals_its_slow_twin() -> None:
 
 
 def test_one_changed_choice_lowers_the_agreement_by_one_choice() -> None:
-    plain = Strategy(tuple(VariableStrategy(f"v{i}", (Shard(Synchronizer.ALL_REDUCE),)) for i in range(4)))
-    changed = Strategy((*plain.variables[:3], VariableStrategy("v3", (Shard(Synchronizer.ALL_REDUCE, Compressor.FP16),))))
+    plain = Strategy(
+        tuple(VariableStrategy(f"v{i}", (Shard(Synchronizer.ALL_REDUCE),)) for i in range(4))
+    )
+    changed = Strategy(
+        (
+            *plain.variables[:3],
+            VariableStrategy("v3", (Shard(Synchronizer.ALL_REDUCE, Compressor.FP16),)),
+        )
+    )
     choices = choice_codes([plain]).shape[1]
     assert choice_agreement([plain, changed])[0, 1] == pytest.approx(1 - 1 / choices)
 
@@ -150,5 +205,7 @@ def test_no_strategy_has_an_empty_agreement() -> None:
 
 def test_hidden_cosine_equals_its_slow_twin_and_zero_states_are_unlike_all() -> None:
     states = np.array([[1.0, 0.0], [3.0, 4.0], [-2.0, 0.0], [0.0, 0.0]])
-    np.testing.assert_allclose(hidden_cosine(states)[:3, :3], [[1, 0.6, -1], [0.6, 1, -0.6], [-1, -0.6, 1]])
+    np.testing.assert_allclose(
+        hidden_cosine(states)[:3, :3], [[1, 0.6, -1], [0.6, 1, -0.6], [-1, -0.6, 1]]
+    )
     assert not hidden_cosine(states)[3].any()

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from autotune.cluster import Cluster, Host
+from autotune.costs.sync_cost import message_costs
 from autotune.errors import InvalidInput
 from autotune.features.compute_cost import overlap_step_s
 from autotune.features.extract import extract
@@ -31,8 +32,13 @@ from autotune.simulators.training import (
     torch_threads,
 )
 from autotune.strategy_space.plan import plan
-from autotune.strategy_space.strategy import Compressor, Shard, Strategy, Synchronizer, VariableStrategy
-from autotune.strategy_space.sync_cost import message_costs
+from autotune.strategy_space.strategy import (
+    Compressor,
+    Shard,
+    Strategy,
+    Synchronizer,
+    VariableStrategy,
+)
 from autotune.workload import Variable, Workload
 
 TIE_BAND = 0.01
@@ -47,7 +53,10 @@ def small_model(variables: int = 12) -> Workload:
     ready = np.linspace(0.002, 0.02, variables).tolist()
     return Workload(
         "small",
-        tuple(Variable(f"v{i:02d}", (n,), ready_s=r) for i, (n, r) in enumerate(zip(sizes, ready, strict=True))),
+        tuple(
+            Variable(f"v{i:02d}", (n,), ready_s=r)
+            for i, (n, r) in enumerate(zip(sizes, ready, strict=True))
+        ),
         (),
         0.01,
         0.02,
@@ -62,7 +71,9 @@ def random_strategy(workload: Workload, seed: int, number: int) -> Strategy:
     for position, variable in enumerate(workload.variables):
         compressor = Compressor.FP16 if draw.random() < 0.3 else Compressor.NONE
         if draw.random() < served:
-            shard = Shard(Synchronizer.PARAMETER_SERVER, compressor, placement=int(draw.integers(4)))
+            shard = Shard(
+                Synchronizer.PARAMETER_SERVER, compressor, placement=int(draw.integers(4))
+            )
         else:
             shard = Shard(Synchronizer.ALL_REDUCE, compressor, group=position // merged)
         choices.append(VariableStrategy(variable.name, (shard,)))
@@ -70,7 +81,11 @@ def random_strategy(workload: Workload, seed: int, number: int) -> Strategy:
 
 
 def measured_examples(
-    count: int, seed: int, hidden_overhead_s: float, workload: Workload | None = None, domain: str = "d"
+    count: int,
+    seed: int,
+    hidden_overhead_s: float,
+    workload: Workload | None = None,
+    domain: str = "d",
 ) -> list[Example]:
     """The true time has an overhead per message that the analytic ranker does not know."""
     workload, cluster = workload or small_model(), four_hosts()
@@ -131,10 +146,14 @@ def test_a_few_trials_do_not_cost_what_the_replay_knows(name: str, many: list[Ex
     assert np.mean(losses) < 0.02
 
 
-def test_a_prior_that_outweighs_all_trials_leaves_the_ranking_to_the_start(many: list[Example]) -> None:
+def test_a_prior_that_outweighs_all_trials_leaves_the_ranking_to_the_start(
+    many: list[Example],
+) -> None:
     """The start is the replay, or in a warm start what was learned before."""
     training, held_out = many[:40], many[40:]
-    held = TrainingRecipe(prior_weight=1e9, validation_share=0.0, threads=1)  # no validation part, which would keep the start too
+    held = TrainingRecipe(
+        prior_weight=1e9, validation_share=0.0, threads=1
+    )  # no validation part, which would keep the start too
     simulator = linear_simulator(held)
     simulator.fit(training, seed=0)
     assert accuracy(simulator, held_out) == pytest.approx(replay_accuracy(held_out), abs=0.01)
@@ -173,7 +192,9 @@ def test_sharpness_is_the_factor_that_explains_the_order_best(many: list[Example
 def test_torch_keeps_its_number_of_threads_after_training() -> None:
     before = torch.get_num_threads()
     with torch_threads(before + 1):
-        linear_simulator(TrainingRecipe(epochs=1, threads=1)).fit(measured_examples(4, seed=14, hidden_overhead_s=0.0), seed=0)
+        linear_simulator(TrainingRecipe(epochs=1, threads=1)).fit(
+            measured_examples(4, seed=14, hidden_overhead_s=0.0), seed=0
+        )
         assert torch.get_num_threads() == before + 1
     assert torch.get_num_threads() == before
 
@@ -188,7 +209,9 @@ def test_an_untrained_simulator_ranks_exactly_as_the_replay() -> None:
 
 def test_two_domains_are_learned_together_though_their_models_differ_in_size() -> None:
     first = measured_examples(40, seed=3, hidden_overhead_s=0.01, domain="a")
-    second = measured_examples(40, seed=4, hidden_overhead_s=0.01, workload=small_model(20), domain="b")
+    second = measured_examples(
+        40, seed=4, hidden_overhead_s=0.01, workload=small_model(20), domain="b"
+    )
     simulator = rnn_simulator(TrainingRecipe(epochs=20, threads=1), hidden=16, layers=1)
     simulator.fit(first + second, seed=0)
     both = [example.features for example in (first[0], second[0], first[1])]
@@ -215,7 +238,9 @@ def test_a_time_limit_ends_training_after_the_running_epoch() -> None:
 
 
 def test_equal_measurements_leave_the_ranking_of_the_replay_alone() -> None:
-    examples = [Example(e.features, 0.1, "d") for e in measured_examples(10, seed=7, hidden_overhead_s=0.0)]
+    examples = [
+        Example(e.features, 0.1, "d") for e in measured_examples(10, seed=7, hidden_overhead_s=0.0)
+    ]
     simulator = linear_simulator()
     simulator.fit(examples, seed=0)
     order = np.argsort([example.features.replayed_step_s for example in examples])
@@ -235,7 +260,10 @@ def test_ranking_loss_equals_its_slow_twin() -> None:
 
 
 def test_ranking_loss_has_no_pair_inside_the_tie_band() -> None:
-    assert pairwise_ranking_loss(torch.zeros(3), torch.log(torch.tensor([1.0, 1.001, 1.002])), 0.01) is None
+    assert (
+        pairwise_ranking_loss(torch.zeros(3), torch.log(torch.tensor([1.0, 1.001, 1.002])), 0.01)
+        is None
+    )
 
 
 def test_batches_hold_one_domain_each_and_no_lonely_example() -> None:
@@ -243,8 +271,13 @@ def test_batches_hold_one_domain_each_and_no_lonely_example() -> None:
     two = measured_examples(4, seed=9, hidden_overhead_s=0.0, domain="b")
     examples = one + two
     batches = domain_batches(range(len(examples)), examples, 3, generator(0, "order"))
-    assert all(len({examples[index].domain for index in batch}) == 1 and len(batch) > 1 for batch in batches)
-    assert len(set().union(*batches)) == sum(map(len, batches)) == 9  # the seventh and the fourth are alone in their batches
+    assert all(
+        len({examples[index].domain for index in batch}) == 1 and len(batch) > 1
+        for batch in batches
+    )
+    assert (
+        len(set().union(*batches)) == sum(map(len, batches)) == 9
+    )  # the seventh and the fourth are alone in their batches
 
 
 def test_validation_part_is_drawn_from_every_domain_and_left_out_when_tiny() -> None:
@@ -261,9 +294,13 @@ def test_a_plan_that_several_domains_measured_is_validated_or_trained_on() -> No
     examples = measured_examples(40, seed=8, hidden_overhead_s=0.0, domain="a") + measured_examples(
         40, seed=8, hidden_overhead_s=0.0, domain="b"
     )
-    examples = [replace(example, group=f"plan {number % 50}") for number, example in enumerate(examples)]
+    examples = [
+        replace(example, group=f"plan {number % 50}") for number, example in enumerate(examples)
+    ]
     training, validation = split_off_validation(examples, 0.2, seed=1)
-    assert not {examples[index].group for index in training} & {examples[index].group for index in validation}
+    assert not {examples[index].group for index in training} & {
+        examples[index].group for index in validation
+    }
     assert sorted(training + validation) == list(range(80)) and 12 <= len(validation) <= 20
 
 
@@ -290,14 +327,23 @@ def test_collate_places_every_shard_at_its_strategy_and_variable() -> None:
     features = [example.features for example in small + large]
     batch = collate(features, Scaling.of(features, ["d", "d", "e"]), with_edges=True)
     assert batch.lengths.tolist() == [12, 12, 20]
-    expected = [row * 20 + variable for row, item in enumerate(features) for variable in item.shard_variable.tolist()]
+    expected = [
+        row * 20 + variable
+        for row, item in enumerate(features)
+        for variable in item.shard_variable.tolist()
+    ]
     assert batch.shard_slot.tolist() == expected
     assert batch.edges is not None
-    assert batch.shard_strategy[batch.edges[0]].tolist() == batch.shard_strategy[batch.edges[1]].tolist()
+    assert (
+        batch.shard_strategy[batch.edges[0]].tolist()
+        == batch.shard_strategy[batch.edges[1]].tolist()
+    )
 
 
 def test_chunks_cover_everything_once_in_order() -> None:
-    features = [example.features for example in measured_examples(3, seed=12, hidden_overhead_s=0.0)]
+    features = [
+        example.features for example in measured_examples(3, seed=12, hidden_overhead_s=0.0)
+    ]
     many = features * 400
     parts = list(chunks(many))
     assert [item for part in parts for item in part] == many
@@ -306,7 +352,14 @@ def test_chunks_cover_everything_once_in_order() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"epochs": -1}, {"batch_size": 1}, {"learning_rate": 0.0}, {"validation_share": 1.0}, {"prior_weight": -1.0}]
+    "wrong",
+    [
+        {"epochs": -1},
+        {"batch_size": 1},
+        {"learning_rate": 0.0},
+        {"validation_share": 1.0},
+        {"prior_weight": -1.0},
+    ],
 )
 def test_a_recipe_that_cannot_train_is_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(InvalidInput):

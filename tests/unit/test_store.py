@@ -13,9 +13,9 @@ from synthetic_job import WORKLOAD, SyntheticWorld, drive, job_spec, strategy
 
 from autotune.canonical import canonical_json
 from autotune.errors import InvalidInput, StoreVersionError
-from autotune.events import event_to_data
-from autotune.store import Store, _migrations, _statements
-from autotune.tuner import Finish
+from autotune.storage.store import Store, _migrations, _statements
+from autotune.tuning.events import event_to_data
+from autotune.tuning.tuner import Finish
 
 FAST = {5: 0.06}
 
@@ -27,7 +27,9 @@ def path(tmp_path):
 
 def whole_job(**settings):
     world = SyntheticWorld(
-        FAST, fails=lambda request: request.strategy_id == strategy(1).id, factor=lambda number: 1.5 if 6 <= number <= 10 else 1.0
+        FAST,
+        fails=lambda request: request.strategy_id == strategy(1).id,
+        factor=lambda number: 1.5 if 6 <= number <= 10 else 1.0,
     )
     return drive(job_spec(**settings), world)
 
@@ -45,7 +47,9 @@ def record(store, job_id="job", **settings):
 def derived_rows(path):
     with sqlite3.connect(path) as db:
         tables = ("trials", "strategies", "workloads", "clusters")
-        return {table: db.execute(f"SELECT * FROM {table} ORDER BY 1, 2").fetchall() for table in tables}
+        return {
+            table: db.execute(f"SELECT * FROM {table} ORDER BY 1, 2").fetchall() for table in tables
+        }
 
 
 def version_1_file(path, job_id="old"):
@@ -56,9 +60,18 @@ def version_1_file(path, job_id="old"):
         for statement in _statements(_migrations()[0]):
             db.execute(statement)
         db.execute("PRAGMA user_version = 1")
-        row = (job_id, canonical_json(job_spec()), "2024-05-01T12:00:00+00:00", "finished", canonical_json(end.decision))
+        row = (
+            job_id,
+            canonical_json(job_spec()),
+            "2024-05-01T12:00:00+00:00",
+            "finished",
+            canonical_json(end.decision),
+        )
         db.execute("INSERT INTO jobs VALUES (?, ?, ?, ?, ?)", row)
-        rows = [(job_id, seq, canonical_json(event_to_data(event))) for seq, event in enumerate(history.events)]
+        rows = [
+            (job_id, seq, canonical_json(event_to_data(event)))
+            for seq, event in enumerate(history.events)
+        ]
         db.executemany("INSERT INTO events VALUES (?, ?, ?)", rows)
     return history, end.decision
 
@@ -71,7 +84,12 @@ def test_a_job_comes_back_as_it_was_recorded(path):
         assert store.history("job") == history
         assert store.decision("job") == decision and store.job_status("job") == "finished"
         [row] = store.jobs()
-        assert (row.id, row.model, row.trials, row.status) == ("job", "resnet", len(history.trials), "finished")
+        assert (row.id, row.model, row.trials, row.status) == (
+            "job",
+            "resnet",
+            len(history.trials),
+            "finished",
+        )
 
 
 def test_an_event_out_of_turn_is_refused_and_changes_nothing(path):
@@ -80,7 +98,9 @@ def test_an_event_out_of_turn_is_refused_and_changes_nothing(path):
         store.create_job("job", job_spec())
         store.append("job", 0, history.events[0])
         other.append("job", 1, history.events[1])
-        with pytest.raises(InvalidInput, match="expects event 2, but got 1: another process drives it"):
+        with pytest.raises(
+            InvalidInput, match="expects event 2, but got 1: another process drives it"
+        ):
             store.append("job", 1, history.events[1])
         assert store.history("job").events == history.events[:2]
 
@@ -91,7 +111,9 @@ def test_an_event_that_cannot_be_derived_from_is_not_recorded_at_all(path):
         store.create_job("job", job_spec())
         with pytest.raises(InvalidInput, match="needs the profile before it"):
             store.append("job", 0, history.events[1])
-        assert store.history("job").events == () and [item.kind for item in store.waiting("job")] == ["start"]
+        assert store.history("job").events == () and [
+            item.kind for item in store.waiting("job")
+        ] == ["start"]
 
 
 @pytest.mark.parametrize("job_id", ["", "../up", ".hidden", "a b", "x" * 101])
@@ -127,7 +149,11 @@ def test_a_file_of_version_1_is_migrated_with_everything_derived(path, tmp_path)
     history, decision = version_1_file(path)
     with Store.open(path) as store:
         assert store.history("old") == history and store.decision("old") == decision
-        assert [item.kind for item in store.waiting("old")] == ["start", *["event"] * len(history.events), "finish"]
+        assert [item.kind for item in store.waiting("old")] == [
+            "start",
+            *["event"] * len(history.events),
+            "finish",
+        ]
     fresh = tmp_path / "fresh.db"
     with Store.open(fresh) as store:
         record(store, "old")
@@ -149,7 +175,9 @@ def test_a_newer_store_is_refused_with_both_versions_and_the_fix(path):
     Store.open(path).close()
     with sqlite3.connect(path) as db:
         db.execute("PRAGMA user_version = 99")
-    with pytest.raises(StoreVersionError, match=r"version 99, but this autotune reads up to 2; update autotune"):
+    with pytest.raises(
+        StoreVersionError, match=r"version 99, but this autotune reads up to 2; update autotune"
+    ):
         Store.open(path)
 
 
@@ -166,7 +194,9 @@ def test_a_profile_from_before_touched_rows_were_counted_is_rebuilt_with_its_tri
     with Store.open(path) as store:
         record(store)
     with sqlite3.connect(path) as db:
-        [seq, body] = db.execute("SELECT seq, body FROM events WHERE json_extract(body, '$.kind') = 'profiled'").fetchone()
+        [seq, body] = db.execute(
+            "SELECT seq, body FROM events WHERE json_extract(body, '$.kind') = 'profiled'"
+        ).fetchone()
         profile = json.loads(body)
         for variable in profile["workload"]["variables"]:
             del variable["touched_rows"]
@@ -194,10 +224,15 @@ def test_past_trials_are_the_undisturbed_measured_candidates_of_the_other_jobs(p
     good = [
         trial
         for trial in history.candidates
-        if trial.request.number not in history.disturbed and trial.request.strategy_id not in history.failed
+        if trial.request.number not in history.disturbed
+        and trial.request.strategy_id not in history.failed
     ]
-    assert [(trial.strategy.id, trial.median_s) for trial in past] == [(t.request.strategy_id, t.outcome.median_s) for t in good]
-    assert {trial.job_id for trial in past} == {"one"} and all(trial.workload == WORKLOAD for trial in past)
+    assert [(trial.strategy.id, trial.median_s) for trial in past] == [
+        (t.request.strategy_id, t.outcome.median_s) for t in good
+    ]
+    assert {trial.job_id for trial in past} == {"one"} and all(
+        trial.workload == WORKLOAD for trial in past
+    )
 
 
 def test_a_directory_and_a_foreign_file_are_refused_with_the_fix(tmp_path):
@@ -233,7 +268,7 @@ def test_a_file_or_directory_without_write_permission_is_refused(tmp_path, what)
     tmp_path.chmod(mode[0])
     path.chmod(mode[1])
     code = (
-        "import os, sys; from pathlib import Path; from autotune.store import Store; from autotune.errors import InvalidInput\n"
+        "import os, sys; from pathlib import Path; from autotune.storage.store import Store; from autotune.errors import InvalidInput\n"
         "if os.geteuid() == 0: os.setuid(65534)\n"  # root ignores permissions
         "try: Store.open(Path(sys.argv[1]))\n"
         "except InvalidInput as error: print(error)\n"
@@ -242,7 +277,9 @@ def test_a_file_or_directory_without_write_permission_is_refused(tmp_path, what)
     for folder in ancestors:
         folder.chmod(0o711)
     try:
-        done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True
+        )
     finally:
         tmp_path.chmod(0o755)
         for folder in ancestors:
@@ -252,16 +289,24 @@ def test_a_file_or_directory_without_write_permission_is_refused(tmp_path, what)
 
 def test_a_job_is_driven_by_one_process_at_a_time(path):
     code = (
-        "import sys; from pathlib import Path; from autotune.store import Store\n"
+        "import sys; from pathlib import Path; from autotune.storage.store import Store\n"
         "with Store.open(Path(sys.argv[1])) as store, store.lock('job'): print('locked', flush=True); sys.stdin.read()\n"
     )
     with Store.open(path) as store:
         store.create_job("job", job_spec())
         store.create_job("other", job_spec())
-        holder = subprocess.Popen([sys.executable, "-c", code, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        holder = subprocess.Popen(
+            [sys.executable, "-c", code, str(path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
         assert holder.stdout is not None and holder.stdin is not None
         assert holder.stdout.readline() == "locked\n"
-        with pytest.raises(InvalidInput, match="is being driven by another process"), store.lock("job"):
+        with (
+            pytest.raises(InvalidInput, match="is being driven by another process"),
+            store.lock("job"),
+        ):
             pass
         with store.lock("other"):
             pass

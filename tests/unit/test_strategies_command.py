@@ -29,9 +29,14 @@ def test_every_builder_stands_with_its_messages_and_whether_the_runtime_enacts_i
 
 
 def test_a_limit_of_single_connections_makes_synchronization_slower(capsys) -> None:
-    wide, limited = (json.loads(printed(capsys, "vgg16", name, "--json")) for name in ("B7", "B7-single-flow"))
+    wide, limited = (
+        json.loads(printed(capsys, "vgg16", name, "--json")) for name in ("B7", "B7-single-flow")
+    )
     assert limited["cluster"] == "B7-single-flow"
-    assert limited["builders"]["single_bucket"]["sync_s"] > 2 * wide["builders"]["single_bucket"]["sync_s"]
+    assert (
+        limited["builders"]["single_bucket"]["sync_s"]
+        > 2 * wide["builders"]["single_bucket"]["sync_s"]
+    )
 
 
 def test_one_builder_shows_every_variable(capsys, tmp_path: Path) -> None:
@@ -40,16 +45,21 @@ def test_one_builder_shows_every_variable(capsys, tmp_path: Path) -> None:
     file.write_text(json.dumps(model.to_data()))
     cluster = tmp_path / "cluster.yaml"
     cluster.write_text("name: pair\nhosts: [{name: a}, {name: b}]\n")
-    data = json.loads(printed(capsys, str(file), str(cluster), "--builder", "partitioned_all_reduce", "--json"))
+    data = json.loads(
+        printed(capsys, str(file), str(cluster), "--builder", "partitioned_all_reduce", "--json")
+    )
     assert (
-        data["variables"][0]["partition"] == "2 along axis 0 (5)" and data["variables"][1]["synchronizers"] == "all_reduce, sparse: dense"
+        data["variables"][0]["partition"] == "2 along axis 0 (5)"
+        and data["variables"][1]["synchronizers"] == "all_reduce, sparse: dense"
     )
     assert Strategy.from_data(data["strategy"]) == BUILDERS["partitioned_all_reduce"](model, None)
     text = printed(capsys, str(file), str(cluster), "--builder", "partitioned_all_reduce")
     assert "100x4 sparse" in text and Strategy.from_data(data["strategy"]).id in text
 
 
-def test_the_schema_takes_every_hand_made_strategy_and_refuses_what_the_reader_refuses(capsys) -> None:
+def test_the_schema_takes_every_hand_made_strategy_and_refuses_what_the_reader_refuses(
+    capsys,
+) -> None:
     schema = json.loads(printed(capsys, "--schema"))
     assert schema == json.loads(printed(capsys, "--schema", "--json"))
     found = json.loads(printed(capsys, "transformer", "A2", "--json"))["builders"]

@@ -11,11 +11,11 @@ from rich.console import Console
 from synthetic_job import WORKLOAD, job_spec
 
 from autotune.cli import main
-from autotune.commands.progress import ConsoleProgress
-from autotune.commands.workspace import Workspace
-from autotune.events import Profiled
-from autotune.history import History
-from autotune.store import Store
+from autotune.commands.render.progress import ConsoleProgress
+from autotune.jobs.workspace import Workspace
+from autotune.storage.store import Store
+from autotune.tuning.events import Profiled
+from autotune.tuning.history import History
 
 REASON = "gradients are changed [between] backward() and step()"
 TOLD = f"synchronization cannot cross the step: {REASON}"
@@ -28,7 +28,9 @@ def profiled(refused: str) -> Profiled:
 @pytest.mark.parametrize("refused", ["", REASON])
 def test_the_limits_of_the_script_are_told_when_profiling_ends(refused: str) -> None:
     written = io.StringIO()
-    ConsoleProgress(job_spec(), Console(file=written, width=40)).recorded(profiled(refused), History((profiled(refused),), 0.15))
+    ConsoleProgress(job_spec(), Console(file=written, width=40)).recorded(
+        profiled(refused), History((profiled(refused),), 0.15)
+    )
     assert written.getvalue().startswith("profiled: 5 variables")
     assert (f"  {TOLD}\n" in written.getvalue()) is bool(refused)
     assert ("cannot cross" in written.getvalue()) is bool(refused)

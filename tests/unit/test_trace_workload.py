@@ -14,15 +14,40 @@ from autotune.errors import InvalidInput
 from autotune.profiling.traces.job import read_job
 from autotune.profiling.traces.trace_workload import workload_of
 
-REFERENCE = Path(os.environ.get("AUTOTUNE_REFERENCE_DATA", Path(__file__).parents[3] / "shared" / "data")) / "traces"
+REFERENCE = (
+    Path(os.environ.get("AUTOTUNE_REFERENCE_DATA", Path(__file__).parents[3] / "shared" / "data"))
+    / "traces"
+)
 
 
-def span(name: str, start_us: float, length_us: float, thread: int = 1, category: str = "cpu_op", **args: Any) -> dict[str, Any]:
-    return {"ph": "X", "cat": category, "name": name, "pid": 1, "tid": thread, "ts": start_us, "dur": length_us, "args": args}
+def span(
+    name: str,
+    start_us: float,
+    length_us: float,
+    thread: int = 1,
+    category: str = "cpu_op",
+    **args: Any,
+) -> dict[str, Any]:
+    return {
+        "ph": "X",
+        "cat": category,
+        "name": name,
+        "pid": 1,
+        "tid": thread,
+        "ts": start_us,
+        "dur": length_us,
+        "args": args,
+    }
 
 
 def sent(name: str, elements: int, start_us: float, length_us: float) -> dict[str, Any]:
-    told = {"Collective name": name, "dtype": "Float", "In msg nelems": elements, "Group size": 2, "Process Group Name": "0"}
+    told = {
+        "Collective name": name,
+        "dtype": "Float",
+        "In msg nelems": elements,
+        "Group size": 2,
+        "Process Group Name": "0",
+    }
     return span(f"gloo:{name}", start_us, length_us, thread=2, **told)
 
 
@@ -30,7 +55,14 @@ def trace(folder: Path, *events: dict[str, Any]) -> Path:
     """Buffers, 3 ms forward, two backward ops of 2 ms whose sums take 3 ms each on a thread of their own, an update of 1 ms."""
     path = folder / "rank0.json"
     whole = [span("ProfilerStep#1", 0, 13000, category="user_annotation"), *events]
-    path.write_text(json.dumps({"distributedInfo": {"rank": 0, "world_size": 2, "backend": "gloo"}, "traceEvents": whole}))
+    path.write_text(
+        json.dumps(
+            {
+                "distributedInfo": {"rank": 0, "world_size": 2, "backend": "gloo"},
+                "traceEvents": whole,
+            }
+        )
+    )
     return path
 
 
@@ -53,29 +85,59 @@ def test_every_bucket_is_a_variable_that_is_ready_when_its_gradients_are(tmp_pat
     workload = workload_of(read_job(trace(tmp_path, *STEP))).workload
     assert [variable.shape for variable in workload.variables] == [(1000,), (500,)]
     assert workload.variables[0].ready_s == pytest.approx(0.002, abs=1e-4)
-    assert workload.variables[1].ready_s == pytest.approx(0.004, abs=1e-4), "it waited for the first one, which is no computation"
+    assert workload.variables[1].ready_s == pytest.approx(0.004, abs=1e-4), (
+        "it waited for the first one, which is no computation"
+    )
     assert workload.backward_s == pytest.approx(0.004, abs=1e-4)
-    assert (workload.buffer_bytes, workload.buffers, workload.device, workload.source) == ((1000,), 1, "cpu", "measured")
+    assert (workload.buffer_bytes, workload.buffers, workload.device, workload.source) == (
+        (1000,),
+        1,
+        "cpu",
+        "measured",
+    )
 
 
 def test_a_trace_without_gradients_is_refused_in_words(tmp_path: Path) -> None:
     backward = span("autograd::engine::evaluate_function: MmBackward0", 4000, 2000)
-    with pytest.raises(InvalidInput, match=r"of the 0 collectives of rank 0's step 1 .* none is an all-reduce"):
+    with pytest.raises(
+        InvalidInput, match=r"of the 0 collectives of rank 0's step 1 .* none is an all-reduce"
+    ):
         workload_of(read_job(trace(tmp_path, span("aten::mm", 0, 3000), backward)))
     with pytest.raises(InvalidInput, match="needs a step with a backward pass"):
         workload_of(read_job(trace(tmp_path, *STEP[:3])))
 
 
 def test_optimize_takes_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "cluster.yaml").write_text("name: two\nhosts:\n  - {name: a, bandwidth: 1Gbit/s}\n  - {name: b, bandwidth: 1Gbit/s}\n")
-    assert main(["optimize", str(trace(tmp_path, *STEP)), "--cluster", str(tmp_path / "cluster.yaml"), "--json"]) == 0
+    (tmp_path / "cluster.yaml").write_text(
+        "name: two\nhosts:\n  - {name: a, bandwidth: 1Gbit/s}\n  - {name: b, bandwidth: 1Gbit/s}\n"
+    )
+    assert (
+        main(
+            [
+                "optimize",
+                str(trace(tmp_path, *STEP)),
+                "--cluster",
+                str(tmp_path / "cluster.yaml"),
+                "--json",
+            ]
+        )
+        == 0
+    )
     told = json.loads(capsys.readouterr().out)
-    assert told["model"] == "rank0" and any("buckets as they were sent" in note for note in told["assumed"])
+    assert told["model"] == "rank0" and any(
+        "buckets as they were sent" in note for note in told["assumed"]
+    )
 
 
 @pytest.mark.skipif(not REFERENCE.exists(), reason="AUTOTUNE_REFERENCE_DATA has no traces")
 def test_the_buckets_of_a_traced_job_on_two_gpus_are_all_there() -> None:
     workload = workload_of(read_job(REFERENCE / "ddp_a100" / "rank0.json.gz")).workload
-    assert [variable.elements for variable in workload.variables] == [2_049_000, 7_875_584, 6_563_840, 6_637_568, 2_431_040]
+    assert [variable.elements for variable in workload.variables] == [
+        2_049_000,
+        7_875_584,
+        6_563_840,
+        6_637_568,
+        2_431_040,
+    ]
     assert workload.device == "cuda" and workload.buffer_bytes == (212_480, 424)
     assert workload.compute_s == pytest.approx(0.2213, rel=0.01)

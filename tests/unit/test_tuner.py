@@ -11,14 +11,20 @@ import pytest
 from scipy.stats import wilcoxon
 from synthetic_job import SyntheticWorld, drive, job_spec, measured, roles, strategy
 
-from autotune.events import Proposed, event_from_data, event_to_data
-from autotune.history import History
-from autotune.job import JobSpec
-from autotune.measurement import compare, further_steps, signed_rank_bound
 from autotune.records import CURRENT_SETUP, Role, Stopped
 from autotune.rng import generator
-from autotune.strategy_space.strategy import Compressor, Shard, Strategy, Synchronizer, VariableStrategy
-from autotune.tuner import (
+from autotune.strategy_space.strategy import (
+    Compressor,
+    Shard,
+    Strategy,
+    Synchronizer,
+    VariableStrategy,
+)
+from autotune.tuning.events import Proposed, event_from_data, event_to_data
+from autotune.tuning.history import History
+from autotune.tuning.job import JobSpec
+from autotune.tuning.statistics import compare, further_steps, signed_rank_bound
+from autotune.tuning.tuner import (
     REFERENCE_TRIES,
     Abort,
     Finish,
@@ -40,7 +46,11 @@ def test_a_job_starts_with_the_profile_then_the_reference_then_the_first_round()
     assert next_instruction(spec, history) == ProfileWorkload()
     history = history.then(world.answer(spec, history, ProfileWorkload()))
     first = next_instruction(spec, history)
-    assert isinstance(first, RunTrial) and first.request.role is Role.REFERENCE and first.request.strategy_id == CURRENT_SETUP
+    assert (
+        isinstance(first, RunTrial)
+        and first.request.role is Role.REFERENCE
+        and first.request.strategy_id == CURRENT_SETUP
+    )
     history = history.then(world.answer(spec, history, first))
     assert next_instruction(spec, history) == Propose(0, spec.top_k)
 
@@ -63,7 +73,10 @@ def test_the_search_can_be_had_without_its_closing_comparison():
     spec, world = job_spec(), SyntheticWorld(FAST, noise=0.02)
     whole, _ = drive(spec, world)
     history = History((), spec.deviation)
-    for part, shown in ((search_instruction, "r" + "ccccr" * 2 + "cccc"), (look_instruction, "cc" + "r")):
+    for part, shown in (
+        (search_instruction, "r" + "ccccr" * 2 + "cccc"),
+        (look_instruction, "cc" + "r"),
+    ):
         before = roles(history)
         while (instruction := part(spec, history)) is not None:
             history = history.then(world.answer(spec, history, instruction))
@@ -98,7 +111,10 @@ def test_a_comparison_that_was_ended_for_being_slower_is_not_said_to_have_its_in
     _, end = drive(spec, SyntheticWorld({}, default_s=0.2, noise=0.05))
     assert isinstance(end, Finish) and end.decision.strategy_id == CURRENT_SETUP
     assert end.decision.comparison is not None and end.decision.comparison.pairs < 20
-    assert "is clearly slower in" in end.decision.reason and "without an interval" in end.decision.reason
+    assert (
+        "is clearly slower in" in end.decision.reason
+        and "without an interval" in end.decision.reason
+    )
     assert "95 %" not in end.decision.reason
 
 
@@ -108,7 +124,9 @@ def test_the_same_seed_gives_the_same_job_event_by_event():
 
 
 @pytest.mark.parametrize("disturbed", [False, True])
-@pytest.mark.parametrize("settings", [{}, {"reference_every": 1, "timed_steps": 8, "most_steps": 24, "ab_pairs": 20}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"reference_every": 1, "timed_steps": 8, "most_steps": 24, "ab_pairs": 20}]
+)
 def test_a_job_cut_at_any_event_continues_identically(disturbed, settings):
     spec = job_spec(**settings)
     world = SyntheticWorld(
@@ -126,13 +144,23 @@ def test_a_job_cut_at_any_event_continues_identically(disturbed, settings):
 
 def test_candidates_before_a_deviating_reference_are_marked_and_repeated_once():
     spec = job_spec(max_trials=20)
-    history, _ = drive(spec, SyntheticWorld(FAST, factor=lambda number: 1.5 if number >= 3 else 1.0))
+    history, _ = drive(
+        spec, SyntheticWorld(FAST, factor=lambda number: 1.5 if number >= 3 else 1.0)
+    )
     assert history.disturbed == {1, 2, 3, 4}
-    repeats = [trial.request for trial in history.candidates if trial.request.attempt == 1 and trial.request.round == 0]
-    assert [request.strategy_id for request in repeats] == [strategy(number).id for number in range(4)]
+    repeats = [
+        trial.request
+        for trial in history.candidates
+        if trial.request.attempt == 1 and trial.request.round == 0
+    ]
+    assert [request.strategy_id for request in repeats] == [
+        strategy(number).id for number in range(4)
+    ]
     for number in range(4):
         true_ratio = SyntheticWorld(FAST).true_s.get(number, 0.1) / 0.1
-        assert history.measured_s[strategy(number).id] / history.reference_s == pytest.approx(true_ratio)
+        assert history.measured_s[strategy(number).id] / history.reference_s == pytest.approx(
+            true_ratio
+        )
 
 
 def test_a_trial_that_is_disturbed_every_time_is_repeated_at_most_max_repeats_times():
@@ -145,54 +173,85 @@ def test_a_trial_that_is_disturbed_every_time_is_repeated_at_most_max_repeats_ti
 
 
 def test_references_that_fail_before_any_measurement_abort_the_job():
-    history, end = drive(job_spec(), SyntheticWorld(fails=lambda request: request.strategy_id == CURRENT_SETUP))
+    history, end = drive(
+        job_spec(), SyntheticWorld(fails=lambda request: request.strategy_id == CURRENT_SETUP)
+    )
     assert isinstance(end, Abort) and "rank 1 exited with code 1" in end.message
     assert roles(history) == "r" * REFERENCE_TRIES
 
 
 def test_one_failed_reference_is_tried_again():
-    history, end = drive(job_spec(), SyntheticWorld(FAST, fails=lambda request: request.number == 0))
+    history, end = drive(
+        job_spec(), SyntheticWorld(FAST, fails=lambda request: request.number == 0)
+    )
     assert isinstance(end, Finish) and roles(history).startswith("rrcccc")
 
 
 def test_a_failing_reference_in_the_middle_does_not_stop_the_search():
-    history, end = drive(job_spec(), SyntheticWorld(FAST, fails=lambda request: request.number == 5))
+    history, end = drive(
+        job_spec(), SyntheticWorld(FAST, fails=lambda request: request.number == 5)
+    )
     assert isinstance(end, Finish) and end.decision.strategy_id == strategy(5).id
     assert not history.disturbed
 
 
 def test_when_every_candidate_fails_the_current_setup_stays_without_a_comparison():
-    history, end = drive(job_spec(), SyntheticWorld(fails=lambda request: request.role is Role.CANDIDATE))
-    assert isinstance(end, Finish) and end.decision.strategy_id == CURRENT_SETUP and end.decision.comparison is None
+    history, end = drive(
+        job_spec(), SyntheticWorld(fails=lambda request: request.role is Role.CANDIDATE)
+    )
+    assert (
+        isinstance(end, Finish)
+        and end.decision.strategy_id == CURRENT_SETUP
+        and end.decision.comparison is None
+    )
     assert len(history.candidates) == job_spec().max_trials and not history.ab_trials
 
 
 def test_trials_that_the_ranks_refuse_cost_no_budget_and_need_no_reference_and_are_not_tried_again():
     refused = {strategy(number).id for number in (0, 1, 4, 7)}
     spec = job_spec()
-    history, end = drive(spec, SyntheticWorld(FAST, refuses=lambda request: request.strategy_id in refused))
+    history, end = drive(
+        spec, SyntheticWorld(FAST, refuses=lambda request: request.strategy_id in refused)
+    )
     assert isinstance(end, Finish) and end.decision.strategy_id == strategy(5).id
-    assert [trial.request.strategy_id in refused for trial in history.candidates] == [trial.refused for trial in history.candidates]
+    assert [trial.request.strategy_id in refused for trial in history.candidates] == [
+        trial.refused for trial in history.candidates
+    ]
     assert len(history.refused) == 4
     tried = [trial for trial in history.candidates if trial.request.round < len(history.rounds)]
     assert len(tried) == spec.max_trials + 4
     # Of the rounds 2, 2, 4 and 4 strategies ran: a reference follows every 4 that did, and a round that leaves half as many.
     assert roles(history) == "r" + "ccccr" + "ccccr" + "ccccr" + "cccc" + "cc" + "r" + "abba" * 3
-    assert not any(trial.refused for trial in history.trials if trial.request.role is not Role.CANDIDATE)
+    assert not any(
+        trial.refused for trial in history.trials if trial.request.role is not Role.CANDIDATE
+    )
 
 
 @pytest.mark.parametrize("available", [6, 32])
 def test_a_job_in_which_everything_is_refused_ends_with_the_current_setup(available):
     spec = job_spec()
-    history, end = drive(spec, SyntheticWorld(FAST, refuses=lambda request: request.role is Role.CANDIDATE, available=available))
-    assert isinstance(end, Finish) and end.decision.strategy_id == CURRENT_SETUP and end.decision.comparison is None
+    history, end = drive(
+        spec,
+        SyntheticWorld(
+            FAST, refuses=lambda request: request.role is Role.CANDIDATE, available=available
+        ),
+    )
+    assert (
+        isinstance(end, Finish)
+        and end.decision.strategy_id == CURRENT_SETUP
+        and end.decision.comparison is None
+    )
     assert roles(history) == "r" + "c" * min(available, spec.max_trials)
     assert "the report says why each failed" in end.decision.reason
 
 
 def test_a_finalist_that_fails_its_second_look_gives_way_to_the_next():
     def fails(request):
-        return request.role is Role.CANDIDATE and request.predicted_s is None and request.strategy_id == strategy(5).id
+        return (
+            request.role is Role.CANDIDATE
+            and request.predicted_s is None
+            and request.strategy_id == strategy(5).id
+        )
 
     _, end = drive(job_spec(), SyntheticWorld(FAST, fails=fails))
     assert isinstance(end, Finish) and end.decision.strategy_id == strategy(3).id
@@ -200,7 +259,11 @@ def test_a_finalist_that_fails_its_second_look_gives_way_to_the_next():
 
 def test_a_strategy_that_fails_in_its_comparison_gives_way_to_the_next_compared_from_scratch():
     def fails(request):
-        return request.role is Role.AB and request.strategy_id == strategy(5).id and request.number > 18
+        return (
+            request.role is Role.AB
+            and request.strategy_id == strategy(5).id
+            and request.number > 18
+        )
 
     history, end = drive(job_spec(), SyntheticWorld(FAST, fails=fails))
     assert isinstance(end, Finish) and end.decision.strategy_id == strategy(3).id
@@ -209,7 +272,9 @@ def test_a_strategy_that_fails_in_its_comparison_gives_way_to_the_next_compared_
 
 
 @pytest.mark.parametrize(("after_s", "all_fit"), [(5.0, True), (70.0, False)])
-def test_the_pairs_of_the_next_contender_are_those_that_fit_into_what_the_failed_one_left(after_s, all_fit):
+def test_the_pairs_of_the_next_contender_are_those_that_fit_into_what_the_failed_one_left(
+    after_s, all_fit
+):
     spec = job_spec(ab_pairs=20, ab_precision=1e-9, max_seconds=100.0)
     began: list[float] = []
 
@@ -221,11 +286,19 @@ def test_the_pairs_of_the_next_contender_are_those_that_fit_into_what_the_failed
             return replace(event, elapsed_s=began[0] + after_s) if request.number == 20 else event
 
     def fails(request):
-        return request.role is Role.AB and request.strategy_id == strategy(5).id and request.number > 18
+        return (
+            request.role is Role.AB
+            and request.strategy_id == strategy(5).id
+            and request.number > 18
+        )
 
     history, end = drive(spec, Slow(FAST, noise=0.02, fails=fails))
     assert isinstance(end, Finish) and end.decision.comparison is not None
-    second = next(i for i, event in enumerate(history.events) if event in history.ab_trials and event.request.round == 1)
+    second = next(
+        i
+        for i, event in enumerate(history.events)
+        if event in history.ab_trials and event.request.round == 1
+    )
     left_s = spec.max_seconds - history.events[second - 1].elapsed_s
     assert history.reference_s is not None
     fitting = int(left_s / (2 * (spec.warmup_steps + spec.timed_steps) * history.reference_s))
@@ -234,13 +307,24 @@ def test_the_pairs_of_the_next_contender_are_those_that_fit_into_what_the_failed
 
 
 def test_a_current_setup_that_fails_twice_in_the_comparison_proves_nothing():
-    _, end = drive(job_spec(), SyntheticWorld(FAST, fails=lambda r: r.role is Role.AB and r.strategy_id == CURRENT_SETUP))
-    assert isinstance(end, Finish) and end.decision.strategy_id == CURRENT_SETUP and "failed twice" in end.decision.reason
+    _, end = drive(
+        job_spec(),
+        SyntheticWorld(FAST, fails=lambda r: r.role is Role.AB and r.strategy_id == CURRENT_SETUP),
+    )
+    assert (
+        isinstance(end, Finish)
+        and end.decision.strategy_id == CURRENT_SETUP
+        and "failed twice" in end.decision.reason
+    )
 
 
 def test_a_current_setup_that_fails_once_in_the_comparison_runs_that_block_again():
     history, end = drive(job_spec(), SyntheticWorld(FAST, fails=lambda r: r.number == 19))
-    assert roles(history).endswith("rabbbaabbaabba") and isinstance(end, Finish) and end.decision.strategy_id == strategy(5).id
+    assert (
+        roles(history).endswith("rabbbaabbaabba")
+        and isinstance(end, Finish)
+        and end.decision.strategy_id == strategy(5).id
+    )
 
 
 def test_the_winner_is_one_of_the_finalists_that_were_measured_twice():
@@ -270,7 +354,11 @@ def test_a_sampler_that_only_repeats_itself_ends_the_search():
     class Stubborn(SyntheticWorld):
         def answer(self, spec, history, instruction):
             event = super().answer(spec, history, instruction)
-            return replace(event, proposals=history.rounds[0].proposals) if isinstance(event, Proposed) and history.rounds else event
+            return (
+                replace(event, proposals=history.rounds[0].proposals)
+                if isinstance(event, Proposed) and history.rounds
+                else event
+            )
 
     history, end = drive(job_spec(), Stubborn({3: 0.05}))
     assert isinstance(end, Finish) and len(history.rounds) == 2
@@ -291,7 +379,11 @@ def test_a_budget_that_is_spent_by_the_profile_ends_with_the_current_setup():
 @pytest.mark.parametrize("seed", range(30))
 def test_every_job_in_a_hostile_world_ends_within_its_trial_budget(seed):
     rng = generator(seed, "hostile")
-    spec = job_spec(max_trials=int(rng.integers(1, 20)), top_k=int(rng.integers(1, 6)), reference_every=int(rng.integers(1, 6)))
+    spec = job_spec(
+        max_trials=int(rng.integers(1, 20)),
+        top_k=int(rng.integers(1, 6)),
+        reference_every=int(rng.integers(1, 6)),
+    )
     broken = set(rng.choice(80, size=15, replace=False).tolist()) - {0}
     slow = set(rng.choice(80, size=15, replace=False).tolist())
     refused = set(rng.choice(80, size=15, replace=False).tolist()) - {0}
@@ -315,7 +407,9 @@ def test_identical_time_distributions_are_called_different_at_most_at_the_stated
     # and more than 7 has a probability below 1 %. The number of pairs follows the noise.
     false_positives, pairs = 0, set()
     for seed in range(100):
-        _, end = drive(job_spec(max_trials=3, ab_pairs=20), SyntheticWorld({}, noise=noise, seed=seed))
+        _, end = drive(
+            job_spec(max_trials=3, ab_pairs=20), SyntheticWorld({}, noise=noise, seed=seed)
+        )
         assert isinstance(end, Finish) and end.decision.comparison is not None
         false_positives += end.decision.strategy_id != CURRENT_SETUP
         pairs.add(end.decision.comparison.pairs)
@@ -325,9 +419,16 @@ def test_identical_time_distributions_are_called_different_at_most_at_the_stated
 def test_a_gain_of_5_percent_at_a_noise_of_2_percent_is_exported_nearly_always():
     spec = job_spec(max_trials=4, ab_pairs=20, timed_steps=8, most_steps=40)
     ends = [drive(spec, SyntheticWorld({2: 0.095}, noise=0.02, seed=seed))[1] for seed in range(40)]
-    won = [end for end in ends if isinstance(end, Finish) and end.decision.strategy_id == strategy(2).id]
+    won = [
+        end
+        for end in ends
+        if isinstance(end, Finish) and end.decision.strategy_id == strategy(2).id
+    ]
     assert len(won) >= 39
-    assert all(end.decision.comparison.pairs < 20 and "as precise as asked for" in end.decision.reason for end in won)
+    assert all(
+        end.decision.comparison.pairs < 20 and "as precise as asked for" in end.decision.reason
+        for end in won
+    )
 
 
 def test_trials_of_the_search_take_as_many_steps_as_their_precision_needs_and_blocks_a_fixed_number():
@@ -343,12 +444,20 @@ def test_trials_of_the_search_take_as_many_steps_as_their_precision_needs_and_bl
 
 def test_a_clearly_losing_candidate_is_stopped_early_at_whatever_speed_the_machine_is():
     spec = job_spec(max_trials=24, timed_steps=8, most_steps=40, precision=0.001)
-    world = SyntheticWorld({5: 0.06, 8: 0.2}, noise=0.02, factor=lambda number: 2.0 if number >= 6 else 1.0)
+    world = SyntheticWorld(
+        {5: 0.06, 8: 0.2}, noise=0.02, factor=lambda number: 2.0 if number >= 6 else 1.0
+    )
     history, _ = drive(spec, world)
-    loser = next(trial for trial in history.candidates if trial.request.strategy_id == strategy(8).id)
+    loser = next(
+        trial for trial in history.candidates if trial.request.strategy_id == strategy(8).id
+    )
     assert loser.outcome.stopped is Stopped.LOSING and len(loser.outcome.slowest_s) == 8
-    before = next(trial for trial in history.candidates if trial.request.strategy_id == strategy(0).id)
-    assert before.outcome.stopped is Stopped.CAP  # as fast as the current setup, which was the best so far
+    before = next(
+        trial for trial in history.candidates if trial.request.strategy_id == strategy(0).id
+    )
+    assert (
+        before.outcome.stopped is Stopped.CAP
+    )  # as fast as the current setup, which was the best so far
     assert before.request.losing_s == pytest.approx(1.15 * 0.1, rel=0.02)
     # Measured at half the speed, against the best at half the speed: 1.15 * 0.06 * 2
     assert loser.request.losing_s == pytest.approx(1.15 * 0.06 * 2, rel=0.1)
@@ -371,17 +480,23 @@ def test_a_trial_during_which_the_machine_changed_is_repeated_once():
             if request.strategy_id != strategy(2).id or request.role is not Role.CANDIDATE:
                 return event
             rows = tuple(
-                tuple(1.5 * value if at >= len(row) // 2 else value for at, value in enumerate(row)) for row in event.outcome.step_s
+                tuple(1.5 * value if at >= len(row) // 2 else value for at, value in enumerate(row))
+                for row in event.outcome.step_s
             )
             return replace(event, outcome=replace(event.outcome, step_s=rows))
 
     spec = job_spec(timed_steps=8, most_steps=8)
     history, _ = drive(spec, Burst(FAST, noise=0.01))
-    tried = [trial.request for trial in history.candidates if trial.request.strategy_id == strategy(2).id]
+    tried = [
+        trial.request for trial in history.candidates if trial.request.strategy_id == strategy(2).id
+    ]
     assert [request.attempt for request in tried] == [0, 1]
     assert tried[1].number == tried[0].number + 1 and history.repeated == 1
     assert {request.number for request in tried} <= history.disturbed
-    assert f"{len(history.disturbed)} of {len(history.candidates)} trials disturbed, 1 repeated" in history.quality
+    assert (
+        f"{len(history.disturbed)} of {len(history.candidates)} trials disturbed, 1 repeated"
+        in history.quality
+    )
 
 
 def test_of_finalists_closer_than_the_noise_the_lossless_one_is_compared():
@@ -390,13 +505,20 @@ def test_of_finalists_closer_than_the_noise_the_lossless_one_is_compared():
             event = super().answer(spec, history, instruction)
             if not isinstance(event, Proposed):
                 return event
-            return replace(event, proposals=tuple(replace(p, strategy=self.compressed(p.strategy)) for p in event.proposals))
+            return replace(
+                event,
+                proposals=tuple(
+                    replace(p, strategy=self.compressed(p.strategy)) for p in event.proposals
+                ),
+            )
 
         def compressed(self, plain):
             if plain.id != strategy(5).id:
                 return plain
             shard = Shard(Synchronizer.ALL_REDUCE, compressor=Compressor.FP16)
-            lossy = Strategy(tuple(VariableStrategy(choice.variable, (shard,)) for choice in plain.variables))
+            lossy = Strategy(
+                tuple(VariableStrategy(choice.variable, (shard,)) for choice in plain.variables)
+            )
             self.by_id[lossy.id] = 5
             return lossy
 
@@ -415,7 +537,11 @@ def test_events_and_jobs_that_were_stored_before_trials_had_a_free_length_are_re
         for name in ("left_out", "stopped"):
             del data["outcome"][name]
         old = event_from_data(data)
-        assert old.outcome == event.outcome and old.request.most_steps == 0 and further_steps(old.request, old.outcome) == 0
+        assert (
+            old.outcome == event.outcome
+            and old.request.most_steps == 0
+            and further_steps(old.request, old.outcome) == 0
+        )
     data = job_spec(timed_steps=50).to_data()
     for name in ("most_steps", "precision", "losing", "ab_precision"):
         del data[name]
@@ -425,7 +551,10 @@ def test_events_and_jobs_that_were_stored_before_trials_had_a_free_length_are_re
 @pytest.mark.parametrize("pairs", [6, 7, 10])
 def test_the_bound_of_the_interval_equals_that_of_all_sign_patterns_counted(pairs):
     ranks = np.arange(1, pairs + 1)
-    sums = [int(ranks[np.array(signs)].sum()) for signs in itertools.product([False, True], repeat=pairs)]
+    sums = [
+        int(ranks[np.array(signs)].sum())
+        for signs in itertools.product([False, True], repeat=pairs)
+    ]
     bound = signed_rank_bound(pairs, 0.025)
     assert np.mean(np.array(sums) < bound) <= 0.025 < np.mean(np.array(sums) < bound + 1)
 

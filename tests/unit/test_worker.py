@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from runtime_rewriter.control import ControlClosed, ControlLine
-from runtime_rewriter.worker import ProcessSupervisor, carried_environment
+from runtime_rewriter.world.worker import ProcessSupervisor, carried_environment
 
 ROOT = Path(__file__).parents[2]
 
@@ -41,7 +41,9 @@ def start(supervisor: ProcessSupervisor, directory: Path, text: str, **environme
     supervisor.start(["script.py"], environment, str(directory), str(directory / "rank0.log"))
 
 
-def test_a_killed_process_is_noticed_while_a_child_of_it_holds_the_line(supervisor, tmp_path) -> None:
+def test_a_killed_process_is_noticed_while_a_child_of_it_holds_the_line(
+    supervisor, tmp_path
+) -> None:
     """The child is made without Python's fork hooks and keeps every socket open, as a library's helper may."""
     text = """
 import os, signal, stat, subprocess
@@ -81,7 +83,7 @@ os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 SUPERVISE = """
 import sys
-from runtime_rewriter.worker import ProcessSupervisor
+from runtime_rewriter.world.worker import ProcessSupervisor
 assert "/vendored/by/ray" in sys.path
 supervisor = ProcessSupervisor()
 supervisor.start(["script.py"], {"PYTHONPATH": "/of/the/driver", "RANK": "3"}, "", "rank0.log")
@@ -90,10 +92,19 @@ while not any(event["event"] == "exited" for event in supervisor.poll(1.0)):
 """
 
 
-def test_a_process_gets_our_packages_and_the_drivers_search_path_but_nothing_of_ray(tmp_path) -> None:
-    (tmp_path / "script.py").write_text("import json, os; json.dump(dict(os.environ), open('seen.json', 'w'))")
-    ours = os.environ | {"RAY_AUTH_TOKEN": "secret", "PYTHONPATH": os.pathsep.join(["/vendored/by/ray", "/of/ray", str(ROOT)])}
-    subprocess.run([sys.executable, "-c", SUPERVISE], cwd=tmp_path, env=ours, check=True, timeout=60)
+def test_a_process_gets_our_packages_and_the_drivers_search_path_but_nothing_of_ray(
+    tmp_path,
+) -> None:
+    (tmp_path / "script.py").write_text(
+        "import json, os; json.dump(dict(os.environ), open('seen.json', 'w'))"
+    )
+    ours = os.environ | {
+        "RAY_AUTH_TOKEN": "secret",
+        "PYTHONPATH": os.pathsep.join(["/vendored/by/ray", "/of/ray", str(ROOT)]),
+    }
+    subprocess.run(
+        [sys.executable, "-c", SUPERVISE], cwd=tmp_path, env=ours, check=True, timeout=60
+    )
     seen = json.loads((tmp_path / "seen.json").read_text())
     assert seen["PYTHONPATH"].split(os.pathsep) == [str(ROOT), "/of/the/driver"]
     assert seen["RANK"] == "3"
@@ -101,11 +112,20 @@ def test_a_process_gets_our_packages_and_the_drivers_search_path_but_nothing_of_
 
 
 def test_ranks_elsewhere_get_the_drivers_settings_but_not_those_of_its_machine() -> None:
-    environment = {"NCCL_DEBUG": "INFO", "PYTHONPATH": "src", "PATH": "/bin", "HOME": "/home/u", "RAY_JOB_ID": "1", "CONDA_PREFIX": "/c"}
+    environment = {
+        "NCCL_DEBUG": "INFO",
+        "PYTHONPATH": "src",
+        "PATH": "/bin",
+        "HOME": "/home/u",
+        "RAY_JOB_ID": "1",
+        "CONDA_PREFIX": "/c",
+    }
     assert carried_environment(environment) == {"NCCL_DEBUG": "INFO", "PYTHONPATH": "src"}
 
 
-def test_without_a_directory_the_process_starts_where_its_supervisor_is(supervisor, tmp_path, monkeypatch) -> None:
+def test_without_a_directory_the_process_starts_where_its_supervisor_is(
+    supervisor, tmp_path, monkeypatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "script.py").write_text("open('here', 'w')")
     supervisor.start(["script.py"], {}, "", str(tmp_path / "logs" / "rank0.log"))

@@ -53,9 +53,14 @@ def shapes(name: str) -> dict[str, tuple[int, ...]]:
 
 
 def test_the_zoo_has_the_models_of_table_1_and_nothing_else():
-    found = {name: (model.task, model.batch_per_gpu, model.stated_parameters // 10**6) for name, model in MODELS.items()}
+    found = {
+        name: (model.task, model.batch_per_gpu, model.stated_parameters // 10**6)
+        for name, model in MODELS.items()
+    }
     assert found == TABLE_1
-    assert [name for name, model in MODELS.items() if model.batch_unit == "tokens"] == ["transformer"]
+    assert [name for name, model in MODELS.items() if model.batch_unit == "tokens"] == [
+        "transformer"
+    ]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -68,11 +73,14 @@ def test_a_model_has_as_many_parameters_as_the_table_states(name):
 def test_counts_are_those_that_the_frameworks_print():
     known = {  # trainable parameters; all but the language models' stand in the documentation of Keras or torchvision
         "resnet50": 25_557_032,
-        "resnet101": 44_549_160 + 52_672,  # torchvision's, and a bias for each channel of Keras' convolutions
+        "resnet101": 44_549_160
+        + 52_672,  # torchvision's, and a bias for each channel of Keras' convolutions
         "inception-v3": 23_817_352,
         "vgg16": 138_357_544,
         "densenet121": 7_978_856,
-        "bert-base": 109_482_240 + (768 * 768 + 3 * 768 + 30522) + (2 * 768 + 2),  # encoder with pooler, and the two heads
+        "bert-base": 109_482_240
+        + (768 * 768 + 3 * 768 + 30522)
+        + (2 * 768 + 2),  # encoder with pooler, and the two heads
         "bert-large": 335_141_888 + (1024 * 1024 + 3 * 1024 + 30522) + (2 * 1024 + 2),
     }
     assert {name: MODELS[name].parameters for name in known} == known
@@ -80,7 +88,9 @@ def test_counts_are_those_that_the_frameworks_print():
 
 def test_only_the_classifier_of_resnet50_is_left_out_of_a_stated_count():
     assert [name for name, model in MODELS.items() if model.not_counted is not None] == ["resnet50"]
-    assert MODELS["resnet50"].parameters - MODELS["resnet50"].counted_parameters == 2048 * 1000 + 1000
+    assert (
+        MODELS["resnet50"].parameters - MODELS["resnet50"].counted_parameters == 2048 * 1000 + 1000
+    )
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -93,13 +103,18 @@ def test_a_workload_is_the_forward_order_reversed_and_says_that_it_is_assumed(na
 
 
 def test_the_classifier_is_ready_first_and_the_stem_or_the_embeddings_last():
-    assert [workload("resnet50").variables[i].name for i in (0, -1)] == ["predictions/bias", "conv1_conv/kernel"]
+    assert [workload("resnet50").variables[i].name for i in (0, -1)] == [
+        "predictions/bias",
+        "conv1_conv/kernel",
+    ]
     assert workload("transformer").variables[-1].name == "embedding_and_softmax/weights"
     assert workload("bert-base").variables[-1].name == "word_embeddings/embeddings"
 
 
 def test_only_the_tables_of_ncf_sparse_have_sparse_gradients():
-    sparse = {name: [v.name for v in model.variables() if v.sparse] for name, model in MODELS.items()}
+    sparse = {
+        name: [v.name for v in model.variables() if v.sparse] for name, model in MODELS.items()
+    }
     assert {name: found for name, found in sparse.items() if found} == {
         "ncf-sparse": ["embedding_user/embeddings", "embedding_item/embeddings"],
     }
@@ -125,7 +140,12 @@ def test_shapes_are_the_well_known_ones_in_tensorflows_layout():
 
 @pytest.mark.parametrize(
     ("name", "convolutions", "variables"),
-    [("resnet50", 53, 161), ("resnet101", 104, 418), ("inception-v3", 94, 190), ("densenet121", 120, 364)],
+    [
+        ("resnet50", 53, 161),
+        ("resnet101", 104, 418),
+        ("inception-v3", 94, 190),
+        ("densenet121", 120, 364),
+    ],
 )
 def test_image_models_have_as_many_convolutions_as_their_names_say(name, convolutions, variables):
     found = shapes(name)
@@ -140,19 +160,38 @@ def test_resnet_layers_are_torchs_own():
     forward = {variable.name: variable.shape for variable in MODELS["resnet50"].variables()}
     for stage, inputs in ((2, 64), (3, 256), (4, 512), (5, 1024)):
         width = 2 ** (stage + 4)
-        pairs = ((inputs, 4 * width, 1), (inputs, width, 1), (width, width, 3), (width, 4 * width, 1))
-        theirs = nn.ModuleList(
-            layer for a, b, size in pairs for layer in (nn.Conv2d(a, b, size, bias=False, device="meta"), nn.BatchNorm2d(b, device="meta"))
+        pairs = (
+            (inputs, 4 * width, 1),
+            (inputs, width, 1),
+            (width, width, 3),
+            (width, 4 * width, 1),
         )
-        found = [tuple(p.shape) if p.dim() == 1 else tuple(p.permute(2, 3, 1, 0).shape) for p in theirs.parameters()]
-        assert [shape for name, shape in forward.items() if name.startswith(f"conv{stage}_block1_")] == found
+        theirs = nn.ModuleList(
+            layer
+            for a, b, size in pairs
+            for layer in (
+                nn.Conv2d(a, b, size, bias=False, device="meta"),
+                nn.BatchNorm2d(b, device="meta"),
+            )
+        )
+        found = [
+            tuple(p.shape) if p.dim() == 1 else tuple(p.permute(2, 3, 1, 0).shape)
+            for p in theirs.parameters()
+        ]
+        assert [
+            shape for name, shape in forward.items() if name.startswith(f"conv{stage}_block1_")
+        ] == found
 
 
 def test_a_bert_layer_has_as_many_parameters_as_torchs_encoder_layer():
     from torch import nn
 
     theirs = nn.TransformerEncoderLayer(1024, 16, 4096, activation="gelu", device="meta")
-    ours = [v.elements for v in MODELS["bert-large"].variables() if v.name.startswith("transformer/layer_7/")]
+    ours = [
+        v.elements
+        for v in MODELS["bert-large"].variables()
+        if v.name.startswith("transformer/layer_7/")
+    ]
     assert sum(ours) == sum(parameter.numel() for parameter in theirs.parameters())
 
 
@@ -163,8 +202,14 @@ def torchvision_counts(name: str) -> int:
     extra = {"inception-v3": {"aux_logits": False, "init_weights": False}}.get(name, {})
     with torch.device("meta"):
         built = getattr(models, name.replace("-", "_"))(**extra)
-    norms = sum(p.numel() for key, p in built.named_parameters() if name == "inception-v3" and key.endswith("bn.weight"))
-    return sum(p.numel() for p in built.parameters()) - norms  # Keras' Inception v3 normalizes without a scale
+    norms = sum(
+        p.numel()
+        for key, p in built.named_parameters()
+        if name == "inception-v3" and key.endswith("bn.weight")
+    )
+    return (
+        sum(p.numel() for p in built.parameters()) - norms
+    )  # Keras' Inception v3 normalizes without a scale
 
 
 @pytest.mark.parametrize("name", ["resnet50", "inception-v3", "vgg16", "densenet121"])
@@ -174,11 +219,16 @@ def test_counts_are_torchvisions(name):
 
 def test_the_zoo_has_the_clusters_of_table_2_and_nothing_else():
     found = {
-        name: ([host.devices for host in cluster.hosts], [host.link_bytes_per_s * 8 / 1e9 for host in cluster.hosts])
+        name: (
+            [host.devices for host in cluster.hosts],
+            [host.link_bytes_per_s * 8 / 1e9 for host in cluster.hosts],
+        )
         for name, cluster in CLUSTERS.items()
     }
     assert found == TABLE_2
-    assert {name: cluster.world_size for name, cluster in CLUSTERS.items()} == {name: sum(gpus) for name, (gpus, _) in TABLE_2.items()}
+    assert {name: cluster.world_size for name, cluster in CLUSTERS.items()} == {
+        name: sum(gpus) for name, (gpus, _) in TABLE_2.items()
+    }
     assert {cluster.source for cluster in CLUSTERS.values()} == {"assumed"}
 
 
@@ -190,23 +240,36 @@ def test_a_device_has_the_memory_of_its_type(name):
 
 def test_one_flow_limits_a_pair_of_aws_nodes_but_not_what_a_server_takes_in():
     b7 = single_flow("B7")
-    assert b7.bandwidth_bytes_per_s(0, 4) == b7.bandwidth_bytes_per_s(15, 0) == b7.ring_bytes_per_s == 10e9 / 8
-    assert b7.bandwidth_bytes_per_s(0, 3) == CLUSTERS["B7"].bandwidth_bytes_per_s(0, 3)  # inside a node
+    assert (
+        b7.bandwidth_bytes_per_s(0, 4)
+        == b7.bandwidth_bytes_per_s(15, 0)
+        == b7.ring_bytes_per_s
+        == 10e9 / 8
+    )
+    assert b7.bandwidth_bytes_per_s(0, 3) == CLUSTERS["B7"].bandwidth_bytes_per_s(
+        0, 3
+    )  # inside a node
     assert b7.own_bandwidth_bytes_per_s(0) == 50e9 / 8
     assert len(b7.pair_links) == 6
     assert b7.id != CLUSTERS["B7"].id
-    unlimited: list[Cluster] = [CLUSTERS[name] for name in ("A1", "A2", "B4", "B9")]  # no AWS, no AWS, one node, 10GbE anyway
+    unlimited: list[Cluster] = [
+        CLUSTERS[name] for name in ("A1", "A2", "B4", "B9")
+    ]  # no AWS, no AWS, one node, 10GbE anyway
     assert [single_flow(cluster.name) for cluster in unlimited] == unlimited
 
 
 def test_unknown_names_are_refused_with_the_known_ones():
-    with pytest.raises(InvalidInput, match=r"models are resnet50, .*bert-large, but 'resnet18' was asked for"):
+    with pytest.raises(
+        InvalidInput, match=r"models are resnet50, .*bert-large, but 'resnet18' was asked for"
+    ):
         workload("resnet18")
     with pytest.raises(InvalidInput, match=r"clusters are A1, .*B12, but 'C1' was asked for"):
         single_flow("C1")
 
 
-@pytest.mark.parametrize(("model", "cluster"), [("bert-large", "B11"), ("ncf-sparse", "A2"), ("resnet50", "B9")])
+@pytest.mark.parametrize(
+    ("model", "cluster"), [("bert-large", "B11"), ("ncf-sparse", "A2"), ("resnet50", "B9")]
+)
 @pytest.mark.parametrize("builder", BUILDERS)
 def test_every_hand_made_strategy_can_be_planned(builder, model, cluster):
     trained, where = workload(model), CLUSTERS[cluster]

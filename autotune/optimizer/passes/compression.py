@@ -10,7 +10,13 @@ from autotune.optimizer.edits import like
 from autotune.optimizer.state import CriticalPath, State
 from autotune.strategy_space.plan import PRIMITIVE_OF, Message
 from autotune.strategy_space.space import CompressorSetting
-from autotune.strategy_space.strategy import CASTS, ERROR_FEEDBACK, Shard, SparseHandling, Synchronizer
+from autotune.strategy_space.strategy import (
+    CASTS,
+    ERROR_FEEDBACK,
+    Shard,
+    SparseHandling,
+    Synchronizer,
+)
 
 _SYNCHRONIZER = {primitive: synchronizer for synchronizer, primitive in PRIMITIVE_OF.items()}
 PORTIONS = 2
@@ -32,7 +38,9 @@ class MixedPrecision:
 
     def __post_init__(self) -> None:
         if self.compute_factor is not None and not 0 < self.compute_factor < float("inf"):
-            raise InvalidInput(f"a measured factor of the computation must be finite and above 0, but is {self.compute_factor}")
+            raise InvalidInput(
+                f"a measured factor of the computation must be finite and above 0, but is {self.compute_factor}"
+            )
 
     def propose(self, state: State, path: CriticalPath) -> Iterable[State]:
         for kind in path.problem.space.compressors:
@@ -46,7 +54,9 @@ class MixedPrecision:
                 yield found
                 if self.compute_factor is not None and state.compute_factor == 1:
                     note = f"computation in mixed precision takes {self.compute_factor:g} of its time, as the caller measured"
-                    yield replace(found, compute_factor=self.compute_factor, assumed=(*state.assumed, note))
+                    yield replace(
+                        found, compute_factor=self.compute_factor, assumed=(*state.assumed, note)
+                    )
 
 
 class ErrorFeedback:
@@ -60,8 +70,16 @@ class ErrorFeedback:
                 continue
             found: list[tuple[float, int, dict[int, Shard]]] = []
             for setting in path.problem.space.settings_of(kind):
-                shards = {n: shard for n, shard in _compressed(path, path.messages, setting).items() if self._shorter(path, n, shard)}
-                gain_s = sum(path.sync_s([path.plan.messages[n]]) - path.sync_s([_as(path.plan.messages[n], s)]) for n, s in shards.items())
+                shards = {
+                    n: shard
+                    for n, shard in _compressed(path, path.messages, setting).items()
+                    if self._shorter(path, n, shard)
+                }
+                gain_s = sum(
+                    path.sync_s([path.plan.messages[n]])
+                    - path.sync_s([_as(path.plan.messages[n], s)])
+                    for n, s in shards.items()
+                )
                 found.append((-gain_s, len(found), shards))
             for _, _, shards in sorted(found)[:PORTIONS]:
                 if shards:
@@ -73,15 +91,25 @@ class ErrorFeedback:
         return path.sync_s([_as(message, shard)]) < path.sync_s([message])
 
 
-def _compressed(path: CriticalPath, numbers: Iterable[int], setting: CompressorSetting) -> dict[int, Shard]:
+def _compressed(
+    path: CriticalPath, numbers: Iterable[int], setting: CompressorSetting
+) -> dict[int, Shard]:
     """Those of the messages that can be compressed so and are not yet, with the shard that says it."""
     found = {}
     for number in numbers:
         message = path.plan.messages[number]
         allowed = setting.compressor in path.problem.space.compressors_for(message.dtype)
-        if allowed and message.sparse is SparseHandling.DENSE and setting != (message.compressor, message.ratio, message.rank):
+        if (
+            allowed
+            and message.sparse is SparseHandling.DENSE
+            and setting != (message.compressor, message.ratio, message.rank)
+        ):
             placement = message.owner
-            shard = Shard(_SYNCHRONIZER[message.primitive], placement=placement, hierarchical=message.hierarchical)
+            shard = Shard(
+                _SYNCHRONIZER[message.primitive],
+                placement=placement,
+                hierarchical=message.hierarchical,
+            )
             found[number] = replace(shard, **setting._asdict())
     return found
 

@@ -11,10 +11,10 @@ from dataclasses import replace
 
 import numpy as np
 
+from autotune.costs.issue_order import planned_order
+from autotune.costs.timing import needed_times_s
 from autotune.optimizer.edits import draft_of, reordered
 from autotune.optimizer.state import CriticalPath, State
-from autotune.strategy_space.cross_step import planned_order
-from autotune.strategy_space.timing import needed_times_s
 
 NODES = 60
 """Orders that one search looks at."""
@@ -60,7 +60,9 @@ class IssueOrder:
         apart_s = np.array([path.sync_s([message]) for message in path.plan.messages])
         for cost_s in (apart_s, np.minimum(taken_s, apart_s)):
             start_s = workload.backward_s + workload.update_s
-            order = planned_order(path.ready_s, cost_s, needed_s, start_s, workload.forward_s, NODES).order
+            order = planned_order(
+                path.ready_s, cost_s, needed_s, start_s, workload.forward_s, NODES
+            ).order
             if order != list(range(count)):
                 yield state.with_strategy(reordered(state, path.problem, order))
         yield from self._moves(state, path, workload.forward_s - needed_s)
@@ -69,7 +71,12 @@ class IssueOrder:
     def _needed_s(path: CriticalPath) -> np.ndarray:
         """When the first variable of a message is read, from the start of the forward pass, shape (M,)."""
         needed_s, index = needed_times_s(path.workload), path.workload.index
-        return np.array([min(needed_s[index[part.variable]] for part in message.slices) for message in path.plan.messages])
+        return np.array(
+            [
+                min(needed_s[index[part.variable]] for part in message.slices)
+                for message in path.plan.messages
+            ]
+        )
 
     @staticmethod
     def _moves(state: State, path: CriticalPath, tail_s: np.ndarray) -> Iterable[State]:
@@ -80,9 +87,13 @@ class IssueOrder:
         for number in before[: MOVES // 2]:
             rest = [n for n in order if n != number]
             at = rest.index(last) + 1
-            yield state.with_strategy(reordered(state, path.problem, [*rest[:at], number, *rest[at:]]))
+            yield state.with_strategy(
+                reordered(state, path.problem, [*rest[:at], number, *rest[at:]])
+            )
         step = max(1, len(before) // (MOVES // 2))
         for number in before[::step][: MOVES // 2]:
             rest = [n for n in order if n != last]
             at = rest.index(number)
-            yield state.with_strategy(reordered(state, path.problem, [*rest[:at], last, *rest[at:]]))
+            yield state.with_strategy(
+                reordered(state, path.problem, [*rest[:at], last, *rest[at:]])
+            )

@@ -41,7 +41,9 @@ class FuseOps:
                 yield replace(state, fusion=fusion, strategy=merged(state, path.problem, pairs))
 
     @staticmethod
-    def _sweep(graph: OpGraph, state: State, path: CriticalPath) -> tuple[list[int], list[tuple[int, tuple[int, int]]]]:
+    def _sweep(
+        graph: OpGraph, state: State, path: CriticalPath
+    ) -> tuple[list[int], list[tuple[int, tuple[int, int]]]]:
         """(numbers of the ops to be fused with the one behind them, [(how many fusions before, pair of messages to be fused)])."""
         problem, critical = path.problem, set(path.ops)
         ends_at = messages_of_ops(graph, path)
@@ -51,7 +53,9 @@ class FuseOps:
         held = runs[0]
         for run in runs[1:]:
             both = (run[0], held[1])
-            p1_s, p2_s, fused_s = (problem.fused_s(graph.ops[a:b][::-1], True) for a, b in (held, run, both))
+            p1_s, p2_s, fused_s = (
+                problem.fused_s(graph.ops[a:b][::-1], True) for a, b in (held, run, both)
+            )
             waiting = [n for op in range(*held) for n in ends_at.get(op, ())]
             t1_s = path.sync_s([path.plan.messages[n] for n in waiting]) if waiting else 0.0
             pays = fused_s < p1_s + p2_s and op_fusion_pays(p1_s, p2_s, fused_s, t1_s)
@@ -60,7 +64,11 @@ class FuseOps:
                 continue
             found.append(run[1] - 1)
             others = [n for op in range(*run) for n in ends_at.get(op, ())]
-            if waiting and others and can_merge(path.plan.messages[waiting[-1]], path.plan.messages[others[0]]):
+            if (
+                waiting
+                and others
+                and can_merge(path.plan.messages[waiting[-1]], path.plan.messages[others[0]])
+            ):
                 one, two = (path.plan.messages[n] for n in (waiting[-1], others[0]))
                 times = (path.sync_s([one]), path.sync_s([two]), path.sync_s([joined([one, two])]))
                 if both_fusions_pay(p1_s, p2_s, fused_s, *times):
@@ -84,8 +92,14 @@ def _saving(graph: OpGraph, fused: frozenset[int], path: CriticalPath) -> frozen
     runs = OpFusion.runs(fused, len(graph.ops))
     held = runs[0]
     for run in runs[1:]:
-        apart_s, both = sum(fused_s(graph.ops[a:b], False) for a, b in (held, run)), (held[0], run[1])
-        if run[0] - 1 in graph.predecessors[run[0]] and fused_s(graph.ops[both[0] : both[1]], False) < apart_s:
+        apart_s, both = (
+            sum(fused_s(graph.ops[a:b], False) for a, b in (held, run)),
+            (held[0], run[1]),
+        )
+        if (
+            run[0] - 1 in graph.predecessors[run[0]]
+            and fused_s(graph.ops[both[0] : both[1]], False) < apart_s
+        ):
             found.append(run[0] - 1)
             held = both
         else:

@@ -29,18 +29,30 @@ class Partition:
 
     def propose(self, state: State, path: CriticalPath) -> Iterable[State]:
         tensors = self._tensors(state, path)
-        best = {position: count for position, now in tensors.items() if (count := self._optimal(state, path, position, now)) != now}
+        best = {
+            position: count
+            for position, now in tensors.items()
+            if (count := self._optimal(state, path, position, now)) != now
+        }
         if best:
-            yield state.with_strategy(cut_variables(state, path.problem, self._alike(best, state, path)))
+            yield state.with_strategy(
+                cut_variables(state, path.problem, self._alike(best, state, path))
+            )
         if len(best) > 1:
             for position, count in best.items():
-                yield state.with_strategy(cut_variables(state, path.problem, self._alike({position: count}, state, path)))
+                yield state.with_strategy(
+                    cut_variables(state, path.problem, self._alike({position: count}, state, path))
+                )
         if state.strategy.cross_step:
             for position, now in list(tensors.items())[:2]:
                 for count in URGENT:
                     if count != now and self._parts(state, path, position, count) is not None:
-                        found = state.with_strategy(cut_variables(state, path.problem, {position: count}))
-                        yield found.with_strategy(replanned(found, path.problem))  # parts one behind the other let nothing pass
+                        found = state.with_strategy(
+                            cut_variables(state, path.problem, {position: count})
+                        )
+                        yield found.with_strategy(
+                            replanned(found, path.problem)
+                        )  # parts one behind the other let nothing pass
 
     @staticmethod
     def _tensors(state: State, path: CriticalPath) -> dict[int, int]:
@@ -50,14 +62,20 @@ class Partition:
         for number in path.messages:
             message = path.plan.messages[number]
             position = index[message.slices[0].variable]
-            if message.sparse is SparseHandling.DENSE and travels_alone(state, variables[position].name):
+            if message.sparse is SparseHandling.DENSE and travels_alone(
+                state, variables[position].name
+            ):
                 alone[position] = len(state.strategy.by_name[variables[position].name].shards)
         largest = sorted(alone, key=lambda position: (-variables[position].grad_bytes, position))
         return {position: alone[position] for position in largest[:TENSORS]}
 
     def _optimal(self, state: State, path: CriticalPath, position: int, now: int) -> int:
         """k* of the grid; the number of parts at present where nothing is faster."""
-        known = {count: parts for count in {*GRID, now} if (parts := self._parts(state, path, position, count)) is not None}
+        known = {
+            count: parts
+            for count in {*GRID, now}
+            if (parts := self._parts(state, path, position, count)) is not None
+        }
         times = {count: path.sync_s(parts) for count, parts in sorted(known.items())}
         if now not in times:  # cut along another axis: leave it
             return now
@@ -83,7 +101,9 @@ class Partition:
         alone: dict[tuple[object, ...], list[int]] = {}
         of_position: dict[int, tuple[object, ...]] = {}
         for message in path.plan.messages:
-            if message.sparse is SparseHandling.DENSE and travels_alone(state, message.slices[0].variable):
+            if message.sparse is SparseHandling.DENSE and travels_alone(
+                state, message.slices[0].variable
+            ):
                 position = index[message.slices[0].variable]
                 of_position.setdefault(position, signature(message))
                 alone.setdefault(of_position[position], []).append(position)

@@ -22,13 +22,21 @@ class Synchronizers:
     name = "synchronizer"
 
     def propose(self, state: State, path: CriticalPath) -> Iterable[State]:
-        dense = [n for n, message in enumerate(path.plan.messages) if message.sparse is SparseHandling.DENSE]
+        dense = [
+            n
+            for n, message in enumerate(path.plan.messages)
+            if message.sparse is SparseHandling.DENSE
+        ]
         options = self._options(path)
         if len(options) < 2 or not dense:
             return
         times = self._times(path, dense, options)
         each = {n: options[own.index(min(own))] for n, own in times.items()}
-        changed = {n: self._shard(state, path, n, each[n]) for n in dense if not self._is(path.plan.messages[n], each[n])}
+        changed = {
+            n: self._shard(state, path, n, each[n])
+            for n in dense
+            if not self._is(path.plan.messages[n], each[n])
+        }
         if changed:
             yield state.with_strategy(like(state, path.problem, changed))
         critical = {n: shard for n, shard in changed.items() if n in set(path.messages)}
@@ -36,7 +44,13 @@ class Synchronizers:
             yield state.with_strategy(like(state, path.problem, critical))
         totals = [sum(own[number] for own in times.values()) for number in range(len(options))]
         for number in sorted(range(len(options)), key=lambda at: (totals[at], at))[:2]:
-            yield state.with_strategy(like(state, path.problem, {n: self._shard(state, path, n, options[number]) for n in dense}))
+            yield state.with_strategy(
+                like(
+                    state,
+                    path.problem,
+                    {n: self._shard(state, path, n, options[number]) for n in dense},
+                )
+            )
 
     @staticmethod
     def _options(path: CriticalPath) -> list[Shard]:
@@ -48,29 +62,47 @@ class Synchronizers:
             for level in levels
         ]
 
-    def _times(self, path: CriticalPath, dense: Sequence[int], options: Sequence[Shard]) -> dict[int, list[float]]:
+    def _times(
+        self, path: CriticalPath, dense: Sequence[int], options: Sequence[Shard]
+    ) -> dict[int, list[float]]:
         """t_sync of every message by every option: replayed at some sizes from the smallest to the largest, and linear between."""
         alike: dict[object, list[int]] = {}
         for number in dense:
             message = path.plan.messages[number]
-            alike.setdefault((message.compressor, message.dtype, message.ratio, message.rank), []).append(number)
+            alike.setdefault(
+                (message.compressor, message.dtype, message.ratio, message.rank), []
+            ).append(number)
         found: dict[int, list[float]] = {}
         for numbers in alike.values():
             own = sorted(numbers, key=lambda n: path.plan.messages[n].elements)
             sizes = np.array([path.plan.messages[n].elements for n in own], dtype=np.float64)
             steps = np.linspace(0.0, 1.0, SIZES)
-            wanted = sizes[0] ** (1 - steps) * sizes[-1] ** steps  # the same ratio from each to the next
+            wanted = (
+                sizes[0] ** (1 - steps) * sizes[-1] ** steps
+            )  # the same ratio from each to the next
             probed = np.unique(np.clip(np.searchsorted(sizes, wanted), 0, len(own) - 1))
             seconds = [
-                np.interp(sizes, sizes[probed], [self._seconds(path, path.plan.messages[own[at]], option) for at in probed.tolist()])
+                np.interp(
+                    sizes,
+                    sizes[probed],
+                    [
+                        self._seconds(path, path.plan.messages[own[at]], option)
+                        for at in probed.tolist()
+                    ],
+                )
                 for option in options
             ]
-            found.update({n: [float(of_option[at]) for of_option in seconds] for at, n in enumerate(own)})
+            found.update(
+                {n: [float(of_option[at]) for of_option in seconds] for at, n in enumerate(own)}
+            )
         return found
 
     @staticmethod
     def _is(message: Message, option: Shard) -> bool:
-        return message.primitive is PRIMITIVE_OF[option.synchronizer] and message.hierarchical == option.hierarchical
+        return (
+            message.primitive is PRIMITIVE_OF[option.synchronizer]
+            and message.hierarchical == option.hierarchical
+        )
 
     @staticmethod
     def _seconds(path: CriticalPath, message: Message, option: Shard) -> float:
@@ -89,4 +121,6 @@ class Synchronizers:
     def _shard(state: State, path: CriticalPath, number: int, option: Shard) -> Shard:
         """The option with the compressor that the message has."""
         message = path.plan.messages[number]
-        return replace(option, compressor=message.compressor, ratio=message.ratio, rank=message.rank)
+        return replace(
+            option, compressor=message.compressor, ratio=message.ratio, rank=message.rank
+        )

@@ -53,7 +53,9 @@ class TensorFusion:
                     t12_s = path.sync_s([joined([*held, message])])
                     if tensor_fusion_pays(held_end_s, ready_s, t2_s, t12_s, free_s):
                         fused_s = end_tensor_fused_s(ready_s, free_s, t12_s)
-                        found.append(((number - 1, number), max(held_end_s, ready_s) + t2_s - fused_s))
+                        found.append(
+                            ((number - 1, number), max(held_end_s, ready_s) + t2_s - fused_s)
+                        )
                         held.append(message)
                         held_end_s = fused_s
                         continue
@@ -77,7 +79,11 @@ class TensorFusion:
             alike: list[Pair] = []
             for pair in pairwise(range(len(signatures))):
                 free = not alike or pair[0] > alike[-1][1]
-                if free and (signatures[pair[0]], signatures[pair[1]]) == key and can_merge(*(path.plan.messages[n] for n in pair)):
+                if (
+                    free
+                    and (signatures[pair[0]], signatures[pair[1]]) == key
+                    and can_merge(*(path.plan.messages[n] for n in pair))
+                ):
                     alike.append(pair)
             yield alike
             if len(proposed) == SINGLES:
@@ -97,7 +103,9 @@ class TensorSplit:
         waited = [n for n in path.messages if len(messages[n].slices) > 1]
         largest = sorted(waited, key=lambda n: -messages[n].grad_bytes)[:CUTS]
         first = [n for n in waited[:1] if n not in largest]
-        signatures = [signature(message) for message in messages] if path.problem.speedups.symmetry else []
+        signatures = (
+            [signature(message) for message in messages] if path.problem.speedups.symmetry else []
+        )
         for number in [*first, *largest]:
             alike = [n for n, own in enumerate(signatures) if own == signatures[number]] or [number]
             for cut in self._cuts(number, path):
@@ -116,7 +124,8 @@ class TensorSplit:
         allowed = [
             cut
             for cut in range(1, len(parts))
-            if parts[cut].variable == parts[cut - 1].variable or group[index[parts[cut].variable]] != group[index[parts[cut - 1].variable]]
+            if parts[cut].variable == parts[cut - 1].variable
+            or group[index[parts[cut].variable]] != group[index[parts[cut - 1].variable]]
         ]
         if not allowed:
             return []

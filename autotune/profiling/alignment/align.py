@@ -33,14 +33,20 @@ def align(job: TraceJob, samples: int = SAMPLES, seed: int = 0) -> Alignment:
     return align_observations(observe(job), samples, seed, job.hosts.assumed)
 
 
-def align_observations(seen: Observations, samples: int = SAMPLES, seed: int = 0, hosts_assumed: bool = False) -> Alignment:
+def align_observations(
+    seen: Observations, samples: int = SAMPLES, seed: int = 0, hosts_assumed: bool = False
+) -> Alignment:
     """The same for observations that were taken elsewhere; `hosts_assumed`: give the hosts up where the clocks do not bear them out."""
     none = np.zeros(seen.ranks)
     if seen.ranks == 1:
         note = "one rank: nothing to align"
-        return Alignment(none, none, none, none, np.empty(0), (), (0.0, 0.0), none, none, none, (note,))
+        return Alignment(
+            none, none, none, none, np.empty(0), (), (0.0, 0.0), none, none, none, (note,)
+        )
     if not seen.collectives:
-        raise InvalidInput("clocks are aligned by collectives, but no collective was matched across ranks; see the job's repairs")
+        raise InvalidInput(
+            "clocks are aligned by collectives, but no collective was matched across ranks; see the job's repairs"
+        )
     from autotune.profiling.alignment.program import Program, first_guess, noise_of
 
     guess_s = first_guess(seen)
@@ -60,11 +66,24 @@ def align_observations(seen: Observations, samples: int = SAMPLES, seed: int = 0
     apart = ~np.isfinite(high_s - low_s)
     notes += [*thinned, *_notes(slack_s, apart, drift, hosts_unknown)]
     offset_s = np.where(apart, 0.0, offset_s)
-    before, after = float(np.median(seen.end_spread_s(none))), float(np.median(moved.end_spread_s(offset_s)))
+    before, after = (
+        float(np.median(seen.end_spread_s(none))),
+        float(np.median(moved.end_spread_s(offset_s))),
+    )
     spread = _bootstrap(program, clocks, samples, np.random.default_rng(seed))
     drift_spread = np.where(drifts.free, spread[1], error)
     return Alignment(
-        offset_s, low_s, high_s, spread[0], slack_s, seen.transactions, (before, after), drift, drift_spread, drifts.middle_s, tuple(notes)
+        offset_s,
+        low_s,
+        high_s,
+        spread[0],
+        slack_s,
+        seen.transactions,
+        (before, after),
+        drift,
+        drift_spread,
+        drifts.middle_s,
+        tuple(notes),
     )
 
 
@@ -76,10 +95,14 @@ def _drifts(seen: Observations, guess_s: FloatArray) -> tuple[Drifts, FloatArray
     middle_s = middles_s(seen, machine)
     rough, error = rough_drift(seen, machine, middle_s, guess_s)
     free = matters(seen, rough, error, noise_of(seen, guess_s).end_s, LEAST_NOISE_S)
-    return Drifts(machine, middle_s, np.where(free, np.clip(rough, -MOST_DRIFT, MOST_DRIFT), 0.0), free), error
+    return Drifts(
+        machine, middle_s, np.where(free, np.clip(rough, -MOST_DRIFT, MOST_DRIFT), 0.0), free
+    ), error
 
 
-def _notes(slack_s: FloatArray, apart: np.ndarray, drift: FloatArray, hosts_unknown: bool) -> list[str]:
+def _notes(
+    slack_s: FloatArray, apart: np.ndarray, drift: FloatArray, hosts_unknown: bool
+) -> list[str]:
     notes = []
     if slack_s.any():
         notes.append(
@@ -90,10 +113,14 @@ def _notes(slack_s: FloatArray, apart: np.ndarray, drift: FloatArray, hosts_unkn
             f"ranks at places {np.flatnonzero(apart)[:8].tolist()} share no collective with the first; their clocks are as they were"
         )
     if hosts_unknown:
-        notes.append("the traces do not tell the hosts, so that clocks of one host are not tied to each other")
+        notes.append(
+            "the traces do not tell the hosts, so that clocks of one host are not tied to each other"
+        )
     fastest = float(np.abs(drift).max())
     if fastest >= 0.999 * MOST_DRIFT:
-        notes.append(f"a clock drifts by {fastest * 1e6:.0f} ppm, the most that is allowed for: was it set during the recording?")
+        notes.append(
+            f"a clock drifts by {fastest * 1e6:.0f} ppm, the most that is allowed for: was it set during the recording?"
+        )
     return notes
 
 
@@ -103,10 +130,14 @@ def _thinned(seen: Observations) -> tuple[Observations, list[str]]:
         return seen, []
     keep = max(int(seen.collectives * MOST_MEMBERS / seen.members), 8)
     chosen = np.unique(np.linspace(0, seen.collectives - 1, keep).astype(np.int64))
-    return seen.chosen(chosen), [f"{len(chosen)} of {seen.collectives} collectives, evenly spaced, used to find the offsets"]
+    return seen.chosen(chosen), [
+        f"{len(chosen)} of {seen.collectives} collectives, evenly spaced, used to find the offsets"
+    ]
 
 
-def _bootstrap(program: Program, clocks: FloatArray, samples: int, rng: np.random.Generator) -> FloatArray:
+def _bootstrap(
+    program: Program, clocks: FloatArray, samples: int, rng: np.random.Generator
+) -> FloatArray:
     """(2, R) standard deviations of offsets and drifts over samples of the steps, with replacement.
 
     Of the collectives where there are fewer than three steps.
@@ -118,7 +149,9 @@ def _bootstrap(program: Program, clocks: FloatArray, samples: int, rng: np.rando
         return np.full((2, seen.ranks), np.nan)
     found = []
     for _ in range(samples if seen.members < FEW_MEMBERS else max(samples // 4, 2)):
-        counts = np.bincount(rng.integers(len(names), size=len(names)), minlength=len(names)).astype(np.float64)
+        counts = np.bincount(
+            rng.integers(len(names), size=len(names)), minlength=len(names)
+        ).astype(np.float64)
         found.append(program.solve(clocks, counts[unit], rounds=1))
     spread: FloatArray = np.std(np.array(found), axis=0, ddof=1)
     return spread

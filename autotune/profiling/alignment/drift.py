@@ -47,7 +47,9 @@ def middles_s(seen: Observations, machine: IntArray) -> FloatArray:
     return found
 
 
-def rough_drift(seen: Observations, machine: IntArray, middle_s: FloatArray, offset_s: FloatArray) -> tuple[FloatArray, FloatArray]:
+def rough_drift(
+    seen: Observations, machine: IntArray, middle_s: FloatArray, offset_s: FloatArray
+) -> tuple[FloatArray, FloatArray]:
     """(drift (R,), error (R,)), from machine to machine over the collectives that they share; 0 and infinite where too few are."""
     drift, error = np.zeros(seen.ranks), np.full(seen.ranks, np.inf)
     known = machine == 0
@@ -97,8 +99,12 @@ def _median_error(values: FloatArray) -> float:
     return float(alone * np.sqrt((1 + correlation) / (1 - correlation)))
 
 
-def matters(seen: Observations, drift: FloatArray, error: FloatArray, noise_s: float, least_s: float) -> np.ndarray:
+def matters(
+    seen: Observations, drift: FloatArray, error: FloatArray, noise_s: float, least_s: float
+) -> np.ndarray:
     """(R,) whether the drift is sure, and more than `least_s` and half of `noise_s`, the noise of ends, over the whole recording."""
     span_s = float(np.ptp(seen.end_s)) if seen.members else 0.0
-    sure: np.ndarray = (np.abs(drift) > SURE * error) & (np.abs(drift) * span_s > max(least_s, noise_s / 2))
+    sure: np.ndarray = (np.abs(drift) > SURE * error) & (
+        np.abs(drift) * span_s > max(least_s, noise_s / 2)
+    )
     return sure

@@ -17,7 +17,9 @@ import numpy as np
 from autotune.profiling.alignment.observations import FloatArray, Observations
 
 
-def feasible_intervals(seen: Observations, slack_s: FloatArray, reference: int = 0) -> tuple[FloatArray, FloatArray]:
+def feasible_intervals(
+    seen: Observations, slack_s: FloatArray, reference: int = 0
+) -> tuple[FloatArray, FloatArray]:
     """(low_s (R,), high_s (R,)) with theta of the reference 0. `slack_s` (K,) must make the constraints feasible."""
     high_s = _shortest(seen, seen.start_s, seen.end_s + slack_s[seen.of], reference)
     # theta -> -theta turns the least into the greatest, and starts and ends change roles
@@ -25,7 +27,9 @@ def feasible_intervals(seen: Observations, slack_s: FloatArray, reference: int =
     return low_s, high_s
 
 
-def _shortest(seen: Observations, near_s: FloatArray, far_s: FloatArray, reference: int) -> FloatArray:
+def _shortest(
+    seen: Observations, near_s: FloatArray, far_s: FloatArray, reference: int
+) -> FloatArray:
     """(R,) greatest theta with near_e + theta_p <= m_k <= far_e + theta_p."""
     greatest = np.full(seen.ranks, np.inf)
     greatest[reference] = 0.0

@@ -48,7 +48,9 @@ class Observations:
         """(K,) when the last member had begun, with these offsets (R,)."""
         if not self.members:
             return np.empty(0)
-        latest: FloatArray = np.maximum.reduceat(self.start_s + offset_s[self.rank], self.first[:-1])
+        latest: FloatArray = np.maximum.reduceat(
+            self.start_s + offset_s[self.rank], self.first[:-1]
+        )
         return latest
 
     def last_starter(self, offset_s: FloatArray) -> IntArray:
@@ -72,13 +74,19 @@ class Observations:
         ends = self.end_s + offset_s[self.rank]
         counts = np.diff(self.first)
         mean = np.add.reduceat(ends, self.first[:-1]) / counts
-        spread: FloatArray = np.sqrt(np.add.reduceat((ends - mean[self.of]) ** 2, self.first[:-1]) / counts)
+        spread: FloatArray = np.sqrt(
+            np.add.reduceat((ends - mean[self.of]) ** 2, self.first[:-1]) / counts
+        )
         return spread
 
     def drifted(self, drift: FloatArray, middle_s: FloatArray) -> Observations:
         """The same with the drift (R,) of the ranks' clocks undone, which adds nothing at `middle_s` (R,)."""
         rate, middle = drift[self.rank], middle_s[self.rank]
-        return replace(self, start_s=self.start_s + rate * (self.start_s - middle), end_s=self.end_s + rate * (self.end_s - middle))
+        return replace(
+            self,
+            start_s=self.start_s + rate * (self.start_s - middle),
+            end_s=self.end_s + rate * (self.end_s - middle),
+        )
 
     def chosen(self, keep: IntArray) -> Observations:
         """Only the collectives of those numbers (ascending)."""

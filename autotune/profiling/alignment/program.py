@@ -69,7 +69,9 @@ def first_guess(seen: Observations) -> FloatArray:
     known[0] = True
     for _ in range(seen.ranks):
         has = known[seen.rank]
-        total = np.bincount(seen.of[has], weights=(seen.end_s + offset[seen.rank])[has], minlength=seen.collectives)
+        total = np.bincount(
+            seen.of[has], weights=(seen.end_s + offset[seen.rank])[has], minlength=seen.collectives
+        )
         count = np.bincount(seen.of[has], minlength=seen.collectives)
         usable = ~has & (count[seen.of] > 0)
         if not usable.any():
@@ -117,7 +119,9 @@ class Program:
     Clocks are arrays (2, R): the offsets, s, and the drifts, s per s, beyond the rough ones.
     """
 
-    def __init__(self, seen: Observations, noise: Noise, base_s: FloatArray, drifts: Drifts) -> None:
+    def __init__(
+        self, seen: Observations, noise: Noise, base_s: FloatArray, drifts: Drifts
+    ) -> None:
         """`seen` is freed of the rough drift. `base_s` (R,): offsets near the ones to be found; the program's variables count from them."""
         self.seen, self.noise, self.base_s, self.drifts = seen, noise, base_s, drifts
         starts_s, ends_s = seen.start_s + base_s[seen.rank], seen.end_s + base_s[seen.rank]
@@ -144,9 +148,15 @@ class Program:
         return sp.csr_matrix((leaning, (rows, columns)), shape=(len(at_s), len(self.free_machines)))
 
     def _moved(self, clocks: FloatArray) -> Observations:
-        return self.seen.drifted(clocks[1], self.drifts.middle_s) if len(self.free_machines) else self.seen
+        return (
+            self.seen.drifted(clocks[1], self.drifts.middle_s)
+            if len(self.free_machines)
+            else self.seen
+        )
 
-    def solve(self, clocks: FloatArray, weights: FloatArray | None = None, rounds: int = ROUNDS) -> FloatArray:
+    def solve(
+        self, clocks: FloatArray, weights: FloatArray | None = None, rounds: int = ROUNDS
+    ) -> FloatArray:
         """Clocks found from `clocks`; `weights` (K,) say how often each collective counts. Raises `InvalidInput`."""
         weight = np.ones(self.seen.collectives) if weights is None else weights
         best, best_value = clocks, np.inf
@@ -168,14 +178,18 @@ class Program:
             found = (self._solved_within(clipping, weight, bound, eased) for eased in EASED)
             clocks = next((one for one in found if one is not None), None)
             if clocks is None:
-                raise InvalidInput("the ranks' clocks could not be aligned: no solution was found; are the traces of one job?")
+                raise InvalidInput(
+                    "the ranks' clocks could not be aligned: no solution was found; are the traces of one job?"
+                )
             broken = np.flatnonzero(self._moved(clocks).violation_s(clocks[0]) > TOLERANCE_S)
             if not len(np.setdiff1d(broken, bound)):
                 self.bound = bound
                 return clocks
             bound = np.union1d(bound, broken)
 
-    def _solved_within(self, clipping: IntArray, weight: FloatArray, bound: IntArray, eased: float) -> FloatArray | None:
+    def _solved_within(
+        self, clipping: IntArray, weight: FloatArray, bound: IntArray, eased: float
+    ) -> FloatArray | None:
         """Clocks with the constraints of the collectives `bound` only, None where the solver fails; `eased` multiplies the noise."""
         seen, noise = self.seen, Noise(eased * self.noise.end_s, eased * self.noise.duration_s)
         start, end = self.start / noise.end_s, self.end / noise.end_s
@@ -184,10 +198,15 @@ class Program:
         rules = [theta[0] == 0]
         if len(self.free_machines):
             delta = cp.Variable(len(self.free_machines))  # of the clock over half the recording
-            own_start, own_end = own_start + self.lean_start @ delta, own_end + self.lean_end @ delta
+            own_start, own_end = (
+                own_start + self.lean_start @ delta,
+                own_end + self.lean_end @ delta,
+            )
             rules += [cp.abs(delta * (noise.end_s / self.half_s) + self.rough) <= MOST_DRIFT]
         root = np.sqrt(weight[seen.of])
-        cost = cp.sum(cp.multiply(weight[seen.of], cp.huber(end + own_end - self.pick_collective @ together)))
+        cost = cp.sum(
+            cp.multiply(weight[seen.of], cp.huber(end + own_end - self.pick_collective @ together))
+        )
         members = np.flatnonzero(self.repeated)
         if len(members):
             clipper = clipping[seen.of[members]]
@@ -214,7 +233,9 @@ class Program:
             cost += SLACK_PRICE * cp.sum(slack)
         problem = cp.Problem(cp.Minimize(cost), rules)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # "may be inaccurate": some nanoseconds; what is broken is reported as slack
+            warnings.simplefilter(
+                "ignore", UserWarning
+            )  # "may be inaccurate": some nanoseconds; what is broken is reported as slack
             try:
                 problem.solve(solver=cp.CLARABEL)
             except cp.error.SolverError:
@@ -234,14 +255,24 @@ class Program:
         seen, noise, offset_s = self._moved(clocks), self.noise, clocks[0]
         ends = seen.end_s + offset_s[seen.rank]
         counts = np.diff(seen.first)
-        middle = np.array([np.median(ends[a:b]) for a, b in zip(seen.first[:-1], seen.first[1:], strict=True)]) if len(counts) else counts
+        middle = (
+            np.array(
+                [np.median(ends[a:b]) for a, b in zip(seen.first[:-1], seen.first[1:], strict=True)]
+            )
+            if len(counts)
+            else counts
+        )
         off = np.abs(ends - middle[seen.of]) / noise.end_s
         value = float(np.sum(weight[seen.of] * np.where(off <= 1, off**2, 2 * off - 1)))
         value += SLACK_PRICE * float(np.sum(seen.violation_s(offset_s))) / noise.end_s
         durations = ends - seen.latest_start_s(offset_s)[seen.of]
         total = np.bincount(self.groups, weights=weight[seen.of])
-        mean = np.bincount(self.groups, weights=weight[seen.of] * durations) / np.maximum(total, 1e-12)
-        value += float(np.sum(weight[seen.of] * ((durations - mean[self.groups]) / noise.duration_s) ** 2))
+        mean = np.bincount(self.groups, weights=weight[seen.of] * durations) / np.maximum(
+            total, 1e-12
+        )
+        value += float(
+            np.sum(weight[seen.of] * ((durations - mean[self.groups]) / noise.duration_s) ** 2)
+        )
         for host in np.unique(seen.hosts[seen.hosts >= 0]):
             own = offset_s[seen.hosts == host]
             value += float(np.sum((own - own.mean()) ** 2)) / HOST_NOISE_S**2
@@ -250,4 +281,6 @@ class Program:
 
 def _picking(columns: IntArray, width: int) -> sp.csr_matrix:
     """(len(columns), width) with a one per row."""
-    return sp.csr_matrix((np.ones(len(columns)), (np.arange(len(columns)), columns)), shape=(len(columns), width))
+    return sp.csr_matrix(
+        (np.ones(len(columns)), (np.arange(len(columns)), columns)), shape=(len(columns), width)
+    )

@@ -49,5 +49,9 @@ class Alignment:
     @property
     def residuals(self) -> dict[str, float]:
         """Collectives that break the order even so, with by how much, s; the worst first."""
-        broken = [(name, float(slack)) for name, slack in zip(self.transactions, self.slack_s, strict=True) if slack > 0]
+        broken = [
+            (name, float(slack))
+            for name, slack in zip(self.transactions, self.slack_s, strict=True)
+            if slack > 0
+        ]
         return dict(sorted(broken, key=lambda item: -item[1]))

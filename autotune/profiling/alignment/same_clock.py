@@ -14,7 +14,9 @@ SAME_S = 5e-5
 NOISES = 3.0
 
 
-def with_shared_clocks(seen: Observations, guess_s: FloatArray, noise_s: float, assumed: bool) -> tuple[Observations, list[str]]:
+def with_shared_clocks(
+    seen: Observations, guess_s: FloatArray, noise_s: float, assumed: bool
+) -> tuple[Observations, list[str]]:
     """`seen` without the hosts whose ranks' clocks differ, and what is to be said.
 
     `guess_s` (R,): rough offsets, `noise_s` that of ends. A host that was told is given up where the order of events excludes equal
@@ -32,5 +34,7 @@ def with_shared_clocks(seen: Observations, guess_s: FloatArray, noise_s: float, 
         if excluded_s > SAME_S or (assumed and apart_s > max(SAME_S, NOISES * noise_s)):
             hosts[ranks] = -1
             told = f"{'assumed' if assumed else 'said'} to be on one host, differ by about {apart_s * 1e6:.0f} us"
-            notes.append(f"the clocks of ranks at places {ranks[:8].tolist()}, {told}: taken to be on different ones")
+            notes.append(
+                f"the clocks of ranks at places {ranks[:8].tolist()}, {told}: taken to be on different ones"
+            )
     return replace(seen, hosts=hosts), notes

@@ -39,7 +39,13 @@ def rank_collectives(trace: RankTrace) -> list[Collective]:
         if category == Category.KERNEL:
             launch = launches.get(int(trace.correlation[event]), MISSING)
             hosts = host_comms.around(event, launch)
-            comm = _merged([trace.comms[trace.comm[one]] for one in (event, *hosts) if trace.comm[one] != MISSING])
+            comm = _merged(
+                [
+                    trace.comms[trace.comm[one]]
+                    for one in (event, *hosts)
+                    if trace.comm[one] != MISSING
+                ]
+            )
             functions = _functions(trace, hosts)
             issued_s = float(trace.start_s[launch if launch != MISSING else event])
         elif category == Category.HOST_MARK and is_executing_mark(trace.name_of(event)):
@@ -50,7 +56,9 @@ def rank_collectives(trace: RankTrace) -> list[Collective]:
             continue
         start_s = float(trace.start_s[event])
         end_s = start_s + float(trace.duration_s[event])
-        found.append(Collective(event, start_s, end_s, issued_s, step_of(trace, issued_s), comm, functions))
+        found.append(
+            Collective(event, start_s, end_s, issued_s, step_of(trace, issued_s), comm, functions)
+        )
     found.sort(key=lambda one: (one.issued_s, one.start_s))
     return _without_enclosed(trace, found)
 
@@ -73,7 +81,10 @@ def _without_enclosed(trace: RankTrace, found: list[Collective]) -> list[Collect
     messages = [one for one in found if trace.name_of(one.event).startswith(MESSAGE)]
     if not messages:
         return found
-    starts, ends = np.array([one.start_s for one in messages]), np.array([one.end_s for one in messages])
+    starts, ends = (
+        np.array([one.start_s for one in messages]),
+        np.array([one.end_s for one in messages]),
+    )
     lanes = np.array([trace.lane[one.event] for one in messages])
     kept = []
     for one in found:
@@ -93,10 +104,16 @@ class _HostComms:
     def __init__(self, trace: RankTrace) -> None:
         self.trace = trace
         named = np.array([name == PARAM_COMMS for name in trace.names], dtype=np.bool_)
-        host = np.isin(trace.category, (Category.HOST_OP, Category.HOST_MARK)) & ((trace.comm != MISSING) | named[trace.name])
+        host = np.isin(trace.category, (Category.HOST_OP, Category.HOST_MARK)) & (
+            (trace.comm != MISSING) | named[trace.name]
+        )
         events = np.flatnonzero(host)
-        self.by_lane = {int(lane): events[trace.lane[events] == lane] for lane in np.unique(trace.lane[events])}
-        self.by_external = {int(trace.external[e]): int(e) for e in events.tolist() if trace.external[e] >= 0}
+        self.by_lane = {
+            int(lane): events[trace.lane[events] == lane] for lane in np.unique(trace.lane[events])
+        }
+        self.by_external = {
+            int(trace.external[e]): int(e) for e in events.tolist() if trace.external[e] >= 0
+        }
 
     def around(self, kernel: int, launch: int) -> list[int]:
         """The events that enclose the kernel's launch, the innermost first; else the one with its external id."""
@@ -104,7 +121,9 @@ class _HostComms:
         if launch != MISSING:
             own = self.by_lane.get(int(trace.lane[launch]), np.empty(0, dtype=np.int64))
             at_s = trace.start_s[launch]
-            inside = own[(trace.start_s[own] <= at_s) & (at_s <= trace.start_s[own] + trace.duration_s[own])]
+            inside = own[
+                (trace.start_s[own] <= at_s) & (at_s <= trace.start_s[own] + trace.duration_s[own])
+            ]
             enclosing: list[int] = inside[::-1].tolist()
             return enclosing
         event = self.by_external.get(int(trace.external[kernel]))
@@ -113,7 +132,9 @@ class _HostComms:
 
 def _merged(said: list[Comm]) -> Comm:
     """The first that says something decides, field by field; a send-receive kernel is what the host called it."""
-    names = [comm.name for comm in said if comm.name and comm.name != "send_recv"] or [comm.name for comm in said if comm.name]
+    names = [comm.name for comm in said if comm.name and comm.name != "send_recv"] or [
+        comm.name for comm in said if comm.name
+    ]
     merged = replace(said[0], name=names[0] if names else "")
     for comm in said[1:]:
         merged = replace(

@@ -16,7 +16,20 @@ PARAM_COMMS = "record_param_comms"
 """The op in which a process group says what a collective is: to Kineto as arguments, to an execution trace as inputs."""
 
 _ELEMENT_BYTES = {
-    **dict.fromkeys(("byte", "char", "bool", "int8", "uint8", "signed char", "unsigned char", "float8_e4m3fn", "float8_e5m2"), 1),
+    **dict.fromkeys(
+        (
+            "byte",
+            "char",
+            "bool",
+            "int8",
+            "uint8",
+            "signed char",
+            "unsigned char",
+            "float8_e4m3fn",
+            "float8_e5m2",
+        ),
+        1,
+    ),
     **dict.fromkeys(("half", "bfloat16", "short", "int16", "float16"), 2),
     **dict.fromkeys(("float", "int", "float32", "int32"), 4),
     **dict.fromkeys(("double", "long", "long int", "int64", "float64", "complexfloat"), 8),
@@ -60,7 +73,9 @@ COLLECTIVES = frozenset(
 MUTUAL = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier"})
 """Of these no rank can end before every rank has begun."""
 
-_KERNEL = re.compile(r"(?:nccl|rccl)(?:\w*?_)?(AllReduce|AllGather|AllToAll|ReduceScatter|Broadcast|Reduce|SendRecv|Generic)(?![a-z])")
+_KERNEL = re.compile(
+    r"(?:nccl|rccl)(?:\w*?_)?(AllReduce|AllGather|AllToAll|ReduceScatter|Broadcast|Reduce|SendRecv|Generic)(?![a-z])"
+)
 """Oldest first: `ncclAllReduceRingLLKernel_sum_f32`, `ncclKernel_AllReduce_...`, `ncclDevKernel_AllReduce_...`, `ncclSymkDevKernel_...`."""
 _UNTOLD_KERNEL = re.compile(r"rccl_main_kernel|mscclKernel_")
 """Of RCCL: one kernel for all kinds, which the host's events tell."""
@@ -173,12 +188,25 @@ def _dtype(args: Mapping[str, Any]) -> str:
 def _ranks(text: Any, args: Mapping[str, Any]) -> tuple[int, ...]:
     """From "[0, 1, 2]"; long lists are cut off by the profiler ("[0, 1, ...]"), then from start, stride and size."""
     size = _count(args.get("Group size"))
-    found = tuple(int(number) for number in re.findall(r"\d+", text)) if isinstance(text, str) else ()
+    found = (
+        tuple(int(number) for number in re.findall(r"\d+", text)) if isinstance(text, str) else ()
+    )
     if size and len(found) != size:
-        first, stride = _count(args.get("Global rank start"), MISSING), _count(args.get("Global rank stride"), MISSING)
-        found = tuple(range(first, first + size * stride, stride)) if first >= 0 and stride > 0 and size <= 10**6 else ()
+        first, stride = (
+            _count(args.get("Global rank start"), MISSING),
+            _count(args.get("Global rank stride"), MISSING),
+        )
+        found = (
+            tuple(range(first, first + size * stride, stride))
+            if first >= 0 and stride > 0 and size <= 10**6
+            else ()
+        )
     return found
 
 
 def _count(value: Any, default: int = 0) -> int:
-    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53 else default
+    return (
+        value
+        if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53
+        else default
+    )

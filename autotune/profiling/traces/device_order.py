@@ -75,13 +75,16 @@ class _Finder:
                 self.found.launch[op] = call
             else:
                 self.found.orphans += 1
-            launched.append((float(trace.start_s[call if call in known else op]), float(trace.start_s[op]), op))
+            launched.append(
+                (float(trace.start_s[call if call in known else op]), float(trace.start_s[op]), op)
+            )
         for launched_s, _, op in sorted(launched):
             stream = self.streams.setdefault(int(trace.lane[op]), _Stream())
             stream.launched_s.append(launched_s)
             stream.ops.append(op)
         self.syncs = {
-            int(trace.correlation[e]): trace.syncs[trace.sync[e]] for e in np.flatnonzero(trace.category == Category.DEVICE_SYNC).tolist()
+            int(trace.correlation[e]): trace.syncs[trace.sync[e]]
+            for e in np.flatnonzero(trace.category == Category.DEVICE_SYNC).tolist()
         }
         self.starts, self.ends = trace.start_s, trace.end_s
         self._find_blocking()
@@ -99,7 +102,11 @@ class _Finder:
             name = self.trace.name_of(call)
             if match := _SYNC_CALL.match(name):
                 self.found.blocks += [(op, call) for op in self._waited_for(call, match.group(1))]
-            elif _COPY_CALL.match(name) and call in own and self.ends[own[call]] <= self.ends[call] + ROUNDING_S:
+            elif (
+                _COPY_CALL.match(name)
+                and call in own
+                and self.ends[own[call]] <= self.ends[call] + ROUNDING_S
+            ):
                 self.found.blocks.append((own[call], call))
 
     def _waited_for(self, call: int, what: str) -> list[int]:
@@ -107,7 +114,10 @@ class _Finder:
         at_s, until_s = float(self.starts[call]), float(self.ends[call]) + ROUNDING_S
         sync = self.syncs.get(int(self.trace.correlation[call]))
         if sync is not None and what == "Event":
-            record_s, lane = self._record_s(sync.record_correlation), self._lane_of(sync.wait_on_stream)
+            record_s, lane = (
+                self._record_s(sync.record_correlation),
+                self._lane_of(sync.wait_on_stream),
+            )
             streams = [self.streams[lane]] if lane != MISSING and record_s is not None else []
             at_s = record_s if record_s is not None else at_s
         elif sync is not None and what == "Stream":
@@ -115,7 +125,11 @@ class _Finder:
             streams = [self.streams[lane]] if lane != MISSING else []
         else:
             streams = list(self.streams.values())
-        last = [op for stream in streams if (op := stream.before(at_s)) != MISSING and self.ends[op] <= until_s]
+        last = [
+            op
+            for stream in streams
+            if (op := stream.before(at_s)) != MISSING and self.ends[op] <= until_s
+        ]
         if sync is None and what != "Device" and last:
             last = [max(last, key=lambda op: self.ends[op])]
             self.found.inferred += self.ends[last[0]] > at_s
@@ -150,7 +164,10 @@ class _Finder:
         behind, before = self._lane_of(stream), self._lane_of(wait_on)
         if record_s is None or MISSING in (behind, before):
             return
-        first, second = self.streams[before].before(record_s), self.streams[behind].after(float(self.starts[call]))
+        first, second = (
+            self.streams[before].before(record_s),
+            self.streams[behind].after(float(self.starts[call])),
+        )
         if MISSING not in (first, second) and first != second:
             self._add_wait(first, second)
 
@@ -166,10 +183,16 @@ class _Finder:
         for call in calls:
             waits_s.setdefault(int(self.trace.lane[call]), []).append(float(self.starts[call]))
         for lane, stream in self.streams.items():
-            for number, (launched_s, op) in enumerate(zip(stream.launched_s, stream.ops, strict=True)):
+            for number, (launched_s, op) in enumerate(
+                zip(stream.launched_s, stream.ops, strict=True)
+            ):
                 previous_s = stream.launched_s[number - 1] if number else -np.inf
                 collective = self.trace.comm[op] != MISSING
-                own_calls = waits_s.get(int(self.trace.lane[self.found.launch[op]]), []) if op in self.found.launch else []
+                own_calls = (
+                    waits_s.get(int(self.trace.lane[self.found.launch[op]]), [])
+                    if op in self.found.launch
+                    else []
+                )
                 place = bisect.bisect_left(own_calls, launched_s) - 1
                 waited = place >= 0 and own_calls[place] > previous_s
                 if not (collective or waited):
@@ -203,5 +226,7 @@ def launched_before_trace(trace: RankTrace) -> np.ndarray:
     """(N,) whether an event is device work that was launched before the trace began: correlation ids grow."""
     calls = trace.correlation[(trace.category == Category.RUNTIME) & (trace.correlation >= 0)]
     first = calls.min() if len(calls) else 0
-    before: np.ndarray = without_launch(trace) & (trace.correlation >= 0) & (trace.correlation < first)
+    before: np.ndarray = (
+        without_launch(trace) & (trace.correlation >= 0) & (trace.correlation < first)
+    )
     return before

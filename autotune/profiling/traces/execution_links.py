@@ -28,7 +28,9 @@ class Link:
 
 
 def enriched(
-    traces: Sequence[RankTrace], collectives: Sequence[Sequence[Collective]], execution: Sequence[ExecutionTrace]
+    traces: Sequence[RankTrace],
+    collectives: Sequence[Sequence[Collective]],
+    execution: Sequence[ExecutionTrace],
 ) -> tuple[tuple[tuple[Collective, ...], ...], tuple[Link, ...], list[Repair]]:
     """The collectives completed by the execution traces, how they were linked, and what was not as it should be."""
     by_rank = {trace.rank: trace for trace in execution}
@@ -45,7 +47,10 @@ def enriched(
         links.append(Link(trace.rank or 0, other.schema, other.nodes, by_id, in_order, len(own)))
         if told := _told(links[-1]):
             repairs.append(Repair(told, rank=trace.rank))
-    repairs += [Repair(f"{other.source} is the execution trace of no rank here; left out") for other in by_rank.values()]
+    repairs += [
+        Repair(f"{other.source} is the execution trace of no rank here; left out")
+        for other in by_rank.values()
+    ]
     return tuple(completed), tuple(links), repairs
 
 
@@ -55,28 +60,58 @@ def _told(link: Link) -> str:
     if link.collectives and not link.by_id:
         return "execution trace not linked: it has neither the ids nor the sequence of collectives of the Kineto trace"
     missed = link.collectives - link.by_id
-    return f"{missed} of {link.collectives} collectives have no node in the execution trace" if missed else ""
+    return (
+        f"{missed} of {link.collectives} collectives have no node in the execution trace"
+        if missed
+        else ""
+    )
 
 
-def _linked(own: Sequence[Collective], other: ExecutionTrace) -> tuple[tuple[Collective, ...], int, int]:
+def _linked(
+    own: Sequence[Collective], other: ExecutionTrace
+) -> tuple[tuple[Collective, ...], int, int]:
     """The collectives, how many were linked by id, and how many in order."""
-    nodes = {int(other.rf_id[node]): comm for table in (other.marks, other.comms) for node, comm in table.items() if other.rf_id[node] > 0}
-    partners = [next((nodes[number] for number in one.functions if number in nodes), None) for one in own]
-    agree = [comm is not None and comm.name in ("", one.comm.name) for one, comm in zip(own, partners, strict=True)]
+    nodes = {
+        int(other.rf_id[node]): comm
+        for table in (other.marks, other.comms)
+        for node, comm in table.items()
+        if other.rf_id[node] > 0
+    }
+    partners = [
+        next((nodes[number] for number in one.functions if number in nodes), None) for one in own
+    ]
+    agree = [
+        comm is not None and comm.name in ("", one.comm.name)
+        for one, comm in zip(own, partners, strict=True)
+    ]
     if any(agree):
         pairs = zip(own, partners, agree, strict=True)
-        return tuple(_joined(one, comm) if fits and comm is not None else one for one, comm, fits in pairs), sum(agree), 0
+        return (
+            tuple(
+                _joined(one, comm) if fits and comm is not None else one
+                for one, comm, fits in pairs
+            ),
+            sum(agree),
+            0,
+        )
     for table in (other.comms, other.marks):
         said = list(table.values())
         if own and _same_sequence(own, said):
-            return tuple(_joined(one, comm) for one, comm in zip(own, said, strict=True)), 0, len(own)
+            return (
+                tuple(_joined(one, comm) for one, comm in zip(own, said, strict=True)),
+                0,
+                len(own),
+            )
     return tuple(own), 0, 0
 
 
 def _same_sequence(own: Sequence[Collective], said: Sequence[Comm]) -> bool:
     if [one.comm.name for one in own] != [comm.name for comm in said]:
         return False
-    return not any(one.comm.size_bytes and comm.size_bytes < one.comm.size_bytes for one, comm in zip(own, said, strict=True))
+    return not any(
+        one.comm.size_bytes and comm.size_bytes < one.comm.size_bytes
+        for one, comm in zip(own, said, strict=True)
+    )
 
 
 def _joined(one: Collective, said: Comm) -> Collective:

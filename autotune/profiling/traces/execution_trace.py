@@ -23,7 +23,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autotune.errors import InvalidInput
-from autotune.profiling.traces.comm_args import COLLECTIVES, PARAM_COMMS, backend_collective, collective_name
+from autotune.profiling.traces.comm_args import (
+    COLLECTIVES,
+    PARAM_COMMS,
+    backend_collective,
+    collective_name,
+)
 from autotune.profiling.traces.json_stream import Field, JsonItems
 from autotune.profiling.traces.rank_trace import MISSING, Comm
 from autotune.profiling.traces.sources import Read, rank_in_name
@@ -64,8 +69,14 @@ def read_execution_trace(read: Read, where: str) -> ExecutionTrace:
     for node in items:
         if isinstance(node, Field):
             reader.field(node)
-        elif not isinstance(node, dict) or (number := _id(node.get("id"))) == MISSING or not isinstance(node.get("name"), str):
-            raise InvalidInput(f"{where}: node {items.items - 1} must be an object with an id and a name, but is {str(node)[:60]}")
+        elif (
+            not isinstance(node, dict)
+            or (number := _id(node.get("id"))) == MISSING
+            or not isinstance(node.get("name"), str)
+        ):
+            raise InvalidInput(
+                f"{where}: node {items.items - 1} must be an object with an id and a name, but is {str(node)[:60]}"
+            )
         elif items.items > MAX_NODES:
             raise InvalidInput(f"{where} may hold at most {MAX_NODES} nodes, but has more")
         else:
@@ -91,7 +102,10 @@ class _Reader:
         attributes = _attributes(node)
         inputs, outputs = _tensors(node.get("inputs")), _tensors(node.get("outputs"))
         name = node["name"]
-        if name == PARAM_COMMS and (comm := _comm(_values(node.get("inputs")), inputs, outputs)) is not None:
+        if (
+            name == PARAM_COMMS
+            and (comm := _comm(_values(node.get("inputs")), inputs, outputs)) is not None
+        ):
             self.comms[len(self.rows)] = comm
         elif (mark := _mark(node, attributes, inputs, outputs)) is not None:
             self.marks[len(self.rows)] = mark
@@ -101,7 +115,9 @@ class _Reader:
         if isinstance(parent, list):
             parent = parent[0] if parent else None
         rf_id, thread = (_id(node.get(key, attributes.get(key))) for key in ("rf_id", "tid"))
-        self.rows.append((self.names.setdefault(name[:400], len(self.names)), number, _id(parent), rf_id, thread))
+        self.rows.append(
+            (self.names.setdefault(name[:400], len(self.names)), number, _id(parent), rf_id, thread)
+        )
         self.sizes.append((_bytes(inputs), _bytes(outputs)))
 
     def trace(self) -> ExecutionTrace:
@@ -126,14 +142,21 @@ class _Reader:
         )
 
     def _grouped(self, comms: dict[int, Comm]) -> Mapping[int, Comm]:
-        return {node: replace(comm, group_ranks=self.groups.get(comm.group, ())) for node, comm in comms.items()}
+        return {
+            node: replace(comm, group_ranks=self.groups.get(comm.group, ()))
+            for node, comm in comms.items()
+        }
 
 
 def _id(value: Any) -> int:
     """A number, also one written as text, as JSON of protocol buffers does with those of 64 bits."""
     if isinstance(value, str) and value.isdecimal() and len(value) < 20:
         value = int(value)
-    return value if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**62 else MISSING
+    return (
+        value
+        if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**62
+        else MISSING
+    )
 
 
 def _attributes(node: dict[str, Any]) -> dict[str, Any]:
@@ -142,7 +165,9 @@ def _attributes(node: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for one in listed if isinstance(listed, list) else []:
         if isinstance(one, dict) and isinstance(one.get("name"), str):
-            values = (value for key, value in one.items() if key == "value" or key.lower().endswith("val"))
+            values = (
+                value for key, value in one.items() if key == "value" or key.lower().endswith("val")
+            )
             found[one["name"]] = next(values, None)
     return found
 
@@ -159,7 +184,12 @@ def _values(inputs: Any) -> list[Any]:
 def _parsed(text: str) -> Any:
     """Chakra writes Python's form of the list."""
     try:
-        return json.loads(text.replace("'", '"').replace("True", "true").replace("False", "false").replace("None", "null"))
+        return json.loads(
+            text.replace("'", '"')
+            .replace("True", "true")
+            .replace("False", "false")
+            .replace("None", "null")
+        )
     except (ValueError, RecursionError):
         return None
 
@@ -175,7 +205,11 @@ def _tensors(inputs: Any) -> list[Tensor]:
         value = pending.pop(0)
         if not isinstance(value, list):
             continue
-        if len(value) >= 6 and isinstance(value[5], str) and all(isinstance(part, int) for part in value[:5]):
+        if (
+            len(value) >= 6
+            and isinstance(value[5], str)
+            and all(isinstance(part, int) for part in value[:5])
+        ):
             found.append((max(value[3], 0), max(value[4], 0)))
         elif value and isinstance(value[0], list):
             pending += value
@@ -188,22 +222,37 @@ def _bytes(tensors: list[Tensor]) -> float:
 
 def _comm(values: list[Any], inputs: list[Tensor], outputs: list[Tensor]) -> Comm | None:
     """From [tensors, sequence, group, rank, name, ...]; newer forms have (sequence, whether point to point) and (name, description)."""
-    place = next((n for n, value in enumerate(values) if isinstance(value, str) and collective_name(value) in COLLECTIVES), MISSING)
+    place = next(
+        (
+            n
+            for n, value in enumerate(values)
+            if isinstance(value, str) and collective_name(value) in COLLECTIVES
+        ),
+        MISSING,
+    )
     if place < 0:
         return None
-    labels = [value[0] for value in values[:place] if isinstance(value, list) and value and isinstance(value[0], str)]
+    labels = [
+        value[0]
+        for value in values[:place]
+        if isinstance(value, list) and value and isinstance(value[0], str)
+    ]
     return Comm(
         collective_name(values[place]),
         max(_bytes(inputs), _bytes(outputs)),
         group=str(labels[0])[:80] if labels else "",
-        sequence=next((number for value in values[:place] if (number := _sequence(value)) != MISSING), MISSING),
+        sequence=next(
+            (number for value in values[:place] if (number := _sequence(value)) != MISSING), MISSING
+        ),
     )
 
 
 def _sequence(value: Any) -> int:
     if isinstance(value, list) and len(value) == 2 and isinstance(value[1], bool):
         value = value[0]
-    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else MISSING
+    return (
+        value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else MISSING
+    )
 
 
 _CHAKRA_KINDS = (
@@ -222,14 +271,24 @@ _CHAKRA_KINDS = (
 _CHAKRA_COLLECTIVE = ("COMM_COLL_NODE", 7)
 
 
-def _mark(node: dict[str, Any], attributes: dict[str, Any], inputs: list[Tensor], outputs: list[Tensor]) -> Comm | None:
+def _mark(
+    node: dict[str, Any], attributes: dict[str, Any], inputs: list[Tensor], outputs: list[Tensor]
+) -> Comm | None:
     """The collective of a node of Chakra's own, or of a backend's annotation."""
     if node.get("type") in _CHAKRA_COLLECTIVE:
         kind = attributes.get("comm_type")
         number = _id(kind)
-        known = _CHAKRA_KINDS[number] if 0 <= number < len(_CHAKRA_KINDS) else collective_name(str(kind))
+        known = (
+            _CHAKRA_KINDS[number]
+            if 0 <= number < len(_CHAKRA_KINDS)
+            else collective_name(str(kind))
+        )
         size = max(float(max(_id(attributes.get("comm_size")), 0)), _bytes(inputs), _bytes(outputs))
-        return Comm(known, size, group=str(attributes.get("pg_name") or "")[:80]) if known in COLLECTIVES else None
+        return (
+            Comm(known, size, group=str(attributes.get("pg_name") or "")[:80])
+            if known in COLLECTIVES
+            else None
+        )
     kind = backend_collective(node["name"])
     return Comm(kind, max(_bytes(inputs), _bytes(outputs))) if kind else None
 
@@ -241,6 +300,8 @@ def _groups(values: list[Any]) -> dict[str, tuple[int, ...]]:
     for group in listed if isinstance(listed, list) else []:
         ranks = group.get("ranks") if isinstance(group, dict) else None
         if isinstance(ranks, list) and all(isinstance(rank, int) for rank in ranks):
-            whole = range(size) if (size := _id(group.get("group_size"))) > 0 and size <= 10**6 else ()
+            whole = (
+                range(size) if (size := _id(group.get("group_size"))) > 0 and size <= 10**6 else ()
+            )
             found[str(group.get("pg_name"))[:80]] = tuple(ranks) or tuple(whole)
     return found

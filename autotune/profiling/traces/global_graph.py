@@ -43,13 +43,20 @@ class _Build:
         self.parts, self.joints = parts, joints
         self.graph = DfgBuilder()
         self.begin_s = min(part.ops.begin_s + part.shift_s for part in parts)
-        self.starts: dict[int, dict[int, float]] = {}  # joint -> place among the parts -> start on the common clock
+        self.starts: dict[
+            int, dict[int, float]
+        ] = {}  # joint -> place among the parts -> start on the common clock
         for place, part in enumerate(parts):
             for op in part.ops.ops:
-                if op.collective != MISSING and (joint := part.joint_of.get(op.collective, MISSING)) != MISSING:
+                if (
+                    op.collective != MISSING
+                    and (joint := part.joint_of.get(op.collective, MISSING)) != MISSING
+                ):
                     self.starts.setdefault(joint, {})[place] = op.start_s + part.shift_s
         self.gates: dict[int, int] = {}
-        self.entry: dict[tuple[int, int], int] = {}  # (place, op) -> op of the graph that its parents lead to
+        self.entry: dict[
+            tuple[int, int], int
+        ] = {}  # (place, op) -> op of the graph that its parents lead to
         self.exit: dict[tuple[int, int], int] = {}  # ... and that its children follow
 
     def dfg(self) -> Dfg:
@@ -63,16 +70,27 @@ class _Build:
         queues: dict[int, int] = {}
         for number, op in enumerate(part.ops.ops):
             if op.lane not in queues:
-                queues[op.lane] = self.graph.queue(f"rank {part.rank} {part.trace.lanes[op.lane].name}")
+                queues[op.lane] = self.graph.queue(
+                    f"rank {part.rank} {part.trace.lanes[op.lane].name}"
+                )
             queue = queues[op.lane]
             layer = self.graph.layer(op.layer) if op.layer else NONE
             joint = self._joint_of(part, op.collective)
             duration_s = op.duration_s
             if joint != MISSING:
                 duration_s = self._transfer_s(place, part, op, joint)
-                self.entry[place, number] = self.graph.op(f"In {op.name}", queue, 0.0, Kind.VIRTUAL, layer=layer, worker=part.rank)
+                self.entry[place, number] = self.graph.op(
+                    f"In {op.name}", queue, 0.0, Kind.VIRTUAL, layer=layer, worker=part.rank
+                )
             added = self.graph.op(
-                op.name, queue, duration_s, op.kind, gap_s=op.gap_s, size_bytes=op.size_bytes, layer=layer, worker=part.rank
+                op.name,
+                queue,
+                duration_s,
+                op.kind,
+                gap_s=op.gap_s,
+                size_bytes=op.size_bytes,
+                layer=layer,
+                worker=part.rank,
             )
             self.exit[place, number] = added
             self.entry.setdefault((place, number), added)
@@ -84,19 +102,27 @@ class _Build:
         joint = part.joint_of.get(collective, MISSING) if collective != MISSING else MISSING
         if joint == MISSING or len(self.starts[joint]) < 2:
             return MISSING
-        return joint if self.joints[joint].mutual or self.joints[joint].root in self.starts[joint] else MISSING
+        return (
+            joint
+            if self.joints[joint].mutual or self.joints[joint].root in self.starts[joint]
+            else MISSING
+        )
 
     def _transfer_s(self, place: int, part: Part, op: Op, joint: int) -> float:
         """From the latest start of those that the member cannot end without."""
         starts = self.starts[joint]
         root = self.joints[joint].root
-        latest_s = max(starts.values()) if self.joints[joint].mutual else max(starts[place], starts[root])
+        latest_s = (
+            max(starts.values()) if self.joints[joint].mutual else max(starts[place], starts[root])
+        )
         return max(op.end_s + part.shift_s - latest_s, 0.0)
 
     def _join(self, place: int, number: int, entry: int, added: int) -> None:
         joint = self.joints[number]
         if number not in self.gates:
-            self.gates[number] = self.graph.op(f"all in {joint.transaction}", NONE, 0.0, Kind.VIRTUAL)
+            self.gates[number] = self.graph.op(
+                f"all in {joint.transaction}", NONE, 0.0, Kind.VIRTUAL
+            )
         if joint.mutual or joint.root == place:
             self.graph.edge(entry, self.gates[number])
         if joint.mutual or joint.root != place:
@@ -110,12 +136,21 @@ class _Build:
             before, behind = self.exit[place, parent], self.entry[place, child]
             if delay_s > 0:
                 behind_name = part.ops.ops[child].name
-                delay = self.graph.op(f"until {behind_name}", NONE, delay_s, Kind.VIRTUAL, after=[before], worker=part.rank)
+                delay = self.graph.op(
+                    f"until {behind_name}",
+                    NONE,
+                    delay_s,
+                    Kind.VIRTUAL,
+                    after=[before],
+                    worker=part.rank,
+                )
                 self.graph.edge(delay, behind)
             else:
                 self.graph.edge(before, behind)
         for number, op in enumerate(part.ops.ops):
             late_s = op.start_s - op.waited_s + part.shift_s - self.begin_s
             if number not in led_to and late_s > 0:
-                delay = self.graph.op(f"begin of rank {part.rank}", NONE, late_s, Kind.VIRTUAL, worker=part.rank)
+                delay = self.graph.op(
+                    f"begin of rank {part.rank}", NONE, late_s, Kind.VIRTUAL, worker=part.rank
+                )
                 self.graph.edge(delay, self.entry[place, number])

@@ -97,12 +97,16 @@ def _segments(trace: RankTrace, lane: int, events: list[int]) -> Iterator[Segmen
         end_s = start_s + float(trace.duration_s[event])
         yield from close(start_s)
         if stack:
-            end_s = min(end_s, stack[-1].end_s)  # profilers round to microseconds, so a child may seem to outlive its parent
+            end_s = min(
+                end_s, stack[-1].end_s
+            )  # profilers round to microseconds, so a child may seem to outlive its parent
             if start_s > cursor:
                 yield from emit(start_s)
         cursor = max(cursor, start_s)
         category, name = trace.category[event], trace.name_of(event)
-        work = category in (Category.HOST_OP, Category.RUNTIME) or (category == Category.HOST_MARK and is_executing_mark(name))
+        work = category in (Category.HOST_OP, Category.RUNTIME) or (
+            category == Category.HOST_MARK and is_executing_mark(name)
+        )
         scope = _scope(trace, event, name, stack[-1].scope if stack else NO_SCOPE)
         stack.append(_Open(event, end_s, work, scope))
     yield from close(np.inf)
@@ -124,7 +128,9 @@ def _scope(trace: RankTrace, event: int, name: str, outer: Scope) -> Scope:
             kind = Kind.COLLECTIVE
         if not _NO_LAYER.match(name):
             layer = _MODULE.sub("", name).strip("# ")
-    elif name.startswith("autograd::engine::evaluate_function") or (kind == Kind.OTHER and _BACKWARD.fullmatch(name)):
+    elif name.startswith("autograd::engine::evaluate_function") or (
+        kind == Kind.OTHER and _BACKWARD.fullmatch(name)
+    ):
         kind = Kind.BACKWARD
     elif kind == Kind.OTHER and trace.sequence[event] >= 0 and name.startswith("aten::"):
         kind = Kind.FORWARD  # autograd numbers what it will have to differentiate
@@ -144,7 +150,9 @@ def _forward_layers(trace: RankTrace, lanes: dict[int, list[Segment]]) -> dict[i
     return layers
 
 
-def _backward_scopes(trace: RankTrace, segments: list[Segment], layers: dict[int, str]) -> list[Segment]:
+def _backward_scopes(
+    trace: RankTrace, segments: list[Segment], layers: dict[int, str]
+) -> list[Segment]:
     """Backward ops get the layer of the forward op with their sequence number, and what they call with them."""
     if not layers:
         return segments

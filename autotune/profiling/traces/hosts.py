@@ -40,13 +40,21 @@ class Hosts:
         """For people: every host with its ranks, and how that is known."""
         if not self.source:
             return "hosts: unknown; --hosts tells which ranks share a clock"
-        places = groupby(sorted(range(len(ranks)), key=lambda place: self.names[place]), key=lambda place: self.names[place])
-        listed = [f"{name or 'unknown'} (rank {number_ranges(ranks[place] for place in own)})" for name, own in places]
+        places = groupby(
+            sorted(range(len(ranks)), key=lambda place: self.names[place]),
+            key=lambda place: self.names[place],
+        )
+        listed = [
+            f"{name or 'unknown'} (rank {number_ranges(ranks[place] for place in own)})"
+            for name, own in places
+        ]
         shown = ", ".join(listed[:8]) + (f" and {len(listed) - 8} more" if len(listed) > 8 else "")
         return f"hosts: {shown}; {'assumed from the device numbers' if self.assumed else f'from {self.source}'}"
 
 
-def find_hosts(traces: Sequence[RankTrace], details: dict[str, Any] | None, given: str = "") -> Hosts:
+def find_hosts(
+    traces: Sequence[RankTrace], details: dict[str, Any] | None, given: str = ""
+) -> Hosts:
     """`given`: a name per rank with commas between them, or how many consecutive ranks share a host; "" for nothing.
 
     Raises `InvalidInput` where `given` does not fit the ranks.
@@ -54,13 +62,19 @@ def find_hosts(traces: Sequence[RankTrace], details: dict[str, Any] | None, give
     if given:
         return Hosts(_given(given, len(traces)), "given")
     records = (details or {}).get("ranks")
-    told = {r.get("rank"): r.get("host") for r in records if isinstance(r, dict)} if isinstance(records, list) else {}
+    told = (
+        {r.get("rank"): r.get("host") for r in records if isinstance(r, dict)}
+        if isinstance(records, list)
+        else {}
+    )
     found = (
         Hosts(tuple(str(told.get(trace.rank) or "")[:200] for trace in traces), "job file"),
         Hosts(tuple(trace.host for trace in traces), "traces"),
         Hosts(tuple(_named(trace) for trace in traces), "file names"),
     )
-    best = max(found, key=lambda one: sum(bool(name) for name in one.names))  # of equal ones the first
+    best = max(
+        found, key=lambda one: sum(bool(name) for name in one.names)
+    )  # of equal ones the first
     if not any(best.names):
         best = Hosts(_by_devices(traces), "devices")
     return best if any(best.names) else Hosts(best.names, "")
@@ -71,10 +85,14 @@ def _given(text: str, ranks: int) -> tuple[str, ...]:
     if len(words) == 1 and words[0].isdecimal():
         size = int(words[0])
         if size < 1 or ranks % size:
-            raise InvalidInput(f"ranks per host must divide the {ranks} ranks that are here, but is {size}; name a host per rank instead")
+            raise InvalidInput(
+                f"ranks per host must divide the {ranks} ranks that are here, but is {size}; name a host per rank instead"
+            )
         return tuple(f"host {rank // size}" for rank in range(ranks))
     if len(words) != ranks or not all(words):
-        raise InvalidInput(f"hosts must be a number of ranks per host, or {ranks} names with commas between them, but is {text!r}")
+        raise InvalidInput(
+            f"hosts must be a number of ranks per host, or {ranks} names with commas between them, but is {text!r}"
+        )
     return tuple(words)
 
 
@@ -91,7 +109,11 @@ def _by_devices(traces: Sequence[RankTrace]) -> tuple[str, ...]:
     """Launchers number a host's ranks one after the other and give each the next device. All "" where a rank does not fit that."""
     devices = [{lane.process for lane in trace.lanes if lane.device} for trace in traces]
     plain = all(len(own) == 1 and next(iter(own)).isdecimal() for own in devices)
-    if len(traces) < 2 or not plain or not all(int(trace.info.get("devices", 0)) > 1 for trace in traces):
+    if (
+        len(traces) < 2
+        or not plain
+        or not all(int(trace.info.get("devices", 0)) > 1 for trace in traces)
+    ):
         return ("",) * len(traces)
     names, host = ["host 0"], 0
     for before, trace in zip(range(len(traces)), traces[1:], strict=False):

@@ -13,7 +13,6 @@ import numpy as np
 
 from autotune.dfg.graph import Dfg
 from autotune.errors import InvalidInput
-from autotune.profiling.memory_file import MEMORY_FILE
 from autotune.profiling.traces.collectives import Collective, rank_collectives
 from autotune.profiling.traces.device_order import launched_before_trace
 from autotune.profiling.traces.execution_links import Link, enriched
@@ -26,6 +25,7 @@ from autotune.profiling.traces.rank_ops import RankOps, hidden_before, step_ops
 from autotune.profiling.traces.rank_trace import RankTrace, Repair, Step
 from autotune.profiling.traces.recordings import same_recording, without_copies
 from autotune.profiling.traces.sources import Read, find_sources, rank_in_name
+from autotune.recordings.memory_file import MEMORY_FILE
 
 if TYPE_CHECKING:
     from autotune.profiling.alignment.result import Alignment
@@ -58,7 +58,10 @@ class TraceJob:
 
     @property
     def rank_numbers(self) -> tuple[int, ...]:
-        return tuple(trace.rank if trace.rank is not None else place for place, trace in enumerate(self.ranks))
+        return tuple(
+            trace.rank if trace.rank is not None else place
+            for place, trace in enumerate(self.ranks)
+        )
 
     @cached_property
     def joint_of(self) -> list[dict[int, int]]:
@@ -79,7 +82,9 @@ class TraceJob:
             for other in [key for key in cache if key[1] != number]:
                 del cache[other]
             step = self.step_of(place, number)
-            cache[place, number] = step_ops(self.ranks[place], step.start_s, step.end_s, list(self.collectives[place]))
+            cache[place, number] = step_ops(
+                self.ranks[place], step.start_s, step.end_s, list(self.collectives[place])
+            )
         return cache[place, number]
 
     def chosen_step(self, step: StepChoice, aligned: Alignment | None = None) -> int:
@@ -91,7 +96,9 @@ class TraceJob:
         times = [self.measured_step_s(number, aligned) for number in self.steps]
         return self.steps[int(np.argsort(times, kind="stable")[(len(times) - 1) // 2])]
 
-    def measured_step_s(self, step: StepChoice = "median", aligned: Alignment | None = None) -> float:
+    def measured_step_s(
+        self, step: StepChoice = "median", aligned: Alignment | None = None
+    ) -> float:
         """What the step took over all ranks: from its first op to its last end; from the last end of the step before where that is later.
 
         The latter is so where devices lag behind their hosts: work of a step is launched while the one before still runs. This is
@@ -107,7 +114,10 @@ class TraceJob:
         spans: dict[int, tuple[np.ndarray, np.ndarray]] = self.__dict__.setdefault("_spans", {})
         if number not in spans:
             own = self._all_ops(number)
-            spans[number] = np.array([ops.begin_s for ops in own]), np.array([ops.end_s for ops in own])
+            spans[number] = (
+                np.array([ops.begin_s for ops in own]),
+                np.array([ops.end_s for ops in own]),
+            )
         return spans[number][0] + shifts_s, spans[number][1] + shifts_s
 
     def _floor_s(self, number: int, shifts_s: np.ndarray) -> float:
@@ -117,7 +127,9 @@ class TraceJob:
             return float(self._spans_s(number - 1, shifts_s)[1].max())
         if place:
             return -np.inf
-        left = [trace.end_s[launched_before_trace(trace)].max(initial=-np.inf) for trace in self.ranks]
+        left = [
+            trace.end_s[launched_before_trace(trace)].max(initial=-np.inf) for trace in self.ranks
+        ]
         return float((np.array(left) + shifts_s).max())
 
     def _all_ops(self, number: int) -> list[RankOps]:
@@ -149,14 +161,21 @@ class TraceJob:
         return [
             Part(rank, trace, hidden_before(ops, floor_s - shift), float(shift), table)
             for rank, trace, ops, shift, table in zip(
-                self.rank_numbers, self.ranks, self._all_ops(number), shifts, self.joint_of, strict=True
+                self.rank_numbers,
+                self.ranks,
+                self._all_ops(number),
+                shifts,
+                self.joint_of,
+                strict=True,
             )
         ]
 
     def rank_dfg(self, rank: int, step: StepChoice = "median") -> Dfg:
         """One step of one rank; its collectives take as long as they did there, waiting included."""
         if rank not in self.rank_numbers:
-            raise InvalidInput(f"the rank must be one of {_listed(self.rank_numbers)}, but is {rank}")
+            raise InvalidInput(
+                f"the rank must be one of {_listed(self.rank_numbers)}, but is {rank}"
+            )
         return self.alone(rank).global_dfg(step)
 
     def alone(self, rank: int) -> TraceJob:
@@ -210,7 +229,9 @@ def assemble(
     """A job of traces that were read already. Raises `InvalidInput`."""
     traces, repairs = _ranked(list(traces))
     found_hosts = find_hosts(traces, details, hosts)
-    world_size = max([trace.world_size or 0 for trace in traces] + [(trace.rank or 0) + 1 for trace in traces])
+    world_size = max(
+        [trace.world_size or 0 for trace in traces] + [(trace.rank or 0) + 1 for trace in traces]
+    )
     if len(traces) < world_size:
         told = f"{len(traces)} of {world_size} ranks are here; what the others did shows as waiting inside the collectives"
         repairs.append(Repair(told))
@@ -218,7 +239,9 @@ def assemble(
     collectives = tuple(tuple(rank_collectives(trace)) for trace in traces)
     linked, links, et_repairs = enriched(traces, collectives, execution)
     ranks = [trace.rank or 0 for trace in traces]
-    joints, unmatched = match_collectives(ranks, [[s.number for s in trace.steps] for trace in traces], linked, world_size)
+    joints, unmatched = match_collectives(
+        ranks, [[s.number for s in trace.steps] for trace in traces], linked, world_size
+    )
     if len(traces) > 1 and not joints and any(linked):
         repairs.append(Repair("no collective could be matched across ranks"))
     first_ns = min(trace.origin_ns for trace in traces)
@@ -277,13 +300,17 @@ def _ranked(traces: list[RankTrace]) -> tuple[list[RankTrace], list[Repair]]:
         ranks = [rank for rank in said if rank is not None]
     elif all(rank is not None for rank in named) and len(set(named)) == len(named):
         ranks = [rank for rank in named if rank is not None]
-        wrong = sum(rank is not None and rank != name for rank, name in zip(said, named, strict=True))
+        wrong = sum(
+            rank is not None and rank != name for rank, name in zip(said, named, strict=True)
+        )
         why = f"{wrong} of them said otherwise" if wrong else "the traces do not tell them"
         repairs.append(Repair(f"ranks taken from the file names, since {why}", len(traces)))
     else:
         ranks = list(range(len(traces)))
         why = (
-            "two traces say that they are the same one" if all(rank is not None for rank in said) else "neither traces nor names tell them"
+            "two traces say that they are the same one"
+            if all(rank is not None for rank in said)
+            else "neither traces nor names tell them"
         )
         repairs.append(Repair(f"ranks taken from the order of the files, since {why}", len(traces)))
     order = sorted(range(len(traces)), key=lambda place: ranks[place])
@@ -293,7 +320,10 @@ def _ranked(traces: list[RankTrace]) -> tuple[list[RankTrace], list[Repair]]:
 def _common_steps(traces: Sequence[RankTrace]) -> tuple[int, ...]:
     common = set.intersection(*({step.number for step in trace.steps} for trace in traces))
     if not common:
-        told = "; ".join(f"rank {trace.rank} has {_listed([s.number for s in trace.steps])}" for trace in traces[:4])
+        told = "; ".join(
+            f"rank {trace.rank} has {_listed([s.number for s in trace.steps])}"
+            for trace in traces[:4]
+        )
         raise InvalidInput(f"the ranks of a job must have a step in common, but {told}")
     return tuple(sorted(common))
 

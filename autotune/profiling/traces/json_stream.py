@@ -22,7 +22,10 @@ MAX_VALUE_CHARS = 16 * 2**20
 """Of one event or field. The largest that profilers write, device properties or the inputs of one op, have some 100 kB."""
 
 _SPACE = re.compile(r"[ \t\r\n]*")
-_NOT_NUMBERS = re.compile(r'("(?:[^"\\]|\\.)*(?:"|\\?\Z))|([-+]?\b(?:nan|inf(?:inity)?)(?=[\s,\]}]))', re.IGNORECASE | re.DOTALL)
+_NOT_NUMBERS = re.compile(
+    r'("(?:[^"\\]|\\.)*(?:"|\\?\Z))|([-+]?\b(?:nan|inf(?:inity)?)(?=[\s,\]}]))',
+    re.IGNORECASE | re.DOTALL,
+)
 """Strings, also one that the buffer cuts off, so that they are left alone; and what is no number although it stands for one."""
 
 _BEHIND_NUMBER = " \t\r\n,]}:"
@@ -56,8 +59,12 @@ class JsonItems:
     _text: str = ""
     _at: int = 0
     _ended: bool = False
-    _decode: codecs.IncrementalDecoder = field(default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace"))
-    _json: json.JSONDecoder = field(default_factory=lambda: json.JSONDecoder(strict=False, parse_constant=lambda _: None))
+    _decode: codecs.IncrementalDecoder = field(
+        default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace")
+    )
+    _json: json.JSONDecoder = field(
+        default_factory=lambda: json.JSONDecoder(strict=False, parse_constant=lambda _: None)
+    )
 
     def __iter__(self) -> Iterator[Any]:
         opening = self._next_char()
@@ -66,9 +73,13 @@ class JsonItems:
         elif opening == "{":
             yield from self._object()
         else:
-            raise InvalidInput(f"{self.where} must hold a JSON object or array, but begins with {opening[:1]!r}")
+            raise InvalidInput(
+                f"{self.where} must hold a JSON object or array, but begins with {opening[:1]!r}"
+            )
         if self._peek():
-            raise InvalidInput(f"{self.where} must end behind its JSON value, but goes on with {self._text[self._at : self._at + 20]!r}")
+            raise InvalidInput(
+                f"{self.where} must end behind its JSON value, but goes on with {self._text[self._at : self._at + 20]!r}"
+            )
 
     def _object(self) -> Iterator[Any]:
         if self._peek() == "}":
@@ -77,7 +88,9 @@ class JsonItems:
         while True:
             key = self._value("a key")
             if not isinstance(key, str):
-                raise InvalidInput(f"{self.where} must have strings as keys, but has {str(key)[:40]!r}")
+                raise InvalidInput(
+                    f"{self.where} must have strings as keys, but has {str(key)[:40]!r}"
+                )
             self._expect(":")
             if key == self.array_key:
                 self._expect("[")
@@ -112,20 +125,33 @@ class JsonItems:
             except (JSONDecodeError, ValueError) as error:
                 problem = error
             else:
-                if self._ended or (end < len(self._text) and (self._text[end] in _BEHIND_NUMBER or not isinstance(value, int | float))):
+                if self._ended or (
+                    end < len(self._text)
+                    and (self._text[end] in _BEHIND_NUMBER or not isinstance(value, int | float))
+                ):
                     self._at = end
                     return value
-                problem = ValueError("cut off")  # of a number, "0." is in the buffer and "5," in the next chunk
+                problem = ValueError(
+                    "cut off"
+                )  # of a number, "0." is in the buffer and "5," in the next chunk
             if len(self._text) - self._at > MAX_VALUE_CHARS:
-                raise InvalidInput(f"{self.where}: {what} must be JSON of at most {MAX_VALUE_CHARS} characters: {problem}")
+                raise InvalidInput(
+                    f"{self.where}: {what} must be JSON of at most {MAX_VALUE_CHARS} characters: {problem}"
+                )
             if self._may_hold_not_numbers(problem) and self._without_not_numbers():
                 continue
             if not self._more():
                 cut = "the file ends within it" if self._cut_off(problem) else str(problem)
-                raise InvalidInput(f"{self.where}: {what} is not JSON: {cut}; is the file complete?")
+                raise InvalidInput(
+                    f"{self.where}: {what} is not JSON: {cut}; is the file complete?"
+                )
 
     def _may_hold_not_numbers(self, problem: ValueError) -> bool:
-        return isinstance(problem, JSONDecodeError) and problem.pos < len(self._text) and self._text[problem.pos] in "-+niNI"
+        return (
+            isinstance(problem, JSONDecodeError)
+            and problem.pos < len(self._text)
+            and self._text[problem.pos] in "-+niNI"
+        )
 
     def _without_not_numbers(self) -> bool:
         """Replace bare `nan` and `inf` in what is buffered; whether there were any."""
@@ -167,7 +193,9 @@ class JsonItems:
         char = self._next_char()
         if char not in chars or not char:
             got = f"has {char!r}" if char else "ends there; is the file complete?"
-            raise InvalidInput(f"{self.where} must have {' or '.join(chars)} behind item {self.items}, but {got}")
+            raise InvalidInput(
+                f"{self.where} must have {' or '.join(chars)} behind item {self.items}, but {got}"
+            )
         return char
 
     def _more(self) -> bool:

@@ -21,7 +21,17 @@ import numpy as np
 from autotune.errors import InvalidInput
 from autotune.profiling.traces.comm_args import backend_collective, comm_of
 from autotune.profiling.traces.json_stream import Field, JsonItems
-from autotune.profiling.traces.rank_trace import CATEGORY_NAMES, MISSING, Category, Comm, Flow, Lane, RankTrace, Repair, SyncWait
+from autotune.profiling.traces.rank_trace import (
+    CATEGORY_NAMES,
+    MISSING,
+    Category,
+    Comm,
+    Flow,
+    Lane,
+    RankTrace,
+    Repair,
+    SyncWait,
+)
 from autotune.profiling.traces.sources import Read
 from autotune.profiling.traces.steps import find_steps
 
@@ -30,7 +40,9 @@ MAX_EVENTS = 50_000_000
 MAX_NAME_CHARS = 400
 US, NS = 1e-6, 1e-9
 
-_MARKS = re.compile(r"ProfilerStep#|Optimizer\.|enumerate\(DataLoader\)|(?:nccl|gloo|ucc|mpi|autotune)[:.]|## ")
+_MARKS = re.compile(
+    r"ProfilerStep#|Optimizer\.|enumerate\(DataLoader\)|(?:nccl|gloo|ucc|mpi|autotune)[:.]|## "
+)
 """Names that are annotations although profilers until 2021 called them operators."""
 _OLD_PROCESSES = {"CPU functions": Category.HOST_OP, "CUDA functions": Category.KERNEL}
 """The legacy autograd profiler gives no categories, only these processes."""
@@ -51,9 +63,22 @@ class _Reader:
         self.syncs: dict[SyncWait, int] = {}
         self.floats = {name: array("d") for name in ("start", "duration", "bytes")}
         self.ints = {
-            name: array("q") for name in ("category", "lane", "name", "correlation", "external", "function", "sequence", "comm", "sync")
+            name: array("q")
+            for name in (
+                "category",
+                "lane",
+                "name",
+                "correlation",
+                "external",
+                "function",
+                "sequence",
+                "comm",
+                "sync",
+            )
         }
-        self.open: dict[tuple[str, str], list[dict[str, Any]]] = {}  # by process and thread: spans that began and have not ended
+        self.open: dict[
+            tuple[str, str], list[dict[str, Any]]
+        ] = {}  # by process and thread: spans that began and have not ended
         self.flow_ends: dict[str, dict[int, tuple[int, float]]] = {"s": {}, "f": {}}
         self.fields: dict[str, Any] = {}
         self.bad = 0
@@ -68,7 +93,9 @@ class _Reader:
                 self.fields[item.key] = item.value
                 continue
             if self.items.items > MAX_EVENTS:
-                raise InvalidInput(f"{self.where} may hold at most {MAX_EVENTS} events, but has more")
+                raise InvalidInput(
+                    f"{self.where} may hold at most {MAX_EVENTS} events, but has more"
+                )
             if problem := self._event(item) if isinstance(item, dict) else "it is no object":
                 self._unusable(item, problem)
         for began in [event for stack in self.open.values() for event in stack]:
@@ -79,12 +106,16 @@ class _Reader:
             found = f"of {kept + self.bad} in {self.where} {self.bad} are; first {self.first_bad}"
             raise InvalidInput(f"{share}, but {found}; export the trace again")
         if not kept:
-            raise InvalidInput(f"{self.where} must hold events with ph, ts and dur in traceEvents, but none of {self.items.items} is one")
+            raise InvalidInput(
+                f"{self.where} must hold events with ph, ts and dur in traceEvents, but none of {self.items.items} is one"
+            )
         return self._build()
 
     def _unusable(self, item: Any, problem: str) -> None:
         self.bad += 1
-        self.first_bad = self.first_bad or f"event {self.items.items - 1} ({_shown(item)}): {problem}"
+        self.first_bad = (
+            self.first_bad or f"event {self.items.items - 1} ({_shown(item)}): {problem}"
+        )
 
     def _event(self, event: dict[str, Any]) -> str:
         """Store it; what is wrong with it, "" if nothing."""
@@ -125,7 +156,9 @@ class _Reader:
         row["function"].append(_whole(args.get("Record function id")))
         row["sequence"].append(_whole(args.get("Sequence number")))
         comm = comm_of(name, category, args)
-        row["comm"].append(MISSING if comm is None else self.comms.setdefault(comm, len(self.comms)))
+        row["comm"].append(
+            MISSING if comm is None else self.comms.setdefault(comm, len(self.comms))
+        )
         row["sync"].append(self._sync(args) if category == Category.DEVICE_SYNC else MISSING)
         if category == Category.HOST_OP and (rank := _whole(args.get("Rank"))) >= 0:
             self.rank_args[rank] += 1
@@ -141,12 +174,22 @@ class _Reader:
             return "it ends and never began"
         began = stack.pop()
         start, end = _number(began.get("ts")), _number(event.get("ts"))
-        return self._complete({**began, "dur": end - start if start is not None and end is not None else None})
+        return self._complete(
+            {**began, "dur": end - start if start is not None and end is not None else None}
+        )
 
     def _lane(self, event: dict[str, Any], args: dict[str, Any], category: Category) -> int:
-        device = category in (Category.KERNEL, Category.MEMCPY, Category.MEMSET, Category.DEVICE_MARK, Category.DEVICE_SYNC)
+        device = category in (
+            Category.KERNEL,
+            Category.MEMCPY,
+            Category.MEMSET,
+            Category.DEVICE_MARK,
+            Category.DEVICE_SYNC,
+        )
         process = str(args.get("device", event.get("pid")) if device else event.get("pid"))[:40]
-        thread = str(args["stream"] if device and "stream" in args else event.get("tid")).removeprefix("stream ")[:40]
+        thread = str(
+            args["stream"] if device and "stream" in args else event.get("tid")
+        ).removeprefix("stream ")[:40]
         return self.lanes.setdefault((process, thread, device), len(self.lanes))
 
     def _sync(self, args: dict[str, Any]) -> int:
@@ -161,16 +204,27 @@ class _Reader:
     def _flow(self, event: dict[str, Any], phase: str) -> None:
         number, at = _whole(event.get("id")), _number(event.get("ts"))
         if number >= 0 and at is not None and self.base_us is not None:
-            lane = self.lanes.setdefault((str(event.get("pid"))[:40], str(event.get("tid"))[:40], False), len(self.lanes))
+            lane = self.lanes.setdefault(
+                (str(event.get("pid"))[:40], str(event.get("tid"))[:40], False), len(self.lanes)
+            )
             self.flow_ends[phase].setdefault(number, (lane, at - self.base_us))
 
     def _build(self) -> RankTrace:
         assert self.base_us is not None
-        start, duration = (np.frombuffer(self.floats[name], dtype=np.float64) * US for name in ("start", "duration"))
+        start, duration = (
+            np.frombuffer(self.floats[name], dtype=np.float64) * US
+            for name in ("start", "duration")
+        )
         order = np.lexsort((-duration, start))
         first = float(start[order[0]])
-        ints = {name: np.frombuffer(values, dtype=np.int64)[order] for name, values in self.ints.items()}
-        pairs = [(self.flow_ends["s"][number], end) for number, end in self.flow_ends["f"].items() if number in self.flow_ends["s"]]
+        ints = {
+            name: np.frombuffer(values, dtype=np.int64)[order] for name, values in self.ints.items()
+        }
+        pairs = [
+            (self.flow_ends["s"][number], end)
+            for number, end in self.flow_ends["f"].items()
+            if number in self.flow_ends["s"]
+        ]
         base_ns = _whole(self.fields.get("baseTimeNanoseconds"))
         rank, world, groups = self._distributed()
         trace = RankTrace(
@@ -198,7 +252,12 @@ class _Reader:
             flows=tuple(Flow(a[0], a[1] * US - first, b[0], b[1] * US - first) for a, b in pairs),
             groups=groups,
             repairs=tuple(self._repairs()),
-            info={key: str(value)[:200] for key, value in self.fields.items() if isinstance(value, str | int | float)} | self._devices(),
+            info={
+                key: str(value)[:200]
+                for key, value in self.fields.items()
+                if isinstance(value, str | int | float)
+            }
+            | self._devices(),
         )
         return find_steps(trace)
 
@@ -215,7 +274,9 @@ class _Reader:
         if self.bad:
             found.append(Repair(f"events left out; first {self.first_bad}", self.bad))
         if self.items.not_numbers:
-            found.append(Repair("bare nan or inf, which is not JSON, read as null", self.items.not_numbers))
+            found.append(
+                Repair("bare nan or inf, which is not JSON, read as null", self.items.not_numbers)
+            )
         if self.items.replaced:
             found.append(Repair("bytes that are not UTF-8 replaced", self.items.replaced))
         return found
@@ -227,7 +288,9 @@ class _Reader:
             info = _parsed(info)
         info = info if isinstance(info, dict) else {}
         rank, world = _whole(info.get("rank")), _whole(info.get("world_size"))
-        groups = {comm.group: comm.group_ranks for comm in self.comms if comm.group and comm.group_ranks}
+        groups = {
+            comm.group: comm.group_ranks for comm in self.comms if comm.group and comm.group_ranks
+        }
         config = info.get("pg_config")
         for group in config if isinstance(config, list) else []:
             ranks = group.get("ranks") if isinstance(group, dict) else None
@@ -246,7 +309,9 @@ def _category(event: Mapping[str, Any], name: str) -> Category | None:
     if not isinstance(given, str):
         return _OLD_PROCESSES.get(str(event.get("pid")))
     category = CATEGORY_NAMES.get(given.lower())
-    if category is Category.HOST_OP and (_MARKS.match(name) if given == "Operator" else backend_collective(name)):
+    if category is Category.HOST_OP and (
+        _MARKS.match(name) if given == "Operator" else backend_collective(name)
+    ):
         return Category.HOST_MARK
     if category is None and given == "python_function" and name.startswith("nn.Module: "):
         return Category.MODULE
@@ -266,7 +331,11 @@ def _number(value: Any) -> float | None:
 
 def _whole(value: Any) -> int:
     number = _number(value)
-    return int(value if isinstance(value, int) else number) if number is not None and abs(number) < 2**62 else MISSING
+    return (
+        int(value if isinstance(value, int) else number)
+        if number is not None and abs(number) < 2**62
+        else MISSING
+    )
 
 
 def _parsed(text: str) -> Any:

@@ -40,7 +40,10 @@ class Joint:
 
 
 def match_collectives(
-    ranks: Sequence[int], step_numbers: Sequence[Sequence[int]], lists: Sequence[Sequence[Collective]], world_size: int
+    ranks: Sequence[int],
+    step_numbers: Sequence[Sequence[int]],
+    lists: Sequence[Sequence[Collective]],
+    world_size: int,
 ) -> tuple[list[Joint], list[Repair]]:
     """`ranks` (R,): rank of each place; `step_numbers`: of every place, the number of each of its steps; `lists`: of every place.
 
@@ -90,7 +93,9 @@ def _joints(
         point_to_point = key[0] == "point to point"
         if not point_to_point and key[0] != "transaction" and expected - set(members):
             missing = sorted(ranks[place] for place in expected - set(members))
-            alone[f"{comm.name} of group {comm.group or 'unknown'} in step {step} has no counterpart on ranks {_some(missing)}"] += 1
+            alone[
+                f"{comm.name} of group {comm.group or 'unknown'} in step {step} has no counterpart on ranks {_some(missing)}"
+            ] += 1
         if len(members) < 2:
             continue
         what = (step, comm.name, comm.group, comm.group_ranks, comm.size_bytes)
@@ -99,7 +104,14 @@ def _joints(
         family = f"{comm.name}/{comm.group or 'all'}/{comm.size_bytes:.0f}B/{number}"
         root = place_of.get(comm.root, MISSING) if comm.root != MISSING else MISSING
         if point_to_point:
-            root = next((place for place, index in members.items() if lists[place][index].comm.name == "send"), MISSING)
+            root = next(
+                (
+                    place
+                    for place, index in members.items()
+                    if lists[place][index].comm.name == "send"
+                ),
+                MISSING,
+            )
         joints.append(
             Joint(
                 f"{step}/{comm.transaction or family}",
@@ -113,7 +125,10 @@ def _joints(
                 len(members) == (2 if point_to_point else len(group)),
             )
         )
-    return joints, [Repair(f"a collective could not be matched: {what}", count) for what, count in _shortened(alone)]
+    return joints, [
+        Repair(f"a collective could not be matched: {what}", count)
+        for what, count in _shortened(alone)
+    ]
 
 
 def _position(members: dict[int, int], lists: Sequence[Sequence[Collective]]) -> tuple[int, int]:
@@ -122,7 +137,9 @@ def _position(members: dict[int, int], lists: Sequence[Sequence[Collective]]) ->
 
 
 def _some(numbers: list[int]) -> str:
-    return ", ".join(map(str, numbers[:8])) + (f" and {len(numbers) - 8} more" if len(numbers) > 8 else "")
+    return ", ".join(map(str, numbers[:8])) + (
+        f" and {len(numbers) - 8} more" if len(numbers) > 8 else ""
+    )
 
 
 def _shortened(alone: Counter[str], most: int = 10) -> list[tuple[str, int]]:

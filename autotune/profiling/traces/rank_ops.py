@@ -94,19 +94,36 @@ class RankOps:
         return max((op.end_s for op in self.ops), default=0.0)
 
 
-def step_ops(trace: RankTrace, start_s: float, end_s: float, collectives: list[Collective]) -> RankOps:
+def step_ops(
+    trace: RankTrace, start_s: float, end_s: float, collectives: list[Collective]
+) -> RankOps:
     """The ops of what the host does in [start_s, end_s), and of what it launches on the device, also if that runs later."""
     inside = (trace.start_s >= start_s) & (trace.start_s < end_s)
-    host = np.isin(trace.category, (Category.HOST_OP, Category.RUNTIME, Category.HOST_MARK, Category.MODULE)) & inside
+    host = (
+        np.isin(
+            trace.category,
+            (Category.HOST_OP, Category.RUNTIME, Category.HOST_MARK, Category.MODULE),
+        )
+        & inside
+    )
     calls = np.flatnonzero((trace.category == Category.RUNTIME) & inside).tolist()
     launched = set(trace.correlation[calls].tolist()) - {MISSING}
     orphan = without_launch(trace) & ~launched_before_trace(trace)
     device = [
-        event for event in device_events(trace).tolist() if int(trace.correlation[event]) in launched or (inside[event] and orphan[event])
+        event
+        for event in device_events(trace).tolist()
+        if int(trace.correlation[event]) in launched or (inside[event] and orphan[event])
     ]
     order = device_order(trace, device, calls)
     segments = host_segments(trace, np.flatnonzero(host).tolist())
-    return _Builder(trace, order, segments, device, {one.event: n for n, one in enumerate(collectives)}, collectives).build()
+    return _Builder(
+        trace,
+        order,
+        segments,
+        device,
+        {one.event: n for n, one in enumerate(collectives)},
+        collectives,
+    ).build()
 
 
 def hidden_before(ops: RankOps, floor_s: float) -> RankOps:
@@ -123,11 +140,20 @@ def hidden_before(ops: RankOps, floor_s: float) -> RankOps:
     def cut(op: Op) -> Op:
         start_s, end_s = max(op.start_s, floor_s), max(op.end_s, floor_s)
         return replace(
-            op, start_s=start_s, end_s=end_s, gap_s=left_s(op.end_s, op.gap_s), waited_s=left_s(op.start_s - op.waited_s, op.waited_s)
+            op,
+            start_s=start_s,
+            end_s=end_s,
+            gap_s=left_s(op.end_s, op.gap_s),
+            waited_s=left_s(op.start_s - op.waited_s, op.waited_s),
         )
 
-    edges = {(parent, child): left_s(ops.ops[parent].end_s, delay_s) for (parent, child), delay_s in ops.edges.items()}
-    unexplained = [(max(at_s, floor_s), left_s(at_s, length_s)) for at_s, length_s in ops.unexplained]
+    edges = {
+        (parent, child): left_s(ops.ops[parent].end_s, delay_s)
+        for (parent, child), delay_s in ops.edges.items()
+    }
+    unexplained = [
+        (max(at_s, floor_s), left_s(at_s, length_s)) for at_s, length_s in ops.unexplained
+    ]
     return replace(ops, ops=[cut(op) for op in ops.ops], edges=edges, unexplained=unexplained)
 
 
@@ -177,7 +203,9 @@ class _Builder:
             known = self.out.edges.get((parent, child), 0.0)
             self.out.edges[parent, child] = max(known, delay_s)
 
-    def _host_ops(self, segment: Segment, launched_by: dict[int, int], blocked: dict[int, list[int]]) -> None:
+    def _host_ops(
+        self, segment: Segment, launched_by: dict[int, int], blocked: dict[int, list[int]]
+    ) -> None:
         """One op, or two where the device op that a call launches begins or ends within it."""
         trace, event = self.trace, segment.event
         name, collective = trace.name_of(event), self.collective_of.get(event, MISSING)
@@ -188,8 +216,14 @@ class _Builder:
         launched = launched_by.get(event) if segment.first else None
         if launched is not None:
             # a call that blocks until its copy is done waits for the stream too: nothing of it comes before the launch
-            split_s = begin_s if event in blocked else min(max(float(trace.start_s[launched]), begin_s), end_s)
-            self.launcher[launched] = self._add(Op(name, segment.lane, kind, begin_s, split_s, layer))
+            split_s = (
+                begin_s
+                if event in blocked
+                else min(max(float(trace.start_s[launched]), begin_s), end_s)
+            )
+            self.launcher[launched] = self._add(
+                Op(name, segment.lane, kind, begin_s, split_s, layer)
+            )
             self.scope[launched] = segment.scope
             begin_s = split_s
             if begin_s >= end_s and event not in blocked:
@@ -200,7 +234,9 @@ class _Builder:
         number = self._add(Op(name, segment.lane, kind, begin_s, end_s, layer, size, collective))
         if event in blocked and segment.first:
             self.waiter[event] = number
-            called_s = segment.start_s if launched is None else self.out.ops[self.launcher[launched]].end_s
+            called_s = (
+                segment.start_s if launched is None else self.out.ops[self.launcher[launched]].end_s
+            )
             self.out.ops[number].waited_s = max(begin_s - called_s, 0.0)
 
     def _host_kind(self, segment: Segment, collective: int) -> Kind:
@@ -214,7 +250,11 @@ class _Builder:
         """Thread order, and who waits for whom between threads."""
         ops = self.out.ops
         threads = {
-            lane: _Thread([ops[n].start_s - ops[n].waited_s for n in numbers], [ops[n].end_s for n in numbers], numbers)
+            lane: _Thread(
+                [ops[n].start_s - ops[n].waited_s for n in numbers],
+                [ops[n].end_s for n in numbers],
+                numbers,
+            )
             for lane, numbers in self.by_lane.items()
         }
         issued = self._issued()
@@ -229,10 +269,25 @@ class _Builder:
                 if issued.get(number, MISSING) != MISSING:
                     self._edge(issued[number], number)
                 if previous == MISSING or called_s - idle_from_s > IDLE_S:
-                    self._released(threads, lane, number, previous, called_s, idle_from_s, issued.get(number, MISSING))
+                    self._released(
+                        threads,
+                        lane,
+                        number,
+                        previous,
+                        called_s,
+                        idle_from_s,
+                        issued.get(number, MISSING),
+                    )
 
     def _released(
-        self, threads: dict[int, _Thread], lane: int, number: int, previous: int, at_s: float, idle_from_s: float, issuer: int
+        self,
+        threads: dict[int, _Thread],
+        lane: int,
+        number: int,
+        previous: int,
+        at_s: float,
+        idle_from_s: float,
+        issuer: int,
     ) -> None:
         """Edges from the other threads that let this one go on; the last of them explains when."""
         ops = self.out.ops
@@ -244,7 +299,9 @@ class _Builder:
             if ops[op].start_s >= at_s or ops[op].end_s <= idle_from_s:
                 continue
             late_s = at_s - ops[op].end_s
-            if (idle and late_s <= max(WAKE_S, WAKE_SHARE * (at_s - idle_from_s))) or (previous == MISSING and issuer == MISSING):
+            if (idle and late_s <= max(WAKE_S, WAKE_SHARE * (at_s - idle_from_s))) or (
+                previous == MISSING and issuer == MISSING
+            ):
                 found.append((ops[op].end_s, op))
         if issuer != MISSING and ops[issuer].end_s <= at_s:
             found.append((ops[issuer].end_s, issuer))
@@ -270,13 +327,20 @@ class _Builder:
             for number in numbers:
                 if ops[number].collective != MISSING and not trace.lanes[lane].device:
                     runs.append((self.collectives[ops[number].collective].issued_s, number))
-                elif ops[number].name.startswith("c10d::") and not ops[number].name.startswith("c10d::wait"):
+                elif ops[number].name.startswith("c10d::") and not ops[number].name.startswith(
+                    "c10d::wait"
+                ):
                     calls.append((ops[number].start_s, number))
         calls = _first_of_each(sorted(calls), self.segments)
         runs.sort()
-        if len(calls) != len(runs) or any(call[0] > ops[run[1]].start_s for call, run in zip(calls, runs, strict=True)):
+        if len(calls) != len(runs) or any(
+            call[0] > ops[run[1]].start_s for call, run in zip(calls, runs, strict=True)
+        ):
             return {}
-        return {run: self._ended_before(call, ops[run].start_s) for (_, call), (_, run) in zip(calls, runs, strict=True)}
+        return {
+            run: self._ended_before(call, ops[run].start_s)
+            for (_, call), (_, run) in zip(calls, runs, strict=True)
+        }
 
     def _ended_before(self, call: int, at_s: float) -> int:
         """The issuing call, or what its thread did before where the collective begins while the call still runs."""
@@ -292,17 +356,29 @@ class _Builder:
         for event in self.device:
             scope = self.scope.get(event, NO_SCOPE)
             collective = self.collective_of.get(event, MISSING)
-            size = self.collectives[collective].comm.size_bytes if collective != MISSING else float(trace.size_bytes[event])
+            size = (
+                self.collectives[collective].comm.size_bytes
+                if collective != MISSING
+                else float(trace.size_bytes[event])
+            )
             start_s = float(trace.start_s[event])
             op = Op(
-                trace.name_of(event), int(trace.lane[event]), self._device_kind(event, scope, collective), start_s, 0.0, scope.layer, size
+                trace.name_of(event),
+                int(trace.lane[event]),
+                self._device_kind(event, scope, collective),
+                start_s,
+                0.0,
+                scope.layer,
+                size,
             )
             op.end_s, op.collective = float(trace.end_s[event]), collective
             self.of_event[event] = self._add(op)
             streams.setdefault(op.lane, []).append(self.of_event[event])
         for numbers in streams.values():
             for first, second in pairwise(numbers):
-                ops[first].end_s = max(ops[first].start_s, min(ops[first].end_s, ops[second].start_s))
+                ops[first].end_s = max(
+                    ops[first].start_s, min(ops[first].end_s, ops[second].start_s)
+                )
         waits: dict[int, list[int]] = {}
         for first, second in self.order.waits:
             if trace.start_s[first] < trace.start_s[second]:
@@ -310,7 +386,9 @@ class _Builder:
         latency_s, gap_s = self._typical()
         for numbers in streams.values():
             for place, number in enumerate(numbers):
-                self._explain(number, numbers[place - 1] if place else MISSING, waits, latency_s, gap_s)
+                self._explain(
+                    number, numbers[place - 1] if place else MISSING, waits, latency_s, gap_s
+                )
         for event, call in self.order.blocks:
             if call in self.waiter:
                 self._edge(self.of_event[event], self.waiter[call])
@@ -328,7 +406,9 @@ class _Builder:
     def _typical(self) -> tuple[float, float]:
         """Medians of launch latency and of the pause between two ops of a stream, where nothing else delays them."""
         ops = self.out.ops
-        late = [ops[self.of_event[event]].start_s - ops[op].end_s for event, op in self.launcher.items()]
+        late = [
+            ops[self.of_event[event]].start_s - ops[op].end_s for event, op in self.launcher.items()
+        ]
         late = [value for value in late if 0 <= value <= TYPICAL_GAP_S]
         gaps = []
         for lane, numbers in self.by_lane.items():
@@ -337,7 +417,14 @@ class _Builder:
                 gaps += [value for value in pauses if 0 <= value <= TYPICAL_GAP_S]
         return (float(np.median(late)) if late else 0.0), (float(np.median(gaps)) if gaps else 0.0)
 
-    def _explain(self, number: int, previous: int, waits: dict[int, list[int]], latency_s: float, gap_s: float) -> None:
+    def _explain(
+        self,
+        number: int,
+        previous: int,
+        waits: dict[int, list[int]],
+        latency_s: float,
+        gap_s: float,
+    ) -> None:
         """Edges into a device op; what the last of its parents does not explain is that parent's delay."""
         ops, event = self.out.ops, self._event_of[number]
         start_s = ops[number].start_s
@@ -355,10 +442,18 @@ class _Builder:
             self.out.unexplained.append((ops[binding].end_s, left_s))
         for parent in parents:
             slack_s = max(start_s - ops[parent].end_s, 0.0)
-            own_s = left_s if parent == binding else min(slack_s, latency_s if parent == launch else 0.0)
+            own_s = (
+                left_s
+                if parent == binding
+                else min(slack_s, latency_s if parent == launch else 0.0)
+            )
             self._edge(parent, number, own_s if parent != previous else 0.0)
         if previous != MISSING:
-            ops[previous].gap_s = left_s if previous == binding else min(gap_s, max(start_s - ops[previous].end_s, 0.0))
+            ops[previous].gap_s = (
+                left_s
+                if previous == binding
+                else min(gap_s, max(start_s - ops[previous].end_s, 0.0))
+            )
 
     @property
     def _event_of(self) -> dict[int, int]:
@@ -407,8 +502,15 @@ class _Thread:
         return place + 1 >= len(self.starts_s) or self.starts_s[place + 1] >= at_s - ROUNDING_S
 
 
-def _first_of_each(calls: list[tuple[float, int]], segments: dict[int, list[Segment]]) -> list[tuple[float, int]]:
+def _first_of_each(
+    calls: list[tuple[float, int]], segments: dict[int, list[Segment]]
+) -> list[tuple[float, int]]:
     """Calls have several segments, and ops are numbered as segments lie: only first segments are calls."""
-    firsts = {(segment.lane, segment.start_s) for own in segments.values() for segment in own if segment.first}
+    firsts = {
+        (segment.lane, segment.start_s)
+        for own in segments.values()
+        for segment in own
+        if segment.first
+    }
     starts = {start_s for _, start_s in firsts}
     return [call for call in calls if call[0] in starts]

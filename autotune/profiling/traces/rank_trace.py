@@ -81,7 +81,9 @@ def told(repairs: Iterable[Repair]) -> list[str]:
         if repair.rank is not None:
             own.append(repair.rank)
     return [
-        f"ranks {number_ranges(own)}: {Repair(what, count)}" if len(own) > 1 else str(Repair(what, count, own[0] if own else None))
+        f"ranks {number_ranges(own)}: {Repair(what, count)}"
+        if len(own) > 1
+        else str(Repair(what, count, own[0] if own else None))
         for (what, count), own in ranks.items()
     ]
 
@@ -107,7 +109,11 @@ class Lane:
 
     @property
     def name(self) -> str:
-        return f"device {self.process} stream {self.thread}" if self.device else f"host thread {self.thread}"
+        return (
+            f"device {self.process} stream {self.thread}"
+            if self.device
+            else f"host thread {self.thread}"
+        )
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,9 @@ _SNIFFED = 2**16
 _ENDINGS = (".json", ".json.gz", ".pt.trace.json.gz")
 _ARCHIVES = (".tar", ".tar.gz", ".tgz")
 
-_RANK_IN_NAME = re.compile(r"(?:^|[^a-z])(?:rank|worker|trainer|gpu|r)[_.\-]?(\d{1,6})(?!\d)", re.IGNORECASE)
+_RANK_IN_NAME = re.compile(
+    r"(?:^|[^a-z])(?:rank|worker|trainer|gpu|r)[_.\-]?(\d{1,6})(?!\d)", re.IGNORECASE
+)
 _LAST_NUMBER = re.compile(r"(\d{1,6})(?:\.[a-z.]*)?$", re.IGNORECASE)
 
 Read = Callable[[int], bytes]
@@ -87,7 +89,11 @@ def _expanded(paths: Sequence[str | Path]) -> Iterator[Path]:
     for given in paths:
         path = Path(given)
         if path.is_dir():
-            found = sorted(p for p in path.rglob("*") if p.is_file() and p.name.lower().endswith((*_ENDINGS, *_ARCHIVES)))
+            found = sorted(
+                p
+                for p in path.rglob("*")
+                if p.is_file() and p.name.lower().endswith((*_ENDINGS, *_ARCHIVES))
+            )
             wanted = "a folder of traces must hold .json, .json.gz or .tar.gz files"
         elif path.exists():
             found, wanted = [path], ""
@@ -98,7 +104,9 @@ def _expanded(paths: Sequence[str | Path]) -> Iterator[Path]:
             raise InvalidInput(f"{wanted}, but {given} has none; check the path")
         count += len(found)
         if count > MAX_FILES:
-            raise InvalidInput(f"at most {MAX_FILES} trace files are read at once, but {given} makes them more")
+            raise InvalidInput(
+                f"at most {MAX_FILES} trace files are read at once, but {given} makes them more"
+            )
         yield from found
 
 
@@ -108,7 +116,9 @@ def _open_file(path: Path) -> Iterator[Read]:
         with path.open("rb") as raw:
             yield _unpacked(raw, str(path))
     except OSError as error:
-        raise InvalidInput(f"cannot read {path}: {error.strerror or error}; check the path and its permissions") from error
+        raise InvalidInput(
+            f"cannot read {path}: {error.strerror or error}; check the path and its permissions"
+        ) from error
 
 
 def _unpacked(raw: IO[bytes], where: str) -> Read:
@@ -124,7 +134,9 @@ def _unpacked(raw: IO[bytes], where: str) -> Read:
         try:
             data = stream.read(count)
         except (EOFError, gzip.BadGzipFile, zlib.error, tarfile.TarError) as error:
-            raise InvalidInput(f"{where} must be a complete gzip file, but is not: {error}") from error
+            raise InvalidInput(
+                f"{where} must be a complete gzip file, but is not: {error}"
+            ) from error
         total += len(data)
         _check_size(total, counted.taken if packed else None, where)
         return data
@@ -134,9 +146,13 @@ def _unpacked(raw: IO[bytes], where: str) -> Read:
 
 def _check_size(unpacked: int, packed: int | None, where: str) -> None:
     if unpacked > MAX_BYTES:
-        raise InvalidInput(f"{where} may hold at most {MAX_BYTES} bytes when unpacked, but has more")
+        raise InvalidInput(
+            f"{where} may hold at most {MAX_BYTES} bytes when unpacked, but has more"
+        )
     if packed is not None and unpacked > FREE_BYTES + MAX_RATIO * packed:
-        raise InvalidInput(f"{where} unpacks to more than {MAX_RATIO} times its size, which no trace does; it is refused")
+        raise InvalidInput(
+            f"{where} unpacks to more than {MAX_RATIO} times its size, which no trace does; it is refused"
+        )
 
 
 class _Counted(io.RawIOBase):
@@ -165,12 +181,18 @@ def _members(path: Path) -> Iterator[Source]:
                 found = 0
                 for number, member in enumerate(archive):
                     if number >= MAX_FILES:
-                        raise InvalidInput(f"an archive may hold at most {MAX_FILES} files, but {path} has more")
+                        raise InvalidInput(
+                            f"an archive may hold at most {MAX_FILES} files, but {path} has more"
+                        )
                     if member.isfile() and member.name.lower().endswith(_ENDINGS):
                         found += 1
-                        yield Source(f"{path}:{member.name}", partial(_open_member, archive, member, path))
+                        yield Source(
+                            f"{path}:{member.name}", partial(_open_member, archive, member, path)
+                        )
                 if not found:
-                    raise InvalidInput(f"an archive of traces must hold .json or .json.gz files, but {path} has none")
+                    raise InvalidInput(
+                        f"an archive of traces must hold .json or .json.gz files, but {path} has none"
+                    )
     except tarfile.TarError as error:
         raise InvalidInput(f"{path} must be a tar archive, but is not: {error}") from error
     except OSError as error:

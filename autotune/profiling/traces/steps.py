@@ -26,14 +26,20 @@ def find_steps(trace: RankTrace) -> RankTrace:
         told = Repair(f"no ProfilerStep annotations; {len(inferred)} steps inferred from {name!r}")
         return replace(trace, steps=tuple(inferred), repairs=(*trace.repairs, told))
     whole = Step(0, 0.0, float(trace.end_s.max()), "whole trace")
-    told = Repair("no ProfilerStep annotations and nothing that repeats once per step; the whole trace is taken as one step")
+    told = Repair(
+        "no ProfilerStep annotations and nothing that repeats once per step; the whole trace is taken as one step"
+    )
     return replace(trace, steps=(whole,), repairs=(*trace.repairs, told))
 
 
 def _annotated(trace: RankTrace) -> list[Step]:
     """A step ends where the next one begins, so that what a script does between two is part of it; the last one where it says."""
     marks = [
-        (float(trace.start_s[event]), float(trace.start_s[event] + trace.duration_s[event]), int(match.group(1)))
+        (
+            float(trace.start_s[event]),
+            float(trace.start_s[event] + trace.duration_s[event]),
+            int(match.group(1)),
+        )
         for event in np.flatnonzero(trace.category == Category.HOST_MARK)
         if (match := _STEP.match(trace.name_of(int(event))))
     ]
@@ -50,6 +56,9 @@ def _inferred(trace: RankTrace) -> tuple[list[Step], str]:
             events = np.flatnonzero((trace.name == number) & (trace.category == Category.HOST_MARK))
             if len(events) > FEWEST:
                 cuts = trace.end_s[events] if "step" in prefix else trace.start_s[events]
-                steps = [Step(k, float(a), float(b), "inferred") for k, (a, b) in enumerate(pairwise(cuts))]
+                steps = [
+                    Step(k, float(a), float(b), "inferred")
+                    for k, (a, b) in enumerate(pairwise(cuts))
+                ]
                 return [step for step in steps if step.end_s > step.start_s], trace.names[number]
     return [], ""

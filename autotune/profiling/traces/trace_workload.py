@@ -37,7 +37,9 @@ class TracedWorkload:
     notes: tuple[str, ...]
 
 
-def workload_of(job: TraceJob, step: StepChoice = "median", model: str = "traced") -> TracedWorkload:
+def workload_of(
+    job: TraceJob, step: StepChoice = "median", model: str = "traced"
+) -> TracedWorkload:
     """By the first rank that has a trace. Raises `InvalidInput` where its step sends no gradients in a backward pass."""
     alone = job.alone(job.rank_numbers[0])
     number = alone.chosen_step(step)
@@ -50,8 +52,14 @@ def workload_of(job: TraceJob, step: StepChoice = "median", model: str = "traced
             f"a workload needs a step with a backward pass, but rank {alone.rank_numbers[0]}'s step {number} of {job.source} shows none: "
             "trace with record_function or a newer profiler, or give a workload's file"
         )
-    sent = {at: alone.collectives[0][op.collective] for at, op in enumerate(ops) if op.collective != MISSING}
-    candidates = [at for at, each in sent.items() if each.comm.name in SUMS and each.comm.size_bytes > 0]
+    sent = {
+        at: alone.collectives[0][op.collective]
+        for at, op in enumerate(ops)
+        if op.collective != MISSING
+    }
+    candidates = [
+        at for at, each in sent.items() if each.comm.name in SUMS and each.comm.size_bytes > 0
+    ]
     early = [at for at, each in sent.items() if each.comm.name == "broadcast"]
     timeline = _free(graph, [*candidates, *early])
     begin_s, end_s = float(timeline.start_s[backward].min()), float(timeline.end_s[backward].max())
@@ -65,8 +73,14 @@ def workload_of(job: TraceJob, step: StepChoice = "median", model: str = "traced
         )
     buffers = [at for at in early if timeline.start_s[at] < begin_s]
     device = "cuda" if any(lane.device for lane in alone.ranks[0].lanes) else "cpu"
-    workload = _workload(model, _free(graph, [*sums, *buffers]), backward, [(at, sent[at]) for at in sums], device)
-    workload = replace(workload, buffer_bytes=tuple(round(sent[at].comm.size_bytes) for at in buffers), buffers=len(buffers))
+    workload = _workload(
+        model, _free(graph, [*sums, *buffers]), backward, [(at, sent[at]) for at in sums], device
+    )
+    workload = replace(
+        workload,
+        buffer_bytes=tuple(round(sent[at].comm.size_bytes) for at in buffers),
+        buffers=len(buffers),
+    )
     notes = (
         "buckets as they were sent, whose gradients are not known apart",
         "every bucket's parameters are read as the forward pass begins",
@@ -81,16 +95,37 @@ def _free(graph: Dfg, ops: list[int]) -> Timeline:
     return replay(replace(graph, duration_s=duration_s))
 
 
-def _workload(model: str, timeline: Timeline, backward: NDArray[np.int64], sums: list[tuple[int, Collective]], device: str) -> Workload:
+def _workload(
+    model: str,
+    timeline: Timeline,
+    backward: NDArray[np.int64],
+    sums: list[tuple[int, Collective]],
+    device: str,
+) -> Workload:
     begin_s, end_s = float(timeline.start_s[backward].min()), float(timeline.end_s[backward].max())
     ready_s = [max(float(timeline.start_s[at]) - begin_s, 0.0) for at, _ in sums]
     end_s = max(end_s, begin_s + max(ready_s))
     variables: list[Variable] = []
     for place in np.argsort(ready_s, kind="stable").tolist():
         comm = sums[place][1].comm
-        dtype = _DTYPES.get(comm.dtype.lower(), comm.dtype if comm.dtype in DTYPE_BYTES else "float32")
+        dtype = _DTYPES.get(
+            comm.dtype.lower(), comm.dtype if comm.dtype in DTYPE_BYTES else "float32"
+        )
         elements = max(round(comm.size_bytes / DTYPE_BYTES[dtype]), 1)
-        variables.append(Variable(f"bucket{len(variables)}", (elements,), dtype, ready_s=ready_s[place], needed_s=0.0))
+        variables.append(
+            Variable(
+                f"bucket{len(variables)}", (elements,), dtype, ready_s=ready_s[place], needed_s=0.0
+            )
+        )
     edges = tuple((first, first + 1) for first in range(len(variables) - 1))
     update_s = max(timeline.makespan_s - end_s, 0.0)
-    return Workload(model, tuple(variables), edges, begin_s, end_s - begin_s, update_s, device=device, source="measured")
+    return Workload(
+        model,
+        tuple(variables),
+        edges,
+        begin_s,
+        end_s - begin_s,
+        update_s,
+        device=device,
+        source="measured",
+    )

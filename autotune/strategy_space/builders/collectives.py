@@ -7,11 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from autotune.costs.timing import ready_times_s
 from autotune.errors import InvalidInput
 from autotune.rng import generator
 from autotune.strategy_space.builders.partitions import MAX_SHARDS, by_smallest_divisor, in_pieces
-from autotune.strategy_space.strategy import Partition, Shard, Strategy, Synchronizer, VariableStrategy
-from autotune.strategy_space.timing import ready_times_s
+from autotune.strategy_space.strategy import (
+    Partition,
+    Shard,
+    Strategy,
+    Synchronizer,
+    VariableStrategy,
+)
 from autotune.workload import Workload
 
 MIB = 2**20
@@ -22,31 +28,51 @@ ZERO2_BUCKET_ELEMENTS = 500_000_000  # DeepSpeed: zero_optimization.reduce_bucke
 AUTODIST_CHUNK = 128  # AutoDist: chunk_size of its all-reduce builders
 
 
-def single_bucket(workload: Workload, synchronizer: Synchronizer = Synchronizer.ALL_REDUCE) -> Strategy:
+def single_bucket(
+    workload: Workload, synchronizer: Synchronizer = Synchronizer.ALL_REDUCE
+) -> Strategy:
     """One message per dtype with all gradients: no overlap, least overhead."""
     return _grouped(workload, all_reduce_positions(workload, len(workload.variables)), synchronizer)
 
 
-def per_variable(workload: Workload, synchronizer: Synchronizer = Synchronizer.ALL_REDUCE) -> Strategy:
+def per_variable(
+    workload: Workload, synchronizer: Synchronizer = Synchronizer.ALL_REDUCE
+) -> Strategy:
     """Every gradient is a message of its own: most overlap, most overhead."""
-    return Strategy(tuple(VariableStrategy(v.name, (Shard(synchronizer),)) for v in workload.variables))
+    return Strategy(
+        tuple(VariableStrategy(v.name, (Shard(synchronizer),)) for v in workload.variables)
+    )
 
 
 def all_reduce_chunks(workload: Workload, variables_per_group: int) -> Strategy:
     """All-reduce of every n consecutive variables (AutoDist's AllReduce builder with chunk_size n)."""
-    return _grouped(workload, all_reduce_positions(workload, variables_per_group), Synchronizer.ALL_REDUCE)
+    return _grouped(
+        workload, all_reduce_positions(workload, variables_per_group), Synchronizer.ALL_REDUCE
+    )
 
 
-def ddp_default(workload: Workload, bucket_bytes: int = DDP_BUCKET_BYTES, first_bucket_bytes: int = DDP_FIRST_BUCKET_BYTES) -> Strategy:
+def ddp_default(
+    workload: Workload,
+    bucket_bytes: int = DDP_BUCKET_BYTES,
+    first_bucket_bytes: int = DDP_FIRST_BUCKET_BYTES,
+) -> Strategy:
     """The buckets that DistributedDataParallel uses from its second step on (before, it only guesses the order)."""
-    return _grouped(workload, ddp_buckets(workload, bucket_bytes, first_bucket_bytes), Synchronizer.ALL_REDUCE)
+    return _grouped(
+        workload, ddp_buckets(workload, bucket_bytes, first_bucket_bytes), Synchronizer.ALL_REDUCE
+    )
 
 
 def reduce_scatter_all_gather(
-    workload: Workload, bucket_bytes: int = DDP_BUCKET_BYTES, first_bucket_bytes: int = DDP_FIRST_BUCKET_BYTES
+    workload: Workload,
+    bucket_bytes: int = DDP_BUCKET_BYTES,
+    first_bucket_bytes: int = DDP_FIRST_BUCKET_BYTES,
 ) -> Strategy:
     """DDP's buckets, each synchronized by a reduce-scatter and an all-gather."""
-    return _grouped(workload, ddp_buckets(workload, bucket_bytes, first_bucket_bytes), Synchronizer.REDUCE_SCATTER_ALL_GATHER)
+    return _grouped(
+        workload,
+        ddp_buckets(workload, bucket_bytes, first_bucket_bytes),
+        Synchronizer.REDUCE_SCATTER_ALL_GATHER,
+    )
 
 
 def zero2_like(workload: Workload, bucket_elements: int = ZERO2_BUCKET_ELEMENTS) -> Strategy:
@@ -65,7 +91,11 @@ def zero2_like(workload: Workload, bucket_elements: int = ZERO2_BUCKET_ELEMENTS)
             closed.append(members)
             members, held = [], 0
         filling[variable.dtype] = ([*members, position], held + variable.elements)
-    return _grouped(workload, closed + [members for members, _ in filling.values()], Synchronizer.REDUCE_SCATTER_ALL_GATHER)
+    return _grouped(
+        workload,
+        closed + [members for members, _ in filling.values()],
+        Synchronizer.REDUCE_SCATTER_ALL_GATHER,
+    )
 
 
 def partitioned_all_reduce(workload: Workload, shards_per_group: int = AUTODIST_CHUNK) -> Strategy:
@@ -73,7 +103,9 @@ def partitioned_all_reduce(workload: Workload, shards_per_group: int = AUTODIST_
     return _cut_and_chunked(workload, [0] * len(workload.variables), shards_per_group)
 
 
-def random_axis_partitioned_all_reduce(workload: Workload, seed: int = 0, shards_per_group: int = AUTODIST_CHUNK) -> Strategy:
+def random_axis_partitioned_all_reduce(
+    workload: Workload, seed: int = 0, shards_per_group: int = AUTODIST_CHUNK
+) -> Strategy:
     """The same along an axis drawn per variable, axis 0 for sparse ones (AutoDist's RandomAxisPartitionAR)."""
     rng = generator(seed, "random_axis_partitioned_all_reduce")
     axes = []
@@ -92,12 +124,16 @@ def horovod_like(workload: Workload, threshold_bytes: int, cycle_time_s: float) 
     (within one cycle, if that is unknown too).
     """
     if threshold_bytes < 0:
-        raise InvalidInput(f"the fusion threshold must be at least 0 bytes, but is {threshold_bytes}")
+        raise InvalidInput(
+            f"the fusion threshold must be at least 0 bytes, but is {threshold_bytes}"
+        )
     if not cycle_time_s > 0:
         raise InvalidInput(f"the cycle time must be above 0 s, but is {cycle_time_s}")
     filled: dict[tuple[int, str], tuple[list[int], int]] = {}
     closed: list[list[int]] = []
-    for position, (variable, ready_s) in enumerate(zip(workload.variables, ready_times_s(workload).tolist(), strict=True)):
+    for position, (variable, ready_s) in enumerate(
+        zip(workload.variables, ready_times_s(workload).tolist(), strict=True)
+    ):
         key = (int(ready_s // cycle_time_s), variable.dtype)
         members, size = filled.get(key, ([], 0))
         if members and size + variable.grad_bytes > threshold_bytes:
@@ -105,7 +141,9 @@ def horovod_like(workload: Workload, threshold_bytes: int, cycle_time_s: float) 
             members, size = [], 0
         members.append(position)
         filled[key] = (members, size + variable.grad_bytes)
-    return _grouped(workload, closed + [members for members, _ in filled.values()], Synchronizer.ALL_REDUCE)
+    return _grouped(
+        workload, closed + [members for members, _ in filled.values()], Synchronizer.ALL_REDUCE
+    )
 
 
 def all_reduce_positions(workload: Workload, variables_per_group: int) -> list[list[int]]:
@@ -125,7 +163,9 @@ def ddp_buckets(workload: Workload, bucket_bytes: int, first_bucket_bytes: int) 
     dtype `first_bucket_bytes`, the others `bucket_bytes`. A sparse gradient is a bucket of its own.
     """
     if bucket_bytes < 0 or first_bucket_bytes < 0:
-        raise InvalidInput(f"bucket sizes must be at least 0 bytes, but are {first_bucket_bytes} and {bucket_bytes}")
+        raise InvalidInput(
+            f"bucket sizes must be at least 0 bytes, but are {first_bucket_bytes} and {bucket_bytes}"
+        )
     buckets: list[list[int]] = []
     filling: dict[str, list[int]] = {}
     size: dict[str, int] = {}
@@ -149,7 +189,9 @@ def _cut_and_chunked(workload: Workload, axes: Sequence[int], shards_per_group: 
     choices: list[VariableStrategy] = []
     number = 0
     for variable, axis in zip(workload.variables, axes, strict=True):
-        partition: Partition | None = by_smallest_divisor(variable, axis) if variable.elements > 1 else None
+        partition: Partition | None = (
+            by_smallest_divisor(variable, axis) if variable.elements > 1 else None
+        )
         shards = []
         for _ in partition.sizes if partition else (1,):
             shards.append(Shard(Synchronizer.ALL_REDUCE, group=number // shards_per_group))
@@ -158,13 +200,17 @@ def _cut_and_chunked(workload: Workload, axes: Sequence[int], shards_per_group: 
     return Strategy(tuple(choices))
 
 
-def _grouped(workload: Workload, groups: Iterable[list[int]], synchronizer: Synchronizer) -> Strategy:
+def _grouped(
+    workload: Workload, groups: Iterable[list[int]], synchronizer: Synchronizer
+) -> Strategy:
     """Each list of positions is one merge group of whole variables; a group of one needs no number."""
     complete = sorted(groups, key=lambda positions: positions[-1])
     choices: list[VariableStrategy] = []
     for number, positions in enumerate(complete):
         shard = Shard(synchronizer, group=number if len(positions) > 1 else None)
-        choices.extend(VariableStrategy(workload.variables[position].name, (shard,)) for position in positions)
+        choices.extend(
+            VariableStrategy(workload.variables[position].name, (shard,)) for position in positions
+        )
     return Strategy(tuple(choices))
 
 
@@ -187,6 +233,12 @@ def large_alone(workload: Workload, bucket_bytes: int, piece_bytes: int | None =
     choices = []
     for position, variable in enumerate(workload.variables):
         shard = Shard(Synchronizer.ALL_REDUCE, group=group.get(position))
-        cut = in_pieces(variable, piece_bytes, MAX_SHARDS) if piece_bytes is not None and position not in group else None
-        choices.append(VariableStrategy(variable.name, (shard,) * (len(cut.sizes) if cut else 1), cut))
+        cut = (
+            in_pieces(variable, piece_bytes, MAX_SHARDS)
+            if piece_bytes is not None and position not in group
+            else None
+        )
+        choices.append(
+            VariableStrategy(variable.name, (shard,) * (len(cut.sizes) if cut else 1), cut)
+        )
     return Strategy(tuple(choices))

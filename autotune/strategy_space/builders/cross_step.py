@@ -12,8 +12,8 @@ from dataclasses import replace
 from itertools import product
 
 from autotune.cluster import Cluster
+from autotune.costs.issue_order import CLOSE, NODES, MessageTimes
 from autotune.strategy_space.builders.collectives import MIB, large_alone
-from autotune.strategy_space.cross_step import CLOSE, NODES, MessageTimes
 from autotune.strategy_space.plan import plan, slices_of
 from autotune.strategy_space.strategy import Strategy
 from autotune.workload import Workload
@@ -34,18 +34,37 @@ def cross_step_all_reduce(workload: Workload, cluster: Cluster) -> Strategy:
         times = MessageTimes.of(plan(strategy, workload, cluster.world_size), workload, cluster)
         found.append((times.ordered(GLANCE).period_s, len(times.cost_s), strategy))
     shortest_s = min(period_s for period_s, _, _ in found)
-    near = [(messages, number) for number, (period_s, messages, _) in enumerate(found) if period_s <= shortest_s * (1 + CLOSE)]
+    near = [
+        (messages, number)
+        for number, (period_s, messages, _) in enumerate(found)
+        if period_s <= shortest_s * (1 + CLOSE)
+    ]
     return in_planned_order(found[min(near)[1]][2], workload, cluster)
 
 
-def in_planned_order(strategy: Strategy, workload: Workload, cluster: Cluster, nodes: int = NODES) -> Strategy:
+def in_planned_order(
+    strategy: Strategy, workload: Workload, cluster: Cluster, nodes: int = NODES
+) -> Strategy:
     """`strategy` across steps, its messages in the planned order."""
     planned = plan(strategy, workload, cluster.world_size)
     order = MessageTimes.of(planned, workload, cluster).ordered(nodes).order
-    turn = {(part.variable, part.start): place for place, number in enumerate(order) for part in planned.messages[number].slices}
+    turn = {
+        (part.variable, part.start): place
+        for place, number in enumerate(order)
+        for part in planned.messages[number].slices
+    }
     choices = []
     for variable in workload.variables:
         choice = strategy.by_name[variable.name]
-        turns: Iterator[int] = (turn[part.variable, part.start] for part in slices_of(variable, choice))
-        choices.append(replace(choice, shards=tuple(replace(s, priority=at) for s, at in zip(choice.shards, turns, strict=True))))
+        turns: Iterator[int] = (
+            turn[part.variable, part.start] for part in slices_of(variable, choice)
+        )
+        choices.append(
+            replace(
+                choice,
+                shards=tuple(
+                    replace(s, priority=at) for s, at in zip(choice.shards, turns, strict=True)
+                ),
+            )
+        )
     return replace(strategy, variables=tuple(choices), cross_step=True)

@@ -18,7 +18,9 @@ def even_partition(variable: Variable, axis: int, shards: int) -> Partition:
 def by_smallest_divisor(variable: Variable, axis: int) -> Partition | None:
     """Equal shards, as few as possible but two; None if the extent has no divisor up to `MAX_SHARDS`."""
     extent = variable.shape[axis]
-    shards = next((number for number in range(2, min(extent, MAX_SHARDS) + 1) if extent % number == 0), None)
+    shards = next(
+        (number for number in range(2, min(extent, MAX_SHARDS) + 1) if extent % number == 0), None
+    )
     return even_partition(variable, axis, shards) if shards else None
 
 
@@ -29,11 +31,20 @@ def by_smallest_non_divisor(variable: Variable, axis: int) -> Partition | None:
     return even_partition(variable, axis, shards) if shards else None
 
 
-def in_pieces(variable: Variable, most_bytes: int, most_pieces: int | None = None) -> Partition | None:
+def in_pieces(
+    variable: Variable, most_bytes: int, most_pieces: int | None = None
+) -> Partition | None:
     """Even shards of at most `most_bytes`, as far as rows along the longest axis and `most_pieces` allow; sparse variables along axis 0."""
     if variable.grad_bytes <= most_bytes or not variable.shape:
         return None
-    axis = 0 if variable.sparse else max(range(len(variable.shape)), key=lambda candidate: (variable.shape[candidate], -candidate))
+    axis = (
+        0
+        if variable.sparse
+        else max(
+            range(len(variable.shape)),
+            key=lambda candidate: (variable.shape[candidate], -candidate),
+        )
+    )
     shards = min(-(-variable.grad_bytes // most_bytes), variable.shape[axis])
     rows = -(-variable.shape[axis] // shards)
     row_bytes = variable.grad_bytes // variable.shape[axis]

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autotune.strategy_space.strategy import SPARSE_SYNCHRONIZERS, SparseHandling, Strategy, VariableStrategy
+from autotune.strategy_space.strategy import (
+    SPARSE_SYNCHRONIZERS,
+    SparseHandling,
+    Strategy,
+    VariableStrategy,
+)
 from autotune.workload import Workload
 
 
 def with_rows(strategy: Strategy, workload: Workload) -> Strategy:
     """The gradients of sparse variables as rows, by the synchronizer that they have; what no rows can travel by stays dense."""
     choices = tuple(
-        _as_rows(choice) if workload.variables[workload.index[choice.variable]].sparse else choice for choice in strategy.variables
+        _as_rows(choice) if workload.variables[workload.index[choice.variable]].sparse else choice
+        for choice in strategy.variables
     )
     return replace(strategy, variables=choices)
 

@@ -7,13 +7,30 @@ from dataclasses import replace
 
 from autotune.cluster import Cluster
 from autotune.errors import InvalidInput
-from autotune.strategy_space.builders.collectives import AUTODIST_CHUNK, all_reduce_positions, large_alone
-from autotune.strategy_space.builders.partitions import MAX_SHARDS, by_smallest_non_divisor, even_partition, in_pieces
+from autotune.strategy_space.builders.collectives import (
+    AUTODIST_CHUNK,
+    all_reduce_positions,
+    large_alone,
+)
+from autotune.strategy_space.builders.partitions import (
+    MAX_SHARDS,
+    by_smallest_non_divisor,
+    even_partition,
+    in_pieces,
+)
 from autotune.strategy_space.builders.priority import by_priority
 from autotune.strategy_space.constraints import server_ranks, servers_of
 from autotune.strategy_space.plan import plan, slices_of
 from autotune.strategy_space.space import SearchSpace
-from autotune.strategy_space.strategy import MOST_IN_FLIGHT, Partition, Shard, SparseHandling, Strategy, Synchronizer, VariableStrategy
+from autotune.strategy_space.strategy import (
+    MOST_IN_FLIGHT,
+    Partition,
+    Shard,
+    SparseHandling,
+    Strategy,
+    Synchronizer,
+    VariableStrategy,
+)
 from autotune.workload import Variable, Workload
 
 BYTEPS_PARTITION_BYTES = 4_096_000  # BytePS: BYTEPS_PARTITION_BYTES
@@ -22,8 +39,13 @@ BYTEPS_PARTITION_BYTES = 4_096_000  # BytePS: BYTEPS_PARTITION_BYTES
 def parameter_server(workload: Workload, cluster: Cluster) -> Strategy:
     """All variables on one server: the first rank of those that should serve most."""
     servers = servers_of(cluster)
-    shard = Shard(Synchronizer.PARAMETER_SERVER, placement=servers.ranks[servers.shares.index(max(servers.shares))])
-    return Strategy(tuple(VariableStrategy(variable.name, (shard,)) for variable in workload.variables))
+    shard = Shard(
+        Synchronizer.PARAMETER_SERVER,
+        placement=servers.ranks[servers.shares.index(max(servers.shares))],
+    )
+    return Strategy(
+        tuple(VariableStrategy(variable.name, (shard,)) for variable in workload.variables)
+    )
 
 
 def ps_round_robin(workload: Workload, cluster: Cluster) -> Strategy:
@@ -31,7 +53,12 @@ def ps_round_robin(workload: Workload, cluster: Cluster) -> Strategy:
     ranks = server_ranks(cluster)
     forward = reversed(workload.variables)
     shards = [Shard(Synchronizer.PARAMETER_SERVER, placement=rank) for rank in ranks]
-    return Strategy(tuple(VariableStrategy(variable.name, (shards[turn % len(ranks)],)) for turn, variable in enumerate(forward)))
+    return Strategy(
+        tuple(
+            VariableStrategy(variable.name, (shards[turn % len(ranks)],))
+            for turn, variable in enumerate(forward)
+        )
+    )
 
 
 def ps_load_balanced(workload: Workload, cluster: Cluster) -> Strategy:
@@ -39,16 +66,27 @@ def ps_load_balanced(workload: Workload, cluster: Cluster) -> Strategy:
     return _served(workload, cluster, [None] * len(workload.variables))
 
 
-def partitioned_ps(workload: Workload, cluster: Cluster, min_partition_bytes: int = 100_000, max_shards: int = MAX_SHARDS) -> Strategy:
+def partitioned_ps(
+    workload: Workload,
+    cluster: Cluster,
+    min_partition_bytes: int = 100_000,
+    max_shards: int = MAX_SHARDS,
+) -> Strategy:
     """Parameter servers with large variables cut evenly along axis 0 into a shard per server, at most `max_shards`.
 
     The bounds are AutoSync's (see `SearchSpace`).
     """
-    bounds = SearchSpace((Synchronizer.PARAMETER_SERVER,), min_partition_bytes=min_partition_bytes, max_shards=max_shards)
+    bounds = SearchSpace(
+        (Synchronizer.PARAMETER_SERVER,),
+        min_partition_bytes=min_partition_bytes,
+        max_shards=max_shards,
+    )
     servers = len(servers_of(cluster).ranks)
 
     def cut(variable: Variable) -> Partition | None:
-        shards = min(servers, max_shards, variable.shape[0]) if 0 in bounds.axes_for(variable) else 1
+        shards = (
+            min(servers, max_shards, variable.shape[0]) if 0 in bounds.axes_for(variable) else 1
+        )
         return even_partition(variable, 0, shards) if shards > 1 else None
 
     return _served(workload, cluster, [cut(variable) for variable in workload.variables])
@@ -56,20 +94,33 @@ def partitioned_ps(workload: Workload, cluster: Cluster, min_partition_bytes: in
 
 def uneven_partitioned_ps(workload: Workload, cluster: Cluster) -> Strategy:
     """Parameter servers with variables cut into unequal shards along axis 0 (AutoDist's UnevenPartitionedPS)."""
-    cuts = [by_smallest_non_divisor(variable, 0) if variable.elements > 1 else None for variable in workload.variables]
+    cuts = [
+        by_smallest_non_divisor(variable, 0) if variable.elements > 1 else None
+        for variable in workload.variables
+    ]
     return _served(workload, cluster, cuts)
 
 
-def parallax(workload: Workload, cluster: Cluster, variables_per_group: int = AUTODIST_CHUNK) -> Strategy:
+def parallax(
+    workload: Workload, cluster: Cluster, variables_per_group: int = AUTODIST_CHUNK
+) -> Strategy:
     """Dense gradients by all-reduce, sparse ones through balanced parameter servers (Parallax, EuroSys 2019, sec. 3)."""
-    dense = {number: group for group, positions in enumerate(all_reduce_positions(workload, variables_per_group)) for number in positions}
+    dense = {
+        number: group
+        for group, positions in enumerate(all_reduce_positions(workload, variables_per_group))
+        for number in positions
+    }
     served = ps_load_balanced(workload, cluster).by_name
     choices = []
     for position, variable in enumerate(workload.variables):
         if variable.sparse:
             choices.append(replace(served[variable.name], sparse=SparseHandling.GATHER_SCATTER))
         else:
-            choices.append(VariableStrategy(variable.name, (Shard(Synchronizer.ALL_REDUCE, group=dense[position]),)))
+            choices.append(
+                VariableStrategy(
+                    variable.name, (Shard(Synchronizer.ALL_REDUCE, group=dense[position]),)
+                )
+            )
     return Strategy(tuple(choices))
 
 
@@ -80,7 +131,11 @@ def served_in_pieces(workload: Workload, cluster: Cluster, piece_bytes: int) -> 
     """
     if piece_bytes < 1:
         raise InvalidInput(f"a piece needs at least 1 byte, but has {piece_bytes}")
-    return _served(workload, cluster, [in_pieces(variable, piece_bytes, MAX_SHARDS) for variable in workload.variables])
+    return _served(
+        workload,
+        cluster,
+        [in_pieces(variable, piece_bytes, MAX_SHARDS) for variable in workload.variables],
+    )
 
 
 def served_in_buckets(workload: Workload, cluster: Cluster, bucket_bytes: int) -> Strategy:
@@ -108,15 +163,23 @@ def served_in_buckets(workload: Workload, cluster: Cluster, bucket_bytes: int) -
     return Strategy(tuple(choices))
 
 
-def byteps_like(workload: Workload, cluster: Cluster, partition_bytes: int = BYTEPS_PARTITION_BYTES) -> Strategy:
+def byteps_like(
+    workload: Workload, cluster: Cluster, partition_bytes: int = BYTEPS_PARTITION_BYTES
+) -> Strategy:
     """Pieces of at most 4 MB on balanced servers, in the order of `by_priority` over the slowest server's link.
 
     Source: BytePS, OSDI 2020, and its BYTEPS_PARTITION_BYTES. Within the step, as its DistributedOptimizer is.
     """
     if partition_bytes < 1:
         raise InvalidInput(f"a partition needs at least 1 byte, but has {partition_bytes}")
-    strategy = _served(workload, cluster, [in_pieces(variable, partition_bytes) for variable in workload.variables])
-    return by_priority(strategy, workload, min(cluster.own_bandwidth_bytes_per_s(rank) for rank in servers_of(cluster).ranks))
+    strategy = _served(
+        workload, cluster, [in_pieces(variable, partition_bytes) for variable in workload.variables]
+    )
+    return by_priority(
+        strategy,
+        workload,
+        min(cluster.own_bandwidth_bytes_per_s(rank) for rank in servers_of(cluster).ranks),
+    )
 
 
 def byteps_across_steps(workload: Workload, cluster: Cluster) -> Strategy:
@@ -133,14 +196,20 @@ def least_loaded(loads_bytes: Sequence[float], shares: Sequence[float], shard_by
     return done.index(min(done))
 
 
-def _served(workload: Workload, cluster: Cluster, partitions: Sequence[Partition | None]) -> Strategy:
+def _served(
+    workload: Workload, cluster: Cluster, partitions: Sequence[Partition | None]
+) -> Strategy:
     """Parameter servers for all shards, the largest shard first, each on the server that would be done with it first."""
     servers = servers_of(cluster)
     sizes: list[tuple[int, int, int]] = []
-    for position, (variable, partition) in enumerate(zip(workload.variables, partitions, strict=True)):
+    for position, (variable, partition) in enumerate(
+        zip(workload.variables, partitions, strict=True)
+    ):
         extents = partition.sizes if partition else (1,)
         row_bytes = variable.grad_bytes // (variable.shape[partition.axis] if partition else 1)
-        sizes.extend((extent * row_bytes, position, number) for number, extent in enumerate(extents))
+        sizes.extend(
+            (extent * row_bytes, position, number) for number, extent in enumerate(extents)
+        )
     loads = [0] * len(servers.ranks)
     placement: dict[tuple[int, int], int] = {}
     for shard_bytes, position, number in sorted(sizes, key=lambda entry: -entry[0]):
@@ -148,8 +217,13 @@ def _served(workload: Workload, cluster: Cluster, partitions: Sequence[Partition
         loads[server] += shard_bytes
         placement[position, number] = servers.ranks[server]
     choices: list[VariableStrategy] = []
-    for position, (variable, partition) in enumerate(zip(workload.variables, partitions, strict=True)):
+    for position, (variable, partition) in enumerate(
+        zip(workload.variables, partitions, strict=True)
+    ):
         count = len(partition.sizes) if partition else 1
-        shards = tuple(Shard(Synchronizer.PARAMETER_SERVER, placement=placement[position, number]) for number in range(count))
+        shards = tuple(
+            Shard(Synchronizer.PARAMETER_SERVER, placement=placement[position, number])
+            for number in range(count)
+        )
         choices.append(VariableStrategy(variable.name, shards, partition))
     return Strategy(tuple(choices))

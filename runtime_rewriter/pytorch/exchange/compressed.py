@@ -44,10 +44,20 @@ def padded_elements(message: Message, ranks: int) -> int:
     multiple = -(-message.elements // ranks) * ranks
     if message.compressor is not Compressor.INT8:
         return multiple
-    return max(multiple, RowLayout.of(message.elements, 1 if message.primitive in _ROOTED else ranks).elements)
+    return max(
+        multiple,
+        RowLayout.of(message.elements, 1 if message.primitive in _ROOTED else ranks).elements,
+    )
 
 
-def flat_exchange(message: Message, values: Tensor, lanes: Lanes, circle: Circle, feedback: Feedback, first_lane: int = 0) -> Exchange:
+def flat_exchange(
+    message: Message,
+    values: Tensor,
+    lanes: Lanes,
+    circle: Circle,
+    feedback: Feedback,
+    first_lane: int = 0,
+) -> Exchange:
     """The sum over the circle with the message's compressor. Collective; `values` have `padded_elements`.
 
     A rank that is alone in its circle sends nothing, so its values stay as they are.
@@ -71,7 +81,15 @@ class Quantised:
     Two roundings: what the second one loses joins the residual of the rank that owns the shard.
     """
 
-    def __init__(self, message: Message, values: Tensor, lanes: Lanes, circle: Circle, feedback: Feedback, lane: int) -> None:
+    def __init__(
+        self,
+        message: Message,
+        values: Tensor,
+        lanes: Lanes,
+        circle: Circle,
+        feedback: Feedback,
+        lane: int,
+    ) -> None:
         members = circle.part_of(lanes.ranks.rank)
         self.values, self._lane, self._feedback = values, lane, feedback
         self._groups = lanes.group(lane, circle), lanes.group(lane + 1, circle)
@@ -79,19 +97,29 @@ class Quantised:
         self._all, self._padding = values[: layout.elements], values[message.elements :]
         own = members.index(lanes.ranks.rank) if members else 0
         self._shard = self._all.view(layout.rows, -1)[own]
-        self._sent, self._received = (QuantisedRows(layout, values.dtype, values.device) for _ in range(2))
+        self._sent, self._received = (
+            QuantisedRows(layout, values.dtype, values.device) for _ in range(2)
+        )
         self._sum = QuantisedRows(layout.with_rows(1), values.dtype, values.device)
         self._total = values.new_empty(layout.elements // layout.rows)
 
     def steps(self) -> list[tuple[int, Step]]:
-        return [(self._lane, self._send), (self._lane + 1, self._send_sum), (self._lane + 2, self._finish)]
+        return [
+            (self._lane, self._send),
+            (self._lane + 1, self._send_sum),
+            (self._lane + 2, self._finish),
+        ]
 
     def _send(self) -> dist.Work | None:
         if self._groups[0] is None:
             return None
         self._padding.zero_()
         self._sent.encode_(self._all)
-        return work_of(dist.all_to_all_single(self._received.bytes, self._sent.bytes, group=self._groups[0], async_op=True))
+        return work_of(
+            dist.all_to_all_single(
+                self._received.bytes, self._sent.bytes, group=self._groups[0], async_op=True
+            )
+        )
 
     def _send_sum(self) -> dist.Work | None:
         if self._groups[1] is None:
@@ -100,7 +128,11 @@ class Quantised:
         self._sum.encode_(self._total)
         self._shard += self._total
         self._feedback.keep()
-        return work_of(dist.all_gather_single(self._received.bytes, self._sum.bytes, group=self._groups[1], async_op=True))
+        return work_of(
+            dist.all_gather_single(
+                self._received.bytes, self._sum.bytes, group=self._groups[1], async_op=True
+            )
+        )
 
     def _finish(self) -> dist.Work | None:
         if self._groups[0] is not None:
@@ -111,12 +143,22 @@ class Quantised:
 class Picked:
     """top-k without a root, two steps: every rank sends what it picked to all, and all sum it in the circle's order."""
 
-    def __init__(self, message: Message, values: Tensor, lanes: Lanes, circle: Circle, feedback: Feedback, lane: int) -> None:
+    def __init__(
+        self,
+        message: Message,
+        values: Tensor,
+        lanes: Lanes,
+        circle: Circle,
+        feedback: Feedback,
+        lane: int,
+    ) -> None:
         members = circle.part_of(lanes.ranks.rank)
         self.values, self._lane, self._feedback = values, lane, feedback
         self._group = lanes.group(lane, circle)
         self._all = values[: message.elements]
-        self._sent, self._received = (_payload(message, values, rows) for rows in (1, max(1, len(members))))
+        self._sent, self._received = (
+            _payload(message, values, rows) for rows in (1, max(1, len(members)))
+        )
 
     def steps(self) -> list[tuple[int, Step]]:
         return [(self._lane, self._send), (self._lane + 1, self._finish)]
@@ -126,7 +168,11 @@ class Picked:
             return None
         self._sent.encode_(self._all)
         self._feedback.keep()
-        return work_of(dist.all_gather_single(self._received.bytes, self._sent.bytes, group=self._group, async_op=True))
+        return work_of(
+            dist.all_gather_single(
+                self._received.bytes, self._sent.bytes, group=self._group, async_op=True
+            )
+        )
 
     def _finish(self) -> dist.Work | None:
         if self._group is not None:
@@ -141,13 +187,25 @@ class Rooted:
     both primitives with a root gather; the way back is a parameter server's or a broadcast.
     """
 
-    def __init__(self, message: Message, values: Tensor, lanes: Lanes, circle: Circle, feedback: Feedback, lane: int) -> None:
+    def __init__(
+        self,
+        message: Message,
+        values: Tensor,
+        lanes: Lanes,
+        circle: Circle,
+        feedback: Feedback,
+        lane: int,
+    ) -> None:
         members = circle.part_of(lanes.ranks.rank)
         self.values, self._lane, self._feedback = values, lane, feedback
         self._groups = lanes.group(lane, circle), lanes.group(lane + 1, circle)
         self._pushed = message.primitive is Primitive.PUSH_PULL
         self._sent = _payload(message, values, 1)
-        length = RowLayout.of(message.elements, 1).elements if message.compressor is Compressor.INT8 else message.elements
+        length = (
+            RowLayout.of(message.elements, 1).elements
+            if message.compressor is Compressor.INT8
+            else message.elements
+        )
         self._all, self._padding = values[:length], values[message.elements :]
         assert message.owner is not None, "a primitive with a root has an owner"
         self._root = members.index(message.owner) if self._groups[0] is not None else 0
@@ -156,7 +214,11 @@ class Rooted:
         self._total = values.new_empty(length if owns else 0)
 
     def steps(self) -> list[tuple[int, Step]]:
-        return [(self._lane, self._send), (self._lane + 1, self._send_sum), (self._lane + 2, self._finish)]
+        return [
+            (self._lane, self._send),
+            (self._lane + 1, self._send_sum),
+            (self._lane + 2, self._finish),
+        ]
 
     def _send(self) -> dist.Work | None:
         if self._groups[0] is None:
@@ -166,7 +228,15 @@ class Rooted:
         if self._received is None:
             self._feedback.keep()
         rows = None if self._received is None else list(self._received.bytes)
-        return work_of(dist.gather(self._sent.bytes[0], rows, group=self._groups[0], group_dst=self._root, async_op=True))
+        return work_of(
+            dist.gather(
+                self._sent.bytes[0],
+                rows,
+                group=self._groups[0],
+                group_dst=self._root,
+                async_op=True,
+            )
+        )
 
     def _send_sum(self) -> dist.Work | None:
         group = self._groups[1]
@@ -192,7 +262,15 @@ class Rooted:
 class PowerSgd:
     """Two sums by the message's primitive, of P and of Q (see `power_sgd`), and a step at the end."""
 
-    def __init__(self, message: Message, values: Tensor, lanes: Lanes, circle: Circle, feedback: Feedback, lane: int) -> None:
+    def __init__(
+        self,
+        message: Message,
+        values: Tensor,
+        lanes: Lanes,
+        circle: Circle,
+        feedback: Feedback,
+        lane: int,
+    ) -> None:
         self.values, self._feedback = values, feedback
         members = circle.part_of(lanes.ranks.rank)
         assert message.rank is not None
@@ -201,16 +279,26 @@ class PowerSgd:
         def start_of(number: int) -> Tensor:
             part = message.slices[number]
             seeded = f"{part.variable}|{part.axis}|{part.start}|{rank}"
-            return feedback.residuals.factor(part, rank, lambda: initial_start(seeded, matrix_shape(shapes[number])[1], rank, values))
+            return feedback.residuals.factor(
+                part,
+                rank,
+                lambda: initial_start(seeded, matrix_shape(shapes[number])[1], rank, values),
+            )
 
         factored = [number for number, shape in enumerate(shapes) if gains(shape, rank)]
         self._alone = len(members) < 2
         if not self._alone:
             feedback.feed(factored)
         self._low = LowRank(values, shapes, rank, max(1, len(members)), start_of)
-        self._left = flat_sum(message.primitive, self._low.left, lanes, circle, message.owner, lane).steps()
+        self._left = flat_sum(
+            message.primitive, self._low.left, lanes, circle, message.owner, lane
+        ).steps()
         after = self._left[-1][0] + 1
-        right = flat_sum(message.primitive, self._low.right, lanes, circle, message.owner, after) if factored else None
+        right = (
+            flat_sum(message.primitive, self._low.right, lanes, circle, message.owner, after)
+            if factored
+            else None
+        )
         self._right = right.steps() if right is not None else []
 
     def steps(self) -> list[tuple[int, Step]]:
@@ -230,7 +318,9 @@ class PowerSgd:
         return None
 
 
-def _before(steps: list[tuple[int, Step]], prepare: Callable[[], None], alone: bool) -> list[tuple[int, Step]]:
+def _before(
+    steps: list[tuple[int, Step]], prepare: Callable[[], None], alone: bool
+) -> list[tuple[int, Step]]:
     """The steps, of which the first one prepares what it sends."""
     (lane, start), *others = steps
 
@@ -246,6 +336,8 @@ def _before(steps: list[tuple[int, Step]], prepare: Callable[[], None], alone: b
 def _payload(message: Message, values: Tensor, rows: int) -> Payload:
     """Rows that each stand for the whole message."""
     if message.compressor is Compressor.INT8:
-        return QuantisedRows(RowLayout.of(message.elements, 1).with_rows(rows), values.dtype, values.device)
+        return QuantisedRows(
+            RowLayout.of(message.elements, 1).with_rows(rows), values.dtype, values.device
+        )
     assert message.ratio is not None
     return PickedRows(rows, picked(message.elements, message.ratio), values.dtype, values.device)

@@ -38,5 +38,7 @@ def named_after(count: int) -> Iterator[None]:
 
 def _used(more: int = 0) -> int:
     """One more than the largest number that this process has used, after `more` were added."""
-    used: int = dist.distributed_c10d._get_default_store().add(f"autotune/groups/{dist.get_rank()}", more)
+    used: int = dist.distributed_c10d._get_default_store().add(
+        f"autotune/groups/{dist.get_rank()}", more
+    )
     return used

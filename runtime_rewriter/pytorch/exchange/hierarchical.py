@@ -36,7 +36,11 @@ class Circles:
     @staticmethod
     def of(plan: Plan, lanes: Lanes) -> Circles:
         """Collective: every rank calls it with the same plan. Raises `InvalidStrategy` where hosts are needed and unknown."""
-        world = Circle.world(lanes.ranks.size) if plan.ring_order is None else Circle((plan.ring_order,))
+        world = (
+            Circle.world(lanes.ranks.size)
+            if plan.ring_order is None
+            else Circle((plan.ring_order,))
+        )
         asked = any(message.hierarchical for message in plan.messages) and lanes.ranks.size > 1
         return Circles(world, lanes.hosts() if asked else None)
 
@@ -53,10 +57,21 @@ class Circles:
 
     def multiple(self, message: Message) -> int:
         """The number of a message's values must be a multiple of this."""
-        return len(self.leaders(message.owner).parts[0]) if self.two_level(message) else len(self.world.parts[0])
+        return (
+            len(self.leaders(message.owner).parts[0])
+            if self.two_level(message)
+            else len(self.world.parts[0])
+        )
 
 
-def sum_of(message: Message, values: Tensor, lanes: Lanes, circles: Circles, feedback: Feedback, first_lane: int = 0) -> Exchange:
+def sum_of(
+    message: Message,
+    values: Tensor,
+    lanes: Lanes,
+    circles: Circles,
+    feedback: Feedback,
+    first_lane: int = 0,
+) -> Exchange:
     """The sum of `values` over all ranks, in the way that the message says. Collective; `values` as `padded_elements` says.
 
     Only the leaders of hosts compress what they send, so that only they have residuals of a hierarchical message.

@@ -20,7 +20,9 @@ def hosts_of(ranks: Ranks) -> Circle:
     Raises `InvalidStrategy` on every rank where a rank does not know its place on its host, or the places contradict
     each other.
     """
-    mine = torch.tensor([dist.get_rank(), _number("LOCAL_RANK"), _number("LOCAL_WORLD_SIZE")], device="cpu")
+    mine = torch.tensor(
+        [dist.get_rank(), _number("LOCAL_RANK"), _number("LOCAL_WORLD_SIZE")], device="cpu"
+    )
     gathered = [torch.zeros_like(mine) for _ in range(ranks.size)]
     dist.all_gather(gathered, mine, group=ranks.control)
     places = [(int(place[0]), int(place[1]), int(place[2])) for place in gathered]
@@ -46,10 +48,16 @@ def _check(places: Sequence[tuple[int, int, int]]) -> None:
     for rank, (world_rank, local_rank, local_size) in enumerate(places):
         if not 0 <= local_rank < local_size or local_rank > world_rank:
             shown = ["not set" if value < 0 else str(value) for value in (local_rank, local_size)]
-            raise InvalidStrategy(f"{rule}, but on rank {rank} they are {shown[0]} and {shown[1]}; {fix}")
+            raise InvalidStrategy(
+                f"{rule}, but on rank {rank} they are {shown[0]} and {shown[1]}; {fix}"
+            )
     sizes = {world_rank - local_rank: local_size for world_rank, local_rank, local_size in places}
     free_from = 0
     for first, local_size in sorted(sizes.items()):
-        if first < free_from or any(size != local_size for rank, local, size in places if rank - local == first):
-            raise InvalidStrategy(f"{rule}, but those of rank {first} contradict another rank's; {fix}")
+        if first < free_from or any(
+            size != local_size for rank, local, size in places if rank - local == first
+        ):
+            raise InvalidStrategy(
+                f"{rule}, but those of rank {first} contradict another rank's; {fix}"
+            )
         free_from = first + local_size

@@ -37,15 +37,25 @@ memory of the device, too."""
 class Flight:
     """One message under way. Its steps run in ascending order of their lanes."""
 
-    def __init__(self, steps: Sequence[tuple[int, Step]], device: Device, number: int = 0, around: Around | None = None) -> None:
+    def __init__(
+        self,
+        steps: Sequence[tuple[int, Step]],
+        device: Device,
+        number: int = 0,
+        around: Around | None = None,
+    ) -> None:
         self._steps = dict(steps)
         self._device, self._number, self._around = device, number, around
         self._work: dist.Work | None = None
-        self._kept: list[dist.Work | None] = []  # until the end: a work may own memory that another stream still copies from
+        self._kept: list[
+            dist.Work | None
+        ] = []  # until the end: a work may own memory that another stream still copies from
         self._fence: torch.cuda.Event | None = None
         self._started: dict[int, tuple[dist.Work | None, torch.cuda.Event | None]] = {}
         self.last_lane = steps[-1][0]
-        self.next_lane: Future[object] | None = None  # its result is the future of the lane after it, or None
+        self.next_lane: Future[object] | None = (
+            None  # its result is the future of the lane after it, or None
+        )
 
     def begin(self) -> None:
         """Where the first step is started on another stream: what was issued to this thread's, the packing, comes before it."""
@@ -82,7 +92,9 @@ class Flight:
             if future.cancelled() or future.exception() is not None:
                 return True
             future = _future(future.result())
-        return (self._work is None or self._work.is_completed()) and (self._fence is None or self._fence.query())
+        return (self._work is None or self._work.is_completed()) and (
+            self._fence is None or self._fence.query()
+        )
 
     def wait(self) -> None:
         """Until every step has completed. Raises what a step raised: `RuntimeError` where a rank is gone or too late."""
@@ -142,7 +154,9 @@ class Lanes:
 
         Those of some ranks of the world are kept: torch would give a later group the name of an earlier one.
         """
-        unused = len(self._groups) - max(len(self._asked), KEPT_GROUPS_ON_DEVICE if self._queued else KEPT_GROUPS)
+        unused = len(self._groups) - max(
+            len(self._asked), KEPT_GROUPS_ON_DEVICE if self._queued else KEPT_GROUPS
+        )
         self._asked.clear()
         for key in list(self._groups)[: unused if self.ranks.is_world and unused > 0 else 0]:
             destroy_groups(self._groups.pop(key))

@@ -64,7 +64,12 @@ class LowRank:
     """
 
     def __init__(
-        self, values: Tensor, shapes: Sequence[Sequence[int]], rank: int, multiple: int, start_of: Callable[[int], Tensor]
+        self,
+        values: Tensor,
+        shapes: Sequence[Sequence[int]],
+        rank: int,
+        multiple: int,
+        start_of: Callable[[int], Tensor],
     ) -> None:
         """`values`: flat, the slices of `shapes` behind each other. `start_of(i)`: Q of slice i, (m, k), changed in place; asked
         for at every step, since a checkpoint may bring another one."""
@@ -77,13 +82,19 @@ class LowRank:
         self.left = _buffer(behind + sum(sizes[number] for number in whole), multiple, values)
         self.right = _buffer(sum(columns * rank for _, columns in sides), multiple, values)
         lefts = self.left[:behind].split([rows * rank for rows, _ in sides])
-        rights = self.right[: sum(columns * rank for _, columns in sides)].split([columns * rank for _, columns in sides])
+        rights = self.right[: sum(columns * rank for _, columns in sides)].split(
+            [columns * rank for _, columns in sides]
+        )
         self._factored = [
             Factored(number, parts[number].view(side), left.view(-1, rank), right.view(-1, rank))
             for number, side, left, right in zip(factored, sides, lefts, rights, strict=True)
         ]
         self._whole = [parts[number] for number in whole]
-        self._whole_left = list(self.left[behind : behind + sum(sizes[number] for number in whole)].split([sizes[n] for n in whole]))
+        self._whole_left = list(
+            self.left[behind : behind + sum(sizes[number] for number in whole)].split(
+                [sizes[n] for n in whole]
+            )
+        )
         self._values, self._start_of = values, start_of
 
     def project(self) -> None:

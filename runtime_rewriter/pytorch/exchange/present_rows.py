@@ -41,7 +41,9 @@ class PresentRows:
             return
         self._mask = torch.cat([_present(parameter) for parameter in self._parameters.values()])
         try:
-            self._work = dist.all_reduce(self._mask, op=dist.ReduceOp.MAX, group=group, async_op=True)
+            self._work = dist.all_reduce(
+                self._mask, op=dist.ReduceOp.MAX, group=group, async_op=True
+            )
         except RuntimeError as error:
             raise _failed(error) from error
 
@@ -61,13 +63,17 @@ class PresentRows:
         assert self._mask is not None
         parts = self._mask.split([parameter.shape[0] for parameter in self._parameters.values()])
         rows = parts[list(self._parameters).index(position)].nonzero().flatten()
-        return torch.sparse_coo_tensor(rows[None], dense[rows], dense.shape, is_coalesced=True, check_invariants=False)
+        return torch.sparse_coo_tensor(
+            rows[None], dense[rows], dense.shape, is_coalesced=True, check_invariants=False
+        )
 
 
 def sparse_rows(dense: Tensor) -> Tensor:
     """Sparse along axis 0, without the rows that are exactly zero. `Tensor.to_sparse(1)` is slow: 0.4 s for 7000 x 128."""
     rows = dense.reshape(len(dense), dense[:1].numel()).any(1).nonzero().squeeze(1)
-    return torch.sparse_coo_tensor(rows.unsqueeze(0), dense[rows], dense.shape, check_invariants=False, is_coalesced=True)
+    return torch.sparse_coo_tensor(
+        rows.unsqueeze(0), dense[rows], dense.shape, check_invariants=False, is_coalesced=True
+    )
 
 
 def _present(parameter: nn.Parameter) -> Tensor:
@@ -82,4 +88,6 @@ def _present(parameter: nn.Parameter) -> Tensor:
 
 
 def _failed(error: RuntimeError) -> SynchronizationError:
-    return SynchronizationError(f"the ranks must agree on the rows of sparse gradients, but it failed: {error}; is every other rank alive?")
+    return SynchronizationError(
+        f"the ranks must agree on the rows of sparse gradients, but it failed: {error}; is every other rank alive?"
+    )

@@ -60,7 +60,9 @@ class QuantisedRows:
     def __init__(self, layout: RowLayout, dtype: torch.dtype, device: torch.device) -> None:
         self.layout = layout
         scales, levels = layout.blocks * dtype.itemsize, layout.blocks * layout.block
-        width = scales + -(-levels // dtype.itemsize) * dtype.itemsize  # so that the scales of every row are aligned
+        width = (
+            scales + -(-levels // dtype.itemsize) * dtype.itemsize
+        )  # so that the scales of every row are aligned
         self.bytes = torch.zeros(layout.rows, width, dtype=torch.uint8, device=device)
         self.scales = self.bytes[:, :scales].view(dtype)
         cut = (layout.rows, layout.blocks, layout.block)
@@ -74,11 +76,15 @@ class QuantisedRows:
             source = cut[row, blocks]
             work = scratch[: len(source)]
             scale = torch.abs(source, out=work).amax(1).div_(LEVELS)
-            scale += scale - scale  # an infinite scale becomes NaN: 0 times infinity is NaN, but 5 times infinity is not
+            scale += (
+                scale - scale
+            )  # an infinite scale becomes NaN: 0 times infinity is NaN, but 5 times infinity is not
             # Less than 127 of the smallest normal number waits in the residual: 1 / scale is finite.
             scale.masked_fill_(scale < torch.finfo(scale.dtype).tiny, 0.0)
             self.scales[row, blocks].copy_(scale)
-            torch.mul(source, scale.reciprocal().masked_fill_(scale == 0, 0.0).unsqueeze(1), out=work)
+            torch.mul(
+                source, scale.reciprocal().masked_fill_(scale == 0, 0.0).unsqueeze(1), out=work
+            )
             self.levels[row, blocks].copy_(work.round_())
             source.sub_(work.mul_(scale.unsqueeze(1)))
         drop_non_finite_(values, self.scales)
@@ -87,7 +93,11 @@ class QuantisedRows:
         """What the rows say, into the flat `out`, (R B b,)."""
         cut = self._cut(out)
         for row, blocks in _parts(cut):
-            torch.mul(self.levels[row, blocks], self.scales[row, blocks].unsqueeze(1), out=cut[row, blocks])
+            torch.mul(
+                self.levels[row, blocks],
+                self.scales[row, blocks].unsqueeze(1),
+                out=cut[row, blocks],
+            )
 
     def sum_into(self, out: Tensor) -> None:
         """The rows stand for the same elements: their sum in row order, into the flat `out`, (B b,)."""
@@ -98,7 +108,9 @@ class QuantisedRows:
             work = scratch[: len(total)]
             torch.mul(self.levels[0, blocks], self.scales[0, blocks].unsqueeze(1), out=total)
             for row in range(1, self.layout.rows):
-                total += torch.mul(self.levels[row, blocks], self.scales[row, blocks].unsqueeze(1), out=work)
+                total += torch.mul(
+                    self.levels[row, blocks], self.scales[row, blocks].unsqueeze(1), out=work
+                )
 
     def _cut(self, values: Tensor) -> Tensor:
         return values.view(self.layout.rows, self.layout.blocks, self.layout.block)

@@ -75,7 +75,10 @@ class Ranks:
                     inside.enter_context(named_after(next_count()))
                     inside.enter_context(_not_split())
                 made: dist.ProcessGroup = dist.new_group(
-                    members, timeout=timedelta(seconds=seconds), backend=kind, use_local_synchronization=partial
+                    members,
+                    timeout=timedelta(seconds=seconds),
+                    backend=kind,
+                    use_local_synchronization=partial,
                 )
             return made
 
@@ -96,7 +99,9 @@ class Ranks:
         if self.is_world:
             made = [self._new_group(part, local=False) for part in circle.parts if len(part) > 1]
             own = [group for group in made if isinstance(group, dist.ProcessGroup)]
-            return own or [self.group_of(mine, next_count())]  # every rank has as many groups as before, compared with the others
+            return own or [
+                self.group_of(mine, next_count())
+            ]  # every rank has as many groups as before, compared with the others
         return [self.group_of(mine, self.agreed_count())]
 
     @property

@@ -52,7 +52,9 @@ class Feedback:
         """The values hold what is not sent: make it the residual."""
         slices = [self._slices[number] for number in self._fed]
         if slices:
-            torch._foreach_copy_([self.residuals.kept(part) for part, _ in slices], [view for _, view in slices])
+            torch._foreach_copy_(
+                [self.residuals.kept(part) for part, _ in slices], [view for _, view in slices]
+            )
 
     def sent(self) -> None:
         """The message has arrived: what waited in the other slices went with it."""
@@ -72,11 +74,16 @@ class Residuals:
 
     def __init__(self, parameters: Mapping[str, Tensor], rank: int, world_size: int) -> None:
         # Not the parameters themselves: while messages cross the step, to look at one means to wait for its messages.
-        self._like = {name: torch.empty_like(tensor, device="meta", requires_grad=False) for name, tensor in parameters.items()}
+        self._like = {
+            name: torch.empty_like(tensor, device="meta", requires_grad=False)
+            for name, tensor in parameters.items()
+        }
         self._device = next((tensor.device for tensor in parameters.values()), torch.device("cpu"))
         self._rank, self._world_size = rank, world_size
         self._tensors: dict[str, Tensor] = {}
-        self._released: dict[str, dict[int, int]] = {}  # variable: elements of its slices that were sent whole, by their start
+        self._released: dict[
+            str, dict[int, int]
+        ] = {}  # variable: elements of its slices that were sent whole, by their start
         self._factors: dict[str, Tensor] = {}
         self.in_use = False
         """A rank may hold something: a plan since the last `clear` could feed it back. The same on all ranks."""
@@ -93,7 +100,9 @@ class Residuals:
     def plan_loaded(self, plan: Plan | None) -> None:
         """The slices of a variable are other ones from now on."""
         self._released = {}
-        self.in_use |= plan is not None and any(message.compressor in ERROR_FEEDBACK for message in plan.messages)
+        self.in_use |= plan is not None and any(
+            message.compressor in ERROR_FEEDBACK for message in plan.messages
+        )
 
     def of(self, variable: str) -> Tensor | None:
         """The residual of a whole variable, in its shape; None stands for zeros."""
@@ -109,7 +118,9 @@ class Residuals:
         whole = self._tensors.get(part.variable)
         if whole is None:
             zeros = torch.zeros_like(self._like[part.variable], device=self._device)
-            if self._device.type == "cuda":  # once per variable: another lane's stream may be the next to write into it
+            if (
+                self._device.type == "cuda"
+            ):  # once per variable: another lane's stream may be the next to write into it
                 torch.cuda.current_stream(self._device).synchronize()
             # Messages on other lanes may ask for other slices of the variable at the same time; setdefault is atomic.
             whole = self._tensors.setdefault(part.variable, zeros)
@@ -154,17 +165,28 @@ class Residuals:
         Raises `InvalidInput`, and changes nothing, where the state is another rank's, another world's or another model's.
         """
         residuals, factors = self._checked(state)
-        self._tensors = {name: torch.empty_like(self._like[name], device=self._device).copy_(t) for name, t in residuals.items()}
+        self._tensors = {
+            name: torch.empty_like(self._like[name], device=self._device).copy_(t)
+            for name, t in residuals.items()
+        }
         self._factors = {key: tensor.to(self._device, copy=True) for key, tensor in factors.items()}
         self._released = {}
         self.in_use = True
 
     def _checked(self, state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        missing = [key for key in ("format", "rank", "world_size", "residuals", "factors") if key not in state]
+        missing = [
+            key
+            for key in ("format", "rank", "world_size", "residuals", "factors")
+            if key not in state
+        ]
         if missing:
-            raise InvalidInput(f"the state of compression must be what compression_state() gave, but lacks {missing[0]!r}")
+            raise InvalidInput(
+                f"the state of compression must be what compression_state() gave, but lacks {missing[0]!r}"
+            )
         if state["format"] != STATE_FORMAT:
-            raise InvalidInput(f"this version reads compression state {STATE_FORMAT}, but the state has {state['format']}; update autotune")
+            raise InvalidInput(
+                f"this version reads compression state {STATE_FORMAT}, but the state has {state['format']}; update autotune"
+            )
         saved, mine = (state["rank"], state["world_size"]), (self._rank, self._world_size)
         if saved != mine:
             raise InvalidInput(
@@ -174,7 +196,9 @@ class Residuals:
         for name, tensor in state["residuals"].items():
             expected = self._like.get(name)
             if expected is None:
-                raise InvalidInput(f"the state of compression must be of this model, but has the unknown variable {name!r}")
+                raise InvalidInput(
+                    f"the state of compression must be of this model, but has the unknown variable {name!r}"
+                )
             if tensor.shape != expected.shape or tensor.dtype != expected.dtype:
                 raise InvalidInput(
                     f"the residual of {name!r} must be {expected.dtype} of shape {tuple(expected.shape)}, but the state has "
@@ -183,7 +207,9 @@ class Residuals:
         for key, tensor in state["factors"].items():
             problem = self._why_no_factor(key, tensor)
             if problem is not None:
-                raise InvalidInput(f"a start of PowerSGD must fit this model, but {key!r} {problem}")
+                raise InvalidInput(
+                    f"a start of PowerSGD must fit this model, but {key!r} {problem}"
+                )
         return state["residuals"], state["factors"]
 
     def _why_no_factor(self, key: str, tensor: Tensor) -> str | None:
@@ -203,7 +229,11 @@ class Residuals:
 
 
 def _slice(tensor: Tensor, part: TensorSlice) -> Tensor:
-    return tensor if part.axis is None else tensor.narrow(part.axis, part.start, part.stop - part.start)
+    return (
+        tensor
+        if part.axis is None
+        else tensor.narrow(part.axis, part.start, part.stop - part.start)
+    )
 
 
 def drop_non_finite_(values: Tensor, witness: Tensor) -> None:

@@ -33,14 +33,22 @@ class GatherRows:
     """
 
     def __init__(
-        self, source: Source, buffers: RowBuffers, lanes: Lanes, circle: Circle, lane: int, roots: Sequence[int] | None = None
+        self,
+        source: Source,
+        buffers: RowBuffers,
+        lanes: Lanes,
+        circle: Circle,
+        lane: int,
+        roots: Sequence[int] | None = None,
     ) -> None:
         self._source, self._buffers, self._lane, self._device = source, buffers, lane, lanes.device
         self._counting, self._moving = lanes.group(lane, circle), lanes.group(lane + 1, circle)
         members = circle.part_of(lanes.ranks.rank)
         self._members = len(members)
         self._root = _root(members, roots) if roots is not None else None
-        self._receives = self._root is None or members[self._root : self._root + 1] == (lanes.ranks.rank,)
+        self._receives = self._root is None or members[self._root : self._root + 1] == (
+            lanes.ranks.rank,
+        )
         self._capacity = 0
         self._sent: Tensor | None = None
 
@@ -55,7 +63,9 @@ class GatherRows:
             return None
         mine = torch.tensor([self._rows.count, self._rows.form], device=self._device.device)
         self._counts = mine.new_empty(2 * self._members)
-        return work_of(dist.all_gather_single(self._counts, mine, group=self._counting, async_op=True))
+        return work_of(
+            dist.all_gather_single(self._counts, mine, group=self._counting, async_op=True)
+        )
 
     def _move(self) -> dist.Work | None:
         if self._moving is None:
@@ -69,9 +79,13 @@ class GatherRows:
         self._sent = sent = self._buffers.packed(self._rows, self._capacity)
         self._received = sent.new_empty((self._members if self._receives else 0) * sent.numel())
         if self._root is None:
-            return work_of(dist.all_gather_single(self._received, sent, group=self._moving, async_op=True))
+            return work_of(
+                dist.all_gather_single(self._received, sent, group=self._moving, async_op=True)
+            )
         parts = list(self._received.view(self._members, -1)) if self._receives else None
-        return work_of(dist.gather(sent, parts, group=self._moving, group_dst=self._root, async_op=True))
+        return work_of(
+            dist.gather(sent, parts, group=self._moving, group_dst=self._root, async_op=True)
+        )
 
     def result(self) -> Rows:
         """Once the steps have completed."""
@@ -81,8 +95,17 @@ class GatherRows:
         if self._moving is None or not self._receives:
             return self._rows
         self._device.keep(self._received)
-        buffers = self._received.view(self._members, -1) if self._capacity else [self._received] * self._members
-        return summed([self._buffers.unpacked(buffer, self._capacity, *told) for buffer, told in zip(buffers, self._told, strict=True)])
+        buffers = (
+            self._received.view(self._members, -1)
+            if self._capacity
+            else [self._received] * self._members
+        )
+        return summed(
+            [
+                self._buffers.unpacked(buffer, self._capacity, *told)
+                for buffer, told in zip(buffers, self._told, strict=True)
+            ]
+        )
 
 
 class SpreadRows:
@@ -92,9 +115,22 @@ class SpreadRows:
     """
 
     def __init__(
-        self, source: Source, buffers: RowBuffers, lanes: Lanes, circle: Circle, roots: Sequence[int], lane: int, star: bool = False
+        self,
+        source: Source,
+        buffers: RowBuffers,
+        lanes: Lanes,
+        circle: Circle,
+        roots: Sequence[int],
+        lane: int,
+        star: bool = False,
     ) -> None:
-        self._source, self._buffers, self._lane, self._device, self._star = source, buffers, lane, lanes.device, star
+        self._source, self._buffers, self._lane, self._device, self._star = (
+            source,
+            buffers,
+            lane,
+            lanes.device,
+            star,
+        )
         self._counting, self._moving = lanes.group(lane, circle), lanes.group(lane + 1, circle)
         members = circle.part_of(lanes.ranks.rank)
         self._members, self._root = len(members), _root(members, roots)
@@ -110,7 +146,9 @@ class SpreadRows:
         if self._counting is None:
             return None
         self._told = torch.tensor([self._rows.count, self._rows.form], device=self._device.device)
-        return work_of(dist.broadcast(self._told, group=self._counting, group_src=self._root, async_op=True))
+        return work_of(
+            dist.broadcast(self._told, group=self._counting, group_src=self._root, async_op=True)
+        )
 
     def _move(self) -> dist.Work | None:
         if self._moving is None:
@@ -119,15 +157,27 @@ class SpreadRows:
             return None
         self._device.keep(self._told)
         self._number, self._form = self._told.tolist()
-        self._buffer = self._buffers.packed(self._rows, self._number) if self._sends else self._buffers.empty(self._number)
+        self._buffer = (
+            self._buffers.packed(self._rows, self._number)
+            if self._sends
+            else self._buffers.empty(self._number)
+        )
         if self._number == 0:
             return None
         if not self._star:
-            return work_of(dist.broadcast(self._buffer, group=self._moving, group_src=self._root, async_op=True))
+            return work_of(
+                dist.broadcast(
+                    self._buffer, group=self._moving, group_src=self._root, async_op=True
+                )
+            )
         mine, self._buffer = self._buffer, torch.empty_like(self._buffer)
         self._sent = mine if self._sends else None  # kept as in `GatherRows`
         copies = [mine] * self._members if self._sends else None
-        return work_of(dist.scatter(self._buffer, copies, group=self._moving, group_src=self._root, async_op=True))
+        return work_of(
+            dist.scatter(
+                self._buffer, copies, group=self._moving, group_src=self._root, async_op=True
+            )
+        )
 
     def result(self) -> Rows:
         """Once the steps have completed."""
@@ -142,7 +192,9 @@ def _root(members: Sequence[int], roots: Sequence[int]) -> int:
     return next((position for position, rank in enumerate(members) if rank in roots), 0)
 
 
-def row_sum(message: Message, source: Source, buffers: RowBuffers, lanes: Lanes, circles: Circles) -> tuple[list[tuple[int, Step]], Source]:
+def row_sum(
+    message: Message, source: Source, buffers: RowBuffers, lanes: Lanes, circles: Circles
+) -> tuple[list[tuple[int, Step]], Source]:
     """The steps of a sparse message, and where the sum over all ranks is after them. Collective."""
     two_level, owner = circles.two_level(message), message.owner
     among = circles.leaders(owner) if two_level else circles.world

@@ -16,7 +16,14 @@ from runtime_rewriter.pytorch.exchange.hierarchical import Circles
 from runtime_rewriter.pytorch.exchange.lanes import Lanes
 from runtime_rewriter.pytorch.exchange.residuals import Residuals
 from runtime_rewriter.pytorch.exchange.row_sums import row_sum
-from runtime_rewriter.pytorch.exchange.rows import Form, RowBuffers, Rows, gradient_of, rows_of, values_of
+from runtime_rewriter.pytorch.exchange.rows import (
+    Form,
+    RowBuffers,
+    Rows,
+    gradient_of,
+    rows_of,
+    values_of,
+)
 from runtime_rewriter.pytorch.exchange.sending import WIRE_DTYPE, Sending
 
 
@@ -41,12 +48,16 @@ class RowTransfer(Sending):
         (self.part,) = message.slices
         self._parameter = parameter = parameters[self.part.variable]
         self._byte_scale = byte_scale
-        self._bounds = (0, parameter.shape[0]) if self.part.axis is None else (self.part.start, self.part.stop)
+        self._bounds = (
+            (0, parameter.shape[0]) if self.part.axis is None else (self.part.start, self.part.stop)
+        )
         self._local: Rows | None = None
         self._total: Rows | None = None
         buffers = RowBuffers.of(parameter, WIRE_DTYPE.get(message.compressor))
         steps, self._result = row_sum(message, self._taken, buffers, lanes, circles)
-        super().__init__(number, message, residuals, lanes, [*steps, (steps[-1][0] + 1, self._finish)])
+        super().__init__(
+            number, message, residuals, lanes, [*steps, (steps[-1][0] + 1, self._finish)]
+        )
 
     def take(self, rows: Rows) -> None:
         """The local rows of the whole variable, scaled by 1/w."""
@@ -94,10 +105,15 @@ def write_average(parameter: Tensor, transfers: Sequence[RowTransfer]) -> None:
 
     Where this rank had no gradient it gets the form that another rank's has.
     """
-    totals = [transfer.total for transfer in sorted(transfers, key=lambda transfer: transfer.part.start)]
+    totals = [
+        transfer.total for transfer in sorted(transfers, key=lambda transfer: transfer.part.start)
+    ]
     rows = totals[0]
     if len(totals) > 1:
-        indices, values = torch.cat([total.indices for total in totals]), torch.cat([total.values for total in totals])
+        indices, values = (
+            torch.cat([total.indices for total in totals]),
+            torch.cat([total.values for total in totals]),
+        )
         rows = Rows(indices, values, max(total.form for total in totals))
     gradient = parameter.grad
     if gradient is None:
@@ -106,6 +122,8 @@ def write_average(parameter: Tensor, transfers: Sequence[RowTransfer]) -> None:
             return
         gradient = parameter.grad = torch.empty_like(parameter)
     elif gradient.is_sparse:
-        gradient.copy_(gradient_of(rows, parameter))  # the object stays the same, as a dense one does
+        gradient.copy_(
+            gradient_of(rows, parameter)
+        )  # the object stays the same, as a dense one does
         return
     gradient.zero_().index_copy_(0, rows.indices, values_of(rows, parameter))

@@ -47,7 +47,9 @@ class Rows:
 
     def between(self, start: int, stop: int) -> Rows:
         """Those with start <= index < stop, as views."""
-        bounds = torch.searchsorted(self.indices, torch.tensor([start, stop], device=self.indices.device))
+        bounds = torch.searchsorted(
+            self.indices, torch.tensor([start, stop], device=self.indices.device)
+        )
         first, end = bounds.tolist()
         return Rows(self.indices[first:end], self.values[first:end], self.form)
 
@@ -66,13 +68,21 @@ def rows_of(gradient: Tensor | None, parameter: Tensor, scale: float) -> Rows:
         return Rows(gathered.indices()[0], _matrix(gathered.values() * scale), Form.COO)
     dense = gradient.to_dense() if gradient.is_sparse else gradient
     indices = (dense.reshape(len(dense), -1) != 0).any(1).nonzero().flatten()
-    return Rows(indices, _matrix(dense.index_select(0, indices) * scale), Form.COO if gradient.is_sparse else Form.DENSE)
+    return Rows(
+        indices,
+        _matrix(dense.index_select(0, indices) * scale),
+        Form.COO if gradient.is_sparse else Form.DENSE,
+    )
 
 
 def gradient_of(rows: Rows, parameter: Tensor) -> Tensor:
     """The COO gradient of `parameter` that has these rows, without a copy where the dtypes are equal."""
     return torch.sparse_coo_tensor(
-        rows.indices[None], values_of(rows, parameter), parameter.shape, is_coalesced=True, check_invariants=False
+        rows.indices[None],
+        values_of(rows, parameter),
+        parameter.shape,
+        is_coalesced=True,
+        check_invariants=False,
     )
 
 
@@ -92,7 +102,12 @@ def summed(parts: Sequence[Rows]) -> Rows:
     union = torch.unique(torch.cat([part.indices for part in parts]))
     dtype = parts[0].values.dtype
     half = dtype in (torch.float16, torch.bfloat16)
-    total = torch.zeros(len(union), parts[0].values.shape[1], dtype=torch.float32 if half else dtype, device=union.device)
+    total = torch.zeros(
+        len(union),
+        parts[0].values.shape[1],
+        dtype=torch.float32 if half else dtype,
+        device=union.device,
+    )
     for part in parts:
         total.index_add_(0, torch.searchsorted(union, part.indices), part.values.to(total.dtype))
     return Rows(union, total, max(part.form for part in parts))
@@ -138,7 +153,9 @@ class RowBuffers:
     def _views(self, buffer: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
         offset = self._offset(capacity)
         indices = buffer[: capacity * self.index.itemsize].view(self.index)
-        values = buffer[offset : offset + capacity * self.columns * self.wire.itemsize].view(self.wire)
+        values = buffer[offset : offset + capacity * self.columns * self.wire.itemsize].view(
+            self.wire
+        )
         return indices, values.view(capacity, self.columns)
 
 

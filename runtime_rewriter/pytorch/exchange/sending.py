@@ -21,7 +21,14 @@ WIRE_DTYPE = {Compressor.FP16: torch.float16, Compressor.BF16: torch.bfloat16}
 class Sending(ABC):
     """One message. `pending` counts the slices that this backward pass has not filled yet."""
 
-    def __init__(self, number: int, message: Message, residuals: Residuals, lanes: Lanes, steps: Sequence[tuple[int, Step]]) -> None:
+    def __init__(
+        self,
+        number: int,
+        message: Message,
+        residuals: Residuals,
+        lanes: Lanes,
+        steps: Sequence[tuple[int, Step]],
+    ) -> None:
         self.number, self.message = number, message
         self._residuals, self._unwanted = residuals, set[str]()
         self.pending = len(message.slices)

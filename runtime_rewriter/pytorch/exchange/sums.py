@@ -42,7 +42,11 @@ class AllReduce:
         return [(self._lane, self._reduce)]
 
     def _reduce(self) -> dist.Work | None:
-        return None if self._group is None else work_of(dist.all_reduce(self.values, group=self._group, async_op=True))
+        return (
+            None
+            if self._group is None
+            else work_of(dist.all_reduce(self.values, group=self._group, async_op=True))
+        )
 
 
 class ReduceScatterAllGather:
@@ -60,12 +64,16 @@ class ReduceScatterAllGather:
     def _scatter(self) -> dist.Work | None:
         if self._first is None:
             return None
-        return work_of(dist.reduce_scatter_single(self._shard, self.values, group=self._first, async_op=True))
+        return work_of(
+            dist.reduce_scatter_single(self._shard, self.values, group=self._first, async_op=True)
+        )
 
     def _gather(self) -> dist.Work | None:
         if self._second is None:
             return None
-        return work_of(dist.all_gather_single(self.values, self._shard, group=self._second, async_op=True))
+        return work_of(
+            dist.all_gather_single(self.values, self._shard, group=self._second, async_op=True)
+        )
 
 
 class PushPull:
@@ -75,7 +83,9 @@ class PushPull:
     gradient clipping stay exact.  The bytes on every link are those of a server that updates parameters.
     """
 
-    def __init__(self, values: Tensor, lanes: Lanes, circle: Circle, owner: int, lane: int = 0) -> None:
+    def __init__(
+        self, values: Tensor, lanes: Lanes, circle: Circle, owner: int, lane: int = 0
+    ) -> None:
         self.values, self._lane = values, lane
         self._first, self._second = lanes.group(lane, circle), lanes.group(lane + 1, circle)
         members = circle.part_of(lanes.ranks.rank)
@@ -91,13 +101,23 @@ class PushPull:
     def _push(self) -> dist.Work | None:
         if self._first is None:
             return None
-        return work_of(dist.gather(self.values, self._received, group=self._first, group_dst=self._root, async_op=True))
+        return work_of(
+            dist.gather(
+                self.values, self._received, group=self._first, group_dst=self._root, async_op=True
+            )
+        )
 
     def _pull(self) -> dist.Work | None:
         if self._second is None:
             return None
-        copies = None if self._received is None else [self._summed(self._received)] * len(self._received)
-        return work_of(dist.scatter(self.values, copies, group=self._second, group_src=self._root, async_op=True))
+        copies = (
+            None if self._received is None else [self._summed(self._received)] * len(self._received)
+        )
+        return work_of(
+            dist.scatter(
+                self.values, copies, group=self._second, group_src=self._root, async_op=True
+            )
+        )
 
     def _summed(self, received: list[Tensor]) -> Tensor:
         """16-bit parts are summed in float32 and rounded once."""
@@ -114,7 +134,9 @@ class PushPull:
 class Reduce:
     """One step: a tree or ring of the library's choice carries the sum to the root of each part, one of `roots`."""
 
-    def __init__(self, values: Tensor, lanes: Lanes, circle: Circle, roots: Sequence[int], lane: int = 0) -> None:
+    def __init__(
+        self, values: Tensor, lanes: Lanes, circle: Circle, roots: Sequence[int], lane: int = 0
+    ) -> None:
         self.values, self._lane, self._group = values, lane, lanes.group(lane, circle)
         self._root = _position(circle.part_of(lanes.ranks.rank), roots)
 
@@ -122,13 +144,21 @@ class Reduce:
         return [(self._lane, self._reduce)]
 
     def _reduce(self) -> dist.Work | None:
-        return None if self._group is None else work_of(dist.reduce(self.values, group=self._group, group_dst=self._root, async_op=True))
+        return (
+            None
+            if self._group is None
+            else work_of(
+                dist.reduce(self.values, group=self._group, group_dst=self._root, async_op=True)
+            )
+        )
 
 
 class Broadcast:
     """One step: what the root of each part holds is what all of the part hold afterwards."""
 
-    def __init__(self, values: Tensor, lanes: Lanes, circle: Circle, roots: Sequence[int], lane: int = 0) -> None:
+    def __init__(
+        self, values: Tensor, lanes: Lanes, circle: Circle, roots: Sequence[int], lane: int = 0
+    ) -> None:
         self.values, self._lane, self._group = values, lane, lanes.group(lane, circle)
         self._root = _position(circle.part_of(lanes.ranks.rank), roots)
 
@@ -136,7 +166,13 @@ class Broadcast:
         return [(self._lane, self._send)]
 
     def _send(self) -> dist.Work | None:
-        return None if self._group is None else work_of(dist.broadcast(self.values, group=self._group, group_src=self._root, async_op=True))
+        return (
+            None
+            if self._group is None
+            else work_of(
+                dist.broadcast(self.values, group=self._group, group_src=self._root, async_op=True)
+            )
+        )
 
 
 class Chain:
@@ -158,7 +194,14 @@ def _position(members: Sequence[int], roots: Sequence[int]) -> int:
     return next((position for position, rank in enumerate(members) if rank in roots), 0)
 
 
-def flat_sum(primitive: Primitive, values: Tensor, lanes: Lanes, circle: Circle, owner: int | None = None, first_lane: int = 0) -> Exchange:
+def flat_sum(
+    primitive: Primitive,
+    values: Tensor,
+    lanes: Lanes,
+    circle: Circle,
+    owner: int | None = None,
+    first_lane: int = 0,
+) -> Exchange:
     """`values` are real and their number is a multiple of the ranks in the circle; `owner` is one of these where there is a root."""
     if primitive is Primitive.ALL_REDUCE:
         return AllReduce(values, lanes, circle, first_lane)
@@ -167,4 +210,7 @@ def flat_sum(primitive: Primitive, values: Tensor, lanes: Lanes, circle: Circle,
     assert owner is not None, "a primitive with a root has an owner"
     if primitive is Primitive.PUSH_PULL:
         return PushPull(values, lanes, circle, owner, first_lane)
-    return Chain(Reduce(values, lanes, circle, (owner,), first_lane), Broadcast(values, lanes, circle, (owner,), first_lane + 1))
+    return Chain(
+        Reduce(values, lanes, circle, (owner,), first_lane),
+        Broadcast(values, lanes, circle, (owner,), first_lane + 1),
+    )

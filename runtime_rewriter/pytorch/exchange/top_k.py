@@ -41,10 +41,14 @@ class PickedRows:
     """The bytes of R rows, uint8 of shape (R, row bytes), and what they mean."""
 
     def __init__(self, rows: int, k: int, dtype: torch.dtype, device: torch.device) -> None:
-        width = -(-k * (dtype.itemsize + 4) // dtype.itemsize) * dtype.itemsize  # so that the values of every row are aligned
+        width = (
+            -(-k * (dtype.itemsize + 4) // dtype.itemsize) * dtype.itemsize
+        )  # so that the values of every row are aligned
         self.bytes = torch.zeros(rows, width, dtype=torch.uint8, device=device)
         self.values = self.bytes[:, : k * dtype.itemsize].view(dtype)
-        self.indices = self.bytes[:, k * dtype.itemsize : k * (dtype.itemsize + 4)].view(torch.int32)
+        self.indices = self.bytes[:, k * dtype.itemsize : k * (dtype.itemsize + 4)].view(
+            torch.int32
+        )
 
     def encode_(self, values: Tensor) -> None:
         """Move the k largest of the flat `values`, (n,), into the only row; zeros stay in their place and where it is not finite."""
@@ -96,24 +100,35 @@ def _lower_bound(bits: NDArray[np.signedinteger], k: int, without_sign: int) -> 
     sample = bits[:: max(len(bits) // _SAMPLE, _STRIDE)] & without_sign
     expected = k / len(bits) * len(sample)
     rank = math.ceil(expected + 3 * math.sqrt(expected)) + 4
-    return 0 if rank >= len(sample) else int(np.partition(sample, len(sample) - rank)[len(sample) - rank])
+    return (
+        0
+        if rank >= len(sample)
+        else int(np.partition(sample, len(sample) - rank)[len(sample) - rank])
+    )
 
 
-def _above(bits: NDArray[np.signedinteger], bound: int, without_sign: int) -> tuple[NDArray[np.int64], NDArray[np.signedinteger]]:
+def _above(
+    bits: NDArray[np.signedinteger], bound: int, without_sign: int
+) -> tuple[NDArray[np.int64], NDArray[np.signedinteger]]:
     """Positions, ascending, and magnitudes of all elements not below the bound."""
     found: list[tuple[NDArray[np.int64], NDArray[np.signedinteger]]] = []
     for start in range(0, len(bits), _CACHED_ELEMENTS):
         magnitudes = bits[start : start + _CACHED_ELEMENTS] & without_sign
         positions = np.flatnonzero(magnitudes >= bound)
         found.append((positions + start, magnitudes[positions]))
-    return np.concatenate([positions for positions, _ in found]), np.concatenate([magnitudes for _, magnitudes in found])
+    return np.concatenate([positions for positions, _ in found]), np.concatenate(
+        [magnitudes for _, magnitudes in found]
+    )
 
 
 def _zeros(bits: NDArray[np.signedinteger], count: int, without_sign: int) -> NDArray[np.int64]:
     """The first `count` positions of zeros; there are as many."""
     found: list[NDArray[np.int64]] = []
     for start in range(0, len(bits), _CACHED_ELEMENTS):
-        found.append(np.flatnonzero((bits[start : start + _CACHED_ELEMENTS] & without_sign) == 0)[:count] + start)
+        found.append(
+            np.flatnonzero((bits[start : start + _CACHED_ELEMENTS] & without_sign) == 0)[:count]
+            + start
+        )
         count -= len(found[-1])
         if count == 0:
             break

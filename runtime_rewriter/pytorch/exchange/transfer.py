@@ -47,16 +47,28 @@ class Transfer(Sending):
         """Collective: it may make process groups."""
         dtype = getattr(torch, message.dtype)
         multiple = circles.multiple(message)
-        wire = torch.zeros(padded_elements(message, multiple), dtype=WIRE_DTYPE.get(message.compressor, dtype), device=lanes.device.device)
+        wire = torch.zeros(
+            padded_elements(message, multiple),
+            dtype=WIRE_DTYPE.get(message.compressor, dtype),
+            device=lanes.device.device,
+        )
         self.views = list(_views(wire, message, parameters))
         # What is cast is scaled on its way, one by one, so that it is rounded once.
         most = BATCHED_BYTES // wire.element_size() if wire.dtype == dtype else 0
-        self.batched = tuple(number for number, (part, _) in enumerate(self.views) if part.elements <= most)
-        self._scaled = _runs(wire, [part.elements for part, _ in self.views], frozenset(self.batched))
+        self.batched = tuple(
+            number for number, (part, _) in enumerate(self.views) if part.elements <= most
+        )
+        self._scaled = _runs(
+            wire, [part.elements for part, _ in self.views], frozenset(self.batched)
+        )
         real = torch.view_as_real(wire).flatten() if wire.is_complex() else wire
         real = real[: travelling(real.numel(), byte_scale, multiple)]
         self._feedback = Feedback(residuals, self.views)
-        steps = sum_of(message, real, lanes, circles, self._feedback).steps() if message.elements else []
+        steps = (
+            sum_of(message, real, lanes, circles, self._feedback).steps()
+            if message.elements
+            else []
+        )
         super().__init__(number, message, residuals, lanes, steps)
 
     def pack(self, sources: Sequence[Tensor | None], scale: float) -> None:
@@ -65,16 +77,25 @@ class Transfer(Sending):
         for view, source in zip(views, sources, strict=True):
             if source is None:
                 view.zero_()
-        found = [(view, source) for view, source in zip(views, sources, strict=True) if source is not None]
+        found = [
+            (view, source)
+            for view, source in zip(views, sources, strict=True)
+            if source is not None
+        ]
         if found:
             torch._foreach_copy_([view for view, _ in found], [source for _, source in found])
         for run in self._scaled:
             run.mul_(scale)
         if self._residuals:
-            waiting = [(self.views[number][1], self._residuals.waiting(self.views[number][0])) for number in self.batched]
+            waiting = [
+                (self.views[number][1], self._residuals.waiting(self.views[number][0]))
+                for number in self.batched
+            ]
             pairs = [(view, residual) for view, residual in waiting if residual is not None]
             if pairs:
-                torch._foreach_add_([view for view, _ in pairs], [residual for _, residual in pairs])
+                torch._foreach_add_(
+                    [view for view, _ in pairs], [residual for _, residual in pairs]
+                )
 
     def _sent(self) -> None:
         self._feedback.sent()
@@ -97,10 +118,16 @@ def pack_slice(source: Tensor | None, scale: float, waiting: Tensor | None, out:
 
 def slice_of(tensor: Tensor, part: TensorSlice) -> Tensor:
     """The view of `tensor` that `part` means."""
-    return tensor if part.axis is None else tensor.narrow(part.axis, part.start, part.stop - part.start)
+    return (
+        tensor
+        if part.axis is None
+        else tensor.narrow(part.axis, part.start, part.stop - part.start)
+    )
 
 
-def _views(wire: Tensor, message: Message, parameters: Mapping[str, Tensor]) -> Iterator[tuple[TensorSlice, Tensor]]:
+def _views(
+    wire: Tensor, message: Message, parameters: Mapping[str, Tensor]
+) -> Iterator[tuple[TensorSlice, Tensor]]:
     """A view per slice. Whole channels-last tensors keep their strides, so that copies run along memory."""
     offset = 0
     for part in message.slices:
@@ -131,4 +158,8 @@ def _runs(wire: Tensor, elements: Sequence[int], chosen: frozenset[int]) -> list
 def _is_channels_last(tensor: Tensor) -> bool:
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     layout = formats.get(tensor.dim())
-    return layout is not None and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=layout)
+    return (
+        layout is not None
+        and not tensor.is_contiguous()
+        and tensor.is_contiguous(memory_format=layout)
+    )

@@ -1,0 +1,214 @@
+"""Carries out the tuner's instructions: measures in the world, asks for proposals, records every event.
+
+The order is fixed: an event is durable in the store before anybody else hears of it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from autotune.cluster import Cluster, CollectiveFit, Host
+from autotune.errors import LaunchError
+from autotune.records import (
+    CURRENT_SETUP,
+    Accelerators,
+    Conditions,
+    Decision,
+    Failed,
+    Measured,
+    Network,
+    TrialRequest,
+)
+from autotune.sampler.proposer import Proposer
+from autotune.storage.store import Store
+from autotune.strategy_space.plan import Plan, plan
+from autotune.tuning.events import Event, Profiled, Proposed, TrialFinished
+from autotune.tuning.history import History
+from autotune.tuning.job import JobSpec
+from autotune.tuning.tuner import (
+    Abort,
+    Finish,
+    Instruction,
+    ProfileWorkload,
+    Propose,
+    RunTrial,
+    next_instruction,
+)
+from autotune.workload import Workload
+
+
+class MeasuredProfile(Protocol):
+    """One replica's workload, the links' costs, the software versions, the CPU cores of a host, and (name, ranks) of every host.
+
+    `cross_step_refused`: why the script cannot synchronize across steps; empty where it can.
+    """
+
+    @property
+    def workload(self) -> Workload: ...
+    @property
+    def fits(self) -> tuple[CollectiveFit, ...]: ...
+    @property
+    def software(self) -> dict[str, str]: ...
+    @property
+    def cores(self) -> int: ...
+    @property
+    def hosts(self) -> tuple[tuple[str, int], ...]: ...
+    @property
+    def cross_step_refused(self) -> str: ...
+
+
+class TrialWorld(Protocol):
+    """The running training. Failures of a trial are returned; `LaunchError` means that the script no longer starts."""
+
+    def model_id(self) -> str: ...
+    def profile(self) -> MeasuredProfile: ...
+    def run_trial(self, request: TrialRequest, plan: Plan | None) -> Measured | Failed: ...
+    def emulate(self, workload: Workload) -> None: ...
+    def round_robin(self) -> bool: ...
+
+
+class Observer(Protocol):
+    """Hears of the job's course while the ranks are paused at a step boundary."""
+
+    def started(self, instruction: Instruction, history: History) -> None: ...
+    def recorded(self, event: Event, history: History) -> None: ...
+
+
+def drive(
+    job_id: str,
+    spec: JobSpec,
+    store: Store,
+    world: TrialWorld,
+    proposer: Proposer,
+    observers: Sequence[Observer],
+) -> Decision:
+    """Run the job to its decision, from wherever its event log ends; the caller closes the job when its results are safe.
+
+    Raises `LaunchError` if the script cannot be tuned.
+    """
+    history = carry_out(job_id, spec, store, world, proposer, observers, next_instruction)
+    ended = next_instruction(spec, history)
+    assert isinstance(ended, Finish)
+    return ended.decision
+
+
+def carry_out(
+    job_id: str,
+    spec: JobSpec,
+    store: Store,
+    world: TrialWorld,
+    proposer: Proposer,
+    observers: Sequence[Observer],
+    instruct: Callable[[JobSpec, History], Instruction | None],
+) -> History:
+    """What `instruct` says, from wherever the job's event log ends, until it says no more or `Finish`; the history then.
+
+    With `tuner.search_instruction` it is the search alone. Raises `LaunchError` if the script cannot be tuned.
+    """
+    history = store.history(job_id)
+    before_s, began_s = history.elapsed_s, time.monotonic()
+    if history.profiled is not None:
+        _same_model(history.profiled.workload, world.model_id())
+        if spec.conditions.accelerators is Accelerators.EMULATED:
+            world.emulate(history.profiled.workload)
+    while True:
+        instruction = instruct(spec, history)
+        if instruction is None:
+            return history
+        for observer in observers:
+            observer.started(instruction, history)
+        if isinstance(instruction, Finish):
+            return history
+        if isinstance(instruction, Abort):
+            store.finish(job_id, None)
+            raise LaunchError(instruction.message)
+        event = _execute(instruction, spec, history, world, proposer)
+        event = replace(event, elapsed_s=before_s + time.monotonic() - began_s)
+        store.append(job_id, len(history.events), event)
+        history = history.then(event)
+        for observer in observers:
+            observer.recorded(event, history)
+
+
+def _execute(
+    instruction: ProfileWorkload | Propose | RunTrial,
+    spec: JobSpec,
+    history: History,
+    world: TrialWorld,
+    proposer: Proposer,
+) -> Profiled | Proposed | TrialFinished:
+    if isinstance(instruction, ProfileWorkload):
+        measured = world.profile()
+        emulated = spec.conditions.accelerators is Accelerators.EMULATED
+        workload = (
+            replace(measured.workload, threads=0) if emulated else measured.workload
+        )  # waits take no core from messages
+        one_machine = spec.conditions.network is not Network.HOSTS
+        cluster = probed(spec.cluster, measured, one_machine)
+        return Profiled(workload, cluster, 0.0, measured.software, measured.cross_step_refused)
+    if isinstance(instruction, Propose):
+        return proposer.propose(history, instruction.round, instruction.count)
+    request = instruction.request
+    wanted = plan_of(request.strategy_id, spec, history)
+    outcome = world.run_trial(request, wanted)
+    return TrialFinished(
+        request, outcome, wanted.id if wanted else None, 0.0, _conditions(spec, world)
+    )
+
+
+def _conditions(spec: JobSpec, world: TrialWorld) -> Conditions:
+    """Those that held: where round-robin scheduling was wanted, the machine may not have permitted it."""
+    return replace(spec.conditions, round_robin=spec.conditions.round_robin and world.round_robin())
+
+
+def plan_of(strategy_id: str, spec: JobSpec, history: History) -> Plan | None:
+    """The plan of a proposed strategy; None for the current setup."""
+    if strategy_id == CURRENT_SETUP:
+        return None
+    assert history.profiled is not None
+    return plan(history.proposals[strategy_id].strategy, history.profiled.workload, spec.workers)
+
+
+def probed(cluster: Cluster, measured: MeasuredProfile, one_machine: bool) -> Cluster:
+    """The cluster with its fitted costs, and the cores of a host where nobody counted them.
+
+    A cluster that was only assumed becomes the hosts that the ranks are really on, with the bandwidth that the ring of
+    all ranks showed; a cluster file's hosts and bandwidths stay. Hosts that are emulated on `one_machine` share its cores.
+    """
+    ring = cluster.with_fits(measured.fits).fit("all_reduce", cluster.world_size)
+    if (
+        cluster == Cluster.local(cluster.world_size)
+        and ring is not None
+        and ring.beta_s_per_byte > 0
+    ):
+        # Eq. 3: each link carries 2 (w - 1) / w of the bytes of a ring all-reduce
+        speed = 2 * (cluster.world_size - 1) / cluster.world_size / ring.beta_s_per_byte
+        known = cluster.hosts[0]
+        found = tuple(
+            replace(
+                known, name=name, devices=ranks, link_bytes_per_s=speed, inner_bytes_per_s=speed
+            )
+            for name, ranks in measured.hosts
+        )
+        cluster = replace(
+            cluster, hosts=found if len(found) > 1 else (replace(found[0], name=known.name),)
+        )
+
+    def cores(host: Host) -> int:
+        share = host.devices / cluster.world_size if one_machine else 1.0
+        return host.cores or max(1, int(measured.cores * share)) * (measured.cores > 0)
+
+    hosts = tuple(replace(host, cores=cores(host)) for host in cluster.hosts)
+    cluster = replace(cluster, hosts=hosts, machine_cores=measured.cores if one_machine else 0)
+    return cluster.with_fits(measured.fits)
+
+
+def _same_model(workload: Workload, running_id: str) -> None:
+    if workload.id != running_id:
+        raise LaunchError(
+            f"the job was started with model {workload.id} ({len(workload.variables)} variables), but the script now builds {running_id}; "
+            "start a new job, or restore the script"
+        )

@@ -1,0 +1,28 @@
+"""What asks a command to stop reaches the child that does its work."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+from collections.abc import Iterator
+
+
+@contextlib.contextmanager
+def signals_passed_on(process: subprocess.Popen[bytes], own_session: bool) -> Iterator[None]:
+    """`own_session`: the child is in a session of its own, so that a terminal's Ctrl-C reaches ours only and is passed on as well."""
+
+    def pass_on(number: int, _: object) -> None:
+        if own_session or number != signal.SIGINT:
+            with contextlib.suppress(ProcessLookupError):  # it has ended
+                process.send_signal(number)
+
+    before = {
+        number: signal.signal(number, pass_on)
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

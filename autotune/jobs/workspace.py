@@ -1,0 +1,80 @@
+"""Where jobs are kept: one directory with the trial store, MLflow's files and a folder per job."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from autotune.errors import InvalidInput
+from autotune.storage.store import Store
+from autotune.tracking.tracker import mlflow_environment
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """`directory` holds autotune.db, mlflow.db, mlflow-artifacts/ and JOB/{best.json, report.html, logs/}."""
+
+    directory: Path
+
+    @staticmethod
+    def create(directory: Path) -> Workspace:
+        """The directory, made and tried; raises `InvalidInput` if it cannot be written."""
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InvalidInput(
+                f"jobs are kept in {directory}, but it cannot be made ({error.strerror}); choose another --directory"
+            ) from error
+        if not os.access(directory, os.W_OK):
+            raise InvalidInput(
+                f"jobs are kept in {directory}, but it is read-only; choose another --directory"
+            )
+        return Workspace(directory)
+
+    @staticmethod
+    def existing(directory: Path) -> Workspace:
+        if not (directory / "autotune.db").is_file():
+            raise InvalidInput(
+                f"{directory} holds no jobs (no autotune.db); run `autotune tune` first, or give the right --directory"
+            )
+        return Workspace(directory)
+
+    @property
+    def store_path(self) -> Path:
+        return self.directory / "autotune.db"
+
+    @property
+    def default_tracking_uri(self) -> str:
+        return f"sqlite:///{(self.directory / 'mlflow.db').resolve()}"
+
+    @property
+    def artifacts(self) -> Path:
+        return self.directory / "mlflow-artifacts"
+
+    def job(self, job_id: str) -> Path:
+        path = self.directory / job_id
+        path.mkdir(parents=True, exist_ok=True)
+        return path
+
+
+def latest_job(store: Store, unfinished: bool = False) -> str:
+    """The newest job's id; raises `InvalidInput` if there is none."""
+    jobs = [job for job in store.jobs() if not unfinished or job.status == "running"]
+    if not jobs:
+        what = "no unfinished job" if unfinished else "no job"
+        raise InvalidInput(
+            f"there is {what} in {store.path}; start one with `autotune tune -- torchrun ... train.py`"
+        )
+    return jobs[-1].id
+
+
+def use_mlflow_quietly() -> None:
+    """MLflow takes its time limits from the environment only; what the user set stays."""
+    for name, value in mlflow_environment().items():
+        os.environ.setdefault(name, value)
+
+
+def new_job_id(script_name: str, now: datetime) -> str:
+    return f"{script_name}-{now:%Y%m%d-%H%M%S}"

@@ -1,0 +1,1 @@
+"""The HTML pages: one of a job, one of a replayed iteration."""

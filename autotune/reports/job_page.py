@@ -1,0 +1,223 @@
+"""The HTML report: one self-contained file that answers what was exported, why, and what was tried.
+
+It can be written for a job in any state. Everything in it is escaped: names of variables and messages of failures
+come from the user's script.
+"""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from autotune.records import CURRENT_SETUP, Accelerators, Decision, Failed, Measured, Network, Role
+from autotune.reports.charts import SERIES, prediction_chart, quality_chart, rankers, search_chart
+from autotune.reports.pages import write_page
+from autotune.strategy_space.backend import carrier_of
+from autotune.strategy_space.builders.collectives import ddp_default
+from autotune.strategy_space.describe import (
+    message_rows,
+    messages_of,
+    numbers_text,
+    variable_rows,
+    whole_text,
+)
+from autotune.strategy_space.plan import plan
+from autotune.strategy_space.strategy import Strategy
+from autotune.tuning.events import Profiled, TrialFinished
+from autotune.tuning.history import History
+from autotune.tuning.job import JobSpec
+from autotune.units import format_seconds
+
+OPEN_ROWS = 40
+"""A longer table is folded until somebody asks for it."""
+_ROLE = {Role.CANDIDATE: "candidate", Role.REFERENCE: "reference", Role.AB: "A/B"}
+
+
+def write_report(
+    path: Path, spec: JobSpec, history: History, decision: Decision | None, export_path: Path | None
+) -> None:
+    """Write the report of a job in any state to `path`, in one piece.
+
+    `export_path` is what the command for using the export names. Raises `InvalidInput` if `path` cannot be written.
+    """
+    write_page(
+        path, "job_page.html.j2", _context(spec, history, decision, export_path), "the report"
+    )
+
+
+def _context(
+    spec: JobSpec, history: History, decision: Decision | None, export_path: Path | None
+) -> dict[str, Any]:
+    profiled = history.profiled
+    shown = _shown_strategy(history, decision)
+    return {
+        "spec": spec,
+        "history": history,
+        "profiled": profiled,
+        "conditions": _conditions(spec, history),
+        "under": history.conditions(spec.conditions).label,
+        "headline": _headline(history, decision),
+        "decision": decision,
+        "sides": _sides(history, decision),
+        "command": _command(spec, export_path) if decision and export_path else None,
+        "export_path": export_path,
+        "search_chart": search_chart(history),
+        "prediction_chart": prediction_chart(history),
+        "quality_chart": quality_chart(history.rounds),
+        "rankers": [
+            (name, f"s{index % SERIES}") for index, name in enumerate(rankers(history.rounds))
+        ],
+        "details": _details(spec, profiled, *shown) if profiled and shown else None,
+        "failures": [trial for trial in history.trials if isinstance(trial.outcome, Failed)],
+        "disturbed": _disturbed(history),
+        "trials": [_trial_row(trial, history) for trial in history.trials],
+        "open_rows": OPEN_ROWS,
+    }
+
+
+def _conditions(spec: JobSpec, history: History) -> str:
+    """What was not real where the report's figures come from, in a sentence; empty on a real cluster."""
+    conditions = history.conditions(spec.conditions)
+    sentences = {
+        Network.LOOPBACK: "The ranks were processes of one machine and talked over its loopback.",
+        Network.EMULATED: "The network is emulated: hosts are namespaces of one machine, transfers are real, over links of the set rates.",
+        Network.HOSTS: "",
+    }
+    parts = [sentences[conditions.network]]
+    if conditions.accelerators is Accelerators.EMULATED:
+        parts.append(
+            "Accelerators are emulated: computation is a timed wait; parameters, gradients and transfers are real."
+        )
+    if conditions.byte_scale != 1:
+        parts.append(
+            f"Links and messages are divided by {conditions.byte_scale:g}; bytes and rates are given for the whole cluster."
+        )
+    if conditions.round_robin:
+        parts.append("The ranks ran under real-time round-robin scheduling.")
+    return " ".join(filter(None, parts))
+
+
+def _headline(history: History, decision: Decision | None) -> dict[str, str]:
+    """One line that a person reads first, and the sentence below it."""
+    if decision is None:
+        ranking = history.ranking()
+        if not ranking or history.reference_s is None:
+            return {
+                "kind": "open",
+                "title": "Nothing decided yet",
+                "text": "No strategy has been measured so far.",
+            }
+        strategy_id, best_s = ranking[0]
+        current_s = history.reference_s
+        text = f"Best so far: {strategy_id} with {format_seconds(best_s)} per step; the current setup takes {format_seconds(current_s)}."
+        return {
+            "kind": "open",
+            "title": f"Not decided yet: {current_s / best_s:.2f}x as fast so far",
+            "text": text,
+        }
+    if decision.strategy_id == CURRENT_SETUP:
+        return {"kind": "kept", "title": "The current setup stays", "text": decision.reason}
+    assert decision.comparison is not None
+    compared = decision.comparison
+    gain = f"{1 / compared.ratio:.2f}x as fast"
+    interval = (
+        f"{compared.confidence:.0%} interval {1 / compared.high:.2f}x to {1 / compared.low:.2f}x"
+    )
+    return {
+        "kind": "won",
+        "title": gain,
+        "text": f"{decision.strategy_id} is exported. {interval}, {compared.pairs} interleaved pairs.",
+    }
+
+
+def _sides(history: History, decision: Decision | None) -> list[dict[str, Any]]:
+    """Both sides of the closing comparison: name, blocks in order, median."""
+    if decision is None or decision.comparison is None or decision.best_candidate_id is None:
+        return []
+    sides = []
+    for strategy_id in (decision.best_candidate_id, CURRENT_SETUP):
+        blocks = [
+            trial.outcome.median_s
+            for trial in history.ab_trials
+            if trial.request.strategy_id == strategy_id and isinstance(trial.outcome, Measured)
+        ]
+        sides.append(
+            {"name": strategy_id, "blocks": blocks, "median_s": median(blocks) if blocks else None}
+        )
+    return sides
+
+
+def _command(spec: JobSpec, export_path: Path) -> str:
+    return f"autotune run --strategy {shlex.quote(str(export_path))} -- {shlex.join(spec.command)}"
+
+
+def _shown_strategy(history: History, decision: Decision | None) -> tuple[str, Strategy] | None:
+    """What the strategy section is about and the strategy: the exported one, else the best one that was measured."""
+    if decision is not None and decision.strategy_id != CURRENT_SETUP:
+        return "The exported strategy", history.proposals[decision.strategy_id].strategy
+    if decision is not None and decision.best_candidate_id is not None:
+        return "The best strategy that was tried (not exported)", history.proposals[
+            decision.best_candidate_id
+        ].strategy
+    if history.ranking():
+        return "The best strategy so far", history.proposals[history.ranking()[0][0]].strategy
+    return None
+
+
+def _details(spec: JobSpec, profiled: Profiled, title: str, strategy: Strategy) -> dict[str, Any]:
+    workload = profiled.workload
+    enacted = plan(strategy, workload, spec.workers)
+    default = plan(ddp_default(workload), workload, spec.workers)
+    return {
+        "title": title,
+        "strategy": strategy,
+        "plan": enacted,
+        "whole": whole_text(strategy),
+        "carrier": carrier_of(enacted, workload.variables),
+        "default": default,
+        "variables": variable_rows(workload, strategy, enacted),
+        "buckets": {name: numbers_text(numbers) for name, numbers in messages_of(default).items()},
+        "messages": message_rows(enacted),
+    }
+
+
+def _disturbed(history: History) -> list[tuple[TrialFinished, TrialFinished | None]]:
+    """Every disturbed trial with the first repeat after it, if there was one."""
+    pairs = []
+    for trial in history.candidates:
+        if trial.request.number in history.disturbed:
+            later = (
+                t for t in history.candidates if t.request.strategy_id == trial.request.strategy_id
+            )
+            pairs.append(
+                (trial, next((t for t in later if t.request.number > trial.request.number), None))
+            )
+    return pairs
+
+
+def _trial_row(trial: TrialFinished, history: History) -> dict[str, Any]:
+    request, outcome = trial.request, trial.outcome
+    proposal = history.proposals.get(request.strategy_id)
+    measured = isinstance(outcome, Measured)
+    steady_s = history.steady_s(trial) if measured and request.role is Role.CANDIDATE else None
+    speedup = history.reference_s / steady_s if steady_s and history.reference_s else None
+    status = (
+        "" if measured else f"failed: {outcome.kind.value}" if isinstance(outcome, Failed) else ""
+    )
+    if request.number in history.disturbed:
+        status = "disturbed"
+    return {
+        "number": request.number,
+        "role": _ROLE[request.role],
+        "strategy": request.strategy_id,
+        "origin": proposal.origin if proposal else "",
+        "round": request.round if request.role is Role.CANDIDATE else None,
+        "predicted_s": request.predicted_s,
+        "outcome": outcome if measured else None,
+        "interval": trial.interval,
+        "speedup": speedup,
+        "status": status,
+        "elapsed_s": trial.elapsed_s,
+    }

@@ -1,0 +1,26 @@
+"""Self-contained HTML pages of one look. Everything that is put into them is escaped: names come from the user's script or trace."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from autotune.export import write_whole
+from autotune.units import format_bytes, format_rate, format_seconds
+
+
+def write_page(path: Path, template: str, context: Mapping[str, Any], what: str) -> None:
+    """Fill the template of that name and write it to `path` in one piece. Raises `InvalidInput` where that cannot be written."""
+    import jinja2
+
+    loader = jinja2.FileSystemLoader(Path(__file__).parent / "templates")
+    environment = jinja2.Environment(
+        loader=loader,
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters.update(seconds=format_seconds, bytes=format_bytes, rate=format_rate)
+    write_whole(path, environment.get_template(template).render(**context), what)

@@ -1,0 +1,1 @@
+"""The trial store: events and trials of all jobs in one SQLite database."""

@@ -1,0 +1,101 @@
+"""What an event adds to the trial store besides itself: derived rows, and what the tracking server has yet to hear."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from typing import Any
+
+from autotune.canonical import canonical_json, content_id
+from autotune.cluster import Cluster
+from autotune.errors import InvalidInput
+from autotune.parsing import parse
+from autotune.records import Measured
+from autotune.tuning.events import Event, Profiled, Proposed, TrialFinished
+from autotune.workload import Workload
+
+
+def derive(db: sqlite3.Connection, job_id: str, seq: int, event: Event) -> None:
+    """Rows of the derived tables. Raises `InvalidInput` for a trial without the profile before it."""
+    if isinstance(event, Profiled):
+        workload, cluster = event.workload, event.cluster
+        row = (content_id("workload", workload), workload.id, canonical_json(workload))
+        db.execute("INSERT OR IGNORE INTO workloads (id, model_id, body) VALUES (?, ?, ?)", row)
+        db.execute(
+            "INSERT OR IGNORE INTO clusters (id, body) VALUES (?, ?)",
+            (content_id("cluster", cluster), canonical_json(cluster)),
+        )
+    elif isinstance(event, Proposed):
+        bodies = [
+            (proposal.strategy.id, proposal.strategy.to_json()) for proposal in event.proposals
+        ]
+        db.executemany("INSERT OR IGNORE INTO strategies (id, body) VALUES (?, ?)", bodies)
+    else:
+        _derive_trial(db, job_id, seq, event)
+
+
+def _derive_trial(db: sqlite3.Connection, job_id: str, seq: int, event: TrialFinished) -> None:
+    profiled = db.execute(
+        "SELECT body FROM events WHERE job = ? AND json_extract(body, '$.kind') = 'profiled' ORDER BY seq LIMIT 1",
+        (job_id,),
+    ).fetchone()
+    if profiled is None:
+        raise InvalidInput(
+            f"a trial of job {job_id!r} needs the profile before it, but event {seq} comes without one"
+        )
+    profile = json.loads(profiled["body"])
+    values: dict[str, Any] = {
+        "job": job_id,
+        "number": event.request.number,
+        "seq": seq,
+        "strategy_id": event.request.strategy_id,
+        "plan_id": event.plan_id,
+        "role": event.request.role.value,
+        "workload_id": _known_id(db, "workload", profile["workload"], Workload),
+        "cluster_id": _known_id(db, "cluster", profile["cluster"], Cluster),
+        "elapsed_s": event.elapsed_s,
+        "environment": canonical_json(profile["software"]),
+    }
+    if isinstance(event.outcome, Measured):
+        values |= {
+            "status": "measured",
+            "median_s": event.outcome.median_s,
+            "step_s": canonical_json(event.outcome.step_s),
+        }
+    else:
+        values |= {"status": event.outcome.kind.value, "message": event.outcome.message}
+    names = ", ".join(values)
+    db.execute(
+        f"INSERT INTO trials ({names}) VALUES ({', '.join(':' + name for name in values)})", values
+    )
+
+
+def _known_id(db: sqlite3.Connection, kind: str, body: Any, parsed: type) -> str:
+    """Of the row that the profile made: as its event was written, or, derived anew, with the fields that this version adds."""
+    written = content_id(kind, body)
+    if db.execute(f"SELECT 1 FROM {kind}s WHERE id = ?", (written,)).fetchone() is not None:
+        return written
+    return content_id(kind, parse(parsed, body, kind))
+
+
+def add_to_outbox(db: sqlite3.Connection, job_id: str, kind: str, body: dict[str, Any]) -> None:
+    """Something more that has to reach the tracking server."""
+    position = db.execute(
+        "SELECT coalesce(max(position), -1) + 1 FROM outbox WHERE job = ?", (job_id,)
+    ).fetchone()[0]
+    db.execute(
+        "INSERT INTO outbox (job, position, kind, body) VALUES (?, ?, ?, ?)",
+        (job_id, position, kind, canonical_json(body)),
+    )
+
+
+def fill_outbox(db: sqlite3.Connection) -> None:
+    """Jobs that were recorded before there was an outbox are still unsent."""
+    for row in db.execute("SELECT id, status FROM jobs ORDER BY rowid").fetchall():
+        add_to_outbox(db, row["id"], "start", {})
+        for event in db.execute(
+            "SELECT seq FROM events WHERE job = ? ORDER BY seq", (row["id"],)
+        ).fetchall():
+            add_to_outbox(db, row["id"], "event", {"seq": event["seq"]})
+        if row["status"] != "running":
+            add_to_outbox(db, row["id"], "finish", {})

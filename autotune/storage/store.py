@@ -1,0 +1,403 @@
+"""The trial store: one SQLite file that survives kill -9 with every acknowledged event.
+
+`events` and `jobs` are the truth; trials, strategies, workloads and clusters are derived from them in the same
+transaction, and `Store.rebuild` derives them again. Every commit is on disk when the call returns
+(write-ahead log, synchronous=FULL). Jobs in one file learn from each other through `past_trials`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import re
+import sqlite3
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, TypeVar
+
+from autotune.canonical import canonical_json
+from autotune.cluster import Cluster
+from autotune.errors import InvalidInput, StoreVersionError
+from autotune.parsing import parse, parse_json
+from autotune.records import CURRENT_SETUP, Decision, Role
+from autotune.storage.rows import add_to_outbox, derive, fill_outbox
+from autotune.strategy_space.strategy import Strategy
+from autotune.tuning.events import Event, event_from_data, event_to_data
+from autotune.tuning.history import History
+from autotune.tuning.job import JobSpec
+from autotune.workload import Workload
+
+T = TypeVar("T")
+
+BUSY_S = 30.0
+"""How long a writer waits for another one; a transaction takes milliseconds."""
+_JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+@dataclass(frozen=True)
+class JobRow:
+    """One job in an overview. `status` is running (also: interrupted), finished or aborted."""
+
+    id: str
+    created_at: str
+    status: str
+    model: str | None
+    trials: int
+
+
+@dataclass(frozen=True)
+class PastTrial:
+    """An undisturbed, measured candidate of some job: what a simulator can learn from."""
+
+    job_id: str
+    strategy: Strategy
+    workload: Workload
+    cluster: Cluster
+    median_s: float
+
+
+@dataclass(frozen=True)
+class OutboxItem:
+    """Something that still has to reach the tracking server. An "event" names its `seq` in `body`."""
+
+    position: int
+    kind: str
+    body: dict[str, Any]
+
+
+class Store:
+    """An open store. Use it as a context manager or call `close`; use it from one thread."""
+
+    def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
+        self.path = path
+        self._db = connection
+
+    @staticmethod
+    def open(path: Path) -> Store:
+        """Open or create the file and bring it to this version's schema.
+
+        Raises `InvalidInput` where the file cannot be used and `StoreVersionError` where it is newer.
+        """
+        if path.is_dir():
+            raise InvalidInput(
+                f"the trial store must be a file, but {path} is a directory; give a path such as {path / 'autotune.db'}"
+            )
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            connection = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None)
+        except (OSError, sqlite3.Error) as error:
+            raise _unusable(path, error) from error
+        try:
+            connection.row_factory = sqlite3.Row
+            store = Store(path, connection)
+            store._prepare()
+        except sqlite3.Error as error:
+            connection.close()
+            raise _unusable(path, error) from error
+        except BaseException:
+            connection.close()
+            raise
+        return store
+
+    def close(self) -> None:
+        self._db.close()
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def create_job(self, job_id: str, spec: JobSpec) -> None:
+        """A new job in state running; `InvalidInput` if the id is taken or cannot be a file name."""
+        if not _JOB_ID.fullmatch(job_id):
+            raise InvalidInput(
+                f"a job id must be up to 100 letters, digits, '.', '_' or '-', but is {job_id!r}"
+            )
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        with self._transaction() as db:
+            if db.execute("SELECT 1 FROM jobs WHERE id = ?", (job_id,)).fetchone():
+                raise InvalidInput(
+                    f"job {job_id!r} exists in {self.path}; resume it, or choose another id"
+                )
+            db.execute(
+                "INSERT INTO jobs (id, spec, created_at) VALUES (?, ?, ?)",
+                (job_id, canonical_json(spec), now),
+            )
+            add_to_outbox(db, job_id, "start", {})
+
+    def job(self, job_id: str) -> JobSpec:
+        return JobSpec.from_data(
+            parse_json(self._job_row(job_id)["spec"], f"job {job_id}"), f"job {job_id}"
+        )
+
+    def created_at(self, job_id: str) -> datetime:
+        """When the job was created, UTC."""
+        return datetime.fromisoformat(self._job_row(job_id)["created_at"])
+
+    def job_status(self, job_id: str) -> str:
+        return str(self._job_row(job_id)["status"])
+
+    def decision(self, job_id: str) -> Decision | None:
+        """The decision of a finished job."""
+        text = self._job_row(job_id)["decision"]
+        return (
+            None
+            if text is None
+            else parse(
+                Decision, parse_json(text, f"decision of job {job_id}"), f"decision of job {job_id}"
+            )
+        )
+
+    def jobs(self) -> list[JobRow]:
+        """All jobs, oldest first."""
+        rows = self._db.execute(
+            """SELECT id, created_at, status, (SELECT count(*) FROM trials WHERE job = jobs.id) AS trials,
+                      (SELECT json_extract(workloads.body, '$.model') FROM trials JOIN workloads ON workloads.id = workload_id
+                       WHERE job = jobs.id LIMIT 1) AS model
+               FROM jobs ORDER BY created_at, rowid"""
+        )
+        return [
+            JobRow(row["id"], row["created_at"], row["status"], row["model"], row["trials"])
+            for row in rows
+        ]
+
+    def append(self, job_id: str, seq: int, event: Event) -> None:
+        """Record event number `seq` (0, 1, ...) with all that derives from it, in one transaction.
+
+        Raises `InvalidInput` if `seq` is not the next number: somebody else writes the same job.
+        """
+        with self._transaction() as db:
+            expected = db.execute(
+                "SELECT count(*) FROM events WHERE job = ?", (job_id,)
+            ).fetchone()[0]
+            if seq != expected:
+                raise InvalidInput(
+                    f"job {job_id!r} expects event {expected}, but got {seq}: another process drives it; stop one of the two"
+                )
+            if db.execute("SELECT 1 FROM jobs WHERE id = ?", (job_id,)).fetchone() is None:
+                raise self._no_job(job_id)
+            db.execute(
+                "INSERT INTO events (job, seq, body) VALUES (?, ?, ?)",
+                (job_id, seq, canonical_json(event_to_data(event))),
+            )
+            derive(db, job_id, seq, event)
+            add_to_outbox(db, job_id, "event", {"seq": seq})
+
+    def history(self, job_id: str) -> History:
+        """All events of a job with its tolerance."""
+        spec = self.job(job_id)
+        return History(tuple(event for _, event in self._events(job_id)), spec.deviation)
+
+    def finish(self, job_id: str, decision: Decision | None) -> None:
+        """Close a job: with its decision, or None if it was aborted. Closing it again changes nothing."""
+        status = "aborted" if decision is None else "finished"
+        with self._transaction() as db:
+            if self._job_row(job_id)["status"] != "running":
+                return
+            text = None if decision is None else canonical_json(decision)
+            db.execute(
+                "UPDATE jobs SET status = ?, decision = ? WHERE id = ?", (status, text, job_id)
+            )
+            add_to_outbox(db, job_id, "finish", {})
+
+    def past_trials(self, excluding: str | None = None) -> list[PastTrial]:
+        """Undisturbed measured candidates of all jobs but `excluding`, oldest job first."""
+        found: list[PastTrial] = []
+        bodies = _Bodies(self._db)
+        for job in self.jobs():
+            if job.id == excluding:
+                continue
+            disturbed = self.history(job.id).disturbed
+            rows = self._db.execute(
+                "SELECT * FROM trials WHERE job = ? AND role = ? AND status = 'measured' AND strategy_id != ? ORDER BY number",
+                (job.id, Role.CANDIDATE.value, CURRENT_SETUP),
+            )
+            for row in rows:
+                if row["number"] not in disturbed:
+                    strategy = bodies.get("strategies", Strategy, row["strategy_id"])
+                    workload = bodies.get("workloads", Workload, row["workload_id"])
+                    cluster = bodies.get("clusters", Cluster, row["cluster_id"])
+                    found.append(PastTrial(job.id, strategy, workload, cluster, row["median_s"]))
+        return found
+
+    @contextlib.contextmanager
+    def lock(self, job_id: str) -> Iterator[None]:
+        """Drive a job alone. The kernel releases the lock when the process dies, however it dies."""
+        self._job_row(job_id)
+        path = self.path.with_name(f"{self.path.name}.{job_id}.lock")
+        with path.open("a", encoding="utf-8") as handle:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise InvalidInput(
+                    f"job {job_id!r} is being driven by another process; wait for it, or stop it and resume"
+                ) from error
+            yield
+
+    def enqueue(self, job_id: str, kind: str, body: dict[str, Any]) -> None:
+        """Put something other than an event (a model, an artifact) at the end of the outbox, if it is not in there."""
+        with self._transaction() as db:
+            known = db.execute(
+                "SELECT 1 FROM outbox WHERE job = ? AND kind = ? AND body = ?",
+                (job_id, kind, canonical_json(body)),
+            )
+            if known.fetchone() is None:
+                add_to_outbox(db, job_id, kind, body)
+
+    def waiting(self, job_id: str) -> list[OutboxItem]:
+        """What has not been sent yet, in order."""
+        rows = self._db.execute(
+            "SELECT * FROM outbox WHERE job = ? AND state = 'waiting' ORDER BY position", (job_id,)
+        )
+        return [OutboxItem(row["position"], row["kind"], json.loads(row["body"])) for row in rows]
+
+    def mark_sent(self, job_id: str, position: int) -> None:
+        with self._transaction() as db:
+            db.execute(
+                "UPDATE outbox SET state = 'sent' WHERE job = ? AND position = ?",
+                (job_id, position),
+            )
+
+    def mark_rejected(self, job_id: str, position: int, message: str) -> None:
+        """The server will never take this item; it is kept with the server's reason."""
+        with self._transaction() as db:
+            db.execute(
+                "UPDATE outbox SET state = 'rejected', message = ? WHERE job = ? AND position = ?",
+                (message, job_id, position),
+            )
+
+    def rejected(self, job_id: str) -> list[str]:
+        """The server's reasons for what it refused."""
+        rows = self._db.execute(
+            "SELECT message FROM outbox WHERE job = ? AND state = 'rejected' ORDER BY position",
+            (job_id,),
+        )
+        return [str(row["message"]) for row in rows]
+
+    def rebuild(self) -> None:
+        """Derive trials, strategies, workloads and clusters again from the events."""
+        with self._transaction() as db:
+            self._derive_all(db)
+
+    def _derive_all(self, db: sqlite3.Connection) -> None:
+        for table in ("trials", "strategies", "workloads", "clusters"):
+            db.execute(f"DELETE FROM {table}")
+        for row in db.execute("SELECT id FROM jobs ORDER BY rowid").fetchall():
+            for seq, event in self._events(row["id"]):
+                derive(db, row["id"], seq, event)
+
+    def _events(self, job_id: str) -> list[tuple[int, Event]]:
+        rows = self._db.execute(
+            "SELECT seq, body FROM events WHERE job = ? ORDER BY seq", (job_id,)
+        ).fetchall()
+        where = [f"event {row['seq']} of job {job_id}" for row in rows]
+        return [
+            (row["seq"], event_from_data(parse_json(row["body"], at), at))
+            for row, at in zip(rows, where, strict=True)
+        ]
+
+    def _job_row(self, job_id: str) -> sqlite3.Row:
+        row: sqlite3.Row | None = self._db.execute(
+            "SELECT * FROM jobs WHERE id = ?", (job_id,)
+        ).fetchone()
+        if row is None:
+            raise self._no_job(job_id)
+        return row
+
+    def _no_job(self, job_id: str) -> InvalidInput:
+        known = ", ".join(job.id for job in self.jobs()[-5:]) or "none"
+        return InvalidInput(
+            f"job {job_id!r} is not in {self.path}; the latest jobs there are: {known}"
+        )
+
+    def _prepare(self) -> None:
+        version, newest = self._version(), len(_migrations())
+        if version > newest:
+            raise StoreVersionError(
+                f"{self.path} has store version {version}, but this autotune reads up to {newest}; update autotune or use another store"
+            )
+        self._db.execute("PRAGMA journal_mode = WAL")
+        self._db.execute("PRAGMA synchronous = FULL")
+        self._db.execute("PRAGMA foreign_keys = ON")
+        if version < newest:
+            self._migrate()
+        # A file or directory without write permission shows here and not in the middle of a job.
+        with self._transaction() as db:
+            db.execute("UPDATE jobs SET status = status WHERE 0")
+
+    def _migrate(self) -> None:
+        """All missing migrations in one transaction; a second process that waited for it finds nothing to do."""
+        with self._transaction() as db:
+            version = self._version()
+            for number, script in enumerate(_migrations()[version:], start=version + 1):
+                for statement in _statements(script):
+                    db.execute(statement)
+                db.execute(f"PRAGMA user_version = {number}")
+            if version == 1:
+                self._derive_all(db)
+                fill_outbox(db)
+
+    def _version(self) -> int:
+        return int(self._db.execute("PRAGMA user_version").fetchone()[0])
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        try:
+            self._db.execute("BEGIN IMMEDIATE")
+            yield self._db
+            self._db.execute("COMMIT")
+        except sqlite3.OperationalError as error:
+            raise _unusable(self.path, error) from error
+        finally:
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
+
+
+class _Bodies:
+    """Content-addressed rows, each parsed once."""
+
+    def __init__(self, db: sqlite3.Connection) -> None:
+        self._db = db
+        self._parsed: dict[str, Any] = {}
+
+    def get(self, table: str, kind: type[T], id_: str) -> T:
+        if id_ not in self._parsed:
+            row = self._db.execute(f"SELECT body FROM {table} WHERE id = ?", (id_,)).fetchone()
+            self._parsed[id_] = parse(kind, parse_json(row["body"], id_), id_)
+        found: T = self._parsed[id_]
+        return found
+
+
+def _migrations() -> list[str]:
+    """The scripts in order; script number n brings a file from version n-1 to n."""
+    scripts = sorted((Path(__file__).parent / "migrations").glob("*.sql"))
+    return [script.read_text(encoding="utf-8") for script in scripts]
+
+
+def _statements(script: str) -> Iterator[str]:
+    """Complete statements of a script (`executescript` would commit the open transaction)."""
+    collected = ""
+    for line in script.splitlines(keepends=True):
+        collected += line
+        if sqlite3.complete_statement(collected):
+            yield collected
+            collected = ""
+
+
+def _unusable(path: Path, error: Exception) -> InvalidInput:
+    text = str(error)
+    if "not a database" in text or "malformed" in text:
+        return InvalidInput(
+            f"{path} must be a trial store, but is not an intact SQLite file ({text}); restore it or give another path"
+        )
+    if "locked" in text or "busy" in text:
+        return InvalidInput(
+            f"{path} has been locked for {BUSY_S:.0f} s; stop the process that holds it, then try again"
+        )
+    return InvalidInput(
+        f"the trial store {path} must be readable and writable ({text}); check its permissions or give another path"
+    )

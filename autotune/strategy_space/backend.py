@@ -1,0 +1,53 @@
+"""Which plans torch's own DistributedDataParallel can carry out: those that are nothing but buckets in an order.
+
+DDP's reducer averages flat buckets of whole variables with one all-reduce each, and starts them in their order, as a plan's
+messages are. It settles in buckets that are given by their sizes alone if all variables share one dtype and none is empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from autotune.strategy_space.plan import Message, Plan, Primitive
+from autotune.strategy_space.strategy import Compressor, SparseHandling
+from autotune.workload import Variable
+
+
+def buckets_of(plan: Plan) -> tuple[tuple[str, ...], ...] | None:
+    """The variables of every bucket, both in the plan's order; None where the plan asks for more than buckets."""
+    one_dtype = len({message.dtype for message in plan.messages}) == 1
+    if (
+        plan.cross_step
+        or plan.ring_order is not None
+        or not one_dtype
+        or not all(map(_is_bucket, plan.messages))
+    ):
+        return None
+    return tuple(tuple(part.variable for part in message.slices) for message in plan.messages)
+
+
+def carrier_of(plan: Plan, variables: Iterable[Variable]) -> str:
+    """Who carries out the plan of a model with these variables, in words."""
+    return carrier_text(plan, sent_by_torch(plan, variables))
+
+
+def sent_by_torch(plan: Plan, variables: Iterable[Variable]) -> bool:
+    """Sparse gradients never are: torch's reducer sends them in its own way, which no plan means."""
+    return buckets_of(plan) is not None and not any(variable.sparse for variable in variables)
+
+
+def carrier_text(plan: Plan, native: bool) -> str:
+    """Who carries it out, in words. `native`: a reducer of torch."""
+    count = len(plan.messages)
+    who, what = ("torch's own DDP reducer", "bucket") if native else ("autotune's hooks", "message")
+    return f"carried out by {who}, {count} {what}{'' if count == 1 else 's'}"
+
+
+def _is_bucket(message: Message) -> bool:
+    plain = (
+        message.primitive is Primitive.ALL_REDUCE
+        and message.compressor is Compressor.NONE
+        and message.sparse is SparseHandling.DENSE
+    )
+    whole = all(part.axis is None and part.elements > 0 for part in message.slices)
+    return plain and whole and not message.hierarchical and not message.ranks

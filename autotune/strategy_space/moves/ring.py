@@ -1,0 +1,62 @@
+"""Orders of the hosts along a ring. The ranks of a host stay together, so thousands of ranks are few choices.
+
+A ring is the same from wherever it starts and in both directions: the first host stands first, and of its two neighbours the
+lower one second. Where that is the order of the hosts itself, the ring order is None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from autotune.cluster import Cluster
+from autotune.costs.sync_cost import host_bandwidths
+
+GREEDY = 0.5
+"""Share of drawn orders that follow the widest links; the others are random."""
+
+
+def random_ring(cluster: Cluster, rng: np.random.Generator) -> tuple[int, ...] | None:
+    """A random order, or one that goes from a random host on over the widest link to a host that was not visited."""
+    count = len(cluster.hosts)
+    if rng.random() >= GREEDY:
+        return ring_of_hosts(cluster, rng.permutation(count).tolist())
+    order = [int(rng.integers(count))]
+    left = np.ones(count, dtype=np.bool_)
+    left[order[0]] = False
+    while left.any():
+        widths = np.where(left, host_bandwidths(cluster, order[-1]), -1.0)
+        widest = np.flatnonzero(widths == widths.max())
+        order.append(int(widest[rng.integers(len(widest))]))
+        left[order[-1]] = False
+    return ring_of_hosts(cluster, order)
+
+
+def swapped_ring(
+    cluster: Cluster, ring_order: tuple[int, ...] | None, rng: np.random.Generator
+) -> tuple[int, ...] | None:
+    """Two hosts change places."""
+    order = hosts_along(cluster, ring_order)
+    one, other = rng.choice(len(order), size=2, replace=False).tolist()
+    order[one], order[other] = order[other], order[one]
+    return ring_of_hosts(cluster, order)
+
+
+def hosts_along(cluster: Cluster, ring_order: tuple[int, ...] | None) -> list[int]:
+    """Indices of the hosts in the order in which the ring reaches them first."""
+    if ring_order is None:
+        return list(range(len(cluster.hosts)))
+    return list(dict.fromkeys(cluster.host_of_rank[rank] for rank in ring_order))
+
+
+def ring_of_hosts(cluster: Cluster, order: Sequence[int]) -> tuple[int, ...] | None:
+    """The ranks along the ring of these hosts, in the one way of writing it down; None for rank order."""
+    start = order.index(0)
+    turned = [*order[start:], *order[:start]]
+    if len(turned) > 2 and turned[1] > turned[-1]:
+        turned[1:] = turned[:0:-1]
+    if turned == list(range(len(turned))):
+        return None
+    first = np.concatenate([[0], np.cumsum([host.devices for host in cluster.hosts])]).tolist()
+    return tuple(rank for host in turned for rank in range(first[host], first[host + 1]))

@@ -1,0 +1,1 @@
+"""MLflow: every trial as a run, trained simulators as models."""

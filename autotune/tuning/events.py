@@ -1,0 +1,130 @@
+"""The events of a job, in the order in which they happened: the whole state is a fold over them.
+
+`elapsed_s` is the tuning time of the job when the event was recorded; it goes on counting after a resume.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from autotune.canonical import to_data
+from autotune.cluster import Cluster
+from autotune.errors import InvalidInput
+from autotune.parsing import parse
+from autotune.records import (
+    REAL_CONDITIONS,
+    Conditions,
+    Failed,
+    FailureKind,
+    Measured,
+    TrialRequest,
+)
+from autotune.simulators.evaluation import RankingQuality
+from autotune.strategy_space.strategy import Strategy
+from autotune.tuning.statistics import Interval, changed_within, trial_interval
+from autotune.workload import Workload
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A strategy worth a trial. `origin` says where it came from (a builder's name, "sampled", "mutated", ...)."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    strategy: Strategy
+    origin: str
+    predicted_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Profiled:
+    """What one replica does and what the links cost, measured on the running script.
+
+    `cross_step_refused`: why this script cannot synchronize across steps; empty where it can.
+    """
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    workload: Workload
+    cluster: Cluster
+    elapsed_s: float
+    software: dict[str, str]
+    cross_step_refused: str = ""
+
+    @property
+    def limits(self) -> str:
+        """For people: what the script keeps from being tried; empty where it keeps nothing."""
+        return (
+            f"synchronization cannot cross the step: {self.cross_step_refused}"
+            if self.cross_step_refused
+            else ""
+        )
+
+
+@dataclass(frozen=True)
+class Proposed:
+    """One round of proposals: `considered` strategies were scored by `ranker`, chosen because of `reason`."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    round: int
+    proposals: tuple[Proposal, ...]
+    ranker: str
+    reason: str
+    considered: int
+    quality: tuple[RankingQuality, ...]
+    elapsed_s: float
+
+
+@dataclass(frozen=True)
+class TrialFinished:
+    """`plan_id` is None for the current setup. `conditions` are the job's, so that a trial taken out of its job still tells."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    request: TrialRequest
+    outcome: Measured | Failed
+    plan_id: str | None
+    elapsed_s: float
+    conditions: Conditions = REAL_CONDITIONS
+
+    @cached_property
+    def interval(self) -> Interval | None:
+        """Of the median step time; None for a failure and where the steps were too few to tell."""
+        return trial_interval(self.outcome) if isinstance(self.outcome, Measured) else None
+
+    @property
+    def refused(self) -> bool:
+        """No step was made: the ranks could not enact the strategy."""
+        return isinstance(self.outcome, Failed) and self.outcome.kind is FailureKind.REFUSED
+
+    @cached_property
+    def unsteady(self) -> bool:
+        """The machine changed while it ran, as its own steps tell."""
+        return isinstance(self.outcome, Measured) and changed_within(self.outcome)
+
+
+Event = Profiled | Proposed | TrialFinished
+
+_KINDS: dict[str, type[Profiled] | type[Proposed] | type[TrialFinished]] = {
+    "profiled": Profiled,
+    "proposed": Proposed,
+    "trial_finished": TrialFinished,
+}
+
+
+def event_to_data(event: Event) -> dict[str, Any]:
+    """JSON types, with the kind beside the fields."""
+    kind = next(name for name, cls in _KINDS.items() if isinstance(event, cls))
+    return {"kind": kind, **to_data(event)}
+
+
+def event_from_data(data: dict[str, Any], where: str = "event") -> Event:
+    """The inverse of `event_to_data`; raises `InvalidInput`."""
+    fields = dict(data)
+    kind = fields.pop("kind", None)
+    if kind not in _KINDS:
+        raise InvalidInput(f"{where}: kind must be one of {', '.join(_KINDS)}, but is {kind!r}")
+    return parse(_KINDS[kind], fields, where)

@@ -1,0 +1,1 @@
+"""How fast is the replay? `python -m benchmarks.replay_throughput`"""

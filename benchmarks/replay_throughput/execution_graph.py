@@ -1,0 +1,99 @@
+"""The execution graph of a timeline (dPRO, sec. 4.3): the data-flow graph and, beside it, who went before whom on every resource.
+
+With the order of every queue, channel and lock kept, an op starts when the last of its predecessors has ended, and a gap behind that for
+some: a longest path, which needs no queues, no clocks and no events.
+
+| symbol | meaning |
+|---|---|
+| N | ops, numbered anew in the order of execution |
+| P | predecessors of all ops together |
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from autotune.dfg.graph import FloatArray, IntArray, OffsetArray
+from autotune.dfg.replay import Timeline
+
+
+@dataclass(frozen=True, eq=False)
+class ExecutionGraph:
+    """`order` (N,): the op at each position, every op behind its predecessors.
+
+    `start` (N + 1,), `predecessor` (P,): CSR of positions, the predecessors of position i in ascending order. `lag_s` (P,): the time
+    between the end of the predecessor and the earliest start, the gap of a queue.
+    """
+
+    order: IntArray
+    start: OffsetArray
+    predecessor: IntArray
+    lag_s: FloatArray
+
+
+def execution_graph(timeline: Timeline) -> ExecutionGraph:
+    """Replaying in this order with the timeline's own durations gives its starts and ends again.
+
+    Ops that take no time and run at the same instant stand in an order that the graph allows, which need not be that of the replay.
+    """
+    dfg = timeline.dfg
+    depth = np.empty(dfg.ops, dtype=np.int64)
+    depth[dfg.topological_order] = np.arange(dfg.ops)
+    order = np.lexsort((depth, timeline.end_s, timeline.start_s)).astype(np.int32)
+    position = np.empty(dfg.ops, dtype=np.int64)
+    position[order] = np.arange(dfg.ops)
+    parent_start, parent = dfg.parent_csr
+    child = np.repeat(np.arange(dfg.ops), np.diff(parent_start))
+    caused = np.flatnonzero(timeline.cause >= 0)
+    edges = [
+        (parent.astype(np.int64), child, np.zeros(len(parent))),
+        (timeline.cause[caused].astype(np.int64), caused, np.zeros(len(caused))),
+        _queue_edges(timeline, position),
+        *(_lock_edges(timeline, position, lock) for lock in range(dfg.locks)),
+    ]
+    before, behind = (position[np.concatenate([edge[side] for edge in edges])] for side in (0, 1))
+    lag_s = np.concatenate([edge[2] for edge in edges])
+    keep = before < behind
+    return ExecutionGraph(order, *_csr_of_longest(dfg.ops, before[keep], behind[keep], lag_s[keep]))
+
+
+def _queue_edges(
+    timeline: Timeline, position: OffsetArray
+) -> tuple[OffsetArray, OffsetArray, FloatArray]:
+    """(before, behind, lag_s) of every two ops that follow each other on a queue or channel."""
+    dfg = timeline.dfg
+    ops = np.concatenate([np.flatnonzero(dfg.queue >= 0), np.flatnonzero(dfg.channel >= 0)])
+    takes = np.concatenate([dfg.queue[dfg.queue >= 0], dfg.channel[dfg.channel >= 0]])
+    by_queue = np.lexsort((position[ops], takes))
+    ops, takes = ops[by_queue], takes[by_queue]
+    same = np.flatnonzero(takes[1:] == takes[:-1])
+    before = ops[same]
+    return before, ops[same + 1], np.where(dfg.queue[before] == takes[same], dfg.gap_s[before], 0.0)
+
+
+def _lock_edges(
+    timeline: Timeline, position: OffsetArray, lock: int
+) -> tuple[OffsetArray, OffsetArray, FloatArray]:
+    """(before, behind, lag_s): with a capacity of c the k-th that takes the lock waits for the (k - c)-th that gives it back."""
+    dfg = timeline.dfg
+    takers = np.flatnonzero(dfg.acquires == lock)
+    takers = takers[np.argsort(position[takers])]
+    givers = np.flatnonzero(dfg.releases == lock)
+    givers = givers[np.lexsort((position[givers], timeline.end_s[givers]))]
+    behind = takers[dfg.lock_capacity[lock] :]
+    before = givers[: len(behind)]
+    return before, behind[: len(before)], np.zeros(len(before))
+
+
+def _csr_of_longest(
+    ops: int, before: OffsetArray, behind: OffsetArray, lag_s: FloatArray
+) -> tuple[OffsetArray, IntArray, FloatArray]:
+    """(start, predecessor, lag_s); of several edges between the same two that with the longest lag."""
+    by_lag = np.lexsort((-lag_s, before, behind))
+    before, behind, lag_s = before[by_lag], behind[by_lag], lag_s[by_lag]
+    first = np.ones(len(before), dtype=np.bool_)
+    first[1:] = (before[1:] != before[:-1]) | (behind[1:] != behind[:-1])
+    start = np.concatenate([[0], np.cumsum(np.bincount(behind[first], minlength=ops))])
+    return start, before[first].astype(np.int32), lag_s[first]

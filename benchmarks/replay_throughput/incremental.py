@@ -1,0 +1,110 @@
+"""Replay after a local change: the event loop goes on from a snapshot that was taken before the change could matter.
+
+The duration of an op is read when its end becomes known. A snapshot in which the ends of all changed ops are unknown is therefore also a
+snapshot of the changed replay, and going on from it gives bit for bit what a full replay gives.
+
+| symbol | meaning |
+|---|---|
+| N | ops |
+| S | snapshots; number s is taken when s N / S ends are known, number 0 before the first event |
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autotune.dfg.event_loop import State, Waiting, run
+from autotune.dfg.graph import Dfg, FloatArray
+from autotune.dfg.replay import (
+    Timeline,
+    checked_durations,
+    finished,
+    first_state,
+    first_waiting,
+    rules_of,
+    work_of,
+)
+from autotune.errors import InvalidInput
+
+Numbers = NDArray[np.integer[Any]]
+
+
+@dataclass(frozen=True, eq=False)
+class Resumed:
+    """A timeline and for how many of its ops the loop was run, out of all; the rest was taken from the snapshot."""
+
+    timeline: Timeline
+    replayed_ops: int
+
+
+class IncrementalReplay:
+    """The replay of one graph, kept at `snapshots` instants. A snapshot holds about 30 bytes for each op."""
+
+    def __init__(self, dfg: Dfg, duration_s: FloatArray | None = None, snapshots: int = 32) -> None:
+        """Raises `InvalidInput` as `replay` does, and for less than one snapshot."""
+        if snapshots < 1:
+            raise InvalidInput(
+                f"an incremental replay needs at least 1 snapshot, but {snapshots} were asked for"
+            )
+        self._dfg = dfg
+        self._rules = rules_of(dfg)
+        work = work_of(dfg, duration_s)
+        state = first_state(dfg, self._rules)
+        waiting = None if self._rules is None else first_waiting(dfg)
+        self._snapshots: list[tuple[State, Waiting | None]] = []
+        self._known_from = np.full(
+            dfg.ops, snapshots, dtype=np.int32
+        )  # the first snapshot in which the end of an op is known
+        for number in range(snapshots):
+            run(work, state, self._rules, waiting, number * dfg.ops // snapshots)
+            self._snapshots.append(_copy(state, waiting))
+            self._known_from[(state.end_s >= 0) & (self._known_from == snapshots)] = number
+        run(work, state, self._rules, waiting, dfg.ops)
+        self.timeline = finished(dfg, work, state)
+
+    def replay(self, duration_s: FloatArray) -> Resumed:
+        """The timeline with durations of shape (N,), which may differ anywhere from those of this replay; the later, the less work.
+
+        Raises `InvalidInput` as `replay` does.
+        """
+        changed = np.flatnonzero(
+            checked_durations(duration_s, (self._dfg.ops,)) != self.timeline.duration_s
+        )
+        return self._resume(duration_s, changed)
+
+    def replay_changed(self, ops: Numbers, duration_s: FloatArray) -> Resumed:
+        """The same with the durations of some `ops` changed, both of shape (C,). Raises `InvalidInput` also for ops that are not there."""
+        if len(ops) and not (np.min(ops) >= 0 and np.max(ops) < self._dfg.ops):
+            raise InvalidInput(
+                f"changed ops must be 0 to {self._dfg.ops - 1}, but are {np.min(ops)} to {np.max(ops)}"
+            )
+        changed_s = self.timeline.duration_s.copy()
+        changed_s[ops] = checked_durations(duration_s, np.shape(ops))
+        return self._resume(changed_s, ops)
+
+    def _resume(self, duration_s: FloatArray, changed: Numbers) -> Resumed:
+        if not len(changed):
+            return Resumed(self.timeline, 0)
+        work = work_of(self._dfg, duration_s)
+        state, waiting = _copy(*self._snapshots[int(self._known_from[changed].min()) - 1])
+        known = int(state.counts[1])
+        run(work, state, self._rules, waiting, self._dfg.ops)
+        return Resumed(finished(self._dfg, work, state), self._dfg.ops - known)
+
+
+def _copy(state: State, waiting: Waiting | None) -> tuple[State, Waiting | None]:
+    """Of the heap only what is filled is copied."""
+    events = int(state.counts[0])
+    heap_s, heap_code = np.empty_like(state.heap_s), np.empty_like(state.heap_code)
+    heap_s[:events], heap_code[:events] = state.heap_s[:events], state.heap_code[:events]
+    arrays = {
+        name: array.copy() for name, array in state._asdict().items() if not name.startswith("heap")
+    }
+    copy = state._replace(**arrays, heap_s=heap_s, heap_code=heap_code)
+    return copy, None if waiting is None else waiting._replace(
+        **{name: array.copy() for name, array in waiting._asdict().items()}
+    )

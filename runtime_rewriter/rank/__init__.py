@@ -1,0 +1,1 @@
+"""What one rank hears: the launcher, the tuning session, `autotune.apply`."""

@@ -1,0 +1,133 @@
+"""`autotune.Recorder` and `@autotune.profile(recorder)`: two lines in a training script (dPRO, sec. 6)."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import logging
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import ParamSpec, TypeVar
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from runtime_rewriter.pytorch.ddp import adopted, synchronizer_of
+from runtime_rewriter.pytorch.exchange.ranks import TRAINING_TIMEOUTS
+from runtime_rewriter.rank.active import current_session
+from runtime_rewriter.recording.recorder import Phase, StepRecorder
+from runtime_rewriter.recording.settings import PROFILE_STEPS, WARMUP_STEPS, RecordSettings
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_log = logging.getLogger("autotune")
+
+
+class Recorder:
+    """Records `steps` training steps of this process into `folder`, after `warmup` ordinary ones; then training goes on as before.
+
+    Build one on every rank at the same place, after `init_process_group`, with the `DistributedDataParallel` or with the model
+    that was given to `autotune.apply`; any other module is recorded without its workload. Under `autotune profile` and `autotune tune`
+    it does nothing: they watch the steps themselves. Each of the options makes the profiler see more and cost more.
+    Raises `InvalidInput` for a number of steps below 1 and for classes of DDP other than torch's own.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        folder: str | Path = "autotune-profile",
+        steps: int = PROFILE_STEPS,
+        warmup: int = WARMUP_STEPS,
+        workload: bool = True,
+        record_shapes: bool = False,
+        profile_memory: bool = False,
+        with_stack: bool = False,
+    ) -> None:
+        self.folder = Path(folder)
+        settings = RecordSettings(
+            folder=str(self.folder.resolve()),
+            steps=steps,
+            warmup=warmup,
+            workload=workload,
+            record_shapes=record_shapes,
+            profile_memory=profile_memory,
+            with_stack=with_stack,
+            command=tuple(sys.argv),
+        )
+        self.written = False
+        """All ranks' traces and `job.json` lie in the folder."""
+        self._restore = ExitStack()
+        self._steps: StepRecorder | None = None
+        if current_session() is None:
+            synchronizer = synchronizer_of(model)
+            if synchronizer is None and isinstance(model, DistributedDataParallel):
+                waits = TRAINING_TIMEOUTS
+                taken = adopted(
+                    model, timeout_s=waits.message_s, agreement_timeout_s=waits.agreement_s
+                )
+                synchronizer = self._restore.enter_context(taken)
+            self._steps = StepRecorder(settings, synchronizer)
+            self._restore.callback(self._steps.close)
+            atexit.register(self._at_exit)
+
+    def begin_step(self) -> None:
+        """A training step begins; `profile` calls it."""
+        if self._steps is not None:
+            self._steps.begin_step()
+
+    def end_step(self) -> None:
+        """It has ended. Collective at some of them; `profile` calls it."""
+        if self._steps is None:
+            return
+        self._steps.end_step()
+        if self._steps.advance():
+            self.written = True
+            self.close()
+
+    def finish(self) -> None:
+        """Collective, between two steps: write what was recorded so far. Raises `LaunchError` where that is nothing."""
+        if self._steps is not None:
+            self._steps.finish()
+            self.written = True
+            self.close()
+
+    def close(self) -> None:
+        """Local: record no more, and leave the model as it was."""
+        self._restore.close()
+        self._steps = None
+        atexit.unregister(self._at_exit)
+
+    def _at_exit(self) -> None:
+        if self._steps is not None:
+            begun = self._steps.phase is Phase.RECORDING
+            hint = (
+                "; recorder.finish() at the script's end writes the steps until there"
+                if begun
+                else ""
+            )
+            _log.warning("nothing was written: %s%s", self._steps.too_few(), hint)
+            self._steps.close()
+
+
+def profile(recorder: Recorder) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """For the function that makes one training step: each call is a step of `recorder`."""
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(function)
+        def step(*arguments: P.args, **options: P.kwargs) -> R:
+            recorder.begin_step()
+            try:
+                result = function(*arguments, **options)
+            except BaseException:
+                recorder.close()
+                raise
+            recorder.end_step()
+            return result
+
+        return step
+
+    return decorate

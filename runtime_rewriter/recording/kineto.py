@@ -1,0 +1,116 @@
+"""torch's own profiler (Kineto), begun and ended at step boundaries, with the marks of the steps."""
+
+# mypy: untyped-calls-exclude=torch
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._C._profiler import _ExperimentalConfig
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from autotune.recordings.job_file import ClockPair
+from runtime_rewriter.recording.settings import RecordSettings
+
+
+def clock_pair() -> ClockPair:
+    """Both clocks at one instant: of a few tries the one that took the shortest."""
+    tries = []
+    for _ in range(5):
+        before_ns, wall_ns, after_ns = (
+            time.perf_counter_ns(),
+            time.time_ns(),
+            time.perf_counter_ns(),
+        )
+        tries.append((after_ns - before_ns, ClockPair((before_ns + after_ns) // 2, wall_ns)))
+    return min(tries, key=lambda taken: taken[0])[1]
+
+
+class KinetoTrace:
+    """One trace of this process: `prepare`, `start`, any number of steps, `stop`, `read`.
+
+    All threads are traced: the messages of a plan are issued on threads of their own. Shapes, memory and stacks are left out unless
+    the settings ask for them.
+    """
+
+    def __init__(self, settings: RecordSettings, device: torch.device | None) -> None:
+        activities = [ProfilerActivity.CPU]
+        self._cuda = device is not None and device.type == "cuda" and torch.cuda.is_available()
+        self._device = device
+        if self._cuda:
+            activities.append(ProfilerActivity.CUDA)
+        self._profile = profile(
+            activities=activities,
+            record_shapes=settings.record_shapes,
+            profile_memory=settings.profile_memory,
+            with_stack=settings.with_stack,
+            # What links kernels to operators costs a tenth of an operator's record, and there are no kernels without a device.
+            # Only the file is read, so the stop need not make a tree of objects; stacks stand in the file only with that tree.
+            experimental_config=_ExperimentalConfig(
+                profile_all_threads=True,
+                disable_external_correlation=not self._cuda,
+                trace_only=not settings.with_stack,
+            ),
+        )
+        self._mark: Any = None
+        self._mark_ns = 0
+        self.step_s: list[float] = []
+        self.before: ClockPair | None = None
+        self.after: ClockPair | None = None
+
+    def prepare(self) -> None:
+        """Some steps before `start`: the first call loads what takes long."""
+        self._profile.prepare_trace()
+
+    def start(self) -> None:
+        """At a boundary; a step is marked from `begin_step` to `end_step`."""
+        self._settle()
+        self._profile.start_trace()
+        self.before = clock_pair()
+
+    def begin_step(self) -> None:
+        self._mark = record_function(f"ProfilerStep#{len(self.step_s)}")
+        self._mark_ns = time.perf_counter_ns()
+        self._mark.__enter__()
+
+    def end_step(self) -> None:
+        """The step that began last has ended; nothing is marked until the next one begins."""
+        if self._mark is None:
+            return
+        if (
+            self._cuda
+        ):  # the host runs ahead of what it queues; messages that nobody waited for may go on
+            torch.cuda.current_stream(self._device).synchronize()
+        self._mark.__exit__(None, None, None)
+        self._mark = None
+        self.step_s.append((time.perf_counter_ns() - self._mark_ns) / 1e9)
+
+    def drop_step(self) -> None:
+        """The step that began last does not count."""
+        if self._mark is not None:
+            self._mark.__exit__(None, None, None)
+            self._mark = None
+
+    def stop(self) -> None:
+        self.drop_step()
+        self._settle()
+        self.after = clock_pair()
+        self._profile.stop_trace()
+
+    def read(self) -> dict[str, Any]:
+        """The whole trace, as Kineto writes it."""
+        with tempfile.TemporaryDirectory(prefix="autotune-trace-") as directory:
+            path = Path(directory) / "trace.json"
+            self._profile.export_chrome_trace(str(path))
+            trace: dict[str, Any] = json.loads(path.read_bytes())
+        return trace
+
+    def _settle(self) -> None:
+        """What is queued on the device belongs to the steps before."""
+        if self._cuda:
+            torch.cuda.synchronize(self._device)

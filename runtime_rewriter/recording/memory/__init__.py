@@ -1,0 +1,1 @@
+"""Records what one replica holds in memory during a training step."""

@@ -1,0 +1,110 @@
+"""A launched script that is recorded: `autotune profile -- torchrun ... train.py`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from autotune.errors import AutotuneError, LaunchError
+from runtime_rewriter.pytorch.exchange.ranks import Timeouts
+from runtime_rewriter.pytorch.hooks import GradientSynchronizer
+from runtime_rewriter.recording.recorder import StepRecorder
+from runtime_rewriter.recording.settings import RecordSettings
+
+REPORT = "rank{}.report.json"
+
+
+class RecordingSession:
+    """Records the steps of the first model that the script wraps; a step ends at the model's next forward pass.
+
+    When all is written the script is ended, or left to itself. `report` tells the command how this rank fared.
+    """
+
+    timeouts = Timeouts(1800.0, 120.0)
+
+    def __init__(self, settings: RecordSettings) -> None:
+        self.settings = settings
+        self.recorder: StepRecorder | None = None
+        self.written = False
+        self._synchronizer: GradientSynchronizer | None = None
+        self._in_step = True
+
+    @property
+    def steps(self) -> int:
+        return 0 if self.recorder is None else self.recorder.steps
+
+    def model_built(self, synchronizer: GradientSynchronizer) -> None:
+        """Collective, as the building of the model is. Further models are trained as they are."""
+        if self.recorder is None:
+            self._synchronizer = synchronizer
+            self.recorder = StepRecorder(self.settings, synchronizer)
+            synchronizer.listeners.append(self)
+
+    def on_backward_end(self) -> None:
+        self._in_step = False
+
+    def on_boundary(self, now_s: float, clean: bool) -> None:
+        assert self.recorder is not None
+        self._in_step = True
+        if self.recorder.boundary(clean):
+            self._done()
+
+    def _done(self) -> None:
+        self.written = True
+        self.report()
+        assert self._synchronizer is not None
+        self._synchronizer.listeners.remove(self)
+        if self.settings.stop:
+            raise SystemExit(0)
+
+    def script_ended(self) -> None:
+        """The script is through, or is about to leave the process group: what was recorded until now is kept. Collective.
+
+        Raises `LaunchError` where there is too little, or no model was wrapped.
+        """
+        if self.written:
+            return
+        if self.recorder is None:
+            raise LaunchError(
+                "the script must build DistributedDataParallel, or call autotune.apply(model) once, but it ended without; "
+                "the two lines autotune.Recorder(model) and @autotune.profile(recorder) record any script"
+            )
+        self.recorder.finish(last_step_ended=not self._in_step)
+        self.written = True
+        self.report()
+
+    @contextlib.contextmanager
+    def watching_end(self) -> Iterator[None]:
+        """Inside, the files are written before `destroy_process_group` makes that impossible; always restored."""
+        destroy = dist.destroy_process_group
+
+        def finish_and_destroy(group: dist.ProcessGroup | None = None) -> None:
+            if group in (None, dist.group.WORLD) and self.recorder is not None and not self.written:
+                self.script_ended()
+            destroy(group)
+
+        dist.destroy_process_group = finish_and_destroy
+        try:
+            yield
+        finally:
+            dist.destroy_process_group = destroy
+            if self.recorder is not None:
+                self.recorder.close()
+
+    def report(self, problem: BaseException | None = None, described: str = "") -> None:
+        """One file per rank; nothing without a place for it."""
+        if not self.settings.reports:
+            return
+        rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+        told: dict[str, Any] = {"rank": rank, "written": self.written, "steps": self.steps}
+        if problem is not None:
+            told |= {"problem": described, "ours": isinstance(problem, AutotuneError)}
+        path = Path(self.settings.reports) / REPORT.format(rank)
+        with contextlib.suppress(OSError):  # the command may be gone
+            path.write_text(json.dumps(told), encoding="utf-8")

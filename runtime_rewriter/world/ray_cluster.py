@@ -1,0 +1,357 @@
+"""A connection to Ray, private and local by default, and room on its hosts: one actor per rank in a placement group."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from autotune.errors import AutotuneError, LaunchError
+from runtime_rewriter.world.worker import ProcessSupervisor, WorkerLost, free_port
+
+CALL_TIMEOUT_S = 60.0
+PLACEMENT_TIMEOUT_S = 60.0
+LOOPBACK = "127.0.0.1"
+_PINNED = 0.001
+"""How much of a node's own resource `node:ADDRESS` (1 on that node) a bundle takes to be placed there."""
+
+Room = tuple[int, str]
+"""So many ranks on one node; the node's address, or "" for any."""
+
+
+class _Actor(ProcessSupervisor):
+    """The supervisor plus what the driver must know about the place it landed on."""
+
+    def place(self) -> dict[str, Any]:
+        import ray
+        import ray._private.worker
+
+        context = ray.get_runtime_context()
+        node: Any = ray._private.worker._global_node  # nothing public tells the session directory
+        return {
+            "node": context.get_node_id(),
+            "name": socket.gethostname(),
+            "address": str(ray.util.get_node_ip_address()),  # type: ignore[no-untyped-call]
+            "gpus": [str(gpu) for gpu in ray.get_gpu_ids()],
+            "logs": str(node.get_logs_dir_path()),
+        }
+
+    def reserve_port(self, first: int, last: int, host: str) -> int:
+        return free_port(first, last, host)
+
+
+class RemoteWorker:
+    """Implements `Worker` by calls to an actor, each with a timeout."""
+
+    def __init__(self, actor: Any) -> None:
+        self.actor = actor
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        return fetch(getattr(self.actor, method).remote(*arguments), CALL_TIMEOUT_S)
+
+    def start(
+        self, words: list[str], environment: dict[str, str], directory: str, log_path: str
+    ) -> None:
+        self.call("start", words, environment, directory, log_path)
+
+    def instruct(self, message: dict[str, Any]) -> None:
+        self.call("instruct", message)
+
+    def poll(self, timeout_s: float) -> list[dict[str, Any]]:
+        events: list[dict[str, Any]] = self.call("poll", timeout_s)
+        return events
+
+    def stop(self) -> None:
+        self.call("stop")
+
+
+def fetch(references: Any, timeout_s: float) -> Any:
+    """The results of calls to actors.
+
+    Raises the actor's own error if it is one of ours, `LaunchError` if the code cannot be brought to its host, and
+    `WorkerLost` otherwise.
+    """
+    import ray
+
+    try:
+        return ray.get(references, timeout=timeout_s)
+    except SystemError as error:
+        # What a signal handler (Ctrl-C) raises inside Ray's compiled code comes out as the cause of this.
+        if error.__cause__ is None:
+            raise
+        raise error.__cause__ from None
+    except ray.exceptions.RuntimeEnvSetupError as error:
+        raise _not_shipped(error) from error
+    except ray.exceptions.RayTaskError as error:
+        cause = error.as_instanceof_cause()  # type: ignore[no-untyped-call]
+        raise (
+            cause if isinstance(cause, AutotuneError) else WorkerLost(_first_line(cause))
+        ) from error
+    except ray.exceptions.RayError as error:
+        raise WorkerLost(_first_line(error)) from error
+
+
+@dataclass(frozen=True)
+class RayPlace:
+    """Which Ray cluster, and how it is reached. Without an address a private one is started: loopback only, with a token.
+
+    To the hosts of an address the script's directory is sent, unless `shared_directory`: then it exists on each of them;
+    with `bare` the script needs none (it is a module of ours).
+    `one_machine`: all its nodes are on this machine (in a testbed), with this installation and these files.
+    `node_address`: of the node that this process runs on, where Ray cannot find it out; `interface`: which one gloo uses
+    ("": the one that the host's name resolves to); `token`: what the cluster's nodes ask for ("": what the environment says).
+    """
+
+    address: str | None = None
+    shared_directory: bool = False
+    one_machine: bool = False
+    node_address: str = ""
+    interface: str = ""
+    token: str = ""
+    bare: bool = False
+
+    @property
+    def local(self) -> bool:
+        return self.address is None
+
+    @property
+    def same_files(self) -> bool:
+        """What lies in this process's directories lies there for every rank."""
+        return self.local or self.one_machine
+
+    @property
+    def directory(self) -> str:
+        """Where the ranks start ("": where Ray has put what was sent)."""
+        return (
+            str(Path.cwd()) if self.same_files or (self.shared_directory and not self.bare) else ""
+        )
+
+
+class RayCluster:
+    """A connection to Ray at a place; raises `LaunchError` where there is none."""
+
+    def __init__(self, place: RayPlace, workers: int) -> None:
+        self.place = place
+        _set_environment(place)
+        import ray
+
+        try:
+            with _sigterm_handler_kept():
+                _start(workers) if place.local else _connect(place)
+        except ray.exceptions.RuntimeEnvSetupError as error:
+            ray.shutdown()
+            raise _not_shipped(error) from error
+        except (
+            ConnectionError,
+            RuntimeError,
+            ValueError,
+            OSError,
+            ray.exceptions.RayError,
+        ) as error:
+            ray.shutdown()
+            where = (
+                "a local Ray cluster could not be started"
+                if place.local
+                else f"the Ray cluster at {place.address!r} cannot be reached"
+            )
+            raise LaunchError(
+                f"{where}: {_first_line(error)}; check `ray status` and the address"
+            ) from error
+
+    def reserve(self, workers: int, rooms: tuple[Room, ...]) -> tuple[Any, list[RemoteWorker]]:
+        """A placement group and one actor per rank in it, room by room; raises `LaunchError` if the cluster has no room.
+
+        With two rooms or more each is on a node of its own; otherwise the ranks share as few nodes as possible.
+        """
+        import ray
+        from ray.util.placement_group import placement_group, remove_placement_group
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        nodes = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
+        spread = len(rooms) > 1
+        rooms = _with_known_addresses(rooms, nodes) if spread else ((1, ""),) * workers
+        if not _fits(rooms, nodes, "CPU", spread):
+            raise self._no_room(rooms, nodes, spread, "")
+        gpu = {"GPU": 1.0} if _fits(rooms, nodes, "GPU", spread) else {}
+        bundles = [_bundle(room, bool(gpu)) for room in rooms]
+        group = placement_group(bundles, strategy="STRICT_SPREAD" if spread else "PACK")
+        try:
+            if not group.wait(PLACEMENT_TIMEOUT_S):
+                raise self._no_room(rooms, nodes, spread, ", perhaps in use")
+            actor_class = ray.remote(num_cpus=1, num_gpus=gpu.get("GPU", 0))(_Actor)
+            pinned = [
+                PlacementGroupSchedulingStrategy(group, index)
+                for index, (ranks, _) in enumerate(rooms)
+                for _ in range(ranks)
+            ]
+            return group, [
+                RemoteWorker(actor_class.options(scheduling_strategy=place).remote())
+                for place in pinned
+            ]
+        except BaseException:
+            remove_placement_group(group)
+            raise
+
+    def _no_room(
+        self, rooms: tuple[Room, ...], nodes: list[dict[str, Any]], spread: bool, why: str
+    ) -> LaunchError:
+        named = [f"{ranks} at {address}" if address else str(ranks) for ranks, address in rooms]
+        need = (
+            f"{len(rooms)} hosts with {', '.join(named)} CPUs" if spread else f"{len(rooms)} CPUs"
+        )
+        have = ", ".join(
+            f"{node['NodeManagerAddress']} with {node['Resources'].get('CPU', 0):.0f} CPUs"
+            for node in nodes
+        )
+        fix = (
+            "give the --address of a cluster of such hosts"
+            if self.place.local
+            else "start more Ray nodes, or ask for fewer workers"
+        )
+        return LaunchError(
+            f"the ranks need {need} (one for each rank), but the Ray cluster has {have or 'none'}{why}; {fix}"
+        )
+
+    def close(self) -> None:
+        import ray
+
+        ray.shutdown()
+
+
+def _set_environment(place: RayPlace) -> None:
+    """Ray reads these when it is imported."""
+    if place.local:
+        # Ray binds the first real interface unless this is off, and is open to everybody without a token.
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    elif place.one_machine:
+        os.environ.pop(
+            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", None
+        )  # its nodes are several, whatever an earlier local cluster was
+    if place.local or place.token:
+        os.environ["RAY_AUTH_MODE"] = "token"
+        os.environ["RAY_AUTH_TOKEN"] = place.token or secrets.token_hex(32)
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    # Ray's 15 would let everything else on the machine go before the trials.
+    os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - Ray's own spelling
+    os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
+
+
+def _start(workers: int) -> None:
+    _init(
+        address="local",
+        num_cpus=workers,  # a slot per rank, however many cores there are
+        include_dashboard=False,
+        object_store_memory=100_000_000,
+        _node_ip_address=LOOPBACK,
+    )
+
+
+def _connect(place: RayPlace) -> None:
+    node: dict[str, Any] = {"_node_ip_address": place.node_address} if place.node_address else {}
+    _init(
+        address=place.address,
+        **node,
+        **(
+            {}
+            if place.one_machine
+            else {"runtime_env": _sent(place.shared_directory or place.bare)}
+        ),
+    )
+
+
+def _sent(shared_directory: bool) -> dict[str, Any]:
+    """What Ray brings to its hosts: our code and the script's directory."""
+    import autotune
+    import runtime_rewriter
+
+    packages = [str(Path(str(package.__file__)).parent) for package in (autotune, runtime_rewriter)]
+    sent: dict[str, Any] = {
+        "py_modules": packages,
+        "excludes": [".git", ".venv", "autotune-jobs", "*.db", "__pycache__"],
+    }
+    if not shared_directory:
+        sent["working_dir"] = str(Path.cwd())
+    return sent
+
+
+def _init(**options: Any) -> None:
+    import ray
+    from ray import _raylet
+
+    loader: Any = _raylet.AuthenticationTokenLoader  # type: ignore[attr-defined]  # nothing public forgets a token
+    loader.instance().reset_cache()  # that of this process's earlier cluster
+    quiet: dict[str, Any] = {
+        "logging_level": "ERROR",
+        "log_to_driver": False,
+        "configure_logging": False,
+    }
+    ray.init(**options, **quiet)
+
+
+@contextmanager
+def _sigterm_handler_kept() -> Iterator[None]:
+    """`ray.init` puts `sys.exit` in the place of the process's own handler."""
+    if (
+        threading.current_thread() is not threading.main_thread()
+    ):  # there neither Ray nor we may set one
+        yield
+        return
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if before is not None:  # None: set by another language, which Python cannot set again
+            signal.signal(signal.SIGTERM, before)
+
+
+def _with_known_addresses(rooms: tuple[Room, ...], nodes: list[dict[str, Any]]) -> tuple[Room, ...]:
+    """Addresses that no node has (an address of another network, say) do not bind the room to a node."""
+    known = {node["NodeManagerAddress"] for node in nodes}
+    return tuple((ranks, address if address in known else "") for ranks, address in rooms)
+
+
+def _fits(
+    rooms: tuple[Room, ...], nodes: list[dict[str, Any]], resource: str, spread: bool
+) -> bool:
+    """Whether the nodes, were they idle, have one `resource` per rank; with `spread`, each room on a node of its own."""
+    free = [
+        (float(node["Resources"].get(resource, 0)), node["NodeManagerAddress"]) for node in nodes
+    ]
+    if not spread:
+        return sum(int(amount) for amount, _ in free) >= len(rooms)
+    free.sort()
+    for ranks, address in sorted(rooms, key=lambda room: (not room[1], -room[0])):
+        chosen = max((entry for entry in free if address in ("", entry[1])), default=(0.0, ""))
+        if chosen[0] < ranks:
+            return False
+        free.remove(chosen)
+    return True
+
+
+def _bundle(room: Room, gpus: bool) -> dict[str, float]:
+    ranks, address = room
+    bundle = {"CPU": float(ranks)}
+    if gpus:
+        bundle["GPU"] = float(ranks)
+    if address:
+        bundle[f"node:{address}"] = _PINNED
+    return bundle
+
+
+def _not_shipped(error: Exception) -> LaunchError:
+    text = " ".join(str(error).split())[:600]
+    return LaunchError(
+        f"the script's directory {Path.cwd()} must be sent to the hosts of the Ray cluster, but that failed: {text}; start in a smaller "
+        "directory (data elsewhere), or use --shared-directory if this directory exists on every host"
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
