@@ -1,0 +1,89 @@
+"""Registries of named extensions, which installed distributions extend through entry points."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from autotune.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+T = TypeVar("T")
+
+
+class UnknownName(InvalidInput, KeyError):
+    """A registry has no entry of this name; the message lists the names that it has."""
+
+    __str__ = Exception.__str__  # that of KeyError shows the message in quotes
+
+
+class Registry(Mapping[str, T]):
+    """Entries by name, in the order of registration, followed by those of installed plugins.
+
+    A distribution adds an entry with an entry point in `group`: the entry point's name is the
+    entry's name, its object is the entry. The first look-up lists the entry points. Each one is
+    imported when its entry is first used, so a broken plugin fails only where it is needed.
+    """
+
+    def __init__(self, group: str, kind: str) -> None:
+        """`kind`: an entry as error messages call it, such as "builder"."""
+        self.group = group
+        self.kind = kind
+        self._entries: dict[str, T] = {}
+        self._plugins: dict[str, EntryPoint] | None = None
+
+    def register(self, name: str, entry: T) -> None:
+        """Add `entry`. Raises `InvalidInput` if the name is taken."""
+        if name in self._entries or name in (self._plugins or {}):
+            raise InvalidInput(f"{self.kind} {name!r} is already registered; choose another name")
+        self._entries[name] = entry
+
+    def __getitem__(self, name: str) -> T:
+        """The entry. Raises `UnknownName`, or `InvalidInput` if its plugin cannot be imported."""
+        plugins = self._discover()
+        if name in plugins and name not in self._entries:
+            self._entries[name] = _imported(plugins[name])
+        if name not in self._entries:
+            raise UnknownName(f"there is no {self.kind} {name!r}; known are {', '.join(self)}")
+        return self._entries[name]
+
+    def __iter__(self) -> Iterator[str]:
+        plugins = self._discover()
+        yield from (name for name in self._entries if name not in plugins)
+        yield from plugins
+
+    def __len__(self) -> int:
+        return len(self._entries.keys() | self._discover().keys())
+
+    def _discover(self) -> dict[str, EntryPoint]:
+        """The entry points of the group, sorted by name. Raises `InvalidInput` for a taken name."""
+        if self._plugins is None:
+            from importlib.metadata import entry_points
+
+            plugins: dict[str, EntryPoint] = {}
+            for point in sorted(entry_points(group=self.group), key=lambda point: point.name):
+                if point.name in self._entries or point.name in plugins:
+                    raise InvalidInput(
+                        f"{self.kind} {point.name!r} of {_origin(point)} is already registered; "
+                        "uninstall one of them or rename its entry point"
+                    )
+                plugins[point.name] = point
+            self._plugins = plugins
+        return self._plugins
+
+
+def _imported(point: EntryPoint) -> Any:
+    try:
+        return point.load()
+    except Exception as error:
+        raise InvalidInput(
+            f"{_origin(point)} cannot be imported: {type(error).__name__}: {error}; "
+            "repair or uninstall that distribution"
+        ) from error
+
+
+def _origin(point: EntryPoint) -> str:
+    distribution = point.dist.name if point.dist else "an unknown distribution"
+    return f"entry point '{point.name} = {point.value}' ({point.group}) of {distribution}"
