@@ -51,7 +51,9 @@ def test_an_unknown_name_lists_the_known_ones(registry: Registry[str]) -> None:
 def test_entry_points_follow_the_registered_entries(
     registry: Registry[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    install(tmp_path, monkeypatch, "pink = paint:PINK\ngreen = paint:GREEN", "GREEN, PINK = '0', '1'")
+    install(
+        tmp_path, monkeypatch, "pink = paint:PINK\ngreen = paint:GREEN", "GREEN, PINK = '0', '1'"
+    )
     assert list(registry) == ["red", "blue", "green", "pink"]
     assert registry["pink"] == "1"
     assert list(registry) == ["red", "blue", "green", "pink"]
