@@ -14,8 +14,8 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autotune.arrays import FloatArray
 from autotune.canonical import content_id, to_data
 from autotune.errors import InvalidInput
 from autotune.parsing import parse, refuse_newer
@@ -154,7 +154,7 @@ class CollectiveFit:
     def seconds(self, message_bytes: float) -> float:
         return float(self.seconds_each(np.array([message_bytes], dtype=np.float64))[0])
 
-    def seconds_each(self, message_bytes: NDArray[np.float64]) -> NDArray[np.float64]:
+    def seconds_each(self, message_bytes: FloatArray) -> FloatArray:
         """The cost of every message, shape as the sizes."""
         seconds, reached = np.full(message_bytes.shape, self.alpha_s), 0.0
         for bend in self.bends:

@@ -7,8 +7,8 @@ from enum import StrEnum
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autotune.arrays import FloatArray
 from autotune.errors import InvalidInput
 
 CURRENT_SETUP = "current-setup"
@@ -124,9 +124,9 @@ class Measured:
             )
 
     @cached_property
-    def slowest_s(self) -> NDArray[np.float64]:
+    def slowest_s(self) -> FloatArray:
         """Duration of each step on the rank that was slowest in it, shape (steps,)."""
-        slowest: NDArray[np.float64] = np.asarray(self.step_s, dtype=np.float64).max(axis=0)
+        slowest: FloatArray = np.asarray(self.step_s, dtype=np.float64).max(axis=0)
         return slowest
 
     @cached_property

@@ -24,9 +24,10 @@ from typing import Any
 
 import numpy as np
 
+from autotune.arrays import FloatArray
 from autotune.errors import AutotuneError, InvalidInput
 from autotune.features.extract import StrategyFeatures
-from autotune.simulators.interface import Example, FitReport, FloatArray
+from autotune.simulators.interface import Example, FitReport
 from benchmarks.ranking_report import FIGURES, curve_plot, curves, means, overview, report, write
 from benchmarks.ranking_runs import TIE_BAND, Maker, Study, Trainer, run
 from benchmarks.ranking_tasks import HeldOut

@@ -11,6 +11,7 @@ from functools import partial
 
 import numpy as np
 
+from autotune.arrays import FloatArray, IntArray
 from autotune.features.extract import StrategyFeatures
 from autotune.rng import generator
 from autotune.sampler.scoring import FOLDS, SMALLEST_TRAINING
@@ -26,8 +27,8 @@ from autotune.simulators.evaluation import (
     pairwise_accuracy,
     unlearned_step_s,
 )
-from autotune.simulators.interface import Example, FloatArray, Simulator
-from benchmarks.ranking_tasks import HeldOut, Indices, Parts, assert_no_leak, parts_of, sources_for
+from autotune.simulators.interface import Example, Simulator
+from benchmarks.ranking_tasks import HeldOut, Parts, assert_no_leak, parts_of, sources_for
 from benchmarks.ranking_trials import Point
 
 TIE_BAND = 0.01
@@ -107,14 +108,14 @@ class Trainer:
     def variants(self) -> list[Variant]:
         return [(name, replayed) for name in self.makers for replayed in (True, False)]
 
-    def examples(self, indices: Indices, replayed: bool = True) -> list[Example]:
+    def examples(self, indices: IntArray, replayed: bool = True) -> list[Example]:
         return [self._examples[replayed][index] for index in indices]
 
-    def features(self, indices: Indices, replayed: bool = True) -> list[StrategyFeatures]:
+    def features(self, indices: IntArray, replayed: bool = True) -> list[StrategyFeatures]:
         return [example.features for example in self.examples(indices, replayed)]
 
     def fit(
-        self, variant: Variant, indices: Indices, seed: int, start: Simulator | None = None
+        self, variant: Variant, indices: IntArray, seed: int, start: Simulator | None = None
     ) -> tuple[Simulator, float, str]:
         """(a simulator, CPU seconds, its report); with `start`, a copy of that one goes on learning."""
         name, replayed = variant
@@ -198,7 +199,7 @@ def _own(points: Sequence[Point], parts: Parts, study: Study, trainer: Trainer) 
     return found
 
 
-def _chosen(trainer: Trainer, own: Indices, seed: int) -> tuple[str, float]:
+def _chosen(trainer: Trainer, own: IntArray, seed: int) -> tuple[str, float]:
     """(the ranker that the tuner's cross-validation on this training part chooses, CPU seconds)."""
     examples = trainer.examples(own)
     splits = k_fold(examples, FOLDS, seed) if len(examples) >= SMALLEST_TRAINING else []
@@ -212,7 +213,7 @@ def _chosen(trainer: Trainer, own: Indices, seed: int) -> tuple[str, float]:
     return choose_ranker(quality).ranker, time.process_time() - began_s
 
 
-def _has_pair(examples: Sequence[Example], indices: Indices) -> bool:
+def _has_pair(examples: Sequence[Example], indices: IntArray) -> bool:
     """Whether two of them are of one campaign."""
     campaigns = [examples[index].domain for index in indices]
     return len(set(campaigns)) < len(campaigns)
@@ -273,7 +274,7 @@ def _share_sources(points: Sequence[Point], own: Parts, other: Parts, held_out: 
 def _tuned(
     points: Sequence[Point],
     parts: Parts,
-    sources: Indices,
+    sources: IntArray,
     held_out: HeldOut,
     variant: Variant,
     start: Simulator,

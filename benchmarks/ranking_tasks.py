@@ -19,16 +19,14 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autotune.arrays import IntArray
 from autotune.errors import InvalidInput
 from autotune.rng import generator
 from benchmarks.ranking_trials import Point, plans_by_domain
 
 FEWEST_TESTED = 10
 """Plans that a test part has at least, if half of the domain's suffice for it: with fewer, a share of a small domain forms no pairs."""
-
-Indices = NDArray[np.int64]
 
 
 class HeldOut(StrEnum):
@@ -46,8 +44,8 @@ class Parts:
 
     domain: str
     seed: int
-    test: Indices
-    own: dict[int, Indices]
+    test: IntArray
+    own: dict[int, IntArray]
 
 
 def parts_of(
@@ -75,8 +73,12 @@ def parts_of(
 
 
 def sources_for(
-    points: Sequence[Point], domain: str, held_out: HeldOut, most_plans: int | None, tested: Indices
-) -> Indices:
+    points: Sequence[Point],
+    domain: str,
+    held_out: HeldOut,
+    most_plans: int | None,
+    tested: IntArray,
+) -> IntArray:
     """Points of other domains, at most so many plans of each, the same ones whichever domain is held out. May be none.
 
     Without plans of the parts `tested`, which the same model may have been measured with on other clusters.
@@ -93,7 +95,11 @@ def sources_for(
 
 
 def assert_no_leak(
-    points: Sequence[Point], sources: Indices, own: Indices, test: Indices, held_out: HeldOut | None
+    points: Sequence[Point],
+    sources: IntArray,
+    own: IntArray,
+    test: IntArray,
+    held_out: HeldOut | None,
 ) -> None:
     """Stops a figure that would be tested on what was trained on."""
     tested = {(points[index].domain, points[index].plan_id) for index in test}
@@ -125,7 +131,7 @@ def _seen(source: Point, target: Point, held_out: HeldOut) -> bool:
     }[held_out]
 
 
-def _members(points: Sequence[Point], domain: str, plans: set[str]) -> Indices:
+def _members(points: Sequence[Point], domain: str, plans: set[str]) -> IntArray:
     return np.flatnonzero(
         [point.domain == domain and point.plan_id in plans for point in points]
     ).astype(np.int64)

@@ -30,15 +30,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autotune.arrays import FloatArray
 from autotune.cluster import Cluster
 from autotune.costs.sync_cost import message_costs
 from autotune.costs.timing import needed_times_s, ready_times_s
 from autotune.strategy_space.plan import Plan
 from autotune.workload import Workload
-
-FloatArray = NDArray[np.float64]
 
 NODES = 200
 """Orders that a search looks at; nearly all are proved optimal before."""

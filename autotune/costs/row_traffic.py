@@ -14,13 +14,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autotune.arrays import FloatArray
 from autotune.strategy_space.plan import Message
 from autotune.strategy_space.strategy import SparseHandling
 from autotune.workload import Variable, Workload
-
-FloatArray = NDArray[np.float64]
 
 ROW_NUMBER_BYTES = 4
 """A row's number travels as a 32-bit integer (`runtime_rewriter/pytorch/exchange/rows.py`; 64 bits for tables beyond 2^31 rows)."""

@@ -34,17 +34,14 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autotune.arrays import BoolArray, FloatArray, IntArray
 from autotune.cluster import Cluster, CollectiveFit, Where
 from autotune.costs.row_traffic import RowTraffic
 from autotune.errors import InvalidInput
 from autotune.strategy_space.plan import Message, Plan, Primitive
 from autotune.strategy_space.strategy import SparseHandling
 from autotune.workload import Workload
-
-FloatArray = NDArray[np.float64]
-IntArray = NDArray[np.int64]
 
 KERNEL_LATENCY_S = 1e-4
 """delta. The paper gives no value. Measured: issuing an in-place all-reduce on a packed 32 MB buffer (torch 2.13, gloo, CPU)."""
@@ -110,7 +107,7 @@ class MessageCosts:
     wire_bytes: FloatArray
 
     @property
-    def is_parameter_server(self) -> NDArray[np.bool_]:
+    def is_parameter_server(self) -> BoolArray:
         return self.server >= 0
 
     @cached_property

@@ -8,11 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autotune.arrays import FloatArray
 from autotune.workload import Workload
-
-FloatArray = NDArray[np.float64]
 
 TOGETHER_S = 0.001
 """Emulated accelerators wake up once for what is due within so long: each time costs the processor `RuntimeCosts.wake_s`, which no

@@ -18,8 +18,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autotune.arrays import FloatArray
 from autotune.dataset.trials import Domain
 from autotune.strategy_space.plan import Message, Plan
 from autotune.strategy_space.strategy import CASTS, Compressor, Strategy
@@ -30,8 +30,6 @@ FEWEST = 24
 """Strategies below which nothing is said of a domain."""
 LEVELS = 4
 """Of a choice that is a number: quartiles."""
-
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -159,14 +157,14 @@ def _quartiles(values: Sequence[float]) -> list[str]:
     return [str(int(level)) for level in np.searchsorted(edges, values, side="left")]
 
 
-def _dummies(levels: Sequence[str]) -> Floats:
+def _dummies(levels: Sequence[str]) -> FloatArray:
     """Shape (B, levels - 1)."""
     names = sorted(set(levels))[1:]
-    columns: Floats = np.array([[float(level == name) for name in names] for level in levels])
+    columns: FloatArray = np.array([[float(level == name) for name in names] for level in levels])
     return columns
 
 
-def _adjusted(y: Floats, columns: Sequence[Floats]) -> float:
+def _adjusted(y: FloatArray, columns: Sequence[FloatArray]) -> float:
     """Adjusted R squared of a least-squares fit on the columns; epsilon squared where they are one choice's levels."""
     if not columns:
         return 0.0

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import ArrayLike
 
-from autotune.dfg.graph import NONE, Dfg, Discipline, IntArray, Kind, Names
+from autotune.arrays import Int32Array
+from autotune.dfg.graph import NONE, Dfg, Discipline, Kind, Names
 from autotune.errors import InvalidInput
 
 _PER_OP = (
@@ -111,7 +112,7 @@ class DfgBuilder:
         )
 
 
-def csr(ops: int, parents: ArrayLike, children: ArrayLike) -> tuple[np.ndarray, IntArray]:
+def csr(ops: int, parents: ArrayLike, children: ArrayLike) -> tuple[np.ndarray, Int32Array]:
     """(child_start (ops + 1,), child (E,)) of the edges parent -> child; an edge that is named twice counts once.
 
     Raises `InvalidInput` where an edge names an op that is not there.

@@ -16,8 +16,9 @@ from typing import Any, TextIO
 
 import numpy as np
 
+from autotune.arrays import Int32Array
 from autotune.dfg.critical_path import CriticalPath, critical_path
-from autotune.dfg.graph import NONE, IntArray, Kind
+from autotune.dfg.graph import NONE, Kind
 from autotune.dfg.replay import Timeline
 from autotune.errors import InvalidInput
 
@@ -52,7 +53,7 @@ def write_chrome_trace(timeline: Timeline, path: Path, max_ops: int = MAX_OPS) -
     return len(shown)
 
 
-def _shown(timeline: Timeline, critical: CriticalPath, max_ops: int) -> IntArray:
+def _shown(timeline: Timeline, critical: CriticalPath, max_ops: int) -> Int32Array:
     if timeline.dfg.ops <= max_ops:
         return np.arange(timeline.dfg.ops, dtype=np.int32)
     rank_s = timeline.duration_s.copy()
@@ -60,7 +61,7 @@ def _shown(timeline: Timeline, critical: CriticalPath, max_ops: int) -> IntArray
     return np.sort(np.argsort(-rank_s, kind="stable")[:max_ops]).astype(np.int32)
 
 
-def _write(text: TextIO, timeline: Timeline, critical: CriticalPath, shown: IntArray) -> None:
+def _write(text: TextIO, timeline: Timeline, critical: CriticalPath, shown: Int32Array) -> None:
     text.write('{"displayTimeUnit":"ms","otherData":')
     text.write(
         json.dumps(
@@ -75,7 +76,7 @@ def _write(text: TextIO, timeline: Timeline, critical: CriticalPath, shown: IntA
     text.write("\n]}\n")
 
 
-def _events(timeline: Timeline, critical: CriticalPath, shown: IntArray) -> Iterator[Event]:
+def _events(timeline: Timeline, critical: CriticalPath, shown: Int32Array) -> Iterator[Event]:
     yield from _names(timeline, shown)
     for op in shown.tolist():
         yield from _op(timeline, op)
@@ -92,7 +93,7 @@ def _events(timeline: Timeline, critical: CriticalPath, shown: IntArray) -> Iter
         yield arrow | {"ph": "f", "bp": "e"} | _middle(timeline, two)
 
 
-def _names(timeline: Timeline, shown: IntArray) -> Iterator[Event]:
+def _names(timeline: Timeline, shown: Int32Array) -> Iterator[Event]:
     dfg = timeline.dfg
 
     def named(kind: str, pid: int, tid: int, name: str) -> Event:

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autotune.dfg.graph import COMMUNICATION, COMPUTATION, NONE, FloatArray, IntArray, Kind
+from autotune.arrays import FloatArray, Int32Array
+from autotune.dfg.graph import COMMUNICATION, COMPUTATION, NONE, Kind
 from autotune.dfg.replay import Timeline
 
 
@@ -19,7 +20,7 @@ class CriticalPath:
     """
 
     timeline: Timeline
-    ops: IntArray
+    ops: Int32Array
     wait_s: FloatArray
     by_kind: dict[Kind, float]
     by_layer: dict[str, float]
@@ -67,7 +68,7 @@ def critical_path(timeline: Timeline) -> CriticalPath:
     return CriticalPath(timeline, ops, timeline.start_s[ops] - before_s, by_kind, by_layer)
 
 
-def _backwards(timeline: Timeline) -> IntArray:
+def _backwards(timeline: Timeline) -> Int32Array:
     path: list[int] = []
     if timeline.dfg.ops:
         op = int(np.argmax(timeline.end_s))

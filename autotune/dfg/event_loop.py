@@ -18,24 +18,20 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
+from autotune.arrays import BoolArray, FloatArray, Int32Array, IntArray
 from autotune.dfg.compiled import compiled, inner
-from autotune.dfg.graph import NONE, FloatArray, IntArray, OffsetArray
+from autotune.dfg.graph import NONE
 
 BROKEN = -2  # an op gave back a lock that nobody held
-
-Bools = NDArray[np.bool_]
 
 
 class Work(NamedTuple):
     """What has to be done; never written."""
 
     duration_s: FloatArray  # (n,)
-    queue: IntArray  # (n,)
-    child_start: OffsetArray  # (n + 1,)
-    child: IntArray  # (E,)
+    queue: Int32Array  # (n,)
+    child_start: IntArray  # (n + 1,)
+    child: Int32Array  # (E,)
 
 
 class State(NamedTuple):
@@ -43,13 +39,13 @@ class State(NamedTuple):
 
     start_s: FloatArray  # (n,) of an op that has not started: since when it waits
     end_s: FloatArray  # (n,) -1 before the end is known
-    cause: IntArray  # (n,)
-    parents_left: IntArray  # (n,)
+    cause: Int32Array  # (n,)
+    parents_left: Int32Array  # (n,)
     clock_s: FloatArray  # (Q,)
-    last: IntArray  # (Q,) the op that set the clock
+    last: Int32Array  # (Q,) the op that set the clock
     heap_s: FloatArray
-    heap_code: OffsetArray
-    counts: OffsetArray  # events in the heap, ops whose end is known, the op that gave back a lock that nobody held
+    heap_code: IntArray
+    counts: IntArray  # events in the heap, ops whose end is known, the op that gave back a lock that nobody held
     now_s: FloatArray  # (1,) time of the last event
 
 
@@ -57,34 +53,34 @@ class Rules(NamedTuple):
     """What a FIFO queue alone does not need; never written."""
 
     gap_s: FloatArray  # (n,)
-    channel: IntArray  # (n,)
-    priority: IntArray  # (n,)
-    acquires: IntArray  # (n,)
-    releases: IntArray  # (n,)
-    capacity: IntArray  # (L,)
-    late: Bools  # (Q,)
-    by_priority: Bools  # (Q,)
+    channel: Int32Array  # (n,)
+    priority: Int32Array  # (n,)
+    acquires: Int32Array  # (n,)
+    releases: Int32Array  # (n,)
+    capacity: Int32Array  # (L,)
+    late: BoolArray  # (Q,)
+    by_priority: BoolArray  # (Q,)
 
 
 class Waiting(NamedTuple):
     """Who waits for whom. Sets that are ordered by priority are skew heaps over `left` and `right`; FIFO ones are lists over `left`."""
 
-    left: IntArray  # (n,)
-    right: IntArray  # (n,)
-    first: IntArray  # (Q,) who waits in a queue: head of the list or root of the heap
-    final: IntArray  # (Q,) the list's last
-    head: IntArray  # (Q,) the op that a queue has chosen and that has not started
-    blocked: IntArray  # (Q,) root of the chosen ops that wait for this queue or channel
-    able: IntArray  # (2,) root of the chosen ops that may start now, one at least for each free queue; 1 if an event will start the first
+    left: Int32Array  # (n,)
+    right: Int32Array  # (n,)
+    first: Int32Array  # (Q,) who waits in a queue: head of the list or root of the heap
+    final: Int32Array  # (Q,) the list's last
+    head: Int32Array  # (Q,) the op that a queue has chosen and that has not started
+    blocked: Int32Array  # (Q,) root of the chosen ops that wait for this queue or channel
+    able: Int32Array  # (2,) root of the chosen ops that may start now, one at least for each free queue; 1 if an event will start the first
     asked_s: FloatArray  # (Q,) the time for which an arrival has asked the queue to choose
-    for_lock: IntArray  # (L,) root
-    held: IntArray  # (L,)
-    promised: Bools  # (L,) an event that gives the lock to somebody is under way
-    releaser: IntArray  # (L,) who gave it back last
+    for_lock: Int32Array  # (L,) root
+    held: Int32Array  # (L,)
+    promised: BoolArray  # (L,) an event that gives the lock to somebody is under way
+    releaser: Int32Array  # (L,) who gave it back last
 
 
 @inner
-def _push(heap_s: FloatArray, heap_code: OffsetArray, size: int, time_s: float, code: int) -> int:
+def _push(heap_s: FloatArray, heap_code: IntArray, size: int, time_s: float, code: int) -> int:
     """Returns the new size."""
     place = size
     while place > 0:
@@ -100,7 +96,7 @@ def _push(heap_s: FloatArray, heap_code: OffsetArray, size: int, time_s: float, 
 
 
 @inner
-def _sink(heap_s: FloatArray, heap_code: OffsetArray, size: int, time_s: float, code: int) -> None:
+def _sink(heap_s: FloatArray, heap_code: IntArray, size: int, time_s: float, code: int) -> None:
     """Put an event in the place of the first one. The hole sinks to the ground, then the event rises: no branch that is hard to foresee."""
     place = 0
     below = 2
@@ -119,7 +115,7 @@ def _sink(heap_s: FloatArray, heap_code: OffsetArray, size: int, time_s: float, 
 
 
 @inner
-def _meld(one: int, two: int, waiting: Waiting, priority: IntArray, since_s: FloatArray) -> int:
+def _meld(one: int, two: int, waiting: Waiting, priority: Int32Array, since_s: FloatArray) -> int:
     """Root of the union of two skew heaps. First: the lowest priority, then who waits longest, then the lowest index."""
     if one < 0:
         return two
@@ -146,7 +142,7 @@ def _meld(one: int, two: int, waiting: Waiting, priority: IntArray, since_s: Flo
 
 
 @inner
-def _take_first(root: int, waiting: Waiting, priority: IntArray, since_s: FloatArray) -> int:
+def _take_first(root: int, waiting: Waiting, priority: Int32Array, since_s: FloatArray) -> int:
     """Root of what is left when the first is taken away."""
     left, right = waiting.left[root], waiting.right[root]
     waiting.left[root] = NONE

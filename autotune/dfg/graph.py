@@ -21,11 +21,8 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from autotune.arrays import BoolArray, FloatArray, Int32Array, IntArray
 from autotune.errors import InvalidInput
-
-FloatArray = NDArray[np.float64]
-IntArray = NDArray[np.int32]
-OffsetArray = NDArray[np.int64]
 
 NONE = -1
 MAX_OPS = 2**31 - 2
@@ -91,20 +88,20 @@ class Dfg:
     """
 
     duration_s: FloatArray
-    queue: IntArray
-    child_start: OffsetArray
-    child: IntArray
+    queue: Int32Array
+    child_start: IntArray
+    child: Int32Array
     discipline: NDArray[np.int8]
     kind: NDArray[np.int8]
     gap_s: FloatArray
-    channel: IntArray
-    priority: IntArray
+    channel: Int32Array
+    priority: Int32Array
     size_bytes: FloatArray
-    layer: IntArray
-    worker: IntArray
-    acquires: IntArray
-    releases: IntArray
-    lock_capacity: IntArray
+    layer: Int32Array
+    worker: Int32Array
+    acquires: Int32Array
+    releases: Int32Array
+    lock_capacity: Int32Array
     names: Names
 
     def __post_init__(self) -> None:
@@ -182,13 +179,13 @@ class Dfg:
         return len(self.lock_capacity)
 
     @cached_property
-    def parents_left(self) -> IntArray:
+    def parents_left(self) -> Int32Array:
         """Number of parents of every op, shape (N,)."""
-        counts: IntArray = np.bincount(self.child, minlength=self.ops).astype(np.int32)
+        counts: Int32Array = np.bincount(self.child, minlength=self.ops).astype(np.int32)
         return counts
 
     @cached_property
-    def parent_csr(self) -> tuple[OffsetArray, IntArray]:
+    def parent_csr(self) -> tuple[IntArray, Int32Array]:
         """(parent_start (N + 1,), parent (E,)): the edges from the other end; the parents of an op in ascending order."""
         from autotune.dfg.order import (
             reversed_csr,  # compiled code loads when the first graph is made, not when this is imported
@@ -197,9 +194,9 @@ class Dfg:
         return reversed_csr(self.child_start, self.child)
 
     @cached_property
-    def late_queues(self) -> NDArray[np.bool_]:
+    def late_queues(self) -> BoolArray:
         """The queues that must choose when they are free, shape (Q,): by priority, or because a channel is involved."""
-        late: NDArray[np.bool_] = self.discipline == Discipline.PRIORITY
+        late: BoolArray = self.discipline == Discipline.PRIORITY
         through = self.channel >= 0
         late[self.channel[through]] = True
         late[self.queue[through]] = True
@@ -216,7 +213,7 @@ class Dfg:
         )
 
     @cached_property
-    def topological_order(self) -> IntArray:
+    def topological_order(self) -> Int32Array:
         """Every op behind its parents, shape (N,). Raises `InvalidInput`, naming an op of a cycle, where there is none."""
         if np.all(
             np.repeat(np.arange(self.ops, dtype=np.int32), np.diff(self.child_start)) < self.child
@@ -268,7 +265,7 @@ _PER_OP = (
 )
 
 
-def _check_range(name: str, numbers: IntArray, limit: int) -> None:
+def _check_range(name: str, numbers: Int32Array, limit: int) -> None:
     if len(numbers) and (numbers.min() < NONE or numbers.max() >= limit):
         raise InvalidInput(
             f"{name} must hold {NONE} or numbers below {limit}, but has {int(numbers.min())} to {int(numbers.max())}"

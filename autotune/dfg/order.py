@@ -9,16 +9,13 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autotune.arrays import Int32Array, IntArray
 from autotune.dfg.compiled import compiled
-
-Ints = NDArray[np.int32]
-Offsets = NDArray[np.int64]
 
 
 @compiled()
-def topological(start: Offsets, child: Ints, parents: Ints) -> Ints:
+def topological(start: IntArray, child: Int32Array, parents: Int32Array) -> Int32Array:
     """Ops behind all their `parents` (n,), a number each; first those without any, in ascending order (Kahn). Shorter than n: a cycle."""
     ops = len(start) - 1
     left = parents.copy()
@@ -41,7 +38,7 @@ def topological(start: Offsets, child: Ints, parents: Ints) -> Ints:
 
 
 @compiled()
-def reversed_csr(start: Offsets, child: Ints) -> tuple[Offsets, Ints]:
+def reversed_csr(start: IntArray, child: Int32Array) -> tuple[IntArray, Int32Array]:
     """The same edges from the other end; the parents of an op in ascending order."""
     ops = len(start) - 1
     parent_start = np.zeros(ops + 1, dtype=np.int64)

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autotune.arrays import FloatArray, Int32Array
 from autotune.dfg.event_loop import Rules, State, Waiting, Work, run
-from autotune.dfg.graph import NONE, Dfg, Discipline, FloatArray, IntArray
+from autotune.dfg.graph import NONE, Dfg, Discipline
 from autotune.errors import InvalidInput
 
 
@@ -25,7 +26,7 @@ class Timeline:
     duration_s: FloatArray
     start_s: FloatArray
     end_s: FloatArray
-    cause: IntArray
+    cause: Int32Array
 
     @property
     def makespan_s(self) -> float:
@@ -106,7 +107,7 @@ def first_state(dfg: Dfg, rules: Rules | None) -> State:
 
 
 def first_waiting(dfg: Dfg) -> Waiting:
-    def nobody(count: int) -> IntArray:
+    def nobody(count: int) -> Int32Array:
         return np.full(count, NONE, dtype=np.int32)
 
     ops, queues, locks = dfg.ops, dfg.queues, dfg.locks

@@ -6,13 +6,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autotune.arrays import BoolArray, FloatArray
 from autotune.dfg.critical_path import CriticalPath, critical_path
-from autotune.dfg.graph import COMMUNICATION, COMPUTATION, NONE, FloatArray, Kind
+from autotune.dfg.graph import COMMUNICATION, COMPUTATION, NONE, Kind
 from autotune.dfg.replay import Timeline
-
-Mask = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,17 +96,17 @@ def iteration_summary(timeline: Timeline) -> IterationSummary:
     )
 
 
-def _of_kinds(timeline: Timeline, kinds: Iterable[Kind]) -> Mask:
+def _of_kinds(timeline: Timeline, kinds: Iterable[Kind]) -> BoolArray:
     return np.isin(timeline.dfg.kind, [int(kind) for kind in kinds])
 
 
-def _of_worker(timeline: Timeline, worker: int | None) -> Mask:
+def _of_worker(timeline: Timeline, worker: int | None) -> BoolArray:
     """Its ops and those of nobody in particular, such as transfers on a link that stands for all of its kind."""
     if worker is None:
         return np.ones(timeline.dfg.ops, dtype=np.bool_)
-    mine: Mask = (timeline.dfg.worker == worker) | (timeline.dfg.worker == NONE)
+    mine: BoolArray = (timeline.dfg.worker == worker) | (timeline.dfg.worker == NONE)
     return mine
 
 
-def _time_of(timeline: Timeline, ops: Mask) -> float:
+def _time_of(timeline: Timeline, ops: BoolArray) -> float:
     return covered_s(timeline.start_s[ops], timeline.end_s[ops])

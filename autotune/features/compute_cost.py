@@ -16,8 +16,8 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autotune.arrays import FloatArray
 from autotune.cluster import Cluster
 from autotune.costs.issue_order import channel_ends_s, cross_step_period_s
 from autotune.costs.row_traffic import RowTraffic
@@ -26,8 +26,6 @@ from autotune.costs.timing import needed_times_s, ready_times_s
 from autotune.features.flat import FlatPlan
 from autotune.strategy_space.plan import Plan
 from autotune.workload import Workload
-
-FloatArray = NDArray[np.float64]
 
 
 def paper_step_s(workload: Workload, costs: MessageCosts) -> float:

@@ -15,8 +15,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autotune.arrays import Float32Array, FloatArray, IntArray
 from autotune.cluster import Cluster
 from autotune.costs.sync_cost import Rates, message_costs
 from autotune.errors import InvalidInput
@@ -48,11 +48,11 @@ class StrategyFeatures:
     """
 
     strategy: Strategy
-    shards: NDArray[np.float32]
-    shard_variable: NDArray[np.int64]
+    shards: Float32Array
+    shard_variable: IntArray
     variables: int
-    edges: NDArray[np.int64]
-    global_features: NDArray[np.float64]
+    edges: IntArray
+    global_features: FloatArray
     analytic_step_s: float
     paper_step_s: float
     replayed_step_s: float | None = None
@@ -63,7 +63,7 @@ class StrategyFeatures:
         return self.strategy.id
 
     @cached_property
-    def shard_edges(self) -> NDArray[np.int64]:
+    def shard_edges(self) -> IntArray:
         """The partitioned graph: pairs of shards, each pair once, shape (pairs, 2).
 
         Shards of one variable form a chain. Of two neighbouring variables, shard i of n meets shard i*m//n of m,

@@ -12,8 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autotune.arrays import IntArray
 from autotune.errors import InvalidInput
 from autotune.strategy_space.plan import Plan
 from autotune.workload import Workload
@@ -23,11 +23,11 @@ from autotune.workload import Workload
 class FlatPlan:
     """`variable`, `message`, `elements`, `start`: shape (S,). `first`: index of each message's first slice, shape (M,)."""
 
-    variable: NDArray[np.int64]
-    message: NDArray[np.int64]
-    elements: NDArray[np.int64]
-    start: NDArray[np.int64]
-    first: NDArray[np.int64]
+    variable: IntArray
+    message: IntArray
+    elements: IntArray
+    start: IntArray
+    first: IntArray
 
 
 def flatten(plan: Plan, workload: Workload) -> FlatPlan:

@@ -28,8 +28,8 @@ AutoSync's code uses a one-hot of 600 merge groups and one of 16 server devices.
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autotune.arrays import Float32Array, FloatArray, IntArray
 from autotune.cluster import Cluster
 from autotune.costs.sync_cost import MessageCosts
 from autotune.costs.timing import ready_times_s
@@ -76,17 +76,17 @@ RAW_FEATURES = (
 
 def shard_rows(
     flat: FlatPlan, costs: MessageCosts, plan: Plan, workload: Workload, cluster: Cluster
-) -> NDArray[np.float32]:
+) -> Float32Array:
     """One row per slice of `flat`, in its order; shape (S, len(RAW_FEATURES))."""
     blocks = [
         _message_one_hots(plan, cluster, costs)[flat.message],
         _scalars(flat, costs, plan, workload, cluster),
     ]
-    rows: NDArray[np.float32] = np.concatenate(blocks, axis=1).astype(np.float32)
+    rows: Float32Array = np.concatenate(blocks, axis=1).astype(np.float32)
     return rows
 
 
-def _message_one_hots(plan: Plan, cluster: Cluster, costs: MessageCosts) -> NDArray[np.float64]:
+def _message_one_hots(plan: Plan, cluster: Cluster, costs: MessageCosts) -> FloatArray:
     """The 0/1 columns, shape (M, one-hots and flags)."""
     messages = plan.messages
     place = np.minimum(np.arange(len(messages)), MESSAGE_COLUMNS - 1)
@@ -112,7 +112,7 @@ def _message_one_hots(plan: Plan, cluster: Cluster, costs: MessageCosts) -> NDAr
 
 def _scalars(
     flat: FlatPlan, costs: MessageCosts, plan: Plan, workload: Workload, cluster: Cluster
-) -> NDArray[np.float64]:
+) -> FloatArray:
     """The columns `_SCALARS`, shape (S, 15)."""
     message_wire = costs.wire_bytes
     message_elements = np.maximum(np.add.reduceat(flat.elements, flat.first), 1)
@@ -154,6 +154,6 @@ def _scalars(
     )
 
 
-def _one_hot(index: NDArray[np.int64], size: int) -> NDArray[np.float64]:
+def _one_hot(index: IntArray, size: int) -> FloatArray:
     """Rows of the identity; -1 gives a row of zeros. Shape (len(index), size)."""
     return np.equal(index[:, None], np.arange(size)).astype(np.float64)

@@ -15,17 +15,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autotune.arrays import BoolArray, FloatArray, IntArray
 from autotune.costs.timing import close_groups, needed_times_s, ready_times_s
 from autotune.dfg.graph import NONE, Discipline, Kind
 from autotune.lowering.costs import RuntimeCosts
 from autotune.lowering.emit import Emitter
 from autotune.lowering.messages import Members
 from autotune.workload import DTYPE_BYTES, Workload
-
-FloatArray = NDArray[np.float64]
-Numbers = NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,8 +34,8 @@ class Passes:
     workload: Workload
     ready_s: FloatArray
     needed_s: FloatArray
-    wakes_ready: NDArray[np.bool_]
-    wakes_read: NDArray[np.bool_]
+    wakes_ready: BoolArray
+    wakes_read: BoolArray
     grad_bytes: FloatArray
     computes_on_cpu: bool
 
@@ -57,7 +54,7 @@ class Passes:
         )
 
 
-def _firsts(times_s: FloatArray) -> NDArray[np.bool_]:
+def _firsts(times_s: FloatArray) -> BoolArray:
     """Whether each is the first of its close group."""
     order = np.argsort(times_s, kind="stable")
     found = np.zeros(len(times_s), dtype=np.bool_)
@@ -79,13 +76,13 @@ class Duties:
     defer_s: float
     buffers_s: float
     update_s: float  # of the host's own: what is left of the update for it
-    issued_at: Numbers  # (M,), backward position whose gradient lets the message go
+    issued_at: IntArray  # (M,), backward position whose gradient lets the message go
 
     @staticmethod
     def of(
         passes: Passes,
         members: Members,
-        cast: NDArray[np.bool_],
+        cast: BoolArray,
         prepare_s: FloatArray,
         taken_s: FloatArray,
         costs: RuntimeCosts,
@@ -166,7 +163,7 @@ class Worker:
         copied = self._op("copy buffers", self._host, self._duties.buffers_s, Kind.PACK, (after,))
         return self._op("broadcast buffers", NONE, self._broadcast_s, Kind.RECV, (copied,))
 
-    def backward(self, after: int) -> Numbers:
+    def backward(self, after: int) -> IntArray:
         """The ops that issue the messages, shape (M,)."""
         duties, passes, to = self._duties, self._passes, self._to
         count, messages = len(passes.ready_s), len(duties.issued_at)
@@ -240,7 +237,7 @@ class Worker:
             else (first + int(start[-1]),)
         )
         self._computed = self._op("backward end", self._device, rest_s, Kind.BACKWARD, ahead)
-        issued: Numbers = first + issue
+        issued: IntArray = first + issue
         return issued
 
     @property
@@ -281,7 +278,7 @@ class Worker:
             and self._duties.update_s > 0
         )
 
-    def forward_waiting(self, members: Members, ends: Numbers) -> tuple[int, int]:
+    def forward_waiting(self, members: Members, ends: IntArray) -> tuple[int, int]:
         """The pass reads each variable once its messages are in, from `ends` (M,); its last ops. Behind `defer`.
 
         What has arrived is averaged and updated at the next read, whatever that reads.

@@ -11,10 +11,10 @@ from typing import Any, overload
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from autotune.arrays import IntArray
 from autotune.dfg.build import csr
 from autotune.dfg.graph import NONE, Dfg, Discipline, Kind, Names
 
-Numbers = NDArray[np.int64]
 Named = Callable[[int], str]
 """Name of the op of that number within its block."""
 
@@ -63,7 +63,7 @@ class Emitter:
         self._blocks: list[tuple[int, dict[str, ArrayLike]]] = []
         self._starts: list[int] = []
         self._named: list[Named] = []
-        self._edges: list[tuple[Numbers, Numbers]] = []
+        self._edges: list[tuple[IntArray, IntArray]] = []
         self._queues: dict[str, tuple[int, Discipline]] = {}
         self._locks: dict[object, tuple[int, int]] = {}
 

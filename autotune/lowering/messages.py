@@ -15,8 +15,8 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autotune.arrays import BoolArray, FloatArray, IntArray
 from autotune.costs.row_traffic import RowTraffic
 from autotune.errors import InvalidInput
 from autotune.lowering.costs import RuntimeCosts
@@ -25,9 +25,6 @@ from autotune.lowering.steps import Circle, Step, sizes_of, steps_of
 from autotune.strategy_space.plan import Message, Plan
 from autotune.strategy_space.strategy import Compressor
 from autotune.workload import Workload
-
-FloatArray = NDArray[np.float64]
-Numbers = NDArray[np.int64]
 
 _CLOSELY_COMPARED = 64
 """Ports up to which each is compared with every other."""
@@ -50,7 +47,7 @@ class SendStep:
 class Batch:
     """Messages of one kind: `numbers` (K,) within the plan, ascending."""
 
-    numbers: Numbers
+    numbers: IntArray
     steps: tuple[SendStep, ...]
 
 
@@ -58,10 +55,10 @@ class Batch:
 class Members:
     """Which variables are in which messages. `variable`, `message`, `elements`: of every slice. `last` (M,): backward position."""
 
-    variable: Numbers
-    message: Numbers
-    elements: Numbers
-    last: Numbers
+    variable: IntArray
+    message: IntArray
+    elements: IntArray
+    last: IntArray
 
     @staticmethod
     def of(plan: Plan, workload: Workload) -> Members:
@@ -215,7 +212,7 @@ def _root(step: Step, parts: tuple[tuple[int, ...], ...]) -> int:
     return parts[0][0] if parts and parts[0] else 0
 
 
-def kept_ports(batches: Sequence[Batch], fold: bool) -> Numbers:
+def kept_ports(batches: Sequence[Batch], fold: bool) -> IntArray:
     """The ports that decide when something ends, ascending.
 
     A port that no step loads is none. With `fold`, nor is one that every step loads no more than a certain other port: both serve
@@ -228,7 +225,7 @@ def kept_ports(batches: Sequence[Batch], fold: bool) -> Numbers:
     )
 
 
-def kept_cores(batches: Sequence[Batch], fold: bool) -> Numbers:
+def kept_cores(batches: Sequence[Batch], fold: bool) -> IntArray:
     """The hosts whose cores decide, in the same way."""
     return _kept(
         [step.times.cores for batch in batches for step in batch.steps if step.times is not None],
@@ -236,7 +233,7 @@ def kept_cores(batches: Sequence[Batch], fold: bool) -> Numbers:
     )
 
 
-def _kept(rows: list[FloatArray], fold: bool) -> Numbers:
+def _kept(rows: list[FloatArray], fold: bool) -> IntArray:
     if not rows:
         return np.zeros(0, dtype=np.int64)
     loads = np.stack(list({row.tobytes(): row for row in rows}.values()))
@@ -253,7 +250,7 @@ def _kept(rows: list[FloatArray], fold: bool) -> Numbers:
     if len(kept) > _CLOSELY_COMPARED:
         return kept
     columns = loads[:, kept]
-    below: NDArray[np.bool_] = np.all(
+    below: BoolArray = np.all(
         columns[:, :, None] <= columns[:, None, :], axis=0
     )  # [p, q]: p nowhere above q
     np.fill_diagonal(below, False)

@@ -15,16 +15,13 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autotune.arrays import FloatArray, IntArray
 from autotune.dfg.graph import NONE, Kind
 from autotune.lowering.costs import RuntimeCosts
 from autotune.lowering.emit import Emitter
 from autotune.lowering.messages import Batch, SendStep, kept_cores, kept_ports
 from autotune.lowering.traffic import IN, OUT, Collective, Ports
-
-FloatArray = NDArray[np.float64]
-Numbers = NDArray[np.int64]
 
 CORES = "cores"
 """The queue of the one machine's cores, where all hosts share them."""
@@ -102,8 +99,8 @@ class _Template:
 class Sent:
     """`starts`, `ends` (M,): the first op of every message and its Out op; those between are its own."""
 
-    starts: Numbers
-    ends: Numbers
+    starts: IntArray
+    ends: IntArray
 
 
 class Network:
@@ -117,7 +114,7 @@ class Network:
         costs: RuntimeCosts,
         workers: Sequence[int],
         limit: int | None,
-        layer: Numbers,
+        layer: IntArray,
         coarse: bool,
         crowd: float = 0.0,
     ) -> None:
@@ -143,7 +140,7 @@ class Network:
             if port != self._root_port(step)
         }
 
-    def emit(self, to: Emitter, issued: Numbers) -> Sent:
+    def emit(self, to: Emitter, issued: IntArray) -> Sent:
         """One step's messages; `issued` (W, M): the ops that issue them."""
         made = [self._template(to, batch) for batch in self._batches]
         lengths = np.zeros(self._messages, dtype=np.int64)
@@ -192,7 +189,7 @@ class Network:
     def _cores_name(self, host: int) -> str:
         return CORES if self._crowd > 0 else f"{self._link.name(host).removesuffix(' out')} cores"
 
-    def _chain(self, to: Emitter, prepared: Numbers, done: Numbers) -> None:
+    def _chain(self, to: Emitter, prepared: IntArray, done: IntArray) -> None:
         """Each lane's thread takes the messages in plan order, the next one when its step of the one `limit` places before is done."""
         for lane, lane_ends in zip(prepared, done, strict=True):
             for taken, ends in zip(lane, lane_ends, strict=True):

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autotune.arrays import FloatArray, IntArray
 from autotune.cluster import Cluster
 from autotune.dfg.graph import NONE, Dfg, Kind
 from autotune.dfg.replay import Timeline, replay
@@ -20,8 +20,6 @@ from autotune.lowering.lower import Lowering
 from autotune.lowering.network import Sent
 from autotune.strategy_space.plan import Message, Plan
 from autotune.workload import Workload
-
-FloatArray = NDArray[np.float64]
 
 REMEMBERED = 500
 """Plans whose step is remembered, those asked for last: at 0.1 MB for a plan of two hundred messages."""
@@ -113,7 +111,7 @@ def _key(plan: Plan) -> object:
     return plan.messages, plan.limit, plan.ring_order
 
 
-def message_of_op(dfg: Dfg, sent: Sent) -> NDArray[np.int64]:
+def message_of_op(dfg: Dfg, sent: Sent) -> IntArray:
     """The number of the message that each op belongs to, NONE for the others; shape (N,)."""
     found = np.full(dfg.ops, NONE, dtype=np.int64)
     for number, (first, last) in enumerate(

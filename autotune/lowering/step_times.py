@@ -23,16 +23,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autotune.arrays import FloatArray
 from autotune.cluster import Cluster, CollectiveFit, Where
 from autotune.costs.sync_cost import KERNEL_LATENCY_S
 from autotune.lowering.costs import RuntimeCosts
 from autotune.lowering.steps import Circle, Step
 from autotune.lowering.traffic import Collective, Ports, Traffic
 from autotune.strategy_space.plan import Primitive
-
-FloatArray = NDArray[np.float64]
 
 _HALVES = {
     Primitive.PUSH_PULL.value: (Collective.GATHER, Collective.SCATTER),

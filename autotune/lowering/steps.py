@@ -17,16 +17,14 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autotune.arrays import FloatArray
 from autotune.costs.row_traffic import RowTraffic
 from autotune.lowering.costs import RuntimeCosts
 from autotune.lowering.traffic import Collective
 from autotune.strategy_space.plan import Message, Primitive
 from autotune.strategy_space.strategy import CASTS, ERROR_FEEDBACK, Compressor, SparseHandling
 from autotune.workload import DTYPE_BYTES
-
-FloatArray = NDArray[np.float64]
 
 COUNT_BYTES = 16.0
 """Two 64-bit numbers per rank say how many rows follow."""

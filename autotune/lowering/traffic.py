@@ -22,13 +22,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autotune.arrays import FloatArray, IntArray
 from autotune.cluster import Cluster
 from autotune.lowering.tree import senders, tree_s_per_byte
-
-FloatArray = NDArray[np.float64]
-Ranks = NDArray[np.int64]
 
 OUT, IN, INSIDE = 0, 1, 2
 
@@ -126,10 +123,10 @@ class Ports:
             )
         return self._tree(ranks, root)
 
-    def _ring(self, ranks: Ranks, factor: float) -> FloatArray:
+    def _ring(self, ranks: IntArray, factor: float) -> FloatArray:
         return self._moved(ranks, np.roll(ranks, -1), factor)
 
-    def _tree(self, ranks: Ranks, root: int) -> Traffic:
+    def _tree(self, ranks: IntArray, root: int) -> Traffic:
         """Of roots that see the same hosts around them the tree is played through once."""
         count = len(ranks)
         turned = np.roll(ranks, -int(np.flatnonzero(ranks == root)[0]))
@@ -143,7 +140,7 @@ class Ports:
             loads, int(count - 1).bit_length(), max(self._trees[seen], float(loads.max()))
         )
 
-    def _seen(self, hosts: Ranks) -> Hashable:
+    def _seen(self, hosts: IntArray) -> Hashable:
         """The same for two sequences of hosts of which one is the other's with hosts of the same speeds in their places."""
         if self.pairs:
             return tuple(hosts.tolist())
@@ -154,7 +151,9 @@ class Ports:
         speeds = self.s_per_byte[: 3 * self.hosts].reshape(3, -1)[:, first[order]]
         return tuple(number[hosts].tolist()), speeds.tobytes()
 
-    def _paths(self, sources: Ranks, receivers: Ranks) -> tuple[list[tuple[int, ...]], FloatArray]:
+    def _paths(
+        self, sources: IntArray, receivers: IntArray
+    ) -> tuple[list[tuple[int, ...]], FloatArray]:
         """(ports of every transfer, seconds per byte of each): inside a host every device has two ports of its own."""
         at = {
             rank: place
@@ -171,7 +170,7 @@ class Ports:
                 paths.append((x, self.hosts + y) if pair is None else (pair + (x > y),))
         return paths, np.concatenate([self.s_per_byte, np.repeat(inner, 2)])
 
-    def _all_to_all(self, ranks: Ranks) -> FloatArray:
+    def _all_to_all(self, ranks: IntArray) -> FloatArray:
         """Every rank sends 1/n of its tensor to each other one."""
         replicas = np.bincount(self.host_of_rank[ranks], minlength=self.hosts) / len(ranks)
         loads = np.zeros(self.count)
@@ -189,7 +188,7 @@ class Ports:
         moved: FloatArray = np.maximum(loads, 0.0) * self.s_per_byte
         return moved
 
-    def _moved(self, senders: Ranks, receivers: Ranks, share: float) -> FloatArray:
+    def _moved(self, senders: IntArray, receivers: IntArray, share: float) -> FloatArray:
         """Seconds per port where each sender sends `share` bytes to its receiver. Inside a host the busiest device counts."""
         a, b = self.host_of_rank[senders], self.host_of_rank[receivers]
         across = a != b

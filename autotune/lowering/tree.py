@@ -15,16 +15,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
-FloatArray = NDArray[np.float64]
-Numbers = NDArray[np.int64]
+from autotune.arrays import FloatArray, IntArray
 
 _TOGETHER = 1e-9
 """Transfers of which no larger part is left end together."""
 
 
-def senders(count: int) -> Numbers:
+def senders(count: int) -> IntArray:
     """Of each member 1 .. n - 1, who sends to it: the one without its highest bit (gloo/broadcast.cc), shape (n - 1,)."""
     numbers = np.arange(1, count)
     return numbers - (1 << (np.frexp(numbers)[1].astype(np.int64) - 1))
@@ -54,7 +52,7 @@ def tree_s_per_byte(paths: Sequence[tuple[int, ...]], s_per_byte: FloatArray) ->
     return now_s
 
 
-def _shared(loads: Numbers, bytes_per_s: FloatArray) -> FloatArray:
+def _shared(loads: IntArray, bytes_per_s: FloatArray) -> FloatArray:
     """Max-min fair rates of the transfers, bytes per second, shape (T,); `loads` (T, 2): the ports of each; `bytes_per_s` (P + 1,)."""
     rate = np.full(len(loads), np.inf)
     free = bytes_per_s.copy()

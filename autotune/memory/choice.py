@@ -24,8 +24,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autotune.arrays import IntArray
 from autotune.cluster import Cluster
 from autotune.costs.issue_order import MessageTimes, channel_ends_s
 from autotune.errors import InvalidInput
@@ -41,7 +41,6 @@ from autotune.memory.passes import (
 from autotune.memory.peak import MemoryEstimate, peak_memory
 from autotune.recordings.memory_profile import (
     PROPORTIONAL,
-    ByteArray,
     FixedShare,
     Lifetime,
     MemoryProfile,
@@ -51,8 +50,6 @@ from autotune.recordings.memory_profile import (
 from autotune.strategy_space.plan import Plan
 from autotune.units import format_bytes
 from autotune.workload import Workload
-
-FloatArray = NDArray[np.float64]
 
 MAX_RUNS = 400
 MAX_PARTS = 64
@@ -406,7 +403,7 @@ class _Program:
         )
 
 
-def _saved(profile: MemoryProfile, run: Run) -> ByteArray:
+def _saved(profile: MemoryProfile, run: Run) -> IntArray:
     """Bytes that the run alone saves in every segment of the profile, shape (S,)."""
     absent = []
     for used in run.passes(profile.regions):

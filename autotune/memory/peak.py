@@ -20,15 +20,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autotune.arrays import FloatArray, IntArray
 from autotune.cluster import Cluster
 from autotune.costs.issue_order import channel_ends_s
 from autotune.costs.sync_cost import message_costs
 from autotune.errors import InvalidInput
 from autotune.memory.plan_buffers import Buffer, When, multiplying_lanes, plan_buffers
 from autotune.recordings.memory_profile import (
-    ByteArray,
     Held,
     Lifetime,
     MemoryProfile,
@@ -38,9 +37,6 @@ from autotune.recordings.memory_profile import (
 )
 from autotune.strategy_space.plan import Plan
 from autotune.workload import Workload
-
-FloatArray = NDArray[np.float64]
-IntArray = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -54,7 +50,7 @@ class MemoryEstimate:
     segment: int
     at_s: float
     by_kind: dict[str, int]
-    live_bytes: ByteArray
+    live_bytes: IntArray
     end_s: FloatArray
 
 
@@ -190,7 +186,7 @@ def _first_backward(profile: MemoryProfile) -> int:
 
 def _passing_bytes(
     buffers: Sequence[Buffer], profile: MemoryProfile, flights: Flights | None
-) -> ByteArray:
+) -> IntArray:
     """What is there for a while only, shape (S,). In one segment gradients are packed one after the other, then messages are under way,
     and when all have arrived the averages are written: the largest of these counts."""
     count, last, ready_at = len(profile.segments), last_backward(profile), ready_segments(profile)
@@ -296,7 +292,7 @@ def _without_gradients(profile: MemoryProfile) -> MemoryProfile:
 
 
 def _estimate(
-    profile: MemoryProfile, extra: Sequence[Lifetime], passing: ByteArray
+    profile: MemoryProfile, extra: Sequence[Lifetime], passing: IntArray
 ) -> MemoryEstimate:
     moving = touched([one for one in extra if one.born is not None], len(profile.segments))
     live = (

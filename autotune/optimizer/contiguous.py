@@ -19,13 +19,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autotune.arrays import BoolArray, FloatArray
 from autotune.costs.timing import ready_times_s
 from autotune.strategy_space.strategy import Shard, Strategy, Synchronizer, VariableStrategy
 from autotune.workload import Workload
 
-FloatArray = NDArray[np.float64]
 Cost = Callable[[FloatArray], FloatArray]
 
 CLOSE = 1e-9
@@ -33,7 +32,7 @@ CLOSE = 1e-9
 
 
 def best_cuts(
-    ready_s: FloatArray, group_bytes: FloatArray, alone: NDArray[np.bool_], cost_s: Cost
+    ready_s: FloatArray, group_bytes: FloatArray, alone: BoolArray, cost_s: Cost
 ) -> list[int]:
     """Where messages begin, ascending from 0; no other cuts make the last message end earlier.
 

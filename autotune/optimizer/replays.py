@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from autotune.cluster import Cluster
 from autotune.costs.timing import ready_times_s
@@ -22,8 +21,6 @@ from autotune.optimizer.state import CriticalPath, Problem, State, planned
 from autotune.strategy_space.plan import Message, Plan
 from autotune.strategy_space.strategy import SparseHandling
 from autotune.workload import Workload
-
-FloatArray = NDArray[np.float64]
 
 KEPT = 8
 """Lowerings that are kept."""

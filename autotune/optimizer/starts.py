@@ -6,9 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
-import numpy as np
-from numpy.typing import NDArray
-
+from autotune.arrays import FloatArray
 from autotune.costs.issue_order import MessageTimes, channel_ends_s
 from autotune.costs.sync_cost import MessageKind, Rates
 from autotune.optimizer.contiguous import contiguous_strategy
@@ -113,7 +111,5 @@ def _best_cuts(problem: Problem, fusion: OpFusion) -> Iterator[tuple[str, Strate
                     )
 
 
-def _cost_s(
-    rates: Rates, kind: MessageKind, sizes_bytes: NDArray[np.float64]
-) -> NDArray[np.float64]:
+def _cost_s(rates: Rates, kind: MessageKind, sizes_bytes: FloatArray) -> FloatArray:
     return rates.costs([kind] * len(sizes_bytes), sizes_bytes).channel_s

@@ -12,9 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
+from autotune.arrays import FloatArray
 from autotune.cluster import Cluster
 from autotune.errors import InvalidInput
 from autotune.optimizer.coarsen import tensor_groups
@@ -24,8 +22,6 @@ from autotune.strategy_space.plan import Message, Plan, plan
 from autotune.strategy_space.space import SearchSpace
 from autotune.strategy_space.strategy import Strategy
 from autotune.workload import Workload
-
-FloatArray = NDArray[np.float64]
 
 
 @dataclass(frozen=True)

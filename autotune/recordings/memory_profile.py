@@ -23,13 +23,11 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autotune.arrays import FloatArray, IntArray
 from autotune.canonical import to_data
 from autotune.errors import InvalidInput
 from autotune.parsing import parse, refuse_newer
-
-ByteArray = NDArray[np.int64]
 
 SCHEMA = 1
 MAX_SEGMENTS = 1_000_000
@@ -195,7 +193,7 @@ class MemoryProfile:
         return sum(one.bytes for one in self.lifetimes if one.born is None)
 
     @cached_property
-    def touched_bytes(self) -> ByteArray:
+    def touched_bytes(self) -> IntArray:
         """Shape (S,)."""
         return (
             touched([one for one in self.lifetimes if one.born is not None], len(self.segments))
@@ -203,18 +201,18 @@ class MemoryProfile:
         )
 
     @cached_property
-    def relief_bytes(self) -> ByteArray:
+    def relief_bytes(self) -> IntArray:
         """Shape (S,)."""
         return np.array([segment.relief_bytes for segment in self.segments], dtype=np.int64)
 
     @cached_property
-    def live_bytes(self) -> ByteArray:
+    def live_bytes(self) -> IntArray:
         """Most bytes alive at once in every segment, shape (S,)."""
-        result: ByteArray = self.touched_bytes - self.relief_bytes
+        result: IntArray = self.touched_bytes - self.relief_bytes
         return result
 
     @cached_property
-    def end_s(self) -> NDArray[np.float64]:
+    def end_s(self) -> FloatArray:
         """When every segment ends, from the start of the step, shape (S,)."""
         return np.cumsum([segment.seconds for segment in self.segments])
 
@@ -232,7 +230,7 @@ class MemoryProfile:
         return parse(MemoryProfile, data, where)
 
 
-def touched(lifetimes: list[Lifetime], segments: int) -> ByteArray:
+def touched(lifetimes: list[Lifetime], segments: int) -> IntArray:
     """Bytes whose lifetime holds each segment, shape (segments,). All lifetimes have segments."""
     change = np.zeros(segments + 1, dtype=np.int64)
     if lifetimes:
@@ -243,7 +241,7 @@ def touched(lifetimes: list[Lifetime], segments: int) -> ByteArray:
         np.add.at(change, born, size)
         np.add.at(change, dies + 1, -size)
         change[0] += int(size[born > dies].sum())  # those that come over from the step before
-    result: ByteArray = np.cumsum(change)[:-1]
+    result: IntArray = np.cumsum(change)[:-1]
     return result
 
 

@@ -19,10 +19,10 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+
+from autotune.arrays import FloatArray
 
 Event = Mapping[str, Any]
-Stretches = NDArray[np.float64]
 
 TOP_OPS = 10
 _NO_WORK = re.compile(r"c10d::|autograd::engine::|torch::autograd::|record_param_comms|Profiler")
@@ -117,7 +117,7 @@ def _is_work(event: Event, on_device: bool) -> bool:
 
 
 def _parts(
-    step: tuple[float, float], engine: Stretches, computing: Stretches, sending: Stretches
+    step: tuple[float, float], engine: FloatArray, computing: FloatArray, sending: FloatArray
 ) -> tuple[float, ...]:
     start, end = step
     inside = engine[(engine[:, 0] >= start) & (engine[:, 0] < end)]
@@ -142,7 +142,7 @@ def _parts(
     )
 
 
-def _merged(stretches: Iterable[tuple[float, ...]]) -> Stretches:
+def _merged(stretches: Iterable[tuple[float, ...]]) -> FloatArray:
     """The union, as ascending stretches that do not touch."""
     found: list[list[float]] = []
     for start, end in sorted(stretches):
@@ -153,12 +153,12 @@ def _merged(stretches: Iterable[tuple[float, ...]]) -> Stretches:
     return np.array(found, dtype=np.float64).reshape(-1, 2)
 
 
-def _clipped(stretches: Stretches, start: float, end: float) -> Stretches:
+def _clipped(stretches: FloatArray, start: float, end: float) -> FloatArray:
     inside = stretches[(stretches[:, 1] > start) & (stretches[:, 0] < end)]
     return np.clip(inside, start, end)
 
 
-def _length(stretches: Stretches) -> float:
+def _length(stretches: FloatArray) -> float:
     return float((stretches[:, 1] - stretches[:, 0]).sum())
 
 

@@ -16,6 +16,7 @@ import numpy as np
 from markupsafe import Markup
 from numpy.typing import NDArray
 
+from autotune.arrays import FloatArray
 from autotune.dfg.critical_path import CriticalPath
 from autotune.dfg.graph import Kind
 from autotune.dfg.replay import Timeline
@@ -121,7 +122,7 @@ def _runs(timeline: Timeline, ops: NDArray[np.integer], columns: int) -> list[_R
     return runs
 
 
-def _fill(row: NDArray[np.float64], start: float, end: float) -> None:
+def _fill(row: FloatArray, start: float, end: float) -> None:
     """Add the share of every column that [start, end] covers."""
     first, last = int(start), min(int(end), len(row) - 1)
     if first == last:

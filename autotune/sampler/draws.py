@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autotune.arrays import BoolArray, FloatArray, IntArray
 from autotune.cluster import Cluster
 from autotune.strategy_space.builders.partitions import even_partition
 from autotune.strategy_space.constraints import balance_load, merge_adjacent, servers_of
@@ -42,8 +42,6 @@ PLANNED = (
 )
 RING = 0.25  # share of strategies with a ring order of their own, where one can matter
 
-Ints = NDArray[np.int64]
-
 
 @dataclass(frozen=True)
 class Context:
@@ -53,10 +51,10 @@ class Context:
     cluster: Cluster
     space: SearchSpace
     axes: tuple[tuple[int, ...], ...]  # per variable, those along which it may be cut
-    grad_bytes: Ints  # shape (V,)
-    can_compress: NDArray[np.bool_]  # shape (V,)
-    ranks: Ints  # servers, shape (D,)
-    shares: NDArray[np.float64]  # of all bytes that each should serve, shape (D,)
+    grad_bytes: IntArray  # shape (V,)
+    can_compress: BoolArray  # shape (V,)
+    ranks: IntArray  # servers, shape (D,)
+    shares: FloatArray  # of all bytes that each should serve, shape (D,)
 
     @staticmethod
     def of(workload: Workload, cluster: Cluster, space: SearchSpace) -> Context:
@@ -84,19 +82,19 @@ class Drawn:
 
     partitions: tuple[Partition | None, ...]
     sparse: tuple[SparseHandling, ...]
-    owner: Ints
-    shard_bytes: Ints
-    synchronizer: Ints
-    compressor: Ints
-    parameter: Ints
-    placement: Ints
-    group: Ints
-    hierarchical: Ints
+    owner: IntArray
+    shard_bytes: IntArray
+    synchronizer: IntArray
+    compressor: IntArray
+    parameter: IntArray
+    placement: IntArray
+    group: IntArray
+    hierarchical: IntArray
     cross_step: bool
     ring_order: tuple[int, ...] | None
     in_flight: int
 
-    priority: Ints
+    priority: IntArray
 
     @property
     def identity(self) -> Hashable:
@@ -110,7 +108,7 @@ class Drawn:
             self.in_flight,
         )
 
-    def table(self) -> Ints:
+    def table(self) -> IntArray:
         """What tells the shards apart, shape (S, 7)."""
         columns = (
             self.synchronizer,
@@ -165,7 +163,7 @@ def draw(context: Context, rng: np.random.Generator) -> Drawn:
     )
 
 
-def draw_priorities(drawn: Drawn, rng: np.random.Generator) -> Ints:
+def draw_priorities(drawn: Drawn, rng: np.random.Generator) -> IntArray:
     """A random one for each group, and for each variable on servers; shape (S,)."""
     groups, variables = int(drawn.group.max()) + 1, len(drawn.partitions)
     of_group = rng.permutation(max(groups, 1))
@@ -207,15 +205,15 @@ def _uneven_sizes(extent: int, shards: int, rng: np.random.Generator) -> tuple[i
 
 
 def placements(
-    context: Context, shard_bytes: Ints, rooted: NDArray[np.bool_], rng: np.random.Generator
-) -> Ints:
+    context: Context, shard_bytes: IntArray, rooted: BoolArray, rng: np.random.Generator
+) -> IntArray:
     """c_lb over the rooted shards, shape (S,); -1 for the others."""
     placement = np.full(shard_bytes.size, -1, dtype=np.int64)
     placement[rooted] = context.ranks[balance_load(shard_bytes[rooted], context.shares, rng)]
     return placement
 
 
-def merge_groups(shard_bytes: Ints, collective: NDArray[np.bool_], wanted: int) -> Ints:
+def merge_groups(shard_bytes: IntArray, collective: BoolArray, wanted: int) -> IntArray:
     """c_am over the shards of collectives, in at most `wanted` groups, shape (S,); -1 for the others."""
     group = np.full(shard_bytes.size, -1, dtype=np.int64)
     if collective.any():
@@ -224,7 +222,9 @@ def merge_groups(shard_bytes: Ints, collective: NDArray[np.bool_], wanted: int) 
     return group
 
 
-def shard_bytes_of(context: Context, partitions: tuple[Partition | None, ...], owner: Ints) -> Ints:
+def shard_bytes_of(
+    context: Context, partitions: tuple[Partition | None, ...], owner: IntArray
+) -> IntArray:
     """Size of every shard's gradient, shape (S,). `owner` (S,): its variable."""
     variables, grad_bytes = context.workload.variables, context.grad_bytes
     if owner.size == len(partitions):
@@ -234,14 +234,18 @@ def shard_bytes_of(context: Context, partitions: tuple[Partition | None, ...], o
         [v.shape[p.axis] if p else 1 for v, p in zip(variables, partitions, strict=True)],
         dtype=np.int64,
     )
-    sizes: Ints = (grad_bytes // rows)[owner] * np.array(
+    sizes: IntArray = (grad_bytes // rows)[owner] * np.array(
         [size for own in extents for size in own], dtype=np.int64
     )
     return sizes
 
 
 def _draw_sparse(
-    context: Context, synchronizer: Ints, owner: Ints, counts: Ints, rng: np.random.Generator
+    context: Context,
+    synchronizer: IntArray,
+    owner: IntArray,
+    counts: IntArray,
+    rng: np.random.Generator,
 ) -> tuple[SparseHandling, ...]:
     """One of the ways that the synchronizers of a sparse variable's shards allow."""
     found = [SparseHandling.DENSE] * counts.size
@@ -266,8 +270,8 @@ def _draw_sparse(
 
 
 def _draw_compressors(
-    context: Context, dense: NDArray[np.bool_], owner: Ints, rng: np.random.Generator
-) -> tuple[Ints, Ints]:
+    context: Context, dense: BoolArray, owner: IntArray, rng: np.random.Generator
+) -> tuple[IntArray, IntArray]:
     """(compressor, parameter) of every shard."""
     kinds = context.space.compressors
     none = kinds.index(Compressor.NONE)
@@ -286,7 +290,7 @@ def _draw_compressors(
     return compressor, parameter
 
 
-def _draw_choices(options: int, owner: Ints, rng: np.random.Generator) -> Ints:
+def _draw_choices(options: int, owner: IntArray, rng: np.random.Generator) -> IntArray:
     """One of `options` for every shard, shape (S,): by odds of this strategy, per shard or per variable."""
     if options == 1:
         return np.zeros(owner.size, dtype=np.int64)

@@ -14,11 +14,11 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autotune.arrays import BoolArray, IntArray
 from autotune.cluster import Cluster
 from autotune.rng import generator
-from autotune.sampler.draws import Context, Drawn, Ints, merge_groups, placements, shard_bytes_of
+from autotune.sampler.draws import Context, Drawn, merge_groups, placements, shard_bytes_of
 from autotune.sampler.order import PlannedOrder
 from autotune.sampler.writer import Writer
 from autotune.strategy_space.builders.collectives import MIB, horovod_like
@@ -41,7 +41,6 @@ CYCLE_TIME_S = (1e-3, 100e-3)
 RINGS = 8
 """As many orders of the hosts are drawn for a point to choose from, beside their own."""
 
-Flags = NDArray[np.bool_]
 Point = Sequence[Any]
 """A value for each dimension."""
 
@@ -135,7 +134,7 @@ class SpaceChoices:
         chosen = {name: int(value) for name, value in zip(self._options, point[3:], strict=True)}
         return self._writer.written(self._drawn(self._large(large_share), parts, groups, chosen))
 
-    def _large(self, share: float) -> Flags:
+    def _large(self, share: float) -> BoolArray:
         """The largest variables that hold `share` of all bytes, shape (V,)."""
         sizes = self._context.grad_bytes
         descending = np.argsort(-sizes, kind="stable")
@@ -144,7 +143,9 @@ class SpaceChoices:
         large[descending] = before < share * sizes.sum()
         return large
 
-    def _drawn(self, large: Flags, parts: float, groups: float, chosen: dict[str, int]) -> Drawn:
+    def _drawn(
+        self, large: BoolArray, parts: float, groups: float, chosen: dict[str, int]
+    ) -> Drawn:
         context = self._context
         space = context.space
         partitions = self._partitions(large, parts)
@@ -181,7 +182,7 @@ class SpaceChoices:
             else drawn
         )
 
-    def _partitions(self, large: Flags, parts: float) -> tuple[Partition | None, ...]:
+    def _partitions(self, large: BoolArray, parts: float) -> tuple[Partition | None, ...]:
         """Large variables in 1 to `max_shards` parts along the longest axis that may be cut; the number is log-uniform."""
         shards = round(self._context.space.max_shards**parts)
         cuts: list[Partition | None] = []
@@ -198,13 +199,13 @@ class SpaceChoices:
         return tuple(cuts)
 
     @staticmethod
-    def _by_size(large: Flags, chosen: dict[str, int], what: str) -> Ints:
+    def _by_size(large: BoolArray, chosen: dict[str, int], what: str) -> IntArray:
         """The choice of each variable, shape (V,)."""
         return np.where(
             large, chosen.get(f"{what} of large ones", 0), chosen.get(f"{what} of small ones", 0)
         ).astype(np.int64)
 
-    def _sparse(self, synchronizer: Ints, chosen: dict[str, int]) -> tuple[SparseHandling, ...]:
+    def _sparse(self, synchronizer: IntArray, chosen: dict[str, int]) -> tuple[SparseHandling, ...]:
         """The chosen way, where the variable's synchronizer has it."""
         space = self._context.space
         wanted = space.sparse[chosen.get("sparse", 0)]
@@ -216,7 +217,9 @@ class SpaceChoices:
             found.append(wanted if allowed else SparseHandling.DENSE)
         return tuple(found)
 
-    def _compressors(self, setting: Ints, dense: Flags, owner: Ints) -> tuple[Ints, Ints]:
+    def _compressors(
+        self, setting: IntArray, dense: BoolArray, owner: IntArray
+    ) -> tuple[IntArray, IntArray]:
         """(compressor, parameter) of every shard; none where the gradient cannot take what was chosen."""
         kinds = self._context.space.compressors
         none = kinds.index(Compressor.NONE)

@@ -13,13 +13,13 @@ since it makes all collectives faster or slower alike.
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autotune.arrays import FloatArray, IntArray
 from autotune.costs.issue_order import planned_order
 from autotune.costs.row_traffic import ROW_NUMBER_BYTES, collective_share
 from autotune.costs.sync_cost import MessageKind, Rates
 from autotune.costs.timing import needed_times_s, ready_times_s
-from autotune.sampler.draws import Context, Drawn, Ints
+from autotune.sampler.draws import Context, Drawn
 from autotune.strategy_space.plan import INT8_BLOCK, PRIMITIVE_OF
 from autotune.strategy_space.space import CompressorSetting
 from autotune.strategy_space.strategy import Compressor, SparseHandling
@@ -47,7 +47,7 @@ class PlannedOrder:
             [DTYPE_BYTES[variable.dtype] for variable in workload.variables], dtype=np.int64
         )
 
-    def priorities(self, drawn: Drawn) -> Ints:
+    def priorities(self, drawn: Drawn) -> IntArray:
         """The place of every shard's message in the order, shape (S,)."""
         message, first = self._messages(drawn)
         count, owner = len(first), drawn.owner
@@ -77,7 +77,7 @@ class PlannedOrder:
         place[order] = np.arange(count)
         return place[message]
 
-    def _messages(self, drawn: Drawn) -> tuple[Ints, Ints]:
+    def _messages(self, drawn: Drawn) -> tuple[IntArray, IntArray]:
         """(message of every shard (S,), a shard of every message (M,)), as `plan()` makes them."""
         dense = np.array([kind is SparseHandling.DENSE for kind in drawn.sparse])[drawn.owner]
         code = drawn.group.copy()
@@ -94,7 +94,7 @@ class PlannedOrder:
         _, first, message = np.unique(code, return_index=True, return_inverse=True)
         return message, first
 
-    def _wire_bytes(self, drawn: Drawn) -> NDArray[np.float64]:
+    def _wire_bytes(self, drawn: Drawn) -> FloatArray:
         """c(m) of every shard, shape (S,)."""
         element_bytes = self.element_bytes[drawn.owner]
         elements = drawn.shard_bytes / element_bytes
@@ -120,8 +120,8 @@ class PlannedOrder:
 
 
 def _compressed_bytes(
-    setting: CompressorSetting, elements: NDArray[np.float64], element_bytes: Ints
-) -> NDArray[np.float64]:
+    setting: CompressorSetting, elements: FloatArray, element_bytes: IntArray
+) -> FloatArray:
     if setting.ratio is not None:
         return elements * setting.ratio * (element_bytes + 4)
     if setting.rank is not None:

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autotune.arrays import FloatArray, IntArray
 from autotune.features.extract import Extractor, StrategyFeatures
 from autotune.lowering.costs import EMULATED_COSTS
 from autotune.records import Accelerators
@@ -55,9 +55,9 @@ class Scores:
 
     ranker: str
     reason: str
-    predicted_s: NDArray[np.float64] | None
-    ranked: NDArray[np.int64]
-    hidden: NDArray[np.float64] | None
+    predicted_s: FloatArray | None
+    ranked: IntArray
+    hidden: FloatArray | None
     quality: tuple[RankingQuality, ...]
 
     def of(self, numbers: Sequence[int]) -> Scores:

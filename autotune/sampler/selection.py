@@ -18,13 +18,11 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
+from autotune.arrays import FloatArray, IntArray
 from autotune.errors import InvalidInput
 from autotune.strategy_space.strategy import Shard, Strategy, VariableStrategy
-
-FloatArray = NDArray[np.float64]
-IntArray = NDArray[np.int64]
 
 SimilarityRow = Callable[[int], FloatArray]
 """Similarity of one candidate to all, shape (n,); only asked for the chosen ones, so no (n, n) matrix is needed."""

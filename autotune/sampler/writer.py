@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from autotune.sampler.draws import Context, Drawn, Ints
+from autotune.arrays import IntArray
+from autotune.sampler.draws import Context, Drawn
 from autotune.strategy_space.strategy import Shard, Strategy, VariableStrategy
 
 KEPT_SHARDS = 100_000  # different ones that are made once only
@@ -38,7 +39,7 @@ class Writer:
             tuple(choices), drawn.cross_step, drawn.ring_order, in_flight=drawn.in_flight
         )
 
-    def _made(self, table: Ints) -> tuple[Shard, ...]:
+    def _made(self, table: IntArray) -> tuple[Shard, ...]:
         """A shard for each row. Thousands share a few values, and an object is made for each of these once."""
         if len(self._shards) > KEPT_SHARDS:
             self._shards.clear()

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from autotune.arrays import FloatArray
 from autotune.features.extract import StrategyFeatures
 
 CLAMP = 5.0
@@ -68,9 +68,7 @@ class Scaling:
         )
 
 
-def base_step_s(
-    features: Sequence[StrategyFeatures], replayed_per_analytic: float
-) -> NDArray[np.float64]:
+def base_step_s(features: Sequence[StrategyFeatures], replayed_per_analytic: float) -> FloatArray:
     """What the learned residual is added to, shape (n,)."""
     return np.array(
         [
@@ -82,15 +80,13 @@ def base_step_s(
     )
 
 
-def disagreement(
-    features: Sequence[StrategyFeatures], replayed_per_analytic: float
-) -> NDArray[np.float64]:
+def disagreement(features: Sequence[StrategyFeatures], replayed_per_analytic: float) -> FloatArray:
     """ln(analytic time / base), but for the usual ratio, shape (n,): what the two models of a step do not agree on."""
     analytic_s = np.array([item.analytic_step_s for item in features])
     return np.log(replayed_per_analytic * analytic_s / base_step_s(features, replayed_per_analytic))
 
 
-def _moments(rows: NDArray[np.float64]) -> tuple[Tensor, Tensor]:
+def _moments(rows: FloatArray) -> tuple[Tensor, Tensor]:
     std = rows.std(axis=0)
     std[std < 1e-12 * np.maximum(np.abs(rows).max(axis=0), 1e-300)] = (
         1.0  # constant in training: left unscaled, so only centred

@@ -17,12 +17,13 @@ from dataclasses import dataclass, replace
 from statistics import NormalDist
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
+from autotune.arrays import FloatArray, IntArray
 from autotune.errors import InvalidInput
 from autotune.features.extract import StrategyFeatures
 from autotune.rng import generator
-from autotune.simulators.interface import Example, FloatArray, Simulator
+from autotune.simulators.interface import Example, Simulator
 
 ANALYTIC = "analytic"
 REPLAY = "replay"
@@ -35,7 +36,7 @@ _ENOUGH_PAIRS = 30  # fewer may agree by chance, and their scatter then says not
 _RISK = 0.2
 """How often, at most, a simulator may rank by luck where none is better than the replay."""
 
-Split = tuple[NDArray[np.int64], NDArray[np.int64]]
+Split = tuple[IntArray, IntArray]
 
 
 @dataclass(frozen=True)
@@ -67,9 +68,7 @@ class RankerChoice:
     reason: str
 
 
-def ordered_pairs(
-    measured: ArrayLike, tie_band: float
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def ordered_pairs(measured: ArrayLike, tie_band: float) -> tuple[IntArray, IntArray]:
     """Indices (faster, slower) of every pair whose times differ by more than the relative tie band."""
     times = _times(measured)
     faster, slower = np.nonzero(times[:, None] * (1 + tie_band) < times[None, :])
@@ -233,7 +232,7 @@ def plain_name(ranker: str) -> str:
 def _quality(
     name: str,
     examples: Sequence[Example],
-    tests: Sequence[NDArray[np.int64]],
+    tests: Sequence[IntArray],
     guesses: Sequence[FloatArray],
     tie_band: float,
 ) -> RankingQuality:
@@ -273,7 +272,7 @@ def _quality(
 def _with_gain(
     quality: RankingQuality,
     examples: Sequence[Example],
-    tests: Sequence[NDArray[np.int64]],
+    tests: Sequence[IntArray],
     guesses: Sequence[FloatArray],
     plain: Sequence[FloatArray],
     tie_band: float,
@@ -307,15 +306,13 @@ def _with_gain(
     return replace(quality, gain=total / count, gain_error=error)
 
 
-def _in_order(
-    guess: FloatArray, faster: NDArray[np.int64], slower: NDArray[np.int64]
-) -> FloatArray:
+def _in_order(guess: FloatArray, faster: IntArray, slower: IntArray) -> FloatArray:
     """Of every pair: 1 if predicted as measured, half for a tie."""
     found: FloatArray = (guess[faster] < guess[slower]) + 0.5 * (guess[faster] == guess[slower])
     return found
 
 
-def _by_domain(examples: Sequence[Example]) -> list[NDArray[np.int64]]:
+def _by_domain(examples: Sequence[Example]) -> list[IntArray]:
     names = np.array([example.domain for example in examples])
     return [np.flatnonzero(names == name) for name in sorted(set(names.tolist()))]
 

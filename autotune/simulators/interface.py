@@ -7,13 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
+from autotune.arrays import FloatArray
 from autotune.errors import InvalidInput
 from autotune.features.extract import StrategyFeatures
-
-FloatArray = NDArray[np.float64]
 
 
 @dataclass(frozen=True)

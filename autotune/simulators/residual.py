@@ -15,11 +15,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from autotune.arrays import FloatArray
 from autotune.costs.sync_cost import GLOBAL_FEATURES
 from autotune.errors import InvalidInput
 from autotune.features.extract import StrategyFeatures
@@ -33,8 +33,6 @@ from autotune.simulators.training import (
     torch_threads,
     train_ranking,
 )
-
-FloatArray = NDArray[np.float64]
 
 _WEIGHTS = "weights.safetensors"
 _DESCRIPTION = "simulator.json"

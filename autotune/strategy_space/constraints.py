@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
+from autotune.arrays import IntArray
 from autotune.cluster import Cluster
 from autotune.errors import InvalidInput
 
@@ -71,9 +72,7 @@ def servers_of(cluster: Cluster) -> Servers:
     return Servers(tuple(ranks[serving].tolist()), tuple(of_rank[serving].tolist()))
 
 
-def balance_load(
-    shard_bytes: ArrayLike, weights: ArrayLike, rng: np.random.Generator
-) -> NDArray[np.int64]:
+def balance_load(shard_bytes: ArrayLike, weights: ArrayLike, rng: np.random.Generator) -> IntArray:
     """c_lb, Algorithm 1: the device index of every shard, shape (S,).
 
     Shards are placed from the largest to the smallest, each on a device drawn from
@@ -108,7 +107,7 @@ def balance_load(
     return placements
 
 
-def merge_adjacent(shard_bytes: ArrayLike, groups: int) -> NDArray[np.int64]:
+def merge_adjacent(shard_bytes: ArrayLike, groups: int) -> IntArray:
     """c_am, Algorithm 2: the group of every shard, shape (S,), ascending from 0 and below `groups`.
 
     `shard_bytes` stand from the input to the loss, that is in reverse gradient-ready order. Group g takes

@@ -13,9 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
+from autotune.arrays import FloatArray
 from autotune.cluster import Cluster
 from autotune.errors import InvalidInput
 from autotune.features.extract import extract
@@ -111,9 +109,7 @@ class _TrackedSimulator:
     def __init__(self, simulator: Simulator) -> None:
         self._simulator = simulator
 
-    def predict(
-        self, model_input: Any, params: dict[str, Any] | None = None
-    ) -> NDArray[np.float64]:
+    def predict(self, model_input: Any, params: dict[str, Any] | None = None) -> FloatArray:
         """Predicted seconds per step, shape (rows,), of a table with the columns `COLUMNS`."""
         features = []
         for strategy_text, workload_text, cluster_text in zip(

@@ -18,12 +18,10 @@ from functools import lru_cache
 from statistics import NormalDist
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autotune.arrays import FloatArray, IntArray
 from autotune.records import Comparison, Measured, Stopped, TrialRequest
 from autotune.rng import generator
-
-Floats = NDArray[np.float64]
 
 CONFIDENCE = 0.95
 """Of the interval of a trial's median step time."""
@@ -71,7 +69,7 @@ def fewest_values(confidence: float) -> int:
 
 
 def median_interval(
-    values: Sequence[float] | Floats, confidence: float = CONFIDENCE, seed: int = 0
+    values: Sequence[float] | FloatArray, confidence: float = CONFIDENCE, seed: int = 0
 ) -> Interval | None:
     """Bootstrap interval of the median of successive step times, shape (n,); None below `fewest_values`.
 
@@ -99,10 +97,10 @@ def median_interval(
 
 
 @lru_cache(maxsize=128)
-def _middle_ranks(seed: int, n: int) -> NDArray[np.int64]:
+def _middle_ranks(seed: int, n: int) -> IntArray:
     """Which of n sorted values the median of each resample lies between, shape (RESAMPLES, 2): the same for all values."""
     picks = np.sort(generator(seed, "median interval").integers(0, n, (RESAMPLES, n)), axis=1)
-    middle: NDArray[np.int64] = picks[:, [(n - 1) // 2, n // 2]]
+    middle: IntArray = picks[:, [(n - 1) // 2, n // 2]]
     middle.flags.writeable = False
     return middle
 
@@ -121,7 +119,7 @@ def expanded_tail(n: int, tail: float) -> float:
     return normal.cdf(-math.sqrt(n / v) * t)
 
 
-def step_correlation(x: Floats) -> float:
+def step_correlation(x: FloatArray) -> float:
     """Correlation of neighbouring steps, between 0 and `LARGEST_CORRELATION`, from their ranks: one slow step decides nothing.
 
     The estimate from n values is too low by (1 + 3 r) / n on average (Kendall, Note on Bias in the Estimation of
@@ -168,7 +166,7 @@ def _steps_taken(measured: Measured) -> int:
     return len(measured.slowest_s) + measured.left_out
 
 
-def neighbour_noise(values: Sequence[float] | Floats) -> float:
+def neighbour_noise(values: Sequence[float] | FloatArray) -> float:
     """Relative standard deviation of positive values in order, from the differences of neighbours; 0 for fewer than two.
 
     Their median is not moved by a few changes of the machine.
@@ -253,7 +251,7 @@ def enough_pairs(
     return Ended.CAP if len(d) >= rule.most else None
 
 
-def size_half_width(d: Floats, tail: float) -> float:
+def size_half_width(d: FloatArray, tail: float) -> float:
     """Half width of the interval of the differences d, shape (pairs,), judged without their signs.
 
     Where the sizes keep away from 0 (their lower quartile exceeds their quartile range) all differences have one sign, and
@@ -274,21 +272,21 @@ def compare(mine: Sequence[Measured], current: Sequence[Measured], confidence: f
     return Comparison(math.exp(middle), math.exp(low), math.exp(high), len(d), confidence)
 
 
-def _log_ratios(mine: Sequence[Measured], current: Sequence[Measured]) -> Floats:
+def _log_ratios(mine: Sequence[Measured], current: Sequence[Measured]) -> FloatArray:
     return np.array(
         [math.log(a.median_s / b.median_s) for a, b in zip(mine, current, strict=False)],
         dtype=np.float64,
     )
 
 
-def _walsh_averages(d: Floats) -> Floats:
+def _walsh_averages(d: FloatArray) -> FloatArray:
     """Means of all pairs of differences, each with itself too, sorted."""
     first, second = np.triu_indices(len(d))
-    averages: Floats = np.sort((d[first] + d[second]) / 2)
+    averages: FloatArray = np.sort((d[first] + d[second]) / 2)
     return averages
 
 
-def _signed_rank_interval(d: Floats, tail: float) -> tuple[float, float]:
+def _signed_rank_interval(d: FloatArray, tail: float) -> tuple[float, float]:
     """Of the middle of the differences; unbounded where so few cannot be that certain."""
     bound = signed_rank_bound(len(d), tail)
     if bound == 0:

@@ -14,18 +14,15 @@ to the rounding of float32.
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autotune.arrays import Float32Array, FloatArray, Int32Array, IntArray
 from autotune.dfg.compiled import compiled
-from autotune.dfg.graph import FloatArray, IntArray, OffsetArray
 from autotune.dfg.replay import Timeline
 from autotune.errors import InvalidInput
 from benchmarks.replay_throughput.execution_graph import execution_graph
 
 WIDTH = 32
 TILE = 16  # durations in one cache line of float32
-
-Singles = NDArray[np.float32]
 
 
 class FixedOrder:
@@ -45,7 +42,7 @@ class FixedOrder:
         last[graph.predecessor] = False
         self._last = np.flatnonzero(last).astype(np.int32)
 
-    def makespans_s(self, durations_s: FloatArray | Singles) -> FloatArray:
+    def makespans_s(self, durations_s: FloatArray | Float32Array) -> FloatArray:
         """Time of the last end for every set, shape (B,), of `durations_s` (B, N), seconds, of float32 or float64.
 
         The transpose of an array of shape (N, B) is read fastest. Raises `InvalidInput` for a wrong shape, or where a duration is not
@@ -83,7 +80,7 @@ class FixedOrder:
             )
         return makespans_s[:sets].astype(np.float64)
 
-    def _in_order(self, durations_s: Singles) -> Singles:
+    def _in_order(self, durations_s: Float32Array) -> Float32Array:
         """Durations of at most WIDTH sets as (N, WIDTH) in the order of execution."""
         columns = np.zeros((self.ops, WIDTH), dtype=np.float32)
         rows = np.ascontiguousarray(durations_s).view()
@@ -93,13 +90,13 @@ class FixedOrder:
         return columns
 
 
-def replay_many(timeline: Timeline, durations_s: FloatArray | Singles) -> FloatArray:
+def replay_many(timeline: Timeline, durations_s: FloatArray | Float32Array) -> FloatArray:
     """The makespans, shape (B,), of `durations_s` (B, N) in the order of the timeline. See `FixedOrder` for repeated use and errors."""
     return FixedOrder(timeline).makespans_s(durations_s)
 
 
 @compiled()
-def _transpose(rows: Singles, position: IntArray, columns: Singles) -> None:
+def _transpose(rows: Float32Array, position: Int32Array, columns: Float32Array) -> None:
     """Write durations (at most WIDTH, N) as (N, WIDTH), op o at `position[o]`, a tile at a time so that a cache line is read once."""
     ops = rows.shape[1]
     for low in range(0, ops, TILE):
@@ -110,15 +107,15 @@ def _transpose(rows: Singles, position: IntArray, columns: Singles) -> None:
 
 @compiled()
 def _walk(  # noqa: C901 one branch for each number of predecessors
-    columns: Singles,
+    columns: Float32Array,
     first: int,
-    row: IntArray,
-    start: OffsetArray,
-    predecessor: IntArray,
-    lag_s: Singles | None,
-    last: IntArray,
-    ends_s: Singles,
-    makespans_s: Singles,
+    row: Int32Array,
+    start: IntArray,
+    predecessor: Int32Array,
+    lag_s: Float32Array | None,
+    last: Int32Array,
+    ends_s: Float32Array,
+    makespans_s: Float32Array,
 ) -> None:
     """Ends (N, WIDTH) of WIDTH sets of durations (N, B), those from `first` on; `row` (N,) tells the row of each position.
 

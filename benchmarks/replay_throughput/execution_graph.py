@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autotune.dfg.graph import FloatArray, IntArray, OffsetArray
+from autotune.arrays import FloatArray, Int32Array, IntArray
 from autotune.dfg.replay import Timeline
 
 
@@ -27,9 +27,9 @@ class ExecutionGraph:
     between the end of the predecessor and the earliest start, the gap of a queue.
     """
 
-    order: IntArray
-    start: OffsetArray
-    predecessor: IntArray
+    order: Int32Array
+    start: IntArray
+    predecessor: Int32Array
     lag_s: FloatArray
 
 
@@ -59,9 +59,7 @@ def execution_graph(timeline: Timeline) -> ExecutionGraph:
     return ExecutionGraph(order, *_csr_of_longest(dfg.ops, before[keep], behind[keep], lag_s[keep]))
 
 
-def _queue_edges(
-    timeline: Timeline, position: OffsetArray
-) -> tuple[OffsetArray, OffsetArray, FloatArray]:
+def _queue_edges(timeline: Timeline, position: IntArray) -> tuple[IntArray, IntArray, FloatArray]:
     """(before, behind, lag_s) of every two ops that follow each other on a queue or channel."""
     dfg = timeline.dfg
     ops = np.concatenate([np.flatnonzero(dfg.queue >= 0), np.flatnonzero(dfg.channel >= 0)])
@@ -74,8 +72,8 @@ def _queue_edges(
 
 
 def _lock_edges(
-    timeline: Timeline, position: OffsetArray, lock: int
-) -> tuple[OffsetArray, OffsetArray, FloatArray]:
+    timeline: Timeline, position: IntArray, lock: int
+) -> tuple[IntArray, IntArray, FloatArray]:
     """(before, behind, lag_s): with a capacity of c the k-th that takes the lock waits for the (k - c)-th that gives it back."""
     dfg = timeline.dfg
     takers = np.flatnonzero(dfg.acquires == lock)
@@ -88,8 +86,8 @@ def _lock_edges(
 
 
 def _csr_of_longest(
-    ops: int, before: OffsetArray, behind: OffsetArray, lag_s: FloatArray
-) -> tuple[OffsetArray, IntArray, FloatArray]:
+    ops: int, before: IntArray, behind: IntArray, lag_s: FloatArray
+) -> tuple[IntArray, Int32Array, FloatArray]:
     """(start, predecessor, lag_s); of several edges between the same two that with the longest lag."""
     by_lag = np.lexsort((-lag_s, before, behind))
     before, behind, lag_s = before[by_lag], behind[by_lag], lag_s[by_lag]

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autotune.arrays import FloatArray, IntArray
 from autotune.cluster import Cluster, Host
 from autotune.dfg.build import csr
 from autotune.dfg.graph import NONE, Dfg, Kind, Names
@@ -32,8 +32,6 @@ SERVERS = 4
 STEPS = 4
 """Of each layer's ring in the graph that is folded."""
 CALLS = 25
-
-Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -201,22 +199,22 @@ _FULL: dict[str, Callable[[int], Dfg]] = {
 }
 
 
-def _passes(workers: int) -> tuple[Ints, NDArray[np.float64]]:
+def _passes(workers: int) -> tuple[IntArray, FloatArray]:
     """(ops of the forward and the backward pass of every worker (W, 2 L), their seconds on one worker (2 L,))."""
     return np.arange(workers * 2 * LAYERS).reshape(workers, 2 * LAYERS), _drawn(10, 200, 2 * LAYERS)
 
 
-def _drawn(low_us: float, high_us: float, count: int) -> NDArray[np.float64]:
+def _drawn(low_us: float, high_us: float, count: int) -> FloatArray:
     """Durations as of `replay_throughput`, the same for all workers."""
     return np.random.default_rng(0).uniform(low_us, high_us, count) * 1e-6
 
 
 def _graph(
-    seconds: NDArray[np.float64],
-    queue: Ints,
-    kind: Ints,
-    worker: Ints,
-    edges: Sequence[tuple[Ints, Ints]],
+    seconds: FloatArray,
+    queue: IntArray,
+    kind: IntArray,
+    worker: IntArray,
+    edges: Sequence[tuple[IntArray, IntArray]],
     queues: int,
 ) -> Dfg:
     ops = len(seconds)

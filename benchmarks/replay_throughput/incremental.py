@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from autotune.arrays import FloatArray
 from autotune.dfg.event_loop import State, Waiting, run
-from autotune.dfg.graph import Dfg, FloatArray
+from autotune.dfg.graph import Dfg
 from autotune.dfg.replay import (
     Timeline,
     checked_durations,

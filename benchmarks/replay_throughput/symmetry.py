@@ -23,8 +23,9 @@ import numpy as np
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
+from autotune.arrays import FloatArray, Int32Array, IntArray
 from autotune.dfg.build import csr
-from autotune.dfg.graph import NONE, Dfg, FloatArray, IntArray, Names, OffsetArray
+from autotune.dfg.graph import NONE, Dfg, Names
 from autotune.dfg.replay import Timeline
 from autotune.errors import InvalidInput
 
@@ -37,7 +38,7 @@ class Fold:
 
     full: Dfg
     dfg: Dfg
-    member: IntArray
+    member: Int32Array
 
     def unfold_s(self, timeline: Timeline) -> tuple[FloatArray, FloatArray]:
         """Starts and ends of all ops, each of shape (N,), from a timeline of the quotient."""
@@ -48,7 +49,7 @@ class Fold:
         return timeline.start_s[self.member], timeline.end_s[self.member]
 
 
-def fold(dfg: Dfg, representative: IntArray | None = None) -> Fold:
+def fold(dfg: Dfg, representative: Int32Array | None = None) -> Fold:
     """The quotient of a graph in which all workers are alike.
 
     `representative` (N,): for each op the op that stands for it, for that one itself. Without it the k-th op of every worker stands for
@@ -81,7 +82,7 @@ def fold(dfg: Dfg, representative: IntArray | None = None) -> Fold:
     )
 
 
-def _by_worker(dfg: Dfg) -> OffsetArray:
+def _by_worker(dfg: Dfg) -> IntArray:
     stands = np.arange(dfg.ops)
     workers = np.unique(dfg.worker[dfg.worker != NONE])
     if len(workers):
@@ -96,7 +97,7 @@ def _by_worker(dfg: Dfg) -> OffsetArray:
     return stands
 
 
-def _checked(dfg: Dfg, representative: IntArray) -> OffsetArray:
+def _checked(dfg: Dfg, representative: Int32Array) -> IntArray:
     stands = np.asarray(representative, dtype=np.int64)
     if stands.shape != (dfg.ops,) or (
         len(stands) and not (stands.min() >= 0 and stands.max() < dfg.ops)
@@ -107,7 +108,7 @@ def _checked(dfg: Dfg, representative: IntArray) -> OffsetArray:
     return stands
 
 
-def _require(dfg: Dfg, holds: np.ndarray, stands: OffsetArray, what: str) -> None:
+def _require(dfg: Dfg, holds: np.ndarray, stands: IntArray, what: str) -> None:
     wrong = np.flatnonzero(~holds)
     if len(wrong):
         op = int(wrong[0])
@@ -118,8 +119,8 @@ def _require(dfg: Dfg, holds: np.ndarray, stands: OffsetArray, what: str) -> Non
 
 
 def _classes(
-    count: int, pairs: Sequence[tuple[IntArray, IntArray]], dfg: Dfg, stands: OffsetArray
-) -> OffsetArray:
+    count: int, pairs: Sequence[tuple[Int32Array, Int32Array]], dfg: Dfg, stands: IntArray
+) -> IntArray:
     """(count,): the lowest of the resources that stand for each other, where each pair stands for each other."""
     one, two = (np.concatenate([pair[side] for pair in pairs]).astype(np.int64) for side in (0, 1))
     _require(
@@ -140,8 +141,8 @@ def _classes(
 
 
 def _users(
-    takes: Sequence[IntArray], ops: OffsetArray, resource: OffsetArray
-) -> tuple[OffsetArray, OffsetArray, OffsetArray]:
+    takes: Sequence[Int32Array], ops: IntArray, resource: IntArray
+) -> tuple[IntArray, IntArray, IntArray]:
     """(resource, op, role) of every use by one of `ops`, by resource and then by op; `resource` tells the number to be used for each."""
     role = np.concatenate([np.full(len(ops), number) for number in range(len(takes))])
     op = np.tile(ops, len(takes))
@@ -154,10 +155,10 @@ def _users(
 
 def _compare_users(
     dfg: Dfg,
-    classes: OffsetArray,
-    takes: Sequence[IntArray],
-    stands: OffsetArray,
-    kept: OffsetArray,
+    classes: IntArray,
+    takes: Sequence[Int32Array],
+    stands: IntArray,
+    kept: IntArray,
     what: str,
 ) -> None:
     """Every resource must be used by ops that are alike to those of its class in the quotient, in the same order."""
@@ -172,9 +173,9 @@ def _compare_users(
 
 def _compare_groups(
     dfg: Dfg,
-    classes: OffsetArray,
-    groups: tuple[OffsetArray, OffsetArray],
-    models: tuple[OffsetArray, OffsetArray],
+    classes: IntArray,
+    groups: tuple[IntArray, IntArray],
+    models: tuple[IntArray, IntArray],
     what: str,
 ) -> None:
     """Each group, (its number, its values in order), must equal the model group of its class."""
@@ -195,7 +196,7 @@ def _compare_groups(
         )
 
 
-def _parents(dfg: Dfg, stands: OffsetArray) -> tuple[OffsetArray, OffsetArray]:
+def _parents(dfg: Dfg, stands: IntArray) -> tuple[IntArray, IntArray]:
     """(child, representative of a parent) of all edges, each once; alike ops must have alike parents."""
     start, parent = dfg.parent_csr
     child = np.repeat(np.arange(dfg.ops), np.diff(start))
@@ -210,16 +211,16 @@ def _parents(dfg: Dfg, stands: OffsetArray) -> tuple[OffsetArray, OffsetArray]:
 
 def _quotient(
     dfg: Dfg,
-    kept: OffsetArray,
-    queues: OffsetArray,
-    locks: OffsetArray,
-    parents: IntArray,
-    children: IntArray,
+    kept: IntArray,
+    queues: IntArray,
+    locks: IntArray,
+    parents: Int32Array,
+    children: Int32Array,
 ) -> Dfg:
     """The graph of the ops `kept`, with one queue or lock of each class, those of the lowest numbers."""
     queue_left, lock_left = np.unique(queues), np.unique(locks)
 
-    def renamed(takes: IntArray, classes: OffsetArray, left: OffsetArray) -> IntArray:
+    def renamed(takes: Int32Array, classes: IntArray, left: IntArray) -> Int32Array:
         taken = takes[kept]
         return (
             np.where(taken == NONE, NONE, np.searchsorted(left, classes[taken])).astype(np.int32)

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from autotune.arrays import FloatArray
 from autotune.errors import InvalidInput
 from autotune.features.extract import StrategyFeatures
 from autotune.rng import generator
@@ -28,7 +29,7 @@ from autotune.simulators.evaluation import (
     ordered_pairs,
     pairwise_accuracy,
 )
-from autotune.simulators.interface import Example, FitReport, FloatArray
+from autotune.simulators.interface import Example, FitReport
 from autotune.simulators.linear import linear_simulator
 from autotune.strategy_space.strategy import Shard, Strategy, Synchronizer, VariableStrategy
 

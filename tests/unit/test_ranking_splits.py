@@ -8,11 +8,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from autotune.arrays import FloatArray
 from autotune.errors import InvalidInput
 from autotune.features.extract import StrategyFeatures
 from autotune.rng import generator
 from autotune.simulators.evaluation import RANDOM, REPLAY, UNLEARNED
-from autotune.simulators.interface import Example, FitReport, FloatArray, Simulator
+from autotune.simulators.interface import Example, FitReport, Simulator
 from autotune.strategy_space.strategy import Shard, Strategy, Synchronizer, VariableStrategy
 from benchmarks.ranking_report import by_seed, curves, largest_own, overview, report
 from benchmarks.ranking_runs import CHOSEN, Learned, Row, Study, Trainer, run

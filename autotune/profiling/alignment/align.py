@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from autotune.arrays import FloatArray
 from autotune.errors import InvalidInput
 from autotune.profiling.alignment.drift import MOST_DRIFT, machines, matters, middles_s, rough_drift
 from autotune.profiling.alignment.intervals import feasible_intervals
-from autotune.profiling.alignment.observations import FloatArray, Observations, observe
+from autotune.profiling.alignment.observations import Observations, observe
 from autotune.profiling.alignment.result import Alignment
 from autotune.profiling.alignment.same_clock import with_shared_clocks
 from autotune.profiling.traces.job import TraceJob

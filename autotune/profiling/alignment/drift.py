@@ -23,7 +23,8 @@ import math
 
 import numpy as np
 
-from autotune.profiling.alignment.observations import FloatArray, IntArray, Observations
+from autotune.arrays import FloatArray, IntArray
+from autotune.profiling.alignment.observations import Observations
 
 MOST_DRIFT = 5e-4
 SURE = 5.0

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from autotune.profiling.alignment.observations import FloatArray, Observations
+from autotune.arrays import FloatArray
+from autotune.profiling.alignment.observations import Observations
 
 
 def feasible_intervals(

@@ -36,11 +36,11 @@ from dataclasses import dataclass
 import cvxpy as cp
 import numpy as np
 import scipy.sparse as sp
-from numpy.typing import NDArray
 
+from autotune.arrays import BoolArray, FloatArray, IntArray
 from autotune.errors import InvalidInput
 from autotune.profiling.alignment.drift import MOST_DRIFT
-from autotune.profiling.alignment.observations import FloatArray, IntArray, Observations
+from autotune.profiling.alignment.observations import Observations
 
 HOST_NOISE_S = 1e-6
 LEAST_NOISE_S = 1e-6
@@ -110,7 +110,7 @@ class Drifts:
     machine: IntArray
     middle_s: FloatArray
     rough: FloatArray
-    free: NDArray[np.bool_]
+    free: BoolArray
 
 
 class Program:

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 
+from autotune.arrays import FloatArray
 from autotune.profiling.alignment.intervals import feasible_intervals
-from autotune.profiling.alignment.observations import FloatArray, Observations
+from autotune.profiling.alignment.observations import Observations
 
 SAME_S = 5e-5
 """What profilers of one machine disagree by at most: each process maps its device's clock to the machine's on its own."""

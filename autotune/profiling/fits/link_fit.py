@@ -21,13 +21,11 @@ from dataclasses import dataclass
 from itertools import combinations
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.optimize import nnls
 
+from autotune.arrays import FloatArray
 from autotune.cluster import Bend
 from autotune.errors import InvalidInput
-
-FloatArray = NDArray[np.float64]
 
 TOLERANCE = 0.03
 """Relative error up to which a line is good enough: what repeated probes of an unchanged link differ by (GROUNDWORK: 0-4 %)."""

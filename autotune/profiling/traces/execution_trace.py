@@ -20,8 +20,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autotune.arrays import FloatArray, Int32Array, IntArray
 from autotune.errors import InvalidInput
 from autotune.profiling.traces.comm_args import (
     COLLECTIVES,
@@ -47,13 +47,13 @@ class ExecutionTrace:
     rank: int | None
     schema: str
     names: tuple[str, ...]
-    name: NDArray[np.int32]
-    node_id: NDArray[np.int64]
-    parent: NDArray[np.int64]
-    rf_id: NDArray[np.int64]
-    thread: NDArray[np.int32]
-    input_bytes: NDArray[np.float64]
-    output_bytes: NDArray[np.float64]
+    name: Int32Array
+    node_id: IntArray
+    parent: IntArray
+    rf_id: IntArray
+    thread: Int32Array
+    input_bytes: FloatArray
+    output_bytes: FloatArray
     comms: Mapping[int, Comm]
     marks: Mapping[int, Comm]
 

@@ -15,8 +15,7 @@ from enum import IntEnum
 import numpy as np
 from numpy.typing import NDArray
 
-FloatArray = NDArray[np.float64]
-IntArray = NDArray[np.int64]
+from autotune.arrays import FloatArray, Int32Array, IntArray
 
 MISSING = -1
 
@@ -183,15 +182,15 @@ class RankTrace:
     start_s: FloatArray
     duration_s: FloatArray
     category: NDArray[np.int8]
-    lane: NDArray[np.int32]
-    name: NDArray[np.int32]
+    lane: Int32Array
+    name: Int32Array
     correlation: IntArray
     external: IntArray
     function: IntArray
     sequence: IntArray
     size_bytes: FloatArray
-    comm: NDArray[np.int32]
-    sync: NDArray[np.int32]
+    comm: Int32Array
+    sync: Int32Array
     names: tuple[str, ...]
     lanes: tuple[Lane, ...]
     comms: tuple[Comm, ...]

@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autotune.arrays import FloatArray, IntArray
 from autotune.dfg.graph import Dfg, Kind
 from autotune.dfg.replay import Timeline, replay
 from autotune.errors import InvalidInput
@@ -90,7 +90,7 @@ def workload_of(
 
 def _free(graph: Dfg, ops: list[int]) -> Timeline:
     """The replay in which these ops take no time."""
-    duration_s: NDArray[np.float64] = np.array(graph.duration_s)
+    duration_s: FloatArray = np.array(graph.duration_s)
     duration_s[ops] = 0.0
     return replay(replace(graph, duration_s=duration_s))
 
@@ -98,7 +98,7 @@ def _free(graph: Dfg, ops: list[int]) -> Timeline:
 def _workload(
     model: str,
     timeline: Timeline,
-    backward: NDArray[np.int64],
+    backward: IntArray,
     sums: list[tuple[int, Collective]],
     device: str,
 ) -> Workload:

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autotune.arrays import IntArray
 from autotune.recordings.memory_profile import (
     Held,
     Lifetime,
@@ -99,7 +99,7 @@ def profile_of(step: RecordedStep, kept: Sequence[Kept], model: str, device: str
     )
 
 
-def _blocks(step: RecordedStep, segments: int) -> tuple[list[_Block], NDArray[np.int64]]:
+def _blocks(step: RecordedStep, segments: int) -> tuple[list[_Block], IntArray]:
     """Every allocation of both steps, and the most bytes of them alive at once in each segment of the second step, shape (segments,)."""
     marks = [*step.first, *step.second]
     account = _Account(np.zeros(2 * segments, dtype=np.int64))
@@ -121,7 +121,7 @@ def _blocks(step: RecordedStep, segments: int) -> tuple[list[_Block], NDArray[np
 class _Account:
     """What is alive now, in segment `now`. `hidden`: what somebody else has made, while their work goes on, by address."""
 
-    peaks: NDArray[np.int64]
+    peaks: IntArray
     now: int = -1
     blocks: list[_Block] = field(default_factory=list)
     _live: dict[int, list[_Block]] = field(default_factory=dict)
