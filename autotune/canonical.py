@@ -15,9 +15,26 @@ LATER = MappingProxyType({"later": True})
 """Metadata of a field that its class got after values of it had been stored: the canonical form has it only where it differs from its
 default, so what was stored keeps its identity."""
 
+_STORED = "stored"
+
+
+def stored_as(name: str, spellings: Mapping[Any, str]) -> dict[str, Any]:
+    """Metadata of a field that is stored as `name`, its values as their `spellings`."""
+    return {_STORED: (name, spellings)}
+
+
+def stored_fields(kind: type[Any]) -> dict[str, tuple[str, Mapping[Any, str]]]:
+    """Field -> (stored name, stored spellings) of a dataclass with `stored_as` fields."""
+    return {
+        field.name: field.metadata[_STORED]
+        for field in dataclasses.fields(kind)
+        if _STORED in field.metadata
+    }
+
+
 _PLAIN = frozenset({str, int, float, bool, type(None)})
-_FIELDS: dict[type[Any], tuple[tuple[str, Any], ...]] = {}
-"""Name and the value with which it is left out, of the fields of each class; with `_ALWAYS` it never is."""
+_FIELDS: dict[type[Any], tuple[tuple[str, str, Mapping[Any, str] | None, Any], ...]] = {}
+"""Of each class's fields: name, stored name, stored spellings, and the value that is left out."""
 _ALWAYS = object()
 
 
@@ -37,15 +54,19 @@ def to_data(value: Any) -> Any:
     if dataclasses.is_dataclass(kind):
         if kind not in _FIELDS:  # a strategy has thousands of values of four types
             _FIELDS[kind] = tuple(
-                (own.name, own.default if "later" in own.metadata else _ALWAYS)
-                for own in dataclasses.fields(kind)
+                (
+                    field.name,
+                    *field.metadata.get(_STORED, (field.name, None)),
+                    field.default if "later" in field.metadata else _ALWAYS,
+                )
+                for field in dataclasses.fields(kind)
             )
-        present = ((name, getattr(value, name), left_out) for name, left_out in _FIELDS[kind])
-        return {
-            name: to_data(held)
-            for name, held, left_out in present
-            if left_out is _ALWAYS or held != left_out
-        }
+        data = {}
+        for name, stored_name, spellings, left_out in _FIELDS[kind]:
+            item = getattr(value, name)
+            if left_out is _ALWAYS or item != left_out:
+                data[stored_name] = to_data(item) if spellings is None else spellings[item]
+        return data
     if isinstance(value, Path):
         return str(value)
     raise TypeError(f"{kind.__name__} has no canonical form")

@@ -15,6 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+from autotune.canonical import stored_fields
 from autotune.errors import InvalidInput
 
 T = TypeVar("T")
@@ -97,6 +98,32 @@ def _adapter(kind: Any) -> Any:
     from pydantic import TypeAdapter
 
     return TypeAdapter(kind)
+
+
+def schema_of_stored(kind: type[Any], source: Any, handler: Any) -> Any:
+    """`__get_pydantic_core_schema__` of a dataclass with `canonical.stored_as` fields."""
+    from pydantic_core import core_schema
+
+    fields = stored_fields(kind)
+
+    def renamed(data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        data = dict(data)
+        for name, (stored_name, spellings) in fields.items():
+            if name in data:
+                raise ValueError(f"unknown field {name!r}; did you mean {stored_name!r}?")
+            if stored_name not in data:
+                raise ValueError(f"field {stored_name!r} is required, but missing")
+            values = {spelling: value for value, spelling in spellings.items()}
+            spelling = data.pop(stored_name)
+            if not isinstance(spelling, str) or spelling not in values:
+                known = ", ".join(values)
+                raise ValueError(f"{stored_name} must be one of {known}, but is {spelling!r}")
+            data[name] = values[spelling]
+        return data
+
+    return core_schema.no_info_before_validator_function(renamed, handler(source))
 
 
 def refuse_newer(data: Any, newest: int, what: str, where: str) -> None:

@@ -62,7 +62,7 @@ class Row:
 def kind_of(wanted: Plan) -> str:
     """In a few words: across the step or not, by which synchronizers, compressed or not."""
     when = "across the step" if wanted.cross_step else "within the step"
-    primitives = {message.primitive.value for message in wanted.messages}
+    primitives = {message.synchronizer.operation for message in wanted.messages}
     how = primitives.pop().replace("_", " ") if len(primitives) == 1 else "mixed"
     compressors = {message.compressor.value for message in wanted.messages} - {"none"}
     return f"{when}, {how}, {'compressed' if compressors else 'uncompressed'}"

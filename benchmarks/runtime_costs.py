@@ -27,8 +27,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from autotune.lowering.costs import Constant, RuntimeCosts
-from autotune.strategy_space.plan import Message, Plan, Primitive, TensorSlice
-from autotune.strategy_space.strategy import Compressor
+from autotune.strategy_space.plan import Message, Plan, TensorSlice
+from autotune.strategy_space.strategy import Compressor, Synchronizer
 from autotune.workload import Variable, Workload
 from runtime_rewriter.emulation import timetable_of
 from runtime_rewriter.pytorch.cross_step import Arriving, CrossStep
@@ -273,7 +273,7 @@ def spent(
     elements: int,
     cross_step: bool,
     way: Way,
-    primitive: Primitive | None = Primitive.ALL_REDUCE,
+    synchronizer: Synchronizer | None = Synchronizer.ALL_REDUCE,
     buffers: int = 0,
     sent_s: float = 0.0,
 ) -> Spent:
@@ -281,10 +281,10 @@ def spent(
     model = PlannedDataParallel(_Hooked(count, elements, buffers))
     synchronizer = model.synchronizer
     slices = [TensorSlice(name, elements) for name in reversed(synchronizer.names)]
-    owner = 0 if primitive is Primitive.PUSH_PULL else None
-    groups = [tuple(slices)] if primitive is None else [(each,) for each in slices]
+    owner = 0 if synchronizer is Synchronizer.PARAMETER_SERVER else None
+    groups = [tuple(slices)] if synchronizer is None else [(each,) for each in slices]
     messages = tuple(
-        Message(group, primitive or Primitive.ALL_REDUCE, Compressor.NONE, "float32", owner)
+        Message(group, synchronizer or Synchronizer.ALL_REDUCE, Compressor.NONE, "float32", owner)
         for group in groups
     )
     synchronizer.load(Plan(synchronizer.model_id, 1, messages, cross_step))
@@ -333,8 +333,8 @@ def hooks(count: int, way: Way) -> dict[str, float]:
     bucketed_s = mean_step(DistributedDataParallel(_Hooked(count, few)), few).backward_s
     together, apart = spent(count, few, False, way, None), spent(count, few, False, way)
     one_step, two_steps = (
-        spent(count, few, False, way, primitive, sent_s=PAUSE_S)
-        for primitive in (Primitive.ALL_REDUCE, Primitive.PUSH_PULL)
+        spent(count, few, False, way, synchronizer, sent_s=PAUSE_S)
+        for synchronizer in (Synchronizer.ALL_REDUCE, Synchronizer.PARAMETER_SERVER)
     )
     crossing, crossing_together = spent(count, few, True, way), spent(count, few, True, way, None)
     large, crossing_large = (spent(count, many, cross_step, way) for cross_step in (False, True))

@@ -300,7 +300,7 @@ def _gained(found: Optimized) -> str:
 def _messages(found: Optimized) -> str:
     table = Table(
         "#",
-        "primitive",
+        "synchronizer",
         "compressor",
         "gradient",
         "on the wire",
@@ -316,7 +316,7 @@ def _messages(found: Optimized) -> str:
         more = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
         cells = (
             str(row.number),
-            row.primitive,
+            row.synchronizer,
             row.compressor,
             format_bytes(row.grad_bytes),
             format_bytes(row.wire_bytes),
@@ -369,11 +369,11 @@ def _page(
         ),
         Listing(
             "Messages in issue order",
-            ("#", "primitive", "compressor", "gradient", "on the wire", "variables"),
+            ("#", "synchronizer", "compressor", "gradient", "on the wire", "variables"),
             tuple(
                 (
                     str(row.number),
-                    row.primitive,
+                    row.synchronizer,
                     row.compressor,
                     format_bytes(row.grad_bytes),
                     format_bytes(row.wire_bytes),

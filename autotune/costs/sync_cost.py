@@ -39,8 +39,8 @@ from autotune.arrays import BoolArray, FloatArray, IntArray
 from autotune.cluster import Cluster, CollectiveFit, Where
 from autotune.costs.row_traffic import RowTraffic
 from autotune.errors import InvalidInput
-from autotune.strategy_space.plan import Message, Plan, Primitive
-from autotune.strategy_space.strategy import SparseHandling
+from autotune.strategy_space.plan import Message, Plan
+from autotune.strategy_space.strategy import SparseHandling, Synchronizer
 from autotune.workload import Workload
 
 KERNEL_LATENCY_S = 1e-4
@@ -50,9 +50,9 @@ COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduc
 """The five primitives of Eq. 3."""
 
 _PARTS = {
-    Primitive.ALL_REDUCE: ("all_reduce",),
-    Primitive.REDUCE_SCATTER_ALL_GATHER: ("reduce_scatter", "all_gather"),
-    Primitive.REDUCE_BROADCAST: ("reduce", "broadcast"),
+    Synchronizer.ALL_REDUCE: ("all_reduce",),
+    Synchronizer.REDUCE_SCATTER_ALL_GATHER: ("reduce_scatter", "all_gather"),
+    Synchronizer.REDUCE_BROADCAST: ("reduce", "broadcast"),
 }
 
 MESSAGE_FEATURES = ("transfer_s", "overhead_count", "kernel_count", "is_parameter_server")
@@ -206,7 +206,7 @@ _Fits = tuple[CollectiveFit, ...] | None
 class MessageKind(NamedTuple):
     """Everything that a message's cost depends on except its size."""
 
-    primitive: Primitive
+    synchronizer: Synchronizer
     owner: int | None = None
     hierarchical: bool = False
     sparse: SparseHandling = SparseHandling.DENSE
@@ -215,7 +215,7 @@ class MessageKind(NamedTuple):
 
 def kind_of(message: Message) -> MessageKind:
     return MessageKind(
-        message.primitive, message.owner, message.hierarchical, message.sparse, message.ranks
+        message.synchronizer, message.owner, message.hierarchical, message.sparse, message.ranks
     )
 
 
@@ -282,7 +282,7 @@ class Rates:
         size = len(ranks) or self.cluster.world_size
         if size < 2:
             return _Rate(0.0, 0.0, 0.0, 0.0, self.cluster.own_bandwidth_bytes_per_s(0), fits=())
-        if kind.primitive is Primitive.PUSH_PULL:
+        if kind.synchronizer is Synchronizer.PARAMETER_SERVER:
             return self._served(kind, ranks, size)
         return self._collective(kind, ranks, size)
 
@@ -291,7 +291,11 @@ class Rates:
         assert kind.owner is not None
         cluster = self.cluster
         link = cluster.own_bandwidth_bytes_per_s(kind.owner)
-        fits = None if self._hierarchical(kind) else self._fit((kind.primitive.value,), size, ranks)
+        fits = (
+            None
+            if self._hierarchical(kind)
+            else self._fit((kind.synchronizer.operation,), size, ranks)
+        )
         if len(cluster.hosts) == 1:
             return _Rate((size - 1) / link, size, size * self.phi_s, 1.0, link, kind.owner, fits)
         server = cluster.host_of_rank[kind.owner]
@@ -305,14 +309,18 @@ class Rates:
     def _collective(self, kind: MessageKind, ranks: tuple[int, ...], size: int) -> _Rate:
         """Eq. 3 for the message's primitives, summed."""
         parts = (
-            ("all_gather",) if kind.sparse is SparseHandling.ALL_GATHER else _PARTS[kind.primitive]
+            ("all_gather",)
+            if kind.sparse is SparseHandling.ALL_GATHER
+            else _PARTS[kind.synchronizer]
         )
         if self._hierarchical(kind):
             return self._two_level(parts, ranks)
         link = self._ring(ranks)
         factor = sum(collective_factor(part, size) for part in parts)
         fits = self._fit(
-            (kind.primitive.value,) if parts == _PARTS[kind.primitive] else parts, size, ranks
+            (kind.synchronizer.operation,) if parts == _PARTS[kind.synchronizer] else parts,
+            size,
+            ranks,
         )
         if fits is None:
             fits = self._fit(parts, size, ranks)

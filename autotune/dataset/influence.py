@@ -100,7 +100,9 @@ def choices(
         ],
     }
     return {
-        "synchronizer": [_mostly(made, lambda message: message.primitive.value) for made in plans],
+        "synchronizer": [
+            _mostly(made, lambda message: message.synchronizer.operation) for made in plans
+        ],
         "compressor": [_mostly(made, _compression) for made in plans],
         "across the step": [str(made.cross_step) for made in plans],
         "issue order": [str(_reordered(strategy)) for strategy in strategies],

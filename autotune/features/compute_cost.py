@@ -52,13 +52,13 @@ def taken_share(workload: Workload, cluster: Cluster) -> float:
 def message_cpu_s(plan: Plan, cluster: Cluster, workload: Workload) -> FloatArray:
     """CPU time of every message on one rank, from the probed fits, shape (M,); 0 where the primitive was not probed."""
     fits = {
-        primitive: cluster.fit(primitive.value, plan.world_size)
-        for primitive in {m.primitive for m in plan.messages}
+        synchronizer: cluster.fit(synchronizer.operation, plan.world_size)
+        for synchronizer in {m.synchronizer for m in plan.messages}
     }
     sizes_bytes = RowTraffic(workload).collective_bytes(plan.messages, plan.world_size).tolist()
     sized = zip(plan.messages, sizes_bytes, strict=True)
     return np.array(
-        [fit.cpu_s(size) if (fit := fits[message.primitive]) else 0.0 for message, size in sized]
+        [fit.cpu_s(size) if (fit := fits[message.synchronizer]) else 0.0 for message, size in sized]
     )
 
 

@@ -34,14 +34,14 @@ from autotune.cluster import Cluster
 from autotune.costs.sync_cost import MessageCosts
 from autotune.costs.timing import ready_times_s
 from autotune.features.flat import FlatPlan
-from autotune.strategy_space.plan import Plan, Primitive
-from autotune.strategy_space.strategy import Compressor, SparseHandling
+from autotune.strategy_space.plan import Plan
+from autotune.strategy_space.strategy import Compressor, SparseHandling, Synchronizer
 from autotune.workload import DTYPE_BYTES, Workload
 
 HOST_COLUMNS = 16
 MESSAGE_COLUMNS = 32
 _COMPRESSORS = tuple(Compressor)
-_PRIMITIVES = tuple(Primitive)
+_SYNCHRONIZERS = tuple(Synchronizer)
 _FLAGS = ("hierarchical", "sparse", "cross_step", "side_by_side")
 _SCALARS = (
     "size_share",
@@ -67,7 +67,7 @@ RAW_FEATURES = (
     *(f"message_{number}" for number in range(MESSAGE_COLUMNS - 1)),
     "message_later",
     *(f"compressor_{kind.value}" for kind in _COMPRESSORS),
-    *(f"primitive_{kind.value}" for kind in _PRIMITIVES),
+    *(f"primitive_{kind.operation}" for kind in _SYNCHRONIZERS),
     *_FLAGS,
     *_SCALARS,
 )
@@ -92,7 +92,7 @@ def _message_one_hots(plan: Plan, cluster: Cluster, costs: MessageCosts) -> Floa
     place = np.minimum(np.arange(len(messages)), MESSAGE_COLUMNS - 1)
     server = np.where(costs.is_parameter_server, np.minimum(costs.server, HOST_COLUMNS), -1)
     compressor = np.array([_COMPRESSORS.index(message.compressor) for message in messages])
-    primitive = np.array([_PRIMITIVES.index(message.primitive) for message in messages])
+    synchronizer = np.array([_SYNCHRONIZERS.index(message.synchronizer) for message in messages])
     crossing = (plan.cross_step, (plan.limit or 1) > 1)
     flags = np.array(
         [(m.hierarchical, m.sparse is not SparseHandling.DENSE, *crossing) for m in messages],
@@ -103,7 +103,7 @@ def _message_one_hots(plan: Plan, cluster: Cluster, costs: MessageCosts) -> Floa
             _one_hot(server, HOST_COLUMNS + 1),
             _one_hot(place, MESSAGE_COLUMNS),
             _one_hot(compressor, len(_COMPRESSORS)),
-            _one_hot(primitive, len(_PRIMITIVES)),
+            _one_hot(synchronizer, len(_SYNCHRONIZERS)),
             flags,
         ],
         axis=1,

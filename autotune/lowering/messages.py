@@ -154,14 +154,14 @@ class Sender:
     def cpu_s(self, plan: Plan) -> FloatArray:
         """CPU time of every message on one rank by the probed fits, shape (M,); 0 where the primitive was not probed."""
         fits = {
-            primitive: self.cluster.fit(primitive.value, plan.world_size)
-            for primitive in {m.primitive for m in plan.messages}
+            synchronizer: self.cluster.fit(synchronizer.operation, plan.world_size)
+            for synchronizer in {m.synchronizer for m in plan.messages}
         }
         sizes_bytes = self.traffic.collective_bytes(plan.messages, plan.world_size).tolist()
         sized = zip(plan.messages, sizes_bytes, strict=True)
         return np.array(
             [
-                fit.cpu_s(size) if (fit := fits[message.primitive]) else 0.0
+                fit.cpu_s(size) if (fit := fits[message.synchronizer]) else 0.0
                 for message, size in sized
             ]
         )
@@ -194,7 +194,7 @@ def _kind(message: Message) -> Hashable:
         part.rows < 2 for part in message.slices
     )
     return (
-        message.primitive,
+        message.synchronizer,
         message.compressor,
         message.owner,
         message.hierarchical,

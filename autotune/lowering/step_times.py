@@ -30,11 +30,14 @@ from autotune.costs.sync_cost import KERNEL_LATENCY_S
 from autotune.lowering.costs import RuntimeCosts
 from autotune.lowering.steps import Circle, Step
 from autotune.lowering.traffic import Collective, Ports, Traffic
-from autotune.strategy_space.plan import Primitive
+from autotune.strategy_space.strategy import Synchronizer
 
 _HALVES = {
-    Primitive.PUSH_PULL.value: (Collective.GATHER, Collective.SCATTER),
-    Primitive.REDUCE_SCATTER_ALL_GATHER.value: (Collective.REDUCE_SCATTER, Collective.ALL_GATHER),
+    Synchronizer.PARAMETER_SERVER.operation: (Collective.GATHER, Collective.SCATTER),
+    Synchronizer.REDUCE_SCATTER_ALL_GATHER.operation: (
+        Collective.REDUCE_SCATTER,
+        Collective.ALL_GATHER,
+    ),
 }
 _JOINT = {half: name for name, halves in _HALVES.items() for half in halves}
 

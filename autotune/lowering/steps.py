@@ -22,8 +22,14 @@ from autotune.arrays import FloatArray
 from autotune.costs.row_traffic import RowTraffic
 from autotune.lowering.costs import RuntimeCosts
 from autotune.lowering.traffic import Collective
-from autotune.strategy_space.plan import Message, Primitive
-from autotune.strategy_space.strategy import CASTS, ERROR_FEEDBACK, Compressor, SparseHandling
+from autotune.strategy_space.plan import Message
+from autotune.strategy_space.strategy import (
+    CASTS,
+    ERROR_FEEDBACK,
+    Compressor,
+    SparseHandling,
+    Synchronizer,
+)
 from autotune.workload import DTYPE_BYTES
 
 COUNT_BYTES = 16.0
@@ -142,7 +148,7 @@ def steps_of(
     if message.compressor in ERROR_FEEDBACK:
         own = _compressed(message, members, circle, costs)
     else:
-        own = _plain(message.primitive, message.owner, circle, _wire)
+        own = _plain(message.synchronizer, message.owner, circle, _wire)
     if not two_level:
         return own
     inside = Step(Collective.REDUCE, _dense, circle=Circle.HOSTS)
@@ -150,17 +156,18 @@ def steps_of(
 
 
 def _plain(
-    primitive: Primitive, owner: int | None, circle: Circle, size: Sized
+    synchronizer: Synchronizer, owner: int | None, circle: Circle, size: Sized
 ) -> tuple[Step, ...]:
-    if primitive is Primitive.ALL_REDUCE:
+    if synchronizer is Synchronizer.ALL_REDUCE:
         return (Step(Collective.ALL_REDUCE, size, circle=circle),)
-    if primitive is Primitive.REDUCE_SCATTER_ALL_GATHER:
+    if synchronizer is Synchronizer.REDUCE_SCATTER_ALL_GATHER:
         kinds = (Collective.REDUCE_SCATTER, Collective.ALL_GATHER)
-        return tuple(Step(kind, size, fit=primitive.value, circle=circle) for kind in kinds)
-    if primitive is Primitive.PUSH_PULL:
+        return tuple(Step(kind, size, fit=synchronizer.operation, circle=circle) for kind in kinds)
+    if synchronizer is Synchronizer.PARAMETER_SERVER:
         kinds = (Collective.GATHER, Collective.SCATTER)
         return tuple(
-            Step(kind, size, fit=primitive.value, circle=circle, root=owner) for kind in kinds
+            Step(kind, size, fit=synchronizer.operation, circle=circle, root=owner)
+            for kind in kinds
         )
     return tuple(
         Step(kind, size, circle=circle, root=owner)
@@ -179,8 +186,8 @@ def _compressed(
         """What the one who sums does: adds what all have sent, and compresses the sum."""
         return add_all(sizes, float(members)) + encode(sizes, 1.0)
 
-    if message.primitive in (Primitive.PUSH_PULL, Primitive.REDUCE_BROADCAST):
-        pushed = message.primitive is Primitive.PUSH_PULL
+    if message.synchronizer in (Synchronizer.PARAMETER_SERVER, Synchronizer.REDUCE_BROADCAST):
+        pushed = message.synchronizer is Synchronizer.PARAMETER_SERVER
         back = Collective.SCATTER if pushed else Collective.BROADCAST
         return (
             Step(
@@ -266,11 +273,11 @@ def _low_rank(message: Message, circle: Circle, costs: RuntimeCosts) -> tuple[St
         )
 
     steps = prepared(
-        _plain(message.primitive, message.owner, circle, lambda sizes: sizes.left_bytes)
+        _plain(message.synchronizer, message.owner, circle, lambda sizes: sizes.left_bytes)
     )
     if _factors(message)[1]:
         steps += prepared(
-            _plain(message.primitive, message.owner, circle, lambda sizes: sizes.right_bytes)
+            _plain(message.synchronizer, message.owner, circle, lambda sizes: sizes.right_bytes)
         )
     return (*steps, Step(None, _nothing, product, circle=circle))
 

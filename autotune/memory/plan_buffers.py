@@ -21,11 +21,16 @@ from enum import StrEnum
 
 from autotune.recordings.memory_profile import Replica
 from autotune.strategy_space.backend import buckets_of
-from autotune.strategy_space.plan import INT8_BLOCK, Message, Plan, Primitive, TensorSlice
-from autotune.strategy_space.strategy import ERROR_FEEDBACK, Compressor, SparseHandling
+from autotune.strategy_space.plan import INT8_BLOCK, Message, Plan, TensorSlice
+from autotune.strategy_space.strategy import (
+    ERROR_FEEDBACK,
+    ROOTED,
+    Compressor,
+    SparseHandling,
+    Synchronizer,
+)
 from autotune.workload import DTYPE_BYTES, Workload
 
-_ROOTED = (Primitive.PUSH_PULL, Primitive.REDUCE_BROADCAST)
 _HALF = (Compressor.FP16, Compressor.BF16)
 _GLOO_THREADS = 2
 """Of a process group (torch: ProcessGroupGloo::Options)."""
@@ -111,7 +116,7 @@ def multiplying_lanes(plan: Plan) -> frozenset[int]:
         if message.compressor is Compressor.POWER_SGD:
             first, steps = (
                 int(message.hierarchical),
-                1 if message.primitive is Primitive.ALL_REDUCE else 2,
+                1 if message.synchronizer is Synchronizer.ALL_REDUCE else 2,
             )
             found |= {first, first + steps, first + 2 * steps}
     return frozenset(found)
@@ -237,7 +242,7 @@ class _Exchange:
         multiple = len(_circle(message, plan, replica))
         self._elements = -(-message.elements // multiple) * multiple
         if message.compressor is Compressor.INT8:
-            rows = 1 if message.primitive in _ROOTED else multiple
+            rows = 1 if message.synchronizer in ROOTED else multiple
             self._elements = max(self._elements, rows * self._int8_row(rows)[0])
 
     def buffers(self) -> Iterator[Buffer]:
@@ -256,12 +261,12 @@ class _Exchange:
         """Of `size` bytes by the message's primitive."""
         if len(self._members) < 2:
             return
-        if self.message.primitive is Primitive.REDUCE_SCATTER_ALL_GATHER:
+        if self.message.synchronizer is Synchronizer.REDUCE_SCATTER_ALL_GATHER:
             yield self._make(size // self._m, "shard")
             if self._copies:
                 yield self._make(size, "copy by reduce-scatter", When.QUEUED)
                 yield self._make(size, "copy by all-gather", When.FLIGHT)
-        elif self.message.primitive is Primitive.PUSH_PULL and self._owns:
+        elif self.message.synchronizer is Synchronizer.PARAMETER_SERVER and self._owns:
             yield self._make(self._m * size, "parts of all ranks on their server")
             if self._item == 2:
                 yield self._make(2 * size, "sum in float32 on its server")
@@ -270,7 +275,7 @@ class _Exchange:
 
     def _payloads(self) -> Iterator[Buffer]:
         """int8 and top-k: rows of bytes."""
-        rooted = self.message.primitive in _ROOTED
+        rooted = self.message.synchronizer in ROOTED
         int8 = self.message.compressor is Compressor.INT8
         rows = 1 if rooted or not int8 else self._m
         length, width = self._int8_row(rows) if int8 else (self.message.elements, self._top_k_row())

@@ -48,7 +48,7 @@ def can_merge(one: Message, other: Message) -> bool:
     if SparseHandling.DENSE is not one.sparse or SparseHandling.DENSE is not other.sparse:
         return False
     kinds = [
-        (m.primitive, m.compressor, m.dtype, m.owner, m.hierarchical, m.ratio, m.rank)
+        (m.synchronizer, m.compressor, m.dtype, m.owner, m.hierarchical, m.ratio, m.rank)
         for m in (one, other)
     ]
     return kinds[0] == kinds[1]
@@ -181,7 +181,7 @@ def signature(message: Message) -> tuple[object, ...]:
     )
     return (
         parts,
-        message.primitive,
+        message.synchronizer,
         message.compressor,
         message.hierarchical,
         message.ratio,

@@ -175,7 +175,7 @@ def _kind(message: Message) -> object:
     ):  # variables differ in how many of their rows a step touches
         parts = message.sparse, tuple(part.variable for part in message.slices)
     own = (
-        message.primitive,
+        message.synchronizer,
         message.compressor,
         message.dtype,
         message.owner,

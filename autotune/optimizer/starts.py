@@ -16,7 +16,7 @@ from autotune.strategy_space.builders.catalogue import seed_strategies
 from autotune.strategy_space.builders.collectives import large_alone
 from autotune.strategy_space.builders.cross_step import in_planned_order
 from autotune.strategy_space.builders.servers import served_in_buckets
-from autotune.strategy_space.plan import PRIMITIVE_OF, plan
+from autotune.strategy_space.plan import plan
 from autotune.strategy_space.strategy import Shard, Strategy, Synchronizer
 from autotune.workload import Workload
 
@@ -95,9 +95,7 @@ def _best_cuts(problem: Problem, fusion: OpFusion) -> Iterator[tuple[str, Strate
             continue
         for hierarchical in levels:
             shard = Shard(synchronizer, hierarchical=hierarchical)
-            cost_s = partial(
-                _cost_s, rates, MessageKind(PRIMITIVE_OF[synchronizer], hierarchical=hierarchical)
-            )
+            cost_s = partial(_cost_s, rates, MessageKind(synchronizer, hierarchical=hierarchical))
             strategy = contiguous_strategy(timed, problem.groups(), shard, cost_s)
             name = f"best cuts, {synchronizer}{', hierarchical' if hierarchical else ''}"
             yield name, strategy

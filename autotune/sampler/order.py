@@ -20,7 +20,7 @@ from autotune.costs.row_traffic import ROW_NUMBER_BYTES, collective_share
 from autotune.costs.sync_cost import MessageKind, Rates
 from autotune.costs.timing import needed_times_s, ready_times_s
 from autotune.sampler.draws import Context, Drawn
-from autotune.strategy_space.plan import INT8_BLOCK, PRIMITIVE_OF
+from autotune.strategy_space.plan import INT8_BLOCK
 from autotune.strategy_space.space import CompressorSetting
 from autotune.strategy_space.strategy import Compressor, SparseHandling
 from autotune.workload import DTYPE_BYTES
@@ -54,7 +54,6 @@ class PlannedOrder:
         ready_s, needed_s = np.zeros(count), np.full(count, np.inf)
         np.maximum.at(ready_s, message, self.ready_s[owner])
         np.minimum.at(needed_s, message, self.needed_s[owner])
-        primitives = [PRIMITIVE_OF[synchronizer] for synchronizer in self.space.synchronizers]
         columns = (
             drawn.synchronizer[first],
             drawn.placement[first],
@@ -63,7 +62,10 @@ class PlannedOrder:
         )
         kinds = [
             MessageKind(
-                primitives[kind], None if rank < 0 else rank, bool(two_level), drawn.sparse[own]
+                self.space.synchronizers[kind],
+                None if rank < 0 else rank,
+                bool(two_level),
+                drawn.sparse[own],
             )
             for kind, rank, two_level, own in zip(
                 *(column.tolist() for column in columns), strict=True

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from autotune.strategy_space.plan import Message, Plan, Primitive
-from autotune.strategy_space.strategy import Compressor, SparseHandling
+from autotune.strategy_space.plan import Message, Plan
+from autotune.strategy_space.strategy import Compressor, SparseHandling, Synchronizer
 from autotune.workload import Variable
 
 
@@ -45,7 +45,7 @@ def carrier_text(plan: Plan, native: bool) -> str:
 
 def _is_bucket(message: Message) -> bool:
     plain = (
-        message.primitive is Primitive.ALL_REDUCE
+        message.synchronizer is Synchronizer.ALL_REDUCE
         and message.compressor is Compressor.NONE
         and message.sparse is SparseHandling.DENSE
     )

@@ -84,7 +84,7 @@ class MessageRow:
     """One message of a plan; `number` 1 is issued first."""
 
     number: int
-    primitive: str
+    synchronizer: str
     compressor: str
     grad_bytes: int
     wire_bytes: int
@@ -97,7 +97,7 @@ def message_rows(planned: Plan) -> list[MessageRow]:
     return [
         MessageRow(
             number,
-            message.primitive.value + (", hierarchical" if message.hierarchical else ""),
+            message.synchronizer.value + (", hierarchical" if message.hierarchical else ""),
             compressor_text(message),
             message.grad_bytes,
             message.wire_bytes,

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autotune.strategy_space.plan import Message, Plan, Primitive
+from autotune.strategy_space.plan import Message, Plan
 from autotune.strategy_space.space import SearchSpace
 from autotune.strategy_space.strategy import (
     ERROR_FEEDBACK,
+    ROOTED,
     SPARSE_COMPRESSORS,
+    SPARSE_SYNCHRONIZERS,
     Compressor,
     SparseHandling,
     why_not_in_flight,
@@ -16,11 +18,6 @@ from autotune.strategy_space.strategy import (
 
 _FED_BACK = ("float32", "float64")
 _MOST_INDICES = 2**31 - 1
-_ROW_PRIMITIVES = {
-    SparseHandling.ALL_GATHER: (Primitive.ALL_REDUCE, Primitive.REDUCE_SCATTER_ALL_GATHER),
-    SparseHandling.GATHER_SCATTER: (Primitive.PUSH_PULL,),
-}
-_ROOTED = (Primitive.PUSH_PULL, Primitive.REDUCE_BROADCAST)
 
 
 def why_refused(plan: Plan) -> str | None:
@@ -51,7 +48,7 @@ def _why_message_refused(message: Message, world_size: int) -> str | None:
             return reason
     if message.ranks:
         return f"every rank takes part in a message, but the plan names {message.ranks}"
-    if message.primitive in _ROOTED and (
+    if message.synchronizer in ROOTED and (
         message.owner is None or not 0 <= message.owner < world_size
     ):
         return f"the owner must be a rank below {world_size}, but is {message.owner}"
@@ -96,8 +93,8 @@ def _why_rows_refused(message: Message) -> str | None:
         )
     if len(message.slices) != 1 or message.slices[0].axis not in (None, 0):
         return f"rows of a sparse gradient travel alone, whole or cut along axis 0, but the message holds {len(message.slices)} slice(s)"
-    if message.primitive not in _ROW_PRIMITIVES[message.sparse]:
-        return f"sparse = {message.sparse} needs {' or '.join(_ROW_PRIMITIVES[message.sparse])}, but the primitive is {message.primitive}"
+    if message.synchronizer not in SPARSE_SYNCHRONIZERS[message.sparse]:
+        return f"sparse = {message.sparse} needs {' or '.join(SPARSE_SYNCHRONIZERS[message.sparse])}, but the synchronizer is {message.synchronizer}"
     return None
 
 
@@ -105,4 +102,4 @@ def describe(message: Message) -> str:
     """For error messages: the primitive and the first variables."""
     names = list(dict.fromkeys(part.variable for part in message.slices))
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"{message.primitive} of {', '.join(names[:3])}{more}"
+    return f"{message.synchronizer} of {', '.join(names[:3])}{more}"

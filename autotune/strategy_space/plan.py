@@ -9,13 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 from functools import cached_property, lru_cache
 from typing import Any
 
-from autotune.canonical import LATER, canonical_json, content_id, to_data
+from autotune.canonical import LATER, canonical_json, content_id, stored_as, to_data
 from autotune.errors import InvalidStrategy
-from autotune.parsing import parse, parse_json, refuse_newer
+from autotune.parsing import parse, parse_json, refuse_newer, schema_of_stored
 from autotune.strategy_space.strategy import (
     Compressor,
     Partition,
@@ -31,24 +30,7 @@ from autotune.workload import DTYPE_BYTES, Variable, Workload
 SCHEMA = 1
 
 
-class Primitive(StrEnum):
-    """What the ranks of a message do together."""
-
-    ALL_REDUCE = "all_reduce"
-    REDUCE_SCATTER_ALL_GATHER = "reduce_scatter_all_gather"
-    PUSH_PULL = (
-        "push_pull"  # every rank sends to the owner, the owner sums and sends back to every rank
-    )
-    REDUCE_BROADCAST = "reduce_broadcast"
-
-
-PRIMITIVE_OF = {
-    Synchronizer.ALL_REDUCE: Primitive.ALL_REDUCE,
-    Synchronizer.REDUCE_SCATTER_ALL_GATHER: Primitive.REDUCE_SCATTER_ALL_GATHER,
-    Synchronizer.PARAMETER_SERVER: Primitive.PUSH_PULL,
-    Synchronizer.REDUCE_BROADCAST: Primitive.REDUCE_BROADCAST,
-}
-
+_OPERATIONS = {kind: kind.operation for kind in Synchronizer}
 _CAST_BYTES = {Compressor.FP16: 2, Compressor.BF16: 2}
 INT8_BLOCK = 1024
 """Elements that share one float32 scale."""
@@ -79,7 +61,7 @@ class Message:
     __pydantic_config__ = {"extra": "forbid"}
 
     slices: tuple[TensorSlice, ...]
-    primitive: Primitive
+    synchronizer: Synchronizer = field(metadata=stored_as("primitive", _OPERATIONS))
     compressor: Compressor
     dtype: str
     owner: int | None = None
@@ -89,6 +71,8 @@ class Message:
     ratio: float | None = None
     rank: int | None = None
     ranks: tuple[int, ...] = ()
+
+    __get_pydantic_core_schema__ = classmethod(schema_of_stored)
 
     @cached_property
     def elements(self) -> int:
@@ -277,7 +261,7 @@ def message_of(
     """The message that carries `slices` in the way of `shard`."""
     return Message(
         tuple(slices),
-        PRIMITIVE_OF[shard.synchronizer],
+        shard.synchronizer,
         shard.compressor,
         dtype,
         shard.placement,

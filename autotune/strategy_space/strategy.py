@@ -21,10 +21,17 @@ MOST_IN_FLIGHT = 2
 
 
 class Synchronizer(StrEnum):
+    """What the ranks do together to sum a message."""
+
     ALL_REDUCE = "all_reduce"
     REDUCE_SCATTER_ALL_GATHER = "reduce_scatter_all_gather"
-    PARAMETER_SERVER = "parameter_server"
+    PARAMETER_SERVER = "parameter_server"  # every rank sends to the server and receives the sum
     REDUCE_BROADCAST = "reduce_broadcast"
+
+    @property
+    def operation(self) -> str:
+        """Its name in stored plans and as a probed operation."""
+        return "push_pull" if self is Synchronizer.PARAMETER_SERVER else self.value
 
 
 ROOTED = frozenset({Synchronizer.PARAMETER_SERVER, Synchronizer.REDUCE_BROADCAST})

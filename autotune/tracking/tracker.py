@@ -372,7 +372,9 @@ class _Sender:
         self._mlflow.client.log_text(run_id, planned.to_json(), "plan.json")
         counts: dict[str, int] = {}
         for message in planned.messages:
-            counts[message.primitive.value] = counts.get(message.primitive.value, 0) + 1
+            counts[message.synchronizer.operation] = (
+                counts.get(message.synchronizer.operation, 0) + 1
+            )
         return {
             "origin": proposal.origin,
             "messages": len(planned.messages),

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from autotune.strategy_space.plan import Primitive
+from autotune.strategy_space.strategy import Synchronizer
 from runtime_rewriter.pytorch.exchange.device import Device
 from runtime_rewriter.pytorch.exchange.lanes import Lanes
 from runtime_rewriter.pytorch.exchange.ranks import Circle, Ranks
@@ -24,14 +24,14 @@ Operation = Callable[[], None]
 Preparation = Callable[[Ranks, int, Device], Operation]
 
 
-def _exchange(primitive: Primitive) -> Preparation:
+def _exchange(synchronizer: Synchronizer) -> Preparation:
     """What a plan's message does, all its steps, so that the cost of combining at the owner is in it."""
 
     def prepare(ranks: Ranks, size_bytes: int, device: Device) -> Operation:
         elements = max(size_bytes // 4 // ranks.size, 1) * ranks.size
         values = torch.zeros(elements, device=device.device)
         steps = flat_sum(
-            primitive, values, Lanes(ranks, device), Circle.world(ranks.size), 0
+            synchronizer, values, Lanes(ranks, device), Circle.world(ranks.size), 0
         ).steps()
 
         def operation() -> None:
@@ -97,9 +97,9 @@ def _none(_: object) -> None:
 
 
 OPERATIONS: dict[str, Preparation] = {
-    "all_reduce": _exchange(Primitive.ALL_REDUCE),
-    "push_pull": _exchange(Primitive.PUSH_PULL),
-    "reduce_scatter_all_gather": _exchange(Primitive.REDUCE_SCATTER_ALL_GATHER),
+    "all_reduce": _exchange(Synchronizer.ALL_REDUCE),
+    "push_pull": _exchange(Synchronizer.PARAMETER_SERVER),
+    "reduce_scatter_all_gather": _exchange(Synchronizer.REDUCE_SCATTER_ALL_GATHER),
     "reduce_scatter": _reduce_scatter,
     "all_gather": _all_gather,
     "broadcast": _broadcast,

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autotune.errors import SynchronizationError
-from autotune.strategy_space.plan import Message, Plan, Primitive, TensorSlice
-from autotune.strategy_space.strategy import Compressor
+from autotune.strategy_space.plan import Message, Plan, TensorSlice
+from autotune.strategy_space.strategy import Compressor, Synchronizer
 from autotune.workload import Variable, Workload
 from runtime_rewriter.pytorch.agreement import assumed_workload, dtype_name
 from runtime_rewriter.pytorch.autograd import by_identity, variable_edges
@@ -68,7 +68,7 @@ def profiling_plan(workload: Workload, world_size: int) -> Plan:
     messages = tuple(
         Message(
             tuple(TensorSlice(v.name, v.elements) for v in variables),
-            Primitive.ALL_REDUCE,
+            Synchronizer.ALL_REDUCE,
             Compressor.NONE,
             dtype,
         )

@@ -26,8 +26,8 @@ from autotune.errors import InvalidInput, LaunchError
 from autotune.recordings.job_file import JOB_FILE, RankRecord, RecordedJob, trace_name
 from autotune.recordings.memory_file import MEMORY_FILE, RecordedMemory
 from autotune.recordings.recorded_steps import SeenCollective, collective_rows, step_times
-from autotune.strategy_space.plan import Message, Plan, Primitive, TensorSlice
-from autotune.strategy_space.strategy import Compressor
+from autotune.strategy_space.plan import Message, Plan, TensorSlice
+from autotune.strategy_space.strategy import Compressor, Synchronizer
 from autotune.workload import Workload
 from runtime_rewriter.pytorch.agreement import assumed_workload
 from runtime_rewriter.pytorch.hooks import GradientSynchronizer
@@ -489,7 +489,7 @@ def _plan_of(
     messages = tuple(
         Message(
             tuple(TensorSlice(name, variables[name].elements) for name in bucket),
-            *(Primitive.ALL_REDUCE, Compressor.NONE, variables[bucket[0]].dtype),
+            *(Synchronizer.ALL_REDUCE, Compressor.NONE, variables[bucket[0]].dtype),
         )
         for bucket in buckets
     )

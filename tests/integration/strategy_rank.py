@@ -396,7 +396,7 @@ def kinds_of(made: Plan | None) -> frozenset[str]:
     """What a plan has in it, for the test to see that everything occurred."""
     if made is None:
         return frozenset({"without a plan"})
-    found = {str(message.primitive) for message in made.messages}
+    found = {str(message.synchronizer) for message in made.messages}
     found |= {f"sparse {message.sparse}" for message in made.messages}
     conditions = {
         "cut": any(part.axis is not None for message in made.messages for part in message.slices),
@@ -404,7 +404,7 @@ def kinds_of(made: Plan | None) -> frozenset[str]:
             part.axis for message in made.messages for part in message.slices
         ),
         "merged": any(len(message.slices) > 1 for message in made.messages),
-        "mixed": len({message.primitive for message in made.messages}) > 1,
+        "mixed": len({message.synchronizer for message in made.messages}) > 1,
         "hierarchical": any(message.hierarchical for message in made.messages),
         "across steps": made.cross_step,
         "two in flight": made.in_flight == 2,

@@ -24,8 +24,8 @@ from autotune.profiling.alignment import align
 from autotune.profiling.traces import read_job
 from autotune.profiling.traces.job import assemble
 from autotune.recordings.job_file import RecordedJob, trace_name
-from autotune.strategy_space.plan import Message, Plan, Primitive, TensorSlice
-from autotune.strategy_space.strategy import Compressor
+from autotune.strategy_space.plan import Message, Plan, TensorSlice
+from autotune.strategy_space.strategy import Compressor, Synchronizer
 from runtime_rewriter.pytorch.agreement import assumed_workload
 from runtime_rewriter.pytorch.attached import attach
 from runtime_rewriter.pytorch.ddp import PlannedDataParallel
@@ -284,8 +284,10 @@ def plan_of(module: nn.Module) -> Plan:
     slices = [TensorSlice(variable.name, variable.elements) for variable in workload.variables]
     half = len(slices) // 2
     messages = (
-        Message(tuple(slices[:half]), Primitive.PUSH_PULL, Compressor.NONE, "float32", owner=1),
-        Message(tuple(slices[half:]), Primitive.ALL_REDUCE, Compressor.NONE, "float32"),
+        Message(
+            tuple(slices[:half]), Synchronizer.PARAMETER_SERVER, Compressor.NONE, "float32", owner=1
+        ),
+        Message(tuple(slices[half:]), Synchronizer.ALL_REDUCE, Compressor.NONE, "float32"),
     )
     return Plan(workload.id, 2, messages)
 

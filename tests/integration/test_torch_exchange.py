@@ -18,7 +18,7 @@ from torch_plans import uniform
 from torch_world import run_world, seeded
 
 from autotune.errors import InvalidStrategy
-from autotune.strategy_space.plan import PRIMITIVE_OF, Message, Plan, TensorSlice
+from autotune.strategy_space.plan import Message, Plan, TensorSlice
 from autotune.strategy_space.strategy import Compressor, Synchronizer
 from runtime_rewriter.pytorch.ddp import PlannedDataParallel
 from runtime_rewriter.pytorch.exchange import lanes
@@ -359,7 +359,7 @@ def check_buffers_are_given_back(rank: int, limit: int | None) -> None:
         )
         message = Message(
             (TensorSlice("v", 64 * 32, rows=64),),
-            PRIMITIVE_OF[synchronizer],
+            synchronizer,
             compressor,
             "float32",
             0,

@@ -231,7 +231,7 @@ def test_what_cannot_be_enacted_is_named_before_any_step() -> None:
         ),
         (
             {"sparse": SparseHandling.GATHER_SCATTER, "slices": message.slices[:1]},
-            "needs push_pull, but the primitive is all_reduce",
+            "needs parameter_server, but the synchronizer is all_reduce",
         ),
     ):
         bad = replace(plan, messages=(replace(message, **change), *plan.messages[1:]))

@@ -279,7 +279,7 @@ def check_observer(rank: int) -> tuple[list[Any], list[Any]]:
         by_hooks = replace(
             held,
             messages=(
-                replace(shape, primitive=uniform(model.module, 2, RS).messages[0].primitive),
+                replace(shape, synchronizer=uniform(model.module, 2, RS).messages[0].synchronizer),
                 *held.messages[1:],
             ),
         )

@@ -18,7 +18,7 @@ from autotune.lowering.lower import Lowering
 from autotune.lowering.traffic import Collective, Ports
 from autotune.rng import generator
 from autotune.sampler.random import sample
-from autotune.strategy_space.plan import Message, Plan, Primitive, TensorSlice, plan
+from autotune.strategy_space.plan import Message, Plan, TensorSlice, plan
 from autotune.strategy_space.space import SearchSpace
 from autotune.strategy_space.strategy import (
     Compressor,
@@ -76,7 +76,7 @@ def hosts(*devices_and_mbit: tuple[int, float]) -> tuple[Host, ...]:
 
 
 def fitted(cluster: Cluster) -> Cluster:
-    """With a fit of every primitive, of different costs, some of them bent."""
+    """With a fit of every synchronizer, of different costs, some of them bent."""
     fits = []
     for number, name in enumerate(PROBED):
         for where, size in (
@@ -229,7 +229,7 @@ def test_rows_take_the_processor_for_what_is_done_with_them(
 
 
 def one_message(
-    primitive: Primitive,
+    synchronizer: Synchronizer,
     elements: int,
     cluster: Cluster,
     owner: int | None = None,
@@ -238,22 +238,28 @@ def one_message(
     workload = Workload(
         "m", (Variable("v", (elements,), ready_s=0.0, needed_s=0.0),), (), 0.0, 0.0, 0.0
     )
-    message = Message((TensorSlice("v", elements),), primitive, Compressor.NONE, "float32", owner)
+    message = Message(
+        (TensorSlice("v", elements),), synchronizer, Compressor.NONE, "float32", owner
+    )
     return workload, Plan(workload.id, cluster.world_size, (message,), cross_step)
 
 
 @pytest.mark.parametrize("cross_step", [False, True])
 @pytest.mark.parametrize("name", ["even", "uneven", "devices"])
-@pytest.mark.parametrize("primitive", list(Primitive))
+@pytest.mark.parametrize("synchronizer", list(Synchronizer))
 @pytest.mark.parametrize("elements", [1, 5_000, 100_000, 10_000_000])
 def test_alone_a_message_costs_what_was_fitted(
-    primitive: Primitive, elements: int, name: str, cross_step: bool
+    synchronizer: Synchronizer, elements: int, name: str, cross_step: bool
 ) -> None:
     cluster = fitted(CLUSTERS[name])
-    rooted = primitive in (Primitive.PUSH_PULL, Primitive.REDUCE_BROADCAST)
-    workload, wanted = one_message(primitive, elements, cluster, 0 if rooted else None, cross_step)
+    rooted = synchronizer in (Synchronizer.PARAMETER_SERVER, Synchronizer.REDUCE_BROADCAST)
+    workload, wanted = one_message(
+        synchronizer, elements, cluster, 0 if rooted else None, cross_step
+    )
     parts = (
-        ("reduce", "broadcast") if primitive is Primitive.REDUCE_BROADCAST else (primitive.value,)
+        ("reduce", "broadcast")
+        if synchronizer is Synchronizer.REDUCE_BROADCAST
+        else (synchronizer.operation,)
     )
     fits = [cluster.fit(part, cluster.world_size) for part in parts]
     expected_s = sum(fit.seconds(4 * elements) for fit in fits if fit is not None)
@@ -279,7 +285,9 @@ def test_across_the_step_and_one_by_one_the_period_is_that_of_one_channel(
 
 def test_across_the_step_a_server_sends_one_message_back_while_the_next_comes_in() -> None:
     cluster = fitted(CLUSTERS["even"])
-    workload, alone = one_message(Primitive.PUSH_PULL, 100_000, cluster, 0, cross_step=True)
+    workload, alone = one_message(
+        Synchronizer.PARAMETER_SERVER, 100_000, cluster, 0, cross_step=True
+    )
     both = replace(
         workload, variables=tuple(replace(workload.variables[0], name=name) for name in ("v", "w"))
     )

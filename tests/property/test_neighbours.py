@@ -20,7 +20,7 @@ from autotune.strategy_space.builders.collectives import (
 )
 from autotune.strategy_space.builders.servers import ps_load_balanced
 from autotune.strategy_space.moves.neighbours import mutate
-from autotune.strategy_space.plan import Primitive, plan
+from autotune.strategy_space.plan import plan
 from autotune.strategy_space.space import SearchSpace
 from autotune.strategy_space.strategy import Compressor, Shard, SparseHandling, Synchronizer
 from autotune.workload import Variable, Workload
@@ -33,7 +33,7 @@ LOSSY = SearchSpace.default(lossy=True)
 def messages_of(strategy):
     """What every message of the plan sends and how, without the group's number."""
     return [
-        (m.slices, m.primitive, m.compressor, m.owner, m.hierarchical)
+        (m.slices, m.synchronizer, m.compressor, m.owner, m.hierarchical)
         for m in plan(strategy, MODEL, 4).messages
     ]
 
@@ -77,7 +77,9 @@ def test_every_kind_of_move_occurs_from_two_buckets():
         if all(not c.partition for c in strategy.variables)
     ]
     pure = [
-        messages for messages in whole if {m.primitive for m in messages} == {Primitive.ALL_REDUCE}
+        messages
+        for messages in whole
+        if {m.synchronizer for m in messages} == {Synchronizer.ALL_REDUCE}
     ]
     assert any(len(messages) == 1 for messages in pure)  # merged
     assert any(len(messages) == 3 for messages in pure)  # split
@@ -88,12 +90,12 @@ def test_every_kind_of_move_occurs_from_two_buckets():
         {m.compressor for m in messages} == {Compressor.NONE, Compressor.BF16} for messages in pure
     )
     assert any(
-        m.primitive is Primitive.PUSH_PULL and len(m.slices) > 1
+        m.synchronizer is Synchronizer.PARAMETER_SERVER and len(m.slices) > 1
         for messages in whole
         for m in messages
     )  # a message
     assert any(
-        m.primitive is Primitive.PUSH_PULL and len(m.slices) == 1
+        m.synchronizer is Synchronizer.PARAMETER_SERVER and len(m.slices) == 1
         for messages in whole
         for m in messages
     )  # a variable

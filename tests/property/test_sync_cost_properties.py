@@ -13,8 +13,8 @@ from autotune.costs.issue_order import channel_ends_s
 from autotune.costs.sync_cost import KERNEL_LATENCY_S, message_costs, network_overhead_s
 from autotune.features.compute_cost import overlap_step_s, slowed_ready_s
 from autotune.features.flat import FlatPlan
-from autotune.strategy_space.plan import Message, Plan, Primitive, TensorSlice
-from autotune.strategy_space.strategy import Compressor
+from autotune.strategy_space.plan import Message, Plan, TensorSlice
+from autotune.strategy_space.strategy import Compressor, Synchronizer
 from autotune.workload import Variable, Workload
 
 rates = st.floats(1e6, 1e10)
@@ -49,14 +49,14 @@ def plans(draw: st.DrawFn) -> tuple[Cluster, Plan]:
     cluster = draw(clusters())
     messages = []
     for number in range(draw(st.integers(1, 6))):
-        primitive = draw(st.sampled_from(list(Primitive)))
-        rooted = primitive in (Primitive.PUSH_PULL, Primitive.REDUCE_BROADCAST)
+        synchronizer = draw(st.sampled_from(list(Synchronizer)))
+        rooted = synchronizer in (Synchronizer.PARAMETER_SERVER, Synchronizer.REDUCE_BROADCAST)
         owner = draw(st.integers(0, cluster.world_size - 1)) if rooted else None
         part = TensorSlice(f"v{number}", draw(st.integers(1, 10**7)))
         messages.append(
             Message(
                 (part,),
-                primitive,
+                synchronizer,
                 Compressor.NONE,
                 "float32",
                 owner=owner,
@@ -71,7 +71,7 @@ def slow_cost_s(message: Message, cluster: Cluster) -> float:
     world, phi = cluster.world_size, network_overhead_s(cluster)
     if world == 1:
         return 0.0
-    if message.primitive is Primitive.PUSH_PULL:
+    if message.synchronizer is Synchronizer.PARAMETER_SERVER:
         assert message.owner is not None
         seconds = 0.0
         for rank in range(world):
@@ -81,10 +81,10 @@ def slow_cost_s(message: Message, cluster: Cluster) -> float:
         return seconds + world * phi + KERNEL_LATENCY_S
     slowest = min(cluster.bandwidth_bytes_per_s(rank, (rank + 1) % world) for rank in range(world))
     factors = {
-        Primitive.ALL_REDUCE: [2 * (world - 1) / world],
-        Primitive.REDUCE_SCATTER_ALL_GATHER: [(world - 1) / world] * 2,
-        Primitive.REDUCE_BROADCAST: [1.0, 1.0],
-    }[message.primitive]
+        Synchronizer.ALL_REDUCE: [2 * (world - 1) / world],
+        Synchronizer.REDUCE_SCATTER_ALL_GATHER: [(world - 1) / world] * 2,
+        Synchronizer.REDUCE_BROADCAST: [1.0, 1.0],
+    }[message.synchronizer]
     return sum(
         factor * message.wire_bytes / slowest + world * phi + KERNEL_LATENCY_S for factor in factors
     )
@@ -128,7 +128,11 @@ def test_more_bandwidth_is_never_slower(case: tuple[Cluster, Plan], times: float
 @given(plans())
 def test_hierarchy_never_sends_more_over_a_servers_interface(case: tuple[Cluster, Plan]) -> None:
     cluster, made = case
-    served = tuple(message for message in made.messages if message.primitive is Primitive.PUSH_PULL)
+    served = tuple(
+        message
+        for message in made.messages
+        if message.synchronizer is Synchronizer.PARAMETER_SERVER
+    )
     if not served:
         return
     costs = [

@@ -8,7 +8,7 @@ import pytest
 
 from autotune.dataset.autosync import AutosyncDomain, read_autosync
 from autotune.errors import InvalidInput
-from autotune.strategy_space.plan import Primitive, plan
+from autotune.strategy_space.plan import plan
 from autotune.strategy_space.strategy import Compressor, SparseHandling, Synchronizer
 from tests import autosync_miniature as miniature
 
@@ -80,9 +80,9 @@ def test_what_was_read_can_be_planned(folder: Path) -> None:
     own = domain(folder)
     made = [plan(trial.strategy, own.workload, trial.cluster.world_size) for trial in own.trials]
     assert [len(each.messages) for each in made] == [4, 3]
-    assert {message.primitive for message in made[0].messages} == {
-        Primitive.PUSH_PULL,
-        Primitive.ALL_REDUCE,
+    assert {message.synchronizer for message in made[0].messages} == {
+        Synchronizer.PARAMETER_SERVER,
+        Synchronizer.ALL_REDUCE,
     }
 
 

@@ -16,7 +16,7 @@ from autotune.rng import generator
 from autotune.strategy_space.builders import catalogue, collectives, servers
 from autotune.strategy_space.builders.collectives import MIB, large_alone
 from autotune.strategy_space.builders.cross_step import cross_step_all_reduce
-from autotune.strategy_space.plan import Primitive, plan
+from autotune.strategy_space.plan import plan
 from autotune.strategy_space.space import SearchSpace
 from autotune.strategy_space.strategy import (
     Compressor,
@@ -83,7 +83,9 @@ def test_ddp_defaults_are_those_of_torch():
 
 def test_reduce_scatter_all_gather_uses_the_buckets_of_ddp():
     ours = plan(collectives.reduce_scatter_all_gather(KB, 2000, 1000), KB, 4)
-    assert {message.primitive for message in ours.messages} == {Primitive.REDUCE_SCATTER_ALL_GATHER}
+    assert {message.synchronizer for message in ours.messages} == {
+        Synchronizer.REDUCE_SCATTER_ALL_GATHER
+    }
     assert sent_names(collectives.reduce_scatter_all_gather(KB, 2000, 1000), KB) == [
         ["v0"],
         ["v1", "v2"],
@@ -307,8 +309,8 @@ def cut(*variables: Variable) -> Workload:
 def test_zero2_closes_a_bucket_before_it_would_hold_too_many_elements():
     strategy = collectives.zero2_like(KB, bucket_elements=600)
     assert sent_names(strategy, KB) == [["v0", "v1"], ["v2", "v3"], ["v4", "v5"]]
-    assert {message.primitive for message in plan(strategy, KB, 4).messages} == {
-        Primitive.REDUCE_SCATTER_ALL_GATHER
+    assert {message.synchronizer for message in plan(strategy, KB, 4).messages} == {
+        Synchronizer.REDUCE_SCATTER_ALL_GATHER
     }
     assert sent_names(collectives.zero2_like(KB, bucket_elements=1), KB) == [
         [f"v{i}"] for i in range(6)

@@ -15,8 +15,8 @@ from autotune.lowering.costs import Constant, RuntimeCosts
 from autotune.lowering.lower import Lowering, lower, replayed_step_s
 from autotune.strategy_space.builders.collectives import per_variable, single_bucket
 from autotune.strategy_space.builders.servers import parameter_server
-from autotune.strategy_space.plan import Message, Plan, Primitive, TensorSlice, plan
-from autotune.strategy_space.strategy import Compressor
+from autotune.strategy_space.plan import Message, Plan, TensorSlice, plan
+from autotune.strategy_space.strategy import Compressor, Synchronizer
 from autotune.workload import Variable, Workload
 
 NOTHING = {
@@ -147,7 +147,9 @@ def test_two_in_flight_send_while_one_by_one_they_wait_for_each_other() -> None:
     lowering = Lowering(workload(), even(4).with_fits((fit,)), free)
     sizes = [1_000_000, 4_000_000, 2_000_000, 1_000_000]
     sent = [
-        Message((TensorSlice("v0", size // 4),), Primitive.ALL_REDUCE, Compressor.NONE, "float32")
+        Message(
+            (TensorSlice("v0", size // 4),), Synchronizer.ALL_REDUCE, Compressor.NONE, "float32"
+        )
         for size in sizes
     ]
     one, two = (replay(lowering.message_graph(sent, limit=limit)).makespan_s for limit in (1, 2))
@@ -207,7 +209,7 @@ def test_a_reduce_and_its_broadcast_follow_each_other_on_lanes_of_their_own() ->
     rooted = replace(
         owned,
         messages=tuple(
-            replace(m, primitive=Primitive.REDUCE_BROADCAST, owner=1) for m in owned.messages
+            replace(m, synchronizer=Synchronizer.REDUCE_BROADCAST, owner=1) for m in owned.messages
         ),
     )
     graph = Lowering(workload(), even(4)).period(rooted)
@@ -333,7 +335,7 @@ def test_a_slow_host_takes_turns_between_being_a_server_and_sending_to_another_o
     to_slow, to_fast = (
         Message(
             (TensorSlice("v0", count),),
-            Primitive.PUSH_PULL,
+            Synchronizer.PARAMETER_SERVER,
             Compressor.NONE,
             "float32",
             owner=owner,

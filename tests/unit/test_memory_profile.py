@@ -30,8 +30,8 @@ from autotune.recordings.memory_profile import (
     Segment,
 )
 from autotune.strategy_space.builders.collectives import per_variable
-from autotune.strategy_space.plan import Message, Plan, Primitive, TensorSlice, plan
-from autotune.strategy_space.strategy import Compressor
+from autotune.strategy_space.plan import Message, Plan, TensorSlice, plan
+from autotune.strategy_space.strategy import Compressor, Synchronizer
 from autotune.workload import Variable, Workload
 
 WORKLOAD = Workload(
@@ -224,7 +224,8 @@ def test_power_sgd_on_a_gpu_has_a_workspace_of_cublas_on_each_lane_where_it_mult
     served = replace(
         low_rank,
         messages=tuple(
-            replace(m, primitive=Primitive.PUSH_PULL, owner=0) for m in low_rank.messages
+            replace(m, synchronizer=Synchronizer.PARAMETER_SERVER, owner=0)
+            for m in low_rank.messages
         ),
     )
     both = replace(low_rank, messages=(low_rank.messages[0], served.messages[1]))
@@ -239,7 +240,7 @@ def test_power_sgd_on_a_gpu_has_a_workspace_of_cublas_on_each_lane_where_it_mult
 def test_only_leaders_of_hosts_keep_buffers_of_hierarchical_servers() -> None:
     message = Message(
         (TensorSlice("a", 100, rows=10),),
-        Primitive.PUSH_PULL,
+        Synchronizer.PARAMETER_SERVER,
         Compressor.NONE,
         "float32",
         owner=0,

@@ -14,8 +14,8 @@ from autotune.cluster_file import read_cluster
 from autotune.optimizer.bounds import least_transfer_s
 from autotune.strategy_space.backend import buckets_of
 from autotune.strategy_space.enactable import why_refused
-from autotune.strategy_space.plan import Primitive, plan
-from autotune.strategy_space.strategy import SparseHandling
+from autotune.strategy_space.plan import plan
+from autotune.strategy_space.strategy import SparseHandling, Synchronizer
 from autotune.workload import Variable, Workload, model_id
 from benchmarks.models.generated import MODELS
 from benchmarks.models.script import module_of
@@ -117,12 +117,12 @@ def test_the_sweep_has_the_buckets_of_torch_for_each_bucket_cap(model: str):
 def test_the_schedulers_send_pieces_of_four_megabytes_and_earlier_layers_overtake_what_waits_of_the_largest():
     workload, cluster = WORKLOADS["vgg"], read_cluster(DOMAINS["vgg.four_hosts"].cluster_file)
     made = rivals(workload, cluster)
-    for name, primitive in (
-        ("BytePS-like", Primitive.PUSH_PULL),
-        ("ByteScheduler-like", Primitive.ALL_REDUCE),
+    for name, synchronizer in (
+        ("BytePS-like", Synchronizer.PARAMETER_SERVER),
+        ("ByteScheduler-like", Synchronizer.ALL_REDUCE),
     ):
         messages = plan(made[name], workload, 4).messages
-        assert {message.primitive for message in messages} == {primitive}
+        assert {message.synchronizer for message in messages} == {synchronizer}
         assert max(message.grad_bytes for message in messages) <= 4 * 2**20
         order = [message.slices[0].variable for message in messages]
         assert (

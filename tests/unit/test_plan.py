@@ -6,8 +6,10 @@ import json
 
 import pytest
 
+from autotune.cluster import Cluster, Host
 from autotune.errors import InvalidInput, InvalidStrategy
-from autotune.strategy_space.plan import Message, Plan, Primitive, TensorSlice, plan
+from autotune.strategy_space.builders.catalogue import BUILDERS
+from autotune.strategy_space.plan import Message, Plan, TensorSlice, plan
 from autotune.strategy_space.strategy import (
     Compressor,
     Partition,
@@ -125,7 +127,7 @@ def test_a_partition_becomes_slices_along_its_axis():
 def test_bytes_on_the_wire_follow_the_compressor():
     def message(compressor, **fields):
         return Message(
-            (TensorSlice("w", 100),), Primitive.ALL_REDUCE, compressor, "float32", **fields
+            (TensorSlice("w", 100),), Synchronizer.ALL_REDUCE, compressor, "float32", **fields
         )
 
     assert message(Compressor.NONE).wire_bytes == message(Compressor.NONE).grad_bytes == 400
@@ -133,7 +135,7 @@ def test_bytes_on_the_wire_follow_the_compressor():
     assert message(Compressor.INT8).wire_bytes == 100 + 4  # one float32 scale
     assert (
         Message(
-            (TensorSlice("w", 1025),), Primitive.ALL_REDUCE, Compressor.INT8, "float32"
+            (TensorSlice("w", 1025),), Synchronizer.ALL_REDUCE, Compressor.INT8, "float32"
         ).wire_bytes
         == 1025 + 2 * 4
     )
@@ -291,3 +293,57 @@ def test_a_workload_is_identified_by_its_tensors_and_not_by_order_or_times():
     reordered = Workload("other name", MODEL.variables[::-1], backward_s=1.0, source="measured")
     assert reordered.id == MODEL.id
     assert Workload("m", MODEL.variables[1:]).id != MODEL.id
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy_id", "plan_id"),
+    [
+        ("ddp_25mib", "strategy-daa0429f8b35684d", "plan-dfe02e40b0d3199c"),
+        ("zero2_like", "strategy-414bc98ea39c92c3", "plan-e17834c54288f6b4"),
+        ("partitioned_all_reduce", "strategy-894c6568338a771b", "plan-2e21c7a4dad8ce0a"),
+        ("parameter_server", "strategy-0ce7b54bd2524baf", "plan-3489aed8cbf4d884"),
+        ("uneven_partitioned_ps", "strategy-3250134233c9d764", "plan-914bdb6bada9e477"),
+        ("parallax", "strategy-49d589b4700bcd94", "plan-d676aad36e5974ef"),
+        ("byteps_across_steps", "strategy-d13e1e29af03f1d3", "plan-cf4fa7bf26001998"),
+        ("cross_step_all_reduce", "strategy-66b110181f819c9b", "plan-9443b5c4efe027ef"),
+    ],
+)
+def test_ids_are_those_of_the_first_release(name, strategy_id, plan_id):
+    """The ids were recorded when strategies and plans had an enum each."""
+    hosts = (Host("a", 2, 1e9, 5e-5, 1e10, 5e-6), Host("b", 2, 1e9, 5e-5, 1e10, 5e-6))
+    built = BUILDERS[name](MODEL, Cluster("c", hosts))
+    enacted = plan(built, MODEL, 4)
+    assert (built.id, enacted.id) == (strategy_id, plan_id)
+    assert Strategy.from_json(built.to_json()) == built
+    assert Plan.from_json(enacted.to_json()) == enacted
+
+
+def test_plans_spell_a_parameter_server_push_pull_and_strategies_do_not():
+    served = strategy(c=Shard(Synchronizer.PARAMETER_SERVER, placement=1))
+    message = json.loads(plan(served, MODEL, 2).to_json())["messages"][0]
+    assert message["primitive"] == "push_pull" and "synchronizer" not in message
+    assert '"synchronizer":"parameter_server"' in served.to_json()
+    with pytest.raises(InvalidInput, match=r"synchronizer: .* but is 'push_pull'"):
+        Strategy.from_json(served.to_json().replace("parameter_server", "push_pull"))
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        (
+            lambda m: m.update(primitive="parameter_server"),
+            "primitive must be one of .*push_pull, .*but is",
+        ),
+        (lambda m: m.update(primitive=["push_pull"]), "primitive must be one of"),
+        (lambda m: m.pop("primitive"), "field 'primitive' is required, but missing"),
+        (
+            lambda m: m.update(synchronizer="all_reduce"),
+            "unknown field 'synchronizer'; did you mean",
+        ),
+    ],
+)
+def test_a_stored_message_needs_the_stored_name_and_spelling(change, error):
+    data = plan(strategy(), MODEL, 2).to_data()
+    change(data["messages"][0])
+    with pytest.raises(InvalidInput, match=error):
+        Plan.from_json(json.dumps(data))

@@ -10,12 +10,12 @@ from torch import nn
 
 from autotune.errors import InvalidInput, InvalidStrategy
 from autotune.strategy_space.enactable import scaled_space, why_refused, why_scaled_refused
-from autotune.strategy_space.plan import Message, Plan, Primitive, TensorSlice
+from autotune.strategy_space.plan import Message, Plan, TensorSlice
 from autotune.strategy_space.space import SearchSpace
-from autotune.strategy_space.strategy import Compressor, SparseHandling
+from autotune.strategy_space.strategy import Compressor, SparseHandling, Synchronizer
 from runtime_rewriter.pytorch.agreement import check_fit
 
-WHOLE = Message((TensorSlice("w", 12),), Primitive.ALL_REDUCE, Compressor.NONE, "float32")
+WHOLE = Message((TensorSlice("w", 12),), Synchronizer.ALL_REDUCE, Compressor.NONE, "float32")
 TWO = (TensorSlice("w", 12), TensorSlice("v", 3))
 
 
@@ -27,9 +27,12 @@ TWO = (TensorSlice("w", 12), TensorSlice("v", 3))
             "complex gradients travel uncompressed, but the compressor is fp16",
         ),
         ({"ranks": (0,)}, r"every rank takes part in a message, but the plan names \(0,\)"),
-        ({"primitive": Primitive.PUSH_PULL}, "owner must be a rank below 2, but is None"),
         (
-            {"primitive": Primitive.REDUCE_BROADCAST, "owner": 2},
+            {"synchronizer": Synchronizer.PARAMETER_SERVER},
+            "owner must be a rank below 2, but is None",
+        ),
+        (
+            {"synchronizer": Synchronizer.REDUCE_BROADCAST, "owner": 2},
             "owner must be a rank below 2, but is 2",
         ),
         (
@@ -54,19 +57,23 @@ TWO = (TensorSlice("w", 12), TensorSlice("v", 3))
         ),
         (
             {"sparse": SparseHandling.GATHER_SCATTER},
-            "sparse = gather_scatter needs push_pull, but the primitive is all_reduce",
-        ),
-        (
-            {"sparse": SparseHandling.ALL_GATHER, "primitive": Primitive.PUSH_PULL, "owner": 0},
-            "sparse = all_gather needs all_reduce or reduce_scatter_all_gather, but the primitive is push_pull",
+            "sparse = gather_scatter needs parameter_server, but the synchronizer is all_reduce",
         ),
         (
             {
                 "sparse": SparseHandling.ALL_GATHER,
-                "primitive": Primitive.REDUCE_BROADCAST,
+                "synchronizer": Synchronizer.PARAMETER_SERVER,
                 "owner": 0,
             },
-            "but the primitive is reduce_broadcast",
+            "sparse = all_gather needs all_reduce or reduce_scatter_all_gather, but the synchronizer is parameter_server",
+        ),
+        (
+            {
+                "sparse": SparseHandling.ALL_GATHER,
+                "synchronizer": Synchronizer.REDUCE_BROADCAST,
+                "owner": 0,
+            },
+            "but the synchronizer is reduce_broadcast",
         ),
     ],
 )

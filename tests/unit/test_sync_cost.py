@@ -21,7 +21,7 @@ from autotune.costs.timing import ready_times_s
 from autotune.errors import InvalidInput
 from autotune.features.compute_cost import message_cpu_s, overlap_step_s, paper_step_s, taken_share
 from autotune.features.flat import flatten
-from autotune.strategy_space.plan import Message, Plan, Primitive, TensorSlice, plan
+from autotune.strategy_space.plan import Message, Plan, TensorSlice, plan
 from autotune.strategy_space.strategy import (
     Compressor,
     Shard,
@@ -44,7 +44,7 @@ def host(name: str, devices: int = 1, link: float = 1e8, latency_s: float = 1e-3
     return Host(name, devices, link, latency_s, 1e10, 1e-5)
 
 
-def message(primitive: Primitive, owner: int | None = None, **other: object) -> Message:
+def message(primitive: Synchronizer, owner: int | None = None, **other: object) -> Message:
     return Message(
         (TensorSlice("v", ELEMENTS),), primitive, Compressor.NONE, "float32", owner=owner, **other
     )  # type: ignore[arg-type]
@@ -67,7 +67,7 @@ def test_the_five_collectives_move_the_message_as_often_as_eq_3_says() -> None:
 
 def test_all_reduce_costs_eq_3_on_the_slowest_link_of_the_ring() -> None:
     cluster = Cluster("c", (host("a"), host("b", link=5e7), host("c")))
-    costs = message_costs(plan_of(cluster, message(Primitive.ALL_REDUCE)), cluster, MODEL)
+    costs = message_costs(plan_of(cluster, message(Synchronizer.ALL_REDUCE)), cluster, MODEL)
     assert costs.transfer_s[0] == pytest.approx(2 * 2 / 3 * WIRE / 5e7)
     assert (costs.overhead_count[0], costs.kernel_count[0]) == (3.0, 1.0)
     assert costs.sync_s[0] == pytest.approx(2 * 2 / 3 * WIRE / 5e7 + 3 * 1e-3 + KERNEL_LATENCY_S)
@@ -78,8 +78,8 @@ def test_two_primitives_cost_their_sum() -> None:
     costs = message_costs(
         plan_of(
             cluster,
-            message(Primitive.REDUCE_SCATTER_ALL_GATHER),
-            message(Primitive.REDUCE_BROADCAST, 0),
+            message(Synchronizer.REDUCE_SCATTER_ALL_GATHER),
+            message(Synchronizer.REDUCE_BROADCAST, 0),
         ),
         cluster,
         MODEL,
@@ -92,8 +92,8 @@ def test_two_primitives_cost_their_sum() -> None:
 def test_parameter_server_costs_eq_2_flat_and_hierarchical() -> None:
     cluster = Cluster("c", (host("a", 2), host("b", 4, link=5e7), host("c", 1)))
     flat, hierarchical = (
-        message(Primitive.PUSH_PULL, 1),
-        message(Primitive.PUSH_PULL, 1, hierarchical=True),
+        message(Synchronizer.PARAMETER_SERVER, 1),
+        message(Synchronizer.PARAMETER_SERVER, 1, hierarchical=True),
     )
     costs = message_costs(plan_of(cluster, flat, hierarchical), cluster, MODEL)
     assert costs.transfer_s == pytest.approx([4 * WIRE / 5e7 + WIRE / 1e8, WIRE / 5e7 + WIRE / 1e8])
@@ -104,7 +104,9 @@ def test_parameter_server_costs_eq_2_flat_and_hierarchical() -> None:
 
 def test_a_server_on_a_cluster_of_one_host_is_not_free() -> None:
     cluster = Cluster.local(4)
-    costs = message_costs(plan_of(cluster, message(Primitive.PUSH_PULL, 2)), cluster, MODEL)
+    costs = message_costs(
+        plan_of(cluster, message(Synchronizer.PARAMETER_SERVER, 2)), cluster, MODEL
+    )
     assert costs.transfer_s[0] == pytest.approx(3 * WIRE / 1e9)
     assert costs.server[0] == 2
 
@@ -112,7 +114,11 @@ def test_a_server_on_a_cluster_of_one_host_is_not_free() -> None:
 def test_the_named_link_of_a_pair_counts_for_its_server() -> None:
     cluster = Cluster("c", (host("a"), host("b"), host("c")), (PairLink(("c", "a"), 1e7, 0.0),))
     costs = message_costs(
-        plan_of(cluster, message(Primitive.PUSH_PULL, 0), message(Primitive.PUSH_PULL, 1)),
+        plan_of(
+            cluster,
+            message(Synchronizer.PARAMETER_SERVER, 0),
+            message(Synchronizer.PARAMETER_SERVER, 1),
+        ),
         cluster,
         MODEL,
     )
@@ -122,7 +128,7 @@ def test_the_named_link_of_a_pair_counts_for_its_server() -> None:
 def test_hierarchical_all_reduce_takes_the_slow_link_once_per_host() -> None:
     cluster = Cluster("c", (host("a", 4), host("b", 4)))
     costs = message_costs(
-        plan_of(cluster, message(Primitive.ALL_REDUCE, hierarchical=True)), cluster, MODEL
+        plan_of(cluster, message(Synchronizer.ALL_REDUCE, hierarchical=True)), cluster, MODEL
     )
     assert costs.transfer_s[0] == pytest.approx(2 * WIRE / 1e10 + 2 * 0.5 * WIRE / 1e8)
     assert costs.overhead_s[0] == pytest.approx(2 * 4 * 1e-5 + 2 * 1e-3)
@@ -133,7 +139,9 @@ def test_hierarchy_means_nothing_where_every_host_has_one_worker() -> None:
     cluster = Cluster("c", (host("a"), host("b")))
     costs = message_costs(
         plan_of(
-            cluster, message(Primitive.ALL_REDUCE), message(Primitive.ALL_REDUCE, hierarchical=True)
+            cluster,
+            message(Synchronizer.ALL_REDUCE),
+            message(Synchronizer.ALL_REDUCE, hierarchical=True),
         ),
         cluster,
         MODEL,
@@ -145,7 +153,7 @@ def test_a_ring_order_that_crosses_a_slow_pair_is_slower() -> None:
     cluster = Cluster("c", tuple(host(name) for name in "abcd"), (PairLink(("a", "c"), 1e7, 0.0),))
     costs = [
         message_costs(
-            plan_of(cluster, message(Primitive.ALL_REDUCE), ring_order=order), cluster, MODEL
+            plan_of(cluster, message(Synchronizer.ALL_REDUCE), ring_order=order), cluster, MODEL
         )
         for order in (None, (0, 2, 1, 3))
     ]
@@ -157,7 +165,7 @@ def test_the_leaders_of_hosts_follow_the_ring_order() -> None:
     cluster = Cluster(
         "c", tuple(host(name, 2) for name in "abcd"), (PairLink(("a", "c"), 1e7, 0.0),)
     )
-    two_level = message(Primitive.ALL_REDUCE, hierarchical=True)
+    two_level = message(Synchronizer.ALL_REDUCE, hierarchical=True)
     orders = (None, (1, 0, 4, 5, 2, 3, 6, 7), (4, 3, 2, 1, 0, 7, 6, 5))
     costs = [
         message_costs(plan_of(cluster, two_level, ring_order=order), cluster, MODEL)
@@ -168,9 +176,11 @@ def test_the_leaders_of_hosts_follow_the_ring_order() -> None:
 
 def test_a_message_of_some_ranks_involves_only_these() -> None:
     cluster = Cluster("c", (host("a", 2), host("b", 2), host("c", 2, link=1e6)))
-    some = message(Primitive.ALL_REDUCE, ranks=(0, 2))
+    some = message(Synchronizer.ALL_REDUCE, ranks=(0, 2))
     costs = message_costs(
-        plan_of(cluster, some, message(Primitive.PUSH_PULL, 0, ranks=(0, 1, 3))), cluster, MODEL
+        plan_of(cluster, some, message(Synchronizer.PARAMETER_SERVER, 0, ranks=(0, 1, 3))),
+        cluster,
+        MODEL,
     )
     assert costs.transfer_s == pytest.approx([WIRE / 1e8, WIRE / 1e8])
     assert costs.overhead_count.tolist() == [2.0, 3.0]
@@ -179,9 +189,11 @@ def test_a_message_of_some_ranks_involves_only_these() -> None:
 def test_rows_of_sparse_gradients_cost_the_rows_that_the_ranks_touch() -> None:
     cluster = Cluster("c", tuple(host(name) for name in "abc"))
     rows = (TensorSlice("rows", ELEMENTS, 0, 0, 1000),)
-    gathered = replace(message(Primitive.ALL_REDUCE, sparse=SparseHandling.ALL_GATHER), slices=rows)
+    gathered = replace(
+        message(Synchronizer.ALL_REDUCE, sparse=SparseHandling.ALL_GATHER), slices=rows
+    )
     served = replace(
-        message(Primitive.PUSH_PULL, 0, sparse=SparseHandling.GATHER_SCATTER), slices=rows
+        message(Synchronizer.PARAMETER_SERVER, 0, sparse=SparseHandling.GATHER_SCATTER), slices=rows
     )
     traffic = RowTraffic(MODEL)
     own_bytes = 100 * (4 * 1000 + 4)  # values and the row's number
@@ -197,7 +209,7 @@ def test_rows_of_sparse_gradients_cost_the_rows_that_the_ranks_touch() -> None:
 def test_all_rows_count_where_nobody_counted_them() -> None:
     unknown = Workload("m", (Variable("rows", (1000, 1000), sparse=True),))
     served = replace(
-        message(Primitive.PUSH_PULL, 0, sparse=SparseHandling.GATHER_SCATTER),
+        message(Synchronizer.PARAMETER_SERVER, 0, sparse=SparseHandling.GATHER_SCATTER),
         slices=(TensorSlice("rows", ELEMENTS, 0, 0, 1000),),
     )
     assert (
@@ -216,10 +228,10 @@ def test_the_fitted_cost_is_offered_where_every_part_was_probed() -> None:
     )
     cluster = Cluster("c", (host("a"), host("b"))).with_fits(fits)
     kinds = (
-        Primitive.ALL_REDUCE,
-        Primitive.REDUCE_SCATTER_ALL_GATHER,
-        Primitive.REDUCE_BROADCAST,
-        Primitive.PUSH_PULL,
+        Synchronizer.ALL_REDUCE,
+        Synchronizer.REDUCE_SCATTER_ALL_GATHER,
+        Synchronizer.REDUCE_BROADCAST,
+        Synchronizer.PARAMETER_SERVER,
     )
     made = plan_of(cluster, *(message(kind, 0 if kind in kinds[2:] else None) for kind in kinds))
     costs = message_costs(made, cluster, MODEL)
@@ -249,11 +261,12 @@ def test_costs_in_pieces_are_summed_message_by_message() -> None:
     sizes = (1000, 50_000, 100_000, 250_000, 400_000, 1_000_000)
     parts = [
         replace(
-            message(Primitive.REDUCE_SCATTER_ALL_GATHER), slices=(TensorSlice(f"v{number}", size),)
+            message(Synchronizer.REDUCE_SCATTER_ALL_GATHER),
+            slices=(TensorSlice(f"v{number}", size),),
         )
         for number, size in enumerate(sizes)
     ]
-    made = plan_of(cluster, message(Primitive.PUSH_PULL, 0), *parts)
+    made = plan_of(cluster, message(Synchronizer.PARAMETER_SERVER, 0), *parts)
     fitted = message_costs(made, cluster, MODEL).fitted_sync_s
     assert np.isnan(fitted[0])  # a server was not probed
     for seconds, size in zip(fitted[1:].tolist(), sizes, strict=True):
@@ -271,7 +284,9 @@ def test_costs_in_pieces_are_summed_message_by_message() -> None:
 def test_a_hierarchical_message_costs_what_was_probed_inside_the_hosts_and_among_them() -> None:
     cluster = Cluster("c", (host("a", 4), host("b", 4), host("c", 2)))
     made = plan_of(
-        cluster, message(Primitive.ALL_REDUCE, hierarchical=True), message(Primitive.ALL_REDUCE)
+        cluster,
+        message(Synchronizer.ALL_REDUCE, hierarchical=True),
+        message(Synchronizer.ALL_REDUCE),
     )
     fits = (
         fit_of("reduce", 4, Where.HOST, alpha_s=1e-5),
@@ -293,8 +308,8 @@ def test_a_message_among_the_ranks_of_one_host_costs_what_was_probed_inside_a_ho
     )
     made = plan_of(
         cluster,
-        message(Primitive.ALL_REDUCE, ranks=(2, 3)),
-        message(Primitive.ALL_REDUCE, ranks=(0, 2)),
+        message(Synchronizer.ALL_REDUCE, ranks=(2, 3)),
+        message(Synchronizer.ALL_REDUCE, ranks=(0, 2)),
     )
     assert message_costs(made, cluster, MODEL).fitted_sync_s == pytest.approx(
         [1e-5 + 1e-8 * WIRE, 5e-3 + 1e-8 * WIRE]
@@ -303,14 +318,18 @@ def test_a_message_among_the_ranks_of_one_host_costs_what_was_probed_inside_a_ho
 
 def test_without_a_fit_a_server_holds_the_channel_for_push_and_pull() -> None:
     cluster = Cluster("c", (host("a"), host("b")))
-    costs = message_costs(plan_of(cluster, message(Primitive.PUSH_PULL, 0)), cluster, MODEL)
+    costs = message_costs(
+        plan_of(cluster, message(Synchronizer.PARAMETER_SERVER, 0)), cluster, MODEL
+    )
     assert costs.channel_s[0] == pytest.approx(2 * (WIRE / 1e8 + 2 * 1e-3) + KERNEL_LATENCY_S)
 
 
 def test_a_world_of_one_rank_synchronizes_for_free() -> None:
     cluster = Cluster("c", (host("a"),))
     costs = message_costs(
-        plan_of(cluster, message(Primitive.ALL_REDUCE), message(Primitive.PUSH_PULL, 0)),
+        plan_of(
+            cluster, message(Synchronizer.ALL_REDUCE), message(Synchronizer.PARAMETER_SERVER, 0)
+        ),
         cluster,
         MODEL,
     )
@@ -319,13 +338,13 @@ def test_a_world_of_one_rank_synchronizes_for_free() -> None:
 
 def test_global_features_take_max_and_sum_over_servers_and_over_collectives() -> None:
     cluster = Cluster("c", (host("a"), host("b")))
-    served = [message(Primitive.PUSH_PULL, owner) for owner in (0, 0, 1)]
+    served = [message(Synchronizer.PARAMETER_SERVER, owner) for owner in (0, 0, 1)]
     costs = message_costs(
         plan_of(
             cluster,
             *served,
-            message(Primitive.ALL_REDUCE),
-            message(Primitive.REDUCE_SCATTER_ALL_GATHER),
+            message(Synchronizer.ALL_REDUCE),
+            message(Synchronizer.REDUCE_SCATTER_ALL_GATHER),
         ),
         cluster,
         MODEL,
@@ -344,7 +363,7 @@ def test_global_features_take_max_and_sum_over_servers_and_over_collectives() ->
 def test_global_features_of_an_absent_kind_are_zero() -> None:
     cluster = Cluster("c", (host("a"), host("b")))
     assert (
-        not message_costs(plan_of(cluster, message(Primitive.ALL_REDUCE)), cluster, MODEL)
+        not message_costs(plan_of(cluster, message(Synchronizer.ALL_REDUCE)), cluster, MODEL)
         .global_features[:6]
         .any()
     )
@@ -353,7 +372,7 @@ def test_global_features_of_an_absent_kind_are_zero() -> None:
 def test_a_plan_for_another_number_of_ranks_is_refused() -> None:
     cluster = Cluster("c", (host("a"), host("b")))
     with pytest.raises(InvalidInput, match="2 ranks"):
-        message_costs(plan_of(cluster, message(Primitive.ALL_REDUCE)), Cluster.local(3), MODEL)
+        message_costs(plan_of(cluster, message(Synchronizer.ALL_REDUCE)), Cluster.local(3), MODEL)
 
 
 def three_variables(**other: float) -> Workload:
@@ -407,7 +426,7 @@ def test_channel_ends_equal_their_slow_twin() -> None:
 
 def test_the_papers_step_is_the_larger_of_computation_and_synchronization() -> None:
     cluster = Cluster("c", (host("a"), host("b")))
-    costs = message_costs(plan_of(cluster, message(Primitive.ALL_REDUCE)), cluster, MODEL)
+    costs = message_costs(plan_of(cluster, message(Synchronizer.ALL_REDUCE)), cluster, MODEL)
     assert paper_step_s(three_variables(), costs) == 4.5
     assert (
         paper_step_s(three_variables(forward_s=0.0, backward_s=0.0, update_s=0.0), costs)
@@ -426,6 +445,6 @@ def test_sending_takes_cores_from_computation_only_where_the_cpu_computes() -> N
     assert taken_share(replace(workload, device="cuda", threads=0), counted) == 0.0
     assert taken_share(workload, Cluster("c", (host("a", 4),))) == 0.0
     sent = plan_of(
-        counted, message(Primitive.ALL_REDUCE), message(Primitive.REDUCE_SCATTER_ALL_GATHER)
+        counted, message(Synchronizer.ALL_REDUCE), message(Synchronizer.REDUCE_SCATTER_ALL_GATHER)
     )
     assert message_cpu_s(sent, counted, MODEL) == pytest.approx([1e-4 + 1e-9 * WIRE, 0.0])

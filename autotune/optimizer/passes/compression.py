@@ -8,17 +8,15 @@ from dataclasses import dataclass, replace
 from autotune.errors import InvalidInput
 from autotune.optimizer.edits import like
 from autotune.optimizer.state import CriticalPath, State
-from autotune.strategy_space.plan import PRIMITIVE_OF, Message
+from autotune.strategy_space.plan import Message
 from autotune.strategy_space.space import CompressorSetting
 from autotune.strategy_space.strategy import (
     CASTS,
     ERROR_FEEDBACK,
     Shard,
     SparseHandling,
-    Synchronizer,
 )
 
-_SYNCHRONIZER = {primitive: synchronizer for synchronizer, primitive in PRIMITIVE_OF.items()}
 PORTIONS = 2
 """Settings of a compressor that are proposed, those with the shortest t_sync first."""
 
@@ -106,7 +104,7 @@ def _compressed(
         ):
             placement = message.owner
             shard = Shard(
-                _SYNCHRONIZER[message.primitive],
+                message.synchronizer,
                 placement=placement,
                 hierarchical=message.hierarchical,
             )
@@ -116,6 +114,3 @@ def _compressed(
 
 def _as(message: Message, shard: Shard) -> Message:
     return replace(message, compressor=shard.compressor, ratio=shard.ratio, rank=shard.rank)
-
-
-assert set(_SYNCHRONIZER.values()) == set(Synchronizer)

@@ -9,7 +9,7 @@ import numpy as np
 
 from autotune.optimizer.edits import like
 from autotune.optimizer.state import CriticalPath, State
-from autotune.strategy_space.plan import PRIMITIVE_OF, Message
+from autotune.strategy_space.plan import Message
 from autotune.strategy_space.strategy import ROOTED, Shard, SparseHandling
 
 SIZES = 8
@@ -100,7 +100,7 @@ class Synchronizers:
     @staticmethod
     def _is(message: Message, option: Shard) -> bool:
         return (
-            message.primitive is PRIMITIVE_OF[option.synchronizer]
+            message.synchronizer is option.synchronizer
             and message.hierarchical == option.hierarchical
         )
 
@@ -110,7 +110,7 @@ class Synchronizers:
             [
                 replace(
                     message,
-                    primitive=PRIMITIVE_OF[option.synchronizer],
+                    synchronizer=option.synchronizer,
                     hierarchical=option.hierarchical,
                     owner=option.placement,
                 )

@@ -14,8 +14,8 @@ from typing import Protocol
 import torch.distributed as dist
 from torch import Tensor
 
-from autotune.strategy_space.plan import Message, Primitive
-from autotune.strategy_space.strategy import ERROR_FEEDBACK, Compressor
+from autotune.strategy_space.plan import Message
+from autotune.strategy_space.strategy import ERROR_FEEDBACK, ROOTED, Compressor, Synchronizer
 from runtime_rewriter.pytorch.exchange.lanes import Lanes, Step
 from runtime_rewriter.pytorch.exchange.power_sgd import LowRank, gains, initial_start, matrix_shape
 from runtime_rewriter.pytorch.exchange.quantise import QuantisedRows, RowLayout
@@ -23,8 +23,6 @@ from runtime_rewriter.pytorch.exchange.ranks import Circle
 from runtime_rewriter.pytorch.exchange.residuals import Feedback
 from runtime_rewriter.pytorch.exchange.sums import Exchange, flat_sum, work_of
 from runtime_rewriter.pytorch.exchange.top_k import PickedRows, picked
-
-_ROOTED = (Primitive.PUSH_PULL, Primitive.REDUCE_BROADCAST)
 
 
 class Payload(Protocol):
@@ -46,7 +44,7 @@ def padded_elements(message: Message, ranks: int) -> int:
         return multiple
     return max(
         multiple,
-        RowLayout.of(message.elements, 1 if message.primitive in _ROOTED else ranks).elements,
+        RowLayout.of(message.elements, 1 if message.synchronizer in ROOTED else ranks).elements,
     )
 
 
@@ -64,12 +62,12 @@ def flat_exchange(
     """
     members = circle.part_of(lanes.ranks.rank)
     if message.compressor not in ERROR_FEEDBACK:
-        return flat_sum(message.primitive, values, lanes, circle, message.owner, first_lane)
+        return flat_sum(message.synchronizer, values, lanes, circle, message.owner, first_lane)
     if message.compressor is Compressor.POWER_SGD:
         return PowerSgd(message, values, lanes, circle, feedback, first_lane)
     if len(members) > 1:
         feedback.feed(range(len(message.slices)))
-    if message.primitive in _ROOTED:
+    if message.synchronizer in ROOTED:
         return Rooted(message, values, lanes, circle, feedback, first_lane)
     kind = Quantised if message.compressor is Compressor.INT8 else Picked
     return kind(message, values, lanes, circle, feedback, first_lane)
@@ -199,7 +197,7 @@ class Rooted:
         members = circle.part_of(lanes.ranks.rank)
         self.values, self._lane, self._feedback = values, lane, feedback
         self._groups = lanes.group(lane, circle), lanes.group(lane + 1, circle)
-        self._pushed = message.primitive is Primitive.PUSH_PULL
+        self._pushed = message.synchronizer is Synchronizer.PARAMETER_SERVER
         self._sent = _payload(message, values, 1)
         length = (
             RowLayout.of(message.elements, 1).elements
@@ -291,11 +289,11 @@ class PowerSgd:
             feedback.feed(factored)
         self._low = LowRank(values, shapes, rank, max(1, len(members)), start_of)
         self._left = flat_sum(
-            message.primitive, self._low.left, lanes, circle, message.owner, lane
+            message.synchronizer, self._low.left, lanes, circle, message.owner, lane
         ).steps()
         after = self._left[-1][0] + 1
         right = (
-            flat_sum(message.primitive, self._low.right, lanes, circle, message.owner, after)
+            flat_sum(message.synchronizer, self._low.right, lanes, circle, message.owner, after)
             if factored
             else None
         )

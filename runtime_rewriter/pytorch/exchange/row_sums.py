@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autotune.strategy_space.plan import Message, Primitive
+from autotune.strategy_space.plan import Message
+from autotune.strategy_space.strategy import Synchronizer
 from runtime_rewriter.pytorch.exchange.hierarchical import Circles
 from runtime_rewriter.pytorch.exchange.lanes import Lanes, Step
 from runtime_rewriter.pytorch.exchange.ranks import Circle
@@ -210,7 +211,7 @@ def row_sum(
     if two_level:
         assert circles.hosts is not None
         add(GatherRows(result, buffers, lanes, circles.hosts, lane, leaders))
-    if message.primitive is Primitive.PUSH_PULL:
+    if message.synchronizer is Synchronizer.PARAMETER_SERVER:
         assert owner is not None, "a parameter server has an owner"
         add(GatherRows(result, buffers, lanes, among, lane, (owner,)))
         add(SpreadRows(result, buffers, lanes, among, (owner,), lane, star=True))

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autotune.strategy_space.plan import Primitive
+from autotune.strategy_space.strategy import Synchronizer
 from runtime_rewriter.pytorch.exchange.lanes import Lanes, Step
 from runtime_rewriter.pytorch.exchange.ranks import Circle
 
@@ -195,7 +195,7 @@ def _position(members: Sequence[int], roots: Sequence[int]) -> int:
 
 
 def flat_sum(
-    primitive: Primitive,
+    synchronizer: Synchronizer,
     values: Tensor,
     lanes: Lanes,
     circle: Circle,
@@ -203,12 +203,12 @@ def flat_sum(
     first_lane: int = 0,
 ) -> Exchange:
     """`values` are real and their number is a multiple of the ranks in the circle; `owner` is one of these where there is a root."""
-    if primitive is Primitive.ALL_REDUCE:
+    if synchronizer is Synchronizer.ALL_REDUCE:
         return AllReduce(values, lanes, circle, first_lane)
-    if primitive is Primitive.REDUCE_SCATTER_ALL_GATHER:
+    if synchronizer is Synchronizer.REDUCE_SCATTER_ALL_GATHER:
         return ReduceScatterAllGather(values, lanes, circle, first_lane)
     assert owner is not None, "a primitive with a root has an owner"
-    if primitive is Primitive.PUSH_PULL:
+    if synchronizer is Synchronizer.PARAMETER_SERVER:
         return PushPull(values, lanes, circle, owner, first_lane)
     return Chain(
         Reduce(values, lanes, circle, (owner,), first_lane),
