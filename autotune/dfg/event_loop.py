@@ -1,4 +1,4 @@
-"""The compiled event loop of the replay. `replay.py` prepares its arrays; the rules are told in `docs/replay.md`.
+"""The compiled event loop of the replay. `replay.py` prepares its arrays; the rules are told in `docs/prediction.md`.
 
 | symbol | meaning |
 |---|---|

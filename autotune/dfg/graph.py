@@ -2,7 +2,7 @@
 
 One kind of graph for all sources: the kernels of one device (Daydream), a fused module (DisCo), the global graph of n workers (dPRO,
 sec. 4.1). An op is ready when all its parents have ended; it then waits for its lock, for its queue and for its channel, in this order.
-The rules in full: `docs/replay.md`.
+The rules in full: `docs/prediction.md`.
 
 | symbol | meaning |
 |---|---|

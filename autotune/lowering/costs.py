@@ -11,7 +11,7 @@ from math import isfinite
 
 from autotune.errors import InvalidInput
 
-_HERE = "measured by `python -m benchmarks.runtime_costs --emulated`, one process, on the machine that docs/lowering.md names"
+_HERE = "measured by `python -m benchmarks.runtime_costs --emulated`, one process, on the machine that docs/prediction.md names"
 
 
 @dataclass(frozen=True)
