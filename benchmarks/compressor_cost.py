@@ -17,6 +17,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -149,7 +150,7 @@ def torch_power_sgd(shapes: list[tuple[int, int]], rank: int) -> Callable[[], No
             step.views, step.gradients, strict=True
         ):  # as DDP does before its hook
             torch.mul(gradient, 1 / RANKS, out=view)
-        powerSGD_hook.powerSGD_hook(state, bucket).wait()
+        powerSGD_hook.powerSGD_hook(state, cast(dist.GradBucket, bucket)).wait()
 
     return run
 

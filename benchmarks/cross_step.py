@@ -17,6 +17,7 @@ import platform
 import statistics
 import sys
 from pathlib import Path
+from typing import Any
 
 from autotune.cluster_file import read_cluster
 from autotune.testbed.bed import running
@@ -28,7 +29,7 @@ MASTER_PORT = 29410
 SLOW_STEPS_S = 8.0  # one step of every setup, generously
 
 
-def measured(cluster_file: Path, rounds: int, steps: int) -> dict:
+def measured(cluster_file: Path, rounds: int, steps: int) -> dict[str, Any]:
     """What rank 0 of `cross_step_rank` prints."""
     words = [
         sys.executable,
@@ -51,7 +52,7 @@ def measured(cluster_file: Path, rounds: int, steps: int) -> dict:
             output(rank, wait_s=WAIT_S + rounds * (steps + SETTLE_STEPS) * SLOW_STEPS_S)
             for rank in ranks
         ]
-    found: dict = json.loads(first.splitlines()[-1])
+    found: dict[str, Any] = json.loads(first.splitlines()[-1])
     return found
 
 

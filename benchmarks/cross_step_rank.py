@@ -58,7 +58,8 @@ class Timed(Parameters):
         self.passes_s = passes_s
 
     def forward(self, x: Tensor) -> Tensor:
-        return Emulated.apply(super().forward(x), *self.passes_s)
+        timed: Tensor = Emulated.apply(super().forward(x), *self.passes_s)  # type: ignore[no-untyped-call]
+        return timed
 
 
 def build() -> nn.Module:

@@ -18,7 +18,7 @@ from autotune.strategy_space.builders.collectives import ddp_default
 from autotune.strategy_space.plan import Plan, plan
 from autotune.strategy_space.strategy import Shard, Strategy, Synchronizer, VariableStrategy
 from autotune.workload import Workload
-from examples.resnet_digits import ResNet
+from benchmarks.overhead_models import resnet
 from runtime_rewriter.pytorch.agreement import assumed_workload
 from runtime_rewriter.pytorch.ddp import PlannedDataParallel
 
@@ -30,7 +30,7 @@ def build(name: str) -> tuple[nn.Module, Tensor]:
     """The model and a batch for it; the same on every rank."""
     torch.manual_seed(0)
     if name == "resnet":
-        return ResNet(32), torch.randn(16, 1, 32, 32)
+        return resnet()[0], torch.randn(16, 1, 32, 32)
     return nn.Sequential(
         *(nn.Linear(SMALL_WIDTH, SMALL_WIDTH) for _ in range(SMALL_LAYERS))
     ), torch.randn(64, SMALL_WIDTH)

@@ -37,6 +37,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -69,10 +70,10 @@ EVENT_ROUNDS, EVENT_CALLS = 21, 4000
 class Recording:
     """What a recorder does to the steps: the part of `StepRecorder` between settling and writing."""
 
-    def __init__(self, options: dict[str, bool]) -> None:
+    def __init__(self, options: dict[str, Any]) -> None:
         self.log = CollectiveLog()
         self.watching = self.log.watching()
-        self.trace = KinetoTrace(RecordSettings(folder="", **options), torch.device("cpu"))
+        self.trace = KinetoTrace(replace(RecordSettings(folder=""), **options), torch.device("cpu"))
 
     def __enter__(self) -> Recording:
         self.watching.__enter__()
@@ -97,7 +98,7 @@ class Recording:
 
 
 def measure(
-    rank: int, port: int, name: str, blocks: int, options: dict[str, bool], directory: str
+    rank: int, port: int, name: str, blocks: int, options: dict[str, Any], directory: str
 ) -> None:
     """One rank; rank 0 writes what was found."""
     torch.set_num_threads(1)
@@ -123,7 +124,7 @@ def measure(
 
 
 def _block(
-    run: Callable[[], None], steps: int, options: dict[str, bool] | None
+    run: Callable[[], None], steps: int, options: dict[str, Any] | None
 ) -> list[list[float]]:
     """Wall time of each step on the slower rank, and its CPU time on both together; recorded where there are options."""
     took = torch.zeros(2, steps, dtype=torch.float64)
@@ -148,7 +149,7 @@ def _block(
 
 
 def _outside(
-    run: Callable[[], None], options: dict[str, bool], folder: Path
+    run: Callable[[], None], options: dict[str, Any], folder: Path
 ) -> tuple[dict[str, float], float]:
     """Seconds that a recording of the default length takes before, after and beyond its steps, and the spans of a step."""
     at_s = [time.perf_counter()]
@@ -170,7 +171,7 @@ def _outside(
     }, spans / PROFILE_STEPS
 
 
-def _event_s(options: dict[str, bool]) -> float:
+def _event_s(options: dict[str, Any]) -> float:
     """CPU time of one recorded operator that does next to nothing, less that of one that is not recorded."""
     number = torch.zeros(1)
 
@@ -188,7 +189,7 @@ def _event_s(options: dict[str, bool]) -> float:
     return statistics.median(added)
 
 
-def overhead(name: str, blocks: int, options: dict[str, bool]) -> dict[str, Any]:
+def overhead(name: str, blocks: int, options: dict[str, Any]) -> dict[str, Any]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

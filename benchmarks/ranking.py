@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -171,9 +171,8 @@ def planned(
 ) -> list[tuple[str, int]]:
     """(ranker, trials) of every training of the study, found by going through it with simulators that only take note."""
     found: list[tuple[str, int]] = []
-    trainer = Trainer(
-        points, dict.fromkeys(names, _Untrained), lambda name, count: found.append((name, count))
-    )
+    makers = {name: cast(Maker, _Untrained) for name in names}
+    trainer = Trainer(points, makers, lambda name, count: found.append((name, count)))
     run(points, domains, study, trainer)
     return found
 

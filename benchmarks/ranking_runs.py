@@ -188,8 +188,9 @@ def _own(points: Sequence[Point], parts: Parts, study: Study, trainer: Trainer) 
             )
         if study.with_choice:
             choice, cpu_s = _chosen(trainer, own, parts.seed)
-            guess = predicted.get(choice)
-            if guess is None:
+            if choice in predicted:
+                guess = predicted[choice]
+            else:
                 guess = unlearned_step_s(
                     choice, trainer.features(parts.test), generator(parts.seed, "not drawn from")
                 )
@@ -323,6 +324,7 @@ def _rows(
         if here.sum() < 2:
             continue
         predicted, times = guess[here], measured[here]
+        regrets = [best_of_top_k_regret(predicted, times, k) for k in (1, 5, 10)]
         found.append(
             Row(
                 parts.domain,
@@ -336,10 +338,12 @@ def _rows(
                 len(times),
                 pairwise_accuracy(predicted, times, TIE_BAND),
                 kendall_tau(predicted, times),
-                *(best_of_top_k_regret(predicted, times, k) for k in (1, 5, 10)),
-                cpu_s,
-                examples,
-                note,
+                regret_top_1=regrets[0],
+                regret_top_5=regrets[1],
+                regret_top_10=regrets[2],
+                train_cpu_s=cpu_s,
+                train_examples=examples,
+                note=note,
             )
         )
     return found

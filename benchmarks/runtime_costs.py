@@ -315,7 +315,8 @@ def mean_step(model: nn.Module, elements: int, share_s: float = 0.6) -> Spent:
 
     for _ in range(3):
         step()
-    began_s, found = time.perf_counter(), []
+    found: list[tuple[float, float, float]] = []
+    began_s = time.perf_counter()
     while time.perf_counter() - began_s < share_s or len(found) < 3:
         found.append(step())
     return Spent(*(fmean(values) for values in zip(*found, strict=True)))

@@ -30,7 +30,7 @@ def output(process: subprocess.Popen[str], wait_s: float = WAIT_S) -> str:
     text, _ = process.communicate(timeout=wait_s)
     if process.returncode != 0:
         raise SystemExit(
-            f"{process.args} ended with status {process.returncode}; look at what it said above"
+            f"{process.args!r} ended with status {process.returncode}; look at what it said above"
         )
     return text
 

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from autotune.records import Accelerators
 from autotune.testbed.capabilities import capabilities
@@ -23,7 +24,7 @@ from autotune.testbed.capabilities import capabilities
 ROOT = Path(__file__).parents[1]
 
 
-def tune(options: argparse.Namespace, directory: str) -> dict:
+def tune(options: argparse.Namespace, directory: str) -> dict[str, Any]:
     """One job on a testbed; progress goes to stderr."""
     script = ["python", str(ROOT / "examples" / options.example), "--epochs", "1000"]
     where = [

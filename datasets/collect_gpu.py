@@ -35,7 +35,7 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -170,7 +170,7 @@ class Training:
         tf32 = variant.precision == "tf32"
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
         torch.manual_seed(0)
-        self.module = model.build().cuda().train()
+        self.module = cast(Any, model.build().cuda().train())
         if variant.channels_last:
             self.module.to(memory_format=torch.channels_last)
         if variant.recompute:

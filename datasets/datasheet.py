@@ -15,6 +15,7 @@ from pathlib import Path
 
 import matplotlib
 import numpy as np
+from matplotlib.figure import Figure
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -158,7 +159,7 @@ def choice_names(sheets: Sequence[Sheet]) -> list[str]:
     return sorted(found, key=lambda name: (-float(np.mean(found[name])), name))
 
 
-def _save(figure: plt.Figure, path: Path) -> None:
+def _save(figure: Figure, path: Path) -> None:
     figure.tight_layout()
     figure.savefig(path, metadata={"Date": None})
     plt.close(figure)

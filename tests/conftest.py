@@ -1,12 +1,24 @@
-"""Its presence puts this folder on the import path, so that tests of every kind share `synthetic_job`; and the order of the files."""
+"""Define the order of the test files and the fixtures that several of them use.
+
+The only conftest of the tests: two modules of one name could not be type-checked in one run.
+"""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+if TYPE_CHECKING:
+    from autotune.dfg.graph import Dfg
+    from runtime_rewriter.world.world import World
+
+SMALL = Path(__file__).parent / "scripts" / "train_small.py"
 
 LONGEST_FIRST = (
     "test_tune_command",
@@ -58,3 +70,47 @@ def tracking_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
         cwd=path.parent,
     )
     return path
+
+
+@pytest.fixture
+def make_world(tmp_path: Path) -> Iterator[Callable[..., World]]:
+    """Return `make_world(*words, script=SMALL, **options of local_world)` and close its worlds."""
+    from local_world import local_world
+
+    worlds: list[World] = []
+
+    def make(*words: str, script: Path = SMALL, **options: Any) -> World:
+        worlds.append(local_world(script, words, tmp_path, **options))
+        return worlds[-1]
+
+    yield make
+    for world in worlds:
+        world.close()
+
+
+@pytest.fixture
+def bed_directory(tmp_path: Path) -> Iterator[Path]:
+    """Return the folder that records this test's testbeds; take down all that it left."""
+    from autotune.testbed import bed
+
+    yield tmp_path / "state"
+    for status in bed.testbeds(directory=tmp_path / "state"):
+        bed.down(status.layout.name, directory=tmp_path / "state")
+
+
+@pytest.fixture
+def bed_name(request: pytest.FixtureRequest) -> str:
+    return f"test-{os.getpid()}-{abs(hash(request.node.name)) % 10**6}"
+
+
+@pytest.fixture
+def chain() -> Dfg:
+    """A graph of a hundred ops of one second, each after the one before."""
+    from autotune.dfg.build import DfgBuilder
+    from autotune.dfg.graph import Kind
+
+    builder = DfgBuilder()
+    queue = builder.queue("device")
+    for op in range(100):
+        builder.op(f"op{op}", queue, 1.0, Kind.FORWARD, [op - 1] if op else [])
+    return builder.build()

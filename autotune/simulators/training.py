@@ -179,7 +179,7 @@ def train_ranking(
             moved = sharp * (scores - start[batch])
             loss = loss + recipe.prior_weight / len(training) * moved.var(correction=0) / 2
             optimizer.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             nn.utils.clip_grad_norm_(network.parameters(), recipe.clip_norm)
             optimizer.step()
         held_out = _mean_loss(

@@ -38,8 +38,8 @@ class Table(nn.Embedding):
     """Other rows in every step. By this type of module DDP knows that gradients are sparse."""
 
     def __init__(self, layer: Layer) -> None:
-        ((_, shape),) = layer.shapes
-        super().__init__(*shape, sparse=True)
+        ((_, (rows, width)),) = layer.shapes
+        super().__init__(rows, width, sparse=True)
         self.touched = layer.touched
 
     def forward(self, x: Tensor) -> Tensor:

@@ -232,15 +232,15 @@ def _graph(
     }
     return Dfg(
         duration_s=seconds,
-        queue=queue,
+        queue=queue.astype(np.int32),
         child_start=start,
         child=child,
-        discipline=np.zeros(queues),
-        kind=kind,
-        worker=worker,
+        discipline=np.zeros(queues, np.int8),
+        kind=kind.astype(np.int8),
+        worker=worker.astype(np.int32),
         acquires=none,
         releases=none,
-        lock_capacity=np.zeros(0),
+        lock_capacity=np.zeros(0, np.int32),
         names=names,
         **columns,
     )

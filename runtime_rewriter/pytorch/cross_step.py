@@ -42,7 +42,8 @@ from runtime_rewriter.pytorch.updates import DueUpdate, group_numbers, why_coupl
 class Arriving(Protocol):
     """A message under way."""
 
-    number: int
+    @property
+    def number(self) -> int: ...
 
     @property
     def arrived(self) -> bool: ...

@@ -127,7 +127,7 @@ def test_the_seed_decides_everything_and_the_global_generator_is_left_alone(
         simulator.fit(examples, seed=3)
         assert torch.equal(torch.random.get_rng_state(), state)
         predictions.append(simulator.predict_step_s(features))
-    np.testing.assert_array_equal(*predictions)
+    np.testing.assert_array_equal(predictions[0], predictions[1])
 
 
 def test_saved_and_loaded_simulators_predict_the_same(

@@ -92,7 +92,7 @@ class Dtypes(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.convolution = nn.Conv2d(2, 6, 3, bias=False).to(memory_format=torch.channels_last)
+        self.convolution = nn.Conv2d(2, 6, 3, bias=False).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.norm = nn.BatchNorm2d(6)
         self.wide = nn.Sequential(
             nn.Linear(6, 96), nn.Tanh(), nn.Linear(96, 96), nn.Tanh(), nn.Linear(96, 2)

@@ -20,7 +20,7 @@ from torch_world import fork_server
 
 from autotune.records import REAL_CONDITIONS, Conditions
 from autotune.workload import Workload
-from runtime_rewriter import launch
+from runtime_rewriter.rank import launch
 from runtime_rewriter.scheduling import asked_of_ranks
 from runtime_rewriter.world.command import ScriptCommand
 from runtime_rewriter.world.placement import Launch

@@ -176,7 +176,7 @@ class Training:
         self._schedules = [
             LambdaLR(optimizer, lambda epoch: 0.7**epoch) for optimizer in self._optimizers
         ]
-        parts = (inner, *self._optimizers, *self._schedules)
+        parts: tuple[Any, ...] = (inner, *self._optimizers, *self._schedules)
         self._start = [(part, copy.deepcopy(part.state_dict())) for part in parts]
 
     def run(self, rank: int) -> dict[str, Tensor]:
@@ -204,7 +204,9 @@ class Training:
 
     def _state(self) -> dict[str, Tensor]:
         """Parameters, buffers and what the optimizers keep of them, by name."""
-        names = {parameter: name for name, parameter in self._inner.named_parameters()}
+        names: dict[Tensor, str] = {
+            parameter: name for name, parameter in self._inner.named_parameters()
+        }
         found = {
             f"parameter {name}": parameter.detach().clone() for parameter, name in names.items()
         }

@@ -176,16 +176,21 @@ def exported(model: torch.nn.Module, path: Path) -> Export:
     workload = assumed_workload(model)
     strategy = single_bucket(workload)
     made = Export(
-        *(
-            "job",
-            "2026-01-01T00:00:00+00:00",
-            workload.model,
-            workload.variables,
-            1,
-            strategy,
-            plan(strategy, workload, 1).id,
-        ),
-        *(False, "chosen", None, None, None, None, Cluster.local(1), {}),
+        "job",
+        "2026-01-01T00:00:00+00:00",
+        workload.model,
+        workload.variables,
+        1,
+        strategy,
+        plan(strategy, workload, 1).id,
+        False,
+        "chosen",
+        None,
+        None,
+        None,
+        None,
+        Cluster.local(1),
+        {},
     )
     made.write(path)
     return made

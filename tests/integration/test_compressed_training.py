@@ -16,7 +16,7 @@ The ResNet has bands of its own. A guess at why, not tested: batch norm over 16 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 from torch_world import run_world
 
 from autotune.cluster import Cluster
@@ -65,7 +66,7 @@ class Training:
 
     module: nn.Module
     optimizers: list[torch.optim.Optimizer]
-    batches: Iterator[list[tuple[Tensor, ...]]]
+    batches: Iterator[Sequence[tuple[Tensor, ...]]]
     loss: Callable[[nn.Module, tuple[Tensor, ...]], Tensor]
     clip_norm: float = 0.0
 
@@ -79,6 +80,7 @@ def rows(data: Tensor, count: int, seed: int) -> Iterator[Tensor]:
 
 def resnet(seed: int) -> Training:
     images, _ = resnet_digits.load_data(16)
+    assert isinstance(images.dataset, TensorDataset)
     data, digits = images.dataset.tensors
     module = resnet_digits.ResNet(width=8)
     batches = (

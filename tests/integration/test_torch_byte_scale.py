@@ -96,6 +96,7 @@ def check_attached(rank: int) -> tuple[int, int]:
     synchronizer = attach(module, None)
     synchronizer.scale_bytes(4.0)
     synchronizer.load(uniform(module, RANKS))
+    assert isinstance(module.seen, torch.Tensor)
     with torch.no_grad():
         module.seen.fill_(7.0 - rank)
     module(1.0 + 2.0 * rank).backward()

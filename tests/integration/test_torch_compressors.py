@@ -92,7 +92,7 @@ class Odd(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.convolution = nn.Conv2d(3, 6, 3).to(memory_format=torch.channels_last)
+        self.convolution = nn.Conv2d(3, 6, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.mix = nn.Linear(24, 91)
         self.gain = nn.Parameter(torch.tensor(1.5))
         self.precise = nn.Linear(91, 5, dtype=torch.float64)
@@ -215,6 +215,7 @@ class Target(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(20, 30))
         self.register_buffer("wanted", torch.randn(20, 30, generator=seeded(3)))
+        self.wanted: Tensor
         self.disagreement = disagreement
 
     def forward(self, rank: int) -> Tensor:

@@ -56,7 +56,7 @@ def adam(model: nn.Module) -> Optimizers:
 def several(model: nn.Module) -> Optimizers:
     """Two optimizers, parameter groups, momentum, weight decay."""
     parameters = list(model.parameters())
-    groups = [
+    groups: list[dict[str, Any]] = [
         {"params": parameters[:2], "lr": 0.05, "weight_decay": 0.1},
         {"params": parameters[2:4]},
     ]
@@ -117,7 +117,7 @@ def curious(model: nn.Module, rank: int) -> Iterator[Any]:
             torch.save(model.state_dict(), saved)
             yield [
                 parameter.detach().clone() for parameter in copy.deepcopy(model.module).parameters()
-            ]  # type: ignore[union-attr,operator]
+            ]
         if step == 7:
             with torch.inference_mode():
                 model.eval()
@@ -172,7 +172,7 @@ def check_script(rank: int, name: str, attentive: bool) -> bool:
     """Both runs, step by step; whether updates were put off at all."""
     torch.manual_seed(0)
     module = Attentive() if attentive else Tied()
-    unused = {"find_unused_parameters": attentive}
+    unused: dict[str, Any] = {"find_unused_parameters": attentive}
     models = (
         DistributedDataParallel(copy.deepcopy(module), **unused),
         PlannedDataParallel(module, **unused),
@@ -217,7 +217,7 @@ def check_clipping(rank: int) -> tuple[str, str]:
     """A script that clips by the global norm, first without a plan, then with one that was there from the start."""
     torch.manual_seed(0)
     module = Tied()
-    models = [
+    models: list[Any] = [
         DistributedDataParallel(copy.deepcopy(module)),
         PlannedDataParallel(copy.deepcopy(module)),
         PlannedDataParallel(module),
@@ -256,7 +256,7 @@ def test_clipping_by_the_global_norm_is_refused_with_the_reason() -> None:
 class Coupled(torch.optim.SGD):
     """An optimizer of the script's own, which scales every update by the norm of all."""
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         torch.nn.utils.clip_grad_norm_(parameters, 0.1)
         super().step()
@@ -343,7 +343,7 @@ def check_compiled(rank: int) -> str:
     theirs, mine = DistributedDataParallel(copy.deepcopy(module)), PlannedDataParallel(module)
     plan = crossing(backwards(mixed(module, 2)))
     mine.synchronizer.load(plan)
-    models = [torch.compile(model, backend="eager") for model in (theirs, mine)]
+    models: list[Any] = [torch.compile(model, backend="eager") for model in (theirs, mine)]
     optimizers = [torch.optim.SGD(model.parameters(), 0.1) for model in models]
     for step in range(4):
         for model, optimizer in zip(models, optimizers, strict=True):

@@ -65,7 +65,7 @@ def crossing(plan: Plan) -> Plan:
 
 def pair(make: Callable[[], nn.Module], **options: Any) -> Models:
     """torch's DDP and ours across the step."""
-    models = []
+    models: list[Any] = []
     for wrap in (DistributedDataParallel, PlannedDataParallel):
         torch.manual_seed(0)
         models.append(wrap(Ballasted(make()), **options))

@@ -126,6 +126,7 @@ def check_replacement(rank: int) -> None:
     assert torch.nn.parallel.DistributedDataParallel is DistributedDataParallel
     assert torch.nn.parallel.distributed.DistributedDataParallel is DistributedDataParallel
     assert session.built == [model.synchronizer] and isinstance(model, DistributedDataParallel)
+    assert isinstance(model.synchronizer, GradientSynchronizer)
     model.synchronizer.load(uniform(model.module, 2))
     loss_of(model, rank, 0).backward()
     stored.seek(0)
@@ -173,7 +174,7 @@ def check_surroundings(rank: int) -> None:
     hooked = PlannedDataParallel(Tied())
     hooked._register_buffer_comm_hook(None, lambda state, buffers: None)
     module = Tied()
-    module.gain._in_backward_optimizers = [
+    module.gain.__dict__["_in_backward_optimizers"] = [
         torch.optim.SGD([module.gain], 0.1)
     ]  # what torch.distributed.optim leaves; its import warns
     fused = PlannedDataParallel(module)

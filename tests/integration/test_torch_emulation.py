@@ -226,10 +226,11 @@ def test_a_module_without_ddp_is_emulated_and_gets_its_own_forward_back() -> Non
 def check_compiled(rank: int) -> None:
     torch.manual_seed(0)
     inner = Forbidden(nn.Linear(4, 4))
-    for model in (
+    models: tuple[Any, ...] = (
         torch.compile(PlannedDataParallel(inner), backend="eager"),
         PlannedDataParallel(torch.compile(inner, backend="eager")),
-    ):
+    )
+    for model in models:
         model(ones(rank)).sum().backward()
         synchronizer = (
             model.synchronizer

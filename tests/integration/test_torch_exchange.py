@@ -9,6 +9,7 @@ import threading
 import weakref
 from dataclasses import replace
 from functools import reduce
+from typing import Any
 
 import pytest
 import torch
@@ -354,9 +355,11 @@ def check_buffers_are_given_back(rank: int, limit: int | None) -> None:
     residuals = Residuals(parameters, rank, ranks.size)
     gc.disable()
     for compressor, synchronizer in itertools.product(Compressor, Synchronizer):
-        options = {Compressor.TOP_K: {"ratio": 0.1}, Compressor.POWER_SGD: {"rank": 2}}.get(
-            compressor, {}
-        )
+        settings: dict[Compressor, dict[str, Any]] = {
+            Compressor.TOP_K: {"ratio": 0.1},
+            Compressor.POWER_SGD: {"rank": 2},
+        }
+        options = settings.get(compressor, {})
         message = Message(
             (TensorSlice("v", 64 * 32, rows=64),),
             synchronizer,

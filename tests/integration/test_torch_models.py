@@ -30,7 +30,7 @@ class Branches(nn.Module):
         return x
 
 
-USES = [
+USES: list[list[tuple[int, ...]]] = [
     [(0, 1), (0, 1)],
     [(0,), (1,)],
     [(2, 0), (0,)],
@@ -144,7 +144,7 @@ class Odd(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.convolution = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+        self.convolution = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.wide = nn.Parameter(torch.randn(3, dtype=torch.float64))
         self.narrow = nn.Parameter(torch.randn(5, dtype=torch.bfloat16))
         self.complex = nn.Parameter(torch.randn(3, dtype=torch.complex64))

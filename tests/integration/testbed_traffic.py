@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from autotune.cluster import Cluster, Host, PairLink
 from autotune.testbed import bed
@@ -148,7 +149,7 @@ def assert_reaches(
     seconds: float = 0.9,
 ) -> None:
     """Streams that run at the same time get their rates. A busy machine may spoil a try or several, but a wrong rate spoils them all."""
-    tries = []
+    tries: list[Any] = []
     while len(tries) < TRIES:
         tries.append(goodput_mbit(made, pairs, seconds))
         if all(

@@ -26,13 +26,13 @@ class Slow(torch.autograd.Function):
     """Takes `seconds` in the forward and twice as long in the backward pass."""
 
     @staticmethod
-    def forward(context, x: Tensor, seconds: float) -> Tensor:  # type: ignore[no-untyped-def,override]
+    def forward(context, x: Tensor, seconds: float) -> Tensor:
         context.seconds = seconds
         time.sleep(seconds)
         return x.view_as(x)
 
     @staticmethod
-    def backward(context, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[no-untyped-def,override]
+    def backward(context, gradient: Tensor) -> tuple[Tensor, None]:
         time.sleep(2 * context.seconds)
         return gradient, None
 

@@ -30,7 +30,9 @@ def histories(draw: st.DrawFn) -> tuple[CollectiveLog, list[dict[str, Any]], lis
     log = CollectiveLog()
     log.groups = {str(g): Group(str(g), "", "gloo", (0, 1)) for g in range(groups)}
     free_us = {g: [0.0, 0.0] for g in range(groups)}
-    spans, owners, now_us = [], [], 0.0
+    spans: list[dict[str, Any]] = []
+    owners: list[int] = []
+    now_us = 0.0
     for number in range(draw(st.integers(1, 25))):
         now_us += draw(st.floats(10.0, 400.0))
         group, op = draw(st.integers(0, groups - 1)), draw(st.sampled_from(sorted(OPS)))

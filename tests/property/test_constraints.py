@@ -30,7 +30,7 @@ def literal_balance_load(sizes, bandwidths, rng):
     noise = rng.gumbel(size=(len(sizes), len(bandwidths)))
     load = [0] * len(bandwidths)
     all_bandwidth = sum(bandwidths)
-    placement = [None] * len(sizes)
+    placement = [-1] * len(sizes)
     for step, shard in enumerate(sorted(range(len(sizes)), key=lambda i: -sizes[i])):
         logits = [
             sum(load) * (b / all_bandwidth) - current

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from dfg_twin import Twin, graphs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autotune.dfg.graph import NONE, Dfg
 from autotune.dfg.replay import replay
-from tests.property.dfg_twin import Twin, graphs
 
 MANY = settings(max_examples=300, deadline=None)
 

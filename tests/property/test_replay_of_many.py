@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from dfg_twin import graphs
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -16,7 +17,6 @@ from autotune.errors import InvalidInput
 from benchmarks.replay_throughput.batched import WIDTH, FixedOrder, replay_many
 from benchmarks.replay_throughput.execution_graph import ExecutionGraph, execution_graph
 from benchmarks.replay_throughput.incremental import IncrementalReplay
-from tests.property.dfg_twin import graphs
 
 MANY = settings(max_examples=60, deadline=None)
 ANY_GRAPH = st.one_of(graphs(ops=30), graphs(plain=True, ops=30))

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import pytest
@@ -248,7 +249,7 @@ def test_a_space_whose_script_refuses_cross_step_draws_none_and_says_why():
 def test_casts_are_given_only_to_gradients_that_they_shorten():
     variables = tuple(Variable(dtype, (8,), dtype) for dtype in DTYPE_BYTES)
     space = SearchSpace((Synchronizer.ALL_REDUCE,), (Compressor.NONE, Compressor.BF16))
-    seen = {Compressor.NONE: set(), Compressor.BF16: set()}
+    seen: dict[Compressor, set[Any]] = {Compressor.NONE: set(), Compressor.BF16: set()}
     for strategy in sample_many(Workload("m", variables), FOUR, space, 40, seed=0):
         for choice in strategy.variables:
             seen[choice.shards[0].compressor].add(choice.variable)

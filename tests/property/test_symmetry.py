@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from dfg_twin import graphs
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -14,7 +15,6 @@ from autotune.dfg.graph import NONE, Dfg, Discipline, Kind
 from autotune.dfg.replay import replay
 from autotune.errors import InvalidInput
 from benchmarks.replay_throughput.symmetry import fold
-from tests.property.dfg_twin import graphs
 
 LAYERS = 5
 
@@ -338,7 +338,7 @@ def test_ops_that_use_a_queue_in_another_order_are_refused() -> None:
 def test_given_representatives_are_checked() -> None:
     dfg = servers(2, 0)
     with pytest.raises(InvalidInput, match="stand for itself"):
-        fold(dfg, np.roll(np.arange(dfg.ops), 1))
+        fold(dfg, np.roll(np.arange(dfg.ops, dtype=np.int32), 1))
     with pytest.raises(InvalidInput, match="representative"):
         fold(dfg, np.zeros(3, dtype=np.int32))
 

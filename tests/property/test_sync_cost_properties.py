@@ -36,7 +36,7 @@ def clusters(draw: st.DrawFn) -> Cluster:
         )
         for i in range(count)
     )
-    pairs = ()
+    pairs: tuple[PairLink, ...] = ()
     if count > 1 and draw(st.booleans()):
         pairs = (
             PairLink(("h0", f"h{draw(st.integers(1, count - 1))}"), draw(rates), draw(latencies)),
@@ -160,7 +160,7 @@ def schedules(draw: st.DrawFn) -> tuple[FlatPlan, np.ndarray, Workload]:
         max(ready[-1], draw(times)),
         draw(times),
     )
-    sizes = []
+    sizes: list[int] = []
     while sum(sizes) < count:
         sizes.append(draw(st.integers(1, count - sum(sizes))))
     order = np.array(draw(st.permutations(range(count))), dtype=np.int64)

@@ -44,9 +44,8 @@ def traffic(draw: st.DrawFn) -> tuple[Paths, list[tuple[float, int, int, int]]]:
     sends = []
     for time_s in times:
         source = draw(st.integers(0, count - 1))
-        target = draw(
-            st.integers(0, count - 1).filter(lambda other, source=source: other != source)
-        )
+        others = [host for host in range(count) if host != source]
+        target = draw(st.sampled_from(others))
         sends.append((time_s, source, target, draw(st.integers(0, 3000))))
     return paths, sends
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
+from dfg_twin import graphs, relabelled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,7 +20,6 @@ from autotune.dfg.utilisation import (
     exposed_communication_s,
     iteration_summary,
 )
-from tests.property.dfg_twin import graphs, relabelled
 
 MANY = settings(max_examples=100, deadline=None)
 ANY_GRAPH = st.one_of(graphs(ops=25), graphs(plain=True, ops=25))
@@ -54,7 +54,7 @@ def test_no_op_is_early_and_nothing_is_used_twice_at_once(dfg: Dfg) -> None:
         )
     for queue in range(dfg.queues):
         assert_one_at_a_time(timeline, queue)
-    for op in np.flatnonzero(dfg.acquires >= 0):
+    for op in np.flatnonzero(dfg.acquires >= 0).tolist():
         # all locks of these graphs are held by one op each
         holders = (
             (dfg.acquires == dfg.acquires[op])
@@ -89,8 +89,8 @@ def test_critical_path_explains_the_makespan(dfg: Dfg) -> None:
 @given(ANY_GRAPH, st.integers(0, 2**32 - 1))
 def test_without_contention_faster_ops_are_never_slower(dfg: Dfg, seed: int) -> None:
     """Every op has a queue of its own; then the makespan is the longest chain, and only then must it fall with the durations."""
-    own = np.arange(dfg.ops)
-    none = np.full(dfg.ops, NONE)
+    own = np.arange(dfg.ops, dtype=np.int32)
+    none = np.full(dfg.ops, NONE, dtype=np.int32)
     names = Names(dfg.names.ops, tuple(f"q{op}" for op in own))
     free = replace(
         dfg,
@@ -98,7 +98,7 @@ def test_without_contention_faster_ops_are_never_slower(dfg: Dfg, seed: int) -> 
         channel=none,
         acquires=none,
         releases=none,
-        discipline=np.zeros(dfg.ops),
+        discipline=np.zeros(dfg.ops, np.int8),
         names=names,
     )
     timeline = replay(free)
@@ -112,7 +112,8 @@ def test_without_contention_faster_ops_are_never_slower(dfg: Dfg, seed: int) -> 
 def test_relabelling_ops_changes_nothing(dfg: Dfg, seed: int) -> None:
     """Ops of one queue keep their order, as the lowest index decides between those that are ready at once; all others mix."""
     rng = np.random.default_rng(seed)
-    dfg = replace(dfg, priority=rng.permutation(dfg.ops), duration_s=rng.uniform(0.1, 1, dfg.ops))
+    priority = rng.permutation(dfg.ops).astype(np.int32)
+    dfg = replace(dfg, priority=priority, duration_s=rng.uniform(0.1, 1, dfg.ops))
     number = rng.permutation(dfg.ops)  # of each op
     for queue in range(dfg.queues):
         number[dfg.queue == queue] = np.sort(number[dfg.queue == queue])

@@ -25,7 +25,7 @@ def main() -> None:
         torch.nn.Linear(32, options.width), torch.nn.ReLU(), torch.nn.Linear(options.width, 8)
     )
     optimizer = torch.optim.AdamW(model.parameters())
-    trained = model
+    trained: torch.nn.Module = model
     if options.with_ddp:
         trained = DistributedDataParallel(model)
     else:

@@ -23,8 +23,17 @@ def world(
         ["torchrun", "--nproc-per-node", str(workers), str(Path("train_small.py").resolve())]
     )
     logs = Path("jobs/there/logs").resolve()
-    where = {"devices_per_host": devices_per_host, "addresses": addresses}
-    return ray_world(cluster, command, workers, logs, 60.0, 60.0, probe_s=1.0, **where)
+    return ray_world(
+        cluster,
+        command,
+        workers,
+        logs,
+        60.0,
+        60.0,
+        probe_s=1.0,
+        devices_per_host=devices_per_host,
+        addresses=addresses,
+    )
 
 
 def refusal(address: str) -> str:

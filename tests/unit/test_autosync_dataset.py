@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import autosync_miniature as miniature
 import pytest
 
 from autotune.dataset.autosync import AutosyncDomain, read_autosync
 from autotune.errors import InvalidInput
 from autotune.strategy_space.plan import plan
 from autotune.strategy_space.strategy import Compressor, SparseHandling, Synchronizer
-from tests import autosync_miniature as miniature
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -94,7 +95,13 @@ def test_a_drift_goes_through_other_machines_where_none_is_shared_with_the_first
 
 
 def test_the_steps_of_drifting_traces_replay_as_those_of_true_ones(tmp_path: Path) -> None:
-    words = {"ranks": 2, "steps": 60, "layers": 2, "jitter_us": 2.0, "spread_us": 400.0}
+    words: dict[str, Any] = {
+        "ranks": 2,
+        "steps": 60,
+        "layers": 2,
+        "jitter_us": 2.0,
+        "spread_us": 400.0,
+    }
     truth = Job(**words).read(tmp_path)
     job = Job(**words, offsets_s=(0.0, 0.1), drifts=(0.0, 4e-4)).read(tmp_path)
     found = align(job, samples=0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -231,7 +232,8 @@ def test_a_matrix_of_that_rank_is_exact_and_steps_converge_to_the_best_approxima
     exact[223:343] = (
         noise(12, 2, dtype=torch.float64) @ noise(2, 10, dtype=torch.float64)
     ).flatten()
-    parts, starts = [exact.clone()], [{}]
+    parts = [exact.clone()]
+    starts: list[dict[Any, Any]] = [{}]
     assert float(step(parts, starts, 2)[0].abs().amax()) < 1e-13
     matrix = noise(12, 10, dtype=torch.float64)
     for _ in range(200):
@@ -243,7 +245,8 @@ def test_a_matrix_of_that_rank_is_exact_and_steps_converge_to_the_best_approxima
 
 
 def test_a_gradient_of_zeros_or_nan_does_not_end_the_warm_start() -> None:
-    elements, starts = 348, [{}]
+    elements = 348
+    starts: list[dict[Any, Any]] = [{}]
     for filling in (0.0, math.nan, math.inf, 0.0):
         parts = [torch.full((elements,), filling)]
         behind = step(parts, starts, 2)

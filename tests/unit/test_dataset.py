@@ -12,6 +12,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from synthetic_job import WORKLOAD, strategy
 
 from autotune.cluster import Cluster
 from autotune.dataset.columns import SCHEMA, read_table, table_bytes
@@ -22,7 +23,6 @@ from autotune.dataset.writing import DomainWriter, opened
 from autotune.errors import InvalidInput
 from autotune.records import Accelerators, Conditions, Failed, FailureKind, Measured, Network
 from autotune.strategy_space.plan import plan
-from tests.synthetic_job import WORKLOAD, strategy
 
 CONDITIONS = Conditions(Network.EMULATED, Accelerators.EMULATED)
 ENVIRONMENT = Environment(CONDITIONS, {"torch": "2.13.0"}, 2, "x86_64", "6.1")
@@ -110,7 +110,8 @@ def test_the_card_counts_what_there_is(tmp_path: Path) -> None:
 
 KILLED = """
 import os, pathlib, shutil, signal, sys
-from tests.unit import test_dataset as t
+sys.path += ["tests", "tests/unit"]
+import test_dataset as t
 from autotune.dataset import writing
 
 counting = changes = 0

@@ -6,8 +6,10 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import cast
 
 import pytest
+from synthetic_job import WORKLOAD
 
 from autotune.cluster import Cluster
 from autotune.cluster_file import read_cluster
@@ -19,7 +21,7 @@ from autotune.strategy_space.plan import Plan, plan
 from autotune.workload import Workload
 from benchmarks.trial_session import Lengths, Setup, TrialSession
 from runtime_rewriter.world.findings import Profile
-from tests.synthetic_job import WORKLOAD
+from runtime_rewriter.world.world import World
 
 ROOT = Path(__file__).parents[2]
 DESCRIPTION = Description("small.local", "small", "local", WORKLOAD, Cluster.local(2), {}, 2, ())
@@ -80,8 +82,8 @@ def sample(
             writer.describe(DESCRIPTION)
         writer.begin_session(Environment(Conditions(), {}, 2, "x86_64", "6.1"))
         session = TrialSession(
-            PlannedWorld(), writer, setup, Lengths(1, 4), FOUND, lambda trial: None
-        )  # type: ignore[arg-type]
+            cast(World, PlannedWorld()), writer, setup, Lengths(1, 4), FOUND, lambda trial: None
+        )
         mixture.sample_domain(session, count, 0, obey)  # type: ignore[attr-defined]
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from synthetic_job import WORKLOAD
 
 from autotune.cluster import Cluster
 from autotune.dataset.folder import Description, read_domain
@@ -17,7 +18,6 @@ from autotune.records import Accelerators, Conditions, Failed, FailureKind, Meas
 from autotune.sampler.random import sample_many
 from autotune.strategy_space.plan import plan
 from autotune.strategy_space.space import SearchSpace
-from tests.synthetic_job import WORKLOAD
 
 ROOT = Path(__file__).parents[2]
 CLUSTER = Cluster.local(2)

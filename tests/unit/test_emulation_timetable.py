@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -71,7 +72,7 @@ def test_what_is_due_within_a_millisecond_has_the_time_of_the_last() -> None:
     ],
 )
 def test_a_profile_without_usable_times_is_refused_with_the_rule(
-    changes: dict[str, object], rule: str
+    changes: dict[str, Any], rule: str
 ) -> None:
     with pytest.raises(InvalidInput, match=rule):
         timetable_of(replace(WORKLOAD, **changes))

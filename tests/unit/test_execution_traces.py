@@ -21,7 +21,7 @@ GROUPS = json.dumps(
         {"pg_name": "7", "ranks": [1, 3], "group_size": 2},
     ]
 )
-NO_IO = {"values": [], "shapes": [], "types": []}
+NO_IO: dict[str, Any] = {"values": [], "shapes": [], "types": []}
 
 
 def read(data: Any) -> ExecutionTrace:
@@ -30,7 +30,14 @@ def read(data: Any) -> ExecutionTrace:
 
 def first_form() -> dict[str, Any]:
     """Schema 1.0.1: fields of the node; a group is a number."""
-    beside = {"fw_parent": 0, "seq_id": -1, "scope": 0, "fw_tid": 0, "op_schema": "", "outputs": []}
+    beside: dict[str, Any] = {
+        "fw_parent": 0,
+        "seq_id": -1,
+        "scope": 0,
+        "fw_tid": 0,
+        "op_schema": "",
+        "outputs": [],
+    }
     nodes = [
         {
             "name": "[pytorch|profiler|execution_graph|thread]",
@@ -53,7 +60,7 @@ def attributes(**values: Any) -> list[dict[str, Any]]:
 
 def second_form() -> dict[str, Any]:
     """Schema 1.1.1: attributes; the sequence number comes with whether it is point to point, the group with its description."""
-    beside = {"outputs": {"values": [], "shapes": [], "types": [], "strides": []}}
+    beside: dict[str, Any] = {"outputs": {"values": [], "shapes": [], "types": [], "strides": []}}
     nodes = [
         {
             "id": 2,

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -308,7 +309,7 @@ def test_mixed_precision_scales_the_computation_only_by_what_was_measured() -> N
 
 def test_the_code_of_the_documentation_runs_and_its_pass_is_asked() -> None:
     text = (Path(__file__).parents[2] / "docs/optimizer.md").read_text()
-    scope: dict[str, object] = {}
+    scope: dict[str, Any] = {}
     for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
         exec(compile(code, "docs/optimizer.md", "exec"), scope)
     own, found = scope["LargestThroughServer"], scope["found"]

@@ -97,7 +97,7 @@ def test_the_sweep_has_the_buckets_of_torch_for_each_bucket_cap(model: str):
         tuple(sorted(buckets_of(plan(s, workload, 4)))) for s in bucket_sweep(workload, 4).values()
     }
     for cap in (None, *BUCKET_CAPS_MIB):
-        limits = _BucketCapacityConfig.create(cap, None, use_python_reducer=False)
+        limits = _BucketCapacityConfig.create(cap, None, use_python_reducer=False)  # type: ignore[arg-type]
         both = [limits.first_bucket_bytes_cap, limits.bucket_bytes_cap]
         theirs, _ = dist._compute_bucket_assignment_by_size(
             tensors, both, sparse, list(range(len(tensors)))

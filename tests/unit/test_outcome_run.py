@@ -419,7 +419,8 @@ def test_a_closing_round_that_was_cut_is_made_anew_as_a_whole(whole, tmp_path):
 
 def test_what_is_complete_is_not_measured_again_and_more_rounds_are_only_added(whole, tmp_path):
     shutil.copytree(whole.folder, tmp_path, dirs_exist_ok=True)
-    world, said = MadeWorld(), []
+    world = MadeWorld()
+    said: list[str] = []
     ran(tmp_path, world)
     measure(SETUP, tmp_path, SETTINGS, said.append)  # starts nothing
     assert world.trials == [] and said == ["made.up: complete"]

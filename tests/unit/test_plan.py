@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
@@ -273,7 +274,7 @@ def test_json_round_trip_and_bad_plans():
 def test_a_workload_names_the_rule_that_its_data_breaks():
     data = MODEL.to_data()
     assert Workload.from_data(json.loads(json.dumps(data))) == MODEL
-    for change, message in [
+    changes: list[tuple[dict[str, Any], str]] = [
         ({"schema": 9, "novelty": 1}, "reads workload schema 1, but the file has 9"),
         ({"variables": []}, "at least one variable"),
         ({"variables": data["variables"] * 2}, "must be unique, but a, b, c occur more than once"),
@@ -284,7 +285,8 @@ def test_a_workload_names_the_rule_that_its_data_breaks():
             "dtype of 'w' must be one of float64, .* but is 'int8'",
         ),
         ({"variables": [{"name": "w", "shape": [-2]}]}, r"no negative extent, but is \(-2,\)"),
-    ]:
+    ]
+    for change, message in changes:
         with pytest.raises(InvalidInput, match=message):
             Workload.from_data({**data, **change})
 

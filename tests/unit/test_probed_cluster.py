@@ -29,6 +29,8 @@ class Measured:
         CollectiveFit("all_reduce", 4, 1e-3, 1.5e-8, 0.05, 4096, 2**24),
     )
 
+    cross_step_refused: str = ""
+
     @property
     def workload(self) -> Workload:
         return WORKLOAD

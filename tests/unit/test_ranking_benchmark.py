@@ -319,7 +319,7 @@ def test_of_a_dataset_only_what_was_measured_undisturbed_counts_with_the_plan_of
     made = distinct_plans(OTHER)[:4]
     plans = [plan(strategy, WORKLOAD, OTHER.world_size) for strategy in made]
     plans[2] = plans[0]  # as if the planner had changed since
-    outcomes = [
+    outcomes: list[Measured | Failed] = [
         Measured(((0.3, 0.3),), 0.0),
         Failed(FailureKind.CRASH, "out of luck", 0),
         *[Measured(((0.5, 0.5),), 0.0)] * 2,

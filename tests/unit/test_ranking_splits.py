@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ from autotune.errors import InvalidInput
 from autotune.features.extract import StrategyFeatures
 from autotune.rng import generator
 from autotune.simulators.evaluation import RANDOM, REPLAY, UNLEARNED
-from autotune.simulators.interface import Example, FitReport, Simulator
+from autotune.simulators.interface import Example, FitReport
 from autotune.strategy_space.strategy import Shard, Strategy, Synchronizer, VariableStrategy
 from benchmarks.ranking_report import by_seed, curves, largest_own, overview, report
 from benchmarks.ranking_runs import CHOSEN, Learned, Row, Study, Trainer, run
@@ -128,7 +130,7 @@ class Memory(Told):
 
 def studied(
     given: Sequence[Point],
-    make: Callable[[], Simulator],
+    make: Callable[[], Any],
     study: Study = STUDY,
     domains: Sequence[str] = DOMAINS,
 ) -> list[Row]:
@@ -198,7 +200,7 @@ def test_what_is_held_out_is_never_trained_on() -> None:
     for held_out in ALL:
         fitted: list[list[Example]] = []
         study = replace(STUDY, seeds=1, transfers=(held_out,), tuned_from=None, with_choice=False)
-        rows = studied(given, lambda into=fitted: Told(lambda _: 1.0, into), study, [target])
+        rows = studied(given, partial(Told, lambda _: 1.0, fitted), study, [target])
         sources = {
             example.domain.partition(" #")[0] for examples in fitted for example in examples
         } - {target}

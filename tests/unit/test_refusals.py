@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from torch import nn
@@ -120,7 +121,10 @@ def test_scaled_bytes_leave_the_compressors_whose_cost_scales_with_them():
     lossy = SearchSpace.default(lossy=True)
     assert scaled_space(lossy, 1) is lossy
     space = scaled_space(lossy, 8)
-    settings = {Compressor.TOP_K: {"ratio": 0.1}, Compressor.POWER_SGD: {"rank": 1}}
+    settings: dict[Compressor, dict[str, Any]] = {
+        Compressor.TOP_K: {"ratio": 0.1},
+        Compressor.POWER_SGD: {"rank": 1},
+    }
     for compressor in Compressor:
         made = Plan(
             "model",

@@ -43,7 +43,7 @@ def test_rows_survive_a_buffer_in_their_own_dtype(
 def test_duplicates_are_summed_and_dense_gradients_give_their_rows_that_are_not_zero() -> None:
     parameter = torch.zeros(9, 2)
     coo = torch.sparse_coo_tensor(
-        [[4, 1, 4]],
+        torch.tensor([[4, 1, 4]]),
         torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]),
         (9, 2),
         check_invariants=True,

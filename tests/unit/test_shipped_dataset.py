@@ -34,9 +34,8 @@ def test_a_shipped_domain_reads_and_its_card_tells_the_truth(folder: Path) -> No
 
 @pytest.mark.parametrize("folder", sorted(RECORDED.iterdir()), ids=lambda folder: folder.name)
 def test_recordings_have_the_sums_they_came_with(folder: Path) -> None:
-    listed = dict(
-        reversed(line.split("  ", 1)) for line in (folder / "SHA256SUMS").read_text().splitlines()
-    )
+    lines = [line.split("  ", 1) for line in (folder / "SHA256SUMS").read_text().splitlines()]
+    listed = {path: digest for digest, path in lines}
     found = {
         str(path.relative_to(folder)): path
         for path in folder.rglob("*")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -44,10 +45,10 @@ def host(name: str, devices: int = 1, link: float = 1e8, latency_s: float = 1e-3
     return Host(name, devices, link, latency_s, 1e10, 1e-5)
 
 
-def message(primitive: Synchronizer, owner: int | None = None, **other: object) -> Message:
+def message(primitive: Synchronizer, owner: int | None = None, **other: Any) -> Message:
     return Message(
         (TensorSlice("v", ELEMENTS),), primitive, Compressor.NONE, "float32", owner=owner, **other
-    )  # type: ignore[arg-type]
+    )
 
 
 def plan_of(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,7 +41,7 @@ def host(
     return Host(name, 1, gbit * GBIT, latency_s, inner, inner_latency_s)
 
 
-def lines(cluster: Cluster, means: Means = ALL, **options: float) -> list[str]:
+def lines(cluster: Cluster, means: Means = ALL, **options: Any) -> list[str]:
     return [" ".join(command) for command in network_commands(lay_out(cluster, means, **options))]
 
 

@@ -44,6 +44,10 @@ def host(
     }
 
 
+def numbered(sequence: int) -> dict[str, Any]:
+    return {"Sequence number": sequence}
+
+
 def call(name: str, ts: float, dur: float, correlation: int, tid: int = 1) -> dict[str, Any]:
     return host(name, ts, dur, tid, "cuda_runtime", correlation=correlation)
 
@@ -244,14 +248,14 @@ def test_modules_name_the_layers_of_forward_and_backward_ops() -> None:
     events = [
         host("DistributedDataParallel.forward", 0, 30, cat="user_annotation"),
         host("nn.Module: Linear_0", 0, 20, cat="python_function"),
-        host("aten::linear", 2, 10, **{"Sequence number": 7}),
-        host("aten::relu", 22, 5, **{"Sequence number": 8}),
+        host("aten::linear", 2, 10, **numbered(7)),
+        host("aten::relu", 22, 5, **numbered(8)),
         host(
             "autograd::engine::evaluate_function: AddmmBackward0",
             50,
             20,
             tid=2,
-            **{"Sequence number": 7},
+            **numbered(7),
         ),
         host("aten::mm", 55, 5, tid=2),
     ]

@@ -41,7 +41,7 @@ def span(
 
 
 def sent(name: str, elements: int, start_us: float, length_us: float) -> dict[str, Any]:
-    told = {
+    told: dict[str, Any] = {
         "Collective name": name,
         "dtype": "Float",
         "In msg nelems": elements,

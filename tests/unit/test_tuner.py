@@ -11,7 +11,7 @@ import pytest
 from scipy.stats import wilcoxon
 from synthetic_job import SyntheticWorld, drive, job_spec, measured, roles, strategy
 
-from autotune.records import CURRENT_SETUP, Role, Stopped
+from autotune.records import CURRENT_SETUP, Measured, Role, Stopped
 from autotune.rng import generator
 from autotune.strategy_space.strategy import (
     Compressor,
@@ -20,7 +20,7 @@ from autotune.strategy_space.strategy import (
     Synchronizer,
     VariableStrategy,
 )
-from autotune.tuning.events import Proposed, event_from_data, event_to_data
+from autotune.tuning.events import Proposed, TrialFinished, event_from_data, event_to_data
 from autotune.tuning.history import History
 from autotune.tuning.job import JobSpec
 from autotune.tuning.statistics import compare, further_steps, signed_rank_bound
@@ -479,6 +479,7 @@ def test_a_trial_during_which_the_machine_changed_is_repeated_once():
             event = super()._run(history, request)
             if request.strategy_id != strategy(2).id or request.role is not Role.CANDIDATE:
                 return event
+            assert isinstance(event.outcome, Measured)
             rows = tuple(
                 tuple(1.5 * value if at >= len(row) // 2 else value for at, value in enumerate(row))
                 for row in event.outcome.step_s
@@ -537,6 +538,7 @@ def test_events_and_jobs_that_were_stored_before_trials_had_a_free_length_are_re
         for name in ("left_out", "stopped"):
             del data["outcome"][name]
         old = event_from_data(data)
+        assert isinstance(old, TrialFinished) and isinstance(old.outcome, Measured)
         assert (
             old.outcome == event.outcome
             and old.request.most_steps == 0
@@ -567,7 +569,7 @@ def test_the_interval_holds_exactly_the_ratios_that_the_signed_rank_test_does_no
     logs = np.array([math.log(a.median_s / b.median_s) for a, b in zip(mine, current, strict=True)])
 
     def rejected(ratio: float) -> bool:
-        return wilcoxon(logs - math.log(ratio), method="exact").pvalue <= 0.05
+        return bool(wilcoxon(logs - math.log(ratio), method="exact").pvalue <= 0.05)
 
     assert comparison.low < comparison.ratio < comparison.high
     assert not rejected(comparison.low * 1.0001) and not rejected(comparison.high * 0.9999)
