@@ -279,22 +279,22 @@ def spent(
 ) -> Spent:
     """A step under a plan with a message per variable, or (None) one in all, that has nowhere to go. Emulated: with pauses."""
     model = PlannedDataParallel(_Hooked(count, elements, buffers))
-    synchronizer = model.synchronizer
-    slices = [TensorSlice(name, elements) for name in reversed(synchronizer.names)]
+    hooked = model.synchronizer
+    slices = [TensorSlice(name, elements) for name in reversed(hooked.names)]
     owner = 0 if synchronizer is Synchronizer.PARAMETER_SERVER else None
     groups = [tuple(slices)] if synchronizer is None else [(each,) for each in slices]
     messages = tuple(
         Message(group, synchronizer or Synchronizer.ALL_REDUCE, Compressor.NONE, "float32", owner)
         for group in groups
     )
-    synchronizer.load(Plan(synchronizer.model_id, 1, messages, cross_step))
-    arriving_one_by_one(synchronizer.cross_step)
+    hooked.load(Plan(hooked.model_id, 1, messages, cross_step))
+    arriving_one_by_one(hooked.cross_step)
     if sent_s > 0:
-        as_if_sent(synchronizer.lanes, sent_s)
+        as_if_sent(hooked.lanes, sent_s)
     if way.emulated:
-        synchronizer.emulate(
+        hooked.emulate(
             EmulatedAccelerator(
-                synchronizer, timetable_of(profile(synchronizer.names, elements, way.pause_s))
+                hooked, timetable_of(profile(hooked.names, elements, way.pause_s))
             )
         )
     return mean_step(model, elements)
