@@ -293,9 +293,7 @@ def spent(
         as_if_sent(hooked.lanes, sent_s)
     if way.emulated:
         hooked.emulate(
-            EmulatedAccelerator(
-                hooked, timetable_of(profile(hooked.names, elements, way.pause_s))
-            )
+            EmulatedAccelerator(hooked, timetable_of(profile(hooked.names, elements, way.pause_s)))
         )
     return mean_step(model, elements)
 
