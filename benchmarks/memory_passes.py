@@ -25,8 +25,9 @@ from functools import partial
 import torch
 from torch import nn
 
-from autotune.memory.passes import Run, accumulated, recomputed
+from autotune.memory.accumulation import accumulated
 from autotune.memory.peak import peak_memory
+from autotune.memory.recomputation import Run, recomputed
 from autotune.recordings.memory_profile import MemoryProfile
 from benchmarks.c10_memory import AllocatorCounter, built
 from benchmarks.checkpointed import Stack, computed_again, training

@@ -32,10 +32,11 @@ from autotune.dfg.utilisation import IterationSummary, iteration_summary
 from autotune.errors import InvalidInput
 from autotune.export import write_whole
 from autotune.lowering.lower import Lowering
+from autotune.memory.budget import MemoryBudget
+from autotune.memory.peak import highest_peak
 from autotune.optimizer.budget import Budget
 from autotune.optimizer.optimize import ASSUMED_TIMES, Optimized
 from autotune.optimizer.optimize import optimize as search
-from autotune.optimizer.within_memory import WithinMemory, highest_peak
 from autotune.profiling.layer_profile import read_layer_profile
 from autotune.profiling.op_graph import OpGraph
 from autotune.profiling.traces.sources import holds_traces
@@ -89,7 +90,7 @@ def optimize(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
         graph=source.graph if options.op_fusion else None,
         budget=replace(Budget(), seconds=parse_seconds(options.budget_time, "--budget-time")),
         seed=options.seed,
-        memory=within,
+        memory=within.fit_workload if within is not None else None,
         allowed=within.allows if within is not None else lambda plan: True,
     )
     memory = _memory(source, cluster, found, within)
@@ -112,7 +113,7 @@ def optimize(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     )
 
 
-def _within(options: argparse.Namespace, source: _Source, cluster: Cluster) -> WithinMemory | None:
+def _within(options: argparse.Namespace, source: _Source, cluster: Cluster) -> MemoryBudget | None:
     """What `--memory` asks for. Raises `InvalidInput` where it cannot be told what a replica holds."""
     if options.memory is None:
         return None
@@ -124,11 +125,11 @@ def _within(options: argparse.Namespace, source: _Source, cluster: Cluster) -> W
             f"--memory needs the lifetimes of a replica's tensors, which `autotune profile` records, but {options.source} has none: "
             f"{source.why_no_memory}"
         )
-    return WithinMemory(source.memory, cluster, budget_bytes)
+    return MemoryBudget(source.memory, cluster, budget_bytes)
 
 
 def _memory(
-    source: _Source, cluster: Cluster, found: Optimized, within: WithinMemory | None
+    source: _Source, cluster: Cluster, found: Optimized, within: MemoryBudget | None
 ) -> ShownMemory | None:
     if source.memory is None:
         return None

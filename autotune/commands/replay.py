@@ -26,7 +26,7 @@ from autotune.commands.render.memory import (
 from autotune.dfg.replay import replay as run
 from autotune.dfg.utilisation import IterationSummary, iteration_summary
 from autotune.errors import InvalidInput
-from autotune.optimizer.within_memory import highest_peak
+from autotune.memory.peak import highest_peak
 from autotune.profiling.traces.global_graph import build_dfg
 from autotune.profiling.traces.job import TraceJob, read_job
 from autotune.profiling.traces.rank_trace import told

@@ -1,1 +1,1 @@
-"""The memory of a replica: its peak, what a plan adds, and the passes that fit it into a budget."""
+"""The memory of a replica: its peak, the buffers of a plan, and passes that fit a budget."""

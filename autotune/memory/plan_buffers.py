@@ -1,15 +1,16 @@
-"""What synchronization by a plan allocates on one rank, message by message, as the runtime does it.
+"""Buffers that synchronization by a plan allocates on one rank, message by message.
 
-Sizes follow runtime_rewriter/pytorch: `packing`, `exchange/transfer` (wire), `exchange/sums`, `exchange/compressed`, `exchange/residuals`
-and torch's reducer (`native_buckets`). On a CPU some collectives of gloo copy what they are given into tensors of their own (measured
-with a counting allocator, torch 2.13, 2 to 4 ranks): reduce-scatter its input, from its issue until the next step of the message;
-all-gather its output; gather and scatter on the root once per rank; the others nothing.
+Sizes follow `runtime_rewriter/pytorch`: `packing`, `exchange/transfer` (the wire), `exchange/sums`,
+`exchange/compressed`, `exchange/residuals` and torch's reducer (`native_buckets`). On a CPU some
+collectives of gloo copy their tensors (measured with a counting allocator, torch 2.13, 2 to 4
+ranks). Reduce-scatter copies its input until the message's next step. All-gather copies its output.
+Gather and scatter hold one copy per rank on the root. The others copy nothing.
 
 | symbol | meaning |
 |---|---|
 | w | ranks of the plan |
-| m | ranks among which a message is summed: w, or one per host where it is hierarchical |
-| V | bytes of a message's wire: what is packed, in the dtype that travels, padded to a multiple of m elements |
+| m | ranks that sum a message: w, or one per host for a hierarchical message |
+| V | bytes of a message's wire: packed, in the sent dtype, padded to a multiple of m elements |
 """
 
 from __future__ import annotations
@@ -31,27 +32,28 @@ from autotune.strategy_space.strategy import (
 )
 from autotune.workload import DTYPE_BYTES, Workload
 
+PLAN_BUCKETS = "buckets of the plan"
 _HALF = (Compressor.FP16, Compressor.BF16)
 _GLOO_THREADS = 2
-"""Of a process group (torch: ProcessGroupGloo::Options)."""
+"""Threads of a process group (torch: ProcessGroupGloo::Options)."""
 _SCRATCH_ELEMENTS = 2**18
-"""What a CPU quantises at a time (`exchange/quantise`)."""
+"""Elements that a CPU quantises at a time (`exchange/quantise`)."""
 
 
 class When(StrEnum):
-    """When a buffer is there."""
+    """When a buffer is allocated."""
 
     ALWAYS = "always"
     STEP_START = "step_start"
     READY = "ready"  # while the gradient of its variable is packed
-    QUEUED = "queued"  # from the issue of its message until this has arrived
+    QUEUED = "queued"  # from the issue of its message until the message arrives
     FLIGHT = "flight"  # while its message has the channel
-    END = "end"  # when the averages are written, after the backward pass
+    END = "end"  # while the averages are written, after the backward pass
 
 
 @dataclass(frozen=True)
 class Buffer:
-    """`message`: its number in the plan. `variable`: whose it is."""
+    """One allocation. `what` describes it. `message`: its message's number in the plan."""
 
     bytes: int
     what: str
@@ -63,100 +65,95 @@ class Buffer:
 def plan_buffers(
     plan: Plan | None, workload: Workload, replica: Replica, world_size: int
 ) -> list[Buffer]:
-    """Everything that this rank allocates for synchronization; `plan` None: torch's DDP with its own buckets."""
+    """All buffers of this rank. Without a plan, torch's DDP synchronizes with its own buckets."""
     sparse = replica.sparse_bytes or {}
-    dense = {
-        v.name: v.grad_bytes for v in workload.variables if v.name not in sparse and not v.sparse
-    }
-    found = (
-        [Buffer(replica.buffer_bytes, "buffers that are sent from rank 0", When.STEP_START)]
-        if replica.buffer_bytes
-        else []
+    dense_bytes = sum(
+        variable.grad_bytes
+        for variable in workload.variables
+        if variable.name not in sparse and not variable.sparse
     )
+    buffers: list[Buffer] = []
+    if replica.buffer_bytes:
+        what = "buffers that are sent from rank 0"
+        buffers.append(Buffer(replica.buffer_bytes, what, When.STEP_START))
     if world_size < 2 and plan is None:
-        return found
-    native = plan is not None and buckets_of(plan) is not None and not sparse
+        return buffers
     if replica.ddp or plan is None:
-        found.append(Buffer(sum(dense.values()), "buckets of the DDP's own reducer"))
+        buffers.append(Buffer(dense_bytes, "buckets of the DDP's own reducer"))
     if plan is None:
-        return [*found, *_ddp_rows(sparse, world_size)]
-    if native:
-        return [*found, Buffer(sum(dense.values()), "buckets of the plan")]
-    residual_of: set[str] = set()
+        return [*buffers, *_ddp_rows(sparse, world_size)]
+    if buckets_of(plan) is not None and not sparse:
+        return [*buffers, Buffer(dense_bytes, PLAN_BUCKETS)]
+    with_residual: set[str] = set()
     for number, message in enumerate(plan.messages):
         if message.sparse is not SparseHandling.DENSE:
-            found += _rows(
-                number,
-                message,
-                sparse.get(message.slices[0].variable, message.grad_bytes),
-                world_size,
-            )
+            row_bytes = sparse.get(message.slices[0].variable, message.grad_bytes)
+            buffers += _rows(number, message, row_bytes, world_size)
             continue
-        found += _Exchange(number, message, plan, replica).buffers()
-        found += _packing(number, message, sparse, workload, world_size)
-        residual_of |= _fed(message, plan, replica)
-    picked = _picked(plan, sparse, workload, world_size)
-    if picked:
-        found.append(Buffer(picked, "rows of an average while it is written", When.END))
-    found += [
-        Buffer(v.grad_bytes, "residual", variable=v.name)
-        for v in workload.variables
-        if v.name in residual_of
+        buffers += _Exchange(number, message, plan, replica).buffers()
+        buffers += _packing(number, message, sparse, workload, world_size)
+        with_residual |= _with_residual(message, plan, replica)
+    picked_bytes = _picked_bytes(plan, sparse, workload, world_size)
+    if picked_bytes:
+        buffers.append(Buffer(picked_bytes, "rows of an average while it is written", When.END))
+    buffers += [
+        Buffer(variable.grad_bytes, "residual", variable=variable.name)
+        for variable in workload.variables
+        if variable.name in with_residual
     ]
-    return found
+    return buffers
 
 
 def multiplying_lanes(plan: Plan) -> frozenset[int]:
-    """Lanes on which PowerSGD multiplies matrices (`exchange/compressed`): before its two sums and after them.
+    """Lanes on which PowerSGD multiplies: before, between and after its sums.
 
-    On a GPU each has a stream of its own, for which cuBLAS keeps a workspace.
+    See `exchange/compressed`. On a GPU each lane has a stream, for which cuBLAS keeps a workspace.
     """
-    found: set[int] = set()
+    lanes: set[int] = set()
     for message in plan.messages:
         if message.compressor is Compressor.POWER_SGD:
-            first, steps = (
-                int(message.hierarchical),
-                1 if message.synchronizer is Synchronizer.ALL_REDUCE else 2,
-            )
-            found |= {first, first + steps, first + 2 * steps}
-    return frozenset(found)
+            first = int(message.hierarchical)
+            steps = 1 if message.synchronizer is Synchronizer.ALL_REDUCE else 2
+            lanes |= {first, first + steps, first + 2 * steps}
+    return frozenset(lanes)
 
 
 def _packing(
     number: int, message: Message, sparse: Mapping[str, int], workload: Workload, world_size: int
 ) -> Iterator[Buffer]:
-    """Copies between a gradient and the wire: a cast is scaled in the gradient's dtype first, a sparse gradient is made dense."""
-    size = DTYPE_BYTES[message.dtype]
+    """Copies between the gradients and the wire.
+
+    A cast scales a copy in the gradient's dtype first; a sparse gradient becomes dense.
+    """
+    element_bytes = DTYPE_BYTES[message.dtype]
     for part in message.slices:
-        if message.compressor in _HALF and size > 2:
-            yield Buffer(
-                part.elements * size, "gradient before its cast", When.READY, number, part.variable
-            )
-        if part.variable in sparse:
-            whole = workload.variables[workload.index[part.variable]].grad_bytes
-            yield Buffer(whole, "sparse gradient made dense", When.READY, number, part.variable)
+        name = part.variable
+        if message.compressor in _HALF and element_bytes > 2:
+            size = part.elements * element_bytes
+            yield Buffer(size, "gradient before its cast", When.READY, number, name)
+        if name in sparse:
+            whole = workload.variables[workload.index[name]].grad_bytes
+            yield Buffer(whole, "sparse gradient made dense", When.READY, number, name)
             if part.start == 0:
-                grown = (
-                    _average_bytes(sparse[part.variable], whole, world_size) - sparse[part.variable]
-                )
-                yield Buffer(
-                    whole + grown,
-                    "average before it is sparse again",
-                    When.END,
-                    number,
-                    part.variable,
-                )
+                added_rows = _average_bytes(sparse[name], whole, world_size) - sparse[name]
+                what = "average before it is sparse again"
+                yield Buffer(whole + added_rows, what, When.END, number, name)
 
 
-def _picked(plan: Plan, sparse: Mapping[str, int], workload: Workload, world_size: int) -> int:
-    """Averages become sparse again one after the other: of the largest, the rows that are picked, and their copy into the gradient."""
-    parts = [
-        part
+def _picked_bytes(
+    plan: Plan, sparse: Mapping[str, int], workload: Workload, world_size: int
+) -> int:
+    """Rows picked from the largest average, and their copy into the gradient.
+
+    Averages become sparse again one after the other.
+    """
+    names = {
+        part.variable
         for message in plan.messages
         if message.sparse is SparseHandling.DENSE
         for part in message.slices
-    ]
-    names = {part.variable for part in parts if part.variable in sparse}
+        if part.variable in sparse
+    }
     whole = {name: workload.variables[workload.index[name]].grad_bytes for name in names}
     return max(
         (sparse[name] + _average_bytes(sparse[name], whole[name], world_size) for name in names),
@@ -165,14 +162,18 @@ def _picked(plan: Plan, sparse: Mapping[str, int], workload: Workload, world_siz
 
 
 def _average_bytes(own_bytes: int, whole_bytes: int, world_size: int) -> int:
-    """Rows of all ranks, of which at most all are different ones."""
+    """Most bytes of an average: the rows of all ranks, if all rows are different."""
     return min(world_size * own_bytes, max(whole_bytes, own_bytes))
 
 
 def _ddp_rows(sparse: Mapping[str, int], world_size: int) -> Iterator[Buffer]:
-    """torch's reducer sums sparse gradients over gloo: every rank gets the rows of all and adds them, as many variables at once as gloo has
-    threads. What has been summed has left the rows of all ranks in the gradient."""
-    for number, (name, size) in enumerate(sorted(sparse.items(), key=lambda item: -item[1])):
+    """Buffers of torch's reducer, which sums sparse gradients over gloo.
+
+    Every rank receives and adds the rows of all ranks, one variable per gloo thread at once. A
+    summed gradient holds the rows of all ranks.
+    """
+    largest_first = sorted(sparse.items(), key=lambda item: -item[1])
+    for number, (name, size) in enumerate(largest_first):
         if number < _GLOO_THREADS:
             yield Buffer((2 * world_size + 1) * size, "rows of all ranks", When.END, variable=name)
         else:
@@ -180,19 +181,14 @@ def _ddp_rows(sparse: Mapping[str, int], world_size: int) -> Iterator[Buffer]:
 
 
 def _rows(number: int, message: Message, size: int, world_size: int) -> Iterator[Buffer]:
-    """Rows that travel: this rank's, packed, and those of all; at most their sum is written."""
-    yield Buffer(2 * size, "rows of this rank", When.QUEUED, number, message.slices[0].variable)
-    yield Buffer(
-        (2 * world_size + 1) * size,
-        "rows of all ranks",
-        When.FLIGHT,
-        number,
-        message.slices[0].variable,
-    )
+    """Rows that are sent: this rank's, packed, and those of all ranks with at most their sum."""
+    name = message.slices[0].variable
+    yield Buffer(2 * size, "rows of this rank", When.QUEUED, number, name)
+    yield Buffer((2 * world_size + 1) * size, "rows of all ranks", When.FLIGHT, number, name)
 
 
-def _fed(message: Message, plan: Plan, replica: Replica) -> set[str]:
-    """Variables of which this rank may keep back something."""
+def _with_residual(message: Message, plan: Plan, replica: Replica) -> set[str]:
+    """Variables for which this rank keeps a residual."""
     if message.compressor not in ERROR_FEEDBACK or len(_members(message, plan, replica)) < 2:
         return set()
     if message.compressor is not Compressor.POWER_SGD:
@@ -201,8 +197,8 @@ def _fed(message: Message, plan: Plan, replica: Replica) -> set[str]:
     return {part.variable for part in message.slices if _gains(part, message.rank)}
 
 
-def _circle(message: Message, plan: Plan, replica: Replica) -> tuple[int, ...]:
-    """The ranks among which the message is summed: all, or one of each host where hierarchy means something."""
+def _process_group(message: Message, plan: Plan, replica: Replica) -> tuple[int, ...]:
+    """The ranks that sum the message: all, or one per host if the hierarchy has two levels."""
     hosts = replica.host_of_rank
     world = tuple(range(plan.world_size))
     names = sorted(set(hosts))
@@ -215,9 +211,9 @@ def _circle(message: Message, plan: Plan, replica: Replica) -> tuple[int, ...]:
 
 
 def _members(message: Message, plan: Plan, replica: Replica) -> tuple[int, ...]:
-    """Those of `_circle`, or none where this rank leaves the sum to its host's leader."""
-    circle = _circle(message, plan, replica)
-    return circle if replica.rank in circle else ()
+    """`_process_group`, or no rank if this rank's leader sums for it."""
+    group = _process_group(message, plan, replica)
+    return group if replica.rank in group else ()
 
 
 def _gains(part: TensorSlice, rank: int) -> bool:
@@ -229,17 +225,16 @@ class _Exchange:
     """The buffers of one dense message on this rank."""
 
     def __init__(self, number: int, message: Message, plan: Plan, replica: Replica) -> None:
-        self.number, self.message = number, message
+        self.number = number
+        self.message = message
         self._members = _members(message, plan, replica)
         self._m = max(1, len(self._members))
         self._owns = len(self._members) > 1 and replica.rank == message.owner
         self._copies = replica.device == "cpu"
-        self._item = (
-            min(DTYPE_BYTES[message.dtype], 2)
-            if message.compressor in _HALF
-            else DTYPE_BYTES[message.dtype]
-        )
-        multiple = len(_circle(message, plan, replica))
+        self._item = DTYPE_BYTES[message.dtype]
+        if message.compressor in _HALF:
+            self._item = min(self._item, 2)
+        multiple = len(_process_group(message, plan, replica))
         self._elements = -(-message.elements // multiple) * multiple
         if message.compressor is Compressor.INT8:
             rows = 1 if message.synchronizer in ROOTED else multiple
@@ -258,7 +253,7 @@ class _Exchange:
         return Buffer(size, what, when, self.number)
 
     def _sum(self, size: int) -> Iterator[Buffer]:
-        """Of `size` bytes by the message's primitive."""
+        """Buffers of a sum of `size` bytes by the message's synchronizer."""
         if len(self._members) < 2:
             return
         if self.message.synchronizer is Synchronizer.REDUCE_SCATTER_ALL_GATHER:
@@ -301,14 +296,17 @@ class _Exchange:
         return -(-k * (self._item + 4) // self._item) * self._item
 
     def _int8_row(self, rows: int) -> tuple[int, int]:
-        """(elements, bytes) of one of `rows` rows of int8 blocks, each with a scale, as `RowLayout` cuts them."""
+        """(elements, bytes) of each of `rows` rows: int8 blocks with scales (`RowLayout`)."""
         length = max(1, -(-self.message.elements // rows))
         blocks = -(-length // INT8_BLOCK)
         elements = blocks * -(-length // blocks)
         return elements, (blocks + -(-elements // self._item)) * self._item
 
     def _low_rank(self) -> Iterator[Buffer]:
-        """PowerSGD: the factors P and Q and the start of the next step; what gains nothing lies behind P."""
+        """PowerSGD: the factors P and Q, and the start of the next step.
+
+        Slices that gain nothing are sent uncompressed behind P.
+        """
         rank = self.message.rank
         assert rank is not None
         factored = [part for part in self.message.slices if _gains(part, rank)]
@@ -326,5 +324,5 @@ class _Exchange:
 
 
 def bytes_always(buffers: Sequence[Buffer]) -> int:
-    """Of what is there between two steps, too."""
-    return sum(one.bytes for one in buffers if one.when is When.ALWAYS)
+    """Bytes of the buffers that exist between two steps, too."""
+    return sum(buffer.bytes for buffer in buffers if buffer.when is When.ALWAYS)

@@ -1,4 +1,4 @@
-"""`optimize`: the fastest strategy that the search finds for a workload on a cluster, and what the replay predicts of it."""
+"""Find the fastest strategy for a workload on a cluster by replay."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from autotune.cluster import Cluster
 from autotune.costs.row_traffic import RowTraffic
 from autotune.dfg.replay import Timeline
+from autotune.errors import InvalidInput
 from autotune.optimizer.bounds import least_transfer_s
 from autotune.optimizer.budget import Budget
 from autotune.optimizer.fused_time import ASSUMED, LaunchGaps
@@ -24,23 +25,26 @@ from autotune.strategy_space.strategy import Strategy
 from autotune.workload import Workload
 
 ASSUMED_TIMES, ASSUMED_LINKS = "the workload's times", "the links"
-"""Of `Optimized.assumed`, where workload and cluster say so."""
-
+"""Entries of `Optimized.assumed` for a workload or a cluster whose source is "assumed"."""
 
 DDP = "DDP's default buckets"
-"""Name of the start that is compared with where no other strategy is."""
+"""Name of the start to compare with, unless the caller gives another strategy."""
 
 
 @dataclass(frozen=True)
 class Optimized:
-    """`predicted_step_s` is replayed with `op_fusion` (nothing fused where no op graph was given), `enacted_step_s` the same
-    strategy without it, which is what a runtime that cannot fuse ops would measure.
+    """The fastest strategy of a search and its replayed step.
 
-    `before_step_s`: of the strategy before, by default DDP's buckets. `bound_s`: no synchronization that hides behind computation as
-    far as it can is faster (`full_overlap_s`). `starts_s`: the replayed starting points by name. `log`: what was kept and by what.
-    `dropped`: proposals outside the space or that the runtime refuses. `cut_short`: the wall clock ended the search, so that another
-    run may find something else. `timeline`: the replayed step, from the start of its backward pass to the next. `assumed`: figures in
-    it that nobody measured.
+    - `predicted_step_s`: with `op_fusion`, which fuses nothing without an op graph.
+    - `enacted_step_s`: the same strategy without op fusion, as a runtime without it measures.
+    - `before_step_s`: the strategy before, by default DDP's buckets.
+    - `starts_s`: the replayed starts by name.
+    - `bound_s`: no synchronization of these bytes behind this computation is faster.
+    - `log`: the improvements, and the pass that found each.
+    - `dropped`: proposals outside the space or refused by the runtime.
+    - `cut_short`: the wall clock ended the search, so another run may find another strategy.
+    - `timeline`: the replayed step, from the start of its backward pass to the next.
+    - `assumed`: figures behind the result that nobody measured.
     """
 
     strategy: Strategy
@@ -75,30 +79,39 @@ def optimize(
     seed: int = 0,
     speedups: Speedups | None = None,
     allowed: Callable[[Plan], bool] = lambda plan: True,
-    memory: Callable[[Problem], Problem] | None = None,
+    memory: Callable[[Workload], Workload] | None = None,
     lower: Lower = lowered,
 ) -> Optimized:
-    """Search the synchronization, and with an op graph the op fusion, that makes a step shortest by replay.
+    """Search the synchronization, and with an op graph the op fusion, with the shortest step.
 
-    `space` bounds the strategies (by default all that loses nothing); `fused_s` estimates fused kernels (by default `LaunchGaps`, which
-    is assumed); `passes` replaces `default_passes()`; `allowed` refuses plans on top, such as those whose buffers do not fit. `memory`
-    is line 1 of Alg. 1: given what is to be optimized it returns it with the times and ops that fit into memory (recomputation).
-    Equal inputs give equal results unless the result says `cut_short`. Raises `InvalidInput` where graph and workload do not belong
-    together.
+    - `space`: the allowed strategies; by default all lossless ones.
+    - `fused_s`: estimates fused kernels; by default `LaunchGaps`, which is assumed.
+    - `passes`: replaces `default_passes()`.
+    - `allowed`: refuses further plans, such as those whose buffers do not fit.
+    - `memory`: line 1 of Alg. 1; returns the workload that fits into memory (recomputation).
+
+    Equal inputs give equal results unless the result is `cut_short`. Raises `InvalidInput` if graph
+    and workload do not belong together, or for a graph with `memory`.
     """
     began_s = time.monotonic()
-    problem = Problem(
-        workload,
-        cluster,
-        space or SearchSpace.default(),
-        graph,
-        fused_s or LaunchGaps(),
-        speedups or Speedups(),
-    )
+    assumed_times = workload.source == "assumed"
     if memory is not None:
-        problem = memory(problem)
+        if graph is not None:
+            raise InvalidInput(
+                "memory is recorded for variables and not for an op graph; "
+                "leave out the op graph or the budget"
+            )
+        workload = memory(workload)
+    problem = Problem(
+        workload=workload,
+        cluster=cluster,
+        space=space or SearchSpace.default(),
+        graph=graph,
+        fused_s=fused_s or LaunchGaps(),
+        speedups=speedups or Speedups(),
+    )
     replays = Replays(problem, lower)
-    first = State(before or ddp_default(problem.workload))
+    first = State(before or ddp_default(workload))
     before_s = replays.step_s(first)
     search = Search(
         problem,
@@ -108,43 +121,41 @@ def optimize(
         seed,
         allowed,
     )
-    found = search.run(all_starts(problem, (DDP if before is None else "before", first.strategy)))
-    best = found.best or first
+    name = DDP if before is None else "before"
+    result = search.run(all_starts(problem, (name, first.strategy)))
+    best = result.best or first
     assumed = list(best.assumed)
     if best.fusion != OpFusion() and fused_s is None:
         assumed.append(ASSUMED)
-    assumed += [
-        name
-        for name, source in ((ASSUMED_TIMES, workload.source), (ASSUMED_LINKS, cluster.source))
-        if source == "assumed"
-    ]
+    if assumed_times:
+        assumed.append(ASSUMED_TIMES)
+    if cluster.source == "assumed":
+        assumed.append(ASSUMED_LINKS)
     enacted = replace(best, fusion=OpFusion(), compute_factor=1.0)
     return Optimized(
-        best.strategy,
-        replays.plan_of(best),
-        best.fusion,
-        found.step_s if found.best is not None else before_s,
-        replays.step_s(enacted),
-        before_s,
-        full_overlap_s(problem, best),
-        found.starts_s,
-        tuple(found.log),
-        found.rounds,
-        replays.whole,
-        replays.partial,
-        found.dropped,
-        found.cut_short,
-        time.monotonic() - began_s,
-        replays.timeline(best),
-        tuple(assumed),
+        strategy=best.strategy,
+        plan=replays.plan_of(best),
+        op_fusion=best.fusion,
+        predicted_step_s=result.step_s if result.best is not None else before_s,
+        enacted_step_s=replays.step_s(enacted),
+        before_step_s=before_s,
+        bound_s=full_overlap_s(problem, best),
+        starts_s=result.starts_s,
+        log=tuple(result.log),
+        rounds=result.rounds,
+        replays=replays.whole,
+        partial_replays=replays.partial,
+        dropped=result.dropped,
+        cut_short=result.cut_short,
+        seconds=time.monotonic() - began_s,
+        timeline=replays.timeline(best),
+        assumed=tuple(assumed),
     )
 
 
 def full_overlap_s(problem: Problem, state: State) -> float:
-    """max(T_comp, T_comm): the computation of the state's kernels, and its bytes on the slowest link by whatever synchronizer."""
+    """max(T_comp, T_comm): the state's kernels, and its bytes on the slowest link."""
     compute_s = problem.workload_of(state).compute_s
-    made = plan(state.strategy, problem.workload, problem.cluster.world_size)
-    return max(
-        compute_s,
-        least_transfer_s(problem.cluster, RowTraffic(problem.workload).least_bytes(made.messages)),
-    )
+    messages = plan(state.strategy, problem.workload, problem.cluster.world_size).messages
+    least_bytes = RowTraffic(problem.workload).least_bytes(messages)
+    return max(compute_s, least_transfer_s(problem.cluster, least_bytes))

@@ -1,17 +1,19 @@
-"""What one replica holds in memory during a training step, and when: tensors with lifetimes over the segments of the step.
+"""The memory of one replica during a training step: tensors with lifetimes over segments.
 
-A step is a ring of segments, cut where a variable is first read (forward), where a gradient is ready (backward), and around the
-regions that could be computed twice. What is alive when a segment begins, or is made in it, touches it.
+A step is a ring of segments. Segments are cut where a variable is first read (forward), where a
+gradient becomes ready (backward), and around regions that could be computed twice. A tensor
+touches a segment if it is alive at the segment's start or is created in it.
 
-    touched_i = always + sum of the bytes whose lifetime holds i          live_i = touched_i - relief_i
+    touched_i = always + sum of the bytes whose lifetime holds i
+    live_i = touched_i - relief_i
 
-`relief_i` is what a recorder saw: tensors that end in a segment are often gone before those that are made in it. So `live_i` is the
-highest number of bytes that were alive at once in segment i, exactly as recorded.
+The recorder measures `relief_i`: tensors that end in a segment are often freed before others are
+created in it. So `live_i` is the recorded maximum of bytes alive at once in segment i.
 
 | symbol | meaning | unit |
 |---|---|---|
 | S | segments of a step, in order; the first follows the last | - |
-| born, dies | first and last segment that a tensor touches; born > dies: it lives on into the next step | - |
+| born, dies | first and last segment that a tensor touches; born > dies: it crosses the step | - |
 """
 
 from __future__ import annotations
@@ -35,32 +37,30 @@ MAX_TENSORS = 4_000_000
 
 
 class Phase(StrEnum):
-    """What a segment computes. A segment between the end of the forward pass and the first gradient counts as forward."""
+    """What a segment computes. Segments from the forward pass to the first gradient are forward."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
-    UPDATE = "update"  # all that comes between the last gradient and the next forward pass
-    RECOMPUTE = "recompute"  # a forward region once more, inside the backward pass
+    UPDATE = "update"  # from the last gradient to the next forward pass
+    RECOMPUTE = "recompute"  # a forward region again, within the backward pass
 
 
-class Held(StrEnum):
-    """What a tensor is for."""
+class TensorRole(StrEnum):
+    """The purpose of a tensor."""
 
     PARAMETER = "parameter"
     GRADIENT = "gradient"
     OPTIMIZER = "optimizer"
     BUFFER = "buffer"
-    ACTIVATION = (
-        "activation"  # made in a forward pass, or on the way back, and used in another segment
-    )
-    TEMPORARY = "temporary"  # made and dropped within one segment; also what nothing above explains
+    ACTIVATION = "activation"  # created in a pass and used in another segment
+    TEMPORARY = "temporary"  # created and freed within one segment, or not explained by any role
     COMMUNICATION = "communication"
-    LIBRARY = "library"  # what libraries keep between calls (cuBLAS)
+    LIBRARY = "library"  # kept by libraries between calls (cuBLAS)
 
 
 @dataclass(frozen=True)
 class Segment:
-    """`reads`: variables that are first read at its start. `readies`: variables whose gradient is ready at its end."""
+    """`reads`: variables first read at its start. `readies`: gradients ready at its end."""
 
     __pydantic_config__ = {"extra": "forbid"}
 
@@ -73,16 +73,17 @@ class Segment:
 
 @dataclass(frozen=True)
 class Lifetime:
-    """`bytes` of memory (one tensor, or several that live alike); aliases of one memory are counted once.
+    """Memory of one tensor, or of several with equal lifetimes; aliases are counted once.
 
-    Both segments None: always alive. `variable`: whose parameter, gradient or state it is. `region`: the region whose forward pass made
-    it for the way back, and would make it again. `returned`: it is what the region returns.
+    `born`, `dies`: segments, both None if it is always alive. `variable`: the variable of the
+    parameter, gradient or state. `region`: the region whose forward pass creates it for the
+    backward pass. `returned`: the region returns it.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
 
     bytes: int
-    kind: Held
+    kind: TensorRole
     born: int | None = None
     dies: int | None = None
     variable: str | None = None
@@ -92,7 +93,7 @@ class Lifetime:
 
 @dataclass(frozen=True)
 class Pass:
-    """One use of a region in the step: segments `first` to `last` are its forward pass, `backward` is the first one on the way back."""
+    """One use of a region: segments `first` to `last` forward, and the first one backward."""
 
     __pydantic_config__ = {"extra": "forbid"}
 
@@ -105,9 +106,10 @@ class Pass:
 class Region:
     """A module whose activations may be dropped after its forward pass and computed again.
 
-    `chain`, `position`: the sequence that it is a part of, and its place there; the parts of a sequence are computed one after the
-    other and hand on nothing but what they return, so neighbours may be computed again together. `random`: it draws random numbers,
-    which have to be drawn alike again. `why_not`: why computing it twice would change the training, in words; None: it would not.
+    `chain`, `position`: its sequence, and its place there. The parts of a sequence run one after
+    the other and pass on only their results, so neighbours may be computed again together.
+    `random`: it draws random numbers; a repetition must draw the same. `why_not`: why computing it
+    twice would change the training; None if it would not.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -122,10 +124,11 @@ class Region:
 
 @dataclass(frozen=True)
 class MemoryProfile:
-    """Of one training step of one replica. `model` is `Workload.id`. `sparse_bytes`: by variable with a sparse gradient, its different rows
-    with their numbers (the gradient itself may hold a row several times).
+    """One training step of one replica. `model` is `Workload.id`.
 
-    Raises `InvalidInput` where a number, a segment or a region is wrong.
+    `sparse_bytes`: (variable, bytes of the distinct rows and their indices) of each sparse
+    gradient; the gradient itself may repeat rows. Raises `InvalidInput` for an invalid number,
+    segment or region.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -142,63 +145,56 @@ class MemoryProfile:
         count = len(self.segments)
         if not 0 < count <= MAX_SEGMENTS or len(self.lifetimes) > MAX_TENSORS:
             raise InvalidInput(
-                f"a memory profile needs 1 to {MAX_SEGMENTS} segments and at most {MAX_TENSORS} lifetimes, but has {count} and "
-                f"{len(self.lifetimes)}"
+                f"a memory profile needs 1 to {MAX_SEGMENTS} segments and at most {MAX_TENSORS} "
+                f"lifetimes, but has {count} and {len(self.lifetimes)}"
             )
         for segment in self.segments:
             if not (0 <= segment.seconds < float("inf")) or segment.relief_bytes < 0:
                 raise InvalidInput(
-                    f"a segment needs seconds and relief_bytes of at least 0, but has {segment.seconds}, {segment.relief_bytes}"
+                    "a segment needs seconds and relief_bytes of at least 0, "
+                    f"but has {segment.seconds}, {segment.relief_bytes}"
                 )
         if any(size < 0 for _, size in self.sparse_bytes):
             raise InvalidInput("sparse_bytes must be at least 0")
-        for one in self.lifetimes:
-            self._check_lifetime(one, count)
+        for lifetime in self.lifetimes:
+            self._check_lifetime(lifetime)
         for region in self.regions:
-            self._check_region(region, count)
+            for used in region.passes:
+                if not 0 <= used.first <= used.last < used.backward < count:
+                    raise InvalidInput(
+                        f"a pass of region {region.name!r} must go forward before it goes back, "
+                        f"below {count}, but is {used}"
+                    )
         if np.any(self.live_bytes < 0):
-            raise InvalidInput(
-                "relief_bytes of a segment may not be more than the bytes that touch it"
-            )
+            raise InvalidInput("a segment's relief_bytes may not exceed the bytes that touch it")
 
-    def _check_lifetime(self, one: Lifetime, count: int) -> None:
-        if one.bytes < 0 or (one.born is None) != (one.dies is None):
+    def _check_lifetime(self, lifetime: Lifetime) -> None:
+        count = len(self.segments)
+        born, dies, region = lifetime.born, lifetime.dies, lifetime.region
+        if lifetime.bytes < 0 or (born is None) != (dies is None):
             raise InvalidInput(
-                f"a lifetime needs bytes of at least 0 and both segments or none, but one is {one}"
+                "a lifetime needs bytes of at least 0 and both segments or none, "
+                f"but one is {lifetime}"
             )
-        if (
-            one.born is not None
-            and one.dies is not None
-            and not (0 <= one.born < count and 0 <= one.dies < count)
-        ):
+        if born is not None and dies is not None and not (0 <= born < count and 0 <= dies < count):
             raise InvalidInput(
-                f"a lifetime must lie in segments 0 to {count - 1}, but one is {one.born} to {one.dies}"
+                f"a lifetime must lie in segments 0 to {count - 1}, but one is {born} to {dies}"
             )
-        if one.region is not None and not 0 <= one.region < len(self.regions):
+        if region is not None and not 0 <= region < len(self.regions):
             raise InvalidInput(
-                f"a lifetime must name one of {len(self.regions)} regions, but names {one.region}"
+                f"a lifetime must name one of {len(self.regions)} regions, but names {region}"
             )
-
-    @staticmethod
-    def _check_region(region: Region, count: int) -> None:
-        for one in region.passes:
-            if not 0 <= one.first <= one.last < one.backward < count:
-                raise InvalidInput(
-                    f"a pass of region {region.name!r} must go forward before it goes back, below {count}, but is {one}"
-                )
 
     @cached_property
     def always_bytes(self) -> int:
-        """Of what is alive during the whole step."""
-        return sum(one.bytes for one in self.lifetimes if one.born is None)
+        """Bytes of the tensors that are alive during the whole step."""
+        return sum(lifetime.bytes for lifetime in self.lifetimes if lifetime.born is None)
 
     @cached_property
     def touched_bytes(self) -> IntArray:
         """Shape (S,)."""
-        return (
-            touched([one for one in self.lifetimes if one.born is not None], len(self.segments))
-            + self.always_bytes
-        )
+        moving = [lifetime for lifetime in self.lifetimes if lifetime.born is not None]
+        return touched(moving, len(self.segments)) + self.always_bytes
 
     @cached_property
     def relief_bytes(self) -> IntArray:
@@ -213,12 +209,12 @@ class MemoryProfile:
 
     @cached_property
     def end_s(self) -> FloatArray:
-        """When every segment ends, from the start of the step, shape (S,)."""
+        """When each segment ends, from the start of the step, shape (S,)."""
         return np.cumsum([segment.seconds for segment in self.segments])
 
-    def bytes_of(self, kind: Held) -> int:
-        """Of all lifetimes of this kind, whenever they are."""
-        return sum(one.bytes for one in self.lifetimes if one.kind is kind)
+    def bytes_of(self, role: TensorRole) -> int:
+        """Bytes of all lifetimes with this role."""
+        return sum(lifetime.bytes for lifetime in self.lifetimes if lifetime.kind is role)
 
     def to_data(self) -> dict[str, Any]:
         data: dict[str, Any] = to_data(self)
@@ -231,7 +227,7 @@ class MemoryProfile:
 
 
 def touched(lifetimes: list[Lifetime], segments: int) -> IntArray:
-    """Bytes whose lifetime holds each segment, shape (segments,). All lifetimes have segments."""
+    """Bytes alive in or touching each segment, shape (segments,). All lifetimes have segments."""
     change = np.zeros(segments + 1, dtype=np.int64)
     if lifetimes:
         born, dies, size = (
@@ -240,14 +236,17 @@ def touched(lifetimes: list[Lifetime], segments: int) -> IntArray:
         )
         np.add.at(change, born, size)
         np.add.at(change, dies + 1, -size)
-        change[0] += int(size[born > dies].sum())  # those that come over from the step before
+        change[0] += int(size[born > dies].sum())  # those that cross over from the step before
     result: IntArray = np.cumsum(change)[:-1]
     return result
 
 
 @dataclass(frozen=True)
 class FixedShare:
-    """Of the time of a forward and of a backward pass: what does not shrink with the batch, 0 to 1. Raises `InvalidInput` outside."""
+    """Shares of the two passes' times that do not shrink with the batch.
+
+    Raises `InvalidInput` outside 0 to 1.
+    """
 
     __pydantic_config__ = {"extra": "forbid"}
 
@@ -261,10 +260,10 @@ class FixedShare:
             )
 
     def left(self, parts: int) -> tuple[float, float]:
-        """Of the two passes' times, what one of `parts` parts takes."""
-        return self.forward + (1 - self.forward) / parts, self.backward + (
-            1 - self.backward
-        ) / parts
+        """Shares of the (forward, backward) times that one of `parts` parts takes."""
+        forward = self.forward + (1 - self.forward) / parts
+        backward = self.backward + (1 - self.backward) / parts
+        return forward, backward
 
 
 PROPORTIONAL = FixedShare()
@@ -272,10 +271,12 @@ PROPORTIONAL = FixedShare()
 
 @dataclass(frozen=True)
 class Replica:
-    """Who synchronizes, on which rank. `ddp`: the module is wrapped in a DDP, whose own reducer keeps its buckets beside a plan's.
+    """The rank of a replica, and the backend that synchronizes it.
 
-    `bucket_view`: DDP's `gradient_as_bucket_view`. `host_of_rank`: needed for hierarchical messages, `Cluster.host_of_rank`.
-    `sparse_bytes`: of the different rows of sparse gradients, by variable. `device`: where tensors are; only on a CPU gloo makes copies.
+    `ddp`: the module is wrapped in a DDP, whose reducer keeps its buckets even under a plan.
+    `bucket_view`: DDP's `gradient_as_bucket_view`. `host_of_rank`: `Cluster.host_of_rank`,
+    needed for hierarchical messages. `sparse_bytes`: as in `MemoryProfile`, by variable.
+    `device`: gloo copies tensors only on a CPU.
     """
 
     rank: int = 0

@@ -19,11 +19,12 @@ from torch_plans import uniform
 from torch_world import BACKEND, DEVICE, run_world
 
 from autotune.errors import InvalidInput
-from autotune.memory.passes import Run, accumulated, recomputed
+from autotune.memory.accumulation import accumulated
 from autotune.memory.peak import peak_memory
 from autotune.memory.plan_buffers import bytes_always, plan_buffers
+from autotune.memory.recomputation import Run, recomputed
 from autotune.recordings.memory_file import RecordedMemory
-from autotune.recordings.memory_profile import Held, MemoryProfile, Replica
+from autotune.recordings.memory_profile import MemoryProfile, Replica, TensorRole
 from autotune.strategy_space.strategy import Compressor, Synchronizer
 from benchmarks.c10_memory import AllocatorCounter, build
 from benchmarks.checkpointed import Stack, computed_again
@@ -86,12 +87,12 @@ def test_each_memory_counts_once_and_lazy_state_counts() -> None:
     module = Mixed()
     recorded = MemoryRecorder(module).record(training(module))
     weights = 4 * (WIDTH * WIDTH + 2 * WIDTH)
-    assert recorded.bytes_of(Held.PARAMETER) == weights
-    assert recorded.bytes_of(Held.GRADIENT) == weights
+    assert recorded.bytes_of(TensorRole.PARAMETER) == weights
+    assert recorded.bytes_of(TensorRole.GRADIENT) == weights
     assert (
-        recorded.bytes_of(Held.OPTIMIZER) == 2 * weights + 3 * 4
+        recorded.bytes_of(TensorRole.OPTIMIZER) == 2 * weights + 3 * 4
     )  # two moments, and a step count each
-    assert recorded.bytes_of(Held.BUFFER) == 3000 * 4
+    assert recorded.bytes_of(TensorRole.BUFFER) == 3000 * 4
 
 
 def test_gradients_that_the_script_keeps_are_always_there() -> None:
@@ -104,8 +105,10 @@ def test_gradients_that_the_script_keeps_are_always_there() -> None:
         optimizer.step()
 
     recorded = MemoryRecorder(module).record(step)
-    kept = [one for one in recorded.lifetimes if one.kind is Held.GRADIENT and one.born is None]
-    assert sum(one.bytes for one in kept) == recorded.bytes_of(Held.PARAMETER)
+    kept = [
+        one for one in recorded.lifetimes if one.kind is TensorRole.GRADIENT and one.born is None
+    ]
+    assert sum(one.bytes for one in kept) == recorded.bytes_of(TensorRole.PARAMETER)
 
 
 @pytest.mark.parametrize(
@@ -250,7 +253,12 @@ def test_the_memory_of_a_replica_that_trains_with_others_is_that_of_one_alone(vi
         assert memory.profile.live_bytes.max() == pytest.approx(
             alone.live_bytes.max(), rel=0.005
         ), name
-        for held in (Held.PARAMETER, Held.GRADIENT, Held.OPTIMIZER, Held.BUFFER):
+        for held in (
+            TensorRole.PARAMETER,
+            TensorRole.GRADIENT,
+            TensorRole.OPTIMIZER,
+            TensorRole.BUFFER,
+        ):
             # A step that is cut elsewhere may hold indices of rows twice in one segment.
             assert memory.profile.bytes_of(held) == pytest.approx(alone.bytes_of(held), rel=0.05), (
                 name,

@@ -8,17 +8,18 @@ from itertools import chain, combinations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autotune.memory.choice import candidates, choose_runs
-from autotune.memory.passes import Run, accumulated, recomputed
+from autotune.memory.accumulation import accumulated
+from autotune.memory.fitting import candidates, choose_runs
 from autotune.memory.peak import MemoryEstimate, peak_memory
+from autotune.memory.recomputation import Run, recomputed
 from autotune.recordings.memory_profile import (
-    Held,
     Lifetime,
     MemoryProfile,
     Pass,
     Phase,
     Region,
     Segment,
+    TensorRole,
     touched,
 )
 from autotune.workload import Variable, Workload
@@ -40,7 +41,7 @@ def alive(one: Lifetime, segments: int) -> set[int]:
 @st.composite
 def lifetimes(draw: st.DrawFn, segments: int) -> Lifetime:
     at = st.integers(0, segments - 1)
-    return Lifetime(draw(SIZES), Held.ACTIVATION, draw(at), draw(at))
+    return Lifetime(draw(SIZES), TensorRole.ACTIVATION, draw(at), draw(at))
 
 
 @given(
@@ -67,16 +68,18 @@ def layered(draw: st.DrawFn) -> MemoryProfile:
         Segment(Phase.BACKWARD, draw(st.integers(1, 9)) / 10, readies=(f"v{n}",))
         for n in reversed(range(layers))
     ]
-    held = [Lifetime(draw(SIZES), Held.PARAMETER)]
+    held = [Lifetime(draw(SIZES), TensorRole.PARAMETER)]
     regions = []
     for n in range(layers):
         back = last - 1 - n
-        held.append(Lifetime(draw(SIZES), Held.ACTIVATION, n, back, region=n))
+        held.append(Lifetime(draw(SIZES), TensorRole.ACTIVATION, n, back, region=n))
         if n + 1 < layers:
-            held.append(Lifetime(draw(SIZES), Held.ACTIVATION, n, back, region=n, returned=True))
-        held.append(Lifetime(draw(SIZES), Held.GRADIENT, back, last, f"v{n}"))
-        held.append(Lifetime(draw(SIZES), Held.TEMPORARY, back, back))
-        held.append(Lifetime(draw(SIZES), Held.TEMPORARY, n, n))
+            held.append(
+                Lifetime(draw(SIZES), TensorRole.ACTIVATION, n, back, region=n, returned=True)
+            )
+        held.append(Lifetime(draw(SIZES), TensorRole.GRADIENT, back, last, f"v{n}"))
+        held.append(Lifetime(draw(SIZES), TensorRole.TEMPORARY, back, back))
+        held.append(Lifetime(draw(SIZES), TensorRole.TEMPORARY, n, n))
         regions.append(Region(f"l{n}", (Pass(n, n, back),), chain="", position=n))
     model = Workload("L", tuple(Variable(f"v{n}", (1,)) for n in reversed(range(layers)))).id
     return MemoryProfile(
@@ -104,7 +107,9 @@ class HeldTensors:
 
     def enter(self, at: int, again: Run | None = None) -> None:
         for number, one in enumerate(self.lifetimes):
-            if one.born == at and (again is None or again.drops(one) or one.kind is Held.TEMPORARY):
+            if one.born == at and (
+                again is None or again.drops(one) or one.kind is TensorRole.TEMPORARY
+            ):
                 self.held[number] = one.bytes
         self.peak = max(self.peak, self.fixed + sum(self.held.values()))
 
@@ -213,7 +218,7 @@ def test_more_bytes_anywhere_never_lower_the_peak(profile: MemoryProfile, size: 
         profile,
         lifetimes=(
             *profile.lifetimes,
-            Lifetime(size, Held.ACTIVATION, 0, len(profile.segments) - 1),
+            Lifetime(size, TensorRole.ACTIVATION, 0, len(profile.segments) - 1),
         ),
     )
     assert peak_memory(more).peak_bytes == peak_memory(profile).peak_bytes + size

@@ -12,20 +12,21 @@ from autotune.canonical import canonical_json
 from autotune.cli import main
 from autotune.cluster import Cluster
 from autotune.errors import InvalidInput
-from autotune.memory.passes import accumulated, accumulated_workload
+from autotune.memory.accumulation import accumulated, accumulated_workload
+from autotune.memory.budget import MemoryBudget
+from autotune.memory.peak import highest_peak
 from autotune.optimizer.optimize import optimize
-from autotune.optimizer.within_memory import WithinMemory, highest_peak
 from autotune.recordings.job_file import ClockPair, RankRecord, RecordedJob
 from autotune.recordings.memory_file import MEMORY_FILE, RecordedMemory
 from autotune.recordings.memory_profile import (
     FixedShare,
-    Held,
     Lifetime,
     MemoryProfile,
     Pass,
     Phase,
     Region,
     Segment,
+    TensorRole,
 )
 from autotune.strategy_space.builders.collectives import ddp_default
 from autotune.strategy_space.builders.servers import parameter_server
@@ -57,15 +58,17 @@ def replica(fixed: FixedShare | None = None) -> RecordedMemory:
     ]
     ends = [2 * LAYERS - 1 - number for number in range(LAYERS)]
     lifetimes = [
-        Lifetime(2 * LAYERS * WEIGHT, Held.PARAMETER),
-        Lifetime(LAYERS * WEIGHT, Held.OPTIMIZER),
+        Lifetime(2 * LAYERS * WEIGHT, TensorRole.PARAMETER),
+        Lifetime(LAYERS * WEIGHT, TensorRole.OPTIMIZER),
     ]
     for number, end in enumerate(ends):
-        lifetimes.append(Lifetime(ACTIVATION, Held.ACTIVATION, number, end, region=number))
+        lifetimes.append(Lifetime(ACTIVATION, TensorRole.ACTIVATION, number, end, region=number))
         lifetimes.append(
-            Lifetime(ACTIVATION // 8, Held.ACTIVATION, number, end, region=number, returned=True)
+            Lifetime(
+                ACTIVATION // 8, TensorRole.ACTIVATION, number, end, region=number, returned=True
+            )
         )
-        lifetimes.append(Lifetime(WEIGHT, Held.GRADIENT, end, 2 * LAYERS, f"l{number}"))
+        lifetimes.append(Lifetime(WEIGHT, TensorRole.GRADIENT, end, 2 * LAYERS, f"l{number}"))
     regions = tuple(
         Region(f"body.{n}", (Pass(n, n, end),), chain="body", position=n)
         for n, end in enumerate(ends)
@@ -156,8 +159,8 @@ def test_what_dear_parts_cost_decides_for_recomputation() -> None:
         peak = highest_peak(
             memory, memory.profile, MODEL, plan(ddp_default(MODEL), MODEL, 2), cluster
         ).peak_bytes
-        within = WithinMemory(memory, cluster, int(0.85 * peak))
-        optimize(MODEL, cluster, memory=within, allowed=within.allows)
+        within = MemoryBudget(memory, cluster, int(0.85 * peak))
+        optimize(MODEL, cluster, memory=within.fit_workload, allowed=within.allows)
         assert within.fit is not None and within.fit.estimate.peak_bytes <= within.budget_bytes
         chosen.append((bool(within.fit.runs), within.fit.parts > 1))
     assert chosen == [(False, True), (True, False)]
@@ -168,10 +171,10 @@ def test_plans_whose_buffers_do_not_fit_are_not_allowed() -> None:
     before, servers = (
         plan(made, MODEL, 2) for made in (ddp_default(MODEL), parameter_server(MODEL, cluster))
     )
-    within = WithinMemory(
+    within = MemoryBudget(
         memory, cluster, highest_peak(memory, memory.profile, MODEL, before, cluster).peak_bytes
     )
-    found = optimize(MODEL, cluster, memory=within, allowed=within.allows)
+    found = optimize(MODEL, cluster, memory=within.fit_workload, allowed=within.allows)
     assert within.allows(before) and not within.allows(servers)
     assert within.peak(found.plan).peak_bytes <= within.budget_bytes
 

@@ -9,18 +9,12 @@ import pytest
 
 from autotune.cluster import Cluster, Host
 from autotune.errors import InvalidInput
-from autotune.memory.choice import fit_memory
-from autotune.memory.passes import (
-    Run,
-    accumulated,
-    accumulated_workload,
-    recomputed,
-    recomputed_workload,
-)
+from autotune.memory.accumulation import accumulated, accumulated_workload
+from autotune.memory.fitting import fit_memory
 from autotune.memory.peak import peak_memory
 from autotune.memory.plan_buffers import bytes_always, plan_buffers
+from autotune.memory.recomputation import Run, recomputed, recomputed_workload
 from autotune.recordings.memory_profile import (
-    Held,
     Lifetime,
     MemoryProfile,
     Pass,
@@ -28,6 +22,7 @@ from autotune.recordings.memory_profile import (
     Region,
     Replica,
     Segment,
+    TensorRole,
 )
 from autotune.strategy_space.builders.collectives import per_variable
 from autotune.strategy_space.plan import Message, Plan, TensorSlice, plan
@@ -58,12 +53,12 @@ def two_layers() -> MemoryProfile:
         Segment(Phase.UPDATE, 0.001),
     )
     lifetimes = (
-        Lifetime(2 * GRAD, Held.PARAMETER),
-        Lifetime(1000, Held.ACTIVATION, 0, 3, region=0),
-        Lifetime(100, Held.ACTIVATION, 0, 2, region=0, returned=True),
-        Lifetime(1000, Held.ACTIVATION, 1, 2, region=1),
-        Lifetime(GRAD, Held.GRADIENT, 2, 4, "b"),
-        Lifetime(GRAD, Held.GRADIENT, 3, 4, "a"),
+        Lifetime(2 * GRAD, TensorRole.PARAMETER),
+        Lifetime(1000, TensorRole.ACTIVATION, 0, 3, region=0),
+        Lifetime(100, TensorRole.ACTIVATION, 0, 2, region=0, returned=True),
+        Lifetime(1000, TensorRole.ACTIVATION, 1, 2, region=1),
+        Lifetime(GRAD, TensorRole.GRADIENT, 2, 4, "b"),
+        Lifetime(GRAD, TensorRole.GRADIENT, 3, 4, "a"),
     )
     regions = (
         Region("a", (Pass(0, 0, 3),), chain="", position=0),
@@ -86,7 +81,9 @@ def test_the_curve_is_the_sum_of_what_is_alive() -> None:
 
 def test_a_lifetime_may_run_on_into_the_next_step() -> None:
     profile = two_layers()
-    kept = replace(profile, lifetimes=(*profile.lifetimes, Lifetime(7, Held.GRADIENT, 3, 1, "a")))
+    kept = replace(
+        profile, lifetimes=(*profile.lifetimes, Lifetime(7, TensorRole.GRADIENT, 3, 1, "a"))
+    )
     assert (kept.live_bytes - profile.live_bytes).tolist() == [7, 7, 0, 7, 7]
 
 
@@ -99,9 +96,9 @@ def test_a_profile_is_the_same_after_json() -> None:
     ("change", "rule"),
     [
         ({"segments": ()}, "1 to"),
-        ({"lifetimes": (Lifetime(1, Held.ACTIVATION, 0, 5),)}, "segments 0 to 4"),
-        ({"lifetimes": (Lifetime(1, Held.ACTIVATION, 0),)}, "both segments"),
-        ({"lifetimes": (Lifetime(1, Held.ACTIVATION, 0, 1, region=9),)}, "one of 2 regions"),
+        ({"lifetimes": (Lifetime(1, TensorRole.ACTIVATION, 0, 5),)}, "segments 0 to 4"),
+        ({"lifetimes": (Lifetime(1, TensorRole.ACTIVATION, 0),)}, "both segments"),
+        ({"lifetimes": (Lifetime(1, TensorRole.ACTIVATION, 0, 1, region=9),)}, "one of 2 regions"),
         ({"regions": (Region("a", (Pass(2, 1, 3),)),), "lifetimes": ()}, "forward before"),
         ({"segments": (Segment(Phase.FORWARD, relief_bytes=10**9),) * 5}, "relief_bytes"),
     ],
@@ -214,7 +211,7 @@ def test_power_sgd_on_a_gpu_has_a_workspace_of_cublas_on_each_lane_where_it_mult
     workspace = 2**25
     recorded = two_layers()
     on_gpu = replace(
-        recorded, lifetimes=(*recorded.lifetimes, Lifetime(2 * workspace, Held.LIBRARY))
+        recorded, lifetimes=(*recorded.lifetimes, Lifetime(2 * workspace, TensorRole.LIBRARY))
     )
     plain = plan(per_variable(WORKLOAD), WORKLOAD, 2)
     low_rank = replace(

@@ -19,7 +19,7 @@ from autotune.optimizer.optimize import Optimized, optimize
 from autotune.optimizer.passes.compression import MixedPrecision
 from autotune.optimizer.registry import default_passes
 from autotune.optimizer.search import APART
-from autotune.optimizer.state import CriticalPath, Problem, Speedups, State
+from autotune.optimizer.state import CriticalPath, Speedups, State
 from autotune.optimizer.suggest import NEAR, suggestions
 from autotune.profiling.op_graph import Op, OpFusion, OpGraph
 from autotune.strategy_space.builders.catalogue import BUILDERS
@@ -336,8 +336,8 @@ def test_the_code_of_the_documentation_runs_and_its_pass_is_asked() -> None:
 def test_the_memory_pass_comes_first_and_changes_what_is_optimized() -> None:
     slower = chain(backward_s=0.02)
 
-    def recompute(problem: Problem) -> Problem:
-        return replace(problem, workload=slower.workload())
+    def recompute(workload: Workload) -> Workload:
+        return slower.workload()
 
     found = optimize(chain().workload(), NETWORK, budget=SMALL, memory=recompute)
     assert found.predicted_step_s >= slower.workload().compute_s

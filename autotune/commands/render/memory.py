@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from autotune.commands.render.tables import table_text
-from autotune.memory.choice import MemoryFit
+from autotune.memory.fitting import MemoryFit
 from autotune.memory.peak import MemoryEstimate
 from autotune.recordings.memory_file import RecordedMemory
 from autotune.reports.timeline_page import Fact, Listing
@@ -25,7 +25,7 @@ PARTS = {
     "temporary": "temporaries",
     "library": "kept by libraries",
 }
-"""As they are called here, by what `Held` calls them."""
+"""As they are called here, by what `TensorRole` calls them."""
 SHOWN_REGIONS = 6
 
 

@@ -12,13 +12,13 @@ import numpy as np
 
 from autotune.arrays import IntArray
 from autotune.recordings.memory_profile import (
-    Held,
     Lifetime,
     MemoryProfile,
     Pass,
     Phase,
     Region,
     Segment,
+    TensorRole,
     touched,
 )
 from runtime_rewriter.recording.memory.allocations import Allocation, Apart, Noted
@@ -70,7 +70,7 @@ def profile_of(step: RecordedStep, kept: Sequence[Kept], model: str, device: str
     # What was made in these steps and is still there is a gradient that a later step drops, or was counted below, by its address.
     outliving = {block.address for block in blocks if block.dies is None}
     always = [
-        Lifetime(one.bytes, Held(one.kind), variable=one.variable)
+        Lifetime(one.bytes, TensorRole(one.kind), variable=one.variable)
         for one in kept
         if one.address not in outliving
     ]
@@ -84,7 +84,7 @@ def profile_of(step: RecordedStep, kept: Sequence[Kept], model: str, device: str
     unexplained = peaks - touched([one for one in moving if one.born is not None], segments)
     unexplained -= sum(one.bytes for one in moving if one.born is None)
     temporary = [
-        Lifetime(int(size), Held.TEMPORARY, at, at)
+        Lifetime(int(size), TensorRole.TEMPORARY, at, at)
         for at, size in enumerate(unexplained)
         if size > 0
     ]
@@ -194,7 +194,7 @@ class _Account:
 
 def _lifetimes(block: _Block, segments: int, regions: Sequence[Region]) -> Iterator[Lifetime]:
     """Of a block of the first step, over the ring of segments."""
-    kind = Held.ACTIVATION if block.variable is None else Held.GRADIENT
+    kind = TensorRole.ACTIVATION if block.variable is None else TensorRole.GRADIENT
     dies = (
         block.born + segments - 1 if block.dies is None else block.dies
     )  # for ever grows; here it counts one step's worth
@@ -262,7 +262,7 @@ def _segments(step: RecordedStep, relief: Sequence[int]) -> tuple[Segment, ...]:
 
 def _merged(lifetimes: Sequence[Lifetime]) -> list[Lifetime]:
     """Those that live alike as one."""
-    sums: Counter[tuple[Held, int | None, int | None, str | None, int | None, bool]] = Counter()
+    sums: Counter[tuple[TensorRole, int | None, int | None, str | None, int | None, bool]] = Counter()
     for one in lifetimes:
         sums[one.kind, one.born, one.dies, one.variable, one.region, one.returned] += one.bytes
     return [Lifetime(size, *key) for key, size in sums.items()]
