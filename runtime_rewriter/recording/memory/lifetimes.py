@@ -262,7 +262,9 @@ def _segments(step: RecordedStep, relief: Sequence[int]) -> tuple[Segment, ...]:
 
 def _merged(lifetimes: Sequence[Lifetime]) -> list[Lifetime]:
     """Those that live alike as one."""
-    sums: Counter[tuple[TensorRole, int | None, int | None, str | None, int | None, bool]] = Counter()
+    sums: Counter[tuple[TensorRole, int | None, int | None, str | None, int | None, bool]] = (
+        Counter()
+    )
     for one in lifetimes:
         sums[one.kind, one.born, one.dies, one.variable, one.region, one.returned] += one.bytes
     return [Lifetime(size, *key) for key, size in sums.items()]
