@@ -15,7 +15,7 @@ from typing import Any
 from autotune import __version__
 from autotune.errors import AutotuneError, InvalidInput
 from autotune.records import Accelerators
-from autotune.tuning.job import SIMULATORS, Search, Similarity
+from autotune.tuning.job import DEFAULT_SIMULATORS, Search, Similarity
 
 DIRECTORY = "autotune-jobs"
 
@@ -160,7 +160,8 @@ def _add_tune(commands: Any, parents: list[argparse.ArgumentParser]) -> None:
         help="default autosync; the others are baselines",
     )
     search.add_argument(
-        "--simulators", help=f"comma-separated, of {', '.join(SIMULATORS)} (default: all)"
+        "--simulators",
+        help=f"comma-separated, of {', '.join(DEFAULT_SIMULATORS)} (default: all) and plugins",
     )
     search.add_argument(
         "--similarity",

@@ -77,7 +77,7 @@ class Progress:
 
 def makers(names: Sequence[str], paper: bool, epochs: int | None) -> dict[str, Maker]:
     """The simulators as the tuner trains them or in the paper's sizes and recipe, by one thread; `epochs` instead of the recipe's."""
-    from autotune.simulators.registry import simulators
+    from autotune.simulators.registry import SIMULATORS
     from autotune.simulators.residual import ResidualSimulator
 
     def maker(make: Maker) -> Maker:
@@ -93,7 +93,7 @@ def makers(names: Sequence[str], paper: bool, epochs: int | None) -> dict[str, M
 
         return made
 
-    given = _paper_makers() if paper else simulators()
+    given = _paper_makers() if paper else SIMULATORS
     return {name: maker(given[name]) for name in names}
 
 

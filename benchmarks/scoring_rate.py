@@ -18,7 +18,7 @@ from autotune.features.extract import Extractor, StrategyFeatures
 from autotune.sampler.garbage import collection_paused
 from autotune.sampler.random import sample_many
 from autotune.simulators.interface import Example
-from autotune.simulators.registry import simulators
+from autotune.simulators.registry import SIMULATORS
 from autotune.strategy_space.plan import plan
 from autotune.strategy_space.space import SearchSpace
 from autotune.strategy_space.strategy import Strategy
@@ -50,7 +50,7 @@ def main() -> int:
     features = _features(strategies[FITTED:], model, options.cluster)
     features_s = time.perf_counter() - began_s
     predict_s = {}
-    for name, make in simulators().items():
+    for name, make in SIMULATORS.items():
         simulator = make()
         simulator.fit(examples, seed=0)
         began_s = time.perf_counter()

@@ -16,7 +16,7 @@ from autotune.records import Role
 from autotune.rng import generator
 from autotune.sampler.proposer import Proposer
 from autotune.sampler.random import sample_many
-from autotune.simulators.registry import simulators
+from autotune.simulators.registry import SIMULATORS
 from autotune.strategy_space.builders.catalogue import seed_strategies
 from autotune.strategy_space.space import SearchSpace
 from autotune.strategy_space.strategy import Strategy
@@ -130,7 +130,7 @@ def tuning_job(session: TrialSession, name: str, seed: int, most: int, obey: Obe
         spec = store.job(name)
         world = _Limited(session, name, len(session.writer.domain.candidates) + most, obey)
         try:
-            drive(name, spec, store, world, Proposer(spec, simulators()), [world])
+            drive(name, spec, store, world, Proposer(spec, SIMULATORS), [world])
         except SearchEnded:
             store.finish(name, None)
             session.reference()  # the last trials stand between two references, too

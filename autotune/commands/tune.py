@@ -20,7 +20,7 @@ from autotune.jobs.results import decision_text, taken_under, write_results
 from autotune.jobs.signals import Interruption, terminable
 from autotune.jobs.workspace import Workspace, latest_job, new_job_id, use_mlflow_quietly
 from autotune.sampler.proposer import Proposer
-from autotune.simulators.registry import simulators
+from autotune.simulators.registry import SIMULATORS
 from autotune.storage.store import Store
 from autotune.tracking.tracker import Tracker
 from autotune.tuning.job import JobSpec
@@ -81,7 +81,7 @@ def _tune(
     uri = options.tracking_uri or workspace.default_tracking_uri
     use_mlflow_quietly()
     tracker = Tracker(store, job.id, uri, options.experiment, workspace.artifacts)
-    proposer = Proposer(job.spec, simulators())
+    proposer = Proposer(job.spec, SIMULATORS)
     try:
         where = Where(options.address, options.shared_directory, ports)
         with (

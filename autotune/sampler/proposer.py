@@ -7,7 +7,7 @@ trained depends on the machine. A round is recorded as an event, so a resumed jo
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -67,7 +67,7 @@ class Proposer:
     def __init__(
         self,
         spec: JobSpec,
-        simulators: dict[str, Callable[[], Simulator]],
+        simulators: Mapping[str, Callable[[], Simulator]],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`clock`: seconds, for the safety limit of the optimizer's search."""

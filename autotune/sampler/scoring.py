@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -74,9 +74,9 @@ class Scores:
 class Scorer:
     """Scores the candidates of one job. `simulators` builds each learned simulator anew."""
 
-    def __init__(self, spec: JobSpec, simulators: dict[str, Callable[[], Simulator]]) -> None:
+    def __init__(self, spec: JobSpec, simulators: Mapping[str, Callable[[], Simulator]]) -> None:
         self._spec = spec
-        self._make = {name: make for name, make in simulators.items() if name in spec.simulators}
+        self._make = {name: simulators[name] for name in simulators if name in spec.simulators}
         self._training_s: dict[str, float] = {}
         self._last_training_s: dict[str, float] = {}
         self._trained: dict[str, Simulator] = {}

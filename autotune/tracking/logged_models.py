@@ -126,15 +126,14 @@ class _TrackedSimulator:
 
 def _load_pyfunc(path: str) -> _TrackedSimulator:
     """Called by MLflow with the directory that `_pack` made."""
-    from autotune.simulators.registry import simulators
+    from autotune.simulators.registry import SIMULATORS
 
     folder = Path(path)
     name = read_text(folder / "name", max_bytes=100)
-    known = simulators()
-    if name not in known:
+    if name not in SIMULATORS:
         raise InvalidInput(
-            f"the logged simulator must be one of {', '.join(known)}, but is {name!r}; update autotune"
+            f"the logged simulator must be one of {', '.join(SIMULATORS)}, but is {name!r}; update autotune"
         )
-    simulator = known[name]()
+    simulator = SIMULATORS[name]()
     simulator.load(folder / "simulator")
     return _TrackedSimulator(simulator)

@@ -13,6 +13,7 @@ from autotune.cluster import Cluster
 from autotune.errors import InvalidInput
 from autotune.parsing import parse, read_yaml
 from autotune.records import REAL_CONDITIONS, Accelerators, Conditions
+from autotune.simulators.registry import SIMULATORS
 from autotune.tuning.statistics import fewest_values
 from autotune.units import parse_seconds
 from autotune.workload import Workload
@@ -44,7 +45,7 @@ _TYPED = {
     "start_timeout_s": "start_timeout",
 }
 """What a user types for a field."""
-SIMULATORS = ("linear", "rnn", "gat")
+DEFAULT_SIMULATORS = ("linear", "rnn", "gat")
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class JobSpec:
     workers: int
     cluster: Cluster
     search: Search = Search.AUTOSYNC
-    simulators: tuple[str, ...] = SIMULATORS
+    simulators: tuple[str, ...] = DEFAULT_SIMULATORS
     similarity: Similarity = Similarity.CHOICES
     diversity: float = 0.4
     lossy: bool = False
@@ -141,7 +142,8 @@ class JobSpec:
         unknown = sorted(set(self.simulators) - set(SIMULATORS))
         if unknown or not self.simulators:
             raise InvalidInput(
-                f"simulators must be some of {', '.join(SIMULATORS)}, but are {', '.join(self.simulators) or 'none'}"
+                f"simulators must be some of {', '.join(SIMULATORS)}, "
+                f"but are {', '.join(self.simulators) or 'none'}"
             )
         if self.cluster.world_size != self.workers:
             raise InvalidInput(

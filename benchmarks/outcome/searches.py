@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from autotune.jobs.driver import carry_out
 from autotune.sampler.proposer import Proposer
-from autotune.simulators.registry import simulators
+from autotune.simulators.registry import SIMULATORS
 from autotune.storage.store import Store
 from autotune.strategy_space.strategy import Strategy
 from autotune.tuning.history import History
@@ -59,7 +59,7 @@ def searched(
 
     The looks are events of a job of their own, `JOB-MARK`: the search goes on as if there had been none.
     """
-    proposer = Proposer(spec, simulators())
+    proposer = Proposer(spec, SIMULATORS)
     at, trials_at, seconds_at, history = {}, {}, {}, store.history(job)
     for mark in marks:
         bounded, world = replace(spec, max_trials=mark), SessionWorld(session, job)

@@ -1,13 +1,15 @@
-"""What every simulator promises (`autotune.simulators.interface.Simulator`)."""
+"""The contract of `autotune.simulators.interface.Simulator`, on ours and on a plugin's."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from synthetic_job import job_spec
 
 from autotune.cluster import Cluster, Host
 from autotune.errors import InvalidInput
@@ -16,6 +18,7 @@ from autotune.rng import generator
 from autotune.simulators.gat import gat_simulator
 from autotune.simulators.interface import Example, Simulator
 from autotune.simulators.linear import linear_simulator
+from autotune.simulators.registry import SIMULATORS
 from autotune.simulators.rnn import rnn_simulator
 from autotune.simulators.training import TrainingRecipe
 from autotune.strategy_space.plan import plan
@@ -34,11 +37,55 @@ MAKERS: dict[str, Callable[[], Simulator]] = {
     "rnn": lambda: rnn_simulator(RECIPE, hidden=8, layers=2),
     "gat": lambda: gat_simulator(RECIPE, hidden=4, heads=2),
 }
+PLUGIN = """
+import torch
+from autotune.costs.sync_cost import GLOBAL_FEATURES
+from autotune.simulators.residual import Architecture, ResidualSimulator
+from autotune.simulators.training import TrainingRecipe
+
+class Perceptron(torch.nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.first = torch.nn.Linear(len(GLOBAL_FEATURES), width)
+        self.last = torch.nn.Linear(width, 1)
+        torch.nn.init.zeros_(self.last.weight)
+        torch.nn.init.zeros_(self.last.bias)
+
+    def forward(self, batch):
+        hidden = torch.relu(self.first(batch.numbers))
+        return self.last(hidden).squeeze(1), hidden
+
+def perceptron():
+    architecture = Architecture("perceptron", (6,), lambda sizes: Perceptron(*sizes))
+    return ResidualSimulator(architecture, TrainingRecipe(epochs=5, warm_epochs=2, threads=1))
+"""
 
 
-@pytest.fixture(params=list(MAKERS))
-def make(request: pytest.FixtureRequest) -> Callable[[], Simulator]:
-    return MAKERS[request.param]
+@pytest.fixture
+def plugin(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Install a distribution whose entry point is a simulator."""
+    folder = tmp_path_factory.mktemp("site")
+    metadata = folder / "perceptrons-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: perceptrons\nVersion: 1.0\n")
+    entry = f"[{SIMULATORS.group}]\nperceptron = perceptrons:perceptron\n"
+    (metadata / "entry_points.txt").write_text(entry)
+    (folder / "perceptrons.py").write_text(PLUGIN)
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.delitem(sys.modules, "perceptrons", raising=False)
+    monkeypatch.setattr(SIMULATORS, "_plugins", None)
+    monkeypatch.setattr(SIMULATORS, "_entries", dict(SIMULATORS._entries))
+
+
+@pytest.fixture(params=[*MAKERS, "perceptron"])
+def make(request: pytest.FixtureRequest, plugin: None) -> Callable[[], Simulator]:
+    return MAKERS.get(request.param) or SIMULATORS[request.param]
+
+
+def test_a_job_may_name_the_simulator_of_a_plugin(plugin: None) -> None:
+    assert job_spec(simulators=("linear", "perceptron")).simulators == ("linear", "perceptron")
+    with pytest.raises(InvalidInput, match="must be some of linear, rnn, gat, perceptron, but"):
+        job_spec(simulators=("perceptrom",))
 
 
 @pytest.fixture(scope="module")

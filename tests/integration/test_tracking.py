@@ -23,7 +23,7 @@ from autotune.cluster import Cluster
 from autotune.features.extract import extract
 from autotune.records import Measured
 from autotune.simulators.interface import Example
-from autotune.simulators.registry import simulators
+from autotune.simulators.registry import SIMULATORS
 from autotune.storage.store import Store
 from autotune.strategy_space.plan import plan
 from autotune.tracking.tracker import Tracker, mlflow_environment
@@ -78,7 +78,7 @@ def trained_simulator():
     features = [
         extract(each, plan(each, WORKLOAD, 2), WORKLOAD, Cluster.local(2)) for each in family
     ]
-    simulator = simulators()["linear"]()
+    simulator = SIMULATORS["linear"]()
     simulator.fit(
         [Example(feature, 0.1 + 0.01 * number, "a") for number, feature in enumerate(features)],
         seed=0,

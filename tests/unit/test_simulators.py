@@ -20,7 +20,7 @@ from autotune.simulators.evaluation import pairwise_accuracy
 from autotune.simulators.gat import gat_simulator
 from autotune.simulators.interface import Example, Simulator
 from autotune.simulators.linear import linear_simulator
-from autotune.simulators.registry import simulators
+from autotune.simulators.registry import SIMULATORS
 from autotune.simulators.residual import calibrate
 from autotune.simulators.rnn import rnn_simulator
 from autotune.simulators.training import (
@@ -113,7 +113,7 @@ def replay_accuracy(examples: list[Example]) -> float:
 def test_a_simulator_learns_the_hidden_message_overhead_that_the_replay_misses(name: str) -> None:
     examples = measured_examples(110, seed=1, hidden_overhead_s=0.01)
     training, held_out = examples[:60], examples[60:]
-    simulator = simulators()[name]()
+    simulator = SIMULATORS[name]()
     simulator.fit(training, seed=0)
     assert accuracy(simulator, held_out) > replay_accuracy(held_out) + 0.05
 
@@ -140,7 +140,7 @@ def test_a_few_trials_do_not_cost_what_the_replay_knows(name: str, many: list[Ex
         examples = disturbed(many, seed)
         training = [number for number in range(len(examples)) if number % 6 == seed]
         held_out = [example for number, example in enumerate(examples) if number % 6 != seed]
-        simulator = simulators()[name]()
+        simulator = SIMULATORS[name]()
         simulator.fit([examples[number] for number in training], seed=seed)
         losses.append(replay_accuracy(held_out) - accuracy(simulator, held_out))
     assert np.mean(losses) < 0.02
