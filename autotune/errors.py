@@ -1,14 +1,39 @@
 """The exceptions that users meet.
 
-Every message states the rule, the value that broke it and the fix. The `InvalidInput`
-family is for what a user gave us; bugs of our own are `assert`s.
+Every message states the rule, the value that broke it and the fix. The `InvalidInput` family is
+for input from users; our own bugs are `assert`s. An error that users meet often names an anchor:
+a heading of docs/troubleshooting.md.
 """
 
 from __future__ import annotations
 
+TROUBLESHOOTING = "docs/troubleshooting.md"
+
 
 class AutotuneError(Exception):
-    """Base of every error that this package raises on purpose."""
+    """Base of every error that this package raises on purpose.
+
+    `anchor` is a heading of the troubleshooting page, or empty. A class gives its instances a
+    default anchor.
+    """
+
+    anchor = ""
+
+    def __init__(self, message: str = "", *, anchor: str = "") -> None:
+        super().__init__(message)
+        if anchor:
+            self.anchor = anchor
+
+    @property
+    def help_page(self) -> str:
+        """The page and heading that help; empty if there is none."""
+        return f"{TROUBLESHOOTING}#{self.anchor}" if self.anchor else ""
+
+    def __str__(self) -> str:
+        message = super().__str__()
+        if not self.help_page or self.help_page in message:
+            return message
+        return f"{message}; see {self.help_page}"
 
 
 class InvalidInput(AutotuneError, ValueError):
@@ -18,9 +43,13 @@ class InvalidInput(AutotuneError, ValueError):
 class InvalidStrategy(InvalidInput):
     """A strategy cannot be planned for this workload and world size."""
 
+    anchor = "refused-strategy"
+
 
 class ModelMismatch(InvalidInput):
-    """An export is applied to another model or world size than it was made for."""
+    """An export or a plan was built for another model or world size."""
+
+    anchor = "another-model"
 
 
 class StoreVersionError(AutotuneError):
@@ -28,7 +57,7 @@ class StoreVersionError(AutotuneError):
 
 
 class LaunchError(AutotuneError):
-    """The training world could not be started, or the script cannot be tuned."""
+    """The world could not be started, or the script cannot be tuned."""
 
 
 class PlanMismatch(AutotuneError):
@@ -36,12 +65,12 @@ class PlanMismatch(AutotuneError):
 
 
 class SynchronizationError(AutotuneError):
-    """A gradient synchronization could not be carried out (timeout, missing gradient)."""
+    """A gradient synchronization failed (timeout, missing gradient)."""
 
 
 class EmulationError(AutotuneError):
-    """A testbed (an emulated cluster) could not be made, used or removed."""
+    """A testbed (an emulated cluster) could not be created, used or removed."""
 
 
 class EmulationUnavailable(InvalidInput):
-    """This machine cannot emulate what was asked for; the message says what is missing."""
+    """This machine cannot emulate the cluster; the message names the missing capability."""

@@ -26,8 +26,8 @@ from rich.console import Console
 
 from autotune.cluster import Cluster, Host
 from autotune.cluster_file import cluster_yaml, read_cluster
-from autotune.commands.emulation import scheduled
 from autotune.jobs.places import Ranks, Where, placed_world
+from autotune.jobs.settings import scheduled
 from autotune.records import (
     CURRENT_SETUP,
     Accelerators,

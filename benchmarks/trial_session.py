@@ -19,13 +19,13 @@ from pathlib import Path
 
 from autotune.cluster import Cluster
 from autotune.cluster_file import read_cluster
-from autotune.commands.emulation import scheduled
-from autotune.commands.probe import measured_cluster
 from autotune.dataset.folder import Description
 from autotune.dataset.trials import REFERENCE, DatasetTrial, Environment
 from autotune.dataset.writing import WORK, DomainWriter, opened
 from autotune.errors import LaunchError
 from autotune.jobs.places import Ranks, Where, placed_world
+from autotune.jobs.probe import measured_cluster
+from autotune.jobs.settings import scheduled
 from autotune.lowering.costs import EMULATED_COSTS, RuntimeCosts
 from autotune.records import CURRENT_SETUP, Accelerators, Conditions, Network, Role, TrialRequest
 from autotune.strategy_space.plan import Plan, plan

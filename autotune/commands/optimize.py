@@ -1,4 +1,4 @@
-"""`autotune optimize`: the fastest strategy for a workload on a cluster by replay, without running anything (dPRO, sec. 5)."""
+"""`autotune optimize`: search for the fastest strategy by replay, without a run (dPRO, sec. 5)."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from rich.table import Table
 
 from autotune.canonical import to_data
 from autotune.cluster import Cluster
+from autotune.commands.arguments import add_replay_outputs
 from autotune.commands.render.iteration import (
     iteration_data,
     iteration_facts,
@@ -35,8 +36,7 @@ from autotune.lowering.lower import Lowering
 from autotune.memory.budget import MemoryBudget
 from autotune.memory.peak import highest_peak
 from autotune.optimizer.budget import Budget
-from autotune.optimizer.optimize import ASSUMED_TIMES, Optimized
-from autotune.optimizer.optimize import optimize as search
+from autotune.optimizer.optimize import ASSUMED_TIMES, Optimized, optimize
 from autotune.profiling.layer_profile import read_layer_profile
 from autotune.profiling.op_graph import OpGraph
 from autotune.profiling.traces.sources import holds_traces
@@ -79,11 +79,48 @@ class _Source:
         return [*timed, *self.notes]
 
 
-def optimize(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    """Search, replay the result, and say what is gained over DDP's default buckets."""
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "source",
+        help="a folder of `autotune profile`, Kineto traces, a workload's JSON, a layer profile, "
+        "or a model such as bert-base",
+    )
+    parser.add_argument(
+        "--cluster",
+        required=True,
+        help="a cluster file (best one of `autotune probe`), or a name such as B7",
+    )
+    parser.add_argument(
+        "--lossy",
+        action="store_true",
+        help="also lossy compression: fp16, bf16, int8, top-k, PowerSGD",
+    )
+    parser.add_argument(
+        "--within-step", action="store_true", help="no synchronization into the next forward pass"
+    )
+    parser.add_argument(
+        "--op-fusion",
+        action="store_true",
+        help="also fuse the ops of a layer profile: for a graph engine, not enacted",
+    )
+    parser.add_argument(
+        "--memory",
+        metavar="SIZE",
+        help="memory of a replica, such as 16GB or 512MiB: recomputes or accumulates to fit",
+    )
+    parser.add_argument("--budget-time", default="10s", help="maximum search time (default 10s)")
+    parser.add_argument("--seed", type=int, default=0, help="default 0")
+    parser.add_argument(
+        "--output", "-o", type=Path, metavar="FILE", help="write the strategy's JSON"
+    )
+    add_replay_outputs(parser)
+
+
+def run(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    """Search, replay the result, and show the gain over DDP's default buckets."""
     source, cluster = _source(options.source), named_cluster(options.cluster)
     within = _within(options, source, cluster)
-    found = search(
+    found = optimize(
         source.workload,
         cluster,
         _space(source, options),

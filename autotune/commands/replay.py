@@ -1,4 +1,4 @@
-"""`autotune replay TRACE...`: traces of a job, aligned, replayed as one graph, and what their iteration is made of."""
+"""`autotune replay`: align the traces of a job, replay them as one graph, break an iteration down."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from autotune.cluster import Cluster
+from autotune.commands.arguments import add_replay_outputs
 from autotune.commands.render.iteration import (
     iteration_data,
     iteration_facts,
@@ -23,7 +24,7 @@ from autotune.commands.render.memory import (
     memory_listings,
     memory_table,
 )
-from autotune.dfg.replay import replay as run
+from autotune.dfg.replay import replay
 from autotune.dfg.utilisation import IterationSummary, iteration_summary
 from autotune.errors import InvalidInput
 from autotune.memory.peak import highest_peak
@@ -42,13 +43,37 @@ SHOWN_REPAIRS, SHOWN_STEPS = 8, 12
 MOST_RANK_ROWS = 64
 
 
-def replay(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    """Read, align, replay; the step that is shown is the median one where none is named."""
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "traces",
+        nargs="+",
+        help="Kineto traces of one job's ranks: files, folders, archives, or patterns",
+    )
+    parser.add_argument(
+        "--step", default="median", help="number of the step (default: the one of median time)"
+    )
+    parser.add_argument(
+        "--hosts",
+        default="",
+        metavar="HOSTS",
+        help="ranks that share a clock: a name per rank (a,a,b,b) or ranks per host",
+    )
+    parser.add_argument(
+        "--no-align",
+        dest="align",
+        action="store_false",
+        help="use the clocks of the ranks unchanged",
+    )
+    add_replay_outputs(parser)
+
+
+def run(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    """Read, align and replay the traces; show the chosen step."""
     job = read_job(options.traces, options.hosts)
     aligned = _aligned(job, options.align)
     number = job.chosen_step(_step(options.step), aligned)
     parts = job.parts(number, aligned)
-    summary = iteration_summary(run(build_dfg(parts, job.joints)))
+    summary = iteration_summary(replay(build_dfg(parts, job.joints)))
     unexplained_s = max(part.ops.unexplained_s for part in parts)
     shown = _Shown(
         job,

@@ -1,4 +1,4 @@
-"""`autotune run --strategy best.json -- torchrun ... train.py`: the script as it is, with the exported strategy."""
+"""`autotune run`: run an unchanged script with an exported strategy."""
 
 from __future__ import annotations
 
@@ -14,32 +14,33 @@ from autotune.strategy_space.backend import carrier_of
 from runtime_rewriter.world.command import read_command, torchrun_with_launcher
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--strategy", type=Path, required=True, help="the exported file")
+
+
 def run(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     """Run the script to its end; the exit status is the script's."""
     if not options.command:
         raise InvalidInput(
-            "nothing to run: autotune run --strategy best.json -- torchrun --nproc-per-node 2 train.py"
+            "nothing to run: autotune run --strategy best.json -- "
+            "torchrun --nproc-per-node 2 train.py"
         )
     export = read_export(options.strategy)
     command = read_command(options.command)
     if command.workers is not None and command.workers != export.world_size:
         raise InvalidInput(
-            f"{options.strategy} was tuned for a world size of {export.world_size}, but the command asks for {command.workers} workers; "
-            f"use --nproc-per-node {export.world_size}, or tune for {command.workers}"
+            f"{options.strategy} was tuned for a world size of {export.world_size}, but the "
+            f"command asks for {command.workers} workers; use --nproc-per-node "
+            f"{export.world_size}, or tune for {command.workers}",
+            anchor="wrong-world-size",
         )
-    words = torchrun_with_launcher(
-        command, export.world_size, ("--strategy", str(Path(options.strategy).resolve()))
-    )
-    status = _call(words)
+    launcher = ("--strategy", str(options.strategy.resolve()))
+    process = subprocess.Popen(torchrun_with_launcher(command, export.world_size, launcher))
+    # torchrun receives the signals and ends its ranks in its own time.
+    with signals_passed_on(process, own_session=False):
+        status = process.wait()
     chosen = export.strategy.id if export.strategy else "current setup"
     plan = export.plan()
-    carrier = None if plan is None else carrier_of(plan, export.variables)
-    data = {"exit_status": status, "strategy": chosen, "carrier": carrier}
-    return data, f"ran with {chosen}{f' ({carrier})' if carrier else ''}, exit status {status}"
-
-
-def _call(words: list[str]) -> int:
-    """Run to the end. What asks us to stop is passed on, so that torchrun ends its ranks itself and in its own time."""
-    process = subprocess.Popen(words)
-    with signals_passed_on(process, own_session=False):
-        return process.wait()
+    backend = None if plan is None else carrier_of(plan, export.variables)
+    data = {"exit_status": status, "strategy": chosen, "carrier": backend}
+    return data, f"ran with {chosen}{f' ({backend})' if backend else ''}, exit status {status}"

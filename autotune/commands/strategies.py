@@ -1,4 +1,4 @@
-"""`autotune strategies MODEL CLUSTER`: what the field's hand-made strategies do with a model, without running anything."""
+"""`autotune strategies`: compare hand-made strategies for a model on a cluster, without a run."""
 
 from __future__ import annotations
 
@@ -30,31 +30,47 @@ from autotune.zoo.clusters import CLUSTERS, SINGLE_FLOW, single_flow
 WIDE = 160
 
 
-def strategies(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    """All builders side by side, or with `--builder` what one does with every variable."""
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model", nargs="?", help="a name such as bert-large, or the JSON file of a workload"
+    )
+    parser.add_argument(
+        "cluster",
+        nargs="?",
+        help="a name such as B7 (B7-single-flow: 10 Gbit/s between two nodes), or a cluster file",
+    )
+    parser.add_argument(
+        "--builder", help="show every variable of this one (default: compare all of them)"
+    )
+    parser.add_argument("--schema", action="store_true", help="print the JSON Schema of a strategy")
+
+
+def run(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     if options.schema:
         schema = json_schema(Strategy)
         return schema, json.dumps(schema, indent=2)
     if options.model is None or options.cluster is None:
         raise InvalidInput(
-            f"name a model and a cluster, or give --schema; models: {', '.join(MODELS)}; clusters: {', '.join(CLUSTERS)}"
+            f"name a model and a cluster, or give --schema; models: {', '.join(MODELS)}; "
+            f"clusters: {', '.join(CLUSTERS)}"
         )
     model, cluster = named_model(options.model), named_cluster(options.cluster)
     return _one(options.builder, model, cluster) if options.builder else _all(model, cluster)
 
 
 def zoo_name(name: str) -> str | None:
-    """The zoo's model of that name, however its letters and dashes are written; None where it has none."""
-    own = name.lower().replace("_", "-")
-    return own if own in MODELS else None
+    """The zoo's name of a model, ignoring case and dashes; None if the zoo does not have it."""
+    normalized = name.lower().replace("_", "-")
+    return normalized if normalized in MODELS else None
 
 
 def named_model(name: str) -> Workload:
-    if (own := zoo_name(name)) is not None:
-        return workload(own)
+    if (known := zoo_name(name)) is not None:
+        return workload(known)
     if not Path(name).is_file():
         raise InvalidInput(
-            f"the model must be a workload's JSON file or one of {', '.join(MODELS)}, but is {name!r}"
+            f"the model must be a workload's JSON file or one of {', '.join(MODELS)}, "
+            f"but is {name!r}"
         )
     return Workload.from_data(read_json(Path(name)), name)
 

@@ -1,126 +1,108 @@
-"""`autotune tune`: the main job, from the command line to best.json, report and MLflow."""
+"""`autotune tune`: run or resume a tuning job."""
 
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
-from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 
 from autotune.canonical import to_data
+from autotune.commands.arguments import (
+    add_directory,
+    add_ray,
+    add_settings,
+    add_tracking,
+    given_settings,
+)
 from autotune.commands.render.progress import ConsoleProgress
-from autotune.commands.settings import read_ports, read_settings, refuse_settings
-from autotune.errors import InvalidInput, LaunchError
-from autotune.jobs.driver import drive
-from autotune.jobs.places import Ranks, Where, placed_world, refuse_elsewhere, refuse_impossible
-from autotune.jobs.results import decision_text, taken_under, write_results
-from autotune.jobs.signals import Interruption, terminable
-from autotune.jobs.workspace import Workspace, latest_job, new_job_id, use_mlflow_quietly
-from autotune.sampler.proposer import Proposer
-from autotune.simulators.registry import SIMULATORS
+from autotune.jobs.driver import Observer
+from autotune.jobs.places import Where, refuse_impossible
+from autotune.jobs.results import decision_text, taken_under
+from autotune.jobs.settings import read_ports, read_settings, refuse_settings
+from autotune.jobs.signals import terminable
+from autotune.jobs.tune import create_job, locked, open_tracker, resume_job, run_job
+from autotune.jobs.workspace import Workspace
 from autotune.storage.store import Store
-from autotune.tracking.tracker import Tracker
-from autotune.tuning.job import JobSpec
-from runtime_rewriter.world.command import read_command
+from autotune.tuning.job import SETTINGS
 
 
-@dataclass(frozen=True)
-class _Job:
-    id: str
-    spec: JobSpec
-    resumed: bool
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(
+        interrupted="interrupted; finished trials are kept, `autotune tune --resume` continues"
+    )
+    parser.add_argument(
+        "job_file", nargs="?", type=Path, help="a job.yaml; options given here override it"
+    )
+    parser.add_argument("--job", help="id of the job (default: script name and time)")
+    parser.add_argument(
+        "--resume",
+        nargs="?",
+        const="",
+        metavar="JOB",
+        help="continue JOB (default: the latest unfinished one)",
+    )
+    add_directory(parser)
+    add_ray(parser)
+    parser.add_argument(
+        "--shared-directory",
+        action="store_true",
+        help="the current directory exists on every host: do not send it",
+    )
+    add_tracking(parser)
+    add_settings(parser)
 
 
-def tune(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    """Run or resume a job; returns what was decided."""
-    ports = read_ports(options.master_ports)
+def run(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    """Run or resume a job; return the decision."""
+    where = Where(options.address, options.shared_directory, read_ports(options.master_ports))
     if options.resume is None:
-        settings = read_settings(options)  # before anything is written
+        settings = read_settings(  # before anything is written
+            options.command, given_settings(options), options.job_file, options.address
+        )
         refuse_impossible(settings.spec.cluster, settings.spec.conditions)
         workspace = Workspace.create(options.directory)
     else:
-        refuse_settings(options)
+        refuse_settings(_given_options(options))
         workspace = Workspace.existing(options.directory)
+    console = Console(stderr=True)
     with Store.open(workspace.store_path) as store, terminable() as interruption:
         if options.resume is None:
-            job = _Job(
-                options.job or new_job_id(settings.script.name, datetime.now()),
-                settings.spec,
-                False,
-            )
-            store.create_job(job.id, job.spec)
+            job = create_job(store, settings, options.job)
         else:
-            job_id = options.resume or latest_job(store, unfinished=True)
-            job = _Job(job_id, store.job(job_id), True)
-            refuse_elsewhere(job.spec.conditions, options.address)
-        with store.lock(job.id):
-            if store.job_status(job.id) != "running":
-                ended = f"job {job.id!r} has ended ({store.job_status(job.id)})"
-                raise InvalidInput(f"{ended}; see `autotune show {job.id}`, or start a new one")
-            return _tune(options, ports, workspace, store, job, interruption)
-
-
-def _tune(
-    options: argparse.Namespace,
-    ports: tuple[int, int],
-    workspace: Workspace,
-    store: Store,
-    job: _Job,
-    interruption: Interruption,
-) -> tuple[dict[str, Any], str]:
-    console = Console(stderr=True)
-    words, under = escape(" ".join(job.spec.command)), escape(taken_under(job.spec.conditions))
-    console.print(
-        f"{'resuming' if job.resumed else 'tuning'} job [bold]{job.id}[/bold]: {words} on {job.spec.workers} workers{under}",
-        highlight=False,
-        soft_wrap=True,
-    )
-    uri = options.tracking_uri or workspace.default_tracking_uri
-    use_mlflow_quietly()
-    tracker = Tracker(store, job.id, uri, options.experiment, workspace.artifacts)
-    proposer = Proposer(job.spec, SIMULATORS)
-    try:
-        where = Where(options.address, options.shared_directory, ports)
-        with (
-            ConsoleProgress(job.spec, console) as progress,
-            placed_world(
-                where,
-                job.spec.cluster,
-                job.spec.conditions,
-                _ranks(workspace, job),
-                progress.waiting,
-            ) as world,
-        ):
-            decision = drive(
-                job.id, job.spec, store, world, proposer, [progress, tracker, interruption]
+            job = resume_job(store, options.resume, options.address)
+        with locked(store, job):
+            words = escape(" ".join(job.spec.command))
+            under = escape(taken_under(job.spec.conditions))
+            console.print(
+                f"{'resuming' if job.resumed else 'tuning'} job [bold]{job.id}[/bold]: {words} "
+                f"on {job.spec.workers} workers{under}",
+                highlight=False,
+                soft_wrap=True,
             )
-    except LaunchError:
-        tracker.flush()
-        raise
-    # All that the job leaves behind is safe before it is closed: a kill in between is mended by --resume.
-    results = write_results(workspace, store, job.id, decision)
-    tracker.keep(proposer.finish(store.history(job.id)), [results.export, results.report])
-    store.finish(job.id, decision)
-    unsent = tracker.flush()
+            tracker = open_tracker(
+                workspace, store, job.id, options.tracking_uri, options.experiment
+            )
+            with ConsoleProgress(job.spec, console) as progress:
+                observers: list[Observer] = [progress, tracker, interruption]
+                done = run_job(workspace, store, job, where, tracker, observers, progress.waiting)
     data = {
         "job": job.id,
-        "decision": to_data(decision),
-        "best": str(results.export),
-        "report": str(results.report),
-        "tracking_uri": uri,
-        "unsent_tracking_items": unsent,
+        "decision": to_data(done.decision),
+        "best": str(done.results.export),
+        "report": str(done.results.report),
+        "tracking_uri": done.uri,
+        "unsent_tracking_items": done.unsent,
         "exit_status": 0,
     }
-    return data, decision_text(decision, results, uri, unsent, job.spec)
+    return data, decision_text(done.decision, done.results, done.uri, done.unsent, job.spec)
 
 
-def _ranks(workspace: Workspace, job: _Job) -> Ranks:
-    spec = job.spec
-    logs = workspace.job(job.id) / "logs"
-    limits = (spec.step_timeout_s, spec.start_timeout_s)
-    return Ranks(
-        read_command(spec.command), spec.workers, logs, *limits, spec.given_profile, spec.probe_s
-    )
+def _given_options(options: argparse.Namespace) -> list[str]:
+    """The options of a resumed job that only a new one may have."""
+    given = given_settings(options)
+    names = [setting.option for setting in SETTINGS if setting.name in given]
+    extra = {"--job": options.job, "the job file": options.job_file, "the command": options.command}
+    return names + [name for name, value in extra.items() if value]

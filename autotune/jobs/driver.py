@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from autotune.cluster import Cluster, CollectiveFit, Host
+from autotune.cluster import Cluster, Host
 from autotune.errors import LaunchError
 from autotune.records import (
     CURRENT_SETUP,
@@ -38,33 +38,14 @@ from autotune.tuning.tuner import (
     next_instruction,
 )
 from autotune.workload import Workload
-
-
-class MeasuredProfile(Protocol):
-    """One replica's workload, the links' costs, the software versions, the CPU cores of a host, and (name, ranks) of every host.
-
-    `cross_step_refused`: why the script cannot synchronize across steps; empty where it can.
-    """
-
-    @property
-    def workload(self) -> Workload: ...
-    @property
-    def fits(self) -> tuple[CollectiveFit, ...]: ...
-    @property
-    def software(self) -> dict[str, str]: ...
-    @property
-    def cores(self) -> int: ...
-    @property
-    def hosts(self) -> tuple[tuple[str, int], ...]: ...
-    @property
-    def cross_step_refused(self) -> str: ...
+from runtime_rewriter.world.findings import Profile
 
 
 class TrialWorld(Protocol):
     """The running training. Failures of a trial are returned; `LaunchError` means that the script no longer starts."""
 
     def model_id(self) -> str: ...
-    def profile(self) -> MeasuredProfile: ...
+    def profile(self) -> Profile: ...
     def run_trial(self, request: TrialRequest, plan: Plan | None) -> Measured | Failed: ...
     def emulate(self, workload: Workload) -> None: ...
     def round_robin(self) -> bool: ...
@@ -172,7 +153,7 @@ def plan_of(strategy_id: str, spec: JobSpec, history: History) -> Plan | None:
     return plan(history.proposals[strategy_id].strategy, history.profiled.workload, spec.workers)
 
 
-def probed(cluster: Cluster, measured: MeasuredProfile, one_machine: bool) -> Cluster:
+def probed(cluster: Cluster, measured: Profile, one_machine: bool) -> Cluster:
     """The cluster with its fitted costs, and the cores of a host where nobody counted them.
 
     A cluster that was only assumed becomes the hosts that the ranks are really on, with the bandwidth that the ring of

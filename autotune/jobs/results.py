@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from autotune.jobs.decided_export import build_export
+from autotune.jobs.exports import job_export
 from autotune.jobs.workspace import Workspace
 from autotune.records import CURRENT_SETUP, Conditions, Decision
 from autotune.reports.job_page import write_report
@@ -22,9 +22,8 @@ class Results:
 def write_results(workspace: Workspace, store: Store, job_id: str, decision: Decision) -> Results:
     """Write both files of a decided job; writing them again gives the same."""
     folder = workspace.job(job_id)
-    spec, history = store.job(job_id), store.history(job_id)
     export = folder / "best.json"
-    build_export(job_id, spec, history, decision, store.created_at(job_id)).write(export)
+    job_export(store, job_id, decision).write(export)
     return Results(export, write_job_report(workspace, store, job_id, decision))
 
 

@@ -75,7 +75,7 @@ class Tracker:
                 "tracking needs MLflow, which is not installed; run: pip install 'autotune[mlflow]'"
             )
         self._store, self._job_id = store, job_id
-        self._uri, self._experiment, self._artifact_dir = tracking_uri, experiment, artifact_dir
+        self.uri, self._experiment, self._artifact_dir = tracking_uri, experiment, artifact_dir
         self._retry_after_s, self._clock = retry_after_s, clock
         self._open_until_s = float("-inf")
         self._sender: _Sender | None = None
@@ -144,12 +144,12 @@ class Tracker:
         """The client, the experiment and the job's run, found or made."""
         import mlflow
 
-        client = mlflow.MlflowClient(tracking_uri=self._uri, registry_uri=self._uri)
+        client = mlflow.MlflowClient(tracking_uri=self.uri, registry_uri=self.uri)
         found = client.get_experiment_by_name(self._experiment)
         if found is None:
             location = (
                 None
-                if self._uri.startswith(("http:", "https:"))
+                if self.uri.startswith(("http:", "https:"))
                 else self._artifact_dir.resolve().as_uri()
             )
             experiment_id = client.create_experiment(self._experiment, artifact_location=location)

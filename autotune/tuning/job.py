@@ -1,9 +1,9 @@
-"""What a tuning job is asked to do: frozen, validated, stored with its trials."""
+"""The specification of a tuning job: frozen, validated, stored with the job's trials."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, make_dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -14,21 +14,19 @@ from autotune.errors import InvalidInput
 from autotune.parsing import parse, read_yaml
 from autotune.records import REAL_CONDITIONS, Accelerators, Conditions
 from autotune.simulators.registry import SIMULATORS
+from autotune.tuning.settings import Kind, Setting, setting, settings_of
 from autotune.tuning.statistics import fewest_values
-from autotune.units import parse_seconds
 from autotune.workload import Workload
 
 
 class Search(StrEnum):
-    """How candidates are proposed; all but the first are the baselines and ablations of AutoSync sec. 5."""
+    """How candidates are proposed; all but AUTOSYNC are baselines or ablations (AutoSync sec. 5)."""
 
     AUTOSYNC = "autosync"  # sample, rank by trained simulators, diverse top-K
-    NO_SIMULATOR = "no-simulator"  # AutoSync(-s): both constraints and diversity, nothing predicted
+    NO_SIMULATOR = "no-simulator"  # AutoSync(-s): constraints and diversity, no prediction
     RANDOM = "random"
     BAYES = "bayes"  # scikit-optimize over the same space
-    FUSION = (
-        "fusion"  # scikit-optimize on fusion threshold and cycle time, as `horovodrun --autotune`
-    )
+    FUSION = "fusion"  # scikit-optimize over fusion threshold and cycle time, as Horovod's autotune
 
 
 class Similarity(StrEnum):
@@ -38,30 +36,30 @@ class Similarity(StrEnum):
     HIDDEN = "hidden"  # cosine of the simulator's hidden state; needs a trained simulator
 
 
-_TYPED = {
-    "max_trials": "budget_trials",
-    "max_seconds": "budget_time",
-    "step_timeout_s": "step_timeout",
-    "start_timeout_s": "start_timeout",
-}
-"""What a user types for a field."""
 DEFAULT_SIMULATORS = ("linear", "rnn", "gat")
 
 
 @dataclass(frozen=True)
 class JobSpec:
-    """Everything that decides what a job does; the same spec and seed propose the same strategies.
+    """Everything that determines a job; the same spec and seed propose the same strategies.
 
-    A trial is `warmup_steps` untimed and `timed_steps` timed steps, then as many more, up to `most_steps` in all, until half
-    the width of the 95 % interval of its median is at most `precision` of the median, or the interval lies above `losing` times
-    the best measured so far. After `reference_every` candidates the
-    current setup runs again; where it deviates by more than `deviation` (relative; less on a machine whose references agree
-    better) from the time before, the trials in between are marked; so are those during which the machine changed. They are
-    repeated, at most `max_repeats` times each. `diversity` is alpha of Eq. 11.
-    The closing comparison runs blocks of `timed_steps` of each side until half the width of the interval of the time ratio is
-    about `ab_precision`, the tuned strategy is clearly slower, or there are `ab_pairs` (fewer if the time is up). It exports
-    the tuned strategy only if the confidence interval lies below 1.
-    `given_profile` is what emulated accelerators wait for; None: what one replica alone took.
+    A trial runs `warmup_steps` untimed and `timed_steps` timed steps. It continues, up to
+    `most_steps` timed steps in all, until one of two things holds. Half the width of the 95 %
+    interval of its median is at most `precision` of the median. Or the interval lies above
+    `losing` times the best step time so far.
+
+    After `reference_every` candidates the current setup runs again. If it deviates from the run
+    before by more than `deviation`, the trials in between count as disturbed. The limit is tighter
+    on a machine whose references agree better. Disturbed trials are repeated at most `max_repeats`
+    times each.
+
+    The closing comparison alternates blocks of `timed_steps` of each side. It ends when half the
+    width of the ratio's interval is about `ab_precision`, when the tuned strategy is clearly
+    slower, after `ab_pairs`, or when the time is up. The tuned strategy is exported only if the
+    whole confidence interval lies below 1.
+
+    `given_profile` holds the durations that emulated accelerators wait for; None: the durations
+    measured on one replica.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -69,109 +67,160 @@ class JobSpec:
     command: tuple[str, ...]
     workers: int
     cluster: Cluster
-    search: Search = Search.AUTOSYNC
-    simulators: tuple[str, ...] = DEFAULT_SIMULATORS
-    similarity: Similarity = Similarity.CHOICES
-    diversity: float = 0.4
-    lossy: bool = False
-    max_trials: int = 60
-    max_seconds: float = 1800.0
-    samples_per_round: int = 300
-    top_k: int = 6
-    warmup_steps: int = 2
-    timed_steps: int = 8
-    most_steps: int = 40
-    precision: float = 0.02
-    losing: float = 1.15
-    reference_every: int = 6
-    deviation: float = 0.15
-    max_repeats: int = 1
-    finalists: int = 3
-    ab_pairs: int = 20
-    ab_precision: float = 0.01
-    confidence: float = 0.95
-    step_timeout_s: float = 60.0
-    start_timeout_s: float = 120.0
-    probe_s: float = 20.0
-    seed: int = 0
+    search: Search = setting(
+        Search.AUTOSYNC,
+        "search",
+        "how strategies are proposed: autosync trains simulators and tries a diverse top K; "
+        "no-simulator predicts nothing; random; bayes uses scikit-optimize over the same space; "
+        "fusion uses it over Horovod's fusion threshold and cycle time",
+    )
+    simulators: tuple[str, ...] = setting(
+        DEFAULT_SIMULATORS, "search", "simulators to train, also plugins; the most accurate ranks"
+    )
+    similarity: Similarity = setting(
+        Similarity.CHOICES,
+        "search",
+        "similarity in Eq. 11: agreement of choices, or cosine of the simulator's hidden states",
+    )
+    diversity: float = setting(
+        0.4,
+        "search",
+        "alpha of Eq. 11; 0 takes the best predictions only",
+        at_least=0,
+        below=math.inf,
+    )
+    lossy: bool = setting(
+        False, "search", "also try lossy compression: fp16, bf16, int8, top-k, PowerSGD"
+    )
+    max_trials: int = setting(
+        60,
+        "budget",
+        "maximum number of candidate trials",
+        name="budget_trials",
+        shown="60, or no limit if budget_time is given",
+        at_least=1,
+    )
+    max_seconds: float = setting(
+        1800.0,
+        "budget",
+        "maximum tuning time",
+        name="budget_time",
+        shown="30min, or no limit if budget_trials is given",
+        time=True,
+        above=0,
+    )
+    samples_per_round: int = setting(300, "search", "strategies scored per round", at_least=1)
+    top_k: int = setting(6, "search", "trials per round", at_least=1)
+    warmup_steps: int = setting(
+        2, "trials", "untimed steps of a trial", at_least=1, remark="the numerics gate runs in it"
+    )
+    timed_steps: int = setting(
+        8, "trials", "timed steps of a trial, of each further batch and of an A/B block", at_least=1
+    )
+    most_steps: int = setting(
+        40,
+        "trials",
+        "maximum timed steps of a trial; 0 never adds a batch",
+        at_least=0,
+        remark="no more than timed_steps: never more",
+    )
+    precision: float = setting(
+        0.02,
+        "trials",
+        "relative half width of the median's 95 % interval at which a trial ends",
+        above=0,
+    )
+    losing: float = setting(
+        1.15,
+        "trials",
+        "a trial ends early if its interval lies above this multiple of the best step time",
+        above=1,
+        remark="times the best step time so far",
+    )
+    reference_every: int = setting(
+        6, "trials", "candidates between two runs of the current setup", at_least=1
+    )
+    deviation: float = setting(
+        0.15,
+        "trials",
+        "maximum relative difference of two runs of the current setup; a larger one marks the "
+        "trials between them as disturbed. The limit tightens once the noise is known",
+        above=0,
+    )
+    max_repeats: int = setting(1, "trials", "maximum repeats of a disturbed trial")
+    finalists: int = setting(
+        3, "closing comparison", "strategies measured again before the comparison", at_least=1
+    )
+    ab_pairs: int = setting(20, "closing comparison", "maximum pairs of blocks")
+    ab_precision: float = setting(
+        0.01,
+        "closing comparison",
+        "relative half width of the ratio's interval at which the comparison ends",
+        above=0,
+    )
+    confidence: float = setting(
+        0.95, "closing comparison", "confidence of the ratio's interval", at_least=0.5, below=1
+    )
+    step_timeout_s: float = setting(
+        60.0,
+        "limits",
+        "silence after which a rank counts as hung",
+        name="step_timeout",
+        shown="60s",
+        time=True,
+        above=0,
+    )
+    start_timeout_s: float = setting(
+        120.0,
+        "limits",
+        "maximum time until the first training step",
+        name="start_timeout",
+        shown="2min",
+        time=True,
+        above=0,
+    )
+    probe_s: float = setting(
+        20.0,
+        "limits",
+        "maximum time for probing the links; 0s uses the fits in the cluster file",
+        name="probe_time",
+        shown="20s",
+        time=True,
+        at_least=0,
+        below=math.inf,
+        remark="the fits of the cluster file are used",
+    )
+    seed: int = setting(0, "search", "seed of every random choice")
     conditions: Conditions = REAL_CONDITIONS
     given_profile: Workload | None = None
 
     def __post_init__(self) -> None:
         if not self.command:
-            raise InvalidInput(
-                "a job needs a command, for example: autotune tune -- torchrun --nproc-per-node 2 train.py"
-            )
-        at_least_one = (
-            "workers",
-            "max_trials",
-            "samples_per_round",
-            "top_k",
-            "timed_steps",
-            "reference_every",
-            "finalists",
-        )
-        for name in at_least_one:
-            if getattr(self, name) < 1:
-                raise InvalidInput(
-                    f"{_TYPED.get(name, name)} must be at least 1, but is {getattr(self, name)}"
-                )
-        if self.warmup_steps < 1:
-            raise InvalidInput(
-                f"warmup_steps must be at least 1 (the numerics gate runs in it), but is {self.warmup_steps}"
-            )
-        if not 0.5 <= self.confidence < 1:
-            raise InvalidInput(f"confidence must lie in [0.5, 1), but is {self.confidence}")
-        if self.ab_pairs < fewest_values(self.confidence):
-            need = f"at least {fewest_values(self.confidence)} for an interval of {self.confidence:.0%}"
-            raise InvalidInput(f"ab_pairs must be {need}, but is {self.ab_pairs}")
-        for name in (
-            "max_seconds",
-            "deviation",
-            "precision",
-            "ab_precision",
-            "step_timeout_s",
-            "start_timeout_s",
-        ):
-            if not getattr(self, name) > 0:
-                raise InvalidInput(
-                    f"{_TYPED.get(name, name)} must be above 0, but is {getattr(self, name)}"
-                )
-        if not 0 <= self.diversity < math.inf:
-            raise InvalidInput(f"diversity must be at least 0, but is {self.diversity}")
+            example = "autotune tune -- torchrun --nproc-per-node 2 train.py"
+            raise InvalidInput(f"a job needs a command, for example: {example}")
+        for item in SETTINGS:
+            if item.field:
+                item.check(getattr(self, item.field))
+        fewest = fewest_values(self.confidence)
+        if self.ab_pairs < fewest:
+            interval = f"at least {fewest} for an interval of {self.confidence:.0%}"
+            raise InvalidInput(f"ab_pairs must be {interval}, but is {self.ab_pairs}")
         unknown = sorted(set(self.simulators) - set(SIMULATORS))
         if unknown or not self.simulators:
+            given = ", ".join(self.simulators) or "none"
             raise InvalidInput(
-                f"simulators must be some of {', '.join(SIMULATORS)}, "
-                f"but are {', '.join(self.simulators) or 'none'}"
+                f"simulators must be some of {', '.join(SIMULATORS)}, but are {given}"
             )
         if self.cluster.world_size != self.workers:
             raise InvalidInput(
-                f"the cluster {self.cluster.name!r} must have as many devices as the job has workers, "
-                f"but has {self.cluster.world_size} for {self.workers}; change --nproc-per-node or the cluster file"
+                f"the cluster {self.cluster.name!r} must have as many devices as the job has "
+                f"workers, but has {self.cluster.world_size} for {self.workers}; "
+                "change --nproc-per-node or the cluster file"
             )
-
-        self._check_lengths()
-        self._check_profile()
-
-    def _check_lengths(self) -> None:
-        if self.most_steps < 0:
-            raise InvalidInput(
-                f"most_steps must be at least 0 (no more than timed_steps: never more), but is {self.most_steps}"
-            )
-        if not self.losing > 1:
-            raise InvalidInput(
-                f"losing must be above 1 (times the best step time so far), but is {self.losing}"
-            )
-        if not 0 <= self.probe_s < math.inf:
-            raise InvalidInput(
-                f"probe_time must be at least 0 (the fits of the cluster file are used), but is {self.probe_s}"
-            )
-
-    def _check_profile(self) -> None:
         if self.given_profile is not None and self.conditions.accelerators is Accelerators.REAL:
             raise InvalidInput(
-                "only emulated accelerators wait as a given profile says, but they are real; add --accelerators emulated"
+                "only emulated accelerators wait for the durations of a given profile, but they "
+                "are real; add --accelerators emulated"
             )
 
     def to_data(self) -> dict[str, Any]:
@@ -183,71 +232,75 @@ class JobSpec:
         return parse(JobSpec, data, where)
 
 
-_NO_FIELDS = ("command", "cluster", "testbed", "byte_scale", "accelerators", "profile")
-"""Of a `JobFile`: what is read before there can be a `JobSpec`."""
+_EARLY_SETTINGS = (
+    Setting(
+        "workers",
+        "job",
+        "number of ranks",
+        "the number in the command, or the devices of the cluster",
+        Kind.WHOLE,
+        field="workers",
+        at_least=1,
+    ),
+    Setting("cluster", "job", "cluster file", "this machine"),
+    Setting(
+        "testbed",
+        "emulation",
+        "emulate the network of this cluster file on this machine (root); in place of cluster",
+        "no emulated network",
+        metavar="CLUSTER",
+    ),
+    Setting(
+        "byte_scale",
+        "emulation",
+        "divide link rates and message sizes by this number",
+        "1",
+        Kind.NUMBER,
+        metavar="K",
+    ),
+    Setting(
+        "accelerators",
+        "emulation",
+        "emulated: timed waits instead of computation",
+        "real",
+        Kind.CHOICE,
+        Accelerators,
+    ),
+    Setting(
+        "profile",
+        "emulation",
+        "workload whose durations emulated accelerators wait for",
+        "one replica of the script, measured first",
+        metavar="WORKLOAD",
+    ),
+)
+_GROUPS = ("job", "emulation", "budget", "search", "trials", "closing comparison", "limits")
+SETTINGS = tuple(
+    sorted((*_EARLY_SETTINGS, *settings_of(JobSpec)), key=lambda item: _GROUPS.index(item.group))
+)
+"""Every setting of a job, except its command, by group."""
+
+_JobFile = make_dataclass(
+    "JobFile",
+    [
+        ("command", str | tuple[str, ...]),
+        *((item.name, item.file_type | None, field(default=None)) for item in SETTINGS),
+    ],
+    frozen=True,
+    namespace={"__pydantic_config__": {"extra": "forbid"}},
+)
 
 
-@dataclass(frozen=True)
-class JobFile:
-    """The YAML a user writes for `autotune tune job.yaml`; what is None keeps the command line's or default value."""
+def read_job_file(path: Path) -> dict[str, Any]:
+    """Return the values that a job file gives, by setting name, and its `command`.
 
-    __pydantic_config__ = {"extra": "forbid"}
-
-    command: str | tuple[str, ...]
-    cluster: str | None = None
-    testbed: str | None = None
-    byte_scale: float | None = None
-    accelerators: Accelerators | None = None
-    profile: str | None = None
-    search: Search | None = None
-    simulators: tuple[str, ...] | None = None
-    similarity: Similarity | None = None
-    diversity: float | None = None
-    lossy: bool | None = None
-    budget_trials: int | None = None
-    budget_time: str | float | None = None
-    samples_per_round: int | None = None
-    top_k: int | None = None
-    warmup_steps: int | None = None
-    timed_steps: int | None = None
-    most_steps: int | None = None
-    precision: float | None = None
-    losing: float | None = None
-    reference_every: int | None = None
-    deviation: float | None = None
-    max_repeats: int | None = None
-    finalists: int | None = None
-    ab_pairs: int | None = None
-    ab_precision: float | None = None
-    confidence: float | None = None
-    step_timeout: str | float | None = None
-    start_timeout: str | float | None = None
-    probe_time: str | float | None = None
-    seed: int | None = None
-
-    def settings(self) -> dict[str, Any]:
-        """The `JobSpec` fields that the file sets, without `_NO_FIELDS`."""
-        renamed = {"budget_trials": "max_trials"}
-        times = {"budget_time": "max_seconds", "probe_time": "probe_s"}
-        times |= {"step_timeout": "step_timeout_s", "start_timeout": "start_timeout_s"}
-        found: dict[str, Any] = {}
-        for name, value in self.__dict__.items():
-            if value is None or name in _NO_FIELDS:
-                continue
-            if name in times:
-                found[times[name]] = parse_seconds(value, name)
-            else:
-                found[renamed.get(name, name)] = value
-        return found
-
-
-def read_job_file(path: Path) -> JobFile:
-    """The job file; the paths in it are relative to it, those that are returned to the current directory."""
-    file = parse(JobFile, read_yaml(path), str(path))
-
-    def there(name: str | None) -> str | None:
-        return None if name is None else str(path.parent / name)
-
-    return replace(
-        file, cluster=there(file.cluster), testbed=there(file.testbed), profile=there(file.profile)
-    )
+    Paths in the file are relative to the file; returned paths are relative to the current
+    directory. Raises `InvalidInput`, also for an unknown key.
+    """
+    raw = vars(parse(_JobFile, read_yaml(path), str(path)))
+    values: dict[str, Any] = {"command": raw["command"]}
+    for item in SETTINGS:
+        if raw[item.name] is not None:
+            value = item.read(raw[item.name], item.name)
+            values[item.name] = path.parent / value if item.kind is Kind.PATH else value
+    return values

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from autotune.commands.profile import profile
 from autotune.recordings.job_file import RecordedJob
 from autotune.recordings.memory_file import RecordedMemory
 
@@ -162,4 +161,3 @@ def test_a_script_that_hangs_is_ended_and_its_last_output_shown(tmp_path) -> Non
 def test_the_package_loads_no_framework_for_it() -> None:
     code = "import autotune, sys; assert 'torch' not in sys.modules; autotune.profile; assert 'torch' not in sys.modules; autotune.Recorder"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=120).returncode == 0
-    assert callable(profile)

@@ -13,7 +13,7 @@ from synthetic_job import WORKLOAD, SyntheticWorld, drive, job_spec, strategy
 
 from autotune.errors import InvalidInput, ModelMismatch
 from autotune.export import check_model, read_export
-from autotune.jobs.decided_export import build_export
+from autotune.jobs.exports import build_export
 from autotune.records import CURRENT_SETUP
 from autotune.strategy_space.plan import plan
 from autotune.tuning.tuner import Finish

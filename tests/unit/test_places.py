@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from autotune.cluster import Cluster, Host
-from autotune.commands.emulation import read_setting, scheduled
 from autotune.errors import AutotuneError, InvalidInput
 from autotune.jobs.places import refuse_elsewhere, refuse_impossible
+from autotune.jobs.settings import read_settings, read_target, scheduled
 from autotune.records import (
     REAL_CONDITIONS,
     Accelerators,
@@ -23,14 +22,10 @@ from autotune.records import (
 )
 from autotune.tuning.events import TrialFinished
 from autotune.tuning.history import History
-from autotune.tuning.job import JobFile
+from autotune.tuning.job import JobSpec
 
+SCRIPT = Path(__file__).parents[1] / "scripts" / "train_small.py"
 EMULATED = Conditions(Network.EMULATED)
-
-
-def options(**given: object) -> argparse.Namespace:
-    names = ("testbed", "cluster", "address", "accelerators", "byte_scale", "profile")
-    return argparse.Namespace(**{**dict.fromkeys(names), **given})
 
 
 @pytest.fixture
@@ -62,28 +57,32 @@ def test_a_network_that_no_machine_emulates_is_refused_before_a_job_is_made() ->
         refuse_impossible(slow_inside, EMULATED)
 
 
-def test_the_command_line_wins_over_the_job_file_and_contradictions_are_refused(
+def spec_of(job_file: Path, address: str | None = None, **given: object) -> JobSpec:
+    return read_settings([], given, job_file, address).spec
+
+
+def test_explicit_settings_win_over_the_job_file_and_contradictions_are_refused(
     cluster_file: Path,
 ) -> None:
-    file = JobFile(
-        command="python x.py",
-        testbed=str(cluster_file),
-        accelerators=Accelerators.EMULATED,
-        byte_scale=4.0,
-    )
-    assert read_setting(options(), file).conditions == Conditions(
+    job_file = cluster_file.with_name("job.yaml")
+    command = f"command: torchrun --nproc-per-node 2 {SCRIPT}\n"
+    emulated = "testbed: cluster.yaml\naccelerators: emulated\nbyte_scale: 4\n"
+    job_file.write_text(command + emulated + "step_timeout: 5s\ntop_k: 3\n")
+    spec = spec_of(job_file, top_k=5)
+    assert (spec.top_k, spec.step_timeout_s) == (5, 5.0)
+    assert replace(spec.conditions, round_robin=False) == Conditions(
         Network.EMULATED, Accelerators.EMULATED, 4.0
     )
-    assert read_setting(
-        options(byte_scale=2.0, accelerators="real"), file
-    ).conditions == Conditions(Network.EMULATED, byte_scale=2.0)
-    plain = read_setting(options(cluster=cluster_file), replace(file, byte_scale=None))
-    assert plain.conditions.network is Network.LOOPBACK and plain.cluster is not None
+    other = spec_of(job_file, byte_scale=2.0, accelerators="real").conditions
+    assert other == Conditions(Network.EMULATED, byte_scale=2.0)
+    plain = spec_of(job_file, cluster=cluster_file, byte_scale=1.0)
+    assert plain.conditions.network is Network.LOOPBACK and plain.cluster.name == "two hosts"
+    job_file.write_text(command + "testbed: cluster.yaml\ncluster: cluster.yaml\n")
     with pytest.raises(InvalidInput, match="a cluster or a testbed, not both"):
-        read_setting(options(), replace(file, cluster=str(cluster_file)))
+        spec_of(job_file)
     with pytest.raises(InvalidInput, match="byte_scale must be at least 1, but is 0"):
-        read_setting(options(testbed=cluster_file, byte_scale=0.0), None)
-    assert read_setting(options(address="auto"), None).conditions.network is Network.HOSTS
+        read_target({"testbed": cluster_file, "byte_scale": 0.0}, None)
+    assert read_target({}, "auto").conditions.network is Network.HOSTS
 
 
 def test_round_robin_is_asked_for_where_ranks_wait_and_never_on_other_peoples_hosts() -> None:

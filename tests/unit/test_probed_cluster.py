@@ -9,8 +9,8 @@ import pytest
 
 from autotune.canonical import to_data
 from autotune.cluster import Bend, Cluster, CollectiveFit, Host, LinkFit, PairLink
-from autotune.commands.probe import measured_cluster
 from autotune.jobs.driver import probed
+from autotune.jobs.probe import measured_cluster
 from autotune.parsing import parse
 from autotune.profiling.fits.host_links import PairCost, own_links
 from autotune.workload import Variable, Workload
@@ -130,7 +130,7 @@ def test_ranks_on_other_hosts_than_the_files_say_nothing_about_its_links() -> No
         and cluster.link_fits == ()
         and cluster.fits == Measured.fits
     )
-    assert "The ranks ran on 1 host(s) with 4, and not on the 2 of the file" in remark
+    assert "The ranks ran on 1 host(s) with 4, not on the 2 of the file" in remark
 
 
 def probe_of_pairs(costs: dict[tuple[int, int], float], hosts: int) -> Probe:

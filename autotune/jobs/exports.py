@@ -1,0 +1,115 @@
+"""The export of a job: the decided strategy, or a measured one that the user names."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import datetime
+
+import numpy as np
+
+from autotune.errors import InvalidInput
+from autotune.export import Export, Timing
+from autotune.records import CURRENT_SETUP, Decision, Measured, Role
+from autotune.storage.store import Store
+from autotune.strategy_space.plan import plan
+from autotune.tuning.history import History
+from autotune.tuning.job import JobSpec
+
+
+def job_export(store: Store, job_id: str, decision: Decision) -> Export:
+    """Build the export of a profiled job from the store; a second call gives the same."""
+    spec, history = store.job(job_id), store.history(job_id)
+    return build_export(job_id, spec, history, decision, store.created_at(job_id))
+
+
+def build_export(
+    job_id: str, spec: JobSpec, history: History, decision: Decision, created_at: datetime
+) -> Export:
+    """Build the export of a profiled job. `created_at` must be in UTC."""
+    assert history.profiled is not None
+    workload = history.profiled.workload
+    chosen = history.proposals.get(decision.strategy_id)
+    strategy = chosen.strategy if chosen else None
+    best = decision.best_candidate_id
+    best_proposal = history.proposals.get(best) if best else None
+    return Export(
+        job_id=job_id,
+        created_at=created_at.isoformat(timespec="seconds"),
+        model=workload.model,
+        variables=tuple(replace(variable, ready_s=None) for variable in workload.variables),
+        world_size=spec.workers,
+        strategy=strategy,
+        plan_id=plan(strategy, workload, spec.workers).id if strategy else None,
+        lossy=strategy is not None and not strategy.lossless,
+        reason=decision.reason,
+        comparison=decision.comparison,
+        tuned=_timing(history, best, Role.CANDIDATE) if best else None,
+        current=_timing(history, CURRENT_SETUP, Role.REFERENCE),
+        predicted_s=best_proposal.predicted_s if best_proposal else None,
+        cluster=history.profiled.cluster,
+        software=dict(history.profiled.software),
+        conditions=history.conditions(spec.conditions),
+    )
+
+
+def _timing(history: History, strategy_id: str, search_role: Role) -> Timing | None:
+    """Step times in the closing comparison, or in the search if it was not compared."""
+    blocks: dict[Role, list[np.ndarray]] = {Role.AB: [], search_role: []}
+    for trial in history.trials:
+        outcome, role = trial.outcome, trial.request.role
+        if trial.request.strategy_id == strategy_id and isinstance(outcome, Measured):
+            blocks.setdefault(role, []).append(outcome.slowest_s)
+    steps_s = blocks[Role.AB] or blocks[search_role]
+    if not steps_s:
+        return None
+    low, median, high = np.quantile(np.concatenate(steps_s), [0.25, 0.5, 0.75])
+    return Timing(float(median), float(low), float(high), len(steps_s))
+
+
+def chosen_decision(store: Store, job_id: str, wanted: str | None) -> Decision:
+    """Return the job's decision, or one for the measured strategy whose id begins with `wanted`.
+
+    Raises `InvalidInput` if there is none or more than one.
+    """
+    history, decision = store.history(job_id), store.decision(job_id)
+    if history.profiled is None:
+        raise InvalidInput(
+            f"job {job_id!r} has no profile yet, so nothing can be exported; resume it with "
+            f"`autotune tune --resume {job_id}`"
+        )
+    if wanted is None:
+        if decision is None:
+            raise InvalidInput(
+                f"job {job_id!r} has not decided yet; resume it, or name a measured strategy with "
+                "--strategy"
+            )
+        return decision
+    strategy_id = _measured_id(history, wanted)
+    if decision is not None and decision.strategy_id == strategy_id:
+        return decision
+    if decision is not None and decision.best_candidate_id == strategy_id:
+        reason = (
+            "chosen by hand, although it was not proven faster than the current setup: "
+            f"{decision.reason}"
+        )
+        return Decision(strategy_id, reason, decision.comparison, strategy_id)
+    reason = "chosen by hand; it was not compared with the current setup in an A/B"
+    candidate_id = None if strategy_id == CURRENT_SETUP else strategy_id
+    return Decision(strategy_id, reason, None, candidate_id)
+
+
+def _measured_id(history: History, wanted: str) -> str:
+    if wanted == CURRENT_SETUP:
+        return wanted
+    matching = [
+        key
+        for key in history.measured_s
+        if key.startswith(wanted) or key.removeprefix("strategy-").startswith(wanted)
+    ]
+    if len(matching) != 1:
+        known = ", ".join(key for key, _ in history.ranking()[:3]) or "none"
+        raise InvalidInput(
+            f"--strategy needs one measured strategy, but {wanted!r} fits {len(matching)}; "
+            f"the fastest are {known}"
+        )
+    return matching[0]

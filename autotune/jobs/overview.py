@@ -1,0 +1,51 @@
+"""Everything known about one job, as data: its trials, decision, conditions and report."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from autotune.canonical import to_data
+from autotune.jobs.results import write_job_report
+from autotune.jobs.workspace import Workspace
+from autotune.records import CURRENT_SETUP, Decision
+from autotune.storage.store import Store
+from autotune.strategy_space.backend import carrier_of
+from autotune.strategy_space.plan import plan
+from autotune.tuning.events import TrialFinished
+from autotune.tuning.history import History
+
+
+def job_overview(workspace: Workspace, store: Store, job_id: str) -> dict[str, Any]:
+    """JSON data of a job in any state. Writes its report anew, and nothing else."""
+    spec, history, decision = store.job(job_id), store.history(job_id), store.decision(job_id)
+    return {
+        "job": job_id,
+        "status": store.job_status(job_id),
+        "decision": to_data(decision) if decision else None,
+        "carrier": _backend(spec.workers, history, decision),
+        "conditions": to_data(history.conditions(spec.conditions)),
+        "cross_step_refused": history.profiled.cross_step_refused if history.profiled else None,
+        "current_setup_s": history.reference_s,
+        "reference_noise": history.reference_noise,
+        "repeated": history.repeated,
+        "trials": [_trial(trial, history) for trial in history.trials],
+        "report": str(write_job_report(workspace, store, job_id, decision)),
+    }
+
+
+def _backend(workers: int, history: History, decision: Decision | None) -> str | None:
+    """The backend of the exported strategy, if there is one."""
+    if decision is None or decision.strategy_id == CURRENT_SETUP or history.profiled is None:
+        return None
+    workload = history.profiled.workload
+    strategy = history.proposals[decision.strategy_id].strategy
+    return carrier_of(plan(strategy, workload, workers), workload.variables)
+
+
+def _trial(trial: TrialFinished, history: History) -> dict[str, Any]:
+    """`interval` is the interval of the median step time, in seconds."""
+    return {
+        **to_data(trial),
+        "disturbed": trial.request.number in history.disturbed,
+        "interval": to_data(trial.interval),
+    }

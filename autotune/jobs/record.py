@@ -1,0 +1,81 @@
+"""Run a training script and record some of its steps on every rank into a folder."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+from autotune.errors import LaunchError
+from autotune.jobs.processes import Launched
+from autotune.recordings.job_file import JOB_FILE, trace_name
+from autotune.recordings.memory_file import MEMORY_FILE
+from runtime_rewriter.recording.settings import RecordSettings
+from runtime_rewriter.world.command import ScriptCommand, torchrun_with_launcher
+
+STOPPING_S = 30.0
+"""Time for the script to end once everything is written."""
+
+
+def clear_recording(folder: Path) -> None:
+    """Delete an earlier recording, whose traces would be read along with the new ones."""
+    for path in (folder / JOB_FILE, folder / MEMORY_FILE, *folder.glob(trace_name("*"))):
+        path.unlink(missing_ok=True)
+
+
+def record(command: ScriptCommand, settings: RecordSettings, timeout_s: float) -> int:
+    """Run until everything is written and the script has ended; return its exit status.
+
+    The status is 0 if we stopped the script (`settings.stop`). Raises `LaunchError` if nothing was
+    recorded.
+    """
+    reports = Path(settings.reports)
+    settings.write(reports / "settings.json")
+    launcher = ("--record", str(reports / "settings.json"))
+    if command.workers is None:
+        launch = (sys.executable, "-m", "runtime_rewriter.rank.launch")
+        words = [*launch, *launcher, "--", *command.as_python_words()]
+    else:
+        words = torchrun_with_launcher(command, command.workers, launcher)
+    launched = Launched(words)
+    written = Path(settings.folder) / JOB_FILE
+    with launched.signals_passed_on():
+        status = launched.wait(time.monotonic() + timeout_s, written.exists)
+        if written.exists() and status is None:
+            patience_s = STOPPING_S if settings.stop else float("inf")
+            status = launched.wait(time.monotonic() + patience_s, lambda: False)
+            if status is None:
+                launched.end()
+                status = 0
+        elif status is None:
+            problem = f"nothing was recorded within {timeout_s:g} s (--timeout)"
+            message = _failure_text(launched, reports, problem, command)
+            launched.end()  # output after this is about the end
+            raise LaunchError(message)
+    if not written.exists():
+        problem = f"nothing was recorded, and the script ended with status {status}"
+        raise LaunchError(_failure_text(launched, reports, problem, command))
+    return 0 if settings.stop else status
+
+
+def _failure_text(launched: Launched, reports: Path, problem: str, command: ScriptCommand) -> str:
+    """The problem with the ranks' own reports; without any, with the end of the output."""
+    by_rank = {
+        report["rank"]: report
+        for report in (
+            json.loads(path.read_text(encoding="utf-8"))
+            for path in sorted(reports.glob("rank*.report.json"))
+        )
+    }
+    problems = [report["problem"] for report in by_rank.values() if "problem" in report]
+    # A rank that ends breaks the connections of the others; another message names the cause.
+    causes = [text for text in problems if "onnection" not in text]
+    lines = list(dict.fromkeys(causes or problems))
+    ranks = command.workers or 1
+    if lines and (causes or len(by_rank) == ranks):
+        return f"{problem}: " + "; ".join(lines[:3])
+    silent = [str(rank) for rank in range(ranks) if rank not in by_rank and command.nodes == 1]
+    quiet = f"; rank {', '.join(silent)} reported nothing" if silent else ""
+    first = "".join(f"; {line}" for line in lines[:1])
+    return f"{problem}{quiet}{first}; its last output:\n{launched.tail().rstrip()}"

@@ -1,0 +1,114 @@
+"""Start, resume and finish a tuning job: from its settings to best.json, report and MLflow."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+
+from autotune.errors import InvalidInput, LaunchError
+from autotune.jobs.driver import Observer, drive
+from autotune.jobs.places import Ranks, Where, placed_world, refuse_elsewhere
+from autotune.jobs.results import Results, write_results
+from autotune.jobs.settings import Settings
+from autotune.jobs.workspace import Workspace, latest_job, new_job_id, use_mlflow_quietly
+from autotune.records import Decision
+from autotune.sampler.proposer import Proposer
+from autotune.simulators.registry import SIMULATORS
+from autotune.storage.store import Store
+from autotune.tracking.tracker import Tracker
+from autotune.tuning.job import JobSpec
+from runtime_rewriter.world.command import read_command
+
+
+@dataclass(frozen=True)
+class Job:
+    id: str
+    spec: JobSpec
+    resumed: bool = False
+
+
+@dataclass(frozen=True)
+class FinishedJob:
+    """`unsent` counts the items that MLflow at `uri` has not received yet."""
+
+    decision: Decision
+    results: Results
+    uri: str
+    unsent: int
+
+
+def create_job(store: Store, settings: Settings, job_id: str | None) -> Job:
+    job_id = job_id or new_job_id(settings.script.name, datetime.now())
+    store.create_job(job_id, settings.spec)
+    return Job(job_id, settings.spec)
+
+
+def resume_job(store: Store, job_id: str | None, address: str | None) -> Job:
+    """Return the job to resume, by default the latest unfinished one; raises `InvalidInput`."""
+    job_id = job_id or latest_job(store, unfinished=True)
+    spec = store.job(job_id)
+    refuse_elsewhere(spec.conditions, address)
+    return Job(job_id, spec, resumed=True)
+
+
+@contextlib.contextmanager
+def locked(store: Store, job: Job) -> Iterator[None]:
+    """Hold the job's lock; raises `InvalidInput` if another process has it or the job has ended."""
+    with store.lock(job.id):
+        status = store.job_status(job.id)
+        if status != "running":
+            raise InvalidInput(
+                f"job {job.id!r} has ended ({status}); see `autotune show {job.id}`, or start a "
+                "new one"
+            )
+        yield
+
+
+def run_job(
+    workspace: Workspace,
+    store: Store,
+    job: Job,
+    where: Where,
+    tracker: Tracker,
+    observers: Sequence[Observer],
+    waiting: Callable[[str], None],
+) -> FinishedJob:
+    """Run a locked job to its decision and write its results; `waiting` receives progress lines.
+
+    `observers` are notified in order; the tracker should be one of them.
+
+    Raises `LaunchError` if the script cannot be tuned.
+    """
+    spec = job.spec
+    proposer = Proposer(spec, SIMULATORS)
+    ranks = Ranks(
+        read_command(spec.command),
+        spec.workers,
+        workspace.job(job.id) / "logs",
+        spec.step_timeout_s,
+        spec.start_timeout_s,
+        spec.given_profile,
+        spec.probe_s,
+    )
+    try:
+        with placed_world(where, spec.cluster, spec.conditions, ranks, waiting) as world:
+            decision = drive(job.id, spec, store, world, proposer, observers)
+    except LaunchError:
+        tracker.flush()
+        raise
+    # Every result is written before the job is closed, so --resume repairs a kill in between.
+    results = write_results(workspace, store, job.id, decision)
+    tracker.keep(proposer.finish(store.history(job.id)), [results.export, results.report])
+    store.finish(job.id, decision)
+    return FinishedJob(decision, results, tracker.uri, tracker.flush())
+
+
+def open_tracker(
+    workspace: Workspace, store: Store, job_id: str, uri: str | None, experiment: str
+) -> Tracker:
+    """The tracker of a job; `uri` None: the workspace's own SQLite file."""
+    use_mlflow_quietly()
+    uri = uri or workspace.default_tracking_uri
+    return Tracker(store, job_id, uri, experiment, workspace.artifacts)
