@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 
 import pytest
@@ -15,33 +15,21 @@ from autotune.parsing import parse
 from autotune.profiling.fits.host_links import PairCost, own_links
 from autotune.workload import Variable, Workload
 from runtime_rewriter.probe.link import ProbedLink
-from runtime_rewriter.world.findings import Probe
+from runtime_rewriter.world.findings import Probe, Profile
 
 WORKLOAD = Workload("m", (Variable("v", (4,)),))
 SOFTWARE = {"torch": "2.13.0"}
 
 
-@dataclass(frozen=True)
-class Measured:
-    hosts: tuple[tuple[str, int], ...]
-    cores: int = 8
-    fits: tuple[CollectiveFit, ...] = (
-        CollectiveFit("all_reduce", 4, 1e-3, 1.5e-8, 0.05, 4096, 2**24),
-    )
+FITS = (CollectiveFit("all_reduce", 4, 1e-3, 1.5e-8, 0.05, 4096, 2**24),)
 
-    cross_step_refused: str = ""
 
-    @property
-    def workload(self) -> Workload:
-        return WORKLOAD
-
-    @property
-    def software(self) -> dict[str, str]:
-        return SOFTWARE
+def profile_of(*hosts: tuple[str, int], cores: int = 8, fits=FITS) -> Profile:
+    return Profile(WORKLOAD, fits, SOFTWARE, cores, "", hosts)
 
 
 def test_an_assumed_cluster_on_one_host_gets_the_bandwidth_of_its_ring_and_its_cores() -> None:
-    found = probed(Cluster.local(4), Measured((("machine", 4),)), True)
+    found = probed(Cluster.local(4), profile_of(("machine", 4)), True)
     assert [host.name for host in found.hosts] == ["localhost"]
     assert found.hosts[0].inner_bytes_per_s == pytest.approx(
         1e8
@@ -50,14 +38,14 @@ def test_an_assumed_cluster_on_one_host_gets_the_bandwidth_of_its_ring_and_its_c
 
 
 def test_an_assumed_cluster_becomes_the_hosts_that_the_ranks_are_on() -> None:
-    found = probed(Cluster.local(4), Measured((("a", 3), ("b", 1))), False)
+    found = probed(Cluster.local(4), profile_of(("a", 3), ("b", 1)), False)
     assert [(host.name, host.devices) for host in found.hosts] == [("a", 3), ("b", 1)]
     assert found.world_size == 4
 
 
 def test_a_described_cluster_keeps_its_hosts_and_bandwidths() -> None:
     described = Cluster("mine", (Host("x", 4, 1e9, 1e-5, 1e10, 1e-6, cores=64),))
-    found = probed(described, Measured((("a", 4),)), False)
+    found = probed(described, profile_of(("a", 4)), False)
     assert found.hosts == described.hosts and found.fits
     assert replace(found, fits=(), source="assumed") == described
 
@@ -65,15 +53,15 @@ def test_a_described_cluster_keeps_its_hosts_and_bandwidths() -> None:
 def test_hosts_that_are_emulated_on_one_machine_share_its_cores() -> None:
     four = Cluster("bed", tuple(Host(name, 1, 1e8, 1e-5, 1e10, 1e-6) for name in "abcd"))
     ranks = tuple((name, 1) for name in "abcd")
-    assert [host.cores for host in probed(four, Measured(ranks), True).hosts] == [2, 2, 2, 2]
-    assert [host.cores for host in probed(four, Measured(ranks), False).hosts] == [8, 8, 8, 8]
-    assert probed(four, Measured(ranks, cores=2), True).hosts[0].cores == 1
-    assert probed(four, Measured(ranks, cores=0), True).hosts[0].cores == 0
+    assert [host.cores for host in probed(four, profile_of(*ranks), True).hosts] == [2, 2, 2, 2]
+    assert [host.cores for host in probed(four, profile_of(*ranks), False).hosts] == [8, 8, 8, 8]
+    assert probed(four, profile_of(*ranks, cores=2), True).hosts[0].cores == 1
+    assert probed(four, profile_of(*ranks, cores=0), True).hosts[0].cores == 0
 
 
 def test_the_ring_of_a_cost_in_pieces_has_the_bandwidth_of_large_messages() -> None:
-    small_first = replace(Measured.fits[0], bends=(Bend(2.0**16, 1e-9),))
-    found = probed(Cluster.local(4), Measured((("machine", 4),), fits=(small_first,)), True)
+    small_first = replace(FITS[0], bends=(Bend(2.0**16, 1e-9),))
+    found = probed(Cluster.local(4), profile_of(("machine", 4), fits=(small_first,)), True)
     assert found.hosts[0].inner_bytes_per_s == pytest.approx(1e8)
 
 
@@ -84,7 +72,7 @@ COST = PairCost(3e7, 2e-4, 0.01, 0.02)
 def probe_of(*hosts: tuple[str, int]) -> Probe:
     links = (ProbedLink(1, False, COST, 3), ProbedLink(0, True, replace(COST, bytes_per_s=5e9)))
     return Probe(
-        Measured.fits,
+        FITS,
         links[: len(hosts)] if len(hosts) > 1 else links[1:],
         SOFTWARE,
         (4,) * len(hosts),
@@ -104,7 +92,7 @@ def test_a_probe_without_a_file_describes_the_hosts_that_were_found() -> None:
     assert (cluster.source, cluster.measured_at, cluster.fits, remark) == (
         "measured",
         "2026-01-02T03:04:05+00:00",
-        Measured.fits,
+        FITS,
         "",
     )
     assert dict(cluster.software)["torch"] == "2.13.0" and "autotune" in dict(cluster.software)
@@ -125,11 +113,7 @@ def test_a_probe_of_a_described_cluster_keeps_names_memory_and_addresses() -> No
 def test_ranks_on_other_hosts_than_the_files_say_nothing_about_its_links() -> None:
     described = Cluster("mine", tuple(Host(name, 2, 1e9, 1e-5, 1e10, 1e-6) for name in "ab"))
     cluster, remark = measured_cluster(described, probe_of(("machine", 4)), NOW)
-    assert (
-        cluster.hosts == described.hosts
-        and cluster.link_fits == ()
-        and cluster.fits == Measured.fits
-    )
+    assert cluster.hosts == described.hosts and cluster.link_fits == () and cluster.fits == FITS
     assert "The ranks ran on 1 host(s) with 4, not on the 2 of the file" in remark
 
 
@@ -213,8 +197,6 @@ def test_a_link_that_is_faster_than_all_others_keeps_the_bandwidth_of_the_file(
         ProbedLink(number, False, replace(COST, bytes_per_s=rate), 3)
         for number, rate in enumerate((1.2e8, 1.2e8, 6e7))
     )
-    found = Probe(
-        Measured.fits, links, SOFTWARE, (4, 4, 4), tuple((host.name, 1) for host in hosts)
-    )
+    found = Probe(FITS, links, SOFTWARE, (4, 4, 4), tuple((host.name, 1) for host in hosts))
     cluster, _ = measured_cluster(Cluster("mixed", hosts), found, NOW)
     assert tuple(host.link_bytes_per_s for host in cluster.hosts) == expected
