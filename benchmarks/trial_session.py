@@ -35,7 +35,7 @@ from benchmarks.quiet import STAT, stolen_share, wait_until_quiet
 from benchmarks.runtime_costs import measured_costs
 from benchmarks.testbed_processes import ROOT
 from runtime_rewriter.world.command import read_command
-from runtime_rewriter.world.findings import Probe, Profile
+from runtime_rewriter.world.results import Probe, Profile
 from runtime_rewriter.world.world import World
 
 PROBE_S, QUICK_PROBE_S = 60.0, 15.0

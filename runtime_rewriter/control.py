@@ -1,21 +1,17 @@
-"""The line between a worker's supervisor and the training process: JSON lines over a socket pair.
+"""The line between a supervisor and its training process: lines of text over a socket pair.
 
-The two ends are parent and child on one machine; no pickle, sizes bounded, every wait has a timeout.
+Both ends are on one machine. Their size is bounded, and every wait has a timeout.
 """
 
 from __future__ import annotations
 
-import json
 import select
 import socket
 import time
-from typing import Any
 
-MAX_LINE_BYTES = 256 * 2**20  # a plan of a large model is some MB; a profile of one too
+MAX_LINE_BYTES = 256 * 2**20  # a plan or a profile of a large model has some MB
 SEND_TIMEOUT_S = 30.0
-"""How long the other end may leave a full line unread before it counts as gone."""
-HEARTBEAT_S = 1.0
-"""How often a training process says that it still makes steps, at most."""
+"""The other end counts as gone if it leaves a full line unread for this long."""
 
 
 class ControlClosed(Exception):
@@ -33,25 +29,27 @@ class ControlLine:
     def fileno(self) -> int:
         return self._socket.fileno()
 
-    def send(self, message: dict[str, Any]) -> None:
-        """Write one message; raises `ControlClosed`, also when the other end does not read: the line is unusable then."""
+    def send(self, line: str) -> None:
+        """Write one line without line breaks inside.
+
+        Raises `ControlClosed`, also if the other end does not read; the line is unusable then.
+        """
         try:
-            self._socket.sendall(json.dumps(message, separators=(",", ":")).encode() + b"\n")
+            self._socket.sendall(line.encode() + b"\n")
         except OSError as error:
             raise ControlClosed(str(error)) from error
 
-    def receive(self, timeout_s: float | None) -> dict[str, Any] | None:
-        """The next message; None after `timeout_s` without one (None waits until the other end closes)."""
+    def receive(self, timeout_s: float | None) -> str | None:
+        """The next line, or None after `timeout_s` without one. Without a timeout, wait until the other end closes."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             end = self._buffer.find(b"\n")
             if end >= 0:
                 line = bytes(self._buffer[:end])
                 del self._buffer[: end + 1]
-                message: dict[str, Any] = json.loads(line)
-                return message
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            if not select.select([self._socket], [], [], left)[0]:
+                return line.decode()
+            left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+            if not select.select([self._socket], [], [], left_s)[0]:
                 return None
             self._fill()
 

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from autotune.cluster import Cluster, Host
 from autotune.errors import LaunchError
+from autotune.profiling.fits.probe_fits import collective_fits
 from autotune.records import (
     CURRENT_SETUP,
     Accelerators,
@@ -38,7 +39,7 @@ from autotune.tuning.tuner import (
     next_instruction,
 )
 from autotune.workload import Workload
-from runtime_rewriter.world.findings import Profile
+from runtime_rewriter.world.results import Profile
 
 
 class TrialWorld(Protocol):
@@ -159,7 +160,8 @@ def probed(cluster: Cluster, measured: Profile, one_machine: bool) -> Cluster:
     A cluster that was only assumed becomes the hosts that the ranks are really on, with the bandwidth that the ring of
     all ranks showed; a cluster file's hosts and bandwidths stay. Hosts that are emulated on `one_machine` share its cores.
     """
-    ring = cluster.with_fits(measured.fits).fit("all_reduce", cluster.world_size)
+    fits = collective_fits(measured.series)
+    ring = cluster.with_fits(fits).fit("all_reduce", cluster.world_size)
     if (
         cluster == Cluster.local(cluster.world_size)
         and ring is not None
@@ -184,7 +186,7 @@ def probed(cluster: Cluster, measured: Profile, one_machine: bool) -> Cluster:
 
     hosts = tuple(replace(host, cores=cores(host)) for host in cluster.hosts)
     cluster = replace(cluster, hosts=hosts, machine_cores=measured.cores if one_machine else 0)
-    return cluster.with_fits(measured.fits)
+    return cluster.with_fits(fits)
 
 
 def _same_model(workload: Workload, running_id: str) -> None:

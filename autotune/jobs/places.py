@@ -15,6 +15,7 @@ from autotune.testbed.bed import entered, running
 from autotune.testbed.capabilities import capabilities
 from autotune.testbed.layout import lay_out, safe_name
 from autotune.testbed.ray_nodes import ray_nodes
+from autotune.tuning import statistics
 from autotune.workload import Workload
 from runtime_rewriter.world.command import ScriptCommand
 from runtime_rewriter.world.ray_world import RayCluster, RayPlace, ray_world
@@ -90,6 +91,7 @@ def placed_world(
             ranks.log_directory,
             ranks.step_timeout_s,
             ranks.start_timeout_s,
+            statistics,
             where.ports,
             ()
             if ray.place.local

@@ -10,9 +10,10 @@ from autotune import __version__
 from autotune.cluster import Cluster, Host, LinkFit
 from autotune.errors import InvalidInput
 from autotune.jobs.places import Ranks, Where, placed_world
-from autotune.profiling.fits.host_links import Pair, PairCost, own_links
+from autotune.profiling.fits.probe_fits import collective_fits, own_links
+from autotune.recordings.probe import HostPair, LinkCost
 from autotune.records import Accelerators, Conditions
-from runtime_rewriter.world.findings import Probe
+from runtime_rewriter.world.results import Probe
 
 SCRIPT = "runtime_rewriter.probe.script"
 UNSEEN_ABOVE = 1.1
@@ -113,7 +114,7 @@ def measured_cluster(
         # Emulated hosts share the cores of one machine.
         machine_cores=max(probe.cores, default=0) if measured_on else 0,
     )
-    return cluster.with_fits(probe.fits), remark
+    return cluster.with_fits(collective_fits(probe.series)), remark
 
 
 def _discovered_hosts(probe: Probe) -> tuple[Host, ...]:
@@ -132,33 +133,24 @@ def _with_links(base: Cluster, probe: Probe) -> tuple[tuple[Host, ...], tuple[Li
         replace(host, cores=cores or host.cores)
         for host, cores in zip(base.hosts, probe.cores, strict=True)
     ]
-    per_host = own_links(len(hosts), _pairs_over_own_links(base, probe))
     fits = []
-    for link in probe.links:
-        cost, probes, host = link.cost, link.probes, hosts[link.host]
-        if base.pair_links and not link.inside:
-            if link.host not in per_host:
-                continue
-            cost, probes = per_host[link.host]
-        if link.inside:
-            hosts[link.host] = replace(
-                host, inner_bytes_per_s=cost.bytes_per_s, inner_latency_s=cost.latency_s
-            )
-        else:
-            hosts[link.host] = replace(
-                host, link_bytes_per_s=cost.bytes_per_s, latency_s=cost.latency_s
-            )
-        fit = LinkFit(
-            host.name,
-            link.inside,
-            cost.bytes_per_s,
-            cost.latency_s,
-            cost.relative_error,
-            cost.spread,
-            probes,
+    for number, cost in probe.links.inside:
+        host = hosts[number]
+        hosts[number] = replace(
+            host, inner_bytes_per_s=cost.bytes_per_s, inner_latency_s=cost.latency_s
         )
-        fits.append(fit)
+        fits.append(_link_fit(host.name, True, cost, 1))
+    for number, (cost, pairs) in own_links(len(hosts), _pairs_over_own_links(base, probe)).items():
+        host = hosts[number]
+        hosts[number] = replace(host, link_bytes_per_s=cost.bytes_per_s, latency_s=cost.latency_s)
+        fits.append(_link_fit(host.name, False, cost, pairs))
     return tuple(hosts), tuple(fits)
+
+
+def _link_fit(host: str, inside: bool, cost: LinkCost, probes: int) -> LinkFit:
+    return LinkFit(
+        host, inside, cost.bytes_per_s, cost.latency_s, cost.relative_error, cost.spread, probes
+    )
 
 
 def _at_least_as_given(number: int, measured: Host, given: Cluster) -> Host:
@@ -173,13 +165,11 @@ def _at_least_as_given(number: int, measured: Host, given: Cluster) -> Host:
     return replace(measured, link_bytes_per_s=given_bytes_per_s) if unseen else measured
 
 
-def _pairs_over_own_links(base: Cluster, probe: Probe) -> dict[Pair, PairCost]:
+def _pairs_over_own_links(base: Cluster, probe: Probe) -> dict[HostPair, LinkCost]:
     """Every probed pair of hosts, without those that `base` names a link for."""
     named = {frozenset(link.between) for link in base.pair_links}
     return {
-        (link.host, other): cost
-        for link in probe.links
-        for other, cost in link.told
-        if link.host < other
-        and frozenset((base.hosts[link.host].name, base.hosts[other].name)) not in named
+        (a, b): cost
+        for (a, b), cost in probe.links.between
+        if frozenset((base.hosts[a].name, base.hosts[b].name)) not in named
     }

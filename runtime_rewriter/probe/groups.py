@@ -1,4 +1,4 @@
-"""On which ranks a probe runs: a few groups whatever the number of workers."""
+"""The process groups of a probe: a few, whatever the number of ranks."""
 
 # mypy: untyped-calls-exclude=torch
 
@@ -14,38 +14,41 @@ from runtime_rewriter.pytorch.exchange.ranks import Ranks
 
 @dataclass(frozen=True)
 class ProbeGroup:
-    """`ranks` is None on ranks that take no part. There may be several at work at once, one on every host."""
+    """`ranks` is None on ranks outside the group. Several such groups may work at once, one on every host."""
 
     where: Where
     size: int
     ranks: Ranks | None
 
 
-def layout(ranks: int, devices: tuple[int, ...]) -> tuple[int, ...]:
-    """Ranks per host; one host where the hosts given are not those of this group (a script may train on some ranks only)."""
+def devices_per_host(ranks: int, devices: tuple[int, ...]) -> tuple[int, ...]:
+    """`devices`, or one host if these are not the ranks' hosts (a script may train on some ranks only)."""
     return devices if devices and sum(devices) == ranks else (ranks,)
 
 
-def firsts(devices: tuple[int, ...]) -> tuple[int, ...]:
+def first_ranks(devices: tuple[int, ...]) -> tuple[int, ...]:
     """The first rank of every host."""
     return tuple(sum(devices[:host]) for host in range(len(devices)))
 
 
 def members_of(ranks: int, devices: tuple[int, ...]) -> dict[tuple[Where, int], list[list[int]]]:
-    """Which ranks form the groups besides the world, by (where, size): one of each kind, or one on every host.
+    """Ranks of the groups besides the world, by (where, size): one of each kind, or one on every host.
 
-    Of hosts with several devices: one rank per host, and the ranks of a host, on all hosts with the most devices at
-    the same time, as a hierarchical message does it. Then the first and the last rank, if no group of two is like them.
+    If hosts have several devices: one rank per host, and all ranks of a host. The latter run on all hosts with the most
+    devices at the same time, as in a hierarchical message. Last the pair of the first and the last rank, unless there
+    is such a pair already.
     """
-    devices = layout(ranks, devices)
+    devices = devices_per_host(ranks, devices)
     groups: dict[tuple[Where, int], list[list[int]]] = {}
     most = max(devices)
     if len(devices) > 1 and most > 1:
-        groups[Where.ACROSS, len(devices)] = [list(firsts(devices))]
-        crowded = [
-            first for first, count in zip(firsts(devices), devices, strict=True) if count == most
+        first = first_ranks(devices)
+        groups[Where.ACROSS, len(devices)] = [list(first)]
+        groups[Where.HOST, most] = [
+            list(range(rank, rank + most))
+            for rank, count in zip(first, devices, strict=True)
+            if count == most
         ]
-        groups[Where.HOST, most] = [list(range(first, first + most)) for first in crowded]
     pair = (Where.ACROSS if len(devices) > 1 else Where.HOST, 2)
     if ranks > 2 and pair not in groups:
         groups[pair] = [[0, ranks - 1]]
@@ -53,32 +56,29 @@ def members_of(ranks: int, devices: tuple[int, ...]) -> dict[tuple[Where, int], 
 
 
 class ProbeGroups:
-    """The groups of one probe, the world's own first (none for a world of one rank). Collective; `destroy` is local."""
+    """Process groups of one probe, the world's own first (none for a world of one rank). Collective; `destroy` is local."""
 
     def __init__(self, world: Ranks, devices: tuple[int, ...], timeout_s: float) -> None:
-        self._world, self._timeout_s = world, timeout_s
-        self._mine: list[Ranks] = []
-        self.groups = [ProbeGroup(Where.WORLD, world.size, world)] if world.size > 1 else []
+        self._created: list[Ranks] = []
+        self.groups: list[ProbeGroup] = []
+        if world.size == 1:
+            return
+        self.groups.append(ProbeGroup(Where.WORLD, world.size, world))
         try:
-            for (where, size), all_members in (
-                members_of(world.size, devices) if self.groups else {}
-            ).items():
-                mine = next((members for members in all_members if world.rank in members), None)
+            for (where, size), groups in members_of(world.size, devices).items():
+                members = next((members for members in groups if world.rank in members), None)
                 count = world.agreed_count()
-                self.groups.append(
-                    ProbeGroup(where, size, None if mine is None else self._made(mine, count))
-                )
+                ranks = None
+                if members is not None:
+                    ranks = Ranks.of(world.group_of(members, count), timeout_s, timeout_s)
+                    self._created.append(ranks)
+                self.groups.append(ProbeGroup(where, size, ranks))
         except BaseException:
             self.destroy()
             raise
 
     def destroy(self) -> None:
-        """Ends all but the world, which whoever made it ends."""
-        for ranks in self._mine:
+        """End all groups but the world, which its creator ends."""
+        for ranks in self._created:
             ranks.destroy()
             dist.destroy_process_group(ranks.base)
-
-    def _made(self, members: list[int], count: int) -> Ranks:
-        made = Ranks.of(self._world.group_of(members, count), self._timeout_s, self._timeout_s)
-        self._mine.append(made)
-        return made

@@ -19,11 +19,11 @@ from autotune.strategy_space.backend import carrier_text
 from autotune.strategy_space.builders.collectives import ddp_default
 from autotune.strategy_space.plan import Plan
 from autotune.strategy_space.plan import plan as planned
+from runtime_rewriter.active import current_session
 from runtime_rewriter.pytorch.agreement import assumed_workload
 from runtime_rewriter.pytorch.attached import attach
 from runtime_rewriter.pytorch.exchange.ranks import TRAINING_TIMEOUTS
 from runtime_rewriter.pytorch.hooks import GradientSynchronizer
-from runtime_rewriter.rank.active import current_session
 from runtime_rewriter.rank.exported import plan_for
 
 

@@ -1,10 +1,11 @@
-"""`python -m runtime_rewriter.rank.launch (--control FD | --strategy best.json | --record settings.json) -- script.py args`
+"""Runs the user's unmodified script as `__main__`, with our synchronizer in its `DistributedDataParallel`.
 
-Runs the user's unmodified script as `__main__` with our synchronizer where it builds `DistributedDataParallel`.
-With `--control` the tuner steers it (one process per rank, started by a supervisor); with `--strategy` the
-exported strategy is applied and training simply goes on; with `--record` some steps are recorded.
+`python -m runtime_rewriter.rank.launch (--control FD | --strategy best.json | --record settings.json) -- script.py args`
 
-A tuned rank reads two variables of its environment: AUTOTUNE_ROUND_ROBIN=1 asks for round-robin scheduling,
+With `--control` the tuner steers the script (one process per rank, started by a supervisor). With `--strategy` the
+exported strategy is applied and training goes on. With `--record` some steps are recorded.
+
+A tuned rank reads two environment variables: AUTOTUNE_ROUND_ROBIN=1 asks for round-robin scheduling,
 AUTOTUNE_BYTE_SCALE=K for messages that carry 1/K of their bytes.
 """
 
@@ -19,14 +20,15 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from autotune.errors import AutotuneError
 from autotune.records import FailureKind
+from runtime_rewriter.active import Session, active_session
 from runtime_rewriter.control import ControlClosed, ControlLine
 from runtime_rewriter.failures import kind_of_exception
-from runtime_rewriter.rank.active import active_session
 from runtime_rewriter.scheduling import BYTE_SCALE, ROUND_ROBIN, take_round_robin
 
 MESSAGE_CHARACTERS = 6000
@@ -35,21 +37,19 @@ MESSAGE_CHARACTERS = 6000
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     parser = argparse.ArgumentParser(prog="runtime_rewriter.rank.launch")
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--control", type=int)
-    what.add_argument("--strategy", type=Path)
-    what.add_argument("--record", type=Path)
+    mode = parser.add_mutually_exclusive_group(required=True)
+    mode.add_argument("--control", type=int)
+    mode.add_argument("--strategy", type=Path)
+    mode.add_argument("--record", type=Path)
     parser.add_argument("words", nargs=argparse.REMAINDER)
     options = parser.parse_args(arguments)
     words = options.words[1:] if options.words[:1] == ["--"] else options.words
     if options.control is not None:
         _die_with_parent()
         return _run_tuned(_own_line(options.control), words)
-    return (
-        _run_exported(options.strategy, words)
-        if options.record is None
-        else _run_recorded(options.record, words)
-    )
+    if options.record is not None:
+        return _run_recorded(options.record, words)
+    return _run_exported(options.strategy, words)
 
 
 def _own_line(descriptor: int) -> ControlLine:
@@ -63,106 +63,98 @@ def _own_line(descriptor: int) -> ControlLine:
 
 def _run_tuned(line: ControlLine, words: list[str]) -> int:
     round_robin = _under_round_robin()  # before torch starts its threads: they inherit it
-    from runtime_rewriter.pytorch.ddp import replaced_ddp
-    from runtime_rewriter.rank.session import NumericsFailure, TuningSession
+    from runtime_rewriter.protocol import RankFailed, ScriptFinished, encode
+    from runtime_rewriter.rank.activities import NumericsFailure
+    from runtime_rewriter.rank.session import TuningSession
 
     session = TuningSession(line, round_robin, float(os.environ.get(BYTE_SCALE, "1")))
-    failed: dict[str, str] | None = None
+    failure: RankFailed | None = None
     try:
-        waits = session.timeouts
-        with (
-            replaced_ddp(session, timeout_s=waits.message_s, agreement_timeout_s=waits.agreement_s),
-            active_session(session),
-        ):
+        with _steered_by(session):
             _run_script(words)
     except SystemExit as end:
         if end.code not in (None, 0):
-            failed = {
-                "kind": FailureKind.CRASH.value,
-                "message": f"the script ended with {end.code!r}",
-            }
-    except BaseException as error:  # noqa: BLE001 - whatever ends the user's script is reported, not swallowed
-        kind = (
-            FailureKind.NUMERICS if isinstance(error, NumericsFailure) else kind_of_exception(error)
-        )
-        failed = {"kind": kind.value, "message": _describe(error)}
+            failure = RankFailed(FailureKind.CRASH, f"the script ended with {end.code!r}")
+    except BaseException as error:  # noqa: BLE001 - every end of the user's script is reported, not swallowed
+        numerics = isinstance(error, NumericsFailure)
+        kind = FailureKind.NUMERICS if numerics else kind_of_exception(error)
+        failure = RankFailed(kind, _describe(error))
         traceback.print_exc()
-    with contextlib.suppress(
-        ControlClosed
-    ):  # the supervisor may be gone: then nobody waits for the word
-        line.send(
-            {"event": "failed", **failed} if failed else {"event": "ended", "steps": session.steps}
-        )
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Communicator threads may be waiting for ranks that are gone; an orderly interpreter shutdown would join them.
-    os._exit(1 if failed else 0)
+    with contextlib.suppress(ControlClosed):  # the supervisor may be gone: nobody waits then
+        line.send(encode(failure or ScriptFinished(session.steps)))
+    _exit_now(1 if failure else 0)
 
 
 def _under_round_robin() -> bool:
-    """As the environment asks; where it is not permitted the rank goes on without and says so."""
+    """Take round-robin scheduling if the environment asks for it; without permission, go on with a warning."""
     if os.environ.get(ROUND_ROBIN) != "1":
         return False
     taken = take_round_robin()
     if not taken and os.environ.get("RANK", "0") == "0":
         sys.stderr.write(
-            "autotune: round-robin scheduling is not permitted here (it needs root or CAP_SYS_NICE); going on without\n"
+            "autotune: round-robin scheduling is not permitted here (it needs root or CAP_SYS_NICE); "
+            "going on without\n"
         )
     return taken
 
 
 def _run_exported(strategy: Path, words: list[str]) -> int:
-    from runtime_rewriter.pytorch.ddp import replaced_ddp
     from runtime_rewriter.rank.exported import ExportSession
 
-    session = ExportSession(strategy)
-    waits = session.timeouts
-    with (
-        replaced_ddp(session, timeout_s=waits.message_s, agreement_timeout_s=waits.agreement_s),
-        active_session(session),
-    ):
+    with _steered_by(ExportSession(strategy)):
         _run_script(words)
     return 0
 
 
 def _run_recorded(settings: Path, words: list[str]) -> int:
-    """The script's own end, whatever it is, unless the recording ends it."""
+    """Record the script until its own end, unless the recording ends it."""
     _die_with_parent()
-    from runtime_rewriter.pytorch.ddp import replaced_ddp
     from runtime_rewriter.recording.session import RecordingSession
     from runtime_rewriter.recording.settings import RecordSettings
 
     session = RecordingSession(RecordSettings.read(settings))
-    waits = session.timeouts
-    places = replaced_ddp(session, timeout_s=waits.message_s, agreement_timeout_s=waits.agreement_s)
     try:
-        with places, session.watching_end(), active_session(session):
+        with _steered_by(session), session.watching_end():
             try:
                 _run_script(words)
             except SystemExit as end:
                 if end.code not in (None, 0):
                     raise
             session.script_ended()
-    except BaseException as error:  # noqa: BLE001 - whatever ends the user's script is reported, not swallowed
+    except BaseException as error:  # noqa: BLE001 - every end of the user's script is reported, not swallowed
         session.report(
             error,
-            _describe(error)
-            if not isinstance(error, SystemExit)
-            else f"the script ended with {error.code!r}",
+            f"the script ended with {error.code!r}"
+            if isinstance(error, SystemExit)
+            else _describe(error),
         )
         traceback.print_exc()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)  # threads of a process group may wait for ranks that are gone
+        _exit_now(1)
     if session.settings.stop:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
+        _exit_now(0)
     return 0
 
 
+@contextlib.contextmanager
+def _steered_by(session: Session) -> Iterator[None]:
+    """Let `session` steer the models that the script builds."""
+    from runtime_rewriter.pytorch.ddp import replaced_ddp
+
+    waits = session.timeouts
+    ddp = replaced_ddp(session, timeout_s=waits.message_s, agreement_timeout_s=waits.agreement_s)
+    with ddp, active_session(session):
+        yield
+
+
+def _exit_now(code: int) -> NoReturn:
+    """End without an orderly shutdown: it would join threads of a process group that wait for ranks that are gone."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 def _run_script(words: list[str]) -> None:
-    """As `python words` would: `sys.argv`, `sys.path[0]` and `__main__` are what the script expects."""
+    """Run the script as `python words` would: with its `sys.argv`, `sys.path[0]` and `__main__`."""
     if words[0] == "-m":
         sys.argv = words[1:]
         sys.path.insert(0, str(Path.cwd()))
@@ -174,15 +166,15 @@ def _run_script(words: list[str]) -> None:
 
 
 def _describe(error: BaseException) -> str:
-    """The error and where in the user's own files it came from; our frames and the frameworks' are left out."""
+    """The error and its place in the user's own files; our frames and the frameworks' are left out."""
     if isinstance(error, AutotuneError):
         return str(error)
-    ours = Path(__file__).parents[1]
+    package = Path(__file__).parents[1]
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
         if "site-packages" not in frame.filename
-        and not Path(frame.filename).is_relative_to(ours)
+        and not Path(frame.filename).is_relative_to(package)
         and not frame.filename.startswith("<frozen")
     ]
     where = f" (at {frames[-1].filename}:{frames[-1].lineno})" if frames else ""
@@ -190,10 +182,11 @@ def _describe(error: BaseException) -> str:
 
 
 def _die_with_parent() -> None:
-    """Ask the kernel (Linux) to kill this process when its supervisor dies, even by kill -9."""
-    with contextlib.suppress(
-        OSError, AttributeError
-    ):  # elsewhere the closed control line ends it at the next boundary
+    """Ask the kernel (Linux) to kill this process when its supervisor dies, even by kill -9.
+
+    On other systems the closed control line ends it at the next boundary.
+    """
+    with contextlib.suppress(OSError, AttributeError):
         pr_set_pdeathsig = 1  # <sys/prctl.h>
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 

@@ -14,9 +14,9 @@ from typing import ParamSpec, TypeVar
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from runtime_rewriter.active import current_session
 from runtime_rewriter.pytorch.ddp import adopted, synchronizer_of
 from runtime_rewriter.pytorch.exchange.ranks import TRAINING_TIMEOUTS
-from runtime_rewriter.rank.active import current_session
 from runtime_rewriter.recording.recorder import Phase, StepRecorder
 from runtime_rewriter.recording.settings import PROFILE_STEPS, WARMUP_STEPS, RecordSettings
 

@@ -1,18 +1,21 @@
-"""Where the ranks of a world run, and how each is started; `ray_world` places them on a Ray cluster."""
+"""Interface to the places where the ranks of a world run; `ray_world` places them on a Ray cluster."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from runtime_rewriter.world.command import ScriptCommand
-from runtime_rewriter.world.worker import Worker
+from runtime_rewriter.world.worker import Polled, Worker
 
 
 @dataclass(frozen=True)
 class Launch:
-    """How each rank is started: `environments[rank]` is added to the process's own; directory "" is the worker's own."""
+    """How each rank is started.
+
+    `environments[rank]` is added to the worker's own environment; directory "" is the worker's own.
+    """
 
     command: ScriptCommand
     environments: tuple[dict[str, str], ...]
@@ -21,12 +24,15 @@ class Launch:
 
 
 class Placement(Protocol):
-    """Workers on their machines, by rank, host by host. `poll` asks all at once; `release` gives the places back."""
+    """Workers on their machines, in rank order, host by host; `hosts`: name and number of ranks of each."""
 
     @property
     def workers(self) -> Sequence[Worker]: ...
     @property
     def hosts(self) -> tuple[tuple[str, int], ...]: ...
     def launch(self) -> Launch: ...
-    def poll(self, timeout_s: float) -> list[list[dict[str, Any]]]: ...
-    def release(self) -> None: ...
+    def poll(self, timeout_s: float) -> list[Polled]:
+        """Poll all workers at once."""
+
+    def release(self) -> None:
+        """Give the places back."""

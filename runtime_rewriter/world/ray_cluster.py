@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.errors import AutotuneError, LaunchError
-from runtime_rewriter.world.worker import ProcessSupervisor, WorkerLost, free_port
+from runtime_rewriter.world.worker import Polled, ProcessSupervisor, WorkerLost, free_port
 
 CALL_TIMEOUT_S = 60.0
 PLACEMENT_TIMEOUT_S = 60.0
@@ -61,12 +61,12 @@ class RemoteWorker:
     ) -> None:
         self.call("start", words, environment, directory, log_path)
 
-    def instruct(self, message: dict[str, Any]) -> None:
-        self.call("instruct", message)
+    def instruct(self, line: str) -> None:
+        self.call("instruct", line)
 
-    def poll(self, timeout_s: float) -> list[dict[str, Any]]:
-        events: list[dict[str, Any]] = self.call("poll", timeout_s)
-        return events
+    def poll(self, timeout_s: float) -> Polled:
+        polled: Polled = self.call("poll", timeout_s)
+        return polled
 
     def stop(self) -> None:
         self.call("stop")

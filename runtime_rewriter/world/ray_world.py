@@ -18,8 +18,8 @@ from runtime_rewriter.world.ray_cluster import (
     RayCluster as RayCluster,  # who builds a world connects first
 )
 from runtime_rewriter.world.ray_cluster import RayPlace as RayPlace
-from runtime_rewriter.world.worker import WorkerLost, carried_environment
-from runtime_rewriter.world.world import PROBE_S, World
+from runtime_rewriter.world.worker import Polled, WorkerLost, carried_environment
+from runtime_rewriter.world.world import PROBE_S, StepPolicy, World
 
 FIRST_CALL_TIMEOUT_S = 600.0
 """How long the actors may take to come up: before that the code is sent to their hosts."""
@@ -104,10 +104,10 @@ class _RayPlacement:
             str(directory / f"rank{rank}.log") for rank, directory in enumerate(directories)
         )
 
-    def poll(self, timeout_s: float) -> list[list[dict[str, Any]]]:
-        """All actors at once, so that a thousand ranks take as long as one."""
+    def poll(self, timeout_s: float) -> list[Polled]:
+        """Poll all actors at once: a thousand ranks take as long as one."""
         references = [worker.actor.poll.remote(timeout_s) for worker in self.workers]
-        polled: list[list[dict[str, Any]]] = fetch(references, CALL_TIMEOUT_S + timeout_s)
+        polled: list[Polled] = fetch(references, CALL_TIMEOUT_S + timeout_s)
         return polled
 
     def release(self) -> None:
@@ -124,6 +124,7 @@ def ray_world(
     log_directory: Path,
     step_timeout_s: float,
     start_timeout_s: float,
+    policy: StepPolicy,
     master_ports: tuple[int, int] = (0, 0),
     devices_per_host: tuple[int, ...] = (),
     addresses: tuple[str, ...] = (),
@@ -160,7 +161,13 @@ def ray_world(
         )
 
     return World(
-        place, step_timeout_s, start_timeout_s, conditions.accelerators, given_profile, probe_s
+        place,
+        step_timeout_s,
+        start_timeout_s,
+        policy,
+        conditions.accelerators,
+        given_profile,
+        probe_s,
     )
 
 

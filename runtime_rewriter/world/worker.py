@@ -1,7 +1,7 @@
-"""The supervisor of one training process: starts it, talks to it, sees it die, kills all of it.
+"""The supervisor of one training process: starts it, forwards its messages, notices its end, kills all of it.
 
-It lives in a Ray actor, one per rank; the user's script runs in a child process of its own, so that a crash,
-a hang or an allocation that takes the process down costs a trial and not the actor.
+It runs in a Ray actor, one per rank. The user's script runs in a child process: a crash, a hang or an exhausted memory
+costs a trial and not the actor. The supervisor forwards lines without reading them, so it imports none of their types.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Protocol
 
 import autotune
 import runtime_rewriter
@@ -25,10 +26,10 @@ from runtime_rewriter.control import ControlClosed, ControlLine
 
 LOG_TAIL_BYTES = 8192
 CLOSING_S = 5.0
-_OF_RAY = ("PYTHONPATH", "PYTHONBREAKPOINT")
-"""What Ray sets in its workers besides RAY_*."""
-_OF_THE_MACHINE = {
-    *(
+_SET_BY_RAY = ("PYTHONPATH", "PYTHONBREAKPOINT")
+"""Variables besides RAY_* that Ray sets in its workers."""
+_MACHINE_VARIABLES = frozenset(
+    [
         "HOME",
         "USER",
         "LOGNAME",
@@ -40,21 +41,35 @@ _OF_THE_MACHINE = {
         "TMPDIR",
         "TMP",
         "TEMP",
-    ),
-    *(
         "LD_LIBRARY_PATH",
         "LD_PRELOAD",
         "VIRTUAL_ENV",
         "PYTHONHOME",
         "DISPLAY",
         "CUDA_VISIBLE_DEVICES",
-    ),
-}
-_FAMILIES_OF_THE_MACHINE = ("RAY_", "CONDA_", "SSH_", "XDG_", "SLURM_")
+    ]
+)
+_MACHINE_PREFIXES = ("RAY_", "CONDA_", "SSH_", "XDG_", "SLURM_")
 
 
 class WorkerLost(AutotuneError):
     """The supervisor itself died or does not answer."""
+
+
+@dataclass(frozen=True)
+class ProcessExited:
+    """The training process has ended; `log_tail`: its last output."""
+
+    code: int
+    log_tail: str
+
+
+@dataclass(frozen=True)
+class Polled:
+    """New lines of a training process (encoded `RankEvent`s), and its end once."""
+
+    lines: tuple[str, ...] = ()
+    exited: ProcessExited | None = None
 
 
 class Worker(Protocol):
@@ -63,13 +78,13 @@ class Worker(Protocol):
     def start(
         self, words: list[str], environment: dict[str, str], directory: str, log_path: str
     ) -> None: ...
-    def instruct(self, message: dict[str, Any]) -> None: ...
-    def poll(self, timeout_s: float) -> list[dict[str, Any]]: ...
+    def instruct(self, line: str) -> None: ...
+    def poll(self, timeout_s: float) -> Polled: ...
     def stop(self) -> None: ...
 
 
 class Process(Protocol):
-    """A started process that leads a session of its own, so that all it starts can be killed with it; `subprocess.Popen` is one."""
+    """A started process that leads its own session, so that its children can be killed with it; `subprocess.Popen` is one."""
 
     @property
     def pid(self) -> int: ...
@@ -89,7 +104,7 @@ class ProcessSupervisor:
         self._process: Process | None = None
         self._line: ControlLine | None = None
         self._log_path: Path | None = None
-        self._exit_told = False
+        self._exit_reported = False
 
     def start(
         self, words: list[str], environment: dict[str, str], directory: str, log_path: str
@@ -100,49 +115,47 @@ class ProcessSupervisor:
         """
         self.stop()
         ours, theirs = socket.socketpair()
-        self._line, self._exit_told = ControlLine(ours), False
+        self._line, self._exit_reported = ControlLine(ours), False
         self._log_path = Path(log_path)
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
+        environment = _child_environment(dict(os.environ), environment)
         with self._log_path.open("ab") as log, theirs:
-            self._process = self._spawn(
-                words, _child_environment(dict(os.environ), environment), directory, log, theirs
-            )
+            self._process = self._spawn(words, environment, directory, log, theirs)
 
-    def instruct(self, message: dict[str, Any]) -> None:
-        """Queue one instruction; it is read at the next step boundary. A dead process is told by `poll`."""
+    def instruct(self, line: str) -> None:
+        """Queue one encoded instruction for the next step boundary. `poll` reports a dead process."""
         if self._line is not None:
-            try:
-                self._line.send(message)
-            except ControlClosed:
-                return
+            with contextlib.suppress(ControlClosed):
+                self._line.send(line)
 
-    def poll(self, timeout_s: float) -> list[dict[str, Any]]:
-        """Events of the process: waits up to `timeout_s` for the first; the last one may be `exited`."""
-        events = self._drained(timeout_s)
-        if self._process is None or self._exit_told:
-            if not events:
+    def poll(self, timeout_s: float) -> Polled:
+        """Wait up to `timeout_s` for the process's first line; return all that are there, and its end."""
+        lines = self._drained(timeout_s)
+        if self._process is None or self._exit_reported:
+            if not lines:
                 time.sleep(min(timeout_s, 0.2))
-            return events
-        # The line alone does not tell: a child of the script may hold it open after the script was killed.
+            return Polled(tuple(lines))
+        # A closed line is not enough: a child of the script may hold it open after the script was killed.
         code = self._process.poll() if self._line is not None else self._code_after_closing()
-        if code is not None:
-            events += self._drained(0.0)  # said between the last look and the end
-            self._exit_told = True
-            events.append({"event": "exited", "code": code, "log": self._log_tail()})
-        return events
+        if code is None:
+            return Polled(tuple(lines))
+        lines += self._drained(0.0)  # sent between the last look and the end
+        self._exit_reported = True
+        return Polled(tuple(lines), ProcessExited(code, self._log_tail()))
 
-    def _drained(self, timeout_s: float) -> list[dict[str, Any]]:
-        events: list[dict[str, Any]] = []
+    def _drained(self, timeout_s: float) -> list[str]:
+        lines: list[str] = []
+        if self._line is None:
+            return lines
         try:
-            message = self._line.receive(timeout_s) if self._line is not None else None
-            while message is not None and self._line is not None:
-                events.append(message)
-                message = self._line.receive(0.0)
+            line = self._line.receive(timeout_s)
+            while line is not None:
+                lines.append(line)
+                line = self._line.receive(0.0)
         except ControlClosed:
-            if self._line is not None:
-                self._line.close()
+            self._line.close()
             self._line = None
-        return events
+        return lines
 
     def _code_after_closing(self) -> int | None:
         """A process that closed its line is about to end."""
@@ -178,18 +191,10 @@ def _interpreter(
     log: IO[bytes],
     line: socket.socket,
 ) -> Process:
-    """Implements `Spawn`: an interpreter of its own, as a user would start the script."""
+    """Implements `Spawn` by a new interpreter, as a user would start the script."""
+    launcher = [sys.executable, "-u", "-m", "runtime_rewriter.rank.launch"]
     return subprocess.Popen(
-        [
-            sys.executable,
-            "-u",
-            "-m",
-            "runtime_rewriter.rank.launch",
-            "--control",
-            str(line.fileno()),
-            "--",
-            *words,
-        ],
+        [*launcher, "--control", str(line.fileno()), "--", *words],
         env=environment,
         cwd=directory or None,
         stdin=subprocess.DEVNULL,
@@ -203,38 +208,35 @@ def _interpreter(
 def carried_environment(environment: dict[str, str]) -> dict[str, str]:
     """The part of the driver's environment that its ranks get on every host.
 
-    Left out is what belongs to a machine or a login there: HOME, USER, LOGNAME, SHELL, HOSTNAME, PATH, PWD, OLDPWD,
-    TMPDIR, TMP, TEMP, LD_LIBRARY_PATH, LD_PRELOAD, VIRTUAL_ENV, PYTHONHOME, DISPLAY, CUDA_VISIBLE_DEVICES, and every
-    RAY_*, CONDA_*, SSH_*, XDG_* and SLURM_*.
+    Variables of one machine or login are left out: HOME, USER, LOGNAME, SHELL, HOSTNAME, PATH, PWD, OLDPWD, TMPDIR, TMP,
+    TEMP, LD_LIBRARY_PATH, LD_PRELOAD, VIRTUAL_ENV, PYTHONHOME, DISPLAY, CUDA_VISIBLE_DEVICES, and every RAY_*, CONDA_*,
+    SSH_*, XDG_* and SLURM_*.
     """
     return {
         name: value
         for name, value in environment.items()
-        if name not in _OF_THE_MACHINE and not name.startswith(_FAMILIES_OF_THE_MACHINE)
+        if name not in _MACHINE_VARIABLES and not name.startswith(_MACHINE_PREFIXES)
     }
 
 
 def _child_environment(ours: dict[str, str], added: dict[str, str]) -> dict[str, str]:
-    """The child finds our packages where this process does, whether they are installed or were sent along."""
-    base = {
+    """The child finds our packages where this process does, whether they are installed or were sent here."""
+    kept = {
         name: value
         for name, value in ours.items()
-        if name not in _OF_RAY and not name.startswith("RAY_")
+        if name not in _SET_BY_RAY and not name.startswith("RAY_")
     }
     search_path = [*_package_roots(), *filter(None, added.get("PYTHONPATH", "").split(os.pathsep))]
-    return {**base, **added, "PYTHONPATH": os.pathsep.join(search_path)}
+    return {**kept, **added, "PYTHONPATH": os.pathsep.join(search_path)}
 
 
 def _package_roots() -> list[str]:
-    """Directories that hold our packages. Not site-packages: on PYTHONPATH it would come before the standard library."""
-    roots = [
-        str(Path(str(package.__file__)).resolve().parents[1])
-        for package in (autotune, runtime_rewriter)
-    ]
-    installed = {
-        str(Path(path).resolve()) for path in (*site.getsitepackages(), site.getusersitepackages())
-    }
-    return [root for root in dict.fromkeys(roots) if root not in installed]
+    """Directories with our packages. Not site-packages: on PYTHONPATH it would precede the standard library."""
+    files = (str(package.__file__) for package in (autotune, runtime_rewriter))
+    roots = dict.fromkeys(str(Path(file).resolve().parents[1]) for file in files)
+    site_packages = (*site.getsitepackages(), site.getusersitepackages())
+    installed = {str(Path(path).resolve()) for path in site_packages}
+    return [root for root in roots if root not in installed]
 
 
 def free_port(first: int, last: int, host: str) -> int:
@@ -242,12 +244,11 @@ def free_port(first: int, last: int, host: str) -> int:
     for port in range(first, last + 1):
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
+            with contextlib.suppress(OSError):
                 probe.bind((host, port))
-            except OSError:
-                continue
-            chosen: int = probe.getsockname()[1]
-            return chosen
+                chosen: int = probe.getsockname()[1]
+                return chosen
     raise LaunchError(
-        f"rank 0 needs a free port in {first}-{last} on {host}, but all are taken; give another range with --master-ports"
+        f"rank 0 needs a free port in {first}-{last} on {host}, but all are taken; "
+        "give another range with --master-ports"
     )

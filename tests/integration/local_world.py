@@ -13,18 +13,19 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import torch
 from torch_world import fork_server
 
 from autotune.records import REAL_CONDITIONS, Conditions
+from autotune.tuning import statistics
 from autotune.workload import Workload
 from runtime_rewriter.rank import launch
 from runtime_rewriter.scheduling import asked_of_ranks
 from runtime_rewriter.world.command import ScriptCommand
 from runtime_rewriter.world.placement import Launch
-from runtime_rewriter.world.worker import ProcessSupervisor, free_port
+from runtime_rewriter.world.worker import Polled, ProcessSupervisor, free_port
 from runtime_rewriter.world.world import PROBE_S, World
 
 
@@ -132,7 +133,7 @@ class LocalPlacement:
             tuple(str(self._directory / f"rank{rank}.log") for rank in ranks),
         )
 
-    def poll(self, timeout_s: float) -> list[list[dict[str, Any]]]:
+    def poll(self, timeout_s: float) -> list[Polled]:
         return list(self._threads.map(lambda worker: worker.poll(timeout_s), self.workers))
 
     def release(self) -> None:
@@ -159,6 +160,7 @@ def local_world(
         lambda: LocalPlacement(command, directory, conditions, supervisor),
         step_timeout_s,
         60.0,
+        statistics,
         conditions.accelerators,
         given_profile,
         probe_s,

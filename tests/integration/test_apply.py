@@ -24,10 +24,10 @@ from autotune.errors import InvalidInput
 from autotune.export import Export, read_export
 from autotune.strategy_space.builders.collectives import single_bucket
 from autotune.strategy_space.plan import plan
+from runtime_rewriter.active import active_session
 from runtime_rewriter.control import ControlLine
 from runtime_rewriter.pytorch.agreement import assumed_workload
 from runtime_rewriter.pytorch.exchange.ranks import TRAINING_TIMEOUTS, TUNING_TIMEOUTS
-from runtime_rewriter.rank.active import active_session
 from runtime_rewriter.rank.exported import ExportSession
 from runtime_rewriter.rank.session import TuningSession
 

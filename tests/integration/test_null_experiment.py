@@ -11,7 +11,6 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 from local_world import ForkedRank
@@ -31,6 +30,7 @@ from autotune.strategy_space.plan import Plan, plan
 from autotune.tuning.statistics import PairRule, compare, enough_pairs, fewest_values
 from autotune.tuning.tuner import next_is_tuned
 from autotune.workload import Variable, Workload
+from runtime_rewriter.protocol import ContinueTrial, decode_instruction
 from runtime_rewriter.world.worker import ProcessSupervisor, WorkerLost
 from runtime_rewriter.world.world import World
 
@@ -141,11 +141,11 @@ def test_a_worker_lost_during_further_steps_starts_the_trial_once_more(
     left = [losses]
 
     class Frail(ProcessSupervisor):
-        def instruct(self, message: dict[str, Any]) -> None:
-            if message["do"] == "more" and left[0] > 0:
+        def instruct(self, line: str) -> None:
+            if isinstance(decode_instruction(line), ContinueTrial) and left[0] > 0:
                 left[0] -= 1
                 raise WorkerLost("its machine is gone")
-            super().instruct(message)
+            super().instruct(line)
 
     world = make_world(script=TIMED, supervisor=partial(Frail, ForkedRank))
     outcome = world.run_trial(TRIAL, None)

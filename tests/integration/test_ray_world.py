@@ -25,6 +25,7 @@ from autotune.records import (
 )
 from autotune.strategy_space.builders.collectives import ddp_default
 from autotune.strategy_space.plan import plan
+from autotune.tuning import statistics
 from autotune.workload import Variable, Workload
 from runtime_rewriter.world.command import read_command
 from runtime_rewriter.world.ray_world import RayCluster, RayPlace, ray_world
@@ -71,7 +72,16 @@ def make_world(clusters: Clusters, tmp_path: Path) -> Iterator[Callable[..., Wor
     def make(*words: str, **options: Any) -> World:
         command = read_command(["torchrun", "--nproc-per-node", str(RANKS), str(SCRIPT), *words])
         made.append(
-            ray_world(clusters.connected, command, RANKS, tmp_path / "logs", 60.0, 60.0, **options)
+            ray_world(
+                clusters.connected,
+                command,
+                RANKS,
+                tmp_path / "logs",
+                60.0,
+                60.0,
+                statistics,
+                **options,
+            )
         )
         return made[-1]
 

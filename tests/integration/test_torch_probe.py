@@ -1,4 +1,4 @@
-"""The link probe over loopback: complete, alike on all ranks, and within its deadline."""
+"""The link probe over loopback: complete, equal on all ranks, and within its deadline."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import pytest
 import torch.distributed as dist
 from torch_world import run_world
 
-from autotune.cluster import Cluster, CollectiveFit, Where
+from autotune.cluster import Cluster, Where
+from autotune.profiling.fits.probe_fits import collective_fits
+from autotune.recordings.probe import ProbedLinks, ProbeSeries
 from runtime_rewriter.probe.collectives import SIZES_BYTES, ProbeResult, probe_cluster, probe_links
 from runtime_rewriter.probe.groups import members_of
 
@@ -25,15 +27,16 @@ EVERYWHERE = {
 
 def short(
     rank: int, deadline_s: float, devices: tuple[int, ...] = (), byte_scale: float = 1.0
-) -> tuple[tuple[CollectiveFit, ...], float]:
+) -> tuple[tuple[ProbeSeries, ...], float]:
     started_s = time.monotonic()
     return probe_links(None, deadline_s, devices, byte_scale), time.monotonic() - started_s
 
 
-def test_every_primitive_is_fitted_for_pairs_and_the_world_alike_on_all_ranks() -> None:
+def test_every_primitive_is_timed_for_pairs_and_the_world_with_equal_results_on_all_ranks() -> None:
     answers = run_world(short, 3, 6.0)
-    fits = answers[0][0]
-    assert all(answer[0] == fits for answer in answers)
+    series = answers[0][0]
+    assert all(answer[0] == series for answer in answers)
+    fits = collective_fits(series)
     assert {(fit.primitive, fit.group_size) for fit in fits} == {
         (name, size) for name in EVERYWHERE for size in (2, 3)
     }
@@ -47,62 +50,57 @@ def test_every_primitive_is_fitted_for_pairs_and_the_world_alike_on_all_ranks() 
 def test_a_short_deadline_gives_fewer_sizes_not_a_late_answer() -> None:
     answers = run_world(short, 2, 0.5)
     assert all(seconds < 10 for _, seconds in answers)
-    assert all(fit.largest_bytes <= SIZES_BYTES[-1] for fit in answers[0][0])
+    assert all(one.points[-1].size_bytes <= SIZES_BYTES[-1] for one in answers[0][0])
 
 
 def test_a_world_of_one_has_no_links() -> None:
     assert run_world(short, 1, 1.0)[0][0] == ()
-    assert run_world(long, 1, 1.0, (1,))[0][0] == ProbeResult((), ())
+    assert run_world(long, 1, 1.0, (1,))[0][0] == ProbeResult((), ProbedLinks())
 
 
-def test_scaled_messages_stand_for_the_whole_ones() -> None:
-    fits = run_world(short, 2, 2.0, (), 64.0)[0][0]
-    assert {fit.smallest_bytes for fit in fits} == {SIZES_BYTES[0]}
+def test_scaled_messages_count_as_whole_ones() -> None:
+    series = run_world(short, 2, 2.0, (), 64.0)[0][0]
+    assert {one.points[0].size_bytes for one in series} == {SIZES_BYTES[0]}
 
 
 def long(
-    rank: int, budget_s: float, devices: tuple[int, ...], own_groups: bool = False
+    rank: int, budget_s: float, devices: tuple[int, ...], script_groups: bool = False
 ) -> tuple[ProbeResult, list[str], int]:
-    """With `own_groups`, the script has made a group that only some ranks know of, and was probed before."""
-    if own_groups and rank < 2:
+    """With `script_groups`, the script has created a group that only some ranks know, and was probed before."""
+    if script_groups and rank < 2:
         dist.new_group([0, 1], use_local_synchronization=True)
-    if own_groups:
+    if script_groups:
         probe_links(None, 0.5, devices)
     before = len(dist.distributed_c10d._world.pg_map)
-    said: list[str] = []
-    found = probe_cluster(None, budget_s, devices, said.append)
-    return found, said, len(dist.distributed_c10d._world.pg_map) - before
+    reports: list[str] = []
+    result = probe_cluster(None, budget_s, devices, reports.append)
+    return result, reports, len(dist.distributed_c10d._world.pg_map) - before
 
 
-def test_hosts_are_probed_inside_and_among_each_other_and_under_load() -> None:
+def test_hosts_are_probed_inside_and_between_each_other_and_under_load() -> None:
     answers = run_world(long, 4, 20.0, (2, 2), True)
-    found, said, left = answers[0]
-    assert all(answer[0] == found for answer in answers)
-    assert all(left == 0 for _, _, left in answers)  # what the probe made is gone again
-    kinds = {(fit.where, fit.group_size, fit.loaded) for fit in found.fits}
+    result, reports, _ = answers[0]
+    assert all(answer[0] == result for answer in answers)
+    assert all(left == 0 for _, _, left in answers)  # the probe's groups are gone again
+    kinds = {(one.where, one.group_size, one.loaded) for one in result.series}
     assert kinds == {
         (Where.WORLD, 4, False),
         (Where.ACROSS, 2, False),
         (Where.HOST, 2, False),
         (Where.WORLD, 4, True),
     }
-    assert {fit.primitive for fit in found.fits if fit.where is Where.HOST} <= EVERYWHERE
-    assert {fit.primitive for fit in found.fits if fit.loaded} <= {
+    assert {one.primitive for one in result.series if one.where is Where.HOST} <= EVERYWHERE
+    assert {one.primitive for one in result.series if one.loaded} <= {
         "all_reduce",
         "push_pull",
         "reduce_scatter_all_gather",
     }
-    assert {(link.host, link.inside) for link in found.links} == {
-        (0, True),
-        (1, True),
-        (0, False),
-        (1, False),
-    }
-    assert all(link.cost.bytes_per_s > 0 and link.cost.latency_s >= 0 for link in found.links)
-    assert any("links of the hosts" in line for line in said) and any(
-        "while they compute" in line for line in said
-    )
-    assert left == 0
+    assert [host for host, _ in result.links.inside] == [0, 1]
+    assert [pair for pair, _ in result.links.between] == [(0, 1)]
+    for _, cost in (*result.links.inside, *result.links.between):
+        assert cost.bytes_per_s > 0 and cost.latency_s >= 0
+    assert any("links of the hosts" in line for line in reports)
+    assert any("while they compute" in line for line in reports)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 from local_world import ForkedRank
@@ -21,6 +20,7 @@ from autotune.strategy_space.plan import Plan, plan
 from autotune.strategy_space.strategy import Compressor
 from autotune.tuning.job import JobSpec
 from autotune.workload import Variable, Workload
+from runtime_rewriter.protocol import StartTrial, decode_instruction
 from runtime_rewriter.world.worker import ProcessSupervisor, WorkerLost
 
 LSTM = Path(__file__).parents[2] / "examples" / "lstm_text.py"  # it clips by the global norm
@@ -198,10 +198,10 @@ def test_a_script_that_times_out_at_its_start_is_reported_with_its_own_error(
 class Doomed(ProcessSupervisor):
     """Lost with the first trial that it gets."""
 
-    def instruct(self, message: dict[str, Any]) -> None:
-        if message["do"] == "trial":
+    def instruct(self, line: str) -> None:
+        if isinstance(decode_instruction(line), StartTrial):
             raise WorkerLost("its machine is gone")
-        super().instruct(message)
+        super().instruct(line)
 
 
 def test_a_trial_that_loses_its_workers_twice_has_failed(make_world) -> None:

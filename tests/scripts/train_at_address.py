@@ -9,6 +9,7 @@ from pathlib import Path
 
 from autotune.errors import LaunchError
 from autotune.records import Measured, Role, TrialRequest
+from autotune.tuning import statistics
 from runtime_rewriter.world.command import read_command
 from runtime_rewriter.world.ray_cluster import RayCluster, RayPlace
 from runtime_rewriter.world.ray_world import ray_world
@@ -30,6 +31,7 @@ def world(
         logs,
         60.0,
         60.0,
+        statistics,
         probe_s=1.0,
         devices_per_host=devices_per_host,
         addresses=addresses,

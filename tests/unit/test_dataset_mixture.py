@@ -20,7 +20,7 @@ from autotune.records import Conditions, Failed, FailureKind, Measured, TrialReq
 from autotune.strategy_space.plan import Plan, plan
 from autotune.workload import Workload
 from benchmarks.trial_session import Lengths, Setup, TrialSession
-from runtime_rewriter.world.findings import Profile
+from runtime_rewriter.world.results import Profile
 from runtime_rewriter.world.world import World
 
 ROOT = Path(__file__).parents[2]

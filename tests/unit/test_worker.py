@@ -1,4 +1,4 @@
-"""The supervisor of a real training process: its environment, its line, and the deaths that a line does not tell."""
+"""The supervisor of a real training process: its environment, its line, and ends that the line does not show."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -22,17 +21,17 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def supervisor() -> Iterator[ProcessSupervisor]:
-    made = ProcessSupervisor()
-    yield made
-    made.stop()
+    supervisor = ProcessSupervisor()
+    yield supervisor
+    supervisor.stop()
 
 
-def last_event(supervisor: ProcessSupervisor) -> dict[str, Any]:
+def exit_code(supervisor: ProcessSupervisor) -> int:
     end_s = time.monotonic() + 60.0
     while time.monotonic() < end_s:
-        for event in supervisor.poll(1.0):
-            if event["event"] == "exited":
-                return event
+        polled = supervisor.poll(1.0)
+        if polled.exited is not None:
+            return polled.exited.code
     raise AssertionError("the end of the process was not noticed")
 
 
@@ -57,7 +56,7 @@ subprocess.Popen(["sleep", "100"], close_fds=False)
 os.kill(os.getpid(), signal.SIGKILL)
 """
     start(supervisor, tmp_path, text)
-    assert last_event(supervisor)["code"] == -9
+    assert exit_code(supervisor) == -9
 
 
 def test_a_forked_child_does_not_hold_the_line(supervisor, tmp_path) -> None:
@@ -78,7 +77,7 @@ if child == 0:
 os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
     start(supervisor, tmp_path, text)
-    assert last_event(supervisor)["code"] == 1
+    assert exit_code(supervisor) == 1
 
 
 SUPERVISE = """
@@ -87,16 +86,14 @@ from runtime_rewriter.world.worker import ProcessSupervisor
 assert "/vendored/by/ray" in sys.path
 supervisor = ProcessSupervisor()
 supervisor.start(["script.py"], {"PYTHONPATH": "/of/the/driver", "RANK": "3"}, "", "rank0.log")
-while not any(event["event"] == "exited" for event in supervisor.poll(1.0)):
+while supervisor.poll(1.0).exited is None:
     pass
 """
 
 
-def test_a_process_gets_our_packages_and_the_drivers_search_path_but_nothing_of_ray(
-    tmp_path,
-) -> None:
+def test_a_process_gets_our_packages_and_the_drivers_path_but_no_setting_of_ray(tmp_path) -> None:
     (tmp_path / "script.py").write_text(
-        "import json, os; json.dump(dict(os.environ), open('seen.json', 'w'))"
+        "import json, os; json.dump(dict(os.environ), open('environment.json', 'w'))"
     )
     ours = os.environ | {
         "RAY_AUTH_TOKEN": "secret",
@@ -105,13 +102,13 @@ def test_a_process_gets_our_packages_and_the_drivers_search_path_but_nothing_of_
     subprocess.run(
         [sys.executable, "-c", SUPERVISE], cwd=tmp_path, env=ours, check=True, timeout=60
     )
-    seen = json.loads((tmp_path / "seen.json").read_text())
-    assert seen["PYTHONPATH"].split(os.pathsep) == [str(ROOT), "/of/the/driver"]
-    assert seen["RANK"] == "3"
-    assert not [name for name in seen if name.startswith("RAY_")]
+    child = json.loads((tmp_path / "environment.json").read_text())
+    assert child["PYTHONPATH"].split(os.pathsep) == [str(ROOT), "/of/the/driver"]
+    assert child["RANK"] == "3"
+    assert not [name for name in child if name.startswith("RAY_")]
 
 
-def test_ranks_elsewhere_get_the_drivers_settings_but_not_those_of_its_machine() -> None:
+def test_ranks_on_other_hosts_get_the_drivers_settings_except_those_of_its_machine() -> None:
     environment = {
         "NCCL_DEBUG": "INFO",
         "PYTHONPATH": "src",
@@ -129,14 +126,14 @@ def test_without_a_directory_the_process_starts_where_its_supervisor_is(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "script.py").write_text("open('here', 'w')")
     supervisor.start(["script.py"], {}, "", str(tmp_path / "logs" / "rank0.log"))
-    assert last_event(supervisor)["code"] == 0
+    assert exit_code(supervisor) == 0
     assert (tmp_path / "here").exists()
 
 
-def test_a_message_that_nobody_reads_ends_in_an_error_and_not_in_a_wait() -> None:
+def test_a_message_that_nobody_reads_raises_after_the_timeout() -> None:
     ours, theirs = socket.socketpair()
     with theirs:
         line = ControlLine(ours, send_timeout_s=0.2)
         with pytest.raises(ControlClosed, match="timed out"):
-            line.send({"plan": "x" * 2**24})
+            line.send("x" * 2**24)
         line.close()

@@ -37,11 +37,6 @@ LEAST_SLOPE = 0.25
 LARGE_BYTES = 2**20
 INDEPENDENT_REPEATS = 4
 """Repeats follow each other within milliseconds, so what disturbs one disturbs the next: more of them tell no more."""
-SUSPECT_SPREAD = 0.15
-"""A spread below this is nothing to repeat a probe for, however steady the others are."""
-SUSPECT_FACTOR = 2.5
-FALLING = 0.9
-"""A message that takes less than this share of a smaller one's time shows that the smaller one was disturbed."""
 
 
 @dataclass(frozen=True)
@@ -112,33 +107,9 @@ def fit_curve(
     )
 
 
-def spread_of(repeats: Sequence[float]) -> float:
-    """Interquartile range over the median; 0 for a single repeat."""
-    low, middle, high = np.quantile(np.asarray(repeats, dtype=np.float64), [0.25, 0.5, 0.75])
-    return float((high - low) / middle)
-
-
 def uncertainty_of(spread: float, repeats: int) -> float:
     """Relative standard error of a median: 1.253 standard deviations over the root of n; an interquartile range is 1.349 of them."""
     return 1.253 / 1.349 * spread / math.sqrt(min(repeats, INDEPENDENT_REPEATS))
-
-
-def suspects(
-    sizes_bytes: Sequence[float], seconds: Sequence[float], spreads: Sequence[float]
-) -> tuple[int, ...]:
-    """Indices of the probes of one primitive that something seems to have disturbed, worst first.
-
-    Their spread is far above that of the others, or a larger message took clearly less time.
-    """
-    s, t, spread = (
-        np.asarray(values, dtype=np.float64) for values in (sizes_bytes, seconds, spreads)
-    )
-    usual = float(np.median(spread))
-    too_wide = spread / max(SUSPECT_SPREAD, SUSPECT_FACTOR * usual)
-    larger = [t[s > size].min(initial=np.inf) for size in s]
-    too_slow = FALLING * t / np.array(larger)
-    badness = np.maximum(too_wide, too_slow)
-    return tuple(int(index) for index in np.argsort(-badness, kind="stable") if badness[index] > 1)
 
 
 def _checked(

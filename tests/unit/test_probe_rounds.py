@@ -1,4 +1,4 @@
-"""Hosts' own links from pairs that show the slower of two: exact on small clusters, few probes on large ones."""
+"""Rounds of pairs of hosts that show every own link, and the measurements that a probe repeats."""
 
 from __future__ import annotations
 
@@ -6,37 +6,38 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autotune.profiling.fits.host_links import (
+from autotune.profiling.fits.probe_fits import own_links
+from autotune.recordings.probe import HostPair, LinkCost
+from autotune.rng import generator
+from runtime_rewriter.probe.rounds import (
     MAX_AT_ONCE,
-    Pair,
-    PairCost,
     first_rounds,
     last_rounds,
-    own_links,
     pair_cost,
+    spread_of,
+    suspects,
 )
-from autotune.rng import generator
 
 SPEEDS = (31e6, 62e6, 125e6)
 
 
-def probed(speeds: list[float]) -> tuple[dict[int, tuple[PairCost, int]], list[list[Pair]]]:
-    """What the rounds tell of hosts with these links, and the rounds."""
-    found: dict[Pair, PairCost] = {}
+def probed(speeds: list[float]) -> tuple[dict[int, tuple[LinkCost, int]], list[list[HostPair]]]:
+    """Own links as the rounds show them, and the rounds."""
+    costs: dict[HostPair, LinkCost] = {}
 
-    def run(rounds: list[list[Pair]]) -> list[list[Pair]]:
+    def run(rounds: list[list[HostPair]]) -> list[list[HostPair]]:
         for pairs in rounds:
-            found.update(
+            costs.update(
                 {
-                    (a, b): PairCost(min(speeds[a], speeds[b]), 1e-5 * (a + b), 0.01, 0.02)
+                    (a, b): LinkCost(min(speeds[a], speeds[b]), 1e-5 * (a + b), 0.01, 0.02)
                     for a, b in pairs
                 }
             )
         return rounds
 
     rounds = run(first_rounds(len(speeds)))
-    rounds = [*rounds, *run(last_rounds(len(speeds), found))]
-    return own_links(len(speeds), found), rounds
+    rounds = [*rounds, *run(last_rounds(len(speeds), costs))]
+    return own_links(len(speeds), costs), rounds
 
 
 def test_one_slow_host_of_four_comes_out_as_such() -> None:
@@ -90,3 +91,27 @@ def test_a_shaper_that_lets_a_burst_through_hides_neither_bandwidth_nor_latency(
     slow = pair_cost(sizes[:2], [[1.0], [5.0]])
     assert slow is not None and slow.bytes_per_s == pytest.approx((2**16 - 2**12) / 4)
     assert pair_cost(sizes, [[1.0]] * 5) is None
+
+
+def test_an_outlier_among_the_repeats_hardly_changes_the_spread() -> None:
+    quiet = [1.0, 1.01, 1.02, 0.99, 1.0, 1.01, 0.98, 1.0]
+    assert spread_of([*quiet, 30.0]) < 0.03
+    assert spread_of([2.0]) == 0.0
+
+
+STEADY = [0.02, 0.03, 0.02, 0.03]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "spreads", "expected"),
+    [
+        ([1.0, 2.0, 4.0, 8.0], STEADY, ()),
+        ([1.0, 2.0, 4.0, 8.0], [0.02, 0.03, 0.6, 0.03], (2,)),
+        ([1.0, 9.9, 4.0, 8.0], STEADY, (1,)),
+        ([1.0, 9.9, 4.0, 8.0], [0.02, 0.03, 0.9, 0.03], (2, 1)),
+        # a rough network, not a disturbance
+        ([1.0, 2.0, 4.0, 8.0], [0.4, 0.5, 0.4, 0.5], ()),
+    ],
+)
+def test_disturbed_measurements_are_repeated_worst_first(seconds, spreads, expected) -> None:
+    assert suspects([1.0, 2.0, 4.0, 8.0], seconds, spreads) == expected

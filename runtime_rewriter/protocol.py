@@ -1,0 +1,223 @@
+"""Typed messages between the driver and the ranks: one JSON object per line.
+
+The driver sends the same `RankInstruction` to every rank. Each rank answers with `RankEvent`s.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from autotune.canonical import to_data
+from autotune.errors import InvalidInput
+from autotune.parsing import parse, parse_json
+from autotune.recordings.probe import ProbedLinks, ProbeSeries
+from autotune.records import FailureKind
+from autotune.strategy_space.plan import Plan
+from autotune.workload import Workload
+
+HEARTBEAT_S = 1.0
+"""A training process reports its progress at most this often."""
+
+_FORBID = {"extra": "forbid"}
+
+
+@dataclass(frozen=True)
+class StartProfile:
+    """Probe the links for at most `probe_s` (0: not at all), then profile `steps` steps (0: none).
+
+    `alone`: only rank 0 computes, for emulated accelerators. `devices`: ranks per host, in rank order.
+    """
+
+    __pydantic_config__ = _FORBID
+
+    steps: int
+    probe_s: float
+    alone: bool
+    devices: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class StartProbe:
+    """Probe the links for about `budget_s`, with `computing` also while every rank computes."""
+
+    __pydantic_config__ = _FORBID
+
+    budget_s: float
+    computing: bool
+    devices: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class StartEmulation:
+    """Let the accelerators wait for the times of `workload` from now on."""
+
+    __pydantic_config__ = _FORBID
+
+    workload: Workload
+
+
+@dataclass(frozen=True)
+class StartTrial:
+    """Load `plan` (None: the script's current setup) and time `timed_steps` steps after the warm-up."""
+
+    __pydantic_config__ = _FORBID
+
+    plan: Plan | None
+    warmup_steps: int
+    timed_steps: int
+
+
+@dataclass(frozen=True)
+class ContinueTrial:
+    """Time further steps of the trial that just paused, under the same plan."""
+
+    __pydantic_config__ = _FORBID
+
+    warmup_steps: int
+    timed_steps: int
+
+
+@dataclass(frozen=True)
+class EndScript:
+    """End the script at this step boundary."""
+
+    __pydantic_config__ = _FORBID
+
+
+@dataclass(frozen=True)
+class Ready:
+    """The rank is at its first step boundary."""
+
+    __pydantic_config__ = _FORBID
+
+    model_id: str
+    round_robin: bool
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """The rank still makes steps."""
+
+    __pydantic_config__ = _FORBID
+
+
+@dataclass(frozen=True)
+class Probing:
+    """The measurement that a long probe takes now, for people."""
+
+    __pydantic_config__ = _FORBID
+
+    description: str
+
+
+@dataclass(frozen=True)
+class ProfileAnswer:
+    """Answers `StartProfile`. `workload` is None where no steps were profiled; `cores`: usable CPU cores of the host.
+
+    `cross_step_refused`: why the script cannot synchronize across steps; empty where it can.
+    """
+
+    __pydantic_config__ = _FORBID
+
+    workload: Workload | None
+    series: tuple[ProbeSeries, ...]
+    software: dict[str, str]
+    cores: int
+    cross_step_refused: str
+
+
+@dataclass(frozen=True)
+class ProbeAnswer:
+    """Answers `StartProbe`."""
+
+    __pydantic_config__ = _FORBID
+
+    series: tuple[ProbeSeries, ...]
+    links: ProbedLinks
+    software: dict[str, str]
+    cores: int
+
+
+@dataclass(frozen=True)
+class EmulationAnswer:
+    """Answers `StartEmulation`: the rank has made its first emulated step."""
+
+    __pydantic_config__ = _FORBID
+
+
+@dataclass(frozen=True)
+class TrialAnswer:
+    """Answers `StartTrial` and `ContinueTrial`; one entry per timed step.
+
+    `clean`: no evaluation interrupted the step. `overrun` is empty where accelerators are real. `gradient_error`: see `Measured`.
+    """
+
+    __pydantic_config__ = _FORBID
+
+    step_s: tuple[float, ...]
+    clean: tuple[bool, ...]
+    overrun: tuple[float, ...]
+    gradient_error: float | None
+
+
+@dataclass(frozen=True)
+class RankFailed:
+    """The rank refused the instruction (it waits for the next one), or its script ended with an error."""
+
+    __pydantic_config__ = _FORBID
+
+    kind: FailureKind
+    message: str
+
+
+@dataclass(frozen=True)
+class ScriptFinished:
+    """The script came to its own end."""
+
+    __pydantic_config__ = _FORBID
+
+    steps: int
+
+
+RankInstruction = (
+    StartProfile | StartProbe | StartEmulation | StartTrial | ContinueTrial | EndScript
+)
+RankEvent = (
+    Ready
+    | Heartbeat
+    | Probing
+    | ProfileAnswer
+    | ProbeAnswer
+    | EmulationAnswer
+    | TrialAnswer
+    | RankFailed
+    | ScriptFinished
+)
+
+
+def encode(message: RankInstruction | RankEvent) -> str:
+    """One line of JSON, without its line break."""
+    return json.dumps({"type": type(message).__name__, **to_data(message)}, separators=(",", ":"))
+
+
+def decode_instruction(line: str) -> RankInstruction:
+    """Raises `InvalidInput` for an unknown type, field or value."""
+    instruction: RankInstruction = _decode(line, RankInstruction, "an instruction to a rank")
+    return instruction
+
+
+def decode_event(line: str) -> RankEvent:
+    """Raises `InvalidInput` for an unknown type, field or value."""
+    event: RankEvent = _decode(line, RankEvent, "an event of a rank")
+    return event
+
+
+def _decode(line: str, union: Any, where: str) -> Any:
+    types = {kind.__name__: kind for kind in get_args(union)}
+    data = parse_json(line, where)
+    name = data.pop("type", None) if isinstance(data, dict) else None
+    if name not in types:
+        raise InvalidInput(f"{where} must have a type of {', '.join(types)}, but has {name!r}")
+    return parse(types[name], data, f"{where} ({name})")

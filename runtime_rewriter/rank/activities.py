@@ -1,0 +1,126 @@
+"""Activities of a tuned rank: a fixed number of steps, and an answer at the end."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from autotune.errors import AutotuneError
+from autotune.workload import Workload
+from runtime_rewriter.emulation import timetable_of
+from runtime_rewriter.probe.collectives import probe_links
+from runtime_rewriter.protocol import (
+    EmulationAnswer,
+    ProfileAnswer,
+    RankEvent,
+    StartProfile,
+    TrialAnswer,
+)
+from runtime_rewriter.pytorch.emulation import EmulatedAccelerator
+from runtime_rewriter.pytorch.hooks import GradientSynchronizer
+from runtime_rewriter.pytorch.numerics import GradientGate
+from runtime_rewriter.pytorch.profile import WorkloadProfiler
+from runtime_rewriter.scheduling import usable_cores
+from runtime_rewriter.software import software_versions
+
+RECORDED_STEPS = 1
+"""Real steps before emulated ones. Batches of other shapes are recorded when they come."""
+
+
+class Activity(Protocol):
+    def step_finished(self, step_s: float, clean: bool) -> bool:
+        """Take one step; True once it was the last."""
+
+    def answer(self) -> RankEvent: ...
+
+
+class NumericsFailure(AutotuneError):
+    """A plan's gradients differ from the reference reduction by more than the tolerance."""
+
+
+class TrialRun:
+    """Warm-up steps, then timed steps. The first step runs under the numerics `gate` (None: no plan, or already checked)."""
+
+    def __init__(
+        self,
+        gate: GradientGate | None,
+        warmup_steps: int,
+        timed_steps: int,
+        accelerator: EmulatedAccelerator | None = None,
+    ) -> None:
+        self._gate = gate
+        self._accelerator = accelerator
+        self._warmup_steps = warmup_steps
+        self._timed_steps = timed_steps
+        self._steps = 0
+        self._gradient_error: float | None = None
+        self._step_s: list[float] = []
+        self._clean: list[bool] = []
+        self._overrun: list[float] = []
+        if gate is not None:
+            gate.arm()
+
+    def step_finished(self, step_s: float, clean: bool) -> bool:
+        self._steps += 1
+        if self._steps == 1 and self._gate is not None:
+            self._check(self._gate)
+        if self._steps > self._warmup_steps:
+            self._step_s.append(step_s)
+            self._clean.append(clean)
+            if self._accelerator is not None:
+                self._overrun.append(self._accelerator.overrun)
+        return len(self._step_s) == self._timed_steps
+
+    def _check(self, gate: GradientGate) -> None:
+        result = gate.error()
+        self._gradient_error = result.relative_error
+        if not result.ok:
+            raise NumericsFailure(
+                f"the synchronized gradient of {result.worst_variable!r} differs from the reference reduction by "
+                f"{result.relative_error:.2e} (relative), more than the tolerance {result.tolerance:.0e}"
+            )
+
+    def answer(self) -> TrialAnswer:
+        return TrialAnswer(
+            tuple(self._step_s), tuple(self._clean), tuple(self._overrun), self._gradient_error
+        )
+
+
+class ProfileRun:
+    """Probe the links at the first boundary, then profile the following steps."""
+
+    def __init__(self, synchronizer: GradientSynchronizer, request: StartProfile) -> None:
+        self._cross_step = synchronizer.cross_step
+        ranks, scale = synchronizer.ranks, synchronizer.byte_scale
+        probed = request.probe_s > 0
+        self._series = (
+            probe_links(ranks.base, request.probe_s, request.devices, scale) if probed else ()
+        )
+        self._profiler = (
+            WorkloadProfiler(synchronizer, request.steps, alone=request.alone)
+            if request.steps
+            else None
+        )
+
+    def step_finished(self, step_s: float, clean: bool) -> bool:
+        return self._profiler is None or self._profiler.done
+
+    def answer(self) -> ProfileAnswer:
+        workload = None if self._profiler is None else self._profiler.finish()
+        # the script has made a step, or nothing could be profiled
+        refused = self._cross_step.why_not() or ""
+        return ProfileAnswer(workload, self._series, software_versions(), usable_cores(), refused)
+
+
+class EmulationRun:
+    """Emulate the accelerators from now on: the first step is recorded, the second one replayed."""
+
+    def __init__(self, synchronizer: GradientSynchronizer, workload: Workload) -> None:
+        synchronizer.emulate(EmulatedAccelerator(synchronizer, timetable_of(workload)))
+        self._steps = 0
+
+    def step_finished(self, step_s: float, clean: bool) -> bool:
+        self._steps += 1
+        return self._steps == RECORDED_STEPS + 1
+
+    def answer(self) -> EmulationAnswer:
+        return EmulationAnswer()
