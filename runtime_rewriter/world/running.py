@@ -71,10 +71,11 @@ class RunningScript:
     @property
     def hosts(self) -> tuple[tuple[str, int], ...]:
         """Name and number of ranks of every host, in rank order."""
-        return self._placed.hosts
+        return self.placement.hosts
 
     @property
-    def _placed(self) -> Placement:
+    def placement(self) -> Placement:
+        """Where the ranks run; only while there are workers."""
         assert self._placement is not None
         return self._placement
 
@@ -219,7 +220,7 @@ class RunningScript:
 
     def _send(self, instruction: RankInstruction) -> None:
         line = encode(instruction)
-        for worker in self._placed.workers:
+        for worker in self.placement.workers:
             worker.instruct(line)
 
     def _stop(self) -> None:
@@ -240,7 +241,7 @@ class RunningScript:
     def _poll(self, timeout_s: float) -> list[list[RankEvent | ProcessExited]]:
         """New events of every rank."""
         events: list[list[RankEvent | ProcessExited]] = []
-        for polled in self._placed.poll(timeout_s):
+        for polled in self.placement.poll(timeout_s):
             ended = [] if polled.exited is None else [polled.exited]
             events.append([*map(decode_event, polled.lines), *ended])
         return events
@@ -249,7 +250,7 @@ class RunningScript:
         self, answer: type[Answer], silence_s: float, report: Report | None = None
     ) -> list[Answer] | Failed:
         """One `answer` of every rank, or the root cause of the first failure. Raises `ScriptEnded` and `Silence`."""
-        answers = Answers(answer, len(self._placed.workers), silence_s, time.monotonic())
+        answers = Answers(answer, len(self.placement.workers), silence_s, time.monotonic())
         while True:
             by_rank = self._poll(min(POLL_S, silence_s))
             now_s = time.monotonic()
@@ -263,10 +264,10 @@ class RunningScript:
 
     def _await_exits(self, deadline_s: float) -> None:
         """Wait until every process has ended, at most `deadline_s`: a running trial goes on to its end."""
-        alive = set(range(len(self._placed.workers)))
+        alive = set(range(len(self.placement.workers)))
         end_s = time.monotonic() + deadline_s
         while alive and (left_s := end_s - time.monotonic()) > 0:
-            for rank, polled in enumerate(self._placed.poll(min(left_s, FAREWELL_POLL_S))):
+            for rank, polled in enumerate(self.placement.poll(min(left_s, FAREWELL_POLL_S))):
                 if polled.exited is not None:
                     alive.discard(rank)
 

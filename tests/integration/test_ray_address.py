@@ -117,7 +117,7 @@ def test_ranks_run_host_by_host_on_the_nodes_of_an_address(address, environment,
     assert seen["hosts"] == [[name, 1], [f"{name}-1", 1]]
     assert seen["local_ranks"] == ["0", "0"]
     assert seen["master"] == "127.0.0.3"
-    assert seen["logs_exist"] == [True, True] and not seen["logs_beside_ours"]
+    assert seen["logs_exist"] == [True, True] and not seen["logs_in_our_directory"]
     have = "127.0.0.2 with 2 CPUs, 127.0.0.3 with 2 CPUs"
     assert (
         "the ranks need 2 hosts with 3, 1 CPUs (one for each rank), but the Ray cluster has "

@@ -39,7 +39,7 @@ def world(
 
 
 def refusal(address: str) -> str:
-    """Why a layout that is too large is not placed, or the directory is not sent."""
+    """The reason why a layout that is too large is not placed, or the directory is not sent."""
     try:
         cluster = RayCluster(RayPlace(address), 2)
         try:
@@ -60,24 +60,20 @@ def main() -> None:
     spread = world(cluster, (1, 1), ("127.0.0.3", "unknown.example"))
     outcome = spread.run_trial(TrialRequest(0, "current-setup", Role.REFERENCE, 1, 2), None)
     profile = spread.profile()
-    assert spread._placement is not None
-    environments, logs = (
-        spread._placement.launch().environments,
-        spread._placement.launch().log_paths,
-    )
+    launch = spread._script.placement.launch()
     spread.close()
     cluster.close()
-    seen = {
+    report = {
         "measured": isinstance(outcome, Measured),
         "outcome": str(outcome),
         "hosts": profile.hosts,
-        "local_ranks": [environment["LOCAL_RANK"] for environment in environments],
-        "master": environments[0]["MASTER_ADDR"],
-        "logs_exist": [Path(path).is_file() for path in logs],
-        "logs_beside_ours": Path("jobs").exists(),
+        "local_ranks": [environment["LOCAL_RANK"] for environment in launch.environments],
+        "master": launch.environments[0]["MASTER_ADDR"],
+        "logs_exist": [Path(path).is_file() for path in launch.log_paths],
+        "logs_in_our_directory": Path("jobs").exists(),
         "refusal": refusal(address),
     }
-    print(json.dumps(seen))
+    print(json.dumps(report))
 
 
 if __name__ == "__main__":
