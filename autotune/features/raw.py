@@ -11,7 +11,7 @@ AutoSync's code uses a one-hot of 600 merge groups and one of 16 server devices.
 |---|---|---|
 | `host_*` | one-hot host of the server; none for collectives | - |
 | `message_*` | one-hot place of the message in the issue order | - |
-| `compressor_*`, `primitive_*` | one-hot | - |
+| `compressor_*`, `primitive_*` | one-hot; zeros for a compressor of a plugin | - |
 | `hierarchical`, `sparse`, `cross_step`, `side_by_side` | 0 or 1; the last: across steps, more than one message in flight | - |
 | `size_share`, `wire_share` | gradient and wire bytes over the model's gradient bytes | - |
 | `log_wire_bytes`, `log_message_bytes` | ln(1 + bytes) of the shard and of its message on the wire | ln B |
@@ -42,6 +42,7 @@ HOST_COLUMNS = 16
 MESSAGE_COLUMNS = 32
 _COMPRESSORS = tuple(Compressor)
 _SYNCHRONIZERS = tuple(Synchronizer)
+_PLACE = {kind: place for place, kind in enumerate(_COMPRESSORS)}
 _FLAGS = ("hierarchical", "sparse", "cross_step", "side_by_side")
 _SCALARS = (
     "size_share",
@@ -91,7 +92,7 @@ def _message_one_hots(plan: Plan, cluster: Cluster, costs: MessageCosts) -> Floa
     messages = plan.messages
     place = np.minimum(np.arange(len(messages)), MESSAGE_COLUMNS - 1)
     server = np.where(costs.is_parameter_server, np.minimum(costs.server, HOST_COLUMNS), -1)
-    compressor = np.array([_COMPRESSORS.index(message.compressor) for message in messages])
+    compressor = np.array([_PLACE.get(message.compressor, -1) for message in messages])
     synchronizer = np.array([_SYNCHRONIZERS.index(message.synchronizer) for message in messages])
     crossing = (plan.cross_step, (plan.limit or 1) > 1)
     flags = np.array(

@@ -22,14 +22,9 @@ from autotune.arrays import FloatArray
 from autotune.costs.row_traffic import RowTraffic
 from autotune.lowering.costs import RuntimeCosts
 from autotune.lowering.traffic import Collective
+from autotune.strategy_space.compressors import CodecCosts
 from autotune.strategy_space.plan import Message
-from autotune.strategy_space.strategy import (
-    CASTS,
-    ERROR_FEEDBACK,
-    Compressor,
-    SparseHandling,
-    Synchronizer,
-)
+from autotune.strategy_space.strategy import CASTS, Compressor, SparseHandling, Synchronizer
 from autotune.workload import DTYPE_BYTES
 
 COUNT_BYTES = 16.0
@@ -145,7 +140,7 @@ def steps_of(
     circle = Circle.LEADERS if two_level else Circle.WORLD
     if message.sparse is not SparseHandling.DENSE:
         return _rows(message, members, costs)
-    if message.compressor in ERROR_FEEDBACK:
+    if message.compressor.error_feedback:
         own = _compressed(message, members, circle, costs)
     else:
         own = _plain(message.synchronizer, message.owner, circle, _wire)
@@ -200,7 +195,7 @@ def _compressed(
             Step(back, _wire, prepare_root=combined, circle=circle, root=message.owner),
             Step(None, _nothing, lambda sizes: read(sizes, 1.0), circle=circle),
         )
-    if message.compressor is Compressor.INT8:
+    if message.compressor.is_quantiser:
         return (
             Step(Collective.ALL_TO_ALL, _wire, lambda sizes: encode(sizes, 1.0), circle=circle),
             Step(
@@ -228,17 +223,14 @@ Coded = Callable[[Sizes, float], FloatArray]
 
 def _codec(compressor: Compressor, costs: RuntimeCosts) -> tuple[Coded, Coded, Coded]:
     """(compress, add payloads, read one payload)."""
-    if compressor is Compressor.INT8:
+    if compressor.is_quantiser:
+        codec = _quantiser_costs(compressor, costs)
 
         def encode(sizes: Sizes, share: float) -> FloatArray:
-            return (
-                costs["int8_encode_s"] + costs["int8_encode_s_per_element"] * share * sizes.elements
-            )
+            return codec.encode_s + codec.encode_s_per_element * share * sizes.elements
 
         def read(sizes: Sizes, share: float) -> FloatArray:
-            return (
-                costs["int8_decode_s"] + costs["int8_decode_s_per_element"] * share * sizes.elements
-            )
+            return codec.decode_s + codec.decode_s_per_element * share * sizes.elements
 
         return encode, read, read
 
@@ -249,6 +241,18 @@ def _codec(compressor: Compressor, costs: RuntimeCosts) -> tuple[Coded, Coded, C
         return costs["top_k_add_s"] + costs["top_k_add_s_per_element"] * rows * sizes.picked
 
     return find, add, add
+
+
+def _quantiser_costs(compressor: Compressor, costs: RuntimeCosts) -> CodecCosts:
+    if compressor.description.costs is not None:
+        return compressor.description.costs
+    return CodecCosts(
+        encode_s=costs["int8_encode_s"],
+        encode_s_per_element=costs["int8_encode_s_per_element"],
+        decode_s=costs["int8_decode_s"],
+        decode_s_per_element=costs["int8_decode_s_per_element"],
+        source=costs.int8_encode_s.source,
+    )
 
 
 def _low_rank(message: Message, circle: Circle, costs: RuntimeCosts) -> tuple[Step, ...]:

@@ -22,14 +22,9 @@ from enum import StrEnum
 
 from autotune.recordings.memory_profile import Replica
 from autotune.strategy_space.backend import buckets_of
-from autotune.strategy_space.plan import INT8_BLOCK, Message, Plan, TensorSlice
-from autotune.strategy_space.strategy import (
-    ERROR_FEEDBACK,
-    ROOTED,
-    Compressor,
-    SparseHandling,
-    Synchronizer,
-)
+from autotune.strategy_space.compressors import INT8_BLOCK
+from autotune.strategy_space.plan import Message, Plan, TensorSlice
+from autotune.strategy_space.strategy import ROOTED, Compressor, SparseHandling, Synchronizer
 from autotune.workload import DTYPE_BYTES, Workload
 
 PLAN_BUCKETS = "buckets of the plan"
@@ -189,7 +184,7 @@ def _rows(number: int, message: Message, size: int, world_size: int) -> Iterator
 
 def _with_residual(message: Message, plan: Plan, replica: Replica) -> set[str]:
     """Variables for which this rank keeps a residual."""
-    if message.compressor not in ERROR_FEEDBACK or len(_members(message, plan, replica)) < 2:
+    if not message.compressor.error_feedback or len(_members(message, plan, replica)) < 2:
         return set()
     if message.compressor is not Compressor.POWER_SGD:
         return {part.variable for part in message.slices}
@@ -236,13 +231,13 @@ class _Exchange:
             self._item = min(self._item, 2)
         multiple = len(_process_group(message, plan, replica))
         self._elements = -(-message.elements // multiple) * multiple
-        if message.compressor is Compressor.INT8:
+        if message.compressor.is_quantiser:
             rows = 1 if message.synchronizer in ROOTED else multiple
-            self._elements = max(self._elements, rows * self._int8_row(rows)[0])
+            self._elements = max(self._elements, rows * self._quantised_row(rows)[0])
 
     def buffers(self) -> Iterator[Buffer]:
         yield self._make(self._elements * self._item, "wire")
-        if self.message.compressor not in ERROR_FEEDBACK:
+        if not self.message.compressor.error_feedback:
             yield from self._sum(self._elements * self._item)
         elif self.message.compressor is Compressor.POWER_SGD:
             yield from self._low_rank()
@@ -269,24 +264,30 @@ class _Exchange:
                 yield self._make(self._m * size, "copy by gather or scatter", When.FLIGHT)
 
     def _payloads(self) -> Iterator[Buffer]:
-        """int8 and top-k: rows of bytes."""
+        """Quantisers and top-k: rows of bytes."""
         rooted = self.message.synchronizer in ROOTED
-        int8 = self.message.compressor is Compressor.INT8
-        rows = 1 if rooted or not int8 else self._m
-        length, width = self._int8_row(rows) if int8 else (self.message.elements, self._top_k_row())
+        quantised = self.message.compressor.is_quantiser
+        rows = 1 if rooted or not quantised else self._m
+        length, width = self.message.elements, 0
+        if quantised:
+            length, width = self._quantised_row(rows)
+        else:
+            width = self._top_k_row()
         if rooted:
             received, total = (self._m, length) if self._owns else (0, 0)
         else:
-            received, total = self._m, length if int8 else 0
+            received, total = self._m, length if quantised else 0
         yield self._make(rows * width, "what is sent")
         yield self._make(received * width, "what is received")
         yield self._make(total * self._item, "sum of what is received")
-        if int8 and not rooted:
+        if quantised and not rooted:
             yield self._make(width, "sum that is sent")
         if len(self._members) < 2:
             return
-        if int8:
-            yield self._make(min(_SCRATCH_ELEMENTS, length) * self._item, "scratch", When.FLIGHT)
+        if quantised:
+            int8 = self.message.compressor is Compressor.INT8
+            scratch = min(_SCRATCH_ELEMENTS, length) if int8 else length
+            yield self._make(scratch * self._item, "scratch", When.FLIGHT)
         if self._copies:
             yield self._make(received * width, "copy by all-gather or gather", When.FLIGHT)
 
@@ -295,9 +296,16 @@ class _Exchange:
         k = math.ceil(self.message.elements * self.message.ratio)
         return -(-k * (self._item + 4) // self._item) * self._item
 
-    def _int8_row(self, rows: int) -> tuple[int, int]:
-        """(elements, bytes) of each of `rows` rows: int8 blocks with scales (`RowLayout`)."""
+    def _quantised_row(self, rows: int) -> tuple[int, int]:
+        """(elements, bytes) of one of `rows` rows, as the runtime's `RowLayout` cuts them.
+
+        int8 has blocks of one scale each. What a plugin's own code allocates is not known.
+        """
         length = max(1, -(-self.message.elements // rows))
+        if self.message.compressor is not Compressor.INT8:
+            payload_bytes = self.message.compressor.description.payload_bytes
+            assert payload_bytes is not None
+            return length, -(-payload_bytes(length, self._item) // 8) * 8
         blocks = -(-length // INT8_BLOCK)
         elements = blocks * -(-length // blocks)
         return elements, (blocks + -(-elements // self._item)) * self._item

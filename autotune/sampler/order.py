@@ -20,7 +20,7 @@ from autotune.costs.row_traffic import ROW_NUMBER_BYTES, collective_share
 from autotune.costs.sync_cost import MessageKind, Rates
 from autotune.costs.timing import needed_times_s, ready_times_s
 from autotune.sampler.draws import Context, Drawn
-from autotune.strategy_space.plan import INT8_BLOCK
+from autotune.strategy_space.compressors import INT8_BLOCK
 from autotune.strategy_space.space import CompressorSetting
 from autotune.strategy_space.strategy import Compressor, SparseHandling
 from autotune.workload import DTYPE_BYTES
@@ -128,4 +128,11 @@ def _compressed_bytes(
         return elements * setting.ratio * (element_bytes + 4)
     if setting.rank is not None:
         return 2 * np.sqrt(elements) * setting.rank * element_bytes
-    return elements * (1 + 4 / INT8_BLOCK if setting.compressor is Compressor.INT8 else 2)
+    if setting.compressor is Compressor.INT8:
+        return elements * (1 + 4 / INT8_BLOCK)
+    if setting.compressor.description.wire_dtype is not None:
+        return elements * 2
+    payload_bytes = setting.compressor.description.payload_bytes
+    assert payload_bytes is not None, "top-k and PowerSGD have parameters"
+    pairs = zip(elements, element_bytes.tolist(), strict=True)
+    return np.array([payload_bytes(round(count), size) for count, size in pairs], dtype=np.float64)

@@ -7,7 +7,6 @@ from dataclasses import replace
 from autotune.strategy_space.plan import Message, Plan
 from autotune.strategy_space.space import SearchSpace
 from autotune.strategy_space.strategy import (
-    ERROR_FEEDBACK,
     ROOTED,
     SPARSE_COMPRESSORS,
     SPARSE_SYNCHRONIZERS,
@@ -36,7 +35,7 @@ def why_refused(plan: Plan) -> str | None:
 
 def _why_message_refused(message: Message, world_size: int) -> str | None:
     compressed = message.compressor is not Compressor.NONE
-    if message.compressor in ERROR_FEEDBACK:
+    if message.compressor.error_feedback:
         reason = _why_no_feedback(message)
         if reason is not None:
             return reason
@@ -65,9 +64,7 @@ def _why_no_feedback(message: Message) -> str | None:
 
 def why_scaled_refused(plan: Plan, byte_scale: float) -> str | None:
     """Why a plan cannot be enacted while only 1/`byte_scale` of every message travels, or None."""
-    found = next(
-        (message for message in plan.messages if message.compressor in ERROR_FEEDBACK), None
-    )
+    found = next((message for message in plan.messages if message.compressor.error_feedback), None)
     if byte_scale == 1 or found is None:
         return None
     return (
@@ -81,7 +78,7 @@ def scaled_space(space: SearchSpace, byte_scale: float) -> SearchSpace:
     if byte_scale == 1:
         return space
     return replace(
-        space, compressors=tuple(kind for kind in space.compressors if kind not in ERROR_FEEDBACK)
+        space, compressors=tuple(kind for kind in space.compressors if not kind.error_feedback)
     )
 
 

@@ -31,9 +31,6 @@ SCHEMA = 1
 
 
 _OPERATIONS = {kind: kind.operation for kind in Synchronizer}
-_CAST_BYTES = {Compressor.FP16: 2, Compressor.BF16: 2}
-INT8_BLOCK = 1024
-"""Elements that share one float32 scale."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,19 +84,16 @@ class Message:
     def wire_bytes(self) -> int:
         """c(m) of Eq. 2 and 3: size of the compressed message. Sparse gradients count as if every row were in use."""
         element_bytes = DTYPE_BYTES[self.dtype]
-        if self.compressor is Compressor.NONE:
-            return self.elements * element_bytes
-        if self.compressor is Compressor.INT8:
-            return self.elements + 4 * -(-self.elements // INT8_BLOCK)
+        payload_bytes = self.compressor.description.payload_bytes
+        if payload_bytes is not None:
+            return payload_bytes(self.elements, element_bytes)
         if self.compressor is Compressor.TOP_K:
             assert self.ratio is not None
             return math.ceil(self.elements * self.ratio) * (
                 element_bytes + 4
             )  # values and int32 indices
-        if self.compressor is Compressor.POWER_SGD:
-            assert self.rank is not None
-            return element_bytes * sum(_factor_elements(part, self.rank) for part in self.slices)
-        return self.elements * min(_CAST_BYTES[self.compressor], element_bytes)
+        assert self.rank is not None
+        return element_bytes * sum(_factor_elements(part, self.rank) for part in self.slices)
 
 
 def _factor_elements(part: TensorSlice, rank: int) -> int:

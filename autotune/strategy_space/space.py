@@ -118,8 +118,8 @@ class SearchSpace:
 
     @staticmethod
     def default(lossy: bool = False) -> SearchSpace:
-        """What the PyTorch runtime enacts; `lossy` adds all compressors."""
-        compressors = tuple(Compressor) if lossy else (Compressor.NONE,)
+        """What the PyTorch runtime enacts; `lossy` adds all compressors, also those of plugins."""
+        compressors = Compressor.installed() if lossy else (Compressor.NONE,)
         return SearchSpace(
             tuple(Synchronizer),
             compressors,

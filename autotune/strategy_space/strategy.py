@@ -14,6 +14,12 @@ from typing import Any
 from autotune.canonical import LATER, canonical_json, content_id, to_data
 from autotune.errors import InvalidStrategy
 from autotune.parsing import parse, parse_json, refuse_newer
+from autotune.strategy_space.compressors import (
+    BUILT_IN,
+    COMPRESSORS,
+    CompressorDescription,
+    plugin_description,
+)
 
 SCHEMA = 1
 MOST_IN_FLIGHT = 2
@@ -39,6 +45,11 @@ ROOTED = frozenset({Synchronizer.PARAMETER_SERVER, Synchronizer.REDUCE_BROADCAST
 
 
 class Compressor(StrEnum):
+    """How a message is compressed: a built-in compressor, or `Compressor(name)` of a plugin.
+
+    Members compare by identity, also those of plugins. Iteration yields the built-in ones.
+    """
+
     NONE = "none"
     FP16 = "fp16"
     BF16 = "bf16"
@@ -46,10 +57,49 @@ class Compressor(StrEnum):
     TOP_K = "top_k"
     POWER_SGD = "power_sgd"
 
+    @classmethod
+    def _missing_(cls, value: object) -> Compressor | None:
+        if not isinstance(value, str):
+            return None
+        description = plugin_description(value)
+        member = str.__new__(cls, value)
+        member._name_, member._value_ = value.upper(), value
+        _DESCRIPTIONS[value] = description
+        known = cls._value2member_map_.setdefault(value, member)
+        assert isinstance(known, Compressor)
+        return known
 
+    @classmethod
+    def installed(cls) -> tuple[Compressor, ...]:
+        """The built-in compressors, then those of plugins."""
+        return (*cls, *(cls(name) for name in COMPRESSORS if name not in tuple(cls)))
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
+        """Look names up first, so that the error for an unknown one is that of the registry."""
+        from pydantic_core import core_schema
+
+        return core_schema.no_info_before_validator_function(
+            lambda value: cls(value) if isinstance(value, str) else value, handler(source)
+        )
+
+    @property
+    def description(self) -> CompressorDescription:
+        return _DESCRIPTIONS[self._value_]
+
+    @property
+    def error_feedback(self) -> bool:
+        """Ranks keep what it loses and add it to the next step's gradient; casts lose it."""
+        return self.description.error_feedback
+
+    @property
+    def is_quantiser(self) -> bool:
+        """int8 or a plugin: payloads are runs of encoded elements."""
+        return self.error_feedback and self.description.payload_bytes is not None
+
+
+_DESCRIPTIONS = {description.name: description for description in BUILT_IN}
 CASTS = frozenset({Compressor.FP16, Compressor.BF16})
-ERROR_FEEDBACK = frozenset({Compressor.INT8, Compressor.TOP_K, Compressor.POWER_SGD})
-"""Compressors that keep what they left out and add it to the next step's gradient; casts only shorten single numbers."""
 
 
 class SparseHandling(StrEnum):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from autotune.errors import InvalidStrategy
 from autotune.strategy_space.strategy import (
     CASTS,
-    ERROR_FEEDBACK,
     SPARSE_COMPRESSORS,
     SPARSE_SYNCHRONIZERS,
     Compressor,
@@ -28,7 +27,7 @@ def check_shard(shard: Shard, variable: Variable, world_size: int) -> None:
 
 
 def _check_compressor(compressor: Compressor, variable: Variable) -> None:
-    if compressor in ERROR_FEEDBACK and variable.dtype not in FEEDBACK_DTYPES:
+    if compressor.error_feedback and variable.dtype not in FEEDBACK_DTYPES:
         raise InvalidStrategy(
             f"compressor {compressor} keeps its rounding errors in the gradient's dtype and needs {' or '.join(FEEDBACK_DTYPES)}, but "
             f"{variable.name!r} is {variable.dtype}; send it with none"

@@ -38,7 +38,7 @@ from torch import Tensor
 
 from autotune.errors import SynchronizationError
 from autotune.strategy_space.plan import Plan
-from autotune.strategy_space.strategy import ERROR_FEEDBACK, Compressor, SparseHandling
+from autotune.strategy_space.strategy import Compressor, SparseHandling
 from runtime_rewriter.pytorch.exchange.rows import rows_of
 from runtime_rewriter.pytorch.hooks import GradientSynchronizer
 from runtime_rewriter.pytorch.observers import BackwardObserver
@@ -48,7 +48,6 @@ NOISE_ROUNDOFFS = 64
 
 _FEEDBACK_MARGIN = 16
 _WAITING_ROUNDOFFS = 4
-_WIRE_ROUNDOFF = {Compressor.FP16: 2.0**-11, Compressor.BF16: 2.0**-8}
 
 
 @dataclass(frozen=True)
@@ -66,11 +65,18 @@ class GateResult:
 def tolerance_of(dtype: str, compressor: Compressor, world_size: int) -> float:
     """The bound derived at the top of this file."""
     roundoff = torch.finfo(getattr(torch, dtype)).eps / 2
-    if compressor in ERROR_FEEDBACK:
+    if compressor.error_feedback:
         return _FEEDBACK_MARGIN * (world_size + 4) * roundoff
-    if compressor is not Compressor.NONE:
-        return (world_size + 1) * _WIRE_ROUNDOFF[compressor] + 2 * world_size * roundoff
+    wire_roundoff = _wire_roundoff(compressor)
+    if wire_roundoff > 0:
+        return (world_size + 1) * wire_roundoff + 2 * world_size * roundoff
     return 0.0 if world_size <= 2 else 2 * world_size * roundoff
+
+
+def _wire_roundoff(compressor: Compressor) -> float:
+    """u_wire of a cast; 0 for other compressors."""
+    wire_dtype = compressor.description.wire_dtype
+    return 0.0 if wire_dtype is None else torch.finfo(getattr(torch, wire_dtype)).eps / 2
 
 
 class GradientGate(BackwardObserver):
@@ -145,7 +151,7 @@ class GradientGate(BackwardObserver):
         for dtype in dict.fromkeys(self._local[position].dtype for position in compared):
             positions = [position for position in compared if self._local[position].dtype == dtype]
             noise = NOISE_ROUNDOFFS * torch.finfo(dtype).eps / 2 * of_model
-            excused = [largest[i] <= noise and choices[i] in _WIRE_ROUNDOFF for i in positions]
+            excused = [largest[i] <= noise and _wire_roundoff(choices[i]) > 0 for i in positions]
             scales = [
                 of_model if out else float(largest[i])
                 for i, out in zip(positions, excused, strict=True)
@@ -259,12 +265,15 @@ def _largest(tensor: Tensor) -> float:
 
 def _compressors(plan: Plan, names: tuple[str, ...]) -> list[Compressor]:
     """Per variable, of its coarsest message."""
-    order = (Compressor.NONE, *ERROR_FEEDBACK, Compressor.FP16, Compressor.BF16)
-    found = dict.fromkeys(names, Compressor.NONE)
+
+    def coarseness(compressor: Compressor) -> tuple[float, bool]:
+        return _wire_roundoff(compressor), compressor.error_feedback
+
+    chosen = dict.fromkeys(names, Compressor.NONE)
     for message in plan.messages:
         for part in message.slices:
-            found[part.variable] = max(found[part.variable], message.compressor, key=order.index)
-    return [found[name] for name in names]
+            chosen[part.variable] = max(chosen[part.variable], message.compressor, key=coarseness)
+    return [chosen[name] for name in names]
 
 
 def _judge(errors: list[float], tolerances: list[float], names: tuple[str, ...]) -> GateResult:

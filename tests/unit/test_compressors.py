@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from autotune.errors import InvalidInput
+from autotune.strategy_space.compressors import INT8_BLOCK
 from autotune.strategy_space.plan import TensorSlice
 from runtime_rewriter.pytorch.exchange.power_sgd import LowRank, gains, initial_start, matrix_shape
-from runtime_rewriter.pytorch.exchange.quantise import BLOCK_ELEMENTS, QuantisedRows, RowLayout
+from runtime_rewriter.pytorch.exchange.quantise import QuantisedRows, RowLayout
 from runtime_rewriter.pytorch.exchange.residuals import Feedback, Residuals
 from runtime_rewriter.pytorch.exchange.top_k import PickedRows, largest, picked
 
@@ -33,7 +34,7 @@ def noise(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Ten
 @given(elements=st.integers(1, 10**7), rows=st.integers(1, 64))
 def test_rows_cover_the_message_with_little_padding(elements: int, rows: int) -> None:
     layout = RowLayout.of(elements, rows)
-    assert layout.rows == rows and layout.block <= BLOCK_ELEMENTS
+    assert layout.rows == rows and layout.block <= INT8_BLOCK
     assert elements <= layout.elements < elements + rows * (layout.blocks + 1)
 
 
@@ -71,15 +72,15 @@ def test_blocks_of_zeros_and_of_tiny_numbers_are_sent_as_zeros_and_kept() -> Non
 def test_a_block_with_a_number_that_is_not_finite_arrives_as_nan_and_leaves_nothing(
     bad: float,
 ) -> None:
-    values = noise(3 * BLOCK_ELEMENTS)
-    values[BLOCK_ELEMENTS + 7] = bad
+    values = noise(3 * INT8_BLOCK)
+    values[INT8_BLOCK + 7] = bad
     quantised, arrived = (
         QuantisedRows(RowLayout.of(len(values), 1), torch.float32, CPU),
         torch.empty_like(values),
     )
     quantised.encode_(values)
     quantised.decode(arrived)
-    blocks = arrived.view(3, BLOCK_ELEMENTS)
+    blocks = arrived.view(3, INT8_BLOCK)
     assert bool(blocks[1].isnan().all()) and bool(blocks[[0, 2]].isfinite().all())
     assert bool(values.isfinite().all()), "a residual of NaN would stay for ever"
 

@@ -12,7 +12,6 @@ from autotune.strategy_space.plan import Message
 from autotune.strategy_space.space import CompressorSetting
 from autotune.strategy_space.strategy import (
     CASTS,
-    ERROR_FEEDBACK,
     Shard,
     SparseHandling,
 )
@@ -64,7 +63,7 @@ class ErrorFeedback:
 
     def propose(self, state: State, path: CriticalPath) -> Iterable[State]:
         for kind in path.problem.space.compressors:
-            if kind not in ERROR_FEEDBACK:
+            if not kind.error_feedback:
                 continue
             found: list[tuple[float, int, dict[int, Shard]]] = []
             for setting in path.problem.space.settings_of(kind):

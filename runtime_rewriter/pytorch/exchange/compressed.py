@@ -1,51 +1,29 @@
-"""Sums of compressed messages with error feedback: int8, top-k and PowerSGD over any circle, by any primitive.
+"""Sums of compressed messages with error feedback, over any process group and by any primitive.
 
-Before the steps `values` hold v_r = g_r / w + e_r on every rank, after them the sum of what was sent, the same bits on every
-rank. In between, as soon as a rank's `values` hold what it did not send, `feedback.keep` makes that its residual.
+Before the steps, `values` hold v_r = g_r / w + e_r on every rank. After them they hold the sum of
+what was sent, with the same bits on every rank. In between, as soon as a rank's `values` hold what
+it did not send, `feedback.keep` stores that as its residual.
 """
 
 # mypy: untyped-calls-exclude=torch
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Protocol
+from typing import ClassVar
 
 import torch.distributed as dist
 from torch import Tensor
 
 from autotune.strategy_space.plan import Message
-from autotune.strategy_space.strategy import ERROR_FEEDBACK, ROOTED, Compressor, Synchronizer
+from autotune.strategy_space.strategy import ROOTED, Compressor, Synchronizer
 from runtime_rewriter.pytorch.exchange.lanes import Lanes, Step
+from runtime_rewriter.pytorch.exchange.payloads import row_layout, sharded_payload, whole_payload
 from runtime_rewriter.pytorch.exchange.power_sgd import LowRank, gains, initial_start, matrix_shape
-from runtime_rewriter.pytorch.exchange.quantise import QuantisedRows, RowLayout
 from runtime_rewriter.pytorch.exchange.ranks import Circle
 from runtime_rewriter.pytorch.exchange.residuals import Feedback
 from runtime_rewriter.pytorch.exchange.sums import Exchange, flat_sum, work_of
-from runtime_rewriter.pytorch.exchange.top_k import PickedRows, picked
-
-
-class Payload(Protocol):
-    """Rows of bytes, one per rank or part, uint8 of shape (R, row bytes)."""
-
-    bytes: Tensor
-
-    def encode_(self, values: Tensor) -> None:
-        """Say `values` as well as the bytes can, and leave in them what they do not say."""
-
-    def sum_into(self, out: Tensor) -> None:
-        """The sum of what the rows say, in row order."""
-
-
-def padded_elements(message: Message, ranks: int) -> int:
-    """How many elements the values of a message need so that `ranks` of them can sum it: a multiple of these, and whole blocks."""
-    multiple = -(-message.elements // ranks) * ranks
-    if message.compressor is not Compressor.INT8:
-        return multiple
-    return max(
-        multiple,
-        RowLayout.of(message.elements, 1 if message.synchronizer in ROOTED else ranks).elements,
-    )
 
 
 def flat_exchange(
@@ -56,28 +34,27 @@ def flat_exchange(
     feedback: Feedback,
     first_lane: int = 0,
 ) -> Exchange:
-    """The sum over the circle with the message's compressor. Collective; `values` have `padded_elements`.
+    """Build the sum over the circle with the message's compressor. Collective.
 
-    A rank that is alone in its circle sends nothing, so its values stay as they are.
+    `values` have `padded_elements`. A rank alone in its circle sends nothing and keeps its values.
     """
     members = circle.part_of(lanes.ranks.rank)
-    if message.compressor not in ERROR_FEEDBACK:
+    if not message.compressor.error_feedback:
         return flat_sum(message.synchronizer, values, lanes, circle, message.owner, first_lane)
     if message.compressor is Compressor.POWER_SGD:
         return PowerSgd(message, values, lanes, circle, feedback, first_lane)
     if len(members) > 1:
         feedback.feed(range(len(message.slices)))
-    if message.synchronizer in ROOTED:
-        return Rooted(message, values, lanes, circle, feedback, first_lane)
-    kind = Quantised if message.compressor is Compressor.INT8 else Picked
+    kind: type[PayloadExchange] = Rooted
+    if message.synchronizer not in ROOTED:
+        kind = Sharded if message.compressor.is_quantiser else Gathered
     return kind(message, values, lanes, circle, feedback, first_lane)
 
 
-class Quantised:
-    """int8 without a root, three steps: every rank sums a shard of what all have sent it, and sends its sum to all.
+class PayloadExchange(ABC):
+    """Collectives that carry payloads, one per lane, and a last step that decodes them."""
 
-    Two roundings: what the second one loses joins the residual of the rank that owns the shard.
-    """
+    collectives: ClassVar[int]
 
     def __init__(
         self,
@@ -88,177 +65,156 @@ class Quantised:
         feedback: Feedback,
         lane: int,
     ) -> None:
-        members = circle.part_of(lanes.ranks.rank)
-        self.values, self._lane, self._feedback = values, lane, feedback
-        self._groups = lanes.group(lane, circle), lanes.group(lane + 1, circle)
-        layout = RowLayout.of(message.elements, max(1, len(members)))
-        self._all, self._padding = values[: layout.elements], values[message.elements :]
-        own = members.index(lanes.ranks.rank) if members else 0
-        self._shard = self._all.view(layout.rows, -1)[own]
-        self._sent, self._received = (
-            QuantisedRows(layout, values.dtype, values.device) for _ in range(2)
-        )
-        self._sum = QuantisedRows(layout.with_rows(1), values.dtype, values.device)
-        self._total = values.new_empty(layout.elements // layout.rows)
+        self.values = values
+        self._lane = lane
+        self._feedback = feedback
+        self._members = circle.part_of(lanes.ranks.rank)
+        self._groups = [lanes.group(lane + number, circle) for number in range(self.collectives)]
+        self._padding = values[message.elements :]
+        self._prepare(message, lanes.ranks.rank)
+
+    @abstractmethod
+    def _prepare(self, message: Message, rank: int) -> None:
+        """Allocate the buffers of this rank."""
 
     def steps(self) -> list[tuple[int, Step]]:
-        return [
-            (self._lane, self._send),
-            (self._lane + 1, self._send_sum),
-            (self._lane + 2, self._finish),
-        ]
+        steps = (*self._sends(), self._finish)
+        takes_part = len(self._members) > 1
+        return [(self._lane + n, step if takes_part else _idle) for n, step in enumerate(steps)]
 
-    def _send(self) -> dist.Work | None:
-        if self._groups[0] is None:
-            return None
+    @abstractmethod
+    def _sends(self) -> tuple[Step, ...]:
+        """The collectives; called, as `_finish`, only where the rank is not alone."""
+
+    @abstractmethod
+    def _finish(self) -> None: ...
+
+
+def _idle() -> None:
+    """A step of a rank without others."""
+
+
+class Sharded(PayloadExchange):
+    """A quantiser without a root, three steps.
+
+    Every rank sums the shard that all ranks send it, encodes the sum and sends it to all. The
+    second encoding loses something, too: that joins the residual of the shard's rank.
+    """
+
+    collectives = 2
+
+    def _prepare(self, message: Message, rank: int) -> None:
+        layout = row_layout(message, max(1, len(self._members)))
+        self._all = self.values[: layout.elements]
+        place = self._members.index(rank) if self._members else 0
+        self._shard = self._all.view(layout.rows, -1)[place]
+        self._sent = sharded_payload(message, layout, self.values)
+        self._received = sharded_payload(message, layout, self.values)
+        self._sum = sharded_payload(message, layout.with_rows(1), self.values)
+        self._total = self.values.new_empty(layout.elements // layout.rows)
+
+    def _sends(self) -> tuple[Step, ...]:
+        return self._send, self._send_sum
+
+    def _send(self) -> dist.Work:
         self._padding.zero_()
         self._sent.encode_(self._all)
-        return work_of(
-            dist.all_to_all_single(
-                self._received.bytes, self._sent.bytes, group=self._groups[0], async_op=True
-            )
-        )
+        into, sent = self._received.bytes, self._sent.bytes
+        return work_of(dist.all_to_all_single(into, sent, group=self._groups[0], async_op=True))
 
-    def _send_sum(self) -> dist.Work | None:
-        if self._groups[1] is None:
-            return None
+    def _send_sum(self) -> dist.Work:
         self._received.sum_into(self._total)
         self._sum.encode_(self._total)
         self._shard += self._total
         self._feedback.keep()
-        return work_of(
-            dist.all_gather_single(
-                self._received.bytes, self._sum.bytes, group=self._groups[1], async_op=True
-            )
-        )
+        into, sent = self._received.bytes, self._sum.bytes
+        return work_of(dist.all_gather_single(into, sent, group=self._groups[1], async_op=True))
 
-    def _finish(self) -> dist.Work | None:
-        if self._groups[0] is not None:
-            self._received.decode(self._all)
-        return None
+    def _finish(self) -> None:
+        self._received.decode(self._all)
 
 
-class Picked:
-    """top-k without a root, two steps: every rank sends what it picked to all, and all sum it in the circle's order."""
+class Gathered(PayloadExchange):
+    """top-k without a root, two steps: every rank gets all payloads and sums them in group order."""
 
-    def __init__(
-        self,
-        message: Message,
-        values: Tensor,
-        lanes: Lanes,
-        circle: Circle,
-        feedback: Feedback,
-        lane: int,
-    ) -> None:
-        members = circle.part_of(lanes.ranks.rank)
-        self.values, self._lane, self._feedback = values, lane, feedback
-        self._group = lanes.group(lane, circle)
-        self._all = values[: message.elements]
-        self._sent, self._received = (
-            _payload(message, values, rows) for rows in (1, max(1, len(members)))
-        )
+    collectives = 1
 
-    def steps(self) -> list[tuple[int, Step]]:
-        return [(self._lane, self._send), (self._lane + 1, self._finish)]
+    def _prepare(self, message: Message, rank: int) -> None:
+        self._all = self.values[: message.elements]
+        self._sent = whole_payload(message, 1, self.values)
+        self._received = whole_payload(message, max(1, len(self._members)), self.values)
 
-    def _send(self) -> dist.Work | None:
-        if self._group is None:
-            return None
+    def _sends(self) -> tuple[Step, ...]:
+        return (self._send,)
+
+    def _send(self) -> dist.Work:
         self._sent.encode_(self._all)
         self._feedback.keep()
-        return work_of(
-            dist.all_gather_single(
-                self._received.bytes, self._sent.bytes, group=self._group, async_op=True
-            )
-        )
+        into, sent = self._received.bytes, self._sent.bytes
+        return work_of(dist.all_gather_single(into, sent, group=self._groups[0], async_op=True))
 
-    def _finish(self) -> dist.Work | None:
-        if self._group is not None:
-            self._received.sum_into(self._all)
-        return None
+    def _finish(self) -> None:
+        self._received.sum_into(self._all)
 
 
-class Rooted:
-    """int8 or top-k over an owner, three steps: it sums what all have sent, compresses the sum and sends it to all.
+class Rooted(PayloadExchange):
+    """A quantiser or top-k over an owner, three steps.
 
-    What the second compression loses joins the owner's residual. A library's reduce cannot add compressed values, so that
-    both primitives with a root gather; the way back is a parameter server's or a broadcast.
+    The owner sums the payloads of all, encodes the sum and sends it to all. What the second
+    encoding loses joins the owner's residual. A library's reduce cannot add payloads, so both
+    primitives with a root gather. They differ on the way back: scatter or broadcast.
     """
 
-    def __init__(
-        self,
-        message: Message,
-        values: Tensor,
-        lanes: Lanes,
-        circle: Circle,
-        feedback: Feedback,
-        lane: int,
-    ) -> None:
-        members = circle.part_of(lanes.ranks.rank)
-        self.values, self._lane, self._feedback = values, lane, feedback
-        self._groups = lanes.group(lane, circle), lanes.group(lane + 1, circle)
+    collectives = 2
+
+    def _prepare(self, message: Message, rank: int) -> None:
+        length = message.elements
+        if message.compressor.is_quantiser:
+            length = row_layout(message, 1).elements
+        self._all = self.values[:length]
         self._pushed = message.synchronizer is Synchronizer.PARAMETER_SERVER
-        self._sent = _payload(message, values, 1)
-        length = (
-            RowLayout.of(message.elements, 1).elements
-            if message.compressor is Compressor.INT8
-            else message.elements
-        )
-        self._all, self._padding = values[:length], values[message.elements :]
+        self._sent = whole_payload(message, 1, self.values)
         assert message.owner is not None, "a primitive with a root has an owner"
-        self._root = members.index(message.owner) if self._groups[0] is not None else 0
-        owns = self._groups[0] is not None and lanes.ranks.rank == message.owner
-        self._received = _payload(message, values, len(members)) if owns else None
-        self._total = values.new_empty(length if owns else 0)
+        takes_part = len(self._members) > 1
+        self._root = self._members.index(message.owner) if takes_part else 0
+        owns = takes_part and rank == message.owner
+        self._received = whole_payload(message, len(self._members), self.values) if owns else None
+        self._total = self.values.new_empty(length if owns else 0)
 
-    def steps(self) -> list[tuple[int, Step]]:
-        return [
-            (self._lane, self._send),
-            (self._lane + 1, self._send_sum),
-            (self._lane + 2, self._finish),
-        ]
+    def _sends(self) -> tuple[Step, ...]:
+        return self._send, self._send_sum
 
-    def _send(self) -> dist.Work | None:
-        if self._groups[0] is None:
-            return None
+    def _send(self) -> dist.Work:
         self._padding.zero_()
         self._sent.encode_(self._all)
         if self._received is None:
             self._feedback.keep()
         rows = None if self._received is None else list(self._received.bytes)
-        return work_of(
-            dist.gather(
-                self._sent.bytes[0],
-                rows,
-                group=self._groups[0],
-                group_dst=self._root,
-                async_op=True,
-            )
-        )
+        sent, group = self._sent.bytes[0], self._groups[0]
+        return work_of(dist.gather(sent, rows, group=group, group_dst=self._root, async_op=True))
 
-    def _send_sum(self) -> dist.Work | None:
-        group = self._groups[1]
-        if group is None:
-            return None
+    def _send_sum(self) -> dist.Work:
         if self._received is not None:
             self._received.sum_into(self._total)
             self._sent.encode_(self._total)
             self._all += self._total
             self._feedback.keep()
-        row = self._sent.bytes[0]
+        row, group, root = self._sent.bytes[0], self._groups[1], self._root
         if not self._pushed:
-            return work_of(dist.broadcast(row, group=group, group_src=self._root, async_op=True))
+            return work_of(dist.broadcast(row, group=group, group_src=root, async_op=True))
         copies = None if self._received is None else [row] * len(self._received.bytes)
-        return work_of(dist.scatter(row, copies, group=group, group_src=self._root, async_op=True))
+        return work_of(dist.scatter(row, copies, group=group, group_src=root, async_op=True))
 
-    def _finish(self) -> dist.Work | None:
-        if self._groups[0] is not None:
-            self._sent.sum_into(self._all)
-        return None
+    def _finish(self) -> None:
+        self._sent.sum_into(self._all)
 
 
 class PowerSgd:
-    """Two sums by the message's primitive, of P and of Q (see `power_sgd`), and a step at the end."""
+    """Two sums by the message's primitive, of P and of Q (see `power_sgd`), and a last step.
+
+    PowerSGD has no payload: the second sum needs the result of the first one, its factors are
+    plain tensors that the backend's own sums add, and each slice keeps a start for the next step.
+    """
 
     def __init__(
         self,
@@ -329,13 +285,3 @@ def _before(
         return start()
 
     return [(lane, prepared), *others]
-
-
-def _payload(message: Message, values: Tensor, rows: int) -> Payload:
-    """Rows that each stand for the whole message."""
-    if message.compressor is Compressor.INT8:
-        return QuantisedRows(
-            RowLayout.of(message.elements, 1).with_rows(rows), values.dtype, values.device
-        )
-    assert message.ratio is not None
-    return PickedRows(rows, picked(message.elements, message.ratio), values.dtype, values.device)

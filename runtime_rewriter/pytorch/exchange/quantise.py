@@ -4,7 +4,7 @@
 |---|---|---|
 | R | rows: parts of a message that travel to different ranks | |
 | B | blocks of one row | |
-| b | elements of one block, at most `BLOCK_ELEMENTS` | |
+| b | elements of one block, at most `INT8_BLOCK` | |
 | v | what is to be sent, in the gradient's dtype | (R, B, b) |
 | s | scales, max|v| / 127 of each block, in the gradient's dtype | (R, B) |
 | q | levels, v / s rounded to the nearest whole number | (R, B, b) |
@@ -22,9 +22,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from autotune.strategy_space.compressors import INT8_BLOCK
 from runtime_rewriter.pytorch.exchange.residuals import drop_non_finite_
 
-BLOCK_ELEMENTS = 1024
 LEVELS = 127
 _CACHED_ELEMENTS = 2**18
 """On CPUs blocks are worked on so many elements at a time: several passes over 1 MiB stay in the cache (25 M float32
@@ -42,7 +42,7 @@ class RowLayout:
     @staticmethod
     def of(elements: int, rows: int) -> RowLayout:
         length = max(1, -(-elements // rows))
-        blocks = -(-length // BLOCK_ELEMENTS)
+        blocks = -(-length // INT8_BLOCK)
         return RowLayout(rows, blocks, -(-length // blocks))
 
     @property

@@ -26,7 +26,6 @@ from torch import Tensor
 
 from autotune.errors import InvalidInput
 from autotune.strategy_space.plan import Plan, TensorSlice
-from autotune.strategy_space.strategy import ERROR_FEEDBACK
 
 STATE_FORMAT = 1
 
@@ -101,7 +100,7 @@ class Residuals:
         """The slices of a variable are other ones from now on."""
         self._released = {}
         self.in_use |= plan is not None and any(
-            message.compressor in ERROR_FEEDBACK for message in plan.messages
+            message.compressor.error_feedback for message in plan.messages
         )
 
     def of(self, variable: str) -> Tensor | None:

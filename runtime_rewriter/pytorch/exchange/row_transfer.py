@@ -24,7 +24,7 @@ from runtime_rewriter.pytorch.exchange.rows import (
     rows_of,
     values_of,
 )
-from runtime_rewriter.pytorch.exchange.sending import WIRE_DTYPE, Sending
+from runtime_rewriter.pytorch.exchange.sending import Sending, wire_dtype
 
 
 class RowTransfer(Sending):
@@ -53,7 +53,7 @@ class RowTransfer(Sending):
         )
         self._local: Rows | None = None
         self._total: Rows | None = None
-        buffers = RowBuffers.of(parameter, WIRE_DTYPE.get(message.compressor))
+        buffers = RowBuffers.of(parameter, wire_dtype(message))
         steps, self._result = row_sum(message, self._taken, buffers, lanes, circles)
         super().__init__(
             number, message, residuals, lanes, [*steps, (steps[-1][0] + 1, self._finish)]

@@ -10,12 +10,15 @@ import torch
 from autotune.errors import SynchronizationError
 from autotune.strategy_space.enactable import describe
 from autotune.strategy_space.plan import Message
-from autotune.strategy_space.strategy import Compressor
 from runtime_rewriter.pytorch.exchange.lanes import Flight, Lanes, Step
 from runtime_rewriter.pytorch.exchange.residuals import Residuals
 
-WIRE_DTYPE = {Compressor.FP16: torch.float16, Compressor.BF16: torch.bfloat16}
-"""What travels instead of the message's own dtype."""
+
+def wire_dtype(message: Message) -> torch.dtype | None:
+    """The dtype to which a cast rounds the message; None for its own."""
+    name = message.compressor.description.wire_dtype
+    dtype: torch.dtype | None = getattr(torch, name) if name is not None else None
+    return dtype
 
 
 class Sending(ABC):

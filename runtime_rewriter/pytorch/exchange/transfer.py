@@ -17,11 +17,11 @@ from torch import Tensor
 
 from autotune.strategy_space.plan import Message, TensorSlice
 from runtime_rewriter.emulation import travelling
-from runtime_rewriter.pytorch.exchange.compressed import padded_elements
 from runtime_rewriter.pytorch.exchange.hierarchical import Circles, sum_of
 from runtime_rewriter.pytorch.exchange.lanes import Lanes
+from runtime_rewriter.pytorch.exchange.payloads import padded_elements
 from runtime_rewriter.pytorch.exchange.residuals import Feedback, Residuals
-from runtime_rewriter.pytorch.exchange.sending import WIRE_DTYPE, Sending
+from runtime_rewriter.pytorch.exchange.sending import Sending, wire_dtype
 
 BATCHED_BYTES = 64 * 1024
 """Slices up to here are packed together once the last of their message is ready: one by one, calls would cost more than copies."""
@@ -49,7 +49,7 @@ class Transfer(Sending):
         multiple = circles.multiple(message)
         wire = torch.zeros(
             padded_elements(message, multiple),
-            dtype=WIRE_DTYPE.get(message.compressor, dtype),
+            dtype=wire_dtype(message) or dtype,
             device=lanes.device.device,
         )
         self.views = list(_views(wire, message, parameters))

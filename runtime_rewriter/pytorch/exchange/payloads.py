@@ -1,0 +1,106 @@
+"""The bytes of a compressed message: int8, top-k, or the encoding of a plugin's quantiser."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from autotune.strategy_space.compressors import CompressorDescription
+from autotune.strategy_space.plan import Message
+from autotune.strategy_space.strategy import ROOTED, Compressor
+from runtime_rewriter.pytorch.exchange.quantise import QuantisedRows, RowLayout
+from runtime_rewriter.pytorch.exchange.residuals import drop_non_finite_
+from runtime_rewriter.pytorch.exchange.top_k import PickedRows, picked
+
+_ALIGNMENT = 8
+
+
+class Payload(Protocol):
+    """Rows of bytes, one per rank, uint8 of shape (R, row bytes)."""
+
+    bytes: Tensor
+
+    def encode_(self, values: Tensor) -> None:
+        """Encode `values`, and leave in them what the bytes lose."""
+
+    def sum_into(self, out: Tensor) -> None:
+        """Write the sum of the decoded rows, in row order."""
+
+
+class ShardedPayload(Payload, Protocol):
+    """Rows that encode one shard of the message each."""
+
+    def decode(self, out: Tensor) -> None:
+        """Write the decoded rows, one behind the other."""
+
+
+class EncodedRows:
+    """Rows of a plugin's quantiser, each encoded by itself."""
+
+    def __init__(
+        self,
+        description: CompressorDescription,
+        layout: RowLayout,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        assert description.payload_bytes and description.encode and description.decode
+        self._encode, self._decode = description.encode, description.decode
+        self._rows = layout.rows
+        used = description.payload_bytes(layout.elements // layout.rows, dtype.itemsize)
+        width = -(-used // _ALIGNMENT) * _ALIGNMENT
+        self.bytes = torch.zeros(layout.rows, width, dtype=torch.uint8, device=device)
+        self._payloads = self.bytes[:, :used]
+
+    def encode_(self, values: Tensor) -> None:
+        rows = values.view(self._rows, -1)
+        decoded = torch.empty_like(rows[0])
+        for row, payload in zip(rows, self._payloads, strict=True):
+            self._encode(row, payload)
+            self._decode(payload, decoded)
+            row.sub_(decoded)
+        drop_non_finite_(values, values)
+
+    def decode(self, out: Tensor) -> None:
+        for row, payload in zip(out.view(self._rows, -1), self._payloads, strict=True):
+            self._decode(payload, row)
+
+    def sum_into(self, out: Tensor) -> None:
+        self._decode(self._payloads[0], out)
+        decoded = torch.empty_like(out)
+        for payload in self._payloads[1:]:
+            self._decode(payload, decoded)
+            out += decoded
+
+
+def padded_elements(message: Message, ranks: int) -> int:
+    """The length of a message's values for a sum over `ranks`: a multiple of these, whole rows."""
+    multiple = -(-message.elements // ranks) * ranks
+    if not message.compressor.is_quantiser:
+        return multiple
+    rows = 1 if message.synchronizer in ROOTED else ranks
+    return max(multiple, row_layout(message, rows).elements)
+
+
+def row_layout(message: Message, rows: int) -> RowLayout:
+    """How a quantiser cuts the message into rows."""
+    if message.compressor is Compressor.INT8:
+        return RowLayout.of(message.elements, rows)
+    return RowLayout(rows, 1, max(1, -(-message.elements // rows)))
+
+
+def sharded_payload(message: Message, layout: RowLayout, values: Tensor) -> ShardedPayload:
+    """Rows of a quantiser."""
+    if message.compressor is Compressor.INT8:
+        return QuantisedRows(layout, values.dtype, values.device)
+    return EncodedRows(message.compressor.description, layout, values.dtype, values.device)
+
+
+def whole_payload(message: Message, rows: int, values: Tensor) -> Payload:
+    """Rows that encode the whole message each."""
+    if message.compressor.is_quantiser:
+        return sharded_payload(message, row_layout(message, 1).with_rows(rows), values)
+    assert message.ratio is not None
+    return PickedRows(rows, picked(message.elements, message.ratio), values.dtype, values.device)
