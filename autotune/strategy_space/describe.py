@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from autotune.strategy_space.compressors import ASSUMED
 from autotune.strategy_space.plan import Message, Plan
 from autotune.strategy_space.strategy import Compressor, Shard, Strategy, VariableStrategy
 from autotune.workload import Variable, Workload
@@ -109,14 +110,16 @@ def message_rows(planned: Plan) -> list[MessageRow]:
 
 
 def compressor_text(one: Shard | Message) -> str:
-    """Empty where nothing is compressed."""
+    """The compressor, with its parameter and a note on assumed costs; empty for none."""
     if one.compressor is Compressor.NONE:
         return ""
     ratio, rank = (
         f" {one.ratio:g}" if one.ratio is not None else "",
         f" rank {one.rank}" if one.rank is not None else "",
     )
-    return one.compressor.value + ratio + rank
+    costs = one.compressor.description.costs
+    assumed = " (cost assumed)" if costs is not None and costs.source == ASSUMED else ""
+    return one.compressor.value + ratio + rank + assumed
 
 
 def numbers_text(numbers: list[int]) -> str:

@@ -8,6 +8,7 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from runtime_rewriter.pytorch.numerics import GradientGate
 from runtime_rewriter.pytorch.observers import BackwardObserver
 from runtime_rewriter.rank.apply import apply
 
+PLUGINS = Path(__file__).parents[1] / "plugins"
 FED_BACK = (Compressor.INT8, Compressor.TOP_K, Compressor.POWER_SGD)
 
 
@@ -106,14 +108,16 @@ def images(rank: int, step: int) -> Tensor:
     return torch.randn(5, 3, 4, 4, generator=seeded(100 * rank + step))
 
 
-def check_everything(rank: int, partitions: tuple[bool, ...]) -> None:
+def check_everything(
+    rank: int, partitions: tuple[bool, ...], names: tuple[str, ...] = (*FED_BACK, "none")
+) -> None:
     """Residuals are left over from one combination to the next, so every step is a plan switch, too."""
     torch.manual_seed(0)
     model = PlannedDataParallel(Odd())
     synchronizer = model.synchronizer
     local, gate, step = Local(synchronizer), GradientGate(synchronizer), 0
-    combinations = itertools.product(Synchronizer, partitions, (*FED_BACK, Compressor.NONE))
-    for kind, partitioned, compressor in combinations:
+    for kind, partitioned, name in itertools.product(Synchronizer, partitions, names):
+        compressor = Compressor(name)
         synchronizer.load(
             uniform(model.module, dist.get_world_size(), kind, compressor, partitioned)
         )
@@ -137,6 +141,21 @@ def test_every_compressor_loses_nothing_on_any_primitive_and_partition(
     size: int, partitions: tuple[bool, ...]
 ) -> None:
     run_world(check_everything, size, partitions)
+
+
+def check_plugin(rank: int) -> dict[str, float]:
+    check_everything(rank, (False, True), ("four_bit", "none"))
+    check_not_finite(rank, ("four_bit",))
+    return check_convergence(rank, Compressor("four_bit"), 300.0)
+
+
+def test_a_compressor_of_a_plugin_passes_the_numerics_gate_and_trains(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(str(PLUGINS))  # the ranks inherit the path
+    found = run_world(check_plugin, 2)[0]
+    started = Target(0.0).distance()
+    assert found["feedback"] < 0.2 * started < 0.5 * started < found["none"], found
 
 
 def check_alone(rank: int) -> None:
@@ -449,10 +468,10 @@ def test_messages_that_cross_the_step_keep_the_same_residuals() -> None:
         assert states[:3] == states[3:]
 
 
-def check_not_finite(rank: int) -> None:
+def check_not_finite(rank: int, names: tuple[str, ...] = FED_BACK) -> None:
     model = PlannedDataParallel(Odd())
     for kind, compressor in itertools.product(
-        (Synchronizer.ALL_REDUCE, Synchronizer.PARAMETER_SERVER), FED_BACK
+        (Synchronizer.ALL_REDUCE, Synchronizer.PARAMETER_SERVER), map(Compressor, names)
     ):
         model.synchronizer.load(uniform(model.module, 2, kind, compressor))
         for value, finite in (

@@ -1,0 +1,137 @@
+"""A compressor that an installed distribution adds, from its entry point to costs and memory."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from autotune.cluster import Cluster
+from autotune.errors import InvalidInput, InvalidStrategy
+from autotune.lowering.lower import replayed_step_s
+from autotune.memory.plan_buffers import bytes_always, plan_buffers
+from autotune.recordings.memory_profile import Replica
+from autotune.sampler.random import sample_many
+from autotune.strategy_space.compressors import COMPRESSORS
+from autotune.strategy_space.describe import compressor_text
+from autotune.strategy_space.enactable import scaled_space, why_refused
+from autotune.strategy_space.plan import Plan, plan
+from autotune.strategy_space.space import SearchSpace
+from autotune.strategy_space.strategy import (
+    Compressor,
+    Shard,
+    Strategy,
+    Synchronizer,
+    VariableStrategy,
+)
+from autotune.workload import Variable, Workload
+from runtime_rewriter.pytorch.exchange.payloads import padded_elements, whole_payload
+
+PLUGINS = Path(__file__).parents[1] / "plugins"
+WORKLOAD = Workload(
+    "m", (Variable("v", (1001, 300), ready_s=0.06, needed_s=0.001),), (), 0.05, 0.06
+)
+CLUSTER = Cluster.local(4)
+
+
+@pytest.fixture
+def four_bit(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compressor]:
+    monkeypatch.syspath_prepend(str(PLUGINS))
+    monkeypatch.setattr(COMPRESSORS, "_plugins", None)
+    compressor = Compressor("four_bit")
+    yield compressor
+    COMPRESSORS._entries.pop("four_bit")
+    Compressor._value2member_map_.pop("four_bit")
+
+
+def planned(compressor: Compressor, synchronizer: Synchronizer = Synchronizer.ALL_REDUCE) -> Plan:
+    placement = 1 if synchronizer is Synchronizer.PARAMETER_SERVER else None
+    shard = Shard(synchronizer, compressor, placement)
+    return plan(Strategy((VariableStrategy("v", (shard,)),)), WORKLOAD, 4)
+
+
+def test_a_strategy_and_a_plan_store_its_name(four_bit: Compressor) -> None:
+    strategy = Strategy((VariableStrategy("v", (Shard(Synchronizer.ALL_REDUCE, four_bit),)),))
+    again = Strategy.from_json(strategy.to_json())
+    assert '"compressor":"four_bit"' in strategy.to_json()
+    assert again.id == strategy.id
+    assert again.variables[0].shards[0].compressor is four_bit
+    assert Plan.from_json(planned(four_bit).to_json()) == planned(four_bit)
+    assert pickle.loads(pickle.dumps(four_bit)) is four_bit  # noqa: S301
+    assert four_bit not in tuple(Compressor)
+
+
+def test_plan_replay_and_memory_use_its_description(four_bit: Compressor) -> None:
+    (message,) = planned(four_bit).messages
+    assert message.wire_bytes == 8 + 150_150
+    assert why_refused(planned(four_bit)) is None
+    for kind in (Synchronizer.ALL_REDUCE, Synchronizer.PARAMETER_SERVER):
+        seconds = [
+            replayed_step_s(planned(compressor, kind), WORKLOAD, CLUSTER)
+            for compressor in (Compressor.NONE, four_bit)
+        ]
+        assert min(seconds) > 0 and seconds[0] != seconds[1]
+        values = torch.zeros(padded_elements(message, 4))
+        payload = whole_payload(message, 1, values)
+        buffers = plan_buffers(planned(four_bit, kind), WORKLOAD, Replica(rank=1, ddp=False), 4)
+        sent = next(one for one in buffers if one.what == "what is sent")
+        assert sent.bytes // 8 * 8 == sent.bytes >= payload.bytes.numel() - 8
+        assert any(one.what == "residual" for one in buffers)
+        assert bytes_always(buffers) > 300_300 * 4
+
+
+def test_the_search_space_has_it_if_installed(four_bit: Compressor) -> None:
+    space = SearchSpace.default(lossy=True)
+    assert space.compressors == (*Compressor, four_bit)
+    assert four_bit not in scaled_space(space, 8).compressors
+    only = replace(space, compressors=(Compressor.NONE, four_bit))
+    drawn = sample_many(WORKLOAD, CLUSTER, only, 20, 0)
+    used = {shard.compressor for one in drawn for shard in one.variables[0].shards}
+    assert used == {Compressor.NONE, four_bit}
+
+
+def test_an_assumed_cost_is_stated(four_bit: Compressor) -> None:
+    assert four_bit.description.costs is not None
+    assert four_bit.description.costs.source == "assumed"
+    assert compressor_text(planned(four_bit).messages[0]) == "four_bit (cost assumed)"
+
+
+def test_an_unknown_name_lists_the_known_ones_and_the_entry_point_group() -> None:
+    rule = (
+        "there is no compressor 'six_bit'; known are none, fp16, bf16, int8, top_k, power_sgd.*; "
+        "install the distribution that adds it as an entry point in 'autotune.compressors'"
+    )
+    data = Strategy((VariableStrategy("v", (Shard(Synchronizer.ALL_REDUCE),)),)).to_data()
+    data["variables"][0]["shards"][0]["compressor"] = "six_bit"
+    with pytest.raises(InvalidInput, match=rule):
+        Strategy.from_data(data)
+    with pytest.raises(InvalidStrategy, match=rule):
+        Compressor("six_bit")
+
+
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [
+        ({"name": "other"}, "its name must be that of its entry point, but is 'other'"),
+        ({"encode": None, "costs": None}, "but has no encode, costs"),
+        ({"error_feedback": False}, "a quantiser keeps what it loses: set error_feedback"),
+        ({"wire_dtype": "float16"}, "no wire_dtype"),
+        (None, "must be a CompressorDescription, but is a str"),
+    ],
+)
+def test_an_invalid_description_is_refused(
+    change: dict[str, object] | None,
+    rule: str,
+    four_bit: Compressor,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    description: object = "text"
+    if change is not None:
+        description = replace(four_bit.description, **({"name": "bad"} | change))
+    monkeypatch.setitem(COMPRESSORS._entries, "bad", description)  # type: ignore[arg-type]
+    with pytest.raises(InvalidInput, match=rule):
+        Compressor("bad")
