@@ -6,6 +6,7 @@ import pickle
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -124,7 +125,7 @@ def test_an_unknown_name_lists_the_known_ones_and_the_entry_point_group() -> Non
     ],
 )
 def test_an_invalid_description_is_refused(
-    change: dict[str, object] | None,
+    change: Any,
     rule: str,
     four_bit: Compressor,
     monkeypatch: pytest.MonkeyPatch,
@@ -132,6 +133,6 @@ def test_an_invalid_description_is_refused(
     description: object = "text"
     if change is not None:
         description = replace(four_bit.description, **({"name": "bad"} | change))
-    monkeypatch.setitem(COMPRESSORS._entries, "bad", description)  # type: ignore[arg-type]
+    monkeypatch.setitem(COMPRESSORS._entries, "bad", description)
     with pytest.raises(InvalidInput, match=rule):
         Compressor("bad")
