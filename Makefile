@@ -11,13 +11,13 @@ ACCELERATORS ?= emulated
 # Where the environment forbids it, every process of ours that starts would compile our packages again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup tune test lint clean
+.PHONY: setup tune test lint docs wheel-test clean
 
 setup: $(VENV)/.compiled
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt --editable '.[tune,dev]'
+	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt --editable '.[tune,dev,docs]'
 	touch $@
 
 # pip would compile the 300 MB of modules on one core; a few of them are templates or for other versions of Python.
@@ -43,8 +43,17 @@ lint: $(VENV)/.installed
 # Three files of tests at a time, in the order of tests/conftest.py: most of them wait for the processes that they start.
 # mypy takes one core, for as long as the modules are compiled.
 test:
-	$(MAKE) --jobs 2 --output-sync lint setup
+	$(MAKE) --jobs 2 --output-sync lint setup docs
 	$(BIN)/pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
+	$(MAKE) wheel-test PYTHONS=$(PYTHON)
+
+# The site in build/site; warnings, such as broken links, are errors.
+docs: $(VENV)/.installed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
+# The wheel in fresh environments outside the clone, for every Python from 3.11 to 3.13 on the PATH.
+wheel-test:
+	$(PYTHON) tests/wheel.py $(PYTHONS)
 
 clean:
 	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
