@@ -1,4 +1,4 @@
-"""Compiling a kernel with numba: once per machine where a folder can be written, once per process where none can."""
+"""Compile kernels with numba, with a cache on disk if a folder for it is writable."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ _njit: Any = numba.njit  # its stubs do not know all of its options
 
 
 def compiled(**options: bool) -> Callable[[Kernel], Kernel]:
-    """A decorator: compile on the first call and keep the machine code beside the source or in the user's cache folder.
+    """Decorate a kernel: compile it on the first call and release the interpreter's lock in it.
 
-    Kernels release the interpreter's lock. numba refuses to import where neither folder can be written; then nothing is kept.
+    The machine code is kept next to the source or in the user's cache folder. numba refuses to
+    import if it can write to neither; then nothing is kept.
     """
 
     def compile_one(function: Kernel) -> Kernel:
@@ -28,6 +29,6 @@ def compiled(**options: bool) -> Callable[[Kernel], Kernel]:
 
 
 def inner(function: Kernel) -> Kernel:
-    """A decorator: a part of a kernel, which only compiled code of the same file calls. It is kept with the kernel."""
+    """Decorate a part of a kernel that only compiled code of the same file calls."""
     part: Kernel = _njit(nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)(function)
     return part

@@ -1,4 +1,4 @@
-"""The critical path of a replay and what it is made of (dPRO, sec. 4.3: "the critical path on the execution graph")."""
+"""The critical path of a replay and its composition (dPRO, sec. 4.3)."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from autotune.dfg.replay import Timeline
 
 @dataclass(frozen=True, eq=False)
 class CriticalPath:
-    """The ops that end one after the other without slack, in the order of time, up to the end of the timeline.
+    """The ops that follow each other without slack up to the end of the timeline, in order of time.
 
-    `ops` (P,); `wait_s` (P,): between the end of the op before (or 0) and the start of this one, the gap of a queue. The durations and
-    the waits add up to the makespan. `by_kind` and `by_layer` hold the seconds of the ops; ops without a layer are under "".
+    `wait_s` (P,): time between the end of the previous op, or 0, and the start of each op of `ops`
+    (P,): the gap of a queue. Durations and waits add up to the makespan. `by_kind`, `by_layer`:
+    seconds of the ops; ops without a layer are under "".
     """
 
     timeline: Timeline
@@ -27,20 +28,17 @@ class CriticalPath:
 
     @property
     def computation_s(self) -> float:
-        return sum(seconds for kind, seconds in self.by_kind.items() if kind in COMPUTATION)
+        return sum(self.by_kind.get(kind, 0.0) for kind in Kind if kind in COMPUTATION)
 
     @property
     def communication_s(self) -> float:
-        return sum(seconds for kind, seconds in self.by_kind.items() if kind in COMMUNICATION)
+        return sum(self.by_kind.get(kind, 0.0) for kind in Kind if kind in COMMUNICATION)
 
     @property
     def other_s(self) -> float:
         """Launches, loads, copies and virtual ops that take time."""
-        return sum(
-            seconds
-            for kind, seconds in self.by_kind.items()
-            if kind not in COMPUTATION | COMMUNICATION
-        )
+        known = COMPUTATION | COMMUNICATION
+        return sum(self.by_kind.get(kind, 0.0) for kind in Kind if kind not in known)
 
     @property
     def total_wait_s(self) -> float:
@@ -48,27 +46,22 @@ class CriticalPath:
 
 
 def critical_path(timeline: Timeline) -> CriticalPath:
-    """From the op that ends last (of several the lowest index) back along `Timeline.cause`; empty for an empty graph."""
+    """The path with its times; empty for an empty graph."""
     dfg = timeline.dfg
-    ops = _backwards(timeline)
-    before_s = np.concatenate([[0.0], timeline.end_s[ops[:-1]]])[: len(ops)]
+    ops = critical_ops(timeline)
+    previous_end_s = np.concatenate([[0.0], timeline.end_s[ops[:-1]]])[: len(ops)]
+    wait_s = timeline.start_s[ops] - previous_end_s
     spent_s = timeline.duration_s[ops]
-    kinds = (
-        np.bincount(dfg.kind[ops], weights=spent_s, minlength=len(Kind))
-        if len(ops)
-        else np.zeros(len(Kind))
-    )
-    layers = (
-        np.bincount(dfg.layer[ops] + 1, weights=spent_s, minlength=1) if len(ops) else np.zeros(1)
-    )
-    by_layer = {
-        ("", *dfg.names.layers)[number]: float(layers[number]) for number in np.flatnonzero(layers)
-    }
-    by_kind = {kind: float(kinds[kind]) for kind in Kind if kinds[kind]}
-    return CriticalPath(timeline, ops, timeline.start_s[ops] - before_s, by_kind, by_layer)
+    kind_s = np.bincount(dfg.kind[ops], weights=spent_s, minlength=len(Kind))
+    layer_s = np.bincount(dfg.layer[ops] + 1, weights=spent_s, minlength=1)
+    layers = ("", *dfg.names.layers)
+    by_kind = {kind: float(kind_s[kind]) for kind in Kind if kind_s[kind]}
+    by_layer = {layers[number]: float(layer_s[number]) for number in np.flatnonzero(layer_s)}
+    return CriticalPath(timeline, ops, wait_s, by_kind, by_layer)
 
 
-def _backwards(timeline: Timeline) -> Int32Array:
+def critical_ops(timeline: Timeline) -> Int32Array:
+    """Ops along `Timeline.cause` to the op that ends last, the lowest index of several."""
     path: list[int] = []
     if timeline.dfg.ops:
         op = int(np.argmax(timeline.end_s))

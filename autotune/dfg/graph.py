@@ -1,13 +1,13 @@
-"""The data-flow graph: what runs where, for how long, after what.
+"""The data-flow graph: its columns, ops with durations, their resources and their order.
 
-One kind of graph for all sources: the kernels of one device (Daydream), a fused module (DisCo), the global graph of n workers (dPRO,
-sec. 4.1). An op is ready when all its parents have ended; it then waits for its lock, for its queue and for its channel, in this order.
-The rules in full: `docs/prediction.md`.
+One kind of graph serves all sources: the kernels of one device (Daydream), a fused module (DisCo),
+and the global graph of n workers (dPRO, sec. 4.1). An op is ready when all its parents have ended.
+It then waits for its lock, its queue and its channel, in this order. All rules: `docs/replay.md`.
 
 | symbol | meaning |
 |---|---|
 | N, E | ops, edges |
-| Q | queues: the devices that compute and the links or threads that send; also the channels |
+| Q | queues: devices that compute, links or threads that send; channels are queues, too |
 | L | locks |
 """
 
@@ -29,19 +29,19 @@ MAX_OPS = 2**31 - 2
 
 
 class Kind(IntEnum):
-    """What an op is. The values are stored in files: never renumber."""
+    """The kind of an op. The values are stored in files: never renumber."""
 
     VIRTUAL = 0  # an In or Out op, a barrier: takes no queue
     FORWARD = 1
     BACKWARD = 2
     UPDATE = 3
-    OTHER = 4  # computation that is none of these
+    OTHER = 4  # any other computation
     PACK = 5  # copies, casts and compression before a message
     UNPACK = 6
     SEND = 7
     RECV = 8
-    COLLECTIVE = 9  # a whole collective that is not cut into chunks
-    SERVER = 10  # what a parameter server computes
+    COLLECTIVE = 9  # a whole collective, not divided into chunks
+    SERVER = 10  # computation of a parameter server
     LAUNCH = 11  # a host thread that starts kernels
     LOAD = 12  # input pipeline
     COPY = 13  # between host and device
@@ -54,15 +54,54 @@ COMMUNICATION = frozenset(
 
 
 class Discipline(IntEnum):
-    """Which of the ops that are ready a free queue takes next."""
+    """The op that a free queue takes next, among those that are ready."""
 
-    FIFO = 0  # ready first; of those ready at once the lowest index
-    PRIORITY = 1  # lowest priority; of equal ones as FIFO
+    FIFO = 0  # the first that became ready; among simultaneous ones the lowest index
+    PRIORITY = 1  # the lowest priority; among equal ones as FIFO
+
+
+@dataclass(frozen=True)
+class Column:
+    """`default`: the value of an op that states none. `numbers`: what the values number, if any.
+
+    Columns that number nothing and hold floats are amounts: finite and at least 0.
+    """
+
+    dtype: type[np.generic]
+    default: float = 0
+    numbers: str = ""
+
+    @property
+    def is_amount(self) -> bool:
+        return self.dtype is np.float64
+
+
+OP_COLUMNS = {
+    "duration_s": Column(np.float64),
+    "queue": Column(np.int32, NONE, "queues"),
+    "kind": Column(np.int8, Kind.VIRTUAL),
+    "gap_s": Column(np.float64),
+    "channel": Column(np.int32, NONE, "queues"),
+    "priority": Column(np.int32),
+    "size_bytes": Column(np.float64),
+    "layer": Column(np.int32, NONE, "layers"),
+    "worker": Column(np.int32, NONE),
+    "acquires": Column(np.int32, NONE, "locks"),
+    "releases": Column(np.int32, NONE, "locks"),
+}
+"""Columns of shape (N,), one value for each op; `Dfg` documents each."""
+OTHER_COLUMNS = {
+    "child_start": Column(np.int64),
+    "child": Column(np.int32),
+    "discipline": Column(np.int8),
+    "lock_capacity": Column(np.int32),
+}
+"""Columns for edges, queues and locks."""
 
 
 @dataclass(frozen=True)
 class Names:
-    """What people read, apart from what is computed: N, Q and any number of names. The ops' may be a lazy sequence."""
+    """Names of the N ops, the Q queues and the layers. Those of the ops may be a lazy sequence."""
 
     ops: Sequence[str]
     queues: Sequence[str]
@@ -71,20 +110,21 @@ class Names:
 
 @dataclass(frozen=True, eq=False)
 class Dfg:
-    """Every array is checked and made read-only. Durations and gaps in seconds, sizes in bytes.
+    """A checked graph of read-only arrays. Durations and gaps in seconds, sizes in bytes.
 
-    - `queue` (N,): the queue that executes the op; NONE for a virtual op, which takes its duration from when it is ready.
-    - `channel` (N,): a second queue that the op occupies at the same time, such as the receiver's link; NONE for none. An op at the
-      head of its queue waits there until its channel is free too, and takes both at once.
-    - `gap_s` (N,): after the op its queue stays idle so long before its next one. Delays no other queue (REFERENCES, Daydream).
-    - `acquires` (N,): a lock that the op takes before it enters its queue; `releases` (N,): one that it gives back at its end. NONE for
-      none. A lock that is taken by an op and given back by a later one holds, say, a communication thread for a whole message.
-    - `lock_capacity` (L,): how many may hold a lock at once.
-    - `priority` (N,): lower first on a queue of discipline PRIORITY, and among those who wait for one lock or channel.
-    - `layer` (N,): number of the layer or variable, NONE for none. `worker` (N,): the rank, NONE for none.
+    - `queue` (N,): the queue that executes the op; NONE for a virtual op, which starts when ready.
+    - `channel` (N,): a second queue that the op occupies at the same time, such as the receiver's
+      link; NONE for none. At the head of its queue the op waits for the channel and takes both.
+    - `gap_s` (N,): idle time of the op's queue behind it (Daydream). It delays no other queue.
+    - `acquires` (N,): a lock that the op takes before it enters its queue; `releases` (N,): a lock
+      that it gives back at its end. Two ops may share a lock: one takes it and a later one gives it
+      back, as a communication thread does that serves a whole message.
+    - `lock_capacity` (L,): how many ops may hold a lock at once.
+    - `priority` (N,): lower goes first on a queue of discipline PRIORITY, for a lock and a channel.
+    - `layer` (N,): number of the layer or variable. `worker` (N,): the rank. NONE for none.
     - `child_start` (N + 1,), `child` (E,): CSR edges.
 
-    Raises `InvalidInput` where a shape, an index, a duration or the graph's order is wrong.
+    Raises `InvalidInput` for a wrong shape, index or amount, and for a cycle.
     """
 
     duration_s: FloatArray
@@ -105,62 +145,64 @@ class Dfg:
     names: Names
 
     def __post_init__(self) -> None:
-        for name, kind in _DTYPES.items():
-            array = np.ascontiguousarray(getattr(self, name), dtype=kind)
+        for name, column in (OP_COLUMNS | OTHER_COLUMNS).items():
+            given = getattr(self, name)
+            array = np.ascontiguousarray(given, dtype=column.dtype)
             if array.ndim != 1:
                 raise InvalidInput(
                     f"a data-flow graph needs flat arrays, but {name} has {array.ndim} dimensions"
                 )
             if array.flags.writeable:
-                array = array.copy() if array is getattr(self, name) else array
+                array = array.copy() if array is given else array
                 array.flags.writeable = False
             object.__setattr__(self, name, array)
         self._check_shapes()
-        for name, limit in (
-            ("queue", self.queues),
-            ("channel", self.queues),
-            ("acquires", self.locks),
-            ("releases", self.locks),
-        ):
-            _check_range(name, getattr(self, name), limit)
-        _check_range("layer", self.layer, len(self.names.layers))
-        for name in ("duration_s", "gap_s", "size_bytes"):
-            values = getattr(self, name)
-            wrong = np.flatnonzero(~(np.isfinite(values) & (values >= 0)))
-            if len(wrong):
-                op = int(wrong[0])
-                raise InvalidInput(
-                    f"{name} must be finite and at least 0, but that of op {self.names.ops[op]!r} is {values[op]}"
-                )
-        if np.any((self.channel >= 0) & ((self.queue < 0) | (self.channel == self.queue))):
-            raise InvalidInput("an op with a channel needs a queue that is another one")
-        if np.any(self.lock_capacity < 1):
-            raise InvalidInput("a lock needs a capacity of at least 1")
-        assert self.topological_order is not None  # raises where there is a cycle
+        self._check_values()
+        assert self.topological_order is not None  # raises for a cycle
 
     def _check_shapes(self) -> None:
         count = self.ops
         if count > MAX_OPS:
             raise InvalidInput(f"a data-flow graph may have at most {MAX_OPS} ops, but has {count}")
-        for name in _PER_OP:
-            if len(getattr(self, name)) != count:
-                raise InvalidInput(
-                    f"{name} must have one value per op, {count}, but has {len(getattr(self, name))}"
-                )
+        for name in OP_COLUMNS:
+            length = len(getattr(self, name))
+            if length != count:
+                raise InvalidInput(f"{name} must have one value per op, {count}, but has {length}")
         if len(self.names.ops) != count or len(self.names.queues) != self.queues:
             raise InvalidInput(f"names must be given to {count} ops and {self.queues} queues")
-        if (
-            len(self.child_start) != count + 1
-            or self.child_start[0] != 0
-            or self.child_start[-1] != len(self.child)
-        ):
+        start = self.child_start
+        if len(start) != count + 1 or start[0] != 0 or start[-1] != len(self.child):
             raise InvalidInput(
-                "child_start must begin at 0, end at the number of edges and have one value more than there are ops"
+                "child_start must begin at 0, end at the number of edges "
+                "and have one value more than there are ops"
             )
-        if np.any(np.diff(self.child_start) < 0):
+        if np.any(np.diff(start) < 0):
             raise InvalidInput("child_start must not fall")
         if len(self.child) and (self.child.min() < 0 or self.child.max() >= count):
             raise InvalidInput(f"child must hold numbers of ops, 0 to {count - 1}")
+
+    def _check_values(self) -> None:
+        limits = {"queues": self.queues, "locks": self.locks, "layers": len(self.names.layers)}
+        for name, column in OP_COLUMNS.items():
+            values = getattr(self, name)
+            limit = limits.get(column.numbers)
+            if limit is not None and len(values) and not -1 <= values.min() <= values.max() < limit:
+                raise InvalidInput(
+                    f"{name} must hold {NONE} or numbers below {limit}, "
+                    f"but has {int(values.min())} to {int(values.max())}"
+                )
+            if column.is_amount:
+                invalid = np.flatnonzero(~(np.isfinite(values) & (values >= 0)))
+                if len(invalid):
+                    op = int(invalid[0])
+                    raise InvalidInput(
+                        f"{name} must be finite and at least 0, "
+                        f"but that of op {self.names.ops[op]!r} is {values[op]}"
+                    )
+        if np.any((self.channel >= 0) & ((self.queue < 0) | (self.channel == self.queue))):
+            raise InvalidInput("an op with a channel needs a queue that is another one")
+        if np.any(self.lock_capacity < 1):
+            raise InvalidInput("a lock needs a capacity of at least 1")
 
     @property
     def ops(self) -> int:
@@ -185,88 +227,37 @@ class Dfg:
         return counts
 
     @cached_property
-    def parent_csr(self) -> tuple[IntArray, Int32Array]:
-        """(parent_start (N + 1,), parent (E,)): the edges from the other end; the parents of an op in ascending order."""
-        from autotune.dfg.order import (
-            reversed_csr,  # compiled code loads when the first graph is made, not when this is imported
-        )
-
-        return reversed_csr(self.child_start, self.child)
-
-    @cached_property
     def late_queues(self) -> BoolArray:
-        """The queues that must choose when they are free, shape (Q,): by priority, or because a channel is involved."""
+        """Queues that choose an op only when they are free, shape (Q,).
+
+        They serve by priority, or a channel is involved.
+        """
         late: BoolArray = self.discipline == Discipline.PRIORITY
-        through = self.channel >= 0
-        late[self.channel[through]] = True
-        late[self.queue[through]] = True
+        with_channel = self.channel >= 0
+        late[self.channel[with_channel]] = True
+        late[self.queue[with_channel]] = True
         return late
 
     @cached_property
     def is_plain(self) -> bool:
-        """Whether all queues are FIFO and there is no gap, channel or lock."""
-        return not (
-            self.late_queues.any()
-            or self.gap_s.any()
-            or (self.acquires >= 0).any()
-            or (self.releases >= 0).any()
-        )
+        """Whether all queues are FIFO, without any gap, channel or lock."""
+        has_locks = (self.acquires >= 0).any() or (self.releases >= 0).any()
+        return not (self.late_queues.any() or self.gap_s.any() or has_locks)
 
     @cached_property
     def topological_order(self) -> Int32Array:
-        """Every op behind its parents, shape (N,). Raises `InvalidInput`, naming an op of a cycle, where there is none."""
-        if np.all(
-            np.repeat(np.arange(self.ops, dtype=np.int32), np.diff(self.child_start)) < self.child
-        ):
-            return np.arange(
-                self.ops, dtype=np.int32
-            )  # who writes a graph down front to back need not be sorted
-        from autotune.dfg.order import topological
+        """Every op behind its parents, shape (N,). Raises `InvalidInput`, naming ops of a cycle."""
+        in_order = np.arange(self.ops, dtype=np.int32)
+        if np.all(np.repeat(in_order, np.diff(self.child_start)) < self.child):
+            return in_order
+        from autotune.dfg.order import topological  # numba is loaded only if it is needed
 
         order = topological(self.child_start, self.child, self.parents_left)
         if len(order) < self.ops:
             left = np.ones(self.ops, dtype=np.bool_)
             left[order] = False
-            names = [self.names.ops[op] for op in np.flatnonzero(left)[:3]]
+            names = ", ".join(self.names.ops[op] for op in np.flatnonzero(left)[:3])
             raise InvalidInput(
-                f"a data-flow graph must have no cycle, but there is one among or before {', '.join(names)}"
+                f"a data-flow graph must have no cycle, but there is one among or before {names}"
             )
         return order
-
-
-_DTYPES: dict[str, type[np.generic]] = {
-    "duration_s": np.float64,
-    "queue": np.int32,
-    "child_start": np.int64,
-    "child": np.int32,
-    "discipline": np.int8,
-    "kind": np.int8,
-    "gap_s": np.float64,
-    "channel": np.int32,
-    "priority": np.int32,
-    "size_bytes": np.float64,
-    "layer": np.int32,
-    "worker": np.int32,
-    "acquires": np.int32,
-    "releases": np.int32,
-    "lock_capacity": np.int32,
-}
-_PER_OP = (
-    "queue",
-    "kind",
-    "gap_s",
-    "channel",
-    "priority",
-    "size_bytes",
-    "layer",
-    "worker",
-    "acquires",
-    "releases",
-)
-
-
-def _check_range(name: str, numbers: Int32Array, limit: int) -> None:
-    if len(numbers) and (numbers.min() < NONE or numbers.max() >= limit):
-        raise InvalidInput(
-            f"{name} must hold {NONE} or numbers below {limit}, but has {int(numbers.min())} to {int(numbers.max())}"
-        )

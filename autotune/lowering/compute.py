@@ -18,9 +18,9 @@ import numpy as np
 
 from autotune.arrays import BoolArray, FloatArray, IntArray
 from autotune.costs.timing import close_groups, needed_times_s, ready_times_s
+from autotune.dfg.build import DfgBuilder
 from autotune.dfg.graph import NONE, Discipline, Kind
 from autotune.lowering.costs import RuntimeCosts
-from autotune.lowering.emit import Emitter
 from autotune.lowering.messages import Members
 from autotune.workload import DTYPE_BYTES, Workload
 
@@ -130,7 +130,7 @@ class Worker:
 
     def __init__(
         self,
-        to: Emitter,
+        to: DfgBuilder,
         rank: int,
         passes: Passes,
         duties: Duties,
@@ -173,7 +173,7 @@ class Worker:
         start = np.cumsum(lengths) - lengths
         fill = start + head - 1
         total = int(lengths.sum())
-        first = to.count
+        first = to.ops
         at_position = np.arange(messages) - (np.cumsum(issues) - issues)[duties.issued_at]
         issue = start[duties.issued_at] + head + width * at_position
         duration_s, kind = np.zeros(total), np.full(total, Kind.PACK, dtype=np.int64)
@@ -228,7 +228,7 @@ class Worker:
             "priority": priority,
             "layer": layer,
         }
-        to.add(total, named, duration_s=duration_s, worker=self._rank, **columns)
+        to.block(total, named, duration_s=duration_s, worker=self._rank, **columns)
         self._done = first + int(on_host[-1])
         rest_s = max(passes.workload.backward_s - float(passes.ready_s[-1]), 0.0)
         ahead = (
@@ -293,7 +293,7 @@ class Worker:
         ).astype(np.float64)
         on_cpu = passes.computes_on_cpu
         began = self._buffers(self._computed)
-        base = to.count
+        base = to.ops
         segment = base + 3 * np.arange(len(times))
         gate, written = segment + 1, segment + 2
         read = written if on_cpu else gate
@@ -319,7 +319,7 @@ class Worker:
         def named(number: int) -> str:
             return f"r{self._rank} {('forward', 'read', 'write')[number % 3]} {number // 3}"
 
-        to.add(total, named, worker=self._rank, **columns)
+        to.block(total, named, worker=self._rank, **columns)
         rest_s = max(passes.workload.forward_s - float(times[-1]), 0.0)
         ahead = (int(segment[-1]), int(read[-1]))
         self._computed, self._done = (
@@ -354,6 +354,6 @@ class Worker:
             "worker": self._rank,
         }
         taken_s = duration_s * self._share if on_host else duration_s
-        number = self._to.add(1, lambda _: f"r{self._rank} {name}", duration_s=taken_s, **columns)
+        number = self._to.block(1, lambda _: f"r{self._rank} {name}", duration_s=taken_s, **columns)
         self._to.edges(np.array(after), number)
         return number

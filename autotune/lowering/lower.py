@@ -8,12 +8,12 @@ from dataclasses import replace
 import numpy as np
 
 from autotune.cluster import Cluster
+from autotune.dfg.build import DfgBuilder
 from autotune.dfg.graph import NONE, Dfg, Kind
 from autotune.dfg.replay import replay
 from autotune.errors import InvalidInput
 from autotune.lowering.compute import Duties, Passes, Worker
 from autotune.lowering.costs import RuntimeCosts
-from autotune.lowering.emit import Emitter
 from autotune.lowering.messages import Members, Sender
 from autotune.lowering.network import CORES, Network, Sent
 from autotune.lowering.step_times import Timing
@@ -98,11 +98,11 @@ class Lowering:
         `limit`: as in `Plan`.
         """
         batches = self._sender.batches(messages, ring_order)
-        to, count = Emitter(), len(messages)
+        to, count = DfgBuilder(), len(messages)
         issue_s = np.full(count, self.costs["issue_s"])
         for batch in batches:
             issue_s[batch.numbers] += 0.0 if limit is not None else batch.steps[0].prepare_s
-        first = to.add(
+        first = to.block(
             count,
             lambda number: f"issue {number}",
             duration_s=issue_s,
@@ -149,7 +149,7 @@ class _Drawing:
                 f"a plan is lowered on its own cluster: it is for {plan.world_size} ranks, but cluster {cluster.name!r} has "
                 f"{cluster.world_size}; plan the strategy for this cluster"
             )
-        self.plan, self.to, self.workload = plan, Emitter(), lowering.workload
+        self.plan, self.to, self.workload = plan, DfgBuilder(), lowering.workload
         self.members = Members.of(plan, lowering.workload)
         batches = lowering._sender.batches(plan.messages, plan.ring_order)
         ranks = [0] if symmetric else list(range(cluster.world_size))
@@ -211,7 +211,7 @@ class _Drawing:
         return self._join("begin backward", behind)
 
     def _join(self, name: str, after: list[int] | np.ndarray) -> int:
-        number = self.to.add(1, lambda _: name, kind=Kind.VIRTUAL)
+        number = self.to.block(1, lambda _: name, kind=Kind.VIRTUAL)
         self.to.edges(np.array(after), number)
         return number
 

@@ -17,9 +17,9 @@ from functools import lru_cache
 import numpy as np
 
 from autotune.arrays import FloatArray, IntArray
+from autotune.dfg.build import DfgBuilder
 from autotune.dfg.graph import NONE, Kind
 from autotune.lowering.costs import RuntimeCosts
-from autotune.lowering.emit import Emitter
 from autotune.lowering.messages import Batch, SendStep, kept_cores, kept_ports
 from autotune.lowering.traffic import IN, OUT, Collective, Ports
 
@@ -140,13 +140,13 @@ class Network:
             if port != self._root_port(step)
         }
 
-    def emit(self, to: Emitter, issued: IntArray) -> Sent:
+    def emit(self, to: DfgBuilder, issued: IntArray) -> Sent:
         """One step's messages; `issued` (W, M): the ops that issue them."""
         made = [self._template(to, batch) for batch in self._batches]
         lengths = np.zeros(self._messages, dtype=np.int64)
         for batch, template in zip(self._batches, made, strict=True):
             lengths[batch.numbers] = len(template.queue)
-        base = to.count + np.cumsum(lengths) - lengths
+        base = to.ops + np.cumsum(lengths) - lengths
         total = int(lengths.sum())
         columns = {name: np.full(total, NONE, dtype=np.int64) for name in (*_COPIED, "layer")}
         duration_s, size_bytes = np.zeros(total), np.zeros(total)
@@ -157,7 +157,7 @@ class Network:
         ends = np.zeros(self._messages, dtype=np.int64)
         for batch, template in zip(self._batches, made, strict=True):
             start, count = base[batch.numbers], len(template.queue)
-            at = (start - to.count)[:, None] + np.arange(count)
+            at = (start - to.ops)[:, None] + np.arange(count)
             for name in _COPIED:
                 columns[name][at] = np.array(getattr(template, name))
             columns["layer"][at] = self._layer[batch.numbers][:, None]
@@ -177,19 +177,19 @@ class Network:
             ends[batch.numbers] = start + count - 1
             names.update(dict.fromkeys(batch.numbers.tolist(), template.names))
         self._chain(to, prepared, done)
-        offsets = base - to.count
+        offsets = base - to.ops
 
         def named(number: int) -> str:
             message = int(np.searchsorted(offsets, number, side="right")) - 1
             return f"message {message} {names[message][number - int(offsets[message])]}"
 
-        to.add(total, named, duration_s=duration_s, size_bytes=size_bytes, **columns)
+        to.block(total, named, duration_s=duration_s, size_bytes=size_bytes, **columns)
         return Sent(base, ends)
 
     def _cores_name(self, host: int) -> str:
         return CORES if self._crowd > 0 else f"{self._link.name(host).removesuffix(' out')} cores"
 
-    def _chain(self, to: Emitter, prepared: IntArray, done: IntArray) -> None:
+    def _chain(self, to: DfgBuilder, prepared: IntArray, done: IntArray) -> None:
         """Each lane's thread takes the messages in plan order, the next one when its step of the one `limit` places before is done."""
         for lane, lane_ends in zip(prepared, done, strict=True):
             for taken, ends in zip(lane, lane_ends, strict=True):
@@ -199,7 +199,7 @@ class Network:
                 if self._limit is not None:
                     to.edges(ends[there[: -self._limit]], taken[there[self._limit :]])
 
-    def _template(self, to: Emitter, batch: Batch) -> _Template:
+    def _template(self, to: DfgBuilder, batch: Batch) -> _Template:
         made = _Template()
         none = np.zeros(len(batch.numbers))
         empty = made.duration(none)
@@ -211,7 +211,13 @@ class Network:
         return made
 
     def _step(
-        self, to: Emitter, made: _Template, own: SendStep, lane: int, behind: list[int], empty: int
+        self,
+        to: DfgBuilder,
+        made: _Template,
+        own: SendStep,
+        lane: int,
+        behind: list[int],
+        empty: int,
     ) -> list[int]:
         """The ops of one step behind those of the step before; those that the next one waits for."""
         threads = []
@@ -254,7 +260,13 @@ class Network:
         return behind
 
     def _rounds(
-        self, to: Emitter, made: _Template, own: SendStep, lane: int, behind: list[int], empty: int
+        self,
+        to: DfgBuilder,
+        made: _Template,
+        own: SendStep,
+        lane: int,
+        behind: list[int],
+        empty: int,
     ) -> int:
         """In every round each port sends its share, then the rest of the time passes; the last op gives the thread back."""
         times, none = own.times, np.zeros(len(own.size_bytes))
@@ -270,7 +282,7 @@ class Network:
         lock = (
             NONE
             if self._limit == 1
-            else to.lock((lane, own.circle_key), int(self._costs["threads"]))
+            else to.lock(int(self._costs["threads"]), (lane, own.circle_key))
         )
         busy = [int(host) for host in self._cores if times.cores[host] > 0]
         # Cores are at work beyond a message's end: senders still move what their sockets hold, threads go back to sleep.

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autotune.arrays import FloatArray, Int32Array, IntArray
+from autotune.dfg.graph import Dfg
 from autotune.dfg.replay import Timeline
 
 
@@ -44,7 +45,7 @@ def execution_graph(timeline: Timeline) -> ExecutionGraph:
     order = np.lexsort((depth, timeline.end_s, timeline.start_s)).astype(np.int32)
     position = np.empty(dfg.ops, dtype=np.int64)
     position[order] = np.arange(dfg.ops)
-    parent_start, parent = dfg.parent_csr
+    parent_start, parent = parent_csr(dfg)
     child = np.repeat(np.arange(dfg.ops), np.diff(parent_start))
     caused = np.flatnonzero(timeline.cause >= 0)
     edges = [
@@ -57,6 +58,13 @@ def execution_graph(timeline: Timeline) -> ExecutionGraph:
     lag_s = np.concatenate([edge[2] for edge in edges])
     keep = before < behind
     return ExecutionGraph(order, *_csr_of_longest(dfg.ops, before[keep], behind[keep], lag_s[keep]))
+
+
+def parent_csr(dfg: Dfg) -> tuple[IntArray, Int32Array]:
+    """(parent_start (N + 1,), parent (E,)): the reversed edges; parents in ascending order."""
+    start = np.concatenate([[0], np.cumsum(dfg.parents_left, dtype=np.int64)])
+    parent = np.repeat(np.arange(dfg.ops, dtype=np.int32), np.diff(dfg.child_start))
+    return start, parent[np.argsort(dfg.child, kind="stable")]
 
 
 def _queue_edges(timeline: Timeline, position: IntArray) -> tuple[IntArray, IntArray, FloatArray]:

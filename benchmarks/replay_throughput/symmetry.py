@@ -28,6 +28,7 @@ from autotune.dfg.build import csr
 from autotune.dfg.graph import NONE, Dfg, Names
 from autotune.dfg.replay import Timeline
 from autotune.errors import InvalidInput
+from benchmarks.replay_throughput.execution_graph import parent_csr
 
 _SAME = ("duration_s", "gap_s", "kind", "priority", "size_bytes", "layer")
 
@@ -198,7 +199,7 @@ def _compare_groups(
 
 def _parents(dfg: Dfg, stands: IntArray) -> tuple[IntArray, IntArray]:
     """(child, representative of a parent) of all edges, each once; alike ops must have alike parents."""
-    start, parent = dfg.parent_csr
+    start, parent = parent_csr(dfg)
     child = np.repeat(np.arange(dfg.ops), np.diff(start))
     keys = np.unique(child * dfg.ops + stands[parent]) if dfg.ops else np.zeros(0, dtype=np.int64)
     child, parents = keys // max(dfg.ops, 1), keys % max(dfg.ops, 1)

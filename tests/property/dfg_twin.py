@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
 
 from autotune.dfg.build import DfgBuilder, csr
-from autotune.dfg.graph import NONE, Dfg, Discipline, Kind
+from autotune.dfg.graph import NONE, OP_COLUMNS, Dfg, Discipline, Kind
+from benchmarks.replay_throughput.execution_graph import parent_csr
 
 
 @dataclass
@@ -32,6 +34,9 @@ class Twin:
     free: dict[int, tuple[float, int]] = field(default_factory=dict)
     releaser: dict[int, int] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self.parents = parent_csr(self.dfg)
+
     def run(self) -> None:
         while True:
             while self._arrive() or self._locks() or self._choose():
@@ -50,7 +55,7 @@ class Twin:
         return int(self.dfg.priority[op]), self.since[op], op
 
     def _parents(self, op: int) -> list[int]:
-        start, parent = self.dfg.parent_csr
+        start, parent = self.parents
         return parent[start[op] : start[op + 1]].tolist()
 
     def _arrive(self) -> bool:
@@ -130,24 +135,10 @@ class Twin:
 def relabelled(dfg: Dfg, number: np.ndarray) -> Dfg:
     """The same graph; `number` (N,) is the new one of each op. Only the names stay where they were."""
     old = np.argsort(number)  # op at each new number
-    columns = (
-        "duration_s",
-        "queue",
-        "kind",
-        "gap_s",
-        "channel",
-        "priority",
-        "size_bytes",
-        "layer",
-        "worker",
-        "acquires",
-        "releases",
-    )
     origin = np.repeat(np.arange(dfg.ops), np.diff(dfg.child_start))
     start, child = csr(dfg.ops, number[origin], number[dfg.child])
-    return replace(
-        dfg, child_start=start, child=child, **{name: getattr(dfg, name)[old] for name in columns}
-    )
+    columns: dict[str, Any] = {name: getattr(dfg, name)[old] for name in OP_COLUMNS}
+    return replace(dfg, child_start=start, child=child, **columns)
 
 
 @st.composite

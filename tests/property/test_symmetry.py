@@ -14,6 +14,7 @@ from autotune.dfg.build import DfgBuilder, csr
 from autotune.dfg.graph import NONE, Dfg, Discipline, Kind
 from autotune.dfg.replay import replay
 from autotune.errors import InvalidInput
+from benchmarks.replay_throughput.execution_graph import parent_csr
 from benchmarks.replay_throughput.symmetry import fold
 
 LAYERS = 5
@@ -138,13 +139,13 @@ def copies(draw: st.DrawFn) -> Dfg:
     duration_s, abroad = rng.uniform(0.1, 1, one.ops), rng.random((2, max(one.ops, 1))) < 0.4
     builder = DfgBuilder()
     queues = [
-        [builder.queue(f"q{q}", Discipline(one.discipline[q])) for q in range(one.queues)]
-        for _ in range(workers)
+        [builder.queue(f"q{q} of {w}", Discipline(one.discipline[q])) for q in range(one.queues)]
+        for w in range(workers)
     ]
     locks = [
         [builder.lock(int(capacity)) for capacity in one.lock_capacity] for _ in range(workers)
     ]
-    start, parent = one.parent_csr
+    start, parent = parent_csr(one)
     for worker in range(workers):
         next_worker = (worker + 1) % workers
         for op in range(one.ops):

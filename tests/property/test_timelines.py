@@ -20,13 +20,14 @@ from autotune.dfg.utilisation import (
     exposed_communication_s,
     iteration_summary,
 )
+from benchmarks.replay_throughput.execution_graph import parent_csr
 
 MANY = settings(max_examples=100, deadline=None)
 ANY_GRAPH = st.one_of(graphs(ops=25), graphs(plain=True, ops=25))
 
 
 def longest_chain_s(dfg: Dfg) -> float:
-    start, parent = dfg.parent_csr
+    start, parent = parent_csr(dfg)
     ends_s = np.zeros(dfg.ops)
     for op in dfg.topological_order:
         ends_s[op] = ends_s[parent[start[op] : start[op + 1]]].max(initial=0.0) + dfg.duration_s[op]
@@ -47,7 +48,7 @@ def assert_one_at_a_time(timeline: Timeline, queue: int) -> None:
 def test_no_op_is_early_and_nothing_is_used_twice_at_once(dfg: Dfg) -> None:
     timeline = replay(dfg)
     np.testing.assert_array_equal(timeline.end_s, timeline.start_s + dfg.duration_s)
-    start, parent = dfg.parent_csr
+    start, parent = parent_csr(dfg)
     for op in range(dfg.ops):
         assert all(
             timeline.end_s[p] <= timeline.start_s[op] for p in parent[start[op] : start[op + 1]]

@@ -19,6 +19,7 @@ from autotune.dfg.critical_path import critical_path
 from autotune.dfg.graph import NONE, Dfg, Discipline, Kind
 from autotune.dfg.replay import replay
 from autotune.errors import InvalidInput
+from benchmarks.replay_throughput.execution_graph import parent_csr
 from benchmarks.replay_throughput.incremental import IncrementalReplay
 
 
@@ -61,7 +62,7 @@ def test_an_edge_that_is_named_twice_counts_once() -> None:
 
 
 def test_parents_are_told_in_ascending_order() -> None:
-    start, parent = two_workers().parent_csr
+    start, parent = parent_csr(two_workers())
     assert parent[start[4] : start[5]].tolist() == [1, 3]
     assert start[-1] == len(parent) == two_workers().edges
 

@@ -67,13 +67,9 @@ class _Build:
         return self.graph.build()
 
     def _ops(self, place: int, part: Part) -> None:
-        queues: dict[int, int] = {}
         for number, op in enumerate(part.ops.ops):
-            if op.lane not in queues:
-                queues[op.lane] = self.graph.queue(
-                    f"rank {part.rank} {part.trace.lanes[op.lane].name}"
-                )
-            queue = queues[op.lane]
+            lane = part.trace.lanes[op.lane].name
+            queue = self.graph.queue(f"rank {part.rank} {lane}", key=(place, op.lane))
             layer = self.graph.layer(op.layer) if op.layer else NONE
             joint = self._joint_of(part, op.collective)
             duration_s = op.duration_s
