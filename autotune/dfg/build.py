@@ -149,7 +149,8 @@ class DfgBuilder:
     def _close_rows(self) -> None:
         """Collect the single ops into a block."""
         if self._rows:
-            columns = dict(zip(OP_COLUMNS, zip(*self._rows, strict=True), strict=True))
+            values = zip(*self._rows, strict=True)
+            columns: dict[str, ArrayLike] = dict(zip(OP_COLUMNS, values, strict=True))
             self._blocks.append((self._blocked_ops, len(self._rows), columns))
             self._block_names.append(self._row_names.__getitem__)
             self._blocked_ops += len(self._rows)
