@@ -29,7 +29,7 @@ from autotune.lowering.replayed import LoweredSteps
 from autotune.optimizer.budget import Budget
 from autotune.optimizer.optimize import Optimized, optimize
 from autotune.optimizer.state import Speedups
-from autotune.profiling.layer_profile import read_layer_profile
+from autotune.profiling.formats.layer_profile import read_layer_profile
 from autotune.profiling.op_graph import OpGraph
 from autotune.strategy_space.builders.catalogue import seed_strategies
 from autotune.strategy_space.plan import plan

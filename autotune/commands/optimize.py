@@ -37,9 +37,9 @@ from autotune.memory.budget import MemoryBudget
 from autotune.memory.peak import highest_peak
 from autotune.optimizer.budget import Budget
 from autotune.optimizer.optimize import ASSUMED_TIMES, Optimized, optimize
-from autotune.profiling.layer_profile import read_layer_profile
+from autotune.profiling.formats.layer_profile import read_layer_profile
+from autotune.profiling.formats.sources import holds_traces
 from autotune.profiling.op_graph import OpGraph
-from autotune.profiling.traces.sources import holds_traces
 from autotune.recordings.memory_file import RecordedMemory, why_no_memory
 from autotune.reports.timeline_page import Fact, Listing, Page, write_timeline_report
 from autotune.strategy_space.describe import message_rows, whole_text
@@ -215,8 +215,8 @@ def _timed(workload: Workload, name: str) -> Workload:
 
 def _traced(path: Path) -> _Source:
     """The buckets of a data-parallel job that someone traced."""
+    from autotune.profiling.graph.traced_workload import workload_of
     from autotune.profiling.traces.job import read_job
-    from autotune.profiling.traces.trace_workload import workload_of
 
     found = workload_of(read_job(path), model=path.name.split(".")[0] or "traced")
     return _Source(

@@ -28,9 +28,10 @@ from autotune.dfg.replay import replay
 from autotune.dfg.utilisation import IterationSummary, iteration_summary
 from autotune.errors import InvalidInput
 from autotune.memory.peak import highest_peak
-from autotune.profiling.traces.global_graph import build_dfg
+from autotune.profiling.formats.rank_trace import repair_lines
+from autotune.profiling.graph.global_graph import build_dfg
+from autotune.profiling.graph.traced_steps import TracedSteps
 from autotune.profiling.traces.job import TraceJob, read_job
-from autotune.profiling.traces.rank_trace import told
 from autotune.recordings.job_file import RecordedJob
 from autotune.recordings.memory_file import RecordedMemory
 from autotune.reports.timeline_page import Fact, Listing, Page, write_timeline_report
@@ -71,15 +72,16 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     """Read, align and replay the traces; show the chosen step."""
     job = read_job(options.traces, options.hosts)
     aligned = _aligned(job, options.align)
-    number = job.chosen_step(_step(options.step), aligned)
-    parts = job.parts(number, aligned)
+    steps = TracedSteps(job, aligned)
+    number = steps.chosen(_step(options.step))
+    parts = steps.parts(number)
     summary = iteration_summary(replay(build_dfg(parts, job.joints)))
     unexplained_s = max(part.ops.unexplained_s for part in parts)
     shown = _Shown(
         job,
         aligned,
         number,
-        job.measured_step_s(number, aligned),
+        steps.measured_s(number),
         summary,
         unexplained_s,
         _memory(options.traces),
@@ -174,7 +176,7 @@ def _head(shown: _Shown) -> list[str]:
         others = f" (of {len(job.steps)}: {listed})"
     matched = f", {len(job.joints)} collectives matched across ranks" if several else ""
     lines = [f"{ranks}, step {shown.step}{others}{matched}"]
-    repairs = told(job.repairs)
+    repairs = repair_lines(job.repairs)
     lines += [f"  repaired: {repair}" for repair in repairs[:SHOWN_REPAIRS]]
     if len(repairs) > SHOWN_REPAIRS:
         lines.append(f"  and {len(repairs) - SHOWN_REPAIRS} more (all with --json)")
@@ -251,7 +253,10 @@ def _page(shown: _Shown) -> Page:
         *(() if aligned is None else (_clocks(job, aligned),)),
         *memory_listings(shown.memory),
     )
-    notes = [*told(job.repairs)[:SHOWN_REPAIRS], *(aligned.notes if aligned is not None else ())]
+    notes = [
+        *repair_lines(job.repairs)[:SHOWN_REPAIRS],
+        *(aligned.notes if aligned is not None else ()),
+    ]
     if len(job.ranks) > 1:
         notes.insert(0, job.hosts.text(job.rank_numbers))
     kicker = f"autotune replay · {len(job.ranks)} of {job.world_size} ranks · {Path(job.source).name or job.source}"

@@ -1,1 +1,1 @@
-
+"""Reads traces, profiles and probes: what was recorded becomes graphs, clocks and fitted costs."""

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from autotune.dfg.replay import replay
+from autotune.profiling.graph.traced_steps import TracedSteps
 from autotune.profiling.traces import read_job
 from autotune.recordings.memory_file import RecordedMemory
 
@@ -20,8 +21,8 @@ H100 = Path(__file__).parents[2] / "datasets" / "gpu_traces" / "h100"
 def test_recorded_steps_are_replayed_within_one_percent(name: str) -> None:
     job = read_job(H100 / name)
     for step in job.steps:
-        assert replay(job.global_dfg(step)).makespan_s == pytest.approx(
-            job.measured_step_s(step), rel=0.01
+        assert replay(TracedSteps(job).dfg(step)).makespan_s == pytest.approx(
+            TracedSteps(job).measured_s(step), rel=0.01
         )
 
 

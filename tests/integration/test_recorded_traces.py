@@ -13,6 +13,7 @@ import pytest
 from autotune.dfg.graph import Kind
 from autotune.dfg.replay import replay
 from autotune.profiling.alignment import align
+from autotune.profiling.graph.traced_steps import TracedSteps
 from autotune.profiling.traces import TraceJob, read_job
 from autotune.profiling.traces.job import assemble
 
@@ -73,10 +74,10 @@ def test_a_recorded_job_is_matched_and_every_step_replayed(recorded: TraceJob) -
     )
     assert len(recorded.joints) >= 24 and all(joint.complete for joint in recorded.joints)
     for step in recorded.steps:
-        assert replay(recorded.global_dfg(step)).makespan_s == pytest.approx(
-            recorded.measured_step_s(step), rel=0.03
+        assert replay(TracedSteps(recorded).dfg(step)).makespan_s == pytest.approx(
+            TracedSteps(recorded).measured_s(step), rel=0.03
         )
-    kinds = set(recorded.global_dfg().kind.tolist())
+    kinds = set(TracedSteps(recorded).dfg().kind.tolist())
     assert {Kind.FORWARD, Kind.BACKWARD, Kind.UPDATE, Kind.COLLECTIVE} <= kinds
 
 
@@ -109,10 +110,13 @@ def test_an_offset_injected_into_a_recorded_job_is_found_within_the_interval(
     width_s = found.high_s[1] - found.low_s[1]
     assert found.low_s[1] - 1e-6 <= OFFSET_S <= found.high_s[1] + 1e-6
     assert abs(found.offset_s[1] - OFFSET_S) <= width_s and width_s < 0.05
-    truth = np.array([recorded.measured_step_s(step) for step in recorded.steps])
+    truth = np.array([TracedSteps(recorded).measured_s(step) for step in recorded.steps])
     raw, better = (
         np.mean(
-            np.abs([replay(job.global_dfg(step, how)).makespan_s for step in job.steps] / truth - 1)
+            np.abs(
+                [replay(TracedSteps(job, how).dfg(step)).makespan_s for step in job.steps] / truth
+                - 1
+            )
         )
         for how in (None, found)
     )

@@ -21,6 +21,7 @@ import autotune
 from autotune.dfg.replay import replay
 from autotune.errors import InvalidInput
 from autotune.profiling.alignment import align
+from autotune.profiling.graph.traced_steps import TracedSteps
 from autotune.profiling.traces import read_job
 from autotune.profiling.traces.job import assemble
 from autotune.recordings.job_file import RecordedJob, trace_name
@@ -189,10 +190,10 @@ def test_offsets_injected_into_recorded_traces_are_found_within_the_interval_and
     width_s = found.high_s[1] - found.low_s[1]
     assert found.low_s[1] - 1e-6 <= OFFSET_S <= found.high_s[1] + 1e-6 and width_s < 0.05
     assert abs(found.offset_s[1] - OFFSET_S) <= width_s
-    true_s = np.array([truth.measured_step_s(step) for step in truth.steps])
+    true_s = np.array([TracedSteps(truth).measured_s(step) for step in truth.steps])
     raw, better = (
         np.abs(
-            [replay(job.global_dfg(step, how)).makespan_s for step in job.steps] / true_s - 1
+            [replay(TracedSteps(job, how).dfg(step)).makespan_s for step in job.steps] / true_s - 1
         ).mean()
         for how in (None, found)
     )

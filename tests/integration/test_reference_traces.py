@@ -15,6 +15,7 @@ from autotune.dfg.chrome_trace import write_chrome_trace
 from autotune.dfg.graph import COMPUTATION, Kind
 from autotune.dfg.replay import replay
 from autotune.profiling.alignment import align
+from autotune.profiling.graph.traced_steps import TracedSteps
 from autotune.profiling.traces import TraceJob, read_job
 from autotune.profiling.traces.job import assemble
 
@@ -47,14 +48,14 @@ def test_every_traced_step_is_replayed_within_one_percent(
 ) -> None:
     job = jobs[name]
     for step, expected_s in zip(job.steps, STEPS[name], strict=True):
-        measured_s = job.measured_step_s(step)
+        measured_s = TracedSteps(job).measured_s(step)
         assert measured_s == pytest.approx(expected_s, rel=1e-3)
-        assert replay(job.global_dfg(step)).makespan_s == pytest.approx(measured_s, rel=0.01)
+        assert replay(TracedSteps(job).dfg(step)).makespan_s == pytest.approx(measured_s, rel=0.01)
 
 
 def test_one_step_predicts_the_others_of_its_job(jobs: dict[str, TraceJob]) -> None:
     job = jobs["ddp_a100"]
-    times = [replay(job.global_dfg(step)).makespan_s for step in job.steps]
+    times = [replay(TracedSteps(job).dfg(step)).makespan_s for step in job.steps]
     assert max(times) / min(times) < 1.03
 
 
@@ -62,14 +63,16 @@ def test_one_step_predicts_the_others_of_its_job(jobs: dict[str, TraceJob]) -> N
 def test_small_traces_without_steps_are_one_step(name: str) -> None:
     job = read_job(DATA / "small" / f"{name}.json.gz")
     assert any("whole trace" in repair.what for repair in job.repairs)
-    assert replay(job.global_dfg()).makespan_s == pytest.approx(job.measured_step_s(), rel=0.01)
+    assert replay(TracedSteps(job).dfg()).makespan_s == pytest.approx(
+        TracedSteps(job).measured_s(), rel=0.01
+    )
 
 
 def test_what_is_forward_backward_update_and_communication_is_told(
     jobs: dict[str, TraceJob],
 ) -> None:
     for name, job in jobs.items():
-        dfg = job.global_dfg(job.steps[-1])
+        dfg = TracedSteps(job).dfg(job.steps[-1])
         device = np.array(
             ["device" in dfg.names.queues[queue] if queue >= 0 else False for queue in dfg.queue]
         )
@@ -91,13 +94,13 @@ def test_the_eight_ranks_share_one_clock_and_replay_their_step(dlrm: TraceJob) -
     assert (
         np.all((aligned.low_s <= 1e-6) & (aligned.high_s >= -1e-6)) and aligned.worst_slack_s == 0
     )
-    assert replay(dlrm.global_dfg(aligned=aligned)).makespan_s == pytest.approx(
-        dlrm.measured_step_s(aligned=aligned), rel=0.01
+    assert replay(TracedSteps(dlrm, aligned).dfg()).makespan_s == pytest.approx(
+        TracedSteps(dlrm, aligned).measured_s(), rel=0.01
     )
 
 
 def test_the_eight_ranks_are_shown_as_one_timeline(dlrm: TraceJob, tmp_path: Path) -> None:
-    timeline = replay(dlrm.global_dfg(aligned=align(dlrm, samples=0)))
+    timeline = replay(TracedSteps(dlrm, align(dlrm, samples=0)).dfg())
     write_chrome_trace(timeline, tmp_path / "all.json.gz")
     with gzip.open(tmp_path / "all.json.gz", "rt") as file:
         events = json.load(file)["traceEvents"]
@@ -126,8 +129,8 @@ def test_offsets_injected_into_the_eight_ranks_are_found_and_their_harm_is_undon
     job = assemble(moved)
     aligned = align(job, samples=2)
     np.testing.assert_allclose(aligned.offset_s, offsets, atol=3e-6)
-    true_s = dlrm.measured_step_s()
+    true_s = TracedSteps(dlrm).measured_s()
     raw, better = (
-        abs(replay(job.global_dfg(aligned=how)).makespan_s / true_s - 1) for how in (None, aligned)
+        abs(replay(TracedSteps(job, how).dfg()).makespan_s / true_s - 1) for how in (None, aligned)
     )
     assert better < 0.001 < 0.3 < raw

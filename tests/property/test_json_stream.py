@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autotune.errors import InvalidInput
-from autotune.profiling.traces import json_stream
-from autotune.profiling.traces.json_stream import Field, JsonItems
+from autotune.profiling.formats import json_stream
+from autotune.profiling.formats.json_stream import Field, JsonItems
 
 leaves = (
     st.none()

@@ -19,6 +19,7 @@ from autotune.profiling.alignment import align
 from autotune.profiling.alignment.align import align_observations
 from autotune.profiling.alignment.intervals import feasible_intervals
 from autotune.profiling.alignment.observations import Observations, observe
+from autotune.profiling.graph.traced_steps import TracedSteps
 
 
 def observations(
@@ -61,19 +62,22 @@ def test_the_replay_of_aligned_traces_errs_by_a_fraction_of_that_of_raw_ones(
     tmp_path: Path,
 ) -> None:
     truth = Job(ranks=4, steps=4, spread_us=400.0, jitter_us=4.0)
-    true_s = [truth.read(tmp_path).measured_step_s(step) for step in range(4)]
+    true_s = [TracedSteps(truth.read(tmp_path)).measured_s(step) for step in range(4)]
     job = Job(
         ranks=4, steps=4, spread_us=400.0, jitter_us=4.0, offsets_s=(0.0, 2e-3, -1e-3, 4e-3)
     ).read(tmp_path)
     aligned = align(job, samples=2)
     errors = [
-        [abs(replay(job.global_dfg(step, how)).makespan_s / true_s[step] - 1) for step in range(4)]
+        [
+            abs(replay(TracedSteps(job, how).dfg(step)).makespan_s / true_s[step] - 1)
+            for step in range(4)
+        ]
         for how in (None, aligned)
     ]
     assert np.mean(errors[1]) < 0.01 and np.mean(errors[0]) > 20 * np.mean(errors[1])
     sent_s = [
         dfg.duration_s[dfg.kind == Kind.COLLECTIVE]
-        for dfg in (job.global_dfg(1, how) for how in (None, aligned))
+        for dfg in (TracedSteps(job, how).dfg(1) for how in (None, aligned))
     ]
     assert (
         np.abs(sent_s[1] - 200e-6).max() < 20e-6 < 150e-6 < np.abs(sent_s[0] - 200e-6).max()

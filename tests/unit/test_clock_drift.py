@@ -14,6 +14,7 @@ from autotune.dfg.replay import replay
 from autotune.profiling.alignment import align
 from autotune.profiling.alignment.align import align_observations
 from autotune.profiling.alignment.drift import MOST_DRIFT
+from autotune.profiling.graph.traced_steps import TracedSteps
 
 STEP_S = 0.5
 
@@ -107,10 +108,10 @@ def test_the_steps_of_drifting_traces_replay_as_those_of_true_ones(tmp_path: Pat
     found = align(job, samples=0)
     assert found.drift[1] == pytest.approx(4e-4, rel=0.02)
     for step in (0, 59):
-        assert job.measured_step_s(step, found) == pytest.approx(
-            truth.measured_step_s(step), abs=8e-6
+        assert TracedSteps(job, found).measured_s(step) == pytest.approx(
+            TracedSteps(truth).measured_s(step), abs=8e-6
         )
-        assert replay(job.global_dfg(step, found)).makespan_s == pytest.approx(
-            truth.measured_step_s(step), abs=8e-6
+        assert replay(TracedSteps(job, found).dfg(step)).makespan_s == pytest.approx(
+            TracedSteps(truth).measured_s(step), abs=8e-6
         )
-    assert np.ptp([job.shifts_s(step, found)[1] for step in (0, 59)]) > 20e-6
+    assert np.ptp([TracedSteps(job, found).shifts_s(step)[1] for step in (0, 59)]) > 20e-6

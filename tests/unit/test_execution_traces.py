@@ -11,8 +11,8 @@ import pytest
 from synthetic_traces import Event, Job
 
 from autotune.errors import InvalidInput
+from autotune.profiling.formats.execution_trace import ExecutionTrace, read_execution_trace
 from autotune.profiling.traces import TraceJob, read_job
-from autotune.profiling.traces.execution_trace import ExecutionTrace, read_execution_trace
 
 TENSOR = [9, 6, 0, 250, 4, "cuda:0"]
 GROUPS = json.dumps(

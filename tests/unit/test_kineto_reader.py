@@ -15,9 +15,10 @@ import pytest
 from synthetic_traces import Job
 
 from autotune.errors import InvalidInput
+from autotune.profiling.formats.kineto import read_kineto
+from autotune.profiling.formats.rank_trace import Category, Repair, repair_lines
+from autotune.profiling.graph.traced_steps import TracedSteps
 from autotune.profiling.traces import read_job
-from autotune.profiling.traces.kineto import read_kineto
-from autotune.profiling.traces.rank_trace import Category, Repair, told
 
 
 def read(data: Any) -> Any:
@@ -147,7 +148,7 @@ def test_folders_globs_and_archives_give_the_same_job(tmp_path: Path) -> None:
         read_job(sorted(folder.iterdir())),
     ]
     assert {job.rank_numbers for job in jobs} == {(0, 1)}
-    assert len({job.measured_step_s() for job in jobs}) == 1
+    assert len({TracedSteps(job).measured_s() for job in jobs}) == 1
 
 
 def test_files_that_are_broken_or_made_to_fill_the_memory_are_refused(tmp_path: Path) -> None:
@@ -207,7 +208,7 @@ def test_repairs_that_differ_in_the_rank_only_are_told_as_one() -> None:
         Repair("a rank is missing"),
         Repair("left out", 3, 4),
     ]
-    assert told(repairs) == [
+    assert repair_lines(repairs) == [
         "ranks 0-2, 5: steps inferred",
         "a rank is missing",
         "rank 4: left out (3 times)",

@@ -8,7 +8,11 @@ from pathlib import Path
 import pytest
 
 from autotune.errors import InvalidInput
-from autotune.profiling.layer_profile import MAX_BYTES, parse_layer_profile, read_layer_profile
+from autotune.profiling.formats.layer_profile import (
+    MAX_BYTES,
+    parse_layer_profile,
+    read_layer_profile,
+)
 
 DATA = (
     Path(os.environ.get("AUTOTUNE_REFERENCE_DATA", Path(__file__).parents[2] / "../shared/data"))

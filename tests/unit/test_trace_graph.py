@@ -15,8 +15,9 @@ from synthetic_traces import Job
 from autotune.dfg.graph import Dfg, Kind
 from autotune.dfg.replay import replay
 from autotune.errors import InvalidInput
+from autotune.profiling.formats.kineto import read_kineto
+from autotune.profiling.graph.traced_steps import TracedSteps
 from autotune.profiling.traces.job import TraceJob, assemble, read_job
-from autotune.profiling.traces.kineto import read_kineto
 
 
 def job_of(events: list[dict[str, Any]], **fields: Any) -> TraceJob:
@@ -80,12 +81,12 @@ def test_the_replay_of_every_step_gives_its_measured_time(
 ) -> None:
     job = Job(ranks=ranks, kernel_us=kernel_us, jitter_us=5.0).read(tmp_path)
     for step in job.steps:
-        assert replay(job.global_dfg(step)).makespan_s == pytest.approx(
-            job.measured_step_s(step), rel=1e-6
+        assert replay(TracedSteps(job).dfg(step)).makespan_s == pytest.approx(
+            TracedSteps(job).measured_s(step), rel=1e-6
         )
         for rank in job.rank_numbers:
-            assert replay(job.rank_dfg(rank, step)).makespan_s == pytest.approx(
-                job.alone(rank).measured_step_s(step), rel=1e-6
+            assert replay(TracedSteps(job).rank_dfg(rank, step)).makespan_s == pytest.approx(
+                TracedSteps(job.alone(rank)).measured_s(step), rel=1e-6
             )
 
 
@@ -97,7 +98,7 @@ def test_a_gap_of_a_thread_delays_its_next_op_and_not_the_device() -> None:
         kernel("k", 18, 30, 1),
         kernel("never", 2000, 1, 9),
     ]
-    dfg = job_of(events[:4]).global_dfg()
+    dfg = TracedSteps(job_of(events[:4])).dfg()
     assert starts_us(dfg)["k"] == 18 and starts_us(dfg)["b"] == 115
     longer = starts_us(dfg, a=30)
     assert longer["k"] == 38 and longer["b"] == 135
@@ -110,7 +111,7 @@ def test_a_kernel_that_waits_for_its_stream_follows_the_one_before_and_else_its_
         kernel("first", 8, 50, 1),
         kernel("second", 60, 10, 2),
     ]
-    dfg = job_of(events).global_dfg()
+    dfg = TracedSteps(job_of(events)).dfg()
     assert starts_us(dfg)["second"] == 60
     assert starts_us(dfg, first=20)["second"] == 30  # with the same pause behind it
     assert starts_us(dfg, first=1)["second"] == pytest.approx(
@@ -125,7 +126,7 @@ def test_a_synchronization_takes_what_is_left_of_it_once_the_device_is_done() ->
         call("cudaStreamSynchronize", 10, 92, 2),
         host("after", 105, 5),
     ]
-    dfg = job_of(events).global_dfg()
+    dfg = TracedSteps(job_of(events)).dfg()
     assert starts_us(dfg)["after"] == 105
     assert starts_us(dfg, k=40)["after"] == 55
     assert starts_us(dfg, k=1)["after"] == pytest.approx(17)  # 10 + 4 of its own + 3 behind it
@@ -139,7 +140,7 @@ def test_a_copy_to_pageable_memory_holds_its_call_until_it_is_done() -> None:
         kernel("Memcpy DtoH (Device -> Pageable)", 59, 5, 2, cat="gpu_memcpy"),
         host("after", 70, 5),
     ]
-    dfg = job_of(events).global_dfg()
+    dfg = TracedSteps(job_of(events)).dfg()
     assert starts_us(dfg)["after"] == 70 and starts_us(dfg, k=30)["after"] == 50
     assert dfg.kind[list(dfg.names.ops).index("Memcpy DtoH (Device -> Pageable)")] == Kind.COPY
 
@@ -172,13 +173,13 @@ def stream_wait(told: bool) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("told", [True, False])
 def test_a_stream_that_waits_for_another_is_known_from_events_or_inferred(told: bool) -> None:
     job = job_of(stream_wait(told))
-    assert starts_us(job.global_dfg(), first=30)["second"] == 40
-    assert job.rank_ops(0, 0).inferred == (0 if told else 1)
+    assert starts_us(TracedSteps(job).dfg(), first=30)["second"] == 40
+    assert TracedSteps(job).rank_ops(0, 0).inferred == (0 if told else 1)
 
 
 def test_streams_that_merely_follow_each_other_are_not_tied() -> None:
     events = [event for event in stream_wait(False) if event["name"] != "cudaStreamWaitEvent"]
-    assert starts_us(job_of(events).global_dfg(), first=30)["second"] == 70
+    assert starts_us(TracedSteps(job_of(events)).dfg(), first=30)["second"] == 70
 
 
 def test_the_thread_that_runs_backward_is_released_by_the_one_that_waits_for_it() -> None:
@@ -189,7 +190,7 @@ def test_the_thread_that_runs_backward_is_released_by_the_one_that_waits_for_it(
         host("Optimizer.step#SGD.step", 280, 40, cat="user_annotation"),
         host("update", 281, 30),
     ]
-    dfg = job_of(events).global_dfg()
+    dfg = TracedSteps(job_of(events)).dfg()
     longer = starts_us(dfg, forward=80)
     assert longer["autograd::engine::evaluate_function: A"] == 90 and longer["update"] == 311
     assert starts_us(dfg, **{"autograd::engine::evaluate_function: B": 50})["update"] == 231
@@ -227,7 +228,7 @@ def test_a_collective_follows_the_call_that_issued_it_whichever_thread_began_fir
     late, early = gloo("allreduce", 100, 50, 2, 95.0), gloo("broadcast", 60, 30, 3, 15.0)
     job = job_of(marked(*calls, late, early, step_us=400.0))
     assert [one.comm.name for one in job.collectives[0]] == ["all_reduce", "broadcast"]
-    found = job.rank_ops(0, 0)
+    found = TracedSteps(job).rank_ops(0, 0)
     edges = {(found.ops[parent].name, found.ops[child].name) for parent, child in found.edges}
     assert {("c10d::allreduce_", "gloo:allreduce"), ("c10d::broadcast_", "gloo:broadcast")} <= edges
     assert ("c10d::allreduce_", "gloo:broadcast") not in edges
@@ -259,7 +260,7 @@ def test_modules_name_the_layers_of_forward_and_backward_ops() -> None:
         ),
         host("aten::mm", 55, 5, tid=2),
     ]
-    dfg = job_of(events).global_dfg()
+    dfg = TracedSteps(job_of(events)).dfg()
     layers = {
         name: dfg.names.layers[layer] if layer >= 0 else ""
         for name, layer in zip(dfg.names.ops, dfg.layer, strict=True)
@@ -278,10 +279,10 @@ def test_a_device_that_lags_behind_its_host_gives_the_time_between_ends() -> Non
         ]
         events.append(kernel(f"k{step}", 20 + 250.0 * step, 250, step + 1))
     job = job_of(events)
-    assert job.measured_step_s(1) == pytest.approx(250e-6) and job.measured_step_s(
+    assert TracedSteps(job).measured_s(1) == pytest.approx(250e-6) and TracedSteps(job).measured_s(
         0
     ) == pytest.approx(260e-6)
-    assert replay(job.global_dfg(2)).makespan_s == pytest.approx(250e-6)
+    assert replay(TracedSteps(job).dfg(2)).makespan_s == pytest.approx(250e-6)
 
 
 def test_work_launched_before_the_trace_began_belongs_to_no_step() -> None:
@@ -291,15 +292,18 @@ def test_work_launched_before_the_trace_began_belongs_to_no_step() -> None:
         kernel("own", 100, 40, 50),
     ]
     job = job_of(events)
-    assert "earlier" not in job.global_dfg().names.ops
-    assert replay(job.global_dfg()).makespan_s == pytest.approx(40e-6)
+    assert "earlier" not in TracedSteps(job).dfg().names.ops
+    assert replay(TracedSteps(job).dfg()).makespan_s == pytest.approx(40e-6)
     graph = job_of([call("cudaGraphLaunch", 0, 5, 50), kernel("captured", 10, 40, 77)])
-    assert "captured" in graph.global_dfg().names.ops and graph.rank_ops(0, 0).orphans == 1
+    assert (
+        "captured" in TracedSteps(graph).dfg().names.ops
+        and TracedSteps(graph).rank_ops(0, 0).orphans == 1
+    )
 
 
 def test_waiting_for_others_is_no_duration_of_a_collective(tmp_path: Path) -> None:
     job = Job(ranks=3, steps=1, layers=1, spread_us=500.0).read(tmp_path)
-    dfg = job.global_dfg()
+    dfg = TracedSteps(job).dfg()
     transfers = dfg.duration_s[dfg.kind == Kind.COLLECTIVE]
     np.testing.assert_allclose(transfers, 200e-6, atol=5e-7)
     waited = max(one.end_s - one.start_s for own in job.collectives for one in own)
@@ -338,7 +342,7 @@ def test_a_root_does_not_wait_for_those_who_receive() -> None:
             for n, at in enumerate([(20, 30), (50, 90)])
         ]
     )
-    dfg = job.global_dfg()
+    dfg = TracedSteps(job).dfg()
     by_worker = {
         int(w): (round(float(s) * 1e6), round(float(d) * 1e6))
         for k, w, s, d in zip(
@@ -371,9 +375,9 @@ def test_collectives_that_lack_a_counterpart_are_told(tmp_path: Path) -> None:
 def test_steps_and_ranks_that_are_not_there_are_refused(tmp_path: Path) -> None:
     job = Job(ranks=2, steps=2).read(tmp_path)
     with pytest.raises(InvalidInput, match="step must be one of 0, 1, but is 5"):
-        job.global_dfg(5)
+        TracedSteps(job).dfg(5)
     with pytest.raises(InvalidInput, match="rank must be one of 0, 1, but is 2"):
-        job.rank_dfg(2)
+        TracedSteps(job).rank_dfg(2)
     with pytest.raises(InvalidInput, match="a step in common"):
         assemble(
             [

@@ -11,8 +11,8 @@ import pytest
 
 from autotune.cli import main
 from autotune.errors import InvalidInput
+from autotune.profiling.graph.traced_workload import workload_of
 from autotune.profiling.traces.job import read_job
-from autotune.profiling.traces.trace_workload import workload_of
 
 REFERENCE = (
     Path(os.environ.get("AUTOTUNE_REFERENCE_DATA", Path(__file__).parents[3] / "shared" / "data"))

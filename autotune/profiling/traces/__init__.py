@@ -1,4 +1,4 @@
-"""Traces of other people's jobs, and of ours, as data-flow graphs."""
+"""All traces of a training job, matched across ranks."""
 
 from autotune.profiling.traces.job import TraceJob, read_job
 

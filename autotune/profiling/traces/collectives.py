@@ -1,4 +1,4 @@
-"""The collectives of one rank: where each of them ran, and all that the trace says about it."""
+"""The collectives of one rank: where each ran, and what the trace states about it."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autotune.profiling.traces.comm_args import MESSAGE, PARAM_COMMS
-from autotune.profiling.traces.host_segments import is_executing_mark
-from autotune.profiling.traces.rank_trace import MISSING, Category, Comm, RankTrace
+from autotune.profiling.formats.collective_args import MESSAGE, PARAM_COMMS, is_executing_mark
+from autotune.profiling.formats.rank_trace import MISSING, Category, Comm, RankTrace
 
 
 @dataclass(frozen=True)
-class Collective:
-    """`event`: the kernel, or the annotation of the thread that ran it. `issued_s`: its start where the trace does not tell more.
+class TracedCollective:
+    """One collective on one rank.
 
-    `step`: index among the rank's steps of the one it was issued in, MISSING outside of all. `functions`: record-function ids of the event
-    and of the host events that issued it, the innermost first.
+    - `event`: the kernel, or the annotation of the thread that ran the collective.
+    - `issued_s`: the start of the event where the trace states nothing better.
+    - `step`: index of the rank's step that issued the collective, MISSING outside of all steps.
+    - `functions`: record-function ids of the event and its issuing host events, innermost first.
     """
 
     event: int
@@ -29,38 +30,38 @@ class Collective:
     functions: tuple[int, ...] = ()
 
 
-def rank_collectives(trace: RankTrace) -> list[Collective]:
-    """In order of issue. A kernel takes name, size and group from its own arguments and from the host events that enclose its launch."""
+def rank_collectives(trace: RankTrace) -> list[TracedCollective]:
+    """The rank's collectives in order of issue.
+
+    A kernel takes name, size and group from its own arguments and from the host events that
+    enclose its launch.
+    """
     launches = launch_events(trace)
     host_comms = _HostComms(trace)
-    found = []
+    collectives = []
     for event in np.flatnonzero(trace.comm != MISSING).tolist():
-        category = trace.category[event]
-        if category == Category.KERNEL:
+        start_s = float(trace.start_s[event])
+        if trace.category[event] == Category.KERNEL:
             launch = launches.get(int(trace.correlation[event]), MISSING)
             hosts = host_comms.around(event, launch)
-            comm = _merged(
-                [
-                    trace.comms[trace.comm[one]]
-                    for one in (event, *hosts)
-                    if trace.comm[one] != MISSING
-                ]
-            )
-            functions = _functions(trace, hosts)
+            comms = [int(trace.comm[one]) for one in (event, *hosts)]
+            comm = _merged([trace.comms[number] for number in comms if number != MISSING])
             issued_s = float(trace.start_s[launch if launch != MISSING else event])
-        elif category == Category.HOST_MARK and is_executing_mark(trace.name_of(event)):
+        elif trace.category[event] == Category.HOST_MARK and is_executing_mark(
+            trace.name_of(event)
+        ):
+            hosts = [event]
             comm = trace.comms[trace.comm[event]]
-            issued_s = float(trace.start_s[event]) - comm.queued_s
-            functions = _functions(trace, [event])
+            issued_s = start_s - comm.queued_s
         else:
             continue
-        start_s = float(trace.start_s[event])
+        ids = trace.function[hosts].tolist()
+        functions = tuple(number for number in ids if number >= 0)
         end_s = start_s + float(trace.duration_s[event])
-        found.append(
-            Collective(event, start_s, end_s, issued_s, step_of(trace, issued_s), comm, functions)
-        )
-    found.sort(key=lambda one: (one.issued_s, one.start_s))
-    return _without_enclosed(trace, found)
+        step = step_of(trace, issued_s)
+        collectives.append(TracedCollective(event, start_s, end_s, issued_s, step, comm, functions))
+    collectives.sort(key=lambda one: (one.issued_s, one.start_s))
+    return _without_enclosed(trace, collectives)
 
 
 def launch_events(trace: RankTrace) -> Mapping[int, int]:
@@ -76,67 +77,67 @@ def step_of(trace: RankTrace, at_s: float) -> int:
     return number if number >= 0 and at_s < trace.steps[number].end_s else MISSING
 
 
-def _without_enclosed(trace: RankTrace, found: list[Collective]) -> list[Collective]:
-    """A message of this package's recorder stands for the backend's collective inside it."""
-    messages = [one for one in found if trace.name_of(one.event).startswith(MESSAGE)]
-    if not messages:
-        return found
-    starts, ends = (
-        np.array([one.start_s for one in messages]),
-        np.array([one.end_s for one in messages]),
+def _without_enclosed(
+    trace: RankTrace, collectives: list[TracedCollective]
+) -> list[TracedCollective]:
+    """Keep a message of this package's recorder instead of the backend's collective inside it."""
+    events = [one.event for one in collectives]
+    is_message = np.array(
+        [trace.name_of(event).startswith(MESSAGE) for event in events], dtype=bool
     )
-    lanes = np.array([trace.lane[one.event] for one in messages])
+    if not is_message.any():
+        return collectives
+    starts_s = np.array([one.start_s for one in collectives])
+    ends_s = np.array([one.end_s for one in collectives])
+    lanes = trace.lane[events]
     kept = []
-    for one in found:
-        inside = (starts <= one.start_s) & (one.end_s <= ends) & (lanes == trace.lane[one.event])
-        if trace.name_of(one.event).startswith(MESSAGE) or not inside.any():
+    for number, one in enumerate(collectives):
+        within = (starts_s <= one.start_s) & (one.end_s <= ends_s) & (lanes == lanes[number])
+        if is_message[number] or not (within & is_message).any():
             kept.append(one)
     return kept
 
 
-def _functions(trace: RankTrace, events: list[int]) -> tuple[int, ...]:
-    return tuple(int(trace.function[event]) for event in events if trace.function[event] >= 0)
-
-
 class _HostComms:
-    """Host events with something to say about a collective, by thread; of older traces those that say so by their name only."""
+    """Host events that state something about a collective, by thread.
+
+    In older traces only their name states it.
+    """
 
     def __init__(self, trace: RankTrace) -> None:
         self.trace = trace
         named = np.array([name == PARAM_COMMS for name in trace.names], dtype=np.bool_)
-        host = np.isin(trace.category, (Category.HOST_OP, Category.HOST_MARK)) & (
-            (trace.comm != MISSING) | named[trace.name]
-        )
-        events = np.flatnonzero(host)
-        self.by_lane = {
-            int(lane): events[trace.lane[events] == lane] for lane in np.unique(trace.lane[events])
-        }
+        on_host = np.isin(trace.category, (Category.HOST_OP, Category.HOST_MARK))
+        events = np.flatnonzero(on_host & ((trace.comm != MISSING) | named[trace.name]))
+        lanes = trace.lane[events]
+        self.by_lane = {int(lane): events[lanes == lane] for lane in np.unique(lanes)}
         self.by_external = {
             int(trace.external[e]): int(e) for e in events.tolist() if trace.external[e] >= 0
         }
 
     def around(self, kernel: int, launch: int) -> list[int]:
-        """The events that enclose the kernel's launch, the innermost first; else the one with its external id."""
+        """The events around the kernel's launch, innermost first; else the one with its id."""
         trace = self.trace
-        if launch != MISSING:
-            own = self.by_lane.get(int(trace.lane[launch]), np.empty(0, dtype=np.int64))
-            at_s = trace.start_s[launch]
-            inside = own[
-                (trace.start_s[own] <= at_s) & (at_s <= trace.start_s[own] + trace.duration_s[own])
-            ]
-            enclosing: list[int] = inside[::-1].tolist()
-            return enclosing
-        event = self.by_external.get(int(trace.external[kernel]))
-        return [] if event is None else [event]
+        if launch == MISSING:
+            event = self.by_external.get(int(trace.external[kernel]))
+            return [] if event is None else [event]
+        events = self.by_lane.get(int(trace.lane[launch]), np.empty(0, dtype=np.int64))
+        at_s = trace.start_s[launch]
+        ends_s = trace.start_s[events] + trace.duration_s[events]
+        inside = (trace.start_s[events] <= at_s) & (at_s <= ends_s)
+        enclosing: list[int] = events[inside][::-1].tolist()
+        return enclosing
 
 
-def _merged(said: list[Comm]) -> Comm:
-    """The first that says something decides, field by field; a send-receive kernel is what the host called it."""
-    names = [comm.name for comm in said if comm.name and comm.name != "send_recv"] or [
-        comm.name for comm in said if comm.name
-    ]
-    merged = replace(said[0], name=names[0] if names else "")
-    for comm in said[1:]:
+def _merged(comms: list[Comm]) -> Comm:
+    """Merge field by field: the first event that states a field decides.
+
+    A send-receive kernel takes the host's name for the collective.
+    """
+    names = [comm.name for comm in comms if comm.name]
+    specific = [name for name in names if name != "send_recv"] or names
+    merged = replace(comms[0], name=specific[0] if specific else "")
+    for comm in comms[1:]:
         merged = replace(
             merged,
             size_bytes=merged.size_bytes or comm.size_bytes,

@@ -1,8 +1,8 @@
-"""The collectives of Kineto traces with what execution traces say about them: sequence number, group and size.
+"""Completes the collectives of Kineto traces from execution traces: sequence, group and size.
 
-Kineto writes the record-function id of a host op, and the execution trace that of its node, so each collective leads to its node through
-the op that issued it. Traces until 2023 have no such ids; their collectives are linked in order, and only where names and sizes of the
-whole sequence agree.
+Kineto writes the record-function id of a host op, and the execution trace that of its node. So each
+collective leads to its node through the op that issued it. Traces until 2023 lack these ids. Their
+collectives are linked in order, only where names and sizes of the whole sequence agree.
 """
 
 from __future__ import annotations
@@ -10,14 +10,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from autotune.profiling.traces.collectives import Collective
-from autotune.profiling.traces.execution_trace import ExecutionTrace
-from autotune.profiling.traces.rank_trace import MISSING, Comm, RankTrace, Repair
+from autotune.profiling.formats.execution_trace import ExecutionTrace
+from autotune.profiling.formats.rank_trace import MISSING, Comm, RankTrace, Repair
+from autotune.profiling.traces.collectives import TracedCollective
+
+_Collectives = Sequence[TracedCollective]
 
 
 @dataclass(frozen=True)
-class Link:
-    """How the execution trace of a rank was linked: collectives by record-function id, in order, and of how many."""
+class ExecutionLink:
+    """The link of a rank's execution trace.
+
+    `by_id`, `in_order`: collectives linked by record-function id and in order, out of `collectives`.
+    """
 
     rank: int
     schema: str
@@ -29,47 +34,49 @@ class Link:
 
 def enriched(
     traces: Sequence[RankTrace],
-    collectives: Sequence[Sequence[Collective]],
+    collectives: Sequence[_Collectives],
     execution: Sequence[ExecutionTrace],
-) -> tuple[tuple[tuple[Collective, ...], ...], tuple[Link, ...], list[Repair]]:
-    """The collectives completed by the execution traces, how they were linked, and what was not as it should be."""
+) -> tuple[tuple[tuple[TracedCollective, ...], ...], tuple[ExecutionLink, ...], list[Repair]]:
+    """Return the collectives of every rank completed, the links, and what could not be linked."""
     by_rank = {trace.rank: trace for trace in execution}
-    completed: list[tuple[Collective, ...]] = []
-    links: list[Link] = []
+    completed: list[tuple[TracedCollective, ...]] = []
+    links: list[ExecutionLink] = []
     repairs: list[Repair] = []
     for trace, own in zip(traces, collectives, strict=True):
         other = by_rank.pop(trace.rank, None)
         if other is None:
             completed.append(tuple(own))
             continue
-        found, by_id, in_order = _linked(own, other)
-        completed.append(found)
-        links.append(Link(trace.rank or 0, other.schema, other.nodes, by_id, in_order, len(own)))
-        if told := _told(links[-1]):
-            repairs.append(Repair(told, rank=trace.rank))
-    repairs += [
-        Repair(f"{other.source} is the execution trace of no rank here; left out")
-        for other in by_rank.values()
-    ]
+        linked, by_id, in_order = _linked(own, other)
+        completed.append(linked)
+        rank = trace.rank or 0
+        links.append(ExecutionLink(rank, other.schema, other.nodes, by_id, in_order, len(own)))
+        if problem := _problem(links[-1]):
+            repairs.append(Repair(problem, rank=trace.rank))
+    for other in by_rank.values():
+        what = f"{other.source} is the execution trace of no rank here; left out"
+        repairs.append(Repair(what))
     return tuple(completed), tuple(links), repairs
 
 
-def _told(link: Link) -> str:
+def _problem(link: ExecutionLink) -> str:
+    """What was not linked by id, "" if everything was."""
     if link.in_order:
-        return f"{link.in_order} collectives linked to the execution trace in order, since the traces have no ids in common"
+        how = "linked to the execution trace in order, since the traces have no ids in common"
+        return f"{link.in_order} collectives {how}"
     if link.collectives and not link.by_id:
-        return "execution trace not linked: it has neither the ids nor the sequence of collectives of the Kineto trace"
+        return (
+            "execution trace not linked: it has neither the ids nor the sequence of collectives of "
+            "the Kineto trace"
+        )
     missed = link.collectives - link.by_id
-    return (
-        f"{missed} of {link.collectives} collectives have no node in the execution trace"
-        if missed
-        else ""
-    )
+    where = "have no node in the execution trace"
+    return f"{missed} of {link.collectives} collectives {where}" if missed else ""
 
 
 def _linked(
-    own: Sequence[Collective], other: ExecutionTrace
-) -> tuple[tuple[Collective, ...], int, int]:
+    collectives: _Collectives, other: ExecutionTrace
+) -> tuple[tuple[TracedCollective, ...], int, int]:
     """The collectives, how many were linked by id, and how many in order."""
     nodes = {
         int(other.rf_id[node]): comm
@@ -77,53 +84,37 @@ def _linked(
         for node, comm in table.items()
         if other.rf_id[node] > 0
     }
-    partners = [
-        next((nodes[number] for number in one.functions if number in nodes), None) for one in own
-    ]
-    agree = [
-        comm is not None and comm.name in ("", one.comm.name)
-        for one, comm in zip(own, partners, strict=True)
-    ]
-    if any(agree):
-        pairs = zip(own, partners, agree, strict=True)
-        return (
-            tuple(
-                _joined(one, comm) if fits and comm is not None else one
-                for one, comm, fits in pairs
-            ),
-            sum(agree),
-            0,
-        )
+    linked, by_id = [], 0
+    for one in collectives:
+        partners = [nodes[number] for number in one.functions if number in nodes]
+        fits = bool(partners) and partners[0].name in ("", one.comm.name)
+        linked.append(_joined(one, partners[0]) if fits else one)
+        by_id += fits
+    if by_id:
+        return tuple(linked), by_id, 0
     for table in (other.comms, other.marks):
-        said = list(table.values())
-        if own and _same_sequence(own, said):
-            return (
-                tuple(_joined(one, comm) for one, comm in zip(own, said, strict=True)),
-                0,
-                len(own),
-            )
-    return tuple(own), 0, 0
+        comms = list(table.values())
+        if collectives and _same_sequence(collectives, comms):
+            pairs = zip(collectives, comms, strict=True)
+            return tuple(_joined(one, comm) for one, comm in pairs), 0, len(collectives)
+    return tuple(collectives), 0, 0
 
 
-def _same_sequence(own: Sequence[Collective], said: Sequence[Comm]) -> bool:
-    if [one.comm.name for one in own] != [comm.name for comm in said]:
+def _same_sequence(collectives: _Collectives, comms: Sequence[Comm]) -> bool:
+    if [one.comm.name for one in collectives] != [comm.name for comm in comms]:
         return False
-    return not any(
-        one.comm.size_bytes and comm.size_bytes < one.comm.size_bytes
-        for one, comm in zip(own, said, strict=True)
-    )
+    pairs = zip(collectives, comms, strict=True)
+    return not any(comm.size_bytes < one.comm.size_bytes for one, comm in pairs)
 
 
-def _joined(one: Collective, said: Comm) -> Collective:
-    """What Kineto says comes first; sizes of an execution trace are those of whole tensors."""
+def _joined(one: TracedCollective, other: Comm) -> TracedCollective:
+    """Kineto's values come first; sizes of an execution trace are those of whole tensors."""
     comm = one.comm
-    return replace(
-        one,
-        comm=replace(
-            comm,
-            sequence=said.sequence if comm.sequence == MISSING else comm.sequence,
-            size_bytes=max(comm.size_bytes, said.size_bytes),
-            group=comm.group or said.group,
-            group_ranks=comm.group_ranks or said.group_ranks,
-        ),
+    merged = replace(
+        comm,
+        sequence=other.sequence if comm.sequence == MISSING else comm.sequence,
+        size_bytes=max(comm.size_bytes, other.size_bytes),
+        group=comm.group or other.group,
+        group_ranks=comm.group_ranks or other.group_ranks,
     )
+    return replace(one, comm=merged)

@@ -1,8 +1,9 @@
-"""The items of one large JSON array, one at a time: memory is bounded by the largest item, not by the file.
+"""Yields the items of one large JSON array; memory is bounded by the largest item, not by the file.
 
-Trace files are one object with a huge array (`{"schemaVersion": 1, ..., "traceEvents": [{...}, ...]}`) or the bare array. A buffer of text
-moves over the stream, and the C scanner of `json` cuts one value after the other out of it; where the buffer ends within a value,
-more is read. The small fields beside the array are yielded too; those that are too large to be of use are skipped without being held.
+A trace file is one object with a huge array (`{"schemaVersion": 1, ..., "traceEvents": [{...}]}`),
+or the bare array. A text buffer moves over the stream. The C scanner of `json` cuts one value after
+the other out of it, and reads more where the buffer ends within a value. The small fields next to
+the array are yielded too.
 """
 
 from __future__ import annotations
@@ -19,23 +20,24 @@ from autotune.errors import InvalidInput
 
 CHUNK_BYTES = 2**20
 MAX_VALUE_CHARS = 16 * 2**20
-"""Of one event or field. The largest that profilers write, device properties or the inputs of one op, have some 100 kB."""
+"""Limit of one event or field. The largest ones (device properties, inputs) have some 100 kB."""
 
 _SPACE = re.compile(r"[ \t\r\n]*")
 _NOT_NUMBERS = re.compile(
     r'("(?:[^"\\]|\\.)*(?:"|\\?\Z))|([-+]?\b(?:nan|inf(?:inity)?)(?=[\s,\]}]))',
     re.IGNORECASE | re.DOTALL,
 )
-"""Strings, also one that the buffer cuts off, so that they are left alone; and what is no number although it stands for one."""
+"""Strings, which are left alone even where the buffer cuts them off; and bare nan and inf."""
 
-_BEHIND_NUMBER = " \t\r\n,]}:"
+_AFTER_NUMBER = " \t\r\n,]}:"
 
 Read = Callable[[int], bytes]
+"""`read(n)` returns up to n bytes, none at the end."""
 
 
 @dataclass(frozen=True)
 class Field:
-    """A value beside the array."""
+    """A value next to the array."""
 
     key: str
     value: Any
@@ -43,11 +45,11 @@ class Field:
 
 @dataclass
 class JsonItems:
-    """Iterate over the items of the array `array_key` (or of a bare array) and the `Field`s beside it.
+    """Iterate over the items of array `array_key`, or of a bare array, and the `Field`s next to it.
 
-    `read(n)` gives up to n bytes, none at the end. Raises `InvalidInput`, naming `where` and the item, for text that is not JSON, is cut
-    off, nests too deeply or holds a value above `MAX_VALUE_CHARS`. `replaced` counts bytes that were no UTF-8, `not_numbers` the
-    bare `nan` and `inf`, which some profilers write and which are read as null.
+    Raises `InvalidInput`, naming `where` and the item, for text that is not JSON, is cut off, nests
+    too deeply or holds a value above `MAX_VALUE_CHARS`. `replaced` counts bytes that are not UTF-8;
+    `not_numbers` counts bare `nan` and `inf`, which some profilers write, and which become null.
     """
 
     read: Read
@@ -77,8 +79,9 @@ class JsonItems:
                 f"{self.where} must hold a JSON object or array, but begins with {opening[:1]!r}"
             )
         if self._peek():
+            rest = self._text[self._at : self._at + 20]
             raise InvalidInput(
-                f"{self.where} must end behind its JSON value, but goes on with {self._text[self._at : self._at + 20]!r}"
+                f"{self.where} must end after its JSON value, but goes on with {rest!r}"
             )
 
     def _object(self) -> Iterator[Any]:
@@ -88,9 +91,8 @@ class JsonItems:
         while True:
             key = self._value("a key")
             if not isinstance(key, str):
-                raise InvalidInput(
-                    f"{self.where} must have strings as keys, but has {str(key)[:40]!r}"
-                )
+                shown = repr(str(key)[:40])
+                raise InvalidInput(f"{self.where} must have strings as keys, but has {shown}")
             self._expect(":")
             if key == self.array_key:
                 self._expect("[")
@@ -110,7 +112,7 @@ class JsonItems:
             yield value
             if self._expect(",", "]") == "]":
                 return
-            if self._peek() == "]":  # a comma behind the last item: some writers leave one
+            if self._peek() == "]":  # some writers leave a comma after the last item
                 self._at += 1
                 return
 
@@ -122,39 +124,37 @@ class JsonItems:
                 value, end = self._json.raw_decode(self._text, self._at)
             except RecursionError as error:
                 raise InvalidInput(f"{self.where}: {what} nests too deeply") from error
-            except (JSONDecodeError, ValueError) as error:
+            except ValueError as error:
                 problem = error
             else:
-                if self._ended or (
-                    end < len(self._text)
-                    and (self._text[end] in _BEHIND_NUMBER or not isinstance(value, int | float))
-                ):
+                if self._ended or self._is_complete(value, end):
                     self._at = end
                     return value
-                problem = ValueError(
-                    "cut off"
-                )  # of a number, "0." is in the buffer and "5," in the next chunk
+                problem = ValueError("cut off")
             if len(self._text) - self._at > MAX_VALUE_CHARS:
-                raise InvalidInput(
-                    f"{self.where}: {what} must be JSON of at most {MAX_VALUE_CHARS} characters: {problem}"
-                )
+                limit = f"JSON of at most {MAX_VALUE_CHARS} characters"
+                raise InvalidInput(f"{self.where}: {what} must be {limit}: {problem}")
             if self._may_hold_not_numbers(problem) and self._without_not_numbers():
                 continue
             if not self._more():
-                cut = "the file ends within it" if self._cut_off(problem) else str(problem)
+                reason = "the file ends within it" if self._cut_off(problem) else str(problem)
                 raise InvalidInput(
-                    f"{self.where}: {what} is not JSON: {cut}; is the file complete?"
+                    f"{self.where}: {what} is not JSON: {reason}; is the file complete?"
                 )
 
+    def _is_complete(self, value: Any, end: int) -> bool:
+        """False for a number at the end of the buffer: its next digits may be in the next chunk."""
+        if end >= len(self._text):
+            return False
+        return not isinstance(value, int | float) or self._text[end] in _AFTER_NUMBER
+
     def _may_hold_not_numbers(self, problem: ValueError) -> bool:
-        return (
-            isinstance(problem, JSONDecodeError)
-            and problem.pos < len(self._text)
-            and self._text[problem.pos] in "-+niNI"
-        )
+        if not isinstance(problem, JSONDecodeError) or problem.pos >= len(self._text):
+            return False
+        return self._text[problem.pos] in "-+niNI"
 
     def _without_not_numbers(self) -> bool:
-        """Replace bare `nan` and `inf` in what is buffered; whether there were any."""
+        """Replace bare `nan` and `inf` in the buffer; return whether there were any."""
         changed = 0
 
         def null(match: re.Match[str]) -> str:
@@ -174,7 +174,7 @@ class JsonItems:
         return at >= len(self._text.rstrip()) or "Unterminated string" in str(problem)
 
     def _peek(self) -> str:
-        """The next character that is no white space, "" at the end."""
+        """The next character that is not white space, "" at the end."""
         while True:
             match = _SPACE.match(self._text, self._at)
             assert match is not None
@@ -192,14 +192,18 @@ class JsonItems:
     def _expect(self, *chars: str) -> str:
         char = self._next_char()
         if char not in chars or not char:
-            got = f"has {char!r}" if char else "ends there; is the file complete?"
+            problem = f"has {char!r}" if char else "ends there; is the file complete?"
+            wanted = " or ".join(chars)
             raise InvalidInput(
-                f"{self.where} must have {' or '.join(chars)} behind item {self.items}, but {got}"
+                f"{self.where} must have {wanted} after item {self.items}, but {problem}"
             )
         return char
 
     def _more(self) -> bool:
-        """Read on and forget what lies before the cursor; False at the end. Twice as much each time: a large value costs no square."""
+        """Read on and drop the text before the cursor; return False at the end.
+
+        Each read doubles the buffer, so the cost of a large value is not quadratic.
+        """
         if self._ended:
             return False
         raw = self.read(max(CHUNK_BYTES, len(self._text) - self._at))

@@ -2,8 +2,8 @@
 
 | symbol | meaning |
 |---|---|
-| N | events, in order of start, of those that start at once the longer (enclosing) first |
-| origin | time of the first event, ns since the epoch of the rank's clock; all seconds count from it |
+| N | events in order of start; of those that start at once, the longer (enclosing) one first |
+| origin | time of the first event in ns since the epoch of the rank's clock; seconds count from it |
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MISSING = -1
 
 
 class Category(IntEnum):
-    """What an event is; `CATEGORY_NAMES` says what profilers call it."""
+    """The kind of an event; `CATEGORY_NAMES` maps the profilers' names to it."""
 
     HOST_OP = 0
     RUNTIME = 1  # a call into the driver: launches, copies, synchronization
@@ -34,6 +34,7 @@ class Category(IntEnum):
     MODULE = 8  # a Python frame of an nn.Module
 
 
+HOST_WORK = (Category.HOST_OP, Category.RUNTIME, Category.HOST_MARK, Category.MODULE)
 DEVICE_WORK = (Category.KERNEL, Category.MEMCPY, Category.MEMSET)
 
 CATEGORY_NAMES: Mapping[str, Category] = {
@@ -61,7 +62,7 @@ CATEGORY_NAMES: Mapping[str, Category] = {
 
 @dataclass(frozen=True)
 class Repair:
-    """Something that was missing or wrong and what was done about it. `rank` is None where it concerns the job."""
+    """A flaw of the traces and how it was repaired. `rank` is None where it concerns the job."""
 
     what: str
     count: int = 1
@@ -72,23 +73,24 @@ class Repair:
         return f"{where}{self.what}" + (f" ({self.count} times)" if self.count > 1 else "")
 
 
-def told(repairs: Iterable[Repair]) -> list[str]:
-    """A line for each; those that differ in the rank only are one line."""
-    ranks: dict[tuple[str, int], list[int]] = {}
+def repair_lines(repairs: Iterable[Repair]) -> list[str]:
+    """One line per repair; repairs that differ only in the rank share a line."""
+    ranks_of: dict[tuple[str, int], list[int]] = {}
     for repair in repairs:
-        own = ranks.setdefault((repair.what, repair.count), [])
+        ranks = ranks_of.setdefault((repair.what, repair.count), [])
         if repair.rank is not None:
-            own.append(repair.rank)
-    return [
-        f"ranks {number_ranges(own)}: {Repair(what, count)}"
-        if len(own) > 1
-        else str(Repair(what, count, own[0] if own else None))
-        for (what, count), own in ranks.items()
-    ]
+            ranks.append(repair.rank)
+    lines = []
+    for (what, count), ranks in ranks_of.items():
+        if len(ranks) > 1:
+            lines.append(f"ranks {number_ranges(ranks)}: {Repair(what, count)}")
+        else:
+            lines.append(str(Repair(what, count, ranks[0] if ranks else None)))
+    return lines
 
 
 def number_ranges(numbers: Iterable[int]) -> str:
-    """`0-3, 8`."""
+    """Format ascending numbers as `0-3, 8`."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and number == runs[-1][1] + 1:
@@ -98,8 +100,14 @@ def number_ranges(numbers: Iterable[int]) -> str:
     return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
+def listed_numbers(numbers: Iterable[int], most: int = 10) -> str:
+    """The first numbers, and ` ...` for the rest."""
+    listed = list(numbers)
+    return ", ".join(map(str, listed[:most])) + (" ..." if len(listed) > most else "")
+
+
 @dataclass(frozen=True)
-class Lane:
+class TraceLane:
     """A host thread, or a stream of a device."""
 
     process: str
@@ -108,18 +116,17 @@ class Lane:
 
     @property
     def name(self) -> str:
-        return (
-            f"device {self.process} stream {self.thread}"
-            if self.device
-            else f"host thread {self.thread}"
-        )
+        if self.device:
+            return f"device {self.process} stream {self.thread}"
+        return f"host thread {self.thread}"
 
 
 @dataclass(frozen=True)
 class Comm:
-    """What an event says about the collective it belongs to. `sequence` counts within the group, MISSING where not told.
+    """What an event states about its collective.
 
-    `queued_s`: between its issue and the event's start, 0 where not told.
+    `sequence` counts within the group, MISSING where not stated. `queued_s`: time between the issue
+    of the collective and the event's start, 0 where not stated.
     """
 
     name: str
@@ -136,7 +143,7 @@ class Comm:
 
 @dataclass(frozen=True)
 class SyncWait:
-    """What a synchronization event says: its kind, on which stream, and for which event record of which stream."""
+    """A synchronization event: its kind, its stream, and the event record that it waits for."""
 
     kind: str
     stream: str
@@ -146,7 +153,7 @@ class SyncWait:
 
 @dataclass(frozen=True)
 class Flow:
-    """An arrow from a forward op to the backward op of it: the lanes and starts of both."""
+    """An arrow from a forward op to its backward op: the lanes and starts of both."""
 
     from_lane: int
     from_s: float
@@ -155,8 +162,11 @@ class Flow:
 
 
 @dataclass(frozen=True)
-class Step:
-    """One training step of a rank. `end_s` is where the next one begins, or where the annotation ends. `found` is how it was found."""
+class TracedStep:
+    """One training step of a rank; `found` states how it was found.
+
+    `end_s` is where the next step begins, or where the annotation ends.
+    """
 
     number: int
     start_s: float
@@ -166,12 +176,11 @@ class Step:
 
 @dataclass(frozen=True, eq=False)
 class RankTrace:
-    """All arrays have shape (N,). `correlation`, `external`, `function`, `sequence`, `comm`, `sync` hold MISSING where the event has none.
+    """The events of one rank. All arrays have shape (N,); MISSING means that an event has no value.
 
-    `external` ("External id") leads from a device op to the host op that launched it, `function` ("Record function id") from a host op
-    to its node in an execution trace.
-
-    `host` is "" where the trace does not tell; `groups` maps a process group's name to its ranks.
+    - `external` ("External id") leads from a device op to the host op that launched it.
+    - `function` ("Record function id") leads from a host op to its node in an execution trace.
+    - `host` is "" where the trace does not name it; `groups`: process group -> its ranks.
     """
 
     source: str
@@ -192,13 +201,13 @@ class RankTrace:
     comm: Int32Array
     sync: Int32Array
     names: tuple[str, ...]
-    lanes: tuple[Lane, ...]
+    lanes: tuple[TraceLane, ...]
     comms: tuple[Comm, ...]
     syncs: tuple[SyncWait, ...]
     flows: tuple[Flow, ...]
     groups: Mapping[str, tuple[int, ...]]
     repairs: tuple[Repair, ...] = ()
-    steps: tuple[Step, ...] = ()
+    steps: tuple[TracedStep, ...] = ()
     info: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -209,10 +218,6 @@ class RankTrace:
     def end_s(self) -> FloatArray:
         ends: FloatArray = self.start_s + self.duration_s
         return ends
-
-    @property
-    def has_device(self) -> bool:
-        return bool(np.isin(self.category, DEVICE_WORK).any())
 
     def name_of(self, event: int) -> str:
         return self.names[int(self.name[event])]

@@ -1,6 +1,7 @@
-"""Files, folders, globs and archives as a list of byte streams. Everything is bounded: the files come from other people.
+"""Files, folders, globs and archives as byte streams.
 
-An archive is read once from front to back and nothing is written to disk.
+Everything is bounded, since the files come from other people. An archive is read once from front to
+back, and nothing is written to disk.
 """
 
 from __future__ import annotations
@@ -19,14 +20,17 @@ from pathlib import Path, PurePosixPath
 from typing import IO
 
 from autotune.errors import InvalidInput
+from autotune.profiling.formats.json_stream import Read
 
 MAX_BYTES = 16 * 2**30
-"""Of one trace when unpacked."""
+"""Limit of one unpacked trace."""
 MAX_RATIO = 300
-"""Unpacked over packed bytes, beyond the first `FREE_BYTES`: traces shrink 10 to 60 times, a file made to fill the memory 1000 times."""
+"""Limit of unpacked over packed bytes, beyond the first `FREE_BYTES`.
+
+Traces shrink 10 to 60 times, a file designed to fill the memory 1000 times."""
 FREE_BYTES = 64 * 2**20
 MAX_FILES = 20_000
-_SNIFFED = 2**16
+_SNIFFED_BYTES = 2**16
 
 _ENDINGS = (".json", ".json.gz", ".pt.trace.json.gz")
 _ARCHIVES = (".tar", ".tar.gz", ".tgz")
@@ -36,12 +40,10 @@ _RANK_IN_NAME = re.compile(
 )
 _LAST_NUMBER = re.compile(r"(\d{1,6})(?:\.[a-z.]*)?$", re.IGNORECASE)
 
-Read = Callable[[int], bytes]
-
 
 @dataclass(frozen=True)
-class Source:
-    """`name`: path, within an archive `archive:member`. `open()` is a context manager that gives a bounded `read(n)`."""
+class TraceSource:
+    """`name`: path, within an archive `archive:member`. `open()` yields a bounded `Read`."""
 
     name: str
     open: Callable[[], AbstractContextManager[Read]]
@@ -51,34 +53,37 @@ class Source:
         return PurePosixPath(self.name.rpartition(":")[2]).name
 
 
-def find_sources(paths: str | Path | Sequence[str | Path]) -> Iterator[Source]:
-    """Every trace file of `paths` in the order given, within a folder or archive sorted by name (archives: as they lie).
+def find_sources(paths: str | Path | Sequence[str | Path]) -> Iterator[TraceSource]:
+    """Yield every trace file of `paths` in the given order.
 
-    The sources of an archive must be read as they come, before the next one is asked for. Raises `InvalidInput` where a path is missing.
+    A folder is sorted by name; an archive keeps its order, and each of its sources must be read
+    before the next one is requested. Raises `InvalidInput` for a missing path.
     """
     listed = [paths] if isinstance(paths, str | Path) else list(paths)
     if not listed:
         raise InvalidInput("at least one trace is needed, but no path was given")
     for path in _expanded(listed):
-        name = path.name.lower()
-        if name.endswith(_ARCHIVES):
+        if path.name.lower().endswith(_ARCHIVES):
             yield from _members(path)
         else:
-            yield Source(str(path), partial(_open_file, path))
+            yield TraceSource(str(path), partial(_open_file, path))
 
 
 def holds_traces(path: Path) -> bool:
-    """Whether it is a folder or a packed file, whose contents `find_sources` checks, or begins as a Kineto trace does."""
+    """Whether the path is a folder, a packed file, or a file that begins as a Kineto trace does.
+
+    `find_sources` checks the contents of folders and packed files.
+    """
     if path.is_dir() or not path.is_file():
         return path.is_dir()
     if path.name.lower().endswith((*_ARCHIVES, ".gz")):
         return True
     with path.open("rb") as file:
-        return b'"traceEvents"' in file.read(_SNIFFED)
+        return b'"traceEvents"' in file.read(_SNIFFED_BYTES)
 
 
 def rank_in_name(source: str) -> int | None:
-    """The rank that the name of a source tells, as in `rank3.json.gz`, `traces.tar:worker3_step_12.json` or `dlrm_eg_3.json`."""
+    """The rank in a name such as `rank3.json.gz`, `traces.tar:worker3_step_12.json`."""
     name = source.replace(":", "/").rpartition("/")[2]
     match = _RANK_IN_NAME.search(name) or _LAST_NUMBER.search(name.partition(".")[0])
     return int(match.group(1)) if match else None
@@ -88,26 +93,24 @@ def _expanded(paths: Sequence[str | Path]) -> Iterator[Path]:
     count = 0
     for given in paths:
         path = Path(given)
+        rule = "a trace must exist"
         if path.is_dir():
-            found = sorted(
-                p
-                for p in path.rglob("*")
-                if p.is_file() and p.name.lower().endswith((*_ENDINGS, *_ARCHIVES))
-            )
-            wanted = "a folder of traces must hold .json, .json.gz or .tar.gz files"
+            rule = "a folder of traces must hold .json, .json.gz or .tar.gz files"
+            endings = (*_ENDINGS, *_ARCHIVES)
+            inside = (file for file in path.rglob("*") if file.name.lower().endswith(endings))
+            files = sorted(file for file in inside if file.is_file())
         elif path.exists():
-            found, wanted = [path], ""
+            files = [path]
         else:
-            found = sorted(Path(p) for p in glob.glob(str(given), recursive=True))  # noqa: PTH207 - a pattern may be absolute
-            wanted = "a trace must exist"
-        if not found:
-            raise InvalidInput(f"{wanted}, but {given} has none; check the path")
-        count += len(found)
+            matches = glob.glob(str(given), recursive=True)  # noqa: PTH207 - may be absolute
+            files = sorted(map(Path, matches))
+        if not files:
+            raise InvalidInput(f"{rule}, but {given} has none; check the path")
+        count += len(files)
         if count > MAX_FILES:
-            raise InvalidInput(
-                f"at most {MAX_FILES} trace files are read at once, but {given} makes them more"
-            )
-        yield from found
+            limit = f"at most {MAX_FILES} trace files are read at once"
+            raise InvalidInput(f"{limit}, but {given} exceeds that")
+        yield from files
 
 
 @contextmanager
@@ -116,14 +119,15 @@ def _open_file(path: Path) -> Iterator[Read]:
         with path.open("rb") as raw:
             yield _unpacked(raw, str(path))
     except OSError as error:
+        reason = error.strerror or error
         raise InvalidInput(
-            f"cannot read {path}: {error.strerror or error}; check the path and its permissions"
+            f"cannot read {path}: {reason}; check the path and its permissions"
         ) from error
 
 
 def _unpacked(raw: IO[bytes], where: str) -> Read:
-    """A bounded `read`. Whether a file is packed is told from its first bytes; its name may lie."""
-    counted = _Counted(raw)
+    """A bounded `read`. The first bytes decide whether the file is packed; its name may lie."""
+    counted = _CountedStream(raw)
     buffered = io.BufferedReader(counted)
     packed = buffered.peek(2)[:2] == b"\x1f\x8b"
     stream: IO[bytes] = gzip.GzipFile(fileobj=buffered) if packed else buffered  # type: ignore[assignment]
@@ -138,24 +142,18 @@ def _unpacked(raw: IO[bytes], where: str) -> Read:
                 f"{where} must be a complete gzip file, but is not: {error}"
             ) from error
         total += len(data)
-        _check_size(total, counted.taken if packed else None, where)
+        if total > MAX_BYTES:
+            limit = f"at most {MAX_BYTES} bytes when unpacked"
+            raise InvalidInput(f"{where} may hold {limit}, but has more")
+        if packed and total > FREE_BYTES + MAX_RATIO * counted.taken:
+            limit = f"more than {MAX_RATIO} times its size"
+            raise InvalidInput(f"{where} unpacks to {limit}, which no trace does; it is refused")
         return data
 
     return read
 
 
-def _check_size(unpacked: int, packed: int | None, where: str) -> None:
-    if unpacked > MAX_BYTES:
-        raise InvalidInput(
-            f"{where} may hold at most {MAX_BYTES} bytes when unpacked, but has more"
-        )
-    if packed is not None and unpacked > FREE_BYTES + MAX_RATIO * packed:
-        raise InvalidInput(
-            f"{where} unpacks to more than {MAX_RATIO} times its size, which no trace does; it is refused"
-        )
-
-
-class _Counted(io.RawIOBase):
+class _CountedStream(io.RawIOBase):
     """Counts the bytes taken from a stream."""
 
     def __init__(self, raw: IO[bytes]) -> None:
@@ -172,27 +170,27 @@ class _Counted(io.RawIOBase):
         return len(data)
 
 
-def _members(path: Path) -> Iterator[Source]:
-    """The traces of an archive. A member is opened once, when its turn has come; links and devices are left out."""
+def _members(path: Path) -> Iterator[TraceSource]:
+    """Yield the traces of an archive, without its links and devices.
+
+    A member is opened once, in its turn.
+    """
     try:
         with path.open("rb") as raw:
-            read = _unpacked(raw, str(path))
-            with tarfile.open(fileobj=_Readable(read), mode="r|") as archive:  # type: ignore[call-overload]
-                found = 0
+            stream = _ReadableStream(_unpacked(raw, str(path)))
+            with tarfile.open(fileobj=stream, mode="r|") as archive:  # type: ignore[call-overload]
+                empty = True
                 for number, member in enumerate(archive):
                     if number >= MAX_FILES:
-                        raise InvalidInput(
-                            f"an archive may hold at most {MAX_FILES} files, but {path} has more"
-                        )
+                        limit = f"at most {MAX_FILES} files"
+                        raise InvalidInput(f"an archive may hold {limit}, but {path} has more")
                     if member.isfile() and member.name.lower().endswith(_ENDINGS):
-                        found += 1
-                        yield Source(
-                            f"{path}:{member.name}", partial(_open_member, archive, member, path)
-                        )
-                if not found:
-                    raise InvalidInput(
-                        f"an archive of traces must hold .json or .json.gz files, but {path} has none"
-                    )
+                        empty = False
+                        opener = partial(_open_member, archive, member, path)
+                        yield TraceSource(f"{path}:{member.name}", opener)
+                if empty:
+                    rule = "an archive of traces must hold .json or .json.gz files"
+                    raise InvalidInput(f"{rule}, but {path} has none")
     except tarfile.TarError as error:
         raise InvalidInput(f"{path} must be a tar archive, but is not: {error}") from error
     except OSError as error:
@@ -207,8 +205,8 @@ def _open_member(archive: tarfile.TarFile, member: tarfile.TarInfo, path: Path) 
     yield _unpacked(stream, f"{path}:{member.name}")
 
 
-class _Readable:
-    """What `tarfile` needs of a stream."""
+@dataclass(frozen=True)
+class _ReadableStream:
+    """The part of a stream that `tarfile` needs."""
 
-    def __init__(self, read: Read) -> None:
-        self.read = read
+    read: Read

@@ -1,0 +1,1 @@
+"""Readers of the files that profilers write, one trace or profile at a time."""

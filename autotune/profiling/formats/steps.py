@@ -1,0 +1,75 @@
+"""Finds where training steps begin and end.
+
+From `ProfilerStep#n`, else from an annotation that repeats, else the whole trace is one step.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+
+from autotune.profiling.formats.rank_trace import Category, RankTrace, Repair, TracedStep
+
+_STEP = re.compile(r"ProfilerStep#(\d{1,15})$")
+_REPEATED = ("Optimizer.step#", "Optimizer.zero_grad#", "DistributedDataParallel.forward")
+FEWEST = 2
+"""An annotation must occur more often than this before steps are inferred from it."""
+
+
+def find_steps(trace: RankTrace) -> RankTrace:
+    """Return the trace with its steps, and with a repair where they had to be inferred."""
+    steps = _annotated(trace)
+    if steps:
+        return replace(trace, steps=tuple(steps))
+    steps, name = _inferred(trace)
+    missing = "no ProfilerStep annotations"
+    if steps:
+        repair = Repair(f"{missing}; {len(steps)} steps inferred from {name!r}")
+    else:
+        steps = [TracedStep(0, 0.0, float(trace.end_s.max()), "whole trace")]
+        cause = "nothing that repeats once per step"
+        repair = Repair(f"{missing} and {cause}; the whole trace is taken as one step")
+    return replace(trace, steps=tuple(steps), repairs=(*trace.repairs, repair))
+
+
+def _annotated(trace: RankTrace) -> list[TracedStep]:
+    """Steps from annotations.
+
+    A step ends where the next one begins and so includes what the script does between the two. The
+    last one ends where its annotation ends.
+    """
+    marks = []
+    for event in np.flatnonzero(trace.category == Category.HOST_MARK).tolist():
+        if match := _STEP.match(trace.name_of(event)):
+            start_s = float(trace.start_s[event])
+            end_s = float(trace.start_s[event] + trace.duration_s[event])
+            marks.append((start_s, end_s, int(match.group(1))))
+    marks.sort()
+    ends_s = [start_s for start_s, _, _ in marks[1:]] + [end_s for _, end_s, _ in marks[-1:]]
+    return [
+        TracedStep(number, start_s, end_s)
+        for (start_s, _, number), end_s in zip(marks, ends_s, strict=True)
+    ]
+
+
+def _inferred(trace: RankTrace) -> tuple[list[TracedStep], str]:
+    """Steps between the repetitions of an annotation that occurs once per step, and its name.
+
+    What lies before the first and after the last repetition is cut off.
+    """
+    for prefix in _REPEATED:
+        for number, name in enumerate(trace.names):
+            if not name.startswith(prefix):
+                continue
+            events = np.flatnonzero((trace.name == number) & (trace.category == Category.HOST_MARK))
+            if len(events) > FEWEST:
+                cuts_s = (trace.end_s if "step" in prefix else trace.start_s)[events].tolist()
+                steps = [
+                    TracedStep(step, start_s, end_s, "inferred")
+                    for step, (start_s, end_s) in enumerate(pairwise(cuts_s))
+                ]
+                return [step for step in steps if step.end_s > step.start_s], name
+    return [], ""

@@ -1,0 +1,1 @@
+"""The steps of a traced job as data-flow graphs."""

@@ -1,0 +1,393 @@
+"""Builds one rank's step as ops and edges whose replay gives the trace's times again.
+
+The dependency that ended last explains an op's start. The time between that end and the start is a
+cost of the way from one to the other: Python code, launch latency, waking a thread. It becomes
+
+- the first op's `gap_s` between two ops of a host thread or of a stream: it delays no other queue;
+- a delay on the edge from host to device, or from one thread to another.
+
+A host thread that idles until another thread is done was waiting for it. The trace does not state
+this. It is inferred where the other thread idles at that moment and its last end lies less than
+`WAKE_S`, or `WAKE_SHARE` of the idle time, earlier.
+"""
+
+from __future__ import annotations
+
+import bisect
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from autotune.dfg.graph import Kind
+from autotune.profiling.formats.rank_trace import (
+    DEVICE_WORK,
+    HOST_WORK,
+    MISSING,
+    Category,
+    RankTrace,
+)
+from autotune.profiling.graph.device_order import (
+    ROUNDING_S,
+    DeviceOrder,
+    device_order,
+    launched_before_trace,
+    without_launch,
+)
+from autotune.profiling.graph.host_segments import NO_SCOPE, HostSegment, Scope, host_segments
+from autotune.profiling.graph.rank_ops import RankOps, TracedOp
+from autotune.profiling.traces.collectives import TracedCollective
+
+IDLE_S = 20e-6
+WAKE_S = 50e-6
+WAKE_SHARE = 0.1
+TYPICAL_GAP_S = 10e-6
+"""Streams start the next kernel within this; a longer pause has another cause."""
+_ISSUING_CALL = re.compile(r"c10d::(?!wait)")
+_COPY_WAYS = ("HtoD", "DtoH", "H2D", "D2H", "HostToDevice", "DeviceToHost")
+
+
+def step_ops(
+    trace: RankTrace, start_s: float, end_s: float, collectives: Sequence[TracedCollective]
+) -> RankOps:
+    """The ops of the host in [start_s, end_s), and those that it launches on the device.
+
+    The latter may run later.
+    """
+    inside = (trace.start_s >= start_s) & (trace.start_s < end_s)
+    host = np.isin(trace.category, HOST_WORK) & inside
+    calls = np.flatnonzero((trace.category == Category.RUNTIME) & inside).tolist()
+    launched = set(trace.correlation[calls].tolist()) - {MISSING}
+    orphan = without_launch(trace) & ~launched_before_trace(trace) & inside
+    device = [
+        event
+        for event in np.flatnonzero(np.isin(trace.category, DEVICE_WORK)).tolist()
+        if int(trace.correlation[event]) in launched or orphan[event]
+    ]
+    order = device_order(trace, device, calls)
+    segments = host_segments(trace, np.flatnonzero(host).tolist())
+    return _StepBuilder(trace, order, segments, device, collectives).build()
+
+
+class _StepBuilder:
+    def __init__(
+        self,
+        trace: RankTrace,
+        order: DeviceOrder,
+        segments: dict[int, list[HostSegment]],
+        device: list[int],
+        collectives: Sequence[TracedCollective],
+    ) -> None:
+        self.trace, self.order, self.segments, self.device = trace, order, segments, device
+        self.collectives = collectives
+        self.collective_of = {one.event: number for number, one in enumerate(collectives)}
+        self.out = RankOps(inferred=order.inferred, orphans=order.orphans)
+        self.by_lane: dict[int, list[int]] = {}
+        self.launcher: dict[int, int] = {}  # device event -> op that launches it
+        self.scope: dict[int, Scope] = {}  # device event -> scope of its launch
+        self.waiter: dict[int, int] = {}  # blocking call -> the op that ends it
+        self.op_of: dict[int, int] = {}  # device event -> its op
+
+    def build(self) -> RankOps:
+        launched_by = {call: event for event, call in self.order.launch.items()}
+        blockers: dict[int, list[int]] = {}
+        for event, call in self.order.blocks:
+            blockers.setdefault(call, []).append(event)
+        for segments in self.segments.values():
+            for segment in segments:
+                first = segment.first
+                launched = launched_by.get(segment.event) if first else None
+                self._host_ops(segment, launched, blockers.get(segment.event, []) if first else [])
+        self._host_order()
+        self._device_ops()
+        self._flows()
+        self._forward_before_backward()
+        return self.out
+
+    def _add(self, op: TracedOp) -> int:
+        number = len(self.out.ops)
+        self.out.ops.append(op)
+        self.by_lane.setdefault(op.lane, []).append(number)
+        return number
+
+    def _edge(self, parent: int, child: int, delay_s: float = 0.0) -> None:
+        if parent != child:
+            known_s = self.out.edges.get((parent, child), 0.0)
+            self.out.edges[parent, child] = max(known_s, delay_s)
+
+    def _host_ops(self, segment: HostSegment, launched: int | None, blockers: list[int]) -> None:
+        """Add one op, or two where a device op that the call launches splits it."""
+        trace, event = self.trace, segment.event
+        collective = self.collective_of.get(event, MISSING)
+        begin_s, end_s = segment.start_s, segment.end_s
+        op = TracedOp(
+            name=trace.name_of(event),
+            lane=segment.lane,
+            kind=self._host_kind(segment, collective),
+            start_s=begin_s,
+            end_s=end_s,
+            layer=segment.scope.layer,
+        )
+        called_s = begin_s
+        if launched is not None:
+            # a call that blocks until its copy is done also waits for the stream: none of its own
+            # time comes before the launch
+            if not blockers:
+                called_s = min(max(float(trace.start_s[launched]), begin_s), end_s)
+            first = TracedOp(op.name, op.lane, op.kind, begin_s, called_s, op.layer)
+            self.launcher[launched] = self._add(first)
+            self.scope[launched] = segment.scope
+            if called_s >= end_s and not blockers:
+                return
+        op.start_s = called_s
+        if collective != MISSING:
+            op.collective = collective
+            op.size_bytes = self.collectives[collective].comm.size_bytes
+        number = self._add(op)
+        if blockers:
+            done_s = float((trace.start_s[blockers] + trace.duration_s[blockers]).max())
+            op.start_s = min(max(called_s, done_s), end_s)
+            op.waited_s = max(op.start_s - called_s, 0.0)
+            self.waiter[event] = number
+
+    def _host_kind(self, segment: HostSegment, collective: int) -> Kind:
+        if collective != MISSING:
+            return Kind.COLLECTIVE
+        if self.device and segment.scope.kind != Kind.LOAD:
+            return Kind.LAUNCH
+        return Kind.OTHER if segment.scope.kind == Kind.COLLECTIVE else segment.scope.kind
+
+    def _host_order(self) -> None:
+        """Add the order within threads, and the edges between threads."""
+        ops = self.out.ops
+        threads = {
+            lane: _Thread(
+                [ops[n].called_s for n in numbers], [ops[n].end_s for n in numbers], numbers
+            )
+            for lane, numbers in self.by_lane.items()
+        }
+        issuers = self._issuers()
+        for lane, numbers in self.by_lane.items():
+            others = [thread for other, thread in threads.items() if other != lane]
+            for previous, number in pairwise([MISSING, *numbers]):
+                called_s = ops[number].called_s
+                issuer = issuers.get(number, MISSING)
+                idle_from_s = -np.inf
+                if previous != MISSING:
+                    idle_from_s = ops[previous].end_s
+                    self._edge(previous, number)
+                    ops[previous].gap_s = max(called_s - idle_from_s, 0.0)
+                if issuer != MISSING:
+                    self._edge(issuer, number)
+                if called_s - idle_from_s > IDLE_S:
+                    self._release(others, number, previous, idle_from_s, issuer)
+
+    def _release(
+        self, others: list[_Thread], number: int, previous: int, idle_from_s: float, issuer: int
+    ) -> None:
+        """Add edges from the other threads that let this one go on; the last one explains when."""
+        ops = self.out.ops
+        at_s = ops[number].called_s
+        wake_s = max(WAKE_S, WAKE_SHARE * (at_s - idle_from_s))
+        alone = previous == MISSING and issuer == MISSING
+        causes = []
+        for thread in others:
+            if (last := thread.last_end(at_s)) == MISSING:
+                continue
+            cause = thread.numbers[last]
+            if ops[cause].start_s >= at_s or ops[cause].end_s <= idle_from_s:
+                continue
+            woke = thread.idle(last, at_s) and at_s - ops[cause].end_s <= wake_s
+            if woke or alone:
+                causes.append((ops[cause].end_s, cause))
+        if issuer != MISSING and ops[issuer].end_s <= at_s:
+            causes.append((ops[issuer].end_s, issuer))
+        if not causes:
+            return
+        causes.sort()
+        for _, cause in causes[:-1]:
+            self._edge(cause, number)
+        end_s, binding = causes[-1]
+        self._edge(binding, number, at_s - end_s)
+        self.out.inferred += binding != issuer
+        if previous != MISSING:
+            ops[previous].gap_s = 0.0
+
+    def _issuers(self) -> dict[int, int]:
+        """Collective op of a backend's thread -> the op that issued it.
+
+        Both are first come, first served. Where the trace does not state when collectives were
+        issued, they count in the order in which they began.
+        """
+        ops = self.out.ops
+        segments = [segment for own in self.segments.values() for segment in own]
+        first_starts_s = {segment.start_s for segment in segments if segment.first}
+        calls, runs = [], []
+        for lane, numbers in self.by_lane.items():
+            for number in numbers:
+                op = ops[number]
+                if op.collective != MISSING and not self.trace.lanes[lane].device:
+                    runs.append((self.collectives[op.collective].issued_s, number))
+                elif op.start_s in first_starts_s and _ISSUING_CALL.match(op.name):
+                    calls.append((op.start_s, number))  # later segments of a call issue nothing
+        calls.sort()
+        runs.sort()
+        if len(calls) != len(runs):
+            return {}
+        pairs = [(call, run) for (_, call), (_, run) in zip(calls, runs, strict=True)]
+        if any(ops[call].start_s > ops[run].start_s for call, run in pairs):
+            return {}
+        return {run: self._ended_before(call, ops[run].start_s) for call, run in pairs}
+
+    def _ended_before(self, call: int, at_s: float) -> int:
+        """The issuing call, or the op before it if the collective begins while the call runs."""
+        numbers = self.by_lane[self.out.ops[call].lane]
+        place = numbers.index(call)
+        while place >= 0 and self.out.ops[numbers[place]].end_s > at_s:
+            place -= 1
+        return numbers[place] if place >= 0 else MISSING
+
+    def _device_ops(self) -> None:
+        trace, ops = self.trace, self.out.ops
+        streams: dict[int, list[int]] = {}
+        for event in self.device:
+            scope = self.scope.get(event, NO_SCOPE)
+            collective = self.collective_of.get(event, MISSING)
+            size_bytes = float(trace.size_bytes[event])
+            if collective != MISSING:
+                size_bytes = self.collectives[collective].comm.size_bytes
+            op = TracedOp(
+                name=trace.name_of(event),
+                lane=int(trace.lane[event]),
+                kind=self._device_kind(event, scope, collective),
+                start_s=float(trace.start_s[event]),
+                end_s=float(trace.start_s[event] + trace.duration_s[event]),
+                layer=scope.layer,
+                size_bytes=size_bytes,
+                collective=collective,
+            )
+            self.op_of[event] = self._add(op)
+            streams.setdefault(op.lane, []).append(event)
+        for events in streams.values():
+            for event, after in pairwise(events):
+                op, next_op = ops[self.op_of[event]], ops[self.op_of[after]]
+                op.end_s = max(op.start_s, min(op.end_s, next_op.start_s))
+        waits: dict[int, list[int]] = {}
+        for first, second in self.order.waits:
+            if trace.start_s[first] < trace.start_s[second]:
+                waits.setdefault(second, []).append(self.op_of[first])
+        latency_s, gap_s = self._typical()
+        for events in streams.values():
+            previous = MISSING
+            for event in events:
+                self._explain(event, previous, waits.get(event, []), latency_s, gap_s)
+                previous = self.op_of[event]
+        for event, call in self.order.blocks:
+            if call in self.waiter:
+                self._edge(self.op_of[event], self.waiter[call])
+
+    def _device_kind(self, event: int, scope: Scope, collective: int) -> Kind:
+        if collective != MISSING:
+            return Kind.COLLECTIVE
+        if self.trace.category[event] == Category.MEMCPY:
+            name = self.trace.name_of(event)
+            if any(way in name for way in _COPY_WAYS):
+                return Kind.COPY
+        return scope.kind if scope.kind not in (Kind.LOAD, Kind.COLLECTIVE) else Kind.OTHER
+
+    def _typical(self) -> tuple[float, float]:
+        """Median launch latency, and median pause between two ops of a stream.
+
+        Both without other causes of delay.
+        """
+        ops = self.out.ops
+        late_s = [
+            ops[self.op_of[event]].start_s - ops[launch].end_s
+            for event, launch in self.launcher.items()
+        ]
+        gaps_s = [
+            ops[after].start_s - ops[before].end_s
+            for lane, numbers in self.by_lane.items()
+            if self.trace.lanes[lane].device
+            for before, after in pairwise(numbers)
+        ]
+        latency_s, gap_s = (
+            [value for value in values if 0 <= value <= TYPICAL_GAP_S]
+            for values in (late_s, gaps_s)
+        )
+        return (
+            float(np.median(latency_s)) if latency_s else 0.0,
+            float(np.median(gap_s)) if gap_s else 0.0,
+        )
+
+    def _explain(
+        self, event: int, previous: int, waits: list[int], latency_s: float, gap_s: float
+    ) -> None:
+        """Add the edges into a device op.
+
+        The part of the start that its last parent does not explain becomes that parent's delay.
+        """
+        ops, number = self.out.ops, self.op_of[event]
+        start_s = ops[number].start_s
+        launch = self.launcher.get(event, MISSING)
+        parents = [*waits, *(op for op in (launch, previous) if op != MISSING)]
+        if not parents:
+            return
+        binding = max(parents, key=lambda parent: ops[parent].end_s)
+        left_s = max(start_s - ops[binding].end_s, 0.0)
+        if left_s > WAKE_S:
+            self.out.unexplained.append((ops[binding].end_s, left_s))
+        for parent in parents:
+            slack_s = max(start_s - ops[parent].end_s, 0.0)
+            if parent == previous:
+                ops[parent].gap_s = left_s if parent == binding else min(gap_s, slack_s)
+                self._edge(parent, number)
+            elif parent == binding:
+                self._edge(parent, number, left_s)
+            else:
+                self._edge(parent, number, min(slack_s, latency_s) if parent == launch else 0.0)
+
+    def _flows(self) -> None:
+        """Add edges from forward ops to their backward ops, where the profiler drew an arrow."""
+        ops = self.out.ops
+        starts_s = {
+            lane: [ops[n].start_s for n in numbers] for lane, numbers in self.by_lane.items()
+        }
+
+        def op_at(lane: int, at_s: float) -> int:
+            place = bisect.bisect_right(starts_s.get(lane, []), at_s + 1e-9) - 1
+            return self.by_lane[lane][place] if place >= 0 else MISSING
+
+        for flow in self.trace.flows:
+            first, second = op_at(flow.from_lane, flow.from_s), op_at(flow.to_lane, flow.to_s)
+            if MISSING not in (first, second) and ops[first].end_s <= ops[second].start_s:
+                self._edge(first, second)
+
+    def _forward_before_backward(self) -> None:
+        """Where nothing states what is forward: ops before the first backward op are."""
+        kinds = {op.kind for op in self.out.ops}
+        if Kind.BACKWARD not in kinds or Kind.FORWARD in kinds:
+            return
+        turn_s = min(op.start_s for op in self.out.ops if op.kind == Kind.BACKWARD)
+        for op in self.out.ops:
+            if op.kind == Kind.OTHER and op.start_s < turn_s:
+                op.kind = Kind.FORWARD
+
+
+@dataclass
+class _Thread:
+    """Calls and ends of a thread's ops, both ascending."""
+
+    called_s: list[float]
+    ends_s: list[float]
+    numbers: list[int]
+
+    def last_end(self, at_s: float) -> int:
+        """Place of the last op that ended by then."""
+        return bisect.bisect_right(self.ends_s, at_s) - 1
+
+    def idle(self, place: int, at_s: float) -> bool:
+        """Whether the thread begins nothing between that op and `at_s`."""
+        return place + 1 >= len(self.called_s) or self.called_s[place + 1] >= at_s - ROUNDING_S
