@@ -14,9 +14,10 @@ import numpy as np
 from autotune.arrays import FloatArray
 from autotune.errors import InvalidInput
 from autotune.profiling.formats.execution_trace import ExecutionTrace, read_execution_trace
+from autotune.profiling.formats.json_stream import Read
 from autotune.profiling.formats.kineto import read_kineto
 from autotune.profiling.formats.rank_trace import RankTrace, Repair, listed_numbers
-from autotune.profiling.formats.sources import Read, find_sources, rank_in_name
+from autotune.profiling.formats.sources import find_sources, rank_in_name
 from autotune.profiling.traces.collectives import TracedCollective, rank_collectives
 from autotune.profiling.traces.execution_links import ExecutionLink, enriched
 from autotune.profiling.traces.hosts import Hosts, find_hosts
@@ -225,7 +226,7 @@ def _without_copies(traces: Sequence[RankTrace]) -> tuple[list[RankTrace], list[
 
     A copy has another folder, but the same name, rank, beginning and number of events.
     """
-    first_of = {}
+    first_of: dict[tuple[object, ...], RankTrace] = {}
     for trace in traces:
         name = PurePosixPath(trace.source.replace(":", "/")).name
         first_of.setdefault((name, trace.rank, trace.origin_ns, trace.events), trace)
