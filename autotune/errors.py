@@ -7,7 +7,11 @@ a heading of docs/troubleshooting.md.
 
 from __future__ import annotations
 
+from typing import Literal
+
 TROUBLESHOOTING = "docs/troubleshooting.md"
+Anchor = Literal["", "no-ddp", "wrong-world-size", "another-model", "no-ray", "refused-strategy"]
+"""An anchor of the troubleshooting page, or empty."""
 
 
 class AutotuneError(Exception):
@@ -17,9 +21,9 @@ class AutotuneError(Exception):
     default anchor.
     """
 
-    anchor = ""
+    anchor: Anchor = ""
 
-    def __init__(self, message: str = "", *, anchor: str = "") -> None:
+    def __init__(self, message: str = "", *, anchor: Anchor = "") -> None:
         super().__init__(message)
         if anchor:
             self.anchor = anchor
@@ -43,13 +47,13 @@ class InvalidInput(AutotuneError, ValueError):
 class InvalidStrategy(InvalidInput):
     """A strategy cannot be planned for this workload and world size."""
 
-    anchor = "refused-strategy"
+    anchor: Anchor = "refused-strategy"
 
 
 class ModelMismatch(InvalidInput):
     """An export or a plan was built for another model or world size."""
 
-    anchor = "another-model"
+    anchor: Anchor = "another-model"
 
 
 class StoreVersionError(AutotuneError):

@@ -171,7 +171,8 @@ def check_model(export: Export, variables: Identity, world_size: int) -> None:
     if world_size != export.world_size:
         raise ModelMismatch(
             f"the export of job {export.job_id} needs a world size of {export.world_size}, but this run has {world_size}; "
-            f"start {export.world_size} workers, or tune again with {world_size}"
+            f"start {export.world_size} workers, or tune again with {world_size}",
+            anchor="wrong-world-size",
         )
 
 

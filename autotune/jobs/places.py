@@ -1,4 +1,4 @@
-"""Where a job runs: on a private local Ray cluster, on a running one, or on a testbed that is made for it."""
+"""Start a script's ranks on a local Ray cluster, on a running one, or on a new testbed."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from autotune.cluster import Cluster
@@ -22,15 +23,18 @@ from runtime_rewriter.world.ray_world import RayCluster, RayPlace, ray_world
 from runtime_rewriter.world.world import PROBE_S, World
 
 NAME_CHARACTERS = 20
-"""Of a cluster's name in that of its testbed, besides the process id."""
+"""Characters of the cluster's name in the name of its testbed; the process id follows."""
 
 Say = Callable[[str], None]
-"""Takes one line for people about what is being waited for."""
+"""Receives one line for people: the step that the command is waiting for."""
 
 
 @dataclass(frozen=True)
 class Where:
-    """`address` of a running Ray cluster, or None; see `RayPlace`, also for `bare`. `ports`: those that rank 0 may listen on."""
+    """`address` of a running Ray cluster, or None. `ports`: those that rank 0 may listen on.
+
+    `RayPlace` explains `shared_directory` and `bare`.
+    """
 
     address: str | None
     shared_directory: bool
@@ -40,9 +44,10 @@ class Where:
 
 @dataclass(frozen=True)
 class Ranks:
-    """What is to run: a script on so many ranks, where its output goes, and how long it may be silent.
+    """A script on `workers` ranks, its log folder and its timeouts.
 
-    `given_profile` is what emulated accelerators wait for; None: what one replica alone takes. Links are probed for at most `probe_s`.
+    `given_profile` holds the durations that emulated accelerators wait for; None: the measured
+    ones. Links are probed for at most `probe_s`.
     """
 
     command: ScriptCommand
@@ -55,7 +60,10 @@ class Ranks:
 
 
 def refuse_impossible(cluster: Cluster, conditions: Conditions) -> None:
-    """Raises where the network is to be emulated and this machine cannot; cheap, and before anything is made or written."""
+    """Raise an `AutotuneError` if this machine cannot emulate the network.
+
+    Cheap; call it before anything is created or written.
+    """
     if conditions.network is Network.EMULATED:
         able = capabilities()
         able.demand()
@@ -63,15 +71,16 @@ def refuse_impossible(cluster: Cluster, conditions: Conditions) -> None:
 
 
 def refuse_elsewhere(conditions: Conditions, address: str | None) -> None:
-    """Trials of one job are comparable only where they ran on the same kind of network."""
+    """Raise `InvalidInput` if a job would continue on another kind of network."""
     if conditions.network is Network.HOSTS and address is None:
         raise InvalidInput(
-            "the job was started on a running Ray cluster, so it goes on on one; give its --address"
+            "the job was started on a running Ray cluster and can only continue on one; "
+            "give its --address"
         )
     if conditions.network is not Network.HOSTS and address is not None:
         where = "a testbed" if conditions.network is Network.EMULATED else "this machine alone"
         raise InvalidInput(
-            f"the job was started on {where}, so it goes on there; leave out --address"
+            f"the job was started on {where} and can only continue there; leave out --address"
         )
 
 
@@ -79,11 +88,16 @@ def refuse_elsewhere(conditions: Conditions, address: str | None) -> None:
 def placed_world(
     where: Where, cluster: Cluster, conditions: Conditions, ranks: Ranks, say: Say
 ) -> Iterator[World]:
-    """The script's ranks on Ray, on a testbed of `cluster` where the network is emulated; all of it ends with the block."""
+    """Run the script's ranks on Ray, with a testbed of `cluster` if the network is emulated.
+
+    Everything that was started ends with the block.
+    """
     with _ray(where, cluster, conditions, ranks.workers, say) as (ray, addresses):
         layout = tuple(host.devices for host in cluster.hosts)
         if len(layout) == 1 and ranks.command.nodes > 1:
             layout = (ranks.workers // ranks.command.nodes,) * ranks.command.nodes
+        if ray.place.local:
+            layout = ()  # a private local cluster is one node, whatever cluster it represents
         world = ray_world(
             ray,
             ranks.command,
@@ -93,9 +107,7 @@ def placed_world(
             ranks.start_timeout_s,
             statistics,
             where.ports,
-            ()
-            if ray.place.local
-            else layout,  # a private local cluster is one node, whatever it stands for
+            layout,
             addresses,
             conditions=conditions,
             given_profile=ranks.given_profile,
@@ -111,23 +123,28 @@ def placed_world(
 def _ray(
     where: Where, cluster: Cluster, conditions: Conditions, workers: int, say: Say
 ) -> Iterator[tuple[RayCluster, tuple[str, ...]]]:
-    """The connection, and the address of each of the cluster's hosts in it."""
+    """Yield the connection and the address of each host of the cluster."""
+    if find_spec("ray") is None:
+        raise InvalidInput(
+            "the ranks run as Ray actors, but Ray is not installed; "
+            "run: pip install 'autotune[tune]'",
+            anchor="no-ray",
+        )
     if conditions.network is not Network.EMULATED:
-        with _connected(
-            RayPlace(where.address, where.shared_directory, bare=where.bare), workers
-        ) as ray:
+        place = RayPlace(where.address, where.shared_directory, bare=where.bare)
+        with _connected(place, workers) as ray:
             yield ray, tuple(host.address for host in cluster.hosts)
         return
     say(f"building a testbed of {len(cluster.hosts)} hosts")
-    name = f"{safe_name(cluster.name)[:NAME_CHARACTERS]}-{os.getpid()}"  # several jobs may emulate the same cluster side by side
+    # Two jobs may emulate the same cluster at the same time.
+    name = f"{safe_name(cluster.name)[:NAME_CHARACTERS]}-{os.getpid()}"
     with running(cluster, name=name, byte_scale=conditions.byte_scale) as bed:
         say(f"starting Ray on the {len(bed.hosts)} hosts of testbed {bed.name}")
         with ray_nodes(bed) as head, entered(bed.hosts[0].namespace):
-            address = bed.hosts[0].address
             place = RayPlace(
                 head.address,
                 one_machine=True,
-                node_address=address,
+                node_address=bed.hosts[0].address,
                 interface=bed.interface,
                 token=head.token,
             )

@@ -148,7 +148,10 @@ def _workers(asked: int | None, in_command: int | None, cluster: Cluster | None)
             f"{workers}"
         )
     if asked is not None and in_command is not None and asked != in_command:
-        raise InvalidInput(f"--workers and torchrun must agree, but say {asked} and {in_command}")
+        raise InvalidInput(
+            f"--workers and torchrun must agree, but are {asked} and {in_command}",
+            anchor="wrong-world-size",
+        )
     return workers
 
 

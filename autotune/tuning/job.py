@@ -215,7 +215,8 @@ class JobSpec:
             raise InvalidInput(
                 f"the cluster {self.cluster.name!r} must have as many devices as the job has "
                 f"workers, but has {self.cluster.world_size} for {self.workers}; "
-                "change --nproc-per-node or the cluster file"
+                "change --nproc-per-node or the cluster file",
+                anchor="wrong-world-size",
             )
         if self.given_profile is not None and self.conditions.accelerators is Accelerators.REAL:
             raise InvalidInput(

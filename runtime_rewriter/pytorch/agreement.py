@@ -60,7 +60,8 @@ def check_fit(plan: Plan, module: nn.Module, world_size: int) -> None:
         raise InvalidStrategy(f"plan {plan.id} cannot be enacted: {reason}")
     if plan.world_size != world_size:
         raise ModelMismatch(
-            f"plan {plan.id} is made for {plan.world_size} ranks, but {world_size} take part; tune for this world size"
+            f"plan {plan.id} is made for {plan.world_size} ranks, but {world_size} take part; tune for this world size",
+            anchor="wrong-world-size",
         )
     parameters = trainable_parameters(module)
     devices = sorted({str(parameter.device) for parameter in parameters.values()})

@@ -195,13 +195,15 @@ class RunningScript:
         except ScriptEnded:
             self._stop()
             raise LaunchError(
-                f"the script ended without a training step under DistributedDataParallel; {NO_DDP_FIX}"
+                f"the script ended without a training step under DistributedDataParallel; {NO_DDP_FIX}",
+                anchor="no-ddp",
             ) from None
         except Silence:
             self._stop()
             raise LaunchError(
                 "the script made no training step under DistributedDataParallel within "
-                f"{self._start_timeout_s:.0f} s; {NO_DDP_FIX}, or raise --start-timeout"
+                f"{self._start_timeout_s:.0f} s; {NO_DDP_FIX}, or raise --start-timeout",
+                anchor="no-ddp",
             ) from None
 
     def _start_ranks(self) -> None:

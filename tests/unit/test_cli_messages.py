@@ -71,7 +71,7 @@ def test_a_wrong_job_file_is_refused_with_field_value_and_rule(
             ["tune", "--", "torchrun", "--nproc-per-node", "1", str(SCRIPT)],
             "between two or more workers, but the command asks for 1",
         ),
-        (["tune", "--workers", "4", *LAUNCH], "--workers and torchrun must agree, but say 4 and 2"),
+        (["tune", "--workers", "4", *LAUNCH], "--workers and torchrun must agree, but are 4 and 2"),
         (
             ["tune", "--simulators", "tree", *LAUNCH],
             "simulators must be some of linear, rnn, gat, but are tree",

@@ -1,0 +1,97 @@
+"""The errors that users meet most name a heading of the troubleshooting page."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import get_args
+
+import pytest
+from synthetic_job import SyntheticWorld, drive, job_spec
+from test_export import MODEL, NOW
+from torch import nn
+
+from autotune.cli import main
+from autotune.errors import Anchor, AutotuneError
+from autotune.export import check_model
+from autotune.jobs import places
+from autotune.jobs.exports import build_export
+from autotune.records import REAL_CONDITIONS
+from autotune.strategy_space.builders.collectives import ddp_default
+from autotune.strategy_space.plan import plan
+from autotune.strategy_space.strategy import Compressor
+from autotune.tuning import statistics
+from runtime_rewriter.pytorch.agreement import assumed_workload, check_fit
+from runtime_rewriter.world.answers import ScriptEnded
+from runtime_rewriter.world.world import World
+
+PAGE = Path(__file__).parents[2] / "docs" / "troubleshooting.md"
+
+
+def no_ddp() -> None:
+    def script_that_ends():
+        raise ScriptEnded(0)
+
+    World(script_that_ends, 1.0, 1.0, statistics).model_id()
+
+
+def wrong_world_size() -> None:
+    check_model(export(), MODEL, 3)
+
+
+def another_model() -> None:
+    check_model(export(), {}, 2)
+
+
+def no_ray() -> None:
+    where = places.Where(None, False, (0, 0))
+    with places.placed_world(where, job_spec().cluster, REAL_CONDITIONS, None, print):
+        pass
+
+
+def refused_strategy() -> None:
+    module = nn.Linear(2, 2)
+    workload = assumed_workload(module)
+    message = plan(ddp_default(workload), workload, 2).messages[0]
+    refused = replace(message, compressor=Compressor.FP16, dtype="complex64")
+    check_fit(replace(plan(ddp_default(workload), workload, 2), messages=(refused,)), module, 2)
+
+
+def export():
+    history, end = drive(job_spec(), SyntheticWorld({5: 0.06}))
+    return build_export("job", job_spec(), history, end.decision, NOW)
+
+
+CASES = {
+    "no-ddp": no_ddp,
+    "wrong-world-size": wrong_world_size,
+    "another-model": another_model,
+    "no-ray": no_ray,
+    "refused-strategy": refused_strategy,
+}
+
+
+def test_every_anchor_is_on_the_page_and_has_an_example() -> None:
+    anchors = set(get_args(Anchor)) - {""}
+    page = PAGE.read_text()
+    assert {anchor for anchor in anchors if f'<a id="{anchor}"></a>' in page} == anchors == {*CASES}
+
+
+@pytest.mark.parametrize("anchor", CASES)
+def test_the_message_names_its_anchor_once(anchor: str, monkeypatch) -> None:
+    monkeypatch.setattr(places, "find_spec", lambda name: None)
+    with pytest.raises(AutotuneError) as raised:
+        CASES[anchor]()
+    assert str(raised.value).count(f"; see docs/troubleshooting.md#{anchor}") == 1
+
+
+def test_json_errors_name_the_page(capsys, tmp_path) -> None:
+    path = tmp_path / "best.json"
+    export().write(path)
+    script = str(Path(__file__).parents[1] / "scripts" / "train_small.py")
+    launch = ["torchrun", "--nproc-per-node", "3", script]
+    assert main(["run", "--json", "--strategy", str(path), "--", *launch]) == 2
+    error = json.loads(capsys.readouterr().out)
+    assert error["help"] == "docs/troubleshooting.md#wrong-world-size"
+    assert error["help"] in error["error"]
