@@ -89,7 +89,7 @@ def test_a_terminated_job_stops_its_ranks_and_says_how_to_go_on(tmp_path, tracki
     finally:
         process.kill()
     assert process.returncode == 130, error
-    assert "interrupted; finished trials are kept, `autotune tune --resume` goes on" in error
+    assert "interrupted; finished trials are kept, `autotune tune --resume` continues" in error
     wait_for(lambda: not processes_with("train_marked.py"), "the end of the ranks", 20.0)
     with Store.open(tmp_path / "autotune.db") as store:
         assert store.job_status("stopped") == "running"

@@ -46,7 +46,8 @@ def another_model() -> None:
 
 def no_ray() -> None:
     where = places.Where(None, False, (0, 0))
-    with places.placed_world(where, job_spec().cluster, REAL_CONDITIONS, None, print):
+    ranks = places.Ranks(None, 2, Path("logs"), 1.0, 1.0)
+    with places.placed_world(where, job_spec().cluster, REAL_CONDITIONS, ranks, print):
         pass
 
 
