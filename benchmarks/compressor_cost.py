@@ -55,7 +55,7 @@ class Step:
 
     def pack(self) -> None:
         for part, view, gradient in zip(self.parts, self.views, self.gradients, strict=True):
-            torch.add(self.residuals.kept(part), gradient, alpha=1 / RANKS, out=view)
+            torch.add(self.residuals.residual_of(part), gradient, alpha=1 / RANKS, out=view)
 
 
 def int8(shapes: list[tuple[int, int]]) -> Callable[[], None]:

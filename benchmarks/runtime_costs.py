@@ -31,7 +31,7 @@ from autotune.strategy_space.plan import Message, Plan, TensorSlice
 from autotune.strategy_space.strategy import Compressor, Synchronizer
 from autotune.workload import Variable, Workload
 from runtime_rewriter.emulation import timetable_of
-from runtime_rewriter.pytorch.cross_step import Arriving, CrossStep
+from runtime_rewriter.pytorch.cross_step import Arriving, CrossStepUpdates
 from runtime_rewriter.pytorch.ddp import PlannedDataParallel
 from runtime_rewriter.pytorch.emulation import EmulatedAccelerator
 from runtime_rewriter.pytorch.exchange.lanes import Lanes, Step
@@ -39,8 +39,8 @@ from runtime_rewriter.pytorch.exchange.power_sgd import LowRank
 from runtime_rewriter.pytorch.exchange.quantise import QuantisedRows, RowLayout
 from runtime_rewriter.pytorch.exchange.rows import (
     Form,
+    GradientRows,
     RowBuffers,
-    Rows,
     gradient_of,
     rows_of,
     summed,
@@ -127,12 +127,14 @@ def top_k_sum(count: int) -> Callable[[], object]:
     return lambda: out.index_add_(0, rows.indices[0], rows.values[0])
 
 
-def table_of(count: int) -> tuple[nn.Parameter, list[Rows]]:
+def table_of(count: int) -> tuple[nn.Parameter, list[GradientRows]]:
     """A table, and the rows that four ranks touch of it: a tenth each, `count` values in all."""
     touched = count // (4 * COLUMNS)
     parameter = nn.Parameter(torch.zeros(10 * touched, COLUMNS))
     numbers = (torch.randperm(10 * touched)[:touched].sort().values for _ in range(4))
-    return parameter, [Rows(each, torch.randn(touched, COLUMNS), Form.COO) for each in numbers]
+    return parameter, [
+        GradientRows(each, torch.randn(touched, COLUMNS), Form.COO) for each in numbers
+    ]
 
 
 def rows_taken(count: int) -> Callable[[], object]:
@@ -159,7 +161,7 @@ def rows_added(count: int) -> Callable[[], object]:
 def rows_written(count: int) -> Callable[[], object]:
     """A sum of `count` values."""
     parameter, (rows, *_) = table_of(4 * count)
-    gradient = gradient_of(Rows(rows.indices, rows.values.clone(), Form.COO), parameter)
+    gradient = gradient_of(GradientRows(rows.indices, rows.values.clone(), Form.COO), parameter)
     return lambda: gradient.copy_(gradient_of(rows, parameter))
 
 
@@ -205,7 +207,7 @@ class _OnlyWhenAsked:
         self.message.wait()
 
 
-def arriving_one_by_one(crossing: CrossStep) -> None:
+def arriving_one_by_one(crossing: CrossStepUpdates) -> None:
     """Variables are then averaged and updated each on its own, where it is read."""
     defer = crossing.defer
 

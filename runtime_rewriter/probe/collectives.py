@@ -37,7 +37,7 @@ from runtime_rewriter.probe.operations import (
 from runtime_rewriter.probe.pairs import PairProbe, Report
 from runtime_rewriter.probe.rounds import spread_of, suspects
 from runtime_rewriter.pytorch.exchange.device import Device
-from runtime_rewriter.pytorch.exchange.ranks import Ranks
+from runtime_rewriter.pytorch.exchange.ranks import SynchronizerGroups
 
 SIZES_BYTES = tuple(2**power for power in range(12, 25, 2))  # 4 KiB .. 16 MiB
 BETWEEN_BYTES = (*(2**power for power in range(13, 25, 2)), 2**25, 2**26)
@@ -158,7 +158,7 @@ def _probing(
 ) -> Result:
     """Run `measure` with groups that last for one probe; a single rank has `nothing` to probe."""
     timeout_s = budget_s + TIMEOUT_MARGIN_S
-    world = Ranks.of(process_group, timeout_s, timeout_s)
+    world = SynchronizerGroups.of(process_group, timeout_s, timeout_s)
     try:
         probe_groups = ProbeGroups(world, devices, timeout_s)
         if not probe_groups.groups:
@@ -174,7 +174,7 @@ def _probing(
 class _Prober:
     def __init__(
         self,
-        world: Ranks,
+        world: SynchronizerGroups,
         groups: list[ProbeGroup],
         budget_s: float,
         byte_scale: float,
@@ -309,7 +309,7 @@ class _Prober:
     def _repeat(
         self,
         operation: Callable[[], None],
-        ranks: Ranks,
+        ranks: SynchronizerGroups,
         repeats: int,
         load: Load | None,
         lost: LostTime | None,
@@ -328,7 +328,7 @@ class _Prober:
             time.sleep(REST_S)
         return seconds, time.process_time() - start_cpu_s
 
-    def _time_barriers(self, group_number: int, ranks: Ranks) -> None:
+    def _time_barriers(self, group_number: int, ranks: SynchronizerGroups) -> None:
         """Once per group, by its members."""
         if group_number not in self._barrier_cpu_s:
             _, cpu_s = self._repeat(lambda: None, ranks, BARRIERS, None, None)

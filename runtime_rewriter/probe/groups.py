@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from autotune.cluster import Where
-from runtime_rewriter.pytorch.exchange.ranks import Ranks
+from runtime_rewriter.pytorch.exchange.ranks import SynchronizerGroups
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class ProbeGroup:
 
     where: Where
     size: int
-    ranks: Ranks | None
+    ranks: SynchronizerGroups | None
 
 
 def devices_per_host(ranks: int, devices: tuple[int, ...]) -> tuple[int, ...]:
@@ -32,7 +32,7 @@ def first_ranks(devices: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def members_of(ranks: int, devices: tuple[int, ...]) -> dict[tuple[Where, int], list[list[int]]]:
-    """Ranks of the groups besides the world, by (where, size): one of each kind, or one on every host.
+    """SynchronizerGroups of the groups besides the world, by (where, size): one of each kind, or one on every host.
 
     If hosts have several devices: one rank per host, and all ranks of a host. The latter run on all hosts with the most
     devices at the same time, as in a hierarchical message. Last the pair of the first and the last rank, unless there
@@ -58,8 +58,10 @@ def members_of(ranks: int, devices: tuple[int, ...]) -> dict[tuple[Where, int], 
 class ProbeGroups:
     """Process groups of one probe, the world's own first (none for a world of one rank). Collective; `destroy` is local."""
 
-    def __init__(self, world: Ranks, devices: tuple[int, ...], timeout_s: float) -> None:
-        self._created: list[Ranks] = []
+    def __init__(
+        self, world: SynchronizerGroups, devices: tuple[int, ...], timeout_s: float
+    ) -> None:
+        self._created: list[SynchronizerGroups] = []
         self.groups: list[ProbeGroup] = []
         if world.size == 1:
             return
@@ -70,7 +72,9 @@ class ProbeGroups:
                 count = world.agreed_count()
                 ranks = None
                 if members is not None:
-                    ranks = Ranks.of(world.group_of(members, count), timeout_s, timeout_s)
+                    ranks = SynchronizerGroups.of(
+                        world.group_of(members, count), timeout_s, timeout_s
+                    )
                     self._created.append(ranks)
                 self.groups.append(ProbeGroup(where, size, ranks))
         except BaseException:

@@ -17,21 +17,21 @@ import torch.distributed as dist
 from autotune.strategy_space.strategy import Synchronizer
 from runtime_rewriter.pytorch.exchange.device import Device
 from runtime_rewriter.pytorch.exchange.lanes import Lanes
-from runtime_rewriter.pytorch.exchange.ranks import Circle, Ranks
+from runtime_rewriter.pytorch.exchange.ranks import RankGroups, SynchronizerGroups
 from runtime_rewriter.pytorch.exchange.sums import flat_sum
 
 Operation = Callable[[], None]
-Preparation = Callable[[Ranks, int, Device], Operation]
+Preparation = Callable[[SynchronizerGroups, int, Device], Operation]
 
 
 def _exchange(synchronizer: Synchronizer) -> Preparation:
     """What a plan's message does, all its steps, so that the cost of combining at the owner is in it."""
 
-    def prepare(ranks: Ranks, size_bytes: int, device: Device) -> Operation:
+    def prepare(ranks: SynchronizerGroups, size_bytes: int, device: Device) -> Operation:
         elements = max(size_bytes // 4 // ranks.size, 1) * ranks.size
         values = torch.zeros(elements, device=device.device)
         steps = flat_sum(
-            synchronizer, values, Lanes(ranks, device), Circle.world(ranks.size), 0
+            synchronizer, values, Lanes(ranks, device), RankGroups.world(ranks.size), 0
         ).steps()
 
         def operation() -> None:
@@ -45,46 +45,46 @@ def _exchange(synchronizer: Synchronizer) -> Preparation:
     return prepare
 
 
-def _reduce_scatter(ranks: Ranks, size_bytes: int, device: Device) -> Operation:
+def _reduce_scatter(ranks: SynchronizerGroups, size_bytes: int, device: Device) -> Operation:
     whole, shard = _whole_and_shard(ranks, size_bytes, device)
     return lambda: _none(dist.reduce_scatter_single(shard, whole, group=ranks.first))
 
 
-def _all_gather(ranks: Ranks, size_bytes: int, device: Device) -> Operation:
+def _all_gather(ranks: SynchronizerGroups, size_bytes: int, device: Device) -> Operation:
     whole, shard = _whole_and_shard(ranks, size_bytes, device)
     return lambda: _none(dist.all_gather_single(whole, shard, group=ranks.first))
 
 
-def _all_to_all(ranks: Ranks, size_bytes: int, device: Device) -> Operation:
+def _all_to_all(ranks: SynchronizerGroups, size_bytes: int, device: Device) -> Operation:
     sent, _ = _whole_and_shard(ranks, size_bytes, device)
     received = torch.empty_like(sent)
     return lambda: _none(dist.all_to_all_single(received, sent, group=ranks.first))
 
 
-def _gather(ranks: Ranks, size_bytes: int, device: Device) -> Operation:
+def _gather(ranks: SynchronizerGroups, size_bytes: int, device: Device) -> Operation:
     tensor = torch.zeros(size_bytes // 4, device=device.device)
     parts = [torch.empty_like(tensor) for _ in range(ranks.size)] if ranks.rank == 0 else None
     return lambda: _none(dist.gather(tensor, parts, group=ranks.first, group_dst=0))
 
 
-def _scatter(ranks: Ranks, size_bytes: int, device: Device) -> Operation:
+def _scatter(ranks: SynchronizerGroups, size_bytes: int, device: Device) -> Operation:
     tensor = torch.zeros(size_bytes // 4, device=device.device)
     parts = [torch.zeros_like(tensor)] * ranks.size if ranks.rank == 0 else None
     return lambda: _none(dist.scatter(tensor, parts, group=ranks.first, group_src=0))
 
 
-def _broadcast(ranks: Ranks, size_bytes: int, device: Device) -> Operation:
+def _broadcast(ranks: SynchronizerGroups, size_bytes: int, device: Device) -> Operation:
     tensor = torch.zeros(size_bytes // 4, device=device.device)
     return lambda: _none(dist.broadcast(tensor, group=ranks.first, group_src=0))
 
 
-def _reduce(ranks: Ranks, size_bytes: int, device: Device) -> Operation:
+def _reduce(ranks: SynchronizerGroups, size_bytes: int, device: Device) -> Operation:
     tensor = torch.zeros(size_bytes // 4, device=device.device)
     return lambda: _none(dist.reduce(tensor, group=ranks.first, group_dst=0))
 
 
 def _whole_and_shard(
-    ranks: Ranks, size_bytes: int, device: Device
+    ranks: SynchronizerGroups, size_bytes: int, device: Device
 ) -> tuple[torch.Tensor, torch.Tensor]:
     elements = max(size_bytes // 4 // ranks.size, 1)
     return torch.zeros(elements * ranks.size, device=device.device), torch.zeros(

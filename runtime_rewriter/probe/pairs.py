@@ -14,7 +14,7 @@ from autotune.recordings.probe import HostPair, LinkCost, ProbedLinks
 from runtime_rewriter.probe.groups import first_ranks
 from runtime_rewriter.probe.rounds import first_rounds, last_rounds, pair_cost
 from runtime_rewriter.pytorch.exchange.device import Device
-from runtime_rewriter.pytorch.exchange.ranks import Ranks
+from runtime_rewriter.pytorch.exchange.ranks import SynchronizerGroups
 
 LINK_BYTES = tuple(2**power for power in (6, 12, 16, 19, 21, 23))  # 64 B .. 8 MiB
 REPEATS = 9
@@ -30,7 +30,12 @@ class PairProbe:
     """Times the links of the hosts. `grant(needed_s, open_points, end)` is rank 0's decision for all, see `collectives`."""
 
     def __init__(
-        self, world: Ranks, device: Device, grant: Grant, byte_scale: float, report: Report
+        self,
+        world: SynchronizerGroups,
+        device: Device,
+        grant: Grant,
+        byte_scale: float,
+        report: Report,
     ) -> None:
         self._world = world
         self._device = device

@@ -21,7 +21,7 @@ from autotune.errors import (
 from autotune.strategy_space.enactable import why_refused
 from autotune.strategy_space.plan import Plan, TensorSlice
 from autotune.workload import Variable, Workload
-from runtime_rewriter.pytorch.exchange.ranks import Ranks
+from runtime_rewriter.pytorch.exchange.ranks import SynchronizerGroups
 
 _MASK = 2**32 - 1
 
@@ -130,7 +130,10 @@ def _check_cover(plan: Plan, name: str, parts: list[TensorSlice], parameter: Ten
 
 
 def agree(
-    ranks: Ranks, plan: Plan | None, error: AutotuneError | None, byte_scale: float = 1.0
+    ranks: SynchronizerGroups,
+    plan: Plan | None,
+    error: AutotuneError | None,
+    byte_scale: float = 1.0,
 ) -> None:
     """Collective: every rank returns, or every rank raises.
 

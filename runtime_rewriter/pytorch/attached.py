@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from autotune.strategy_space.plan import Plan
 from runtime_rewriter.pytorch.byte_scale import parts_of
 from runtime_rewriter.pytorch.hooks import GradientSynchronizer
-from runtime_rewriter.pytorch.native_buckets import ModuleCarrier
+from runtime_rewriter.pytorch.native_buckets import ModuleBackend
 from runtime_rewriter.pytorch.observers import Accelerator
 
 BROADCAST_BYTES = 250 * 2**20  # as torch's DDP
@@ -62,9 +62,9 @@ class AttachedSynchronizer(GradientSynchronizer):
         **options: Any,
     ) -> None:
         simple = not (options.get("find_unused_parameters") or options.get("static_graph"))
-        self._driven = ModuleCarrier(module, carries=simple)
+        self._driven = ModuleBackend(module, carries=simple)
         super().__init__(
-            module, process_group, carrier=self._driven, buffers=self._sent_buffers, **options
+            module, process_group, backend=self._driven, buffers=self._sent_buffers, **options
         )
         self._broadcast_buffers = broadcast_buffers
         self._sync_next = True

@@ -36,7 +36,7 @@ from autotune.errors import SynchronizationError
 from runtime_rewriter.pytorch.exchange.device import Device
 from runtime_rewriter.pytorch.reads import can_watch, is_watched, outside_modes, unwatch, watch
 from runtime_rewriter.pytorch.script_steps import ScriptSteps
-from runtime_rewriter.pytorch.updates import DueUpdate, group_numbers, why_coupled
+from runtime_rewriter.pytorch.updates import DueUpdate, coupling_reason, group_numbers
 
 
 class Arriving(Protocol):
@@ -61,7 +61,7 @@ class _Pending:
     )  # with the number of the variable's parameter group
 
 
-class CrossStep:
+class CrossStepUpdates:
     """What is pending of one synchronizer's variables. `write(positions)` copies arrived averages into `.grad`.
 
     Lives as long as its synchronizer, since it looks at the script's optimizers from their first step on. Variables whose reads
@@ -104,9 +104,9 @@ class CrossStep:
 
     # -- whether -------------------------------------------------------------------------------------
 
-    def why_not(self) -> str | None:
+    def refusal_reason(self) -> str | None:
         """Why the updates of this script cannot cross the step, as far as its steps so far tell."""
-        return self._script.why_not()
+        return self._script.refusal_reason()
 
     @property
     def learning(self) -> bool:
@@ -135,7 +135,7 @@ class CrossStep:
     @property
     def defers(self) -> bool:
         """Whether the backward pass that ends now leaves its messages to the next forward pass."""
-        return self._enabled and self._unseen is not None and self.why_not() is None
+        return self._enabled and self._unseen is not None and self.refusal_reason() is None
 
     def close(self) -> None:
         _PRESENT.discard(self)
@@ -149,13 +149,13 @@ class CrossStep:
             self._enabled
             and self._unseen is None
             and self._script.seen > 0
-            and self.why_not() is None
+            and self.refusal_reason() is None
         ):
             self._learn_reads(seen)
 
     def forward_ended(self) -> None:
         """Before the backward pass: the messages' buffers are about to be filled again."""
-        self.settle_all()
+        self.flush()
         if self._unread is not None:
             for position in self._unread:
                 unwatch(self._parameters[position])
@@ -198,7 +198,7 @@ class CrossStep:
                 position: _Pending(self._parameters[position].grad) for position in positions
             }
             unseen = self._unseen
-            self.settle(
+            self.flush_variables(
                 [
                     position
                     for position in self._pending
@@ -219,7 +219,7 @@ class CrossStep:
         )
 
     def _on_read(self, position: int, _: Tensor) -> None:
-        self.settle((position,))
+        self.flush_variables((position,))
 
     @property
     def pending(self) -> bool:
@@ -228,16 +228,16 @@ class CrossStep:
 
     # -- settling ------------------------------------------------------------------------------------
 
-    def settle_all(self) -> None:
+    def flush(self) -> None:
         if self._outstanding or self._pending:
-            self.settle(tuple(self._pending), rest=True)
+            self.flush_variables(tuple(self._pending), rest=True)
 
-    def settle_arrived(self) -> None:
+    def flush_arrived(self) -> None:
         """Update what has arrived, without waiting."""
         if self._outstanding:
-            self.settle(())
+            self.flush_variables(())
 
-    def settle(self, positions: Iterable[int], rest: bool = False) -> float:
+    def flush_variables(self, positions: Iterable[int], rest: bool = False) -> float:
         """Until `positions` are averaged and updated; what has arrived besides comes along. Seconds spent waiting for messages.
 
         `rest`: every message is waited for, those of no pending variable too.
@@ -351,10 +351,10 @@ class CrossStep:
 
     def _put_off(self, optimizer: Optimizer, numbers: Mapping[int, int], closure: bool) -> None:
         mine = [position for position in self._pending if id(self._parameters[position]) in numbers]
-        if closure or why_coupled(optimizer, _OWN_HOOKS) is not None:
-            self.settle(mine)
+        if closure or coupling_reason(optimizer, _OWN_HOOKS) is not None:
+            self.flush_variables(mine)
             return
-        self._settle_before_checkpoints(optimizer)
+        self._flush_before_checkpoints(optimizer)
         update = DueUpdate.now(optimizer)
         with torch._C.DisableTorchFunctionSubclass():
             for position in mine:
@@ -375,16 +375,16 @@ class CrossStep:
         self._stashed.clear()
         self._withheld.clear()
 
-    def _settle_before_checkpoints(self, optimizer: Optimizer) -> None:
+    def _flush_before_checkpoints(self, optimizer: Optimizer) -> None:
         """An optimizer's state is read and replaced as a whole, and not through torch's functions."""
         if optimizer in self._checkpointed:
             return
         self._checkpointed.add(optimizer)
-        optimizer.register_state_dict_pre_hook(lambda _: self.settle_all())
-        optimizer.register_load_state_dict_pre_hook(lambda _, __: self.settle_all())
+        optimizer.register_state_dict_pre_hook(lambda _: self.flush())
+        optimizer.register_load_state_dict_pre_hook(lambda _, __: self.flush())
 
 
-_PRESENT: WeakSet[CrossStep] = WeakSet()
+_PRESENT: WeakSet[CrossStepUpdates] = WeakSet()
 _OWN_HOOKS: set[int] = set()
 
 
@@ -392,20 +392,20 @@ def _mark_read(unread: set[int], position: int, _: Tensor) -> None:
     unread.discard(position)
 
 
-def _take_part(cross_step: CrossStep) -> None:
+def _take_part(cross_step: CrossStepUpdates) -> None:
     """Tell `cross_step` of every step of every optimizer; torch's hooks for that are for the whole process, and set up once."""
     _PRESENT.add(cross_step)
     if not _OWN_HOOKS:
         # Before the interpreter stops threads, which carry later steps of messages that other ranks wait for.
-        threading._register_atexit(settle_everything)  # type: ignore[attr-defined]
+        threading._register_atexit(flush_all_synchronizers)  # type: ignore[attr-defined]
         _OWN_HOOKS.add(register_optimizer_step_pre_hook(_before_any_step).id)
         _OWN_HOOKS.add(register_optimizer_step_post_hook(_after_any_step).id)
 
 
-def settle_everything() -> None:
+def flush_all_synchronizers() -> None:
     """Of every synchronizer in this process, wherever a script goes on without its process groups."""
     for present in tuple(_PRESENT):
-        present.settle_all()
+        present.flush()
 
 
 def _before_any_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -26,9 +26,9 @@ from torch.nn.parallel.distributed import DistributedDataParallel
 from autotune.errors import InvalidInput, InvalidStrategy
 from runtime_rewriter.pytorch.attached import attached_to
 from runtime_rewriter.pytorch.byte_scale import parts_of, scale_reducer
-from runtime_rewriter.pytorch.cross_step import settle_everything
+from runtime_rewriter.pytorch.cross_step import flush_all_synchronizers
 from runtime_rewriter.pytorch.hooks import GradientSynchronizer
-from runtime_rewriter.pytorch.native_buckets import DdpCarrier
+from runtime_rewriter.pytorch.native_buckets import DdpBackend
 
 
 class PlannedDataParallel(DistributedDataParallel):
@@ -40,7 +40,7 @@ class PlannedDataParallel(DistributedDataParallel):
     timeout_s: ClassVar[float] = 60.0
     agreement_timeout_s: ClassVar[float] = 20.0
     _synchronizer: GradientSynchronizer | None = None
-    _carrier: DdpCarrier | None = None
+    _backend: DdpBackend | None = None
     _reducer_is_stale = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -49,7 +49,7 @@ class PlannedDataParallel(DistributedDataParallel):
 
     def _take_plans(self) -> None:
         """Collective, before the first plan."""
-        self._carrier = DdpCarrier(self)
+        self._backend = DdpBackend(self)
         self._synchronizer = GradientSynchronizer(
             self.module,
             self.process_group,
@@ -57,9 +57,9 @@ class PlannedDataParallel(DistributedDataParallel):
             agreement_timeout_s=self.agreement_timeout_s,
             find_unused_parameters=self.find_unused_parameters or self.static_graph,
             static_graph=self.static_graph,
-            why_not=self._why_not,
+            refusal_reason=self._refusal_reason,
             on_byte_scale=partial(scale_reducer, self),
-            carrier=self._carrier,
+            backend=self._backend,
             buffers=self._sent_buffers,
         )
 
@@ -75,10 +75,10 @@ class PlannedDataParallel(DistributedDataParallel):
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()
         state.pop("_synchronizer", None)
-        state.pop("_carrier", None)
+        state.pop("_backend", None)
         return state
 
-    def _why_not(self) -> str | None:
+    def _refusal_reason(self) -> str | None:
         """Uses of DDP whose meaning lies in its reducer."""
         conditions = (
             (
@@ -106,8 +106,8 @@ class PlannedDataParallel(DistributedDataParallel):
         recursive=False
     )  # torch.compile(model) compiles what is called from here
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        synchronizer, carrier = self._synchronizer, self._carrier
-        if synchronizer is None or carrier is None:
+        synchronizer, backend = self._synchronizer, self._backend
+        if synchronizer is None or backend is None:
             return super().forward(*inputs, **kwargs)
         if not torch.is_grad_enabled():
             synchronizer.before_evaluation()
@@ -122,26 +122,26 @@ class PlannedDataParallel(DistributedDataParallel):
         if joining:
             synchronizer.mark_unclean()
         if synchronizer.plan is None or joining:
-            self._place_own_reducer(carrier)
+            self._place_own_reducer(backend)
             output = super().forward(*inputs, **kwargs)
         elif synchronizer.native is not None:
-            carrier.place_planned()
-            self._leave_reducer_idle(carrier)
+            backend.place_planned()
+            self._leave_reducer_idle(backend)
             output = super().forward(*inputs, **kwargs)
         else:
             output = self._planned_forward(*inputs, **kwargs)
-            self._leave_reducer_idle(carrier)
+            self._leave_reducer_idle(backend)
         synchronizer.after_forward(output)
         return output
 
-    def _place_own_reducer(self, carrier: DdpCarrier) -> None:
-        carrier.place_own()
+    def _place_own_reducer(self, backend: DdpBackend) -> None:
+        backend.place_own()
         if self._reducer_is_stale:
             self._rebuild_reducer()
 
-    def _leave_reducer_idle(self, carrier: DdpCarrier) -> None:
+    def _leave_reducer_idle(self, backend: DdpBackend) -> None:
         """One that looks for unused parameters, or still learns a static graph, will count the hooks of this step."""
-        self._reducer_is_stale |= carrier.own_is_learning or (
+        self._reducer_is_stale |= backend.own_is_learning or (
             self.find_unused_parameters and not self.static_graph
         )
 
@@ -191,18 +191,18 @@ class PlannedDataParallel(DistributedDataParallel):
         before = self.static_graph
         with self._own_reducer():
             super()._set_static_graph()
-        if self._carrier is not None and not before:
-            self._carrier.set_static_graph()
+        if self._backend is not None and not before:
+            self._backend.set_static_graph()
 
     def join_hook(self, **kwargs: Any) -> Any:
         if (
-            self._carrier is not None
+            self._backend is not None
         ):  # a finished rank answers what DDP's own reducer sends elsewhere, and may make no step here
-            self._place_own_reducer(self._carrier)
+            self._place_own_reducer(self._backend)
         return super().join_hook(**kwargs)
 
     def _own_reducer(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._carrier is None else self._carrier.own_in_place()
+        return nullcontext() if self._backend is None else self._backend.own_in_place()
 
     def _rebuild_reducer(self) -> None:
         """DDP's own, as it was when the DDP was built: what it counted of others' steps is forgotten."""
@@ -258,14 +258,14 @@ def replaced_ddp(
     destroy = dist.destroy_process_group
 
     @wraps(destroy)
-    def settle_and_destroy(*args: Any, **kwargs: Any) -> None:
-        settle_everything()  # what crosses the last step needs its groups
+    def flush_and_destroy(*args: Any, **kwargs: Any) -> None:
+        flush_all_synchronizers()  # what crosses the last step needs its groups
         destroy(*args, **kwargs)
 
     places: tuple[tuple[Any, str, Any], ...] = (
         (torch.nn.parallel, "DistributedDataParallel", Replacement),
         (torch_ddp, "DistributedDataParallel", Replacement),
-        (dist, "destroy_process_group", settle_and_destroy),
+        (dist, "destroy_process_group", flush_and_destroy),
     )
     originals = [getattr(place, name) for place, name, _ in places]
     try:
@@ -305,7 +305,7 @@ def adopted(
         if taken._reducer_is_stale:
             taken._rebuild_reducer()
         for name in (
-            "_carrier",
+            "_backend",
             "_synchronizer",
             "_reducer_is_stale",
             "timeout_s",

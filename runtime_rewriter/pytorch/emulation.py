@@ -39,10 +39,10 @@ from torch.autograd.function import once_differentiable
 from autotune.errors import InvalidInput
 from runtime_rewriter.emulation import Timetable, Waiter
 from runtime_rewriter.pytorch.hooks import GradientSynchronizer
-from runtime_rewriter.pytorch.recording import (
+from runtime_rewriter.pytorch.recorded_pass import (
     GradientRecorder,
     Output,
-    Recording,
+    RecordedPass,
     collectives_made,
     signature_of,
     tensors_needing_gradient,
@@ -50,15 +50,15 @@ from runtime_rewriter.pytorch.recording import (
 
 Due = tuple[tuple[int, ...], float]
 """Positions of parameters whose gradients are ready, or which are read, at the same time of the timetable."""
-MOST_RECORDINGS = 32
+MOST_RECORDED_PASSES = 32
 """Each holds a copy of all gradients; a script with more kinds of batches would be recorded and not emulated."""
 
 
-def why_not_emulated(synchronizer: GradientSynchronizer) -> str | None:
+def emulation_refusal(synchronizer: GradientSynchronizer) -> str | None:
     """What in the module or around it forbids emulation, as far as it can be told before a step."""
     if synchronizer.device.device.type != "cpu":
         return f"the model is on {synchronizer.device.device.type}, where it really computes; use real accelerators"
-    return synchronizer.why_not()
+    return synchronizer.refusal_reason()
 
 
 class EmulatedAccelerator:
@@ -68,13 +68,13 @@ class EmulatedAccelerator:
     """
 
     def __init__(self, synchronizer: GradientSynchronizer, timetable: Timetable | None) -> None:
-        reason = why_not_emulated(synchronizer)
+        reason = emulation_refusal(synchronizer)
         if reason is not None:
             raise InvalidInput(f"accelerators cannot be emulated: {reason}")
         self._synchronizer, self._timetable = synchronizer, timetable
         self._handed_out = _ready_order(synchronizer.names, timetable)
         self._reads = () if timetable is None else _positions(synchronizer.names, timetable.needed)
-        self._recordings: dict[Hashable, Recording] = {}
+        self._recorded_passes: dict[Hashable, RecordedPass] = {}
         self._recorder: GradientRecorder | None = None
         self._recorded: tuple[Hashable, Output] | None = None  # waits for its gradients
         self._in_backward = (
@@ -118,7 +118,7 @@ class EmulatedAccelerator:
         self._finish_recording()
         self._in_backward = False
         key = (self._synchronizer.module.training, signature_of((inputs, kwargs)))
-        recording = self._recordings.get(key)
+        recording = self._recorded_passes.get(key)
         return (
             self._record(key, compute, inputs, kwargs)
             if recording is None
@@ -138,9 +138,9 @@ class EmulatedAccelerator:
             raise InvalidInput(
                 "accelerators cannot be emulated: an input of the model requires a gradient; detach it"
             )
-        if len(self._recordings) == MOST_RECORDINGS:
+        if len(self._recorded_passes) == MOST_RECORDED_PASSES:
             raise InvalidInput(
-                f"accelerators are emulated for at most {MOST_RECORDINGS} kinds of batches, but the model's inputs have more shapes "
+                f"accelerators are emulated for at most {MOST_RECORDED_PASSES} kinds of batches, but the model's inputs have more shapes "
                 "or values; pad batches to few shapes, and pass no argument that changes in every step"
             )
         made = collectives_made()
@@ -168,9 +168,9 @@ class EmulatedAccelerator:
         )
         self._recorder = self._recorded = None
         if begun:
-            self._recordings[key] = Recording(output, gradients)
+            self._recorded_passes[key] = RecordedPass(output, gradients)
 
-    def _play(self, recording: Recording) -> object:
+    def _play(self, recording: RecordedPass) -> object:
         timed = self._timetable if self._synchronizer.synchronizing else None
         # Before the reads, some of which are at the pass's very end: real work behind them would make its end late.
         output = self._chained(recording, timed)
@@ -178,7 +178,7 @@ class EmulatedAccelerator:
         self._synchronizer.cross_step.updates_played = timed is not None
         return output
 
-    def _chained(self, recording: Recording, timed: Timetable | None) -> object:
+    def _chained(self, recording: RecordedPass, timed: Timetable | None) -> object:
         """The output, connected to the chain of the pass's autograd nodes. Reads no variable."""
         output = recording.output
         played = _PlayedPass(self, recording, timed)
@@ -208,9 +208,9 @@ class EmulatedAccelerator:
             if not cross_step.pending:
                 return  # nothing that waiting here would change
             assert self._step_start_s is not None
-            cross_step.settle_arrived()
+            cross_step.flush_arrived()
             self._waits["forward"].until(self._step_start_s + needed_s)
-            self._step_start_s += cross_step.settle(positions)
+            self._step_start_s += cross_step.flush_variables(positions)
 
     # -- backward ------------------------------------------------------------------------------------
 
@@ -235,7 +235,7 @@ class _PlayedPass:
     """One forward and backward pass that is played; `timetable` is None where its backward pass is not synchronized."""
 
     def __init__(
-        self, accelerator: EmulatedAccelerator, recording: Recording, timetable: Timetable | None
+        self, accelerator: EmulatedAccelerator, recording: RecordedPass, timetable: Timetable | None
     ) -> None:
         self._accelerator, self._recording, self._timetable = accelerator, recording, timetable
         self._start_s: float | None = None

@@ -4,7 +4,7 @@ A parameter's gradient is packed the moment it is final, a small one together wi
 whose slices are all packed is issued in plan order from inside the backward pass, so that communication overlaps computation.  The
 backward pass ends (a callback of the autograd engine) when every message has arrived and every `.grad` holds the average.  Without a
 plan nothing is hooked and the module's own synchronization, if any, runs untouched.  Nor is anything hooked under a plan that is nothing
-but buckets, where a `Carrier` lets a reducer of torch carry it out.
+but buckets, where a `Backend` lets a reducer of torch carry it out.
 
 Gradients count as in torch's DDP: under accumulation only the last backward pass synchronizes; with
 `find_unused_parameters` a parameter that no rank used keeps its `.grad`.
@@ -35,17 +35,17 @@ from runtime_rewriter.pytorch.agreement import (
     trainable_parameters,
 )
 from runtime_rewriter.pytorch.autograd import by_identity, reachable_variables, tensors_with_graph
-from runtime_rewriter.pytorch.cross_step import CrossStep
+from runtime_rewriter.pytorch.cross_step import CrossStepUpdates
 from runtime_rewriter.pytorch.exchange.device import Device
 from runtime_rewriter.pytorch.exchange.lanes import Lanes
 from runtime_rewriter.pytorch.exchange.present_rows import sparse_parameters
-from runtime_rewriter.pytorch.exchange.ranks import Ranks
+from runtime_rewriter.pytorch.exchange.ranks import SynchronizerGroups
 from runtime_rewriter.pytorch.exchange.residuals import Residuals
 from runtime_rewriter.pytorch.garbage import freeze_garbage, thaw_garbage
-from runtime_rewriter.pytorch.native_buckets import BucketReducer, Buckets, Carrier
+from runtime_rewriter.pytorch.native_buckets import Backend, BucketReducer, Buckets
 from runtime_rewriter.pytorch.native_observation import ObservedPass
 from runtime_rewriter.pytorch.observers import Accelerator, BackwardObserver, StepListener
-from runtime_rewriter.pytorch.packing import Packing, transfers_of
+from runtime_rewriter.pytorch.packing import Packing, build_transfers
 from runtime_rewriter.pytorch.planned_pass import PlannedPass
 
 _NO_GRAD_ALREADY = nullcontext()
@@ -57,7 +57,7 @@ class GradientSynchronizer:
     Building one is collective over the group, as building a DDP is. `timeout_s` bounds every message,
     `agreement_timeout_s` how long ranks wait for each other in `load`. `static_graph` as in DDP: the set
     of used parameters never changes, and the first backward pass learns how often each is accumulated.
-    `why_not` says why the module's surroundings forbid plans at all; `on_byte_scale` scales what they send themselves; `carrier` is where
+    `refusal_reason` says why the module's surroundings forbid plans at all; `on_byte_scale` scales what they send themselves; `backend` is where
     they can drive a reducer of torch; `buffers` are those that rank 0 sends before forward passes.
     """
 
@@ -70,16 +70,16 @@ class GradientSynchronizer:
         agreement_timeout_s: float = 20.0,
         find_unused_parameters: bool = False,
         static_graph: bool = False,
-        why_not: Callable[[], str | None] = lambda: None,
+        refusal_reason: Callable[[], str | None] = lambda: None,
         on_byte_scale: Callable[[float], None] = lambda byte_scale: None,
-        carrier: Carrier | None = None,
+        backend: Backend | None = None,
         buffers: Callable[[], Sequence[Tensor]] = lambda: (),
     ) -> None:
         self.module = module
         named = trainable_parameters(module)
         self.names: tuple[str, ...] = tuple(named)
         self.parameters: tuple[nn.Parameter, ...] = tuple(named.values())
-        self.ranks = Ranks.of(process_group, timeout_s, agreement_timeout_s)
+        self.ranks = SynchronizerGroups.of(process_group, timeout_s, agreement_timeout_s)
         self.device = Device(self.parameters[0].device)
         self.lanes = Lanes(self.ranks, self.device)
         self.residuals = Residuals(named, self.ranks.rank, self.ranks.size)
@@ -88,10 +88,10 @@ class GradientSynchronizer:
         self.accelerator: Accelerator | None = None  # None: the module itself computes
         self.byte_scale = 1.0
         self._find_unused, self._static = find_unused_parameters, static_graph
-        self.why_not, self._on_byte_scale, self._carrier, self.buffers = (
-            why_not,
+        self.refusal_reason, self._on_byte_scale, self._backend, self.buffers = (
+            refusal_reason,
             on_byte_scale,
-            carrier,
+            backend,
             buffers,
         )
         self._index_of = by_identity(self.parameters)
@@ -114,7 +114,7 @@ class GradientSynchronizer:
         self._armed = self._begun = self._boundary_due = False
         self._saw_training = self._saw_eval = self._unclean = False
         self._packing: Packing | None = None
-        self.cross_step = CrossStep(self.parameters, self.device, self._write)
+        self.cross_step = CrossStepUpdates(self.parameters, self.device, self._write)
         self._pass = PlannedPass(
             self.names,
             self.parameters,
@@ -144,12 +144,12 @@ class GradientSynchronizer:
     @property
     def own_buckets(self) -> Buckets | None:
         """Without a plan: the names of the variables of each bucket that the module's own reducer sends, in its order."""
-        return None if self._carrier is None else self._carrier.own_buckets()
+        return None if self._backend is None else self._backend.own_buckets()
 
     @property
     def bucket_view(self) -> bool | None:
         """Whether gradients lie in the buckets of the module's own reducer, which are there under every plan; None where it has none."""
-        return None if self._carrier is None else self._carrier.bucket_view
+        return None if self._backend is None else self._backend.bucket_view
 
     def load(self, plan: Plan | None, *, deferred: bool = False) -> None:
         """Collective, between two steps: from now on synchronize by `plan`, or not at all.
@@ -160,32 +160,32 @@ class GradientSynchronizer:
         rank is gone). After an error the earlier plan is still loaded.
         """
         self._check_usable()
-        self.cross_step.settle_all()
+        self.cross_step.flush()
         named = dict(zip(self.names, self.parameters, strict=True))
         error: AutotuneError | None = None
         buckets = None
         try:
             if plan is not None:
-                reason = self.why_not() or why_scaled_refused(plan, self.byte_scale)
+                reason = self.refusal_reason() or why_scaled_refused(plan, self.byte_scale)
                 if reason is not None:
                     raise InvalidStrategy(f"plans cannot be enacted here: {reason}")
-                reason = self.cross_step.why_not() if plan.cross_step else None
+                reason = self.cross_step.refusal_reason() if plan.cross_step else None
                 if reason is not None:
                     raise InvalidStrategy(
                         f"plan {plan.id} cannot be enacted: synchronization cannot cross the step, since {reason}"
                     )
                 check_fit(plan, self.module, self.ranks.size)
                 if (
-                    self._carrier is not None and not deferred and not self.residuals.in_use
+                    self._backend is not None and not deferred and not self.residuals.in_use
                 ):  # what waits is for our own messages
-                    buckets = self._carrier.buckets_of(plan)
+                    buckets = self._backend.buckets_of(plan)
         except AutotuneError as problem:
             error = problem
         agree(self.ranks, plan, error, self.byte_scale)
         transfers = (
             []
             if plan is None or buckets is not None
-            else transfers_of(plan, named, self.residuals, self.lanes, self.byte_scale)
+            else build_transfers(plan, named, self.residuals, self.lanes, self.byte_scale)
         )
         packing = Packing(
             self.names, self.parameters, transfers, self.residuals, self.ranks.size, self._sparse
@@ -199,7 +199,7 @@ class GradientSynchronizer:
         )
         self._unhook()
         self.lanes.trim()
-        self.native = None if buckets is None else self._carry(buckets, named)
+        self.native = None if buckets is None else self._install(buckets, named)
         self._plan, self._packing = plan, packing
         self.residuals.plan_loaded(plan)
         self.lanes.limit = None if plan is None else plan.limit
@@ -226,10 +226,10 @@ class GradientSynchronizer:
         assert self._packing is not None
         self._packing.write(positions)
 
-    def _carry(self, buckets: Buckets, named: Mapping[str, nn.Parameter]) -> BucketReducer:
-        assert self._carrier is not None
+    def _install(self, buckets: Buckets, named: Mapping[str, nn.Parameter]) -> BucketReducer:
+        assert self._backend is not None
         try:
-            return self._carrier.carry(buckets, named, self.ranks.first, self.byte_scale)
+            return self._backend.install(buckets, named, self.ranks.first, self.byte_scale)
         except RuntimeError as error:
             self._broken = str(error)
             raise SynchronizationError(
@@ -238,12 +238,12 @@ class GradientSynchronizer:
 
     def forget_residuals(self) -> None:
         """Between two steps, on every rank: what compressed messages have not sent is dropped."""
-        self.cross_step.settle_all()
+        self.cross_step.flush()
         self.residuals.clear()
 
     def emulate(self, accelerator: Accelerator | None) -> None:
         """Local, between two steps: from now on `accelerator` stands for the module's own computation, or nothing does."""
-        self.cross_step.settle_all()
+        self.cross_step.flush()
         self.cross_step.forget_reads()
         self.cross_step.updates_played = False
         if self.accelerator is not None:
@@ -263,7 +263,7 @@ class GradientSynchronizer:
     def close(self) -> None:
         """Remove every hook, stop the threads and give the process groups back. Local."""
         try:
-            self.cross_step.settle_all()
+            self.cross_step.flush()
         finally:
             self.cross_step.close()
             self._unhook()
@@ -281,8 +281,8 @@ class GradientSynchronizer:
         self.lanes.stop()
         self._observed.close()
         self.native = None
-        if self._carrier is not None:
-            self._carrier.release()
+        if self._backend is not None:
+            self._backend.release()
 
     def _check_usable(self) -> None:
         broken = self._broken or self.cross_step.broken
@@ -369,7 +369,7 @@ class GradientSynchronizer:
     def before_evaluation(self) -> None:
         """First thing in a forward pass without gradients, for which nothing needs to be put off."""
         self.mark_unclean()
-        self.cross_step.settle_all()
+        self.cross_step.flush()
 
     def mark_unclean(self) -> None:
         """This step holds something that is no training step: a forward pass without gradients, say."""
@@ -380,7 +380,7 @@ class GradientSynchronizer:
     def _on_output_gradient(self, gradient: Tensor) -> None:
         with self._lock, torch.no_grad():
             if not self._armed:
-                self.cross_step.settle_all()  # it accumulates once more into gradients that may be under way
+                self.cross_step.flush()  # it accumulates once more into gradients that may be under way
             elif not self._begun:
                 try:
                     self._begin()

@@ -120,13 +120,13 @@ class BucketReducer:
         return frozenset(name for name, ranks in zip(self._names, used, strict=True) if ranks == 0)
 
 
-class Carrier(Protocol):
+class Backend(Protocol):
     """Where a module's forward pass can drive a reducer of torch."""
 
     def buckets_of(self, plan: Plan) -> Buckets | None:
         """What the reducer would send; None where the plan is more than buckets, or the module's gradients need more."""
 
-    def carry(
+    def install(
         self,
         buckets: Buckets,
         parameters: Mapping[str, nn.Parameter],
@@ -136,7 +136,7 @@ class Carrier(Protocol):
         """Collective: from the next forward pass on send these. Raises `RuntimeError` where a rank is gone."""
 
     def release(self) -> None:
-        """Local: as before `carry`."""
+        """Local: as before `install`."""
 
     def own_buckets(self) -> Buckets | None:
         """What the module's own synchronization sends now; None where it has none, or one that sends other than whole buckets."""
@@ -154,7 +154,7 @@ def _has_sparse_gradients(module: nn.Module) -> bool:
     )
 
 
-class ModuleCarrier:
+class ModuleBackend:
     """A reducer for a plain module, whose forward pass calls `before_forward` and `after_forward`."""
 
     def __init__(self, module: nn.Module, carries: bool) -> None:
@@ -166,7 +166,7 @@ class ModuleCarrier:
             buckets_of(plan) if self._carries and not _has_sparse_gradients(self._module) else None
         )
 
-    def carry(
+    def install(
         self,
         buckets: Buckets,
         parameters: Mapping[str, nn.Parameter],
@@ -209,7 +209,7 @@ class _Place:
     queued: bool
 
 
-class DdpCarrier:
+class DdpBackend:
     """A reducer in the place of a DDP's own, whose code drives it; the own one waits with what it has learned."""
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
@@ -223,7 +223,7 @@ class DdpCarrier:
     def buckets_of(self, plan: Plan) -> Buckets | None:
         return None if _has_sparse_gradients(self._ddp.module) else buckets_of(plan)
 
-    def carry(
+    def install(
         self,
         buckets: Buckets,
         parameters: Mapping[str, nn.Parameter],

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from autotune.strategy_space.plan import Plan, TensorSlice
 from autotune.strategy_space.strategy import SparseHandling
-from runtime_rewriter.pytorch.exchange.hierarchical import Circles
+from runtime_rewriter.pytorch.exchange.hierarchical import PlanGroups
 from runtime_rewriter.pytorch.exchange.lanes import Lanes
 from runtime_rewriter.pytorch.exchange.present_rows import PresentRows
 from runtime_rewriter.pytorch.exchange.residuals import Residuals
@@ -20,7 +20,7 @@ from runtime_rewriter.pytorch.exchange.row_transfer import RowTransfer, waiting_
 from runtime_rewriter.pytorch.exchange.transfer import Transfer, pack_slice, slice_of
 
 
-def transfers_of(
+def build_transfers(
     plan: Plan,
     parameters: Mapping[str, nn.Parameter],
     residuals: Residuals,
@@ -28,11 +28,11 @@ def transfers_of(
     byte_scale: float,
 ) -> list[Transfer | RowTransfer]:
     """The plan's messages, in its order. Collective: they make process groups."""
-    circles = Circles.of(plan, lanes)
+    plan_groups = PlanGroups.of(plan, lanes)
     made: list[Transfer | RowTransfer] = []
     for number, message in enumerate(plan.messages):
         kind = Transfer if message.sparse is SparseHandling.DENSE else RowTransfer
-        made.append(kind(number, message, parameters, residuals, lanes, circles, byte_scale))
+        made.append(kind(number, message, parameters, residuals, lanes, plan_groups, byte_scale))
     return made
 
 

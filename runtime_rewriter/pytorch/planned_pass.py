@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autotune.errors import SynchronizationError
-from runtime_rewriter.pytorch.cross_step import CrossStep
+from runtime_rewriter.pytorch.cross_step import CrossStepUpdates
 from runtime_rewriter.pytorch.exchange.row_transfer import RowTransfer
 from runtime_rewriter.pytorch.exchange.transfer import Transfer
 from runtime_rewriter.pytorch.observers import BackwardObserver
@@ -29,7 +29,7 @@ class PlannedPass:
         names: Sequence[str],
         parameters: Sequence[nn.Parameter],
         observers: list[BackwardObserver],
-        cross_step: CrossStep,
+        cross_step: CrossStepUpdates,
         *,
         find_unused: bool,
         static: bool,
@@ -93,7 +93,7 @@ class PlannedPass:
 
     def begin(self, reachable: Collection[int]) -> None:
         """`reachable`: positions of the variables that this pass can reach; empty where nobody looked."""
-        self._cross_step.settle_all()
+        self._cross_step.flush()
         for observer in tuple(self._observers):
             observer.on_backward_start()
         if reachable:

@@ -11,7 +11,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from runtime_rewriter.pytorch.reads import can_watch, script_compiles, unwatch, watch
-from runtime_rewriter.pytorch.updates import why_coupled
+from runtime_rewriter.pytorch.updates import coupling_reason
 
 LEARNING_STEPS = 2
 """So many steps of the script's optimizers are looked at before they are believed to be what they are."""
@@ -42,7 +42,7 @@ class ScriptSteps:
     def looking(self) -> bool:
         return self._final is not None
 
-    def why_not(self) -> str | None:
+    def refusal_reason(self) -> str | None:
         """Why the updates of this script cannot be put off, as far as its steps so far tell."""
         if self._refusal is None and script_compiles():
             return "the script uses torch.compile, whose graphs read variables unseen"
@@ -87,7 +87,7 @@ class ScriptSteps:
     ) -> str | None:
         if closure:
             return "step() is given a closure"
-        coupled = why_coupled(optimizer, self._own_hooks)
+        coupled = coupling_reason(optimizer, self._own_hooks)
         if coupled is not None:
             return coupled
         assert self._final is not None

@@ -2,7 +2,7 @@
 
 An optimizer whose update of a variable reads nothing but that variable, its gradient, its own state and the hyperparameters gives
 the same bits whenever it comes between `step()` and the next read. Hooks around the step and optimizers that nobody here knows may be no
-such thing; `why_coupled` says which.
+such thing; `coupling_reason` says which.
 """
 
 # mypy: untyped-calls-exclude=torch
@@ -28,7 +28,7 @@ PER_VARIABLE = frozenset(
 """torch's optimizers with per-variable updates: all but LBFGS."""
 
 
-def why_coupled(optimizer: Optimizer, own_hooks: Set[int] = frozenset()) -> str | None:
+def coupling_reason(optimizer: Optimizer, own_hooks: Set[int] = frozenset()) -> str | None:
     """Why the variables of `optimizer` cannot be updated one by one, or None. `own_hooks`: ids of global step hooks that do no harm."""
     kind = type(optimizer)
     if _unhooked(kind) not in {_unhooked(known) for known in PER_VARIABLE}:

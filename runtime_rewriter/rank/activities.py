@@ -107,7 +107,7 @@ class ProfileRun:
     def answer(self) -> ProfileAnswer:
         workload = None if self._profiler is None else self._profiler.finish()
         # the script has made a step, or nothing could be profiled
-        refused = self._cross_step.why_not() or ""
+        refused = self._cross_step.refusal_reason() or ""
         return ProfileAnswer(workload, self._series, software_versions(), usable_cores(), refused)
 
 

@@ -46,7 +46,7 @@ class Applied:
         Every rank has its own, between two steps: `torch.save(applied.compression_state(), f"compression-{rank}.pt")`. It is
         safe for `torch.load(weights_only=True)`, has the size of the model at most, and holds no tensors where nothing is compressed.
         """
-        self.synchronizer.cross_step.settle_all()
+        self.synchronizer.cross_step.flush()
         return self.synchronizer.residuals.state_dict()
 
     def load_compression_state(self, state: Mapping[str, Any]) -> None:
@@ -55,7 +55,7 @@ class Applied:
         Without it the residuals start from zero: a restart loses what had not been sent, about one step's small gradients.
         Raises `InvalidInput` where the state is another rank's, another world's or another model's.
         """
-        self.synchronizer.cross_step.settle_all()
+        self.synchronizer.cross_step.flush()
         self.synchronizer.residuals.load_state_dict(state)
 
 

@@ -367,7 +367,7 @@ class StepRecorder:
     def _agree_on_script(self) -> None:
         """What one rank saw is so for the job. Collective."""
         found, synchronizer = self._found, self._synchronizer
-        refused = "" if synchronizer is None else synchronizer.cross_step.why_not() or ""
+        refused = "" if synchronizer is None else synchronizer.cross_step.refusal_reason() or ""
         told = self._peers.gather((refused, found.evaluating))
         found.cross_step_refused = next((reason for reason, _ in told if reason), "")
         found.evaluating = sorted(set().union(*(steps for _, steps in told)))

@@ -278,7 +278,7 @@ def check_case(rank: int, case: str, only: int | None = None) -> list[Outcome]:
     for number, origin, strategy, made in chosen:
         reason = why_refused(made) if made is not None else None
         if made is not None and made.cross_step:
-            reason = reason or synchronizer.cross_step.why_not()
+            reason = reason or synchronizer.cross_step.refusal_reason()
         if reason is not None:
             outcomes.append(
                 Outcome(

@@ -20,7 +20,7 @@ from runtime_rewriter.emulation import timetable_of
 from runtime_rewriter.pytorch import emulation
 from runtime_rewriter.pytorch.attached import attach
 from runtime_rewriter.pytorch.ddp import PlannedDataParallel
-from runtime_rewriter.pytorch.emulation import MOST_RECORDINGS, EmulatedAccelerator
+from runtime_rewriter.pytorch.emulation import MOST_RECORDED_PASSES, EmulatedAccelerator
 from runtime_rewriter.pytorch.reads import is_watched
 
 
@@ -306,7 +306,7 @@ def check_refusals(rank: int) -> dict[str, str]:
     shapes = fresh(nn.Linear(4, 4))
 
     def every_shape() -> None:
-        for size in range(1, MOST_RECORDINGS + 3):
+        for size in range(1, MOST_RECORDED_PASSES + 3):
             shapes(torch.ones(size, 4)).sum().backward()
 
     told["shapes"] = refusal(every_shape)
@@ -325,7 +325,7 @@ def test_what_cannot_be_emulated_is_refused_with_its_reason() -> None:
         assert "transfers of its own" in told["transfers"]
         assert "input of the model requires a gradient; detach it" in told["input"]
         assert "use checkpoint(use_reentrant=False)" in told["reentrant"]
-        assert f"at most {MOST_RECORDINGS} kinds of batches" in told["shapes"]
+        assert f"at most {MOST_RECORDED_PASSES} kinds of batches" in told["shapes"]
         assert "several forward passes" in told["both"]
 
 
@@ -354,7 +354,7 @@ def check_updates(rank: int, crossing: bool) -> None:
         optimizer.zero_grad()
         loss_of(model, rank, 0).backward()
         optimizer.step()
-        model.synchronizer.cross_step.settle_all()
+        model.synchronizer.cross_step.flush()
         return gradients_of(model.module)
 
     step()  # a plan that crosses the step must have seen one

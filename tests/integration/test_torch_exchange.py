@@ -24,9 +24,9 @@ from autotune.strategy_space.strategy import Compressor, Synchronizer
 from runtime_rewriter.pytorch.ddp import PlannedDataParallel
 from runtime_rewriter.pytorch.exchange import lanes
 from runtime_rewriter.pytorch.exchange.device import Device
-from runtime_rewriter.pytorch.exchange.hierarchical import Circles
+from runtime_rewriter.pytorch.exchange.hierarchical import PlanGroups
 from runtime_rewriter.pytorch.exchange.lanes import Lanes, Step
-from runtime_rewriter.pytorch.exchange.ranks import Circle, Ranks
+from runtime_rewriter.pytorch.exchange.ranks import RankGroups, SynchronizerGroups
 from runtime_rewriter.pytorch.exchange.residuals import Residuals
 from runtime_rewriter.pytorch.exchange.transfer import Transfer
 from runtime_rewriter.pytorch.numerics import GradientGate
@@ -232,11 +232,11 @@ def test_some_ranks_of_the_world_have_hosts_and_rings_of_their_own() -> None:
 
 
 def check_lanes(rank: int, limit: int | None) -> list[int]:
-    ranks = Ranks.of(None, 20.0, 20.0)
+    ranks = SynchronizerGroups.of(None, 20.0, 20.0)
     lanes = Lanes(ranks, Device(torch.device("cpu")))
     lanes.limit = limit
-    circle = Circle.world(ranks.size)
-    groups = [lanes.group(lane, circle) for lane in range(3)]
+    rank_groups = RankGroups.world(ranks.size)
+    groups = [lanes.group(lane, rank_groups) for lane in range(3)]
     started: list[int] = []
     late, overlapping = threading.Event(), threading.Event()
 
@@ -286,10 +286,10 @@ def check_limit(rank: int, limit: int) -> list[int]:
 
     Rank 1's come late: nothing ends before rank 0 has started as many as it may.
     """
-    ranks = Ranks.of(None, 20.0, 20.0)
+    ranks = SynchronizerGroups.of(None, 20.0, 20.0)
     lanes = Lanes(ranks, Device(torch.device("cpu")))
     lanes.limit = limit
-    group, values = lanes.group(0, Circle.world(ranks.size)), [torch.ones(10) for _ in range(4)]
+    group, values = lanes.group(0, RankGroups.world(ranks.size)), [torch.ones(10) for _ in range(4)]
     under_way: list[int] = []
     works: list[dist.Work] = []
     full = threading.Event()
@@ -349,7 +349,7 @@ def test_groups_of_earlier_plans_are_given_back() -> None:
 
 def check_buffers_are_given_back(rank: int, limit: int | None) -> None:
     """Without Python's search for cycles: the buffers of a plan are as large as the gradients, and plans change every second."""
-    ranks = Ranks.of(None, 20.0, 20.0)
+    ranks = SynchronizerGroups.of(None, 20.0, 20.0)
     lanes, parameters = Lanes(ranks, Device(torch.device("cpu"))), {"v": torch.zeros(64, 32)}
     lanes.limit = limit
     residuals = Residuals(parameters, rank, ranks.size)
@@ -369,7 +369,7 @@ def check_buffers_are_given_back(rank: int, limit: int | None) -> None:
             **options,
         )
         transfer = Transfer(
-            0, message, parameters, residuals, lanes, Circles(Circle.world(ranks.size))
+            0, message, parameters, residuals, lanes, PlanGroups(RankGroups.world(ranks.size))
         )
         transfer.pack([torch.ones(64, 32)] * len(transfer.batched), 0.5)
         transfer.issue()

@@ -359,7 +359,7 @@ def _buffers_of_plans(rank: int, library: str) -> list[tuple[str, int, int, int,
             counter.reset()
             step()
             real_peak = counter.peak_bytes
-            model.synchronizer.cross_step.settle_all()
+            model.synchronizer.cross_step.flush()
             module.zero_grad()
             always = recorded.always_bytes + bytes_always(plan_buffers(plan, workload, replica, 2))
             outside = 0

@@ -1,4 +1,4 @@
-"""Ranks that disagree, die or never come: the others raise and do not hang."""
+"""SynchronizerGroups that disagree, die or never come: the others raise and do not hang."""
 
 from __future__ import annotations
 

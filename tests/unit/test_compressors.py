@@ -281,8 +281,8 @@ LEFT, RIGHT = TensorSlice("a", 8, 1, 0, 2), TensorSlice("a", 16, 1, 2, 6)
 def test_a_residual_is_one_tensor_per_variable_and_gone_when_all_of_it_was_sent() -> None:
     residuals = Residuals(PARAMETERS, 0, 1)
     assert residuals.waiting(LEFT) is None and not residuals
-    residuals.kept(LEFT).fill_(1.0)
-    residuals.kept(RIGHT).fill_(2.0)
+    residuals.residual_of(LEFT).fill_(1.0)
+    residuals.residual_of(RIGHT).fill_(2.0)
     whole = residuals.of("a")
     assert whole is not None and float(whole.sum()) == 8 + 32
     residuals.release(LEFT)
@@ -297,9 +297,9 @@ def test_a_residual_is_one_tensor_per_variable_and_gone_when_all_of_it_was_sent(
 
 def test_a_slice_that_is_kept_again_has_not_been_sent() -> None:
     residuals = Residuals(PARAMETERS, 0, 1)
-    residuals.kept(LEFT)
+    residuals.residual_of(LEFT)
     residuals.release(LEFT)
-    residuals.kept(LEFT).fill_(1.0)
+    residuals.residual_of(LEFT).fill_(1.0)
     residuals.release(RIGHT)
     waiting = residuals.waiting(LEFT)
     assert waiting is not None and float(waiting.sum()) == 8
@@ -307,7 +307,7 @@ def test_a_slice_that_is_kept_again_has_not_been_sent() -> None:
 
 def test_feedback_keeps_its_own_slices_and_releases_the_others() -> None:
     residuals = Residuals(PARAMETERS, 0, 1)
-    residuals.kept(RIGHT).fill_(5.0)
+    residuals.residual_of(RIGHT).fill_(5.0)
     feedback = Feedback(residuals, [(LEFT, torch.ones(4, 2)), (RIGHT, torch.ones(4, 4))])
     feedback.feed((0,))
     feedback.keep()
@@ -320,7 +320,7 @@ def test_feedback_keeps_its_own_slices_and_releases_the_others() -> None:
 
 def filled() -> Residuals:
     residuals = Residuals(PARAMETERS, 1, 2)
-    residuals.kept(LEFT).copy_(noise(4, 2))
+    residuals.residual_of(LEFT).copy_(noise(4, 2))
     residuals.factor(LEFT, 1, lambda: noise(2, 1))
     return residuals
 

@@ -21,7 +21,7 @@ from autotune.strategy_space.strategy import ROOTED, Compressor, Synchronizer
 from runtime_rewriter.pytorch.exchange.lanes import Lanes, Step
 from runtime_rewriter.pytorch.exchange.payloads import row_layout, sharded_payload, whole_payload
 from runtime_rewriter.pytorch.exchange.power_sgd import LowRank, gains, initial_start, matrix_shape
-from runtime_rewriter.pytorch.exchange.ranks import Circle
+from runtime_rewriter.pytorch.exchange.ranks import RankGroups
 from runtime_rewriter.pytorch.exchange.residuals import Feedback
 from runtime_rewriter.pytorch.exchange.sums import Exchange, flat_sum, work_of
 
@@ -30,25 +30,25 @@ def flat_exchange(
     message: Message,
     values: Tensor,
     lanes: Lanes,
-    circle: Circle,
+    rank_groups: RankGroups,
     feedback: Feedback,
     first_lane: int = 0,
 ) -> Exchange:
-    """Build the sum over the circle with the message's compressor. Collective.
+    """Build the sum over the rank_groups with the message's compressor. Collective.
 
-    `values` have `padded_elements`. A rank alone in its circle sends nothing and keeps its values.
+    `values` have `padded_elements`. A rank alone in its rank_groups sends nothing and keeps its values.
     """
-    members = circle.part_of(lanes.ranks.rank)
+    members = rank_groups.members_of(lanes.ranks.rank)
     if not message.compressor.error_feedback:
-        return flat_sum(message.synchronizer, values, lanes, circle, message.owner, first_lane)
+        return flat_sum(message.synchronizer, values, lanes, rank_groups, message.owner, first_lane)
     if message.compressor is Compressor.POWER_SGD:
-        return PowerSgd(message, values, lanes, circle, feedback, first_lane)
+        return PowerSgd(message, values, lanes, rank_groups, feedback, first_lane)
     if len(members) > 1:
         feedback.feed(range(len(message.slices)))
     kind: type[PayloadExchange] = Rooted
     if message.synchronizer not in ROOTED:
         kind = Sharded if message.compressor.is_quantiser else Gathered
-    return kind(message, values, lanes, circle, feedback, first_lane)
+    return kind(message, values, lanes, rank_groups, feedback, first_lane)
 
 
 class PayloadExchange(ABC):
@@ -61,15 +61,17 @@ class PayloadExchange(ABC):
         message: Message,
         values: Tensor,
         lanes: Lanes,
-        circle: Circle,
+        rank_groups: RankGroups,
         feedback: Feedback,
         lane: int,
     ) -> None:
         self.values = values
         self._lane = lane
         self._feedback = feedback
-        self._members = circle.part_of(lanes.ranks.rank)
-        self._groups = [lanes.group(lane + number, circle) for number in range(self.collectives)]
+        self._members = rank_groups.members_of(lanes.ranks.rank)
+        self._groups = [
+            lanes.group(lane + number, rank_groups) for number in range(self.collectives)
+        ]
         self._padding = values[message.elements :]
         self._prepare(message, lanes.ranks.rank)
 
@@ -221,12 +223,12 @@ class PowerSgd:
         message: Message,
         values: Tensor,
         lanes: Lanes,
-        circle: Circle,
+        rank_groups: RankGroups,
         feedback: Feedback,
         lane: int,
     ) -> None:
         self.values, self._feedback = values, feedback
-        members = circle.part_of(lanes.ranks.rank)
+        members = rank_groups.members_of(lanes.ranks.rank)
         assert message.rank is not None
         rank, shapes = message.rank, feedback.shapes
 
@@ -245,11 +247,13 @@ class PowerSgd:
             feedback.feed(factored)
         self._low = LowRank(values, shapes, rank, max(1, len(members)), start_of)
         self._left = flat_sum(
-            message.synchronizer, self._low.left, lanes, circle, message.owner, lane
+            message.synchronizer, self._low.left, lanes, rank_groups, message.owner, lane
         ).steps()
         after = self._left[-1][0] + 1
         right = (
-            flat_sum(message.synchronizer, self._low.right, lanes, circle, message.owner, after)
+            flat_sum(
+                message.synchronizer, self._low.right, lanes, rank_groups, message.owner, after
+            )
             if factored
             else None
         )

@@ -15,14 +15,14 @@ from torch import Tensor
 from autotune.strategy_space.plan import Message, Plan
 from runtime_rewriter.pytorch.exchange.compressed import flat_exchange
 from runtime_rewriter.pytorch.exchange.lanes import Lanes
-from runtime_rewriter.pytorch.exchange.ranks import Circle
+from runtime_rewriter.pytorch.exchange.ranks import RankGroups
 from runtime_rewriter.pytorch.exchange.residuals import Feedback
 from runtime_rewriter.pytorch.exchange.sums import Broadcast, Chain, Exchange, Reduce
 
 
 @dataclass(frozen=True)
-class Circles:
-    """The circles of one plan. `hosts` is None where no message asks for them.
+class PlanGroups:
+    """The plan_groups of one plan. `hosts` is None where no message asks for them.
 
     A ring order is the order of the ranks in their process groups.  Gloo's ring collectives (all-reduce, reduce-scatter,
     all-gather) only send from a rank of the group to its neighbour, so they follow it exactly; its trees (reduce, broadcast)
@@ -30,30 +30,30 @@ class Circles:
     its rings by the machines' topology itself: between hosts it mostly follows the numbering, but does not promise to.
     """
 
-    world: Circle
-    hosts: Circle | None = None
+    world: RankGroups
+    hosts: RankGroups | None = None
 
     @staticmethod
-    def of(plan: Plan, lanes: Lanes) -> Circles:
+    def of(plan: Plan, lanes: Lanes) -> PlanGroups:
         """Collective: every rank calls it with the same plan. Raises `InvalidStrategy` where hosts are needed and unknown."""
         world = (
-            Circle.world(lanes.ranks.size)
+            RankGroups.world(lanes.ranks.size)
             if plan.ring_order is None
-            else Circle((plan.ring_order,))
+            else RankGroups((plan.ring_order,))
         )
         asked = any(message.hierarchical for message in plan.messages) and lanes.ranks.size > 1
-        return Circles(world, lanes.hosts() if asked else None)
+        return PlanGroups(world, lanes.hosts() if asked else None)
 
     def two_level(self, message: Message) -> bool:
         """Hierarchy means something only between hosts of which one holds several ranks."""
         parts = self.hosts.parts if self.hosts is not None else ()
         return message.hierarchical and len(parts) > 1 and max(map(len, parts)) > 1
 
-    def leaders(self, owner: int | None) -> Circle:
+    def leaders(self, owner: int | None) -> RankGroups:
         """One rank of each host, in the order of the world's ring."""
         assert self.hosts is not None
         chosen = {owner if owner in part else min(part) for part in self.hosts.parts}
-        return Circle((tuple(rank for rank in self.world.parts[0] if rank in chosen),))
+        return RankGroups((tuple(rank for rank in self.world.parts[0] if rank in chosen),))
 
     def multiple(self, message: Message) -> int:
         """The number of a message's values must be a multiple of this."""
@@ -68,7 +68,7 @@ def sum_of(
     message: Message,
     values: Tensor,
     lanes: Lanes,
-    circles: Circles,
+    plan_groups: PlanGroups,
     feedback: Feedback,
     first_lane: int = 0,
 ) -> Exchange:
@@ -76,11 +76,13 @@ def sum_of(
 
     Only the leaders of hosts compress what they send, so that only they have residuals of a hierarchical message.
     """
-    if not circles.two_level(message):
-        return flat_exchange(message, values, lanes, circles.world, feedback, first_lane)
-    assert circles.hosts is not None
-    leaders = circles.leaders(message.owner)
-    inside = Reduce(values, lanes, circles.hosts, leaders.parts[0], first_lane)
+    if not plan_groups.two_level(message):
+        return flat_exchange(message, values, lanes, plan_groups.world, feedback, first_lane)
+    assert plan_groups.hosts is not None
+    leaders = plan_groups.leaders(message.owner)
+    inside = Reduce(values, lanes, plan_groups.hosts, leaders.parts[0], first_lane)
     among = flat_exchange(message, values, lanes, leaders, feedback, first_lane + 1)
-    outside = Broadcast(values, lanes, circles.hosts, leaders.parts[0], among.steps()[-1][0] + 1)
+    outside = Broadcast(
+        values, lanes, plan_groups.hosts, leaders.parts[0], among.steps()[-1][0] + 1
+    )
     return Chain(inside, among, outside)

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 
 from autotune.errors import InvalidStrategy
-from runtime_rewriter.pytorch.exchange.ranks import Circle, Ranks
+from runtime_rewriter.pytorch.exchange.ranks import RankGroups, SynchronizerGroups
 
 
-def hosts_of(ranks: Ranks) -> Circle:
+def hosts_of(ranks: SynchronizerGroups) -> RankGroups:
     """Collective: the ranks of the group that share a host, a part per host.
 
     Raises `InvalidStrategy` on every rank where a rank does not know its place on its host, or the places contradict
@@ -30,7 +30,7 @@ def hosts_of(ranks: Ranks) -> Circle:
     for rank, (world_rank, local_rank, _) in enumerate(places):
         parts.setdefault(world_rank - local_rank, []).append(rank)
     _check(places)
-    return Circle(tuple(tuple(parts[first]) for first in sorted(parts)))
+    return RankGroups(tuple(tuple(parts[first]) for first in sorted(parts)))
 
 
 def _number(name: str) -> int:

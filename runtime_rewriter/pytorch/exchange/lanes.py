@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from runtime_rewriter.pytorch.exchange.device import Device
 from runtime_rewriter.pytorch.exchange.hosts import hosts_of
-from runtime_rewriter.pytorch.exchange.ranks import Circle, Ranks, destroy_groups
+from runtime_rewriter.pytorch.exchange.ranks import RankGroups, SynchronizerGroups, destroy_groups
 
 Step = Callable[[], dist.Work | None]
 """Starts the next collective of a message once its earlier ones have completed; None: nothing to wait for on this rank."""
@@ -117,14 +117,14 @@ class Lanes:
     and step. A group's collectives follow each other on its own stream: of a lane's messages one at a time is under way in each group.
     """
 
-    def __init__(self, ranks: Ranks, device: Device) -> None:
+    def __init__(self, ranks: SynchronizerGroups, device: Device) -> None:
         self.ranks, self.device = ranks, device
         self._queued = device.queues(ranks.base)
-        self._groups: dict[tuple[int, Circle], list[dist.ProcessGroup]] = {}
-        self._asked: set[tuple[int, Circle]] = set()
+        self._groups: dict[tuple[int, RankGroups], list[dist.ProcessGroup]] = {}
+        self._asked: set[tuple[int, RankGroups]] = set()
         self._threads: dict[int, ThreadPoolExecutor] = {}
         self._under_way: dict[int, deque[weakref.ref[Flight]]] = {}
-        self._hosts: Circle | None = None
+        self._hosts: RankGroups | None = None
         self.limit: int | None = None
         """Between two steps: how many messages have a step under way on a lane at most (`Plan.limit`). The next one's step starts there
         when that of the one so many before has completed. None: each is started as soon as it can be, as many as the library takes.
@@ -136,17 +136,17 @@ class Lanes:
         self.around: Around | None = None
         """Who sees the steps of messages start; messages under way keep whom they have."""
 
-    def group(self, lane: int, circle: Circle) -> dist.ProcessGroup | None:
+    def group(self, lane: int, rank_groups: RankGroups) -> dist.ProcessGroup | None:
         """The group of this rank's part on that lane; None where it takes no part or is alone.
 
         Collective on first use, so only while a plan is loaded, in the same order on all ranks.
         """
-        alone = len(circle.part_of(self.ranks.rank)) < 2
-        if circle == Circle.world(self.ranks.size) and lane in (0, 1):
+        alone = len(rank_groups.members_of(self.ranks.rank)) < 2
+        if rank_groups == RankGroups.world(self.ranks.size) and lane in (0, 1):
             return None if alone else (self.ranks.first, self.ranks.second)[lane]
-        made = self._groups.pop((lane, circle), None) or self.ranks.among(circle)
-        self._groups[lane, circle] = made  # the last used are the last
-        self._asked.add((lane, circle))
+        made = self._groups.pop((lane, rank_groups), None) or self.ranks.among(rank_groups)
+        self._groups[lane, rank_groups] = made  # the last used are the last
+        self._asked.add((lane, rank_groups))
         return None if alone else made[-1]
 
     def trim(self) -> None:
@@ -163,9 +163,9 @@ class Lanes:
 
     def votes(self) -> dist.ProcessGroup:
         """A group of all ranks on which no message travels; collective on first use."""
-        return self.group(_VOTES, Circle.world(self.ranks.size)) or self.ranks.first
+        return self.group(_VOTES, RankGroups.world(self.ranks.size)) or self.ranks.first
 
-    def hosts(self) -> Circle:
+    def hosts(self) -> RankGroups:
         """The ranks that share a host; collective on first use. Raises `InvalidStrategy` on every rank where it is unknown."""
         if self._hosts is None:
             self._hosts = hosts_of(self.ranks)

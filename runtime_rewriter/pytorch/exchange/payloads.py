@@ -18,7 +18,7 @@ _ALIGNMENT = 8
 
 
 class Payload(Protocol):
-    """Rows of bytes, one per rank, uint8 of shape (R, row bytes)."""
+    """GradientRows of bytes, one per rank, uint8 of shape (R, row bytes)."""
 
     bytes: Tensor
 
@@ -30,14 +30,14 @@ class Payload(Protocol):
 
 
 class ShardedPayload(Payload, Protocol):
-    """Rows that encode one shard of the message each."""
+    """GradientRows that encode one shard of the message each."""
 
     def decode(self, out: Tensor) -> None:
         """Write the decoded rows, one behind the other."""
 
 
 class EncodedRows:
-    """Rows of a plugin's quantiser, each encoded by itself."""
+    """GradientRows of a plugin's quantiser, each encoded by itself."""
 
     def __init__(
         self,
@@ -92,14 +92,14 @@ def row_layout(message: Message, rows: int) -> RowLayout:
 
 
 def sharded_payload(message: Message, layout: RowLayout, values: Tensor) -> ShardedPayload:
-    """Rows of a quantiser."""
+    """GradientRows of a quantiser."""
     if message.compressor is Compressor.INT8:
         return QuantisedRows(layout, values.dtype, values.device)
     return EncodedRows(message.compressor.description, layout, values.dtype, values.device)
 
 
 def whole_payload(message: Message, rows: int, values: Tensor) -> Payload:
-    """Rows that encode the whole message each."""
+    """GradientRows that encode the whole message each."""
     if message.compressor.is_quantiser:
         return sharded_payload(message, row_layout(message, 1).with_rows(rows), values)
     assert message.ratio is not None

@@ -1,4 +1,4 @@
-"""The process groups of one synchronizer, and circles: which ranks take part in a collective."""
+"""The process groups of one synchronizer, and plan_groups: which ranks take part in a collective."""
 
 # mypy: untyped-calls-exclude=torch
 
@@ -29,26 +29,26 @@ TRAINING_TIMEOUTS = Timeouts(1800.0, 60.0)
 
 
 @dataclass(frozen=True)
-class Circle:
-    """Ranks that sum among themselves, each part on its own: the world is one part, the hosts are one part each.
+class RankGroups:
+    """SynchronizerGroups that sum among themselves, each part on its own: the world is one part, the hosts are one part each.
 
-    Ranks count within the script's group and stand in the order of their ring. A rank in no part takes no part.
+    SynchronizerGroups count within the script's group and stand in the order of their ring. A rank in no part takes no part.
     """
 
     parts: tuple[tuple[int, ...], ...]
 
     @staticmethod
-    def world(size: int) -> Circle:
+    def world(size: int) -> RankGroups:
         """Every rank, in rank order."""
-        return Circle((tuple(range(size)),))
+        return RankGroups((tuple(range(size)),))
 
-    def part_of(self, rank: int) -> tuple[int, ...]:
+    def members_of(self, rank: int) -> tuple[int, ...]:
         """Those that `rank` sums with, itself among them; empty where it takes no part."""
         return next((part for part in self.parts if rank in part), ())
 
 
 @dataclass(frozen=True)
-class Ranks:
+class SynchronizerGroups:
     """The process groups of one synchronizer; `rank` and owners count within the group."""
 
     rank: int
@@ -61,7 +61,9 @@ class Ranks:
     control_timeout_s: float
 
     @staticmethod
-    def of(group: dist.ProcessGroup | None, timeout_s: float, control_timeout_s: float) -> Ranks:
+    def of(
+        group: dist.ProcessGroup | None, timeout_s: float, control_timeout_s: float
+    ) -> SynchronizerGroups:
         """Collective: every rank of `group` (None: of the world) calls it at the same place."""
         base = group if group is not None else dist.group.WORLD
         assert base is not None
@@ -82,7 +84,7 @@ class Ranks:
                 )
             return made
 
-        return Ranks(
+        return SynchronizerGroups(
             dist.get_rank(base),
             len(members),
             base,
@@ -93,11 +95,13 @@ class Ranks:
             control_timeout_s,
         )
 
-    def among(self, circle: Circle) -> list[dist.ProcessGroup]:
+    def among(self, rank_groups: RankGroups) -> list[dist.ProcessGroup]:
         """Collective over all ranks: new groups, the last is that of this rank's part, in the part's order."""
-        mine = circle.part_of(self.rank) or (self.rank,)
+        mine = rank_groups.members_of(self.rank) or (self.rank,)
         if self.is_world:
-            made = [self._new_group(part, local=False) for part in circle.parts if len(part) > 1]
+            made = [
+                self._new_group(part, local=False) for part in rank_groups.parts if len(part) > 1
+            ]
             own = [group for group in made if isinstance(group, dist.ProcessGroup)]
             return own or [
                 self.group_of(mine, next_count())

@@ -52,7 +52,8 @@ class Feedback:
         slices = [self._slices[number] for number in self._fed]
         if slices:
             torch._foreach_copy_(
-                [self.residuals.kept(part) for part, _ in slices], [view for _, view in slices]
+                [self.residuals.residual_of(part) for part, _ in slices],
+                [view for _, view in slices],
             )
 
     def sent(self) -> None:
@@ -112,7 +113,7 @@ class Residuals:
         whole = self._tensors.get(part.variable)
         return None if whole is None else _slice(whole, part)
 
-    def kept(self, part: TensorSlice) -> Tensor:
+    def residual_of(self, part: TensorSlice) -> Tensor:
         """View of the slice's residual, which from now on exists."""
         whole = self._tensors.get(part.variable)
         if whole is None:
@@ -204,14 +205,14 @@ class Residuals:
                     f"{tensor.dtype} of shape {tuple(tensor.shape)}"
                 )
         for key, tensor in state["factors"].items():
-            problem = self._why_no_factor(key, tensor)
+            problem = self._factor_error(key, tensor)
             if problem is not None:
                 raise InvalidInput(
                     f"a start of PowerSGD must fit this model, but {key!r} {problem}"
                 )
         return state["residuals"], state["factors"]
 
-    def _why_no_factor(self, key: str, tensor: Tensor) -> str | None:
+    def _factor_error(self, key: str, tensor: Tensor) -> str | None:
         variable, *numbers = key.rsplit("|", 4)
         expected = self._like.get(variable)
         if expected is None or len(numbers) != 4:

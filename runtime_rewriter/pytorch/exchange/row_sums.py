@@ -17,13 +17,13 @@ from torch import Tensor
 
 from autotune.strategy_space.plan import Message
 from autotune.strategy_space.strategy import Synchronizer
-from runtime_rewriter.pytorch.exchange.hierarchical import Circles
+from runtime_rewriter.pytorch.exchange.hierarchical import PlanGroups
 from runtime_rewriter.pytorch.exchange.lanes import Lanes, Step
-from runtime_rewriter.pytorch.exchange.ranks import Circle
-from runtime_rewriter.pytorch.exchange.rows import RowBuffers, Rows, summed
+from runtime_rewriter.pytorch.exchange.ranks import RankGroups
+from runtime_rewriter.pytorch.exchange.rows import GradientRows, RowBuffers, summed
 from runtime_rewriter.pytorch.exchange.sums import work_of
 
-Source = Callable[[], Rows]
+Source = Callable[[], GradientRows]
 """The rows that this rank has once the earlier steps have completed."""
 
 
@@ -38,13 +38,16 @@ class GatherRows:
         source: Source,
         buffers: RowBuffers,
         lanes: Lanes,
-        circle: Circle,
+        rank_groups: RankGroups,
         lane: int,
         roots: Sequence[int] | None = None,
     ) -> None:
         self._source, self._buffers, self._lane, self._device = source, buffers, lane, lanes.device
-        self._counting, self._moving = lanes.group(lane, circle), lanes.group(lane + 1, circle)
-        members = circle.part_of(lanes.ranks.rank)
+        self._counting, self._moving = (
+            lanes.group(lane, rank_groups),
+            lanes.group(lane + 1, rank_groups),
+        )
+        members = rank_groups.members_of(lanes.ranks.rank)
         self._members = len(members)
         self._root = _root(members, roots) if roots is not None else None
         self._receives = self._root is None or members[self._root : self._root + 1] == (
@@ -88,7 +91,7 @@ class GatherRows:
             dist.gather(sent, parts, group=self._moving, group_dst=self._root, async_op=True)
         )
 
-    def result(self) -> Rows:
+    def result(self) -> GradientRows:
         """Once the steps have completed."""
         sent, self._sent = self._sent, None
         if sent is not None:
@@ -120,7 +123,7 @@ class SpreadRows:
         source: Source,
         buffers: RowBuffers,
         lanes: Lanes,
-        circle: Circle,
+        rank_groups: RankGroups,
         roots: Sequence[int],
         lane: int,
         star: bool = False,
@@ -132,8 +135,11 @@ class SpreadRows:
             lanes.device,
             star,
         )
-        self._counting, self._moving = lanes.group(lane, circle), lanes.group(lane + 1, circle)
-        members = circle.part_of(lanes.ranks.rank)
+        self._counting, self._moving = (
+            lanes.group(lane, rank_groups),
+            lanes.group(lane + 1, rank_groups),
+        )
+        members = rank_groups.members_of(lanes.ranks.rank)
         self._members, self._root = len(members), _root(members, roots)
         self._sends = members[self._root : self._root + 1] == (lanes.ranks.rank,)
         self._sent: Tensor | None = None
@@ -180,7 +186,7 @@ class SpreadRows:
             )
         )
 
-    def result(self) -> Rows:
+    def result(self) -> GradientRows:
         """Once the steps have completed."""
         sent, self._sent = self._sent, None
         if sent is not None:
@@ -194,11 +200,11 @@ def _root(members: Sequence[int], roots: Sequence[int]) -> int:
 
 
 def row_sum(
-    message: Message, source: Source, buffers: RowBuffers, lanes: Lanes, circles: Circles
+    message: Message, source: Source, buffers: RowBuffers, lanes: Lanes, plan_groups: PlanGroups
 ) -> tuple[list[tuple[int, Step]], Source]:
     """The steps of a sparse message, and where the sum over all ranks is after them. Collective."""
-    two_level, owner = circles.two_level(message), message.owner
-    among = circles.leaders(owner) if two_level else circles.world
+    two_level, owner = plan_groups.two_level(message), message.owner
+    among = plan_groups.leaders(owner) if two_level else plan_groups.world
     leaders = among.parts[0]
     lane, result = 0, source
     steps: list[tuple[int, Step]] = []
@@ -209,8 +215,8 @@ def row_sum(
         lane, result = lane + 2, stage.result
 
     if two_level:
-        assert circles.hosts is not None
-        add(GatherRows(result, buffers, lanes, circles.hosts, lane, leaders))
+        assert plan_groups.hosts is not None
+        add(GatherRows(result, buffers, lanes, plan_groups.hosts, lane, leaders))
     if message.synchronizer is Synchronizer.PARAMETER_SERVER:
         assert owner is not None, "a parameter server has an owner"
         add(GatherRows(result, buffers, lanes, among, lane, (owner,)))
@@ -218,6 +224,6 @@ def row_sum(
     else:
         add(GatherRows(result, buffers, lanes, among, lane))
     if two_level:
-        assert circles.hosts is not None
-        add(SpreadRows(result, buffers, lanes, circles.hosts, leaders, lane))
+        assert plan_groups.hosts is not None
+        add(SpreadRows(result, buffers, lanes, plan_groups.hosts, leaders, lane))
     return steps, result

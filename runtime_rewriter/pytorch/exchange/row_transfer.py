@@ -12,14 +12,14 @@ from torch import Tensor
 
 from autotune.strategy_space.plan import Message
 from runtime_rewriter.emulation import travelling
-from runtime_rewriter.pytorch.exchange.hierarchical import Circles
+from runtime_rewriter.pytorch.exchange.hierarchical import PlanGroups
 from runtime_rewriter.pytorch.exchange.lanes import Lanes
 from runtime_rewriter.pytorch.exchange.residuals import Residuals
 from runtime_rewriter.pytorch.exchange.row_sums import row_sum
 from runtime_rewriter.pytorch.exchange.rows import (
     Form,
+    GradientRows,
     RowBuffers,
-    Rows,
     gradient_of,
     rows_of,
     values_of,
@@ -41,7 +41,7 @@ class RowTransfer(Sending):
         parameters: Mapping[str, Tensor],
         residuals: Residuals,
         lanes: Lanes,
-        circles: Circles,
+        plan_groups: PlanGroups,
         byte_scale: float = 1.0,
     ) -> None:
         """Collective: it may make process groups."""
@@ -51,21 +51,21 @@ class RowTransfer(Sending):
         self._bounds = (
             (0, parameter.shape[0]) if self.part.axis is None else (self.part.start, self.part.stop)
         )
-        self._local: Rows | None = None
-        self._total: Rows | None = None
+        self._local: GradientRows | None = None
+        self._total: GradientRows | None = None
         buffers = RowBuffers.of(parameter, wire_dtype(message))
-        steps, self._result = row_sum(message, self._taken, buffers, lanes, circles)
+        steps, self._result = row_sum(message, self._taken, buffers, lanes, plan_groups)
         super().__init__(
             number, message, residuals, lanes, [*steps, (steps[-1][0] + 1, self._finish)]
         )
 
-    def take(self, rows: Rows) -> None:
+    def take(self, rows: GradientRows) -> None:
         """The local rows of the whole variable, scaled by 1/w."""
         mine = rows.between(*self._bounds)
         self._local = mine.first(travelling(mine.count, self._byte_scale))
 
     @property
-    def total(self) -> Rows:
+    def total(self) -> GradientRows:
         """The sum over ranks, after `wait`."""
         assert self._total is not None
         return self._total
@@ -76,12 +76,12 @@ class RowTransfer(Sending):
         self._local = None
 
     def _put_back(self, variables: frozenset[str]) -> None:
-        self._residuals.kept(self.part)
+        self._residuals.residual_of(self.part)
         whole = self._residuals.of(self.part.variable)
         assert whole is not None
         whole.index_add_(0, self.total.indices, values_of(self.total, self._parameter))
 
-    def _taken(self) -> Rows:
+    def _taken(self) -> GradientRows:
         assert self._local is not None
         return self._local
 
@@ -89,7 +89,7 @@ class RowTransfer(Sending):
         self._total = self._result()
 
 
-def waiting_rows(parameter: Tensor, scale: float, waiting: Tensor | None) -> Rows:
+def waiting_rows(parameter: Tensor, scale: float, waiting: Tensor | None) -> GradientRows:
     """The rows of the parameter's gradient times `scale`, with what waited of it, which may have any row."""
     gradient = parameter.grad
     if waiting is None:
@@ -114,7 +114,7 @@ def write_average(parameter: Tensor, transfers: Sequence[RowTransfer]) -> None:
             torch.cat([total.indices for total in totals]),
             torch.cat([total.values for total in totals]),
         )
-        rows = Rows(indices, values, max(total.form for total in totals))
+        rows = GradientRows(indices, values, max(total.form for total in totals))
     gradient = parameter.grad
     if gradient is None:
         if rows.form is Form.COO:

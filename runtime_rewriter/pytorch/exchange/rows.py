@@ -1,4 +1,4 @@
-"""Rows of a gradient, as they travel: those of one variable that a step touched.
+"""GradientRows of a gradient, as they travel: those of one variable that a step touched.
 
 | symbol | meaning | shape |
 |---|---|---|
@@ -34,7 +34,7 @@ class Form(IntEnum):
 
 
 @dataclass(frozen=True)
-class Rows:
+class GradientRows:
     """`indices` and `values` as in the table above."""
 
     indices: Tensor
@@ -45,37 +45,39 @@ class Rows:
     def count(self) -> int:
         return self.indices.numel()
 
-    def between(self, start: int, stop: int) -> Rows:
+    def between(self, start: int, stop: int) -> GradientRows:
         """Those with start <= index < stop, as views."""
         bounds = torch.searchsorted(
             self.indices, torch.tensor([start, stop], device=self.indices.device)
         )
         first, end = bounds.tolist()
-        return Rows(self.indices[first:end], self.values[first:end], self.form)
+        return GradientRows(self.indices[first:end], self.values[first:end], self.form)
 
-    def first(self, count: int) -> Rows:
+    def first(self, count: int) -> GradientRows:
         """The first `count` ones, as views."""
-        return Rows(self.indices[:count], self.values[:count], self.form)
+        return GradientRows(self.indices[:count], self.values[:count], self.form)
 
 
-def rows_of(gradient: Tensor | None, parameter: Tensor, scale: float) -> Rows:
+def rows_of(gradient: Tensor | None, parameter: Tensor, scale: float) -> GradientRows:
     """The gradient's rows that are present (COO; duplicates are summed) or not all zero (dense), times `scale`."""
     if gradient is None:
         none = torch.empty(0, dtype=torch.int64, device=parameter.device)
-        return Rows(none, _matrix(parameter.new_empty((0, *parameter.shape[1:]))), Form.NONE)
+        return GradientRows(
+            none, _matrix(parameter.new_empty((0, *parameter.shape[1:]))), Form.NONE
+        )
     if gradient.is_sparse and gradient.sparse_dim() == 1:
         gathered = gradient.coalesce()
-        return Rows(gathered.indices()[0], _matrix(gathered.values() * scale), Form.COO)
+        return GradientRows(gathered.indices()[0], _matrix(gathered.values() * scale), Form.COO)
     dense = gradient.to_dense() if gradient.is_sparse else gradient
     indices = (dense.reshape(len(dense), -1) != 0).any(1).nonzero().flatten()
-    return Rows(
+    return GradientRows(
         indices,
         _matrix(dense.index_select(0, indices) * scale),
         Form.COO if gradient.is_sparse else Form.DENSE,
     )
 
 
-def gradient_of(rows: Rows, parameter: Tensor) -> Tensor:
+def gradient_of(rows: GradientRows, parameter: Tensor) -> Tensor:
     """The COO gradient of `parameter` that has these rows, without a copy where the dtypes are equal."""
     return torch.sparse_coo_tensor(
         rows.indices[None],
@@ -86,14 +88,14 @@ def gradient_of(rows: Rows, parameter: Tensor) -> Tensor:
     )
 
 
-def values_of(rows: Rows, parameter: Tensor) -> Tensor:
+def values_of(rows: GradientRows, parameter: Tensor) -> Tensor:
     """The rows in the parameter's dtype and shape, (n, *parameter.shape[1:])."""
     if not parameter.is_complex():
         return rows.values.to(parameter.dtype).view(rows.count, *parameter.shape[1:])
     return torch.view_as_complex(rows.values.view(rows.count, *parameter.shape[1:], 2))
 
 
-def summed(parts: Sequence[Rows]) -> Rows:
+def summed(parts: Sequence[GradientRows]) -> GradientRows:
     """The sum of rows of several ranks, added in their order: the same bits on every rank, on any device.
 
     The rows of one rank are different from each other, so that no two threads add to the same one. 16-bit values are
@@ -110,7 +112,7 @@ def summed(parts: Sequence[Rows]) -> Rows:
     )
     for part in parts:
         total.index_add_(0, torch.searchsorted(union, part.indices), part.values.to(total.dtype))
-    return Rows(union, total, max(part.form for part in parts))
+    return GradientRows(union, total, max(part.form for part in parts))
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,7 @@ class RowBuffers:
         size = self._offset(capacity) + _aligned(capacity * self.columns * self.wire.itemsize)
         return torch.zeros(size, dtype=torch.uint8, device=self.device)
 
-    def packed(self, rows: Rows, capacity: int) -> Tensor:
+    def packed(self, rows: GradientRows, capacity: int) -> Tensor:
         """The rows in a buffer of their own, rounded to what travels."""
         buffer = self.empty(capacity)
         indices, values = self._views(buffer, capacity)
@@ -142,10 +144,10 @@ class RowBuffers:
         values[: rows.count].copy_(rows.values)
         return buffer
 
-    def unpacked(self, buffer: Tensor, capacity: int, count: int, form: int) -> Rows:
+    def unpacked(self, buffer: Tensor, capacity: int, count: int, form: int) -> GradientRows:
         """The first `count` rows of a buffer with room for `capacity`; the values are a view."""
         indices, values = self._views(buffer, capacity)
-        return Rows(indices[:count].long(), values[:count], Form(form))
+        return GradientRows(indices[:count].long(), values[:count], Form(form))
 
     def _offset(self, capacity: int) -> int:
         return _aligned(capacity * self.index.itemsize)

@@ -1,7 +1,7 @@
-"""The sums that messages are made of: each over the ranks of a circle, in steps on lanes.
+"""The sums that messages are made of: each over the ranks of a rank_groups, in steps on lanes.
 
 Every gradient is scaled by 1/w first and then summed, exactly as torch's DDP does, so that two ranks give the same bits.
-A rank outside the circle, or alone in it, has the steps too and nothing to do in them.
+A rank outside the rank_groups, or alone in it, has the steps too and nothing to do in them.
 """
 
 # mypy: untyped-calls-exclude=torch
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from autotune.strategy_space.strategy import Synchronizer
 from runtime_rewriter.pytorch.exchange.lanes import Lanes, Step
-from runtime_rewriter.pytorch.exchange.ranks import Circle
+from runtime_rewriter.pytorch.exchange.ranks import RankGroups
 
 
 class Exchange(Protocol):
@@ -35,8 +35,10 @@ class Exchange(Protocol):
 class AllReduce:
     """One step."""
 
-    def __init__(self, values: Tensor, lanes: Lanes, circle: Circle, lane: int = 0) -> None:
-        self.values, self._lane, self._group = values, lane, lanes.group(lane, circle)
+    def __init__(
+        self, values: Tensor, lanes: Lanes, rank_groups: RankGroups, lane: int = 0
+    ) -> None:
+        self.values, self._lane, self._group = values, lane, lanes.group(lane, rank_groups)
 
     def steps(self) -> list[tuple[int, Step]]:
         return [(self._lane, self._reduce)]
@@ -50,12 +52,17 @@ class AllReduce:
 
 
 class ReduceScatterAllGather:
-    """Two steps. Needs values whose number is a multiple of the ranks in the circle."""
+    """Two steps. Needs values whose number is a multiple of the ranks in the rank_groups."""
 
-    def __init__(self, values: Tensor, lanes: Lanes, circle: Circle, lane: int = 0) -> None:
+    def __init__(
+        self, values: Tensor, lanes: Lanes, rank_groups: RankGroups, lane: int = 0
+    ) -> None:
         self.values, self._lane = values, lane
-        self._first, self._second = lanes.group(lane, circle), lanes.group(lane + 1, circle)
-        members = len(circle.part_of(lanes.ranks.rank)) or 1
+        self._first, self._second = (
+            lanes.group(lane, rank_groups),
+            lanes.group(lane + 1, rank_groups),
+        )
+        members = len(rank_groups.members_of(lanes.ranks.rank)) or 1
         self._shard = values.new_empty(values.numel() // members if members > 1 else 0)
 
     def steps(self) -> list[tuple[int, Step]]:
@@ -77,18 +84,21 @@ class ReduceScatterAllGather:
 
 
 class PushPull:
-    """Parameter server, two steps: every rank sends to the owner, which sums in the circle's order and sends back to each.
+    """Parameter server, two steps: every rank sends to the owner, which sums in the rank_groups's order and sends back to each.
 
     The server's state is the aggregated gradient; the optimizer runs on every rank, so any optimizer and
     gradient clipping stay exact.  The bytes on every link are those of a server that updates parameters.
     """
 
     def __init__(
-        self, values: Tensor, lanes: Lanes, circle: Circle, owner: int, lane: int = 0
+        self, values: Tensor, lanes: Lanes, rank_groups: RankGroups, owner: int, lane: int = 0
     ) -> None:
         self.values, self._lane = values, lane
-        self._first, self._second = lanes.group(lane, circle), lanes.group(lane + 1, circle)
-        members = circle.part_of(lanes.ranks.rank)
+        self._first, self._second = (
+            lanes.group(lane, rank_groups),
+            lanes.group(lane + 1, rank_groups),
+        )
+        members = rank_groups.members_of(lanes.ranks.rank)
         self._root = members.index(owner) if self._first is not None else 0
         owns = self._first is not None and lanes.ranks.rank == owner
         self._received = [torch.empty_like(values) for _ in members] if owns else None
@@ -135,10 +145,15 @@ class Reduce:
     """One step: a tree or ring of the library's choice carries the sum to the root of each part, one of `roots`."""
 
     def __init__(
-        self, values: Tensor, lanes: Lanes, circle: Circle, roots: Sequence[int], lane: int = 0
+        self,
+        values: Tensor,
+        lanes: Lanes,
+        rank_groups: RankGroups,
+        roots: Sequence[int],
+        lane: int = 0,
     ) -> None:
-        self.values, self._lane, self._group = values, lane, lanes.group(lane, circle)
-        self._root = _position(circle.part_of(lanes.ranks.rank), roots)
+        self.values, self._lane, self._group = values, lane, lanes.group(lane, rank_groups)
+        self._root = _position(rank_groups.members_of(lanes.ranks.rank), roots)
 
     def steps(self) -> list[tuple[int, Step]]:
         return [(self._lane, self._reduce)]
@@ -157,10 +172,15 @@ class Broadcast:
     """One step: what the root of each part holds is what all of the part hold afterwards."""
 
     def __init__(
-        self, values: Tensor, lanes: Lanes, circle: Circle, roots: Sequence[int], lane: int = 0
+        self,
+        values: Tensor,
+        lanes: Lanes,
+        rank_groups: RankGroups,
+        roots: Sequence[int],
+        lane: int = 0,
     ) -> None:
-        self.values, self._lane, self._group = values, lane, lanes.group(lane, circle)
-        self._root = _position(circle.part_of(lanes.ranks.rank), roots)
+        self.values, self._lane, self._group = values, lane, lanes.group(lane, rank_groups)
+        self._root = _position(rank_groups.members_of(lanes.ranks.rank), roots)
 
     def steps(self) -> list[tuple[int, Step]]:
         return [(self._lane, self._send)]
@@ -198,19 +218,19 @@ def flat_sum(
     synchronizer: Synchronizer,
     values: Tensor,
     lanes: Lanes,
-    circle: Circle,
+    rank_groups: RankGroups,
     owner: int | None = None,
     first_lane: int = 0,
 ) -> Exchange:
-    """`values` are real and their number is a multiple of the ranks in the circle; `owner` is one of these where there is a root."""
+    """`values` are real and their number is a multiple of the ranks in the rank_groups; `owner` is one of these where there is a root."""
     if synchronizer is Synchronizer.ALL_REDUCE:
-        return AllReduce(values, lanes, circle, first_lane)
+        return AllReduce(values, lanes, rank_groups, first_lane)
     if synchronizer is Synchronizer.REDUCE_SCATTER_ALL_GATHER:
-        return ReduceScatterAllGather(values, lanes, circle, first_lane)
+        return ReduceScatterAllGather(values, lanes, rank_groups, first_lane)
     assert owner is not None, "a primitive with a root has an owner"
     if synchronizer is Synchronizer.PARAMETER_SERVER:
-        return PushPull(values, lanes, circle, owner, first_lane)
+        return PushPull(values, lanes, rank_groups, owner, first_lane)
     return Chain(
-        Reduce(values, lanes, circle, (owner,), first_lane),
-        Broadcast(values, lanes, circle, (owner,), first_lane + 1),
+        Reduce(values, lanes, rank_groups, (owner,), first_lane),
+        Broadcast(values, lanes, rank_groups, (owner,), first_lane + 1),
     )

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from autotune.strategy_space.plan import Message, TensorSlice
 from runtime_rewriter.emulation import travelling
-from runtime_rewriter.pytorch.exchange.hierarchical import Circles, sum_of
+from runtime_rewriter.pytorch.exchange.hierarchical import PlanGroups, sum_of
 from runtime_rewriter.pytorch.exchange.lanes import Lanes
 from runtime_rewriter.pytorch.exchange.payloads import padded_elements
 from runtime_rewriter.pytorch.exchange.residuals import Feedback, Residuals
@@ -41,12 +41,12 @@ class Transfer(Sending):
         parameters: Mapping[str, Tensor],
         residuals: Residuals,
         lanes: Lanes,
-        circles: Circles,
+        plan_groups: PlanGroups,
         byte_scale: float = 1.0,
     ) -> None:
         """Collective: it may make process groups."""
         dtype = getattr(torch, message.dtype)
-        multiple = circles.multiple(message)
+        multiple = plan_groups.multiple(message)
         wire = torch.zeros(
             padded_elements(message, multiple),
             dtype=wire_dtype(message) or dtype,
@@ -65,7 +65,7 @@ class Transfer(Sending):
         real = real[: travelling(real.numel(), byte_scale, multiple)]
         self._feedback = Feedback(residuals, self.views)
         steps = (
-            sum_of(message, real, lanes, circles, self._feedback).steps()
+            sum_of(message, real, lanes, plan_groups, self._feedback).steps()
             if message.elements
             else []
         )
@@ -103,7 +103,7 @@ class Transfer(Sending):
     def _put_back(self, variables: frozenset[str]) -> None:
         for part, view in self.views:
             if part.variable in variables:
-                self._residuals.kept(part).add_(view)
+                self._residuals.residual_of(part).add_(view)
 
 
 def pack_slice(source: Tensor | None, scale: float, waiting: Tensor | None, out: Tensor) -> None:

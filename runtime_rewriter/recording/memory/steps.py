@@ -25,7 +25,7 @@ from runtime_rewriter.pytorch.hooks import GradientSynchronizer
 from runtime_rewriter.pytorch.observers import BackwardObserver
 from runtime_rewriter.pytorch.profile import profiling_plan
 from runtime_rewriter.pytorch.reads import script_compiles
-from runtime_rewriter.pytorch.recording import collectives_made
+from runtime_rewriter.pytorch.recorded_pass import collectives_made
 from runtime_rewriter.recording.memory.micro_batch import Call, fixed_share
 from runtime_rewriter.recording.memory.recorder import RECORDED_STEPS, MemoryRecorder
 

@@ -124,7 +124,7 @@ class Output:
 
 
 @dataclass(frozen=True)
-class Recording:
+class RecordedPass:
     """One pass: what the module returned, and the local gradient of every parameter (None: it got none)."""
 
     output: Output
