@@ -23,7 +23,7 @@ from autotune.jobs.workspace import Workspace
 from autotune.rng import generator
 from autotune.simulators.interface import Example
 from autotune.storage.store import PastTrial, Store
-from autotune.strategy_space.plan import Plan, plan
+from autotune.strategy_space.plan import Plan, PlannedStrategy, plan
 from autotune.strategy_space.strategy import Strategy
 from benchmarks.runtime_costs import costs_of
 
@@ -197,7 +197,8 @@ def _points(campaign: Campaign, name: str, replayed: ReplayedTimes) -> list[Poin
     points = []
     for plan_id, (strategy, enacted) in first.items():
         features = replace(
-            campaign.extractor.features(strategy, enacted), replayed_step_s=step_s(enacted)
+            campaign.extractor.features(PlannedStrategy(strategy, enacted)),
+            replayed_step_s=step_s(enacted),
         )
         example = Example(features, statistics.median(times_s[plan_id]), name, group=plan_id)
         points.append(

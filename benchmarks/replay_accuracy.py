@@ -26,7 +26,7 @@ from rich.console import Console
 
 from autotune.dataset.trials import Domain
 from autotune.simulators.evaluation import kendall_tau
-from autotune.strategy_space.plan import Plan, plan
+from autotune.strategy_space.plan import Plan, PlannedStrategy, plan
 from autotune.testbed.capabilities import capabilities
 from benchmarks.accuracy_trials import CLUSTERS, MODELS, collect, collected
 from benchmarks.ranking_trials import extractor_of
@@ -91,7 +91,7 @@ def rows_of(domain: Domain) -> list[Row]:
                 float(np.median(medians[trial.strategy.id])),
                 float((high - low) / middle),
                 extractor.steps.step_s(wanted),
-                extractor.features(trial.strategy, wanted).analytic_step_s,
+                extractor.features(PlannedStrategy(trial.strategy, wanted)).analytic_step_s,
                 trial.overrun or 0.0,
                 trial.load,
             )

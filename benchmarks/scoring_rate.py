@@ -19,7 +19,7 @@ from autotune.sampler.garbage import collection_paused
 from autotune.sampler.random import sample_many
 from autotune.simulators.interface import Example
 from autotune.simulators.registry import SIMULATORS
-from autotune.strategy_space.plan import plan
+from autotune.strategy_space.plan import PlannedStrategy
 from autotune.strategy_space.space import SearchSpace
 from autotune.strategy_space.strategy import Strategy
 from autotune.workload import Workload
@@ -80,7 +80,7 @@ def _features(strategies: list[Strategy], model: Workload, cluster: str) -> list
     extractor = Extractor(model, CLUSTERS[cluster])
     with collection_paused():  # as the proposer does
         return [
-            extractor.features(strategy, plan(strategy, model, extractor.cluster.world_size))
+            extractor.features(PlannedStrategy.of(strategy, model, extractor.cluster.world_size))
             for strategy in strategies
         ]
 

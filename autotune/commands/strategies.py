@@ -20,7 +20,7 @@ from autotune.parsing import json_schema, read_json
 from autotune.strategy_space.builders.catalogue import BUILDERS
 from autotune.strategy_space.describe import variable_rows, whole_text
 from autotune.strategy_space.enactable import why_refused
-from autotune.strategy_space.plan import plan
+from autotune.strategy_space.plan import PlannedStrategy, plan
 from autotune.strategy_space.strategy import Strategy
 from autotune.units import format_bytes, format_seconds
 from autotune.workload import Workload
@@ -124,7 +124,7 @@ def _one(name: str, model: Workload, cluster: Cluster) -> tuple[dict[str, Any], 
     if name not in BUILDERS:
         raise InvalidInput(f"--builder must be one of {', '.join(BUILDERS)}, but is {name!r}")
     strategy = BUILDERS[name](model, cluster)
-    rows = variable_rows(model, strategy, plan(strategy, model, cluster.world_size))
+    rows = variable_rows(model, PlannedStrategy.of(strategy, model, cluster.world_size))
     table = Table(
         Column("variable", overflow="fold"),
         "shape",

@@ -23,7 +23,7 @@ from autotune.errors import InvalidInput
 from autotune.features.compute_cost import message_cpu_s, overlap_step_s, paper_step_s, taken_share
 from autotune.features.flat import flatten
 from autotune.features.raw import shard_rows
-from autotune.strategy_space.plan import Plan
+from autotune.strategy_space.plan import Plan, PlannedStrategy
 from autotune.strategy_space.strategy import Strategy
 from autotune.workload import Workload
 
@@ -101,9 +101,10 @@ class Extractor:
         self.taken_share = taken_share(workload, cluster)
         self.rates = Rates(cluster)
 
-    def features(self, strategy: Strategy, plan: Plan) -> StrategyFeatures:
-        """Those of `strategy`, whose plan for this workload and cluster is `plan`. Raises `InvalidInput`."""
+    def features(self, planned: PlannedStrategy) -> StrategyFeatures:
+        """Features of a strategy planned for this workload and cluster. Raises `InvalidInput`."""
         workload, cluster = self.workload, self.cluster
+        strategy, plan = planned.strategy, planned.plan
         flat = flatten(plan, workload)
         count = len(workload.variables)
         if count > MAX_VARIABLES or len(flat.variable) > MAX_SHARDS:
@@ -149,9 +150,7 @@ class Extractor:
         return replace(features, replayed_step_s=self.steps.step_s(plan))
 
 
-def extract(
-    strategy: Strategy, plan: Plan, workload: Workload, cluster: Cluster
-) -> StrategyFeatures:
+def extract(planned: PlannedStrategy, workload: Workload, cluster: Cluster) -> StrategyFeatures:
     """The features of one strategy, replayed; for many, keep an `Extractor`."""
     extractor = Extractor(workload, cluster)
-    return extractor.replayed(extractor.features(strategy, plan), plan)
+    return extractor.replayed(extractor.features(planned), planned.plan)

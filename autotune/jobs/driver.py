@@ -14,7 +14,6 @@ from autotune.cluster import Cluster, Host
 from autotune.errors import LaunchError
 from autotune.profiling.fits.probe_fits import collective_fits
 from autotune.records import (
-    CURRENT_SETUP,
     Accelerators,
     Conditions,
     Decision,
@@ -25,7 +24,7 @@ from autotune.records import (
 )
 from autotune.sampler.proposer import Proposer
 from autotune.storage.store import Store
-from autotune.strategy_space.plan import Plan, plan
+from autotune.strategy_space.plan import Plan
 from autotune.tuning.events import Event, Profiled, Proposed, TrialFinished
 from autotune.tuning.history import History
 from autotune.tuning.job import JobSpec
@@ -134,24 +133,15 @@ def _execute(
     if isinstance(instruction, Propose):
         return proposer.propose(history, instruction.round, instruction.count)
     request = instruction.request
-    wanted = plan_of(request.strategy_id, spec, history)
-    outcome = world.run_trial(request, wanted)
-    return TrialFinished(
-        request, outcome, wanted.id if wanted else None, 0.0, _conditions(spec, world)
-    )
+    planned = history.planned(request.strategy_id)
+    plan = planned.plan if planned else None
+    outcome = world.run_trial(request, plan)
+    return TrialFinished(request, outcome, plan.id if plan else None, 0.0, _conditions(spec, world))
 
 
 def _conditions(spec: JobSpec, world: TrialWorld) -> Conditions:
     """Those that held: where round-robin scheduling was wanted, the machine may not have permitted it."""
     return replace(spec.conditions, round_robin=spec.conditions.round_robin and world.round_robin())
-
-
-def plan_of(strategy_id: str, spec: JobSpec, history: History) -> Plan | None:
-    """The plan of a proposed strategy; None for the current setup."""
-    if strategy_id == CURRENT_SETUP:
-        return None
-    assert history.profiled is not None
-    return plan(history.proposals[strategy_id].strategy, history.profiled.workload, spec.workers)
 
 
 def probed(cluster: Cluster, measured: Profile, one_machine: bool) -> Cluster:

@@ -11,7 +11,6 @@ from autotune.errors import InvalidInput
 from autotune.export import Export, Timing
 from autotune.records import CURRENT_SETUP, Decision, Measured, Role
 from autotune.storage.store import Store
-from autotune.strategy_space.plan import plan
 from autotune.tuning.history import History
 from autotune.tuning.job import JobSpec
 
@@ -28,8 +27,8 @@ def build_export(
     """Build the export of a profiled job. `created_at` must be in UTC."""
     assert history.profiled is not None
     workload = history.profiled.workload
-    chosen = history.proposals.get(decision.strategy_id)
-    strategy = chosen.strategy if chosen else None
+    planned = history.planned(decision.strategy_id)
+    strategy = planned.strategy if planned else None
     best = decision.best_candidate_id
     best_proposal = history.proposals.get(best) if best else None
     return Export(
@@ -39,7 +38,7 @@ def build_export(
         variables=tuple(replace(variable, ready_s=None) for variable in workload.variables),
         world_size=spec.workers,
         strategy=strategy,
-        plan_id=plan(strategy, workload, spec.workers).id if strategy else None,
+        plan_id=planned.plan.id if planned else None,
         lossy=strategy is not None and not strategy.lossless,
         reason=decision.reason,
         comparison=decision.comparison,

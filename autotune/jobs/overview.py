@@ -7,10 +7,9 @@ from typing import Any
 from autotune.canonical import to_data
 from autotune.jobs.results import write_job_report
 from autotune.jobs.workspace import Workspace
-from autotune.records import CURRENT_SETUP, Decision
+from autotune.records import Decision
 from autotune.storage.store import Store
 from autotune.strategy_space.backend import carrier_of
-from autotune.strategy_space.plan import plan
 from autotune.tuning.events import TrialFinished
 from autotune.tuning.history import History
 
@@ -22,7 +21,7 @@ def job_overview(workspace: Workspace, store: Store, job_id: str) -> dict[str, A
         "job": job_id,
         "status": store.job_status(job_id),
         "decision": to_data(decision) if decision else None,
-        "carrier": _backend(spec.workers, history, decision),
+        "carrier": _backend(history, decision),
         "conditions": to_data(history.conditions(spec.conditions)),
         "cross_step_refused": history.profiled.cross_step_refused if history.profiled else None,
         "current_setup_s": history.reference_s,
@@ -33,13 +32,12 @@ def job_overview(workspace: Workspace, store: Store, job_id: str) -> dict[str, A
     }
 
 
-def _backend(workers: int, history: History, decision: Decision | None) -> str | None:
+def _backend(history: History, decision: Decision | None) -> str | None:
     """The backend of the exported strategy, if there is one."""
-    if decision is None or decision.strategy_id == CURRENT_SETUP or history.profiled is None:
+    planned = history.planned(decision.strategy_id) if decision else None
+    if planned is None or history.profiled is None:
         return None
-    workload = history.profiled.workload
-    strategy = history.proposals[decision.strategy_id].strategy
-    return carrier_of(plan(strategy, workload, workers), workload.variables)
+    return carrier_of(planned.plan, history.profiled.workload.variables)
 
 
 def _trial(trial: TrialFinished, history: History) -> dict[str, Any]:

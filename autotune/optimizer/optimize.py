@@ -16,10 +16,10 @@ from autotune.optimizer.fused_time import ASSUMED, LaunchGaps
 from autotune.optimizer.registry import all_starts, default_passes
 from autotune.optimizer.replays import Lower, Replays, lowered
 from autotune.optimizer.search import Kept, Search
-from autotune.optimizer.state import Pass, Problem, Speedups, State
+from autotune.optimizer.state import Pass, Problem, Speedups, State, planned
 from autotune.profiling.op_graph import FusedTime, OpFusion, OpGraph
 from autotune.strategy_space.builders.collectives import ddp_default
-from autotune.strategy_space.plan import Plan, plan
+from autotune.strategy_space.plan import Plan
 from autotune.strategy_space.space import SearchSpace
 from autotune.strategy_space.strategy import Strategy
 from autotune.workload import Workload
@@ -156,6 +156,6 @@ def optimize(
 def full_overlap_s(problem: Problem, state: State) -> float:
     """max(T_comp, T_comm): the state's kernels, and its bytes on the slowest link."""
     compute_s = problem.workload_of(state).compute_s
-    messages = plan(state.strategy, problem.workload, problem.cluster.world_size).messages
+    messages = planned(state, problem).messages
     least_bytes = RowTraffic(problem.workload).least_bytes(messages)
     return max(compute_s, least_transfer_s(problem.cluster, least_bytes))

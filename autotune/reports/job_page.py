@@ -23,8 +23,7 @@ from autotune.strategy_space.describe import (
     variable_rows,
     whole_text,
 )
-from autotune.strategy_space.plan import plan
-from autotune.strategy_space.strategy import Strategy
+from autotune.strategy_space.plan import PlannedStrategy, plan
 from autotune.tuning.events import Profiled, TrialFinished
 from autotune.tuning.history import History
 from autotune.tuning.job import JobSpec
@@ -153,22 +152,28 @@ def _command(spec: JobSpec, export_path: Path) -> str:
     return f"autotune run --strategy {shlex.quote(str(export_path))} -- {shlex.join(spec.command)}"
 
 
-def _shown_strategy(history: History, decision: Decision | None) -> tuple[str, Strategy] | None:
+def _shown_strategy(
+    history: History, decision: Decision | None
+) -> tuple[str, PlannedStrategy] | None:
     """What the strategy section is about and the strategy: the exported one, else the best one that was measured."""
     if decision is not None and decision.strategy_id != CURRENT_SETUP:
-        return "The exported strategy", history.proposals[decision.strategy_id].strategy
-    if decision is not None and decision.best_candidate_id is not None:
-        return "The best strategy that was tried (not exported)", history.proposals[
-            decision.best_candidate_id
-        ].strategy
-    if history.ranking():
-        return "The best strategy so far", history.proposals[history.ranking()[0][0]].strategy
-    return None
+        title, strategy_id = "The exported strategy", decision.strategy_id
+    elif decision is not None and decision.best_candidate_id is not None:
+        title = "The best strategy that was tried (not exported)"
+        strategy_id = decision.best_candidate_id
+    elif history.ranking():
+        title, strategy_id = "The best strategy so far", history.ranking()[0][0]
+    else:
+        return None
+    planned = history.planned(strategy_id)
+    return (title, planned) if planned else None
 
 
-def _details(spec: JobSpec, profiled: Profiled, title: str, strategy: Strategy) -> dict[str, Any]:
+def _details(
+    spec: JobSpec, profiled: Profiled, title: str, planned: PlannedStrategy
+) -> dict[str, Any]:
     workload = profiled.workload
-    enacted = plan(strategy, workload, spec.workers)
+    strategy, enacted = planned.strategy, planned.plan
     default = plan(ddp_default(workload), workload, spec.workers)
     return {
         "title": title,
@@ -177,7 +182,7 @@ def _details(spec: JobSpec, profiled: Profiled, title: str, strategy: Strategy) 
         "whole": whole_text(strategy),
         "carrier": carrier_of(enacted, workload.variables),
         "default": default,
-        "variables": variable_rows(workload, strategy, enacted),
+        "variables": variable_rows(workload, planned),
         "buckets": {name: numbers_text(numbers) for name, numbers in messages_of(default).items()},
         "messages": message_rows(enacted),
     }

@@ -24,7 +24,7 @@ from autotune.simulators.interface import Simulator
 from autotune.strategy_space.builders.catalogue import seed_strategies
 from autotune.strategy_space.enactable import scaled_space, why_refused, why_scaled_refused
 from autotune.strategy_space.moves.neighbours import mutate
-from autotune.strategy_space.plan import Plan, plan
+from autotune.strategy_space.plan import Plan, PlannedStrategy
 from autotune.strategy_space.space import SearchSpace
 from autotune.strategy_space.strategy import Strategy
 from autotune.tuning.events import Proposal, Proposed
@@ -92,9 +92,7 @@ class Proposer:
                 0.0,
             )
         if self._spec.search is Search.RANDOM:
-            proposals = tuple(
-                Proposal(candidate.strategy, candidate.origin) for candidate in pool[:count]
-            )
+            proposals = tuple(_proposal(candidate, history) for candidate in pool[:count])
             return Proposed(
                 round_,
                 proposals,
@@ -113,7 +111,14 @@ class Proposer:
                 [pool[i] for i in rest], scores.of(rest), count - len(leading), round_
             )
             leading += [rest[i] for i in chosen]
-        proposals = tuple(_proposal(pool[i], scores, i) for i in leading)
+        proposals = tuple(
+            _proposal(
+                pool[i],
+                history,
+                None if scores.predicted_s is None else float(scores.predicted_s[i]),
+            )
+            for i in leading
+        )
         return Proposed(
             round_,
             proposals,
@@ -200,14 +205,13 @@ class Proposer:
         pool: list[Candidate] = []
         refusals: list[str] = []
         for number, (origin, strategy) in enumerate((*searched, *found)):
-            enacted = plan(strategy, history.profiled.workload, self._spec.workers)
-            candidate = Candidate(strategy, origin, enacted, optimized=number < len(searched))
-            if candidate.plan.id in seen or strategy.id in history.proposals:
+            planned = PlannedStrategy.of(strategy, history.profiled.workload, self._spec.workers)
+            if planned.plan.id in seen or strategy.id in history.proposals:
                 continue
-            seen.add(candidate.plan.id)
-            refusal = self._why_refused(candidate.plan)
+            seen.add(planned.plan.id)
+            refusal = self._why_refused(planned.plan)
             if refusal is None:
-                pool.append(candidate)
+                pool.append(Candidate(planned, origin, optimized=number < len(searched)))
             else:
                 refusals.append(refusal)
         return _Pool(pool, refusals)
@@ -265,7 +269,7 @@ class Proposer:
             agreement = hidden_cosine(scores.hidden[kept])
             picked = select_diverse(predicted[kept], agreement, count, self._spec.diversity)
         else:
-            rows = choice_agreement_rows([pool[int(i)].strategy for i in kept])
+            rows = choice_agreement_rows([pool[int(i)].planned.strategy for i in kept])
             picked = select_diverse(predicted[kept], rows, count, self._spec.diversity)
         return [int(kept[i]) for i in picked] + explorers.tolist()
 
@@ -276,9 +280,9 @@ class Proposer:
             self._bayes = BayesianSearch(self._encoding(history), self._spec.seed)
             for at, event in enumerate(history.events):
                 if isinstance(event, Proposed):
-                    self._next_of(self._bayes, History(history.events[:at], history.deviation))
-        strategy = self._next_of(self._bayes, history)
-        if strategy is None:
+                    self._next_of(self._bayes, history.first(at))
+        planned = self._next_of(self._bayes, history)
+        if planned is None:
             return Proposed(
                 round_,
                 (),
@@ -290,10 +294,16 @@ class Proposer:
             )
         reason = f"Bayesian optimization of {over} was asked for"
         return Proposed(
-            round_, (Proposal(strategy, "bayes"),), "gaussian process", reason, 1, (), 0.0
+            round_,
+            (_proposal(Candidate(planned, "bayes"), history),),
+            "gaussian process",
+            reason,
+            1,
+            (),
+            0.0,
         )
 
-    def _next_of(self, search: BayesianSearch, history: History) -> Strategy | None:
+    def _next_of(self, search: BayesianSearch, history: History) -> PlannedStrategy | None:
         """The next strategy whose plan is new. A known plan is told its time at once, one that cannot be enacted as failed."""
         assert history.profiled is not None
         workload = history.profiled.workload
@@ -305,13 +315,13 @@ class Proposer:
         told: set[str] = set()
         repeats = 0
         while repeats < BAYES_ASKS:
-            strategy = search.ask()
-            made = plan(strategy, workload, self._spec.workers)
-            if made.id not in times and self._why_refused(made) is None:
-                return strategy
-            search.tell(strategy.id, times.get(made.id, failed_s))
-            repeats = repeats + 1 if made.id in told else 0
-            told.add(made.id)
+            planned = PlannedStrategy.of(search.ask(), workload, self._spec.workers)
+            plan_id = planned.plan.id
+            if plan_id not in times and self._why_refused(planned.plan) is None:
+                return planned
+            search.tell(planned.strategy.id, times.get(plan_id, failed_s))
+            repeats = repeats + 1 if plan_id in told else 0
+            told.add(plan_id)
         return None
 
     def _encoding(self, history: History) -> Encoding:
@@ -322,9 +332,10 @@ class Proposer:
         return SpaceChoices(workload, cluster, self._space(history), self._spec.seed)
 
 
-def _proposal(candidate: Candidate, scores: Scores, number: int) -> Proposal:
-    predicted_s = None if scores.predicted_s is None else float(scores.predicted_s[number])
-    return Proposal(candidate.strategy, candidate.origin, predicted_s)
+def _proposal(candidate: Candidate, history: History, predicted_s: float | None = None) -> Proposal:
+    """The proposal as it is stored; the history keeps its plan."""
+    history.keep_plan(candidate.planned)
+    return Proposal(candidate.planned.strategy, candidate.origin, predicted_s)
 
 
 def _said(reason: str, found: _Pool) -> str:

@@ -22,8 +22,7 @@ from autotune.simulators.evaluation import (
     k_fold,
 )
 from autotune.simulators.interface import Example, Simulator
-from autotune.strategy_space.plan import Plan, plan
-from autotune.strategy_space.strategy import Strategy
+from autotune.strategy_space.plan import PlannedStrategy
 from autotune.tuning.history import History
 from autotune.tuning.job import JobSpec, Search
 
@@ -40,9 +39,8 @@ TRAINING_SHARE = 0.2
 class Candidate:
     """`optimized`: found by the optimizer, whose replays are remembered."""
 
-    strategy: Strategy
+    planned: PlannedStrategy
     origin: str
-    plan: Plan
     optimized: bool = False
 
 
@@ -89,7 +87,7 @@ class Scorer:
             return Scores("none", reason, None, np.arange(len(pool)), None, ())
         assert history.profiled is not None
         extractor = self.extractor(history)
-        features = [extractor.features(candidate.strategy, candidate.plan) for candidate in pool]
+        features = [extractor.features(candidate.planned) for candidate in pool]
         examples = self.examples(history)
         if len(examples) < SMALLEST_TRAINING:
             reason = (
@@ -124,7 +122,7 @@ class Scorer:
         first = np.lexsort((predicted_s, np.array([not candidate.optimized for candidate in pool])))
         shortlist, rest = first[:REPLAYED], first[REPLAYED:]
         for index in shortlist.tolist():
-            features[index] = extractor.replayed(features[index], pool[index].plan)
+            features[index] = extractor.replayed(features[index], pool[index].planned.plan)
         replayed_s = np.array([features[index].replayed_step_s for index in shortlist])
         if simulator is None:
             predicted_s *= scale * float(np.median(replayed_s / predicted_s[shortlist]))
@@ -201,17 +199,11 @@ class Scorer:
         assert history.profiled is not None
         domain = f"{history.profiled.workload.id}/{history.profiled.cluster.id}"
         extractor = self.extractor(history)
-        found = []
+        examples = []
         for strategy_id, step_s in history.measured_s.items():
-            strategy = history.proposals[strategy_id].strategy
-            enacted = plan(strategy, history.profiled.workload, self._spec.workers)
-            found.append(
-                Example(
-                    extractor.replayed(extractor.features(strategy, enacted), enacted),
-                    step_s,
-                    domain,
-                )
-            )
-        return [
-            found[index] for index in generator(self._spec.seed, "examples").permutation(len(found))
-        ]
+            planned = history.planned(strategy_id)
+            assert planned is not None, "the current setup is no candidate"
+            features = extractor.replayed(extractor.features(planned), planned.plan)
+            examples.append(Example(features, step_s, domain))
+        order = generator(self._spec.seed, "examples").permutation(len(examples))
+        return [examples[index] for index in order]

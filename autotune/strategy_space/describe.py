@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from autotune.strategy_space.compressors import ASSUMED
-from autotune.strategy_space.plan import Message, Plan
+from autotune.strategy_space.plan import Message, Plan, PlannedStrategy
 from autotune.strategy_space.strategy import Compressor, Shard, Strategy, VariableStrategy
 from autotune.workload import Variable, Workload
 
@@ -26,9 +26,10 @@ class VariableRow:
     messages: str
 
 
-def variable_rows(workload: Workload, strategy: Strategy, enacted: Plan) -> list[VariableRow]:
-    """A row per variable, in backward order; `enacted` is the strategy's plan for the workload."""
-    numbers = messages_of(enacted)
+def variable_rows(workload: Workload, planned: PlannedStrategy) -> list[VariableRow]:
+    """A row per variable of the workload that the strategy is planned for, in backward order."""
+    strategy = planned.strategy
+    numbers = messages_of(planned.plan)
     rows = []
     for variable in workload.variables:
         choice = strategy.by_name[variable.name]

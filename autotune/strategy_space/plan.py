@@ -193,6 +193,19 @@ def plan(strategy: Strategy, workload: Workload, world_size: int) -> Plan:
     )
 
 
+@dataclass(frozen=True)
+class PlannedStrategy:
+    """A strategy with its plan for one workload and world size; handed along so that it is planned once."""
+
+    strategy: Strategy
+    plan: Plan
+
+    @staticmethod
+    def of(strategy: Strategy, workload: Workload, world_size: int) -> PlannedStrategy:
+        """Plan `strategy`. Raises `InvalidStrategy`."""
+        return PlannedStrategy(strategy, plan(strategy, workload, world_size))
+
+
 class _Members:
     """The shards of one message; added in backward order, so that the last one is ready last."""
 

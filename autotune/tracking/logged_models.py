@@ -19,7 +19,7 @@ from autotune.errors import InvalidInput
 from autotune.features.extract import extract
 from autotune.parsing import parse_json, read_text
 from autotune.simulators.interface import Simulator
-from autotune.strategy_space.plan import plan
+from autotune.strategy_space.plan import PlannedStrategy
 from autotune.strategy_space.strategy import Strategy
 from autotune.workload import Workload
 
@@ -118,9 +118,8 @@ class _TrackedSimulator:
             strategy = Strategy.from_json(strategy_text)
             workload = Workload.from_data(parse_json(workload_text, "workload"))
             cluster = Cluster.from_data(parse_json(cluster_text, "cluster"))
-            features.append(
-                extract(strategy, plan(strategy, workload, cluster.world_size), workload, cluster)
-            )
+            planned = PlannedStrategy.of(strategy, workload, cluster.world_size)
+            features.append(extract(planned, workload, cluster))
         return self._simulator.predict_step_s(features)
 
 

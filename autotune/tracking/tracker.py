@@ -18,10 +18,9 @@ from typing import Any
 
 from autotune.canonical import to_data
 from autotune.errors import InvalidInput
-from autotune.records import CURRENT_SETUP, Conditions, Measured
+from autotune.records import Conditions, Measured
 from autotune.simulators.interface import Simulator
 from autotune.storage.store import OutboxItem, Store
-from autotune.strategy_space.plan import plan
 from autotune.tracking.logged_models import save_model
 from autotune.tuning.events import Event, Profiled, Proposed, TrialFinished
 from autotune.tuning.history import History
@@ -236,7 +235,7 @@ class _Sender:
 
     def send(self, item: OutboxItem, history: History) -> None:
         if item.kind == "event":
-            upto = History(history.events[: item.body["seq"] + 1], history.deviation)
+            upto = history.first(item.body["seq"] + 1)
             event = upto.events[-1]
             if isinstance(event, Profiled):
                 self._profile(event)
@@ -364,25 +363,25 @@ class _Sender:
 
     def _enacted(self, run_id: str, strategy_id: str, upto: History) -> dict[str, Any]:
         """The strategy and its plan as artifacts; what it is made of as parameters."""
-        if strategy_id == CURRENT_SETUP or upto.profiled is None:
+        planned = upto.planned(strategy_id)
+        if planned is None:
             return {}
-        proposal = upto.proposals[strategy_id]
-        planned = plan(proposal.strategy, upto.profiled.workload, self._spec.workers)
-        self._mlflow.client.log_text(run_id, proposal.strategy.to_json(), "strategy.json")
-        self._mlflow.client.log_text(run_id, planned.to_json(), "plan.json")
+        strategy, plan = planned.strategy, planned.plan
+        self._mlflow.client.log_text(run_id, strategy.to_json(), "strategy.json")
+        self._mlflow.client.log_text(run_id, plan.to_json(), "plan.json")
         counts: dict[str, int] = {}
-        for message in planned.messages:
+        for message in plan.messages:
             counts[message.synchronizer.operation] = (
                 counts.get(message.synchronizer.operation, 0) + 1
             )
         return {
-            "origin": proposal.origin,
-            "messages": len(planned.messages),
+            "origin": upto.proposals[strategy_id].origin,
+            "messages": len(plan.messages),
             "primitives": ", ".join(f"{count} {name}" for name, count in sorted(counts.items())),
-            "wire_bytes": planned.wire_bytes,
-            "cross_step": planned.cross_step,
-            "in_flight": planned.in_flight,
-            "lossless": proposal.strategy.lossless,
+            "wire_bytes": plan.wire_bytes,
+            "cross_step": plan.cross_step,
+            "in_flight": plan.in_flight,
+            "lossless": strategy.lossless,
         }
 
     def _progress(self, event: TrialFinished, upto: History) -> None:
@@ -394,7 +393,7 @@ class _Sender:
         if upto.ranking():
             metrics.append(("best_so_far_s", upto.ranking()[0][1], number))
         self._mlflow.log(self._mlflow.parent_id, metrics, elapsed_s=event.elapsed_s)
-        before = History(upto.events[:-1], upto.deviation)
+        before = upto.first(len(upto.events) - 1)
         for marked in sorted(upto.disturbed - before.disturbed):
             run_id = self._mlflow.run(
                 f"trial-{marked}", "", {"mlflow.parentRunId": self._mlflow.parent_id}, 0.0

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from bisect import bisect
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
 
 from autotune.records import CURRENT_SETUP, Conditions, Measured, Role
+from autotune.strategy_space.plan import PlannedStrategy
 from autotune.tuning.events import Event, Profiled, Proposal, Proposed, TrialFinished
 from autotune.tuning.statistics import neighbour_noise, reference_tolerance
 
@@ -24,9 +25,35 @@ class History:
 
     events: tuple[Event, ...]
     deviation: float
+    _planned: dict[str, PlannedStrategy] = field(default_factory=dict, compare=False, repr=False)
 
     def then(self, event: Event) -> History:
-        return History((*self.events, event), self.deviation)
+        return History((*self.events, event), self.deviation, self._planned)
+
+    def first(self, count: int) -> History:
+        """The history when it had `count` events."""
+        return History(self.events[:count], self.deviation, self._planned)
+
+    def planned(self, strategy_id: str) -> PlannedStrategy | None:
+        """A proposed strategy with its plan; None for the current setup.
+
+        Events store strategies without plans, so each is planned here, once for all histories of
+        a job; `keep_plan` hands over the plan that a proposer has already.
+        """
+        if strategy_id == CURRENT_SETUP:
+            return None
+        if strategy_id not in self._planned:
+            assert self.profiled is not None
+            self._planned[strategy_id] = PlannedStrategy.of(
+                self.proposals[strategy_id].strategy,
+                self.profiled.workload,
+                self.profiled.cluster.world_size,
+            )
+        return self._planned[strategy_id]
+
+    def keep_plan(self, planned: PlannedStrategy) -> None:
+        """Let later `planned` calls of this job return this plan."""
+        self._planned.setdefault(planned.strategy.id, planned)
 
     @cached_property
     def profiled(self) -> Profiled | None:

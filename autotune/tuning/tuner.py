@@ -274,7 +274,7 @@ def _finalists(spec: JobSpec, history: History) -> list[str]:
         and event.request.role is Role.CANDIDATE
         and event.request.round == len(history.rounds)
     ]
-    search = History(history.events[: looks[0]], history.deviation) if looks else history
+    search = history.first(looks[0]) if looks else history
     return _first(search, search.ranking(), spec.finalists)
 
 

@@ -81,7 +81,7 @@ def searched(
 def _until_over(spec: JobSpec, history: History) -> History:
     """The history up to where the search was over by this budget; later events belong to a larger one."""
     for count in range(len(history.events)):
-        shorter = History(history.events[:count], history.deviation)
+        shorter = history.first(count)
         if shorter.references and search_instruction(spec, shorter) is None:
             return shorter
     return history
@@ -113,7 +113,7 @@ def incumbents(history: History) -> tuple[Incumbent, ...]:
         if id(event) not in candidates:
             continue
         trials += 1
-        ranking = History(history.events[:count], history.deviation).ranking()
+        ranking = history.first(count).ranking()
         if ranking and (not found or found[-1].strategy.id != ranking[0][0]):
             found.append(
                 Incumbent(trials, event.elapsed_s, history.proposals[ranking[0][0]].strategy)

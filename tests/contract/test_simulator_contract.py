@@ -21,7 +21,7 @@ from autotune.simulators.linear import linear_simulator
 from autotune.simulators.registry import SIMULATORS
 from autotune.simulators.rnn import rnn_simulator
 from autotune.simulators.training import TrainingRecipe
-from autotune.strategy_space.plan import plan
+from autotune.strategy_space.plan import PlannedStrategy
 from autotune.strategy_space.strategy import (
     Partition,
     Shard,
@@ -122,7 +122,7 @@ def examples() -> list[Example]:
                     )
                 )
             strategy = Strategy(tuple(choices))
-            features = extract(strategy, plan(strategy, workload, 2), workload, cluster)
+            features = extract(PlannedStrategy.of(strategy, workload, 2), workload, cluster)
             found.append(
                 Example(features, features.analytic_step_s * float(draw.uniform(1, 1.5)), domain)
             )

@@ -25,7 +25,7 @@ from autotune.records import Measured
 from autotune.simulators.interface import Example
 from autotune.simulators.registry import SIMULATORS
 from autotune.storage.store import Store
-from autotune.strategy_space.plan import plan
+from autotune.strategy_space.plan import PlannedStrategy, plan
 from autotune.tracking.tracker import Tracker, mlflow_environment
 from autotune.tuning.history import History
 from autotune.tuning.tuner import Finish
@@ -76,7 +76,8 @@ def trained_simulator():
     """A linear simulator and the features of the twelve strategies that it was trained on."""
     family = [strategy(number) for number in range(12)]
     features = [
-        extract(each, plan(each, WORKLOAD, 2), WORKLOAD, Cluster.local(2)) for each in family
+        extract(PlannedStrategy.of(each, WORKLOAD, 2), WORKLOAD, Cluster.local(2))
+        for each in family
     ]
     simulator = SIMULATORS["linear"]()
     simulator.fit(

@@ -16,7 +16,7 @@ from autotune.rng import generator
 from autotune.strategy_space.builders import catalogue, collectives, servers
 from autotune.strategy_space.builders.collectives import MIB, large_alone
 from autotune.strategy_space.builders.cross_step import cross_step_all_reduce
-from autotune.strategy_space.plan import plan
+from autotune.strategy_space.plan import PlannedStrategy, plan
 from autotune.strategy_space.space import SearchSpace
 from autotune.strategy_space.strategy import (
     Compressor,
@@ -388,8 +388,7 @@ def test_cross_step_is_predicted_to_beat_the_best_bucket_size_and_issues_what_is
     gigabit = Cluster("c", tuple(Host(f"h{i}", 1, 1.25e8, 5e-5, 1e10, 5e-6) for i in range(4)))
 
     def step_s(strategy):
-        enacted = plan(strategy, model, 4)
-        return extract(strategy, enacted, model, gigabit).analytic_step_s
+        return extract(PlannedStrategy.of(strategy, model, 4), model, gigabit).analytic_step_s
 
     best_s = min(
         step_s(collectives.ddp_default(model, size * MIB)) for size in (1, 2, 3, 5, 8, 10, 25)

@@ -6,11 +6,13 @@ import math
 from dataclasses import replace
 
 import pytest
-from synthetic_job import SyntheticWorld, drive, job_spec, measured, strategy
+from synthetic_job import WORKLOAD, SyntheticWorld, drive, job_spec, measured, strategy
 
+from autotune.cluster import Cluster
 from autotune.records import CURRENT_SETUP, Failed, FailureKind, Measured, Role, TrialRequest
 from autotune.rng import generator
-from autotune.tuning.events import TrialFinished
+from autotune.strategy_space.plan import PlannedStrategy
+from autotune.tuning.events import Profiled, Proposal, Proposed, TrialFinished
 from autotune.tuning.history import History
 
 
@@ -166,3 +168,18 @@ def test_then_leaves_the_older_history_alone():
     first = history_of(("r", 1.0))
     second = first.then(history_of(("r", 1.0), ("A", 1.0)).events[1])
     assert len(first.events) == 1 and len(second.events) == 2 and second.candidates
+
+
+def test_a_strategy_is_planned_once_for_all_histories_of_a_job():
+    strategies = [strategy(0), strategy(1)]
+    proposals = tuple(Proposal(one, "sampled") for one in strategies)
+    profile = Profiled(WORKLOAD, Cluster.local(2), 0.0, {})
+    history = History((profile,), 0.15)
+    handed_over = PlannedStrategy.of(strategies[0], WORKLOAD, 2)
+    history.keep_plan(handed_over)
+    longer = history.then(Proposed(0, proposals, "none", "", 2, (), 0.0))
+    assert longer.planned(strategies[0].id) is handed_over
+    planned = longer.first(2).planned(strategies[1].id)
+    assert planned == PlannedStrategy.of(strategies[1], WORKLOAD, 2)
+    assert longer.planned(strategies[1].id) is planned
+    assert longer.planned(CURRENT_SETUP) is None

@@ -33,7 +33,7 @@ from autotune.records import (
 from autotune.rng import generator
 from autotune.sampler.random import sample_many
 from autotune.storage.store import Store
-from autotune.strategy_space.plan import plan
+from autotune.strategy_space.plan import PlannedStrategy, plan
 from autotune.strategy_space.space import SearchSpace
 from autotune.strategy_space.strategy import Strategy
 from autotune.tuning.events import Event, Profiled, Proposal, Proposed, TrialFinished
@@ -91,10 +91,9 @@ def true_s(cluster: Cluster, strategies: list[Strategy]) -> dict[str, float]:
     noise = generator(3, "noise", cluster.id)
     times = {}
     for strategy in strategies:
-        enacted = plan(strategy, WORKLOAD, cluster.world_size)
-        times[enacted.id] = extract(
-            strategy, enacted, WORKLOAD, cluster
-        ).analytic_step_s * math.exp(0.3 * noise.standard_normal())
+        planned = PlannedStrategy.of(strategy, WORKLOAD, cluster.world_size)
+        analytic_s = extract(planned, WORKLOAD, cluster).analytic_step_s
+        times[planned.plan.id] = analytic_s * math.exp(0.3 * noise.standard_normal())
     return times
 
 

@@ -9,7 +9,7 @@ from autotune.cluster import Cluster, Host
 from autotune.errors import InvalidInput
 from autotune.features.extract import MAX_SHARDS, MAX_VARIABLES, StrategyFeatures, extract
 from autotune.features.raw import HOST_COLUMNS, MESSAGE_COLUMNS, RAW_FEATURES
-from autotune.strategy_space.plan import plan
+from autotune.strategy_space.plan import PlannedStrategy
 from autotune.strategy_space.strategy import (
     Compressor,
     Partition,
@@ -38,7 +38,7 @@ def features(
     choices: list[VariableStrategy], model: Workload, cluster: Cluster, cross_step: bool = False
 ) -> StrategyFeatures:
     strategy = Strategy(tuple(choices), cross_step=cross_step)
-    return extract(strategy, plan(strategy, model, cluster.world_size), model, cluster)
+    return extract(PlannedStrategy.of(strategy, model, cluster.world_size), model, cluster)
 
 
 def alone(model: Workload, shard: Shard) -> list[VariableStrategy]:
@@ -73,7 +73,7 @@ def test_rows_say_whether_messages_cross_the_step_and_go_side_by_side(
     strategy = Strategy(
         tuple(alone(model, Shard(Synchronizer.ALL_REDUCE))), cross_step, in_flight=in_flight
     )
-    item = extract(strategy, plan(strategy, model, 2), model, cluster)
+    item = extract(PlannedStrategy.of(strategy, model, 2), model, cluster)
     assert (
         column(item, "cross_step") == [float(cross_step)] * 2
         and column(item, "side_by_side") == [float(in_flight > 1)] * 2
@@ -216,4 +216,4 @@ def test_a_plan_of_another_model_is_refused() -> None:
     model, other = workload(3), workload(2)
     strategy = Strategy(tuple(alone(model, Shard(Synchronizer.ALL_REDUCE))))
     with pytest.raises(InvalidInput, match="plan the strategy for this workload"):
-        extract(strategy, plan(strategy, model, 2), other, hosts(2))
+        extract(PlannedStrategy.of(strategy, model, 2), other, hosts(2))

@@ -31,7 +31,7 @@ from autotune.simulators.training import (
     split_off_validation,
     torch_threads,
 )
-from autotune.strategy_space.plan import plan
+from autotune.strategy_space.plan import PlannedStrategy, plan
 from autotune.strategy_space.strategy import (
     Compressor,
     Shard,
@@ -95,7 +95,9 @@ def measured_examples(
         made = plan(strategy, workload, cluster.world_size)
         true_cost_s = message_costs(made, cluster, workload).channel_s + hidden_overhead_s
         step_s = overlap_step_s(flatten(made, workload), true_cost_s, workload)
-        examples.append(Example(extract(strategy, made, workload, cluster), step_s, domain))
+        examples.append(
+            Example(extract(PlannedStrategy(strategy, made), workload, cluster), step_s, domain)
+        )
     return examples
 
 
