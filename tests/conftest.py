@@ -6,6 +6,7 @@ The only conftest of the tests: two modules of one name could not be type-checke
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -70,6 +71,18 @@ def tracking_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
         cwd=path.parent,
     )
     return path
+
+
+@pytest.fixture(scope="session")
+def example_plugin(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Install the example plugin; return the folder to put on the path."""
+    folder = tmp_path_factory.mktemp("plugin")
+    source = folder / "source"  # a build writes next to its sources
+    site = folder / "site"
+    shutil.copytree(Path(__file__).parents[1] / "examples/plugin", source)
+    options = ["--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--target", str(site)]
+    subprocess.run([sys.executable, "-m", "pip", "install", *options, str(source)], check=True)
+    return site
 
 
 @pytest.fixture

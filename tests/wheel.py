@@ -77,8 +77,8 @@ def main() -> None:
     pythons = parser.parse_args().pythons or available
     with tempfile.TemporaryDirectory() as temporary:
         wheel = built_wheel(Path(temporary))
-        for python in pythons:
-            check(python, wheel, Path(temporary) / Path(python).name)
+        for number, python in enumerate(pythons):
+            check(python, wheel, Path(temporary) / str(number))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -37,42 +36,12 @@ MAKERS: dict[str, Callable[[], Simulator]] = {
     "rnn": lambda: rnn_simulator(RECIPE, hidden=8, layers=2),
     "gat": lambda: gat_simulator(RECIPE, hidden=4, heads=2),
 }
-PLUGIN = """
-import torch
-from autotune.costs.sync_cost import GLOBAL_FEATURES
-from autotune.simulators.residual import Architecture, ResidualSimulator
-from autotune.simulators.training import TrainingRecipe
-
-class Perceptron(torch.nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.first = torch.nn.Linear(len(GLOBAL_FEATURES), width)
-        self.last = torch.nn.Linear(width, 1)
-        torch.nn.init.zeros_(self.last.weight)
-        torch.nn.init.zeros_(self.last.bias)
-
-    def forward(self, batch):
-        hidden = torch.relu(self.first(batch.numbers))
-        return self.last(hidden).squeeze(1), hidden
-
-def perceptron():
-    architecture = Architecture("perceptron", (6,), lambda sizes: Perceptron(*sizes))
-    return ResidualSimulator(architecture, TrainingRecipe(epochs=5, warm_epochs=2, threads=1))
-"""
 
 
 @pytest.fixture
-def plugin(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Install a distribution whose entry point is a simulator."""
-    folder = tmp_path_factory.mktemp("site")
-    metadata = folder / "perceptrons-1.0.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: perceptrons\nVersion: 1.0\n")
-    entry = f"[{SIMULATORS.group}]\nperceptron = perceptrons:perceptron\n"
-    (metadata / "entry_points.txt").write_text(entry)
-    (folder / "perceptrons.py").write_text(PLUGIN)
-    monkeypatch.syspath_prepend(str(folder))
-    monkeypatch.delitem(sys.modules, "perceptrons", raising=False)
+def plugin(example_plugin: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Discover the example plugin, whose entry point is a simulator."""
+    monkeypatch.syspath_prepend(str(example_plugin))
     monkeypatch.setattr(SIMULATORS, "_plugins", None)
     monkeypatch.setattr(SIMULATORS, "_entries", dict(SIMULATORS._entries))
 

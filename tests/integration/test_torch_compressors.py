@@ -28,7 +28,6 @@ from runtime_rewriter.pytorch.numerics import GradientGate
 from runtime_rewriter.pytorch.observers import BackwardObserver
 from runtime_rewriter.rank.apply import apply
 
-PLUGINS = Path(__file__).parents[1] / "plugins"
 FED_BACK = (Compressor.INT8, Compressor.TOP_K, Compressor.POWER_SGD)
 
 
@@ -150,9 +149,9 @@ def check_plugin(rank: int) -> dict[str, float]:
 
 
 def test_a_compressor_of_a_plugin_passes_the_numerics_gate_and_trains(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, example_plugin: Path
 ) -> None:
-    monkeypatch.syspath_prepend(str(PLUGINS))  # the ranks inherit the path
+    monkeypatch.syspath_prepend(str(example_plugin))  # the ranks inherit the path
     found = run_world(check_plugin, 2)[0]
     started = Target(0.0).distance()
     assert found["feedback"] < 0.2 * started < 0.5 * started < found["none"], found

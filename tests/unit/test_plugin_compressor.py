@@ -32,7 +32,6 @@ from autotune.strategy_space.strategy import (
 from autotune.workload import Variable, Workload
 from runtime_rewriter.pytorch.exchange.payloads import padded_elements, whole_payload
 
-PLUGINS = Path(__file__).parents[1] / "plugins"
 WORKLOAD = Workload(
     "m", (Variable("v", (1001, 300), ready_s=0.06, needed_s=0.001),), (), 0.05, 0.06
 )
@@ -40,8 +39,8 @@ CLUSTER = Cluster.local(4)
 
 
 @pytest.fixture
-def four_bit(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compressor]:
-    monkeypatch.syspath_prepend(str(PLUGINS))
+def four_bit(monkeypatch: pytest.MonkeyPatch, example_plugin: Path) -> Iterator[Compressor]:
+    monkeypatch.syspath_prepend(str(example_plugin))
     monkeypatch.setattr(COMPRESSORS, "_plugins", None)
     compressor = Compressor("four_bit")
     yield compressor

@@ -1,4 +1,4 @@
-"""An example of a compressor plugin: 15 levels, two per byte, and one float64 scale per payload."""
+"""A compressor: 15 levels, two per byte, and one float64 scale per payload."""
 
 from __future__ import annotations
 

@@ -1,0 +1,1 @@
+"""Example extensions of autotune; docs/extending.md explains them."""
