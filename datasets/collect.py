@@ -28,9 +28,9 @@ from autotune.jobs.signals import Interruption, terminable
 from autotune.parsing import read_json
 from autotune.testbed.capabilities import capabilities
 from autotune.units import format_seconds
-from benchmarks.retries import persevere
-from benchmarks.testbed_processes import ROOT
-from benchmarks.trial_session import Lengths, Setup, told, trial_session
+from autotune.jobs.campaign.retries import persevere
+from benchmarks.repository import ROOT
+from autotune.jobs.campaign.session import Lengths, Setup, told, trial_session
 
 LENGTHS = Lengths(warmup_steps=2, timed_steps=6)
 LINE_EVERY_S = 15.0

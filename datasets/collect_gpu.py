@@ -47,8 +47,8 @@ from torch.nn.parallel import DistributedDataParallel
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import autotune
-from benchmarks.one_gpu import as_hosts_of_their_own
-from benchmarks.testbed_processes import ROOT
+from autotune.jobs.campaign.one_gpu import as_hosts_of_their_own
+from benchmarks.repository import ROOT
 
 WARM_STEPS, TIMED_STEPS, ISSUED_STEPS = 10, 40, 7
 TRACED_STEPS = 2

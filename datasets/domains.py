@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from autotune.records import Accelerators
-from benchmarks.setups import setup_of
-from benchmarks.trial_session import Setup
+from benchmarks.repository import setup_of
+from autotune.jobs.campaign.session import Setup
 
 PAIRS = (
     ("resnet_digits", "four_hosts"),

@@ -24,8 +24,8 @@ from autotune.tuning.events import Event
 from autotune.tuning.history import History
 from autotune.tuning.job import JobSpec
 from autotune.tuning.tuner import Finish, Instruction, RunTrial
-from benchmarks.session_jobs import SessionWorld, begin_job, job_spec, jobs_of
-from benchmarks.trial_session import TrialSession
+from autotune.jobs.campaign.tuning_jobs import SessionWorld, begin_job, job_spec, jobs_of
+from autotune.jobs.campaign.session import TrialSession
 
 FIXED = 0.6
 REPEAT_EVERY = 16

@@ -30,8 +30,8 @@ from benchmarks.outcome.kept import Settings
 from benchmarks.outcome.measure import DOMAINS, measure
 from benchmarks.outcome.report import section
 from benchmarks.outcome.results import last_line, row_of
-from benchmarks.retries import persevere
-from benchmarks.trial_session import Setup
+from autotune.jobs.campaign.retries import persevere
+from autotune.jobs.campaign.session import Setup
 
 MARKS = (25, 50, 100, 200)
 QUICK_TRIALS = 10

@@ -1,7 +1,7 @@
 """What a domain's folder keeps beside its trials (`autotune.dataset`): `sides.json`, the frozen strategies of the closing comparison.
 
 Every trial of the benchmark is a trial of the domain, and its source tells what it was taken for: "sweep:ROUND:NAME",
-"closing:ROUND:SIDE", "closing:ROUND:reference", and what the searches' jobs say (`benchmarks.session_jobs`).
+"closing:ROUND:SIDE", "closing:ROUND:reference", and what the searches' jobs say (`autotune.jobs.campaign.tuning_jobs`).
 """
 
 from __future__ import annotations

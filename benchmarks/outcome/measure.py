@@ -46,9 +46,9 @@ from benchmarks.outcome.searches import (
     Searched,
     searched,
 )
-from benchmarks.session_jobs import begin_job, job_spec, jobs_of
-from benchmarks.setups import setup_of
-from benchmarks.trial_session import Lengths, Setup, TrialSession, trial_session
+from autotune.jobs.campaign.tuning_jobs import begin_job, job_spec, jobs_of
+from benchmarks.repository import setup_of
+from autotune.jobs.campaign.session import Lengths, Setup, TrialSession, trial_session
 
 MODELS = ("vgg", "densenet", "embedding", "gpt_text")
 CLUSTERS = ("four_hosts", "four_hosts_uneven", "four_hosts_mixed", "two_hosts_two_devices")

@@ -32,7 +32,7 @@ from benchmarks.outcome.figures import (
 from benchmarks.outcome.kept import CLOSING, Course, Group, Side, Stop, read_frozen, rounds_of
 from benchmarks.outcome.rivals import DDP_DEFAULT
 from benchmarks.outcome.searches import OURS, OURS_LOSSY
-from benchmarks.ranking_trials import extractor_of
+from benchmarks.ranking.trials import extractor_of
 from runtime_rewriter.emulation import timetable_of
 
 

@@ -13,8 +13,8 @@ from autotune.strategy_space.strategy import Strategy
 from autotune.tuning.history import History
 from autotune.tuning.job import JobSpec
 from autotune.tuning.tuner import contender, look_instruction, search_instruction
-from benchmarks.session_jobs import SessionWorld
-from benchmarks.trial_session import TrialSession
+from autotune.jobs.campaign.tuning_jobs import SessionWorld
+from autotune.jobs.campaign.session import TrialSession
 
 OURS, OURS_LOSSY, RANDOM, BAYES = "ours", "ours-lossy", "random", "scikit-optimize"
 """Ids of the jobs. All but the second are lossless."""

@@ -26,9 +26,9 @@ from autotune.memory.recomputation import Run, recomputed
 from autotune.recordings.memory_file import RecordedMemory
 from autotune.recordings.memory_profile import MemoryProfile, Replica, TensorRole
 from autotune.strategy_space.strategy import Compressor, Synchronizer
-from benchmarks.c10_memory import AllocatorCounter, build
-from benchmarks.checkpointed import Stack, computed_again
-from benchmarks.checkpointed import training as stack_training
+from benchmarks.memory_accuracy.c10_memory import AllocatorCounter, build
+from benchmarks.memory_passes.checkpointed import Stack, computed_again
+from benchmarks.memory_passes.checkpointed import training as stack_training
 from runtime_rewriter.pytorch.agreement import assumed_workload
 from runtime_rewriter.pytorch.ddp import PlannedDataParallel
 from runtime_rewriter.recording.memory.allocations import Allocation, AllocationLog

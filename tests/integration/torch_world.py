@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.one_gpu import as_hosts_of_their_own
+from autotune.jobs.campaign.one_gpu import as_hosts_of_their_own
 
 INIT_TIMEOUT = timedelta(seconds=60)
 BACKEND, _, DEVICE = os.environ.get("AUTOTUNE_TEST_WORLD", "gloo:cpu").partition(":")

@@ -28,7 +28,7 @@ from autotune.strategy_space.strategy import (
     VariableStrategy,
 )
 from autotune.workload import Variable, Workload
-from benchmarks.models.generated import MODELS
+from autotune.jobs.campaign.generated_models import MODELS
 
 KB = Workload(
     "m", tuple(Variable(f"v{i}", (250,)) for i in range(6)), backward_s=0.06

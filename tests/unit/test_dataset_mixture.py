@@ -19,8 +19,8 @@ from autotune.dataset.writing import opened
 from autotune.records import Conditions, Failed, FailureKind, Measured, TrialRequest
 from autotune.strategy_space.plan import Plan, plan
 from autotune.workload import Workload
-from benchmarks.trial_session import Lengths, Setup, TrialSession
-from runtime_rewriter.world.results import Profile
+from autotune.jobs.campaign.session import Lengths, Setup, TrialSession
+from runtime_rewriter.world.findings import Profile
 from runtime_rewriter.world.world import World
 
 ROOT = Path(__file__).parents[2]

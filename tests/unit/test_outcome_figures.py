@@ -16,7 +16,7 @@ from autotune.rng import generator
 from autotune.strategy_space.plan import Plan
 from autotune.tuning.history import History
 from autotune.tuning.tuner import search_instruction
-from benchmarks.models.generated import MODELS
+from autotune.jobs.campaign.generated_models import MODELS
 from benchmarks.outcome.figures import (
     best_of_sweep,
     failures_of,

@@ -17,14 +17,14 @@ from autotune.strategy_space.enactable import why_refused
 from autotune.strategy_space.plan import plan
 from autotune.strategy_space.strategy import SparseHandling, Synchronizer
 from autotune.workload import Variable, Workload, model_id
-from benchmarks.models.generated import MODELS
-from benchmarks.models.script import module_of
+from autotune.jobs.campaign.generated_models import MODELS
+from autotune.jobs.campaign.train_generated import module_of
 from benchmarks.outcome.measure import CLUSTERS, DOMAINS
 from benchmarks.outcome.results import sent_bytes
 from benchmarks.outcome.rivals import BUCKET_CAPS_MIB, DDP_DEFAULT, RIVALS, bucket_sweep, rivals
-from benchmarks.setups import setup_of
-from benchmarks.testbed_processes import ROOT
-from benchmarks.trial_session import Setup
+from benchmarks.repository import setup_of
+from benchmarks.repository import ROOT
+from autotune.jobs.campaign.session import Setup
 from runtime_rewriter.emulation import timetable_of
 
 

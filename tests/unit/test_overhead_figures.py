@@ -8,7 +8,7 @@ import statistics
 import numpy as np
 import pytest
 
-from benchmarks.profile_overhead import compared, pseudo_median
+from benchmarks.profile_overhead.__main__ import compared, pseudo_median
 
 
 def test_the_pseudo_median_is_the_median_of_the_means_of_all_pairs() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks import quiet
+from autotune.jobs.campaign import quiet
 
 BEFORE = "cpu  100 0 50 800 50 0 0 0 0 0\ncpu0 1 2 3 4 5 6 7 8\n"
 AFTER = "cpu  160 10 70 880 70 5 5 0 0 0\ncpu0 1 2 3 4 5 6 7 8\n"

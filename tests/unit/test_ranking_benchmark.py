@@ -38,9 +38,9 @@ from autotune.strategy_space.space import SearchSpace
 from autotune.strategy_space.strategy import Strategy
 from autotune.tuning.events import Event, Profiled, Proposal, Proposed, TrialFinished
 from autotune.tuning.job import JobSpec
-from benchmarks.ranking import limited, main
-from benchmarks.ranking_tasks import parts_of
-from benchmarks.ranking_trials import (
+from benchmarks.ranking.__main__ import limited, main
+from benchmarks.ranking.tasks import parts_of
+from benchmarks.ranking.trials import (
     Point,
     ReplayedTimes,
     of_domain,

@@ -17,10 +17,10 @@ from autotune.rng import generator
 from autotune.simulators.evaluation import RANDOM, REPLAY, UNLEARNED
 from autotune.simulators.interface import Example, FitReport
 from autotune.strategy_space.strategy import Shard, Strategy, Synchronizer, VariableStrategy
-from benchmarks.ranking_report import by_seed, curves, largest_own, overview, report
-from benchmarks.ranking_runs import CHOSEN, Learned, Row, Study, Trainer, run
-from benchmarks.ranking_tasks import HeldOut, assert_no_leak, parts_of, sources_for
-from benchmarks.ranking_trials import Point
+from benchmarks.ranking.report import by_seed, curves, largest_own, overview, report
+from benchmarks.ranking.runs import CHOSEN, Learned, Row, Study, Trainer, run
+from benchmarks.ranking.tasks import HeldOut, assert_no_leak, parts_of, sources_for
+from benchmarks.ranking.trials import Point
 
 MODELS, CLUSTERS, PLANS = ("a", "b"), ("even", "uneven", "wide"), 40
 DOMAINS = [f"{model} on {cluster}" for model in MODELS for cluster in CLUSTERS]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autotune.errors import InvalidInput, LaunchError
-from benchmarks.retries import TRIES, persevere
+from autotune.jobs.campaign.retries import TRIES, persevere
 
 
 class Attempts:

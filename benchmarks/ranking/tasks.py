@@ -23,7 +23,7 @@ import numpy as np
 from autotune.arrays import IntArray
 from autotune.errors import InvalidInput
 from autotune.rng import generator
-from benchmarks.ranking_trials import Point, plans_by_domain
+from benchmarks.ranking.trials import Point, plans_by_domain
 
 FEWEST_TESTED = 10
 """Plans that a test part has at least, if half of the domain's suffice for it: with fewer, a share of a small domain forms no pairs."""

@@ -16,7 +16,7 @@ from autotune.cluster import Cluster, Host
 from autotune.testbed.bed import Testbed, running
 from autotune.testbed.state import States
 from autotune.units import format_seconds
-from benchmarks.testbed_processes import inside, output, streams
+from benchmarks.testbed_fidelity.processes import inside, output, streams
 
 LATENCIES_S = (5e-5, 5e-4, 2e-3, 5e-3)
 BYTES_PER_S = 1.25e8

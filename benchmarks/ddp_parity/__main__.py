@@ -17,7 +17,8 @@ import subprocess
 import sys
 from typing import Any
 
-from benchmarks.testbed_processes import ROOT, WAIT_S
+from benchmarks.repository import ROOT
+from benchmarks.testbed_fidelity.processes import WAIT_S
 
 MODELS = ("resnet", "small_tensors")
 
@@ -28,7 +29,7 @@ def measured(model: str, ranks: int, pairs: int, steps: int) -> dict[str, Any]:
         port = probe.getsockname()[1]
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
     shared |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    words = [sys.executable, "-m", "benchmarks.ddp_parity_rank", model, str(pairs), str(steps)]
+    words = [sys.executable, "-m", "benchmarks.ddp_parity.rank", model, str(pairs), str(steps)]
     started = [
         subprocess.Popen(
             words,

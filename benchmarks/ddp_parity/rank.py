@@ -1,4 +1,4 @@
-"""One rank of `benchmarks.ddp_parity`: `python -m benchmarks.ddp_parity_rank MODEL PAIRS STEPS`, with torchrun's variables set."""
+"""One rank of `benchmarks.ddp_parity`: `python -m benchmarks.ddp_parity.rank MODEL PAIRS STEPS`, with torchrun's variables set."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from autotune.strategy_space.builders.collectives import ddp_default
 from autotune.strategy_space.plan import Plan, plan
 from autotune.strategy_space.strategy import Shard, Strategy, Synchronizer, VariableStrategy
 from autotune.workload import Workload
-from benchmarks.overhead_models import resnet
+from benchmarks.profile_overhead.models import resnet
 from runtime_rewriter.pytorch.agreement import assumed_workload
 from runtime_rewriter.pytorch.ddp import PlannedDataParallel
 

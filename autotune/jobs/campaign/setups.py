@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from autotune.records import Accelerators
-from benchmarks.models.generated import MODELS
-from benchmarks.testbed_processes import ROOT
-from benchmarks.trial_session import Setup
+from autotune.jobs.campaign.generated_models import MODELS
+from benchmarks.repository import ROOT
+from autotune.jobs.campaign.session import Setup
 
 EXAMPLES = ("resnet_digits", "gpt_text", "lstm_text", "ncf_ratings")
 """Real scripts: emulated accelerators wait for what one replica alone was measured to take. The generated models' times are assumed."""

@@ -42,7 +42,8 @@ from autotune.strategy_space.plan import Plan, plan
 from autotune.testbed.bed import Testbed, running
 from autotune.testbed.capabilities import capabilities
 from autotune.workload import Workload
-from benchmarks.testbed_processes import ROOT, inside, output, streams
+from benchmarks.repository import ROOT
+from benchmarks.testbed_fidelity.processes import inside, output, streams
 from runtime_rewriter.world.command import read_command
 from runtime_rewriter.world.world import World
 
@@ -133,7 +134,7 @@ def _fresh_times(bed: Testbed, repeats: int) -> dict[int, float]:
     words = [
         sys.executable,
         "-m",
-        "benchmarks.all_reduce_times",
+        "benchmarks.testbed_fidelity.all_reduce_times",
         str(repeats),
         *map(str, FRESH_BYTES),
     ]

@@ -29,9 +29,9 @@ from autotune.memory.accumulation import accumulated
 from autotune.memory.peak import peak_memory
 from autotune.memory.recomputation import Run, recomputed
 from autotune.recordings.memory_profile import MemoryProfile
-from benchmarks.c10_memory import AllocatorCounter, built
-from benchmarks.checkpointed import Stack, computed_again, training
-from benchmarks.memory_models import JOBS
+from benchmarks.memory_accuracy.c10_memory import AllocatorCounter, built
+from benchmarks.memory_passes.checkpointed import Stack, computed_again, training
+from benchmarks.memory_accuracy.models import JOBS
 from runtime_rewriter.recording.memory.micro_batch import Call, fixed_share
 from runtime_rewriter.recording.memory.recorder import MemoryRecorder
 

@@ -2,7 +2,7 @@
 
 Four hosts at 1 Gbit/s are emulated on this machine (network namespaces with shaped links: transfers are real), and so is
 computation (each layer sleeps for its time); parameters, gradients, messages and updates are real. The model is `layers`
-of `benchmarks.models.generated`, the strategy the one that `cross_step_all_reduce` finds for it from its times and the cluster file.
+of `autotune.jobs.campaign.generated_models`, the strategy the one that `cross_step_all_reduce` finds for it from its times and the cluster file.
 Rivals: torch's DDP at four bucket sizes, and, to see where the gain comes from, the same messages in gradient-ready order and within
 the step. Blocks of steps of all setups are interleaved; the best bucket size is the one with the lowest median. The last line is one
 JSON object; `ratio_to_best_ddp` is time(best DDP) / time(ours), above 1 where ours is faster.
@@ -22,8 +22,9 @@ from typing import Any
 from autotune.cluster_file import read_cluster
 from autotune.testbed.bed import running
 from autotune.testbed.capabilities import capabilities
-from benchmarks.cross_step_rank import OURS, SETTLE_STEPS
-from benchmarks.testbed_processes import ROOT, WAIT_S, inside, output
+from benchmarks.cross_step.rank import OURS, SETTLE_STEPS
+from benchmarks.repository import ROOT
+from benchmarks.testbed_fidelity.processes import WAIT_S, inside, output
 
 MASTER_PORT = 29410
 SLOW_STEPS_S = 8.0  # one step of every setup, generously
@@ -34,7 +35,7 @@ def measured(cluster_file: Path, rounds: int, steps: int) -> dict[str, Any]:
     words = [
         sys.executable,
         "-m",
-        "benchmarks.cross_step_rank",
+        "benchmarks.cross_step.rank",
         str(cluster_file.resolve()),
         str(rounds),
         str(steps),

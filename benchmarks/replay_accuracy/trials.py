@@ -1,6 +1,6 @@
 """Fresh trials on emulated clusters, for `benchmarks.replay_accuracy`: strategies of every kind, measured as the tuner measures them.
 
-A domain is one model on one cluster (`benchmarks.trial_session`); a run that was stopped goes on with the strategies that have no trial.
+A domain is one model on one cluster (`autotune.jobs.campaign.session`); a run that was stopped goes on with the strategies that have no trial.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from autotune.strategy_space.builders.catalogue import seed_strategies
 from autotune.strategy_space.space import SearchSpace
 from autotune.strategy_space.strategy import Strategy
 from autotune.workload import Workload
-from benchmarks.trial_session import Lengths, Setup, told, trial_session
+from autotune.jobs.campaign.session import Lengths, Setup, told, trial_session
 
 LENGTHS = Lengths(warmup_steps=3, timed_steps=8, most_steps=24, precision=0.01)
 REFERENCE_EVERY = 8

@@ -6,7 +6,7 @@
 Source: AutoSync, supplement sec. 10 (recipe; ranking accuracy on a test part, mean over 3 runs); its transfer between domains. A domain is
 one model on one cluster. Rankers: chance, the paper's max(T_comp, T_sync), the overlap estimate, the replay, and the learned simulators
 with and without the replayed time, which are trained on a domain's own trials, on other domains, or on these and then its own. What is
-never trained on and tested on at once: `benchmarks.ranking_tasks`. Output: `ranking.md`, `learning-curve.svg` and `rows.csv` in a folder,
+never trained on and tested on at once: `benchmarks.ranking.tasks`. Output: `ranking.md`, `learning-curve.svg` and `rows.csv` in a folder,
 and as the last line one JSON object.
 """
 
@@ -28,10 +28,10 @@ from autotune.arrays import FloatArray
 from autotune.errors import AutotuneError, InvalidInput
 from autotune.features.extract import StrategyFeatures
 from autotune.simulators.interface import Example, FitReport
-from benchmarks.ranking_report import FIGURES, curve_plot, curves, means, overview, report, write
-from benchmarks.ranking_runs import TIE_BAND, Maker, Study, Trainer, run
-from benchmarks.ranking_tasks import HeldOut
-from benchmarks.ranking_trials import (
+from benchmarks.ranking.report import FIGURES, curve_plot, curves, means, overview, report, write
+from benchmarks.ranking.runs import TIE_BAND, Maker, Study, Trainer, run
+from benchmarks.ranking.tasks import HeldOut
+from benchmarks.ranking.trials import (
     Campaign,
     Point,
     ReplayedTimes,

@@ -31,9 +31,9 @@ from autotune.records import CURRENT_SETUP, Accelerators, Conditions, Network, R
 from autotune.strategy_space.plan import Plan, plan
 from autotune.strategy_space.strategy import Strategy
 from autotune.workload import Workload
-from benchmarks.quiet import STAT, stolen_share, wait_until_quiet
+from autotune.jobs.campaign.quiet import STAT, stolen_share, wait_until_quiet
 from benchmarks.runtime_costs import measured_costs
-from benchmarks.testbed_processes import ROOT
+from benchmarks.repository import ROOT
 from runtime_rewriter.world.command import read_command
 from runtime_rewriter.world.results import Probe, Profile
 from runtime_rewriter.world.world import World

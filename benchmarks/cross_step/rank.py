@@ -1,4 +1,4 @@
-"""One rank of `benchmarks.cross_step`: `python -m benchmarks.cross_step_rank CLUSTER.yaml ROUNDS STEPS`, with torchrun's variables set.
+"""One rank of `benchmarks.cross_step`: `python -m benchmarks.cross_step.rank CLUSTER.yaml ROUNDS STEPS`, with torchrun's variables set.
 
 Computation is emulated by sleeping for each layer's time; parameters, gradients, messages and updates are real. Runs under
 round-robin scheduling where that is permitted, as the ranks of an emulated accelerator do.
@@ -24,8 +24,8 @@ from autotune.cluster_file import read_cluster
 from autotune.strategy_space.builders.cross_step import cross_step_all_reduce
 from autotune.strategy_space.plan import Plan, plan
 from autotune.strategy_space.strategy import Strategy
-from benchmarks.models.generated import MODELS, Layer
-from benchmarks.models.script import Parameters
+from autotune.jobs.campaign.generated_models import MODELS, Layer
+from autotune.jobs.campaign.train_generated import Parameters
 from runtime_rewriter.pytorch.ddp import PlannedDataParallel
 from runtime_rewriter.scheduling import take_round_robin
 

@@ -1,6 +1,6 @@
 """How far the replayed step time is from the measured one: `python -m benchmarks.replay_accuracy` (root).
 
-Collects fresh trials (`benchmarks.accuracy_trials`: emulated hosts with real transfers, emulated accelerators; three models, three
+Collects fresh trials (`benchmarks.replay_accuracy.trials`: emulated hosts with real transfers, emulated accelerators; three models, three
 clusters) and predicts each strategy from what the profile, the probe and `benchmarks.runtime_costs` told before the first trial.
 Nothing is fitted on the strategies under test. Beside it the analytic estimate (`overlap_step_s`). The table of all strategies is
 written to `accuracy.csv`; the last line is one JSON object. Beside learned simulators: `benchmarks.ranking --dataset DIRECTORY`.
@@ -28,9 +28,9 @@ from autotune.dataset.trials import Domain
 from autotune.simulators.evaluation import kendall_tau
 from autotune.strategy_space.plan import Plan, PlannedStrategy, plan
 from autotune.testbed.capabilities import capabilities
-from benchmarks.accuracy_trials import CLUSTERS, MODELS, collect, collected
-from benchmarks.ranking_trials import extractor_of
-from benchmarks.setups import setup_of
+from benchmarks.replay_accuracy.trials import CLUSTERS, MODELS, collect, collected
+from benchmarks.ranking.trials import extractor_of
+from benchmarks.repository import setup_of
 
 console = Console(stderr=True, highlight=False, markup=False)
 

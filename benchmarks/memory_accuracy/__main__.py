@@ -35,8 +35,8 @@ from autotune.strategy_space.builders.servers import parameter_server
 from autotune.strategy_space.plan import Plan, plan
 from autotune.strategy_space.strategy import Compressor, Strategy
 from autotune.workload import Workload
-from benchmarks.c10_memory import built
-from benchmarks.one_gpu import as_hosts_of_their_own
+from benchmarks.memory_accuracy.c10_memory import built
+from autotune.jobs.campaign.one_gpu import as_hosts_of_their_own
 
 MODELS = ("resnet_digits", "gpt_text", "lstm_text", "ncf_ratings", "clicks")
 """Those of the examples, and one that is none."""
@@ -73,7 +73,7 @@ STRATEGIES: dict[str, Callable[[Workload, Cluster], Strategy]] = {
 
 
 def started(library: str, *words: str, **environment: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "benchmarks.memory_rank", library, *words]
+    command = [sys.executable, "-m", "benchmarks.memory_accuracy.rank", library, *words]
     quiet = subprocess.DEVNULL if not os.environ.get("MEMORY_VERBOSE") else None
     return subprocess.Popen(
         command,

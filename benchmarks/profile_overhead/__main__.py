@@ -46,7 +46,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.overhead_models import MODELS
+from benchmarks.profile_overhead.models import MODELS
 from runtime_rewriter.recording.collectives import CollectiveLog
 from runtime_rewriter.recording.kineto import KinetoTrace
 from runtime_rewriter.recording.settings import PROFILE_STEPS, RecordSettings

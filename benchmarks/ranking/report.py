@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from autotune.simulators.evaluation import ANALYTIC, PAPER, RANDOM, REPLAY
-from benchmarks.line_plot import Line, line_plot
-from benchmarks.ranking_runs import CHOSEN, WITHOUT_REPLAY, Learned, Row
+from benchmarks.ranking.line_plot import Line, line_plot
+from benchmarks.ranking.runs import CHOSEN, WITHOUT_REPLAY, Learned, Row
 
 FIGURES = {
     "pairwise_accuracy": "pairwise accuracy",

@@ -1,4 +1,4 @@
-"""A data-parallel script that trains a model of `benchmarks.models.generated`: `python benchmarks/models/script.py vgg`.
+"""A data-parallel script that trains a model of `autotune.jobs.campaign.generated_models`: `python benchmarks/models/script.py vgg`.
 
 For emulated accelerators, which wait for the times of the model's workload; computed for real it would take no time.
 """
@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from benchmarks.models.generated import MODELS, Layer, Model
+from autotune.jobs.campaign.generated_models import MODELS, Layer, Model
 
 STEPS = 10**9
 

@@ -18,7 +18,7 @@ from autotune.tuning.history import History
 from autotune.tuning.job import JobSpec
 from autotune.tuning.tuner import Instruction
 from autotune.workload import Workload
-from benchmarks.trial_session import TrialSession
+from autotune.jobs.campaign.session import TrialSession
 
 FOREVER_S = 1e6
 

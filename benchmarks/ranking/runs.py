@@ -28,8 +28,8 @@ from autotune.simulators.evaluation import (
     unlearned_step_s,
 )
 from autotune.simulators.interface import Example, Simulator
-from benchmarks.ranking_tasks import HeldOut, Parts, assert_no_leak, parts_of, sources_for
-from benchmarks.ranking_trials import Point
+from benchmarks.ranking.tasks import HeldOut, Parts, assert_no_leak, parts_of, sources_for
+from benchmarks.ranking.trials import Point
 
 TIE_BAND = 0.01
 """Relative difference below which two measured times count as equal, in training (the recipe's) and in the figures."""

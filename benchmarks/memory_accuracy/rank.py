@@ -1,7 +1,7 @@
 """One fresh process of `benchmarks.memory_accuracy`: it records a profile, or trains under a plan and measures. Prints one JSON line.
 
-python -m benchmarks.memory_rank LIBRARY MODEL profile
-python -m benchmarks.memory_rank LIBRARY MODEL ddp|PLAN.json MEETING      (with RANK, WORLD_SIZE; an `init_method` of torch's)
+python -m benchmarks.memory_accuracy.rank LIBRARY MODEL profile
+python -m benchmarks.memory_accuracy.rank LIBRARY MODEL ddp|PLAN.json MEETING      (with RANK, WORLD_SIZE; an `init_method` of torch's)
 
 LIBRARY: the counter in front of the CPU's allocator, or `cuda`.
 """
@@ -21,8 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from autotune.errors import InvalidStrategy
 from autotune.strategy_space.plan import Plan
-from benchmarks.c10_memory import AllocatorCounter, DeviceCounter
-from benchmarks.memory_models import JOBS, OUTSIDE_BYTES, Job
+from benchmarks.memory_accuracy.c10_memory import AllocatorCounter, DeviceCounter
+from benchmarks.memory_accuracy.models import JOBS, OUTSIDE_BYTES, Job
 from runtime_rewriter.pytorch.agreement import assumed_workload
 from runtime_rewriter.pytorch.ddp import PlannedDataParallel
 from runtime_rewriter.recording.memory.recorder import MemoryRecorder

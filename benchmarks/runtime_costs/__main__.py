@@ -1,0 +1,39 @@
+"""Measure what packing, issuing and compressing cost a rank.
+
+    python -m benchmarks.runtime_costs --ranks 4
+
+See `autotune.jobs.campaign.runtime_costs`. The last line is one JSON object: name -> value.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+from autotune.jobs.campaign.runtime_costs import PAUSE_S, measured_costs
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--ranks", type=int, default=1, help="processes that work at once (default 1)"
+    )
+    parser.add_argument(
+        "--emulated", action="store_true", help="of ranks with emulated accelerators"
+    )
+    parser.add_argument(
+        "--pause",
+        type=float,
+        default=PAUSE_S,
+        help=f"seconds between two pieces; 0: back to back (default {PAUSE_S:g})",
+    )
+    options = parser.parse_args()
+    print(json.dumps(measured_costs(options.ranks, options.emulated, options.pause)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
