@@ -16,23 +16,21 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 
-from rich.console import Console
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 from domains import DOMAINS
 from mixture import sample_domain
+from rich.console import Console
 
 from autotune.dataset.trials import DatasetTrial
+from autotune.jobs.campaign.retries import persevere
+from autotune.jobs.campaign.session import TrialLength, trial_line, trial_session
+from autotune.jobs.campaign.setups import Setup
 from autotune.jobs.signals import Interruption, terminable
 from autotune.parsing import read_json
 from autotune.testbed.capabilities import capabilities
 from autotune.units import format_seconds
-from autotune.jobs.campaign.retries import persevere
-from benchmarks.repository import ROOT
-from autotune.jobs.campaign.session import Lengths, Setup, told, trial_session
 
-LENGTHS = Lengths(warmup_steps=2, timed_steps=6)
+FOLDER = Path(__file__).parent
+LENGTH = TrialLength(warmup_steps=2, timed_steps=6)
 LINE_EVERY_S = 15.0
 
 console = Console(stderr=True, highlight=False, markup=False)
@@ -57,7 +55,7 @@ class Progress:
         pace_s = (self.said_s - self.began_s) / self.taken
         left = max(self.wanted - self.there - self.taken, 0)
         console.log(
-            f"{name}: {told(trial)} | {pace_s:.2f} s a candidate with all around it, {left} left: {format_seconds(left * pace_s)}"
+            f"{name}: {trial_line(trial)} | {pace_s:.2f} s a candidate with all around it, {left} left: {format_seconds(left * pace_s)}"
         )
 
 
@@ -68,7 +66,7 @@ def visited(
 
     def visit() -> None:
         say, kept = partial(said, setup.name), partial(progress.kept, setup.name)
-        with trial_session(folder / setup.name, setup, LENGTHS, say, kept) as session:
+        with trial_session(folder / setup.name, setup, LENGTH, say, kept) as session:
             sample_domain(session, goal, seed, interruption.obey)
 
     return persevere(setup.name, visit, lambda: candidates(folder, setup), console.log)
@@ -103,7 +101,7 @@ def main() -> int:
         help="candidates a domain before the next one has its turn (default 200)",
     )
     parser.add_argument(
-        "--out", type=Path, default=ROOT / "datasets" / "trials", help="default datasets/trials"
+        "--out", type=Path, default=FOLDER / "trials", help="default datasets/trials"
     )
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()

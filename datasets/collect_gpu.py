@@ -44,12 +44,10 @@ from rich.console import Console
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 import autotune
-from autotune.jobs.campaign.one_gpu import as_hosts_of_their_own
-from benchmarks.repository import ROOT
+from autotune.jobs.campaign.one_gpu import own_host_environment
 
+ROOT = Path(__file__).parents[1]
 WARM_STEPS, TIMED_STEPS, ISSUED_STEPS = 10, 40, 7
 TRACED_STEPS = 2
 PAIR_TIMEOUT_S = 300.0
@@ -310,7 +308,7 @@ def record_pair(name: str, folder: Path) -> None:
     ranks = [
         subprocess.Popen(
             [*words, "--rank", str(rank)],
-            env=os.environ | as_hosts_of_their_own(rank) | {"PYTHONPATH": _path()},
+            env=os.environ | own_host_environment(rank) | {"PYTHONPATH": _path()},
         )
         for rank in range(2)
     ]

@@ -17,8 +17,6 @@ import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 from autotune.dataset.card import LICENCE, Card, card_of
 from autotune.dataset.folder import read_dataset
 from autotune.dataset.influence import Explained, explained

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from types import MappingProxyType
 
+from autotune.jobs.campaign.generated_models import MODELS
+from autotune.jobs.campaign.setups import Setup, generated_setup, script_setup
 from autotune.records import Accelerators
-from benchmarks.repository import setup_of
-from autotune.jobs.campaign.session import Setup
 
+ROOT = Path(__file__).parents[1]
 PAIRS = (
     ("resnet_digits", "four_hosts"),
     ("gpt_text", "four_hosts_uneven"),
@@ -35,7 +37,14 @@ PAIRS = (
 REAL = (("resnet_digits", "two_hosts"), ("gpt_text", "two_hosts"))
 """With real computation: one rank per core of a machine of two."""
 
-_SETUPS = [setup_of(*pair) for pair in PAIRS] + [
-    setup_of(*pair, Accelerators.REAL) for pair in REAL
-]
+
+def _setup(model: str, cluster: str, accelerators: Accelerators = Accelerators.EMULATED) -> Setup:
+    file = ROOT / "datasets" / "clusters" / f"{cluster}.yaml"
+    file = file if file.exists() else ROOT / "examples" / "clusters" / f"{cluster}.yaml"
+    if model in MODELS:
+        return generated_setup(model, file, accelerators)
+    return script_setup(ROOT / "examples" / f"{model}.py", file, accelerators)
+
+
+_SETUPS = [_setup(*pair) for pair in PAIRS] + [_setup(*pair, Accelerators.REAL) for pair in REAL]
 DOMAINS: Mapping[str, Setup] = MappingProxyType({setup.name: setup for setup in _SETUPS})

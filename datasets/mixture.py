@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from autotune.dataset.trials import Domain
+from autotune.jobs.campaign.session import TrialSession
+from autotune.jobs.campaign.tuning_jobs import SessionWorld, begin_job, job_spec, open_jobs
 from autotune.jobs.driver import drive
 from autotune.records import Role
 from autotune.rng import generator
@@ -24,8 +26,6 @@ from autotune.tuning.events import Event
 from autotune.tuning.history import History
 from autotune.tuning.job import JobSpec
 from autotune.tuning.tuner import Finish, Instruction, RunTrial
-from autotune.jobs.campaign.tuning_jobs import SessionWorld, begin_job, job_spec, jobs_of
-from autotune.jobs.campaign.session import TrialSession
 
 FIXED = 0.6
 REPEAT_EVERY = 16
@@ -123,7 +123,7 @@ def _space(lossy: bool, refused: str) -> SearchSpace:
 
 def tuning_job(session: TrialSession, name: str, seed: int, most: int, obey: Obey) -> bool:
     """Run a search of the tuner, or go on with one of this name; whether it was begun now. Odd seeds allow lossy strategies."""
-    with jobs_of(session) as store:
+    with open_jobs(session) as store:
         begun = begin_job(session, store, name, job_of(session, seed, min(JOB_TRIALS, most)))
         if store.job_status(name) != "running":
             return False

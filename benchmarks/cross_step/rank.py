@@ -21,11 +21,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from autotune.cluster import Cluster
 from autotune.cluster_file import read_cluster
+from autotune.jobs.campaign.generated_models import MODELS, Layer
+from autotune.jobs.campaign.train_generated import Parameters
 from autotune.strategy_space.builders.cross_step import cross_step_all_reduce
 from autotune.strategy_space.plan import Plan, plan
 from autotune.strategy_space.strategy import Strategy
-from autotune.jobs.campaign.generated_models import MODELS, Layer
-from autotune.jobs.campaign.train_generated import Parameters
 from runtime_rewriter.pytorch.ddp import PlannedDataParallel
 from runtime_rewriter.scheduling import take_round_robin
 

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.cluster import Cluster
+from autotune.jobs.campaign.one_gpu import own_host_environment
 from autotune.memory.peak import peak_memory
 from autotune.recordings.memory_profile import MemoryProfile, Replica
 from autotune.strategy_space.builders.collectives import (
@@ -36,14 +37,13 @@ from autotune.strategy_space.plan import Plan, plan
 from autotune.strategy_space.strategy import Compressor, Strategy
 from autotune.workload import Workload
 from benchmarks.memory_accuracy.c10_memory import built
-from autotune.jobs.campaign.one_gpu import as_hosts_of_their_own
+from benchmarks.repository import ROOT
 
 MODELS = ("resnet_digits", "gpt_text", "lstm_text", "ncf_ratings", "clicks")
 """Those of the examples, and one that is none."""
 RANKS = 2
 WAIT_S = 600
 DEVICE = "cuda"
-ROOT = Path(__file__).parent.parent
 
 
 def compressed(strategy: Strategy, compressor: Compressor) -> Strategy:
@@ -101,7 +101,7 @@ def answer(process: subprocess.Popen[str]) -> dict[str, Any]:
 def measured(library: str, name: str, what: str) -> list[dict[str, Any]]:
     """By rank. The ranks meet at a file, since a port that is free now may not be when they have started."""
     shared = {"WORLD_SIZE": str(RANKS), "GLOO_SOCKET_IFNAME": "lo"}
-    apart = [as_hosts_of_their_own(rank) if library == DEVICE else {} for rank in range(RANKS)]
+    apart = [own_host_environment(rank) if library == DEVICE else {} for rank in range(RANKS)]
     with tempfile.TemporaryDirectory() as folder:
         meeting = f"file://{folder}/ranks"
         ranks = [

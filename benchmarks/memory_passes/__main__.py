@@ -30,8 +30,8 @@ from autotune.memory.peak import peak_memory
 from autotune.memory.recomputation import Run, recomputed
 from autotune.recordings.memory_profile import MemoryProfile
 from benchmarks.memory_accuracy.c10_memory import AllocatorCounter, built
-from benchmarks.memory_passes.checkpointed import Stack, computed_again, training
 from benchmarks.memory_accuracy.models import JOBS
+from benchmarks.memory_passes.checkpointed import Stack, computed_again, training
 from runtime_rewriter.recording.memory.micro_batch import Call, fixed_share
 from runtime_rewriter.recording.memory.recorder import MemoryRecorder
 

@@ -24,14 +24,14 @@ from rich.console import Console
 
 from autotune.dataset.folder import SUMS, read_domain
 from autotune.errors import InvalidInput
+from autotune.jobs.campaign.retries import persevere
+from autotune.jobs.campaign.setups import Setup
 from autotune.testbed.capabilities import capabilities
 from autotune.tuning.statistics import CONFIDENCE, fewest_values
 from benchmarks.outcome.kept import Settings
 from benchmarks.outcome.measure import DOMAINS, measure
 from benchmarks.outcome.report import section
 from benchmarks.outcome.results import last_line, row_of
-from autotune.jobs.campaign.retries import persevere
-from autotune.jobs.campaign.session import Setup
 
 MARKS = (25, 50, 100, 200)
 QUICK_TRIALS = 10

@@ -15,6 +15,9 @@ from types import MappingProxyType
 from autotune.dataset.folder import read_domain
 from autotune.dataset.trials import REFERENCE, DatasetTrial
 from autotune.errors import InvalidInput
+from autotune.jobs.campaign.session import TrialLength, TrialSession, trial_session
+from autotune.jobs.campaign.setups import Setup
+from autotune.jobs.campaign.tuning_jobs import begin_job, job_spec, open_jobs
 from autotune.records import CURRENT_SETUP
 from autotune.rng import generator
 from autotune.storage.store import Store
@@ -46,16 +49,14 @@ from benchmarks.outcome.searches import (
     Searched,
     searched,
 )
-from autotune.jobs.campaign.tuning_jobs import begin_job, job_spec, jobs_of
 from benchmarks.repository import setup_of
-from autotune.jobs.campaign.session import Lengths, Setup, TrialSession, trial_session
 
 MODELS = ("vgg", "densenet", "embedding", "gpt_text")
 CLUSTERS = ("four_hosts", "four_hosts_uneven", "four_hosts_mixed", "two_hosts_two_devices")
 DOMAINS: Mapping[str, Setup] = MappingProxyType(
     {own.name: own for own in (setup_of(m, c) for m in MODELS for c in CLUSTERS)}
 )
-LENGTHS = Lengths(warmup_steps=2, timed_steps=6)
+LENGTHS = TrialLength(warmup_steps=2, timed_steps=6)
 """Of every trial; those of a search may go on."""
 BLOCK_S, FEWEST_STEPS = 1.2, 3
 """Blocks of a round need not be longer, and have so many steps at least."""
@@ -89,7 +90,7 @@ def run(session: TrialSession, settings: Settings, say: Say) -> None:
     folder = session.writer.folder
     frozen = read_frozen(folder)
     if frozen is None or frozen.settings != settings:
-        with jobs_of(session) as store:
+        with open_jobs(session) as store:
             specs = begin_searches(
                 session, store, settings
             )  # first: a job remembers what the domain's profile took

@@ -13,6 +13,7 @@ import numpy as np
 from autotune.dataset.folder import read_domain
 from autotune.dataset.trials import Environment
 from autotune.features.extract import Extractor
+from autotune.jobs.campaign.domain_features import domain_extractor
 from autotune.optimizer.bounds import least_step_s, least_transfer_s
 from autotune.strategy_space.plan import plan
 from autotune.tuning.statistics import fewest_values
@@ -32,7 +33,6 @@ from benchmarks.outcome.figures import (
 from benchmarks.outcome.kept import CLOSING, Course, Group, Side, Stop, read_frozen, rounds_of
 from benchmarks.outcome.rivals import DDP_DEFAULT
 from benchmarks.outcome.searches import OURS, OURS_LOSSY
-from benchmarks.ranking.trials import extractor_of
 from runtime_rewriter.emulation import timetable_of
 
 
@@ -131,7 +131,7 @@ def row_of(folder: Path) -> Row | None:
         least_transfer_s(domain.cluster, sent_bytes(domain.workload)),
     )
     reachable_s = least_step_s(_as_played(domain.workload), domain.cluster)
-    ours, extractor = _plan_of(lossless.last.side, there), extractor_of(domain)
+    ours, extractor = _plan_of(lossless.last.side, there), domain_extractor(domain)
     return Row(
         domain.name,
         tuple(_compared(side, rounds, ours, _replayed_s(side, extractor)) for side in there),

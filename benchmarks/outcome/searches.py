@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from autotune.jobs.campaign.session import TrialSession
+from autotune.jobs.campaign.tuning_jobs import SessionWorld
 from autotune.jobs.driver import carry_out
 from autotune.sampler.proposer import Proposer
 from autotune.simulators.registry import SIMULATORS
@@ -13,8 +15,6 @@ from autotune.strategy_space.strategy import Strategy
 from autotune.tuning.history import History
 from autotune.tuning.job import JobSpec
 from autotune.tuning.tuner import contender, look_instruction, search_instruction
-from autotune.jobs.campaign.tuning_jobs import SessionWorld
-from autotune.jobs.campaign.session import TrialSession
 
 OURS, OURS_LOSSY, RANDOM, BAYES = "ours", "ours-lossy", "random", "scikit-optimize"
 """Ids of the jobs. All but the second are lossless."""

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+from benchmarks.repository import ROOT
+
+sys.path.insert(0, str(ROOT / "examples"))
 
 Step = Callable[[], None]
 Example = tuple[nn.Module, Callable[[DistributedDataParallel], Step]]

@@ -19,13 +19,13 @@ from autotune.canonical import canonical_json
 from autotune.dataset.folder import read_dataset
 from autotune.dataset.trials import Domain
 from autotune.features.extract import Extractor
+from autotune.jobs.campaign.domain_features import domain_extractor
 from autotune.jobs.workspace import Workspace
 from autotune.rng import generator
 from autotune.simulators.interface import Example
 from autotune.storage.store import PastTrial, Store
 from autotune.strategy_space.plan import Plan, PlannedStrategy, plan
 from autotune.strategy_space.strategy import Strategy
-from benchmarks.runtime_costs import costs_of
 
 _REPLAYED_BY = ("lowering", "dfg", "features", "strategy_space")
 """Folders of the package whose code decides a replayed time."""
@@ -117,7 +117,7 @@ def of_domain(domain: Domain) -> Campaign:
         domain.name,
         domain.model,
         domain.cluster_name,
-        extractor_of(domain),
+        domain_extractor(domain),
         tuple(measured),
         left_out,
     )
@@ -151,12 +151,6 @@ def _planned(trials: Sequence[PastTrial]) -> tuple[tuple[Strategy, Plan, float],
                 trial.strategy, trial.workload, trial.cluster.world_size
             )
     return tuple((trial.strategy, plans[trial.strategy.id], trial.median_s) for trial in trials)
-
-
-def extractor_of(domain: Domain) -> Extractor:
-    """By the domain's own profile, probe and costs of the runtime; its hosts are emulated on one machine."""
-    cluster = replace(domain.cluster, machine_cores=domain.cores)
-    return Extractor(domain.workload, cluster, costs_of(dict(domain.costs), cluster.world_size))
 
 
 def points_of(campaigns: Sequence[Campaign], replayed: ReplayedTimes) -> list[Point]:

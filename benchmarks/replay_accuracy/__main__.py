@@ -25,11 +25,11 @@ import numpy as np
 from rich.console import Console
 
 from autotune.dataset.trials import Domain
+from autotune.jobs.campaign.domain_features import domain_extractor
 from autotune.simulators.evaluation import kendall_tau
 from autotune.strategy_space.plan import Plan, PlannedStrategy, plan
 from autotune.testbed.capabilities import capabilities
 from benchmarks.replay_accuracy.trials import CLUSTERS, MODELS, collect, collected
-from benchmarks.ranking.trials import extractor_of
 from benchmarks.repository import setup_of
 
 console = Console(stderr=True, highlight=False, markup=False)
@@ -70,7 +70,7 @@ def kind_of(wanted: Plan) -> str:
 
 def rows_of(domain: Domain) -> list[Row]:
     """A strategy that was measured more than once counts once, with the median of its medians."""
-    extractor = extractor_of(domain)
+    extractor = domain_extractor(domain)
     medians: dict[str, list[float]] = {}
     for trial in domain.trials:
         if trial.strategy is not None and trial.step_s:

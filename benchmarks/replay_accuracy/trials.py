@@ -11,15 +11,16 @@ from pathlib import Path
 from autotune.cluster import Cluster
 from autotune.dataset.folder import SUMS, read_domain
 from autotune.dataset.trials import Domain
+from autotune.jobs.campaign.session import TrialLength, trial_line, trial_session
+from autotune.jobs.campaign.setups import Setup
 from autotune.rng import generator
 from autotune.sampler.random import sample_many
 from autotune.strategy_space.builders.catalogue import seed_strategies
 from autotune.strategy_space.space import SearchSpace
 from autotune.strategy_space.strategy import Strategy
 from autotune.workload import Workload
-from autotune.jobs.campaign.session import Lengths, Setup, told, trial_session
 
-LENGTHS = Lengths(warmup_steps=3, timed_steps=8, most_steps=24, precision=0.01)
+LENGTHS = TrialLength(warmup_steps=3, timed_steps=8, most_steps=24, precision=0.01)
 REFERENCE_EVERY = 8
 MODELS = ("resnet_digits", "gpt_text", "layers")
 CLUSTERS = {
@@ -68,7 +69,7 @@ def collect(folder: Path, setup: Setup, count: int, seed: int, say: Callable[[st
         return
     own = folder / setup.name
     with trial_session(
-        own, setup, LENGTHS, say, lambda trial: say(f"{setup.name}: {told(trial)}")
+        own, setup, LENGTHS, say, lambda trial: say(f"{setup.name}: {trial_line(trial)}")
     ) as session:
         todo = _left(session.writer.domain, count, seed)
         for number, (source, strategy) in enumerate(todo):

@@ -167,7 +167,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     default = os.environ.get(
-        "AUTOTUNE_REFERENCE_DATA", str(Path(__file__).parents[1] / "../shared/data")
+        "AUTOTUNE_REFERENCE_DATA", str(Path(__file__).parents[2] / "../shared/data")
     )
     parser.add_argument("--data", type=Path, default=Path(default))
     parser.add_argument("--models", nargs="+", choices=(*PROFILED, BERT), default=[*PROFILED, BERT])

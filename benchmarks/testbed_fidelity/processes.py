@@ -6,11 +6,10 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from autotune.testbed.bed import Testbed, words_inside
+from benchmarks.repository import ROOT
 
-ROOT = Path(__file__).parents[1]
 WAIT_S = 300.0
 GOODPUT_S = 2.0
 
@@ -37,7 +36,7 @@ def output(process: subprocess.Popen[str], wait_s: float = WAIT_S) -> str:
 
 def streams(bed: Testbed, pairs: Sequence[tuple[int, int]]) -> dict[tuple[int, int], float]:
     """(sender, receiver) -> payload bytes per second of one TCP stream, all streams at once."""
-    script = [sys.executable, str(ROOT / "benchmarks" / "tcp_goodput.py")]
+    script = [sys.executable, str(ROOT / "benchmarks" / "testbed_fidelity" / "tcp_goodput.py")]
     receivers = [inside(bed, to, [*script, "receive", str(GOODPUT_S)]) for _, to in pairs]
     senders = [
         inside(bed, source, [*script, "send", bed.hosts[to].address]) for source, to in pairs

@@ -20,8 +20,7 @@ from typing import Any
 
 from autotune.records import Accelerators
 from autotune.testbed.capabilities import capabilities
-
-ROOT = Path(__file__).parents[1]
+from benchmarks.repository import ROOT
 
 
 def tune(options: argparse.Namespace, directory: str) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autotune.jobs.campaign.one_gpu import as_hosts_of_their_own
+from autotune.jobs.campaign.one_gpu import own_host_environment
 
 INIT_TIMEOUT = timedelta(seconds=60)
 BACKEND, _, DEVICE = os.environ.get("AUTOTUNE_TEST_WORLD", "gloo:cpu").partition(":")
@@ -128,7 +128,7 @@ def _rank_main(
 
 def _on_one_gpu(rank: int) -> None:
     """Kernels whose sums have one order, and tensors on the GPU wherever a test does not say."""
-    os.environ |= as_hosts_of_their_own(rank) | {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    os.environ |= own_host_environment(rank) | {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     torch.use_deterministic_algorithms(True)
     torch.cuda.set_device(0)
     torch.set_default_device("cuda")

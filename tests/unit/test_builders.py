@@ -12,6 +12,7 @@ from autotune.cluster import Cluster, Host
 from autotune.costs.issue_order import issue_order
 from autotune.errors import InvalidInput
 from autotune.features.extract import extract
+from autotune.jobs.campaign.generated_models import MODELS
 from autotune.rng import generator
 from autotune.strategy_space.builders import catalogue, collectives, servers
 from autotune.strategy_space.builders.collectives import MIB, large_alone
@@ -28,7 +29,6 @@ from autotune.strategy_space.strategy import (
     VariableStrategy,
 )
 from autotune.workload import Variable, Workload
-from autotune.jobs.campaign.generated_models import MODELS
 
 KB = Workload(
     "m", tuple(Variable(f"v{i}", (250,)) for i in range(6)), backward_s=0.06

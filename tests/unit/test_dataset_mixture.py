@@ -16,10 +16,11 @@ from autotune.cluster_file import read_cluster
 from autotune.dataset.folder import Description, read_domain
 from autotune.dataset.trials import Domain, Environment
 from autotune.dataset.writing import opened
+from autotune.jobs.campaign.session import TrialLength, TrialSession
+from autotune.jobs.campaign.setups import Setup
 from autotune.records import Conditions, Failed, FailureKind, Measured, TrialRequest
 from autotune.strategy_space.plan import Plan, plan
 from autotune.workload import Workload
-from autotune.jobs.campaign.session import Lengths, Setup, TrialSession
 from runtime_rewriter.world.findings import Profile
 from runtime_rewriter.world.world import World
 
@@ -63,14 +64,12 @@ def test_every_domain_names_a_script_and_a_cluster_that_exist(
     from domains import DOMAINS
 
     for name, setup in DOMAINS.items():
-        assert (ROOT / setup.script[0]).is_file() and read_cluster(
-            setup.cluster_file
-        ).world_size > 1, name
+        assert Path(setup.script[0]).is_file(), name
+        assert read_cluster(setup.cluster_file).world_size > 1, name
         assert name.startswith(f"{setup.model}.{setup.cluster_file.stem}")
         given = setup.profile() if setup.profile is not None else None
-        assert (given is None) == setup.script[0].startswith("examples/") and (
-            given is None or given.model == setup.script[1]
-        ), name
+        assert (given is None) == (Path(setup.script[0]).parent == ROOT / "examples"), name
+        assert given is None or given.model == setup.script[1], name
 
 
 def sample(
@@ -82,7 +81,7 @@ def sample(
             writer.describe(DESCRIPTION)
         writer.begin_session(Environment(Conditions(), {}, 2, "x86_64", "6.1"))
         session = TrialSession(
-            cast(World, PlannedWorld()), writer, setup, Lengths(1, 4), FOUND, lambda trial: None
+            cast(World, PlannedWorld()), writer, setup, TrialLength(1, 4), FOUND, lambda trial: None
         )
         mixture.sample_domain(session, count, 0, obey)  # type: ignore[attr-defined]
 

@@ -11,12 +11,12 @@ from synthetic_job import SyntheticWorld, job_spec, strategy
 
 from autotune.dataset.trials import REFERENCE, DatasetTrial
 from autotune.errors import InvalidInput
+from autotune.jobs.campaign.generated_models import MODELS
 from autotune.records import CURRENT_SETUP, Failed, FailureKind, Measured
 from autotune.rng import generator
 from autotune.strategy_space.plan import Plan
 from autotune.tuning.history import History
 from autotune.tuning.tuner import search_instruction
-from autotune.jobs.campaign.generated_models import MODELS
 from benchmarks.outcome.figures import (
     best_of_sweep,
     failures_of,

@@ -11,20 +11,19 @@ from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817
 from torch.nn.parallel.distributed import _BucketCapacityConfig
 
 from autotune.cluster_file import read_cluster
+from autotune.jobs.campaign.generated_models import MODELS
+from autotune.jobs.campaign.setups import Setup
+from autotune.jobs.campaign.train_generated import module_of
 from autotune.optimizer.bounds import least_transfer_s
 from autotune.strategy_space.backend import buckets_of
 from autotune.strategy_space.enactable import why_refused
 from autotune.strategy_space.plan import plan
 from autotune.strategy_space.strategy import SparseHandling, Synchronizer
 from autotune.workload import Variable, Workload, model_id
-from autotune.jobs.campaign.generated_models import MODELS
-from autotune.jobs.campaign.train_generated import module_of
 from benchmarks.outcome.measure import CLUSTERS, DOMAINS
 from benchmarks.outcome.results import sent_bytes
 from benchmarks.outcome.rivals import BUCKET_CAPS_MIB, DDP_DEFAULT, RIVALS, bucket_sweep, rivals
-from benchmarks.repository import setup_of
-from benchmarks.repository import ROOT
-from autotune.jobs.campaign.session import Setup
+from benchmarks.repository import ROOT, setup_of
 from runtime_rewriter.emulation import timetable_of
 
 

@@ -26,6 +26,8 @@ from autotune.dataset.folder import (
 from autotune.dataset.trials import DatasetTrial, Environment
 from autotune.dataset.writing import opened
 from autotune.errors import InvalidInput
+from autotune.jobs.campaign.session import TrialSession
+from autotune.jobs.campaign.setups import Setup
 from autotune.records import (
     CURRENT_SETUP,
     Accelerators,
@@ -68,7 +70,6 @@ from benchmarks.outcome.results import last_line, row_of
 from benchmarks.outcome.rivals import DDP_BEST, DDP_DEFAULT
 from benchmarks.outcome.searches import OURS, OURS_LOSSY, RANDOM, Incumbent
 from benchmarks.ranking.trials import ReplayedTimes, of_datasets, points_of
-from autotune.jobs.campaign.session import Setup, TrialSession
 from runtime_rewriter.world.findings import Profile
 
 SETTINGS = Settings(marks=(3, 6), rounds=6, sweeps=2, lossy=False)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from autotune.jobs.campaign.domain_features import stored_costs
 from autotune.lowering.costs import RuntimeCosts
-from benchmarks.runtime_costs import costs_of
 
 
 def test_measured_costs_replace_the_defaults_and_say_so() -> None:
-    costs = costs_of({"fill_s": 1e-3, "write_s": 2e-3, "bucket_s": 3e-3}, 4)
+    costs = stored_costs({"fill_s": 1e-3, "write_s": 2e-3, "bucket_s": 3e-3}, 4)
     assert (costs["fill_s"], costs["write_s"], costs["bucket_s"]) == (1e-3, 2e-3, 3e-3)
     assert (
         "4 processes" in costs.sources["write_s"] and costs["issue_s"] == RuntimeCosts()["issue_s"]
@@ -15,14 +15,14 @@ def test_measured_costs_replace_the_defaults_and_say_so() -> None:
 
 
 def test_writing_back_one_average_alone_is_not_taken_for_writing_many() -> None:
-    before = costs_of({"fill_s": 1e-3, "write_s": 2e-3}, 4)
+    before = stored_costs({"fill_s": 1e-3, "write_s": 2e-3}, 4)
     assert before["fill_s"] == 1e-3 and before["write_s"] == RuntimeCosts()["write_s"]
 
 
 def test_ranks_of_older_measurements_updated_for_real_and_woke_up_for_every_gradient() -> None:
     before, now = (
-        costs_of({"fill_s": 1e-3}, 4),
-        costs_of({"fill_s": 1e-3, "bucket_s": 2e-4, "real_update": 0.0}, 4),
+        stored_costs({"fill_s": 1e-3}, 4),
+        stored_costs({"fill_s": 1e-3, "bucket_s": 2e-4, "real_update": 0.0}, 4),
     )
     assert (before["real_update"], before["bucket_s"]) == (1.0, 1e-3)
     assert (now["real_update"], now["bucket_s"]) == (0.0, 2e-4)

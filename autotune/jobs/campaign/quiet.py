@@ -1,6 +1,7 @@
-"""Whether anything else computes on this machine: probed links and measured costs stay wrong for as long as a domain lives.
+"""Wait until nothing else computes on this machine.
 
-The host's other virtual machines take CPU time, too, which nothing here can wait for: what they took is noted with every trial.
+Probed links and measured costs stay wrong for as long as a domain exists. CPU time that the host's
+other virtual machines take cannot be waited for; each trial notes its share.
 """
 
 from __future__ import annotations
@@ -12,51 +13,50 @@ from pathlib import Path
 
 LOOK_S = 2.0
 LOOKS = 30
-"""So many looks are waited for quiet."""
+"""Wait for at most this many looks."""
 BUSY_CORES = 0.3
-"""Beyond what an idle Ray and waiting ranks take."""
+"""More than an idle Ray and waiting ranks take."""
 
 STAT = Path("/proc/stat")
-_IDLE, _STOLEN = (
-    (3, 4),
-    (7,),
-)  # of the first line's numbers: idle and waiting for disks; steal (man 5 proc_stat)
+# numbers of its first line (man 5 proc_stat)
+_IDLE = (3, 4)  # idle, and waiting for disks
+_STOLEN = (7,)
 
 
 def busy_cores(seconds: float) -> float:
-    """Cores that worked in the next `seconds`, in the mean."""
+    """Return the mean number of cores that worked in the next `seconds`."""
     before = STAT.read_text()
     time.sleep(seconds)
     return (os.cpu_count() or 1) * busy_share(before, STAT.read_text())
 
 
 def wait_until_quiet(
-    say: Callable[[str], None], look: Callable[[float], float] = busy_cores
+    log: Callable[[str], None], look: Callable[[float], float] = busy_cores
 ) -> None:
-    """Returns when others take hardly any CPU time, or after `LOOKS` looks, and says that it waits and whether it helped.
+    """Return when others take hardly any CPU time, or after `LOOKS` looks.
 
-    `look`: how many cores work in the next so many seconds.
+    `look(seconds)`: how many cores work meanwhile. `log` hears of a wait, and of one in vain.
     """
     for number in range(LOOKS):
         busy = look(LOOK_S)
         if busy <= BUSY_CORES:
             return
         if number == 0:
-            say(
-                f"other work takes {busy:.1f} cores; waiting for at most {LOOKS * LOOK_S:.0f} s until it ends"
-            )
-    say(
-        f"other work still takes {busy:.1f} cores, so what is probed now may be wrong; end it and begin the domain anew"
+            limit_s = LOOKS * LOOK_S
+            log(f"other work takes {busy:.1f} cores; waiting for its end, at most {limit_s:.0f} s")
+    log(
+        f"other work still takes {busy:.1f} cores, so the probe may be wrong; "
+        "end that work and start the domain anew"
     )
 
 
 def busy_share(before: str, after: str) -> float:
-    """Of all cores' time between two readings of /proc/stat."""
+    """Return the busy share of all cores' time between two readings of /proc/stat."""
     return 1.0 - _share(before, after, _IDLE)
 
 
 def stolen_share(before: str, after: str) -> float:
-    """Of all cores' time between two readings of /proc/stat, what other virtual machines had."""
+    """Return the share that other virtual machines had, between two readings of /proc/stat."""
     return _share(before, after, _STOLEN)
 
 

@@ -11,13 +11,10 @@ The last line is one JSON object: name -> value.
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import multiprocessing
-import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median
 
@@ -26,7 +23,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from autotune.lowering.costs import Constant, RuntimeCosts
 from autotune.strategy_space.plan import Message, Plan, TensorSlice
 from autotune.strategy_space.strategy import Compressor, Synchronizer
 from autotune.workload import Variable, Workload

@@ -1,7 +1,7 @@
-"""Trials of any strategies on an emulated cluster, written into a dataset's domain as they end (`autotune.dataset`).
+"""Run trials of any strategies on an emulated or real cluster and write them into a dataset.
 
-Hosts are network namespaces of this machine and transfers are real. Computation is timed waits of what one replica alone takes
-(emulated accelerators), or real. Used by `datasets/collect.py`, `benchmarks.replay_accuracy` and `benchmarks.outcome`.
+On an emulated cluster the hosts are network namespaces of this machine, and transfers are real.
+Computation is timed waits of what one replica alone takes (emulated accelerators), or real.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from autotune.dataset.folder import Description
 from autotune.dataset.trials import REFERENCE, DatasetTrial, Environment
 from autotune.dataset.writing import WORK, DomainWriter, opened
 from autotune.errors import LaunchError
+from autotune.jobs.campaign.quiet import STAT, stolen_share, wait_until_quiet
+from autotune.jobs.campaign.setups import Setup
 from autotune.jobs.places import Ranks, Where, placed_world
 from autotune.jobs.probe import measured_cluster
 from autotune.jobs.settings import scheduled
@@ -31,42 +33,26 @@ from autotune.records import CURRENT_SETUP, Accelerators, Conditions, Network, R
 from autotune.strategy_space.plan import Plan, plan
 from autotune.strategy_space.strategy import Strategy
 from autotune.workload import Workload
-from autotune.jobs.campaign.quiet import STAT, stolen_share, wait_until_quiet
-from benchmarks.runtime_costs import measured_costs
-from benchmarks.repository import ROOT
 from runtime_rewriter.world.command import read_command
 from runtime_rewriter.world.results import Probe, Profile
 from runtime_rewriter.world.world import World
 
-PROBE_S, QUICK_PROBE_S = 60.0, 15.0
-PROBES = 3
-FOLD_EVERY = 50
-"""Trials after which the table is written anew; until then they are lines of the journal."""
-STEP_TIMEOUT_S, START_TIMEOUT_S = 60.0, 180.0
+PROBE_S = 60.0
+QUICK_PROBE_S = 15.0
+PROBE_TRIES = 3
+TRIALS_PER_FOLD = 50
+"""The table is rewritten after this many trials; until then they are lines of the journal."""
+STEP_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 180.0
 
-Say = Callable[[str], None]
-Kept = Callable[[DatasetTrial], None]
-"""Hears of every trial when it is on disk."""
-
-
-@dataclass(frozen=True)
-class Setup:
-    """One model on one cluster. `script`: words behind "python". `profile`: what emulated accelerators wait for; None: what is measured."""
-
-    model: str
-    cluster_file: Path
-    script: tuple[str, ...]
-    accelerators: Accelerators = Accelerators.EMULATED
-    profile: Callable[[], Workload] | None = None
-
-    @property
-    def name(self) -> str:
-        return f"{self.model}.{self.cluster_file.stem}{'' if self.accelerators is Accelerators.EMULATED else '.real'}"
+Log = Callable[[str], None]
+OnTrial = Callable[[DatasetTrial], None]
+"""Called with every trial once it is on disk."""
 
 
 @dataclass(frozen=True)
-class Lengths:
-    """Of a trial, as in `TrialRequest`."""
+class TrialLength:
+    """How long a trial is, as in `TrialRequest`."""
 
     warmup_steps: int
     timed_steps: int
@@ -75,221 +61,213 @@ class Lengths:
 
 
 class TrialSession:
-    """Runs trials in a world and keeps each. `prepared_s`: what profiling took, and probing where the session began the domain."""
+    """Runs trials in a world and keeps each one.
+
+    `prepared_s`: seconds of the profile, and of the probe if this session started the domain.
+    """
 
     def __init__(
         self,
         world: World,
         writer: DomainWriter,
         setup: Setup,
-        lengths: Lengths,
+        length: TrialLength,
         profile: Profile,
-        kept: Kept,
+        on_trial: OnTrial = lambda trial: None,
         prepared_s: float = 0.0,
     ) -> None:
-        self.world, self.writer, self.setup, self.lengths, self.profile = (
-            world,
-            writer,
-            setup,
-            lengths,
-            profile,
-        )
+        self.world = world
+        self.writer = writer
+        self.setup = setup
+        self.length = length
+        self.profile = profile
         self.prepared_s = prepared_s
-        self._kept = kept
-        self._begun = False
         self.session = writer.domain.sessions[-1]
+        self._on_trial = on_trial
+        self._started = False
 
     def candidate(
         self, source: str, strategy: Strategy, timed_steps: int | None = None
     ) -> DatasetTrial:
-        """One trial of a strategy; of `timed_steps` instead of the session's."""
+        """Run one trial of a strategy, with the session's number of timed steps by default."""
         domain = self.writer.described
         assert domain is not None
-        wanted = plan(strategy, domain.workload, domain.cluster.world_size)
+        enacted = plan(strategy, domain.workload, domain.cluster.world_size)
         request = self._request(strategy.id, Role.CANDIDATE)
-        return self.take(
-            source,
-            replace(request, timed_steps=timed_steps or request.timed_steps),
-            strategy,
-            wanted,
-        )
+        request = replace(request, timed_steps=timed_steps or request.timed_steps)
+        return self.run_trial(source, request, strategy, enacted)
 
     def reference(self, source: str = REFERENCE) -> DatasetTrial:
-        """One trial of the script's own DDP."""
-        return self.take(source, self._request(CURRENT_SETUP, Role.REFERENCE), None, None)
+        """Run one trial of the script's own DDP."""
+        return self.run_trial(source, self._request(CURRENT_SETUP, Role.REFERENCE), None, None)
 
-    def take(
-        self, source: str, request: TrialRequest, strategy: Strategy | None, wanted: Plan | None
+    def run_trial(
+        self, source: str, request: TrialRequest, strategy: Strategy | None, enacted: Plan | None
     ) -> DatasetTrial:
-        """One trial as it is requested, kept. A session begins with a reference, whatever it is asked for."""
-        if strategy is not None and not self._begun:
+        """Run and keep one trial. A session starts with a reference, whatever is requested."""
+        if strategy is not None and not self._started:
             self.reference()
-        self._begun = True
-        load, before = os.getloadavg()[0], STAT.read_text()
-        outcome = self.world.run_trial(request, wanted)
-        stolen = stolen_share(before, STAT.read_text())
+        self._started = True
+        load = os.getloadavg()[0]
+        before = STAT.read_text()
+        outcome = self.world.run_trial(request, enacted)
         trial = DatasetTrial(
             len(self.writer.trials),
             source,
             strategy,
-            wanted,
+            enacted,
             outcome,
             load,
             time.time(),
             self.session.id,
-            stolen=stolen,
+            stolen=stolen_share(before, STAT.read_text()),
         )
         self.writer.append(trial)
-        self._kept(trial)
-        if self.writer.unfolded >= FOLD_EVERY:
+        self._on_trial(trial)
+        if self.writer.unfolded >= TRIALS_PER_FOLD:
             self.writer.fold()
         return trial
 
     def _request(self, strategy_id: str, role: Role) -> TrialRequest:
-        own = self.lengths
+        length = self.length
         return TrialRequest(
             0,
             strategy_id,
             role,
-            own.warmup_steps,
-            own.timed_steps,
-            most_steps=own.most_steps,
-            precision=own.precision,
+            length.warmup_steps,
+            length.timed_steps,
+            most_steps=length.most_steps,
+            precision=length.precision,
         )
 
 
-def told(trial: DatasetTrial) -> str:
-    """For people."""
-    outcome = (
-        f"failed, {trial.failure[:100]}" if trial.failure else f"{trial.median_s * 1e3:.1f} ms"
-    )
+def trial_line(trial: DatasetTrial) -> str:
+    """Return a line for people: number, source, and time or failure."""
+    failure = trial.failure
+    outcome = f"failed, {failure[:100]}" if failure else f"{trial.median_s * 1e3:.1f} ms"
     return f"trial {trial.number} {trial.source}: {outcome}"
 
 
 @contextlib.contextmanager
 def trial_session(
-    folder: Path, setup: Setup, lengths: Lengths, say: Say, kept: Kept, quick: bool = False
+    folder: Path,
+    setup: Setup,
+    length: TrialLength,
+    log: Log,
+    on_trial: OnTrial = lambda trial: None,
+    quick: bool = False,
 ) -> Iterator[TrialSession]:
-    """The script's ranks on a testbed, and the writer of their domain's `folder`; a new domain is profiled and probed first.
+    """Start the script's ranks and open their domain's `folder`; profile and probe a new domain.
 
-    `quick`: links are probed for a quarter of a minute, and the runtime's costs are taken to be the usual ones.
-
-    Raises `LaunchError` where the script does not start and `InvalidInput` where the folder cannot be written or holds trials that were
-    taken under other conditions.
+    `quick` shortens the probe and assumes the runtime's usual costs. Raises `LaunchError` if the
+    script does not start, and `InvalidInput` if the folder cannot be written or holds trials that
+    were taken under other conditions.
     """
-    given = read_cluster(setup.cluster_file)
-    conditions = scheduled(Conditions(Network.EMULATED, setup.accelerators), given.world_size)
+    cluster = read_cluster(setup.cluster_file)
+    network = Network.EMULATED if setup.address is None else Network.HOSTS
+    conditions = scheduled(Conditions(network, setup.accelerators), cluster.world_size)
     with opened(folder) as writer:
-        costs = (
-            writer.described.costs
-            if writer.described
-            else _costs(setup.accelerators, given.world_size, quick)
-        )
-        command = read_command(["python", str(ROOT / setup.script[0]), *setup.script[1:]])
-        logs = folder / WORK / "logs"
+        described = writer.described
+        costs = described.costs if described else _costs(setup, cluster.world_size, quick)
         ranks = Ranks(
-            command,
-            given.world_size,
-            logs,
+            read_command(["python", *setup.script]),
+            cluster.world_size,
+            folder / WORK / "logs",
             STEP_TIMEOUT_S,
             START_TIMEOUT_S,
-            _given_profile(setup, writer),
+            _emulated_profile(setup, described),
             probe_s=0.0,
         )
-        with placed_world(Where(None, False, (0, 0)), given, conditions, ranks, say) as world:
+        where = Where(setup.address, False, (0, 0))
+        with placed_world(where, cluster, conditions, ranks, log) as world:
             world.model_id()  # the ranks are up
-            if writer.described is None:
-                wait_until_quiet(say)
-            began_s = time.monotonic()
+            if described is None:
+                wait_until_quiet(log)
+            started_s = time.monotonic()
             profile = world.profile()
-            if writer.described is None:
+            if described is None:
                 probe_s = QUICK_PROBE_S if quick else PROBE_S
-                writer.describe(
-                    _described(world, setup, given, conditions, profile, costs, probe_s, say)
-                )
-            prepared_s = time.monotonic() - began_s
-            told = replace(conditions, round_robin=conditions.round_robin and world.round_robin())
-            cores, machine = os.cpu_count() or 1, platform.machine()
-            writer.begin_session(
-                Environment(told, profile.software, cores, machine, platform.release(), _source())
+                log(f"probing the links for {probe_s:.0f} s")
+                probe = _probe(world, log, setup.accelerators is Accelerators.REAL, probe_s)
+                writer.describe(_description(setup, cluster, conditions, profile, probe, costs))
+            prepared_s = time.monotonic() - started_s
+            round_robin = conditions.round_robin and world.round_robin()
+            conditions = replace(conditions, round_robin=round_robin)
+            environment = Environment(
+                conditions,
+                profile.software,
+                os.cpu_count() or 1,
+                platform.machine(),
+                platform.release(),
+                _commit(),
             )
-            yield TrialSession(world, writer, setup, lengths, profile, kept, prepared_s)
+            writer.begin_session(environment)
+            yield TrialSession(world, writer, setup, length, profile, on_trial, prepared_s)
 
 
-def _given_profile(setup: Setup, writer: DomainWriter) -> Workload | None:
-    """Emulated accelerators wait for the same times in every session of a domain."""
+def _emulated_profile(setup: Setup, described: Description | None) -> Workload | None:
+    """Return what emulated accelerators wait for: the same in every session of a domain."""
     if setup.accelerators is Accelerators.REAL:
         return None
-    if writer.described is not None:
-        return writer.described.workload
+    if described is not None:
+        return described.workload
     return setup.profile() if setup.profile is not None else None
 
 
-def _described(
-    world: World,
+def _description(
     setup: Setup,
-    given: Cluster,
+    cluster: Cluster,
     conditions: Conditions,
     profile: Profile,
+    probe: Probe,
     costs: dict[str, float],
-    probe_s: float,
-    say: Say,
 ) -> Description:
-    say(f"probing the links for {probe_s:.0f} s")
-    computing = setup.accelerators is Accelerators.REAL
-    workload = replace(
-        profile.workload, threads=profile.workload.threads if computing else 0, model=setup.model
-    )  # waits take no core
-    cluster, _ = measured_cluster(
-        given, _probed(world, say, computing, probe_s), datetime.now(UTC), conditions.label
-    )
+    threads = profile.workload.threads if setup.accelerators is Accelerators.REAL else 0
+    measured, _ = measured_cluster(cluster, probe, datetime.now(UTC), conditions.label)
     return Description(
         setup.name,
         setup.model,
         setup.cluster_file.stem,
-        workload,
-        cluster,
+        replace(profile.workload, threads=threads, model=setup.model),  # waits take no core
+        measured,
         costs,
         os.cpu_count() or 1,
         (),
     )
 
 
-def _probed(world: World, say: Say, computing: bool, probe_s: float) -> Probe:
-    """On a crowded machine a rank may fail to connect; the script is then started again."""
-    for _ in range(PROBES - 1):
+def _probe(world: World, log: Log, computing: bool, probe_s: float) -> Probe:
+    """Probe the links. On a crowded machine a rank may fail to connect: then start again."""
+    for _ in range(PROBE_TRIES - 1):
         try:
             return world.probe(probe_s, lambda _: None, computing=computing)
         except LaunchError as error:
-            say(f"the probe failed, once more: {error}")
+            log(f"the probe failed, trying again: {error}")
     return world.probe(probe_s, lambda _: None, computing=computing)
 
 
-def _costs(accelerators: Accelerators, ranks: int, quick: bool) -> dict[str, float]:
-    emulated = accelerators is Accelerators.EMULATED
+def _costs(setup: Setup, ranks: int, quick: bool) -> dict[str, float]:
+    emulated = setup.accelerators is Accelerators.EMULATED
     if quick:
         usual = EMULATED_COSTS if emulated else RuntimeCosts()
         return {name: usual[name] for name in usual.sources}
-    return _measured_once(ranks, emulated)
+    return _measured_costs(ranks, emulated)
 
 
 @cache
-def _measured_once(ranks: int, emulated: bool) -> dict[str, float]:
-    """Of this machine, so once in a process."""
+def _measured_costs(ranks: int, emulated: bool) -> dict[str, float]:
+    """Measure the runtime's costs on this machine, once in a process."""
+    from autotune.jobs.campaign.runtime_costs import measured_costs
+
     return measured_costs(ranks, emulated=emulated)
 
 
-def _source() -> str:
-    """The commit of this checkout, "" where it is none."""
-    words = [
-        "git",
-        "-C",
-        str(ROOT),
-        "describe",
-        "--always",
-        "--dirty",
-        "--abbrev=12",
-        "--exclude=*",
-    ]
+def _commit() -> str:
+    """Return the commit of this checkout, or "" if the package is not in one."""
+    checkout = Path(__file__).parents[3]
+    if not (checkout / ".git").exists():
+        return ""
+    words = ["git", "-C", str(checkout), "describe", "--always", "--dirty"]
+    words += ["--abbrev=12", "--exclude=*"]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     return done.stdout.strip() if done.returncode == 0 else ""

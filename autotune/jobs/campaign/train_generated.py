@@ -1,6 +1,7 @@
-"""A data-parallel script that trains a model of `autotune.jobs.campaign.generated_models`: `python benchmarks/models/script.py vgg`.
+"""Data-parallel training script of a generated model: `python train_generated.py vgg`.
 
-For emulated accelerators, which wait for the times of the model's workload; computed for real it would take no time.
+It is meant for emulated accelerators, which wait for the times of the model's workload. Computed
+for real, a step would take no time.
 """
 
 from __future__ import annotations
@@ -8,14 +9,11 @@ from __future__ import annotations
 import os
 import sys
 from collections import OrderedDict
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from autotune.jobs.campaign.generated_models import MODELS, Layer, Model
 
