@@ -21,7 +21,7 @@ from autotune.jobs.campaign.setups import Setup
 from autotune.records import Conditions, Failed, FailureKind, Measured, TrialRequest
 from autotune.strategy_space.plan import Plan, plan
 from autotune.workload import Workload
-from runtime_rewriter.world.findings import Profile
+from runtime_rewriter.world.results import Profile
 from runtime_rewriter.world.world import World
 
 ROOT = Path(__file__).parents[2]

@@ -70,7 +70,7 @@ from benchmarks.outcome.results import last_line, row_of
 from benchmarks.outcome.rivals import DDP_BEST, DDP_DEFAULT
 from benchmarks.outcome.searches import OURS, OURS_LOSSY, RANDOM, Incumbent
 from benchmarks.ranking.trials import ReplayedTimes, of_datasets, points_of
-from runtime_rewriter.world.findings import Profile
+from runtime_rewriter.world.results import Profile
 
 SETTINGS = Settings(marks=(3, 6), rounds=6, sweeps=2, lossy=False)
 WORKLOAD = Workload(
