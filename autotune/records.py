@@ -202,3 +202,26 @@ class Decision:
     reason: str
     comparison: Comparison | None
     best_candidate_id: str | None
+
+
+@dataclass(frozen=True)
+class RankingQuality:
+    """Held-out quality of one ranker of strategies.
+
+    Accuracy is a mean over all test parts weighted by their pairs, the rest weighted by their points.
+    `gain`: pairwise accuracy above the replay's (without a replay, the analytic ranker's) on the same
+    pairs, and `gain_error` its standard error. Both are None for rankers that are no simulators, and
+    where they are unknown.
+    """
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    ranker: str
+    pairwise_accuracy: float
+    kendall_tau: float
+    regret_top_1: float
+    regret_top_5: float
+    pairs: int
+    points: int
+    gain: float | None = None
+    gain_error: float | None = None

@@ -19,7 +19,7 @@ from autotune.rng import generator
 from autotune.sampler.proposer import Proposer
 from autotune.sampler.random import sample_many
 from autotune.simulators.registry import SIMULATORS
-from autotune.strategy_space.builders.catalogue import seed_strategies
+from autotune.strategy_space.builders.registry import seed_strategies
 from autotune.strategy_space.space import SearchSpace
 from autotune.strategy_space.strategy import Strategy
 from autotune.tuning.events import Event

@@ -8,9 +8,16 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from autotune.cluster import Cluster
-from autotune.records import CURRENT_SETUP, Failed, FailureKind, Measured, Role, TrialRequest
+from autotune.records import (
+    CURRENT_SETUP,
+    Failed,
+    FailureKind,
+    Measured,
+    RankingQuality,
+    Role,
+    TrialRequest,
+)
 from autotune.rng import generator
-from autotune.simulators.evaluation import RankingQuality
 from autotune.strategy_space.plan import plan
 from autotune.strategy_space.strategy import Shard, Strategy, Synchronizer, VariableStrategy
 from autotune.tuning.events import Event, Profiled, Proposal, Proposed, TrialFinished

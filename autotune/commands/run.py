@@ -10,7 +10,7 @@ from typing import Any
 from autotune.errors import InvalidInput
 from autotune.export import read_export
 from autotune.jobs.stopping import signals_passed_on
-from autotune.strategy_space.backend import carrier_of
+from autotune.strategy_space.backend import backend_of
 from runtime_rewriter.world.command import read_command, torchrun_with_launcher
 
 
@@ -41,6 +41,6 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
         status = process.wait()
     chosen = export.strategy.id if export.strategy else "current setup"
     plan = export.plan()
-    backend = None if plan is None else carrier_of(plan, export.variables)
+    backend = None if plan is None else backend_of(plan, export.variables)
     data = {"exit_status": status, "strategy": chosen, "carrier": backend}
     return data, f"ran with {chosen}{f' ({backend})' if backend else ''}, exit status {status}"

@@ -17,9 +17,9 @@ from autotune.commands.render.tables import table_text
 from autotune.costs.sync_cost import message_costs
 from autotune.errors import InvalidInput
 from autotune.parsing import json_schema, read_json
-from autotune.strategy_space.builders.catalogue import BUILDERS
+from autotune.strategy_space.builders.registry import BUILDERS
 from autotune.strategy_space.describe import variable_rows, whole_text
-from autotune.strategy_space.enactable import why_refused
+from autotune.strategy_space.enactable import refusal_reason
 from autotune.strategy_space.plan import PlannedStrategy, plan
 from autotune.strategy_space.strategy import Strategy
 from autotune.units import format_bytes, format_seconds
@@ -96,7 +96,7 @@ def _all(model: Workload, cluster: Cluster) -> tuple[dict[str, Any], str]:
         strategy = build(model, cluster)
         enacted = plan(strategy, model, cluster.world_size)
         sync_s = message_costs(enacted, cluster, model).paper_sync_s
-        refused = why_refused(enacted)
+        refused = refusal_reason(enacted)
         largest = max(message.wire_bytes for message in enacted.messages)
         cells = (
             str(len(enacted.messages)),

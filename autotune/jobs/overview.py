@@ -9,7 +9,7 @@ from autotune.jobs.results import write_job_report
 from autotune.jobs.workspace import Workspace
 from autotune.records import Decision
 from autotune.storage.store import Store
-from autotune.strategy_space.backend import carrier_of
+from autotune.strategy_space.backend import backend_of
 from autotune.tuning.events import TrialFinished
 from autotune.tuning.history import History
 
@@ -37,7 +37,7 @@ def _backend(history: History, decision: Decision | None) -> str | None:
     planned = history.planned(decision.strategy_id) if decision else None
     if planned is None or history.profiled is None:
         return None
-    return carrier_of(planned.plan, history.profiled.workload.variables)
+    return backend_of(planned.plan, history.profiled.workload.variables)
 
 
 def _trial(trial: TrialFinished, history: History) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from autotune.optimizer.budget import Budget
 from autotune.optimizer.replays import Replays
 from autotune.optimizer.state import Pass, Problem, State
 from autotune.rng import generator
-from autotune.strategy_space.enactable import why_refused
+from autotune.strategy_space.enactable import refusal_reason
 from autotune.strategy_space.moves.neighbours import mutate
 from autotune.strategy_space.plan import Plan
 
@@ -132,7 +132,7 @@ class Search:
             outside = self.problem.space.violation(
                 state.strategy, self.problem.workload, self.problem.cluster
             )
-            if outside is not None or why_refused(made) is not None or not self.allowed(made):
+            if outside is not None or refusal_reason(made) is not None or not self.allowed(made):
                 self.found.dropped += 1
                 return None
             self._known[key] = self.replays.step_s(state, made)

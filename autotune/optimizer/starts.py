@@ -12,9 +12,9 @@ from autotune.costs.sync_cost import MessageKind, Rates
 from autotune.optimizer.contiguous import contiguous_strategy
 from autotune.optimizer.state import Problem, State
 from autotune.profiling.op_graph import OpFusion
-from autotune.strategy_space.builders.catalogue import seed_strategies
 from autotune.strategy_space.builders.collectives import large_alone
 from autotune.strategy_space.builders.cross_step import in_planned_order
+from autotune.strategy_space.builders.registry import seed_strategies
 from autotune.strategy_space.builders.servers import served_in_buckets
 from autotune.strategy_space.plan import plan
 from autotune.strategy_space.strategy import Shard, Strategy, Synchronizer

@@ -14,7 +14,7 @@ from typing import Any
 from autotune.records import CURRENT_SETUP, Accelerators, Decision, Failed, Measured, Network, Role
 from autotune.reports.charts import SERIES, prediction_chart, quality_chart, rankers, search_chart
 from autotune.reports.pages import write_page
-from autotune.strategy_space.backend import carrier_of
+from autotune.strategy_space.backend import backend_of
 from autotune.strategy_space.builders.collectives import ddp_default
 from autotune.strategy_space.describe import (
     message_rows,
@@ -180,7 +180,7 @@ def _details(
         "strategy": strategy,
         "plan": enacted,
         "whole": whole_text(strategy),
-        "carrier": carrier_of(enacted, workload.variables),
+        "carrier": backend_of(enacted, workload.variables),
         "default": default,
         "variables": variable_rows(workload, planned),
         "buckets": {name: numbers_text(numbers) for name, numbers in messages_of(default).items()},

@@ -21,8 +21,8 @@ from autotune.sampler.random import sample_many
 from autotune.sampler.scoring import Candidate, Scorer, Scores
 from autotune.sampler.selection import choice_agreement_rows, hidden_cosine, select_diverse
 from autotune.simulators.interface import Simulator
-from autotune.strategy_space.builders.catalogue import seed_strategies
-from autotune.strategy_space.enactable import scaled_space, why_refused, why_scaled_refused
+from autotune.strategy_space.builders.registry import seed_strategies
+from autotune.strategy_space.enactable import refusal_reason, scaled_refusal_reason, scaled_space
 from autotune.strategy_space.moves.neighbours import mutate
 from autotune.strategy_space.plan import Plan, PlannedStrategy
 from autotune.strategy_space.space import SearchSpace
@@ -174,7 +174,7 @@ class Proposer:
         steps = self._scorer.extractor(history).steps
 
         def allowed(one: Plan) -> bool:
-            return self._why_refused(one) is None
+            return self._refusal_reason(one) is None
 
         seed = int(generator(self._spec.seed, "optimizer", round_).integers(2**31))
         budget = AGAIN if parents else OPTIMIZER
@@ -209,15 +209,17 @@ class Proposer:
             if planned.plan.id in seen or strategy.id in history.proposals:
                 continue
             seen.add(planned.plan.id)
-            refusal = self._why_refused(planned.plan)
+            refusal = self._refusal_reason(planned.plan)
             if refusal is None:
                 pool.append(Candidate(planned, origin, optimized=number < len(searched)))
             else:
                 refusals.append(refusal)
         return _Pool(pool, refusals)
 
-    def _why_refused(self, wanted: Plan) -> str | None:
-        return why_refused(wanted) or why_scaled_refused(wanted, self._spec.conditions.byte_scale)
+    def _refusal_reason(self, wanted: Plan) -> str | None:
+        return refusal_reason(wanted) or scaled_refusal_reason(
+            wanted, self._spec.conditions.byte_scale
+        )
 
     def _space(self, history: History) -> SearchSpace:
         """What the job and its conditions allow and its script can do."""
@@ -317,7 +319,7 @@ class Proposer:
         while repeats < BAYES_ASKS:
             planned = PlannedStrategy.of(search.ask(), workload, self._spec.workers)
             plan_id = planned.plan.id
-            if plan_id not in times and self._why_refused(planned.plan) is None:
+            if plan_id not in times and self._refusal_reason(planned.plan) is None:
                 return planned
             search.tell(planned.strategy.id, times.get(plan_id, failed_s))
             repeats = repeats + 1 if plan_id in told else 0

@@ -11,12 +11,11 @@ import numpy as np
 from autotune.arrays import FloatArray, IntArray
 from autotune.features.extract import Extractor, StrategyFeatures
 from autotune.lowering.costs import EMULATED_COSTS
-from autotune.records import Accelerators
+from autotune.records import Accelerators, RankingQuality
 from autotune.rng import generator
 from autotune.simulators.evaluation import (
     REPLAY,
     UNLEARNED,
-    RankingQuality,
     choose_ranker,
     evaluate,
     k_fold,

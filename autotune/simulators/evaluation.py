@@ -22,6 +22,7 @@ from numpy.typing import ArrayLike
 from autotune.arrays import FloatArray, IntArray
 from autotune.errors import InvalidInput
 from autotune.features.extract import StrategyFeatures
+from autotune.records import RankingQuality
 from autotune.rng import generator
 from autotune.simulators.interface import Example, Simulator
 
@@ -37,27 +38,6 @@ _RISK = 0.2
 """How often, at most, a simulator may rank by luck where none is better than the replay."""
 
 Split = tuple[IntArray, IntArray]
-
-
-@dataclass(frozen=True)
-class RankingQuality:
-    """Held-out quality of one ranker: means over all test parts, weighted by their pairs (accuracy) or points (the rest).
-
-    `gain`: its pairwise accuracy less that of the replay (of the analytic ranker, without one) on the same pairs; `gain_error`: the
-    standard error of that. None where it is not a simulator's, or cannot be told.
-    """
-
-    __pydantic_config__ = {"extra": "forbid"}
-
-    ranker: str
-    pairwise_accuracy: float
-    kendall_tau: float
-    regret_top_1: float
-    regret_top_5: float
-    pairs: int
-    points: int
-    gain: float | None = None
-    gain_error: float | None = None
 
 
 @dataclass(frozen=True)

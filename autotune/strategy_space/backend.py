@@ -26,9 +26,9 @@ def buckets_of(plan: Plan) -> tuple[tuple[str, ...], ...] | None:
     return tuple(tuple(part.variable for part in message.slices) for message in plan.messages)
 
 
-def carrier_of(plan: Plan, variables: Iterable[Variable]) -> str:
+def backend_of(plan: Plan, variables: Iterable[Variable]) -> str:
     """Who carries out the plan of a model with these variables, in words."""
-    return carrier_text(plan, sent_by_torch(plan, variables))
+    return backend_text(plan, sent_by_torch(plan, variables))
 
 
 def sent_by_torch(plan: Plan, variables: Iterable[Variable]) -> bool:
@@ -36,7 +36,7 @@ def sent_by_torch(plan: Plan, variables: Iterable[Variable]) -> bool:
     return buckets_of(plan) is not None and not any(variable.sparse for variable in variables)
 
 
-def carrier_text(plan: Plan, native: bool) -> str:
+def backend_text(plan: Plan, native: bool) -> str:
     """Who carries it out, in words. `native`: a reducer of torch."""
     count = len(plan.messages)
     who, what = ("torch's own DDP reducer", "bucket") if native else ("autotune's hooks", "message")

@@ -12,18 +12,18 @@ from autotune.strategy_space.strategy import (
     SPARSE_SYNCHRONIZERS,
     Compressor,
     SparseHandling,
-    why_not_in_flight,
+    in_flight_error,
 )
 
 _FED_BACK = ("float32", "float64")
 _MOST_INDICES = 2**31 - 1
 
 
-def why_refused(plan: Plan) -> str | None:
+def refusal_reason(plan: Plan) -> str | None:
     """The rule that keeps the runtime from enacting `plan`, or None; needs no model and no process group."""
     if plan.ring_order is not None and sorted(plan.ring_order) != list(range(plan.world_size)):
         return f"ring_order must name each of the {plan.world_size} ranks once, but is {plan.ring_order}"
-    crowded = why_not_in_flight(plan.in_flight, plan.cross_step)
+    crowded = in_flight_error(plan.in_flight, plan.cross_step)
     if crowded is not None:
         return crowded
     for number, message in enumerate(plan.messages):
@@ -62,7 +62,7 @@ def _why_no_feedback(message: Message) -> str | None:
     return None
 
 
-def why_scaled_refused(plan: Plan, byte_scale: float) -> str | None:
+def scaled_refusal_reason(plan: Plan, byte_scale: float) -> str | None:
     """Why a plan cannot be enacted while only 1/`byte_scale` of every message travels, or None."""
     found = next((message for message in plan.messages if message.compressor.error_feedback), None)
     if byte_scale == 1 or found is None:

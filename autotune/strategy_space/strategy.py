@@ -238,7 +238,7 @@ class Strategy:
             raise InvalidStrategy(
                 f"ring_order must be a permutation of the ranks, but is {self.ring_order}"
             )
-        reason = why_not_in_flight(self.in_flight, self.cross_step)
+        reason = in_flight_error(self.in_flight, self.cross_step)
         if reason is not None:
             raise InvalidStrategy(reason)
 
@@ -281,7 +281,7 @@ class Strategy:
         return Strategy.from_data(parse_json(text, where), where)
 
 
-def why_not_in_flight(in_flight: int, cross_step: bool) -> str | None:
+def in_flight_error(in_flight: int, cross_step: bool) -> str | None:
     """The rule that so many messages in flight break, of a strategy or a plan; None where they break none."""
     if 1 <= in_flight <= (MOST_IN_FLIGHT if cross_step else 1):
         return None

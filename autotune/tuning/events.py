@@ -19,9 +19,9 @@ from autotune.records import (
     Failed,
     FailureKind,
     Measured,
+    RankingQuality,
     TrialRequest,
 )
-from autotune.simulators.evaluation import RankingQuality
 from autotune.strategy_space.strategy import Strategy
 from autotune.tuning.statistics import Interval, changed_within, trial_interval
 from autotune.workload import Workload

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from autotune.strategy_space.backend import carrier_text
+from autotune.strategy_space.backend import backend_text
 from autotune.strategy_space.builders.collectives import ddp_default
 from autotune.strategy_space.plan import Plan, plan
 from autotune.strategy_space.strategy import Shard, Strategy, Synchronizer, VariableStrategy
@@ -127,7 +127,7 @@ def main() -> None:
         }
         print(
             json.dumps(
-                found | told | {"carrier": carrier_text(same, ours.synchronizer.native is not None)}
+                found | told | {"carrier": backend_text(same, ours.synchronizer.native is not None)}
             )
         )
     dist.barrier()

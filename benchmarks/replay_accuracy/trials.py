@@ -15,7 +15,7 @@ from autotune.jobs.campaign.session import TrialLength, trial_line, trial_sessio
 from autotune.jobs.campaign.setups import Setup
 from autotune.rng import generator
 from autotune.sampler.random import sample_many
-from autotune.strategy_space.builders.catalogue import seed_strategies
+from autotune.strategy_space.builders.registry import seed_strategies
 from autotune.strategy_space.space import SearchSpace
 from autotune.strategy_space.strategy import Strategy
 from autotune.workload import Workload

@@ -31,7 +31,7 @@ from autotune.optimizer.optimize import Optimized, optimize
 from autotune.optimizer.state import Speedups
 from autotune.profiling.formats.layer_profile import read_layer_profile
 from autotune.profiling.op_graph import OpGraph
-from autotune.strategy_space.builders.catalogue import seed_strategies
+from autotune.strategy_space.builders.registry import seed_strategies
 from autotune.strategy_space.plan import plan
 from autotune.strategy_space.space import SearchSpace
 from autotune.zoo.assumed_models import assumed_ops

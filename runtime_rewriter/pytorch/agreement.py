@@ -18,7 +18,7 @@ from autotune.errors import (
     PlanMismatch,
     SynchronizationError,
 )
-from autotune.strategy_space.enactable import why_refused
+from autotune.strategy_space.enactable import refusal_reason
 from autotune.strategy_space.plan import Plan, TensorSlice
 from autotune.workload import Variable, Workload
 from runtime_rewriter.pytorch.exchange.ranks import SynchronizerGroups
@@ -55,7 +55,7 @@ def dtype_name(tensor: Tensor) -> str:
 
 def check_fit(plan: Plan, module: nn.Module, world_size: int) -> None:
     """Raise `InvalidStrategy` for what the runtime cannot enact, `ModelMismatch` for another model or world size."""
-    reason = why_refused(plan)
+    reason = refusal_reason(plan)
     if reason is not None:
         raise InvalidStrategy(f"plan {plan.id} cannot be enacted: {reason}")
     if plan.world_size != world_size:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from autotune.errors import AutotuneError, InvalidStrategy, SynchronizationError
-from autotune.strategy_space.enactable import why_scaled_refused
+from autotune.strategy_space.enactable import scaled_refusal_reason
 from autotune.strategy_space.plan import Plan
 from runtime_rewriter.pytorch.agreement import (
     agree,
@@ -166,7 +166,7 @@ class GradientSynchronizer:
         buckets = None
         try:
             if plan is not None:
-                reason = self.refusal_reason() or why_scaled_refused(plan, self.byte_scale)
+                reason = self.refusal_reason() or scaled_refusal_reason(plan, self.byte_scale)
                 if reason is not None:
                     raise InvalidStrategy(f"plans cannot be enacted here: {reason}")
                 reason = self.cross_step.refusal_reason() if plan.cross_step else None

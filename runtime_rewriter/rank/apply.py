@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from autotune.errors import InvalidInput, ModelMismatch
 from autotune.export import read_export
-from autotune.strategy_space.backend import carrier_text
+from autotune.strategy_space.backend import backend_text
 from autotune.strategy_space.builders.collectives import ddp_default
 from autotune.strategy_space.plan import Plan
 from autotune.strategy_space.plan import plan as planned
@@ -119,7 +119,7 @@ def _carrier(synchronizer: GradientSynchronizer) -> tuple[str, ...]:
     return (
         ()
         if held is None
-        else (f"{held.id} is {carrier_text(held, synchronizer.native is not None)}",)
+        else (f"{held.id} is {backend_text(held, synchronizer.native is not None)}",)
     )
 
 

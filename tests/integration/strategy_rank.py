@@ -28,8 +28,8 @@ from autotune.cluster import Cluster, Host
 from autotune.errors import AutotuneError, InvalidStrategy
 from autotune.rng import generator
 from autotune.sampler.random import sample_many
-from autotune.strategy_space.builders.catalogue import BUILDERS
-from autotune.strategy_space.enactable import why_refused
+from autotune.strategy_space.builders.registry import BUILDERS
+from autotune.strategy_space.enactable import refusal_reason
 from autotune.strategy_space.moves.neighbours import mutate
 from autotune.strategy_space.plan import Plan, plan
 from autotune.strategy_space.space import SearchSpace
@@ -263,7 +263,7 @@ def check_case(rank: int, case: str, only: int | None = None) -> list[Outcome]:
         for number, entry in enumerate(wanted.values())
         if only is None or number == only
     ]
-    enactable = [entry for entry in chosen if why_refused(entry[3]) is None]
+    enactable = [entry for entry in chosen if refusal_reason(entry[3]) is None]
     if job.attached:
         synchronizer = attach(inner, enactable[0][3], **job.wrapping)
         training = Training(job, inner, inner, synchronizer.no_sync)
@@ -276,7 +276,7 @@ def check_case(rank: int, case: str, only: int | None = None) -> list[Outcome]:
     training.run(rank)  # from here on there is a step before each plan
     outcomes = []
     for number, origin, strategy, made in chosen:
-        reason = why_refused(made) if made is not None else None
+        reason = refusal_reason(made) if made is not None else None
         if made is not None and made.cross_step:
             reason = reason or synchronizer.cross_step.refusal_reason()
         if reason is not None:

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_plans import Tied, loss_of, mixed, uniform
 from torch_world import run_world
 
-from autotune.strategy_space.enactable import why_refused
+from autotune.strategy_space.enactable import refusal_reason
 from autotune.strategy_space.plan import Plan
 from autotune.strategy_space.strategy import Compressor, SparseHandling, Synchronizer
 from runtime_rewriter.pytorch.attached import attach
@@ -206,10 +206,10 @@ def test_what_cannot_be_enacted_is_named_before_any_step() -> None:
     model = Tied()
     plan = uniform(model, 2)
     message = plan.messages[0]
-    assert why_refused(plan) is None
-    assert why_refused(replace(plan, ring_order=(1, 0))) is None
+    assert refusal_reason(plan) is None
+    assert refusal_reason(replace(plan, ring_order=(1, 0))) is None
     assert "ring_order must name each of the 2 ranks once" in str(
-        why_refused(replace(plan, ring_order=(1, 1)))
+        refusal_reason(replace(plan, ring_order=(1, 1)))
     )
     for change, word in (
         (
@@ -235,7 +235,7 @@ def test_what_cannot_be_enacted_is_named_before_any_step() -> None:
         ),
     ):
         bad = replace(plan, messages=(replace(message, **change), *plan.messages[1:]))
-        assert word in str(why_refused(bad)) and str(why_refused(bad)).startswith(
+        assert word in str(refusal_reason(bad)) and str(refusal_reason(bad)).startswith(
             "message 0 (all_reduce of "
         )
 

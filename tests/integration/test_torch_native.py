@@ -21,7 +21,7 @@ from torch_plans import Tied, loss_of, mixed, uniform
 from torch_world import run_world
 
 from autotune.errors import SynchronizationError
-from autotune.strategy_space.backend import buckets_of, carrier_of
+from autotune.strategy_space.backend import backend_of, buckets_of
 from autotune.strategy_space.plan import Plan, plan
 from autotune.strategy_space.strategy import (
     Compressor,
@@ -447,9 +447,9 @@ def test_buckets_are_read_from_the_plan_alone() -> None:
     held = uniform(module, 2)
     assert buckets_of(held) == tuple(map(tuple, planned(held)))
     variables = assumed_workload(module).variables
-    assert carrier_of(held, variables) == "carried out by torch's own DDP reducer, 3 buckets"
+    assert backend_of(held, variables) == "carried out by torch's own DDP reducer, 3 buckets"
     assert (
-        carrier_of(held, [replace(variables[0], sparse=True)])
+        backend_of(held, [replace(variables[0], sparse=True)])
         == "carried out by autotune's hooks, 3 messages"
     )
     for other in (

@@ -11,8 +11,8 @@ from autotune.cluster import Cluster, Host
 from autotune.lowering.replayed import LoweredSteps
 from autotune.optimizer.budget import Budget
 from autotune.optimizer.optimize import optimize
-from autotune.strategy_space.builders.catalogue import seed_strategies
-from autotune.strategy_space.enactable import why_refused
+from autotune.strategy_space.builders.registry import seed_strategies
+from autotune.strategy_space.enactable import refusal_reason
 from autotune.strategy_space.plan import plan
 from autotune.strategy_space.space import SearchSpace
 from autotune.workload import Variable, Workload
@@ -86,7 +86,7 @@ def test_what_is_found_is_no_slower_than_any_hand_made_strategy(
         for name, strategy in seed_strategies(workload, cluster, space)
     }
     known_s = {
-        name: steps.step_s(made) for name, made in by_hand.items() if why_refused(made) is None
+        name: steps.step_s(made) for name, made in by_hand.items() if refusal_reason(made) is None
     }
     assert found.predicted_step_s <= min(known_s.values()), min(
         known_s, key=lambda name: known_s[name]

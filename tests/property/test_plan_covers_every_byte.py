@@ -14,8 +14,8 @@ from worlds import assert_inside, assert_sends_every_byte_once, clusters, spaces
 from autotune.cluster import Cluster
 from autotune.rng import generator
 from autotune.sampler.random import sample, sample_many
-from autotune.strategy_space.builders.catalogue import BUILDERS, seed_strategies
 from autotune.strategy_space.builders.collectives import horovod_like
+from autotune.strategy_space.builders.registry import BUILDERS, seed_strategies
 from autotune.strategy_space.builders.rows import with_rows
 from autotune.strategy_space.builders.servers import partitioned_ps
 from autotune.strategy_space.moves.neighbours import mutate

@@ -14,7 +14,7 @@ from autotune.errors import InvalidInput
 from autotune.features.extract import extract
 from autotune.jobs.campaign.generated_models import MODELS
 from autotune.rng import generator
-from autotune.strategy_space.builders import catalogue, collectives, servers
+from autotune.strategy_space.builders import collectives, registry, servers
 from autotune.strategy_space.builders.collectives import MIB, large_alone
 from autotune.strategy_space.builders.cross_step import cross_step_all_reduce
 from autotune.strategy_space.plan import PlannedStrategy, plan
@@ -193,7 +193,7 @@ def test_partitioned_servers_cut_large_variables_evenly_into_a_shard_per_server(
 
 def test_seeds_are_filtered_by_the_space():
     model = Workload("m", tuple(Variable(f"v{i}", (300, 500)) for i in range(40)))
-    names = [name for name, _ in catalogue.seed_strategies(model, FOUR, SearchSpace.default())]
+    names = [name for name, _ in registry.seed_strategies(model, FOUR, SearchSpace.default())]
     assert names[0] == "ddp_25mib"
     assert {
         "partitioned_ps",
@@ -201,9 +201,7 @@ def test_seeds_are_filtered_by_the_space():
         "per_variable",
         "single_bucket",
     } <= set(names)
-    all_reduce_only = catalogue.seed_strategies(
-        model, FOUR, SearchSpace((Synchronizer.ALL_REDUCE,))
-    )
+    all_reduce_only = registry.seed_strategies(model, FOUR, SearchSpace((Synchronizer.ALL_REDUCE,)))
     assert {
         shard.synchronizer for _, s in all_reduce_only for c in s.variables for shard in c.shards
     } == {Synchronizer.ALL_REDUCE}
@@ -497,10 +495,10 @@ def test_seeds_of_a_sparse_model_are_tried_dense_and_as_rows():
         "m",
         (Variable("head", (300, 200)), Variable("table", (9000, 64), sparse=True, touched_rows=90)),
     )
-    names = [name for name, _ in catalogue.seed_strategies(sparse, FOUR, SearchSpace.default())]
+    names = [name for name, _ in registry.seed_strategies(sparse, FOUR, SearchSpace.default())]
     assert {"ddp_25mib", "ddp_25mib, rows", "parameter_server", "parameter_server, rows"} <= set(
         names
     )
     assert not any(
-        "rows" in name for name, _ in catalogue.seed_strategies(KB, FOUR, SearchSpace.default())
+        "rows" in name for name, _ in registry.seed_strategies(KB, FOUR, SearchSpace.default())
     )

@@ -13,6 +13,7 @@ import pytest
 from autotune.arrays import FloatArray
 from autotune.errors import InvalidInput
 from autotune.features.extract import StrategyFeatures
+from autotune.records import RankingQuality
 from autotune.rng import generator
 from autotune.simulators.evaluation import (
     ANALYTIC,
@@ -20,7 +21,6 @@ from autotune.simulators.evaluation import (
     RANDOM,
     REPLAY,
     UNLEARNED,
-    RankingQuality,
     best_of_top_k_regret,
     choose_ranker,
     evaluate,

@@ -22,8 +22,8 @@ from autotune.optimizer.search import APART
 from autotune.optimizer.state import CriticalPath, Speedups, State
 from autotune.optimizer.suggest import NEAR, suggestions
 from autotune.profiling.op_graph import Op, OpFusion, OpGraph
-from autotune.strategy_space.builders.catalogue import BUILDERS
-from autotune.strategy_space.enactable import why_refused
+from autotune.strategy_space.builders.registry import BUILDERS
+from autotune.strategy_space.enactable import refusal_reason
 from autotune.strategy_space.plan import Plan, plan
 from autotune.strategy_space.space import SearchSpace
 from autotune.strategy_space.strategy import (
@@ -77,7 +77,7 @@ def chain(blocks: int = 6, backward_s: float = 0.004) -> OpGraph:
 def check(found: Optimized, workload: Workload, cluster: Cluster, space: SearchSpace) -> None:
     assert space.violation(found.strategy, workload, cluster) is None
     assert found.plan == plan(found.strategy, workload, cluster.world_size)
-    assert why_refused(found.plan) is None
+    assert refusal_reason(found.plan) is None
     assert not found.cut_short
     assert found.bound_s * (1 - 1e-9) <= found.predicted_step_s <= min(found.starts_s.values())
     assert [kept.step_s for kept in found.log] == sorted(

@@ -16,7 +16,7 @@ from autotune.jobs.campaign.setups import Setup
 from autotune.jobs.campaign.train_generated import module_of
 from autotune.optimizer.bounds import least_transfer_s
 from autotune.strategy_space.backend import buckets_of
-from autotune.strategy_space.enactable import why_refused
+from autotune.strategy_space.enactable import refusal_reason
 from autotune.strategy_space.plan import plan
 from autotune.strategy_space.strategy import SparseHandling, Synchronizer
 from autotune.workload import Variable, Workload, model_id
@@ -68,7 +68,7 @@ def test_every_rival_is_enactable_in_every_domain(domain: Setup):
     assert list(made) == list(RIVALS)
     for name, strategy in {**made, **bucket_sweep(workload, cluster.world_size)}.items():
         planned = plan(strategy, workload, cluster.world_size)
-        assert why_refused(planned) is None, name
+        assert refusal_reason(planned) is None, name
         assert sum(message.elements for message in planned.messages) == sum(
             variable.elements for variable in workload.variables
         ), name

@@ -9,7 +9,7 @@ import pytest
 
 from autotune.cluster import Cluster, Host
 from autotune.errors import InvalidInput, InvalidStrategy
-from autotune.strategy_space.builders.catalogue import BUILDERS
+from autotune.strategy_space.builders.registry import BUILDERS
 from autotune.strategy_space.plan import Message, Plan, TensorSlice, plan
 from autotune.strategy_space.strategy import (
     Compressor,

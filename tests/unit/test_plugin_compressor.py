@@ -19,7 +19,7 @@ from autotune.recordings.memory_profile import Replica
 from autotune.sampler.random import sample_many
 from autotune.strategy_space.compressors import COMPRESSORS
 from autotune.strategy_space.describe import compressor_text
-from autotune.strategy_space.enactable import scaled_space, why_refused
+from autotune.strategy_space.enactable import refusal_reason, scaled_space
 from autotune.strategy_space.plan import Plan, plan
 from autotune.strategy_space.space import SearchSpace
 from autotune.strategy_space.strategy import (
@@ -68,7 +68,7 @@ def test_a_strategy_and_a_plan_store_its_name(four_bit: Compressor) -> None:
 def test_plan_replay_and_memory_use_its_description(four_bit: Compressor) -> None:
     (message,) = planned(four_bit).messages
     assert message.wire_bytes == 8 + 150_150
-    assert why_refused(planned(four_bit)) is None
+    assert refusal_reason(planned(four_bit)) is None
     for kind in (Synchronizer.ALL_REDUCE, Synchronizer.PARAMETER_SERVER):
         seconds = [
             replayed_step_s(planned(compressor, kind), WORKLOAD, CLUSTER)

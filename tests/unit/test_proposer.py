@@ -19,7 +19,7 @@ from autotune.records import (
     TrialRequest,
 )
 from autotune.sampler.proposer import CUT_SHORT, Proposer
-from autotune.strategy_space.enactable import why_refused
+from autotune.strategy_space.enactable import refusal_reason
 from autotune.strategy_space.plan import plan
 from autotune.strategy_space.strategy import Compressor, Strategy
 from autotune.tuning.events import Profiled, Proposed, TrialFinished
@@ -191,7 +191,7 @@ def test_strategies_that_cannot_be_enacted_are_left_out_with_the_reason(search: 
     assert found is not None and int(found[1]) > 1, proposed.reason
     assert "top_k sends int32 indices, but the message has" in proposed.reason
     for proposal in proposed.proposals:
-        assert why_refused(plan(proposal.strategy, HUGE, 4)) is None
+        assert refusal_reason(plan(proposal.strategy, HUGE, 4)) is None
     again = Proposer(spec, {}).propose(history, 0, 80)
     assert again == proposed
 

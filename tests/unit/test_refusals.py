@@ -10,7 +10,7 @@ import pytest
 from torch import nn
 
 from autotune.errors import InvalidInput, InvalidStrategy
-from autotune.strategy_space.enactable import scaled_space, why_refused, why_scaled_refused
+from autotune.strategy_space.enactable import refusal_reason, scaled_refusal_reason, scaled_space
 from autotune.strategy_space.plan import Message, Plan, TensorSlice
 from autotune.strategy_space.space import SearchSpace
 from autotune.strategy_space.strategy import Compressor, SparseHandling, Synchronizer
@@ -80,19 +80,19 @@ TWO = (TensorSlice("w", 12), TensorSlice("v", 3))
 )
 def test_a_message_that_cannot_be_enacted_is_named_with_the_rule(change, rule):
     made = Plan("model", 2, (WHOLE, replace(WHOLE, **change)))
-    reason = why_refused(made)
+    reason = refusal_reason(made)
     assert reason is not None and reason.startswith("message 1 (")
     assert re.search(rule, reason), reason
-    assert why_refused(replace(made, messages=(WHOLE,))) is None
+    assert refusal_reason(replace(made, messages=(WHOLE,))) is None
 
 
 @pytest.mark.parametrize(("cross_step", "in_flight"), [(False, 2), (True, 0), (True, 3)])
 def test_messages_in_flight_are_one_within_the_step_and_few_across_it(cross_step, in_flight):
     made = Plan("model", 2, (WHOLE,), cross_step, in_flight=in_flight)
-    assert why_refused(made) == (
+    assert refusal_reason(made) == (
         f"in_flight must be from 1 to 2 across steps and 1 within the step, but is {in_flight}, cross_step: {cross_step}"
     )
-    assert why_refused(replace(made, cross_step=True, in_flight=2)) is None
+    assert refusal_reason(replace(made, cross_step=True, in_flight=2)) is None
 
 
 @pytest.mark.parametrize("most", [0, 3])
@@ -106,15 +106,15 @@ def test_a_search_space_has_no_more_in_flight_than_a_strategy_may(most):
 @pytest.mark.parametrize("order", [(0, 0), (0,), (0, 1, 2)])
 def test_a_ring_order_names_each_rank_once(order):
     assert "ring_order must name each of the 2 ranks once" in str(
-        why_refused(Plan("model", 2, (WHOLE,), ring_order=order))
+        refusal_reason(Plan("model", 2, (WHOLE,), ring_order=order))
     )
-    assert why_refused(Plan("model", 2, (WHOLE,), ring_order=(1, 0))) is None
+    assert refusal_reason(Plan("model", 2, (WHOLE,), ring_order=(1, 0))) is None
 
 
 def test_rows_of_a_sparse_gradient_may_be_cast():
     for compressor in (Compressor.NONE, Compressor.FP16, Compressor.BF16):
         rows = replace(WHOLE, sparse=SparseHandling.ALL_GATHER, compressor=compressor)
-        assert why_refused(Plan("model", 2, (rows,))) is None
+        assert refusal_reason(Plan("model", 2, (rows,))) is None
 
 
 def test_scaled_bytes_leave_the_compressors_whose_cost_scales_with_them():
@@ -131,13 +131,13 @@ def test_scaled_bytes_leave_the_compressors_whose_cost_scales_with_them():
             2,
             (WHOLE, replace(WHOLE, compressor=compressor, **settings.get(compressor, {}))),
         )
-        reason = why_scaled_refused(made, 8)
+        reason = scaled_refusal_reason(made, 8)
         assert (reason is None) is (compressor in space.compressors)
         assert (
             reason is None
             or f"the plan has all_reduce of w with {compressor}; use none, fp16 or bf16" in reason
         )
-        assert why_scaled_refused(made, 1) is None
+        assert scaled_refusal_reason(made, 1) is None
 
 
 def test_a_replica_on_several_devices_is_refused_with_their_names():

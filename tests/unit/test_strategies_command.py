@@ -9,7 +9,7 @@ import jsonschema
 import pytest
 
 from autotune.cli import main
-from autotune.strategy_space.builders.catalogue import BUILDERS
+from autotune.strategy_space.builders.registry import BUILDERS
 from autotune.strategy_space.strategy import Strategy
 from autotune.workload import Variable, Workload
 

@@ -6,7 +6,7 @@ import pytest
 
 from autotune.cluster import Cluster
 from autotune.errors import InvalidInput
-from autotune.strategy_space.builders.catalogue import BUILDERS
+from autotune.strategy_space.builders.registry import BUILDERS
 from autotune.strategy_space.plan import plan
 from autotune.workload import Workload
 from autotune.zoo import architectures
