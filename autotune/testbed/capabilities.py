@@ -1,7 +1,7 @@
-"""What this machine can emulate, found by trial in a nameless namespace that vanishes with the thread that tried.
+"""Finds out what this machine can emulate, by trials in a nameless namespace.
 
-Nothing of the trial is visible outside, and nothing can be left over: the namespace of the network and that of the mounts (for
-`ip netns`, which keeps names as mounts) belong to one short-lived thread.
+The namespaces of the network and of the mounts (`ip netns` keeps names as mounts) belong to one
+short-lived thread. So nothing of a trial is visible outside, and nothing can be left over.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from functools import cached_property
 
 from autotune.errors import EmulationUnavailable
 from autotune.testbed.layout import Means
-from autotune.testbed.namespaces import CLONE_NEWNET, CLONE_NEWNS, NAMED
+from autotune.testbed.machine import CLONE_NEWNET, CLONE_NEWNS, NAMESPACES, attempt
 from autotune.testbed.relay import TUN, open_tap
-from autotune.testbed.shell import attempt
 
-TRIAL, TRIAL_THREAD = "trial", "testbed-trial"
+TRIAL = "trial"
+TRIAL_THREAD = "testbed-trial"
 NOT_TRIED = "not tried"
-TRIALS_PATIENCE_S = 120.0
+TRIALS_TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True)
 class Capability:
-    """`reason`: why it is missing, empty where it is present. `needed`: without it there is no testbed. `gives`: what it is for."""
+    """`reason`: why it is missing, or "". `needed`: there is no testbed without it. `gives`: its use."""
 
     name: str
     needed: bool
@@ -60,7 +60,7 @@ class Capabilities:
 
     @cached_property
     def message(self) -> str:
-        """One sentence for a person: that a testbed is possible, or what is missing and what can be done without."""
+        """One sentence for people: a testbed is possible, or what is missing."""
         if self.possible:
             return "a testbed is possible on this machine"
         lacking = [
@@ -68,44 +68,32 @@ class Capabilities:
             for item in self.found
             if item.needed and item.reason not in ("", NOT_TRIED)
         ]
-        return f"a testbed is not possible on this machine; missing: {'; '.join(lacking)}. Loopback stays available: leave out --testbed"
+        return (
+            f"a testbed is not possible on this machine; missing: {'; '.join(lacking)}. "
+            "Loopback stays available: leave out --testbed"
+        )
 
     def demand(self) -> None:
-        """Raises `EmulationUnavailable` with the message where no testbed is possible."""
+        """Raise `EmulationUnavailable` with the message if no testbed is possible."""
         if not self.possible:
             raise EmulationUnavailable(self.message)
 
 
-def capabilities(patience_s: float = TRIALS_PATIENCE_S) -> Capabilities:
-    """Takes about a tenth of a second; needs no rights (what needs them is then missing), changes nothing.
+def capabilities(timeout_s: float = TRIALS_TIMEOUT_S) -> Capabilities:
+    """Try everything in about 0.1 s, without changes. Missing rights are missing capabilities.
 
-    Where the trials take longer than the patience, what was found until then is returned, with an answer in time as missing.
+    If the trials exceed the timeout, return the capabilities so far; "an answer in time" is missing.
     """
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
-    found = [
-        Capability(
-            "commands",
-            True,
-            "ip and tc",
-            f"{' and '.join(missing)} not found; install iproute2" if missing else "",
-        )
-    ]
+    reason = f"{' and '.join(missing)} not found; install iproute2" if missing else ""
+    found = [Capability("commands", True, "ip and tc", reason)]
     trial = threading.Thread(target=_try_all, args=(found,), name=TRIAL_THREAD, daemon=True)
     trial.start()
-    trial.join(patience_s)
-    late = (
-        [
-            Capability(
-                "an answer in time",
-                True,
-                "all of it",
-                f"the trials took more than {patience_s:g} s",
-            )
-        ]
-        if trial.is_alive()
-        else []
-    )
-    return Capabilities((*found, *late))
+    trial.join(timeout_s)
+    if not trial.is_alive():
+        return Capabilities(tuple(found))
+    reason = f"the trials took more than {timeout_s:g} s"
+    return Capabilities((*found, Capability("an answer in time", True, "all of it", reason)))
 
 
 @dataclass(frozen=True)
@@ -116,12 +104,15 @@ class _Trial:
     steps: tuple[str, ...]
 
 
+_FILTER = "tc filter add dev p0 parent 1: protocol ip u32 match ip dst 10.77.0.2/32"
+_NETEM = "tc qdisc add dev p1 root netem"
+_ROUTE = "ip route change 10.77.0.0/16 dev p0 proto kernel scope link src 10.77.0.1"
 _TRIALS = (
     _Trial(
         "named namespaces",
         True,
         "hosts",
-        (f"mkdir -p {NAMED}", f"mount -t tmpfs none {NAMED}", f"ip netns add {TRIAL}"),
+        (f"mkdir -p {NAMESPACES}", f"mount -t tmpfs none {NAMESPACES}", f"ip netns add {TRIAL}"),
     ),
     _Trial("bridge", True, "the switch", ("ip link add br0 type bridge",)),
     _Trial(
@@ -144,55 +135,39 @@ _TRIALS = (
             "tc qdisc add dev p0 parent 1:2 handle 2: bfifo limit 1mb",
         ),
     ),
-    _Trial(
-        "u32",
-        False,
-        "rates of pairs, fair queues",
-        ("tc filter add dev p0 parent 1: protocol ip u32 match ip dst 10.77.0.2/32 flowid 1:2",),
-    ),
+    _Trial("u32", False, "rates of pairs, fair queues", (f"{_FILTER} flowid 1:2",)),
     _Trial(
         "steering",
         False,
         "packets that stay in order",
         (f"ip netns exec {TRIAL} test -w /sys/class/net/lo/queues/rx-0/rps_cpus",),
     ),
-    _Trial(
-        "netem",
-        False,
-        "added latency, by the kernel",
-        ("tc qdisc add dev p1 root netem delay 1ms",),
-    ),
-    _Trial(
-        "cubic",
-        False,
-        "the congestion control of most machines",
-        (
-            "ip route change 10.77.0.0/16 dev p0 proto kernel scope link src 10.77.0.1 congctl cubic",
-        ),
-    ),
+    _Trial("netem", False, "added latency, by the kernel", (f"{_NETEM} delay 1ms",)),
+    _Trial("cubic", False, "the congestion control of most machines", (f"{_ROUTE} congctl cubic",)),
 )
 
 
-def _try_all(found: list[Capability]) -> None:
-    """Runs in a thread of its own, whose namespaces end with it."""
+def _try_all(results: list[Capability]) -> None:
+    """Run all trials in a thread of its own, whose namespaces end with it."""
     reason = _leave_the_machines_network()
-    found.append(Capability("root", True, "namespaces", reason))
-    tools = all(capability.present for capability in found)
+    results.append(Capability("root", True, "namespaces", reason))
+    tools = all(capability.present for capability in results)
     for trial in _TRIALS:
         why = _first_failure(trial.steps) if tools else NOT_TRIED
-        found.append(Capability(trial.name, trial.needed, trial.gives, why))
-    # Only once this thread is inside a namespace of its own may it make devices.
+        results.append(Capability(trial.name, trial.needed, trial.gives, why))
+    # This thread may create devices only inside a namespace of its own.
     why = NOT_TRIED if reason else _refusal(lambda: os.close(open_tap("t0")), str(TUN))
-    found.append(Capability("tun", False, "added latency, by a user-space relay", why))
+    results.append(Capability("tun", False, "added latency, by a user-space relay", why))
     turn = os.sched_param(1)
     why = _refusal(lambda: os.sched_setscheduler(0, os.SCHED_RR, turn), "SCHED_RR")
-    found.append(Capability("round-robin", False, "ranks that get the CPU at once", why))
+    results.append(Capability("round-robin", False, "ranks that get the CPU at once", why))
 
 
 def _leave_the_machines_network() -> str:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(CLONE_NEWNET | CLONE_NEWNS) != 0:
-        return f"CAP_SYS_ADMIN and CAP_NET_ADMIN needed: {os.strerror(ctypes.get_errno())}; run as root"
+        reason = os.strerror(ctypes.get_errno())
+        return f"CAP_SYS_ADMIN and CAP_NET_ADMIN needed: {reason}; run as root"
     return attempt(["mount", "--make-rprivate", "/"]).reason
 
 
@@ -203,9 +178,9 @@ def _first_failure(steps: tuple[str, ...]) -> str:
     return ""
 
 
-def _refusal(act: Callable[[], None], what: str) -> str:
+def _refusal(act: Callable[[], None], name: str) -> str:
     try:
         act()
     except OSError as error:
-        return f"{what}: {error.strerror}"
+        return f"{name}: {error.strerror}"
     return ""

@@ -1,9 +1,10 @@
-"""What the relay does with a frame, and when: a switch with a latency per pair and a rate per pair and downlink. Pure; time is given.
+"""Forwarding of the relay: a latency per pair of hosts, a rate per pair and per downlink. Pure.
 
-A frame that a host sent at time t is at the switch at t + latency of the pair. Every link of its path (the pair's, where the pair has
-one, and the target's downlink) then sends it as soon as it has sent what came before; the slowest says when the frame arrives. So a
-message that the sender's interface lets go frame by frame takes latency + bytes / rate in all. A link's queue holds what it sends in
-10 ms (`build.queue_bytes`); a frame that finds it full is dropped.
+A frame that a host sent at time t is at the switch at t + latency of the pair. Every link of its
+path (the pair's, if there is one, and the target's downlink) then sends it behind the frames that
+came before. The frame arrives when the slowest link has sent it. A message that leaves the sender's
+interface frame by frame thus takes latency + bytes / rate. A link's queue has `build.queue_bytes`;
+a frame that meets a full queue is dropped.
 """
 
 from __future__ import annotations
@@ -12,19 +13,19 @@ import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from autotune.testbed.build import FRAMING, queue_bytes
 from autotune.testbed.layout import Layout
-from autotune.testbed.shaping import FRAMING, queue_bytes
 
-VNET_HEADER_BYTES = (
-    10  # struct virtio_net_hdr: flags, gso_type, hdr_len, gso_size, csum_start, csum_offset
-)
-HEADERS_BYTES = 66  # Ethernet, IPv4 and TCP with timestamps: what every segment but the first adds to a GSO frame
+VNET_HEADER_BYTES = 10
+"""struct virtio_net_hdr: flags, gso_type, hdr_len, gso_size, csum_start, csum_offset."""
+HEADERS_BYTES = 66
+"""Ethernet, IPv4 and TCP with timestamps, which every segment but the first adds to a GSO frame."""
 HOST_PREFIX = bytes.fromhex("02770000")  # see `layout.mac`
 
 
 @dataclass(frozen=True)
 class Paths:
-    """`link_bytes_per_s[link]` on the wire; `links[source][target]`: the links that a frame passes; `latency_s[source][target]`."""
+    """`link_bytes_per_s[link]` on the wire; `links[source][target]`: links that a frame passes."""
 
     __pydantic_config__ = {"extra": "forbid"}
 
@@ -34,7 +35,7 @@ class Paths:
 
 
 def paths_of(layout: Layout) -> Paths:
-    """Link number i is the downlink of host i; the pairs' own follow."""
+    """Link number i is the downlink of host i; the pairs' links follow."""
     hosts = range(len(layout.hosts))
     rates = [host.link_bytes_per_s * FRAMING for host in layout.hosts]
     rows = []
@@ -55,7 +56,7 @@ def paths_of(layout: Layout) -> Paths:
 
 
 class Forwarding:
-    """Takes frames (with their virtio header) as they come, and gives them out as they fall due."""
+    """Takes frames (with their virtio header) as they come, and returns them when they are due."""
 
     def __init__(self, paths: Paths) -> None:
         self._paths = paths
@@ -72,7 +73,7 @@ class Forwarding:
         self.dropped = 0
 
     def take(self, now: float, source: int, frame: bytes) -> None:
-        """A host sent a frame: to one host by its address, to all by a group address; to unknown ones nothing."""
+        """Take a frame to one host by its address, or to all by a group address; drop others."""
         latency_s = self._paths.latency_s[source]
         for target in self._targets(source, frame):
             self._number += 1
@@ -90,7 +91,7 @@ class Forwarding:
             yield target, frame
 
     def next_s(self) -> float | None:
-        """When `due` has something to do again; None: nothing is on its way."""
+        """Next time at which `due` has work; None: no frame is on its way."""
         times = [heap[0][0] for heap in (self._arriving, self._leaving) if heap]
         return min(times) if times else None
 
@@ -116,7 +117,7 @@ class Forwarding:
 
 
 def wire_bytes(frame: bytes) -> int:
-    """Bytes on the wire of all segments of a frame with its virtio header (gso_size 0: one segment)."""
+    """Bytes on the wire of all segments of a frame with virtio header (gso_size 0: one segment)."""
     data = len(frame) - VNET_HEADER_BYTES
     segment = frame[4] | frame[5] << 8
     if not segment:

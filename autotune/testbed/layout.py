@@ -1,9 +1,9 @@
-"""What to build for a cluster: namespaces, addresses, rates and latencies. Pure data; nothing here touches the machine.
+"""The layout of a testbed: namespaces, addresses, rates and latencies. Pure data.
 
 | symbol | meaning | unit |
 |---|---|---|
-| link_bytes_per_s | payload that one TCP stream gets over a link, already divided by the byte scale | bytes/s |
-| added_latency_s | one way, on top of what a namespace has by itself; 0 where that is enough | s |
+| link_bytes_per_s | payload of one TCP stream over a link, divided by the byte scale | bytes/s |
+| added_latency_s | one way, on top of a namespace's own latency; 0 if that is enough | s |
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from autotune.errors import EmulationUnavailable, InvalidInput
 from autotune.units import format_seconds
 
 OWN_LATENCY_S = 100e-6
-"""Up to here nothing is added: two namespaces are 10 to 50 us apart by themselves, more when the machine is busy."""
+"""Up to here nothing is added: two namespaces are 10 to 50 us apart, more on a busy machine."""
 
 INNER_SHAPED_BELOW_BYTES_PER_S = 2.5e9
-"""A loopback of memory speed moves 4 to 6 GB/s over TCP; from here on up it is left alone."""
+"""The loopback moves 4 to 6 GB/s over TCP; it is shaped only below this rate."""
 
 FASTEST_BYTES_PER_S = 1.25e9
-"""Highest rate (10 Gbit/s) that was measured to be reached through the kernel's switch."""
+"""Highest rate that was measured through the kernel's switch (10 Gbit/s)."""
 
 FASTEST_RELAYED_BYTES_PER_S = 0.125e9
 """The same through the user-space relay."""
 
 BYTES_PER_S_OF_A_CORE = 8e9 / 8
-"""Two cores moved 16 Gbit/s around a ring of four hosts in a run of 2026-11-20; the benchmark's fastest row (10 Gbit/s) stays below it."""
+"""Two cores moved 16 Gbit/s around a ring of four hosts in a run of 2026-11-20."""
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]{0,31}")
 MOST_HOSTS = 250 * 250
 
 MOST_RELAYED_HOSTS = 1000
-"""The relay waits by select, which has microseconds where poll has milliseconds, but takes descriptors below 1024 only."""
+"""The relay waits by select: it counts microseconds, but takes only descriptors below 1024."""
 
 
 class Method(StrEnum):
-    """What joins the hosts."""
+    """Connection between the hosts."""
 
     SWITCH = "switch"  # a bridge of the kernel, no latency added
     NETEM = "netem"  # the bridge, and the kernel's netem for latency
@@ -52,7 +52,7 @@ class Method(StrEnum):
 
 @dataclass(frozen=True)
 class Means:
-    """What the kernel offers beyond the necessary: see `capabilities`. `steered_cpus`: 0 where it does not steer packets."""
+    """Optional capabilities of the kernel. `steered_cpus`: 0 if it does not steer packets."""
 
     netem: bool
     filters: bool
@@ -63,9 +63,9 @@ class Means:
 
 @dataclass(frozen=True)
 class Lane:
-    """How a host sends to one other host (an index) where that is unlike its interface.
+    """Rate and latency from a host to one other host (an index) that differ from its interface.
 
-    `dedicated`: a link of its own, faster than the interface, whose traffic the interface does not carry.
+    `dedicated`: a separate link, faster than the interface, whose traffic bypasses the interface.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -78,7 +78,7 @@ class Lane:
 
 @dataclass(frozen=True)
 class HostLayout:
-    """One host. `inner_bytes_per_s` is 0 where its loopback is left at memory speed; `added_latency_s` holds but for the lanes."""
+    """One host. `inner_bytes_per_s`: 0 for an unshaped loopback. Lanes override `added_latency_s`."""
 
     __pydantic_config__ = {"extra": "forbid"}
 
@@ -94,9 +94,10 @@ class HostLayout:
 
 @dataclass(frozen=True)
 class Layout:
-    """A testbed to build. `notes`: where it may differ from the cluster file, for people.
+    """A testbed to build. `notes`: differences from the cluster file, for people.
 
-    `steered_cpus`: among so many each connection's packets are given one, which keeps their order; 0: whichever CPU is at hand.
+    `steered_cpus`: number of CPUs among which connections are divided, which keeps the order of
+    their packets; 0: not divided.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -113,7 +114,7 @@ class Layout:
 
     @property
     def switch(self) -> str:
-        """The namespace of the switch. Host namespaces have one part more, so it can have no host's name."""
+        """The namespace of the switch. Host namespaces have one part more, so names never clash."""
         return f"autotune.{self.name}"
 
     @cached_property
@@ -121,7 +122,7 @@ class Layout:
         return (self.switch, *(host.namespace for host in self.hosts))
 
     def lane(self, source: int, target: int) -> Lane | None:
-        """The lane between two hosts, or None where the source's interface says it all."""
+        """The lane between two hosts, or None if the source's interface serves the pair."""
         return next((lane for lane in self.hosts[source].lanes if lane.to == target), None)
 
     def added_latency_s(self, source: int, target: int) -> float:
@@ -132,22 +133,25 @@ class Layout:
 def lay_out(
     cluster: Cluster, means: Means, *, name: str | None = None, byte_scale: float = 1.0
 ) -> Layout:
-    """The testbed that stands for `cluster`; every rate is divided by `byte_scale`.
+    """The testbed of `cluster`; every rate is divided by `byte_scale`.
 
-    Raises `InvalidInput` for a name or scale that breaks a rule, `EmulationUnavailable` for what this kernel cannot do.
+    Raises `InvalidInput` for a name or scale that breaks a rule, `EmulationUnavailable` if this
+    kernel lacks something.
     """
     name = checked_name(name) if name is not None else safe_name(cluster.name)
     if not (math.isfinite(byte_scale) and byte_scale >= 1):
         raise InvalidInput(f"--byte-scale must be at least 1, but is {byte_scale}")
     if len(cluster.hosts) > MOST_HOSTS:
         raise InvalidInput(
-            f"a testbed has addresses for {MOST_HOSTS} hosts, but {cluster.name!r} has {len(cluster.hosts)}"
+            f"a testbed has addresses for {MOST_HOSTS} hosts, but {cluster.name!r} has "
+            f"{len(cluster.hosts)}"
         )
     for host in cluster.hosts:
         if host.inner_latency_s > OWN_LATENCY_S:
             raise EmulationUnavailable(
-                f"inside a host a testbed adds no latency: inner_latency of {host.name!r} must be at most "
-                f"{format_seconds(OWN_LATENCY_S)}, but is {format_seconds(host.inner_latency_s)}; lower it in the cluster file"
+                f"inside a host a testbed adds no latency: inner_latency of {host.name!r} must be "
+                f"at most {format_seconds(OWN_LATENCY_S)}, but is "
+                f"{format_seconds(host.inner_latency_s)}; lower it in the cluster file"
             )
     added = _added_latencies(cluster)
     method = _method(cluster, added, means)
@@ -167,25 +171,24 @@ def lay_out(
 
 
 def checked_name(name: str) -> str:
-    """A testbed's name as given by a person."""
+    """Check a testbed's name as given by a person."""
     if not NAME.fullmatch(name):
         raise InvalidInput(
-            f"a testbed's name has 1 to 32 letters, digits and '-', but is {name!r}; choose another --name"
+            f"a testbed's name has 1 to 32 letters, digits and '-', but is {name!r}; "
+            "choose another --name"
         )
     return name
 
 
 def safe_name(text: str) -> str:
-    """`text` as part of a namespace's name; a text that had to be cut keeps a hash, so that two stay two."""
+    """`text` as part of a namespace's name; a shortened text gets a hash, so that it stays unique."""
     plain = re.sub(r"[^A-Za-z0-9-]+", "-", text).strip("-") or "host"
     return plain if len(plain) <= 32 else f"{plain[:23]}-{content_id('', text)[1:9]}"
 
 
 def safe_names(texts: tuple[str, ...]) -> tuple[str, ...]:
-    """`safe_name` of each, made unique by a number behind those that would be the same."""
-    taken: set[str] = {
-        text for text in texts if safe_name(text) == text
-    }  # who needs no change keeps its name
+    """`safe_name` of each, with a number behind names that would be equal."""
+    taken = {text for text in texts if safe_name(text) == text}  # valid names stay
     names = []
     for text in texts:
         name, number = safe_name(text), 2
@@ -197,17 +200,17 @@ def safe_names(texts: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def address(index: int) -> str:
-    """The address of the host with this index, in 10.77.0.0/16; the last part is never 0 or 255."""
+    """Address of the host with this index, in 10.77.0.0/16; the last part is never 0 or 255."""
     return f"10.77.{index // 250}.{index % 250 + 1}"
 
 
 def mac(index: int) -> str:
-    """A locally administered address that tells the relay the host's index."""
+    """A locally administered address that contains the host's index for the relay."""
     return f"02:77:00:00:{index >> 8:02x}:{index & 255:02x}"
 
 
 def _added_latencies(cluster: Cluster) -> dict[tuple[int, int], float]:
-    """Seconds to add per pair of host indices: the cluster's latency where the namespaces' own is not enough."""
+    """Seconds to add per pair of host indices: the cluster's latency, or 0 below `OWN_LATENCY_S`."""
     first, total = [], 0
     for host in cluster.hosts:
         first.append(total)
@@ -221,27 +224,25 @@ def _added_latencies(cluster: Cluster) -> dict[tuple[int, int], float]:
 
 
 def _method(cluster: Cluster, added: dict[tuple[int, int], float], means: Means) -> Method:
-    """The simplest that does it: the bridge, netem on it, the relay."""
+    """The simplest sufficient method: the bridge, the bridge with netem, the relay."""
     latency, pairs = any(added.values()), bool(cluster.pair_links)
     if not latency and (means.filters or not pairs):
         return Method.SWITCH
     several = pairs or len(set(added.values())) > 1
     if latency and means.netem and (means.filters or not several):
         return Method.NETEM
-    what = (
-        f"latencies above {format_seconds(OWN_LATENCY_S)}"
-        if latency
-        else "links between named pairs"
-    )
+    need = f"latencies above {format_seconds(OWN_LATENCY_S)}" if latency else "pair links"
     if means.tun and len(cluster.hosts) > MOST_RELAYED_HOSTS:
         raise EmulationUnavailable(
-            f"{what} need the user-space relay on this kernel, which serves at most {MOST_RELAYED_HOSTS} hosts, but {cluster.name!r} "
-            f"has {len(cluster.hosts)}; take them out of the cluster file, or hosts"
+            f"{need} need the user-space relay on this kernel, which serves at most "
+            f"{MOST_RELAYED_HOSTS} hosts, but {cluster.name!r} has {len(cluster.hosts)}; "
+            "take them out of the cluster file, or hosts"
         )
     if means.tun:
         return Method.RELAY
     raise EmulationUnavailable(
-        f"{what} need netem or TAP devices (/dev/net/tun), but this kernel offers neither; take them out of the cluster file"
+        f"{need} need netem or TAP devices (/dev/net/tun), but this kernel offers neither; "
+        "take them out of the cluster file"
     )
 
 
@@ -254,31 +255,24 @@ def _hosts(
         a, b = (index[end] for end in link.between)
         pair_links.setdefault((a, b), link)
         pair_links.setdefault((b, a), link)
+    names = safe_names(tuple(index))
     hosts = []
-    for number, (host, safe) in enumerate(
-        zip(cluster.hosts, safe_names(tuple(index)), strict=True)
-    ):
+    for number, host in enumerate(cluster.hosts):
         others = [other for other in range(len(cluster.hosts)) if other != number]
-        usual_s = (
-            Counter(added[number, other] for other in others).most_common(1)[0][0]
-            if others
-            else 0.0
-        )
+        most_common = Counter(added[number, other] for other in others).most_common(1)
+        usual_s = most_common[0][0] if others else 0.0
         lanes = []
         for other in others:
             pair = pair_links.get((number, other))
             rate = pair.link_bytes_per_s if pair else host.link_bytes_per_s
             if rate != host.link_bytes_per_s or added[number, other] != usual_s:
-                lanes.append(
-                    Lane(
-                        other, rate / byte_scale, added[number, other], rate > host.link_bytes_per_s
-                    )
-                )
+                dedicated = rate > host.link_bytes_per_s
+                lanes.append(Lane(other, rate / byte_scale, added[number, other], dedicated))
         inner = host.inner_bytes_per_s / byte_scale
         hosts.append(
             HostLayout(
                 name=host.name,
-                namespace=f"autotune.{name}.{safe}",
+                namespace=f"autotune.{name}.{names[number]}",
                 address=address(number),
                 devices=host.devices,
                 link_bytes_per_s=host.link_bytes_per_s / byte_scale,
@@ -291,13 +285,14 @@ def _hosts(
 
 
 def _refuse_unclassifiable(hosts: tuple[HostLayout, ...], means: Means) -> None:
-    """The relay can slow a pair down; only a filter at the sender can let it pass its own interface."""
+    """The relay can slow a pair down; only a filter at the sender can bypass its interface."""
     for host in hosts:
         for lane in host.lanes:
             if lane.dedicated and not means.filters:
                 raise EmulationUnavailable(
-                    f"the link {host.name!r} - {hosts[lane.to].name!r} is faster than the interface of {host.name!r}, which needs "
-                    "tc's u32 filter, but this kernel has none; give the pair at most the interface's bandwidth"
+                    f"the link {host.name!r} - {hosts[lane.to].name!r} is faster than the interface "
+                    f"of {host.name!r}, which needs tc's u32 filter, but this kernel has none; "
+                    "give the pair at most the interface's bandwidth"
                 )
 
 
@@ -313,12 +308,13 @@ def _notes(hosts: tuple[HostLayout, ...], method: Method) -> tuple[str, ...]:
     if fast:
         through = "the relay" if method is Method.RELAY else "one machine"
         notes.append(
-            f"links of {', '.join(fast)} are faster than the {limit * 8e-9:g} Gbit/s that {through} was measured to carry; "
-            "use --byte-scale to divide rates and bytes"
+            f"links of {', '.join(fast)} are faster than the {limit * 8e-9:g} Gbit/s that {through} "
+            "was measured to carry; use --byte-scale to divide rates and bytes"
         )
     if total > BYTES_PER_S_OF_A_CORE:
         cores = math.ceil(total / BYTES_PER_S_OF_A_CORE)
         notes.append(
-            f"all hosts sending at once move {total * 8e-9:g} Gbit/s, which takes about {cores} cores of this machine"
+            f"all hosts sending at once move {total * 8e-9:g} Gbit/s, which takes about {cores} "
+            "cores of this machine"
         )
     return tuple(notes)

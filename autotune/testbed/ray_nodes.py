@@ -1,4 +1,4 @@
-"""A Ray node in every host of a testbed: a real Ray cluster on one machine, reachable from inside the testbed only."""
+"""A Ray node in every host of a testbed, reachable from inside the testbed only."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ START_TIMEOUT_S = 90.0
 STOP_TIMEOUT_S = 10.0
 POLL_S = 0.1
 HEAD_PORT = 6379
-OBJECT_STORE_BYTES = 100_000_000  # nothing of ours travels through it; Ray's least is 75 MB
+OBJECT_STORE_BYTES = 100_000_000  # we do not use it; Ray's minimum is 75 MB
 LOG_TAIL_CHARACTERS = 1500
 _STARTED = "Ray runtime started"
 _PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
@@ -30,7 +30,7 @@ _PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 
 @dataclass(frozen=True)
 class RayHead:
-    """Where the first host's node listens, and the token that all nodes ask for."""
+    """Address of the first host's node, and the token of all nodes."""
 
     address: str
     token: str
@@ -38,15 +38,16 @@ class RayHead:
 
 @contextlib.contextmanager
 def ray_nodes(bed: Testbed) -> Iterator[RayHead]:
-    """One node per host with as many CPUs as the host has devices; all of them end with the block, or with this process.
+    """One node per host, with one CPU per device; all end with the block, or with this process.
 
-    What they write is in the testbed's scratch directory. Raises `LaunchError` with what Ray said where one does not start.
+    Their files are in the testbed's scratch directory. Raises `LaunchError` with Ray's output if a
+    node does not start.
     """
     head = RayHead(f"{bed.hosts[0].address}:{HEAD_PORT}", secrets.token_hex(32))
-    # No prefix, as Ray puts Unix sockets in it: see `scratch.LONGEST_BYTES`.
-    fresh = tempfile.TemporaryDirectory(dir=bed.scratch, prefix="", ignore_cleanup_errors=True)
-    with fresh as directory, contextlib.ExitStack() as nodes:
-        # One after the other: nodes of one machine share a session directory and number their files in it.
+    # No prefix, as Ray puts Unix sockets in it: see `state.LONGEST_SCRATCH_BYTES`.
+    session = tempfile.TemporaryDirectory(dir=bed.scratch, prefix="", ignore_cleanup_errors=True)
+    with session as directory, contextlib.ExitStack() as nodes:
+        # One by one: nodes of one machine number their files in a shared session directory.
         for number, host in enumerate(bed.hosts):
             process = _start(host, number == 0, head, Path(directory))
             nodes.callback(_stop, process)
@@ -55,25 +56,15 @@ def ray_nodes(bed: Testbed) -> Iterator[RayHead]:
 
 
 def _start(host: BedHost, is_head: bool, head: RayHead, directory: Path) -> subprocess.Popen[bytes]:
-    role = [
-        "--head",
-        "--port",
-        str(HEAD_PORT),
-        "--include-dashboard",
-        "false",
-        "--temp-dir",
-        str(directory),
-    ]
-    where = role if is_head else ["--address", head.address]
-    room = ["--num-cpus", str(host.devices), "--object-store-memory", str(OBJECT_STORE_BYTES)]
-    ray = [
-        sys.executable,
-        "-P",
-        "-m",
-        "ray.scripts.scripts",
-    ]  # -P: a file in the user's directory is not taken for one of its modules
+    port = ("--head", "--port", str(HEAD_PORT))
+    role = [*port, "--include-dashboard", "false", "--temp-dir", str(directory)]
+    if not is_head:
+        role = ["--address", head.address]
+    resources = ["--num-cpus", str(host.devices), "--object-store-memory", str(OBJECT_STORE_BYTES)]
+    # -P: import nothing from the user's directory
+    ray = [sys.executable, "-P", "-m", "ray.scripts.scripts"]
     words = [*ray, "start", "--block", "--disable-usage-stats", "--node-ip-address", host.address]
-    # What a Ray cluster of this process's past (a loopback one, say) was told does not hold for this one.
+    # Settings of this process's earlier Ray clusters do not hold for this one.
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     environment = inherited | {
         "RAY_AUTH_MODE": "token",
@@ -82,18 +73,18 @@ def _start(host: BedHost, is_head: bool, head: RayHead, directory: Path) -> subp
     }
     with _log(directory, host).open("wb") as log:
         return subprocess.Popen(
-            [*words_inside(host.namespace), *words, *where, *room],
+            [*words_inside(host.namespace), *words, *role, *resources],
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C is for the driver, which stops the nodes in its own order
+            start_new_session=True,  # Ctrl-C is for the driver, which stops the nodes in order
             preexec_fn=_end_with_parent,
         )
 
 
 def _end_with_parent() -> None:
-    """`ray start --block` takes its node down when it is terminated: also where the driver is killed by kill -9."""
+    """Let `ray start --block` end its node when the driver dies, even by kill -9."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
@@ -103,21 +94,20 @@ def _log(directory: Path, host: BedHost) -> Path:
 
 def _await(host: BedHost, process: subprocess.Popen[bytes], log: Path) -> None:
     deadline_s = time.monotonic() + START_TIMEOUT_S
-    while _STARTED not in (said := log.read_text(encoding="utf-8", errors="replace")):
+    while _STARTED not in (output := log.read_text(encoding="utf-8", errors="replace")):
         if process.poll() is not None or time.monotonic() > deadline_s:
-            ended = process.returncode is not None
-            why = (
-                f"ended with status {process.returncode}"
-                if ended
-                else f"is not up after {START_TIMEOUT_S:.0f} s"
+            problem = f"is not up after {START_TIMEOUT_S:.0f} s"
+            if process.returncode is not None:
+                problem = f"ended with status {process.returncode}"
+            tail = output[-LOG_TAIL_CHARACTERS:].strip() or "nothing"
+            raise LaunchError(
+                f"the Ray node of testbed host {host.name!r} {problem}; its output: {tail}"
             )
-            tail = said[-LOG_TAIL_CHARACTERS:].strip() or "nothing"
-            raise LaunchError(f"the Ray node of testbed host {host.name!r} {why}; it said: {tail}")
         time.sleep(POLL_S)
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """Politely, then by force. What is left is ended with the testbed's namespaces, and an error there if it cannot be ended at all."""
+    """Stop by SIGTERM, then by SIGKILL. The testbed's removal ends what is left, or raises."""
     process.terminate()
     try:
         process.wait(STOP_TIMEOUT_S)

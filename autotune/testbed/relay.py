@@ -1,9 +1,10 @@
-"""The user-space switch of a testbed, a process of its own: `python -m autotune.testbed.relay < orders.json`.
+"""The user-space switch of a testbed: `python -m autotune.testbed.relay < orders.json`.
 
-Each host's interface is a TAP device that this process holds the other end of. Frames come with a virtio header and offloads on, so a
-GSO frame of 64 KiB is one read and one write. What is done with a frame is in `forwarding`; this is the waiting and the devices.
-When the devices exist it goes on in the background, and the process that was started prints the background's id and ends. The relay
-ends when its owner dies, when a device is gone (its testbed was taken down) or by a signal.
+Each host's interface is a TAP device, and this process holds its other end. Frames come with a
+virtio header and offloads on, so a GSO frame of 64 KiB is one read and one write. `forwarding`
+decides about frames; this module waits and handles the devices. When the devices exist, the relay
+continues in the background. The process that was started prints the background's id and ends. The
+relay ends when its owner dies, when a device is gone (the testbed was removed) or by a signal.
 """
 
 from __future__ import annotations
@@ -23,33 +24,34 @@ from pathlib import Path
 from autotune.parsing import parse, parse_json
 from autotune.testbed.build import port
 from autotune.testbed.forwarding import Forwarding, Paths
-from autotune.testbed.processes import Process
+from autotune.testbed.machine import Process
 
 TUN = Path("/dev/net/tun")
-TUNSETIFF, TUNSETOFFLOAD = 0x400454CA, 0x400454D0  # linux/if_tun.h
-IFF_TAP, IFF_NO_PI, IFF_VNET_HDR = 0x0002, 0x1000, 0x4000
+TUNSETIFF = 0x400454CA  # linux/if_tun.h
+TUNSETOFFLOAD = 0x400454D0
+IFF_TAP = 0x0002
+IFF_NO_PI = 0x1000
+IFF_VNET_HDR = 0x4000
 OFFLOADS = 0x01 | 0x02 | 0x04 | 0x08  # checksums, TSO for IPv4 and IPv6, TSO with ECN
 PR_SET_TIMERSLACK = 29
 
 PRIORITY = 20
-"""Round-robin priority: above the emulated ranks, which run at 1, as the network of a real cluster takes none of their turns."""
+"""Round-robin priority: above the ranks' 1, as a real network does not compete with them."""
 
 FRAME_BYTES = 65536 + 64
 FRAMES_PER_TURN = 16
 
 COPY_S = 40e-6
-"""What a frame's way through two devices and this process takes, without the waking up; measured at 0.5, 2 and 5 ms."""
-
+"""Time of a frame through two devices and this process, without waking up; measured at 0.5, 2, 5 ms."""
 LATEST_S = 150e-6
-"""A timer later than this met a disturbance of the machine, which is no habit to learn."""
-
+"""A timer later than this met a disturbance of the machine, which is not learned."""
 HABIT = 1 / 32
 """Weight of the newest wake-up in the mean lateness."""
 
 
 @dataclass(frozen=True)
 class Orders:
-    """What the relay is told on its standard input, as JSON."""
+    """The relay's standard input, as JSON."""
 
     __pydantic_config__ = {"extra": "forbid"}
 
@@ -67,21 +69,18 @@ def main() -> int:
         return 0
     nothing = os.open(os.devnull, os.O_RDWR)
     for descriptor in (sys.stdin.fileno(), sys.stdout.fileno()):
-        os.dup2(nothing, descriptor)  # whoever reads them is not kept waiting
-    gc.disable()  # nothing here makes cycles, and a collection would delay frames
+        os.dup2(nothing, descriptor)  # their readers must not wait
+    gc.disable()  # there are no cycles here, and a collection would delay frames
     _relay(Forwarding(orders.paths), taps, owner)
     return 0
 
 
 def open_tap(name: str) -> int:
-    """A TAP device of this name in the namespace of the calling thread; returns its file descriptor."""
+    """Open a TAP device in the calling thread's namespace; return its file descriptor."""
     tap = os.open(TUN, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
-        fcntl.ioctl(
-            tap,
-            TUNSETIFF,
-            struct.pack("16sH22x", name.encode(), IFF_TAP | IFF_NO_PI | IFF_VNET_HDR),
-        )
+        request = struct.pack("16sH22x", name.encode(), IFF_TAP | IFF_NO_PI | IFF_VNET_HDR)
+        fcntl.ioctl(tap, TUNSETIFF, request)
         fcntl.ioctl(tap, TUNSETOFFLOAD, OFFLOADS)
     except OSError:
         os.close(tap)
@@ -90,27 +89,27 @@ def open_tap(name: str) -> int:
 
 
 def _run_first() -> None:
-    """Round-robin where permitted; elsewhere at least without the kernel's 50 us of timer slack."""
+    """Take round-robin scheduling if permitted, and drop the kernel's 50 us of timer slack."""
     with suppress(PermissionError):
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(PRIORITY))
     ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, ctypes.c_ulong(1), 0, 0, 0)
 
 
 def _watch(owner: Process | None) -> int | None:
-    """A descriptor that becomes readable when the owner ends. An owner that is gone already is an error."""
+    """A descriptor that becomes readable when the owner ends; raises if it is gone already."""
     if owner is None:
         return None
     descriptor = os.pidfd_open(owner.pid)
-    if not owner.alive:  # the descriptor holds the id, so this is about the process that it names
+    if not owner.alive:  # the descriptor keeps the id from becoming another's
         raise ProcessLookupError(f"the owner, process {owner.pid}, is gone")
     return descriptor
 
 
 def _relay(forwarding: Forwarding, taps: list[int], owner: int | None) -> None:
-    """Frames leave `ahead` seconds before they are due: waking up for a frame, and then for its time, takes as long again.
+    """Send frames `ahead` seconds before they are due.
 
-    How long depends on the machine (5 us to 100 us), so it is learned from how late the timers come. One shift for all frames
-    keeps their order, whatever is learned.
+    Waking up for a frame and for its time is late twice. The lateness depends on the machine (5 us
+    to 100 us), so it is learned from the timers. One shift for all frames keeps their order.
     """
     hosts = {tap: index for index, tap in enumerate(taps)}
     watched = [*taps, owner] if owner is not None else taps
@@ -125,13 +124,14 @@ def _relay(forwarding: Forwarding, taps: list[int], owner: int | None) -> None:
         if owner in readable or not _take_frames(forwarding, readable, hosts):
             return
         for target, frame in forwarding.due(monotonic() + ahead):
-            # EIO: the target's interface is not up yet. EINVAL: a frame that the kernel does not accept. Networks lose such frames.
+            # EIO: the target's interface is not up yet. EINVAL: the kernel does not accept the frame.
+            # Networks lose such frames.
             with suppress(OSError):
                 os.write(taps[target], frame)
 
 
 def _take_frames(forwarding: Forwarding, readable: list[int], hosts: dict[int, int]) -> bool:
-    """Read what the hosts sent, a few frames each, so that nobody waits long; False: a device is gone."""
+    """Read a few frames of each host, so that none waits long; False: a device is gone."""
     monotonic, take = time.monotonic, forwarding.take
     for tap in readable:
         source = hosts[tap]

@@ -28,9 +28,7 @@ from autotune.testbed import bed
 from autotune.testbed.build import delete_namespace
 from autotune.testbed.capabilities import TRIAL_THREAD, capabilities
 from autotune.testbed.layout import Method
-from autotune.testbed.namespaces import inode
-from autotune.testbed.processes import Process
-from autotune.testbed.shell import attempt, run
+from autotune.testbed.machine import Process, attempt, inode, run
 from autotune.testbed.state import States
 
 ABLE = capabilities()
@@ -282,7 +280,7 @@ def test_a_termination_while_up_makes_a_testbed_undoes_it_and_speaks_of_no_job(
 
 
 def test_trials_that_take_too_long_are_told_and_not_waited_for() -> None:
-    able = capabilities(patience_s=0.0)
+    able = capabilities(timeout_s=0.0)
     assert not able.possible and "an answer in time (the trials took more than 0 s)" in able.message
     assert ends(lambda: all(thread.name != TRIAL_THREAD for thread in threading.enumerate()))
 
