@@ -1,1 +1,1 @@
-"""Emulated clusters on one Linux machine: namespaces as hosts, links with stated rates and latencies."""
+"""Emulated clusters on one Linux machine, with namespaces as hosts and shaped links."""

@@ -226,8 +226,8 @@ def _refuse_names_in_use(states: States, layout: Layout) -> None:
     for namespace in layout.namespaces:
         if inode(namespace) is not None:
             raise InvalidInput(
-                f"the namespace {namespace!r} exists, but no record in {states.directory} names it, "
-                "so it is left alone; choose another --name, or remove it by "
+                f"the namespace {namespace!r} exists, but no record in {states.directory} names "
+                "it, so it is left alone; choose another --name, or remove it by "
                 f"`ip netns delete {namespace}`"
             )
 

@@ -78,7 +78,10 @@ def port(index: int) -> str:
 
 
 def network_commands(layout: Layout) -> list[Command]:
-    """All commands inside the existing namespaces. The relay, if any, has opened its TAP devices."""
+    """All commands inside the existing namespaces.
+
+    The relay, if any, has opened its TAP devices.
+    """
     relayed = layout.method is Method.RELAY
     commands = [_ip(layout.switch, "link set lo up")]
     if not relayed:
@@ -90,7 +93,8 @@ def network_commands(layout: Layout) -> list[Command]:
         host.devices * window for host, window in zip(layout.hosts, windows, strict=True)
     )
     for index, host in enumerate(layout.hosts):
-        # A real host does not lose its own frames: its queue holds all that the windows of the others permit.
+        # A real host does not lose its own frames: its queue holds all that the windows of the
+        # others permit.
         received = all_windows - host.devices * windows[index]
         least_queue_bytes = round(host.devices * received * GROUPS * WINDOW_MARGIN)
         commands += _tap(layout, index) if relayed else _veth(layout, index)
@@ -118,7 +122,7 @@ def network_commands(layout: Layout) -> list[Command]:
 
 @dataclass(frozen=True)
 class Branch:
-    """Traffic from or to one address with a class of its own; `match`: u32's name of the address."""
+    """Traffic of one address with a class of its own; `match`: u32's name of the address field."""
 
     match: str
     address: str
@@ -140,7 +144,7 @@ class Shaper:
     def commands(
         self, link_bytes_per_s: float, branches: Sequence[Branch] = (), delay_s: float = 0.0
     ) -> list[Command]:
-        """Class 1:1 has the interface's rate; 1:2 (no branch matched) and the slower branches share it.
+        """Class 1:1 has the interface's rate; the default class and slower branches share it.
 
         A child's guaranteed rate is an equal share, because htb lets children send their guaranteed
         rates even if their sum exceeds the parent's. Up to their ceilings they borrow.
@@ -168,7 +172,7 @@ class Shaper:
         return commands
 
     def _queues(self) -> dict[int, str]:
-        """u32's match of the target address's last part, by class id; equal low bits share a queue."""
+        """u32's match of the target address, by class id; equal low bits share a queue."""
         low_bits = sorted({int(address.rpartition(".")[2]) % MOST_QUEUES for address in self.peers})
         return {
             name: f"match u8 {bits:#x} {MOST_QUEUES - 1:#x} at 19"
@@ -240,7 +244,7 @@ def _outward(layout: Layout, index: int) -> list[Branch]:
 
 
 def _inward(layout: Layout, index: int) -> list[Branch]:
-    """Classes on the switch's port: only traffic with a dedicated link bypasses the interface's rate."""
+    """Classes on the switch's port: dedicated links bypass the interface's rate."""
     branches = []
     for source in range(len(layout.hosts)):
         # both directions of a pair are equal
@@ -269,7 +273,7 @@ def _tap(layout: Layout, index: int) -> list[Command]:
 
 
 def window_bytes(layout: Layout, index: int) -> int:
-    """TCP window of each connection towards a host: all windows together just fill the host's queue.
+    """TCP window of connections towards a host: all of them together just fill the host's queue.
 
     Every two devices have a connection in each of the process groups that carry data. A loss at the
     end of a message would cost a random wait of many times the link's latency: the same all-reduce

@@ -27,7 +27,10 @@ TRIALS_TIMEOUT_S = 120.0
 
 @dataclass(frozen=True)
 class Capability:
-    """`reason`: why it is missing, or "". `needed`: there is no testbed without it. `gives`: its use."""
+    """`reason`: why it is missing, or "". `needed`: there is no testbed without it.
+
+    `gives`: its use.
+    """
 
     name: str
     needed: bool
@@ -82,7 +85,8 @@ class Capabilities:
 def capabilities(timeout_s: float = TRIALS_TIMEOUT_S) -> Capabilities:
     """Try everything in about 0.1 s, without changes. Missing rights are missing capabilities.
 
-    If the trials exceed the timeout, return the capabilities so far; "an answer in time" is missing.
+    If the trials exceed the timeout, return the capabilities so far; "an answer in time" is
+    missing.
     """
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
     reason = f"{' and '.join(missing)} not found; install iproute2" if missing else ""

@@ -78,7 +78,10 @@ class Lane:
 
 @dataclass(frozen=True)
 class HostLayout:
-    """One host. `inner_bytes_per_s`: 0 for an unshaped loopback. Lanes override `added_latency_s`."""
+    """One host. `inner_bytes_per_s`: 0 for an unshaped loopback.
+
+    Lanes override `added_latency_s`.
+    """
 
     __pydantic_config__ = {"extra": "forbid"}
 
@@ -181,7 +184,7 @@ def checked_name(name: str) -> str:
 
 
 def safe_name(text: str) -> str:
-    """`text` as part of a namespace's name; a shortened text gets a hash, so that it stays unique."""
+    """`text` as part of a namespace's name; a shortened text gets a hash."""
     plain = re.sub(r"[^A-Za-z0-9-]+", "-", text).strip("-") or "host"
     return plain if len(plain) <= 32 else f"{plain[:23]}-{content_id('', text)[1:9]}"
 
@@ -210,7 +213,7 @@ def mac(index: int) -> str:
 
 
 def _added_latencies(cluster: Cluster) -> dict[tuple[int, int], float]:
-    """Seconds to add per pair of host indices: the cluster's latency, or 0 below `OWN_LATENCY_S`."""
+    """Seconds to add per pair of hosts: the cluster's latency, or 0 up to `OWN_LATENCY_S`."""
     first, total = [], 0
     for host in cluster.hosts:
         first.append(total)
@@ -290,7 +293,8 @@ def _refuse_unclassifiable(hosts: tuple[HostLayout, ...], means: Means) -> None:
         for lane in host.lanes:
             if lane.dedicated and not means.filters:
                 raise EmulationUnavailable(
-                    f"the link {host.name!r} - {hosts[lane.to].name!r} is faster than the interface "
+                    f"the link {host.name!r} - {hosts[lane.to].name!r} is faster than the "
+                    "interface "
                     f"of {host.name!r}, which needs tc's u32 filter, but this kernel has none; "
                     "give the pair at most the interface's bandwidth"
                 )
@@ -308,7 +312,8 @@ def _notes(hosts: tuple[HostLayout, ...], method: Method) -> tuple[str, ...]:
     if fast:
         through = "the relay" if method is Method.RELAY else "one machine"
         notes.append(
-            f"links of {', '.join(fast)} are faster than the {limit * 8e-9:g} Gbit/s that {through} "
+            f"links of {', '.join(fast)} are faster than the {limit * 8e-9:g} Gbit/s that "
+            f"{through} "
             "was measured to carry; use --byte-scale to divide rates and bytes"
         )
     if total > BYTES_PER_S_OF_A_CORE:

@@ -190,7 +190,10 @@ def end_all_inside(namespaces: Collection[int]) -> None:
 
 
 def _signal(pid: int, namespaces: Collection[int], number: int) -> None:
-    """Signal the process if it still is inside. A descriptor keeps its id from becoming another's."""
+    """Signal the process if it still is inside.
+
+    A descriptor keeps its id from becoming another's.
+    """
     with suppress(OSError):
         descriptor = os.pidfd_open(pid)
         try:

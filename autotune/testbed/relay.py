@@ -42,7 +42,10 @@ FRAME_BYTES = 65536 + 64
 FRAMES_PER_TURN = 16
 
 COPY_S = 40e-6
-"""Time of a frame through two devices and this process, without waking up; measured at 0.5, 2, 5 ms."""
+"""Time of a frame through two devices and this process, without waking up.
+
+Measured at 0.5, 2 and 5 ms.
+"""
 LATEST_S = 150e-6
 """A timer later than this met a disturbance of the machine, which is not learned."""
 HABIT = 1 / 32
@@ -124,7 +127,8 @@ def _relay(forwarding: Forwarding, taps: list[int], owner: int | None) -> None:
         if owner in readable or not _take_frames(forwarding, readable, hosts):
             return
         for target, frame in forwarding.due(monotonic() + ahead):
-            # EIO: the target's interface is not up yet. EINVAL: the kernel does not accept the frame.
+            # EIO: the target's interface is not up yet. EINVAL: the kernel does not accept the
+            # frame.
             # Networks lose such frames.
             with suppress(OSError):
                 os.write(taps[target], frame)

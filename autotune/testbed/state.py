@@ -32,7 +32,8 @@ SCHEMA = 3
 LOCK_TIMEOUT_S = 60.0
 SCRATCH_PREFIX = "autotune."
 LONGEST_SCRATCH_BYTES = 32
-"""A Unix socket's path has at most 107 bytes. Ray and a directory of `ray_nodes` take 75 of them."""
+"""A Unix socket's path has at most 107 bytes. Ray and a directory of `ray_nodes` take 75 of
+them."""
 
 
 @dataclass(frozen=True)
