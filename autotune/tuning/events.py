@@ -1,6 +1,7 @@
-"""The events of a job, in the order in which they happened: the whole state is a fold over them.
+"""The events of a job in order; the whole state of the job is a fold over them.
 
-`elapsed_s` is the tuning time of the job when the event was recorded; it goes on counting after a resume.
+`elapsed_s` is the tuning time of the job when the event was recorded. A resumed job continues it.
+A rank's measurement keeps one type from the rank to the report: `records.Measured` or `Failed`.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from autotune.workload import Workload
 
 @dataclass(frozen=True)
 class Proposal:
-    """A strategy worth a trial. `origin` says where it came from (a builder's name, "sampled", "mutated", ...)."""
+    """A strategy worth a trial. `origin` is a builder's name, "sampled", "mutated", ..."""
 
     __pydantic_config__ = {"extra": "forbid"}
 
@@ -40,9 +41,9 @@ class Proposal:
 
 @dataclass(frozen=True)
 class Profiled:
-    """What one replica does and what the links cost, measured on the running script.
+    """The workload of one replica and the costs of the links, measured on the running script.
 
-    `cross_step_refused`: why this script cannot synchronize across steps; empty where it can.
+    `cross_step_refused`: why this script cannot synchronize across steps; empty if it can.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -55,17 +56,14 @@ class Profiled:
 
     @property
     def limits(self) -> str:
-        """For people: what the script keeps from being tried; empty where it keeps nothing."""
-        return (
-            f"synchronization cannot cross the step: {self.cross_step_refused}"
-            if self.cross_step_refused
-            else ""
-        )
+        """The strategies that this script rules out, for people; empty if there are none."""
+        reason = self.cross_step_refused
+        return f"synchronization cannot cross the step: {reason}" if reason else ""
 
 
 @dataclass(frozen=True)
 class Proposed:
-    """One round of proposals: `considered` strategies were scored by `ranker`, chosen because of `reason`."""
+    """A round of proposals. `ranker` scored `considered` strategies; `reason`: why this ranker."""
 
     __pydantic_config__ = {"extra": "forbid"}
 
@@ -80,7 +78,10 @@ class Proposed:
 
 @dataclass(frozen=True)
 class TrialFinished:
-    """`plan_id` is None for the current setup. `conditions` are the job's, so that a trial taken out of its job still tells."""
+    """A trial and its outcome. `plan_id` is None for the current setup.
+
+    `conditions` repeat the job's, so that a single trial states its own.
+    """
 
     __pydantic_config__ = {"extra": "forbid"}
 
@@ -92,17 +93,17 @@ class TrialFinished:
 
     @cached_property
     def interval(self) -> Interval | None:
-        """Of the median step time; None for a failure and where the steps were too few to tell."""
+        """Interval of the median step time; None for a failure or too few steps."""
         return trial_interval(self.outcome) if isinstance(self.outcome, Measured) else None
 
     @property
     def refused(self) -> bool:
-        """No step was made: the ranks could not enact the strategy."""
+        """Whether the ranks could not enact the strategy, so that no step ran."""
         return isinstance(self.outcome, Failed) and self.outcome.kind is FailureKind.REFUSED
 
     @cached_property
     def unsteady(self) -> bool:
-        """The machine changed while it ran, as its own steps tell."""
+        """Whether the trial's own steps show that the machine changed."""
         return isinstance(self.outcome, Measured) and changed_within(self.outcome)
 
 
@@ -116,7 +117,7 @@ _KINDS: dict[str, type[Profiled] | type[Proposed] | type[TrialFinished]] = {
 
 
 def event_to_data(event: Event) -> dict[str, Any]:
-    """JSON types, with the kind beside the fields."""
+    """The event as JSON types, with its kind as a further key."""
     kind = next(name for name, cls in _KINDS.items() if isinstance(event, cls))
     return {"kind": kind, **to_data(event)}
 

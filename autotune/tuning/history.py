@@ -1,4 +1,4 @@
-"""The state of a job: a fold over its events, and what can be read off them."""
+"""The state of a job: a fold over its events, and figures derived from them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from autotune.tuning.events import Event, Profiled, Proposal, Proposed, TrialFin
 from autotune.tuning.statistics import neighbour_noise, reference_tolerance
 
 LEAST_NOISE = 0.01
-"""Two medians closer than this are not told apart, however quiet the references were."""
+"""Two medians closer than this count as equal, however quiet the references were."""
 SMALLEST_SPREAD = 4
-"""References below which their spread says nothing."""
+"""Number of references from which on their spread is meaningful."""
 
 
 @dataclass(frozen=True)
 class History:
-    """All events of a job. `deviation` is the job's tolerance for the reference (relative)."""
+    """All events of a job. `deviation` is the job's relative tolerance for the reference."""
 
     events: tuple[Event, ...]
     deviation: float
@@ -67,26 +67,41 @@ class History:
     def trials(self) -> tuple[TrialFinished, ...]:
         return tuple(event for event in self.events if isinstance(event, TrialFinished))
 
+    def of_role(self, role: Role) -> tuple[TrialFinished, ...]:
+        return tuple(trial for trial in self.trials if trial.request.role is role)
+
+    @cached_property
+    def candidates(self) -> tuple[TrialFinished, ...]:
+        return self.of_role(Role.CANDIDATE)
+
+    @cached_property
+    def ab_trials(self) -> tuple[TrialFinished, ...]:
+        return self.of_role(Role.AB)
+
+    @cached_property
+    def refused(self) -> tuple[TrialFinished, ...]:
+        """The candidate trials that the ranks refused."""
+        return tuple(trial for trial in self.candidates if trial.refused)
+
     @cached_property
     def proposals(self) -> dict[str, Proposal]:
-        """Every proposed strategy by its id, first proposal first."""
-        found: dict[str, Proposal] = {}
+        """Every proposed strategy by its id, in the order of the first proposals."""
+        by_id: dict[str, Proposal] = {}
         for proposed in self.rounds:
             for proposal in proposed.proposals:
-                found.setdefault(proposal.strategy.id, proposal)
-        return found
+                by_id.setdefault(proposal.strategy.id, proposal)
+        return by_id
 
-    def conditions(self, wanted: Conditions) -> Conditions:
-        """Under which the trials were taken; `wanted`, the job's, before there is any.
+    def conditions(self, requested: Conditions) -> Conditions:
+        """The conditions of the trials; `requested`, the job's own, before the first trial.
 
-        Round-robin scheduling counts only where every trial had it: a restarted script may not have been given it again.
+        Round-robin scheduling counts only if every trial had it: a restarted script may not get it
+        again.
         """
         if not self.trials:
-            return wanted
-        return replace(
-            self.trials[-1].conditions,
-            round_robin=all(trial.conditions.round_robin for trial in self.trials),
-        )
+            return requested
+        round_robin = all(trial.conditions.round_robin for trial in self.trials)
+        return replace(self.trials[-1].conditions, round_robin=round_robin)
 
     @property
     def elapsed_s(self) -> float:
@@ -95,13 +110,18 @@ class History:
     @cached_property
     def references(self) -> tuple[tuple[int, float], ...]:
         """(trial number, median step time) of every measured reference, in order."""
-        found = [trial for trial in self.trials if trial.request.role is Role.REFERENCE]
         return tuple(
-            (t.request.number, t.outcome.median_s) for t in found if isinstance(t.outcome, Measured)
+            (trial.request.number, trial.outcome.median_s)
+            for trial in self.of_role(Role.REFERENCE)
+            if isinstance(trial.outcome, Measured)
         )
 
+    @property
+    def _reference_times_s(self) -> list[float]:
+        return [median_s for _, median_s in self.references]
+
     def bracket_s(self, number: int) -> tuple[float | None, float | None]:
-        """Median step time of the current setup right before and right after a trial; None where there was none (yet)."""
+        """Median step time of the references before and after a trial; None if there is none."""
         at = bisect(self.references, (number, 0.0))
         before = self.references[at - 1][1] if at > 0 else None
         after = self.references[at][1] if at < len(self.references) else None
@@ -109,50 +129,43 @@ class History:
 
     @cached_property
     def tolerance(self) -> float:
-        """How far (relative) two neighbouring references may differ: `deviation`, or less where they agree better."""
-        return reference_tolerance([median_s for _, median_s in self.references], self.deviation)
+        """Maximum relative difference of two neighbouring references on a steady machine.
+
+        It is `deviation`, or less if the references agree better.
+        """
+        return reference_tolerance(self._reference_times_s, self.deviation)
 
     @cached_property
     def disturbed(self) -> frozenset[int]:
-        """Numbers of the candidate trials during which the machine changed, or between two references that differ by too much.
+        """Numbers of the candidate trials during which the machine changed.
 
-        There the machine changed, at a moment that nobody knows. A machine that is slower for long enough disturbs
-        nothing once it stays so: its trials are compared with the references around them, see `measured_s`.
+        Either the trial's own steps show the change, or the two references around it differ by
+        more than the tolerance; then the moment is unknown. A machine that is slower for long
+        disturbs no trial once it is steady: see `measured_s`.
         """
         marked = set()
         for trial in self.candidates:
             before, after = self.bracket_s(trial.request.number)
-            moved = (
-                before is not None
-                and after is not None
-                and max(before, after) > (1 + self.tolerance) * min(before, after)
-            )
-            if moved or trial.unsteady:
+            changed = trial.unsteady
+            if before is not None and after is not None:
+                changed |= max(before, after) > (1 + self.tolerance) * min(before, after)
+            if changed:
                 marked.add(trial.request.number)
         return frozenset(marked)
 
     @cached_property
     def repeated(self) -> int:
-        """Disturbed trials that were followed by another one of their strategy in the search."""
+        """Number of trials in the search that repeat a disturbed one."""
         return sum(
             trial.request.attempt > 0 and trial.request.round < len(self.rounds)
             for trial in self.candidates
         )
 
-    @cached_property
-    def candidates(self) -> tuple[TrialFinished, ...]:
-        return tuple(trial for trial in self.trials if trial.request.role is Role.CANDIDATE)
-
-    @cached_property
-    def refused(self) -> tuple[TrialFinished, ...]:
-        """The candidate trials that the ranks refused."""
-        return tuple(trial for trial in self.candidates if trial.refused)
-
     def steady_s(self, trial: TrialFinished) -> float:
-        """A measured trial's median step time as it would be on the machine's usual speed.
+        """A measured trial's median step time, corrected to the machine's usual speed.
 
-        The time is divided by the mean of the references around it and multiplied by the median of all references:
-        other tenants of a machine come and go for minutes and slow the references as they slow the trial.
+        The time is divided by the mean of the references around it and multiplied by the median of
+        all references. Other tenants of a machine slow trials and references equally.
         """
         assert isinstance(trial.outcome, Measured)
         around = [value for value in self.bracket_s(trial.request.number) if value is not None]
@@ -162,56 +175,50 @@ class History:
 
     @cached_property
     def measured_s(self) -> dict[str, float]:
-        """Strategy id -> median of `steady_s` over its undisturbed trials (over all, if every one was disturbed).
+        """Strategy id -> median of `steady_s` over its undisturbed trials.
 
-        Trials of the closing comparison are not among them: they are taken in blocks beside the current setup.
+        If every trial was disturbed, over all of them. Blocks of the closing comparison do not
+        count: they are compared with their neighbouring blocks of the current setup.
         """
-        good: dict[str, list[float]] = {}
-        noisy: dict[str, list[float]] = {}
+        steady: dict[str, list[float]] = {}
+        disturbed: dict[str, list[float]] = {}
         for trial in self.candidates:
             if isinstance(trial.outcome, Measured):
-                target = noisy if trial.request.number in self.disturbed else good
+                target = disturbed if trial.request.number in self.disturbed else steady
                 target.setdefault(trial.request.strategy_id, []).append(self.steady_s(trial))
-        return {key: float(np.median(values)) for key, values in {**noisy, **good}.items()}
+        return {key: float(np.median(times)) for key, times in {**disturbed, **steady}.items()}
 
     @cached_property
     def failed(self) -> dict[str, TrialFinished]:
         """Strategy id -> its failed trial."""
-        return {
-            t.request.strategy_id: t for t in self.trials if not isinstance(t.outcome, Measured)
-        }
+        failures = (trial for trial in self.trials if not isinstance(trial.outcome, Measured))
+        return {trial.request.strategy_id: trial for trial in failures}
 
     @cached_property
     def reference_s(self) -> float | None:
         """Median step time of the current setup over all its reference trials."""
-        return (
-            float(np.median([median_s for _, median_s in self.references]))
-            if self.references
-            else None
-        )
+        return float(np.median(self._reference_times_s)) if self.references else None
 
     @cached_property
     def noise(self) -> float:
-        """Relative standard deviation of a trial's median step time on a steady machine, at least `LEAST_NOISE`."""
+        """Relative standard deviation of a trial median on a steady machine, or `LEAST_NOISE`."""
         return max(LEAST_NOISE, self.reference_noise or 0.0)
 
     @cached_property
     def reference_noise(self) -> float | None:
-        """What the references themselves say of it; None where they are too few."""
+        """The noise that the references show; None if there are too few."""
         if len(self.references) < SMALLEST_SPREAD:
             return None
-        return neighbour_noise([median_s for _, median_s in self.references])
+        return neighbour_noise(self._reference_times_s)
 
     @property
     def quality(self) -> str:
-        """For people: how good the measurements of the search were."""
+        """The quality of the search's measurements, for people."""
         noise = "unknown" if self.reference_noise is None else f"{self.reference_noise:.1%}"
-        disturbed = f"{len(self.disturbed)} of {len(self.candidates)} trials disturbed, {self.repeated} repeated"
-        return f"noise between runs of the current setup {noise}, {disturbed}"
-
-    @cached_property
-    def ab_trials(self) -> tuple[TrialFinished, ...]:
-        return tuple(trial for trial in self.trials if trial.request.role is Role.AB)
+        return (
+            f"noise between runs of the current setup {noise}, {len(self.disturbed)} of "
+            f"{len(self.candidates)} trials disturbed, {self.repeated} repeated"
+        )
 
     def ranking(self) -> list[tuple[str, float]]:
         """(strategy id, median step time), fastest first, without strategies that ever failed."""

@@ -20,7 +20,7 @@ from autotune.workload import Workload
 
 
 class Search(StrEnum):
-    """How candidates are proposed; all but AUTOSYNC are baselines or ablations (AutoSync sec. 5)."""
+    """How candidates are proposed; all but AUTOSYNC are baselines (AutoSync sec. 5)."""
 
     AUTOSYNC = "autosync"  # sample, rank by trained simulators, diverse top-K
     NO_SIMULATOR = "no-simulator"  # AutoSync(-s): constraints and diversity, no prediction

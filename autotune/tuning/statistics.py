@@ -1,6 +1,6 @@
-"""Statistics of step times: how precisely a median is known, when to stop measuring, what was disturbed, which side is faster.
+"""Statistics of step times: intervals of medians, stopping rules, disturbances, comparisons.
 
-Pure functions of what was measured; the tuner and the runtime ask the same ones.
+Pure functions of measurements. The tuner and the world use the same ones.
 
 symbol   meaning                                                            unit
 x        step times of a trial on the rank that was slowest in each, (n,)   s
@@ -24,33 +24,33 @@ from autotune.records import Comparison, Measured, Stopped, TrialRequest
 from autotune.rng import generator
 
 CONFIDENCE = 0.95
-"""Of the interval of a trial's median step time."""
+"""Confidence of the interval of a trial's median step time."""
 RESAMPLES = 1000
 NORMAL_MEDIAN = 0.6745
-"""The median of |z| of a standard normal z: turns a median of absolute values into a standard deviation."""
+"""Median of |z| for a standard normal z: median of absolute values -> standard deviation."""
 MEDIAN_ERROR = 1.2533
 """Standard error of the median of n normal values is sqrt(pi / 2) standard deviations / sqrt(n)."""
 LARGEST_CORRELATION = 0.8
-"""More correlated steps than this are not measured any better by more steps; it also bounds the factor for short trials."""
+"""Upper bound of the correlation, which bounds the widening of the interval of short trials."""
 SMALLEST_CHANGE = 0.05
-"""A change of the machine within a trial that is smaller (relative) leaves the trial's median useful."""
+"""Smallest relative change of the machine within a trial that spoils the trial's median."""
 CHANGE_FACTOR = 6.0
-"""So many standard errors: below 2 % false alarms also where steps are correlated (AR(1), 0.5) or heavy-tailed."""
+"""Standard errors of a change: below 2 % false alarms, also for AR(1) 0.5 and heavy tails."""
 SHORTEST_WINDOW = 3
-"""Steps that a change must last; a single slow step does not move the median of three."""
+"""Minimum length of a change in steps; one slow step does not move the median of three."""
 HALF_NORMAL = 0.603
 """Standard deviation of |z| of a standard normal z, sqrt(1 - 2 / pi)."""
 LEAST_DEVIATION = 0.02
-"""References that agree this well never mark the trials between them, however quiet the machine is."""
+"""Lower bound of the tolerance of references, however quiet the machine is."""
 ENOUGH_REFERENCES = 6
-"""Until then their spread is too uncertain to tighten the tolerance by it."""
+"""Number of references from which on their spread tightens the tolerance."""
 DEVIATION_FACTOR = 3.0
-"""Standard deviations of the difference of two references: up to 2 % of the pairs on a steady machine are further apart."""
+"""Standard deviations of the difference of two references: up to 2 % false alarms."""
 
 
 @dataclass(frozen=True)
 class Interval:
-    """Where the median lies, with its confidence. `low` is never below 0: times are positive."""
+    """An interval of a median. `low` is at least 0: times are positive."""
 
     middle: float
     low: float
@@ -64,20 +64,22 @@ class Interval:
 
 
 def fewest_values(confidence: float) -> int:
-    """Values, or pairs, below which not even the smallest to the largest is an interval: 2^(1 - n) <= 1 - confidence."""
+    """Smallest n whose range (smallest to largest) is an interval: 2^(1 - n) <= 1 - confidence."""
     return math.ceil(1 - math.log2(1 - confidence))
 
 
 def median_interval(
     values: Sequence[float] | FloatArray, confidence: float = CONFIDENCE, seed: int = 0
 ) -> Interval | None:
-    """Bootstrap interval of the median of successive step times, shape (n,); None below `fewest_values`.
+    """Bootstrap interval of the median of step times, shape (n,); None below `fewest_values`.
 
-    Percentiles of the medians of resampled steps. Two corrections keep it honest for a few, dependent steps:
-    the percentiles are those of Student's t, as the bootstrap of few values is too narrow (Hesterberg, What Teachers Should
-    Know about the Bootstrap, 2015, sec. 5.3, "expanded percentiles"); and the distances from the median are multiplied by
-    sqrt((1 + r) / (1 - r)) for neighbours correlated by r, as their mean then varies more. Resampling whole blocks instead,
-    the usual remedy, needs more blocks than a trial of 8 to 40 steps has: it covered 82 % where this covers 91 % (8 steps, r = 0.5).
+    Percentiles of the medians of resampled steps, with two corrections for few, dependent steps.
+    The percentiles are those of Student's t, since the bootstrap of few values is too narrow
+    (Hesterberg, What Teachers Should Know about the Bootstrap, 2015, sec. 5.3, "expanded
+    percentiles"). The distances from the median are multiplied by sqrt((1 + r) / (1 - r)) for
+    neighbours of correlation r, since their mean varies more. Resampling whole blocks, the usual
+    remedy, needs more blocks than 8 to 40 steps have: with 8 steps and r = 0.5 it covered 82 %,
+    this method 91 %.
     """
     x = np.asarray(values, dtype=np.float64)
     n = len(x)
@@ -98,7 +100,7 @@ def median_interval(
 
 @lru_cache(maxsize=128)
 def _middle_ranks(seed: int, n: int) -> IntArray:
-    """Which of n sorted values the median of each resample lies between, shape (RESAMPLES, 2): the same for all values."""
+    """Ranks, among n sorted values, of the two middle values of each resample: (RESAMPLES, 2)."""
     picks = np.sort(generator(seed, "median interval").integers(0, n, (RESAMPLES, n)), axis=1)
     middle: IntArray = picks[:, [(n - 1) // 2, n // 2]]
     middle.flags.writeable = False
@@ -106,7 +108,7 @@ def _middle_ranks(seed: int, n: int) -> IntArray:
 
 
 def expanded_tail(n: int, tail: float) -> float:
-    """The normal tail beyond sqrt(n / (n - 1)) t, where t is the quantile of Student's t with n - 1 degrees of freedom."""
+    """The normal tail beyond sqrt(n / (n - 1)) t; t: quantile of Student's t with n - 1 dof."""
     normal, v = NormalDist(), n - 1
     z = normal.inv_cdf(1 - tail)
     # Cornish-Fisher expansion of the quantile of t; Abramowitz and Stegun 26.7.5
@@ -120,10 +122,10 @@ def expanded_tail(n: int, tail: float) -> float:
 
 
 def step_correlation(x: FloatArray) -> float:
-    """Correlation of neighbouring steps, between 0 and `LARGEST_CORRELATION`, from their ranks: one slow step decides nothing.
+    """Rank correlation of neighbouring steps, between 0 and `LARGEST_CORRELATION`.
 
-    The estimate from n values is too low by (1 + 3 r) / n on average (Kendall, Note on Bias in the Estimation of
-    Autocorrelation, 1954), which is added.
+    The estimate from n values is too low by (1 + 3 r) / n on average (Kendall, Note on Bias in the
+    Estimation of Autocorrelation, 1954), which is added. Ranks keep one slow step from dominating.
     """
     n = len(x)
     if float(np.ptp(x)) == 0:
@@ -134,15 +136,16 @@ def step_correlation(x: FloatArray) -> float:
 
 
 def trial_interval(measured: Measured) -> Interval | None:
-    """Of the trial's median step time."""
+    """Interval of the trial's median step time."""
     return median_interval(measured.slowest_s)
 
 
 def stop_reason(request: TrialRequest, measured: Measured) -> Stopped | None:
     """Why the trial needs no more steps; None if it does, or if their number was fixed.
 
-    The interval is looked at after every batch, and it ends the trial when it happens to be narrow. It still covers 95 % of
-    independent steps then, and 87 % or more of correlated ones (r = 0.5); simulated in the tests.
+    Checking the interval after every batch ends a trial when the interval happens to be narrow. It
+    still covers the median in 95 % of trials with independent steps, and in at least 87 % with
+    correlated ones (r = 0.5); the tests simulate both.
     """
     if request.most_steps == 0:
         return None
@@ -155,21 +158,21 @@ def stop_reason(request: TrialRequest, measured: Measured) -> Stopped | None:
 
 
 def further_steps(request: TrialRequest, measured: Measured) -> int:
-    """Timed steps that the trial should go on for, 0 when it is done: as many as in its first batch, up to the cap."""
+    """Timed steps of the next batch, as many as in the first one up to the cap; 0: done."""
     if stop_reason(request, measured) is not None:
         return 0
     return max(0, min(request.timed_steps, request.most_steps - _steps_taken(measured)))
 
 
 def _steps_taken(measured: Measured) -> int:
-    """A step that an evaluation interrupted took its time as well."""
+    """Steps so far, including those that an evaluation interrupted."""
     return len(measured.slowest_s) + measured.left_out
 
 
 def neighbour_noise(values: Sequence[float] | FloatArray) -> float:
-    """Relative standard deviation of positive values in order, from the differences of neighbours; 0 for fewer than two.
+    """Relative standard deviation of positive values, from the differences of neighbours.
 
-    Their median is not moved by a few changes of the machine.
+    0 for fewer than two values. The median ignores a few changes of the machine.
     """
     logs = np.log(np.asarray(values, dtype=np.float64))
     if len(logs) < 2:
@@ -178,15 +181,16 @@ def neighbour_noise(values: Sequence[float] | FloatArray) -> float:
 
 
 def changed_within(measured: Measured) -> bool:
-    """Whether the machine changed while the trial ran: a run of its steps took another time than the rest.
+    """Whether a run of the trial's steps took another time than the rest.
 
-    Windows of a quarter, a half and three quarters of the trial are compared with what is outside by their medians. The
-    difference must exceed `SMALLEST_CHANGE` and `CHANGE_FACTOR` standard errors of the noise between neighbouring steps.
+    Compares the median of every window of one, two or three quarters with the median outside it.
+    The difference must exceed `SMALLEST_CHANGE` and `CHANGE_FACTOR` standard errors of the noise
+    between neighbouring steps.
     """
     logs = np.log(np.maximum(measured.slowest_s, np.finfo(np.float64).tiny))
     n, noise = len(logs), neighbour_noise(np.maximum(measured.slowest_s, np.finfo(np.float64).tiny))
     edges = [round(n * quarter / 4) for quarter in range(5)]
-    # Windows that begin later and reach the end are what lies outside of others.
+    # A window that begins later and reaches the end is the outside of another one.
     for begin, end in ((0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)):
         window = slice(edges[begin], edges[end])
         inside, outside = logs[window], np.delete(logs, window)
@@ -200,9 +204,9 @@ def changed_within(measured: Measured) -> bool:
 
 
 def reference_tolerance(references_s: Sequence[float], deviation: float) -> float:
-    """How far (relative) two neighbouring references may differ on an unchanged machine, at most `deviation`.
+    """Maximum relative difference of neighbouring references on a steady machine.
 
-    `references_s`: median step times of all of them, in order.
+    `references_s`: their median step times, in order. The result is at most `deviation`.
     """
     if len(references_s) < ENOUGH_REFERENCES:
         return deviation
@@ -222,7 +226,10 @@ class Ended(StrEnum):
 
 @dataclass(frozen=True)
 class PairRule:
-    """From `fewest` to `most` pairs of blocks, until the relative half width of the ratio's interval is about `precision`."""
+    """Ends a comparison after `fewest` to `most` pairs of blocks.
+
+    It ends when the relative half width of the ratio's interval is about `precision`.
+    """
 
     confidence: float
     precision: float
@@ -231,16 +238,17 @@ class PairRule:
 
 
 def enough_pairs(
-    mine: Sequence[Measured], current: Sequence[Measured], rule: PairRule
+    tuned: Sequence[Measured], current: Sequence[Measured], rule: PairRule
 ) -> Ended | None:
-    """Why the comparison needs no further pair; None if it does. To be asked after every pair.
+    """Why the comparison needs no further pair; None if it does. Call it after every pair.
 
-    Looking after every pair must not raise the error rate. If both sides are the same, the sign of a difference d says nothing
-    about its size; so precision is judged by the sizes |d| alone (`size_half_width`), and the interval at the end has its full
-    confidence, as if the number of pairs had been fixed. Ending because of a clear loss can only keep the current setup; the
-    chance that this happens to an equal strategy is shared out over all looks (Bonferroni). A clear win ends nothing early.
+    Checking after every pair must not raise the error rate. If both sides are equal, the sign of a
+    difference d is independent of its size. So precision is judged by the sizes |d| alone
+    (`size_half_width`), and the final interval has its full confidence, as with a fixed number of
+    pairs. Ending on a clear loss can only keep the current setup; its chance for an equal strategy
+    is divided over all checks (Bonferroni). A clear win ends nothing early.
     """
-    d = _log_ratios(mine, current)
+    d = _log_ratios(tuned, current)
     if len(d) < rule.fewest:
         return None
     tail = (1 - rule.confidence) / 2
@@ -252,10 +260,11 @@ def enough_pairs(
 
 
 def size_half_width(d: FloatArray, tail: float) -> float:
-    """Half width of the interval of the differences d, shape (pairs,), judged without their signs.
+    """Half width of the interval of the differences d, shape (pairs,), without their signs.
 
-    Where the sizes keep away from 0 (their lower quartile exceeds their quartile range) all differences have one sign, and
-    those of the sizes have the same interval. Around 0 the sizes are folded and spread less: `HALF_NORMAL` as much.
+    If the lower quartile of the sizes exceeds their quartile range, all differences have one sign
+    and the sizes have the same interval. Around 0 the sizes are folded and spread less, by
+    `HALF_NORMAL`.
     """
     sizes = np.abs(d)
     low, high = _signed_rank_interval(sizes, tail)
@@ -264,30 +273,32 @@ def size_half_width(d: FloatArray, tail: float) -> float:
     return half if lower > upper - lower else half / HALF_NORMAL
 
 
-def compare(mine: Sequence[Measured], current: Sequence[Measured], confidence: float) -> Comparison:
-    """The interval of the time ratio from paired blocks; see `Comparison`. Needs `fewest_values(confidence)` pairs."""
-    d = _log_ratios(mine, current)
+def compare(
+    tuned: Sequence[Measured], current: Sequence[Measured], confidence: float
+) -> Comparison:
+    """Interval of the time ratio from paired blocks. Needs `fewest_values(confidence)` pairs."""
+    d = _log_ratios(tuned, current)
     low, high = _signed_rank_interval(d, (1 - confidence) / 2)
     middle = float(np.median(_walsh_averages(d)))
     return Comparison(math.exp(middle), math.exp(low), math.exp(high), len(d), confidence)
 
 
-def _log_ratios(mine: Sequence[Measured], current: Sequence[Measured]) -> FloatArray:
+def _log_ratios(tuned: Sequence[Measured], current: Sequence[Measured]) -> FloatArray:
     return np.array(
-        [math.log(a.median_s / b.median_s) for a, b in zip(mine, current, strict=False)],
+        [math.log(a.median_s / b.median_s) for a, b in zip(tuned, current, strict=False)],
         dtype=np.float64,
     )
 
 
 def _walsh_averages(d: FloatArray) -> FloatArray:
-    """Means of all pairs of differences, each with itself too, sorted."""
+    """Sorted means of all pairs of differences, including each with itself."""
     first, second = np.triu_indices(len(d))
     averages: FloatArray = np.sort((d[first] + d[second]) / 2)
     return averages
 
 
 def _signed_rank_interval(d: FloatArray, tail: float) -> tuple[float, float]:
-    """Of the middle of the differences; unbounded where so few cannot be that certain."""
+    """Interval of the median difference; unbounded if there are too few for this confidence."""
     bound = signed_rank_bound(len(d), tail)
     if bound == 0:
         return -math.inf, math.inf
@@ -297,9 +308,10 @@ def _signed_rank_interval(d: FloatArray, tail: float) -> tuple[float, float]:
 
 @lru_cache(maxsize=1024)
 def signed_rank_bound(pairs: int, tail: float) -> int:
-    """The interval reaches from the k-th smallest to the k-th largest Walsh average: the largest k with P(W < k) <= tail.
+    """The largest k with P(W < k) <= tail.
 
-    W is the signed-rank statistic of `pairs` differences: every subset of the ranks 1..n is equally likely.
+    The interval reaches from the k-th smallest to the k-th largest Walsh average. W is the
+    signed-rank statistic of `pairs` differences: every subset of the ranks 1..n is equally likely.
     """
     ways = np.zeros(pairs * (pairs + 1) // 2 + 1)
     ways[0] = 1.0

@@ -1,11 +1,12 @@
-"""The loop of AutoSync (Fig. 1) as a pure state machine: the history so far in, the next instruction out.
+"""The loop of AutoSync (Fig. 1) as a pure state machine: history in, next instruction out.
 
-Nothing here runs, stores or times anything. Because the instruction is a function of the job and its recorded
-events, a job that was killed continues exactly where its event log ends.
+This module runs, stores and times nothing. The instruction is a function of the job and its
+recorded events, so a killed job continues exactly where its event log ends.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -23,7 +24,7 @@ class ProfileWorkload:
 
 @dataclass(frozen=True)
 class Propose:
-    """Retrain on what was measured and propose the strategies of `round`, at most `count` of them."""
+    """Retrain on the measured trials and propose at most `count` strategies for `round`."""
 
     round: int
     count: int
@@ -41,7 +42,7 @@ class Finish:
 
 @dataclass(frozen=True)
 class Abort:
-    """The script cannot be tuned: it fails as it is."""
+    """The script cannot be tuned: it fails unchanged."""
 
     message: str
 
@@ -49,15 +50,15 @@ class Abort:
 Instruction = ProfileWorkload | Propose | RunTrial | Finish | Abort
 
 CLOSING_SHARE = 0.4
-"""At most this share of the time budget is kept back for the finalists and the closing comparison."""
+"""Maximum share of the time budget reserved for the finalists and the closing comparison."""
 TRIAL_SHARE = 0.02
-"""At most this share of the time budget is spent on one trial of the search, if its first batch of steps is not more already."""
+"""Maximum share of the time budget for one search trial; its first batch may exceed it."""
 REFERENCE_TRIES = 3
-"""How often the current setup may fail before any measurement, until the job is given up."""
+"""Failures of the current setup, before any measurement, that abort the job."""
 
 
 def next_instruction(spec: JobSpec, history: History) -> Instruction:
-    """What to do now. Pure: the same spec and history give the same instruction."""
+    """The next instruction; the same spec and history give the same one."""
     return (
         search_instruction(spec, history)
         or look_instruction(spec, history)
@@ -66,49 +67,50 @@ def next_instruction(spec: JobSpec, history: History) -> Instruction:
 
 
 def search_instruction(spec: JobSpec, history: History) -> Instruction | None:
-    """What the search does now; None once its budget is spent, or the space has nothing new."""
+    """The search's next instruction; None once its budget or the space is exhausted."""
     if history.profiled is None:
         return ProfileWorkload()
     if history.reference_s is None:
         failures = [trial.outcome for trial in history.trials if isinstance(trial.outcome, Failed)]
         if len(failures) >= REFERENCE_TRIES:
             return Abort(
-                f"the script fails with its current setup, so there is nothing to compare with: {failures[-1].message}"
+                "the script fails with its current setup, so there is nothing to compare with: "
+                f"{failures[-1].message}"
             )
         return _reference(spec, history)
     return None if _budget_spent(spec, history) else _explore(spec, history)
 
 
 def look_instruction(spec: JobSpec, history: History) -> RunTrial | None:
-    """After the search: a second look at the finalists; None once `contender` may choose among them."""
+    """Measure the finalists again after the search; None once `contender` may choose."""
     if history.ab_trials or not history.ranking():
         return None
-    look = next(
-        (key for key in _finalists(spec, history) if key not in _second_looks(history)), None
-    )
-    if look is not None:
-        return _candidate(spec, history, look, len(history.rounds), 1, None)
+    measured_again = _second_looks(history)
+    for strategy_id in _finalists(spec, history):
+        if strategy_id not in measured_again:
+            return _candidate(spec, history, strategy_id, len(history.rounds), 1, None)
     return _reference(spec, history) if _candidates_since_reference(history) > 0 else None
 
 
 def contender(history: History) -> str | None:
-    """The strategy that is compared with the current setup; None where none was measured.
+    """The strategy to compare with the current setup; None if none was measured.
 
     One lucky trial must not beat a finalist that was measured twice.
     """
-    ranking, looked_at = history.ranking(), _second_looks(history)
-    chosen = _first(history, [entry for entry in ranking if entry[0] in looked_at] or ranking, 1)
+    ranking, measured_again = history.ranking(), _second_looks(history)
+    twice = [entry for entry in ranking if entry[0] in measured_again]
+    chosen = _first(history, twice or ranking, 1)
     return chosen[0] if chosen else None
 
 
 def _explore(spec: JobSpec, history: History) -> Instruction | None:
-    """The next candidate, reference or round; None when the space has nothing new to offer."""
+    """The next candidate, reference or round; None if the space has nothing new."""
     if _candidates_since_reference(history) >= spec.reference_every:
         return _reference(spec, history)
     pending = _pending(spec, history)
     if pending is not None:
         return pending
-    if history.rounds and not _brought_something_new(history):
+    if history.rounds and not _last_round_is_new(history):
         return None
     if history.rounds and _round_unbracketed(spec, history):
         return _reference(spec, history)
@@ -117,29 +119,18 @@ def _explore(spec: JobSpec, history: History) -> Instruction | None:
 
 def _pending(spec: JobSpec, history: History) -> RunTrial | None:
     """The first proposal without a trial, or the first disturbed trial that may be repeated."""
-    tried: dict[str, int] = {}
-    for trial in history.candidates:
-        tried[trial.request.strategy_id] = tried.get(trial.request.strategy_id, 0) + 1
+    attempts = Counter(trial.request.strategy_id for trial in history.candidates)
     for proposed in history.rounds:
         for proposal in proposed.proposals:
-            attempts = tried.get(proposal.strategy.id, 0)
-            if attempts == 0:
-                return _candidate(
-                    spec, history, proposal.strategy.id, proposed.round, 0, proposal.predicted_s
-                )
-            if attempts <= spec.max_repeats and _only_disturbed(history, proposal.strategy.id):
-                return _candidate(
-                    spec,
-                    history,
-                    proposal.strategy.id,
-                    proposed.round,
-                    attempts,
-                    proposal.predicted_s,
-                )
+            strategy_id, attempt = proposal.strategy.id, attempts[proposal.strategy.id]
+            repeat = attempt <= spec.max_repeats and _only_disturbed(history, strategy_id)
+            if attempt == 0 or repeat:
+                predicted_s = proposal.predicted_s
+                return _candidate(spec, history, strategy_id, proposed.round, attempt, predicted_s)
     return None
 
 
-def _brought_something_new(history: History) -> bool:
+def _last_round_is_new(history: History) -> bool:
     """Whether the last round holds a strategy that no earlier round proposed."""
     earlier = {
         proposal.strategy.id for proposed in history.rounds[:-1] for proposal in proposed.proposals
@@ -148,15 +139,18 @@ def _brought_something_new(history: History) -> bool:
 
 
 def _only_disturbed(history: History, strategy_id: str) -> bool:
-    trials = [trial for trial in history.candidates if trial.request.strategy_id == strategy_id]
     return all(
         isinstance(trial.outcome, Measured) and trial.request.number in history.disturbed
-        for trial in trials
+        for trial in history.candidates
+        if trial.request.strategy_id == strategy_id
     )
 
 
 def _round_unbracketed(spec: JobSpec, history: History) -> bool:
-    """Half a reference interval of trials would go into training unchecked: bracket them first."""
+    """Whether half a reference interval of trials has no reference after it.
+
+    Training must not learn from so many trials that no reference has checked.
+    """
     since = _candidates_since_reference(history)
     return since > 0 and 2 * since >= spec.reference_every
 
@@ -171,7 +165,10 @@ def _candidates_since_reference(history: History) -> int:
 
 
 def _trials_spent(history: History) -> int:
-    """Of the budget. A trial that the ranks refuse makes no step and costs none, but of those there may be no more than of the others."""
+    """Trials that count against the budget.
+
+    A refused trial runs no step and costs nothing, but there may be no more of them than of others.
+    """
     refused = len(history.refused)
     return max(len(history.candidates) - refused, refused)
 
@@ -179,131 +176,121 @@ def _trials_spent(history: History) -> int:
 def _budget_spent(spec: JobSpec, history: History) -> bool:
     if history.ab_trials or _trials_spent(history) >= spec.max_trials:
         return True
-    look_s = (
-        _block_s(spec, history)
-        / (spec.warmup_steps + spec.timed_steps)
-        * (spec.warmup_steps + _longest(spec, history))
-    )
-    closing_s = 2 * spec.ab_pairs * _block_s(spec, history) + spec.finalists * look_s
+    block_s = _block_s(spec, history)
+    step_s = block_s / (spec.warmup_steps + spec.timed_steps)
+    look_s = step_s * (spec.warmup_steps + _longest(spec, history))
+    closing_s = 2 * spec.ab_pairs * block_s + spec.finalists * look_s
     return history.elapsed_s + min(closing_s, CLOSING_SHARE * spec.max_seconds) >= spec.max_seconds
 
 
 def _block_s(spec: JobSpec, history: History) -> float:
-    """About how long one block of the current setup takes in the closing comparison."""
+    """Approximate duration of a block of the current setup in the closing comparison."""
     assert history.reference_s is not None
     return (spec.warmup_steps + spec.timed_steps) * history.reference_s
 
 
 def _pairs(spec: JobSpec, history: History, number: int) -> int:
-    """Most pairs of blocks: what fits into the time that was left when the comparison with contender `number` began.
+    """Maximum pairs of blocks that fit into the time left at the start of comparison `number`.
 
-    At least as many as the interval needs, even if the time is over: what was found so far would be worth nothing otherwise.
+    At least as many as the interval needs, even if the time is over: without a comparison the
+    search would be worth nothing.
     """
     began_s = history.elapsed_s
     for before, event in pairwise(history.events):
-        if (
-            isinstance(event, TrialFinished)
-            and event.request.role is Role.AB
-            and event.request.round == number
-        ):
+        request = event.request if isinstance(event, TrialFinished) else None
+        if request is not None and request.role is Role.AB and request.round == number:
             began_s = before.elapsed_s
             break
-    left_s = spec.max_seconds - began_s
-    return max(
-        fewest_values(spec.confidence),
-        min(spec.ab_pairs, int(left_s / (2 * _block_s(spec, history)))),
-    )
+    fitting = int((spec.max_seconds - began_s) / (2 * _block_s(spec, history)))
+    return max(fewest_values(spec.confidence), min(spec.ab_pairs, fitting))
 
 
 def _close(spec: JobSpec, history: History) -> Instruction:
     """The interleaved A/B of the contender, then the decision."""
     best = contender(history)
     if best is None:
-        return Finish(Decision(CURRENT_SETUP, _why_nothing(history), None, None))
-    # A strategy that fails in its A/B leaves the ranking and the next one is compared from scratch.
+        return Finish(Decision(CURRENT_SETUP, _no_candidate_reason(history), None, None))
+    # A strategy that fails in its A/B leaves the ranking; the next one is compared from scratch.
     number = sum(
-        isinstance(t.outcome, Failed) and t.request.strategy_id != CURRENT_SETUP
-        for t in history.ab_trials
+        isinstance(trial.outcome, Failed) and trial.request.strategy_id != CURRENT_SETUP
+        for trial in history.ab_trials
     )
     blocks = [trial for trial in history.ab_trials if trial.request.round == number]
     if sum(isinstance(trial.outcome, Failed) for trial in blocks) > 1:
-        return Finish(
-            Decision(
-                CURRENT_SETUP,
-                "the current setup failed twice during the closing comparison, so nothing was proven",
-                None,
-                best,
-            )
+        reason = (
+            "the current setup failed twice during the closing comparison, so nothing was proven"
         )
-    mine, current = _blocks(blocks, best), _blocks(blocks, CURRENT_SETUP)
-    rule = PairRule(
-        spec.confidence,
-        spec.ab_precision,
-        fewest_values(spec.confidence),
-        _pairs(spec, history, number),
-    )
-    ended = enough_pairs(mine, current, rule) if len(mine) == len(current) else None
+        return Finish(Decision(CURRENT_SETUP, reason, None, best))
+    tuned, current = _blocks(blocks, best), _blocks(blocks, CURRENT_SETUP)
+    fewest = fewest_values(spec.confidence)
+    rule = PairRule(spec.confidence, spec.ab_precision, fewest, _pairs(spec, history, number))
+    ended = enough_pairs(tuned, current, rule) if len(tuned) == len(current) else None
     if ended is not None:
-        return Finish(_decide(spec, history, best, mine, current, ended))
-    side = best if next_is_tuned(len(mine), len(current)) else CURRENT_SETUP
-    # Blocks have a fixed length: the number of pairs is what is chosen, and short blocks leave a drift less time.
-    return RunTrial(
-        TrialRequest(
-            len(history.trials), side, Role.AB, spec.warmup_steps, spec.timed_steps, number
-        )
-    )
+        return Finish(_decide(spec, history, best, tuned, current, ended))
+    side = best if next_is_tuned(len(tuned), len(current)) else CURRENT_SETUP
+    # Blocks have a fixed length: the number of pairs adapts, and short blocks drift less.
+    return RunTrial(_request(spec, history, side, Role.AB, round_=number))
 
 
-def next_is_tuned(mine: int, current: int) -> bool:
-    """Whose block comes next, after so many of both: in the order ABBA ABBA ..., which cancels a linear drift of the machine."""
-    return mine % 2 == 0 if mine == current else mine < current
+def next_is_tuned(tuned: int, current: int) -> bool:
+    """Whether the tuned side's block is next after these numbers of blocks.
+
+    The order is ABBA ABBA ..., which cancels a linear drift of the machine.
+    """
+    return tuned % 2 == 0 if tuned == current else tuned < current
 
 
-def _why_nothing(history: History) -> str:
+def _no_candidate_reason(history: History) -> str:
     if not history.candidates:
-        return "the budget ended before a strategy could be tried, so the current setup stays; raise --budget-time"
-    return "every strategy that was tried failed, so the current setup stays; the report says why each failed"
+        return (
+            "the budget ended before a strategy could be tried, so the current setup stays; "
+            "raise --budget-time"
+        )
+    return (
+        "every strategy that was tried failed, so the current setup stays; the report says why "
+        "each failed"
+    )
 
 
 def _finalists(spec: JobSpec, history: History) -> list[str]:
-    """The fastest strategies of the search: a second look before the choice tames the winner's curse."""
-    looks = [
-        position
-        for position, event in enumerate(history.events)
-        if isinstance(event, TrialFinished)
-        and event.request.role is Role.CANDIDATE
-        and event.request.round == len(history.rounds)
-    ]
-    search = history.first(looks[0]) if looks else history
-    return _first(search, search.ranking(), spec.finalists)
+    """The fastest strategies of the search. Measuring them again tames the winner's curse."""
+    for position, event in enumerate(history.events):
+        if isinstance(event, TrialFinished) and _is_second_look(history, event):
+            history = history.first(position)
+            break
+    return _first(history, history.ranking(), spec.finalists)
+
+
+def _is_second_look(history: History, trial: TrialFinished) -> bool:
+    """Whether a finalist was measured again: its trial has a round that was never proposed."""
+    return trial.request.role is Role.CANDIDATE and trial.request.round == len(history.rounds)
+
+
+def _second_looks(history: History) -> set[str]:
+    return {
+        trial.request.strategy_id for trial in history.candidates if _is_second_look(history, trial)
+    }
 
 
 def _first(history: History, ranking: list[tuple[str, float]], count: int) -> list[str]:
-    """The first `count` strategies of a ranking. Those that tie with the last of them, closer than the noise, get in lossless first."""
+    """The first `count` strategies of a ranking.
+
+    Of those that tie with the last one, closer than the noise, lossless ones come first.
+    """
     if not ranking:
         return []
     last_s, tie = ranking[:count][-1][1], 1 + history.noise
     ahead = [key for key, value in ranking if value * tie < last_s]
     tied = [key for key, value in ranking if last_s <= value * tie and value <= last_s * tie]
-    return [*ahead, *sorted(tied, key=lambda key: not history.proposals[key].strategy.lossless)][
-        :count
-    ]
-
-
-def _second_looks(history: History) -> set[str]:
-    """Finalists that were measured again: their trial carries a round that was never proposed."""
-    return {
-        trial.request.strategy_id
-        for trial in history.candidates
-        if trial.request.round == len(history.rounds)
-    }
+    tied.sort(key=lambda key: not history.proposals[key].strategy.lossless)
+    return [*ahead, *tied][:count]
 
 
 def _blocks(trials: list[TrialFinished], strategy_id: str) -> list[Measured]:
     return [
-        t.outcome
-        for t in trials
-        if t.request.strategy_id == strategy_id and isinstance(t.outcome, Measured)
+        trial.outcome
+        for trial in trials
+        if trial.request.strategy_id == strategy_id and isinstance(trial.outcome, Measured)
     ]
 
 
@@ -311,42 +298,46 @@ def _decide(
     spec: JobSpec,
     history: History,
     best: str,
-    mine: list[Measured],
+    tuned: list[Measured],
     current: list[Measured],
     ended: Ended,
 ) -> Decision:
-    comparison = compare(mine, current, spec.confidence)
+    comparison = compare(tuned, current, spec.confidence)
+    count = f"the best of {len(history.measured_s)} strategies"
     if ended is Ended.LOSING:
         # The signs of the differences ended it, so the interval does not have its confidence.
         reason = (
-            f"the best of {len(history.measured_s)} strategies is {ended.value} in {comparison.pairs} interleaved pairs, which ended the "
-            f"comparison: time ratio about {comparison.ratio:.3f} (without an interval, as its direction ended it); "
-            f"so the current setup stays; {history.quality}"
+            f"{count} is {ended.value} in {comparison.pairs} interleaved pairs, which ended the "
+            f"comparison: time ratio about {comparison.ratio:.3f} (without an interval, as its "
+            f"direction ended it); so the current setup stays; {history.quality}"
         )
         return Decision(CURRENT_SETUP, reason, comparison, best)
-    share = f"{100 * spec.confidence:.0f} %"
-    interval = f"time ratio {comparison.ratio:.3f}, {share} interval {comparison.low:.3f} to {comparison.high:.3f}"
-    pairs = f"{comparison.pairs} interleaved pairs ({ended.value})"
+    pairs = (
+        f"{comparison.pairs} interleaved pairs ({ended.value}): time ratio "
+        f"{comparison.ratio:.3f}, {100 * spec.confidence:.0f} % interval {comparison.low:.3f} to "
+        f"{comparison.high:.3f}"
+    )
     if comparison.high < 1:
-        return Decision(
-            best,
-            f"faster than the current setup in {pairs}: {interval}; {history.quality}",
-            comparison,
-            best,
-        )
+        reason = f"faster than the current setup in {pairs}; {history.quality}"
+        return Decision(best, reason, comparison, best)
     reason = (
-        f"the best of {len(history.measured_s)} strategies is not significantly faster in {pairs}: {interval}; "
-        f"so the current setup stays; {history.quality}"
+        f"{count} is not significantly faster in {pairs}; so the current setup stays; "
+        f"{history.quality}"
     )
     return Decision(CURRENT_SETUP, reason, comparison, best)
 
 
+def _request(
+    spec: JobSpec, history: History, strategy_id: str, role: Role, round_: int = 0
+) -> TrialRequest:
+    number = len(history.trials)
+    return TrialRequest(number, strategy_id, role, spec.warmup_steps, spec.timed_steps, round_)
+
+
 def _reference(spec: JobSpec, history: History) -> RunTrial:
-    most, precision = _longest(spec, history), spec.precision
-    request = TrialRequest(
-        len(history.trials), CURRENT_SETUP, Role.REFERENCE, spec.warmup_steps, spec.timed_steps
-    )
-    return RunTrial(replace(request, most_steps=most, precision=precision))
+    request = _request(spec, history, CURRENT_SETUP, Role.REFERENCE)
+    most_steps = _longest(spec, history)
+    return RunTrial(replace(request, most_steps=most_steps, precision=spec.precision))
 
 
 def _candidate(
@@ -357,34 +348,28 @@ def _candidate(
     attempt: int,
     predicted_s: float | None,
 ) -> RunTrial:
-    request = TrialRequest(
-        len(history.trials),
-        strategy_id,
-        Role.CANDIDATE,
-        spec.warmup_steps,
-        spec.timed_steps,
-        round_,
-        attempt,
-        predicted_s,
-        _longest(spec, history),
-        spec.precision,
-        _losing_s(spec, history),
+    request = replace(
+        _request(spec, history, strategy_id, Role.CANDIDATE, round_),
+        attempt=attempt,
+        predicted_s=predicted_s,
+        most_steps=_longest(spec, history),
+        precision=spec.precision,
+        losing_s=_losing_s(spec, history),
     )
     return RunTrial(request)
 
 
 def _longest(spec: JobSpec, history: History) -> int:
-    """Timed steps that a trial of the search may take: fewer than `most_steps` where they would cost too much of the budget."""
+    """Maximum timed steps of a search trial: `most_steps`, or fewer to save the budget."""
     assert history.profiled is not None
-    step_s = max(
-        history.reference_s or 0.0, history.profiled.workload.compute_s
-    )  # before any trial: at least the computation
+    # Before any trial, the step takes at least its computation.
+    step_s = max(history.reference_s or 0.0, history.profiled.workload.compute_s)
     affordable = int(TRIAL_SHARE * spec.max_seconds / step_s) if step_s > 0 else spec.most_steps
     return min(spec.most_steps, max(spec.timed_steps, affordable))
 
 
 def _losing_s(spec: JobSpec, history: History) -> float:
-    """The step time above which a candidate is clearly losing: `losing` times the best so far, at the machine's speed of now."""
+    """The step time above which a candidate loses, at the machine's present speed."""
     assert history.reference_s is not None
     best_s = min([history.reference_s, *(value for _, value in history.ranking()[:1])])
     return spec.losing * best_s * history.references[-1][1] / history.reference_s
