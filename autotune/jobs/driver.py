@@ -1,6 +1,6 @@
-"""Carries out the tuner's instructions: measures in the world, asks for proposals, records every event.
+"""Execute the tuner's instructions: run trials in the world, ask for proposals, record events.
 
-The order is fixed: an event is durable in the store before anybody else hears of it.
+The order is fixed: an event is durable in the store before observers receive it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,10 @@ from runtime_rewriter.world.results import Profile
 
 
 class TrialWorld(Protocol):
-    """The running training. Failures of a trial are returned; `LaunchError` means that the script no longer starts."""
+    """The running training. It returns failures of a trial.
+
+    It raises `LaunchError` if the script no longer starts.
+    """
 
     def model_id(self) -> str: ...
     def profile(self) -> Profile: ...
@@ -52,7 +55,7 @@ class TrialWorld(Protocol):
 
 
 class Observer(Protocol):
-    """Hears of the job's course while the ranks are paused at a step boundary."""
+    """Receives the job's progress while the ranks are paused at a step boundary."""
 
     def started(self, instruction: Instruction, history: History) -> None: ...
     def recorded(self, event: Event, history: History) -> None: ...
@@ -66,14 +69,15 @@ def drive(
     proposer: Proposer,
     observers: Sequence[Observer],
 ) -> Decision:
-    """Run the job to its decision, from wherever its event log ends; the caller closes the job when its results are safe.
+    """Continue the job from the end of its event log to its decision.
 
-    Raises `LaunchError` if the script cannot be tuned.
+    The caller closes the job when its results are written. Raises `LaunchError` if the script
+    cannot be tuned.
     """
     history = carry_out(job_id, spec, store, world, proposer, observers, next_instruction)
-    ended = next_instruction(spec, history)
-    assert isinstance(ended, Finish)
-    return ended.decision
+    last = next_instruction(spec, history)
+    assert isinstance(last, Finish)
+    return last.decision
 
 
 def carry_out(
@@ -85,9 +89,10 @@ def carry_out(
     observers: Sequence[Observer],
     instruct: Callable[[JobSpec, History], Instruction | None],
 ) -> History:
-    """What `instruct` says, from wherever the job's event log ends, until it says no more or `Finish`; the history then.
+    """Execute instructions from the end of the event log until None or `Finish`.
 
-    With `tuner.search_instruction` it is the search alone. Raises `LaunchError` if the script cannot be tuned.
+    Returns the history. With `tuner.search_instruction`, only the search runs. Raises
+    `LaunchError` if the script cannot be tuned.
     """
     history = store.history(job_id)
     before_s, began_s = history.elapsed_s, time.monotonic()
@@ -122,14 +127,12 @@ def _execute(
     proposer: Proposer,
 ) -> Profiled | Proposed | TrialFinished:
     if isinstance(instruction, ProfileWorkload):
-        measured = world.profile()
-        emulated = spec.conditions.accelerators is Accelerators.EMULATED
-        workload = (
-            replace(measured.workload, threads=0) if emulated else measured.workload
-        )  # waits take no core from messages
-        one_machine = spec.conditions.network is not Network.HOSTS
-        cluster = probed(spec.cluster, measured, one_machine)
-        return Profiled(workload, cluster, 0.0, measured.software, measured.cross_step_refused)
+        profile = world.profile()
+        workload = profile.workload
+        if spec.conditions.accelerators is Accelerators.EMULATED:
+            workload = replace(workload, threads=0)  # waits take no core from messages
+        cluster = probed(spec.cluster, profile, spec.conditions.network is not Network.HOSTS)
+        return Profiled(workload, cluster, 0.0, profile.software, profile.cross_step_refused)
     if isinstance(instruction, Propose):
         return proposer.propose(history, instruction.round, instruction.count)
     request = instruction.request
@@ -140,48 +143,45 @@ def _execute(
 
 
 def _conditions(spec: JobSpec, world: TrialWorld) -> Conditions:
-    """Those that held: where round-robin scheduling was wanted, the machine may not have permitted it."""
+    """The actual conditions: the machine may not have permitted round-robin scheduling."""
     return replace(spec.conditions, round_robin=spec.conditions.round_robin and world.round_robin())
 
 
-def probed(cluster: Cluster, measured: Profile, one_machine: bool) -> Cluster:
-    """The cluster with its fitted costs, and the cores of a host where nobody counted them.
+def probed(cluster: Cluster, profile: Profile, one_machine: bool) -> Cluster:
+    """Return the cluster with its fitted costs, and with cores where the file has none.
 
-    A cluster that was only assumed becomes the hosts that the ranks are really on, with the bandwidth that the ring of
-    all ranks showed; a cluster file's hosts and bandwidths stay. Hosts that are emulated on `one_machine` share its cores.
+    An assumed cluster is replaced by the hosts of the ranks, with the bandwidth that the ring of
+    all ranks showed; the hosts and bandwidths of a cluster file stay. Hosts that are emulated on
+    `one_machine` share its cores.
     """
-    fits = collective_fits(measured.series)
+    fits = collective_fits(profile.series)
     ring = cluster.with_fits(fits).fit("all_reduce", cluster.world_size)
-    if (
-        cluster == Cluster.local(cluster.world_size)
-        and ring is not None
-        and ring.beta_s_per_byte > 0
-    ):
+    assumed = cluster == Cluster.local(cluster.world_size)
+    if assumed and ring is not None and ring.beta_s_per_byte > 0:
         # Eq. 3: each link carries 2 (w - 1) / w of the bytes of a ring all-reduce
         speed = 2 * (cluster.world_size - 1) / cluster.world_size / ring.beta_s_per_byte
-        known = cluster.hosts[0]
-        found = tuple(
-            replace(
-                known, name=name, devices=ranks, link_bytes_per_s=speed, inner_bytes_per_s=speed
-            )
-            for name, ranks in measured.hosts
+        host = replace(cluster.hosts[0], link_bytes_per_s=speed, inner_bytes_per_s=speed)
+        names = [name if len(profile.hosts) > 1 else host.name for name, _ in profile.hosts]
+        devices = [ranks for _, ranks in profile.hosts]
+        hosts = (
+            replace(host, name=name, devices=ranks)
+            for name, ranks in zip(names, devices, strict=True)
         )
-        cluster = replace(
-            cluster, hosts=found if len(found) > 1 else (replace(found[0], name=known.name),)
-        )
+        cluster = replace(cluster, hosts=tuple(hosts))
 
     def cores(host: Host) -> int:
         share = host.devices / cluster.world_size if one_machine else 1.0
-        return host.cores or max(1, int(measured.cores * share)) * (measured.cores > 0)
+        return host.cores or max(1, int(profile.cores * share)) * (profile.cores > 0)
 
-    hosts = tuple(replace(host, cores=cores(host)) for host in cluster.hosts)
-    cluster = replace(cluster, hosts=hosts, machine_cores=measured.cores if one_machine else 0)
-    return cluster.with_fits(fits)
+    machine_cores = profile.cores if one_machine else 0
+    with_cores = tuple(replace(host, cores=cores(host)) for host in cluster.hosts)
+    return replace(cluster, hosts=with_cores, machine_cores=machine_cores).with_fits(fits)
 
 
 def _same_model(workload: Workload, running_id: str) -> None:
     if workload.id != running_id:
         raise LaunchError(
-            f"the job was started with model {workload.id} ({len(workload.variables)} variables), but the script now builds {running_id}; "
-            "start a new job, or restore the script"
+            f"the job was started with model {workload.id} ({len(workload.variables)} variables), "
+            f"but the script now builds {running_id}; start a new job, or restore the script",
+            anchor="another-model",
         )

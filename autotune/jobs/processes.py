@@ -1,4 +1,4 @@
-"""A child that runs the user's script: what it says is passed on and its end remembered, and it never outlives its time."""
+"""A child process that runs the user's script, with its output forwarded and its end bounded."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ ENDING_S = 40.0
 
 
 class Launched:
-    """`words` in a session of their own. Their output goes to our stderr, since our stdout is for the result."""
+    """The command `words` in its own session. Its output goes to our stderr.
+
+    Our stdout is reserved for the result.
+    """
 
     def __init__(self, words: list[str]) -> None:
         self._process = subprocess.Popen(
@@ -39,7 +42,7 @@ class Launched:
         self._reader.start()
 
     def wait(self, deadline_s: float, enough: Callable[[], bool]) -> int | None:
-        """Its exit status; None where `enough` said so, or where the monotonic clock passed the deadline, while it still runs."""
+        """Return its exit status; None if it still runs at the deadline or when `enough()`."""
         while True:
             try:
                 return self._process.wait(POLL_S)
@@ -48,7 +51,7 @@ class Launched:
                     return None
 
     def end(self) -> None:
-        """Ask it to end, then kill what is left of its session."""
+        """Ask it to end, then kill the rest of its session."""
         for number, patience_s in ((signal.SIGTERM, ENDING_S), (signal.SIGKILL, ENDING_S)):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, number)
@@ -64,7 +67,7 @@ class Launched:
 
     @contextlib.contextmanager
     def signals_passed_on(self) -> Iterator[None]:
-        """In the end it is asked to end, and waited for."""
+        """Forward signals while the block runs, then end the process."""
         try:
             with signals_passed_on(self._process, own_session=True):
                 yield
@@ -74,7 +77,7 @@ class Launched:
 
     def _pass_on(self, output: IO[bytes]) -> None:
         for line in iter(output.readline, b""):
-            if line.startswith(b"USDT:"):  # of torch's profiler, about itself
+            if line.startswith(b"USDT:"):  # torch's profiler, about itself
                 continue
             self._tail += line
             del self._tail[:-TAIL_BYTES]

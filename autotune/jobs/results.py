@@ -1,4 +1,4 @@
-"""What a finished job leaves behind: best.json, report.html, and the lines that say what was decided."""
+"""The results of a job: best.json, report.html, and the lines about the decision."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Results:
 
 
 def write_results(workspace: Workspace, store: Store, job_id: str, decision: Decision) -> Results:
-    """Write both files of a decided job; writing them again gives the same."""
+    """Write both files of a decided job. Writing them again gives the same."""
     folder = workspace.job(job_id)
     export = folder / "best.json"
     job_export(store, job_id, decision).write(export)
@@ -30,7 +30,7 @@ def write_results(workspace: Workspace, store: Store, job_id: str, decision: Dec
 def write_job_report(
     workspace: Workspace, store: Store, job_id: str, decision: Decision | None
 ) -> Path:
-    """The report of a job in whatever state it is."""
+    """Write the report of a job in any state."""
     report = workspace.job(job_id) / "report.html"
     export = workspace.job(job_id) / "best.json"
     write_report(
@@ -40,15 +40,15 @@ def write_job_report(
 
 
 def taken_under(conditions: Conditions) -> str:
-    """What stands behind every figure that was not taken on a real cluster."""
+    """The suffix of every figure that was not measured on a real cluster; else empty."""
     return f" [{conditions.label}]" if conditions.label else ""
 
 
 def decision_text(
     decision: Decision, results: Results, uri: str, unsent: int, spec: JobSpec
 ) -> str:
-    """The last words of `autotune tune`."""
-    # The reason says by itself that the current setup stays.
+    """The final output of `autotune tune`."""
+    # If the current setup stays, the reason already states it.
     headline = "" if decision.strategy_id == CURRENT_SETUP else f"exported {decision.strategy_id}: "
     command = " ".join(spec.command)
     lines = [

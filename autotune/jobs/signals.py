@@ -1,4 +1,4 @@
-"""What asks a command to stop."""
+"""End a command on SIGTERM or Ctrl-C so that a job can be resumed."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from autotune.tuning.tuner import Instruction
 
 
 class Interruption:
-    """Remembers that somebody asked; an `Observer` that ends the job between two of its steps.
+    """An `Observer` that ends the job at its next event after a signal.
 
-    Python drops an exception that is raised while it runs a destructor or the callback of a weak reference, and a signal may
-    come just then: its `KeyboardInterrupt` would be printed as ignored, and the command go on.
+    Python drops an exception raised in a destructor or in the callback of a weak reference. A
+    signal may arrive there; its `KeyboardInterrupt` would be lost and the command would continue.
     """
 
     def __init__(self) -> None:
         self.asked = False
 
     def ask(self, *_: object) -> None:
-        """A signal's handler."""
+        """Handle a signal."""
         self.asked = True
         self.obey()
 
@@ -39,15 +39,14 @@ class Interruption:
 
 @contextlib.contextmanager
 def terminable() -> Iterator[Interruption]:
-    """SIGTERM ends the command as Ctrl-C does: the workers are stopped, and a job can be resumed.
+    """Treat SIGTERM like Ctrl-C: stop the workers; the job can be resumed.
 
-    Where SIGINT is ignored, as in the background jobs of a shell, it stays ignored.
+    An ignored SIGINT, as in the background jobs of a shell, stays ignored.
     """
     interruption = Interruption()
-    numbers = [
-        signal.SIGTERM,
-        *([signal.SIGINT] if signal.getsignal(signal.SIGINT) is signal.default_int_handler else []),
-    ]
+    numbers = [signal.SIGTERM]
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        numbers.append(signal.SIGINT)
     before = {number: signal.signal(number, interruption.ask) for number in numbers}
     try:
         yield interruption

@@ -1,4 +1,4 @@
-"""What asks a command to stop reaches the child that does its work."""
+"""Forward the signals that stop a command to its child process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def signals_passed_on(process: subprocess.Popen[bytes], own_session: bool) -> Iterator[None]:
-    """`own_session`: the child is in a session of its own, so that a terminal's Ctrl-C reaches ours only and is passed on as well."""
+    """Forward SIGTERM, SIGHUP and, with `own_session`, SIGINT while the block runs.
+
+    A child in its own session does not receive a terminal's Ctrl-C itself.
+    """
 
     def pass_on(number: int, _: object) -> None:
         if own_session or number != signal.SIGINT:

@@ -1,4 +1,4 @@
-"""Where jobs are kept: one directory with the trial store, MLflow's files and a folder per job."""
+"""The directory of jobs: the trial store, MLflow's files and a folder per job."""
 
 from __future__ import annotations
 
@@ -14,22 +14,26 @@ from autotune.tracking.tracker import mlflow_environment
 
 @dataclass(frozen=True)
 class Workspace:
-    """`directory` holds autotune.db, mlflow.db, mlflow-artifacts/ and JOB/{best.json, report.html, logs/}."""
+    """`directory` holds autotune.db, mlflow.db, mlflow-artifacts/ and a folder per job.
+
+    A job's folder holds best.json, report.html and logs/.
+    """
 
     directory: Path
 
     @staticmethod
     def create(directory: Path) -> Workspace:
-        """The directory, made and tried; raises `InvalidInput` if it cannot be written."""
+        """Create the directory; raises `InvalidInput` if it cannot be written."""
         try:
             directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise InvalidInput(
-                f"jobs are kept in {directory}, but it cannot be made ({error.strerror}); choose another --directory"
+                f"jobs are stored in {directory}, but it cannot be created ({error.strerror}); "
+                "choose another --directory"
             ) from error
         if not os.access(directory, os.W_OK):
             raise InvalidInput(
-                f"jobs are kept in {directory}, but it is read-only; choose another --directory"
+                f"jobs are stored in {directory}, but it is read-only; choose another --directory"
             )
         return Workspace(directory)
 
@@ -37,7 +41,8 @@ class Workspace:
     def existing(directory: Path) -> Workspace:
         if not (directory / "autotune.db").is_file():
             raise InvalidInput(
-                f"{directory} holds no jobs (no autotune.db); run `autotune tune` first, or give the right --directory"
+                f"{directory} holds no jobs (no autotune.db); run `autotune tune` first, or give "
+                "the right --directory"
             )
         return Workspace(directory)
 
@@ -65,13 +70,14 @@ def latest_job(store: Store, unfinished: bool = False) -> str:
     if not jobs:
         what = "no unfinished job" if unfinished else "no job"
         raise InvalidInput(
-            f"there is {what} in {store.path}; start one with `autotune tune -- torchrun ... train.py`"
+            f"there is {what} in {store.path}; start one with "
+            "`autotune tune -- torchrun ... train.py`"
         )
     return jobs[-1].id
 
 
 def use_mlflow_quietly() -> None:
-    """MLflow takes its time limits from the environment only; what the user set stays."""
+    """Set MLflow's time limits in the environment, its only source; the user's values stay."""
     for name, value in mlflow_environment().items():
         os.environ.setdefault(name, value)
 

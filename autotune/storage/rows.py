@@ -1,4 +1,4 @@
-"""What an event adds to the trial store besides itself: derived rows, and what the tracking server has yet to hear."""
+"""Rows that an event adds to the trial store: derived tables and the outbox."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from autotune.workload import Workload
 
 
 def derive(db: sqlite3.Connection, job_id: str, seq: int, event: Event) -> None:
-    """Rows of the derived tables. Raises `InvalidInput` for a trial without the profile before it."""
+    """Insert derived rows. Raises `InvalidInput` for a trial without a profile before it."""
     if isinstance(event, Profiled):
         workload, cluster = event.workload, event.cluster
         row = (content_id("workload", workload), workload.id, canonical_json(workload))
@@ -36,12 +36,13 @@ def derive(db: sqlite3.Connection, job_id: str, seq: int, event: Event) -> None:
 
 def _derive_trial(db: sqlite3.Connection, job_id: str, seq: int, event: TrialFinished) -> None:
     profiled = db.execute(
-        "SELECT body FROM events WHERE job = ? AND json_extract(body, '$.kind') = 'profiled' ORDER BY seq LIMIT 1",
+        "SELECT body FROM events WHERE job = ? AND json_extract(body, '$.kind') = 'profiled' "
+        "ORDER BY seq LIMIT 1",
         (job_id,),
     ).fetchone()
     if profiled is None:
         raise InvalidInput(
-            f"a trial of job {job_id!r} needs the profile before it, but event {seq} comes without one"
+            f"a trial of job {job_id!r} needs the profile before it, but event {seq} has none"
         )
     profile = json.loads(profiled["body"])
     values: dict[str, Any] = {
@@ -71,15 +72,15 @@ def _derive_trial(db: sqlite3.Connection, job_id: str, seq: int, event: TrialFin
 
 
 def _known_id(db: sqlite3.Connection, kind: str, body: Any, parsed: type) -> str:
-    """Of the row that the profile made: as its event was written, or, derived anew, with the fields that this version adds."""
-    written = content_id(kind, body)
-    if db.execute(f"SELECT 1 FROM {kind}s WHERE id = ?", (written,)).fetchone() is not None:
-        return written
+    """Return the id of the profile's row as stored, or as rebuilt with this version's fields."""
+    stored = content_id(kind, body)
+    if db.execute(f"SELECT 1 FROM {kind}s WHERE id = ?", (stored,)).fetchone() is not None:
+        return stored
     return content_id(kind, parse(parsed, body, kind))
 
 
 def add_to_outbox(db: sqlite3.Connection, job_id: str, kind: str, body: dict[str, Any]) -> None:
-    """Something more that has to reach the tracking server."""
+    """Append an item for the tracking server."""
     position = db.execute(
         "SELECT coalesce(max(position), -1) + 1 FROM outbox WHERE job = ?", (job_id,)
     ).fetchone()[0]
@@ -90,7 +91,7 @@ def add_to_outbox(db: sqlite3.Connection, job_id: str, kind: str, body: dict[str
 
 
 def fill_outbox(db: sqlite3.Connection) -> None:
-    """Jobs that were recorded before there was an outbox are still unsent."""
+    """Queue all jobs of a store version without an outbox: none of them has been sent."""
     for row in db.execute("SELECT id, status FROM jobs ORDER BY rowid").fetchall():
         add_to_outbox(db, row["id"], "start", {})
         for event in db.execute(

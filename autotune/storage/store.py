@@ -1,8 +1,9 @@
 """The trial store: one SQLite file that survives kill -9 with every acknowledged event.
 
-`events` and `jobs` are the truth; trials, strategies, workloads and clusters are derived from them in the same
-transaction, and `Store.rebuild` derives them again. Every commit is on disk when the call returns
-(write-ahead log, synchronous=FULL). Jobs in one file learn from each other through `past_trials`.
+The tables `events` and `jobs` are the source. Trials, strategies, workloads and clusters are
+derived from them in the same transaction; `Store.rebuild` derives them again. Every commit is on
+disk when the call returns (write-ahead log, synchronous=FULL). Jobs in one file learn from each
+other through `past_trials`.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ from autotune.workload import Workload
 T = TypeVar("T")
 
 BUSY_S = 30.0
-"""How long a writer waits for another one; a transaction takes milliseconds."""
+"""Maximum wait of a writer for another one; a transaction takes milliseconds."""
 _JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 @dataclass(frozen=True)
 class JobRow:
-    """One job in an overview. `status` is running (also: interrupted), finished or aborted."""
+    """One job in a list. `status` is running (also: interrupted), finished or aborted."""
 
     id: str
     created_at: str
@@ -50,7 +51,7 @@ class JobRow:
 
 @dataclass(frozen=True)
 class PastTrial:
-    """An undisturbed, measured candidate of some job: what a simulator can learn from."""
+    """An undisturbed, measured candidate of some job, for training simulators."""
 
     job_id: str
     strategy: Strategy
@@ -61,7 +62,7 @@ class PastTrial:
 
 @dataclass(frozen=True)
 class OutboxItem:
-    """Something that still has to reach the tracking server. An "event" names its `seq` in `body`."""
+    """An item for the tracking server. The `body` of an "event" names its `seq`."""
 
     position: int
     kind: str
@@ -77,13 +78,14 @@ class Store:
 
     @staticmethod
     def open(path: Path) -> Store:
-        """Open or create the file and bring it to this version's schema.
+        """Open or create the file and migrate it to this version's schema.
 
-        Raises `InvalidInput` where the file cannot be used and `StoreVersionError` where it is newer.
+        Raises `InvalidInput` if the file is unusable and `StoreVersionError` if it is newer.
         """
         if path.is_dir():
             raise InvalidInput(
-                f"the trial store must be a file, but {path} is a directory; give a path such as {path / 'autotune.db'}"
+                f"the trial store must be a file, but {path} is a directory; give a path such as "
+                f"{path / 'autotune.db'}"
             )
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -112,7 +114,7 @@ class Store:
         self.close()
 
     def create_job(self, job_id: str, spec: JobSpec) -> None:
-        """A new job in state running; `InvalidInput` if the id is taken or cannot be a file name."""
+        """Add a job in state running; `InvalidInput` if the id is taken or no file name."""
         if not _JOB_ID.fullmatch(job_id):
             raise InvalidInput(
                 f"a job id must be up to 100 letters, digits, '.', '_' or '-', but is {job_id!r}"
@@ -130,9 +132,8 @@ class Store:
             add_to_outbox(db, job_id, "start", {})
 
     def job(self, job_id: str) -> JobSpec:
-        return JobSpec.from_data(
-            parse_json(self._job_row(job_id)["spec"], f"job {job_id}"), f"job {job_id}"
-        )
+        where = f"job {job_id}"
+        return JobSpec.from_data(parse_json(self._job_row(job_id)["spec"], where), where)
 
     def created_at(self, job_id: str) -> datetime:
         """When the job was created, UTC."""
@@ -143,32 +144,25 @@ class Store:
 
     def decision(self, job_id: str) -> Decision | None:
         """The decision of a finished job."""
-        text = self._job_row(job_id)["decision"]
-        return (
-            None
-            if text is None
-            else parse(
-                Decision, parse_json(text, f"decision of job {job_id}"), f"decision of job {job_id}"
-            )
-        )
+        text, where = self._job_row(job_id)["decision"], f"decision of job {job_id}"
+        return None if text is None else parse(Decision, parse_json(text, where), where)
 
     def jobs(self) -> list[JobRow]:
         """All jobs, oldest first."""
         rows = self._db.execute(
-            """SELECT id, created_at, status, (SELECT count(*) FROM trials WHERE job = jobs.id) AS trials,
-                      (SELECT json_extract(workloads.body, '$.model') FROM trials JOIN workloads ON workloads.id = workload_id
-                       WHERE job = jobs.id LIMIT 1) AS model
+            """SELECT id, created_at, status,
+                      (SELECT json_extract(workloads.body, '$.model')
+                       FROM trials JOIN workloads ON workloads.id = workload_id
+                       WHERE job = jobs.id LIMIT 1) AS model,
+                      (SELECT count(*) FROM trials WHERE job = jobs.id) AS trials
                FROM jobs ORDER BY created_at, rowid"""
         )
-        return [
-            JobRow(row["id"], row["created_at"], row["status"], row["model"], row["trials"])
-            for row in rows
-        ]
+        return [JobRow(**row) for row in rows]
 
     def append(self, job_id: str, seq: int, event: Event) -> None:
-        """Record event number `seq` (0, 1, ...) with all that derives from it, in one transaction.
+        """Record event number `seq` (0, 1, ...) and its derived rows in one transaction.
 
-        Raises `InvalidInput` if `seq` is not the next number: somebody else writes the same job.
+        Raises `InvalidInput` if `seq` is not the next number: another process writes this job.
         """
         with self._transaction() as db:
             expected = db.execute(
@@ -176,7 +170,8 @@ class Store:
             ).fetchone()[0]
             if seq != expected:
                 raise InvalidInput(
-                    f"job {job_id!r} expects event {expected}, but got {seq}: another process drives it; stop one of the two"
+                    f"job {job_id!r} expects event {expected}, but got {seq}: another process "
+                    "drives it; stop one of the two"
                 )
             if db.execute("SELECT 1 FROM jobs WHERE id = ?", (job_id,)).fetchone() is None:
                 raise self._no_job(job_id)
@@ -193,7 +188,7 @@ class Store:
         return History(tuple(event for _, event in self._events(job_id)), spec.deviation)
 
     def finish(self, job_id: str, decision: Decision | None) -> None:
-        """Close a job: with its decision, or None if it was aborted. Closing it again changes nothing."""
+        """Close a job with its decision (None: aborted). Closing it again changes nothing."""
         status = "aborted" if decision is None else "finished"
         with self._transaction() as db:
             if self._job_row(job_id)["status"] != "running":
@@ -205,15 +200,16 @@ class Store:
             add_to_outbox(db, job_id, "finish", {})
 
     def past_trials(self, excluding: str | None = None) -> list[PastTrial]:
-        """Undisturbed measured candidates of all jobs but `excluding`, oldest job first."""
-        found: list[PastTrial] = []
+        """Undisturbed, measured candidates of all jobs but `excluding`, oldest job first."""
+        trials: list[PastTrial] = []
         bodies = _Bodies(self._db)
         for job in self.jobs():
             if job.id == excluding:
                 continue
             disturbed = self.history(job.id).disturbed
             rows = self._db.execute(
-                "SELECT * FROM trials WHERE job = ? AND role = ? AND status = 'measured' AND strategy_id != ? ORDER BY number",
+                "SELECT * FROM trials WHERE job = ? AND role = ? AND status = 'measured' "
+                "AND strategy_id != ? ORDER BY number",
                 (job.id, Role.CANDIDATE.value, CURRENT_SETUP),
             )
             for row in rows:
@@ -221,12 +217,12 @@ class Store:
                     strategy = bodies.get("strategies", Strategy, row["strategy_id"])
                     workload = bodies.get("workloads", Workload, row["workload_id"])
                     cluster = bodies.get("clusters", Cluster, row["cluster_id"])
-                    found.append(PastTrial(job.id, strategy, workload, cluster, row["median_s"]))
-        return found
+                    trials.append(PastTrial(job.id, strategy, workload, cluster, row["median_s"]))
+        return trials
 
     @contextlib.contextmanager
     def lock(self, job_id: str) -> Iterator[None]:
-        """Drive a job alone. The kernel releases the lock when the process dies, however it dies."""
+        """Hold the job's lock. The kernel releases it when the process dies for any reason."""
         self._job_row(job_id)
         path = self.path.with_name(f"{self.path.name}.{job_id}.lock")
         with path.open("a", encoding="utf-8") as handle:
@@ -234,12 +230,13 @@ class Store:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 raise InvalidInput(
-                    f"job {job_id!r} is being driven by another process; wait for it, or stop it and resume"
+                    f"job {job_id!r} is being driven by another process; wait for it, or stop it "
+                    "and resume"
                 ) from error
             yield
 
     def enqueue(self, job_id: str, kind: str, body: dict[str, Any]) -> None:
-        """Put something other than an event (a model, an artifact) at the end of the outbox, if it is not in there."""
+        """Append a model or an artifact to the outbox, unless it is already there."""
         with self._transaction() as db:
             known = db.execute(
                 "SELECT 1 FROM outbox WHERE job = ? AND kind = ? AND body = ?",
@@ -249,7 +246,7 @@ class Store:
                 add_to_outbox(db, job_id, kind, body)
 
     def waiting(self, job_id: str) -> list[OutboxItem]:
-        """What has not been sent yet, in order."""
+        """Items that have not been sent yet, in order."""
         rows = self._db.execute(
             "SELECT * FROM outbox WHERE job = ? AND state = 'waiting' ORDER BY position", (job_id,)
         )
@@ -263,7 +260,7 @@ class Store:
             )
 
     def mark_rejected(self, job_id: str, position: int, message: str) -> None:
-        """The server will never take this item; it is kept with the server's reason."""
+        """Keep an item that the server will never accept, with the server's reason."""
         with self._transaction() as db:
             db.execute(
                 "UPDATE outbox SET state = 'rejected', message = ? WHERE job = ? AND position = ?",
@@ -271,7 +268,7 @@ class Store:
             )
 
     def rejected(self, job_id: str) -> list[str]:
-        """The server's reasons for what it refused."""
+        """The server's reasons for the items that it rejected."""
         rows = self._db.execute(
             "SELECT message FROM outbox WHERE job = ? AND state = 'rejected' ORDER BY position",
             (job_id,),
@@ -291,14 +288,12 @@ class Store:
                 derive(db, row["id"], seq, event)
 
     def _events(self, job_id: str) -> list[tuple[int, Event]]:
-        rows = self._db.execute(
-            "SELECT seq, body FROM events WHERE job = ? ORDER BY seq", (job_id,)
-        ).fetchall()
-        where = [f"event {row['seq']} of job {job_id}" for row in rows]
-        return [
-            (row["seq"], event_from_data(parse_json(row["body"], at), at))
-            for row, at in zip(rows, where, strict=True)
-        ]
+        query = "SELECT seq, body FROM events WHERE job = ? ORDER BY seq"
+        events = []
+        for row in self._db.execute(query, (job_id,)).fetchall():
+            where = f"event {row['seq']} of job {job_id}"
+            events.append((row["seq"], event_from_data(parse_json(row["body"], where), where)))
+        return events
 
     def _job_row(self, job_id: str) -> sqlite3.Row:
         row: sqlite3.Row | None = self._db.execute(
@@ -318,19 +313,20 @@ class Store:
         version, newest = self._version(), len(_migrations())
         if version > newest:
             raise StoreVersionError(
-                f"{self.path} has store version {version}, but this autotune reads up to {newest}; update autotune or use another store"
+                f"{self.path} has store version {version}, but this autotune reads up to {newest}; "
+                "update autotune or use another store"
             )
         self._db.execute("PRAGMA journal_mode = WAL")
         self._db.execute("PRAGMA synchronous = FULL")
         self._db.execute("PRAGMA foreign_keys = ON")
         if version < newest:
             self._migrate()
-        # A file or directory without write permission shows here and not in the middle of a job.
+        # Fail now, not in the middle of a job, if the file or directory is not writable.
         with self._transaction() as db:
             db.execute("UPDATE jobs SET status = status WHERE 0")
 
     def _migrate(self) -> None:
-        """All missing migrations in one transaction; a second process that waited for it finds nothing to do."""
+        """Run all missing migrations in one transaction; another waiting process then runs none."""
         with self._transaction() as db:
             version = self._version()
             for number, script in enumerate(_migrations()[version:], start=version + 1):
@@ -368,8 +364,8 @@ class _Bodies:
         if id_ not in self._parsed:
             row = self._db.execute(f"SELECT body FROM {table} WHERE id = ?", (id_,)).fetchone()
             self._parsed[id_] = parse(kind, parse_json(row["body"], id_), id_)
-        found: T = self._parsed[id_]
-        return found
+        body: T = self._parsed[id_]
+        return body
 
 
 def _migrations() -> list[str]:
@@ -392,12 +388,15 @@ def _unusable(path: Path, error: Exception) -> InvalidInput:
     text = str(error)
     if "not a database" in text or "malformed" in text:
         return InvalidInput(
-            f"{path} must be a trial store, but is not an intact SQLite file ({text}); restore it or give another path"
+            f"{path} must be a trial store, but is not an intact SQLite file ({text}); "
+            "restore it or give another path"
         )
     if "locked" in text or "busy" in text:
         return InvalidInput(
-            f"{path} has been locked for {BUSY_S:.0f} s; stop the process that holds it, then try again"
+            f"{path} has been locked for {BUSY_S:.0f} s; stop the process that holds it, then try "
+            "again"
         )
     return InvalidInput(
-        f"the trial store {path} must be readable and writable ({text}); check its permissions or give another path"
+        f"the trial store {path} must be readable and writable ({text}); check its permissions or "
+        "give another path"
     )

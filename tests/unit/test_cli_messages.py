@@ -111,7 +111,7 @@ def test_a_cluster_of_another_size_is_refused(capsys, tmp_path) -> None:
 def test_a_directory_that_cannot_be_made_is_refused(capsys, tmp_path) -> None:
     (tmp_path / "file").write_text("")
     error = refused(capsys, "tune", "--directory", str(tmp_path / "file" / "jobs"), *LAUNCH)
-    assert "cannot be made" in error and "choose another --directory" in error
+    assert "cannot be created" in error and "choose another --directory" in error
 
 
 def test_a_read_only_directory_is_refused(capsys) -> None:
