@@ -1,1 +1,13 @@
-"""From a plan to the graph that is simulated: what the runtime sends, chunk by chunk, on which links and threads."""
+"""Lower a plan to the data-flow graph that the runtime would execute, and predict its step time.
+
+The flow, with the type that each file passes on:
+
+- `messages.py`: `Plan` -> `list[Batch]`, the messages of each kind with their `TimedStep`s. Its
+  helpers: `steps.py` lists the `Step`s of a message; `step_times.py` gives a `Step` its `StepTimes`
+  from the cluster's fits and the `Traffic` of its collective (`traffic.py`, `tree.py`).
+- `compute.py`: `Workload`, `Plan` -> `WorkerCosts`, and a worker's ops in the `DfgBuilder`.
+- `network.py`: `list[Batch]` -> the messages' ops in the `DfgBuilder`, as `MessageOps`.
+- `lower.py`: `Lowering`, `Plan` -> `Dfg`, from the two above.
+- `replayed.py`: `LoweredSteps`, `Plan` -> `Dfg` -> `Timeline` (`autotune.dfg`) -> seconds per step.
+- `costs.py`: `RuntimeCosts`, the constants of the runtime that all of them use.
+"""

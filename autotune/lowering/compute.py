@@ -1,13 +1,14 @@
-"""A worker's side of a graph: passes in segments, packing, issuing, writing back and the update.
+"""A worker's ops in a graph: passes in segments, packing, issuing, writing back and the update.
 
-Where an accelerator computes, its queue runs ahead and a thread of the host packs and issues behind it. Where the CPU computes, both
-are one queue, and what sending takes of the CPU is taken from computation.
+With an accelerator, the accelerator's queue runs ahead and a thread of the host packs and issues
+behind it. If the CPU computes, both are one queue, and the CPU time of sending is taken from
+computation.
 
 | symbol | meaning |
 |---|---|
 | V | variables, in backward order |
 | M | messages, in issue order |
-| ready, needed | times of `strategy_space.timing`, shape (V,) |
+| ready, needed | times of `costs.timing`, shape (V,) |
 """
 
 from __future__ import annotations
@@ -21,14 +22,16 @@ from autotune.costs.timing import close_groups, needed_times_s, ready_times_s
 from autotune.dfg.build import DfgBuilder
 from autotune.dfg.graph import NONE, Discipline, Kind
 from autotune.lowering.costs import RuntimeCosts
-from autotune.lowering.messages import Members
+from autotune.lowering.messages import SliceTable
 from autotune.workload import DTYPE_BYTES, Workload
 
 
 @dataclass(frozen=True, eq=False)
-class Passes:
-    """What all plans of a workload share. `wakes_ready`, `wakes_read` (V,): an emulated accelerator wakes up for this variable's gradient
-    or first read, and not for one just before it.
+class PassTimes:
+    """Times that all plans of a workload share, shape (V,).
+
+    `wakes_ready`, `wakes_read`: whether an emulated accelerator wakes up for this variable's
+    gradient or first read, and not for one just before it.
     """
 
     workload: Workload
@@ -36,324 +39,330 @@ class Passes:
     needed_s: FloatArray
     wakes_ready: BoolArray
     wakes_read: BoolArray
+    elements: FloatArray
     grad_bytes: FloatArray
     computes_on_cpu: bool
 
     @staticmethod
-    def of(workload: Workload) -> Passes:
+    def of(workload: Workload) -> PassTimes:
         """A gradient is ready no earlier than those before it."""
         ready_s = np.maximum.accumulate(np.clip(ready_times_s(workload), 0.0, None))
-        sizes = np.array(
-            [variable.elements * DTYPE_BYTES[variable.dtype] for variable in workload.variables],
-            dtype=np.float64,
-        )
         needed_s = needed_times_s(workload)
-        on_cpu = workload.device == "cpu" and workload.threads > 0
-        return Passes(
-            workload, ready_s, needed_s, _firsts(ready_s), _firsts(needed_s), sizes, on_cpu
+        variables = workload.variables
+        elements = np.array([variable.elements for variable in variables], dtype=np.float64)
+        element_bytes = np.array([DTYPE_BYTES[variable.dtype] for variable in variables])
+        return PassTimes(
+            workload=workload,
+            ready_s=ready_s,
+            needed_s=needed_s,
+            wakes_ready=_first_of_groups(ready_s),
+            wakes_read=_first_of_groups(needed_s),
+            elements=elements,
+            grad_bytes=elements * element_bytes,
+            computes_on_cpu=workload.device == "cpu" and workload.threads > 0,
         )
 
+    def share(self, slices: SliceTable) -> FloatArray:
+        """The share of its variable that each slice holds."""
+        elements = np.maximum(self.elements[slices.variable], 1.0)
+        return slices.elements / elements
 
-def _firsts(times_s: FloatArray) -> BoolArray:
-    """Whether each is the first of its close group."""
+
+def _first_of_groups(times_s: FloatArray) -> BoolArray:
+    """Whether each time is the first of its close group."""
     order = np.argsort(times_s, kind="stable")
-    found = np.zeros(len(times_s), dtype=np.bool_)
-    found[order[[group[0] for group in close_groups(times_s[order].tolist())]]] = True
-    return found
+    first = np.zeros(len(times_s), dtype=np.bool_)
+    first[order[[group[0] for group in close_groups(times_s[order].tolist())]]] = True
+    return first
 
 
 @dataclass(frozen=True, eq=False)
-class Duties:
-    """What a plan makes a worker's own thread do: seconds per variable (V,), per message (M,) and at the end."""
+class HostCosts:
+    """Seconds that a plan costs a worker's own thread, by variable (V,) and by message (M,).
+
+    `taken_s` (M,): CPU time of sending, taken from computation. `update_s`: the host's part of the
+    update. `issued_at` (M,): backward position of the gradient that completes the message. A
+    message waits for those before it.
+    """
 
     hand_out_s: FloatArray
     fill_s: FloatArray
     issue_s: FloatArray
     taken_s: FloatArray
     write_s: FloatArray
-    settle_s: float
-    settle_each_s: FloatArray
+    flush_s: float
+    flush_each_s: FloatArray
     defer_s: float
     buffers_s: float
-    update_s: float  # of the host's own: what is left of the update for it
-    issued_at: IntArray  # (M,), backward position whose gradient lets the message go
+    update_s: float
+    issued_at: IntArray
 
     @staticmethod
     def of(
-        passes: Passes,
-        members: Members,
+        times: PassTimes,
+        slices: SliceTable,
+        *,
         cast: BoolArray,
         prepare_s: FloatArray,
         taken_s: FloatArray,
         costs: RuntimeCosts,
-        buckets: bool = False,
-    ) -> Duties:
-        """`cast` (M,): rounded to 16 bits. `prepare_s` (M,): computed as the message is issued. A message waits for those before it.
+        buckets: bool,
+    ) -> HostCosts:
+        """`cast` (M,): rounded to 16 bits. `prepare_s` (M,): computed when the message is issued.
 
-        `buckets`: torch's own reducer carries the plan out.
+        `buckets`: torch's own reducer is the plan's backend.
         """
-        each_s, write_s = (
-            (costs["bucket_s"], 0.0) if buckets else (costs["fill_s"], costs["write_s"])
+        fill_s, write_s = costs["fill_s"], costs["write_s"]
+        if buckets:
+            fill_s, write_s = costs["bucket_s"], 0.0
+        s_per_byte = np.where(cast, costs["cast_s_per_byte"], costs["pack_s_per_byte"])
+        count = len(times.ready_s)
+        packed_s_per_byte = np.bincount(
+            slices.variable,
+            weights=times.share(slices) * s_per_byte[slices.message],
+            minlength=count,
         )
-        per_byte = np.where(cast, costs["cast_s_per_byte"], costs["pack_s_per_byte"])
-        count = len(passes.ready_s)
-        elements = np.array(
-            [variable.elements for variable in passes.workload.variables], dtype=np.float64
-        )
-        share = members.elements / np.maximum(elements[members.variable], 1.0)
-        packed_s = np.bincount(
-            members.variable, weights=share * per_byte[members.message], minlength=count
-        )
-        return Duties(
-            costs["hand_out_s_per_byte"] * passes.grad_bytes,
-            each_s + costs["wake_s"] * passes.wakes_ready + packed_s * passes.grad_bytes,
-            costs["issue_s"] + prepare_s,
-            taken_s,
-            write_s + costs["unpack_s_per_byte"] * passes.grad_bytes,
-            costs["settle_s"],
-            costs["settle_each_s"]
-            + costs["wake_s"] * passes.wakes_read
-            + costs["settle_s_per_byte"] * passes.grad_bytes,
-            costs["defer_s"] * count,
-            costs["buffer_s"] * passes.workload.buffers,
-            costs["real_update"] * passes.workload.update_s,
-            np.maximum.accumulate(members.last),
+        wake_s = costs["wake_s"]
+        packed_s = packed_s_per_byte * times.grad_bytes
+        flushed_s = costs["settle_s_per_byte"] * times.grad_bytes
+        workload = times.workload
+        return HostCosts(
+            hand_out_s=costs["hand_out_s_per_byte"] * times.grad_bytes,
+            fill_s=fill_s + wake_s * times.wakes_ready + packed_s,
+            issue_s=costs["issue_s"] + prepare_s,
+            taken_s=taken_s,
+            write_s=write_s + costs["unpack_s_per_byte"] * times.grad_bytes,
+            flush_s=costs["settle_s"],
+            flush_each_s=costs["settle_each_s"] + wake_s * times.wakes_read + flushed_s,
+            defer_s=costs["defer_s"] * count,
+            buffers_s=costs["buffer_s"] * workload.buffers,
+            update_s=costs["real_update"] * workload.update_s,
+            issued_at=np.maximum.accumulate(slices.last),
         )
 
 
 class Worker:
-    """Writes one worker's passes into an emitter. Its queues are named after its rank.
+    """Adds one worker's passes to a builder.
 
-    `cores`: the queue of the cores that its own thread shares with all other work, NONE where it has one for itself; `share`: by which
-    the duties' times are multiplied on these. `broadcast_s`: how long the buffers travel before a forward pass.
+    `cores`: queue of the cores that its thread shares with all other work; NONE if it has a core of
+    its own. `share`: factor of the host's times on shared cores. `broadcast_s`: time to broadcast
+    the buffers before a forward pass.
     """
 
     def __init__(
         self,
         to: DfgBuilder,
         rank: int,
-        passes: Passes,
-        duties: Duties,
-        cores: int = NONE,
-        share: float = 1.0,
-        broadcast_s: float = 0.0,
+        times: PassTimes,
+        host_costs: HostCosts,
+        *,
+        cores: int,
+        share: float,
+        broadcast_s: float,
     ) -> None:
-        self._cores, self._share = (NONE, 1.0) if passes.computes_on_cpu else (cores, share)
+        self._cores, self._share = (NONE, 1.0) if times.computes_on_cpu else (cores, share)
         self._broadcast_s = broadcast_s
-        self._to, self._rank, self._passes, self._duties = to, rank, passes, duties
-        self._names = [variable.name for variable in passes.workload.variables]
-        self._device = to.queue(
-            f"r{rank} device", Discipline.PRIORITY if duties.taken_s.any() else Discipline.FIFO
-        )
-        self._host = self._device if passes.computes_on_cpu else to.queue(f"r{rank} host")
+        self._to = to
+        self._rank = rank
+        self._times = times
+        self._costs = host_costs
+        taken = host_costs.taken_s.any()
+        discipline = Discipline.PRIORITY if taken else Discipline.FIFO
+        self._device = to.queue(f"r{rank} device", discipline)
+        self._host = self._device if times.computes_on_cpu else to.queue(f"r{rank} host")
         self._computed = self._done = NONE
-
-    def forward(self, after: int) -> int:
-        """A pass that waits for nothing but its buffers; its end."""
-        began = self._buffers(after)
-        self._computed = self._op(
-            "forward", self._device, self._passes.workload.forward_s, Kind.FORWARD, (began,)
-        )
-        return self._computed
-
-    def _buffers(self, after: int) -> int:
-        """Rank 0's buffers have arrived; their few bytes are taken to meet no others."""
-        if self._broadcast_s <= 0:
-            return after
-        copied = self._op("copy buffers", self._host, self._duties.buffers_s, Kind.PACK, (after,))
-        return self._op("broadcast buffers", NONE, self._broadcast_s, Kind.RECV, (copied,))
-
-    def backward(self, after: int) -> IntArray:
-        """The ops that issue the messages, shape (M,)."""
-        duties, passes, to = self._duties, self._passes, self._to
-        count, messages = len(passes.ready_s), len(duties.issued_at)
-        width, head = 2 if duties.taken_s.any() else 1, 3 if duties.hand_out_s.any() else 2
-        issues = np.bincount(duties.issued_at, minlength=count)
-        lengths = head + width * issues
-        start = np.cumsum(lengths) - lengths
-        fill = start + head - 1
-        total = int(lengths.sum())
-        first = to.ops
-        at_position = np.arange(messages) - (np.cumsum(issues) - issues)[duties.issued_at]
-        issue = start[duties.issued_at] + head + width * at_position
-        duration_s, kind = np.zeros(total), np.full(total, Kind.PACK, dtype=np.int64)
-        queue, channel = (
-            np.full(total, self._host, dtype=np.int64),
-            np.full(total, self._cores, dtype=np.int64),
-        )
-        priority, host = np.zeros(total, dtype=np.int64), np.ones(total, dtype=np.bool_)
-        duration_s[fill], duration_s[issue] = (
-            self._share * duties.fill_s,
-            self._share * duties.issue_s,
-        )
-        if head == 3:
-            duration_s[start + 1] = self._share * duties.hand_out_s
-        duration_s[start], kind[start], queue[start] = (
-            np.diff(passes.ready_s, prepend=0.0),
-            Kind.BACKWARD,
-            self._device,
-        )
-        host[start] = False
-        if width == 2:
-            duration_s[issue + 1], kind[issue + 1], queue[issue + 1], priority[issue + 1] = (
-                duties.taken_s,
-                Kind.OTHER,
-                self._device,
-                -1,
-            )
-            host[issue + 1] = False
-            to.edges(first + issue, first + issue + 1)
-        channel[~host] = NONE
-        layer = np.repeat(np.arange(count), lengths)
-        on_host = np.flatnonzero(host)
-        to.edges(first + on_host[:-1], first + on_host[1:])
-        to.edges(first + start, first + fill)
-        to.edges(first + start[:-1], first + start[1:])
-        to.edges(after, first)
-        if passes.computes_on_cpu:
-            to.edges(first + on_host[np.searchsorted(on_host, start[1:]) - 1], first + start[1:])
-        names = self._names
-
-        def named(number: int) -> str:
-            position = int(layer[number])
-            part = number - int(start[position])
-            heads = ("backward", "pack") if head == 2 else ("backward", "hand out", "pack")
-            what = heads[part] if part < head else ("issue", "send")[(part - head) % width]
-            return f"r{self._rank} {what} {names[position]}"
-
-        columns = {
-            "queue": queue,
-            "channel": channel,
-            "kind": kind,
-            "priority": priority,
-            "layer": layer,
-        }
-        to.block(total, named, duration_s=duration_s, worker=self._rank, **columns)
-        self._done = first + int(on_host[-1])
-        rest_s = max(passes.workload.backward_s - float(passes.ready_s[-1]), 0.0)
-        ahead = (
-            (first + int(start[-1]), self._done)
-            if passes.computes_on_cpu
-            else (first + int(start[-1]),)
-        )
-        self._computed = self._op("backward end", self._device, rest_s, Kind.BACKWARD, ahead)
-        issued: IntArray = first + issue
-        return issued
 
     @property
     def ends(self) -> tuple[int, int]:
-        """The last ops of the device and of the thread beside it."""
+        """The last ops of the device and of the host's thread."""
         return self._computed, self._done
 
+    def forward(self, after: int) -> int:
+        """A pass that waits only for its buffers; its last op."""
+        began = self._buffers(after)
+        forward_s = self._times.workload.forward_s
+        self._computed = self._op("forward", self._device, forward_s, Kind.FORWARD, (began,))
+        return self._computed
+
+    def _buffers(self, after: int) -> int:
+        """Rank 0's buffers arrive. They are small, so they compete with no message."""
+        if self._broadcast_s <= 0:
+            return after
+        copied = self._op("copy buffers", self._host, self._costs.buffers_s, Kind.PACK, (after,))
+        return self._op("broadcast buffers", NONE, self._broadcast_s, Kind.RECV, (copied,))
+
+    def backward(self, after: int) -> IntArray:
+        """The ops that issue the messages, shape (M,).
+
+        The ops of each variable follow each other: its part of the backward pass, handing out its
+        gradient if that costs time, packing, and for each message that it completes an issue, with
+        a send if sending takes time from computation.
+        """
+        costs, times, to = self._costs, self._times, self._to
+        count = len(times.ready_s)
+        sends = bool(costs.taken_s.any())
+        parts = ("issue", "send") if sends else ("issue",)
+        heads = ("backward", "pack")
+        if costs.hand_out_s.any():
+            heads = ("backward", "hand out", "pack")
+        width, head = len(parts), len(heads)
+        issues = np.bincount(costs.issued_at, minlength=count)
+        lengths = head + width * issues
+        start = np.cumsum(lengths) - lengths
+        fill = start + head - 1
+        earlier = (np.cumsum(issues) - issues)[costs.issued_at]  # messages of earlier variables
+        place = np.arange(len(costs.issued_at)) - earlier
+        issue = start[costs.issued_at] + head + width * place
+        total = int(lengths.sum())
+        first = to.ops
+        duration_s = np.zeros(total)
+        kind = np.full(total, Kind.PACK, dtype=np.int64)
+        priority = np.zeros(total, dtype=np.int64)
+        on_host = np.ones(total, dtype=np.bool_)
+        duration_s[fill] = self._share * costs.fill_s
+        duration_s[issue] = self._share * costs.issue_s
+        if head == 3:
+            duration_s[start + 1] = self._share * costs.hand_out_s
+        duration_s[start] = np.diff(times.ready_s, prepend=0.0)
+        kind[start] = Kind.BACKWARD
+        on_host[start] = False
+        if sends:
+            duration_s[issue + 1] = costs.taken_s
+            kind[issue + 1] = Kind.OTHER
+            priority[issue + 1] = -1
+            on_host[issue + 1] = False
+            to.edges(first + issue, first + issue + 1)
+        layer = np.repeat(np.arange(count), lengths)
+        host_ops = np.flatnonzero(on_host)
+        to.edges(first + host_ops[:-1], first + host_ops[1:])
+        to.edges(first + start, first + fill)
+        to.edges(first + start[:-1], first + start[1:])
+        to.edge(after, first)
+        if times.computes_on_cpu:
+            previous = host_ops[np.searchsorted(host_ops, start[1:]) - 1]
+            to.edges(first + previous, first + start[1:])
+        variables = times.workload.variables
+
+        def name(number: int) -> str:
+            variable = int(layer[number])
+            part = number - int(start[variable])
+            what = heads[part] if part < head else parts[(part - head) % width]
+            return f"r{self._rank} {what} {variables[variable].name}"
+
+        to.block(
+            total,
+            name,
+            duration_s=duration_s,
+            queue=np.where(on_host, self._host, self._device),
+            channel=np.where(on_host, self._cores, NONE),
+            kind=kind,
+            priority=priority,
+            layer=layer,
+            worker=self._rank,
+        )
+        last_computed = first + int(start[-1])
+        self._done = first + int(host_ops[-1])
+        behind = (last_computed, self._done) if times.computes_on_cpu else (last_computed,)
+        rest_s = max(times.workload.backward_s - float(times.ready_s[-1]), 0.0)
+        self._computed = self._op("backward end", self._device, rest_s, Kind.BACKWARD, behind)
+        issued: IntArray = first + issue
+        return issued
+
     def update(self, arrived: int) -> int:
-        """Averages are written back once all have come, then comes the update; its end."""
-        written_s = float(self._duties.write_s.sum())
+        """Write back all averages once they have arrived, then update; the last op."""
+        written_s = float(self._costs.write_s.sum())
         written = self._op(
             "write averages", self._host, written_s, Kind.UNPACK, (*self.ends, arrived)
         )
-        update_s = self._passes.workload.update_s
+        update_s = self._times.workload.update_s
         self._computed = self._op("update", self._device, update_s, Kind.UPDATE, (written,))
-        if self._updates_for_real:
-            real = self._op(
-                "real update", self._host, self._duties.update_s, Kind.UPDATE, (written,)
-            )
+        if self._updates_on_host:
+            update_s = self._costs.update_s
+            real = self._op("real update", self._host, update_s, Kind.UPDATE, (written,))
             self._computed = self._op("updated", NONE, 0.0, Kind.VIRTUAL, (self._computed, real))
         self._done = self._computed
         return self._computed
 
     def defer(self) -> int:
-        """Averages and updates are left to the next forward pass."""
-        deferred = self._op("defer", self._host, self._duties.defer_s, Kind.OTHER, self.ends)
-        self._computed = self._done = self._op(
-            "update", self._device, self._passes.workload.update_s, Kind.UPDATE, (deferred,)
-        )
+        """Leave averages and updates to the next forward pass; the last op."""
+        deferred = self._op("defer", self._host, self._costs.defer_s, Kind.OTHER, self.ends)
+        update_s = self._times.workload.update_s
+        self._computed = self._op("update", self._device, update_s, Kind.UPDATE, (deferred,))
+        self._done = self._computed
         return self._computed
 
-    @property
-    def _updates_for_real(self) -> bool:
-        """Emulated accelerators whose host updates, too, as all ranks that share the cores do (until 2026-11-22)."""
-        return (
-            self._cores != NONE
-            and self._passes.workload.device == "cpu"
-            and self._duties.update_s > 0
-        )
+    def forward_waiting(self, slices: SliceTable, ends: IntArray) -> tuple[int, int]:
+        """A pass, behind `defer`, in which a read waits for its variable's messages; its last ops.
 
-    def forward_waiting(self, members: Members, ends: IntArray) -> tuple[int, int]:
-        """The pass reads each variable once its messages are in, from `ends` (M,); its last ops. Behind `defer`.
-
-        What has arrived is averaged and updated at the next read, whatever that reads.
+        Messages that have arrived, at `ends` (M,), are averaged and applied at the next read of any
+        variable.
         """
-        passes, to = self._passes, self._to
+        times, to = self._times, self._to
         first_read = np.full(len(ends), np.inf)
-        np.minimum.at(first_read, members.message, passes.needed_s[members.variable])
-        times, group = np.unique(first_read, return_inverse=True)
+        np.minimum.at(first_read, slices.message, times.needed_s[slices.variable])
+        read_s, group = np.unique(first_read, return_inverse=True)
         group = group.ravel()
-        written_s = np.bincount(
-            group, weights=self._written_s(members), minlength=len(times)
-        ).astype(np.float64)
-        on_cpu = passes.computes_on_cpu
+        written_s = np.bincount(group, weights=self._flushed_s(slices), minlength=len(read_s))
         began = self._buffers(self._computed)
-        base = to.ops
-        segment = base + 3 * np.arange(len(times))
-        gate, written = segment + 1, segment + 2
-        read = written if on_cpu else gate
-        to.edges(began, segment[0])
-        to.edges(began, written[0])
+        segment = to.ops + 3 * np.arange(len(read_s))
+        gate = segment + 1
+        written = segment + 2
+        read = written if times.computes_on_cpu else gate
+        to.edge(began, int(segment[0]))
+        to.edge(began, int(written[0]))
         to.edges(ends, gate[group])
         to.edges(gate, written)
-        for behind in (segment, written):
-            to.edges(behind[:-1], behind[1:])
+        for chain in (segment, written):
+            to.edges(chain[:-1], chain[1:])
         to.edges(read[:-1], segment[1:])
-        total = 3 * len(times)
-        columns = {name: np.zeros(total) for name in ("duration_s", "queue", "channel", "kind")}
-        values: dict[str, tuple[float | FloatArray, ...]] = {
-            "duration_s": (np.diff(times, prepend=0.0), 0.0, self._share * written_s),
-            "channel": (NONE, NONE, self._cores),
-            "queue": (self._device, NONE, self._host),
-            "kind": (Kind.FORWARD, Kind.VIRTUAL, Kind.UNPACK),
-        }
-        for name, of_parts in values.items():
-            for part, value in enumerate(of_parts):
-                columns[name][part::3] = value
 
-        def named(number: int) -> str:
+        def name(number: int) -> str:
             return f"r{self._rank} {('forward', 'read', 'write')[number % 3]} {number // 3}"
 
-        to.block(total, named, worker=self._rank, **columns)
-        rest_s = max(passes.workload.forward_s - float(times[-1]), 0.0)
-        ahead = (int(segment[-1]), int(read[-1]))
-        self._computed, self._done = (
-            self._op("forward end", self._device, rest_s, Kind.FORWARD, ahead),
-            int(written[-1]),
+        segment_s = np.diff(read_s, prepend=0.0)
+        durations_s = (segment_s, np.zeros(len(read_s)), self._share * written_s)
+        count = len(read_s)
+        to.block(
+            3 * count,
+            name,
+            duration_s=np.column_stack(durations_s).ravel(),
+            queue=np.tile([self._device, NONE, self._host], count),
+            channel=np.tile([NONE, NONE, self._cores], count),
+            kind=np.tile([Kind.FORWARD, Kind.VIRTUAL, Kind.UNPACK], count),
+            worker=self._rank,
         )
+        rest_s = max(times.workload.forward_s - float(read_s[-1]), 0.0)
+        behind = (int(segment[-1]), int(read[-1]))
+        self._computed = self._op("forward end", self._device, rest_s, Kind.FORWARD, behind)
+        self._done = int(written[-1])
         return self.ends
 
-    def _written_s(self, members: Members) -> FloatArray:
-        """Per message: taking it in, and its share of what its variables take to be averaged and really updated, shape (M,)."""
-        elements = np.array(
-            [variable.elements for variable in self._passes.workload.variables], dtype=np.float64
-        )
-        share = members.elements / np.maximum(elements[members.variable], 1.0)
-        count = int(members.message.max()) + 1
-        each_s = self._duties.settle_each_s
-        if self._updates_for_real:
-            each_s = each_s + self._duties.update_s * elements / elements.sum()
-        weights = share * each_s[members.variable]
-        return self._duties.settle_s + np.bincount(
-            members.message, weights=weights, minlength=count
-        ).astype(np.float64)
+    def _flushed_s(self, slices: SliceTable) -> FloatArray:
+        """Time to take in each message and apply its share of its variables' updates, (M,)."""
+        each_s = self._costs.flush_each_s
+        if self._updates_on_host:
+            elements = self._times.elements
+            each_s = each_s + self._costs.update_s * elements / elements.sum()
+        weights = self._times.share(slices) * each_s[slices.variable]
+        flushed_s: FloatArray = self._costs.flush_s + np.bincount(slices.message, weights=weights)
+        return flushed_s
+
+    @property
+    def _updates_on_host(self) -> bool:
+        """Whether the host updates, too, on shared cores (emulations until 2026-11-22)."""
+        on_cpu = self._times.workload.device == "cpu"
+        return self._cores != NONE and on_cpu and self._costs.update_s > 0
 
     def _op(
         self, name: str, queue: int, duration_s: float, kind: Kind, after: tuple[int, ...]
     ) -> int:
         on_host = queue == self._host and queue != self._device
-        columns = {
-            "queue": queue,
-            "channel": self._cores if on_host else NONE,
-            "kind": kind,
-            "worker": self._rank,
-        }
-        taken_s = duration_s * self._share if on_host else duration_s
-        number = self._to.block(1, lambda _: f"r{self._rank} {name}", duration_s=taken_s, **columns)
-        self._to.edges(np.array(after), number)
-        return number
+        return self._to.op(
+            f"r{self._rank} {name}",
+            queue,
+            duration_s * self._share if on_host else duration_s,
+            kind,
+            after,
+            channel=self._cores if on_host else NONE,
+            worker=self._rank,
+        )

@@ -1,7 +1,8 @@
-"""What the runtime itself costs a rank, beside what the probe fits of the network: each constant with its source.
+"""Costs of the runtime itself on a rank, which no fit of a collective contains, with their sources.
 
-Seconds are CPU time of one thread, as the runtime spends it: in small pieces, with cold caches. Where ranks share cores, the lowering
-lets them wait for each other. A value that was measured elsewhere than on the user's machine says so in its source.
+Seconds are CPU time of one thread, as the runtime spends it: in small pieces, with cold caches. If
+ranks share cores, the lowering makes them wait for each other. The source of a value states where
+it was measured.
 """
 
 from __future__ import annotations
@@ -11,18 +12,24 @@ from math import isfinite
 
 from autotune.errors import InvalidInput
 
-_HERE = "measured by `python -m benchmarks.runtime_costs --emulated`, one process, on the machine that docs/prediction.md names"
+_HERE = (
+    "measured by `python -m benchmarks.runtime_costs --emulated`, one process, "
+    "on the machine that docs/prediction.md names"
+)
 
 
 @dataclass(frozen=True)
 class Constant:
+    """A cost with the source of its value. Raises `InvalidInput` without either."""
+
     value: float
     source: str
 
     def __post_init__(self) -> None:
         if not (isfinite(self.value) and self.value >= 0):
             raise InvalidInput(
-                f"a constant of the runtime must be finite and at least 0, but is {self.value} ({self.source})"
+                "a constant of the runtime must be finite and at least 0, "
+                f"but is {self.value} ({self.source})"
             )
         if not self.source:
             raise InvalidInput(
@@ -32,36 +39,38 @@ class Constant:
 
 @dataclass(frozen=True)
 class RuntimeCosts:
-    """Costs that no fit of a collective contains.
+    """Costs of the runtime. Stored measurements use these names.
 
-    | name | what | unit |
+    | name | cost | unit |
     |---|---|---|
-    | `wake_s` | emulated accelerators: waking up for gradients, or reads, that are due together; 0 where they are real | s |
-    | `real_update` | of emulated accelerators' update time, how much the host takes for one of its own | - |
-    | `fill_s` | the hook of one gradient, and packing it but for its bytes | s |
-    | `bucket_s` | the same and writing back, in a plan of mere buckets, which torch's own reducer carries out | s |
-    | `hand_out_s_per_byte` | emulated accelerators: a fresh copy of the recorded gradient; 0 where they are real | s/B |
-    | `pack_s_per_byte` | scaling a gradient into its message, per byte of the gradient | s/B |
-    | `cast_s_per_byte` | the same where it is rounded to 16 bits | s/B |
-    | `issue_s` | starting a message, but for the collective itself, which its fit contains | s |
-    | `lane_s` | handing a message on to the thread of its next step | s |
-    | `defer_s` | leaving one variable to the next forward pass | s |
-    | `settle_s` | taking in one message where a variable of it is read, and an update of its own | s |
-    | `settle_each_s` | one variable's average and update there, but for its bytes | s |
+    | `wake_s` | emulated accelerators: wake up for gradients or reads that are due together | s |
+    | `real_update` | emulated accelerators: the host's update per update of the accelerator | - |
+    | `fill_s` | the hook of one gradient, and packing it except its bytes | s |
+    | `bucket_s` | the same and writing back, if torch's own reducer executes the plan | s |
+    | `hand_out_s_per_byte` | emulated accelerators: copy the recorded gradient | s/B |
+    | `pack_s_per_byte` | scale a gradient into its message, per byte of the gradient | s/B |
+    | `cast_s_per_byte` | the same with rounding to 16 bits | s/B |
+    | `issue_s` | start a message, except the collective itself | s |
+    | `lane_s` | pass a message to the thread of its next step | s |
+    | `defer_s` | leave one variable to the next forward pass | s |
+    | `settle_s` | flush one message when a variable of it is read, with its update | s |
+    | `settle_each_s` | average and update one variable there, except its bytes | s |
     | `settle_s_per_byte` | the same per byte of the gradient | s/B |
-    | `buffer_s` | a buffer of the module that travels with the others before a forward pass | s |
-    | `write_s` | writing one average back, all together, but for its bytes | s |
+    | `buffer_s` | a buffer of the module that is broadcast before a forward pass | s |
+    | `write_s` | write back one average with all others, except its bytes | s |
     | `unpack_s_per_byte` | the same per byte of the gradient | s/B |
-    | `int8_encode_s`, `int8_encode_s_per_element` | int8: rounding a message | s |
-    | `int8_decode_s`, `int8_decode_s_per_element` | int8: reading one back | s |
-    | `top_k_find_s`, `top_k_find_s_per_element` | top-k: finding the largest of a message | s |
-    | `top_k_add_s`, `top_k_add_s_per_element` | top-k: adding those of one rank, per element of these | s |
-    | `rows_take_s_per_byte` | sorting, scaling and packing the rows of a sparse gradient, per byte of a rank's own | s/B |
-    | `rows_add_s_per_byte` | adding the rows of several ranks where they meet, per byte of all of them | s/B |
-    | `rows_write_s_per_byte` | their sum as the gradient, per byte of it | s/B |
-    | `low_rank_s`, `low_rank_s_per_flop` | PowerSGD: per slice and product; per multiplication and addition | s |
-    | `threads` | collectives that one process group runs side by side | - |
-    | `payload` | share of a link's bytes that are a message's own | - |
+    | `int8_encode_s`, `int8_encode_s_per_element` | int8: round a message | s |
+    | `int8_decode_s`, `int8_decode_s_per_element` | int8: read a message | s |
+    | `top_k_find_s`, `top_k_find_s_per_element` | top-k: find the largest elements | s |
+    | `top_k_add_s`, `top_k_add_s_per_element` | top-k: add one rank's elements, per element | s |
+    | `rows_take_s_per_byte` | sort, scale and pack a rank's rows of a sparse gradient | s/B |
+    | `rows_add_s_per_byte` | add the rows of all ranks, per byte of all | s/B |
+    | `rows_write_s_per_byte` | write their sum as the gradient, per byte of it | s/B |
+    | `low_rank_s`, `low_rank_s_per_flop` | PowerSGD: per slice and product; per operation | s |
+    | `threads` | collectives that one process group runs at the same time | - |
+    | `payload` | share of a link's bytes that belong to messages | - |
+
+    The costs of emulated accelerators are 0 for real ones.
     """
 
     wake_s: Constant = Constant(0.0, "accelerators are not emulated")
@@ -97,17 +106,20 @@ class RuntimeCosts:
     low_rank_s_per_flop: Constant = Constant(5e-10, _HERE)
     threads: Constant = Constant(
         2,
-        "torch: options of ProcessGroupGloo, `threads = 2`, in torch/csrc/distributed/c10d/ProcessGroupGloo.hpp",
+        "torch: options of ProcessGroupGloo, `threads = 2`, "
+        "in torch/csrc/distributed/c10d/ProcessGroupGloo.hpp",
     )
     payload: Constant = Constant(
         1448 / 1538,
-        "Ethernet of MTU 1500: of 1538 bytes with preamble and gap a TCP segment with timestamps carries 1448",
+        "Ethernet of MTU 1500: of 1538 bytes with preamble and gap, "
+        "a TCP segment with timestamps carries 1448",
     )
 
     def __post_init__(self) -> None:
         if not 0 < self.payload.value <= 1 or self.threads.value < 1:
             raise InvalidInput(
-                f"payload must lie in (0, 1] and threads be at least 1, but they are {self.payload.value} and {self.threads.value}"
+                "payload must lie in (0, 1] and threads be at least 1, "
+                f"but they are {self.payload.value} and {self.threads.value}"
             )
 
     def __getitem__(self, name: str) -> float:
@@ -116,11 +128,11 @@ class RuntimeCosts:
 
     @property
     def sources(self) -> dict[str, str]:
-        """Name of every constant -> where its value is from."""
+        """Name of every constant -> source of its value."""
         return {field.name: getattr(self, field.name).source for field in fields(self)}
 
 
 EMULATED_COSTS = replace(
     RuntimeCosts(), wake_s=Constant(0.00037, _HERE), hand_out_s_per_byte=Constant(1.6e-10, _HERE)
 )
-"""Of a rank whose accelerator is emulated."""
+"""Costs of a rank with an emulated accelerator."""

@@ -1,12 +1,10 @@
-"""The messages of a plan as arrays: when they are complete, what they wait for, and the ports that they load.
+"""The messages of a plan by kind: their variables, and their steps with times.
 
 | symbol | meaning |
 |---|---|
 | M | messages of the plan, in issue order |
 | V | variables, in backward order |
 | K | messages of one kind |
-| R | steps with a collective, over all kinds |
-| P | ports |
 """
 
 from __future__ import annotations
@@ -16,31 +14,25 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autotune.arrays import BoolArray, FloatArray, IntArray
+from autotune.arrays import FloatArray, IntArray
 from autotune.costs.row_traffic import RowTraffic
 from autotune.errors import InvalidInput
 from autotune.lowering.costs import RuntimeCosts
 from autotune.lowering.step_times import StepTimes, Timing
-from autotune.lowering.steps import Circle, Step, sizes_of, steps_of
+from autotune.lowering.steps import Scope, Step, steps_of
 from autotune.strategy_space.plan import Message, Plan
 from autotune.strategy_space.strategy import Compressor
 from autotune.workload import Workload
 
-_CLOSELY_COMPARED = 64
-"""Ports up to which each is compared with every other."""
-
 
 @dataclass(frozen=True, eq=False)
-class SendStep:
-    """One step of the K messages of a kind. `times` is None where it only computes. `root`: the rank that `prepare_root_s` is of."""
+class TimedStep:
+    """A step on a cluster. `times`: None if it only computes. `group`: key of its process group."""
 
     step: Step
     times: StepTimes | None
-    prepare_s: FloatArray
-    prepare_root_s: FloatArray
-    size_bytes: FloatArray
     root: int
-    circle_key: Hashable
+    group: Hashable
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,12 +40,12 @@ class Batch:
     """Messages of one kind: `numbers` (K,) within the plan, ascending."""
 
     numbers: IntArray
-    steps: tuple[SendStep, ...]
+    steps: tuple[TimedStep, ...]
 
 
 @dataclass(frozen=True, eq=False)
-class Members:
-    """Which variables are in which messages. `variable`, `message`, `elements`: of every slice. `last` (M,): backward position."""
+class SliceTable:
+    """`variable`, `message`, `elements` of every slice; `last` (M,): last variable of a message."""
 
     variable: IntArray
     message: IntArray
@@ -61,138 +53,122 @@ class Members:
     last: IntArray
 
     @staticmethod
-    def of(plan: Plan, workload: Workload) -> Members:
-        """Raises `InvalidInput` where the plan is another model's."""
+    def of(plan: Plan, workload: Workload) -> SliceTable:
+        """Raises `InvalidInput` if the plan belongs to another model."""
         if plan.workload_id != workload.id:
             raise InvalidInput(
-                f"a plan is lowered with its own model, but it is for {plan.workload_id} and the workload is {workload.id}; "
-                "plan the strategy for this workload"
+                f"a plan is lowered with its own model, but it is for {plan.workload_id} "
+                f"and the workload is {workload.id}; plan the strategy for this workload"
             )
         index = workload.index
         rows = [
             (index[part.variable], number, part.elements)
-            for number, each in enumerate(plan.messages)
-            for part in each.slices
+            for number, message in enumerate(plan.messages)
+            for part in message.slices
         ]
         table = np.array(rows, dtype=np.int64).reshape(-1, 3)
         last = np.full(len(plan.messages), -1, dtype=np.int64)
         np.maximum.at(last, table[:, 1], table[:, 0])
-        return Members(table[:, 0], table[:, 1], table[:, 2], last)
+        return SliceTable(table[:, 0], table[:, 1], table[:, 2], last)
 
 
-class Sender:
-    """Finds the steps of the messages of a workload's plans on one cluster."""
+@dataclass(frozen=True)
+class _Groups:
+    """The process groups of a message by scope; `members` ranks sum it."""
+
+    by_scope: dict[Scope, tuple[tuple[int, ...], ...]]
+    two_level: bool
+    members: int
+
+
+class MessageTimer:
+    """Finds the timed steps of the messages of a workload's plans on one cluster."""
 
     def __init__(self, timing: Timing, costs: RuntimeCosts, workload: Workload) -> None:
-        self.timing, self.costs, self.cluster, self.traffic = (
-            timing,
-            costs,
-            timing.cluster,
-            RowTraffic(workload),
-        )
+        self.timing = timing
+        self.costs = costs
+        self.cluster = timing.cluster
+        self.traffic = RowTraffic(workload)
         host_of = timing.ports.host_of_rank
-        self._hosts = tuple(
+        self._hosts = [
             tuple(np.flatnonzero(host_of == host).tolist())
             for host in range(len(self.cluster.hosts))
-        )
+        ]
         self._world = tuple(range(self.cluster.world_size))
-        self._kinds: dict[
-            Hashable, tuple[tuple[Step, ...], dict[Circle, tuple[tuple[int, ...], ...]]]
-        ] = {}
+        self._groups: dict[Hashable, _Groups] = {}
 
     def batches(
         self, messages: Sequence[Message], ring_order: tuple[int, ...] | None = None
     ) -> list[Batch]:
-        """By kind; no message is in two of them."""
-        grouped: dict[Hashable, list[int]] = {}
+        """The messages by kind."""
+        numbers_of: dict[Hashable, list[int]] = {}
         for number, message in enumerate(messages):
-            grouped.setdefault(_kind(message), []).append(number)
-        return [
-            self._batch([messages[number] for number in numbers], ring_order, kind, numbers)
-            for kind, numbers in grouped.items()
-        ]
-
-    def _batch(
-        self,
-        messages: Sequence[Message],
-        ring_order: tuple[int, ...] | None,
-        kind: Hashable,
-        numbers: Sequence[int],
-    ) -> Batch:
-        key = (kind, ring_order)
-        if key not in self._kinds:
-            self._kinds[key] = self._steps(messages[0], ring_order)
-        steps, circles = self._kinds[key]
-        sizes = sizes_of(messages, self.traffic, self.cluster.world_size)
-        made = []
-        for step in steps:
-            size_bytes = step.size(sizes)
-            times = (
-                self.timing.of(step, size_bytes, circles[step.circle])
-                if step.collective is not None
-                else None
-            )
-            root = _root(step, circles[step.circle])
-            circle_key = (
-                (step.circle, circles[step.circle])
-                if step.circle is not Circle.HOSTS
-                else step.circle
-            )
-            made.append(
-                SendStep(
-                    step,
-                    times,
-                    step.prepare(sizes),
-                    step.prepare_root(sizes),
-                    size_bytes,
-                    root,
-                    circle_key,
-                )
-            )
-        return Batch(np.array(numbers, dtype=np.int64), tuple(made))
+            numbers_of.setdefault(_kind(message), []).append(number)
+        return [self._batch(messages, numbers, ring_order) for numbers in numbers_of.values()]
 
     def cpu_s(self, plan: Plan) -> FloatArray:
-        """CPU time of every message on one rank by the probed fits, shape (M,); 0 where the primitive was not probed."""
+        """CPU time of every message on one rank by the fits, shape (M,); 0 without a fit."""
         fits = {
             synchronizer: self.cluster.fit(synchronizer.operation, plan.world_size)
-            for synchronizer in {m.synchronizer for m in plan.messages}
+            for synchronizer in {message.synchronizer for message in plan.messages}
         }
         sizes_bytes = self.traffic.collective_bytes(plan.messages, plan.world_size).tolist()
-        sized = zip(plan.messages, sizes_bytes, strict=True)
-        return np.array(
-            [
-                fit.cpu_s(size) if (fit := fits[message.synchronizer]) else 0.0
-                for message, size in sized
-            ]
-        )
+        seconds = []
+        for message, size_bytes in zip(plan.messages, sizes_bytes, strict=True):
+            fit = fits[message.synchronizer]
+            seconds.append(fit.cpu_s(size_bytes) if fit else 0.0)
+        return np.array(seconds)
 
-    def _steps(
-        self, message: Message, ring_order: tuple[int, ...] | None
-    ) -> tuple[tuple[Step, ...], dict[Circle, tuple[tuple[int, ...], ...]]]:
-        world = message.ranks or ring_order or self._world
-        hosts = (
-            tuple(
-                own
-                for part in self._hosts
-                if (own := tuple(rank for rank in part if rank in set(world)))
-            )
-            if message.hierarchical
-            else ()
+    def _batch(
+        self, messages: Sequence[Message], numbers: list[int], ring_order: tuple[int, ...] | None
+    ) -> Batch:
+        of_kind = [messages[number] for number in numbers]
+        groups = self._groups_of(of_kind[0], ring_order)
+        steps = steps_of(
+            of_kind,
+            self.traffic,
+            self.cluster.world_size,
+            groups.members,
+            groups.two_level,
+            self.costs,
         )
-        two_level = len(hosts) > 1 and max(map(len, hosts)) > 1
-        circles = {Circle.WORLD: (world,), Circle.HOSTS: hosts}
-        if two_level:
-            chosen = {message.owner if message.owner in part else min(part) for part in hosts}
-            circles[Circle.LEADERS] = (tuple(rank for rank in world if rank in chosen),)
-        members = len(circles[Circle.LEADERS if two_level else Circle.WORLD][0])
-        return steps_of(message, members, two_level, self.costs), circles
+        timed = tuple(self._timed(step, groups.by_scope[step.scope]) for step in steps)
+        return Batch(np.array(numbers, dtype=np.int64), timed)
+
+    def _timed(self, step: Step, groups: tuple[tuple[int, ...], ...]) -> TimedStep:
+        times = self.timing.of(step, groups) if step.collective is not None else None
+        root = step.root
+        if root is None:
+            root = groups[0][0] if groups and groups[0] else 0
+        key = step.scope if step.scope is Scope.HOSTS else (step.scope, groups)
+        return TimedStep(step, times, root, key)
+
+    def _groups_of(self, message: Message, ring_order: tuple[int, ...] | None) -> _Groups:
+        world = message.ranks or ring_order or self._world
+        key = (world, message.owner if message.hierarchical else None, message.hierarchical)
+        if key not in self._groups:
+            self._groups[key] = self._new_groups(message, world)
+        return self._groups[key]
+
+    def _new_groups(self, message: Message, world: tuple[int, ...]) -> _Groups:
+        hosts: tuple[tuple[int, ...], ...] = ()
+        if message.hierarchical:
+            ranks = set(world)
+            on_hosts = (tuple(rank for rank in host if rank in ranks) for host in self._hosts)
+            hosts = tuple(members for members in on_hosts if members)
+        by_scope = {Scope.WORLD: (world,), Scope.HOSTS: hosts}
+        if len(hosts) < 2 or max(map(len, hosts)) < 2:
+            return _Groups(by_scope, False, len(world))
+        leaders = {message.owner if message.owner in host else min(host) for host in hosts}
+        by_scope[Scope.LEADERS] = (tuple(rank for rank in world if rank in leaders),)
+        return _Groups(by_scope, True, len(by_scope[Scope.LEADERS][0]))
 
 
 def _kind(message: Message) -> Hashable:
-    """What tells messages apart but for their sizes."""
-    single = message.compressor is Compressor.POWER_SGD and all(
-        part.rows < 2 for part in message.slices
-    )
+    """Equal for messages that differ only in their sizes."""
+    factors: Hashable = None
+    if message.compressor is not Compressor.POWER_SGD or any(p.rows > 1 for p in message.slices):
+        factors = (message.rank, message.wire_bytes >= message.grad_bytes)
     return (
         message.synchronizer,
         message.compressor,
@@ -202,56 +178,5 @@ def _kind(message: Message) -> Hashable:
         message.ranks,
         message.dtype,
         message.ratio,
-        (message.rank, message.wire_bytes >= message.grad_bytes) if not single else None,
+        factors,
     )
-
-
-def _root(step: Step, parts: tuple[tuple[int, ...], ...]) -> int:
-    if step.root is not None:
-        return step.root
-    return parts[0][0] if parts and parts[0] else 0
-
-
-def kept_ports(batches: Sequence[Batch], fold: bool) -> IntArray:
-    """The ports that decide when something ends, ascending.
-
-    A port that no step loads is none. With `fold`, nor is one that every step loads no more than a certain other port: both serve
-    the same ops in the same order, so by induction it is free no later and finishes none later. So of n hosts alike one is left,
-    and of a ring through unlike hosts the slowest; that is exact.
-    """
-    return _kept(
-        [step.times.ports for batch in batches for step in batch.steps if step.times is not None],
-        fold,
-    )
-
-
-def kept_cores(batches: Sequence[Batch], fold: bool) -> IntArray:
-    """The hosts whose cores decide, in the same way."""
-    return _kept(
-        [step.times.cores for batch in batches for step in batch.steps if step.times is not None],
-        fold,
-    )
-
-
-def _kept(rows: list[FloatArray], fold: bool) -> IntArray:
-    if not rows:
-        return np.zeros(0, dtype=np.int64)
-    loads = np.stack(list({row.tobytes(): row for row in rows}.values()))
-    kept = np.flatnonzero(loads.any(axis=0))
-    if not fold or len(kept) < 2:
-        return kept
-    first = {
-        column.tobytes(): port
-        for port, column in zip(
-            kept[::-1].tolist(), np.ascontiguousarray(loads[:, kept].T)[::-1], strict=True
-        )
-    }
-    kept = np.array(sorted(first.values()), dtype=np.int64)
-    if len(kept) > _CLOSELY_COMPARED:
-        return kept
-    columns = loads[:, kept]
-    below: BoolArray = np.all(
-        columns[:, :, None] <= columns[:, None, :], axis=0
-    )  # [p, q]: p nowhere above q
-    np.fill_diagonal(below, False)
-    return kept[~below.any(axis=1)]

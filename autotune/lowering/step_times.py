@@ -1,20 +1,22 @@
-"""How long a step takes alone, and how much of that occupies the links: what messages side by side can and cannot share.
+"""The time of a step alone, and the part of it that occupies the links and the cores.
 
-A step costs exactly what the probe fitted for its primitive. Of that time the part in which its bytes are on the slowest port occupies
-that port, and the other ports in proportion to their own bytes; the rest (handshakes, copies, waking threads) occupies none, so a
-second message can use the link meanwhile.
+A step costs exactly the probe's fit. While its bytes are on the slowest port, they occupy that
+port, and the other ports in proportion to their bytes. The rest of the time (handshakes, copies,
+waking threads) occupies no port, so a second message can use the link meanwhile.
 
 | symbol | meaning | unit |
 |---|---|---|
-| K | messages of one kind, shape of the arrays | - |
-| S | bytes that the fit is asked for | B |
-| t(S) | fitted time of the primitive | s |
-| s | seconds per byte on the slowest port, by the cluster's bandwidths (`traffic`) | s/B |
-| a | seconds per byte of the whole step by the same bandwidths; above s where links wait for each other, as in a tree | s/B |
-| g | what a byte really costs a link, by that: the fit's last slope by a, at most one over the payload of Ethernet | - |
+| K | messages of one kind: the shape of the arrays | - |
+| P, C | ports; hosts, or 1 machine, with cores | - |
+| S | size that the fit takes | B |
+| t(S) | fitted time of the collective | s |
+| s | seconds per byte on the slowest port, by the cluster's bandwidths (`traffic.py`) | s/B |
+| a | seconds per byte of the whole step; above s if links wait for each other, as in a tree | s/B |
+| g | real cost of a byte relative to a: the fit's last slope by a, at most 1 / payload | - |
 
-The probe's root is rank 0 and its ring the ranks' order. Another root or ring has another a': t'(S) = t(S) + g (a' - a) S.
-Without a fit t(S) = a S / payload + 2 latencies per round + `KERNEL_LATENCY_S`.
+The probe's root is rank 0 and its ring follows the ranks. Another root or ring has another a':
+t'(S) = t(S) + g (a' - a) S. Without a fit, t(S) = a S / payload + 2 latencies per round +
+`KERNEL_LATENCY_S`.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from autotune.arrays import FloatArray
 from autotune.cluster import Cluster, CollectiveFit, Where
 from autotune.costs.sync_cost import KERNEL_LATENCY_S
 from autotune.lowering.costs import RuntimeCosts
-from autotune.lowering.steps import Circle, Step
+from autotune.lowering.steps import Scope, Step
 from autotune.lowering.traffic import Collective, Ports, Traffic
 from autotune.strategy_space.strategy import Synchronizer
 
@@ -40,13 +42,16 @@ _HALVES = {
     ),
 }
 _JOINT = {half: name for name, halves in _HALVES.items() for half in halves}
+_WHERE = {Scope.WORLD: None, Scope.HOSTS: Where.HOST, Scope.LEADERS: Where.ACROSS}
 
 
 @dataclass(frozen=True, eq=False)
 class StepTimes:
-    """`alone_s` (K,): the whole step. `link_s` (K,): the part in which the slowest port is occupied. `ports` (P,): each by that one.
+    """Times of a step of K messages.
 
-    `cpu_s` (K,): CPU time of one rank, and `cores` (C,) by what to multiply it for the time that a host's cores are busy.
+    `alone_s` (K,): the whole step. `link_s` (K,): the slowest port is occupied. `ports` (P,): the
+    share of `link_s` that each port is occupied. `cpu_s` (K,): CPU time of one rank; times `cores`
+    (C,) it is the time that the cores of each host are busy.
     """
 
     alone_s: FloatArray
@@ -61,155 +66,140 @@ class Timing:
     """Times of steps on one cluster."""
 
     def __init__(self, cluster: Cluster, ports: Ports, costs: RuntimeCosts) -> None:
-        self.cluster, self.ports, self.costs = cluster, ports, costs
-        self._known: dict[tuple[Collective, tuple[int, ...], int], Traffic] = {}
-        self._firsts = tuple(
+        self.cluster = cluster
+        self.ports = ports
+        self.costs = costs
+        self._traffic: dict[tuple[Collective, tuple[int, ...], int], Traffic] = {}
+        self._leaders = tuple(
             int(np.searchsorted(ports.host_of_rank, host)) for host in range(len(cluster.hosts))
         )
         self._world = tuple(range(cluster.world_size))
 
-    def traffic(self, collective: Collective, members: tuple[int, ...], root: int) -> Traffic:
-        key = (collective, members, root)
-        if key not in self._known:
-            self._known[key] = self.ports.traffic(collective, members, root)
-        return self._known[key]
-
-    def of(
-        self, step: Step, size_bytes: FloatArray, circles: Sequence[tuple[int, ...]]
-    ) -> StepTimes:
-        """`circles`: the members of each part that runs the step at the same time; of hosts, one part each."""
+    def of(self, step: Step, groups: Sequence[tuple[int, ...]]) -> StepTimes:
+        """The times of a step with a collective; its process `groups` run it at the same time."""
         assert step.collective is not None
-        parts = [members for members in circles if len(members) > 1]
-        if not parts:
+        size_bytes = step.size_bytes
+        groups = [members for members in groups if len(members) > 1]
+        cores = self._cores(groups)
+        if not groups:
             none = np.zeros(len(size_bytes))
-            return StepTimes(none, none, np.zeros(self.ports.count), 1, none, self._cores(parts))
+            return StepTimes(none, none, np.zeros(self.ports.count), 1, none, cores)
         traffics = [
-            self.traffic(step.collective, members, _root(step.root, members)) for members in parts
+            self.traffic(step.collective, members, _root(step.root, members)) for members in groups
         ]
         s_per_byte = np.maximum.reduce([traffic.s_per_byte for traffic in traffics])
-        slowest, whole = (
-            float(s_per_byte.max()),
-            max(traffic.alone_s_per_byte for traffic in traffics),
-        )
+        slowest = float(s_per_byte.max())
+        whole = max(traffic.alone_s_per_byte for traffic in traffics)
         rounds = max(traffic.rounds for traffic in traffics)
-        size = max(len(members) for members in parts)
-        found = self._fitted(step, size_bytes, size)
-        if found is None:
-            link_s, cpu_s = (
-                slowest * size_bytes / self.costs["payload"],
-                self._cpu_s(size_bytes, size, step.circle),
-            )
-            alone_s = (
-                whole * size_bytes / self.costs["payload"]
-                + 2 * rounds * self._latency_s(step.circle)
-                + KERNEL_LATENCY_S
-            )
+        size = max(len(members) for members in groups)
+        fitted = self._fitted(step, size)
+        if fitted is None:
+            payload = self.costs["payload"]
+            link_s = slowest * size_bytes / payload
+            cpu_s = self._cpu_s(size_bytes, size, step.scope)
+            latencies_s = 2 * rounds * self._latency_s(step.scope)
+            alone_s = whole * size_bytes / payload + latencies_s + KERNEL_LATENCY_S
         else:
-            fitted_s, slope, cpu_s = found
-            probed = self._probed_s_per_byte(step.collective, step.circle, size)
+            fitted_s, slope, cpu_s = fitted
+            probed = self._probed_s_per_byte(step.collective, step.scope, size)
             g = min(slope / probed, 1 / self.costs["payload"]) if probed > 0 else 0.0
             alone_s = np.maximum(fitted_s + g * (whole - probed) * size_bytes, 0.0)
             link_s = np.minimum(g * slowest * size_bytes, alone_s)
-        cores = self._cores(parts)
-        return StepTimes(
-            alone_s,
-            link_s,
-            s_per_byte / slowest if slowest > 0 else s_per_byte,
-            rounds,
-            cpu_s,
-            cores,
-        )
+        shares = s_per_byte / slowest if slowest > 0 else s_per_byte
+        return StepTimes(alone_s, link_s, shares, rounds, cpu_s, cores)
 
-    def _cores(self, parts: Sequence[tuple[int, ...]]) -> FloatArray:
-        """Ranks that take part by cores, of every host; of the one machine that they all stand on, (1,), if there is such."""
-        ranks = [rank for part in parts for rank in part]
+    def traffic(self, collective: Collective, members: tuple[int, ...], root: int) -> Traffic:
+        key = (collective, members, root)
+        if key not in self._traffic:
+            self._traffic[key] = self.ports.traffic(collective, members, root)
+        return self._traffic[key]
+
+    def _cores(self, groups: Sequence[tuple[int, ...]]) -> FloatArray:
+        """Participating ranks per core, (C,): for each host, or (1,) for one shared machine."""
+        ranks = [rank for members in groups for rank in members]
         if self.cluster.machine_cores > 0:
             return np.array([len(ranks) / self.cluster.machine_cores])
         cores = np.array([host.cores for host in self.cluster.hosts], dtype=np.float64)
-        taking = (
-            np.bincount(self.ports.host_of_rank[ranks], minlength=len(cores))
-            if ranks
-            else np.zeros(len(cores))
+        on_host = np.bincount(
+            self.ports.host_of_rank[np.array(ranks, dtype=np.int64)], minlength=len(cores)
         )
-        return np.divide(taking, cores, out=np.zeros(len(cores)), where=cores > 0)
+        return np.divide(on_host, cores, out=np.zeros(len(cores)), where=cores > 0)
 
-    def _fitted(
-        self, step: Step, size_bytes: FloatArray, size: int
-    ) -> tuple[FloatArray, float, FloatArray] | None:
-        """(seconds, last slope, CPU seconds of a rank) of the step by the fits, or None where nothing of its kind was probed."""
+    def _fitted(self, step: Step, size: int) -> tuple[FloatArray, float, FloatArray] | None:
+        """(seconds, last slope, CPU seconds of a rank) by the fits; None if nothing was probed."""
         assert step.collective is not None
-        own = None if step.fit else self._fit(step.collective.value, size, step.circle)
-        if own is not None:
-            return _of_fit(own, size_bytes)
+        size_bytes = step.size_bytes
+        alone = self._fit(step.collective.value, size, step.scope)
+        if alone is not None and not step.fit:
+            return _of_fit(alone, size_bytes)
         name = step.fit or _JOINT.get(step.collective, "")
-        joint = self._fit(name, size, step.circle) if name else None
+        joint = self._fit(name, size, step.scope) if name else None
         if joint is not None:
-            share = self._share(name, step.collective, size, step.circle, size_bytes)
-            large = float(self._share(name, step.collective, size, step.circle, np.array([1e9]))[0])
+            share = self._share(name, step.collective, size, step.scope, size_bytes)
+            large_bytes = np.array([1e9])
+            large = float(self._share(name, step.collective, size, step.scope, large_bytes)[0])
             seconds, slope, cpu_s = _of_fit(joint, size_bytes)
             return share * seconds, large * slope, share * cpu_s
-        own = self._fit(step.collective.value, size, step.circle)
-        return _of_fit(own, size_bytes) if own is not None else None
+        return _of_fit(alone, size_bytes) if alone is not None else None
 
-    def _cpu_s(self, size_bytes: FloatArray, size: int, circle: Circle) -> FloatArray:
-        """Of a collective that was not probed: that of an all-gather, in which also every rank sends to every other one."""
-        alike = self._fit(Collective.ALL_GATHER.value, size, circle)
-        return _of_fit(alike, size_bytes)[2] if alike is not None else np.zeros(len(size_bytes))
+    def _cpu_s(self, size_bytes: FloatArray, size: int, scope: Scope) -> FloatArray:
+        """CPU time of a collective without a fit.
+
+        It is that of an all-gather, in which every rank sends to every other rank, too.
+        """
+        all_gather = self._fit(Collective.ALL_GATHER.value, size, scope)
+        return (
+            np.zeros(len(size_bytes)) if all_gather is None else _of_fit(all_gather, size_bytes)[2]
+        )
 
     def _share(
-        self, name: str, half: Collective, size: int, circle: Circle, size_bytes: FloatArray
+        self, name: str, half: Collective, size: int, scope: Scope, size_bytes: FloatArray
     ) -> FloatArray:
-        """Of a primitive of two halves that were fitted together: this one's, by its own fit, else by what both move."""
-        fits = [self._fit(each.value, size, circle) for each in _HALVES[name]]
+        """The share of `half` in an operation whose two halves were fitted together.
+
+        By the fits of the halves, otherwise by the bytes that both move.
+        """
         at = _HALVES[name].index(half)
-        if fits[0] is not None and fits[1] is not None:
-            seconds = [fit.seconds_each(size_bytes) for fit in fits if fit is not None]
+        fits = [self._fit(each.value, size, scope) for each in _HALVES[name]]
+        seconds = [fit.seconds_each(size_bytes) for fit in fits if fit is not None]
+        if len(seconds) == 2:
             whole = seconds[0] + seconds[1]
-            share: FloatArray = np.divide(
-                seconds[at], whole, out=np.full(len(size_bytes), 0.5), where=whole > 0
-            )
+            even = np.full(len(size_bytes), 0.5)
+            share: FloatArray = np.divide(seconds[at], whole, out=even, where=whole > 0)
             return share
-        moved = [self._probed_s_per_byte(each, circle, size) for each in _HALVES[name]]
+        moved = [self._probed_s_per_byte(each, scope, size) for each in _HALVES[name]]
         return np.full(len(size_bytes), moved[at] / sum(moved) if sum(moved) > 0 else 0.5)
 
-    def _fit(self, name: str, size: int, circle: Circle) -> CollectiveFit | None:
-        where = {Circle.WORLD: None, Circle.HOSTS: Where.HOST, Circle.LEADERS: Where.ACROSS}[circle]
-        return self.cluster.fit(name, size, where)
+    def _fit(self, name: str, size: int, scope: Scope) -> CollectiveFit | None:
+        return self.cluster.fit(name, size, _WHERE[scope])
 
-    def _probed_s_per_byte(self, collective: Collective, circle: Circle, size: int) -> float:
-        """Of the whole step in the probe: its first rank was the root, and the ring in rank order."""
-        if circle is Circle.HOSTS:
-            parts = [
+    def _probed_s_per_byte(self, collective: Collective, scope: Scope, size: int) -> float:
+        """`a` of the probe: its root is the first rank, and its ring follows the ranks."""
+        if scope is Scope.HOSTS:
+            hosts = [
                 tuple(np.flatnonzero(self.ports.host_of_rank == host).tolist())
                 for host in range(len(self.cluster.hosts))
             ]
             return max(
-                self.traffic(collective, part, part[0]).alone_s_per_byte
-                for part in parts
-                if len(part) == size
+                self.traffic(collective, ranks, ranks[0]).alone_s_per_byte
+                for ranks in hosts
+                if len(ranks) == size
             )
-        members = (
-            self._firsts if circle is Circle.LEADERS and len(self._firsts) == size else self._world
-        )
+        leaders = scope is Scope.LEADERS and len(self._leaders) == size
+        members = self._leaders if leaders else self._world
         return self.traffic(collective, members, 0).alone_s_per_byte
 
-    def _latency_s(self, circle: Circle) -> float:
+    def _latency_s(self, scope: Scope) -> float:
         hosts = self.cluster.hosts
-        if circle is Circle.HOSTS or len(hosts) == 1:
+        if scope is Scope.HOSTS or len(hosts) == 1:
             return max((host.inner_latency_s for host in hosts if host.devices > 1), default=0.0)
-        return max(
-            *(host.latency_s for host in hosts),
-            *(link.latency_s for link in self.cluster.pair_links),
-            0.0,
-        )
+        links = (*hosts, *self.cluster.pair_links)
+        return max(0.0, *(link.latency_s for link in links))
 
 
 def _of_fit(fit: CollectiveFit, size_bytes: FloatArray) -> tuple[FloatArray, float, FloatArray]:
-    return (
-        fit.seconds_each(size_bytes),
-        fit.beta_s_per_byte,
-        fit.cpu_alpha_s + fit.cpu_beta_s_per_byte * size_bytes,
-    )
+    cpu_s = fit.cpu_alpha_s + fit.cpu_beta_s_per_byte * size_bytes
+    return fit.seconds_each(size_bytes), fit.beta_s_per_byte, cpu_s
 
 
 def _root(root: int | None, members: tuple[int, ...]) -> int:

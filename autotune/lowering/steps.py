@@ -1,19 +1,20 @@
-"""The steps of a message: collectives that follow each other, each on its lane, and what is computed before them.
+"""The steps of a message: a sequence of collectives and the computation before each.
 
-As the runtime carries plans out (`runtime_rewriter/pytorch/exchange`): step k runs on lane k, lane 0 is issued by the thread that
-computes gradients, lane k > 0 by a thread of its own. A hierarchical message is a reduce inside each host, the message's own
-steps among one leader per host, and a broadcast inside.
+The runtime executes plans the same way (`runtime_rewriter/pytorch/exchange`). Step k runs on lane
+k. The thread that computes gradients issues the messages of lane 0; every other lane has a thread.
+A hierarchical message is a reduce within each host, the message's own steps among one leader per
+host, and a broadcast within each host.
 
 | symbol | meaning |
 |---|---|
-| n | members of the message's circle |
-| K | messages of one kind, shape of every array here |
+| n | ranks of the process group that sums the message |
+| K | messages of one kind: the shape of every array here |
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import numpy as np
@@ -24,226 +25,230 @@ from autotune.lowering.costs import RuntimeCosts
 from autotune.lowering.traffic import Collective
 from autotune.strategy_space.compressors import CodecCosts
 from autotune.strategy_space.plan import Message
-from autotune.strategy_space.strategy import CASTS, Compressor, SparseHandling, Synchronizer
+from autotune.strategy_space.strategy import (
+    CASTS,
+    ROOTED,
+    Compressor,
+    SparseHandling,
+    Synchronizer,
+)
 from autotune.workload import DTYPE_BYTES
 
 COUNT_BYTES = 16.0
-"""Two 64-bit numbers per rank say how many rows follow."""
+"""Two 64-bit numbers per rank: the count of the rows that follow."""
+_ROOTED = (Collective.GATHER, Collective.SCATTER, Collective.REDUCE, Collective.BROADCAST)
 
 
-class Circle(StrEnum):
-    """Who takes part in a step."""
+class Scope(StrEnum):
+    """The process groups that run a step."""
 
     WORLD = "world"
-    HOSTS = "hosts"  # the ranks of every host among themselves
+    HOSTS = "hosts"  # one group per host
     LEADERS = "leaders"  # one rank per host
 
 
 @dataclass(frozen=True, eq=False)
-class Sizes:
-    """Of K messages of one kind. `wire_bytes`: what one rank sends; `summed_bytes`: what the sum weighs, more only for rows of sparse
-    gradients. `left_bytes` and `right_bytes` are PowerSGD's two sums, `flops` one of its products."""
-
-    elements: FloatArray
-    wire_bytes: FloatArray
-    summed_bytes: FloatArray
-    element_bytes: float
-    picked: FloatArray
-    left_bytes: FloatArray
-    right_bytes: FloatArray
-    flops: FloatArray
-    slices: FloatArray
-
-    @property
-    def dense_bytes(self) -> FloatArray:
-        return self.elements * self.element_bytes
-
-
-Sized = Callable[[Sizes], FloatArray]
-
-
-def _wire(sizes: Sizes) -> FloatArray:
-    return sizes.wire_bytes
-
-
-def _dense(sizes: Sizes) -> FloatArray:
-    return sizes.dense_bytes
-
-
-def _nothing(sizes: Sizes) -> FloatArray:
-    return np.zeros(len(sizes.elements))
-
-
-@dataclass(frozen=True)
 class Step:
-    """`size`: bytes that the collective's fit is asked for; `prepare`: seconds every rank computes before; `prepare_root`: its root.
+    """One step of K messages. A step without a collective only computes.
 
-    `fit`: the probed primitive whose cost the step is a part of, one of `of` steps; "" where the collective itself was probed.
-    A step without a collective only computes.
+    `size_bytes`: the size that the collective's fit takes. `prepare_s`: computation of each rank
+    before the step. `prepare_root_s`: computation of its `root`. `fit`: the probed operation of
+    which the collective is one part of two; "" if the collective itself was probed.
     """
 
     collective: Collective | None
-    size: Sized
-    prepare: Sized = _nothing
-    prepare_root: Sized = _nothing
+    size_bytes: FloatArray
+    prepare_s: FloatArray
+    prepare_root_s: FloatArray
     fit: str = ""
-    circle: Circle = Circle.WORLD
+    scope: Scope = Scope.WORLD
     root: int | None = None
 
 
-def _summed(sizes: Sizes) -> FloatArray:
-    return sizes.summed_bytes
-
-
-def sizes_of(messages: Sequence[Message], traffic: RowTraffic, ranks: int) -> Sizes:
-    """Of messages of one kind, that is with the same compressor and dtype, in a world of so many `ranks`."""
-    first = messages[0]
-    elements = np.array([message.elements for message in messages], dtype=np.float64)
-    wire = np.array([traffic.sent_bytes(message) for message in messages])
-    summed = np.array([traffic.summed_bytes(message, ranks) for message in messages])
-    none = np.zeros(len(messages))
-    left, right, flops, picked = none, none, none, none
-    element_bytes = DTYPE_BYTES[first.dtype]
-    if first.compressor is Compressor.POWER_SGD:
-        factors = np.array([_factors(message) for message in messages], dtype=np.float64)
-        left, right, flops = (
-            factors[:, 0] * element_bytes,
-            factors[:, 1] * element_bytes,
-            factors[:, 2],
-        )
-    elif first.compressor is Compressor.TOP_K:
-        picked = wire / (element_bytes + 4)
-    travelling = min(element_bytes, 2) if first.compressor in CASTS else element_bytes
-    slices = np.array([len(message.slices) for message in messages], dtype=np.float64)
-    return Sizes(elements, wire, summed, travelling, picked, left, right, flops, slices)
-
-
-def _factors(message: Message) -> tuple[int, int, int]:
-    """(elements of the first sum with the slices that travel as they are, of the second, multiplications of a product)."""
-    assert message.rank is not None
-    left = right = flops = 0
-    for part in message.slices:
-        columns = part.elements // max(part.rows, 1)
-        if part.rows > 1 and message.rank * (part.rows + columns) < part.elements:
-            left += message.rank * part.rows
-            right += message.rank * columns
-            flops += message.rank * part.elements
-        else:
-            left += part.elements
-    return left, right, flops
-
-
 def steps_of(
-    message: Message, members: int, two_level: bool, costs: RuntimeCosts
+    messages: Sequence[Message],
+    traffic: RowTraffic,
+    world_size: int,
+    members: int,
+    two_level: bool,
+    costs: RuntimeCosts,
 ) -> tuple[Step, ...]:
-    """Of all messages of this one's kind; `members` of the circle whose sum it is, the leaders' where `two_level`."""
-    circle = Circle.LEADERS if two_level else Circle.WORLD
-    if message.sparse is not SparseHandling.DENSE:
-        return _rows(message, members, costs)
-    if message.compressor.error_feedback:
-        own = _compressed(message, members, circle, costs)
+    """The steps of messages of one kind. `members`: ranks that sum, the leaders if `two_level`."""
+    kind = _MessageKind(messages, traffic, world_size, members, costs)
+    if kind.first.sparse is not SparseHandling.DENSE:
+        return kind.rows()
+    if kind.first.compressor is Compressor.POWER_SGD:
+        steps = kind.low_rank()
+    elif kind.first.compressor.error_feedback:
+        steps = kind.compressed()
     else:
-        own = _plain(message.synchronizer, message.owner, circle, _wire)
+        steps = kind.sum(kind.wire_bytes)
     if not two_level:
-        return own
-    inside = Step(Collective.REDUCE, _dense, circle=Circle.HOSTS)
-    return (inside, *own, Step(Collective.BROADCAST, _dense, circle=Circle.HOSTS))
+        return steps
+    reduce = kind.step(Collective.REDUCE, kind.dense_bytes, scope=Scope.HOSTS)
+    spread = kind.step(Collective.BROADCAST, kind.dense_bytes, scope=Scope.HOSTS)
+    return (reduce, *(replace(step, scope=Scope.LEADERS) for step in steps), spread)
 
 
-def _plain(
-    synchronizer: Synchronizer, owner: int | None, circle: Circle, size: Sized
-) -> tuple[Step, ...]:
-    if synchronizer is Synchronizer.ALL_REDUCE:
-        return (Step(Collective.ALL_REDUCE, size, circle=circle),)
-    if synchronizer is Synchronizer.REDUCE_SCATTER_ALL_GATHER:
-        kinds = (Collective.REDUCE_SCATTER, Collective.ALL_GATHER)
-        return tuple(Step(kind, size, fit=synchronizer.operation, circle=circle) for kind in kinds)
-    if synchronizer is Synchronizer.PARAMETER_SERVER:
-        kinds = (Collective.GATHER, Collective.SCATTER)
-        return tuple(
-            Step(kind, size, fit=synchronizer.operation, circle=circle, root=owner)
-            for kind in kinds
+class _MessageKind:
+    """Messages of one compressor, dtype and synchronizer, with their sizes.
+
+    `wire_bytes`: bytes that one rank sends. `summed_bytes`: bytes of the sum, larger only for rows
+    of sparse gradients.
+    """
+
+    def __init__(
+        self,
+        messages: Sequence[Message],
+        traffic: RowTraffic,
+        world_size: int,
+        members: int,
+        costs: RuntimeCosts,
+    ) -> None:
+        self.first = messages[0]
+        self.members = members
+        self.costs = costs
+        self.messages = messages
+        self.nothing = np.zeros(len(messages))
+        self.elements = np.array([message.elements for message in messages], dtype=np.float64)
+        self.wire_bytes = np.array([traffic.sent_bytes(message) for message in messages])
+        self.summed_bytes = np.array(
+            [traffic.summed_bytes(message, world_size) for message in messages]
         )
-    return tuple(
-        Step(kind, size, circle=circle, root=owner)
-        for kind in (Collective.REDUCE, Collective.BROADCAST)
-    )
+        self.element_bytes = DTYPE_BYTES[self.first.dtype]
+        sent_element_bytes = self.element_bytes
+        if self.first.compressor in CASTS:
+            sent_element_bytes = min(sent_element_bytes, 2)
+        self.dense_bytes = self.elements * sent_element_bytes
 
-
-def _compressed(
-    message: Message, members: int, circle: Circle, costs: RuntimeCosts
-) -> tuple[Step, ...]:
-    if message.compressor is Compressor.POWER_SGD:
-        return _low_rank(message, circle, costs)
-    encode, add_all, read = _codec(message.compressor, costs)
-
-    def combined(sizes: Sizes) -> FloatArray:
-        """What the one who sums does: adds what all have sent, and compresses the sum."""
-        return add_all(sizes, float(members)) + encode(sizes, 1.0)
-
-    if message.synchronizer in (Synchronizer.PARAMETER_SERVER, Synchronizer.REDUCE_BROADCAST):
-        pushed = message.synchronizer is Synchronizer.PARAMETER_SERVER
-        back = Collective.SCATTER if pushed else Collective.BROADCAST
-        return (
-            Step(
-                Collective.GATHER,
-                _wire,
-                lambda sizes: encode(sizes, 1.0),
-                circle=circle,
-                root=message.owner,
-            ),
-            Step(back, _wire, prepare_root=combined, circle=circle, root=message.owner),
-            Step(None, _nothing, lambda sizes: read(sizes, 1.0), circle=circle),
+    def step(
+        self,
+        collective: Collective | None,
+        size_bytes: FloatArray,
+        prepare_s: FloatArray | None = None,
+        prepare_root_s: FloatArray | None = None,
+        fit: str = "",
+        scope: Scope = Scope.WORLD,
+    ) -> Step:
+        return Step(
+            collective=collective,
+            size_bytes=size_bytes,
+            prepare_s=self.nothing if prepare_s is None else prepare_s,
+            prepare_root_s=self.nothing if prepare_root_s is None else prepare_root_s,
+            fit=fit,
+            scope=scope,
+            root=self.first.owner if collective in _ROOTED and scope is Scope.WORLD else None,
         )
-    if message.compressor.is_quantiser:
-        return (
-            Step(Collective.ALL_TO_ALL, _wire, lambda sizes: encode(sizes, 1.0), circle=circle),
-            Step(
+
+    def compute(self, prepare_s: FloatArray) -> Step:
+        return self.step(None, self.nothing, prepare_s)
+
+    def sum(self, size_bytes: FloatArray, prepare_s: FloatArray | None = None) -> tuple[Step, ...]:
+        """A sum by the messages' synchronizer, with computation before its first step."""
+        synchronizer = self.first.synchronizer
+        if synchronizer is Synchronizer.ALL_REDUCE:
+            return (self.step(Collective.ALL_REDUCE, size_bytes, prepare_s),)
+        first, second = {
+            Synchronizer.REDUCE_SCATTER_ALL_GATHER: (
+                Collective.REDUCE_SCATTER,
                 Collective.ALL_GATHER,
-                _wire,
-                lambda sizes: add_all(sizes, 1.0) + encode(sizes, 1 / members),
-                circle=circle,
             ),
-            Step(None, _nothing, lambda sizes: read(sizes, 1.0), circle=circle),
+            Synchronizer.PARAMETER_SERVER: (Collective.GATHER, Collective.SCATTER),
+            Synchronizer.REDUCE_BROADCAST: (Collective.REDUCE, Collective.BROADCAST),
+        }[synchronizer]
+        separate = synchronizer is Synchronizer.REDUCE_BROADCAST
+        fit = "" if separate else synchronizer.operation
+        return (
+            self.step(first, size_bytes, prepare_s, fit=fit),
+            self.step(second, size_bytes, fit=fit),
         )
-    return (
-        Step(
-            Collective.ALL_GATHER,
-            lambda sizes: members * sizes.wire_bytes,
-            lambda sizes: encode(sizes, 1.0),
-            circle=circle,
-        ),
-        Step(None, _nothing, lambda sizes: add_all(sizes, float(members)), circle=circle),
-    )
+
+    def compressed(self) -> tuple[Step, ...]:
+        """Quantisers and top-k: values are compressed, sent, summed, compressed again and read."""
+        n = self.members
+        wire_bytes = self.wire_bytes
+        if self.first.synchronizer in ROOTED:
+            pushed = self.first.synchronizer is Synchronizer.PARAMETER_SERVER
+            back = Collective.SCATTER if pushed else Collective.BROADCAST
+            return (
+                self.step(Collective.GATHER, wire_bytes, self._compress_s(1.0)),
+                self.step(
+                    back,
+                    wire_bytes,
+                    prepare_root_s=self._add_s(float(n)) + self._compress_s(1.0),
+                ),
+                self.compute(self._add_s(1.0)),
+            )
+        if self.first.compressor.is_quantiser:
+            return (
+                self.step(Collective.ALL_TO_ALL, wire_bytes, self._compress_s(1.0)),
+                self.step(
+                    Collective.ALL_GATHER,
+                    wire_bytes,
+                    self._add_s(1.0) + self._compress_s(1 / n),
+                ),
+                self.compute(self._add_s(1.0)),
+            )
+        return (
+            self.step(Collective.ALL_GATHER, n * wire_bytes, self._compress_s(1.0)),
+            self.compute(self._add_s(float(n))),
+        )
+
+    def _compress_s(self, share: float) -> FloatArray:
+        """Compress this share of the elements."""
+        if self.first.compressor.is_quantiser:
+            codec = _codec_costs(self.first.compressor, self.costs)
+            return codec.encode_s + codec.encode_s_per_element * share * self.elements
+        per_element_s = self.costs["top_k_find_s_per_element"]
+        return self.costs["top_k_find_s"] + per_element_s * share * self.elements
+
+    def _add_s(self, payloads: float) -> FloatArray:
+        """Read payloads of this many ranks and add them."""
+        if self.first.compressor.is_quantiser:
+            codec = _codec_costs(self.first.compressor, self.costs)
+            return codec.decode_s + codec.decode_s_per_element * payloads * self.elements
+        per_element_s = self.costs["top_k_add_s_per_element"]
+        sent_elements = self.wire_bytes / (self.element_bytes + 4)
+        return self.costs["top_k_add_s"] + per_element_s * payloads * sent_elements
+
+    def low_rank(self) -> tuple[Step, ...]:
+        """PowerSGD: two sums of factors, with a matrix product before, between and behind them."""
+        factors = np.array([_factors(message) for message in self.messages], dtype=np.float64)
+        left_bytes, right_bytes = factors[:, 0] * self.element_bytes, factors[:, 1]
+        slices = np.array([len(message.slices) for message in self.messages], dtype=np.float64)
+        product_s = (
+            self.costs["low_rank_s"] * slices + self.costs["low_rank_s_per_flop"] * factors[:, 2]
+        )
+        steps = self.sum(left_bytes, product_s)
+        if right_bytes[0]:
+            steps += self.sum(right_bytes * self.element_bytes, product_s)
+        return (*steps, self.compute(product_s))
+
+    def rows(self) -> tuple[Step, ...]:
+        """Rows of sparse gradients: their counts, then the rows.
+
+        A server sends back the rows that any rank touched.
+        """
+        costs, n, wire_bytes = self.costs, self.members, self.wire_bytes
+        add_s = costs["rows_add_s_per_byte"] * n * wire_bytes
+        write_s = costs["rows_write_s_per_byte"] * self.summed_bytes
+        count_bytes = np.full(len(wire_bytes), COUNT_BYTES)
+        take_s = costs["rows_take_s_per_byte"] * wire_bytes
+        counts = self.step(Collective.ALL_GATHER, count_bytes * n, take_s)
+        if self.first.sparse is SparseHandling.ALL_GATHER:
+            rows = self.step(Collective.ALL_GATHER, n * wire_bytes)
+            return counts, rows, self.compute(add_s + write_s)
+        return (
+            counts,
+            self.step(Collective.GATHER, wire_bytes),
+            self.step(Collective.BROADCAST, count_bytes, prepare_root_s=add_s),
+            self.step(Collective.SCATTER, self.summed_bytes),
+            self.compute(write_s),
+        )
 
 
-Coded = Callable[[Sizes, float], FloatArray]
-"""Seconds for so many times the message's elements, or for so many ranks' payloads."""
-
-
-def _codec(compressor: Compressor, costs: RuntimeCosts) -> tuple[Coded, Coded, Coded]:
-    """(compress, add payloads, read one payload)."""
-    if compressor.is_quantiser:
-        codec = _quantiser_costs(compressor, costs)
-
-        def encode(sizes: Sizes, share: float) -> FloatArray:
-            return codec.encode_s + codec.encode_s_per_element * share * sizes.elements
-
-        def read(sizes: Sizes, share: float) -> FloatArray:
-            return codec.decode_s + codec.decode_s_per_element * share * sizes.elements
-
-        return encode, read, read
-
-    def find(sizes: Sizes, share: float) -> FloatArray:
-        return costs["top_k_find_s"] + costs["top_k_find_s_per_element"] * share * sizes.elements
-
-    def add(sizes: Sizes, rows: float) -> FloatArray:
-        return costs["top_k_add_s"] + costs["top_k_add_s_per_element"] * rows * sizes.picked
-
-    return find, add, add
-
-
-def _quantiser_costs(compressor: Compressor, costs: RuntimeCosts) -> CodecCosts:
+def _codec_costs(compressor: Compressor, costs: RuntimeCosts) -> CodecCosts:
+    """The costs of a quantiser: those of its plugin, or int8's constants."""
     if compressor.description.costs is not None:
         return compressor.description.costs
     return CodecCosts(
@@ -255,64 +260,19 @@ def _quantiser_costs(compressor: Compressor, costs: RuntimeCosts) -> CodecCosts:
     )
 
 
-def _low_rank(message: Message, circle: Circle, costs: RuntimeCosts) -> tuple[Step, ...]:
-    """Two sums by the message's primitive and a product before and behind each."""
+def _factors(message: Message) -> tuple[int, int, int]:
+    """(elements of PowerSGD's first sum, of its second sum, multiplications of one product).
 
-    def product(sizes: Sizes) -> FloatArray:
-        return costs["low_rank_s"] * sizes.slices + costs["low_rank_s_per_flop"] * sizes.flops
-
-    def prepared(steps: tuple[Step, ...]) -> tuple[Step, ...]:
-        first, *others = steps
-        return (
-            Step(
-                first.collective,
-                first.size,
-                product,
-                first.prepare_root,
-                first.fit,
-                first.circle,
-                first.root,
-            ),
-            *others,
-        )
-
-    steps = prepared(
-        _plain(message.synchronizer, message.owner, circle, lambda sizes: sizes.left_bytes)
-    )
-    if _factors(message)[1]:
-        steps += prepared(
-            _plain(message.synchronizer, message.owner, circle, lambda sizes: sizes.right_bytes)
-        )
-    return (*steps, Step(None, _nothing, product, circle=circle))
-
-
-def _rows(message: Message, members: int, costs: RuntimeCosts) -> tuple[Step, ...]:
-    """Rows of a sparse gradient: how many they are first, then the rows; a server sends back those that any rank touched."""
-
-    def counts(sizes: Sizes) -> FloatArray:
-        return np.full(len(sizes.elements), COUNT_BYTES * members)
-
-    def take(sizes: Sizes) -> FloatArray:
-        return costs["rows_take_s_per_byte"] * sizes.wire_bytes
-
-    def add(sizes: Sizes) -> FloatArray:
-        return costs["rows_add_s_per_byte"] * members * sizes.wire_bytes
-
-    def write(sizes: Sizes) -> FloatArray:
-        return costs["rows_write_s_per_byte"] * sizes.summed_bytes
-
-    told = Step(Collective.ALL_GATHER, counts, take)
-    if message.sparse is SparseHandling.ALL_GATHER:
-        rows = Step(Collective.ALL_GATHER, lambda sizes: members * sizes.wire_bytes)
-        return told, rows, Step(None, _nothing, lambda sizes: add(sizes) + write(sizes))
-    spread = Step(
-        Collective.BROADCAST,
-        lambda sizes: np.full(len(sizes.elements), COUNT_BYTES),
-        prepare_root=add,
-        root=message.owner,
-    )
-    rows, back = (
-        Step(Collective.GATHER, _wire, root=message.owner),
-        Step(Collective.SCATTER, _summed, root=message.owner),
-    )
-    return told, rows, spread, back, Step(None, _nothing, write)
+    Slices that gain nothing are sent uncompressed with the first sum.
+    """
+    assert message.rank is not None
+    left = right = flops = 0
+    for part in message.slices:
+        columns = part.elements // max(part.rows, 1)
+        if part.rows > 1 and message.rank * (part.rows + columns) < part.elements:
+            left += message.rank * part.rows
+            right += message.rank * columns
+            flops += message.rank * part.elements
+        else:
+            left += part.elements
+    return left, right, flops

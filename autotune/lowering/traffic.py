@@ -1,18 +1,20 @@
-"""What a collective moves through every port of the cluster, and in how many rounds.
+"""The bytes that a collective moves through every port of the cluster, and its rounds.
 
-A port is a host's interface outwards or inwards, the link inside a host, or one direction of a pair of hosts that has a link of its own.
-Bytes are given per byte of the tensor that the collective's fit is asked for (`CollectiveFit`).
+A port is a host's interface, outwards or inwards, the link inside a host, or one direction of a
+pair of hosts with a link of its own. Bytes are per byte of the tensor that the collective's fit
+takes (`CollectiveFit`).
 
 | symbol | meaning |
 |---|---|
 | n | members of the collective, in the order of their ring |
 | H | hosts |
-| P | ports: H outwards, H inwards, H inside, then two per named pair |
+| P | ports: H outwards, H inwards, H inside, then two per pair with a link of its own |
 
-What gloo does (torch 2.13), found by measuring each primitive: an all-reduce is a ring of 2 (n - 1) rounds that each send 1/n of the
-tensor to the next rank; a reduce-scatter moves as much as an all-reduce; an all-gather is a ring of n - 1 rounds; a reduce is the
-first half of the ring, then everybody sends its part to the root; a broadcast is a binomial tree, in which rank v, counted from the
-root, gets the tensor from v without its highest bit; gather and scatter are a star.
+We measured what gloo does for each collective (torch 2.13). An all-reduce is a ring of 2 (n - 1)
+rounds, each of which sends 1/n of the tensor to the next rank. A reduce-scatter moves as much. An
+all-gather is a ring of n - 1 rounds. A reduce is the first half of the ring; then every rank sends
+its part to the root. A broadcast is a binomial tree: rank v, counted from the root, receives from
+v without its highest bit. Gather and scatter are stars.
 """
 
 from __future__ import annotations
@@ -45,10 +47,11 @@ class Collective(StrEnum):
 
 @dataclass(frozen=True, eq=False)
 class Traffic:
-    """`s_per_byte` (P,): seconds for which a byte of the tensor occupies each port. `rounds`: steps that wait for each other.
+    """`s_per_byte` (P,): time that a byte of the tensor occupies each port.
 
-    `alone_s_per_byte`: until all are done where nothing else is sent. Not below the slowest port's time; above it in a tree, where
-    links are idle while those behind them wait.
+    `rounds`: sends that wait for each other. `alone_s_per_byte`: time of the whole collective
+    without competitors. It is the slowest port's time, and more in a tree, whose links wait for
+    each other.
     """
 
     s_per_byte: FloatArray
@@ -57,7 +60,7 @@ class Traffic:
 
     @staticmethod
     def even(s_per_byte: FloatArray, rounds: int) -> Traffic:
-        """The slowest port is never idle."""
+        """Traffic whose slowest port is never idle."""
         return Traffic(s_per_byte, rounds, float(s_per_byte.max(initial=0.0)))
 
 
@@ -68,19 +71,18 @@ class Ports:
         self.cluster = cluster
         hosts = cluster.hosts
         self.hosts = len(hosts)
-        names = {host.name: index for index, host in enumerate(hosts)}
+        numbers = {host.name: index for index, host in enumerate(hosts)}
         pairs: dict[tuple[int, int], float] = {}
-        for link in cluster.pair_links:  # the first that is named for a pair counts
-            a, b = sorted(names[end] for end in link.between)
+        for link in cluster.pair_links:  # the first link of a pair counts
+            a, b = sorted(numbers[end] for end in link.between)
             if a != b:
                 pairs.setdefault((a, b), link.link_bytes_per_s)
         self.pairs = {pair: 3 * self.hosts + 2 * number for number, pair in enumerate(pairs)}
-        own = [1 / host.link_bytes_per_s for host in hosts]
+        outside = [1 / host.link_bytes_per_s for host in hosts]
         inside = [1 / host.inner_bytes_per_s for host in hosts]
-        self.s_per_byte = np.array(
-            [*own, *own, *inside, *(1 / speed for speed in pairs.values() for _ in (0, 1))]
-        )
-        """(P,): what one byte costs on each port."""
+        paired = [1 / speed for speed in pairs.values() for _ in (0, 1)]
+        self.s_per_byte = np.array([*outside, *outside, *inside, *paired])
+        """(P,): time of one byte on each port."""
         self.host_of_rank = np.array(cluster.host_of_rank, dtype=np.int64)
         self._trees: dict[Hashable, float] = {}
 
@@ -95,11 +97,11 @@ class Ports:
         (a, b), first = next(
             (pair, first) for pair, first in self.pairs.items() if first <= port < first + 2
         )
-        here, there = (a, b) if port == first else (b, a)
-        return f"{hosts[here].name} to {hosts[there].name}"
+        source, target = (a, b) if port == first else (b, a)
+        return f"{hosts[source].name} to {hosts[target].name}"
 
     def traffic(self, collective: Collective, members: Sequence[int], root: int = 0) -> Traffic:
-        """`root`: the rank that gathers, scatters, broadcasts or gets the sum."""
+        """`root`: the rank that gathers, scatters, broadcasts or receives the sum."""
         ranks = np.asarray(members, dtype=np.int64)
         count = len(ranks)
         if count < 2:
@@ -112,36 +114,34 @@ class Ports:
         if collective is Collective.ALL_TO_ALL:
             return Traffic.even(self._all_to_all(ranks), 1)
         others = ranks[ranks != root]
-        here = np.full(len(others), root)
+        at_root = np.full(len(others), root)
         if collective is Collective.GATHER:
-            return Traffic.even(self._moved(others, here, 1.0), 1)
+            return Traffic.even(self._moved(others, at_root, 1.0), 1)
         if collective is Collective.SCATTER:
-            return Traffic.even(self._moved(here, others, 1.0), 1)
+            return Traffic.even(self._moved(at_root, others, 1.0), 1)
         if collective is Collective.REDUCE:
-            return Traffic.even(
-                self._ring(ranks, share) + self._moved(others, here, 1 / count), count
-            )
+            parts = self._moved(others, at_root, 1 / count)
+            return Traffic.even(self._ring(ranks, share) + parts, count)
         return self._tree(ranks, root)
 
     def _ring(self, ranks: IntArray, factor: float) -> FloatArray:
         return self._moved(ranks, np.roll(ranks, -1), factor)
 
     def _tree(self, ranks: IntArray, root: int) -> Traffic:
-        """Of roots that see the same hosts around them the tree is played through once."""
+        """Roots with equal hosts around them share one simulated tree."""
         count = len(ranks)
-        turned = np.roll(ranks, -int(np.flatnonzero(ranks == root)[0]))
-        sources = turned[senders(count)]
-        loads = self._moved(sources, turned[1:], 1.0)
-        seen = self._seen(self.host_of_rank[turned])
-        if seen not in self._trees:
-            paths, s_per_byte = self._paths(sources, turned[1:])
-            self._trees[seen] = tree_s_per_byte(paths, s_per_byte)
-        return Traffic(
-            loads, int(count - 1).bit_length(), max(self._trees[seen], float(loads.max()))
-        )
+        from_root = np.roll(ranks, -int(np.flatnonzero(ranks == root)[0]))
+        sources = from_root[senders(count)]
+        loads = self._moved(sources, from_root[1:], 1.0)
+        key = self._tree_key(self.host_of_rank[from_root])
+        if key not in self._trees:
+            paths, s_per_byte = self._paths(sources, from_root[1:])
+            self._trees[key] = tree_s_per_byte(paths, s_per_byte)
+        alone_s_per_byte = max(self._trees[key], float(loads.max()))
+        return Traffic(loads, int(count - 1).bit_length(), alone_s_per_byte)
 
-    def _seen(self, hosts: IntArray) -> Hashable:
-        """The same for two sequences of hosts of which one is the other's with hosts of the same speeds in their places."""
+    def _tree_key(self, hosts: IntArray) -> Hashable:
+        """Equal for sequences of hosts that differ only by hosts of the same speeds."""
         if self.pairs:
             return tuple(hosts.tolist())
         first, places = np.unique(hosts, return_index=True)
@@ -154,11 +154,12 @@ class Ports:
     def _paths(
         self, sources: IntArray, receivers: IntArray
     ) -> tuple[list[tuple[int, ...]], FloatArray]:
-        """(ports of every transfer, seconds per byte of each): inside a host every device has two ports of its own."""
-        at = {
-            rank: place
-            for place, rank in enumerate(sorted({*sources.tolist(), *receivers.tolist()}))
-        }
+        """(ports of every transfer, seconds per byte of each port).
+
+        Inside a host every device has two ports of its own.
+        """
+        ranks = sorted({*sources.tolist(), *receivers.tolist()})
+        at = {rank: place for place, rank in enumerate(ranks)}
         inner = self.s_per_byte[2 * self.hosts + self.host_of_rank[list(at)]]
         paths: list[tuple[int, ...]] = []
         for a, b in zip(sources.tolist(), receivers.tolist(), strict=True):
@@ -171,7 +172,7 @@ class Ports:
         return paths, np.concatenate([self.s_per_byte, np.repeat(inner, 2)])
 
     def _all_to_all(self, ranks: IntArray) -> FloatArray:
-        """Every rank sends 1/n of its tensor to each other one."""
+        """Every rank sends 1/n of its tensor to each other rank."""
         replicas = np.bincount(self.host_of_rank[ranks], minlength=self.hosts) / len(ranks)
         loads = np.zeros(self.count)
         flows = replicas * (len(ranks) - replicas * len(ranks))
@@ -180,32 +181,34 @@ class Ports:
             replicas > 0
         )
         for (a, b), port in self.pairs.items():
-            own = replicas[a] * replicas[b] * len(ranks)
-            for host, other, there in ((a, b, port), (b, a, port + 1)):
-                loads[host] -= own
-                loads[self.hosts + other] -= own
-                loads[there] += own
+            moved_bytes = replicas[a] * replicas[b] * len(ranks)
+            for source, target, pair_port in ((a, b, port), (b, a, port + 1)):
+                loads[source] -= moved_bytes
+                loads[self.hosts + target] -= moved_bytes
+                loads[pair_port] += moved_bytes
         moved: FloatArray = np.maximum(loads, 0.0) * self.s_per_byte
         return moved
 
     def _moved(self, senders: IntArray, receivers: IntArray, share: float) -> FloatArray:
-        """Seconds per port where each sender sends `share` bytes to its receiver. Inside a host the busiest device counts."""
+        """Seconds per port if each sender sends `share` bytes to its receiver.
+
+        Inside a host the busiest device counts.
+        """
         a, b = self.host_of_rank[senders], self.host_of_rank[receivers]
         across = a != b
         loads = np.zeros(self.count)
         direct = across.copy()
         for (x, y), port in self.pairs.items():
-            for here, there, own in ((x, y, port), (y, x, port + 1)):
-                chosen = (a == here) & (b == there)
-                loads[own] += float(chosen.sum())
-                direct &= ~chosen
+            for source, target, pair_port in ((x, y, port), (y, x, port + 1)):
+                on_pair = (a == source) & (b == target)
+                loads[pair_port] += float(on_pair.sum())
+                direct &= ~on_pair
         loads[: self.hosts] = np.bincount(a[direct], minlength=self.hosts)
         loads[self.hosts : 2 * self.hosts] = np.bincount(b[direct], minlength=self.hosts)
         if not across.all():
             for ends in (senders, receivers):
-                busy = np.bincount(ends[~across], minlength=len(self.host_of_rank)).astype(
-                    np.float64
-                )
+                counts = np.bincount(ends[~across], minlength=len(self.host_of_rank))
+                busy = counts.astype(np.float64)
                 np.maximum.at(loads[2 * self.hosts : 3 * self.hosts], self.host_of_rank, busy)
         moved: FloatArray = share * loads * self.s_per_byte
         return moved

@@ -12,7 +12,7 @@ from autotune.dfg.graph import NONE, Kind
 from autotune.dfg.replay import replay
 from autotune.errors import InvalidInput
 from autotune.lowering.costs import Constant, RuntimeCosts
-from autotune.lowering.lower import Lowering, lower, replayed_step_s
+from autotune.lowering.lower import Lowering
 from autotune.strategy_space.builders.collectives import per_variable, single_bucket
 from autotune.strategy_space.builders.servers import parameter_server
 from autotune.strategy_space.plan import Message, Plan, TensorSlice, plan
@@ -61,9 +61,7 @@ def test_a_server_for_a_thousand_workers_is_as_many_ops_as_for_four() -> None:
 
 
 def test_a_ring_moves_its_share_in_every_round_and_holds_its_thread_from_in_to_out() -> None:
-    graph = lower(
-        workload(),
-        even(4),
+    graph = Lowering(workload(), even(4)).graph(
         plan(single_bucket(workload()), workload(), 4),
         steps=1,
         symmetric=False,
@@ -78,9 +76,9 @@ def test_a_ring_moves_its_share_in_every_round_and_holds_its_thread_from_in_to_o
 
 
 def test_every_worker_is_written_down_where_symmetry_is_not_used() -> None:
-    graph = lower(workload(), even(4), ring(4), symmetric=False)
+    graph = Lowering(workload(), even(4)).graph(ring(4), symmetric=False)
     assert set(graph.worker[graph.kind == Kind.BACKWARD].tolist()) == {0, 1, 2, 3}
-    folded = lower(workload(), even(4), ring(4))
+    folded = Lowering(workload(), even(4)).graph(ring(4))
     assert set(folded.worker[folded.kind == Kind.BACKWARD].tolist()) == {0}
 
 
@@ -166,7 +164,7 @@ def test_a_period_begins_with_the_backward_pass_and_a_graph_with_the_forward_pas
 
 
 def test_the_names_of_ops_say_what_they_are() -> None:
-    graph = lower(workload(), even(4), ring(4), steps=1)
+    graph = Lowering(workload(), even(4)).graph(ring(4), steps=1)
     names = list(graph.names.ops)
     assert len(names) == graph.ops == len(set(enumerate(names)))
     for name in (
@@ -185,11 +183,11 @@ def test_the_names_of_ops_say_what_they_are() -> None:
 
 def test_a_plan_of_another_model_or_another_number_of_ranks_is_refused() -> None:
     with pytest.raises(InvalidInput, match="lowered with its own model"):
-        replayed_step_s(replace(ring(4), workload_id="model-other"), workload(), even(4))
+        Lowering(workload(), even(4)).step_s(replace(ring(4), workload_id="model-other"))
     with pytest.raises(InvalidInput, match="it is for 4 ranks"):
-        replayed_step_s(ring(4), workload(), even(5))
+        Lowering(workload(), even(5)).step_s(ring(4))
     with pytest.raises(InvalidInput, match="at least 1 step"):
-        lower(workload(), even(4), ring(4), steps=0)
+        Lowering(workload(), even(4)).graph(ring(4), steps=0)
     with pytest.raises(InvalidInput, match="at least 1 part"):
         Lowering(workload(), even(4)).sync_s(ring(4).messages[0], 0)
 
@@ -275,12 +273,14 @@ def test_buffers_travel_before_every_forward_pass() -> None:
     )
     assert some - none == pytest.approx(2 * 0.004 + 7 * RuntimeCosts()["buffer_s"])
     for cross_step in (False, True):
-        names = lower(
-            buffered,
-            cluster,
-            replace(plan(single_bucket(buffered), buffered, 4), cross_step=cross_step),
-            steps=2,
-        ).names.ops
+        names = (
+            Lowering(buffered, cluster)
+            .graph(
+                replace(plan(single_bucket(buffered), buffered, 4), cross_step=cross_step),
+                steps=2,
+            )
+            .names.ops
+        )
         assert sum("broadcast buffers" in name for name in names) == 2
 
 
