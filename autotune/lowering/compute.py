@@ -202,7 +202,7 @@ class Worker:
         count = len(times.ready_s)
         sends = bool(costs.taken_s.any())
         parts = ("issue", "send") if sends else ("issue",)
-        heads = ("backward", "pack")
+        heads: tuple[str, ...] = ("backward", "pack")
         if costs.hand_out_s.any():
             heads = ("backward", "hand out", "pack")
         width, head = len(parts), len(heads)
@@ -344,8 +344,8 @@ class Worker:
             elements = self._times.elements
             each_s = each_s + self._costs.update_s * elements / elements.sum()
         weights = self._times.share(slices) * each_s[slices.variable]
-        flushed_s: FloatArray = self._costs.flush_s + np.bincount(slices.message, weights=weights)
-        return flushed_s
+        applied_s: FloatArray = np.bincount(slices.message, weights=weights).astype(np.float64)
+        return self._costs.flush_s + applied_s
 
     @property
     def _updates_on_host(self) -> bool:

@@ -193,8 +193,9 @@ class Timing:
         hosts = self.cluster.hosts
         if scope is Scope.HOSTS or len(hosts) == 1:
             return max((host.inner_latency_s for host in hosts if host.devices > 1), default=0.0)
-        links = (*hosts, *self.cluster.pair_links)
-        return max(0.0, *(link.latency_s for link in links))
+        latencies_s = [host.latency_s for host in hosts]
+        latencies_s += [link.latency_s for link in self.cluster.pair_links]
+        return max(latencies_s, default=0.0)
 
 
 def _of_fit(fit: CollectiveFit, size_bytes: FloatArray) -> tuple[FloatArray, float, FloatArray]:

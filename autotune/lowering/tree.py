@@ -23,7 +23,7 @@ _TOGETHER = 1e-9
 
 
 def senders(count: int) -> IntArray:
-    """The sender of each member 1 .. n - 1: it without its highest bit (gloo/broadcast.cc), (n - 1,)."""
+    """Senders to members 1 .. n - 1: their numbers without the highest bit (gloo/broadcast.cc)."""
     numbers = np.arange(1, count)
     return numbers - (1 << (np.frexp(numbers)[1].astype(np.int64) - 1))
 

@@ -13,7 +13,7 @@ import torch
 
 from autotune.cluster import Cluster
 from autotune.errors import InvalidInput, InvalidStrategy
-from autotune.lowering.lower import replayed_step_s
+from autotune.lowering.lower import Lowering
 from autotune.memory.plan_buffers import bytes_always, plan_buffers
 from autotune.recordings.memory_profile import Replica
 from autotune.sampler.random import sample_many
@@ -71,7 +71,7 @@ def test_plan_replay_and_memory_use_its_description(four_bit: Compressor) -> Non
     assert refusal_reason(planned(four_bit)) is None
     for kind in (Synchronizer.ALL_REDUCE, Synchronizer.PARAMETER_SERVER):
         seconds = [
-            replayed_step_s(planned(compressor, kind), WORKLOAD, CLUSTER)
+            Lowering(WORKLOAD, CLUSTER).step_s(planned(compressor, kind))
             for compressor in (Compressor.NONE, four_bit)
         ]
         assert min(seconds) > 0 and seconds[0] != seconds[1]
