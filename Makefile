@@ -1,4 +1,4 @@
-# Two commands do all set-up: `make tune` (the main job) and `make test`. Both depend on `make setup`.
+# `make tune` runs the main job and `make test` all checks. Both run `make setup` first.
 PYTHON ?= python3.11
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -8,7 +8,7 @@ EXAMPLE ?= examples/resnet_digits.py
 CLUSTER ?= examples/clusters/four_hosts.yaml
 ACCELERATORS ?= emulated
 
-# Where the environment forbids it, every process of ours that starts would compile our packages again.
+# If the environment sets it, every process compiles our packages again.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: setup tune test lint docs wheel-test clean
@@ -20,13 +20,14 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt --editable '.[tune,dev,docs]'
 	touch $@
 
-# pip would compile the 300 MB of modules on one core; a few of them are templates or for other versions of Python.
+# pip compiles the 300 MB of modules on one core; this uses all. A few of them are templates or for
+# other versions of Python.
 $(VENV)/.compiled: $(VENV)/.installed
 	$(BIN)/python -W ignore -m compileall -q -j 0 -x '/tests/' $(VENV)/lib >/dev/null || true
 	touch $@
 
-# On four emulated hosts where this machine can (root, Linux), else on its loopback. Long enough an example that it does not end
-# within the budget; an ended script is started again all the same.
+# On four emulated hosts if this machine can emulate them (root, Linux), otherwise on loopback. The
+# example trains longer than the budget; a script that ends is started again.
 tune: setup
 	@if $(BIN)/autotune testbed check; then \
 	  set -x; $(BIN)/autotune tune --budget-time $(BUDGET) --testbed $(CLUSTER) --accelerators $(ACCELERATORS) -- python $(EXAMPLE) --epochs 1000; \
@@ -40,8 +41,8 @@ lint: $(VENV)/.installed
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# Three files of tests at a time, in the order of tests/conftest.py: most of them wait for the processes that they start.
-# mypy takes one core, for as long as the modules are compiled.
+# Three test files at a time, in the order of tests/conftest.py: most tests wait for processes.
+# mypy and the compilation of modules use one core each.
 test:
 	$(MAKE) --jobs 2 --output-sync lint setup docs
 	$(BIN)/pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder

@@ -140,13 +140,15 @@ PAGES = command_pages() | class_pages()
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Fill the empty `Commands` and `Classes` sections of the navigation."""
+    """Fill the empty sections of the navigation with the pages of the folders of their names."""
+    docs = Path(config.docs_dir)
+    written = sorted(str(path.relative_to(docs)) for path in docs.rglob("*.md"))
     for section in config.nav or []:
-        for entry in section.get("Reference", []):
-            for title, pages in entry.items():
-                if pages == []:
-                    folder = f"{title.lower()}/"
-                    pages.extend(path for path in PAGES if path.startswith(folder))
+        for entry in next(iter(section.values())):
+            if isinstance(entry, dict) and [] in entry.values():
+                folder = next(iter(entry)).lower()
+                pages = [page for page in [*PAGES, *written] if re.match(rf"{folder}[./]", page)]
+                entry[folder.capitalize()] = sorted(pages, key=lambda page: "index.md" not in page)
     return config
 
 

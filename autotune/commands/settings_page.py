@@ -24,8 +24,8 @@ Only `command` is required. Every other key is also an option of `autotune tune`
 instead of underscores: `budget_time` is `--budget-time`. An option overrides the file. Paths in the
 file are relative to the file. A resumed job keeps the settings it was started with.
 
-Times have a unit (`50us`, `30s`, `5min`, `1.5h`); a plain number is in seconds. On the command line,
-a list is separated by commas: `--simulators linear,gat`.
+Times have a unit (`50us`, `30s`, `5min`, `1.5h`); a plain number is in seconds. On the command
+line, a list is separated by commas: `--simulators linear,gat`.
 """
 _TAIL = """
 [strategies.md](strategies.md) describes the strategies and what `lossy` adds.
