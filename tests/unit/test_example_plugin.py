@@ -6,8 +6,13 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,7 +24,25 @@ FILES = sorted(
 )
 
 
+def autotune(site: Path, *words: str) -> Any:
+    """Run a command with the plugin on the path; return its JSON."""
+    path = os.pathsep.join([str(site), str(ROOT)])
+    done = subprocess.run(
+        [sys.executable, "-m", "autotune", *words, "--json"],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_the_documentation_quotes_the_file(path: Path) -> None:
     page = (ROOT / "docs/extending.md").read_text()
     assert path.read_text() in re.findall(r"```\w+\n(.*?)```", page, re.DOTALL)
+
+
+def test_its_builder_is_listed_with_the_built_in_ones(example_plugin: Path) -> None:
+    listed = json.dumps(autotune(example_plugin, "strategies", "bert-base", "B7"))
+    assert "two_halves" in listed and "ddp_25mib" in listed
