@@ -32,7 +32,7 @@ from autotune.recordings.memory_profile import MemoryProfile
 from benchmarks.memory_accuracy.c10_memory import AllocatorCounter, built
 from benchmarks.memory_accuracy.models import JOBS
 from benchmarks.memory_passes.checkpointed import Stack, computed_again, training
-from runtime_rewriter.recording.memory.micro_batch import Call, fixed_share
+from runtime_rewriter.recording.memory.fixed_share import ModuleCall, fixed_share
 from runtime_rewriter.recording.memory.recorder import MemoryRecorder
 
 WIDTH, LAYERS, BATCH = 256, 12, 2048
@@ -97,7 +97,7 @@ SUBJECTS: dict[str, Callable[[], Subject]] = {
 
 def ways(subject: Subject) -> Iterator[tuple[str, Way]]:
     profile = MemoryRecorder(subject.module, timed_steps=7).record(subject.step)
-    fixed = fixed_share(subject.module, Call(subject.inputs, {}), len(subject.inputs[0]))
+    fixed = fixed_share(subject.module, ModuleCall(subject.inputs, {}), len(subject.inputs[0]))
     print(
         f"does not shrink with the batch: {fixed.forward:.3f} of the forward pass, {fixed.backward:.3f} of the backward pass",
         flush=True,

@@ -50,7 +50,7 @@ from benchmarks.profile_overhead.models import MODELS
 from runtime_rewriter.recording.collectives import CollectiveLog
 from runtime_rewriter.recording.kineto import KinetoTrace
 from runtime_rewriter.recording.settings import PROFILE_STEPS, RecordSettings
-from runtime_rewriter.recording.trace_file import Clock, annotate, write_trace
+from runtime_rewriter.recording.trace_file import TraceClock, annotate, write_trace
 
 BLOCK_S = 1.0
 FEWEST_STEPS, MOST_STEPS = 4, 50
@@ -91,7 +91,7 @@ class Recording:
         """As a recorder does; the spans of the trace."""
         trace = self.trace.read()
         assert self.trace.before is not None and self.trace.after is not None
-        clock = Clock(self.trace.before, self.trace.after, int(trace["baseTimeNanoseconds"]))
+        clock = TraceClock(self.trace.before, self.trace.after, int(trace["baseTimeNanoseconds"]))
         annotate(trace, self.log, clock, dist.get_rank(), dist.get_world_size(), "")
         write_trace(trace, folder / f"rank{dist.get_rank()}.json.gz")
         return sum(event["ph"] == "X" for event in trace["traceEvents"])

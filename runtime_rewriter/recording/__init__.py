@@ -1,1 +1,1 @@
-"""Records the training steps of a process: every op, every collective, and what lies between."""
+"""Records the training steps of a process: its ops, its collectives and its memory."""

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from runtime_rewriter.active import current_session
 from runtime_rewriter.pytorch.ddp import adopted, synchronizer_of
 from runtime_rewriter.pytorch.exchange.ranks import TRAINING_TIMEOUTS
-from runtime_rewriter.recording.recorder import Phase, StepRecorder
+from runtime_rewriter.recording.recorder import RecordingPhase, StepRecorder
 from runtime_rewriter.recording.settings import PROFILE_STEPS, WARMUP_STEPS, RecordSettings
 
 P = ParamSpec("P")
@@ -27,12 +27,13 @@ _log = logging.getLogger("autotune")
 
 
 class Recorder:
-    """Records `steps` training steps of this process into `folder`, after `warmup` ordinary ones; then training goes on as before.
+    """Records `steps` training steps of this process into `folder`, after `warmup` ordinary ones.
 
-    Build one on every rank at the same place, after `init_process_group`, with the `DistributedDataParallel` or with the model
-    that was given to `autotune.apply`; any other module is recorded without its workload. Under `autotune profile` and `autotune tune`
-    it does nothing: they watch the steps themselves. Each of the options makes the profiler see more and cost more.
-    Raises `InvalidInput` for a number of steps below 1 and for classes of DDP other than torch's own.
+    Build one on every rank at the same place, after `init_process_group`. `model` is the
+    `DistributedDataParallel`, or the model passed to `autotune.apply`; any other module is recorded
+    without its workload. Under `autotune profile` and `autotune tune`, which watch the steps
+    themselves, it does nothing. The last three options make the profiler see more and cost more.
+    Raises `InvalidInput` for a number of steps below 1, and for a DDP class other than torch's own.
     """
 
     def __init__(
@@ -59,28 +60,28 @@ class Recorder:
             command=tuple(sys.argv),
         )
         self.written = False
-        """All ranks' traces and `job.json` lie in the folder."""
+        """Whether all ranks' traces and `job.json` are in the folder."""
         self._restore = ExitStack()
         self._steps: StepRecorder | None = None
         if current_session() is None:
             synchronizer = synchronizer_of(model)
             if synchronizer is None and isinstance(model, DistributedDataParallel):
-                waits = TRAINING_TIMEOUTS
-                taken = adopted(
-                    model, timeout_s=waits.message_s, agreement_timeout_s=waits.agreement_s
+                timeouts = TRAINING_TIMEOUTS
+                adoption = adopted(
+                    model, timeout_s=timeouts.message_s, agreement_timeout_s=timeouts.agreement_s
                 )
-                synchronizer = self._restore.enter_context(taken)
+                synchronizer = self._restore.enter_context(adoption)
             self._steps = StepRecorder(settings, synchronizer)
             self._restore.callback(self._steps.close)
             atexit.register(self._at_exit)
 
     def begin_step(self) -> None:
-        """A training step begins; `profile` calls it."""
+        """Begin a training step; `profile` calls this."""
         if self._steps is not None:
             self._steps.begin_step()
 
     def end_step(self) -> None:
-        """It has ended. Collective at some of them; `profile` calls it."""
+        """End the step; `profile` calls this. Collective at some steps."""
         if self._steps is None:
             return
         self._steps.end_step()
@@ -89,32 +90,32 @@ class Recorder:
             self.close()
 
     def finish(self) -> None:
-        """Collective, between two steps: write what was recorded so far. Raises `LaunchError` where that is nothing."""
+        """Collective, between two steps: write the steps recorded so far.
+
+        Raises `LaunchError` where there are none.
+        """
         if self._steps is not None:
             self._steps.finish()
             self.written = True
             self.close()
 
     def close(self) -> None:
-        """Local: record no more, and leave the model as it was."""
+        """Local: stop recording and restore the model."""
         self._restore.close()
         self._steps = None
         atexit.unregister(self._at_exit)
 
     def _at_exit(self) -> None:
         if self._steps is not None:
-            begun = self._steps.phase is Phase.RECORDING
-            hint = (
-                "; recorder.finish() at the script's end writes the steps until there"
-                if begun
-                else ""
-            )
+            hint = ""
+            if self._steps.phase is RecordingPhase.RECORDING:
+                hint = "; recorder.finish() at the script's end writes the steps until there"
             _log.warning("nothing was written: %s%s", self._steps.too_few(), hint)
             self._steps.close()
 
 
 def profile(recorder: Recorder) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """For the function that makes one training step: each call is a step of `recorder`."""
+    """Decorate the function of one training step: each call is a step of `recorder`."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)

@@ -1,4 +1,4 @@
-"""torch's own profiler (Kineto), begun and ended at step boundaries, with the marks of the steps."""
+"""Runs torch's own profiler (Kineto) between step boundaries and marks the steps."""
 
 # mypy: untyped-calls-exclude=torch
 
@@ -19,38 +19,35 @@ from runtime_rewriter.recording.settings import RecordSettings
 
 
 def clock_pair() -> ClockPair:
-    """Both clocks at one instant: of a few tries the one that took the shortest."""
+    """Read both clocks at one instant, which is the fastest of a few tries."""
     tries = []
     for _ in range(5):
-        before_ns, wall_ns, after_ns = (
-            time.perf_counter_ns(),
-            time.time_ns(),
-            time.perf_counter_ns(),
-        )
+        before_ns = time.perf_counter_ns()
+        wall_ns = time.time_ns()
+        after_ns = time.perf_counter_ns()
         tries.append((after_ns - before_ns, ClockPair((before_ns + after_ns) // 2, wall_ns)))
-    return min(tries, key=lambda taken: taken[0])[1]
+    return min(tries, key=lambda attempt: attempt[0])[1]
 
 
 class KinetoTrace:
     """One trace of this process: `prepare`, `start`, any number of steps, `stop`, `read`.
 
-    All threads are traced: the messages of a plan are issued on threads of their own. Shapes, memory and stacks are left out unless
-    the settings ask for them.
+    It traces all threads, since the messages of a plan are issued on threads of their own. Shapes,
+    memory and stacks are left out unless the settings request them.
     """
 
     def __init__(self, settings: RecordSettings, device: torch.device | None) -> None:
-        activities = [ProfilerActivity.CPU]
         self._cuda = device is not None and device.type == "cuda" and torch.cuda.is_available()
         self._device = device
+        activities = [ProfilerActivity.CPU]
         if self._cuda:
             activities.append(ProfilerActivity.CUDA)
         self._profile = profile(
             activities=activities,
-            record_shapes=settings.record_shapes,
-            profile_memory=settings.profile_memory,
-            with_stack=settings.with_stack,
-            # What links kernels to operators costs a tenth of an operator's record, and there are no kernels without a device.
-            # Only the file is read, so the stop need not make a tree of objects; stacks stand in the file only with that tree.
+            **settings.options,
+            # The link from kernels to operators costs a tenth of an operator's record, and without
+            # a device there are no kernels. Only the file is read, so the stop need not build a
+            # tree of objects; stacks are in the file only with that tree.
             experimental_config=_ExperimentalConfig(
                 profile_all_threads=True,
                 disable_external_correlation=not self._cuda,
@@ -64,12 +61,12 @@ class KinetoTrace:
         self.after: ClockPair | None = None
 
     def prepare(self) -> None:
-        """Some steps before `start`: the first call loads what takes long."""
+        """Call some steps before `start`: the first call loads what takes long."""
         self._profile.prepare_trace()
 
     def start(self) -> None:
-        """At a boundary; a step is marked from `begin_step` to `end_step`."""
-        self._settle()
+        """Start at a boundary; a step is marked from `begin_step` to `end_step`."""
+        self._finish_queued()
         self._profile.start_trace()
         self.before = clock_pair()
 
@@ -79,26 +76,23 @@ class KinetoTrace:
         self._mark.__enter__()
 
     def end_step(self) -> None:
-        """The step that began last has ended; nothing is marked until the next one begins."""
+        """End the open step; nothing is marked until the next one begins."""
         if self._mark is None:
             return
-        if (
-            self._cuda
-        ):  # the host runs ahead of what it queues; messages that nobody waited for may go on
+        if self._cuda:  # the host runs ahead of its queue; messages that nobody awaits may go on
             torch.cuda.current_stream(self._device).synchronize()
-        self._mark.__exit__(None, None, None)
-        self._mark = None
+        self.drop_step()
         self.step_s.append((time.perf_counter_ns() - self._mark_ns) / 1e9)
 
     def drop_step(self) -> None:
-        """The step that began last does not count."""
+        """End the open step without counting it."""
         if self._mark is not None:
             self._mark.__exit__(None, None, None)
             self._mark = None
 
     def stop(self) -> None:
         self.drop_step()
-        self._settle()
+        self._finish_queued()
         self.after = clock_pair()
         self._profile.stop_trace()
 
@@ -110,7 +104,7 @@ class KinetoTrace:
             trace: dict[str, Any] = json.loads(path.read_bytes())
         return trace
 
-    def _settle(self) -> None:
-        """What is queued on the device belongs to the steps before."""
+    def _finish_queued(self) -> None:
+        """Wait for the device's queue, whose work belongs to the steps before."""
         if self._cuda:
             torch.cuda.synchronize(self._device)

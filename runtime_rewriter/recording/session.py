@@ -1,4 +1,4 @@
-"""A launched script that is recorded: `autotune profile -- torchrun ... train.py`."""
+"""Records a launched script: `autotune profile -- torchrun ... train.py`."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ REPORT = "rank{}.report.json"
 
 
 class RecordingSession:
-    """Records the steps of the first model that the script wraps; a step ends at the model's next forward pass.
+    """Records the steps of the first model that the script wraps.
 
-    When all is written the script is ended, or left to itself. `report` tells the command how this rank fared.
+    A step ends at the model's next forward pass. When all is written, the script ends or goes on.
+    `report` writes this rank's outcome for the command.
     """
 
     timeouts = Timeouts(1800.0, 120.0)
@@ -40,7 +41,7 @@ class RecordingSession:
         return 0 if self.recorder is None else self.recorder.steps
 
     def model_built(self, synchronizer: GradientSynchronizer) -> None:
-        """Collective, as the building of the model is. Further models are trained as they are."""
+        """Collective, like the building of the model. Further models are not recorded."""
         if self.recorder is None:
             self._synchronizer = synchronizer
             self.recorder = StepRecorder(self.settings, synchronizer)
@@ -64,9 +65,10 @@ class RecordingSession:
             raise SystemExit(0)
 
     def script_ended(self) -> None:
-        """The script is through, or is about to leave the process group: what was recorded until now is kept. Collective.
+        """Collective: write the steps recorded so far.
 
-        Raises `LaunchError` where there is too little, or no model was wrapped.
+        Call when the script has ended or is about to leave the process group. Raises `LaunchError`
+        where there are none, or no model was wrapped.
         """
         if self.written:
             return
@@ -82,7 +84,10 @@ class RecordingSession:
 
     @contextlib.contextmanager
     def watching_end(self) -> Iterator[None]:
-        """Inside, the files are written before `destroy_process_group` makes that impossible; always restored."""
+        """Write the files before `destroy_process_group` makes that impossible.
+
+        The function is always restored.
+        """
         destroy = dist.destroy_process_group
 
         def finish_and_destroy(group: dist.ProcessGroup | None = None) -> None:
@@ -99,13 +104,13 @@ class RecordingSession:
                 self.recorder.close()
 
     def report(self, problem: BaseException | None = None, described: str = "") -> None:
-        """One file per rank; nothing without a place for it."""
+        """Write one file per rank, if the settings name a folder for it."""
         if not self.settings.reports:
             return
         rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
-        told: dict[str, Any] = {"rank": rank, "written": self.written, "steps": self.steps}
+        outcome: dict[str, Any] = {"rank": rank, "written": self.written, "steps": self.steps}
         if problem is not None:
-            told |= {"problem": described, "ours": isinstance(problem, AutotuneError)}
+            outcome |= {"problem": described, "ours": isinstance(problem, AutotuneError)}
         path = Path(self.settings.reports) / REPORT.format(rank)
-        with contextlib.suppress(OSError):  # the command may be gone
-            path.write_text(json.dumps(told), encoding="utf-8")
+        with contextlib.suppress(OSError):  # the command may have ended
+            path.write_text(json.dumps(outcome), encoding="utf-8")

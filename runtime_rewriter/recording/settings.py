@@ -1,4 +1,4 @@
-"""What is recorded, how, and where it goes."""
+"""The settings of a recording."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ PROFILE_STEPS = 10
 WARMUP_STEPS = 3
 WORKLOAD_STEPS = 3
 SETTLING_STEPS = 2
-"""Between the undisturbed steps and the recorded ones: buffers are touched again, and the threads of Gloo are learned."""
+"""Steps between the undisturbed ones and the recorded ones.
+
+Buffers are touched again, and the log learns the threads of Gloo."""
 
 
 @dataclass(frozen=True)
 class RecordSettings:
-    """`folder` is where the traces go. `steps` are recorded after `warmup` ordinary ones and those that measure the workload.
+    """`steps` are recorded into `folder`, after `warmup` ordinary ones and the measured ones.
 
-    `stop`: the script ends when all is written. `reports`: where each rank of `autotune profile` says how it fared, "" without one.
-    Each of the options below makes the profiler see more and cost more.
+    `stop`: the script ends when all is written. `reports`: folder for the report of each rank, ""
+    without `autotune profile`. The last three options make the profiler see more and cost more.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -40,17 +42,13 @@ class RecordSettings:
 
     def __post_init__(self) -> None:
         if self.steps < 1 or self.warmup < 1:
-            raise InvalidInput(
-                f"a recording needs at least 1 step and 1 warm-up step, but has {self.steps} and {self.warmup}"
-            )
+            rule = "a recording needs at least 1 step and 1 warm-up step"
+            raise InvalidInput(f"{rule}, but has {self.steps} and {self.warmup}")
 
     @property
     def options(self) -> dict[str, bool]:
-        return {
-            "record_shapes": self.record_shapes,
-            "profile_memory": self.profile_memory,
-            "with_stack": self.with_stack,
-        }
+        names = ("record_shapes", "profile_memory", "with_stack")
+        return {name: getattr(self, name) for name in names}
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(to_data(self)), encoding="utf-8")

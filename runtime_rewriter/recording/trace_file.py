@@ -1,17 +1,18 @@
-"""A Kineto trace with what the log of collectives knows: each collective's span gets its group, number, sizes and message.
+"""Adds the log of collectives to a Kineto trace: group, number, sizes and message of each span.
 
-The keys are those that PyTorch writes for NCCL (`Collective name`, `In msg nelems`, `Process Group Ranks`, ...), so that readers of
-such traces understand Gloo's too; beside them stands one object `autotune` of our own.
+The keys are those that PyTorch writes for NCCL (`Collective name`, `In msg nelems`, ...), so
+readers of such traces understand Gloo's too. An object `autotune` next to them holds our own data.
 
-Which span belongs to which entry of the log: a thread of Gloo serves one group and takes its collectives in the order in which they
-were issued, so within a group the i-th span is the i-th entry. NCCL's kernels carry their group, and stand in the order of its stream.
+A thread of Gloo serves one group and takes its collectives in the order of their issue. So within a
+group the i-th span belongs to the i-th entry of the log. NCCL's kernels name their group, and lie in
+the order of its stream.
 """
 
 from __future__ import annotations
 
 import gzip
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,61 +20,57 @@ from typing import Any
 
 from autotune.recordings.job_file import ClockPair
 from autotune.recordings.recorded_steps import SeenCollective
-from runtime_rewriter.recording.collectives import BUCKET, CollectiveLog, Issued
+from runtime_rewriter.recording.collectives import BUCKET, CollectiveLog, IssuedCollective
 
 Event = dict[str, Any]
+Entries = Sequence[IssuedCollective]
 
 _EARLY_US = 2000.0
-"""By how much two clocks of one host may disagree: a span may seem to begin so long before it was issued."""
+"""Largest disagreement of two clocks of one host: a span may seem to begin before its issue."""
 _POINT_TO_POINT = ("send", "recv")
 _KINDS = (
-    "allreduce",
-    "allgather",
-    "reducescatter",
-    "alltoall",
-    "broadcast",
-    "gather",
-    "scatter",
-    "barrier",
-    "reduce",
+    *("allreduce", "allgather", "reducescatter", "alltoall", "broadcast"),
+    *("gather", "scatter", "barrier", "reduce"),
     *_POINT_TO_POINT,
 )
-"""Names that hold others come before these."""
+"""A name that contains another one comes before it."""
 
 
 @dataclass(frozen=True)
-class Clock:
-    """From the monotonic clock to microseconds of a trace, by the pairs taken at its begin and end."""
+class TraceClock:
+    """Converts the monotonic clock to microseconds of a trace.
+
+    The clock pairs before and after the trace define the conversion.
+    """
 
     before: ClockPair
     after: ClockPair
     base_ns: int
 
     def trace_us(self, perf_counter_ns: int) -> float:
-        """Linear between the pairs: the wall clock may be slewed."""
+        """Interpolate linearly between the pairs: the wall clock may be slewed."""
         span_ns = self.after.perf_counter_ns - self.before.perf_counter_ns
         wall_ns = self.after.wall_ns - self.before.wall_ns
-        passed_ns = perf_counter_ns - self.before.perf_counter_ns
-        return (
-            self.before.wall_ns
-            - self.base_ns
-            + (passed_ns * wall_ns / span_ns if span_ns > 0 else passed_ns)
-        ) / 1e3
+        passed_ns: float = perf_counter_ns - self.before.perf_counter_ns
+        if span_ns > 0:
+            passed_ns = passed_ns * wall_ns / span_ns
+        return (self.before.wall_ns - self.base_ns + passed_ns) / 1e3
 
 
 @dataclass(frozen=True)
 class Annotated:
-    """What was put into a trace. `untimed`: collectives without a span."""
+    """The collectives that were added to a trace."""
 
     seen: tuple[SeenCollective, ...]
 
     @property
     def untimed(self) -> int:
+        """Collectives without a span."""
         return sum(one.start_s is None for one in self.seen)
 
     @property
     def spans_us(self) -> list[tuple[float, float]]:
-        """Start and end of those that have a span, on the trace's clock."""
+        """Start and end of the collectives with a span, on the trace's clock."""
         return [
             (one.start_s * 1e6, one.end_s * 1e6)
             for one in self.seen
@@ -84,75 +81,72 @@ class Annotated:
 def annotate(
     trace: dict[str, Any],
     log: CollectiveLog,
-    clock: Clock,
+    clock: TraceClock,
     rank: int,
     world_size: int,
     plan_id: str,
 ) -> Annotated:
-    """Write the traced entries of `log` into the spans of `trace`; entries that have none stand in `trace["autotune"]` only."""
-    events: list[Event] = trace.get("traceEvents", [])
+    """Write the traced entries of `log` into the spans of `trace`.
+
+    Entries without a span appear only in `trace["autotune"]`.
+    """
     entries = [entry for entry in log.issued if entry.traced]
-    spans = _matched(entries, events, log, clock)
+    spans = _matched(entries, trace.get("traceEvents", []), log, clock)
     buckets = _bucket_numbers(entries)
-    told = []
+    descriptions = []
     for number, entry in enumerate(entries):
-        span = spans.get(number)
-        described = _described(entry, log, plan_id, buckets.get(number))
+        description = _described(entry, log, plan_id, buckets.get(number))
         issued_us = clock.trace_us(entry.issued_ns)
-        described["issued_us"] = round(issued_us, 3)
-        if span is not None:
-            described["queue_us"] = round(max(0.0, span["ts"] - issued_us), 3)
+        description["issued_us"] = round(issued_us, 3)
+        if (span := spans.get(number)) is not None:
+            description["queue_us"] = round(max(0.0, span["ts"] - issued_us), 3)
             span.setdefault("args", {}).update(_as_nccl(entry, log))
-            span["args"]["autotune"] = dict(described)
-            described |= {
-                "start_us": span["ts"],
-                "end_us": round(span["ts"] + span.get("dur", 0.0), 3),
-            }
-        told.append(described)
+            span["args"]["autotune"] = dict(description)
+            end_us = round(span["ts"] + span.get("dur", 0.0), 3)
+            description |= {"start_us": span["ts"], "end_us": end_us}
+        descriptions.append(description)
     trace["autotune"] = {
         "schema": 1,
         "rank": rank,
         "clocks": [asdict(clock.before), asdict(clock.after)],
-        "collectives": told,
+        "collectives": descriptions,
     }
     info = trace.setdefault("distributedInfo", {})
-    info["rank"], info["world_size"] = rank, world_size
+    info |= {"rank": rank, "world_size": world_size}
     info.setdefault("backend", next((group.backend for group in log.groups.values()), ""))
-    return Annotated(tuple(_seen(entry) for entry in told))
+    return Annotated(tuple(_seen(description) for description in descriptions))
 
 
-def _seen(told: dict[str, Any]) -> SeenCollective:
-    start_us, end_us = told.get("start_us"), told.get("end_us")
-    timed = (
-        (None, None, None)
-        if start_us is None or end_us is None
-        else (start_us / 1e6, end_us / 1e6, told["queue_us"] / 1e6)
-    )
+def _seen(description: dict[str, Any]) -> SeenCollective:
+    times_us = [description.get(key) for key in ("start_us", "end_us", "queue_us")]
+    start_s, end_s, queue_s = (None if us is None else us / 1e6 for us in times_us)
     return SeenCollective(
-        told["transaction"],
-        _label(told),
-        told["op"].strip("_"),
-        told["bytes"],
-        len(told["ranks"]),
-        *timed,
+        transaction=description["transaction"],
+        label=_label(description),
+        op=description["op"].strip("_"),
+        size_bytes=description["bytes"],
+        ranks=len(description["ranks"]),
+        start_s=start_s,
+        end_s=end_s,
+        queue_s=queue_s,
     )
 
 
-def _label(told: dict[str, Any]) -> str:
-    if "message" in told:
-        return f"message {told['message']} {told['part']}"
-    if "bucket" in told:
-        return f"bucket {told['bucket']}"
-    site = told.get("site", "")
-    return f"{told['origin']} {site.rpartition('/')[2]}".strip()
+def _label(description: dict[str, Any]) -> str:
+    if "message" in description:
+        return f"message {description['message']} {description['part']}"
+    if "bucket" in description:
+        return f"bucket {description['bucket']}"
+    site = description.get("site", "")
+    return f"{description['origin']} {site.rpartition('/')[2]}".strip()
 
 
 def write_trace(trace: dict[str, Any], path: Path) -> None:
-    """One event a line, packed lightly: a trace has many equal words, and the script waits. Raises `OSError`."""
+    """Write one event per line, lightly packed: the script waits. Raises `OSError`."""
     partial = path.with_name(path.name + ".partial")
-    beside = {key: value for key, value in trace.items() if key != "traceEvents"}
+    fields = {key: value for key, value in trace.items() if key != "traceEvents"}
     with gzip.open(partial, "wt", compresslevel=2, encoding="utf-8") as file:
-        file.write(json.dumps(beside)[:-1] + ', "traceEvents": [')
+        file.write(json.dumps(fields)[:-1] + ', "traceEvents": [')
         for number, event in enumerate(trace["traceEvents"]):
             file.write((",\n" if number else "\n") + json.dumps(event))
         file.write("\n]}\n")
@@ -160,16 +154,15 @@ def write_trace(trace: dict[str, Any], path: Path) -> None:
 
 
 def _described(
-    entry: Issued, log: CollectiveLog, plan_id: str, bucket: int | None
+    entry: IssuedCollective, log: CollectiveLog, plan_id: str, bucket: int | None
 ) -> dict[str, Any]:
-    group = log.groups[entry.group]
-    described: dict[str, Any] = {
+    description: dict[str, Any] = {
         "transaction": entry.transaction,
         "op": entry.op,
         "origin": entry.origin,
         "step": entry.step,
         "group": entry.group,
-        "ranks": list(group.ranks),
+        "ranks": list(log.groups[entry.group].ranks),
         "sequence": entry.sequence,
         "bytes": max(entry.in_elements, entry.out_elements) * entry.element_bytes,
         "in_elements": entry.in_elements,
@@ -177,22 +170,22 @@ def _described(
         "dtype": entry.dtype,
     }
     if entry.site:
-        described["site"] = entry.site
+        description["site"] = entry.site
     if bucket is not None:
-        described["bucket"] = bucket
+        description["bucket"] = bucket
     if entry.message is not None:
-        described |= {"plan": plan_id, **asdict(entry.message)}
-    return described
+        description |= {"plan": plan_id, **asdict(entry.message)}
+    return description
 
 
-def _bucket_numbers(entries: Sequence[Issued]) -> dict[int, int]:
-    """Entry -> number of its bucket within its step: a reducer sends its buckets in their order."""
+def _bucket_numbers(entries: Entries) -> dict[int, int]:
+    """Entry -> number of its bucket in its step: a reducer sends its buckets in their order."""
     numbers: dict[int, int] = {}
-    seen: dict[int, int] = defaultdict(int)
+    sent: Counter[int] = Counter()
     for number, entry in enumerate(entries):
         if entry.origin == BUCKET:
-            numbers[number] = seen[entry.step]
-            seen[entry.step] += 1
+            numbers[number] = sent[entry.step]
+            sent[entry.step] += 1
     return numbers
 
 
@@ -203,23 +196,19 @@ _NCCL_DTYPES = {
     "bfloat16": "BFloat16",
     "int64": "Long",
     "int32": "Int",
-}
-_NCCL_DTYPES |= {
     "uint8": "Byte",
     "int8": "Char",
     "bool": "Bool",
     "complex64": "ComplexFloat",
     "complex128": "ComplexDouble",
 }
-
-
 _ROOTS = {"send": "Dst Rank", "recv_": "Src Rank"}
 
 
-def _as_nccl(entry: Issued, log: CollectiveLog) -> dict[str, Any]:
+def _as_nccl(entry: IssuedCollective, log: CollectiveLog) -> dict[str, Any]:
     """The arguments that PyTorch gives to NCCL's kernels (torch: ParamCommsUtils.hpp)."""
     group = log.groups[entry.group]
-    return {
+    arguments: dict[str, Any] = {
         "Collective name": "recv" if entry.op.startswith("recv") else entry.op.rstrip("_"),
         "dtype": _NCCL_DTYPES.get(entry.dtype, entry.dtype),
         "In msg nelems": entry.in_elements,
@@ -229,136 +218,116 @@ def _as_nccl(entry: Issued, log: CollectiveLog) -> dict[str, Any]:
         "Process Group Description": group.description,
         "Process Group Ranks": json.dumps(list(group.ranks)),
         "Seq": entry.sequence,
-        **({} if entry.root is None else {_ROOTS.get(entry.op, "Root Rank"): entry.root}),
     }
+    if entry.root is not None:
+        arguments[_ROOTS.get(entry.op, "Root Rank")] = entry.root
+    return arguments
 
 
 def _matched(
-    entries: Sequence[Issued], events: Iterable[Event], log: CollectiveLog, clock: Clock
+    entries: Entries, events: Iterable[Event], log: CollectiveLog, clock: TraceClock
 ) -> dict[int, Event]:
     """Number of an entry -> its span."""
-    by_thread: dict[Any, list[Event]] = defaultdict(
-        list
-    )  # spans of Gloo and other backends on the host
-    by_group: dict[str, list[Event]] = defaultdict(list)  # kernels of NCCL
-    backends = tuple(
-        f"{group.backend}:"
-        for group in log.groups.values()
-        if group.backend and group.backend != "nccl"
-    )
-    for event in events:
-        if event.get("ph") != "X":
-            continue
-        if (
-            backends
-            and event.get("cat") == "user_annotation"
-            and event["name"].startswith(backends)
-        ):
-            by_thread[event["tid"]].append(event)
-        elif event.get("cat") == "kernel" and "Process Group Name" in event.get("args", {}):
-            by_group[str(event["args"]["Process Group Name"])].append(event)
-    wanted: dict[str, list[int]] = defaultdict(list)
+    by_thread, by_group = _spans(events, log)
+    numbers_of: dict[str, list[int]] = defaultdict(list)
     matched: dict[int, Event] = {}
     for number, entry in enumerate(entries):
-        if entry.op.startswith(_POINT_TO_POINT):
-            _take_direct(number, entry, by_thread, matched)
-        else:
-            wanted[entry.group].append(number)
-    groups = _groups_of_threads(by_thread, wanted, entries, log)
-    for thread, spans in by_thread.items():
-        if thread in groups:
-            by_group[groups[thread]] += spans
-    for group, numbers in wanted.items():
-        matched |= _in_order(
-            numbers, sorted(by_group[group], key=lambda span: float(span["ts"])), entries, clock
-        )
+        if not entry.op.startswith(_POINT_TO_POINT):
+            numbers_of[entry.group].append(number)
+        elif (span := _take_direct(entry, by_thread)) is not None:
+            matched[number] = span
+    groups = _groups_of_threads(by_thread, numbers_of, entries, log)
+    for thread, group in groups.items():
+        by_group[group] += by_thread[thread]
+    for group, numbers in numbers_of.items():
+        spans = sorted(by_group[group], key=lambda span: float(span["ts"]))
+        matched |= _in_order(numbers, spans, entries, clock)
     return matched
 
 
-def _take_direct(
-    number: int, entry: Issued, by_thread: dict[Any, list[Event]], matched: dict[int, Event]
-) -> None:
-    """Point-to-point works are begun by the thread that issues them."""
+def _spans(
+    events: Iterable[Event], log: CollectiveLog
+) -> tuple[dict[Any, list[Event]], dict[str, list[Event]]]:
+    """Spans of backends on the host by thread, and kernels of NCCL by group."""
+    backends = {group.backend for group in log.groups.values()} - {"", "nccl"}
+    prefixes = tuple(f"{backend}:" for backend in backends)
+    by_thread: dict[Any, list[Event]] = defaultdict(list)
+    by_group: dict[str, list[Event]] = defaultdict(list)
+    for event in events:
+        if event.get("ph") != "X":
+            continue
+        if event.get("cat") == "user_annotation" and event["name"].startswith(prefixes):
+            by_thread[event["tid"]].append(event)
+        elif event.get("cat") == "kernel" and "Process Group Name" in event.get("args", {}):
+            by_group[str(event["args"]["Process Group Name"])].append(event)
+    return by_thread, by_group
+
+
+def _take_direct(entry: IssuedCollective, by_thread: dict[Any, list[Event]]) -> Event | None:
+    """Remove and return the span of a point-to-point work, which the issuing thread begins."""
     kind = entry.op.split("_")[0]
     spans = by_thread.get(entry.thread, [])
     for at, span in enumerate(spans):
         if span["name"].endswith(kind):
-            matched[number] = spans.pop(at)
-            return
+            return spans.pop(at)
+    return None
 
 
 def _groups_of_threads(
     by_thread: dict[Any, list[Event]],
-    wanted: dict[str, list[int]],
-    entries: Sequence[Issued],
+    numbers_of: dict[str, list[int]],
+    entries: Entries,
     log: CollectiveLog,
 ) -> dict[Any, str]:
-    """Thread -> group: as learned; for a thread that ended nothing before, the group that lacks as many spans of those kinds as it has."""
-    groups: dict[Any, str] = {
-        thread: log.group_of_thread[thread] for thread in by_thread if thread in log.group_of_thread
-    }
+    """Thread -> group, as learned.
+
+    A thread that ended nothing before gets the group that lacks as many spans of those kinds.
+    """
+    known = log.group_of_thread
+    groups: dict[Any, str] = {thread: known[thread] for thread in by_thread if thread in known}
     issuing = {entry.thread for entry in entries}
     for thread, spans in sorted(by_thread.items(), key=lambda item: -len(item[1])):
         if thread in groups or thread in issuing:
             continue
-        lacking = {
-            group: len(numbers)
-            - sum(
-                len(by_thread[other]) for other, its_group in groups.items() if its_group == group
-            )
-            for group, numbers in wanted.items()
-        }
+        lacking = {group: len(numbers) for group, numbers in numbers_of.items()}
+        for other, group in groups.items():
+            if group in lacking:
+                lacking[group] -= len(by_thread[other])
         kinds = {_kind(span["name"].partition(":")[2]) for span in spans}
         possible = [
             group
-            for group, numbers in wanted.items()
+            for group, numbers in numbers_of.items()
             if lacking[group] >= len(spans)
             and kinds <= {_kind(entries[number].op) for number in numbers}
         ]
         if possible:
-            groups[thread] = min(possible, key=lambda group: lacking[group] - len(spans))
+            groups[thread] = min(possible, key=lambda group: lacking[group])
     return groups
 
 
 def _in_order(
-    numbers: Sequence[int], spans: Sequence[Event], entries: Sequence[Issued], clock: Clock
+    numbers: Sequence[int], spans: Sequence[Event], entries: Entries, clock: TraceClock
 ) -> dict[int, Event]:
-    """The first span that is left, of the entry's kind and not begun before it was issued."""
+    """Give each entry the first remaining span of its kind that begins after its issue."""
     matched: dict[int, Event] = {}
-    at = 0
+    begin = 0
     for number in numbers:
         entry = entries[number]
         earliest_us = clock.trace_us(entry.issued_ns) - _EARLY_US
-        found = at
-        while found < len(spans) and not _fits(spans[found], entry, earliest_us):
-            found += 1
-        if found < len(spans):
-            matched[number] = spans[found]
-            at = found + 1
+        for at in range(begin, len(spans)):
+            if _fits(spans[at], entry, earliest_us):
+                matched[number] = spans[at]
+                begin = at + 1
+                break
     return matched
 
 
-def _fits(span: Event, entry: Issued, earliest_us: float) -> bool:
+def _fits(span: Event, entry: IssuedCollective, earliest_us: float) -> bool:
     name = span.get("args", {}).get("Collective name") or span["name"].partition(":")[2]
     return float(span["ts"]) >= earliest_us and _kind(name) == _kind(entry.op)
 
 
 def _kind(name: str) -> str:
-    """`all_reduce`, `allreduce_` and `sparse_all_reduce` are one kind, `_allgather_base` is an all-gather."""
+    """One kind for `all_reduce`, `allreduce_` and `sparse_all_reduce`."""
     plain = name.lower().replace("_", "")
-    for kind in (
-        "allreduce",
-        "allgather",
-        "reducescatter",
-        "alltoall",
-        "broadcast",
-        "gather",
-        "scatter",
-        "barrier",
-        "reduce",
-        "send",
-        "recv",
-    ):
-        if kind in plain:
-            return kind
-    return plain
+    return next((kind for kind in _KINDS if kind in plain), plain)

@@ -32,8 +32,8 @@ from benchmarks.memory_passes.checkpointed import training as stack_training
 from runtime_rewriter.pytorch.agreement import assumed_workload
 from runtime_rewriter.pytorch.ddp import PlannedDataParallel
 from runtime_rewriter.recording.memory.allocations import Allocation, AllocationLog
+from runtime_rewriter.recording.memory.capture import MemoryCapture
 from runtime_rewriter.recording.memory.recorder import MemoryRecorder
-from runtime_rewriter.recording.memory.steps import MemoryCapture
 
 WIDTH = 48
 Step = Callable[[], None]

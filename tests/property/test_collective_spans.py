@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autotune.recordings.job_file import ClockPair
-from runtime_rewriter.recording.collectives import CollectiveLog, Group, Issued
-from runtime_rewriter.recording.trace_file import Clock, annotate
+from runtime_rewriter.recording.collectives import CollectiveLog, IssuedCollective, LoggedGroup
+from runtime_rewriter.recording.trace_file import TraceClock, annotate
 
 OPS = {
     "allreduce_": "gloo:all_reduce",
@@ -17,7 +17,7 @@ OPS = {
     "_allgather_base_": "gloo:all_gather",
     "gather_": "gloo:gather",
 }
-CLOCK = Clock(ClockPair(0, 5_000_000), ClockPair(10**9, 1_005_000_000), 5_000_000)
+CLOCK = TraceClock(ClockPair(0, 5_000_000), ClockPair(10**9, 1_005_000_000), 5_000_000)
 
 
 @st.composite
@@ -28,7 +28,7 @@ def histories(draw: st.DrawFn) -> tuple[CollectiveLog, list[dict[str, Any]], lis
     """
     groups = draw(st.integers(1, 3))
     log = CollectiveLog()
-    log.groups = {str(g): Group(str(g), "", "gloo", (0, 1)) for g in range(groups)}
+    log.groups = {str(g): LoggedGroup(str(g), "", "gloo", (0, 1)) for g in range(groups)}
     free_us = {g: [0.0, 0.0] for g in range(groups)}
     spans: list[dict[str, Any]] = []
     owners: list[int] = []
@@ -37,7 +37,7 @@ def histories(draw: st.DrawFn) -> tuple[CollectiveLog, list[dict[str, Any]], lis
         now_us += draw(st.floats(10.0, 400.0))
         group, op = draw(st.integers(0, groups - 1)), draw(st.sampled_from(sorted(OPS)))
         log.issued.append(
-            Issued(
+            IssuedCollective(
                 op,
                 str(group),
                 number,

@@ -1,1 +1,1 @@
-"""Records what one replica holds in memory during a training step."""
+"""Records the memory of one replica during a training step."""

@@ -1,7 +1,7 @@
-"""Where a training step is cut into segments: hooks on a module that mark reads, gradients and regions.
+"""Hooks on a module that cut a training step into segments at reads, gradients and regions.
 
-A mark ends one segment and begins the next one. Every step of a model that computes the same gives the same marks, so that times and
-bytes of different steps belong together.
+A mark ends one segment and begins the next one. Every step with the same computation gives the same
+marks, so times and bytes of different steps belong together.
 """
 
 # mypy: untyped-calls-exclude=torch
@@ -24,23 +24,25 @@ from runtime_rewriter.pytorch.agreement import trainable_parameters
 
 
 class At(Enum):
-    """What happens at a mark."""
+    """The place of a mark in the step."""
 
     STEP = "step"  # a training step begins
-    READ = "read"  # a module is called that holds variables
+    READ = "read"  # a module with variables is called
     ENTER = "enter"  # a region begins
     EXIT = "exit"
     OUTPUT = "output"  # the module has returned
-    BACK = "back"  # the gradient of what a region returned is known
-    START = "start"  # the gradient of what the module returned is known
+    BACK = "back"  # the gradient of a region's output is known
+    START = "start"  # the gradient of the module's output is known
     READY = "ready"  # the gradient of a variable is final
     END = "end"  # the backward pass has ended
 
 
 @dataclass(frozen=True)
 class Mark:
-    """`names`: variables that are read, or the one whose gradient is ready. `region`: its number. `memories`: addresses of what the
-    region returned, or of the gradient."""
+    """`names`: variables that are read, or the one whose gradient is ready.
+
+    `region`: its number. `memories`: addresses of the region's output, or of the gradient.
+    """
 
     at: At
     names: tuple[str, ...] = ()
@@ -49,20 +51,23 @@ class Mark:
 
     @property
     def kind(self) -> tuple[At, tuple[str, ...], int | None]:
-        """What is alike in every step."""
+        """The part that is equal in every step."""
         return self.at, self.names, self.region
 
 
 @dataclass
 class RegionFacts:
-    """What was seen of a region: whether it draws random numbers, and what it changes besides making its output."""
+    """Whether a region draws random numbers, and its side effects (`changes`).
+
+    `chain`: the `nn.Sequential` around it. `before`: states before the open calls.
+    """
 
     name: str
-    chain: str | None = None  # the `nn.Sequential` that it is a part of
+    chain: str | None = None
     position: int = 0
     random: bool = False
     changes: str | None = None
-    before: list[tuple[Any, ...]] = field(default_factory=list)  # of the calls under way
+    before: list[tuple[Any, ...]] = field(default_factory=list)
 
 
 def memory_of(tensor: Tensor) -> int:
@@ -78,19 +83,19 @@ def memories_of(tensor: Tensor | None) -> list[Tensor]:
 
 
 def default_regions(module: nn.Module) -> list[str]:
-    """The outermost parts of sequences, and of lists those that hold variables; where there are none, the module's own parts."""
-    found: list[str] = []
+    """The outermost parts of sequences, and the parts of outermost lists that hold variables.
+
+    Where there are none, the module's own parts.
+    """
+    regions: list[str] = []
     for name, part in module.named_modules():
-        if isinstance(part, nn.Sequential | nn.ModuleList) and not any(
-            _inside(name, outer) for outer in found
-        ):
-            chosen = isinstance(part, nn.Sequential)
-            found.extend(
-                f"{name}.{child}" if name else child
-                for child, inner in part.named_children()
-                if chosen or _has_variables(inner)
-            )
-    return found or [name for name, part in module.named_children() if _has_variables(part)]
+        inside = any(name == outer or name.startswith(f"{outer}.") for outer in regions)
+        if inside or not isinstance(part, nn.Sequential | nn.ModuleList):
+            continue
+        for child, inner in part.named_children():
+            if isinstance(part, nn.Sequential) or _has_variables(inner):
+                regions.append(f"{name}.{child}" if name else child)
+    return regions or [name for name, part in module.named_children() if _has_variables(part)]
 
 
 def _has_variables(part: nn.Module) -> bool:
@@ -105,14 +110,12 @@ def _facts(name: str, named: dict[str, nn.Module]) -> RegionFacts:
     return RegionFacts(name, outer, list(dict(parent.named_children())).index(child))
 
 
-def _inside(name: str, outer: str) -> bool:
-    return name == outer or name.startswith(outer + ".")
-
-
 class StepMarks:
-    """Tells `on_mark` of everything that happens in the steps of `module` while it is open (`close` removes every hook).
+    """Calls `on_mark` at every mark in the steps of `module`, until `close` removes every hook.
 
-    `regions`: names of the submodules that could be computed twice.
+    - `regions`: names of the submodules that could be computed twice.
+    - `looks_at_rows`: also count the distinct rows of sparse gradients, which takes memory itself.
+    - `batches`: leading dimensions of the inputs of all forward passes.
     """
 
     def __init__(
@@ -122,18 +125,17 @@ class StepMarks:
         named = dict(module.named_modules())
         unknown = [name for name in regions if name not in named]
         if unknown:
+            kind = type(module).__name__
             raise InvalidInput(
-                f"regions must be submodules of {type(module).__name__}, but it has no {unknown[0]!r}"
+                f"regions must be submodules of {kind}, but it has no {unknown[0]!r}"
             )
         self.facts = [_facts(name, named) for name in regions]
         self._parameters = trainable_parameters(module)
         self._names = {id(parameter): name for name, parameter in self._parameters.items()}
         self._backward_is_new = True
         self.looks_at_rows = True
-        """Also count the different rows of sparse gradients; this takes memory itself."""
         self.sparse_bytes: dict[str, int] = {}
         self.batches: set[int] = set()
-        """Leading dimensions of the inputs of all forward passes."""
         self._handles: list[RemovableHandle] = [module.register_forward_hook(self._returned)]
         numbers = {id(named[name]): number for number, name in enumerate(regions)}
         for part in named.values():
@@ -145,17 +147,15 @@ class StepMarks:
 
     def _hook(self, part: nn.Module, region: int | None) -> None:
         if region is not None:
-            self._handles.append(
-                part.register_forward_pre_hook(
-                    partial(self._enter, region), prepend=True, with_kwargs=True
-                )
-            )
-            self._handles.append(
-                part.register_forward_hook(partial(self._exit, region), with_kwargs=True)
-            )
-        own = [self._names[id(p)] for p in part.parameters(recurse=False) if id(p) in self._names]
-        if own:
-            self._handles.append(part.register_forward_pre_hook(partial(self._read, tuple(own))))
+            enter, exit_ = partial(self._enter, region), partial(self._exit, region)
+            self._handles += [
+                part.register_forward_pre_hook(enter, prepend=True, with_kwargs=True),
+                part.register_forward_hook(exit_, with_kwargs=True),
+            ]
+        names = [self._names.get(id(parameter)) for parameter in part.parameters(recurse=False)]
+        variables = tuple(name for name in names if name is not None)
+        if variables:
+            self._handles.append(part.register_forward_pre_hook(partial(self._read, variables)))
 
     def close(self) -> None:
         for handle in self._handles:
@@ -168,19 +168,18 @@ class StepMarks:
 
     @property
     def _computes(self) -> bool:
-        """A forward pass with gradients; one inside a backward pass (a checkpoint of the script's own) is no use of a region."""
+        """Whether a forward pass with gradients runs.
+
+        One inside a backward pass (the script's own checkpoint) is no use of a region.
+        """
         return torch.is_grad_enabled() and self._backward_is_new
 
     def _enter(self, region: int, part: nn.Module, inputs: object, kwargs: object) -> None:
         if self._computes:
             self._on_mark(Mark(At.ENTER, region=region))
-            self.facts[region].before.append(
-                (
-                    _random_state(part),
-                    _versions(part.buffers()),
-                    _versions(_tensors((inputs, kwargs))),
-                )
-            )
+            tensors = _tensors((inputs, kwargs))
+            state = (_random_state(part), _versions(part.buffers()), _versions(tensors))
+            self.facts[region].before.append(state)
 
     def _exit(
         self, region: int, part: nn.Module, inputs: object, kwargs: object, output: object
@@ -189,43 +188,26 @@ class StepMarks:
             return
         facts, tensors = self.facts[region], _tensors(output)
         random, buffers, given = facts.before.pop()
-        facts.random |= not all(
-            torch.equal(a, b) for a, b in zip(random, _random_state(part), strict=True)
-        )
+        states = zip(random, _random_state(part), strict=True)
+        facts.random |= not all(torch.equal(before, after) for before, after in states)
         if _versions(part.buffers()) != buffers:
             facts.changes = "it changes buffers, such as running statistics"
         elif _versions(_tensors((inputs, kwargs))) != given:
             facts.changes = "it changes its input in place"
-        told: list[bool] = []
-
-        def back(_: Tensor) -> None:
-            if not told:
-                told.append(True)
-                self._on_mark(Mark(At.BACK, region=region))
-
-        for tensor in tensors:
-            if tensor.requires_grad:
-                tensor.register_hook(back)
-        self._on_mark(
-            Mark(At.EXIT, region=region, memories=tuple(memory_of(tensor) for tensor in tensors))
-        )
+        _on_first_gradient(tensors, lambda: self._on_mark(Mark(At.BACK, region=region)))
+        memories = tuple(memory_of(tensor) for tensor in tensors)
+        self._on_mark(Mark(At.EXIT, region=region, memories=memories))
 
     def _returned(self, module: nn.Module, inputs: object, output: object) -> None:
         if not torch.is_grad_enabled():
             return
         self.batches |= {tensor.shape[0] if tensor.dim() else 0 for tensor in _tensors(inputs)}
-        told: list[bool] = []
-
-        def start(_: Tensor) -> None:
-            if not told:
-                told.append(True)
-                self._on_mark(Mark(At.START))
-                self._await_end()
-
-        for tensor in _tensors(output):
-            if tensor.requires_grad:
-                tensor.register_hook(start)
+        _on_first_gradient(_tensors(output), self._start)
         self._on_mark(Mark(At.OUTPUT))
+
+    def _start(self) -> None:
+        self._on_mark(Mark(At.START))
+        self._await_end()
 
     def _await_end(self) -> None:
         if self._backward_is_new:
@@ -238,21 +220,28 @@ class StepMarks:
 
     def _ready(self, name: str, parameter: Tensor) -> None:
         self._await_end()
+        parts = memories_of(parameter.grad)
         if self.looks_at_rows and parameter.grad is not None and parameter.grad.is_sparse:
             rows = parameter.grad._indices().unique(dim=1).shape[1]
-            stored = max(1, parameter.grad._nnz())
-            self.sparse_bytes[name] = (
-                rows
-                * sum(part.numel() * part.element_size() for part in memories_of(parameter.grad))
-                // stored
-            )
-        self._on_mark(
-            Mark(
-                At.READY,
-                (name,),
-                memories=tuple(memory_of(part) for part in memories_of(parameter.grad)),
-            )
-        )
+            stored_rows = max(1, parameter.grad._nnz())
+            stored_bytes = sum(part.numel() * part.element_size() for part in parts)
+            self.sparse_bytes[name] = rows * stored_bytes // stored_rows
+        memories = tuple(memory_of(part) for part in parts)
+        self._on_mark(Mark(At.READY, (name,), memories=memories))
+
+
+def _on_first_gradient(tensors: Sequence[Tensor], act: Callable[[], None]) -> None:
+    """Call `act` when the first gradient of the tensors is known."""
+    called: list[bool] = []
+
+    def hook(_: Tensor) -> None:
+        if not called:
+            called.append(True)
+            act()
+
+    for tensor in tensors:
+        if tensor.requires_grad:
+            tensor.register_hook(hook)
 
 
 def _tensors(value: object) -> list[Tensor]:

@@ -1,11 +1,12 @@
-"""Records a `MemoryProfile`: what one replica of a module holds during a training step, and when.
+"""Records a `MemoryProfile`: the memory of one replica of a module during a training step.
 
     recorder = MemoryRecorder(module)
     profile = recorder.record(lambda: train_step(batch))
 
-The first steps only make what is made once (the optimizer's state, gradients that are kept), some more are timed, and two are recorded,
-since what one step leaves behind is given back in the next one. Whoever does not call the step calls `boundary()` between two steps,
-and `apart()` before and after what is not the replica's own, such as its synchronization.
+The first steps allocate what is allocated once (optimizer state, gradients that are kept). Some more
+are timed, and two are recorded, since one step's remains are freed in the next one. A caller that
+does not pass the step calls `boundary()` between two steps. It calls `apart()` before and after work
+that is not the replica's own, such as its synchronization.
 """
 
 # mypy: untyped-calls-exclude=torch
@@ -24,12 +25,12 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from autotune.errors import InvalidInput
-from autotune.recordings.memory_profile import MemoryProfile
+from autotune.recordings.memory_profile import MemoryProfile, TensorRole
 from runtime_rewriter.pytorch.agreement import assumed_workload, trainable_parameters
 from runtime_rewriter.pytorch.exchange.device import Device
 from runtime_rewriter.pytorch.exchange.device import Mark as Time
 from runtime_rewriter.recording.memory.allocations import AllocationLog
-from runtime_rewriter.recording.memory.lifetimes import Kept, RecordedStep, profile_of
+from runtime_rewriter.recording.memory.lifetimes import PersistentBlock, RecordedSteps, profile_of
 from runtime_rewriter.recording.memory.marks import (
     At,
     Mark,
@@ -40,14 +41,15 @@ from runtime_rewriter.recording.memory.marks import (
 )
 
 WARMUP_STEPS = 2
-"""The first makes the optimizer's state, the second is the first one that has it from the start."""
+"""The first one creates the optimizer's state, the second one has it from the start."""
 RECORDED_STEPS = 2
 
 
 class MemoryRecorder:
-    """`regions`: submodules that could be computed twice; default: the outermost parts of the module's sequences.
+    """Records `regions`, submodules that could be computed twice.
 
-    `done` turns true at the boundary after the last step. Raises `InvalidInput` where steps differ, or a profiler is at work.
+    By default these are the outermost parts of the module's sequences. `done` becomes true at the
+    boundary after the last step. Raises `InvalidInput` where steps differ or a profiler is active.
     """
 
     def __init__(
@@ -64,19 +66,18 @@ class MemoryRecorder:
         self._log = AllocationLog(self._device.device)
         self._steps: list[list[Mark]] = []
         self._times: list[list[Time]] = []
-        self._apart: list[
-            list[tuple[int, Time]]
-        ] = []  # of every step: segment and time, begins and ends in turn
-        self._noted = 0  # calls of `apart` in recorded steps
+        # of every step: segment and time of the `apart` calls
+        self._apart: list[list[tuple[int, Time]]] = []
+        self._noted = 0  # `apart` calls in recorded steps
         self._gradients_after: dict[int, dict[str, tuple[int, ...]]] = {}
         self._optimizers: list[Optimizer] = []
-        self._kept: list[Kept] = []
+        self._persistent: list[PersistentBlock] = []
         self._open: ExitStack | None = None
         self._recording = self.done = False
         self._marks: StepMarks | None = None
 
     def record(self, step: Callable[[], object]) -> MemoryProfile:
-        """The profile of `step`, which is called a few times and makes one whole training step each time."""
+        """The profile of `step`, which runs one whole training step per call."""
         try:
             self.boundary()
             while not self.done:
@@ -88,7 +89,7 @@ class MemoryRecorder:
 
     @property
     def steps(self) -> int:
-        """Whole steps that it takes."""
+        """Number of whole steps that the recording takes."""
         return self._warmup + self._timed + RECORDED_STEPS
 
     @property
@@ -98,26 +99,23 @@ class MemoryRecorder:
         return next(iter(batches)) or None if len(batches) == 1 else None
 
     def boundary(self) -> None:
-        """Between two steps of the training; the first one opens the recorder."""
+        """Call between two training steps; the first call opens the recorder."""
         if self.done:
             return
         if self._open is None:
             self._begin()
-        taken = len(self._steps)
-        if taken == self.steps:
+        done_steps = len(self._steps)
+        if done_steps == self.steps:
             self._on_mark(Mark(At.STEP))  # ends the last segment
-            self._kept = [
-                *kept_by(self._module, self._optimizers),
-                *_kept_by_libraries(self._device.device),
-            ]
+            libraries = _free_library_memory(self._device.device)
+            self._persistent = [*persistent_blocks(self._module, self._optimizers), *libraries]
             self.done = True
             self.close()
             return
         assert self._marks is not None
-        self._marks.looks_at_rows = (
-            taken < self._warmup
-        )  # in steps that are neither timed nor recorded
-        if taken == self._warmup + self._timed:
+        # in steps that are neither timed nor recorded
+        self._marks.looks_at_rows = done_steps < self._warmup
+        if done_steps == self._warmup + self._timed:
             assert self._open is not None
             self._open.enter_context(self._log.recording())
             self._recording = True
@@ -129,7 +127,7 @@ class MemoryRecorder:
         self._on_mark(Mark(At.STEP))
 
     def apart(self) -> None:
-        """Called in turn: what follows is not the replica's own work, or is again. Its time and its buffers do not count."""
+        """Call before and after work of another owner; its time and buffers do not count."""
         if self._open is None:
             return
         self._apart[-1].append((len(self._steps[-1]) - 1, self._device.mark()))
@@ -150,18 +148,16 @@ class MemoryRecorder:
 
     def _begin(self) -> None:
         self._open = ExitStack()
-        _kept_by_libraries(
-            self._device.device
-        )  # pieces of streams that the training does not use are not made again
+        # memory for streams that the training does not use is not allocated again
+        _free_library_memory(self._device.device)
         self._marks = StepMarks(self._module, self._regions, self._on_mark)
         self._open.callback(self._marks.close)
         self._open.callback(register_optimizer_step_post_hook(self._stepped).remove)
 
     def _stepped(self, optimizer: Optimizer, *_: object) -> None:
-        mine = {id(parameter) for parameter in self._module.parameters()}
-        if optimizer not in self._optimizers and any(
-            id(p) in mine for group in optimizer.param_groups for p in group["params"]
-        ):
+        parameters = {id(parameter) for parameter in self._module.parameters()}
+        updated = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if optimizer not in self._optimizers and not parameters.isdisjoint(updated):
             self._optimizers.append(optimizer)
 
     def _on_mark(self, mark: Mark) -> None:
@@ -171,86 +167,82 @@ class MemoryRecorder:
             self._log.mark()
 
     def profile(self) -> MemoryProfile:
-        """After the last step. Raises `InvalidInput` where its steps were not alike."""
+        """Call after the last step. Raises `InvalidInput` where the steps were not equal."""
         if not self.done:
             raise InvalidInput(f"a memory profile needs {self.steps} whole steps, but saw fewer")
         assert self._marks is not None
-        timed = range(self._warmup, self._warmup + self._timed)
         first, second = self._steps[-2:]
         second, end = second[:-1], second[-1]
-        kinds = [mark.kind for mark in first]
-        if any(
-            [mark.kind for mark in marks] != kinds
-            for marks in (second, *(self._steps[number] for number in timed))
-        ):
-            raise InvalidInput(
-                "a memory profile needs steps that compute the same each time, but these called other modules or gave other gradients; "
-                "record where the model's control flow does not depend on the data"
-            )
-        apart_s = {step: self._apart_s(step) for step in timed}
-        seconds = [
-            median(
-                self._device.seconds_between(self._times[step][at], self._times[step][at + 1])
-                - apart_s[step][at]
-                for step in timed
-            )
-            for at in range(len(kinds))
-        ]
-        step = RecordedStep(
-            first, second, [*self._log.events], seconds, self._marks.facts, self._gradients_after
-        )
         assert end.at is At.STEP
-        found = profile_of(
-            step, self._kept, assumed_workload(self._module).id, self._device.device.type
-        )
-        return replace(found, sparse_bytes=tuple(sorted(self._marks.sparse_bytes.items())))
+        timed = range(self._warmup, self._warmup + self._timed)
+        kinds = [mark.kind for mark in first]
+        compared = [second, *(self._steps[number] for number in timed)]
+        if any([mark.kind for mark in marks] != kinds for marks in compared):
+            raise InvalidInput(
+                "a memory profile needs steps that compute the same each time, but these called "
+                "other modules or gave other gradients; record where the model's control flow does "
+                "not depend on the data"
+            )
+        segment_s = [self._segment_seconds(number, len(kinds)) for number in timed]
+        seconds = [median(values) for values in zip(*segment_s, strict=True)]
+        facts = self._marks.facts
+        events = [*self._log.events]
+        steps = RecordedSteps(first, second, events, seconds, facts, self._gradients_after)
+        model = assumed_workload(self._module).id
+        profile = profile_of(steps, self._persistent, model, self._device.device.type)
+        return replace(profile, sparse_bytes=tuple(sorted(self._marks.sparse_bytes.items())))
 
-    def _apart_s(self, step: int) -> dict[int, float]:
-        """Segment of the step -> seconds in it that do not count."""
-        found: dict[int, float] = defaultdict(float)
-        noted = self._apart[step]
-        for (at, begin), (_, end) in zip(noted[::2], noted[1::2], strict=False):
-            found[at] += self._device.seconds_between(begin, end)
-        return found
+    def _segment_seconds(self, step: int, segments: int) -> list[float]:
+        """Seconds of each segment of a step, without the work of others."""
+        apart_s: dict[int, float] = defaultdict(float)
+        notes = self._apart[step]
+        for (at, begin), (_, end) in zip(notes[::2], notes[1::2], strict=False):
+            apart_s[at] += self._device.seconds_between(begin, end)
+        times = self._times[step]
+        return [
+            self._device.seconds_between(times[at], times[at + 1]) - apart_s[at]
+            for at in range(segments)
+        ]
 
 
-def kept_by(module: nn.Module, optimizers: Sequence[Optimizer]) -> list[Kept]:
-    """Memory of the module's parameters and buffers and of the optimizers' state for them, each once, aliases included."""
+def persistent_blocks(module: nn.Module, optimizers: Sequence[Optimizer]) -> list[PersistentBlock]:
+    """Memory of parameters, buffers, gradients and their optimizer state, each block once."""
     names = {id(parameter): name for name, parameter in trainable_parameters(module).items()}
-    found: dict[int, Kept] = {}
-
-    def keep(tensor: Tensor, kind: str, variable: str | None, device: torch.device) -> None:
-        for part in memories_of(tensor):
-            if part.device == device and part.untyped_storage().nbytes():
-                found.setdefault(
-                    memory_of(part),
-                    Kept(memory_of(part), part.untyped_storage().nbytes(), kind, variable),
-                )
-
     device = next(module.parameters()).device
+    blocks: dict[int, PersistentBlock] = {}
+
+    def keep(tensor: Tensor, role: TensorRole, owner: Tensor | None = None) -> None:
+        for part in memories_of(tensor):
+            size = part.untyped_storage().nbytes()
+            if part.device == device and size:
+                address = memory_of(part)
+                block = PersistentBlock(address, size, role, names.get(id(owner)))
+                blocks.setdefault(address, block)
+
     for parameter in module.parameters():
-        keep(parameter, "parameter", names.get(id(parameter)), device)
+        keep(parameter, TensorRole.PARAMETER, parameter)
     for buffer in module.buffers():
-        keep(buffer, "buffer", None, device)
+        keep(buffer, TensorRole.BUFFER)
     for optimizer in optimizers:
         for owner, state in optimizer.state.items():
             for value in state.values() if isinstance(state, dict) else ():
                 if isinstance(value, Tensor):
-                    keep(value, "optimizer", names.get(id(owner)), device)
+                    keep(value, TensorRole.OPTIMIZER, owner)
     for parameter in module.parameters():
-        if (
-            parameter.grad is not None
-        ):  # where the script keeps gradients from step to step it was not made anew
-            keep(parameter.grad, "gradient", names.get(id(parameter)), device)
-    return list(found.values())
+        # a gradient that the script keeps from step to step was not allocated again
+        if parameter.grad is not None:
+            keep(parameter.grad, TensorRole.GRADIENT, parameter)
+    return list(blocks.values())
 
 
-def _kept_by_libraries(device: torch.device) -> list[Kept]:
-    """cuBLAS keeps memory of torch's allocator, a piece for each stream that multiplied matrices; it is given back, and made again when
-    the next matrices are multiplied."""
+def _free_library_memory(device: torch.device) -> list[PersistentBlock]:
+    """Free and return the memory that cuBLAS keeps in torch's allocator.
+
+    It keeps a block for each stream that multiplied matrices, and allocates it again when needed.
+    """
     if device.type != "cuda":
         return []
     before_bytes = torch.cuda.memory_allocated(device)
     torch._C._cuda_clearCublasWorkspaces()
     freed_bytes = before_bytes - torch.cuda.memory_allocated(device)
-    return [Kept(0, freed_bytes, "library", None)] if freed_bytes else []
+    return [PersistentBlock(0, freed_bytes, TensorRole.LIBRARY, None)] if freed_bytes else []

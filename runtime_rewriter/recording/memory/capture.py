@@ -1,8 +1,10 @@
-"""The memory of a replica, recorded in steps of a job that trains on.
+"""Records the memory of a replica in steps of a job that trains on.
 
-The steps run under a plan whose messages are issued when the backward pass has ended, as those that measure the workload: what is sent
-has a place of its own in every step, before the forward pass (buffers) and after the backward pass (gradients), and is left out.
-Rank 0 alone is recorded; replicas are alike. After the last step it computes on half of the batch, too, to tell how times shrink with it.
+The steps run under a plan that sends its messages after the backward pass, as those that measure
+the workload do. So communication has a place of its own in every step, before the forward pass
+(buffers) and after the backward pass (gradients), and is left out. Only rank 0 is recorded, since
+replicas are equal. After the last step it also computes half of the batch, which shows how times
+shrink with it.
 """
 
 # mypy: untyped-calls-exclude=torch
@@ -26,7 +28,7 @@ from runtime_rewriter.pytorch.observers import BackwardObserver
 from runtime_rewriter.pytorch.profile import profiling_plan
 from runtime_rewriter.pytorch.reads import script_compiles
 from runtime_rewriter.pytorch.recorded_pass import collectives_made
-from runtime_rewriter.recording.memory.micro_batch import Call, fixed_share
+from runtime_rewriter.recording.memory.fixed_share import ModuleCall, fixed_share
 from runtime_rewriter.recording.memory.recorder import RECORDED_STEPS, MemoryRecorder
 
 _WARMUP_STEPS, _TIMED_STEPS = 1, 2
@@ -35,30 +37,30 @@ MEMORY_STEPS = _WARMUP_STEPS + _TIMED_STEPS + RECORDED_STEPS
 
 
 class MemoryCapture(BackwardObserver):
-    """Records `MEMORY_STEPS` steps. Building one is collective and belongs between two steps: it loads `plan`, or the profiling plan.
+    """Records `MEMORY_STEPS` steps under `plan`, or under the profiling plan.
 
-    `done` turns true at the boundary after the last step, alike on all ranks; `finish` is collective too and leaves no plan loaded.
-    `note`: why there is no profile, "" while there may be one.
+    Building one is collective, between two steps. `done` becomes true at the boundary after the
+    last step, equally on all ranks. `finish` is collective too and leaves no plan loaded. `note`:
+    the reason for a missing profile, else "".
     """
 
     def __init__(self, synchronizer: GradientSynchronizer, plan: Plan | None) -> None:
         self._synchronizer = synchronizer
-        self._seen = 0
+        self._steps = 0
         self._saw_backward = self._apart = False
         self.note = ""
         self._recorder: MemoryRecorder | None = None
         self._fixed: FixedShare | None = None
-        self._call: Call | None = None
-        self._look: tuple[RemovableHandle, ...] = ()
-        self._made = 0
-        synchronizer.load(
-            plan or profiling_plan(assumed_workload(synchronizer.module), synchronizer.ranks.size),
-            deferred=True,
-        )
+        self._call: ModuleCall | None = None
+        self._call_hooks: tuple[RemovableHandle, ...] = ()
+        self._collectives_before = 0
+        if plan is None:
+            workload = assumed_workload(synchronizer.module)
+            plan = profiling_plan(workload, synchronizer.ranks.size)
+        synchronizer.load(plan, deferred=True)
         synchronizer.observers.append(self)
-        synchronizer.listeners.insert(
-            0, self
-        )  # before whoever asks for `done` at the same boundary
+        # before the listener that reads `done` at the same boundary
+        synchronizer.listeners.insert(0, self)
         if synchronizer.ranks.rank == 0:
             self._begin()
 
@@ -73,26 +75,26 @@ class MemoryCapture(BackwardObserver):
 
     @property
     def done(self) -> bool:
-        return self._seen >= MEMORY_STEPS
+        return self._steps >= MEMORY_STEPS
 
     def on_boundary(self, now_s: float, clean: bool) -> None:
-        if self._saw_backward:  # else the end of a step that began before this recording
-            self._seen += 1
+        if self._saw_backward:  # else a step ends that began before this recording
+            self._steps += 1
             self._boundary()
-        self._turn(True)
+        self._set_apart(True)
 
     def on_forward_start(self) -> None:
-        self._turn(False)
+        self._set_apart(False)
 
     def on_computed(self) -> None:
-        self._turn(True)
+        self._set_apart(True)
 
     def on_backward_end(self) -> None:
         self._saw_backward = True
-        self._turn(False)
+        self._set_apart(False)
 
-    def _turn(self, apart: bool) -> None:
-        """From the replica's own work to what synchronizes it, or back."""
+    def _set_apart(self, apart: bool) -> None:
+        """Switch between the replica's own work and its synchronization."""
         if self._recorder is not None and self._apart is not apart:
             self._apart = apart
             self._recorder.apart()
@@ -106,54 +108,57 @@ class MemoryCapture(BackwardObserver):
         except InvalidInput as refusal:
             self._give_up(str(refusal))
             return
-        if (
-            self._seen == _WARMUP_STEPS
-        ):  # before the recorded steps, in which it would hold what the script lets go
+        if self._steps == _WARMUP_STEPS:
+            # before the recorded steps, in which the call would keep what the script drops
             module = self._synchronizer.module
-            self._look = (
+            self._call_hooks = (
                 module.register_forward_pre_hook(self._called, with_kwargs=True),
                 module.register_forward_hook(self._returned),
             )
         elif recorder.done:
-            self._measure(recorder.batch)
+            self._measure_fixed_share(recorder.batch)
 
     def _called(
         self, module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]
     ) -> None:
         if torch.is_grad_enabled():
-            self._call, self._made = Call(arguments, options), collectives_made()
+            self._call = ModuleCall(arguments, options)
+            self._collectives_before = collectives_made()
 
     def _returned(self, module: nn.Module, arguments: object, output: object) -> None:
-        """A module with transfers of its own (batch norms over all ranks, say) would wait for ranks that compute no half batch."""
+        """Drop the call of a module with collectives of its own, such as synchronized batch norms.
+
+        It would wait for ranks that compute no half batch.
+        """
         if self._call is not None:
-            if collectives_made() != self._made:
+            if collectives_made() != self._collectives_before:
                 self._call = None
-            self._look_away()
+            self._remove_call_hooks()
 
-    def _look_away(self) -> None:
-        for handle in self._look:
+    def _remove_call_hooks(self) -> None:
+        for handle in self._call_hooks:
             handle.remove()
-        self._look = ()
+        self._call_hooks = ()
 
-    def _measure(self, batch: int | None) -> None:
-        """Between two steps: half of the last batch against all of it."""
+    def _measure_fixed_share(self, batch: int | None) -> None:
+        """Compare, between two steps, half of the last batch with all of it."""
         call, self._call = self._call, None
         if call is None or batch is None or batch < 2:
             return
         try:
             self._fixed = fixed_share(self._synchronizer.module, call, batch)
-        except Exception as error:  # noqa: BLE001 - the script's own code, which never said that it takes half a batch
+        except Exception as error:  # noqa: BLE001 - the script's own code, which need not accept half a batch
             _log.warning(
-                "the module computes no half of a batch, so that times of micro-batches are assumed: %s",
+                "the module computes no half of a batch, so times of micro-batches are assumed: %s",
                 error,
             )
 
-    def _give_up(self, why: str) -> None:
-        self.note = f"{NOT_RECORDED}: {why}"
+    def _give_up(self, reason: str) -> None:
+        self.note = f"{NOT_RECORDED}: {reason}"
         self._stop()
 
     def _stop(self) -> None:
-        self._look_away()
+        self._remove_call_hooks()
         if self._recorder is not None:
             self._recorder.close()
             self._recorder = None
@@ -161,12 +166,12 @@ class MemoryCapture(BackwardObserver):
     def close(self) -> None:
         """Local: remove every hook."""
         self._stop()
-        for listened in (self._synchronizer.observers, self._synchronizer.listeners):
-            if self in listened:
-                listened.remove(self)
+        for subscribers in (self._synchronizer.observers, self._synchronizer.listeners):
+            if self in subscribers:
+                subscribers.remove(self)
 
     def finish(self) -> RecordedMemory | None:
-        """What was recorded; None on ranks other than the first, and where `note` says why not. Collective."""
+        """Collective: the recorded memory; None on other ranks, and where `note` states why."""
         recorder = self._recorder
         self.close()
         self._synchronizer.load(None)
