@@ -44,7 +44,9 @@ class KinetoTrace:
             activities.append(ProfilerActivity.CUDA)
         self._profile = profile(
             activities=activities,
-            **settings.options,
+            record_shapes=settings.record_shapes,
+            profile_memory=settings.profile_memory,
+            with_stack=settings.with_stack,
             # The link from kernels to operators costs a tenth of an operator's record, and without
             # a device there are no kernels. Only the file is read, so the stop need not build a
             # tree of objects; stacks are in the file only with that tree.
