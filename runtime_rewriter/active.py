@@ -12,14 +12,14 @@ from runtime_rewriter.pytorch.hooks import GradientSynchronizer
 
 
 class Session(Protocol):
-    """Whoever steers the models that a launched script builds."""
+    """Steers the models that a launched script builds."""
 
     @property
     def timeouts(self) -> Timeouts:
-        """How long the ranks of those models wait for each other."""
+        """Timeouts between the ranks of these models."""
 
     def model_built(self, synchronizer: GradientSynchronizer) -> None:
-        """Called once per wrapped model, before its first step."""
+        """Take a wrapped model, before its first step."""
 
 
 _active: ContextVar[Session | None] = ContextVar("autotune_session", default=None)
@@ -27,7 +27,7 @@ _active: ContextVar[Session | None] = ContextVar("autotune_session", default=Non
 
 @contextmanager
 def active_session(session: Session) -> Iterator[None]:
-    """`session` steers the models built inside; the previous one is always restored."""
+    """Let `session` steer the models built inside; the previous one is always restored."""
     token = _active.set(session)
     try:
         yield

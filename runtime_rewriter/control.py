@@ -40,7 +40,10 @@ class ControlLine:
             raise ControlClosed(str(error)) from error
 
     def receive(self, timeout_s: float | None) -> str | None:
-        """The next line, or None after `timeout_s` without one. Without a timeout, wait until the other end closes."""
+        """The next line, or None after `timeout_s` without one.
+
+        Without a timeout, wait until the other end closes.
+        """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             end = self._buffer.find(b"\n")

@@ -1,4 +1,4 @@
-"""What emulated accelerators wait for, and how far real work made them late; needs no framework.
+"""Timetables of emulated accelerators, and waits that record their lateness; without a framework.
 
 | symbol | meaning | unit |
 |---|---|---|
@@ -25,9 +25,9 @@ from autotune.workload import Workload
 
 @dataclass(frozen=True)
 class Timetable:
-    """One step of the profile. `needed` and `ready` hold (variable name, needed_s or ready_s), the earliest first.
+    """One step of the profile: (variable name, needed_s or ready_s), the earliest first.
 
-    Those within `TOGETHER_S` of each other all have the time of the last: there the rank wakes up once.
+    Close times (`close_groups`) all become the last one, so that the rank wakes up once.
     """
 
     forward_s: float
@@ -42,12 +42,14 @@ class Timetable:
 
 
 def timetable_of(workload: Workload) -> Timetable:
-    """The waits that `workload` asks for; raises `InvalidInput` where it does not say them or contradicts itself."""
+    """The timetable of `workload`; raises `InvalidInput` for missing or contradictory times."""
     untimed = [variable.name for variable in workload.variables if variable.ready_s is None]
     if untimed:
+        more = f" and {len(untimed) - 1} more" if len(untimed) > 1 else ""
         raise InvalidInput(
-            f"emulated accelerators need ready_s of every variable, but the profile of {workload.model!r} has none for {untimed[0]!r}"
-            f"{f' and {len(untimed) - 1} more' if len(untimed) > 1 else ''}; leave --profile out to measure it"
+            "emulated accelerators need ready_s of every variable, but the profile of "
+            f"{workload.model!r} has none for {untimed[0]!r}{more}; leave --profile out to "
+            "measure it"
         )
     ready = tuple((variable.name, variable.ready_s or 0.0) for variable in workload.variables)
     for name, value in (
@@ -63,29 +65,28 @@ def timetable_of(workload: Workload) -> Timetable:
         raise InvalidInput(
             f"backward_s of a profile must be finite and above 0, but is {workload.backward_s}"
         )
-    for (before, earlier_s), (after, later_s) in pairwise(
-        (*ready, ("the end of the backward pass", workload.backward_s))
-    ):
+    end = ("the end of the backward pass", workload.backward_s)
+    for (before, earlier_s), (after, later_s) in pairwise((*ready, end)):
         if not earlier_s <= later_s:
             raise InvalidInput(
-                f"a profile's variables must stand in the order in which they become ready, none after backward_s, but {before!r} is "
-                f"ready after {earlier_s:g} s and {after!r} after {later_s:g} s"
+                "a profile's variables must be in the order in which they become ready, none after "
+                f"backward_s, but {before!r} is ready after {earlier_s:g} s and {after!r} after "
+                f"{later_s:g} s"
             )
     names = (variable.name for variable in workload.variables)
-    needed = sorted(
-        zip(names, needed_times_s(workload).tolist(), strict=True), key=lambda entry: entry[1]
-    )
+    needed_s = needed_times_s(workload).tolist()
+    needed = sorted(zip(names, needed_s, strict=True), key=lambda entry: entry[1])
     return Timetable(
-        workload.forward_s,
-        _together(needed),
-        _together(ready),
-        workload.backward_s,
-        workload.update_s,
+        forward_s=workload.forward_s,
+        needed=_together(needed),
+        ready=_together(ready),
+        backward_s=workload.backward_s,
+        update_s=workload.update_s,
     )
 
 
 def _together(timed: Sequence[tuple[str, float]]) -> tuple[tuple[str, float], ...]:
-    """Every group's variables at the time of its last."""
+    """The variables of every group at the time of its last."""
     groups = close_groups([at_s for _, at_s in timed])
     return tuple(
         (timed[position][0], timed[group[-1]][1]) for group in groups for position in group
@@ -93,9 +94,9 @@ def _together(timed: Sequence[tuple[str, float]]) -> tuple[tuple[str, float], ..
 
 
 class Waiter:
-    """Waits until absolute times of the monotonic clock, and keeps how late it was asked to: real work took longer than the profile.
+    """Waits until absolute times, and records late calls: real work took longer than the profile.
 
-    The kernel's own lateness in waking up is none of that, and does not add up over a pass.
+    The kernel's own lateness in waking up does not count, and does not add up over a pass.
     """
 
     def __init__(self) -> None:
@@ -106,7 +107,7 @@ class Waiter:
         self.late_s = 0.0
 
     def until(self, deadline_s: float) -> float:
-        """When the wait was over: `deadline_s`, or the time of the call if that was later."""
+        """Wait; return `deadline_s`, or the time of the call if that was later."""
         now_s = time.perf_counter()
         if now_s >= deadline_s:
             self.late_s = max(self.late_s, now_s - deadline_s)
@@ -116,5 +117,5 @@ class Waiter:
 
 
 def travelling(elements: int, byte_scale: float, multiple: int = 1) -> int:
-    """How many of a message's elements travel: ceil(elements / k), rounded up to a multiple, at most all of them."""
+    """Elements that travel: ceil(elements / k), rounded up to a multiple, at most all."""
     return min(elements, -(-math.ceil(elements / byte_scale) // multiple) * multiple)

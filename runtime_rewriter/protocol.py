@@ -27,7 +27,8 @@ _FORBID = {"extra": "forbid"}
 class StartProfile:
     """Probe the links for at most `probe_s` (0: not at all), then profile `steps` steps (0: none).
 
-    `alone`: only rank 0 computes, for emulated accelerators. `devices`: ranks per host, in rank order.
+    `alone`: only rank 0 computes, for emulated accelerators. `devices`: ranks per host, in rank
+    order.
     """
 
     __pydantic_config__ = _FORBID
@@ -60,7 +61,7 @@ class StartEmulation:
 
 @dataclass(frozen=True)
 class StartTrial:
-    """Load `plan` (None: the script's current setup) and time `timed_steps` steps after the warm-up."""
+    """Load `plan` (None: the script's current setup), warm up and time `timed_steps` steps."""
 
     __pydantic_config__ = _FORBID
 
@@ -114,7 +115,9 @@ class Probing:
 
 @dataclass(frozen=True)
 class ProfileAnswer:
-    """Answers `StartProfile`. `workload` is None where no steps were profiled; `cores`: usable CPU cores of the host.
+    """Answers `StartProfile`.
+
+    `workload` is None where no steps were profiled; `cores`: usable CPU cores of the host.
 
     `cross_step_refused`: why the script cannot synchronize across steps; empty where it can.
     """
@@ -151,7 +154,8 @@ class EmulationAnswer:
 class TrialAnswer:
     """Answers `StartTrial` and `ContinueTrial`; one entry per timed step.
 
-    `clean`: no evaluation interrupted the step. `overrun` is empty where accelerators are real. `gradient_error`: see `Measured`.
+    `clean`: no evaluation interrupted the step. `overrun` is empty where accelerators are real.
+    `gradient_error`: see `Measured`.
     """
 
     __pydantic_config__ = _FORBID
@@ -164,7 +168,7 @@ class TrialAnswer:
 
 @dataclass(frozen=True)
 class RankFailed:
-    """The rank refused the instruction (it waits for the next one), or its script ended with an error."""
+    """The rank refused the instruction and waits, or its script ended with an error."""
 
     __pydantic_config__ = _FORBID
 

@@ -1,7 +1,8 @@
-"""Real-time round-robin scheduling (Linux SCHED_RR) of a rank: when it helps, and how a process takes it.
+"""Real-time round-robin scheduling (Linux SCHED_RR) of ranks.
 
-Between ranks that mostly wait, a message's latency is decided by how soon the receiver gets a core; a round-robin rank gets
-it at once.  Ranks that compute without a pause would keep everything else on the machine from its cores instead.
+If ranks mostly wait, the latency of a message depends on how soon the receiver gets a core. A
+round-robin rank gets it at once. Ranks that compute without a pause would instead keep everything
+else on the machine from its cores.
 """
 
 from __future__ import annotations
@@ -12,27 +13,28 @@ from pathlib import Path
 
 from autotune.records import Accelerators, Conditions, Network
 
-ROUND_ROBIN, BYTE_SCALE = "AUTOTUNE_ROUND_ROBIN", "AUTOTUNE_BYTE_SCALE"
-"""Variables in a rank's environment by which a placement asks for its conditions; see `launch`."""
+ROUND_ROBIN = "AUTOTUNE_ROUND_ROBIN"
+BYTE_SCALE = "AUTOTUNE_BYTE_SCALE"
+"""Environment variables that request the conditions of a rank; see `rank.launch`."""
 PRIORITY = 1
 """The lowest real-time priority: above all ordinary processes, below the kernel's own threads."""
 _THREADS = Path("/proc/self/task")
 
 
 def wants_round_robin(conditions: Conditions, ranks: int, cores: int) -> bool:
-    """Whether `ranks` ranks that share a machine of `cores` cores are to ask for round-robin scheduling; pure.
+    """Whether `ranks` ranks on one machine with `cores` cores should run round-robin; pure.
 
-    Ranks of a real cluster keep the policy that they will train under. Emulated accelerators wait, so their ranks share
-    few cores well. Ranks that really compute must leave at least one core to the rest of the machine, Ray's own
-    processes among it.
+    Ranks of a real cluster keep the policy of their training. Emulated accelerators wait, so their
+    ranks share few cores well. Ranks that really compute must leave at least one core to the rest
+    of the machine, including Ray's processes.
     """
     if conditions.network is Network.HOSTS:
         return False
     return conditions.accelerators is Accelerators.EMULATED or ranks < cores
 
 
-def asked_of_ranks(conditions: Conditions) -> dict[str, str]:
-    """What a placement adds to the environment of every rank."""
+def requested_conditions(conditions: Conditions) -> dict[str, str]:
+    """Environment variables of every rank under these conditions."""
     return {
         ROUND_ROBIN: "1" if conditions.round_robin else "0",
         BYTE_SCALE: repr(conditions.byte_scale),
@@ -40,17 +42,17 @@ def asked_of_ranks(conditions: Conditions) -> dict[str, str]:
 
 
 def usable_cores() -> int:
-    """CPU cores that this process may use; 0 where nobody knows."""
+    """CPU cores that this process may use; 0 if unknown."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 0
 
 
 def take_round_robin() -> bool:
-    """Put every thread of this process, and those it will start, under round-robin scheduling; False where not permitted."""
+    """Run all present and future threads of this process round-robin; False if not permitted."""
     return _schedule(round_robin=True)
 
 
 def step_down() -> bool:
-    """From round-robin scheduling back to the default policy, so that a rank that keeps it comes first; False where not under it."""
+    """Return from round-robin to the default policy; False if the process did not run round-robin."""
     return (
         hasattr(os, "sched_getscheduler")
         and os.sched_getscheduler(0) == os.SCHED_RR
@@ -66,7 +68,7 @@ def _schedule(round_robin: bool) -> bool:
         os.sched_setscheduler(0, policy, os.sched_param(priority))
     except OSError:
         return False
-    # A thread inherits the policy of the one that starts it; these run already.
+    # New threads inherit the policy; these run already.
     for thread in [int(entry.name) for entry in _THREADS.iterdir()] if _THREADS.is_dir() else []:
         with contextlib.suppress(OSError):  # it has ended
             os.sched_setscheduler(thread, policy, os.sched_param(priority))

@@ -1,4 +1,4 @@
-"""The versions that a measurement depends on."""
+"""Versions of the software that a measurement depends on."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def software_versions() -> dict[str, str]:
-    """What a measurement depends on besides the model and the cluster."""
+    """Versions of Python, torch, the platform and CUDA."""
     versions = {
         "python": platform.python_version(),
         "torch": torch.__version__,

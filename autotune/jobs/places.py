@@ -19,7 +19,8 @@ from autotune.testbed.ray_nodes import ray_nodes
 from autotune.tuning import statistics
 from autotune.workload import Workload
 from runtime_rewriter.world.command import ScriptCommand
-from runtime_rewriter.world.ray_world import RayCluster, RayPlace, ray_world
+from runtime_rewriter.world.ray_cluster import RayCluster, RayPlace
+from runtime_rewriter.world.ray_world import ray_world
 from runtime_rewriter.world.world import PROBE_S, World
 
 NAME_CHARACTERS = 20

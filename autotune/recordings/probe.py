@@ -17,7 +17,8 @@ HostPair = tuple[int, int]
 class ProbePoint:
     """One message size: median and spread of `repeats` times of the slowest rank.
 
-    `cpu_s`: mean over the ranks of the CPU time of one message. Under load it is the computation time lost to it.
+    `cpu_s`: mean over the ranks of the CPU time of one message. Under load it is the computation
+    time lost to it.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -31,7 +32,10 @@ class ProbePoint:
 
 @dataclass(frozen=True)
 class ProbeSeries:
-    """One collective on one kind of process group; `points` have ascending sizes. `loaded`: while every rank computes."""
+    """One collective on one kind of process group; `points` have ascending sizes.
+
+    `loaded`: while every rank computes.
+    """
 
     __pydantic_config__ = {"extra": "forbid"}
 
@@ -46,7 +50,8 @@ class ProbeSeries:
 class LinkCost:
     """One-way cost between two devices.
 
-    `relative_error`: largest distance of the fitted line from a measured time. `spread`: that of the repeats.
+    `relative_error`: largest distance of the fitted line from a measured time. `spread`: that of
+    the repeats.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -59,7 +64,10 @@ class LinkCost:
 
 @dataclass(frozen=True)
 class ProbedLinks:
-    """`inside`: (host, cost between two of its devices). `between`: cost of every pair of hosts that was probed."""
+    """`inside`: (host, cost between two of its devices).
+
+    `between`: cost of every pair of hosts that was probed.
+    """
 
     __pydantic_config__ = {"extra": "forbid"}
 

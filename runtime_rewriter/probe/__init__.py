@@ -1,1 +1,1 @@
-"""Times the links of a running group of ranks: `autotune probe`, and the short probe before a job's first trial."""
+"""Times the links between ranks, for `autotune probe` and before a job's first trial."""

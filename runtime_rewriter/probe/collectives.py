@@ -6,9 +6,9 @@
 | point | one size of a series: the median over repeats of the slowest rank's time |
 | share | seconds that a point may take: the pass's remaining time over its remaining points |
 
-Rank 0 decides for all ranks which points still fit into the time. All other decisions follow from figures that every
-rank has, since they were reduced over the ranks. A point is repeated until its spread is small or its share is spent,
-and once more at the end if it looks disturbed.
+Rank 0 decides for all ranks which points still fit into the time. All other decisions follow from
+figures that every rank has, since they were reduced over the ranks. A point is repeated until its
+spread is small or its share is spent, and once more at the end if it looks disturbed.
 """
 
 # mypy: untyped-calls-exclude=torch
@@ -50,8 +50,9 @@ STEADY = 0.03
 """A relative interquartile range that needs no more repeats."""
 WARM_S = 0.3
 MOST_WARM = 4
-"""Untimed messages before each point, as far as they fit into `WARM_S`. TCP's windows grow to the new size first, as in
-training: the first messages of 1 MiB through a slow host took 20 % longer than later ones."""
+"""Untimed messages before each point, as far as they fit into `WARM_S`. TCP's windows grow to the
+new size first, as in training: the first messages of 1 MiB through a slow host took 20 % longer
+than later ones."""
 MOST_COLLECTED_BYTES = 2**30
 """On the one rank on which a gather or a push ends."""
 LOADED_SLOWDOWN = 2.0
@@ -60,8 +61,8 @@ REPAIR_ROUNDS = 2
 TIMEOUT_MARGIN_S = 60.0
 REST_S = 0.001
 BARRIERS = 12
-"""After a message, its threads still move the data in sockets and go to sleep; a rest lets them. The CPU time of a barrier
-with such a rest is measured on `BARRIERS` of them and subtracted."""
+"""After a message, its threads still move the data in sockets and go to sleep; a rest lets them.
+The CPU time of a barrier with such a rest is measured on `BARRIERS` of them and subtracted."""
 
 Result = TypeVar("Result")
 
@@ -94,8 +95,8 @@ def probe_links(
 ) -> tuple[ProbeSeries, ...]:
     """The short probe. Collective over the group (None: the world); the same series on every rank.
 
-    `devices`: ranks per host, in rank order. With a `byte_scale` of k a message of S bytes is sent as S/k, on links that
-    have 1/k of their rate.
+    `devices`: ranks per host, in rank order. With a `byte_scale` of k a message of S bytes is sent
+    as S/k, on links that have 1/k of their rate.
     """
 
     def measure(prober: _Prober) -> tuple[ProbeSeries, ...]:
@@ -115,9 +116,10 @@ def probe_cluster(
     byte_scale: float = 1.0,
     computing: bool = True,
 ) -> ProbeResult:
-    """The long probe: hosts' own links, every primitive at more sizes, and with `computing` messages while every rank computes.
+    """The long probe: hosts' own links, and every primitive at more sizes.
 
-    Every rank calls `report` with a description of each measurement.
+    With `computing`, also messages while every rank computes. Every rank calls `report` with a
+    description of each measurement.
     """
 
     def measure(prober: _Prober) -> ProbeResult:
@@ -198,9 +200,9 @@ class _Prober:
         return [_Series(primitive, group, loaded) for group in groups for primitive in primitives]
 
     def grant(self, needed_s: float, open_points: int, end: float) -> float:
-        """Rank 0's decision for all: seconds for a point that needs at least `needed_s`, 0 to leave it out. Collective.
+        """Rank 0's decision for all: seconds for a point, 0 to leave it out. Collective.
 
-        `end`: the share of the budget at which this pass ends.
+        The point needs at least `needed_s`; the pass ends at the share `end` of the budget.
         """
         decision = torch.zeros(1, dtype=torch.float64)
         if self.world.rank == 0:
@@ -224,7 +226,7 @@ class _Prober:
                 self._points.setdefault(one, {})[size] = point
 
     def repair(self, end: float) -> None:
-        """Repeat disturbed points and keep the quicker result: a disturbance never makes a message quicker."""
+        """Repeat disturbed points and keep the quicker result, since disturbances only slow down."""
         for _ in range(REPAIR_ROUNDS):
             alone = [one for one in self._points if not one.loaded]
             todo = [(one, size) for one in alone for size in self._suspects(one)]
@@ -260,7 +262,7 @@ class _Prober:
         return one.primitive not in COLLECTED or collected_bytes <= MOST_COLLECTED_BYTES
 
     def _expected_s(self, one: _Series, size: int) -> float:
-        """In proportion to the next smaller size: an upper bound, as a message has a cost of its own. 0: unknown."""
+        """In proportion to the next smaller size, which is an upper bound; 0: unknown."""
         known, factor = self._points.get(one, {}), 1.0
         if one.loaded and not any(smaller <= size for smaller in known):
             known, factor = self._points.get(replace(one, loaded=False), {}), LOADED_SLOWDOWN
@@ -314,10 +316,14 @@ class _Prober:
         load: Load | None,
         lost: LostTime | None,
     ) -> tuple[list[float], float]:
-        """(seconds of every repeat on this rank, CPU time of all of them with their barriers). All ranks start together."""
+        """(seconds of every repeat on this rank, CPU time of all of them with their barriers).
+
+        All ranks start together.
+        """
         seconds, start_cpu_s = [], time.process_time()
         for _ in range(repeats):
-            # Not an all-reduce of one element: gloo's ring lets some ranks through while others still finish the last message.
+            # Not an all-reduce of one element: gloo's ring lets some ranks through while others
+            # still finish the last message.
             dist.barrier(group=ranks.first)
             units = load.units if load is not None else 0
             start_s = self.device.now_s()

@@ -14,7 +14,10 @@ from runtime_rewriter.pytorch.exchange.ranks import SynchronizerGroups
 
 @dataclass(frozen=True)
 class ProbeGroup:
-    """`ranks` is None on ranks outside the group. Several such groups may work at once, one on every host."""
+    """`ranks` is None on ranks outside the group.
+
+    Several such groups may work at once, one on every host.
+    """
 
     where: Where
     size: int
@@ -22,7 +25,7 @@ class ProbeGroup:
 
 
 def devices_per_host(ranks: int, devices: tuple[int, ...]) -> tuple[int, ...]:
-    """`devices`, or one host if these are not the ranks' hosts (a script may train on some ranks only)."""
+    """`devices`, or one host if the script trains on other ranks than all of these."""
     return devices if devices and sum(devices) == ranks else (ranks,)
 
 
@@ -32,11 +35,11 @@ def first_ranks(devices: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def members_of(ranks: int, devices: tuple[int, ...]) -> dict[tuple[Where, int], list[list[int]]]:
-    """SynchronizerGroups of the groups besides the world, by (where, size): one of each kind, or one on every host.
+    """Ranks of the groups besides the world, by (where, size): one group, or one on every host.
 
-    If hosts have several devices: one rank per host, and all ranks of a host. The latter run on all hosts with the most
-    devices at the same time, as in a hierarchical message. Last the pair of the first and the last rank, unless there
-    is such a pair already.
+    If hosts have several devices: one rank per host, and all ranks of a host. The latter run at the
+    same time on all hosts with the most devices, as in a hierarchical message. Last the pair of the
+    first and the last rank, unless there is such a pair already.
     """
     devices = devices_per_host(ranks, devices)
     groups: dict[tuple[Where, int], list[list[int]]] = {}
@@ -56,7 +59,10 @@ def members_of(ranks: int, devices: tuple[int, ...]) -> dict[tuple[Where, int], 
 
 
 class ProbeGroups:
-    """Process groups of one probe, the world's own first (none for a world of one rank). Collective; `destroy` is local."""
+    """Process groups of one probe, the world's own first (none for a world of one rank).
+
+    Collective; `destroy` is local.
+    """
 
     def __init__(
         self, world: SynchronizerGroups, devices: tuple[int, ...], timeout_s: float

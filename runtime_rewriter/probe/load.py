@@ -1,4 +1,4 @@
-"""Computation that goes on while a probe communicates: what a backward pass does to it, and it to a backward pass."""
+"""Computation during a probe's communication, as a backward pass would do it."""
 
 # mypy: untyped-calls-exclude=torch
 
@@ -13,17 +13,19 @@ import torch
 from autotune.errors import AutotuneError
 from runtime_rewriter.pytorch.exchange.device import Device
 
-CPU_SIDE, CUDA_SIDE = 128, 2048
-"""Matrices whose product takes about 0.1 ms of one core, or some of a GPU: short beside any message worth hiding."""
+CPU_SIDE = 128
+CUDA_SIDE = 2048
+"""The product of two such matrices takes about 0.1 ms of one core, or some of a GPU: much less than
+a message that is worth hiding."""
 STOP_TIMEOUT_S = 30.0
 UNIT_TIMEOUT_S = 60.0
-"""Thousands of times what a product takes, also where other ranks compute on the same core."""
+"""Thousands of times a product's duration, even if other ranks compute on the same core."""
 REST_S = 0.05
-"""How long the speed without communication is watched, before and after a probe."""
+"""Time over which the speed without communication is measured, before and after a point."""
 
 
 class Load:
-    """Matrix products without pause in a thread of their own (torch computes outside the interpreter's lock), while entered."""
+    """While entered, multiplies matrices in a thread (torch releases the interpreter lock)."""
 
     def __init__(self, device: torch.device, unit_timeout_s: float = UNIT_TIMEOUT_S) -> None:
         self._device, self._unit_timeout_s = device, unit_timeout_s
@@ -49,7 +51,7 @@ class Load:
         self._thread.join(STOP_TIMEOUT_S)
 
     def unit_s(self) -> float:
-        """Seconds of one product as things are now, watched for `REST_S` and at least until one is done.
+        """Present seconds of one product, over `REST_S` or longer until one is finished.
 
         Raises `AutotuneError` if the computation ended, or finished nothing for the timeout.
         """
@@ -59,15 +61,16 @@ class Load:
                 self.units == before and watched_s > self._unit_timeout_s
             ):
                 raise AutotuneError(
-                    f"the computation beside a probe must go on, but finished nothing for {watched_s:.1f} s on {self._device}; "
-                    "see the log of this rank, and probe again when the device is free"
+                    "the computation during a probe must go on, but finished nothing for "
+                    f"{watched_s:.1f} s on {self._device}; see the log of this rank, and probe "
+                    "again when the device is free"
                 )
             time.sleep(REST_S / 10)
         return (time.perf_counter() - start_s) / (self.units - before)
 
     def _compute(self) -> None:
         if self._device.type != "cuda":
-            torch.set_num_threads(self._threads)  # OpenMP asks every thread anew
+            torch.set_num_threads(self._threads)  # OpenMP has a setting per thread
             self._multiply(None)
             return
         with torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.Stream(self._device)):
@@ -83,7 +86,7 @@ class Load:
 
 
 class LostTime:
-    """Seconds of computation that communication took, from the products that were finished meanwhile."""
+    """Seconds of computation lost to communication, from the products finished meanwhile."""
 
     def __init__(self, load: Load, device: Device) -> None:
         self._load, self._device = load, device
@@ -91,11 +94,11 @@ class LostTime:
         self._rest_s = load.unit_s()
 
     def add(self, elapsed_s: float, units: int) -> None:
-        """One message: how long it took and how many products were finished in that time."""
+        """Add one message: its duration, and the products finished in that time."""
         self._elapsed_s += elapsed_s
         self._units += units
 
     def per_message_s(self, messages: int) -> float:
-        """Mean over the messages; the undisturbed speed is the mean of before and after them."""
+        """Mean over the messages; the undisturbed speed is the mean of those before and after."""
         unit_s = (self._rest_s + self._load.unit_s()) / 2
         return max(self._elapsed_s - self._units * unit_s, 0.0) / messages

@@ -1,8 +1,9 @@
-"""What a probe times: the primitives that plans are made of, each as a call that ends when this rank's part is done.
+"""The operations that a probe times: calls that return when this rank's part is done.
 
-Sizes are what `CollectiveFit.seconds` is later asked for: the whole tensor before the operation.  For
-gather and scatter that is one rank's tensor, since a push sends all of it from every rank; for
-reduce-scatter and all-gather the tensor that is cut into, or joined from, one shard per rank, and for all-to-all that which is cut.
+A size is the argument of `CollectiveFit.seconds`: the whole tensor before the operation. For gather
+and scatter it is one rank's tensor, since a push sends all of it from every rank. For
+reduce-scatter and all-gather it is the tensor that is split into, or joined from, one shard per
+rank; for all-to-all the tensor that is split.
 """
 
 # mypy: untyped-calls-exclude=torch
@@ -25,7 +26,7 @@ Preparation = Callable[[SynchronizerGroups, int, Device], Operation]
 
 
 def _exchange(synchronizer: Synchronizer) -> Preparation:
-    """What a plan's message does, all its steps, so that the cost of combining at the owner is in it."""
+    """All steps of a plan's message, including the owner's sum."""
 
     def prepare(ranks: SynchronizerGroups, size_bytes: int, device: Device) -> Operation:
         elements = max(size_bytes // 4 // ranks.size, 1) * ranks.size
@@ -87,13 +88,12 @@ def _whole_and_shard(
     ranks: SynchronizerGroups, size_bytes: int, device: Device
 ) -> tuple[torch.Tensor, torch.Tensor]:
     elements = max(size_bytes // 4 // ranks.size, 1)
-    return torch.zeros(elements * ranks.size, device=device.device), torch.zeros(
-        elements, device=device.device
-    )
+    whole = torch.zeros(elements * ranks.size, device=device.device)
+    return whole, torch.zeros(elements, device=device.device)
 
 
 def _none(_: object) -> None:
-    """Drops the work handle of a blocking collective."""
+    """Drop the work handle of a blocking collective."""
 
 
 OPERATIONS: dict[str, Preparation] = {
@@ -108,12 +108,13 @@ OPERATIONS: dict[str, Preparation] = {
     "scatter": _scatter,
     "all_to_all": _all_to_all,
 }
-"""The most needed first: a probe that runs out of time lacks the last ones."""
+"""In order of importance: a probe that runs out of time lacks the last ones."""
 
 COLLECTED = ("push_pull", "gather", "scatter")
-"""One rank holds a whole tensor of each of the others."""
+"""One rank has a whole tensor of each of the others."""
 ON_THE_WORLD = ("gather", "scatter", "all_to_all")
 EVERYWHERE = tuple(name for name in OPERATIONS if name not in ON_THE_WORLD)
-"""What plans are made of on any group; the halves of a push and pull, and what only int8 needs, are told for the world alone."""
+"""Used by plans on any group. The halves of a push and pull, and the operation that only int8
+needs, are timed on the world alone."""
 UNDER_LOAD = ("all_reduce", "push_pull", "reduce_scatter_all_gather")
-"""What messages do while the backward pass computes."""
+"""Operations of messages during the backward pass."""

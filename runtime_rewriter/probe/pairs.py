@@ -27,7 +27,10 @@ Report = Callable[[str], None]
 
 
 class PairProbe:
-    """Times the links of the hosts. `grant(needed_s, open_points, end)` is rank 0's decision for all, see `collectives`."""
+    """Times the links of the hosts.
+
+    `grant(needed_s, open_points, end)` is rank 0's decision for all, see `collectives`.
+    """
 
     def __init__(
         self,
@@ -80,7 +83,7 @@ class PairProbe:
     def _round(
         self, pairs: list[tuple[int, int]], open_rounds: int, end: float
     ) -> list[LinkCost | None]:
-        """All pairs of ranks at the same time; None where fewer than two sizes fitted into the time."""
+        """Time all pairs of ranks at once; None if the time sufficed for fewer than two sizes."""
         sizes: list[int] = []
         series: list[list[list[float]]] = []
         expected_s = 0.0
@@ -102,7 +105,10 @@ class PairProbe:
     def _ping_pong(
         self, pairs: list[tuple[int, int]], size_bytes: int, repeats: int
     ) -> list[list[float]]:
-        """One-way seconds of every repeat, shape (pairs, repeats). One more repeat runs first, untimed."""
+        """One-way seconds of every repeat, shape (pairs, repeats).
+
+        One more repeat runs first, untimed.
+        """
         seconds = torch.zeros(len(pairs), repeats, dtype=torch.float64)
         elements = max(int(size_bytes / self._byte_scale) // 4, 1)
         tensor = torch.zeros(elements, device=self._device.device)

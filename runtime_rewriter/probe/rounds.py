@@ -6,8 +6,9 @@
 | b_h | bandwidth of host h's own link |
 | min(b_a, b_c) | bandwidth that a probe of the pair (a, c) shows |
 
-A host's own link is the largest bandwidth of its pairs, if one partner was no slower. A few rounds, in which every host
-meets another one, find the fastest hosts. Then each other host meets one of these.
+A host's own link is the largest bandwidth of its pairs, if one partner was no slower. A few rounds,
+in which every host meets another one, find the fastest hosts. Then each other host meets one of
+these.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ SUSPECT_SPREAD = 0.15
 """A smaller spread is no reason to repeat a probe, however steady the others are."""
 SUSPECT_FACTOR = 2.5
 FALLING = 0.9
-"""A message that takes less than this share of a smaller one's time shows that the smaller one was disturbed."""
+"""A message that takes less than this share of a smaller one's time shows that the smaller one was
+disturbed."""
 
 
 def spread_of(repeats: Sequence[float]) -> float:
@@ -61,10 +63,11 @@ def pair_cost(
 ) -> LinkCost | None:
     """Fit one-way times of messages of ascending sizes; None where larger messages took no longer.
 
-    The bandwidth is the slope of the line through the large messages (from `LARGE_BYTES`; two at least). The line has an
-    intercept, because a shaper lets the first bytes of a message through for free. The latency is the smallest message's
-    remaining time. The error is relative to the times of the large messages. Every line fits two messages: then the error
-    is the spread of their repeats.
+    The bandwidth is the slope of the line through the large messages (from `LARGE_BYTES`; two at
+    least). The line has an intercept, because a shaper lets the first bytes of a message through
+    for free. The latency is the smallest message's remaining time. The error is relative to the
+    times of the large messages. Every line fits two messages: then the error is the spread of their
+    repeats.
     """
     s = np.asarray(sizes_bytes, dtype=np.float64)
     t = np.array([float(np.median(row)) for row in repeats_s])
@@ -82,7 +85,10 @@ def pair_cost(
 
 
 def first_rounds(hosts: int) -> list[list[HostPair]]:
-    """At most `FIRST_ROUNDS` rounds of disjoint pairs by the circle method; every host is in each of them (if H is even)."""
+    """At most `FIRST_ROUNDS` rounds of disjoint pairs by the circle method.
+
+    Every host is in each of them, if H is even.
+    """
     seats = [*range(hosts), -1] if hosts % 2 else list(range(hosts))
     rounds = []
     for _ in range(min(FIRST_ROUNDS, len(seats) - 1)):

@@ -1,6 +1,6 @@
-"""`python -m runtime_rewriter.probe.script`: the smallest data-parallel training there is, for `autotune probe`.
+"""A minimal data-parallel training for `autotune probe`: `python -m runtime_rewriter.probe.script`.
 
-It only has to reach a step boundary on every rank, where the links are probed; then it goes on until it is ended.
+Every rank reaches a step boundary, where the links are probed, and then trains until it is ended.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ WIDTH = 8
 
 
 def main() -> None:
-    """Started as torchrun would: the ranks and their number are in the environment."""
+    """Train with the ranks of the environment, as torchrun sets them."""
     local_rank, local_ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     on_gpus = torch.cuda.is_available() and torch.cuda.device_count() >= local_ranks
     device = torch.device("cuda", local_rank) if on_gpus else torch.device("cpu")

@@ -1,1 +1,1 @@
-"""What one rank hears: the launcher, the tuning session, `autotune.apply`."""
+"""The ranks' side of the runtime: the launcher, the tuning session, `autotune.apply`."""

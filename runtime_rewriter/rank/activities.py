@@ -38,7 +38,10 @@ class NumericsFailure(AutotuneError):
 
 
 class TrialRun:
-    """Warm-up steps, then timed steps. The first step runs under the numerics `gate` (None: no plan, or already checked)."""
+    """Warm-up steps, then timed steps.
+
+    The first step runs under the numerics `gate` (None: no plan, or already checked).
+    """
 
     def __init__(
         self,
@@ -75,8 +78,10 @@ class TrialRun:
         self._gradient_error = result.relative_error
         if not result.ok:
             raise NumericsFailure(
-                f"the synchronized gradient of {result.worst_variable!r} differs from the reference reduction by "
-                f"{result.relative_error:.2e} (relative), more than the tolerance {result.tolerance:.0e}"
+                f"the synchronized gradient of {result.worst_variable!r} differs from the "
+                "reference reduction by "
+                f"{result.relative_error:.2e} (relative), more than the tolerance "
+                f"{result.tolerance:.0e}"
             )
 
     def answer(self) -> TrialAnswer:

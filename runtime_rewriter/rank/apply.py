@@ -1,4 +1,4 @@
-"""`autotune.apply(model, optimizer, strategy)`: the one line in a training script."""
+"""Implements `autotune.apply(model, optimizer, strategy)`, the one line in a training script."""
 
 from __future__ import annotations
 
@@ -29,31 +29,36 @@ from runtime_rewriter.rank.exported import plan_for
 
 @dataclass(frozen=True)
 class Applied:
-    """What was applied. `notes` says what could not be honoured, if anything, and who carries the plan out."""
+    """The result of `autotune.apply`.
+
+    `notes`: the plan's backend, and parts that were not applied.
+    """
 
     synchronizer: GradientSynchronizer
     notes: tuple[str, ...]
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside accumulate gradients without synchronizing them, as DDP's `no_sync`."""
+        """Accumulate gradients without synchronizing them, as DDP's `no_sync`."""
         with self.synchronizer.no_sync():
             yield
 
     def compression_state(self) -> dict[str, Any]:
-        """What this rank holds back for later steps (int8, top_k, power_sgd): save it with the model's and the optimizer's state.
+        """Error-feedback residuals of this rank, to save with the model and the optimizer.
 
-        Every rank has its own, between two steps: `torch.save(applied.compression_state(), f"compression-{rank}.pt")`. It is
-        safe for `torch.load(weights_only=True)`, has the size of the model at most, and holds no tensors where nothing is compressed.
+        Every rank has its own; call this between two steps:
+        `torch.save(applied.compression_state(), f"compression-{rank}.pt")`. The state is safe for
+        `torch.load(weights_only=True)`. It is at most as large as the model, and has no tensors
+        without compression.
         """
         self.synchronizer.cross_step.flush()
         return self.synchronizer.residuals.state_dict()
 
     def load_compression_state(self, state: Mapping[str, Any]) -> None:
-        """Carry on from what `compression_state` gave on this rank; every rank, between two steps.
+        """Continue from `compression_state` of this rank; on every rank, between two steps.
 
-        Without it the residuals start from zero: a restart loses what had not been sent, about one step's small gradients.
-        Raises `InvalidInput` where the state is another rank's, another world's or another model's.
+        Without it the residuals start from zero. A restart then loses unsent gradients, about one
+        step's small ones. Raises `InvalidInput` for the state of another rank, world or model.
         """
         self.synchronizer.cross_step.flush()
         self.synchronizer.residuals.load_state_dict(state)
@@ -67,33 +72,35 @@ def apply(
     """See `autotune.apply`."""
     if isinstance(model, DistributedDataParallel):
         raise InvalidInput(
-            "autotune.apply needs the bare model, but got one that DistributedDataParallel wraps already; pass model.module and drop "
-            "the wrapper, or leave the script as it is and use `autotune run --strategy best.json -- torchrun ...`"
+            "autotune.apply needs the bare model, but got one that DistributedDataParallel wraps "
+            "already; pass model.module and drop the wrapper, or leave the script as it is and use "
+            "`autotune run --strategy best.json -- torchrun ...`"
         )
     if not (dist.is_available() and dist.is_initialized()):
         raise InvalidInput(
-            "autotune.apply needs the process group; call torch.distributed.init_process_group before it"
+            "autotune.apply needs the process group; call torch.distributed.init_process_group "
+            "before it"
         )
     session = current_session()
     waits = TRAINING_TIMEOUTS if session is None else session.timeouts
-    plan, notes = _scripts_own_plan(model, strategy, steered=session is not None)
+    plan, notes = _requested_plan(model, strategy, steered=session is not None)
     synchronizer = attach(
         model, plan, timeout_s=waits.message_s, agreement_timeout_s=waits.agreement_s
     )
     if session is not None:
         session.model_built(synchronizer)
     return Applied(
-        synchronizer, (*notes, *_unsynchronized(model, optimizer), *_carrier(synchronizer))
+        synchronizer, (*notes, *_unsynchronized(model, optimizer), *_backend(synchronizer))
     )
 
 
-def _scripts_own_plan(
+def _requested_plan(
     model: nn.Module, strategy: str | Path | None, steered: bool
 ) -> tuple[Plan, tuple[str, ...]]:
-    """What the script asks for, and what of it cannot be honoured.
+    """The plan that the script requests, and notes for people.
 
-    `steered`: this is only what a tuner compares with, or what `autotune run` replaces, so an export that was
-    made for another model or world size is left out with a note.
+    If `steered`, a tuner only compares with this plan, or `autotune run` replaces it. An export of
+    another model or world size is then left out with a note.
     """
     if strategy is None:
         return _ddp_plan(model), ()
@@ -109,22 +116,20 @@ def _scripts_own_plan(
 
 
 def _ddp_plan(model: nn.Module) -> Plan:
-    """What torch's DDP would send: its default buckets, in the order in which it expects the gradients."""
+    """The plan of torch's DDP: its default buckets, in the order in which it expects gradients."""
     workload = assumed_workload(model)
     return planned(ddp_default(workload), workload, dist.get_world_size())
 
 
-def _carrier(synchronizer: GradientSynchronizer) -> tuple[str, ...]:
-    held = synchronizer.plan
-    return (
-        ()
-        if held is None
-        else (f"{held.id} is {backend_text(held, synchronizer.native is not None)}",)
-    )
+def _backend(synchronizer: GradientSynchronizer) -> tuple[str, ...]:
+    plan = synchronizer.plan
+    if plan is None:
+        return ()
+    return (f"{plan.id} is {backend_text(plan, synchronizer.native is not None)}",)
 
 
 def _unsynchronized(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> tuple[str, ...]:
-    """A parameter that the optimizer updates but the model does not own would drift apart between the ranks."""
+    """Note parameters of the optimizer outside the model: they would drift apart between ranks."""
     if optimizer is None:
         return ()
     owned = {id(parameter) for parameter in model.parameters()}
@@ -136,5 +141,6 @@ def _unsynchronized(model: nn.Module, optimizer: torch.optim.Optimizer | None) -
     if foreign == 0:
         return ()
     return (
-        f"{foreign} parameters of the optimizer do not belong to the model and are not synchronized",
+        f"{foreign} parameters of the optimizer do not belong to the model and are not "
+        "synchronized",
     )

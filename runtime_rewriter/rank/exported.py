@@ -1,4 +1,4 @@
-"""An exported strategy in a training process: checked against the model, then enacted."""
+"""Checks an exported strategy against the model of a training process, and enacts it."""
 
 from __future__ import annotations
 
@@ -19,16 +19,14 @@ _log = logging.getLogger("autotune")
 def plan_for(
     export: Export, model: nn.Module, world_size: int
 ) -> tuple[Plan | None, tuple[str, ...]]:
-    """The plan to load (None: the current setup) and what cannot be honoured; raises `ModelMismatch`."""
+    """The plan to load (None: the current setup) and notes for people; raises `ModelMismatch`."""
     named = trainable_parameters(model)
     variables = {
         name: (tuple(p.shape), str(p.dtype).removeprefix("torch.")) for name, p in named.items()
     }
     check_model(export, variables, world_size)
     if export.strategy is None:
-        return None, (
-            "the export says that the current setup is the fastest, so nothing was changed",
-        )
+        return None, ("the export keeps the current setup as the fastest: nothing was changed",)
     return export.plan(), ()
 
 
@@ -42,12 +40,12 @@ class ExportSession:
         self._applied = False
 
     def model_built(self, synchronizer: GradientSynchronizer) -> None:
-        """Load the export's plan into the first model; further ones keep what they have."""
+        """Load the export's plan into the first model; further models keep theirs."""
         if self._applied:
             return
         self._applied = True
         plan, notes = plan_for(self._export, synchronizer.module, synchronizer.ranks.size)
-        # Also where nothing changes: ranks with another export must hear that this one has none.
+        # Also if nothing changes: the plans of all ranks are compared.
         synchronizer.load(plan or synchronizer.plan)
         if synchronizer.ranks.rank == 0:
             for note in notes:

@@ -1,12 +1,13 @@
-"""Runs the user's unmodified script as `__main__`, with our synchronizer in its `DistributedDataParallel`.
+"""Runs the user's unmodified script with our synchronizer in its `DistributedDataParallel`.
 
-`python -m runtime_rewriter.rank.launch (--control FD | --strategy best.json | --record settings.json) -- script.py args`
+`python -m runtime_rewriter.rank.launch MODE -- script.py args`, where MODE is one of
 
-With `--control` the tuner steers the script (one process per rank, started by a supervisor). With `--strategy` the
-exported strategy is applied and training goes on. With `--record` some steps are recorded.
+- `--control FD`: the tuner steers the script (one process per rank, started by a supervisor);
+- `--strategy best.json`: the exported strategy is applied, and training goes on;
+- `--record settings.json`: some steps are recorded.
 
-A tuned rank reads two environment variables: AUTOTUNE_ROUND_ROBIN=1 asks for round-robin scheduling,
-AUTOTUNE_BYTE_SCALE=K for messages that carry 1/K of their bytes.
+A tuned rank reads two environment variables: AUTOTUNE_ROUND_ROBIN=1 requests round-robin
+scheduling, AUTOTUNE_BYTE_SCALE=K messages with 1/K of their bytes.
 """
 
 from __future__ import annotations
@@ -53,7 +54,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _own_line(descriptor: int) -> ControlLine:
-    """The line to the supervisor. The script's children must not hold it: they may outlive this process."""
+    """The line to the supervisor.
+
+    The script's children must not hold it: they may outlive this process.
+    """
     end = socket.socket(fileno=descriptor)
     end.set_inheritable(False)
     line = ControlLine(end)
@@ -86,13 +90,14 @@ def _run_tuned(line: ControlLine, words: list[str]) -> int:
 
 
 def _under_round_robin() -> bool:
-    """Take round-robin scheduling if the environment asks for it; without permission, go on with a warning."""
+    """Run round-robin if the environment requests it; without permission, only warn."""
     if os.environ.get(ROUND_ROBIN) != "1":
         return False
     taken = take_round_robin()
     if not taken and os.environ.get("RANK", "0") == "0":
         sys.stderr.write(
-            "autotune: round-robin scheduling is not permitted here (it needs root or CAP_SYS_NICE); "
+            "autotune: round-robin scheduling is not permitted here (it needs root or "
+            "CAP_SYS_NICE); "
             "going on without\n"
         )
     return taken
@@ -147,7 +152,7 @@ def _steered_by(session: Session) -> Iterator[None]:
 
 
 def _exit_now(code: int) -> NoReturn:
-    """End without an orderly shutdown: it would join threads of a process group that wait for ranks that are gone."""
+    """End without a shutdown, which would join threads that wait for ranks that are gone."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -166,7 +171,7 @@ def _run_script(words: list[str]) -> None:
 
 
 def _describe(error: BaseException) -> str:
-    """The error and its place in the user's own files; our frames and the frameworks' are left out."""
+    """The error and its place in the user's own files, without our frames and the frameworks'."""
     if isinstance(error, AutotuneError):
         return str(error)
     package = Path(__file__).parents[1]

@@ -1,7 +1,7 @@
-"""The session of a tuned rank: carries out the driver's instructions at the step boundaries of its script.
+"""The session of a tuned rank: carries out the driver's instructions at step boundaries.
 
-Every rank gets the same instructions and makes a fixed number of steps for each. So all ranks switch plans at the same
-boundary, without a collective of their own.
+Every rank gets the same instructions and makes a fixed number of steps for each. So all ranks
+switch plans at the same boundary, without a collective of their own.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from runtime_rewriter.software import software_versions
 class TuningSession:
     """Listens to the step boundaries of the model that is tuned.
 
-    `round_robin`: whether the process runs under round-robin scheduling, for the driver. `byte_scale`: see
-    `GradientSynchronizer.scale_bytes`.
+    `round_robin`: whether the process runs under round-robin scheduling, for the driver.
+    `byte_scale`: see `GradientSynchronizer.scale_bytes`.
     """
 
     timeouts = TUNING_TIMEOUTS
@@ -64,7 +64,10 @@ class TuningSession:
         """Steps that the script has made since it started."""
 
     def model_built(self, synchronizer: GradientSynchronizer) -> None:
-        """Tune the first model; its present plan is its current setup. Further models keep theirs."""
+        """Tune the first model; its present plan is its current setup.
+
+        Further models keep theirs.
+        """
         if self._synchronizer is None:
             self._synchronizer, self._current_plan = synchronizer, synchronizer.plan
             synchronizer.listeners.append(self)

@@ -1,4 +1,4 @@
-"""Collects the ranks' events after one instruction: all answered, the script ended, or a failure."""
+"""Collects the ranks' events after one instruction: answers, the script's end, or a failure."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Answers(Generic[Answer]):
         return rank in self._answers or rank in self._failures or rank in self._ended
 
     def complete(self, now_s: float, straggler_s: float) -> bool:
-        """Whether nothing more is worth waiting for; after a failure the other ranks have `straggler_s` to report."""
+        """Whether the outcome is known; after a failure, other ranks have `straggler_s` to report."""
         if all(self._is_settled(rank) for rank in range(self._ranks)):
             return True
         if self._first_failure_s is not None:
@@ -84,8 +84,8 @@ class Answers(Generic[Answer]):
     def outcome(self, now_s: float) -> list[Answer] | Failed:
         """The answers by rank, or the failure; raises `ScriptEnded` or `Silence`.
 
-        If one rank came to its end, a rank that lost its peer or waits for it is at the script's end too: ranks with
-        unequal shares of the data end like this.
+        If one rank came to its end, a rank that lost its peer or waits for it is at the script's
+        end too: ranks with unequal shares of the data end like this.
         """
         failures = list(self._failures.values())
         if self._ended and all(is_consequence(failure) for failure in failures):

@@ -1,6 +1,6 @@
-"""Reading the user's launch command: what the script is, and how many workers it wants.
+"""Reads the user's launch command: the script, and its number of workers.
 
-`torchrun ... train.py args` is read by torch's own argument parser, so every option it knows is understood.
+Torch's own argument parser reads `torchrun ... train.py args`, so that all its options are known.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ _TORCHRUN_MODULES = ("torch.distributed.run", "torch.distributed.launch")
 
 @dataclass(frozen=True)
 class ScriptCommand:
-    """`target` is a script's path, or a module's name if `is_module`.
+    """A training script and how it is started.
 
-    `workers` is None where the command does not say (a bare `train.py`). `torchrun_options` are the words
-    between `torchrun` and the script, kept for `autotune run`. `nodes` is torchrun's --nnodes (of a range: the most).
+    target: a script's path, or a module's name if `is_module`.
+    workers: None if the command does not specify them (a bare `train.py`).
+    torchrun_options: the words between `torchrun` and the script, for `autotune run`.
+    nodes: torchrun's --nnodes (the largest of a range).
     """
 
     target: str
@@ -32,20 +34,20 @@ class ScriptCommand:
 
     @property
     def name(self) -> str:
-        """A short name for people: `train` of `path/train.py`."""
+        """A short name for people: `train` for `path/train.py`."""
         return self.target.rsplit(".", 1)[-1] if self.is_module else Path(self.target).stem
 
     def as_python_words(self) -> tuple[str, ...]:
-        """The words after `python` that run it."""
-        return (
-            ("-m", self.target, *self.arguments)
-            if self.is_module
-            else (self.target, *self.arguments)
-        )
+        """The words after `python` that run the script."""
+        module = ("-m",) if self.is_module else ()
+        return (*module, self.target, *self.arguments)
 
 
 def read_command(words: Sequence[str]) -> ScriptCommand:
-    """`torchrun [options] script args`, `python [-m] script args` or `script.py args`; raises `InvalidInput`."""
+    """Read `torchrun [options] script args`, `python [-m] script args` or `script.py args`.
+
+    Raises `InvalidInput`.
+    """
     if not words:
         raise InvalidInput(
             "a command is needed after --, for example: -- torchrun --nproc-per-node 2 train.py"
@@ -54,22 +56,21 @@ def read_command(words: Sequence[str]) -> ScriptCommand:
     if first == "torchrun":
         command = _read_torchrun(rest)
     elif first.startswith("python"):
-        while rest and rest[0] in ("-u", "-O", "-B"):  # make no difference to what is run
+        while rest and rest[0] in ("-u", "-O", "-B"):  # do not change what is run
             rest = rest[1:]
-        command = (
-            _read_torchrun(rest[2:])
-            if rest[:1] == ["-m"] and rest[1:2] and rest[1] in _TORCHRUN_MODULES
-            else _read_python(rest)
-        )
+        is_torchrun = rest[:1] == ["-m"] and rest[1:2] and rest[1] in _TORCHRUN_MODULES
+        command = _read_torchrun(rest[2:]) if is_torchrun else _read_python(rest)
     elif first.endswith(".py"):
         command = ScriptCommand(words[0], tuple(rest), False, None)
     else:
         raise InvalidInput(
-            f"the command must start with torchrun, python or a script.py, but starts with {words[0]!r}"
+            "the command must start with torchrun, python or a script.py, but starts with "
+            f"{words[0]!r}"
         )
     if not command.is_module and not Path(command.target).is_file():
         raise InvalidInput(
-            f"the training script must be a file, but {command.target!r} is not found from {Path.cwd()}"
+            f"the training script must be a file, but {command.target!r} is not found from "
+            f"{Path.cwd()}"
         )
     return command
 
@@ -101,23 +102,24 @@ def _read_torchrun(words: list[str]) -> ScriptCommand:
         raise InvalidInput(
             f"torchrun needs numbers for --nnodes and --nproc-per-node: {error}"
         ) from error
-    script_words = [options.training_script, *options.training_script_args]
-    before = words[: len(words) - len(script_words)]
-    kept = tuple(word for word in before if word not in ("-m", "--module"))
+    before = words[: len(words) - 1 - len(options.training_script_args)]
     return ScriptCommand(
-        options.training_script,
-        tuple(options.training_script_args),
-        bool(options.module),
-        workers,
-        kept,
-        nodes,
+        target=options.training_script,
+        arguments=tuple(options.training_script_args),
+        is_module=bool(options.module),
+        workers=workers,
+        torchrun_options=tuple(word for word in before if word not in ("-m", "--module")),
+        nodes=nodes,
     )
 
 
 def torchrun_with_launcher(
     command: ScriptCommand, workers: int, launcher_words: Sequence[str]
 ) -> list[str]:
-    """The argv that runs `command` through torchrun (with `workers`, where it names none) with our launcher before the script."""
+    """The argv that runs `command` by torchrun, with our launcher before the script.
+
+    `workers` is used if the command specifies none.
+    """
     options = command.torchrun_options or ("--standalone", "--nproc-per-node", str(workers))
     return [
         *(sys.executable, "-m", "torch.distributed.run", *options),

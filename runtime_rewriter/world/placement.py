@@ -1,4 +1,4 @@
-"""Interface to the places where the ranks of a world run; `ray_world` places them on a Ray cluster."""
+"""Interface to the places of a world's ranks; `ray_world` implements it on a Ray cluster."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Launch:
 
 
 class Placement(Protocol):
-    """Workers on their machines, in rank order, host by host; `hosts`: name and number of ranks of each."""
+    """Workers in rank order, host by host; `hosts`: name and number of ranks of each host."""
 
     @property
     def workers(self) -> Sequence[Worker]: ...

@@ -1,4 +1,4 @@
-"""A connection to Ray, private and local by default, and room on its hosts: one actor per rank in a placement group."""
+"""A connection to Ray (by default private and local), and one actor per rank."""
 
 from __future__ import annotations
 
@@ -20,28 +20,40 @@ CALL_TIMEOUT_S = 60.0
 PLACEMENT_TIMEOUT_S = 60.0
 LOOPBACK = "127.0.0.1"
 _PINNED = 0.001
-"""How much of a node's own resource `node:ADDRESS` (1 on that node) a bundle takes to be placed there."""
+"""Amount of a node's own resource `node:ADDRESS` (1 on that node) that pins a bundle to the
+node."""
 
 Room = tuple[int, str]
-"""So many ranks on one node; the node's address, or "" for any."""
+"""A number of ranks on one node, and the node's address ("": any node)."""
+
+
+@dataclass(frozen=True)
+class WorkerPlace:
+    """The node that an actor is on. `logs`: directory of Ray's session there."""
+
+    node: str
+    name: str
+    address: str
+    gpus: tuple[str, ...]
+    logs: str
 
 
 class _Actor(ProcessSupervisor):
-    """The supervisor plus what the driver must know about the place it landed on."""
+    """The supervisor, and the place it is on."""
 
-    def place(self) -> dict[str, Any]:
+    def place(self) -> WorkerPlace:
         import ray
         import ray._private.worker
 
         context = ray.get_runtime_context()
-        node: Any = ray._private.worker._global_node  # nothing public tells the session directory
-        return {
-            "node": context.get_node_id(),
-            "name": socket.gethostname(),
-            "address": str(ray.util.get_node_ip_address()),  # type: ignore[no-untyped-call]
-            "gpus": [str(gpu) for gpu in ray.get_gpu_ids()],
-            "logs": str(node.get_logs_dir_path()),
-        }
+        node: Any = ray._private.worker._global_node  # the only source of the session directory
+        return WorkerPlace(
+            node=context.get_node_id(),
+            name=socket.gethostname(),
+            address=str(ray.util.get_node_ip_address()),  # type: ignore[no-untyped-call]
+            gpus=tuple(str(gpu) for gpu in ray.get_gpu_ids()),
+            logs=str(node.get_logs_dir_path()),
+        )
 
     def reserve_port(self, first: int, last: int, host: str) -> int:
         return free_port(first, last, host)
@@ -75,15 +87,15 @@ class RemoteWorker:
 def fetch(references: Any, timeout_s: float) -> Any:
     """The results of calls to actors.
 
-    Raises the actor's own error if it is one of ours, `LaunchError` if the code cannot be brought to its host, and
-    `WorkerLost` otherwise.
+    Raises the actor's own error if it is an `AutotuneError`, `LaunchError` if the code cannot be
+    sent to its host, and `WorkerLost` otherwise.
     """
     import ray
 
     try:
         return ray.get(references, timeout=timeout_s)
     except SystemError as error:
-        # What a signal handler (Ctrl-C) raises inside Ray's compiled code comes out as the cause of this.
+        # An exception of a signal handler (Ctrl-C) inside Ray's compiled code is the cause of this.
         if error.__cause__ is None:
             raise
         raise error.__cause__ from None
@@ -91,22 +103,23 @@ def fetch(references: Any, timeout_s: float) -> Any:
         raise _not_shipped(error) from error
     except ray.exceptions.RayTaskError as error:
         cause = error.as_instanceof_cause()  # type: ignore[no-untyped-call]
-        raise (
-            cause if isinstance(cause, AutotuneError) else WorkerLost(_first_line(cause))
-        ) from error
+        ours = cause if isinstance(cause, AutotuneError) else WorkerLost(_first_line(cause))
+        raise ours from error
     except ray.exceptions.RayError as error:
         raise WorkerLost(_first_line(error)) from error
 
 
 @dataclass(frozen=True)
 class RayPlace:
-    """Which Ray cluster, and how it is reached. Without an address a private one is started: loopback only, with a token.
+    """A Ray cluster. Without an address a private one is started, on loopback only, with a token.
 
-    To the hosts of an address the script's directory is sent, unless `shared_directory`: then it exists on each of them;
-    with `bare` the script needs none (it is a module of ours).
-    `one_machine`: all its nodes are on this machine (in a testbed), with this installation and these files.
-    `node_address`: of the node that this process runs on, where Ray cannot find it out; `interface`: which one gloo uses
-    ("": the one that the host's name resolves to); `token`: what the cluster's nodes ask for ("": what the environment says).
+    shared_directory: the script's directory exists on every host of the address; otherwise it is
+        sent there.
+    bare: the script needs no directory (it is a module of ours).
+    one_machine: all nodes are on this machine (in a testbed), with this installation and files.
+    node_address: address of this process's node, if Ray cannot find it out.
+    interface: network interface of gloo ("": the one that the host's name resolves to).
+    token: token of the cluster's nodes ("": the environment's).
     """
 
     address: str | None = None
@@ -123,19 +136,18 @@ class RayPlace:
 
     @property
     def same_files(self) -> bool:
-        """What lies in this process's directories lies there for every rank."""
+        """Whether every rank has the files of this process."""
         return self.local or self.one_machine
 
     @property
     def directory(self) -> str:
-        """Where the ranks start ("": where Ray has put what was sent)."""
-        return (
-            str(Path.cwd()) if self.same_files or (self.shared_directory and not self.bare) else ""
-        )
+        """Directory in which the ranks start ("": the one that Ray unpacked)."""
+        shared = self.shared_directory and not self.bare
+        return str(Path.cwd()) if self.same_files or shared else ""
 
 
 class RayCluster:
-    """A connection to Ray at a place; raises `LaunchError` where there is none."""
+    """A connection to Ray at a place; raises `LaunchError` if there is none."""
 
     def __init__(self, place: RayPlace, workers: int) -> None:
         self.place = place
@@ -156,19 +168,18 @@ class RayCluster:
             ray.exceptions.RayError,
         ) as error:
             ray.shutdown()
-            where = (
-                "a local Ray cluster could not be started"
-                if place.local
-                else f"the Ray cluster at {place.address!r} cannot be reached"
-            )
+            problem = f"the Ray cluster at {place.address!r} cannot be reached"
+            if place.local:
+                problem = "a local Ray cluster could not be started"
             raise LaunchError(
-                f"{where}: {_first_line(error)}; check `ray status` and the address"
+                f"{problem}: {_first_line(error)}; check `ray status` and the address"
             ) from error
 
     def reserve(self, workers: int, rooms: tuple[Room, ...]) -> tuple[Any, list[RemoteWorker]]:
-        """A placement group and one actor per rank in it, room by room; raises `LaunchError` if the cluster has no room.
+        """A placement group and one actor per rank in it, room by room.
 
-        With two rooms or more each is on a node of its own; otherwise the ranks share as few nodes as possible.
+        Several rooms are on one node each. Otherwise the ranks share as few nodes as possible.
+        Raises `LaunchError` if the cluster has no room.
         """
         import ray
         from ray.util.placement_group import placement_group, remove_placement_group
@@ -200,23 +211,22 @@ class RayCluster:
             raise
 
     def _no_room(
-        self, rooms: tuple[Room, ...], nodes: list[dict[str, Any]], spread: bool, why: str
+        self, rooms: tuple[Room, ...], nodes: list[dict[str, Any]], spread: bool, remark: str
     ) -> LaunchError:
-        named = [f"{ranks} at {address}" if address else str(ranks) for ranks, address in rooms]
-        need = (
-            f"{len(rooms)} hosts with {', '.join(named)} CPUs" if spread else f"{len(rooms)} CPUs"
-        )
+        need = f"{len(rooms)} CPUs"
+        if spread:
+            named = [f"{ranks} at {address}" if address else str(ranks) for ranks, address in rooms]
+            need = f"{len(rooms)} hosts with {', '.join(named)} CPUs"
         have = ", ".join(
             f"{node['NodeManagerAddress']} with {node['Resources'].get('CPU', 0):.0f} CPUs"
             for node in nodes
         )
-        fix = (
-            "give the --address of a cluster of such hosts"
-            if self.place.local
-            else "start more Ray nodes, or ask for fewer workers"
-        )
+        fix = "start more Ray nodes, or ask for fewer workers"
+        if self.place.local:
+            fix = "give the --address of a cluster of such hosts"
         return LaunchError(
-            f"the ranks need {need} (one for each rank), but the Ray cluster has {have or 'none'}{why}; {fix}"
+            f"the ranks need {need} (one for each rank), but the Ray cluster has "
+            f"{have or 'none'}{remark}; {fix}"
         )
 
     def close(self) -> None:
@@ -226,19 +236,18 @@ class RayCluster:
 
 
 def _set_environment(place: RayPlace) -> None:
-    """Ray reads these when it is imported."""
+    """Set the variables that Ray reads when it is imported."""
     if place.local:
-        # Ray binds the first real interface unless this is off, and is open to everybody without a token.
+        # Otherwise Ray binds the first real interface, and without a token it is open to everybody.
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     elif place.one_machine:
-        os.environ.pop(
-            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", None
-        )  # its nodes are several, whatever an earlier local cluster was
+        # it has several nodes, unlike an earlier local cluster
+        os.environ.pop("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", None)
     if place.local or place.token:
         os.environ["RAY_AUTH_MODE"] = "token"
         os.environ["RAY_AUTH_TOKEN"] = place.token or secrets.token_hex(32)
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    # Ray's 15 would let everything else on the machine go before the trials.
+    # With Ray's default of 15, everything else on the machine would precede the trials.
     os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - Ray's own spelling
     os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
 
@@ -254,39 +263,35 @@ def _start(workers: int) -> None:
 
 
 def _connect(place: RayPlace) -> None:
-    node: dict[str, Any] = {"_node_ip_address": place.node_address} if place.node_address else {}
-    _init(
-        address=place.address,
-        **node,
-        **(
-            {}
-            if place.one_machine
-            else {"runtime_env": _sent(place.shared_directory or place.bare)}
-        ),
-    )
+    options: dict[str, Any] = {"address": place.address}
+    if place.node_address:
+        options["_node_ip_address"] = place.node_address
+    if not place.one_machine:
+        options["runtime_env"] = _runtime_environment(place.shared_directory or place.bare)
+    _init(**options)
 
 
-def _sent(shared_directory: bool) -> dict[str, Any]:
-    """What Ray brings to its hosts: our code and the script's directory."""
+def _runtime_environment(shared_directory: bool) -> dict[str, Any]:
+    """The files that Ray sends to its hosts: our code and the script's directory."""
     import autotune
     import runtime_rewriter
 
     packages = [str(Path(str(package.__file__)).parent) for package in (autotune, runtime_rewriter)]
-    sent: dict[str, Any] = {
+    environment: dict[str, Any] = {
         "py_modules": packages,
         "excludes": [".git", ".venv", "autotune-jobs", "*.db", "__pycache__"],
     }
     if not shared_directory:
-        sent["working_dir"] = str(Path.cwd())
-    return sent
+        environment["working_dir"] = str(Path.cwd())
+    return environment
 
 
 def _init(**options: Any) -> None:
     import ray
     from ray import _raylet
 
-    loader: Any = _raylet.AuthenticationTokenLoader  # type: ignore[attr-defined]  # nothing public forgets a token
-    loader.instance().reset_cache()  # that of this process's earlier cluster
+    loader: Any = _raylet.AuthenticationTokenLoader  # type: ignore[attr-defined]  # no public way
+    loader.instance().reset_cache()  # forget the token of this process's earlier cluster
     quiet: dict[str, Any] = {
         "logging_level": "ERROR",
         "log_to_driver": False,
@@ -297,10 +302,9 @@ def _init(**options: Any) -> None:
 
 @contextmanager
 def _sigterm_handler_kept() -> Iterator[None]:
-    """`ray.init` puts `sys.exit` in the place of the process's own handler."""
-    if (
-        threading.current_thread() is not threading.main_thread()
-    ):  # there neither Ray nor we may set one
+    """Restore the process's own handler, which `ray.init` replaces by `sys.exit`."""
+    # in another thread neither Ray nor we may set one
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
     before = signal.getsignal(signal.SIGTERM)
@@ -312,7 +316,7 @@ def _sigterm_handler_kept() -> Iterator[None]:
 
 
 def _with_known_addresses(rooms: tuple[Room, ...], nodes: list[dict[str, Any]]) -> tuple[Room, ...]:
-    """Addresses that no node has (an address of another network, say) do not bind the room to a node."""
+    """The rooms without addresses that no node has, such as addresses of another network."""
     known = {node["NodeManagerAddress"] for node in nodes}
     return tuple((ranks, address if address in known else "") for ranks, address in rooms)
 
@@ -320,7 +324,7 @@ def _with_known_addresses(rooms: tuple[Room, ...], nodes: list[dict[str, Any]]) 
 def _fits(
     rooms: tuple[Room, ...], nodes: list[dict[str, Any]], resource: str, spread: bool
 ) -> bool:
-    """Whether the nodes, were they idle, have one `resource` per rank; with `spread`, each room on a node of its own."""
+    """Whether idle nodes have one `resource` per rank; with `spread`, one node per room."""
     free = [
         (float(node["Resources"].get(resource, 0)), node["NodeManagerAddress"]) for node in nodes
     ]
@@ -348,8 +352,10 @@ def _bundle(room: Room, gpus: bool) -> dict[str, float]:
 def _not_shipped(error: Exception) -> LaunchError:
     text = " ".join(str(error).split())[:600]
     return LaunchError(
-        f"the script's directory {Path.cwd()} must be sent to the hosts of the Ray cluster, but that failed: {text}; start in a smaller "
-        "directory (data elsewhere), or use --shared-directory if this directory exists on every host"
+        f"the script's directory {Path.cwd()} must be sent to the hosts of the Ray cluster, but "
+        "that "
+        f"failed: {text}; start in a smaller directory (data elsewhere), or use --shared-directory "
+        "if this directory exists on every host"
     )
 
 

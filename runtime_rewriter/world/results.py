@@ -10,10 +10,11 @@ from autotune.workload import Workload
 
 @dataclass(frozen=True)
 class Profile:
-    """One replica's workload, raw measurements of the links, software versions and the CPU cores of rank 0's host.
+    """One replica's workload, and raw measurements of the links.
 
-    `hosts`: name and number of ranks of every host, in rank order. `cross_step_refused`: why the script cannot
-    synchronize across steps, as far as its steps show; empty where it can.
+    `cores`: CPU cores of rank 0's host. `hosts`: name and number of ranks of every host, in rank
+    order. `cross_step_refused`: why the script cannot synchronize across steps, as far as its steps
+    show; empty if it can.
     """
 
     workload: Workload
@@ -26,7 +27,7 @@ class Profile:
 
 @dataclass(frozen=True)
 class Probe:
-    """Raw measurements of the links, software versions and the CPU cores of every host, in the order of `hosts`."""
+    """Raw measurements of the links, and the CPU cores of every host in the order of `hosts`."""
 
     series: tuple[ProbeSeries, ...]
     links: ProbedLinks

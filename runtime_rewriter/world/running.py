@@ -86,10 +86,11 @@ class RunningScript:
         silence_s: float,
         report: Report | None = None,
     ) -> list[Answer] | Failed:
-        """Start the script if it does not run, instruct all ranks and wait for all answers, in rank order.
+        """Start the script if necessary, instruct all ranks and return their answers in rank order.
 
-        `report` gets rank 0's descriptions of a long probe. A script that came to its end is started again. If a worker
-        is lost, the script starts on other workers, but only once: the instruction may be what takes the machine down.
+        `report` gets rank 0's descriptions of a long probe. A script that came to its end is
+        started again. If a worker is lost, the script starts on other workers, but only once: the
+        instruction may be what takes the machine down.
         """
         lost: WorkerLost | None = None
         while True:
@@ -110,7 +111,8 @@ class RunningScript:
                 self._stop()
                 if started_fresh:
                     raise LaunchError(
-                        f"the script ends after {ended.steps} steps, but one trial needs more; let it train "
+                        f"the script ends after {ended.steps} steps, but one trial needs more; "
+                        "let it train "
                         "longer (more epochs or steps) or lower --warmup-steps and --timed-steps"
                     ) from ended
                 continue
@@ -195,7 +197,8 @@ class RunningScript:
         except ScriptEnded:
             self._stop()
             raise LaunchError(
-                f"the script ended without a training step under DistributedDataParallel; {NO_DDP_FIX}",
+                "the script ended without a training step under DistributedDataParallel; "
+                f"{NO_DDP_FIX}",
                 anchor="no-ddp",
             ) from None
         except Silence:
@@ -251,7 +254,10 @@ class RunningScript:
     def _collect(
         self, answer: type[Answer], silence_s: float, report: Report | None = None
     ) -> list[Answer] | Failed:
-        """One `answer` of every rank, or the root cause of the first failure. Raises `ScriptEnded` and `Silence`."""
+        """One `answer` of every rank, or the root cause of the first failure.
+
+        Raises `ScriptEnded` and `Silence`.
+        """
         answers = Answers(answer, len(self.placement.workers), silence_s, time.monotonic())
         while True:
             by_rank = self._poll(min(POLL_S, silence_s))
@@ -265,7 +271,7 @@ class RunningScript:
                 return answers.outcome(now_s)
 
     def _await_exits(self, deadline_s: float) -> None:
-        """Wait until every process has ended, at most `deadline_s`: a running trial goes on to its end."""
+        """Wait until every process has ended, at most `deadline_s`; a running trial continues."""
         alive = set(range(len(self.placement.workers)))
         end_s = time.monotonic() + deadline_s
         while alive and (left_s := end_s - time.monotonic()) > 0:

@@ -1,7 +1,8 @@
-"""The supervisor of one training process: starts it, forwards its messages, notices its end, kills all of it.
+"""The supervisor of one training process: starts it, forwards its messages and kills it.
 
-It runs in a Ray actor, one per rank. The user's script runs in a child process: a crash, a hang or an exhausted memory
-costs a trial and not the actor. The supervisor forwards lines without reading them, so it imports none of their types.
+It runs in a Ray actor, one per rank. The user's script runs in a child process: a crash, a hang or
+an exhausted memory costs a trial and not the actor. The supervisor forwards lines without decoding
+them, so it imports none of their types.
 """
 
 from __future__ import annotations
@@ -73,7 +74,10 @@ class Polled:
 
 
 class Worker(Protocol):
-    """One rank's supervisor, wherever it runs. Every call ends within its timeout and a few seconds, or raises `WorkerLost`."""
+    """One rank's supervisor, wherever it runs.
+
+    Every call ends within its timeout and a few seconds, or raises `WorkerLost`.
+    """
 
     def start(
         self, words: list[str], environment: dict[str, str], directory: str, log_path: str
@@ -84,7 +88,7 @@ class Worker(Protocol):
 
 
 class Process(Protocol):
-    """A started process that leads its own session, so that its children can be killed with it; `subprocess.Popen` is one."""
+    """A process that leads its own session, so that it dies with its children; `Popen` is one."""
 
     @property
     def pid(self) -> int: ...
@@ -93,7 +97,8 @@ class Process(Protocol):
 
 
 Spawn = Callable[[list[str], dict[str, str], str, IO[bytes], socket.socket], Process]
-"""Runs `runtime_rewriter.rank.launch` with (its words, its whole environment, directory, log, its end of the control line)."""
+"""Runs `runtime_rewriter.rank.launch` with (its words, its whole environment, directory, log, its
+end of the control line)."""
 
 
 class ProcessSupervisor:
@@ -111,7 +116,8 @@ class ProcessSupervisor:
     ) -> None:
         """Start `runtime_rewriter.rank.launch --control FD -- words` in `directory` ("": our own).
 
-        `environment` is added to ours without Ray's part of it; the only PYTHONPATH is the one in `environment`.
+        `environment` is added to ours without Ray's part of it; the only PYTHONPATH is the one in
+        `environment`.
         """
         self.stop()
         ours, theirs = socket.socketpair()
@@ -123,19 +129,23 @@ class ProcessSupervisor:
             self._process = self._spawn(words, environment, directory, log, theirs)
 
     def instruct(self, line: str) -> None:
-        """Queue one encoded instruction for the next step boundary. `poll` reports a dead process."""
+        """Queue one encoded instruction for the next step boundary.
+
+        `poll` reports a dead process.
+        """
         if self._line is not None:
             with contextlib.suppress(ControlClosed):
                 self._line.send(line)
 
     def poll(self, timeout_s: float) -> Polled:
-        """Wait up to `timeout_s` for the process's first line; return all that are there, and its end."""
+        """Wait up to `timeout_s` for the first line; return all lines, and the process's end."""
         lines = self._drained(timeout_s)
         if self._process is None or self._exit_reported:
             if not lines:
                 time.sleep(min(timeout_s, 0.2))
             return Polled(tuple(lines))
-        # A closed line is not enough: a child of the script may hold it open after the script was killed.
+        # A closed line is not enough: a child of the script may hold it open after the script was
+        # killed.
         code = self._process.poll() if self._line is not None else self._code_after_closing()
         if code is None:
             return Polled(tuple(lines))
@@ -208,9 +218,9 @@ def _interpreter(
 def carried_environment(environment: dict[str, str]) -> dict[str, str]:
     """The part of the driver's environment that its ranks get on every host.
 
-    Variables of one machine or login are left out: HOME, USER, LOGNAME, SHELL, HOSTNAME, PATH, PWD, OLDPWD, TMPDIR, TMP,
-    TEMP, LD_LIBRARY_PATH, LD_PRELOAD, VIRTUAL_ENV, PYTHONHOME, DISPLAY, CUDA_VISIBLE_DEVICES, and every RAY_*, CONDA_*,
-    SSH_*, XDG_* and SLURM_*.
+    Variables of one machine or login are left out: HOME, USER, LOGNAME, SHELL, HOSTNAME, PATH, PWD,
+    OLDPWD, TMPDIR, TMP, TEMP, LD_LIBRARY_PATH, LD_PRELOAD, VIRTUAL_ENV, PYTHONHOME, DISPLAY,
+    CUDA_VISIBLE_DEVICES, and every RAY_*, CONDA_*, SSH_*, XDG_* and SLURM_*.
     """
     return {
         name: value
@@ -220,7 +230,7 @@ def carried_environment(environment: dict[str, str]) -> dict[str, str]:
 
 
 def _child_environment(ours: dict[str, str], added: dict[str, str]) -> dict[str, str]:
-    """The child finds our packages where this process does, whether they are installed or were sent here."""
+    """The child finds our packages where this process does, installed or sent here."""
     kept = {
         name: value
         for name, value in ours.items()
@@ -231,7 +241,10 @@ def _child_environment(ours: dict[str, str], added: dict[str, str]) -> dict[str,
 
 
 def _package_roots() -> list[str]:
-    """Directories with our packages. Not site-packages: on PYTHONPATH it would precede the standard library."""
+    """Directories with our packages.
+
+    Not site-packages: on PYTHONPATH it would precede the standard library.
+    """
     files = (str(package.__file__) for package in (autotune, runtime_rewriter))
     roots = dict.fromkeys(str(Path(file).resolve().parents[1]) for file in files)
     site_packages = (*site.getsitepackages(), site.getusersitepackages())
@@ -240,7 +253,10 @@ def _package_roots() -> list[str]:
 
 
 def free_port(first: int, last: int, host: str) -> int:
-    """A port on which rank 0 can listen; 0, 0 asks the kernel. Raises `LaunchError` when all are taken."""
+    """A port on which rank 0 can listen; 0, 0 asks the kernel.
+
+    Raises `LaunchError` when all are taken.
+    """
     for port in range(first, last + 1):
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,6 +1,7 @@
 """The running training: all ranks of the user's script enact one plan after another.
 
-`RunningScript` restarts the script after a failure. `ray_world.py` places its workers on a Ray cluster.
+`RunningScript` restarts the script after a failure. `ray_world.py` places its workers on a Ray
+cluster.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ PROBE_S = 20.0
 
 
 class StepPolicy(Protocol):
-    """Decides when a trial with a free number of steps ends; `autotune.tuning.statistics` implements it."""
+    """Decides when a trial may end; the module `autotune.tuning.statistics` implements it."""
 
     def further_steps(self, request: TrialRequest, measured: Measured) -> int:
         """Timed steps of the trial's next batch; 0 when it is done."""
@@ -53,8 +54,8 @@ class StepPolicy(Protocol):
 class World:
     """All ranks of one script.
 
-    Emulated accelerators wait for the times of `given_profile`, or for those that rank 0 takes to compute alone.
-    Raises `InvalidInput` for a profile without these times.
+    Emulated accelerators wait for the times of `given_profile`, or for those that rank 0 takes to
+    compute alone. Raises `InvalidInput` for a profile without these times.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class World:
         return self._script.restarts
 
     def model_id(self) -> str:
-        """Identity of the running script's model; raises `LaunchError` if the script cannot be tuned."""
+        """Identity of the script's model; raises `LaunchError` if the script cannot be tuned."""
         self._script.ensure_running()
         return self._script.model_id
 
@@ -90,7 +91,10 @@ class World:
         return self._script.round_robin
 
     def emulate(self, workload: Workload) -> None:
-        """Let the accelerators wait for the times of `workload`, after restarts too; raises `LaunchError` if they cannot."""
+        """Let the accelerators wait for the times of `workload`, also after restarts.
+
+        Raises `LaunchError` if they cannot.
+        """
         script = self._script
         script.emulated = workload
         if script.running:
@@ -102,13 +106,16 @@ class World:
     def profile(self) -> Profile:
         """Profile one replica and probe the links for at most `probe_s` (0: not at all).
 
-        Emulated accelerators then wait for the profiled times. Raises `LaunchError` if the script cannot be tuned.
+        Emulated accelerators then wait for the profiled times. Raises `LaunchError` if the script
+        cannot be tuned.
         """
         given = self._given_profile
         if given is not None and given.id != self.model_id():
             raise LaunchError(
-                f"the given profile must be of the running model {self._script.model_id}, but is of {given.id} "
-                f"({given.model!r}, {len(given.variables)} variables); profile this model, or leave --profile out "
+                f"the given profile must be of the running model {self._script.model_id}, but is "
+                f"of {given.id} "
+                f"({given.model!r}, {len(given.variables)} variables); profile this model, or "
+                "leave --profile out "
                 "to measure it"
             )
         instruction = StartProfile(
@@ -151,10 +158,10 @@ class World:
         return Probe(answers[0].series, answers[0].links, answers[0].software, cores, hosts)
 
     def run_trial(self, request: TrialRequest, plan: Plan | None) -> Measured | Failed:
-        """Enact `plan` (None: the user's own setup) for the trial's steps, and for further ones by the step policy.
+        """Enact `plan` (None: the current setup) for the trial's steps and further ones by policy.
 
-        A failure is returned and stops the script; the next trial starts it again. Raises `LaunchError` only when the
-        script no longer starts.
+        A failure is returned and stops the script; the next trial starts it again. Raises
+        `LaunchError` only if the script no longer starts.
         """
         try:
             return self._trial(request, plan)

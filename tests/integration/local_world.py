@@ -22,7 +22,7 @@ from autotune.records import REAL_CONDITIONS, Conditions
 from autotune.tuning import statistics
 from autotune.workload import Workload
 from runtime_rewriter.rank import launch
-from runtime_rewriter.scheduling import asked_of_ranks
+from runtime_rewriter.scheduling import requested_conditions
 from runtime_rewriter.world.command import ScriptCommand
 from runtime_rewriter.world.placement import Launch
 from runtime_rewriter.world.worker import Polled, ProcessSupervisor, free_port
@@ -111,7 +111,7 @@ class LocalPlacement:
         )
         shared = {
             **address,
-            **asked_of_ranks(self._conditions),
+            **requested_conditions(self._conditions),
             "GLOO_SOCKET_IFNAME": "lo",
             "OMP_NUM_THREADS": "1",
         }

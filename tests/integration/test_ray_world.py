@@ -28,7 +28,8 @@ from autotune.strategy_space.plan import plan
 from autotune.tuning import statistics
 from autotune.workload import Variable, Workload
 from runtime_rewriter.world.command import read_command
-from runtime_rewriter.world.ray_world import RayCluster, RayPlace, ray_world
+from runtime_rewriter.world.ray_cluster import RayCluster, RayPlace
+from runtime_rewriter.world.ray_world import ray_world
 from runtime_rewriter.world.world import World
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "train_small.py"

@@ -1,4 +1,4 @@
-"""The framework-free part of emulated accelerators: what they wait for, how late they are told to be, and what travels."""
+"""Timetables of emulated accelerators, their lateness, scaled messages and round-robin scheduling."""
 
 from __future__ import annotations
 
@@ -34,24 +34,16 @@ def test_a_timetable_holds_the_times_of_its_workload_in_ready_order() -> None:
     assert timetable.compute_s == pytest.approx(WORKLOAD.compute_s)
 
 
-def test_what_is_due_within_a_millisecond_has_the_time_of_the_last() -> None:
+def test_times_within_a_millisecond_become_the_last_one() -> None:
     at_s = {"a": 0.1, "b": 0.1004, "c": 0.1009, "d": 0.1011, "e": 0.103}
     variables = tuple(Variable(name, (2,), ready_s=s, needed_s=0.2 - s) for name, s in at_s.items())
     timetable = timetable_of(replace(WORKLOAD, variables=variables))
-    assert timetable.ready == (
-        ("a", 0.1009),
-        ("b", 0.1009),
-        ("c", 0.1009),
-        ("d", 0.1011),
-        ("e", 0.103),
-    )
+    early = tuple((name, 0.1009) for name in "abc")
+    assert timetable.ready == (*early, ("d", 0.1011), ("e", 0.103))
     needed = dict(timetable.needed)
     assert [name for name, _ in timetable.needed] == ["e", "d", "c", "b", "a"]
-    assert (
-        needed["d"] == needed["c"] == needed["b"] == 0.2 - 0.1004
-        and needed["a"] == 0.1
-        and needed["e"] == 0.2 - 0.103
-    )
+    assert needed["d"] == needed["c"] == needed["b"] == 0.2 - 0.1004
+    assert needed["a"] == 0.1 and needed["e"] == 0.2 - 0.103
 
 
 @pytest.mark.parametrize(
@@ -64,7 +56,7 @@ def test_what_is_due_within_a_millisecond_has_the_time_of_the_last() -> None:
         ({"backward_s": 0.2}, "none after backward_s, but 'a' is ready after 0.3 s"),
         (
             {"variables": tuple(reversed(WORKLOAD.variables))},
-            "must stand in the order .* 'a' is ready after 0.3 s and 'b' after 0.1 s",
+            "must be in the order .* 'a' is ready after 0.3 s and 'b' after 0.1 s",
         ),
         ({"backward_s": 0.0}, "backward_s of a profile must be finite and above 0, but is 0.0"),
         ({"forward_s": -1.0}, "forward_s is -1.0"),
@@ -78,7 +70,7 @@ def test_a_profile_without_usable_times_is_refused_with_the_rule(
         timetable_of(replace(WORKLOAD, **changes))
 
 
-def test_a_wait_ends_at_its_time_and_lateness_is_kept_until_restart() -> None:
+def test_a_wait_ends_at_its_time_and_lateness_stays_until_restart() -> None:
     waiter = Waiter()
     start_s = time.perf_counter()
     assert waiter.until(start_s + 0.02) == start_s + 0.02 and time.perf_counter() >= start_s + 0.02
@@ -91,7 +83,7 @@ def test_a_wait_ends_at_its_time_and_lateness_is_kept_until_restart() -> None:
 
 
 @given(elements=st.integers(0, 10_000), byte_scale=st.floats(1.0, 1000.0), ranks=st.integers(1, 9))
-def test_what_travels_is_the_smallest_multiple_that_holds_one_part_in_k(
+def test_the_smallest_multiple_with_one_part_in_k_travels(
     elements: int, byte_scale: float, ranks: int
 ) -> None:
     padded = -(-elements // ranks) * ranks
@@ -110,14 +102,14 @@ def test_what_travels_is_the_smallest_multiple_that_holds_one_part_in_k(
         (Network.HOSTS, Accelerators.REAL, 1, 64, False),
     ],
 )
-def test_round_robin_is_wanted_where_ranks_wait_or_leave_a_core_free(
+def test_round_robin_is_wanted_if_ranks_wait_or_leave_a_core_free(
     network: Network, accelerators: Accelerators, ranks: int, cores: int, wanted: bool
 ) -> None:
     assert wants_round_robin(Conditions(network, accelerators), ranks, cores) is wanted
 
 
 def in_a_child(action: str) -> int:
-    """Exit status of a fork that does `action`; the test's own process keeps its policy."""
+    """Exit status of a fork that runs `action`; the test's own process keeps its policy."""
     child = os.fork()
     if child == 0:
         status = 9
@@ -146,9 +138,8 @@ def take_and_step_down() -> int:
     thread.join()
     if policies != [os.SCHED_RR] or os.sched_getscheduler(0) != os.SCHED_RR:
         return 1
-    return (
-        0 if step_down() and os.sched_getscheduler(0) == os.SCHED_OTHER and not step_down() else 2
-    )
+    stepped_down = step_down() and os.sched_getscheduler(0) == os.SCHED_OTHER
+    return 0 if stepped_down and not step_down() else 2
 
 
 def refused() -> int:
@@ -167,6 +158,6 @@ def test_every_thread_of_a_process_takes_round_robin_scheduling_and_steps_down_a
     assert status == 0
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can become somebody who is not permitted")
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give up its permission")
 def test_a_process_that_may_not_take_round_robin_scheduling_goes_on_without() -> None:
     assert in_a_child("refused") == 0

@@ -1,4 +1,4 @@
-"""The computation beside a probe: its speed is watched, and a wait for it ends."""
+"""The computation during a probe: its speed is measured, and no wait for it lasts forever."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from runtime_rewriter.probe.load import REST_S, Load
 CPU = torch.device("cpu")
 
 
-def test_the_time_of_a_product_is_shared_out_over_all_that_were_finished_meanwhile() -> None:
+def test_the_time_of_a_product_is_the_mean_of_all_finished_products() -> None:
     with Load(CPU) as load:
         before, start_s = load.units, time.perf_counter()
         unit_s = load.unit_s()
@@ -22,7 +22,7 @@ def test_the_time_of_a_product_is_shared_out_over_all_that_were_finished_meanwhi
     assert unit_s <= elapsed_s
 
 
-def test_a_wait_for_computation_that_finishes_nothing_ends_with_the_reason() -> None:
+def test_a_wait_for_stuck_computation_raises_the_reason() -> None:
     class Stuck(Load):
         def _multiply(self, stream: torch.cuda.Stream | None) -> None:
             self._stop.wait()
@@ -34,8 +34,8 @@ def test_a_wait_for_computation_that_finishes_nothing_ends_with_the_reason() -> 
         load.unit_s()
 
 
-def test_computation_that_has_ended_is_not_taken_for_slow() -> None:
+def test_computation_that_ended_raises_instead_of_counting_as_slow() -> None:
     with Load(CPU) as load:
         pass
-    with pytest.raises(AutotuneError, match="the computation beside a probe must go on"):
+    with pytest.raises(AutotuneError, match="the computation during a probe must go on"):
         load.unit_s()
