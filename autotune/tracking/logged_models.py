@@ -1,7 +1,8 @@
-"""A trained simulator as an MLflow model: safetensors and JSON files and the name of this module, no pickle, no code.
+"""A trained simulator as an MLflow model: safetensors, JSON and this module's name, no pickle.
 
-MLflow calls `_load_pyfunc` of this module when the model is loaded. Its input is a table with the columns `strategy`,
-`workload` and `cluster`, each canonical JSON; its output is predicted seconds per step, lower is better.
+MLflow calls `_load_pyfunc` of this module to load the model. The input is a table with the columns
+`strategy`, `workload` and `cluster`, each canonical JSON. The output is predicted seconds per step,
+lower is better.
 """
 
 from __future__ import annotations
@@ -21,39 +22,36 @@ from autotune.parsing import parse_json, read_text
 from autotune.simulators.interface import Simulator
 from autotune.strategy_space.plan import PlannedStrategy
 from autotune.strategy_space.strategy import Strategy
+from autotune.tracking.connection import Connection
 from autotune.workload import Workload
 
 COLUMNS = ("strategy", "workload", "cluster")
 
 
-def save_model(
-    client: Any, experiment_id: str, run_id: str, job_id: str, name: str, folder: Path
-) -> None:
-    """Log the simulator that `Simulator.save` wrote to `folder` and register it, unless both were done before.
+def save_model(connection: Connection, name: str, folder: Path) -> None:
+    """Log the simulator in `folder` on the job's run and register it, unless both are done.
 
     Raises MLflow's exceptions. A tracking store without a registry gets the logged model only.
     """
-    model = _logged(client, experiment_id, run_id, name)
+    client = connection.client
+    query = f"source_run_id = '{connection.parent_id}' AND name = '{name}'"
+    models = client.search_logged_models([connection.experiment_id], filter_string=query)
+    model = (
+        models[0]
+        if models
+        else client.create_logged_model(
+            connection.experiment_id,
+            name=name,
+            source_run_id=connection.parent_id,
+            model_type="simulator",
+        )
+    )
     if model.status != "READY":
         with tempfile.TemporaryDirectory() as temporary:
             packed = _pack(name, folder, Path(temporary), model.model_id)
             client.log_model_artifacts(model.model_id, str(packed))
         model = client.finalize_logged_model(model.model_id, "READY")
-    _register(client, f"autotune-{name}", model, run_id, job_id)
-
-
-def _logged(client: Any, experiment_id: str, run_id: str, name: str) -> Any:
-    """The run's logged model of this name, found or made."""
-    found = client.search_logged_models(
-        [experiment_id], filter_string=f"source_run_id = '{run_id}' AND name = '{name}'"
-    )
-    return (
-        found[0]
-        if found
-        else client.create_logged_model(
-            experiment_id, name=name, source_run_id=run_id, model_type="simulator"
-        )
-    )
+    _register(connection, f"autotune-{name}", model)
 
 
 def _pack(name: str, folder: Path, temporary: Path, model_id: str) -> Path:
@@ -63,9 +61,7 @@ def _pack(name: str, folder: Path, temporary: Path, model_id: str) -> Path:
     (data / "name").write_text(name, encoding="utf-8")
     packed = temporary / "model"
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore"
-        )  # MLflow warns of its own type hints when pyfunc is imported
+        warnings.simplefilter("ignore")  # MLflow warns about its own type hints in pyfunc
         import mlflow.pyfunc
         from mlflow.models import Model, ModelSignature
         from mlflow.types import ColSpec, Schema
@@ -84,9 +80,10 @@ def _pack(name: str, folder: Path, temporary: Path, model_id: str) -> Path:
     return packed
 
 
-def _register(client: Any, registered_name: str, model: Any, run_id: str, job_id: str) -> None:
+def _register(connection: Connection, registered_name: str, model: Any) -> None:
     from mlflow.exceptions import MlflowException
 
+    client, run_id = connection.client, connection.parent_id
     try:
         client.create_registered_model(registered_name)
     except MlflowException as error:
@@ -94,17 +91,17 @@ def _register(client: Any, registered_name: str, model: Any, run_id: str, job_id
             return
         if error.error_code != "RESOURCE_ALREADY_EXISTS":
             raise
-    versions = client.search_model_versions(f"name = '{registered_name}' and run_id = '{run_id}'")
-    if not versions:
-        # The registry would look up "models:/ID" at the global tracking URI, which is not set; the location needs none.
-        tags = {"autotune.tuning.job": job_id}
+    query = f"name = '{registered_name}' and run_id = '{run_id}'"
+    if not client.search_model_versions(query):
+        # "models:/ID" would be looked up at the global tracking URI, which is not set.
+        location, tags = model.artifact_location, {"autotune.tuning.job": connection.job_id}
         client.create_model_version(
-            registered_name, model.artifact_location, run_id, tags=tags, model_id=model.model_id
+            registered_name, location, run_id, tags=tags, model_id=model.model_id
         )
 
 
 class _TrackedSimulator:
-    """What `mlflow.pyfunc.load_model` wraps."""
+    """The object that `mlflow.pyfunc.load_model` wraps."""
 
     def __init__(self, simulator: Simulator) -> None:
         self._simulator = simulator
@@ -124,14 +121,15 @@ class _TrackedSimulator:
 
 
 def _load_pyfunc(path: str) -> _TrackedSimulator:
-    """Called by MLflow with the directory that `_pack` made."""
+    """Load the directory that `_pack` created; MLflow calls this."""
     from autotune.simulators.registry import SIMULATORS
 
     folder = Path(path)
     name = read_text(folder / "name", max_bytes=100)
     if name not in SIMULATORS:
         raise InvalidInput(
-            f"the logged simulator must be one of {', '.join(SIMULATORS)}, but is {name!r}; update autotune"
+            f"the logged simulator must be one of {', '.join(SIMULATORS)}, but is {name!r}; "
+            "update autotune"
         )
     simulator = SIMULATORS[name]()
     simulator.load(folder / "simulator")
