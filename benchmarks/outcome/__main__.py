@@ -4,7 +4,7 @@ For every domain, a model on an emulated cluster, in one running script: torch's
 one message per variable, a single bucket, parameter servers, BytePS-, ByteScheduler- and ZeRO-2-like strategies; random search and
 scikit-optimize; ours after 25, 50, 100 and 200 trials, with and without lossy compressors. All are frozen and measured again,
 interleaved in rounds of random order. Ratios are time(rival) / time(ours): above 1 ours is faster. The last line is one JSON object;
-`outcome.md` in the folder is a section for docs/results.md. The folder is a dataset (`autotune.dataset`) of all trials, so
+`outcome.md` in the folder is a section for docs/results/tuning.md. The folder is a dataset (`autotune.dataset`) of all trials, so
 `datasets/datasheet.py` and `benchmarks.ranking --dataset` read it.
 
     python -m benchmarks.outcome --domain vgg.four_hosts --quick          # one domain in a few minutes

@@ -1,4 +1,4 @@
-"""The rows as a section that docs/results.md can carry."""
+"""The rows as a section that docs/results/tuning.md can carry."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def test_nccls_kernels_are_matched_across_ranks() -> None:
             (model, "amp_bf16", 0.015)
             for model in ("resnet50", "vgg19", "densenet121", "bert_base")
         ),
-        ("gpt2", "amp_bf16", 0.06),  # not explained, see docs/results.md
+        ("gpt2", "amp_bf16", 0.06),  # not explained, see docs/results/memory.md
     ],
 )
 def test_the_recorded_memory_is_near_what_the_allocator_counted(
