@@ -1,4 +1,4 @@
-"""Many strategies as one set of flat tensors, so that no forward pass loops over strategies.
+"""Collate many strategies into flat tensors, so that no forward pass loops over strategies.
 
 | symbol | meaning |
 |---|---|
@@ -21,18 +21,18 @@ from autotune.arrays import FloatArray
 from autotune.features.extract import StrategyFeatures
 
 CLAMP = 5.0
-"""Standardised features are cut at so many standard deviations: a strategy unlike all those seen must not blow up the score."""
+"""Limit of standardised features, in deviations: a new kind of strategy has a bounded score."""
 
-_SHARDS_PER_CHUNK = 8_000  # of about 80 features: the states of so many shards and their edges stay in a core's cache
+_SHARDS_PER_CHUNK = 8_000  # with about 80 features, states and edges stay in a core's cache
 _STRATEGIES_PER_CHUNK = 512
 
 
 @dataclass(frozen=True)
 class Scaling:
-    """Mean and deviation of the training part; `base_scale` is the spread of ln(base) within a domain.
+    """Mean and deviation of the training part; `base_scale` is the spread of ln(base) in a domain.
 
-    The base is the replayed time, or where a strategy was not replayed its analytic time by `replayed_per_analytic`, the median ratio
-    of both over the training part (1 where nothing was replayed).
+    The base is the replayed time. A strategy that was not replayed has its analytic time times
+    `replayed_per_analytic`, the median ratio over the training part (1 without any replay).
     """
 
     shard_mean: Tensor
@@ -69,7 +69,7 @@ class Scaling:
 
 
 def base_step_s(features: Sequence[StrategyFeatures], replayed_per_analytic: float) -> FloatArray:
-    """What the learned residual is added to, shape (n,)."""
+    """Return the times that the learned residual corrects, shape (n,)."""
     return np.array(
         [
             replayed_per_analytic * item.analytic_step_s
@@ -81,24 +81,33 @@ def base_step_s(features: Sequence[StrategyFeatures], replayed_per_analytic: flo
 
 
 def disagreement(features: Sequence[StrategyFeatures], replayed_per_analytic: float) -> FloatArray:
-    """ln(analytic time / base), but for the usual ratio, shape (n,): what the two models of a step do not agree on."""
+    """Return how far the two models of a step differ, ln(analytic / base) less its usual, (n,)."""
     analytic_s = np.array([item.analytic_step_s for item in features])
     return np.log(replayed_per_analytic * analytic_s / base_step_s(features, replayed_per_analytic))
 
 
 def _moments(rows: FloatArray) -> tuple[Tensor, Tensor]:
     std = rows.std(axis=0)
-    std[std < 1e-12 * np.maximum(np.abs(rows).max(axis=0), 1e-300)] = (
-        1.0  # constant in training: left unscaled, so only centred
-    )
+    constant = std < 1e-12 * np.maximum(np.abs(rows).max(axis=0), 1e-300)
+    std[constant] = 1.0  # only centred
     return torch.from_numpy(rows.mean(axis=0)).float(), torch.from_numpy(std).float()
 
 
 @dataclass(frozen=True)
 class FeatureBatch:
-    """`shards` (S, F) standardised; `shard_slot` (S,) row of each shard's variable in a padded (n * L) table;
-    `shard_strategy` (S,); `lengths` (n,) variables of each; `edges` (2, pairs) both ways between shards, or None;
-    `numbers` (n, G) standardised; `base` (n,) ln(base), centred, in units of its spread; `disagreement` (n,) in the same units."""
+    """The tensors of a forward pass.
+
+    | field | shape | |
+    |---|---|---|
+    | shards | (S, F) | standardised |
+    | shard_slot | (S,) | row of each shard's variable in a padded (n * L) table |
+    | shard_strategy | (S,) | |
+    | lengths | (n,) | number of variables |
+    | edges | (2, pairs) | both ways between shards, or None |
+    | numbers | (n, G) | standardised |
+    | base | (n,) | ln(base), centred, in units of its spread |
+    | disagreement | (n,) | in the same units |
+    """
 
     shards: Tensor
     shard_slot: Tensor
@@ -113,7 +122,7 @@ class FeatureBatch:
 def collate(
     features: Sequence[StrategyFeatures], scaling: Scaling, with_edges: bool
 ) -> FeatureBatch:
-    """One batch of n >= 1 strategies."""
+    """Return one batch of n >= 1 strategies."""
     counts = np.array([len(item.shard_variable) for item in features])
     lengths = np.array([item.variables for item in features])
     strategy = np.repeat(np.arange(len(features)), counts)
@@ -144,7 +153,7 @@ def collate(
 
 
 def chunks(features: Sequence[StrategyFeatures]) -> Iterator[Sequence[StrategyFeatures]]:
-    """Consecutive parts that bound the memory of one forward pass."""
+    """Yield consecutive parts that bound the memory of one forward pass."""
     start, shards = 0, 0
     for stop, item in enumerate(features):
         if stop > start and (

@@ -1,12 +1,13 @@
-"""How well a ranker ranks, on strategies it has not learned from. Free of torch.
+"""Ranking quality on held-out strategies. Free of torch.
 
-All figures compare strategies of one domain (workload and cluster) and, with cross-validation, of one fold.
+Each figure compares strategies of one domain (workload and cluster) and, with cross-validation, of one
+fold.
 
 | figure | meaning | best | by chance |
 |---|---|---|---|
-| `pairwise_accuracy` | share of the pairs beyond the tie band that are ordered as measured; predicted ties count half | 1 | 0.5 |
+| `pairwise_accuracy` | share of pairs beyond the tie band in the right order; a tie is half | 1 | 0.5 |
 | `kendall_tau` | tau-b rank correlation | 1 | 0 |
-| `regret_top_k` | how much slower the best of the k predicted fastest is than the fastest of all, relative | 0 | - |
+| `regret_top_k` | relative: best of the k predicted fastest against the fastest of all | 0 | - |
 """
 
 from __future__ import annotations
@@ -33,30 +34,30 @@ RANDOM = "random"
 UNLEARNED = (ANALYTIC, PAPER, REPLAY, RANDOM)
 
 _SMALLEST_TEST = 2  # fewer points form no pair
-_ENOUGH_PAIRS = 30  # fewer may agree by chance, and their scatter then says nothing
+_ENOUGH_PAIRS = 30  # fewer may agree by chance
 _RISK = 0.2
-"""How often, at most, a simulator may rank by luck where none is better than the replay."""
+"""The most often that luck may choose a simulator if none is better than the replay."""
 
 Split = tuple[IntArray, IntArray]
 
 
 @dataclass(frozen=True)
 class RankerChoice:
-    """Which ranker to use, and why, as a sentence for the report."""
+    """The ranker to use, and the reason as a sentence for the report."""
 
     ranker: str
     reason: str
 
 
 def ordered_pairs(measured: ArrayLike, tie_band: float) -> tuple[IntArray, IntArray]:
-    """Indices (faster, slower) of every pair whose times differ by more than the relative tie band."""
+    """Return (faster, slower): the pairs whose times differ by more than the relative tie band."""
     times = _times(measured)
     faster, slower = np.nonzero(times[:, None] * (1 + tie_band) < times[None, :])
     return faster, slower
 
 
 def pairwise_accuracy(predicted: ArrayLike, measured: ArrayLike, tie_band: float) -> float:
-    """Share of pairs ordered correctly; 0.5 where every pair is a tie. Both inputs in seconds, shape (n,)."""
+    """Return the share of pairs in the right order; 0.5 if all are ties. Seconds, shape (n,)."""
     guess = _same_length(predicted, measured)
     faster, slower = ordered_pairs(measured, tie_band)
     if len(faster) == 0:
@@ -65,7 +66,7 @@ def pairwise_accuracy(predicted: ArrayLike, measured: ArrayLike, tie_band: float
 
 
 def kendall_tau(predicted: ArrayLike, measured: ArrayLike) -> float:
-    """tau-b; 0 where one side is constant and so nothing is ranked."""
+    """Return tau-b; 0 if one side is constant, so that nothing is ranked."""
     from scipy.stats import kendalltau
 
     guess, times = _same_length(predicted, measured), _times(measured)
@@ -75,7 +76,7 @@ def kendall_tau(predicted: ArrayLike, measured: ArrayLike) -> float:
 
 
 def best_of_top_k_regret(predicted: ArrayLike, measured: ArrayLike, k: int) -> float:
-    """(fastest of the k predicted fastest) / (fastest of all) - 1; 0 means that trying k strategies finds the best."""
+    """Return (fastest of the k predicted fastest) / (fastest of all) - 1; 0 is best."""
     if k < 1:
         raise InvalidInput(f"the best of the top k needs k of at least 1, but k is {k}")
     guess, times = _same_length(predicted, measured), _times(measured)
@@ -83,10 +84,11 @@ def best_of_top_k_regret(predicted: ArrayLike, measured: ArrayLike, k: int) -> f
 
 
 def k_fold(examples: Sequence[Example], folds: int, seed: int) -> list[Split]:
-    """(training, test) indices of every fold; each domain is spread evenly over the folds, and no group lies in two."""
+    """Return (training, test) indices per fold. Folds share domains evenly, and no group is in two."""
     if not 2 <= folds <= len(examples):
         raise InvalidInput(
-            f"cross-validation of {len(examples)} examples needs 2 to {len(examples)} folds, but got {folds}"
+            f"cross-validation of {len(examples)} examples needs 2 to {len(examples)} folds, "
+            f"but got {folds}"
         )
     group_of = groups(examples)
     folds_of: dict[str, int] = {}
@@ -103,19 +105,18 @@ def k_fold(examples: Sequence[Example], folds: int, seed: int) -> list[Split]:
 
 
 def groups(examples: Sequence[Example]) -> list[str]:
-    """The group of every example."""
+    """Return the group of every example."""
     return [example.group or f"#{index}" for index, example in enumerate(examples)]
 
 
 def unlearned_step_s(
     ranker: str, features: Sequence[StrategyFeatures], draw: np.random.Generator
 ) -> FloatArray:
-    """What a ranker of `UNLEARNED` predicts, shape (n,): seconds, but for chance, which draws from `draw`."""
+    """Return the seconds (n,) that a ranker of `UNLEARNED` predicts; `RANDOM` draws from `draw`."""
     if ranker == RANDOM:
         return draw.random(len(features))
-    attribute = {ANALYTIC: "analytic_step_s", PAPER: "paper_step_s", REPLAY: "replayed_step_s"}[
-        ranker
-    ]
+    attributes = {ANALYTIC: "analytic_step_s", PAPER: "paper_step_s", REPLAY: "replayed_step_s"}
+    attribute = attributes[ranker]
     return np.array([getattr(item, attribute) for item in features], dtype=np.float64)
 
 
@@ -126,10 +127,11 @@ def evaluate(
     seed: int,
     tie_band: float,
 ) -> list[RankingQuality]:
-    """Quality of the analytic rankers, of the replay where all were replayed, of chance and of every simulator, on the same test parts.
+    """Return the quality of every ranker on the same test parts.
 
-    `simulators` maps a name to a function that makes an untrained one; each split trains a new one, so no test
-    strategy is ever learned from. Split number i trains with seed + i.
+    Rankers are the analytic ones, the replay if all examples were replayed, chance, and every
+    simulator. `simulators` maps a name to a function that builds an untrained one. Each split
+    trains a new one, with seed + its number.
     """
     replayed = all(example.features.replayed_step_s is not None for example in examples)
     unlearned = [name for name in UNLEARNED if replayed or name != REPLAY]
@@ -145,28 +147,28 @@ def evaluate(
             simulator.fit([examples[index] for index in training], seed + number)
             predictions.setdefault(name, []).append(simulator.predict_step_s(features))
     tests = [test for _, test in splits]
-    found = [
-        _quality(name, examples, tests, guesses, tie_band) for name, guesses in predictions.items()
-    ]
     plain = predictions[REPLAY if replayed else ANALYTIC]
-    return [
-        own
-        if own.ranker in UNLEARNED
-        else _with_gain(own, examples, tests, predictions[own.ranker], plain, tie_band)
-        for own in found
-    ]
+    qualities = []
+    for name, guesses in predictions.items():
+        quality = _quality(name, examples, tests, guesses, tie_band)
+        if name not in UNLEARNED:
+            quality = _with_gain(quality, examples, tests, guesses, plain, tie_band)
+        qualities.append(quality)
+    return qualities
 
 
 def choose_ranker(qualities: Sequence[RankingQuality]) -> RankerChoice:
-    """The simulator that beats the replay (the analytic ranker, without one) most surely on held-out data, else that.
+    """Return the simulator that beats the replay most surely on held-out data, or else the replay.
 
-    The best of several on few pairs looks better than it is. So one has to be ahead by z standard errors: with z = Phi^-1(1 - 0.2 / K) none
-    of K simulators that are no better than the replay is chosen more often than once in five looks (Bonferroni).
+    Without a replay the analytic ranker takes its place. The best of several on few pairs looks
+    better than it is, so it must lead by z standard errors. With z = Phi^-1(1 - 0.2 / K), K
+    simulators that are no better than the replay are chosen at most once in five times (Bonferroni).
     """
     known = {quality.ranker: quality for quality in qualities}
     if ANALYTIC not in known:
         raise InvalidInput(
-            f"the choice of a ranker needs the quality of {ANALYTIC!r}, but has only {', '.join(known) or 'none'}"
+            f"the choice of a ranker needs the quality of {ANALYTIC!r}, "
+            f"but has only {', '.join(known) or 'none'}"
         )
     plain = known.get(REPLAY, known[ANALYTIC])
     called = plain_name(plain.ranker)
@@ -183,8 +185,8 @@ def choose_ranker(qualities: Sequence[RankingQuality]) -> RankerChoice:
         ),
     )
     figures = (
-        f"on {best.pairs} held-out pairs the {best.ranker} simulator orders {best.pairwise_accuracy:.1%} correctly "
-        f"and {called} {plain.pairwise_accuracy:.1%}"
+        f"on {best.pairs} held-out pairs the {best.ranker} simulator orders "
+        f"{best.pairwise_accuracy:.1%} correctly and {called} {plain.pairwise_accuracy:.1%}"
     )
     if best.pairs < _ENOUGH_PAIRS:
         return RankerChoice(
@@ -205,7 +207,7 @@ def _surely_gained(quality: RankingQuality, z: float) -> float:
 
 
 def plain_name(ranker: str) -> str:
-    """What people read of a ranker that has not learned anything."""
+    """Return the name that reports use for a ranker that learns nothing."""
     return "the replay" if ranker == REPLAY else "the analytic ranker"
 
 
@@ -216,29 +218,27 @@ def _quality(
     guesses: Sequence[FloatArray],
     tie_band: float,
 ) -> RankingQuality:
-    """Means over all (test part, domain) groups of at least two points."""
+    """Return the means over all (test part, domain) groups of at least two points."""
     rows = []
     for test, guess in zip(tests, guesses, strict=True):
         for members in _by_domain([examples[index] for index in test]):
             if len(members) < _SMALLEST_TEST:
                 continue
-            predicted, measured = (
-                guess[members],
-                np.array([examples[index].step_s for index in test[members]]),
+            predicted = guess[members]
+            measured = np.array([examples[index].step_s for index in test[members]])
+            row = (
+                len(ordered_pairs(measured, tie_band)[0]),
+                len(members),
+                pairwise_accuracy(predicted, measured, tie_band),
+                kendall_tau(predicted, measured),
+                best_of_top_k_regret(predicted, measured, 1),
+                best_of_top_k_regret(predicted, measured, 5),
             )
-            rows.append(
-                (
-                    len(ordered_pairs(measured, tie_band)[0]),
-                    len(members),
-                    pairwise_accuracy(predicted, measured, tie_band),
-                    kendall_tau(predicted, measured),
-                    best_of_top_k_regret(predicted, measured, 1),
-                    best_of_top_k_regret(predicted, measured, 5),
-                )
-            )
+            rows.append(row)
     if not rows:
         raise InvalidInput(
-            f"ranking quality needs at least {_SMALLEST_TEST} test strategies of one domain; run more trials or use fewer folds"
+            f"ranking quality needs at least {_SMALLEST_TEST} test strategies of one domain; "
+            "run more trials or use fewer folds"
         )
     table = np.array(rows)
     pairs, points = table[:, 0], table[:, 1]
@@ -257,10 +257,11 @@ def _with_gain(
     plain: Sequence[FloatArray],
     tie_band: float,
 ) -> RankingQuality:
-    """With the gain over `plain` and its standard error.
+    """Return the quality with its gain over `plain` and the gain's standard error.
 
-    Pairs share strategies, so strategies are left out one by one (jackknife); folds share what they learned from, which makes the variance
-    larger by 1 + k / (k - 1) (Nadeau and Bengio, Inference for the Generalization Error, 2003).
+    Pairs share strategies, so a jackknife leaves out one strategy at a time. Folds share training
+    data, which increases the variance by 1 + k / (k - 1) (Nadeau and Bengio, Inference for the
+    Generalization Error, 2003).
     """
     gained, pairs = np.zeros(len(examples)), np.zeros(len(examples))
     total = count = 0.0
@@ -269,9 +270,8 @@ def _with_gain(
             faster, slower = ordered_pairs(
                 [examples[index].step_s for index in test[members]], tie_band
             )
-            better = _in_order(guess[members], faster, slower) - _in_order(
-                other[members], faster, slower
-            )
+            better = _in_order(guess[members], faster, slower)
+            better -= _in_order(other[members], faster, slower)
             for side in (test[members][faster], test[members][slower]):
                 np.add.at(gained, side, better)
                 np.add.at(pairs, side, 1.0)
@@ -287,9 +287,9 @@ def _with_gain(
 
 
 def _in_order(guess: FloatArray, faster: IntArray, slower: IntArray) -> FloatArray:
-    """Of every pair: 1 if predicted as measured, half for a tie."""
-    found: FloatArray = (guess[faster] < guess[slower]) + 0.5 * (guess[faster] == guess[slower])
-    return found
+    """Return 1 for every pair in the right order, and half for a tie."""
+    ordered: FloatArray = (guess[faster] < guess[slower]) + 0.5 * (guess[faster] == guess[slower])
+    return ordered
 
 
 def _by_domain(examples: Sequence[Example]) -> list[IntArray]:
@@ -310,6 +310,7 @@ def _same_length(predicted: ArrayLike, measured: ArrayLike) -> FloatArray:
     guess, times = _times(predicted), _times(measured)
     if len(guess) != len(times):
         raise InvalidInput(
-            f"every measured strategy needs one prediction, but there are {len(guess)} predictions for {len(times)}"
+            "every measured strategy needs one prediction, "
+            f"but there are {len(guess)} predictions for {len(times)}"
         )
     return guess

@@ -1,7 +1,8 @@
 """Graph-attention simulator on the partitioned graph of variables.
 
-Source: AutoSync, supplement sec. 5, Eq. 8-10. A node is a shard with z^raw and z^pre; `StrategyFeatures.shard_edges` are
-the edges, used both ways. Two attention layers, as in the graph attention networks the paper cites; the paper gives no sizes.
+Source: AutoSync, supplement sec. 5, Eq. 8-10. A node is a shard with z^raw and z^pre;
+`StrategyFeatures.shard_edges` are the edges, used both ways. There are two attention layers, as in the
+graph attention networks that the paper cites; the paper gives no sizes.
 
 | tensor | shape | |
 |---|---|---|
@@ -24,7 +25,7 @@ from autotune.simulators.residual import Architecture, ResidualSimulator
 from autotune.simulators.training import PAPER_RECIPE, TrainingRecipe
 
 with warnings.catch_warnings():
-    # torch-geometric 2.8 still compiles with torch.jit, which torch 2.13 deprecates; nothing here can change that.
+    # torch-geometric 2.8 compiles with torch.jit, which torch 2.13 deprecates
     warnings.filterwarnings("ignore", message=r"`torch\.jit\.", category=DeprecationWarning)
     from torch_geometric.nn import GATConv, global_mean_pool
 
@@ -48,7 +49,7 @@ class _Attention(nn.Module):
 def gat_simulator(
     recipe: TrainingRecipe = PAPER_RECIPE, hidden: int = 32, heads: int = 4
 ) -> ResidualSimulator:
-    """A fresh graph-attention simulator."""
+    """Return an untrained graph-attention simulator."""
     return ResidualSimulator(
         Architecture("gat", (hidden, heads), lambda sizes: _Attention(*sizes), with_edges=True),
         recipe,

@@ -1,4 +1,4 @@
-"""What a simulator is: it learns from trials to tell which strategy is faster. Free of torch."""
+"""The interface of simulators, which learn from trials which strategy is faster. Free of torch."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from autotune.features.extract import StrategyFeatures
 
 @dataclass(frozen=True)
 class Example:
-    """One measured strategy. `domain` names the workload and the cluster; only examples of one domain are compared.
+    """One measured strategy.
 
-    Examples of one `group`, the plan, lie on one side of every split, whatever domains they are of; "" is a group of its own.
+    `domain` names the workload and the cluster; only examples of one domain are compared. Examples
+    of one `group`, the plan, are on one side of every split, in any domain; "" is no group.
     """
 
     features: StrategyFeatures
@@ -27,13 +28,14 @@ class Example:
     def __post_init__(self) -> None:
         if not 0 < self.step_s < float("inf"):
             raise InvalidInput(
-                f"an example needs a measured step time above 0 s, but strategy {self.features.strategy_id} has {self.step_s}"
+                "an example needs a measured step time above 0 s, "
+                f"but strategy {self.features.strategy_id} has {self.step_s}"
             )
 
 
 @dataclass(frozen=True)
 class FitReport:
-    """What `fit` did: epochs run, the epoch whose weights were kept (0: the untrained start), seconds, why it stopped."""
+    """What `fit` did. `best_epoch`: the epoch of the kept weights (0: the untrained start)."""
 
     epochs: int
     best_epoch: int
@@ -42,18 +44,19 @@ class FitReport:
 
 
 class Simulator(Protocol):
-    """Contract, tested for every implementation in tests/contract/test_simulator_contract.py.
+    """The contract; tests/contract/test_simulator_contract.py tests it for every implementation.
 
-    - `fit(examples, seed)` learns from n >= 2 examples (else `InvalidInput`) of one or more domains. It starts from the
-      replay (from the analytic ranker where nothing was replayed), or with `warm_start` from the weights, the
-      standardisation and the scale of the previous fit (from the start where there was none). Same examples, seed and
-      previous state give the same weights on one machine unless a time limit cuts training short. The examples are not
-      kept, and no global random state is touched.
-    - `predict_step_s(features)` gives shape (n,) seconds, positive; lower is better. Rows do not influence one another.
-    - `embed(features)` gives shape (n, H) hidden states of unit norm (zeros stay zeros).
-    - `save(path)` writes a folder of safetensors and JSON; `load(path)` restores it, so that predictions are equal, and
-      raises `InvalidInput` if it holds another kind of simulator or other features.
-    - `predict_step_s`, `embed` and `save` before `fit` or `load` raise `InvalidInput`.
+    - `fit(examples, seed)` learns from n >= 2 examples (else `InvalidInput`) of one or more
+      domains. It starts from the replay, or from the analytic ranker if nothing was replayed. With
+      `warm_start` it continues from the weights, standardisation and scale of the previous fit.
+      The same examples, seed and previous state give the same weights on one machine, unless a
+      time limit stops training. It keeps no examples and touches no global random state.
+    - `predict_step_s(features)` returns positive seconds, shape (n,); lower is better. Rows do not
+      influence one another.
+    - `embed(features)` returns hidden states of unit norm, shape (n, H); zeros stay zeros.
+    - `save(path)` writes a folder of safetensors and JSON. `load(path)` restores it with equal
+      predictions, and raises `InvalidInput` for another kind of simulator or other features.
+    - `predict_step_s`, `embed` and `save` raise `InvalidInput` before `fit` or `load`.
     """
 
     @property

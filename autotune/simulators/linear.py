@@ -1,4 +1,4 @@
-"""Linear simulator on the 12 domain-agnostic numbers and the two models of a step (AutoSync sec. 3.1; Adam with 0.01)."""
+"""Linear simulator on 12 domain-agnostic features and two models of a step (AutoSync sec. 3.1)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autotune.simulators.training import LINEAR_RECIPE, TrainingRecipe
 
 
 class _Linear(nn.Module):
-    """The hidden state is the standardised input itself, the base and how far the analytic time is from it, shape (n, 14)."""
+    """The hidden state is the standardised input, the base and the disagreement, shape (n, 14)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,5 +29,5 @@ class _Linear(nn.Module):
 
 
 def linear_simulator(recipe: TrainingRecipe = LINEAR_RECIPE) -> ResidualSimulator:
-    """A fresh linear simulator."""
+    """Return an untrained linear simulator."""
     return ResidualSimulator(Architecture("linear", (), lambda sizes: _Linear()), recipe)

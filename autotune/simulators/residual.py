@@ -38,14 +38,12 @@ _WEIGHTS = "weights.safetensors"
 _DESCRIPTION = "simulator.json"
 _MOMENTS = ("shard_mean", "shard_std", "global_mean", "global_std")
 SCHEMA = 2  # the residual is on top of the replay
-_SMALLEST_SLOPE = (
-    1e-3  # where scores and times disagree on the training data: still monotone, nearly flat
-)
+_SMALLEST_SLOPE = 1e-3  # for scores that disagree with the times: monotone, nearly flat
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """`build(sizes)` makes a network whose `forward(FeatureBatch)` gives (residual (n,), hidden (n, H))."""
+    """`build(sizes)` returns a network: `FeatureBatch` -> (residual (n,), hidden (n, H))."""
 
     name: str
     sizes: tuple[int, ...]
@@ -92,28 +90,25 @@ class ResidualSimulator:
     def fit(self, examples: Sequence[Example], seed: int, warm_start: bool = False) -> FitReport:
         if len(examples) < 2:
             raise InvalidInput(
-                f"a simulator learns from pairs and needs at least 2 examples, but got {len(examples)}; run more trials first"
+                "a simulator learns from pairs and needs at least 2 examples, "
+                f"but got {len(examples)}; run more trials first"
             )
         features = [example.features for example in examples]
         with torch.random.fork_rng(devices=[]), torch_threads(self.recipe.threads):
             torch.manual_seed(seed)
             if warm_start and self._fitted is not None:
                 network, scaling = copy.deepcopy(self._fitted.network), self._fitted.scaling
-                epochs = (
-                    self.recipe.epochs
-                    if self.recipe.warm_epochs is None
-                    else self.recipe.warm_epochs
-                )
+                warm_epochs = self.recipe.warm_epochs
+                epochs = self.recipe.epochs if warm_epochs is None else warm_epochs
             else:
                 network = self.architecture.build(self.architecture.sizes)
                 scaling = self._scaling_of_training_part(examples, seed)
                 epochs = self.recipe.epochs
 
-            # A domain that fits into one batch is the same batch in every epoch. Fewer places than an epoch has batches would keep none.
-            batches = (
-                2 * len({example.domain for example in examples})
-                + len(examples) // self.recipe.batch_size
-            )
+            # A domain that fits into one batch is the same batch in every epoch. A cache smaller
+            # than the batches of an epoch would keep none.
+            domains = {example.domain for example in examples}
+            batches = 2 * len(domains) + len(examples) // self.recipe.batch_size
 
             @lru_cache(maxsize=batches)
             def batch_of(indices: tuple[int, ...]) -> FeatureBatch:
@@ -126,9 +121,8 @@ class ResidualSimulator:
 
             report = train_ranking(network, predict, examples, self.recipe, seed, epochs)
         self._fitted = _Fitted(network.eval(), scaling, 1.0, 0.0)
-        slope, intercept = calibrate(
-            self._forward(features)[0], np.log([example.step_s for example in examples])
-        )
+        log_step_s = np.log([example.step_s for example in examples])
+        slope, intercept = calibrate(self._forward(features)[0], log_step_s)
         self._fitted = _Fitted(network, scaling, slope, intercept)
         return report
 
@@ -171,48 +165,43 @@ class ResidualSimulator:
         )
 
     def load(self, path: Path) -> None:
-        found = parse(_Description, read_json(path / _DESCRIPTION), str(path / _DESCRIPTION))
-        if (found.schema, found.raw_features, found.global_features) != (
-            SCHEMA,
-            RAW_FEATURES,
-            GLOBAL_FEATURES,
-        ):
+        stored = parse(_Description, read_json(path / _DESCRIPTION), str(path / _DESCRIPTION))
+        stored_features = (stored.schema, stored.raw_features, stored.global_features)
+        if stored_features != (SCHEMA, RAW_FEATURES, GLOBAL_FEATURES):
             raise InvalidInput(
-                f"{path}: the simulator was trained on other features than this version makes; train it again"
+                f"{path}: the simulator was trained on features that differ from this version's; "
+                "train it again"
             )
-        if (found.architecture, found.sizes) != (self.name, self.architecture.sizes):
+        sizes = self.architecture.sizes
+        if (stored.architecture, stored.sizes) != (self.name, sizes):
             raise InvalidInput(
-                f"{path}: a {self.name!r} simulator of sizes {self.architecture.sizes} is wanted, but a {found.architecture!r} "
-                f"simulator of sizes {found.sizes} is stored; load it with the simulator it was saved from"
+                f"{path}: expected a {self.name!r} simulator of sizes {sizes}, "
+                f"but a {stored.architecture!r} simulator of sizes {stored.sizes} is stored; "
+                "load it with the simulator that saved it"
             )
         with torch.random.fork_rng(devices=[]):
             network = self.architecture.build(self.architecture.sizes)
         try:
             tensors = load_file(path / _WEIGHTS)
-            network.load_state_dict(
-                {
-                    name.removeprefix("network."): t
-                    for name, t in tensors.items()
-                    if name.startswith("network.")
-                }
-            )
-            shard_mean, shard_std, global_mean, global_std = (
-                tensors[f"scaling.{name}"] for name in _MOMENTS
-            )
+            weights = {
+                name.removeprefix("network."): tensor
+                for name, tensor in tensors.items()
+                if name.startswith("network.")
+            }
+            network.load_state_dict(weights)
+            moments = {name: tensors[f"scaling.{name}"] for name in _MOMENTS}
             scaling = Scaling(
-                shard_mean,
-                shard_std,
-                global_mean,
-                global_std,
-                found.base_mean,
-                found.base_scale,
-                found.replayed_per_analytic,
+                **moments,
+                base_mean=stored.base_mean,
+                base_scale=stored.base_scale,
+                replayed_per_analytic=stored.replayed_per_analytic,
             )
         except (OSError, SafetensorError, RuntimeError, KeyError) as error:
             raise InvalidInput(
-                f"{path / _WEIGHTS} must hold the weights that {_DESCRIPTION} describes, but does not: {error}"
+                f"{path / _WEIGHTS} must hold the weights that {_DESCRIPTION} describes, "
+                f"but does not: {error}"
             ) from error
-        self._fitted = _Fitted(network.eval(), scaling, found.slope, found.intercept)
+        self._fitted = _Fitted(network.eval(), scaling, stored.slope, stored.intercept)
 
     def _scaling_of_training_part(self, examples: Sequence[Example], seed: int) -> Scaling:
         training, _ = split_off_validation(examples, self.recipe.validation_share, seed)
@@ -222,7 +211,7 @@ class ResidualSimulator:
         )
 
     def _forward(self, features: Sequence[StrategyFeatures]) -> tuple[FloatArray, FloatArray]:
-        """(scores (n,), hidden (n, H)), a bounded number of strategies at a time."""
+        """Return (scores (n,), hidden (n, H)), computed for a bounded number of strategies at a time."""
         fitted = self._require_fitted()
         scores, hidden = [np.zeros(0)], []
         with torch.inference_mode():
@@ -236,9 +225,7 @@ class ResidualSimulator:
 
     def _require_fitted(self) -> _Fitted:
         if self._fitted is None:
-            raise InvalidInput(
-                f"the {self.name!r} simulator has learned nothing yet; call fit or load first"
-            )
+            raise InvalidInput(f"the {self.name!r} simulator is untrained; call fit or load first")
         return self._fitted
 
 
@@ -248,7 +235,7 @@ def _scores(network: nn.Module, batch: FeatureBatch) -> tuple[Tensor, Tensor]:
 
 
 def calibrate(scores: FloatArray, log_step_s: FloatArray) -> tuple[float, float]:
-    """(slope > 0, intercept) of the least-squares line from scores to log seconds; both inputs of shape (n,)."""
+    """Return (slope > 0, intercept) of the least-squares line from scores to log seconds, (n,)."""
     centred = scores - scores.mean()
     spread = float(centred @ centred)
     slope = float(centred @ (log_step_s - log_step_s.mean())) / spread if spread > 0 else 1.0

@@ -47,7 +47,7 @@ class _Recurrent(nn.Module):
         sequence = table.view(count, length, _SHARD_STATE)
         if bool((batch.lengths == length).all()):
             _, (last, _) = self.lstm(sequence)
-        else:  # models of different size in one batch: the padding must not be walked
+        else:  # models of different sizes in one batch: skip the padding
             packed = nn.utils.rnn.pack_padded_sequence(
                 sequence, batch.lengths, batch_first=True, enforce_sorted=False
             )
@@ -59,7 +59,7 @@ class _Recurrent(nn.Module):
 def rnn_simulator(
     recipe: TrainingRecipe = PAPER_RECIPE, hidden: int = 128, layers: int = 3
 ) -> ResidualSimulator:
-    """A fresh recurrent simulator; the defaults are the paper's."""
+    """Return an untrained recurrent simulator; the defaults are the paper's."""
     return ResidualSimulator(
         Architecture("rnn", (hidden, layers), lambda sizes: _Recurrent(*sizes)), recipe
     )

@@ -1,18 +1,21 @@
-"""The training recipe: pairwise ranking loss, learning-rate steps, clipping, the best epoch on a validation part.
+"""Train with the pairwise ranking loss, learning-rate steps, clipping and early stopping.
 
-Source: AutoSync, supplement sec. 10; pairwise loss and batches: the paper's code. Departures, since the network learns a residual on top
-of the replay and starts at zero, and a handful of trials must not cost it what the replay knows:
-- The weights of the best validation epoch are kept, the untrained start included.
-- A difference of scores counts c times in the loss, c fitted to the start on the training part (`sharpness`). Without it the loss is
-  smallest where the residual copies the replay to widen differences that have the right sign already, whatever else that changes.
-- A prior: leaving the start costs `prior_weight` / n * mean((c d)^2) / 2, where d is the score's change but for its mean over the batch.
-  It is what -ln of a normal prior with deviation 1 / c adds to n strategies' mean loss: with few trials the start ranks.
+Source: AutoSync, supplement sec. 10; the pairwise loss and the batches are those of the paper's code.
+The network learns a residual on top of the replay and starts at zero. A handful of trials must not
+cost what the replay knows, so the recipe departs from the paper:
+
+- It keeps the weights of the best validation epoch, the untrained start included.
+- The loss multiplies a difference of scores by c, which `sharpness` fits to the start on the training
+  part. Without c the loss is lowest if the residual copies the replay, to widen differences that
+  have the right sign already.
+- A prior: leaving the start costs `prior_weight` / n * mean((c d)^2) / 2. That is the -ln of a
+  normal prior with deviation 1 / c, in the mean loss of n strategies. With few trials the start ranks.
 
 | symbol | meaning |
 |---|---|
 | n | examples of the training part, of all domains |
 | c | sharpness: the slope of the log odds that a pair is ordered as its scores say |
-| d | score - score at the start of this training, in units of the score |
+| d | score - score at the start of this training, less its mean over the batch |
 """
 
 from __future__ import annotations
@@ -35,14 +38,17 @@ from autotune.simulators.interface import Example, FitReport
 
 @dataclass(frozen=True)
 class TrainingRecipe:
-    """`decay_at` are shares of the epochs: 0.4 and 0.8 of 200 are the paper's 80 and 160.
+    """Hyperparameters of a fit.
 
-    `warm_epochs` (None: `epochs`) is used when a fit continues from earlier weights. `time_limit_s` ends training early
-    and then makes the result depend on the machine's speed. `tie_band` is the relative difference below which two
-    measured times count as equal. `validation_share` is taken from the examples given to `fit`: after 15 % were held
-    out for testing, 15/85 of the rest are the paper's 15 %. `threads` is set for torch during `fit` only and restored after
-    it (None: left as it is); one thread is up to ten times faster than several on a machine that is busy with trials.
-    `prior_weight`: so many strategies weigh as much as the prior for the start.
+    - `warm_epochs`: epochs of a fit that continues from earlier weights (None: `epochs`).
+    - `decay_at`: shares of the epochs; 0.4 and 0.8 of 200 are the paper's 80 and 160.
+    - `tie_band`: two measured times that differ by less, relatively, count as equal.
+    - `validation_share`: of the examples given to `fit`. After 15 % were held out for testing, 15/85
+      of the rest are the paper's 15 %.
+    - `time_limit_s`: training that it ends early depends on the machine's speed.
+    - `threads`: torch threads during `fit` (None: unchanged). On a machine that is busy with trials,
+      one thread is up to ten times faster than several.
+    - `prior_weight`: the number of strategies that weigh as much as the prior for the start.
     """
 
     learning_rate: float = 1e-3
@@ -61,22 +67,19 @@ class TrainingRecipe:
     def __post_init__(self) -> None:
         if self.epochs < 0 or (self.warm_epochs or 0) < 0:
             raise InvalidInput(
-                f"epochs must be at least 0, but are {self.epochs} and {self.warm_epochs} when warm"
+                f"epochs must be at least 0, but are {self.epochs} (warm: {self.warm_epochs})"
             )
         if self.batch_size < 2:
             raise InvalidInput(
-                f"a batch needs at least 2 examples to form a pair, but batch_size is {self.batch_size}"
+                "a batch needs at least 2 examples to form a pair, "
+                f"but batch_size is {self.batch_size}"
             )
-        if (
-            self.learning_rate <= 0
-            or self.clip_norm <= 0
-            or self.tie_band < 0
-            or self.prior_weight < 0
-        ):
-            raise InvalidInput(
-                f"learning_rate and clip_norm must be above 0, tie_band and prior_weight at least 0, but are {self.learning_rate}, "
-                f"{self.clip_norm}, {self.tie_band} and {self.prior_weight}"
-            )
+        if min(self.learning_rate, self.clip_norm) <= 0:
+            values = f"{self.learning_rate} and {self.clip_norm}"
+            raise InvalidInput(f"learning_rate and clip_norm must be above 0, but are {values}")
+        if min(self.tie_band, self.prior_weight) < 0:
+            values = f"{self.tie_band} and {self.prior_weight}"
+            raise InvalidInput(f"tie_band and prior_weight must be at least 0, but are {values}")
         if self.threads is not None and self.threads < 1:
             raise InvalidInput(f"training needs at least 1 thread, but got {self.threads}")
         if not 0 <= self.validation_share < 1:
@@ -88,17 +91,16 @@ class TrainingRecipe:
 PAPER_RECIPE = TrainingRecipe()
 LINEAR_RECIPE = TrainingRecipe(learning_rate=0.01)
 
-_SHARPNESS: tuple[float, ...] = tuple(
-    2.0 ** (step / 2) for step in range(13)
-)  # scores differ by about 1, the replay errs by a few percent
-_SMALLEST_VALIDATION = 4  # below it a validation part orders 3 pairs at most and says nothing
+# scores differ by about 1, the replay errs by a few percent
+_SHARPNESS: tuple[float, ...] = tuple(2.0 ** (step / 2) for step in range(13))
+_SMALLEST_VALIDATION = 4  # a smaller part orders at most 3 pairs
 
 Predict = Callable[[Sequence[int]], Tensor]
 
 
 @contextmanager
 def torch_threads(count: int | None) -> Iterator[None]:
-    """`count` torch threads inside the block, and as many as before after it."""
+    """Use `count` torch threads inside the block."""
     before = torch.get_num_threads()
     torch.set_num_threads(before if count is None else count)
     try:
@@ -110,9 +112,10 @@ def torch_threads(count: int | None) -> Iterator[None]:
 def split_off_validation(
     examples: Sequence[Example], share: float, seed: int
 ) -> tuple[list[int], list[int]]:
-    """(training, validation) indices, drawn within each domain; no validation part where it would be too small.
+    """Return (training, validation) indices, drawn within each domain.
 
-    A group that is in several domains goes where the first of them has put it.
+    A domain too small for a useful validation part has none. A group that is in several domains
+    goes where the first of them put it.
     """
     group_of, is_held = groups(examples), dict[str, bool]()
     for domain in sorted({example.domain for example in examples}):
@@ -120,9 +123,7 @@ def split_off_validation(
         held = round(share * len(members))
         held = held if held >= _SMALLEST_VALIDATION else 0
         mixed = generator(seed, "validation", domain).permutation(members).tolist()
-        new = list(
-            dict.fromkeys(group_of[index] for index in mixed if group_of[index] not in is_held)
-        )
+        new = dict.fromkeys(group_of[index] for index in mixed if group_of[index] not in is_held)
         held -= sum(is_held.get(group_of[index], False) for index in mixed)
         is_held |= {group: place < held for place, group in enumerate(new)}
     validation = [index for index, group in enumerate(group_of) if is_held[group]]
@@ -130,9 +131,10 @@ def split_off_validation(
 
 
 def pairwise_ranking_loss(scores: Tensor, log_measured: Tensor, tie_band: float) -> Tensor | None:
-    """Mean of log(1 + exp(s_i - s_j)) over the pairs in which i was measured faster than j by more than the tie band.
+    """Return the mean of log(1 + exp(s_i - s_j)) over the pairs in which i was faster than j.
 
-    Both inputs have shape (n,), of one domain; a lower score means faster. None where every pair is a tie.
+    The times of a pair differ by more than the tie band; None if there is no such pair. Both inputs
+    have shape (n,) and are of one domain; a lower score means faster.
     """
     faster, slower = torch.nonzero(
         log_measured[:, None] < log_measured[None, :] - np.log1p(tie_band), as_tuple=True
@@ -150,7 +152,7 @@ def train_ranking(
     seed: int,
     epochs: int,
 ) -> FitReport:
-    """Train `network` in place; `predict(indices)` gives its scores of those examples, shape (len(indices),)."""
+    """Train `network` in place; `predict(indices)` returns its scores, shape (len(indices),)."""
     began_s = time.monotonic()
     training, validation = split_off_validation(examples, recipe.validation_share, seed)
     log_measured = torch.log(
@@ -160,11 +162,9 @@ def train_ranking(
     steps = sorted(round(share * epochs) for share in recipe.decay_at)
     start = _scores_by_domain(predict, examples)
     sharp = sharpness(start, training, examples, log_measured, recipe.tie_band)
-    best_epoch, best_loss, best_weights = (
-        0,
-        _mean_loss(start, sharp, validation, examples, log_measured, recipe),
-        copy.deepcopy(network.state_dict()),
-    )
+    best_epoch = 0
+    best_loss = _mean_loss(start, sharp, validation, examples, log_measured, recipe)
+    best_weights = copy.deepcopy(network.state_dict())
     order = generator(seed, "batches")
     epoch, stopped = 0, "all epochs done"
     for epoch in range(1, epochs + 1):
@@ -182,20 +182,12 @@ def train_ranking(
             loss.backward()
             nn.utils.clip_grad_norm_(network.parameters(), recipe.clip_norm)
             optimizer.step()
-        held_out = _mean_loss(
-            _scores_by_domain(predict, examples, validation),
-            sharp,
-            validation,
-            examples,
-            log_measured,
-            recipe,
-        )
+        scores = _scores_by_domain(predict, examples, validation)
+        held_out = _mean_loss(scores, sharp, validation, examples, log_measured, recipe)
         if held_out is None or best_loss is None or held_out < best_loss:
-            best_epoch, best_loss, best_weights = (
-                epoch,
-                held_out,
-                copy.deepcopy(network.state_dict()),
-            )
+            best_epoch = epoch
+            best_loss = held_out
+            best_weights = copy.deepcopy(network.state_dict())
         if recipe.time_limit_s is not None and time.monotonic() - began_s > recipe.time_limit_s:
             stopped = f"time limit of {recipe.time_limit_s} s"
             break
@@ -206,7 +198,7 @@ def train_ranking(
 def domain_batches(
     indices: Sequence[int], examples: Sequence[Example], size: int, order: np.random.Generator
 ) -> list[list[int]]:
-    """Shuffled batches, each of one domain and of at least two examples: only within a domain are there pairs.
+    """Return shuffled batches, each of one domain and of at least two examples, since pairs need both.
 
     A domain that fits into one batch keeps its order, since all pairs of a batch count.
     """
@@ -227,15 +219,15 @@ def sharpness(
     log_measured: Tensor,
     tie_band: float,
 ) -> float:
-    """The factor, 1 to 64, with which these scores explain the order of the pairs of `indices` best; 1 where there is no pair."""
+    """Return the factor, 1 to 64, with which these scores best explain the order of all pairs."""
     domains = _members(indices, examples)
 
     def loss(factor: float) -> float:
-        found = [
-            pairwise_ranking_loss(factor * scores[own], log_measured[own], tie_band)
-            for own in domains
+        losses = [
+            pairwise_ranking_loss(factor * scores[members], log_measured[members], tie_band)
+            for members in domains
         ]
-        return sum(float(each) for each in found if each is not None)
+        return sum(float(each) for each in losses if each is not None)
 
     return min(_SHARPNESS, key=loss)
 
@@ -243,20 +235,20 @@ def sharpness(
 def _scores_by_domain(
     predict: Predict, examples: Sequence[Example], indices: Sequence[int] | None = None
 ) -> Tensor:
-    """Scores of these examples (None: of all), shape (n,) of all, 0 elsewhere; a domain at a time, without gradients."""
-    found = torch.zeros(len(examples), dtype=torch.float64)
+    """Return scores (n,) without gradients; 0 for examples that are not in `indices` (None: all)."""
+    scores = torch.zeros(len(examples), dtype=torch.float64)
     with torch.no_grad():
-        for own in _members(range(len(examples)) if indices is None else indices, examples):
-            found[own] = predict(own)
-    return found
+        for members in _members(range(len(examples)) if indices is None else indices, examples):
+            scores[members] = predict(members)
+    return scores
 
 
 def _members(indices: Sequence[int], examples: Sequence[Example]) -> list[list[int]]:
-    """The indices of each domain, in order of the domains' names."""
-    found: dict[str, list[int]] = {}
+    """Return the indices of each domain, in order of the domains' names."""
+    members: dict[str, list[int]] = {}
     for index in indices:
-        found.setdefault(examples[index].domain, []).append(index)
-    return [own for _, own in sorted(found.items())]
+        members.setdefault(examples[index].domain, []).append(index)
+    return [members[domain] for domain in sorted(members)]
 
 
 def _mean_loss(
@@ -267,10 +259,10 @@ def _mean_loss(
     log_measured: Tensor,
     recipe: TrainingRecipe,
 ) -> float | None:
-    """Mean of the ranking loss over the domains of `indices`; None without a pair."""
-    found = [
-        pairwise_ranking_loss(sharp * scores[own], log_measured[own], recipe.tie_band)
-        for own in _members(indices, examples)
+    """Return the mean of the ranking loss over the domains of `indices`; None without a pair."""
+    losses = [
+        pairwise_ranking_loss(sharp * scores[members], log_measured[members], recipe.tie_band)
+        for members in _members(indices, examples)
     ]
-    losses = [float(loss) for loss in found if loss is not None]
-    return float(np.mean(losses)) if losses else None
+    values = [float(loss) for loss in losses if loss is not None]
+    return float(np.mean(values)) if values else None
