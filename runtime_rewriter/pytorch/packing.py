@@ -15,9 +15,9 @@ from autotune.strategy_space.strategy import SparseHandling
 from runtime_rewriter.pytorch.exchange.hierarchical import PlanGroups
 from runtime_rewriter.pytorch.exchange.lanes import Lanes
 from runtime_rewriter.pytorch.exchange.present_rows import PresentRows
-from runtime_rewriter.pytorch.exchange.residuals import Residuals
+from runtime_rewriter.pytorch.exchange.residuals import Residuals, slice_of
 from runtime_rewriter.pytorch.exchange.row_transfer import RowTransfer, waiting_rows, write_average
-from runtime_rewriter.pytorch.exchange.transfer import Transfer, pack_slice, slice_of
+from runtime_rewriter.pytorch.exchange.transfer import Transfer, pack_slice
 
 
 def build_transfers(

@@ -1,4 +1,4 @@
-"""Sums of compressed messages with error feedback, over any process group and by any primitive.
+"""Sums of compressed messages with error feedback, over any group of ranks and by any synchronizer.
 
 Before the steps, `values` hold v_r = g_r / w + e_r on every rank. After them they hold the sum of
 what was sent, with the same bits on every rank. In between, as soon as a rank's `values` hold what
@@ -30,25 +30,25 @@ def flat_exchange(
     message: Message,
     values: Tensor,
     lanes: Lanes,
-    rank_groups: RankGroups,
+    groups: RankGroups,
     feedback: Feedback,
     first_lane: int = 0,
 ) -> Exchange:
-    """Build the sum over the rank_groups with the message's compressor. Collective.
+    """Build the sum over the groups with the message's compressor. Collective.
 
-    `values` have `padded_elements`. A rank alone in its rank_groups sends nothing and keeps its values.
+    `values` have `padded_elements`. A rank alone in its group sends nothing and keeps its values.
     """
-    members = rank_groups.members_of(lanes.ranks.rank)
+    members = groups.members_of(lanes.ranks.rank)
     if not message.compressor.error_feedback:
-        return flat_sum(message.synchronizer, values, lanes, rank_groups, message.owner, first_lane)
+        return flat_sum(message.synchronizer, values, lanes, groups, message.owner, first_lane)
     if message.compressor is Compressor.POWER_SGD:
-        return PowerSgd(message, values, lanes, rank_groups, feedback, first_lane)
+        return PowerSgd(message, values, lanes, groups, feedback, first_lane)
     if len(members) > 1:
         feedback.feed(range(len(message.slices)))
     kind: type[PayloadExchange] = Rooted
     if message.synchronizer not in ROOTED:
         kind = Sharded if message.compressor.is_quantiser else Gathered
-    return kind(message, values, lanes, rank_groups, feedback, first_lane)
+    return kind(message, values, lanes, groups, feedback, first_lane)
 
 
 class PayloadExchange(ABC):
@@ -61,17 +61,15 @@ class PayloadExchange(ABC):
         message: Message,
         values: Tensor,
         lanes: Lanes,
-        rank_groups: RankGroups,
+        groups: RankGroups,
         feedback: Feedback,
         lane: int,
     ) -> None:
         self.values = values
         self._lane = lane
         self._feedback = feedback
-        self._members = rank_groups.members_of(lanes.ranks.rank)
-        self._groups = [
-            lanes.group(lane + number, rank_groups) for number in range(self.collectives)
-        ]
+        self._members = groups.members_of(lanes.ranks.rank)
+        self._groups = [lanes.group(lane + number, groups) for number in range(self.collectives)]
         self._padding = values[message.elements :]
         self._prepare(message, lanes.ranks.rank)
 
@@ -137,7 +135,8 @@ class Sharded(PayloadExchange):
 
 
 class Gathered(PayloadExchange):
-    """top-k without a root, two steps: every rank gets all payloads and sums them in group order."""
+    """top-k without a root, two steps: every rank gets all payloads and sums them in group
+    order."""
 
     collectives = 1
 
@@ -164,7 +163,7 @@ class Rooted(PayloadExchange):
 
     The owner sums the payloads of all, encodes the sum and sends it to all. What the second
     encoding loses joins the owner's residual. A library's reduce cannot add payloads, so both
-    primitives with a root gather. They differ on the way back: scatter or broadcast.
+    synchronizers with a root gather. They differ on the way back: scatter or broadcast.
     """
 
     collectives = 2
@@ -176,7 +175,7 @@ class Rooted(PayloadExchange):
         self._all = self.values[:length]
         self._pushed = message.synchronizer is Synchronizer.PARAMETER_SERVER
         self._sent = whole_payload(message, 1, self.values)
-        assert message.owner is not None, "a primitive with a root has an owner"
+        assert message.owner is not None, "a synchronizer with a root has an owner"
         takes_part = len(self._members) > 1
         self._root = self._members.index(message.owner) if takes_part else 0
         owns = takes_part and rank == message.owner
@@ -212,7 +211,7 @@ class Rooted(PayloadExchange):
 
 
 class PowerSgd:
-    """Two sums by the message's primitive, of P and of Q (see `power_sgd`), and a last step.
+    """Two sums by the message's synchronizer, of P and of Q (see `power_sgd`), and a last step.
 
     PowerSGD has no payload: the second sum needs the result of the first one, its factors are
     plain tensors that the backend's own sums add, and each slice keeps a start for the next step.
@@ -223,12 +222,12 @@ class PowerSgd:
         message: Message,
         values: Tensor,
         lanes: Lanes,
-        rank_groups: RankGroups,
+        groups: RankGroups,
         feedback: Feedback,
         lane: int,
     ) -> None:
         self.values, self._feedback = values, feedback
-        members = rank_groups.members_of(lanes.ranks.rank)
+        members = groups.members_of(lanes.ranks.rank)
         assert message.rank is not None
         rank, shapes = message.rank, feedback.shapes
 
@@ -246,21 +245,17 @@ class PowerSgd:
         if not self._alone:
             feedback.feed(factored)
         self._low = LowRank(values, shapes, rank, max(1, len(members)), start_of)
-        self._left = flat_sum(
-            message.synchronizer, self._low.left, lanes, rank_groups, message.owner, lane
-        ).steps()
-        after = self._left[-1][0] + 1
-        right = (
-            flat_sum(
-                message.synchronizer, self._low.right, lanes, rank_groups, message.owner, after
-            )
-            if factored
-            else None
-        )
-        self._right = right.steps() if right is not None else []
+
+        def steps_of(factors: Tensor, first_lane: int) -> list[tuple[int, Step]]:
+            kind, owner = message.synchronizer, message.owner
+            return flat_sum(kind, factors, lanes, groups, owner, first_lane).steps()
+
+        self._left = steps_of(self._low.left, lane)
+        self._right = steps_of(self._low.right, self._left[-1][0] + 1) if factored else []
 
     def steps(self) -> list[tuple[int, Step]]:
-        # Not kept: steps that know this message would keep it, and its buffers, until Python next looks for cycles.
+        # Not an attribute: the steps refer to this object, and a cycle would keep its buffers
+        # until Python's next garbage collection.
         steps = _before(self._left, self._low.project, self._alone)
         if self._right:
             steps += _before(self._right, self._project_back, self._alone)
@@ -279,7 +274,7 @@ class PowerSgd:
 def _before(
     steps: list[tuple[int, Step]], prepare: Callable[[], None], alone: bool
 ) -> list[tuple[int, Step]]:
-    """The steps, of which the first one prepares what it sends."""
+    """Return the steps; the first one prepares its values before it starts."""
     (lane, start), *others = steps
 
     def prepared() -> dist.Work | None:

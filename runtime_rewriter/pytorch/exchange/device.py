@@ -1,4 +1,4 @@
-"""Clock and streams: the one place that knows CPU from CUDA."""
+"""Clock and streams: the only module that tells CPU from CUDA."""
 
 # mypy: untyped-calls-exclude=torch
 
@@ -23,7 +23,10 @@ class Device:
         self._side: dict[int, torch.cuda.Stream] = {}
 
     def now_s(self) -> float:
-        """Monotonic seconds when what is queued on the current stream is done: messages that nobody waited for may still be under way."""
+        """Monotonic seconds, once the current stream is idle.
+
+        Messages that nobody has waited for may still be under way.
+        """
         if self._cuda:
             torch.cuda.current_stream(self.device).synchronize()
         return time.perf_counter()
@@ -46,16 +49,23 @@ class Device:
         return float(start.elapsed_time(stop)) * 1e-3
 
     def enter_thread(self) -> None:
-        """First thing on a thread of ours: torch's current device is a thread's own, and another one's context takes memory."""
+        """Set torch's current device, which each thread has its own of; call it first on a thread.
+
+        The context of another device would take memory.
+        """
         if self._cuda:
             torch.cuda.set_device(self.device)
 
     def queues(self, group: dist.ProcessGroup) -> bool:
-        """Whether collectives of the group are queued on the device, so that to wait for one orders a stream and holds up no thread."""
+        """Whether the group's collectives are queued on the device.
+
+        Waiting for one then orders a stream and blocks no thread.
+        """
         return self._cuda and group._get_backend(self.device).name() == "nccl"
 
     def side_stream(self, lane: int) -> AbstractContextManager[object]:
-        """Where the steps of a lane are prepared: with NCCL `work.wait()` orders this stream, not the training's."""
+        """The stream that prepares a lane's steps: NCCL's `work.wait()` orders it, not
+        training's."""
         if not self._cuda:
             return nullcontext()
         if lane not in self._side:
@@ -63,7 +73,7 @@ class Device:
         return torch.cuda.stream(self._side[lane])
 
     def fence(self) -> torch.cuda.Event | None:
-        """What is queued so far on the current stream; None where nothing is ever queued."""
+        """An event after all work queued so far on the current stream; None on a CPU."""
         if not self._cuda:
             return None
         event = torch.cuda.Event()
@@ -71,17 +81,17 @@ class Device:
         return event
 
     def follow(self, fence: torch.cuda.Event | None) -> None:
-        """What the current stream does from now on comes after `fence`; the caller does not wait."""
+        """Let the current stream continue after `fence`; the caller does not wait."""
         if fence is not None:
             torch.cuda.current_stream(self.device).wait_event(fence)
 
     def stream(self) -> torch.cuda.Stream | None:
-        """The current one; None where nothing is ever queued."""
+        """The current stream; None on a CPU."""
         return torch.cuda.current_stream(self.device) if self._cuda else None
 
     @contextmanager
     def on(self, stream: torch.cuda.Stream | None) -> Iterator[None]:
-        """What is queued inside goes to `stream`, after what the current one has and before what it gets afterwards."""
+        """Queue the work inside on `stream`, ordered with the current stream on both sides."""
         current = self.stream()
         if stream is None or current is None or stream == current:
             yield
@@ -94,7 +104,7 @@ class Device:
             current.wait_stream(stream)
 
     def keep(self, *tensors: torch.Tensor) -> None:
-        """The current stream works on `tensors` that another one made: their memory is not used again before it is done."""
+        """Reuse the memory of `tensors` of another stream only after the current stream's work."""
         if self._cuda:
             for tensor in tensors:
                 tensor.record_stream(torch.cuda.current_stream(self.device))

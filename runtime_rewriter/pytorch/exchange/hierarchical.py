@@ -1,7 +1,8 @@
-"""Who takes part in the messages of a plan: the world along its ring, or each host on its own and one leader of each.
+"""The groups of ranks that sum a plan's messages, and two-level sums.
 
-A hierarchical message is a reduce inside each host to its leader, the message's primitive among the leaders, and a broadcast
-inside (AutoSync, supplement sec. 2, I_p).  The leader of the owner's host is the owner, that of the others their lowest rank.
+A hierarchical message is a reduce inside each host to its leader, the message's own synchronizer
+among the leaders, and a broadcast inside each host (AutoSync, supplement sec. 2, I_p). The leader
+of the owner's host is the owner. The leader of any other host is its lowest rank.
 """
 
 # mypy: untyped-calls-exclude=torch
@@ -17,17 +18,18 @@ from runtime_rewriter.pytorch.exchange.compressed import flat_exchange
 from runtime_rewriter.pytorch.exchange.lanes import Lanes
 from runtime_rewriter.pytorch.exchange.ranks import RankGroups
 from runtime_rewriter.pytorch.exchange.residuals import Feedback
-from runtime_rewriter.pytorch.exchange.sums import Broadcast, Chain, Exchange, Reduce
+from runtime_rewriter.pytorch.exchange.sums import Chain, Exchange, broadcast, reduce
 
 
 @dataclass(frozen=True)
 class PlanGroups:
-    """The plan_groups of one plan. `hosts` is None where no message asks for them.
+    """The groups of one plan: the world in ring order, and the hosts if a message needs them.
 
-    A ring order is the order of the ranks in their process groups.  Gloo's ring collectives (all-reduce, reduce-scatter,
-    all-gather) only send from a rank of the group to its neighbour, so they follow it exactly; its trees (reduce, broadcast)
-    and the star of gather and scatter have another shape.  NCCL takes the order as its numbering of the ranks, and chooses
-    its rings by the machines' topology itself: between hosts it mostly follows the numbering, but does not promise to.
+    The ring order is the order of the ranks in their process groups. Gloo's ring collectives
+    (all-reduce, reduce-scatter, all-gather) send from a rank to its neighbour, so they follow it
+    exactly. Gloo's trees (reduce, broadcast) and stars (gather, scatter) have other shapes. NCCL
+    takes the order as its numbering of the ranks, and chooses its rings by the machines' topology:
+    between hosts it mostly follows the numbering, without a promise.
     """
 
     world: RankGroups
@@ -35,33 +37,28 @@ class PlanGroups:
 
     @staticmethod
     def of(plan: Plan, lanes: Lanes) -> PlanGroups:
-        """Collective: every rank calls it with the same plan. Raises `InvalidStrategy` where hosts are needed and unknown."""
-        world = (
-            RankGroups.world(lanes.ranks.size)
-            if plan.ring_order is None
-            else RankGroups((plan.ring_order,))
-        )
-        asked = any(message.hierarchical for message in plan.messages) and lanes.ranks.size > 1
-        return PlanGroups(world, lanes.hosts() if asked else None)
+        """Collective. Raises `InvalidStrategy` if the plan needs hosts and they are unknown."""
+        world = RankGroups.world(lanes.ranks.size)
+        if plan.ring_order is not None:
+            world = RankGroups((plan.ring_order,))
+        needs_hosts = any(message.hierarchical for message in plan.messages)
+        return PlanGroups(world, lanes.hosts() if needs_hosts and lanes.ranks.size > 1 else None)
 
     def two_level(self, message: Message) -> bool:
-        """Hierarchy means something only between hosts of which one holds several ranks."""
+        """Whether the message is hierarchical, and some of several hosts holds several ranks."""
         parts = self.hosts.parts if self.hosts is not None else ()
         return message.hierarchical and len(parts) > 1 and max(map(len, parts)) > 1
 
     def leaders(self, owner: int | None) -> RankGroups:
         """One rank of each host, in the order of the world's ring."""
         assert self.hosts is not None
-        chosen = {owner if owner in part else min(part) for part in self.hosts.parts}
-        return RankGroups((tuple(rank for rank in self.world.parts[0] if rank in chosen),))
+        leaders = {owner if owner in part else min(part) for part in self.hosts.parts}
+        return RankGroups((tuple(rank for rank in self.world.parts[0] if rank in leaders),))
 
     def multiple(self, message: Message) -> int:
-        """The number of a message's values must be a multiple of this."""
-        return (
-            len(self.leaders(message.owner).parts[0])
-            if self.two_level(message)
-            else len(self.world.parts[0])
-        )
+        """The number of the message's values must be a multiple of this."""
+        among = self.leaders(message.owner) if self.two_level(message) else self.world
+        return len(among.parts[0])
 
 
 def sum_of(
@@ -72,17 +69,17 @@ def sum_of(
     feedback: Feedback,
     first_lane: int = 0,
 ) -> Exchange:
-    """The sum of `values` over all ranks, in the way that the message says. Collective; `values` as `padded_elements` says.
+    """Build the message's sum over all ranks; `values` have `padded_elements`. Collective.
 
-    Only the leaders of hosts compress what they send, so that only they have residuals of a hierarchical message.
+    Only the leaders of hosts compress, so only they have residuals of a hierarchical message.
     """
     if not plan_groups.two_level(message):
         return flat_exchange(message, values, lanes, plan_groups.world, feedback, first_lane)
-    assert plan_groups.hosts is not None
+    hosts = plan_groups.hosts
+    assert hosts is not None
     leaders = plan_groups.leaders(message.owner)
-    inside = Reduce(values, lanes, plan_groups.hosts, leaders.parts[0], first_lane)
+    roots = leaders.parts[0]
+    inside = reduce(values, lanes, hosts, roots, first_lane)
     among = flat_exchange(message, values, lanes, leaders, feedback, first_lane + 1)
-    outside = Broadcast(
-        values, lanes, plan_groups.hosts, leaders.parts[0], among.steps()[-1][0] + 1
-    )
-    return Chain(inside, among, outside)
+    after = among.steps()[-1][0] + 1
+    return Chain(inside, among, broadcast(values, lanes, hosts, roots, after))

@@ -1,4 +1,4 @@
-"""Which ranks share a host: known from the launcher, which numbers the ranks host by host."""
+"""Ranks that share a host, as known from the launcher, which numbers ranks host by host."""
 
 # mypy: untyped-calls-exclude=torch
 
@@ -13,18 +13,23 @@ import torch.distributed as dist
 from autotune.errors import InvalidStrategy
 from runtime_rewriter.pytorch.exchange.ranks import RankGroups, SynchronizerGroups
 
+_RULE = (
+    "hierarchical messages need to know which ranks share a host, from LOCAL_RANK and "
+    "LOCAL_WORLD_SIZE as torchrun sets them for ranks that are numbered host by host"
+)
+_FIX = "start the script by torchrun, or set hierarchical = false"
+
 
 def hosts_of(ranks: SynchronizerGroups) -> RankGroups:
-    """Collective: the ranks of the group that share a host, a part per host.
+    """One group per host. Collective.
 
-    Raises `InvalidStrategy` on every rank where a rank does not know its place on its host, or the places contradict
-    each other.
+    Raises `InvalidStrategy` on every rank if a rank does not know its place on its host, or if the
+    places contradict each other.
     """
-    mine = torch.tensor(
-        [dist.get_rank(), _number("LOCAL_RANK"), _number("LOCAL_WORLD_SIZE")], device="cpu"
-    )
-    gathered = [torch.zeros_like(mine) for _ in range(ranks.size)]
-    dist.all_gather(gathered, mine, group=ranks.control)
+    place = [dist.get_rank(), _number("LOCAL_RANK"), _number("LOCAL_WORLD_SIZE")]
+    sent = torch.tensor(place, device="cpu")
+    gathered = [torch.zeros_like(sent) for _ in range(ranks.size)]
+    dist.all_gather(gathered, sent, group=ranks.control)
     places = [(int(place[0]), int(place[1]), int(place[2])) for place in gathered]
     parts: dict[int, list[int]] = {}
     for rank, (world_rank, local_rank, _) in enumerate(places):
@@ -40,24 +45,18 @@ def _number(name: str) -> int:
 
 def _check(places: Sequence[tuple[int, int, int]]) -> None:
     """`places`: (rank in the world, rank on the host, ranks on the host), by rank in the group."""
-    rule = (
-        "hierarchical messages need to know which ranks share a host, from LOCAL_RANK and LOCAL_WORLD_SIZE as torchrun sets them for "
-        "ranks that are numbered host by host"
-    )
-    fix = "start the script by torchrun, or set hierarchical = false"
     for rank, (world_rank, local_rank, local_size) in enumerate(places):
         if not 0 <= local_rank < local_size or local_rank > world_rank:
             shown = ["not set" if value < 0 else str(value) for value in (local_rank, local_size)]
             raise InvalidStrategy(
-                f"{rule}, but on rank {rank} they are {shown[0]} and {shown[1]}; {fix}"
+                f"{_RULE}, but on rank {rank} they are {shown[0]} and {shown[1]}; {_FIX}"
             )
     sizes = {world_rank - local_rank: local_size for world_rank, local_rank, local_size in places}
     free_from = 0
     for first, local_size in sorted(sizes.items()):
-        if first < free_from or any(
-            size != local_size for rank, local, size in places if rank - local == first
-        ):
+        on_host = [size for rank, local, size in places if rank - local == first]
+        if first < free_from or any(size != local_size for size in on_host):
             raise InvalidStrategy(
-                f"{rule}, but those of rank {first} contradict another rank's; {fix}"
+                f"{_RULE}, but those of rank {first} contradict another rank's; {_FIX}"
             )
         free_from = first + local_size

@@ -1,7 +1,8 @@
-"""Lanes: the steps of many messages at a time, each rank in the same order within every process group.
+"""Lanes: run the steps of many messages at once, in the same order on all ranks of a process group.
 
-A message is a few collectives that follow each other, its steps.  Step k of all messages runs on lane k, which has process
-groups of its own: within each group every rank issues in plan order, and a late step never blocks an earlier lane.
+A message is a few collectives, its steps, one after the other. Step k of all messages runs on
+lane k, which has its own process groups. Within each group every rank issues in plan order, and a
+late step never blocks an earlier lane.
 """
 
 # mypy: untyped-calls-exclude=torch
@@ -22,20 +23,24 @@ from runtime_rewriter.pytorch.exchange.hosts import hosts_of
 from runtime_rewriter.pytorch.exchange.ranks import RankGroups, SynchronizerGroups, destroy_groups
 
 Step = Callable[[], dist.Work | None]
-"""Starts the next collective of a message once its earlier ones have completed; None: nothing to wait for on this rank."""
+"""Starts a message's next collective, once the earlier ones have completed. None: no work to wait
+for."""
 
 Around = Callable[[int, int, Step], dist.Work | None]
-"""Called with a message's number, a lane and its step there, on the thread that starts it; it calls the step and gives what that gives."""
+"""Called with (message number, lane, step) on the thread that starts the step; calls it and returns
+its result."""
 
-_VOTES = -1  # a lane without steps
+_VOTES = -1
+"""A lane without steps."""
 
-KEPT_GROUPS, KEPT_GROUPS_ON_DEVICE = 32, 8
-"""Tuning tries many rings and owners and comes back to few; every group has threads, and connections to all its members. One of NCCL holds
-memory of the device, too."""
+KEPT_GROUPS = 32
+KEPT_GROUPS_ON_DEVICE = 8
+"""Tuning tries many rings and owners and returns to few of them. Every group has threads, and
+connections to all its members. An NCCL group also holds memory of the device."""
 
 
 class Flight:
-    """One message under way. Its steps run in ascending order of their lanes."""
+    """One message under way. Its steps run by ascending lane."""
 
     def __init__(
         self,
@@ -47,33 +52,32 @@ class Flight:
         self._steps = dict(steps)
         self._device, self._number, self._around = device, number, around
         self._work: dist.Work | None = None
-        self._kept: list[
-            dist.Work | None
-        ] = []  # until the end: a work may own memory that another stream still copies from
+        # Works stay here until the end: one may own memory that another stream still reads.
+        self._works: list[dist.Work | None] = []
         self._fence: torch.cuda.Event | None = None
         self._started: dict[int, tuple[dist.Work | None, torch.cuda.Event | None]] = {}
         self.last_lane = steps[-1][0]
-        self.next_lane: Future[object] | None = (
-            None  # its result is the future of the lane after it, or None
-        )
+        self.next_lane: Future[object] | None = None
+        """The future of the next lane's step. Its result is the future of the lane after, or
+        None."""
 
     def begin(self) -> None:
-        """Where the first step is started on another stream: what was issued to this thread's, the packing, comes before it."""
+        """Order the first step, if on another stream, after the packing on this thread's stream."""
         self._fence = self._device.fence()
 
     def advance(self, lane: int) -> None:
-        """Once the earlier steps have completed, start the step of this lane, if there is one."""
+        """Start this lane's step, if there is one, once the earlier steps have completed."""
         step = self._steps.get(lane)
         if step is None:
             return
         self.follow()
         self._work = step() if self._around is None else self._around(self._number, lane, step)
-        self._kept.append(self._work)
+        self._works.append(self._work)
         self._fence = self._device.fence()
         self._started[lane] = self._work, self._fence
 
     def follow(self, lane: int | None = None) -> None:
-        """Until the step that was started last has completed, or that of `lane`."""
+        """Wait for the step of `lane`, or for the last one that was started."""
         work, fence = (self._work, self._fence) if lane is None else self._started[lane]
         if work is not None:
             work.wait()
@@ -97,7 +101,8 @@ class Flight:
         )
 
     def wait(self) -> None:
-        """Until every step has completed. Raises what a step raised: `RuntimeError` where a rank is gone or too late."""
+        """Wait for every step. Raises what a step raised: `RuntimeError` if a rank is gone or
+        late."""
         future = self.next_lane
         while future is not None:
             future = _future(future.result())
@@ -110,11 +115,15 @@ def _future(result: object) -> Future[object] | None:
 
 
 class Lanes:
-    """Lane k > 0 runs on one thread of its own, fed in plan order by lane k - 1; lane 0 on the issuing thread, with a limit on its own.
+    """The lanes of one synchronizer.
 
-    Over NCCL there are no threads: all steps of a message are queued on the device by the issuing thread, each lane's on a stream of its
-    own. NCCL needs all ranks to queue the collectives of all groups in one order, which threads would not keep; here it is that of message
-    and step. A group's collectives follow each other on its own stream: of a lane's messages one at a time is under way in each group.
+    Lane k > 0 has its own thread, which lane k - 1 feeds in plan order. Lane 0 runs on the issuing
+    thread, or on its own thread if there is a limit.
+
+    Over NCCL there are no threads. The issuing thread queues all steps of a message on the device,
+    each lane's on its own stream. NCCL needs all ranks to queue the collectives of all groups in
+    one order, which threads would not keep. Here the order is that of message and step. A group's
+    collectives run one after the other, so each lane has one message under way in each group.
     """
 
     def __init__(self, ranks: SynchronizerGroups, device: Device) -> None:
@@ -126,53 +135,61 @@ class Lanes:
         self._under_way: dict[int, deque[weakref.ref[Flight]]] = {}
         self._hosts: RankGroups | None = None
         self.limit: int | None = None
-        """Between two steps: how many messages have a step under way on a lane at most (`Plan.limit`). The next one's step starts there
-        when that of the one so many before has completed. None: each is started as soon as it can be, as many as the library takes.
+        """The most messages with a step under way on a lane (`Plan.limit`); set it between two
+        steps.
 
-        Side by side they share the links, so that what is needed first waits for what is not: with many, a planned order means nothing.
-        One by one, nothing is sent while ranks and threads tell each other that a message is over. Between lanes they overlap anyway: a
-        server sends one message back while the next one comes in. Over NCCL nothing follows it: a communicator takes one at a time.
+        A message's step starts when the step of the message `limit` before it has completed. None:
+        each starts as soon as the library takes it. Messages under way together share the links,
+        so an urgent one waits for the others, and many of them make a planned order meaningless.
+        With one at a time, nothing is sent while ranks and threads signal the end of a message.
+        Lanes overlap anyway: a server sends one message back while the next one comes in. NCCL
+        ignores the limit, since a communicator runs one collective at a time.
         """
         self.around: Around | None = None
-        """Who sees the steps of messages start; messages under way keep whom they have."""
+        """Called around each step; messages under way keep the one that they started with."""
 
     def group(self, lane: int, rank_groups: RankGroups) -> dist.ProcessGroup | None:
-        """The group of this rank's part on that lane; None where it takes no part or is alone.
+        """This rank's process group on that lane; None if it is alone or takes no part.
 
-        Collective on first use, so only while a plan is loaded, in the same order on all ranks.
+        Collective on first use: call it only while a plan is loaded, in the same order on all
+        ranks.
         """
         alone = len(rank_groups.members_of(self.ranks.rank)) < 2
         if rank_groups == RankGroups.world(self.ranks.size) and lane in (0, 1):
             return None if alone else (self.ranks.first, self.ranks.second)[lane]
-        made = self._groups.pop((lane, rank_groups), None) or self.ranks.among(rank_groups)
-        self._groups[lane, rank_groups] = made  # the last used are the last
+        created = self._groups.pop((lane, rank_groups), None) or self.ranks.among(rank_groups)
+        self._groups[lane, rank_groups] = created  # ordered by last use
         self._asked.add((lane, rank_groups))
-        return None if alone else made[-1]
+        return None if alone else created[-1]
 
     def trim(self) -> None:
-        """Local, when a plan has been loaded: give back groups that it did not ask for, beyond those kept, the longest unused first.
+        """Destroy the groups unused for longest that the loaded plan does not need. Local.
 
-        Those of some ranks of the world are kept: torch would give a later group the name of an earlier one.
+        A synchronizer over part of the world keeps all: torch would reuse the name of a group.
         """
-        unused = len(self._groups) - max(
-            len(self._asked), KEPT_GROUPS_ON_DEVICE if self._queued else KEPT_GROUPS
-        )
+        most = KEPT_GROUPS_ON_DEVICE if self._queued else KEPT_GROUPS
+        unused = len(self._groups) - max(len(self._asked), most)
         self._asked.clear()
-        for key in list(self._groups)[: unused if self.ranks.is_world and unused > 0 else 0]:
+        if not self.ranks.is_world:
+            return
+        for key in list(self._groups)[: max(unused, 0)]:
             destroy_groups(self._groups.pop(key))
 
     def votes(self) -> dist.ProcessGroup:
-        """A group of all ranks on which no message travels; collective on first use."""
+        """A group of all ranks that carries no message; collective on first use."""
         return self.group(_VOTES, RankGroups.world(self.ranks.size)) or self.ranks.first
 
     def hosts(self) -> RankGroups:
-        """The ranks that share a host; collective on first use. Raises `InvalidStrategy` on every rank where it is unknown."""
+        """One group per host; collective on first use. Raises `InvalidStrategy` if unknown."""
         if self._hosts is None:
             self._hosts = hosts_of(self.ranks)
         return self._hosts
 
     def run(self, steps: Sequence[tuple[int, Step]], number: int = 0) -> Flight:
-        """Start message `number`; `steps` are (lane, step) with ascending lanes. Every rank calls it in plan order, on one thread."""
+        """Start message `number`; `steps` are (lane, step) by ascending lane.
+
+        Every rank calls it in plan order, on one thread.
+        """
         flight = Flight(steps, self.device, number, self.around)
         if self._queued:
             flight.begin()
@@ -194,7 +211,7 @@ class Lanes:
         return self._thread(lane).submit(self._on_lane, flight, lane, limit)
 
     def _thread(self, lane: int) -> ThreadPoolExecutor:
-        if lane not in self._threads:  # lane k's thread is only started from lane k - 1
+        if lane not in self._threads:  # only lane k - 1 starts lane k's thread
             self._threads[lane] = ThreadPoolExecutor(1, f"lane-{lane}", self.device.enter_thread)
         return self._threads[lane]
 
@@ -206,28 +223,31 @@ class Lanes:
                 under_way = self._room(lane, limit)
                 flight.advance(lane)
                 under_way.append(weakref.ref(flight))
-        # A lane on which the message has no step passes it on, too: the order stays the plan's.
+        # A lane without a step of the message passes it on, too, which keeps the plan's order.
         return self._submit(flight, lane + 1, limit) if lane < flight.last_lane else None
 
     def _room(self, lane: int, limit: int) -> deque[weakref.ref[Flight]]:
-        """Who is under way on the lane, once they are fewer than `limit`. One that is gone was waited for; why one failed, it tells."""
+        """Wait until fewer than `limit` messages are under way on the lane, and return them.
+
+        A message that no longer exists has been waited for. One that failed raises in its own wait.
+        """
         under_way = self._under_way.setdefault(lane, deque())
         while len(under_way) >= limit:
-            before = under_way.popleft()()
-            if before is not None:
+            first = under_way.popleft()()
+            if first is not None:
                 with suppress(RuntimeError):
-                    before.follow(lane)
+                    first.follow(lane)
         return under_way
 
     def stop(self) -> None:
-        """Local, between two steps: end the threads. The next message starts new ones."""
+        """End the threads, between two steps; the next message starts new ones. Local."""
         for thread in list(self._threads.values()):
             thread.shutdown(wait=False, cancel_futures=True)
         self._threads = {}
         self._under_way = {}
 
     def close(self) -> None:
-        """Local: end the threads and give back the groups that were made here."""
+        """End the threads and destroy the groups created here. Local."""
         self.stop()
-        destroy_groups([group for made in self._groups.values() for group in made])
+        destroy_groups([group for created in self._groups.values() for group in created])
         self._groups = {}

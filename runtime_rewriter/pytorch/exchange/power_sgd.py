@@ -1,15 +1,17 @@
-"""PowerSGD: a matrix travels as two thin ones (Vogels, Karimireddy, Jaggi, NeurIPS 2019, Alg. 1 and 2).
+"""PowerSGD: a matrix travels as two thin ones (Vogels, Karimireddy, Jaggi, NeurIPS 2019, Alg. 1 and
+2).
 
 | symbol | meaning | shape |
 |---|---|---|
-| M_r | a slice's part on rank r with its residual, first dimension by all others | (n, m) |
+| M_r | a slice on rank r with its residual, as a matrix: first dimension by all others | (n, m) |
 | k | rank of the approximation | |
-| Q | start: what the last step found, with columns of length 1 | (m, k) |
+| Q | start: the result of the last step, with columns of length 1 | (m, k) |
 | P | sum over r of M_r Q; then an orthonormal basis of its columns | (n, k) |
 | Q_r, Q' | M_r^T P, and its sum over r | (m, k) |
 
-The sum of all ranks becomes P Q'^T, and P Q_r^T is the share that rank r has sent, so M_r - P Q_r^T stays behind there (Alg. 2).
-The sums P and Q' may be made by any exchange that gives all ranks the same bits; the rest every rank computes alike.
+The sum over all ranks becomes P Q'^T. Rank r has sent P Q_r^T, so its residual is M_r - P Q_r^T
+(Alg. 2). Any exchange that gives all ranks the same bits may compute the sums P and Q'. Every rank
+computes the rest in the same way.
 """
 
 # mypy: untyped-calls-exclude=torch
@@ -28,7 +30,8 @@ from runtime_rewriter.pytorch.exchange.residuals import drop_non_finite_
 
 
 def gains(shape: Sequence[int], rank: int) -> bool:
-    """P and Q together are smaller than the slice; others, all vectors among them, travel as they are."""
+    """Whether P and Q together are smaller than the slice. Others, such as vectors, travel
+    whole."""
     rows, columns = matrix_shape(shape)
     return len(shape) > 1 and rank * (rows + columns) < rows * columns
 
@@ -39,7 +42,7 @@ def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
 
 
 def initial_start(name: str, columns: int, rank: int, like: Tensor) -> Tensor:
-    """The first Q of a slice, equal on all ranks: seeded by its name."""
+    """The first Q of a slice, seeded by its name and therefore equal on all ranks."""
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     start = torch.randn(columns, rank, generator=generator, dtype=torch.float64, device="cpu")
     result: Tensor = (start / start.norm(dim=0)).to(like)
@@ -57,10 +60,10 @@ class Factored:
 
 
 class LowRank:
-    """The arithmetic of one message between its sums.
+    """The arithmetic of one message between its two sums.
 
-    `left` and `right` are the flat buffers of the two sums, a multiple of `multiple` elements each; what travels as it is
-    lies behind the P in the first one.
+    `left` and `right` are the flat buffers of the sums, a multiple of `multiple` elements each.
+    `left` holds the P of all slices, then the slices that travel whole.
     """
 
     def __init__(
@@ -71,31 +74,32 @@ class LowRank:
         multiple: int,
         start_of: Callable[[int], Tensor],
     ) -> None:
-        """`values`: flat, the slices of `shapes` behind each other. `start_of(i)`: Q of slice i, (m, k), changed in place; asked
-        for at every step, since a checkpoint may bring another one."""
+        """`values`: flat, the slices of `shapes` one after the other.
+
+        `start_of(i)`: Q of slice i, (m, k), changed in place. It is called at every step, since
+        loading a checkpoint replaces Q.
+        """
         sizes = [math.prod(shape) for shape in shapes]
         parts = list(values[: sum(sizes)].split(sizes))
         factored = [number for number, shape in enumerate(shapes) if gains(shape, rank)]
         whole = [number for number in range(len(shapes)) if number not in set(factored)]
         sides = [matrix_shape(shapes[number]) for number in factored]
-        behind = sum(rows * rank for rows, _ in sides)
-        self.left = _buffer(behind + sum(sizes[number] for number in whole), multiple, values)
-        self.right = _buffer(sum(columns * rank for _, columns in sides), multiple, values)
-        lefts = self.left[:behind].split([rows * rank for rows, _ in sides])
-        rights = self.right[: sum(columns * rank for _, columns in sides)].split(
-            [columns * rank for _, columns in sides]
-        )
+        whole_sizes = [sizes[number] for number in whole]
+        left_sizes = [rows * rank for rows, _ in sides]
+        right_sizes = [columns * rank for _, columns in sides]
+        self.left = _buffer(sum(left_sizes) + sum(whole_sizes), multiple, values)
+        self.right = _buffer(sum(right_sizes), multiple, values)
+        lefts = self.left[: sum(left_sizes)].split(left_sizes)
+        rights = self.right[: sum(right_sizes)].split(right_sizes)
         self._factored = [
             Factored(number, parts[number].view(side), left.view(-1, rank), right.view(-1, rank))
             for number, side, left, right in zip(factored, sides, lefts, rights, strict=True)
         ]
         self._whole = [parts[number] for number in whole]
-        self._whole_left = list(
-            self.left[behind : behind + sum(sizes[number] for number in whole)].split(
-                [sizes[n] for n in whole]
-            )
-        )
-        self._values, self._start_of = values, start_of
+        end = sum(left_sizes) + sum(whole_sizes)
+        self._whole_left = list(self.left[sum(left_sizes) : end].split(whole_sizes))
+        self._values = values
+        self._start_of = start_of
 
     def project(self) -> None:
         """Fill `left` for the first sum."""
@@ -105,7 +109,10 @@ class LowRank:
             torch._foreach_copy_(self._whole_left, self._whole)
 
     def project_back(self) -> None:
-        """With the first sum in `left`: fill `right` for the second one, and leave in the message what this rank does not send."""
+        """Fill `right` for the second sum from the first one in `left`.
+
+        The message then holds this rank's residual.
+        """
         for one in self._factored:
             one.left.copy_(torch.linalg.qr(one.left).Q)
             torch.mm(one.matrix.T, one.left, out=one.right)
@@ -115,11 +122,11 @@ class LowRank:
         drop_non_finite_(self._values, self.right)
 
     def restore(self) -> None:
-        """With both sums: the message, and the start of the next step."""
+        """Write the message and the start of the next step from both sums."""
         for one in self._factored:
             torch.mm(one.left, one.right.T, out=one.matrix)
             length = one.right.norm(dim=0)
-            # A column of zeros would stay zeros for ever, and NaN would stay NaN: there the earlier start is kept.
+            # A column of zeros or NaNs would stay so for ever: keep the earlier start there.
             usable = length.isfinite() & (length > 0)
             start = self._start_of(one.number)
             start.copy_(torch.where(usable, one.right / length, start))

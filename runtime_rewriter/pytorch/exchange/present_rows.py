@@ -1,7 +1,8 @@
-"""Which rows a sparse gradient has once it is averaged, where it travelled as a dense tensor.
+"""The rows of a sparse gradient after averaging, if it travelled as a dense tensor.
 
-A row counts that any rank has, also one whose values are zero: an optimizer that looks at rows (SparseAdam) lets the moments of each
-row that it is given decay and moves the row, so a lost one would train differently than under torch's DDP, which keeps them.
+A row that any rank has counts, even if its values are zero. SparseAdam lets the moments of each
+row that it receives decay, and moves the row. A lost row would train differently than under torch's
+DDP, which keeps it.
 """
 
 # mypy: untyped-calls-exclude=torch
@@ -18,7 +19,7 @@ from autotune.errors import SynchronizationError
 
 
 def sparse_parameters(module: nn.Module) -> set[nn.Parameter]:
-    """Those whose gradients are sparse, by the rule of torch's DDP: of embeddings that were built with `sparse=True`."""
+    """Parameters with sparse gradients by DDP's rule: embeddings built with `sparse=True`."""
     return {
         parameter
         for child in module.modules()
@@ -28,7 +29,8 @@ def sparse_parameters(module: nn.Module) -> set[nn.Parameter]:
 
 
 class PresentRows:
-    """`parameters`: position -> parameter with a sparse gradient that travels dense; the same on every rank."""
+    """`parameters`: position -> parameter with a sparse gradient that travels dense, on all
+    ranks."""
 
     def __init__(self, parameters: Mapping[int, nn.Parameter]) -> None:
         self._parameters = parameters
@@ -36,21 +38,21 @@ class PresentRows:
         self._work: dist.Work | None = None
 
     def ask(self, group: dist.ProcessGroup) -> None:
-        """Collective, when every local gradient is final: which rows do others have?"""
+        """Exchange which rows each rank has, when all local gradients are final. Collective."""
         if not self._parameters:
             return
-        self._mask = torch.cat([_present(parameter) for parameter in self._parameters.values()])
+        mask = torch.cat([_present(parameter) for parameter in self._parameters.values()])
+        self._mask = mask
         try:
-            self._work = dist.all_reduce(
-                self._mask, op=dist.ReduceOp.MAX, group=group, async_op=True
-            )
+            self._work = dist.all_reduce(mask, op=dist.ReduceOp.MAX, group=group, async_op=True)
         except RuntimeError as error:
             raise _failed(error) from error
 
     def only(self, position: int, dense: Tensor) -> Tensor:
         """The rows of a parameter's average that any rank had before, as a COO tensor.
 
-        Waits for the answer. Of a parameter that is no embedding's, those that are not zero.
+        Waits for the answer. For a parameter that belongs to no embedding: the rows that are not
+        zero.
         """
         if position not in self._parameters:
             return sparse_rows(dense)
@@ -69,7 +71,10 @@ class PresentRows:
 
 
 def sparse_rows(dense: Tensor) -> Tensor:
-    """Sparse along axis 0, without the rows that are exactly zero. `Tensor.to_sparse(1)` is slow: 0.4 s for 7000 x 128."""
+    """The rows along axis 0 that are not zero, as COO.
+
+    `Tensor.to_sparse(1)` is slow: 0.4 s for 7000 x 128.
+    """
     rows = dense.reshape(len(dense), dense[:1].numel()).any(1).nonzero().squeeze(1)
     return torch.sparse_coo_tensor(
         rows.unsqueeze(0), dense[rows], dense.shape, check_invariants=False, is_coalesced=True
@@ -89,5 +94,6 @@ def _present(parameter: nn.Parameter) -> Tensor:
 
 def _failed(error: RuntimeError) -> SynchronizationError:
     return SynchronizationError(
-        f"the ranks must agree on the rows of sparse gradients, but it failed: {error}; is every other rank alive?"
+        f"the ranks must agree on the rows of sparse gradients, but it failed: {error}; "
+        "is every other rank alive?"
     )

@@ -1,4 +1,4 @@
-"""The process groups of one synchronizer, and plan_groups: which ranks take part in a collective."""
+"""The process groups of one synchronizer, and groups of ranks that sum together."""
 
 # mypy: untyped-calls-exclude=torch
 
@@ -17,7 +17,7 @@ from runtime_rewriter.pytorch.exchange.group_names import named_after, next_coun
 
 @dataclass(frozen=True)
 class Timeouts:
-    """How long ranks wait for each other: `message_s` in a training step, `agreement_s` when a plan is loaded."""
+    """Seconds ranks wait for each other: in a training step, and when a plan is loaded."""
 
     message_s: float
     agreement_s: float
@@ -30,9 +30,10 @@ TRAINING_TIMEOUTS = Timeouts(1800.0, 60.0)
 
 @dataclass(frozen=True)
 class RankGroups:
-    """SynchronizerGroups that sum among themselves, each part on its own: the world is one part, the hosts are one part each.
+    """Groups of ranks, each of which sums by itself: the world is one, hosts are one each.
 
-    SynchronizerGroups count within the script's group and stand in the order of their ring. A rank in no part takes no part.
+    Ranks count within the script's process group and are in ring order. A rank in no part takes no
+    part in the sum.
     """
 
     parts: tuple[tuple[int, ...], ...]
@@ -43,20 +44,24 @@ class RankGroups:
         return RankGroups((tuple(range(size)),))
 
     def members_of(self, rank: int) -> tuple[int, ...]:
-        """Those that `rank` sums with, itself among them; empty where it takes no part."""
+        """The group of `rank`; empty if it takes no part."""
         return next((part for part in self.parts if rank in part), ())
 
 
 @dataclass(frozen=True)
 class SynchronizerGroups:
-    """The process groups of one synchronizer; `rank` and owners count within the group."""
+    """The process groups of one synchronizer; `rank` and owners count within the group.
+
+    `base` is the script's own group, on which we send nothing. `control` uses gloo and has a short
+    timeout; ranks agree on it between steps.
+    """
 
     rank: int
     size: int
-    base: dist.ProcessGroup  # the script's own group; nothing of ours travels on it
+    base: dist.ProcessGroup
     first: dist.ProcessGroup
     second: dist.ProcessGroup
-    control: dist.ProcessGroup  # gloo with a short timeout: agreement between steps
+    control: dist.ProcessGroup
     timeout_s: float
     control_timeout_s: float
 
@@ -64,49 +69,48 @@ class SynchronizerGroups:
     def of(
         group: dist.ProcessGroup | None, timeout_s: float, control_timeout_s: float
     ) -> SynchronizerGroups:
-        """Collective: every rank of `group` (None: of the world) calls it at the same place."""
+        """Collective over `group` (None: the world)."""
         base = group if group is not None else dist.group.WORLD
         assert base is not None
         members = dist.get_process_group_ranks(base)
         partial = len(members) != dist.get_world_size()
         backend = dist.get_backend_config(base)
 
-        def new(kind: str, seconds: float) -> dist.ProcessGroup:
+        def new_group(kind: str, seconds: float) -> dist.ProcessGroup:
             with ExitStack() as inside:
                 if partial:
                     inside.enter_context(named_after(next_count()))
                     inside.enter_context(_not_split())
-                made: dist.ProcessGroup = dist.new_group(
+                group: dist.ProcessGroup = dist.new_group(
                     members,
                     timeout=timedelta(seconds=seconds),
                     backend=kind,
                     use_local_synchronization=partial,
                 )
-            return made
+            return group
 
         return SynchronizerGroups(
-            dist.get_rank(base),
-            len(members),
-            base,
-            new(backend, timeout_s),
-            new(backend, timeout_s),
-            new("gloo", control_timeout_s),
-            timeout_s,
-            control_timeout_s,
+            rank=dist.get_rank(base),
+            size=len(members),
+            base=base,
+            first=new_group(backend, timeout_s),
+            second=new_group(backend, timeout_s),
+            control=new_group("gloo", control_timeout_s),
+            timeout_s=timeout_s,
+            control_timeout_s=control_timeout_s,
         )
 
-    def among(self, rank_groups: RankGroups) -> list[dist.ProcessGroup]:
-        """Collective over all ranks: new groups, the last is that of this rank's part, in the part's order."""
-        mine = rank_groups.members_of(self.rank) or (self.rank,)
-        if self.is_world:
-            made = [
-                self._new_group(part, local=False) for part in rank_groups.parts if len(part) > 1
-            ]
-            own = [group for group in made if isinstance(group, dist.ProcessGroup)]
-            return own or [
-                self.group_of(mine, next_count())
-            ]  # every rank has as many groups as before, compared with the others
-        return [self.group_of(mine, self.agreed_count())]
+    def among(self, groups: RankGroups) -> list[dist.ProcessGroup]:
+        """Create a process group per part; the last one is this rank's. Collective over all ranks.
+
+        Every rank ends with as many groups as the others, relative to before.
+        """
+        members = groups.members_of(self.rank) or (self.rank,)
+        if not self.is_world:
+            return [self.group_of(members, self.agreed_count())]
+        created = [self._new_group(part, local=False) for part in groups.parts if len(part) > 1]
+        joined = [group for group in created if isinstance(group, dist.ProcessGroup)]
+        return joined or [self.group_of(members, next_count())]
 
     @property
     def is_world(self) -> bool:
@@ -114,38 +118,39 @@ class SynchronizerGroups:
         return self.size == dist.get_world_size()
 
     def agreed_count(self) -> int:
-        """Collective: the number after which the next group that only its members make is named, see `group_names`."""
+        """Agree on the count that names the next local group (see `group_names`). Collective."""
         count = torch.tensor(next_count(), device="cpu")
         dist.all_reduce(count, op=dist.ReduceOp.MAX, group=self.control)
         return int(count)
 
     def group_of(self, members: Sequence[int], count: int) -> dist.ProcessGroup:
-        """A new group of some ranks, in their order; called by its members only, with the same count."""
+        """Create a group of `members`, in their order. All members call it with the same count."""
         with named_after(count):
             return self._new_group(members, local=True)
 
     def _new_group(self, members: Sequence[int], local: bool) -> dist.ProcessGroup:
-        """Called by its members only (`local`) or by all ranks of the world."""
+        """Called by the members only (`local`), or by all ranks of the world."""
         with _not_split() if local else nullcontext():
-            made: dist.ProcessGroup = dist.new_group(
+            group: dist.ProcessGroup = dist.new_group(
                 [dist.get_global_rank(self.base, rank) for rank in members],
                 timeout=timedelta(seconds=self.timeout_s),
                 backend=dist.get_backend_config(self.base),
                 use_local_synchronization=local,
                 sort_ranks=False,
             )
-        return made
+        return group
 
     def destroy(self) -> None:
-        """Local; does nothing for groups that the script has destroyed already."""
+        """Destroy our groups, unless the script has already done so. Local."""
         destroy_groups((self.first, self.second, self.control))
 
 
 @contextmanager
 def _not_split() -> Iterator[None]:
-    """Inside, a new communicator of NCCL is made by its members alone.
+    """Let only the members of a new NCCL communicator create it.
 
-    Where the script names its device when it joins, torch would split it off the world's, which all ranks of the world must enter.
+    If the script binds the process group to a device, torch would split the communicator off the
+    world's, and all ranks of the world would have to take part.
     """
     world = dist.group.WORLD
     assert world is not None
@@ -158,7 +163,7 @@ def _not_split() -> Iterator[None]:
 
 
 def destroy_groups(groups: Sequence[dist.ProcessGroup]) -> None:
-    """Local; does nothing for groups that are gone already."""
+    """Destroy the groups that still exist. Local."""
     if not dist.is_initialized():
         return
     for group in groups:

@@ -1,4 +1,4 @@
-"""One message of a sparse variable between its gradient and the wire."""
+"""One message of a sparse variable, between its gradient and the wire."""
 
 # mypy: untyped-calls-exclude=torch
 
@@ -28,10 +28,10 @@ from runtime_rewriter.pytorch.exchange.sending import Sending, wire_dtype
 
 
 class RowTransfer(Sending):
-    """A message of one slice whose rows travel; nothing of the size of the variable is made.
+    """A message of one slice whose rows travel; it allocates nothing of the variable's size.
 
-    `take` the local rows, issue, wait, then `total` is the sum over ranks. With a `byte_scale` of k the first part of the
-    rows of each rank travels, 1/k of them, and the others are left out.
+    `take` the local rows, issue and wait; then `total` is the sum over ranks. With a `byte_scale`
+    of k the first 1/k of each rank's rows travels, and the others are left out.
     """
 
     def __init__(
@@ -44,25 +44,23 @@ class RowTransfer(Sending):
         plan_groups: PlanGroups,
         byte_scale: float = 1.0,
     ) -> None:
-        """Collective: it may make process groups."""
+        """Collective: it may create process groups."""
         (self.part,) = message.slices
         self._parameter = parameter = parameters[self.part.variable]
         self._byte_scale = byte_scale
-        self._bounds = (
-            (0, parameter.shape[0]) if self.part.axis is None else (self.part.start, self.part.stop)
-        )
+        whole = self.part.axis is None
+        self._bounds = (0, parameter.shape[0]) if whole else (self.part.start, self.part.stop)
         self._local: GradientRows | None = None
         self._total: GradientRows | None = None
         buffers = RowBuffers.of(parameter, wire_dtype(message))
         steps, self._result = row_sum(message, self._taken, buffers, lanes, plan_groups)
-        super().__init__(
-            number, message, residuals, lanes, [*steps, (steps[-1][0] + 1, self._finish)]
-        )
+        steps.append((steps[-1][0] + 1, self._finish))
+        super().__init__(number, message, residuals, lanes, steps)
 
     def take(self, rows: GradientRows) -> None:
-        """The local rows of the whole variable, scaled by 1/w."""
-        mine = rows.between(*self._bounds)
-        self._local = mine.first(travelling(mine.count, self._byte_scale))
+        """`rows`: the local rows of the whole variable, scaled by 1/w."""
+        local = rows.between(*self._bounds)
+        self._local = local.first(travelling(local.count, self._byte_scale))
 
     @property
     def total(self) -> GradientRows:
@@ -75,7 +73,7 @@ class RowTransfer(Sending):
         self._lanes.device.keep(self.total.indices, self.total.values)
         self._local = None
 
-    def _put_back(self, variables: frozenset[str]) -> None:
+    def _add_to_residuals(self, variables: frozenset[str]) -> None:
         self._residuals.residual_of(self.part)
         whole = self._residuals.of(self.part.variable)
         assert whole is not None
@@ -89,31 +87,28 @@ class RowTransfer(Sending):
         self._total = self._result()
 
 
-def waiting_rows(parameter: Tensor, scale: float, waiting: Tensor | None) -> GradientRows:
-    """The rows of the parameter's gradient times `scale`, with what waited of it, which may have any row."""
+def waiting_rows(parameter: Tensor, scale: float, residual: Tensor | None) -> GradientRows:
+    """The rows of the gradient times `scale` plus its residual, which may have any row."""
     gradient = parameter.grad
-    if waiting is None:
+    if residual is None:
         return rows_of(gradient, parameter, scale)
     if gradient is None:
-        return replace(rows_of(waiting, parameter, 1.0), form=Form.NONE)
-    rows = rows_of(waiting.add(gradient, alpha=scale), parameter, 1.0)
+        return replace(rows_of(residual, parameter, 1.0), form=Form.NONE)
+    rows = rows_of(residual.add(gradient, alpha=scale), parameter, 1.0)
     return replace(rows, form=Form.COO) if gradient.is_sparse else rows
 
 
 def write_average(parameter: Tensor, transfers: Sequence[RowTransfer]) -> None:
-    """Write the sums of a variable's messages into its `.grad`: dense where it was dense, else COO.
+    """Write the sums of a variable's messages into its `.grad`: dense if it was dense, else COO.
 
-    Where this rank had no gradient it gets the form that another rank's has.
+    Without a gradient on this rank it gets the form of another rank's.
     """
-    totals = [
-        transfer.total for transfer in sorted(transfers, key=lambda transfer: transfer.part.start)
-    ]
+    ordered = sorted(transfers, key=lambda transfer: transfer.part.start)
+    totals = [transfer.total for transfer in ordered]
     rows = totals[0]
     if len(totals) > 1:
-        indices, values = (
-            torch.cat([total.indices for total in totals]),
-            torch.cat([total.values for total in totals]),
-        )
+        indices = torch.cat([total.indices for total in totals])
+        values = torch.cat([total.values for total in totals])
         rows = GradientRows(indices, values, max(total.form for total in totals))
     gradient = parameter.grad
     if gradient is None:
@@ -122,8 +117,6 @@ def write_average(parameter: Tensor, transfers: Sequence[RowTransfer]) -> None:
             return
         gradient = parameter.grad = torch.empty_like(parameter)
     elif gradient.is_sparse:
-        gradient.copy_(
-            gradient_of(rows, parameter)
-        )  # the object stays the same, as a dense one does
+        gradient.copy_(gradient_of(rows, parameter))  # the object stays the same
         return
     gradient.zero_().index_copy_(0, rows.indices, values_of(rows, parameter))

@@ -1,12 +1,12 @@
-"""GradientRows of a gradient, as they travel: those of one variable that a step touched.
+"""The rows of one variable's gradient that a step touched, and their form on the wire.
 
 | symbol | meaning | shape |
 |---|---|---|
 | n | rows of one rank, or of the union over ranks | - |
 | c | real numbers per row of the variable, two for a complex one | - |
-| indices | numbers of the rows, ascending, each once | (n,), int64 |
+| indices | row numbers, ascending and unique | (n,), int64 |
 | values | the rows | (n, c) |
-| capacity | rows that a buffer has room for: the most that any rank has | - |
+| capacity | rows of a buffer: the largest number on any rank | - |
 """
 
 # mypy: untyped-calls-exclude=torch
@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 
 _ALIGNMENT = 8
-"""Bytes; values of every dtype may begin at a multiple of it."""
+"""Bytes; values of every dtype may start at a multiple of it."""
 
 
 class Form(IntEnum):
-    """What a gradient is to autograd; the largest of several is that of their sum."""
+    """A gradient's form in autograd; a sum has the largest form of its terms."""
 
     NONE = 0  # this rank did not use the variable
     DENSE = 1
@@ -46,20 +46,22 @@ class GradientRows:
         return self.indices.numel()
 
     def between(self, start: int, stop: int) -> GradientRows:
-        """Those with start <= index < stop, as views."""
-        bounds = torch.searchsorted(
-            self.indices, torch.tensor([start, stop], device=self.indices.device)
-        )
-        first, end = bounds.tolist()
+        """The rows with start <= index < stop, as views."""
+        limits = torch.tensor([start, stop], device=self.indices.device)
+        first, end = torch.searchsorted(self.indices, limits).tolist()
         return GradientRows(self.indices[first:end], self.values[first:end], self.form)
 
     def first(self, count: int) -> GradientRows:
-        """The first `count` ones, as views."""
+        """The first `count` rows, as views."""
         return GradientRows(self.indices[:count], self.values[:count], self.form)
 
 
 def rows_of(gradient: Tensor | None, parameter: Tensor, scale: float) -> GradientRows:
-    """The gradient's rows that are present (COO; duplicates are summed) or not all zero (dense), times `scale`."""
+    """The gradient's rows times `scale`.
+
+    These are the rows present in a COO gradient, with duplicates summed, or the rows of a dense
+    one that are not all zero.
+    """
     if gradient is None:
         none = torch.empty(0, dtype=torch.int64, device=parameter.device)
         return GradientRows(
@@ -70,15 +72,12 @@ def rows_of(gradient: Tensor | None, parameter: Tensor, scale: float) -> Gradien
         return GradientRows(gathered.indices()[0], _matrix(gathered.values() * scale), Form.COO)
     dense = gradient.to_dense() if gradient.is_sparse else gradient
     indices = (dense.reshape(len(dense), -1) != 0).any(1).nonzero().flatten()
-    return GradientRows(
-        indices,
-        _matrix(dense.index_select(0, indices) * scale),
-        Form.COO if gradient.is_sparse else Form.DENSE,
-    )
+    form = Form.COO if gradient.is_sparse else Form.DENSE
+    return GradientRows(indices, _matrix(dense.index_select(0, indices) * scale), form)
 
 
 def gradient_of(rows: GradientRows, parameter: Tensor) -> Tensor:
-    """The COO gradient of `parameter` that has these rows, without a copy where the dtypes are equal."""
+    """The COO gradient of `parameter` with these rows; a view if the dtypes are equal."""
     return torch.sparse_coo_tensor(
         rows.indices[None],
         values_of(rows, parameter),
@@ -96,20 +95,17 @@ def values_of(rows: GradientRows, parameter: Tensor) -> Tensor:
 
 
 def summed(parts: Sequence[GradientRows]) -> GradientRows:
-    """The sum of rows of several ranks, added in their order: the same bits on every rank, on any device.
+    """The sum of the ranks' rows, added in rank order, with the same bits on every device.
 
-    The rows of one rank are different from each other, so that no two threads add to the same one. 16-bit values are
+    The rows of one rank are unique, so no two threads add to the same one. 16-bit values are
     summed in float32 and not rounded.
     """
     union = torch.unique(torch.cat([part.indices for part in parts]))
     dtype = parts[0].values.dtype
-    half = dtype in (torch.float16, torch.bfloat16)
-    total = torch.zeros(
-        len(union),
-        parts[0].values.shape[1],
-        dtype=torch.float32 if half else dtype,
-        device=union.device,
-    )
+    if dtype in (torch.float16, torch.bfloat16):
+        dtype = torch.float32
+    shape = (len(union), parts[0].values.shape[1])
+    total = torch.zeros(shape, dtype=dtype, device=union.device)
     for part in parts:
         total.index_add_(0, torch.searchsorted(union, part.indices), part.values.to(total.dtype))
     return GradientRows(union, total, max(part.form for part in parts))
@@ -117,7 +113,10 @@ def summed(parts: Sequence[GradientRows]) -> GradientRows:
 
 @dataclass(frozen=True)
 class RowBuffers:
-    """How the rows of one variable lie in a buffer of bytes: `capacity` indices, then as many rows of `columns` values."""
+    """The layout of one variable's rows in a buffer of bytes.
+
+    A buffer holds `capacity` indices, then as many rows of `columns` values.
+    """
 
     columns: int
     wire: torch.dtype
@@ -126,18 +125,18 @@ class RowBuffers:
 
     @staticmethod
     def of(parameter: Tensor, wire: torch.dtype | None) -> RowBuffers:
-        """`wire`: the dtype that travels; None: the parameter's own, of its parts where it is complex."""
+        """`wire`: the dtype that travels; None: the parameter's, or that of its real part."""
         columns = math.prod(parameter.shape[1:]) * (2 if parameter.is_complex() else 1)
         index = torch.int32 if parameter.shape[0] <= 2**31 else torch.int64
         return RowBuffers(columns, wire or parameter.dtype.to_real(), index, parameter.device)
 
     def empty(self, capacity: int) -> Tensor:
-        """Flat bytes with room for so many rows."""
+        """A flat buffer of bytes for `capacity` rows."""
         size = self._offset(capacity) + _aligned(capacity * self.columns * self.wire.itemsize)
         return torch.zeros(size, dtype=torch.uint8, device=self.device)
 
     def packed(self, rows: GradientRows, capacity: int) -> Tensor:
-        """The rows in a buffer of their own, rounded to what travels."""
+        """The rows in a new buffer, rounded to the dtype that travels."""
         buffer = self.empty(capacity)
         indices, values = self._views(buffer, capacity)
         indices[: rows.count].copy_(rows.indices)
@@ -145,7 +144,7 @@ class RowBuffers:
         return buffer
 
     def unpacked(self, buffer: Tensor, capacity: int, count: int, form: int) -> GradientRows:
-        """The first `count` rows of a buffer with room for `capacity`; the values are a view."""
+        """The first `count` rows of a buffer of `capacity`; the values are a view."""
         indices, values = self._views(buffer, capacity)
         return GradientRows(indices[:count].long(), values[:count], Form(form))
 
@@ -155,9 +154,8 @@ class RowBuffers:
     def _views(self, buffer: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
         offset = self._offset(capacity)
         indices = buffer[: capacity * self.index.itemsize].view(self.index)
-        values = buffer[offset : offset + capacity * self.columns * self.wire.itemsize].view(
-            self.wire
-        )
+        end = offset + capacity * self.columns * self.wire.itemsize
+        values = buffer[offset:end].view(self.wire)
         return indices, values.view(capacity, self.columns)
 
 
@@ -166,6 +164,6 @@ def _aligned(size_bytes: int) -> int:
 
 
 def _matrix(rows: Tensor) -> Tensor:
-    """(n, c): complex numbers become pairs of real ones."""
+    """Shape (n, c); complex numbers become pairs of real ones."""
     real = torch.view_as_real(rows) if rows.is_complex() else rows
     return real.reshape(len(rows), math.prod(real.shape[1:]))

@@ -1,4 +1,4 @@
-"""What all messages under way have in common: when they start, when they have arrived, and how they fail."""
+"""What all messages under way share: issue, arrival and failure."""
 
 from __future__ import annotations
 
@@ -32,14 +32,17 @@ class Sending(ABC):
         lanes: Lanes,
         steps: Sequence[tuple[int, Step]],
     ) -> None:
-        self.number, self.message = number, message
-        self._residuals, self._unwanted = residuals, set[str]()
+        self.number = number
+        self.message = message
         self.pending = len(message.slices)
-        self._lanes, self._steps = lanes, steps
+        self._residuals = residuals
+        self._unused: set[str] = set()
+        self._lanes = lanes
+        self._steps = steps
         self._flight: Flight | None = None
 
     def issue(self) -> None:
-        """Start it. Every rank issues its messages in plan order."""
+        """Start the message. Every rank issues its messages in plan order."""
         if not self._steps:
             return
         try:
@@ -49,11 +52,11 @@ class Sending(ABC):
 
     @property
     def arrived(self) -> bool:
-        """Of an issued message: whether `wait` would return, or raise, at once. Does not block."""
+        """Whether `wait` on the issued message would return, or raise, at once."""
         return self._flight is None or self._flight.arrived
 
     def wait(self) -> None:
-        """Until the wire holds the sum. Raises `SynchronizationError` when a rank is gone or too late."""
+        """Block until the sum has arrived. Raises `SynchronizationError` if a rank is gone."""
         if self._flight is None:
             return
         try:
@@ -61,26 +64,26 @@ class Sending(ABC):
         except RuntimeError as error:
             raise self._failed(error) from error
         self._flight = None
-        self._sent()
-        if self._unwanted and self._lanes.ranks.rank == 0:
-            self._put_back(frozenset(self._unwanted))
-        self._unwanted.clear()
+        self._release_residuals()
+        if self._unused and self._lanes.ranks.rank == 0:
+            self._add_to_residuals(frozenset(self._unused))
+        self._unused.clear()
 
     def take_back(self, variable: str) -> None:
-        """Of a message that is issued: the variable keeps its `.grad`, so what earlier steps left of it is sent for nothing.
+        """Note that the variable keeps its `.grad`, so the sum of its residuals must not be lost.
 
-        One rank makes the sum its residual when it has arrived.
+        When the issued message has arrived, rank 0 makes the sum its residual.
         """
         if self._residuals.in_use:
-            self._unwanted.add(variable)
+            self._unused.add(variable)
 
-    def _sent(self) -> None:
-        """The message has arrived: what waited in the residuals went with it."""
+    def _release_residuals(self) -> None:
+        """The message has arrived, and the residuals with it."""
         for part in self.message.slices:
             self._residuals.release(part)
 
     @abstractmethod
-    def _put_back(self, variables: frozenset[str]) -> None:
+    def _add_to_residuals(self, variables: frozenset[str]) -> None:
         """Add the sums of these variables to this rank's residuals."""
 
     def reset(self) -> None:
@@ -88,6 +91,7 @@ class Sending(ABC):
 
     def _failed(self, error: Exception) -> SynchronizationError:
         return SynchronizationError(
-            f"message {self.number} ({describe(self.message)}) must complete on every rank, but failed on rank {self._lanes.ranks.rank}: "
-            f"{error}; is every other rank alive and at the same step?"
+            f"message {self.number} ({describe(self.message)}) must complete on every rank, but "
+            f"failed on rank {self._lanes.ranks.rank}: {error}; is every other rank alive and at "
+            "the same step?"
         )

@@ -1,14 +1,15 @@
-"""The sums that messages are made of: each over the ranks of a rank_groups, in steps on lanes.
+"""Uncompressed sums of a message over groups of ranks, as collectives on consecutive lanes.
 
-Every gradient is scaled by 1/w first and then summed, exactly as torch's DDP does, so that two ranks give the same bits.
-A rank outside the rank_groups, or alone in it, has the steps too and nothing to do in them.
+Every gradient is first scaled by 1/w and then summed, as in torch's DDP, so two ranks give the same
+bits. A rank outside the groups, or alone in its own, has the same steps and does nothing in them.
 """
 
 # mypy: untyped-calls-exclude=torch
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -19,190 +20,44 @@ from autotune.strategy_space.strategy import Synchronizer
 from runtime_rewriter.pytorch.exchange.lanes import Lanes, Step
 from runtime_rewriter.pytorch.exchange.ranks import RankGroups
 
+Collective = Callable[[dist.ProcessGroup], dist.Work | None]
+
 
 class Exchange(Protocol):
-    """The collectives of one message. Building one is collective: it may make process groups.
+    """The collectives of one message. Building one is collective: it may create process groups.
 
-    `values`: flat; this rank's part / w before the steps, the sum over ranks after them.
+    `values`: flat; before the steps this rank's gradient / w, after them the sum over the ranks.
     """
 
     values: Tensor
 
     def steps(self) -> list[tuple[int, Step]]:
-        """(lane, step) with ascending lanes; the same lanes on every rank."""
+        """(lane, step) by ascending lane; the same lanes on every rank."""
 
 
-class AllReduce:
-    """One step."""
-
-    def __init__(
-        self, values: Tensor, lanes: Lanes, rank_groups: RankGroups, lane: int = 0
-    ) -> None:
-        self.values, self._lane, self._group = values, lane, lanes.group(lane, rank_groups)
-
-    def steps(self) -> list[tuple[int, Step]]:
-        return [(self._lane, self._reduce)]
-
-    def _reduce(self) -> dist.Work | None:
-        return (
-            None
-            if self._group is None
-            else work_of(dist.all_reduce(self.values, group=self._group, async_op=True))
-        )
-
-
-class ReduceScatterAllGather:
-    """Two steps. Needs values whose number is a multiple of the ranks in the rank_groups."""
-
-    def __init__(
-        self, values: Tensor, lanes: Lanes, rank_groups: RankGroups, lane: int = 0
-    ) -> None:
-        self.values, self._lane = values, lane
-        self._first, self._second = (
-            lanes.group(lane, rank_groups),
-            lanes.group(lane + 1, rank_groups),
-        )
-        members = len(rank_groups.members_of(lanes.ranks.rank)) or 1
-        self._shard = values.new_empty(values.numel() // members if members > 1 else 0)
-
-    def steps(self) -> list[tuple[int, Step]]:
-        return [(self._lane, self._scatter), (self._lane + 1, self._gather)]
-
-    def _scatter(self) -> dist.Work | None:
-        if self._first is None:
-            return None
-        return work_of(
-            dist.reduce_scatter_single(self._shard, self.values, group=self._first, async_op=True)
-        )
-
-    def _gather(self) -> dist.Work | None:
-        if self._second is None:
-            return None
-        return work_of(
-            dist.all_gather_single(self.values, self._shard, group=self._second, async_op=True)
-        )
-
-
-class PushPull:
-    """Parameter server, two steps: every rank sends to the owner, which sums in the rank_groups's order and sends back to each.
-
-    The server's state is the aggregated gradient; the optimizer runs on every rank, so any optimizer and
-    gradient clipping stay exact.  The bytes on every link are those of a server that updates parameters.
-    """
-
-    def __init__(
-        self, values: Tensor, lanes: Lanes, rank_groups: RankGroups, owner: int, lane: int = 0
-    ) -> None:
-        self.values, self._lane = values, lane
-        self._first, self._second = (
-            lanes.group(lane, rank_groups),
-            lanes.group(lane + 1, rank_groups),
-        )
-        members = rank_groups.members_of(lanes.ranks.rank)
-        self._root = members.index(owner) if self._first is not None else 0
-        owns = self._first is not None and lanes.ranks.rank == owner
-        self._received = [torch.empty_like(values) for _ in members] if owns else None
-        half = values.dtype in (torch.float16, torch.bfloat16)
-        self._total = torch.empty_like(values, dtype=torch.float32) if owns and half else None
-
-    def steps(self) -> list[tuple[int, Step]]:
-        return [(self._lane, self._push), (self._lane + 1, self._pull)]
-
-    def _push(self) -> dist.Work | None:
-        if self._first is None:
-            return None
-        return work_of(
-            dist.gather(
-                self.values, self._received, group=self._first, group_dst=self._root, async_op=True
-            )
-        )
-
-    def _pull(self) -> dist.Work | None:
-        if self._second is None:
-            return None
-        copies = (
-            None if self._received is None else [self._summed(self._received)] * len(self._received)
-        )
-        return work_of(
-            dist.scatter(
-                self.values, copies, group=self._second, group_src=self._root, async_op=True
-            )
-        )
-
-    def _summed(self, received: list[Tensor]) -> Tensor:
-        """16-bit parts are summed in float32 and rounded once."""
-        if self._total is None:
-            for part in received[1:]:
-                received[0].add_(part)
-            return received[0]
-        self._total.copy_(received[0])
-        for part in received[1:]:
-            self._total.add_(part)
-        return received[0].copy_(self._total)
-
-
-class Reduce:
-    """One step: a tree or ring of the library's choice carries the sum to the root of each part, one of `roots`."""
+class Collectives:
+    """Collectives on consecutive lanes, each over this rank's process group there."""
 
     def __init__(
         self,
         values: Tensor,
         lanes: Lanes,
-        rank_groups: RankGroups,
-        roots: Sequence[int],
-        lane: int = 0,
+        groups: RankGroups,
+        first_lane: int,
+        *collectives: Collective,
     ) -> None:
-        self.values, self._lane, self._group = values, lane, lanes.group(lane, rank_groups)
-        self._root = _position(rank_groups.members_of(lanes.ranks.rank), roots)
+        self.values = values
+        self._steps: list[tuple[int, Step]] = []
+        for lane, collective in enumerate(collectives, first_lane):
+            group = lanes.group(lane, groups)
+            self._steps.append((lane, partial(_start, collective, group)))
 
     def steps(self) -> list[tuple[int, Step]]:
-        return [(self._lane, self._reduce)]
-
-    def _reduce(self) -> dist.Work | None:
-        return (
-            None
-            if self._group is None
-            else work_of(
-                dist.reduce(self.values, group=self._group, group_dst=self._root, async_op=True)
-            )
-        )
+        return self._steps
 
 
-class Broadcast:
-    """One step: what the root of each part holds is what all of the part hold afterwards."""
-
-    def __init__(
-        self,
-        values: Tensor,
-        lanes: Lanes,
-        rank_groups: RankGroups,
-        roots: Sequence[int],
-        lane: int = 0,
-    ) -> None:
-        self.values, self._lane, self._group = values, lane, lanes.group(lane, rank_groups)
-        self._root = _position(rank_groups.members_of(lanes.ranks.rank), roots)
-
-    def steps(self) -> list[tuple[int, Step]]:
-        return [(self._lane, self._send)]
-
-    def _send(self) -> dist.Work | None:
-        return (
-            None
-            if self._group is None
-            else work_of(
-                dist.broadcast(self.values, group=self._group, group_src=self._root, async_op=True)
-            )
-        )
-
-
-class Chain:
-    """Exchanges of the same values, one after the other, on ascending lanes."""
-
-    def __init__(self, *parts: Exchange) -> None:
-        self.values, self._parts = parts[0].values, parts
-
-    def steps(self) -> list[tuple[int, Step]]:
-        return [step for part in self._parts for step in part.steps()]
+def _start(collective: Collective, group: dist.ProcessGroup | None) -> dist.Work | None:
+    return None if group is None else work_of(collective(group))
 
 
 def work_of(work: dist.Work | None) -> dist.Work:
@@ -210,27 +65,131 @@ def work_of(work: dist.Work | None) -> dist.Work:
     return work
 
 
-def _position(members: Sequence[int], roots: Sequence[int]) -> int:
-    return next((position for position, rank in enumerate(members) if rank in roots), 0)
+class Chain:
+    """Exchanges of the same values, one after the other, on ascending lanes."""
+
+    def __init__(self, *parts: Exchange) -> None:
+        self.values = parts[0].values
+        self._parts = parts
+
+    def steps(self) -> list[tuple[int, Step]]:
+        return [step for part in self._parts for step in part.steps()]
 
 
 def flat_sum(
     synchronizer: Synchronizer,
     values: Tensor,
     lanes: Lanes,
-    rank_groups: RankGroups,
+    groups: RankGroups,
     owner: int | None = None,
     first_lane: int = 0,
 ) -> Exchange:
-    """`values` are real and their number is a multiple of the ranks in the rank_groups; `owner` is one of these where there is a root."""
+    """Build the sum by `synchronizer`. Collective.
+
+    `values` are real, and their number is a multiple of the ranks in a group. `owner`: the root.
+    """
     if synchronizer is Synchronizer.ALL_REDUCE:
-        return AllReduce(values, lanes, rank_groups, first_lane)
+        return Collectives(
+            values,
+            lanes,
+            groups,
+            first_lane,
+            lambda group: dist.all_reduce(values, group=group, async_op=True),
+        )
     if synchronizer is Synchronizer.REDUCE_SCATTER_ALL_GATHER:
-        return ReduceScatterAllGather(values, lanes, rank_groups, first_lane)
-    assert owner is not None, "a primitive with a root has an owner"
+        return _reduce_scatter_all_gather(values, lanes, groups, first_lane)
+    assert owner is not None, "a synchronizer with a root has an owner"
     if synchronizer is Synchronizer.PARAMETER_SERVER:
-        return PushPull(values, lanes, rank_groups, owner, first_lane)
+        return _parameter_server(values, lanes, groups, owner, first_lane)
     return Chain(
-        Reduce(values, lanes, rank_groups, (owner,), first_lane),
-        Broadcast(values, lanes, rank_groups, (owner,), first_lane + 1),
+        reduce(values, lanes, groups, (owner,), first_lane),
+        broadcast(values, lanes, groups, (owner,), first_lane + 1),
     )
+
+
+def _reduce_scatter_all_gather(
+    values: Tensor, lanes: Lanes, groups: RankGroups, first_lane: int
+) -> Exchange:
+    members = len(groups.members_of(lanes.ranks.rank)) or 1
+    shard = values.new_empty(values.numel() // members if members > 1 else 0)
+    return Collectives(
+        values,
+        lanes,
+        groups,
+        first_lane,
+        lambda group: dist.reduce_scatter_single(shard, values, group=group, async_op=True),
+        lambda group: dist.all_gather_single(values, shard, group=group, async_op=True),
+    )
+
+
+def _parameter_server(
+    values: Tensor, lanes: Lanes, groups: RankGroups, owner: int, first_lane: int
+) -> Exchange:
+    """Every rank sends to the owner, which sums in group order and sends the sum back to each.
+
+    The server's state is the aggregated gradient. The optimizer runs on every rank, so any
+    optimizer and gradient clipping stay exact. The bytes on every link are those of a server that
+    updates parameters.
+    """
+    members = groups.members_of(lanes.ranks.rank)
+    root = root_of(members, (owner,))
+    owns = len(members) > 1 and lanes.ranks.rank == owner
+    received = [torch.empty_like(values) for _ in members] if owns else None
+    half = values.dtype in (torch.float16, torch.bfloat16)
+    total = torch.empty_like(values, dtype=torch.float32) if owns and half else None
+
+    def push(group: dist.ProcessGroup) -> dist.Work | None:
+        work: dist.Work | None = dist.gather(
+            values, received, group=group, group_dst=root, async_op=True
+        )
+        return work
+
+    def pull(group: dist.ProcessGroup) -> dist.Work | None:
+        copies = None if received is None else [_sum_parts(received, total)] * len(received)
+        work: dist.Work | None = dist.scatter(
+            values, copies, group=group, group_src=root, async_op=True
+        )
+        return work
+
+    return Collectives(values, lanes, groups, first_lane, push, pull)
+
+
+def _sum_parts(parts: list[Tensor], total: Tensor | None) -> Tensor:
+    """Sum into the first part. `total`: float32 buffer in which 16-bit parts are summed first."""
+    into = parts[0] if total is None else total.copy_(parts[0])
+    for part in parts[1:]:
+        into.add_(part)
+    return into if total is None else parts[0].copy_(total)
+
+
+def reduce(
+    values: Tensor, lanes: Lanes, groups: RankGroups, roots: Sequence[int], lane: int = 0
+) -> Exchange:
+    """Sum to the root of each group, which is one of `roots`, by the library's tree or ring."""
+    root = root_of(groups.members_of(lanes.ranks.rank), roots)
+    return Collectives(
+        values,
+        lanes,
+        groups,
+        lane,
+        lambda group: dist.reduce(values, group=group, group_dst=root, async_op=True),
+    )
+
+
+def broadcast(
+    values: Tensor, lanes: Lanes, groups: RankGroups, roots: Sequence[int], lane: int = 0
+) -> Exchange:
+    """Copy the values of each group's root to the whole group."""
+    root = root_of(groups.members_of(lanes.ranks.rank), roots)
+    return Collectives(
+        values,
+        lanes,
+        groups,
+        lane,
+        lambda group: dist.broadcast(values, group=group, group_src=root, async_op=True),
+    )
+
+
+def root_of(members: Sequence[int], roots: Sequence[int]) -> int:
+    """The place among `members` of the first one that is in `roots`; 0 if none is."""
+    return next((place for place, rank in enumerate(members) if rank in roots), 0)
