@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import re
 import shlex
 import subprocess
@@ -27,6 +28,11 @@ FOLDERS = "autotune|runtime_rewriter|benchmarks|datasets|docs|examples|tests"
 PATH = re.compile(rf"`((?:{FOLDERS})/[\w./*-]+)`")
 MODULE = re.compile(r"python -m (benchmarks[\w.]*)")
 LINK = re.compile(r"\[[^]]*\]\(([^)#\s]+)")
+PACKAGES = [path.stem for path in (ROOT / "autotune").iterdir() if path.stem != "__init__"]
+NAME = re.compile(
+    r"(?<![\w./\"-])((?:autotune|runtime_rewriter)(?:\.[A-Za-z]\w*)+)"
+    rf"|`((?:{'|'.join(PACKAGES)})(?:\.[A-Za-z]\w*)+)(?![\w(])"
+)
 INLINE_COMMAND = re.compile(r"`autotune ([^`]+)`")
 
 
@@ -134,6 +140,24 @@ def subparsers_of(parser: argparse.ArgumentParser) -> dict[str, argparse.Argumen
         if isinstance(action, argparse._SubParsersAction):
             return dict(action.choices)
     return {}
+
+
+def resolve(name: str) -> object:
+    """Import the longest module of a dotted name, then get its attributes."""
+    parts = name.split(".")
+    value: object = importlib.import_module(parts[0])
+    for number, part in enumerate(parts[1:], 2):
+        if not hasattr(value, part):
+            importlib.import_module(".".join(parts[:number]))
+        value = getattr(value, part)
+    return value
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_python_names_of_a_page_exist(page: Path) -> None:
+    for full, short in NAME.findall(page.read_text()):
+        if not short.endswith((".py", ".md", ".yaml", ".json")):
+            resolve(full or f"autotune.{short}")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
