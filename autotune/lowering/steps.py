@@ -25,13 +25,7 @@ from autotune.lowering.costs import RuntimeCosts
 from autotune.lowering.traffic import Collective
 from autotune.strategy_space.compressors import CodecCosts
 from autotune.strategy_space.plan import Message
-from autotune.strategy_space.strategy import (
-    CASTS,
-    ROOTED,
-    Compressor,
-    SparseHandling,
-    Synchronizer,
-)
+from autotune.strategy_space.strategy import CASTS, ROOTED, Compressor, SparseHandling, Synchronizer
 from autotune.workload import DTYPE_BYTES
 
 COUNT_BYTES = 16.0
@@ -173,9 +167,7 @@ class _MessageKind:
             return (
                 self.step(Collective.GATHER, wire_bytes, self._compress_s(1.0)),
                 self.step(
-                    back,
-                    wire_bytes,
-                    prepare_root_s=self._add_s(float(n)) + self._compress_s(1.0),
+                    back, wire_bytes, prepare_root_s=self._add_s(float(n)) + self._compress_s(1.0)
                 ),
                 self.compute(self._add_s(1.0)),
             )
@@ -183,9 +175,7 @@ class _MessageKind:
             return (
                 self.step(Collective.ALL_TO_ALL, wire_bytes, self._compress_s(1.0)),
                 self.step(
-                    Collective.ALL_GATHER,
-                    wire_bytes,
-                    self._add_s(1.0) + self._compress_s(1 / n),
+                    Collective.ALL_GATHER, wire_bytes, self._add_s(1.0) + self._compress_s(1 / n)
                 ),
                 self.compute(self._add_s(1.0)),
             )

@@ -27,22 +27,10 @@ from autotune.cluster import Cluster
 from autotune.costs.issue_order import channel_ends_s
 from autotune.costs.sync_cost import message_costs
 from autotune.errors import InvalidInput
-from autotune.memory.plan_buffers import (
-    PLAN_BUCKETS,
-    Buffer,
-    When,
-    multiplying_lanes,
-    plan_buffers,
-)
+from autotune.memory.plan_buffers import PLAN_BUCKETS, Buffer, When, multiplying_lanes, plan_buffers
 from autotune.memory.segments import first_backward, last_backward, read_segments, ready_segments
 from autotune.recordings.memory_file import RecordedMemory
-from autotune.recordings.memory_profile import (
-    Lifetime,
-    MemoryProfile,
-    Replica,
-    TensorRole,
-    touched,
-)
+from autotune.recordings.memory_profile import Lifetime, MemoryProfile, Replica, TensorRole, touched
 from autotune.strategy_space.plan import Plan
 from autotune.workload import Workload
 

@@ -13,13 +13,7 @@ from autotune.features.extract import Extractor, StrategyFeatures
 from autotune.lowering.costs import EMULATED_COSTS
 from autotune.records import Accelerators, RankingQuality
 from autotune.rng import generator
-from autotune.simulators.evaluation import (
-    REPLAY,
-    UNLEARNED,
-    choose_ranker,
-    evaluate,
-    k_fold,
-)
+from autotune.simulators.evaluation import REPLAY, UNLEARNED, choose_ranker, evaluate, k_fold
 from autotune.simulators.interface import Example, Simulator
 from autotune.strategy_space.plan import PlannedStrategy
 from autotune.tuning.history import History

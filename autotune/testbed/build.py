@@ -101,11 +101,7 @@ def network_commands(layout: Layout) -> list[Command]:
         commands += _host(layout, index, windows[index])
         peers = [other.address for other in layout.hosts if other is not host]
         outward = Shaper(
-            host.namespace,
-            INTERFACE,
-            FRAMING,
-            peers if layout.filters else [],
-            least_queue_bytes,
+            host.namespace, INTERFACE, FRAMING, peers if layout.filters else [], least_queue_bytes
         )
         delay_s = host.added_latency_s if layout.method is Method.NETEM else 0.0
         commands += outward.commands(host.link_bytes_per_s, _outward(layout, index), delay_s)

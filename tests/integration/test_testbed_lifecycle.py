@@ -16,11 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from testbed_traffic import (
-    assert_nothing_is_left,
-    assert_reaches,
-    cluster,
-)
+from testbed_traffic import assert_nothing_is_left, assert_reaches, cluster
 
 from autotune.cluster import Cluster, Host
 from autotune.errors import EmulationError, InvalidInput

@@ -361,12 +361,7 @@ def check_buffers_are_given_back(rank: int, limit: int | None) -> None:
         }
         options = settings.get(compressor, {})
         message = Message(
-            (TensorSlice("v", 64 * 32, rows=64),),
-            synchronizer,
-            compressor,
-            "float32",
-            0,
-            **options,
+            (TensorSlice("v", 64 * 32, rows=64),), synchronizer, compressor, "float32", 0, **options
         )
         transfer = Transfer(
             0, message, parameters, residuals, lanes, PlanGroups(RankGroups.world(ranks.size))

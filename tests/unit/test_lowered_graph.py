@@ -62,9 +62,7 @@ def test_a_server_for_a_thousand_workers_is_as_many_ops_as_for_four() -> None:
 
 def test_a_ring_moves_its_share_in_every_round_and_holds_its_thread_from_in_to_out() -> None:
     graph = Lowering(workload(), even(4)).graph(
-        plan(single_bucket(workload()), workload(), 4),
-        steps=1,
-        symmetric=False,
+        plan(single_bucket(workload()), workload(), 4), steps=1, symmetric=False
     )
     sends = graph.kind == Kind.SEND
     assert sends.sum() == 6 * 8  # rounds of four hosts, out and in
@@ -276,8 +274,7 @@ def test_buffers_travel_before_every_forward_pass() -> None:
         names = (
             Lowering(buffered, cluster)
             .graph(
-                replace(plan(single_bucket(buffered), buffered, 4), cross_step=cross_step),
-                steps=2,
+                replace(plan(single_bucket(buffered), buffered, 4), cross_step=cross_step), steps=2
             )
             .names.ops
         )

@@ -26,12 +26,7 @@ from autotune.strategy_space.builders.registry import BUILDERS
 from autotune.strategy_space.enactable import refusal_reason
 from autotune.strategy_space.plan import Plan, plan
 from autotune.strategy_space.space import SearchSpace
-from autotune.strategy_space.strategy import (
-    CASTS,
-    Compressor,
-    Strategy,
-    Synchronizer,
-)
+from autotune.strategy_space.strategy import CASTS, Compressor, Strategy, Synchronizer
 from autotune.workload import Variable, Workload
 
 SMALL = Budget(replays=60)

@@ -120,10 +120,7 @@ def test_only_whole_rounds_count_and_a_side_that_failed_is_not_waited_for():
     rounds = rounds_of(made, CLOSING)
     assert [
         {key: own.median_s for key, own in found.items()} for found in whole_rounds(rounds, sides)
-    ] == [
-        {A: 0.1, B: 0.2},
-        {B: 0.3, A: 0.4},
-    ]
+    ] == [{A: 0.1, B: 0.2}, {B: 0.3, A: 0.4}]
     once = rounds_of([*made, trial(3, "a", None)], CLOSING)
     assert len(whole_rounds(once, sides)) == 2 and not failures_of(once)
     failed = rounds_of([*made, trial(3, "a", None), trial(4, "a", None)], CLOSING)

@@ -124,10 +124,7 @@ def test_an_unknown_name_lists_the_known_ones_and_the_entry_point_group() -> Non
     ],
 )
 def test_an_invalid_description_is_refused(
-    change: Any,
-    rule: str,
-    four_bit: Compressor,
-    monkeypatch: pytest.MonkeyPatch,
+    change: Any, rule: str, four_bit: Compressor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     description: object = "text"
     if change is not None:

@@ -11,15 +11,7 @@ import pytest
 from autotune.cluster import Cluster, Host, PairLink
 from autotune.errors import EmulationUnavailable, InvalidInput
 from autotune.testbed.build import FRAMING, frame_bytes, network_commands, queue_bytes, window_bytes
-from autotune.testbed.layout import (
-    Means,
-    Method,
-    address,
-    lay_out,
-    mac,
-    safe_name,
-    safe_names,
-)
+from autotune.testbed.layout import Means, Method, address, lay_out, mac, safe_name, safe_names
 from autotune.testbed.machine import Process
 from autotune.testbed.state import (
     Namespace,
@@ -272,11 +264,7 @@ def test_a_state_file_returns_the_record_and_unreadable_files_hinder_no_others(
     record = Recorded(layout, Process.current(), True, None, namespaces)
     states = States(tmp_path)
     states.write(record)
-    for name, text in (
-        ("d.partial", "{"),
-        ("broken.json", "{"),
-        ("newer.json", '{"schema": 99}'),
-    ):
+    for name, text in (("d.partial", "{"), ("broken.json", "{"), ("newer.json", '{"schema": 99}')):
         (tmp_path / name).write_text(text)
     assert states.all() == (record,) and states.read("absent") is None
     with pytest.raises(InvalidInput, match="reads testbed schema 3, but the file has 99"):

@@ -251,13 +251,7 @@ def test_modules_name_the_layers_of_forward_and_backward_ops() -> None:
         host("nn.Module: Linear_0", 0, 20, cat="python_function"),
         host("aten::linear", 2, 10, **numbered(7)),
         host("aten::relu", 22, 5, **numbered(8)),
-        host(
-            "autograd::engine::evaluate_function: AddmmBackward0",
-            50,
-            20,
-            tid=2,
-            **numbered(7),
-        ),
+        host("autograd::engine::evaluate_function: AddmmBackward0", 50, 20, tid=2, **numbered(7)),
         host("aten::mm", 55, 5, tid=2),
     ]
     dfg = TracedSteps(job_of(events)).dfg()

@@ -99,5 +99,5 @@ def test_people_read_three_digits_and_a_fitting_unit():
 
 def test_rates_of_links_are_told_in_bits():
     assert [format_rate(value / 8) for value in (250e6, 1e9, 997.3e6, 2.5e9, 64e3, 10)] == [
-        *("250 Mbit/s", "1 Gbit/s", "997.3 Mbit/s", "2.5 Gbit/s", "64 kbit/s", "10 bit/s"),
+        *("250 Mbit/s", "1 Gbit/s", "997.3 Mbit/s", "2.5 Gbit/s", "64 kbit/s", "10 bit/s")
     ]

@@ -116,7 +116,7 @@ def test_only_the_tables_of_ncf_sparse_have_sparse_gradients():
         name: [v.name for v in model.variables() if v.sparse] for name, model in MODELS.items()
     }
     assert {name: found for name, found in sparse.items() if found} == {
-        "ncf-sparse": ["embedding_user/embeddings", "embedding_item/embeddings"],
+        "ncf-sparse": ["embedding_user/embeddings", "embedding_item/embeddings"]
     }
     assert shapes("ncf-sparse") == shapes("ncf-dense")
 

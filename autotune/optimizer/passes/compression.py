@@ -10,11 +10,7 @@ from autotune.optimizer.edits import like
 from autotune.optimizer.state import CriticalPath, State
 from autotune.strategy_space.plan import Message
 from autotune.strategy_space.space import CompressorSetting
-from autotune.strategy_space.strategy import (
-    CASTS,
-    Shard,
-    SparseHandling,
-)
+from autotune.strategy_space.strategy import CASTS, Shard, SparseHandling
 
 PORTIONS = 2
 """Settings of a compressor that are proposed, those with the shortest t_sync first."""
@@ -103,9 +99,7 @@ def _compressed(
         ):
             placement = message.owner
             shard = Shard(
-                message.synchronizer,
-                placement=placement,
-                hierarchical=message.hierarchical,
+                message.synchronizer, placement=placement, hierarchical=message.hierarchical
             )
             found[number] = replace(shard, **setting._asdict())
     return found

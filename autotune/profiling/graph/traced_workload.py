@@ -101,10 +101,7 @@ def _replay_without(graph: Dfg, ops: list[int]) -> Timeline:
 
 
 def _workload(
-    model: str,
-    timeline: Timeline,
-    backward: IntArray,
-    sums: dict[int, TracedCollective],
+    model: str, timeline: Timeline, backward: IntArray, sums: dict[int, TracedCollective]
 ) -> Workload:
     begin_s, end_s = float(timeline.start_s[backward].min()), float(timeline.end_s[backward].max())
     ready_s = {op: max(float(timeline.start_s[op]) - begin_s, 0.0) for op in sums}
