@@ -1,1 +1,1 @@
-"""Closed forms: the time of a message, what its rows move, and the order in which messages are issued."""
+"""Closed forms of a plan's costs: messages, sparse rows, and when gradients are ready."""

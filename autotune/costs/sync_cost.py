@@ -1,4 +1,4 @@
-"""What the network costs: Eq. 2 (parameter server) and Eq. 3 (collectives) for every message of a plan.
+"""Network costs: Eq. 2 (parameter server) and Eq. 3 (collectives) for each message of a plan.
 
 Source: AutoSync, supplement sec. 2 (Eq. 2) and sec. 3 (Eq. 3).
 
@@ -10,18 +10,21 @@ Source: AutoSync, supplement sec. 2 (Eq. 2) and sec. 3 (Eq. 3).
 | r_k | replicas on machine k | - | its devices that take part |
 | b_jk | bandwidth between server j and machine k | B/s | `Cluster.bandwidth_bytes_per_s` |
 | b_m | slowest link of the ring | B/s | `Cluster.ring_bytes_per_s` |
-| phi | network overhead per peer | s | `network_overhead_s`: from the fitted all-reduce, else the latency |
-| delta | kernel and copy latency per primitive | s | `KERNEL_LATENCY_S` |
+| phi | network overhead per peer | s | `network_overhead_s` |
+| delta | kernel and copy latency per collective | s | `KERNEL_LATENCY_S` |
 
 Eq. 2:  sum_k I_d(j,k) c(m)/b_jk r_k^(1-I_p)  +  phi sum_k r_k^(1-I_p)  +  delta
-Eq. 3:  factor(w) c(m)/b_m  +  w phi  +  delta,  factor = 2(w-1)/w for all-reduce, (w-1)/w for reduce-scatter and
-for all-gather, 1 for broadcast and for reduce. A message of two primitives costs the sum of the two.
 
-Readings of the printed equations: the exponent of r_k is 1 where reduction is flat and 0 where it is
-hierarchical (I_p), as the paper's text says. On a cluster of one host every device counts as a machine
-of its own over the inner link; otherwise I_d would be 0 and a server free. A hierarchical collective is a
-reduce inside each host, the primitive among the hosts, and a broadcast inside (Eq. 3 three times).
-A sparse gradient sent as indices and values is one all-gather of the rows that all ranks touch (`row_traffic`).
+Eq. 3:  factor(w) c(m)/b_m  +  w phi  +  delta,  factor = 2(w-1)/w for all-reduce, (w-1)/w for
+reduce-scatter and for all-gather, 1 for broadcast and for reduce. A message of two collectives
+costs their sum.
+
+Readings of the printed equations: the exponent of r_k is 1 for flat reduction and 0 for
+hierarchical (I_p), as the paper's text states. On a cluster of one host each device counts as a
+machine of its own over the inner link; otherwise I_d would be 0 and a server free. A hierarchical
+collective is a reduce inside each host, the collective among the hosts, and a broadcast inside (Eq.
+3 three times). Rows of a sparse gradient are one all-gather of the rows that all ranks touch
+(`row_traffic`).
 
 All ranks of one host cost the same, so no sum runs over pairs of workers.
 """
@@ -44,10 +47,13 @@ from autotune.strategy_space.strategy import SparseHandling, Synchronizer
 from autotune.workload import Workload
 
 KERNEL_LATENCY_S = 1e-4
-"""delta. The paper gives no value. Measured: issuing an in-place all-reduce on a packed 32 MB buffer (torch 2.13, gloo, CPU)."""
+"""delta. The paper gives no value.
+
+Measured: issuing an in-place all-reduce on a packed 32 MB buffer (torch 2.13, gloo, CPU).
+"""
 
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce")
-"""The five primitives of Eq. 3."""
+"""The five collectives of Eq. 3."""
 
 _PARTS = {
     Synchronizer.ALL_REDUCE: ("all_reduce",),
@@ -56,7 +62,7 @@ _PARTS = {
 }
 
 MESSAGE_FEATURES = ("transfer_s", "overhead_count", "kernel_count", "is_parameter_server")
-"""z of one message: network transfer (s), coefficient of phi, coefficient of delta, 1 for a parameter server."""
+"""z of one message: transfer (s), coefficients of phi and delta, and 1 for a parameter server."""
 
 GLOBAL_FEATURES = tuple(
     f"{of}_{over}_{what}"
@@ -92,7 +98,7 @@ class MessageCosts:
     | `overhead_s` | coefficient times phi; steps inside a host count with its inner latency | s |
     | `kernel_count` | coefficient of delta | - |
     | `server` | machine that serves the message; -1 for collectives | - |
-    | `fitted_sync_s` | cost of c(m) by the fit of the probed primitive, or the sum of several; NaN where one was not probed | s |
+    | `fitted_sync_s` | cost of c(m) by the fits of its collectives; NaN if one is missing | s |
     | `link_bytes_per_s` | interface of the server, or slowest link of the ring | B/s |
     | `wire_bytes` | c(m) | B |
     """
@@ -119,27 +125,22 @@ class MessageCosts:
     def channel_s(self) -> FloatArray:
         """How long each message holds the one communication channel, shape (M,).
 
-        Fitted where probed. Otherwise Eq. 3, and for servers Eq. 2 with transfer and overhead twice: Eq. 2
-        counts one direction, and on one channel the pull can only follow the push.
+        Fitted if probed. Otherwise Eq. 3, and for servers Eq. 2 with transfer and overhead twice:
+        Eq. 2 counts one direction, and on one channel the pull follows the push.
         """
         both_ways = self.is_parameter_server * (self.transfer_s + self.overhead_s)
         return np.where(np.isnan(self.fitted_sync_s), self.sync_s + both_ways, self.fitted_sync_s)
 
     @cached_property
     def features(self) -> FloatArray:
-        """z of every message, shape (M, 4), columns `MESSAGE_FEATURES`."""
-        return np.column_stack(
-            [
-                self.transfer_s,
-                self.overhead_count,
-                self.kernel_count,
-                self.is_parameter_server.astype(np.float64),
-            ]
-        )
+        """z of each message, shape (M, 4), columns `MESSAGE_FEATURES`."""
+        counts = (self.overhead_count, self.kernel_count)
+        served = self.is_parameter_server.astype(np.float64)
+        return np.column_stack([self.transfer_s, *counts, served])
 
     @cached_property
     def global_features(self) -> FloatArray:
-        """The 12 numbers, shape (12,), columns `GLOBAL_FEATURES`; zeros where a kind does not occur."""
+        """The 12 numbers, shape (12,), columns `GLOBAL_FEATURES`; 0 for an absent kind."""
         parts = self.features[:, :3]
         return np.concatenate(
             [_max_and_sum(self._per_server(parts)), _max_and_sum(parts[~self.is_parameter_server])]
@@ -147,7 +148,7 @@ class MessageCosts:
 
     @cached_property
     def paper_sync_s(self) -> float:
-        """T_sync: servers work side by side, so the most loaded counts; collectives follow one another; both share the network."""
+        """T_sync: the most loaded server, since servers work in parallel, and all collectives."""
         served = self._per_server(self.sync_s[:, None])
         return float(served.max(initial=0.0) + self.sync_s[~self.is_parameter_server].sum())
 
@@ -168,43 +169,43 @@ def _max_and_sum(rows: FloatArray) -> FloatArray:
 def message_costs(
     plan: Plan, cluster: Cluster, workload: Workload, rates: Rates | None = None
 ) -> MessageCosts:
-    """Eq. 2, Eq. 3 and the fitted cost of every message. Raises `InvalidInput` if plan and cluster differ in size.
+    """Eq. 2, Eq. 3 and the fitted cost of each message.
 
-    `workload`: what the plan was made for; it knows the rows of sparse gradients. `rates`, of this cluster and the plan's ring order,
-    spares many plans to work out the same.
+    `workload`: the plan's, which knows the rows of sparse gradients. `rates`: those of this cluster
+    and the plan's ring order, to share among many plans. Raises `InvalidInput` if the sizes of plan
+    and cluster differ.
     """
     if plan.world_size != cluster.world_size:
         raise InvalidInput(
-            f"a plan costs what its own cluster makes of it: the plan is for {plan.world_size} ranks, "
-            f"but cluster {cluster.name!r} has {cluster.world_size}; plan the strategy for this cluster"
+            f"costs need a plan for the cluster's size, but the plan is for {plan.world_size} ranks "
+            f"and cluster {cluster.name!r} has {cluster.world_size}; "
+            "plan the strategy for this cluster"
         )
     wire_bytes = RowTraffic(workload).collective_bytes(plan.messages, plan.world_size)
-    return (rates or Rates(cluster, plan.ring_order)).costs(
-        [kind_of(message) for message in plan.messages], wire_bytes
-    )
+    rates = rates or Rates(cluster, plan.ring_order)
+    return rates.costs([kind_of(message) for message in plan.messages], wire_bytes)
 
 
 def network_overhead_s(cluster: Cluster) -> float:
-    """phi: what the fitted all-reduce of the whole world leaves per rank, (alpha - delta) / w; unprobed, the worst latency of the ring."""
+    """phi: the fitted all-reduce's remainder per rank, (alpha - delta) / w.
+
+    Without a fit it is the worst latency of the ring.
+    """
     fit = cluster.fit("all_reduce", cluster.world_size)
     if fit is not None:
         return max(fit.alpha_s - KERNEL_LATENCY_S, 0.0) / cluster.world_size
     inner = [host.inner_latency_s for host in cluster.hosts if host.devices > 1]
-    firsts = np.concatenate([[0], np.cumsum([host.devices for host in cluster.hosts])[:-1]])
-    hops = (
-        zip(firsts.tolist(), np.roll(firsts, -1).tolist(), strict=True)
-        if len(cluster.hosts) > 1
-        else ()
-    )
+    firsts = np.cumsum([0, *(host.devices for host in cluster.hosts[:-1])]).tolist()
+    hops = zip(firsts, firsts[1:] + firsts[:1], strict=True) if len(firsts) > 1 else ()
     return max([*inner, *(cluster.latency_s(here, there) for here, there in hops)], default=0.0)
 
 
 _Fits = tuple[CollectiveFit, ...] | None
-"""Probed primitives that a message runs one after the other; None where one of them was not probed."""
+"""Fits of the collectives that a message runs one after the other; None if one is missing."""
 
 
 class MessageKind(NamedTuple):
-    """Everything that a message's cost depends on except its size."""
+    """Everything that determines a message's cost, except its size."""
 
     synchronizer: Synchronizer
     owner: int | None = None
@@ -221,7 +222,7 @@ def kind_of(message: Message) -> MessageKind:
 
 @dataclass(frozen=True)
 class _Rate:
-    """The cost of one kind of message, but for its size."""
+    """The cost of one kind of message, per byte and constant."""
 
     s_per_byte: float
     overhead_count: float
@@ -234,7 +235,7 @@ class _Rate:
 
 
 class Rates:
-    """What messages cost on one cluster, in rings of one order. The few different kinds are worked out once each."""
+    """Message costs on one cluster and ring order; each of the few kinds is computed once."""
 
     def __init__(self, cluster: Cluster, ring_order: tuple[int, ...] | None = None) -> None:
         self.cluster = cluster
@@ -246,7 +247,7 @@ class Rates:
         self._known_fits: dict[tuple[tuple[str, ...], int, bool], _Fits] = {}
 
     def costs(self, kinds: Sequence[MessageKind], wire_bytes: FloatArray) -> MessageCosts:
-        """Of messages of these kinds and sizes, both of shape (M,)."""
+        """Costs of messages of these kinds and sizes, both of shape (M,)."""
         numbers = np.array([self._number(kind) for kind in kinds], dtype=np.int64)
         rates = self._rates
         columns = np.array(
@@ -254,11 +255,10 @@ class Rates:
         )[numbers]
         fitted_s = np.full(len(numbers), np.nan)
         for number in np.unique(numbers).tolist():
-            fits, own = rates[number].fits, np.flatnonzero(numbers == number)
+            fits, at = rates[number].fits, np.flatnonzero(numbers == number)
             if fits is not None:
-                fitted_s[own] = rates[number].fit_factor * sum(
-                    (fit.seconds_each(wire_bytes[own]) for fit in fits), np.zeros(len(own))
-                )
+                each_s = (fit.seconds_each(wire_bytes[at]) for fit in fits)
+                fitted_s[at] = rates[number].fit_factor * sum(each_s, np.zeros(len(at)))
         return MessageCosts(
             transfer_s=columns[:, 0] * wire_bytes,
             overhead_count=columns[:, 1],
@@ -307,7 +307,7 @@ class Rates:
         return _Rate(s_per_byte, count, count * self.phi_s, 1.0, link, server, fits)
 
     def _collective(self, kind: MessageKind, ranks: tuple[int, ...], size: int) -> _Rate:
-        """Eq. 3 for the message's primitives, summed."""
+        """Eq. 3, summed over the message's collectives."""
         parts = (
             ("all_gather",)
             if kind.sparse is SparseHandling.ALL_GATHER
@@ -333,7 +333,7 @@ class Rates:
         )
 
     def _two_level(self, parts: Sequence[str], ranks: tuple[int, ...]) -> _Rate:
-        """Reduce inside the hosts, the primitives among them, broadcast inside."""
+        """Reduce inside the hosts, the collectives among them, broadcast inside."""
         replicas = self._replicas(ranks)
         crowded = [
             (host, int(count))
@@ -364,7 +364,7 @@ class Rates:
         return tuple(rank for rank in ranks if lowest[host_of[rank]] == rank)
 
     def _two_level_fits(self, parts: Sequence[str], inner_size: int, hosts: int) -> _Fits:
-        """The same three steps as probed: inside the hosts on so many ranks each, and among one rank per host."""
+        """Fits of the three steps: inside hosts of this size, and among one rank per host."""
         inside = [
             self.cluster.fit(primitive, inner_size, Where.HOST)
             for primitive in ("reduce", "broadcast")
@@ -373,12 +373,12 @@ class Rates:
         return _all_or_none([*inside, *among])
 
     def _hierarchical(self, kind: MessageKind) -> bool:
-        """Hierarchy means something only between hosts of which one holds several of the ranks."""
+        """Whether hierarchy matters: between hosts, one of which has several of the ranks."""
         replicas = self._replicas(kind.ranks)
         return kind.hierarchical and int((replicas > 0).sum()) > 1 and int(replicas.max()) > 1
 
     def _replicas(self, ranks: tuple[int, ...]) -> IntArray:
-        """r_k: ranks that take part on every host, shape (hosts,)."""
+        """r_k: ranks that take part on each host, shape (hosts,)."""
         if not ranks:
             return np.array([host.devices for host in self.cluster.hosts], dtype=np.int64)
         counts: IntArray = np.bincount(
@@ -398,9 +398,9 @@ class Rates:
         return self._bandwidths[ranks]
 
     def _fit(self, primitives: tuple[str, ...], size: int, ranks: tuple[int, ...]) -> _Fits:
-        """The primitives one after the other on so many ranks, those of one host by what was probed inside a host.
+        """Fits of these collectives on this many ranks; inside one host, those probed there.
 
-        One object for equal arguments.
+        Equal arguments return the same object.
         """
         inside = (
             len(self.cluster.hosts) > 1
@@ -422,13 +422,11 @@ def _all_or_none(fits: Sequence[CollectiveFit | None]) -> _Fits:
 
 
 def host_bandwidths(cluster: Cluster, server: int) -> FloatArray:
-    """b_jk of host `server` to every host, shape (hosts,)."""
+    """b_jk of host `server` to each host, shape (hosts,)."""
     links = np.array([host.link_bytes_per_s for host in cluster.hosts])
     bandwidths: FloatArray = np.minimum(links, links[server])
     names = {host.name: index for index, host in enumerate(cluster.hosts)}
-    for pair in reversed(
-        cluster.pair_links
-    ):  # the first link named for a pair is the one that counts
+    for pair in reversed(cluster.pair_links):  # the first link named for a pair counts
         a, b = (names[end] for end in pair.between)
         if server in (a, b):
             bandwidths[b if a == server else a] = pair.link_bytes_per_s

@@ -1,7 +1,8 @@
-"""Which plans torch's own DistributedDataParallel can carry out: those that are nothing but buckets in an order.
+"""Which backend enacts a plan: torch's own DistributedDataParallel reducer, or our hooks.
 
-DDP's reducer averages flat buckets of whole variables with one all-reduce each, and starts them in their order, as a plan's
-messages are. It settles in buckets that are given by their sizes alone if all variables share one dtype and none is empty.
+DDP's reducer averages flat buckets of whole variables with one all-reduce each, started in a fixed
+order, as a plan's messages are. Bucket sizes alone determine its buckets if all variables have one
+dtype and none is empty.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from autotune.workload import Variable
 
 
 def buckets_of(plan: Plan) -> tuple[tuple[str, ...], ...] | None:
-    """The variables of every bucket, both in the plan's order; None where the plan asks for more than buckets."""
+    """Return each bucket's variables, in the plan's order; None if it needs more than buckets."""
     one_dtype = len({message.dtype for message in plan.messages}) == 1
     if (
         plan.cross_step
@@ -27,17 +28,20 @@ def buckets_of(plan: Plan) -> tuple[tuple[str, ...], ...] | None:
 
 
 def backend_of(plan: Plan, variables: Iterable[Variable]) -> str:
-    """Who carries out the plan of a model with these variables, in words."""
+    """Describe the backend that enacts the plan of a model with these variables."""
     return backend_text(plan, sent_by_torch(plan, variables))
 
 
 def sent_by_torch(plan: Plan, variables: Iterable[Variable]) -> bool:
-    """Sparse gradients never are: torch's reducer sends them in its own way, which no plan means."""
+    """Whether torch's reducer enacts the plan.
+
+    It never does with sparse gradients: torch sends them in a way that no plan describes.
+    """
     return buckets_of(plan) is not None and not any(variable.sparse for variable in variables)
 
 
 def backend_text(plan: Plan, native: bool) -> str:
-    """Who carries it out, in words. `native`: a reducer of torch."""
+    """Describe the backend; `native` is torch's reducer."""
     count = len(plan.messages)
     who, what = ("torch's own DDP reducer", "bucket") if native else ("autotune's hooks", "message")
     return f"carried out by {who}, {count} {what}{'' if count == 1 else 's'}"

@@ -1,4 +1,4 @@
-"""What a strategy does to every variable, in words for people: the rows of the report and of `autotune strategies`."""
+"""A strategy in words: the rows of the report and of `autotune strategies`."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ from autotune.strategy_space.strategy import Compressor, Shard, Strategy, Variab
 from autotune.workload import Variable, Workload
 
 SHOWN = 4
-"""Of a longer list the rest is counted, or left out."""
+"""Entries shown of a longer list; the rest is counted or omitted."""
 
 
 @dataclass(frozen=True)
 class VariableRow:
-    """`messages`: numbers of those that carry the variable, in issue order, the first is 1; the other fields are empty for "nothing"."""
+    """One variable; empty fields mean "nothing".
+
+    `messages`: numbers of the messages that carry it, in issue order from 1.
+    """
 
     variable: Variable
     synchronizers: str
@@ -56,7 +59,7 @@ def variable_rows(workload: Workload, planned: PlannedStrategy) -> list[Variable
 
 
 def whole_text(strategy: Strategy) -> str:
-    """What holds for all variables, in sentences; empty where nothing is said."""
+    """Describe the settings for all variables, in sentences; empty if there are none."""
     crossing = (
         "Synchronization and update run into the next forward pass." if strategy.cross_step else ""
     )
@@ -71,19 +74,17 @@ def whole_text(strategy: Strategy) -> str:
 
 
 def messages_of(planned: Plan) -> dict[str, list[int]]:
-    """Variable -> numbers of its messages in issue order, the first is 1."""
-    found: dict[str, list[int]] = {}
+    """Map each variable to the numbers of its messages, in issue order from 1."""
+    numbers: dict[str, dict[int, None]] = {}
     for number, message in enumerate(planned.messages, start=1):
         for part in message.slices:
-            numbers = found.setdefault(part.variable, [])
-            if number not in numbers:
-                numbers.append(number)
-    return found
+            numbers.setdefault(part.variable, {})[number] = None
+    return {variable: list(held) for variable, held in numbers.items()}
 
 
 @dataclass(frozen=True)
 class MessageRow:
-    """One message of a plan; `number` 1 is issued first."""
+    """One message of a plan; number 1 is issued first."""
 
     number: int
     synchronizer: str
@@ -95,7 +96,7 @@ class MessageRow:
 
 
 def message_rows(planned: Plan) -> list[MessageRow]:
-    """In issue order."""
+    """Return the plan's messages in issue order."""
     return [
         MessageRow(
             number,
@@ -111,7 +112,7 @@ def message_rows(planned: Plan) -> list[MessageRow]:
 
 
 def compressor_text(one: Shard | Message) -> str:
-    """The compressor, with its parameter and a note on assumed costs; empty for none."""
+    """Name the compressor and its parameter; empty if nothing is compressed."""
     if one.compressor is Compressor.NONE:
         return ""
     ratio, rank = (

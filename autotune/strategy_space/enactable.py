@@ -1,4 +1,7 @@
-"""What the runtime cannot enact, told from the plan alone: before a trial is spent on it, and again before it is loaded."""
+"""Plans that the runtime refuses, by the plan alone.
+
+Plans are checked before a trial is spent on them, and again before the ranks load them.
+"""
 
 from __future__ import annotations
 
@@ -20,29 +23,32 @@ _MOST_INDICES = 2**31 - 1
 
 
 def refusal_reason(plan: Plan) -> str | None:
-    """The rule that keeps the runtime from enacting `plan`, or None; needs no model and no process group."""
+    """Return the rule that keeps the runtime from enacting `plan`, or None."""
     if plan.ring_order is not None and sorted(plan.ring_order) != list(range(plan.world_size)):
-        return f"ring_order must name each of the {plan.world_size} ranks once, but is {plan.ring_order}"
-    crowded = in_flight_error(plan.in_flight, plan.cross_step)
-    if crowded is not None:
-        return crowded
+        return (
+            f"ring_order must name each of the {plan.world_size} ranks once, "
+            f"but is {plan.ring_order}"
+        )
+    error = in_flight_error(plan.in_flight, plan.cross_step)
+    if error is not None:
+        return error
     for number, message in enumerate(plan.messages):
-        reason = _why_message_refused(message, plan.world_size)
+        reason = _message_refusal(message, plan.world_size)
         if reason is not None:
             return f"message {number} ({describe(message)}): {reason}"
     return None
 
 
-def _why_message_refused(message: Message, world_size: int) -> str | None:
+def _message_refusal(message: Message, world_size: int) -> str | None:
     compressed = message.compressor is not Compressor.NONE
     if message.compressor.error_feedback:
-        reason = _why_no_feedback(message)
+        reason = _feedback_refusal(message)
         if reason is not None:
             return reason
     if compressed and message.dtype.startswith("complex"):
         return f"complex gradients travel uncompressed, but the compressor is {message.compressor}"
     if message.sparse is not SparseHandling.DENSE:
-        reason = _why_rows_refused(message)
+        reason = _rows_refusal(message)
         if reason is not None:
             return reason
     if message.ranks:
@@ -54,27 +60,35 @@ def _why_message_refused(message: Message, world_size: int) -> str | None:
     return None
 
 
-def _why_no_feedback(message: Message) -> str | None:
+def _feedback_refusal(message: Message) -> str | None:
     if message.dtype not in _FED_BACK:
-        return f"compressor {message.compressor} needs float32 or float64 gradients, but these are {message.dtype}; use none, fp16 or bf16"
+        return (
+            f"compressor {message.compressor} needs float32 or float64 gradients, "
+            f"but these are {message.dtype}; use none, fp16 or bf16"
+        )
     if message.compressor is Compressor.TOP_K and message.elements > _MOST_INDICES:
-        return f"top_k sends int32 indices, but the message has {message.elements} elements; cut it to at most {_MOST_INDICES}"
+        return (
+            f"top_k sends int32 indices, but the message has {message.elements} elements; "
+            f"cut it to at most {_MOST_INDICES}"
+        )
     return None
 
 
 def scaled_refusal_reason(plan: Plan, byte_scale: float) -> str | None:
-    """Why a plan cannot be enacted while only 1/`byte_scale` of every message travels, or None."""
-    found = next((message for message in plan.messages if message.compressor.error_feedback), None)
-    if byte_scale == 1 or found is None:
+    """Return why a plan is refused while 1/`byte_scale` of each message is sent, or None."""
+    messages = [message for message in plan.messages if message.compressor.error_feedback]
+    if byte_scale == 1 or not messages:
         return None
     return (
-        f"with bytes divided by {byte_scale:g} a compressor would work on a part of each message only and its cost be measured too low, "
-        f"but the plan has {describe(found)} with {found.compressor}; use none, fp16 or bf16, or a byte scale of 1"
+        f"with bytes divided by {byte_scale:g} a compressor would work on a part of each message "
+        "only and its cost be measured too low, but the plan has "
+        f"{describe(messages[0])} with {messages[0].compressor}; "
+        "use none, fp16 or bf16, or a byte scale of 1"
     )
 
 
 def scaled_space(space: SearchSpace, byte_scale: float) -> SearchSpace:
-    """Of `space` what can be enacted while only 1/`byte_scale` of every message travels."""
+    """Return the part of `space` that can be enacted with 1/`byte_scale` of each message."""
     if byte_scale == 1:
         return space
     return replace(
@@ -82,21 +96,28 @@ def scaled_space(space: SearchSpace, byte_scale: float) -> SearchSpace:
     )
 
 
-def _why_rows_refused(message: Message) -> str | None:
+def _rows_refusal(message: Message) -> str | None:
     if message.compressor not in SPARSE_COMPRESSORS:
         return (
-            f"rows of a sparse gradient travel as they are or as fp16 or bf16, but the compressor is {message.compressor}; "
-            "change it or set sparse = dense"
+            "rows of a sparse gradient travel as they are or as fp16 or bf16, "
+            f"but the compressor is {message.compressor}; change it or set sparse = dense"
         )
     if len(message.slices) != 1 or message.slices[0].axis not in (None, 0):
-        return f"rows of a sparse gradient travel alone, whole or cut along axis 0, but the message holds {len(message.slices)} slice(s)"
-    if message.synchronizer not in SPARSE_SYNCHRONIZERS[message.sparse]:
-        return f"sparse = {message.sparse} needs {' or '.join(SPARSE_SYNCHRONIZERS[message.sparse])}, but the synchronizer is {message.synchronizer}"
+        return (
+            "rows of a sparse gradient travel alone, whole or cut along axis 0, "
+            f"but the message holds {len(message.slices)} slice(s)"
+        )
+    allowed = SPARSE_SYNCHRONIZERS[message.sparse]
+    if message.synchronizer not in allowed:
+        return (
+            f"sparse = {message.sparse} needs {' or '.join(allowed)}, "
+            f"but the synchronizer is {message.synchronizer}"
+        )
     return None
 
 
 def describe(message: Message) -> str:
-    """For error messages: the primitive and the first variables."""
+    """Describe a message in an error: its synchronizer and first variables."""
     names = list(dict.fromkeys(part.variable for part in message.slices))
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return f"{message.synchronizer} of {', '.join(names[:3])}{more}"

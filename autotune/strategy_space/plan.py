@@ -1,7 +1,7 @@
 """From a strategy to the plan: the ordered list of messages that every rank sends.
 
-The plan is the contract (ARCHITECTURE): it is lowered to what is simulated and enacted by what is
-measured. It names tensors, ranks and primitives, and no framework.
+The plan is the contract: it is lowered to the graph that we simulate, and enacted in the run that
+we measure. It names tensors, ranks and synchronizers, and no framework.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _OPERATIONS = {kind: kind.operation for kind in Synchronizer}
 
 @dataclass(frozen=True, slots=True)
 class TensorSlice:
-    """Rows `start:stop` along `axis` of a variable's gradient; axis None is the whole tensor.
+    """Rows `start:stop` along `axis` of a variable's gradient; the whole tensor if `axis` is None.
 
-    `rows` is the extent of the slice's own first axis where it has two or more axes, else 1: PowerSGD sees it as a matrix of
-    so many rows.
+    `rows`: extent of the slice's first axis if it has two or more axes, else 1. PowerSGD treats the
+    slice as a matrix of this many rows.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -53,7 +53,7 @@ class TensorSlice:
 
 @dataclass(frozen=True)
 class Message:
-    """Slices that travel together. `ranks` is empty where every rank of the world takes part."""
+    """Slices that are sent together. An empty `ranks` means every rank of the world."""
 
     __pydantic_config__ = {"extra": "forbid"}
 
@@ -82,29 +82,31 @@ class Message:
 
     @property
     def wire_bytes(self) -> int:
-        """c(m) of Eq. 2 and 3: size of the compressed message. Sparse gradients count as if every row were in use."""
+        """c(m) of Eq. 2 and 3: size of the compressed message.
+
+        A sparse gradient counts as if a step touched every row.
+        """
         element_bytes = DTYPE_BYTES[self.dtype]
         payload_bytes = self.compressor.description.payload_bytes
         if payload_bytes is not None:
             return payload_bytes(self.elements, element_bytes)
         if self.compressor is Compressor.TOP_K:
             assert self.ratio is not None
-            return math.ceil(self.elements * self.ratio) * (
-                element_bytes + 4
-            )  # values and int32 indices
+            kept = math.ceil(self.elements * self.ratio)
+            return kept * (element_bytes + 4)  # values and int32 indices
         assert self.rank is not None
         return element_bytes * sum(_factor_elements(part, self.rank) for part in self.slices)
 
 
 def _factor_elements(part: TensorSlice, rank: int) -> int:
-    """Elements of both factors of PowerSGD, n x rank and m x rank; or of the slice itself, where they are no fewer."""
+    """Elements of PowerSGD's two factors; those of the slice itself if that is smaller."""
     columns = part.elements // max(part.rows, 1)
     return min(part.elements, rank * (part.rows + columns))
 
 
 @dataclass(frozen=True)
 class Plan:
-    """`messages` stand in issue order: every rank starts them in exactly this order."""
+    """The `messages` in issue order: every rank starts them in exactly this order."""
 
     __pydantic_config__ = {"extra": "forbid"}
 
@@ -118,12 +120,12 @@ class Plan:
 
     @property
     def limit(self) -> int | None:
-        """How many messages a lane has under way at most; None within the step, where the library decides."""
+        """Most messages in flight per lane; None within the step, where the library decides."""
         return self.in_flight if self.cross_step else None
 
     @cached_property
     def id(self) -> str:
-        """The hash that the ranks compare."""
+        """The hash that all ranks compare."""
         return content_id("plan", self)
 
     @cached_property
@@ -145,39 +147,32 @@ class Plan:
 
 
 def plan(strategy: Strategy, workload: Workload, world_size: int) -> Plan:
-    """The messages that `strategy` means for this workload and number of ranks.
+    """Plan the messages of `strategy` for this workload and number of ranks.
 
-    Shards that share a group and agree in synchronizer, compressor, placement, hierarchy and dtype become
-    one message; those of a sparse gradient that does not travel dense are a message each. Messages are ordered by
-    (lowest priority of their shards, backward position at which their last gradient is ready, first slice), which is
-    the same on every rank. Raises `InvalidStrategy`.
+    Shards that share a group and agree in synchronizer, compressor, placement, hierarchy and dtype
+    become one message. Rows of a sparse gradient are a message per shard. Messages are sorted by
+    (lowest priority of their shards, backward position of the last gradient, first slice), which
+    gives the same order on every rank. Raises `InvalidStrategy`.
     """
     choices = _choices(strategy, workload)
     if strategy.ring_order is not None and len(strategy.ring_order) != world_size:
         raise InvalidStrategy(
             f"ring_order must name all {world_size} ranks, but names {len(strategy.ring_order)}"
         )
-    issued: list[tuple[int, int, int, int, Message]] = []  # with what they are ordered by
+    issued: list[tuple[int, int, int, int, Message]] = []  # each with its sort key
     groups = _Groups(world_size)
     for position, (variable, choice) in enumerate(zip(workload.variables, choices, strict=True)):
         dtype, sparse = variable.dtype, choice.sparse
         if sparse is not SparseHandling.DENSE:
             check_sparse(variable, choice)
-        alike = groups.alike(dtype, sparse)
+        known = groups.known(dtype, sparse)
         for shard, part in zip(choice.shards, slices_of(variable, choice), strict=True):
-            if id(shard) not in alike:
-                alike[id(shard)] = groups.members(shard, variable, sparse)
-            members = alike[id(shard)]
+            if id(shard) not in known:
+                known[id(shard)] = groups.members(shard, variable, sparse)
+            members = known[id(shard)]
             if members is None:
-                issued.append(
-                    (
-                        shard.priority,
-                        position,
-                        position,
-                        part.start,
-                        message_of(shard, (part,), dtype, sparse),
-                    )
-                )
+                message = message_of(shard, (part,), dtype, sparse)
+                issued.append((shard.priority, position, position, part.start, message))
             else:
                 members.add(part, position, shard.priority)
     issued.extend(members.issued() for members in groups.of_kind.values())
@@ -195,7 +190,7 @@ def plan(strategy: Strategy, workload: Workload, world_size: int) -> Plan:
 
 @dataclass(frozen=True)
 class PlannedStrategy:
-    """A strategy with its plan for one workload and world size; handed along so that it is planned once."""
+    """A strategy with its plan for one workload and world size, planned once and handed on."""
 
     strategy: Strategy
     plan: Plan
@@ -207,7 +202,7 @@ class PlannedStrategy:
 
 
 class _Members:
-    """The shards of one message; added in backward order, so that the last one is ready last."""
+    """The shards of one message, added in backward order, so the last one is ready last."""
 
     __slots__ = ("dtype", "first", "last_ready", "priority", "shard", "slices", "sparse")
 
@@ -230,19 +225,22 @@ class _Members:
 
 
 class _Groups:
-    """Which shards travel together. The thousands of shards of a strategy are few objects, so they are looked at once each."""
+    """Which shards form one message.
+
+    A strategy's thousands of shards are few distinct objects, and each object is examined once.
+    """
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
         self.of_kind: dict[tuple[Any, ...], _Members] = {}
-        self._alike: dict[tuple[str, SparseHandling], dict[int, _Members | None]] = {}
+        self._known: dict[tuple[str, SparseHandling], dict[int, _Members | None]] = {}
 
-    def alike(self, dtype: str, sparse: SparseHandling) -> dict[int, _Members | None]:
-        """The message of each shard seen so far, by identity, among variables of this dtype and sparse handling."""
-        return self._alike.setdefault((dtype, sparse), {})
+    def known(self, dtype: str, sparse: SparseHandling) -> dict[int, _Members | None]:
+        """Return the message of each examined shard with this dtype and handling, by `id`."""
+        return self._known.setdefault((dtype, sparse), {})
 
     def members(self, shard: Shard, variable: Variable, sparse: SparseHandling) -> _Members | None:
-        """The message of a shard that is seen for the first time; None if it travels alone."""
+        """Return the message of a shard that was not examined yet; None if it is sent alone."""
         check_shard(shard, variable, self.world_size)
         if shard.group is None or sparse is not SparseHandling.DENSE:
             return None
@@ -265,7 +263,7 @@ class _Groups:
 def message_of(
     shard: Shard, slices: Iterable[TensorSlice], dtype: str, sparse: SparseHandling
 ) -> Message:
-    """The message that carries `slices` in the way of `shard`."""
+    """Build the message that sends `slices` as `shard` specifies."""
     return Message(
         tuple(slices),
         shard.synchronizer,
@@ -281,12 +279,12 @@ def message_of(
 
 
 def slices_of(variable: Variable, choice: VariableStrategy) -> Sequence[TensorSlice]:
-    """The slices of one variable, in shard order; they cover every element once."""
+    """Return the slices of a variable, in shard order; they cover every element once."""
     return cut(variable, choice.partition)
 
 
 def cut(variable: Variable, partition: Partition | None) -> Sequence[TensorSlice]:
-    """The slices that `partition` makes of a variable. Raises `InvalidStrategy` where it does not fit."""
+    """Cut a variable into the slices of `partition`. Raises `InvalidStrategy` for a misfit."""
     shape = variable.shape
     if partition is None:
         return _whole(variable.name, variable.elements, shape[0] if len(shape) > 1 else 1)
@@ -309,14 +307,14 @@ def _whole(name: str, elements: int, rows: int) -> tuple[TensorSlice]:
 
 
 def _choices(strategy: Strategy, workload: Workload) -> list[VariableStrategy]:
-    """The strategy of each variable of the workload, in its order; raises `InvalidStrategy` where the names differ."""
+    """Return the choice of each variable of the workload, in its order.
+
+    Raises `InvalidStrategy` if the names differ.
+    """
     by_name = strategy.by_name
-    try:
-        found = [by_name[variable.name] for variable in workload.variables]
-    except KeyError:
-        found = []
-    if len(found) == len(by_name):
-        return found
+    choices = [by_name[v.name] for v in workload.variables if v.name in by_name]
+    if len(choices) == len(by_name) == len(workload.variables):
+        return choices
     missing = sorted(set(workload.index) - set(by_name))
     unknown = sorted(set(by_name) - set(workload.index))
     parts = [
@@ -324,6 +322,6 @@ def _choices(strategy: Strategy, workload: Workload) -> list[VariableStrategy]:
         f"has the unknown {', '.join(unknown[:3])}" if unknown else "",
     ]
     raise InvalidStrategy(
-        f"a strategy must name exactly the {len(workload.variables)} variables of model {workload.model!r}, but it "
-        + " and ".join(part for part in parts if part)
+        f"a strategy must name exactly the {len(workload.variables)} variables "
+        f"of model {workload.model!r}, but it {' and '.join(part for part in parts if part)}"
     )

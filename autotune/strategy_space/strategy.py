@@ -1,7 +1,7 @@
-"""A strategy: pure data that says, for every gradient variable, how it is synchronized.
+"""A strategy: pure data that specifies how each gradient variable is synchronized.
 
-Source: AutoSync, supplement sec. 6 and 8; the remaining fields are REQUIREMENTS row A1.
-A strategy validates itself on its own; that it fits a workload and a world is checked by `plan()`.
+Source: AutoSync, supplement sec. 6 and 8. A strategy validates itself; `plan()` checks that it fits
+a workload and a world size.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from autotune.strategy_space.compressors import (
 
 SCHEMA = 1
 MOST_IN_FLIGHT = 2
-"""Of one process group, gloo has no more collectives under way, and NCCL one."""
+"""Collectives that gloo runs at once in one process group; NCCL runs one."""
 
 
 class Synchronizer(StrEnum):
@@ -103,7 +103,7 @@ CASTS = frozenset({Compressor.FP16, Compressor.BF16})
 
 
 class SparseHandling(StrEnum):
-    """How the gradient of a sparse variable (an embedding's rows) travels."""
+    """How the gradient of a sparse variable (the rows of an embedding) is sent."""
 
     DENSE = "dense"
     ALL_GATHER = "all_gather"  # indices and values
@@ -114,13 +114,13 @@ SPARSE_SYNCHRONIZERS = {
     SparseHandling.ALL_GATHER: (Synchronizer.ALL_REDUCE, Synchronizer.REDUCE_SCATTER_ALL_GATHER),
     SparseHandling.GATHER_SCATTER: (Synchronizer.PARAMETER_SERVER,),
 }
-"""The synchronizers that indices and values travel by."""
+"""The synchronizers that send rows as indices and values."""
 SPARSE_COMPRESSORS = frozenset({Compressor.NONE, *CASTS})
 
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """Cut along `axis` into shards of `sizes` (extents along that axis, even or uneven)."""
+    """A cut along `axis` into shards of `sizes`: extents along that axis, even or uneven."""
 
     __pydantic_config__ = {"extra": "forbid"}
 
@@ -132,7 +132,8 @@ class Partition:
             raise InvalidStrategy(f"partition axis must be at least 0, but is {self.axis}")
         if len(self.sizes) < 2 or min(self.sizes) < 1:
             raise InvalidStrategy(
-                f"a partition needs two or more shards of at least 1 row each, but the sizes are {self.sizes}"
+                "a partition needs two or more shards of at least 1 row each, "
+                f"but the sizes are {self.sizes}"
             )
 
 
@@ -140,10 +141,11 @@ class Partition:
 class Shard:
     """How one shard is sent.
 
-    `placement`: rank of the server (parameter server) or root (reduce + broadcast); None for collectives.
-    `group`: shards of one group that agree in everything else are sent as one message; None: alone.
-    `priority`: messages are issued by ascending priority, then in gradient-ready order.
-    `ratio` (top-k: share of elements kept) and `rank` (PowerSGD) belong to the compressor.
+    `placement`: rank of the server (parameter server) or root (reduce + broadcast); None for
+    collectives. `group`: shards of one group that agree in everything else form one message; None:
+    a message of its own. `priority`: messages are issued by ascending priority, then in
+    gradient-ready order. `ratio` (top-k: share of the elements sent) and `rank` (PowerSGD) belong
+    to the compressor.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -168,13 +170,15 @@ class Shard:
             raise InvalidStrategy(f"placement must be a rank >= 0, but is {self.placement}")
         if (self.compressor is Compressor.TOP_K) != (self.ratio is not None):
             raise InvalidStrategy(
-                f"compressor top_k, and only it, needs a ratio, but {self.compressor} has {self.ratio}"
+                "compressor top_k, and only it, needs a ratio, "
+                f"but {self.compressor} has {self.ratio}"
             )
         if self.ratio is not None and not 0 < self.ratio <= 1:
             raise InvalidStrategy(f"top_k ratio must lie in (0, 1], but is {self.ratio}")
         if (self.compressor is Compressor.POWER_SGD) != (self.rank is not None):
             raise InvalidStrategy(
-                f"compressor power_sgd, and only it, needs a rank, but {self.compressor} has {self.rank}"
+                "compressor power_sgd, and only it, needs a rank, "
+                f"but {self.compressor} has {self.rank}"
             )
         if self.rank is not None and self.rank < 1:
             raise InvalidStrategy(f"power_sgd rank must be at least 1, but is {self.rank}")
@@ -182,7 +186,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class VariableStrategy:
-    """One variable: its shards, in order along the partition axis (one shard if not partitioned)."""
+    """One variable and its shards, in order along the partition axis; one if it is not cut."""
 
     __pydantic_config__ = {"extra": "forbid"}
 
@@ -195,17 +199,19 @@ class VariableStrategy:
         expected = len(self.partition.sizes) if self.partition else 1
         if len(self.shards) != expected:
             raise InvalidStrategy(
-                f"{self.variable!r} is cut into {expected} part(s) and needs as many shards, but has {len(self.shards)}"
+                f"{self.variable!r} is cut into {expected} part(s) and needs as many shards, "
+                f"but has {len(self.shards)}"
             )
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """All variables of a workload. The order of `variables` carries no meaning and is kept sorted by name.
+    """A choice for each variable of a workload, sorted by name: their order carries no meaning.
 
-    `cross_step`: synchronization and update may run into the next forward pass.
-    `ring_order`: the ranks along the ring; None for rank order. `in_flight`: with `cross_step`, how many messages are under way at once
-    on each lane, that is with the same step (ByteScheduler's credit, counted in messages); within the step it is the library's choice.
+    `cross_step`: synchronization and update may continue into the next forward pass. `ring_order`:
+    the ranks along the ring; None is rank order. `in_flight`: messages in flight per lane, which
+    needs `cross_step` (ByteScheduler's credit, counted in messages); within the step the library
+    decides.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -219,25 +225,20 @@ class Strategy:
     def __post_init__(self) -> None:
         if self.schema != SCHEMA:
             raise InvalidStrategy(
-                f"this version reads strategy schema {SCHEMA}, but the strategy has {self.schema}; update autotune"
+                f"this version reads strategy schema {SCHEMA}, "
+                f"but the strategy has {self.schema}; update autotune"
             )
         names = [choice.variable for choice in self.variables]
         if not names:
             raise InvalidStrategy("a strategy needs at least one variable")
         if len(set(names)) != len(names):
-            raise InvalidStrategy(
-                "a strategy names each variable once, but some occur more than once"
-            )
+            raise InvalidStrategy("a strategy names each variable once, but some occur twice")
         if names != sorted(names):
-            object.__setattr__(
-                self, "variables", tuple(sorted(self.variables, key=lambda choice: choice.variable))
-            )
-        if self.ring_order is not None and sorted(self.ring_order) != list(
-            range(len(self.ring_order))
-        ):
-            raise InvalidStrategy(
-                f"ring_order must be a permutation of the ranks, but is {self.ring_order}"
-            )
+            by_name = sorted(self.variables, key=lambda choice: choice.variable)
+            object.__setattr__(self, "variables", tuple(by_name))
+        ring = self.ring_order
+        if ring is not None and sorted(ring) != list(range(len(ring))):
+            raise InvalidStrategy(f"ring_order must be a permutation of the ranks, but is {ring}")
         reason = in_flight_error(self.in_flight, self.cross_step)
         if reason is not None:
             raise InvalidStrategy(reason)
@@ -252,12 +253,12 @@ class Strategy:
 
     @property
     def limit(self) -> int | None:
-        """How many messages a lane has under way at most; None within the step, where the library decides."""
+        """Most messages in flight per lane; None within the step, where the library decides."""
         return self.in_flight if self.cross_step else None
 
     @property
     def lossless(self) -> bool:
-        """True if no shard is compressed."""
+        """Whether no shard is compressed."""
         return all(
             shard.compressor is Compressor.NONE
             for choice in self.variables
@@ -282,7 +283,10 @@ class Strategy:
 
 
 def in_flight_error(in_flight: int, cross_step: bool) -> str | None:
-    """The rule that so many messages in flight break, of a strategy or a plan; None where they break none."""
+    """Return the rule that this number of messages in flight breaks, or None."""
     if 1 <= in_flight <= (MOST_IN_FLIGHT if cross_step else 1):
         return None
-    return f"in_flight must be from 1 to {MOST_IN_FLIGHT} across steps and 1 within the step, but is {in_flight}, cross_step: {cross_step}"
+    return (
+        f"in_flight must be from 1 to {MOST_IN_FLIGHT} across steps and 1 within the step, "
+        f"but is {in_flight}, cross_step: {cross_step}"
+    )

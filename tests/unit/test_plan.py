@@ -221,7 +221,7 @@ def with_choice(choice):
                     "t", (Shard(REDUCE, Compressor.INT8),), sparse=SparseHandling.ALL_GATHER
                 )
             ),
-            "rows of a sparse gradient travel as they are or as fp16 or bf16, but 't' has int8",
+            "rows of a sparse gradient are sent as they are or as fp16 or bf16, but 't' has int8",
         ),
         (
             strategy(a=Shard(REDUCE, Compressor.INT8)),
@@ -242,7 +242,7 @@ def test_complex_gradients_are_not_cast():
     one = Workload("m", (Variable("z", (4,), "complex64"),))
     with pytest.raises(
         InvalidStrategy,
-        match="complex gradients travel uncompressed, but 'z' is complex64 and has fp16",
+        match="complex gradients are sent uncompressed, but 'z' is complex64 and has fp16",
     ):
         plan(Strategy((VariableStrategy("z", (Shard(REDUCE, Compressor.FP16),)),)), one, 2)
 

@@ -1,5 +1,5 @@
-"""Hand-made strategies: the defaults of the field, as baselines and as the tuner's first proposals.
+"""Hand-made strategies: the field's defaults, as baselines and as the tuner's first proposals.
 
-Every builder is a pure function of the workload and the cluster. "In order" means gradient-ready order, the
-order of `Workload.variables`. `registry.BUILDERS` has them all by name.
+Each builder is a pure function of the workload and the cluster. "In order" means gradient-ready
+order, the order of `Workload.variables`. `registry.BUILDERS` holds them all by name.
 """

@@ -1,4 +1,4 @@
-"""Hand-made strategies of collectives: DDP, Horovod, ZeRO-2, and AutoDist's all-reduce builders.
+"""Hand-made strategies of collectives: DDP, Horovod, ZeRO-2 and AutoDist's all-reduce builders.
 
 Merge groups are numbered in the order in which they are complete.
 """
@@ -12,7 +12,6 @@ from autotune.errors import InvalidInput
 from autotune.rng import generator
 from autotune.strategy_space.builders.partitions import MAX_SHARDS, by_smallest_divisor, in_pieces
 from autotune.strategy_space.strategy import (
-    Partition,
     Shard,
     Strategy,
     Synchronizer,
@@ -38,14 +37,14 @@ def single_bucket(
 def per_variable(
     workload: Workload, synchronizer: Synchronizer = Synchronizer.ALL_REDUCE
 ) -> Strategy:
-    """Every gradient is a message of its own: most overlap, most overhead."""
+    """One message per gradient: most overlap, most overhead."""
     return Strategy(
         tuple(VariableStrategy(v.name, (Shard(synchronizer),)) for v in workload.variables)
     )
 
 
 def all_reduce_chunks(workload: Workload, variables_per_group: int) -> Strategy:
-    """All-reduce of every n consecutive variables (AutoDist's AllReduce builder with chunk_size n)."""
+    """All-reduce of every n consecutive variables (AutoDist's AllReduce, chunk_size n)."""
     return _grouped(
         workload, all_reduce_positions(workload, variables_per_group), Synchronizer.ALL_REDUCE
     )
@@ -56,7 +55,10 @@ def ddp_default(
     bucket_bytes: int = DDP_BUCKET_BYTES,
     first_bucket_bytes: int = DDP_FIRST_BUCKET_BYTES,
 ) -> Strategy:
-    """The buckets that DistributedDataParallel uses from its second step on (before, it only guesses the order)."""
+    """DistributedDataParallel's buckets from its second step on.
+
+    In the first step it only guesses the order.
+    """
     return _grouped(
         workload, ddp_buckets(workload, bucket_bytes, first_bucket_bytes), Synchronizer.ALL_REDUCE
     )
@@ -67,19 +69,16 @@ def reduce_scatter_all_gather(
     bucket_bytes: int = DDP_BUCKET_BYTES,
     first_bucket_bytes: int = DDP_FIRST_BUCKET_BYTES,
 ) -> Strategy:
-    """DDP's buckets, each synchronized by a reduce-scatter and an all-gather."""
-    return _grouped(
-        workload,
-        ddp_buckets(workload, bucket_bytes, first_bucket_bytes),
-        Synchronizer.REDUCE_SCATTER_ALL_GATHER,
-    )
+    """DDP's buckets, each sent by a reduce-scatter and an all-gather."""
+    buckets = ddp_buckets(workload, bucket_bytes, first_bucket_bytes)
+    return _grouped(workload, buckets, Synchronizer.REDUCE_SCATTER_ALL_GATHER)
 
 
 def zero2_like(workload: Workload, bucket_elements: int = ZERO2_BUCKET_ELEMENTS) -> Strategy:
-    """ZeRO-2's traffic (SC 2020, sec. 5.2): gradients are reduce-scattered in large buckets, and every rank gathers the rest.
+    """ZeRO-2's traffic (SC 2020, sec. 5.2): a reduce-scatter and an all-gather of large buckets.
 
-    DeepSpeed gathers updated parameters where this gathers reduced gradients: the bytes are the same, the optimizer's state is not
-    sharded.
+    DeepSpeed gathers updated parameters, and this gathers reduced gradients. The bytes are the
+    same, but the optimizer's state is not sharded.
     """
     if bucket_elements < 1:
         raise InvalidInput(f"a bucket needs at least 1 element, but has {bucket_elements}")
@@ -99,14 +98,20 @@ def zero2_like(workload: Workload, bucket_elements: int = ZERO2_BUCKET_ELEMENTS)
 
 
 def partitioned_all_reduce(workload: Workload, shards_per_group: int = AUTODIST_CHUNK) -> Strategy:
-    """Every variable cut along axis 0 by its smallest divisor, all-reduce of every n consecutive shards (AutoDist's PartitionedAR)."""
+    """Variables cut along axis 0 by their smallest divisor, all-reduced n shards at a time.
+
+    Source: AutoDist's PartitionedAR.
+    """
     return _cut_and_chunked(workload, [0] * len(workload.variables), shards_per_group)
 
 
 def random_axis_partitioned_all_reduce(
     workload: Workload, seed: int = 0, shards_per_group: int = AUTODIST_CHUNK
 ) -> Strategy:
-    """The same along an axis drawn per variable, axis 0 for sparse ones (AutoDist's RandomAxisPartitionAR)."""
+    """The same along a random axis per variable, axis 0 for sparse ones.
+
+    Source: AutoDist's RandomAxisPartitionAR.
+    """
     rng = generator(seed, "random_axis_partitioned_all_reduce")
     axes = []
     for variable in workload.variables:
@@ -117,11 +122,11 @@ def random_axis_partitioned_all_reduce(
 
 
 def horovod_like(workload: Workload, threshold_bytes: int, cycle_time_s: float) -> Strategy:
-    """Tensor fusion: what becomes ready within one cycle is fused, per dtype, up to the threshold.
+    """Tensor fusion: gradients ready within one cycle are fused, per dtype, up to the threshold.
 
-    Source: Horovod, docs/tensor-fusion.rst. A threshold of 0 disables fusion; a gradient above the threshold
-    travels alone. Where a gradient has no measured `ready_s`, all are taken to become ready evenly over `backward_s`
-    (within one cycle, if that is unknown too).
+    Source: Horovod, docs/tensor-fusion.rst. A threshold of 0 disables fusion; a larger gradient is
+    sent alone. Unmeasured gradients become ready evenly over `backward_s`, or, if that is unknown
+    too, within one cycle.
     """
     if threshold_bytes < 0:
         raise InvalidInput(
@@ -129,25 +134,22 @@ def horovod_like(workload: Workload, threshold_bytes: int, cycle_time_s: float) 
         )
     if not cycle_time_s > 0:
         raise InvalidInput(f"the cycle time must be above 0 s, but is {cycle_time_s}")
-    filled: dict[tuple[int, str], tuple[list[int], int]] = {}
+    filling: dict[tuple[int, str], tuple[list[int], int]] = {}
     closed: list[list[int]] = []
-    for position, (variable, ready_s) in enumerate(
-        zip(workload.variables, ready_times_s(workload).tolist(), strict=True)
-    ):
+    for position, ready_s in enumerate(ready_times_s(workload).tolist()):
+        variable = workload.variables[position]
         key = (int(ready_s // cycle_time_s), variable.dtype)
-        members, size = filled.get(key, ([], 0))
+        members, size = filling.get(key, ([], 0))
         if members and size + variable.grad_bytes > threshold_bytes:
             closed.append(members)
             members, size = [], 0
-        members.append(position)
-        filled[key] = (members, size + variable.grad_bytes)
-    return _grouped(
-        workload, closed + [members for members, _ in filled.values()], Synchronizer.ALL_REDUCE
-    )
+        filling[key] = ([*members, position], size + variable.grad_bytes)
+    groups = closed + [members for members, _ in filling.values()]
+    return _grouped(workload, groups, Synchronizer.ALL_REDUCE)
 
 
 def all_reduce_positions(workload: Workload, variables_per_group: int) -> list[list[int]]:
-    """Positions of every n consecutive variables, split by dtype: a message has one."""
+    """Positions of every n consecutive variables, split by dtype: a message has one dtype."""
     if variables_per_group < 1:
         raise InvalidInput(f"a chunk needs at least 1 variable, but has {variables_per_group}")
     groups: dict[tuple[int, str], list[int]] = {}
@@ -159,12 +161,14 @@ def all_reduce_positions(workload: Workload, variables_per_group: int) -> list[l
 def ddp_buckets(workload: Workload, bucket_bytes: int, first_bucket_bytes: int) -> list[list[int]]:
     """Positions of DDP's buckets, by the rule of torch's `_compute_bucket_assignment_by_size`.
 
-    Per dtype, gradients are added in order, and a bucket is closed once it holds its limit or more: the first of a
-    dtype `first_bucket_bytes`, the others `bucket_bytes`. A sparse gradient is a bucket of its own.
+    Gradients are added in order, per dtype. A bucket is closed once it holds its limit: the first
+    of a dtype `first_bucket_bytes`, the others `bucket_bytes`. A sparse gradient is a bucket of its
+    own.
     """
     if bucket_bytes < 0 or first_bucket_bytes < 0:
         raise InvalidInput(
-            f"bucket sizes must be at least 0 bytes, but are {first_bucket_bytes} and {bucket_bytes}"
+            "bucket sizes must be at least 0 bytes, "
+            f"but are {first_bucket_bytes} and {bucket_bytes}"
         )
     buckets: list[list[int]] = []
     filling: dict[str, list[int]] = {}
@@ -189,56 +193,52 @@ def _cut_and_chunked(workload: Workload, axes: Sequence[int], shards_per_group: 
     choices: list[VariableStrategy] = []
     number = 0
     for variable, axis in zip(workload.variables, axes, strict=True):
-        partition: Partition | None = (
-            by_smallest_divisor(variable, axis) if variable.elements > 1 else None
-        )
-        shards = []
-        for _ in partition.sizes if partition else (1,):
-            shards.append(Shard(Synchronizer.ALL_REDUCE, group=number // shards_per_group))
-            number += 1
-        choices.append(VariableStrategy(variable.name, tuple(shards), partition))
+        partition = by_smallest_divisor(variable, axis) if variable.elements > 1 else None
+        count = len(partition.sizes) if partition else 1
+        groups = [(number + shard) // shards_per_group for shard in range(count)]
+        number += count
+        shards = tuple(Shard(Synchronizer.ALL_REDUCE, group=group) for group in groups)
+        choices.append(VariableStrategy(variable.name, shards, partition))
     return Strategy(tuple(choices))
 
 
 def _grouped(
     workload: Workload, groups: Iterable[list[int]], synchronizer: Synchronizer
 ) -> Strategy:
-    """Each list of positions is one merge group of whole variables; a group of one needs no number."""
+    """One merge group per list of positions; a group of one variable needs no number."""
     complete = sorted(groups, key=lambda positions: positions[-1])
     choices: list[VariableStrategy] = []
     for number, positions in enumerate(complete):
         shard = Shard(synchronizer, group=number if len(positions) > 1 else None)
-        choices.extend(
-            VariableStrategy(workload.variables[position].name, (shard,)) for position in positions
-        )
+        names = [workload.variables[position].name for position in positions]
+        choices.extend(VariableStrategy(name, (shard,)) for name in names)
     return Strategy(tuple(choices))
 
 
 def large_alone(workload: Workload, bucket_bytes: int, piece_bytes: int | None = None) -> Strategy:
-    """All-reduce; variables of at least `bucket_bytes` alone, smaller ones merged per dtype in gradient-ready order up to that size.
+    """All-reduce with small variables merged per dtype, in order, into messages of `bucket_bytes`.
 
-    With `piece_bytes` large ones are cut into even pieces of about so much, at most `MAX_SHARDS`.
+    Variables of at least that size are sent alone; with `piece_bytes` they are cut into even pieces
+    of about that size, at most `MAX_SHARDS`.
     """
-    group, groups = {}, 0
+    group: dict[int, int] = {}
+    groups = 0
     filling: dict[str, tuple[int, int]] = {}
     for position, variable in enumerate(workload.variables):
         if variable.sparse or variable.grad_bytes >= bucket_bytes:
             continue
-        number, held = filling.get(variable.dtype, (groups, 0))
+        number, held_bytes = filling.get(variable.dtype, (groups, 0))
         groups = max(groups, number + 1)
         group[position] = number
-        filling[variable.dtype] = number, held + variable.grad_bytes
-        if held + variable.grad_bytes >= bucket_bytes:
+        filling[variable.dtype] = number, held_bytes + variable.grad_bytes
+        if held_bytes + variable.grad_bytes >= bucket_bytes:
             del filling[variable.dtype]
     choices = []
     for position, variable in enumerate(workload.variables):
+        cut = None
+        if piece_bytes is not None and position not in group:
+            cut = in_pieces(variable, piece_bytes, MAX_SHARDS)
         shard = Shard(Synchronizer.ALL_REDUCE, group=group.get(position))
-        cut = (
-            in_pieces(variable, piece_bytes, MAX_SHARDS)
-            if piece_bytes is not None and position not in group
-            else None
-        )
-        choices.append(
-            VariableStrategy(variable.name, (shard,) * (len(cut.sizes) if cut else 1), cut)
-        )
+        shards = (shard,) * (len(cut.sizes) if cut else 1)
+        choices.append(VariableStrategy(variable.name, shards, cut))
     return Strategy(tuple(choices))

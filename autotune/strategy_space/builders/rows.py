@@ -1,4 +1,4 @@
-"""Sparse gradients as rows in any strategy, which torch's DDP and Horovod send by themselves."""
+"""Sparse gradients as rows in any strategy, as torch's DDP and Horovod send them by default."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from autotune.workload import Workload
 
 
 def with_rows(strategy: Strategy, workload: Workload) -> Strategy:
-    """The gradients of sparse variables as rows, by the synchronizer that they have; what no rows can travel by stays dense."""
+    """Send sparse gradients as rows by their synchronizers.
+
+    They stay dense if a synchronizer cannot send rows.
+    """
     choices = tuple(
         _as_rows(choice) if workload.variables[workload.index[choice.variable]].sparse else choice
         for choice in strategy.variables

@@ -37,7 +37,7 @@ BYTEPS_PARTITION_BYTES = 4_096_000  # BytePS: BYTEPS_PARTITION_BYTES
 
 
 def parameter_server(workload: Workload, cluster: Cluster) -> Strategy:
-    """All variables on one server: the first rank of those that should serve most."""
+    """All variables on one server: the first rank with the largest share."""
     servers = servers_of(cluster)
     shard = Shard(
         Synchronizer.PARAMETER_SERVER,
@@ -49,7 +49,10 @@ def parameter_server(workload: Workload, cluster: Cluster) -> Strategy:
 
 
 def ps_round_robin(workload: Workload, cluster: Cluster) -> Strategy:
-    """Whole variables on all ranks in turn, in forward order: TensorFlow's `replica_device_setter` as it is by default."""
+    """Whole variables on all ranks in turn, in forward order.
+
+    This is the default of TensorFlow's `replica_device_setter`.
+    """
     ranks = server_ranks(cluster)
     forward = reversed(workload.variables)
     shards = [Shard(Synchronizer.PARAMETER_SERVER, placement=rank) for rank in ranks]
@@ -62,7 +65,7 @@ def ps_round_robin(workload: Workload, cluster: Cluster) -> Strategy:
 
 
 def ps_load_balanced(workload: Workload, cluster: Cluster) -> Strategy:
-    """Whole variables on all ranks, the largest first, each on the server that would be done with it first."""
+    """Whole variables, the largest first, each on the server that would finish it first."""
     return _served(workload, cluster, [None] * len(workload.variables))
 
 
@@ -72,7 +75,7 @@ def partitioned_ps(
     min_partition_bytes: int = 100_000,
     max_shards: int = MAX_SHARDS,
 ) -> Strategy:
-    """Parameter servers with large variables cut evenly along axis 0 into a shard per server, at most `max_shards`.
+    """Parameter servers; large variables are cut evenly along axis 0, one shard per server.
 
     The bounds are AutoSync's (see `SearchSpace`).
     """
@@ -84,16 +87,16 @@ def partitioned_ps(
     servers = len(servers_of(cluster).ranks)
 
     def cut(variable: Variable) -> Partition | None:
-        shards = (
-            min(servers, max_shards, variable.shape[0]) if 0 in bounds.axes_for(variable) else 1
-        )
+        if 0 not in bounds.axes_for(variable):
+            return None
+        shards = min(servers, max_shards, variable.shape[0])
         return even_partition(variable, 0, shards) if shards > 1 else None
 
     return _served(workload, cluster, [cut(variable) for variable in workload.variables])
 
 
 def uneven_partitioned_ps(workload: Workload, cluster: Cluster) -> Strategy:
-    """Parameter servers with variables cut into unequal shards along axis 0 (AutoDist's UnevenPartitionedPS)."""
+    """Unequal shards along axis 0 on servers (AutoDist's UnevenPartitionedPS)."""
     cuts = [
         by_smallest_non_divisor(variable, 0) if variable.elements > 1 else None
         for variable in workload.variables
@@ -104,7 +107,7 @@ def uneven_partitioned_ps(workload: Workload, cluster: Cluster) -> Strategy:
 def parallax(
     workload: Workload, cluster: Cluster, variables_per_group: int = AUTODIST_CHUNK
 ) -> Strategy:
-    """Dense gradients by all-reduce, sparse ones through balanced parameter servers (Parallax, EuroSys 2019, sec. 3)."""
+    """Dense gradients by all-reduce, sparse ones by servers (Parallax, EuroSys 2019, sec. 3)."""
     dense = {
         number: group
         for group, positions in enumerate(all_reduce_positions(workload, variables_per_group))
@@ -116,32 +119,26 @@ def parallax(
         if variable.sparse:
             choices.append(replace(served[variable.name], sparse=SparseHandling.GATHER_SCATTER))
         else:
-            choices.append(
-                VariableStrategy(
-                    variable.name, (Shard(Synchronizer.ALL_REDUCE, group=dense[position]),)
-                )
-            )
+            shard = Shard(Synchronizer.ALL_REDUCE, group=dense[position])
+            choices.append(VariableStrategy(variable.name, (shard,)))
     return Strategy(tuple(choices))
 
 
 def served_in_pieces(workload: Workload, cluster: Cluster, piece_bytes: int) -> Strategy:
-    """Pieces of at most `piece_bytes`, at most `MAX_SHARDS` of a variable, on balanced servers, as they become ready.
+    """Pieces of at most `piece_bytes`, at most `MAX_SHARDS` per variable, on balanced servers.
 
     Pushes and pulls of different pieces overlap.
     """
     if piece_bytes < 1:
         raise InvalidInput(f"a piece needs at least 1 byte, but has {piece_bytes}")
-    return _served(
-        workload,
-        cluster,
-        [in_pieces(variable, piece_bytes, MAX_SHARDS) for variable in workload.variables],
-    )
+    cuts = [in_pieces(variable, piece_bytes, MAX_SHARDS) for variable in workload.variables]
+    return _served(workload, cluster, cuts)
 
 
 def served_in_buckets(workload: Workload, cluster: Cluster, bucket_bytes: int) -> Strategy:
-    """Messages of about `bucket_bytes` on balanced servers, as they become ready: small variables merged, large ones in even pieces.
+    """Messages of about `bucket_bytes` on balanced servers: small variables merged, large ones cut.
 
-    In their order each goes to the server that would be done with it first.
+    In order, each message goes to the server that would finish it first.
     """
     if bucket_bytes < 1:
         raise InvalidInput(f"a bucket needs at least 1 byte, but has {bucket_bytes}")
@@ -158,40 +155,37 @@ def served_in_buckets(workload: Workload, cluster: Cluster, bucket_bytes: int) -
     choices = []
     for variable in workload.variables:
         choice = buckets.by_name[variable.name]
-        own = tuple(shards[part.variable, part.start] for part in slices_of(variable, choice))
-        choices.append(replace(choice, shards=own))
+        parts = slices_of(variable, choice)
+        placed = tuple(shards[part.variable, part.start] for part in parts)
+        choices.append(replace(choice, shards=placed))
     return Strategy(tuple(choices))
 
 
 def byteps_like(
     workload: Workload, cluster: Cluster, partition_bytes: int = BYTEPS_PARTITION_BYTES
 ) -> Strategy:
-    """Pieces of at most 4 MB on balanced servers, in the order of `by_priority` over the slowest server's link.
+    """Pieces of at most 4 MB on balanced servers, ordered by layer over the slowest server's link.
 
-    Source: BytePS, OSDI 2020, and its BYTEPS_PARTITION_BYTES. Within the step, as its DistributedOptimizer is.
+    Source: BytePS, OSDI 2020. Within the step, like its DistributedOptimizer.
     """
     if partition_bytes < 1:
         raise InvalidInput(f"a partition needs at least 1 byte, but has {partition_bytes}")
-    strategy = _served(
-        workload, cluster, [in_pieces(variable, partition_bytes) for variable in workload.variables]
-    )
-    return by_priority(
-        strategy,
-        workload,
-        min(cluster.own_bandwidth_bytes_per_s(rank) for rank in servers_of(cluster).ranks),
-    )
+    cuts = [in_pieces(variable, partition_bytes) for variable in workload.variables]
+    links = [cluster.own_bandwidth_bytes_per_s(rank) for rank in servers_of(cluster).ranks]
+    return by_priority(_served(workload, cluster, cuts), workload, min(links))
 
 
 def byteps_across_steps(workload: Workload, cluster: Cluster) -> Strategy:
-    """The same into the next forward pass: BytePS's CrossBarrier optimizer, which is ByteScheduler's for parameter servers.
+    """`byteps_like` into the next forward pass: BytePS's CrossBarrier optimizer.
 
-    As many in flight as the runtime takes: BytePS bounds them by BYTEPS_SCHEDULING_CREDIT only, which is off by default.
+    As many messages are in flight as the runtime supports. BytePS bounds them only by
+    BYTEPS_SCHEDULING_CREDIT, which is off by default.
     """
     return replace(byteps_like(workload, cluster), cross_step=True, in_flight=MOST_IN_FLIGHT)
 
 
 def least_loaded(loads_bytes: Sequence[float], shares: Sequence[float], shard_bytes: int) -> int:
-    """Index of the server that would be done first if it took this shard too, at a rate like its share; the lowest of several."""
+    """Index of the server that would finish this shard first, at a rate like its share."""
     done = [(load + shard_bytes) / share for load, share in zip(loads_bytes, shares, strict=True)]
     return done.index(min(done))
 
@@ -199,7 +193,7 @@ def least_loaded(loads_bytes: Sequence[float], shares: Sequence[float], shard_by
 def _served(
     workload: Workload, cluster: Cluster, partitions: Sequence[Partition | None]
 ) -> Strategy:
-    """Parameter servers for all shards, the largest shard first, each on the server that would be done with it first."""
+    """Place all shards on servers, the largest first, each where it would be finished first."""
     servers = servers_of(cluster)
     sizes: list[tuple[int, int, int]] = []
     for position, (variable, partition) in enumerate(
@@ -211,19 +205,14 @@ def _served(
             (extent * row_bytes, position, number) for number, extent in enumerate(extents)
         )
     loads = [0] * len(servers.ranks)
-    placement: dict[tuple[int, int], int] = {}
+    placed: list[dict[int, Shard]] = [{} for _ in workload.variables]
     for shard_bytes, position, number in sorted(sizes, key=lambda entry: -entry[0]):
         server = least_loaded(loads, servers.shares, shard_bytes)
         loads[server] += shard_bytes
-        placement[position, number] = servers.ranks[server]
-    choices: list[VariableStrategy] = []
-    for position, (variable, partition) in enumerate(
-        zip(workload.variables, partitions, strict=True)
-    ):
-        count = len(partition.sizes) if partition else 1
-        shards = tuple(
-            Shard(Synchronizer.PARAMETER_SERVER, placement=placement[position, number])
-            for number in range(count)
-        )
-        choices.append(VariableStrategy(variable.name, shards, partition))
+        shard = Shard(Synchronizer.PARAMETER_SERVER, placement=servers.ranks[server])
+        placed[position][number] = shard
+    choices = []
+    for variable, partition, shards in zip(workload.variables, partitions, placed, strict=True):
+        in_order = tuple(shards[number] for number in range(len(shards)))
+        choices.append(VariableStrategy(variable.name, in_order, partition))
     return Strategy(tuple(choices))

@@ -1,8 +1,8 @@
-"""A strategy taken apart into its messages, to be changed and written down again in one normal form.
+"""A strategy taken apart into messages, to be changed and written again in normal form.
 
-Messages stand as `plan()` issues them. In the normal form messages of two or more shards are groups numbered in issue order,
-and priorities are 0 unless the issue order differs from the gradient-ready order. So a change never changes more than it says,
-and equal results are equal strategies.
+Messages are in the order of `plan()`. In normal form, messages of two or more shards are groups
+numbered in issue order, and priorities are 0 unless the issue order differs from gradient-ready
+order. So a change has no side effects, and equal results are equal strategies.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from autotune.strategy_space.strategy import (
 from autotune.workload import Workload
 
 Member = tuple[int, int]
-"""A shard: (position of its variable in gradient-ready order, number of the shard in its variable)."""
+"""A shard: (position of its variable in gradient-ready order, its number in the variable)."""
 
 ORDER_NODES = 20
-"""Orders that one change of the issue order looks at."""
+"""Orders that one change of the issue order tries."""
 
 
 @dataclass
 class DraftMessage:
-    """Shards that travel together. `shard` has the shared fields; its group and priority carry no meaning here."""
+    """Shards sent together. `shard` has the shared fields; its group and priority mean nothing."""
 
     members: list[Member]
     shard: Shard
@@ -47,12 +47,12 @@ class DraftMessage:
 
     @property
     def ready(self) -> tuple[int, Member]:
-        """The sort key of gradient-ready order: when its last gradient is ready, then its first shard."""
+        """Sort key of gradient-ready order: position of its last gradient, then its first shard."""
         return self.members[-1][0], self.members[0]
 
 
 class Draft:
-    """Messages stand in issue order, members sorted. All changes keep to what can be planned."""
+    """Messages in issue order, members sorted. Every change keeps the strategy plannable."""
 
     def __init__(
         self,
@@ -61,52 +61,46 @@ class Draft:
         cluster: Cluster,
         space: SearchSpace,
         rng: np.random.Generator,
-        made: Plan | None = None,
+        known: Plan | None = None,
     ) -> None:
-        """`made`: the strategy's plan, where it is known."""
+        """`known`: the strategy's plan, if it exists already."""
         self.workload, self.cluster, self.space, self.rng = workload, cluster, space, rng
         self.hierarchy = space.hierarchy_for(cluster)
         self.servers = servers_of(cluster)
-        self.cross_step, self.in_flight, self.ring_order = (
-            strategy.cross_step,
-            strategy.in_flight,
-            strategy.ring_order,
-        )
+        self.cross_step = strategy.cross_step
+        self.in_flight = strategy.in_flight
+        self.ring_order = strategy.ring_order
         choices = [strategy.by_name[variable.name] for variable in workload.variables]
         self.partitions: list[Partition | None] = [choice.partition for choice in choices]
         self.sparse: list[SparseHandling] = [choice.sparse for choice in choices]
-        members = {
+        member_of = {
             (variable.name, part.start): (position, number)
             for position, variable in enumerate(workload.variables)
             for number, part in enumerate(cut(variable, self.partitions[position]))
         }
         self.messages: list[DraftMessage] = []
-        for message in (made or plan(strategy, workload, cluster.world_size)).messages:
-            own = sorted(members[part.variable, part.start] for part in message.slices)
-            position, number = own[0]
-            self.messages.append(
-                DraftMessage(
-                    own,
-                    replace(choices[position].shards[number], group=None, priority=0),
-                    message.dtype,
-                )
-            )
-        self.in_ready_order = self.messages == sorted(
-            self.messages, key=lambda message: message.ready
-        )
+        for message in (known or plan(strategy, workload, cluster.world_size)).messages:
+            members = sorted(member_of[part.variable, part.start] for part in message.slices)
+            position, number = members[0]
+            shard = replace(choices[position].shards[number], group=None, priority=0)
+            self.messages.append(DraftMessage(members, shard, message.dtype))
+        self.in_ready_order = self.messages == self._naturally_ordered()
 
     def copy(self) -> Draft:
-        """The same draft, to be changed apart from this one; both draw from one generator."""
-        made = copy(self)
-        made.partitions, made.sparse = list(self.partitions), list(self.sparse)
-        made.messages = [
+        """An independent draft that draws from the same generator."""
+        other = copy(self)
+        other.partitions, other.sparse = list(self.partitions), list(self.sparse)
+        other.messages = [
             replace(message, members=list(message.members)) for message in self.messages
         ]
-        return made
+        return other
+
+    def _naturally_ordered(self) -> list[DraftMessage]:
+        return sorted(self.messages, key=lambda message: message.ready)
 
     def written(self) -> Strategy:
         """The strategy in normal form."""
-        natural = sorted(self.messages, key=lambda message: message.ready)
+        natural = self._naturally_ordered()
         if self.in_ready_order:
             self.messages = natural
         reordered = self.messages != natural
@@ -116,17 +110,12 @@ class Draft:
             shard = replace(message.shard, group=group, priority=number if reordered else 0)
             shards.update(dict.fromkeys(message.members, shard))
         choices: list[VariableStrategy] = []
-        for position, (variable, partition) in enumerate(
-            zip(self.workload.variables, self.partitions, strict=True)
-        ):
-            own = tuple(shards[position, number] for number in range(self.shards_of(position)))
-            choices.append(VariableStrategy(variable.name, own, partition, self.sparse[position]))
-        return Strategy(
-            tuple(choices),
-            self.cross_step,
-            self.ring_order,
-            in_flight=self.in_flight if self.cross_step else 1,
-        )
+        for position, variable in enumerate(self.workload.variables):
+            in_order = tuple(shards[position, number] for number in range(self.shards_of(position)))
+            partition, sparse = self.partitions[position], self.sparse[position]
+            choices.append(VariableStrategy(variable.name, in_order, partition, sparse))
+        in_flight = self.in_flight if self.cross_step else 1
+        return Strategy(tuple(choices), self.cross_step, self.ring_order, in_flight=in_flight)
 
     def pick(self, count: int) -> int:
         return int(self.rng.integers(count))
@@ -154,7 +143,7 @@ class Draft:
         return next(message for message in self.messages if (position, 0) in message.members)
 
     def take_out(self, position: int) -> DraftMessage:
-        """Remove all shards of a variable from their messages; returns the message that held the first."""
+        """Remove a variable's shards; return the message that held the first."""
         holder = self.holder(position)
         for message in self.messages:
             message.members = [member for member in message.members if member[0] != position]
@@ -164,65 +153,56 @@ class Draft:
     def send_alone(
         self, position: int, holder: DraftMessage, synchronizer: Synchronizer, shard: Shard
     ) -> None:
-        """Every shard of a variable that was taken out of `holder` becomes a message of its own, like `shard` but by `synchronizer`."""
+        """Send each shard of a variable taken out of `holder` alone, by `synchronizer`."""
         for number in range(self.shards_of(position)):
-            member = (position, number)
-            self.insert(
-                DraftMessage(
-                    [member], self.with_synchronizer(shard, synchronizer, [member]), holder.dtype
-                )
-            )
+            members = [(position, number)]
+            placed = self.with_synchronizer(shard, synchronizer, members)
+            self.insert(DraftMessage(members, placed, holder.dtype))
 
     def with_synchronizer(
         self, shard: Shard, synchronizer: Synchronizer, members: list[Member]
     ) -> Shard:
-        """`shard` under another synchronizer; where that is rooted, on the server that would be done first."""
+        """`shard` with another synchronizer; a rooted one serves where it would finish first."""
         placement = None
         if synchronizer in ROOTED:
             taken = set(members)
             loads = dict.fromkeys(self.servers.ranks, 0)
             for message in self.messages:
                 if message.shard.placement in loads:
-                    loads[message.shard.placement] += sum(
-                        self.shard_bytes(member)
-                        for member in message.members
-                        if member not in taken
-                    )
+                    others = [member for member in message.members if member not in taken]
+                    loads[message.shard.placement] += sum(map(self.shard_bytes, others))
             size = sum(self.shard_bytes(member) for member in members)
-            placement = self.servers.ranks[
-                least_loaded(list(loads.values()), self.servers.shares, size)
-            ]
+            server = least_loaded(list(loads.values()), self.servers.shares, size)
+            placement = self.servers.ranks[server]
         return replace(shard, synchronizer=synchronizer, placement=placement)
 
     def make_dense(self, members: list[Member]) -> None:
-        """The variables of these shards travel as they are, which any synchronizer can do."""
+        """Send the variables of these shards dense, which any synchronizer can do."""
         for position, _ in members:
             self.sparse[position] = SparseHandling.DENSE
 
     def neighbouring(self) -> list[tuple[DraftMessage, DraftMessage]]:
         """Pairs of dense messages of one dtype that are issued one after the other."""
-        alike: dict[str, list[DraftMessage]] = {}
+        of_dtype: dict[str, list[DraftMessage]] = {}
         for message in self.messages:
             if self.sparse_of(message) is SparseHandling.DENSE:
-                alike.setdefault(message.dtype, []).append(message)
-        return [pair for dtype in sorted(alike) for pair in pairwise(alike[dtype])]
+                of_dtype.setdefault(message.dtype, []).append(message)
+        return [pair for dtype in sorted(of_dtype) for pair in pairwise(of_dtype[dtype])]
 
     def order_by_need(self) -> None:
-        """The issue order that a cross-step plan is predicted to be fastest in."""
+        """Use the issue order in which a cross-step plan is predicted to be fastest."""
         parts = [
             cut(variable, partition)
             for variable, partition in zip(self.workload.variables, self.partitions, strict=True)
         ]
-        messages = tuple(
-            message_of(
-                m.shard,
-                [parts[position][number] for position, number in m.members],
-                m.dtype,
-                self.sparse_of(m),
-            )
-            for m in self.messages
+        messages = []
+        for message in self.messages:
+            slices = [parts[position][number] for position, number in message.members]
+            sparse = self.sparse_of(message)
+            messages.append(message_of(message.shard, slices, message.dtype, sparse))
+        crossing = Plan(
+            self.workload.id, self.cluster.world_size, tuple(messages), True, self.ring_order
         )
-        made = Plan(self.workload.id, self.cluster.world_size, messages, True, self.ring_order)
-        order = MessageTimes.of(made, self.workload, self.cluster).ordered(ORDER_NODES).order
+        order = MessageTimes.of(crossing, self.workload, self.cluster).ordered(ORDER_NODES).order
         self.messages = [self.messages[number] for number in order]
         self.in_ready_order = False

@@ -1,6 +1,6 @@
-"""Small moves from one strategy to a neighbouring one, for local search around the best strategies so far.
+"""Small moves from a strategy to a neighbour, for local search around the best strategies.
 
-A move changes one or two messages of a strategy, or how all of them are ordered.
+A move changes one or two messages, or the order of all of them.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ def mutate(
     space: SearchSpace,
     rng: np.random.Generator,
 ) -> Strategy:
-    """A random neighbour of `strategy`, which must lie inside `space`; so does the result.
+    """A random neighbour of `strategy`; both lie inside `space`.
 
-    A kind of move is drawn uniformly; where it is impossible another is, and where none is possible (one variable
-    and one synchronizer, say) the strategy itself comes back. Raises `InvalidStrategy` if it cannot be planned.
+    The kind of move is uniformly random. An impossible move is replaced by another; if none is
+    possible (such as with one variable and one synchronizer) `strategy` itself is returned. Raises
+    `InvalidStrategy` if it cannot be planned.
     """
     draft = Draft(strategy, workload, cluster, space, rng)
     for kind in rng.permutation(len(MOVES)):
@@ -49,7 +50,7 @@ def mutate(
 
 
 def _move_boundary(draft: Draft) -> bool:
-    """Shards at the boundary of two consecutive messages change sides; neither message becomes empty."""
+    """Move shards across the boundary of two consecutive messages; neither becomes empty."""
     pairs = [
         pair for pair in draft.neighbouring() if len(pair[0].members) + len(pair[1].members) > 2
     ]
@@ -68,7 +69,7 @@ def _move_boundary(draft: Draft) -> bool:
 
 
 def _merge(draft: Draft) -> bool:
-    """Two consecutive messages become one, synchronized as the first was."""
+    """Merge two consecutive messages into one, synchronized like the first."""
     pairs = draft.neighbouring()
     if not pairs:
         return False
@@ -79,7 +80,7 @@ def _merge(draft: Draft) -> bool:
 
 
 def _split(draft: Draft) -> bool:
-    """A message is cut in two, unless there are as many groups as the space allows."""
+    """Cut a message in two, unless the space allows no more groups."""
     several = [message for message in draft.messages if len(message.members) > 1]
     if not several or len(several) >= draft.space.max_groups:
         return False
@@ -92,7 +93,7 @@ def _split(draft: Draft) -> bool:
 
 
 def _switch_message(draft: Draft) -> bool:
-    """A message gets another synchronizer; sparse gradients in it travel dense then."""
+    """Give a message another synchronizer; its sparse gradients become dense."""
     message = draft.messages[draft.pick(len(draft.messages))]
     others = [kind for kind in draft.space.synchronizers if kind is not message.shard.synchronizer]
     if not others:
@@ -105,7 +106,7 @@ def _switch_message(draft: Draft) -> bool:
 
 
 def _switch_variable(draft: Draft) -> bool:
-    """A variable leaves its messages; each of its shards is sent alone, by another synchronizer than the first's was."""
+    """Send each shard of a variable alone, by another synchronizer."""
     position = draft.pick(len(draft.partitions))
     others = [
         kind
@@ -121,17 +122,13 @@ def _switch_variable(draft: Draft) -> bool:
 
 
 def _repartition(draft: Draft) -> bool:
-    """A variable is cut evenly or made whole again.
+    """Cut a variable evenly, or make it whole again.
 
-    Whole, it joins the message that held its first shard. Cut, collective shards are spread over that
-    message and a new one after it, and shards on servers are placed one by one.
+    A whole one joins the message that held its first shard. Collective shards are divided between
+    that message and a new one after it; shards on servers are placed one by one.
     """
     axes = [draft.space.axes_for(variable) for variable in draft.workload.variables]
-    changeable = [
-        position
-        for position, partition in enumerate(draft.partitions)
-        if partition or axes[position]
-    ]
+    changeable = [i for i, partition in enumerate(draft.partitions) if partition or axes[i]]
     if not changeable:
         return False
     position = changeable[draft.pick(len(changeable))]
@@ -144,20 +141,12 @@ def _repartition(draft: Draft) -> bool:
         return True
     axis = axes[position][draft.pick(len(axes[position]))]
     most = min(variable.shape[axis], draft.space.max_shards)
-    count = round(
-        2 * (most / 2) ** draft.rng.random()
-    )  # log-uniform: each shard may cost a message
+    # log-uniform, because each shard may cost a message
+    count = round(2 * (most / 2) ** draft.rng.random())
     draft.partitions[position] = even_partition(variable, axis, count)
     members = [(position, number) for number in range(count)]
     if holder.shard.synchronizer in ROOTED:
-        for member in members:
-            draft.insert(
-                DraftMessage(
-                    [member],
-                    draft.with_synchronizer(holder.shard, holder.shard.synchronizer, [member]),
-                    holder.dtype,
-                )
-            )
+        draft.send_alone(position, holder, holder.shard.synchronizer, holder.shard)
     else:
         kept = 1 + draft.pick(count - 1)
         _rejoin(draft, holder, members[:kept])
@@ -166,7 +155,7 @@ def _repartition(draft: Draft) -> bool:
 
 
 def _rejoin(draft: Draft, holder: DraftMessage, members: list[Member]) -> None:
-    """Put members into the message that their variable was taken out of, which may have become empty thereby."""
+    """Return members to the message that held their variable, even if it is empty now."""
     if holder.members:
         holder.members = sorted(holder.members + members)
     else:
@@ -174,7 +163,7 @@ def _rejoin(draft: Draft, holder: DraftMessage, members: list[Member]) -> None:
 
 
 def _recompress(draft: Draft) -> bool:
-    """A message gets another compressor, or another parameter of the same."""
+    """Give a message another compressor, or another parameter of the same."""
     choices = [
         (message, kind)
         for message in draft.messages
@@ -183,11 +172,8 @@ def _recompress(draft: Draft) -> bool:
     ]
     message, compressor = choices[draft.pick(len(choices))]
     shard = message.shard
-    settings = [
-        s
-        for s in draft.space.settings_of(compressor)
-        if s != (shard.compressor, shard.ratio, shard.rank)
-    ]
+    current = (shard.compressor, shard.ratio, shard.rank)
+    settings = [s for s in draft.space.settings_of(compressor) if s != current]
     if not settings:
         return False
     message.shard = replace(shard, **settings[draft.pick(len(settings))]._asdict())
@@ -195,7 +181,7 @@ def _recompress(draft: Draft) -> bool:
 
 
 def _swap_order(draft: Draft) -> bool:
-    """Two messages change places in the issue order."""
+    """Swap two messages in the issue order."""
     if len(draft.messages) < 2:
         return False
     one, other = draft.rng.choice(len(draft.messages), size=2, replace=False).tolist()
@@ -205,10 +191,8 @@ def _swap_order(draft: Draft) -> bool:
 
 
 def _switch_hierarchy(draft: Draft) -> bool:
-    """A message is reduced hierarchically or flat."""
-    dense = [
-        message for message in draft.messages if draft.sparse_of(message) is SparseHandling.DENSE
-    ]
+    """Reduce a message hierarchically instead of flat, or the reverse."""
+    dense = [m for m in draft.messages if draft.sparse_of(m) is SparseHandling.DENSE]
     if not (draft.hierarchy and dense):
         return False
     message = dense[draft.pick(len(dense))]
@@ -217,18 +201,16 @@ def _switch_hierarchy(draft: Draft) -> bool:
 
 
 def _switch_sparse(draft: Draft) -> bool:
-    """A sparse variable is sent in another way: as indices and values alone and by the synchronizer that this needs, or dense."""
-    positions = [
-        position for position, variable in enumerate(draft.workload.variables) if variable.sparse
-    ]
+    """Send a sparse variable as rows, alone and by a synchronizer that can, or dense again."""
+    positions = [i for i, variable in enumerate(draft.workload.variables) if variable.sparse]
     if not positions:
         return False
     position = positions[draft.pick(len(positions))]
-    own = draft.holder(position).shard.synchronizer
+    current = draft.holder(position).shard.synchronizer
     others = [
         (kind, synchronizer)
         for kind in draft.space.sparse
-        for synchronizer in SPARSE_SYNCHRONIZERS.get(kind, (own,))
+        for synchronizer in SPARSE_SYNCHRONIZERS.get(kind, (current,))
         if kind is not draft.sparse[position] and synchronizer in draft.space.synchronizers
     ]
     if not others:
@@ -245,45 +227,40 @@ def _switch_sparse(draft: Draft) -> bool:
 
 
 def _switch_ring(draft: Draft) -> bool:
-    """Two hosts change places along the ring, or the hosts get an order that is unlike the one before."""
-    if not draft.space.ring_orders_for(draft.cluster) or all(
-        message.shard.synchronizer in ROOTED for message in draft.messages
-    ):
+    """Swap two hosts along the ring, or draw a new order of all hosts."""
+    rooted = all(message.shard.synchronizer in ROOTED for message in draft.messages)
+    if rooted or not draft.space.ring_orders_for(draft.cluster):
         return False
-    near = draft.pick(2) == 1
-    draft.ring_order = (
-        swapped_ring(draft.cluster, draft.ring_order, draft.rng)
-        if near
-        else random_ring(draft.cluster, draft.rng)
-    )
+    if draft.pick(2) == 1:
+        draft.ring_order = swapped_ring(draft.cluster, draft.ring_order, draft.rng)
+    else:
+        draft.ring_order = random_ring(draft.cluster, draft.rng)
     return True
 
 
 def _switch_cross_step(draft: Draft) -> bool:
-    """Synchronization may run into the next forward pass, in the order that suits it; or it ends within the step, in ready order."""
+    """Switch between synchronization across steps and within the step; either way, reorder."""
     if not draft.space.cross_step:
         return False
     draft.cross_step = not draft.cross_step
-    if draft.cross_step:
-        draft.order_by_need()
-    else:
-        draft.in_ready_order = True
-    return True
+    return _plan_order(draft)
 
 
 def _switch_in_flight(draft: Draft) -> bool:
-    """Across steps one message more or fewer is under way at once: more hide each other's latency, fewer keep to the order."""
+    """Change the messages in flight across steps.
+
+    More hide each other's latency, and fewer keep to the order.
+    """
     if not draft.cross_step or draft.space.most_in_flight < 2:
         return False
-    others = [
-        count for count in range(1, draft.space.most_in_flight + 1) if count != draft.in_flight
-    ]
+    counts = range(1, draft.space.most_in_flight + 1)
+    others = [count for count in counts if count != draft.in_flight]
     draft.in_flight = others[draft.pick(len(others))]
     return True
 
 
 def _plan_order(draft: Draft) -> bool:
-    """The issue order is planned anew: by need across steps, else by readiness."""
+    """Plan the issue order anew: by need across steps, else by readiness."""
     if draft.cross_step:
         draft.order_by_need()
     else:
@@ -307,4 +284,4 @@ MOVES: tuple[Callable[[Draft], bool], ...] = (
     _switch_in_flight,
     _plan_order,
 )
-"""Each changes the draft, or says that it could not and leaves it as it was."""
+"""Each changes the draft and returns True, or leaves it unchanged and returns False."""

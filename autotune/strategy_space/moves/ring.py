@@ -1,7 +1,8 @@
-"""Orders of the hosts along a ring. The ranks of a host stay together, so thousands of ranks are few choices.
+"""Orders of the hosts along a ring. The ranks of a host stay together, so worlds of any size have
+few.
 
-A ring is the same from wherever it starts and in both directions: the first host stands first, and of its two neighbours the
-lower one second. Where that is the order of the hosts itself, the ring order is None.
+A ring is the same from any start and in both directions. The normal form starts with the first
+host, followed by the lower one of its two neighbours. None is the order of the hosts themselves.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ GREEDY = 0.5
 
 
 def random_ring(cluster: Cluster, rng: np.random.Generator) -> tuple[int, ...] | None:
-    """A random order, or one that goes from a random host on over the widest link to a host that was not visited."""
+    """A random order, or one that always follows the widest link to an unvisited host."""
     count = len(cluster.hosts)
     if rng.random() >= GREEDY:
         return ring_of_hosts(cluster, rng.permutation(count).tolist())
@@ -36,7 +37,7 @@ def random_ring(cluster: Cluster, rng: np.random.Generator) -> tuple[int, ...] |
 def swapped_ring(
     cluster: Cluster, ring_order: tuple[int, ...] | None, rng: np.random.Generator
 ) -> tuple[int, ...] | None:
-    """Two hosts change places."""
+    """Swap two hosts."""
     order = hosts_along(cluster, ring_order)
     one, other = rng.choice(len(order), size=2, replace=False).tolist()
     order[one], order[other] = order[other], order[one]
@@ -44,14 +45,14 @@ def swapped_ring(
 
 
 def hosts_along(cluster: Cluster, ring_order: tuple[int, ...] | None) -> list[int]:
-    """Indices of the hosts in the order in which the ring reaches them first."""
+    """Indices of the hosts in the order in which the ring first reaches them."""
     if ring_order is None:
         return list(range(len(cluster.hosts)))
     return list(dict.fromkeys(cluster.host_of_rank[rank] for rank in ring_order))
 
 
 def ring_of_hosts(cluster: Cluster, order: Sequence[int]) -> tuple[int, ...] | None:
-    """The ranks along the ring of these hosts, in the one way of writing it down; None for rank order."""
+    """The ranks along the ring of these hosts in normal form; None for rank order."""
     start = order.index(0)
     turned = [*order[start:], *order[:start]]
     if len(turned) > 2 and turned[1] > turned[-1]:
