@@ -11,12 +11,7 @@ from autotune.costs.timing import ready_times_s
 from autotune.errors import InvalidInput
 from autotune.rng import generator
 from autotune.strategy_space.builders.partitions import MAX_SHARDS, by_smallest_divisor, in_pieces
-from autotune.strategy_space.strategy import (
-    Shard,
-    Strategy,
-    Synchronizer,
-    VariableStrategy,
-)
+from autotune.strategy_space.strategy import Shard, Strategy, Synchronizer, VariableStrategy
 from autotune.workload import Workload
 
 MIB = 2**20
