@@ -1,4 +1,4 @@
-"""The report's plots as inline SVG. Colors are the page's CSS classes, so that they follow light and dark.
+"""The plots of a job's report as inline SVG, colored by the page's CSS classes (light and dark).
 
 Every text goes through `Markup.format`, which escapes it.
 """
@@ -6,7 +6,7 @@ Every text goes through `Markup.format`, which escapes it.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -18,16 +18,16 @@ from autotune.tuning.history import History
 from autotune.units import format_seconds
 
 WIDE, NARROW = 1060, 520
-"""Widths in pixels of a plot across the page and of one of two side by side, so that text is of one size in both."""
+"""Widths in pixels of a plot across the page and of half of it, so that text has one size."""
 HEIGHT = 300
 LEFT, RIGHT, TOP, BOTTOM = 76, 14, 14, 40
 SERIES = 7
-"""How many series the page has colors for (CSS classes s0 to s6)."""
+"""Number of series that the page has colors for (CSS classes s0 to s6)."""
 
 
 @dataclass(frozen=True)
 class _Scale:
-    """From data to pixels, linear."""
+    """A linear map from data to pixels."""
 
     low: float
     high: float
@@ -37,13 +37,11 @@ class _Scale:
     def __call__(self, value: float) -> float:
         return self.start + (value - self.low) / (self.high - self.low) * (self.stop - self.start)
 
-    def ticks(self, wanted: int) -> list[float]:
-        """Round values in the range, about `wanted` of them."""
-        raw = (self.high - self.low) / wanted
+    def ticks(self, count: int) -> list[float]:
+        """About `count` round values in the range."""
+        raw = (self.high - self.low) / count
         magnitude = 10.0 ** math.floor(math.log10(raw))
-        step = next(
-            factor * magnitude for factor in (1, 2, 5, 10) if factor * magnitude >= raw * 0.999
-        )
+        step = next(k * magnitude for k in (1, 2, 5, 10) if k * magnitude >= raw * 0.999)
         first = math.ceil(self.low / step - 1e-9)
         return [step * index for index in range(first, math.floor(self.high / step + 1e-9) + 1)]
 
@@ -54,6 +52,21 @@ def _scale(values: Sequence[float], start: float, stop: float, pad: float = 0.06
     return _Scale(low - margin, high + margin, start, stop)
 
 
+@dataclass(frozen=True)
+class _Axis:
+    """`count`: about how many ticks. `whole`: label only whole numbers."""
+
+    scale: _Scale
+    label: str
+    text: Callable[[float], str]
+    count: int = 5
+    whole: bool = False
+
+
+def _whole_text(value: float) -> str:
+    return f"{value:.0f}"
+
+
 def search_chart(history: History) -> Markup | None:
     """Step time over trials: candidates, references and failures, and the best so far as a line."""
     trials = [trial for trial in history.trials if trial.request.role is not Role.AB]
@@ -62,56 +75,47 @@ def search_chart(history: History) -> Markup | None:
         return None
     x = _scale([float(trial.request.number) for trial in trials], LEFT, WIDE - RIGHT, 0.02)
     y = _scale(_without_outliers(seconds), HEIGHT - BOTTOM, TOP + 12)
-    marks, line, best_s = [], [], math.inf
+    marks, best_line, best_s = [], [], math.inf
     for trial in trials:
         number, outcome = trial.request.number, trial.outcome
-        reference = trial.request.role is Role.REFERENCE
-        name = (
-            "current setup"
-            if trial.request.strategy_id == CURRENT_SETUP
-            else trial.request.strategy_id
-        )
+        name = trial.request.strategy_id
+        if name == CURRENT_SETUP:
+            name = "current setup"
         if not isinstance(outcome, Measured):
-            marks.append(
-                _cross(x(number), TOP + 6, f"trial {number}: {name} failed ({outcome.kind.value})")
-            )
+            title = f"trial {number}: {name} failed ({outcome.kind.value})"
+            marks.append(_cross(x(number), TOP + 6, title))
             continue
-        disturbed = number in history.disturbed
-        style = "reference" if reference else "disturbed" if disturbed else "candidate"
+        style, note = "candidate", ""
+        if trial.request.role is Role.REFERENCE:
+            style = "reference"
+        elif number in history.disturbed:
+            style, note = "disturbed", ", disturbed"
         shown_s = _shown_s(history, trial)
         height = min(max(y(shown_s), TOP), HEIGHT - BOTTOM)
-        title = f"trial {number}: {name}, {format_seconds(outcome.median_s)} as measured{', disturbed' if disturbed else ''}"
+        title = f"trial {number}: {name}, {format_seconds(outcome.median_s)} as measured{note}"
         marks.append(_dot(x(number), height, style, title))
-        if not reference and not disturbed:
+        if style == "candidate":
             best_s = min(best_s, shown_s)
         if best_s < math.inf:
-            line.append((x(number), y(best_s)))
+            best_line.append((x(number), y(best_s)))
     steps = [
-        point for before, after in pairwise(line) for point in (before, (after[0], before[1]))
-    ] + line[-1:]
-    body = [_path(steps, "best")] if len(steps) > 1 else []
-    return _frame(
-        x,
-        y,
-        "trial",
-        "step time",
-        True,
-        [*body, *marks],
-        "Step time of every trial of the search and the best so far",
-        WIDE,
-    )
+        point for before, after in pairwise(best_line) for point in (before, (after[0], before[1]))
+    ]
+    body = [_path(steps + best_line[-1:], "best")] if steps else []
+    title = "Step time of every trial of the search and the best so far"
+    x_axis = _Axis(x, "trial", _whole_text, 8, whole=True)
+    return _frame(x_axis, _Axis(y, "step time", format_seconds), [*body, *marks], title, WIDE)
 
 
 def _shown_s(history: History, trial: TrialFinished) -> float:
-    """References as they were measured; candidates corrected by them."""
+    """References as measured; candidates corrected by them."""
     assert isinstance(trial.outcome, Measured)
-    return (
-        trial.outcome.median_s if trial.request.role is Role.REFERENCE else history.steady_s(trial)
-    )
+    is_reference = trial.request.role is Role.REFERENCE
+    return trial.outcome.median_s if is_reference else history.steady_s(trial)
 
 
 def prediction_chart(history: History) -> Markup | None:
-    """Measured against predicted step time of every candidate that had a prediction; on the diagonal they agree."""
+    """Measured over predicted step time of every predicted candidate; the diagonal is equality."""
     pairs = [
         (trial.request.predicted_s, history.steady_s(trial), trial)
         for trial in history.candidates
@@ -119,33 +123,24 @@ def prediction_chart(history: History) -> Markup | None:
     ]
     if not pairs:
         return None
-    both = [value for predicted, measured, _ in pairs for value in (predicted, measured)]
-    x, y = _scale(both, LEFT, NARROW - RIGHT), _scale(both, HEIGHT - BOTTOM, TOP)
-    diagonal = _path([(x(x.low), y(x.low)), (x(x.high), y(x.high))], "guide")
-    marks = [
-        _dot(
-            x(predicted),
-            y(measured),
-            "disturbed" if trial.request.number in history.disturbed else "candidate",
-            f"{trial.request.strategy_id}: predicted {format_seconds(predicted)}, measured {format_seconds(measured)}",
+    both = [value for predicted_s, measured_s, _ in pairs for value in (predicted_s, measured_s)]
+    x = _scale(both, LEFT, NARROW - RIGHT)
+    y = _scale(both, HEIGHT - BOTTOM, TOP)
+    body = [_path([(x(x.low), y(x.low)), (x(x.high), y(x.high))], "guide")]
+    for predicted_s, measured_s, trial in pairs:
+        disturbed = trial.request.number in history.disturbed
+        title = (
+            f"{trial.request.strategy_id}: predicted {format_seconds(predicted_s)}, "
+            f"measured {format_seconds(measured_s)}"
         )
-        for predicted, measured, trial in pairs
-    ]
-    return _frame(
-        x,
-        y,
-        "predicted",
-        "measured",
-        True,
-        [diagonal, *marks],
-        "Measured against predicted step time",
-        NARROW,
-        True,
-    )
+        style = "disturbed" if disturbed else "candidate"
+        body.append(_dot(x(predicted_s), y(measured_s), style, title))
+    x_axis, y_axis = _Axis(x, "predicted", format_seconds), _Axis(y, "measured", format_seconds)
+    return _frame(x_axis, y_axis, body, "Measured against predicted step time", NARROW)
 
 
 def rankers(rounds: Sequence[Proposed]) -> list[str]:
-    """Names of all rankers whose quality was measured, in a fixed order."""
+    """Names of all rankers with a measured quality, in a fixed order."""
     return sorted({quality.ranker for proposed in rounds for quality in proposed.quality})
 
 
@@ -166,67 +161,38 @@ def quality_chart(rounds: Sequence[Proposed]) -> Markup | None:
             for quality in proposed.quality
             if quality.ranker == name
         ]
-        body.append(_path([(left, top) for left, top, _ in points], f"s{index % SERIES}"))
-        body += [
-            _dot(left, top, f"s{index % SERIES}", f"{name}: {value:.2f}")
-            for left, top, value in points
-        ]
-    return _frame(
-        x,
-        y,
-        "round",
-        "pairs in the right order",
-        False,
-        body,
-        "Ranking quality of every ranker per round",
-        NARROW,
-    )
+        style = f"s{index % SERIES}"
+        body.append(_path([(left, top) for left, top, _ in points], style))
+        body += [_dot(left, top, style, f"{name}: {value:.2f}") for left, top, value in points]
+    x_axis = _Axis(x, "round", _whole_text, 8, whole=True)
+    y_axis = _Axis(y, "pairs in the right order", lambda value: f"{value:.2g}")
+    return _frame(x_axis, y_axis, body, "Ranking quality of every ranker per round", NARROW)
 
 
 def _without_outliers(values: Sequence[float]) -> list[float]:
-    """Values up to three times the median: one hopeless strategy must not flatten the rest of the plot."""
+    """Clip at three times the median, so that one very slow strategy does not flatten the plot."""
     middle = sorted(values)[len(values) // 2]
     return [min(value, 3 * middle) for value in values]
 
 
-def _frame(
-    x: _Scale,
-    y: _Scale,
-    x_label: str,
-    y_label: str,
-    seconds_y: bool,
-    body: Sequence[Markup],
-    title: str,
-    width: int,
-    seconds_x: bool = False,
-) -> Markup:
+def _frame(x: _Axis, y: _Axis, body: Sequence[Markup], title: str, width: int) -> Markup:
     parts = []
-    for value in y.ticks(5):
-        text = format_seconds(value) if seconds_y else f"{value:.2g}"
-        parts.append(_path([(LEFT, y(value)), (width - RIGHT, y(value))], "grid"))
-        parts.append(_text(LEFT - 6, y(value) + 4, text, "end"))
-    for value in x.ticks(5 if seconds_x else 8):
-        if seconds_x or value == round(value):
-            parts.append(
-                _text(
-                    x(value),
-                    HEIGHT - BOTTOM + 16,
-                    format_seconds(value) if seconds_x else f"{value:.0f}",
-                    "middle",
-                )
-            )
-    parts.append(_path([(LEFT, HEIGHT - BOTTOM), (width - RIGHT, HEIGHT - BOTTOM)], "axis"))
-    parts.append(_text((LEFT + width - RIGHT) / 2, HEIGHT - 6, x_label, "middle"))
-    middle = (TOP + HEIGHT - BOTTOM) / 2
-    parts.append(
-        Markup(
-            '<text class="label" text-anchor="middle" transform="translate(12 {:.0f}) rotate(-90)">{}</text>'
-        ).format(middle, y_label)
+    right, bottom = width - RIGHT, HEIGHT - BOTTOM
+    for value in y.scale.ticks(y.count):
+        parts.append(_path([(LEFT, y.scale(value)), (right, y.scale(value))], "grid"))
+        parts.append(_text(LEFT - 6, y.scale(value) + 4, y.text(value), "end"))
+    for value in x.scale.ticks(x.count):
+        if not x.whole or value == round(value):
+            parts.append(_text(x.scale(value), bottom + 16, x.text(value), "middle"))
+    parts.append(_path([(LEFT, bottom), (right, bottom)], "axis"))
+    parts.append(_text((LEFT + right) / 2, HEIGHT - 6, x.label, "middle"))
+    rotated = Markup(
+        '<text class="label" text-anchor="middle" '
+        'transform="translate(12 {:.0f}) rotate(-90)">{}</text>'
     )
-    head = Markup('<svg viewBox="0 0 {} {}" role="img" aria-label="{}">').format(
-        width, HEIGHT, title
-    )
-    return head + Markup("").join([*parts, *body]) + Markup("</svg>")
+    parts.append(rotated.format((TOP + bottom) / 2, y.label))
+    head = Markup('<svg viewBox="0 0 {} {}" role="img" aria-label="{}">')
+    return head.format(width, HEIGHT, title) + Markup("").join([*parts, *body]) + Markup("</svg>")
 
 
 def _text(left: float, top: float, text: str, anchor: str) -> Markup:
@@ -249,7 +215,7 @@ def _dot(left: float, top: float, style: str, title: str) -> Markup:
 
 
 def _cross(left: float, top: float, title: str) -> Markup:
-    commands = f"M{left - 4:.1f} {top - 4:.1f} L{left + 4:.1f} {top + 4:.1f} M{left - 4:.1f} {top + 4:.1f} L{left + 4:.1f} {top - 4:.1f}"
-    return Markup('<path class="line failed" d="{}"><title>{}</title></path>').format(
-        commands, title
-    )
+    down = f"M{left - 4:.1f} {top - 4:.1f} L{left + 4:.1f} {top + 4:.1f}"
+    up = f"M{left - 4:.1f} {top + 4:.1f} L{left + 4:.1f} {top - 4:.1f}"
+    path = Markup('<path class="line failed" d="{} {}"><title>{}</title></path>')
+    return path.format(down, up, title)

@@ -1,6 +1,6 @@
-"""The HTML report: one self-contained file that answers what was exported, why, and what was tried.
+"""The HTML report of a job in any state: the decision, its reason, and every trial.
 
-It can be written for a job in any state. Everything in it is escaped: names of variables and messages of failures
+One self-contained file. Everything in it is escaped: names of variables and messages of failures
 come from the user's script.
 """
 
@@ -30,20 +30,19 @@ from autotune.tuning.job import JobSpec
 from autotune.units import format_seconds
 
 OPEN_ROWS = 40
-"""A longer table is folded until somebody asks for it."""
+"""Longer tables are folded."""
 _ROLE = {Role.CANDIDATE: "candidate", Role.REFERENCE: "reference", Role.AB: "A/B"}
 
 
 def write_report(
     path: Path, spec: JobSpec, history: History, decision: Decision | None, export_path: Path | None
 ) -> None:
-    """Write the report of a job in any state to `path`, in one piece.
+    """Write the report to `path`, in one piece. Raises `InvalidInput` if that fails.
 
-    `export_path` is what the command for using the export names. Raises `InvalidInput` if `path` cannot be written.
+    `export_path` appears in the command that uses the export.
     """
-    write_page(
-        path, "job_page.html.j2", _context(spec, history, decision, export_path), "the report"
-    )
+    context = _context(spec, history, decision, export_path)
+    write_page(path, "job_page.html.j2", context, "the report")
 
 
 def _context(
@@ -65,9 +64,7 @@ def _context(
         "search_chart": search_chart(history),
         "prediction_chart": prediction_chart(history),
         "quality_chart": quality_chart(history.rounds),
-        "rankers": [
-            (name, f"s{index % SERIES}") for index, name in enumerate(rankers(history.rounds))
-        ],
+        "rankers": [(name, f"s{i % SERIES}") for i, name in enumerate(rankers(history.rounds))],
         "details": _details(spec, profiled, *shown) if profiled and shown else None,
         "failures": [trial for trial in history.trials if isinstance(trial.outcome, Failed)],
         "disturbed": _disturbed(history),
@@ -77,58 +74,57 @@ def _context(
 
 
 def _conditions(spec: JobSpec, history: History) -> str:
-    """What was not real where the report's figures come from, in a sentence; empty on a real cluster."""
+    """Sentences about what was emulated; empty on a real cluster."""
     conditions = history.conditions(spec.conditions)
-    sentences = {
-        Network.LOOPBACK: "The ranks were processes of one machine and talked over its loopback.",
-        Network.EMULATED: "The network is emulated: hosts are namespaces of one machine, transfers are real, over links of the set rates.",
-        Network.HOSTS: "",
-    }
-    parts = [sentences[conditions.network]]
+    parts = []
+    if conditions.network is Network.LOOPBACK:
+        parts.append("The ranks were processes of one machine and used its loopback.")
+    if conditions.network is Network.EMULATED:
+        parts.append(
+            "The network is emulated: hosts are namespaces of one machine; transfers are real, "
+            "over links with the given rates."
+        )
     if conditions.accelerators is Accelerators.EMULATED:
         parts.append(
-            "Accelerators are emulated: computation is a timed wait; parameters, gradients and transfers are real."
+            "Accelerators are emulated: computation is a timed wait; parameters, gradients and "
+            "transfers are real."
         )
     if conditions.byte_scale != 1:
         parts.append(
-            f"Links and messages are divided by {conditions.byte_scale:g}; bytes and rates are given for the whole cluster."
+            f"Links and messages are divided by {conditions.byte_scale:g}; bytes and rates are "
+            "given for the whole cluster."
         )
     if conditions.round_robin:
         parts.append("The ranks ran under real-time round-robin scheduling.")
-    return " ".join(filter(None, parts))
+    return " ".join(parts)
 
 
 def _headline(history: History, decision: Decision | None) -> dict[str, str]:
-    """One line that a person reads first, and the sentence below it."""
+    """The headline and the sentence below it; `kind` selects the color."""
     if decision is None:
-        ranking = history.ranking()
-        if not ranking or history.reference_s is None:
-            return {
-                "kind": "open",
-                "title": "Nothing decided yet",
-                "text": "No strategy has been measured so far.",
-            }
-        strategy_id, best_s = ranking[0]
-        current_s = history.reference_s
-        text = f"Best so far: {strategy_id} with {format_seconds(best_s)} per step; the current setup takes {format_seconds(current_s)}."
-        return {
-            "kind": "open",
-            "title": f"Not decided yet: {current_s / best_s:.2f}x as fast so far",
-            "text": text,
-        }
-    if decision.strategy_id == CURRENT_SETUP:
-        return {"kind": "kept", "title": "The current setup stays", "text": decision.reason}
-    assert decision.comparison is not None
-    compared = decision.comparison
-    gain = f"{1 / compared.ratio:.2f}x as fast"
-    interval = (
-        f"{compared.confidence:.0%} interval {1 / compared.high:.2f}x to {1 / compared.low:.2f}x"
-    )
-    return {
-        "kind": "won",
-        "title": gain,
-        "text": f"{decision.strategy_id} is exported. {interval}, {compared.pairs} interleaved pairs.",
-    }
+        ranking, current_s = history.ranking(), history.reference_s
+        if not ranking or current_s is None:
+            kind, title = "open", "Nothing decided yet"
+            text = "No strategy has been measured so far."
+        else:
+            strategy_id, best_s = ranking[0]
+            kind, title = "open", f"Not decided yet: {current_s / best_s:.2f}x as fast so far"
+            text = (
+                f"Best so far: {strategy_id} with {format_seconds(best_s)} per step; the current "
+                f"setup takes {format_seconds(current_s)}."
+            )
+    elif decision.strategy_id == CURRENT_SETUP:
+        kind, title, text = "kept", "The current setup stays", decision.reason
+    else:
+        assert decision.comparison is not None
+        compared = decision.comparison
+        kind, title = "won", f"{1 / compared.ratio:.2f}x as fast"
+        text = (
+            f"{decision.strategy_id} is exported. {compared.confidence:.0%} interval "
+            f"{1 / compared.high:.2f}x to {1 / compared.low:.2f}x, {compared.pairs} interleaved "
+            "pairs."
+        )
+    return {"kind": kind, "title": title, "text": text}
 
 
 def _sides(history: History, decision: Decision | None) -> list[dict[str, Any]]:
@@ -142,9 +138,8 @@ def _sides(history: History, decision: Decision | None) -> list[dict[str, Any]]:
             for trial in history.ab_trials
             if trial.request.strategy_id == strategy_id and isinstance(trial.outcome, Measured)
         ]
-        sides.append(
-            {"name": strategy_id, "blocks": blocks, "median_s": median(blocks) if blocks else None}
-        )
+        median_s = median(blocks) if blocks else None
+        sides.append({"name": strategy_id, "blocks": blocks, "median_s": median_s})
     return sides
 
 
@@ -155,7 +150,7 @@ def _command(spec: JobSpec, export_path: Path) -> str:
 def _shown_strategy(
     history: History, decision: Decision | None
 ) -> tuple[str, PlannedStrategy] | None:
-    """What the strategy section is about and the strategy: the exported one, else the best one that was measured."""
+    """Title and strategy of the strategy section: the exported, else the best measured one."""
     if decision is not None and decision.strategy_id != CURRENT_SETUP:
         title, strategy_id = "The exported strategy", decision.strategy_id
     elif decision is not None and decision.best_candidate_id is not None:
@@ -191,14 +186,13 @@ def _details(
 def _disturbed(history: History) -> list[tuple[TrialFinished, TrialFinished | None]]:
     """Every disturbed trial with the first repeat after it, if there was one."""
     pairs = []
-    for trial in history.candidates:
+    for at, trial in enumerate(history.candidates):
         if trial.request.number in history.disturbed:
+            strategy_id = trial.request.strategy_id
             later = (
-                t for t in history.candidates if t.request.strategy_id == trial.request.strategy_id
+                t for t in history.candidates[at + 1 :] if t.request.strategy_id == strategy_id
             )
-            pairs.append(
-                (trial, next((t for t in later if t.request.number > trial.request.number), None))
-            )
+            pairs.append((trial, next(later, None)))
     return pairs
 
 
@@ -208,9 +202,7 @@ def _trial_row(trial: TrialFinished, history: History) -> dict[str, Any]:
     measured = isinstance(outcome, Measured)
     steady_s = history.steady_s(trial) if measured and request.role is Role.CANDIDATE else None
     speedup = history.reference_s / steady_s if steady_s and history.reference_s else None
-    status = (
-        "" if measured else f"failed: {outcome.kind.value}" if isinstance(outcome, Failed) else ""
-    )
+    status = f"failed: {outcome.kind.value}" if isinstance(outcome, Failed) else ""
     if request.number in history.disturbed:
         status = "disturbed"
     return {

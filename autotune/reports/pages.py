@@ -1,4 +1,7 @@
-"""Self-contained HTML pages of one look. Everything that is put into them is escaped: names come from the user's script or trace."""
+"""Self-contained HTML pages with a common look.
+
+Everything in them is escaped: names come from the user's script or trace.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from autotune.units import format_bytes, format_rate, format_seconds
 
 
 def write_page(path: Path, template: str, context: Mapping[str, Any], what: str) -> None:
-    """Fill the template of that name and write it to `path` in one piece. Raises `InvalidInput` where that cannot be written."""
+    """Fill the named template and write it to `path` in one piece; raises `InvalidInput`."""
     import jinja2
 
     loader = jinja2.FileSystemLoader(Path(__file__).parent / "templates")

@@ -1,4 +1,4 @@
-"""A timeline as inline SVG: a row per queue, a colored run wherever one kind of op fills it. Bounded, however many ops there are.
+"""A timeline as inline SVG: a row per queue, colored by the kind of op; bounded in size.
 
 | symbol | meaning |
 |---|---|
@@ -25,7 +25,7 @@ from autotune.units import format_seconds
 
 WIDE, LEFT, ROW, TOP, BOTTOM = 1060, 210, 20, 8, 26
 MOST_ROWS = 32
-"""The busiest queues; a picture of thousands tells nothing."""
+"""Number of queues shown, the busiest ones."""
 LABEL = 30
 
 COLORS = {
@@ -52,12 +52,12 @@ LEGEND = (
     ("copies, packing", "s4"),
     ("host launches", "soft"),
 )
-"""Names of the colors, in the order in which they are shown."""
+"""Names of the colors, in their order on the page."""
 
 
 @dataclass(frozen=True)
 class _Run:
-    """Columns `first` to `last` of a row, both in it, that are mostly of one color."""
+    """Columns `first` to `last` (inclusive) of a row, mostly of one color."""
 
     first: int
     last: int
@@ -65,7 +65,7 @@ class _Run:
 
 
 def gantt_chart(timeline: Timeline, path: CriticalPath) -> Markup | None:
-    """The critical path, then the busiest queues in the order of their numbers. None where nothing takes time."""
+    """Draw the critical path and the busiest queues. None if nothing has a duration."""
     end_s = timeline.makespan_s
     if end_s <= 0:
         return None
@@ -99,7 +99,7 @@ def _ops_of(timeline: Timeline, queue: int) -> NDArray[np.intp]:
 
 
 def _runs(timeline: Timeline, ops: NDArray[np.integer], columns: int) -> list[_Run]:
-    """Every column by the color that fills most of it; a column that is less than half full stays empty unless an op starts there."""
+    """Color every column by the kind that fills most of it, if it is over a quarter full."""
     styles = sorted(set(COLORS.values()))
     filled = np.zeros((columns + 1, len(styles)))
     scale = columns / timeline.makespan_s

@@ -1,4 +1,4 @@
-"""The HTML page of one replayed iteration: what it is made of, what it waits for, and its timeline."""
+"""The HTML page of a replayed iteration: its timeline, critical path and further tables."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Fact:
 
 @dataclass(frozen=True)
 class Listing:
-    """A further table: `rows` of as many cells as `columns`; numeric columns stand at the right."""
+    """A table. `numeric` columns are right-aligned."""
 
     title: str
     columns: tuple[str, ...]
@@ -40,7 +40,7 @@ class Listing:
 
 @dataclass(frozen=True)
 class Page:
-    """What a command says above the timeline. `won` colors the head."""
+    """The text above the timeline. `won` colors the headline."""
 
     kicker: str
     title: str
@@ -52,24 +52,24 @@ class Page:
 
 
 def write_timeline_report(path: Path, page: Page, summary: IterationSummary) -> None:
-    """Raises `InvalidInput` where `path` cannot be written."""
-    found = summary.critical_path
+    """Write the page; raises `InvalidInput` if `path` cannot be written."""
+    critical_path = summary.critical_path
     context = {
         "page": page,
-        "gantt": gantt_chart(found.timeline, found),
+        "gantt": gantt_chart(critical_path.timeline, critical_path),
         "legend": LEGEND,
         "most_rows": MOST_ROWS,
-        "kinds": _kinds(found),
-        "layers": _shares(found.by_layer, found, MOST_LAYERS),
-        "ops": _ops(found),
-        "queues": _queues(found),
-        "makespan_s": found.timeline.makespan_s,
+        "kinds": _kinds(critical_path),
+        "layers": _shares(critical_path.by_layer, critical_path, MOST_LAYERS),
+        "ops": _ops(critical_path),
+        "queues": _queues(critical_path),
+        "makespan_s": critical_path.timeline.makespan_s,
     }
     write_page(path, "timeline_page.html.j2", context, "the report")
 
 
 def kind_name(kind: Kind) -> str:
-    """For people. A virtual op that takes time stands for a delay: a launch that arrives, a thread that wakes."""
+    """The name for people. A virtual op with a duration is a delay, such as a thread wake-up."""
     return "delay" if kind == Kind.VIRTUAL else kind.name.lower()
 
 
@@ -87,13 +87,13 @@ def _shares(
     whole_s = path.timeline.makespan_s
     largest = sorted(seconds.items(), key=lambda item: (-item[1], item[0]))[:most]
     return [
-        (name or "(no layer)", own_s, own_s / whole_s if whole_s > 0 else 0.0)
-        for name, own_s in largest
+        (name or "(no layer)", part_s, part_s / whole_s if whole_s > 0 else 0.0)
+        for name, part_s in largest
     ]
 
 
 def _ops(path: CriticalPath) -> list[dict[str, Any]]:
-    """The longest on the critical path, in the order of time."""
+    """The longest ops of the critical path, by start time."""
     dfg, timeline = path.timeline.dfg, path.timeline
     longest = path.ops[np.argsort(-timeline.duration_s[path.ops], kind="stable")[:MOST_OPS]]
     return [
