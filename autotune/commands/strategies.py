@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 from typing import Any
 
 from rich.markup import escape
@@ -12,11 +11,11 @@ from rich.table import Column, Table
 
 from autotune.canonical import to_data
 from autotune.cluster import Cluster
-from autotune.cluster_file import read_cluster
 from autotune.commands.render.tables import table_text
 from autotune.costs.sync_cost import message_costs
 from autotune.errors import InvalidInput
-from autotune.parsing import json_schema, read_json
+from autotune.jobs.sources import named_cluster, named_model
+from autotune.parsing import json_schema
 from autotune.strategy_space.builders.registry import BUILDERS
 from autotune.strategy_space.describe import variable_rows, whole_text
 from autotune.strategy_space.enactable import refusal_reason
@@ -24,8 +23,8 @@ from autotune.strategy_space.plan import PlannedStrategy, plan
 from autotune.strategy_space.strategy import Strategy
 from autotune.units import format_bytes, format_seconds
 from autotune.workload import Workload
-from autotune.zoo.architectures import MODELS, workload
-from autotune.zoo.clusters import CLUSTERS, SINGLE_FLOW, single_flow
+from autotune.zoo.architectures import MODELS
+from autotune.zoo.clusters import CLUSTERS
 
 WIDE = 160
 
@@ -56,35 +55,6 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
         )
     model, cluster = named_model(options.model), named_cluster(options.cluster)
     return _one(options.builder, model, cluster) if options.builder else _all(model, cluster)
-
-
-def zoo_name(name: str) -> str | None:
-    """The zoo's name of a model, ignoring case and dashes; None if the zoo does not have it."""
-    normalized = name.lower().replace("_", "-")
-    return normalized if normalized in MODELS else None
-
-
-def named_model(name: str) -> Workload:
-    if (known := zoo_name(name)) is not None:
-        return workload(known)
-    if not Path(name).is_file():
-        raise InvalidInput(
-            f"the model must be a workload's JSON file or one of {', '.join(MODELS)}, "
-            f"but is {name!r}"
-        )
-    return Workload.from_data(read_json(Path(name)), name)
-
-
-def named_cluster(name: str) -> Cluster:
-    if name in CLUSTERS:
-        return CLUSTERS[name]
-    if (limited := name.removesuffix(SINGLE_FLOW)) in CLUSTERS:
-        return single_flow(limited)
-    if not Path(name).is_file():
-        raise InvalidInput(
-            f"the cluster must be a cluster file or one of {', '.join(CLUSTERS)}, but is {name!r}"
-        )
-    return read_cluster(Path(name))
 
 
 def _all(model: Workload, cluster: Cluster) -> tuple[dict[str, Any], str]:

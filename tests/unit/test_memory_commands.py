@@ -219,7 +219,7 @@ def test_where_nobody_recorded_the_memory_a_budget_is_refused_and_nothing_is_gue
     workload.write_text(canonical_json(MODEL))
     for source, why in (
         (folder, "has no memory.json; record it again"),
-        (workload, "tells nothing of activations"),
+        (workload, "holds no activations"),
     ):
         assert (
             main(

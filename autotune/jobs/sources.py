@@ -1,0 +1,141 @@
+"""Models and clusters by name or file: the zoo, recorded folders, traces, layer profiles."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from autotune.cluster import Cluster
+from autotune.cluster_file import read_cluster
+from autotune.errors import InvalidInput
+from autotune.optimizer.optimize import ASSUMED_TIMES
+from autotune.parsing import read_json
+from autotune.profiling.formats.layer_profile import read_layer_profile
+from autotune.profiling.formats.sources import holds_traces
+from autotune.profiling.op_graph import OpGraph
+from autotune.recordings.job_file import JOB_FILE, RecordedJob
+from autotune.recordings.memory_file import RecordedMemory, why_no_memory
+from autotune.workload import Workload
+from autotune.zoo.architectures import MODELS, workload
+from autotune.zoo.assumed_device import AssumedDevice
+from autotune.zoo.assumed_models import assumed_ops
+from autotune.zoo.clusters import CLUSTERS, SINGLE_FLOW, single_flow
+
+
+@dataclass(frozen=True)
+class Source:
+    """A workload to optimize.
+
+    - `graph`: its ops; None if only the variables are known, and ops cannot be fused.
+    - `times`: the origin of its times, if they were not measured.
+    - `memory`: lifetimes of its tensors; None if not recorded, for the reason `no_memory`.
+    - `cross_step_refused`: why the script cannot synchronize across steps; empty if it can.
+    - `notes`: further assumptions.
+    """
+
+    workload: Workload
+    graph: OpGraph | None = None
+    times: str = ""
+    memory: RecordedMemory | None = None
+    no_memory: str = "it holds no activations and no optimizer state"
+    cross_step_refused: str = ""
+    notes: tuple[str, ...] = ()
+
+    def assumptions(self, assumed: tuple[str, ...]) -> list[str]:
+        """The search's assumptions and the source's own, with the origin of the times."""
+        timed = [
+            f"{note} ({self.times})" if self.times and note == ASSUMED_TIMES else note
+            for note in assumed
+        ]
+        return [*timed, *self.notes]
+
+
+def zoo_name(name: str) -> str | None:
+    """The zoo's name of a model, ignoring case and dashes; None if the zoo does not have it."""
+    normalized = name.lower().replace("_", "-")
+    return normalized if normalized in MODELS else None
+
+
+def named_model(name: str) -> Workload:
+    if (known := zoo_name(name)) is not None:
+        return workload(known)
+    if not Path(name).is_file():
+        raise InvalidInput(
+            f"the model must be a workload's JSON file or one of {', '.join(MODELS)}, "
+            f"but is {name!r}"
+        )
+    return Workload.from_data(read_json(Path(name)), name)
+
+
+def named_cluster(name: str) -> Cluster:
+    if name in CLUSTERS:
+        return CLUSTERS[name]
+    limited = name.removesuffix(SINGLE_FLOW)
+    if limited in CLUSTERS:
+        return single_flow(limited)
+    if not Path(name).is_file():
+        raise InvalidInput(
+            f"the cluster must be a cluster file or one of {', '.join(CLUSTERS)}, but is {name!r}"
+        )
+    return read_cluster(Path(name))
+
+
+def read_source(name: str) -> Source:
+    """Read a zoo model, a recorded folder, traces, a workload or a layer profile.
+
+    Raises `InvalidInput` if there is none of them, or if its times are missing.
+    """
+    path, model = Path(name), zoo_name(name)
+    if model is not None:
+        graph, row = assumed_ops(model), MODELS[model]
+        times = f"{AssumedDevice().text}, for a batch of {row.batch_per_gpu} {row.batch_unit}"
+        return Source(graph.workload(), graph, times)
+    if path.name != JOB_FILE and not (path / JOB_FILE).exists() and holds_traces(path):
+        return _traced(path)
+    if path.suffix == ".json" and path.name != JOB_FILE:
+        return Source(_timed(named_model(name), name))
+    if path.is_dir() or path.name == JOB_FILE:
+        return _recorded(path if path.is_dir() else path.parent)
+    if path.is_file():
+        graph = read_layer_profile(path)
+        return Source(graph.workload(), graph)
+    raise InvalidInput(
+        "there must be something to optimize: a folder of `autotune profile`, Kineto traces, a "
+        f"workload's JSON file, a layer profile (.txt) or one of {', '.join(MODELS)}, but it is "
+        f"{name!r}"
+    )
+
+
+def _timed(workload: Workload, name: str) -> Workload:
+    if workload.compute_s == 0:
+        raise InvalidInput(
+            f"a workload needs the times of its passes, which can hide messages, but in {name} "
+            "they are 0; record them with `autotune profile`, or name a model of the zoo, whose "
+            f"times are assumed: {', '.join(MODELS)}"
+        )
+    return workload
+
+
+def _traced(path: Path) -> Source:
+    """The buckets of a traced data-parallel job."""
+    from autotune.profiling.graph.traced_workload import workload_of
+    from autotune.profiling.traces.job import read_job
+
+    traced = workload_of(read_job(path), model=path.name.split(".")[0] or "traced")
+    return Source(traced.workload, no_memory="traces hold no lifetimes", notes=traced.notes)
+
+
+def _recorded(folder: Path) -> Source:
+    """The workload in the folder's job.json, its memory, and the limits of its script."""
+    job = RecordedJob.read(folder)
+    if job.workload is None:
+        reason = "; ".join(job.notes) or "the recording gives no reason"
+        raise InvalidInput(
+            f"{folder}: the model's own times must be known, but could not be recorded: {reason}"
+        )
+    return Source(
+        job.workload,
+        memory=RecordedMemory.read(folder),
+        no_memory=why_no_memory(job.notes),
+        cross_step_refused=job.cross_step_refused,
+    )
