@@ -90,11 +90,7 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
         write_timeline(iteration_summary(replay(lowering.graph(best.plan))), options.timeline)
     if options.report is not None:
         write_timeline_report(options.report, result.page(), summary)
-    outputs = {
-        "strategy": options.output,
-        "timeline": options.timeline,
-        "report": options.report,
-    }
+    outputs = {"strategy": options.output, "timeline": options.timeline, "report": options.report}
     written = "".join(f"{name}: {path}\n" for name, path in outputs.items() if path is not None)
     return result.data(), (result.text() + written).rstrip("\n")
 
