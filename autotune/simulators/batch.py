@@ -58,7 +58,8 @@ class Scaling:
         centred = np.concatenate(
             [base[names == name] - base[names == name].mean() for name in sorted(set(domains))]
         )
-        # 5 %: smaller differences are hardly more than noise and must not be stretched to full scale.
+        # 5 %: smaller differences are hardly more than noise and must not be stretched to full
+        # scale.
         return Scaling(
             *_moments(shards),
             *_moments(numbers),

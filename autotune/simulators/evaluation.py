@@ -1,11 +1,11 @@
 """Ranking quality on held-out strategies. Free of torch.
 
-Each figure compares strategies of one domain (workload and cluster) and, with cross-validation, of one
-fold.
+Each figure compares strategies of one domain (workload and cluster) and, with cross-validation, of
+one fold.
 
 | figure | meaning | best | by chance |
 |---|---|---|---|
-| `pairwise_accuracy` | share of pairs beyond the tie band in the right order; a tie is half | 1 | 0.5 |
+| `pairwise_accuracy` | share of pairs beyond the tie band in the right order; ties half | 1 | 0.5 |
 | `kendall_tau` | tau-b rank correlation | 1 | 0 |
 | `regret_top_k` | relative: best of the k predicted fastest against the fastest of all | 0 | - |
 """
@@ -84,7 +84,10 @@ def best_of_top_k_regret(predicted: ArrayLike, measured: ArrayLike, k: int) -> f
 
 
 def k_fold(examples: Sequence[Example], folds: int, seed: int) -> list[Split]:
-    """Return (training, test) indices per fold. Folds share domains evenly, and no group is in two."""
+    """Return (training, test) indices per fold.
+
+    Folds share domains evenly, and no group is in two.
+    """
     if not 2 <= folds <= len(examples):
         raise InvalidInput(
             f"cross-validation of {len(examples)} examples needs 2 to {len(examples)} folds, "
@@ -162,7 +165,8 @@ def choose_ranker(qualities: Sequence[RankingQuality]) -> RankerChoice:
 
     Without a replay the analytic ranker takes its place. The best of several on few pairs looks
     better than it is, so it must lead by z standard errors. With z = Phi^-1(1 - 0.2 / K), K
-    simulators that are no better than the replay are chosen at most once in five times (Bonferroni).
+    simulators that are no better than the replay are chosen at most once in five times
+    (Bonferroni).
     """
     known = {quality.ranker: quality for quality in qualities}
     if ANALYTIC not in known:

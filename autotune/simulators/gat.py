@@ -1,8 +1,8 @@
 """Graph-attention simulator on the partitioned graph of variables.
 
 Source: AutoSync, supplement sec. 5, Eq. 8-10. A node is a shard with z^raw and z^pre;
-`StrategyFeatures.shard_edges` are the edges, used both ways. There are two attention layers, as in the
-graph attention networks that the paper cites; the paper gives no sizes.
+`StrategyFeatures.shard_edges` are the edges, used both ways. There are two attention layers, as in
+the graph attention networks that the paper cites; the paper gives no sizes.
 
 | tensor | shape | |
 |---|---|---|

@@ -1,7 +1,7 @@
-"""One `Simulator` around any network that scores a `FeatureBatch`: the residual on top of the replay.
+"""One `Simulator` around any network that scores a `FeatureBatch`: a residual on the replay.
 
-score = (ln(base) - mean) / spread + network(batch)               lower is faster; the network's last layer starts at zero
-seconds = exp(slope * score + intercept)                          slope > 0, fitted to the training data in log space
+score = (ln(base) - mean) / spread + network(batch)     lower is faster; the last layer starts at zero
+seconds = exp(slope * score + intercept)                slope > 0, fitted in log space
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ class ResidualSimulator:
         )
 
     def _forward(self, features: Sequence[StrategyFeatures]) -> tuple[FloatArray, FloatArray]:
-        """Return (scores (n,), hidden (n, H)), computed for a bounded number of strategies at a time."""
+        """Return (slope > 0, intercept) of the least-squares line; both inputs of shape (n,)."""
         fitted = self._require_fitted()
         scores, hidden = [np.zeros(0)], []
         with torch.inference_mode():

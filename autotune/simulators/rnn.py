@@ -1,6 +1,7 @@
 """Recurrent simulator: a bidirectional LSTM over the variables in backward order.
 
-Source: AutoSync, supplement sec. 4, Eq. 4-7; sizes from the paper's code (128, 32, 3 layers of 128).
+Source: AutoSync, supplement sec. 4, Eq. 4-7; sizes from the paper's code (128, 32, 3 layers of
+128).
 
 | tensor | shape | |
 |---|---|---|

@@ -1,15 +1,16 @@
 """Train with the pairwise ranking loss, learning-rate steps, clipping and early stopping.
 
-Source: AutoSync, supplement sec. 10; the pairwise loss and the batches are those of the paper's code.
-The network learns a residual on top of the replay and starts at zero. A handful of trials must not
-cost what the replay knows, so the recipe departs from the paper:
+Source: AutoSync, supplement sec. 10; the pairwise loss and the batches are those of the paper's
+code. The network learns a residual on top of the replay and starts at zero. A handful of trials
+must not cost what the replay knows, so the recipe departs from the paper:
 
 - It keeps the weights of the best validation epoch, the untrained start included.
-- The loss multiplies a difference of scores by c, which `sharpness` fits to the start on the training
-  part. Without c the loss is lowest if the residual copies the replay, to widen differences that
-  have the right sign already.
+- The loss multiplies a difference of scores by c, which `sharpness` fits to the start on the
+  training part. Without c the loss is lowest if the residual copies the replay, to widen
+  differences that have the right sign already.
 - A prior: leaving the start costs `prior_weight` / n * mean((c d)^2) / 2. That is the -ln of a
-  normal prior with deviation 1 / c, in the mean loss of n strategies. With few trials the start ranks.
+  normal prior with deviation 1 / c, in the mean loss of n strategies. With few trials the start
+  ranks.
 
 | symbol | meaning |
 |---|---|
@@ -43,11 +44,11 @@ class TrainingRecipe:
     - `warm_epochs`: epochs of a fit that continues from earlier weights (None: `epochs`).
     - `decay_at`: shares of the epochs; 0.4 and 0.8 of 200 are the paper's 80 and 160.
     - `tie_band`: two measured times that differ by less, relatively, count as equal.
-    - `validation_share`: of the examples given to `fit`. After 15 % were held out for testing, 15/85
-      of the rest are the paper's 15 %.
+    - `validation_share`: of the examples given to `fit`. After 15 % were held out for testing,
+      15/85 of the rest are the paper's 15 %.
     - `time_limit_s`: training that it ends early depends on the machine's speed.
-    - `threads`: torch threads during `fit` (None: unchanged). On a machine that is busy with trials,
-      one thread is up to ten times faster than several.
+    - `threads`: torch threads during `fit` (None: unchanged). On a machine that is busy with
+      trials, one thread is up to ten times faster than several.
     - `prior_weight`: the number of strategies that weigh as much as the prior for the start.
     """
 
@@ -198,7 +199,7 @@ def train_ranking(
 def domain_batches(
     indices: Sequence[int], examples: Sequence[Example], size: int, order: np.random.Generator
 ) -> list[list[int]]:
-    """Return shuffled batches, each of one domain and of at least two examples, since pairs need both.
+    """Return shuffled batches, each of one domain and of at least two examples.
 
     A domain that fits into one batch keeps its order, since all pairs of a batch count.
     """
@@ -235,7 +236,7 @@ def sharpness(
 def _scores_by_domain(
     predict: Predict, examples: Sequence[Example], indices: Sequence[int] | None = None
 ) -> Tensor:
-    """Return scores (n,) without gradients; 0 for examples that are not in `indices` (None: all)."""
+    """Return the factor, 1 to 64, with which the scores best explain the order of all pairs."""
     scores = torch.zeros(len(examples), dtype=torch.float64)
     with torch.no_grad():
         for members in _members(range(len(examples)) if indices is None else indices, examples):

@@ -1,15 +1,15 @@
-"""Models that are made of nothing but parameters and times: real gradients and updates of the right sizes, computation as timed waits.
+"""Models of parameters and times only: real gradients and updates, computation as timed waits.
 
-Each has the layers of a published architecture with narrower widths (11 to 20 MB of gradients), so that a step of four ranks takes 100 to
-500 ms on emulated links of 1 Gbit/s, and longer over a slower one. What a layer computes is its share of the multiplications; the time of
-one whole replica, `step_s`, is chosen such that communication takes about as long, where strategies differ most. `layers` has no published
-architecture: it is the model on which synchronization across steps is compared. All times are assumed and say so.
-`benchmarks/models/script.py` trains the models.
+Each has the layers of a published architecture with smaller widths (11 to 20 MB of gradients), so a
+step of four ranks takes 100 to 500 ms on emulated links of 1 Gbit/s. A layer computes for its share
+of the multiplications. `step_s`, the time of one whole replica, makes communication take about as
+long, where strategies differ most. `layers` has no published architecture: it compares
+synchronization across steps. All times are assumed. `train_generated.py` trains the models.
 
 | symbol | meaning | unit |
 |---|---|---|
-| work | multiplications of a layer's forward pass, of one example | relative to the other layers |
-| step_s | computation of one step of one replica: forward a third, backward two thirds, and the update | s |
+| work | multiplications of a layer's forward pass, for one example | relative to other layers |
+| step_s | one replica's step: forward 1/3, backward 2/3, and the update | s |
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ TIMED_LAYERS = (
 
 @dataclass(frozen=True)
 class Layer:
-    """`shapes`: (name, shape) of its variables. `touched`: the rows of its table that one step of a rank reads (0: dense gradients)."""
+    """`shapes`: (name, shape) of each variable. `touched`: table rows per step and rank, or 0."""
 
     name: str
     shapes: tuple[tuple[str, tuple[int, ...]], ...]
@@ -57,7 +57,10 @@ class Layer:
 
 @dataclass(frozen=True)
 class Model:
-    """`layers` from the input to the loss. `update_s`: between the end of the synchronization and the next step."""
+    """`layers` from the input to the loss.
+
+    `update_s`: from the end of the passes to the next step.
+    """
 
     name: str
     layers: tuple[Layer, ...]
@@ -67,18 +70,19 @@ class Model:
     def __post_init__(self) -> None:
         if not 0 <= self.update_s < self.step_s:
             raise InvalidInput(
-                f"update_s of {self.name!r} must lie in [0, step_s = {self.step_s}), but is {self.update_s}"
+                f"update_s of {self.name!r} must be in [0, step_s = {self.step_s}), "
+                f"but is {self.update_s}"
             )
 
     @property
     def passes_s(self) -> list[tuple[float, float]]:
-        """(forward, backward) time of each layer by its share of the work."""
+        """Return the (forward, backward) time of each layer, by its share of the work."""
         both_s, total = self.step_s - self.update_s, sum(layer.work for layer in self.layers)
         layers_s = [both_s * layer.work / total for layer in self.layers]
         return [(FORWARD_SHARE * layer_s, (1 - FORWARD_SHARE) * layer_s) for layer_s in layers_s]
 
     def workload(self) -> Workload:
-        """One replica. Edges: variables that follow each other."""
+        """Return one replica. Edges join variables that follow each other."""
         forward_s, backward_s = zip(*self.passes_s, strict=True)
         needed_s = [end - own for end, own in zip(accumulate(forward_s), forward_s, strict=True)]
         ready_s = list(accumulate(reversed(backward_s)))[::-1]
@@ -102,7 +106,7 @@ class Model:
 
 
 def _conv(name: str, side: int, size: int, inputs: int, outputs: int, bias: bool) -> Layer:
-    """A convolution whose output has `side` x `side` pixels."""
+    """Return a convolution whose output has `side` x `side` pixels."""
     weight = ("weight", (outputs, inputs, size, size))
     shapes = (weight, ("bias", (outputs,))) if bias else (weight,)
     return Layer(name, shapes, float(side * side * size * size * inputs * outputs))
@@ -115,14 +119,17 @@ def _linear(name: str, inputs: int, outputs: int) -> Layer:
 
 
 def _norm(name: str, side: int, channels: int) -> Layer:
-    """A normalization. Its few operations per value count as ten multiplications, as reading and writing them is what takes time."""
+    """Return a normalization; memory traffic makes a value cost about ten multiplications."""
     return Layer(
         name, (("weight", (channels,)), ("bias", (channels,))), 10.0 * side * side * channels
     )
 
 
 def vgg_like(divisor: int = VGG_DIVISOR) -> tuple[Layer, ...]:
-    """VGG-16 (Simonyan & Zisserman 2015): three quarters of all parameters in one dense layer that is ready first and needed last."""
+    """VGG-16 (Simonyan & Zisserman 2015).
+
+    Three quarters of all parameters are in one dense layer, which is ready first and needed last.
+    """
     layers, channels, side = [], 3, 224
     for block, (count, width) in enumerate(VGG_BLOCKS):
         for number in range(count):
@@ -137,7 +144,7 @@ def vgg_like(divisor: int = VGG_DIVISOR) -> tuple[Layer, ...]:
 
 
 def densenet_like(growth: int = DENSENET_GROWTH) -> tuple[Layer, ...]:
-    """DenseNet-121 (Huang et al. 2017) with another growth rate: 364 variables, most of them a few hundred bytes."""
+    """DenseNet-121 (Huang et al. 2017), another growth rate: 364 variables, most of them tiny."""
     channels, side = 2 * growth, 56
     layers = [_conv("stem", 112, 7, 3, channels, bias=False), _norm("stem_norm", 112, channels)]
     for stage, count in enumerate(DENSENET_BLOCKS):
@@ -164,7 +171,10 @@ def densenet_like(growth: int = DENSENET_GROWTH) -> tuple[Layer, ...]:
 def embedding_like(
     rows: int = TABLE_ROWS, width: int = TABLE_WIDTH, touched: int = TABLE_TOUCHED
 ) -> tuple[Layer, ...]:
-    """A recommender: a table of which a step touches a tenth, then a perceptron. The table is needed first and ready last."""
+    """A recommender: a table, of which a step touches a tenth, and a perceptron.
+
+    The table is needed first and ready last.
+    """
     dense = [_linear(f"mlp{number}", *pair) for number, pair in enumerate(pairwise(MLP))]
     lookup = 0.2 * sum(
         layer.work for layer in dense
@@ -178,7 +188,10 @@ def transformer_like(
     blocks: int = TRANSFORMER_BLOCKS,
     tokens: int = TRANSFORMER_TOKENS,
 ) -> tuple[Layer, ...]:
-    """Blocks of attention and a feed-forward net (Vaswani et al. 2017); an embedding and a head hold a third of all parameters."""
+    """Blocks of attention and a feed-forward net (Vaswani et al. 2017).
+
+    An embedding and a head hold a third of all parameters.
+    """
     layers = [
         Layer("embedding", (("weight", (words, width)),), 10.0 * width)
     ]  # rows are read and written, as by a normalization
@@ -202,9 +215,10 @@ def transformer_like(
 
 
 def large_late_layers() -> tuple[Layer, ...]:
-    """The last ones to compute are the largest, as in a network that ends in wide dense layers: ready first and needed last.
+    """The last layers are the largest, as in a network that ends in wide dense layers.
 
-    Over 231 ms of computation four ranks at 1 Gbit/s move the gradients in 243 ms by a ring.
+    They are ready first and needed last. The passes compute for 231 ms; four ranks at 1 Gbit/s move
+    the gradients in 243 ms by a ring.
     """
     return tuple(
         Layer(str(number), (("weight", (size,)),), seconds)

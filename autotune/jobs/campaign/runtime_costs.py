@@ -1,12 +1,14 @@
-"""What packing, issuing and compressing cost a rank: `python -m benchmarks.runtime_costs --ranks 4`.
+"""Measure what packing, issuing and compressing cost a rank.
 
-Measures the constants of `autotune.lowering.costs` on the machine that the ranks will run on, with as many processes at work at once as
-there will be ranks here (emulated hosts share its cores), under round-robin scheduling where that is permitted, as emulated ranks are. A
-figure is CPU time, so that waiting for a core is not in it, and it is measured as it is spent in training: piece by piece, with a pause
-before each, after which caches are cold and threads asleep (`--pause 0`: back to back, a tenth to a half of it). It is the mean over
-half a second or so of one process (of differences between steps the median of three), then the mean over the processes; costs per byte
-are the slope between two sizes.
-The last line is one JSON object: name -> value.
+The result holds the constants of `autotune.lowering.costs` on the machine of the ranks. As many
+processes work at once as there will be ranks here, since emulated hosts share its cores, and under
+round-robin scheduling if that is permitted, as for emulated ranks.
+
+A figure is CPU time, so it excludes waiting for a core. It is measured as in training: piece by
+piece, with a pause before each, after which caches are cold and threads asleep. Back to back (no
+pause) it is a tenth to a half of that. It is the mean over about half a second of one process (for
+differences between steps, the median of three), then the mean over the processes. A cost per byte
+is the slope between two sizes.
 """
 
 from __future__ import annotations
@@ -45,19 +47,19 @@ from runtime_rewriter.pytorch.exchange.top_k import PickedRows, picked
 from runtime_rewriter.scheduling import take_round_robin
 
 SMALL, LARGE = 2**14, 2**21
-"""Elements of the two messages between which a slope is taken."""
+"""Elements of the two messages between which a slope is measured."""
 CPU = torch.device("cpu")
 RATIO, RANK, COLUMNS, TOGETHER = 0.01, 4, 64, 64
 SHARE_S = 0.2
 ROUNDS = 3
-"""Of what is found as a difference between whole steps, each for a moment, on a machine whose speed changes: the median counts."""
+"""Repeats of differences between whole steps; the median counts, since the speed changes."""
 PAUSE_S = 0.002
-"""Between two pieces of work, as between two gradients; longer than emulated accelerators wait for others (`TOGETHER_S`)."""
+"""Between two pieces of work; longer than `TOGETHER_S`, for which emulated accelerators wait."""
 
 
 @dataclass(frozen=True)
 class Way:
-    """How it is measured: with emulated accelerators or without, and how long the pauses are."""
+    """The conditions: emulated accelerators or real ones, and the length of the pauses."""
 
     emulated: bool
     pause_s: float
@@ -66,7 +68,7 @@ class Way:
 def seconds(
     operation: Callable[[], object], pause_s: float = PAUSE_S, share_s: float = SHARE_S
 ) -> float:
-    """Mean CPU time of one call behind a pause."""
+    """Return the mean CPU time of one call after a pause."""
     operation()
     began_s, taken_s, calls = time.perf_counter(), 0.0, 0
     while time.perf_counter() - began_s < share_s or calls < 3:
@@ -82,7 +84,7 @@ def seconds(
 def line(
     of_elements: Callable[[int], Callable[[], object]], pause_s: float = PAUSE_S
 ) -> tuple[float, float]:
-    """(seconds per call, seconds per element)."""
+    """Return (seconds per call, seconds per element)."""
     small, large = (seconds(of_elements(count), pause_s) for count in (SMALL, LARGE))
     slope = max(large - small, 0.0) / (LARGE - SMALL)
     return max(small - slope * SMALL, 0.0), slope
@@ -97,7 +99,7 @@ def packing(dtype: torch.dtype) -> Callable[[int], Callable[[], object]]:
 
 
 def writing(count: int) -> Callable[[], object]:
-    """Of `TOGETHER` averages, as the runtime writes all that have come."""
+    """Write `TOGETHER` averages, as the runtime writes all that have arrived."""
     sources, out = ([torch.randn(count // TOGETHER) for _ in range(TOGETHER)] for _ in range(2))
     return lambda: torch._foreach_copy_(out, sources)
 
@@ -124,7 +126,7 @@ def top_k_sum(count: int) -> Callable[[], object]:
 
 
 def table_of(count: int) -> tuple[nn.Parameter, list[GradientRows]]:
-    """A table, and the rows that four ranks touch of it: a tenth each, `count` values in all."""
+    """Return a table and the rows of it that four ranks touch: a tenth each, `count` values."""
     touched = count // (4 * COLUMNS)
     parameter = nn.Parameter(torch.zeros(10 * touched, COLUMNS))
     numbers = (torch.randperm(10 * touched)[:touched].sort().values for _ in range(4))
@@ -134,7 +136,7 @@ def table_of(count: int) -> tuple[nn.Parameter, list[GradientRows]]:
 
 
 def rows_taken(count: int) -> Callable[[], object]:
-    """Of `count` values of one rank, in the order in which a batch has them."""
+    """Take `count` values of one rank, in the order of a batch."""
     parameter, (rows, *_) = table_of(4 * count)
     mixed = torch.randperm(rows.count)
     gradient = torch.sparse_coo_tensor(
@@ -155,14 +157,14 @@ def rows_added(count: int) -> Callable[[], object]:
 
 
 def rows_written(count: int) -> Callable[[], object]:
-    """A sum of `count` values."""
+    """Write a sum of `count` values."""
     parameter, (rows, *_) = table_of(4 * count)
     gradient = gradient_of(GradientRows(rows.indices, rows.values.clone(), Form.COO), parameter)
     return lambda: gradient.copy_(gradient_of(rows, parameter))
 
 
 def low_rank(count: int) -> Callable[[], object]:
-    """The three products of a square matrix of `count` / `RANK` elements with what belongs to them."""
+    """Compute the three products for a square matrix of `count` / `RANK` elements."""
     side = math.isqrt(count // RANK)
     values, start = torch.randn(side * side), torch.randn(side, RANK)
     low = LowRank(values, [(side, side)], RANK, 1, lambda _: start)
@@ -190,7 +192,7 @@ class _Hooked(nn.Module):
 
 @dataclass(frozen=True)
 class _OnlyWhenAsked:
-    """A message that looks as if it were under way until somebody waits for it, as most do where the network is slow."""
+    """A message that arrives only when it is waited for, as most do on a slow network."""
 
     message: Arriving
     arrived: bool = False
@@ -204,7 +206,7 @@ class _OnlyWhenAsked:
 
 
 def arriving_one_by_one(crossing: CrossStepUpdates) -> None:
-    """Variables are then averaged and updated each on its own, where it is read."""
+    """Average and update each variable on its own, where it is read."""
     defer = crossing.defer
 
     def one_by_one(messages: Sequence[Arriving], positions: Iterable[int]) -> None:
@@ -214,7 +216,7 @@ def arriving_one_by_one(crossing: CrossStepUpdates) -> None:
 
 
 class _UnderWay:
-    """Work that takes `seconds`, during which whoever waits for it sleeps."""
+    """Work that takes `seconds`, during which its waiters sleep."""
 
     def __init__(self, seconds: float) -> None:
         self._end_s = time.perf_counter() + seconds
@@ -227,7 +229,7 @@ class _UnderWay:
 
 
 def as_if_sent(lanes: Lanes, seconds: float) -> None:
-    """Every step of every message takes so long, and threads go to sleep meanwhile, as they do where there is a network."""
+    """Let every step of every message take `seconds`, in which threads sleep, as with a network."""
 
     def around(number: int, lane: int, step: Step) -> _UnderWay:
         step()
@@ -238,7 +240,7 @@ def as_if_sent(lanes: Lanes, seconds: float) -> None:
 
 @dataclass(frozen=True)
 class Spent:
-    """CPU seconds of one step: mean over some."""
+    """Mean CPU seconds of one step."""
 
     forward_s: float
     backward_s: float
@@ -250,7 +252,7 @@ class Spent:
 
 
 def profile(names: Sequence[str], elements: int, pause_s: float) -> Workload:
-    """With a pause before each variable, in both passes."""
+    """Return a workload with a pause before each variable, in both passes."""
     count = len(names)
     variables = tuple(
         Variable(
@@ -275,7 +277,7 @@ def spent(
     buffers: int = 0,
     sent_s: float = 0.0,
 ) -> Spent:
-    """A step under a plan with a message per variable, or (None) one in all, that has nowhere to go. Emulated: with pauses."""
+    """Measure a step under a plan of local messages, one per variable, or (None) one in all."""
     model = PlannedDataParallel(_Hooked(count, elements, buffers))
     hooked = model.synchronizer
     slices = [TensorSlice(name, elements) for name in reversed(hooked.names)]
@@ -319,9 +321,11 @@ def mean_step(model: nn.Module, elements: int, share_s: float = 0.6) -> Spent:
 
 
 def hooks(count: int, way: Way) -> dict[str, float]:
-    """Of one variable: its hook with packing; of one message: issuing it; leaving a variable to the next pass; settling both there.
+    """Measure the costs per variable and per message.
 
-    Where accelerators are emulated also waking up for gradients and handing them out, which else the computation itself does.
+    Per variable: its hook with packing, and deferring it to the next pass and applying it there. Per
+    message: issuing and applying it. With emulated accelerators this includes waking up for
+    gradients and handing them out, which the computation does otherwise.
     """
     few, many = 8, 2**16
     per_byte = 1 / (4 * (many - few) * count)
@@ -343,8 +347,8 @@ def hooks(count: int, way: Way) -> dict[str, float]:
             (crossing_large, large),
         )
     )
-    # With one message hardly anything is issued or arrives, and without pauses or updates nothing hides the little that a variable costs
-    # when it is left to the next pass, also in the optimizer's step, and there.
+    # With one message hardly anything is issued or arrives. Without pauses or updates nothing hides
+    # the small cost of deferring a variable, which the optimizer's step pays in part.
     left, kept = (
         spent(count, few, cross_step, Way(True, 0.0), None) for cross_step in (True, False)
     )
@@ -380,7 +384,7 @@ def one_process(way: Way) -> dict[str, float]:
     )
     together_s, per_element = line(writing, way.pause_s)
     found["write_s"], found["unpack_s_per_byte"] = together_s / TOGETHER, per_element / 4
-    if "hand_out_s_per_byte" in found:  # it was measured with the packing
+    if "hand_out_s_per_byte" in found:  # measured together with the packing
         behind = found["pack_s_per_byte"] + found["unpack_s_per_byte"]
         found["hand_out_s_per_byte"] = max(found["hand_out_s_per_byte"] - behind, 0.0)
     compressors = {
@@ -413,7 +417,7 @@ def _process(start: object, results: object, way: Way) -> None:
 def measured_costs(
     ranks: int, emulated: bool = False, pause_s: float = PAUSE_S
 ) -> dict[str, float]:
-    """Name of a constant -> mean over so many processes that work at once."""
+    """Return name of a constant -> mean over `ranks` processes that work at once."""
     context = multiprocessing.get_context("spawn")
     start, results = context.Barrier(ranks), context.Queue()
     processes = [

@@ -33,7 +33,7 @@ class Parameters(nn.Module):
 
 
 class Table(nn.Embedding):
-    """Other rows in every step. By this type of module DDP knows that gradients are sparse."""
+    """Touches other rows in every step. Its type tells DDP that gradients are sparse."""
 
     def __init__(self, layer: Layer) -> None:
         ((_, (rows, width)),) = layer.shapes
@@ -46,7 +46,7 @@ class Table(nn.Embedding):
 
 
 def module_of(model: Model) -> nn.Module:
-    """With the names and shapes of the model's workload."""
+    """Return a module with the names and shapes of the model's workload."""
     return nn.Sequential(
         OrderedDict(
             (layer.name, Table(layer) if layer.touched else Parameters(layer))
