@@ -1,6 +1,6 @@
 """One `Simulator` around any network that scores a `FeatureBatch`: a residual on the replay.
 
-score = (ln(base) - mean) / spread + network(batch)     lower is faster; the last layer starts at zero
+score = (ln(base) - mean) / spread + network(batch)    lower is faster; the last layer starts at 0
 seconds = exp(slope * score + intercept)                slope > 0, fitted in log space
 """
 

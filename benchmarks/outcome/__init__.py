@@ -1,1 +1,1 @@
-"""What tuning is worth beside every rival: `python -m benchmarks.outcome`."""
+"""What tuning is worth against every rival: `python -m benchmarks.outcome`."""

@@ -1,15 +1,18 @@
-"""What tuning is worth beside every rival: `python -m benchmarks.outcome` (root).
+"""Measure what tuning is worth against every rival: `python -m benchmarks.outcome` (root).
 
-For every domain, a model on an emulated cluster, in one running script: torch's DDP as it is and with the best bucket size of a sweep;
-one message per variable, a single bucket, parameter servers, BytePS-, ByteScheduler- and ZeRO-2-like strategies; random search and
-scikit-optimize; ours after 25, 50, 100 and 200 trials, with and without lossy compressors. All are frozen and measured again,
-interleaved in rounds of random order. Ratios are time(rival) / time(ours): above 1 ours is faster. The last line is one JSON object;
-`outcome.md` in the folder is a section for docs/results/tuning.md. The folder is a dataset (`autotune.dataset`) of all trials, so
-`datasets/datasheet.py` and `benchmarks.ranking --dataset` read it.
+A domain is a model on an emulated cluster. One running script measures these sides of each domain:
+torch's DDP as it is and with the best bucket size of a sweep; one message per variable, a single
+bucket, parameter servers, BytePS-, ByteScheduler- and ZeRO-2-like strategies; random search and
+scikit-optimize; ours after 25, 50, 100 and 200 trials, without and with lossy compressors. All are
+frozen and measured again, interleaved in rounds of random order.
 
-    python -m benchmarks.outcome --domain vgg.four_hosts --quick          # one domain in a few minutes
-    python -m benchmarks.outcome --marks 25,50                            # all domains; a run that was stopped goes on
-    python -m benchmarks.outcome --only-evaluate                          # what lies in the folder
+Ratios are time(rival) / time(ours): above 1, ours is faster. The last line is one JSON object, and
+`outcome.md` in the folder is a report. The folder is a dataset (`autotune.dataset`) of all trials,
+which `datasets/datasheet.py` and `benchmarks.ranking --dataset` read.
+
+    python -m benchmarks.outcome --domain vgg.four_hosts --quick   # one domain in a few minutes
+    python -m benchmarks.outcome --marks 25,50                     # all domains; resumes a run
+    python -m benchmarks.outcome --only-evaluate                   # the trials in a folder
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ console = Console(stderr=True, highlight=False, markup=False)
 
 
 def read_settings(options: argparse.Namespace) -> Settings:
-    """Raises `InvalidInput`."""
+    """Return the settings. Raises `InvalidInput`."""
     try:
         marks = tuple(sorted({int(mark) for mark in options.marks.split(",")}))
     except ValueError:
@@ -55,7 +58,8 @@ def read_settings(options: argparse.Namespace) -> Settings:
     rounds = options.rounds or (fewest if options.quick else Settings.rounds)
     if rounds < fewest:
         raise InvalidInput(
-            f"--rounds must be at least {fewest} for an interval of {CONFIDENCE:.0%}, but is {rounds}"
+            f"--rounds must be at least {fewest} for an interval of {CONFIDENCE:.0%}, "
+            f"but is {rounds}"
         )
     return Settings(
         marks,
@@ -67,12 +71,12 @@ def read_settings(options: argparse.Namespace) -> Settings:
 
 
 def trials_in(folder: Path) -> int:
-    """By now; a session that ended has put all its trials into the table."""
+    """Return the number of trials; a session that ended has put all its trials into the table."""
     return len(read_domain(folder).trials) if (folder / SUMS).exists() else 0
 
 
 def measured(setup: Setup, folder: Path, settings: Settings, quick: bool) -> bool:
-    """Whether the domain has all its trials."""
+    """Measure the domain and return whether it has all its trials."""
     return persevere(
         setup.name,
         lambda: measure(setup, folder, settings, console.log, quick),
@@ -88,7 +92,7 @@ def main() -> int:
     parser.add_argument(
         "--folder",
         type=Path,
-        help="of the dataset that the trials become (default outcome-trials, with --quick quick-outcome-trials)",
+        help="folder of the dataset (default outcome-trials, with --quick quick-outcome-trials)",
     )
     own = f"of {', '.join(DOMAINS)} (default all)"
     parser.add_argument(
@@ -123,7 +127,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only-evaluate", action="store_true", help="of what lies in the folder")
     options = parser.parse_args()
-    # What a quick run has probed is not what a whole one is judged by.
+    # A quick run probes too little to judge a whole one.
     options.folder = options.folder or Path(
         "quick-outcome-trials" if options.quick else "outcome-trials"
     )
@@ -147,7 +151,8 @@ def main() -> int:
     rows = [row for name in options.domain if (row := row_of(options.folder / name))]
     if not rows:
         print(
-            f"{options.folder} holds no complete domain of {', '.join(options.domain)}; measure one first",
+            f"{options.folder} holds no complete domain of {', '.join(options.domain)}; "
+            "measure one first",
             file=sys.stderr,
         )
         return 2

@@ -1,11 +1,12 @@
-"""What the trials of the closing comparison say: ratios with intervals, distance to the bound, trials until near the best.
+"""Figures of the closing comparison: ratios with intervals, distance to the bound, trials needed.
 
-A ratio is time(rival) / time(ours): above 1 ours is faster. It is the Hodges-Lehmann estimate over the rounds with the exact interval of
-the signed-rank test, both on logarithms (`autotune.tuning.statistics.compare`).
+A ratio is time(rival) / time(ours): above 1, ours is faster. It is the Hodges-Lehmann estimate over
+the rounds with the exact interval of the signed-rank test, both on logarithms
+(`autotune.tuning.statistics.compare`).
 
-Of several rivals the one counts that leaves ours the least, by all rounds: the luck of the best of many is then on their side. The lower
-limit is the lowest of all of them: whichever rival is really the best, its own interval reaches at least as low, so the limit holds as
-often as one interval's. The upper one is that of the named rival.
+Of several rivals, the one with the lowest ratio by all rounds counts, so the luck of the best of
+many favours the rivals. The lower limit is the lowest of all of them: whichever rival is really the
+best, its own interval reaches at least as low. The upper limit is that of the named rival.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from benchmarks.outcome.kept import Side, Stop, key_of
 Round = Mapping[str, Measured]
 """Plan -> its block of this round."""
 FAILURES = 2
-"""After so many a side is left out: one may be the machine's."""
+"""Failures after which a side is left out; one may be the machine's fault."""
 WITHIN = 0.02
-"""How near to the best known counts as having found it."""
+"""A time within this of the best known counts as having found it."""
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """time(rival) / time(ours); `rival`: the side that was the best of them."""
+    """time(rival) / time(ours); `rival`: the best of the rivals."""
 
     value: float
     low: float
@@ -42,7 +43,7 @@ class Ratio:
 
 
 def geomean(values: Sequence[float]) -> float:
-    """Of positive values, at least one."""
+    """Return the geometric mean of at least one value above 0."""
     if not values or min(values) <= 0:
         raise InvalidInput(
             f"a geometric mean needs one or more values above 0, but got {list(values)}"
@@ -51,7 +52,10 @@ def geomean(values: Sequence[float]) -> float:
 
 
 def failures_of(rounds: Mapping[int, Sequence[DatasetTrial]]) -> dict[str, str]:
-    """Plan -> why it failed, for those that did `FAILURES` times, but for the current setup: a round without it is made again."""
+    """Return plan -> reason for plans that failed `FAILURES` times.
+
+    The current setup is not among them: a round without it is repeated.
+    """
     failed = [
         trial
         for own in rounds.values()
@@ -65,7 +69,7 @@ def failures_of(rounds: Mapping[int, Sequence[DatasetTrial]]) -> dict[str, str]:
 def whole_rounds(
     rounds: Mapping[int, Sequence[DatasetTrial]], sides: Sequence[Side]
 ) -> list[Round]:
-    """The rounds (`kept.rounds_of`) in which every side was measured; sides that are left out are not waited for."""
+    """Return the rounds in which every side was measured, except for sides that are left out."""
     wanted = {side.plan for side in sides} - failures_of(rounds).keys()
     found = (
         {key_of(trial): trial.outcome for trial in own if isinstance(trial.outcome, Measured)}
@@ -78,7 +82,10 @@ def whole_rounds(
 def best_of_sweep(
     rounds: Mapping[int, Sequence[DatasetTrial]], plans: Mapping[str, str]
 ) -> dict[str, float]:
-    """Name -> median step time over all its trials; names that were never measured are missing. Raises if nothing was."""
+    """Return name -> median step time over all its trials, for the names that were measured.
+
+    Raises `InvalidInput` if none was.
+    """
     found: dict[str, list[float]] = {}
     for trial in (trial for own in rounds.values() for trial in own if trial.step_s):
         found.setdefault(key_of(trial), []).append(trial.median_s)
@@ -95,17 +102,18 @@ def best_of_sweep(
 
 
 def median_s(rounds: Sequence[Round], key: str) -> float:
-    """Median over the rounds of a plan's median step."""
+    """Return the median over the rounds of a plan's median step."""
     return median(measured[key].median_s for measured in rounds)
 
 
 def ratio_to_best(
     rounds: Sequence[Round], rivals: Sequence[Side], ours: str, confidence: float = CONFIDENCE
 ) -> Ratio:
-    """Of the best rival to the plan `ours`; see the head of this module. Sides that are in no round are left out."""
+    """Return the ratio of the best rival to the plan `ours`, without sides that are in no round."""
     if len(rounds) < fewest_values(confidence):
         raise InvalidInput(
-            f"an interval of {confidence:.0%} needs at least {fewest_values(confidence)} whole rounds, but there are {len(rounds)}"
+            f"an interval of {confidence:.0%} needs at least {fewest_values(confidence)} "
+            f"whole rounds, but there are {len(rounds)}"
         )
     mine = [measured[ours] for measured in rounds]
     there = [side for side in rivals if side.plan in rounds[0]]
@@ -120,7 +128,7 @@ def ratio_to_best(
 def ratio_to_bound(
     rounds: Sequence[Round], ours: str, bound_s: float, confidence: float = CONFIDENCE
 ) -> Ratio:
-    """time(ours) / bound, at or above 1 but for errors of the fitted rate."""
+    """Return time(ours) / bound, which is at least 1 but for errors of the fitted rate."""
     bound = Measured(((bound_s,),))
     found = compare([measured[ours] for measured in rounds], [bound] * len(rounds), confidence)
     return _ratio(found, "bound")
@@ -133,7 +141,7 @@ def _ratio(found: Comparison, name: str) -> Ratio:
 def first_within(
     stops: Sequence[Stop], times_s: Mapping[str, float], best_s: float, within: float = WITHIN
 ) -> Stop | None:
-    """The first of a search's bests whose time, measured again, is at most `within` above the best known; None if none is."""
+    """Return the first best of a search whose time, measured again, is near the best known."""
     ordered = sorted(stops, key=lambda stop: stop.trials)
     return next(
         (stop for stop in ordered if times_s.get(stop.side, math.inf) <= (1 + within) * best_s),

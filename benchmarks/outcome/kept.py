@@ -1,7 +1,8 @@
-"""What a domain's folder keeps beside its trials (`autotune.dataset`): `sides.json`, the frozen strategies of the closing comparison.
+"""Read and write `sides.json` in a domain's folder: the frozen sides of the closing comparison.
 
-Every trial of the benchmark is a trial of the domain, and its source tells what it was taken for: "sweep:ROUND:NAME",
-"closing:ROUND:SIDE", "closing:ROUND:reference", and what the searches' jobs say (`autotune.jobs.campaign.tuning_jobs`).
+Every trial of the benchmark is a trial of the domain (`autotune.dataset`). Its source is
+"sweep:ROUND:NAME", "closing:ROUND:SIDE", "closing:ROUND:reference", or that of a search's job
+(`autotune.jobs.campaign.tuning_jobs`).
 """
 
 from __future__ import annotations
@@ -23,11 +24,9 @@ SIDES = "sides.json"
 
 
 class Group(StrEnum):
-    """Which sides are asked for the best of a kind."""
+    """The kind of a side."""
 
-    TODAY = (
-        "today"  # what a user can have today: DDP, with its default and with its best bucket size
-    )
+    TODAY = "today"  # DDP, with its default and with its best bucket size
     RIVAL = "rival"
     OURS = "ours"
     STOP = "stop"  # an earlier best of ours, for the trials until within 2 %
@@ -35,8 +34,11 @@ class Group(StrEnum):
 
 @dataclass(frozen=True)
 class Settings:
-    """`marks`: numbers of trials after which ours is frozen, ascending; the last one is the budget of every search. `rounds`: of the
-    closing comparison. `sweeps`: how often each bucket size is measured before the best is chosen.
+    """Settings of a domain's measurement.
+
+    `marks`: numbers of trials after which ours is frozen, ascending; the last one is the budget of
+    every search. `rounds`: of the closing comparison. `sweeps`: how often each bucket size is
+    measured before the best is chosen.
     """
 
     marks: tuple[int, ...] = (25, 50, 100, 200)
@@ -48,7 +50,10 @@ class Settings:
 
 @dataclass(frozen=True)
 class Side:
-    """Of the closing comparison. `strategy` is None for the script's own DDP; `plan` is what `plan_key` says."""
+    """A side of the closing comparison.
+
+    `strategy`: None for the script's own DDP; `plan`: its id.
+    """
 
     name: str
     group: Group
@@ -62,7 +67,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Stop:
-    """The best of a search from trial number `trials` on, `seconds` after its start, and the side that it is."""
+    """The best of a search from trial `trials` on, `seconds` after its start, and its side."""
 
     trials: int
     seconds: float
@@ -71,7 +76,7 @@ class Stop:
 
 @dataclass(frozen=True)
 class Course:
-    """Of a search of ours: mark -> side, trials made and seconds taken; and where its bests came up. Marks are text, as JSON's keys."""
+    """One search of ours: mark -> side, trials and seconds, and its bests. Marks are JSON keys."""
 
     sides: dict[str, str]
     trials: dict[str, int]
@@ -81,7 +86,7 @@ class Course:
 
 @dataclass(frozen=True)
 class Frozen:
-    """What the closing comparison compares, and how it was come by. `sweep_s`: bucket size -> median time of its own trials."""
+    """What the closing comparison compares. `sweep_s`: bucket size -> median time of its trials."""
 
     settings: Settings
     sides: tuple[Side, ...]
@@ -90,12 +95,12 @@ class Frozen:
 
 
 def key_of(trial: DatasetTrial) -> str:
-    """Its plan's id, or that of the current setup, as in `Side.plan`."""
+    """Return the id of the trial's plan, or of the current setup, as in `Side.plan`."""
     return trial.plan_id or CURRENT_SETUP
 
 
 def rounds_of(trials: Sequence[DatasetTrial], phase: str) -> dict[int, list[DatasetTrial]]:
-    """Number of a round of the sweep or of the closing comparison -> its trials. Rounds and trials in the order they were made."""
+    """Return round -> trials of the sweep or of the closing comparison, in the order of time."""
     found: dict[int, list[DatasetTrial]] = {}
     for trial in trials:
         kind, number, *_ = (*trial.source.split(":", 2), "")
@@ -105,7 +110,7 @@ def rounds_of(trials: Sequence[DatasetTrial], phase: str) -> dict[int, list[Data
 
 
 def read_frozen(folder: Path) -> Frozen | None:
-    """Of a domain's folder; None where nothing was frozen yet."""
+    """Read the frozen sides of a domain's folder; None if nothing was frozen yet."""
     file = folder / SIDES
     return parse(Frozen, read_json(file), str(file)) if file.exists() else None
 

@@ -1,7 +1,8 @@
-"""Measures one domain: sweep of bucket sizes, searches, and the closing comparison, all in one running script.
+"""Measure one domain in one running script: the sweep, the searches, the closing comparison.
 
-The closing comparison measures every side once a round, in an order drawn for each round; rounds are what is paired. So no side has a
-minute of its own, and nothing that was chosen by its time is judged by the trials it was chosen by. Every trial is one of the domain's.
+The closing comparison measures every side once a round, in an order drawn for each round, and pairs
+by round. So no side has a minute of its own, and no side is judged by the trials that chose it.
+Every trial is one of the domain's.
 """
 
 from __future__ import annotations
@@ -57,21 +58,21 @@ DOMAINS: Mapping[str, Setup] = MappingProxyType(
     {own.name: own for own in (setup_of(m, c) for m in MODELS for c in CLUSTERS)}
 )
 LENGTHS = TrialLength(warmup_steps=2, timed_steps=6)
-"""Of every trial; those of a search may go on."""
+"""Length of every trial; those of a search may be longer."""
 BLOCK_S, FEWEST_STEPS = 1.2, 3
-"""Blocks of a round need not be longer, and have so many steps at least."""
+"""A block of a round lasts about `BLOCK_S` and has at least `FEWEST_STEPS` steps."""
 CURRENT_TRIES = 3
-"""How often the current setup may fail in closing rounds, until the domain is given up."""
+"""Failures of the current setup in closing rounds after which the domain is given up."""
 MOST_INCUMBENTS = 3
-"""Of a search's bests that are no other side's plan, so many are measured again."""
+"""So many of a search's bests that no other side shares are measured again."""
 
 Say = Callable[[str], None]
 
 
 def measure(setup: Setup, folder: Path, settings: Settings, say: Say, quick: bool = False) -> None:
-    """Until the domain in `folder` has all its rounds; goes on where an earlier run with these settings ended. Needs root.
+    """Measure until the domain in `folder` has all its rounds; resume an earlier run. Needs root.
 
-    `quick`: as of a `trial_session`.
+    `quick`: as in `trial_session`.
     """
     frozen = read_frozen(folder)
     if (
@@ -86,14 +87,14 @@ def measure(setup: Setup, folder: Path, settings: Settings, say: Say, quick: boo
 
 
 def run(session: TrialSession, settings: Settings, say: Say) -> None:
-    """Everything after the profile."""
+    """Run everything after the profile."""
     folder = session.writer.folder
     frozen = read_frozen(folder)
     if frozen is None or frozen.settings != settings:
         with open_jobs(session) as store:
             specs = begin_searches(
                 session, store, settings
-            )  # first: a job remembers what the domain's profile took
+            )  # first, since a job remembers how long the domain's profile took
             swept = sweep(session, settings, say)
             found = {
                 job: searched(job, spec, store, session, _marks(job, settings), say)
@@ -105,7 +106,7 @@ def run(session: TrialSession, settings: Settings, say: Say) -> None:
 
 
 def begin_searches(session: TrialSession, store: Store, settings: Settings) -> dict[str, JobSpec]:
-    """Job -> what it is asked; the jobs that are new are begun."""
+    """Create the jobs that do not exist yet, and return job -> settings."""
     wanted = {
         OURS: (Search.AUTOSYNC, False),
         OURS_LOSSY: (Search.AUTOSYNC, True),
@@ -124,7 +125,8 @@ def begin_searches(session: TrialSession, store: Store, settings: Settings) -> d
     seeds = {store.job(job).seed for job in there} - {settings.seed}
     if seeds:
         raise InvalidInput(
-            f"the searches of {session.writer.folder} have seed {seeds.pop()}, but --seed is {settings.seed}; use another --folder"
+            f"the searches of {session.writer.folder} have seed {seeds.pop()}, "
+            f"but --seed is {settings.seed}; use another --folder"
         )
     prepared_s = next(
         (events[0].elapsed_s for job in there if (events := store.history(job).events)),
@@ -136,7 +138,7 @@ def begin_searches(session: TrialSession, store: Store, settings: Settings) -> d
 
 
 def _marks(job: str, settings: Settings) -> tuple[int, ...]:
-    """Ours is frozen at every mark, the other searches with the trials of the last one."""
+    """Return all marks for our searches, and the last one for the others."""
     return settings.marks if job in (OURS, OURS_LOSSY) else settings.marks[-1:]
 
 
@@ -148,7 +150,7 @@ def plan_id(session: TrialSession, strategy: Strategy) -> str:
 def take_round(
     session: TrialSession, seed: int, phase: str, number: int, sides: Mapping[str, Strategy | None]
 ) -> None:
-    """Each side once, in an order of the round's own. None is the script's own DDP."""
+    """Measure each side once, in an order of the round's own. None is the script's own DDP."""
     names = list(sides)
     step_s = {
         trial.strategy.id: trial.median_s
@@ -168,7 +170,7 @@ def take_round(
 
 
 def steps_of_block(step_s: float | None) -> int:
-    """Timed steps of a block of a side whose steps took `step_s` before: long steps scatter less, and fewer of them tell as much."""
+    """Return the timed steps of a block; fewer for long steps (`step_s`), which scatter less."""
     if step_s is None:
         return LENGTHS.timed_steps
     return min(LENGTHS.timed_steps, max(FEWEST_STEPS, math.ceil(BLOCK_S / step_s)))
@@ -181,7 +183,7 @@ class Swept:
 
 
 def sweep(session: TrialSession, settings: Settings, say: Say) -> Swept:
-    """Every bucket size `sweeps` times, in orders drawn anew; the best by the median of its trials."""
+    """Measure every bucket size `sweeps` times, in random orders; the lowest median wins."""
     domain = session.writer.domain
     sizes = bucket_sweep(domain.workload, domain.cluster.world_size)
     plans = {name: plan_id(session, strategy) for name, strategy in sizes.items()}
@@ -194,7 +196,9 @@ def sweep(session: TrialSession, settings: Settings, say: Say) -> Swept:
     times_s = best_of_sweep(rounds_of(session.writer.trials, SWEEP), plans)
     best = min(times_s, key=times_s.__getitem__)
     say(
-        f"sweep: {', '.join(f'{name} {value * 1e3:.1f} ms' for name, value in times_s.items())}; best: {best}"
+        "sweep: "
+        + ", ".join(f"{name} {value * 1e3:.1f} ms" for name, value in times_s.items())
+        + f"; best: {best}"
     )
     return Swept(times_s, sizes[best])
 
@@ -202,7 +206,7 @@ def sweep(session: TrialSession, settings: Settings, say: Say) -> Swept:
 def freeze(
     session: TrialSession, settings: Settings, swept: Swept, found: Mapping[str, Searched]
 ) -> Frozen:
-    """The sides of the closing comparison."""
+    """Return the sides of the closing comparison."""
     domain = session.writer.domain
 
     def side(name: str, group: Group, strategy: Strategy) -> Side:
@@ -231,7 +235,7 @@ def freeze(
         kept = _measured_again(bests, {there.plan for there in sides})
         sides += [made_side for _, made_side in kept]
         courses[job] = Course(
-            # where every trial failed, the tuner keeps the current setup
+            # if every trial failed, the tuner keeps the current setup
             {
                 str(mark): _frozen_name(job, mark, own) if mark in own.at else DDP_DEFAULT
                 for mark in settings.marks
@@ -250,7 +254,7 @@ def _frozen_name(job: str, mark: int, own: Searched) -> str:
 def _measured_again(
     bests: list[tuple[Incumbent, Side]], planned: set[str]
 ) -> list[tuple[Incumbent, Side]]:
-    """Those that cost nothing, as their plan is `planned` already, and the first `MOST_INCUMBENTS` others; each plan once."""
+    """Keep the bests whose plan is `planned` anyway, and the first `MOST_INCUMBENTS` others."""
     kept, once, left = [], set(), MOST_INCUMBENTS
     for best, side in bests:
         new = side.plan not in planned
@@ -262,14 +266,16 @@ def _measured_again(
 
 
 def close(session: TrialSession, frozen: Frozen, say: Say) -> None:
-    """Rounds of all sides, equal plans once, until there are enough whole ones. A side that fails is left out from then on.
+    """Measure rounds of all sides, equal plans once, until there are enough whole ones.
 
-    A round that was cut is made again from its beginning: its first half would be of another minute than its second.
+    A side that fails is left out from then on. A round that was cut is repeated as a whole, since
+    its halves would belong to different minutes.
     """
     for side in frozen.sides:
         if side.strategy is not None and plan_id(session, side.strategy) != side.plan:
             raise InvalidInput(
-                f"the planner has changed since {side.name!r} was frozen; measure into another folder"
+                f"the planner has changed since {side.name!r} was frozen; "
+                "measure into another folder"
             )
     before = len(session.writer.trials)
     while missing := missing_rounds(rounds := rounds_of(session.writer.trials, CLOSING), frozen):
@@ -282,7 +288,8 @@ def close(session: TrialSession, frozen: Frozen, say: Say) -> None:
         ]
         if len(of_current) >= CURRENT_TRIES:
             raise InvalidInput(
-                f"the script failed with its current setup, so there is nothing to compare with: {of_current[-1]}"
+                "the script failed with its current setup, so there is no baseline: "
+                f"{of_current[-1]}"
             )
         sides: dict[str, Side] = {}
         for side in frozen.sides:
@@ -298,9 +305,9 @@ def close(session: TrialSession, frozen: Frozen, say: Say) -> None:
             {side.name: side.strategy for side in sides.values()},
         )
     if len(session.writer.trials) > before:
-        session.reference()  # the last trials stand between two references, too
+        session.reference()  # so that the last trials are between two references
 
 
 def missing_rounds(rounds: Mapping[int, list[DatasetTrial]], frozen: Frozen) -> int:
-    """Of the closing comparison."""
+    """Return how many rounds of the closing comparison are missing."""
     return max(0, frozen.settings.rounds - len(whole_rounds(rounds, frozen.sides)))

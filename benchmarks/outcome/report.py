@@ -1,4 +1,4 @@
-"""The rows as a section that docs/results/tuning.md can carry."""
+"""Write the rows as a Markdown report."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ from benchmarks.outcome.results import AtMark, Outcome, Row, last_line
 
 HEAD = """## What tuning is worth beside every rival
 
-`{command}`, {date}, {cores} cores, {machine}. Emulated network with real transfers, emulated accelerators: timed waits, of assumed times
-for the generated models and of measured ones for the GPT example. Ratios are time(rival) / time(ours): above 1 ours is faster; 95 %
-intervals over the rounds of what was found by one search of each kind. DDP: the better of torch's default and its best bucket size of a
-sweep. Of several rivals the best one by all rounds counts, and the lowest of their lower limits. Ours is what the tuner would compare with
-the current setup, exported or not. Bound: max(T_comp, T_comm) by the links' rates. Reachable: the same, but no gradient is sent before it
-is ready, and nothing is computed with a variable before its average is in (Jackson's preemptive schedule).
+`{command}`, {date}, {cores} cores, {machine}. The network is emulated with real transfers.
+Accelerators are emulated: timed waits, of assumed times for the generated models and of measured
+times for the GPT example. Ratios are time(rival) / time(ours): above 1 ours is faster. Each kind of
+search ran once; intervals are 95 % over the rounds. DDP is the better of torch's default and its
+best bucket size of a sweep. The best rival is the best by all rounds, with the lowest of all lower
+limits. Ours is what the tuner would compare with the current setup, exported or not. Bound:
+max(T_comp, T_comm) by the links' rates. Reachable: the same, but no gradient is sent before it is
+ready, and nothing is computed with a variable before its average has arrived (Jackson's preemptive
+schedule). Nobody has tested whether training with compressors converges here.
 """
 
 
@@ -29,18 +32,21 @@ def section(rows: Sequence[Row], command: str, date: str) -> str:
     ]
     parts.append(_overview(rows))
     parts.append(
-        f"Geometric mean over {len(rows)} domain(s): {summary['ratio_geomean_lossless']:.3f} to DDP (lowest "
-        f"{summary['ratio_min_lossless']:.3f}), {summary['ratio_geomean_any']:.3f} to the best of all rivals (lowest "
-        f"{summary['ratio_min_any']:.3f}); mean distance to the bound {summary['bound_gap_mean']:.1%}, to what is reachable "
-        f"{summary['reachable_gap_mean']:.1%}.\n"
+        f"Geometric mean over {len(rows)} domain(s): "
+        f"{summary['ratio_geomean_lossless']:.3f} to DDP "
+        f"(lowest {summary['ratio_min_lossless']:.3f}), "
+        f"{summary['ratio_geomean_any']:.3f} to the best of all rivals "
+        f"(lowest {summary['ratio_min_any']:.3f}); "
+        f"mean distance to the bound {summary['bound_gap_mean']:.1%}, "
+        f"to what is reachable {summary['reachable_gap_mean']:.1%}.\n"
     )
     return "\n".join([*parts, *(_domain(row) for row in rows)])
 
 
 def _overview(rows: Sequence[Row]) -> str:
     lines = [
-        "| domain | trials | to DDP | to the best rival | which | above the bound | above what is reachable | trials until within 2 % | "
-        "with compressors: to DDP |",
+        "| domain | trials | to DDP | to the best rival | which | above the bound "
+        "| above what is reachable | trials until within 2 % | with compressors: to DDP |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
@@ -77,17 +83,17 @@ def _interval(ratio: Ratio) -> str:
 
 
 def _domain(row: Row) -> str:
-    stolen = (
-        ""
-        if row.stolen is None
-        else f", cores' time taken by other virtual machines {row.stolen:.1%}"
-    )
+    stolen = ""
+    if row.stolen is not None:
+        stolen = f", cores' time taken by other virtual machines {row.stolen:.1%}"
     bound = "computation" if row.compute_s >= row.transfer_s else "the slowest link"
     lines = [
         f"### {row.domain}\n",
-        f"Bound {format_seconds(row.bound_s)} ({bound}: computation {format_seconds(row.compute_s)}, "
+        f"Bound {format_seconds(row.bound_s)} "
+        f"({bound}: computation {format_seconds(row.compute_s)}, "
         f"transfer {format_seconds(row.transfer_s)}); reachable {format_seconds(row.reachable_s)}. "
-        f"Median overrun of the emulated accelerators {row.overrun:.1%}, load {row.load:.1f}{stolen}. "
+        f"Median overrun of the emulated accelerators {row.overrun:.1%}, "
+        f"load {row.load:.1f}{stolen}. "
         f"Best known without loss: {_best_known(row.lossless)}. {_sweep(row)}\n",
         "| side | step (quartiles) | time(side) / time(ours) | replayed |",
         "|---|---|---|---|",
@@ -95,10 +101,11 @@ def _domain(row: Row) -> str:
     for compared in sorted(row.compared, key=lambda own: own.middle_s):
         if compared.side.group is Group.STOP:
             continue
-        quartiles = f"{compared.middle_s * 1e3:.1f} ms ({compared.low_s * 1e3:.1f} to {compared.high_s * 1e3:.1f})"
-        name = (
-            compared.side.name if compared.side.lossless else f"{compared.side.name} (compressed)"
+        low, middle, high = (
+            f"{value * 1e3:.1f}" for value in (compared.low_s, compared.middle_s, compared.high_s)
         )
+        quartiles = f"{middle} ms ({low} to {high})"
+        name = compared.side.name + ("" if compared.side.lossless else " (compressed)")
         replayed = "" if compared.replayed_s is None else f"{compared.replayed_s * 1e3:.1f} ms"
         lines.append(f"| {name} | {quartiles} | {_interval(compared.ratio)} | {replayed} |")
     lines += [f"\n{name} is left out, it failed: {why}" for name, why in row.failed.items()]
@@ -109,16 +116,14 @@ def _domain(row: Row) -> str:
 
 
 def _best_known(outcome: Outcome) -> str:
-    """What ours takes longer than it, a better search would save; what it takes longer than the bound, none would."""
-    return f"{outcome.best_known} (ours takes {outcome.last.step_s / outcome.best_known_s - 1:.1%} longer)"
+    """Return the best known side, and how much a better search would save."""
+    longer = outcome.last.step_s / outcome.best_known_s - 1
+    return f"{outcome.best_known} (ours takes {longer:.1%} longer)"
 
 
 def _sweep(row: Row) -> str:
-    return (
-        "Sweep: "
-        + ", ".join(f"{name} {value * 1e3:.0f} ms" for name, value in row.sweep_s.items())
-        + "."
-    )
+    times = ", ".join(f"{name} {value * 1e3:.0f} ms" for name, value in row.sweep_s.items())
+    return f"Sweep: {times}."
 
 
 def _marks(marks: Sequence[AtMark]) -> list[str]:
@@ -128,6 +133,7 @@ def _marks(marks: Sequence[AtMark]) -> list[str]:
     ]
     for at in marks:
         lines.append(
-            f"| {at.trials} of {at.asked} | {at.seconds:.0f} s | {at.step_s * 1e3:.1f} ms | {_interval(at.today)} | {_interval(at.best)} |"
+            f"| {at.trials} of {at.asked} | {at.seconds:.0f} s | {at.step_s * 1e3:.1f} ms "
+            f"| {_interval(at.today)} | {_interval(at.best)} |"
         )
     return lines

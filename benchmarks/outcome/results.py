@@ -1,4 +1,4 @@
-"""From a domain's folder to its row, and from the rows to the benchmark's last line."""
+"""Evaluate a domain's folder as a row, and the rows as the benchmark's last line."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ from runtime_rewriter.emulation import timetable_of
 
 @dataclass(frozen=True)
 class Compared:
-    """A side in the closing comparison: quartiles over the blocks' medians, and its ratio to ours (lossless, last mark).
+    """A side in the closing comparison: quartiles of its blocks' medians, and its ratio to ours.
 
-    `replayed_s`: its step by the replay, from the domain's profile, probe and costs; None for the script's own DDP.
+    Ours is lossless, at the last mark. `replayed_s`: its replayed step, None for the script's DDP.
     """
 
     side: Side
@@ -66,7 +66,7 @@ class AtMark:
 
 @dataclass(frozen=True)
 class Outcome:
-    """One search of ours: every mark, and the first of its bests within 2 % of the best known (None: none)."""
+    """One search of ours: every mark, and its first best within 2 % of the best known, or None."""
 
     marks: tuple[AtMark, ...]
     best_known: str
@@ -80,10 +80,11 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Row:
-    """A domain. `gap`: time(ours) / bound, lossless; `reachable_gap`: the same to `reachable_s`, which no lossless strategy is faster than.
+    """A domain's figures. `gap`: time(ours) / bound, lossless.
 
-    `failed`: sides that are left out, and why. `stolen`: of the closing comparison, the median over its trials; None where it was not
-    noted.
+    `reachable_gap`: the same to `reachable_s`, below which no lossless strategy is. `failed`: sides
+    that are left out, and the reasons. `stolen`: the median over the closing trials; None if it was
+    not noted.
     """
 
     domain: str
@@ -108,7 +109,7 @@ class Row:
 
 
 def row_of(folder: Path) -> Row | None:
-    """Of a domain's folder; None as long as there are not enough whole rounds for an interval."""
+    """Evaluate a domain's folder; None if it has too few whole rounds for an interval."""
     frozen = read_frozen(folder)
     if frozen is None:
         return None
@@ -154,12 +155,12 @@ def row_of(folder: Path) -> Row | None:
 
 
 def sent_bytes(workload: Workload) -> float:
-    """The least that has to be sent without loss: dense gradients whole, of sparse ones the rows that one rank's step touches."""
+    """Return the least bytes to send without loss; of sparse gradients only one rank's rows."""
     return sum(variable.touched_share * variable.grad_bytes for variable in workload.variables)
 
 
 def _as_played(workload: Workload) -> Workload:
-    """With the times at which an emulated accelerator hands gradients out and reads variables: together where they are close."""
+    """Return the workload with the times at which an emulated accelerator acts."""
     timetable = timetable_of(workload)
     ready_s, needed_s = dict(timetable.ready), dict(timetable.needed)
     played = (
@@ -174,14 +175,14 @@ def _plan_of(name: str, sides: Sequence[Side]) -> str:
 
 
 def _outcome(course: Course, there: Sequence[Side], rounds: Sequence[Round]) -> Outcome:
-    """`there`: the sides that count for the best known."""
+    """Evaluate a search. `there`: the sides that count for the best known."""
     today = [side for side in there if side.group is Group.TODAY]
     rivals = [side for side in there if side.group in (Group.TODAY, Group.RIVAL)]
     marks = []
     for mark, name in sorted(
         course.sides.items(), key=lambda side: int(side[0])
-    ):  # JSON has them in the order of their text
-        if name not in {side.name for side in there}:  # it failed, and the current setup would stay
+    ):  # JSON sorts them as text
+        if name not in {side.name for side in there}:  # it failed: the current setup stays
             name = DDP_DEFAULT
         ours = _plan_of(name, there)
         compared = ratio_to_best(rounds, today, ours), ratio_to_best(rounds, rivals, ours)
@@ -217,7 +218,7 @@ def _compared(side: Side, rounds: Sequence[Round], ours: str, replayed_s: float 
 
 
 def last_line(rows: Sequence[Row]) -> dict[str, Any]:
-    """Ratios are time(rival) / time(ours), above 1 where ours is faster; ours after its last mark."""
+    """Return the last line. Ratios are time(rival) / time(ours), above 1 where ours is faster."""
     today, best = (
         [row.lossless.last.today.value for row in rows],
         [row.lossless.last.best.value for row in rows],
@@ -238,7 +239,8 @@ def last_line(rows: Sequence[Row]) -> dict[str, Any]:
             )
             for mark in marks
         },
-        "ratio": "time(rival) / time(ours); _lossless: to DDP with its best bucket size, _any: to the best of all rivals",
+        "ratio": "time(rival) / time(ours); _lossless: to DDP with its best bucket size, "
+        "_any: to the best of all rivals",
         "within": WITHIN,
         "domains": [_data(row) for row in rows],
         "network": "emulated",

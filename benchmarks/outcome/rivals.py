@@ -1,6 +1,6 @@
-"""What ours is compared with, as strategies that the same runtime enacts; torch's own DDP besides runs as the script has it.
+"""The rivals, as strategies of our runtime; torch's own DDP runs as the script has it.
 
-Sparse gradients travel as rows, as torch's DDP sends them: dense they would make every rival slower.
+Sparse gradients travel as rows, as torch's DDP sends them. Dense gradients would slow every rival.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from autotune.strategy_space.strategy import Strategy
 from autotune.workload import Workload
 
 BUCKET_CAPS_MIB = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 25.0, 50.0)
-"""Of the sweep; torch takes fractions."""
+"""Sizes of the sweep; torch accepts fractions."""
 DDP_DEFAULT = "DDP, default"
 DDP_BEST = "DDP, best bucket size"
 
@@ -37,7 +37,7 @@ RIVALS: Mapping[str, Callable[[Workload, Cluster], Strategy]] = MappingProxyType
 
 
 def rivals(workload: Workload, cluster: Cluster, across_steps: bool = True) -> dict[str, Strategy]:
-    """Name -> strategy. Without `across_steps` (the script forbids it) those that need it are left out."""
+    """Return name -> strategy; without `across_steps` (the script forbids it) some are left out."""
     made = {name: with_rows(build(workload, cluster), workload) for name, build in RIVALS.items()}
     return {
         name: strategy for name, strategy in made.items() if across_steps or not strategy.cross_step
@@ -45,9 +45,10 @@ def rivals(workload: Workload, cluster: Cluster, across_steps: bool = True) -> d
 
 
 def bucket_sweep(workload: Workload, world_size: int) -> dict[str, Strategy]:
-    """Name -> DDP's buckets for its default and for every `bucket_cap_mb`, each that differs once.
+    """Return name -> DDP's buckets, for its default and every different `bucket_cap_mb`.
 
-    A `bucket_cap_mb` that is given holds for the first bucket, too, which is 1 MiB by default (torch 2.13, `BucketCapacityConfig`).
+    A given `bucket_cap_mb` also limits the first bucket, which is 1 MiB by default (torch 2.13,
+    `BucketCapacityConfig`).
     """
     made = {DDP_DEFAULT: collectives.ddp_default(workload)}
     for cap in BUCKET_CAPS_MIB:

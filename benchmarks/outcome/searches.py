@@ -1,4 +1,4 @@
-"""The searches of a domain: the tuner's own loop on a script that runs already, frozen at every mark."""
+"""Search a domain with the tuner's own loop on a running script, and freeze it at every mark."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from autotune.tuning.job import JobSpec
 from autotune.tuning.tuner import contender, look_instruction, search_instruction
 
 OURS, OURS_LOSSY, RANDOM, BAYES = "ours", "ours-lossy", "random", "scikit-optimize"
-"""Ids of the jobs. All but the second are lossless."""
+"""Ids of the jobs; all but the second are lossless."""
 MOST_STEPS = 12
-"""Of a trial of a search, which ends where half the width of its interval is 2 %, the tuner's default: one to three seconds."""
+"""Limit of a search's trial, which ends earlier once its interval is narrow (2 %)."""
 NEAR = 1.05
-"""Incumbents of the search within this of its last one are measured again, to tell which came within 2 % of the best."""
+"""Bests of a search within this of its last one are measured again."""
 
 
 @dataclass(frozen=True)
 class Incumbent:
-    """The best of a search from trial number `trials` on, `seconds` after its start (profile and probe included)."""
+    """The best of a search from trial `trials` on, `seconds` (with profile and probe) later."""
 
     trials: int
     seconds: float
@@ -35,10 +35,14 @@ class Incumbent:
 
 @dataclass(frozen=True)
 class Searched:
-    """`at`: mark -> what the tuner would compare with the current setup if its budget were that. Marks that brought nothing are missing.
+    """A search up to its last mark.
 
-    `trials_at`, `seconds_at`: mark -> trials that were made (a search may run out of new strategies), and tuning time until then.
-    `incumbents`: the bests of the search in order, without those that were further than `NEAR` from the last.
+    - `at`: mark -> the strategy that the tuner would compare with the current setup; no entry if it
+      found none.
+    - `trials_at`, `seconds_at`: mark -> trials run (a search may run out of strategies), and tuning
+      time.
+    - `incumbents`: the bests of the search in order, without those further than `NEAR` from the
+      last.
     """
 
     at: dict[int, Strategy]
@@ -55,9 +59,10 @@ def searched(
     marks: Sequence[int],
     say: Callable[[str], None],
 ) -> Searched:
-    """Search up to the last mark, from wherever the job's log ends; at every mark its finalists get the tuner's second look.
+    """Search up to the last mark, resuming the job's log; at each mark measure its finalists again.
 
-    The looks are events of a job of their own, `JOB-MARK`: the search goes on as if there had been none.
+    The second looks are events of a separate job, `JOB-MARK`: the search continues as if they had
+    not happened.
     """
     proposer = Proposer(spec, SIMULATORS)
     at, trials_at, seconds_at, history = {}, {}, {}, store.history(job)
@@ -72,14 +77,15 @@ def searched(
         if chosen is not None:
             at[mark] = looked.proposals[chosen].strategy
             say(
-                f"{job} after {mark} trials: {looked.measured_s[chosen] * 1e3:.1f} ms ({looked.proposals[chosen].origin})"
+                f"{job} after {mark} trials: {looked.measured_s[chosen] * 1e3:.1f} ms "
+                f"({looked.proposals[chosen].origin})"
             )
     within = _until_over(replace(spec, max_trials=marks[-1]), history)
     return Searched(at, trials_at, seconds_at, near_the_last(within, incumbents(within)))
 
 
 def _until_over(spec: JobSpec, history: History) -> History:
-    """The history up to where the search was over by this budget; later events belong to a larger one."""
+    """Return the history until this budget was used up; later events belong to a larger one."""
     for count in range(len(history.events)):
         shorter = history.first(count)
         if shorter.references and search_instruction(spec, shorter) is None:
@@ -105,7 +111,7 @@ def _with_looks(
 
 
 def incumbents(history: History) -> tuple[Incumbent, ...]:
-    """The bests of a search in order, each from the trial on that made it the best."""
+    """Return the bests of a search in order, each from the trial that made it the best."""
     found: list[Incumbent] = []
     trials = 0
     candidates = {id(trial) for trial in history.candidates if not trial.refused}
@@ -122,7 +128,7 @@ def incumbents(history: History) -> tuple[Incumbent, ...]:
 
 
 def near_the_last(history: History, found: Sequence[Incumbent]) -> tuple[Incumbent, ...]:
-    """Those whose time, as the whole search measured it, is within `NEAR` of the last one's."""
+    """Return those whose time, by the whole search, is within `NEAR` of the last one's."""
     times_s = history.measured_s
     return tuple(
         own for own in found if times_s[own.strategy.id] <= NEAR * times_s[found[-1].strategy.id]

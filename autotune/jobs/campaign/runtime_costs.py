@@ -323,8 +323,8 @@ def mean_step(model: nn.Module, elements: int, share_s: float = 0.6) -> Spent:
 def hooks(count: int, way: Way) -> dict[str, float]:
     """Measure the costs per variable and per message.
 
-    Per variable: its hook with packing, and deferring it to the next pass and applying it there. Per
-    message: issuing and applying it. With emulated accelerators this includes waking up for
+    Per variable: its hook with packing, and deferring it to the next pass and applying it there.
+    Per message: issuing and applying it. With emulated accelerators this includes waking up for
     gradients and handing them out, which the computation does otherwise.
     """
     few, many = 8, 2**16
