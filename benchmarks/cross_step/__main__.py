@@ -1,11 +1,13 @@
-"""What synchronization across steps gains over torch's DDP with its best bucket size: `python -m benchmarks.cross_step` (root).
+"""Measure synchronization across steps against DDP: `python -m benchmarks.cross_step` (root).
 
-Four hosts at 1 Gbit/s are emulated on this machine (network namespaces with shaped links: transfers are real), and so is
-computation (each layer sleeps for its time); parameters, gradients, messages and updates are real. The model is `layers`
-of `autotune.jobs.campaign.generated_models`, the strategy the one that `cross_step_all_reduce` finds for it from its times and the cluster file.
-Rivals: torch's DDP at four bucket sizes, and, to see where the gain comes from, the same messages in gradient-ready order and within
-the step. Blocks of steps of all setups are interleaved; the best bucket size is the one with the lowest median. The last line is one
-JSON object; `ratio_to_best_ddp` is time(best DDP) / time(ours), above 1 where ours is faster.
+Four hosts at 1 Gbit/s are emulated (network namespaces with shaped links: transfers are real), and
+so is computation (each layer sleeps for its time). Parameters, gradients, messages and updates are
+real. The model is `layers` of `autotune.jobs.campaign.generated_models`. The strategy is
+`cross_step_all_reduce` for the model's times and the cluster file. Rivals are torch's DDP at four
+bucket sizes and, to show the source of the gain, the same messages in gradient-ready order and
+within the step. Blocks of all setups are interleaved; the best bucket size has the lowest median.
+The last line is one JSON object; `ratio_to_best_ddp` is time(best DDP) / time(ours), above 1 where
+ours is faster.
 """
 
 from __future__ import annotations
@@ -27,11 +29,11 @@ from benchmarks.repository import ROOT
 from benchmarks.testbed_fidelity.processes import WAIT_S, inside, output
 
 MASTER_PORT = 29410
-SLOW_STEPS_S = 8.0  # one step of every setup, generously
+SLOW_STEPS_S = 8.0  # more than one step of every setup
 
 
 def measured(cluster_file: Path, rounds: int, steps: int) -> dict[str, Any]:
-    """What rank 0 of `cross_step_rank` prints."""
+    """Return the findings of rank 0."""
     words = [
         sys.executable,
         "-m",
@@ -77,7 +79,8 @@ def main() -> int:
     for name, seconds in medians.items():
         low, _, high = statistics.quantiles(found["taken"][name], n=4)
         print(
-            f"{name:34} {seconds * 1e3:6.1f} ms per step (quartiles {low * 1e3:.1f} to {high * 1e3:.1f})"
+            f"{name:34} {seconds * 1e3:6.1f} ms per step "
+            f"(quartiles {low * 1e3:.1f} to {high * 1e3:.1f})"
         )
     best = min((name for name in medians if name.startswith("DDP")), key=medians.__getitem__)
     ratios = [

@@ -1,7 +1,8 @@
-"""One rank of `benchmarks.cross_step`: `python -m benchmarks.cross_step.rank CLUSTER.yaml ROUNDS STEPS`, with torchrun's variables set.
+"""Run one rank: `python -m benchmarks.cross_step.rank CLUSTER.yaml ROUNDS STEPS` under torchrun.
 
-Computation is emulated by sleeping for each layer's time; parameters, gradients, messages and updates are real. Runs under
-round-robin scheduling where that is permitted, as the ranks of an emulated accelerator do.
+Computation is emulated by sleeping for each layer's time; parameters, gradients, messages and
+updates are real. It runs under round-robin scheduling if that is permitted, as the ranks of an
+emulated accelerator do.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ OURS = "cross-step"
 
 
 class Emulated(torch.autograd.Function):
-    """Identity that takes its time."""
+    """The identity, with a delay."""
 
     @staticmethod
     def forward(context: Any, x: Tensor, forward_s: float, backward_s: float) -> Tensor:
@@ -51,14 +52,15 @@ class Emulated(torch.autograd.Function):
 
 
 class Timed(Parameters):
-    """A layer that takes its time."""
+    """A layer with a delay."""
 
     def __init__(self, layer: Layer, passes_s: tuple[float, float]) -> None:
         super().__init__(layer)
         self.passes_s = passes_s
 
     def forward(self, x: Tensor) -> Tensor:
-        timed: Tensor = Emulated.apply(super().forward(x), *self.passes_s)  # type: ignore[no-untyped-call]
+        x = super().forward(x)
+        timed: Tensor = Emulated.apply(x, *self.passes_s)  # type: ignore[no-untyped-call]
         return timed
 
 
@@ -69,7 +71,7 @@ def build() -> nn.Module:
 
 @dataclass(frozen=True)
 class Setup:
-    """One way to train, with a model and an optimizer of its own."""
+    """One way to train, with its own model and optimizer."""
 
     module: nn.Module
     step: Callable[[], None]
@@ -88,7 +90,7 @@ class Setup:
 
 
 def in_ready_order(strategy: Strategy) -> Strategy:
-    """The same messages, issued when their gradients are ready."""
+    """Return the same messages, issued when their gradients are ready."""
     choices = [
         replace(c, shards=tuple(replace(shard, priority=0) for shard in c.shards))
         for c in strategy.variables
@@ -121,7 +123,7 @@ def setups(cluster: Cluster) -> dict[str, Setup]:
 
 
 def block_s(setup: Setup, steps: int) -> float:
-    """Seconds per step over a block in the steady state: what crosses its first step is in it, what crosses its last one is not."""
+    """Return seconds per step of a steady block, with what crosses its first step only."""
     for _ in range(SETTLE_STEPS):
         setup.step()
     dist.barrier()
@@ -130,7 +132,7 @@ def block_s(setup: Setup, steps: int) -> float:
         setup.step()
     taken = torch.tensor([(time.perf_counter() - began_s) / steps])
     for parameter in setup.module.parameters():
-        parameter.sum()  # waits for it
+        parameter.sum()  # wait for it
     dist.all_reduce(taken, op=dist.ReduceOp.MAX)
     return float(taken)
 

@@ -1,9 +1,11 @@
-"""What the runtime costs over torch's own DDP where both send the same buckets: `python -m benchmarks.ddp_parity`.
+"""Measure the runtime's cost over DDP with the same buckets: `python -m benchmarks.ddp_parity`.
 
-Two ranks on this machine's loopback train two copies of a model with the same batches: one under torch's DistributedDataParallel, one
-under ours with a plan of the very buckets that DDP has after its first step. Blocks of steps alternate (ABBA). Models: the ResNet of the
-examples, and one of 1,000 small tensors, where the cost per tensor shows. The figure of a pair of blocks is the ratio of their median
-steps (of the slower rank); the last line is one JSON object with the median and quartiles over the pairs.
+Two ranks on this machine's loopback train two copies of a model with the same batches: one under
+torch's DistributedDataParallel, one under ours with the buckets that DDP has after its first step.
+Blocks of steps alternate (ABBA). Models are the ResNet of the examples, and one of 1,000 small
+tensors, which shows the cost per tensor. The figure of a pair of blocks is the ratio of their
+median steps (of the slower rank). The last line is one JSON object with the median and quartiles
+over the pairs.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ MODELS = ("resnet", "small_tensors")
 
 
 def measured(model: str, ranks: int, pairs: int, steps: int) -> dict[str, Any]:
-    """What rank 0 of `ddp_parity_rank` prints."""
+    """Return the findings of rank 0."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
@@ -65,14 +67,16 @@ def main() -> int:
         found = measured(model, options.ranks, options.pairs, options.steps)
         low, middle, high = statistics.quantiles(found["ratios"], n=4)
         print(
-            f"{model}: ours / torch's DDP {middle:.3f} (quartiles {low:.3f} to {high:.3f}); DDP {found['ddp_s'] * 1e3:.2f} ms per step"
+            f"{model}: ours / torch's DDP {middle:.3f} (quartiles {low:.3f} to {high:.3f}); "
+            f"DDP {found['ddp_s'] * 1e3:.2f} ms per step"
         )
         print(
-            f"  {found['carrier']}; by the rule for default buckets: {'yes' if found['buckets_by_rule'] else 'no'}"
+            f"  {found['backend']}; by the rule for default buckets: "
+            f"{'yes' if found['buckets_by_rule'] else 'no'}"
         )
         told = {
             key: found[key]
-            for key in ("ddp_s", "variables", "bucket_bytes", "buckets_by_rule", "carrier")
+            for key in ("ddp_s", "variables", "bucket_bytes", "buckets_by_rule", "backend")
         }
         result[model] = {"median": middle, "low": low, "high": high, **told}
         result["ratio_median"] = max(result["ratio_median"], middle)

@@ -1,4 +1,4 @@
-"""One rank of `benchmarks.ddp_parity`: `python -m benchmarks.ddp_parity.rank MODEL PAIRS STEPS`, with torchrun's variables set."""
+"""Run one rank: `python -m benchmarks.ddp_parity.rank MODEL PAIRS STEPS` under torchrun."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SMALL_LAYERS, SMALL_WIDTH = 500, 32  # a weight and a bias each
 
 
 def build(name: str) -> tuple[nn.Module, Tensor]:
-    """The model and a batch for it; the same on every rank."""
+    """Return the model and a batch for it, the same on every rank."""
     torch.manual_seed(0)
     if name == "resnet":
         return resnet()[0], torch.randn(16, 1, 32, 32)
@@ -48,7 +48,7 @@ def stepper(model: nn.Module, batch: Tensor) -> Callable[[], None]:
 
 
 def block_s(step: Callable[[], None], steps: int) -> float:
-    """Median step of the rank that was slower in each."""
+    """Return the median over the steps of the slower rank's time."""
     for _ in range(SETTLE_STEPS):
         step()
     dist.barrier()
@@ -62,7 +62,7 @@ def block_s(step: Callable[[], None], steps: int) -> float:
 
 
 def buckets_of(model: DistributedDataParallel) -> list[frozenset[str]]:
-    """Names of the variables in each bucket of torch's own DDP, in the order in which it sends them."""
+    """Return the variables in each bucket of torch's own DDP, in the order of sending."""
     names = {id(parameter): name for name, parameter in model.module.named_parameters()}
     buckets = model.reducer._get_zeros_like_grad_buckets()
     return [
@@ -84,7 +84,7 @@ def same_buckets(buckets: list[frozenset[str]], workload: Workload) -> Plan:
 
 
 def by_rule(buckets: list[frozenset[str]], workload: Workload) -> bool:
-    """Whether they are those of the rule for DDP's default buckets with the variables in reverse definition order."""
+    """Return whether they are the default buckets for variables in reverse definition order."""
     messages = plan(ddp_default(workload), workload, dist.get_world_size()).messages
     return [frozenset(part.variable for part in message.slices) for message in messages] == buckets
 
@@ -97,7 +97,7 @@ def main() -> None:
     theirs, ours = DistributedDataParallel(copy.deepcopy(module)), PlannedDataParallel(module)
     workload = assumed_workload(module)
     ddp, planned = stepper(theirs, batch), stepper(ours, batch)
-    for _ in range(WARM_STEPS):  # after its first step DDP makes its buckets anew
+    for _ in range(WARM_STEPS):  # after its first step DDP rebuilds its buckets
         ddp()
     buckets = buckets_of(theirs)
     same = same_buckets(buckets, workload)
@@ -127,7 +127,7 @@ def main() -> None:
         }
         print(
             json.dumps(
-                found | told | {"carrier": backend_text(same, ours.synchronizer.native is not None)}
+                found | told | {"backend": backend_text(same, ours.synchronizer.native is not None)}
             )
         )
     dist.barrier()

@@ -1,10 +1,12 @@
-"""Is the predicted peak memory of a replica the measured one? `python -m benchmarks.memory_accuracy [--device cuda]`
+"""Compare predicted and measured peak memory: `python -m benchmarks.memory_accuracy`.
 
-For every example model at its own batch size, and for one more with sparse gradients, a profile is recorded in one process without any
-synchronization. From it the peak of each rank is predicted under torch's DDP and under plans of every kind, and then measured: two ranks
-over gloo, fresh processes for every case, with a counter in front of torch's CPU allocator (c10_memory.py); with `--device cuda` over NCCL,
-both on one GPU (one_gpu.py), and counted by torch's caching allocator. Errors are |predicted - measured| / measured over all ranks and
-cases; `refused` are plans that a script cannot follow, and over NCCL torch's DDP of sparse gradients. The last line is one JSON object.
+For every example model at its own batch size, and for one more with sparse gradients, one process
+records a profile without any synchronization. It predicts the peak of each rank under torch's DDP
+and under plans of every kind. Two fresh ranks per case then measure it: over gloo with a counter in
+front of torch's CPU allocator (`c10_memory`), or with `--device cuda` over NCCL, both on one GPU,
+with torch's caching allocator. Errors are |predicted - measured| / measured over all ranks and
+cases. `refused` lists plans that a script cannot follow, and over NCCL torch's DDP with sparse
+gradients. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -40,14 +42,14 @@ from benchmarks.memory_accuracy.c10_memory import built
 from benchmarks.repository import ROOT
 
 MODELS = ("resnet_digits", "gpt_text", "lstm_text", "ncf_ratings", "clicks")
-"""Those of the examples, and one that is none."""
+"""The examples' models, and one more."""
 RANKS = 2
 WAIT_S = 600
 DEVICE = "cuda"
 
 
 def compressed(strategy: Strategy, compressor: Compressor) -> Strategy:
-    """The strategy with another compressor; top-k sends a hundredth, PowerSGD has rank 2."""
+    """Return the strategy with another compressor; top-k sends 1 %, PowerSGD has rank 2."""
     ratio = 0.01 if compressor is Compressor.TOP_K else None
     rank = 2 if compressor is Compressor.POWER_SGD else None
     choices = []
@@ -92,14 +94,18 @@ def answer(process: subprocess.Popen[str]) -> dict[str, Any]:
         process.kill()
     if process.returncode:
         raise RuntimeError(
-            f"a rank ended with exit status {process.returncode}; run it again with MEMORY_VERBOSE=1"
+            f"a rank ended with exit status {process.returncode}; "
+            "run it again with MEMORY_VERBOSE=1"
         )
     found: dict[str, Any] = json.loads(text.splitlines()[-1])
     return found
 
 
 def measured(library: str, name: str, what: str) -> list[dict[str, Any]]:
-    """By rank. The ranks meet at a file, since a port that is free now may not be when they have started."""
+    """Return the findings by rank.
+
+    The ranks meet at a file, since a free port may be taken later.
+    """
     shared = {"WORLD_SIZE": str(RANKS), "GLOO_SOCKET_IFNAME": "lo"}
     apart = [own_host_environment(rank) if library == DEVICE else {} for rank in range(RANKS)]
     with tempfile.TemporaryDirectory() as folder:
@@ -156,7 +162,9 @@ def main() -> int:
                     kinds = ", ".join(
                         f"{kind} {size / 1e6:.1f}" for kind, size in peak.by_kind.items() if size
                     )
-                    sizes = f"predicted {peak.peak_bytes / 1e6:8.2f} MB, measured {real['peak_bytes'] / 1e6:8.2f} MB, {error:+7.2%}"
+                    predicted = f"predicted {peak.peak_bytes / 1e6:8.2f} MB"
+                    actual = f"measured {real['peak_bytes'] / 1e6:8.2f} MB"
+                    sizes = f"{predicted}, {actual}, {error:+7.2%}"
                     print(f"{model:14} {name:26} rank {rank}: {sizes}  ({kinds})", flush=True)
     absolute = [abs(error) for error in errors.values()]
     worst = max(errors, key=lambda case: abs(errors[case]))

@@ -1,8 +1,9 @@
-"""The exact number of bytes that torch's allocator has given out, current and highest, over all threads of this process: CPU or GPU.
+"""Count the bytes of torch's allocator exactly, current and highest, over all threads.
 
-On the CPU torch's profiler reports allocations only of threads that it knows, so that those of a Python thread (a lane) are missing
-and what another thread gives back counts for ever. This counter is an allocator in front of c10's default one (`c10::SetCPUAllocator`),
-compiled on first use with the C++ compiler of the machine. Kernels' own scratch memory (oneDNN, gloo's buffers) is not c10's.
+On the CPU, torch's profiler reports allocations only of threads that it knows. It misses those of a
+Python thread (a lane), and counts memory that another thread frees for ever. This counter is an
+allocator in front of c10's default one (`c10::SetCPUAllocator`), compiled on first use with the
+machine's C++ compiler. Kernels' own scratch memory (oneDNN, gloo's buffers) is not c10's.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ SOURCE = Path(__file__).with_suffix(".cpp")
 
 
 class AllocatorCounter:
-    """Install it before the first tensor: memory from before is not known to it."""
+    """Counts on the CPU. Install it before the first tensor: it does not know older memory."""
 
     def __init__(self, library: Path) -> None:
         self._library = ctypes.CDLL(str(library))
@@ -33,7 +34,7 @@ class AllocatorCounter:
 
     @property
     def peak_bytes(self) -> int:
-        """Since the last `reset`."""
+        """The highest number since the last `reset`."""
         return int(self._library.peak_bytes())
 
     def reset(self) -> None:
@@ -41,14 +42,14 @@ class AllocatorCounter:
 
 
 class DeviceCounter:
-    """The same of a GPU, where torch's caching allocator counts its blocks itself. Tensors are made there from now on."""
+    """Counts on a GPU, by torch's caching allocator. New tensors are allocated there."""
 
     def __init__(self) -> None:
         torch.set_default_device("cuda")
 
     @property
     def peak_bytes(self) -> int:
-        """Since the last `reset`."""
+        """The highest number since the last `reset`."""
         return torch.cuda.max_memory_allocated()
 
     def reset(self) -> None:
@@ -57,7 +58,10 @@ class DeviceCounter:
 
 
 def build(folder: Path) -> Path:
-    """The compiled library, in `folder`. Raises `subprocess.CalledProcessError` or `FileNotFoundError` where there is no compiler."""
+    """Compile the library into `folder`.
+
+    Raises `subprocess.CalledProcessError`, or `FileNotFoundError` without a compiler.
+    """
     root = Path(torch.__file__).parent
     library = folder / "c10_memory.so"
     words = [
@@ -77,5 +81,5 @@ def build(folder: Path) -> Path:
 
 
 def built() -> Path:
-    """As `build`, in a new temporary folder."""
+    """Compile the library into a new temporary folder."""
     return build(Path(tempfile.mkdtemp(prefix="c10-memory-")))

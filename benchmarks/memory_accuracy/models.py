@@ -1,4 +1,4 @@
-"""The example models with their own optimizers and losses at their own batch sizes, on data of the same shapes, for memory benchmarks."""
+"""The example models with their own optimizers, losses and batch sizes, on synthetic data."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 
 @dataclass(frozen=True)
 class Job:
-    """`step(model)` makes one whole training step of `module`, or of what wraps it. `inputs`: of one forward pass over the whole batch."""
+    """`step(model)` runs a whole training step of `module` or its wrapper.
+
+    `inputs`: of one forward pass over the whole batch.
+    """
 
     module: nn.Module
     step: Callable[[Any], None]
@@ -27,7 +30,7 @@ class Job:
 
 
 def example(name: str) -> ModuleType:
-    """The script as a module, not run."""
+    """Import the script as a module without running it."""
     spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -72,7 +75,7 @@ def gpt_text(batch: int = 8, parts: int = 1) -> Job:
 
 
 def lstm_text(batch: int = 8) -> Job:
-    """With its two batches per step."""
+    """Return the model with its two batches per step."""
     script = example("lstm_text")
     made = script.LanguageModel(256, 2, 0.1)
     optimizer = script.make_optimizer(made, 3e-3, 0.01)
@@ -111,7 +114,7 @@ def ncf_ratings(batch: int = 256) -> Job:
 
 
 class Clicks(nn.Module):
-    """Tables with sparse gradients for many-valued features, as in DLRM, beside dense features; no example's."""
+    """Tables with sparse gradients for many-valued features, as in DLRM, and dense features."""
 
     def __init__(self, tables: int, rows: int, width: int, dense: int) -> None:
         super().__init__()
@@ -130,7 +133,7 @@ class Clicks(nn.Module):
 
 
 def clicks(batch: int = 512) -> Job:
-    """Some rows are drawn far more often than others."""
+    """Return the model with rows of which some are drawn far more often than others."""
     tables, rows, values = 4, 20_000, 3
     made = Clicks(tables, rows, 32, 13)
     optimizer = torch.optim.SGD(made.parameters(), lr=0.01)
@@ -151,4 +154,4 @@ JOBS: dict[str, Callable[..., Job]] = {
     job.__name__: job for job in (resnet_digits, gpt_text, lstm_text, ncf_ratings, clicks)
 }
 OUTSIDE_BYTES = {"ncf_ratings": 4000 * 3000}
-"""Data that the script holds besides its training step."""
+"""Data that the script holds in addition to its training step."""

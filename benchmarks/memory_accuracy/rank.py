@@ -1,9 +1,10 @@
-"""One fresh process of `benchmarks.memory_accuracy`: it records a profile, or trains under a plan and measures. Prints one JSON line.
+"""Record a profile, or train under a plan and measure, in one fresh process; print a JSON line.
 
-python -m benchmarks.memory_accuracy.rank LIBRARY MODEL profile
-python -m benchmarks.memory_accuracy.rank LIBRARY MODEL ddp|PLAN.json MEETING      (with RANK, WORLD_SIZE; an `init_method` of torch's)
+    python -m benchmarks.memory_accuracy.rank LIBRARY MODEL profile
+    python -m benchmarks.memory_accuracy.rank LIBRARY MODEL ddp|PLAN.json MEETING
 
-LIBRARY: the counter in front of the CPU's allocator, or `cuda`.
+LIBRARY is the counter in front of the CPU's allocator, or `cuda`. MEETING is an `init_method` of
+torch; RANK and WORLD_SIZE are set.
 """
 
 from __future__ import annotations
@@ -27,9 +28,7 @@ from runtime_rewriter.pytorch.agreement import assumed_workload
 from runtime_rewriter.pytorch.ddp import PlannedDataParallel
 from runtime_rewriter.recording.memory.recorder import MemoryRecorder
 
-SETTLE_STEPS = (
-    3  # the first forward pass under a plan that crosses the step only learns what it reads
-)
+SETTLE_STEPS = 3  # the first forward pass under a cross-step plan only records its reads
 MEASURED_STEPS = 3
 
 
@@ -41,9 +40,10 @@ def recorded(job: Job) -> dict[str, Any]:
 def measured(
     job: Job, plan: Plan | None, counter: AllocatorCounter | DeviceCounter, outside: int
 ) -> dict[str, Any]:
-    """Highest bytes of the steps after the first ones.
+    """Return the highest bytes of the steps after the first ones.
 
-    A plan is loaded after steps without one, as the tuner does, but for sparse gradients over NCCL: DDP's reducer does not send them.
+    A plan is loaded after steps without one, as the tuner does. An exception is sparse gradients
+    over NCCL, which DDP's reducer does not send.
     """
     model: Any = (
         DistributedDataParallel(job.module) if plan is None else PlannedDataParallel(job.module)
@@ -63,7 +63,9 @@ def measured(
     dist.barrier()
     if plan is not None:
         model.synchronizer.close()
-    del model  # before its process group: torch 2.13 may wait for gloo's threads for ever where DDP is the last to let go of it
+    # Before its process group: torch 2.13 may wait for gloo's threads for ever if DDP is released
+    # last.
+    del model
     dist.destroy_process_group()
     return found
 
@@ -98,10 +100,10 @@ def main() -> None:
                 found = measured(job, plan, counter, OUTSIDE_BYTES.get(name, 0))
             except (
                 InvalidStrategy
-            ) as refusal:  # on all ranks alike: a script that clips cannot cross the step
+            ) as refusal:  # on all ranks: a script that clips cannot cross the step
                 found = {"refused": str(refusal)}
     print(json.dumps(found), flush=True)
-    os._exit(0)  # threads of a plan that was refused may wait for the other rank
+    os._exit(0)  # threads of a refused plan may wait for the other rank
 
 
 if __name__ == "__main__":

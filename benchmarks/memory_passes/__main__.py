@@ -1,11 +1,13 @@
-"""Are peak memory and step time with recomputation and gradient accumulation the predicted ones? `python -m benchmarks.memory_passes`
+"""Compare predicted and measured memory passes: `python -m benchmarks.memory_passes`.
 
-One process, no synchronization: a stack of linear layers, the GPT of the examples (dropout, blocks that are computed twice) and their
-ResNet (convolutions; BatchNorm forbids recomputation) are profiled once each. Every way to train them with less memory is predicted from
-that profile, and then really trained (`torch.utils.checkpoint`, a batch in parts): peak by the counter in front of torch's CPU allocator,
-time as the median of interleaved blocks of steps. Times are the process's CPU time with one thread, or wall time (`--wall`). Times of parts
-are predicted twice: in proportion to the samples, and with the fixed share that half a batch tells (`fixed_share`), as the command does.
-The last line is one JSON object.
+One process without synchronization profiles three models once each: a stack of linear layers, the
+GPT of the examples (dropout, recomputed blocks) and their ResNet (convolutions; BatchNorm forbids
+recomputation). Every way to train them with less memory is predicted from that profile and then run
+(`torch.utils.checkpoint`, a batch in parts). The peak comes from the counter in front of torch's
+CPU allocator, the time is the median of interleaved blocks of steps: CPU time with one thread, or
+wall time (`--wall`). Times of parts are predicted twice: in proportion to the samples, and with the
+fixed share that half a batch shows (`fixed_share`), as the command does. The last line is one JSON
+object.
 """
 
 from __future__ import annotations
@@ -42,7 +44,10 @@ Step = Callable[[], None]
 
 @dataclass(frozen=True)
 class Subject:
-    """A model. `build(runs, parts)` trains it so; `runs`: by name, first and last region of each run."""
+    """A model.
+
+    `build(runs, parts)` trains it; `runs`: name -> first and last region of each run.
+    """
 
     build: Callable[[list[list[str]], int], Step]
     module: nn.Module
@@ -53,7 +58,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Way:
-    """One way to train, predicted (`step_s`; `proportional_s` without the fixed share) and how to build it."""
+    """A way to train, and its prediction (`proportional_s` without the fixed share)."""
 
     peak_bytes: int
     step_s: float
@@ -99,7 +104,8 @@ def ways(subject: Subject) -> Iterator[tuple[str, Way]]:
     profile = MemoryRecorder(subject.module, timed_steps=7).record(subject.step)
     fixed = fixed_share(subject.module, ModuleCall(subject.inputs, {}), len(subject.inputs[0]))
     print(
-        f"does not shrink with the batch: {fixed.forward:.3f} of the forward pass, {fixed.backward:.3f} of the backward pass",
+        f"does not shrink with the batch: {fixed.forward:.3f} of the forward pass, "
+        f"{fixed.backward:.3f} of the backward pass",
         flush=True,
     )
 
@@ -170,12 +176,15 @@ def main() -> int:
 def compared(
     title: str, way: Way, peak_bytes: int, taken: dict[str, list[float]], name: str
 ) -> dict[str, float | int]:
-    """Prices are ratios to the step as it is, block by block: they do not depend on how fast the machine is just now."""
+    """Return figures. A price is a ratio to the unchanged step of the same block, at any speed."""
     ratios = [mine / before for mine, before in zip(taken[name], taken["as it is"], strict=True)]
     low, ratio, high = statistics.quantiles(ratios, n=4)
     median_s = statistics.median(taken[name])
     sizes = f"{way.peak_bytes / 1e6:7.2f} predicted, {peak_bytes / 1e6:7.2f} MB measured"
-    times = f"{way.step_s * 1e3:7.1f} predicted (in proportion {way.proportional_s * 1e3:.1f}), {median_s * 1e3:7.1f} ms measured"
+    times = (
+        f"{way.step_s * 1e3:7.1f} predicted "
+        f"(in proportion {way.proportional_s * 1e3:.1f}), {median_s * 1e3:7.1f} ms measured"
+    )
     print(
         f"{title:32} {sizes}; {times}, {ratio:.3f} of as it is ({low:.3f} to {high:.3f})",
         flush=True,
@@ -193,7 +202,7 @@ def compared(
 
 
 def figures(summary: dict[str, dict[str, float | int]]) -> dict[str, float]:
-    """Errors of the peaks, and of the steps' times relative to the step as it is: predicted ratio over measured ratio, less 1."""
+    """Return the errors of the peaks, and of the steps' times relative to the unchanged step."""
     memory = [abs(one["predicted_bytes"] / one["measured_bytes"] - 1) for one in summary.values()]
     prices: dict[str, list[float]] = {"predicted_s": [], "proportional_s": []}
     for title, one in summary.items():
@@ -226,7 +235,7 @@ def measured_peak(way: Way, counter: AllocatorCounter) -> int:
 def measured_times(
     found: dict[str, Way], rounds: int, steps: int, clock: Callable[[], float]
 ) -> dict[str, list[float]]:
-    """Seconds per step of every block, by way; blocks of all ways take turns."""
+    """Return way -> seconds per step of every block; blocks of all ways alternate."""
     built_steps = {name: way.build() for name, way in found.items()}
     taken: dict[str, list[float]] = {name: [] for name in found}
     for _ in range(rounds):

@@ -1,4 +1,4 @@
-"""A small model whose memory is easily told, and the two passes that trade memory for time, carried out by hand."""
+"""A small model with simple memory, and the two passes that trade memory for time, by hand."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 
 class Stack(nn.Module):
-    """Linear layers with an activation after each, in one sequence, and a head; `parts`: another sequence."""
+    """A sequence of linear layers with activations, and a head; `parts`: another sequence."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class Stack(nn.Module):
 
 
 class Again(nn.Module):
-    """What is inside drops its activations after its forward pass and makes them again before its backward pass."""
+    """Drops its activations after its forward pass and recomputes them before its backward pass."""
 
     def __init__(self, inside: nn.Module) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Again(nn.Module):
 
 
 def computed_again(module: nn.Module, runs: Sequence[Sequence[str]]) -> nn.Module:
-    """The module itself, changed: each of `runs` names a submodule, or neighbours of one `nn.Sequential`, computed again together."""
+    """Change the module and return it: each of `runs` is recomputed together."""
     for names in runs:
         outer, _, _ = names[0].rpartition(".")
         parent = module.get_submodule(outer)
@@ -61,7 +61,7 @@ def computed_again(module: nn.Module, runs: Sequence[Sequence[str]]) -> nn.Modul
 
 
 def training(module: nn.Module, width: int, batch: int, parts: int = 1) -> Callable[[], None]:
-    """One training step of it with Adam, its batch in `parts`."""
+    """Return a training step with Adam, its batch in `parts`."""
     optimizer = torch.optim.Adam(module.parameters(), lr=1e-3)
 
     def step() -> None:

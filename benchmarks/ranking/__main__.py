@@ -1,13 +1,14 @@
-"""How well the rankers order real trials: per domain, on domains never seen, and by the number of trials they learned from.
+"""Measure how well the rankers order real trials, on known and on new domains.
 
-    python -m benchmarks.ranking --dataset datasets/trials             # of datasets/collect.py, benchmarks.outcome, .replay_accuracy
-    python -m benchmarks.ranking --directory autotune-jobs             # the trial store of one's own jobs
+    python -m benchmarks.ranking --dataset datasets/trials   # or a folder of another campaign
+    python -m benchmarks.ranking --directory autotune-jobs   # the trial store of your own jobs
 
-Source: AutoSync, supplement sec. 10 (recipe; ranking accuracy on a test part, mean over 3 runs); its transfer between domains. A domain is
-one model on one cluster. Rankers: chance, the paper's max(T_comp, T_sync), the overlap estimate, the replay, and the learned simulators
-with and without the replayed time, which are trained on a domain's own trials, on other domains, or on these and then its own. What is
-never trained on and tested on at once: `benchmarks.ranking.tasks`. Output: `ranking.md`, `learning-curve.svg` and `rows.csv` in a folder,
-and as the last line one JSON object.
+Source: AutoSync, supplement sec. 10 (recipe; ranking accuracy on a test part, mean over 3 runs),
+and its transfer between domains. A domain is one model on one cluster. Rankers are chance, the
+paper's max(T_comp, T_sync), the overlap estimate, the replay, and the learned simulators with and
+without the replayed time. Simulators learn from a domain's own trials, from other domains, or from
+these and then its own; `benchmarks.ranking.tasks` keeps training and test parts apart. A folder
+gets `ranking.md`, `learning-curve.svg` and `rows.csv`; the last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -42,13 +43,13 @@ from benchmarks.ranking.trials import (
 )
 
 SMALLEST_DOMAIN = 20
-"""Plans below which a domain is not tested: a test part of fewer than ten says next to nothing."""
+"""A domain with fewer plans is not tested: its test part would be smaller than ten."""
 SIZES = (25, 50, 100, 200, 400)
 RANKERS = ("linear", "rnn", "gat")
 
 
 class Progress:
-    """Which training runs, how long everything has run and how long it may still take, on stderr."""
+    """Shows on stderr which training runs, and the time that has passed and is left."""
 
     def __init__(self, planned: Sequence[tuple[str, int]]) -> None:
         """`planned`: ranker and number of trials of every training to come."""
@@ -58,7 +59,7 @@ class Progress:
         self._left = list(planned)
 
     def began(self, ranker: str, examples: int) -> None:
-        """A training begins, so the one before has ended."""
+        """Start the next training, so the one before has ended."""
         now = time.monotonic()
         if self._running is not None:
             name, count = self._running
@@ -67,16 +68,23 @@ class Progress:
         self._running, self._since_s = (ranker, examples), now
         eta = "ETA after one training of each"
         if all(name in self._took for name, _ in self._left):
-            eta = f"ETA {_clock(sum(self._took[name][0] / self._took[name][1] * count for name, count in self._left))}"
+            left_s = (
+                self._took[name][0] / self._took[name][1] * count for name, count in self._left
+            )
+            eta = f"ETA {_clock(sum(left_s))}"
         say(
-            f"{_clock(now - self._began_s)} ({eta}, {len(self._left)} trainings) {ranker} on {examples} trials"
+            f"{_clock(now - self._began_s)} ({eta}, {len(self._left)} trainings) "
+            f"{ranker} on {examples} trials"
         )
         if (ranker, examples) in self._left:
             self._left.remove((ranker, examples))
 
 
 def makers(names: Sequence[str], paper: bool, epochs: int | None) -> dict[str, Maker]:
-    """The simulators as the tuner trains them or in the paper's sizes and recipe, by one thread; `epochs` instead of the recipe's."""
+    """Return the simulators on one thread, as the tuner trains them or as in the paper.
+
+    `epochs` replaces the recipe's number.
+    """
     from autotune.simulators.registry import SIMULATORS
     from autotune.simulators.residual import ResidualSimulator
 
@@ -84,7 +92,7 @@ def makers(names: Sequence[str], paper: bool, epochs: int | None) -> dict[str, M
         def made() -> ResidualSimulator:
             simulator = make()
             assert isinstance(simulator, ResidualSimulator)
-            # One thread: the figures then do not depend on the number of cores, and a busy machine does not stall the training.
+            # One thread: figures do not depend on the number of cores, nor on a busy machine.
             recipe = replace(simulator.recipe, tie_band=TIE_BAND, threads=1)
             simulator.recipe = (
                 recipe if epochs is None else replace(recipe, epochs=epochs, warm_epochs=None)
@@ -108,32 +116,38 @@ def _paper_makers() -> dict[str, Maker]:
 def usable(
     points: Sequence[Point], smallest: int, wanted: Sequence[str], show: Callable[[str], None]
 ) -> list[str]:
-    """The domains that are tested; what is left out and why goes to `show`. `InvalidInput` if none is left."""
+    """Return the tested domains and `show` those left out.
+
+    Raises `InvalidInput` if none is left.
+    """
     kept = []
     plans = plans_by_domain(points)
     unknown = sorted(set(wanted) - set(plans))
     if unknown:
         raise InvalidInput(
-            f"a domain to test must be among the trials, but {unknown[0]!r} is not; there are {', '.join(plans) or 'none'}"
+            f"a domain to test must be among the trials, but {unknown[0]!r} is not; "
+            f"there are {', '.join(plans) or 'none'}"
         )
     for name, own in plans.items():
         if len(own) < smallest:
             show(
-                f"not tested: {name} has {len(own)} plans, but at least {smallest} are needed to test a ranking; it is a source for others"
+                f"not tested: {name} has {len(own)} plans, but a test of a ranking needs at least "
+                f"{smallest}; it is a source for others"
             )
         elif not wanted or name in wanted:
             kept.append(name)
     if not kept:
         raise InvalidInput(
-            f"the benchmark needs a domain (model and cluster) with at least {smallest} measured plans, but the largest of "
-            f"{len(plans)} has {max(map(len, plans.values()), default=0)}; measure more (`datasets/collect.py`, or `autotune tune` with a "
-            "larger --budget-trials)"
+            "the benchmark needs a domain (model and cluster) with at least "
+            f"{smallest} measured plans, but the largest of {len(plans)} has "
+            f"{max(map(len, plans.values()), default=0)}; measure more (`datasets/collect.py`, "
+            "or `autotune tune` with a larger --budget-trials)"
         )
     return kept
 
 
 def limited(points: Sequence[Point], most: int | None) -> list[Point]:
-    """At most so many plans of each domain, the first of its order, which is random."""
+    """Return at most so many plans of each domain, the first of its random order."""
     if most is None:
         return list(points)
     kept: dict[str, set[str]] = {}
@@ -147,7 +161,7 @@ def limited(points: Sequence[Point], most: int | None) -> list[Point]:
 
 
 def described(campaigns: Sequence[Campaign], points: Sequence[Point], tested: Sequence[str]) -> str:
-    """A table of what is learned from and tested on."""
+    """Return a table of the domains, campaigns and trials."""
     plans = plans_by_domain(points)
     lines = [
         "| domain | tested | campaigns | trials | plans | left out |",
@@ -161,7 +175,8 @@ def described(campaigns: Sequence[Campaign], points: Sequence[Point], tested: Se
         )
         tests = "yes" if name in tested else "no"
         lines.append(
-            f"| {name} | {tests} | {len(own)} | {trials} | {len(plans.get(name, []))} | {left_out} |"
+            f"| {name} | {tests} | {len(own)} | {trials} | {len(plans.get(name, []))} "
+            f"| {left_out} |"
         )
     return "\n".join(lines) + "\n"
 
@@ -169,7 +184,7 @@ def described(campaigns: Sequence[Campaign], points: Sequence[Point], tested: Se
 def planned(
     points: Sequence[Point], domains: Sequence[str], study: Study, names: Mapping[str, Maker]
 ) -> list[tuple[str, int]]:
-    """(ranker, trials) of every training of the study, found by going through it with simulators that only take note."""
+    """Return (ranker, trials) of every training, found by a run with simulators that do nothing."""
     found: list[tuple[str, int]] = []
     makers = {name: cast(Maker, _Untrained) for name in names}
     trainer = Trainer(points, makers, lambda name, count: found.append((name, count)))
@@ -188,7 +203,7 @@ class _Untrained:
 
 
 def say(text: str) -> None:
-    """Progress and messages, apart from the result on stdout."""
+    """Print progress and messages to stderr, apart from the result on stdout."""
     print(text, file=sys.stderr, flush=True)
 
 
@@ -339,7 +354,7 @@ def study_of(options: argparse.Namespace) -> Study:
 
 
 def evaluated(options: argparse.Namespace) -> dict[str, Any]:
-    """Write the report, print its first table unless only JSON is wanted; the object of the last line."""
+    """Write the report, print its first table unless `--json`, and return the last line."""
     began_s = time.monotonic()
     show: Callable[[str], None] = say if options.json else print
     campaigns = _campaigns(options)
@@ -351,7 +366,8 @@ def evaluated(options: argparse.Namespace) -> dict[str, Any]:
     study, learned = study_of(options), makers(options.rankers, options.paper, options.epochs)
     progress = Progress(planned(points, domains, study, learned))
     rows = run(points, domains, study, Trainer(points, learned, progress.began))
-    data = f"{_hardware()}; {study.seeds} seeds; pairs at least {TIE_BAND:.0%} apart.\n\n{described(campaigns, points, domains)}"
+    data = f"{_hardware()}; {study.seeds} seeds; pairs at least {TIE_BAND:.0%} apart.\n\n"
+    data += described(campaigns, points, domains)
     tuned_from = study.tuned_from or ""
     page = report(rows, data, study.sizes, tuned_from)
     write(options.output, rows, page, curve_plot(rows, study.sizes, tuned_from))
@@ -380,7 +396,7 @@ def evaluated(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit code: 0, or 2 where the input does not allow a benchmark."""
+    """Return the exit code: 0, or 2 if the input does not allow a benchmark."""
     options = _options(arguments)
     try:
         result = evaluated(options)

@@ -1,4 +1,4 @@
-"""Lines over a logarithmic x axis as one SVG file that stands alone, light and dark."""
+"""Plot lines over a logarithmic x axis as one self-contained SVG file, light and dark."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ COLORS = (
     "#e377c2",
     "#bcbd22",
 )
-_STYLE = """<style>svg{font:13px sans-serif;background:#fff;color:#222}@media(prefers-color-scheme:dark){svg{background:#1b1b1b;color:#ddd}}
-text{fill:currentColor}.grid{stroke:currentColor;opacity:.15}.line{fill:none;stroke-width:2}</style>"""
+_STYLE = """<style>svg{font:13px sans-serif;background:#fff;color:#222}
+@media(prefers-color-scheme:dark){svg{background:#1b1b1b;color:#ddd}}
+text{fill:currentColor}.grid{stroke:currentColor;opacity:.15}
+.line{fill:none;stroke-width:2}</style>"""
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class Line:
 
 
 def line_plot(lines: Sequence[Line], x_label: str, y_label: str) -> str:
-    """One SVG document; a line per name, with a legend. Needs at least one point."""
+    """Return an SVG document with a line per name and a legend. Needs at least one point."""
     xs = sorted({x for line in lines for x, _ in line.points})
     ys = [y for line in lines for _, y in line.points]
     low, high = min(ys), max(ys)
@@ -60,10 +62,12 @@ def line_plot(lines: Sequence[Line], x_label: str, y_label: str) -> str:
             f'<text x="{LEFT - 8}" y="{top(value) + 4:.1f}" text-anchor="end">{value:.3f}</text>'
         )
     body.append(
-        f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 6}" text-anchor="middle">{escape(x_label)}</text>'
+        f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 6}" text-anchor="middle">'
+        f"{escape(x_label)}</text>"
     )
     body.append(
-        f'<text text-anchor="middle" transform="translate(16 {HEIGHT / 2}) rotate(-90)">{escape(y_label)}</text>'
+        f'<text text-anchor="middle" transform="translate(16 {HEIGHT / 2}) rotate(-90)">'
+        f"{escape(y_label)}</text>"
     )
     for number, line in enumerate(lines):
         body += _drawn(line, number, [(left(x), top(y)) for x, y in line.points])
@@ -72,12 +76,13 @@ def line_plot(lines: Sequence[Line], x_label: str, y_label: str) -> str:
 
 
 def _drawn(line: Line, number: int, places: Sequence[tuple[float, float]]) -> list[str]:
-    """The line, its points, and its entry in the legend."""
+    """Return the line, its points, and its entry in the legend."""
     color = COLORS[number % len(COLORS)]
     stroke = f'stroke="{color}"' + (' stroke-dasharray="6 4"' if line.dashed else "")
     commands = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
     dots = [
-        f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{color}"><title>{escape(line.name)}: {value:.3f}</title></circle>'
+        f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{color}">'
+        f"<title>{escape(line.name)}: {value:.3f}</title></circle>"
         for (x, y), (_, value) in zip(places, line.points, strict=True)
     ]
     right, height = WIDTH - RIGHT + 16, TOP + 14 + 20 * number

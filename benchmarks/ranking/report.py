@@ -1,4 +1,4 @@
-"""The report of `benchmarks.ranking`: tables of means over seeds and domains in Markdown, a learning curve as SVG, all rows as CSV."""
+"""Write the report: tables of means in Markdown, a learning curve as SVG, all rows as CSV."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MEANING = {
 
 
 def figure_of(rows: Iterable[Row], figure: str) -> float:
-    """Of one ranker on one domain and seed: the mean over its campaigns, weighted by pairs (accuracy) or points (the rest)."""
+    """Return the mean over a ranker's campaigns, weighted by pairs (accuracy) or points."""
     given = list(rows)
     weights = [row.pairs if figure == "pairwise_accuracy" else row.points for row in given]
     if not sum(weights):
@@ -40,7 +40,7 @@ def figure_of(rows: Iterable[Row], figure: str) -> float:
 
 
 def by_seed(rows: Iterable[Row], figure: str) -> list[float]:
-    """For each seed the mean over the domains, each domain counting alike."""
+    """Return for each seed the mean over the domains, each with equal weight."""
     groups: dict[int, dict[str, list[Row]]] = {}
     for row in rows:
         groups.setdefault(row.seed, {}).setdefault(row.domain, []).append(row)
@@ -51,12 +51,12 @@ def by_seed(rows: Iterable[Row], figure: str) -> list[float]:
 
 
 def means(rows: Sequence[Row], figure: str) -> dict[str, float]:
-    """ "ranker, learned from, not seen before" -> mean over seeds and domains, with the largest training parts."""
+    """Return "ranker, learned from, not seen before" -> mean, with the largest training parts."""
     return {_label(key): statistics.mean(by_seed(own, figure)) for key, own in _whole(rows).items()}
 
 
 def largest_own(rows: Iterable[Row]) -> list[Row]:
-    """The rows whose training part is the domain's largest, as if it were one size: domains have unlike numbers of plans."""
+    """Return the rows with the domain's largest training part, as if it were one size."""
     given = list(rows)
     most: dict[tuple[str, int], int] = {}
     for row in given:
@@ -65,12 +65,13 @@ def largest_own(rows: Iterable[Row]) -> list[Row]:
 
 
 def report(rows: Sequence[Row], data: str, sizes: Sequence[int], tuned_from: str) -> str:
-    """The whole page."""
+    """Return the whole page."""
     domains = sorted({row.domain for row in rows})
     parts = [
         "# Ranking quality\n",
         data,
-        "Means over the domains, each counting alike, ± the standard deviation over the seeds. Regret: how much slower the best of the k "
+        "Means over the domains, each with equal weight, ± the standard deviation over the seeds. "
+        "Regret: how much slower the best of the k "
         "predicted fastest is than the fastest tested, relative.\n",
         "## All domains\n",
         overview(rows),
@@ -88,7 +89,7 @@ def report(rows: Sequence[Row], data: str, sizes: Sequence[int], tuned_from: str
 
 
 def overview(rows: Sequence[Row]) -> str:
-    """Every ranker untrained, with all its own trials, and by each kind of transfer without and with these."""
+    """Return every ranker untrained, with all its own trials, and by each kind of transfer."""
     lines = [
         _line("ranker", "learned from", "not seen before", *FIGURES.values()),
         _line(*["---"] * (3 + len(FIGURES))),
@@ -100,7 +101,7 @@ def overview(rows: Sequence[Row]) -> str:
 
 
 def _whole(rows: Sequence[Row]) -> dict[tuple[str, str, str], list[Row]]:
-    """(ranker, learned from, held out) -> rows of the largest training part of each domain and seed."""
+    """Return (ranker, learned from, held out) -> rows of the largest training parts."""
     found: dict[tuple[str, str, str], list[Row]] = {}
     for row in rows:
         found.setdefault((row.ranker, row.learned, row.held_out), []).append(row)
@@ -128,7 +129,7 @@ def _domain_table(rows: Sequence[Row], domains: Sequence[str], figure: str) -> s
 def curve(
     rows: Sequence[Row], ranker: str, learned: Learned, sizes: Sequence[int], held_out: str = ""
 ) -> list[tuple[int, float]]:
-    """(own plans, mean accuracy) over the domains that have every size up to the largest that any of them has: the same at all points."""
+    """Return (own plans, mean accuracy) over the domains that have every size, the same at each."""
     own = [
         row
         for row in rows
@@ -151,7 +152,7 @@ def curve(
 
 
 def _common_domains(rows: Sequence[Row]) -> set[str]:
-    """Domains that have the most sizes: a mean over other domains at another size would be no curve."""
+    """Return the domains with the most sizes: a mean over changing domains would be no curve."""
     sizes: dict[str, set[int]] = {}
     for row in rows:
         sizes.setdefault(row.domain, set()).add(row.plans)
@@ -160,7 +161,7 @@ def _common_domains(rows: Sequence[Row]) -> set[str]:
 
 
 def curves(rows: Sequence[Row], sizes: Sequence[int], tuned_from: str) -> list[Line]:
-    """Learned rankers over the number of own plans, with and without sources; those that learn nothing are level."""
+    """Return learned rankers by own plans, and level lines of those that learn nothing."""
     found = []
     for ranker in dict.fromkeys(row.ranker for row in rows if row.learned is not Learned.NOTHING):
         own = curve(rows, ranker, Learned.OWN, sizes)
@@ -212,7 +213,7 @@ def curve_plot(rows: Sequence[Row], sizes: Sequence[int], tuned_from: str) -> st
 
 
 def cost_table(rows: Sequence[Row]) -> str:
-    """CPU seconds per training on one thread, by ranker and number of examples."""
+    """Return CPU seconds per training on one thread, by ranker and number of examples."""
     found: dict[tuple[str, str], dict[int, float]] = {}
     for row in rows:
         if row.train_examples:

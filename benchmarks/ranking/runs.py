@@ -1,4 +1,4 @@
-"""Trains rankers on the parts that `ranking_tasks` cuts and tests them: one row per ranker, training part and campaign under test."""
+"""Train rankers on the parts of `tasks` and test them: a row per ranker, part and campaign."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from benchmarks.ranking.tasks import HeldOut, Parts, assert_no_leak, parts_of, s
 from benchmarks.ranking.trials import Point
 
 TIE_BAND = 0.01
-"""Relative difference below which two measured times count as equal, in training (the recipe's) and in the figures."""
+"""Measured times that differ by less, relatively, count as equal in training and figures."""
 CHOSEN = "chosen"
-"""What the tuner would do: the best in cross-validation on the training part if it beats the replay there, else the replay."""
+"""The tuner's choice: the best in cross-validation on the training part, or else the replay."""
 WITHOUT_REPLAY = " without replay"
 
 Maker = Callable[[], Simulator]
 Variant = tuple[str, bool]
-"""A kind of simulator, and whether it is given the replayed time."""
+"""A kind of simulator, and whether it has the replayed time."""
 
 
 class Learned(StrEnum):
@@ -51,9 +51,10 @@ class Learned(StrEnum):
 
 @dataclass(frozen=True)
 class Row:
-    """`plans`: of the domain's own that were trained on; `held_out`: of a transfer; `train_cpu_s`: CPU time of its training(s).
+    """Figures (`autotune.simulators.evaluation`) of one ranker on one campaign.
 
-    `pairs` and `points` of the campaign under test; the figures are those of `autotune.simulators.evaluation`.
+    `plans`: of the domain's own in the training part; `held_out`: of a transfer; `train_cpu_s`: CPU
+    time of its training; `pairs` and `points`: of the campaign under test.
     """
 
     domain: str
@@ -77,8 +78,11 @@ class Row:
 
 @dataclass(frozen=True)
 class Study:
-    """What is asked. `sizes`: own plans of the learning curve; `transfers`: kinds of transfer without own trials;
-    `tuned_from`: the kind whose simulators go on learning from own trials; None: they do not."""
+    """The settings of a run.
+
+    `sizes`: own plans of the learning curve; `transfers`: kinds of transfer without own trials;
+    `tuned_from`: the kind whose simulators continue to learn from own trials, or None.
+    """
 
     seeds: int
     sizes: tuple[int, ...]
@@ -90,7 +94,7 @@ class Study:
 
 
 class Trainer:
-    """Fits simulators with or without the replayed time, and says so before each training."""
+    """Fits simulators with or without the replayed time, and announces each training."""
 
     def __init__(
         self,
@@ -117,7 +121,7 @@ class Trainer:
     def fit(
         self, variant: Variant, indices: IntArray, seed: int, start: Simulator | None = None
     ) -> tuple[Simulator, float, str]:
-        """(a simulator, CPU seconds, its report); with `start`, a copy of that one goes on learning."""
+        """Return (simulator, CPU seconds, report); a copy of `start` continues to learn."""
         name, replayed = variant
         self._began(called(variant), len(indices))
         simulator = copy.deepcopy(start) if start is not None else self.makers[name]()
@@ -130,7 +134,7 @@ class Trainer:
         )
 
     def announced(self, examples: int) -> dict[str, Maker]:
-        """The makers, each of which says so when it is asked for a simulator that so many examples will train."""
+        """Return the makers; each announces a training on so many examples."""
 
         def maker(name: str) -> Simulator:
             self._began(name, examples)
@@ -140,7 +144,7 @@ class Trainer:
 
 
 def called(variant: Variant) -> str:
-    """What a simulator is called in the report."""
+    """Return the simulator's name in the report."""
     name, replayed = variant
     return name if replayed else name + WITHOUT_REPLAY
 
@@ -148,7 +152,7 @@ def called(variant: Variant) -> str:
 def run(
     points: Sequence[Point], domains: Sequence[str], study: Study, trainer: Trainer
 ) -> list[Row]:
-    """Every row of the study on these domains; other domains' points are sources."""
+    """Return every row of the study on these domains; the points of other domains are sources."""
     rows: list[Row] = []
     for seed in range(study.seeds):
         parts = {
@@ -172,7 +176,7 @@ def _unlearned(points: Sequence[Point], parts: Parts, trainer: Trainer) -> list[
 
 
 def _own(points: Sequence[Point], parts: Parts, study: Study, trainer: Trainer) -> list[Row]:
-    """The learning curve on own trials; a simulator needs at least two of them."""
+    """Return the learning curve on own trials; a simulator needs at least two of them."""
     found = []
     for plans, own in parts.own.items():
         if len(own) < 2:
@@ -201,7 +205,7 @@ def _own(points: Sequence[Point], parts: Parts, study: Study, trainer: Trainer) 
 
 
 def _chosen(trainer: Trainer, own: IntArray, seed: int) -> tuple[str, float]:
-    """(the ranker that the tuner's cross-validation on this training part chooses, CPU seconds)."""
+    """Return (ranker that the tuner's cross-validation chooses, CPU seconds)."""
     examples = trainer.examples(own)
     splits = k_fold(examples, FOLDS, seed) if len(examples) >= SMALLEST_TRAINING else []
     if (
@@ -215,7 +219,7 @@ def _chosen(trainer: Trainer, own: IntArray, seed: int) -> tuple[str, float]:
 
 
 def _has_pair(examples: Sequence[Example], indices: IntArray) -> bool:
-    """Whether two of them are of one campaign."""
+    """Return whether two of them are of one campaign."""
     campaigns = [examples[index].domain for index in indices]
     return len(set(campaigns)) < len(campaigns)
 
@@ -227,7 +231,7 @@ def _transfers(
     study: Study,
     trainer: Trainer,
 ) -> list[Row]:
-    """Zero-shot, and where asked with own trials behind it. Domains that have the same sources share their simulators."""
+    """Return transfers without own trials and, where asked, with them. Equal sources train once."""
     by_sources: dict[tuple[int, ...], list[Parts]] = {}
     for own in parts:
         tested = np.concatenate(
@@ -266,7 +270,7 @@ def _transfers(
 
 
 def _share_sources(points: Sequence[Point], own: Parts, other: Parts, held_out: HeldOut) -> bool:
-    """All domains of a held-out cluster are tested with one simulator: it has seen the test part of none."""
+    """Return whether one simulator can test both domains: it has seen the test part of neither."""
     return (
         held_out is HeldOut.CLUSTER and points[own.test[0]].cluster == points[other.test[0]].cluster
     )
@@ -315,7 +319,7 @@ def _rows(
     examples: int = 0,
     note: str = "",
 ) -> list[Row]:
-    """One per campaign with at least two points: times are compared within a campaign only."""
+    """Return a row per campaign with at least two points; times compare within a campaign only."""
     campaigns = np.array([points[index].example.domain for index in parts.test])
     measured = np.array([points[index].example.step_s for index in parts.test])
     found = []

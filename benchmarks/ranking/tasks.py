@@ -1,15 +1,17 @@
-"""What is trained on what and tested on what: splits of real trials that do not leak.
+"""Split real trials into training and test parts that do not leak.
 
 | symbol | meaning |
 |---|---|
-| n | points (`ranking_trials.Point`), given in one sequence; parts are indices into it |
+| n | points (`trials.Point`), given in one sequence; parts are indices into it |
 
-- A plan that was measured twice in a domain lies on one side, whatever campaign it is from; one that is tested is in no source, though it
-  was measured on other clusters too. (A plan's id tells its model.)
-- The test part depends on the domain and the seed alone: every ranker, training size and kind of transfer is tested on the same
-  strategies. The parts of successive seeds do not overlap as long as the domain's plans last.
+- A plan that was measured twice in a domain is on one side, whatever its campaign. A tested plan is
+  in no source, even if it was measured on other clusters too. (A plan's id tells its model.)
+- The test part depends on the domain and the seed only: every ranker, training size and kind of
+  transfer is tested on the same strategies. The parts of successive seeds do not overlap as long as
+  the domain's plans last.
 - Smaller training parts are subsets of larger ones.
-- A simulator takes its validation part and its standardisation from what it is trained on (`TrainingRecipe`).
+- A simulator takes its validation part and its standardisation from its training part
+  (`TrainingRecipe`).
 """
 
 from __future__ import annotations
@@ -26,21 +28,21 @@ from autotune.rng import generator
 from benchmarks.ranking.trials import Point, plans_by_domain
 
 FEWEST_TESTED = 10
-"""Plans that a test part has at least, if half of the domain's suffice for it: with fewer, a share of a small domain forms no pairs."""
+"""Fewest plans of a test part, if they are at most half of the domain's."""
 
 
 class HeldOut(StrEnum):
-    """What the sources of a transfer have not seen of the domain under test."""
+    """The property of the tested domain that no source of a transfer shares."""
 
-    DOMAIN = "domain"  # its model on its cluster; the model elsewhere, and other models there, may be among the sources
+    DOMAIN = "domain"  # sources may have its model elsewhere, and other models on its cluster
     MODEL = "model"
     CLUSTER = "cluster"
-    BOTH = "model and cluster"  # neither the model anywhere nor anything on the cluster
+    BOTH = "model and cluster"
 
 
 @dataclass(frozen=True)
 class Parts:
-    """The test part of a domain, and its training parts by their number of plans, the smallest first."""
+    """The test part of a domain, and its training parts by number of plans, the smallest first."""
 
     domain: str
     seed: int
@@ -51,11 +53,12 @@ class Parts:
 def parts_of(
     points: Sequence[Point], domain: str, seed: int, sizes: Sequence[int], test_share: float
 ) -> Parts:
-    """A test part of this share of the domain's plans, and training parts of these numbers of plans and of all that are left."""
+    """Return a test part of this share, and training parts of these sizes and of the rest."""
     plans = plans_by_domain(point for point in points if point.domain == domain)[domain]
     if len(plans) < 3:
         raise InvalidInput(
-            f"a split needs at least 3 plans, one to learn from and two to order, but domain {domain!r} has {len(plans)}"
+            "a split needs at least 3 plans, one to learn from and two to order, "
+            f"but domain {domain!r} has {len(plans)}"
         )
     tested = max(2, round(test_share * len(plans)), min(FEWEST_TESTED, len(plans) // 2))
     tested = min(tested, len(plans) - 1)
@@ -79,9 +82,10 @@ def sources_for(
     most_plans: int | None,
     tested: IntArray,
 ) -> IntArray:
-    """Points of other domains, at most so many plans of each, the same ones whichever domain is held out. May be none.
+    """Return points of other domains, at most so many plans of each; may be none.
 
-    Without plans of the parts `tested`, which the same model may have been measured with on other clusters.
+    They are the same ones whichever domain is held out, and exclude plans of the parts `tested`,
+    which may have been measured on other clusters.
     """
     hidden = {points[index].plan_id for index in tested}
     target = next(point for point in points if point.domain == domain)
@@ -101,7 +105,7 @@ def assert_no_leak(
     test: IntArray,
     held_out: HeldOut | None,
 ) -> None:
-    """Stops a figure that would be tested on what was trained on."""
+    """Raise if a figure would be tested on its training data."""
     tested = {(points[index].domain, points[index].plan_id) for index in test}
     learned = {(points[index].domain, points[index].plan_id) for index in own}
     assert not tested & learned, "a plan is in the training and in the test part"
@@ -120,7 +124,7 @@ def assert_no_leak(
 
 
 def _seen(source: Point, target: Point, held_out: HeldOut) -> bool:
-    """Whether a source would show what is held out of the target's domain."""
+    """Return whether a source shares the held-out property of the target's domain."""
     same_model = source.model == target.model or source.model_id == target.model_id
     same_cluster = source.cluster == target.cluster
     return {

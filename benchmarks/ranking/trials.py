@@ -1,8 +1,9 @@
-"""Real trials as examples for rankers: of datasets, or of one's own trial store.
+"""Read real trials, of datasets or of your own trial store, as examples for rankers.
 
-A campaign is what was measured under one profile and one probe. Campaigns of one model on one cluster are one domain: they are held out
-together, and times are compared within a campaign only, since a machine is not equally fast on two days. (The sessions of a dataset's
-domain are one campaign: `Domain.steady_s` has brought them to one speed.)
+A campaign was measured under one profile and one probe. Campaigns of one model on one cluster are
+one domain: they are held out together, and times are compared within a campaign only, since a
+machine is not equally fast on two days. The sessions of a dataset's domain are one campaign, since
+`Domain.steady_s` brings them to one speed.
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ from autotune.strategy_space.plan import Plan, PlannedStrategy, plan
 from autotune.strategy_space.strategy import Strategy
 
 _REPLAYED_BY = ("lowering", "dfg", "features", "strategy_space")
-"""Folders of the package whose code decides a replayed time."""
+"""Folders of the package whose code determines a replayed time."""
 
 
 @dataclass(frozen=True)
 class Campaign:
-    """`extractor` makes the features by the campaign's own profile, probe and costs of the runtime.
+    """Trials under one profile and one probe, which `extractor` uses for the features.
 
-    `measured`: strategy, plan and step time in seconds of every undisturbed trial of a strategy that did not fail, in order of time;
-    `left_out`: how many others there were, and why, as a sentence part ("" where there were none).
+    `measured`: strategy, plan and step time in seconds of every undisturbed trial that did not
+    fail, in order of time; `left_out`: the number of others with reasons, or "".
     """
 
     domain: str
@@ -49,9 +50,9 @@ class Campaign:
 
 @dataclass(frozen=True)
 class Point:
-    """One plan in one campaign. `example.domain` is the campaign's name; its time is the median of all times of the plan there.
+    """One plan in one campaign, whose name is `example.domain`; its time is the median there.
 
-    `model_id`: by names and shapes, since two names may mean one model.
+    `model_id` depends on names and shapes, since two names may mean one model.
     """
 
     example: Example
@@ -63,7 +64,7 @@ class Point:
 
 
 class ReplayedTimes:
-    """Replayed step times kept in a file of JSON lines, by what they follow from: plan, workload, cluster, costs and the code."""
+    """A cache of replayed times in JSON lines, by plan, workload, cluster, costs and code."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -73,7 +74,7 @@ class ReplayedTimes:
         self._code = _digest(_sources())
 
     def of(self, campaign: Campaign) -> Callable[[Plan], float]:
-        """The replayed time of a plan under the campaign's profile and probe."""
+        """Return the replayed time of a plan under the campaign's profile and probe."""
         extractor = campaign.extractor
         given = _digest(
             [
@@ -97,12 +98,12 @@ class ReplayedTimes:
 
 
 def of_datasets(folders: Sequence[Path]) -> list[Campaign]:
-    """Every domain of these datasets; one that is in two of them was measured in two campaigns."""
+    """Return every domain of these datasets; a domain of two datasets is two campaigns."""
     return [of_domain(domain) for folder in folders for domain in read_dataset(folder)]
 
 
 def of_domain(domain: Domain) -> Campaign:
-    """Without failures and disturbed trials."""
+    """Return the domain without failed and disturbed trials."""
     measured, counts = [], {"failed": 0, "disturbed": 0}
     for trial in domain.candidates:
         assert trial.strategy is not None and trial.plan is not None
@@ -124,7 +125,10 @@ def of_domain(domain: Domain) -> Campaign:
 
 
 def of_store(directory: Path) -> list[Campaign]:
-    """The undisturbed measured candidates of all jobs in `directory`, a campaign each. Model and cluster are called by their ids."""
+    """Return the undisturbed measured candidates of all jobs in `directory`, a campaign each.
+
+    Their models and clusters have their ids as names.
+    """
     with Store.open(Workspace.existing(directory).store_path) as store:
         trials = store.past_trials()
     jobs: dict[tuple[str, str, str], list[PastTrial]] = {}
@@ -143,7 +147,7 @@ def of_store(directory: Path) -> list[Campaign]:
 
 
 def _planned(trials: Sequence[PastTrial]) -> tuple[tuple[Strategy, Plan, float], ...]:
-    """A store keeps no plans; they are made anew, each once."""
+    """Plan each strategy once, since a store keeps no plans."""
     plans: dict[str, Plan] = {}
     for trial in trials:
         if trial.strategy.id not in plans:
@@ -154,10 +158,10 @@ def _planned(trials: Sequence[PastTrial]) -> tuple[tuple[Strategy, Plan, float],
 
 
 def points_of(campaigns: Sequence[Campaign], replayed: ReplayedTimes) -> list[Point]:
-    """One point per plan and campaign, in an order that says nothing about the time and is the same in every run.
+    """Return one point per plan and campaign, in a random order that is the same in every run.
 
-    Trials lie in the order in which somebody wanted them, and equal predictions are ranked in the order of the points: unshuffled,
-    a ranker that cannot tell two strategies apart would get that somebody's opinion.
+    Equal predictions are ranked in the order of the points. In the order of the trials, a ranker
+    that cannot tell two strategies apart would profit from the searches that chose them.
     """
     seen: dict[str, int] = {}
     points: list[Point] = []
@@ -174,7 +178,7 @@ def points_of(campaigns: Sequence[Campaign], replayed: ReplayedTimes) -> list[Po
 
 
 def plans_by_domain(points: Iterable[Point]) -> dict[str, list[str]]:
-    """Domain -> its distinct plans, in order of the names of the domains and of the plans."""
+    """Return domain -> its distinct plans, both in order of their names."""
     found: dict[str, set[str]] = {}
     for point in points:
         found.setdefault(point.domain, set()).add(point.plan_id)
@@ -209,7 +213,7 @@ def _points(campaign: Campaign, name: str, replayed: ReplayedTimes) -> list[Poin
 
 
 def _entry(line: str) -> tuple[str, float] | None:
-    """What a line keeps; None where a run was stopped while it wrote it."""
+    """Return a line's entry, or None if a run was stopped while it wrote the line."""
     try:
         key, time_s = json.loads(line)
         return str(key), float(time_s)

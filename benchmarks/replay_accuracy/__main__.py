@@ -1,12 +1,13 @@
-"""How far the replayed step time is from the measured one: `python -m benchmarks.replay_accuracy` (root).
+"""Compare replayed with measured step times: `python -m benchmarks.replay_accuracy` (root).
 
-Collects fresh trials (`benchmarks.replay_accuracy.trials`: emulated hosts with real transfers, emulated accelerators; three models, three
-clusters) and predicts each strategy from what the profile, the probe and `benchmarks.runtime_costs` told before the first trial.
-Nothing is fitted on the strategies under test. Beside it the analytic estimate (`overlap_step_s`). The table of all strategies is
-written to `accuracy.csv`; the last line is one JSON object. Beside learned simulators: `benchmarks.ranking --dataset DIRECTORY`.
+It collects fresh trials (`benchmarks.replay_accuracy.trials`: three models on three emulated
+clusters) and predicts each strategy from the profile, the probe and the runtime's costs, all
+measured before the first trial. Nothing is fitted on the strategies under test. The analytic
+estimate (`overlap_step_s`) is the comparison. `accuracy.csv` lists all strategies; the last line is
+one JSON object. `benchmarks.ranking --dataset DIRECTORY` compares learned simulators.
 
-    python -m benchmarks.replay_accuracy --models layers --clusters four_hosts --strategies 12     # a short run
-    python -m benchmarks.replay_accuracy --folder DIRECTORY --only-evaluate                        # what was collected before
+    python -m benchmarks.replay_accuracy --models layers --clusters four_hosts --strategies 12
+    python -m benchmarks.replay_accuracy --folder DIRECTORY --only-evaluate
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class Row:
 
 
 def kind_of(wanted: Plan) -> str:
-    """In a few words: across the step or not, by which synchronizers, compressed or not."""
+    """Describe a plan: across the step or not, by which synchronizers, compressed or not."""
     when = "across the step" if wanted.cross_step else "within the step"
     primitives = {message.synchronizer.operation for message in wanted.messages}
     how = primitives.pop().replace("_", " ") if len(primitives) == 1 else "mixed"
@@ -69,7 +70,7 @@ def kind_of(wanted: Plan) -> str:
 
 
 def rows_of(domain: Domain) -> list[Row]:
-    """A strategy that was measured more than once counts once, with the median of its medians."""
+    """Return one row per strategy, with the median of its medians."""
     extractor = domain_extractor(domain)
     medians: dict[str, list[float]] = {}
     for trial in domain.trials:
@@ -112,7 +113,7 @@ def summary(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def taus(rows: Sequence[Row]) -> tuple[float, float]:
-    """Kendall's tau of the replay and of the analytic estimate, mean over the domains by their strategies."""
+    """Return Kendall's tau of the replay and of the analytic estimate, mean over the domains."""
     names = sorted({row.domain for row in rows})
     found = []
     for name in names:
@@ -152,7 +153,8 @@ def write_table(rows: Sequence[Row], path: Path) -> None:
 def shown(title: str, rows: Sequence[Row]) -> str:
     found = summary(rows)
     return (
-        f"{title:62} {found['strategies']:3d}  error {found['error_mean']:6.1%}  p90 {found['error_p90']:6.1%}  "
+        f"{title:62} {found['strategies']:3d}  error {found['error_mean']:6.1%}  "
+        f"p90 {found['error_p90']:6.1%}  "
         f"bias {found['bias']:+6.1%}  analytic {found['analytic_error_mean']:6.1%}"
     )
 

@@ -1,6 +1,7 @@
-"""Fresh trials on emulated clusters, for `benchmarks.replay_accuracy`: strategies of every kind, measured as the tuner measures them.
+"""Collect fresh trials of strategies of every kind, measured as the tuner measures them.
 
-A domain is one model on one cluster (`autotune.jobs.campaign.session`); a run that was stopped goes on with the strategies that have no trial.
+A domain is one model on one cluster. A run that was stopped resumes with the strategies that have
+no trial.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ CLUSTERS = {
 
 
 def collected(folder: Path, setup: Setup) -> Domain | None:
-    """What was measured so far, or None."""
+    """Return the domain measured so far, or None."""
     own = folder / setup.name
     return read_domain(own) if (own / SUMS).exists() else None
 
@@ -39,7 +40,7 @@ def collected(folder: Path, setup: Setup) -> Domain | None:
 def strategies(
     workload: Workload, cluster: Cluster, count: int, seed: int
 ) -> list[tuple[str, Strategy]]:
-    """(where it is from, strategy): a third hand-made ones, a third drawn without and a third with compression."""
+    """Return (source, strategy): hand-made, random, random and compressed; a third each."""
     lossless, lossy = SearchSpace.default(), SearchSpace.default(lossy=True)
     made = [
         (f"builder:{name}", strategy)

@@ -1,10 +1,13 @@
-"""How faithful a testbed is to the cluster file that it stands for: `python -m benchmarks.testbed_fidelity` (root).
+"""Compare a testbed with its cluster file: `python -m benchmarks.testbed_fidelity` (root).
 
-Everything is emulated on this machine: hosts are network namespaces, transfers are real.
+Hosts are network namespaces of this machine; transfers are real.
 
-- Goodput: TCP payload per second between two hosts, and around a ring of all hosts at once, against the rate in the cluster file.
-- All-reduce: times of fresh all-reduces from 1 MiB up, of sizes that were not probed, against the model that `autotune probe` fitted.
-- Spread: the same strategy again and again with emulated accelerators; relative standard deviation of the trials' medians.
+- Goodput: TCP payload per second between two hosts, and around a ring of all hosts at once, against
+  the rate in the cluster file.
+- All-reduce: fresh all-reduces from 1 MiB up, of sizes that were not probed, against the model that
+  `autotune probe` fitted.
+- Spread: the same strategy again and again with emulated accelerators; relative standard deviation
+  of the trials' medians.
 
 The last line is one JSON object; every error is relative.
 """
@@ -53,7 +56,7 @@ CLUSTERS = {  # Mbit/s of each host
     "1000": (1000,) * 4,
     "1000, 1000, 1000, 250": (1000, 1000, 1000, 250),
     "2000": (2000,) * 4,
-    "5000": (5000,) * 2,  # four of them, all sending, would move more than two cores can
+    "5000": (5000,) * 2,  # two cores cannot move the traffic of four
 }
 GOODPUT_ROUNDS = 3
 FRESH_BYTES = (3 * 2**19, 3 * 2**20, 6 * 2**20, 12 * 2**20)  # between the sizes that are probed
@@ -72,9 +75,9 @@ def cluster_of(rates_mbit: Sequence[int]) -> Cluster:
 
 
 def goodput_errors(rates_mbit: Sequence[int], repeats: int) -> tuple[float, float]:
-    """(largest error of single streams, largest error around the ring): |reached - set| / set, the slower host's rate.
+    """Return the largest errors (single streams, ring): |reached - set| / set of the slower host.
 
-    What a pair reached is its median over the repeats.
+    A pair reaches its median over the repeats.
     """
     count = len(rates_mbit)
     single, ring = (
@@ -104,7 +107,7 @@ def _error(rates_mbit: Sequence[int], rounds: Sequence[dict[tuple[int, int], flo
 def all_reduce_errors(
     rates_mbit: Sequence[int], budget: str, repeats: int, directory: Path
 ) -> dict[int, float]:
-    """Bytes -> (fresh time - fitted time) / fresh time; the fit comes from `autotune probe` on a testbed of its own."""
+    """Return bytes -> (fresh - fitted) / fresh time; the fit is from another testbed."""
     given, probed = directory / "cluster.yaml", directory / "probed.yaml"
     given.write_text(cluster_yaml(cluster_of(rates_mbit)))
     words = [
@@ -155,7 +158,7 @@ def _fresh_times(bed: Testbed, repeats: int) -> dict[int, float]:
 def spreads(
     example: str, rates_mbit: Sequence[int], repeats: int, directory: Path
 ) -> dict[str, float]:
-    """Strategy -> relative standard deviation of its trials' medians; the strategies' trials are interleaved."""
+    """Return strategy -> relative standard deviation of its interleaved trials' medians."""
     cluster = cluster_of(rates_mbit)
     conditions = scheduled(Conditions(Network.EMULATED, Accelerators.EMULATED), len(rates_mbit))
     command = read_command(["python", str(ROOT / "examples" / example), "--epochs", "1000"])
@@ -222,7 +225,8 @@ def main() -> int:
             if options.only in (None, "goodput"):
                 goodput[name] = goodput_errors(CLUSTERS[name], GOODPUT_ROUNDS)
                 console.log(
-                    f"{name} Mbit/s: goodput off by {goodput[name][0]:.1%} between two hosts, {goodput[name][1]:.1%} in a ring"
+                    f"{name} Mbit/s: goodput error {goodput[name][0]:.1%} between two hosts, "
+                    f"{goodput[name][1]:.1%} in a ring"
                 )
             if options.only in (None, "allreduce"):
                 all_reduce[name] = all_reduce_errors(
@@ -236,7 +240,8 @@ def main() -> int:
             for example in ("resnet_digits.py", "gpt_text.py"):
                 spread[example] = spreads(example, CLUSTERS["1000"], options.repeats, Path(folder))
                 console.log(
-                    f"{example} at 1000 Mbit/s: spread {', '.join(f'{n} {value:.2%}' for n, value in spread[example].items())}"
+                    f"{example} at 1000 Mbit/s: spread "
+                    + ", ".join(f"{n} {value:.2%}" for n, value in spread[example].items())
                 )
     result = {
         "goodput_error_max": max((max(pair) for pair in goodput.values()), default=None),

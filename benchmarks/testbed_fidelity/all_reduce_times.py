@@ -1,7 +1,8 @@
-"""One rank that times all-reduces of given sizes: `all_reduce_times.py REPEATS BYTES...`, with torchrun's variables set.
+"""Time all-reduces as one rank: `all_reduce_times.py REPEATS BYTES...`, with torchrun's variables.
 
-Rank 0 prints a JSON object: size -> median over the repeats of the slowest rank's time in seconds. Sizes are interleaved. Runs under
-round-robin scheduling where that is permitted, as the ranks of an emulated accelerator do.
+Rank 0 prints a JSON object: size -> median over the repeats of the slowest rank's time in seconds.
+Sizes are interleaved. It runs under round-robin scheduling if that is permitted, as the ranks of an
+emulated accelerator do.
 """
 
 from __future__ import annotations

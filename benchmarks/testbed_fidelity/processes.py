@@ -1,4 +1,4 @@
-"""Processes inside the hosts of a testbed, for the benchmarks that time its network."""
+"""Run processes inside the hosts of a testbed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GOODPUT_S = 2.0
 def inside(
     bed: Testbed, host: int, words: Sequence[str], **environment: str
 ) -> subprocess.Popen[str]:
-    """A process in the host of this index, in the root of the repository."""
+    """Start a process in the host of this index, in the root of the repository."""
     command = [*words_inside(bed.hosts[host].namespace), *words]
     return subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env={**os.environ, **environment}
@@ -25,7 +25,7 @@ def inside(
 
 
 def output(process: subprocess.Popen[str], wait_s: float = WAIT_S) -> str:
-    """What it printed, once it has ended well; the benchmark ends where it has not."""
+    """Return the output of a process that ended well; otherwise end the benchmark."""
     text, _ = process.communicate(timeout=wait_s)
     if process.returncode != 0:
         raise SystemExit(
@@ -35,7 +35,7 @@ def output(process: subprocess.Popen[str], wait_s: float = WAIT_S) -> str:
 
 
 def streams(bed: Testbed, pairs: Sequence[tuple[int, int]]) -> dict[tuple[int, int], float]:
-    """(sender, receiver) -> payload bytes per second of one TCP stream, all streams at once."""
+    """Return (sender, receiver) -> bytes per second of a TCP stream, all at once."""
     script = [sys.executable, str(ROOT / "benchmarks" / "testbed_fidelity" / "tcp_goodput.py")]
     receivers = [inside(bed, to, [*script, "receive", str(GOODPUT_S)]) for _, to in pairs]
     senders = [

@@ -1,7 +1,8 @@
-"""One TCP stream, timed at its receiver: `tcp_goodput.py receive SECONDS` in one place, `send ADDRESS` in another.
+"""Time one TCP stream at its receiver: `receive SECONDS` in one place, `send ADDRESS` in another.
 
-The receiver prints the payload in bytes per second between `SETTLE_S` after the first byte and `SECONDS` later. Neither end
-copies the payload: a machine with few cores is to show what its links carry, not what its programs copy.
+The receiver prints the payload in bytes per second between `SETTLE_S` after the first byte and
+`SECONDS` later. Neither end copies the payload, so a machine with few cores shows what its links
+carry.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ import tempfile
 import time
 
 PORT = 7777
-SETTLE_S = 1.5  # slow start; longer where acknowledgements wait behind another stream
+SETTLE_S = 1.5  # slow start; longer if acknowledgements wait behind another stream
 WAIT_S = 20.0
 CHUNK_BYTES = 2**20
 
 
 def receive(seconds: float) -> float:
-    """Payload per second of the first stream that comes."""
+    """Return the payload per second of the first stream."""
     with socket.create_server(("", PORT)) as server:
         server.settimeout(WAIT_S)
         stream, _ = server.accept()
@@ -43,7 +44,7 @@ def receive(seconds: float) -> float:
 
 
 def send(address: str) -> None:
-    """Sends until the receiver has seen enough."""
+    """Send until the receiver closes the stream."""
     deadline_s = time.monotonic() + WAIT_S
     while True:
         try:

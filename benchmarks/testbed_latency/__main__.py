@@ -1,7 +1,8 @@
-"""Latency, goodput and cost of a testbed's added latency: `python -m benchmarks.testbed_latency` (root; about half a minute).
+"""Measure a testbed's latency relay: `python -m benchmarks.testbed_latency` (root, half a minute).
 
-Two hosts at 1 Gbit/s. Round trip: the median of one byte between two Python processes. Goodput: payload of one stream, and of the slower
-of two in both directions. Share of a core: what the relay used meanwhile (0 where the kernel's netem is used). The last line is JSON.
+Two hosts at 1 Gbit/s. Round trip: the median of one byte between two Python processes. Goodput:
+payload of one stream, and of the slower of two in both directions. Share of a core: CPU of the
+relay meanwhile (0 with the kernel's netem). The last line is JSON.
 """
 
 from __future__ import annotations
@@ -23,14 +24,16 @@ BYTES_PER_S = 1.25e8
 BYTE_SOCKET = "stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)"
 ECHO = f"""
 import socket
-server = socket.create_server(("", 5000)); print(flush=True); stream, _ = server.accept(); {BYTE_SOCKET}
+server = socket.create_server(("", 5000)); print(flush=True)
+stream, _ = server.accept(); {BYTE_SOCKET}
 while word := stream.recv(64): stream.sendall(word)
 """
 PING = f"""
 import socket, statistics, sys, time
 stream = socket.create_connection((sys.argv[1], 5000)); {BYTE_SOCKET}; times = []
 for _ in range(200):
-    began = time.perf_counter(); stream.sendall(b"x"); stream.recv(64); times.append(time.perf_counter() - began)
+    began = time.perf_counter(); stream.sendall(b"x"); stream.recv(64)
+    times.append(time.perf_counter() - began)
 print(statistics.median(times))
 """
 
@@ -42,7 +45,7 @@ def round_trip_s(bed: Testbed) -> float:
 
 
 def relay_cpu_s(bed: Testbed) -> float:
-    """CPU time of the relay until now (fields 14 and 15 of /proc/PID/stat)."""
+    """Return the relay's CPU time until now (fields 14 and 15 of /proc/PID/stat)."""
     record = States().read(bed.name)
     if record is None or record.relay is None:
         return 0.0
@@ -51,7 +54,7 @@ def relay_cpu_s(bed: Testbed) -> float:
 
 
 def goodput(bed: Testbed, pairs: list[tuple[int, int]]) -> tuple[float, float]:
-    """(Mbit/s of the slowest stream, the relay's share of a core)."""
+    """Return (Mbit/s of the slowest stream, the relay's share of a core)."""
     began_s, cpu_s = time.monotonic(), relay_cpu_s(bed)
     slowest = min(streams(bed, pairs).values()) * 8e-6
     return slowest, (relay_cpu_s(bed) - cpu_s) / (time.monotonic() - began_s)
@@ -70,7 +73,8 @@ def main() -> None:
                 goodput(bed, [(0, 1), (1, 0)]),
             )
         print(
-            f"{format_seconds(latency_s)}: {format_seconds(trip_s)}, {one[0]:.0f} and {both[0]:.0f} Mbit/s",
+            f"{format_seconds(latency_s)}: {format_seconds(trip_s)}, "
+            f"{one[0]:.0f} and {both[0]:.0f} Mbit/s",
             file=sys.stderr,
         )
         results.append(
