@@ -1,4 +1,4 @@
-"""How much a search may replay. Apart from the search, which needs the compiled replay."""
+"""The budget of a search; importing it does not load the compiled replay."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from autotune.errors import InvalidInput
 
 @dataclass(frozen=True)
 class Budget:
-    """`replays` of whole steps and `ops` of all graphs at most, and `seconds` of wall clock; each over the whole search.
+    """Limits of a whole search: replayed steps, ops of all replayed graphs, seconds of wall clock.
 
-    The first two are the same on every machine, so they decide. The seconds are a safety net far behind them, and a search that they
-    end says so. What was replayed before and is remembered counts like what is replayed.
+    Replays and ops are equal on every machine, so they decide; remembered replays count, too. The
+    seconds are a distant safety net, and a search that they end reports it.
     """
 
     replays: int = 400
@@ -22,6 +22,6 @@ class Budget:
     def __post_init__(self) -> None:
         if self.replays < 1 or self.ops < 1 or self.seconds <= 0:
             raise InvalidInput(
-                f"a search needs a budget of at least 1 replay, 1 op and more than 0 s, but has {self.replays} replays, {self.ops} ops and "
-                f"{self.seconds} s"
+                "a search needs a budget of at least 1 replay, 1 op and more than 0 s, "
+                f"but has {self.replays} replays, {self.ops} ops and {self.seconds} s"
             )

@@ -1,17 +1,19 @@
-"""The best messages of consecutive variables, exactly, where one channel sends them in gradient-ready order.
+"""The best messages of consecutive variables, sent on one channel in gradient-ready order.
 
-This is the whole chain of Theorem 2 at once: with end(j) the earliest time at which the first j variables can be synchronized,
+This solves the whole chain of Theorem 2 exactly. With end(j) the earliest time at which the first j
+variables can be synchronized,
 
-    end(0) = 0,   end(j) = min over i < j of max(end(i), ready_j) + cost(bytes of variables i .. j-1)
+    end(0) = 0
+    end(j) = min over i < j of max(end(i), ready_j) + cost(bytes of variables i .. j-1)
 
-because the channel being free earlier is never worse for what follows. It is a starting point: the closed form knows one channel, and
-neither the handshakes nor the threads of the runtime, so the search goes on from here by replay.
+because an earlier free channel never delays later messages. The result is a start of the search:
+the closed form ignores the handshakes and threads of the runtime.
 
 | symbol | meaning | shape | unit |
 |---|---|---|---|
 | G | groups of variables that are never separated | - | - |
 | ready | when the last gradient of a group is ready | (G,) | s |
-| cost | seconds of messages of these bytes on the channel | as its argument | s |
+| cost | time of messages of these bytes on the channel | as its argument | s |
 """
 
 from __future__ import annotations
@@ -28,15 +30,15 @@ from autotune.workload import Workload
 Cost = Callable[[FloatArray], FloatArray]
 
 CLOSE = 1e-9
-"""Share of the end below which two ways count as equal: the one with the larger last message, and so fewer of them, is taken."""
+"""Relative difference below which two ends are equal; the larger last message then wins."""
 
 
 def best_cuts(
     ready_s: FloatArray, group_bytes: FloatArray, alone: BoolArray, cost_s: Cost
 ) -> list[int]:
-    """Where messages begin, ascending from 0; no other cuts make the last message end earlier.
+    """Groups that begin messages, ascending from 0; no other cuts end the last message earlier.
 
-    All arrays have shape (G,). A group that is `alone` shares its message with no other.
+    All arrays have shape (G,). A group that is `alone` shares its message with no other group.
     """
     ready_s = np.maximum.accumulate(ready_s)
     total = np.concatenate([[0.0], np.cumsum(group_bytes)])
@@ -61,23 +63,21 @@ def best_cuts(
 def contiguous_strategy(
     workload: Workload, groups: Sequence[Sequence[int]], shard: Shard, cost_s: Cost
 ) -> Strategy:
-    """All variables by messages like `shard`, a collective, merged as `best_cuts` says; `groups` as of `coarsen.tensor_groups`."""
+    """Messages like `shard`, a collective, merged by `best_cuts`; `groups` of `tensor_groups`."""
     assert shard.synchronizer in (Synchronizer.ALL_REDUCE, Synchronizer.REDUCE_SCATTER_ALL_GATHER)
     ready = ready_times_s(workload)
     choices: list[VariableStrategy] = []
     message = 0
     for dtype in dict.fromkeys(variable.dtype for variable in workload.variables):
-        own = [group for group in groups if workload.variables[group[0]].dtype == dtype]
-        sizes = np.array(
-            [sum(workload.variables[at].grad_bytes for at in group) for group in own],
-            dtype=np.float64,
-        )
-        alone = np.array([workload.variables[group[0]].sparse for group in own])
-        starts = best_cuts(
-            np.array([ready[list(group)].max() for group in own]), sizes, alone, cost_s
-        )
-        for first, behind in zip(starts, [*starts[1:], len(own)], strict=True):
-            members = [at for group in own[first:behind] for at in group]
+        of_dtype = [group for group in groups if workload.variables[group[0]].dtype == dtype]
+        grad_bytes = [
+            float(sum(workload.variables[at].grad_bytes for at in group)) for group in of_dtype
+        ]
+        alone = np.array([workload.variables[group[0]].sparse for group in of_dtype])
+        group_ready_s = np.array([ready[list(group)].max() for group in of_dtype])
+        starts = best_cuts(group_ready_s, np.array(grad_bytes), alone, cost_s)
+        for first, behind in zip(starts, [*starts[1:], len(of_dtype)], strict=True):
+            members = [at for group in of_dtype[first:behind] for at in group]
             number = message if len(members) > 1 else None
             message += 1
             merged = Shard(

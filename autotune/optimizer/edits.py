@@ -1,7 +1,7 @@
-"""How passes change a strategy: its messages, taken apart and written down again (`strategy_space.draft`).
+"""Edits with which passes change a strategy, message by message (`strategy_space.moves.draft`).
 
-Messages are named by their number in the plan's issue order. What these functions return is in normal form, so that equal results are
-equal strategies. Nothing here draws at random.
+A message is named by its number in the plan's issue order. Results are in normal form, so that
+equal results are equal strategies. No edit is random.
 """
 
 from __future__ import annotations
@@ -27,24 +27,23 @@ from autotune.strategy_space.strategy import (
 
 
 def draft_of(state: State, problem: Problem) -> Draft:
-    """The state's messages, to be changed; what many edits of one state share is worked out once."""
+    """A copy of the state's messages, to be changed."""
     known = state.known
     if known.draft is None or known.drafted_for is not problem:
-        made = planned(state, problem)
         known.draft = Draft(
             state.strategy,
             problem.workload,
             problem.cluster,
             problem.space,
             generator(0, "unused"),
-            made,
+            planned(state, problem),
         )
         known.drafted_for = problem
     return known.draft.copy()
 
 
 def can_merge(one: Message, other: Message) -> bool:
-    """Whether two messages travel alike, so that they may be one; sparse rows travel alone."""
+    """Whether two messages differ only in their slices; rows of sparse gradients never merge."""
     if SparseHandling.DENSE is not one.sparse or SparseHandling.DENSE is not other.sparse:
         return False
     kinds = [
@@ -55,14 +54,14 @@ def can_merge(one: Message, other: Message) -> bool:
 
 
 def joined(messages: Sequence[Message]) -> Message:
-    """What several messages that can merge are together."""
+    """The merged message of several messages that can merge."""
     return replace(
         messages[0], slices=tuple(part for message in messages for part in message.slices)
     )
 
 
 def merged(state: State, problem: Problem, pairs: Iterable[tuple[int, int]]) -> Strategy:
-    """Every pair becomes one message, at the place of the second; pairs may share members and then become one together."""
+    """Every pair as one message, at the place of the second; pairs with a common message join."""
     draft = draft_of(state, problem)
     into = list(range(len(draft.messages)))
     for first, second in pairs:
@@ -88,14 +87,14 @@ def _root(into: Sequence[int], number: int) -> int:
 
 
 def split(state: State, problem: Problem, cuts: Mapping[int, Sequence[int]]) -> Strategy:
-    """Messages are cut before the members of these numbers, each part issued at once behind the one before."""
+    """Messages cut before the members of these numbers; parts are issued one after the other."""
     draft = draft_of(state, problem)
-    found: list[DraftMessage] = []
+    split_messages: list[DraftMessage] = []
     for number, message in enumerate(draft.messages):
         bounds = [0, *sorted(set(cuts.get(number, ()))), len(message.members)]
         parts = [message.members[a:b] for a, b in pairwise(bounds) if b > a]
-        found.extend(replace(message, members=part) for part in parts)
-    draft.messages = found
+        split_messages.extend(replace(message, members=part) for part in parts)
+    draft.messages = split_messages
     return draft.written()
 
 
@@ -108,16 +107,16 @@ def reordered(state: State, problem: Problem, order: Sequence[int]) -> Strategy:
 
 
 def replanned(state: State, problem: Problem) -> Strategy:
-    """Across steps the order that the closed form finds best for these messages."""
+    """The messages in the closed form's best order across steps."""
     draft = draft_of(state, problem)
     draft.order_by_need()
     return draft.written()
 
 
 def like(state: State, problem: Problem, kinds: Mapping[int, Shard]) -> Strategy:
-    """Messages synchronized and compressed as these shards are; rooted ones on the server that would be done first.
+    """Messages with the synchronizers and compressors of these shards; sparse rows stay unchanged.
 
-    Messages of sparse rows stay as they are.
+    A rooted message goes to the server that would finish first.
     """
     draft = draft_of(state, problem)
     for number, shard in kinds.items():
@@ -129,27 +128,29 @@ def like(state: State, problem: Problem, kinds: Mapping[int, Shard]) -> Strategy
 
 
 def cut_variables(state: State, problem: Problem, shards: Mapping[int, int]) -> Strategy:
-    """Variables that travel alone and whole or evenly cut, by position, cut into so many shards (1: whole), a message each."""
+    """Variables, by position, cut into this many shards with a message each; 1 for uncut.
+
+    The variables share no message, and are uncut or evenly cut.
+    """
     draft = draft_of(state, problem)
     for position, count in shards.items():
         variable = problem.workload.variables[position]
-        own = [m for m in draft.messages if any(member[0] == position for member in m.members)]
-        holder, place = own[0], next(n for n, m in enumerate(draft.messages) if m is own[0])
-        draft.messages = [m for m in draft.messages if all(m is not other for other in own)]
+        parts = [m for m in draft.messages if any(member[0] == position for member in m.members)]
+        holder = parts[0]
+        place = next(n for n, m in enumerate(draft.messages) if m is holder)
+        draft.messages = [m for m in draft.messages if all(m is not part for part in parts)]
         draft.partitions[position] = partition_of(problem, position, count)
         assert count == 1 or draft.partitions[position] is not None, variable.name
         for number in range(draft.shards_of(position)):
             member: Member = (position, number)
             shard = draft.with_synchronizer(holder.shard, holder.shard.synchronizer, [member])
-            draft.messages.insert(
-                min(place + number, len(draft.messages)),
-                DraftMessage([member], shard, holder.dtype),
-            )
+            at = min(place + number, len(draft.messages))
+            draft.messages.insert(at, DraftMessage([member], shard, holder.dtype))
     return draft.written()
 
 
 def partition_of(problem: Problem, position: int, count: int) -> Partition | None:
-    """An even cut along the longest axis that the space allows; None for one shard, or where it cannot be cut so often."""
+    """An even cut along the longest axis that the space allows; None for one or too many shards."""
     variable = problem.workload.variables[position]
     axes = problem.space.axes_for(variable)
     if count < 2 or not axes:
@@ -161,7 +162,7 @@ def partition_of(problem: Problem, position: int, count: int) -> Partition | Non
 
 
 def shards_alone(problem: Problem, shard: Shard, position: int, count: int) -> list[Message] | None:
-    """The messages that a variable cut into `count` would be; None where it cannot be."""
+    """The messages of a variable that is cut into `count` shards; None if it cannot be."""
     variable = problem.workload.variables[position]
     partition = partition_of(problem, position, count)
     if count > 1 and partition is None:
@@ -174,7 +175,7 @@ def shards_alone(problem: Problem, shard: Shard, position: int, count: int) -> l
 
 
 def signature(message: Message) -> tuple[object, ...]:
-    """Equal for messages at the same place of repeated blocks: names but for their numbers, sizes and everything but who owns them."""
+    """Equal for messages at the same place of repeated blocks, whatever their owners."""
     parts = tuple(
         (block_pattern(part.variable), part.elements, part.stop - part.start)
         for part in message.slices

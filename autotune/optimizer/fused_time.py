@@ -1,4 +1,4 @@
-"""What a fused kernel takes where nobody measured it. The caller may give an estimate of its own (`op_graph.FusedTime`)."""
+"""Estimated times of fused kernels that nobody measured (an `op_graph.FusedTime`)."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ ASSUMED = "the time of fused kernels: the sum of their parts less a launch gap e
 
 @dataclass(frozen=True)
 class LaunchGaps:
-    """The sum of the parts less `gap_s` for every kernel that is not started, and never less than the longest part. Assumed.
+    """The sum of the parts less `gap_s` for every saved kernel, at least the longest part. Assumed.
 
-    It leaves out what fusion saves of memory traffic, which is often more, and what a bad fusion loses. From `most_ops` on nothing
-    more is saved, as compilers bound their clusters. 5 us is about what starting a CUDA kernel takes its host.
+    It ignores saved memory traffic, which is often larger, and losses by bad fusions. Above
+    `most_ops` nothing more is saved, since compilers bound their clusters. A host takes about 5 us
+    to start a CUDA kernel.
     """
 
     gap_s: float = 5e-6
@@ -31,6 +32,5 @@ class LaunchGaps:
 
     def __call__(self, ops: Sequence[Op], backward: bool) -> float:
         longest_s = max(op.backward_s if backward else op.forward_s for op in ops)
-        return max(
-            longest_s, summed(ops, backward) - self.gap_s * (min(len(ops), self.most_ops) - 1)
-        )
+        saved_s = self.gap_s * (min(len(ops), self.most_ops) - 1)
+        return max(longest_s, summed(ops, backward) - saved_s)

@@ -14,8 +14,8 @@ from autotune.optimizer.bounds import least_transfer_s
 from autotune.optimizer.budget import Budget
 from autotune.optimizer.fused_time import ASSUMED, LaunchGaps
 from autotune.optimizer.registry import all_starts, default_passes
-from autotune.optimizer.replays import Lower, Replays, lowered
-from autotune.optimizer.search import Kept, Search
+from autotune.optimizer.replays import Replays
+from autotune.optimizer.search import Improvement, Search
 from autotune.optimizer.state import Pass, Problem, Speedups, State, planned
 from autotune.profiling.op_graph import FusedTime, OpFusion, OpGraph
 from autotune.strategy_space.builders.collectives import ddp_default
@@ -55,7 +55,7 @@ class Optimized:
     before_step_s: float
     bound_s: float
     starts_s: dict[str, float]
-    log: tuple[Kept, ...]
+    log: tuple[Improvement, ...]
     rounds: int
     replays: int
     partial_replays: int
@@ -80,7 +80,6 @@ def optimize(
     speedups: Speedups | None = None,
     allowed: Callable[[Plan], bool] = lambda plan: True,
     memory: Callable[[Workload], Workload] | None = None,
-    lower: Lower = lowered,
 ) -> Optimized:
     """Search the synchronization, and with an op graph the op fusion, with the shortest step.
 
@@ -110,7 +109,7 @@ def optimize(
         fused_s=fused_s or LaunchGaps(),
         speedups=speedups or Speedups(),
     )
-    replays = Replays(problem, lower)
+    replays = Replays(problem)
     first = State(before or ddp_default(workload))
     before_s = replays.step_s(first)
     search = Search(

@@ -1,7 +1,10 @@
-"""The registry of passes that ships, and the states that a search begins with."""
+"""The registry of passes, and the states with which a search begins."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from autotune.errors import InvalidInput
 from autotune.optimizer.coarsen import coarse_fusion
 from autotune.optimizer.passes.compression import ErrorFeedback, MixedPrecision
 from autotune.optimizer.passes.issue_order import CrossStep, IssueOrder
@@ -11,39 +14,52 @@ from autotune.optimizer.passes.synchronizers import Synchronizers
 from autotune.optimizer.passes.tensor_fusion import TensorFusion, TensorSplit
 from autotune.optimizer.starts import started
 from autotune.optimizer.state import Pass, Problem, State
+from autotune.plugins import Registry
 from autotune.profiling.op_graph import OpFusion
 from autotune.strategy_space.strategy import Strategy
 
+PASSES: Registry[Callable[[], Pass]] = Registry("autotune.passes", "pass")
+"""Functions without arguments, such as classes, that create a pass; in the order of their use."""
+PASSES.register("op_fusion", FuseOps)
+PASSES.register("tensor_fusion", TensorFusion)
+PASSES.register("tensor_split", TensorSplit)
+PASSES.register("tensor_partition", Partition)
+PASSES.register("synchronizers", Synchronizers)
+PASSES.register("cross_step", CrossStep)
+PASSES.register("issue_order", IssueOrder)
+PASSES.register("mixed_precision", MixedPrecision)
+PASSES.register("error_feedback", ErrorFeedback)
+
 
 def default_passes() -> list[Pass]:
-    """The registry that ships, in the order in which the passes are asked; a user's own may be put anywhere in it."""
-    return [
-        FuseOps(),
-        TensorFusion(),
-        TensorSplit(),
-        Partition(),
-        Synchronizers(),
-        CrossStep(),
-        IssueOrder(),
-        MixedPrecision(),
-        ErrorFeedback(),
-    ]
+    """The built-in passes, then those of installed plugins.
+
+    Raises `InvalidInput` if a plugin cannot be imported or creates no pass.
+    """
+    passes = []
+    for name, create in PASSES.items():
+        created = create()
+        if not (hasattr(created, "name") and hasattr(created, "propose")):
+            raise InvalidInput(
+                f"a pass needs a name and a method propose, but {name!r} creates {created!r}"
+            )
+        passes.append(created)
+    return passes
 
 
 def all_starts(
     problem: Problem, before: tuple[str, Strategy] | None = None
 ) -> list[tuple[str, State]]:
-    """What the search begins with, `before`, (its name, a strategy), first: so a search that is cut short is no slower than that.
+    """(name, state) of every start. `before` comes first, so that no search ends slower than it.
 
     The layers of the coarsened view are fused from the start (Alg. 1, line 2).
     """
     fusion = OpFusion()
     if problem.graph is not None and problem.speedups.coarsened:
         fusion = coarse_fusion(problem.graph)
-    others = started(problem, fusion)
+    starts = started(problem, fusion)
     if before is None:
-        return others
-    return [
-        (before[0], State(before[1], fusion)),
-        *(entry for entry in others if entry[1].strategy != before[1]),
-    ]
+        return starts
+    name, strategy = before
+    others = [start for start in starts if start[1].strategy != strategy]
+    return [(name, State(strategy, fusion)), *others]

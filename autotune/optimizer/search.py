@@ -1,12 +1,13 @@
-"""Algorithm 1 of dPRO (sec. 5.2): replay, look at the critical path, let the passes propose, keep what the replay says is faster.
+"""Algorithm 1 of dPRO (sec. 5.2): passes propose from the critical path, the replay decides.
 
-Differences from the printed algorithm. It applies every decision of a sweep at once and stops where the step gets no faster. Here a pass
-proposes sweeps and single decisions, each is replayed, and the fastest is kept: a theorem speaks of one chain, the replay of the graph.
-It starts from several strategies instead of one, since the space has more than one valley (within the step and across it), and where
-no pass finds more, random neighbours of the best are replayed until the budget is spent.
+The printed algorithm applies every decision of a sweep at once and stops when the step gets no
+faster. Here a pass proposes sweeps and single decisions; each is replayed, and the fastest is kept:
+a theorem speaks of one chain, the replay of the graph. The search starts from several strategies,
+since the space has several valleys (within the step and across it). If no pass finds a gain, random
+neighbors of the best states are replayed until the budget is spent.
 
-The budget is counted in replays and their ops, not in seconds, so that equal inputs give equal results on any machine, however busy. A far
-limit in seconds cuts a search short where something is wrong; the result says so.
+The budget counts replays and their ops, not seconds, so equal inputs give equal results on any
+machine. A distant limit in seconds ends a faulty search, and the result reports it.
 """
 
 from __future__ import annotations
@@ -26,22 +27,22 @@ from autotune.strategy_space.moves.neighbours import mutate
 from autotune.strategy_space.plan import Plan
 
 GAIN = 1e-5
-"""Share of the step below which a gain is not taken: it would be noise in any trial."""
+"""Share of the step below which a gain is ignored: it would be noise in any trial."""
 CLIMBS = 3
-"""Starting points from which Alg. 1 is run."""
+"""Starts from which Alg. 1 runs."""
 HIDDEN = 5e-4
-"""Share of the computation up to which what is not hidden behind it is not worth a walk among neighbours."""
+"""Exposed share of the computation up to which a walk among neighbors is not worth it."""
 NEIGHBOURS = 8
-"""Random neighbours of a state, of which the fastest is climbed from."""
+"""Random neighbors of a state; the fastest begins a climb."""
 APART = 0.002
-"""Relative difference below which two predicted times say that hardly anything else is sent when."""
+"""Relative difference of predicted times below which two plans are nearly equal."""
 STALE = 12
-"""Climbs without a gain, after which the search ends."""
+"""Climbs without a gain after which the search ends."""
 
 
 @dataclass(frozen=True)
-class Kept:
-    """One entry of the log: what was kept, why, and what it takes."""
+class Improvement:
+    """An entry of the log: a faster state, and the pass or start that found it."""
 
     by: str
     step_s: float
@@ -50,11 +51,12 @@ class Kept:
 
 
 @dataclass
-class Found:
-    """The best states by family (`Strategy.limit`: within the step, across steps one by one or with more in flight) and in all.
+class SearchResult:
+    """The best states, overall and by family.
 
-    `optima`: the fastest that each climb looked at, by plan, without those to avoid and what is less than `APART` from these. `dropped`:
-    proposals outside the space or not enactable.
+    A family is a value of `Strategy.limit`: within the step, across steps with one message in
+    flight, or with more. `optima`: the fastest state of each climb by plan, without plans to avoid
+    and states less than `APART` from these. `dropped`: proposals outside the space or refused.
     """
 
     best: State | None = None
@@ -62,15 +64,17 @@ class Found:
     families: dict[int | None, tuple[float, State]] = field(default_factory=dict)
     optima: dict[str, tuple[float, State]] = field(default_factory=dict)
     starts_s: dict[str, float] = field(default_factory=dict)
-    log: list[Kept] = field(default_factory=list)
+    log: list[Improvement] = field(default_factory=list)
     rounds: int = 0
     dropped: int = 0
     cut_short: bool = False
 
 
 class Search:
-    """One search over one problem. `allowed` may refuse plans beyond what the space and the runtime do. `avoid`: ids of plans that the
-    search may go through, but that are none of its `optima`. `clock`: seconds.
+    """One search over one problem.
+
+    `allowed` may refuse further plans. `avoid`: ids of plans that never become `optima`. `clock`
+    returns seconds.
     """
 
     def __init__(
@@ -84,122 +88,129 @@ class Search:
         clock: Callable[[], float] = time.monotonic,
         avoid: Collection[str] = (),
     ) -> None:
-        self.problem, self.replays, self.passes, self.budget, self.seed, self.allowed = (
-            problem,
-            replays,
-            passes,
-            budget,
-            seed,
-            allowed,
-        )
-        self.found = Found()
-        self._clock, self._avoid = clock, avoid
+        self.problem = problem
+        self.replays = replays
+        self.passes = passes
+        self.budget = budget
+        self.seed = seed
+        self.allowed = allowed
+        self.result = SearchResult()
+        self._clock = clock
+        self._avoid = avoid
         self._avoided_s: list[float] = []
-        self._fastest: tuple[float, State] | None = None  # of the climb that goes on
-        self._began_s, self._replays_before, self._ops_before = clock(), replays.whole, replays.ops
-        self._known: dict[object, float] = {}
+        self._climbed: tuple[float, State] | None = None  # the fastest state of the current climb
+        self._began_s = clock()
+        self._replays_before = replays.whole
+        self._ops_before = replays.ops
+        self._step_s: dict[object, float] = {}
 
-    def run(self, starts: Sequence[tuple[str, State]]) -> Found:
-        """From the fastest of the starts, of every family, by the passes; then among the neighbours of what they found."""
-        scored = []
+    def run(self, starts: Sequence[tuple[str, State]]) -> SearchResult:
+        """Climb from the fastest starts, one of each family at least, then from neighbors."""
+        replayed = []
         for number, (name, state) in enumerate(starts):
             step_s = self.step_s(state)
             if step_s is not None:
-                self.found.starts_s[name] = step_s
+                self.result.starts_s[name] = step_s
                 self._keep(state, step_s, name)
-                scored.append((step_s, number, state))
-        scored.sort(key=lambda entry: entry[:2])
-        firsts: dict[int | None, tuple[float, int, State]] = {}
-        for entry in scored:
-            firsts.setdefault(entry[2].strategy.limit, entry)
-        chosen = list(firsts.values())
-        chosen += [entry for entry in scored if all(entry is not other for other in chosen)][
-            : max(CLIMBS - len(chosen), 0)
-        ]
+                replayed.append((step_s, number, state))
+        replayed.sort(key=lambda start: start[:2])
+        fastest: dict[int | None, tuple[float, int, State]] = {}
+        for start in replayed:
+            fastest.setdefault(start[2].strategy.limit, start)
+        chosen = list(fastest.values())
+        numbers = {number for _, number, _ in chosen}
+        others = [start for start in replayed if start[1] not in numbers]
+        chosen += others[: max(CLIMBS - len(chosen), 0)]
         for step_s, _, state in chosen:
             if not self._spent():
                 self.climb(state, step_s)
         self._wander()
-        return self.found
+        return self.result
 
     def step_s(self, state: State) -> float | None:
-        """The replayed step; None where the state may not be used, or nothing is left of the budget."""
+        """The replayed step; None if the state is not allowed or the budget is spent."""
         if self._spent():
             return None
-        made = self.replays.plan_of(state)
-        key = (made.messages, made.limit, made.ring_order, state.fusion, state.compute_factor)
-        if key not in self._known:
-            outside = self.problem.space.violation(
-                state.strategy, self.problem.workload, self.problem.cluster
-            )
-            if outside is not None or refusal_reason(made) is not None or not self.allowed(made):
-                self.found.dropped += 1
+        plan = self.replays.plan_of(state)
+        key = (plan.messages, plan.limit, plan.ring_order, state.fusion, state.compute_factor)
+        if key not in self._step_s:
+            problem = self.problem
+            outside = problem.space.violation(state.strategy, problem.workload, problem.cluster)
+            if outside is not None or refusal_reason(plan) is not None or not self.allowed(plan):
+                self.result.dropped += 1
                 return None
-            self._known[key] = self.replays.step_s(state, made)
-        return self._known[key]
+            self._step_s[key] = self.replays.step_s(state, plan)
+        return self._step_s[key]
 
     def climb(self, state: State, step_s: float) -> tuple[State, float]:
-        """Rounds of all passes until one keeps nothing."""
-        self._fastest = None
+        """Rounds of all passes until no pass finds a gain."""
+        self._climbed = None
         self._note(state, step_s)
         gained = True
         while gained and not self._spent():
             gained = False
-            self.found.rounds += 1
-            for own in self.passes:
+            self.result.rounds += 1
+            for one_pass in self.passes:
                 if self._spent():
                     break
-                better = self._best_of(own, state, step_s)
+                better = self._best_of(one_pass, state, step_s)
                 if better is not None:
-                    (state, step_s), gained = better, True
-                    self._keep(state, step_s, own.name)
-        if self._fastest is not None:
-            self.found.optima.setdefault(self.replays.plan_of(self._fastest[1]).id, self._fastest)
+                    state, step_s = better
+                    gained = True
+                    self._keep(state, step_s, one_pass.name)
+        if self._climbed is not None:
+            plan_id = self.replays.plan_of(self._climbed[1]).id
+            self.result.optima.setdefault(plan_id, self._climbed)
         return state, step_s
 
     def _note(self, state: State, step_s: float) -> None:
-        """The fastest of this climb that need not be avoided."""
+        """Remember the fastest state of this climb that need not be avoided."""
         if self._avoid and self.replays.plan_of(state).id in self._avoid:
             self._avoided_s.append(step_s)
             return
         apart = all(abs(step_s - avoided_s) >= APART * avoided_s for avoided_s in self._avoided_s)
-        if apart and (self._fastest is None or step_s < self._fastest[0]):
-            self._fastest = step_s, state
+        if apart and (self._climbed is None or step_s < self._climbed[0]):
+            self._climbed = step_s, state
 
-    def _best_of(self, own: Pass, state: State, step_s: float) -> tuple[State, float] | None:
+    def _best_of(self, one_pass: Pass, state: State, step_s: float) -> tuple[State, float] | None:
         best: tuple[State, float] | None = None
         limit_s = step_s * (1 - GAIN)
-        for candidate in own.propose(state, self.replays.path(state)):
-            found_s = self.step_s(candidate)
-            if found_s is None:
+        for candidate in one_pass.propose(state, self.replays.path(state)):
+            candidate_s = self.step_s(candidate)
+            if candidate_s is None:
                 continue
-            self._note(candidate, found_s)
-            if found_s < limit_s:
-                best, limit_s = (candidate, found_s), found_s
+            self._note(candidate, candidate_s)
+            if candidate_s < limit_s:
+                best = (candidate, candidate_s)
+                limit_s = candidate_s
         return best
 
     def _wander(self) -> None:
-        """Climbs from random neighbours of the best states: of the fastest family's two times in three, else of the others in turn."""
+        """Climb from random neighbors of the best states.
+
+        Two times in three they are of the fastest family, otherwise of the others in turn.
+        """
         rng, stale = generator(self.seed, "optimizer"), 0
-        while not self._spent() and self.found.families and stale < STALE and not self._hidden():
-            families = sorted(self.found.families.values(), key=lambda entry: entry[0])
-            turn = 0 if stale % 3 < 2 or len(families) < 2 else 1 + stale // 3 % (len(families) - 1)
-            neighbours = [self._neighbour(families[turn][1], rng) for _ in range(NEIGHBOURS)]
-            scored = [
+        families = self.result.families
+        while not self._spent() and families and stale < STALE and not self._hidden():
+            ranked = sorted(families.values(), key=lambda best: best[0])
+            turn = 0 if stale % 3 < 2 or len(ranked) < 2 else 1 + stale // 3 % (len(ranked) - 1)
+            neighbours = [self._neighbour(ranked[turn][1], rng) for _ in range(NEIGHBOURS)]
+            replayed = [
                 (step_s, number)
                 for number, state in enumerate(neighbours)
                 if (step_s := self.step_s(state)) is not None
             ]
             stale += 1
-            if not scored:
+            if not replayed:
                 continue
-            step_s, number = min(scored)
-            before_s = {limit: own_s for limit, (own_s, _) in self.found.families.items()}
+            step_s, number = min(replayed)
+            before_s = {limit: best_s for limit, (best_s, _) in families.items()}
             self._keep(neighbours[number], step_s, "neighbour")
             self.climb(neighbours[number], step_s)
             if any(
-                own_s < before_s.get(limit, float("inf")) * (1 - GAIN)
-                for limit, (own_s, _) in self.found.families.items()
+                best_s < before_s.get(limit, float("inf")) * (1 - GAIN)
+                for limit, (best_s, _) in families.items()
             ):
                 stale = 0
 
@@ -210,32 +221,27 @@ class Search:
         return state.with_strategy(strategy)
 
     def _hidden(self) -> bool:
-        """Whether the best has next to nothing but its computation left."""
-        best = self.found.best
-        return best is not None and self.found.step_s <= self.problem.workload_of(
-            best
-        ).compute_s * (1 + HIDDEN)
+        """Whether the best step has almost only computation left."""
+        best = self.result.best
+        if best is None:
+            return False
+        compute_s = self.problem.workload_of(best).compute_s
+        return self.result.step_s <= compute_s * (1 + HIDDEN)
 
     def _keep(self, state: State, step_s: float, by: str) -> None:
-        found, family = self.found, state.strategy.limit
-        if family not in found.families or step_s < found.families[family][0]:
-            found.families[family] = (step_s, state)
-        if step_s < found.step_s:
-            found.best, found.step_s = state, step_s
-            found.log.append(
-                Kept(
-                    by,
-                    step_s,
-                    self.replays.whole - self._replays_before,
-                    self._clock() - self._began_s,
-                )
-            )
+        result, family = self.result, state.strategy.limit
+        if family not in result.families or step_s < result.families[family][0]:
+            result.families[family] = (step_s, state)
+        if step_s < result.step_s:
+            result.best = state
+            result.step_s = step_s
+            replays = self.replays.whole - self._replays_before
+            result.log.append(Improvement(by, step_s, replays, self._clock() - self._began_s))
 
     def _spent(self) -> bool:
         if self._clock() - self._began_s > self.budget.seconds:
-            self.found.cut_short = True
-        replays, ops = (
-            self.replays.whole - self._replays_before,
-            self.replays.ops - self._ops_before,
-        )
-        return self.found.cut_short or replays >= self.budget.replays or ops >= self.budget.ops
+            self.result.cut_short = True
+        replays = self.replays.whole - self._replays_before
+        ops = self.replays.ops - self._ops_before
+        spent = replays >= self.budget.replays or ops >= self.budget.ops
+        return self.result.cut_short or spent

@@ -1,4 +1,4 @@
-"""Where the search starts: the field's hand-made strategies and the exact best cuts of the closed form, best first by replay."""
+"""Starts of a search: hand-made strategies, best cuts and even buckets, best estimate first."""
 
 from __future__ import annotations
 
@@ -26,29 +26,26 @@ EVEN_BYTES = (2**18, 2**19, 2**20, 2**21, 2**22)
 
 
 def started(problem: Problem, fusion: OpFusion) -> list[tuple[str, State]]:
-    """(name, state), each strategy once, the shortest estimate first; all lie in the problem's space. `fusion` is what they begin with.
+    """(name, state) of each strategy in the space, the shortest estimate first, with this fusion.
 
-    None is left out by its estimate: that of one channel was seen to be four times the replay of two threads and lanes.
+    All are kept: estimates with one channel were up to four times the replay with threads and
+    lanes.
     """
-    found: dict[Strategy, str] = {}
-    estimated: dict[Strategy, float] = {}
-    seeds = seed_strategies(problem.workload, problem.cluster, problem.space)
+    workload, cluster, space = problem.workload, problem.cluster, problem.space
+    names: dict[Strategy, str] = {}
+    seeds = seed_strategies(workload, cluster, space)
     for name, strategy in [*seeds, *_best_cuts(problem, fusion), *_even_buckets(problem, fusion)]:
-        if problem.space.contains(strategy, problem.workload, problem.cluster):
-            found.setdefault(strategy, name)
-            estimated.setdefault(strategy, _estimated_s(strategy, problem))
-    return [
-        (found[strategy], State(strategy, fusion))
-        for strategy in sorted(found, key=lambda own: estimated[own])
-    ]
+        if space.contains(strategy, workload, cluster):
+            names.setdefault(strategy, name)
+    estimated_s = {strategy: _estimated_s(strategy, problem) for strategy in names}
+    ranked = sorted(names, key=lambda strategy: estimated_s[strategy])
+    return [(names[strategy], State(strategy, fusion)) for strategy in ranked]
 
 
 def _estimated_s(strategy: Strategy, problem: Problem) -> float:
-    """The step by the closed form of one channel, which takes a fraction of a replay."""
-    workload = problem.workload
-    times = MessageTimes.of(
-        plan(strategy, workload, problem.cluster.world_size), workload, problem.cluster
-    )
+    """The step by the closed form of one channel, which is much faster than a replay."""
+    workload, cluster = problem.workload, problem.cluster
+    times = MessageTimes.of(plan(strategy, workload, cluster.world_size), workload, cluster)
     if strategy.cross_step:
         return times.period_s
     sent_s = float(channel_ends_s(times.ready_s, times.cost_s)[-1])
@@ -56,40 +53,45 @@ def _estimated_s(strategy: Strategy, problem: Problem) -> float:
 
 
 def _even_buckets(problem: Problem, fusion: OpFusion) -> Iterator[tuple[str, Strategy]]:
-    """Messages of about one size across the step, in the planned order and with as many in flight as the space allows, where sizes matter
-    less than that something is always under way: by all-reduce and on servers.
+    """Messages of about one size across the step, by all-reduce and through servers.
+
+    They have the planned order and as many in flight as the space allows. They suit cases in which
+    a busy channel matters more than sizes.
     """
     space = problem.space
     if not space.cross_step:
         return
     timed, cluster = _timed(problem, fusion), problem.cluster
     for size in EVEN_BYTES:
-        ways = {
+        builders = {
             Synchronizer.ALL_REDUCE: partial(large_alone, timed, size, size),
             Synchronizer.PARAMETER_SERVER: partial(served_in_buckets, timed, cluster, size),
         }
-        for synchronizer, made in ways.items():
-            if synchronizer in space.synchronizers and space.contains(
-                buckets := made(), problem.workload, cluster
-            ):
+        for synchronizer, build in builders.items():
+            if synchronizer not in space.synchronizers:
+                continue
+            buckets = build()
+            if space.contains(buckets, problem.workload, cluster):
                 across = in_planned_order(buckets, timed, cluster, ORDER_NODES)
                 name = f"{synchronizer}, buckets of {size // 1024} KiB, across steps"
                 yield name, replace(across, in_flight=space.most_in_flight)
 
 
 def _timed(problem: Problem, fusion: OpFusion) -> Workload:
-    return (
-        problem.workload
-        if problem.graph is None
-        else problem.graph.workload(fusion, problem.fused_s)
-    )
+    if problem.graph is None:
+        return problem.workload
+    return problem.graph.workload(fusion, problem.fused_s)
 
 
 def _best_cuts(problem: Problem, fusion: OpFusion) -> Iterator[tuple[str, Strategy]]:
-    """For every collective of the space the best messages of consecutive groups, within the step and, in the planned order, across it."""
+    """The best messages of consecutive groups by every collective of the space.
+
+    They are sent within the step and, in the planned order, across it.
+    """
     rates, space = Rates(problem.cluster), problem.space
     timed = _timed(problem, fusion)
     levels = (False, True) if space.hierarchy_for(problem.cluster) else (False,)
+    most = space.most_in_flight
     for synchronizer in COLLECTIVES:
         if synchronizer not in space.synchronizers:
             continue
@@ -102,11 +104,9 @@ def _best_cuts(problem: Problem, fusion: OpFusion) -> Iterator[tuple[str, Strate
             if space.cross_step:
                 across = in_planned_order(strategy, timed, problem.cluster, ORDER_NODES)
                 yield f"{name}, across steps", across
-                if space.most_in_flight > 1:
-                    yield (
-                        f"{name}, across steps, {space.most_in_flight} in flight",
-                        replace(across, in_flight=space.most_in_flight),
-                    )
+                if most > 1:
+                    in_flight = replace(across, in_flight=most)
+                    yield f"{name}, across steps, {most} in flight", in_flight
 
 
 def _cost_s(rates: Rates, kind: MessageKind, sizes_bytes: FloatArray) -> FloatArray:

@@ -1,4 +1,4 @@
-"""What the search changes (`State`), what it is told about it (`CriticalPath`), and what makes proposals (`Pass`).
+"""The search's state, the critical path that a replay shows, and the interface of a pass.
 
 | symbol | meaning |
 |---|---|
@@ -26,11 +26,12 @@ from autotune.workload import Workload
 
 @dataclass(frozen=True)
 class Speedups:
-    """What makes the search fast (dPRO, sec. 5.3), each to be switched off for the ablation.
+    """Techniques that make the search fast (dPRO, sec. 5.3); the ablation switches each off.
 
-    `coarsened`: ops without a tensor join a layer, tensors of one op stay together. `partial`: a message's time is replayed alone and
-    remembered by its kind and size, instead of with the whole step. `symmetry`: one of equal workers is replayed, and what is decided
-    for a place in one block is decided for that place in all blocks that repeat it.
+    `coarsened`: ops without a tensor join a layer, and the tensors of one op stay together.
+    `partial`: a message's time is replayed alone, and remembered by its kind and size. `symmetry`:
+    one of equal workers is replayed, and a decision for a place in one block holds for that place
+    in all repeated blocks.
     """
 
     coarsened: bool = True
@@ -40,7 +41,7 @@ class Speedups:
 
 @dataclass(frozen=True)
 class Problem:
-    """What is optimized. With an op graph, `workload` must be the graph's own with nothing fused."""
+    """The input of a search. With an op graph, `workload` is the graph's own without fusion."""
 
     workload: Workload
     cluster: Cluster
@@ -54,28 +55,31 @@ class Problem:
             v.name for v in self.graph.workload().variables
         ]:
             raise InvalidInput(
-                f"the op graph of {self.graph.model!r} has other variables than the workload, or in another order"
+                f"the op graph of {self.graph.model!r} has other variables than the workload, "
+                "or in another order"
             )
 
     def groups(self) -> list[list[int]]:
-        """Positions of variables that are never separated: those of one op, or each alone without the coarsened view."""
+        """Positions of variables that are never separated.
+
+        They are the variables of one op, or single ones without the coarsened view.
+        """
         if self.speedups.coarsened:
             return tensor_groups(self.workload, self.graph)
         return [[position] for position in range(len(self.workload.variables))]
 
     def workload_of(self, state: State) -> Workload:
-        """The workload with the times that the state's kernels give."""
-        made = self.workload
+        """The workload with the times of the state's kernels."""
+        workload = self.workload
         if self.graph is not None and (state.fusion.forward or state.fusion.backward):
-            made = replace(
-                self.graph.workload(state.fusion, self.fused_s), update_s=self.workload.update_s
-            )
-        return made if state.compute_factor == 1 else scaled(made, state.compute_factor)
+            fused = self.graph.workload(state.fusion, self.fused_s)
+            workload = replace(fused, update_s=self.workload.update_s)
+        return workload if state.compute_factor == 1 else scaled(workload, state.compute_factor)
 
 
 @dataclass
 class Known:
-    """What was worked out of a state for one problem; no part of its identity."""
+    """A state's plan and draft for one problem; not part of the state's identity."""
 
     plan: Plan | None = None
     planned_for: Problem | None = None
@@ -85,8 +89,10 @@ class Known:
 
 @dataclass(frozen=True)
 class State:
-    """One point of the search. `compute_factor`: what forward and backward pass take, times what was measured; a pass that changes it
-    must have been given it by the caller. `assumed`: which figures in it nobody measured.
+    """One point of the search.
+
+    `compute_factor`: factor of the measured times of both passes; a pass that changes it must get
+    it from the caller. `assumed`: figures behind the state that nobody measured.
     """
 
     strategy: Strategy
@@ -104,12 +110,14 @@ class State:
 
 @dataclass(frozen=True, eq=False)
 class CriticalPath:
-    """What a replay of a state showed; times are seconds from the start of the backward pass.
+    """The critical path of a replayed state; times are seconds from the start of the backward pass.
 
-    - `ops`: numbers of the graph's ops whose backward parts bound the step, in the order of their execution; () without a graph.
+    - `ops`: the graph's ops whose backward parts bound the step, in execution order; () without a
+      graph.
     - `messages`: numbers of the messages on the critical path, in its order.
-    - `ready_s`, `start_s`, `end_s`, shape (M,): when the last gradient of a message is there, and when it is under way.
-    - `sync_s`: seconds of some messages that are sent one after the other and nothing else, by partial replay (t_sync).
+    - `ready_s`, `start_s`, `end_s` (M,): when the last gradient of a message is ready, and when the
+      message starts and ends.
+    - `sync_s`: seconds of some messages alone, one after the other, by partial replay (t_sync).
     """
 
     problem: Problem
@@ -127,8 +135,9 @@ class CriticalPath:
 class Pass(Protocol):
     """One optimization technique: from a state and its critical path to states that may be faster.
 
-    Each must be a state of the same workload whose strategy lies in the problem's space; others are dropped and counted. The
-    replay decides: a pass need not know whether its proposals pay, but should make few (they are looked at in its order).
+    Proposals have the same workload and a strategy in the problem's space; the search drops and
+    counts others. The replay decides, so a pass need not know whether a proposal pays. It should
+    propose few; the search replays them in their order.
     """
 
     @property
@@ -160,11 +169,9 @@ def scaled(workload: Workload, factor: float) -> Workload:
 
 
 def planned(state: State, problem: Problem) -> Plan:
-    """The state's plan, made once."""
+    """The state's plan, which is computed once."""
     known = state.known
     if known.plan is None or known.planned_for is not problem:
-        known.plan, known.planned_for = (
-            plan(state.strategy, problem.workload, problem.cluster.world_size),
-            problem,
-        )
+        known.plan = plan(state.strategy, problem.workload, problem.cluster.world_size)
+        known.planned_for = problem
     return known.plan

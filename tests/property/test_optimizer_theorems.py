@@ -1,4 +1,4 @@
-"""Theorems 1 to 3 of dPRO against a replay of the chain of two ops and two tensors that they speak of."""
+"""Theorems 1 to 3 of dPRO against a replay of their chain of two ops and two tensors."""
 
 from __future__ import annotations
 
@@ -11,12 +11,9 @@ from autotune.dfg.graph import Kind
 from autotune.dfg.replay import replay
 from autotune.optimizer.theorems import (
     both_fusions_pay,
-    end_op_fused_s,
-    end_s,
     end_tensor_fused_s,
     op_fusion_pays,
     tensor_fusion_pays,
-    tensor_fusion_pays_printed,
 )
 
 TIMES = st.integers(0, 40).map(
@@ -24,10 +21,32 @@ TIMES = st.integers(0, 40).map(
 )  # sums of eighths are exact, so that equal times are equal
 
 
+def end_s(
+    start_s: float, p1_s: float, p2_s: float, free_s: float, t1_s: float, t2_s: float
+) -> float:
+    """T without any fusion."""
+    first_s = max(free_s, start_s + p1_s) + t1_s
+    return max(first_s, start_s + p1_s + p2_s) + t2_s
+
+
+def end_op_fused_s(
+    start_s: float, fused_s: float, free_s: float, t1_s: float, t2_s: float
+) -> float:
+    """T with the ops fused and the tensors not: both are ready when the fused op ends."""
+    return max(free_s, start_s + fused_s) + t1_s + t2_s
+
+
+def tensor_fusion_pays_printed(
+    first_end_s: float, computed_s: float, t2_s: float, t12_s: float
+) -> bool:
+    """Theorem 2 as printed: e1 > c2 + t12 - t2."""
+    return first_end_s > computed_s + t12_s - t2_s
+
+
 def replayed_end_s(
     ops_s: list[float], tensors_s: list[float], ready: list[int], start_s: float, free_s: float
 ) -> float:
-    """When the last tensor of the chain is synchronized: tensor i is sent when op `ready[i]` has ended, in order, one at a time."""
+    """The end of the last tensor; tensor i is sent behind op `ready[i]`, in order, one at a time."""
     builder = DfgBuilder()
     device, channel = builder.queue("device"), builder.queue("channel")
     op = builder.op("before", device, start_s, Kind.BACKWARD)

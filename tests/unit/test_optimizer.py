@@ -1,9 +1,11 @@
-"""The search by replay: what it returns can be enacted, is no slower than what it began with, and is the same every time."""
+"""The search by replay: results are enactable, no slower than the starts, and reproducible."""
 
 from __future__ import annotations
 
+import importlib
 import re
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -11,13 +13,15 @@ from typing import Any
 
 import pytest
 
+from autotune.canonical import canonical_json
+from autotune.cli import main
 from autotune.cluster import Cluster, Host
 from autotune.errors import InvalidInput
 from autotune.lowering.replayed import LoweredSteps
 from autotune.optimizer.budget import Budget
 from autotune.optimizer.optimize import Optimized, optimize
 from autotune.optimizer.passes.compression import MixedPrecision
-from autotune.optimizer.registry import default_passes
+from autotune.optimizer.registry import PASSES, default_passes
 from autotune.optimizer.search import APART
 from autotune.optimizer.state import CriticalPath, Speedups, State
 from autotune.optimizer.suggest import NEAR, suggestions
@@ -336,3 +340,63 @@ def test_the_memory_pass_comes_first_and_changes_what_is_optimized() -> None:
 
     found = optimize(chain().workload(), NETWORK, budget=SMALL, memory=recompute)
     assert found.predicted_step_s >= slower.workload().compute_s
+
+
+PLUGIN = """
+asked = []
+
+
+class Watched:
+    name = "watched"
+
+    def propose(self, state, path):
+        asked.append(state)
+        return []
+
+
+def nothing():
+    return None
+"""
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """Install a distribution whose entry point adds this object of a module as a pass."""
+
+    def install_pass(name: str) -> None:
+        metadata = tmp_path / "watch-1.0.dist-info"
+        metadata.mkdir()
+        (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: watch\nVersion: 1.0\n")
+        (metadata / "entry_points.txt").write_text(f"[autotune.passes]\nown = watch_pass:{name}\n")
+        (tmp_path / "watch_pass.py").write_text(PLUGIN)
+        monkeypatch.syspath_prepend(str(tmp_path))
+        monkeypatch.setattr(PASSES, "_plugins", None)
+
+    yield install_pass
+    PASSES._entries.pop("own", None)
+    sys.modules.pop("watch_pass", None)
+
+
+def test_a_pass_of_a_plugin_takes_part_in_the_search_and_in_the_command(
+    install: Callable[[str], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    install("Watched")
+    asked: list[State] = importlib.import_module("watch_pass").asked
+    workload = chain(1).workload()
+    optimize(workload, NETWORK, budget=SMALL)
+    counts = [len(asked)]
+    suggestions(LoweredSteps(workload, NETWORK), SearchSpace.default(), budget=SMALL)
+    counts.append(len(asked))
+    (tmp_path / "workload.json").write_text(canonical_json(workload))
+    (tmp_path / "cluster.yaml").write_text(
+        "name: two\nhosts:\n  - {name: a, bandwidth: 1Gbit/s}\n  - {name: b, bandwidth: 1Gbit/s}\n"
+    )
+    words = [str(tmp_path / "workload.json"), "--cluster", str(tmp_path / "cluster.yaml")]
+    assert main(["optimize", *words]) == 0
+    assert 0 < counts[0] < counts[1] < len(asked)
+
+
+def test_a_plugin_that_creates_no_pass_is_refused(install: Callable[[str], None]) -> None:
+    install("nothing")
+    with pytest.raises(InvalidInput, match="a pass needs a name .* 'own' creates None"):
+        default_passes()

@@ -1,1 +1,1 @@
-"""The passes that ship with the optimizer. A user's own is any object with a name and `propose` (`state.Pass`)."""
+"""The built-in passes of the optimizer; plugins add others (`registry.PASSES`)."""

@@ -1,4 +1,4 @@
-"""Compression of what is sent: mixed precision, and the other compressors of a space. Lossy, so only where the space has them."""
+"""Compression of gradients by mixed precision and by the other compressors of a space."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from autotune.strategy_space.space import CompressorSetting
 from autotune.strategy_space.strategy import CASTS, Shard, SparseHandling
 
 PORTIONS = 2
-"""Settings of a compressor that are proposed, those with the shortest t_sync first."""
+"""Proposed settings of a compressor, the shortest t_sync first."""
 
 
 @dataclass(frozen=True)
 class MixedPrecision:
-    """Gradients travel as fp16 or bf16, all of them or those on the critical path.
+    """Send gradients as fp16 or bf16, all of them or those on the critical path.
 
-    The computation is scaled only by a factor that the caller measured (`compute_factor`: time in mixed precision over time in full):
-    what half precision does to kernels is a property of the device and the model, and no rule of thumb stands in for it. Changing the
-    computation is the script's business; the states that assume it say so.
+    `compute_factor`: time of the computation in mixed precision by its time in full precision, as
+    the caller measured it. No rule of thumb replaces it, since it depends on the device and the
+    model. Only the script can change the computation; states that assume the factor state it.
     """
 
     compute_factor: float | None = None
@@ -32,7 +32,8 @@ class MixedPrecision:
     def __post_init__(self) -> None:
         if self.compute_factor is not None and not 0 < self.compute_factor < float("inf"):
             raise InvalidInput(
-                f"a measured factor of the computation must be finite and above 0, but is {self.compute_factor}"
+                "a measured factor of the computation must be finite and above 0, "
+                f"but is {self.compute_factor}"
             )
 
     def propose(self, state: State, path: CriticalPath) -> Iterable[State]:
@@ -43,17 +44,19 @@ class MixedPrecision:
                 shards = _compressed(path, portion, CompressorSetting(kind))
                 if not shards:
                     continue
-                found = state.with_strategy(like(state, path.problem, shards))
-                yield found
-                if self.compute_factor is not None and state.compute_factor == 1:
-                    note = f"computation in mixed precision takes {self.compute_factor:g} of its time, as the caller measured"
-                    yield replace(
-                        found, compute_factor=self.compute_factor, assumed=(*state.assumed, note)
+                cast = state.with_strategy(like(state, path.problem, shards))
+                yield cast
+                factor = self.compute_factor
+                if factor is not None and state.compute_factor == 1:
+                    note = (
+                        f"computation in mixed precision takes {factor:g} of its time, "
+                        "as the caller measured"
                     )
+                    yield replace(cast, compute_factor=factor, assumed=(*state.assumed, note))
 
 
 class ErrorFeedback:
-    """The compressors that keep what they left out (int8, top-k, PowerSGD), where they shorten t_sync, compression included."""
+    """Use compressors with error feedback (int8, top-k, PowerSGD) if they shorten t_sync."""
 
     name = "error feedback compression"
 
@@ -61,7 +64,7 @@ class ErrorFeedback:
         for kind in path.problem.space.compressors:
             if not kind.error_feedback:
                 continue
-            found: list[tuple[float, int, dict[int, Shard]]] = []
+            ranked: list[tuple[float, int, dict[int, Shard]]] = []
             for setting in path.problem.space.settings_of(kind):
                 shards = {
                     n: shard
@@ -73,8 +76,8 @@ class ErrorFeedback:
                     - path.sync_s([_as(path.plan.messages[n], s)])
                     for n, s in shards.items()
                 )
-                found.append((-gain_s, len(found), shards))
-            for _, _, shards in sorted(found)[:PORTIONS]:
+                ranked.append((-gain_s, len(ranked), shards))
+            for _, _, shards in sorted(ranked)[:PORTIONS]:
                 if shards:
                     yield state.with_strategy(like(state, path.problem, shards))
 
@@ -87,8 +90,8 @@ class ErrorFeedback:
 def _compressed(
     path: CriticalPath, numbers: Iterable[int], setting: CompressorSetting
 ) -> dict[int, Shard]:
-    """Those of the messages that can be compressed so and are not yet, with the shard that says it."""
-    found = {}
+    """The messages that can be compressed this way and are not yet, each with its new shard."""
+    shards = {}
     for number in numbers:
         message = path.plan.messages[number]
         allowed = setting.compressor in path.problem.space.compressors_for(message.dtype)
@@ -101,8 +104,8 @@ def _compressed(
             shard = Shard(
                 message.synchronizer, placement=placement, hierarchical=message.hierarchical
             )
-            found[number] = replace(shard, **setting._asdict())
-    return found
+            shards[number] = replace(shard, **setting._asdict())
+    return shards
 
 
 def _as(message: Message, shard: Shard) -> Message:

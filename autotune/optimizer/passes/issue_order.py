@@ -1,7 +1,7 @@
-"""The issue order, and whether synchronization may run into the next forward pass: one without the other hardly gains.
+"""The issue order, and synchronization across the step; either alone gains little.
 
-Carlier's search (`strategy_space.cross_step`) finds the best order of the closed form, one channel with heads and tails. Here it is
-asked with the durations that the replay showed, and moves around the message that ends last correct it by replay.
+Carlier's search (`costs.issue_order`) finds the best order for one channel with heads and tails.
+Here it gets the durations from the replay. Moves around the message that ends last correct it.
 """
 
 from __future__ import annotations
@@ -17,14 +17,13 @@ from autotune.optimizer.edits import draft_of, reordered
 from autotune.optimizer.state import CriticalPath, State
 
 NODES = 60
-"""Orders that one search looks at."""
+"""Orders that one search examines."""
 MOVES = 6
-"""Moves of one message that are proposed around the end of the critical path."""
+"""Proposed moves of one message around the end of the critical path."""
 
 
 class CrossStep:
-    """Synchronization runs into the next forward pass, in the order that suits it, with one message in flight or more; or it ends within
-    the step, in ready order."""
+    """Send across the step in the best order, with one or more messages in flight, or within it."""
 
     name = "cross-step overlap"
 
@@ -46,7 +45,7 @@ class CrossStep:
 
 
 class IssueOrder:
-    """Other orders of the messages of a plan across steps."""
+    """Reorder the messages of a plan across steps."""
 
     name = "issue order"
 
@@ -69,7 +68,7 @@ class IssueOrder:
 
     @staticmethod
     def _needed_s(path: CriticalPath) -> np.ndarray:
-        """When the first variable of a message is read, from the start of the forward pass, shape (M,)."""
+        """When the first variable of each message is read in the forward pass, shape (M,)."""
         needed_s, index = needed_times_s(path.workload), path.workload.index
         return np.array(
             [
@@ -80,7 +79,7 @@ class IssueOrder:
 
     @staticmethod
     def _moves(state: State, path: CriticalPath, tail_s: np.ndarray) -> Iterable[State]:
-        """The message that determines the period goes before one that is less urgent, or that one goes behind it."""
+        """Move the message that determines the period before a less urgent one, or vice versa."""
         last = int(np.argmax(path.end_s + tail_s))
         before = [n for n in range(last - 1, -1, -1) if tail_s[n] < tail_s[last]]
         order = list(range(len(tail_s)))

@@ -1,4 +1,4 @@
-"""Op fusion by Theorem 1, with the tensors of the fused ops by Theorem 3."""
+"""Op fusion by Theorem 1, and fusion of the ops' tensors by Theorem 3."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ Run = tuple[int, int]
 
 
 class FuseOps:
-    """Alg. 1, lines 5 to 10: along the computation on the critical path, fuse an op with the one before where Theorem 1 says so.
+    """Alg. 1, lines 5 to 10: fuse critical ops with the op before if Theorem 1 recommends it.
 
-    Neighbours are fused only along an edge of the graph, and only where that saves time at all: Theorem 1 alone would also fuse ops
-    for which it makes no difference. Fusing in the forward pass delays no gradient; it is proposed for all neighbours that it helps,
-    and the replay says whether variables that are then needed earlier spoil it across steps.
+    Ops are fused only along an edge of the graph, and only if that saves time: Theorem 1 alone
+    would also fuse ops without any effect. Fusion in the forward pass delays no gradient, so it is
+    proposed for all neighbors that it helps. The replay decides whether variables that are then
+    needed earlier spoil it across steps.
     """
 
     name = "op fusion"
@@ -44,11 +45,11 @@ class FuseOps:
     def _sweep(
         graph: OpGraph, state: State, path: CriticalPath
     ) -> tuple[list[int], list[tuple[int, tuple[int, int]]]]:
-        """(numbers of the ops to be fused with the one behind them, [(how many fusions before, pair of messages to be fused)])."""
+        """(ops to fuse with the next one, [(number of earlier fusions, messages to fuse)])."""
         problem, critical = path.problem, set(path.ops)
         ends_at = messages_of_ops(graph, path)
         runs = OpFusion.runs(state.fusion.backward, len(graph.ops))[::-1]  # in backward order
-        found: list[int] = []
+        fused: list[int] = []
         tensors: list[tuple[int, tuple[int, int]]] = []
         held = runs[0]
         for run in runs[1:]:
@@ -62,7 +63,7 @@ class FuseOps:
             if not (pays and run[0] in critical and run[1] - 1 in graph.predecessors[run[1]]):
                 held = run
                 continue
-            found.append(run[1] - 1)
+            fused.append(run[1] - 1)
             others = [n for op in range(*run) for n in ends_at.get(op, ())]
             if (
                 waiting
@@ -72,36 +73,33 @@ class FuseOps:
                 one, two = (path.plan.messages[n] for n in (waiting[-1], others[0]))
                 times = (path.sync_s([one]), path.sync_s([two]), path.sync_s([joined([one, two])]))
                 if both_fusions_pay(p1_s, p2_s, fused_s, *times):
-                    tensors.append((len(found) - 1, (waiting[-1], others[0])))
+                    tensors.append((len(fused) - 1, (waiting[-1], others[0])))
             held = both
-        return found, tensors
+        return fused, tensors
 
 
 def messages_of_ops(graph: OpGraph, path: CriticalPath) -> dict[int, list[int]]:
-    """Number of an op -> the messages whose last gradient it makes."""
-    found: dict[int, list[int]] = {}
+    """Number of an op -> the messages whose last gradient it computes."""
+    by_op: dict[int, list[int]] = {}
     for number, message in enumerate(path.plan.messages):
         op = min(graph.op_of_variable[part.variable] for part in message.slices)
-        found.setdefault(op, []).append(number)
-    return found
+        by_op.setdefault(op, []).append(number)
+    return by_op
 
 
 def _saving(graph: OpGraph, fused: frozenset[int], path: CriticalPath) -> frozenset[int]:
-    """Ops of the forward pass to be fused with the one behind them, greedily from the first."""
-    found, fused_s = [], path.problem.fused_s
+    """Ops of the forward pass to fuse with the next one, greedily from the first."""
+    saving = []
+    fused_s = path.problem.fused_s
     runs = OpFusion.runs(fused, len(graph.ops))
     held = runs[0]
     for run in runs[1:]:
-        apart_s, both = (
-            sum(fused_s(graph.ops[a:b], False) for a, b in (held, run)),
-            (held[0], run[1]),
-        )
-        if (
-            run[0] - 1 in graph.predecessors[run[0]]
-            and fused_s(graph.ops[both[0] : both[1]], False) < apart_s
-        ):
-            found.append(run[0] - 1)
+        apart_s = sum(fused_s(graph.ops[a:b], False) for a, b in (held, run))
+        both = (held[0], run[1])
+        joined_s = fused_s(graph.ops[both[0] : both[1]], False)
+        if run[0] - 1 in graph.predecessors[run[0]] and joined_s < apart_s:
+            saving.append(run[0] - 1)
             held = both
         else:
             held = run
-    return frozenset(found)
+    return frozenset(saving)

@@ -1,4 +1,4 @@
-"""Tensor partition: OPTPARTNUM of Alg. 1, the number of parts that synchronizes a tensor fastest, by a grid over partial replay."""
+"""Tensor partition: OPTPARTNUM of Alg. 1, by a grid of partial replays."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from autotune.strategy_space.plan import Message
 from autotune.strategy_space.strategy import ROOTED, Shard, SparseHandling
 
 GRID = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
-"""Numbers of parts that are tried, as far as the variable's rows and the space allow."""
+"""Tried numbers of parts, as far as the variable's rows and the space allow."""
 TENSORS = 4
-"""Tensors on the critical path for which a number of parts is looked for, the largest first."""
+"""Tensors on the critical path that are examined, the largest first."""
 URGENT = (2, 4, 8)
-"""Parts that are proposed across steps: what is urgent then need not wait for the whole of a large tensor."""
+"""Parts proposed across steps, so that urgent messages need not wait for a large tensor."""
 
 
 class Partition:
-    """Tensors that travel alone are cut evenly by OPTPARTNUM; parts on servers go to the servers that would be done first.
+    """Cut tensors with messages of their own evenly by OPTPARTNUM.
 
-    t_sync knows one tensor only. Across steps parts also let urgent messages pass, so some cuts are proposed there whatever t_sync
-    says, and the replay decides.
+    Parts on servers go to the servers that would finish first. t_sync considers a single tensor.
+    Across steps, parts also let urgent messages pass, so some cuts are proposed whatever t_sync is.
     """
 
     name = "tensor partition"
@@ -36,33 +36,36 @@ class Partition:
         }
         if best:
             yield state.with_strategy(
-                cut_variables(state, path.problem, self._alike(best, state, path))
+                cut_variables(state, path.problem, self._with_repeats(best, state, path))
             )
         if len(best) > 1:
             for position, count in best.items():
                 yield state.with_strategy(
-                    cut_variables(state, path.problem, self._alike({position: count}, state, path))
+                    cut_variables(
+                        state, path.problem, self._with_repeats({position: count}, state, path)
+                    )
                 )
         if state.strategy.cross_step:
             for position, now in list(tensors.items())[:2]:
                 for count in URGENT:
                     if count != now and self._parts(state, path, position, count) is not None:
-                        found = state.with_strategy(
-                            cut_variables(state, path.problem, {position: count})
-                        )
-                        yield found.with_strategy(
-                            replanned(found, path.problem)
-                        )  # parts one behind the other let nothing pass
+                        cut = cut_variables(state, path.problem, {position: count})
+                        parts = state.with_strategy(cut)
+                        # in the old order the parts would follow each other and let nothing pass
+                        yield parts.with_strategy(replanned(parts, path.problem))
 
     @staticmethod
     def _tensors(state: State, path: CriticalPath) -> dict[int, int]:
-        """Position of each dense variable on the critical path that travels alone -> its parts now; the largest, largest first."""
+        """Position -> number of parts, of the largest critical dense variables, largest first.
+
+        The variables have messages of their own.
+        """
         index, variables = path.problem.workload.index, path.problem.workload.variables
         alone: dict[int, int] = {}
         for number in path.messages:
             message = path.plan.messages[number]
             position = index[message.slices[0].variable]
-            if message.sparse is SparseHandling.DENSE and travels_alone(
+            if message.sparse is SparseHandling.DENSE and has_own_messages(
                 state, variables[position].name
             ):
                 alone[position] = len(state.strategy.by_name[variables[position].name].shards)
@@ -70,13 +73,13 @@ class Partition:
         return {position: alone[position] for position in largest[:TENSORS]}
 
     def _optimal(self, state: State, path: CriticalPath, position: int, now: int) -> int:
-        """k* of the grid; the number of parts at present where nothing is faster."""
-        known = {
+        """k* of the grid; `now`, the present number of parts, if nothing is faster."""
+        messages = {
             count: parts
             for count in {*GRID, now}
             if (parts := self._parts(state, path, position, count)) is not None
         }
-        times = {count: path.sync_s(parts) for count, parts in sorted(known.items())}
+        times = {count: path.sync_s(parts) for count, parts in sorted(messages.items())}
         if now not in times:  # cut along another axis: leave it
             return now
         best = min(times, key=lambda count: (times[count], count))
@@ -93,27 +96,27 @@ class Partition:
         return parts
 
     @staticmethod
-    def _alike(wanted: dict[int, int], state: State, path: CriticalPath) -> dict[int, int]:
-        """By symmetry the same for variables at the same place of other blocks that travel alone, too."""
+    def _with_repeats(wanted: dict[int, int], state: State, path: CriticalPath) -> dict[int, int]:
+        """By symmetry, the same for variables at the same place of other blocks."""
         if not path.problem.speedups.symmetry:
             return wanted
         index = path.problem.workload.index
         alone: dict[tuple[object, ...], list[int]] = {}
         of_position: dict[int, tuple[object, ...]] = {}
         for message in path.plan.messages:
-            if message.sparse is SparseHandling.DENSE and travels_alone(
+            if message.sparse is SparseHandling.DENSE and has_own_messages(
                 state, message.slices[0].variable
             ):
                 position = index[message.slices[0].variable]
                 of_position.setdefault(position, signature(message))
                 alone.setdefault(of_position[position], []).append(position)
-        found = dict(wanted)
+        counts = dict(wanted)
         for position, count in wanted.items():
             for other in alone.get(of_position.get(position, ()), ()):
-                found.setdefault(other, count)
-        return found
+                counts.setdefault(other, count)
+        return counts
 
 
-def travels_alone(state: State, variable: str) -> bool:
-    """Whether no shard of the variable shares a message with another one: others may although one of them has its own."""
+def has_own_messages(state: State, variable: str) -> bool:
+    """Whether no shard of the variable shares a message with another variable."""
     return all(shard.group is None for shard in state.strategy.by_name[variable].shards)

@@ -1,4 +1,4 @@
-"""Which primitive carries a message, by its time alone (partial replay)."""
+"""The synchronizer of each message, by the time of the message alone (partial replay)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SIZES = 8
 
 
 class Synchronizers:
-    """For the messages on the critical path the primitive with the shortest t_sync; for all messages the one that is shortest in sum."""
+    """Propose the synchronizer with the shortest t_sync, by message and for all messages."""
 
     name = "synchronizer"
 
@@ -31,7 +31,7 @@ class Synchronizers:
         if len(options) < 2 or not dense:
             return
         times = self._times(path, dense, options)
-        each = {n: options[own.index(min(own))] for n, own in times.items()}
+        each = {n: options[seconds.index(min(seconds))] for n, seconds in times.items()}
         changed = {
             n: self._shard(state, path, n, each[n])
             for n in dense
@@ -42,7 +42,7 @@ class Synchronizers:
         critical = {n: shard for n, shard in changed.items() if n in set(path.messages)}
         if critical and len(critical) < len(changed):
             yield state.with_strategy(like(state, path.problem, critical))
-        totals = [sum(own[number] for own in times.values()) for number in range(len(options))]
+        totals = [sum(each_s) for each_s in zip(*times.values(), strict=True)]
         for number in sorted(range(len(options)), key=lambda at: (totals[at], at))[:2]:
             yield state.with_strategy(
                 like(
@@ -65,37 +65,34 @@ class Synchronizers:
     def _times(
         self, path: CriticalPath, dense: Sequence[int], options: Sequence[Shard]
     ) -> dict[int, list[float]]:
-        """t_sync of every message by every option: replayed at some sizes from the smallest to the largest, and linear between."""
-        alike: dict[object, list[int]] = {}
+        """t_sync of every message by every option: replayed at some sizes, linear between them."""
+        kinds: dict[object, list[int]] = {}
         for number in dense:
             message = path.plan.messages[number]
-            alike.setdefault(
+            kinds.setdefault(
                 (message.compressor, message.dtype, message.ratio, message.rank), []
             ).append(number)
-        found: dict[int, list[float]] = {}
-        for numbers in alike.values():
-            own = sorted(numbers, key=lambda n: path.plan.messages[n].elements)
-            sizes = np.array([path.plan.messages[n].elements for n in own], dtype=np.float64)
+        times: dict[int, list[float]] = {}
+        for numbers in kinds.values():
+            by_size = sorted(numbers, key=lambda n: path.plan.messages[n].elements)
+            sizes = np.array([path.plan.messages[n].elements for n in by_size], dtype=np.float64)
             steps = np.linspace(0.0, 1.0, SIZES)
-            wanted = (
-                sizes[0] ** (1 - steps) * sizes[-1] ** steps
-            )  # the same ratio from each to the next
-            probed = np.unique(np.clip(np.searchsorted(sizes, wanted), 0, len(own) - 1))
+            spread = sizes[0] ** (1 - steps) * sizes[-1] ** steps  # equal ratios
+            probed = np.unique(np.clip(np.searchsorted(sizes, spread), 0, len(by_size) - 1))
             seconds = [
                 np.interp(
                     sizes,
                     sizes[probed],
                     [
-                        self._seconds(path, path.plan.messages[own[at]], option)
+                        self._seconds(path, path.plan.messages[by_size[at]], option)
                         for at in probed.tolist()
                     ],
                 )
                 for option in options
             ]
-            found.update(
-                {n: [float(of_option[at]) for of_option in seconds] for at, n in enumerate(own)}
-            )
-        return found
+            for at, n in enumerate(by_size):
+                times[n] = [float(of_option[at]) for of_option in seconds]
+        return times
 
     @staticmethod
     def _is(message: Message, option: Shard) -> bool:
@@ -119,7 +116,7 @@ class Synchronizers:
 
     @staticmethod
     def _shard(state: State, path: CriticalPath, number: int, option: Shard) -> Shard:
-        """The option with the compressor that the message has."""
+        """The option with the message's compressor."""
         message = path.plan.messages[number]
         return replace(
             option, compressor=message.compressor, ratio=message.ratio, rank=message.rank

@@ -1,4 +1,4 @@
-"""Tensor fusion by Theorem 2, and its reverse: messages that wait for a late gradient are cut."""
+"""Tensor fusion by Theorem 2, and the reverse: cut messages that wait for a late gradient."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from autotune.optimizer.state import CriticalPath, State
 from autotune.optimizer.theorems import end_tensor_fused_s, tensor_fusion_pays
 
 SINGLES = 6
-"""Of the places where fusing pays, how many are also proposed alone, the largest gains first."""
+"""Fusions that are also proposed alone, the largest gains first."""
 CUTS = 3
-"""Places proposed at which a message is cut."""
+"""Messages that are proposed for a cut."""
 
 Pair = tuple[int, int]
 
 
 class TensorFusion:
-    """Alg. 1, lines 18 to 21: along the communication on the critical path, fuse a message with the one before where Theorem 2 says so.
+    """Alg. 1, lines 18 to 21: fuse critical messages with the one before by Theorem 2.
 
-    The paper applies all of a sweep at once. Here the whole sweep, its halves and the places that gain most are proposed, and the
-    replay chooses: times after the first fusion of a sweep are predictions of the chain and not of the graph.
+    The paper applies a whole sweep at once. Here the sweep, its halves and the largest gains are
+    proposed, and the replay chooses: after the first fusion of a sweep, times are predictions of
+    the chain and not of the graph.
     """
 
     name = "tensor fusion"
@@ -39,8 +40,9 @@ class TensorFusion:
 
     @staticmethod
     def _sweep(path: CriticalPath) -> list[tuple[Pair, float]]:
-        """(pair, seconds that its fusion alone gains by Theorem 2), walking along the chain with what was fused before."""
-        messages, found = path.plan.messages, []
+        """(pair, gain of its fusion in seconds), along the chain with earlier fusions."""
+        messages = path.plan.messages
+        gains: list[tuple[Pair, float]] = []
         critical = sorted(path.messages)
         for run in _runs(critical):
             number = run[0]
@@ -53,19 +55,18 @@ class TensorFusion:
                     t12_s = path.sync_s([joined([*held, message])])
                     if tensor_fusion_pays(held_end_s, ready_s, t2_s, t12_s, free_s):
                         fused_s = end_tensor_fused_s(ready_s, free_s, t12_s)
-                        found.append(
-                            ((number - 1, number), max(held_end_s, ready_s) + t2_s - fused_s)
-                        )
+                        gain_s = max(held_end_s, ready_s) + t2_s - fused_s
+                        gains.append(((number - 1, number), gain_s))
                         held.append(message)
                         held_end_s = fused_s
                         continue
                 free_s = held_end_s
                 held, held_end_s = [message], max(held_end_s, ready_s) + t2_s
-        return found
+        return gains
 
     @staticmethod
     def _singles(pairs: Sequence[Pair], path: CriticalPath) -> Iterable[list[Pair]]:
-        """The first places, each alone; with symmetry the same place of every block that repeats it."""
+        """The first pairs, each alone; with symmetry, the same place of every repeated block."""
         if not path.problem.speedups.symmetry:
             yield from ([pair] for pair in pairs[:SINGLES])
             return
@@ -76,24 +77,22 @@ class TensorFusion:
             if key in proposed:
                 continue
             proposed.add(key)
-            alike: list[Pair] = []
+            repeats: list[Pair] = []
             for pair in pairwise(range(len(signatures))):
-                free = not alike or pair[0] > alike[-1][1]
-                if (
-                    free
-                    and (signatures[pair[0]], signatures[pair[1]]) == key
-                    and can_merge(*(path.plan.messages[n] for n in pair))
-                ):
-                    alike.append(pair)
-            yield alike
+                free = not repeats or pair[0] > repeats[-1][1]
+                equal = (signatures[pair[0]], signatures[pair[1]]) == key
+                if free and equal and can_merge(*(path.plan.messages[n] for n in pair)):
+                    repeats.append(pair)
+            yield repeats
             if len(proposed) == SINGLES:
                 return
 
 
 class TensorSplit:
-    """The reverse of Theorem 2: a message on the critical path that waited for its last gradient is cut, the first part sent before.
+    """The reverse of Theorem 2: cut a critical message that waits for its last gradient.
 
-    The cut is where the chain of the two parts ends earliest; by symmetry each message of the same content is cut there, too.
+    The chain of the two parts ends earliest with this cut. By symmetry, each message of the same
+    content gets the same cut.
     """
 
     name = "tensor split"
@@ -107,20 +106,22 @@ class TensorSplit:
             [signature(message) for message in messages] if path.problem.speedups.symmetry else []
         )
         for number in [*first, *largest]:
-            alike = [n for n, own in enumerate(signatures) if own == signatures[number]] or [number]
+            repeats = [n for n, each in enumerate(signatures) if each == signatures[number]]
             for cut in self._cuts(number, path):
-                found = state.with_strategy(split(state, path.problem, {n: [cut] for n in alike}))
-                yield found
+                cuts = {n: [cut] for n in repeats or [number]}
+                parts = state.with_strategy(split(state, path.problem, cuts))
+                yield parts
                 if state.strategy.cross_step:
-                    yield found.with_strategy(replanned(found, path.problem))
+                    yield parts.with_strategy(replanned(parts, path.problem))
 
     @staticmethod
     def _cuts(number: int, path: CriticalPath) -> list[int]:
-        """The best place by the chain, and the middle of the bytes; places inside a group of the coarsened view are left out."""
+        """The best cut by the chain, and the middle of the bytes; groups are never cut."""
         message = path.plan.messages[number]
         index = path.workload.index
         parts = sorted(message.slices, key=lambda part: (index[part.variable], part.start))
-        group = {position: n for n, own in enumerate(path.problem.groups()) for position in own}
+        groups = enumerate(path.problem.groups())
+        group = {position: n for n, positions in groups for position in positions}
         allowed = [
             cut
             for cut in range(1, len(parts))
@@ -144,7 +145,7 @@ class TensorSplit:
 
 
 def _runs(numbers: Sequence[int]) -> list[list[int]]:
-    """Consecutive numbers together."""
+    """Runs of consecutive numbers."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:
@@ -155,7 +156,7 @@ def _runs(numbers: Sequence[int]) -> list[list[int]]:
 
 
 def _portions(pairs: Sequence[Pair]) -> Iterable[Sequence[Pair]]:
-    """All of them, and where there are several the first and the second half."""
+    """All pairs, then the first and the second half of several."""
     if pairs:
         yield pairs
     if len(pairs) > 1:
