@@ -1,7 +1,8 @@
-"""A timeline as a Chrome trace, which Perfetto and chrome://tracing open: https://ui.perfetto.dev.
+"""Write a timeline as a Chrome trace for Perfetto (https://ui.perfetto.dev) or chrome://tracing.
 
-One process for each worker and in it one thread for each queue; arrows and a process of its own show the critical path. The format is
-"Trace Event Format" (JSON object with `traceEvents`); times are microseconds with three decimals.
+Each worker is a process with one thread for each queue. The critical path is a process of its own,
+and arrows between its ops. The format is "Trace Event Format" (JSON object with `traceEvents`);
+times are microseconds with three decimals.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ _CRITICAL, _SHARED, _FIRST_WORKER = 0, 1, 2  # numbers of processes
 
 
 def write_chrome_trace(timeline: Timeline, path: Path, max_ops: int = MAX_OPS) -> int:
-    """Write the trace, compressed where the name ends in `.gz`; the number of ops in it.
+    """Write the trace, compressed for the suffix `.gz`; the number of its ops.
 
-    Of a larger timeline the critical path and the longest ops are written, `max_ops` together, and the trace says so. One event after the
-    other is written, so that the memory needed does not depend on the timeline. Raises `InvalidInput` for less than one op.
+    A larger timeline is reduced to its critical path and longest ops, `max_ops` in all, and the
+    trace states both counts. Events are streamed. Raises `InvalidInput` for less than one op.
     """
     if max_ops < 1:
         raise InvalidInput(f"a trace must be allowed at least 1 op, but max_ops is {max_ops}")
@@ -41,7 +42,7 @@ def write_chrome_trace(timeline: Timeline, path: Path, max_ops: int = MAX_OPS) -
     shown = _shown(timeline, critical, max_ops)
     with path.open("wb") as file:
         if path.suffix == ".gz":
-            # no name and no time inside, so that the same timeline gives the same file
+            # without a name and a time, equal timelines give equal files
             with (
                 gzip.GzipFile(filename="", mode="wb", fileobj=file, mtime=0) as packed,
                 io.TextIOWrapper(packed, "utf-8") as text,
@@ -62,12 +63,9 @@ def _shown(timeline: Timeline, critical: CriticalPath, max_ops: int) -> Int32Arr
 
 
 def _write(text: TextIO, timeline: Timeline, critical: CriticalPath, shown: Int32Array) -> None:
-    text.write('{"displayTimeUnit":"ms","otherData":')
-    text.write(
-        json.dumps(
-            {"ops": timeline.dfg.ops, "shown_ops": len(shown), "makespan_s": timeline.makespan_s}
-        )
-    )
+    ops, makespan_s = timeline.dfg.ops, timeline.makespan_s
+    data = {"ops": ops, "shown_ops": len(shown), "makespan_s": makespan_s}
+    text.write('{"displayTimeUnit":"ms","otherData":' + json.dumps(data))
     text.write(',"traceEvents":[')
     separator = "\n"
     for event in _events(timeline, critical, shown):
@@ -85,7 +83,7 @@ def _events(timeline: Timeline, critical: CriticalPath, shown: Int32Array) -> It
     path = critical.ops[present[critical.ops]].tolist()
     for op in path:
         yield _slice(timeline, op) | {"pid": _CRITICAL, "tid": 0}
-    # Arrows start and end in the middle of what they join: at an edge they could be taken for the neighbour's.
+    # Arrows join the middles of ops: at an edge they could belong to a neighbor.
     ends = [op for op in path if timeline.dfg.queue[op] != NONE and timeline.duration_s[op] > 0]
     for number, (one, two) in enumerate(pairwise(ends)):
         arrow = {"name": "critical path", "cat": "critical path", "id": number}
@@ -101,12 +99,10 @@ def _names(timeline: Timeline, shown: Int32Array) -> Iterator[Event]:
 
     yield named("process_name", _CRITICAL, 0, "critical path")
     for worker in np.unique(dfg.worker[shown]).tolist():
-        yield named(
-            "process_name", _process(worker), 0, "shared" if worker == NONE else f"worker {worker}"
-        )
-    for worker, queue in np.unique(
-        np.column_stack([dfg.worker[shown], dfg.queue[shown]]), axis=0
-    ).tolist():
+        name = "shared" if worker == NONE else f"worker {worker}"
+        yield named("process_name", _process(worker), 0, name)
+    pairs = np.column_stack([dfg.worker[shown], dfg.queue[shown]])
+    for worker, queue in np.unique(pairs, axis=0).tolist():
         if queue != NONE:
             yield named("thread_name", _process(worker), queue, dfg.names.queues[queue])
 
@@ -116,32 +112,30 @@ def _process(worker: int) -> int:
 
 
 def _op(timeline: Timeline, op: int) -> Iterator[Event]:
-    """A slice on the queue's thread. Virtual ops may overlap: those that take time are asynchronous events, the others are left out."""
+    """A slice on the queue's thread.
+
+    Virtual ops may overlap: asynchronous events if they take time, otherwise left out.
+    """
     event = _slice(timeline, op)
     if timeline.dfg.queue[op] != NONE:
         yield event
     elif timeline.duration_s[op] > 0:
-        begins = {name: value for name, value in event.items() if name != "dur"} | {
-            "ph": "b",
-            "id": op,
-        }
-        yield begins
-        yield {name: begins[name] for name in ("name", "cat", "pid", "tid", "id")} | {
-            "ph": "e",
-            "ts": _us(timeline.end_s[op]),
-        }
+        begin = {name: value for name, value in event.items() if name != "dur"}
+        yield begin | {"ph": "b", "id": op}
+        kept = {name: begin[name] for name in ("name", "cat", "pid", "tid")}
+        yield kept | {"id": op, "ph": "e", "ts": _us(timeline.end_s[op])}
 
 
 def _slice(timeline: Timeline, op: int) -> Event:
     dfg = timeline.dfg
     layer, channel = int(dfg.layer[op]), int(dfg.channel[op])
-    about: Event = {"op": op}
+    details: Event = {"op": op}
     if layer != NONE:
-        about["layer"] = dfg.names.layers[layer]
+        details["layer"] = dfg.names.layers[layer]
     if dfg.size_bytes[op]:
-        about["bytes"] = float(dfg.size_bytes[op])
+        details["bytes"] = float(dfg.size_bytes[op])
     if channel != NONE:
-        about["channel"] = dfg.names.queues[channel]
+        details["channel"] = dfg.names.queues[channel]
     return {
         "ph": "X",
         "name": dfg.names.ops[op],
@@ -150,7 +144,7 @@ def _slice(timeline: Timeline, op: int) -> Event:
         "tid": max(int(dfg.queue[op]), 0),
         "ts": _us(timeline.start_s[op]),
         "dur": _us(timeline.end_s[op] - timeline.start_s[op]),
-        "args": about,
+        "args": details,
     }
 
 

@@ -1,17 +1,17 @@
-"""The compiled event loop of the replay. `replay.py` prepares its arrays; the rules are told in `docs/prediction.md`.
+"""The compiled event loop of the replay; `replay.py` prepares its arrays (docs/prediction.md).
 
 | symbol | meaning |
 |---|---|
 | n, L, Q | ops, locks, queues |
-| event | (time in seconds, code): the earliest first, of those at one time the lowest code |
-| code | op o becomes ready: o; op o gives its lock back: n + o; lock l is given to one who waits: 2n + l; queue q chooses: 2n + L + q;
-  of the ops that queues have chosen the first starts: 2n + L + Q |
+| event | (time in seconds, code): earliest first, then the lowest code |
+| code | op o becomes ready: o; op o gives its lock back: n + o; lock l is granted: 2n + l; queue q
+  chooses an op: 2n + L + q; the first of the chosen ops starts: 2n + L + Q |
 | clock | (Q,) when a queue is free again: the end of its last op and the gap behind it |
-| late | a queue that must choose when it is free, because its order is by priority or because a channel is involved |
+| late | a queue that chooses when it is free, since it is by priority or a channel is involved |
 
-A FIFO queue without channels is not late: its ops run in the order in which they become ready, so an op's start is known as soon as it
-is ready, and it costs one event. The loop is compiled twice: without `rules` for graphs in which no queue is late, no op takes a lock
-and there is no gap, with `rules` for all others.
+A FIFO queue without channels is not late: its ops run in the order in which they become ready. The
+start of such an op is known when the op is ready, so the op costs one event. The loop is compiled
+twice: without `rules` for plain graphs (no late queue, lock or gap), and with `rules` for others.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BROKEN = -2  # an op gave back a lock that nobody held
 
 
 class Work(NamedTuple):
-    """What has to be done; never written."""
+    """The input; never written."""
 
     duration_s: FloatArray  # (n,)
     queue: Int32Array  # (n,)
@@ -35,9 +35,9 @@ class Work(NamedTuple):
 
 
 class State(NamedTuple):
-    """Where the loop is. A copy of all arrays is a snapshot from which it can go on."""
+    """The state of the loop. From a copy of all arrays, the loop can continue."""
 
-    start_s: FloatArray  # (n,) of an op that has not started: since when it waits
+    start_s: FloatArray  # (n,) since when it waits, before the op has started
     end_s: FloatArray  # (n,) -1 before the end is known
     cause: Int32Array  # (n,)
     parents_left: Int32Array  # (n,)
@@ -45,12 +45,12 @@ class State(NamedTuple):
     last: Int32Array  # (Q,) the op that set the clock
     heap_s: FloatArray
     heap_code: IntArray
-    counts: IntArray  # events in the heap, ops whose end is known, the op that gave back a lock that nobody held
+    counts: IntArray  # (3,) events in the heap, ops with known ends, op that broke a lock's rule
     now_s: FloatArray  # (1,) time of the last event
 
 
 class Rules(NamedTuple):
-    """What a FIFO queue alone does not need; never written."""
+    """Input that a FIFO queue alone does not need; never written."""
 
     gap_s: FloatArray  # (n,)
     channel: Int32Array  # (n,)
@@ -63,25 +63,25 @@ class Rules(NamedTuple):
 
 
 class Waiting(NamedTuple):
-    """Who waits for whom. Sets that are ordered by priority are skew heaps over `left` and `right`; FIFO ones are lists over `left`."""
+    """Waiting ops: by priority in skew heaps over `left` and `right`, FIFO in lists over `left`."""
 
     left: Int32Array  # (n,)
     right: Int32Array  # (n,)
-    first: Int32Array  # (Q,) who waits in a queue: head of the list or root of the heap
-    final: Int32Array  # (Q,) the list's last
+    first: Int32Array  # (Q,) ops that wait in a queue: head of the list or root of the heap
+    final: Int32Array  # (Q,) the list's last op
     head: Int32Array  # (Q,) the op that a queue has chosen and that has not started
     blocked: Int32Array  # (Q,) root of the chosen ops that wait for this queue or channel
-    able: Int32Array  # (2,) root of the chosen ops that may start now, one at least for each free queue; 1 if an event will start the first
+    able: Int32Array  # (2,) root of the chosen ops that may start now; 1 if an event will start one
     asked_s: FloatArray  # (Q,) the time for which an arrival has asked the queue to choose
-    for_lock: Int32Array  # (L,) root
+    for_lock: Int32Array  # (L,) root of the ops that wait for the lock
     held: Int32Array  # (L,)
-    promised: BoolArray  # (L,) an event that gives the lock to somebody is under way
-    releaser: Int32Array  # (L,) who gave it back last
+    promised: BoolArray  # (L,) an event that grants the lock is in the heap
+    releaser: Int32Array  # (L,) the op that gave it back last
 
 
 @inner
 def _push(heap_s: FloatArray, heap_code: IntArray, size: int, time_s: float, code: int) -> int:
-    """Returns the new size."""
+    """Add an event; the new size."""
     place = size
     while place > 0:
         above = (place - 1) >> 1
@@ -97,7 +97,10 @@ def _push(heap_s: FloatArray, heap_code: IntArray, size: int, time_s: float, cod
 
 @inner
 def _sink(heap_s: FloatArray, heap_code: IntArray, size: int, time_s: float, code: int) -> None:
-    """Put an event in the place of the first one. The hole sinks to the ground, then the event rises: no branch that is hard to foresee."""
+    """Replace the first event. The hole sinks to the bottom, then the event rises.
+
+    This avoids a branch that is hard to predict.
+    """
     place = 0
     below = 2
     while below < size:
@@ -116,7 +119,7 @@ def _sink(heap_s: FloatArray, heap_code: IntArray, size: int, time_s: float, cod
 
 @inner
 def _meld(one: int, two: int, waiting: Waiting, priority: Int32Array, since_s: FloatArray) -> int:
-    """Root of the union of two skew heaps. First: the lowest priority, then who waits longest, then the lowest index."""
+    """Root of the union of two skew heaps: lowest priority, longest wait, lowest index first."""
     if one < 0:
         return two
     if two < 0:
@@ -143,7 +146,7 @@ def _meld(one: int, two: int, waiting: Waiting, priority: Int32Array, since_s: F
 
 @inner
 def _take_first(root: int, waiting: Waiting, priority: Int32Array, since_s: FloatArray) -> int:
-    """Root of what is left when the first is taken away."""
+    """Root of the heap without its first op."""
     left, right = waiting.left[root], waiting.right[root]
     waiting.left[root] = NONE
     waiting.right[root] = NONE
@@ -172,7 +175,7 @@ def _grant(
 
 @inner
 def _candidate(queue: int, state: State, rules: Rules, waiting: Waiting) -> None:
-    """The first of those who wait for a free queue or channel becomes one of those who may start now."""
+    """The first op that waits for this free queue or channel may start now."""
     op = waiting.blocked[queue]
     if op >= 0:
         waiting.blocked[queue] = _take_first(op, waiting, rules.priority, state.start_s)
@@ -183,7 +186,7 @@ def _candidate(queue: int, state: State, rules: Rules, waiting: Waiting) -> None
 def _choose(
     queue: int, now_s: float, size: int, state: State, rules: Rules, waiting: Waiting, code: int
 ) -> int:
-    """A free queue chooses its next op and, as a channel, looks at who waits for it. Events in the heap."""
+    """A free queue chooses its next op and, as a channel, serves ops; events in the heap."""
     waiting.asked_s[queue] = -1.0
     if state.clock_s[queue] > now_s:
         return size
@@ -209,7 +212,7 @@ def _choose(
 def _begin(
     now_s: float, size: int, work: Work, state: State, rules: Rules, waiting: Waiting, code: int
 ) -> tuple[int, int]:
-    """(the first of those who may start whose queue and channel are both free, or NONE; events in the heap)."""
+    """(the first op that may start with queue and channel free, or NONE; events in the heap)."""
     waiting.able[1] = 0
     while waiting.able[0] >= 0:
         op = waiting.able[0]
@@ -276,7 +279,10 @@ def _enter(
 def _lock_event(
     code: int, now_s: float, size: int, work: Work, state: State, rules: Rules, waiting: Waiting
 ) -> tuple[int, int]:
-    """An op asks for a lock, gives one back, or one is given away: (the op that goes on to its queue, NONE or BROKEN; events)."""
+    """An op asks for a lock or gives it back, or a lock is granted.
+
+    (the op that continues to its queue, NONE or BROKEN; events in the heap).
+    """
     ops = len(work.queue)
     if code >= 2 * ops:
         return _grant(code - 2 * ops, now_s, size, state, rules, waiting, code)
@@ -303,10 +309,10 @@ def _lock_event(
 
 
 @inner
-def _settle(
+def _dispatch(
     code: int, now_s: float, size: int, work: Work, state: State, rules: Rules, waiting: Waiting
 ) -> tuple[int, int]:
-    """One event under `rules`: (the op that can be given its start, NONE or BROKEN; events in the heap)."""
+    """One event under `rules`: (the op that starts, NONE or BROKEN; events in the heap)."""
     choosing = 2 * len(work.queue) + len(rules.capacity)
     starting = choosing + len(state.clock_s)
     if code == starting:
@@ -324,7 +330,10 @@ def _settle(
 
 @inner
 def _announce(op: int, size: int, end_s: float, work: Work, state: State, rules: Rules) -> int:
-    """The events that the end of an op brings beside its children: its queue and channel choose, its lock is free. Events in the heap."""
+    """Add the events at an op's end, except its children's; events in the heap.
+
+    Its queue and channel choose, and its lock is free.
+    """
     queue, channel = work.queue[op], rules.channel[op]
     if queue >= 0:
         state.clock_s[queue] += rules.gap_s[op]
@@ -342,7 +351,7 @@ def _announce(op: int, size: int, end_s: float, work: Work, state: State, rules:
 
 @compiled()
 def run(work: Work, state: State, rules: Rules | None, waiting: Waiting | None, until: int) -> None:  # noqa: C901 half of it is compiled away
-    """Go on until the ends of `until` ops are known; if these are all ops, until nothing is left to do."""
+    """Continue until the ends of `until` ops are known; for all ops, until no event is left."""
     heap_s, heap_code, counts = state.heap_s, state.heap_code, state.counts
     size, known, now_s = counts[0], counts[1], state.now_s[0]
     while size > 0 and (known < until or until == len(work.queue)):
@@ -353,7 +362,7 @@ def run(work: Work, state: State, rules: Rules | None, waiting: Waiting | None, 
             assert waiting is not None
             size -= 1
             _sink(heap_s, heap_code, size, heap_s[size], heap_code[size])
-            op, size = _settle(code, now_s, size, work, state, rules, waiting)
+            op, size = _dispatch(code, now_s, size, work, state, rules, waiting)
             if op == NONE:
                 continue
             if op == BROKEN:

@@ -1,4 +1,4 @@
-"""How busy the queues of a timeline are, which communication no computation hides, and the few numbers that sum up an iteration."""
+"""Busy queues, exposed communication and the summary of an iteration."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from autotune.dfg.replay import Timeline
 class IterationSummary:
     """Seconds of one replayed iteration.
 
-    All but `iteration_s` and the critical path are of `worker`, the one that ends last (NONE where ops have no worker), and of ops that
-    have no worker: the time in which at least one such op of that kind runs. `computation_s`: forward, backward, update and other
-    computation; `exposed_communication_s`: the part of `communication_s` in which none of its computation runs; `idle_s`: neither runs.
-    These three add up to `iteration_s`. `bottleneck_queue`: name of the queue or channel that is busy for the largest share of the
-    iteration, "" for none.
+    All but `iteration_s` and the critical path are the time in which ops of one kind run: ops of
+    `worker`, the last to end (NONE if ops have no worker), and ops without a worker.
+    `computation_s`: forward, backward, update and other computation. `exposed_communication_s`:
+    communication without computation. `idle_s`: neither. These three add up to `iteration_s`.
+    `bottleneck_queue`: the queue or channel with the largest busy share, "" for none.
     """
 
     iteration_s: float
@@ -50,7 +50,7 @@ def covered_s(start_s: FloatArray, end_s: FloatArray) -> float:
 
 
 def busy_share(timeline: Timeline) -> FloatArray:
-    """The share of the makespan in which a queue or channel is taken, shape (Q,); gaps do not count."""
+    """Share of the makespan in which each queue or channel is busy, without gaps; shape (Q,)."""
     dfg = timeline.dfg
     busy_s = np.zeros(dfg.queues)
     for takes in (dfg.queue, dfg.channel):
@@ -61,33 +61,35 @@ def busy_share(timeline: Timeline) -> FloatArray:
 
 
 def exposed_communication_s(timeline: Timeline, worker: int | None = None) -> float:
-    """The time in which communication runs and no computation does: of one worker, or None for all ops together."""
-    mine = _of_worker(timeline, worker)
-    computes = mine & _of_kinds(timeline, COMPUTATION)
-    either = computes | (mine & _of_kinds(timeline, COMMUNICATION))
+    """The time with communication and without computation, of one worker or of all ops."""
+    ops = _of_worker(timeline, worker)
+    computes = ops & _of_kinds(timeline, COMPUTATION)
+    either = computes | (ops & _of_kinds(timeline, COMMUNICATION))
     return _time_of(timeline, either) - _time_of(timeline, computes)
 
 
 def iteration_summary(timeline: Timeline) -> IterationSummary:
-    """Of a timeline that holds one iteration."""
+    """The summary of a timeline of one iteration."""
     dfg = timeline.dfg
     ranked = np.flatnonzero(dfg.worker != NONE)
     worker = int(dfg.worker[ranked[np.argmax(timeline.end_s[ranked])]]) if len(ranked) else NONE
-    mine = _of_worker(timeline, worker)
+    ops = _of_worker(timeline, worker)
     share = busy_share(timeline)
     busiest = int(np.argmax(share)) if len(share) else NONE
-    computation_s, exposed_s = (
-        _time_of(timeline, mine & _of_kinds(timeline, COMPUTATION)),
-        exposed_communication_s(timeline, worker),
-    )
+
+    def seconds(kinds: Iterable[Kind]) -> float:
+        return _time_of(timeline, ops & _of_kinds(timeline, kinds))
+
+    computation_s = seconds(COMPUTATION)
+    exposed_s = exposed_communication_s(timeline, worker)
     return IterationSummary(
         iteration_s=timeline.makespan_s,
         worker=worker,
         computation_s=computation_s,
-        forward_s=_time_of(timeline, mine & _of_kinds(timeline, {Kind.FORWARD})),
-        backward_s=_time_of(timeline, mine & _of_kinds(timeline, {Kind.BACKWARD})),
-        update_s=_time_of(timeline, mine & _of_kinds(timeline, {Kind.UPDATE})),
-        communication_s=_time_of(timeline, mine & _of_kinds(timeline, COMMUNICATION)),
+        forward_s=seconds({Kind.FORWARD}),
+        backward_s=seconds({Kind.BACKWARD}),
+        update_s=seconds({Kind.UPDATE}),
+        communication_s=seconds(COMMUNICATION),
         exposed_communication_s=exposed_s,
         idle_s=max(timeline.makespan_s - computation_s - exposed_s, 0.0),
         bottleneck_queue=dfg.names.queues[busiest] if busiest != NONE else "",
@@ -101,11 +103,11 @@ def _of_kinds(timeline: Timeline, kinds: Iterable[Kind]) -> BoolArray:
 
 
 def _of_worker(timeline: Timeline, worker: int | None) -> BoolArray:
-    """Its ops and those of nobody in particular, such as transfers on a link that stands for all of its kind."""
+    """Ops of the worker, and ops without a worker, such as transfers on a link."""
     if worker is None:
         return np.ones(timeline.dfg.ops, dtype=np.bool_)
-    mine: BoolArray = (timeline.dfg.worker == worker) | (timeline.dfg.worker == NONE)
-    return mine
+    of_worker: BoolArray = (timeline.dfg.worker == worker) | (timeline.dfg.worker == NONE)
+    return of_worker
 
 
 def _time_of(timeline: Timeline, ops: BoolArray) -> float:

@@ -398,5 +398,5 @@ def test_a_pass_of_a_plugin_takes_part_in_the_search_and_in_the_command(
 
 def test_a_plugin_that_creates_no_pass_is_refused(install: Callable[[str], None]) -> None:
     install("nothing")
-    with pytest.raises(InvalidInput, match="a pass needs a name .* 'own' creates None"):
+    with pytest.raises(InvalidInput, match=r"a pass needs a name .* 'own' creates None"):
         default_passes()
