@@ -52,7 +52,7 @@ def take_round_robin() -> bool:
 
 
 def step_down() -> bool:
-    """Return from round-robin to the default policy; False if the process did not run round-robin."""
+    """Return to the default policy; False if the process did not run round-robin."""
     return (
         hasattr(os, "sched_getscheduler")
         and os.sched_getscheduler(0) == os.SCHED_RR

@@ -226,7 +226,7 @@ class _Prober:
                 self._points.setdefault(one, {})[size] = point
 
     def repair(self, end: float) -> None:
-        """Repeat disturbed points and keep the quicker result, since disturbances only slow down."""
+        """Repeat disturbed points and keep the quicker result: disturbances only slow down."""
         for _ in range(REPAIR_ROUNDS):
             alone = [one for one in self._points if not one.loaded]
             todo = [(one, size) for one in alone for size in self._suspects(one)]

@@ -68,7 +68,7 @@ class Answers(Generic[Answer]):
         return rank in self._answers or rank in self._failures or rank in self._ended
 
     def complete(self, now_s: float, straggler_s: float) -> bool:
-        """Whether the outcome is known; after a failure, other ranks have `straggler_s` to report."""
+        """Whether the outcome is known; after a failure, others have `straggler_s` to report."""
         if all(self._is_settled(rank) for rank in range(self._ranks)):
             return True
         if self._first_failure_s is not None:

@@ -38,7 +38,10 @@ STRAGGLER_S = 5.0
 """Time for the other ranks to report after the first one failed."""
 SILENT_HEARTBEATS = 3.0
 
-NO_DDP_FIX = "wrap the model in torch.nn.parallel.DistributedDataParallel or call autotune.apply(model, optimizer)"
+NO_DDP_FIX = (
+    "wrap the model in torch.nn.parallel.DistributedDataParallel or call "
+    "autotune.apply(model, optimizer)"
+)
 
 Report = Callable[[str], None]
 

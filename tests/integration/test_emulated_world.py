@@ -60,7 +60,7 @@ def test_a_given_profile_is_waited_for_under_ddp_and_plans_and_the_links_are_pro
 ) -> None:
     world = make_world(given_profile=slow_profile())
     profile = world.profile()
-    assert profile.workload == slow_profile() and profile.fits and profile.cores > 0
+    assert profile.workload == slow_profile() and profile.series and profile.cores > 0
     assert profile.cross_step_refused == ""
     for wanted in (
         None,
@@ -145,7 +145,7 @@ def test_with_scaled_bytes_the_gate_is_left_out_and_the_links_are_told_for_whole
 ) -> None:
     world = make_world(conditions=Conditions(Network.EMULATED, Accelerators.REAL, byte_scale=4.0))
     profile = world.profile()
-    assert {fit.primitive for fit in profile.fits} >= {"all_reduce", "push_pull"}
+    assert {one.primitive for one in profile.series} >= {"all_reduce", "push_pull"}
     for wanted in (None, planned()):
         outcome = world.run_trial(REQUEST, wanted)
         assert isinstance(outcome, Measured)
