@@ -1,13 +1,15 @@
-"""Small training jobs that combine what tends to break gradient synchronization; each is run under DDP and under plans.
+"""Small training jobs that combine features which tend to break gradient synchronization.
 
-| job | what it combines |
+Tests run each job under DDP and under plans.
+
+| job | features |
 |---|---|
-| tied | tied weights, a gradient too large to be packed with others, BatchNorm, dropout, a scalar, AdamW, groups, accumulation |
-| clipped | the same with SGD, momentum and weight decay, norm clipping, on a plain module without DDP |
-| dtypes | float32, float64 and bfloat16, channels last, an empty parameter, BatchNorm, an optimizer for each dtype |
-| unused | find_unused_parameters, other branches on every rank and step, accumulation, BatchNorm, AMSGrad |
-| static | static_graph, a layer that reentrant checkpoints run twice, a branch that nothing uses, Nesterov momentum |
-| sparse | a sparse embedding, rows whose gradient is zero, BatchNorm, SparseAdam and SGD beside Adam, accumulation |
+| tied | tied weights, a large gradient, BatchNorm, dropout, a scalar, AdamW, accumulation |
+| clipped | the same on a module without DDP, SGD, momentum, weight decay, norm clipping |
+| dtypes | three dtypes with an optimizer each, channels last, an empty parameter, BatchNorm |
+| unused | find_unused_parameters, branches by rank and step, accumulation, BatchNorm, AMSGrad |
+| static | static_graph, a layer in two reentrant checkpoints, an unused branch, Nesterov momentum |
+| sparse | a sparse embedding, rows with zero gradients, BatchNorm, three optimizers, accumulation |
 
 Every job has a learning-rate schedule for each optimizer.
 """
@@ -26,9 +28,10 @@ from torch.utils.checkpoint import checkpoint
 
 @dataclass(frozen=True)
 class Job:
-    """One model and its training. `loss` takes (model, rank, number of the micro-batch); `wrapping` are DDP's options.
+    """One model and its training.
 
-    `attached`: under plans no DDP wraps the module. `clip`: the largest norm of all gradients together.
+    `loss` takes (model, rank, number of the micro-batch). `wrapping`: DDP's options. `attached`:
+    under plans no DDP wraps the module. `clip`: the largest norm of all gradients together.
     """
 
     build: Callable[[], nn.Module]
@@ -41,19 +44,17 @@ class Job:
 
 
 def numbers(rank: int, batch: int, *shape: int) -> Tensor:
-    """Standard normal, another draw on every rank and for every batch."""
-    drawn = torch.randn(
-        shape, generator=torch.Generator().manual_seed(1000 * rank + batch), device="cpu"
-    )
-    return drawn.to(torch.get_default_device())
+    """Standard normal values, different on every rank and for every batch."""
+    generator = torch.Generator().manual_seed(1000 * rank + batch)
+    values = torch.randn(shape, generator=generator, device="cpu")
+    return values.to(torch.get_default_device())
 
 
 def tokens(rank: int, batch: int, count: int, *shape: int) -> Tensor:
-    """Ids below `count`, another draw on every rank and for every batch."""
-    drawn = torch.randint(
-        0, count, shape, generator=torch.Generator().manual_seed(1000 * rank + batch), device="cpu"
-    )
-    return drawn.to(torch.get_default_device())
+    """Ids below `count`, different on every rank and for every batch."""
+    generator = torch.Generator().manual_seed(1000 * rank + batch)
+    values = torch.randint(0, count, shape, generator=generator, device="cpu")
+    return values.to(torch.get_default_device())
 
 
 class Tied(nn.Module):
@@ -88,7 +89,7 @@ def decaying_groups(module: nn.Module) -> list[dict[str, Any]]:
 
 
 class Dtypes(nn.Module):
-    """The half-precision head has features of its own: its rounding would drown what the other dtypes differ by."""
+    """The half-precision head is detached: its rounding would hide differences of other dtypes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,7 +129,7 @@ def by_dtype(module: nn.Module) -> list[Optimizer]:
 
 
 class Branches(nn.Module):
-    """Which branch is used depends on rank and batch; the last one never is."""
+    """Uses a branch by rank and batch; the last one never."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,23 +147,21 @@ USES = [(0, 1), (2,), (1, 0), (1,), (2, 1)]
 
 
 def loss_of_branches(model: nn.Module, rank: int, batch: int) -> Tensor:
-    return (
-        model(numbers(rank, batch, 5, 6), USES[(rank * batch + batch) % len(USES)]).square().mean()
-    )
+    use = USES[(rank * batch + batch) % len(USES)]
+    return model(numbers(rank, batch, 5, 6), use).square().mean()
 
 
 class Repeated(nn.Module):
-    """One layer runs twice; the norm's running figures would be counted twice inside a checkpoint, so it is outside."""
+    """One layer runs twice. The norm is outside the checkpoint, which would update it twice."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.inner, self.idle, self.last = (
-            nn.Linear(5, 16),
-            nn.Linear(16, 16),
-            nn.Linear(16, 6),
-            nn.Linear(16, 3),
-        )
-        self.norm, self.drop = nn.BatchNorm1d(16), nn.Dropout(0.1)
+        self.first = nn.Linear(5, 16)
+        self.inner = nn.Linear(16, 16)
+        self.idle = nn.Linear(16, 6)
+        self.last = nn.Linear(16, 3)
+        self.norm = nn.BatchNorm1d(16)
+        self.drop = nn.Dropout(0.1)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.norm(torch.tanh(self.first(x)))
@@ -176,9 +175,9 @@ def loss_of_repeated(model: nn.Module, rank: int, batch: int) -> Tensor:
 
 
 class Recommender(nn.Module):
-    """One sparse table: torch's gloo does not stand several sparse all-reduces under way, which DDP would make.
+    """One sparse table, since torch's gloo cannot run DDP's several sparse all-reduces at once.
 
-    Users of the first items are masked after their embedding was looked up: their rows have gradients, of zeros.
+    Users of the first items are masked after the look-up, so that their rows have zero gradients.
     """
 
     def __init__(self) -> None:
@@ -195,11 +194,9 @@ class Recommender(nn.Module):
 
 
 def loss_of_recommender(model: nn.Module, rank: int, batch: int) -> Tensor:
-    users, words, items = (
-        tokens(rank, batch, 17, 6),
-        tokens(rank, batch, 11, 6, 2),
-        tokens(rank, batch, 9, 6),
-    )
+    users = tokens(rank, batch, 17, 6)
+    words = tokens(rank, batch, 11, 6, 2)
+    items = tokens(rank, batch, 9, 6)
     return model(users, words, items).sigmoid().square().mean()
 
 
@@ -214,7 +211,7 @@ def sparse_and_dense(module: nn.Module) -> list[Optimizer]:
 
 
 JOBS: dict[str, Job] = {
-    # eps: gradients of nothing but rounding noise must not be blown up to full steps.
+    # eps: gradients of mere rounding noise must not become full steps.
     "tied": Job(
         Tied, lambda m: [AdamW(decaying_groups(m), 0.02, eps=1e-3)], loss_of_tied, micro_batches=2
     ),

@@ -1,4 +1,4 @@
-"""The world on ranks that are child processes of the test, without Ray: what a script or a plan does, and not where it runs.
+"""The world on child processes of the test, without Ray: tests scripts and plans, not places.
 
 The ranks are forked from a process that has torch imported: that is most of what a start costs.
 """
@@ -41,13 +41,13 @@ class ForkedRank:
         line: socket.socket,
     ) -> None:
         context = fork_server()
-        told, tells = context.Pipe(duplex=False)
+        receiver, sender = context.Pipe(duplex=False)
         self._process = context.Process(
-            target=_rank, args=(tells, words, environment, directory, log.name, line), daemon=True
+            target=_rank, args=(sender, words, environment, directory, log.name, line), daemon=True
         )
         self._process.start()
-        tells.close()
-        told.recv()  # from now on its session can be killed
+        sender.close()
+        receiver.recv()  # from now on its session can be killed
         assert self._process.pid is not None
         self.pid = self._process.pid
 
@@ -62,7 +62,7 @@ class ForkedRank:
 
 
 def _rank(
-    tells: Connection,
+    sender: Connection,
     words: list[str],
     environment: dict[str, str],
     directory: str,
@@ -70,8 +70,8 @@ def _rank(
     line: socket.socket,
 ) -> None:
     os.setsid()
-    tells.send(None)
-    tells.close()
+    sender.send(None)
+    sender.close()
     output = os.open(log, os.O_WRONLY | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(output, stream)
@@ -87,7 +87,7 @@ def forked() -> ProcessSupervisor:
 
 
 class LocalPlacement:
-    """Implements `Placement`: a host without Ray, as `RayPlacement` is one of a Ray cluster."""
+    """Implements `Placement` on one host without Ray."""
 
     def __init__(
         self,
@@ -105,26 +105,19 @@ class LocalPlacement:
         return (("here", len(self.workers)),)
 
     def launch(self) -> Launch:
-        size, address = (
-            str(len(self.workers)),
-            {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port(0, 0, "127.0.0.1"))},
-        )
+        size = str(len(self.workers))
         shared = {
-            **address,
             **requested_conditions(self._conditions),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port(0, 0, "127.0.0.1")),
             "GLOO_SOCKET_IFNAME": "lo",
             "OMP_NUM_THREADS": "1",
+            "WORLD_SIZE": size,
+            "LOCAL_WORLD_SIZE": size,
         }
         ranks = range(len(self.workers))
         environments = tuple(
-            {
-                **shared,
-                "WORLD_SIZE": size,
-                "LOCAL_WORLD_SIZE": size,
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-            }
-            for rank in ranks
+            {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in ranks
         )
         return Launch(
             self._command,

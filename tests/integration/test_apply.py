@@ -1,4 +1,4 @@
-"""`autotune.apply`, the one line in a training script: same bits as DDP, tuned by `autotune tune`, checked before use."""
+"""`autotune.apply`, the one line in a training script: bitwise as DDP, tunable, checked."""
 
 from __future__ import annotations
 
@@ -37,16 +37,8 @@ LAUNCHER = SCRIPT.with_name("run_own_export.py")
 
 
 def torchrun(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        str(SCRIPT),
-        *words,
-    ]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command = [*launcher, "--nproc-per-node", "2", str(SCRIPT), *words]
     return run_script(command, cwd=ROOT, timeout=120)
 
 
@@ -56,53 +48,26 @@ def two_ranks(*words: str, script: Path = SCRIPT) -> subprocess.CompletedProcess
 
 def digests(done: subprocess.CompletedProcess[str]) -> set[str]:
     assert done.returncode == 0, done.stderr
-    found = re.findall(r"digest \d ([0-9a-f]{64})", done.stdout)
-    assert len(found) == 2
-    return set(found)
+    by_rank = re.findall(r"digest \d ([0-9a-f]{64})", done.stdout)
+    assert len(by_rank) == 2
+    return set(by_rank)
 
 
 @pytest.fixture(scope="module")
 def tuned(tmp_path_factory: pytest.TempPathFactory, tracking_store: Path) -> tuple[Path, str]:
-    """The script tuned through its `apply` line; the export of a strategy that was tried."""
+    """The export of a strategy that was tried for the script, and its id."""
     directory = with_tracking_store(tmp_path_factory.mktemp("jobs"), tracking_store)
-    settings = [
-        "--search",
-        "random",
-        "--budget-trials",
-        "4",
-        *FEW_STEPS,
-        *SHORT_PROBE,
-        "--directory",
-        str(directory),
-    ]
+    autotune_command = [sys.executable, "-m", "autotune"]
+    in_directory = ("--directory", str(directory))
+    settings = ["--search", "random", "--budget-trials", "4", *FEW_STEPS, *SHORT_PROBE]
     launch = ["--", "torchrun", "--nproc-per-node", "2", str(SCRIPT)]
-    command = [
-        sys.executable,
-        "-m",
-        "autotune",
-        "tune",
-        "--json",
-        "--job",
-        "applied",
-        *settings,
-        *launch,
-    ]
+    job = ("--json", "--job", "applied", *in_directory)
+    command = [*autotune_command, "tune", *job, *settings, *launch]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     tried = json.loads(done.stdout)["decision"]["best_candidate_id"]
     path = directory / "chosen.json"
-    export = [
-        sys.executable,
-        "-m",
-        "autotune",
-        "export",
-        "--strategy",
-        tried,
-        "--directory",
-        str(directory),
-        "-o",
-        str(path),
-    ]
+    export = [*autotune_command, "export", "--strategy", tried, *in_directory, "-o", str(path)]
     assert subprocess.run(export, cwd=ROOT, capture_output=True, timeout=60).returncode == 0
     return path, tried
 
@@ -118,7 +83,7 @@ def test_an_applied_export_trains_to_the_same_bits_as_ddp(tuned) -> None:
 
 
 def test_another_model_is_refused_with_the_difference_named(tuned, tmp_path) -> None:
-    """In the `apply` line, and under `autotune run` where the script builds its DDP."""
+    """In the `apply` line, and under `autotune run` when the script builds its DDP."""
     path, _ = tuned
     for rank in range(2):
         shutil.copy(path, tmp_path / f"rank{rank}.json")
@@ -131,17 +96,15 @@ def test_another_model_is_refused_with_the_difference_named(tuned, tmp_path) -> 
         assert "0.weight is float32[48, 32] instead of float32[64, 32]" in refused.stderr
 
 
-def test_ranks_with_different_exports_are_told_before_the_first_step(tuned, tmp_path) -> None:
-    """One says that the current setup stays, which loads no plan; with DDP, as under `autotune run`."""
+def test_ranks_with_different_exports_raise_before_the_first_step(tuned, tmp_path) -> None:
+    """One export keeps the current setup, without a plan; with DDP, as under `autotune run`."""
     path, _ = tuned
     replace(read_export(path), strategy=None, plan_id=None).write(tmp_path / "rank0.json")
     replace(read_export(path), reason="copied").write(tmp_path / "rank1.json")
     mixed = two_ranks(str(tmp_path), str(SCRIPT), "--steps", "5", "--with-ddp", script=LAUNCHER)
     assert mixed.returncode != 0
-    assert re.search(
-        r"PlanMismatch: every rank must hold the same plan, but rank 0 holds no plan, rank 1 holds plan-",
-        mixed.stderr,
-    )
+    rule = "PlanMismatch: every rank must hold the same plan"
+    assert f"{rule}, but rank 0 holds no plan, rank 1 holds plan-" in mixed.stderr
 
 
 def test_an_edited_export_is_refused(tuned, tmp_path) -> None:
@@ -156,18 +119,16 @@ def test_an_edited_export_is_refused(tuned, tmp_path) -> None:
 
 
 def test_apply_without_a_process_group_names_the_fix() -> None:
-    with pytest.raises(
-        InvalidInput, match=r"call torch\.distributed\.init_process_group before it"
-    ):
+    fix = r"call torch\.distributed\.init_process_group before it"
+    with pytest.raises(InvalidInput, match=fix):
         autotune.apply(torch.nn.Linear(2, 2))
 
 
 @pytest.fixture
 def alone(tmp_path: Path) -> Iterator[None]:
     """A process group of one rank."""
-    dist.init_process_group(
-        "gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1
-    )
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
@@ -175,7 +136,7 @@ def alone(tmp_path: Path) -> Iterator[None]:
 def exported(model: torch.nn.Module, path: Path) -> Export:
     workload = assumed_workload(model)
     strategy = single_bucket(workload)
-    made = Export(
+    export = Export(
         "job",
         "2026-01-01T00:00:00+00:00",
         workload.model,
@@ -192,8 +153,8 @@ def exported(model: torch.nn.Module, path: Path) -> Export:
         Cluster.local(1),
         {},
     )
-    made.write(path)
-    return made
+    export.write(path)
+    return export
 
 
 def linear(width: int = 3) -> torch.nn.Module:
@@ -207,15 +168,12 @@ def test_a_tuner_compares_with_the_strategy_that_the_script_applies(alone, tmp_p
         applied = autotune.apply(linear(), None, tmp_path / "own.json")
         misfit = autotune.apply(linear(5), None, tmp_path / "own.json")
     assert applied.synchronizer.plan == export.plan()
-    assert applied.notes == (
-        f"{export.plan_id} is carried out by torch's own DDP reducer, 1 bucket",
-    )
+    (note,) = applied.notes
+    assert note == f"{export.plan_id} is carried out by torch's own DDP reducer, 1 bucket"
     assert applied.synchronizer.ranks.control_timeout_s == TUNING_TIMEOUTS.agreement_s
     assert misfit.synchronizer.plan is not None
-    assert (
-        len(misfit.notes) == 2
-        and "does not fit, so the gradients are sent as torch's DDP would" in misfit.notes[0]
-    )
+    assert len(misfit.notes) == 2
+    assert "does not fit, so the gradients are sent as torch's DDP would" in misfit.notes[0]
 
 
 def test_ordinary_training_waits_long_for_messages_and_a_minute_for_agreement(

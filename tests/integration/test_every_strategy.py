@@ -1,7 +1,8 @@
-"""Every uncompressed strategy trains as torch's DDP does: sampled, mutated and hand-made ones, on jobs with every hard feature.
+"""Every uncompressed strategy trains as torch's DDP does, on jobs with every hard feature.
 
-Bitwise on 2 ranks, where a sum of two has one order. On 4 ranks within a few times the distance between DDP runs of different
-bucket sizes, which is measured in the same processes: DDP itself promises no order of sums.
+Strategies are sampled, mutated and hand-made. On 2 ranks results are bitwise equal, since a sum of
+two has one order. DDP itself promises no order of sums: on 4 ranks results are within a few times
+the distance between DDP runs of different bucket sizes, measured in the same processes.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ EXPECTED = {
     ),
     *(f"sparse {handling}" for handling in SPACE.sparse),
 }
-"""What must have occurred among the strategies."""
+"""Kinds that must occur among the strategies."""
 
 
 @pytest.mark.slow
@@ -38,9 +39,9 @@ def test_every_strategy_trains_as_ddp(size: int) -> None:
     by_rank = run_world(check_cases, size, timeout_s=240.0)
     enacted = enacted_alike(by_rank)
     assert len(enacted) >= FEWEST[size]
-    seen = frozenset().union(*(outcome.kinds for outcome in enacted))
+    kinds = frozenset().union(*(outcome.kinds for outcome in enacted))
     expected = EXPECTED | ({"hierarchical"} if size == 4 else set())  # needs two hosts of two ranks
-    assert seen >= expected, f"never sampled: {', '.join(sorted(expected - seen))}"
+    assert kinds >= expected, f"never sampled: {', '.join(sorted(expected - kinds))}"
     reasons = {
         outcome.refused
         for case, outcomes in by_rank[0].items()

@@ -1,9 +1,11 @@
-"""The product's own measurements and comparison on real processes: equal plans stay equal, and 5 % are found.
+"""Measurements and comparisons on real processes: equal plans stay equal, and 5 % are found.
 
-Twenty comparisons of equal plans, of which up to 5 may be called different, catch gross errors only (blocks that are not alike, a
-side that is always first). That the rate of false differences is the stated one is what the simulated comparisons show:
-`test_stopping_when_it_is_precise_leaves_the_error_rate_of_the_comparison` (tests/unit/test_measurement.py) and
-`test_identical_time_distributions_are_called_different_at_most_at_the_stated_rate` (tests/unit/test_tuner.py).
+Up to 5 of 20 comparisons of equal plans may differ. This catches gross errors only (unequal blocks,
+a side that is always first). Simulated comparisons test the rate of false differences:
+`test_stopping_when_it_is_precise_leaves_the_error_rate_of_the_comparison`
+(tests/unit/test_measurement.py) and
+`test_identical_time_distributions_are_called_different_at_most_at_the_stated_rate`
+(tests/unit/test_tuner.py).
 """
 
 from __future__ import annotations
@@ -63,13 +65,15 @@ def compared(
 def test_one_plan_under_two_names_is_called_different_at_most_at_the_stated_rate(
     make_world,
 ) -> None:
-    # Each interval of 95 % leaves out the ratio 1 with a probability of at most 5 %. That more than 5 of 20 do has a
-    # probability of 0.0003: sum over k > 5 of C(20, k) 0.05^k 0.95^(20 - k). Of exports (2.5 %), more than 4: 0.0001.
+    # Each interval of 95 % excludes the ratio 1 with a probability of at most 5 %. More than 5 of
+    # 20
+    # do so with a probability of 0.0003: sum over k > 5 of C(20, k) 0.05^k 0.95^(20 - k). More than
+    # 4 exports (2.5 % each): 0.0001.
     world = make_world(script=TIMED)
     one, other = plan(single_bucket(MODEL), MODEL, RANKS), plan(single_bucket(MODEL), MODEL, RANKS)
-    found = [compared(world, one, other) for _ in range(COMPARISONS)]
-    different = [c for c in found if c.high < 1 or c.low > 1]
-    exported = [c for c in found if c.high < 1]
+    comparisons = [compared(world, one, other) for _ in range(COMPARISONS)]
+    different = [c for c in comparisons if c.high < 1 or c.low > 1]
+    exported = [c for c in comparisons if c.high < 1]
     assert len(different) <= 5, different
     assert len(exported) <= 4, exported
     assert world.restarts == 0
@@ -77,19 +81,18 @@ def test_one_plan_under_two_names_is_called_different_at_most_at_the_stated_rate
 
 @pytest.mark.slow
 def test_a_planted_difference_of_5_percent_is_found(make_world) -> None:
-    # The slow plan sends one message and the fast one two: what their own difference may be, it hides the planted one.
+    # The slow plan sends one message and the fast one two; the planted difference must exceed
+    # theirs.
     fast, slow = plan(per_variable(MODEL), MODEL, RANKS), plan(single_bucket(MODEL), MODEL, RANKS)
-    # Longer steps than above: what a busy machine adds to a wait is some milliseconds, however long the wait is. A quiet
-    # machine needs the fewest pairs; only a very busy one the most.
+    # Longer steps than above, since a busy machine adds some milliseconds to any wait. A quiet
+    # machine needs the fewest pairs, a very busy one the most.
     world = make_world("--wait-s", "0.1", "--slow-plan", slow.id, "--factor", "1.05", script=TIMED)
     comparison = compared(world, fast, slow, replace(RULE, most=40))
     assert comparison.high < 1
     assert 0.9 < comparison.ratio < 1
 
 
-def test_a_trial_takes_further_steps_on_all_ranks_until_it_is_precise_or_has_taken_the_most(
-    make_world,
-) -> None:
+def test_a_trial_takes_further_steps_until_it_is_precise_losing_or_at_the_cap(make_world) -> None:
     world = make_world(script=TIMED)
     wanted = plan(single_bucket(MODEL), MODEL, RANKS)
     capped = world.run_trial(TRIAL, wanted)
@@ -97,23 +100,17 @@ def test_a_trial_takes_further_steps_on_all_ranks_until_it_is_precise_or_has_tak
     assert capped.stopped is Stopped.CAP and [len(row) for row in capped.step_s] == [18, 18]
     assert capped.gradient_error == 0.0
     precise = world.run_trial(replace(TRIAL, precision=10.0), wanted)
-    assert (
-        isinstance(precise, Measured)
-        and precise.stopped is Stopped.PRECISE
-        and len(precise.slowest_s) == 6
-    )
+    assert isinstance(precise, Measured) and precise.stopped is Stopped.PRECISE
+    assert len(precise.slowest_s) == 6
     losing = world.run_trial(replace(TRIAL, losing_s=0.001), None)
-    assert (
-        isinstance(losing, Measured)
-        and losing.stopped is Stopped.LOSING
-        and len(losing.slowest_s) == 6
-    )
+    assert isinstance(losing, Measured) and losing.stopped is Stopped.LOSING
+    assert len(losing.slowest_s) == 6
     fixed = world.run_trial(replace(TRIAL, most_steps=0), None)
     assert isinstance(fixed, Measured) and fixed.stopped is None and len(fixed.slowest_s) == 6
     assert world.restarts == 0
 
 
-def test_a_script_that_ends_between_two_batches_keeps_what_was_measured(make_world) -> None:
+def test_a_script_that_ends_between_two_batches_keeps_its_measurement(make_world) -> None:
     world = make_world("--steps", "12", script=TIMED)
     ended = world.run_trial(TRIAL, plan(single_bucket(MODEL), MODEL, RANKS))
     assert isinstance(ended, Measured)
@@ -125,11 +122,8 @@ def test_a_crash_during_further_steps_is_the_trials_failure(make_world, tmp_path
     words = ("--fault", "crash", "--fault-step", "15", "--fault-file", str(tmp_path / "crashed"))
     world = make_world(*words)
     failed = world.run_trial(TRIAL, None)
-    assert (
-        isinstance(failed, Failed)
-        and failed.kind is FailureKind.CRASH
-        and "planted crash" in failed.message
-    )
+    assert isinstance(failed, Failed) and failed.kind is FailureKind.CRASH
+    assert "planted crash" in failed.message
     assert isinstance(world.run_trial(TRIAL, None), Measured)
     assert world.restarts == 1
 
@@ -152,9 +146,6 @@ def test_a_worker_lost_during_further_steps_starts_the_trial_once_more(
     if measured:
         assert isinstance(outcome, Measured) and len(outcome.slowest_s) == 18
     else:
-        assert (
-            isinstance(outcome, Failed)
-            and "a worker was lost, and again on other workers: its machine is gone"
-            in outcome.message
-        )
+        assert isinstance(outcome, Failed)
+        assert "lost, and again on other workers: its machine is gone" in outcome.message
     assert world.restarts == 1

@@ -1,4 +1,4 @@
-"""`autotune probe` as a user types it: real ranks on a local Ray cluster, a table, and a file that `autotune tune` can use."""
+"""`autotune probe` on a local Ray cluster: a table, and a file for `autotune tune`."""
 
 from __future__ import annotations
 
@@ -16,56 +16,37 @@ ROOT = Path(__file__).parents[2]
 
 
 def probe(directory: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [
-        sys.executable,
-        "-m",
-        "autotune",
-        "probe",
-        "--directory",
-        str(directory / "jobs"),
-        *words,
-    ]
-    return subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=240)
+    command = [sys.executable, "-m", "autotune", "probe", "--directory", str(directory / "jobs")]
+    return subprocess.run(
+        [*command, *words], cwd=directory, capture_output=True, text=True, timeout=240
+    )
 
 
 @pytest.mark.slow
 def test_a_local_cluster_is_probed_into_a_file_that_reads_back_and_tunes(tmp_path) -> None:
     output = tmp_path / "probed.yaml"
-    done = probe(
-        tmp_path, "--workers", "2", "--budget-time", "15s", "--output", str(output), "--json"
-    )
+    to_output = ("--output", str(output))
+    done = probe(tmp_path, "--workers", "2", "--budget-time", "15s", *to_output, "--json")
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
+    report = json.loads(done.stdout)
     cluster = read_cluster(output)
-    assert (
-        cluster.to_data() == told["cluster"]
-        and told["output"] == str(output)
-        and told["conditions"]["network"] == "loopback"
-    )
+    assert cluster.to_data() == report["cluster"] and report["output"] == str(output)
+    assert report["conditions"]["network"] == "loopback"
     assert (cluster.source, cluster.world_size, len(cluster.hosts)) == ("measured", 2, 1)
     fit = cluster.fit("all_reduce", 2)
     assert fit is not None and fit.where is Where.WORLD and fit.sizes >= 2
-    assert [(link.inside, link.host) for link in cluster.link_fits] == [
-        (True, cluster.hosts[0].name)
-    ]
+    (link,) = cluster.link_fits
+    assert link.inside and link.host == cluster.hosts[0].name
     assert dict(cluster.software)["torch"] and cluster.measured_at and cluster.hosts[0].cores > 0
     assert "probing 2 ranks" in done.stderr and "ETA" in done.stderr
-    assert (
-        cluster.measured_on == "loopback of one machine"
-        and cluster_yaml(cluster) == output.read_text()
-    )
-    again = probe(
-        tmp_path, "--cluster", str(output), "--budget-time", "5s", "--output", str(output)
-    )
+    assert cluster.measured_on == "loopback of one machine"
+    assert cluster_yaml(cluster) == output.read_text()
+    again = probe(tmp_path, "--cluster", str(output), "--budget-time", "5s", *to_output)
     assert again.returncode == 0, again.stderr
-    assert (
-        "all_reduce" in again.stdout
-        and f"cluster file: {output} [loopback of one machine]" in again.stdout
-    )
-    assert (
-        len([logs for logs in (tmp_path / "jobs" / "probe").glob("*/logs") if any(logs.iterdir())])
-        == 2
-    )
+    assert "all_reduce" in again.stdout
+    assert f"cluster file: {output} [loopback of one machine]" in again.stdout
+    logs = (tmp_path / "jobs" / "probe").glob("*/logs")
+    assert sum(any(folder.iterdir()) for folder in logs) == 2
     assert read_cluster(output).hosts[0].name == cluster.hosts[0].name
 
 
@@ -74,7 +55,8 @@ def test_a_local_cluster_is_probed_into_a_file_that_reads_back_and_tunes(tmp_pat
     [
         (
             (),
-            "the number of ranks to probe with is not known; use --workers N, --cluster or --testbed cluster.yaml",
+            "the number of ranks to probe with is not known; use --workers N, --cluster or "
+            "--testbed cluster.yaml",
         ),
         (("--workers", "1"), "a probe needs at least 2 workers, but has 1"),
         (

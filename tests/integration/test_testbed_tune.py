@@ -1,4 +1,4 @@
-"""`autotune tune --testbed` as a user types it: a real Ray cluster on shaped links, and nothing of it left however the job ends."""
+"""`autotune tune --testbed`: a real Ray cluster on shaped links, of which nothing is left."""
 
 from __future__ import annotations
 
@@ -26,6 +26,8 @@ ROOT = Path(__file__).parents[2]
 SMALL = ROOT / "tests" / "scripts" / "train_small.py"
 TRIALS = ["--budget-trials", "6", "--top-k", "3", "--samples-per-round", "40", *FEW_STEPS]
 RATES = (400, 100)  # Mbit/s
+AUTOTUNE = [sys.executable, "-m", "autotune"]
+LAUNCH = ["--", "torchrun", "--nproc-per-node", "2", str(SMALL)]
 
 
 def cluster_file(folder: Path, name: str) -> Path:
@@ -38,26 +40,19 @@ def cluster_file(folder: Path, name: str) -> Path:
 
 
 def words(folder: Path, name: str, *options: str) -> list[str]:
-    where = [
-        "--testbed",
-        str(cluster_file(folder, name)),
-        "--directory",
-        str(folder),
-        "--job",
-        "bed",
-    ]
-    launch = ["--", "torchrun", "--nproc-per-node", "2", str(SMALL), "--width", "512"]
-    return [sys.executable, "-m", "autotune", "tune", *where, *options, *launch]
+    testbed = ["--testbed", str(cluster_file(folder, name))]
+    job = ["--directory", str(folder), "--job", "bed"]
+    return [*AUTOTUNE, "tune", *testbed, *job, *options, *LAUNCH, "--width", "512"]
 
 
 def beds_of(name: str) -> list[bed.BedStatus]:
     return [item for item in bed.testbeds() if item.layout.name.startswith(name)]
 
 
-def wait_for(condition: Callable[[], bool], what: str, limit_s: float) -> None:
+def wait_for(condition: Callable[[], bool], event: str, limit_s: float) -> None:
     deadline_s = time.monotonic() + limit_s
     while not condition():
-        assert time.monotonic() < deadline_s, f"{what} did not happen within {limit_s:.0f} s"
+        assert time.monotonic() < deadline_s, f"{event} did not happen within {limit_s:.0f} s"
         time.sleep(0.2)
 
 
@@ -68,7 +63,7 @@ def trials_in(folder: Path) -> int:
         return len(store.history("bed").trials) if store.jobs() else 0
 
 
-def test_a_job_runs_on_a_testbed_says_so_everywhere_and_leaves_nothing(tmp_path) -> None:
+def test_a_job_on_a_testbed_states_so_everywhere_and_leaves_nothing(tmp_path) -> None:
     options = ("--json", "--search", "random", "--accelerators", "emulated", *TRIALS)
     done = subprocess.run(
         words(tmp_path, "say-so", *options), cwd=ROOT, capture_output=True, text=True, timeout=280
@@ -83,14 +78,10 @@ def test_a_job_runs_on_a_testbed_says_so_everywhere_and_leaves_nothing(tmp_path)
     }
     assert history.profiled is not None
     slowest = min(RATES) * 1e6 / 8
-    ring = next(
-        fit
-        for fit in history.profiled.cluster.fits
-        if fit.primitive == "all_reduce" and fit.group_size == 2
-    )
-    assert (
-        0.7 * slowest < 2**22 / ring.seconds(2**22) < 1.1 * slowest
-    )  # two ranks: the whole message passes the slow link once
+    ring = history.profiled.cluster.fit("all_reduce", 2)
+    assert ring is not None
+    # two ranks: the whole message passes the slow link once
+    assert 0.7 * slowest < 2**22 / ring.seconds(2**22) < 1.1 * slowest
     report = Path(result["report"]).read_text()
     assert "The network is emulated" in report and "Accelerators are emulated" in report
     assert read_export(Path(result["best"])).conditions.network is Network.EMULATED
@@ -113,16 +104,7 @@ def test_ctrl_c_takes_the_testbed_down_and_resume_builds_it_again(tmp_path, trac
     assert process.returncode == 130, error
     assert beds_of("interrupted") == []
     before = trials_in(tmp_path)
-    resume = [
-        sys.executable,
-        "-m",
-        "autotune",
-        "tune",
-        "--resume",
-        "bed",
-        "--directory",
-        str(tmp_path),
-    ]
+    resume = [*AUTOTUNE, "tune", "--resume", "bed", "--directory", str(tmp_path)]
     done = subprocess.run(resume, cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     assert trials_in(tmp_path) > before and beds_of("interrupted") == []
@@ -131,64 +113,39 @@ def test_ctrl_c_takes_the_testbed_down_and_resume_builds_it_again(tmp_path, trac
 def test_after_kill_9_of_the_driver_down_removes_the_namespaces_and_all_processes_in_them(
     tmp_path,
 ) -> None:
-    process = subprocess.Popen(
-        words(tmp_path, "killed", "--search", "random", *TRIALS),
-        cwd=ROOT,
-        stderr=subprocess.DEVNULL,
-    )
+    command = words(tmp_path, "killed", "--search", "random", *TRIALS)
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
+
+    def ray_runs() -> bool:
+        processes = [item.processes for item in beds_of("killed")]
+        return any(len(hosts) == 2 and all(hosts) for hosts in processes)
+
     try:
-        wait_for(
-            lambda: any(
-                all(item.processes) and len(item.processes) == 2 for item in beds_of("killed")
-            ),
-            "Ray on both hosts",
-            90,
-        )
+        wait_for(ray_runs, "Ray on both hosts", 90)
     finally:
         process.kill()
         process.wait(timeout=30)
     (left,) = beds_of("killed")
     assert left.left_over
     pids = [pid for host in left.processes for pid in host]
-    done = subprocess.run(
-        [sys.executable, "-m", "autotune", "testbed", "down", "--json"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
+    down = [*AUTOTUNE, "testbed", "down", "--json"]
+    done = subprocess.run(down, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert left.layout.name in json.loads(done.stdout)["removed"]
     assert beds_of("killed") == []
-    wait_for(
-        lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids),
-        "the end of Ray's processes",
-        20,
-    )
+    paths = [Path(f"/proc/{pid}") for pid in pids]
+    wait_for(lambda: not any(path.exists() for path in paths), "the end of Ray's processes", 20)
 
 
-def test_a_testbed_excludes_other_places(tmp_path) -> None:
+def test_a_testbed_excludes_other_clusters(tmp_path) -> None:
     for option, message in (
         ("--address", "leave out one of them"),
         ("--cluster", "leave out --cluster"),
     ):
         value = "127.0.0.1:6379" if option == "--address" else str(tmp_path / "cluster.yaml")
-        done = subprocess.run(
-            words(tmp_path, "never", option, value),
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
+        command = words(tmp_path, "never", option, value)
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
         assert done.returncode == 2 and message in done.stderr
-    scaled = [
-        *words(tmp_path, "never")[:4],
-        "--byte-scale",
-        "4",
-        "--",
-        "torchrun",
-        "--nproc-per-node",
-        "2",
-        str(SMALL),
-    ]
+    scaled = [*AUTOTUNE, "tune", "--byte-scale", "4", *LAUNCH]
     done = subprocess.run(scaled, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and "only a testbed scales links" in done.stderr

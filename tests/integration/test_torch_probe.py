@@ -66,7 +66,7 @@ def test_scaled_messages_count_as_whole_ones() -> None:
 def long(
     rank: int, budget_s: float, devices: tuple[int, ...], script_groups: bool = False
 ) -> tuple[ProbeResult, list[str], int]:
-    """With `script_groups`, the script has created a group that only some ranks know, and was probed before."""
+    """`script_groups`: some ranks have created a group, and there was a probe before."""
     if script_groups and rank < 2:
         dist.new_group([0, 1], use_local_synchronization=True)
     if script_groups:

@@ -1,4 +1,4 @@
-"""SynchronizerGroups that disagree, die or never come: the others raise and do not hang."""
+"""Ranks that disagree, die or never come: the others raise and do not hang."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ def check_disagreement(rank: int) -> dict[str, Any]:
     model = PlannedDataParallel(Tied())
     size = dist.get_world_size()
     plans = [uniform(model.module, size), mixed(model.module, size)]
-    seen: dict[str, Any] = {}
+    partial = replace(plans[0].messages[0], ranks=(0,))
+    errors: dict[str, Any] = {}
     started = time.monotonic()
     for name, wrong in (
         ("other plan", plans[1] if rank else plans[0]),
@@ -32,41 +33,32 @@ def check_disagreement(rank: int) -> dict[str, Any]:
         ("other model", uniform(nn.Linear(2, 2), size)),
         ("one rank's other model", uniform(nn.Linear(2, 2), size) if rank == 1 else plans[0]),
         ("other world", uniform(model.module, size + 1)),
-        (
-            "refused",
-            replace(
-                plans[0],
-                messages=(replace(plans[0].messages[0], ranks=(0,)), *plans[0].messages[1:]),
-            ),
-        ),
+        ("refused", replace(plans[0], messages=(partial, *plans[0].messages[1:]))),
     ):
         try:
             model.synchronizer.load(wrong)
         except (PlanMismatch, ModelMismatch, InvalidStrategy) as error:
-            seen[name] = (type(error), str(error), [p.id for p in plans])
-    seen["seconds"] = time.monotonic() - started
+            errors[name] = (type(error), str(error), [p.id for p in plans])
+    errors["seconds"] = time.monotonic() - started
     model.synchronizer.load(plans[1])  # after a refusal training goes on
     loss_of(model, rank, 0).backward()
-    return seen
+    return errors
 
 
-def test_ranks_that_disagree_or_hold_a_wrong_plan_all_raise_and_can_go_on() -> None:
-    for number, seen in enumerate(run_world(check_disagreement, 2)):
-        kind, text, ids = seen["other plan"]
+def test_ranks_with_different_or_wrong_plans_all_raise_and_can_continue() -> None:
+    for rank, errors in enumerate(run_world(check_disagreement, 2)):
+        kind, text, ids = errors["other plan"]
         assert kind is PlanMismatch
         assert f"rank 0 holds {ids[0]}" in text and f"rank 1 holds {ids[1]}" in text
-        assert seen["no plan"][0] is PlanMismatch
-        assert (
-            seen["other model"][0] is ModelMismatch
-            and "unknown bias, weight" in seen["other model"][1]
-        )
-        assert seen["one rank's other model"][0] is ModelMismatch
-        assert ("rank 1 cannot load" in seen["one rank's other model"][1]) == (number == 0)
-        assert seen["other world"][0] is ModelMismatch and "3 ranks" in seen["other world"][1]
-        assert (
-            seen["refused"][0] is InvalidStrategy and "every rank takes part" in seen["refused"][1]
-        )
-        assert seen["seconds"] < 20
+        assert errors["no plan"][0] is PlanMismatch
+        assert errors["other model"][0] is ModelMismatch
+        assert "unknown bias, weight" in errors["other model"][1]
+        assert errors["one rank's other model"][0] is ModelMismatch
+        assert ("rank 1 cannot load" in errors["one rank's other model"][1]) == (rank == 0)
+        assert errors["other world"][0] is ModelMismatch and "3 ranks" in errors["other world"][1]
+        assert errors["refused"][0] is InvalidStrategy
+        assert "every rank takes part" in errors["refused"][1]
+        assert errors["seconds"] < 20
 
 
 def check_dead_rank(rank: int, when: str) -> str | None:
@@ -90,18 +82,10 @@ def check_dead_rank(rank: int, when: str) -> str | None:
     return None
 
 
-@pytest.mark.parametrize(
-    "when",
-    [
-        "load",
-        pytest.param(
-            "backward",
-            marks=pytest.mark.skipif(
-                BACKEND == "nccl", reason="torch ends the process (docs/cuda.md)"
-            ),
-        ),
-    ],
-)
+NOT_NCCL = pytest.mark.skipif(BACKEND == "nccl", reason="torch ends the process (docs/cuda.md)")
+
+
+@pytest.mark.parametrize("when", ["load", pytest.param("backward", marks=NOT_NCCL)])
 def test_a_rank_that_dies_fails_the_others_instead_of_hanging_them(when: str) -> None:
     started = time.monotonic()
     answers = run_world(check_dead_rank, 3, when)
@@ -123,6 +107,6 @@ def check_late_rank(rank: int) -> str:
     return "done"
 
 
-@pytest.mark.skipif(BACKEND == "nccl", reason="torch ends the process (docs/cuda.md)")
+@NOT_NCCL
 def test_a_rank_that_never_comes_is_named_with_the_message_it_misses() -> None:
     assert run_world(check_late_rank, 2) == ["done", "done"]

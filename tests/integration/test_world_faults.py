@@ -1,4 +1,4 @@
-"""What a failing script or plan becomes, and that tuning can go on after it; `test_ray_world.py` does so on Ray actors."""
+"""Failing scripts and plans, and trials after them; `test_ray_world.py` does so on Ray actors."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from local_world import ForkedRank
+from short_jobs import small_model
 
 from autotune.cluster import Cluster
 from autotune.errors import LaunchError
@@ -19,27 +20,12 @@ from autotune.strategy_space.builders.collectives import ddp_default, single_buc
 from autotune.strategy_space.plan import Plan, plan
 from autotune.strategy_space.strategy import Compressor
 from autotune.tuning.job import JobSpec
-from autotune.workload import Variable, Workload
 from runtime_rewriter.protocol import StartTrial, decode_instruction
 from runtime_rewriter.world.worker import ProcessSupervisor, WorkerLost
 
 LSTM = Path(__file__).parents[2] / "examples" / "lstm_text.py"  # it clips by the global norm
 RANKS = 2
 REQUEST = TrialRequest(0, "strategy-under-test", Role.CANDIDATE, warmup_steps=2, timed_steps=4)
-
-
-def small_model() -> Workload:
-    shapes = {
-        "0.weight": (64, 32),
-        "0.bias": (64,),
-        "2.weight": (64, 64),
-        "2.bias": (64,),
-        "3.weight": (8, 64),
-        "3.bias": (8,),
-    }
-    return Workload(
-        "Sequential", tuple(Variable(name, shape) for name, shape in reversed(shapes.items()))
-    )
 
 
 FAULTS = (
@@ -54,15 +40,8 @@ def test_every_planted_fault_is_recorded_with_its_kind_and_the_next_trial_runs(
     make_world, tmp_path
 ) -> None:
     kinds = ",".join(fault for fault, _, _ in FAULTS)
-    world = make_world(
-        "--fault",
-        kinds,
-        "--fault-step",
-        "12",
-        "--fault-file",
-        str(tmp_path / "planted"),
-        step_timeout_s=6.0,
-    )
+    words = ("--fault", kinds, "--fault-step", "12", "--fault-file", str(tmp_path / "planted"))
+    world = make_world(*words, step_timeout_s=6.0)
     wanted = plan(ddp_default(small_model()), small_model(), RANKS)
     for restarts, (_, kind, text) in enumerate(FAULTS, start=1):
         failed = world.run_trial(replace(REQUEST, timed_steps=30), wanted)
@@ -88,12 +67,8 @@ def test_plans_and_the_current_setup_alternate_in_one_run_of_the_script(make_wor
 def test_a_plan_that_the_runtime_cannot_enact_is_refused_without_a_restart(make_world) -> None:
     world = make_world()
     wanted = plan(single_bucket(small_model()), small_model(), RANKS)
-    refused = world.run_trial(
-        REQUEST,
-        replace(
-            wanted, messages=tuple(replace(message, ranks=(0,)) for message in wanted.messages)
-        ),
-    )
+    messages = tuple(replace(message, ranks=(0,)) for message in wanted.messages)
+    refused = world.run_trial(REQUEST, replace(wanted, messages=messages))
     assert isinstance(refused, Failed)
     assert refused.kind is FailureKind.REFUSED
     assert "every rank takes part" in refused.message
@@ -101,34 +76,21 @@ def test_a_plan_that_the_runtime_cannot_enact_is_refused_without_a_restart(make_
     assert world.restarts == 0
 
 
-def test_what_a_script_keeps_from_being_tried_is_recorded_with_its_profile(
+def test_a_script_that_prevents_cross_step_synchronization_is_recorded_as_such(
     make_world, tmp_path
 ) -> None:
-    world = make_world(
-        "--width",
-        "16",
-        "--layers",
-        "1",
-        "--batch-size",
-        "2",
-        "--block-size",
-        "8",
-        script=LSTM,
-        probe_s=1.0,
-    )
+    sizes = ("--width", "16", "--layers", "1", "--batch-size", "2", "--block-size", "8")
+    world = make_world(*sizes, script=LSTM, probe_s=1.0)
     spec = JobSpec(
         ("torchrun", str(LSTM)), RANKS, Cluster.local(RANKS), max_seconds=0.001, most_steps=0
     )
     with Store.open(tmp_path / "jobs.db") as store:
         store.create_job("lstm", spec)
-        drive(
-            "lstm", spec, store, world, Proposer(spec, {}), []
-        )  # the budget is spent by the profile and one reference
+        # the profile and one reference spend the budget
+        drive("lstm", spec, store, world, Proposer(spec, {}), [])
         profiled = store.history("lstm").profiled
-    assert (
-        profiled is not None
-        and "as clipping by the global norm does" in profiled.cross_step_refused
-    )
+    assert profiled is not None
+    assert "as clipping by the global norm does" in profiled.cross_step_refused
 
 
 def test_gradients_that_overflow_fp16_fail_the_numerics_gate(make_world) -> None:
@@ -157,46 +119,43 @@ def test_a_script_that_comes_to_its_end_is_started_again_and_the_trial_completes
     assert world.restarts >= 1
 
 
-def test_a_script_that_is_too_short_for_one_trial_is_refused_with_the_fix(make_world) -> None:
-    with pytest.raises(
-        LaunchError, match=r"ends after \d+ steps, but one trial needs more; let it train longer"
-    ):
-        make_world("--steps", "5").run_trial(REQUEST, None)
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (("--steps", "5"), r"ends after \d+ steps, but one trial needs more; let it train longer"),
+        (
+            ("--steps", "5", "--without-ddp"),
+            "without a training step under DistributedDataParallel; wrap the model",
+        ),
+    ],
+    ids=["too short for one trial", "without DDP"],
+)
+def test_a_script_that_cannot_be_tuned_is_refused_with_the_fix(make_world, words, reason) -> None:
+    with pytest.raises(LaunchError, match=reason):
+        make_world(*words).run_trial(REQUEST, None)
 
 
-def test_a_script_that_never_builds_ddp_is_refused_with_the_fix(make_world) -> None:
-    with pytest.raises(
-        LaunchError, match="without a training step under DistributedDataParallel; wrap the model"
-    ):
-        make_world("--steps", "5", "--without-ddp").run_trial(REQUEST, None)
-
-
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("import nonexistent_package", r"\(crash\): ModuleNotFoundError.*nonexist.*script.py:1"),
+        (
+            "raise TimeoutError('the data server did not answer')",
+            r"\(hang\): TimeoutError: the data server did not answer",
+        ),
+    ],
+)
 def test_a_script_that_dies_at_its_start_is_reported_with_its_own_error(
-    make_world, tmp_path
+    make_world, tmp_path, text, reason
 ) -> None:
-    script = tmp_path / "dies.py"
-    script.write_text("import nonexistent_package\n")
-    with pytest.raises(
-        LaunchError,
-        match=r"died before its first step \(crash\): ModuleNotFoundError.*nonexistent_package.*dies.py:1",
-    ):
-        make_world(script=script).run_trial(REQUEST, None)
-
-
-def test_a_script_that_times_out_at_its_start_is_reported_with_its_own_error(
-    make_world, tmp_path
-) -> None:
-    script = tmp_path / "waits.py"
-    script.write_text("raise TimeoutError('the data server did not answer')\n")
-    with pytest.raises(
-        LaunchError,
-        match=r"died before its first step \(hang\): TimeoutError: the data server did not answer",
-    ):
+    script = tmp_path / "script.py"
+    script.write_text(f"{text}\n")
+    with pytest.raises(LaunchError, match=f"died before its first step {reason}"):
         make_world(script=script).run_trial(REQUEST, None)
 
 
 class Doomed(ProcessSupervisor):
-    """Lost with the first trial that it gets."""
+    """Is lost with its first trial."""
 
     def instruct(self, line: str) -> None:
         if isinstance(decode_instruction(line), StartTrial):

@@ -1,4 +1,4 @@
-"""Small testbeds, and what really passes their links: streams and round trips between processes inside."""
+"""Small testbeds, with streams and round trips between processes inside."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ TRIES = 6
 RECEIVE = """
 import socket, sys, time
 server = socket.create_server(("", 5000)); print("ready", flush=True)
-stream, _ = server.accept(); buffer = bytearray(1 << 20); total = warm = 0; began = time.perf_counter(); first = None
+stream, _ = server.accept(); buffer = bytearray(1 << 20)
+total = warm = 0; began = time.perf_counter(); first = None
 while count := stream.recv_into(buffer):
     total += count; now = time.perf_counter()
     if first is None and now - began > 0.25: first, warm = now, total
@@ -23,7 +24,8 @@ print((total - warm) / (now - first))
 """
 SEND = """
 import socket, sys, time
-stream = socket.create_connection((sys.argv[1], 5000)); end = time.perf_counter() + float(sys.argv[2])
+stream = socket.create_connection((sys.argv[1], 5000))
+end = time.perf_counter() + float(sys.argv[2])
 while time.perf_counter() < end: stream.sendall(bytes(1 << 16))
 """
 ECHO = """
@@ -34,9 +36,11 @@ while word := stream.recv(64): stream.sendall(word)
 """
 PING = """
 import socket, statistics, sys, time
-stream = socket.create_connection((sys.argv[1], 5000)); stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1); times = []
+stream = socket.create_connection((sys.argv[1], 5000))
+stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1); times = []
 for _ in range(40):
-    began = time.perf_counter(); stream.sendall(b"x"); stream.recv(64); times.append(time.perf_counter() - began)
+    began = time.perf_counter(); stream.sendall(b"x"); stream.recv(64)
+    times.append(time.perf_counter() - began)
 print(min(times), statistics.median(times))
 """
 
@@ -60,13 +64,8 @@ thread.join()
 def cluster(
     *mbit: float, latency_s: float = 5e-5, links: tuple[PairLink, ...] = (), inner: float = 1e10
 ) -> Cluster:
-    return Cluster(
-        "c",
-        tuple(
-            Host(f"h{i}", 1, rate * 1.25e5, latency_s, inner, 5e-6) for i, rate in enumerate(mbit)
-        ),
-        links,
-    )
+    hosts = (Host(f"h{i}", 1, rate * 1.25e5, latency_s, inner, 5e-6) for i, rate in enumerate(mbit))
+    return Cluster("c", tuple(hosts), links)
 
 
 def started(host: bed.BedHost, program: str, *words: str) -> subprocess.Popen[str]:
@@ -78,56 +77,46 @@ def started(host: bed.BedHost, program: str, *words: str) -> subprocess.Popen[st
 
 
 def answer(server: subprocess.Popen[str], client: subprocess.Popen[str]) -> tuple[str, str]:
-    told, asked = server.communicate(timeout=30)[0], client.communicate(timeout=30)[0]
+    outputs = server.communicate(timeout=30)[0], client.communicate(timeout=30)[0]
     assert server.returncode == client.returncode == 0
-    return told, asked
+    return outputs
 
 
 def goodput_mbit(
-    made: bed.Testbed, pairs: list[tuple[int, int]], seconds: float = 0.9
+    testbed: bed.Testbed, pairs: list[tuple[int, int]], seconds: float = 0.9
 ) -> list[float]:
-    """Payload that streams between pairs of hosts get at the same time; each receiver and sender in one pair only."""
-    receivers = [started(made.hosts[target], RECEIVE) for _, target in pairs]
+    """Payload of simultaneous streams between pairs of hosts; no host has two of one direction."""
+    receivers = [started(testbed.hosts[target], RECEIVE) for _, target in pairs]
     senders = [
-        started(made.hosts[source], SEND, made.hosts[target].address, str(seconds))
+        started(testbed.hosts[source], SEND, testbed.hosts[target].address, str(seconds))
         for source, target in pairs
     ]
     return [float(answer(*both)[0]) * 8e-6 for both in zip(receivers, senders, strict=True)]
 
 
-def round_trip_s(made: bed.Testbed, source: int = 0, target: int = 1) -> tuple[float, float]:
+def round_trip_s(testbed: bed.Testbed, source: int = 0, target: int = 1) -> tuple[float, float]:
     """Smallest and median of 40."""
-    server = started(made.hosts[target], ECHO)
-    smallest, median = answer(
-        server, started(made.hosts[source], PING, made.hosts[target].address)
-    )[1].split()
+    server = started(testbed.hosts[target], ECHO)
+    client = started(testbed.hosts[source], PING, testbed.hosts[target].address)
+    smallest, median = answer(server, client)[1].split()
     return float(smallest), float(median)
 
 
-def stream(made: bed.Testbed, connections: list[tuple[int, int, bool]], seconds: float) -> None:
-    """All at once, each from a source to a target, and back on the same connection where that is so."""
-    servers = [
-        started(
-            made.hosts[target], BOTH_WAYS, "", str(6000 + number), str(seconds if back else 0.0)
-        )
-        for number, (_, target, back) in enumerate(connections)
-    ]
-    clients = [
-        started(
-            made.hosts[source],
-            BOTH_WAYS,
-            made.hosts[target].address,
-            str(6000 + number),
-            str(seconds),
-        )
-        for number, (source, target, _) in enumerate(connections)
-    ]
+def stream(testbed: bed.Testbed, connections: list[tuple[int, int, bool]], seconds: float) -> None:
+    """Simultaneous connections (source, target, whether data also flows back)."""
+    servers, clients = [], []
+    for port, (_, target, back) in enumerate(connections, 6000):
+        back_s = seconds if back else 0.0
+        servers.append(started(testbed.hosts[target], BOTH_WAYS, "", str(port), str(back_s)))
+    for port, (source, target, _) in enumerate(connections, 6000):
+        words = (testbed.hosts[target].address, str(port), str(seconds))
+        clients.append(started(testbed.hosts[source], BOTH_WAYS, *words))
     for both in zip(servers, clients, strict=True):
         answer(*both)
 
 
 def counted(host: bed.BedHost, counter: str) -> int:
-    """One of a host's extended TCP counters since it was made (`/proc/net/netstat`)."""
+    """One of a host's extended TCP counters since its creation (`/proc/net/netstat`)."""
     names, values, *_ = inside(host, "cat", "/proc/net/netstat").splitlines()
     return int(values.split()[names.split().index(counter)])
 
@@ -143,19 +132,17 @@ def inside(host: bed.BedHost, *words: str) -> str:
 
 
 def assert_reaches(
-    made: bed.Testbed,
+    testbed: bed.Testbed,
     pairs: list[tuple[int, int]],
     expected_mbit: list[float],
     seconds: float = 0.9,
 ) -> None:
-    """Streams that run at the same time get their rates. A busy machine may spoil a try or several, but a wrong rate spoils them all."""
+    """Simultaneous streams get their rates. A busy machine may spoil some tries, but not all."""
     tries: list[Any] = []
     while len(tries) < TRIES:
-        tries.append(goodput_mbit(made, pairs, seconds))
-        if all(
-            0.8 * rate <= got <= 1.05 * rate
-            for got, rate in zip(tries[-1], expected_mbit, strict=True)
-        ):
+        tries.append(goodput_mbit(testbed, pairs, seconds))
+        rates = zip(tries[-1], expected_mbit, strict=True)
+        if all(0.8 * expected <= rate <= 1.05 * expected for rate, expected in rates):
             return
     raise AssertionError(f"expected {expected_mbit} Mbit/s, got {tries}")
 
@@ -163,10 +150,6 @@ def assert_reaches(
 def assert_nothing_is_left(directory: Path, names: tuple[str, ...]) -> None:
     assert bed.testbeds(directory=directory) == ()
     assert [path.name for path in directory.iterdir()] == ["lock"]
-    named = {path.name for path in Path("/run/netns").iterdir()}
-    assert not [
-        namespace
-        for name in names
-        for namespace in named
-        if namespace == f"autotune.{name}" or namespace.startswith(f"autotune.{name}.")
-    ]
+    namespaces = [f"{path.name}." for path in Path("/run/netns").iterdir()]
+    prefixes = tuple(f"autotune.{name}." for name in names)
+    assert not [namespace for namespace in namespaces if namespace.startswith(prefixes)]

@@ -1,4 +1,4 @@
-"""The relay's switch on random traffic: against a slow twin, and against what a network promises."""
+"""The relay's switch on random traffic: compared with a slow reference, and with network rules."""
 
 from __future__ import annotations
 
@@ -27,18 +27,15 @@ def frame(target: int, payload: int, segment: int = 0, group: bool = False) -> b
 
 @st.composite
 def traffic(draw: st.DrawFn) -> tuple[Paths, list[tuple[float, int, int, int]]]:
-    """A cluster of 2 to 4 hosts, one pair perhaps with a link of its own; (time s, source, target, payload bytes) in order of time."""
+    """Paths of 2 to 4 hosts, and frames (time s, source, target, payload bytes) by time."""
     count = draw(st.integers(2, 4))
     rate = st.floats(1e5, 1e8)
     hosts = tuple(
         Host(f"h{i}", 1, draw(rate), draw(st.sampled_from([5e-5, 1e-3, 3e-3])), 1e10, 5e-6)
         for i in range(count)
     )
-    links = (
-        (PairLink(("h0", "h1"), draw(rate), 2e-3),)
-        if draw(st.booleans())
-        else (PairLink(("h0", "h1"), hosts[0].link_bytes_per_s, 2e-3),)
-    )
+    link_bytes_per_s = draw(rate) if draw(st.booleans()) else hosts[0].link_bytes_per_s
+    links = (PairLink(("h0", "h1"), link_bytes_per_s, 2e-3),)
     paths = paths_of(lay_out(Cluster("c", hosts, links), RELAYED))
     times = sorted(draw(st.lists(st.floats(0, 0.02), min_size=1, max_size=40)))
     sends = []
@@ -50,10 +47,13 @@ def traffic(draw: st.DrawFn) -> tuple[Paths, list[tuple[float, int, int, int]]]:
     return paths, sends
 
 
-def slow_twin(
+def reference(
     paths: Paths, sends: list[tuple[float, int, int, int]]
 ) -> list[tuple[float, int, int]]:
-    """(arrival s, target, index of the send) of what is not dropped: links are clocks, frames are sorted by when they reach the switch."""
+    """(arrival s, target, index of the send) of frames that are not dropped.
+
+    Links are clocks, and frames are sorted by the time at which they reach the switch.
+    """
     free = [0.0] * len(paths.link_bytes_per_s)
     reached = sorted(
         (time_s + paths.latency_s[source][target], index, source, target)
@@ -75,7 +75,7 @@ def slow_twin(
 def run_all(
     forwarding: Forwarding, sends: list[tuple[float, int, int, int]]
 ) -> list[tuple[float, int, int]]:
-    """Drive it as the relay does: wake at each send and whenever it says so."""
+    """Drive it as the relay does: wake at each send and at `next_s`."""
     arrived, waiting = [], list(enumerate(sends))
     frames = [frame(target, payload) for _, _, target, payload in sends]
     numbers = {id(data): index for index, data in enumerate(frames)}
@@ -93,17 +93,15 @@ def run_all(
 
 @given(traffic())
 @settings(max_examples=150, deadline=None)
-def test_frames_arrive_when_and_where_the_slow_twin_says(
+def test_frames_arrive_as_in_the_reference(
     drawn: tuple[Paths, list[tuple[float, int, int, int]]],
 ) -> None:
     paths, sends = drawn
     forwarding = Forwarding(paths)
-    got, expected = run_all(forwarding, sends), slow_twin(paths, sends)
-    assert {(target, index) for _, target, index in got} == {
-        (target, index) for _, target, index in expected
-    }
-    when = {index: time_s for time_s, _, index in expected}
-    assert all(abs(time_s - when[index]) < 1e-9 for time_s, _, index in got)
+    arrived, expected = run_all(forwarding, sends), reference(paths, sends)
+    times = {(target, index): time_s for time_s, target, index in expected}
+    assert {(target, index) for _, target, index in arrived} == set(times)
+    assert all(abs(time_s - times[target, index]) < 1e-9 for time_s, target, index in arrived)
     assert forwarding.dropped == len(sends) - len(expected)
 
 
@@ -121,21 +119,15 @@ def test_a_pairs_frames_keep_their_order_and_their_latency(
         last[source, target] = index
 
 
-def test_a_group_frame_goes_to_everybody_else_and_an_unknown_one_to_nobody() -> None:
-    paths = paths_of(
-        lay_out(
-            Cluster("c", tuple(Host(f"h{i}", 1, 1e8, 1e-3, 1e10, 5e-6) for i in range(3))), RELAYED
-        )
-    )
-    forwarding = Forwarding(paths)
+def test_a_group_frame_goes_to_all_other_hosts_and_an_unknown_one_to_none() -> None:
+    hosts = tuple(Host(f"h{i}", 1, 1e8, 1e-3, 1e10, 5e-6) for i in range(3))
+    forwarding = Forwarding(paths_of(lay_out(Cluster("c", hosts), RELAYED)))
     forwarding.take(0.0, 1, frame(0, 10, group=True))
     forwarding.take(0.0, 1, frame(77, 10))
     forwarding.take(0.0, 1, frame(1, 10))
     forwarding.take(0.0, 1, b"")
-    assert (
-        sorted(target for target, _ in forwarding.due(1.0)) == [0, 2]
-        and forwarding.next_s() is None
-    )
+    assert sorted(target for target, _ in forwarding.due(1.0)) == [0, 2]
+    assert forwarding.next_s() is None
 
 
 def test_a_gso_frame_counts_the_headers_of_all_its_segments() -> None:
@@ -144,8 +136,6 @@ def test_a_gso_frame_counts_the_headers_of_all_its_segments() -> None:
         HEADERS_BYTES + min(segment, payload - start) for start in range(0, payload, segment)
     )
     assert wire_bytes(frame(0, payload, segment)) == one_by_one
-    assert (
-        wire_bytes(frame(0, 20, segment)) == HEADERS_BYTES + 20
-        and wire_bytes(frame(0, 500)) == HEADERS_BYTES + 500
-    )
+    assert wire_bytes(frame(0, 20, segment)) == HEADERS_BYTES + 20
+    assert wire_bytes(frame(0, 500)) == HEADERS_BYTES + 500
     assert VNET_HEADER_BYTES == 10

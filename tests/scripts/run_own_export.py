@@ -1,4 +1,4 @@
-"""`DIRECTORY SCRIPT args`: runs the script as `autotune run` does, but each rank with its own export, as hosts with old copies would."""
+"""`DIRECTORY SCRIPT args`: runs the script as `autotune run`, each rank with its own export."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""A script without DDP that calls `autotune.apply`, and prints a digest of its parameters at the end."""
+"""A script without DDP that calls `autotune.apply`, and prints a digest of its parameters."""
 
 import argparse
 import hashlib
@@ -15,12 +15,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1_000_000)
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--strategy")
-    parser.add_argument(
-        "--with-ddp", action="store_true", help="torch's own instead, to compare with"
-    )
+    parser.add_argument("--with-ddp", action="store_true", help="torch's own, to compare with")
     options = parser.parse_args()
     dist.init_process_group("gloo")
-    torch.manual_seed(dist.get_rank())  # the ranks start apart: rank 0's parameters must reach all
+    torch.manual_seed(dist.get_rank())  # rank 0's parameters must reach all ranks
     model = torch.nn.Sequential(
         torch.nn.Linear(32, options.width), torch.nn.ReLU(), torch.nn.Linear(options.width, 8)
     )
@@ -38,10 +36,10 @@ def main() -> None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         optimizer.step()
     flat = torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
-    print(
-        f"digest {dist.get_rank()} {hashlib.sha256(flat.numpy().tobytes()).hexdigest()}\n", end=""
-    )
-    del trained  # before its process group: torch 2.13 may wait for gloo's threads for ever where DDP is the last to let go of it
+    digest = hashlib.sha256(flat.numpy().tobytes()).hexdigest()
+    print(f"digest {dist.get_rank()} {digest}\n", end="")
+    # Before its process group: torch 2.13 may hang if DDP is the last to release it.
+    del trained
     dist.destroy_process_group()
 
 

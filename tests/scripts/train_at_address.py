@@ -1,6 +1,6 @@
-"""`ADDRESS run|shared|refusal`: a driver that runs a trial of `train_small.py`, one rank on each of two hosts, and prints JSON.
+"""`ADDRESS run|shared|refusal`: runs a trial of `train_small.py` on two hosts, and prints JSON.
 
-The working directory must hold the script; it is sent to the hosts.
+The working directory must contain the script; it is sent to the hosts.
 """
 
 import json
@@ -52,11 +52,11 @@ def refusal(address: str) -> str:
 
 
 def main() -> None:
-    address, what = sys.argv[1:]
-    if what == "refusal":
+    address, mode = sys.argv[1:]
+    if mode == "refusal":
         print(json.dumps({"refusal": refusal(address)}))
         return
-    cluster = RayCluster(RayPlace(address, shared_directory=what == "shared"), 2)
+    cluster = RayCluster(RayPlace(address, shared_directory=mode == "shared"), 2)
     spread = world(cluster, (1, 1), ("127.0.0.3", "unknown.example"))
     outcome = spread.run_trial(TrialRequest(0, "current-setup", Role.REFERENCE, 1, 2), None)
     profile = spread.profile()

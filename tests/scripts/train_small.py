@@ -1,7 +1,8 @@
-"""A small DDP script, written as a user would, that can be told to misbehave once: the subject of the fault tests.
+"""A small DDP script, written as a user would, with planted faults for tests.
 
-`--fault KIND` acts at `--fault-step`, on the last rank, but only while `--fault-file` is absent; it is made first.
-Without a file it acts every time. Of several kinds, with commas between, each start meets the next; each has a file of its own.
+`--fault KIND` acts at `--fault-step` on the last rank. It creates `--fault-file` first, and does
+nothing if the file exists. Without a file it acts every time. Several kinds, separated by commas,
+act at successive starts, each with its own file.
 """
 
 import argparse
@@ -17,16 +18,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def misbehave(kinds: list[str], file: Path | None) -> None:
-    markers = {
-        kind: file.with_name(f"{file.name}-{kind}") if file is not None else None for kind in kinds
-    }
-    kind = next(
-        (kind for kind, marker in markers.items() if marker is None or not marker.exists()), None
-    )
-    if kind is None:
-        return
-    if (marker := markers[kind]) is not None:
-        marker.touch()
+    kind = kinds[0]
+    if file is not None:
+        markers = {kind: file.with_name(f"{file.name}-{kind}") for kind in kinds}
+        left = [kind for kind, marker in markers.items() if not marker.exists()]
+        if not left:
+            return
+        kind = left[0]
+        markers[kind].touch()
     if kind == "crash":
         raise RuntimeError("planted crash")
     if kind == "exit":
@@ -51,33 +50,21 @@ def main() -> None:
     parser.add_argument("--loss-scale", type=float, default=1.0)
     parser.add_argument("--without-ddp", action="store_true")
     parser.add_argument("--clip", action="store_true", help="clip gradients by their global norm")
-    parser.add_argument(
-        "--accumulate",
-        type=int,
-        default=1,
-        help="backward passes per step of the optimizer, each synchronized",
-    )
+    accumulate = "backward passes per step of the optimizer, each synchronized"
+    parser.add_argument("--accumulate", type=int, default=1, help=accumulate)
     parser.add_argument("--evaluate", action="store_true", help="after every step")
     options = parser.parse_args()
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     width = options.width
-    layers = [
-        torch.nn.Linear(32, width),
-        torch.nn.ReLU(),
-        torch.nn.Linear(width, width),
-        torch.nn.Linear(width, 8),
-    ]
-    model = torch.nn.Sequential(*layers)
+    inner = (torch.nn.Linear(32, width), torch.nn.ReLU(), torch.nn.Linear(width, width))
+    model = torch.nn.Sequential(*inner, torch.nn.Linear(width, 8))
     wrapped = model if options.without_ddp else DistributedDataParallel(model)
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.01)
     data = torch.Generator().manual_seed(dist.get_rank())
     for step in range(options.steps):
-        if (
-            options.fault
-            and step == options.fault_step
-            and dist.get_rank() == dist.get_world_size() - 1
-        ):
+        is_last_rank = dist.get_rank() == dist.get_world_size() - 1
+        if options.fault and step == options.fault_step and is_last_rank:
             misbehave(options.fault.split(","), options.fault_file)
         if step % options.accumulate == 0:
             optimizer.zero_grad()
@@ -90,7 +77,8 @@ def main() -> None:
         if options.evaluate:
             with torch.no_grad():
                 wrapped(torch.randn(16, 32, generator=data))
-    del wrapped  # before its process group: torch 2.13 may wait for gloo's threads for ever where DDP is the last to let go of it
+    # Before its process group: torch 2.13 may hang if DDP is the last to release it.
+    del wrapped
     dist.destroy_process_group()
 
 

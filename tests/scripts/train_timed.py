@@ -1,7 +1,7 @@
-"""A DDP script whose computation is a timed wait: the subject of the null experiment.
+"""A DDP script whose computation is a timed wait, for the null experiment.
 
-Under the plan `--slow-plan` every step waits `--factor` times as long. It looks at the plan that is loaded, which no user's script
-does: so a difference of known size is planted. With `--steps` it comes to its end.
+Under the plan `--slow-plan` every step waits `--factor` times as long, which plants a difference of
+known size. No user's script would look at the loaded plan. With `--steps` it comes to its end.
 """
 
 import argparse

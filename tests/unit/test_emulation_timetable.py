@@ -1,4 +1,4 @@
-"""Timetables of emulated accelerators, their lateness, scaled messages and round-robin scheduling."""
+"""Timetables of emulated accelerators, lateness, scaled messages, round-robin scheduling."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""While it is frozen, the collector looks only at what was made since, and afterwards loses nothing by it."""
+"""A frozen collector examines only newer objects, and loses none afterwards."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Node:
 
 
 @pytest.fixture(autouse=True)
-def as_it_was() -> Iterator[None]:
+def restored_collector() -> Iterator[None]:
     enabled = gc.isenabled()
     yield
     thaw_garbage()
@@ -26,17 +26,17 @@ def as_it_was() -> Iterator[None]:
         gc.enable()
 
 
-def test_what_is_there_is_looked_at_no_more_until_it_is_thawed_or_frozen_again() -> None:
+def test_existing_objects_are_collected_only_after_a_thaw_or_another_freeze() -> None:
     node, old, third = Node(), Node(), Node()
-    seen, gone, last = weakref.ref(node), weakref.ref(old), weakref.ref(third)
+    held, unused, last = weakref.ref(node), weakref.ref(old), weakref.ref(third)
     del old
     freeze_garbage()
-    assert gone() is None and gc.get_freeze_count() > 1000
+    assert unused() is None and gc.get_freeze_count() > 1000
     del node
     gc.collect()
-    assert seen() is not None  # it was frozen while somebody held it
+    assert held() is not None  # it was in use when it was frozen
     freeze_garbage()
-    assert seen() is None
+    assert held() is None
     del third
     thaw_garbage()
     assert gc.get_freeze_count() == 0
@@ -44,26 +44,24 @@ def test_what_is_there_is_looked_at_no_more_until_it_is_thawed_or_frozen_again()
     assert last() is None
 
 
-def test_what_is_made_later_is_collected_as_ever() -> None:
+def test_newer_objects_are_collected_as_usual() -> None:
     freeze_garbage()
     node = Node()
-    seen = weakref.ref(node)
+    reference = weakref.ref(node)
     del node
     gc.collect()
-    assert seen() is None
+    assert reference() is None
 
 
-def test_a_script_that_has_switched_collection_off_keeps_its_way() -> None:
+def test_a_script_without_automatic_collection_keeps_its_setting() -> None:
     gc.unfreeze()
     freeze_garbage()
     gc.disable()
     freeze_garbage()
-    assert (
-        gc.get_freeze_count() == 0
-    )  # nothing is kept from the collections that the script makes itself
+    assert gc.get_freeze_count() == 0  # the script's own collections see every object
 
 
-def test_what_somebody_else_froze_is_left_alone() -> None:
+def test_objects_frozen_by_others_stay_frozen() -> None:
     gc.freeze()
     thaw_garbage()
     assert gc.get_freeze_count() > 1000

@@ -1,4 +1,4 @@
-"""The cluster of a job after its profile, and the cluster file of a probe: measured figures replace assumed ones."""
+"""Measured figures replace assumed ones, in a job's cluster and in a probe's cluster file."""
 
 from __future__ import annotations
 
@@ -47,7 +47,10 @@ def hosts_of(names: str, devices: int = 1) -> tuple[Host, ...]:
 
 @pytest.mark.parametrize("fast_bytes", [0, 2**16])
 def test_an_assumed_cluster_gets_the_bandwidth_of_its_ring_and_its_cores(fast_bytes) -> None:
-    """A ring sends 2 * 3/4 of the tensor's bytes over each link. Large messages count, if the cost has a bend."""
+    """A ring sends 2 * 3/4 of the tensor's bytes over each link.
+
+    Large messages count, if the cost has a bend.
+    """
     profile = profile_of(("machine", 4), series=ring_series(fast_bytes))
     cluster = probed(Cluster.local(4), profile, True)
     assert [host.name for host in cluster.hosts] == ["localhost"]

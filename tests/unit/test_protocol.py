@@ -1,4 +1,4 @@
-"""Messages between driver and ranks: the same values after the line, and errors for anything else."""
+"""Messages between driver and ranks: equal values after the line, or an error."""
 
 from __future__ import annotations
 

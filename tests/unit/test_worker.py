@@ -1,4 +1,4 @@
-"""The supervisor of a real training process: its environment, its line, and ends that the line does not show."""
+"""The supervisor of a real training process: its environment, its line, and its end."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def start(supervisor: ProcessSupervisor, directory: Path, text: str, **environme
 def test_a_killed_process_is_noticed_while_a_child_of_it_holds_the_line(
     supervisor, tmp_path
 ) -> None:
-    """The child is made without Python's fork hooks and keeps every socket open, as a library's helper may."""
+    """The child runs no fork hooks of Python and keeps every socket open, as a helper may."""
     text = """
 import os, signal, stat, subprocess
 for name in os.listdir("/proc/self/fd"):
