@@ -1,1 +1,2 @@
-"""What happens inside a PyTorch training process: the plan in place of DDP's synchronization, profiles, emulation."""
+"""What happens inside a PyTorch training process: the plan in place of DDP's synchronization,
+profiles, emulation."""

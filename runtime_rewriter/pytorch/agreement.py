@@ -1,4 +1,4 @@
-"""Before a plan is used: it fits the module, and every rank holds the same one."""
+"""Checks before a plan is used: it fits the module, and every rank holds the same one."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ _MASK = 2**32 - 1
 
 
 def trainable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Name -> parameter with a gradient, each once (tied weights share one name), as torch's DDP takes them."""
+    """Name -> parameter with a gradient, by DDP's rule; tied weights share one name."""
     ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
-    found = {
-        name: p for name, p in module.named_parameters() if p.requires_grad and name not in ignored
-    }
-    if not found:
+    named = module.named_parameters()
+    trainable = {name: p for name, p in named if p.requires_grad and name not in ignored}
+    if not trainable:
         raise InvalidInput(
-            "synchronization needs a module with at least one parameter that requires a gradient, but it has none"
+            "synchronization needs a module with at least one parameter that requires a gradient, "
+            "but it has none"
         )
-    return found
+    return trainable
 
 
 def assumed_workload(module: nn.Module) -> Workload:
-    """The module's variables in reverse definition order, without any measurement (source "assumed")."""
+    """The module's variables in reverse definition order, without measurements."""
     parameters = trainable_parameters(module)
     variables = tuple(
         Variable(name, tuple(p.shape), dtype_name(p)) for name, p in reversed(parameters.items())
@@ -54,20 +54,23 @@ def dtype_name(tensor: Tensor) -> str:
 
 
 def check_fit(plan: Plan, module: nn.Module, world_size: int) -> None:
-    """Raise `InvalidStrategy` for what the runtime cannot enact, `ModelMismatch` for another model or world size."""
+    """Raise `InvalidStrategy` if the runtime cannot enact the plan, `ModelMismatch` if it is for
+    another model or world size."""
     reason = refusal_reason(plan)
     if reason is not None:
         raise InvalidStrategy(f"plan {plan.id} cannot be enacted: {reason}")
     if plan.world_size != world_size:
         raise ModelMismatch(
-            f"plan {plan.id} is made for {plan.world_size} ranks, but {world_size} take part; tune for this world size",
+            f"plan {plan.id} is for {plan.world_size} ranks, but {world_size} take part; tune for "
+            "this world size",
             anchor="wrong-world-size",
         )
     parameters = trainable_parameters(module)
     devices = sorted({str(parameter.device) for parameter in parameters.values()})
     if len(devices) > 1:
         raise InvalidStrategy(
-            f"a replica must be on one device for plans, but the model's parameters are on {', '.join(devices)}"
+            "a replica must be on one device for plans, but the model's parameters are on "
+            f"{', '.join(devices)}"
         )
     slices: dict[str, list[TensorSlice]] = defaultdict(list)
     for message in plan.messages:
@@ -76,7 +79,8 @@ def check_fit(plan: Plan, module: nn.Module, world_size: int) -> None:
             parameter = parameters.get(part.variable)
             if parameter is not None and dtype_name(parameter) != message.dtype:
                 raise ModelMismatch(
-                    f"plan {plan.id} holds {part.variable!r} as {message.dtype}, but the model's is {dtype_name(parameter)}; tune again"
+                    f"plan {plan.id} holds {part.variable!r} as {message.dtype}, but the model's "
+                    f"is {dtype_name(parameter)}; tune again"
                 )
     _check_names(plan, slices, parameters)
     for name, parts in slices.items():
@@ -84,31 +88,27 @@ def check_fit(plan: Plan, module: nn.Module, world_size: int) -> None:
     workload_id = assumed_workload(module).id
     if plan.workload_id != workload_id:
         raise ModelMismatch(
-            f"plan {plan.id} is made for {plan.workload_id}, but the model is {workload_id} (shapes differ); tune again"
+            f"plan {plan.id} is for {plan.workload_id}, but the model is {workload_id} (shapes "
+            "differ); tune again"
         )
 
 
 def _check_names(
     plan: Plan, slices: Mapping[str, object], parameters: Mapping[str, Tensor]
 ) -> None:
-    unknown, lacking = sorted(set(slices) - set(parameters)), sorted(set(parameters) - set(slices))
-    if unknown or lacking:
+    unknown = sorted(set(slices) - set(parameters))
+    lacking = sorted(set(parameters) - set(slices))
+    problems = [f"names the unknown {', '.join(unknown[:3])}"] if unknown else []
+    problems += [f"lacks {', '.join(lacking[:3])}"] if lacking else []
+    if problems:
         raise ModelMismatch(
-            f"plan {plan.id} must name exactly the model's {len(parameters)} trainable parameters, but "
-            + " and ".join(
-                part
-                for part in (
-                    f"names the unknown {', '.join(unknown[:3])}" if unknown else "",
-                    f"lacks {', '.join(lacking[:3])}" if lacking else "",
-                )
-                if part
-            )
-            + "; tune this model again"
+            f"plan {plan.id} must name exactly the model's {len(parameters)} trainable parameters, "
+            f"but {' and '.join(problems)}; tune this model again"
         )
 
 
 def _check_cover(plan: Plan, name: str, parts: list[TensorSlice], parameter: Tensor) -> None:
-    """The slices cover every element of the variable once."""
+    """Check that the slices cover every element of the variable once."""
     axes = {part.axis for part in parts}
     axis = parts[0].axis
     fits = len(axes) == 1 and sum(part.elements for part in parts) == parameter.numel()
@@ -124,8 +124,8 @@ def _check_cover(plan: Plan, name: str, parts: list[TensorSlice], parameter: Ten
         )
     if not fits:
         raise ModelMismatch(
-            f"plan {plan.id} must cover every element of {name!r} once, but its {len(parts)} slice(s) do not fit "
-            f"shape {tuple(parameter.shape)}; tune again"
+            f"plan {plan.id} must cover every element of {name!r} once, but its {len(parts)} "
+            f"slice(s) do not fit shape {tuple(parameter.shape)}; tune again"
         )
 
 
@@ -135,34 +135,32 @@ def agree(
     error: AutotuneError | None,
     byte_scale: float = 1.0,
 ) -> None:
-    """Collective: every rank returns, or every rank raises.
+    """Return on every rank, or raise on every rank. Collective.
 
-    Raises the rank's own `error`, or the same class with the failing rank's message; `PlanMismatch` with each
-    rank's plan where they or the byte scales differ; `SynchronizationError` when a rank is gone or does not
-    come within the control timeout.
+    Raises this rank's `error`, or the same class with the failing rank's message. Raises
+    `PlanMismatch` with each rank's plan if plans or byte scales differ, and `SynchronizationError`
+    if a rank is gone or does not call it within the control timeout.
     """
     number = int(plan.id.rpartition("-")[2], 16) if plan is not None and error is None else 0
-    held = [
-        *([-1, -1] if plan is None else [number >> 32, number & _MASK]),
-        *struct.unpack("<II", struct.pack("<d", byte_scale)),
-    ]
-    words = torch.tensor(
-        [int(error is not None), *held, *(-word for word in held)], dtype=torch.int64, device="cpu"
-    )
+    local = [-1, -1] if plan is None else [number >> 32, number & _MASK]
+    local += struct.unpack("<II", struct.pack("<d", byte_scale))
+    # The largest of the negated words is the smallest word: equal on all ranks if both agree.
+    words = [int(error is not None), *local, *(-word for word in local)]
+    largest_words = torch.tensor(words, dtype=torch.int64, device="cpu")
     try:
-        dist.all_reduce(words, op=dist.ReduceOp.MAX, group=ranks.control)
-        failed, *largest = words.tolist()
-        if not failed and largest[: len(held)] == [-word for word in largest[len(held) :]]:
+        dist.all_reduce(largest_words, op=dist.ReduceOp.MAX, group=ranks.control)
+        failed, *largest = largest_words.tolist()
+        if not failed and largest[: len(local)] == [-word for word in largest[len(local) :]]:
             return
         scaled = "" if byte_scale == 1 else f" with bytes divided by {byte_scale:g}"
         shown = (plan.id if plan is not None else "no plan") + scaled
-        mine = (shown, type(error).__name__, str(error)) if error is not None else (shown, "", "")
+        problem = ("", "") if error is None else (type(error).__name__, str(error))
         reports: list[tuple[str, str, str]] = [("", "", "")] * ranks.size
-        dist.all_gather_object(reports, mine, group=ranks.control)
+        dist.all_gather_object(reports, (shown, *problem), group=ranks.control)
     except RuntimeError as cause:
         raise SynchronizationError(
-            f"every rank must load a plan at the same step within {ranks.control_timeout_s:g} s, but rank {ranks.rank} got no "
-            f"answer: {cause}"
+            f"every rank must load a plan at the same step within {ranks.control_timeout_s:g} s, "
+            f"but rank {ranks.rank} got no answer: {cause}"
         ) from cause
     if error is not None:
         raise error

@@ -1,4 +1,5 @@
-"""A plain module with plans: hooks on its forward pass do what DDP's forward does around a module."""
+"""A plain module with plans: hooks on its forward pass do what DDP's forward does around a
+module."""
 
 # mypy: allow-untyped-calls, allow-untyped-decorators
 
@@ -25,7 +26,8 @@ BROADCAST_BYTES = 250 * 2**20  # as torch's DDP
 
 
 class _ForwardHook:
-    """A hook of the synchronizer on a module. A copy of the module, or one that is loaded again, has no synchronizer."""
+    """A hook of the synchronizer on a module. A copy of the module, or one that is loaded again,
+    has no synchronizer."""
 
     def __init__(self, call: Callable[..., None]) -> None:
         self._call = call
@@ -49,7 +51,8 @@ def _nothing(*told: object) -> None:
 
 
 class AttachedSynchronizer(GradientSynchronizer):
-    """The synchronizer of a plain module: hooks on the module's forward pass do what DDP's forward does.
+    """The synchronizer of a plain module: hooks on the module's forward pass do what DDP's forward
+    does.
 
     Only a DDP can drive a reducer that looks for unused parameters or learns a static graph.
     """
@@ -137,8 +140,9 @@ def attach(
 ) -> GradientSynchronizer:
     """Synchronize a module that no DDP wraps. Collective.
 
-    As DDP does: checks that all ranks' parameters have the same shapes, sends parameters and buffers from
-    rank 0, and before forward passes sends the buffers again. Raises what `GradientSynchronizer.load` raises.
+    As DDP does: checks that all ranks' parameters have the same shapes, sends parameters and
+    buffers from rank 0, and before forward passes sends the buffers again. Raises what
+    `GradientSynchronizer.load` raises.
     """
     made = AttachedSynchronizer(
         module,

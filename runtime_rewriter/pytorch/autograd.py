@@ -1,4 +1,4 @@
-"""What the autograd graph below a module's output says about its parameters."""
+"""The parameters in the autograd graph of a module's output: reachable ones, and neighbours."""
 
 # mypy: untyped-calls-exclude=torch
 
@@ -13,7 +13,8 @@ from torch.autograd.graph import Node
 from torch.nn.parallel.distributed import _find_tensors
 
 NEAREST = 8
-"""Variables kept per node while edges are contracted: residual streams would otherwise connect all layers with all."""
+"""Variables kept per node while edges are contracted. Residual streams would otherwise connect
+every pair of layers."""
 
 _VIEWS = frozenset(
     f"{name}Backward0"
@@ -35,15 +36,13 @@ _VIEWS = frozenset(
         "View",
     )
 )
-"""Nodes that only look at a variable differently: the transpose before a matrix product, the cast of autocast."""
+"""Views and casts of a variable: the transpose before a matrix product, the cast of autocast."""
 
 
 def tensors_with_graph(output: object) -> list[Tensor]:
-    """Tensors in a module's output (nested containers and dataclasses too) that backward can start from."""
-    found: list[Tensor] = [
-        t for t in _find_tensors(output) if t.requires_grad and t.grad_fn is not None
-    ]
-    return found
+    """Tensors in a module's output, also in nested containers, from which backward can start."""
+    tensors: list[Tensor] = _find_tensors(output)
+    return [tensor for tensor in tensors if tensor.requires_grad and tensor.grad_fn is not None]
 
 
 def _children(node: Node) -> list[Node]:
@@ -51,7 +50,7 @@ def _children(node: Node) -> list[Node]:
 
 
 def _post_order(tensors: Iterable[Tensor], most_nodes: int) -> list[Node]:
-    """Nodes such that each follows everything below it; stops growing at `most_nodes`."""
+    """Nodes in an order in which each follows all nodes below it; at most `most_nodes`."""
     order: list[Node] = []
     seen: set[Node] = set()
     stack: list[tuple[Node, bool]] = [(t.grad_fn, False) for t in tensors if t.grad_fn is not None]
@@ -75,7 +74,7 @@ def _leaf_index(node: Node, index_of: Callable[[Tensor], int | None]) -> int | N
 
 
 def by_identity(parameters: Iterable[Tensor]) -> Callable[[Tensor], int | None]:
-    """Parameter -> position. Tensors are kept alive by the caller."""
+    """Parameter -> position. The caller keeps the tensors alive."""
     table: Mapping[int, int] = {
         id(parameter): position for position, parameter in enumerate(parameters)
     }
@@ -85,8 +84,8 @@ def by_identity(parameters: Iterable[Tensor]) -> Callable[[Tensor], int | None]:
 def reachable_variables(
     tensors: Iterable[Tensor], index_of: Callable[[Tensor], int | None]
 ) -> set[int]:
-    """Variables that a backward pass from `tensors` can reach. O(nodes); this is the cost of finding unused ones."""
-    found: set[int] = set()
+    """Variables that a backward pass from `tensors` can reach, in O(nodes)."""
+    reachable: set[int] = set()
     seen: set[Node] = set()
     stack = [t.grad_fn for t in tensors if t.grad_fn is not None]
     while stack:
@@ -96,9 +95,9 @@ def reachable_variables(
         seen.add(node)
         leaf = _leaf_index(node, index_of)
         if leaf is not None:
-            found.add(leaf)
+            reachable.add(leaf)
         stack.extend(_children(node))
-    return found
+    return reachable
 
 
 @torch.no_grad()
@@ -107,9 +106,9 @@ def variable_edges(
 ) -> set[tuple[int, int]]:
     """Unordered pairs (i < j) of variables whose operations are neighbours in the data-flow graph.
 
-    An operation's own variables hang on it directly or through a chain of views and casts of the variable
-    alone (`_VIEWS`).  Operations without variables are contracted: two variables are neighbours when a path joins
-    their operations and meets no third variable's.  Of a node's visible variables the `NEAREST` by hops count.
+    An operation reads its own variables directly or through a chain of views and casts (`_VIEWS`).
+    Operations without variables are contracted: two variables are neighbours if a path joins their
+    operations without passing a third variable's. Only the `NEAREST` variables by hops count.
     """
     edges: set[tuple[int, int]] = set()
     near: dict[Node, dict[int, int]] = {}  # node -> visible variable -> hops
@@ -127,17 +126,17 @@ def variable_edges(
         if leaf is not None:
             chain[node] = leaf
             continue
-        own = sorted({chain[child] for child in children if child in chain})
+        direct = sorted({chain[child] for child in children if child in chain})
         visible: dict[int, int] = {}
         for child in children:
             for variable, hops in near.get(child, {}).items():
                 if child not in chain:
                     visible[variable] = min(hops + 1, visible.get(variable, hops + 1))
         nearest = dict(sorted(visible.items(), key=lambda item: (item[1], item[0]))[:NEAREST])
-        for a, b in pairwise(own):
+        for a, b in pairwise(direct):
             connect(a, b)
-        for a in own:
+        for a in direct:
             for b in nearest:
                 connect(a, b)
-        near[node] = dict.fromkeys(own, 0) if own else nearest
+        near[node] = dict.fromkeys(direct, 0) if direct else nearest
     return edges

@@ -1,12 +1,13 @@
-"""Byte scaling of what torch's own DDP sends: 1/k of every bucket and of every buffer travels.
+"""Byte scaling of torch's own DDP: 1/k of every bucket and of every buffer travels.
 
-For links whose rates were divided by k. What did not travel keeps this rank's own values, so ranks drift apart: such a
-training measures time and nothing else.
+For links whose rates were divided by k. Elements that do not travel keep this rank's own values, so
+ranks drift apart. Such training measures time and nothing else.
 """
 
 # mypy: allow-untyped-calls, no-warn-return-any
 
-# Annotations are not deferred here: DDP compares those of a communication hook with its own classes.
+# Annotations are not deferred here: DDP compares those of a communication hook with its own
+# classes.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -32,19 +33,18 @@ class ScaledReduction:
 def scaled_all_reduce(
     state: ScaledReduction, bucket: GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """What DDP does without a hook, with the first part of the bucket: divide by the world size, sum over the ranks."""
+    """Average the first part of the bucket as DDP does: divide by the world size, then sum."""
     whole = bucket.buffer().div_(state.group.size())
     if whole.is_sparse:
         return _sparse_all_reduce(whole.coalesce(), state)
-    work = dist.all_reduce(
-        whole[: travelling(whole.numel(), state.byte_scale)], group=state.group, async_op=True
-    )
+    part = whole[: travelling(whole.numel(), state.byte_scale)]
+    work = dist.all_reduce(part, group=state.group, async_op=True)
     assert work is not None
     return work.get_future().then(lambda _: whole)
 
 
 def _sparse_all_reduce(whole: Tensor, state: ScaledReduction) -> torch.futures.Future[torch.Tensor]:
-    """The first rows of this rank; the sum holds those that some rank sent."""
+    """Sum the first rows of each rank; the sum holds the rows that any rank sent."""
     rows = travelling(whole._nnz(), state.byte_scale)
     part = torch.sparse_coo_tensor(
         whole.indices()[:, :rows], whole.values()[:rows], whole.shape, check_invariants=False
@@ -55,16 +55,20 @@ def _sparse_all_reduce(whole: Tensor, state: ScaledReduction) -> torch.futures.F
 
 
 def scale_reducer(model: DistributedDataParallel, byte_scale: float) -> None:
-    """Makes DDP's own reducer send 1/`byte_scale` of every bucket; raises `InvalidInput` where a hook of the script already decides."""
-    rule = f"bytes can be divided by {byte_scale:g} only where DDP itself sends the gradients"
-    problem = f"{rule}, but the script registered a communication hook; remove it, or use a byte scale of 1"
+    """Make DDP's own reducer send 1/`byte_scale` of every bucket.
+
+    Raises `InvalidInput` if the script registered a communication hook.
+    """
+    problem = (
+        f"bytes can be divided by {byte_scale:g} only where DDP itself sends the gradients, but the "
+        "script registered a communication hook; remove it, or use a byte scale of 1"
+    )
     if model._comm_hooks:
         raise InvalidInput(problem)
+    state = ScaledReduction(model.process_group, byte_scale)
     try:
-        model.register_comm_hook(
-            ScaledReduction(model.process_group, byte_scale), scaled_all_reduce
-        )
-    except RuntimeError as error:  # a built-in hook is known to the reducer alone
+        model.register_comm_hook(state, scaled_all_reduce)
+    except RuntimeError as error:  # only the reducer knows a built-in hook
         raise InvalidInput(problem) from error
 
 

@@ -1,12 +1,14 @@
 """Synchronization and update that run into the next forward pass, exactly.
 
-When the backward pass ends under a plan with `cross_step`, messages may still be under way. From then on a variable and its
-gradient are watched (`reads`): `step()` only notes which update is due, with which hyperparameters; the first read of the variable
-waits for its messages, writes the averaged gradient and makes the update. So a forward pass, a checkpoint or a norm sees what
-it would see without, whoever reads. At the latest everything is settled when a forward pass ends, before the messages'
-buffers are filled again.
+When the backward pass ends under a plan with `cross_step`, messages may still be under way. From
+then on each variable and its gradient are watched (`reads`). `step()` only notes the due update and
+its hyperparameters. The first read of the variable waits for its messages, writes the averaged
+gradient and applies the update. A forward pass, a checkpoint or a norm therefore reads the same
+values as without. Everything is flushed at the end of a forward pass at the latest, before the
+messages' buffers are filled again.
 
-Source: ByteScheduler (SOSP 2019) and P3 (SysML 2019) cross the step in the same way; the order is the plan's.
+ByteScheduler (SOSP 2019) and P3 (SysML 2019) cross the step in the same way. The order is the
+plan's.
 """
 
 # mypy: untyped-calls-exclude=torch
@@ -53,20 +55,23 @@ class Arriving(Protocol):
 
 @dataclass
 class _Pending:
-    """A variable whose average or update is still to come."""
+    """A variable whose average or update is still to come.
 
-    gradient: Tensor | None  # the rank's own, which the average is written into
-    due: list[tuple[DueUpdate, int]] = field(
-        default_factory=list
-    )  # with the number of the variable's parameter group
+    `gradient`: this rank's own, into which the average is written. `due`: updates, each with the
+    number of the variable's parameter group.
+    """
+
+    gradient: Tensor | None
+    due: list[tuple[DueUpdate, int]] = field(default_factory=list)
 
 
 class CrossStepUpdates:
-    """What is pending of one synchronizer's variables. `write(positions)` copies arrived averages into `.grad`.
+    """Pending averages and updates of one synchronizer's variables.
 
-    Lives as long as its synchronizer, since it looks at the script's optimizers from their first step on. Variables whose reads
-    cannot be noticed are found out in a forward pass under each plan, and stay as they would be without: their messages are
-    waited for when the backward pass ends.
+    `write(positions)` copies arrived averages into `.grad`. It lives as long as its synchronizer,
+    since it examines the script's optimizers from their first step on. A forward pass under each
+    plan finds the variables whose reads cannot be detected. Their messages do not cross the step:
+    the backward pass waits for them.
     """
 
     def __init__(
@@ -82,11 +87,10 @@ class CrossStepUpdates:
         }
         self._pending: dict[int, _Pending] = {}
         self._stashed: set[int] = set()  # gradients that a running step() must not see
-        self._withheld: dict[
-            int, Tensor
-        ] = {}  # from a running step(), since somebody else makes its update
+        # Gradients withheld from a running step(), since an accelerator emulates its update.
+        self._withheld: dict[int, Tensor] = {}
         self.updates_played = False
-        """What stands for the computation stands for the updates, too: optimizers find no gradients."""
+        """The emulated accelerator plays the updates, too: optimizers find no gradients."""
         self._outstanding: dict[int, Arriving] = {}
         self._messages_of: Sequence[Sequence[Arriving]] = ()
         self._variables_of: dict[int, list[int]] = {}  # by number of the message, once per slice
@@ -94,32 +98,35 @@ class CrossStepUpdates:
         self._complete: list[int] = []  # pending variables of which none is
         self._enabled = False
         self._unseen: set[int] | None = None  # None: not known yet
-        self._unread: set[int] | None = None  # while it is being found out
+        self._unread: set[int] | None = None  # during the forward pass that finds it
         self._script = ScriptSteps(parameters, _OWN_HOOKS)
         self._lock = RLock()
         self.broken: str | None = None
-        """What went wrong when a message was waited for."""
+        """The error that a wait for a message raised."""
         self._checkpointed: WeakSet[Optimizer] = WeakSet()
-        _take_part(self)
+        _register(self)
 
-    # -- whether -------------------------------------------------------------------------------------
+    # -- conditions
 
     def refusal_reason(self) -> str | None:
-        """Why the updates of this script cannot cross the step, as far as its steps so far tell."""
+        """Why this script's updates cannot cross the step, judged by its steps so far."""
         return self._script.refusal_reason()
 
     @property
     def learning(self) -> bool:
-        """More steps are to be looked at; `backward_ended` must come before them."""
+        """Whether more steps must be examined; `backward_ended` must be called before them."""
         return self._script.learning
 
     @property
     def unseen(self) -> frozenset[int]:
-        """Variables whose reads are not noticed, found out in a forward pass under the plan."""
+        """Variables whose reads are not detected, as found in a forward pass under the plan."""
         return frozenset(self._unseen or ())
 
     def enable(self, messages_of: Sequence[Sequence[Arriving]] | None) -> None:
-        """Between two steps, with nothing pending: the messages of each variable under a plan that crosses the step, or None."""
+        """Set the messages of each variable under a plan that crosses the step; None: any other.
+
+        Call it between two steps, with nothing pending.
+        """
         self._enabled = messages_of is not None
         self._messages_of = messages_of or ()
         self.forget_reads()
@@ -129,7 +136,7 @@ class CrossStepUpdates:
                 self._variables_of.setdefault(message.number, []).append(position)
 
     def forget_reads(self) -> None:
-        """With nothing pending: the next forward pass tells anew which reads are noticed."""
+        """Find anew in the next forward pass which reads are detected; with nothing pending."""
         self._unseen = None
 
     @property
@@ -140,10 +147,10 @@ class CrossStepUpdates:
     def close(self) -> None:
         _PRESENT.discard(self)
 
-    # -- forward -------------------------------------------------------------------------------------
+    # -- forward
 
     def forward_begins(self, seen: bool = True) -> None:
-        """`seen`: the module itself computes; otherwise whoever stands for it reads the variables in its place."""
+        """`seen`: the module itself computes; otherwise its emulation reads the variables."""
         self._script.stop_looking()
         if (
             self._enabled
@@ -154,7 +161,7 @@ class CrossStepUpdates:
             self._learn_reads(seen)
 
     def forward_ended(self) -> None:
-        """Before the backward pass: the messages' buffers are about to be filled again."""
+        """Call before the backward pass, which fills the messages' buffers again."""
         self.flush()
         if self._unread is not None:
             for position in self._unread:
@@ -162,23 +169,19 @@ class CrossStepUpdates:
             self._unseen, self._unread = self._unread, None
 
     def _learn_reads(self, seen: bool) -> None:
-        """Which variables a forward pass reads without our noticing: those that were no read up to its end."""
+        """Watch all variables during a forward pass: those without a detected read are unseen."""
         if not seen:
             self._unseen = set()
             return
-        for position in self._unread or ():  # of a forward pass that did not come to its end
+        for position in self._unread or ():  # an earlier forward pass was interrupted
             unwatch(self._parameters[position])
-        unread = {
-            position
-            for position, parameter in enumerate(self._parameters)
-            if not is_watched(parameter)
-        }
+        unread = {n for n, parameter in enumerate(self._parameters) if not is_watched(parameter)}
         self._unread = unread
         for position in tuple(unread):
             if can_watch(self._parameters[position]):
                 watch(self._parameters[position], partial(_mark_read, unread, position))
 
-    # -- backward ------------------------------------------------------------------------------------
+    # -- backward
 
     def backward_ended(self, gradients_final: bool) -> None:
         """`gradients_final`: nothing is pending."""
@@ -186,7 +189,7 @@ class CrossStepUpdates:
             self._script.gradients_final()
 
     def defer(self, messages: Sequence[Arriving], positions: Iterable[int]) -> None:
-        """All messages are under way; the averages of `positions` are to come."""
+        """Leave the messages, all under way, and the averages of `positions` to the next step."""
         assert self._unseen is not None
         with self._lock:
             self._stashed.clear()
@@ -198,13 +201,8 @@ class CrossStepUpdates:
                 position: _Pending(self._parameters[position].grad) for position in positions
             }
             unseen = self._unseen
-            self.flush_variables(
-                [
-                    position
-                    for position in self._pending
-                    if position in unseen or not self._can_watch(position)
-                ]
-            )
+            now = [n for n in self._pending if n in unseen or not self._can_watch(n)]
+            self.flush_variables(now)
             for position, pending in self._pending.items():
                 assert pending.gradient is not None
                 on_read = partial(self._on_read, position)
@@ -212,11 +210,10 @@ class CrossStepUpdates:
                 watch(self._parameters[position], on_read)
 
     def _can_watch(self, position: int) -> bool:
-        """Without a gradient of its own, a variable would look to step() as if it were unused."""
+        """Whether reads can be detected; without a gradient, step() would take it for unused."""
         gradient = self._pending[position].gradient
-        return (
-            gradient is not None and can_watch(gradient) and can_watch(self._parameters[position])
-        )
+        watchable = can_watch(self._parameters[position])
+        return gradient is not None and can_watch(gradient) and watchable
 
     def _on_read(self, position: int, _: Tensor) -> None:
         self.flush_variables((position,))
@@ -226,33 +223,31 @@ class CrossStepUpdates:
         """Whether a variable waits for its average or update."""
         return bool(self._pending)
 
-    # -- settling ------------------------------------------------------------------------------------
+    # -- flushing
 
     def flush(self) -> None:
+        """Wait for all messages and apply all pending averages and updates."""
         if self._outstanding or self._pending:
             self.flush_variables(tuple(self._pending), rest=True)
 
     def flush_arrived(self) -> None:
-        """Update what has arrived, without waiting."""
+        """Apply what has arrived, without waiting."""
         if self._outstanding:
             self.flush_variables(())
 
     def flush_variables(self, positions: Iterable[int], rest: bool = False) -> float:
-        """Until `positions` are averaged and updated; what has arrived besides comes along. Seconds spent waiting for messages.
+        """Average and update `positions`, and whatever else has arrived.
 
-        `rest`: every message is waited for, those of no pending variable too.
+        `rest`: wait for every message, also of variables that are not pending. Returns the seconds
+        spent waiting for messages.
         """
         with self._lock:
-            needed = {
-                m.number
-                for position in positions
-                if position in self._pending
-                for m in self._messages_of[position]
-            }
+            pending = [position for position in positions if position in self._pending]
+            needed = {m.number for position in pending for m in self._messages_of[position]}
             waited_for = sorted(self._outstanding if rest else needed & self._outstanding.keys())
             if not (waited_for or self._complete or self._next_arrived()):
-                return 0.0  # most reads: to leave torch's modes and come back would cost more than all else here
-            # On a GPU all is done on the backward pass's stream, whoever reads first: others may read on other streams.
+                return 0.0  # most reads; leaving torch's modes costs more than all else here
+            # On a GPU everything runs on the backward pass's stream: others may read on others.
             with outside_modes(), self._device.on(self._stream):
                 began_s = time.perf_counter()
                 for number in waited_for:
@@ -266,7 +261,7 @@ class CrossStepUpdates:
             return waited_s
 
     def _next_arrived(self) -> bool:
-        """Of the first message that is not received yet: they mostly arrive in issue order, and to look at all would take long."""
+        """Whether the first outstanding message has arrived. They mostly arrive in issue order."""
         return bool(self._outstanding) and next(iter(self._outstanding.values())).arrived
 
     def _receive(self, number: int) -> None:
@@ -282,7 +277,7 @@ class CrossStepUpdates:
                 self._complete.append(position)
 
     def _finish(self, positions: list[int]) -> None:
-        """Average and update: all messages of `positions` have arrived."""
+        """Average and update `positions`, all of whose messages have arrived."""
         done = {position: self._pending.pop(position) for position in positions}
         dropped = []
         for position, pending in done.items():
@@ -292,11 +287,8 @@ class CrossStepUpdates:
                     dropped.append(parameter)
                 parameter.grad = pending.gradient
         self._write(positions)
-        for (
-            position,
-            pending,
-        ) in done.items():  # before the update: optimizers look at the class of what they update
-            unwatch(self._parameters[position])
+        for position, pending in done.items():
+            unwatch(self._parameters[position])  # optimizers check the class of what they update
             if pending.gradient is not None:
                 unwatch(pending.gradient)
         self._update(done)
@@ -304,7 +296,7 @@ class CrossStepUpdates:
             parameter.grad = None
 
     def _update(self, done: Mapping[int, _Pending]) -> None:
-        """The due updates, in the order of the script's steps; variables of one step together."""
+        """Apply the due updates in the order of the script's steps, those of one step together."""
         if self.updates_played:
             return
         due: dict[int, tuple[DueUpdate, dict[int, list[Parameter]]]] = {}
@@ -317,10 +309,10 @@ class CrossStepUpdates:
                         self._parameters[position]
                     )
             for update, members in due.values():
-                update.make(members)
+                update.apply(members)
             due.clear()
 
-    # -- the script's optimizers ---------------------------------------------------------------------
+    # -- the script's optimizers
 
     def before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -350,21 +342,20 @@ class CrossStepUpdates:
                     parameter.grad = None
 
     def _put_off(self, optimizer: Optimizer, numbers: Mapping[int, int], closure: bool) -> None:
-        mine = [position for position in self._pending if id(self._parameters[position]) in numbers]
+        updated = [n for n in self._pending if id(self._parameters[n]) in numbers]
         if closure or coupling_reason(optimizer, _OWN_HOOKS) is not None:
-            self.flush_variables(mine)
+            self.flush_variables(updated)
             return
         self._flush_before_checkpoints(optimizer)
         update = DueUpdate.now(optimizer)
         with torch._C.DisableTorchFunctionSubclass():
-            for position in mine:
+            for position in updated:
                 parameter = self._parameters[position]
-                if (
-                    parameter.grad is not None
-                ):  # otherwise the script has dropped it, and its step would pass it by
-                    self._pending[position].due.append((update, numbers[id(parameter)]))
-                    parameter.grad = None
-                    self._stashed.add(position)
+                if parameter.grad is None:
+                    continue  # the script has dropped it, and its step would skip it
+                self._pending[position].due.append((update, numbers[id(parameter)]))
+                parameter.grad = None
+                self._stashed.add(position)
 
     def after_step(self) -> None:
         with torch._C.DisableTorchFunctionSubclass():
@@ -376,7 +367,8 @@ class CrossStepUpdates:
         self._withheld.clear()
 
     def _flush_before_checkpoints(self, optimizer: Optimizer) -> None:
-        """An optimizer's state is read and replaced as a whole, and not through torch's functions."""
+        """Flush before an optimizer's state is read or replaced, which no watched tensor
+        notices."""
         if optimizer in self._checkpointed:
             return
         self._checkpointed.add(optimizer)
@@ -392,18 +384,18 @@ def _mark_read(unread: set[int], position: int, _: Tensor) -> None:
     unread.discard(position)
 
 
-def _take_part(cross_step: CrossStepUpdates) -> None:
-    """Tell `cross_step` of every step of every optimizer; torch's hooks for that are for the whole process, and set up once."""
+def _register(cross_step: CrossStepUpdates) -> None:
+    """Report every step of every optimizer to `cross_step`, by torch's process-wide hooks."""
     _PRESENT.add(cross_step)
     if not _OWN_HOOKS:
-        # Before the interpreter stops threads, which carry later steps of messages that other ranks wait for.
+        # Before the interpreter stops the threads of lanes, on which other ranks wait.
         threading._register_atexit(flush_all_synchronizers)  # type: ignore[attr-defined]
         _OWN_HOOKS.add(register_optimizer_step_pre_hook(_before_any_step).id)
         _OWN_HOOKS.add(register_optimizer_step_post_hook(_after_any_step).id)
 
 
 def flush_all_synchronizers() -> None:
-    """Of every synchronizer in this process, wherever a script goes on without its process groups."""
+    """Flush every synchronizer in this process, before a script destroys its process groups."""
     for present in tuple(_PRESENT):
         present.flush()
 

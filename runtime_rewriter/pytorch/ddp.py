@@ -1,9 +1,10 @@
 """torch's DistributedDataParallel with plans.
 
-`PlannedDataParallel` is a DDP: without a plan every call goes to torch's own code with the user's own
-arguments, so that "the current setup" is measured as it is.  With a plan, the forward pass does what
-DDP's does around the module (buffers, moving inputs) and the synchronizer takes the reducer's place; where the plan is nothing but
-buckets, all of DDP's own code runs and only its reducer is another one of torch's, with these buckets (native_buckets.py).
+`PlannedDataParallel` is a DDP: without a plan every call goes to torch's own code with the user's
+own arguments, so that "the current setup" is measured as it is.  With a plan, the forward pass does
+what DDP's does around the module (buffers, moving inputs) and the synchronizer takes the reducer's
+place; where the plan is nothing but buckets, all of DDP's own code runs and only its reducer is
+another one of torch's, with these buckets (native_buckets.py).
 """
 
 # mypy: allow-untyped-calls, allow-untyped-decorators
@@ -32,7 +33,8 @@ from runtime_rewriter.pytorch.native_buckets import DdpBackend
 
 
 class PlannedDataParallel(DistributedDataParallel):
-    """A DDP whose gradients are synchronized by `synchronizer.plan`, or by DDP itself while that is None.
+    """A DDP whose gradients are synchronized by `synchronizer.plan`, or by DDP itself while that is
+    None.
 
     A copy or an unpickled instance is a plain DDP: it has no synchronizer.
     """
@@ -140,14 +142,16 @@ class PlannedDataParallel(DistributedDataParallel):
             self._rebuild_reducer()
 
     def _leave_reducer_idle(self, backend: DdpBackend) -> None:
-        """One that looks for unused parameters, or still learns a static graph, will count the hooks of this step."""
+        """One that looks for unused parameters, or still learns a static graph, will count the
+        hooks of this step."""
         self._reducer_is_stale |= backend.own_is_learning or (
             self.find_unused_parameters and not self.static_graph
         )
 
     @torch.compiler.disable(recursive=False)
     def _planned_forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """DDP's `_pre_forward`, the module and `_post_forward` without the reducer, which therefore stays idle."""
+        """DDP's `_pre_forward`, the module and `_post_forward` without the reducer, which therefore
+        stays idle."""
         if self._check_sync_bufs_pre_fwd():
             self._sync_buffers()
         if self.device_ids:
@@ -205,7 +209,8 @@ class PlannedDataParallel(DistributedDataParallel):
         return nullcontext() if self._backend is None else self._backend.own_in_place()
 
     def _rebuild_reducer(self) -> None:
-        """DDP's own, as it was when the DDP was built: what it counted of others' steps is forgotten."""
+        """DDP's own, as it was when the DDP was built: what it counted of others' steps is
+        forgotten."""
         ddp: Any = self  # torch leaves these methods without types
         parameters, sparse = ddp._build_params_for_reducer()
         ddp._ddp_init_helper(
@@ -224,8 +229,8 @@ class PlannedDataParallel(DistributedDataParallel):
     @contextmanager
     @torch.compiler.disable(recursive=False)
     def _inside_ddp_forward(self) -> Iterator[None]:
-        # torch's version names the class through its module, where `replaced_ddp` has put another one;
-        # torch.compile looks at torch's own class to split graphs at DDP's buckets.
+        # torch's version names the class through its module, where `replaced_ddp` has put another
+        # one; torch.compile looks at torch's own class to split graphs at DDP's buckets.
         before = DistributedDataParallel._active_ddp_module
         DistributedDataParallel._active_ddp_module = self
         try:
@@ -244,7 +249,8 @@ class ModelObserver(Protocol):
 def replaced_ddp(
     session: ModelObserver, *, timeout_s: float = 60.0, agreement_timeout_s: float = 20.0
 ) -> Iterator[None]:
-    """Inside, `DistributedDataParallel(...)` builds a `PlannedDataParallel` and tells `session`; always restored."""
+    """Inside, `DistributedDataParallel(...)` builds a `PlannedDataParallel` and tells `session`;
+    always restored."""
 
     class Replacement(PlannedDataParallel):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -252,7 +258,8 @@ def replaced_ddp(
             session.model_built(self.synchronizer)
 
     Replacement.timeout_s, Replacement.agreement_timeout_s = timeout_s, agreement_timeout_s
-    # A saved model must load where nothing is replaced, so the class goes by the name of torch's own.
+    # A saved model must load where nothing is replaced, so the class goes by the name of torch's
+    # own.
     for attribute in ("__name__", "__qualname__", "__module__", "__doc__"):
         setattr(Replacement, attribute, getattr(DistributedDataParallel, attribute))
     destroy = dist.destroy_process_group
@@ -281,10 +288,11 @@ def replaced_ddp(
 def adopted(
     ddp: DistributedDataParallel, *, timeout_s: float, agreement_timeout_s: float
 ) -> Iterator[GradientSynchronizer]:
-    """Inside, a DDP that torch's own class built takes plans, and its steps can be listened to; it is as before afterwards.
+    """Inside, a DDP that torch's own class built takes plans, and its steps can be listened to; it
+    is as before afterwards.
 
-    Collective at its begin, local at its end; between two steps. One that takes plans already goes on doing so.
-    Raises `InvalidInput` for another class of DDP, whose own methods we do not know.
+    Collective at its begin, local at its end; between two steps. One that takes plans already goes
+    on doing so. Raises `InvalidInput` for another class of DDP, whose own methods we do not know.
     """
     if isinstance(ddp, PlannedDataParallel):
         yield ddp.synchronizer
@@ -316,7 +324,8 @@ def adopted(
 
 
 def synchronizer_of(module: nn.Module) -> GradientSynchronizer | None:
-    """That of a DDP that takes plans, or of a plain module to which one is attached; None where there is none."""
+    """That of a DDP that takes plans, or of a plain module to which one is attached; None where
+    there is none."""
     if isinstance(module, PlannedDataParallel):
         return module.synchronizer
     return attached_to(module)

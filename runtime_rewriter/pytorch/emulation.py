@@ -1,9 +1,11 @@
-"""Emulated accelerators: the module's own computation becomes timed waits; everything around it stays real.
+"""Emulated accelerators: the module's own computation becomes timed waits; everything around it
+stays real.
 
-The first pass for every signature of the inputs is computed and recorded (its step is marked unclean). Later passes return the
-recorded output, connected to a chain of autograd nodes: the backward pass runs down the chain, waits until the profile says that
-the next variables' gradients are ready, and hands out the recorded ones. What hangs on the
-gradients (DDP's reducer, our hooks, the script's own) cannot tell the difference.
+The first pass for every signature of the inputs is computed and recorded (its step is marked
+unclean). Later passes return the recorded output, connected to a chain of autograd nodes: the
+backward pass runs down the chain, waits until the profile says that the next variables' gradients
+are ready, and hands out the recorded ones. What hangs on the gradients (DDP's reducer, our hooks,
+the script's own) cannot tell the difference.
 
 | time | the wait ends |
 |---|---|
@@ -13,13 +15,15 @@ gradients (DDP's reducer, our hooks, the script's own) cannot tell the differenc
 | end of the backward pass | backward_s after its start |
 | next step | update_s after all gradients were synchronized |
 
-The update is one of these waits: the script's optimizers step, but find no gradients, since on an accelerator the processor would have
-nothing to do with it. Only after a recorded pass they update for real.
+The update is one of these waits: the script's optimizers step, but find no gradients, since on an
+accelerator the processor would have nothing to do with it. Only after a recorded pass they update
+for real.
 
-Where a plan crosses the step, a variable whose average is late delays all that is read and computed after it.
+Where a plan crosses the step, a variable whose average is late delays all that is read and computed
+after it.
 
-Waits are for absolute times, so real work (the loss, packing, the optimizer) is absorbed while it is shorter than the profile;
-`overrun` says where it is not.
+Waits are for absolute times, so real work (the loss, packing, the optimizer) is absorbed while it
+is shorter than the profile; `overrun` says where it is not.
 """
 
 # mypy: untyped-calls-exclude=torch, allow-untyped-decorators, allow-untyped-calls
@@ -49,9 +53,11 @@ from runtime_rewriter.pytorch.recorded_pass import (
 )
 
 Due = tuple[tuple[int, ...], float]
-"""Positions of parameters whose gradients are ready, or which are read, at the same time of the timetable."""
+"""Positions of parameters whose gradients are ready, or which are read, at the same time of the
+timetable."""
 MOST_RECORDED_PASSES = 32
-"""Each holds a copy of all gradients; a script with more kinds of batches would be recorded and not emulated."""
+"""Each holds a copy of all gradients; a script with more kinds of batches would be recorded and not
+emulated."""
 
 
 def emulation_refusal(synchronizer: GradientSynchronizer) -> str | None:
@@ -62,9 +68,11 @@ def emulation_refusal(synchronizer: GradientSynchronizer) -> str | None:
 
 
 class EmulatedAccelerator:
-    """Plays the passes of the synchronizer's module. Without a timetable nothing waits. A `StepListener`.
+    """Plays the passes of the synchronizer's module. Without a timetable nothing waits. A
+    `StepListener`.
 
-    Raises `InvalidInput` where the module cannot be emulated. Take it up with `synchronizer.emulate`.
+    Raises `InvalidInput` where the module cannot be emulated. Take it up with
+    `synchronizer.emulate`.
     """
 
     def __init__(self, synchronizer: GradientSynchronizer, timetable: Timetable | None) -> None:
@@ -84,7 +92,8 @@ class EmulatedAccelerator:
         self._synchronized_s: float | None = None
         self._waits = {name: Waiter() for name in ("forward", "backward", "update")}
         self.overrun = 0.0
-        """Of the last whole step: how much longer real work took than the profile's computation, relative to that."""
+        """Of the last whole step: how much longer real work took than the profile's computation,
+        relative to that."""
 
     # -- steps ---------------------------------------------------------------------------------------
 
@@ -112,7 +121,8 @@ class EmulatedAccelerator:
     def run(
         self, compute: Callable[..., Any], inputs: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """The module's forward pass, played if one like it was recorded, else computed and recorded."""
+        """The module's forward pass, played if one like it was recorded, else computed and
+        recorded."""
         if self._step_start_s is None:
             self._step_start_s = time.perf_counter()
         self._finish_recording()
@@ -158,7 +168,8 @@ class EmulatedAccelerator:
         return output
 
     def _finish_recording(self) -> None:
-        """At the next forward pass. A pass that had no backward pass (an evaluation, say) is forgotten."""
+        """At the next forward pass. A pass that had no backward pass (an evaluation, say) is
+        forgotten."""
         if self._recorder is None or self._recorded is None:
             return
         (key, output), begun, gradients = (
@@ -172,7 +183,8 @@ class EmulatedAccelerator:
 
     def _play(self, recording: RecordedPass) -> object:
         timed = self._timetable if self._synchronizer.synchronizing else None
-        # Before the reads, some of which are at the pass's very end: real work behind them would make its end late.
+        # Before the reads, some of which are at the pass's very end: real work behind them would
+        # make its end late.
         output = self._chained(recording, timed)
         self._read_variables()
         self._synchronizer.cross_step.updates_played = timed is not None
@@ -202,7 +214,8 @@ class EmulatedAccelerator:
         return output.rebuilt(tensors)
 
     def _read_variables(self) -> None:
-        """What the module would read, when it would; later than that where it is still on its way."""
+        """What the module would read, when it would; later than that where it is still on its
+        way."""
         cross_step = self._synchronizer.cross_step
         for positions, needed_s in self._reads:
             if not cross_step.pending:
@@ -232,7 +245,8 @@ class EmulatedAccelerator:
 
 
 class _PlayedPass:
-    """One forward and backward pass that is played; `timetable` is None where its backward pass is not synchronized."""
+    """One forward and backward pass that is played; `timetable` is None where its backward pass is
+    not synchronized."""
 
     def __init__(
         self, accelerator: EmulatedAccelerator, recording: RecordedPass, timetable: Timetable | None
@@ -265,7 +279,8 @@ class _PlayedPass:
 
 
 class _Outputs(Function):
-    """(token, recorded tensors) -> copies of them. Backward: goes on with the chain, whatever the gradients are."""
+    """(token, recorded tensors) -> copies of them. Backward: goes on with the chain, whatever the
+    gradients are."""
 
     @staticmethod
     def forward(context: Any, token: Tensor, *recorded: Tensor) -> tuple[Tensor, ...]:
@@ -279,7 +294,8 @@ class _Outputs(Function):
 
 
 class _HandOut(Function):
-    """One link of the chain. Backward: the gradients of parameters that are ready together, at their time, as a layer's are."""
+    """One link of the chain. Backward: the gradients of parameters that are ready together, at
+    their time, as a layer's are."""
 
     @staticmethod
     def forward(

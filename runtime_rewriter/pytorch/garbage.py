@@ -1,7 +1,8 @@
-"""Python's garbage collector, kept from stopping a step.
+"""Keeps Python's garbage collector from interrupting a step.
 
-What crosses the step makes a few objects per variable and step, enough for a full collection every some dozen steps. That looks at every
-object of the process: 0.1 to 0.3 s where torch is imported, while all other ranks wait.
+Cross-step synchronization creates a few objects per variable and step, enough for a full collection
+every few dozen steps. That visits every object of the process, which takes 0.1 to 0.3 s with torch
+imported, while all other ranks wait.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ _frozen = False
 
 
 def freeze_garbage() -> None:
-    """Collect now what nobody holds; later collections look only at what is made from then on, until `thaw_garbage`.
+    """Collect now, and exempt all present objects from later collections until `thaw_garbage`.
 
-    What is there now and becomes garbage later stays until then. Does nothing where the script has switched collection off.
+    Does nothing if the script has disabled collection.
     """
     global _frozen
-    thaw_garbage()  # what was frozen before may be garbage by now
+    thaw_garbage()  # objects frozen earlier may be garbage by now
     if not gc.isenabled():
         return
     gc.collect()
@@ -26,7 +27,7 @@ def freeze_garbage() -> None:
 
 
 def thaw_garbage() -> None:
-    """Later collections look at everything again. What somebody else froze stays so if nothing was frozen here."""
+    """Let later collections visit all objects again, if we froze any."""
     global _frozen
     if _frozen:
         gc.unfreeze()

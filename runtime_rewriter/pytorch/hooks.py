@@ -1,12 +1,15 @@
 """Gradient synchronization by a plan, from hooks on the parameters.
 
-A parameter's gradient is packed the moment it is final, a small one together with the other small ones of its message. A message
-whose slices are all packed is issued in plan order from inside the backward pass, so that communication overlaps computation.  The
-backward pass ends (a callback of the autograd engine) when every message has arrived and every `.grad` holds the average.  Without a
-plan nothing is hooked and the module's own synchronization, if any, runs untouched.  Nor is anything hooked under a plan that is nothing
-but buckets, where a `Backend` lets a reducer of torch carry it out.
+A gradient is packed when it is final; small ones are packed together with the others of their
+message. A message is issued, in plan order, once all of its slices are packed. This happens inside
+the backward pass, so communication overlaps computation. The backward pass ends (a callback of the
+autograd engine) when every message has arrived and every `.grad` holds the average.
 
-Gradients count as in torch's DDP: under accumulation only the last backward pass synchronizes; with
+Without a plan there are no hooks, and the module's own synchronization, if any, runs untouched.
+There are none either under a plan of mere buckets if a `Backend` lets a reducer of torch execute
+it.
+
+Gradients count as in torch's DDP. Under accumulation only the last backward pass synchronizes. With
 `find_unused_parameters` a parameter that no rank used keeps its `.grad`.
 """
 
@@ -41,6 +44,8 @@ from runtime_rewriter.pytorch.exchange.lanes import Lanes
 from runtime_rewriter.pytorch.exchange.present_rows import sparse_parameters
 from runtime_rewriter.pytorch.exchange.ranks import SynchronizerGroups
 from runtime_rewriter.pytorch.exchange.residuals import Residuals
+from runtime_rewriter.pytorch.exchange.row_transfer import RowTransfer
+from runtime_rewriter.pytorch.exchange.transfer import Transfer
 from runtime_rewriter.pytorch.garbage import freeze_garbage, thaw_garbage
 from runtime_rewriter.pytorch.native_buckets import Backend, BucketReducer, Buckets
 from runtime_rewriter.pytorch.native_observation import ObservedPass
@@ -54,11 +59,12 @@ _NO_GRAD_ALREADY = nullcontext()
 class GradientSynchronizer:
     """Synchronizes the gradients of `module` over `process_group` by the loaded plan.
 
-    Building one is collective over the group, as building a DDP is. `timeout_s` bounds every message,
-    `agreement_timeout_s` how long ranks wait for each other in `load`. `static_graph` as in DDP: the set
-    of used parameters never changes, and the first backward pass learns how often each is accumulated.
-    `refusal_reason` says why the module's surroundings forbid plans at all; `on_byte_scale` scales what they send themselves; `backend` is where
-    they can drive a reducer of torch; `buffers` are those that rank 0 sends before forward passes.
+    Building one is collective over the group, as building a DDP is. `timeout_s` bounds every
+    message, and `agreement_timeout_s` how long ranks wait for each other in `load`. `static_graph`
+    as in DDP: the set of used parameters never changes, and the first backward pass learns how
+    often each is accumulated. `refusal_reason` returns why the module's wrapper forbids all plans.
+    `on_byte_scale` scales the bytes that the wrapper itself sends. `backend` lets the wrapper drive
+    a reducer of torch. `buffers` returns the buffers that rank 0 sends before forward passes.
     """
 
     def __init__(
@@ -88,20 +94,15 @@ class GradientSynchronizer:
         self.accelerator: Accelerator | None = None  # None: the module itself computes
         self.byte_scale = 1.0
         self._find_unused, self._static = find_unused_parameters, static_graph
-        self.refusal_reason, self._on_byte_scale, self._backend, self.buffers = (
-            refusal_reason,
-            on_byte_scale,
-            backend,
-            buffers,
-        )
+        self.refusal_reason = refusal_reason
+        self._on_byte_scale = on_byte_scale
+        self._backend = backend
+        self.buffers = buffers
         self._index_of = by_identity(self.parameters)
-        self._sparse = sorted(
-            p
-            for p, parameter in enumerate(self.parameters)
-            if parameter in sparse_parameters(module)
-        )
+        sparse = sparse_parameters(module)
+        self._sparse = [p for p, parameter in enumerate(self.parameters) if parameter in sparse]
         self._plan: Plan | None = None
-        self.native: BucketReducer | None = None  # torch's reducer, where it carries the plan out
+        self.native: BucketReducer | None = None  # torch's reducer, if it executes the plan
         self._observed = ObservedPass(
             self.names, self.parameters, self.observers, self._on_native_gradient
         )
@@ -124,7 +125,7 @@ class GradientSynchronizer:
             static=static_graph,
         )
 
-    # -- plans ---------------------------------------------------------------------------------------
+    # -- plans
 
     @property
     def process_group(self) -> dist.ProcessGroup:
@@ -133,31 +134,36 @@ class GradientSynchronizer:
 
     @property
     def model_id(self) -> str:
-        """`Workload.id` of the module: the plans that fit it carry the same."""
+        """`Workload.id` of the module, which plans that fit it carry, too."""
         return assumed_workload(self.module).id
 
     @property
     def plan(self) -> Plan | None:
-        """What is loaded; None: this object does nothing on backward."""
+        """The loaded plan; None: this object does nothing on backward."""
         return self._plan
 
     @property
     def own_buckets(self) -> Buckets | None:
-        """Without a plan: the names of the variables of each bucket that the module's own reducer sends, in its order."""
+        """The variables of each bucket of the module's own reducer, in its order, without a
+        plan."""
         return None if self._backend is None else self._backend.own_buckets()
 
     @property
     def bucket_view(self) -> bool | None:
-        """Whether gradients lie in the buckets of the module's own reducer, which are there under every plan; None where it has none."""
+        """Whether gradients are views of the buckets of the module's own reducer, under any plan.
+
+        None if the module has no reducer.
+        """
         return None if self._backend is None else self._backend.bucket_view
 
     def load(self, plan: Plan | None, *, deferred: bool = False) -> None:
-        """Collective, between two steps: from now on synchronize by `plan`, or not at all.
+        """Synchronize by `plan` from now on, or not at all. Collective, between two steps.
 
-        `deferred`: messages are issued when the backward pass has ended, so that nothing disturbs it (profiling).
-        All ranks succeed or all raise: `InvalidStrategy` (cannot be enacted), `ModelMismatch` (made for
-        another model or world), `PlanMismatch` (ranks hold different plans), `SynchronizationError` (a
-        rank is gone). After an error the earlier plan is still loaded.
+        `deferred`: messages are issued after the backward pass, so that none disturbs it
+        (profiling). All ranks succeed or all raise: `InvalidStrategy` (cannot be enacted),
+        `ModelMismatch` (for another model or world size), `PlanMismatch` (ranks hold different
+        plans), `SynchronizationError` (a rank is gone). After an error the earlier plan is still
+        loaded.
         """
         self._check_usable()
         self.cross_step.flush()
@@ -166,37 +172,23 @@ class GradientSynchronizer:
         buckets = None
         try:
             if plan is not None:
-                reason = self.refusal_reason() or scaled_refusal_reason(plan, self.byte_scale)
-                if reason is not None:
-                    raise InvalidStrategy(f"plans cannot be enacted here: {reason}")
-                reason = self.cross_step.refusal_reason() if plan.cross_step else None
-                if reason is not None:
-                    raise InvalidStrategy(
-                        f"plan {plan.id} cannot be enacted: synchronization cannot cross the step, since {reason}"
-                    )
-                check_fit(plan, self.module, self.ranks.size)
-                if (
-                    self._backend is not None and not deferred and not self.residuals.in_use
-                ):  # what waits is for our own messages
+                self._check_plan(plan)
+                # Residuals can only travel in our own messages.
+                if self._backend is not None and not deferred and not self.residuals.in_use:
                     buckets = self._backend.buckets_of(plan)
         except AutotuneError as problem:
             error = problem
         agree(self.ranks, plan, error, self.byte_scale)
-        transfers = (
-            []
-            if plan is None or buckets is not None
-            else build_transfers(plan, named, self.residuals, self.lanes, self.byte_scale)
-        )
+        transfers: list[Transfer | RowTransfer] = []
+        if plan is not None and buckets is None:
+            transfers = build_transfers(plan, named, self.residuals, self.lanes, self.byte_scale)
         packing = Packing(
             self.names, self.parameters, transfers, self.residuals, self.ranks.size, self._sparse
         )
-        # Behind messages that cross the step a vote would wait for them.
-        voting = self._find_unused or bool(self._sparse)
-        votes = (
-            self.lanes.votes()
-            if voting and plan is not None and plan.cross_step
-            else self.ranks.first
-        )
+        crossing = plan is not None and plan.cross_step
+        # On the messages' own group a vote would wait for messages that cross the step.
+        voting = crossing and (self._find_unused or bool(self._sparse))
+        votes = self.lanes.votes() if voting else self.ranks.first
         self._unhook()
         self.lanes.trim()
         self.native = None if buckets is None else self._install(buckets, named)
@@ -205,24 +197,31 @@ class GradientSynchronizer:
         self.lanes.limit = None if plan is None else plan.limit
         self._pass.load(transfers, packing, votes, deferred)
         self._reachable = set()
-        self.cross_step.enable(
-            packing.messages_of if plan is not None and plan.cross_step else None
-        )
+        self.cross_step.enable(packing.messages_of if crossing else None)
         if plan is not None and self.native is None:
-            hooks = (
-                partial(self._on_gradient, position) for position in range(len(self.parameters))
-            )
             self._handles = [
-                p.register_post_accumulate_grad_hook(hook)
-                for p, hook in zip(self.parameters, hooks, strict=True)
+                parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, position))
+                for position, parameter in enumerate(self.parameters)
             ]
-        if plan is not None and plan.cross_step:
+        if crossing:
             freeze_garbage()
         else:
             thaw_garbage()
 
+    def _check_plan(self, plan: Plan) -> None:
+        reason = self.refusal_reason() or scaled_refusal_reason(plan, self.byte_scale)
+        if reason is not None:
+            raise InvalidStrategy(f"plans cannot be enacted here: {reason}")
+        reason = self.cross_step.refusal_reason() if plan.cross_step else None
+        if reason is not None:
+            raise InvalidStrategy(
+                f"plan {plan.id} cannot be enacted: synchronization cannot cross the step, since "
+                f"{reason}"
+            )
+        check_fit(plan, self.module, self.ranks.size)
+
     def _write(self, positions: Iterable[int]) -> None:
-        """For what crosses the step: averages that have arrived, into `.grad`."""
+        """Write averages that arrived after the step into `.grad`."""
         assert self._packing is not None
         self._packing.write(positions)
 
@@ -233,16 +232,16 @@ class GradientSynchronizer:
         except RuntimeError as error:
             self._broken = str(error)
             raise SynchronizationError(
-                f"all ranks must make the same buckets, but rank {self.ranks.rank} failed: {error}"
+                f"all ranks must build the same buckets, but rank {self.ranks.rank} failed: {error}"
             ) from error
 
     def forget_residuals(self) -> None:
-        """Between two steps, on every rank: what compressed messages have not sent is dropped."""
+        """Drop the residuals of compressed messages; between two steps, on every rank."""
         self.cross_step.flush()
         self.residuals.clear()
 
     def emulate(self, accelerator: Accelerator | None) -> None:
-        """Local, between two steps: from now on `accelerator` stands for the module's own computation, or nothing does."""
+        """Let `accelerator` replace the module's computation, or end that. Local, between steps."""
         self.cross_step.flush()
         self.cross_step.forget_reads()
         self.cross_step.updates_played = False
@@ -253,15 +252,16 @@ class GradientSynchronizer:
         self.accelerator = accelerator
 
     def scale_bytes(self, byte_scale: float) -> None:
-        """Local, between two steps: of what is sent from now on, 1/`byte_scale` travels; plans follow when they are loaded.
+        """Send only 1/`byte_scale` of all bytes from now on. Local, between two steps.
 
-        The gradients are averages only where they travelled. Raises `InvalidInput` where it cannot be done.
+        A plan follows when it is next loaded. Only the elements that travelled are averages.
+        Raises `InvalidInput` if the wrapper cannot do it.
         """
         self._on_byte_scale(byte_scale)
         self.byte_scale = byte_scale
 
     def close(self) -> None:
-        """Remove every hook, stop the threads and give the process groups back. Local."""
+        """Remove every hook, stop the threads and destroy our process groups. Local."""
         try:
             self.cross_step.flush()
         finally:
@@ -291,11 +291,12 @@ class GradientSynchronizer:
                 f"after a failed synchronization the ranks must be started again: {broken}"
             )
 
-    # -- forward -------------------------------------------------------------------------------------
+    # -- forward
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """On a plain module (a DDP has its own): forward and backward passes inside accumulate gradients without synchronizing them."""
+        """Accumulate gradients inside without synchronizing them. For plain modules: a DDP has its
+        own."""
         before, self._synchronizing = self._synchronizing, False
         try:
             yield
@@ -304,13 +305,15 @@ class GradientSynchronizer:
 
     @torch.compiler.disable
     def before_forward(self, synchronize: bool) -> None:
-        """First thing in every forward pass with gradients. `synchronize`: its backward pass is to be synchronized."""
+        """Call first in every forward pass with gradients; `synchronize` its backward pass or
+        not."""
         self._check_usable()
         if self._pass.under_way or (self.native is not None and self._begun):
             raise SynchronizationError(
-                "a backward pass must end before the next forward pass begins, but the last one was interrupted"
+                "a backward pass must end before the next forward pass begins, but the last one "
+                "was interrupted"
             )
-        self._begun = False  # of a pass that an exception ended before it accumulated anything
+        self._begun = False  # an exception may have ended a pass before it accumulated anything
         if self._boundary_due:
             self._boundary_due = False
             if self.accelerator is not None:
@@ -328,14 +331,14 @@ class GradientSynchronizer:
 
     @property
     def synchronizing(self) -> bool:
-        """The backward pass of the last forward pass is to be synchronized."""
+        """Whether the backward pass of the last forward pass will be synchronized."""
         return self._armed
 
     @torch.compiler.disable(recursive=False)
     def compute(
         self, call: Callable[..., Any], inputs: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """The module's own part of a forward pass: `call(*inputs, **kwargs)`, or what stands for it."""
+        """Run the module's part of a forward pass: `call(*inputs, **kwargs)`, or its emulation."""
         accelerator = self.accelerator
         if accelerator is None or not torch.is_grad_enabled():
             return call(*inputs, **kwargs)
@@ -343,13 +346,14 @@ class GradientSynchronizer:
 
     @torch.compiler.disable
     def forward_starts(self) -> None:
-        """Before the module computes in a forward pass with gradients, when its buffers have been sent."""
+        """Call before the module computes in a forward pass with gradients, after buffers are
+        sent."""
         for observer in tuple(self.observers):
             observer.on_forward_start()
 
     @torch.compiler.disable
     def after_forward(self, output: object) -> None:
-        """Last thing in every forward pass with gradients: finds where its backward pass will start."""
+        """Call last in every forward pass with gradients: find where its backward pass starts."""
         self.cross_step.forward_ended()
         if not self._armed or (self._plan is None and not self._ends_matter):
             return
@@ -367,20 +371,21 @@ class GradientSynchronizer:
 
     @torch.compiler.disable
     def before_evaluation(self) -> None:
-        """First thing in a forward pass without gradients, for which nothing needs to be put off."""
+        """Call first in a forward pass without gradients."""
         self.mark_unclean()
         self.cross_step.flush()
 
     def mark_unclean(self) -> None:
-        """This step holds something that is no training step: a forward pass without gradients, say."""
+        """Note that this step is not pure training: it has a forward pass without gradients,
+        say."""
         self._unclean = True
 
-    # -- backward ------------------------------------------------------------------------------------
+    # -- backward
 
     def _on_output_gradient(self, gradient: Tensor) -> None:
         with self._lock, torch.no_grad():
             if not self._armed:
-                self.cross_step.flush()  # it accumulates once more into gradients that may be under way
+                self.cross_step.flush()  # gradients under way are accumulated into once more
             elif not self._begun:
                 try:
                     self._begin()
@@ -394,13 +399,8 @@ class GradientSynchronizer:
         if self._plan is None or self.native is not None:
             self._versions = self._gradient_versions() if self._ends_matter else []
             if self.native is not None and self.observers:
-                self._observed.begin(
-                    [
-                        i
-                        for i in range(len(self.names))
-                        if self._reachable and i not in self._reachable
-                    ]
-                )
+                everything = range(len(self.names)) if self._reachable else ()
+                self._observed.begin([i for i in everything if i not in self._reachable])
             engine.queue_callback(self._native_computed)
             return
         engine.queue_callback(self._finish)
@@ -408,14 +408,14 @@ class GradientSynchronizer:
 
     @property
     def _ends_matter(self) -> bool:
-        """Somebody wants to know when a backward pass that torch synchronizes has ended."""
+        """Whether anyone needs to know when a backward pass that torch synchronizes has ended."""
         return bool(self.listeners) or self.cross_step.learning
 
     def _gradient_versions(self) -> list[int | None]:
         return [None if p.grad is None else p.grad._version for p in self.parameters]
 
     def _on_native_gradient(self, position: int, parameter: Tensor) -> None:
-        """While a pass that torch's reducer synchronizes is observed."""
+        """Run while a pass that torch's reducer synchronizes is observed."""
         if not self._armed:
             return
         with self._lock, torch.no_grad():
@@ -424,10 +424,10 @@ class GradientSynchronizer:
             self._observed.ready(position)
 
     def _native_computed(self) -> None:
-        """End of a backward pass that torch synchronizes, before its reducer waits for its messages."""
+        """Run when torch's backward pass has ended, before its reducer waits for its messages."""
         with torch.no_grad():
             self._observed.computed()
-        # DDP queues its own end while the pass runs; queueing once more from the callback comes after it.
+        # DDP queues its own end during the pass; a callback queued from here runs after it.
         torch.autograd.Variable._execution_engine.queue_callback(self._native_finished)
 
     def _native_finished(self) -> None:
@@ -453,7 +453,7 @@ class GradientSynchronizer:
             return
         with self._lock, torch.no_grad() if torch.is_grad_enabled() else _NO_GRAD_ALREADY:
             try:
-                if not self._begun:  # the module's output held no tensor that could be found
+                if not self._begun:  # no tensor was found in the module's output
                     self._begin()
                 self._pass.ready(position)
             except SynchronizationError as error:
@@ -461,7 +461,7 @@ class GradientSynchronizer:
                 raise
 
     def _finish(self) -> None:
-        """End of a backward pass under our own hooks."""
+        """Run at the end of a backward pass under our own hooks."""
         self._begun = False
         try:
             with torch.no_grad():

@@ -1,9 +1,10 @@
 """Plans that torch's own DDP reducer carries out: its C++ code, no Python per gradient.
 
-A reducer takes any buckets in any order and starts them in that order. After its first step it would make them anew, by sizes and
-the order in which gradients came; so here it does that at once, told the plan's order and the messages' sizes, and has settled
-in the plan's buckets (`Reducer::rebuild_buckets` in torch/csrc/distributed/c10d/reducer.cpp; a reducer that looks for unused
-parameters never makes them anew).
+A reducer takes any buckets in any order and starts them in that order. After its first step it
+would make them anew, by sizes and the order in which gradients came; so here it does that at once,
+told the plan's order and the messages' sizes, and has settled in the plan's buckets
+(`Reducer::rebuild_buckets` in torch/csrc/distributed/c10d/reducer.cpp; a reducer that looks for
+unused parameters never makes them anew).
 """
 
 # mypy: allow-untyped-calls, no-warn-return-any
@@ -45,7 +46,8 @@ class ReducerOptions:
 
 
 class BucketReducer:
-    """A reducer of torch whose buckets are `buckets`. Building one is collective over `group`, which carries its messages.
+    """A reducer of torch whose buckets are `buckets`. Building one is collective over `group`,
+    which carries its messages.
 
     With a `byte_scale` of k the first part of every bucket travels, 1/k of it.
     """
@@ -99,7 +101,8 @@ class BucketReducer:
             _register_comm_hook(made, ScaledReduction(group, byte_scale), scaled_all_reduce)
 
     def set_static_graph(self) -> None:
-        """Before its first step: it learns which variables are used, and how often, in its first backward pass."""
+        """Before its first step: it learns which variables are used, and how often, in its first
+        backward pass."""
         self.reducer._set_static_graph()
         self._finds_unused = True
 
@@ -113,7 +116,8 @@ class BucketReducer:
         return True
 
     def unused(self) -> frozenset[str]:
-        """After a backward pass: the variables that no rank used, whose `.grad` was therefore kept."""
+        """After a backward pass: the variables that no rank used, whose `.grad` was therefore
+        kept."""
         if not self._finds_unused:
             return frozenset()
         used = self.reducer._get_local_used_map().tolist()
@@ -124,7 +128,8 @@ class Backend(Protocol):
     """Where a module's forward pass can drive a reducer of torch."""
 
     def buckets_of(self, plan: Plan) -> Buckets | None:
-        """What the reducer would send; None where the plan is more than buckets, or the module's gradients need more."""
+        """What the reducer would send; None where the plan is more than buckets, or the module's
+        gradients need more."""
 
     def install(
         self,
@@ -133,17 +138,20 @@ class Backend(Protocol):
         group: dist.ProcessGroup,
         byte_scale: float,
     ) -> BucketReducer:
-        """Collective: from the next forward pass on send these. Raises `RuntimeError` where a rank is gone."""
+        """Collective: from the next forward pass on send these. Raises `RuntimeError` where a rank
+        is gone."""
 
     def release(self) -> None:
         """Local: as before `install`."""
 
     def own_buckets(self) -> Buckets | None:
-        """What the module's own synchronization sends now; None where it has none, or one that sends other than whole buckets."""
+        """What the module's own synchronization sends now; None where it has none, or one that
+        sends other than whole buckets."""
 
     @property
     def bucket_view(self) -> bool | None:
-        """Whether gradients lie in the buckets of the module's own reducer; None where it has none."""
+        """Whether gradients lie in the buckets of the module's own reducer; None where it has
+        none."""
 
 
 def _has_sparse_gradients(module: nn.Module) -> bool:
@@ -155,7 +163,8 @@ def _has_sparse_gradients(module: nn.Module) -> bool:
 
 
 class ModuleBackend:
-    """A reducer for a plain module, whose forward pass calls `before_forward` and `after_forward`."""
+    """A reducer for a plain module, whose forward pass calls `before_forward` and
+    `after_forward`."""
 
     def __init__(self, module: nn.Module, carries: bool) -> None:
         self._module, self._carries = module, carries
@@ -187,7 +196,8 @@ class ModuleBackend:
         return None
 
     def before_forward(self, synchronize: bool) -> None:
-        """In forward passes with gradients. Raises `RuntimeError` where the last backward pass left a variable out."""
+        """In forward passes with gradients. Raises `RuntimeError` where the last backward pass left
+        a variable out."""
         if self._made is None:
             return
         if synchronize:
@@ -210,7 +220,8 @@ class _Place:
 
 
 class DdpBackend:
-    """A reducer in the place of a DDP's own, whose code drives it; the own one waits with what it has learned."""
+    """A reducer in the place of a DDP's own, whose code drives it; the own one waits with what it
+    has learned."""
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         self._ddp: Any = ddp
@@ -245,7 +256,8 @@ class DdpBackend:
         self._idle = self._made = None
 
     def own_buckets(self) -> Buckets | None:
-        """After the first steps they are those that the reducer made anew from the order in which gradients came."""
+        """After the first steps they are those that the reducer made anew from the order in which
+        gradients came."""
         if _has_sparse_gradients(self._ddp.module) or self._ddp._comm_hooks:
             return None
         own = self._idle.reducer if self._planned and self._idle is not None else self._ddp.reducer

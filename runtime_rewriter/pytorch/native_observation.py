@@ -1,7 +1,9 @@
-"""The inside of a backward pass that torch's reducer synchronizes, told to observers as that of any planned pass.
+"""The inside of a backward pass that torch's reducer synchronizes, told to observers as that of any
+planned pass.
 
-While somebody observes, every parameter has a hook. It runs when the gradient has been accumulated and before the reducer, whose own
-hooks come after the accumulating node, so observers see the local gradient and the reducer is the one that trains.
+While somebody observes, every parameter has a hook. It runs when the gradient has been accumulated
+and before the reducer, whose own hooks come after the accumulating node, so observers see the local
+gradient and the reducer is the one that trains.
 """
 
 # mypy: untyped-calls-exclude=torch
@@ -19,7 +21,8 @@ from runtime_rewriter.pytorch.observers import BackwardObserver
 
 
 class ObservedPass:
-    """Tells `observers`. `on_gradient(position, parameter)` is called by the hooks and leads to `ready` in a synchronized pass."""
+    """Tells `observers`. `on_gradient(position, parameter)` is called by the hooks and leads to
+    `ready` in a synchronized pass."""
 
     def __init__(
         self,
@@ -49,7 +52,8 @@ class ObservedPass:
             self.close()
 
     def begin(self, unreachable: Sequence[int]) -> None:
-        """`unreachable`: positions that this pass is known to leave out. The reducer takes their gradients first."""
+        """`unreachable`: positions that this pass is known to leave out. The reducer takes their
+        gradients first."""
         self._began, self._accumulated, self._told = bool(self._handles), False, set()
         if not self._began:
             return

@@ -1,4 +1,5 @@
-"""The numerics gate: a plan's synchronized gradients against a plain all-reduce of the same local gradients.
+"""The numerics gate: a plan's synchronized gradients against a plain all-reduce of the same local
+gradients.
 
 | symbol | meaning |
 |---|---|
@@ -9,20 +10,24 @@
 | M | max over ranks and elements of abs(g_r + w e_r); M_model: the largest finite M of all variables |
 | u, u_wire | unit roundoff of the variable's dtype and of the dtype that travels |
 
-The error of a variable is max|a - b| / M.  M, not max|b|, because gradients of different ranks may cancel:
-the rounding of a sum is bounded by the size of its terms (Higham, Accuracy and Stability of Numerical
-Algorithms, 2nd ed., Eq. 4.4: |fl(sum x_i) - sum x_i| <= (n - 1) u sum|x_i| + O(u^2)).  Tolerances:
+The error of a variable is max|a - b| / M.  M, not max|b|, because gradients of different ranks may
+cancel: the rounding of a sum is bounded by the size of its terms (Higham, Accuracy and Stability of
+Numerical Algorithms, 2nd ed., Eq. 4.4: |fl(sum x_i) - sum x_i| <= (n - 1) u sum|x_i| + O(u^2)).
+Tolerances:
 
 - uncompressed, w <= 2: 0, since one addition has no order;
-- uncompressed, w > 2: 2 w u, both sums reordered (float32: 4.8e-7 at 4 ranks, below 1e-5 up to 83 ranks);
-- fp16, bf16: (w + 1) u_wire + 2 w u: w roundings to the wire's dtype, w - 1 additions there, then as above.
-  Gradients so small that fp16 underflows are not excused: they fail, as they should.  Only a compressed
-  variable that holds nothing but rounding noise, M <= 64 u M_model (the bias of a layer before BatchNorm,
-  whose true gradient is 0), is measured against M_model instead of M;
-- int8, top_k, power_sgd: what is lost is known, it is in e'_r, so that only sums are rounded: 16 (w + 4) u. Each rank rounds
-  v_r, what it sends, what stays and the reference's difference of these, at most 4 u |v_r|; both sums as above; PowerSGD adds
-  a few terms per element of up to |P_ik Q_jk|, which may be larger than v. 16 is a margin: 1e-5 for float32 at 6 ranks;
-- where something may wait from an earlier plan and w > 2: 4 u more, since g_r / w + e_r is rounded otherwise than g_r + w e_r.
+- uncompressed, w > 2: 2 w u, both sums reordered (float32: 4.8e-7 at 4 ranks, below 1e-5 up to 83
+  ranks);
+- fp16, bf16: (w + 1) u_wire + 2 w u: w roundings to the wire's dtype, w - 1 additions there, then
+  as above. Gradients so small that fp16 underflows are not excused: they fail, as they should.
+  Only a compressed variable that holds nothing but rounding noise, M <= 64 u M_model (the bias of a
+  layer before BatchNorm, whose true gradient is 0), is measured against M_model instead of M;
+- int8, top_k, power_sgd: what is lost is known, it is in e'_r, so that only sums are rounded: 16 (w
+  + 4) u. Each rank rounds v_r, what it sends, what stays and the reference's difference of these,
+  at most 4 u |v_r|; both sums as above; PowerSGD adds a few terms per element of up to |P_ik Q_jk|,
+  which may be larger than v. 16 is a margin: 1e-5 for float32 at 6 ranks;
+- where something may wait from an earlier plan and w > 2: 4 u more, since g_r / w + e_r is rounded
+  otherwise than g_r + w e_r.
 """
 
 # mypy: untyped-calls-exclude=torch
@@ -44,7 +49,8 @@ from runtime_rewriter.pytorch.hooks import GradientSynchronizer
 from runtime_rewriter.pytorch.observers import BackwardObserver
 
 NOISE_ROUNDOFFS = 64
-"""Gradients below so many roundoffs of the model's largest are noise: sums over a batch carry several roundings."""
+"""Gradients below so many roundoffs of the model's largest are noise: sums over a batch carry
+several roundings."""
 
 _FEEDBACK_MARGIN = 16
 _WAITING_ROUNDOFFS = 4
@@ -52,9 +58,10 @@ _WAITING_ROUNDOFFS = 4
 
 @dataclass(frozen=True)
 class GateResult:
-    """`relative_error` is the largest over all variables, exactly 0.0 where the bits are equal; infinite where
-    ranks differ or a finite reference became non-finite. `worst_variable` is the one with the largest share
-    of its own tolerance, which `tolerance` is; `ok` says that every variable is within its own."""
+    """`relative_error` is the largest over all variables, exactly 0.0 where the bits are equal;
+    infinite where ranks differ or a finite reference became non-finite. `worst_variable` is the one
+    with the largest share of its own tolerance, which `tolerance` is; `ok` says that every variable
+    is within its own."""
 
     relative_error: float
     tolerance: float
@@ -194,7 +201,8 @@ class GradientGate(BackwardObserver):
         return position in self._in_rows
 
     def _take_rows(self, position: int) -> None:
-        """Compare the rows that any rank's local or synchronized gradient holds: nothing of the variable's size is made."""
+        """Compare the rows that any rank's local or synchronized gradient holds: nothing of the
+        variable's size is made."""
         local, summed = self._local[position], _gradient(self._synchronizer, position)
         touched = torch.zeros(local.shape[0], dtype=torch.uint8)
         for gradient in (local, summed):
@@ -242,7 +250,8 @@ def _dense(gradient: Tensor) -> Tensor:
 
 
 def _error(a: Tensor, root: Tensor, b: Tensor, scale: float) -> float:
-    """Error of one variable; infinity where ranks differ. A non-finite reference (a skipped AMP step) is no error."""
+    """Error of one variable; infinity where ranks differ. A non-finite reference (a skipped AMP
+    step) is no error."""
     if not torch.equal(_bits(a), _bits(root)):
         return math.inf
     if torch.equal(a, b) or not bool(torch.isfinite(b).all()):

@@ -1,4 +1,4 @@
-"""Who may watch a module's training steps, and the inside of its backward passes."""
+"""Interfaces to a module's training steps and to the inside of its backward passes."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from torch import Tensor
 
 
 class StepListener(Protocol):
-    """Told about the steps of a module; one step is the time from one boundary to the next.
+    """Follows the steps of a module; a step lasts from one boundary to the next.
 
-    `on_boundary` comes at the start of the first forward pass with gradients after a synchronized backward
-    pass, before anything else happens in it: another plan may be loaded there, or an exception raised.
-    `clean` is False if the step also held forward passes that are no training (validation), or if it ran
-    under `join()`; such a step must not be timed.  `on_backward_end`: every `.grad` is final; on a GPU, when what is queued is done.
+    `on_boundary` is called at the start of the first forward pass with gradients after a
+    synchronized backward pass, before anything else. It may load another plan or raise. `clean` is
+    False if the step also had forward passes for validation, or ran under `join()`; do not time
+    such a step. `on_backward_end` is called when every `.grad` is final; on a GPU, once the queued
+    work is done.
     """
 
     def on_boundary(self, now_s: float, clean: bool) -> None: ...
@@ -23,10 +24,10 @@ class StepListener(Protocol):
 
 
 class Accelerator(StepListener, Protocol):
-    """Takes the place of what the module computes.
+    """Replaces the module's computation.
 
-    `before_boundary` comes at the end of every step, before its time is taken and the listeners hear of it; `run` stands for
-    `compute(*inputs, **kwargs)` in every forward pass with gradients.
+    `before_boundary` is called at the end of every step, before its time is taken and listeners
+    are called. `run` replaces `compute(*inputs, **kwargs)` in every forward pass with gradients.
     """
 
     def before_boundary(self) -> None: ...
@@ -40,7 +41,7 @@ class BackwardObserver:
     """Sees the inside of a planned, synchronized backward pass; every method may be overridden."""
 
     def on_forward_start(self) -> None:
-        """The module begins to compute; what is sent before a forward pass has been sent."""
+        """The module begins to compute; its buffers have been sent."""
 
     def on_forward_output(self, tensors: list[Tensor]) -> None:
         """The output tensors of a forward pass whose backward pass will be synchronized."""
@@ -49,7 +50,7 @@ class BackwardObserver:
         """The first gradient of the backward pass is being computed."""
 
     def on_ready(self, index: int, gradient: Tensor | None) -> None:
-        """A local gradient is final, not scaled and not synchronized; None: unused here and nothing accumulated."""
+        """A local gradient is final, not scaled and not synchronized. None: unused here."""
 
     def on_computed(self) -> None:
         """All local gradients are final; messages may still be under way."""

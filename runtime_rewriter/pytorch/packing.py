@@ -1,4 +1,4 @@
-"""Between the gradients of a module and the messages of one plan."""
+"""Packs the gradients of a module into the messages of one plan, and unpacks the averages."""
 
 # mypy: untyped-calls-exclude=torch
 
@@ -27,20 +27,21 @@ def build_transfers(
     lanes: Lanes,
     byte_scale: float,
 ) -> list[Transfer | RowTransfer]:
-    """The plan's messages, in its order. Collective: they make process groups."""
+    """The plan's messages, in its order. Collective: they create process groups."""
     plan_groups = PlanGroups.of(plan, lanes)
-    made: list[Transfer | RowTransfer] = []
+    transfers: list[Transfer | RowTransfer] = []
     for number, message in enumerate(plan.messages):
         kind = Transfer if message.sparse is SparseHandling.DENSE else RowTransfer
-        made.append(kind(number, message, parameters, residuals, lanes, plan_groups, byte_scale))
-    return made
+        transfer = kind(number, message, parameters, residuals, lanes, plan_groups, byte_scale)
+        transfers.append(transfer)
+    return transfers
 
 
 class Packing:
-    """Packs local gradients, scaled by 1/w, into `transfers`, and writes the averages back into `.grad`.
+    """Packs local gradients, scaled by 1/w, and writes the averages back into `.grad`.
 
-    `sparse`: positions of the parameters whose gradients are sparse by DDP's rule. `messages_of`: those of each parameter,
-    once per slice.
+    `sparse`: positions of the parameters whose gradients are sparse by DDP's rule. `messages_of`:
+    the messages of each parameter, once per slice.
     """
 
     def __init__(
@@ -56,9 +57,8 @@ class Packing:
         self._scale = 1.0 / world_size
         self._position_of = {name: position for position, name in enumerate(names)}
         self._slots: list[list[tuple[TensorSlice, Tensor]]] = [[] for _ in names]
-        self._packed_alone: list[list[tuple[TensorSlice, Tensor]]] = [
-            [] for _ in names
-        ]  # those that are packed when they are ready
+        # Slices that are packed as soon as they are ready.
+        self._packed_alone: list[list[tuple[TensorSlice, Tensor]]] = [[] for _ in names]
         self._rows: list[list[RowTransfer]] = [[] for _ in names]
         self.messages_of: list[list[Transfer | RowTransfer]] = [[] for _ in names]
         for transfer in transfers:
@@ -82,9 +82,10 @@ class Packing:
                 self._packed_alone[position].append((part, view))
 
     def fill(self, position: int) -> bool:
-        """Pack a variable's local gradient (zeros where there is none), and the small ones that waited for it.
+        """Pack a variable's local gradient, zeros if it has none.
 
-        Whether a message is complete with it.
+        Also packs the batched slices of messages that this completes. Returns whether there are
+        any.
         """
         if self._packed_alone[position]:
             dense = self._dense(position)
@@ -111,7 +112,7 @@ class Packing:
         packed, dense = "", None
         for number in transfer.batched:
             part = transfer.views[number][0]
-            if part.variable != packed:  # the slices of a variable follow each other
+            if part.variable != packed:  # slices of one variable are adjacent
                 packed, dense = part.variable, self._dense(self._position_of[part.variable])
             sources.append(dense if dense is None or part.axis is None else slice_of(dense, part))
         transfer.pack(sources, self._scale)
@@ -121,11 +122,13 @@ class Packing:
         return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
 
     def ask_for_rows(self, group: dist.ProcessGroup) -> None:
-        """Collective, when every local gradient is final: which rows do sparse gradients have that travel dense?"""
+        """Exchange the rows of sparse gradients that travel dense. Collective, with final
+        gradients."""
         self._present_rows.ask(group)
 
     def write(self, positions: Iterable[int]) -> None:
-        """Copy the averages of variables whose messages have arrived into their `.grad`; the objects stay the same."""
+        """Copy the averages of arrived messages into `.grad`; the gradient objects stay the
+        same."""
         targets: list[Tensor] = []
         sources: list[Tensor] = []
         sparse: list[tuple[int, Tensor, Tensor]] = []

@@ -1,4 +1,4 @@
-"""One backward pass under a plan that our own hooks carry out: what is ready, what is sent, and when all of it has arrived."""
+"""One backward pass under a plan that our own hooks execute: ready gradients, issue and arrival."""
 
 # mypy: untyped-calls-exclude=torch
 
@@ -19,9 +19,9 @@ from runtime_rewriter.pytorch.packing import Packing
 
 
 class PlannedPass:
-    """Issues the messages of a plan in its order as they become complete, and waits for them or leaves them to `cross_step`.
+    """Issues complete messages in plan order, and waits for them or leaves them to `cross_step`.
 
-    `find_unused` and `static` as in DDP. Raises `SynchronizationError`, after which the ranks must be started again.
+    `find_unused` and `static` as in DDP. After a `SynchronizationError` the ranks must restart.
     """
 
     def __init__(
@@ -34,13 +34,12 @@ class PlannedPass:
         find_unused: bool,
         static: bool,
     ) -> None:
-        self._names, self._parameters, self._observers, self._cross_step = (
-            names,
-            parameters,
-            observers,
-            cross_step,
-        )
-        self._find_unused, self._static = find_unused, static
+        self._names = names
+        self._parameters = parameters
+        self._observers = observers
+        self._cross_step = cross_step
+        self._find_unused = find_unused
+        self._static = static
         self._transfers: Sequence[Transfer | RowTransfer] = ()
         self._packing: Packing
         self._votes: dist.ProcessGroup
@@ -56,22 +55,23 @@ class PlannedPass:
         votes: dist.ProcessGroup,
         deferred: bool,
     ) -> None:
-        """Between two steps. `votes` carries what ranks agree on at the end of a pass; `deferred`: nothing is issued before that."""
-        self._transfers, self._packing, self._votes, self._deferred = (
-            transfers,
-            packing,
-            votes,
-            deferred,
-        )
+        """Use these messages from now on; between two steps.
+
+        `votes`: the group on which ranks agree at the end of a pass. `deferred`: issue only then.
+        """
+        self._transfers = transfers
+        self._packing = packing
+        self._votes = votes
+        self._deferred = deferred
         self._reset()
 
     def _reset(self) -> None:
         count = len(self._names)
         self._fired = [0] * count
         self._filled = [False] * count
-        self._expected = (
-            list(self._learned) if self._static and self._learned is not None else [1] * count
-        )
+        self._expected = [1] * count
+        if self._static and self._learned is not None:
+            self._expected = list(self._learned)
         self._next = 0
         self._accumulated = False
         for transfer in self._transfers:
@@ -79,20 +79,23 @@ class PlannedPass:
 
     @property
     def under_way(self) -> bool:
-        """Gradients have come and the pass has not ended."""
+        """Whether gradients have been accumulated and the pass has not ended."""
         return self._accumulated
 
     @property
     def _late(self) -> bool:
-        """Messages wait for the end of the pass: when profiling, and in the first pass of a static graph."""
+        """Whether messages wait for the end of the pass.
+
+        They do when profiling and in the first pass of a static graph.
+        """
         return self._deferred or (self._static and self._learned is None)
 
     def note_use(self, position: int) -> None:
-        """A backward pass, to be synchronized or not, has a gradient for this variable."""
+        """Note that a backward pass, synchronized or not, has a gradient for this variable."""
         self._used[position] = True
 
     def begin(self, reachable: Collection[int]) -> None:
-        """`reachable`: positions of the variables that this pass can reach; empty where nobody looked."""
+        """`reachable`: positions of the variables that this pass can reach; empty if unknown."""
         self._cross_step.flush()
         for observer in tuple(self._observers):
             observer.on_backward_start()
@@ -100,7 +103,7 @@ class PlannedPass:
             self._expected = [int(position in reachable) for position in range(len(self._names))]
 
     def ready(self, position: int) -> None:
-        """The variable's gradient has been accumulated."""
+        """Call when the variable's gradient has been accumulated."""
         if not self._accumulated:
             self._accumulated = True
             self._fill_unreachable()
@@ -115,7 +118,8 @@ class PlannedPass:
             self._drain()
 
     def _fill_unreachable(self) -> None:
-        """Only now, with the first gradient, is it certain that the pass accumulates: torch.autograd.grad does not."""
+        """Fill variables without a gradient, once the pass accumulates; torch.autograd.grad does
+        not."""
         if not self._late:
             for position, times in enumerate(self._expected):
                 if times == 0:
@@ -124,12 +128,13 @@ class PlannedPass:
 
     def _ready_again(self, position: int) -> SynchronizationError:
         return SynchronizationError(
-            f"a gradient must become ready once in a backward pass, but that of {self._names[position]!r} did {self._fired[position]} "
-            "times; use checkpoint(use_reentrant=False), or static_graph=True if the graph never changes"
+            f"a gradient must become ready once in a backward pass, but that of "
+            f"{self._names[position]!r} did {self._fired[position]} times; use "
+            "checkpoint(use_reentrant=False), or static_graph=True if the graph never changes"
         )
 
     def _fill(self, position: int) -> bool:
-        """Pack the variable's local gradient, which is final; whether a message is complete with it."""
+        """Pack the variable's final local gradient. Returns whether that completes a message."""
         if self._observers and not self._late:
             gradient = self._parameters[position].grad
             for observer in tuple(self._observers):
@@ -138,15 +143,16 @@ class PlannedPass:
         return self._packing.fill(position)
 
     def _drain(self) -> None:
-        """Issue in plan order whatever is complete."""
+        """Issue complete messages in plan order."""
         while self._next < len(self._transfers) and self._transfers[self._next].pending == 0:
             self._transfers[self._next].issue()
             self._next += 1
 
     def finish(self) -> bool | None:
-        """End of the pass: send what is left, wait for everything and write the averages into `.grad`, or leave that to the next step.
+        """End the pass: send the rest, then wait and write the averages, or defer that.
 
-        Whether every `.grad` is final; None: nothing was accumulated (torch.autograd.grad), and nothing has happened.
+        Returns whether every `.grad` is final. None: nothing was accumulated (torch.autograd.grad),
+        and nothing has happened.
         """
         if not self._accumulated:
             self._reset()
@@ -162,7 +168,7 @@ class PlannedPass:
         return not crossing
 
     def _complete(self, crossing: bool) -> list[int]:
-        """Returns the variables that got no gradient in this pass."""
+        """Send the rest. Returns the variables without a gradient in this pass."""
         for observer in tuple(self._observers):
             observer.on_computed()
         missing = [position for position, times in enumerate(self._fired) if times == 0]
@@ -203,6 +209,7 @@ class PlannedPass:
     def _unused(self, missing: list[int]) -> SynchronizationError:
         names = ", ".join(self._names[position] for position in missing[:5])
         return SynchronizationError(
-            f"every parameter must receive a gradient in each synchronized backward pass, but {len(missing)} did not: {names}; make every "
-            "output of forward take part in the loss, or pass find_unused_parameters=True"
+            "every parameter must receive a gradient in each synchronized backward pass, but "
+            f"{len(missing)} did not: {names}; make every output of forward take part in the loss, "
+            "or pass find_unused_parameters=True"
         )

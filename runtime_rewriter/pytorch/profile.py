@@ -1,8 +1,10 @@
-"""Measures one replica's training step: when each gradient is ready, and what surrounds the backward pass.
+"""Measures one replica's training step: when each gradient is ready, and what surrounds the
+backward pass.
 
-The steps run under a plan that issues its messages only after the backward pass, so that no communication
-disturbs the measured times.  All ranks measure; the medians over steps and ranks are returned, alike on all.
-For emulated accelerators rank 0 computes alone: the others record one step and play it without waits.
+The steps run under a plan that issues its messages only after the backward pass, so that no
+communication disturbs the measured times.  All ranks measure; the medians over steps and ranks are
+returned, alike on all. For emulated accelerators rank 0 computes alone: the others record one step
+and play it without waits.
 """
 
 # mypy: untyped-calls-exclude=torch
@@ -37,8 +39,9 @@ WARMUP_STEPS = 1
 
 @dataclass
 class _Marks:
-    """Borders of one step on the device's queue, and when gradients were ready and variables read. Looked at when the step has ended, since
-    to look at one sooner would stop the host from running ahead, as it does in training."""
+    """Borders of one step on the device's queue, and when gradients were ready and variables read.
+    Looked at when the step has ended, since to look at one sooner would stop the host from running
+    ahead, as it does in training."""
 
     boundary: Mark
     forward_start: Mark | None = None
@@ -51,7 +54,8 @@ class _Marks:
 
 @dataclass
 class _Step:
-    """Times of one step on this rank, in seconds; by variable `ready_s` from the start of the backward, `needed_s` of the forward pass."""
+    """Times of one step on this rank, in seconds; by variable `ready_s` from the start of the
+    backward, `needed_s` of the forward pass."""
 
     forward_s: float = 0.0
     backward_s: float = 0.0
@@ -78,15 +82,17 @@ def profiling_plan(workload: Workload, world_size: int) -> Plan:
 
 
 class WorkloadProfiler(BackwardObserver):
-    """Profiles the next `steps` steps; those that an evaluation interrupted count only where all were.
+    """Profiles the next `steps` steps; those that an evaluation interrupted count only where all
+    were.
 
-    Building one is collective and belongs at a step boundary: it loads the profiling plan, or `plan`.  `done` turns true
-    at the boundary after the last step; `finish` is collective too and leaves no plan loaded.  A step starts
-    at its boundary: under gradient accumulation `forward_s` holds all that comes before the synchronized
-    backward pass.  Data loading counts as `update_s`.
+    Building one is collective and belongs at a step boundary: it loads the profiling plan, or
+    `plan`.  `done` turns true at the boundary after the last step; `finish` is collective too and
+    leaves no plan loaded.  A step starts at its boundary: under gradient accumulation `forward_s`
+    holds all that comes before the synchronized backward pass.  Data loading counts as `update_s`.
 
-    `alone`: rank 0 computes alone, its steps make the profile, and `forward_s` begins when its module does, after the
-    buffers were sent. Raises `InvalidInput` where the module cannot be emulated.
+    `alone`: rank 0 computes alone, its steps make the profile, and `forward_s` begins when its
+    module does, after the buffers were sent. Raises `InvalidInput` where the module cannot be
+    emulated.
     """
 
     def __init__(
@@ -120,7 +126,8 @@ class WorkloadProfiler(BackwardObserver):
 
     @property
     def done(self) -> bool:
-        # A number of steps that is the same on every rank, though one rank alone may evaluate in between.
+        # A number of steps that is the same on every rank, though one rank alone may evaluate in
+        # between.
         return self._seen >= WARMUP_STEPS + self._wanted
 
     def on_forward_start(self) -> None:
@@ -184,7 +191,8 @@ class WorkloadProfiler(BackwardObserver):
         )
 
     def finish(self) -> Workload:
-        """The measured workload: rank 0's order, edges and touched rows, medians of the times over steps and ranks."""
+        """The measured workload: rank 0's order, edges and touched rows, medians of the times over
+        steps and ranks."""
         synchronizer = self._synchronizer
         synchronizer.observers.remove(self)
         synchronizer.listeners.remove(self)
@@ -208,7 +216,8 @@ class WorkloadProfiler(BackwardObserver):
         return self._workload(self._kept(gathered), *shape[0])
 
     def _kept(self, gathered: list[list[tuple[_Step, bool]]]) -> list[_Step]:
-        """What counts: clean steps. Alone, those of rank 0 during which no other rank had to compute."""
+        """What counts: clean steps. Alone, those of rank 0 during which no other rank had to
+        compute."""
         if self._alone:
             quiet = [
                 all(of_rank[number][1] for of_rank in gathered)
@@ -251,7 +260,8 @@ class WorkloadProfiler(BackwardObserver):
             for index in order
         )
         pairs = {(min(position[a], position[b]), max(position[a], position[b])) for a, b in edges}
-        # Played passes begin behind the buffers' broadcasts; measured ones of all ranks contain them.
+        # Played passes begin behind the buffers' broadcasts; measured ones of all ranks contain
+        # them.
         buffers = self._synchronizer.buffers() if self._alone else ()
         sent: Counter[torch.dtype] = Counter()
         for buffer in buffers:

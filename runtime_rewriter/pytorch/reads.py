@@ -1,12 +1,14 @@
 """Parameters and gradients whose first read calls back.
 
-A watched tensor is the same object with another class until it is read. torch hands every function and
-method that is called with such an object, in forward passes, optimizers, `clip_grad_norm_`, `state_dict` or the
-script's own lines alike, to `__torch_function__` first; there the callback runs and the object gets its class back. So a value that
-is still on its way is waited for wherever it is used, and an unwatched tensor costs nothing. What says nothing about the
-values (shape, dtype, whether there is a gradient) is no read.
+A watched tensor is the same object with another class until it is read. torch passes every function
+and method called with it to `__torch_function__` first: in forward passes, optimizers,
+`clip_grad_norm_`, `state_dict` and the script's own lines. There the callback runs and the object
+gets its class back. So every use of a value still under way waits for it, and an unwatched tensor
+costs nothing. Queries that do not depend on the values (shape, dtype, whether there is a gradient)
+are not reads.
 
-Code outside torch's Python interface (extensions that take tensors directly, TorchScript, compiled graphs) is not seen.
+Reads outside torch's Python interface are not detected: extensions that take tensors directly,
+TorchScript, compiled graphs.
 """
 
 # mypy: untyped-calls-exclude=torch
@@ -74,12 +76,12 @@ class _Watched(Tensor):
         if func not in _NO_READS and not (func == _SET_GRAD and args[1] is None):
             for tensor in list(_watched_in((args, tuple(kwargs.values())))):
                 _read(tensor)
-        # The same as to call it under DisableTorchFunctionSubclass, at half the cost: optimizers ask every variable for its gradient.
+        # The same as a call under DisableTorchFunctionSubclass at half the cost, which matters:
+        # optimizers ask every variable for its gradient.
         return torch._C._disabled_torch_function_impl(func, types, args, kwargs)  # type: ignore[arg-type]
 
-    def __deepcopy__(
-        self, memo: dict[int, Any]
-    ) -> Any:  # torch's own takes the class before it takes the values
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        # torch's own reads the class before the values.
         _read(self)
         return self.__deepcopy__(memo)
 
@@ -97,24 +99,26 @@ _PLAIN: dict[type, Any] = {watched: plain for plain, watched in _WATCHED_AS.item
 
 
 def can_watch(tensor: Tensor) -> bool:
-    """Whether it is a plain tensor or parameter; other classes have a `__torch_function__` of their own."""
+    """Whether it is a plain tensor or parameter; other classes have their own
+    `__torch_function__`."""
     return type(tensor) in _WATCHED_AS
 
 
 def script_compiles() -> bool:
-    """Whether this process has compiled anything with torch.compile, whose graphs read tensors unseen."""
+    """Whether this process has used torch.compile, whose graphs read tensors undetected."""
     utils = sys.modules.get("torch._dynamo.utils")
     return utils is not None and bool(utils.counters["frames"])
 
 
 def watch(tensor: Tensor, on_read: OnRead) -> None:
-    """Call `on_read(tensor)` once, before the next operation that reads or writes the values. `can_watch` must hold."""
+    """Call `on_read(tensor)` once, before the next operation on its values. `can_watch` must
+    hold."""
     setattr(tensor, _CALLBACK, on_read)
     tensor.__class__ = _WATCHED_AS[type(tensor)]
 
 
 def unwatch(tensor: Tensor) -> None:
-    """Forget the callback; nothing happens to a tensor that is not watched."""
+    """Drop the callback, if the tensor is watched."""
     plain = _PLAIN.get(type(tensor))
     if plain is not None:
         tensor.__class__ = plain
@@ -128,7 +132,7 @@ def is_watched(tensor: Tensor) -> bool:
 def _read(tensor: Tensor) -> None:
     with _READING:  # a read on another thread waits until the value is there
         if not is_watched(tensor):
-            return  # the read of another one has come before
+            return  # another thread's read came first
         on_read: OnRead = getattr(tensor, _CALLBACK)
         try:
             on_read(tensor)
@@ -138,7 +142,7 @@ def _read(tensor: Tensor) -> None:
 
 @contextmanager
 def outside_modes() -> Iterator[None]:
-    """Inside, torch's functions do what they say, whatever modes and transforms the reading code runs under."""
+    """Run torch's functions without the modes and transforms of the reading code."""
     with (
         torch._C.DisableTorchFunction(),
         _disable_current_modes(),

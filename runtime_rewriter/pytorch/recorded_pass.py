@@ -1,4 +1,5 @@
-"""One real pass of a module, recorded so that it can be played again: its output by input signature, its local gradients."""
+"""One real pass of a module, recorded so that it can be played again: its output by input
+signature, its local gradients."""
 
 # mypy: untyped-calls-exclude=torch
 
@@ -18,12 +19,14 @@ from torch.overrides import TorchFunctionMode
 from autotune.errors import InvalidInput
 
 _VALUES = (bool, int, str, bytes, type(None), torch.dtype, torch.device)
-"""Arguments whose value may decide what the module does. Floats (a temperature, say) change without changing shapes."""
+"""Arguments whose value may decide what the module does. Floats (a temperature, say) change without
+changing shapes."""
 _DEEPEST = 12
 
 
 def signature_of(value: object, depth: int = 0) -> Hashable:
-    """What two inputs share that make the module do the same work: structure, shapes, dtypes and small values."""
+    """What two inputs share that make the module do the same work: structure, shapes, dtypes and
+    small values."""
     if isinstance(value, Tensor):
         return ("tensor", tuple(value.shape), value.dtype, value.layout)
     if isinstance(value, _VALUES):
@@ -66,7 +69,8 @@ def tensors_needing_gradient(value: object, depth: int = 0) -> bool:
 
 
 class _Replacing(TorchFunctionMode):
-    """Inside, `copy.deepcopy` puts `replace(tensor)` in the place of every tensor, however deep in the script's own objects it is."""
+    """Inside, `copy.deepcopy` puts `replace(tensor)` in the place of every tensor, however deep in
+    the script's own objects it is."""
 
     def __init__(self, replace: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -125,14 +129,16 @@ class Output:
 
 @dataclass(frozen=True)
 class RecordedPass:
-    """One pass: what the module returned, and the local gradient of every parameter (None: it got none)."""
+    """One pass: what the module returned, and the local gradient of every parameter (None: it got
+    none)."""
 
     output: Output
     gradients: tuple[Tensor | None, ...]
 
 
 class GradientRecorder:
-    """Keeps the gradients that the next backward pass gives to `parameters`, before they are accumulated or averaged.
+    """Keeps the gradients that the next backward pass gives to `parameters`, before they are
+    accumulated or averaged.
 
     They are those after the script's own hooks on its parameters.
     """
@@ -164,7 +170,8 @@ class GradientRecorder:
         self._gradients[position] = gradient.detach().clone()
 
     def finish(self) -> tuple[Tensor | None, ...]:
-        """The gradients so far; recording ends. Raises `InvalidInput` where they cannot be played."""
+        """The gradients so far; recording ends. Raises `InvalidInput` where they cannot be
+        played."""
         for handle in self._handles:
             handle.remove()
         if self._problem is not None:
@@ -173,7 +180,8 @@ class GradientRecorder:
 
 
 def collectives_made() -> int:
-    """Collectives that this process has started so far, over all of its groups whose backend counts them."""
+    """Collectives that this process has started so far, over all of its groups whose backend counts
+    them."""
     made = 0
     for group in dist.distributed_c10d._world.pg_map:
         try:

@@ -1,4 +1,4 @@
-"""What a script does between `backward()` and `step()`, learned from its first steps: may its updates be put off?"""
+"""Learns from a script's first steps whether its updates can be deferred."""
 
 # mypy: untyped-calls-exclude=torch
 
@@ -14,28 +14,30 @@ from runtime_rewriter.pytorch.reads import can_watch, script_compiles, unwatch, 
 from runtime_rewriter.pytorch.updates import coupling_reason
 
 LEARNING_STEPS = 2
-"""So many steps of the script's optimizers are looked at before they are believed to be what they are."""
+"""Steps of the script's optimizers that are examined."""
 
 
 class ScriptSteps:
-    """Looks at the gradients and optimizers of `parameters` in the first steps. `own_hooks`: ids of global step hooks that do no harm."""
+    """Examines the gradients and optimizers of `parameters` in the first steps.
+
+    `own_hooks`: ids of global step hooks that are harmless.
+    """
 
     def __init__(self, parameters: Sequence[Parameter], own_hooks: Set[int]) -> None:
         self._parameters, self._own_hooks = parameters, own_hooks
-        self._final: list[tuple[int, int] | None] | None = (
-            None  # the gradients as the backward pass left them
-        )
+        # Identity and version of each gradient at the end of the backward pass.
+        self._final: list[tuple[int, int] | None] | None = None
         self._looked = False  # at a step after that backward pass
         self._watched: list[Tensor] = []
         self._was_read = False
         self._reading_steps = 0
         self._refusal: str | None = None
         self.seen = 0
-        """Steps that were looked at."""
+        """Steps that were examined."""
 
     @property
     def learning(self) -> bool:
-        """More steps are to be looked at; `gradients_final` must come before them."""
+        """Whether more steps must be examined; `gradients_final` must be called before them."""
         return self.seen < LEARNING_STEPS
 
     @property
@@ -43,34 +45,34 @@ class ScriptSteps:
         return self._final is not None
 
     def refusal_reason(self) -> str | None:
-        """Why the updates of this script cannot be put off, as far as its steps so far tell."""
+        """Why this script's updates cannot be deferred, judged by its steps so far."""
         if self._refusal is None and script_compiles():
             return "the script uses torch.compile, whose graphs read variables unseen"
         return self._refusal
 
     def gradients_final(self) -> None:
-        """The backward pass has ended, and every `.grad` is what `step()` will see."""
+        """Call when the backward pass has ended and every `.grad` is final."""
         self.stop_looking()
         if self.learning:
             self._final = self._states()
-            if (
-                not script_compiles()
-            ):  # a compiled step() would be compiled for the classes that it meets
-                self._watched = [
-                    p.grad for p in self._parameters if p.grad is not None and can_watch(p.grad)
-                ]
+            if not script_compiles():  # a compiled step() would specialize on our classes
+                gradients = (p.grad for p in self._parameters)
+                self._watched = [g for g in gradients if g is not None and can_watch(g)]
             for gradient in self._watched:
                 watch(gradient, self._on_read)
 
     def stop_looking(self) -> None:
-        """Of the last backward pass no more is to be learned."""
+        """End the examination of the last backward pass."""
         self._unwatch()
         self._final, self._looked, self._was_read = None, False, False
 
     def look_at(
         self, optimizer: Optimizer, numbers: Mapping[int, int], closure: bool
     ) -> str | None:
-        """Before a step of `optimizer` for the parameters of the identities `numbers`: the reason to refuse, when it is first known."""
+        """Examine a step of `optimizer`, before it runs; return the reason to refuse once known.
+
+        `numbers`: identity of each of its parameters -> parameter group.
+        """
         assert self._final is not None
         self._unwatch()
         if not self._looked:
@@ -96,9 +98,15 @@ class ScriptSteps:
             id(parameter) in numbers and now is not None and now != before
             for parameter, before, now in after
         ):
-            return "gradients are changed between backward() and step(), as clipping by the global norm does, which couples all variables"
+            return (
+                "gradients are changed between backward() and step(), as clipping by the global "
+                "norm does, which couples all variables"
+            )
         if self._reading_steps == LEARNING_STEPS:
-            return "gradients are read between backward() and step(), as unscaling and logging do, which would wait for all of them"
+            return (
+                "gradients are read between backward() and step(), as unscaling and logging do, "
+                "which would wait for all of them"
+            )
         return None
 
     def _on_read(self, _: Tensor) -> None:

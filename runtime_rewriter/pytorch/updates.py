@@ -1,8 +1,8 @@
-"""The updates of a script's optimizers: whether they may be made variable by variable, and making them so later.
+"""Updates of a script's optimizers, applied later and variable by variable.
 
-An optimizer whose update of a variable reads nothing but that variable, its gradient, its own state and the hyperparameters gives
-the same bits whenever it comes between `step()` and the next read. Hooks around the step and optimizers that nobody here knows may be no
-such thing; `coupling_reason` says which.
+An optimizer may update a variable from that variable, its gradient, its own state and the
+hyperparameters alone. Its update then gives the same bits at any time between `step()` and the next
+read. Unknown optimizers, and hooks around the step, may break this: see `coupling_reason`.
 """
 
 # mypy: untyped-calls-exclude=torch
@@ -29,10 +29,16 @@ PER_VARIABLE = frozenset(
 
 
 def coupling_reason(optimizer: Optimizer, own_hooks: Set[int] = frozenset()) -> str | None:
-    """Why the variables of `optimizer` cannot be updated one by one, or None. `own_hooks`: ids of global step hooks that do no harm."""
+    """Why the variables of `optimizer` cannot be updated one by one; None if they can.
+
+    `own_hooks`: ids of global step hooks that are harmless.
+    """
     kind = type(optimizer)
     if _unhooked(kind) not in {_unhooked(known) for known in PER_VARIABLE}:
-        return f"the optimizer {kind.__name__} may couple variables; torch's own but LBFGS update them one by one"
+        return (
+            f"the optimizer {kind.__name__} may couple variables; torch's own optimizers except "
+            "LBFGS update them one by one"
+        )
     global_hooks = {
         *torch_optimizer._global_optimizer_pre_hooks,
         *torch_optimizer._global_optimizer_post_hooks,
@@ -46,20 +52,20 @@ def coupling_reason(optimizer: Optimizer, own_hooks: Set[int] = frozenset()) -> 
 
 @dataclass(frozen=True)
 class DueUpdate:
-    """One `step()` that is still to be made for some variables, with the hyperparameters of the time when the script called it."""
+    """A `step()` to apply later, with the hyperparameters of each parameter group at its call.
+
+    `autocast`: device type, whether it was enabled, and its dtype.
+    """
 
     optimizer: Optimizer
-    hyperparameters: tuple[Mapping[str, Any], ...]  # of every parameter group
-    autocast: tuple[str, bool, torch.dtype]  # device type, whether, to what
+    hyperparameters: tuple[Mapping[str, Any], ...]
+    autocast: tuple[str, bool, torch.dtype]
 
     @staticmethod
     def now(optimizer: Optimizer) -> DueUpdate:
-        """As the script calls `step()`."""
-        device = next(
-            parameter.device.type
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        )
+        """Record the state at the script's call of `step()`."""
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        device = next(parameters).device.type
         groups = tuple(
             {name: _frozen(value) for name, value in group.items() if name != "params"}
             for group in optimizer.param_groups
@@ -70,8 +76,8 @@ class DueUpdate:
             (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)),
         )
 
-    def make(self, members: Mapping[int, list[Parameter]]) -> None:
-        """Update `members`, by the number of their parameter group, and nothing else."""
+    def apply(self, members: Mapping[int, list[Parameter]]) -> None:
+        """Update only `members`, by the number of their parameter group."""
         step: Callable[[Optimizer], object] = _unhooked(type(self.optimizer))
         groups = self.optimizer.param_groups
         self.optimizer.param_groups = [
@@ -80,7 +86,7 @@ class DueUpdate:
         ]
         device, enabled, dtype = self.autocast
         try:
-            # Whatever mode the script reads a variable in, its state is made and changed as in its own step.
+            # The state changes as in the script's own step, whatever mode the reading code is in.
             with (
                 torch.inference_mode(False),
                 torch.no_grad(),
@@ -92,7 +98,7 @@ class DueUpdate:
 
 
 def _frozen(value: Any) -> Any:
-    """The value of a hyperparameter, which a script may go on to change in place."""
+    """A copy of a hyperparameter, which a script may change in place."""
     if isinstance(value, Tensor):
         return value.clone()
     return (
