@@ -29,9 +29,10 @@ COMMANDS = {
     "optimize": "search for the fastest strategy by replay, without a cluster",
     "testbed": "emulate clusters on this machine (Linux, root): check, up, status, down, exec",
 }
-"""Each command is the module `autotune.commands.NAME` with `add_arguments(parser)` and `run(options)`.
+"""Names and summaries. A command is the module `autotune.commands.NAME`.
 
-Only the module of the given command is loaded, so `autotune --help` stays instant.
+The module defines `add_arguments(parser)` and `run(options)`. Only the module of the given command
+is loaded, so `autotune --help` stays instant.
 """
 
 

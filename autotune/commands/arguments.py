@@ -35,7 +35,7 @@ def add_tracking(parser: argparse.ArgumentParser) -> None:
 def add_ray(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--address",
-        help="a running Ray cluster, for example auto or 10.0.0.1:6379 (default: start a local one)",
+        help="a running Ray cluster, such as auto or 10.0.0.1:6379 (default: start a local one)",
     )
     parser.add_argument(
         "--master-ports",

@@ -1,4 +1,4 @@
-"""`autotune replay`: align the traces of a job, replay them as one graph, break an iteration down."""
+"""`autotune replay`: align and replay the traces of a job, and break an iteration down."""
 
 from __future__ import annotations
 
@@ -90,14 +90,16 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
         write_timeline(summary, options.timeline)
     if options.report is not None:
         write_timeline_report(options.report, _page(shown), summary)
-    return _data(shown), "\n".join(
-        [*_head(shown), iteration_table(summary) + memory_table(shown.memory) + _tail(options)]
-    ).rstrip()
+    tables = iteration_table(summary) + memory_table(shown.memory)
+    return _data(shown), "\n".join([*_head(shown), tables + _tail(options)]).rstrip()
 
 
 @dataclass(frozen=True, eq=False)
 class _Shown:
-    """`unexplained_s`: of the rank with the most. The replay comes out right by these waits; a change before them may not move them."""
+    """`unexplained_s`: waits without a cause in the traces, on the rank with the most.
+
+    The replay keeps them as measured. A change before them may not move them.
+    """
 
     job: TraceJob
     aligned: Alignment | None
@@ -134,17 +136,17 @@ def _data(shown: _Shown) -> dict[str, Any]:
 
 
 def _memory(traces: list[str]) -> ShownMemory | None:
-    """Of a recorded folder that tells it: the predicted peak of a replica of that job, as it ran."""
+    """The predicted peak of a replica of the recorded job, if its folder holds the memory."""
     folder = Path(traces[0])
     if len(traces) != 1 or (memory := RecordedMemory.read(folder)) is None:
         return None
     job = RecordedJob.read(folder)
     if job.workload is None:
         return None
-    peak = highest_peak(
-        memory, memory.profile, job.workload, job.plan, Cluster.local(job.world_size)
+    cluster = Cluster.local(job.world_size)
+    return ShownMemory(
+        highest_peak(memory, memory.profile, job.workload, job.plan, cluster), memory
     )
-    return ShownMemory(peak, memory)
 
 
 def _step(text: str) -> int | Any:
@@ -163,17 +165,14 @@ def _aligned(job: TraceJob, wanted: bool) -> Alignment | None:
 
 def _head(shown: _Shown) -> list[str]:
     job, several = shown.job, len(shown.job.ranks) > 1
-    ranks = (
-        f"{len(job.ranks)} of {job.world_size} ranks"
-        if len(job.ranks) < job.world_size
-        else f"{len(job.ranks)} rank{'s' * several}"
-    )
+    ranks = f"{len(job.ranks)} rank{'s' * several}"
+    if len(job.ranks) < job.world_size:
+        ranks = f"{len(job.ranks)} of {job.world_size} ranks"
     others = ""
     if len(job.steps) > 1:
-        listed = ", ".join(map(str, job.steps[:SHOWN_STEPS])) + (
-            " ..." if len(job.steps) > SHOWN_STEPS else ""
-        )
-        others = f" (of {len(job.steps)}: {listed})"
+        more = " ..." if len(job.steps) > SHOWN_STEPS else ""
+        listed = ", ".join(map(str, job.steps[:SHOWN_STEPS]))
+        others = f" (of {len(job.steps)}: {listed}{more})"
     matched = f", {len(job.joints)} collectives matched across ranks" if several else ""
     lines = [f"{ranks}, step {shown.step}{others}{matched}"]
     repairs = repair_lines(job.repairs)
@@ -181,7 +180,8 @@ def _head(shown: _Shown) -> list[str]:
     if len(repairs) > SHOWN_REPAIRS:
         lines.append(f"  and {len(repairs) - SHOWN_REPAIRS} more (all with --json)")
     lines += [
-        f"execution trace of rank {link.rank}: {link.by_id} of {link.collectives} collectives linked by id"
+        f"execution trace of rank {link.rank}: {link.by_id} of {link.collectives} collectives "
+        "linked by id"
         for link in job.links
         if link.by_id
     ][:SHOWN_REPAIRS]
@@ -191,19 +191,20 @@ def _head(shown: _Shown) -> list[str]:
         f"measured {format_seconds(shown.measured_s)}, replayed {100 * shown.error:+.2f} %"
     )
     if shown.unexplained_s:
-        waits = f"streams wait {format_seconds(shown.unexplained_s)} in all without a cause in the traces"
-        lines.append(f"{waits}, kept as measured (of the rank with the most)")
+        lines.append(
+            f"streams wait {format_seconds(shown.unexplained_s)} in all without a cause in the "
+            "traces, kept as measured (rank with the most)"
+        )
     return lines
 
 
 def _clock_lines(aligned: Alignment | None) -> list[str]:
     if aligned is None:
-        return ["clocks: taken as they are"]
+        return ["clocks: not aligned"]
     text = f"clocks: offsets up to {format_seconds(float(np.abs(aligned.offset_s).max()))}"
     if np.isfinite(aligned.spread_s).all():
-        text += (
-            f", uncertain by {format_seconds(float(aligned.spread_s.max()))} (standard deviation)"
-        )
+        spread_s = float(aligned.spread_s.max())
+        text += f", uncertain by {format_seconds(spread_s)} (standard deviation)"
     if aligned.drift.any():
         text += f"; drifts up to {1e6 * np.abs(aligned.drift).max():.2f} ppm"
     return [text, *(f"  {note}" for note in aligned.notes)]
@@ -237,29 +238,26 @@ def _tail(options: argparse.Namespace) -> str:
 def _page(shown: _Shown) -> Page:
     job, aligned, summary = shown.job, shown.aligned, shown.summary
     title = f"{format_seconds(summary.iteration_s)} per iteration"
-    exposed, idle = (
-        seconds / summary.iteration_s if summary.iteration_s > 0 else 0.0
-        for seconds in (summary.exposed_communication_s, summary.idle_s)
+    percent = 100 / summary.iteration_s if summary.iteration_s > 0 else 0.0
+    text = (
+        f"{percent * summary.exposed_communication_s:.0f} % is communication that no computation "
+        f"hides; in {percent * summary.idle_s:.0f} % neither runs. Step {shown.step} took "
+        f"{format_seconds(shown.measured_s)}."
     )
-    text = f"{100 * exposed:.0f} % of it is communication that no computation hides, in {100 * idle:.0f} % neither runs; step {shown.step} "
-    text += f"took {format_seconds(shown.measured_s)}."
     remark = f"the replay is {100 * shown.error:+.2f} % off"
     facts = (
         Fact("Measured", format_seconds(shown.measured_s), remark),
         *iteration_facts(summary),
         *memory_facts(shown.memory),
     )
-    listings = (
-        *(() if aligned is None else (_clocks(job, aligned),)),
-        *memory_listings(shown.memory),
-    )
-    notes = [
-        *repair_lines(job.repairs)[:SHOWN_REPAIRS],
-        *(aligned.notes if aligned is not None else ()),
-    ]
-    if len(job.ranks) > 1:
-        notes.insert(0, job.hosts.text(job.rank_numbers))
-    kicker = f"autotune replay · {len(job.ranks)} of {job.world_size} ranks · {Path(job.source).name or job.source}"
+    listings = memory_listings(shown.memory)
+    notes = [job.hosts.text(job.rank_numbers)] if len(job.ranks) > 1 else []
+    notes += repair_lines(job.repairs)[:SHOWN_REPAIRS]
+    if aligned is not None:
+        listings = (_clocks(job, aligned), *listings)
+        notes += aligned.notes
+    source = Path(job.source).name or job.source
+    kicker = f"autotune replay · {len(job.ranks)} of {job.world_size} ranks · {source}"
     return Page(kicker, title, text, facts, listings, tuple(notes))
 
 
@@ -282,5 +280,8 @@ def _clocks(job: TraceJob, aligned: Alignment) -> Listing:
         )
     )
     columns = ("rank", "host", "offset", "lowest", "highest", "standard deviation", "drift")
-    text = "What is added to the times of each rank; between lowest and highest no event comes before its cause."
+    text = (
+        "Offsets added to the times of each rank. Between lowest and highest, no event precedes "
+        "its cause."
+    )
     return Listing("Clocks", columns, rows, frozenset({2, 3, 4, 5, 6}), text)

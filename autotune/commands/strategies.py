@@ -84,8 +84,12 @@ def _all(model: Workload, cluster: Cluster) -> tuple[dict[str, Any], str]:
             "strategy": strategy.to_data(),
         }
     size = f"{len(model.variables)} variables, {format_bytes(model.grad_bytes)} of gradients"
-    head = f"{model.model} ({size}) on {cluster.name}, {cluster.world_size} ranks on {len(cluster.hosts)} hosts"
-    tail = "T_sync: AutoSync's estimate (Eq. 2 and 3), with nothing overlapped. `--builder NAME` shows what one does with every variable."
+    hosts = f"{cluster.world_size} ranks on {len(cluster.hosts)} hosts"
+    head = f"{model.model} ({size}) on {cluster.name}, {hosts}"
+    tail = (
+        "T_sync: AutoSync's estimate (Eq. 2 and 3), without overlap. `--builder NAME` shows every "
+        "variable of one strategy."
+    )
     data = {"model": model.model, "cluster": cluster.name, "builders": found}
     return data, f"{head}\n{table_text(table)}{tail}"
 

@@ -1,4 +1,4 @@
-"""What the commands that replay say of an iteration: as a table, as data and as boxes of a report."""
+"""A replayed iteration as a table, as data and as facts of a report."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def iteration_table(summary: IterationSummary) -> str:
         share = f"{100 * seconds / summary.iteration_s:.1f} %" if summary.iteration_s > 0 else ""
         table.add_row(name, format_seconds(seconds), share, escape(remark))
     queue, busy = summary.bottleneck_queue, 100 * summary.bottleneck_share
-    bottleneck = f"bottleneck: {queue}, busy for {busy:.1f} % of it" if queue else ""
+    bottleneck = f"bottleneck: {queue}, busy for {busy:.1f} % of the iteration" if queue else ""
     layers = sorted(summary.critical_path.by_layer.items(), key=lambda item: (-item[1], item[0]))
     named = [f"{name or 'no layer'} {format_seconds(seconds)}" for name, seconds in layers][
         : TOP_LAYERS + 1
@@ -36,42 +36,24 @@ def iteration_table(summary: IterationSummary) -> str:
 
 
 def _rows(summary: IterationSummary) -> list[tuple[str, float, str]]:
-    path, worker = (
-        summary.critical_path,
-        f"of worker {summary.worker}, which ends last" if summary.worker >= 0 else "",
-    )
+    path = summary.critical_path
+    worker = f"worker {summary.worker}, which ends last" if summary.worker >= 0 else ""
     kinds = ", ".join(
         f"{kind_name(kind)} {format_seconds(seconds)}" for kind, seconds in path.by_kind.items()
     )
     return [
         ("iteration", summary.iteration_s, worker),
-        (
-            "computation",
-            summary.computation_s,
-            "forward, backward, update and what is none of them",
-        ),
+        ("computation", summary.computation_s, "forward, backward, update and other"),
         ("forward", summary.forward_s, ""),
         ("backward", summary.backward_s, ""),
         ("update", summary.update_s, ""),
         ("communication", summary.communication_s, ""),
-        (
-            "exposed communication",
-            summary.exposed_communication_s,
-            "no computation of that worker runs beside it",
-        ),
-        ("idle", summary.idle_s, "neither: waits for launches, loads, copies or other workers"),
+        ("exposed communication", summary.exposed_communication_s, "no computation overlaps it"),
+        ("idle", summary.idle_s, "waits for launches, loads, copies or other workers"),
         ("critical path: computation", path.computation_s, f"{len(path.ops)} ops; {kinds}"),
         ("critical path: communication", path.communication_s, ""),
-        (
-            "critical path: other",
-            path.other_s,
-            "launches, loads, copies, delays from queue to queue",
-        ),
-        (
-            "critical path: waiting",
-            path.total_wait_s,
-            "gaps between the ops of a queue: code that no op shows",
-        ),
+        ("critical path: other", path.other_s, "launches, loads, copies, delays between queues"),
+        ("critical path: waiting", path.total_wait_s, "gaps between the ops of a queue"),
     ]
 
 
@@ -127,7 +109,7 @@ def iteration_facts(summary: IterationSummary) -> tuple[Fact, ...]:
 
 
 def write_timeline(summary: IterationSummary, path: Path) -> None:
-    """The Chrome trace of the iteration. Raises `InvalidInput` where the file cannot be written."""
+    """Write the Chrome trace of the iteration; raises `InvalidInput` if that fails."""
     try:
         write_chrome_trace(summary.critical_path.timeline, path)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What the commands say of a replica's memory: its peak by parts, and the passes that make it fit."""
+"""The memory of a replica: its peak by parts, and the passes that reduce it."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ PARTS = {
     "temporary": "temporaries",
     "library": "kept by libraries",
 }
-"""As they are called here, by what `TensorRole` calls them."""
+"""Names for people, by `TensorRole`."""
 SHOWN_REGIONS = 6
 
 
 @dataclass(frozen=True)
 class ShownMemory:
-    """The predicted peak of a replica. `recorded` is without any pass; `budget_bytes` and `fit` where there was a budget."""
+    """The predicted peak of a replica. `budget_bytes` and `fit` are set if there was a budget."""
 
     estimate: MemoryEstimate
     recorded: RecordedMemory
@@ -40,7 +40,7 @@ class ShownMemory:
 
     @property
     def regions(self) -> list[str]:
-        """Names of those that are computed twice."""
+        """Names of the recomputed regions."""
         runs = () if self.fit is None else self.fit.runs
         return [
             self.recorded.profile.regions[number].name
@@ -50,13 +50,14 @@ class ShownMemory:
 
     @property
     def during(self) -> str:
-        """In which phase the peak lies, and when."""
+        """Phase and time of the peak."""
         profile = self.recorded.profile if self.fit is None else self.fit.profile
-        return f"{profile.segments[self.estimate.segment].phase.value}, {format_seconds(self.estimate.at_s)} into the step"
+        phase = profile.segments[self.estimate.segment].phase.value
+        return f"{phase}, {format_seconds(self.estimate.at_s)} into the step"
 
     @property
     def assumed(self) -> list[str]:
-        """What of it nobody has measured."""
+        """Assumed, not measured."""
         if self.fit is None or self.fit.parts == 1:
             return []
         times = "" if self.recorded.fixed is not None else " and times"
@@ -64,7 +65,7 @@ class ShownMemory:
 
 
 def memory_data(shown: ShownMemory | None) -> dict[str, Any] | None:
-    """None where it is not known."""
+    """None if it is unknown."""
     if shown is None:
         return None
     data: dict[str, Any] = {
@@ -102,7 +103,7 @@ def memory_facts(shown: ShownMemory | None) -> tuple[Fact, ...]:
     if shown is None:
         return ()
     remark = (
-        f"of {format_bytes(shown.budget_bytes)} that it may take"
+        f"budget {format_bytes(shown.budget_bytes)}"
         if shown.budget_bytes is not None
         else "predicted, of a replica"
     )
@@ -130,7 +131,7 @@ def memory_listings(shown: ShownMemory | None) -> tuple[Listing, ...]:
 def _rows(estimate: MemoryEstimate) -> list[tuple[str, str, str]]:
     whole = max(estimate.peak_bytes, 1)
     rows = [(name, estimate.by_kind[kind]) for kind, name in PARTS.items()]
-    rows.append(("all of it", estimate.peak_bytes))
+    rows.append(("total", estimate.peak_bytes))
     return [(name, format_bytes(size), f"{100 * size / whole:.1f} %") for name, size in rows]
 
 
@@ -145,10 +146,11 @@ def _passes(shown: ShownMemory) -> list[str]:
         what.append(f"the batch in {fit.parts} parts (gradient accumulation)")
     if names := shown.regions:
         more = f" and {len(names) - SHOWN_REGIONS} more" if len(names) > SHOWN_REGIONS else ""
-        what.append(f"computed twice: {', '.join(names[:SHOWN_REGIONS])}{more}")
+        what.append(f"recomputed: {', '.join(names[:SHOWN_REGIONS])}{more}")
     price = f"predicted price {format_seconds(fit.price_s)} a step with DDP's default buckets"
     lines = [
-        f"to fit into {format_bytes(shown.budget_bytes)} instead of {format_bytes(fit.before.peak_bytes)}: {'; '.join(what)}",
+        f"to fit into {format_bytes(shown.budget_bytes)} instead of "
+        f"{format_bytes(fit.before.peak_bytes)}: {'; '.join(what)}",
         f"{price} ({format_seconds(fit.before_step_s)} to {format_seconds(fit.step_s)})",
     ]
     return lines + [f"assumed, not measured: {one}" for one in shown.assumed]

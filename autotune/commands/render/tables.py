@@ -1,4 +1,4 @@
-"""Tables as text: as wide as a report line, whatever the terminal is, so that output can be compared and piped."""
+"""Tables as text of a fixed width, so that output can be compared and piped."""
 
 from __future__ import annotations
 
