@@ -1,9 +1,10 @@
-"""Takes trials for the dataset on emulated clusters: `python datasets/collect.py --all --trials 200` (root, from anywhere).
+"""Collect trials on emulated clusters: `python datasets/collect.py --all --trials 200` (root).
 
-Each domain (`domains.py`) gets `--trials` candidates of a mixture of strategies (`mixture.py`), with a reference every few trials. What was
-collected before counts, so a collection that was stopped by Ctrl-C, SIGTERM or a crash is started again by the same command, and a larger
-number makes a dataset grow. Every finished trial is on disk. A world that fails is made anew; a domain whose world fails three times
-without a trial in between is left, and the others go on. The exit status is then 1.
+Each domain (`domains.py`) gets `--trials` candidates of a mixture of strategies (`mixture.py`),
+with a reference every few trials. Earlier trials count: the same command resumes a collection that
+was stopped by Ctrl-C, SIGTERM or a crash, and a larger number extends a dataset. Every finished
+trial is on disk. A world that fails is restarted. A domain whose world fails three times without a
+trial in between is skipped, and the exit status is then 1.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ console = Console(stderr=True, highlight=False, markup=False)
 
 @dataclass
 class Progress:
-    """What is left, at the pace of this run so far."""
+    """The trials that are left, at the pace of this run."""
 
     wanted: int
     there: int
@@ -47,7 +48,7 @@ class Progress:
     said_s: float = 0.0
 
     def kept(self, name: str, trial: DatasetTrial) -> None:
-        """Counts a candidate, and says where the collection stands now and then."""
+        """Count a candidate, and log the progress now and then."""
         self.taken += trial.strategy is not None
         if time.monotonic() - self.said_s < LINE_EVERY_S or not self.taken:
             return
@@ -55,14 +56,15 @@ class Progress:
         pace_s = (self.said_s - self.began_s) / self.taken
         left = max(self.wanted - self.there - self.taken, 0)
         console.log(
-            f"{name}: {trial_line(trial)} | {pace_s:.2f} s a candidate with all around it, {left} left: {format_seconds(left * pace_s)}"
+            f"{name}: {trial_line(trial)} | {pace_s:.2f} s a candidate with all around it, "
+            f"{left} left: {format_seconds(left * pace_s)}"
         )
 
 
 def visited(
     folder: Path, setup: Setup, goal: int, seed: int, progress: Progress, interruption: Interruption
 ) -> bool:
-    """Whether the domain has what was asked for."""
+    """Visit the domain, and return whether it has all its candidates."""
 
     def visit() -> None:
         say, kept = partial(said, setup.name), partial(progress.kept, setup.name)
@@ -77,7 +79,7 @@ def said(name: str, line: str) -> None:
 
 
 def candidates(folder: Path, setup: Setup) -> int:
-    """As the domain's card says; what only the journal holds is not counted."""
+    """Return the candidates on the domain's card; trials only in the journal are not counted."""
     path = folder / setup.name / "card.json"
     return int(read_json(path)["candidates"]) if path.exists() else 0
 

@@ -1,18 +1,19 @@
-"""Step times and Kineto traces of real models on one GPU: `python datasets/collect_gpu.py --out datasets/gpu_traces/h100`.
+"""Measure step times and traces of real models on one GPU: `python datasets/collect_gpu.py`.
 
-Needs a CUDA GPU, and beside this project torchvision and transformers (`pip install torchvision transformers`); weights are random.
-For every model:
+It needs a CUDA GPU, torchvision and transformers (`pip install torchvision transformers`); weights
+are random. For every model it writes:
 
 | what | where |
 |---|---|
-| step times and peak memory of the model and its variants (precision, optimizer, recomputation, accumulation, batch) | `times.json` |
-| `autotune.Recorder`'s folder of the plain model and under autocast, DDP of one rank over NCCL | `MODEL.fp32/`, `MODEL.amp_bf16/` |
-| the same of two ranks that share the GPU, their messages over NCCL through the loopback (`--pairs`) | `MODEL.two_ranks/` |
+| step times and peak memory of the model and its variants | `times.json` |
+| a recording of the plain model and under autocast, one rank | `MODEL.fp32/`, `MODEL.amp_bf16/` |
+| the same of two ranks that share the GPU (`--pairs`) | `MODEL.two_ranks/` |
 
-What the folder holds of other models stays there.
+Folders of other models stay. Ranks use DDP over NCCL; those of a pair send through the loopback.
 
-A variant's steps are timed by CUDA events between them, without waiting for each; the plain model is measured again at the end, so that
-a GPU that changed its clock shows. Two ranks on one GPU take turns there: their traces show what is sent, never how fast a cluster is.
+CUDA events between a variant's steps time them, without waiting for each. The plain model is
+measured again at the end, which shows a changed clock. Two ranks on one GPU take turns: their
+traces show what is sent, but not how fast a cluster is.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ console = Console(stderr=True, highlight=False, markup=False)
 
 @dataclass(frozen=True)
 class Model:
-    """`build` makes the module, `draw` a batch of so many samples; `loss` takes the module and that batch."""
+    """`build` returns the module, `draw` a batch; `loss` takes the module and the batch."""
 
     build: Callable[[], nn.Module]
     draw: Callable[[int], tuple[Tensor, ...]]
@@ -124,9 +125,11 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Variant:
-    """How a model is trained. `optimizer`: how torch updates the parameters (a kernel for many, one for each, or one for all).
+    """How a model is trained.
 
-    `precision`: `fp32` (no TF32), `tf32`, or the dtype of autocast. `parts`: micro-batches of an update, of the same batch in all.
+    `optimizer`: how torch updates the parameters (a kernel for many, one for each, or one for all).
+    `precision`: `fp32` (no TF32), `tf32`, or the dtype of autocast. `parts`: micro-batches of an
+    update, which together are the same batch.
     """
 
     name: str
@@ -162,7 +165,7 @@ COMPILED = (Variant("compiled", compiled=True), Variant("amp_bf16_compiled", "bf
 
 
 class Training:
-    """One model under a variant; `step` makes a whole training step."""
+    """One model under a variant; `step` runs a whole training step."""
 
     def __init__(self, model: Model, variant: Variant) -> None:
         tf32 = variant.precision == "tf32"
@@ -205,7 +208,7 @@ def _optimizer(module: nn.Module, adam: bool, kind: str) -> torch.optim.Optimize
 
 
 def timed(training: Training) -> dict[str, Any]:
-    """Milliseconds of the steps, of issuing one to an idle device, and the most memory of them."""
+    """Return milliseconds of the steps and of issuing one to an idle device, and peak memory."""
     for _ in range(WARM_STEPS):
         training.step()
     torch.cuda.synchronize()
@@ -235,7 +238,7 @@ def timed(training: Training) -> dict[str, Any]:
 
 
 def measure(name: str, variants: Sequence[Variant]) -> list[dict[str, Any]]:
-    """Every variant of a model, and the plain one once more at the end."""
+    """Measure every variant of a model, and the plain one again at the end."""
     model, rows = MODELS[name], []
     for variant in (*(variant for variant in variants if variant.fits(model)), PLAIN):
         before_bytes = torch.cuda.memory_allocated()
@@ -251,7 +254,8 @@ def measure(name: str, variants: Sequence[Variant]) -> list[dict[str, Any]]:
         del training
         _drop()
         console.log(
-            f"{name} {variant.name}: {rows[-1]['step_ms']:.2f} ms, issued in {rows[-1]['issue_ms']:.2f} ms"
+            f"{name} {variant.name}: {rows[-1]['step_ms']:.2f} ms, "
+            f"issued in {rows[-1]['issue_ms']:.2f} ms"
         )
     return rows
 
@@ -261,7 +265,7 @@ def _today() -> str:
 
 
 def record(name: str, variant: Variant, folder: Path) -> None:
-    """This rank's part of a recorded DDP job of `dist`'s world."""
+    """Record this rank's part of a DDP job."""
     training = Training(MODELS[name], variant)
     ddp = DistributedDataParallel(training.model, device_ids=[torch.cuda.current_device()])
     training.model = ddp
@@ -294,7 +298,7 @@ def _free_port() -> int:
 
 
 def record_pair(name: str, folder: Path) -> None:
-    """Two processes of this script, `--rank` 0 and 1."""
+    """Run two processes of this script, `--rank` 0 and 1."""
     words = [
         sys.executable,
         __file__,
@@ -326,7 +330,7 @@ def _path() -> str:
 
 
 def pack(folder: Path) -> None:
-    """The traces of a folder again, as small as gzip makes them, and without the time of day in their headers."""
+    """Compress the traces of a folder as well as gzip can, without the time in their headers."""
     for path in folder.glob("*.json.gz"):
         content = gzip.decompress(path.read_bytes())
         path.write_bytes(gzip.compress(content, compresslevel=9, mtime=0))
@@ -338,31 +342,35 @@ def card(rows: Sequence[dict[str, Any]], out: Path) -> str:
     lines = [
         f"# {device.name}: step times and traces of real models",
         "",
-        f"{device.name} ({device.total_memory / 2**30:.0f} GiB, {device.multi_processor_count} multiprocessors), torch "
-        f"{' and '.join(sorted(versions))}, {platform.machine()} with {os.cpu_count()} cores, {' and '.join(sorted(dates))}; "
-        "`python datasets/collect_gpu.py`, which says what each variant is. Random weights and inputs.",
+        f"{device.name} ({device.total_memory / 2**30:.0f} GiB, "
+        f"{device.multi_processor_count} multiprocessors), torch "
+        f"{' and '.join(sorted(versions))}, {platform.machine()} with {os.cpu_count()} cores, "
+        f"{' and '.join(sorted(dates))}; `python datasets/collect_gpu.py`, which defines the "
+        "variants. Random weights and inputs.",
         "",
-        f"A time is the median of {TIMED_STEPS} steps after {WARM_STEPS}, with the deciles; the last row of a model repeats its first. "
-        f"Issuing is the processor's time for a step that finds the device idle, the median of {ISSUED_STEPS}; beyond about a thousand "
-        "waiting kernels CUDA lets the processor wait, too. With a gradient scaler (fp16) it contains a wait for the "
-        "device. Where issuing takes as long as the step the processor may be the bottleneck.",
+        f"A time is the median of {TIMED_STEPS} steps after {WARM_STEPS}, with the deciles; the "
+        "last row of a model repeats its first. Issuing is the processor's time for a step that "
+        f"finds the device idle, the median of {ISSUED_STEPS}. With more than about a thousand "
+        "waiting kernels, or with a gradient scaler (fp16), it includes waiting for the device. If "
+        "issuing takes as long as the step, the processor may be the bottleneck.",
         "",
-        "Peak memory is that of torch's allocator, without what was there before the model was made.",
+        "Peak memory is that of torch's allocator, without what it held before the model.",
         "",
         "| model | variant | batch | step (ms) | 10 % to 90 % | issued in (ms) | peak memory (MB) |",
         "|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         span = f"{row['step_ms_q10']:.2f} to {row['step_ms_q90']:.2f}"
-        told = (row["model"], row["variant"]["name"], row["batch"], f"{row['step_ms']:.2f}", span)
-        lines.append(
-            f"| {' | '.join(map(str, told))} | {row['issue_ms']:.2f} | {(row['peak_bytes'] - row['before_bytes']) / 1e6:.0f} |"
-        )
+        variant, step = row["variant"]["name"], f"{row['step_ms']:.2f}"
+        peak_mb = (row["peak_bytes"] - row["before_bytes"]) / 1e6
+        cells = (row["model"], variant, row["batch"], step, span, f"{row['issue_ms']:.2f}")
+        lines.append(f"| {' | '.join(map(str, cells))} | {peak_mb:.0f} |")
     folders = sorted(path.name for path in out.iterdir() if path.is_dir())
     lines += [
         "",
-        f"Traces ({TRACED_STEPS} steps, with shapes): {', '.join(folders) or 'none'}. `two_ranks` are two processes that share the GPU: "
-        "NCCL's messages go through the loopback's sockets and the ranks take turns, so their times are no cluster's.",
+        f"Traces ({TRACED_STEPS} steps, with shapes): {', '.join(folders) or 'none'}. `two_ranks` "
+        "are two processes that share the GPU: NCCL's messages use the loopback's sockets and the "
+        "ranks take turns, so their times are not those of a cluster.",
         "",
         "Licence: CC-BY-4.0.",
     ]

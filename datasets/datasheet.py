@@ -1,7 +1,7 @@
-"""Writes the datasheet of datasets: `python datasets/datasheet.py FOLDER...` -> `datasets/DATASHEET.md` and
-`datasets/plots/`.
+"""Write the datasheet of datasets: `python datasets/datasheet.py FOLDER...`.
 
-Everything in it is computed from the trials. Sections follow Gebru et al., "Datasheets for Datasets" (2021), as far as they apply.
+It computes `DATASHEET.md` and `plots/` from the trials. Sections follow Gebru et al., "Datasheets
+for Datasets" (2021), as far as they apply.
 """
 
 from __future__ import annotations
@@ -29,13 +29,15 @@ matplotlib.rcParams["svg.hashsalt"] = "datasheet"  # the same trials give the sa
 from matplotlib import pyplot as plt  # noqa: E402
 
 WIDTH, ROW = 9.0, 0.32
-"""Inches of a plot, and of a domain's row in it."""
+"""Inches: a plot's width, and the height of a domain's row."""
 
 
 @dataclass(frozen=True)
 class Sheet:
-    """One domain's figures. `label`: its name, with its dataset's where several hold it. `relative`: per plan, the median steady step time
-    of its undisturbed trials over that of the references.
+    """One domain's figures.
+
+    `label`: its name, with its dataset's if several have it. `relative`: per plan, the median
+    steady step time of its undisturbed trials / that of the references.
     """
 
     label: str
@@ -71,7 +73,7 @@ def sheet_of(label: str, domain: Domain) -> Sheet:
 
 
 def spread_plot(sheets: Sequence[Sheet], path: Path) -> None:
-    """Box and whiskers (to the extremes) of the step time over that of the script's own DDP."""
+    """Plot step times / those of the script's own DDP as boxes with whiskers to the extremes."""
     shown = [sheet for sheet in sheets if sheet.relative]
     figure, axes = plt.subplots(figsize=(WIDTH, 1.2 + ROW * max(len(shown), 1)))
     if shown:
@@ -89,7 +91,7 @@ def spread_plot(sheets: Sequence[Sheet], path: Path) -> None:
 
 
 def noise_plot(sheets: Sequence[Sheet], path: Path) -> None:
-    """Relative standard deviations, smallest to largest in kind: what is measured stands above what is noise."""
+    """Plot relative standard deviations, which separate signal from noise."""
     figure, axes = plt.subplots(figsize=(WIDTH, 1.2 + ROW * len(sheets)))
     rows = range(len(sheets), 0, -1)
     kinds = (
@@ -119,7 +121,7 @@ def noise_plot(sheets: Sequence[Sheet], path: Path) -> None:
 
 
 def influence_plot(sheets: Sequence[Sheet], path: Path) -> None:
-    """Share of the variance of log step time that each choice explains alone."""
+    """Plot the share of the variance of log step time that each choice explains alone."""
     shown = [(sheet, sheet.explained) for sheet in sheets if sheet.explained is not None]
     names = choice_names(sheets)
     table = np.array(
@@ -149,7 +151,7 @@ def influence_plot(sheets: Sequence[Sheet], path: Path) -> None:
 
 
 def choice_names(sheets: Sequence[Sheet]) -> list[str]:
-    """All choices that vary somewhere, the most important on average first."""
+    """Return all choices that vary somewhere, the most important on average first."""
     found: dict[str, list[float]] = {}
     for sheet in sheets:
         for name, own in sheet.explained.choices.items() if sheet.explained else ():
@@ -164,7 +166,7 @@ def _save(figure: Figure, path: Path) -> None:
 
 
 def text_of(sheets: Sequence[Sheet]) -> str:
-    """The whole datasheet, in Markdown."""
+    """Return the whole datasheet in Markdown."""
     cards = [sheet.card for sheet in sheets]
     emulated = sum(
         sheet.domain.environment.conditions.accelerators is Accelerators.EMULATED
@@ -191,26 +193,31 @@ Written by `python datasets/datasheet.py`; every figure is computed from the tri
 
 ## What it is
 
-{candidates} trials of synchronization strategies, and {references} of the script's own DDP between them, over {domains} domains
-(a model on a cluster), profiled {len(sheets)} times: {emulated} with emulated accelerators, {len(sheets) - emulated} with real
-computation. {failed} failed and are kept with their reason; {disturbed} are marked as disturbed. A trial is: strategy, plan, step times of
-every rank, and what it was taken under. Hosts are network namespaces of one machine ({machines}); transfers are real.
+{candidates} trials of synchronization strategies, and {references} of the script's own DDP between
+them, over {domains} domains (a model on a cluster), profiled {len(sheets)} times: {emulated} with
+emulated accelerators, {len(sheets) - emulated} with real computation. {failed} failed and are kept
+with their reason; {disturbed} are marked as disturbed. A trial has its strategy, plan, step times of
+every rank, and conditions. Hosts are network namespaces of one machine ({machines}); transfers are
+real.
 
 ## How strategies were chosen
 
-{", ".join(f"{count} {name}" for name, count in sources.items())} (kinds of `source`; `autotune/dataset/trials.py` says what they are).
-Trials from tuning are not independent of each other: the tuner proposes what it expects to be fast. Those of a sweep or of a closing
-comparison measure the same plans again in every round; figures below count a plan once.
+{", ".join(f"{count} {name}" for name, count in sources.items())}
+(kinds of `source`, which `autotune/dataset/trials.py` defines). Trials from tuning are not
+independent of each other: the tuner proposes strategies that it expects to be fast. A sweep or a
+closing comparison measures the same plans in every round; figures below count a plan once.
 
 ## Domains
 
 {domain_table(sheets)}
 
-"Fastest" and "slowest" are relative to the script's own DDP. Noise is the relative standard deviation of a trial's median: of neighbouring
-references, and of repeats of one plan, corrected by the references around them. "Stalled" is the share of steps that took more than
-{STALL:g} times their trial's median, where synchronization ends within the step (DDP's included) and where it crosses it. "Explained" is
-the share of the variance of the logarithm of the step time that the choices below explain together (adjusted for their number). "Taken by
-others" is the share of CPU time that the host gave to other virtual machines during the median trial, where it was noted.
+"Fastest" and "slowest" are relative to the script's own DDP. Noise is the relative standard deviation
+of a trial's median: of neighbouring references, and of repeats of one plan, corrected by the
+references around them. "Stalled" is the share of steps that took more than {STALL:g} times their
+trial's median, within the step (with DDP) and across it. "Explained" is the share of the variance of
+the log step time that the choices below explain together (adjusted for their number). "Taken by
+others" is the share of CPU time that the host gave to other virtual machines during the median trial,
+if it was noted.
 
 ![step times of every domain](plots/spread.svg)
 
@@ -220,15 +227,17 @@ others" is the share of CPU time that the host gave to other virtual machines du
 
 {influence_table(sheets)}
 
-Mean over the domains of the share of the variance that a choice explains alone, and beyond all others; a number is taken by quartiles.
-Only domains where a choice varies count. It is a description of the strategies that were tried, not of all there are.
+Mean over the domains of the share of the variance that a choice explains alone, and beyond all
+others; numbers are grouped by quartiles. Only domains where a choice varies count. This describes the
+strategies that were tried, not all strategies.
 
 ![influence of every choice](plots/influence.svg)
 
 ## Who should not use it
 
-Whoever needs times of real accelerators or of a real network: neither is in it. Emulated accelerators compute nothing but parameters and
-gradients, in timed waits. A domain's times are of its machine; compare strategies within a domain.
+Do not use it for times of real accelerators or of a real network; it has neither. Emulated
+accelerators wait instead of computing; parameters, gradients and transfers are real. A domain's times
+belong to its machine: compare strategies within a domain.
 
 ## Licence
 
@@ -238,8 +247,8 @@ gradients, in timed waits. A domain's times are of its machine; compare strategi
 
 def domain_table(sheets: Sequence[Sheet]) -> str:
     head = (
-        "| domain | trials | failed | disturbed | DDP | fastest | slowest | noise: references | repeats | stalled: within | across "
-        "| explained | taken by others |\n"
+        "| domain | trials | failed | disturbed | DDP | fastest | slowest | noise: references "
+        "| repeats | stalled: within | across | explained | taken by others |\n"
         "|---|---|---|---|---|---|---|---|---|---|---|---|---|\n"
     )
     return head + "\n".join(_domain_row(sheet) for sheet in sheets)
@@ -275,7 +284,7 @@ def _domain_row(sheet: Sheet) -> str:
 
 
 def _by_family(domain: Domain) -> tuple[list[DatasetTrial], list[DatasetTrial]]:
-    """Trials whose synchronization ends within the step, references among them, and those whose crosses it."""
+    """Return trials that synchronize within the step (with references), and across it."""
     across = [trial for trial in domain.trials if trial.plan is not None and trial.plan.cross_step]
     return [
         trial for trial in domain.trials if trial.plan is None or not trial.plan.cross_step

@@ -1,4 +1,4 @@
-"""The domains that `collect.py` knows: which model on which cluster, with emulated accelerators or real computation."""
+"""The domains of `collect.py`: a model on a cluster, with emulated accelerators or real ones."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ PAIRS = (
     ("densenet", "four_hosts_mixed"),
     ("transformer", "two_hosts_two_devices_half"),
 )
-"""With emulated accelerators. The first twelve alone cover every model and every kind of cluster."""
+"""With emulated accelerators. The first twelve cover every model and every kind of cluster."""
 REAL = (("resnet_digits", "two_hosts"), ("gpt_text", "two_hosts"))
-"""With real computation: one rank per core of a machine of two."""
+"""With real computation: one rank per core of a machine with two cores."""
 
 
 def _setup(model: str, cluster: str, accelerators: Accelerators = Accelerators.EMULATED) -> Setup:

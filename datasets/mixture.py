@@ -1,8 +1,9 @@
-"""Which strategies a domain's trials try: hand-made ones, random ones, repeats, and what the tuner itself proposes.
+"""Choose the strategies of a domain's trials: hand-made, random, repeated, and the tuner's.
 
-Of `count` candidates at most `FIXED` are builders' strategies (each once) and random ones, half without and half with lossy compression.
-One in `REPEAT_EVERY` is an earlier strategy once more, which tells the noise. The rest come from tuning jobs of `JOB_TRIALS` trials.
-What was tried before counts, so that a collection that was stopped, or is asked for more, goes on.
+At most `FIXED` of `count` candidates are builders' strategies (each once) and random ones, half
+without and half with lossy compression. One in `REPEAT_EVERY` repeats an earlier strategy, which
+shows the noise. The rest come from tuning jobs of `JOB_TRIALS` trials. Earlier trials count, so a
+collection that was stopped or extended resumes.
 """
 
 from __future__ import annotations
@@ -33,18 +34,18 @@ REFERENCE_EVERY = 8
 JOB_TRIALS = 40
 TOP_K = 8
 LEARNED = ("linear",)
-"""The simulator that jobs train; the slower ones would take as long as the trials."""
+"""The simulator that jobs train; slower ones would take as long as the trials."""
 
 Obey = Callable[[], None]
-"""Raises where somebody asked to stop."""
+"""Raises when somebody asked to stop."""
 
 
 class SearchEnded(Exception):
-    """A job has no trial of its search left (its closing comparison is not taken), or the domain has what was asked for."""
+    """A job has no trial of its search left, or the domain has enough candidates."""
 
 
 def sample_domain(session: TrialSession, count: int, seed: int, obey: Obey) -> None:
-    """Take trials until the domain has `count` candidates. `session.writer` keeps each."""
+    """Run trials until the domain has `count` candidates."""
     _fixed(session, int(FIXED * count), seed, obey)
     for number in range(count):
         before = len(session.writer.domain.candidates)
@@ -58,7 +59,10 @@ def sample_domain(session: TrialSession, count: int, seed: int, obey: Obey) -> N
 def fixed_strategies(
     domain: Domain, count: int, seed: int, refused: str
 ) -> list[tuple[str, Strategy]]:
-    """(source, strategy), at most `count`, each strategy once; fewer are among more. `refused`: as `Profile.cross_step_refused`."""
+    """Return at most `count` times (source, strategy), each strategy once, in random order.
+
+    A smaller count gives a subset. `refused`: as `Profile.cross_step_refused`.
+    """
     lossless, lossy = (_space(lossy, refused) for lossy in (False, True))
     made = [
         (f"builder:{name}", strategy)
@@ -101,11 +105,11 @@ def _fixed(session: TrialSession, count: int, seed: int, obey: Obey) -> None:
         if (drawn + number + 1) % REPEAT_EVERY == 0:
             _repeat(session, seed)
     if todo:
-        session.reference()  # the last trials stand between two references, too
+        session.reference()  # so that the last trials are between two references
 
 
 def _repeat(session: TrialSession, seed: int) -> None:
-    """An earlier measured candidate once more."""
+    """Repeat an earlier measured candidate."""
     measured = [
         trial for trial in session.writer.trials if trial.strategy is not None and trial.step_s
     ]
@@ -122,7 +126,7 @@ def _space(lossy: bool, refused: str) -> SearchSpace:
 
 
 def tuning_job(session: TrialSession, name: str, seed: int, most: int, obey: Obey) -> bool:
-    """Run a search of the tuner, or go on with one of this name; whether it was begun now. Odd seeds allow lossy strategies."""
+    """Run or resume a search, and return whether it is new. Odd seeds allow lossy strategies."""
     with open_jobs(session) as store:
         begun = begin_job(session, store, name, job_of(session, seed, min(JOB_TRIALS, most)))
         if store.job_status(name) != "running":
@@ -133,7 +137,7 @@ def tuning_job(session: TrialSession, name: str, seed: int, most: int, obey: Obe
             drive(name, spec, store, world, Proposer(spec, SIMULATORS), [world])
         except SearchEnded:
             store.finish(name, None)
-            session.reference()  # the last trials stand between two references, too
+            session.reference()  # so that the last trials are between two references
     return begun
 
 
@@ -150,7 +154,7 @@ def job_of(session: TrialSession, seed: int, trials: int) -> JobSpec:
 
 
 class _Limited(SessionWorld):
-    """Ends the search where the domain has `goal` candidates, before its closing comparison, or where somebody asked to stop."""
+    """Ends the search at `goal` candidates, before its closing comparison, or on request."""
 
     def __init__(self, session: TrialSession, name: str, goal: int, obey: Obey) -> None:
         super().__init__(session, name)

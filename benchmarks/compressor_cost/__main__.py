@@ -1,10 +1,11 @@
-"""What int8, top-k and PowerSGD cost a rank besides the network: `python -m benchmarks.compressor_cost`.
+"""Measure compressors without the network: `python -m benchmarks.compressor_cost`.
 
-One core, one message of six matrices, 25 M float32 elements, of a world of four ranks. A step is: add the residual to the scaled
-gradient, compress, keep what is not sent, sum what has come from the others, read the result; what would come from the others is
-this rank's own. Beside it torch's PowerSGD hook (the same rank, error feedback and warm start) on a group of one rank, whose
-messages go nowhere. Milliseconds are medians of interleaved repeats. The last line is one JSON object; `ratio_to_torch` is
-PowerSGD's time by that of torch's hook.
+One core, one message of six matrices, 25 M float32 elements, in a world of four ranks. A step adds
+the residual to the scaled gradient, compresses, keeps the unsent rest, sums the others' messages
+and reads the result; this rank's own message takes the place of the others'. The comparison is
+torch's PowerSGD hook (the same rank, error feedback and warm start) on a group of one rank, whose
+messages go nowhere. Milliseconds are medians of interleaved repeats. The last line is one JSON
+object; `ratio_to_torch` is PowerSGD's time / that of torch's hook.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ CPU = torch.device("cpu")
 
 
 class Step:
-    """A message between its gradients and the network: `compress` between packing and keeping, `read` at the end."""
+    """A message without the network: `compress` after packing, `read` at the end."""
 
     def __init__(self, shapes: list[tuple[int, int]], padded: int) -> None:
         named = {
@@ -113,7 +114,7 @@ def power_sgd(shapes: list[tuple[int, int]], rank: int) -> Callable[[], None]:
 
 
 class Bucket:
-    """What the hook asks of DDP's bucket, which cannot be made outside DDP."""
+    """The part of DDP's bucket that the hook uses; a real bucket exists only inside DDP."""
 
     def __init__(
         self, values: Tensor, views: list[Tensor], parameters: list[torch.nn.Parameter]
@@ -162,7 +163,7 @@ def main() -> int:
     parser.add_argument("--rank", type=int, default=4, help="of PowerSGD")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    logging.disable(logging.INFO)  # torch's hook tells its settings
+    logging.disable(logging.INFO)  # torch's hook logs its settings
     shapes = [(1024, 4096)] * 6
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     steps = {

@@ -1,28 +1,28 @@
-"""What recording costs: `python -m benchmarks.profile_overhead`.
+"""Measure what recording costs: `python -m benchmarks.profile_overhead`.
 
     python -m benchmarks.profile_overhead --models gpt ncf --blocks 40
 
-Two ranks train the models of the example scripts over Gloo under torch's DDP. Blocks of steps with and without the recording (Kineto, the
-marks and the log of collectives, as `autotune profile` has them) follow each other in the same processes, in turn first and second, so that
-what others do to the cores meets both. A block lasts about a second, and counts by the median of its steps.
+Two ranks train the models of the example scripts over Gloo under torch's DDP. Blocks of steps with
+and without the recording (Kineto, the marks and the log of collectives, as in `autotune profile`)
+alternate in the same processes, in turn first and second, so other load meets both. A block lasts
+about a second, and the median of its steps counts.
 
 | figure | of a model |
 |---|---|
-| wall | a recorded step's time over an ordinary one's, less 1: steps of the slower rank |
-| cpu | the same for the CPU time of both ranks' processes, all threads: what is left where others use the cores |
-| median | over the pairs of blocks: pseudo-median of the logarithms of their ratios (Hodges and Lehmann 1963), with a 95 % interval |
-| quiet | ratio of the lower deciles of all steps: what disturbs a step only adds to it, so this needs fewer blocks where others work |
-| event_s | CPU time that torch's profiler adds to one operator on a single number, warm: nothing of ours runs there |
-| floor | event_s times the events of a step, over the step's CPU time: what torch's profiler alone costs at least |
-| outside_s | of a default recording, in no step: starting, stopping, and reading, matching and writing the trace; training waits |
+| wall | time of a recorded step / an ordinary step - 1: steps of the slower rank |
+| cpu | the same for the CPU time of both ranks' processes, all threads |
+| median | over the pairs of blocks: pseudo-median of the logarithms (Hodges and Lehmann 1963) |
+| quiet | ratio of the lower deciles of all steps, since other load only adds to a step |
+| event_s | CPU time that torch's profiler adds to an operator on a single number, warm |
+| floor | event_s times the events of a step / the step's CPU time: the profiler's least cost |
+| outside_s | start, stop, and reading, matching and writing the trace; training waits |
 
-Intervals are by bootstrap over the pairs. The last line is one JSON object; `overhead_median` and `cpu_overhead_median` are the largest of
-the models' medians.
+Intervals (95 %) are by bootstrap over the pairs. The last line is one JSON object;
+`overhead_median` and `cpu_overhead_median` are the largest of the models' medians.
 
-The ranks keep the pages that they were given (`STEADY_HEAP`). Otherwise glibc gives tensors' pages back and fetches them again in some
-blocks and not in others, recorded or not, whatever lies at the heap's end: 0 to 2,300 page faults a step of the ResNet, which took 110
-or 130 ms.
-`--ordinary-heap` leaves that in.
+The ranks keep their pages (`STEADY_HEAP`). Otherwise glibc returns tensors' pages and fetches them
+again in some blocks and not in others, recorded or not: 0 to 2,300 page faults a step of the
+ResNet, which took 110 or 130 ms. `--ordinary-heap` keeps that behaviour.
 """
 
 from __future__ import annotations
@@ -54,21 +54,21 @@ from runtime_rewriter.recording.trace_file import TraceClock, annotate, write_tr
 
 BLOCK_S = 1.0
 FEWEST_STEPS, MOST_STEPS = 4, 50
-"""Of a block."""
+"""Steps of a block."""
 SETTLING = 1
-"""Steps at the begin of a block, recorded or not as the block is, untimed."""
+"""Untimed steps at the start of a block."""
 RESAMPLES = 1000
 STEADY_HEAP = {
     "MALLOC_MMAP_THRESHOLD_": str(2**28),
     "MALLOC_TRIM_THRESHOLD_": str(2**30),
     "MALLOC_TOP_PAD_": str(2**26),
 }
-"""Of glibc (mallopt): no tensor of these models is a mapping of its own, and nothing is given back."""
+"""Settings of glibc (mallopt): no tensor has its own mapping, and nothing is returned."""
 EVENT_ROUNDS, EVENT_CALLS = 21, 4000
 
 
 class Recording:
-    """What a recorder does to the steps: the part of `StepRecorder` between settling and writing."""
+    """A recorder's effect on the steps: the part of `StepRecorder` between settling and writing."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         self.log = CollectiveLog()
@@ -88,7 +88,7 @@ class Recording:
         self.watching.__exit__(None, None, None)
 
     def write(self, folder: Path) -> int:
-        """As a recorder does; the spans of the trace."""
+        """Write as a recorder does, and return the spans of the trace."""
         trace = self.trace.read()
         assert self.trace.before is not None and self.trace.after is not None
         clock = TraceClock(self.trace.before, self.trace.after, int(trace["baseTimeNanoseconds"]))
@@ -100,7 +100,7 @@ class Recording:
 def measure(
     rank: int, port: int, name: str, blocks: int, options: dict[str, Any], directory: str
 ) -> None:
-    """One rank; rank 0 writes what was found."""
+    """Run one rank; rank 0 writes the findings."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
@@ -109,7 +109,7 @@ def measure(
     _block(run, FEWEST_STEPS, None)
     slowest = _block(run, FEWEST_STEPS, None)[0]
     steps = min(max(round(BLOCK_S / statistics.fmean(slowest)), FEWEST_STEPS), MOST_STEPS)
-    _block(run, steps, options)  # the first trace loads what takes long
+    _block(run, steps, options)  # the first trace loads slowly
     found = []
     for number in range(blocks):
         order = (None, options) if number % 2 == 0 else (options, None)
@@ -126,7 +126,7 @@ def measure(
 def _block(
     run: Callable[[], None], steps: int, options: dict[str, Any] | None
 ) -> list[list[float]]:
-    """Wall time of each step on the slower rank, and its CPU time on both together; recorded where there are options."""
+    """Return the wall time of each step on the slower rank, and its CPU time on both together."""
     took = torch.zeros(2, steps, dtype=torch.float64)
     with contextlib.nullcontext() if options is None else Recording(options) as recording:
         for number in range(-SETTLING, steps):
@@ -151,7 +151,7 @@ def _block(
 def _outside(
     run: Callable[[], None], options: dict[str, Any], folder: Path
 ) -> tuple[dict[str, float], float]:
-    """Seconds that a recording of the default length takes before, after and beyond its steps, and the spans of a step."""
+    """Return the seconds of a default recording outside of its steps, and the spans of a step."""
     at_s = [time.perf_counter()]
     with Recording(options) as recording:
         at_s.append(time.perf_counter())
@@ -172,7 +172,7 @@ def _outside(
 
 
 def _event_s(options: dict[str, Any]) -> float:
-    """CPU time of one recorded operator that does next to nothing, less that of one that is not recorded."""
+    """Return the CPU time of a trivial operator when recorded, less that when not."""
     number = torch.zeros(1)
 
     def calls_s() -> float:
@@ -224,7 +224,7 @@ def overhead(name: str, blocks: int, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def compared(took_s: np.ndarray) -> dict[str, Any]:
-    """Recorded over plain steps, less 1, from times of the shape (pairs of blocks, plain and recorded, steps)."""
+    """Return recorded / plain steps - 1, from times (pairs, plain and recorded, steps)."""
     block_s = np.median(took_s, axis=2)
     ratios = np.log(block_s[:, 1] / block_s[:, 0])
     drawn = np.random.default_rng(0).choice(ratios, (RESAMPLES, len(ratios)))
@@ -239,7 +239,7 @@ def compared(took_s: np.ndarray) -> dict[str, Any]:
 
 
 def pseudo_median(values: np.ndarray) -> float:
-    """The median of the means of all pairs of values, each with itself among them."""
+    """Return the median of the means of all pairs of values, each with itself among them."""
     first, second = np.triu_indices(len(values))
     return float(np.median((values[first] + values[second]) / 2))
 
@@ -262,7 +262,7 @@ def main() -> None:
     parser.add_argument("--ordinary-heap", action="store_true", help="let glibc give pages back")
     options = parser.parse_args()
     if not options.ordinary_heap:
-        os.environ.update(STEADY_HEAP)  # the ranks are started with it
+        os.environ.update(STEADY_HEAP)  # the ranks inherit it
     chosen = {
         name: getattr(options, name) for name in ("record_shapes", "profile_memory", "with_stack")
     }
@@ -271,7 +271,8 @@ def main() -> None:
         models[name] = one = overhead(name, options.blocks, chosen)
         loads.append(os.getloadavg()[0])
         times = f"{one['step_s'] * 1e3:.1f} ms, recorded {one['recorded_step_s'] * 1e3:.1f} ms"
-        floor = f"{one['events_per_step']:.0f} events a step, {one['event_s'] * 1e6:.2f} us each: floor {one['floor']:+.1%}"
+        events = f"{one['events_per_step']:.0f} events a step"
+        floor = f"{events}, {one['event_s'] * 1e6:.2f} us each: floor {one['floor']:+.1%}"
         print(
             f"{name}: {times}: {_told(one['wall'])}, of CPU {_told(one['cpu'])}; {floor}",
             flush=True,

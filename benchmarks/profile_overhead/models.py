@@ -1,7 +1,8 @@
-"""The training steps of the example scripts at their default sizes, for `benchmarks.profile_overhead`.
+"""The training steps of the example scripts at their default sizes.
 
-Each function gives the module that the script wraps, and what makes the script's step of the wrapped one: its own optimizers, accumulation
-and clipping, without the reading of data and the printing.
+Each function returns the module that the script wraps, and a function that builds the script's step
+of the wrapped module: its own optimizers, accumulation and clipping, without reading data and
+printing.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def gpt() -> Example:
 
 
 def lstm() -> Example:
-    """examples/lstm_text.py: two batches of 8 sequences for each update, the first one under `no_sync`; the norm is clipped."""
+    """examples/lstm_text.py: two batches of 8 sequences per update, the first under `no_sync`."""
     from lstm_text import LanguageModel, accumulate_gradients, make_optimizer
 
     batches = torch.randint(0, 256, (16, 65)).split(8)
@@ -86,7 +87,7 @@ def lstm() -> Example:
 
 
 def ncf() -> Example:
-    """examples/ncf_ratings.py: 256 ratings with four negatives each, sparse gradients of the table, two optimizers."""
+    """examples/ncf_ratings.py: 256 ratings, four negatives each, a sparse table."""
     from ncf_ratings import NeuMF, make_optimizers
 
     users, items, labels = (

@@ -1,9 +1,10 @@
-"""How long each simulator takes to score a round of strategies on one core: `python -m benchmarks.scoring_rate`.
+"""Measure how long a simulator scores a round of strategies: `python -m benchmarks.scoring_rate`.
 
-A round is 2,000 strategies, as in AutoSync; the model is BERT-base of the zoo on AutoSync's cluster B7, lossy compressors allowed. The
-strategies are sampled beforehand. Planning them and extracting their features is part of a simulator's time, as it is in a job
-that uses this simulator. The simulators are those of a tuning job, fitted to 60 strategies of the same draw with the analytic time
-as if measured: what they learn does not matter for their speed. The last line is one JSON object; seconds are wall time.
+A round is 2,000 strategies, as in AutoSync, on one core. The model is the zoo's BERT-base on
+AutoSync's cluster B7, lossy compressors allowed. The strategies are sampled beforehand. Planning
+them and extracting their features is part of a simulator's time, as in a job. The simulators are
+those of a tuning job, fitted to 60 strategies with the analytic time in place of a measured one,
+which does not change their speed. The last line is one JSON object; seconds are wall time.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ def main() -> int:
         simulator.predict_step_s(features)
         predict_s[name] = time.perf_counter() - began_s
         print(
-            f"{name}: {features_s:.2f} s for plans and features, {predict_s[name]:.2f} s to predict",
+            f"{name}: {features_s:.2f} s for plans and features, "
+            f"{predict_s[name]:.2f} s to predict",
             flush=True,
         )
     result = {

@@ -1,14 +1,16 @@
-"""How long the optimizer searches, and what its results take by replay: dPRO's four models on 16 workers, on one core.
+"""Measure the optimizer's search time, and replay its results: dPRO's models on 16 workers.
 
-    python -m benchmarks.search_time [--data ../shared/data] [--ablation-seconds 20] [--models resnet50 vgg16]
+    python -m benchmarks.search_time [--data FOLDER] [--ablation-seconds 20] [--models resnet50]
 
-Workloads: ResNet-50, VGG-16 and Inception-v3 by the layer profiles of PipeDream (measured by others, V100), BERT-base by assumed times
-(`zoo.assumed_models`). Clusters: dPRO's (2 hosts x 8 devices, 100 Gbit/s) and 16 hosts x 1 device at 10 Gbit/s; nothing was probed on them,
-so links and latencies are assumed. dPRO took 144 to 1764 s for such searches (0.04 to 0.49 h), its strawman 12 h to more than 24 h.
+Workloads: ResNet-50, VGG-16 and Inception-v3 by the layer profiles of PipeDream (measured by
+others, V100), BERT-base by assumed times (`zoo.assumed_models`). Clusters: dPRO's (2 hosts x 8
+devices, 100 Gbit/s) and 16 hosts x 1 device at 10 Gbit/s, with assumed links and latencies. dPRO
+took 144 to 1764 s for such searches (0.04 to 0.49 h), its strawman 12 h to more than 24 h.
 
-The search has the budget that `autotune optimize` has, replays and their ops. The ablation adds one speed-up after the other
-(`state.Speedups`) to a search whose budget is the number of replays alone; a variant that has not
-finished after `--ablation-seconds` is stopped, and its time is reported as "more than". The compiled replay is loaded before.
+The search has the budget of `autotune optimize`: replays and their ops, on one core. The ablation
+adds one speed-up after the other (`state.Speedups`) to a search whose budget is the number of
+replays only. It stops a variant after `--ablation-seconds` and reports "more than". The compiled
+replay is loaded before.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ PROFILED = ("resnet50", "vgg16", "inception_v3")
 BERT = "bert-base"
 GBIT_PER_S = 1e9 / 8
 NVLINK_BYTES_PER_S = 130e9
-"""Between the devices of one host; assumed, as is every latency here."""
+"""Between the devices of one host; assumed, as all latencies here."""
 CLUSTERS = (
     Cluster(
         "2x8 at 100 Gbit/s",
@@ -84,7 +86,7 @@ def cases(data: Path, models: list[str]) -> Iterator[Case]:
 
 
 def best_builder(case: Case) -> tuple[str, float]:
-    """The fastest hand-made strategy by replay, with no op fused."""
+    """Return the fastest hand-made strategy by replay, with no op fused."""
     workload = case.graph.workload()
     steps = LoweredSteps(workload, case.cluster)
     made = seed_strategies(workload, case.cluster, SearchSpace.default())
@@ -99,7 +101,7 @@ def best_builder(case: Case) -> tuple[str, float]:
 def searched(
     case: Case, speedups: Speedups, seconds: float, budget: Budget
 ) -> tuple[Optimized, float]:
-    """(result, CPU seconds)."""
+    """Return (result, CPU seconds)."""
     began_s = time.process_time()
     found = optimize(
         case.graph.workload(),
@@ -127,7 +129,8 @@ def measure(case: Case, budget: Budget, ablation_s: float) -> dict[str, Any]:
     full, cpu_s = searched(case, Speedups(), UNBOUNDED_S, budget)
     name, builder_s = best_builder(case)
     print(
-        f"\n{case.name}: computation {case.graph.workload().compute_s * 1e3:.1f} ms, source {case.graph.source}"
+        f"\n{case.name}: computation {case.graph.workload().compute_s * 1e3:.1f} ms, "
+        f"source {case.graph.source}"
     )
     for label, step_s in (
         ("DDP's buckets", full.before_step_s),
@@ -136,7 +139,8 @@ def measure(case: Case, budget: Budget, ablation_s: float) -> dict[str, Any]:
         print(f"  {label:42} {step_s * 1e3:8.1f} ms")
     print(f"  {'found, without op fusion':42} {full.enacted_step_s * 1e3:8.1f} ms")
     print(
-        f"  {'found':42} {full.predicted_step_s * 1e3:8.1f} ms   in {full.seconds:.2f} s, {cpu_s:.2f} s of CPU, {full.replays} replays"
+        f"  {'found':42} {full.predicted_step_s * 1e3:8.1f} ms   in {full.seconds:.2f} s, "
+        f"{cpu_s:.2f} s of CPU, {full.replays} replays"
     )
     print(f"  {'full overlap, max(T_comp, T_comm)':42} {full.bound_s * 1e3:8.1f} ms")
     told: dict[str, Any] = {
@@ -157,7 +161,8 @@ def measure(case: Case, budget: Budget, ablation_s: float) -> dict[str, Any]:
         told["ablation"][label] = row(found, own_s)
         more = "more than " if found.cut_short else ""
         print(
-            f"    {label:26} {more}{found.seconds:.2f} s ({found.replays} replays), {found.predicted_step_s * 1e3:.1f} ms"
+            f"    {label:26} {more}{found.seconds:.2f} s ({found.replays} replays), "
+            f"{found.predicted_step_s * 1e3:.1f} ms"
         )
     return told
 

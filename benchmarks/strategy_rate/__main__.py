@@ -1,8 +1,9 @@
-"""How many strategies are sampled and planned per minute on one core: `python -m benchmarks.strategy_rate`.
+"""Measure strategies planned per minute and core: `python -m benchmarks.strategy_rate`.
 
-The model is BERT-large of the zoo on AutoSync's cluster B7. Each repeat draws new strategies as a tuning job does (different ones,
-both knowledge constraints) and plans each. The rate is the median over the repeats of the wall time; CPU time beside it shows how much
-others took. The last line is one JSON object.
+The model is the zoo's BERT-large on AutoSync's cluster B7. Each repeat draws new strategies as a
+tuning job does (different ones, both knowledge constraints) and plans each. The rate is the median
+over the repeats of the wall time; the CPU time shows how much other work interfered. The last line
+is one JSON object.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def main() -> int:
                 model, cluster, SearchSpace.default(), options.strategies, seed
             ):
                 plan(strategy, model, cluster.world_size)
-        if seed:  # the first one imports and warms
+        if seed:  # the first repeat imports and warms up
             wall_s.append(time.perf_counter() - began_s)
             cpu_s.append(time.process_time() - began_cpu_s)
     rates = sorted(60 * options.strategies / seconds for seconds in wall_s)

@@ -1,8 +1,9 @@
-"""How much faster the tuned strategy is than the script's own DDP on an emulated cluster: `python -m benchmarks.tuned_ratio` (root).
+"""Compare a tuned strategy with the script's DDP: `python -m benchmarks.tuned_ratio` (root).
 
-Hosts are network namespaces of this machine with shaped links, so transfers are real and slow. By default computation is
-emulated too: timed waits of what one replica alone takes. The rival is torch's DistributedDataParallel with its default buckets,
-interleaved with the tuned strategy in the job's closing A/B. The last line is one JSON object; `ratio` is time(tuned) / time(DDP).
+Hosts are network namespaces of this machine with shaped links, so transfers are real and slow. By
+default computation is emulated too: timed waits of what one replica alone takes. The rival is
+torch's DistributedDataParallel with its default buckets, interleaved with the tuned strategy in the
+job's closing A/B comparison. The last line is one JSON object; `ratio` is time(tuned) / time(DDP).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from benchmarks.repository import ROOT
 
 
 def tune(options: argparse.Namespace, directory: str) -> dict[str, Any]:
-    """One job on a testbed; progress goes to stderr."""
+    """Run one job on a testbed; progress goes to stderr."""
     script = ["python", str(ROOT / "examples" / options.example), "--epochs", "1000"]
     where = [
         "--testbed",
