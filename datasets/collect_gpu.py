@@ -356,7 +356,8 @@ def card(rows: Sequence[dict[str, Any]], out: Path) -> str:
         "",
         "Peak memory is that of torch's allocator, without what it held before the model.",
         "",
-        "| model | variant | batch | step (ms) | 10 % to 90 % | issued in (ms) | peak memory (MB) |",
+        "| model | variant | batch | step (ms) | 10 % to 90 % "
+        "| issued in (ms) | peak memory (MB) |",
         "|---|---|---|---|---|---|---|",
     ]
     for row in rows:

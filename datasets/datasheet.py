@@ -196,9 +196,9 @@ Written by `python datasets/datasheet.py`; every figure is computed from the tri
 {candidates} trials of synchronization strategies, and {references} of the script's own DDP between
 them, over {domains} domains (a model on a cluster), profiled {len(sheets)} times: {emulated} with
 emulated accelerators, {len(sheets) - emulated} with real computation. {failed} failed and are kept
-with their reason; {disturbed} are marked as disturbed. A trial has its strategy, plan, step times of
-every rank, and conditions. Hosts are network namespaces of one machine ({machines}); transfers are
-real.
+with their reason; {disturbed} are marked as disturbed. A trial has its strategy, plan, step times
+of every rank, and conditions. Hosts are network namespaces of one machine ({machines}); transfers
+are real.
 
 ## How strategies were chosen
 
@@ -211,13 +211,13 @@ closing comparison measures the same plans in every round; figures below count a
 
 {domain_table(sheets)}
 
-"Fastest" and "slowest" are relative to the script's own DDP. Noise is the relative standard deviation
-of a trial's median: of neighbouring references, and of repeats of one plan, corrected by the
-references around them. "Stalled" is the share of steps that took more than {STALL:g} times their
-trial's median, within the step (with DDP) and across it. "Explained" is the share of the variance of
-the log step time that the choices below explain together (adjusted for their number). "Taken by
-others" is the share of CPU time that the host gave to other virtual machines during the median trial,
-if it was noted.
+"Fastest" and "slowest" are relative to the script's own DDP. Noise is the relative standard
+deviation of a trial's median: of neighbouring references, and of repeats of one plan, corrected by
+the references around them. "Stalled" is the share of steps that took more than {STALL:g} times
+their trial's median, within the step (with DDP) and across it. "Explained" is the share of the
+variance of the log step time that the choices below explain together (adjusted for their number).
+"Taken by others" is the share of CPU time that the host gave to other virtual machines during the
+median trial, if it was noted.
 
 ![step times of every domain](plots/spread.svg)
 
@@ -228,16 +228,16 @@ if it was noted.
 {influence_table(sheets)}
 
 Mean over the domains of the share of the variance that a choice explains alone, and beyond all
-others; numbers are grouped by quartiles. Only domains where a choice varies count. This describes the
-strategies that were tried, not all strategies.
+others; numbers are grouped by quartiles. Only domains where a choice varies count. This describes
+the strategies that were tried, not all strategies.
 
 ![influence of every choice](plots/influence.svg)
 
 ## Who should not use it
 
 Do not use it for times of real accelerators or of a real network; it has neither. Emulated
-accelerators wait instead of computing; parameters, gradients and transfers are real. A domain's times
-belong to its machine: compare strategies within a domain.
+accelerators wait instead of computing; parameters, gradients and transfers are real. A domain's
+times belong to its machine: compare strategies within a domain.
 
 ## Licence
 

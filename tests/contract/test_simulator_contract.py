@@ -59,7 +59,7 @@ def test_a_job_may_name_the_simulator_of_a_plugin(plugin: None) -> None:
 
 @pytest.fixture(scope="module")
 def examples() -> list[Example]:
-    """Two domains whose models differ in size; some variables are partitioned; times are noise around the estimate."""
+    """Return examples of two domains with models of different sizes; some variables are split."""
     cluster = Cluster(
         "c", (Host("a", 1, 1e8, 1e-4, 1e10, 1e-5), Host("b", 1, 1e8, 1e-4, 1e10, 1e-5))
     )

@@ -1,4 +1,4 @@
-"""What a collection tries, in a world that is a function of the plan; and what it goes on with after it was stopped."""
+"""The mixture of a collection's strategies, in a world that is a function of the plan."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def assert_no_stretch_without_a_reference(domain: Domain) -> None:
 def test_a_collection_is_a_mixture_and_goes_on_where_it_was_stopped(
     mixture: object, tmp_path: Path
 ) -> None:
-    """Stopped among the random strategies and again in a job of the tuner, which goes on as itself."""
+    """Stop among the random strategies and again in a job of the tuner, which resumes as itself."""
     for calls in (9, 50):
         with pytest.raises(Stop):
             sample(mixture, tmp_path, 40, stop_at(calls))
@@ -140,7 +140,8 @@ def test_a_collection_is_a_mixture_and_goes_on_where_it_was_stopped(
         for own in domain.candidates
         if own.strategy
     )
-    wanted = [strategy.id for _, strategy in mixture.fixed_strategies(domain, 23, 0, "")]  # type: ignore[attr-defined]
+    fixed = mixture.fixed_strategies(domain, 23, 0, "")  # type: ignore[attr-defined]
+    wanted = [strategy.id for _, strategy in fixed]
     assert sorted(drawn_of(domain)) == sorted(wanted) and 20 < len(set(wanted)) == len(wanted)
     for trial in domain.candidates:
         if trial.kind == "repeat":

@@ -25,7 +25,7 @@ STRATEGIES = sample_many(WORKLOAD, CLUSTER, SearchSpace.default(lossy=True), 60,
 
 
 def record(folder: Path, name: str, count: int) -> None:
-    """A step across the step is 30 % faster, a message costs 2 %; a reference every sixth trial, and the last one fails."""
+    """Crossing saves 30 %, a message costs 2 %; every sixth is a reference, the last fails."""
     conditions = Conditions(Network.EMULATED, Accelerators.EMULATED)
     with opened(folder / name) as writer:
         writer.describe(Description(name, "small", "local", WORKLOAD, CLUSTER, {}, 2, ()))

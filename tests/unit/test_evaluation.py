@@ -1,4 +1,4 @@
-"""Figures of ranking quality against slow twins, splits without leaks, and the choice of the ranker."""
+"""Ranking quality against slow references, splits without leaks, and the choice of the ranker."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from autotune.strategy_space.strategy import Shard, Strategy, Synchronizer, Vari
 
 
 def strategy(number: int) -> Strategy:
-    """One for each number."""
+    """Return a strategy for each number."""
     return Strategy((VariableStrategy(f"v{number}", (Shard(Synchronizer.ALL_REDUCE),)),))
 
 
@@ -51,14 +51,14 @@ def example(number: int, analytic_s: float, step_s: float, domain: str = "d") ->
 
 
 def noisy(count: int, domain: str = "d", seed: int = 0) -> list[Example]:
-    """The analytic time knows a part of the true time."""
+    """Return examples whose analytic time is a part of the true time."""
     draw = generator(seed, "noisy", domain)
     known, hidden = draw.uniform(1, 2, count), draw.uniform(0, 1, count)
     return [example(i, float(known[i]), float(known[i] + hidden[i]), domain) for i in range(count)]
 
 
 class Oracle:
-    """Knows the truth of what it has not been fitted on; refuses to have seen a test strategy."""
+    """Predicts the true time of new strategies, and refuses those it was fitted on."""
 
     name = "oracle"
 
@@ -231,7 +231,7 @@ def _same(made: Oracle) -> Oracle:
 
 @pytest.mark.parametrize("count", [24, 60])
 def test_simulators_that_are_no_better_than_the_replay_seldom_rank(count: int) -> None:
-    """Three that see the replay's time and noise of their own."""
+    """Three rankers with the replay's time and their own noise."""
     examples = noisy(count)
     chosen = 0
     for seed in range(100):
@@ -270,8 +270,8 @@ def test_a_simulator_that_is_far_better_ranks() -> None:
 def test_the_reason_names_both_figures() -> None:
     reason = choose_ranker([quality(ANALYTIC, 0.8), quality("rnn", 0.9)]).reason
     assert (
-        reason
-        == "the rnn simulator ranks: on 200 held-out pairs the rnn simulator orders 90.0% correctly and the analytic ranker 80.0%"
+        reason == "the rnn simulator ranks: on 200 held-out pairs the rnn simulator orders "
+        "90.0% correctly and the analytic ranker 80.0%"
     )
 
 

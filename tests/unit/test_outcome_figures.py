@@ -1,4 +1,4 @@
-"""The outcome benchmark's statistics: ratios, the best of several sides, whole rounds, and the trials until near the best."""
+"""Statistics of the outcome benchmark: ratios, the best rival, whole rounds, trials until near."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def block(step_s: float) -> Measured:
 
 
 def empty(name: str) -> Plan:
-    """A plan that has nothing but an id of its own."""
+    """Return a plan with nothing but an id of its own."""
     return Plan(name, 1, ())
 
 
@@ -50,7 +50,7 @@ def rival(name: str, plan: str | None = None) -> Side:
 
 
 def trial(number: int, plan: str, step_s: float | None, phase: str = CLOSING) -> DatasetTrial:
-    """In round `number`; of the script's own DDP where the plan is that of the current setup."""
+    """Return a trial of round `number`, of the script's own DDP for the current setup's plan."""
     outcome = Failed(FailureKind.CRASH, "rank 1", 1) if step_s is None else block(step_s)
     if plan == CURRENT_SETUP:
         return DatasetTrial(0, f"{phase}:{number}:{REFERENCE}", None, None, outcome, 0.0, 0.0, "0")
@@ -91,7 +91,7 @@ def test_the_best_rival_is_the_fastest_one_and_a_side_that_failed_is_left_out():
 
 @pytest.mark.parametrize("others", [1.0, 1.04])
 def test_the_luck_of_the_best_of_many_rivals_is_on_their_side(others: float):
-    """One of eight is as fast as ours, the others are too, or a little slower: that ours is faster is said as seldom as of one rival."""
+    """One of eight rivals is as fast as ours, others too or slower: ours seldom leads."""
     names = [f"r{i}" for i in range(8)]
     speeds = np.array([1.0, 1.0, *[others] * 7])
     faster, values = 0, []

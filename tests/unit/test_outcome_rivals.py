@@ -1,4 +1,4 @@
-"""Every rival of the outcome benchmark can be enacted in every domain, and is what it says."""
+"""Every rival of the outcome benchmark can be enacted in every domain and matches its name."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from runtime_rewriter.emulation import timetable_of
 
 
 def gpt_workload() -> Workload:
-    """Of the GPT example with its defaults; no times, since these are measured."""
+    """Return the GPT example's workload with its defaults; no times, since these are measured."""
     spec = importlib.util.spec_from_file_location("gpt_text", ROOT / "examples" / "gpt_text.py")
     assert spec is not None and spec.loader is not None
     example = importlib.util.module_from_spec(spec)
@@ -113,7 +113,7 @@ def test_the_sweep_has_the_buckets_of_torch_for_each_bucket_cap(model: str):
     assert next(iter(bucket_sweep(workload, 4))) == DDP_DEFAULT
 
 
-def test_the_schedulers_send_pieces_of_four_megabytes_and_earlier_layers_overtake_what_waits_of_the_largest():
+def test_schedulers_send_pieces_of_four_megabytes_and_earlier_layers_overtake_waiting_ones():
     workload, cluster = WORKLOADS["vgg"], read_cluster(DOMAINS["vgg.four_hosts"].cluster_file)
     made = rivals(workload, cluster)
     for name, synchronizer in (
@@ -152,7 +152,7 @@ def test_sparse_gradients_travel_as_rows_by_the_way_that_fits_the_synchronizer()
 
 @pytest.fixture
 def alone():
-    """A world of one rank."""
+    """Start a world of one rank."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -179,7 +179,7 @@ def test_the_script_builds_the_variables_of_its_workload_and_can_be_waited_for(m
 
 @pytest.mark.parametrize("model", MODELS)
 def test_steps_are_as_long_as_computing_and_sending_take_on_even_links(model: str):
-    """At 1 Gbit/s sending without overlap and computing take 100 to 500 ms together, and neither is a small part of it."""
+    """At 1 Gbit/s, sending and computing without overlap take 100 to 500 ms; neither is small."""
     workload, cluster = WORKLOADS[model], read_cluster(setup_of(model, "four_hosts").cluster_file)
     transfer_s = least_transfer_s(cluster, sent_bytes(workload))
     assert 0.1 < workload.compute_s + transfer_s < 0.5

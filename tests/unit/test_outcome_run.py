@@ -1,4 +1,4 @@
-"""The outcome benchmark's run, from the sweep to its last line, on a world whose step times follow from the plans; and its resumption."""
+"""The outcome benchmark's run and its resumption, in a world whose times follow from the plans."""
 
 from __future__ import annotations
 
@@ -98,9 +98,9 @@ class Killed(Exception):
 
 @dataclass
 class MadeWorld:
-    """A step takes 100 ms, less across steps, and more with every message; the current setup as two messages.
+    """A step takes 100 ms, less across steps, more with every message; the current setup has two.
 
-    `dies`: told of the trials so far, whether the run is killed before the next one.
+    `dies(trials)`: whether the run is killed before the next trial.
     """
 
     dies: Callable[[Sequence[DatasetTrial]], bool] = lambda _: False
@@ -130,13 +130,20 @@ class MadeWorld:
 def session_on(
     folder: Path, world: MadeWorld, prepared_s: float = PREPARED_S
 ) -> Iterator[TrialSession]:
-    """On the domain in `folder`, which is begun where there is none."""
+    """Open a session on the domain in `folder`, which starts if there is none."""
     with opened(folder) as writer:
         if writer.described is None:
             writer.describe(Description("made.up", "made", "up", WORKLOAD, CLUSTER, {}, 2, ()))
         writer.begin_session(Environment(CONDITIONS, PROFILE.software, 2, "x86_64", "6.1"))
         world.kept = writer.trials
-        yield TrialSession(world, writer, SETUP, LENGTHS, PROFILE, lambda trial: None, prepared_s)  # type: ignore[arg-type]
+        yield TrialSession(
+            world,  # type: ignore[arg-type]
+            writer,
+            SETUP,
+            LENGTHS,
+            PROFILE,
+            prepared_s=prepared_s,
+        )
 
 
 def ran(folder: Path, world: MadeWorld, settings: Settings = SETTINGS) -> None:
@@ -214,7 +221,7 @@ def test_sources_tell_what_a_trial_was_taken_for(whole):
 
 
 def test_the_folder_is_a_dataset_in_which_a_ranking_has_each_plan_once(whole, tmp_path):
-    """Beside the benchmark's own files; a dozen closing trials of a plan are one point, with their median."""
+    """Apart from the benchmark's own files, a dozen closing trials of a plan are one point."""
     (whole.dataset / "outcome.md").write_text("a section")
     [domain] = read_dataset(whole.dataset)
     points = points_of(of_datasets([whole.dataset]), ReplayedTimes(tmp_path / "replayed"))
@@ -229,7 +236,7 @@ def test_the_folder_is_a_dataset_in_which_a_ranking_has_each_plan_once(whole, tm
 
 
 def test_repeats_of_the_closing_comparison_tell_the_noise(whole):
-    """Without them there is no plan with enough trials."""
+    """Without these repeats no plan has enough trials."""
     noisy = [
         replace(
             trial, outcome=Measured(((trial.median_s * (1.02 if trial.number % 2 else 1.0),) * 4,))
@@ -243,9 +250,7 @@ def test_repeats_of_the_closing_comparison_tell_the_noise(whole):
     assert card_of(replace(whole.domain, trials=tuple(once.values()))).repeat_noise is None
 
 
-def test_ours_is_what_the_tuner_would_compare_after_so_many_trials_and_the_search_goes_on_without_those_looks(
-    whole,
-):
+def test_ours_is_the_tuners_choice_at_each_mark_and_the_search_goes_on_without_those_looks(whole):
     with jobs(whole.folder) as store:
         search, looked = store.history(OURS), store.history(f"{OURS}-3")
     looks = [event for event in looked.events if event not in search.events]
@@ -356,7 +361,7 @@ def test_of_the_bests_of_a_search_three_are_measured_again_and_those_that_cost_n
 
 
 def killed_at(folder: Path, count: int, source: str) -> tuple[DatasetTrial, ...]:
-    """Run until so many candidates of this source were taken; the trials then."""
+    """Run until so many candidates of this source exist, and return the trials."""
     world = MadeWorld(
         dies=lambda trials: (
             sum(trial.source.startswith(f"{source}:") for trial in trials if trial.strategy)
@@ -392,7 +397,7 @@ def test_a_run_that_was_killed_goes_on_without_measuring_anything_twice(tmp_path
 
 
 def shorten(whole: SimpleNamespace, path: Path, count: int) -> None:
-    """A domain in `path` with the same frozen sides and the first so many trials."""
+    """Write a domain to `path` with the same frozen sides and the first so many trials."""
     with opened(path) as writer:
         writer.describe(
             replace(read_description(whole.folder, read_sums(whole.folder)), sessions=())

@@ -1,4 +1,4 @@
-"""The figures of `benchmarks.profile_overhead`: what a known overhead and known disturbances give."""
+"""Figures of `benchmarks.profile_overhead` for a known overhead and known disturbances."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The look at what else computes on the machine."""
+"""Detection of other work on the machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ranking benchmark on a real trial store and on a dataset: what it reads, what it leaves out, and its figures against a slow twin."""
+"""The ranking benchmark on a real trial store and on a dataset, against a slow reference."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ from benchmarks.ranking.trials import (
 
 
 def slow_links(workers: int) -> Cluster:
-    """So slow that the model's 26 kB of gradients take longer than its computation, and strategies differ."""
+    """Return links on which 26 kB of gradients take longer than computing, so strategies differ."""
     return Cluster("slow", (Host("localhost", workers, 1e6, 5e-4, 1e6, 5e-4),))
 
 
@@ -79,7 +79,7 @@ OPTIONS = (
 
 
 def distinct_plans(cluster: Cluster) -> list[Strategy]:
-    """So many sampled strategies as `PLANS` says, no two with the same plan."""
+    """Return `PLANS` sampled strategies, no two with the same plan."""
     by_plan: dict[str, Strategy] = {}
     for strategy in sample_many(WORKLOAD, cluster, SearchSpace.default(), 3 * PLANS[cluster.id], 7):
         by_plan.setdefault(plan(strategy, WORKLOAD, cluster.world_size).id, strategy)
@@ -87,7 +87,7 @@ def distinct_plans(cluster: Cluster) -> list[Strategy]:
 
 
 def true_s(cluster: Cluster, strategies: list[Strategy]) -> dict[str, float]:
-    """Plan id -> step time, of which the analytic estimate knows a part."""
+    """Return plan id -> step time, of which the analytic estimate is a part."""
     noise = generator(3, "noise", cluster.id)
     times = {}
     for strategy in strategies:
@@ -98,7 +98,7 @@ def true_s(cluster: Cluster, strategies: list[Strategy]) -> dict[str, float]:
 
 
 def record(store: Store, cluster: Cluster) -> dict[str, float]:
-    """A job that measures every plan once, the first one again at thrice the time, and fails once; the medians by plan."""
+    """Measure each plan, the first again at thrice the time; return the medians."""
     strategies = distinct_plans(cluster)
     times = true_s(cluster, strategies)
     store.create_job(
@@ -137,7 +137,7 @@ def record(store: Store, cluster: Cluster) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Told:
-    """What a run of the benchmark printed."""
+    """Output of a run of the benchmark."""
 
     stdout: str
     stderr: str
@@ -167,7 +167,7 @@ class Jobs:
 
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory: pytest.TempPathFactory) -> Jobs:
-    """A store with two domains that are large enough and one that is one plan short, and the benchmark on it."""
+    """Run the benchmark on a store with two domains large enough and one that is a plan short."""
     directory = tmp_path_factory.mktemp("jobs")
     with Store.open(directory / "autotune.db") as store:
         medians = {cluster.id: record(store, cluster) for cluster in (LARGE, OTHER, SMALL)}
@@ -314,7 +314,7 @@ def test_replayed_times_are_kept_by_what_they_follow_from(jobs: Jobs, tmp_path: 
 
 
 def test_of_a_dataset_only_what_was_measured_undisturbed_counts_with_the_plan_of_then() -> None:
-    """Times are brought to the usual speed of the machine, and the replay counts the costs of that machine."""
+    """Times are at the machine's usual speed, and the replay uses the costs of that machine."""
     made = distinct_plans(OTHER)[:4]
     plans = [plan(strategy, WORKLOAD, OTHER.world_size) for strategy in made]
     plans[2] = plans[0]  # as if the planner had changed since

@@ -1,4 +1,4 @@
-"""Rankers on made-up domains whose truth is known: who must win wins, and nothing is tested that was learned from."""
+"""Rankers on synthetic domains with known truth: the right one wins, and no data leaks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ STUDY = Study(
 def point(
     model: str, cluster: str, number: int, campaign: int, step_s: float, replayed_s: float
 ) -> Point:
-    """The plan `number` of a model; the same plan is tried on every cluster. Its features say nothing but its times."""
+    """Return plan `number` of a model, the same on every cluster; only times differ."""
     strategy = Strategy((VariableStrategy(f"{model}{number}", (Shard(Synchronizer.ALL_REDUCE),)),))
     features = StrategyFeatures(
         strategy,
@@ -65,7 +65,10 @@ def point(
 
 
 def points() -> list[Point]:
-    """Truth: independent in every domain. The replay knows it but for some noise. Ten plans were tried in a second campaign too."""
+    """Return points whose truth is independent in every domain and noisy in the replay.
+
+    A second campaign tried ten of the plans too.
+    """
     found = []
     for model in MODELS:
         for cluster in CLUSTERS:
@@ -80,12 +83,12 @@ def points() -> list[Point]:
 
 
 def key(features: StrategyFeatures) -> tuple[str, float]:
-    """A plan in a domain: no two have the same replayed time."""
+    """Return the key of a plan in a domain: no two have the same replayed time."""
     return features.strategy_id, features.replayed_step_s or 0.0
 
 
 class Told:
-    """Predicts what `truth` says; keeps what it was fitted on, and refuses to predict that."""
+    """Predicts by `truth`; keeps its training examples and refuses to predict those."""
 
     name = "told"
 
@@ -112,7 +115,7 @@ class Told:
 
 
 class Memory(Told):
-    """Knows the times of what it was fitted on, by the strategy alone, and guesses the rest."""
+    """Remembers the times of trained strategies and guesses the rest."""
 
     def __init__(self) -> None:
         super().__init__(lambda _: 1.0, [])
@@ -176,7 +179,7 @@ def test_of_many_small_campaigns_the_replay_is_chosen() -> None:
 
 
 def test_who_only_remembers_is_no_better_than_chance_on_shuffled_times() -> None:
-    """Whatever it was trained on; a single plan on both sides of a split would show."""
+    """This holds for any training; one plan on both sides of a split would show."""
     given = points()
     times = generator(2, "shuffled").permutation([p.example.step_s for p in given])
     shuffled = [
@@ -194,7 +197,7 @@ def test_who_only_remembers_is_no_better_than_chance_on_shuffled_times() -> None
 
 
 def test_what_is_held_out_is_never_trained_on() -> None:
-    """Every training of every kind of transfer, as the simulator itself saw it."""
+    """Check every training of every kind of transfer, as the simulator itself saw it."""
     given = points()
     target = "a on even"
     for held_out in ALL:
@@ -291,9 +294,7 @@ def test_too_small_a_domain_is_refused() -> None:
         )
 
 
-def test_the_report_names_every_ranker_and_averages_domains_alike_and_only_those_that_have_a_size() -> (
-    None
-):
+def test_the_report_names_every_ranker_and_averages_the_domains_that_have_a_size() -> None:
     given = [
         p
         for p in points()

@@ -1,4 +1,4 @@
-"""Worlds that fail are made anew while there is progress."""
+"""Worlds that fail are restarted as long as there is progress."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from autotune.jobs.campaign.retries import TRIES, persevere
 
 
 class Attempts:
-    """Each takes so many trials and ends so."""
+    """Attempts that each take so many trials and end with an error or well."""
 
     def __init__(self, *course: tuple[int, Exception | None]) -> None:
         self.course, self.trials, self.said = list(course), 0, list[str]()

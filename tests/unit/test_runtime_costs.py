@@ -1,4 +1,4 @@
-"""What was measured of the runtime, as the replay's constants."""
+"""Measured costs of the runtime as the replay's constants."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The trials and recordings that lie in the repository are whole: sums, cards and rows agree."""
+"""The trials and recordings in the repository are whole: sums, cards and rows agree."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Simulators learn what the analytic ranker misses; the recipe's parts do what they say."""
+"""Simulators learn what the analytic ranker misses; each part of the recipe has its effect."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def measured_examples(
     workload: Workload | None = None,
     domain: str = "d",
 ) -> list[Example]:
-    """The true time has an overhead per message that the analytic ranker does not know."""
+    """Return examples with a true overhead per message that the analytic ranker does not know."""
     workload, cluster = workload or small_model(), four_hosts()
     examples = []
     for number in range(count):
@@ -126,7 +126,7 @@ def many() -> list[Example]:
 
 
 def disturbed(examples: list[Example], seed: int) -> list[Example]:
-    """The truth is the replay with 5 % of noise: there is nothing to learn beyond the replay."""
+    """Return examples whose truth is the replay with 5 % of noise, so nothing can be learned."""
     noise = generator(seed, "noise").normal(0, 0.05, len(examples))
     return [
         Example(example.features, (example.features.replayed_step_s or 0) * float(np.exp(by)), "d")
@@ -136,7 +136,7 @@ def disturbed(examples: list[Example], seed: int) -> list[Example]:
 
 @pytest.mark.parametrize("name", ["linear", "gat"])
 def test_a_few_trials_do_not_cost_what_the_replay_knows(name: str, many: list[Example]) -> None:
-    """Twelve noisy trials: the mean over four trainings must not lie below the replay by more than two pairs in a hundred."""
+    """With twelve noisy trials, four trainings lose at most two pairs in a hundred."""
     losses = []
     for seed in range(4):
         examples = disturbed(many, seed)
@@ -151,7 +151,7 @@ def test_a_few_trials_do_not_cost_what_the_replay_knows(name: str, many: list[Ex
 def test_a_prior_that_outweighs_all_trials_leaves_the_ranking_to_the_start(
     many: list[Example],
 ) -> None:
-    """The start is the replay, or in a warm start what was learned before."""
+    """The start is the replay or, with a warm start, the earlier weights."""
     training, held_out = many[:40], many[40:]
     held = TrainingRecipe(
         prior_weight=1e9, validation_share=0.0, threads=1
@@ -254,8 +254,11 @@ def test_ranking_loss_equals_its_slow_twin() -> None:
     draw = generator(0, "loss")
     scores, times = draw.normal(size=9), draw.uniform(0.1, 0.2, 9)
     terms = [
-        np.log1p(np.exp(scores[i] - scores[j])) for i in range(9) for j in range(9) if times[j] > times[i] * 1.05
-    ]  # fmt: skip
+        np.log1p(np.exp(scores[i] - scores[j]))
+        for i in range(9)
+        for j in range(9)
+        if times[j] > times[i] * 1.05
+    ]
     loss = pairwise_ranking_loss(torch.tensor(scores), torch.log(torch.tensor(times)), 0.05)
     assert loss is not None
     assert float(loss) == pytest.approx(np.mean(terms))
