@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import re
-import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -306,30 +304,25 @@ def test_mixed_precision_scales_the_computation_only_by_what_was_measured() -> N
         MixedPrecision(compute_factor=0.0)
 
 
-def test_the_code_of_the_documentation_runs_and_its_pass_is_asked() -> None:
-    text = (Path(__file__).parents[2] / "docs/optimizer.md").read_text()
-    scope: dict[str, Any] = {}
-    for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
-        exec(compile(code, "docs/optimizer.md", "exec"), scope)
-    own, found = scope["LargestThroughServer"], scope["found"]
-    assert isinstance(own, type) and isinstance(found, Optimized)
-    assert found.predicted_step_s <= found.before_step_s and "the workload's times" in found.assumed
-    asked: list[Strategy] = []
+def test_the_pass_of_the_example_plugin_proposes_a_server(asked: list[State]) -> None:
+    workload = chain().workload()
+    result = optimize(workload, NETWORK, budget=SMALL)
+    assert asked
+    check(result, workload, NETWORK, SearchSpace.default())
+    create = PASSES["largest_through_server"]
+    strategies: list[Strategy] = []
 
     class Watched:
         name = "watched"
 
         def propose(self, state: State, path: CriticalPath) -> Iterable[State]:
-            for proposed in own().propose(state, path):
-                asked.append(proposed.strategy)
+            for proposed in create().propose(state, path):
+                strategies.append(proposed.strategy)
                 yield proposed
 
-    workload = chain().workload()
-    found = optimize(workload, NETWORK, budget=SMALL, passes=[*default_passes(), Watched()])
-    assert asked
-    used = {shard.synchronizer for choice in asked[0].variables for shard in choice.shards}
+    optimize(workload, NETWORK, budget=SMALL, passes=[*default_passes(), Watched()])
+    used = {shard.synchronizer for choice in strategies[0].variables for shard in choice.shards}
     assert Synchronizer.PARAMETER_SERVER in used
-    check(found, workload, NETWORK, SearchSpace.default())
 
 
 def test_the_memory_pass_comes_first_and_changes_what_is_optimized() -> None:
@@ -342,46 +335,27 @@ def test_the_memory_pass_comes_first_and_changes_what_is_optimized() -> None:
     assert found.predicted_step_s >= slower.workload().compute_s
 
 
-PLUGIN = """
-asked = []
-
-
-class Watched:
-    name = "watched"
-
-    def propose(self, state, path):
-        asked.append(state)
-        return []
-
-
-def nothing():
-    return None
-"""
-
-
 @pytest.fixture
-def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
-    """Install a distribution whose entry point adds this object of a module as a pass."""
+def asked(example_plugin: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[State]]:
+    """The states that the pass of the example plugin is asked about."""
+    monkeypatch.syspath_prepend(str(example_plugin))
+    monkeypatch.setattr(PASSES, "_plugins", None)
+    plugin_pass = importlib.import_module("autotune_example.passes").LargestThroughServer
+    propose = plugin_pass.propose
+    states: list[State] = []
 
-    def install_pass(name: str) -> None:
-        metadata = tmp_path / "watch-1.0.dist-info"
-        metadata.mkdir()
-        (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: watch\nVersion: 1.0\n")
-        (metadata / "entry_points.txt").write_text(f"[autotune.passes]\nown = watch_pass:{name}\n")
-        (tmp_path / "watch_pass.py").write_text(PLUGIN)
-        monkeypatch.syspath_prepend(str(tmp_path))
-        monkeypatch.setattr(PASSES, "_plugins", None)
+    def recorded(self: Any, state: State, path: CriticalPath) -> Iterable[State]:
+        states.append(state)
+        return propose(self, state, path)
 
-    yield install_pass
-    PASSES._entries.pop("own", None)
-    sys.modules.pop("watch_pass", None)
+    monkeypatch.setattr(plugin_pass, "propose", recorded)
+    yield states
+    PASSES._entries.pop("largest_through_server", None)
 
 
 def test_a_pass_of_a_plugin_takes_part_in_the_search_and_in_the_command(
-    install: Callable[[str], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    asked: list[State], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    install("Watched")
-    asked: list[State] = importlib.import_module("watch_pass").asked
     workload = chain(1).workload()
     optimize(workload, NETWORK, budget=SMALL)
     counts = [len(asked)]
@@ -396,7 +370,7 @@ def test_a_pass_of_a_plugin_takes_part_in_the_search_and_in_the_command(
     assert 0 < counts[0] < counts[1] < len(asked)
 
 
-def test_a_plugin_that_creates_no_pass_is_refused(install: Callable[[str], None]) -> None:
-    install("nothing")
+def test_a_plugin_that_creates_no_pass_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PASSES._entries, "own", lambda: None)
     with pytest.raises(InvalidInput, match=r"a pass needs a name .* 'own' creates None"):
         default_passes()
