@@ -2,7 +2,7 @@
 
 One kind of graph serves all sources: the kernels of one device (Daydream), a fused module (DisCo),
 and the global graph of n workers (dPRO, sec. 4.1). An op is ready when all its parents have ended.
-It then waits for its lock, its queue and its channel, in this order. All rules: `docs/prediction.md`.
+It then waits for its lock, its queue and its channel, in this order (docs/prediction.md).
 
 | symbol | meaning |
 |---|---|

@@ -1,9 +1,9 @@
-"""A device whose times are assumed, and a net that is written down on it op by op.
+"""A device with assumed times, and nets whose ops take these times.
 
-Nothing here was measured, and everything made of it says so (`source="assumed"`). An op's time is the larger of its arithmetic over the
-device's rate and its memory traffic over the memory's (the roofline; Williams et al., CACM 52(4), 2009), and at least the time to start
-a kernel. A backward op of a layer with weights does twice the arithmetic and traffic of its forward op: the gradient of the input and
-that of the weights.
+Nobody measured them; every result says `source="assumed"`. The time of an op is the larger of its
+arithmetic by the device's rate and its memory traffic by the memory's rate (the roofline; Williams
+et al., CACM 52(4), 2009), plus the time to start a kernel. The backward op of a layer with weights
+does twice the arithmetic and traffic of its forward op, for the gradients of input and weights.
 """
 
 from __future__ import annotations
@@ -13,16 +13,23 @@ from dataclasses import dataclass
 
 from autotune.errors import InvalidInput
 from autotune.profiling.op_graph import Op, OpGraph
-from autotune.workload import Variable
+from autotune.zoo.architectures import MODELS
 
 _FLOAT_BYTES = 4
 POINTWISE_FLOP = 5.0
-"""Of one element of an activation, a normalization, a sum; memory bounds all of them."""
+"""Operations per element of an activation, normalization or sum; memory bounds all of them."""
+ADAM = 7.0
+"""Adam reads the gradient, the parameter and two moments, and writes the last three."""
+MOMENTUM = 5.0
+"""SGD with momentum reads the gradient, the parameter and the momentum; it writes the last two."""
 
 
 @dataclass(frozen=True)
 class AssumedDevice:
-    """What an op's time is assumed from. The defaults are an NVIDIA V100's data sheet (fp32 15.7 TFLOP/s, 900 GB/s) times `efficiency`."""
+    """Rates of a device: by default the data sheet of an NVIDIA V100, times `efficiency`.
+
+    The data sheet states 15.7 TFLOP/s in fp32 and 900 GB/s.
+    """
 
     flop_per_s: float = 15.7e12
     memory_bytes_per_s: float = 900e9
@@ -37,83 +44,75 @@ class AssumedDevice:
             )
 
     def seconds(self, flop: float, moved_bytes: float) -> float:
-        return (
-            max(flop / self.flop_per_s, moved_bytes / self.memory_bytes_per_s) / self.efficiency
-            + self.kernel_s
-        )
+        bound_s = max(flop / self.flop_per_s, moved_bytes / self.memory_bytes_per_s)
+        return bound_s / self.efficiency + self.kernel_s
 
     @property
     def text(self) -> str:
-        """What a reader must know of it."""
+        """The assumptions, for a reader of the results."""
         rates = f"{self.flop_per_s / 1e12:g} TFLOP/s and {self.memory_bytes_per_s / 1e9:g} GB/s"
-        return f"from FLOPs and bytes on an {self.name} that reaches {self.efficiency:.0%} of the {rates} of its data sheet"
+        return (
+            f"from FLOPs and bytes on an {self.name} that reaches {self.efficiency:.0%} "
+            f"of the {rates} of its data sheet"
+        )
 
 
 class Net:
-    """Adds ops in forward order and remembers what each reads. All counts are of one replica's step."""
+    """Ops of one replica's training step on a `batch`, added in forward order with their inputs."""
 
-    def __init__(self, device: AssumedDevice, variables: Iterable[Variable]) -> None:
-        self.device, self.variables = device, {variable.name: variable for variable in variables}
+    def __init__(self, device: AssumedDevice, model: str, batch: int) -> None:
+        self.device = device
+        self.model = model
+        self.batch = batch
+        self.variables = {variable.name: variable for variable in MODELS[model].variables()}
         self._ops: list[Op] = []
         self._edges: list[tuple[int, int]] = []
+
+    def op_graph(self) -> OpGraph:
+        raise NotImplementedError
 
     def op(
         self,
         name: str,
         flop: float,
         moved: float,
-        made: float,
+        written: float,
         reads: Iterable[int],
         names: Iterable[str] = (),
         gradient: float = 0.0,
     ) -> int:
-        """An op of `flop` operations that moves `moved` and makes `made` elements; backward it writes `gradient` elements on top."""
-        variables = tuple(self.variables[own] for own in names)
+        """An op that moves `moved` and writes `written` elements; its number.
+
+        `names`: its variables. `gradient`: further elements that its backward op writes.
+        """
+        variables = tuple(self.variables[variable] for variable in names)
         forward_s = self.device.seconds(flop, moved * _FLOAT_BYTES)
-        backward_s = self.device.seconds(
-            (2 if variables else 1) * flop, (2 * moved + gradient) * _FLOAT_BYTES
-        )
+        backward_flop = (2 if variables else 1) * flop
+        backward_s = self.device.seconds(backward_flop, (2 * moved + gradient) * _FLOAT_BYTES)
         code = f"{name.rsplit('/', 1)[-1]} {flop:g} {moved:g}"
-        self._ops.append(Op(name, code, forward_s, backward_s, made * _FLOAT_BYTES, variables))
-        self._edges.extend((before, len(self._ops) - 1) for before in sorted(set(reads)))
-        return len(self._ops) - 1
+        self._ops.append(Op(name, code, forward_s, backward_s, written * _FLOAT_BYTES, variables))
+        number = len(self._ops) - 1
+        self._edges.extend((before, number) for before in sorted(set(reads)))
+        return number
 
     def pointwise(
         self, name: str, elements: float, reads: tuple[int, ...], names: Iterable[str] = ()
     ) -> int:
-        return self.op(
-            name, POINTWISE_FLOP * elements, (len(reads) + 1) * elements, elements, reads, names
-        )
+        moved = (len(reads) + 1) * elements
+        return self.op(name, POINTWISE_FLOP * elements, moved, elements, reads, names)
 
     def product(
-        self,
-        name: str,
-        read: int,
-        rows: float,
-        inputs: int,
-        outputs: int,
-        names: Iterable[str] = (),
+        self, name: str, read: int, rows: float, inputs: int, outputs: int, *names: str
     ) -> int:
         """`rows` vectors times a matrix."""
         moved = rows * (inputs + outputs) + inputs * outputs
         return self.op(name, 2 * rows * inputs * outputs, moved, rows * outputs, (read,), names)
 
-    def graph(self, model: str, update_passes: float, rows_only: bool = False) -> OpGraph:
-        """`update_passes`: how often the optimizer reads or writes a parameter's bytes; of `rows_only` gradients hardly any."""
-        left = set(self.variables) - {
-            variable.name for op in self._ops for variable in op.variables
-        }
-        assert not left, left
-        updated = sum(
-            variable.grad_bytes
-            for variable in self.variables.values()
-            if not (rows_only and variable.sparse)
-        )
-        update_s = self.device.seconds(0.0, update_passes * updated)
-        return OpGraph(model, tuple(self._ops), tuple(self._edges), update_s, source="assumed")
-
-
-ADAM = 7.0
-"""Adam reads the gradient, the parameter and two moments and writes the last three."""
-MOMENTUM = 5.0
-"""Stochastic gradient descent with momentum reads the gradient, the parameter and the momentum and writes the last two."""
+    def graph(self, update_passes: float) -> OpGraph:
+        """The graph; the optimizer reads and writes each dense parameter `update_passes` times."""
+        in_ops = {variable.name for op in self._ops for variable in op.variables}
+        assert in_ops == set(self.variables), set(self.variables) - in_ops
+        updated_bytes = sum(v.grad_bytes for v in self.variables.values() if not v.sparse)
+        update_s = self.device.seconds(0.0, update_passes * updated_bytes)
+        ops, edges = tuple(self._ops), tuple(self._edges)
+        return OpGraph(self.model, ops, edges, update_s, source="assumed")

@@ -1,12 +1,15 @@
-"""The clusters of Table 2 of AutoSync's supplement (sec. 9.1): A1 and A2 stood in the authors' own rooms, B1 to B12 at AWS.
+"""The clusters of Table 2 of AutoSync's supplement (sec. 9.1).
 
-Setup A2 is "Cluster A" of the main paper and B7 its "Cluster B". Stated there are the GPUs of each node and the rate of its network
-interface. Nothing was probed: latencies and the links inside a node are this package's defaults for a cluster file.
+A1 and A2 were the authors' own; B1 to B12 were at AWS. Setup A2 is "Cluster A" of the main paper,
+and B7 its "Cluster B". The table states the GPUs of each node and the rate of its network
+interface. Nothing was probed: latencies and the links inside a node are the defaults of a cluster
+file.
 
-All nodes at AWS "have 10GbE single-flow bandwidth": one TCP connection moves at most 10 Gbit/s, whatever the interface. `CLUSTERS` has
-the interfaces' rates, as the table does, since a limit of a connection is none of a host: it holds for software that opens enough
-connections between two nodes, and for what a server takes in from several. `single_flow` gives the other end of the range, where a
-pair of nodes shares one connection, as two of TensorFlow's servers do. A real run lies between the two.
+All AWS nodes "have 10GbE single-flow bandwidth": one TCP connection moves at most 10 Gbit/s.
+`CLUSTERS` has the rates of the interfaces, as the table does. They hold for software that opens
+enough connections between two nodes, and for the input of a server from several nodes.
+`single_flow` is the other end of the range: a pair of nodes shares one connection, as two of
+TensorFlow's servers do. A real run lies between the two.
 """
 
 from __future__ import annotations
@@ -20,21 +23,21 @@ from autotune.cluster import Cluster, Host, PairLink
 from autotune.errors import InvalidInput
 
 GBIT_PER_S = 1e9 / 8
-"""In bytes per second."""
+"""Bytes per second."""
 GB = 10**9
 SINGLE_FLOW = "-single-flow"
-"""Behind a cluster's name: as `single_flow` gives it."""
+"""Suffix of the names of clusters from `single_flow`."""
 SINGLE_FLOW_BYTES_PER_S = 10 * GBIT_PER_S
 
 LATENCY_S = 50e-6
 INNER_BYTES_PER_S = 10e9
 INNER_LATENCY_S = 5e-6
-"""These three are the defaults of a cluster file; 10 GB/s is about what PCIe 3.0 x16, which all of these GPUs sit on, moves."""
+"""These three are the defaults of a cluster file. All GPUs are on PCIe 3.0 x16, about 10 GB/s."""
 
 
 @dataclass(frozen=True)
 class _Node:
-    """A type of machine: `gpus` of `gpu_bytes` each."""
+    """A type of machine with `gpus` of `gpu_bytes` each."""
 
     name: str
     gpus: int
@@ -89,14 +92,15 @@ CLUSTERS: Mapping[str, Cluster] = MappingProxyType(
         for name, nodes in _SETUPS.items()
     }
 )
-"""Name in Table 2 -> cluster; every link is its interface's."""
+"""Name in Table 2 -> cluster, with the rates of the interfaces."""
 
 
 def single_flow(name: str) -> Cluster:
-    """A cluster of Table 2 where two nodes share one connection, which AWS limits to 10 Gbit/s.
+    """A cluster of Table 2 in which two nodes share one connection, which AWS limits to 10 Gbit/s.
 
-    Only links between pairs of nodes change: a node that serves several others still takes in what its interface lets through. Setups
-    without such a limit, or without two nodes that could exceed it, come back as they are.
+    Only links between pairs of nodes change: a node that serves several others still receives at
+    the rate of its interface. Setups without such a limit, or without two nodes that could exceed
+    it, are returned unchanged.
     """
     if name not in CLUSTERS:
         raise InvalidInput(

@@ -1,9 +1,9 @@
-"""How fast is the replay? Beside SimPy, networkx and the same event loop in plain Python, interleaved, on one core.
+"""How fast is the replay, relative to SimPy, networkx and the same event loop in plain Python?
 
-The graph: data-parallel training of L layers on W workers, 4 L W ops. Per worker a chain of forward and a chain of backward ops on its
-device; every layer's gradient is sent on the worker's link once the worker and its left neighbour have it, and then updated on the device.
-
-Then what workers alike cost: 1, 16 and 1024 of them (`folded_workers`).
+All engines run interleaved on one core. The graph is data-parallel training of L layers on W
+workers, 4 L W ops. Each worker has a chain of forward and a chain of backward ops on its device. A
+layer's gradient is sent on the worker's link when the worker and its left neighbor have it; then it
+is updated on the device. At last, 1, 16 and 1024 equal workers are compared (`folded_workers`).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import networkx
 import numpy as np
 import simpy
 
-from autotune.dfg.build import csr
-from autotune.dfg.graph import NONE, Dfg, Kind, Names
+from autotune.dfg.build import DfgBuilder
+from autotune.dfg.graph import NONE, Dfg, Kind
 from autotune.dfg.replay import replay
 from benchmarks.replay_throughput.batched import FixedOrder
 from benchmarks.replay_throughput.folded_workers import costs, table
@@ -31,12 +31,12 @@ from benchmarks.replay_throughput.incremental import IncrementalReplay
 
 SIZES = ((160, 16), (160, 64), (1000, 128))  # layers, workers
 SETS = 64
-CALLS = 15  # of the fast ones in each round; their median counts as the round's time
-RIVALS_UP_TO = 50_000  # ops; networkx and SimPy take minutes beyond
+CALLS = 15  # of the fast engines in each round; their median is the round's time
+RIVALS_UP_TO = 50_000  # ops; with more, networkx and SimPy take minutes
 
 
 def data_parallel(layers: int, workers: int, seed: int = 0) -> Dfg:
-    """Durations are drawn, microseconds as in a small model: 10 to 200 us of computation, 10 to 150 us of communication."""
+    """Random durations of a small model: computation of 10 to 200 us, sends of 10 to 150 us."""
     rng = np.random.default_rng(seed)
     forward, backward, send, update = (
         number * layers * workers + np.arange(layers * workers).reshape(workers, layers)
@@ -49,42 +49,28 @@ def data_parallel(layers: int, workers: int, seed: int = 0) -> Dfg:
         (np.roll(backward, 1, axis=0), send),
         (send, update),
     ]
-    ops = 4 * layers * workers
-    start, child = csr(
-        ops, *(np.concatenate([pair[side].ravel() for pair in edges]) for side in (0, 1))
-    )
     worker = np.tile(np.repeat(np.arange(workers), layers), 4)
     kind = np.repeat([Kind.FORWARD, Kind.BACKWARD, Kind.SEND, Kind.UPDATE], layers * workers)
     low, high = np.repeat([[10, 20, 10, 5], [100, 200, 150, 6]], layers * workers, axis=1) * 1e-6
-    none, zero = np.full(ops, NONE), np.zeros(ops)
-    return Dfg(
+    builder = DfgBuilder()
+    for number in range(2 * workers):
+        builder.queue(f"queue {number}")
+    builder.block(
+        4 * layers * workers,
+        lambda op: f"op {op}",
         duration_s=rng.uniform(low, high),
         queue=np.where(kind == Kind.SEND, workers + worker, worker),
-        child_start=start,
-        child=child,
-        discipline=np.zeros(2 * workers, np.int8),
         kind=kind,
-        gap_s=zero,
-        channel=none,
-        priority=np.zeros(ops, np.int32),
-        size_bytes=zero,
         layer=np.tile(np.arange(layers), 4 * workers),
-        worker=worker.astype(np.int32),
-        acquires=none,
-        releases=none,
-        lock_capacity=np.zeros(0, np.int32),
-        names=Names(
-            range_names("op", ops), range_names("queue", 2 * workers), range_names("layer", layers)
-        ),
+        worker=worker,
     )
-
-
-def range_names(what: str, count: int) -> tuple[str, ...]:
-    return tuple(f"{what} {number}" for number in range(count))
+    for parents, children in edges:
+        builder.edges(parents, children)
+    return builder.build([f"layer {number}" for number in range(layers)])
 
 
 def heapq_replay(dfg: Dfg) -> Callable[[], float]:
-    """The same loop over lists, with `heapq`, and the same results: starts, ends, causes. Making the lists is not timed."""
+    """The same loop and results over lists, with `heapq`; building the lists is not timed."""
     start, child, queue = dfg.child_start.tolist(), dfg.child.tolist(), dfg.queue.tolist()
     duration_s, parents = dfg.duration_s.tolist(), dfg.parents_left.tolist()
 
@@ -119,7 +105,7 @@ def heapq_replay(dfg: Dfg) -> Callable[[], float]:
 
 
 def simpy_replay(dfg: Dfg) -> Callable[[], float]:
-    """A process for each queue, which takes ops from its store."""
+    """One process per queue, which takes ops from its store."""
     start, child, queue = dfg.child_start.tolist(), dfg.child.tolist(), dfg.queue.tolist()
     duration_s, parents = dfg.duration_s.tolist(), dfg.parents_left.tolist()
 
@@ -152,7 +138,7 @@ def simpy_replay(dfg: Dfg) -> Callable[[], float]:
 
 
 def networkx_longest_path(dfg: Dfg) -> Callable[[], float]:
-    """Without queues: an easier question. Making the graph is not timed."""
+    """The longest path without queues, an easier question; building the graph is not timed."""
     graph = networkx.DiGraph()
     graph.add_nodes_from(range(dfg.ops))
     origin = np.repeat(np.arange(dfg.ops), np.diff(dfg.child_start))
@@ -230,14 +216,15 @@ def main() -> None:
     results = [measure(*size, options.rounds) for size in SIZES[: 3 if options.largest else 2]]
     for result in results:
         print(
-            f"\n{result['ops']} ops, {result['edges']} edges: quartiles of ops per second; time over that of replay"
+            f"\n{result['ops']} ops, {result['edges']} edges: "
+            "quartiles of ops per second; time by that of replay"
         )
         for name, rate in result["per_s"].items():  # type: ignore[attr-defined]
             ratio = result["time_over_replay"].get(name)  # type: ignore[attr-defined]
-            told = "" if ratio is None else "   " + "  ".join(f"{value:8.2f}" for value in ratio)
-            print(f"{name:12}" + "  ".join(f"{value / 1e6:10.3f} M" for value in rate) + told)
-    first, alike = results[0], costs()
-    print("\nworkers alike, CPU time", *table(alike), sep="\n")
+            suffix = "" if ratio is None else "   " + "  ".join(f"{value:8.2f}" for value in ratio)
+            print(f"{name:12}" + "  ".join(f"{value / 1e6:10.3f} M" for value in rate) + suffix)
+    first, folded = results[0], costs()
+    print("\nequal workers, CPU time", *table(folded), sep="\n")
     print(
         json.dumps(
             {
@@ -248,10 +235,14 @@ def main() -> None:
                 "ratio_to_networkx": first["time_over_replay"]["networkx"][1],  # type: ignore[index]
                 "batched_sets": SETS,
                 "rounds": options.rounds,
-                "counted": "events: ops whose start, end and cause one call of replay(dfg) gives, everything in the call included, the"
-                " validation of the graph not; batched: ops times sets of one call of FixedOrder.makespans_s on float32 columns, the check"
-                " of the durations included, the execution graph not; medians over rounds, quartiles in `sizes`",
-                "workers": [asdict(cost) for cost in alike],
+                "counted": (
+                    "events: ops whose start, end and cause one call of replay(dfg) gives, "
+                    "everything in the call included, the validation of the graph not; "
+                    "batched: ops times sets of one call of FixedOrder.makespans_s on float32 "
+                    "columns, the check of the durations included, the execution graph not; "
+                    "medians over rounds, quartiles in `sizes`"
+                ),
+                "workers": [asdict(cost) for cost in folded],
                 "sizes": results,
             }
         )

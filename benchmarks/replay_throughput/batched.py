@@ -1,14 +1,14 @@
-"""Many sets of durations at once, in the order of one timeline: a longest path over its execution graph.
+"""Replay many sets of durations at once in the order of one timeline, by longest paths.
 
-The order in which every queue, channel and lock serves its ops is that of the base timeline. Where other durations would change that
-order, the result is the time of a run that keeps to the old one, not that of `replay`; where they would not, it is that of `replay` up
-to the rounding of float32.
+Every queue, channel and lock serves its ops in the order of the base timeline. If other durations
+would change that order, the result is the time of a run in the old order, not that of `replay`.
+Otherwise it is that of `replay` up to the rounding of float32.
 
 | symbol | meaning |
 |---|---|
 | N | ops |
 | B | sets of durations |
-| WIDTH | sets that are walked through at once: one row of an op's times fills whole vector registers and whole cache lines |
+| WIDTH | sets in one walk: a row of an op's times fills whole vector registers and cache lines |
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TILE = 16  # durations in one cache line of float32
 
 
 class FixedOrder:
-    """The execution graph of a timeline, ready to be walked with many sets of durations; to be made once and used often."""
+    """The execution graph of a timeline, prepared once for many sets of durations."""
 
     def __init__(self, timeline: Timeline) -> None:
         graph = execution_graph(timeline)
@@ -43,10 +43,10 @@ class FixedOrder:
         self._last = np.flatnonzero(last).astype(np.int32)
 
     def makespans_s(self, durations_s: FloatArray | Float32Array) -> FloatArray:
-        """Time of the last end for every set, shape (B,), of `durations_s` (B, N), seconds, of float32 or float64.
+        """Time of the last end for every set, shape (B,), of `durations_s` (B, N) in seconds.
 
-        The transpose of an array of shape (N, B) is read fastest. Raises `InvalidInput` for a wrong shape, or where a duration is not
-        finite or below 0.
+        The transpose of an array of shape (N, B) is read fastest. Raises `InvalidInput` for a wrong
+        shape, and for durations below 0 or not finite.
         """
         if durations_s.ndim != 2 or durations_s.shape[1] != self.ops:
             raise InvalidInput(
@@ -56,7 +56,8 @@ class FixedOrder:
             durations_s.min() >= 0 and durations_s.max() <= np.finfo(np.float32).max
         ):
             raise InvalidInput(
-                f"durations must be finite and at least 0, but go from {durations_s.min()} to {durations_s.max()}"
+                "durations must be finite and at least 0, "
+                f"but go from {durations_s.min()} to {durations_s.max()}"
             )
         singles = durations_s.astype(np.float32, copy=False).view()
         singles.flags.writeable = False
@@ -91,13 +92,13 @@ class FixedOrder:
 
 
 def replay_many(timeline: Timeline, durations_s: FloatArray | Float32Array) -> FloatArray:
-    """The makespans, shape (B,), of `durations_s` (B, N) in the order of the timeline. See `FixedOrder` for repeated use and errors."""
+    """Makespans (B,) of `durations_s` (B, N) in the timeline's order; see `FixedOrder`."""
     return FixedOrder(timeline).makespans_s(durations_s)
 
 
 @compiled()
 def _transpose(rows: Float32Array, position: Int32Array, columns: Float32Array) -> None:
-    """Write durations (at most WIDTH, N) as (N, WIDTH), op o at `position[o]`, a tile at a time so that a cache line is read once."""
+    """Write durations (at most WIDTH, N) as (N, WIDTH), op o at `position[o]`, by tiles."""
     ops = rows.shape[1]
     for low in range(0, ops, TILE):
         for k in range(len(rows)):
@@ -117,9 +118,10 @@ def _walk(  # noqa: C901 one branch for each number of predecessors
     ends_s: Float32Array,
     makespans_s: Float32Array,
 ) -> None:
-    """Ends (N, WIDTH) of WIDTH sets of durations (N, B), those from `first` on; `row` (N,) tells the row of each position.
+    """Ends (N, WIDTH) of WIDTH sets of durations (N, B) from `first` on; `row` (N,) by position.
 
-    Every loop over k is one vector operation. Most ops have one to three predecessors, for which nothing is stored in between.
+    Every loop over k is one vector operation. Most ops have one to three predecessors, which need
+    no intermediate storage.
     """
     for place in range(len(row)):
         op = row[place]

@@ -1,11 +1,11 @@
-"""The execution graph of a timeline (dPRO, sec. 4.3): the data-flow graph and, beside it, who went before whom on every resource.
+"""The execution graph of a timeline (dPRO, sec. 4.3): the data-flow graph plus resource orders.
 
-With the order of every queue, channel and lock kept, an op starts when the last of its predecessors has ended, and a gap behind that for
-some: a longest path, which needs no queues, no clocks and no events.
+If every queue, channel and lock keeps its order, an op starts when the last of its predecessors has
+ended, for some after a gap. So a longest path replaces queues, clocks and events.
 
 | symbol | meaning |
 |---|---|
-| N | ops, numbered anew in the order of execution |
+| N | ops, renumbered in the order of execution |
 | P | predecessors of all ops together |
 """
 
@@ -24,8 +24,8 @@ from autotune.dfg.replay import Timeline
 class ExecutionGraph:
     """`order` (N,): the op at each position, every op behind its predecessors.
 
-    `start` (N + 1,), `predecessor` (P,): CSR of positions, the predecessors of position i in ascending order. `lag_s` (P,): the time
-    between the end of the predecessor and the earliest start, the gap of a queue.
+    `start` (N + 1,), `predecessor` (P,): CSR of positions, predecessors in ascending order. `lag_s`
+    (P,): time between the end of the predecessor and the earliest start, the gap of a queue.
     """
 
     order: Int32Array
@@ -35,9 +35,10 @@ class ExecutionGraph:
 
 
 def execution_graph(timeline: Timeline) -> ExecutionGraph:
-    """Replaying in this order with the timeline's own durations gives its starts and ends again.
+    """The graph whose longest paths, with the timeline's durations, are its starts and ends.
 
-    Ops that take no time and run at the same instant stand in an order that the graph allows, which need not be that of the replay.
+    Simultaneous ops without duration are in an order that the graph allows, which may differ from
+    that of the replay.
     """
     dfg = timeline.dfg
     depth = np.empty(dfg.ops, dtype=np.int64)
@@ -82,7 +83,7 @@ def _queue_edges(timeline: Timeline, position: IntArray) -> tuple[IntArray, IntA
 def _lock_edges(
     timeline: Timeline, position: IntArray, lock: int
 ) -> tuple[IntArray, IntArray, FloatArray]:
-    """(before, behind, lag_s): with a capacity of c the k-th that takes the lock waits for the (k - c)-th that gives it back."""
+    """(before, behind, lag_s): with capacity c the k-th taker waits for the (k - c)-th release."""
     dfg = timeline.dfg
     takers = np.flatnonzero(dfg.acquires == lock)
     takers = takers[np.argsort(position[takers])]
@@ -96,7 +97,7 @@ def _lock_edges(
 def _csr_of_longest(
     ops: int, before: IntArray, behind: IntArray, lag_s: FloatArray
 ) -> tuple[IntArray, Int32Array, FloatArray]:
-    """(start, predecessor, lag_s); of several edges between the same two that with the longest lag."""
+    """(start, predecessor, lag_s), with the longest lag between the same two ops."""
     by_lag = np.lexsort((-lag_s, before, behind))
     before, behind, lag_s = before[by_lag], behind[by_lag], lag_s[by_lag]
     first = np.ones(len(before), dtype=np.bool_)

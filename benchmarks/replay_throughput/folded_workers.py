@@ -1,8 +1,8 @@
-"""What n workers alike cost to replay: rings and parameter servers of 1, 16 and 1024 workers, lowered and folded.
+"""The cost to replay n equal workers: rings and servers of 1, 16 and 1024 workers.
 
-Lowered: the product's own way. A plan is written down for one worker and the ports that decide (`Lowering`), and never in full. Folded: a
-graph that is there in full, as one read from somewhere else, is reduced to its quotient (`dfg.symmetry`); folding looks at all of it once,
-and each replay behind that is of the quotient alone. Every quotient is held against a replay of the full graph.
+Lowered, as the product does it: `Lowering` writes only one worker and the ports that decide.
+Folded: a full graph is reduced to its quotient (`symmetry.py`), which examines it once; then only
+the quotient is replayed. Every quotient is compared with a replay of the full graph.
 """
 
 from __future__ import annotations
@@ -10,14 +10,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
 from autotune.arrays import FloatArray, IntArray
 from autotune.cluster import Cluster, Host
-from autotune.dfg.build import csr
-from autotune.dfg.graph import NONE, Dfg, Kind, Names
+from autotune.dfg.build import DfgBuilder
+from autotune.dfg.graph import NONE, Dfg, Kind
 from autotune.dfg.replay import replay
 from autotune.lowering.lower import Lowering
 from autotune.strategy_space.builders.collectives import per_variable
@@ -30,15 +29,15 @@ WORKERS = (1, 16, 1024)
 LAYERS = 160
 SERVERS = 4
 STEPS = 4
-"""Of each layer's ring in the graph that is folded."""
+"""Steps of each layer's ring in the graph that is folded."""
 CALLS = 25
 
 
 @dataclass(frozen=True)
 class Cost:
-    """`events` of one replay, which takes `replay_s`. `made_s`: writing the graph down, or folding it. Both are CPU seconds, medians.
+    """`events` of one replay and its `replay_s`; `made_s`: building or folding the graph.
 
-    `full_events`: of the graph that is folded.
+    Both are medians of CPU seconds. `full_events`: events of the graph that is folded.
     """
 
     graph: str
@@ -50,17 +49,18 @@ class Cost:
 
 
 def costs() -> list[Cost]:
-    """Of every kind of graph at every number of workers."""
+    """Every kind of graph with every number of workers."""
     lowered = [_lowered(name, count) for name in _PLANS for count in WORKERS]
     return lowered + [_folded(name, count) for name in _FULL for count in WORKERS]
 
 
-def table(found: Sequence[Cost]) -> list[str]:
+def table(measured: Sequence[Cost]) -> list[str]:
     head = f"{'graph':22}{'workers':>8}{'events':>8}{'replay':>12}{'made in':>12}{'in full':>10}"
-    rows = [
-        f"{own.graph:22}{own.workers:8}{own.events:8}{own.replay_s * 1e6:9.1f} us{own.made_s * 1e3:9.2f} ms{own.full_events or '':>10}"
-        for own in found
-    ]
+    rows = []
+    for cost in measured:
+        replay_us, made_ms = cost.replay_s * 1e6, cost.made_s * 1e3
+        times = f"{replay_us:9.1f} us{made_ms:9.2f} ms{cost.full_events or '':>10}"
+        rows.append(f"{cost.graph:22}{cost.workers:8}{cost.events:8}{times}")
     return [head, *rows]
 
 
@@ -97,13 +97,14 @@ def _ring_plan(workload: Workload, cluster: Cluster) -> Plan:
 
 
 def _server_plan(workload: Workload, cluster: Cluster) -> Plan:
-    """The messages on the same few servers however many workers there are."""
-    made = plan(parameter_server(workload, cluster), workload, cluster.world_size)
+    """The same few servers own the messages, whatever the number of workers."""
+    sharded = plan(parameter_server(workload, cluster), workload, cluster.world_size)
     servers = min(SERVERS, cluster.world_size)
     return replace(
-        made,
+        sharded,
         messages=tuple(
-            replace(message, owner=number % servers) for number, message in enumerate(made.messages)
+            replace(message, owner=number % servers)
+            for number, message in enumerate(sharded.messages)
         ),
     )
 
@@ -115,7 +116,7 @@ _PLANS: dict[str, Callable[[Workload, Cluster], Plan]] = {
 
 
 def _lowered(name: str, workers: int) -> Cost:
-    """The kept `Lowering` writes the plan down again, as a search does; what the plans of a cluster share is known by then."""
+    """A kept `Lowering` lowers the plan again, as a search does."""
     cluster = Cluster(
         f"{workers}x1", tuple(Host(f"h{i}", 1, 1.25e9, 5e-5, 10e9, 5e-6) for i in range(workers))
     )
@@ -137,7 +138,7 @@ def _folded(name: str, workers: int) -> Cost:
 
 
 def _ring_graph(workers: int) -> Dfg:
-    """Passes of every worker; each layer's gradient goes round in steps, of which each waits for that of the worker before."""
+    """Passes of every worker; a gradient's ring step waits for the previous worker's step."""
     passes, compute = _passes(workers)
     first = passes.size
     sent = first + np.arange(workers * LAYERS * STEPS).reshape(workers, LAYERS, STEPS)
@@ -158,7 +159,7 @@ def _ring_graph(workers: int) -> Dfg:
 
 
 def _server_graph(workers: int) -> Dfg:
-    """Passes of every worker, pushes on its own link, updates on the servers, pulls on its own link."""
+    """Passes, pushes and pulls of every worker, and updates on the servers."""
     passes, compute = _passes(workers)
     pushed = passes.size + np.arange(workers * LAYERS).reshape(workers, LAYERS)
     update = passes.size + pushed.size + np.arange(LAYERS)
@@ -200,12 +201,12 @@ _FULL: dict[str, Callable[[int], Dfg]] = {
 
 
 def _passes(workers: int) -> tuple[IntArray, FloatArray]:
-    """(ops of the forward and the backward pass of every worker (W, 2 L), their seconds on one worker (2 L,))."""
+    """(ops of both passes of every worker (W, 2 L), their seconds on one worker (2 L,))."""
     return np.arange(workers * 2 * LAYERS).reshape(workers, 2 * LAYERS), _drawn(10, 200, 2 * LAYERS)
 
 
 def _drawn(low_us: float, high_us: float, count: int) -> FloatArray:
-    """Durations as of `replay_throughput`, the same for all workers."""
+    """Random durations, the same for all workers."""
     return np.random.default_rng(0).uniform(low_us, high_us, count) * 1e-6
 
 
@@ -217,30 +218,10 @@ def _graph(
     edges: Sequence[tuple[IntArray, IntArray]],
     queues: int,
 ) -> Dfg:
-    ops = len(seconds)
-    start, child = csr(
-        ops, *(np.concatenate([pair[side].ravel() for pair in edges]) for side in (0, 1))
-    )
-    none, zero = np.full(ops, NONE), np.zeros(ops)
-    names = Names(tuple(map(str, range(ops))), tuple(map(str, range(queues))))
-    columns: dict[str, Any] = {
-        "gap_s": zero,
-        "channel": none,
-        "priority": zero,
-        "size_bytes": zero,
-        "layer": none,
-    }
-    return Dfg(
-        duration_s=seconds,
-        queue=queue.astype(np.int32),
-        child_start=start,
-        child=child,
-        discipline=np.zeros(queues, np.int8),
-        kind=kind.astype(np.int8),
-        worker=worker.astype(np.int32),
-        acquires=none,
-        releases=none,
-        lock_capacity=np.zeros(0, np.int32),
-        names=names,
-        **columns,
-    )
+    builder = DfgBuilder()
+    for number in range(queues):
+        builder.queue(str(number))
+    builder.block(len(seconds), str, duration_s=seconds, queue=queue, kind=kind, worker=worker)
+    for parents, children in edges:
+        builder.edges(parents, children)
+    return builder.build()

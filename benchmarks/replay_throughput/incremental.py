@@ -1,12 +1,13 @@
-"""Replay after a local change: the event loop goes on from a snapshot that was taken before the change could matter.
+"""Replay after a local change: continue the event loop from a snapshot before the change matters.
 
-The duration of an op is read when its end becomes known. A snapshot in which the ends of all changed ops are unknown is therefore also a
-snapshot of the changed replay, and going on from it gives bit for bit what a full replay gives.
+The duration of an op is read when its end becomes known. So a snapshot in which the ends of all
+changed ops are unknown is also a snapshot of the changed replay. Continuing from it gives exactly
+the result of a full replay.
 
 | symbol | meaning |
 |---|---|
 | N | ops |
-| S | snapshots; number s is taken when s N / S ends are known, number 0 before the first event |
+| S | snapshots; snapshot s is taken when s N / S ends are known, snapshot 0 at the start |
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ Numbers = NDArray[np.integer[Any]]
 
 @dataclass(frozen=True, eq=False)
 class Resumed:
-    """A timeline and for how many of its ops the loop was run, out of all; the rest was taken from the snapshot."""
+    """A timeline, and the number of its ops that the loop replayed; the snapshot had the others."""
 
     timeline: Timeline
     replayed_ops: int
 
 
 class IncrementalReplay:
-    """The replay of one graph, kept at `snapshots` instants. A snapshot holds about 30 bytes for each op."""
+    """The replay of one graph with `snapshots` of about 30 bytes per op."""
 
     def __init__(self, dfg: Dfg, duration_s: FloatArray | None = None, snapshots: int = 32) -> None:
         """Raises `InvalidInput` as `replay` does, and for less than one snapshot."""
@@ -68,7 +69,7 @@ class IncrementalReplay:
         self.timeline = finished(dfg, work, state)
 
     def replay(self, duration_s: FloatArray) -> Resumed:
-        """The timeline with durations of shape (N,), which may differ anywhere from those of this replay; the later, the less work.
+        """The timeline with durations of shape (N,); later changes need less work.
 
         Raises `InvalidInput` as `replay` does.
         """
@@ -78,10 +79,14 @@ class IncrementalReplay:
         return self._resume(duration_s, changed)
 
     def replay_changed(self, ops: Numbers, duration_s: FloatArray) -> Resumed:
-        """The same with the durations of some `ops` changed, both of shape (C,). Raises `InvalidInput` also for ops that are not there."""
+        """The same with changed durations of some `ops`, both of shape (C,).
+
+        Raises `InvalidInput` also for ops that do not exist.
+        """
         if len(ops) and not (np.min(ops) >= 0 and np.max(ops) < self._dfg.ops):
             raise InvalidInput(
-                f"changed ops must be 0 to {self._dfg.ops - 1}, but are {np.min(ops)} to {np.max(ops)}"
+                f"changed ops must be 0 to {self._dfg.ops - 1}, "
+                f"but are {np.min(ops)} to {np.max(ops)}"
             )
         changed_s = self.timeline.duration_s.copy()
         changed_s[ops] = checked_durations(duration_s, np.shape(ops))
@@ -98,7 +103,7 @@ class IncrementalReplay:
 
 
 def _copy(state: State, waiting: Waiting | None) -> tuple[State, Waiting | None]:
-    """Of the heap only what is filled is copied."""
+    """Copy the arrays; of the heap only the events."""
     events = int(state.counts[0])
     heap_s, heap_code = np.empty_like(state.heap_s), np.empty_like(state.heap_code)
     heap_s[:events], heap_code[:events] = state.heap_s[:events], state.heap_code[:events]

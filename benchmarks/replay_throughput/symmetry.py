@@ -1,17 +1,18 @@
-"""Of n identical workers one is replayed (dPRO, sec. 5.3, symmetry).
+"""Fold a graph of equal workers to one worker (dPRO, sec. 5.3, symmetry).
 
-Two ops are alike if they last equally long, follow ops that are alike, and compete on their queues, channels and locks with ops that are
-alike, in the same order of index. By induction over time, ops that are alike then start and end together, and one of each kind tells all:
-the quotient of the graph. That is so for a ring of equal workers, where worker w + 1 is alike to worker w, and for parameter servers that
-serve equal workers at once. Where workers follow each other on one queue they are not alike, and the fold is refused.
+Two ops are equivalent if they have equal durations, follow equivalent ops, and compete on their
+queues, channels and locks with equivalent ops, in the same order of index. By induction over time,
+equivalent ops start and end together, so one of each class is enough: the quotient of the graph.
+Examples are a ring of equal workers, and parameter servers that serve equal workers at once.
+Workers that follow each other on one queue are not equivalent, and the fold is refused.
 
-Of ops that take no time nothing is assumed but the above; where such an op makes another one ready at the very instant at which a third
-one is ready for the same FIFO queue, the full graph may serve these two in either order.
+If an op without duration makes another op ready at the instant at which a third op is ready for the
+same FIFO queue, the full graph may serve these two in either order.
 
 | symbol | meaning |
 |---|---|
 | N, M | ops of the full graph and of its quotient |
-| role | 0 or 1: an op takes a resource as its queue or as its channel, takes a lock or gives it back |
+| role | 0 or 1: a resource is the op's queue or its channel; a lock is taken or given back |
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _SAME = ("duration_s", "gap_s", "kind", "priority", "size_bytes", "layer")
 
 @dataclass(frozen=True, eq=False)
 class Fold:
-    """`dfg`: the quotient of `full`. `member` (N,): the op of the quotient that stands for each op of the full graph."""
+    """`dfg`: the quotient of `full`. `member` (N,): its op for each op of the full graph."""
 
     full: Dfg
     dfg: Dfg
@@ -45,16 +46,18 @@ class Fold:
         """Starts and ends of all ops, each of shape (N,), from a timeline of the quotient."""
         if timeline.dfg is not self.dfg:
             raise InvalidInput(
-                "a timeline can be unfolded if it is one of the fold's own graph, and this is one of another graph"
+                "a timeline can be unfolded if it is one of the fold's own graph, "
+                "and this is one of another graph"
             )
         return timeline.start_s[self.member], timeline.end_s[self.member]
 
 
 def fold(dfg: Dfg, representative: Int32Array | None = None) -> Fold:
-    """The quotient of a graph in which all workers are alike.
+    """The quotient of a graph of equal workers.
 
-    `representative` (N,): for each op the op that stands for it, for that one itself. Without it the k-th op of every worker stands for
-    the k-th op of the first one, and ops without a worker stand for themselves. Raises `InvalidInput` where ops are not alike.
+    `representative` (N,): the op that represents each op; it represents itself. By default the k-th
+    op of the first worker represents the k-th op of every worker, and ops without a worker
+    represent themselves. Raises `InvalidInput` for ops that are not equivalent.
     """
     stands = _by_worker(dfg) if representative is None else _checked(dfg, representative)
     for name in _SAME:
@@ -70,7 +73,8 @@ def fold(dfg: Dfg, representative: Int32Array | None = None) -> Fold:
         dfg.lock_capacity != dfg.lock_capacity[locks]
     ):
         raise InvalidInput(
-            "only graphs of alike workers can be folded, but their queues or locks differ in discipline or capacity"
+            "only graphs of alike workers can be folded, "
+            "but their queues or locks differ in discipline or capacity"
         )
     kept = np.flatnonzero(stands == np.arange(dfg.ops))
     _compare_users(dfg, queues, (dfg.queue, dfg.channel), stands, kept, "queue or channel")
@@ -92,7 +96,8 @@ def _by_worker(dfg: Dfg) -> IntArray:
             ops = np.flatnonzero(dfg.worker == worker)
             if len(ops) != len(first):
                 raise InvalidInput(
-                    f"only alike workers can be folded, but worker {worker} has {len(ops)} ops where worker {workers[0]} has {len(first)}"
+                    f"only alike workers can be folded, but worker {worker} has {len(ops)} ops "
+                    f"where worker {workers[0]} has {len(first)}"
                 )
             stands[ops] = first
     return stands
@@ -115,14 +120,15 @@ def _require(dfg: Dfg, holds: np.ndarray, stands: IntArray, what: str) -> None:
         op = int(wrong[0])
         names = dfg.names.ops
         raise InvalidInput(
-            f"only alike ops can be folded, but {names[op]!r} {what} than {names[int(stands[op])]!r}, which stands for it"
+            f"only alike ops can be folded, but {names[op]!r} {what} "
+            f"than {names[int(stands[op])]!r}, which stands for it"
         )
 
 
 def _classes(
     count: int, pairs: Sequence[tuple[Int32Array, Int32Array]], dfg: Dfg, stands: IntArray
 ) -> IntArray:
-    """(count,): the lowest of the resources that stand for each other, where each pair stands for each other."""
+    """(count,): the lowest resource of each class, by pairs of equivalent resources."""
     one, two = (np.concatenate([pair[side] for pair in pairs]).astype(np.int64) for side in (0, 1))
     _require(
         dfg,
@@ -144,7 +150,10 @@ def _classes(
 def _users(
     takes: Sequence[Int32Array], ops: IntArray, resource: IntArray
 ) -> tuple[IntArray, IntArray, IntArray]:
-    """(resource, op, role) of every use by one of `ops`, by resource and then by op; `resource` tells the number to be used for each."""
+    """(resource, op, role) of every use by one of `ops`, by resource and then by op.
+
+    `resource` renumbers the resources.
+    """
     role = np.concatenate([np.full(len(ops), number) for number in range(len(takes))])
     op = np.tile(ops, len(takes))
     taken = np.concatenate([take[ops] for take in takes])
@@ -162,7 +171,7 @@ def _compare_users(
     kept: IntArray,
     what: str,
 ) -> None:
-    """Every resource must be used by ops that are alike to those of its class in the quotient, in the same order."""
+    """Check that equivalent ops use each resource and its class in the same order."""
     if not len(classes):
         return
     resource, op, role = _users(takes, np.arange(dfg.ops), np.arange(len(classes)))
@@ -179,7 +188,7 @@ def _compare_groups(
     models: tuple[IntArray, IntArray],
     what: str,
 ) -> None:
-    """Each group, (its number, its values in order), must equal the model group of its class."""
+    """Check that each group, (number, values in order), equals the model group of its class."""
     sizes = np.bincount(groups[0], minlength=len(classes))
     model_sizes = np.bincount(models[0], minlength=len(classes))
     begins = np.cumsum(model_sizes) - model_sizes
@@ -193,12 +202,13 @@ def _compare_groups(
         number = int(different[0])
         name = f"op {dfg.names.ops[number]!r}" if what == "parents" else f"{what} {number}"
         raise InvalidInput(
-            f"only graphs of alike workers can be folded, but {name} does not serve or follow alike ops"
+            f"only graphs of alike workers can be folded, "
+            f"but {name} does not serve or follow alike ops"
         )
 
 
 def _parents(dfg: Dfg, stands: IntArray) -> tuple[IntArray, IntArray]:
-    """(child, representative of a parent) of all edges, each once; alike ops must have alike parents."""
+    """(child, representative of a parent) of all edges, each once; checks the parents."""
     start, parent = parent_csr(dfg)
     child = np.repeat(np.arange(dfg.ops), np.diff(start))
     keys = np.unique(child * dfg.ops + stands[parent]) if dfg.ops else np.zeros(0, dtype=np.int64)
@@ -218,7 +228,7 @@ def _quotient(
     parents: Int32Array,
     children: Int32Array,
 ) -> Dfg:
-    """The graph of the ops `kept`, with one queue or lock of each class, those of the lowest numbers."""
+    """The graph of the ops `kept`, with the lowest queue or lock of each class."""
     queue_left, lock_left = np.unique(queues), np.unique(locks)
 
     def renamed(takes: Int32Array, classes: IntArray, left: IntArray) -> Int32Array:
