@@ -1,13 +1,15 @@
-"""`job.json`: what lies beside the traces of one recorded job, so that they can be read, aligned, replayed and optimized.
+"""`job.json`, which describes a recorded job next to its traces.
 
-A folder holds `job.json` and `rank<r>.json.gz`, one Kineto trace per rank. Where the hosts share no file system each has a folder with
-`job.json` and its own ranks' traces, and rank 0's folder has all.
+With it the traces can be read, aligned, replayed and optimized. A folder holds `job.json` and
+`rank<r>.json.gz`, one Kineto trace per rank. Hosts without a shared file system each have a folder
+with `job.json` and their own ranks' traces; rank 0's folder has all.
 
 | symbol | meaning | unit |
 |---|---|---|
 | N | recorded steps | - |
-| step_s | time from one step mark to the next on one rank, while recording | s |
-| perf_counter_ns, wall_ns | the same instant on the process's monotonic clock and on the host's wall clock, which a trace counts by | ns |
+| step_s | time between two step marks on one rank, while recording | s |
+| perf_counter_ns | an instant on the process's monotonic clock | ns |
+| wall_ns | the same instant on the host's wall clock, which traces use | ns |
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from typing import Any
 from autotune.canonical import to_data
 from autotune.errors import InvalidInput
 from autotune.parsing import parse, read_json, refuse_newer
-from autotune.recordings.recorded_steps import CollectiveRow, StepTimes
+from autotune.recordings.recorded_steps import CollectiveRow, StepBreakdown
 from autotune.strategy_space.plan import Plan
 from autotune.workload import Workload
 
@@ -37,7 +39,10 @@ def trace_name(rank: int | str) -> str:
 
 @dataclass(frozen=True)
 class ClockPair:
-    """One instant on both clocks. Two of a rank, before and after the recording, give the drift of its wall clock."""
+    """One instant on both clocks.
+
+    Two pairs of a rank, before and after the recording, give the drift of its wall clock.
+    """
 
     __pydantic_config__ = {"extra": "forbid"}
 
@@ -47,7 +52,11 @@ class ClockPair:
 
 @dataclass(frozen=True)
 class RankRecord:
-    """One process. `device` as torch names it (`cpu`, `cuda:0`), `trace` a file name in the folder, `step_s` of shape (N,)."""
+    """One process. `step_s` has shape (N,).
+
+    `device` is torch's name (`cpu`, `cuda:0`). `trace`: a file name in the folder. `untimed`: how
+    many of the `collectives` have no start and end in the trace.
+    """
 
     __pydantic_config__ = {"extra": "forbid"}
 
@@ -61,26 +70,25 @@ class RankRecord:
     step_s: tuple[float, ...]
     collectives: int = 0
     untimed: int = 0
-    """Of the collectives: those whose start and end the trace does not show."""
-    times: StepTimes = field(default_factory=StepTimes)
+    times: StepBreakdown = field(default_factory=StepBreakdown)
 
     def __post_init__(self) -> None:
+        where = f"of rank {self.rank} must be"
         if Path(self.trace).name != self.trace:
-            raise InvalidInput(
-                f"the trace of rank {self.rank} must be a file of the folder, but is {self.trace!r}"
-            )
+            raise InvalidInput(f"the trace {where} a file of the folder, but is {self.trace!r}")
         if not all(math.isfinite(step_s) and step_s >= 0 for step_s in self.step_s):
-            raise InvalidInput(f"the step times of rank {self.rank} must be finite and at least 0")
+            raise InvalidInput(f"the step times {where} finite and at least 0")
 
 
 @dataclass(frozen=True)
 class RecordedJob:
-    """A recorded job. `ranks` stand in rank order.
+    """A recorded job; `ranks` are in rank order.
 
-    `workload` is one replica without communication, None where it could not be measured (`notes` says why). `plan` is what the ranks
-    sent by; None: DDP's own reducer, whose `buckets` (names of variables, in the order sent) are given where they are known.
-    `cross_step_refused`: why the script cannot synchronize across steps, as its steps until the end of the recording tell; empty where
-    nothing is known against it.
+    - `workload`: one replica without communication; None if not measured, `notes` state why.
+    - `plan`: the plan that the ranks used; None for DDP's own reducer. `buckets`: the reducer's
+      variables in the order sent, where known.
+    - `cross_step_refused`: why the script cannot synchronize across steps, according to its steps
+      until the end of the recording; "" for no known reason.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -106,32 +114,27 @@ class RecordedJob:
 
     def __post_init__(self) -> None:
         if [record.rank for record in self.ranks] != list(range(self.world_size)):
-            raise InvalidInput(
-                f"a recorded job needs one record of each of its {self.world_size} ranks, in their order"
-            )
-        if any(len(record.step_s) != self.steps for record in self.ranks):
-            raise InvalidInput(
-                f"every rank must have {self.steps} recorded steps, but they have {[len(r.step_s) for r in self.ranks]}"
-            )
+            rule = f"one record of each of its {self.world_size} ranks, in their order"
+            raise InvalidInput(f"a recorded job needs {rule}")
+        counts = [len(record.step_s) for record in self.ranks]
+        if any(count != self.steps for count in counts):
+            rule = f"every rank must have {self.steps} recorded steps"
+            raise InvalidInput(f"{rule}, but they have {counts}")
 
     @property
     def iteration_s(self) -> float:
         """Median over the steps of the slowest rank's time."""
-        return (
-            median(
-                max(of_step)
-                for of_step in zip(*(record.step_s for record in self.ranks), strict=True)
-            )
-            if self.steps
-            else 0.0
-        )
+        if not self.steps:
+            return 0.0
+        by_step = zip(*(record.step_s for record in self.ranks), strict=True)
+        return median(max(times_s) for times_s in by_step)
 
     def write(self, folder: Path) -> Path:
-        """Raises `OSError` where it cannot be written."""
+        """Write `job.json`; return its path. Raises `OSError`."""
         path = folder / JOB_FILE
         partial = path.with_suffix(".json.partial")
         partial.write_text(json.dumps(to_data(self), indent=1, allow_nan=False), encoding="utf-8")
-        partial.replace(path)  # whoever waits for the file finds a whole one
+        partial.replace(path)  # a process that waits for the file finds a whole one
         return path
 
     @staticmethod
@@ -139,9 +142,10 @@ class RecordedJob:
         """Raises `InvalidInput` where the folder has no `job.json` or it breaks a rule."""
         path = folder / JOB_FILE
         if not path.exists():
-            here = "holds none" if folder.is_dir() else "does not exist"
+            problem = "holds none" if folder.is_dir() else "does not exist"
             raise InvalidInput(
-                f"a folder of `autotune profile` holds a {JOB_FILE}, but {folder} {here}; check the path, or record first"
+                f"a folder of `autotune profile` holds a {JOB_FILE}, but {folder} {problem}; check "
+                "the path, or record first"
             )
         data: Any = read_json(path)
         refuse_newer(data, SCHEMA, "recorded job", str(path))

@@ -1,6 +1,6 @@
-"""`memory.json`: the memory of one replica, beside the traces of a recorded job.
+"""`memory.json`, which holds the memory of one replica next to the traces of a recorded job.
 
-A folder that was recorded without it (by an earlier version, or where it could not be recorded) has none.
+Folders of earlier versions, and those whose memory could not be recorded, have none.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ MEMORY_FILE = "memory.json"
 
 @dataclass(frozen=True)
 class RecordedMemory:
-    """`profile`: of a replica without synchronization. `ddp`, `bucket_view`: who synchronizes it, as `Replica` says them.
+    """`profile`: the memory of a replica without synchronization.
 
-    `batch`: samples of a forward pass, which is the leading dimension that its inputs share; None where they share none. `fixed`: what
-    of a pass's time does not shrink with the batch; None where it could not be measured.
+    - `ddp`, `bucket_view`: its synchronization, as in `Replica`.
+    - `batch`: samples of a forward pass, which is the leading dimension of all its inputs; None
+      where they differ.
+    - `fixed`: share of a pass's time that does not shrink with the batch; None if not measured.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -38,21 +40,21 @@ class RecordedMemory:
 
     def __post_init__(self) -> None:
         if self.batch is not None and self.batch < 1:
-            raise InvalidInput(f"a forward pass has at least 1 sample, but is to have {self.batch}")
+            raise InvalidInput(f"a forward pass needs at least 1 sample, but has {self.batch}")
 
     def replica(self, rank: int = 0, host_of_rank: tuple[int, ...] = ()) -> Replica:
-        """That rank of the job."""
+        """One rank of the job."""
         return Replica(rank, self.ddp, self.bucket_view, host_of_rank)
 
     def write(self, folder: Path) -> Path:
-        """Raises `OSError` where it cannot be written."""
+        """Write `memory.json`; return its path. Raises `OSError`."""
         path = folder / MEMORY_FILE
         path.write_text(json.dumps(to_data(self), allow_nan=False), encoding="utf-8")
         return path
 
     @staticmethod
     def read(folder: Path) -> RecordedMemory | None:
-        """None where the folder has none. Raises `InvalidInput` where the file breaks a rule."""
+        """None without the file. Raises `InvalidInput` where the file breaks a rule."""
         path = folder / MEMORY_FILE
         if not path.exists():
             return None
@@ -62,15 +64,12 @@ class RecordedMemory:
 
 
 NOT_RECORDED = "the memory was not recorded"
-"""So begins the note of a recorded job without it."""
+"""Prefix of the note of a recorded job without memory."""
 
 
-def why_no_memory(notes: tuple[str, ...]) -> str:
-    """Of a recorded job without it, from the job's notes."""
-    told = "; ".join(
-        note.removeprefix(f"{NOT_RECORDED}: ") for note in notes if note.startswith(NOT_RECORDED)
-    )
-    return (
-        told
-        or f"its folder has no {MEMORY_FILE}; record it again with this version (autotune profile --overwrite)"
-    )
+def missing_memory_reason(notes: tuple[str, ...]) -> str:
+    """Why a recorded job has no memory, from the job's notes."""
+    prefix = f"{NOT_RECORDED}: "
+    reasons = [note.removeprefix(prefix) for note in notes if note.startswith(NOT_RECORDED)]
+    again = "record it again with this version (autotune profile --overwrite)"
+    return "; ".join(reasons) or f"its folder has no {MEMORY_FILE}; {again}"

@@ -1,18 +1,19 @@
-"""What the recorded steps of one rank were spent on, from the events of its Kineto trace.
+"""Splits the recorded steps of one rank into computation and communication.
+
+The input are the events of its Kineto trace. All values are medians over the steps. Computation is
+operators on the host, or kernels and copies where there is a device. Waiting for a collective is no
+computation.
 
 | symbol | meaning | unit |
 |---|---|---|
-| M | stretches of time, ascending and apart | |
-| stretches | starts and ends, shape (M, 2) | us |
-
-All values are medians over the steps. Computation are operators on the host, or kernels and copies where there is a device; what waits for
-a collective is none.
+| M | disjoint intervals, ascending | - |
+| intervals | starts and ends, shape (M, 2) | us |
 """
 
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -29,11 +30,12 @@ _NO_WORK = re.compile(r"c10d::|autograd::engine::|torch::autograd::|record_param
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _STEP = "ProfilerStep#"
 _UPDATE = "Optimizer.step#"
+_BACKWARD = "autograd::engine::evaluate_function"
 
 
 @dataclass(frozen=True)
 class OpTime:
-    """An operator or kernel by name: its own time in a step, without what it calls, and how often it runs in one."""
+    """An operator or kernel by name: seconds per step without its callees, and calls per step."""
 
     __pydantic_config__ = {"extra": "forbid"}
 
@@ -43,11 +45,14 @@ class OpTime:
 
 
 @dataclass(frozen=True)
-class StepTimes:
-    """Of a median step: until the backward pass begins, until its last operator ends, and the rest; and of all three together:
+class StepBreakdown:
+    """The parts of a median step.
 
-    when something is computed, when a collective is under way, and when a collective is under way and nothing is computed.
-    `updated_steps`: how many of the steps hold a step of an optimizer of torch.
+    - `forward_s`: until the backward pass begins; `backward_s`: until its last operator ends;
+      `rest_s`: the rest.
+    - `computation_s`, `communication_s`: while anything is computed, while a collective runs.
+    - `exposed_s`: while a collective runs and nothing is computed.
+    - `updated_steps`: steps in which an optimizer of torch steps.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -62,52 +67,41 @@ class StepTimes:
     updated_steps: int = 0
 
 
-def step_times(events: Iterable[Event], collectives_us: Sequence[tuple[float, float]]) -> StepTimes:
+def step_times(
+    events: Iterable[Event], collectives_us: Sequence[tuple[float, float]]
+) -> StepBreakdown:
     """`collectives_us`: start and end of each collective, on the clock of the events."""
     spans = [
         event for event in events if event.get("ph") == "X" and isinstance(event.get("tid"), int)
     ]
-    steps = sorted(
-        (e["ts"], e["ts"] + e.get("dur", 0.0))
-        for e in spans
-        if e["name"].startswith(_STEP) and e.get("cat") == "user_annotation"
-    )
-    if not steps:
-        return StepTimes()
+    marks = [event for event in spans if event.get("cat") == "user_annotation"]
+    steps = _intervals(event for event in marks if event["name"].startswith(_STEP))
+    if not len(steps):
+        return StepBreakdown()
     on_device = any(event.get("cat") in _ON_DEVICE for event in spans)
     work = [event for event in spans if _is_work(event, on_device)]
-    computing = _merged((event["ts"], event["ts"] + event.get("dur", 0.0)) for event in work)
-    sending = _merged(collectives_us)
-    engine = np.array(_of(spans, "autograd::engine::evaluate_function")).reshape(-1, 2)
-    parts = np.array([_parts(step, engine, computing, sending) for step in steps]) / 1e6
-    forward_s, backward_s, rest_s, computation_s, communication_s, exposed_s = (
-        float(value) for value in np.median(parts, axis=0)
-    )
-    first, last = steps[0][0], steps[-1][1]
-    top = _top_ops([event for event in work if first <= event["ts"] < last], len(steps))
-    updates = np.array(
-        sorted(
-            e["ts"]
-            for e in spans
-            if e["name"].startswith(_UPDATE) and e.get("cat") == "user_annotation"
-        )
-    )
-    updated = sum(
-        bool(np.searchsorted(updates, end) > np.searchsorted(updates, start))
-        for start, end in steps
-    )
-    return StepTimes(
-        forward_s, backward_s, rest_s, computation_s, communication_s, exposed_s, top, updated
-    )
-
-
-def _of(spans: Iterable[Event], name: str) -> list[tuple[float, float]]:
-    """Start and end of the spans whose name begins so, by start; their shadows on a device are others."""
-    return sorted(
-        (event["ts"], event["ts"] + event.get("dur", 0.0))
+    computing, sending = _merged(_intervals(work)), _merged(np.array(collectives_us))
+    backward = _intervals(
+        event
         for event in spans
-        if event["name"].startswith(name) and event.get("cat") != "gpu_user_annotation"
+        if event["name"].startswith(_BACKWARD) and event.get("cat") != "gpu_user_annotation"
     )
+    parts_s = np.array([_parts(step, backward, computing, sending) for step in steps]) / 1e6
+    updates = _intervals(event for event in marks if event["name"].startswith(_UPDATE))[:, 0]
+    updated = np.searchsorted(updates, steps[:, 1]) > np.searchsorted(updates, steps[:, 0])
+    first, last = steps[0, 0], steps[-1, 1]
+    inside = [event for event in work if first <= event["ts"] < last]
+    return StepBreakdown(
+        *np.median(parts_s, axis=0).tolist(),
+        top_ops=_top_ops(inside, len(steps)),
+        updated_steps=int(updated.sum()),
+    )
+
+
+def _intervals(events: Iterable[Event]) -> FloatArray:
+    """Start and end of the events, sorted, shape (M, 2)."""
+    ends = sorted((event["ts"], event["ts"] + event.get("dur", 0.0)) for event in events)
+    return np.array(ends, dtype=np.float64).reshape(-1, 2)
 
 
 def _is_work(event: Event, on_device: bool) -> bool:
@@ -117,79 +111,75 @@ def _is_work(event: Event, on_device: bool) -> bool:
 
 
 def _parts(
-    step: tuple[float, float], engine: FloatArray, computing: FloatArray, sending: FloatArray
+    step: FloatArray, backward: FloatArray, computing: FloatArray, sending: FloatArray
 ) -> tuple[float, ...]:
+    """The figures of `StepBreakdown` for one step, us."""
     start, end = step
-    inside = engine[(engine[:, 0] >= start) & (engine[:, 0] < end)]
-    began, ended = (
-        (float(inside[:, 0].min()), min(end, float(inside[:, 1].max())))
-        if len(inside)
-        else (end, end)
-    )
+    inside = backward[(backward[:, 0] >= start) & (backward[:, 0] < end)]
+    began = inside[:, 0].min(initial=end)
+    ended = min(end, inside[:, 1].max(initial=began))
     computed, sent = _clipped(computing, start, end), _clipped(sending, start, end)
-    both = (
-        _length(computed)
-        + _length(sent)
-        - _length(_merged([*map(tuple, computed), *map(tuple, sent)]))
-    )
+    either = _length(_merged(np.concatenate([computed, sent])))
     return (
         began - start,
         ended - began,
         end - ended,
         _length(computed),
         _length(sent),
-        _length(sent) - both,
+        either - _length(computed),
     )
 
 
-def _merged(stretches: Iterable[tuple[float, ...]]) -> FloatArray:
-    """The union, as ascending stretches that do not touch."""
-    found: list[list[float]] = []
-    for start, end in sorted(stretches):
-        if found and start <= found[-1][1]:
-            found[-1][1] = max(found[-1][1], end)
+def _merged(intervals: FloatArray) -> FloatArray:
+    """The union, as ascending intervals that do not touch."""
+    merged: list[list[float]] = []
+    for start, end in sorted(intervals.tolist()):
+        if merged and start <= merged[-1][1]:
+            merged[-1][1] = max(merged[-1][1], end)
         else:
-            found.append([start, end])
-    return np.array(found, dtype=np.float64).reshape(-1, 2)
+            merged.append([start, end])
+    return np.array(merged, dtype=np.float64).reshape(-1, 2)
 
 
-def _clipped(stretches: FloatArray, start: float, end: float) -> FloatArray:
-    inside = stretches[(stretches[:, 1] > start) & (stretches[:, 0] < end)]
+def _clipped(intervals: FloatArray, start: float, end: float) -> FloatArray:
+    inside = intervals[(intervals[:, 1] > start) & (intervals[:, 0] < end)]
     return np.clip(inside, start, end)
 
 
-def _length(stretches: FloatArray) -> float:
-    return float((stretches[:, 1] - stretches[:, 0]).sum())
+def _length(intervals: FloatArray) -> float:
+    return float((intervals[:, 1] - intervals[:, 0]).sum())
 
 
 def _top_ops(work: Sequence[Event], steps: int) -> tuple[OpTime, ...]:
-    """By their own time, the largest first; events of a thread nest."""
-    own_us: dict[str, float] = defaultdict(float)
-    calls: dict[str, int] = defaultdict(int)
+    """The ops with the most time of their own; events of a thread nest."""
+    self_us: dict[str, float] = defaultdict(float)
+    calls: Counter[str] = Counter()
     threads: dict[Any, list[Event]] = defaultdict(list)
     for event in work:
         threads[event.get("pid"), event["tid"]].append(event)
     for of_thread in threads.values():
-        open_: list[tuple[float, str]] = []  # end and name of the events that enclose the next one
+        enclosing: list[tuple[float, str]] = []  # end and name of the events around the next one
         for event in sorted(of_thread, key=lambda e: (e["ts"], -e.get("dur", 0.0))):
-            start, took = event["ts"], event.get("dur", 0.0)
-            while open_ and open_[-1][0] <= start:
-                open_.pop()
-            if open_:
-                own_us[open_[-1][1]] -= took
-            own_us[event["name"]] += took
-            calls[event["name"]] += 1
-            open_.append((start + took, event["name"]))
-    ranked = sorted(own_us, key=lambda name: -own_us[name])[:TOP_OPS]
+            start, duration, name = event["ts"], event.get("dur", 0.0), event["name"]
+            while enclosing and enclosing[-1][0] <= start:
+                enclosing.pop()
+            if enclosing:
+                self_us[enclosing[-1][1]] -= duration
+            self_us[name] += duration
+            calls[name] += 1
+            enclosing.append((start + duration, name))
     return tuple(
-        OpTime(name[:200], max(0.0, own_us[name]) / 1e6 / steps, calls[name] / steps)
-        for name in ranked
+        OpTime(name[:200], max(0.0, self_us[name]) / 1e6 / steps, calls[name] / steps)
+        for name in sorted(self_us, key=lambda name: -self_us[name])[:TOP_OPS]
     )
 
 
 @dataclass(frozen=True)
 class SeenCollective:
-    """A collective on one rank: `label` says whose it is (a bucket, a message's step, a line of the script). None: not in the trace."""
+    """A collective on one rank. Times are None where the trace does not contain it.
+
+    `label` names its owner: a bucket, a step of a message, or a line of the script.
+    """
 
     transaction: str
     label: str
@@ -203,9 +193,11 @@ class SeenCollective:
 
 @dataclass(frozen=True)
 class CollectiveRow:
-    """Those of one label, op and size. Medians: `lasts_s` on the rank that waits least, `waits_s` what the one that waits most adds to it,
+    """The collectives of one label, op and size; times are medians.
 
-    `queue_s` between issue and start on the slowest rank. The first is the nearest to the transfer itself that whole collectives show.
+    - `lasts_s`: on the rank that waits least, which is nearest to the transfer itself.
+    - `waits_s`: the additional time on the rank that waits most.
+    - `queue_s`: between issue and start on the slowest rank.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -221,34 +213,28 @@ class CollectiveRow:
 
 
 def collective_rows(
-    seen: Sequence[Sequence[SeenCollective]], steps: int
+    collectives: Sequence[Sequence[SeenCollective]], steps: int
 ) -> tuple[CollectiveRow, ...]:
-    """`seen` by rank. Rows in the order in which they are first met."""
-    of_transaction: dict[str, list[SeenCollective]] = defaultdict(list)
-    for of_rank in seen:
+    """Rows in the order of their first collective; `collectives` are by rank."""
+    members_of: dict[str, list[SeenCollective]] = defaultdict(list)
+    for of_rank in collectives:
         for one in of_rank:
-            of_transaction[one.transaction].append(one)
-    rows: dict[tuple[str, str, int, int], list[tuple[float, float, float]]] = defaultdict(list)
-    counts: dict[tuple[str, str, int, int], int] = defaultdict(int)
-    for members in of_transaction.values():
-        key = (
-            members[0].label,
-            members[0].op,
-            max(member.size_bytes for member in members),
-            members[0].ranks,
-        )
+            members_of[one.transaction].append(one)
+    times_of: dict[tuple[str, str, int, int], list[tuple[float, float, float]]] = {}
+    counts: Counter[tuple[str, str, int, int]] = Counter()
+    for members in members_of.values():
+        first, size_bytes = members[0], max(member.size_bytes for member in members)
+        key = (first.label, first.op, size_bytes, first.ranks)
         counts[key] += 1
-        lasted = [
+        times = times_of.setdefault(key, [])
+        lengths_s = [
             m.end_s - m.start_s for m in members if m.start_s is not None and m.end_s is not None
         ]
-        if lasted:
-            queued = max(m.queue_s or 0.0 for m in members)
-            rows[key].append((min(lasted), max(lasted) - min(lasted), queued))
-    return tuple(
-        CollectiveRow(
-            *key,
-            counts[key] / max(steps, 1),
-            *(median(values) for values in zip(*rows.get(key, [(0.0,) * 3]), strict=True)),
-        )
-        for key in counts
-    )
+        if lengths_s:
+            queue_s = max(member.queue_s or 0.0 for member in members)
+            times.append((min(lengths_s), max(lengths_s) - min(lengths_s), queue_s))
+    rows = []
+    for key, times in times_of.items():
+        medians = (median(values) for values in zip(*(times or [(0.0,) * 3]), strict=True))
+        rows.append(CollectiveRow(*key, counts[key] / max(steps, 1), *medians))
+    return tuple(rows)

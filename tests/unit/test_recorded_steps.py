@@ -10,7 +10,7 @@ from autotune.errors import InvalidInput
 from autotune.recordings.job_file import JOB_FILE, ClockPair, RankRecord, RecordedJob
 from autotune.recordings.recorded_steps import (
     SeenCollective,
-    StepTimes,
+    StepBreakdown,
     collective_rows,
     step_times,
 )
@@ -90,7 +90,7 @@ def test_steps_without_an_optimizers_step_are_told_apart() -> None:
 
 
 def test_a_trace_without_marks_tells_nothing() -> None:
-    assert step_times(STEP[1:], []) == StepTimes()
+    assert step_times(STEP[1:], []) == StepBreakdown()
 
 
 def seen(transaction: str, start_s: float, end_s: float, queue_s: float = 0.0) -> SeenCollective:

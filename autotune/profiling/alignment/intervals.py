@@ -1,13 +1,15 @@
-"""The offsets that the order of events allows: the least and the greatest of each.
+"""The least and the greatest offset of each rank that the order of events allows.
 
-With m_k the time at which the last member of collective k has begun, the constraints of dPRO, sec. 4.2, are
+With m_k the time at which the last member of collective k has begun, the constraints of dPRO, sec.
+4.2, are
 
     start_e + theta_p <= m_k <= end_e + theta_p + slack_k      for every member e of k, on rank p,
 
-2 E of them instead of one per pair of members. Each compares two variables, so the linear programs min theta_p and max theta_p are
-shortest paths from the reference rank (Cormen et al., Introduction to Algorithms, sec. 24.4), and one run of Bellman and Ford's algorithm
-gives all R maxima, another all R minima. A pass is a minimum over members by collective and one by rank; few passes are needed, since
-a collective of all ranks is two steps from anywhere.
+2 E of them instead of one per pair of members. Each compares two variables. So the linear programs
+min theta_p and max theta_p are shortest paths from the reference rank (Cormen et al., Introduction
+to Algorithms, sec. 24.4). One run of the Bellman-Ford algorithm gives all R maxima, another one all
+R minima. A pass takes a minimum over members by collective and one by rank. Few passes are needed,
+since a collective of all ranks is two steps from anywhere.
 """
 
 from __future__ import annotations
@@ -21,14 +23,18 @@ from autotune.profiling.alignment.observations import Observations
 def feasible_intervals(
     seen: Observations, slack_s: FloatArray, reference: int = 0
 ) -> tuple[FloatArray, FloatArray]:
-    """(low_s (R,), high_s (R,)) with theta of the reference 0. `slack_s` (K,) must make the constraints feasible."""
-    high_s = _shortest(seen, seen.start_s, seen.end_s + slack_s[seen.of], reference)
-    # theta -> -theta turns the least into the greatest, and starts and ends change roles
-    low_s = -_shortest(seen, -seen.end_s - slack_s[seen.of], -seen.start_s, reference)
+    """(low_s (R,), high_s (R,)) with theta 0 for `reference`.
+
+    `slack_s` (K,) must make the constraints feasible.
+    """
+    far_s = seen.end_s + slack_s[seen.of]
+    high_s = _greatest(seen, seen.start_s, far_s, reference)
+    # theta -> -theta turns the least into the greatest, and swaps the roles of starts and ends
+    low_s = -_greatest(seen, -far_s, -seen.start_s, reference)
     return low_s, high_s
 
 
-def _shortest(
+def _greatest(
     seen: Observations, near_s: FloatArray, far_s: FloatArray, reference: int
 ) -> FloatArray:
     """(R,) greatest theta with near_e + theta_p <= m_k <= far_e + theta_p."""
@@ -38,10 +44,10 @@ def _shortest(
         return greatest
     for _ in range(seen.ranks + 1):
         latest = np.minimum.reduceat(greatest[seen.rank] + far_s, seen.first[:-1])
-        found = greatest.copy()
-        np.minimum.at(found, seen.rank, latest[seen.of] - near_s)
-        found[reference] = 0.0
-        if np.array_equal(found, greatest):
+        relaxed = greatest.copy()
+        np.minimum.at(relaxed, seen.rank, latest[seen.of] - near_s)
+        relaxed[reference] = 0.0
+        if np.array_equal(relaxed, greatest):
             break
-        greatest = found
+        greatest = relaxed
     return greatest

@@ -1,15 +1,16 @@
-"""What collectives tell about clocks, as flat arrays.
+"""The times of collectives on their ranks' clocks, as flat arrays.
 
 | symbol | meaning | shape |
 |---|---|---|
 | R, K, E | ranks, collectives, members of collectives | - |
 | start, end | of a member, on its rank's clock | (E,) s |
-| of, rank | the collective and the rank's place of a member | (E,) |
-| family, step | of a collective; members of a family are the same collective in different steps | (K,) |
+| of, rank | a member's collective, and its rank's place | (E,) |
+| family, step | of a collective; a family is the same collective in different steps | (K,) |
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -20,7 +21,10 @@ from autotune.profiling.traces.job import TraceJob
 
 @dataclass(frozen=True, eq=False)
 class Observations:
-    """Of mutual collectives only. Members stand by collective: those of k are `first[k]` to `first[k + 1]`. `hosts` (R,): -1 if unknown."""
+    """Mutual collectives only; the members of k are `first[k]` to `first[k + 1]`.
+
+    `hosts` (R,): number of each rank's host, -1 if unknown.
+    """
 
     ranks: int
     start_s: FloatArray
@@ -51,15 +55,15 @@ class Observations:
         return latest
 
     def last_starter(self, offset_s: FloatArray) -> IntArray:
-        """(K,) the member (index into the E) that begins last; of equal ones the first."""
+        """(K,) index of the member that begins last, the first of equal ones."""
         starts = self.start_s + offset_s[self.rank]
         is_last = np.flatnonzero(starts == self.latest_start_s(offset_s)[self.of])
         _, places = np.unique(self.of[is_last], return_index=True)
-        found: IntArray = is_last[places]
-        return found
+        last: IntArray = is_last[places]
+        return last
 
     def violation_s(self, offset_s: FloatArray) -> FloatArray:
-        """(K,) by how much the first end comes before the last start."""
+        """(K,) seconds by which the first end precedes the last start."""
         if not self.members:
             return np.empty(0)
         earliest = np.minimum.reduceat(self.end_s + offset_s[self.rank], self.first[:-1])
@@ -77,7 +81,7 @@ class Observations:
         return spread
 
     def drifted(self, drift: FloatArray, middle_s: FloatArray) -> Observations:
-        """The same with the drift (R,) of the ranks' clocks undone, which adds nothing at `middle_s` (R,)."""
+        """Undo the drift (R,) of the ranks' clocks, which is nothing at `middle_s` (R,)."""
         rate, middle = drift[self.rank], middle_s[self.rank]
         return replace(
             self,
@@ -86,52 +90,48 @@ class Observations:
         )
 
     def chosen(self, keep: IntArray) -> Observations:
-        """Only the collectives of those numbers (ascending)."""
+        """Only the collectives with these numbers (ascending)."""
         mask = np.zeros(self.collectives, dtype=np.bool_)
         mask[keep] = True
         members = mask[self.of]
         counts = np.diff(self.first)[keep]
         return Observations(
-            self.ranks,
-            self.start_s[members],
-            self.end_s[members],
-            np.repeat(np.arange(len(keep)), counts),
-            self.rank[members],
-            np.concatenate([[0], np.cumsum(counts)]),
-            self.family[keep],
-            self.step[keep],
-            tuple(self.transactions[k] for k in keep.tolist()),
-            self.hosts,
+            ranks=self.ranks,
+            start_s=self.start_s[members],
+            end_s=self.end_s[members],
+            of=np.repeat(np.arange(len(keep)), counts),
+            rank=self.rank[members],
+            first=np.concatenate([[0], np.cumsum(counts)]),
+            family=self.family[keep],
+            step=self.step[keep],
+            transactions=tuple(self.transactions[k] for k in keep.tolist()),
+            hosts=self.hosts,
         )
 
 
 def observe(job: TraceJob) -> Observations:
-    """The job's mutual collectives, with times on the ranks' own clocks counted from one common number."""
-    starts, ends, ranks, counts, families, steps, names = [], [], [], [], [], [], []
-    known: dict[str, int] = {}
-    for joint in job.joints:
-        if not joint.mutual:
-            continue
-        for place, index in joint.members:
-            one = job.collectives[place][index]
-            starts.append(one.start_s + job.shift_s[place])
-            ends.append(one.end_s + job.shift_s[place])
-            ranks.append(place)
-        counts.append(len(joint.members))
-        families.append(known.setdefault(joint.family, len(known)))
-        steps.append(joint.step)
-        names.append(joint.transaction)
+    """The job's mutual collectives, with times on the ranks' own clocks from one common origin."""
+    joints = [joint for joint in job.joints if joint.mutual]
+    members = [member for joint in joints for member in joint.members]
+    counts = [len(joint.members) for joint in joints]
+    spans = [job.collectives[place][index] for place, index in members]
+    rank = np.array([place for place, _ in members], dtype=np.int64)
+    shift_s = job.shift_s[rank]
+    families: dict[str, int] = {}
     hosts: dict[str, int] = {}
-    numbers = [hosts.setdefault(host, len(hosts)) if host else -1 for host in job.hosts.names]
     return Observations(
-        len(job.ranks),
-        np.array(starts, dtype=np.float64),
-        np.array(ends, dtype=np.float64),
-        np.repeat(np.arange(len(counts)), counts),
-        np.array(ranks, dtype=np.int64),
-        np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
-        np.array(families, dtype=np.int64),
-        np.array(steps, dtype=np.int64),
-        tuple(names),
-        np.array(numbers, dtype=np.int64),
+        ranks=len(job.ranks),
+        start_s=np.array([span.start_s for span in spans], dtype=np.float64) + shift_s,
+        end_s=np.array([span.end_s for span in spans], dtype=np.float64) + shift_s,
+        of=np.repeat(np.arange(len(counts)), counts),
+        rank=rank,
+        first=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
+        family=_integers(families.setdefault(one.family, len(families)) for one in joints),
+        step=_integers(joint.step for joint in joints),
+        transactions=tuple(joint.transaction for joint in joints),
+        hosts=_integers(hosts.setdefault(h, len(hosts)) if h else -1 for h in job.hosts.names),
     )
+
+
+def _integers(values: Iterable[int]) -> IntArray:
+    return np.array(list(values), dtype=np.int64)

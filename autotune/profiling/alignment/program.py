@@ -1,15 +1,17 @@
 """The convex program that finds the offsets (dPRO, sec. 4.2), in CVXPY.
 
-Durations of receiving are clipped by the latest start: d_e = end_e + theta_p - m_k with m_k = max over the members of
-start_j + theta_j. Their variance over the steps (dPRO's O1) is not convex in theta, since -m_k is concave; and an epigraph
-m_k >= start_j + theta_j is no way out, because then a larger m_k makes every duration what the program wants it to be. So the clipping is
-iterated: the member that begins last at the present offsets is taken to be the one that clips, which makes d_e linear and its variance a
-convex quadratic; the program is solved, and again with the members that begin last then, until they stay the same. The offsets with the
-least true objective are kept, so that an iteration can only improve it.
+Durations of receiving are clipped by the latest start: d_e = end_e + theta_p - m_k. Here m_k is the
+maximum of start_j + theta_j over the members. Their variance over the steps (dPRO's O1) is not
+convex in theta, since -m_k is concave. An epigraph m_k >= start_j + theta_j does not help: a larger
+m_k makes every duration what the program wants. So the clipping is iterated. The member that begins
+last at the present offsets is taken as the one that clips. This makes d_e linear and its variance a
+convex quadratic. The program is solved, and again with the members that then begin last, until they
+stay the same. The offsets with the least true objective are kept, so iterations only improve it.
 
-O1 says nothing where the same rank clips in every step. What collectives add to the paper's point-to-point messages is that all
-members end together but for one hop of the ring: O3 is the deviation of their ends from a time of the collective's own, under Huber's
-loss, for a rank that is descheduled ends late without its clock being late.
+O1 states nothing where the same rank clips in every step. Collectives add to the paper's
+point-to-point messages that all members end together, up to one hop of the ring. O3 is the
+deviation of their ends from a time of the collective's own, under Huber's loss: a descheduled rank
+ends late though its clock is not late.
 
     minimize    sum_e huber((end_e + theta_p - t_k) / sigma_e)                 O3
               + sum_e ((d_e - mean_(family, p)) / sigma_d)^2                    O1
@@ -17,15 +19,18 @@ loss, for a rank that is descheduled ends late without its clock being late.
               + rho sum_k slack_k
     subject to  start_e + theta_p <= m_k <= end_e + theta_p + slack_k,   theta_0 = 0
 
-Where clocks drift (`drift`), theta_p is theta_p + delta_m (t - middle_m) at the time t of each start and end, with one bounded delta_m
-per machine, counted from the rough drift that the observations are already freed of. All stays linear in the variables.
+Where clocks drift (`drift`), theta_p becomes theta_p + delta_m (t - middle_m) at the time t of each
+start and end. There is one bounded delta_m per machine, counted from the rough drift that the
+observations are already freed of. All terms stay linear in the variables.
 
-Constraints are entered for those collectives only that the offsets found without them would break, until none is broken: nearly all of
-them are far from tight, and what is optimal under a part of the constraints and breaks none is optimal under all.
+Only collectives whose constraints the offsets found without them would break enter the program,
+until none is broken. Nearly all are far from tight. A solution that is optimal under some of the
+constraints and breaks none is optimal under all.
 
-The weights are one over the squared noise of what each term measures: sigma_e and sigma_d are estimated from the traces, sigma_h is what
-profilers of one host disagree by. The penalty on the slack is exact: no constraint is broken while offsets exist that break none.
-All times in units of sigma_e, each collective's counted from its own middle, or the numbers are badly scaled.
+The weights are one over the squared noise of each term's measurement: sigma_e and sigma_d are
+estimated from the traces, sigma_h is the disagreement of profilers on one host. The penalty on the
+slack is exact: no constraint is broken while there are offsets that break none. Times are in units
+of sigma_e, each collective's counted from its own middle; otherwise the numbers are badly scaled.
 """
 
 from __future__ import annotations
@@ -44,14 +49,14 @@ from autotune.profiling.alignment.observations import Observations
 
 HOST_NOISE_S = 1e-6
 LEAST_NOISE_S = 1e-6
-"""Traces of before 2024 hold whole microseconds."""
+"""Traces from before 2024 hold whole microseconds."""
 SLACK_PRICE = 1e3
-"""Per sigma_e of slack and member, far above what any offset gains."""
+"""Per sigma_e of slack and member, far above the gain of any offset."""
 EASED = (1.0, 30.0, 1000.0)
-"""Times that contradict each other by far more than their noise are too badly scaled for the solver: then with more noise."""
+"""Factors on the noise: times that contradict each other far beyond it are badly scaled."""
 ROUNDS = 4
 TOLERANCE_S = 1e-8
-"""The solver's own: an order broken by less is not broken."""
+"""The solver's own tolerance: an order broken by less is not broken."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +68,10 @@ class Noise:
 
 
 def first_guess(seen: Observations) -> FloatArray:
-    """(R,) offsets that make ends agree with the reference's: from rank to rank over the collectives they share, by medians."""
+    """(R,) offsets that make ends agree with the reference's.
+
+    They are medians, from rank to rank over the collectives that they share.
+    """
     offset = np.zeros(seen.ranks)
     known = np.zeros(seen.ranks, dtype=np.bool_)
     known[0] = True
@@ -87,7 +95,7 @@ def first_guess(seen: Observations) -> FloatArray:
 
 
 def noise_of(seen: Observations, offset_s: FloatArray) -> Noise:
-    """From the medians at these offsets; 1.4826 makes a median of deviations a standard deviation."""
+    """Noise from medians at these offsets; 1.4826 converts a median deviation to a standard one."""
     end = float(np.median(seen.end_spread_s(offset_s))) if seen.collectives else 0.0
     durations = seen.end_s + offset_s[seen.rank] - seen.latest_start_s(offset_s)[seen.of]
     groups = _family_groups(seen)
@@ -105,7 +113,10 @@ def _family_groups(seen: Observations) -> IntArray:
 
 @dataclass(frozen=True, eq=False)
 class Drifts:
-    """Which clocks' drift is searched for. `machine`, `middle_s`, `rough` (R,) as in `drift`; `free` (R,), the same within a machine."""
+    """The clocks whose drift is searched for.
+
+    `machine`, `middle_s`, `rough` (R,) as in `drift`; `free` (R,), equal within a machine.
+    """
 
     machine: IntArray
     middle_s: FloatArray
@@ -114,15 +125,18 @@ class Drifts:
 
 
 class Program:
-    """The program for one set of observations; solved again for other clipping members and other weights of the collectives.
+    """The program for one set of observations, solved for several clipping members and weights.
 
-    Clocks are arrays (2, R): the offsets, s, and the drifts, s per s, beyond the rough ones.
+    Clocks are arrays (2, R): the offsets in s, and the drifts beyond the rough ones in s per s.
     """
 
     def __init__(
         self, seen: Observations, noise: Noise, base_s: FloatArray, drifts: Drifts
     ) -> None:
-        """`seen` is freed of the rough drift. `base_s` (R,): offsets near the ones to be found; the program's variables count from them."""
+        """`seen` is freed of the rough drift.
+
+        `base_s` (R,): offsets near the solution; the program's variables count from them.
+        """
         self.seen, self.noise, self.base_s, self.drifts = seen, noise, base_s, drifts
         starts_s, ends_s = seen.start_s + base_s[seen.rank], seen.end_s + base_s[seen.rank]
         middle_s = np.add.reduceat(ends_s, seen.first[:-1]) / np.diff(seen.first)
@@ -140,7 +154,7 @@ class Program:
         self.lean_start, self.lean_end = self._leaning(seen.start_s), self._leaning(seen.end_s)
 
     def _leaning(self, at_s: FloatArray) -> sp.csr_matrix:
-        """(E, free machines): how far from its machine's middle a time lies, in half the recording's length."""
+        """(E, free machines) distance from the machine's middle, in half the recording's length."""
         machine = self.drifts.machine[self.seen.rank]
         rows = np.flatnonzero(np.isin(machine, self.free_machines))
         columns = np.searchsorted(self.free_machines, machine[rows])
@@ -157,7 +171,10 @@ class Program:
     def solve(
         self, clocks: FloatArray, weights: FloatArray | None = None, rounds: int = ROUNDS
     ) -> FloatArray:
-        """Clocks found from `clocks`; `weights` (K,) say how often each collective counts. Raises `InvalidInput`."""
+        """Find the clocks, starting at `clocks`.
+
+        `weights` (K,): how often each collective counts. Raises `InvalidInput`.
+        """
         weight = np.ones(self.seen.collectives) if weights is None else weights
         best, best_value = clocks, np.inf
         clipping: IntArray | None = None
@@ -175,11 +192,12 @@ class Program:
     def _solved(self, clipping: IntArray, weight: FloatArray) -> FloatArray:
         bound = self.bound
         while True:
-            found = (self._solved_within(clipping, weight, bound, eased) for eased in EASED)
-            clocks = next((one for one in found if one is not None), None)
+            tries = (self._solved_within(clipping, weight, bound, eased) for eased in EASED)
+            clocks = next((solution for solution in tries if solution is not None), None)
             if clocks is None:
                 raise InvalidInput(
-                    "the ranks' clocks could not be aligned: no solution was found; are the traces of one job?"
+                    "the ranks' clocks could not be aligned: no solution was found; are the traces "
+                    "of one job?"
                 )
             broken = np.flatnonzero(self._moved(clocks).violation_s(clocks[0]) > TOLERANCE_S)
             if not len(np.setdiff1d(broken, bound)):
@@ -190,7 +208,10 @@ class Program:
     def _solved_within(
         self, clipping: IntArray, weight: FloatArray, bound: IntArray, eased: float
     ) -> FloatArray | None:
-        """Clocks with the constraints of the collectives `bound` only, None where the solver fails; `eased` multiplies the noise."""
+        """Clocks under the constraints of the collectives `bound` only.
+
+        None where the solver fails; `eased` multiplies the noise.
+        """
         seen, noise = self.seen, Noise(eased * self.noise.end_s, eased * self.noise.duration_s)
         start, end = self.start / noise.end_s, self.end / noise.end_s
         theta, together = cp.Variable(seen.ranks), cp.Variable(seen.collectives)
@@ -233,9 +254,8 @@ class Program:
             cost += SLACK_PRICE * cp.sum(slack)
         problem = cp.Problem(cp.Minimize(cost), rules)
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore", UserWarning
-            )  # "may be inaccurate": some nanoseconds; what is broken is reported as slack
+            # "may be inaccurate": by some nanoseconds; slack reports what is broken
+            warnings.simplefilter("ignore", UserWarning)
             try:
                 problem.solve(solver=cp.CLARABEL)
             except cp.error.SolverError:
@@ -251,31 +271,23 @@ class Program:
         return clocks
 
     def objective(self, clocks: FloatArray, weight: FloatArray) -> float:
-        """The true objective, with the clipping that these clocks have."""
+        """The true objective, with the clipping of these clocks."""
         seen, noise, offset_s = self._moved(clocks), self.noise, clocks[0]
         ends = seen.end_s + offset_s[seen.rank]
-        counts = np.diff(seen.first)
-        middle = (
-            np.array(
-                [np.median(ends[a:b]) for a, b in zip(seen.first[:-1], seen.first[1:], strict=True)]
-            )
-            if len(counts)
-            else counts
-        )
+        cuts = zip(seen.first[:-1], seen.first[1:], strict=True)
+        middle = np.array([np.median(ends[begin:end]) for begin, end in cuts])
         off = np.abs(ends - middle[seen.of]) / noise.end_s
         value = float(np.sum(weight[seen.of] * np.where(off <= 1, off**2, 2 * off - 1)))
         value += SLACK_PRICE * float(np.sum(seen.violation_s(offset_s))) / noise.end_s
         durations = ends - seen.latest_start_s(offset_s)[seen.of]
-        total = np.bincount(self.groups, weights=weight[seen.of])
-        mean = np.bincount(self.groups, weights=weight[seen.of] * durations) / np.maximum(
-            total, 1e-12
-        )
-        value += float(
-            np.sum(weight[seen.of] * ((durations - mean[self.groups]) / noise.duration_s) ** 2)
-        )
+        weights = weight[seen.of]
+        total = np.maximum(np.bincount(self.groups, weights=weights), 1e-12)
+        mean = np.bincount(self.groups, weights=weights * durations) / total
+        deviation = (durations - mean[self.groups]) / noise.duration_s
+        value += float(np.sum(weights * deviation**2))
         for host in np.unique(seen.hosts[seen.hosts >= 0]):
-            own = offset_s[seen.hosts == host]
-            value += float(np.sum((own - own.mean()) ** 2)) / HOST_NOISE_S**2
+            on_host = offset_s[seen.hosts == host]
+            value += float(np.sum((on_host - on_host.mean()) ** 2)) / HOST_NOISE_S**2
         return value
 
 

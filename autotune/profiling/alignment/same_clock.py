@@ -1,4 +1,7 @@
-"""Whether ranks that are said to share a machine can share its clock: two machines may have one name, and devices only suggest a host."""
+"""Checks whether ranks of one host can share its clock.
+
+Two machines may have one name, and device numbers only suggest a host.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +14,20 @@ from autotune.profiling.alignment.intervals import feasible_intervals
 from autotune.profiling.alignment.observations import Observations
 
 SAME_S = 5e-5
-"""What profilers of one machine disagree by at most: each process maps its device's clock to the machine's on its own."""
+"""Largest disagreement of profilers on one machine.
+
+Each process maps its device's clock to the machine's on its own."""
 NOISES = 3.0
 
 
 def with_shared_clocks(
     seen: Observations, guess_s: FloatArray, noise_s: float, assumed: bool
 ) -> tuple[Observations, list[str]]:
-    """`seen` without the hosts whose ranks' clocks differ, and what is to be said.
+    """Return `seen` without the hosts whose ranks' clocks differ, and notes on them.
 
-    `guess_s` (R,): rough offsets, `noise_s` that of ends. A host that was told is given up where the order of events excludes equal
-    clocks, one that was assumed also where the rough offsets differ by more than noise explains.
+    `guess_s` (R,): rough offsets; `noise_s`: noise of ends. A stated host is given up where the
+    order of events excludes equal clocks. An assumed one is given up also where the rough offsets
+    differ by more than noise explains.
     """
     hosts, notes = seen.hosts.copy(), []
     slack_s = seen.violation_s(guess_s) + 1e-9
@@ -34,8 +40,8 @@ def with_shared_clocks(
         excluded_s = float(np.maximum(low_s[ranks], -high_s[ranks]).max())
         if excluded_s > SAME_S or (assumed and apart_s > max(SAME_S, NOISES * noise_s)):
             hosts[ranks] = -1
-            told = f"{'assumed' if assumed else 'said'} to be on one host, differ by about {apart_s * 1e6:.0f} us"
-            notes.append(
-                f"the clocks of ranks at places {ranks[:8].tolist()}, {told}: taken to be on different ones"
-            )
+            clocks = f"the clocks of ranks at places {ranks[:8].tolist()}"
+            source = f"{'assumed' if assumed else 'said'} to be on one host"
+            difference = f"differ by about {apart_s * 1e6:.0f} us"
+            notes.append(f"{clocks}, {source}, {difference}: taken to be on different ones")
     return replace(seen, hosts=hosts), notes

@@ -1,4 +1,4 @@
-"""Fit of measured transfer times to the alpha-beta model, in pieces where one line does not do.
+"""Fits measured transfer times to the alpha-beta model, in pieces where one line does not fit.
 
 | symbol | meaning | unit |
 |---|---|---|
@@ -6,11 +6,11 @@
 | t_i | measured duration, shape (P,) | s |
 | alpha | cost per message | s |
 | beta | cost per byte | s/byte |
-| sigma_i | relative error that t_i is allowed: `TOLERANCE`, more where the repeats of the probe leave it less certain | - |
+| sigma_i | allowed relative error of t_i: `TOLERANCE`, more where repeats leave it less certain | - |
 | k | number of bends | - |
 
-Model: t = alpha + beta s (Hockney's; Eq. 2 and 3 of the AutoSync supplement use the same two terms). A curve is continuous, its
-slope changes at probed sizes, and no slope is negative.
+Model: t = alpha + beta s (Hockney's; Eq. 2 and 3 of the AutoSync supplement use the same terms). A
+curve is continuous, its slope changes at probed sizes, and no slope is negative.
 """
 
 from __future__ import annotations
@@ -28,20 +28,27 @@ from autotune.cluster import Bend
 from autotune.errors import InvalidInput
 
 TOLERANCE = 0.03
-"""Relative error up to which a line is good enough: what repeated probes of an unchanged link differ by (GROUNDWORK: 0-4 %)."""
+"""Relative error of a good line: the difference of repeated probes of an unchanged link (0-4 %)."""
 MOST_BENDS = 3
 PENALTY = 3.0
-"""A bend (its size, its slope, and having searched for it) must lower the misfit by this times ln P, as in Schwarz's criterion."""
+"""A bend must lower the misfit by this times ln P, as in Schwarz's criterion.
+
+It counts for its size, its slope and the search for it."""
 LEAST_SLOPE = 0.25
-"""Of the largest probe's time per byte: a last piece that is flatter comes from noise, and messages beyond it would be free."""
+"""Least slope of the last piece, as a share of the largest probe's time per byte.
+
+A flatter one comes from noise, and larger messages would be free."""
 LARGE_BYTES = 2**20
 INDEPENDENT_REPEATS = 4
-"""Repeats follow each other within milliseconds, so what disturbs one disturbs the next: more of them tell no more."""
+"""Repeats are milliseconds apart, so a disturbance of one affects the next: more add nothing."""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Piecewise linear cost of a message: see `CollectiveFit`. `misfit` is the sum of squared errors, each over its sigma."""
+    """Piecewise linear cost of a message, as in `CollectiveFit`.
+
+    `misfit`: the sum of squared errors, each over its sigma.
+    """
 
     alpha_s: float
     beta_s_per_byte: float
@@ -56,9 +63,10 @@ def fit_alpha_beta(
 ) -> tuple[float, float, float]:
     """(alpha_s, beta_s_per_byte, relative_error), both costs >= 0.
 
-    Minimizes sum_i ((alpha + beta s_i - t_i) / t_i)^2: the error relative to each duration, for otherwise
-    the largest messages alone decide and alpha is noise.  `relative_error` is the median of
-    |fitted - measured| / measured.  Raises `InvalidInput` for fewer than two sizes or durations <= 0.
+    Minimizes sum_i ((alpha + beta s_i - t_i) / t_i)^2. The error is relative to each duration;
+    otherwise the largest messages alone decide and alpha is noise. `relative_error` is the median
+    of |fitted - measured| / measured. Raises `InvalidInput` for fewer than two sizes and for
+    durations <= 0.
     """
     s, t = _checked(sizes_bytes, seconds)
     costs, _ = _solve(s, t, np.ones_like(t), ())
@@ -70,10 +78,13 @@ def fit_curve(
     seconds: Sequence[float],
     uncertainty: Sequence[float] | None = None,
 ) -> Curve:
-    """The least sum_i ((t(s_i) - t_i) / (t_i sigma_i))^2 + `PENALTY` k ln P over all curves with k <= `MOST_BENDS` bends.
+    """The curve with k <= `MOST_BENDS` bends that minimizes
 
-    `uncertainty` (P,): relative standard error of each duration. Every piece but the last ends at a probe, and the first and
-    the last one hold two probes or more, so that what is extrapolated rests on more than one. Raises `InvalidInput`.
+    sum_i ((t(s_i) - t_i) / (t_i sigma_i))^2 + `PENALTY` k ln P.
+
+    `uncertainty` (P,): relative standard error of each duration. Every piece but the last ends at a
+    probe. The first and the last piece contain at least two probes, so an extrapolation rests on
+    more than one. Raises `InvalidInput`.
     """
     s, t = _checked(sizes_bytes, seconds)
     order = np.argsort(s)
@@ -84,10 +95,8 @@ def fit_curve(
     price = PENALTY * math.log(len(s))
     best: tuple[float, tuple[float, ...], FloatArray, float] | None = None
     for count in range(MOST_BENDS + 1):
-        if (
-            best is not None and best[0] <= count * price
-        ):  # even a perfect fit with so many bends is no better
-            break
+        if best is not None and best[0] <= count * price:
+            break  # even a perfect fit with this many bends is no better
         for places in combinations(s[1:-2].tolist(), count):
             costs, misfit = _solve(s, t, sigma, places)
             if places and costs[-1] < LEAST_SLOPE * t[-1] / s[-1]:
@@ -108,7 +117,10 @@ def fit_curve(
 
 
 def uncertainty_of(spread: float, repeats: int) -> float:
-    """Relative standard error of a median: 1.253 standard deviations over the root of n; an interquartile range is 1.349 of them."""
+    """Relative standard error of a median: 1.253 standard deviations over the root of n.
+
+    An interquartile range is 1.349 standard deviations.
+    """
     return 1.253 / 1.349 * spread / math.sqrt(min(repeats, INDEPENDENT_REPEATS))
 
 
@@ -117,12 +129,14 @@ def _checked(
 ) -> tuple[FloatArray, FloatArray]:
     s, t = np.asarray(sizes_bytes, dtype=np.float64), np.asarray(seconds, dtype=np.float64)
     if s.ndim != 1 or s.shape != t.shape:
+        shapes = f"{t.shape} and {s.shape}"
         raise InvalidInput(
-            f"a link fit needs as many durations as sizes, but the shapes are {t.shape} and {s.shape}"
+            f"a link fit needs as many durations as sizes, but the shapes are {shapes}"
         )
     if len(np.unique(s)) < 2:
+        sizes = sorted(set(s.tolist()))
         raise InvalidInput(
-            f"a link fit needs at least two different sizes, but got {sorted(set(s.tolist()))}; probe more sizes"
+            f"a link fit needs at least two different sizes, but got {sizes}; probe more sizes"
         )
     if not (np.isfinite(s).all() and np.isfinite(t).all() and (s >= 0).all() and (t > 0).all()):
         raise InvalidInput(
@@ -132,7 +146,7 @@ def _checked(
 
 
 def _design(s: FloatArray, places: tuple[float, ...]) -> FloatArray:
-    """Column 0 belongs to alpha, column j to the slope of piece j: how many bytes of each message fall into it. Shape (P, k + 2)."""
+    """(P, k + 2): 1 for alpha, then the bytes of each message that fall into each piece."""
     starts = np.array([0.0, *places])
     widths = np.diff([0.0, *places, np.inf])
     return np.column_stack([np.ones_like(s), np.clip(s[:, None] - starts, 0.0, widths)])
@@ -143,9 +157,8 @@ def _solve(
 ) -> tuple[FloatArray, float]:
     """(alpha and the slopes, shape (k + 2,), all >= 0; the weighted sum of squares)."""
     weighted = _design(s, places) / (t * sigma)[:, None]
-    scale = weighted.max(
-        axis=0
-    )  # all columns of the same magnitude, else the fit is badly conditioned
+    # columns of the same magnitude: otherwise the fit is badly conditioned
+    scale = weighted.max(axis=0)
     costs, residual = nnls(weighted / scale, 1.0 / sigma)
     return costs / scale, float(residual**2)
 

@@ -169,7 +169,7 @@ def _attributes(node: dict[str, Any]) -> dict[str, Any]:
 
 
 def _values(inputs: Any) -> list[Any]:
-    """The list of values: `inputs` itself, or under `values` in newer forms, in Chakra's as text."""
+    """The list of values: `inputs`, or its `values` in newer forms, in Chakra's as text."""
     if isinstance(inputs, dict):
         inputs = inputs.get("values")
     if isinstance(inputs, str):

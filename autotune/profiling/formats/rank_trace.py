@@ -3,7 +3,7 @@
 | symbol | meaning |
 |---|---|
 | N | events in order of start; of those that start at once, the longer (enclosing) one first |
-| origin | time of the first event in ns since the epoch of the rank's clock; seconds count from it |
+| origin | time of the first event, ns since the epoch of the rank's clock; seconds count from it |
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ StepChoice = int | Literal["median"]
 
 @dataclass(eq=False)
 class TracedSteps:
-    """The steps of `job` on the clock that `aligned` found; without it, the ranks' clocks as they are.
+    """The steps of `job` on the clock of `aligned`; without it, on the ranks' own clocks.
 
     A step is chosen by its number, or as "median": the step whose measured time is the lower
     median. Methods raise `InvalidInput` for a step that not every rank has.
