@@ -126,8 +126,8 @@ class RecordedJob:
         """Median over the steps of the slowest rank's time."""
         if not self.steps:
             return 0.0
-        by_step = zip(*(record.step_s for record in self.ranks), strict=True)
-        return median(max(times_s) for times_s in by_step)
+        by_rank = [record.step_s for record in self.ranks]
+        return median(max(times_s) for times_s in zip(*by_rank, strict=True))
 
     def write(self, folder: Path) -> Path:
         """Write `job.json`; return its path. Raises `OSError`."""

@@ -91,8 +91,15 @@ def step_times(
     updated = np.searchsorted(updates, steps[:, 1]) > np.searchsorted(updates, steps[:, 0])
     first, last = steps[0, 0], steps[-1, 1]
     inside = [event for event in work if first <= event["ts"] < last]
+    forward_s, backward_s, rest_s, *medians_s = np.median(parts_s, axis=0).tolist()
+    computation_s, communication_s, exposed_s = medians_s
     return StepBreakdown(
-        *np.median(parts_s, axis=0).tolist(),
+        forward_s=forward_s,
+        backward_s=backward_s,
+        rest_s=rest_s,
+        computation_s=computation_s,
+        communication_s=communication_s,
+        exposed_s=exposed_s,
         top_ops=_top_ops(inside, len(steps)),
         updated_steps=int(updated.sum()),
     )

@@ -2,7 +2,8 @@
 
 A clock that is off by g runs g seconds ahead in a second. Within a recording g is constant for our
 purpose: quartz wanders by some 1e-8 in minutes, and NTP's corrections are at most 5e-4
-(adjtimex(2), and RFC 5905, sec. 11.3). On the first rank's clock an event at t of rank p happened at
+(adjtimex(2), and RFC 5905, sec. 11.3). On the first rank's clock an event at t of rank p happened
+at
 
     t + offset_p + drift_p (t - middle_p),
 
@@ -80,7 +81,7 @@ def rough_drift(
 
 
 def _slope(at_s: FloatArray, late_s: FloatArray) -> tuple[float, float]:
-    """Slope and standard error from the medians of the first and the last third (Brown and Mood, 1951)."""
+    """Slope and standard error from the medians of the outer thirds (Brown and Mood, 1951)."""
     third = len(at_s) // 3
     if len(at_s) < FEWEST:
         return 0.0, np.inf

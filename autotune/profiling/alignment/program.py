@@ -61,7 +61,7 @@ TOLERANCE_S = 1e-8
 
 @dataclass(frozen=True)
 class Noise:
-    """Standard deviations, s: of ends within a collective, and of clipped durations within a family."""
+    """Standard deviations of ends in a collective and of clipped durations in a family, s."""
 
     end_s: float
     duration_s: float

@@ -6,7 +6,7 @@
 | t_i | measured duration, shape (P,) | s |
 | alpha | cost per message | s |
 | beta | cost per byte | s/byte |
-| sigma_i | allowed relative error of t_i: `TOLERANCE`, more where repeats leave it less certain | - |
+| sigma_i | allowed relative error of t_i: `TOLERANCE`, more for uncertain repeats | - |
 | k | number of bends | - |
 
 Model: t = alpha + beta s (Hockney's; Eq. 2 and 3 of the AutoSync supplement use the same terms). A

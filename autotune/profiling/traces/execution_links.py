@@ -21,7 +21,7 @@ _Collectives = Sequence[TracedCollective]
 class ExecutionLink:
     """The link of a rank's execution trace.
 
-    `by_id`, `in_order`: collectives linked by record-function id and in order, out of `collectives`.
+    `by_id`, `in_order`: how many `collectives` are linked by record-function id and in order.
     """
 
     rank: int

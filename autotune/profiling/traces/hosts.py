@@ -5,9 +5,8 @@
 | given | the caller |
 | job file | `job.json` of a recording |
 | traces | `host_name`, which torch writes since 2.9 or so |
-| file names | `<host>_<pid>.<time>.pt.trace.json` of torch's own handler, if the trace has that pid |
-| devices | an assumption: consecutive ranks with rising device numbers, the same list of devices and
-different process ids |
+| file names | `<host>_<pid>.<time>.pt.trace.json` of torch's handler, if the trace has that pid |
+| devices | an assumption, see `_by_devices` |
 
 Assumed hosts are checked against the clocks before these are tied together
 (`alignment.same_clock`).
@@ -105,7 +104,9 @@ def _processes(trace: RankTrace, device: bool = False) -> frozenset[str]:
 
 
 def _by_devices(traces: Sequence[RankTrace]) -> tuple[str, ...]:
-    """Launchers number a host's ranks consecutively, and each rank gets the next device.
+    """Assume hosts: launchers number a host's ranks consecutively, and each gets the next device.
+
+    The ranks of a host see the same list of devices and have different process ids.
 
     All names are "" where a rank does not fit that pattern.
     """
