@@ -23,17 +23,23 @@ T = TypeVar("T")
 MAX_FILE_BYTES = 64 * 2**20  # a BERT-large strategy with every variable in 40 shards is about 3 MB
 
 
-def read_text(path: Path, max_bytes: int = MAX_FILE_BYTES) -> str:
-    """The file's text, or `InvalidInput` when it is missing, too large or not UTF-8."""
+def read_bytes(path: Path, max_bytes: int) -> bytes:
+    """The file's bytes, or `InvalidInput` when it is missing or too large."""
     try:
         size = path.stat().st_size
         if size > max_bytes:
             raise InvalidInput(f"{path} may hold at most {max_bytes} bytes, but has {size}")
-        return path.read_text(encoding="utf-8")
+        return path.read_bytes()
     except OSError as error:
         raise InvalidInput(
             f"cannot read {path}: {error.strerror or error}; check the path and its permissions"
         ) from error
+
+
+def read_text(path: Path, max_bytes: int = MAX_FILE_BYTES) -> str:
+    """The file's text, or `InvalidInput` when it is missing, too large or not UTF-8."""
+    try:
+        return read_bytes(path, max_bytes).decode("utf-8")
     except UnicodeDecodeError as error:
         raise InvalidInput(f"{path} must be UTF-8 text, but byte {error.start} is not") from error
 

@@ -1,4 +1,4 @@
-"""The card of a domain: what its trials are, how and when they were taken, how noisy they are, and under which licence."""
+"""The card of a domain: its trials, their conditions, dates and noise, and the licence."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ LICENCE = "CC-BY-4.0"
 
 @dataclass(frozen=True)
 class Card:
-    """Times are ISO, UTC. Noise is a relative standard deviation, None where too few trials tell.
+    """Times are ISO, UTC. Noise is a relative standard deviation, None with too few trials.
 
-    `reference_noise`: of the medians of neighbouring references; `repeat_noise`: of the steady medians of one plan.
+    `reference_noise`: of the medians of neighbouring references. `repeat_noise`: of the steady
+    medians of one plan.
     """
 
     name: str
@@ -50,6 +51,9 @@ def card_of(domain: Domain) -> Card:
     references = [trial.median_s for trial in domain.references if trial.step_s]
     steps = [len(trial.step_s) for trial in domain.trials if trial.step_s]
     times = [trial.time_s for trial in domain.trials]
+    strategies = {trial.strategy.id for trial in domain.candidates if trial.strategy is not None}
+    outcomes = [trial.outcome for trial in domain.trials]
+    failures = [outcome.kind.value for outcome in outcomes if isinstance(outcome, Failed)]
     return Card(
         name=domain.name,
         model=domain.model,
@@ -58,16 +62,8 @@ def card_of(domain: Domain) -> Card:
         first=_iso(min(times)) if times else "",
         last=_iso(max(times)) if times else "",
         candidates=len(domain.candidates),
-        strategies=len(
-            {trial.strategy.id for trial in domain.candidates if trial.strategy is not None}
-        ),
-        failed=_counts(
-            [
-                trial.outcome.kind.value
-                for trial in domain.trials
-                if isinstance(trial.outcome, Failed)
-            ]
-        ),
+        strategies=len(strategies),
+        failed=_counts(failures),
         references=len(domain.references),
         disturbed=sum(trial.disturbed for trial in domain.trials),
         sessions=len(domain.sessions),
@@ -85,52 +81,44 @@ def card_text(domain: Domain) -> str:
     """The card for people, in Markdown."""
     card, environment = card_of(domain), domain.environment
     real = environment.conditions.accelerators is Accelerators.REAL
-    waits = "timed waits of " + (
-        "what one replica alone takes"
-        if domain.workload.source == "measured"
-        else "times that are assumed"
-    )
-    computing = (
-        "computation is real" if real else f"accelerators are emulated: computation is {waits}"
-    )
+    measured = domain.workload.source == "measured"
+    times = "what one replica alone takes" if measured else "times that are assumed"
+    computing = f"accelerators are emulated: computation is timed waits of {times}"
+    if real:
+        computing = "computation is real"
     failed = ", ".join(f"{count} {kind}" for kind, count in card.failed.items()) or "none"
     software = ", ".join(
         f"{name} {version}" for name, version in sorted(environment.software.items())
     )
-    rows = [
-        (
-            "Trials",
-            f"{card.candidates} of {card.strategies} strategies, and {card.references} references (the script's own DDP)",
-        ),
-        ("Where from", ", ".join(f"{count} {name}" for name, count in card.sources.items())),
-        ("Failed", failed),
-        ("Disturbed", f"{card.disturbed}, marked and kept"),
-        (
-            "Median step",
-            f"{_ms(card.fastest_s)} to {_ms(card.slowest_s)}; references {_ms(card.reference_s)}",
-        ),
-        (
-            "Noise of a median",
-            f"references {_share(card.reference_noise)}, repeated plans {_share(card.repeat_noise)}",
-        ),
-        ("Timed steps a trial", f"{card.timed_steps[0]} to {card.timed_steps[1]}"),
-        ("When (UTC)", f"{card.first} to {card.last}, {card.sessions} sessions"),
-        (
-            "Machine",
-            f"{environment.cores} cores, {environment.machine}, Linux {environment.kernel}",
-        ),
-        ("Software", software),
-        ("Licence", f"{LICENCE} (the scripts: Apache-2.0)"),
-    ]
+    references = f"{card.references} references (the script's own DDP)"
+    spread = f"{_ms(card.fastest_s)} to {_ms(card.slowest_s)}"
+    noise = f"references {_share(card.reference_noise)}"
+    machine = f"{environment.cores} cores, {environment.machine}, Linux {environment.kernel}"
+    rows = {
+        "Trials": f"{card.candidates} of {card.strategies} strategies, and {references}",
+        "Where from": ", ".join(f"{count} {name}" for name, count in card.sources.items()),
+        "Failed": failed,
+        "Disturbed": f"{card.disturbed}, marked and kept",
+        "Median step": f"{spread}; references {_ms(card.reference_s)}",
+        "Noise of a median": f"{noise}, repeated plans {_share(card.repeat_noise)}",
+        "Timed steps a trial": f"{card.timed_steps[0]} to {card.timed_steps[1]}",
+        "When (UTC)": f"{card.first} to {card.last}, {card.sessions} sessions",
+        "Machine": machine,
+        "Software": software,
+        "Licence": f"{LICENCE} (the scripts: Apache-2.0)",
+    }
+    workload, cluster = domain.workload, domain.cluster
     what = (
-        f"Step times of {card.model} ({len(domain.workload.variables)} gradient variables, {domain.workload.grad_bytes / 1e6:.1f} MB) "
-        f"on {card.cluster}: {domain.cluster.world_size} workers on {len(domain.cluster.hosts)} hosts."
+        f"Step times of {card.model} ({len(workload.variables)} gradient variables, "
+        f"{workload.grad_bytes / 1e6:.1f} MB) on {card.cluster}: {cluster.world_size} workers on "
+        f"{len(cluster.hosts)} hosts."
     )
     how = (
-        f"Conditions: {card.conditions or 'a real cluster'}. Emulated hosts are network namespaces of one machine with shaped links; "
-        f"parameters, gradients and transfers are real; {computing}. A trial's time is that of its slowest rank, step by step."
+        f"Conditions: {card.conditions or 'a real cluster'}. Emulated hosts are network namespaces "
+        "of one machine with shaped links; parameters, gradients and transfers are real; "
+        f"{computing}. A trial's time is that of its slowest rank, step by step."
     )
-    table = "\n".join(f"| {name} | {value} |" for name, value in rows)
+    table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
     return f"# {card.name}\n\n{what}\n\n{how}\n\n| | |\n|---|---|\n{table}\n"
 
 

@@ -1,7 +1,7 @@
 """The table of trials: columns of a Parquet file, one row per trial.
 
-Strategies and plans stand in it as canonical JSON, dictionary-encoded. `step_s[rank][step]` are seconds. A row has either `step_s` or
-`failure_kind`.
+Strategies and plans are canonical JSON, dictionary-encoded. `step_s[rank][step]` are seconds. A row
+has either `step_s` or `failure_kind`.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from autotune.strategy_space.plan import Plan
 from autotune.strategy_space.strategy import Strategy
 
 SCHEMA_VERSION = b"3"
-_WRITTEN = SCHEMA_VERSION.decode()
+_VERSION = SCHEMA_VERSION.decode()
 _FIX = "take the dataset and the package of one version"
 MAX_ROWS = 1_000_000
 MAX_TABLE_BYTES = 4 * 2**30
-"""Of the decoded columns, as the file declares them."""
+"""Limit on the decoded columns, as the file declares them."""
 LEVEL = 12
-"""Of zstd."""
+"""Compression level of zstd."""
 _TEXT = pa.dictionary(pa.int32(), pa.string())
 _KEY = b"autotune.dataset"
 T = TypeVar("T")
@@ -54,13 +54,16 @@ SCHEMA = pa.schema(
     ],
     metadata={_KEY: SCHEMA_VERSION},
 )
+_MEASURED = ("step_s", "gradient_error", "left_out", "stopped", "overrun")
 _COPIED = ("number", "source", "load", "time_s", "session", "disturbed", "stolen")
 
 
 def table_bytes(trials: Sequence[DatasetTrial], texts: dict[str, str]) -> bytes:
-    """A whole Parquet file. `texts`: what it keeps for the next call, id of a strategy or plan -> canonical JSON."""
-    rows = [_row(trial, texts) for trial in trials]
-    table = pa.Table.from_pylist(rows, SCHEMA)
+    """A whole Parquet file.
+
+    `texts` caches the canonical JSON of strategies and plans by id, for the next call.
+    """
+    table = pa.Table.from_pylist([_row(trial, texts) for trial in trials], SCHEMA)
     sink = io.BytesIO()
     pq.write_table(
         table,
@@ -74,38 +77,32 @@ def table_bytes(trials: Sequence[DatasetTrial], texts: dict[str, str]) -> bytes:
 
 def _row(trial: DatasetTrial, texts: dict[str, str]) -> dict[str, Any]:
     row: dict[str, Any] = {name: getattr(trial, name) for name in _COPIED}
-    for name, chosen in (("strategy", trial.strategy), ("plan", trial.plan)):
-        if chosen is not None:
-            if chosen.id not in texts:
-                texts[chosen.id] = chosen.to_json()
-            row |= {f"{name}_id": chosen.id, name: texts[chosen.id]}
-    if isinstance(trial.outcome, Measured):
-        measured = trial.outcome
-        row |= {
-            name: getattr(measured, name)
-            for name in ("step_s", "gradient_error", "left_out", "stopped", "overrun")
-        }
-    else:
-        row |= {
-            "failure_kind": trial.outcome.kind,
-            "failure_message": trial.outcome.message,
-            "failure_rank": trial.outcome.rank,
-        }
-    return row
+    for name, value in (("strategy", trial.strategy), ("plan", trial.plan)):
+        if value is not None:
+            if value.id not in texts:
+                texts[value.id] = value.to_json()
+            row |= {f"{name}_id": value.id, name: texts[value.id]}
+    outcome = trial.outcome
+    if isinstance(outcome, Measured):
+        return row | {name: getattr(outcome, name) for name in _MEASURED}
+    failure = {"kind": outcome.kind, "message": outcome.message, "rank": outcome.rank}
+    return row | {f"failure_{name}": value for name, value in failure.items()}
 
 
 def read_table(data: bytes, where: str) -> tuple[DatasetTrial, ...]:
-    """The inverse of `table_bytes`; raises `InvalidInput` for what is no such file, too large, or has a row that is no trial."""
+    """The inverse of `table_bytes`.
+
+    Raises `InvalidInput` for any other file, one that is too large, and one with an invalid row.
+    """
     try:
         file = pq.ParquetFile(io.BytesIO(data))
         _check(file, where)
         table = file.read()
-        table.validate(full=True)  # indices, offsets and texts lie where they must
+        table.validate(full=True)  # indices, offsets and texts lie inside their buffers
         rows = table.to_pylist()
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise InvalidInput(
-            f"{where} must be an intact Parquet file, but is not: {str(error)[:200]}"
-        ) from error
+        rule, reason = "must be an intact Parquet file", str(error)[:200]
+        raise InvalidInput(f"{where} {rule}, but is not: {reason}") from error
     strategies, plans = _Parsed(Strategy.from_json), _Parsed(Plan.from_json)
     trials = tuple(
         _trial(row, strategies, plans, f"{where}, row {index}") for index, row in enumerate(rows)
@@ -116,34 +113,29 @@ def read_table(data: bytes, where: str) -> tuple[DatasetTrial, ...]:
 
 
 def _check(file: pq.ParquetFile, where: str) -> None:
-    """Before anything is decoded."""
+    """Check the metadata before anything is decoded."""
     metadata = file.metadata
     version = (metadata.metadata or {}).get(_KEY)
     if version is None:
-        raise InvalidInput(
-            f"{where} must be a table of trials that this package wrote, but does not say that it is"
-        )
+        rule = "must be a table of trials that this package wrote"
+        raise InvalidInput(f"{where} {rule}, but does not say that it is")
     if version != SCHEMA_VERSION:
-        raise InvalidInput(
-            f"{where}: this version reads tables of schema {_WRITTEN}, but it has {version[:20]!r}; {_FIX}"
-        )
+        rule = f"this version reads tables of schema {_VERSION}"
+        raise InvalidInput(f"{where}: {rule}, but it has {version[:20]!r}; {_FIX}")
     if not file.schema_arrow.equals(SCHEMA):
         names = sorted(set(SCHEMA.names) ^ set(file.schema_arrow.names))
         differing = ", ".join(names) or "types"
-        raise InvalidInput(
-            f"{where} must have the columns of schema {_WRITTEN}, but differs in {differing}; {_FIX}"
-        )
-    size = sum(
-        metadata.row_group(index).total_byte_size for index in range(metadata.num_row_groups)
-    )
+        rule = f"must have the columns of schema {_VERSION}"
+        raise InvalidInput(f"{where} {rule}, but differs in {differing}; {_FIX}")
+    groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
+    size = sum(group.total_byte_size for group in groups)
     if metadata.num_rows > MAX_ROWS or size > MAX_TABLE_BYTES:
-        raise InvalidInput(
-            f"{where} may hold {MAX_ROWS} rows and {MAX_TABLE_BYTES} bytes, but has {metadata.num_rows} and {size}"
-        )
+        limit = f"{MAX_ROWS} rows and {MAX_TABLE_BYTES} bytes"
+        raise InvalidInput(f"{where} may hold {limit}, but has {metadata.num_rows} and {size}")
 
 
 class _Parsed(Generic[T]):
-    """Each text is parsed once, however many rows hold it."""
+    """Parses each text once, however many rows contain it."""
 
     def __init__(self, parse: Callable[[str, str], T]) -> None:
         self._parse = parse
@@ -162,18 +154,8 @@ def _trial(
 ) -> DatasetTrial:
     strategy, plan = strategies.of(row["strategy"], where), plans.of(row["plan"], where)
     try:
-        return DatasetTrial(
-            row["number"],
-            row["source"],
-            strategy,
-            plan,
-            _outcome(row),
-            row["load"],
-            row["time_s"],
-            row["session"],
-            row["disturbed"],
-            row["stolen"],
-        )
+        fields = {name: row[name] for name in _COPIED}
+        return DatasetTrial(strategy=strategy, plan=plan, outcome=_outcome(row), **fields)
     except (ValueError, TypeError) as error:
         raise InvalidInput(f"{where} is no trial: {error}") from error
 
@@ -182,9 +164,8 @@ def _outcome(row: dict[str, Any]) -> Measured | Failed:
     if (row["step_s"] is None) == (row["failure_kind"] is None):
         raise InvalidInput("it must have either step times or a failure")
     if row["step_s"] is None:
-        return Failed(
-            FailureKind(row["failure_kind"]), row["failure_message"] or "", row["failure_rank"]
-        )
+        kind = FailureKind(row["failure_kind"])
+        return Failed(kind, row["failure_message"] or "", row["failure_rank"])
     stopped = None if row["stopped"] is None else Stopped(row["stopped"])
     step_s = tuple(tuple(steps) for steps in row["step_s"])
     return Measured(step_s, row["gradient_error"], row["left_out"] or 0, stopped, row["overrun"])

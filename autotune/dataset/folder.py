@@ -1,7 +1,7 @@
 """A domain's folder: `domain.json`, `trials.parquet`, `card.json`, `card.md` and `SHA256SUMS`.
 
-`SHA256SUMS` is written last and says which files belong together. A writer that was killed may leave `FILE.new` beside `FILE`: the one
-whose sum is listed is the file.
+`SHA256SUMS` is written last and states which files belong together. A killed writer may leave
+`FILE.new` next to `FILE`: the one with the listed sum is valid.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from autotune.cluster import Cluster
 from autotune.dataset.columns import read_table
 from autotune.dataset.trials import DatasetTrial, Domain, Session
 from autotune.errors import InvalidInput
-from autotune.parsing import parse, parse_json, read_text, refuse_newer
+from autotune.parsing import parse, parse_json, read_bytes, read_text, refuse_newer
 from autotune.workload import Workload
 
 SCHEMA = 1
@@ -28,7 +28,7 @@ NEW = ".new"
 
 @dataclass(frozen=True)
 class Description:
-    """What `domain.json` holds."""
+    """The content of `domain.json`."""
 
     __pydantic_config__ = {"extra": "forbid"}
 
@@ -44,17 +44,24 @@ class Description:
 
 
 def read_dataset(folder: Path) -> tuple[Domain, ...]:
-    """The domains in the folders below `folder`, by name. Raises `InvalidInput` where there is none or one is broken."""
-    found = sorted(path.parent for path in folder.glob(f"*/{SUMS}"))
-    if not found:
+    """The domains in the folders below `folder`, by name.
+
+    Raises `InvalidInput` where there is none or one is broken.
+    """
+    folders = sorted(path.parent for path in folder.glob(f"*/{SUMS}"))
+    if not folders:
         raise InvalidInput(
-            f"{folder} must hold a folder with a {SUMS} per domain, but has none; collect some with datasets/collect.py"
+            f"{folder} must hold a folder with a {SUMS} per domain, but has none; collect some "
+            "with datasets/collect.py"
         )
-    return tuple(read_domain(path) for path in found)
+    return tuple(read_domain(path) for path in folders)
 
 
 def read_domain(folder: Path) -> Domain:
-    """One domain. Raises `InvalidInput` for a file that is missing, too large, not the one whose sum is listed, or not valid."""
+    """One domain.
+
+    Raises `InvalidInput` for a file that is missing, too large, invalid or has another sum.
+    """
     sums = read_sums(folder)
     described = read_description(folder, sums)
     trials = read_table(_checked(folder, TABLE, sums), str(folder / TABLE)) if TABLE in sums else ()
@@ -64,11 +71,17 @@ def read_domain(folder: Path) -> Domain:
 
 
 def domain_of(described: Description, trials: tuple[DatasetTrial, ...]) -> Domain:
-    fields = {
-        name: getattr(described, name)
-        for name in ("name", "model", "cluster_name", "workload", "cluster", "costs", "cores")
-    }
-    return Domain(**fields, sessions=described.sessions, trials=trials)
+    return Domain(
+        name=described.name,
+        model=described.model,
+        cluster_name=described.cluster_name,
+        workload=described.workload,
+        cluster=described.cluster,
+        costs=described.costs,
+        cores=described.cores,
+        sessions=described.sessions,
+        trials=trials,
+    )
 
 
 def read_description(folder: Path, sums: dict[str, str]) -> Description:
@@ -89,39 +102,25 @@ def read_sums(folder: Path) -> dict[str, str]:
     for line in read_text(path, MAX_SUMS_BYTES).splitlines():
         match = re.fullmatch(r"([0-9a-f]{64})  ([A-Za-z0-9_.-]+)", line)
         if match is None:
-            raise InvalidInput(
-                f"{path} must hold lines as `sha256sum` writes them, but one is {line[:80]!r}"
-            )
+            rule = "must hold lines as `sha256sum` writes them"
+            raise InvalidInput(f"{path} {rule}, but one is {line[:80]!r}")
         sums[match[2]] = match[1]
     return sums
 
 
 def _checked(folder: Path, name: str, sums: dict[str, str]) -> bytes:
-    """The file's bytes, whose sum is the listed one."""
+    """The file's bytes, with the listed sum."""
     if name not in sums:
         raise InvalidInput(f"{folder / SUMS} must list {name}, but does not")
     for path in (folder / name, folder / (name + NEW)):
-        if path.is_file() and sum_of(data := _bytes(path, MAX_BYTES[name])) == sums[name]:
+        if path.is_file() and sum_of(data := read_bytes(path, MAX_BYTES[name])) == sums[name]:
             return data
     if not (folder / name).exists():
-        raise InvalidInput(
-            f"cannot read {folder / name}: no such file; fetch the whole folder again"
-        )
+        raise InvalidInput(f"cannot read {folder / name}: no such file; fetch the folder again")
     raise InvalidInput(
-        f"{folder / name} must have the sum that {SUMS} lists, but has another: it was changed or cut off; fetch it again"
+        f"{folder / name} must have the sum that {SUMS} lists, but has another: it was changed or "
+        "cut off; fetch it again"
     )
-
-
-def _bytes(path: Path, most: int) -> bytes:
-    try:
-        size = path.stat().st_size
-        if size > most:
-            raise InvalidInput(f"{path} may hold at most {most} bytes, but has {size}")
-        return path.read_bytes()
-    except OSError as error:
-        raise InvalidInput(
-            f"cannot read {path}: {error.strerror or error}; check the path and its permissions"
-        ) from error
 
 
 def sum_of(data: bytes) -> str:
@@ -130,22 +129,21 @@ def sum_of(data: bytes) -> str:
 
 def _check_sessions(described: Description, trials: tuple[DatasetTrial, ...], folder: Path) -> None:
     if not described.sessions:
-        raise InvalidInput(
-            f"{folder / DESCRIPTION} must describe at least one session, but has none"
-        )
+        file = folder / DESCRIPTION
+        raise InvalidInput(f"{file} must describe at least one session, but has none")
     unknown = {trial.session for trial in trials} - {session.id for session in described.sessions}
     if unknown:
-        raise InvalidInput(
-            f"{folder}: trials belong to a session that {DESCRIPTION} describes, but not those of {sorted(unknown)[0]!r}"
-        )
+        rule = f"trials belong to a session that {DESCRIPTION} describes"
+        raise InvalidInput(f"{folder}: {rule}, but not those of {min(unknown)!r}")
 
 
 def _check_plans(described: Description, trials: tuple[DatasetTrial, ...], folder: Path) -> None:
-    """That each is one of the domain's model and number of ranks."""
+    """Check that each plan has the domain's model and number of ranks."""
     wanted = (described.workload.id, described.cluster.world_size)
     for trial in trials:
         if trial.plan is not None and (trial.plan.workload_id, trial.plan.world_size) != wanted:
             raise InvalidInput(
-                f"{folder}: plans must be of the domain's model {wanted[0]} and {wanted[1]} ranks, but that of trial {trial.number} is of "
-                f"{trial.plan.workload_id} and {trial.plan.world_size}; fetch the whole folder again"
+                f"{folder}: plans must be of the domain's model {wanted[0]} and {wanted[1]} ranks, "
+                f"but that of trial {trial.number} is of {trial.plan.workload_id} and "
+                f"{trial.plan.world_size}; fetch the whole folder again"
             )

@@ -1,5 +1,8 @@
-"""How far two trials of the same thing differ: the noise floor of a domain, as relative standard deviations of a trial's median; and how
-often a step takes much longer than its trial's others, which medians do not show."""
+"""The noise floor of a domain, and the share of stalled steps, which medians do not show.
+
+The noise is the difference of two trials of one plan, as a relative standard deviation of their
+medians.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +16,16 @@ from autotune.dataset.trials import DatasetTrial, Domain, histories
 from autotune.tuning.statistics import NORMAL_MEDIAN, neighbour_noise
 
 FEWEST = 4
-"""References or pairs of repeats below which their spread says nothing."""
+"""Least number of references, or of pairs of repeats, for a meaningful spread."""
 STALL = 1.4
-"""A step that takes so many times its trial's median has stalled."""
+"""A step above this multiple of its trial's median has stalled."""
 
 
 def reference_noise(domain: Domain) -> float | None:
-    """Of the references' medians, from the differences of neighbours within a session, so that slow drifts do not count."""
+    """Noise of the references' medians.
+
+    It uses the differences of neighbours within a session, so slow drifts do not count.
+    """
     logs = [
         np.log([median_s for _, median_s in history.references])
         for history in histories(domain.trials)
@@ -31,7 +37,10 @@ def reference_noise(domain: Domain) -> float | None:
 
 
 def repeat_noise(domain: Domain) -> float | None:
-    """Of undisturbed trials of one plan, each corrected by the references around it (`Domain.steady_s`): what no model can explain."""
+    """Noise of undisturbed trials of one plan, which no model can explain.
+
+    Each trial is corrected by the references around it (`Domain.steady_s`).
+    """
     differences = [
         math.log(after / before)
         for values in domain.plan_steady_s.values()
@@ -43,14 +52,12 @@ def repeat_noise(domain: Domain) -> float | None:
 
 
 def step_noise(domain: Domain) -> float | None:
-    """Of single steps within a trial: the median over the trials."""
-    found = [neighbour_noise(trial.step_s) for trial in domain.trials if len(trial.step_s) > 2]
-    return float(np.median(found)) if found else None
+    """Noise of single steps within a trial, as the median over the trials."""
+    noises = [neighbour_noise(trial.step_s) for trial in domain.trials if len(trial.step_s) > 2]
+    return float(np.median(noises)) if noises else None
 
 
 def stalled_share(trials: Iterable[DatasetTrial]) -> float | None:
-    """Of all their steps; None without any."""
-    steps = [(step_s, trial.median_s) for trial in trials for step_s in trial.step_s]
-    return (
-        sum(step_s > STALL * median_s for step_s, median_s in steps) / len(steps) if steps else None
-    )
+    """Share of all steps that stalled; None without any step."""
+    stalled = [step_s > STALL * trial.median_s for trial in trials for step_s in trial.step_s]
+    return sum(stalled) / len(stalled) if stalled else None

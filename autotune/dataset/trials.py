@@ -1,4 +1,4 @@
-"""A domain of a dataset: one model on one cluster under fixed conditions, and every trial that was taken there."""
+"""A domain of a dataset: one model on one cluster under fixed conditions, with all its trials."""
 
 from __future__ import annotations
 
@@ -19,14 +19,19 @@ from autotune.tuning.history import History
 from autotune.workload import Workload
 
 REFERENCE = "reference"
-"""Source of a trial of the script's own DDP; it has neither strategy nor plan."""
+"""Source of a trial of the script's own DDP, which has neither strategy nor plan."""
 DEVIATION = 0.15
-"""Two neighbouring references may differ by at most so much (relative), by less where they agree better: `JobSpec.deviation`."""
+"""Largest relative difference of neighbouring references, as in `JobSpec.deviation`.
+
+The limit is lower where references agree better."""
 
 
 @dataclass(frozen=True)
 class Environment:
-    """What a session of trials ran on. `software`: name -> version. `source`: the commit of this repository, "" where unknown."""
+    """The environment of a session of trials.
+
+    `software`: name -> version. `source`: commit of this repository, "" where unknown.
+    """
 
     __pydantic_config__ = {"extra": "forbid"}
 
@@ -40,7 +45,10 @@ class Environment:
 
 @dataclass(frozen=True)
 class Session:
-    """One start of the script on one testbed, or a row of them without a pause; its trials follow one another. `began_at`: ISO, UTC."""
+    """One start of the script on one testbed, or several without a pause between them.
+
+    Its trials follow one another. `began_at`: ISO, UTC.
+    """
 
     __pydantic_config__ = {"extra": "forbid"}
 
@@ -51,16 +59,23 @@ class Session:
 
 @dataclass(frozen=True)
 class DatasetTrial:
-    """One trial. Numbers count from 0 in the order in which a domain's trials were taken.
+    """One trial. Numbers count a domain's trials from 0, in order.
 
-    `source` is a kind and what belongs to it: "reference", "builder:NAME", "random:lossless", "random:lossy", "repeat:NUMBER" (an
-    earlier trial's strategy once more), "tuning:JOB:ROUND:ORIGIN" (what a tuner's round proposed), "tuning:JOB:reference",
-    "sweep:ROUND:NAME" (DDP's bucket sizes, each once a round), "closing:ROUND:SIDE" or "closing:ROUND:reference" (strategies that were
-    found before, each once a round: repeats of their plans). What counts repeats goes by plan, whatever the source.
-    `strategy` and the `plan` that was enacted are None for a reference. `load`: the machine's load average when it began. `time_s`: Unix
-    time of its end. `disturbed`: the machine changed during it, or between the references around it (`disturbed_trials`). `stolen`: the
-    share of all cores' time that the host gave to other virtual machines meanwhile (man 5 proc_stat, "steal"); None where it was not
-    noted.
+    `source` is a kind with its parameters:
+
+    - "reference", "builder:NAME", "random:lossless", "random:lossy";
+    - "repeat:NUMBER": the strategy of an earlier trial again;
+    - "tuning:JOB:ROUND:ORIGIN" (a proposal of a tuner's round), "tuning:JOB:reference";
+    - "sweep:ROUND:NAME": DDP's bucket sizes, each once a round;
+    - "closing:ROUND:SIDE", "closing:ROUND:reference": strategies found before, each once a round.
+
+    Repeats are counted by plan, whatever the source.
+
+    - `strategy` and the enacted `plan` are None for a reference.
+    - `load`: the machine's load average at the start. `time_s`: Unix time of the end.
+    - `disturbed`: the machine changed during the trial, or between the references around it.
+    - `stolen`: share of all cores' time that the host gave to other virtual machines meanwhile (man
+      5 proc_stat, "steal"); None where it was not recorded.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -80,21 +95,19 @@ class DatasetTrial:
         reference = self.source.rpartition(":")[2] == REFERENCE
         if reference != (self.strategy is None) or (self.strategy is None) != (self.plan is None):
             rule = f"has neither a strategy nor a plan exactly if its source ends in {REFERENCE!r}"
-            raise InvalidInput(
-                f"trial {self.number} {rule}, but its source is {self.source!r} and its plan {self.plan_id!r}"
-            )
-        if isinstance(self.outcome, Measured) and not np.all(
-            np.isfinite(self.outcome.slowest_s) & (self.outcome.slowest_s > 0)
-        ):
-            raise InvalidInput(f"trial {self.number} needs finite step times above 0")
+            values = f"its source is {self.source!r} and its plan {self.plan_id!r}"
+            raise InvalidInput(f"trial {self.number} {rule}, but {values}")
+        if isinstance(self.outcome, Measured):
+            slowest_s = self.outcome.slowest_s
+            if not np.all(np.isfinite(slowest_s) & (slowest_s > 0)):
+                raise InvalidInput(f"trial {self.number} needs finite step times above 0")
         if self.stolen is not None and not 0.0 <= self.stolen <= 1.0:
-            raise InvalidInput(
-                f"trial {self.number}: stolen must be a share from 0 to 1, or None where it was not noted, but is {self.stolen}"
-            )
+            rule = "stolen must be a share from 0 to 1, or None where it was not recorded"
+            raise InvalidInput(f"trial {self.number}: {rule}, but is {self.stolen}")
 
     @property
     def kind(self) -> str:
-        """What the source begins with; "reference" for every reference, also for those of a tuner's job."""
+        """The kind of the source; "reference" for every reference, also in a tuner's job."""
         return REFERENCE if self.strategy is None else self.source.partition(":")[0]
 
     @property
@@ -103,12 +116,12 @@ class DatasetTrial:
 
     @cached_property
     def step_s(self) -> tuple[float, ...]:
-        """Every timed step on the rank that was slowest in it, seconds; empty for a failure."""
+        """Seconds of every timed step on its slowest rank; empty for a failure."""
         return tuple(self.outcome.slowest_s.tolist()) if isinstance(self.outcome, Measured) else ()
 
     @property
     def median_s(self) -> float:
-        """Of the steps; NaN for a failure."""
+        """Median of the steps; NaN for a failure."""
         return self.outcome.median_s if isinstance(self.outcome, Measured) else math.nan
 
     @property
@@ -117,7 +130,7 @@ class DatasetTrial:
 
     @property
     def failure(self) -> str:
-        """Kind and message; "" where it was measured."""
+        """Kind and message of a failure, else ""."""
         return (
             f"{self.outcome.kind}: {self.outcome.message}"
             if isinstance(self.outcome, Failed)
@@ -127,8 +140,11 @@ class DatasetTrial:
 
 @dataclass(frozen=True)
 class Domain:
-    """`workload` and `cluster` as they were profiled and probed before the first trial; `costs`: the runtime's constants (seconds),
-    for `benchmarks.runtime_costs.costs_of`; `cores`: of the machine."""
+    """One model on one cluster.
+
+    `workload` and `cluster` were profiled and probed before the first trial. `costs`: constants of
+    the runtime in seconds, for `benchmarks.runtime_costs.costs_of`. `cores`: of the machine.
+    """
 
     name: str
     model: str
@@ -142,7 +158,7 @@ class Domain:
 
     @property
     def environment(self) -> Environment:
-        """Of the first session; a collection refuses to go on where its conditions, cores or machine are others."""
+        """The first session's environment; later ones have equal conditions, cores and machine."""
         return self.sessions[0].environment
 
     @cached_property
@@ -156,31 +172,34 @@ class Domain:
 
     @cached_property
     def steady_s(self) -> dict[int, float]:
-        """Number of a measured candidate -> its median step time at the machine's usual speed (`History.steady_s`), seconds.
+        """Number of a measured candidate -> its `History.steady_s` at the machine's usual speed.
 
         The usual speed is that of the session's references relative to those of all sessions.
         """
         usual_s = _median([trial.median_s for trial in self.references if trial.step_s])
-        found = {}
+        steady_s = {}
         for history in histories(self.trials):
             scale = usual_s / history.reference_s if usual_s and history.reference_s else 1.0
             for trial in history.candidates:
                 if isinstance(trial.outcome, Measured):
-                    found[trial.request.number] = history.steady_s(trial) * scale
-        return found
+                    steady_s[trial.request.number] = history.steady_s(trial) * scale
+        return steady_s
 
     @cached_property
     def plan_steady_s(self) -> dict[str, tuple[float, ...]]:
         """Plan id -> `steady_s` of its undisturbed trials, in order."""
-        found: dict[str, tuple[float, ...]] = {}
+        by_plan: dict[str, tuple[float, ...]] = {}
         for trial in self.candidates:
             if trial.number in self.steady_s and not trial.disturbed and trial.plan_id is not None:
-                found[trial.plan_id] = (*found.get(trial.plan_id, ()), self.steady_s[trial.number])
-        return found
+                by_plan[trial.plan_id] = (
+                    *by_plan.get(trial.plan_id, ()),
+                    self.steady_s[trial.number],
+                )
+        return by_plan
 
 
 def histories(trials: Sequence[DatasetTrial]) -> list[History]:
-    """The trials of each session as the tuner's history, which knows the rules of interference."""
+    """The trials of each session as a tuner's history, which has the rules of interference."""
     sessions: dict[str, list[TrialFinished]] = {}
     for trial in trials:
         strategy_id = trial.strategy.id if trial.strategy is not None else CURRENT_SETUP
@@ -193,7 +212,10 @@ def histories(trials: Sequence[DatasetTrial]) -> list[History]:
 
 
 def disturbed_trials(trials: Sequence[DatasetTrial]) -> tuple[DatasetTrial, ...]:
-    """The same trials, each marked anew; a trial behind its session's last reference is judged by its own steps alone."""
+    """The trials with `disturbed` recomputed.
+
+    After its session's last reference, a trial is judged by its own steps alone.
+    """
     marked = {number for history in histories(trials) for number in history.disturbed}
     return tuple(
         trial

@@ -1,7 +1,8 @@
-"""Protocol buffers without their schema: the fields of a message as they stand on the wire.
+"""Reads protocol buffers without their schema: the fields of a message in wire format.
 
-Enough to read a few known messages of others (https://protobuf.dev/programming-guides/encoding/) without a generated module or the
-library: nothing is called or imported by what a file says, and every length is checked against the bytes that there are.
+It reads a few known messages (https://protobuf.dev/programming-guides/encoding/) without the
+library or a generated module. A file cannot cause any call or import. Every length is checked
+against the available bytes.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ _LONGEST_VARINT = 10
 Value = int | bytes
 
 
-class Message:
-    """The fields of one message: number -> values in order. Fixed-width values are kept as bytes."""
+class WireMessage:
+    """The fields of one message: number -> values in order, fixed-width values as bytes."""
 
     def __init__(self, data: bytes, where: str) -> None:
         self._where = where
@@ -35,11 +36,11 @@ class Message:
             ) from error
 
     def text(self, number: int) -> str:
-        """The last one, as the format demands; "" where there is none."""
+        """The last value, as the format demands; "" without one."""
         return (self.texts(number) or [""])[-1]
 
     def number(self, number: int) -> int:
-        """The last one; 0 where there is none."""
+        """The last value; 0 without one."""
         values = self._fields.get(number, [0])
         if not isinstance(values[-1], int):
             raise InvalidInput(f"{self._where}: field {number} must be a number, but holds bytes")
@@ -48,22 +49,19 @@ class Message:
     def has(self, number: int) -> bool:
         return number in self._fields
 
-    def messages(self, number: int) -> list[Message]:
-        return [Message(value, self._where) for value in self.blobs(number)]
+    def messages(self, number: int) -> list[WireMessage]:
+        return [WireMessage(value, self._where) for value in self.blobs(number)]
 
-    def message(self, number: int) -> Message:
-        """The last one; empty where there is none."""
-        return (self.messages(number) or [Message(b"", self._where)])[-1]
+    def message(self, number: int) -> WireMessage:
+        """The last value; empty without one."""
+        return (self.messages(number) or [WireMessage(b"", self._where)])[-1]
 
     def blobs(self, number: int) -> list[bytes]:
-        found = []
-        for value in self._fields.get(number, []):
-            if not isinstance(value, bytes):
-                raise InvalidInput(
-                    f"{self._where}: field {number} must hold bytes, but is a number"
-                )
-            found.append(value)
-        return found
+        values = self._fields.get(number, [])
+        blobs = [value for value in values if isinstance(value, bytes)]
+        if len(blobs) < len(values):
+            raise InvalidInput(f"{self._where}: field {number} must hold bytes, but is a number")
+        return blobs
 
 
 def _fields(data: bytes, where: str) -> Iterator[tuple[int, Value]]:
@@ -82,29 +80,25 @@ def _fields(data: bytes, where: str) -> Iterator[tuple[int, Value]]:
         elif kind in _FIXED:
             size = _FIXED[kind]
         else:
-            raise InvalidInput(
-                f"{where} must be a protocol buffer, but has a field of kind {kind} at byte {at}"
-            )
+            problem = f"has a field of kind {kind} at byte {at}"
+            raise InvalidInput(f"{where} must be a protocol buffer, but {problem}")
         if at + size > len(data):
-            raise InvalidInput(
-                f"{where} must be a whole protocol buffer, but is cut off: field {number} has {size} bytes at byte {at}"
-            )
+            problem = f"is cut off: field {number} has {size} bytes at byte {at}"
+            raise InvalidInput(f"{where} must be a whole protocol buffer, but {problem}")
         yield number, data[at : at + size]
         at += size
 
 
 def _varint(data: bytes, at: int, where: str) -> tuple[int, int]:
-    """The number, and where it ends."""
+    """The number, and the place of its end."""
     value = 0
     for index in range(_LONGEST_VARINT):
         if at + index >= len(data):
-            raise InvalidInput(
-                f"{where} must be a whole protocol buffer, but is cut off at byte {len(data)}"
-            )
+            problem = f"is cut off at byte {len(data)}"
+            raise InvalidInput(f"{where} must be a whole protocol buffer, but {problem}")
         byte = data[at + index]
         value |= (byte & 0x7F) << (7 * index)
         if byte < 0x80:
             return value, at + index + 1
-    raise InvalidInput(
-        f"{where} must be a protocol buffer, but has a number of more than {_LONGEST_VARINT} bytes at byte {at}"
-    )
+    problem = f"has a number of more than {_LONGEST_VARINT} bytes at byte {at}"
+    raise InvalidInput(f"{where} must be a protocol buffer, but {problem}")

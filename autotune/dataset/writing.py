@@ -1,8 +1,10 @@
 """Writes a domain's folder so that no finished trial is lost, wherever the writer is killed.
 
-A trial is first a line of `.work/trials.journal`, on disk before `append` returns. Now and then `fold` writes the table anew with all
-trials: new files beside the old ones, then `SHA256SUMS`, then the new files take the old ones' places (`folder`), then the journal is
-emptied. A journal line whose number is in the table was folded before a kill; a last line that was cut off is a trial that never ended.
+A trial is first a line of `.work/trials.journal`, on disk before `append` returns. From time to
+time `fold` rewrites the table with all trials. It writes new files next to the old ones, then
+`SHA256SUMS`. Then the new files replace the old ones (`folder`), and the journal is emptied. A
+journal line whose number is in the table was folded before a kill. A last line that is cut off is a
+trial that never ended.
 """
 
 from __future__ import annotations
@@ -36,12 +38,12 @@ from autotune.errors import InvalidInput
 from autotune.parsing import parse, parse_json, read_text
 
 WORK = ".work"
-"""Folder inside the domain's for what is not part of the dataset: the journal, logs, jobs."""
+"""Folder for files that are not part of the dataset: the journal, logs, jobs."""
 MAX_JOURNAL_BYTES = 2**30
 
 
 class DomainWriter:
-    """The only writer of a domain; see `opened`. `described` is None until the domain was begun (`describe`)."""
+    """The only writer of a domain (`opened`). `described` is None until `describe` begins it."""
 
     def __init__(
         self, folder: Path, described: Description | None, trials: tuple[DatasetTrial, ...]
@@ -57,37 +59,34 @@ class DomainWriter:
         return domain_of(self._known(), tuple(self.trials))
 
     def describe(self, described: Description) -> None:
-        """Begin a domain; on disk with its first session."""
+        """Begin a domain; its first session writes it to disk."""
         if self.described is not None:
-            raise InvalidInput(
-                f"{self.folder} holds domain {self.described.name!r} already; collect into another folder"
-            )
+            held = f"{self.folder} already holds domain {self.described.name!r}"
+            raise InvalidInput(f"{held}; collect into another folder")
         self.described = described
 
     def begin_session(self, environment: Environment) -> Session:
-        """A new session. Raises `InvalidInput` where its trials could not be compared with those of the earlier ones."""
+        """Begin a session.
+
+        Raises `InvalidInput` where its trials are not comparable with those of earlier sessions.
+        """
         described = self._known()
         if described.sessions:
             _refuse_other(self.folder, described.sessions[0].environment, environment)
-        session = Session(
-            f"{len(described.sessions)}",
-            datetime.now(UTC).isoformat(timespec="seconds"),
-            environment,
-        )
+        began_at = datetime.now(UTC).isoformat(timespec="seconds")
+        session = Session(f"{len(described.sessions)}", began_at, environment)
         self.described = replace(described, sessions=(*described.sessions, session))
         self.fold()
         return session
 
     def append(self, trial: DatasetTrial) -> None:
-        """Returns when it is on disk."""
+        """Append a trial; return when it is on disk."""
         if trial.number != len(self.trials):
-            raise InvalidInput(
-                f"the next trial in {self.folder} has number {len(self.trials)}, but this one has {trial.number}"
-            )
+            rule = f"the next trial in {self.folder} has number {len(self.trials)}"
+            raise InvalidInput(f"{rule}, but this one has {trial.number}")
         if trial.session not in {session.id for session in self._known().sessions}:
-            raise InvalidInput(
-                f"a trial belongs to a session that was begun, but this one to {trial.session!r}"
-            )
+            rule = "a trial belongs to a session that was begun"
+            raise InvalidInput(f"{rule}, but this one to {trial.session!r}")
         with _journal(self.folder).open("a", encoding="utf-8") as file:
             file.write(canonical_json(trial) + "\n")
             file.flush()
@@ -97,7 +96,7 @@ class DomainWriter:
 
     @property
     def unfolded(self) -> int:
-        """Trials that are in the journal only."""
+        """Number of trials that are only in the journal."""
         return self._unfolded
 
     def fold(self) -> None:
@@ -115,13 +114,15 @@ class DomainWriter:
         self._unfolded = 0
 
     def take_journal(self) -> None:
-        """What a killed writer had not folded. Raises `InvalidInput` where the journal does not go on where the table ends."""
+        """Take over the trials that a killed writer did not fold.
+
+        Raises `InvalidInput` where the journal does not continue the table.
+        """
         for trial in _read_journal(self.folder):
             if trial.number > len(self.trials):
+                rule = f"{_journal(self.folder)} must go on where the table ends"
                 missing = f"trial {len(self.trials)} is missing before {trial.number}"
-                raise InvalidInput(
-                    f"{_journal(self.folder)} must go on where the table ends, but {missing}; move it away to go on"
-                )
+                raise InvalidInput(f"{rule}, but {missing}; move it away to go on")
             if trial.number == len(self.trials):
                 self.trials.append(trial)
                 self._unfolded += 1
@@ -130,23 +131,24 @@ class DomainWriter:
 
     def _known(self) -> Description:
         if self.described is None:
-            raise InvalidInput(
-                f"the domain in {self.folder} must be described before it has sessions and trials"
-            )
+            rule = "must be described before it has sessions and trials"
+            raise InvalidInput(f"the domain in {self.folder} {rule}")
         return self.described
 
 
 @contextlib.contextmanager
 def opened(folder: Path) -> Iterator[DomainWriter]:
-    """The writer of a domain, which folds at the end. Raises `InvalidInput` where another process writes it or where it is broken."""
+    """The writer of a domain, which folds at the end.
+
+    Raises `InvalidInput` where another process writes the domain or where it is broken.
+    """
     (folder / WORK).mkdir(parents=True, exist_ok=True)
     with (folder / WORK / "lock").open("a") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise InvalidInput(
-                f"{folder} is being written by another process; wait for it, or stop it"
-            ) from error
+            problem = "is being written by another process"
+            raise InvalidInput(f"{folder} {problem}; wait for it, or stop it") from error
         writer = _open(folder)
         try:
             yield writer
@@ -170,7 +172,7 @@ def _read_journal(folder: Path) -> Iterator[DatasetTrial]:
     if not path.exists():
         return
     text = read_text(path, MAX_JOURNAL_BYTES)
-    whole, _, _ = text.rpartition("\n")  # what follows the last line's end was cut off
+    whole, _, _ = text.rpartition("\n")  # the rest was cut off
     for number, line in enumerate(whole.splitlines(), start=1):
         where = f"{path}, line {number}"
         yield parse(DatasetTrial, parse_json(line, where), where)
@@ -191,7 +193,7 @@ def _commit(folder: Path, files: Mapping[str, bytes]) -> None:
 
 
 def _finish_commit(folder: Path) -> None:
-    """Move the new files whose sums are listed to their places; drop others, which a killed writer left."""
+    """Move new files with listed sums to their places; drop others, which a killed writer left."""
     sums = read_sums(folder)
     for path in folder.glob(f"*{NEW}"):
         name = path.name.removesuffix(NEW)
@@ -219,8 +221,7 @@ def _synced(folder: Path) -> None:
 
 def _refuse_other(folder: Path, before: Environment, now: Environment) -> None:
     for name in ("conditions", "cores", "machine"):
-        was, is_now = getattr(before, name), getattr(now, name)
-        if was != is_now:
-            raise InvalidInput(
-                f"the trials in {folder} were taken with {name} {was}, but now it is {is_now}; collect into another folder"
-            )
+        earlier, current = getattr(before, name), getattr(now, name)
+        if earlier != current:
+            rule = f"the trials in {folder} were taken with {name} {earlier}"
+            raise InvalidInput(f"{rule}, but now it is {current}; collect into another folder")

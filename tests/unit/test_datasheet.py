@@ -11,7 +11,6 @@ from synthetic_job import WORKLOAD
 
 from autotune.cluster import Cluster
 from autotune.dataset.folder import Description, read_domain
-from autotune.dataset.influence import FEWEST, explained
 from autotune.dataset.trials import REFERENCE, DatasetTrial, Domain, Environment
 from autotune.dataset.writing import opened
 from autotune.records import Accelerators, Conditions, Failed, FailureKind, Measured, Network
@@ -60,7 +59,12 @@ def domain(tmp_path: Path) -> Domain:
     return read_domain(tmp_path / "small.local")
 
 
-def test_the_choices_that_make_the_times_explain_them(domain: Domain) -> None:
+def test_the_choices_that_make_the_times_explain_them(
+    domain: Domain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "datasets"))
+    from influence import explained
+
     found = explained(domain, 0.001)
     assert found is not None and found.strategies == 60
     assert found.together > 0.9 and found.noise is not None and found.noise < 0.01
@@ -93,7 +97,12 @@ def test_a_plan_that_was_measured_a_dozen_times_is_one_point_of_the_spread(
     )
 
 
-def test_too_few_strategies_explain_nothing(tmp_path: Path) -> None:
+def test_too_few_strategies_explain_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "datasets"))
+    from influence import FEWEST, explained
+
     record(tmp_path, "few.local", FEWEST - 1)
     assert explained(read_domain(tmp_path / "few.local"), None) is None
 

@@ -1,14 +1,15 @@
-"""What matters most in a domain: how much of the spread of step times each choice of a strategy explains.
+"""The share of the spread of step times that each choice of a strategy explains in a domain.
 
 | symbol | meaning | shape |
 |---|---|---|
 | y | log of the steady step time, one value per strategy | (B,) |
 | choice | a strategy's level in one aspect, such as its synchronizer | - |
-| alone | epsilon squared: share of the variance of y that the levels explain, corrected for their number (Kelley, 1935) | - |
-| beyond | how much of the variance all choices together explain, less what the others explain without this one | - |
+| alone | epsilon squared: share of the variance of y that the levels explain (Kelley, 1935) | - |
+| beyond | share that all choices explain together, less the share of the others alone | - |
 
-Both lie near 0 for a choice that does nothing (a little below it by chance) and at most at 1. `alone` may count what a correlated choice
-does; `beyond` leaves out what two choices can explain alike.
+Both are near 0 for a choice without effect (by chance a little below it) and at most 1. `alone` is
+corrected for the number of levels and may include the effect of a correlated choice. `beyond`
+excludes what two choices explain equally well.
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ from autotune.strategy_space.plan import Message, Plan
 from autotune.strategy_space.strategy import CASTS, Compressor, Strategy
 
 MOSTLY = 0.8
-"""Share of the bytes that one kind must have to stand for all."""
+"""Share of the bytes that one kind must have to represent all."""
 FEWEST = 24
-"""Strategies below which nothing is said of a domain."""
+"""Least number of strategies to explain a domain."""
 LEVELS = 4
-"""Of a choice that is a number: quartiles."""
+"""Number of levels of a numeric choice: quartiles."""
 
 
 @dataclass(frozen=True)
 class Influence:
-    """Shares of the variance; the levels of a choice are those that occur."""
+    """Shares of the variance; `levels` counts those that occur."""
 
     alone: float
     beyond: float
@@ -43,7 +44,7 @@ class Influence:
 
 @dataclass(frozen=True)
 class Explained:
-    """`together`: by all choices. `noise`: what repeats of one plan differ by, as a share of the variance; None where nothing repeats."""
+    """`together`: share of all choices. `noise`: share of repeats of a plan, None without any."""
 
     strategies: int
     deviation: float
@@ -53,7 +54,10 @@ class Explained:
 
 
 def explained(domain: Domain, noise: float | None) -> Explained | None:
-    """Of the undisturbed trials; `noise` as `noise.repeat_noise` gives it. None where there are too few strategies, or all are alike."""
+    """Explain the undisturbed trials; `noise` is `noise.repeat_noise`.
+
+    None where there are too few strategies, or all take the same time.
+    """
     measured = _measured(domain)
     if len(measured) < FEWEST:
         return None
@@ -66,7 +70,7 @@ def explained(domain: Domain, noise: float | None) -> Explained | None:
     }
     columns = {name: _dummies(column) for name, column in levels.items()}
     together = _adjusted(y, list(columns.values()))
-    found = {
+    influences = {
         name: Influence(
             _adjusted(y, [column]),
             together - _adjusted(y, [other for key, other in columns.items() if key != name]),
@@ -79,7 +83,7 @@ def explained(domain: Domain, noise: float | None) -> Explained | None:
         math.sqrt(variance),
         together,
         None if noise is None else noise**2 / variance,
-        found,
+        influences,
     )
 
 
@@ -87,48 +91,38 @@ def choices(
     domain: Domain, measured: Sequence[tuple[Strategy, Plan, float]]
 ) -> dict[str, list[str]]:
     """Name of a choice -> its level in every strategy."""
-    strategies, plans = [strategy for strategy, _, _ in measured], [made for _, made, _ in measured]
+    strategies = [strategy for strategy, _, _ in measured]
+    plans = [plan for _, plan, _ in measured]
+    largest_bytes = [max(message.grad_bytes for message in plan.messages) for plan in plans]
+    shards = [sum(len(own.shards) for own in strategy.variables) for strategy in strategies]
     numbers = {
-        "messages": [float(len(made.messages)) for made in plans],
-        "largest message": [
-            max(message.grad_bytes for message in made.messages) / domain.workload.grad_bytes
-            for made in plans
-        ],
-        "shards": [
-            float(sum(len(choice.shards) for choice in strategy.variables))
-            for strategy in strategies
-        ],
+        "messages": [float(len(plan.messages)) for plan in plans],
+        "largest message": [size / domain.workload.grad_bytes for size in largest_bytes],
+        "shards": [float(count) for count in shards],
     }
     return {
-        "synchronizer": [
-            _mostly(made, lambda message: message.synchronizer.operation) for made in plans
-        ],
-        "compressor": [_mostly(made, _compression) for made in plans],
-        "across the step": [str(made.cross_step) for made in plans],
+        "synchronizer": [_mostly(one, lambda m: m.synchronizer.operation) for one in plans],
+        "compressor": [_mostly(one, _compression) for one in plans],
+        "across the step": [str(one.cross_step) for one in plans],
         "issue order": [str(_reordered(strategy)) for strategy in strategies],
-        "hierarchical": [
-            _mostly(made, lambda message: str(message.hierarchical)) for made in plans
-        ],
-        "messages in flight": [str(made.in_flight) for made in plans],
-        "ring order": [str(made.ring_order is not None) for made in plans],
+        "hierarchical": [_mostly(one, lambda m: str(m.hierarchical)) for one in plans],
+        "messages in flight": [str(one.in_flight) for one in plans],
+        "ring order": [str(one.ring_order is not None) for one in plans],
         **{name: _quartiles(values) for name, values in numbers.items()},
     }
 
 
 def _measured(domain: Domain) -> list[tuple[Strategy, Plan, float]]:
-    """Each plan that was enacted, with the strategy that first made it and the median of its steady step times."""
-    found: dict[str, tuple[Strategy, Plan, list[float]]] = {}
+    """Each enacted plan, with its first strategy and the median of its steady step times."""
+    times_s: dict[str, list[float]] = {}
+    enacted: dict[str, tuple[Strategy, Plan]] = {}
     for trial in domain.candidates:
-        if (
-            trial.strategy is not None
-            and trial.plan is not None
-            and not trial.disturbed
-            and trial.number in domain.steady_s
-        ):
-            found.setdefault(trial.plan.id, (trial.strategy, trial.plan, []))[2].append(
-                domain.steady_s[trial.number]
-            )
-    return [(strategy, made, float(np.median(values))) for strategy, made, values in found.values()]
+        steady_s = domain.steady_s.get(trial.number)
+        if trial.strategy is None or trial.plan is None or trial.disturbed or steady_s is None:
+            continue
+        enacted.setdefault(trial.plan.id, (trial.strategy, trial.plan))
+        times_s.setdefault(trial.plan.id, []).append(steady_s)
+    return [(*pair, float(np.median(times_s[plan_id]))) for plan_id, pair in enacted.items()]
 
 
 def _compression(message: Message) -> str:
@@ -141,10 +135,10 @@ def _compression(message: Message) -> str:
     )
 
 
-def _mostly(made: Plan, kind: Callable[[Message], str]) -> str:
-    """What most bytes have, or "mixed"."""
+def _mostly(plan: Plan, kind: Callable[[Message], str]) -> str:
+    """The kind of most bytes, or "mixed"."""
     shares: dict[str, float] = {}
-    for message in made.messages:
+    for message in plan.messages:
         shares[kind(message)] = shares.get(kind(message), 0.0) + max(message.grad_bytes, 1)
     name, most = max(shares.items(), key=lambda entry: entry[1])
     return name if most >= MOSTLY * sum(shares.values()) else "mixed"
@@ -167,7 +161,7 @@ def _dummies(levels: Sequence[str]) -> FloatArray:
 
 
 def _adjusted(y: FloatArray, columns: Sequence[FloatArray]) -> float:
-    """Adjusted R squared of a least-squares fit on the columns; epsilon squared where they are one choice's levels."""
+    """Adjusted R squared of a least-squares fit: epsilon squared for the levels of one choice."""
     if not columns:
         return 0.0
     design = np.hstack([np.ones((len(y), 1)), *columns])
