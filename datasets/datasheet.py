@@ -15,11 +15,11 @@ from pathlib import Path
 
 import matplotlib
 import numpy as np
+from influence import Explained, explained
 from matplotlib.figure import Figure
 
 from autotune.dataset.card import LICENCE, Card, card_of
 from autotune.dataset.folder import read_dataset
-from influence import Explained, explained
 from autotune.dataset.noise import STALL, stalled_share, step_noise
 from autotune.dataset.trials import DatasetTrial, Domain
 from autotune.records import Accelerators

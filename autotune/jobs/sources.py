@@ -14,7 +14,7 @@ from autotune.profiling.formats.layer_profile import read_layer_profile
 from autotune.profiling.formats.sources import holds_traces
 from autotune.profiling.op_graph import OpGraph
 from autotune.recordings.job_file import JOB_FILE, RecordedJob
-from autotune.recordings.memory_file import RecordedMemory, why_no_memory
+from autotune.recordings.memory_file import RecordedMemory, missing_memory_reason
 from autotune.workload import Workload
 from autotune.zoo.architectures import MODELS, workload
 from autotune.zoo.assumed_device import AssumedDevice
@@ -136,6 +136,6 @@ def _recorded(folder: Path) -> Source:
     return Source(
         job.workload,
         memory=RecordedMemory.read(folder),
-        no_memory=why_no_memory(job.notes),
+        no_memory=missing_memory_reason(job.notes),
         cross_step_refused=job.cross_step_refused,
     )
