@@ -142,8 +142,9 @@ def _runtime(path: Path) -> tuple[tuple[float, ...], float]:
 
 
 def _positive(value: object) -> bool:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and isfinite(value) and value > 0
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return isfinite(value) and value > 0
 
 
 def _cluster(path: Path, name: str) -> tuple[Cluster, dict[str, int]]:

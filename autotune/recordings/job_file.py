@@ -127,7 +127,8 @@ class RecordedJob:
         if not self.steps:
             return 0.0
         by_rank = [record.step_s for record in self.ranks]
-        return median(max(times_s) for times_s in zip(*by_rank, strict=True))
+        slowest_s: list[float] = [max(times_s) for times_s in zip(*by_rank, strict=True)]
+        return median(slowest_s)
 
     def write(self, folder: Path) -> Path:
         """Write `job.json`; return its path. Raises `OSError`."""
