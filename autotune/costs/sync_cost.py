@@ -140,7 +140,7 @@ class MessageCosts:
 
     @cached_property
     def global_features(self) -> FloatArray:
-        """The 12 numbers, shape (12,), columns `GLOBAL_FEATURES`; 0 for an absent kind."""
+        """The 12 numbers, shape (12,), columns `GLOBAL_FEATURES`; 0 if a kind is absent."""
         parts = self.features[:, :3]
         return np.concatenate(
             [_max_and_sum(self._per_server(parts)), _max_and_sum(parts[~self.is_parameter_server])]
@@ -148,12 +148,12 @@ class MessageCosts:
 
     @cached_property
     def paper_sync_s(self) -> float:
-        """T_sync: the most loaded server, since servers work in parallel, and all collectives."""
+        """T_sync: the most loaded server (servers work in parallel) plus all collectives."""
         served = self._per_server(self.sync_s[:, None])
         return float(served.max(initial=0.0) + self.sync_s[~self.is_parameter_server].sum())
 
     def _per_server(self, values: FloatArray) -> FloatArray:
-        """Sums of the rows of `values` over the messages of each server, shape (servers, columns)."""
+        """Sums of the rows of `values` over each server's messages, shape (servers, columns)."""
         chosen = self.is_parameter_server
         if not chosen.any():
             return np.zeros((0, values.shape[1]))
@@ -177,7 +177,7 @@ def message_costs(
     """
     if plan.world_size != cluster.world_size:
         raise InvalidInput(
-            f"costs need a plan for the cluster's size, but the plan is for {plan.world_size} ranks "
+            f"costs need a plan for the cluster, but the plan is for {plan.world_size} ranks "
             f"and cluster {cluster.name!r} has {cluster.world_size}; "
             "plan the strategy for this cluster"
         )

@@ -1,9 +1,10 @@
-"""One training step, predicted without running it: T_comp, the paper's T, and the overlap of both queues.
+"""The predicted step time: T_comp, the paper's T, and the overlap of computation and messages.
 
-`paper_step_s`   T = max(T_comp, T_sync): AutoSync, supplement Eq. 1.
-`overlap_step_s` one compute queue and one communication channel: a message starts when the channel is free and
-                 its last gradient is ready; where the CPU computes, sending takes cores from it. This is the analytic
-                 ranker of the product.
+`paper_step_s`: T = max(T_comp, T_sync), AutoSync, supplement Eq. 1.
+
+`overlap_step_s`: one compute queue and one communication channel. A message starts when the channel
+is free and its last gradient is ready. On a CPU, sending takes cores from computation. This is the
+analytic ranker.
 
 | symbol | meaning | unit |
 |---|---|---|
@@ -34,10 +35,10 @@ def paper_step_s(workload: Workload, costs: MessageCosts) -> float:
 
 
 def taken_share(workload: Workload, cluster: Cluster) -> float:
-    """How much of the CPU time of sending is taken from computation: the share of a host's cores that compute.
+    """Share of the CPU time of sending that is taken from computation.
 
-    A communication thread lands on a computing core with that probability. 0 on accelerators, and where the cores or
-    threads are not known.
+    It is the share of a host's cores that compute: the probability that a communication thread
+    shares a computing core. It is 0 on accelerators, and if cores or threads are unknown.
     """
     if workload.device != "cpu" or workload.threads == 0:
         return 0.0
@@ -50,25 +51,25 @@ def taken_share(workload: Workload, cluster: Cluster) -> float:
 
 
 def message_cpu_s(plan: Plan, cluster: Cluster, workload: Workload) -> FloatArray:
-    """CPU time of every message on one rank, from the probed fits, shape (M,); 0 where the primitive was not probed."""
+    """CPU time of each message on one rank by the probed fits, shape (M,); 0 without a fit."""
     fits = {
         synchronizer: cluster.fit(synchronizer.operation, plan.world_size)
         for synchronizer in {m.synchronizer for m in plan.messages}
     }
     sizes_bytes = RowTraffic(workload).collective_bytes(plan.messages, plan.world_size).tolist()
     sized = zip(plan.messages, sizes_bytes, strict=True)
-    return np.array(
-        [fit.cpu_s(size) if (fit := fits[message.synchronizer]) else 0.0 for message, size in sized]
-    )
+    fitted = ((fits[message.synchronizer], size) for message, size in sized)
+    return np.array([fit.cpu_s(size) if fit else 0.0 for fit, size in fitted])
 
 
 def slowed_ready_s(
     ready_s: FloatArray, taken_s: FloatArray, end_s: float
 ) -> tuple[FloatArray, float]:
-    """(ready times, end of the backward pass) when message j delays everything after its own start by taken_s[j].
+    """(ready times, end of the backward pass) if message j delays what follows it by taken_s[j].
 
-    A message delays what is computed after its gradients were ready: delay(t) = sum of taken_j over ready_j < t.
-    Inputs in undisturbed times, shape (M,). Messages of the very last gradient delay nothing.
+    A message delays the computation after its gradients are ready: delay(t) = sum of taken_j over
+    ready_j < t. Inputs are undisturbed times, shape (M,). Messages of the last gradient delay
+    nothing.
     """
     order = np.argsort(ready_s, kind="stable")
     before = np.concatenate([[0.0], np.cumsum(taken_s[order])])
@@ -86,23 +87,18 @@ def overlap_step_s(
 ) -> float:
     """Predicted step time with computation and communication overlapped.
 
-    Within the step, the update follows the last message. With `cross_step` the next forward pass starts at once, and what it
-    reads waits for its own messages (`strategy_space.cross_step`); the result is the period of the steady state.
-    `taken_s` (M,): CPU time that each message takes from the backward pass; None: nothing.
+    Within the step, the update follows the last message. With `cross_step` the next forward pass
+    starts at once and waits for messages where it reads their variables (`costs.issue_order`); the
+    result is the period of the steady state. `taken_s` (M,): CPU time that each message takes from
+    the backward pass.
     """
-    ready_s, backward_s = (
-        np.maximum.reduceat(ready_times_s(workload)[flat.variable], flat.first),
-        workload.backward_s,
-    )
+    ready_s = np.maximum.reduceat(ready_times_s(workload)[flat.variable], flat.first)
+    backward_s = workload.backward_s
     if taken_s is not None:
         ready_s, backward_s = slowed_ready_s(ready_s, taken_s, backward_s)
     if not cross_step:
-        return (
-            workload.forward_s
-            + max(backward_s, float(channel_ends_s(ready_s, cost_s)[-1]))
-            + workload.update_s
-        )
+        sent_s = float(channel_ends_s(ready_s, cost_s)[-1])
+        return workload.forward_s + max(backward_s, sent_s) + workload.update_s
     needed_s = np.minimum.reduceat(needed_times_s(workload)[flat.variable], flat.first)
-    return cross_step_period_s(
-        ready_s, cost_s, needed_s, backward_s + workload.update_s, workload.forward_s
-    )
+    start_s = backward_s + workload.update_s
+    return cross_step_period_s(ready_s, cost_s, needed_s, start_s, workload.forward_s)

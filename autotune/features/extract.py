@@ -1,4 +1,4 @@
-"""Everything a simulator may know about one strategy on one workload and cluster.
+"""The features of one strategy on one workload and cluster: the input of every simulator.
 
 | symbol | meaning |
 |---|---|
@@ -31,9 +31,7 @@ if TYPE_CHECKING:
     from autotune.lowering.costs import RuntimeCosts
     from autotune.lowering.replayed import LoweredSteps
 
-MAX_VARIABLES = (
-    4_000  # BERT-large has about 400; the recurrent simulator walks them one after the other
-)
+MAX_VARIABLES = 4_000  # BERT-large has about 400; the recurrent simulator visits them in turn
 MAX_SHARDS = 32_000  # BERT-large with every variable in 40 shards is 16 000 rows, 5 MB
 
 
@@ -41,10 +39,10 @@ MAX_SHARDS = 32_000  # BERT-large with every variable in 40 shards is 16 000 row
 class StrategyFeatures:
     """The input of every simulator.
 
-    `shards` (S, F) float32; `shard_variable` (S,) backward position, ascending; `edges` (E, 2) pairs of backward
-    positions, the workload's own or, where it names none, the chain of neighbours in backward order;
-    `global_features` (12,). `analytic_step_s` is the overlap estimate, `paper_step_s` the paper's Eq. 1, `replayed_step_s` the replay of
-    the lowered plan, None where it was not replayed; lower is better.
+    `shards` (S, F). `shard_variable` (S,): backward positions, ascending. `edges` (E, 2): pairs of
+    backward positions, the workload's or the chain of backward neighbours. `global_features` (12,).
+    `analytic_step_s`: the overlap estimate. `paper_step_s`: the paper's Eq. 1. `replayed_step_s`:
+    the replay of the lowered plan, or None. For times, lower is better.
     """
 
     strategy: Strategy
@@ -59,15 +57,16 @@ class StrategyFeatures:
 
     @property
     def strategy_id(self) -> str:
-        """Not stored: of the thousands that are scored hardly one is asked."""
+        """Computed on demand: few of the thousands of scored strategies need it."""
         return self.strategy.id
 
     @cached_property
     def shard_edges(self) -> IntArray:
         """The partitioned graph: pairs of shards, each pair once, shape (pairs, 2).
 
-        Shards of one variable form a chain. Of two neighbouring variables, shard i of n meets shard i*m//n of m,
-        counted on the variable with more shards: max(n, m) pairs rather than n*m.
+        Shards of one variable form a chain. For neighbouring variables with n and m shards, shard i
+        of n is paired with shard i*m//n of m, counted on the larger side: max(n, m) pairs instead
+        of n*m.
         """
         counts = np.bincount(self.shard_variable, minlength=self.variables)
         first = np.cumsum(counts) - counts
@@ -76,28 +75,21 @@ class StrategyFeatures:
         pairs = np.maximum(counts[here], counts[there])
         edge = np.repeat(np.arange(len(self.edges)), pairs)
         number = np.arange(len(edge)) - np.repeat(np.cumsum(pairs) - pairs, pairs)
-        ends = [
-            first[side][edge] + number * counts[side][edge] // pairs[edge] for side in (here, there)
-        ]
-        return np.concatenate(
-            [np.column_stack([inside, inside + 1]), np.column_stack(ends)]
-        ).astype(np.int64)
+        ends = [first[s][edge] + number * counts[s][edge] // pairs[edge] for s in (here, there)]
+        chains = np.column_stack([inside, inside + 1])
+        return np.concatenate([chains, np.column_stack(ends)]).astype(np.int64)
 
 
 class Extractor:
-    """Makes the features of many strategies of one workload and cluster. `costs`: the runtime's, as of `Lowering`."""
+    """Computes features of strategies for one workload and cluster. `costs`: as in `Lowering`."""
 
     def __init__(
         self, workload: Workload, cluster: Cluster, costs: RuntimeCosts | None = None
     ) -> None:
         self.workload, self.cluster, self.costs = workload, cluster, costs
         count = len(workload.variables)
-        chain = np.column_stack([np.arange(count - 1), np.arange(1, count)])
-        self.edges = (
-            np.array(workload.edges, dtype=np.int64).reshape(-1, 2)
-            if workload.edges
-            else chain.astype(np.int64)
-        )
+        chain = [(position, position + 1) for position in range(count - 1)]
+        self.edges = np.array(workload.edges or chain, dtype=np.int64).reshape(-1, 2)
         self.taken_share = taken_share(workload, cluster)
         self.rates = Rates(cluster)
 
@@ -109,17 +101,16 @@ class Extractor:
         count = len(workload.variables)
         if count > MAX_VARIABLES or len(flat.variable) > MAX_SHARDS:
             raise InvalidInput(
-                f"features are made for at most {MAX_VARIABLES} variables and {MAX_SHARDS} shards, but strategy {strategy.id} has {count} "
-                f"and {len(flat.variable)}; use fewer shards per variable"
+                f"features need at most {MAX_VARIABLES} variables and {MAX_SHARDS} shards, "
+                f"but strategy {strategy.id} has {count} and {len(flat.variable)}; "
+                "use fewer shards per variable"
             )
-        costs = message_costs(
-            plan, cluster, workload, self.rates if plan.ring_order is None else None
-        )
-        taken_s = (
-            self.taken_share * message_cpu_s(plan, cluster, workload)
-            if self.taken_share > 0
-            else None
-        )
+        rates = self.rates if plan.ring_order is None else None
+        costs = message_costs(plan, cluster, workload, rates)
+        taken_s = None
+        if self.taken_share > 0:
+            taken_s = self.taken_share * message_cpu_s(plan, cluster, workload)
+        analytic_s = overlap_step_s(flat, costs.channel_s, workload, plan.cross_step, taken_s)
         order = np.lexsort((flat.start, flat.variable))
         return StrategyFeatures(
             strategy=strategy,
@@ -128,29 +119,25 @@ class Extractor:
             variables=count,
             edges=self.edges,
             global_features=costs.global_features,
-            analytic_step_s=overlap_step_s(
-                flat, costs.channel_s, workload, plan.cross_step, taken_s
-            ),
+            analytic_step_s=analytic_s,
             paper_step_s=paper_step_s(workload, costs),
         )
 
     @cached_property
     def steps(self) -> LoweredSteps:
-        """What replays a plan; it remembers, since that takes a hundred times as long as everything else about a strategy."""
-        from autotune.lowering.replayed import (
-            LoweredSteps,  # compiled code loads when the first plan is replayed
-        )
+        """Replays plans and remembers them: a replay costs as much as 100 other estimates."""
+        from autotune.lowering.replayed import LoweredSteps  # compiled code loads on first use
 
         return LoweredSteps(
             self.workload, self.cluster, taken_share=self.taken_share, costs=self.costs
         )
 
     def replayed(self, features: StrategyFeatures, plan: Plan) -> StrategyFeatures:
-        """The same with `replayed_step_s`."""
+        """Return the features with `replayed_step_s`."""
         return replace(features, replayed_step_s=self.steps.step_s(plan))
 
 
 def extract(planned: PlannedStrategy, workload: Workload, cluster: Cluster) -> StrategyFeatures:
-    """The features of one strategy, replayed; for many, keep an `Extractor`."""
+    """Compute the features of one strategy, replayed; for many, keep an `Extractor`."""
     extractor = Extractor(workload, cluster)
     return extractor.replayed(extractor.features(planned), planned.plan)

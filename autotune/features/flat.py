@@ -21,7 +21,10 @@ from autotune.workload import Workload
 
 @dataclass(frozen=True)
 class FlatPlan:
-    """`variable`, `message`, `elements`, `start`: shape (S,). `first`: index of each message's first slice, shape (M,)."""
+    """`variable`, `message`, `elements`, `start`: shape (S,).
+
+    `first`: index of each message's first slice, shape (M,).
+    """
 
     variable: IntArray
     message: IntArray
@@ -31,10 +34,11 @@ class FlatPlan:
 
 
 def flatten(plan: Plan, workload: Workload) -> FlatPlan:
-    """The slices of `plan`. Raises `InvalidInput` if the plan was made for another model."""
+    """Flatten the slices of `plan`. Raises `InvalidInput` if it is for another model."""
     if plan.workload_id != workload.id:
         raise InvalidInput(
-            f"the plan is for model {plan.workload_id}, but the workload is {workload.id}; plan the strategy for this workload"
+            f"the plan is for model {plan.workload_id}, but the workload is {workload.id}; "
+            "plan the strategy for this workload"
         )
     index = workload.index
     slices = [
@@ -43,7 +47,6 @@ def flatten(plan: Plan, workload: Workload) -> FlatPlan:
         for part in m.slices
     ]
     columns = np.array(slices, dtype=np.int64)
-    first = np.concatenate(
-        [[0], np.cumsum([len(message.slices) for message in plan.messages])[:-1]]
-    ).astype(np.int64)
-    return FlatPlan(columns[:, 0], columns[:, 1], columns[:, 2], columns[:, 3], first)
+    counts = [len(message.slices) for message in plan.messages]
+    first = np.cumsum([0, *counts[:-1]], dtype=np.int64)
+    return FlatPlan(*columns.T, first)

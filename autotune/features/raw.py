@@ -1,28 +1,31 @@
 """Raw features: one row per shard, for simulators that read the strategy itself.
 
-AutoSync's code uses a one-hot of 600 merge groups and one of 16 server devices. Here instead:
-- the group is the place of its message in the issue order (one-hot for the first 31, the 32nd column is shared by
-  the rest), not its arbitrary label: two strategies that send the same messages have the same rows;
-- scalars carry what one-hots cannot: relative place, bytes and number of messages, so later messages differ too;
-- the server is its host (16 columns, and one shared by all further hosts), with bandwidth and replicas as scalars;
-- readiness and issue order are there, so that a model can see a message that waits.
+AutoSync's code uses a one-hot of 600 merge groups and one of 16 server devices. Instead we use:
+
+- the message's place in the issue order instead of a group's arbitrary label, so that strategies
+  with equal messages have equal rows (one-hot for the first 31; the 32nd column is shared by the rest);
+- scalars for relative place, bytes and number of messages, so that later messages differ too;
+- the server's host (16 columns, and one for all further hosts), its bandwidth and its replicas;
+- readiness and issue order, so that a model can detect a message that waits.
 
 | columns | meaning | unit |
 |---|---|---|
 | `host_*` | one-hot host of the server; none for collectives | - |
 | `message_*` | one-hot place of the message in the issue order | - |
-| `compressor_*`, `primitive_*` | one-hot; zeros for a compressor of a plugin | - |
-| `hierarchical`, `sparse`, `cross_step`, `side_by_side` | 0 or 1; the last: across steps, more than one message in flight | - |
+| `compressor_*`, `primitive_*` (synchronizer) | one-hot | - |
+| `hierarchical`, `sparse`, `cross_step` | 0 or 1 | - |
+| `side_by_side` | 1: across steps with more than one message in flight | - |
 | `size_share`, `wire_share` | gradient and wire bytes over the model's gradient bytes | - |
-| `log_wire_bytes`, `log_message_bytes` | ln(1 + bytes) of the shard and of its message on the wire | ln B |
+| `log_wire_bytes`, `log_message_bytes` | ln(1 + wire bytes) of shard and message | ln B |
 | `message_share` | wire bytes of the message over those of the plan | - |
 | `log_messages` | ln of the number of messages of the plan | - |
-| `log_link` | ln of the server's or the ring's slowest bandwidth in bytes per second | ln B/s |
+| `log_link` | ln of the server's or the ring's slowest bandwidth | ln B/s |
 | `replica_share` | ranks on the server's host over the world size; 0 for collectives | - |
 | `ready` | readiness of the gradient over the backward time | - |
 | `issue` | place of the message over the number of messages | - |
-| `log_transfer`, `log_overhead_count`, `kernel_count`, `is_parameter_server` | z of the message (`sync_cost`) | ln(1 + us), ln, -, - |
-| `channel_share` | time the message holds the channel over the computation time of a step, as ln(1 + x) | - |
+| `log_transfer` | z of the message (`sync_cost`) | ln(1 + us) |
+| `log_overhead_count`, `kernel_count`, `is_parameter_server` | z of the message | ln, -, - |
+| `channel_share` | ln(1 + time on the channel over the step's computation time) | - |
 """
 
 from __future__ import annotations
@@ -79,15 +82,13 @@ def shard_rows(
     flat: FlatPlan, costs: MessageCosts, plan: Plan, workload: Workload, cluster: Cluster
 ) -> Float32Array:
     """One row per slice of `flat`, in its order; shape (S, len(RAW_FEATURES))."""
-    blocks = [
-        _message_one_hots(plan, cluster, costs)[flat.message],
-        _scalars(flat, costs, plan, workload, cluster),
-    ]
-    rows: Float32Array = np.concatenate(blocks, axis=1).astype(np.float32)
+    one_hots = _message_one_hots(plan, costs)[flat.message]
+    scalars = _scalars(flat, costs, plan, workload, cluster)
+    rows: Float32Array = np.concatenate([one_hots, scalars], axis=1).astype(np.float32)
     return rows
 
 
-def _message_one_hots(plan: Plan, cluster: Cluster, costs: MessageCosts) -> FloatArray:
+def _message_one_hots(plan: Plan, costs: MessageCosts) -> FloatArray:
     """The 0/1 columns, shape (M, one-hots and flags)."""
     messages = plan.messages
     place = np.minimum(np.arange(len(messages)), MESSAGE_COLUMNS - 1)
@@ -118,10 +119,8 @@ def _scalars(
     message_wire = costs.wire_bytes
     message_elements = np.maximum(np.add.reduceat(flat.elements, flat.first), 1)
     share_of_message = flat.elements / message_elements[flat.message]
-    grad = (
-        flat.elements
-        * np.array([DTYPE_BYTES[message.dtype] for message in plan.messages])[flat.message]
-    )
+    element_bytes = np.array([DTYPE_BYTES[message.dtype] for message in plan.messages])
+    grad = flat.elements * element_bytes[flat.message]
     wire = share_of_message * message_wire[flat.message]
     total = max(workload.grad_bytes, 1)
     devices = np.array([1 if len(cluster.hosts) == 1 else host.devices for host in cluster.hosts])
@@ -139,20 +138,15 @@ def _scalars(
             np.log1p(costs.overhead_count),
             costs.kernel_count,
             costs.is_parameter_server,
-            np.log1p(
-                costs.channel_s / max(workload.compute_s, 1e-6)
-            ),  # 1 us: a step without computation is not divided by 0
+            np.log1p(costs.channel_s / max(workload.compute_s, 1e-6)),  # 1 us: no division by 0
         ]
     )[flat.message]
-    ready = (
-        ready_times_s(workload)[flat.variable] / workload.backward_s
-        if workload.backward_s > 0
-        else np.zeros(len(grad))
-    )
+    ready = np.zeros(len(grad))
+    if workload.backward_s > 0:
+        ready = ready_times_s(workload)[flat.variable] / workload.backward_s
     per_shard = np.column_stack([grad / total, wire / total, np.log1p(wire)])
-    return np.concatenate(
-        [per_shard, per_message[:, :5], ready[:, None], per_message[:, 5:]], axis=1
-    )
+    columns = [per_shard, per_message[:, :5], ready[:, None], per_message[:, 5:]]
+    return np.concatenate(columns, axis=1)
 
 
 def _one_hot(index: IntArray, size: int) -> FloatArray:

@@ -1,4 +1,6 @@
-"""Bayesian optimization by scikit-optimize, the baseline: a Gaussian process over the points of an encoding."""
+"""Bayesian optimization by scikit-optimize, a baseline: a Gaussian process over an encoding's
+points.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,11 @@ from autotune.strategy_space.strategy import Strategy
 
 
 class BayesianSearch:
-    """Ask for the next strategy, tell its step time, repeat.
+    """Ask for a strategy, tell its step time, repeat.
 
-    One proposal is open at a time: `ask` returns the same one until it is told. So the state is a function
-    of the seed and the tells alone, and telling the same results in the same order to a new object restores it.
+    One proposal is open at a time, and `ask` returns it until its time is told. So the state is a
+    function of the seed and the tells; telling a new object the same results in the same order
+    restores it.
     """
 
     def __init__(self, encoding: Encoding, seed: int) -> None:
@@ -32,7 +35,7 @@ class BayesianSearch:
         self._open: tuple[list[Any], Strategy] | None = None
 
     def ask(self) -> Strategy:
-        """The open proposal, or a new one."""
+        """Return the open proposal, or a new one."""
         if self._open is None:
             with _quiet():
                 point = self._optimizer.ask()
@@ -40,15 +43,17 @@ class BayesianSearch:
         return self._open[1]
 
     def tell(self, strategy_id: str, step_s: float) -> None:
-        """The step time in seconds of the open proposal (lower is better).
+        """Give the step time of the open proposal, in seconds (lower is better).
 
-        A failed trial has no step time: tell the slowest one seen, or the time limit of a trial. Raises `InvalidInput` if `strategy_id` is
-        not the open proposal's, or if `step_s` is not a finite number above 0.
+        For a failed trial, give the slowest time so far or a trial's time limit. Raises
+        `InvalidInput` if `strategy_id` is not the open proposal's, or if `step_s` is not a finite
+        number above 0.
         """
         strategy = self.ask()
         if strategy.id != strategy_id:
             raise InvalidInput(
-                f"a step time must be told for the open proposal {strategy.id}, but is for {strategy_id}; tell in the order of asking"
+                f"a step time must be told for the open proposal {strategy.id}, "
+                f"but is for {strategy_id}; tell in the order of asking"
             )
         if not (math.isfinite(step_s) and step_s > 0):
             raise InvalidInput(
@@ -61,5 +66,5 @@ class BayesianSearch:
 
 
 def _quiet() -> warnings.catch_warnings:
-    """Hides warnings about what is normal here: fits on few points, and points at a bound that are asked for twice."""
+    """Hide warnings about normal conditions: fits on few points, and repeated points at a bound."""
     return warnings.catch_warnings(action="ignore", category=UserWarning)

@@ -1,4 +1,4 @@
-"""The random choices of one strategy, as flat arrays: the odds first, then every variable and shard by them.
+"""The random choices of one strategy as flat arrays: first the odds, then each variable and shard.
 
 | symbol | meaning |
 |---|---|
@@ -29,17 +29,13 @@ from autotune.strategy_space.strategy import (
 )
 from autotune.workload import Workload
 
-PURE = 0.5  # share of strategies with a single synchronizer; likewise of those with a single compressor
-UNCOMPRESSED = 0.2  # share of strategies without compression, however many compressors there are
-MIXING = (
-    0.5  # Dirichlet concentration of the other weights: below 1, so that one choice mostly prevails
-)
-WHOLE = 0.5  # share of strategies without any partition; in the others its probability is uniform in [0, 1]
+PURE = 0.5  # share of strategies with a single synchronizer, and with a single compressor
+UNCOMPRESSED = 0.2  # share of strategies without compression
+MIXING = 0.5  # Dirichlet concentration of the other weights: below 1, so one choice mostly wins
+WHOLE = 0.5  # share of strategies without partitions; in the others their probability is uniform
 REORDERED = 0.2  # share of strategies with random priorities instead of gradient-ready order
 CROSS_STEP = 0.35  # share of strategies that synchronize across steps
-PLANNED = (
-    0.8  # share of those whose order is planned: in gradient-ready order they gain hardly anything
-)
+PLANNED = 0.8  # share of those with a planned order: in gradient-ready order they gain little
 RING = 0.25  # share of strategies with a ring order of their own, where one can matter
 
 
@@ -50,7 +46,7 @@ class Context:
     workload: Workload
     cluster: Cluster
     space: SearchSpace
-    axes: tuple[tuple[int, ...], ...]  # per variable, those along which it may be cut
+    axes: tuple[tuple[int, ...], ...]  # per variable, the ones along which it may be cut
     grad_bytes: IntArray  # shape (V,)
     can_compress: BoolArray  # shape (V,)
     ranks: IntArray  # servers, shape (D,)
@@ -75,9 +71,11 @@ class Context:
 
 @dataclass(frozen=True)
 class Drawn:
-    """The fields of a strategy. Arrays have shape (S,) and -1 stands for none; `owner` is the variable of each shard.
+    """The fields of a strategy as arrays of shape (S,), -1 for none. `owner`: each shard's
+    variable.
 
-    `synchronizer`, `compressor`: index into the space's; `parameter`: into the compressor's settings. `sparse`: one per variable.
+    `synchronizer` and `compressor` index the space's; `parameter` indexes the compressor's
+    settings. `sparse` has one entry per variable.
     """
 
     partitions: tuple[Partition | None, ...]
@@ -109,7 +107,7 @@ class Drawn:
         )
 
     def table(self) -> IntArray:
-        """What tells the shards apart, shape (S, 7)."""
+        """The columns that distinguish shards, shape (S, 7)."""
         columns = (
             self.synchronizer,
             self.compressor,
@@ -123,7 +121,7 @@ class Drawn:
 
 
 def draw(context: Context, rng: np.random.Generator) -> Drawn:
-    """All choices; the issue order is gradient-ready order."""
+    """Draw all choices; the issue order is gradient-ready order."""
     space = context.space
     partitions = _draw_partitions(context, rng)
     counts = np.array(
@@ -198,7 +196,7 @@ def _draw_partitions(context: Context, rng: np.random.Generator) -> tuple[Partit
 
 
 def _uneven_sizes(extent: int, shards: int, rng: np.random.Generator) -> tuple[int, ...]:
-    """Random extents of at least one row: each has one, and uniform cuts share out the rest."""
+    """Random extents of at least one row: uniform cuts divide the rows beyond one each."""
     rest = extent - shards
     cuts = [0, *sorted(rng.integers(0, rest + 1, size=shards - 1).tolist()), rest]
     return tuple(end - start + 1 for start, end in pairwise(cuts))
@@ -214,7 +212,7 @@ def placements(
 
 
 def merge_groups(shard_bytes: IntArray, collective: BoolArray, wanted: int) -> IntArray:
-    """c_am over the shards of collectives, in at most `wanted` groups, shape (S,); -1 for the others."""
+    """c_am over collective shards, in at most `wanted` groups, shape (S,); -1 for the others."""
     group = np.full(shard_bytes.size, -1, dtype=np.int64)
     if collective.any():
         from_input = merge_adjacent(shard_bytes[collective][::-1], wanted)
@@ -225,18 +223,14 @@ def merge_groups(shard_bytes: IntArray, collective: BoolArray, wanted: int) -> I
 def shard_bytes_of(
     context: Context, partitions: tuple[Partition | None, ...], owner: IntArray
 ) -> IntArray:
-    """Size of every shard's gradient, shape (S,). `owner` (S,): its variable."""
+    """Size of each shard's gradient, shape (S,). `owner` (S,): its variable."""
     variables, grad_bytes = context.workload.variables, context.grad_bytes
     if owner.size == len(partitions):
         return grad_bytes
-    extents = [p.sizes if p else (1,) for p in partitions]
-    rows = np.array(
-        [v.shape[p.axis] if p else 1 for v, p in zip(variables, partitions, strict=True)],
-        dtype=np.int64,
-    )
-    sizes: IntArray = (grad_bytes // rows)[owner] * np.array(
-        [size for own in extents for size in own], dtype=np.int64
-    )
+    pairs = zip(variables, partitions, strict=True)
+    rows = np.array([v.shape[p.axis] if p else 1 for v, p in pairs], dtype=np.int64)
+    extents = np.array([size for p in partitions for size in (p.sizes if p else (1,))])
+    sizes: IntArray = (grad_bytes // rows)[owner] * extents.astype(np.int64)
     return sizes
 
 
@@ -247,26 +241,21 @@ def _draw_sparse(
     counts: IntArray,
     rng: np.random.Generator,
 ) -> tuple[SparseHandling, ...]:
-    """One of the ways that the synchronizers of a sparse variable's shards allow."""
-    found = [SparseHandling.DENSE] * counts.size
+    """One of the handlings that the synchronizers of a sparse variable's shards allow."""
+    handlings = [SparseHandling.DENSE] * counts.size
     space = context.space
-    positions = [
-        position for position, variable in enumerate(context.workload.variables) if variable.sparse
-    ]
+    positions = [i for i, variable in enumerate(context.workload.variables) if variable.sparse]
     if not positions or len(space.sparse) == 1:
-        return tuple(found)
+        return tuple(handlings)
     first = np.cumsum(counts) - counts
     probability = rng.random() if rng.random() >= PURE else 1.0
     for position in positions:
-        own = synchronizer[first[position] : first[position] + counts[position]].tolist()
-        others = [
-            kind
-            for kind in space.handlings_for(space.synchronizers[s] for s in own)
-            if kind is not SparseHandling.DENSE
-        ]
+        used = synchronizer[first[position] : first[position] + counts[position]].tolist()
+        allowed = space.handlings_for(space.synchronizers[index] for index in used)
+        others = [kind for kind in allowed if kind is not SparseHandling.DENSE]
         if others and rng.random() < probability:
-            found[position] = others[int(rng.integers(len(others)))]
-    return tuple(found)
+            handlings[position] = others[int(rng.integers(len(others)))]
+    return tuple(handlings)
 
 
 def _draw_compressors(
@@ -280,9 +269,8 @@ def _draw_compressors(
         return np.full(owner.size, none, dtype=np.int64), parameter
     compressor = _draw_choices(len(kinds), owner, rng)
     compressor[~context.can_compress[owner]] = none
-    compressor[~dense & ~np.array([kind in SPARSE_COMPRESSORS for kind in kinds])[compressor]] = (
-        none
-    )
+    rows = np.array([kind in SPARSE_COMPRESSORS for kind in kinds])
+    compressor[~dense & ~rows[compressor]] = none
     for index, kind in enumerate(kinds):
         settings, chosen = len(context.space.settings_of(kind)), compressor == index
         if settings > 1 and chosen.any():
@@ -291,7 +279,7 @@ def _draw_compressors(
 
 
 def _draw_choices(options: int, owner: IntArray, rng: np.random.Generator) -> IntArray:
-    """One of `options` for every shard, shape (S,): by odds of this strategy, per shard or per variable."""
+    """One of `options` per shard, shape (S,), by this strategy's odds, per shard or per variable."""
     if options == 1:
         return np.zeros(owner.size, dtype=np.int64)
     if rng.random() < PURE:

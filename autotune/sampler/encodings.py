@@ -1,10 +1,12 @@
-"""What scikit-optimize searches: a few numbers and choices, and the strategy that a point of them stands for.
+"""Encodings for scikit-optimize: a point of a few numbers and choices, and the strategy it means.
 
-`FusionScalars`: the two scalars that `horovodrun --autotune` searches. `SpaceChoices`: the whole search space. A strategy has as many
-choices as the model has shards, thousands, on which a Gaussian process learns nothing; so a point chooses for all large variables and
-for all small ones, and the constraints of AutoSync (c_lb, c_am; `strategy_space.constraints`) do the rest, as they do for random
-strategies. Every synchronizer, compressor and setting, handling of sparse gradients, number of parts and of merge groups, the hierarchy,
-the planned order, crossing the step and rings of hosts can be reached; mixtures of more than two kinds cannot.
+`FusionScalars`: the two scalars that `horovodrun --autotune` searches. `SpaceChoices`: the whole
+search space. A strategy has a choice per shard, thousands, from which a Gaussian process learns
+nothing. So a point chooses once for all large variables and once for all small ones. AutoSync's
+constraints (c_lb, c_am) decide the rest, as for random strategies. Points reach every synchronizer,
+compressor and setting, sparse handling, number of parts and of merge groups, hierarchy, the planned
+order, synchronization across steps and rings of hosts. They do not reach mixtures of more than two
+kinds.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ THRESHOLD_BYTES = (0.0, 64.0 * MIB)
 CYCLE_TIME_S = (1e-3, 100e-3)
 """Horovod, docs/autotune.rst: fusion threshold 0 to 64 MB, cycle time 1 to 100 ms."""
 RINGS = 8
-"""As many orders of the hosts are drawn for a point to choose from, beside their own."""
+"""Random orders of the hosts that a point can choose from, besides their own."""
 
 Point = Sequence[Any]
 """A value for each dimension."""
@@ -54,7 +56,7 @@ class Encoding(Protocol):
         """Dimensions of scikit-optimize."""
 
     def strategy(self, point: Point) -> Strategy:
-        """The same for the same point."""
+        """The strategy of a point, always the same."""
 
 
 class FusionScalars:
@@ -93,25 +95,21 @@ class SpaceChoices:
         ]
         self._seed = seed
         rng = generator(seed, "rings of bayes")
-        orders = (
-            [random_ring(cluster, rng) for _ in range(RINGS)]
-            if space.ring_orders_for(cluster)
-            else []
-        )
+        count = RINGS if space.ring_orders_for(cluster) else 0
+        orders = [random_ring(cluster, rng) for _ in range(count)]
         self._rings = list(dict.fromkeys([None, *orders]))
         self._options = self._choices(workload, cluster, space)
 
     def _choices(self, workload: Workload, cluster: Cluster, space: SearchSpace) -> dict[str, int]:
-        """Name -> number of options, of every choice that has more than one."""
+        """Name -> number of options, for each choice with more than one."""
         synchronizers, settings = len(space.synchronizers), len(self._settings)
+        sparse = any(variable.sparse for variable in workload.variables)
         counts = {
             "synchronizer of large ones": synchronizers,
             "synchronizer of small ones": synchronizers,
             "compressor of large ones": settings,
             "compressor of small ones": settings,
-            "sparse": len(space.sparse)
-            if any(variable.sparse for variable in workload.variables)
-            else 1,
+            "sparse": len(space.sparse) if sparse else 1,
             "hierarchical": 1 + space.hierarchy_for(cluster),
             "cross_step": 1 + space.cross_step,
             "in flight": space.most_in_flight if space.cross_step else 1,
@@ -135,7 +133,7 @@ class SpaceChoices:
         return self._writer.written(self._drawn(self._large(large_share), parts, groups, chosen))
 
     def _large(self, share: float) -> BoolArray:
-        """The largest variables that hold `share` of all bytes, shape (V,)."""
+        """The largest variables, which hold `share` of all bytes, shape (V,)."""
         sizes = self._context.grad_bytes
         descending = np.argsort(-sizes, kind="stable")
         before = np.cumsum(sizes[descending]) - sizes[descending]
@@ -176,51 +174,47 @@ class SpaceChoices:
             1 + chosen.get("in flight", 0) if chosen.get("cross_step", 0) else 1,
             np.zeros(owner.size, dtype=np.int64),
         )
-        return (
-            replace(drawn, priority=self._planned.priorities(drawn))
-            if chosen["planned order"]
-            else drawn
-        )
+        if not chosen["planned order"]:
+            return drawn
+        return replace(drawn, priority=self._planned.priorities(drawn))
 
     def _partitions(self, large: BoolArray, parts: float) -> tuple[Partition | None, ...]:
-        """Large variables in 1 to `max_shards` parts along the longest axis that may be cut; the number is log-uniform."""
+        """Cut large variables along their longest allowed axis into 1 to `max_shards` parts.
+
+        The number is log-uniform in `parts`.
+        """
         shards = round(self._context.space.max_shards**parts)
         cuts: list[Partition | None] = []
-        for variable, axes, is_large in zip(
-            self._context.workload.variables, self._context.axes, large.tolist(), strict=True
-        ):
-            axis = (
-                max(axes, key=lambda own: variable.shape[own], default=None) if is_large else None
-            )
+        for position, variable in enumerate(self._context.workload.variables):
+            axes = self._context.axes[position] if large[position] else ()
+            axis = max(axes, key=lambda axis, shape=variable.shape: shape[axis], default=None)
             count = 1 if axis is None else min(shards, variable.shape[axis])
-            cuts.append(
-                None if axis is None or count < 2 else even_partition(variable, axis, count)
-            )
+            whole = axis is None or count < 2
+            cuts.append(None if whole else even_partition(variable, axis, count))
         return tuple(cuts)
 
     @staticmethod
     def _by_size(large: BoolArray, chosen: dict[str, int], what: str) -> IntArray:
         """The choice of each variable, shape (V,)."""
-        return np.where(
-            large, chosen.get(f"{what} of large ones", 0), chosen.get(f"{what} of small ones", 0)
-        ).astype(np.int64)
+        of_large = chosen.get(f"{what} of large ones", 0)
+        of_small = chosen.get(f"{what} of small ones", 0)
+        return np.where(large, of_large, of_small).astype(np.int64)
 
     def _sparse(self, synchronizer: IntArray, chosen: dict[str, int]) -> tuple[SparseHandling, ...]:
-        """The chosen way, where the variable's synchronizer has it."""
+        """The chosen handling, if the variable's synchronizer allows it."""
         space = self._context.space
         wanted = space.sparse[chosen.get("sparse", 0)]
-        found = []
-        for variable, kind in zip(
-            self._context.workload.variables, synchronizer.tolist(), strict=True
-        ):
+        handlings = []
+        kinds = synchronizer.tolist()
+        for variable, kind in zip(self._context.workload.variables, kinds, strict=True):
             allowed = variable.sparse and wanted in space.handlings_for([space.synchronizers[kind]])
-            found.append(wanted if allowed else SparseHandling.DENSE)
-        return tuple(found)
+            handlings.append(wanted if allowed else SparseHandling.DENSE)
+        return tuple(handlings)
 
     def _compressors(
         self, setting: IntArray, dense: BoolArray, owner: IntArray
     ) -> tuple[IntArray, IntArray]:
-        """(compressor, parameter) of every shard; none where the gradient cannot take what was chosen."""
+        """(compressor, parameter) of each shard; none if its gradient cannot take the choice."""
         kinds = self._context.space.compressors
         none = kinds.index(Compressor.NONE)
         rows = np.array([kind in SPARSE_COMPRESSORS for kind in kinds])

@@ -1,4 +1,8 @@
-"""Thousands of strategies are a million small objects without a cycle among them, which the collector walks again and again."""
+"""Sampling without garbage collection.
+
+Thousands of strategies are a million small objects without cycles, which the collector would scan
+repeatedly.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def collection_paused() -> Iterator[None]:
-    """No garbage collection inside the block; afterwards it is as it was. Half of the time of sampling is saved thereby."""
+    """Pause garbage collection in the block, which halves the time of sampling."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,8 +1,8 @@
 """The planned issue order of strategies that are still arrays of choices.
 
-A plan would have to be made of each to know its messages; thousands are drawn in a round. So messages and their costs are found on the
-arrays, with two simplifications: PowerSGD's matrices count as square, and a ring order as no different from the cluster's own,
-since it makes all collectives faster or slower alike.
+Thousands are drawn in a round, and a plan for each would be slow. So messages and their costs are
+computed on the arrays, with two simplifications: PowerSGD's matrices count as square, and ring
+orders count as the cluster's own, because they change the speed of all collectives equally.
 
 | symbol | meaning |
 |---|---|
@@ -26,11 +26,11 @@ from autotune.strategy_space.strategy import Compressor, SparseHandling
 from autotune.workload import DTYPE_BYTES
 
 NODES = 3
-"""Orders that are tried for one strategy."""
+"""Orders tried for one strategy."""
 
 
 class PlannedOrder:
-    """Finds orders for strategies of one context."""
+    """Plans orders for strategies of one context."""
 
     def __init__(self, context: Context) -> None:
         workload, space = context.workload, context.space
@@ -39,37 +39,24 @@ class PlannedOrder:
         self.start_s, self.forward_s = workload.backward_s + workload.update_s, workload.forward_s
         self.variables, self.ranks = workload.variables, context.cluster.world_size
         self.rates = Rates(context.cluster)
-        dtypes = sorted(DTYPE_BYTES)
-        self.dtype = np.array(
-            [dtypes.index(variable.dtype) for variable in workload.variables], dtype=np.int64
-        )
-        self.element_bytes = np.array(
-            [DTYPE_BYTES[variable.dtype] for variable in workload.variables], dtype=np.int64
-        )
+        known, dtypes = sorted(DTYPE_BYTES), [variable.dtype for variable in workload.variables]
+        self.dtype = np.array([known.index(dtype) for dtype in dtypes], dtype=np.int64)
+        self.element_bytes = np.array([DTYPE_BYTES[dtype] for dtype in dtypes], dtype=np.int64)
 
     def priorities(self, drawn: Drawn) -> IntArray:
-        """The place of every shard's message in the order, shape (S,)."""
+        """Place of each shard's message in the order, shape (S,)."""
         message, first = self._messages(drawn)
         count, owner = len(first), drawn.owner
         ready_s, needed_s = np.zeros(count), np.full(count, np.inf)
         np.maximum.at(ready_s, message, self.ready_s[owner])
         np.minimum.at(needed_s, message, self.needed_s[owner])
-        columns = (
-            drawn.synchronizer[first],
-            drawn.placement[first],
-            drawn.hierarchical[first],
-            owner[first],
-        )
+        columns = (drawn.synchronizer, drawn.placement, drawn.hierarchical, owner)
+        rows = np.column_stack([column[first] for column in columns]).tolist()
+        synchronizers = self.space.synchronizers
         kinds = [
-            MessageKind(
-                self.space.synchronizers[kind],
-                None if rank < 0 else rank,
-                bool(two_level),
-                drawn.sparse[own],
-            )
-            for kind, rank, two_level, own in zip(
-                *(column.tolist() for column in columns), strict=True
-            )
+            MessageKind(synchronizers[kind], None if rank < 0 else rank, bool(two_level), sparse)
+            for kind, rank, two_level, variable in rows
+            for sparse in (drawn.sparse[variable],)
         ]
         wire_bytes = np.zeros(count)
         np.add.at(wire_bytes, message, self._wire_bytes(drawn))
@@ -80,16 +67,12 @@ class PlannedOrder:
         return place[message]
 
     def _messages(self, drawn: Drawn) -> tuple[IntArray, IntArray]:
-        """(message of every shard (S,), a shard of every message (M,)), as `plan()` makes them."""
+        """(message of each shard (S,), a shard of each message (M,)), as `plan()` forms them."""
         dense = np.array([kind is SparseHandling.DENSE for kind in drawn.sparse])[drawn.owner]
         code = drawn.group.copy()
-        for column in (
-            drawn.synchronizer,
-            drawn.compressor,
-            drawn.parameter,
-            drawn.hierarchical,
-            self.dtype[drawn.owner],
-        ):
+        compressed = (drawn.compressor, drawn.parameter)
+        dtype = self.dtype[drawn.owner]
+        for column in (drawn.synchronizer, *compressed, drawn.hierarchical, dtype):
             code = code * (int(column.max()) + 1) + column
         alone = (drawn.group < 0) | ~dense
         code[alone] = -1 - np.arange(int(alone.sum()))
@@ -97,7 +80,7 @@ class PlannedOrder:
         return message, first
 
     def _wire_bytes(self, drawn: Drawn) -> FloatArray:
-        """c(m) of every shard, shape (S,)."""
+        """c(m) of each shard, shape (S,)."""
         element_bytes = self.element_bytes[drawn.owner]
         elements = drawn.shard_bytes / element_bytes
         wire_bytes = drawn.shard_bytes.astype(np.float64)
@@ -105,19 +88,16 @@ class PlannedOrder:
             if kind is Compressor.NONE:
                 continue
             for number, setting in enumerate(self.space.settings_of(kind)):
-                own = np.flatnonzero((drawn.compressor == index) & (drawn.parameter == number))
-                if len(own):
-                    wire_bytes[own] = np.minimum(
-                        _compressed_bytes(setting, elements[own], element_bytes[own]),
-                        wire_bytes[own],
-                    )
+                at = np.flatnonzero((drawn.compressor == index) & (drawn.parameter == number))
+                if len(at):
+                    compressed = _compressed_bytes(setting, elements[at], element_bytes[at])
+                    wire_bytes[at] = np.minimum(compressed, wire_bytes[at])
         for position, handling in enumerate(drawn.sparse):
             if handling is not SparseHandling.DENSE:
-                variable, own = self.variables[position], drawn.owner == position
-                rows = drawn.shard_bytes[own] * variable.rows / max(variable.grad_bytes, 1)
-                wire_bytes[own] = collective_share(variable, handling, self.ranks) * (
-                    wire_bytes[own] + rows * ROW_NUMBER_BYTES
-                )
+                variable, mask = self.variables[position], drawn.owner == position
+                rows = drawn.shard_bytes[mask] * variable.rows / max(variable.grad_bytes, 1)
+                share = collective_share(variable, handling, self.ranks)
+                wire_bytes[mask] = share * (wire_bytes[mask] + rows * ROW_NUMBER_BYTES)
         return wire_bytes
 
 

@@ -1,15 +1,15 @@
 """Random strategies under both knowledge constraints (AutoSync, supplement sec. 6).
 
-AutoSync draws a partial strategy, shard by shard and independently, and leaves two fields open: the
-placement of server shards, which c_lb then sets, and the merge group of collective shards, which c_am sets. We keep
-that and draw the odds first, anew for each strategy. With fixed odds the law of large numbers makes all
-strategies of a model with hundreds of variables the same mixture, half partitioned, a third all-reduce and so on, while
-the best strategies known are pure or nearly so (all-reduce only, servers only, whole variables only), and would
-never be drawn. Likewise for the number of shards: drawn uniformly up to 40 it has hardly ever a strategy with
-few messages, so each strategy has its own limit, log-uniform between 2 and 40.
+AutoSync draws a partial strategy, shard by shard and independently. Then c_lb sets the placement of
+server shards, and c_am the merge groups of collective shards. We do the same, but first draw the
+odds, anew for each strategy. With fixed odds, the law of large numbers makes all strategies of a
+model with hundreds of variables the same mixture. The best known strategies are pure or nearly so
+(only all-reduce, only servers, only whole variables) and would never be drawn. The same holds for
+the number of shards: uniform up to 40 hardly ever gives few messages, so each strategy has its own
+limit, log-uniform between 2 and 40.
 
-Where synchronization may run into the next step, the issue order is mostly the one that is predicted to be fastest: random orders
-of many messages are all alike.
+If synchronization may cross the step, the issue order is mostly the one predicted to be fastest:
+random orders of many messages are equally slow.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from autotune.strategy_space.space import SearchSpace
 from autotune.strategy_space.strategy import Strategy
 from autotune.workload import Workload
 
-MAX_REPEATS = 200  # draws in a row without a new strategy after which a space counts as exhausted
+MAX_REPEATS = 200  # draws without a new strategy after which a space counts as exhausted
 
 
 def sample(
     workload: Workload, cluster: Cluster, space: SearchSpace, rng: np.random.Generator
 ) -> Strategy:
-    """One random strategy of `space`."""
+    """Draw one random strategy of `space`."""
     sampler = _Sampler(workload, cluster, space)
     return sampler.written(sampler.drawn(rng))
 
@@ -44,24 +44,24 @@ def sample(
 def sample_many(
     workload: Workload, cluster: Cluster, space: SearchSpace, count: int, seed: int
 ) -> list[Strategy]:
-    """`count` different strategies; the same seed gives the same ones in any process, and fewer are a prefix of more.
+    """Draw `count` distinct strategies, or fewer from a space that has fewer.
 
-    A space with fewer strategies than asked for yields fewer.
+    The same seed gives the same ones in any process, and fewer are a prefix of more.
     """
     if count < 0:
         raise InvalidInput(f"the number of strategies to sample must be at least 0, but is {count}")
     sampler = _Sampler(workload, cluster, space)
     rng = generator(seed, "sample_many")
-    found: dict[Hashable, Strategy] = {}
+    strategies: dict[Hashable, Strategy] = {}
     repeats = 0
     with collection_paused():
-        while len(found) < count and repeats < MAX_REPEATS:
+        while len(strategies) < count and repeats < MAX_REPEATS:
             drawn = sampler.drawn(rng)
             identity = drawn.identity
-            repeats = repeats + 1 if identity in found else 0
+            repeats = repeats + 1 if identity in strategies else 0
             if not repeats:
-                found[identity] = sampler.written(drawn)
-    return list(found.values())
+                strategies[identity] = sampler.written(drawn)
+    return list(strategies.values())
 
 
 class _Sampler:
@@ -73,7 +73,7 @@ class _Sampler:
         self.written = Writer(self.context).written
 
     def drawn(self, rng: np.random.Generator) -> Drawn:
-        """A strategy's choices."""
+        """Draw a strategy's choices."""
         drawn = draw(self.context, rng)
         if drawn.cross_step and rng.random() < PLANNED:
             return replace(drawn, priority=self.planned.priorities(drawn))

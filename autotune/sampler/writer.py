@@ -1,4 +1,6 @@
-"""A strategy from its choices on flat arrays: thousands are drawn in a round, and their shards share a few values."""
+"""Strategies from arrays of choices; the shards of the thousands in a round have few distinct
+values.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +10,11 @@ from autotune.arrays import IntArray
 from autotune.sampler.draws import Context, Drawn
 from autotune.strategy_space.strategy import Shard, Strategy, VariableStrategy
 
-KEPT_SHARDS = 100_000  # different ones that are made once only
+KEPT_SHARDS = 100_000  # distinct ones in the cache
 
 
 class Writer:
-    """Makes strategies of choices on arrays."""
+    """Builds strategies from arrays of choices."""
 
     def __init__(self, context: Context) -> None:
         self.context = context
@@ -27,7 +29,7 @@ class Writer:
             drawn.partitions,
             drawn.sparse,
         )
-        shards = self._made(drawn.table())
+        shards = self._shards_of(drawn.table())
         ends = np.searchsorted(drawn.owner, np.arange(-1, len(partitions)), side="right").tolist()
         choices = [
             VariableStrategy(
@@ -35,12 +37,11 @@ class Writer:
             )
             for at in self.by_name
         ]
-        return Strategy(
-            tuple(choices), drawn.cross_step, drawn.ring_order, in_flight=drawn.in_flight
-        )
+        crossing, ring = drawn.cross_step, drawn.ring_order
+        return Strategy(tuple(choices), crossing, ring, in_flight=drawn.in_flight)
 
-    def _made(self, table: IntArray) -> tuple[Shard, ...]:
-        """A shard for each row. Thousands share a few values, and an object is made for each of these once."""
+    def _shards_of(self, table: IntArray) -> tuple[Shard, ...]:
+        """One shard per row; equal rows share an object."""
         if len(self._shards) > KEPT_SHARDS:
             self._shards.clear()
         known = self._shards
