@@ -49,4 +49,5 @@ def flatten(plan: Plan, workload: Workload) -> FlatPlan:
     columns = np.array(slices, dtype=np.int64)
     counts = [len(message.slices) for message in plan.messages]
     first = np.cumsum([0, *counts[:-1]], dtype=np.int64)
-    return FlatPlan(*columns.T, first)
+    variable, message, elements, start = columns.T
+    return FlatPlan(variable, message, elements, start, first)

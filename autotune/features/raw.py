@@ -3,7 +3,7 @@
 AutoSync's code uses a one-hot of 600 merge groups and one of 16 server devices. Instead we use:
 
 - the message's place in the issue order instead of a group's arbitrary label, so that strategies
-  with equal messages have equal rows (one-hot for the first 31; the 32nd column is shared by the rest);
+  with equal messages have equal rows (one-hot for the first 31, one column for the rest);
 - scalars for relative place, bytes and number of messages, so that later messages differ too;
 - the server's host (16 columns, and one for all further hosts), its bandwidth and its replicas;
 - readiness and issue order, so that a model can detect a message that waits.

@@ -279,7 +279,7 @@ def _draw_compressors(
 
 
 def _draw_choices(options: int, owner: IntArray, rng: np.random.Generator) -> IntArray:
-    """One of `options` per shard, shape (S,), by this strategy's odds, per shard or per variable."""
+    """One of `options` per shard, shape (S,), by odds of this strategy, per shard or variable."""
     if options == 1:
         return np.zeros(owner.size, dtype=np.int64)
     if rng.random() < PURE:

@@ -183,14 +183,16 @@ class SpaceChoices:
 
         The number is log-uniform in `parts`.
         """
-        shards = round(self._context.space.max_shards**parts)
+        most = round(self._context.space.max_shards**parts)
         cuts: list[Partition | None] = []
         for position, variable in enumerate(self._context.workload.variables):
             axes = self._context.axes[position] if large[position] else ()
-            axis = max(axes, key=lambda axis, shape=variable.shape: shape[axis], default=None)
-            count = 1 if axis is None else min(shards, variable.shape[axis])
-            whole = axis is None or count < 2
-            cuts.append(None if whole else even_partition(variable, axis, count))
+            extents = [variable.shape[axis] for axis in axes]
+            shards = min(most, max(extents, default=1))
+            if shards < 2:
+                cuts.append(None)
+            else:
+                cuts.append(even_partition(variable, axes[extents.index(max(extents))], shards))
         return tuple(cuts)
 
     @staticmethod

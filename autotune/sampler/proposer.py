@@ -1,7 +1,8 @@
-"""One round of proposals: sample, score, keep the diverse top K (AutoSync Fig. 1), or one of the baselines.
+"""One round of proposals: sample, score and select (AutoSync Fig. 1), or one of the baselines.
 
-What is sampled and what the optimizer finds depends on the job, its seed and the history alone; which simulators had the time to be
-trained depends on the machine. A round is recorded as an event, so a resumed job never proposes it again.
+Samples and the optimizer's results depend only on the job, its seed and the history. The machine
+decides which simulators have time to be trained. A round is recorded as an event, so a resumed job
+never proposes it again.
 """
 
 from __future__ import annotations
@@ -34,27 +35,36 @@ from autotune.tuning.job import JobSpec, Search, Similarity
 PARENTS = 5
 """The fastest strategies so far, whose neighbours are proposed."""
 SURVIVORS = 0.3
-"""Share of the scored strategies that pass the filter by predicted time, before diversity chooses among them."""
-FIRST_EXPLORERS, EXPLORERS = 0.5, 0.17
-"""Share of a round's trials (the first, the later ones) that goes to strategies which the ranker would not have tried."""
-OPTIMIZER, AGAIN = Budget(1600, 40_000_000, seconds=1200), Budget(400, 10_000_000, seconds=600)
-"""What the optimizer may replay before the first round, some ten seconds, and before every later one. Its seconds only end it where
-something is wrong."""
-CUT_SHORT = "the wall clock ended the optimizer's search, so that the same job may be proposed something else next time"
-LEADERS, LATER_LEADERS = 0.75, 0.5
-"""Share of the first and of a later round's trials that the optimizer's strategies may take: with compressors all six of eight. Their
-predicted times are nearer to each other than the replay is to the truth; where half were left out, the best one without loss was never
-tried."""
+"""Share of the scored strategies that pass the filter by time, before diversity chooses."""
+FIRST_EXPLORERS = 0.5
+EXPLORERS = 0.17
+"""Share of the first and of a later round's trials that explores strategies the ranker rejects."""
+OPTIMIZER = Budget(1600, 40_000_000, seconds=1200)
+AGAIN = Budget(400, 10_000_000, seconds=600)
+"""The optimizer's replays before the first round, about 10 s, and before a later one.
+
+The seconds are a safety limit only."""
+CUT_SHORT = (
+    "the wall clock ended the optimizer's search, "
+    "so that the same job may be proposed something else next time"
+)
+LEADERS = 0.75
+LATER_LEADERS = 0.5
+"""Largest share of the first and of a later round's trials for the optimizer's strategies.
+
+With compressors, 0.75 includes all six in a round of eight. Their predicted times differ less than
+the replay's error: with half of them omitted, the best lossless one was never tried.
+"""
 BAYESIAN = {Search.BAYES: "the search space", Search.FUSION: "fusion threshold and cycle time"}
 BAYES_ASKS = 20
-"""How often in a row a baseline that proposes a known plan again is told its known time."""
+"""Consecutive known plans of a baseline before the search ends; each is told its known time."""
 FAILED_FACTOR = 2.0
-"""What a failed trial is told as, relative to the current setup: slow, but not so slow that it flattens the rest."""
+"""Time told for a failed trial, relative to the current setup: slow, but not an outlier."""
 
 
 @dataclass(frozen=True)
 class _Pool:
-    """What may be tried, why each strategy that was left out cannot be enacted, and whether the optimizer ran out of time."""
+    """Candidates, the reasons of refused ones, and whether the optimizer ran out of time."""
 
     candidates: list[Candidate]
     refusals: list[str]
@@ -76,40 +86,25 @@ class Proposer:
         self._scorer = Scorer(spec, simulators)
 
     def propose(self, history: History, round_: int, count: int) -> Proposed:
-        """At most `count` strategies whose plans were not tried; none when the space has nothing new."""
+        """At most `count` strategies with untried plans; none if the space has nothing new."""
         if self._spec.search in BAYESIAN:
             return self._propose_bayes(history, round_)
         found = self._pool(history, round_)
         pool = found.candidates
         if not pool:
-            return Proposed(
-                round_,
-                (),
-                "none",
-                _said("no strategy was sampled that had not been tried", found),
-                0,
-                (),
-                0.0,
-            )
+            reason = _full_reason("no strategy was sampled that had not been tried", found)
+            return Proposed(round_, (), "none", reason, 0, (), 0.0)
         if self._spec.search is Search.RANDOM:
             proposals = tuple(_proposal(candidate, history) for candidate in pool[:count])
-            return Proposed(
-                round_,
-                proposals,
-                "random",
-                _said("random search was asked for", found),
-                len(pool),
-                (),
-                0.0,
-            )
+            reason = _full_reason("random search was asked for", found)
+            return Proposed(round_, proposals, "random", reason, len(pool), (), 0.0)
         scores = self._scorer.score(history, pool)
         most = int(LATER_LEADERS * count) if round_ else max(1, round(LEADERS * count))
         leading = [i for i, candidate in enumerate(pool) if candidate.optimized][:most]
         rest = [i for i in range(len(pool)) if i not in leading]
         if rest and len(leading) < count:
-            chosen = self._choose(
-                [pool[i] for i in rest], scores.of(rest), count - len(leading), round_
-            )
+            others, left = [pool[i] for i in rest], count - len(leading)
+            chosen = self._choose(others, scores.of(rest), left, round_)
             leading += [rest[i] for i in chosen]
         proposals = tuple(
             _proposal(
@@ -119,18 +114,15 @@ class Proposer:
             )
             for i in leading
         )
-        return Proposed(
-            round_,
-            proposals,
-            scores.ranker,
-            _said(scores.reason, found),
-            len(pool),
-            scores.quality,
-            0.0,
-        )
+        reason, quality = _full_reason(scores.reason, found), scores.quality
+        return Proposed(round_, proposals, scores.ranker, reason, len(pool), quality, 0.0)
 
     def _pool(self, history: History, round_: int) -> _Pool:
-        """Distinct untried plans that can be enacted: the field's hand-made strategies, random ones, and neighbours of the fastest."""
+        """Collect distinct untried plans that can be enacted.
+
+        They come from the optimizer, the field's hand-made strategies, random ones and neighbours
+        of the fastest.
+        """
         assert history.profiled is not None
         workload, cluster = history.profiled.workload, history.profiled.cluster
         parents = [history.proposals[key].strategy for key, _ in history.ranking()[:PARENTS]]
@@ -141,31 +133,29 @@ class Proposer:
         space = self._space(history)
         found: list[tuple[str, Strategy]] = []
         with collection_paused():
-            searched, cut_short = (
-                self._searched(history, space, parents, round_) if guided else ([], False)
-            )
+            searched: list[tuple[str, Strategy]] = []
+            cut_short = False
+            if guided:
+                searched, cut_short = self._searched(history, space, parents, round_)
             if self._spec.search is not Search.RANDOM:
                 found += seed_strategies(workload, cluster, space)
-            found += [
-                (
-                    "mutated",
-                    self._walk(parents[int(rng.integers(len(parents)))], history, space, rng),
-                )
-                for _ in range(mutants)
-            ]
+            for _ in range(mutants):
+                parent = parents[int(rng.integers(len(parents)))]
+                found.append(("mutated", self._walk(parent, history, space, rng)))
             seed = int(generator(self._spec.seed, "samples", round_).integers(2**31))
-            found += [
-                ("sampled", strategy)
-                for strategy in sample_many(workload, cluster, space, wanted - mutants, seed)
-            ]
+            samples = sample_many(workload, cluster, space, wanted - mutants, seed)
+            found += [("sampled", strategy) for strategy in samples]
             pool = self._untried(searched, found, history)
         return replace(pool, cut_short=cut_short)
 
     def _searched(
         self, history: History, space: SearchSpace, parents: Sequence[Strategy], round_: int
     ) -> tuple[list[tuple[str, Strategy]], bool]:
-        """What the optimizer finds by replay: one strategy for each family of the space, fastest first, then what other climbs found;
-        whether it was cut short. It begins with `parents`, the fastest that were measured, once there are some.
+        """Search by replay: the best strategy of each family, fastest first, then those of other
+        climbs.
+
+        Also return whether the search was cut short. It starts from `parents`, the fastest measured
+        ones, if there are any.
         """
         from autotune.optimizer.suggest import (
             suggestions,  # numba is heavy, and the baselines do without
@@ -199,7 +189,7 @@ class Proposer:
         found: Sequence[tuple[str, Strategy]],
         history: History,
     ) -> _Pool:
-        """Of what the optimizer `searched`, first, and of the others."""
+        """Filter the optimizer's strategies, then the others."""
         assert history.profiled is not None
         seen = {trial.plan_id for trial in history.trials}
         pool: list[Candidate] = []
@@ -222,7 +212,7 @@ class Proposer:
         )
 
     def _space(self, history: History) -> SearchSpace:
-        """What the job and its conditions allow and its script can do."""
+        """The strategies that the job, its conditions and its script allow."""
         assert history.profiled is not None
         space = scaled_space(
             SearchSpace.default(lossy=self._spec.lossy), self._spec.conditions.byte_scale
@@ -234,7 +224,7 @@ class Proposer:
     def _walk(
         strategy: Strategy, history: History, space: SearchSpace, rng: np.random.Generator
     ) -> Strategy:
-        """One to four moves away: near enough to inherit, far enough to differ measurably."""
+        """Make one to four moves: near enough to inherit, far enough to differ measurably."""
         assert history.profiled is not None
         for _ in range(int(rng.integers(1, 5))):
             strategy = mutate(
@@ -243,16 +233,17 @@ class Proposer:
         return strategy
 
     def finish(self, history: History) -> dict[str, Simulator]:
-        """Every simulator, fitted once more on all that was measured: what is kept for later jobs. May be none."""
+        """Fit each simulator on all measurements, to keep for later jobs; may return none."""
         return self._scorer.finish(history)
 
     def _choose(
         self, pool: Sequence[Candidate], scores: Scores, count: int, round_: int
     ) -> list[int]:
-        """Filter by predicted time, then the greedy minimum of Eq. 11; a few more at random from what did not pass.
+        """Filter by predicted time, then minimize Eq. 11 greedily; add random ones that did not
+        pass.
 
-        Without the random ones a simulator would only ever see strategies that its predecessor liked, and could not
-        learn what makes the others slow (AutoSync trains on random samples for that reason).
+        Without those, a simulator would only see strategies that its predecessor liked, and could
+        not learn what makes the others slow. AutoSync trains on random samples for the same reason.
         """
         predicted = scores.predicted_s if scores.predicted_s is not None else np.ones(len(pool))
         kept, explorers = np.arange(len(pool)), np.arange(0)
@@ -276,7 +267,10 @@ class Proposer:
         return [int(kept[i]) for i in picked] + explorers.tolist()
 
     def _propose_bayes(self, history: History, round_: int) -> Proposed:
-        """scikit-optimize. A resumed job asks and tells again what it had asked and known before each of its rounds, and goes on there."""
+        """Propose with scikit-optimize.
+
+        A resumed job repeats the asks and tells of its earlier rounds first.
+        """
         over = BAYESIAN[self._spec.search]
         if self._bayes is None:
             self._bayes = BayesianSearch(self._encoding(history), self._spec.seed)
@@ -285,15 +279,8 @@ class Proposer:
                     self._next_of(self._bayes, history.first(at))
         planned = self._next_of(self._bayes, history)
         if planned is None:
-            return Proposed(
-                round_,
-                (),
-                "gaussian process",
-                f"{over}: no plan was found that was not tried",
-                BAYES_ASKS,
-                (),
-                0.0,
-            )
+            reason = f"{over}: no plan was found that was not tried"
+            return Proposed(round_, (), "gaussian process", reason, BAYES_ASKS, (), 0.0)
         reason = f"Bayesian optimization of {over} was asked for"
         return Proposed(
             round_,
@@ -306,7 +293,10 @@ class Proposer:
         )
 
     def _next_of(self, search: BayesianSearch, history: History) -> PlannedStrategy | None:
-        """The next strategy whose plan is new. A known plan is told its time at once, one that cannot be enacted as failed."""
+        """The next strategy with a new plan; None if there is none.
+
+        A known plan is told its time at once, and one that cannot be enacted is told as failed.
+        """
         assert history.profiled is not None
         workload = history.profiled.workload
         failed_s = FAILED_FACTOR * history.references[0][1]
@@ -340,11 +330,14 @@ def _proposal(candidate: Candidate, history: History, predicted_s: float | None 
     return Proposal(candidate.planned.strategy, candidate.origin, predicted_s)
 
 
-def _said(reason: str, found: _Pool) -> str:
-    """`reason`, what was left out before a trial was spent on it, and what another run need not repeat."""
-    reason, refusals = f"{reason}; {CUT_SHORT}" if found.cut_short else reason, found.refusals
+def _full_reason(reason: str, pool: _Pool) -> str:
+    """Add whether the optimizer was cut short, and how many strategies were refused."""
+    reason, refusals = f"{reason}; {CUT_SHORT}" if pool.cut_short else reason, pool.refusals
     if not refusals:
         return reason
     if len(refusals) == 1:
         return f"{reason}; left out 1 strategy that cannot be enacted: {refusals[0]}"
-    return f"{reason}; left out {len(refusals)} strategies that cannot be enacted, the first because of {refusals[0]}"
+    return (
+        f"{reason}; left out {len(refusals)} strategies that cannot be enacted, "
+        f"the first because of {refusals[0]}"
+    )

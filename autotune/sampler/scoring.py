@@ -1,4 +1,7 @@
-"""Which candidates are promising: by the replay, or by a simulator that beats it on what this job has measured."""
+"""Which candidates are promising, by the replay or by a simulator that beats it.
+
+Simulators are compared on the trials that this job has measured.
+"""
 
 from __future__ import annotations
 
@@ -20,17 +23,17 @@ from autotune.tuning.history import History
 from autotune.tuning.job import JobSpec, Search
 
 SMALLEST_TRAINING = 8
-"""Measured strategies below which nothing is trained: fewer leave no validation part worth the name."""
+"""Fewest measured strategies to train on; fewer leave too small a validation part."""
 FOLDS = 4
 REPLAYED = 100
-"""Strategies of a round that are replayed, the ones that rank best without: a replay costs as much as a hundred analytic estimates."""
+"""Strategies of a round that are replayed; a replay costs as much as 100 analytic estimates."""
 TRAINING_SHARE = 0.2
-"""Of the tuning time so far, what cross-validation and training may have taken in all."""
+"""Largest share of the tuning time so far for all cross-validation and training."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """`optimized`: found by the optimizer, whose replays are remembered."""
+    """`optimized`: found by the optimizer, whose replays are cached."""
 
     planned: PlannedStrategy
     origin: str
@@ -39,9 +42,9 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Scores:
-    """`predicted_s` (n,) seconds; None where nothing is predicted. `ranked` (n,): indices of the candidates, the most promising first.
+    """`predicted_s` (n,) seconds, or None. `ranked` (n,): candidates, the most promising first.
 
-    `hidden` (n, H) unit norm, if a simulator ranked.
+    `hidden` (n, H): hidden states of unit norm, if a simulator ranked.
     """
 
     ranker: str
@@ -52,7 +55,7 @@ class Scores:
     quality: tuple[RankingQuality, ...]
 
     def of(self, numbers: Sequence[int]) -> Scores:
-        """Those of these candidates."""
+        """The scores of these candidates."""
         chosen = np.array(numbers, dtype=np.int64)
         place = np.full(len(self.ranked), -1)
         place[chosen] = np.arange(len(chosen))
@@ -74,7 +77,7 @@ class Scorer:
         self._kept: Extractor | None = None
 
     def score(self, history: History, pool: Sequence[Candidate]) -> Scores:
-        """Of every candidate; learns from what was measured so far."""
+        """Score each candidate, after learning from all measurements so far."""
         if self._spec.search is Search.NO_SIMULATOR:
             reason = "AutoSync without a simulator: only the constraints and diversity choose"
             return Scores("none", reason, None, np.arange(len(pool)), None, ())
@@ -83,9 +86,8 @@ class Scorer:
         features = [extractor.features(candidate.planned) for candidate in pool]
         examples = self.examples(history)
         if len(examples) < SMALLEST_TRAINING:
-            reason = (
-                f"{len(examples)} measured strategies are too few to train on, so the replay ranks"
-            )
+            count = len(examples)
+            reason = f"{count} measured strategies are too few to train on, so the replay ranks"
             return self._ranked(REPLAY, reason, pool, features, extractor, 1.0, ())
         quality = self._train(examples, history)
         choice = choose_ranker(quality)
@@ -103,9 +105,10 @@ class Scorer:
         scale: float,
         quality: tuple[RankingQuality, ...],
     ) -> Scores:
-        """All candidates without a replay first, then those of the optimizer and the best with one; the others stay behind these.
+        """Rank all candidates without a replay, then replay the optimizer's and the best and rank
+        these anew.
 
-        `scale`: what the unlearned rankers' times are multiplied by.
+        The others follow them. `scale`: factor on the times of rankers that are not learned.
         """
         simulator = None if ranker in UNLEARNED else self._trained[ranker]
         if simulator is None:
@@ -116,22 +119,20 @@ class Scorer:
         shortlist, rest = first[:REPLAYED], first[REPLAYED:]
         for index in shortlist.tolist():
             features[index] = extractor.replayed(features[index], pool[index].planned.plan)
-        replayed_s = np.array([features[index].replayed_step_s for index in shortlist])
+        replayed = [features[index] for index in shortlist]
+        replayed_s = np.array([feature.replayed_step_s for feature in replayed])
         if simulator is None:
             predicted_s *= scale * float(np.median(replayed_s / predicted_s[shortlist]))
             predicted_s[shortlist] = scale * replayed_s
         else:
-            predicted_s[shortlist] = simulator.predict_step_s(
-                [features[index] for index in shortlist]
-            )
+            predicted_s[shortlist] = simulator.predict_step_s(replayed)
         shortlist = shortlist[np.argsort(predicted_s[shortlist], kind="stable")]
         hidden = None if simulator is None else simulator.embed(features)
-        return Scores(
-            ranker, reason, predicted_s, np.concatenate([shortlist, rest]), hidden, quality
-        )
+        order = np.concatenate([shortlist, rest])
+        return Scores(ranker, reason, predicted_s, order, hidden, quality)
 
     def finish(self, history: History) -> dict[str, Simulator]:
-        """Every simulator, fitted once more on all that was measured: what is kept for later jobs. May be none."""
+        """Fit each simulator on all measurements, to keep for later jobs; may return none."""
         if self._spec.search is not Search.AUTOSYNC or history.profiled is None:
             return {}
         examples = self.examples(history)
@@ -143,21 +144,22 @@ class Scorer:
         return trained
 
     def _train(self, examples: Sequence[Example], history: History) -> tuple[RankingQuality, ...]:
-        """Cross-validate and fit every simulator that the time allows; the quality of those, and of the analytic rankers.
+        """Cross-validate and fit the simulators that the time allows; return every ranker's
+        quality.
 
-        Training holds up the trials, so it may take `TRAINING_SHARE` of the job's time: a simulator whose last training
-        was too long for what is left of that sits the round out.
+        Training delays the trials, so it may take `TRAINING_SHARE` of the job's time. A simulator
+        whose last training took longer than the rest of that share skips the round.
         """
         splits = k_fold(examples, FOLDS, self._spec.seed)
         quality = evaluate(examples, {}, splits, self._spec.seed, history.noise)
-        known = {figures.ranker for figures in quality}
+        known = {one.ranker for one in quality}
         for name, make in self._make.items():
             left_s = TRAINING_SHARE * history.elapsed_s - sum(self._training_s.values())
             if self._last_training_s.get(name, 0.0) > left_s:
                 continue
             began_s = time.monotonic()
-            found = evaluate(examples, {name: make}, splits, self._spec.seed, history.noise)
-            quality += [figures for figures in found if figures.ranker not in known]
+            figures = evaluate(examples, {name: make}, splits, self._spec.seed, history.noise)
+            quality += [one for one in figures if one.ranker not in known]
             self._trained[name] = make()
             self._trained[name].fit(examples, self._spec.seed)
             self._last_training_s[name] = time.monotonic() - began_s
@@ -166,7 +168,7 @@ class Scorer:
 
     @staticmethod
     def _scale(examples: Sequence[Example]) -> float:
-        """What the replayed time must be multiplied by to meet the measured ones in the median."""
+        """Factor by which the median measured time exceeds the replayed one."""
         ratios = [
             example.step_s / (example.features.replayed_step_s or example.features.analytic_step_s)
             for example in examples
@@ -174,21 +176,19 @@ class Scorer:
         return float(np.median(ratios))
 
     def extractor(self, history: History) -> Extractor:
-        """One for the whole job, the optimizer's replays included, so that nothing is replayed twice."""
+        """One for the whole job and the optimizer's replays, so that nothing is replayed twice."""
         profiled = history.profiled
         assert profiled is not None
-        if self._kept is None or (self._kept.workload, self._kept.cluster) != (
-            profiled.workload,
-            profiled.cluster,
-        ):
+        workload, cluster = profiled.workload, profiled.cluster
+        kept = self._kept
+        if kept is None or (kept.workload, kept.cluster) != (workload, cluster):
             emulated = self._spec.conditions.accelerators is Accelerators.EMULATED
-            self._kept = Extractor(
-                profiled.workload, profiled.cluster, EMULATED_COSTS if emulated else None
-            )
-        return self._kept
+            kept = Extractor(workload, cluster, EMULATED_COSTS if emulated else None)
+        self._kept = kept
+        return kept
 
     def examples(self, history: History) -> list[Example]:
-        """Everything that was measured in this job, with its features, in an order that says nothing about the time."""
+        """Every measurement of this job with its features, in an order independent of the time."""
         assert history.profiled is not None
         domain = f"{history.profiled.workload.id}/{history.profiled.cluster.id}"
         extractor = self.extractor(history)

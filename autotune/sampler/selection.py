@@ -1,4 +1,4 @@
-"""The strategies to try: predicted fast, and unlike one another.
+"""Strategies to try: predicted to be fast, and different from each other.
 
 Source: AutoSync, supplement sec. 7, Eq. 11, solved greedily:
 
@@ -8,9 +8,11 @@ Source: AutoSync, supplement sec. 7, Eq. 11, solved greedily:
 |---|---|---|
 | f_i | predicted step time | divided by the median of all candidates, so 0.1 means 10 % |
 | sim_ij | similarity, 1 for equal strategies | shape (n, n), symmetric |
-| alpha | trade-off | divided by K, so that alpha weighs a strategy's time against its mean similarity to the chosen, for every K |
+| alpha | trade-off | divided by K |
 
-With these scales alpha = 0.2 to 1.0 is useful for any model, cluster and K. The paper's own alpha is alpha / K.
+With alpha / K, alpha weighs a strategy's time against its mean similarity to the chosen ones, for
+every K. With these scales alpha = 0.2 to 1.0 is useful for any model, cluster and K. The paper's
+own alpha is alpha / K.
 """
 
 from __future__ import annotations
@@ -25,16 +27,17 @@ from autotune.errors import InvalidInput
 from autotune.strategy_space.strategy import Shard, Strategy, VariableStrategy
 
 SimilarityRow = Callable[[int], FloatArray]
-"""Similarity of one candidate to all, shape (n,); only asked for the chosen ones, so no (n, n) matrix is needed."""
+"""Similarity of one candidate to all, shape (n,): only chosen ones need it, so no (n, n) matrix."""
 
 
 def select_diverse(
     predicted_step_s: ArrayLike, similarity: FloatArray | SimilarityRow, k: int, alpha: float
 ) -> list[int]:
-    """Indices of min(k, n) candidates, in the order in which they were chosen. The first is the predicted fastest.
+    """Indices of min(k, n) candidates in the order of choice; the first is the predicted fastest.
 
-    `predicted_step_s` has shape (n,), positive seconds. Ties go to the lower index. alpha = 0 is the plain top K.
-    Each step adds the candidate that raises the objective least: f_i + alpha / K (2 sum over chosen j of sim_ij + 1).
+    `predicted_step_s` (n,): positive seconds. Ties go to the lower index. alpha = 0 is the plain
+    top K. Each step adds the candidate that raises the objective least: f_i + alpha / K (2 sum over
+    chosen j of sim_ij + 1).
     """
     times = np.asarray(predicted_step_s, dtype=np.float64)
     _check(times, similarity, k, alpha)
@@ -59,18 +62,16 @@ def objective(
     """Eq. 11 on the scales above for a set of K strategies; lower is better."""
     times = np.asarray(predicted_step_s, dtype=np.float64)
     index = np.asarray(chosen, dtype=np.int64)
-    return float(
-        (times / np.median(times))[index].sum()
-        + alpha / len(index) * similarity[np.ix_(index, index)].sum()
-    )
+    similar = similarity[np.ix_(index, index)].sum()
+    return float((times / np.median(times))[index].sum() + alpha / len(index) * similar)
 
 
 def choice_codes(strategies: Sequence[Strategy]) -> IntArray:
-    """Every choice as an integer, shape (n, choices): equal numbers in a column are equal choices.
+    """Each choice as an integer, shape (n, choices): equal numbers in a column are equal choices.
 
-    Choices of each variable: partition, sparse handling, and over its shards synchronizer, compressor, placement,
-    group, priority and hierarchy; of the strategy: cross-step, ring order and messages in flight. Raises `InvalidInput` where the
-    strategies are not of one model.
+    Choices of each variable: partition, sparse handling, and over its shards synchronizer,
+    compressor, placement, group, priority and hierarchy. Choices of the strategy: cross-step, ring
+    order and messages in flight. Raises `InvalidInput` if the strategies are of different models.
     """
     if not strategies:
         return np.zeros((0, 0), dtype=np.int64)
@@ -78,30 +79,22 @@ def choice_codes(strategies: Sequence[Strategy]) -> IntArray:
     for strategy in strategies:
         if [choice.variable for choice in strategy.variables] != names:
             raise InvalidInput(
-                f"only strategies of one model can be compared, but {strategies[0].id} and {strategy.id} name other variables"
+                "only strategies of one model can be compared, "
+                f"but {strategies[0].id} and {strategy.id} name other variables"
             )
-    rows = [
-        [
-            *(code for choice in s.variables for code in _choices(choice)),
-            s.cross_step,
-            s.ring_order,
-            s.in_flight,
-        ]
-        for s in strategies
-    ]
+    rows = []
+    for strategy in strategies:
+        codes = [code for choice in strategy.variables for code in _choices(choice)]
+        rows.append([*codes, strategy.cross_step, strategy.ring_order, strategy.in_flight])
     columns = [_interned(column) for column in zip(*rows, strict=True)]
     return np.array(columns, dtype=np.int64).T.copy()
 
 
 def choice_agreement(strategies: Sequence[Strategy]) -> FloatArray:
-    """First similarity of the paper: share of equal choices, shape (n, n), 1 on the diagonal. Needs no simulator."""
-    codes = choice_codes(strategies)
-    count = len(codes)
-    equal = np.zeros((count, count), dtype=np.int64)
-    for column in codes.T:
-        equal += column[:, None] == column[None, :]
-    share: FloatArray = equal / max(codes.shape[1], 1)
-    return share
+    """First similarity of the paper: share of equal choices, shape (n, n). Needs no simulator."""
+    row = choice_agreement_rows(strategies)
+    rows = [row(index) for index in range(len(strategies))]
+    return np.array(rows).reshape(len(rows), len(rows))
 
 
 def choice_agreement_rows(strategies: Sequence[Strategy]) -> SimilarityRow:
@@ -116,7 +109,7 @@ def choice_agreement_rows(strategies: Sequence[Strategy]) -> SimilarityRow:
 
 
 def hidden_cosine(embeddings: FloatArray) -> FloatArray:
-    """Second similarity of the paper: cosine of the simulator's hidden states (n, H), shape (n, n), in [-1, 1]."""
+    """Second similarity of the paper: cosine of hidden states (n, H), shape (n, n), in [-1, 1]."""
     norms = np.linalg.norm(embeddings, axis=1, keepdims=True)
     unit = embeddings / np.where(norms > 0, norms, 1.0)
     cosine: FloatArray = np.clip(unit @ unit.T, -1.0, 1.0)
@@ -147,13 +140,16 @@ def _interned(values: Sequence[Hashable]) -> list[int]:
 def _check(times: FloatArray, similarity: FloatArray | SimilarityRow, k: int, alpha: float) -> None:
     if times.ndim != 1 or not (np.isfinite(times).all() and (times > 0).all()):
         raise InvalidInput(
-            "predicted step times must be a list of finite seconds above 0, but are not; drop strategies without a prediction"
+            "predicted step times must be a list of finite seconds above 0, but are not; "
+            "drop strategies without a prediction"
         )
     if k < 1 or alpha < 0:
         raise InvalidInput(
-            f"a selection needs k of at least 1 and alpha of at least 0, but got k={k} and alpha={alpha}"
+            "a selection needs k of at least 1 and alpha of at least 0, "
+            f"but got k={k} and alpha={alpha}"
         )
     if not callable(similarity) and similarity.shape != (len(times), len(times)):
         raise InvalidInput(
-            f"similarity must have shape {(len(times), len(times))} for {len(times)} candidates, but has {similarity.shape}"
+            f"similarity must have shape {(len(times), len(times))} for {len(times)} candidates, "
+            f"but has {similarity.shape}"
         )
