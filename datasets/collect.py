@@ -38,7 +38,7 @@ console = Console(stderr=True, highlight=False, markup=False)
 
 
 @dataclass
-class Progress:
+class CollectionProgress:
     """The trials that are left, at the pace of this run."""
 
     wanted: int
@@ -62,7 +62,12 @@ class Progress:
 
 
 def visited(
-    folder: Path, setup: Setup, goal: int, seed: int, progress: Progress, interruption: Interruption
+    folder: Path,
+    setup: Setup,
+    goal: int,
+    seed: int,
+    progress: CollectionProgress,
+    interruption: Interruption,
 ) -> bool:
     """Visit the domain, and return whether it has all its candidates."""
 
@@ -113,7 +118,7 @@ def main() -> int:
         return 2
     setups = [DOMAINS[name] for name in (DOMAINS if options.all else options.domain)]
     there = sum(min(candidates(options.out, setup), options.trials) for setup in setups)
-    progress = Progress(options.trials * len(setups), there)
+    progress = CollectionProgress(options.trials * len(setups), there)
     left: list[Setup] = []
     goals = [*range(options.visit, options.trials, options.visit), options.trials]
     try:

@@ -57,7 +57,7 @@ console = Console(stderr=True, highlight=False, markup=False)
 
 
 @dataclass(frozen=True)
-class Model:
+class TimedModel:
     """`build` returns the module, `draw` a batch; `loss` takes the module and the batch."""
 
     build: Callable[[], nn.Module]
@@ -83,14 +83,14 @@ def _loss_of_text(model: Any, drawn: tuple[Tensor, ...]) -> Tensor:
     return loss
 
 
-def _vision(name: str, batch: int) -> Model:
+def _vision(name: str, batch: int) -> TimedModel:
     def build() -> nn.Module:
         import torchvision
 
         made: nn.Module = getattr(torchvision.models, name)()
         return made
 
-    return Model(build, _images, _loss_of_images, batch, adam=False, images=True)
+    return TimedModel(build, _images, _loss_of_images, batch, adam=False, images=True)
 
 
 def _bert() -> nn.Module:
@@ -107,11 +107,11 @@ def _gpt2() -> nn.Module:
     return made
 
 
-def _text(build: Callable[[], nn.Module], words: int, batch: int, length: int) -> Model:
+def _text(build: Callable[[], nn.Module], words: int, batch: int, length: int) -> TimedModel:
     def draw(count: int) -> tuple[Tensor, ...]:
         return (torch.randint(words, (count, length), device="cuda"),)
 
-    return Model(build, draw, _loss_of_text, batch, adam=True, images=False)
+    return TimedModel(build, draw, _loss_of_text, batch, adam=True, images=False)
 
 
 MODELS = {
@@ -141,7 +141,7 @@ class Variant:
     batch_factor: float = 1.0
     compiled: bool = False
 
-    def fits(self, model: Model) -> bool:
+    def fits(self, model: TimedModel) -> bool:
         return not (self.channels_last and not model.images) and not (
             self.recompute and model.images
         )
@@ -167,7 +167,7 @@ COMPILED = (Variant("compiled", compiled=True), Variant("amp_bf16_compiled", "bf
 class Training:
     """One model under a variant; `step` runs a whole training step."""
 
-    def __init__(self, model: Model, variant: Variant) -> None:
+    def __init__(self, model: TimedModel, variant: Variant) -> None:
         tf32 = variant.precision == "tf32"
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
         torch.manual_seed(0)

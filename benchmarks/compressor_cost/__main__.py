@@ -35,7 +35,7 @@ RANKS = 4
 CPU = torch.device("cpu")
 
 
-class Step:
+class CompressedStep:
     """A message without the network: `compress` after packing, `read` at the end."""
 
     def __init__(self, shapes: list[tuple[int, int]], padded: int) -> None:
@@ -61,7 +61,7 @@ class Step:
 
 def int8(shapes: list[tuple[int, int]]) -> Callable[[], None]:
     layout = RowLayout.of(sum(rows * columns for rows, columns in shapes), RANKS)
-    step = Step(shapes, layout.elements)
+    step = CompressedStep(shapes, layout.elements)
     rows, own = (
         QuantisedRows(layout, torch.float32, CPU),
         QuantisedRows(layout.with_rows(1), torch.float32, CPU),
@@ -81,7 +81,7 @@ def int8(shapes: list[tuple[int, int]]) -> Callable[[], None]:
 
 
 def top_k(shapes: list[tuple[int, int]], ratio: float) -> Callable[[], None]:
-    step = Step(shapes, sum(rows * columns for rows, columns in shapes))
+    step = CompressedStep(shapes, sum(rows * columns for rows, columns in shapes))
     k = picked(step.elements, ratio)
     own, rows = (PickedRows(count, k, torch.float32, CPU) for count in (1, RANKS))
 
@@ -96,7 +96,7 @@ def top_k(shapes: list[tuple[int, int]], ratio: float) -> Callable[[], None]:
 
 
 def power_sgd(shapes: list[tuple[int, int]], rank: int) -> Callable[[], None]:
-    step = Step(shapes, sum(rows * columns for rows, columns in shapes))
+    step = CompressedStep(shapes, sum(rows * columns for rows, columns in shapes))
     starts = [
         initial_start(str(number), matrix_shape(shape)[1], rank, step.values)
         for number, shape in enumerate(shapes)
@@ -138,7 +138,7 @@ class Bucket:
 
 
 def torch_power_sgd(shapes: list[tuple[int, int]], rank: int) -> Callable[[], None]:
-    step = Step(shapes, sum(rows * columns for rows, columns in shapes))
+    step = CompressedStep(shapes, sum(rows * columns for rows, columns in shapes))
     parameters = [torch.nn.Parameter(gradient) for gradient in step.gradients]
     state = powerSGD_hook.PowerSGDState(
         dist.group.WORLD, matrix_approximation_rank=rank, start_powerSGD_iter=2

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import sys
 from pathlib import Path
@@ -23,9 +22,8 @@ from typing import Any
 
 from autotune.cluster_file import read_cluster
 from autotune.testbed.bed import running
-from autotune.testbed.capabilities import capabilities
 from benchmarks.cross_step.rank import OURS, SETTLE_STEPS
-from benchmarks.repository import ROOT
+from benchmarks.repository import ROOT, can_emulate, machine
 from benchmarks.testbed_fidelity.processes import WAIT_S, inside, output
 
 MASTER_PORT = 29410
@@ -70,9 +68,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=6, help="blocks per setup (default 6)")
     parser.add_argument("--steps", type=int, default=6, help="timed steps of a block (default 6)")
     options = parser.parse_args()
-    able = capabilities()
-    if not able.possible:
-        print(able.message, file=sys.stderr)
+    if not can_emulate():
         return 2
     found = measured(options.cluster, options.rounds, options.steps)
     medians = {name: statistics.median(values) for name, values in found["taken"].items()}
@@ -89,12 +85,7 @@ def main() -> int:
     ]
     low, middle, high = statistics.quantiles(ratios, n=4)
     print(f"{OURS}: {middle:.3f} times as fast as {best} (quartiles {low:.3f} to {high:.3f})")
-    setting = {
-        "network": "emulated",
-        "accelerators": "emulated",
-        "cores": os.cpu_count(),
-        "machine": platform.machine(),
-    }
+    setting = {"network": "emulated", "accelerators": "emulated", **machine()}
     exact = {
         "identical": found["identical"],
         "largest_difference_to_ddp": found["largest_difference_to_ddp"],

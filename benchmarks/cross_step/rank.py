@@ -70,14 +70,14 @@ def build() -> nn.Module:
 
 
 @dataclass(frozen=True)
-class Setup:
+class Contender:
     """One way to train, with its own model and optimizer."""
 
     module: nn.Module
     step: Callable[[], None]
 
     @staticmethod
-    def of(model: nn.Module, module: nn.Module) -> Setup:
+    def of(model: nn.Module, module: nn.Module) -> Contender:
         optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
         batch = torch.linspace(1, 2, 4) + dist.get_rank()
 
@@ -86,7 +86,7 @@ class Setup:
             model(batch).square().mean().backward()
             optimizer.step()
 
-        return Setup(module, step)
+        return Contender(module, step)
 
 
 def in_ready_order(strategy: Strategy) -> Strategy:
@@ -98,11 +98,11 @@ def in_ready_order(strategy: Strategy) -> Strategy:
     return replace(strategy, variables=tuple(choices))
 
 
-def setups(cluster: Cluster) -> dict[str, Setup]:
+def setups(cluster: Cluster) -> dict[str, Contender]:
     made = {}
     for megabytes in BUCKETS_MB:
         module = build()
-        made[f"DDP {megabytes:g} MB"] = Setup.of(
+        made[f"DDP {megabytes:g} MB"] = Contender.of(
             DistributedDataParallel(module, bucket_cap_mb=megabytes), module
         )
     work = replace(MODEL.workload(), update_s=0.0)  # updates are real
@@ -118,11 +118,11 @@ def setups(cluster: Cluster) -> dict[str, Setup]:
         module = build()
         model = PlannedDataParallel(module)
         model.synchronizer.load(replace(wanted, workload_id=model.synchronizer.model_id))
-        made[name] = Setup.of(model, module)
+        made[name] = Contender.of(model, module)
     return made
 
 
-def block_s(setup: Setup, steps: int) -> float:
+def block_s(setup: Contender, steps: int) -> float:
     """Return seconds per step of a steady block, with what crosses its first step only."""
     for _ in range(SETTLE_STEPS):
         setup.step()
@@ -137,7 +137,7 @@ def block_s(setup: Setup, steps: int) -> float:
     return float(taken)
 
 
-def weights(setup: Setup) -> Tensor:
+def weights(setup: Contender) -> Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in setup.module.parameters()])
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -39,7 +38,7 @@ from autotune.strategy_space.plan import Plan, plan
 from autotune.strategy_space.strategy import Compressor, Strategy
 from autotune.workload import Workload
 from benchmarks.memory_accuracy.c10_memory import built
-from benchmarks.repository import ROOT
+from benchmarks.repository import ROOT, machine
 
 MODELS = ("resnet_digits", "gpt_text", "lstm_text", "ncf_ratings", "clicks")
 """The examples' models, and one more."""
@@ -179,8 +178,7 @@ def main() -> int:
                 "worst": worst,
                 "refused": refused,
                 "device": options.device,
-                "cores": os.cpu_count(),
-                "machine": platform.machine(),
+                **machine(),
             }
         )
     )

@@ -18,7 +18,7 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
 @dataclass(frozen=True)
-class Job:
+class ExampleJob:
     """`step(model)` runs a whole training step of `module` or its wrapper.
 
     `inputs`: of one forward pass over the whole batch.
@@ -39,7 +39,7 @@ def example(name: str) -> ModuleType:
     return module
 
 
-def resnet_digits(batch: int = 16, parts: int = 1) -> Job:
+def resnet_digits(batch: int = 16, parts: int = 1) -> ExampleJob:
     made = example("resnet_digits").ResNet(32)
     optimizer = torch.optim.SGD(made.parameters(), lr=0.03, momentum=0.9, weight_decay=5e-4)
 
@@ -53,10 +53,10 @@ def resnet_digits(batch: int = 16, parts: int = 1) -> Job:
             (F.cross_entropy(model(images), labels) / parts).backward()
         optimizer.step()
 
-    return Job(made, step, (torch.randn(batch, 1, 32, 32),))
+    return ExampleJob(made, step, (torch.randn(batch, 1, 32, 32),))
 
 
-def gpt_text(batch: int = 8, parts: int = 1) -> Job:
+def gpt_text(batch: int = 8, parts: int = 1) -> ExampleJob:
     script = example("gpt_text")
     made = script.GPT(2000, 64, 256, 4, 4, 0.1)
     optimizer = script.make_optimizer(made, 5e-4, 0.1)
@@ -71,10 +71,10 @@ def gpt_text(batch: int = 8, parts: int = 1) -> Job:
             ).backward()
         optimizer.step()
 
-    return Job(made, step, (torch.randint(2000, (batch, 64)),))
+    return ExampleJob(made, step, (torch.randint(2000, (batch, 64)),))
 
 
-def lstm_text(batch: int = 8) -> Job:
+def lstm_text(batch: int = 8) -> ExampleJob:
     """Return the model with its two batches per step."""
     script = example("lstm_text")
     made = script.LanguageModel(256, 2, 0.1)
@@ -91,10 +91,10 @@ def lstm_text(batch: int = 8) -> Job:
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
 
-    return Job(made, step)
+    return ExampleJob(made, step)
 
 
-def ncf_ratings(batch: int = 256) -> Job:
+def ncf_ratings(batch: int = 256) -> ExampleJob:
     script = example("ncf_ratings")
     made = script.NeuMF(4000, 3000, 64, True)
     optimizers = script.make_optimizers(made, 2e-3)
@@ -110,7 +110,7 @@ def ncf_ratings(batch: int = 256) -> Job:
         for optimizer in optimizers:
             optimizer.step()
 
-    return Job(made, step)
+    return ExampleJob(made, step)
 
 
 class Clicks(nn.Module):
@@ -132,7 +132,7 @@ class Clicks(nn.Module):
         return clicked.squeeze(1)
 
 
-def clicks(batch: int = 512) -> Job:
+def clicks(batch: int = 512) -> ExampleJob:
     """Return the model with rows of which some are drawn far more often than others."""
     tables, rows, values = 4, 20_000, 3
     made = Clicks(tables, rows, 32, 13)
@@ -147,10 +147,10 @@ def clicks(batch: int = 512) -> Job:
         loss.backward()
         optimizer.step()
 
-    return Job(made, step)
+    return ExampleJob(made, step)
 
 
-JOBS: dict[str, Callable[..., Job]] = {
+JOBS: dict[str, Callable[..., ExampleJob]] = {
     job.__name__: job for job in (resnet_digits, gpt_text, lstm_text, ncf_ratings, clicks)
 }
 OUTSIDE_BYTES = {"ncf_ratings": 4000 * 3000}

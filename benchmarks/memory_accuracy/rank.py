@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from autotune.errors import InvalidStrategy
 from autotune.strategy_space.plan import Plan
 from benchmarks.memory_accuracy.c10_memory import AllocatorCounter, DeviceCounter
-from benchmarks.memory_accuracy.models import JOBS, OUTSIDE_BYTES, Job
+from benchmarks.memory_accuracy.models import JOBS, OUTSIDE_BYTES, ExampleJob
 from runtime_rewriter.pytorch.agreement import assumed_workload
 from runtime_rewriter.pytorch.ddp import PlannedDataParallel
 from runtime_rewriter.recording.memory.recorder import MemoryRecorder
@@ -32,13 +32,13 @@ SETTLE_STEPS = 3  # the first forward pass under a cross-step plan only records 
 MEASURED_STEPS = 3
 
 
-def recorded(job: Job) -> dict[str, Any]:
+def recorded(job: ExampleJob) -> dict[str, Any]:
     profile = MemoryRecorder(job.module).record(lambda: job.step(job.module))
     return {"profile": profile.to_data(), "workload": assumed_workload(job.module).to_data()}
 
 
 def measured(
-    job: Job, plan: Plan | None, counter: AllocatorCounter | DeviceCounter, outside: int
+    job: ExampleJob, plan: Plan | None, counter: AllocatorCounter | DeviceCounter, outside: int
 ) -> dict[str, Any]:
     """Return the highest bytes of the steps after the first ones.
 
@@ -70,7 +70,7 @@ def measured(
     return found
 
 
-def _refused_by_ddp(job: Job) -> bool:
+def _refused_by_ddp(job: ExampleJob) -> bool:
     return dist.get_backend() == "nccl" and any(
         getattr(module, "sparse", False) for module in job.module.modules()
     )

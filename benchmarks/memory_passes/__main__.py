@@ -15,8 +15,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
-import platform
 import statistics
 import sys
 import time
@@ -34,6 +32,7 @@ from autotune.recordings.memory_profile import MemoryProfile
 from benchmarks.memory_accuracy.c10_memory import AllocatorCounter, built
 from benchmarks.memory_accuracy.models import JOBS
 from benchmarks.memory_passes.checkpointed import Stack, computed_again, training
+from benchmarks.repository import machine
 from runtime_rewriter.recording.memory.fixed_share import ModuleCall, fixed_share
 from runtime_rewriter.recording.memory.recorder import MemoryRecorder
 
@@ -57,7 +56,7 @@ class Subject:
 
 
 @dataclass(frozen=True)
-class Way:
+class MemoryWay:
     """A way to train, and its prediction (`proportional_s` without the fixed share)."""
 
     peak_bytes: int
@@ -100,7 +99,7 @@ SUBJECTS: dict[str, Callable[[], Subject]] = {
 }
 
 
-def ways(subject: Subject) -> Iterator[tuple[str, Way]]:
+def ways(subject: Subject) -> Iterator[tuple[str, MemoryWay]]:
     profile = MemoryRecorder(subject.module, timed_steps=7).record(subject.step)
     fixed = fixed_share(subject.module, ModuleCall(subject.inputs, {}), len(subject.inputs[0]))
     print(
@@ -111,8 +110,8 @@ def ways(subject: Subject) -> Iterator[tuple[str, Way]]:
 
     def way(
         after: MemoryProfile, build: Callable[[], Step], proportional: MemoryProfile | None = None
-    ) -> Way:
-        return Way(
+    ) -> MemoryWay:
+        return MemoryWay(
             peak_memory(after).peak_bytes,
             float(after.end_s[-1]),
             float((proportional or after).end_s[-1]),
@@ -159,22 +158,12 @@ def main() -> int:
             f"{model} {name}": compared(f"{model} {name}", way, peaks[name], taken, name)
             for name, way in found.items()
         }
-    print(
-        json.dumps(
-            {
-                **figures(summary),
-                "ways": summary,
-                "device": "cpu",
-                "cores": os.cpu_count(),
-                "machine": platform.machine(),
-            }
-        )
-    )
+    print(json.dumps({**figures(summary), "ways": summary, "device": "cpu", **machine()}))
     return 0
 
 
 def compared(
-    title: str, way: Way, peak_bytes: int, taken: dict[str, list[float]], name: str
+    title: str, way: MemoryWay, peak_bytes: int, taken: dict[str, list[float]], name: str
 ) -> dict[str, float | int]:
     """Return figures. A price is a ratio to the unchanged step of the same block, at any speed."""
     ratios = [mine / before for mine, before in zip(taken[name], taken["as it is"], strict=True)]
@@ -220,7 +209,7 @@ def figures(summary: dict[str, dict[str, float | int]]) -> dict[str, float]:
     }
 
 
-def measured_peak(way: Way, counter: AllocatorCounter) -> int:
+def measured_peak(way: MemoryWay, counter: AllocatorCounter) -> int:
     gc.collect()
     before = counter.current_bytes
     step = way.build()
@@ -233,7 +222,7 @@ def measured_peak(way: Way, counter: AllocatorCounter) -> int:
 
 
 def measured_times(
-    found: dict[str, Way], rounds: int, steps: int, clock: Callable[[], float]
+    found: dict[str, MemoryWay], rounds: int, steps: int, clock: Callable[[], float]
 ) -> dict[str, list[float]]:
     """Return way -> seconds per step of every block; blocks of all ways alternate."""
     built_steps = {name: way.build() for name, way in found.items()}

@@ -29,12 +29,12 @@ from autotune.dataset.folder import SUMS, read_domain
 from autotune.errors import InvalidInput
 from autotune.jobs.campaign.retries import persevere
 from autotune.jobs.campaign.setups import Setup
-from autotune.testbed.capabilities import capabilities
 from autotune.tuning.statistics import CONFIDENCE, fewest_values
-from benchmarks.outcome.kept import Settings
+from benchmarks.outcome.kept import OutcomeSettings
 from benchmarks.outcome.measure import DOMAINS, measure
 from benchmarks.outcome.report import section
 from benchmarks.outcome.results import last_line, row_of
+from benchmarks.repository import can_emulate
 
 MARKS = (25, 50, 100, 200)
 QUICK_TRIALS = 10
@@ -42,7 +42,7 @@ QUICK_TRIALS = 10
 console = Console(stderr=True, highlight=False, markup=False)
 
 
-def read_settings(options: argparse.Namespace) -> Settings:
+def read_settings(options: argparse.Namespace) -> OutcomeSettings:
     """Return the settings. Raises `InvalidInput`."""
     try:
         marks = tuple(sorted({int(mark) for mark in options.marks.split(",")}))
@@ -55,16 +55,16 @@ def read_settings(options: argparse.Namespace) -> Settings:
     if marks[0] < 1:
         raise InvalidInput(f"--marks and --trials must be at least 1, but the first is {marks[0]}")
     fewest = fewest_values(CONFIDENCE)
-    rounds = options.rounds or (fewest if options.quick else Settings.rounds)
+    rounds = options.rounds or (fewest if options.quick else OutcomeSettings.rounds)
     if rounds < fewest:
         raise InvalidInput(
             f"--rounds must be at least {fewest} for an interval of {CONFIDENCE:.0%}, "
             f"but is {rounds}"
         )
-    return Settings(
+    return OutcomeSettings(
         marks,
         rounds,
-        1 if options.quick else Settings.sweeps,
+        1 if options.quick else OutcomeSettings.sweeps,
         not (options.lossless_only or options.quick),
         options.seed,
     )
@@ -75,7 +75,7 @@ def trials_in(folder: Path) -> int:
     return len(read_domain(folder).trials) if (folder / SUMS).exists() else 0
 
 
-def measured(setup: Setup, folder: Path, settings: Settings, quick: bool) -> bool:
+def measured(setup: Setup, folder: Path, settings: OutcomeSettings, quick: bool) -> bool:
     """Measure the domain and return whether it has all its trials."""
     return persevere(
         setup.name,
@@ -114,7 +114,7 @@ def main() -> int:
         help="budget of every search, and the last mark (default the largest of --marks)",
     )
     parser.add_argument(
-        "--rounds", type=int, help=f"of the closing comparison (default {Settings.rounds})"
+        "--rounds", type=int, help=f"of the closing comparison (default {OutcomeSettings.rounds})"
     )
     parser.add_argument(
         "--lossless-only", action="store_true", help="no search with lossy compressors"
@@ -137,9 +137,7 @@ def main() -> int:
         parser.error(str(error))
     left: list[str] = []
     if not options.only_evaluate:
-        able = capabilities()
-        if not able.possible:
-            print(able.message, file=sys.stderr)
+        if not can_emulate():
             return 2
         left = [
             name

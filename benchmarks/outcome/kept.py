@@ -33,8 +33,8 @@ class Group(StrEnum):
 
 
 @dataclass(frozen=True)
-class Settings:
-    """Settings of a domain's measurement.
+class OutcomeSettings:
+    """OutcomeSettings of a domain's measurement.
 
     `marks`: numbers of trials after which ours is frozen, ascending; the last one is the budget of
     every search. `rounds`: of the closing comparison. `sweeps`: how often each bucket size is
@@ -88,7 +88,7 @@ class Course:
 class Frozen:
     """What the closing comparison compares. `sweep_s`: bucket size -> median time of its trials."""
 
-    settings: Settings
+    settings: OutcomeSettings
     sides: tuple[Side, ...]
     courses: dict[str, Course]
     sweep_s: dict[str, float]

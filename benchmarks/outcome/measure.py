@@ -32,7 +32,7 @@ from benchmarks.outcome.kept import (
     Course,
     Frozen,
     Group,
-    Settings,
+    OutcomeSettings,
     Side,
     Stop,
     read_frozen,
@@ -69,7 +69,9 @@ MOST_INCUMBENTS = 3
 Say = Callable[[str], None]
 
 
-def measure(setup: Setup, folder: Path, settings: Settings, say: Say, quick: bool = False) -> None:
+def measure(
+    setup: Setup, folder: Path, settings: OutcomeSettings, say: Say, quick: bool = False
+) -> None:
     """Measure until the domain in `folder` has all its rounds; resume an earlier run. Needs root.
 
     `quick`: as in `trial_session`.
@@ -86,7 +88,7 @@ def measure(setup: Setup, folder: Path, settings: Settings, say: Say, quick: boo
         run(session, settings, say)
 
 
-def run(session: TrialSession, settings: Settings, say: Say) -> None:
+def run(session: TrialSession, settings: OutcomeSettings, say: Say) -> None:
     """Run everything after the profile."""
     folder = session.writer.folder
     frozen = read_frozen(folder)
@@ -105,7 +107,9 @@ def run(session: TrialSession, settings: Settings, say: Say) -> None:
     close(session, frozen, say)
 
 
-def begin_searches(session: TrialSession, store: Store, settings: Settings) -> dict[str, JobSpec]:
+def begin_searches(
+    session: TrialSession, store: Store, settings: OutcomeSettings
+) -> dict[str, JobSpec]:
     """Create the jobs that do not exist yet, and return job -> settings."""
     wanted = {
         OURS: (Search.AUTOSYNC, False),
@@ -137,7 +141,7 @@ def begin_searches(session: TrialSession, store: Store, settings: Settings) -> d
     return specs
 
 
-def _marks(job: str, settings: Settings) -> tuple[int, ...]:
+def _marks(job: str, settings: OutcomeSettings) -> tuple[int, ...]:
     """Return all marks for our searches, and the last one for the others."""
     return settings.marks if job in (OURS, OURS_LOSSY) else settings.marks[-1:]
 
@@ -182,7 +186,7 @@ class Swept:
     best: Strategy
 
 
-def sweep(session: TrialSession, settings: Settings, say: Say) -> Swept:
+def sweep(session: TrialSession, settings: OutcomeSettings, say: Say) -> Swept:
     """Measure every bucket size `sweeps` times, in random orders; the lowest median wins."""
     domain = session.writer.domain
     sizes = bucket_sweep(domain.workload, domain.cluster.world_size)
@@ -204,7 +208,7 @@ def sweep(session: TrialSession, settings: Settings, say: Say) -> Swept:
 
 
 def freeze(
-    session: TrialSession, settings: Settings, swept: Swept, found: Mapping[str, Searched]
+    session: TrialSession, settings: OutcomeSettings, swept: Swept, found: Mapping[str, Searched]
 ) -> Frozen:
     """Return the sides of the closing comparison."""
     domain = session.writer.domain

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from autotune.units import format_seconds
 from benchmarks.outcome.figures import Ratio
 from benchmarks.outcome.kept import Group
-from benchmarks.outcome.results import AtMark, Outcome, Row, last_line
+from benchmarks.outcome.results import AtMark, DomainFigures, Outcome, last_line
 
 HEAD = """## What tuning is worth beside every rival
 
@@ -23,7 +23,7 @@ schedule). Nobody has tested whether training with compressors converges here.
 """
 
 
-def section(rows: Sequence[Row], command: str, date: str) -> str:
+def section(rows: Sequence[DomainFigures], command: str, date: str) -> str:
     environment, summary = rows[0].environment, last_line(rows)
     parts = [
         HEAD.format(
@@ -43,7 +43,7 @@ def section(rows: Sequence[Row], command: str, date: str) -> str:
     return "\n".join([*parts, *(_domain(row) for row in rows)])
 
 
-def _overview(rows: Sequence[Row]) -> str:
+def _overview(rows: Sequence[DomainFigures]) -> str:
     lines = [
         "| domain | trials | to DDP | to the best rival | which | above the bound "
         "| above what is reachable | trials until within 2 % | with compressors: to DDP |",
@@ -82,7 +82,7 @@ def _interval(ratio: Ratio) -> str:
     return f"{ratio.value:.3f} ({ratio.low:.3f} to {ratio.high:.3f})"
 
 
-def _domain(row: Row) -> str:
+def _domain(row: DomainFigures) -> str:
     stolen = ""
     if row.stolen is not None:
         stolen = f", cores' time taken by other virtual machines {row.stolen:.1%}"
@@ -121,7 +121,7 @@ def _best_known(outcome: Outcome) -> str:
     return f"{outcome.best_known} (ours takes {longer:.1%} longer)"
 
 
-def _sweep(row: Row) -> str:
+def _sweep(row: DomainFigures) -> str:
     times = ", ".join(f"{name} {value * 1e3:.0f} ms" for name, value in row.sweep_s.items())
     return f"Sweep: {times}."
 

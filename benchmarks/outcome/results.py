@@ -79,7 +79,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Row:
+class DomainFigures:
     """A domain's figures. `gap`: time(ours) / bound, lossless.
 
     `reachable_gap`: the same to `reachable_s`, below which no lossless strategy is. `failed`: sides
@@ -108,7 +108,7 @@ class Row:
         return max(self.compute_s, self.transfer_s)
 
 
-def row_of(folder: Path) -> Row | None:
+def row_of(folder: Path) -> DomainFigures | None:
     """Evaluate a domain's folder; None if it has too few whole rounds for an interval."""
     frozen = read_frozen(folder)
     if frozen is None:
@@ -133,7 +133,7 @@ def row_of(folder: Path) -> Row | None:
     )
     reachable_s = least_step_s(_as_played(domain.workload), domain.cluster)
     ours, extractor = _plan_of(lossless.last.side, there), domain_extractor(domain)
-    return Row(
+    return DomainFigures(
         domain.name,
         tuple(_compared(side, rounds, ours, _replayed_s(side, extractor)) for side in there),
         lossless,
@@ -217,7 +217,7 @@ def _compared(side: Side, rounds: Sequence[Round], ours: str, replayed_s: float 
     return Compared(side, low, middle, high, ratio_to_best(rounds, [side], ours), replayed_s)
 
 
-def last_line(rows: Sequence[Row]) -> dict[str, Any]:
+def last_line(rows: Sequence[DomainFigures]) -> dict[str, Any]:
     """Return the last line. Ratios are time(rival) / time(ours), above 1 where ours is faster."""
     today, best = (
         [row.lossless.last.today.value for row in rows],
@@ -250,7 +250,7 @@ def last_line(rows: Sequence[Row]) -> dict[str, Any]:
     }
 
 
-def _data(row: Row) -> dict[str, Any]:
+def _data(row: DomainFigures) -> dict[str, Any]:
     return {
         "domain": row.domain,
         "lossless": _outcome_data(row.lossless),

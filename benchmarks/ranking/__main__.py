@@ -48,7 +48,7 @@ SIZES = (25, 50, 100, 200, 400)
 RANKERS = ("linear", "rnn", "gat")
 
 
-class Progress:
+class TrainingProgress:
     """Shows on stderr which training runs, and the time that has passed and is left."""
 
     def __init__(self, planned: Sequence[tuple[str, int]]) -> None:
@@ -364,7 +364,7 @@ def evaluated(options: argparse.Namespace) -> dict[str, Any]:
     )
     domains = usable(points, options.smallest, options.domains, show)
     study, learned = study_of(options), makers(options.rankers, options.paper, options.epochs)
-    progress = Progress(planned(points, domains, study, learned))
+    progress = TrainingProgress(planned(points, domains, study, learned))
     rows = run(points, domains, study, Trainer(points, learned, progress.began))
     data = f"{_hardware()}; {study.seeds} seeds; pairs at least {TIE_BAND:.0%} apart.\n\n"
     data += described(campaigns, points, domains)

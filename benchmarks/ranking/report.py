@@ -12,7 +12,7 @@ import numpy as np
 
 from autotune.simulators.evaluation import ANALYTIC, PAPER, RANDOM, REPLAY
 from benchmarks.ranking.line_plot import Line, line_plot
-from benchmarks.ranking.runs import CHOSEN, WITHOUT_REPLAY, Learned, Row
+from benchmarks.ranking.runs import CHOSEN, WITHOUT_REPLAY, Learned, RankingRow
 
 FIGURES = {
     "pairwise_accuracy": "pairwise accuracy",
@@ -30,7 +30,7 @@ MEANING = {
 }
 
 
-def figure_of(rows: Iterable[Row], figure: str) -> float:
+def figure_of(rows: Iterable[RankingRow], figure: str) -> float:
     """Return the mean over a ranker's campaigns, weighted by pairs (accuracy) or points."""
     given = list(rows)
     weights = [row.pairs if figure == "pairwise_accuracy" else row.points for row in given]
@@ -39,9 +39,9 @@ def figure_of(rows: Iterable[Row], figure: str) -> float:
     return float(np.average([getattr(row, figure) for row in given], weights=weights))
 
 
-def by_seed(rows: Iterable[Row], figure: str) -> list[float]:
+def by_seed(rows: Iterable[RankingRow], figure: str) -> list[float]:
     """Return for each seed the mean over the domains, each with equal weight."""
-    groups: dict[int, dict[str, list[Row]]] = {}
+    groups: dict[int, dict[str, list[RankingRow]]] = {}
     for row in rows:
         groups.setdefault(row.seed, {}).setdefault(row.domain, []).append(row)
     return [
@@ -50,12 +50,12 @@ def by_seed(rows: Iterable[Row], figure: str) -> list[float]:
     ]
 
 
-def means(rows: Sequence[Row], figure: str) -> dict[str, float]:
+def means(rows: Sequence[RankingRow], figure: str) -> dict[str, float]:
     """Return "ranker, learned from, not seen before" -> mean, with the largest training parts."""
     return {_label(key): statistics.mean(by_seed(own, figure)) for key, own in _whole(rows).items()}
 
 
-def largest_own(rows: Iterable[Row]) -> list[Row]:
+def largest_own(rows: Iterable[RankingRow]) -> list[RankingRow]:
     """Return the rows with the domain's largest training part, as if it were one size."""
     given = list(rows)
     most: dict[tuple[str, int], int] = {}
@@ -64,7 +64,7 @@ def largest_own(rows: Iterable[Row]) -> list[Row]:
     return [row for row in given if row.plans == most[row.domain, row.seed]]
 
 
-def report(rows: Sequence[Row], data: str, sizes: Sequence[int], tuned_from: str) -> str:
+def report(rows: Sequence[RankingRow], data: str, sizes: Sequence[int], tuned_from: str) -> str:
     """Return the whole page."""
     domains = sorted({row.domain for row in rows})
     parts = [
@@ -88,7 +88,7 @@ def report(rows: Sequence[Row], data: str, sizes: Sequence[int], tuned_from: str
     return "\n".join(parts) + "\n"
 
 
-def overview(rows: Sequence[Row]) -> str:
+def overview(rows: Sequence[RankingRow]) -> str:
     """Return every ranker untrained, with all its own trials, and by each kind of transfer."""
     lines = [
         _line("ranker", "learned from", "not seen before", *FIGURES.values()),
@@ -100,9 +100,9 @@ def overview(rows: Sequence[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _whole(rows: Sequence[Row]) -> dict[tuple[str, str, str], list[Row]]:
+def _whole(rows: Sequence[RankingRow]) -> dict[tuple[str, str, str], list[RankingRow]]:
     """Return (ranker, learned from, held out) -> rows of the largest training parts."""
-    found: dict[tuple[str, str, str], list[Row]] = {}
+    found: dict[tuple[str, str, str], list[RankingRow]] = {}
     for row in rows:
         found.setdefault((row.ranker, row.learned, row.held_out), []).append(row)
     order = list(Learned)
@@ -110,7 +110,7 @@ def _whole(rows: Sequence[Row]) -> dict[tuple[str, str, str], list[Row]]:
     return {key: largest_own(found[key]) for key in ordered}
 
 
-def _domain_table(rows: Sequence[Row], domains: Sequence[str], figure: str) -> str:
+def _domain_table(rows: Sequence[RankingRow], domains: Sequence[str], figure: str) -> str:
     groups = _whole(rows)
     names = [_label(key) for key in groups]
     lines = [
@@ -127,7 +127,11 @@ def _domain_table(rows: Sequence[Row], domains: Sequence[str], figure: str) -> s
 
 
 def curve(
-    rows: Sequence[Row], ranker: str, learned: Learned, sizes: Sequence[int], held_out: str = ""
+    rows: Sequence[RankingRow],
+    ranker: str,
+    learned: Learned,
+    sizes: Sequence[int],
+    held_out: str = "",
 ) -> list[tuple[int, float]]:
     """Return (own plans, mean accuracy) over the domains that have every size, the same at each."""
     own = [
@@ -151,7 +155,7 @@ def curve(
     ]
 
 
-def _common_domains(rows: Sequence[Row]) -> set[str]:
+def _common_domains(rows: Sequence[RankingRow]) -> set[str]:
     """Return the domains with the most sizes: a mean over changing domains would be no curve."""
     sizes: dict[str, set[int]] = {}
     for row in rows:
@@ -160,7 +164,7 @@ def _common_domains(rows: Sequence[Row]) -> set[str]:
     return {name for name, own in sizes.items() if len(own) == most}
 
 
-def curves(rows: Sequence[Row], sizes: Sequence[int], tuned_from: str) -> list[Line]:
+def curves(rows: Sequence[RankingRow], sizes: Sequence[int], tuned_from: str) -> list[Line]:
     """Return learned rankers by own plans, and level lines of those that learn nothing."""
     found = []
     for ranker in dict.fromkeys(row.ranker for row in rows if row.learned is not Learned.NOTHING):
@@ -184,7 +188,7 @@ def curves(rows: Sequence[Row], sizes: Sequence[int], tuned_from: str) -> list[L
     return found
 
 
-def curve_table(rows: Sequence[Row], sizes: Sequence[int], tuned_from: str) -> str:
+def curve_table(rows: Sequence[RankingRow], sizes: Sequence[int], tuned_from: str) -> str:
     found = curves(rows, sizes, tuned_from)
     if not found:
         return "No domain has that many plans to learn from.\n"
@@ -205,14 +209,14 @@ def curve_table(rows: Sequence[Row], sizes: Sequence[int], tuned_from: str) -> s
     return "\n".join(lines) + "\n"
 
 
-def curve_plot(rows: Sequence[Row], sizes: Sequence[int], tuned_from: str) -> str | None:
+def curve_plot(rows: Sequence[RankingRow], sizes: Sequence[int], tuned_from: str) -> str | None:
     found = [line for line in curves(rows, sizes, tuned_from) if WITHOUT_REPLAY not in line.name]
     if not found:
         return None
     return line_plot(found, "own plans learned from", "pairwise accuracy on held-out plans")
 
 
-def cost_table(rows: Sequence[Row]) -> str:
+def cost_table(rows: Sequence[RankingRow]) -> str:
     """Return CPU seconds per training on one thread, by ranker and number of examples."""
     found: dict[tuple[str, str], dict[int, float]] = {}
     for row in rows:
@@ -231,13 +235,13 @@ def cost_table(rows: Sequence[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def write(folder: Path, rows: Sequence[Row], page: str, plot: str | None) -> None:
+def write(folder: Path, rows: Sequence[RankingRow], page: str, plot: str | None) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "ranking.md").write_text(page, encoding="utf-8")
     if plot is not None:
         (folder / "learning-curve.svg").write_text(plot, encoding="utf-8")
     with (folder / "rows.csv").open("w", newline="", encoding="utf-8") as file:
-        table = csv.DictWriter(file, [field.name for field in fields(Row)])
+        table = csv.DictWriter(file, [field.name for field in fields(RankingRow)])
         table.writeheader()
         table.writerows([asdict(row) for row in rows])
 

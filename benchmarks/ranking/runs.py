@@ -50,7 +50,7 @@ class Learned(StrEnum):
 
 
 @dataclass(frozen=True)
-class Row:
+class RankingRow:
     """Figures (`autotune.simulators.evaluation`) of one ranker on one campaign.
 
     `plans`: of the domain's own in the training part; `held_out`: of a transfer; `train_cpu_s`: CPU
@@ -151,9 +151,9 @@ def called(variant: Variant) -> str:
 
 def run(
     points: Sequence[Point], domains: Sequence[str], study: Study, trainer: Trainer
-) -> list[Row]:
+) -> list[RankingRow]:
     """Return every row of the study on these domains; the points of other domains are sources."""
-    rows: list[Row] = []
+    rows: list[RankingRow] = []
     for seed in range(study.seeds):
         parts = {
             name: parts_of(points, name, seed, study.sizes, study.test_share) for name in domains
@@ -166,7 +166,7 @@ def run(
     return rows
 
 
-def _unlearned(points: Sequence[Point], parts: Parts, trainer: Trainer) -> list[Row]:
+def _unlearned(points: Sequence[Point], parts: Parts, trainer: Trainer) -> list[RankingRow]:
     features = trainer.features(parts.test)
     draw = generator(parts.seed, "random ranker", parts.domain)
     found = []
@@ -175,7 +175,7 @@ def _unlearned(points: Sequence[Point], parts: Parts, trainer: Trainer) -> list[
     return found
 
 
-def _own(points: Sequence[Point], parts: Parts, study: Study, trainer: Trainer) -> list[Row]:
+def _own(points: Sequence[Point], parts: Parts, study: Study, trainer: Trainer) -> list[RankingRow]:
     """Return the learning curve on own trials; a simulator needs at least two of them."""
     found = []
     for plans, own in parts.own.items():
@@ -230,7 +230,7 @@ def _transfers(
     held_out: HeldOut,
     study: Study,
     trainer: Trainer,
-) -> list[Row]:
+) -> list[RankingRow]:
     """Return transfers without own trials and, where asked, with them. Equal sources train once."""
     by_sources: dict[tuple[int, ...], list[Parts]] = {}
     for own in parts:
@@ -284,7 +284,7 @@ def _tuned(
     variant: Variant,
     start: Simulator,
     trainer: Trainer,
-) -> list[Row]:
+) -> list[RankingRow]:
     found = []
     for plans, own in parts.own.items():
         if len(own) < 2:
@@ -318,7 +318,7 @@ def _rows(
     cpu_s: float = 0.0,
     examples: int = 0,
     note: str = "",
-) -> list[Row]:
+) -> list[RankingRow]:
     """Return a row per campaign with at least two points; times compare within a campaign only."""
     campaigns = np.array([points[index].example.domain for index in parts.test])
     measured = np.array([points[index].example.step_s for index in parts.test])
@@ -330,7 +330,7 @@ def _rows(
         predicted, times = guess[here], measured[here]
         regrets = [best_of_top_k_regret(predicted, times, k) for k in (1, 5, 10)]
         found.append(
-            Row(
+            RankingRow(
                 parts.domain,
                 campaign,
                 parts.seed,

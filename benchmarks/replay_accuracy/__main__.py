@@ -15,8 +15,6 @@ from __future__ import annotations
 import argparse
 import csv
 import json
-import os
-import platform
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,15 +27,14 @@ from autotune.dataset.trials import Domain
 from autotune.jobs.campaign.domain_features import domain_extractor
 from autotune.simulators.evaluation import kendall_tau
 from autotune.strategy_space.plan import Plan, PlannedStrategy, plan
-from autotune.testbed.capabilities import capabilities
 from benchmarks.replay_accuracy.trials import CLUSTERS, MODELS, collect, collected
-from benchmarks.repository import setup_of
+from benchmarks.repository import can_emulate, machine, setup_of
 
 console = Console(stderr=True, highlight=False, markup=False)
 
 
 @dataclass(frozen=True)
-class Row:
+class PredictedStep:
     """One strategy: medians and predictions in seconds."""
 
     domain: str
@@ -69,7 +66,7 @@ def kind_of(wanted: Plan) -> str:
     return f"{when}, {how}, {'compressed' if compressors else 'uncompressed'}"
 
 
-def rows_of(domain: Domain) -> list[Row]:
+def rows_of(domain: Domain) -> list[PredictedStep]:
     """Return one row per strategy, with the median of its medians."""
     extractor = domain_extractor(domain)
     medians: dict[str, list[float]] = {}
@@ -84,7 +81,7 @@ def rows_of(domain: Domain) -> list[Row]:
         wanted = plan(trial.strategy, domain.workload, domain.cluster.world_size)
         low, middle, high = np.quantile(trial.step_s, [0.25, 0.5, 0.75])
         rows.append(
-            Row(
+            PredictedStep(
                 domain.name,
                 kind_of(wanted),
                 trial.source,
@@ -100,7 +97,7 @@ def rows_of(domain: Domain) -> list[Row]:
     return rows
 
 
-def summary(rows: Sequence[Row]) -> dict[str, float]:
+def summary(rows: Sequence[PredictedStep]) -> dict[str, float]:
     errors, analytic = [row.error for row in rows], [row.analytic_error for row in rows]
     return {
         "strategies": len(rows),
@@ -112,7 +109,7 @@ def summary(rows: Sequence[Row]) -> dict[str, float]:
     }
 
 
-def taus(rows: Sequence[Row]) -> tuple[float, float]:
+def taus(rows: Sequence[PredictedStep]) -> tuple[float, float]:
     """Return Kendall's tau of the replay and of the analytic estimate, mean over the domains."""
     names = sorted({row.domain for row in rows})
     found = []
@@ -131,7 +128,7 @@ def taus(rows: Sequence[Row]) -> tuple[float, float]:
     return float(replayed), float(analytic)
 
 
-def write_table(rows: Sequence[Row], path: Path) -> None:
+def write_table(rows: Sequence[PredictedStep], path: Path) -> None:
     columns = (
         "domain",
         "kind",
@@ -150,7 +147,7 @@ def write_table(rows: Sequence[Row], path: Path) -> None:
         table.writerows([getattr(row, column) for column in columns] for row in rows)
 
 
-def shown(title: str, rows: Sequence[Row]) -> str:
+def shown(title: str, rows: Sequence[PredictedStep]) -> str:
     found = summary(rows)
     return (
         f"{title:62} {found['strategies']:3d}  error {found['error_mean']:6.1%}  "
@@ -182,9 +179,7 @@ def main() -> int:
     options = parser.parse_args()
     setups = [setup_of(model, cluster) for model in options.models for cluster in options.clusters]
     if not options.only_evaluate:
-        able = capabilities()
-        if not able.possible:
-            print(able.message, file=sys.stderr)
+        if not can_emulate():
             return 2
         for setup in setups:
             collect(options.folder, setup, options.strategies, options.seed, console.log)
@@ -214,8 +209,7 @@ def main() -> int:
         "load_median": float(np.median([row.load for row in rows])),
         "network": "emulated",
         "accelerators": "emulated",
-        "cores": os.cpu_count(),
-        "machine": platform.machine(),
+        **machine(),
     }
     print(json.dumps(result))
     return 0

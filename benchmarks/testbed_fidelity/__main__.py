@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -43,9 +42,8 @@ from autotune.records import (
 from autotune.strategy_space.builders.collectives import reduce_scatter_all_gather, single_bucket
 from autotune.strategy_space.plan import Plan, plan
 from autotune.testbed.bed import Testbed, running
-from autotune.testbed.capabilities import capabilities
 from autotune.workload import Workload
-from benchmarks.repository import ROOT
+from benchmarks.repository import ROOT, can_emulate, machine
 from benchmarks.testbed_fidelity.processes import inside, output, streams
 from runtime_rewriter.world.command import read_command
 from runtime_rewriter.world.world import World
@@ -213,9 +211,7 @@ def main() -> int:
         help="all-reduces per size, and trials per strategy (default 15)",
     )
     options = parser.parse_args()
-    able = capabilities()
-    if not able.possible:
-        print(able.message, file=sys.stderr)
+    if not can_emulate():
         return 2
     goodput: dict[str, tuple[float, float]] = {}
     all_reduce: dict[str, dict[int, float]] = {}
@@ -252,8 +248,7 @@ def main() -> int:
             (value for values in spread.values() for value in values.values()), default=None
         ),
         "network": "emulated",
-        "cores": os.cpu_count(),
-        "machine": platform.machine(),
+        **machine(),
     }
     print(json.dumps(result))
     return 0

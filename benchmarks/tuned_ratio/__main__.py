@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import shutil
 import subprocess
 import sys
@@ -20,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.records import Accelerators
-from autotune.testbed.capabilities import capabilities
-from benchmarks.repository import ROOT
+from benchmarks.repository import ROOT, can_emulate, machine
 
 
 def tune(options: argparse.Namespace, directory: str) -> dict[str, Any]:
@@ -87,9 +84,7 @@ def main() -> int:
         "--keep", type=Path, help="keep best.json and report.html in this directory"
     )
     options = parser.parse_args()
-    able = capabilities()
-    if not able.possible:
-        print(able.message, file=sys.stderr)
+    if not can_emulate():
         return 2
     with tempfile.TemporaryDirectory() as directory:
         result = tune(options, directory)
@@ -100,7 +95,7 @@ def main() -> int:
     comparison = result["decision"]["comparison"] or {}
     figures = {key: comparison.get(key) for key in ("ratio", "low", "high", "confidence", "pairs")}
     setting = {"example": options.example, "cluster": options.testbed.stem, **result["conditions"]}
-    hardware = {"cores": os.cpu_count(), "machine": platform.machine()}
+    hardware = machine()
     kept = {"exported": result["decision"]["strategy_id"], "candidate_trials": result["candidates"]}
     print(json.dumps({**figures, **kept, **setting, **hardware}))
     return 0

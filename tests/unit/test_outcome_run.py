@@ -50,7 +50,7 @@ from benchmarks.outcome.kept import (
     SWEEP,
     Frozen,
     Group,
-    Settings,
+    OutcomeSettings,
     Side,
     read_frozen,
     rounds_of,
@@ -72,7 +72,7 @@ from benchmarks.outcome.searches import OURS, OURS_LOSSY, RANDOM, Incumbent
 from benchmarks.ranking.trials import ReplayedTimes, of_datasets, points_of
 from runtime_rewriter.world.results import Profile
 
-SETTINGS = Settings(marks=(3, 6), rounds=6, sweeps=2, lossy=False)
+SETTINGS = OutcomeSettings(marks=(3, 6), rounds=6, sweeps=2, lossy=False)
 WORKLOAD = Workload(
     "made",
     tuple(
@@ -146,7 +146,7 @@ def session_on(
         )
 
 
-def ran(folder: Path, world: MadeWorld, settings: Settings = SETTINGS) -> None:
+def ran(folder: Path, world: MadeWorld, settings: OutcomeSettings = SETTINGS) -> None:
     with session_on(folder, world) as session:
         run(session, settings, lambda _: None)
 

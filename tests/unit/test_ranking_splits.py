@@ -18,7 +18,7 @@ from autotune.simulators.evaluation import RANDOM, REPLAY, UNLEARNED
 from autotune.simulators.interface import Example, FitReport
 from autotune.strategy_space.strategy import Shard, Strategy, Synchronizer, VariableStrategy
 from benchmarks.ranking.report import by_seed, curves, largest_own, overview, report
-from benchmarks.ranking.runs import CHOSEN, Learned, Row, Study, Trainer, run
+from benchmarks.ranking.runs import CHOSEN, Learned, RankingRow, Study, Trainer, run
 from benchmarks.ranking.tasks import HeldOut, assert_no_leak, parts_of, sources_for
 from benchmarks.ranking.trials import Point
 
@@ -136,11 +136,11 @@ def studied(
     make: Callable[[], Any],
     study: Study = STUDY,
     domains: Sequence[str] = DOMAINS,
-) -> list[Row]:
+) -> list[RankingRow]:
     return run(given, domains, study, Trainer(given, {"made": make}, lambda *_: None))
 
 
-def mean(rows: Sequence[Row], figure: str, **wanted: object) -> float:
+def mean(rows: Sequence[RankingRow], figure: str, **wanted: object) -> float:
     chosen = [
         row for row in rows if all(getattr(row, name) == value for name, value in wanted.items())
     ]

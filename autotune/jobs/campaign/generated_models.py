@@ -56,7 +56,7 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Model:
+class GeneratedModel:
     """`layers` from the input to the loss.
 
     `update_s`: from the end of the passes to the next step.
@@ -226,15 +226,15 @@ def large_late_layers() -> tuple[Layer, ...]:
     )
 
 
-MODELS: Mapping[str, Model] = MappingProxyType(
+MODELS: Mapping[str, GeneratedModel] = MappingProxyType(
     {
         model.name: model
         for model in (
-            Model("vgg", vgg_like(), step_s=0.130, update_s=0.004),
-            Model("densenet", densenet_like(), step_s=0.150, update_s=0.008),
-            Model("embedding", embedding_like(), step_s=0.110, update_s=0.004),
-            Model("transformer", transformer_like(), step_s=0.150, update_s=0.004),
-            Model(
+            GeneratedModel("vgg", vgg_like(), step_s=0.130, update_s=0.004),
+            GeneratedModel("densenet", densenet_like(), step_s=0.150, update_s=0.008),
+            GeneratedModel("embedding", embedding_like(), step_s=0.110, update_s=0.004),
+            GeneratedModel("transformer", transformer_like(), step_s=0.150, update_s=0.004),
+            GeneratedModel(
                 "layers",
                 large_late_layers(),
                 step_s=sum(seconds for _, seconds in TIMED_LAYERS) + 0.0035,

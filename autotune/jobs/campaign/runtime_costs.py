@@ -58,7 +58,7 @@ PAUSE_S = 0.002
 
 
 @dataclass(frozen=True)
-class Way:
+class CostConditions:
     """The conditions: emulated accelerators or real ones, and the length of the pauses."""
 
     emulated: bool
@@ -272,7 +272,7 @@ def spent(
     count: int,
     elements: int,
     cross_step: bool,
-    way: Way,
+    way: CostConditions,
     synchronizer: Synchronizer | None = Synchronizer.ALL_REDUCE,
     buffers: int = 0,
     sent_s: float = 0.0,
@@ -320,7 +320,7 @@ def mean_step(model: nn.Module, elements: int, share_s: float = 0.6) -> Spent:
     return Spent(*(fmean(values) for values in zip(*found, strict=True)))
 
 
-def hooks(count: int, way: Way) -> dict[str, float]:
+def hooks(count: int, way: CostConditions) -> dict[str, float]:
     """Measure the costs per variable and per message.
 
     Per variable: its hook with packing, and deferring it to the next pass and applying it there.
@@ -350,7 +350,8 @@ def hooks(count: int, way: Way) -> dict[str, float]:
     # With one message hardly anything is issued or arrives. Without pauses or updates nothing hides
     # the small cost of deferring a variable, which the optimizer's step pays in part.
     left, kept = (
-        spent(count, few, cross_step, Way(True, 0.0), None) for cross_step in (True, False)
+        spent(count, few, cross_step, CostConditions(True, 0.0), None)
+        for cross_step in (True, False)
     )
     buffered = spent(count, few, False, way, None, buffers=count)
     found = {
@@ -373,7 +374,7 @@ def hooks(count: int, way: Way) -> dict[str, float]:
     return {name: max(value, 0.0) for name, value in found.items()}
 
 
-def one_process(way: Way) -> dict[str, float]:
+def one_process(way: CostConditions) -> dict[str, float]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     found: dict[str, float] = {}
     rounds = [hooks(48, way) for _ in range(ROUNDS)]
@@ -407,7 +408,7 @@ def one_process(way: Way) -> dict[str, float]:
     return found
 
 
-def _process(start: object, results: object, way: Way) -> None:
+def _process(start: object, results: object, way: CostConditions) -> None:
     take_round_robin()
     torch.set_num_threads(1)
     start.wait()  # type: ignore[attr-defined]
@@ -421,7 +422,7 @@ def measured_costs(
     context = multiprocessing.get_context("spawn")
     start, results = context.Barrier(ranks), context.Queue()
     processes = [
-        context.Process(target=_process, args=(start, results, Way(emulated, pause_s)))
+        context.Process(target=_process, args=(start, results, CostConditions(emulated, pause_s)))
         for _ in range(ranks)
     ]
     for process in processes:

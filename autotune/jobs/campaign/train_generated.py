@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817
 
-from autotune.jobs.campaign.generated_models import MODELS, Layer, Model
+from autotune.jobs.campaign.generated_models import MODELS, GeneratedModel, Layer
 
 STEPS = 10**9
 
@@ -45,7 +45,7 @@ class Table(nn.Embedding):
         return x * (1 + 0.01 * super().forward(rows).mean())
 
 
-def module_of(model: Model) -> nn.Module:
+def module_of(model: GeneratedModel) -> nn.Module:
     """Return a module with the names and shapes of the model's workload."""
     return nn.Sequential(
         OrderedDict(
