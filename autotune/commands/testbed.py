@@ -85,13 +85,13 @@ def check(options: argparse.Namespace) -> Result:
     """Show what this machine can emulate; exit status 2 if no testbed is possible."""
     able = capabilities()
     table = Table("capability", "needed", "for", "present")
-    for item in able.found:
+    for item in able.tried:
         cells = (item.name, "yes" if item.needed else "no", item.gives, item.reason or "yes")
         table.add_row(*(escape(cell) for cell in cells))
     data = {
         "possible": able.possible,
         "message": able.message,
-        "capabilities": [{**to_data(item), "present": item.present} for item in able.found],
+        "capabilities": [{**to_data(item), "present": item.present} for item in able.tried],
         "exit_status": 0 if able.possible else 2,
     }
     return data, table_text(table) + able.message

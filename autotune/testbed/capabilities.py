@@ -44,15 +44,15 @@ class Capability:
 
 @dataclass(frozen=True)
 class Capabilities:
-    found: tuple[Capability, ...]
+    tried: tuple[Capability, ...]
 
     @cached_property
     def possible(self) -> bool:
-        return all(capability.present for capability in self.found if capability.needed)
+        return all(capability.present for capability in self.tried if capability.needed)
 
     @cached_property
     def means(self) -> Means:
-        present = {capability.name for capability in self.found if capability.present}
+        present = {capability.name for capability in self.tried if capability.present}
         return Means(
             netem="netem" in present,
             filters="u32" in present,
@@ -68,7 +68,7 @@ class Capabilities:
             return "a testbed is possible on this machine"
         lacking = [
             f"{item.name} ({item.reason})"
-            for item in self.found
+            for item in self.tried
             if item.needed and item.reason not in ("", NOT_TRIED)
         ]
         return (
@@ -90,14 +90,14 @@ def capabilities(timeout_s: float = TRIALS_TIMEOUT_S) -> Capabilities:
     """
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
     reason = f"{' and '.join(missing)} not found; install iproute2" if missing else ""
-    found = [Capability("commands", True, "ip and tc", reason)]
-    trial = threading.Thread(target=_try_all, args=(found,), name=TRIAL_THREAD, daemon=True)
+    results = [Capability("commands", True, "ip and tc", reason)]
+    trial = threading.Thread(target=_try_all, args=(results,), name=TRIAL_THREAD, daemon=True)
     trial.start()
     trial.join(timeout_s)
     if not trial.is_alive():
-        return Capabilities(tuple(found))
+        return Capabilities(tuple(results))
     reason = f"the trials took more than {timeout_s:g} s"
-    return Capabilities((*found, Capability("an answer in time", True, "all of it", reason)))
+    return Capabilities((*results, Capability("an answer in time", True, "all of it", reason)))
 
 
 @dataclass(frozen=True)

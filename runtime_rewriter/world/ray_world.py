@@ -86,8 +86,8 @@ class _RayPlacement:
     def _remote_command(self) -> ScriptCommand:
         """The command on the hosts: a script inside the sent directory has a relative path."""
         script = Path(self._command.target).resolve()
-        kept = self._cluster.place.directory or self._command.is_module
-        if kept or not script.is_relative_to(Path.cwd()):
+        same_path = self._cluster.place.directory or self._command.is_module
+        if same_path or not script.is_relative_to(Path.cwd()):
             return self._command
         return replace(self._command, target=str(script.relative_to(Path.cwd())))
 

@@ -231,13 +231,13 @@ def carried_environment(environment: dict[str, str]) -> dict[str, str]:
 
 def _child_environment(ours: dict[str, str], added: dict[str, str]) -> dict[str, str]:
     """The child finds our packages where this process does, installed or sent here."""
-    kept = {
+    inherited = {
         name: value
         for name, value in ours.items()
         if name not in _SET_BY_RAY and not name.startswith("RAY_")
     }
     search_path = [*_package_roots(), *filter(None, added.get("PYTHONPATH", "").split(os.pathsep))]
-    return {**kept, **added, "PYTHONPATH": os.pathsep.join(search_path)}
+    return {**inherited, **added, "PYTHONPATH": os.pathsep.join(search_path)}
 
 
 def _package_roots() -> list[str]:

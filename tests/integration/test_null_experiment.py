@@ -50,15 +50,15 @@ TRIAL = TrialRequest(
 def compared(
     world: World, tuned: Plan | None, current: Plan | None, rule: PairRule = RULE
 ) -> Comparison:
-    """The closing comparison as the tuner runs it: ABBA blocks, until there are enough pairs."""
-    mine: list[Measured] = []
-    other: list[Measured] = []
-    while len(mine) != len(other) or enough_pairs(mine, other, rule) is None:
-        is_tuned = next_is_tuned(len(mine), len(other))
+    """The closing A/B comparison as the tuner runs it: ABBA blocks until there are enough pairs."""
+    ours: list[Measured] = []
+    theirs: list[Measured] = []
+    while len(ours) != len(theirs) or enough_pairs(ours, theirs, rule) is None:
+        is_tuned = next_is_tuned(len(ours), len(theirs))
         block = world.run_trial(BLOCK, tuned if is_tuned else current)
         assert isinstance(block, Measured), block
-        (mine if is_tuned else other).append(block)
-    return compare(mine, other, rule.confidence)
+        (ours if is_tuned else theirs).append(block)
+    return compare(ours, theirs, rule.confidence)
 
 
 @pytest.mark.slow

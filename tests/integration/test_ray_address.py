@@ -37,13 +37,13 @@ while sum(node['Alive'] for node in ray.nodes()) < int(sys.argv[2]):
 
 @pytest.fixture(scope="module")
 def environment() -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     settings = {
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
         "RAY_USAGE_STATS_ENABLED": "0",
     }
-    return {**kept, **settings, "GLOO_SOCKET_IFNAME": "lo"}
+    return {**inherited, **settings, "GLOO_SOCKET_IFNAME": "lo"}
 
 
 @pytest.fixture(scope="module")

@@ -66,7 +66,7 @@ def test_an_assumed_cluster_becomes_the_hosts_that_the_ranks_are_on() -> None:
 
 
 def test_a_described_cluster_keeps_its_hosts_and_bandwidths() -> None:
-    described = Cluster("mine", (Host("x", 4, 1e9, 1e-5, 1e10, 1e-6, cores=64),))
+    described = Cluster("described", (Host("x", 4, 1e9, 1e-5, 1e10, 1e-6, cores=64),))
     cluster = probed(described, profile_of(("a", 4)), False)
     assert cluster.hosts == described.hosts and cluster.fits == collective_fits(SERIES)
     assert replace(cluster, fits=(), source="assumed") == described
@@ -111,14 +111,14 @@ def test_a_probe_without_a_file_describes_the_hosts_of_its_ranks() -> None:
 
 def test_a_probe_of_a_described_cluster_keeps_names_memory_and_addresses() -> None:
     hosts = tuple(replace(host, memory_bytes=7, address="10.0.0.9") for host in hosts_of("12", 2))
-    cluster, _ = measured_cluster(Cluster("mine", hosts), probe_of(("x", 2), ("y", 2)), NOW)
-    kept = [(host.name, host.memory_bytes, host.address) for host in cluster.hosts]
-    assert kept == [("1", 7, "10.0.0.9"), ("2", 7, "10.0.0.9")]
+    cluster, _ = measured_cluster(Cluster("described", hosts), probe_of(("x", 2), ("y", 2)), NOW)
+    identities = [(host.name, host.memory_bytes, host.address) for host in cluster.hosts]
+    assert identities == [("1", 7, "10.0.0.9"), ("2", 7, "10.0.0.9")]
     assert [host.link_bytes_per_s for host in cluster.hosts] == [3e7, 3e7]
 
 
 def test_ranks_on_other_hosts_than_the_files_do_not_change_its_links() -> None:
-    described = Cluster("mine", hosts_of("ab", 2))
+    described = Cluster("described", hosts_of("ab", 2))
     cluster, remark = measured_cluster(described, probe_of(("machine", 4)), NOW)
     assert cluster.hosts == described.hosts and cluster.link_fits == ()
     assert cluster.fits == collective_fits(SERIES)
@@ -128,10 +128,10 @@ def test_ranks_on_other_hosts_than_the_files_do_not_change_its_links() -> None:
 def test_a_pair_with_a_dedicated_link_does_not_show_its_hosts_own_links() -> None:
     pairs = {(0, 1): 9e8, (0, 2): 3e7, (1, 2): 2e7}
     probe = probe_of(("a", 1), ("b", 1), ("c", 1), pairs=pairs)
-    plain, _ = measured_cluster(Cluster("mine", hosts_of("abc")), probe, NOW)
+    plain, _ = measured_cluster(Cluster("described", hosts_of("abc")), probe, NOW)
     assert [host.link_bytes_per_s for host in plain.hosts] == [9e8, 9e8, 3e7]
     direct = PairLink(("b", "a"), 8e8, 1e-6)
-    cluster, _ = measured_cluster(Cluster("mine", hosts_of("abc"), (direct,)), probe, NOW)
+    cluster, _ = measured_cluster(Cluster("described", hosts_of("abc"), (direct,)), probe, NOW)
     assert [host.link_bytes_per_s for host in cluster.hosts] == [3e7, 2e7, 3e7]
     links = [(link.bytes_per_s, link.probes) for link in cluster.link_fits]
     assert links == [(3e7, 1), (2e7, 1), (3e7, 2)]
@@ -139,7 +139,7 @@ def test_a_pair_with_a_dedicated_link_does_not_show_its_hosts_own_links() -> Non
 
 
 def test_a_host_that_only_dedicated_links_measured_keeps_its_figures() -> None:
-    given = Cluster("mine", hosts_of("ab"), (PairLink(("a", "b"), 8e8, 1e-6),))
+    given = Cluster("described", hosts_of("ab"), (PairLink(("a", "b"), 8e8, 1e-6),))
     cluster, _ = measured_cluster(given, probe_of(("a", 1), ("b", 1)), NOW)
     assert [host.link_bytes_per_s for host in cluster.hosts] == [1e9, 1e9]
     assert cluster.link_fits == () and [host.cores for host in cluster.hosts] == [4, 4]

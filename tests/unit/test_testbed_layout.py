@@ -283,12 +283,12 @@ def test_a_scratch_directory_is_private_short_enough_for_rays_sockets_and_fully_
     assert len(str(socket)) <= 107 and not path.exists()
     assert make_scratch(path) == "" and path.stat().st_mode & 0o777 == 0o700
     assert make_scratch(path) == "File exists"
-    (tmp_path / "kept").write_text("")
+    (tmp_path / "outside").write_text("")
     (path / "link").symlink_to(tmp_path)
     (path / "inner").mkdir()
     (path / "inner" / "file").write_text("")
     remove_scratch(path)
-    assert not path.exists() and (tmp_path / "kept").exists()
+    assert not path.exists() and (tmp_path / "outside").exists()
     remove_scratch(path)
 
 
