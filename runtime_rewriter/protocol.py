@@ -20,18 +20,20 @@ from autotune.workload import Workload
 HEARTBEAT_S = 1.0
 """A training process reports its progress at most this often."""
 
-_FORBID = {"extra": "forbid"}
+
+class _Message:
+    """Unknown fields of a message are refused."""
+
+    __pydantic_config__ = {"extra": "forbid"}
 
 
 @dataclass(frozen=True)
-class StartProfile:
+class StartProfile(_Message):
     """Probe the links for at most `probe_s` (0: not at all), then profile `steps` steps (0: none).
 
     `alone`: only rank 0 computes, for emulated accelerators. `devices`: ranks per host, in rank
     order.
     """
-
-    __pydantic_config__ = _FORBID
 
     steps: int
     probe_s: float
@@ -40,10 +42,8 @@ class StartProfile:
 
 
 @dataclass(frozen=True)
-class StartProbe:
+class StartProbe(_Message):
     """Probe the links for about `budget_s`, with `computing` also while every rank computes."""
-
-    __pydantic_config__ = _FORBID
 
     budget_s: float
     computing: bool
@@ -51,19 +51,15 @@ class StartProbe:
 
 
 @dataclass(frozen=True)
-class StartEmulation:
+class StartEmulation(_Message):
     """Let the accelerators wait for the times of `workload` from now on."""
-
-    __pydantic_config__ = _FORBID
 
     workload: Workload
 
 
 @dataclass(frozen=True)
-class StartTrial:
+class StartTrial(_Message):
     """Load `plan` (None: the script's current setup), warm up and time `timed_steps` steps."""
-
-    __pydantic_config__ = _FORBID
 
     plan: Plan | None
     warmup_steps: int
@@ -71,58 +67,45 @@ class StartTrial:
 
 
 @dataclass(frozen=True)
-class ContinueTrial:
+class ContinueTrial(_Message):
     """Time further steps of the trial that just paused, under the same plan."""
-
-    __pydantic_config__ = _FORBID
 
     warmup_steps: int
     timed_steps: int
 
 
 @dataclass(frozen=True)
-class EndScript:
+class EndScript(_Message):
     """End the script at this step boundary."""
-
-    __pydantic_config__ = _FORBID
 
 
 @dataclass(frozen=True)
-class Ready:
+class Ready(_Message):
     """The rank is at its first step boundary."""
-
-    __pydantic_config__ = _FORBID
 
     model_id: str
     round_robin: bool
 
 
 @dataclass(frozen=True)
-class Heartbeat:
+class Heartbeat(_Message):
     """The rank still makes steps."""
-
-    __pydantic_config__ = _FORBID
 
 
 @dataclass(frozen=True)
-class Probing:
+class Probing(_Message):
     """The measurement that a long probe takes now, for people."""
-
-    __pydantic_config__ = _FORBID
 
     description: str
 
 
 @dataclass(frozen=True)
-class ProfileAnswer:
-    """Answers `StartProfile`.
+class ProfileAnswer(_Message):
+    """Answers `StartProfile`. `workload` is None if no steps were profiled.
 
-    `workload` is None where no steps were profiled; `cores`: usable CPU cores of the host.
-
-    `cross_step_refused`: why the script cannot synchronize across steps; empty where it can.
+    `cores`: usable CPU cores of the host. `cross_step_refused`: why the script cannot synchronize
+    across steps; empty if it can.
     """
-
-    __pydantic_config__ = _FORBID
 
     workload: Workload | None
     series: tuple[ProbeSeries, ...]
@@ -132,10 +115,8 @@ class ProfileAnswer:
 
 
 @dataclass(frozen=True)
-class ProbeAnswer:
+class ProbeAnswer(_Message):
     """Answers `StartProbe`."""
-
-    __pydantic_config__ = _FORBID
 
     series: tuple[ProbeSeries, ...]
     links: ProbedLinks
@@ -144,21 +125,17 @@ class ProbeAnswer:
 
 
 @dataclass(frozen=True)
-class EmulationAnswer:
+class EmulationAnswer(_Message):
     """Answers `StartEmulation`: the rank has made its first emulated step."""
-
-    __pydantic_config__ = _FORBID
 
 
 @dataclass(frozen=True)
-class TrialAnswer:
+class TrialAnswer(_Message):
     """Answers `StartTrial` and `ContinueTrial`; one entry per timed step.
 
     `clean`: no evaluation interrupted the step. `overrun` is empty where accelerators are real.
     `gradient_error`: see `Measured`.
     """
-
-    __pydantic_config__ = _FORBID
 
     step_s: tuple[float, ...]
     clean: tuple[bool, ...]
@@ -167,20 +144,16 @@ class TrialAnswer:
 
 
 @dataclass(frozen=True)
-class RankFailed:
+class RankFailed(_Message):
     """The rank refused the instruction and waits, or its script ended with an error."""
-
-    __pydantic_config__ = _FORBID
 
     kind: FailureKind
     message: str
 
 
 @dataclass(frozen=True)
-class ScriptFinished:
+class ScriptFinished(_Message):
     """The script came to its own end."""
-
-    __pydantic_config__ = _FORBID
 
     steps: int
 
@@ -208,12 +181,14 @@ def encode(message: RankInstruction | RankEvent) -> str:
 
 def decode_instruction(line: str) -> RankInstruction:
     """Raises `InvalidInput` for an unknown type, field or value."""
+
     instruction: RankInstruction = _decode(line, RankInstruction, "an instruction to a rank")
     return instruction
 
 
 def decode_event(line: str) -> RankEvent:
     """Raises `InvalidInput` for an unknown type, field or value."""
+
     event: RankEvent = _decode(line, RankEvent, "an event of a rank")
     return event
 

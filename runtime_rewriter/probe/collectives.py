@@ -16,10 +16,10 @@ spread is small or its share is spent, and once more at the end if it looks dist
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from statistics import fmean, median
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -64,8 +64,6 @@ BARRIERS = 12
 """After a message, its threads still move the data in sockets and go to sleep; a rest lets them.
 The CPU time of a barrier with such a rest is measured on `BARRIERS` of them and subtracted."""
 
-Result = TypeVar("Result")
-
 
 @dataclass(frozen=True)
 class ProbeResult:
@@ -98,14 +96,11 @@ def probe_links(
     `devices`: ranks per host, in rank order. With a `byte_scale` of k a message of S bytes is sent
     as S/k, on links that have 1/k of their rate.
     """
-
-    def measure(prober: _Prober) -> tuple[ProbeSeries, ...]:
+    with _prober(process_group, deadline_s, devices, byte_scale, lambda _: None) as prober:
         prober.run_pass(prober.series_on(prober.groups[:1], EVERYWHERE), SIZES_BYTES, 0.55)
         prober.run_pass(prober.series_on(prober.groups[1:], EVERYWHERE), SIZES_BYTES, 0.85)
         prober.repair(1.0)
         return prober.measured()
-
-    return _probing(process_group, deadline_s, devices, byte_scale, lambda _: None, measure, ())
 
 
 def probe_cluster(
@@ -121,16 +116,17 @@ def probe_cluster(
     With `computing`, also messages while every rank computes. Every rank calls `report` with a
     description of each measurement.
     """
-
-    def measure(prober: _Prober) -> ProbeResult:
-        pairs = PairProbe(prober.world, prober.device, prober.grant, byte_scale, report)
-        links = pairs.probe(devices_per_host(prober.world.size, devices), 0.15)
+    with _prober(process_group, budget_s, devices, byte_scale, report) as prober:
         world, others = prober.groups[:1], prober.groups[1:]
+        links = ProbedLinks()
+        if world:
+            pairs = PairProbe(prober.world, prober.device, prober.grant, byte_scale, report)
+            links = pairs.probe(devices_per_host(prober.world.size, devices), 0.15)
         on_world = prober.series_on(world, EVERYWHERE)
         on_others = prober.series_on(others, EVERYWHERE)
         prober.run_pass(on_world, SIZES_BYTES, 0.4)
         prober.run_pass(on_others + prober.series_on(world, ON_THE_WORLD), SIZES_BYTES, 0.6)
-        if computing:
+        if computing and world:
             loaded = prober.series_on(world, UNDER_LOAD, loaded=True)
             with Load(prober.device.device) as load:
                 prober.run_pass(loaded, LOADED_BYTES, 0.78, load)
@@ -138,35 +134,22 @@ def probe_cluster(
         prober.repair(1.0)
         return ProbeResult(prober.measured(), links)
 
-    return _probing(
-        process_group,
-        budget_s,
-        devices,
-        byte_scale,
-        report,
-        measure,
-        ProbeResult((), ProbedLinks()),
-    )
 
-
-def _probing(
+@contextmanager
+def _prober(
     process_group: dist.ProcessGroup | None,
     budget_s: float,
     devices: tuple[int, ...],
     byte_scale: float,
     report: Report,
-    measure: Callable[[_Prober], Result],
-    nothing: Result,
-) -> Result:
-    """Run `measure` with groups that last for one probe; a single rank has `nothing` to probe."""
+) -> Iterator[_Prober]:
+    """A prober whose groups last for one probe; without groups for a single rank."""
     timeout_s = budget_s + TIMEOUT_MARGIN_S
     world = SynchronizerGroups.of(process_group, timeout_s, timeout_s)
     try:
         probe_groups = ProbeGroups(world, devices, timeout_s)
-        if not probe_groups.groups:
-            return nothing
         try:
-            return measure(_Prober(world, probe_groups.groups, budget_s, byte_scale, report))
+            yield _Prober(world, probe_groups.groups, budget_s, byte_scale, report)
         finally:
             probe_groups.destroy()
     finally:
