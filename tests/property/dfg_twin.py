@@ -1,4 +1,4 @@
-"""The replay as anyone would write it down, and random graphs with everything that a graph may have."""
+"""A simple twin of the replay, and random graphs with all features."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ from benchmarks.replay_throughput.execution_graph import parent_csr
 
 @dataclass
 class Twin:
-    """Looks through everything at every instant. An instant has three parts, which are gone through until nothing more happens: ops
-    become ready (lowest index first), locks change hands, queues choose. All ops that take a queue must last longer than 0."""
+    """Examines every op at every instant.
+
+    An instant repeats three parts until nothing happens: ops become ready (lowest index first),
+    locks change hands, queues choose. Ops on queues must last longer than 0.
+    """
 
     dfg: Dfg
     now: float = 0.0
@@ -133,7 +136,7 @@ class Twin:
 
 
 def relabelled(dfg: Dfg, number: np.ndarray) -> Dfg:
-    """The same graph; `number` (N,) is the new one of each op. Only the names stay where they were."""
+    """The same graph with the new `number` (N,) of each op; names keep their positions."""
     old = np.argsort(number)  # op at each new number
     origin = np.repeat(np.arange(dfg.ops), np.diff(dfg.child_start))
     start, child = csr(dfg.ops, number[origin], number[dfg.child])
@@ -143,9 +146,9 @@ def relabelled(dfg: Dfg, number: np.ndarray) -> Dfg:
 
 @st.composite
 def graphs(draw: st.DrawFn, *, plain: bool = False, ops: int = 14) -> Dfg:
-    """Random graphs; their times are small whole numbers, so that much happens at once, or random, so that nothing does.
+    """Random graphs with small whole times, so that events coincide, or with random times.
 
-    In half of them a parent may have a higher number than its child.
+    In half of the graphs a parent may have a higher number than its child.
     """
     builder = DfgBuilder()
     disciplines = st.just(Discipline.FIFO) if plain else st.sampled_from(Discipline)

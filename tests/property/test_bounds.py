@@ -1,4 +1,4 @@
-"""Lower bounds of a step hold for every plan, and the one of an interruptible channel is the largest that its subsets give."""
+"""Lower bounds hold for every plan; the bound of an interruptible channel is its worst subset."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ JOBS = st.lists(st.tuples(*[st.integers(0, 20).map(float)] * 3), min_size=1, max
 
 
 def of_subsets(jobs: list[tuple[float, float, float]]) -> float:
-    """Of any messages, the first is ready, all are sent, and the shortest tail follows the last."""
+    """The largest of: first ready time, plus all costs, plus shortest tail, over all subsets."""
     chosen = (own for count in range(1, len(jobs) + 1) for own in combinations(jobs, count))
     return max(
         min(job[0] for job in own) + sum(job[1] for job in own) + min(job[2] for job in own)
@@ -37,7 +37,7 @@ def of_subsets(jobs: list[tuple[float, float, float]]) -> float:
 
 
 @given(JOBS)
-def test_an_interruptible_channel_takes_as_long_as_its_worst_subset(jobs):
+def test_the_bound_of_an_interruptible_channel_is_its_worst_subset(jobs):
     columns = [list(column) for column in zip(*jobs, strict=True)]
     assert interruptible_s(*columns) == of_subsets(jobs)
     ready_s, cost_s, tail_s = map(np.array, columns)
@@ -47,13 +47,13 @@ def test_an_interruptible_channel_takes_as_long_as_its_worst_subset(jobs):
     ).period_s >= interruptible_s(*columns)
 
 
-def test_nothing_to_send_takes_no_time():
+def test_an_empty_channel_takes_no_time():
     assert interruptible_s([], [], []) == 0.0
 
 
 @st.composite
 def slow_worlds(draw):
-    """What takes as long to send as to compute: some rows of some variables, hosts of several devices, a pair with a link of its own."""
+    """Worlds in which sending takes as long as computing, with sparse rows and pair links."""
     count, forward_s, backward_s = (
         draw(st.integers(1, 6)),
         draw(st.floats(0, 0.2)),
@@ -98,7 +98,7 @@ def test_no_lossless_strategy_is_replayed_faster(world, seed):
     )
 
 
-def test_one_ring_of_one_variable_takes_what_is_least():
+def test_one_ring_of_one_variable_reaches_the_bound():
     """Two hosts, one message, no latency: only its handshakes lie between."""
     variable = Variable("v", (100_000,), ready_s=0.1, needed_s=0.0)
     workload = Workload("m", (variable,), (), 0.05, 0.1, 0.0)

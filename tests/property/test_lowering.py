@@ -1,4 +1,4 @@
-"""Lowered graphs: whatever the sampler draws replays; alone a message costs its fit; what is folded away decides nothing."""
+"""Lowered graphs of sampled plans: folding is exact, and a message alone costs its fit."""
 
 from __future__ import annotations
 
@@ -55,8 +55,10 @@ CROWDED = replace(
         }.items()
     },
 )
-"""Of a machine whose cores are busy, and none of the defaults: one that is measured anew changes no case. Rows cost its cores nothing: what
-a later lane computes may come in time to go ahead of what is waited for (Graham's anomalies)."""
+"""Costs of a machine with busy cores, fixed so that new defaults change no case.
+
+Rows cost no CPU time: a later lane could overtake a message that others wait for (Graham's
+anomalies)."""
 PROBED = (
     "all_reduce",
     "push_pull",
@@ -76,7 +78,7 @@ def hosts(*devices_and_mbit: tuple[int, float]) -> tuple[Host, ...]:
 
 
 def fitted(cluster: Cluster) -> Cluster:
-    """With a fit of every synchronizer, of different costs, some of them bent."""
+    """The cluster with a different fit for every synchronizer, some of them bent."""
     fits = []
     for number, name in enumerate(PROBED):
         for where, size in (
@@ -153,7 +155,7 @@ def cases(draw: st.DrawFn, space: SearchSpace = ALL) -> tuple[Workload, Cluster,
 
 @settings(max_examples=120, deadline=None)
 @given(cases(), st.sampled_from([0.0, 0.5]))
-def test_what_the_sampler_draws_replays_and_the_folded_graph_takes_as_long_as_the_full_one(
+def test_sampled_plans_take_as_long_in_the_folded_as_in_the_full_graph(
     case: tuple[Workload, Cluster, Plan], taken_share: float
 ) -> None:
     workload, cluster, wanted = case
@@ -210,7 +212,7 @@ def test_fewer_touched_rows_are_faster(
         (SparseHandling.GATHER_SCATTER, Synchronizer.PARAMETER_SERVER),
     ],
 )
-def test_rows_take_the_processor_for_what_is_done_with_them(
+def test_sparse_rows_take_the_cpu_time_of_their_processing(
     sparse: SparseHandling, synchronizer: Synchronizer, cost: str
 ) -> None:
     shard = Shard(
@@ -248,7 +250,7 @@ def one_message(
 @pytest.mark.parametrize("name", ["even", "uneven", "devices"])
 @pytest.mark.parametrize("synchronizer", list(Synchronizer))
 @pytest.mark.parametrize("elements", [1, 5_000, 100_000, 10_000_000])
-def test_alone_a_message_costs_what_was_fitted(
+def test_a_message_alone_costs_its_fit(
     synchronizer: Synchronizer, elements: int, name: str, cross_step: bool
 ) -> None:
     cluster = fitted(CLUSTERS[name])
@@ -268,7 +270,7 @@ def test_alone_a_message_costs_what_was_fitted(
 
 @settings(max_examples=80, deadline=None)
 @given(workloads(), st.integers(0, 10**6))
-def test_across_the_step_and_one_by_one_the_period_is_that_of_one_channel(
+def test_one_message_in_flight_across_the_step_is_one_channel(
     workload: Workload, seed: int
 ) -> None:
     cluster = fitted(CLUSTERS["even"])
@@ -283,7 +285,7 @@ def test_across_the_step_and_one_by_one_the_period_is_that_of_one_channel(
     )
 
 
-def test_across_the_step_a_server_sends_one_message_back_while_the_next_comes_in() -> None:
+def test_a_server_returns_one_message_while_it_receives_the_next() -> None:
     cluster = fitted(CLUSTERS["even"])
     workload, alone = one_message(
         Synchronizer.PARAMETER_SERVER, 100_000, cluster, 0, cross_step=True
@@ -304,11 +306,11 @@ def test_across_the_step_a_server_sends_one_message_back_while_the_next_comes_in
 
 @settings(max_examples=40, deadline=None)
 @given(cases(), st.floats(1.0, 4.0))
-def test_with_one_message_at_a_time_more_bandwidth_is_never_slower(
+def test_more_bandwidth_never_slows_a_single_message(
     case: tuple[Workload, Cluster, Plan], factor: float
 ) -> None:
     workload, cluster, wanted = case
-    # Several lanes share ports in order of arrival, where Graham's anomalies may happen; each message alone has them to itself.
+    # Lanes share ports in order of arrival, with Graham's anomalies; so take one message.
     wanted = replace(wanted, messages=wanted.messages[:1])
     cluster = replace(cluster, fits=())
     faster = replace(
@@ -334,13 +336,13 @@ def test_with_one_message_at_a_time_more_bandwidth_is_never_slower(
 
 @settings(max_examples=30, deadline=None)
 @given(workloads(), st.integers(0, 10**6), st.permutations([0, 1, 2, 3]))
-def test_hosts_alike_may_change_places(workload: Workload, seed: int, order: list[int]) -> None:
+def test_equal_hosts_may_change_places(workload: Workload, seed: int, order: list[int]) -> None:
     cluster = CLUSTERS["even"]
     space = replace(SearchSpace.default(), min_partition_bytes=0, ring_orders=False)
     drawn = plan(sample(workload, cluster, space, generator(seed, "test")), workload, 4)
     wanted = replace(
         drawn, ring_order=(0, 1, 2, 3)
-    )  # as it is anyway, but then mere buckets are not for torch's reducer
+    )  # the default order, but then torch's reducer is not the backend
     moved = replace(
         wanted,
         messages=tuple(
@@ -359,7 +361,7 @@ def test_hosts_alike_may_change_places(workload: Workload, seed: int, order: lis
     st.integers(0, 3),
     st.permutations([0, 1, 2, 3]),
 )
-def test_the_ports_carry_what_the_transfers_of_the_collective_add_up_to(
+def test_port_loads_are_the_sums_of_the_collectives_transfers(
     name: str, kind: Collective, root: int, members: list[int]
 ) -> None:
     cluster = CLUSTERS[name]
@@ -404,10 +406,10 @@ def transfers(kind: Collective, members: list[int], root: int) -> list[tuple[int
 
 @settings(max_examples=40, deadline=None)
 @given(cases(ONE_STEP), st.integers(1, 8))
-def test_on_the_cores_of_one_machine_a_step_takes_no_less_and_no_longer_the_more_there_are(
+def test_more_shared_cores_never_slow_a_step(
     case: tuple[Workload, Cluster, Plan], cores: int
 ) -> None:
-    """Messages of one lane, one at a time: of those side by side a faster one may go ahead of what is waited for (Graham's anomalies)."""
+    """One message at a time: concurrent messages may overtake each other (Graham's anomalies)."""
     workload, cluster, wanted = case
     alone = replace(wanted, cross_step=True)
     few, more = (
@@ -422,7 +424,7 @@ def test_on_the_cores_of_one_machine_a_step_takes_no_less_and_no_longer_the_more
 def test_on_shared_cores_the_folded_graph_is_close_to_the_full_one(
     case: tuple[Workload, Cluster, Plan], cores: int
 ) -> None:
-    """What each rank does there is written down rank by rank or once for all of them, so that other work comes between or not."""
+    """The full graph has each rank's work apart, so other work may come between."""
     workload, cluster, wanted = case
     lowering = Lowering(workload, replace(cluster, machine_cores=cores), CROWDED)
     assert np.isclose(

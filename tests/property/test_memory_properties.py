@@ -1,4 +1,4 @@
-"""Memory of random steps: sums, passes and choices against obvious twins."""
+"""Memory of random steps: sums, passes and choices against simple twins."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SIZES = st.integers(0, 1000)
 
 
 def alive(one: Lifetime, segments: int) -> set[int]:
-    """The segments that a lifetime touches, walked one by one."""
+    """The segments that a lifetime touches, one by one."""
     if one.born is None or one.dies is None:
         return set(range(segments))
     at, found = one.born, {one.born}
@@ -47,9 +47,7 @@ def lifetimes(draw: st.DrawFn, segments: int) -> Lifetime:
 @given(
     st.integers(1, 9).flatmap(lambda n: st.tuples(st.just(n), st.lists(lifetimes(n), max_size=12)))
 )
-def test_touched_is_the_sum_over_the_segments_that_each_lifetime_walks_through(
-    step: tuple[int, list[Lifetime]],
-) -> None:
+def test_touched_bytes_match_a_walk_along_each_lifetime(step: tuple[int, list[Lifetime]]) -> None:
     segments, held = step
     slow = [sum(one.bytes for one in held if at in alive(one, segments)) for at in range(segments)]
     assert touched(held, segments).tolist() == slow
@@ -97,7 +95,7 @@ def workload_of(profile: MemoryProfile) -> Workload:
 
 
 class HeldTensors:
-    """The tensors of a step that are there, and the most that they ever took."""
+    """The live tensors of a step, and their peak."""
 
     def __init__(self, profile: MemoryProfile) -> None:
         self.lifetimes = profile.lifetimes
@@ -132,7 +130,7 @@ class HeldTensors:
 
 
 def replayed(profile: MemoryProfile, runs: list[Run]) -> int:
-    """The peak of a step with `runs` computed twice, by keeping a set of tensors while it goes through the step."""
+    """The peak of a step with `runs` computed twice, by a walk with a set of live tensors."""
     layers = len(profile.regions)
     tensors = HeldTensors(profile)
     for at in range(2 * layers + 1):
@@ -164,7 +162,7 @@ def plain(profile: MemoryProfile, workload: Workload) -> MemoryEstimate:
 
 @settings(max_examples=60, deadline=None)
 @given(layered(), st.data())
-def test_recomputation_is_what_a_walk_through_the_step_finds(
+def test_recomputed_peaks_match_a_walk_through_the_step(
     profile: MemoryProfile, data: st.DataObject
 ) -> None:
     runs: list[Run] = []
@@ -179,9 +177,7 @@ def test_recomputation_is_what_a_walk_through_the_step_finds(
 
 @settings(max_examples=25, deadline=None)
 @given(layered().filter(lambda profile: len(profile.regions) <= 4), st.floats(0.5, 1.0))
-def test_the_chosen_runs_fit_and_no_others_that_fit_cost_less(
-    profile: MemoryProfile, share: float
-) -> None:
+def test_the_chosen_runs_fit_at_the_least_cost(profile: MemoryProfile, share: float) -> None:
     workload = workload_of(profile)
     budget = int(peak_memory(profile).peak_bytes * share)
     seconds = {
@@ -201,7 +197,7 @@ def test_the_chosen_runs_fit_and_no_others_that_fit_cost_less(
 
 
 @given(layered(), st.integers(1, 4))
-def test_a_batch_in_parts_keeps_the_time_and_what_no_batch_changes(
+def test_micro_batches_keep_the_time_and_the_constant_memory(
     profile: MemoryProfile, parts: int
 ) -> None:
     after = accumulated(profile, parts)

@@ -1,4 +1,4 @@
-"""The search on workloads and clusters of all kinds: never slower than what is known by hand, and never faster than can be."""
+"""The search on random workloads and clusters: between the seed strategies and the bound."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ def evenly(*mbit: float) -> Cluster:
 )  # a shard alone of a variable whose others share messages was cut
 @example(
     layers(0.002, 300), evenly(100, 100, 100, 25), False
-)  # a server beside a slow host moves less over its link than a ring
-def test_what_is_found_is_no_slower_than_any_hand_made_strategy(
+)  # with a slow host, a server moves less over its link than a ring
+def test_the_result_is_no_slower_than_any_seed_strategy(
     workload: Workload, cluster: Cluster, cross_step: bool
 ) -> None:
     space = (

@@ -46,7 +46,7 @@ def tensor_fusion_pays_printed(
 def replayed_end_s(
     ops_s: list[float], tensors_s: list[float], ready: list[int], start_s: float, free_s: float
 ) -> float:
-    """The end of the last tensor; tensor i is sent behind op `ready[i]`, in order, one at a time."""
+    """The end of the last tensor; tensor i is sent behind op `ready[i]`, one at a time."""
     builder = DfgBuilder()
     device, channel = builder.queue("device"), builder.queue("channel")
     op = builder.op("before", device, start_s, Kind.BACKWARD)
@@ -65,7 +65,7 @@ def replayed_end_s(
 
 @settings(deadline=None)  # the first replay is compiled
 @given(TIMES, TIMES, TIMES, TIMES, TIMES, TIMES, TIMES, TIMES)
-def test_the_closed_forms_are_what_the_replay_says(
+def test_the_closed_forms_match_the_replay(
     start: float, p1: float, p2: float, fused: float, free: float, t1: float, t2: float, t12: float
 ) -> None:
     assert replayed_end_s([p1, p2], [t1, t2], [0, 1], start, free) == end_s(
@@ -83,7 +83,7 @@ def test_the_closed_forms_are_what_the_replay_says(
 
 
 @given(TIMES, TIMES, TIMES, TIMES, TIMES, TIMES, TIMES)
-def test_theorem_1_holds_in_both_directions_where_the_fused_op_is_no_shorter_than_its_first(
+def test_theorem_1_holds_if_the_fused_op_is_no_shorter_than_its_first(
     start: float, p1: float, p2: float, fused: float, free: float, t1: float, t2: float
 ) -> None:
     apart, together = end_s(start, p1, p2, free, t1, t2), end_op_fused_s(start, fused, free, t1, t2)
@@ -93,13 +93,13 @@ def test_theorem_1_holds_in_both_directions_where_the_fused_op_is_no_shorter_tha
         assert together >= apart
 
 
-def test_theorem_1_refuses_too_much_where_the_fused_op_is_shorter_than_its_first() -> None:
+def test_theorem_1_rejects_too_much_if_the_fused_op_is_shorter() -> None:
     assert not op_fusion_pays(4, 1, 2, 3.5)
     assert end_op_fused_s(0, 2, 0, 3.5, 1) < end_s(0, 4, 1, 0, 3.5, 1)
 
 
-def test_theorem_1_speaks_of_the_second_tensor_only_and_not_of_the_step() -> None:
-    """Two ops whose fusion delays their tensors, and a third behind them whose large tensor ends the step: it gains."""
+def test_theorem_1_concerns_the_second_tensor_and_not_the_step() -> None:
+    """The fusion delays both tensors, but a third op's large tensor, which ends the step, gains."""
     p, fused, t = [2.0, 2.0, 2.0], 3.0, [2.0, 0.5, 4.0]
     assert not op_fusion_pays(p[0], p[1], fused, t[0])
     assert end_op_fused_s(0, fused, 0, t[0], t[1]) > end_s(0, p[0], p[1], 0, t[0], t[1])
@@ -108,7 +108,7 @@ def test_theorem_1_speaks_of_the_second_tensor_only_and_not_of_the_step() -> Non
 
 @given(TIMES, TIMES, TIMES, TIMES, TIMES, TIMES, TIMES)
 @example(start=0, p1=0, p2=0, free=1, t1=0, t2=0, t12=0)
-def test_theorem_2_holds_as_printed_where_costs_rise_and_messages_are_cheaper_together(
+def test_theorem_2_holds_as_printed_under_its_assumptions(
     start: float, p1: float, p2: float, free: float, t1: float, t2: float, t12: float
 ) -> None:
     computed = start + p1 + p2
@@ -124,7 +124,7 @@ def test_theorem_2_holds_as_printed_where_costs_rise_and_messages_are_cheaper_to
 @example(
     start=0, p1=1, p2=1, free=9, t1=1, t2=1, t12=3
 )  # the channel is busy, and messages cost more together
-def test_theorem_2_without_its_assumptions_says_what_the_replay_says(
+def test_theorem_2_without_its_assumptions_matches_the_replay(
     start: float, p1: float, p2: float, free: float, t1: float, t2: float, t12: float
 ) -> None:
     first_end = max(free, start + p1) + t1
@@ -135,10 +135,10 @@ def test_theorem_2_without_its_assumptions_says_what_the_replay_says(
 
 
 @pytest.mark.parametrize(("free", "t1", "t2", "t12"), [(9, 1, 1, 3), (0, 0, 2, 1)])
-def test_theorem_2_as_printed_is_wrong_where_its_assumptions_are(
+def test_theorem_2_as_printed_fails_without_its_assumptions(
     free: float, t1: float, t2: float, t12: float
 ) -> None:
-    """First where the channel is busy and messages cost more together, then where a larger message costs less."""
+    """A busy channel with expensive joint messages; then a larger message that costs less."""
     p1, p2 = (1, 1) if free else (0, 1)
     first_end = max(free, p1) + t1
     shorter = end_tensor_fused_s(p1 + p2, free, t12) < end_s(0, p1, p2, free, t1, t2)
@@ -148,7 +148,7 @@ def test_theorem_2_as_printed_is_wrong_where_its_assumptions_are(
 
 
 @given(TIMES, TIMES, TIMES, TIMES, TIMES, TIMES, TIMES, TIMES)
-def test_theorem_3_holds_where_neither_fusion_costs_more_than_its_parts(
+def test_theorem_3_holds_if_no_fusion_costs_more_than_its_parts(
     start: float, p1: float, p2: float, fused: float, free: float, t1: float, t2: float, t12: float
 ) -> None:
     both = end_tensor_fused_s(start + fused, free, t12)

@@ -1,4 +1,4 @@
-"""The compiled replay against its twin on random graphs, and what must hold of every timeline."""
+"""The compiled replay against its twin on random graphs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MANY = settings(max_examples=300, deadline=None)
 
 @MANY
 @given(st.one_of(graphs(), graphs(plain=True)))
-def test_every_op_runs_when_the_twin_says(dfg: Dfg) -> None:
+def test_every_op_runs_as_in_the_twin(dfg: Dfg) -> None:
     twin = Twin(dfg)
     twin.run()
     timeline = replay(dfg)

@@ -1,4 +1,4 @@
-"""Replays that do less work than a full one give what a full one gives: after a local change, and of many durations in one order."""
+"""Incremental and batched replays match the full replay."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_late_change_saves_the_work_before_it(chain: Dfg) -> None:
     assert resumed.timeline.makespan_s == 102.0
 
 
-def test_an_op_that_took_no_time_at_the_start_may_take_some() -> None:
+def test_an_initial_op_without_duration_may_get_one() -> None:
     builder = DfgBuilder()
     queue = builder.queue("device")
     first = builder.op("first", NONE, 0.0, Kind.VIRTUAL)
@@ -91,7 +91,7 @@ def test_longest_path_of_the_execution_graph_is_the_replay(dfg: Dfg) -> None:
 
 
 def served(timeline: Timeline) -> list[list[int]]:
-    """Who takes every queue, channel and lock, in which order."""
+    """The ops that take every queue, channel and lock, in order."""
     dfg = timeline.dfg
     takes = [(dfg.queue, dfg.channel) for _ in range(dfg.queues)] + [
         (dfg.acquires,) for _ in range(dfg.locks)
@@ -111,10 +111,10 @@ def served(timeline: Timeline) -> list[list[int]]:
         st.tuples(st.integers(0, 29), st.sampled_from([0.3, 0.7, 1.5, 4.0])), min_size=1, max_size=3
     ),
 )
-def test_where_the_order_stays_the_execution_graph_holds_for_other_durations(
+def test_the_execution_graph_holds_for_durations_with_the_same_order(
     dfg: Dfg, changes: list[tuple[int, float]]
 ) -> None:
-    """Who takes a lock of several holders, or takes it for no time, is not seen from its start; those graphs are left out."""
+    """Starts do not show the order of locks with several holders, or held for no time."""
     assume(
         dfg.ops
         and (dfg.lock_capacity == 1).all()
@@ -130,8 +130,8 @@ def test_where_the_order_stays_the_execution_graph_holds_for_other_durations(
     )
 
 
-def test_a_lock_binds_where_other_durations_make_it() -> None:
-    """In the timeline nobody waits for the lock, and who takes it first has the higher number."""
+def test_a_lock_binds_under_other_durations() -> None:
+    """In the timeline no op waits for the lock, and its first taker has the higher number."""
     builder = DfgBuilder()
     queues, lock = [builder.queue(f"q{number}") for number in range(3)], builder.lock()
     for number, ready_s in enumerate((10.0, 5.0, 0.5)):
@@ -179,8 +179,8 @@ def test_many_sets_at_once_equal_a_walk_over_the_execution_graph(
 
 @MANY
 @given(ANY_GRAPH, st.sampled_from([0.25, 0.5, 2.0, 8.0]))
-def test_many_sets_equal_the_replay_where_the_order_stays(dfg: Dfg, factor: float) -> None:
-    """All times scaled by a power of two, which rounds nothing, keep their order; gaps, which are not scaled, must not be there."""
+def test_many_sets_match_the_replay_if_the_order_stays(dfg: Dfg, factor: float) -> None:
+    """Scaling by a power of two is exact and keeps the order; unscaled gaps are removed."""
     dfg = replace(dfg, gap_s=np.zeros(dfg.ops))
     durations_s = np.repeat(dfg.duration_s[None] * factor, 2, axis=0)
     np.testing.assert_allclose(
@@ -191,7 +191,7 @@ def test_many_sets_equal_the_replay_where_the_order_stays(dfg: Dfg, factor: floa
 
 
 @pytest.mark.parametrize("wrong", [-1.0, np.nan, np.inf, 1e39])
-def test_durations_that_are_none_are_refused(chain: Dfg, wrong: float) -> None:
+def test_invalid_durations_are_refused(chain: Dfg, wrong: float) -> None:
     durations_s = np.ones((2, chain.ops))
     durations_s[1, 7] = wrong
     with pytest.raises(InvalidInput, match="finite"):

@@ -1,4 +1,4 @@
-"""One of n identical workers tells what all do: the replay of the fold is the replay of the full graph, to the bit."""
+"""The replay of a folded graph of equal workers is exactly the replay of the full graph."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LAYERS = 5
 def computation(
     builder: DfgBuilder, worker: int, rng: np.random.Generator
 ) -> tuple[int, list[int]]:
-    """A worker's device with its forward and backward pass, and the backward ops by layer. All workers draw the same durations."""
+    """(a worker's device with both passes, its backward ops by layer); equal for all workers."""
     queue = builder.queue(f"device {worker}")
     last: list[int] = []
     for layer in range(LAYERS):
@@ -42,7 +42,7 @@ def computation(
 
 
 def ring(workers: int, seed: int, discipline: Discipline, steps: int = 4) -> Dfg:
-    """Every layer's gradient goes round in steps; a step waits for that of the worker before and takes two links."""
+    """Each gradient goes round a ring; a step waits for the previous worker's."""
     builder = DfgBuilder()
     receive = [builder.queue(f"receive {worker}") for worker in range(workers)]
     sent = {}
@@ -72,7 +72,7 @@ def ring(workers: int, seed: int, discipline: Discipline, steps: int = 4) -> Dfg
 
 
 def servers(workers: int, seed: int, shared_link: bool = False) -> Dfg:
-    """Two servers update each layer when all pushes are there; the pushes of one message go at once, each on its worker's link."""
+    """Two servers update each layer behind its pushes, which use the workers' links."""
     builder = DfgBuilder()
     server = [builder.queue(f"server {number}") for number in range(2)]
     link = builder.queue("servers' link")
@@ -133,7 +133,7 @@ def test_servers_of_equal_workers_fold_to_one_worker(seed: int) -> None:
 
 @st.composite
 def copies(draw: st.DrawFn) -> Dfg:
-    """A random graph for each of n workers; some edges and channels go to the next worker of the ring."""
+    """A random graph per worker; some edges and channels lead to the next worker of a ring."""
     one, workers = draw(graphs()), draw(st.integers(1, 4))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     duration_s, abroad = rng.uniform(0.1, 1, one.ops), rng.random((2, max(one.ops, 1))) < 0.4
@@ -178,7 +178,7 @@ def copies(draw: st.DrawFn) -> Dfg:
 
 
 def assert_exact_or_refused(dfg: Dfg) -> str:
-    """What the refusal says, "" for none."""
+    """The message of the refusal, "" for none."""
     try:
         folded = fold(dfg)
     except InvalidInput as refusal:
@@ -199,7 +199,7 @@ def test_a_fold_is_exact_or_refused(dfg: Dfg) -> None:
     if refusal := assert_exact_or_refused(dfg):
         assert (
             "channel" in refusal
-        )  # of two workers' ops on one channel the lower index goes first: not alike
+        )  # on one channel the lower index goes first, so two workers differ
         assert np.any(dfg.channel != NONE)
 
 
@@ -220,7 +220,7 @@ SPOILED = (
 
 
 def spoiled(dfg: Dfg, what: str, rng: np.random.Generator) -> Dfg:
-    """One thing of one op, queue or lock is another one."""
+    """Change one property of one op, queue or lock."""
     if what == "edge":
         keep = np.arange(dfg.edges) != rng.integers(max(dfg.edges, 1))
         origin = np.repeat(np.arange(dfg.ops), np.diff(dfg.child_start))
@@ -247,9 +247,7 @@ def spoiled(dfg: Dfg, what: str, rng: np.random.Generator) -> Dfg:
 
 @settings(max_examples=200, deadline=None)
 @given(copies(), st.sampled_from(SPOILED), st.integers(0, 2**32 - 1))
-def test_a_fold_of_what_is_not_quite_alike_is_exact_or_refused(
-    dfg: Dfg, what: str, seed: int
-) -> None:
+def test_a_fold_of_nearly_equal_workers_is_exact_or_refused(dfg: Dfg, what: str, seed: int) -> None:
     assume(dfg.ops and (what != "capacity" or dfg.locks))
     try:
         odd = spoiled(dfg, what, np.random.default_rng(seed))
@@ -294,7 +292,7 @@ def test_an_op_that_follows_another_layer_or_nothing_is_refused() -> None:
 
 
 def locked(capacity: tuple[int, int], second: int) -> Dfg:
-    """Two workers with a queue and a lock each and two ops that take it; the second op of the second worker takes lock `second`."""
+    """Two workers with a queue, a lock and two ops each; the last op takes lock `second`."""
     builder = DfgBuilder()
     locks = [builder.lock(own) for own in capacity]
     for worker in (0, 1):
@@ -320,7 +318,7 @@ def test_queues_and_locks_that_differ_are_refused() -> None:
 
 
 def test_ops_that_use_a_queue_in_another_order_are_refused() -> None:
-    """Of what is ready at once the lower number goes first: on one worker the op of the queue, on the other that of the channel."""
+    """The lower number goes first: the queue's op on one worker, the channel's on the other."""
     builder = DfgBuilder()
     for worker in (0, 1):
         link, other = builder.queue(f"link {worker}"), builder.queue(f"other {worker}")

@@ -1,4 +1,4 @@
-"""What must hold of every timeline, whatever the graph: nothing overlaps, nothing is early, the critical path explains the makespan."""
+"""Properties of every timeline: no overlap, no early op, and the critical path is the makespan."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def assert_one_at_a_time(timeline: Timeline, queue: int) -> None:
 
 @MANY
 @given(ANY_GRAPH)
-def test_no_op_is_early_and_nothing_is_used_twice_at_once(dfg: Dfg) -> None:
+def test_no_op_is_early_and_no_resource_is_overused(dfg: Dfg) -> None:
     timeline = replay(dfg)
     np.testing.assert_array_equal(timeline.end_s, timeline.start_s + dfg.duration_s)
     start, parent = parent_csr(dfg)
@@ -89,7 +89,7 @@ def test_critical_path_explains_the_makespan(dfg: Dfg) -> None:
 @MANY
 @given(ANY_GRAPH, st.integers(0, 2**32 - 1))
 def test_without_contention_faster_ops_are_never_slower(dfg: Dfg, seed: int) -> None:
-    """Every op has a queue of its own; then the makespan is the longest chain, and only then must it fall with the durations."""
+    """With a queue per op the makespan is the longest chain, so it must fall with the durations."""
     own = np.arange(dfg.ops, dtype=np.int32)
     none = np.full(dfg.ops, NONE, dtype=np.int32)
     names = Names(dfg.names.ops, tuple(f"q{op}" for op in own))
@@ -111,7 +111,7 @@ def test_without_contention_faster_ops_are_never_slower(dfg: Dfg, seed: int) -> 
 @MANY
 @given(ANY_GRAPH, st.integers(0, 2**32 - 1))
 def test_relabelling_ops_changes_nothing(dfg: Dfg, seed: int) -> None:
-    """Ops of one queue keep their order, as the lowest index decides between those that are ready at once; all others mix."""
+    """Ops of one queue keep their order, since the lowest index goes first; all others mix."""
     rng = np.random.default_rng(seed)
     priority = rng.permutation(dfg.ops).astype(np.int32)
     dfg = replace(dfg, priority=priority, duration_s=rng.uniform(0.1, 1, dfg.ops))
@@ -124,7 +124,7 @@ def test_relabelling_ops_changes_nothing(dfg: Dfg, seed: int) -> None:
 
 @MANY
 @given(ANY_GRAPH)
-def test_busy_and_exposed_times_are_what_a_fine_clock_counts(dfg: Dfg) -> None:
+def test_busy_and_exposed_times_match_a_fine_clock(dfg: Dfg) -> None:
     timeline = replay(dfg, 1.5 * dfg.duration_s)
     edges = np.unique(np.concatenate([timeline.start_s, timeline.end_s, [0.0]]))
     middle, width = (edges[1:] + edges[:-1]) / 2, np.diff(edges)
@@ -170,7 +170,7 @@ def test_busy_and_exposed_times_are_what_a_fine_clock_counts(dfg: Dfg) -> None:
     assert summary.bottleneck_share == share.max()
 
 
-def test_covered_time_counts_what_overlaps_once() -> None:
+def test_covered_time_counts_overlaps_once() -> None:
     assert (
         covered_s(np.array([4.0, 0.0, 1.0, 6.0, -2.0]), np.array([5.0, 3.0, 2.0, 6.0, -1.0])) == 5.0
     )

@@ -1,4 +1,4 @@
-"""Gloo's tree: who sends to whom, and how long it takes where links are shared evenly, against obvious twins."""
+"""Gloo's tree: its senders, and its time on evenly shared links, against simple twins."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from autotune.lowering.tree import senders, tree_s_per_byte
 
 
 def parents_as_gloo_finds_them(size: int) -> list[int]:
-    """The loop of gloo/broadcast.cc for every rank: in iteration i it receives where its bit i is set and all above it are not."""
+    """The loop of gloo/broadcast.cc: a rank receives in the iteration of its highest bit."""
     found = [-1] * size
     for rank in range(size):
         mask = (1 << (size - 1).bit_length()) - 1
@@ -27,12 +27,12 @@ def parents_as_gloo_finds_them(size: int) -> list[int]:
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 7, 8, 12, 16, 33])
-def test_everybody_gets_it_from_whom_gloo_lets_send_it(size: int) -> None:
+def test_senders_are_those_of_gloos_loop(size: int) -> None:
     assert senders(size).tolist() == parents_as_gloo_finds_them(size)
 
 
 def played_through(paths: list[tuple[int, ...]], s_per_byte: list[Fraction]) -> Fraction:
-    """The same in exact fractions, one event at a time: the port that gives its transfers least decides for these, then the next."""
+    """The tree in exact fractions, event by event; the most contended port sets its rates first."""
     parents = parents_as_gloo_finds_them(len(paths) + 1)
     left = dict.fromkeys(range(len(paths)), Fraction(1))
     have, now = {0}, Fraction(0)
@@ -62,7 +62,7 @@ def played_through(paths: list[tuple[int, ...]], s_per_byte: list[Fraction]) -> 
 
 @settings(max_examples=60, deadline=None)
 @given(st.data(), st.integers(2, 9))
-def test_the_tree_takes_what_it_takes_event_by_event(data: st.DataObject, size: int) -> None:
+def test_the_trees_time_matches_exact_events(data: st.DataObject, size: int) -> None:
     costs = data.draw(st.lists(st.integers(1, 5), min_size=6, max_size=6))
     port = st.lists(st.integers(0, 5), min_size=1, max_size=2, unique=True).map(tuple)
     paths = data.draw(st.lists(port, min_size=size - 1, max_size=size - 1))
@@ -91,10 +91,8 @@ def cluster(*devices_and_mbit: tuple[int, float], pairs: tuple[PairLink, ...] = 
         ([(2, 1000)] * 2, [2, 3, 2, 3]),  # from the second device of a host, one comes back
     ],
 )
-def test_it_is_what_one_finds_by_hand(
-    shape: list[tuple[int, float]], expected: list[float]
-) -> None:
-    """In units of what a byte takes at 1 Gbit/s, by root."""
+def test_times_match_manual_results(shape: list[tuple[int, float]], expected: list[float]) -> None:
+    """By root, in units of the time of a byte at 1 Gbit/s."""
     given_ = cluster(*shape)
     ports = Ports(given_)
     found = [
@@ -104,7 +102,7 @@ def test_it_is_what_one_finds_by_hand(
     assert found == pytest.approx(expected, rel=1e-3)
 
 
-def test_a_pair_of_hosts_with_a_link_of_its_own_is_seen_at_its_own_place() -> None:
+def test_a_pair_link_counts_at_its_place_in_the_tree() -> None:
     slow = PairLink(("h0", "h1"), 12.5e6, 5e-5)
     ports = Ports(cluster(*[(1, 1000)] * 4, pairs=(slow,)))
     first, third = (
@@ -115,7 +113,7 @@ def test_a_pair_of_hosts_with_a_link_of_its_own_is_seen_at_its_own_place() -> No
     assert third == pytest.approx(3)  # nobody sends over it
 
 
-def test_equal_hosts_are_played_through_once() -> None:
+def test_equal_hosts_share_one_simulated_tree() -> None:
     ports = Ports(cluster(*[(8, 1000)] * 16))
     found = {
         ports.traffic(Collective.BROADCAST, range(128), root).alone_s_per_byte

@@ -1,4 +1,4 @@
-"""What a data-flow graph refuses, what a replay refuses, and what the trace of a timeline holds."""
+"""Data-flow graphs and replays: refusals, locks, gaps and channels, and Chrome traces."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from benchmarks.replay_throughput.incremental import IncrementalReplay
 
 
 def two_workers() -> Dfg:
-    """A computes, sends to B over two links, B computes; a virtual op that takes time and one that takes none stand between."""
+    """A computes and sends to B over two links, then B computes, with virtual ops in between."""
     builder = DfgBuilder()
     device = [builder.queue("device 0"), builder.queue("device 1")]
     up, down = builder.queue("up 0"), builder.queue("down 1")
@@ -51,17 +51,17 @@ def test_a_cycle_is_refused_by_the_names_of_its_ops() -> None:
 
 
 @pytest.mark.parametrize("edge", [(0, 2), (2, 0), (-1, 0), (0, -1)])
-def test_an_edge_to_an_op_that_is_not_there_is_refused(edge: tuple[int, int]) -> None:
+def test_an_edge_to_an_unknown_op_is_refused(edge: tuple[int, int]) -> None:
     with pytest.raises(InvalidInput, match="0 to 1"):
         csr(2, [edge[0]], [edge[1]])
 
 
-def test_an_edge_that_is_named_twice_counts_once() -> None:
+def test_repeated_edges_count_once() -> None:
     start, child = csr(3, [1, 0, 1, 1], [2, 2, 2, 0])
     assert (start.tolist(), child.tolist()) == ([0, 1, 3, 3], [2, 0, 2])
 
 
-def test_parents_are_told_in_ascending_order() -> None:
+def test_parents_are_in_ascending_order() -> None:
     start, parent = parent_csr(two_workers())
     assert parent[start[4] : start[5]].tolist() == [1, 3]
     assert start[-1] == len(parent) == two_workers().edges
@@ -99,7 +99,7 @@ def test_locks_taken_in_opposite_orders_are_refused_by_name() -> None:
         replay(builder.build())
 
 
-def test_giving_back_a_lock_that_nobody_holds_is_refused() -> None:
+def test_releasing_a_free_lock_is_refused() -> None:
     builder = DfgBuilder()
     builder.op("generous", builder.queue("q"), 1.0, Kind.SEND, releases=builder.lock())
     with pytest.raises(InvalidInput, match="'generous' gives back lock 0"):
@@ -107,7 +107,7 @@ def test_giving_back_a_lock_that_nobody_holds_is_refused() -> None:
 
 
 def test_a_lock_holds_a_thread_for_a_whole_message() -> None:
-    """Two messages of two transfers: the second message waits until the first is through, though the link is idle in between."""
+    """Two messages of two transfers: the second message waits even while the link is idle."""
     builder = DfgBuilder()
     link, lock = builder.queue("link"), builder.lock()
     for message in range(2):
@@ -195,9 +195,7 @@ def test_trace_shows_workers_queues_and_the_critical_path(tmp_path: Path, name: 
     assert trace["otherData"]["makespan_s"] == 4.25
 
 
-def test_a_trace_that_would_be_too_large_keeps_the_critical_path_and_says_so(
-    tmp_path: Path,
-) -> None:
+def test_a_large_trace_keeps_the_critical_path_and_both_counts(tmp_path: Path) -> None:
     timeline = replay(two_workers())
     assert write_chrome_trace(timeline, tmp_path / "trace.json", max_ops=5) == 5
     trace = read(tmp_path / "trace.json")
@@ -215,9 +213,7 @@ def test_a_trace_that_would_be_too_large_keeps_the_critical_path_and_says_so(
         write_chrome_trace(timeline, tmp_path / "trace.json", max_ops=0)
 
 
-def test_arrows_of_a_trace_pass_ops_that_take_no_time_and_times_are_told_to_the_nanosecond(
-    tmp_path: Path,
-) -> None:
+def test_arrows_skip_ops_without_duration_and_times_have_nanoseconds(tmp_path: Path) -> None:
     builder = DfgBuilder()
     queue = builder.queue("device")
     first = builder.op("first", queue, 1.2346e-6, Kind.FORWARD)
@@ -247,7 +243,7 @@ def test_an_empty_graph_has_an_empty_timeline(tmp_path: Path) -> None:
     assert write_chrome_trace(timeline, tmp_path / "empty.json") == 0
 
 
-def test_resumed_replay_refuses_ops_that_are_not_there() -> None:
+def test_resumed_replay_refuses_unknown_ops() -> None:
     incremental = IncrementalReplay(two_workers())
     with pytest.raises(InvalidInput, match="0 to 5"):
         incremental.replay_changed(np.array([6]), np.array([1.0]))
@@ -261,8 +257,8 @@ def test_a_channel_must_be_another_queue() -> None:
     assert {int(kind) for kind in Discipline} == {0, 1}
 
 
-def test_a_kernel_without_a_folder_for_its_code_compiles_all_the_same() -> None:
-    """numba keeps the code beside the source or in the user's cache; of source that is in no file it can keep none."""
+def test_a_kernel_compiles_without_a_cache_folder() -> None:
+    """numba keeps no code of source without a file."""
     written: dict[str, Any] = {}
     exec(compile("def twice(x):\n    return 2 * x\n", "<string>", "exec"), written)
     with pytest.raises(RuntimeError, match="locator"):

@@ -1,4 +1,4 @@
-"""What a lowered graph holds, and what is refused."""
+"""Lowered graphs: their ops, costs of the runtime, and refusals."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NOTHING = {
     for field in fields(RuntimeCosts)
     if field.name not in ("threads", "payload")
 }
-"""What a runtime costs that costs nothing beside the network."""
+"""Costs of a runtime that takes no time itself."""
 
 
 def workload(threads: int = 0) -> Workload:
@@ -43,12 +43,12 @@ def ring(count: int) -> Plan:
     return plan(per_variable(workload()), workload(), count)
 
 
-def test_a_thousand_workers_alike_are_as_many_ops_as_sixteen() -> None:
+def test_a_thousand_equal_workers_need_as_many_ops_as_sixteen() -> None:
     few, many = (Lowering(workload(), even(count)).period(ring(count)) for count in (16, 1024))
     assert few.ops == many.ops
 
 
-def test_a_server_for_a_thousand_workers_is_as_many_ops_as_for_four() -> None:
+def test_a_server_of_a_thousand_workers_needs_as_many_ops_as_of_four() -> None:
     counts = []
     for count in (4, 1024):
         cluster = even(count)
@@ -60,7 +60,7 @@ def test_a_server_for_a_thousand_workers_is_as_many_ops_as_for_four() -> None:
     assert counts[0] == counts[1]
 
 
-def test_a_ring_moves_its_share_in_every_round_and_holds_its_thread_from_in_to_out() -> None:
+def test_a_ring_moves_its_share_per_round_and_holds_its_thread() -> None:
     graph = Lowering(workload(), even(4)).graph(
         plan(single_bucket(workload()), workload(), 4), steps=1, symmetric=False
     )
@@ -73,20 +73,20 @@ def test_a_ring_moves_its_share_in_every_round_and_holds_its_thread_from_in_to_o
     assert graph.lock_capacity[graph.acquires[taken[0]]] == 2
 
 
-def test_every_worker_is_written_down_where_symmetry_is_not_used() -> None:
+def test_every_worker_is_in_an_asymmetric_graph() -> None:
     graph = Lowering(workload(), even(4)).graph(ring(4), symmetric=False)
     assert set(graph.worker[graph.kind == Kind.BACKWARD].tolist()) == {0, 1, 2, 3}
     folded = Lowering(workload(), even(4)).graph(ring(4))
     assert set(folded.worker[folded.kind == Kind.BACKWARD].tolist()) == {0}
 
 
-def test_ops_of_a_message_carry_the_number_of_its_last_variable() -> None:
+def test_ops_of_a_message_have_the_layer_of_its_last_variable() -> None:
     graph = Lowering(workload(), even(4)).period(ring(4))
     layers = {graph.names.layers[graph.layer[op]] for op in np.flatnonzero(graph.kind == Kind.SEND)}
     assert layers == {f"v{i}" for i in range(5)}
 
 
-def test_sending_takes_its_share_from_a_cpu_that_computes() -> None:
+def test_sending_delays_a_computing_cpu() -> None:
     computing = workload(threads=2)
     free, taken = (
         Lowering(computing, probed(), taken_share=share).step_s(ring(4)) for share in (0.0, 1.0)
@@ -102,9 +102,7 @@ def probed() -> Cluster:
     )
 
 
-def test_where_the_cpu_computes_packing_delays_the_backward_pass_and_beside_an_accelerator_it_does_not() -> (
-    None
-):
+def test_packing_delays_the_backward_pass_only_on_a_cpu() -> None:
     slow = replace(RuntimeCosts(), bucket_s=Constant(4e-3, "test"))
     none = replace(RuntimeCosts(), bucket_s=Constant(0.0, "test"))
     single = plan(single_bucket(workload()), workload(), 4)
@@ -125,7 +123,7 @@ def test_parts_of_a_message_overlap_their_handshakes_but_not_their_bytes() -> No
 
 
 def in_turn(seconds: float, beta_s_per_byte: float, limit: int, sizes_bytes: list[float]) -> float:
-    """When the last of these messages is over: of each so many seconds are not the link's, which sends one message after the other."""
+    """The last end: the link sends the messages one by one, then each takes `seconds`."""
     free_s, ends = 0.0, list[float]()
     for number, size in enumerate(sizes_bytes):
         start_s = max(ends[number - limit] if number >= limit else 0.0, free_s)
@@ -134,8 +132,8 @@ def in_turn(seconds: float, beta_s_per_byte: float, limit: int, sizes_bytes: lis
     return max(ends)
 
 
-def test_two_in_flight_send_while_one_by_one_they_wait_for_each_other() -> None:
-    """The wait behind a message's bytes is 2 ms, which is as long as the bytes of the shortest take."""
+def test_two_messages_in_flight_overlap_their_waits() -> None:
+    """The wait behind a message's bytes, 2 ms, is as long as the bytes of the shortest."""
     fit, free = (
         CollectiveFit("all_reduce", 4, 2e-3, 1.2e-8, 0.0, 4096, 2**24),
         replace(RuntimeCosts(), **NOTHING),
@@ -161,7 +159,7 @@ def test_a_period_begins_with_the_backward_pass_and_a_graph_with_the_forward_pas
     assert graph.kind[graph.queue != NONE][-1] == Kind.UPDATE
 
 
-def test_the_names_of_ops_say_what_they_are() -> None:
+def test_op_names_describe_the_ops() -> None:
     graph = Lowering(workload(), even(4)).graph(ring(4), steps=1)
     names = list(graph.names.ops)
     assert len(names) == graph.ops == len(set(enumerate(names)))
@@ -190,7 +188,7 @@ def test_a_plan_of_another_model_or_another_number_of_ranks_is_refused() -> None
         Lowering(workload(), even(4)).sync_s(ring(4).messages[0], 0)
 
 
-def test_every_constant_says_where_it_is_from() -> None:
+def test_every_constant_has_a_source() -> None:
     assert all(RuntimeCosts().sources.values())
     with pytest.raises(InvalidInput, match="needs a source"):
         Constant(1.0, "")
@@ -200,7 +198,7 @@ def test_every_constant_says_where_it_is_from() -> None:
         replace(RuntimeCosts(), payload=Constant(1.5, "test"))
 
 
-def test_a_reduce_and_its_broadcast_follow_each_other_on_lanes_of_their_own() -> None:
+def test_a_reduce_and_its_broadcast_have_separate_lanes() -> None:
     owned = ring(4)
     rooted = replace(
         owned,
@@ -218,7 +216,7 @@ def test_torchs_own_reducer_spends_less_on_a_gradient_than_our_hooks() -> None:
     buckets = plan(single_bucket(workload()), workload(), 4)
     ours = replace(
         buckets, ring_order=(0, 1, 2, 3)
-    )  # says nothing, but no reducer of torch's is told so
+    )  # the default order, but then torch's reducer is not the backend
     by_hooks = replace(
         RuntimeCosts(), fill_s=Constant(4e-3, "test"), write_s=Constant(1e-3, "test")
     )
@@ -241,7 +239,7 @@ def test_torchs_own_reducer_spends_less_on_a_gradient_than_our_hooks() -> None:
     ) == pytest.approx(5 * RuntimeCosts()["bucket_s"])
 
 
-def test_emulated_accelerators_wake_up_once_for_what_is_ready_together() -> None:
+def test_emulated_accelerators_wake_up_once_per_close_group() -> None:
     waking = replace(RuntimeCosts(), wake_s=Constant(2e-3, "test"))
     none = RuntimeCosts()
 
@@ -285,7 +283,7 @@ def probed_broadcast(seconds: float) -> Cluster:
     return even(4).with_fits((CollectiveFit("broadcast", 4, seconds, 0.0, 0.0, 1024, 2**20),))
 
 
-def test_cores_are_shared_where_ranks_are_more_than_they() -> None:
+def test_ranks_share_cores_if_there_are_fewer_cores() -> None:
     wanted, duties = ring(4), replace(RuntimeCosts(), bucket_s=Constant(0.01, "test"))
     alone, roomy, crowded = (
         Lowering(workload(), replace(even(4), machine_cores=cores), duties).step_s(wanted)
@@ -300,7 +298,7 @@ def test_cores_are_shared_where_ranks_are_more_than_they() -> None:
 @pytest.mark.parametrize(
     ("device", "real", "times"), [("cpu", 0.0, 1), ("cpu", 1.0, 2), ("cuda", 1.0, 1)]
 )
-def test_ranks_that_once_updated_for_real_did_so_on_the_cores_that_they_share(
+def test_real_updates_of_old_emulations_take_the_shared_cores(
     device: str, real: float, times: int
 ) -> None:
     there, wanted = replace(workload(), update_s=0.1, device=device), ring(4)
@@ -313,8 +311,8 @@ def test_ranks_that_once_updated_for_real_did_so_on_the_cores_that_they_share(
     ) - short == pytest.approx(times * 0.1)
 
 
-def test_cpu_time_beyond_the_end_of_a_message_delays_other_messages_and_not_its_own() -> None:
-    """All-reduces of 1 ms that take each of four ranks 2 ms of two cores: alone 1 ms, a hundred of them 400."""
+def test_cpu_time_beyond_a_messages_end_delays_other_messages() -> None:
+    """All-reduces of 1 ms with 2 ms of CPU on each of 4 ranks: 100 take 400 ms on 2 cores."""
     fit = CollectiveFit("all_reduce", 4, 0.001, 0.0, 0.0, 1024, 2**20, cpu_alpha_s=0.002)
     lowering = Lowering(workload(), replace(even(4).with_fits((fit,)), machine_cores=2))
     message = ring(4).messages[0]
@@ -325,8 +323,8 @@ def test_cpu_time_beyond_the_end_of_a_message_delays_other_messages_and_not_its_
     assert lowering.sync_s(message, parts=100) > 0.35
 
 
-def test_a_slow_host_takes_turns_between_being_a_server_and_sending_to_another_one() -> None:
-    """Both gathers bring 30 MB through the slow host's link, one in and one out of it: on even hosts they pass each other."""
+def test_a_slow_host_alternates_between_serving_and_sending() -> None:
+    """Both gathers move 30 MB over the slow host's link, in and out; on even hosts they overlap."""
     slow = even(4)
     slow = replace(slow, hosts=(*slow.hosts[:3], replace(slow.hosts[3], link_bytes_per_s=1e7)))
     to_slow, to_fast = (

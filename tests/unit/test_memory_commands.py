@@ -1,4 +1,4 @@
-"""`--memory` and the peak that `optimize` and `replay` show, on folders as `autotune profile` leaves them."""
+"""`--memory`, and the peaks that `optimize` and `replay` show for recorded folders."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def folder(tmp_path: Path) -> Path:
     return found
 
 
-def told(folder: Path, capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+def optimized(folder: Path, capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
     assert (
         main(
             [
@@ -115,21 +115,21 @@ def told(folder: Path, capsys: pytest.CaptureFixture[str], *words: str) -> dict[
     return data
 
 
-def test_the_step_is_made_to_fit_and_the_price_is_told(folder, tmp_path, capsys) -> None:
-    free = told(folder, capsys)["memory"]
+def test_the_step_is_fitted_and_the_price_is_reported(folder, tmp_path, capsys) -> None:
+    free = optimized(folder, capsys)["memory"]
     assert free["peak_bytes"] == sum(free["parts_bytes"].values()) and "passes" not in free
     assert (
         free["parts_bytes"]["parameters"] == 2 * LAYERS * WEIGHT
         and free["parts_bytes"]["activations"] >= LAYERS * ACTIVATION
     )
     budget, report = int(0.8 * free["peak_bytes"]), tmp_path / "best.html"
-    found = told(folder, capsys, "--memory", str(budget), "--report", str(report))
+    found = optimized(folder, capsys, "--memory", str(budget), "--report", str(report))
     memory = found["memory"]
     assert memory["peak_bytes"] <= budget == memory["budget_bytes"]
     assert memory["passes"]["recomputed"] or memory["passes"]["micro_batches"] > 1
     assert memory["passes"]["peak_before_bytes"] > budget
     assert found["before_step_s"] == pytest.approx(
-        told(folder, capsys)["before_step_s"] + memory["passes"]["price_s"]
+        optimized(folder, capsys)["before_step_s"] + memory["passes"]["price_s"]
     )
     page = report.read_text()
     assert "Peak memory of a replica" in page and "redicted price" in page
@@ -150,8 +150,8 @@ def test_the_step_is_made_to_fit_and_the_price_is_told(folder, tmp_path, capsys)
     assert "it fits into 1 GiB as it is" in text and "optimizer state" in text
 
 
-def test_what_dear_parts_cost_decides_for_recomputation() -> None:
-    """In proportion to the batch parts cost next to nothing; where much of a pass does not shrink, computing layers twice is cheaper."""
+def test_expensive_micro_batches_favor_recomputation() -> None:
+    """With a large fixed share of the passes, recomputation is cheaper."""
     cluster = Cluster.local(2)
     chosen = []
     for fixed in (None, FixedShare(0.6, 0.6)):
@@ -210,11 +210,9 @@ def test_a_budget_that_cannot_be_met_or_read_is_refused(
     assert message in capsys.readouterr().err
 
 
-def test_where_nobody_recorded_the_memory_a_budget_is_refused_and_nothing_is_guessed(
-    folder, tmp_path, capsys
-) -> None:
+def test_a_budget_without_recorded_memory_is_refused(folder, tmp_path, capsys) -> None:
     (folder / MEMORY_FILE).unlink()
-    assert told(folder, capsys)["memory"] is None
+    assert optimized(folder, capsys)["memory"] is None
     workload = tmp_path / "workload.json"
     workload.write_text(canonical_json(MODEL))
     for source, why in (
@@ -238,7 +236,7 @@ def test_where_nobody_recorded_the_memory_a_budget_is_refused_and_nothing_is_gue
         assert "--memory needs the lifetimes" in error and why in error
 
 
-def test_a_recorded_memory_is_read_as_it_was_written_and_bad_ones_are_refused(folder) -> None:
+def test_recorded_memory_round_trips_and_invalid_files_are_refused(folder) -> None:
     assert RecordedMemory.read(folder) == replica()
     data = json.loads((folder / MEMORY_FILE).read_text())
     (folder / MEMORY_FILE).write_text(json.dumps(data | {"batch": 0}))

@@ -1,4 +1,4 @@
-"""What a memory profile refuses, keeps in JSON and adds up; what a plan's buffers are."""
+"""Memory profiles: validation, JSON and sums; buffers of plans; passes that fit a budget."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ GRAD = 400
 
 
 def two_layers() -> MemoryProfile:
-    """Forward a, forward b, backward b, backward a, update; activations of 1000 bytes each, gradients until the update."""
+    """Two layers with activations of 1000 bytes each, and gradients until the update."""
     segments = (
         Segment(Phase.FORWARD, 0.005, reads=("a",)),
         Segment(Phase.FORWARD, 0.005, reads=("b",)),
@@ -67,7 +67,7 @@ def two_layers() -> MemoryProfile:
     return MemoryProfile(WORKLOAD.id, "meta", segments, lifetimes, regions)
 
 
-def test_the_curve_is_the_sum_of_what_is_alive() -> None:
+def test_the_curve_is_the_sum_of_live_tensors() -> None:
     estimate = peak_memory(two_layers())
     assert estimate.live_bytes.tolist() == [1900, 2900, 3300, 2600, 1600]
     assert (estimate.peak_bytes, estimate.segment) == (3300, 2)
@@ -79,7 +79,7 @@ def test_the_curve_is_the_sum_of_what_is_alive() -> None:
     )
 
 
-def test_a_lifetime_may_run_on_into_the_next_step() -> None:
+def test_a_lifetime_may_cross_the_step() -> None:
     profile = two_layers()
     kept = replace(
         profile, lifetimes=(*profile.lifetimes, Lifetime(7, TensorRole.GRADIENT, 3, 1, "a"))
@@ -113,7 +113,7 @@ def test_a_profile_of_another_model_is_refused() -> None:
         peak_memory(replace(two_layers(), model="workload-0"), WORKLOAD)
 
 
-def test_gradients_that_cross_the_step_are_kept_until_their_variables_are_read() -> None:
+def test_crossing_gradients_live_until_their_variables_are_read() -> None:
     cluster = Cluster.local(2)
     inside = plan(per_variable(WORKLOAD), WORKLOAD, 2)
     replica = Replica(ddp=False)
@@ -126,7 +126,7 @@ def test_gradients_that_cross_the_step_are_kept_until_their_variables_are_read()
     assert wires_move[0] == 2 * GRAD + 0 and wires_move[1] == GRAD
 
 
-def test_a_ddp_keeps_its_own_buckets_beside_a_plan_and_a_plain_module_has_none() -> None:
+def test_only_a_ddp_keeps_its_own_buckets_under_a_plan() -> None:
     bucket = 2 * GRAD
     made = plan(per_variable(WORKLOAD), WORKLOAD, 2)
     assert bytes_always(plan_buffers(made, WORKLOAD, Replica(), 2)) == 2 * bucket
@@ -134,7 +134,7 @@ def test_a_ddp_keeps_its_own_buckets_beside_a_plan_and_a_plain_module_has_none()
     assert bytes_always(plan_buffers(None, WORKLOAD, Replica(), 2)) == bucket
 
 
-def test_recomputation_makes_what_it_dropped_again_and_is_paid_for() -> None:
+def test_recomputation_repeats_dropped_tensors_and_costs_time() -> None:
     profile = two_layers()
     after = recomputed(profile, [Run(0, 0)])
     # forward a, forward b, backward b, forward a again, backward a, update
@@ -144,7 +144,7 @@ def test_recomputation_makes_what_it_dropped_again_and_is_paid_for() -> None:
     assert [variable.ready_s for variable in trained.variables] == [0.01, pytest.approx(0.025)]
 
 
-def test_neighbours_computed_again_together_drop_what_they_hand_on() -> None:
+def test_neighbors_that_are_recomputed_together_drop_their_interface() -> None:
     after = recomputed(two_layers(), [Run(0, 1)])
     assert [segment.phase for segment in after.segments[2:4]] == [Phase.RECOMPUTE, Phase.RECOMPUTE]
     assert after.live_bytes.tolist() == [1900, 2900, 1900, 2900, 3300, 2600, 1600]
@@ -159,7 +159,9 @@ def test_neighbours_computed_again_together_drop_what_they_hand_on() -> None:
     ("region", "rule"),
     [({"why_not": "it changes buffers"}, "changes buffers"), ({"passes": ()}, "not used")],
 )
-def test_what_may_not_be_computed_twice_is_refused(region: dict[str, object], rule: str) -> None:
+def test_regions_that_may_not_be_computed_twice_are_refused(
+    region: dict[str, object], rule: str
+) -> None:
     profile = two_layers()
     wrong = replace(profile, regions=(replace(profile.regions[0], **region), profile.regions[1]))  # type: ignore[arg-type]
     with pytest.raises(InvalidInput, match=rule):
@@ -197,7 +199,7 @@ def test_the_faster_pass_that_fits_is_taken() -> None:
     assert fit_memory(WORKLOAD, cluster, made, profile, peak).runs == ()
 
 
-def test_a_budget_that_nothing_fits_is_refused_with_what_each_pass_needs() -> None:
+def test_an_impossible_budget_is_refused_with_the_needs_of_each_pass() -> None:
     profile, made = two_layers(), plan(per_variable(WORKLOAD), WORKLOAD, 2)
     with pytest.raises(
         InvalidInput,
@@ -206,7 +208,7 @@ def test_a_budget_that_nothing_fits_is_refused_with_what_each_pass_needs() -> No
         fit_memory(WORKLOAD, Cluster.local(2), made, profile, 1000, batch=2)
 
 
-def test_power_sgd_on_a_gpu_has_a_workspace_of_cublas_on_each_lane_where_it_multiplies() -> None:
+def test_power_sgd_on_a_gpu_has_a_cublas_workspace_per_lane() -> None:
     """On an H100 the GPT example took 100 MB more than all its buffers: three lanes, 33 MB each."""
     workspace = 2**25
     recorded = two_layers()

@@ -1,4 +1,4 @@
-"""Ops and their fusion: what it does to the times of a workload, and which ops the coarsened view puts together."""
+"""Ops and their fusion: the times of the fused workload, and the layers of the coarsened view."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def branching() -> OpGraph:
     return OpGraph("branching", ops, edges)
 
 
-def test_ops_without_tensors_join_the_one_layer_that_they_read_from() -> None:
+def test_ops_without_tensors_join_their_only_input_layer() -> None:
     graph = branching()
     names = [graph.ops[number].name for number in layers_of(graph)]
     assert names == ["input", "conv", "norm", "norm", "left", "left", "right", "add", "add"]
     assert coarse_fusion(graph).backward == coarse_fusion(graph).forward == frozenset({2, 4, 7})
 
 
-def test_fused_ops_read_when_the_first_starts_and_are_done_when_the_last_is() -> None:
+def test_a_fused_kernel_spans_its_first_read_to_its_last_end() -> None:
     graph = branching()
     workload = graph.workload(
         OpFusion(frozenset({1, 2}), frozenset({1})),
@@ -64,7 +64,7 @@ def test_fused_ops_read_when_the_first_starts_and_are_done_when_the_last_is() ->
     assert times["r"] == (6.0, 4.0)
 
 
-def test_the_order_of_the_variables_is_the_same_whatever_is_fused() -> None:
+def test_fusion_keeps_the_order_of_the_variables() -> None:
     graph = branching()
     names = [v.name for v in graph.workload().variables]
     assert names == ["r", "l", "n2", "n1", "c"]
@@ -103,9 +103,7 @@ def test_edges_must_lead_forward_and_times_be_finite() -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_assumed_ops_have_the_variables_of_their_model_and_say_that_they_are_assumed(
-    name: str,
-) -> None:
+def test_assumed_ops_have_the_models_variables_and_source(name: str) -> None:
     workload = assumed_ops(name, device=AssumedDevice(kernel_s=0.0)).workload()
     assert workload.id == zoo_workload(name).id and workload.source == "assumed"
     faster = assumed_ops(
@@ -131,18 +129,18 @@ PUBLISHED = {
     "densenet121": 2.87e9,
     "bert-base": 11.2e9,
 }
-"""Multiplications of a forward pass of one example: the papers' tables, of ResNet-50 torchvision's; BERT-base at 128 tokens."""
+"""Multiplications of one example's forward pass, by the papers; resnet50 by torchvision."""
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_assumed_arithmetic_is_what_is_published(name: str) -> None:
+def test_assumed_arithmetic_matches_publications(name: str) -> None:
     counting = AssumedDevice(flop_per_s=2.0, memory_bytes_per_s=1e30, efficiency=1.0, kernel_s=0.0)
     assert assumed_ops(name, 1, counting).workload().forward_s == pytest.approx(
         PUBLISHED[name], rel=0.08
     )
 
 
-def test_times_are_assumed_for_known_models_and_batches_only() -> None:
+def test_unknown_models_and_empty_batches_are_refused() -> None:
     with pytest.raises(InvalidInput, match="the zoo's models resnet50"):
         assumed_ops("absent")
     with pytest.raises(InvalidInput, match="at least 1, but has 0"):

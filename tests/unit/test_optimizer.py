@@ -39,7 +39,7 @@ TWO_LEVEL = Cluster(
 
 
 def chain(blocks: int = 6, backward_s: float = 0.004) -> OpGraph:
-    """Repeated blocks of a large product, a small norm and a function without variables, and a head as large as all of them."""
+    """Repeated blocks of a large product, a small norm and a relu, and a large head."""
     ops: list[Op] = []
     for block in range(blocks):
         name = f"block{block}"
@@ -84,9 +84,7 @@ def check(found: Optimized, workload: Workload, cluster: Cluster, space: SearchS
 
 
 @pytest.mark.parametrize("cluster", [NETWORK, TWO_LEVEL], ids=lambda cluster: cluster.name)
-def test_what_is_found_is_in_the_space_enactable_and_as_fast_as_the_lowering_says(
-    cluster: Cluster,
-) -> None:
+def test_the_result_is_in_the_space_enactable_and_as_fast_as_lowered(cluster: Cluster) -> None:
     workload, space = chain().workload(), SearchSpace.default()
     found = optimize(workload, cluster, space, budget=SMALL)
     check(found, workload, cluster, space)
@@ -115,7 +113,7 @@ def test_equal_inputs_give_equal_results() -> None:
     assert looked_at[0] == looked_at[1]
 
 
-def test_a_space_without_cross_step_and_with_one_primitive_is_kept_to() -> None:
+def test_a_space_with_one_synchronizer_within_the_step_is_respected() -> None:
     workload = chain().workload()
     space = SearchSpace((Synchronizer.ALL_REDUCE,), max_shards=1)
     found = optimize(workload, NETWORK, space, budget=SMALL)
@@ -123,13 +121,13 @@ def test_a_space_without_cross_step_and_with_one_primitive_is_kept_to() -> None:
     assert not found.strategy.cross_step
 
 
-def test_plans_that_the_caller_refuses_are_not_found() -> None:
+def test_plans_that_the_caller_refuses_are_dropped() -> None:
     workload = chain().workload()
     found = optimize(workload, NETWORK, budget=SMALL, allowed=lambda made: len(made.messages) > 3)
     assert len(found.plan.messages) > 3 and found.dropped > 0
 
 
-def test_ops_are_fused_where_that_saves_time_and_the_difference_is_reported() -> None:
+def test_ops_are_fused_if_that_saves_time_and_the_gain_is_reported() -> None:
     graph = chain()
     found = optimize(graph.workload(), NETWORK, graph=graph, budget=SMALL)
     assert found.op_fusion.forward and found.op_fusion.backward
@@ -155,7 +153,7 @@ def test_an_op_graph_of_another_model_is_refused() -> None:
     [Speedups(False, False, False), Speedups(True, False, False), Speedups(True, True, False)],
     ids=["strawman", "coarse", "partial"],
 )
-def test_without_the_speedups_the_results_are_as_valid(speedups: Speedups) -> None:
+def test_results_without_the_speedups_are_valid(speedups: Speedups) -> None:
     graph = chain(2)
     found = optimize(graph.workload(), NETWORK, graph=graph, budget=SMALL, speedups=speedups)
     check(found, graph.workload(), NETWORK, SearchSpace.default())
@@ -228,7 +226,7 @@ def test_compressors_are_used_only_where_the_space_has_them() -> None:
     assert [own.predicted_step_s for own in found] == sorted(own.predicted_step_s for own in found)
 
 
-def test_other_climbs_ended_apart_and_near_the_best_and_not_at_what_is_to_be_avoided() -> None:
+def test_other_climbs_end_apart_near_the_best_and_outside_avoided_plans() -> None:
     workload = chain().workload()
     steps = LoweredSteps(workload, NETWORK)
     first = suggestions(steps, SearchSpace.default(), budget=Budget(replays=300))
@@ -257,8 +255,8 @@ def test_other_climbs_ended_apart_and_near_the_best_and_not_at_what_is_to_be_avo
     )
 
 
-def test_a_search_that_begins_elsewhere_looks_around_there() -> None:
-    """From a strategy that no start is like: what it finds in a few replays is what a whole search does not begin with."""
+def test_a_search_examines_the_surroundings_of_its_start() -> None:
+    """The start is unlike all known starts, so one replay returns another strategy."""
     workload = chain().workload()
     steps, space = LoweredSteps(workload, NETWORK), replace(SearchSpace.default(), cross_step=False)
     far = BUILDERS["ps_round_robin"](workload, NETWORK)
@@ -267,9 +265,7 @@ def test_a_search_that_begins_elsewhere_looks_around_there() -> None:
     assert suggestions(steps, space, budget=Budget(replays=1)).found[0].strategy != far
 
 
-def test_a_budget_of_ops_ends_the_search_at_the_same_place_whether_steps_are_replayed_or_remembered() -> (
-    None
-):
+def test_a_budget_of_ops_counts_remembered_steps() -> None:
     workload, space = chain(3).workload(), replace(SearchSpace.default(), cross_step=False)
     steps = LoweredSteps(workload, NETWORK)
     steps.step_s(plan(BUILDERS["per_variable"](workload, NETWORK), workload, 4))
@@ -287,7 +283,7 @@ def _compressors(strategy: Strategy) -> set[Compressor]:
     return {shard.compressor for choice in strategy.variables for shard in choice.shards}
 
 
-def test_mixed_precision_scales_the_computation_only_by_what_was_measured() -> None:
+def test_mixed_precision_scales_the_computation_by_a_measured_factor() -> None:
     workload, space = chain().workload(), SearchSpace.default(lossy=True)
     space = replace(space, compressors=(Compressor.NONE, Compressor.FP16), cross_step=False)
     plain = optimize(workload, NETWORK, space, budget=SMALL, passes=[MixedPrecision()])
@@ -325,7 +321,7 @@ def test_the_pass_of_the_example_plugin_proposes_a_server(asked: list[State]) ->
     assert Synchronizer.PARAMETER_SERVER in used
 
 
-def test_the_memory_pass_comes_first_and_changes_what_is_optimized() -> None:
+def test_the_memory_pass_comes_first_and_changes_the_workload() -> None:
     slower = chain(backward_s=0.02)
 
     def recompute(workload: Workload) -> Workload:

@@ -6,7 +6,7 @@ from autotune.jobs.campaign.domain_features import stored_costs
 from autotune.lowering.costs import RuntimeCosts
 
 
-def test_measured_costs_replace_the_defaults_and_say_so() -> None:
+def test_measured_costs_replace_the_defaults_with_their_source() -> None:
     costs = stored_costs({"fill_s": 1e-3, "write_s": 2e-3, "bucket_s": 3e-3}, 4)
     assert (costs["fill_s"], costs["write_s"], costs["bucket_s"]) == (1e-3, 2e-3, 3e-3)
     assert (
@@ -14,12 +14,12 @@ def test_measured_costs_replace_the_defaults_and_say_so() -> None:
     )
 
 
-def test_writing_back_one_average_alone_is_not_taken_for_writing_many() -> None:
+def test_old_measurements_of_one_write_back_are_ignored() -> None:
     before = stored_costs({"fill_s": 1e-3, "write_s": 2e-3}, 4)
     assert before["fill_s"] == 1e-3 and before["write_s"] == RuntimeCosts()["write_s"]
 
 
-def test_ranks_of_older_measurements_updated_for_real_and_woke_up_for_every_gradient() -> None:
+def test_old_measurements_imply_real_updates_and_a_wake_up_per_gradient() -> None:
     before, now = (
         stored_costs({"fill_s": 1e-3}, 4),
         stored_costs({"fill_s": 1e-3, "bucket_s": 2e-4, "real_update": 0.0}, 4),

@@ -1,4 +1,4 @@
-"""The zoo against Tables 1 and 2 of AutoSync's supplement, and against what is well known of the architectures."""
+"""The zoo against Tables 1 and 2 of AutoSync's supplement and against known architectures."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def shapes(name: str) -> dict[str, tuple[int, ...]]:
     return {variable.name: variable.shape for variable in workload(name).variables}
 
 
-def test_the_zoo_has_the_models_of_table_1_and_nothing_else():
+def test_models_are_those_of_table_1():
     found = {
         name: (model.task, model.batch_per_gpu, model.stated_parameters // 10**6)
         for name, model in MODELS.items()
@@ -64,14 +64,14 @@ def test_the_zoo_has_the_models_of_table_1_and_nothing_else():
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_model_has_as_many_parameters_as_the_table_states(name):
+def test_parameter_counts_match_the_table(name):
     model = MODELS[name]
     assert model.tolerance <= 0.05
     assert model.counted_parameters == pytest.approx(model.stated_parameters, rel=model.tolerance)
 
 
-def test_counts_are_those_that_the_frameworks_print():
-    known = {  # trainable parameters; all but the language models' stand in the documentation of Keras or torchvision
+def test_parameter_counts_match_the_frameworks():
+    known = {  # from the documentation of Keras or torchvision, except the language models
         "resnet50": 25_557_032,
         "resnet101": 44_549_160
         + 52_672,  # torchvision's, and a bias for each channel of Keras' convolutions
@@ -86,7 +86,7 @@ def test_counts_are_those_that_the_frameworks_print():
     assert {name: MODELS[name].parameters for name in known} == known
 
 
-def test_only_the_classifier_of_resnet50_is_left_out_of_a_stated_count():
+def test_only_resnet50s_stated_count_excludes_its_classifier():
     assert [name for name, model in MODELS.items() if model.not_counted is not None] == ["resnet50"]
     assert (
         MODELS["resnet50"].parameters - MODELS["resnet50"].counted_parameters == 2048 * 1000 + 1000
@@ -94,7 +94,7 @@ def test_only_the_classifier_of_resnet50_is_left_out_of_a_stated_count():
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_workload_is_the_forward_order_reversed_and_says_that_it_is_assumed(name):
+def test_a_workload_reverses_the_forward_order_and_is_assumed(name):
     found = workload(name)
     assert found.variables[::-1] == MODELS[name].variables()
     assert len(found.index) == len(found.variables)
@@ -121,7 +121,7 @@ def test_only_the_tables_of_ncf_sparse_have_sparse_gradients():
     assert shapes("ncf-sparse") == shapes("ncf-dense")
 
 
-def test_shapes_are_the_well_known_ones_in_tensorflows_layout():
+def test_shapes_are_in_tensorflows_layout():
     assert shapes("resnet50")["conv1_conv/kernel"] == (7, 7, 3, 64)
     assert shapes("resnet101")["conv4_block23_2_conv/kernel"] == (3, 3, 256, 256)
     assert shapes("vgg16")["fc1/kernel"] == (25088, 4096)
@@ -147,14 +147,14 @@ def test_shapes_are_the_well_known_ones_in_tensorflows_layout():
         ("densenet121", 120, 364),
     ],
 )
-def test_image_models_have_as_many_convolutions_as_their_names_say(name, convolutions, variables):
+def test_image_models_have_the_convolutions_of_their_names(name, convolutions, variables):
     found = shapes(name)
     assert sum(len(shape) == 4 for shape in found.values()) == convolutions
     assert len(found) == variables
 
 
-def test_resnet_layers_are_torchs_own():
-    """One bottleneck of each stage, from torch's modules, which allocate nothing on the meta device."""
+def test_resnet_layers_match_torch():
+    """Compare one bottleneck of each stage with torch's modules on the meta device."""
     from torch import nn
 
     forward = {variable.name: variable.shape for variable in MODELS["resnet50"].variables()}
@@ -183,7 +183,7 @@ def test_resnet_layers_are_torchs_own():
         ] == found
 
 
-def test_a_bert_layer_has_as_many_parameters_as_torchs_encoder_layer():
+def test_a_bert_layer_matches_torchs_encoder_layer():
     from torch import nn
 
     theirs = nn.TransformerEncoderLayer(1024, 16, 4096, activation="gelu", device="meta")
@@ -213,11 +213,11 @@ def torchvision_counts(name: str) -> int:
 
 
 @pytest.mark.parametrize("name", ["resnet50", "inception-v3", "vgg16", "densenet121"])
-def test_counts_are_torchvisions(name):
+def test_parameter_counts_match_torchvision(name):
     assert torchvision_counts(name) == MODELS[name].parameters
 
 
-def test_the_zoo_has_the_clusters_of_table_2_and_nothing_else():
+def test_clusters_are_those_of_table_2():
     found = {
         name: (
             [host.devices for host in cluster.hosts],
@@ -238,7 +238,7 @@ def test_a_device_has_the_memory_of_its_type(name):
         assert host.memory_bytes == GPU_GB[host.name.rpartition("-")[0]] * 10**9
 
 
-def test_one_flow_limits_a_pair_of_aws_nodes_but_not_what_a_server_takes_in():
+def test_one_flow_limits_a_pair_of_aws_nodes_but_not_a_server():
     b7 = single_flow("B7")
     assert (
         b7.bandwidth_bytes_per_s(0, 4)
@@ -271,7 +271,7 @@ def test_unknown_names_are_refused_with_the_known_ones():
     ("model", "cluster"), [("bert-large", "B11"), ("ncf-sparse", "A2"), ("resnet50", "B9")]
 )
 @pytest.mark.parametrize("builder", BUILDERS)
-def test_every_hand_made_strategy_can_be_planned(builder, model, cluster):
+def test_every_builder_gives_a_plan(builder, model, cluster):
     trained, where = workload(model), CLUSTERS[cluster]
     made = plan(BUILDERS[builder](trained, where), trained, where.world_size)
     sent = sum(part.elements for message in made.messages for part in message.slices)
