@@ -1,6 +1,6 @@
-"""autotune: finds the fastest gradient synchronization for a training script on a cluster.
+"""Find the fastest gradient synchronization for a training script on a cluster.
 
-`import autotune` is light and has no effects; frameworks load when they are used.
+`import autotune` is light and has no side effects. Frameworks load when they are used.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["Recorder", "__version__", "apply", "profile"]
 
 
 def __getattr__(name: str) -> Any:
-    """`Recorder` loads when it is asked for."""
+    """Load `Recorder` on first access."""
     if name == "Recorder":
         from runtime_rewriter.recording.api import Recorder
 
@@ -34,11 +34,14 @@ def apply(
     optimizer: torch.optim.Optimizer | None = None,
     strategy: str | Path | None = None,
 ) -> Applied:
-    """Synchronize `model`'s gradients from now on, as the exported `strategy` says: the one line in a training script.
+    """Synchronize the gradients of `model` by an exported strategy from now on.
 
-    Call it once on every rank, after `init_process_group`, with the bare model (not wrapped in DDP). Parameters
-    and buffers are broadcast from rank 0. Without a strategy the gradients are sent as torch's DDP would; under
-    `autotune tune` the tuner decides. Raises `ModelMismatch` if the strategy is for another model or world size.
+    This is the one line to add to a training script. Call it once on every rank, after
+    `init_process_group`, with the bare model (not wrapped in DDP). It broadcasts parameters and
+    buffers from rank 0. `strategy`: path of the export. Without one, gradients are sent as torch's
+    DDP sends them. Under `autotune tune` the tuner chooses the strategy.
+
+    Raises `ModelMismatch` if the strategy is for another model or world size.
     """
     from runtime_rewriter.rank.apply import apply as apply_to_torch
 
@@ -46,7 +49,7 @@ def apply(
 
 
 def profile(recorder: Recorder) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """For the function that makes one training step: each call is a step of `recorder`.
+    """Decorate the function that runs one training step: each call is a step of `recorder`.
 
     recorder = autotune.Recorder(model)
 

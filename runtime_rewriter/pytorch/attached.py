@@ -1,5 +1,4 @@
-"""A plain module with plans: hooks on its forward pass do what DDP's forward does around a
-module."""
+"""Plans on a plain module: hooks on its forward pass do what DDP's forward does."""
 
 # mypy: allow-untyped-calls, allow-untyped-decorators
 
@@ -26,14 +25,13 @@ BROADCAST_BYTES = 250 * 2**20  # as torch's DDP
 
 
 class _ForwardHook:
-    """A hook of the synchronizer on a module. A copy of the module, or one that is loaded again,
-    has no synchronizer."""
+    """A hook of the synchronizer on a module; it does nothing on a copied or unpickled module."""
 
     def __init__(self, call: Callable[..., None]) -> None:
         self._call = call
 
-    def __call__(self, *told: object) -> None:
-        self._call(*told)
+    def __call__(self, *arguments: object) -> None:
+        self._call(*arguments)
 
     @property
     def owner(self) -> object:
@@ -46,15 +44,14 @@ class _ForwardHook:
         return _ForwardHook, (_nothing,)
 
 
-def _nothing(*told: object) -> None:
-    """What the hooks of a copy do."""
+def _nothing(*arguments: object) -> None:
+    """The hook of a copy."""
 
 
 class AttachedSynchronizer(GradientSynchronizer):
-    """The synchronizer of a plain module: hooks on the module's forward pass do what DDP's forward
-    does.
+    """The synchronizer of a plain module.
 
-    Only a DDP can drive a reducer that looks for unused parameters or learns a static graph.
+    Only a DDP can drive a reducer that finds unused parameters or learns a static graph.
     """
 
     def __init__(
@@ -65,13 +62,13 @@ class AttachedSynchronizer(GradientSynchronizer):
         **options: Any,
     ) -> None:
         simple = not (options.get("find_unused_parameters") or options.get("static_graph"))
-        self._driven = ModuleBackend(module, carries=simple)
+        self._driven = ModuleBackend(module, enabled=simple)
         super().__init__(
             module, process_group, backend=self._driven, buffers=self._sent_buffers, **options
         )
         self._broadcast_buffers = broadcast_buffers
         self._sync_next = True
-        self._own_forward: dict[str, Any] | None = None  # while an accelerator stands in for it
+        self._own_forward: dict[str, Any] | None = None  # while an accelerator replaces it
         self._ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self._forward_handles: list[RemovableHandle] = [
             module.register_forward_pre_hook(_ForwardHook(self._before), prepend=True),
@@ -85,19 +82,19 @@ class AttachedSynchronizer(GradientSynchronizer):
         super().close()
 
     def emulate(self, accelerator: Accelerator | None) -> None:
-        """The module's own `forward` gives way, and comes back."""
+        """Replace the module's own `forward`, or restore it."""
         super().emulate(accelerator)
-        own = (
-            self.module.__dict__
-        )  # not setattr: a compiled module hands that on to the module inside
+        # Not setattr: a compiled module passes that on to the module inside.
+        attributes = self.module.__dict__
         if self._own_forward is not None:
-            own.pop("forward")
-            own.update(self._own_forward)
+            attributes.pop("forward")
+            attributes.update(self._own_forward)
             self._own_forward = None
         if accelerator is not None:
             forward = self.module.forward
-            self._own_forward = {"forward": own["forward"]} if "forward" in own else {}
-            own["forward"] = lambda *inputs, **kwargs: self.compute(forward, inputs, kwargs)
+            present = "forward" in attributes
+            self._own_forward = {"forward": attributes["forward"]} if present else {}
+            attributes["forward"] = lambda *inputs, **kwargs: self.compute(forward, inputs, kwargs)
 
     def _before(self, module: nn.Module, inputs: object) -> None:
         training = torch.is_grad_enabled()
@@ -140,11 +137,11 @@ def attach(
 ) -> GradientSynchronizer:
     """Synchronize a module that no DDP wraps. Collective.
 
-    As DDP does: checks that all ranks' parameters have the same shapes, sends parameters and
-    buffers from rank 0, and before forward passes sends the buffers again. Raises what
+    Like DDP, it checks that all ranks' parameters have the same shapes, and sends parameters and
+    buffers from rank 0. Before forward passes it sends the buffers again. Raises what
     `GradientSynchronizer.load` raises.
     """
-    made = AttachedSynchronizer(
+    synchronizer = AttachedSynchronizer(
         module,
         process_group,
         broadcast_buffers,
@@ -154,24 +151,24 @@ def attach(
         static_graph=static_graph,
     )
     try:
-        made.load(plan)
+        synchronizer.load(plan)
     except BaseException:
-        made.close()
+        synchronizer.close()
         raise
-    _verify_param_shape_across_processes(made.process_group, list(made.parameters))
+    _verify_param_shape_across_processes(synchronizer.process_group, list(synchronizer.parameters))
     _sync_module_states(
         module=module,
-        process_group=made.process_group,
+        process_group=synchronizer.process_group,
         broadcast_bucket_size=BROADCAST_BYTES,
         src=0,
-        params_and_buffers_to_ignore=made._ignored,
+        params_and_buffers_to_ignore=synchronizer._ignored,
         broadcast_buffers=broadcast_buffers,
     )
-    return made
+    return synchronizer
 
 
 def attached_to(module: nn.Module) -> GradientSynchronizer | None:
-    """The synchronizer that `attach` made for this module; None where there is none."""
+    """The synchronizer that `attach` created for this module, or None."""
     owners = (
         hook.owner for hook in module._forward_pre_hooks.values() if isinstance(hook, _ForwardHook)
     )

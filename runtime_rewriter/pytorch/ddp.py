@@ -1,10 +1,10 @@
 """torch's DistributedDataParallel with plans.
 
-`PlannedDataParallel` is a DDP: without a plan every call goes to torch's own code with the user's
-own arguments, so that "the current setup" is measured as it is.  With a plan, the forward pass does
-what DDP's does around the module (buffers, moving inputs) and the synchronizer takes the reducer's
-place; where the plan is nothing but buckets, all of DDP's own code runs and only its reducer is
-another one of torch's, with these buckets (native_buckets.py).
+`PlannedDataParallel` is a DDP. Without a plan every call goes to torch's own code with the user's
+own arguments, so the baseline is measured as it is. With a plan, the forward pass does what DDP's
+does around the module (buffers, moving inputs), and the synchronizer replaces the reducer. If the
+plan is mere buckets, all of DDP's own code runs, with another reducer of torch that has these
+buckets (native_buckets.py).
 """
 
 # mypy: allow-untyped-calls, allow-untyped-decorators
@@ -33,8 +33,7 @@ from runtime_rewriter.pytorch.native_buckets import DdpBackend
 
 
 class PlannedDataParallel(DistributedDataParallel):
-    """A DDP whose gradients are synchronized by `synchronizer.plan`, or by DDP itself while that is
-    None.
+    """A DDP that synchronizes by `synchronizer.plan`, or as DDP itself while that is None.
 
     A copy or an unpickled instance is a plain DDP: it has no synchronizer.
     """
@@ -50,7 +49,7 @@ class PlannedDataParallel(DistributedDataParallel):
         self._take_plans()
 
     def _take_plans(self) -> None:
-        """Collective, before the first plan."""
+        """Build the synchronizer. Collective, before the first plan."""
         self._backend = DdpBackend(self)
         self._synchronizer = GradientSynchronizer(
             self.module,
@@ -81,7 +80,7 @@ class PlannedDataParallel(DistributedDataParallel):
         return state
 
     def _refusal_reason(self) -> str | None:
-        """Uses of DDP whose meaning lies in its reducer."""
+        """Why plans are refused: this DDP has features that only its own reducer supports."""
         conditions = (
             (
                 self.mixed_precision is not None,
@@ -114,12 +113,9 @@ class PlannedDataParallel(DistributedDataParallel):
         if not torch.is_grad_enabled():
             synchronizer.before_evaluation()
             return super().forward(*inputs, **kwargs)
-        joining = (
-            self._join_config.enable
-        )  # torch never takes it back: a script that joins does so every epoch
-        answered = not (
-            joining and synchronizer.plan is not None
-        )  # finished ranks answer DDP's own messages only
+        joining = self._join_config.enable  # stays set: a script that joins does so every epoch
+        # Finished ranks answer only DDP's own messages.
+        answered = not (joining and synchronizer.plan is not None)
         synchronizer.before_forward(self.require_backward_grad_sync and answered)
         if joining:
             synchronizer.mark_unclean()
@@ -142,16 +138,14 @@ class PlannedDataParallel(DistributedDataParallel):
             self._rebuild_reducer()
 
     def _leave_reducer_idle(self, backend: DdpBackend) -> None:
-        """One that looks for unused parameters, or still learns a static graph, will count the
-        hooks of this step."""
-        self._reducer_is_stale |= backend.own_is_learning or (
-            self.find_unused_parameters and not self.static_graph
-        )
+        """Note that a reducer which finds unused parameters, or still learns a static graph, counts
+        the hooks of this step."""
+        finding = self.find_unused_parameters and not self.static_graph
+        self._reducer_is_stale |= backend.own_is_learning or finding
 
     @torch.compiler.disable(recursive=False)
     def _planned_forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """DDP's `_pre_forward`, the module and `_post_forward` without the reducer, which therefore
-        stays idle."""
+        """Run DDP's `_pre_forward`, the module and `_post_forward` without the reducer."""
         if self._check_sync_bufs_pre_fwd():
             self._sync_buffers()
         if self.device_ids:
@@ -181,7 +175,7 @@ class PlannedDataParallel(DistributedDataParallel):
             parts_of(tensors, scale), buffer_size, authoritative_rank
         )
 
-    # What a script registers belongs to DDP's own reducer; under a plan, the plan synchronizes.
+    # A script's hooks belong to DDP's own reducer; under a plan, the plan synchronizes.
 
     def register_comm_hook(self, state: object, hook: Any) -> None:
         with self._own_reducer():
@@ -199,9 +193,8 @@ class PlannedDataParallel(DistributedDataParallel):
             self._backend.set_static_graph()
 
     def join_hook(self, **kwargs: Any) -> Any:
-        if (
-            self._backend is not None
-        ):  # a finished rank answers what DDP's own reducer sends elsewhere, and may make no step here
+        # A finished rank answers messages of DDP's own reducer, even if it makes no step itself.
+        if self._backend is not None:
             self._place_own_reducer(self._backend)
         return super().join_hook(**kwargs)
 
@@ -209,8 +202,7 @@ class PlannedDataParallel(DistributedDataParallel):
         return nullcontext() if self._backend is None else self._backend.own_in_place()
 
     def _rebuild_reducer(self) -> None:
-        """DDP's own, as it was when the DDP was built: what it counted of others' steps is
-        forgotten."""
+        """Build DDP's own reducer again, as in its constructor, without counts of other steps."""
         ddp: Any = self  # torch leaves these methods without types
         parameters, sparse = ddp._build_params_for_reducer()
         ddp._ddp_init_helper(
@@ -240,7 +232,7 @@ class PlannedDataParallel(DistributedDataParallel):
 
 
 class ModelObserver(Protocol):
-    """The session that a script's models report to."""
+    """The session that receives a script's models."""
 
     def model_built(self, synchronizer: GradientSynchronizer) -> None: ...
 
@@ -249,8 +241,11 @@ class ModelObserver(Protocol):
 def replaced_ddp(
     session: ModelObserver, *, timeout_s: float = 60.0, agreement_timeout_s: float = 20.0
 ) -> Iterator[None]:
-    """Inside, `DistributedDataParallel(...)` builds a `PlannedDataParallel` and tells `session`;
-    always restored."""
+    """Let `DistributedDataParallel(...)` build a `PlannedDataParallel` inside and report it to
+    `session`.
+
+    Always restored.
+    """
 
     class Replacement(PlannedDataParallel):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -266,7 +261,7 @@ def replaced_ddp(
 
     @wraps(destroy)
     def flush_and_destroy(*args: Any, **kwargs: Any) -> None:
-        flush_all_synchronizers()  # what crosses the last step needs its groups
+        flush_all_synchronizers()  # messages that cross the last step need its groups
         destroy(*args, **kwargs)
 
     places: tuple[tuple[Any, str, Any], ...] = (
@@ -288,44 +283,45 @@ def replaced_ddp(
 def adopted(
     ddp: DistributedDataParallel, *, timeout_s: float, agreement_timeout_s: float
 ) -> Iterator[GradientSynchronizer]:
-    """Inside, a DDP that torch's own class built takes plans, and its steps can be listened to; it
-    is as before afterwards.
+    """Let a DDP of torch's own class take plans and listeners inside; restore it afterwards.
 
-    Collective at its begin, local at its end; between two steps. One that takes plans already goes
-    on doing so. Raises `InvalidInput` for another class of DDP, whose own methods we do not know.
+    Collective at the start, local at the end; between two steps. A DDP that takes plans already is
+    left alone. Raises `InvalidInput` for another subclass of DDP, whose methods we do not know.
     """
     if isinstance(ddp, PlannedDataParallel):
         yield ddp.synchronizer
         return
     if type(ddp) is not DistributedDataParallel:
         raise InvalidInput(
-            f"the model must be a torch.nn.parallel.DistributedDataParallel itself, but is a {type(ddp).__name__}"
+            "the model must be a torch.nn.parallel.DistributedDataParallel itself, but is a "
+            f"{type(ddp).__name__}"
         )
-    taken: Any = ddp
-    taken.__class__ = PlannedDataParallel
-    taken.timeout_s, taken.agreement_timeout_s = timeout_s, agreement_timeout_s
+    adopted_ddp: Any = ddp
+    adopted_ddp.__class__ = PlannedDataParallel
+    adopted_ddp.timeout_s, adopted_ddp.agreement_timeout_s = timeout_s, agreement_timeout_s
     try:
-        taken._take_plans()
-        yield taken.synchronizer
+        adopted_ddp._take_plans()
+        yield adopted_ddp.synchronizer
     finally:
-        if taken._synchronizer is not None:
-            taken._synchronizer.close()
-        if taken._reducer_is_stale:
-            taken._rebuild_reducer()
-        for name in (
+        if adopted_ddp._synchronizer is not None:
+            adopted_ddp._synchronizer.close()
+        if adopted_ddp._reducer_is_stale:
+            adopted_ddp._rebuild_reducer()
+        ours = (
             "_backend",
             "_synchronizer",
             "_reducer_is_stale",
             "timeout_s",
             "agreement_timeout_s",
-        ):
-            taken.__dict__.pop(name, None)
-        taken.__class__ = DistributedDataParallel
+        )
+        for name in ours:
+            adopted_ddp.__dict__.pop(name, None)
+        adopted_ddp.__class__ = DistributedDataParallel
 
 
 def synchronizer_of(module: nn.Module) -> GradientSynchronizer | None:
-    """That of a DDP that takes plans, or of a plain module to which one is attached; None where
-    there is none."""
+    """The synchronizer of a DDP that takes plans or of a plain module with one attached, or
+    None."""
     if isinstance(module, PlannedDataParallel):
         return module.synchronizer
     return attached_to(module)

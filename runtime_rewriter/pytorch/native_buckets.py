@@ -1,10 +1,10 @@
-"""Plans that torch's own DDP reducer carries out: its C++ code, no Python per gradient.
+"""Plans that torch's own DDP reducer executes: its C++ code, no Python per gradient.
 
-A reducer takes any buckets in any order and starts them in that order. After its first step it
-would make them anew, by sizes and the order in which gradients came; so here it does that at once,
-told the plan's order and the messages' sizes, and has settled in the plan's buckets
-(`Reducer::rebuild_buckets` in torch/csrc/distributed/c10d/reducer.cpp; a reducer that looks for
-unused parameters never makes them anew).
+A reducer accepts any buckets and starts them in their order. After its first step it would rebuild
+them by size and by the order in which gradients became ready. We make it rebuild them at once with
+the plan's order and sizes, so it keeps the plan's buckets (`Reducer::rebuild_buckets` in
+torch/csrc/distributed/c10d/reducer.cpp). A reducer that finds unused parameters never rebuilds
+them.
 """
 
 # mypy: allow-untyped-calls, no-warn-return-any
@@ -31,12 +31,12 @@ from autotune.strategy_space.plan import Plan
 from runtime_rewriter.pytorch.byte_scale import ScaledReduction, scaled_all_reduce
 
 Buckets = tuple[tuple[str, ...], ...]
-"""Names of the variables of each bucket, in the order in which buckets are sent."""
+"""The variables of each bucket, in issue order."""
 
 
 @dataclass(frozen=True)
 class ReducerOptions:
-    """Options of a DDP that its reducer must know; the names are DDP's."""
+    """Options of a DDP that its reducer needs; the names are DDP's."""
 
     find_unused_parameters: bool = False
     static_graph: bool = False
@@ -46,10 +46,9 @@ class ReducerOptions:
 
 
 class BucketReducer:
-    """A reducer of torch whose buckets are `buckets`. Building one is collective over `group`,
-    which carries its messages.
+    """A reducer of torch with the given buckets. Building one is collective over `group`.
 
-    With a `byte_scale` of k the first part of every bucket travels, 1/k of it.
+    With a `byte_scale` of k only the first 1/k of every bucket travels.
     """
 
     def __init__(
@@ -67,16 +66,12 @@ class BucketReducer:
         ordered: list[Tensor] = [parameters[name] for name in self._names]
         numbers = iter(range(len(ordered)))
         indices = [[next(numbers) for _ in bucket] for bucket in buckets]
-        sizes_bytes = [
-            sum(ordered[i].numel() * ordered[i].element_size() for i in bucket)
-            for bucket in indices
-        ]
+        sizes_bytes = [sum(ordered[i].nbytes for i in bucket) for bucket in indices]
         dense = [False] * len(ordered)
-        settled, _ = _compute_bucket_assignment_by_size(
-            ordered, sizes_bytes, dense, list(range(len(ordered)))
-        )
-        assert settled == indices, "sizes of buckets give the buckets"
-        made: Any = Reducer(
+        everything = list(range(len(ordered)))
+        assigned, _ = _compute_bucket_assignment_by_size(ordered, sizes_bytes, dense, everything)
+        assert assigned == indices, "sizes of buckets give the buckets"
+        reducer: Any = Reducer(
             ordered,
             indices,
             sizes_bytes,
@@ -92,23 +87,23 @@ class BucketReducer:
             sizes_bytes,
             options.batched_grad_copy,
         )
-        self.reducer = made
+        self.reducer = reducer
         if options.static_graph:
             self.set_static_graph()
-        made._push_all_rebuilt_params()
-        made._rebuild_buckets()
+        reducer._push_all_rebuilt_params()
+        reducer._rebuild_buckets()
         if byte_scale != 1:
-            _register_comm_hook(made, ScaledReduction(group, byte_scale), scaled_all_reduce)
+            _register_comm_hook(reducer, ScaledReduction(group, byte_scale), scaled_all_reduce)
 
     def set_static_graph(self) -> None:
-        """Before its first step: it learns which variables are used, and how often, in its first
-        backward pass."""
+        """Let its first backward pass learn how often each variable is used; before its first
+        step."""
         self.reducer._set_static_graph()
         self._finds_unused = True
 
     @property
     def finished(self) -> bool:
-        """Every bucket of the last backward pass has arrived."""
+        """Whether every bucket of the last backward pass has arrived."""
         try:
             self.reducer._check_reducer_finalized()
         except RuntimeError:
@@ -116,8 +111,7 @@ class BucketReducer:
         return True
 
     def unused(self) -> frozenset[str]:
-        """After a backward pass: the variables that no rank used, whose `.grad` was therefore
-        kept."""
+        """The variables that no rank used in the last backward pass; they keep their `.grad`."""
         if not self._finds_unused:
             return frozenset()
         used = self.reducer._get_local_used_map().tolist()
@@ -125,11 +119,10 @@ class BucketReducer:
 
 
 class Backend(Protocol):
-    """Where a module's forward pass can drive a reducer of torch."""
+    """Lets a module's forward pass drive a reducer of torch, which then executes plans."""
 
     def buckets_of(self, plan: Plan) -> Buckets | None:
-        """What the reducer would send; None where the plan is more than buckets, or the module's
-        gradients need more."""
+        """The plan's buckets; None if the plan or the module's gradients need more than buckets."""
 
     def install(
         self,
@@ -138,24 +131,26 @@ class Backend(Protocol):
         group: dist.ProcessGroup,
         byte_scale: float,
     ) -> BucketReducer:
-        """Collective: from the next forward pass on send these. Raises `RuntimeError` where a rank
-        is gone."""
+        """Send these from the next forward pass on. Collective.
+
+        Raises `RuntimeError` if a rank is gone.
+        """
 
     def release(self) -> None:
-        """Local: as before `install`."""
+        """Undo `install`. Local."""
 
     def own_buckets(self) -> Buckets | None:
-        """What the module's own synchronization sends now; None where it has none, or one that
-        sends other than whole buckets."""
+        """The buckets that the module's own synchronization sends now; None if it has no
+        buckets."""
 
     @property
     def bucket_view(self) -> bool | None:
-        """Whether gradients lie in the buckets of the module's own reducer; None where it has
-        none."""
+        """Whether gradients are views of the buckets of the module's own reducer; None without
+        one."""
 
 
 def _has_sparse_gradients(module: nn.Module) -> bool:
-    """As DDP tells. It would send them in its own way, which no plan means."""
+    """Whether gradients are sparse by DDP's rule. Its reducer would send them in its own way."""
     return any(
         isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse
         for part in module.modules()
@@ -166,14 +161,15 @@ class ModuleBackend:
     """A reducer for a plain module, whose forward pass calls `before_forward` and
     `after_forward`."""
 
-    def __init__(self, module: nn.Module, carries: bool) -> None:
-        self._module, self._carries = module, carries
-        self._made: BucketReducer | None = None
+    def __init__(self, module: nn.Module, enabled: bool) -> None:
+        self._module = module
+        self._enabled = enabled
+        self._planned_reducer: BucketReducer | None = None
 
     def buckets_of(self, plan: Plan) -> Buckets | None:
-        return (
-            buckets_of(plan) if self._carries and not _has_sparse_gradients(self._module) else None
-        )
+        if not self._enabled or _has_sparse_gradients(self._module):
+            return None
+        return buckets_of(plan)
 
     def install(
         self,
@@ -182,11 +178,11 @@ class ModuleBackend:
         group: dist.ProcessGroup,
         byte_scale: float,
     ) -> BucketReducer:
-        self._made = BucketReducer(buckets, parameters, group, byte_scale)
-        return self._made
+        self._planned_reducer = BucketReducer(buckets, parameters, group, byte_scale)
+        return self._planned_reducer
 
     def release(self) -> None:
-        self._made = None
+        self._planned_reducer = None
 
     def own_buckets(self) -> Buckets | None:
         return None
@@ -196,23 +192,28 @@ class ModuleBackend:
         return None
 
     def before_forward(self, synchronize: bool) -> None:
-        """In forward passes with gradients. Raises `RuntimeError` where the last backward pass left
-        a variable out."""
-        if self._made is None:
+        """Call in forward passes with gradients.
+
+        Raises `RuntimeError` if the last backward pass left a variable out.
+        """
+        if self._planned_reducer is None:
             return
         if synchronize:
-            self._made.reducer.prepare_for_forward()
-        self._made.reducer._rebuild_buckets()  # there is nothing to rebuild: it checks
+            self._planned_reducer.reducer.prepare_for_forward()
+        self._planned_reducer.reducer._rebuild_buckets()  # there is nothing to rebuild: it checks
 
     def after_forward(self, synchronize: bool) -> None:
-        if self._made is not None and synchronize:
-            self._made.reducer.prepare_for_backward([])
+        if self._planned_reducer is not None and synchronize:
+            self._planned_reducer.reducer.prepare_for_backward([])
 
 
 @dataclass
 class _Place:
-    """What of a DDP belongs to one reducer. `queued`: the first pass of a static graph has been
-    queued for it (DDP's `_static_graph_delay_allreduce_enqueued`)."""
+    """The parts of a DDP that belong to one reducer.
+
+    `queued`: DDP's `_static_graph_delay_allreduce_enqueued`, whether the first pass of a static
+    graph has been queued.
+    """
 
     reducer: Any
     logger: Any
@@ -220,16 +221,15 @@ class _Place:
 
 
 class DdpBackend:
-    """A reducer in the place of a DDP's own, whose code drives it; the own one waits with what it
-    has learned."""
+    """Replaces the reducer of a DDP, whose code drives ours; DDP's own keeps what it has
+    learned."""
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         self._ddp: Any = ddp
-        self._idle: _Place | None = (
-            None  # the one that is not in the DDP; None: there is only DDP's own
-        )
-        self._made: BucketReducer | None = None
-        self._planned = False  # the planned one is in the DDP
+        # The reducer that is not in the DDP; None: there is only DDP's own.
+        self._idle: _Place | None = None
+        self._planned_reducer: BucketReducer | None = None
+        self._planned = False  # the planned reducer is in the DDP
 
     def buckets_of(self, plan: Plan) -> Buckets | None:
         return None if _has_sparse_gradients(self._ddp.module) else buckets_of(plan)
@@ -245,33 +245,29 @@ class DdpBackend:
         options = ReducerOptions(
             **{field.name: getattr(ddp, field.name) for field in fields(ReducerOptions)}
         )
-        made = BucketReducer(buckets, parameters, group, byte_scale, options)
+        planned = BucketReducer(buckets, parameters, group, byte_scale, options)
         self.release()
-        self._made = made
-        self._idle = _Place(made.reducer, self._logger(made.reducer), queued=False)
-        return made
+        self._planned_reducer = planned
+        self._idle = _Place(planned.reducer, self._logger(planned.reducer), queued=False)
+        return planned
 
     def release(self) -> None:
         self.place_own()
-        self._idle = self._made = None
+        self._idle = self._planned_reducer = None
 
     def own_buckets(self) -> Buckets | None:
-        """After the first steps they are those that the reducer made anew from the order in which
-        gradients came."""
+        """After the first steps, those rebuilt from the order in which gradients became ready."""
         if _has_sparse_gradients(self._ddp.module) or self._ddp._comm_hooks:
             return None
         own = self._idle.reducer if self._planned and self._idle is not None else self._ddp.reducer
         names = {id(parameter): name for name, parameter in self._ddp.module.named_parameters()}
-        found = [
-            [names.get(id(p)) for p in bucket.parameters()]
-            for bucket in own._get_zeros_like_grad_buckets()
-        ]
-        known = tuple(tuple(name for name in bucket if name is not None) for bucket in found)
-        return (
-            known
-            if [len(bucket) for bucket in known] == [len(bucket) for bucket in found]
-            else None
-        )
+        buckets = []
+        for bucket in own._get_zeros_like_grad_buckets():
+            known = tuple(names[id(p)] for p in bucket.parameters() if id(p) in names)
+            if len(known) != len(bucket.parameters()):
+                return None
+            buckets.append(known)
+        return tuple(buckets)
 
     @property
     def bucket_view(self) -> bool | None:
@@ -287,25 +283,23 @@ class DdpBackend:
 
     @property
     def own_is_learning(self) -> bool:
-        """DDP's own reducer has yet to see the first pass of its static graph."""
+        """Whether DDP's own reducer still has to see the first pass of its static graph."""
         if not self._ddp.static_graph:
             return False
-        return not (
-            self._idle.queued
-            if self._planned and self._idle is not None
-            else self._ddp._static_graph_delay_allreduce_enqueued
-        )
+        if self._planned and self._idle is not None:
+            return not self._idle.queued
+        return not self._ddp._static_graph_delay_allreduce_enqueued
 
     def set_static_graph(self) -> None:
-        """The DDP's graph has become static: the planned reducer learns it, too."""
+        """Make the planned reducer's graph static, too."""
         self.place_own()
-        if self._made is not None and self._idle is not None:
-            self._made.set_static_graph()
+        if self._planned_reducer is not None and self._idle is not None:
+            self._planned_reducer.set_static_graph()
             self._idle.logger._set_static_graph()
 
     @contextmanager
     def own_in_place(self) -> Iterator[None]:
-        """Inside, what is registered with the DDP's reducer is registered with its own."""
+        """Put DDP's own reducer in place inside, for hooks that a script registers."""
         planned = self._planned
         self.place_own()
         try:
@@ -326,7 +320,7 @@ class DdpBackend:
         self._planned = not self._planned
 
     def _logger(self, reducer: Any) -> Any:
-        """As `DistributedDataParallel._ddp_init_helper` makes one."""
+        """Build a logger as `DistributedDataParallel._ddp_init_helper` does."""
         ddp = self._ddp
         logger = Logger(reducer)
         reducer.set_logger(logger)

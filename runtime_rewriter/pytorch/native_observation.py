@@ -1,9 +1,7 @@
-"""The inside of a backward pass that torch's reducer synchronizes, told to observers as that of any
-planned pass.
+"""Reports the inside of a backward pass that torch's reducer synchronizes to observers.
 
-While somebody observes, every parameter has a hook. It runs when the gradient has been accumulated
-and before the reducer, whose own hooks come after the accumulating node, so observers see the local
-gradient and the reducer is the one that trains.
+While there are observers, every parameter has a hook. It runs after the gradient was accumulated
+and before the reducer's own hooks, so observers see the local gradient.
 """
 
 # mypy: untyped-calls-exclude=torch
@@ -21,8 +19,8 @@ from runtime_rewriter.pytorch.observers import BackwardObserver
 
 
 class ObservedPass:
-    """Tells `observers`. `on_gradient(position, parameter)` is called by the hooks and leads to
-    `ready` in a synchronized pass."""
+    """Calls `observers`. The hooks call `on_gradient(position, parameter)`, which calls `ready` in
+    a synchronized pass."""
 
     def __init__(
         self,
@@ -31,18 +29,16 @@ class ObservedPass:
         observers: list[BackwardObserver],
         on_gradient: Callable[[int, Tensor], None],
     ) -> None:
-        self._names, self._parameters, self._observers, self._on_gradient = (
-            names,
-            parameters,
-            observers,
-            on_gradient,
-        )
+        self._names = names
+        self._parameters = parameters
+        self._observers = observers
+        self._on_gradient = on_gradient
         self._handles: list[RemovableHandle] = []
-        self._told: set[int] = set()  # positions of this pass whose gradient observers have seen
+        self._reported: set[int] = set()  # positions that observers have seen in this pass
         self._began = self._accumulated = False
 
     def prepare(self) -> None:
-        """After a forward pass whose backward pass will be synchronized."""
+        """Call after a forward pass whose backward pass will be synchronized."""
         if self._observers and not self._handles:
             self._handles = [
                 parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, position))
@@ -52,38 +48,37 @@ class ObservedPass:
             self.close()
 
     def begin(self, unreachable: Sequence[int]) -> None:
-        """`unreachable`: positions that this pass is known to leave out. The reducer takes their
-        gradients first."""
-        self._began, self._accumulated, self._told = bool(self._handles), False, set()
+        """`unreachable`: positions known to get no gradient. The reducer takes them first."""
+        self._began = bool(self._handles)
+        self._accumulated = False
+        self._reported = set()
         if not self._began:
             return
         for observer in tuple(self._observers):
             observer.on_backward_start()
         for position in unreachable:
-            self._tell(position)
+            self._report(position)
 
     def ready(self, position: int) -> None:
         if self._began:
             self._accumulated = True
-            self._tell(position)
+            self._report(position)
 
     def computed(self) -> None:
-        """The pass has ended and the reducer has not yet written its averages."""
+        """Call when the pass has ended and the reducer has not yet written its averages."""
         if not (self._began and self._accumulated):
             return
         for position in range(len(self._parameters)):
-            if position not in self._told:
-                self._tell(position)
+            if position not in self._reported:
+                self._report(position)
         for observer in tuple(self._observers):
             observer.on_computed()
 
     def ended(self, reducer: BucketReducer) -> None:
-        """The reducer has written its averages, if every variable that it waits for took part."""
+        """Call when the reducer has written its averages, if every variable took part."""
         if self._began and self._accumulated and reducer.finished:
             unused = reducer.unused()
-            kept = frozenset(
-                position for position, name in enumerate(self._names) if name in unused
-            )
+            kept = frozenset(n for n, name in enumerate(self._names) if name in unused)
             for observer in tuple(self._observers):
                 observer.on_synchronized(kept)
         self._began = False
@@ -93,7 +88,7 @@ class ObservedPass:
             handle.remove()
         self._handles = []
 
-    def _tell(self, position: int) -> None:
-        self._told.add(position)
+    def _report(self, position: int) -> None:
+        self._reported.add(position)
         for observer in tuple(self._observers):
             observer.on_ready(position, self._parameters[position].grad)
