@@ -60,7 +60,7 @@ def scale_reducer(model: DistributedDataParallel, byte_scale: float) -> None:
     Raises `InvalidInput` if the script registered a communication hook.
     """
     problem = (
-        f"bytes can be divided by {byte_scale:g} only where DDP itself sends the gradients, but the "
+        f"bytes can be divided by {byte_scale:g} only if DDP itself sends the gradients, but the "
         "script registered a communication hook; remove it, or use a byte scale of 1"
     )
     if model._comm_hooks:

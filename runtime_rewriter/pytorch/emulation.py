@@ -1,11 +1,10 @@
-"""Emulated accelerators: the module's own computation becomes timed waits; everything around it
-stays real.
+"""Emulated accelerators: timed waits replace the module's computation; all else stays real.
 
-The first pass for every signature of the inputs is computed and recorded (its step is marked
-unclean). Later passes return the recorded output, connected to a chain of autograd nodes: the
-backward pass runs down the chain, waits until the profile says that the next variables' gradients
-are ready, and hands out the recorded ones. What hangs on the gradients (DDP's reducer, our hooks,
-the script's own) cannot tell the difference.
+The first pass for each signature of the inputs is computed and recorded (its step is marked
+unclean). Later passes return the recorded output, connected to a chain of autograd nodes. The
+backward pass runs down the chain, waits until the profile's next gradients are ready, and hands out
+the recorded ones. Hooks on the gradients (DDP's reducer, ours, the script's own) notice no
+difference.
 
 | time | the wait ends |
 |---|---|
@@ -15,15 +14,14 @@ the script's own) cannot tell the difference.
 | end of the backward pass | backward_s after its start |
 | next step | update_s after all gradients were synchronized |
 
-The update is one of these waits: the script's optimizers step, but find no gradients, since on an
-accelerator the processor would have nothing to do with it. Only after a recorded pass they update
-for real.
+The update is one of these waits. The script's optimizers step but find no gradients, since an
+accelerator's update takes no time of the processor. Only after a recorded pass do they really
+update.
 
-Where a plan crosses the step, a variable whose average is late delays all that is read and computed
-after it.
+If a plan crosses the step, a late average delays all later reads and computation.
 
-Waits are for absolute times, so real work (the loss, packing, the optimizer) is absorbed while it
-is shorter than the profile; `overrun` says where it is not.
+Waits end at absolute times, so they absorb real work (the loss, packing, the optimizer) that is
+shorter than the profile's. `overrun` measures the excess.
 """
 
 # mypy: untyped-calls-exclude=torch, allow-untyped-decorators, allow-untyped-calls
@@ -47,32 +45,31 @@ from runtime_rewriter.pytorch.recorded_pass import (
     GradientRecorder,
     Output,
     RecordedPass,
-    collectives_made,
+    collectives_started,
     signature_of,
     tensors_needing_gradient,
 )
 
 Due = tuple[tuple[int, ...], float]
-"""Positions of parameters whose gradients are ready, or which are read, at the same time of the
+"""Parameters, by position, whose gradients are ready, or which are read, at one time of the
 timetable."""
 MOST_RECORDED_PASSES = 32
-"""Each holds a copy of all gradients; a script with more kinds of batches would be recorded and not
-emulated."""
+"""Each holds a copy of all gradients. A script with more kinds of batches would record for ever."""
 
 
 def emulation_refusal(synchronizer: GradientSynchronizer) -> str | None:
-    """What in the module or around it forbids emulation, as far as it can be told before a step."""
-    if synchronizer.device.device.type != "cpu":
-        return f"the model is on {synchronizer.device.device.type}, where it really computes; use real accelerators"
+    """Why the module cannot be emulated, as far as is known before a step."""
+    kind = synchronizer.device.device.type
+    if kind != "cpu":
+        return f"the model is on {kind}, where it really computes; use real accelerators"
     return synchronizer.refusal_reason()
 
 
 class EmulatedAccelerator:
-    """Plays the passes of the synchronizer's module. Without a timetable nothing waits. A
-    `StepListener`.
+    """Plays the passes of the synchronizer's module; a `StepListener`. Without a timetable no
+    waits.
 
-    Raises `InvalidInput` where the module cannot be emulated. Take it up with
-    `synchronizer.emulate`.
+    Pass it to `synchronizer.emulate`. Raises `InvalidInput` if the module cannot be emulated.
     """
 
     def __init__(self, synchronizer: GradientSynchronizer, timetable: Timetable | None) -> None:
@@ -84,27 +81,25 @@ class EmulatedAccelerator:
         self._reads = () if timetable is None else _positions(synchronizer.names, timetable.needed)
         self._recorded_passes: dict[Hashable, RecordedPass] = {}
         self._recorder: GradientRecorder | None = None
-        self._recorded: tuple[Hashable, Output] | None = None  # waits for its gradients
-        self._in_backward = (
-            False  # a played pass has begun its backward pass since the last forward pass
-        )
+        self._recorded: tuple[Hashable, Output] | None = None  # without gradients so far
+        # A played pass has begun its backward pass since the last forward pass.
+        self._in_backward = False
         self._step_start_s: float | None = None
         self._synchronized_s: float | None = None
         self._waits = {name: Waiter() for name in ("forward", "backward", "update")}
         self.overrun = 0.0
-        """Of the last whole step: how much longer real work took than the profile's computation,
-        relative to that."""
+        """The excess of real work over the profile's computation in the last step, as a share of
+        it."""
 
-    # -- steps ---------------------------------------------------------------------------------------
+    # -- steps
 
     def before_boundary(self) -> None:
-        """A step ends, but no earlier than the profile's update does."""
+        """Wait for the end of the profile's update, which ends the step."""
         if self._timetable is not None:
             if self._synchronized_s is not None:
                 self._waits["update"].until(self._synchronized_s + self._timetable.update_s)
-            self.overrun = (
-                sum(waiter.late_s for waiter in self._waits.values()) / self._timetable.compute_s
-            )
+            late_s = sum(waiter.late_s for waiter in self._waits.values())
+            self.overrun = late_s / self._timetable.compute_s
         for waiter in self._waits.values():
             waiter.restart()
         self._step_start_s = self._synchronized_s = None
@@ -115,25 +110,23 @@ class EmulatedAccelerator:
     def on_backward_end(self) -> None:
         self._synchronized_s = self._synchronizer.device.now_s()
 
-    # -- forward -------------------------------------------------------------------------------------
+    # -- forward
 
     @torch.compiler.disable
     def run(
         self, compute: Callable[..., Any], inputs: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """The module's forward pass, played if one like it was recorded, else computed and
-        recorded."""
+        """Play the forward pass if one with this signature was recorded; else compute and record
+        it."""
         if self._step_start_s is None:
             self._step_start_s = time.perf_counter()
         self._finish_recording()
         self._in_backward = False
         key = (self._synchronizer.module.training, signature_of((inputs, kwargs)))
         recording = self._recorded_passes.get(key)
-        return (
-            self._record(key, compute, inputs, kwargs)
-            if recording is None
-            else self._play(recording)
-        )
+        if recording is not None:
+            return self._play(recording)
+        return self._record(key, compute, inputs, kwargs)
 
     def _record(
         self,
@@ -146,18 +139,21 @@ class EmulatedAccelerator:
         self._synchronizer.cross_step.updates_played = False
         if tensors_needing_gradient((inputs, kwargs)):
             raise InvalidInput(
-                "accelerators cannot be emulated: an input of the model requires a gradient; detach it"
+                "accelerators cannot be emulated: an input of the model requires a gradient; "
+                "detach it"
             )
         if len(self._recorded_passes) == MOST_RECORDED_PASSES:
             raise InvalidInput(
-                f"accelerators are emulated for at most {MOST_RECORDED_PASSES} kinds of batches, but the model's inputs have more shapes "
-                "or values; pad batches to few shapes, and pass no argument that changes in every step"
+                f"accelerators are emulated for at most {MOST_RECORDED_PASSES} kinds of batches, "
+                "but the model's inputs have more shapes or values; pad batches to few shapes, and "
+                "pass no argument that changes in every step"
             )
-        made = collectives_made()
+        before = collectives_started()
         output = compute(*inputs, **kwargs)
-        if collectives_made() != made:
+        if collectives_started() != before:
             raise InvalidInput(
-                "accelerators cannot be emulated: the forward pass of the model has transfers of its own"
+                "accelerators cannot be emulated: the forward pass of the model has transfers of "
+                "its own"
             )
         recorded = Output.of(output)
         if any(recorded.needs_gradient):
@@ -168,15 +164,13 @@ class EmulatedAccelerator:
         return output
 
     def _finish_recording(self) -> None:
-        """At the next forward pass. A pass that had no backward pass (an evaluation, say) is
-        forgotten."""
+        """End a recording at the next forward pass; drop it without a backward pass
+        (evaluation)."""
         if self._recorder is None or self._recorded is None:
             return
-        (key, output), begun, gradients = (
-            self._recorded,
-            self._recorder.begun,
-            self._recorder.finish(),
-        )
+        key, output = self._recorded
+        begun = self._recorder.begun
+        gradients = self._recorder.finish()
         self._recorder = self._recorded = None
         if begun:
             self._recorded_passes[key] = RecordedPass(output, gradients)
@@ -214,26 +208,24 @@ class EmulatedAccelerator:
         return output.rebuilt(tensors)
 
     def _read_variables(self) -> None:
-        """What the module would read, when it would; later than that where it is still on its
-        way."""
+        """Read variables when the module would; later if their averages are still under way."""
         cross_step = self._synchronizer.cross_step
         for positions, needed_s in self._reads:
             if not cross_step.pending:
-                return  # nothing that waiting here would change
+                return
             assert self._step_start_s is not None
             cross_step.flush_arrived()
             self._waits["forward"].until(self._step_start_s + needed_s)
             self._step_start_s += cross_step.flush_variables(positions)
 
-    # -- backward ------------------------------------------------------------------------------------
+    # -- backward
 
     def backward_begins(self, timetable: Timetable | None) -> float:
-        """Waits for the end of the forward pass; returns the start of the backward pass."""
-        if (
-            self._in_backward
-        ):  # the second chain would run after the first and make every gradient late
+        """Wait for the end of the forward pass; return the start of the backward pass."""
+        if self._in_backward:  # a second chain would run after the first, with late gradients
             raise InvalidInput(
-                "accelerators cannot be emulated: one backward pass goes through several forward passes of the model"
+                "accelerators cannot be emulated: one backward pass goes through several forward "
+                "passes of the model"
             )
         self._in_backward = True
         if timetable is None or self._step_start_s is None:
@@ -245,8 +237,7 @@ class EmulatedAccelerator:
 
 
 class _PlayedPass:
-    """One forward and backward pass that is played; `timetable` is None where its backward pass is
-    not synchronized."""
+    """One played forward and backward pass; `timetable` is None if it is not synchronized."""
 
     def __init__(
         self, accelerator: EmulatedAccelerator, recording: RecordedPass, timetable: Timetable | None
@@ -255,12 +246,12 @@ class _PlayedPass:
         self._start_s: float | None = None
 
     def begin(self, gradient: Tensor) -> None:
-        """The first gradient of an output is there."""
+        """Start the backward pass at the first gradient of an output."""
         if self._start_s is None:
             self._start_s = self._accelerator.backward_begins(self._timetable)
 
     def hand_out(self, positions: Sequence[int], ready_s: float) -> list[Tensor]:
-        """Fresh copies, made before the wait, that the parameters may keep as their own."""
+        """Copies of the gradients, taken before the wait, which the parameters may keep."""
         gradients = [
             recorded.clone()
             for position in positions
@@ -279,8 +270,8 @@ class _PlayedPass:
 
 
 class _Outputs(Function):
-    """(token, recorded tensors) -> copies of them. Backward: goes on with the chain, whatever the
-    gradients are."""
+    """(token, recorded tensors) -> copies. Backward: continue the chain, whatever the gradients
+    are."""
 
     @staticmethod
     def forward(context: Any, token: Tensor, *recorded: Tensor) -> tuple[Tensor, ...]:
@@ -294,8 +285,8 @@ class _Outputs(Function):
 
 
 class _HandOut(Function):
-    """One link of the chain. Backward: the gradients of parameters that are ready together, at
-    their time, as a layer's are."""
+    """One link of the chain. Backward: gradients that are ready together, like a layer's, on
+    time."""
 
     @staticmethod
     def forward(
@@ -316,7 +307,7 @@ class _HandOut(Function):
 
 
 class _End(Function):
-    """The last link. Backward: the pass takes as long as the profile says."""
+    """The last link. Backward: wait until the end of the profile's backward pass."""
 
     @staticmethod
     def forward(context: Any, token: Tensor, played: _PlayedPass) -> Tensor:
@@ -331,14 +322,15 @@ class _End(Function):
 
 
 def _ready_order(names: tuple[str, ...], timetable: Timetable | None) -> tuple[Due, ...]:
-    """The first ready first; without a timetable one by one in reverse definition order."""
+    """Parameters by ready time; without a timetable one by one in reverse definition order."""
     if timetable is None:
         return tuple(((position,), 0.0) for position in reversed(range(len(names))))
     profiled = [name for name, _ in timetable.ready]
     if set(profiled) != set(names):
         differing = sorted(set(profiled) ^ set(names))
         raise InvalidInput(
-            f"a profile must be of the running model, but they differ in {', '.join(differing[:3])}; leave --profile out to measure it"
+            "a profile must be of the running model, but they differ in "
+            f"{', '.join(differing[:3])}; leave --profile out to measure it"
         )
     return _positions(names, timetable.ready)
 

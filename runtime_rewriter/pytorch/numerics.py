@@ -5,29 +5,29 @@ gradients.
 |---|---|
 | w | number of ranks |
 | g_r | local gradient of one variable on rank r |
-| e_r, e'_r | residual of the variable on rank r before and after the step (see exchange/residuals.py); 0 where nothing is kept |
-| a, b | synchronized gradient by the plan and by the reference: sum over r of g_r / w + e_r - e'_r |
-| M | max over ranks and elements of abs(g_r + w e_r); M_model: the largest finite M of all variables |
+| e_r, e'_r | its residual on rank r before and after the step (exchange/residuals.py), or 0 |
+| a, b | synchronized gradient by plan and by reference: sum over r of g_r / w + e_r - e'_r |
+| M | max over ranks and elements of abs(g_r + w e_r); M_model: the largest finite M |
 | u, u_wire | unit roundoff of the variable's dtype and of the dtype that travels |
 
-The error of a variable is max|a - b| / M.  M, not max|b|, because gradients of different ranks may
-cancel: the rounding of a sum is bounded by the size of its terms (Higham, Accuracy and Stability of
-Numerical Algorithms, 2nd ed., Eq. 4.4: |fl(sum x_i) - sum x_i| <= (n - 1) u sum|x_i| + O(u^2)).
-Tolerances:
+The error of a variable is max|a - b| / M. M replaces max|b| because gradients of different ranks
+may cancel: the rounding of a sum is bounded by the size of its terms (Higham, Accuracy and
+Stability of Numerical Algorithms, 2nd ed., Eq. 4.4: |fl(sum x_i) - sum x_i| <= (n - 1) u sum|x_i| +
+O(u^2)). Tolerances:
 
 - uncompressed, w <= 2: 0, since one addition has no order;
 - uncompressed, w > 2: 2 w u, both sums reordered (float32: 4.8e-7 at 4 ranks, below 1e-5 up to 83
   ranks);
 - fp16, bf16: (w + 1) u_wire + 2 w u: w roundings to the wire's dtype, w - 1 additions there, then
-  as above. Gradients so small that fp16 underflows are not excused: they fail, as they should.
-  Only a compressed variable that holds nothing but rounding noise, M <= 64 u M_model (the bias of a
-  layer before BatchNorm, whose true gradient is 0), is measured against M_model instead of M;
-- int8, top_k, power_sgd: what is lost is known, it is in e'_r, so that only sums are rounded: 16 (w
-  + 4) u. Each rank rounds v_r, what it sends, what stays and the reference's difference of these,
-  at most 4 u |v_r|; both sums as above; PowerSGD adds a few terms per element of up to |P_ik Q_jk|,
-  which may be larger than v. 16 is a margin: 1e-5 for float32 at 6 ranks;
-- where something may wait from an earlier plan and w > 2: 4 u more, since g_r / w + e_r is rounded
-  otherwise than g_r + w e_r.
+  as above. Gradients that underflow in fp16 fail. One exception: a cast variable that is pure
+  rounding noise, M <= 64 u M_model (the bias of a layer before BatchNorm, whose true gradient is
+  0), is measured against M_model instead of M;
+- error feedback: 16 (w + 4) u. The loss is known: it is e'_r, so only sums are rounded. Each rank
+  rounds v_r, what it sends, e'_r and the reference's difference of these, at most 4 u |v_r|; both
+  sums as above. PowerSGD adds a few terms per element of up to |P_ik Q_jk|, which may be larger
+  than v. 16 is a margin: 1e-5 for float32 at 6 ranks;
+- with residuals of an earlier plan and w > 2: 4 u more, since g_r / w + e_r rounds differently than
+  g_r + w e_r.
 """
 
 # mypy: untyped-calls-exclude=torch
@@ -49,8 +49,8 @@ from runtime_rewriter.pytorch.hooks import GradientSynchronizer
 from runtime_rewriter.pytorch.observers import BackwardObserver
 
 NOISE_ROUNDOFFS = 64
-"""Gradients below so many roundoffs of the model's largest are noise: sums over a batch carry
-several roundings."""
+"""Gradients below this many roundoffs of the model's largest are noise: sums over a batch round
+several times."""
 
 _FEEDBACK_MARGIN = 16
 _WAITING_ROUNDOFFS = 4
@@ -58,10 +58,12 @@ _WAITING_ROUNDOFFS = 4
 
 @dataclass(frozen=True)
 class GateResult:
-    """`relative_error` is the largest over all variables, exactly 0.0 where the bits are equal;
-    infinite where ranks differ or a finite reference became non-finite. `worst_variable` is the one
-    with the largest share of its own tolerance, which `tolerance` is; `ok` says that every variable
-    is within its own."""
+    """The outcome for all variables.
+
+    `relative_error`: the largest; 0.0 for equal bits, infinite if ranks differ or a finite
+    reference became non-finite. `worst_variable`: the one with the largest share of its own
+    tolerance, which is `tolerance`. `ok`: whether every variable is within its tolerance.
+    """
 
     relative_error: float
     tolerance: float
@@ -95,26 +97,26 @@ class GradientGate(BackwardObserver):
     def __init__(self, synchronizer: GradientSynchronizer) -> None:
         self._synchronizer = synchronizer
         self._local: dict[int, Tensor] = {}  # g_r + w e_r
-        self._summed: dict[
-            int, Tensor
-        ] = {}  # of variables whose rows travel: the rows that are compared
-        self._in_rows: frozenset[int] | None = (
-            None  # variables of which rows travel; None: not looked up yet
-        )
+        # The compared rows of variables whose rows travel.
+        self._summed: dict[int, Tensor] = {}
+        # Variables whose rows travel; None: not known yet.
+        self._in_rows: frozenset[int] | None = None
         self._result: GateResult | None = None
 
     def arm(self) -> None:
-        """Between two steps, on every rank."""
-        self._local, self._result = {}, None
+        """Check the next pass; call it between two steps, on every rank."""
+        self._local = {}
+        self._result = None
         self._in_rows = None
         if self not in self._synchronizer.observers:
             self._synchronizer.observers.append(self)
 
     def error(self) -> GateResult:
-        """The result, equal on all ranks; only after a synchronized backward pass has ended."""
+        """The result, equal on all ranks, after a synchronized backward pass has ended."""
         if self._result is None:
             raise SynchronizationError(
-                "the numerics gate needs a synchronized backward pass under a plan between arm() and error()"
+                "the numerics gate needs a synchronized backward pass under a plan between arm() "
+                "and error()"
             )
         return self._result
 
@@ -147,11 +149,8 @@ class GradientGate(BackwardObserver):
         for position in compared:
             largest[position] = _largest(self._local[position])
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=ranks.control)
-        of_model = (
-            float(largest[torch.isfinite(largest)].max())
-            if bool(torch.isfinite(largest).any())
-            else 0.0
-        )
+        finite = largest[torch.isfinite(largest)]
+        of_model = float(finite.max()) if len(finite) else 0.0
         choices = _compressors(synchronizer.plan, synchronizer.names)
         self._subtract_what_stayed(compared)
         errors = torch.zeros_like(largest)
@@ -187,22 +186,14 @@ class GradientGate(BackwardObserver):
     def _travels_as_rows(self, position: int) -> bool:
         if self._in_rows is None:  # a plan may be loaded after `arm`
             plan, names = self._synchronizer.plan, self._synchronizer.names
-            found = (
-                {
-                    part.variable
-                    for m in plan.messages
-                    if m.sparse is not SparseHandling.DENSE
-                    for part in m.slices
-                }
-                if plan
-                else set()
-            )
-            self._in_rows = frozenset(index for index, name in enumerate(names) if name in found)
+            messages = plan.messages if plan is not None else ()
+            sparse = [m for m in messages if m.sparse is not SparseHandling.DENSE]
+            variables = {part.variable for message in sparse for part in message.slices}
+            self._in_rows = frozenset(n for n, name in enumerate(names) if name in variables)
         return position in self._in_rows
 
     def _take_rows(self, position: int) -> None:
-        """Compare the rows that any rank's local or synchronized gradient holds: nothing of the
-        variable's size is made."""
+        """Reduce both gradients to the rows of any rank, without allocating the variable's size."""
         local, summed = self._local[position], _gradient(self._synchronizer, position)
         touched = torch.zeros(local.shape[0], dtype=torch.uint8)
         for gradient in (local, summed):
@@ -224,15 +215,12 @@ class GradientGate(BackwardObserver):
         sizes = [tensor.numel() for tensor in local]
         reference = torch.cat([tensor.reshape(-1) for tensor in local]) * (1.0 / ranks.size)
         dist.all_reduce(reference, group=ranks.first)
-        mine = torch.cat([tensor.reshape(-1) for tensor in result])
-        root = mine.clone()
+        synchronized = torch.cat([tensor.reshape(-1) for tensor in result])
+        root = synchronized.clone()
         dist.broadcast(root, group=ranks.first, group_src=0)
-        parts = zip(
-            mine.split(sizes), root.split(sizes), reference.split(sizes), scales, strict=True
-        )
-        return torch.tensor(
-            [_error(a, first, b, scale) for a, first, b, scale in parts], dtype=torch.float64
-        )
+        tensors = (synchronized, root, reference)
+        parts = zip(*(tensor.split(sizes) for tensor in tensors), scales, strict=True)
+        return torch.tensor([_error(*part) for part in parts], dtype=torch.float64)
 
 
 def _gradient(synchronizer: GradientSynchronizer, position: int) -> Tensor:
@@ -267,13 +255,11 @@ def _bits(tensor: Tensor) -> Tensor:
 
 def _largest(tensor: Tensor) -> float:
     largest = float(tensor.abs().amax()) if tensor.numel() else 0.0
-    return (
-        largest if math.isfinite(largest) else math.inf
-    )  # a maximum over ranks need not carry NaN
+    return largest if math.isfinite(largest) else math.inf  # a maximum over ranks may drop NaN
 
 
 def _compressors(plan: Plan, names: tuple[str, ...]) -> list[Compressor]:
-    """Per variable, of its coarsest message."""
+    """The compressor of each variable's coarsest message."""
 
     def coarseness(compressor: Compressor) -> tuple[float, bool]:
         return _wire_roundoff(compressor), compressor.error_feedback

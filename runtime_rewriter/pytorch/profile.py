@@ -2,9 +2,9 @@
 backward pass.
 
 The steps run under a plan that issues its messages only after the backward pass, so that no
-communication disturbs the measured times.  All ranks measure; the medians over steps and ranks are
-returned, alike on all. For emulated accelerators rank 0 computes alone: the others record one step
-and play it without waits.
+communication disturbs the measured times. All ranks measure, and all get the medians over steps and
+ranks. For emulated accelerators rank 0 computes alone: the others record one step and play it
+without waits.
 """
 
 # mypy: untyped-calls-exclude=torch
@@ -39,9 +39,11 @@ WARMUP_STEPS = 1
 
 @dataclass
 class _Marks:
-    """Borders of one step on the device's queue, and when gradients were ready and variables read.
-    Looked at when the step has ended, since to look at one sooner would stop the host from running
-    ahead, as it does in training."""
+    """Times of one step on the device's queue: its phases, ready gradients, and reads of variables.
+
+    They are read after the step. Reading one sooner would keep the host from running ahead, as it
+    does in training.
+    """
 
     boundary: Mark
     forward_start: Mark | None = None
@@ -54,8 +56,11 @@ class _Marks:
 
 @dataclass
 class _Step:
-    """Times of one step on this rank, in seconds; by variable `ready_s` from the start of the
-    backward, `needed_s` of the forward pass."""
+    """Times of one step on this rank, in seconds.
+
+    By variable: `ready_s` from the start of the backward pass, `needed_s` from that of the forward
+    pass.
+    """
 
     forward_s: float = 0.0
     backward_s: float = 0.0
@@ -82,17 +87,16 @@ def profiling_plan(workload: Workload, world_size: int) -> Plan:
 
 
 class WorkloadProfiler(BackwardObserver):
-    """Profiles the next `steps` steps; those that an evaluation interrupted count only where all
-    were.
+    """Profiles the next `steps` steps. Steps with an evaluation count only if all have one.
 
-    Building one is collective and belongs at a step boundary: it loads the profiling plan, or
-    `plan`.  `done` turns true at the boundary after the last step; `finish` is collective too and
-    leaves no plan loaded.  A step starts at its boundary: under gradient accumulation `forward_s`
-    holds all that comes before the synchronized backward pass.  Data loading counts as `update_s`.
+    Building one is collective, at a step boundary: it loads the profiling plan, or `plan`. `done`
+    becomes true at the boundary after the last step. `finish` is collective, too, and leaves no
+    plan loaded. A step starts at its boundary: under gradient accumulation `forward_s` includes all
+    that precedes the synchronized backward pass. Data loading counts as `update_s`.
 
-    `alone`: rank 0 computes alone, its steps make the profile, and `forward_s` begins when its
-    module does, after the buffers were sent. Raises `InvalidInput` where the module cannot be
-    emulated.
+    `alone`: rank 0 computes alone, and the profile is of its steps. `forward_s` then starts with
+    the module's computation, after the buffers were sent. Raises `InvalidInput` if the module
+    cannot be emulated.
     """
 
     def __init__(
@@ -119,9 +123,7 @@ class WorkloadProfiler(BackwardObserver):
         )
         synchronizer.load(plan, deferred=True)
         synchronizer.observers.append(self)
-        synchronizer.listeners.insert(
-            0, self
-        )  # before whoever asks for `done` at the same boundary
+        synchronizer.listeners.insert(0, self)  # before listeners that read `done`
         self._marks = _Marks(synchronizer.device.mark())
 
     @property
@@ -134,9 +136,9 @@ class WorkloadProfiler(BackwardObserver):
         if self._marks.forward_start is not None:
             return
         self._marks.forward_start = self._synchronizer.device.mark()
-        for index, parameter in enumerate(
-            () if script_compiles() else self._synchronizer.parameters
-        ):
+        if script_compiles():
+            return
+        for index, parameter in enumerate(self._synchronizer.parameters):
             if can_watch(parameter):
                 watch(parameter, partial(self._on_read, index))
 
@@ -155,9 +157,8 @@ class WorkloadProfiler(BackwardObserver):
     def on_ready(self, index: int, gradient: Tensor | None) -> None:
         self._marks.ready[index] = self._synchronizer.device.mark()
         if gradient is not None and gradient.is_sparse:
-            self._rows.setdefault(index, {})[self._seen] = gradient._indices()[
-                0
-            ]  # counted when nothing is timed any more
+            # Counted later, when nothing is timed any more.
+            self._rows.setdefault(index, {})[self._seen] = gradient._indices()[0]
 
     def on_computed(self) -> None:
         self._marks.computed = self._synchronizer.device.mark()
@@ -167,7 +168,7 @@ class WorkloadProfiler(BackwardObserver):
 
     def on_boundary(self, now_s: float, clean: bool) -> None:
         marks, self._marks = self._marks, _Marks(self._synchronizer.device.mark())
-        if marks.backward_end is None:  # the end of a step that began before this profiler
+        if marks.backward_end is None:  # the step began before this profiler
             return
         self._seen += 1
         if self._seen > WARMUP_STEPS:
@@ -176,12 +177,8 @@ class WorkloadProfiler(BackwardObserver):
     def _step_of(self, marks: _Marks, end: Mark) -> _Step:
         between = self._synchronizer.device.seconds_between
         forward_start, backward_start = marks.forward_start, marks.backward_start
-        assert (
-            forward_start is not None
-            and backward_start is not None
-            and marks.computed is not None
-            and marks.backward_end is not None
-        )
+        assert forward_start is not None and backward_start is not None
+        assert marks.computed is not None and marks.backward_end is not None
         return _Step(
             forward_s=between(forward_start if self._alone else marks.boundary, backward_start),
             backward_s=between(backward_start, marks.computed),
@@ -191,8 +188,7 @@ class WorkloadProfiler(BackwardObserver):
         )
 
     def finish(self) -> Workload:
-        """The measured workload: rank 0's order, edges and touched rows, medians of the times over
-        steps and ranks."""
+        """The measured workload: rank 0's edges and touched rows, medians over steps and ranks."""
         synchronizer = self._synchronizer
         synchronizer.observers.remove(self)
         synchronizer.listeners.remove(self)
@@ -202,7 +198,7 @@ class WorkloadProfiler(BackwardObserver):
             take_round_robin()
         if not self._steps:
             raise SynchronizationError(
-                "a profile needs at least one whole training step under it, but none was made"
+                "a profile needs at least one whole training step, but there was none"
             )
         gathered: list[list[tuple[_Step, bool]]] = [[]] * synchronizer.ranks.size
         dist.all_gather_object(gathered, self._steps, group=synchronizer.ranks.control)
@@ -216,35 +212,27 @@ class WorkloadProfiler(BackwardObserver):
         return self._workload(self._kept(gathered), *shape[0])
 
     def _kept(self, gathered: list[list[tuple[_Step, bool]]]) -> list[_Step]:
-        """What counts: clean steps. Alone, those of rank 0 during which no other rank had to
-        compute."""
+        """The clean steps. With `alone`, those of rank 0 in which no other rank computed."""
         if self._alone:
-            quiet = [
-                all(of_rank[number][1] for of_rank in gathered)
-                for number in range(len(self._steps))
-            ]
+            quiet = [all(clean for _, clean in steps) for steps in zip(*gathered, strict=True)]
             of_first = [step for step, _ in gathered[0]]
             return [step for step, alone in zip(of_first, quiet, strict=True) if alone] or of_first
-        return [
-            step
-            for of_rank in gathered
-            for step in [s for s, clean in of_rank if clean] or [s for s, _ in of_rank]
-        ]
+        kept: list[_Step] = []
+        for of_rank in gathered:
+            kept += [step for step, clean in of_rank if clean] or [step for step, _ in of_rank]
+        return kept
 
     def _workload(
         self, steps: list[_Step], edges: set[tuple[int, int]], touched: dict[int, float]
     ) -> Workload:
         backward_s = median(step.backward_s for step in steps)
         count = len(self._synchronizer.names)
-        # A variable that got no gradient is known to be so when the backward pass ends.
-        ready_s = [
-            median(step.ready_s.get(index, step.backward_s) for step in steps)
-            for index in range(count)
-        ]
-        # One whose reads cannot be seen (in compiled code, say) is taken to be needed at once.
-        needed_s = [
-            median(step.needed_s.get(index, 0.0) for step in steps) for index in range(count)
-        ]
+        # A variable without a gradient is ready at the end of the backward pass. One whose reads
+        # are not detected (in compiled code, say) is needed at once.
+        ready_s, needed_s = [], []
+        for index in range(count):
+            ready_s.append(median(step.ready_s.get(index, step.backward_s) for step in steps))
+            needed_s.append(median(step.needed_s.get(index, 0.0) for step in steps))
         order = sorted(range(count), key=lambda index: (ready_s[index], -index))
         position = {index: rank for rank, index in enumerate(order)}
         variables = tuple(

@@ -1,5 +1,4 @@
-"""One real pass of a module, recorded so that it can be played again: its output by input
-signature, its local gradients."""
+"""One real pass of a module, recorded for playback: its output and its local gradients."""
 
 # mypy: untyped-calls-exclude=torch
 
@@ -19,14 +18,13 @@ from torch.overrides import TorchFunctionMode
 from autotune.errors import InvalidInput
 
 _VALUES = (bool, int, str, bytes, type(None), torch.dtype, torch.device)
-"""Arguments whose value may decide what the module does. Floats (a temperature, say) change without
-changing shapes."""
+"""Types whose value may decide what the module computes. Floats (a temperature) do not: they change
+without changing shapes."""
 _DEEPEST = 12
 
 
 def signature_of(value: object, depth: int = 0) -> Hashable:
-    """What two inputs share that make the module do the same work: structure, shapes, dtypes and
-    small values."""
+    """Structure, shapes, dtypes and small values of an input: equal signatures mean equal work."""
     if isinstance(value, Tensor):
         return ("tensor", tuple(value.shape), value.dtype, value.layout)
     if isinstance(value, _VALUES):
@@ -35,42 +33,35 @@ def signature_of(value: object, depth: int = 0) -> Hashable:
     if depth == _DEEPEST:
         return kind
     if isinstance(value, Mapping):
-        return (
-            kind,
-            tuple((str(key), signature_of(item, depth + 1)) for key, item in value.items()),
-        )
+        items = ((str(key), signature_of(item, depth + 1)) for key, item in value.items())
+        return (kind, tuple(items))
     if isinstance(value, (list, tuple, set, frozenset)):
         return (kind, tuple(signature_of(item, depth + 1) for item in value))
     if is_dataclass(value) and not isinstance(value, type):
-        return (
-            kind,
-            tuple(signature_of(getattr(value, field.name), depth + 1) for field in fields(value)),
-        )
-    own = getattr(value, "__dict__", None)
-    if isinstance(own, dict) and not isinstance(value, (type, nn.Module)) and not callable(value):
-        return (kind, signature_of(own, depth + 1))  # a batch object of the script's own
+        members = (getattr(value, field.name) for field in fields(value))
+        return (kind, tuple(signature_of(member, depth + 1) for member in members))
+    attributes = getattr(value, "__dict__", None)
+    plain = not isinstance(value, (type, nn.Module)) and not callable(value)
+    if isinstance(attributes, dict) and plain:
+        return (kind, signature_of(attributes, depth + 1))  # the script's own batch object
     return kind
 
 
 def tensors_needing_gradient(value: object, depth: int = 0) -> bool:
-    """Whether a gradient would flow through the module into one of its inputs."""
+    """Whether a gradient would flow through the module into an input."""
     if isinstance(value, Tensor):
         return value.requires_grad
     if depth == _DEEPEST:
         return False
-    items: Iterable[object] = (
-        value.values()
-        if isinstance(value, Mapping)
-        else value
-        if isinstance(value, (list, tuple))
-        else ()
-    )
+    items: Iterable[object] = value if isinstance(value, (list, tuple)) else ()
+    if isinstance(value, Mapping):
+        items = value.values()
     return any(tensors_needing_gradient(item, depth + 1) for item in items)
 
 
 class _Replacing(TorchFunctionMode):
-    """Inside, `copy.deepcopy` puts `replace(tensor)` in the place of every tensor, however deep in
-    the script's own objects it is."""
+    """Make `copy.deepcopy` replace every tensor by `replace(tensor)`, also deep in script
+    objects."""
 
     def __init__(self, replace: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -101,7 +92,7 @@ class Output:
 
     @staticmethod
     def of(output: object) -> Output:
-        """Copies every value. Raises `InvalidInput` where the output cannot be copied."""
+        """Copy every value. Raises `InvalidInput` if the output cannot be copied."""
         tensors: list[Tensor] = []
         flags: list[bool] = []
 
@@ -115,13 +106,14 @@ class Output:
                 structure = copy.deepcopy(output)
         except (TypeError, RuntimeError, AttributeError) as error:
             raise InvalidInput(
-                f"accelerators can be emulated only for modules whose output can be copied, but that of type {type(output).__name__} "
-                f"cannot: {error}; return tensors in lists, tuples, dicts or dataclasses"
+                "accelerators can be emulated only for modules whose output can be copied, but "
+                f"that of type {type(output).__name__} cannot: {error}; return tensors in lists, "
+                "tuples, dicts or dataclasses"
             ) from error
         return Output(structure, tuple(tensors), tuple(flags))
 
     def rebuilt(self, tensors: Sequence[Tensor]) -> object:
-        """The output with other tensors in the places of the recorded ones."""
+        """The output with `tensors` instead of the recorded ones."""
         remaining = iter(tensors)
         with _Replacing(lambda _: next(remaining)):
             return copy.deepcopy(self.structure)
@@ -129,18 +121,16 @@ class Output:
 
 @dataclass(frozen=True)
 class RecordedPass:
-    """One pass: what the module returned, and the local gradient of every parameter (None: it got
-    none)."""
+    """One pass: the module's output, and the local gradient of every parameter, if it has one."""
 
     output: Output
     gradients: tuple[Tensor | None, ...]
 
 
 class GradientRecorder:
-    """Keeps the gradients that the next backward pass gives to `parameters`, before they are
-    accumulated or averaged.
+    """Keeps the next backward pass's gradients of `parameters`, before accumulation and averaging.
 
-    They are those after the script's own hooks on its parameters.
+    The script's own hooks on its parameters have been applied to them.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], names: Sequence[str]) -> None:
@@ -154,24 +144,23 @@ class GradientRecorder:
 
     @property
     def begun(self) -> bool:
-        """A backward pass has given gradients."""
-        return self._problem is not None or any(
-            gradient is not None for gradient in self._gradients
-        )
+        """Whether a backward pass has computed a gradient."""
+        recorded = any(gradient is not None for gradient in self._gradients)
+        return self._problem is not None or recorded
 
     def _take(self, position: int, gradient: Tensor) -> None:
         if torch.is_grad_enabled():
             self._problem = "the script differentiates its gradients (create_graph=True)"
         if self._gradients[position] is not None:
             self._problem = (
-                f"a backward pass must give each parameter its gradient once, but {self._names[position]!r} got several; "
-                "use checkpoint(use_reentrant=False), and one backward pass for each forward pass"
+                "a backward pass must give each parameter its gradient once, but "
+                f"{self._names[position]!r} got several; use checkpoint(use_reentrant=False), and "
+                "one backward pass for each forward pass"
             )
         self._gradients[position] = gradient.detach().clone()
 
     def finish(self) -> tuple[Tensor | None, ...]:
-        """The gradients so far; recording ends. Raises `InvalidInput` where they cannot be
-        played."""
+        """End the recording and return its gradients. Raises `InvalidInput` if unplayable."""
         for handle in self._handles:
             handle.remove()
         if self._problem is not None:
@@ -179,13 +168,12 @@ class GradientRecorder:
         return tuple(self._gradients)
 
 
-def collectives_made() -> int:
-    """Collectives that this process has started so far, over all of its groups whose backend counts
-    them."""
-    made = 0
+def collectives_started() -> int:
+    """The collectives that this process has started, over all groups whose backend counts them."""
+    started = 0
     for group in dist.distributed_c10d._world.pg_map:
         try:
-            made += int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]  # missing in torch's stubs
+            started += int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
         except RuntimeError:  # this backend does not count
             continue
-    return made
+    return started

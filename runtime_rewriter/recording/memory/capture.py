@@ -27,7 +27,7 @@ from runtime_rewriter.pytorch.hooks import GradientSynchronizer
 from runtime_rewriter.pytorch.observers import BackwardObserver
 from runtime_rewriter.pytorch.profile import profiling_plan
 from runtime_rewriter.pytorch.reads import script_compiles
-from runtime_rewriter.pytorch.recorded_pass import collectives_made
+from runtime_rewriter.pytorch.recorded_pass import collectives_started
 from runtime_rewriter.recording.memory.fixed_share import ModuleCall, fixed_share
 from runtime_rewriter.recording.memory.recorder import RECORDED_STEPS, MemoryRecorder
 
@@ -123,7 +123,7 @@ class MemoryCapture(BackwardObserver):
     ) -> None:
         if torch.is_grad_enabled():
             self._call = ModuleCall(arguments, options)
-            self._collectives_before = collectives_made()
+            self._collectives_before = collectives_started()
 
     def _returned(self, module: nn.Module, arguments: object, output: object) -> None:
         """Drop the call of a module with collectives of its own, such as synchronized batch norms.
@@ -131,7 +131,7 @@ class MemoryCapture(BackwardObserver):
         It would wait for ranks that compute no half batch.
         """
         if self._call is not None:
-            if collectives_made() != self._collectives_before:
+            if collectives_started() != self._collectives_before:
                 self._call = None
             self._remove_call_hooks()
 
