@@ -1,4 +1,4 @@
-"""One module under torch's DDP and under ours, and what they compute compared."""
+"""One module under torch's DDP and under ours, and a comparison of their tensors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def pair(
 
 
 def assert_close(mine: list[Tensor], theirs: list[Tensor]) -> None:
-    """Bitwise on 2 ranks; on more the sums may be ordered differently: 1e-5 of the largest value, float32."""
+    """Bitwise on 2 ranks; on more the sums may be ordered differently: 1e-5 of the largest value,
+    float32."""
     for a, b in zip((t.detach() for t in mine), (t.detach() for t in theirs), strict=True):
         if dist.get_world_size() == 2:
             assert torch.equal(a, b)

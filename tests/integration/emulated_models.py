@@ -1,4 +1,4 @@
-"""Emulated accelerators on a module, with a profile made up for it, and a module that counts its real passes."""
+"""Emulated accelerators with an invented profile, and a module that counts its real passes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def emulated(synchronizer: GradientSynchronizer, **times: float) -> EmulatedAcce
 
 
 class Forbidden(nn.Module):
-    """Computes until it is told not to."""
+    """Computes until it is forbidden."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()

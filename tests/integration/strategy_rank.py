@@ -1,6 +1,6 @@
-"""Trains a hard job once under torch's DDP and once under every strategy of a case, and says where the results differ.
+"""Trains a hard job under torch's DDP and under every strategy of a case, and compares the results.
 
-To repeat one strategy that a test named: `python tests/integration/strategy_rank.py RANKS CASE NUMBER`.
+To repeat one strategy of a failure: `python tests/integration/strategy_rank.py RANKS CASE NUMBER`.
 """
 
 from __future__ import annotations
@@ -52,9 +52,11 @@ SPACE = replace(
 """All that the runtime enacts without loss, with bounds for models of this size."""
 STEPS = 3
 BUCKETS = 8
-"""So many bucket sizes of DDP beside its default, in equal ratios from a few elements to the whole model."""
+"""So many bucket sizes of DDP beside its default, in equal ratios from a few elements to the whole
+model."""
 SPREAD_FACTOR = 3.0
-"""How much further than two bucket sizes of DDP from each other a strategy may be from DDP: at most 1.3 was seen, for those are few."""
+"""How much further than two bucket sizes of DDP from each other a strategy may be from DDP: at most
+1.3 was seen, for those are few."""
 
 
 def _hosts(*devices: int, rates: tuple[float, ...] = ()) -> Cluster:
@@ -89,12 +91,14 @@ CASES = {
     ),
 }
 COUNTS = {2: 21, 4: 7}
-"""How many strategies are sampled for a case; each is mutated once, and the builders' come to them."""
+"""How many strategies are sampled for a case; each is mutated once, and the builders' come to
+them."""
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What a rank saw of one strategy. `failure` is empty where all was as it should be; `digest` is of all that ranks must share."""
+class RankOutcome:
+    """One strategy on one rank. `failure`: empty on success; `digest`: of all state that ranks
+    share."""
 
     number: int
     origin: str
@@ -105,7 +109,7 @@ class Outcome:
 
 
 def variants(space: SearchSpace) -> tuple[SearchSpace, ...]:
-    """The whole space, and corners of it that the whole yields rarely."""
+    """The whole space, and subspaces that samples of the whole rarely reach."""
     return (
         space,
         replace(space, max_shards=1, max_groups=20),
@@ -117,7 +121,7 @@ def variants(space: SearchSpace) -> tuple[SearchSpace, ...]:
 def strategies_of(
     case: str, module: nn.Module, cluster: Cluster, count: int
 ) -> Iterator[tuple[str, Strategy]]:
-    """(origin, strategy): what every builder makes, samples of several spaces and neighbours; the same on every rank."""
+    """(origin, strategy) of every builder, of samples and of neighbours; the same on every rank."""
     workload = workload_of(module)
     seed = int.from_bytes(hashlib.sha256(case.encode()).digest()[:4])
     rng = generator(seed, "mutations")
@@ -137,7 +141,8 @@ def strategies_of(
 def varied(
     strategy: Strategy, workload: Workload, cluster: Cluster, rng: np.random.Generator
 ) -> Strategy:
-    """Some strategies with a ring order and with sparse gradients that travel as rows, which the sampler leaves as they are."""
+    """Strategies with a ring order and with sparse gradients as rows, which the sampler never
+    changes."""
     if rng.random() < 0.3:
         strategy = replace(strategy, ring_order=tuple(rng.permutation(cluster.world_size).tolist()))
     choices = []
@@ -153,7 +158,7 @@ def varied(
 
 
 def workload_of(module: nn.Module) -> Workload:
-    """With the variables whose gradients are sparse named as such, as a profile does."""
+    """The workload with its sparse variables marked, as in a profile."""
     sparse = sparse_names(module)
     workload = assumed_workload(module)
     return replace(
@@ -161,8 +166,8 @@ def workload_of(module: nn.Module) -> Workload:
     )
 
 
-class Training:
-    """A job that can be started over from the same state. `no_sync` belongs to what wraps the module."""
+class RankTraining:
+    """A job that can restart from the same state. `no_sync` is the wrapper's."""
 
     def __init__(
         self,
@@ -222,7 +227,7 @@ class Training:
 
 
 class Switch:
-    """Loads a plan where the tuner's session does: inside the first forward pass after a step."""
+    """Loads a plan as the tuner's session does: in the first forward pass after a step."""
 
     def __init__(self, synchronizer: GradientSynchronizer) -> None:
         self._synchronizer = synchronizer
@@ -245,7 +250,7 @@ def built(job: Job) -> nn.Module:
     return job.build()
 
 
-def check_case(rank: int, case: str, only: int | None = None) -> list[Outcome]:
+def check_case(rank: int, case: str, only: int | None = None) -> list[RankOutcome]:
     """Every strategy of a case, or only one of them."""
     size = dist.get_world_size()
     place, job = case.split("/")[0], JOBS[case.split("/")[1]]
@@ -266,11 +271,11 @@ def check_case(rank: int, case: str, only: int | None = None) -> list[Outcome]:
     enactable = [entry for entry in chosen if refusal_reason(entry[3]) is None]
     if job.attached:
         synchronizer = attach(inner, enactable[0][3], **job.wrapping)
-        training = Training(job, inner, inner, synchronizer.no_sync)
+        training = RankTraining(job, inner, inner, synchronizer.no_sync)
     else:
         model = PlannedDataParallel(inner, **job.wrapping)
         synchronizer = model.synchronizer
-        training = Training(job, model, inner, model.no_sync)
+        training = RankTraining(job, model, inner, model.no_sync)
         chosen.append((len(wanted), "without a plan", None, None))
     switch = Switch(synchronizer)
     training.run(rank)  # from here on there is a step before each plan
@@ -281,7 +286,7 @@ def check_case(rank: int, case: str, only: int | None = None) -> list[Outcome]:
             reason = reason or synchronizer.cross_step.refusal_reason()
         if reason is not None:
             outcomes.append(
-                Outcome(
+                RankOutcome(
                     number,
                     origin,
                     refused=reason,
@@ -300,13 +305,13 @@ def check_case(rank: int, case: str, only: int | None = None) -> list[Outcome]:
         failure = difference(found, truth, allowed)
         if failure:
             failure = f"{told(size, case, number, origin, strategy)}\n{failure}"
-        outcomes.append(Outcome(number, origin, failure, digest(found), "", kinds_of(made)))
+        outcomes.append(RankOutcome(number, origin, failure, digest(found), "", kinds_of(made)))
     synchronizer.close()
     return outcomes
 
 
 def refusal_failure(synchronizer: GradientSynchronizer, made: Plan, reason: str) -> str:
-    """A plan that is refused before it is loaded is refused by loading too, with the same reason, and changes nothing."""
+    """Check that loading refuses a plan with the same reason as before, and changes nothing."""
     before = synchronizer.plan
     try:
         synchronizer.load(made)
@@ -320,13 +325,14 @@ def refusal_failure(synchronizer: GradientSynchronizer, made: Plan, reason: str)
 
 
 def truth_and_tolerance(job: Job, rank: int) -> tuple[dict[str, Tensor], dict[torch.dtype, float]]:
-    """What torch's own DDP trains, and how far its bucket sizes are apart, by dtype and relative to each tensor's largest value."""
+    """The result of torch's own DDP, and by dtype how far its bucket sizes differ, relative to each
+    tensor's largest value."""
     buckets_mb = np.geomspace(16, assumed_workload(built(job)).grad_bytes, BUCKETS) / 2**20
     runs = []
     for bucket_mb in (None, *buckets_mb.tolist()):
         inner = built(job)
         model = DistributedDataParallel(inner, bucket_cap_mb=bucket_mb, **job.wrapping)
-        training = Training(job, model, inner, model.no_sync)
+        training = RankTraining(job, model, inner, model.no_sync)
         training.run(
             rank
         )  # a DDP cuts its buckets only when it has seen the order of the gradients
@@ -353,7 +359,7 @@ def truth_and_tolerance(job: Job, rank: int) -> tuple[dict[str, Tensor], dict[to
 
 
 def distance(a: Tensor, b: Tensor) -> float:
-    """Exactly 0 where all bits are equal; else the largest difference over the largest value of `b`."""
+    """0 for equal bits; else the largest difference over the largest value of `b`."""
     if torch.equal(bits(a), bits(b)):
         return 0.0
     if a.shape != b.shape or a.dtype != b.dtype:
@@ -386,7 +392,7 @@ def difference(
 
 
 def digest(found: dict[str, Tensor]) -> str:
-    """Of all but the buffers, which DDP lets differ between ranks."""
+    """A hash of all but the buffers, which DDP lets differ between ranks."""
     hashed = hashlib.sha256()
     for name, value in sorted(found.items()):  # updates that cross the step come in any order
         if not name.startswith("buffer "):
@@ -395,7 +401,7 @@ def digest(found: dict[str, Tensor]) -> str:
 
 
 def kinds_of(made: Plan | None) -> frozenset[str]:
-    """What a plan has in it, for the test to see that everything occurred."""
+    """The features of a plan, for the test to check that all occurred."""
     if made is None:
         return frozenset({"without a plan"})
     found = {str(message.synchronizer) for message in made.messages}
@@ -420,14 +426,15 @@ def told(size: int, case: str, number: int, origin: str, strategy: Strategy | No
     return f"python tests/integration/strategy_rank.py {size} {case} {number}\n{origin}: {shown}"
 
 
-def check_cases(rank: int) -> dict[str, list[Outcome]]:
-    """One world for all cases of its size: most of a test's time would be the start of processes."""
+def check_cases(rank: int) -> dict[str, list[RankOutcome]]:
+    """Run all cases of a world size in one world, since processes start slowly."""
     return {case: check_case(rank, case) for case in CASES[dist.get_world_size()]}
 
 
-def enacted_alike(by_rank: list[dict[str, list[Outcome]]]) -> list[Outcome]:
-    """Rank 0's outcomes that were not refused, once every rank's is as DDP's and all have the same bits."""
-    enacted: list[Outcome] = []
+def enacted_alike(by_rank: list[dict[str, list[RankOutcome]]]) -> list[RankOutcome]:
+    """Rank 0's outcomes that were not refused, after checks that all ranks match DDP and each
+    other."""
+    enacted: list[RankOutcome] = []
     for case, outcomes in by_rank[0].items():
         for number, outcome in enumerate(outcomes):
             everywhere = [ranks[case][number] for ranks in by_rank]

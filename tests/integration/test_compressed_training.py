@@ -1,16 +1,19 @@
-"""Compressed gradients train the examples as uncompressed ones do, up to a stated band.
+"""Compressed gradients train the examples like uncompressed ones, within a stated band.
 
-Small variants of the four example models train on two ranks, once uncompressed and then under strategies drawn from the search space with
-one compressor each, from the same weights on the same batches. Compared is the mean loss of the last steps over both ranks.
+Small variants of the four example models train on two ranks, once uncompressed and then under
+strategies drawn from the search space with one compressor each, from the same weights on the same
+batches. The mean loss of the last steps over both ranks is compared.
 
-Largest deviations measured, with two strategies per compressor and seed (the losses of an uncompressed strategy equal the reference's):
+Largest deviations measured, with two strategies per compressor and seed (the losses of an
+uncompressed strategy equal the reference's):
 
 | | fp16 | bf16 | int8 | top-k, 10 % | PowerSGD, rank 4 |
 |---|---|---|---|---|---|
 | GPT, LSTM (seed 0), NeuMF (0 to 2) | 0.6 % | 0.01 % | 0.7 % | 3.8 % | 0.6 % |
 | ResNet (0 to 2) | 5.6 % | 7.6 % | 3.1 % | 7.7 % | 9.3 % |
 
-The ResNet has bands of its own. A guess at why, not tested: batch norm over 16 small images magnifies roundings within these steps.
+The ResNet has bands of its own. A guess at why, not tested: batch norm over 16 small images
+magnifies roundings within these steps.
 """
 
 from __future__ import annotations
@@ -57,12 +60,14 @@ BANDS = {
     Compressor.TOP_K: (0.1, 0.15),
     Compressor.POWER_SGD: (0.02, 0.15),
 }
-"""How far the loss may end from the uncompressed one, relative to it: of GPT, LSTM and NeuMF, and of the ResNet."""
+"""How far the loss may end from the uncompressed one, relative to it: of GPT, LSTM and NeuMF, and
+of the ResNet."""
 
 
 @dataclass(frozen=True)
-class Training:
-    """`loss(model, batch)` of each of `batches`, one list of micro-batches per step; `clip_norm` 0: no clipping."""
+class ExampleTraining:
+    """`loss(model, batch)` of each of `batches`, one list of micro-batches per step; `clip_norm` 0:
+    no clipping."""
 
     module: nn.Module
     optimizers: list[torch.optim.Optimizer]
@@ -78,7 +83,7 @@ def rows(data: Tensor, count: int, seed: int) -> Iterator[Tensor]:
         yield data[torch.randint(len(data), (count,), generator=generator)]
 
 
-def resnet(seed: int) -> Training:
+def resnet(seed: int) -> ExampleTraining:
     images, _ = resnet_digits.load_data(16)
     assert isinstance(images.dataset, TensorDataset)
     data, digits = images.dataset.tensors
@@ -87,7 +92,7 @@ def resnet(seed: int) -> Training:
         [(data[chosen], digits[chosen])] for chosen in rows(torch.tensor(images.indices), 16, seed)
     )
     optimizer = torch.optim.SGD(module.parameters(), lr=0.001, momentum=0.9, weight_decay=5e-4)
-    return Training(
+    return ExampleTraining(
         module,
         [optimizer],
         batches,
@@ -95,7 +100,7 @@ def resnet(seed: int) -> Training:
     )
 
 
-def gpt(seed: int) -> Training:
+def gpt(seed: int) -> ExampleTraining:
     windows, _ = gpt_text.load_data(gpt_text.TEXT, vocabulary=300, block_size=32)
     module = gpt_text.GPT(300, 32, width=32, layers=2, heads=2, dropout=0.1)
     data = windows.tokens.unfold(0, 33, 16)
@@ -105,17 +110,17 @@ def gpt(seed: int) -> Training:
     def loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
         return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
 
-    return Training(module, [optimizer], batches, loss)
+    return ExampleTraining(module, [optimizer], batches, loss)
 
 
-def lstm(seed: int) -> Training:
+def lstm(seed: int) -> ExampleTraining:
     sequences, _ = lstm_text.load_data(lstm_text.TEXT, block_size=32)
     module = lstm_text.LanguageModel(width=48, layers=2, dropout=0.1)
     batches = (
         [(half,) for half in chosen.split(4)] for chosen in rows(sequences.tensors[0], 8, seed)
     )
     optimizer = lstm_text.make_optimizer(module, 1e-2, 0.01)
-    return Training(
+    return ExampleTraining(
         module,
         [optimizer],
         batches,
@@ -124,7 +129,7 @@ def lstm(seed: int) -> Training:
     )
 
 
-def ncf(seed: int) -> Training:
+def ncf(seed: int) -> ExampleTraining:
     ratings = ncf_ratings.generate(users=400, items=300, ratings_per_user=20)
     module = ncf_ratings.NeuMF(400, 300, width=16, sparse=True)
     batches = (
@@ -135,10 +140,10 @@ def ncf(seed: int) -> Training:
     def loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
         return F.binary_cross_entropy_with_logits(model(batch[0], batch[1]), batch[2])
 
-    return Training(module, ncf_ratings.make_optimizers(module, 1e-2), batches, loss)
+    return ExampleTraining(module, ncf_ratings.make_optimizers(module, 1e-2), batches, loss)
 
 
-EXAMPLES: dict[str, Callable[[int], Training]] = {
+EXAMPLES: dict[str, Callable[[int], ExampleTraining]] = {
     "resnet": resnet,
     "gpt": gpt,
     "lstm": lstm,
@@ -200,7 +205,10 @@ def train(example: str, seed: int, chosen: Plan | Strategy | None) -> tuple[floa
 def deviations(
     rank: int, example: str, seed: int, compressors: tuple[Compressor, ...]
 ) -> dict[str, list[float]]:
-    """By compressor, how far the loss ended from the uncompressed one; under "learned", the share of the loss that training took away."""
+    """By compressor, the relative deviation of the final loss from the uncompressed one.
+
+    Under "learned": the share of the loss that training removed.
+    """
     first, reference = train(example, seed, None)
     found = {"learned": [1 - reference / first]}
     for compressor in compressors:

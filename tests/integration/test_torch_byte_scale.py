@@ -1,4 +1,4 @@
-"""Byte scaling in real processes: which elements of the gradients and buffers travelled, and that ranks agree on the scale."""
+"""Byte scaling in real processes: the elements that travel, and agreement on the scale."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RANKS = 2
 
 
 class Flat(nn.Module):
-    """Its gradient is 1 on rank 0 and 3 on rank 1: 2 where it was averaged, 0.5 or 1.5 where it was not."""
+    """Its gradient is 1 on rank 0 and 3 on rank 1: averaged 2, otherwise 0.5 or 1.5."""
 
     def __init__(self, elements: int = 1000, sparse: bool = False) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ def check_ddp(rank: int, byte_scale: float) -> tuple[int, int, int]:
     ("byte_scale", "weights", "rows", "buffers"),
     [(1.0, 1000, 10, 100), (4.0, 250, 3, 25), (3.0, 334, 4, 34)],
 )
-def test_of_the_current_setup_one_part_in_k_of_buckets_rows_and_buffers_travels(
+def test_ddp_itself_sends_one_kth_of_buckets_rows_and_buffers(
     byte_scale: float, weights: int, rows: int, buffers: int
 ) -> None:
     first, second = run_world(check_ddp, RANKS, byte_scale)
@@ -84,7 +84,7 @@ def check_plans(rank: int, byte_scale: float) -> list[list[bool]]:
     return found
 
 
-def test_of_every_planned_message_one_part_in_k_travels_whatever_the_primitive() -> None:
+def test_plans_send_one_kth_of_every_message_by_any_synchronizer() -> None:
     for found in run_world(check_plans, RANKS, 3.0):
         expected = math.ceil(math.ceil(1000 / 3) / RANKS) * RANKS
         for travelled in found:

@@ -1,4 +1,4 @@
-"""int8, top-k and PowerSGD with error feedback between real ranks: nothing is ever lost, and training gets there."""
+"""Error feedback of int8, top-k, PowerSGD and a plugin between real ranks: no gradient is lost."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FED_BACK = (Compressor.INT8, Compressor.TOP_K, Compressor.POWER_SGD)
 
 
 class Local(BackwardObserver):
-    """What every rank computed, and what waited before: g_r / w + e_r in float64."""
+    """Records g_r / w + e_r of every rank in float64."""
 
     def __init__(self, synchronizer: GradientSynchronizer) -> None:
         self.synchronizer, self.sent = (
@@ -57,8 +57,12 @@ def residual(synchronizer: GradientSynchronizer, index: int) -> Tensor:
     )
 
 
-def assert_nothing_lost(local: Local, told: object) -> None:
-    """The gradient is the sum over r of g_r / w + e_r - e'_r on all ranks, with the same bits; residuals look like their variables."""
+def assert_nothing_lost(local: Local, case: object) -> None:
+    """Assert that the gradient is the sum over r of g_r / w + e_r - e'_r, with equal bits on all
+    ranks.
+
+    Residuals have the shape, strides and dtype of their variables.
+    """
     synchronizer = local.synchronizer
     for index, parameter in enumerate(synchronizer.parameters):
         kept = synchronizer.residuals.of(synchronizer.names[index])
@@ -78,17 +82,17 @@ def assert_nothing_lost(local: Local, told: object) -> None:
         worst = float((gradient.double() - expected).abs().amax())
         roundoff = torch.finfo(parameter.dtype).eps
         assert worst <= 16 * roundoff * float(scale), (
-            told,
+            case,
             synchronizer.names[index],
             worst,
             float(scale),
         )
         first = gradient.contiguous()
         dist.broadcast(first, 0)
-        assert torch.equal(first, gradient), (told, synchronizer.names[index])
+        assert torch.equal(first, gradient), (case, synchronizer.names[index])
 
 
-class Odd(nn.Module):
+class OddShapes(nn.Module):
     """Channels-last convolutions, matrices of several int8 blocks, vectors, a scalar, float64."""
 
     def __init__(self) -> None:
@@ -110,9 +114,9 @@ def images(rank: int, step: int) -> Tensor:
 def check_everything(
     rank: int, partitions: tuple[bool, ...], names: tuple[str, ...] = (*FED_BACK, "none")
 ) -> None:
-    """Residuals are left over from one combination to the next, so every step is a plan switch, too."""
+    """Residuals remain from one combination to the next, so plan switches are tested, too."""
     torch.manual_seed(0)
-    model = PlannedDataParallel(Odd())
+    model = PlannedDataParallel(OddShapes())
     synchronizer = model.synchronizer
     local, gate, step = Local(synchronizer), GradientGate(synchronizer), 0
     for kind, partitioned, name in itertools.product(Synchronizer, partitions, names):
@@ -125,18 +129,18 @@ def check_everything(
             model.zero_grad(set_to_none=bool(step % 2))
             step += 1
             model(images(rank, step)).square().sum().backward()
-            told = (kind, partitioned, compressor, gate.error())
+            case = (kind, partitioned, compressor, gate.error())
             if compressor is Compressor.NONE:
-                assert not synchronizer.residuals, told
-            assert gate.error().ok, told
-            assert_nothing_lost(local, told)
+                assert not synchronizer.residuals, case
+            assert gate.error().ok, case
+            assert_nothing_lost(local, case)
             if compressor is not Compressor.NONE:
                 kept = synchronizer.residuals.of("mix.weight")
-                assert kept is not None and float(kept.abs().amax()) > 0, told
+                assert kept is not None and float(kept.abs().amax()) > 0, case
 
 
 @pytest.mark.parametrize(("size", "partitions"), [(2, (True,)), (4, (False, True))])
-def test_every_compressor_loses_nothing_on_any_primitive_and_partition(
+def test_no_compressor_loses_gradients_by_any_synchronizer_and_partition(
     size: int, partitions: tuple[bool, ...]
 ) -> None:
     run_world(check_everything, size, partitions)
@@ -153,12 +157,12 @@ def test_a_compressor_of_a_plugin_passes_the_numerics_gate_and_trains(
 ) -> None:
     monkeypatch.syspath_prepend(str(example_plugin))  # the ranks inherit the path
     found = run_world(check_plugin, 2)[0]
-    started = Target(0.0).distance()
+    started = QuadraticTarget(0.0).distance()
     assert found["feedback"] < 0.2 * started < 0.5 * started < found["none"], found
 
 
 def check_alone(rank: int) -> None:
-    model = PlannedDataParallel(Odd())
+    model = PlannedDataParallel(OddShapes())
     for compressor in FED_BACK:
         model.synchronizer.load(uniform(model.module, 1, compressor=compressor))
         model.zero_grad()
@@ -175,7 +179,7 @@ def test_a_rank_alone_sends_nothing_and_loses_nothing() -> None:
 
 
 def place(rank: int, layout: tuple[int, ...]) -> int:
-    """Sets what a launcher would set on hosts with so many ranks each; the rank on its host."""
+    """Set a launcher's variables for hosts of `layout` ranks; return the rank on its host."""
     for size in layout:
         if rank < size:
             os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"] = str(rank), str(size)
@@ -187,7 +191,7 @@ def place(rank: int, layout: tuple[int, ...]) -> int:
 def check_hierarchical(rank: int, layout: tuple[int, ...]) -> None:
     leads = place(rank, layout) == 0
     torch.manual_seed(0)
-    model = PlannedDataParallel(Odd())
+    model = PlannedDataParallel(OddShapes())
     synchronizer = model.synchronizer
     local, gate, step = Local(synchronizer), GradientGate(synchronizer), 0
     for kind, compressor in itertools.product(
@@ -223,11 +227,12 @@ def test_only_leaders_of_hosts_hold_residuals_of_hierarchical_messages(
     run_world(check_hierarchical, 4, layout)
 
 
-# -- training ------------------------------------------------------------------------------------------
+# -- training
 
 
-class Target(nn.Module):
-    """Quadratic; the ranks' gradients of some columns are large and cancel each other, as with differing data."""
+class QuadraticTarget(nn.Module):
+    """A quadratic loss; the ranks' gradients of some columns are large and cancel, as with real
+    data."""
 
     def __init__(self, disagreement: float) -> None:
         super().__init__()
@@ -249,7 +254,7 @@ class Target(nn.Module):
 def check_convergence(rank: int, compressor: Compressor, disagreement: float) -> dict[str, float]:
     size, found = dist.get_world_size(), {}
     for name in ("uncompressed", "feedback", "none"):
-        module = Target(disagreement)
+        module = QuadraticTarget(disagreement)
         applied = apply(module)
         applied.synchronizer.load(
             uniform(
@@ -271,11 +276,11 @@ def check_convergence(rank: int, compressor: Compressor, disagreement: float) ->
     ("compressor", "disagreement"),
     [(Compressor.INT8, 300.0), (Compressor.TOP_K, 6.0), (Compressor.POWER_SGD, 6.0)],
 )
-def test_training_with_error_feedback_gets_where_uncompressed_training_gets(
+def test_training_with_error_feedback_reaches_the_uncompressed_result(
     compressor: Compressor, disagreement: float
 ) -> None:
     found = run_world(check_convergence, 2, compressor, disagreement)[0]
-    started = Target(0.0).distance()
+    started = QuadraticTarget(0.0).distance()
     assert found["uncompressed"] < 1e-3
     if compressor is Compressor.POWER_SGD:
         assert found["feedback"] < 0.02 * started, found
@@ -314,7 +319,7 @@ def test_nothing_is_lost_when_plans_are_switched() -> None:
     run_world(check_switches, 2)
 
 
-# -- checkpoints ---------------------------------------------------------------------------------------
+# -- checkpoints
 
 
 def check_checkpoint(rank: int) -> None:
@@ -362,14 +367,14 @@ def check_checkpoint(rank: int) -> None:
             applied.load_compression_state(states[2] | {"world_size": 5})
 
 
-def test_a_checkpoint_carries_on_bit_by_bit() -> None:
+def test_training_continues_from_a_checkpoint_with_the_same_bits() -> None:
     run_world(check_checkpoint, 2)
 
 
-# -- what surrounds them -------------------------------------------------------------------------------
+# -- what surrounds them
 
 
-class Branches(nn.Module):
+class OptionalBranch(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.always, self.sometimes = nn.Linear(20, 30), nn.Linear(20, 30)
@@ -380,7 +385,7 @@ class Branches(nn.Module):
 
 def check_unused(rank: int) -> None:
     torch.manual_seed(0)
-    model = PlannedDataParallel(Branches(), find_unused_parameters=True)
+    model = PlannedDataParallel(OptionalBranch(), find_unused_parameters=True)
     synchronizer = model.synchronizer
     index = synchronizer.names.index("sometimes.weight")
     parameter = synchronizer.parameters[index]
@@ -402,7 +407,7 @@ def check_unused(rank: int) -> None:
                 )
 
 
-def test_what_waits_for_a_parameter_that_no_rank_uses_is_not_lost() -> None:
+def test_the_residual_of_a_parameter_that_no_rank_uses_is_not_lost() -> None:
     run_world(check_unused, 2)
 
 
@@ -435,12 +440,12 @@ def check_rows(rank: int) -> None:
             assert bool(synchronizer.residuals) == (plan is dense)
 
 
-def test_rows_of_a_sparse_gradient_carry_what_waited() -> None:
+def test_rows_of_a_sparse_gradient_carry_its_residual() -> None:
     run_world(check_rows, 2)
 
 
 def check_cross_step(rank: int) -> list[bytes]:
-    """Messages that run into the next step train like those that do not, residuals included."""
+    """Messages that cross the step train like others, residuals included."""
     states = []
     for crosses, compressor in itertools.product((False, True), FED_BACK):
         torch.manual_seed(1)
@@ -468,7 +473,7 @@ def test_messages_that_cross_the_step_keep_the_same_residuals() -> None:
 
 
 def check_not_finite(rank: int, names: tuple[str, ...] = FED_BACK) -> None:
-    model = PlannedDataParallel(Odd())
+    model = PlannedDataParallel(OddShapes())
     for kind, compressor in itertools.product(
         (Synchronizer.ALL_REDUCE, Synchronizer.PARAMETER_SERVER), map(Compressor, names)
     ):
@@ -496,7 +501,8 @@ def test_an_overflow_on_one_rank_is_seen_by_all_once() -> None:
 
 
 def check_tied(rank: int, size: int) -> None:
-    """Tied weights, dropout, BatchNorm, accumulation; PowerSGD, top-k and whole messages in one plan."""
+    """Tied weights, dropout, BatchNorm, accumulation; PowerSGD, top-k and whole messages in one
+    plan."""
     torch.manual_seed(0)
     model = attach(Tied(), None)
     module = model.module

@@ -1,4 +1,4 @@
-"""Plans that cross the step against torch's own DDP: whatever a script does between two steps, it sees the same bits."""
+"""Plans that cross the step against torch's own DDP: scripts see the same bits."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ Script = Callable[[nn.Module, int], Iterator[Any]]
 
 
 class Attentive(nn.Module):
-    """What reads parameters in other ways than `module(x)`: attention, a recurrent layer, a parameter of the root, a shared weight."""
+    """Reads parameters in unusual ways: attention, recurrence, a root parameter, a shared
+    weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,7 +98,7 @@ def accumulating(model: nn.Module, rank: int) -> Iterator[Any]:
 
 
 def curious(model: nn.Module, rank: int) -> Iterator[Any]:
-    """Looks at everything at every place: gradients, weights, checkpoints, an average of weights, a copy, an evaluation."""
+    """Read gradients, weights, checkpoints, a weight average, a copy and an evaluation."""
     optimizer = torch.optim.Adam(model.parameters(), 0.01)
     parameters = list(model.parameters())
     average = [parameter.detach().clone() for parameter in parameters]
@@ -132,7 +133,7 @@ def curious(model: nn.Module, rank: int) -> Iterator[Any]:
 
 
 def dropping(model: nn.Module, rank: int) -> Iterator[Any]:
-    """Freezes a variable for a step by dropping its gradient, skips a step, steps twice, overwrites a weight."""
+    """Drop a gradient, skip a step, step twice, and overwrite a weight."""
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     first = next(model.parameters())
     for step in range(6):
@@ -164,12 +165,12 @@ def crossing(plan: Plan) -> Plan:
 
 
 def backwards(plan: Plan) -> Plan:
-    """Issued the last ready first: every message is late."""
+    """Issue the last ready gradient first, so that every message is late."""
     return replace(plan, messages=plan.messages[::-1])
 
 
 def check_script(rank: int, name: str, attentive: bool) -> bool:
-    """Both runs, step by step; whether updates were put off at all."""
+    """Compare both runs step by step; return whether any update was deferred."""
     torch.manual_seed(0)
     module = Attentive() if attentive else Tied()
     unused: dict[str, Any] = {"find_unused_parameters": attentive}
@@ -214,7 +215,7 @@ def test_a_script_sees_the_bits_of_ddp(name: str, attentive: bool) -> None:
 
 
 def check_clipping(rank: int) -> tuple[str, str]:
-    """A script that clips by the global norm, first without a plan, then with one that was there from the start."""
+    """A script that clips by the global norm, without a plan and with one from the start."""
     torch.manual_seed(0)
     module = Tied()
     models: list[Any] = [
@@ -254,7 +255,7 @@ def test_clipping_by_the_global_norm_is_refused_with_the_reason() -> None:
 
 
 class Coupled(torch.optim.SGD):
-    """An optimizer of the script's own, which scales every update by the norm of all."""
+    """A script's own optimizer, which scales every update by the global norm."""
 
     def step(self, closure: Any = None) -> None:
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
@@ -293,7 +294,7 @@ def check_refusals(rank: int) -> list[str]:
     return reasons
 
 
-def test_updates_that_would_wait_for_all_variables_are_refused_with_the_reason() -> None:
+def test_updates_that_couple_variables_are_refused_with_the_reason() -> None:
     for own, hook, closure, scaler, logging in run_world(check_refusals, 2):
         assert "Coupled may couple variables" in own
         assert "hooks around the step of the optimizer SGD" in hook
@@ -314,7 +315,7 @@ def with_scripted_layer() -> nn.Module:
 
 
 def check_unseen_reads(rank: int) -> list[bool]:
-    """A scripted module reads its parameters where no Python function sees it."""
+    """A scripted module reads its parameters without any Python function."""
     theirs, module = with_scripted_layer(), with_scripted_layer()
     models = DistributedDataParallel(theirs), PlannedDataParallel(module)
     models[1].synchronizer.load(crossing(backwards(mixed(module, 2))))
@@ -331,7 +332,7 @@ def check_unseen_reads(rank: int) -> list[bool]:
     ]
 
 
-def test_variables_whose_reads_cannot_be_seen_do_not_cross_the_step() -> None:
+def test_variables_without_detectable_reads_do_not_cross_the_step() -> None:
     for embedding, scripted_weight, scripted_bias, weight, bias in run_world(check_unseen_reads, 2):
         assert scripted_weight and scripted_bias
         assert not (embedding or weight or bias)
@@ -363,7 +364,7 @@ def test_compiled_models_do_not_cross_the_step() -> None:
         assert "torch.compile" in refusal
 
 
-# -- garbage ---------------------------------------------------------------------------------------
+# -- garbage
 
 
 def check_garbage(rank: int) -> None:
@@ -378,7 +379,5 @@ def check_garbage(rank: int) -> None:
     assert frozen == [True, False, True] and gc.get_freeze_count() == 0
 
 
-def test_only_while_a_plan_across_the_step_is_loaded_the_collector_leaves_alone_what_was_there() -> (
-    None
-):
+def test_objects_are_frozen_for_the_collector_only_under_cross_step_plans() -> None:
     run_world(check_garbage, 2)

@@ -1,4 +1,4 @@
-"""What scripts do between two steps that cross-step synchronization must survive: odd reads, modes, exceptions, ends."""
+"""Scripts that cross-step synchronization must survive: unusual reads, modes, exceptions, exits."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def data(rank: int, step: int) -> Tensor:
 
 
 class Ballasted(nn.Module):
-    """A large variable, read last: the messages behind its own are still under way when the script goes on."""
+    """A large variable, read last, delays the messages behind its own."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Ballasted(nn.Module):
 
 
 def crossing(plan: Plan) -> Plan:
-    """In the worst order: the ballast goes first, and what is read first arrives last."""
+    """A plan in the worst order: the ballast first, and the first variable read last."""
     light_last = sorted(
         plan.messages[::-1],
         key=lambda message: all(part.variable != "ballast" for part in message.slices),
@@ -114,7 +114,7 @@ def autocast(models: Models, rank: int) -> list[Any]:
 
 
 def changed_betas(models: Models, rank: int) -> list[Any]:
-    """Hyperparameters count as they are when the script calls step()."""
+    """Updates use the hyperparameters at the time of step()."""
     for model in models:
         betas = torch.tensor(0.9), torch.tensor(0.99)
         optimizer = torch.optim.Adam(model.parameters(), 0.1, betas=betas, foreach=False)
@@ -150,7 +150,7 @@ def read_by_threads(models: Models, rank: int) -> list[Any]:
 
 
 class Functional(nn.Module):
-    """Derives by its input inside its forward pass."""
+    """Differentiates by its input inside its forward pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -161,7 +161,7 @@ class Functional(nn.Module):
 
 
 class Failing(nn.Module):
-    """Has a layer whose reads nobody sees, behind a place where it can fail."""
+    """Has a layer with undetected reads, after a place where it can fail."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -182,7 +182,7 @@ class Failing(nn.Module):
 
 
 def failed_forward(models: Models, rank: int) -> list[Any]:
-    """The forward pass from which reads are learned does not come to its end."""
+    """The forward pass that learns the reads is interrupted."""
     for model in models:
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         train(model, optimizer, rank, 1)
@@ -201,7 +201,7 @@ def plain(models: Models, rank: int) -> list[Any]:
 
 
 def without_listeners(models: Models, rank: int) -> list[Any]:
-    """Steps without any plan, of which only the first are looked at, say nothing against crossing the step later."""
+    """Steps without a plan do not prevent crossing the step later; only the first are examined."""
     models[1].synchronizer.load(None)
     for model in models:
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -248,7 +248,8 @@ class Heads(nn.Module):
 
 
 def check_penalty(rank: int, cross_step: bool) -> None:
-    """A gradient penalty with unused variables: torch.autograd.grad goes through the output before backward() does."""
+    """A gradient penalty with unused variables: torch.autograd.grad goes through the output before
+    backward() does."""
     models: Models = []
     for wrap in (DistributedDataParallel, PlannedDataParallel):
         torch.manual_seed(0)

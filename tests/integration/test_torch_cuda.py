@@ -1,10 +1,11 @@
-"""The runtime on CUDA tensors, two and four ranks on one GPU: every strategy trains as torch's DDP does, over Gloo and over NCCL."""
+"""The runtime on CUDA tensors, two and four ranks on one GPU: every strategy trains as torch's DDP
+does, over Gloo and over NCCL."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from strategy_rank import CASES, Outcome, check_case, enacted_alike
+from strategy_rank import CASES, RankOutcome, check_case, enacted_alike
 from torch_world import run_world
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -13,10 +14,11 @@ OVER_NCCL = {
     ranks: tuple(case for case in cases if not case.endswith("/sparse"))
     for ranks, cases in CASES.items()
 }
-"""By ranks. torch's DDP does not send sparse gradients over NCCL, so there is nothing to compare with."""
+"""By ranks. torch's DDP does not send sparse gradients over NCCL, so there is nothing to compare
+with."""
 
 
-def check_cases_of(rank: int, cases: tuple[str, ...]) -> dict[str, list[Outcome]]:
+def check_cases_of(rank: int, cases: tuple[str, ...]) -> dict[str, list[RankOutcome]]:
     return {case: check_case(rank, case) for case in cases}
 
 

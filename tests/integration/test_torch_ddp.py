@@ -1,4 +1,4 @@
-"""PlannedDataParallel is a DDP, and the replacement of torch's class always ends."""
+"""PlannedDataParallel is a DDP, and torch's class is always restored."""
 
 import copy
 import inspect
@@ -86,7 +86,7 @@ def check_join(rank: int) -> None:
         mine.synchronizer.load(uniform(mine.module, 2))
 
 
-def test_uneven_inputs_under_join_are_left_to_ddp() -> None:
+def test_ddp_itself_handles_uneven_inputs_under_join() -> None:
     run_world(check_join, 2)
 
 
@@ -108,7 +108,7 @@ def test_the_public_surface_of_ddp_works_with_and_without_a_plan() -> None:
     run_world(check_surface, 2)
 
 
-class Session:
+class ScriptSession:
     def __init__(self) -> None:
         self.built: list[GradientSynchronizer] = []
 
@@ -117,7 +117,7 @@ class Session:
 
 
 def check_replacement(rank: int) -> None:
-    session = Session()
+    session = ScriptSession()
     with replaced_ddp(session, timeout_s=7.0):
         model = torch.nn.parallel.DistributedDataParallel(Tied())
         assert type(model) is torch.nn.parallel.distributed.DistributedDataParallel
@@ -139,7 +139,7 @@ def test_the_replaced_class_reports_to_the_session_and_saves_as_torchs_own() -> 
 
 
 def test_the_class_is_restored_when_the_script_fails() -> None:
-    with suppress(KeyError), replaced_ddp(Session()):
+    with suppress(KeyError), replaced_ddp(ScriptSession()):
         assert torch.nn.parallel.DistributedDataParallel is not DistributedDataParallel
         raise KeyError
     assert torch.nn.parallel.DistributedDataParallel is DistributedDataParallel
@@ -170,7 +170,7 @@ def test_outputs_in_containers_and_a_compiled_model_are_synchronized() -> None:
 
 
 def check_surroundings(rank: int) -> None:
-    """Uses of DDP that leave no room for plans: each is named when a plan is loaded, and DDP itself goes on."""
+    """Uses of DDP that forbid plans: loading one names the use, and DDP itself continues."""
     hooked = PlannedDataParallel(Tied())
     hooked._register_buffer_comm_hook(None, lambda state, buffers: None)
     module = Tied()

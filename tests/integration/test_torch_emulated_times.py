@@ -1,4 +1,4 @@
-"""The times of emulated steps in real processes: those of the profile, whatever the script does in a step."""
+"""Emulated steps in real processes take the profile's times, whatever else the script does."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch_world import run_world
 from runtime_rewriter.pytorch.ddp import PlannedDataParallel
 
 
-class Stack(nn.Module):
+class SlowStack(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
@@ -24,8 +24,8 @@ class Stack(nn.Module):
         return self.layers(x)
 
 
-class Steps:
-    """The times of boundaries and whether the steps before them were clean."""
+class StepTimes:
+    """Records the times of boundaries, and whether the steps before them were clean."""
 
     def __init__(self) -> None:
         self.at_s: list[float] = []
@@ -45,8 +45,8 @@ TIMES = {"forward_s": 0.05, "backward_s": 0.07, "update_s": 0.03}
 def check_times(
     rank: int, planned: bool
 ) -> tuple[list[float], list[bool], list[str], list[float], float, float]:
-    model = PlannedDataParallel(Stack())
-    steps = Steps()
+    model = PlannedDataParallel(SlowStack())
+    steps = StepTimes()
     model.synchronizer.listeners.append(steps)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     if planned:
@@ -83,13 +83,13 @@ def check_times(
 
 
 @pytest.mark.parametrize("planned", [False, True])
-def test_a_step_takes_at_least_what_the_profile_says_and_gradients_come_in_its_order(
+def test_a_step_takes_at_least_the_profiled_time_and_gradients_follow_its_order(
     planned: bool,
 ) -> None:
     for durations, clean, order, ready_s, backward_s, overrun in run_world(check_times, 2, planned):
         assert clean == [False, True, True, True, True], "only the recorded step is unclean"
         assert all(duration >= 0.149 for duration in durations[1:])
-        definition = [name for name, _ in Stack().named_parameters()]
+        definition = [name for name, _ in SlowStack().named_parameters()]
         assert order == definition, "the profile's order, which is the reverse of the real one"
         assert all(at >= 0.07 * (i + 1) / 7 for i, at in enumerate(ready_s)), "none before its time"
         assert backward_s >= 0.07
@@ -97,7 +97,7 @@ def test_a_step_takes_at_least_what_the_profile_says_and_gradients_come_in_its_o
 
 
 def check_overrun(rank: int) -> tuple[float, float]:
-    model = PlannedDataParallel(Stack())
+    model = PlannedDataParallel(SlowStack())
     accelerator = emulated(model.synchronizer, forward_s=0.02, backward_s=0.02, update_s=0.01)
     seen = []
     for step in range(6):
@@ -120,8 +120,8 @@ def test_work_that_takes_longer_than_the_profile_is_reported_as_overrun() -> Non
 
 
 def check_accumulated_time(rank: int) -> float:
-    model = PlannedDataParallel(Stack())
-    steps = Steps()
+    model = PlannedDataParallel(SlowStack())
+    steps = StepTimes()
     model.synchronizer.listeners.append(steps)
     emulated(model.synchronizer, forward_s=0.2, backward_s=0.05, update_s=0.0)
     for _ in range(4):
@@ -139,8 +139,8 @@ def test_the_passes_of_an_accumulated_step_share_its_forward_time() -> None:
 
 
 def check_batches(rank: int) -> tuple[list[bool], int]:
-    model = PlannedDataParallel(Forbidden(Stack()))
-    steps = Steps()
+    model = PlannedDataParallel(Forbidden(SlowStack()))
+    steps = StepTimes()
     model.synchronizer.listeners.append(steps)
     emulated(model.synchronizer)
     for step in range(6):
@@ -157,9 +157,7 @@ def check_batches(rank: int) -> tuple[list[bool], int]:
     return steps.clean, model.module.computed
 
 
-def test_a_batch_of_another_shape_is_recorded_when_it_first_comes_and_validation_is_computed() -> (
-    None
-):
+def test_a_new_batch_shape_is_recorded_once_and_validation_is_computed() -> None:
     for clean, computed in run_world(check_batches, 2):
         assert clean == [False, True, False, True, True, True, False]
         assert computed == 3

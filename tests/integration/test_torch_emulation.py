@@ -1,4 +1,5 @@
-"""Emulated accelerators in real processes: recorded gradients at profiled times, for every kind of model, under DDP and plans."""
+"""Emulated accelerators in real processes: recorded gradients at profiled times, for every kind of
+model, under DDP and plans."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ def assert_same(mine: Sequence[Tensor | None], theirs: Sequence[Tensor | None]) 
         assert (a is None) == (b is None) and (a is None or torch.equal(a, b))
 
 
-# -- gradients -------------------------------------------------------------------------------------
+# -- gradients
 
 
 @dataclass
@@ -43,14 +44,15 @@ class Shaped:
 
 
 class Cache:
-    """A class of the script's own, with tensors that DDP cannot find."""
+    """A script's own class, with tensors that DDP cannot find."""
 
     def __init__(self, keys: Tensor) -> None:
         self.keys = keys
 
 
 class Many(nn.Module):
-    """Several outputs in a dataclass, with a tensor of indices, a constant and an object of the script's own."""
+    """Several outputs in a dataclass, with a tensor of indices, a constant and an object of the
+    script's own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +81,7 @@ class Sparse(nn.Module):
 
 
 class Partly(nn.Module):
-    """`which` branch a rank uses; the third is used by none."""
+    """`which`: the branch that a rank uses; no rank uses the third."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,7 +140,8 @@ KINDS: dict[
 
 
 def check_gradients(rank: int, kind: str) -> None:
-    """The recorded step's averages come back from every later step, under DDP, under plans and back again."""
+    """Every later step returns the recorded step's averages, under DDP, under plans and back
+    again."""
     build, loss, options = KINDS[kind]
     torch.manual_seed(0)
     model = PlannedDataParallel(Forbidden(build()), bucket_cap_mb=0.0001, **options)
@@ -219,7 +222,7 @@ def check_attached(rank: int) -> None:
     assert module.computed == 3
 
 
-def test_a_module_without_ddp_is_emulated_and_gets_its_own_forward_back() -> None:
+def test_a_plain_module_is_emulated_and_its_forward_restored() -> None:
     run_world(check_attached, 2)
 
 
@@ -252,13 +255,13 @@ def test_compiled_models_are_emulated() -> None:
     run_world(check_compiled, 2)
 
 
-# -- times -----------------------------------------------------------------------------------------
+# -- times
 
 
-# -- batches and evaluations -----------------------------------------------------------------------
+# -- batches and evaluations
 
 
-# -- refusals --------------------------------------------------------------------------------------
+# -- refusals
 
 
 class Exchanging(nn.Module):
@@ -320,7 +323,7 @@ def check_refusals(rank: int) -> dict[str, str]:
     return told
 
 
-def test_what_cannot_be_emulated_is_refused_with_its_reason() -> None:
+def test_modules_that_cannot_be_emulated_are_refused_with_the_reason() -> None:
     for told in run_world(check_refusals, 2):
         assert "transfers of its own" in told["transfers"]
         assert "input of the model requires a gradient; detach it" in told["input"]
@@ -343,7 +346,7 @@ def test_the_profile_of_another_model_is_refused() -> None:
     )
 
 
-# -- updates ---------------------------------------------------------------------------------------
+# -- updates
 
 
 def check_updates(rank: int, crossing: bool) -> None:
@@ -377,9 +380,7 @@ def check_updates(rank: int, crossing: bool) -> None:
 
 
 @pytest.mark.parametrize("crossing", [False, True])
-def test_the_update_is_the_accelerators_optimizers_find_no_gradients_and_scripts_do(
-    crossing: bool,
-) -> None:
+def test_optimizers_find_no_gradients_under_emulation_but_scripts_do(crossing: bool) -> None:
     run_world(check_updates, 2, crossing)
 
 
@@ -429,5 +430,5 @@ def check_reads_are_last(rank: int) -> None:
     model.synchronizer.close()
 
 
-def test_a_played_pass_that_waits_for_messages_has_no_work_left_behind_its_last_read() -> None:
+def test_a_played_pass_has_no_work_left_after_its_last_read() -> None:
     run_world(check_reads_are_last, 2)

@@ -1,4 +1,4 @@
-"""Hierarchical messages and ring orders on real ranks: sums, who adds to whom, unknown hosts."""
+"""Hierarchical messages and ring orders on real ranks: sums, order of addition, unknown hosts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LAYOUTS = {"two pairs": (2, 2), "uneven": (3, 1), "one host": (4,), "one device 
 
 
 def place(rank: int, layout: tuple[int, ...]) -> None:
-    """Sets what a launcher would set on hosts with so many ranks each."""
+    """Set a launcher's variables for hosts of `layout` ranks."""
     for size in layout:
         if rank < size:
             os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"] = str(rank), str(size)
@@ -51,7 +51,7 @@ def hierarchical(plan: Plan) -> Plan:
 
 
 class Whole(nn.Module):
-    """Gradients that add up exactly whatever the order: integers, of large and small tensors."""
+    """Integer gradients, whose sum is exact in any order, of large and small tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ def check_hierarchy(rank: int, layout: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_hierarchical_messages_of_every_primitive_sum_over_all_hosts(layout: str) -> None:
+def test_hierarchical_messages_sum_over_all_hosts_by_every_synchronizer(layout: str) -> None:
     run_world(check_hierarchy, RANKS, LAYOUTS[layout])
 
 
@@ -153,7 +153,7 @@ def test_hosts_that_are_unknown_or_contradictory_are_refused_on_every_rank(
 
 
 class Values(nn.Module):
-    """Its gradient is what it is given."""
+    """Its gradient is its input."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -164,12 +164,12 @@ class Values(nn.Module):
 
 
 def gradient_of(rank: int) -> Tensor:
-    """So large and small that every order of addition gives other bits."""
+    """Values so large and so small that every order of addition gives different bits."""
     return torch.randn(16 * RANKS, generator=seeded(rank)) * 10.0 ** (3 * rank)
 
 
 def along(order: tuple[int, ...]) -> Tensor:
-    """What gloo's ring gives: chunk c starts at the rank before position c and goes backwards around to position c."""
+    """The sum by gloo's ring: chunk c starts at the rank before position c and goes back to c."""
     chunks = [(gradient_of(rank) * (1.0 / RANKS)).chunk(RANKS) for rank in range(RANKS)]
     passed = [
         [chunks[order[(c - 1 - hop) % RANKS]][c] for hop in range(RANKS)] for c in range(RANKS)
@@ -227,7 +227,7 @@ def check_subgroup(rank: int) -> None:
     model.synchronizer.close()
 
 
-def test_some_ranks_of_the_world_have_hosts_and_rings_of_their_own() -> None:
+def test_a_subgroup_of_the_world_has_its_own_hosts_and_rings() -> None:
     run_world(check_subgroup, RANKS)
 
 
@@ -277,12 +277,13 @@ def check_lanes(rank: int, limit: int | None) -> list[int]:
 
 
 @pytest.mark.parametrize("limit", [None, 1, 2])
-def test_every_lane_runs_in_plan_order_though_a_message_skips_lanes(limit: int | None) -> None:
+def test_every_lane_runs_in_plan_order_even_if_a_message_skips_lanes(limit: int | None) -> None:
     assert run_world(check_lanes, 2, limit) == [[0, 1], [0, 1]]
 
 
 def check_limit(rank: int, limit: int) -> list[int]:
-    """How many messages before it had not come to the end of their step on a lane when each one began there.
+    """How many messages before it had not come to the end of their step on a lane when each one
+    began there.
 
     Rank 1's come late: nothing ends before rank 0 has started as many as it may.
     """
@@ -317,7 +318,7 @@ def check_limit(rank: int, limit: int) -> list[int]:
 
 
 @pytest.mark.parametrize("limit", [1, 2])
-def test_a_lane_starts_a_step_when_that_of_the_one_so_many_before_has_ended(limit: int) -> None:
+def test_a_lane_keeps_at_most_the_limit_of_messages_in_flight(limit: int) -> None:
     waiting, late = run_world(check_limit, 2, limit)
     assert (
         waiting[:limit] == list(range(limit))
@@ -342,13 +343,14 @@ def check_trim(rank: int) -> list[int]:
     return counts
 
 
-def test_groups_of_earlier_plans_are_given_back() -> None:
+def test_process_groups_of_earlier_plans_are_destroyed() -> None:
     for counts in run_world(check_trim, 3):
         assert max(counts) == counts[-1] == counts[2] and counts[0] < counts[2]
 
 
 def check_buffers_are_given_back(rank: int, limit: int | None) -> None:
-    """Without Python's search for cycles: the buffers of a plan are as large as the gradients, and plans change every second."""
+    """Without Python's search for cycles: the buffers of a plan are as large as the gradients, and
+    plans change every second."""
     ranks = SynchronizerGroups.of(None, 20.0, 20.0)
     lanes, parameters = Lanes(ranks, Device(torch.device("cpu"))), {"v": torch.zeros(64, 32)}
     lanes.limit = limit
@@ -380,5 +382,5 @@ def check_buffers_are_given_back(rank: int, limit: int | None) -> None:
 
 
 @pytest.mark.parametrize("limit", [None, 1, 2])
-def test_a_message_that_is_gone_leaves_no_buffer_behind(limit: int | None) -> None:
+def test_a_deleted_message_frees_its_buffers_at_once(limit: int | None) -> None:
     run_world(check_buffers_are_given_back, 2, limit)

@@ -52,7 +52,7 @@ def check_every_primitive(rank: int) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_every_primitive_compressor_and_partition_averages_the_gradients(size: int) -> None:
+def test_every_synchronizer_compressor_and_partition_averages_the_gradients(size: int) -> None:
     run_world(check_every_primitive, size)
 
 
@@ -198,11 +198,11 @@ def check_subgroup(rank: int) -> None:
         assert torch.equal(a, b)
 
 
-def test_a_process_group_of_some_ranks_synchronizes_among_them() -> None:
+def test_a_process_group_of_some_ranks_synchronizes_them() -> None:
     run_world(check_subgroup, 4)
 
 
-def test_what_cannot_be_enacted_is_named_before_any_step() -> None:
+def test_plans_that_cannot_be_enacted_are_refused_before_any_step() -> None:
     model = Tied()
     plan = uniform(model, 2)
     message = plan.messages[0]

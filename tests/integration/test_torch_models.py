@@ -1,4 +1,4 @@
-"""Models that are hard to synchronize against torch's own DDP: unused parameters, checkpoints, odd dtypes, sparse gradients."""
+"""Hard models against torch's own DDP: unused parameters, checkpoints, dtypes, sparse gradients."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from autotune.strategy_space.strategy import Synchronizer
 from runtime_rewriter.pytorch.ddp import PlannedDataParallel
 
 
-class Branches(nn.Module):
-    """Which branch is used depends on rank and step."""
+class BranchingModel(nn.Module):
+    """Uses a branch that depends on rank and step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ USES: list[list[tuple[int, ...]]] = [
 
 def check_unused(rank: int) -> None:
     torch.manual_seed(0)
-    theirs, mine = pair(Branches(), find_unused_parameters=True)
+    theirs, mine = pair(BranchingModel(), find_unused_parameters=True)
     plans = [
         mixed(mine.module, 2),
         None,
@@ -66,13 +66,13 @@ def check_unused(rank: int) -> None:
     assert_close(list(mine.parameters()), list(theirs.parameters()))
 
 
-def test_unused_parameters_are_treated_as_ddp_treats_them() -> None:
+def test_unused_parameters_are_treated_as_in_ddp() -> None:
     run_world(check_unused, 2)
 
 
 def check_static_unused(rank: int) -> None:
     torch.manual_seed(0)
-    theirs, mine = pair(Branches(), static_graph=True)
+    theirs, mine = pair(BranchingModel(), static_graph=True)
     plans = [mixed(mine.module, 2), uniform(mine.module, 2), None, None, mixed(mine.module, 2)]
     for model in (theirs, mine):
         optimizer = torch.optim.AdamW(model.parameters(), 0.1)
@@ -91,7 +91,7 @@ def test_a_static_graph_with_unused_parameters_needs_no_option() -> None:
 
 
 def check_unused_refused(rank: int) -> None:
-    model = PlannedDataParallel(Branches())
+    model = PlannedDataParallel(BranchingModel())
     model.synchronizer.load(uniform(model.module, 2, Synchronizer.REDUCE_SCATTER_ALL_GATHER))
     with pytest.raises(
         SynchronizationError,
@@ -135,12 +135,12 @@ def check_reentrant(rank: int) -> None:
         twice(torch.ones(2, 4)).sum().backward()
 
 
-def test_reentrant_checkpoints_synchronize_or_say_what_to_do() -> None:
+def test_reentrant_checkpoints_synchronize_or_name_the_fix() -> None:
     run_world(check_reentrant, 2)
 
 
 class Odd(nn.Module):
-    """dtypes, layouts and extents off the beaten track."""
+    """Uncommon dtypes, layouts and extents."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Plans that are nothing but buckets, carried out by a reducer of torch's own, against torch's DDP."""
+"""Plans of mere buckets, executed by a reducer of torch, against torch's DDP."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ddp_pair import assert_close, gradients, pair
-from test_torch_models import USES, Branches, Odd
+from test_torch_models import USES, BranchingModel, Odd
 from torch import Tensor, nn
 from torch._C._distributed_c10d import _register_comm_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -40,7 +40,7 @@ from runtime_rewriter.pytorch.observers import BackwardObserver
 
 
 def random_buckets(module: nn.Module, seed: int) -> Plan:
-    """Whole variables in random groups, sent in a random order: whatever a search may propose."""
+    """Whole variables in random groups, sent in a random order."""
     draw = random.Random(seed)
     workload = assumed_workload(module)
     groups = draw.randint(1, len(workload.variables))
@@ -57,7 +57,7 @@ def random_buckets(module: nn.Module, seed: int) -> Plan:
 
 
 def sent(synchronizer: GradientSynchronizer) -> list[list[str]]:
-    """The variables of the buckets that torch's reducer really has, in its order."""
+    """The variables of the actual buckets of torch's reducer, in its order."""
     names = {
         id(parameter): name
         for name, parameter in zip(synchronizer.names, synchronizer.parameters, strict=True)
@@ -108,13 +108,15 @@ def check_random(rank: int, arguments: dict[str, Any]) -> None:
     "option",
     ["", "gradient_as_bucket_view", "find_unused_parameters", "static_graph", "batched_grad_copy"],
 )
-def test_random_buckets_train_like_ddp_and_are_sent_as_planned(option: str) -> None:
+def test_random_buckets_train_like_ddp_in_planned_order(option: str) -> None:
     run_world(check_random, 2, {option: True} if option else {})
 
 
 def check_unused(rank: int, as_view: bool) -> None:
     torch.manual_seed(0)
-    theirs, mine = pair(Branches(), find_unused_parameters=True, gradient_as_bucket_view=as_view)
+    theirs, mine = pair(
+        BranchingModel(), find_unused_parameters=True, gradient_as_bucket_view=as_view
+    )
     plans = [
         random_buckets(mine.module, 1),
         None,
@@ -147,15 +149,13 @@ def check_unused(rank: int, as_view: bool) -> None:
 
 
 @pytest.mark.parametrize("as_view", [False, True])
-def test_unused_parameters_are_treated_as_ddp_treats_them_and_the_gate_knows_them(
-    as_view: bool,
-) -> None:
+def test_unused_parameters_are_treated_as_in_ddp_and_known_to_the_gate(as_view: bool) -> None:
     run_world(check_unused, 2, as_view)
 
 
 def check_static_unused(rank: int) -> None:
     torch.manual_seed(0)
-    theirs, mine = pair(Branches(), static_graph=True)
+    theirs, mine = pair(BranchingModel(), static_graph=True)
     plans = [
         random_buckets(mine.module, 1),
         None,
@@ -184,7 +184,7 @@ def test_a_static_graph_is_learned_by_every_reducer_and_observed_from_its_first_
 
 
 def check_graph_set_static(rank: int) -> None:
-    """By the script, after a plan was loaded as `autotune run` does."""
+    """The script sets the graph static after a plan was loaded, as under `autotune run`."""
     torch.manual_seed(0)
     theirs, mine = pair(Tied())
     held = random_buckets(mine.module, 3)
@@ -269,7 +269,7 @@ class Journal(BackwardObserver):
 
 
 def check_observer(rank: int) -> tuple[list[Any], list[Any]]:
-    """What an observer hears under buckets, and under the same buckets with our hooks."""
+    """An observer's calls under buckets, and under the same buckets with our hooks."""
     found = []
     for native in (True, False):
         torch.manual_seed(0)
@@ -303,7 +303,7 @@ def check_observer(rank: int) -> tuple[list[Any], list[Any]]:
 RS = Synchronizer.REDUCE_SCATTER_ALL_GATHER
 
 
-def test_observers_hear_of_a_pass_what_they_hear_with_our_hooks() -> None:
+def test_observers_get_the_same_calls_as_with_our_hooks() -> None:
     for native, ours in run_world(check_observer, 2):
         assert native == ours
         assert native[:4] == ["forward", "forward", ("output", 1), "start"]
@@ -313,7 +313,7 @@ def test_observers_hear_of_a_pass_what_they_hear_with_our_hooks() -> None:
 
 
 def undivided(state: None, bucket: dist.GradBucket) -> Any:
-    """A communication hook whose author took the sum for the average."""
+    """A communication hook that returns the sum instead of the average."""
     return (
         dist.all_reduce(bucket.buffer(), async_op=True)
         .get_future()
@@ -341,7 +341,7 @@ def check_gate(rank: int, wrong: bool) -> tuple[GateResult, bool]:
     )
 
 
-def test_the_gate_checks_what_the_reducer_really_did() -> None:
+def test_the_gate_checks_the_result_of_the_reducer() -> None:
     size = 2
     for result, hooked in run_world(check_gate, size, False):
         assert result.ok and result.relative_error == 0.0 and not hooked, (
@@ -406,7 +406,7 @@ def test_a_rank_that_dies_fails_the_others_as_under_ddp() -> None:
 
 
 def check_late_rank(rank: int) -> str:
-    """The planned group's own timeout counts, not the minute of the script's."""
+    """The planned group's timeout applies, not the script's minute."""
     model = nn.Linear(3, 3)
     synchronizer = attach(model, None, timeout_s=2.0, agreement_timeout_s=2.0)
     synchronizer.load(uniform(model, 2))
@@ -419,7 +419,7 @@ def check_late_rank(rank: int) -> str:
     return "done"
 
 
-def test_a_rank_that_never_comes_is_waited_for_as_long_as_plans_wait() -> None:
+def test_the_wait_for_a_missing_rank_ends_at_the_timeout_of_plans() -> None:
     assert run_world(check_late_rank, 2) == ["done", "done"]
 
 
@@ -429,7 +429,7 @@ def check_left_to_hooks(rank: int) -> None:
     for model in (odd, sparse):
         model.synchronizer.load(uniform(model.module, 2))
         assert model.synchronizer.plan is not None and model.synchronizer.native is None
-    unused = attach(Branches(), None, find_unused_parameters=True)
+    unused = attach(BranchingModel(), None, find_unused_parameters=True)
     unused.load(uniform(unused.module, 2))
     assert unused.native is None, "only a DDP can drive a reducer that looks for unused parameters"
     held = uniform(odd.module, 2)

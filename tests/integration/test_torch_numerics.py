@@ -1,4 +1,4 @@
-"""The numerics gate passes what is exact or within its derived bound, and fails what is not."""
+"""The numerics gate passes gradients within its derived bound and fails all others."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from runtime_rewriter.pytorch.observers import BackwardObserver
 
 
 class Steep(nn.Module):
-    """A variable per gradient size."""
+    """One variable per magnitude of gradients."""
 
     def __init__(self, sizes: tuple[float, ...]) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ def test_the_gate_passes_exact_and_rounded_gradients_and_fails_overflow_and_unde
 
 
 class Disturb(BackwardObserver):
-    """Another part of the program changes the averaged gradient on one rank."""
+    """Changes the averaged gradient on one rank."""
 
     def __init__(self, parameter: nn.Parameter) -> None:
         self.parameter = parameter

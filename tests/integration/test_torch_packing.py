@@ -1,4 +1,4 @@
-"""Large gradients are packed one by one when they are ready, small ones together: both in one message give DDP's bits."""
+"""Large gradients, packed alone, and small ones, packed together, give DDP's bits."""
 
 from __future__ import annotations
 

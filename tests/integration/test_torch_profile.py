@@ -1,4 +1,4 @@
-"""What the profiler says about a real training loop, and the edges it reads from the autograd graph."""
+"""Profiles of a real training loop, and edges from the autograd graph."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def check_profile(rank: int) -> tuple[Workload, int]:
     return profiling.workload, profiling.boundaries
 
 
-def test_a_profile_has_ready_order_times_edges_and_sparse_flags_alike_on_all_ranks() -> None:
+def test_all_ranks_get_the_same_profile_with_times_edges_and_sparse_flags() -> None:
     (workload, boundaries), (other, _) = run_world(check_profile, 2)
     assert workload == other and workload.source == "measured" and workload.model == "Layers"
     names = [variable.name for variable in workload.variables]
@@ -94,7 +94,7 @@ def test_a_profile_has_ready_order_times_edges_and_sparse_flags_alike_on_all_ran
 
 
 def slow_edges(edges: set[tuple[str, str]], variables: set[str]) -> set[frozenset[str]]:
-    """The definition: pairs joined by a path of operations none of which holds a third variable."""
+    """The definition: pairs joined by a path of operations without a third variable."""
     found = set()
     for start in variables:
         stack, seen = [start], {start}
@@ -200,7 +200,7 @@ def check_alone(rank: int) -> tuple[Workload, int]:
     return alone.workload, model.module.computed
 
 
-def test_for_a_profile_rank_0_computes_alone_and_the_others_play_one_recorded_step() -> None:
+def test_rank_0_profiles_alone_while_the_others_play_a_recorded_step() -> None:
     (workload, computed), (other, computed_elsewhere), (third, _) = run_world(check_alone, 3)
     assert workload == other == third and workload.source == "measured"
     assert computed == 6 and computed_elsewhere == 3, (

@@ -1,4 +1,4 @@
-"""Sparse gradients that travel as rows, on real ranks: against DDP, in every form that autograd gives them."""
+"""Sparse gradients that travel as rows on real ranks, in every autograd form, against DDP."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def rows_plan(
     hierarchical: bool = False,
     table: str = "table.weight",
 ) -> Plan:
-    """The table by rows, whole or cut into `sizes`; everything else in one all-reduce."""
+    """Send the table by rows, whole or cut into `sizes`, and the rest in one all-reduce."""
     flagged = tuple(
         Variable(v.name, v.shape, v.dtype, v.name == table)
         for v in assumed_workload(module).variables
@@ -92,7 +92,7 @@ def rows_plan(
 
 
 def tokens_of(rank: int, step: int) -> Tensor:
-    """Duplicates, rows of one rank only, rows of all; another number of them on every rank and step."""
+    """Duplicates, rows of one rank and rows of all ranks; their number differs by rank and step."""
     drawn = torch.randint(0, ROWS, (4 + 3 * rank + step,), generator=seeded(100 * rank + step))
     return torch.cat([drawn, torch.tensor([5, 5, 7, rank])])
 
@@ -171,7 +171,7 @@ def test_compressed_rows_are_equal_on_all_ranks_and_within_the_gates_tolerance()
 
 
 class Optional(nn.Module):
-    """A table that is used where tokens are given."""
+    """A table that is used only if tokens are given."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -241,7 +241,7 @@ def check_training(rank: int) -> None:
         assert torch.equal(a, b)
 
 
-def test_optimizers_take_the_gradients_as_those_of_ddp() -> None:
+def test_optimizers_train_with_the_gradients_as_under_ddp() -> None:
     run_world(check_training, 2)
 
 
@@ -269,7 +269,7 @@ def check_memory(rank: int) -> None:
         assert 0 < largest < 4 * 1_000_000, "of a table of 256 MB not even a number per row"
 
 
-def test_nothing_of_the_size_of_the_table_is_made() -> None:
+def test_no_tensor_of_the_size_of_the_table_is_allocated() -> None:
     run_world(check_memory, 2)
 
 
@@ -315,5 +315,5 @@ def check_byte_scale(rank: int) -> None:
         assert module.table.weight.grad.coalesce().indices().flatten().tolist() == [0, 1, 2, 3, 4]
 
 
-def test_of_a_ranks_rows_one_in_k_travels() -> None:
+def test_one_kth_of_the_rows_of_a_rank_travels() -> None:
     run_world(check_byte_scale, 2)

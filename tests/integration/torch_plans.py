@@ -38,7 +38,7 @@ class Slow(torch.autograd.Function):
 
 
 class Tied(nn.Module):
-    """Tied embedding, dropout, BatchNorm, a scalar and a 0-row-odd matrix: what tends to break synchronizers."""
+    """Tied embedding, dropout, BatchNorm and a scalar: parts that tend to break synchronizers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,9 +75,9 @@ def uniform(
     partitioned: bool = False,
     groups: int = 3,
 ) -> Plan:
-    """Every variable synchronized in one way, in `groups` messages; with `partitioned` cut unevenly along its largest axis.
+    """Synchronize every variable in one way, in `groups` messages.
 
-    top-k sends a tenth, PowerSGD has rank 1.
+    `partitioned`: cut unevenly along the largest axis. top-k sends a tenth, PowerSGD has rank 1.
     """
     workload = assumed_workload(module)
     rooted = synchronizer in ROOTED
@@ -101,7 +101,7 @@ def uniform(
 
 
 def cut(variable: Variable) -> Partition | None:
-    """Two uneven parts along the largest axis, or none where that has a single row."""
+    """Two uneven parts along the largest axis; None if that has a single row."""
     if not variable.shape or max(variable.shape) < 2:
         return None
     axis = variable.shape.index(max(variable.shape))
@@ -111,7 +111,7 @@ def cut(variable: Variable) -> Partition | None:
 
 
 def mixed(module: nn.Module, world_size: int) -> Plan:
-    """Another way for every variable, partly cut and partly grouped."""
+    """A different way for every variable, partly cut and partly grouped."""
     workload: Workload = assumed_workload(module)
     kinds = tuple(Synchronizer)
     choices = []

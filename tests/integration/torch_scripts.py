@@ -1,4 +1,4 @@
-"""Training scripts in processes of their own."""
+"""Runs training scripts in their own processes."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ ABORTED_AT_EXIT = "terminate called without an active exception"
 
 
 def run_script(command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:
-    """Run it, and once more where torch took it down at its very end.
+    """Run the script, and once more if torch crashed at its exit.
 
-    A rank of any DDP script on gloo, also of one that knows nothing of us, rarely ends that way on a busy machine: one of torch's threads
-    is still at work while the interpreter goes away. All that the script did and printed was done by then.
+    On a busy machine any DDP script on gloo rarely crashes so, also without us: a thread of torch
+    still runs while the interpreter shuts down. The script has finished its work by then.
     """
     for _ in range(2):
         done = subprocess.run(command, capture_output=True, text=True, check=False, **options)
@@ -34,9 +34,11 @@ def run_script(command: Sequence[str], **options: Any) -> subprocess.CompletedPr
 def run_ranks(
     words: Sequence[str], ranks: int = 0, timeout_s: float = 120.0
 ) -> subprocess.CompletedProcess[str]:
-    """`python words` in each of `ranks` processes with the variables that torchrun sets, or in one without them (0).
+    """Run `python words` in `ranks` processes with torchrun's variables, or in one without them
+    (0).
 
-    They are forked from a process that has torch imported: that is most of what a short script takes.
+    They are forked from a process that has imported torch, which takes most of a short script's
+    time.
     """
     environment = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     if ranks:

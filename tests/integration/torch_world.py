@@ -1,4 +1,4 @@
-"""Real processes over gloo, or over NCCL on one GPU, for the tests of the torch runtime; nothing here can hang."""
+"""Starts real processes over gloo, or over NCCL on one GPU, with a timeout for everything."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from autotune.jobs.campaign.one_gpu import own_host_environment
 
 INIT_TIMEOUT = timedelta(seconds=60)
 BACKEND, _, DEVICE = os.environ.get("AUTOTUNE_TEST_WORLD", "gloo:cpu").partition(":")
-"""`AUTOTUNE_TEST_WORLD=nccl:cuda pytest tests/integration` runs the tests of the torch runtime on a GPU."""
+"""`AUTOTUNE_TEST_WORLD=nccl:cuda pytest tests/integration` runs the tests of the torch runtime on a
+GPU."""
 
 
 def run_world(
@@ -32,13 +33,15 @@ def run_world(
     backend: str = BACKEND,
     device: str = DEVICE,
 ) -> list[Any]:
-    """`check(rank, *arguments)` in `size` processes with a default process group; what each returned, by rank.
+    """Run `check(rank, *arguments)` in `size` processes with a process group; results by rank.
 
-    A rank that raises fails the test with its traceback, one that ends without a word gives None. `device` is where tensors are made that
-    name none; on `cuda` all ranks share one GPU, and on `cuda:0` the process group is told so, which then splits its communicators.
+    A rank that raises fails the test with its traceback. One that exits silently returns None.
+    `device`: the default device of tensors. On `cuda` all ranks share one GPU. On `cuda:0` the
+    process group is also bound to it, and splits its communicators.
     """
     context = fork_server()
-    # Here and not in rank 0, which may be done while another rank still asks for the last address of a process group.
+    # Here and not in rank 0, which may be done while another rank still asks for the last address
+    # of a process group.
     store = dist.TCPStore(
         "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=INIT_TIMEOUT
     )
@@ -71,7 +74,7 @@ def run_world(
 
 
 def fork_server() -> multiprocessing.context.ForkServerContext:
-    """It has torch imported and nothing started: a process costs a fork instead of some seconds of importing."""
+    """A server that has imported torch: a process costs a fork instead of seconds of imports."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
         [
@@ -127,7 +130,7 @@ def _rank_main(
 
 
 def _on_one_gpu(rank: int) -> None:
-    """Kernels whose sums have one order, and tensors on the GPU wherever a test does not say."""
+    """Use deterministic kernels, and the GPU as the default device."""
     os.environ |= own_host_environment(rank) | {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     torch.use_deterministic_algorithms(True)
     torch.cuda.set_device(0)
@@ -135,7 +138,7 @@ def _on_one_gpu(rank: int) -> None:
 
 
 def seeded(seed: int) -> torch.Generator:
-    """Of the device on which tensors are made."""
+    """A generator on the default device."""
     return torch.Generator(torch.get_default_device()).manual_seed(seed)
 
 

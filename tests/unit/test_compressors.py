@@ -1,4 +1,4 @@
-"""int8, top-k and PowerSGD without ranks: what is said, what stays behind, what is not finite."""
+"""int8, top-k and PowerSGD without ranks: decoded values, residuals, and overflows."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def noise(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Ten
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
-# -- int8 ----------------------------------------------------------------------------------------------
+# -- int8
 
 
 @given(elements=st.integers(1, 10**7), rows=st.integers(1, 64))
@@ -40,7 +40,7 @@ def test_rows_cover_the_message_with_little_padding(elements: int, rows: int) ->
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(("elements", "rows"), [(1, 1), (5, 4), (2500, 4), (300_000, 2)])
-def test_what_arrives_and_what_stays_behind_add_up(
+def test_decoded_values_and_residual_add_up_to_the_input(
     dtype: torch.dtype, elements: int, rows: int
 ) -> None:
     layout = RowLayout.of(elements, rows)
@@ -69,9 +69,7 @@ def test_blocks_of_zeros_and_of_tiny_numbers_are_sent_as_zeros_and_kept() -> Non
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_block_with_a_number_that_is_not_finite_arrives_as_nan_and_leaves_nothing(
-    bad: float,
-) -> None:
+def test_a_block_that_is_not_finite_decodes_to_nan_and_leaves_no_residual(bad: float) -> None:
     values = noise(3 * INT8_BLOCK)
     values[INT8_BLOCK + 7] = bad
     quantised, arrived = (
@@ -103,11 +101,11 @@ def test_rows_are_summed_in_their_order() -> None:
     assert torch.equal(total, expected)
 
 
-# -- top-k ---------------------------------------------------------------------------------------------
+# -- top-k
 
 
 def obvious_largest(values: Tensor, k: int) -> list[int]:
-    """Stable: of equal magnitudes the first ones; NaN is the largest."""
+    """By a stable sort: the first of equal magnitudes; NaN is the largest."""
     keys = [
         (0.0 if math.isnan(v) else 1.0, -abs(v) if not math.isnan(v) else 0.0, i)
         for i, v in enumerate(values.tolist())
@@ -136,7 +134,7 @@ def test_the_largest_are_those_of_a_stable_sort(
 @pytest.mark.parametrize(
     "shape", ["normal", "heavy", "periodic", "zeros", "mostly zeros", "sorted"]
 )
-def test_a_sample_never_changes_what_is_picked(shape: str) -> None:
+def test_sampling_never_changes_the_picked_elements(shape: str) -> None:
     n, k = 700_001, 7001
     values = {
         "normal": noise(n),
@@ -163,7 +161,7 @@ def test_picked_elements_move_and_the_others_stay(dtype: torch.dtype) -> None:
     assert torch.equal(arrived + values, before)
 
 
-def test_more_infinities_than_are_picked_are_seen_and_leave_nothing() -> None:
+def test_surplus_infinities_leave_no_residual() -> None:
     values = noise(100)
     values[10:30] = math.inf
     rows, arrived = PickedRows(1, 2, torch.float32, CPU), torch.empty(100)
@@ -172,7 +170,7 @@ def test_more_infinities_than_are_picked_are_seen_and_leave_nothing() -> None:
     assert int(arrived.isinf().sum()) == 2 and bool(values.isfinite().all())
 
 
-# -- PowerSGD ------------------------------------------------------------------------------------------
+# -- PowerSGD
 
 SHAPES = [(6, 4, 3, 3), (7,), (12, 10), (), (2, 2)]
 
@@ -187,7 +185,7 @@ def low_rank(values: Tensor, rank: int, starts: dict[int, Tensor]) -> LowRank:
 
 
 def step(parts: list[Tensor], all_starts: list[dict[int, Tensor]], rank: int) -> list[Tensor]:
-    """One exchange among ranks that are all here; leaves the sum in `parts` and returns what stayed behind."""
+    """One exchange in this process; leaves the sum in `parts` and returns the residuals."""
     lows = [
         low_rank(values, rank, starts) for values, starts in zip(parts, all_starts, strict=True)
     ]
@@ -206,7 +204,7 @@ def step(parts: list[Tensor], all_starts: list[dict[int, Tensor]], rank: int) ->
     return behind
 
 
-def test_matrices_are_factored_and_what_gains_nothing_travels_whole() -> None:
+def test_matrices_are_factored_and_small_slices_travel_whole() -> None:
     assert (
         gains((6, 4, 3, 3), 2)
         and not gains((7,), 1)
@@ -272,13 +270,13 @@ def test_one_element_that_is_not_finite_on_one_rank_is_seen_by_all(bad: float, p
     assert all(not bool(part.isfinite().all()) for part in parts)
 
 
-# -- residuals -----------------------------------------------------------------------------------------
+# -- residuals
 
 PARAMETERS = {"a": torch.zeros(4, 6), "b": torch.zeros(3)}
 LEFT, RIGHT = TensorSlice("a", 8, 1, 0, 2), TensorSlice("a", 16, 1, 2, 6)
 
 
-def test_a_residual_is_one_tensor_per_variable_and_gone_when_all_of_it_was_sent() -> None:
+def test_a_residual_is_one_tensor_per_variable_and_freed_once_sent() -> None:
     residuals = Residuals(PARAMETERS, 0, 1)
     assert residuals.waiting(LEFT) is None and not residuals
     residuals.residual_of(LEFT).fill_(1.0)
@@ -305,7 +303,7 @@ def test_a_slice_that_is_kept_again_has_not_been_sent() -> None:
     assert waiting is not None and float(waiting.sum()) == 8
 
 
-def test_feedback_keeps_its_own_slices_and_releases_the_others() -> None:
+def test_feedback_keeps_the_residuals_of_its_slices_and_releases_the_others() -> None:
     residuals = Residuals(PARAMETERS, 0, 1)
     residuals.residual_of(RIGHT).fill_(5.0)
     feedback = Feedback(residuals, [(LEFT, torch.ones(4, 2)), (RIGHT, torch.ones(4, 4))])
