@@ -1,4 +1,4 @@
-"""Identity is content: canonical JSON and the hash of it."""
+"""Canonical JSON and its hash: content defines identity."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from types import MappingProxyType
 from typing import Any
 
 LATER = MappingProxyType({"later": True})
-"""Metadata of a field that its class got after values of it had been stored: the canonical form has it only where it differs from its
-default, so what was stored keeps its identity."""
+"""Metadata of a field added to its class after values were stored.
+
+The canonical form contains it only if it differs from its default, so stored values keep their id.
+"""
 
 _STORED = "stored"
 
@@ -39,7 +41,7 @@ _ALWAYS = object()
 
 
 def to_data(value: Any) -> Any:
-    """Plain JSON types of a (nested) dataclass value; tuples become lists, enums their values."""
+    """Convert a (nested) dataclass value to JSON types; tuples become lists, enums their values."""
     kind = type(value)
     if kind in _PLAIN:
         return value
@@ -73,7 +75,7 @@ def to_data(value: Any) -> Any:
 
 
 def canonical_json(value: Any) -> str:
-    """The one text of a value: sorted keys, no spaces, NaN and infinity refused."""
+    """The unique text of a value: sorted keys, no spaces, no NaN or infinity."""
     return json.dumps(
         to_data(value), sort_keys=True, separators=(",", ":"), allow_nan=False, ensure_ascii=False
     )

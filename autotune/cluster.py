@@ -1,7 +1,7 @@
 """Where the replicas run: hosts, their devices and the links between them, with fitted costs.
 
 Workers (ranks) are numbered host by host: the first host's devices are ranks 0..d-1, and so on.
-Nothing here is stored per pair of workers: a link is a host's own interface, unless a pair is named.
+Nothing is stored per pair of workers: a link is a host's own interface, unless a pair is named.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ from autotune.errors import InvalidInput
 from autotune.parsing import parse, refuse_newer
 
 MAX_FITS = 512
-"""Primitives times groups times (alone, under load) of a probe are below 100."""
+"""A probe has fewer than 100 combinations of collective, group and load."""
 MAX_BENDS = 8
 
 
 @dataclass(frozen=True)
 class Host:
-    """A machine: `devices` workers that share one network interface and one memory-speed link inside.
+    """A machine: `devices` workers that share one network interface and one memory-speed link
+    inside.
 
-    `cores`: CPU cores that they share, 0 where nobody counted them.
+    `cores`: CPU cores that they share; 0 if unknown.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -57,7 +58,7 @@ class Host:
 
 @dataclass(frozen=True)
 class PairLink:
-    """A link between two hosts that is unlike what their own interfaces give."""
+    """A link between two hosts that differs from their own interfaces."""
 
     __pydantic_config__ = {"extra": "forbid"}
 
@@ -68,12 +69,13 @@ class PairLink:
     def __post_init__(self) -> None:
         if self.link_bytes_per_s <= 0 or self.latency_s < 0:
             raise InvalidInput(
-                f"link {self.between[0]!r} - {self.between[1]!r} needs a bandwidth above 0 and a latency of at least 0"
+                f"link {self.between[0]!r} - {self.between[1]!r} needs a bandwidth above 0 "
+                "and a latency of at least 0"
             )
 
 
 class Where(StrEnum):
-    """Which ranks a primitive was probed on."""
+    """The ranks that a collective was probed on."""
 
     WORLD = "world"
     HOST = "host"  # ranks of one host
@@ -82,7 +84,7 @@ class Where(StrEnum):
 
 @dataclass(frozen=True)
 class Bend:
-    """Up to `until_bytes` a byte costs `s_per_byte`."""
+    """A byte costs `s_per_byte` up to `until_bytes`."""
 
     __pydantic_config__ = {"extra": "forbid"}
 
@@ -92,17 +94,18 @@ class Bend:
 
 @dataclass(frozen=True)
 class CollectiveFit:
-    """Measured cost of one primitive on `group_size` ranks, as a function of the whole tensor's bytes before the operation.
+    """Measured cost of one collective on `group_size` ranks, by the whole tensor's bytes.
 
-    seconds = alpha_s + beta_s_per_byte * bytes where one line fits. Otherwise the cost is piecewise linear, continuous and
-    never falls: a byte costs what the first of the `bends` says up to its size, the second from there up to its own, and so on,
-    and beta_s_per_byte beyond the last, also beyond the largest probe.
+    seconds = alpha_s + beta_s_per_byte * bytes if one line fits. Otherwise the cost is piecewise
+    linear, continuous and never falls: each of the `bends` gives the cost per byte up to its size,
+    and beta_s_per_byte applies beyond the last one, also beyond the largest probe.
 
-    `relative_error` is the median of |fitted - measured| / measured over the probed sizes, `large_error` the largest of
-    them from 1 MiB up (None: no such size). `spread` is the median over the sizes of the repeats' interquartile range over their
-    median; `sizes` counts them. `cpu_alpha_s` and `cpu_beta_s_per_byte` fit the CPU time that one rank spends on it
-    (all its threads, mean over the ranks): what it may take from computation. Of a fit under load (`loaded`: every rank
-    computed meanwhile) they fit the seconds of computation that a rank really lost to it.
+    `relative_error`: median of |fitted - measured| / measured over the probed sizes. `large_error`:
+    their maximum from 1 MiB up (None: no such size). `spread`: median over the sizes of the
+    repeats' interquartile range over their median. `sizes`: number of sizes. `cpu_alpha_s` and
+    `cpu_beta_s_per_byte` fit the CPU time that one rank spends on it (all its threads, mean over
+    the ranks), which it may take from computation. With `loaded`, every rank computed meanwhile,
+    and they fit the seconds of computation that a rank lost to it.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -124,17 +127,13 @@ class CollectiveFit:
     sizes: int = 0
 
     def __post_init__(self) -> None:
-        costs = (
-            self.alpha_s,
-            self.beta_s_per_byte,
-            self.cpu_alpha_s,
-            self.cpu_beta_s_per_byte,
-            *(b.s_per_byte for b in self.bends),
-        )
+        lines = (self.alpha_s, self.beta_s_per_byte, self.cpu_alpha_s, self.cpu_beta_s_per_byte)
+        costs = (*lines, *(bend.s_per_byte for bend in self.bends))
         errors = (self.relative_error, self.spread, self.large_error or 0.0)
         if not all(0 <= figure < math.inf for figure in (*costs, *errors)):
             raise InvalidInput(
-                f"the fit of {self.primitive!r} needs finite costs and errors of at least 0, but has {costs} and {errors}"
+                f"the fit of {self.primitive!r} needs finite costs and errors of at least 0, "
+                f"but has {costs} and {errors}"
             )
         sizes = (0.0, *(bend.until_bytes for bend in self.bends), math.inf)
         if len(self.bends) > MAX_BENDS or not all(a < b for a, b in pairwise(sizes)):
@@ -145,7 +144,7 @@ class CollectiveFit:
 
     @property
     def identity(self) -> tuple[str, int, Where, bool]:
-        """What a newer probe of the same replaces."""
+        """The key under which a newer probe replaces this fit."""
         return self.primitive, self.group_size, self.where, self.loaded
 
     def cpu_s(self, message_bytes: float) -> float:
@@ -155,12 +154,11 @@ class CollectiveFit:
         return float(self.seconds_each(np.array([message_bytes], dtype=np.float64))[0])
 
     def seconds_each(self, message_bytes: FloatArray) -> FloatArray:
-        """The cost of every message, shape as the sizes."""
+        """The cost of each message; the shape of the sizes."""
         seconds, reached = np.full(message_bytes.shape, self.alpha_s), 0.0
         for bend in self.bends:
-            seconds += bend.s_per_byte * np.clip(
-                message_bytes - reached, 0.0, bend.until_bytes - reached
-            )
+            width = bend.until_bytes - reached
+            seconds += bend.s_per_byte * np.clip(message_bytes - reached, 0.0, width)
             reached = bend.until_bytes
         seconds += self.beta_s_per_byte * np.maximum(message_bytes - reached, 0.0)
         return seconds
@@ -168,11 +166,11 @@ class CollectiveFit:
 
 @dataclass(frozen=True)
 class LinkFit:
-    """Measured one-way cost of a host's own link, or (`inside`) of the one between two of its devices.
+    """Measured one-way cost of a host's own link, or (`inside`) of one between two of its devices.
 
-    A link shows itself as far as the other end is no slower: of the fastest host it is what the second fastest lets through.
-    `relative_error`: the largest of |fitted - measured| / measured over the large messages; `spread` as in `CollectiveFit`;
-    `probes` counts the pairs of hosts that told.
+    A slower other end hides a link: the fastest host's fit is the rate of the second fastest.
+    `relative_error`: maximum of |fitted - measured| / measured over the large messages. `spread`:
+    as in `CollectiveFit`. `probes`: number of pairs of hosts that measured it.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -186,21 +184,22 @@ class LinkFit:
     probes: int = 1
 
     def __post_init__(self) -> None:
-        if not (
-            0 < self.bytes_per_s < math.inf
-            and all(0 <= f < math.inf for f in (self.latency_s, self.relative_error, self.spread))
-        ):
+        figures = (self.latency_s, self.relative_error, self.spread)
+        finite = all(0 <= figure < math.inf for figure in figures)
+        if not (finite and 0 < self.bytes_per_s < math.inf):
             raise InvalidInput(
-                f"the link of {self.host!r} needs a finite bandwidth above 0, and a latency and errors of at least 0"
+                f"the link of {self.host!r} needs a finite bandwidth above 0, "
+                "and a latency and errors of at least 0"
             )
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """`source` is "assumed" until a probe replaced the link costs by fitted ones ("measured"), by `software` at `measured_at` (ISO).
+    """Hosts and links. `source` is "assumed" until a probe fits the links' costs ("measured").
 
-    `measured_on` says what stood for a real cluster in that probe (`records.Conditions.label`); "" where nothing did.
-    `machine_cores`: CPU cores of the one machine that all hosts are emulated on or are processes of; 0: each host is a machine.
+    The probe ran `software` at `measured_at` (ISO). `measured_on`: what emulated a real cluster in
+    that probe (`records.Conditions.label`), or "". `machine_cores`: CPU cores of the one machine
+    that all hosts are emulated on or are processes of; 0: each host is a machine.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -226,13 +225,13 @@ class Cluster:
         for link in self.pair_links:
             for end in link.between:
                 if end not in names:
-                    raise InvalidInput(
-                        f"a link names host {end!r}, but the hosts are {', '.join(names)}"
-                    )
-        for found in self.link_fits:
-            if found.host not in names:
+                    hosts = ", ".join(names)
+                    raise InvalidInput(f"a link names host {end!r}, but the hosts are {hosts}")
+        for fit in self.link_fits:
+            if fit.host not in names:
+                hosts = ", ".join(names)
                 raise InvalidInput(
-                    f"a fitted link names host {found.host!r}, but the hosts are {', '.join(names)}"
+                    f"a fitted link names host {fit.host!r}, but the hosts are {hosts}"
                 )
         if len(self.fits) > MAX_FITS:
             raise InvalidInput(
@@ -241,16 +240,15 @@ class Cluster:
 
     @staticmethod
     def local(workers: int) -> Cluster:
-        """One machine with `workers` workers over loopback. The figures are assumed until probed."""
+        """One machine with `workers` workers over loopback, its figures assumed until probed."""
         host = Host("localhost", workers, 1e9, 5e-5, 1e9, 5e-5, address="127.0.0.1")
         return Cluster("local", (host,))
 
     @cached_property
     def id(self) -> str:
-        """Identity of the hosts and links, whatever was fitted on them."""
-        return content_id(
-            "cluster", {"hosts": to_data(self.hosts), "links": to_data(self.pair_links)}
-        )
+        """Identity of the hosts and links, without fits."""
+        content = {"hosts": to_data(self.hosts), "links": to_data(self.pair_links)}
+        return content_id("cluster", content)
 
     @cached_property
     def world_size(self) -> int:
@@ -262,16 +260,14 @@ class Cluster:
         return tuple(index for index, host in enumerate(self.hosts) for _ in range(host.devices))
 
     def bandwidth_bytes_per_s(self, rank_a: int, rank_b: int) -> float:
-        """b(a, b): inside a host its inner link, else the slower interface or the named pair's link."""
+        """b(a, b): inside a host its inner link, else the pair's or the slower interface."""
         a, b = self.host_of_rank[rank_a], self.host_of_rank[rank_b]
         if a == b:
             return self.hosts[a].inner_bytes_per_s
         pair = self._pair(a, b)
-        return (
-            pair.link_bytes_per_s
-            if pair
-            else min(self.hosts[a].link_bytes_per_s, self.hosts[b].link_bytes_per_s)
-        )
+        if pair:
+            return pair.link_bytes_per_s
+        return min(self.hosts[a].link_bytes_per_s, self.hosts[b].link_bytes_per_s)
 
     def latency_s(self, rank_a: int, rank_b: int) -> float:
         """One-way latency between two ranks."""
@@ -282,54 +278,42 @@ class Cluster:
         return pair.latency_s if pair else max(self.hosts[a].latency_s, self.hosts[b].latency_s)
 
     def own_bandwidth_bytes_per_s(self, rank: int) -> float:
-        """b(j, j) of Algorithm 1: what a server on this rank can take in."""
+        """b(j, j) of Algorithm 1: the rate at which a server on this rank can receive."""
         host = self.hosts[self.host_of_rank[rank]]
         return host.inner_bytes_per_s if len(self.hosts) == 1 else host.link_bytes_per_s
 
     @cached_property
     def ring_bytes_per_s(self) -> float:
         """b_m of Eq. 3: the slowest link of the ring in rank order; O(hosts), not O(workers)."""
-        slowest = min(
-            (host.inner_bytes_per_s for host in self.hosts if host.devices > 1),
-            default=float("inf"),
-        )
-        first_ranks = [0]
-        for host in self.hosts[:-1]:
-            first_ranks.append(first_ranks[-1] + host.devices)
+        links = [host.inner_bytes_per_s for host in self.hosts if host.devices > 1]
+        first_ranks = np.cumsum([0, *(host.devices for host in self.hosts[:-1])]).tolist()
         if len(first_ranks) > 1:
             for here, there in zip(first_ranks, first_ranks[1:] + first_ranks[:1], strict=True):
-                slowest = min(slowest, self.bandwidth_bytes_per_s(here, there))
-        return slowest if slowest != float("inf") else self.hosts[0].inner_bytes_per_s
+                links.append(self.bandwidth_bytes_per_s(here, there))
+        return min(links, default=self.hosts[0].inner_bytes_per_s)
 
     def fit(
         self, primitive: str, group_size: int, where: Where | None = None, loaded: bool = False
     ) -> CollectiveFit | None:
-        """The fitted cost of a primitive on so many ranks, if it was probed.
+        """The fitted cost of a collective on this many ranks, if it was probed.
 
-        Without `where` the whole world's comes first, then that of ranks on different hosts; ranks of one host speak
-        for others only where there is no other host.
+        Without `where`, the whole world's fit comes first, then that of ranks on different hosts. Ranks
+        of one host represent others only if there is no other host.
         """
-        wanted = (
-            (where,)
-            if where is not None
-            else (Where.WORLD, Where.ACROSS, Where.HOST)[: 3 if len(self.hosts) == 1 else 2]
-        )
-        return next(
-            (
-                self._fits[key]
-                for place in wanted
-                if (key := (primitive, group_size, place, loaded)) in self._fits
-            ),
-            None,
-        )
+        places = (Where.WORLD, Where.ACROSS, Where.HOST)[: 3 if len(self.hosts) == 1 else 2]
+        for place in places if where is None else (where,):
+            key = (primitive, group_size, place, loaded)
+            if key in self._fits:
+                return self._fits[key]
+        return None
 
     @cached_property
     def _fits(self) -> dict[tuple[str, int, Where, bool], CollectiveFit]:
-        """The first of each identity counts."""
+        """The first fit of each identity counts."""
         return {fit.identity: fit for fit in reversed(self.fits)}
 
     def with_fits(self, fits: tuple[CollectiveFit, ...]) -> Cluster:
-        """This cluster with measured link costs; a fit that is measured anew replaces the one of the same identity."""
+        """This cluster with measured costs; new fits replace those of the same identity."""
         new = {fit.identity for fit in fits}
         kept = tuple(fit for fit in self.fits if fit.identity not in new)
         return replace(self, fits=(*fits, *kept), source="measured")

@@ -1,4 +1,6 @@
-"""cluster.yaml: written by hand with units, or by `autotune probe` with plain SI numbers that read back exactly."""
+"""cluster.yaml: written by hand with units, or by `autotune probe` in SI numbers that read back
+exactly.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from autotune.units import (
 )
 
 MAX_NODES = 500_000
-"""Values that a cluster file may hold once its aliases are followed: 10 000 hosts, a few hundred fits."""
+"""Most values in a file with its aliases expanded: 10 000 hosts, a few hundred fits."""
 SOURCES = ("assumed", "measured")
 
 
@@ -65,7 +67,7 @@ class _ClusterSpec:
 
 
 def read_cluster(path: Path) -> Cluster:
-    """A cluster from its YAML file; see docs/cluster.md for the fields and their units."""
+    """Read a cluster from its YAML file; docs/cluster.md lists the fields and their units."""
     data = read_yaml(path)
     _refuse_bombs(data, path)
     refuse_newer(data, 1, "cluster", str(path))
@@ -108,14 +110,15 @@ def read_cluster(path: Path) -> Cluster:
 
 
 def _refuse_bombs(data: Any, path: Path) -> None:
-    """A few nested aliases stand for billions of values, and one that holds itself for infinitely many."""
-    left, seen = [data], 0
+    """Refuse nested aliases that expand to billions of values, or without end."""
+    left, count = [data], 0
     while left:
         value = left.pop()
-        seen += 1
-        if seen > MAX_NODES:
+        count += 1
+        if count > MAX_NODES:
             raise InvalidInput(
-                f"{path} may hold at most {MAX_NODES} values, but its aliases stand for more; write them out"
+                f"{path} may hold at most {MAX_NODES} values, but its aliases stand for more; "
+                "write them out"
             )
         if isinstance(value, dict):
             left.extend(value.values())
@@ -124,8 +127,8 @@ def _refuse_bombs(data: Any, path: Path) -> None:
 
 
 def cluster_yaml(cluster: Cluster) -> str:
-    """The text of a cluster file that `read_cluster` reads back to an equal cluster; comments say what was measured."""
-    found = {(link.host, link.inside): link for link in cluster.link_fits}
+    """The text of a file that `read_cluster` reads back exactly; comments name the measurements."""
+    fits = {(link.host, link.inside): link for link in cluster.link_fits}
     head = {"schema": cluster.schema, "name": cluster.name, "source": cluster.source}
     if cluster.measured_at:
         head["measured_at"] = cluster.measured_at
@@ -147,20 +150,18 @@ def cluster_yaml(cluster: Cluster) -> str:
         lines += [_block({"software": dict(cluster.software)})]
     lines += ["hosts: # ranks are numbered host by host"]
     for host in cluster.hosts:
-        lines += [
-            f"  # link {_link_comment(found.get((host.name, False)), host.link_bytes_per_s, host.latency_s)}"
-        ]
+        outer, inner = fits.get((host.name, False)), fits.get((host.name, True))
+        comment = _link_comment(outer, host.link_bytes_per_s, host.latency_s)
+        lines += [f"  # link {comment}"]
         if host.devices > 1:
-            lines += [
-                f"  # inside {_link_comment(found.get((host.name, True)), host.inner_bytes_per_s, host.inner_latency_s)}"
-            ]
+            comment = _link_comment(inner, host.inner_bytes_per_s, host.inner_latency_s)
+            lines += [f"  # inside {comment}"]
         lines += [f"  - {_flow(_host_data(host))}"]
     if cluster.pair_links:
         lines += ["links: # pairs of hosts that are unlike what their interfaces give"]
-        lines += [
-            f"  - {_flow({'between': list(link.between), 'bandwidth': link.link_bytes_per_s, 'latency': link.latency_s})}"
-            for link in cluster.pair_links
-        ]
+        for link in cluster.pair_links:
+            figures = {"bandwidth": link.link_bytes_per_s, "latency": link.latency_s}
+            lines += [f"  - {_flow({'between': list(link.between), **figures})}"]
     if cluster.link_fits:
         lines += ["link_fits: # one-way cost between two hosts, or inside one; measured"]
         lines += [f"  - {_flow(to_data(link))}" for link in cluster.link_fits]
@@ -186,17 +187,21 @@ def _host_data(host: Host) -> dict[str, Any]:
 
 
 def _fit_data(fit: CollectiveFit) -> dict[str, Any]:
-    """Without the fields that have their defaults."""
+    """The fields that differ from their defaults."""
     defaults = {field.name: field.default for field in fields(CollectiveFit)}
     return {key: value for key, value in to_data(fit).items() if getattr(fit, key) != defaults[key]}
 
 
-def _link_comment(found: LinkFit | None, bytes_per_s: float, latency_s: float) -> str:
-    """For people: the figures in everyday units, and where they come from."""
-    figures = f"{bytes_per_s * 8 / 1e6:.4g} Mbit/s ({format_bytes(bytes_per_s)}/s), {format_seconds(latency_s)}"
-    if found is None:
+def _link_comment(fit: LinkFit | None, bytes_per_s: float, latency_s: float) -> str:
+    """The figures in everyday units, and their source."""
+    rate = f"{bytes_per_s * 8 / 1e6:.4g} Mbit/s ({format_bytes(bytes_per_s)}/s)"
+    figures = f"{rate}, {format_seconds(latency_s)}"
+    if fit is None:
         return f"{figures}: not measured"
-    return f"{figures}: measured, fit error {found.relative_error:.1%}, spread of the repeats {found.spread:.1%}"
+    return (
+        f"{figures}: measured, fit error {fit.relative_error:.1%}, "
+        f"spread of the repeats {fit.spread:.1%}"
+    )
 
 
 def _flow(data: dict[str, Any]) -> str:

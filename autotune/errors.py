@@ -1,8 +1,7 @@
 """The exceptions that users meet.
 
-Every message states the rule, the value that broke it and the fix. The `InvalidInput` family is
-for input from users; our own bugs are `assert`s. An error that users meet often names an anchor:
-a heading of docs/troubleshooting.md.
+Each message states the rule, the value that breaks it and the fix. The `InvalidInput` family is for
+users' input; our own bugs are `assert`s.
 """
 
 from __future__ import annotations
@@ -15,11 +14,7 @@ Anchor = Literal["", "no-ddp", "wrong-world-size", "another-model", "no-ray", "r
 
 
 class AutotuneError(Exception):
-    """Base of every error that this package raises on purpose.
-
-    `anchor` is a heading of the troubleshooting page, or empty. A class gives its instances a
-    default anchor.
-    """
+    """Base of every error that this package raises deliberately."""
 
     anchor: Anchor = ""
 

@@ -1,9 +1,9 @@
-"""`best.json`: the decision of a job as one file that a training script takes.
+"""`best.json`: the decision of a job as one file that a training script loads.
 
-The file holds the strategy and the variables in backward order, from which `plan()` rebuilds the very plan that was
-measured; the plan's hash proves it. The plan itself is not stored: it would say the same thing a second time, and a
-file that disagrees with itself could not be told from one that was edited. A hash over the content makes edits
-visible: an edited file is refused, because the times in it would no longer be those of its strategy.
+It holds the strategy and the variables in backward order. `plan()` rebuilds from them the plan that
+was measured, and the plan's hash proves it. The plan itself is not stored, so a file cannot
+contradict itself. A content hash reveals edits. An edited file is refused, because its times would
+no longer be those of its strategy.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Identity = Mapping[str, tuple[Sequence[int], str]]
 
 @dataclass(frozen=True)
 class Timing:
-    """Step time of one side of the closing comparison: median and quartiles over all steps of its `blocks` blocks."""
+    """Step time of one side of the closing comparison: median and quartiles over its blocks."""
 
     __pydantic_config__ = {"extra": "forbid"}
 
@@ -47,11 +47,11 @@ class Timing:
 
 @dataclass(frozen=True)
 class Export:
-    """What was chosen and why. `strategy` and `plan_id` are None where the current setup stays.
+    """The chosen strategy and why. `strategy` and `plan_id` are None if the current setup stays.
 
-    `variables` are in backward order. `tuned` and `current` are the sides of the closing comparison, None if there
-    was none; `predicted_s` is the tuned strategy's predicted step time when it was proposed.
-    `conditions` say what was emulated where these times were taken.
+    `variables` are in backward order. `tuned` and `current` are the sides of the closing
+    comparison, or None. `predicted_s`: the tuned strategy's predicted step time at its proposal.
+    `conditions`: what was emulated when these times were measured.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -75,7 +75,10 @@ class Export:
     schema: int = SCHEMA
 
     def plan(self) -> Plan | None:
-        """The plan that was measured, None for the current setup. `InvalidInput` if this version plans it otherwise."""
+        """Rebuild the plan that was measured; None for the current setup.
+
+        Raises `InvalidInput` if this version plans the strategy differently.
+        """
         if self.strategy is None:
             return None
         rebuilt = planning.plan(
@@ -83,13 +86,14 @@ class Export:
         )
         if self.plan_id is not None and rebuilt.id != self.plan_id:
             raise InvalidInput(
-                f"the export of job {self.job_id} must give plan {self.plan_id}, but this version of autotune plans {rebuilt.id} "
-                "for its strategy; tune again with this version, or use the version that wrote it"
+                f"the export of job {self.job_id} must give plan {self.plan_id}, but this version "
+                f"of autotune plans {rebuilt.id} for its strategy; tune again with this version, "
+                "or use the version that wrote it"
             )
         return rebuilt
 
     def write(self, path: Path) -> None:
-        """The whole file or none of it, on disk when this returns; an older file at `path` is replaced."""
+        """Write the whole file or nothing, durably; an older file at `path` is replaced."""
         data = to_data(self)
         text = json.dumps(
             {**data, "content": _content_hash(data)}, indent=1, allow_nan=False, ensure_ascii=False
@@ -98,7 +102,7 @@ class Export:
 
 
 def write_whole(path: Path, text: str, what: str) -> None:
-    """Write a file in one piece: `path` holds the old or the new text, never a part. Raises `InvalidInput`."""
+    """Write a file atomically: `path` has the old or the new text. Raises `InvalidInput`."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
@@ -119,9 +123,9 @@ def write_whole(path: Path, text: str, what: str) -> None:
 
 
 def read_export(path: Path, allow_edited: bool = False) -> Export:
-    """The export in a file; its plan is rebuilt once, so that a file that cannot be used is refused here.
+    """Read an export; its plan is rebuilt once, so an unusable file is refused here.
 
-    An edited file raises `InvalidInput` unless `allow_edited`; then its plan is whatever its strategy now means.
+    An edited file raises `InvalidInput` unless `allow_edited`; then its strategy is planned anew.
     """
     data = read_json(path)
     if not isinstance(data, dict):
@@ -135,8 +139,9 @@ def read_export(path: Path, allow_edited: bool = False) -> Export:
     if claimed != actual:
         if not allow_edited:
             raise InvalidInput(
-                f"{path} was changed after autotune wrote it (its content hash is {actual[:12]}, but it says {str(claimed)[:12]}), so its "
-                "measured times may not be those of its strategy; export it again from its job, or allow edited files on purpose"
+                f"{path} was changed after autotune wrote it (its content hash is {actual[:12]}, "
+                f"but it says {str(claimed)[:12]}), so its measured times may not be those of its "
+                "strategy; export it again from its job, or allow edited files on purpose"
             )
         export = replace(export, plan_id=None)
     export.plan()
@@ -144,7 +149,10 @@ def read_export(path: Path, allow_edited: bool = False) -> Export:
 
 
 def check_model(export: Export, variables: Identity, world_size: int) -> None:
-    """Raise `ModelMismatch`, which names every kind of difference, unless the export was made for this model and world."""
+    """Raise `ModelMismatch` unless the export is for this model and world size.
+
+    The message names every kind of difference.
+    """
     expected = {
         variable.name: (tuple(variable.shape), variable.dtype) for variable in export.variables
     }
@@ -164,13 +172,15 @@ def check_model(export: Export, variables: Identity, world_size: int) -> None:
     differences = [problem for problem in problems if problem]
     if differences:
         raise ModelMismatch(
-            f"the export of job {export.job_id} needs model {export.model!r} with its {len(expected)} variables, but this model "
+            f"the export of job {export.job_id} needs model {export.model!r} "
+            f"with its {len(expected)} variables, but this model "
             + "; it ".join(differences)
             + ". Tune this model, or take the export that was made for it"
         )
     if world_size != export.world_size:
         raise ModelMismatch(
-            f"the export of job {export.job_id} needs a world size of {export.world_size}, but this run has {world_size}; "
+            f"the export of job {export.job_id} needs a world size of {export.world_size}, "
+            f"but this run has {world_size}; "
             f"start {export.world_size} workers, or tune again with {world_size}",
             anchor="wrong-world-size",
         )

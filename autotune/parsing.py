@@ -1,7 +1,7 @@
-"""Untrusted text into frozen dataclasses: one clear error instead of a stack trace.
+"""Untrusted text into frozen dataclasses, with one clear error instead of a stack trace.
 
-Sizes are bounded before anything is parsed, YAML is read by the safe loader, and an unknown
-field is an error that names the nearest known one.
+Sizes are bounded before parsing, YAML is read by the safe loader, and an unknown field is an error
+that names the nearest known one.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def read_bytes(path: Path, max_bytes: int) -> bytes:
 
 
 def read_text(path: Path, max_bytes: int = MAX_FILE_BYTES) -> str:
-    """The file's text, or `InvalidInput` when it is missing, too large or not UTF-8."""
+    """Read a text file. Raises `InvalidInput` if it is missing, too large or not UTF-8."""
     try:
         return read_bytes(path, max_bytes).decode("utf-8")
     except UnicodeDecodeError as error:
@@ -45,12 +45,12 @@ def read_text(path: Path, max_bytes: int = MAX_FILE_BYTES) -> str:
 
 
 def read_json(path: Path) -> Any:
-    """The parsed JSON of a file."""
+    """Read and parse a JSON file."""
     return parse_json(read_text(path), str(path))
 
 
 def parse_json(text: str, where: str) -> Any:
-    """Parsed JSON; NaN and infinity (also as 1e999) are refused, as canonical JSON has none."""
+    """Parse JSON without NaN and infinity (also as 1e999), which canonical JSON excludes."""
 
     def finite(number: str) -> float:
         if not math.isfinite(value := float(number)):
@@ -61,33 +61,26 @@ def parse_json(text: str, where: str) -> Any:
         return json.loads(text, parse_constant=finite, parse_float=finite)
     except InvalidInput:
         raise
-    except (
-        ValueError,
-        RecursionError,
-    ) as error:  # ValueError: also an integer of more than 4300 digits
+    except (ValueError, RecursionError) as error:  # also an integer of more than 4300 digits
         raise InvalidInput(f"{where} must be JSON, but is not: {error}") from error
 
 
 def read_yaml(path: Path) -> Any:
-    """The parsed YAML of a file (safe loader, at most 1 MiB: configurations are written by hand)."""
+    """Read and parse YAML with the safe loader; at most 1 MiB, for hand-written files."""
     import yaml
 
     text = read_text(path, max_bytes=2**20)
     try:
         return yaml.safe_load(text)
-    except (
-        yaml.YAMLError,
-        ValueError,
-        RecursionError,
-    ) as error:  # ValueError: a date such as 2024-99-99
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # also the date 2024-99-99
         raise InvalidInput(f"{path} must be YAML, but is not: {error}") from error
 
 
 def parse(kind: type[T], data: Any, where: str) -> T:
     """Validate plain `data` into the dataclass `kind`.
 
-    Unknown fields are errors where the class sets `__pydantic_config__ = {"extra": "forbid"}`.
-    Raises `InvalidInput` that names `where`, the field, the value and the rule.
+    Unknown fields are errors if the class sets `__pydantic_config__ = {"extra": "forbid"}`. Raises
+    `InvalidInput` that names `where`, the field, the value and the rule.
     """
     from pydantic import ValidationError
 
@@ -100,7 +93,7 @@ def parse(kind: type[T], data: Any, where: str) -> T:
 
 @cache
 def _adapter(kind: Any) -> Any:
-    """Building one takes milliseconds, and a history holds hundreds of events."""
+    """Cached: building one takes milliseconds, and a history holds hundreds of events."""
     from pydantic import TypeAdapter
 
     return TypeAdapter(kind)
@@ -133,11 +126,12 @@ def schema_of_stored(kind: type[Any], source: Any, handler: Any) -> Any:
 
 
 def refuse_newer(data: Any, newest: int, what: str, where: str) -> None:
-    """Refuse data whose schema this version does not know, before its new fields are called unknown."""
+    """Refuse a newer schema before its new fields are reported as unknown."""
     schema = data.get("schema") if isinstance(data, dict) else None
     if isinstance(schema, int) and schema > newest:
         raise InvalidInput(
-            f"{where}: this version reads {what} schema {newest}, but the file has {schema}; update autotune"
+            f"{where}: this version reads {what} schema {newest}, but the file has {schema}; "
+            "update autotune"
         )
 
 
@@ -167,7 +161,7 @@ def _suggestion(kind: type[Any], location: tuple[int | str, ...]) -> str:
 
 
 def _field_names(kind: Any, path: tuple[int | str, ...]) -> list[str]:
-    """Field names of the dataclass that sits at `path` inside `kind`, or none if it cannot be told."""
+    """Field names of the dataclass at `path` inside `kind`; none if it is not a dataclass."""
     from typing import get_args, get_type_hints
 
     for part in path:
@@ -177,14 +171,12 @@ def _field_names(kind: Any, path: tuple[int | str, ...]) -> list[str]:
             return []
         kind = hints[part]
         while not is_dataclass(kind) and get_args(kind):
-            candidates = [arg for arg in get_args(kind) if is_dataclass(arg)] or list(
-                get_args(kind)
-            )[:1]
-            kind = candidates[0]
+            inner = get_args(kind)
+            kind = next((arg for arg in inner if is_dataclass(arg)), inner[0])
     return [field.name for field in fields(kind)] if is_dataclass(kind) else []
 
 
 def json_schema(kind: type[Any]) -> dict[str, Any]:
-    """JSON Schema (draft 2020-12) of what `parse` takes for the dataclass `kind`."""
+    """JSON Schema (draft 2020-12) of the input of `parse` for the dataclass `kind`."""
     schema: dict[str, Any] = _adapter(cast(Hashable, kind)).json_schema()
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}

@@ -1,4 +1,4 @@
-"""What a trial yields: a measurement or a failure, never a magic number."""
+"""Results of trials: a measurement or a failure, never a magic number."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autotune.arrays import FloatArray
 from autotune.errors import InvalidInput
 
 CURRENT_SETUP = "current-setup"
-"""Strategy id of the script as it is: the user's own DDP with the user's own arguments."""
+"""Strategy id of the unchanged script: the user's own DDP with the user's arguments."""
 
 
 class FailureKind(StrEnum):
@@ -32,16 +32,16 @@ class Role(StrEnum):
 
 
 class Stopped(StrEnum):
-    """Why a trial with a free number of steps took no more."""
+    """Why a trial with a variable number of steps ended."""
 
     PRECISE = "precise"  # the interval of its median is as narrow as was asked for
     CAP = "cap"  # it took as many steps as it may
-    LOSING = "losing"  # far slower than the best for certain
-    ENDED = "script ended"  # what was measured until then counts
+    LOSING = "losing"  # certainly far slower than the best
+    ENDED = "script ended"  # the steps until then count
 
 
 class Network(StrEnum):
-    """What the gradients of a trial travel over."""
+    """What carries the gradients of a trial."""
 
     HOSTS = "hosts"  # the network of a real Ray cluster
     LOOPBACK = "loopback"  # processes of one machine
@@ -52,15 +52,16 @@ class Accelerators(StrEnum):
     """What computes."""
 
     REAL = "real"
-    EMULATED = "emulated"  # timed waits of profiled durations; parameters, gradients and transfers are real
+    EMULATED = "emulated"  # waits of profiled durations; gradients and transfers are real
 
 
 @dataclass(frozen=True)
 class Conditions:
-    """What in a trial was real, and what stood for something else; shown wherever the trial's figures stand.
+    """What was real in a trial and what was emulated; shown with every figure of the trial.
 
-    With a `byte_scale` of k, every link has 1/k of its rate and every message carries 1/k of its bytes: the times are those of
-    the whole cluster, but for the cost per message. `round_robin`: the ranks ran under real-time round-robin scheduling.
+    With a `byte_scale` of k, each link has 1/k of its rate and each message sends 1/k of its bytes.
+    Times are those of the whole cluster, except for the cost per message. `round_robin`: the ranks
+    ran under real-time round-robin scheduling.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -75,19 +76,17 @@ class Conditions:
             raise InvalidInput(f"byte_scale must be at least 1, but is {self.byte_scale}")
         if self.byte_scale != 1 and self.network is not Network.EMULATED:
             raise InvalidInput(
-                f"only a testbed scales links as well as bytes, but the network is {self.network}; use --testbed"
+                "only a testbed scales links as well as bytes, "
+                f"but the network is {self.network}; use --testbed"
             )
 
     @cached_property
     def label(self) -> str:
-        """For people: what was not a real cluster; empty where everything was."""
+        """Everything that was not a real cluster, in words; empty if all was real."""
         parts = []
         if self.network is not Network.HOSTS:
-            parts.append(
-                "emulated network"
-                if self.network is Network.EMULATED
-                else "loopback of one machine"
-            )
+            emulated = self.network is Network.EMULATED
+            parts.append("emulated network" if emulated else "loopback of one machine")
         if self.accelerators is Accelerators.EMULATED:
             parts.append("emulated accelerators")
         if self.byte_scale != 1:
@@ -100,13 +99,14 @@ REAL_CONDITIONS = Conditions()
 
 @dataclass(frozen=True)
 class Measured:
-    """`step_s[rank][step]`: duration of every timed step on every rank, in seconds.
+    """`step_s[rank][step]`: duration of each timed step on each rank, in seconds.
 
-    `gradient_error` is the numerics gate's figure: the largest relative difference of a synchronized
-    gradient from the reference reduction (0.0 where they are bitwise equal); None if it was not run.
-    `left_out` counts timed steps that are not in `step_s`, as an evaluation interrupted them. `stopped` is None where the
-    number of steps was fixed. `overrun`: how much longer than the profile the real work of emulated accelerators took
-    (relative to the profile's step, on the slowest rank, median over steps); None where accelerators were real.
+    `gradient_error`: the numerics gate's largest relative difference of a synchronized gradient
+    from the reference reduction (0.0 if bitwise equal); None if the gate was not run. `left_out`:
+    timed steps missing from `step_s` because an evaluation interrupted them. `stopped`: None for a
+    fixed number of steps. `overrun`: how much longer than the profile the real work of emulated
+    accelerators took (relative to the profile's step, slowest rank, median over steps); None for
+    real accelerators.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -125,7 +125,7 @@ class Measured:
 
     @cached_property
     def slowest_s(self) -> FloatArray:
-        """Duration of each step on the rank that was slowest in it, shape (steps,)."""
+        """Duration of each step on its slowest rank, shape (steps,)."""
         slowest: FloatArray = np.asarray(self.step_s, dtype=np.float64).max(axis=0)
         return slowest
 
@@ -141,7 +141,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Failed:
-    """Why there is no measurement. `rank` is the first rank that failed, if it is known."""
+    """Why there is no measurement. `rank`: the first rank that failed, if known."""
 
     __pydantic_config__ = {"extra": "forbid"}
 
@@ -157,10 +157,9 @@ Outcome = Measured | Failed
 class TrialRequest:
     """One trial: `warmup_steps` untimed, then `timed_steps` timed steps of the running training.
 
-    `strategy_id` is `CURRENT_SETUP` or the id of a strategy. `attempt` counts repeats of a disturbed trial.
-
-    Up to `most_steps` timed steps follow (0: no further ones), until the relative half width of the median's interval is at most
-    `precision` or the interval lies above `losing_s`; see `measurement.stop_reason`.
+    `strategy_id`: `CURRENT_SETUP` or a strategy's id. `attempt` counts repeats of a disturbed
+    trial. Up to `most_steps` timed steps follow (0: none), until the relative half width of the
+    median's interval is at most `precision`, or the interval lies above `losing_s`.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -182,9 +181,10 @@ class TrialRequest:
 class Comparison:
     """The closing A/B: time(tuned) / time(current setup) over `pairs` interleaved pairs of blocks.
 
-    `ratio` is the Hodges-Lehmann estimate and the interval the exact one of the Wilcoxon signed-rank test, both on the
-    logarithms of the ratios of the blocks' medians (Hollander and Wolfe, Nonparametric Statistical Methods, ch. 3): a pair
-    during which the machine changed counts by its rank and not by its size.
+    `ratio` is the Hodges-Lehmann estimate, and the interval the exact one of the Wilcoxon
+    signed-rank test. Both use the logarithms of the ratios of block medians (Hollander and Wolfe,
+    Nonparametric Statistical Methods, ch. 3). So a disturbed pair counts by its rank and not by its
+    size.
     """
 
     ratio: float
@@ -196,7 +196,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Decision:
-    """What is exported. `strategy_id` is `CURRENT_SETUP` unless the tuned strategy is significantly faster."""
+    """The export. `strategy_id` is `CURRENT_SETUP` unless the tuned one is significantly faster."""
 
     strategy_id: str
     reason: str
@@ -208,10 +208,10 @@ class Decision:
 class RankingQuality:
     """Held-out quality of one ranker of strategies.
 
-    Accuracy is a mean over all test parts weighted by their pairs, the rest weighted by their points.
-    `gain`: pairwise accuracy above the replay's (without a replay, the analytic ranker's) on the same
-    pairs, and `gain_error` its standard error. Both are None for rankers that are no simulators, and
-    where they are unknown.
+    Accuracy is a mean over all test parts weighted by pairs; the rest are weighted by points.
+    `gain`: pairwise accuracy above the replay's (without one, the analytic ranker's) on the same
+    pairs, and `gain_error` its standard error. Both are None if unknown, and for rankers that are
+    no simulators.
     """
 
     __pydantic_config__ = {"extra": "forbid"}

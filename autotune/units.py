@@ -1,4 +1,4 @@
-"""Units at the edge: text such as `1Gbit/s`, `16GB` or `50us` becomes SI floats here and nowhere else."""
+"""Units at the boundary: text such as `1Gbit/s`, `16GB` or `50us` becomes SI numbers only here."""
 
 from __future__ import annotations
 
@@ -23,12 +23,8 @@ _BYTES = re.compile(_NUMBER + r"(|[kKMGT]|Ki|Mi|Gi)B?\s*$")
 _RATE = re.compile(_NUMBER + r"(|[kKMGT]|Ki|Mi|Gi)(bit/s|bps|B/s|bE)\s*$")
 _TIME = re.compile(_NUMBER + r"(s|ms|us|µs|ns|min|h)\s*$")
 _SECONDS = {"min": 60.0, "h": 3600.0}
-_PER_SECOND = {
-    "ms": 1e3,
-    "us": 1e6,
-    "µs": 1e6,
-    "ns": 1e9,
-}  # divided by, so that 50us is 5e-5 to the last bit
+_PER_SECOND = {"ms": 1e3, "us": 1e6, "µs": 1e6, "ns": 1e9}
+"""Divisors, so that 50us is 5e-5 to the last bit."""
 
 
 def parse_bytes(value: str | float, what: str) -> int:
@@ -59,9 +55,8 @@ def parse_seconds(value: str | float, what: str) -> float:
     match = _TIME.match(str(value))
     if match is None:
         raise InvalidInput(f"{what} needs a time such as 50us, 30s or 5min, but is {value!r}")
-    return _checked(
-        float(match[1]) * _SECONDS.get(match[2], 1.0) / _PER_SECOND.get(match[2], 1.0), what
-    )
+    seconds = float(match[1]) * _SECONDS.get(match[2], 1.0) / _PER_SECOND.get(match[2], 1.0)
+    return _checked(seconds, what)
 
 
 def _checked(value: float, what: str) -> float:
@@ -75,7 +70,7 @@ def _checked(value: float, what: str) -> float:
 
 
 def format_seconds(seconds: float) -> str:
-    """Three significant digits with the unit a person would choose."""
+    """Three significant digits with a readable unit."""
     for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
         if abs(seconds) >= scale:
             return f"{seconds / scale:.3g} {unit}"
@@ -83,7 +78,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_rate(bytes_per_s: float) -> str:
-    """Bits, as the rates of links are quoted in the field: `250 Mbit/s`."""
+    """Bits per second, as link rates are quoted: `250 Mbit/s`."""
     for scale, unit in ((1e9, "Gbit/s"), (1e6, "Mbit/s"), (1e3, "kbit/s")):
         if 8 * bytes_per_s >= scale:
             return f"{8 * bytes_per_s / scale:.4g} {unit}"
@@ -91,7 +86,7 @@ def format_rate(bytes_per_s: float) -> str:
 
 
 def format_bytes(count: float) -> str:
-    """Binary prefixes, as bucket sizes are quoted in the field."""
+    """Binary prefixes, as bucket sizes are quoted."""
     for scale, unit in ((2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB")):
         if abs(count) >= scale:
             return f"{count / scale:.3g} {unit}"

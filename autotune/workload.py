@@ -1,4 +1,4 @@
-"""What one replica trains: its gradient variables in the order in which they become ready.
+"""One replica's workload: its gradient variables in the order in which they become ready.
 
 | symbol | meaning | unit |
 |---|---|---|
@@ -31,10 +31,10 @@ DTYPE_BYTES = {
 
 @dataclass(frozen=True)
 class Variable:
-    """One trainable tensor. `ready_s` and `needed_s` are None where nothing was measured.
+    """One trainable tensor. `ready_s` and `needed_s` are None if unmeasured.
 
-    `touched_rows`: of a sparse one, how many different rows the gradient of one rank's step holds; None where nobody counted, and then all
-    rows are taken to be in use.
+    `touched_rows`: distinct rows in the gradient of one rank's step, for sparse variables. None:
+    not counted, and then all rows count as touched.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -48,16 +48,16 @@ class Variable:
     touched_rows: float | None = None
 
     def __post_init__(self) -> None:
-        if self.touched_rows is not None and not (
-            self.sparse and 0 <= self.touched_rows <= self.rows
-        ):
+        touched = self.touched_rows
+        if touched is not None and not (self.sparse and 0 <= touched <= self.rows):
             raise InvalidInput(
-                f"touched_rows of {self.name!r} must lie between 0 and the rows of a sparse variable, but is {self.touched_rows} of shape "
-                f"{self.shape}, sparse: {self.sparse}"
+                f"touched_rows of {self.name!r} must lie between 0 and the rows of a sparse "
+                f"variable, but is {touched} of shape {self.shape}, sparse: {self.sparse}"
             )
         if self.dtype not in DTYPE_BYTES:
             raise InvalidInput(
-                f"dtype of {self.name!r} must be one of {', '.join(DTYPE_BYTES)}, but is {self.dtype!r}"
+                f"dtype of {self.name!r} must be one of {', '.join(DTYPE_BYTES)}, "
+                f"but is {self.dtype!r}"
             )
         if any(extent < 0 for extent in self.shape):
             raise InvalidInput(
@@ -79,12 +79,12 @@ class Variable:
 
     @property
     def touched_share(self) -> float:
-        """Of the rows, those that one rank's step touches."""
+        """Share of the rows that one rank's step touches."""
         return 1.0 if self.touched_rows is None else self.touched_rows / max(self.rows, 1)
 
 
 def model_id(variables: Iterable[tuple[str, tuple[int, ...], str]]) -> str:
-    """Identity of a model from (name, shape, dtype) of its variables, whatever their order."""
+    """Identity of a model from (name, shape, dtype) of its variables, in any order."""
     return content_id(
         "model", sorted([name, list(shape), dtype] for name, shape, dtype in variables)
     )
@@ -94,13 +94,13 @@ def model_id(variables: Iterable[tuple[str, tuple[int, ...], str]]) -> str:
 class Workload:
     """One replica's training step.
 
-    `variables` are in backward (gradient-ready) order: index 0 is ready first. `edges` are pairs
-    (i, j) of variable indices whose operations are neighbours in the data-flow graph, i < j.
-    `update_s` is everything between the end of the backward pass and the next forward pass. `threads` is the number
-    of CPU threads that compute; 0 where an accelerator does, or where nobody looked.
-    `buffer_bytes`: of each broadcast of the module's buffers before a forward pass, and `buffers`: how many tensors they are; none where
-    `forward_s` contains them already.
-    `source` is "measured" or "assumed" and goes through to the report.
+    `variables` are in backward (gradient-ready) order: index 0 is ready first. `edges`: pairs (i,
+    j), i < j, of variables whose operations are neighbours in the data-flow graph. `update_s`:
+    everything between the end of the backward pass and the next forward pass. `threads`: CPU
+    threads that compute; 0 on an accelerator, or if unknown. `buffer_bytes`: size of each broadcast
+    of the module's buffers before a forward pass; `buffers`: number of these tensors. Both are
+    empty if `forward_s` includes the broadcasts. `source`: "measured" or "assumed", which the
+    report repeats.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -121,7 +121,8 @@ class Workload:
     def __post_init__(self) -> None:
         if not self.variables:
             raise InvalidInput(
-                "a workload needs at least one variable; does the model have parameters that require a gradient?"
+                "a workload needs at least one variable; "
+                "does the model have parameters that require a gradient?"
             )
         names = [variable.name for variable in self.variables]
         if len(set(names)) != len(names):
@@ -135,7 +136,8 @@ class Workload:
             )
         if self.buffers < 0 or min(self.buffer_bytes, default=0) < 0:
             raise InvalidInput(
-                f"buffers and their bytes must be at least 0, but are {self.buffers} and {self.buffer_bytes}"
+                "buffers and their bytes must be at least 0, "
+                f"but are {self.buffers} and {self.buffer_bytes}"
             )
         count = len(self.variables)
         for edge in self.edges:
@@ -146,7 +148,7 @@ class Workload:
 
     @cached_property
     def id(self) -> str:
-        """Identity of the model: names, shapes and dtypes, whatever the timings and the order are."""
+        """Identity of the model: names, shapes and dtypes, without timings and order."""
         return model_id((v.name, v.shape, v.dtype) for v in self.variables)
 
     @cached_property
