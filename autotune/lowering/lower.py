@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -120,22 +119,6 @@ class Lowering:
         )
         network.emit(to, issued[None, :])
         return to.build(("message",))
-
-    def sync_s(self, message: Message, parts: int = 1, limit: int | None = None) -> float:
-        """Time of the message alone, cut into about equal parts (dPRO's OPTPARTNUM)."""
-        if parts < 1:
-            raise InvalidInput(
-                f"a message can be cut into at least 1 part, but {parts} are asked for"
-            )
-        elements = message.elements
-        whole = message.slices[0]
-        cut = []
-        for number in range(parts):
-            size = elements * (number + 1) // parts - elements * number // parts
-            rows = max(whole.rows * size // max(elements, 1), 1)
-            if size:
-                cut.append(replace(message, slices=(replace(whole, elements=size, rows=rows),)))
-        return replay(self.message_graph(cut or [message], limit=limit)).makespan_s
 
 
 def _broadcast_s(workload: Workload, timing: Timing) -> float:

@@ -16,7 +16,7 @@ from autotune.dfg.build import DfgBuilder, csr
 from autotune.dfg.chrome_trace import write_chrome_trace
 from autotune.dfg.compiled import compiled
 from autotune.dfg.critical_path import critical_path
-from autotune.dfg.graph import NONE, Dfg, Discipline, Kind
+from autotune.dfg.graph import NONE, OP_COLUMNS, Column, Dfg, Discipline, Kind
 from autotune.dfg.replay import replay
 from autotune.errors import InvalidInput
 from benchmarks.replay_throughput.execution_graph import parent_csr
@@ -249,6 +249,33 @@ def test_resumed_replay_refuses_unknown_ops() -> None:
         incremental.replay_changed(np.array([6]), np.array([1.0]))
     with pytest.raises(InvalidInput, match="1 snapshot"):
         IncrementalReplay(two_workers(), snapshots=0)
+
+
+@pytest.mark.parametrize(("name", "column"), OP_COLUMNS.items())
+def test_every_column_is_checked_by_the_table(name: str, column: Column) -> None:
+    dfg = two_workers()
+    values = getattr(dfg, name)
+    assert values.dtype == column.dtype and not values.flags.writeable
+    with pytest.raises(InvalidInput, match="one value per op"):
+        replace(dfg, **{name: values[1:]})
+    if column.is_amount or column.numbers:
+        invalid = values.copy()
+        invalid[0] = np.nan if column.is_amount else 99
+        with pytest.raises(InvalidInput, match=f"{name} must"):
+            replace(dfg, **{name: invalid})
+
+
+def test_a_block_of_ops_equals_the_same_ops_one_by_one() -> None:
+    single, block = DfgBuilder(), DfgBuilder()
+    for builder in (single, block):
+        builder.queue("q")
+    ops = [single.op(f"op {i}", 0, float(i), Kind.SEND, [i - 1], worker=2) for i in range(3)]
+    first = block.block(3, lambda i: f"op {i}", duration_s=[0, 1, 2], queue=0, kind=7, worker=2)
+    block.edges(first + np.arange(2), first + np.arange(1, 3))
+    one, other = single.build(), block.build()
+    assert (ops, list(one.names.ops)) == ([0, 1, 2], list(other.names.ops))
+    for name in (*OP_COLUMNS, "child_start", "child"):
+        np.testing.assert_array_equal(getattr(one, name), getattr(other, name), err_msg=name)
 
 
 def test_a_channel_must_be_another_queue() -> None:
