@@ -131,8 +131,8 @@ def usable(
     for name, own in plans.items():
         if len(own) < smallest:
             show(
-                f"not tested: {name} has {len(own)} plans, but a test of a ranking needs at least "
-                f"{smallest}; it is a source for others"
+                f"not tested: {name} has {len(own)} plans, but at least {smallest} are needed "
+                "to test a ranking; it is a source for others"
             )
         elif not wanted or name in wanted:
             kept.append(name)

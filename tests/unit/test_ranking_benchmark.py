@@ -214,9 +214,7 @@ def test_chance_orders_half_of_the_pairs_and_the_analytic_ranker_more(jobs: Jobs
     assert tau["analytic, nothing"] > 0.3
 
 
-def test_the_report_has_tables_a_plot_and_every_row_and_says_which_domain_is_too_small(
-    jobs: Jobs,
-) -> None:
+def test_the_report_has_tables_a_plot_and_every_row_and_names_too_small_domains(jobs: Jobs) -> None:
     folder = jobs.directory / "report"
     page = (folder / "ranking.md").read_text()
     assert (
