@@ -26,7 +26,7 @@ FENCE = re.compile(r"^( *)```([^\n]*)\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
 INFO = re.compile(r'(?P<language>\w+)(?: skip="(?P<skip>[^"]+)")?')
 FOLDERS = "autotune|runtime_rewriter|benchmarks|datasets|docs|examples|tests"
 PATH = re.compile(rf"`((?:{FOLDERS})/[\w./*-]+)`")
-MODULE = re.compile(r"python -m (benchmarks[\w.]*)")
+MODULE = re.compile(r"python -m (benchmarks(?:\.[a-z]\w*)+)")
 LINK = re.compile(r"\[[^]]*\]\(([^)#\s]+)")
 PACKAGES = [path.stem for path in (ROOT / "autotune").iterdir() if path.stem != "__init__"]
 NAME = re.compile(
