@@ -297,8 +297,8 @@ class Cluster:
     ) -> CollectiveFit | None:
         """The fitted cost of a collective on this many ranks, if it was probed.
 
-        Without `where`, the whole world's fit comes first, then that of ranks on different hosts. Ranks
-        of one host represent others only if there is no other host.
+        Without `where`, the whole world's fit comes first, then that of ranks on different hosts.
+        Ranks of one host represent others only if there is no other host.
         """
         places = (Where.WORLD, Where.ACROSS, Where.HOST)[: 3 if len(self.hosts) == 1 else 2]
         for place in places if where is None else (where,):

@@ -1,4 +1,6 @@
-"""Algorithms 1 and 2 of AutoSync's supplement: against slow twins, their bounds, and their edge cases."""
+"""Algorithms 1 and 2 of AutoSync's supplement: against slow twins, their bounds, and their edge
+cases.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ BANDWIDTHS = st.lists(st.sampled_from([1.25e8, 1.25e9, 3e9, 1e10]), min_size=1, 
 
 
 def literal_balance_load(sizes, bandwidths, rng):
-    """Algorithm 1 line by line; a draw from softmax(logits) is the argmax of logits plus Gumbel noise."""
+    """Algorithm 1 line by line; a draw from softmax(logits) is the argmax of logits plus Gumbel
+    noise.
+    """
     noise = rng.gumbel(size=(len(sizes), len(bandwidths)))
     load = [0] * len(bandwidths)
     all_bandwidth = sum(bandwidths)
@@ -43,7 +47,9 @@ def literal_balance_load(sizes, bandwidths, rng):
 
 
 def literal_merge_adjacent(sizes, groups):
-    """Algorithm 2 line by line, in exact fractions; the last group takes whatever it would leave over."""
+    """Algorithm 2 line by line, in exact fractions; the last group takes whatever it would leave
+    over.
+    """
     average = Fraction(sum(sizes), groups)
     load = [0] * groups
     result, group = [], 0
@@ -65,12 +71,14 @@ def test_balance_load_equals_algorithm_1_line_by_line(sizes, bandwidths, seed):
 def test_no_device_exceeds_its_share_of_the_bandwidth_by_more_than_the_largest_shard_and_50_bytes(
     sizes, bandwidths, seed
 ):
-    """With p_j = b_j / b_all and the excess e_j = l_j - p_j l_all (bytes), the logit of device j is -e_j.
+    """With p_j = b_j / b_all and the excess e_j = l_j - p_j l_all (bytes), the logit of device j is
+    -e_j.
 
-    A shard of s bytes goes to the j that maximises -e_j + G_j (G: standard Gumbel noise). The excesses sum to 0, so some
-    device k has e_k <= 0, and e_j <= e_k + G_j - G_k <= G_j - G_k. Afterwards e_j has grown by s (1 - p_j) and all others
-    have shrunk. By induction e_j <= max(s) (1 - p_j) + max(G) - min(G) at any time. Gumbel noise exceeds 45
-    with probability e^-45 and is below -5 with probability exp(-e^5), so its range is taken to stay below 50 bytes.
+    A shard of s bytes goes to the j that maximises -e_j + G_j (G: standard Gumbel noise). The
+    excesses sum to 0, so some device k has e_k <= 0, and e_j <= e_k + G_j - G_k <= G_j - G_k.
+    Afterwards e_j has grown by s (1 - p_j) and all others have shrunk. By induction e_j <= max(s)
+    (1 - p_j) + max(G) - min(G) at any time. Gumbel noise exceeds 45 with probability e^-45 and is
+    below -5 with probability exp(-e^5), so its range is taken to stay below 50 bytes.
     """
     placements = balance_load(sizes, bandwidths, generator(seed))
     for device, bandwidth in enumerate(bandwidths):
@@ -112,8 +120,10 @@ def test_merge_adjacent_equals_algorithm_2_line_by_line(sizes, groups):
 
 @given(SIZES, st.integers(1, 60))
 def test_groups_are_contiguous_and_stay_within_the_bound_of_algorithm_2(sizes, groups):
-    """A group takes a shard only while it holds less than l_avg, so it ends below l_avg + max(s); and the next begins
-    only when it holds l_avg or more, so all groups but the last used one hold at least that."""
+    """A group takes a shard only while it holds less than l_avg, so it ends below l_avg + max(s);
+    and the next begins only when it holds l_avg or more, so all groups but the last used one hold
+    at least that.
+    """
     result = merge_adjacent(sizes, groups).tolist()
     assert result == sorted(result)
     assert set(result) == set(range(len(set(result))))
@@ -193,7 +203,9 @@ def test_no_other_shares_of_the_servers_make_the_slowest_link_faster(hosts):
     )
 
     def slowest_s(shares):
-        """For each byte of the model, rank by rank: what its host's workers do not serve themselves, and what it serves to others."""
+        """For each byte of the model, rank by rank: what its host's workers do not serve
+        themselves, and what it serves to others.
+        """
         world, loads = cluster.world_size, []
         for own, (devices, rate) in zip(shares, hosts, strict=True):
             loads.append((devices * (1 - own) + (world - devices) * own) / rate)

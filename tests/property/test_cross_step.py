@@ -1,4 +1,6 @@
-"""The period of a cross-step plan against an event-by-event twin, and its issue order against all orders."""
+"""The period of a cross-step plan against an event-by-event twin, and its issue order against all
+orders.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ STEPS = 4
 
 @st.composite
 def schedules(draw: st.DrawFn) -> tuple[FlatPlan, np.ndarray, Workload]:
-    """Up to 8 variables, some with measured times, in messages that stand in any order; a variable may be in several."""
+    """Up to 8 variables, some with measured times, in messages that stand in any order; a variable
+    may be in several.
+    """
     count = draw(st.integers(1, 8))
     times = st.floats(0, 1)
     forward_s, backward_s = draw(times), draw(times)
@@ -53,7 +57,9 @@ def schedules(draw: st.DrawFn) -> tuple[FlatPlan, np.ndarray, Workload]:
 
 
 def twin_period_s(flat: FlatPlan, cost_s: np.ndarray, workload: Workload) -> float:
-    """A few steps, walked one event after the other: the time between the starts of the last two backward passes."""
+    """A few steps, walked one event after the other: the time between the starts of the last two
+    backward passes.
+    """
     needed = needed_times_s(workload).tolist()
     reads = sorted(range(len(needed)), key=lambda position: needed[position])
     backward_at_s, starts_s = 0.0, []
@@ -101,7 +107,9 @@ def test_the_period_equals_its_twin_event_by_event(
 def messages(
     draw: st.DrawFn, most: int = 6
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, float, float]:
-    """ready, cost and needed of up to `most` messages, the start of the forward pass and its length."""
+    """ready, cost and needed of up to `most` messages, the start of the forward pass and its
+    length.
+    """
     count = draw(st.integers(1, most))
     shares = st.sampled_from([0.0, 0.1, 0.2, 0.3, 0.5, 0.8, 1.0])
     ready, cost, needed = (

@@ -1,4 +1,6 @@
-"""Every point of the encoding stands for a strategy of the space, and all kinds of choices are reached."""
+"""Every point of the encoding stands for a strategy of the space, and all kinds of choices are
+reached.
+"""
 
 from __future__ import annotations
 

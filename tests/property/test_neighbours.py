@@ -181,8 +181,9 @@ def test_a_partition_can_be_undone():
 
 
 def test_a_switch_to_a_server_takes_the_least_loaded_one():
-    """Of four equal variables two are on rank 0 and none on rank 3. What leaves rank 0 goes to rank 3; any other was
-    alone on its server, which is as free as rank 3 without it and comes first."""
+    """Of four equal variables two are on rank 0 and none on rank 3. What leaves rank 0 goes to rank
+    3; any other was alone on its server, which is as free as rank 3 without it and comes first.
+    """
     model = Workload("m", MODEL.variables[:4])
     start = ps_load_balanced(
         model, Cluster.local(3)
@@ -215,7 +216,9 @@ def test_where_no_move_is_possible_the_strategy_itself_comes_back():
 
 
 def test_only_a_swap_gives_up_gradient_ready_order():
-    """A whole variable that leaves a group can make the group ready earlier than messages that followed it."""
+    """A whole variable that leaves a group can make the group ready earlier than messages that
+    followed it.
+    """
     start = ddp_default(MODEL, bucket_bytes=500_000, first_bucket_bytes=500_000)
     group = Shard(Synchronizer.ALL_REDUCE, group=0)
     interleaved = [

@@ -1,4 +1,6 @@
-"""Whatever proposes a strategy: its plan sends every gradient element once, and is the same in every process."""
+"""Whatever proposes a strategy: its plan sends every gradient element once, and is the same in
+every process.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The random sampler: distinct, reproducible, under both constraints, and with mass on pure strategies."""
+"""The random sampler: distinct, reproducible, under both constraints, and with mass on pure
+strategies.
+"""
 
 from __future__ import annotations
 

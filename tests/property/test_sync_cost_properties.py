@@ -1,4 +1,6 @@
-"""The flat sums over hosts equal slow sums over ranks, and physics holds: more bandwidth is never slower."""
+"""The flat sums over hosts equal slow sums over ranks, and physics holds: more bandwidth is never
+slower.
+"""
 
 from __future__ import annotations
 

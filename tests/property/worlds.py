@@ -1,4 +1,6 @@
-"""Small random workloads, clusters and search spaces for the property tests, and what every plan must fulfil."""
+"""Small random workloads, clusters and search spaces for the property tests, and what every plan
+must fulfil.
+"""
 
 from __future__ import annotations
 

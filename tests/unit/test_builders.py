@@ -381,7 +381,9 @@ def test_parallax_reduces_dense_gradients_and_serves_sparse_ones():
 
 
 def test_cross_step_is_predicted_to_beat_the_best_bucket_size_and_issues_what_is_needed_late_last():
-    """The example's large late layers: GROUNDWORK measured 1.22 on it, over the best bucket size and with a hand-made order."""
+    """The example's large late layers: GROUNDWORK measured 1.22 on it, over the best bucket size
+    and with a hand-made order.
+    """
     model = replace(MODELS["layers"].workload(), update_s=0.0)
     gigabit = Cluster("c", tuple(Host(f"h{i}", 1, 1.25e8, 5e-5, 1e10, 5e-6) for i in range(4)))
 

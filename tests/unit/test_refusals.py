@@ -1,4 +1,6 @@
-"""What the PyTorch runtime cannot enact is told from the plan alone: the message, the rule and what it asks for."""
+"""What the PyTorch runtime cannot enact is told from the plan alone: the message, the rule and what
+it asks for.
+"""
 
 from __future__ import annotations
 

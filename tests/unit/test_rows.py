@@ -1,4 +1,6 @@
-"""Rows of sparse gradients: taken from every form, through a buffer of every dtype, added in rank order."""
+"""Rows of sparse gradients: taken from every form, through a buffer of every dtype, added in rank
+order.
+"""
 
 from __future__ import annotations
 

@@ -39,7 +39,9 @@ def random_times(count: int, seed: int) -> np.ndarray:
 
 
 def slow_greedy(times: np.ndarray, similarity: np.ndarray, k: int, alpha: float) -> list[int]:
-    """Adds whichever candidate gives the lowest value of Eq. 11 for the grown set, evaluated in full."""
+    """Adds whichever candidate gives the lowest value of Eq. 11 for the grown set, evaluated in
+    full.
+    """
     chosen: list[int] = []
     for _ in range(k):
         rest = [i for i in range(len(times)) if i not in chosen]

@@ -1,4 +1,6 @@
-"""`autotune strategies`: the catalogue of hand-made strategies, for a model of the zoo or of a file."""
+"""`autotune strategies`: the catalogue of hand-made strategies, for a model of the zoo or of a
+file.
+"""
 
 from __future__ import annotations
 
