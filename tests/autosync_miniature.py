@@ -1,4 +1,4 @@
-"""A made-up miniature of the AutoSync dataset: two models, two clusters, written field by field as its readme describes it."""
+"""An invented miniature of the AutoSync dataset: two models and two clusters."""
 
 from __future__ import annotations
 

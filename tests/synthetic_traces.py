@@ -1,7 +1,8 @@
-"""Kineto traces of a made-up job whose true times are known: a host thread that launches, a stream that computes, one that reduces.
+"""Kineto traces of an invented job with known times: a host thread and two streams per rank.
 
-Every step of a rank launches `layers` kernels and, behind each, an all-reduce on a second stream; then it waits for the device.
-An all-reduce ends on all ranks `transfer_us` after the last of them has begun, give or take `jitter_us`.
+Every step of a rank launches `layers` kernels and, after each, an all-reduce on a second stream.
+Then it waits for the device. An all-reduce ends on all ranks `transfer_us` after the last of them
+has begun, plus some `jitter_us`.
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ OLD = {
 
 @dataclass
 class Job:
-    """`offsets_s`: how far each rank's clock is behind the first one's at the start, `drifts`: how much it then loses per second.
+    """`offsets_s`: how far each rank's clock is behind the first one's at the start.
 
-    `spread_us`: mean of what delays a rank's kernels. `devices`: of each rank, of as many as there are ranks.
+    `drifts`: how much it then loses per second. `spread_us`: mean delay of a rank's kernels.
+    `devices`: the device number of each rank.
     """
 
     ranks: int = 2
@@ -92,7 +94,10 @@ class Job:
     def _launch(
         self, rank: int, at: float, stream: int, name: str, free: float, us: float, **args: Any
     ) -> float:
-        """A launch call of 6 us and its kernel, which begins 3 us after the call or when the stream is free; the kernel's end."""
+        """Add a launch of 6 us and its kernel; return the kernel's end.
+
+        The kernel begins 3 us after the call, or when the stream is free.
+        """
         number = self._next()
         self._span(rank, "cuda_runtime", "cudaLaunchKernel", at, 6.0, correlation=number)
         start = max(at + 9.0, free)

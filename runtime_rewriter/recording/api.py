@@ -1,4 +1,4 @@
-"""`autotune.Recorder` and `@autotune.profile(recorder)`: two lines in a training script (dPRO, sec. 6)."""
+"""`autotune.Recorder` and `@autotune.profile(recorder)`, two lines in a script (dPRO, sec. 6)."""
 
 from __future__ import annotations
 

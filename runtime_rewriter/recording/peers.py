@@ -49,7 +49,7 @@ class Peers:
         return values
 
     def collect_traces(self, folder: Path) -> None:
-        """Collective: send rank 0 the traces that it does not see, since they are on other hosts."""
+        """Collective: send rank 0 the traces on other hosts, which it does not see."""
         own_path = folder / trace_name(self.rank)
         checksums = self.gather(_checksum(own_path))
         lacking: list[int] = []

@@ -168,7 +168,7 @@ class StepRecorder:
     def _enter(self, phase: RecordingPhase, steps: int) -> None:
         self.phase, self._left = phase, steps
 
-    # -- the workload --------------------------------------------------------------------------------
+    # -- the workload ----------------------------------------------------------------------------
 
     def _begin_workload(self) -> bool:
         """Collective. Returns whether the messages of this script can be deferred."""
@@ -197,7 +197,7 @@ class StepRecorder:
         self._results.workload = self._profiler.finish()
         self._profiler = None
 
-    # -- the memory ----------------------------------------------------------------------------------
+    # -- the memory ------------------------------------------------------------------------------
 
     def _begin_memory(self) -> None:
         """Collective, under the same plan as the workload."""
@@ -216,7 +216,7 @@ class StepRecorder:
         if self._results.plan is not None:
             self._synchronizer.load(self._results.plan)
 
-    # -- the trace -----------------------------------------------------------------------------------
+    # -- the trace -------------------------------------------------------------------------------
 
     def _begin_settling(self) -> None:
         self._enter(RecordingPhase.SETTLING, SETTLING_STEPS)
@@ -240,7 +240,7 @@ class StepRecorder:
             self._log.traced = False
             self._trace.stop()
 
-    # -- the end -------------------------------------------------------------------------------------
+    # -- the end ---------------------------------------------------------------------------------
 
     def finish(self, last_step_ended: bool = False) -> None:
         """Collective: stop recording and write the files.
@@ -380,7 +380,8 @@ def _notes(log: CollectiveLog, records: Sequence[RankRecord], steps: int) -> lis
         )
     if any(group.backend == "gloo" for group in log.groups.values()):
         notes.append(
-            "Gloo shows whole collectives only: the SENDs and RECVs of their chunks are not recorded"
+            "Gloo shows whole collectives only: the SENDs and RECVs of their chunks are not "
+            "recorded"
         )
     untimed = sum(record.untimed for record in records)
     if untimed:

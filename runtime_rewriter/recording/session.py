@@ -74,8 +74,9 @@ class RecordingSession:
             return
         if self.recorder is None:
             raise LaunchError(
-                "the script must build DistributedDataParallel, or call autotune.apply(model) once, but it ended without; "
-                "the two lines autotune.Recorder(model) and @autotune.profile(recorder) record any script",
+                "the script must build DistributedDataParallel, or call autotune.apply(model) "
+                "once, but it ended without; the two lines autotune.Recorder(model) and "
+                "@autotune.profile(recorder) record any script",
                 anchor="no-ddp",
             )
         self.recorder.finish(last_step_ended=not self._in_step)

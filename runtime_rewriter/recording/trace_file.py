@@ -3,9 +3,9 @@
 The keys are those that PyTorch writes for NCCL (`Collective name`, `In msg nelems`, ...), so
 readers of such traces understand Gloo's too. An object `autotune` next to them holds our own data.
 
-A thread of Gloo serves one group and takes its collectives in the order of their issue. So within a
-group the i-th span belongs to the i-th entry of the log. NCCL's kernels name their group, and lie in
-the order of its stream.
+A thread of Gloo serves one group and takes its collectives in the order of their issue. So within
+a group the i-th span belongs to the i-th entry of the log. NCCL's kernels name their group, and lie
+in the order of its stream.
 """
 
 from __future__ import annotations

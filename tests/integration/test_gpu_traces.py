@@ -1,4 +1,4 @@
-"""Jobs recorded on a GPU (`datasets/collect_gpu.py`): replayed against their own steps, their memory against the allocator's peak."""
+"""Jobs recorded on a GPU (`datasets/collect_gpu.py`): replayed steps, and recorded memory."""
 
 from __future__ import annotations
 

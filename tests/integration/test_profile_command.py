@@ -1,4 +1,4 @@
-"""`autotune profile` on real scripts: what it says and writes, and what it says where there is nothing to write."""
+"""`autotune profile` on real scripts: its files, its output and its errors."""
 
 from __future__ import annotations
 
@@ -135,11 +135,13 @@ def test_a_script_that_ends_within_the_recording_gives_what_there_is(tmp_path) -
     [
         (
             ("--steps", "2"),
-            "the script made 2 steps, but the recording begins after 14 and takes 3; let it train longer",
+            "the script made 2 steps, but the recording begins after 14 and takes 3; "
+            "let it train longer",
         ),
         (
             ("--steps", "5", "--without-ddp"),
-            "must build DistributedDataParallel, or call autotune.apply(model) once, but it ended without",
+            "must build DistributedDataParallel, or call autotune.apply(model) once, "
+            "but it ended without",
         ),
     ],
 )
@@ -159,5 +161,6 @@ def test_a_script_that_hangs_is_ended_and_its_last_output_shown(tmp_path) -> Non
 
 
 def test_the_package_loads_no_framework_for_it() -> None:
-    code = "import autotune, sys; assert 'torch' not in sys.modules; autotune.profile; assert 'torch' not in sys.modules; autotune.Recorder"
+    check = "assert 'torch' not in sys.modules"
+    code = f"import autotune, sys; {check}; autotune.profile; {check}; autotune.Recorder"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=120).returncode == 0

@@ -1,4 +1,4 @@
-"""Traces recorded here: two ranks of a DDP job on gloo, whose clocks are one, so that injected offsets are known."""
+"""Traces of two ranks of a DDP job on gloo, whose clocks agree: injected offsets are known."""
 
 from __future__ import annotations
 
@@ -27,20 +27,23 @@ rank, folder = int(sys.argv[1]), sys.argv[2]
 torch.set_num_threads(1)
 torch.manual_seed(0)
 dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
-layers = [torch.nn.Linear(256, 512), torch.nn.ReLU(), torch.nn.Linear(512, 512), torch.nn.ReLU(), torch.nn.Linear(512, 10)]
-model = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(*layers), bucket_cap_mb=0.5)
+nn = torch.nn
+widths = nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10)
+model = nn.parallel.DistributedDataParallel(nn.Sequential(*widths), bucket_cap_mb=0.5)
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
 data, target = torch.randn(64, 256), torch.randint(0, 10, (64,))
 done = lambda profiler: profiler.export_chrome_trace(f"{folder}/rank{rank}.json.gz")
 with profile(activities=[ProfilerActivity.CPU],
     execution_trace_observer=ExecutionTraceObserver().register_callback(f"{folder}/et_rank{rank}.json"),
-    schedule=schedule(wait=1, warmup=1, active=12), on_trace_ready=done, record_shapes=True) as profiler:
+    schedule=schedule(wait=1, warmup=1, active=12), on_trace_ready=done,
+    record_shapes=True) as profiler:
     for step in range(14):
         optimizer.zero_grad()
         torch.nn.functional.cross_entropy(model(data), target).backward()
         optimizer.step()
         if step == 13:
-            time.sleep(0.2)  # torch writes a collective's node when Gloo's thread has left it, which must be before the trace ends
+            # torch writes a collective's node when Gloo's thread has left it: before the trace ends
+            time.sleep(0.2)
         profiler.step()
 dist.barrier()
 dist.destroy_process_group()

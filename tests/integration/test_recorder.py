@@ -52,7 +52,7 @@ def digest(module: nn.Module) -> str:
 
 
 class Training:
-    """One step of a script; `others`: the script also sends something itself, on a group of its own."""
+    """One step of a script; with `others` it also sends something itself, on its own group."""
 
     def __init__(
         self, rank: int, wrapped: nn.Module, others: bool = True, clips: bool = False
@@ -176,9 +176,7 @@ def test_the_workload_and_the_buckets_belong_to_the_model(ddp_job) -> None:
     ]
 
 
-def test_offsets_injected_into_recorded_traces_are_found_within_the_interval_and_their_harm_is_undone(
-    ddp_job,
-) -> None:
+def test_injected_offsets_are_found_and_the_replay_of_aligned_traces_is_better(ddp_job) -> None:
     truth = read_job(ddp_job[0])
     assert truth.hosts.source == "job file" and len(truth.joints) >= 3 * RECORDED
     moved = [
@@ -215,7 +213,7 @@ def ended_early(rank: int, folder: str) -> bool:
 
 @pytest.fixture(scope="module")
 def two_folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Of two hosts without a common file system; the first one's holds a trace of an earlier recording."""
+    """Folders of two hosts without a common file system; one has an earlier trace."""
     folder = tmp_path_factory.mktemp("hosts")
     (folder / "host0").mkdir()
     (folder / "host0" / trace_name(1)).write_bytes(b"earlier")
@@ -247,7 +245,7 @@ def test_every_host_has_the_job_and_its_own_traces_and_all_folders_together_are_
     ]
     job = read_job(two_folders)
     assert job.rank_numbers == (0, 1) and job.joints
-    assert "a trace that was given more than once is taken once" in [
+    assert "a trace that was given more than once is read once" in [
         repair.what for repair in job.repairs
     ]
     assert read_job([first / trace_name(0), second / trace_name(1)]).rank_numbers == (0, 1)

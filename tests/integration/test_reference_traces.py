@@ -1,4 +1,4 @@
-"""Real traces of CUDA and ROCm jobs, of several years: read, repaired, replayed against their own steps, aligned."""
+"""Real traces of CUDA and ROCm jobs from several years are read, repaired, replayed, aligned."""
 
 from __future__ import annotations
 

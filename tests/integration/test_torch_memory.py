@@ -44,7 +44,7 @@ def training(module: nn.Module, batch: int = 1500, parts: int = 1) -> Step:
 
 
 def allocated_peak(build_step: Callable[[], Step]) -> int:
-    """Most bytes that torch's allocator has given out during a step that is not among the first, counted since before the model."""
+    """Peak bytes of torch's allocator in a later step, counted since before the model."""
     log = AllocationLog(torch.device("cpu"))
     with log.recording():
         step = build_step()
@@ -296,7 +296,7 @@ def test_no_rank_computes_half_a_batch_alone_where_that_would_wait_for_the_other
     assert memory is not None and memory.fixed is None
 
 
-# -- under plans, on two ranks -----------------------------------------------------------------------
+# -- under plans, on two ranks ---------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -305,7 +305,8 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip("no C++ compiler for the allocator's counter")
     if DEVICE != "cpu":
         pytest.skip(
-            "the counter is of the CPU's allocator; `benchmarks.memory_accuracy --device cuda` compares on a GPU"
+            "the counter is of the CPU's allocator; `benchmarks.memory_accuracy --device cuda` "
+            "compares on a GPU"
         )
     return build(tmp_path_factory.mktemp("c10"))
 
@@ -331,7 +332,7 @@ def _settled(counter: AllocatorCounter, wanted: int) -> int:
 
 
 def _buffers_of_plans(rank: int, library: str) -> list[tuple[str, int, int, int, int]]:
-    """(case, predicted and real bytes between two steps, predicted and real peak) of every kind of plan."""
+    """(case, predicted and real bytes between steps, predicted and real peak) of every plan."""
     counter = AllocatorCounter(Path(library))
     module = Stack()
     workload = assumed_workload(module)

@@ -1,4 +1,4 @@
-"""Spans of a trace belong to the entries of the log: on random groups, threads and times, against what really happened."""
+"""Spans of a trace are matched with the entries of the log, for random groups and threads."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ CLOCK = TraceClock(ClockPair(0, 5_000_000), ClockPair(10**9, 1_005_000_000), 5_0
 
 @st.composite
 def histories(draw: st.DrawFn) -> tuple[CollectiveLog, list[dict[str, Any]], list[int]]:
-    """A log, the spans of its collectives in any order, and for each span the entry that it belongs to.
+    """A log, the spans of its collectives in any order, and the entry of each span.
 
-    A group has two threads; whichever is free first takes the next collective, in the order of issue.
+    A group has two threads; the one that is free first takes the next collective.
     """
     groups = draw(st.integers(1, 3))
     log = CollectiveLog()
@@ -36,41 +36,17 @@ def histories(draw: st.DrawFn) -> tuple[CollectiveLog, list[dict[str, Any]], lis
     for number in range(draw(st.integers(1, 25))):
         now_us += draw(st.floats(10.0, 400.0))
         group, op = draw(st.integers(0, groups - 1)), draw(st.sampled_from(sorted(OPS)))
-        log.issued.append(
-            IssuedCollective(
-                op,
-                str(group),
-                number,
-                4,
-                4,
-                "float32",
-                4,
-                int(now_us * 1e3),
-                0,
-                1,
-                number // 5,
-                "bucket",
-                "",
-                True,
-            )
-        )
+        sizes = (4, 4, "float32", 4, int(now_us * 1e3), 0, 1)
+        origin = (number // 5, "bucket", "", True)
+        log.issued.append(IssuedCollective(op, str(group), number, *sizes, *origin))
         thread = min((0, 1), key=lambda t: free_us[group][t])
         previous = max((s["ts"] for s in spans if s["tid"] // 10 == group + 1), default=-1.0)
         start_us = max(now_us, free_us[group][thread], previous) + draw(st.floats(0.1, 5.0))
         free_us[group][thread] = start_us + draw(st.floats(1.0, 900.0))
         took_us = free_us[group][thread] - start_us
         tid = 10 * (group + 1) + thread
-        spans.append(
-            {
-                "ph": "X",
-                "cat": "user_annotation",
-                "name": OPS[op],
-                "tid": tid,
-                "ts": start_us,
-                "dur": took_us,
-                "args": {"n": number},
-            }
-        )
+        span = {"ph": "X", "cat": "user_annotation", "name": OPS[op], "tid": tid}
+        spans.append({**span, "ts": start_us, "dur": took_us, "args": {"n": number}})
         owners.append(number)
         log.group_of_thread[tid] = str(group)
     return log, draw(st.permutations(spans)), owners

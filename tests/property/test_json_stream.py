@@ -1,4 +1,4 @@
-"""A JSON array read item by item, in chunks of any size, against `json.loads`; and cut off anywhere."""
+"""A JSON array, read in chunks of any size, equals `json.loads`; a cut-off one is refused."""
 
 from __future__ import annotations
 
@@ -85,7 +85,8 @@ def test_no_bytes_make_it_raise_anything_else(text: bytes) -> None:
 
 def test_bare_nan_and_inf_are_read_as_null_but_not_within_strings() -> None:
     items = reader(
-        b'{"traceEvents": [{"a": -nan, "b": "x: nan", "c": inf}, {"d": NaN}, {"e": -Infinity, "f": 1}]}',
+        b'{"traceEvents": [{"a": -nan, "b": "x: nan", "c": inf}, {"d": NaN}, '
+        b'{"e": -Infinity, "f": 1}]}',
         11,
     )
     assert list(items) == [{"a": None, "b": "x: nan", "c": None}, {"d": None}, {"e": None, "f": 1}]

@@ -16,9 +16,9 @@ BEFORE_BYTES = 1000
 def made_log(
     seed: int, count: int, silent: float, unlike: bool
 ) -> tuple[list[Reported], list[int]]:
-    """What is reported, and the bytes of the log's own blocks after each event. Addresses are given out again, the last first.
+    """Reported events, and the bytes of the log's own blocks after each. Addresses are reused.
 
-    `unlike`: no two sums of blocks are alike, and at most three go between two events without a word.
+    `unlike`: no two sums of blocks are equal, and at most three frees in a row are unreported.
     """
     draw = random.Random(seed)
     events: list[Reported] = []
@@ -90,7 +90,7 @@ def test_many_at_once_are_found_where_theirs_are_the_next_addresses(together: in
 
 
 def test_what_nothing_explains_is_looked_for_again() -> None:
-    """Four go at once; the address of one is given out again, and then the other three explain what is still missing."""
+    """Four are freed at once; after one address is reused, the other three explain the rest."""
     gone = (1, 3, 5, 8)
     events = [Reported(number, 2**number, 2 ** (number + 1) - 1) for number in range(10)]
     left = 2**10 - 1 - sum(2**number for number in gone)

@@ -1,4 +1,4 @@
-"""Known offsets of clocks are found again, within what the order of events allows; and what cannot be told is said."""
+"""Known clock offsets are found within the allowed interval, and unknown ones are reported."""
 
 from __future__ import annotations
 
@@ -31,18 +31,9 @@ def observations(
     first = np.concatenate([[0], np.cumsum(np.bincount(of, minlength=count))])
     host = np.array(hosts) if hosts else np.full(ranks, -1)
     names = tuple(f"c{k}" for k in range(count))
-    return Observations(
-        ranks,
-        starts_s[of, rank],
-        ends_s[of, rank],
-        of,
-        rank,
-        first,
-        np.zeros(count, dtype=np.int64),
-        np.arange(count),
-        names,
-        host,
-    )
+    members = (starts_s[of, rank], ends_s[of, rank], of, rank, first)
+    family = np.zeros(count, dtype=np.int64)
+    return Observations(ranks, *members, family, np.arange(count), names, host)
 
 
 @pytest.mark.parametrize("scale_s", [1e-4, 5e-2, 3.0])

@@ -1,4 +1,4 @@
-"""Clocks that drift apart: known drifts are found where they matter, and where they do not nothing changes."""
+"""Known drifts of clocks are found where they matter; others change nothing."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def times(steps: int, ranks: int, noise_s: float, seed: int = 0) -> tuple[np.nda
 
 
 def shown(true_s: np.ndarray, offset_s: np.ndarray, drift: np.ndarray) -> np.ndarray:
-    """What the ranks' clocks show: added `offset_s`, and `drift` per second shown, it is the true time again."""
+    """The times on the ranks' clocks: plus `offset_s` and `drift` per second, they are true."""
     return (true_s - offset_s) / (1 + drift)
 
 

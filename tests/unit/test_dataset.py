@@ -1,4 +1,4 @@
-"""The dataset's folder: what is written is read again, whatever the writer is killed in; broken and foreign files are refused."""
+"""The dataset's folder: written trials are read again, even after a kill; bad files are refused."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ for last in range(1, 30):
 
 
 def test_a_writer_killed_at_any_change_of_the_disk_loses_no_finished_trial(tmp_path: Path) -> None:
-    """Killed before its first, second, ... change from the first append on; then another writer goes on."""
+    """The writer is killed before its first, second, ... change; then another writer goes on."""
     subprocess.run(
         [sys.executable, "-c", KILLED, str(tmp_path)], cwd=Path(__file__).parents[2], check=True
     )

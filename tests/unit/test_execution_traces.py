@@ -1,4 +1,4 @@
-"""Execution traces of every schema read alike, and complete the collectives of a Kineto trace: by id, else in order."""
+"""Execution traces of every schema complete the collectives of a Kineto trace."""
 
 from __future__ import annotations
 
@@ -39,15 +39,8 @@ def first_form() -> dict[str, Any]:
         "outputs": [],
     }
     nodes = [
-        {
-            "name": "[pytorch|profiler|execution_graph|thread]",
-            "id": 2,
-            "rf_id": 0,
-            "parent": 1,
-            "tid": 1,
-            "inputs": [],
-            **beside,
-        },
+        {"name": "[pytorch|profiler|execution_graph|thread]", "id": 2, "rf_id": 0, "parent": 1}
+        | {"tid": 1, "inputs": [], **beside},
         {"name": "record_param_comms", "id": 5, "rf_id": 31, "parent": 2, "tid": 1, **beside}
         | {"inputs": [[TENSOR], 12, 94038, 3, "allreduce", [], []]},
     ]
@@ -59,17 +52,11 @@ def attributes(**values: Any) -> list[dict[str, Any]]:
 
 
 def second_form() -> dict[str, Any]:
-    """Schema 1.1.1: attributes; the sequence number comes with whether it is point to point, the group with its description."""
+    """Schema 1.1.1: attributes; pairs for the sequence number and for the group."""
     beside: dict[str, Any] = {"outputs": {"values": [], "shapes": [], "types": [], "strides": []}}
     nodes = [
-        {
-            "id": 2,
-            "name": "[pytorch|profiler|execution_trace|thread]",
-            "ctrl_deps": 1,
-            "inputs": NO_IO,
-            **beside,
-        }
-        | {"attrs": attributes(rf_id=0, tid=1)},
+        {"id": 2, "name": "[pytorch|profiler|execution_trace|thread]", "ctrl_deps": 1, **beside}
+        | {"inputs": NO_IO, "attrs": attributes(rf_id=0, tid=1)},
         {"id": 3, "name": "## process_group:init ##", "ctrl_deps": 2, **beside}
         | {
             "inputs": {"values": [GROUPS], "shapes": [[]], "types": ["String"]},
@@ -87,7 +74,7 @@ def second_form() -> dict[str, Any]:
 
 
 def chakra_form() -> dict[str, Any]:
-    """Chakra's protocol buffers as JSON: lists of dependencies, numbers of 64 bits as text, inputs as text."""
+    """Chakra's protocol buffers as JSON: lists of dependencies, numbers and inputs as text."""
 
     def attribute(name: str, kind: str, value: Any) -> dict[str, Any]:
         return {"name": name, kind: value}
@@ -153,7 +140,7 @@ def test_nodes_without_ids_and_files_without_nodes_are_refused() -> None:
 
 
 def numbered(events: list[Event], told: bool) -> list[Event]:
-    """Host ops with a record-function id each, and silent about their collectives, as Kineto was in 2023."""
+    """Host ops with a record-function id each, without arguments, as in Kineto of 2023."""
     out = []
     for number, event in enumerate(events):
         args = event["args"]
@@ -171,15 +158,8 @@ def execution(events: list[Event], backwards: bool, names: str = "allreduce") ->
     for sequence, rf_id in enumerate(numbers):
         tensor = [9, 6, 0, 1000 * (sequence % 4 + 1), 4, "cuda:0"]
         inputs = {"values": [[tensor], [sequence + 1, False], ["0", "default_pg"], 0, names]}
-        nodes.append(
-            {
-                "id": 100 + rf_id,
-                "name": "record_param_comms",
-                "ctrl_deps": 2,
-                "inputs": inputs,
-                "attrs": attributes(rf_id=rf_id, tid=1),
-            }
-        )
+        node = {"id": 100 + rf_id, "name": "record_param_comms", "ctrl_deps": 2, "inputs": inputs}
+        nodes.append({**node, "attrs": attributes(rf_id=rf_id, tid=1)})
     return {"schema": "1.1.1-chakra.0.0.4", "nodes": nodes[::-1] if backwards else nodes}
 
 

@@ -29,7 +29,8 @@ def line(
     parameters: str = "0.0",
 ) -> str:
     times = f"forward_compute_time={forward}, backward_compute_time={backward}"
-    return f"node{node} -- {text} -- {times}, activation_size={activation}, parameter_size={parameters}"
+    sizes = f"activation_size={activation}, parameter_size={parameters}"
+    return f"node{node} -- {text} -- {times}, {sizes}"
 
 
 SMALL = "\n".join(

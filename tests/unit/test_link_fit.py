@@ -1,4 +1,4 @@
-"""The alpha-beta fit and the pieces against exact curves, searches that know nothing clever, and bad input."""
+"""The alpha-beta fit and its pieces against exact curves, plain searches, and bad input."""
 
 from __future__ import annotations
 
@@ -118,12 +118,12 @@ def test_an_exact_bend_is_found_where_it_is() -> None:
 
 
 def slow_best(sizes: list[float], seconds: list[float]) -> float:
-    """The objective's least value: every set of places, each solved for the values at the places by another solver."""
+    """The least objective over every set of places, each solved by another solver."""
     s, t = np.array(sizes), np.array(seconds)
     best = math.inf
     for count in range(4):
         for places in combinations(sizes[1:-2], count):
-            # Unknowns: the time of an empty message and the rise over each piece; a message gets its share of every piece.
+            # Unknowns: the time of an empty message, and the rise over each piece.
             ends = [0.0, *places, s[-1]]
             shares = [np.clip((s - low) / (high - low), 0, 1) for low, high in pairwise(ends)]
             matrix = np.stack([np.ones_like(s), *shares], axis=1) / (t * TOLERANCE)[:, None]

@@ -1,4 +1,4 @@
-"""Traces as other profilers, older ones and broken ones write them: each reads like the plain form, or is refused in one clear line."""
+"""Traces of other, older and broken profilers equal the plain form, or are refused clearly."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def begins_and_ends(events: list[Event]) -> list[Event]:
             "ts": event["ts"] + event["dur"],
         }
         out += [{key: value for key, value in event.items() if key != "dur"} | {"ph": "B"}, end]
-    # of equal times ends come first; of begins the longer one: `events` has enclosing spans in any order
+    # at equal times ends come first, then the longer begins: `events` are in any order
     lengths = {
         (event["pid"], event["tid"], event["ts"], event["name"]): event["dur"] for event in events
     }
@@ -74,7 +74,7 @@ def kernels_named(name: str) -> Change:
 
 
 def annotated(events: list[Event]) -> list[Event]:
-    """Annotations of the user within annotations, also two at the same time and one of no length."""
+    """Nested annotations of the user, also two at the same time and one without length."""
     out = []
     for event in events:
         out.append(event)
@@ -89,7 +89,7 @@ def annotated(events: list[Event]) -> list[Event]:
 
 
 def repeated_ids(events: list[Event]) -> list[Event]:
-    """Runtime and driver call of a launch under the same id, as where both interfaces are traced."""
+    """Runtime and driver call of a launch with the same id, if both interfaces are traced."""
     out = []
     for event in events:
         out.append(event)

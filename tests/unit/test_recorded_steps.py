@@ -20,15 +20,8 @@ from autotune.workload import Variable, Workload
 def event(
     name: str, start_us: float, took_us: float, cat: str = "cpu_op", tid: int = 1
 ) -> dict[str, Any]:
-    return {
-        "ph": "X",
-        "cat": cat,
-        "name": name,
-        "pid": 1,
-        "tid": tid,
-        "ts": start_us,
-        "dur": took_us,
-    }
+    times = {"ts": start_us, "dur": took_us}
+    return {"ph": "X", "cat": cat, "name": name, "pid": 1, "tid": tid, **times}
 
 
 STEP = [
@@ -108,23 +101,13 @@ def recorded() -> RecordedJob:
     workload = Workload(
         "Net", (Variable("w", (2, 3), ready_s=0.1, needed_s=0.0),), source="measured"
     )
-    ranks = tuple(
-        RankRecord(
-            rank,
-            "host",
-            "cpu",
-            "x",
-            1,
-            f"rank{rank}.json.gz",
-            (ClockPair(1, 2),),
-            (0.5, 0.25 + rank, 0.75),
-            3,
-            1,
-        )
-        for rank in range(2)
-    )
+    ranks = []
+    for rank in range(2):
+        times = (ClockPair(1, 2),), (0.5, 0.25 + rank, 0.75)
+        file = f"rank{rank}.json.gz"
+        ranks.append(RankRecord(rank, "host", "cpu", "x", 1, file, *times, 3, 1))
     return RecordedJob(
-        2, ranks, 3, 3, 3, workload.id, workload, buckets=(("w",),), notes=("a note",)
+        2, tuple(ranks), 3, 3, 3, workload.id, workload, buckets=(("w",),), notes=("a note",)
     )
 
 

@@ -1,4 +1,4 @@
-"""A traced step as a data-flow graph: its replay gives the step again, and a change moves what depends on it and nothing else."""
+"""The replay of a traced step gives its time, and a change moves only the ops that depend on it."""
 
 from __future__ import annotations
 
@@ -21,28 +21,15 @@ from autotune.profiling.traces.job import TraceJob, assemble, read_job
 
 
 def job_of(events: list[dict[str, Any]], **fields: Any) -> TraceJob:
-    return assemble(
-        [
-            read_kineto(
-                BytesIO(json.dumps({**fields, "traceEvents": events}).encode()).read, "rank0.json"
-            )
-        ]
-    )
+    text = json.dumps({**fields, "traceEvents": events}).encode()
+    return assemble([read_kineto(BytesIO(text).read, "rank0.json")])
 
 
 def host(
     name: str, ts: float, dur: float, tid: int = 1, cat: str = "cpu_op", **args: Any
 ) -> dict[str, Any]:
-    return {
-        "ph": "X",
-        "cat": cat,
-        "name": name,
-        "pid": 1,
-        "tid": tid,
-        "ts": ts,
-        "dur": dur,
-        "args": args,
-    }
+    times = {"ts": ts, "dur": dur}
+    return {"ph": "X", "cat": cat, "name": name, "pid": 1, "tid": tid, **times, "args": args}
 
 
 def numbered(sequence: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Which ranks share a machine: told, read or assumed, and given up where the clocks say otherwise."""
+"""Hosts of the ranks: given, read or assumed, and given up where the clocks contradict them."""
 
 from __future__ import annotations
 

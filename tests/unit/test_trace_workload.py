@@ -1,4 +1,4 @@
-"""A traced data-parallel step as a workload: buckets, when they are ready without any communication, and what is refused."""
+"""A traced data-parallel step as a workload: its buckets, their ready times, and refusals."""
 
 from __future__ import annotations
 
@@ -28,16 +28,8 @@ def span(
     category: str = "cpu_op",
     **args: Any,
 ) -> dict[str, Any]:
-    return {
-        "ph": "X",
-        "cat": category,
-        "name": name,
-        "pid": 1,
-        "tid": thread,
-        "ts": start_us,
-        "dur": length_us,
-        "args": args,
-    }
+    place = {"pid": 1, "tid": thread, "ts": start_us, "dur": length_us}
+    return {"ph": "X", "cat": category, "name": name, **place, "args": args}
 
 
 def sent(name: str, elements: int, start_us: float, length_us: float) -> dict[str, Any]:
@@ -52,17 +44,11 @@ def sent(name: str, elements: int, start_us: float, length_us: float) -> dict[st
 
 
 def trace(folder: Path, *events: dict[str, Any]) -> Path:
-    """Buffers, 3 ms forward, two backward ops of 2 ms whose sums take 3 ms each on a thread of their own, an update of 1 ms."""
+    """Write the events as the trace of one step of rank 0."""
     path = folder / "rank0.json"
     whole = [span("ProfilerStep#1", 0, 13000, category="user_annotation"), *events]
-    path.write_text(
-        json.dumps(
-            {
-                "distributedInfo": {"rank": 0, "world_size": 2, "backend": "gloo"},
-                "traceEvents": whole,
-            }
-        )
-    )
+    info = {"rank": 0, "world_size": 2, "backend": "gloo"}
+    path.write_text(json.dumps({"distributedInfo": info, "traceEvents": whole}))
     return path
 
 
@@ -111,18 +97,8 @@ def test_optimize_takes_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[st
     (tmp_path / "cluster.yaml").write_text(
         "name: two\nhosts:\n  - {name: a, bandwidth: 1Gbit/s}\n  - {name: b, bandwidth: 1Gbit/s}\n"
     )
-    assert (
-        main(
-            [
-                "optimize",
-                str(trace(tmp_path, *STEP)),
-                "--cluster",
-                str(tmp_path / "cluster.yaml"),
-                "--json",
-            ]
-        )
-        == 0
-    )
+    cluster = str(tmp_path / "cluster.yaml")
+    assert main(["optimize", str(trace(tmp_path, *STEP)), "--cluster", cluster, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["model"] == "rank0" and any(
         "buckets as they were sent" in note for note in told["assumed"]

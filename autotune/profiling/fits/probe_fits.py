@@ -54,7 +54,8 @@ def _fit(series: ProbeSeries) -> CollectiveFit:
 def own_links(hosts: int, costs: Mapping[HostPair, LinkCost]) -> dict[int, tuple[LinkCost, int]]:
     """The own link of every host that was probed, and the number of its pairs.
 
-    Errors and spread are those of the pair that shows the bandwidth. The latency is the least of all pairs.
+    Errors and spread are those of the pair that shows the bandwidth. The latency is the least of
+    all pairs.
     """
     links = {}
     for host in range(hosts):

@@ -110,8 +110,8 @@ class AllocationLog:
             frees = unreported_frees([event for _, event in reported])
         before_ns = 0
         for number, (at_ns, event) in enumerate(reported):
-            # Right after the event before: the thread frees them when their operator is done, before
-            # it marks anything.
+            # Right after the event before: the thread frees them when their operator is done,
+            # before it marks anything.
             for address, size in frees.get(number, ()):
                 timed.append((before_ns, Allocation(address, -size)))
             timed.append((at_ns, Allocation(event.address, event.bytes)))

@@ -75,8 +75,8 @@ def profile_of(
     segments = len(steps.first)
     blocks, peaks = _blocks(steps, segments)
     regions = _regions(steps.first, steps.facts)
-    # A block of these steps that still exists is a gradient that a later step drops, or is among the
-    # persistent blocks by its address.
+    # A block of these steps that still exists is a gradient that a later step drops, or is among
+    # the persistent blocks by its address.
     outliving = {block.address for block in blocks if block.dies is None}
     always = [
         Lifetime(one.bytes, one.role, variable=one.variable)

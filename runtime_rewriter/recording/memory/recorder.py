@@ -3,10 +3,10 @@
     recorder = MemoryRecorder(module)
     profile = recorder.record(lambda: train_step(batch))
 
-The first steps allocate what is allocated once (optimizer state, gradients that are kept). Some more
-are timed, and two are recorded, since one step's remains are freed in the next one. A caller that
-does not pass the step calls `boundary()` between two steps. It calls `apart()` before and after work
-that is not the replica's own, such as its synchronization.
+The first steps allocate what is allocated once (optimizer state, gradients that are kept). Some
+more are timed, and two are recorded, since one step's remains are freed in the next one. A caller
+that does not pass the step calls `boundary()` between two steps. It calls `apart()` before and
+after work that is not the replica's own, such as its synchronization.
 """
 
 # mypy: untyped-calls-exclude=torch
