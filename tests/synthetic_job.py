@@ -1,4 +1,4 @@
-"""A job whose world is a table of true step times: the real tuner, driven with synthetic events."""
+"""Drives the real tuner with synthetic events, from a table of true step times."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def job_spec(**settings: object) -> JobSpec:
 
 
 def strategy(number: int) -> Strategy:
-    """Strategy `number` of a family of 32: each bit decides whether a variable travels through a parameter server."""
+    """Strategy `number` of 32: each bit selects a parameter server for a variable."""
     choices = []
     for position, variable in enumerate(WORKLOAD.variables):
         served = (number >> position) & 1
@@ -93,7 +93,7 @@ def measured(
 
 @dataclass
 class SyntheticWorld:
-    """`true_s` maps a strategy number to its step time (default `default_s`), `factor` slows down by trial number."""
+    """`true_s`: step time by strategy number (default `default_s`); `factor`: by trial number."""
 
     true_s: dict[int, float] = field(default_factory=dict)
     default_s: float = 0.1
@@ -194,7 +194,7 @@ def drive(
 
 
 def roles(history: History) -> str:
-    """The trials' roles in order, one letter each: r, c, or a (tuned side) and b (current setup) of the A/B."""
+    """A letter per trial: r, c, or in the A/B a (tuned side) and b (current setup)."""
     letters = {Role.REFERENCE: "r", Role.CANDIDATE: "c"}
     return "".join(
         letters.get(trial.request.role, "b" if trial.request.strategy_id == CURRENT_SETUP else "a")

@@ -1,4 +1,4 @@
-"""The last words of `autotune tune`: what was decided, said once, with what was emulated."""
+"""The final output of `autotune tune`: the decision, once, with what was emulated."""
 
 from __future__ import annotations
 
@@ -17,9 +17,7 @@ def first_line(decision: Decision) -> str:
     return decision_text(decision, RESULTS, "sqlite:///x", 0, SPEC).splitlines()[0]
 
 
-def test_the_headline_names_the_export_and_the_reason_alone_says_that_the_current_setup_stays() -> (
-    None
-):
+def test_the_headline_names_the_export_or_only_the_reason() -> None:
     exported = Decision("strategy-1", "faster than the current setup", None, "strategy-1")
     assert (
         first_line(exported)

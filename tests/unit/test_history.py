@@ -1,4 +1,4 @@
-"""What is read off the events of a job."""
+"""Figures derived from the events of a job."""
 
 from __future__ import annotations
 
@@ -17,25 +17,18 @@ from autotune.tuning.history import History
 
 
 def history_of(*trials: tuple[str, float | None], deviation: float = 0.15) -> History:
-    """Trials as (r: reference, A: strategy 0, B: strategy 1, ...; median in seconds, None for a failure)."""
+    """Trials as (r: reference, A: strategy 0, ...; median in seconds, None: failed)."""
     events = []
     for number, (letter, seconds) in enumerate(trials):
         role = Role.REFERENCE if letter == "r" else Role.CANDIDATE
         strategy_id = CURRENT_SETUP if letter == "r" else strategy(ord(letter) - ord("A")).id
-        outcome = (
-            Failed(FailureKind.HANG, "no step within 60 s")
-            if seconds is None
-            else measured(seconds, 3)
-        )
-        events.append(
-            TrialFinished(
-                TrialRequest(number, strategy_id, role, 2, 3), outcome, None, float(number)
-            )
-        )
+        outcome = measured(seconds, 3) if seconds else Failed(FailureKind.HANG, "no step in 60 s")
+        request = TrialRequest(number, strategy_id, role, 2, 3)
+        events.append(TrialFinished(request, outcome, None, float(number)))
     return History(tuple(events), deviation)
 
 
-def test_an_empty_history_knows_nothing():
+def test_an_empty_history_has_no_figures():
     empty = History((), 0.15)
     assert empty.profiled is None and empty.reference_s is None and empty.elapsed_s == 0.0
     assert not empty.disturbed and not empty.ranking() and not empty.proposals
@@ -52,7 +45,7 @@ def test_a_deviating_reference_marks_the_candidates_since_the_one_before_it(seco
     ).disturbed == {3, 4}
 
 
-def test_a_failed_reference_neither_marks_nor_vouches_for_anything():
+def test_a_failed_reference_marks_no_trial_and_clears_none():
     assert not history_of(("r", 1.0), ("A", 1.0), ("r", None)).disturbed
     assert history_of(("r", 1.0), ("A", 1.0), ("r", None), ("B", 1.0), ("r", 2.0)).disturbed == {
         1,
@@ -66,22 +59,12 @@ def test_a_reference_that_deviates_alone_marks_both_sides_of_it():
     ).disturbed == {1, 3}
 
 
-def test_a_lasting_change_disturbs_only_the_trials_during_which_it_came():
-    change = [
-        ("r", 1.0),
-        ("A", 1.0),
-        ("r", 1.0),
-        ("B", 2.0),
-        ("r", 2.0),
-        ("C", 2.0),
-        ("r", 2.0),
-        ("D", 2.0),
-        ("r", 2.0),
-    ]
-    assert history_of(*change).disturbed == {3}
+def test_a_lasting_change_disturbs_only_the_trials_around_it():
+    times_s = (1.0, 1.0, 1.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0)
+    assert history_of(*zip("rArBrCrDr", times_s, strict=True)).disturbed == {3}
 
 
-def test_a_machine_that_is_slower_for_a_while_does_not_change_what_a_strategy_is_worth():
+def test_a_temporarily_slower_machine_does_not_change_the_ranking():
     history = history_of(
         ("r", 1.0), ("A", 0.9), ("r", 1.0), ("r", 2.0), ("B", 1.8), ("C", 1.6), ("r", 2.0)
     )
@@ -99,7 +82,7 @@ def test_undisturbed_measurements_replace_disturbed_ones_and_are_combined_by_the
     )  # only ever disturbed: better than nothing
 
 
-def test_the_noise_is_that_of_neighbouring_references_and_not_of_changes_of_the_machine():
+def test_the_noise_ignores_changes_of_the_machine():
     steady = [("r", 1.0), ("r", 1.02), ("r", 1.0), ("r", 1.02), ("r", 1.0)]
     changed = [*steady, *(("r", 2 * value) for _, value in steady)]
     assert history_of(*changed).noise == pytest.approx(math.log(1.02) / (0.6745 * math.sqrt(2)))
@@ -147,7 +130,7 @@ def test_a_measured_trial_has_an_interval_and_a_failed_one_has_none():
     assert events[0].interval is None and events[1].interval is None  # three steps are too few
 
 
-def test_the_ranking_is_fastest_first_and_leaves_out_what_ever_failed():
+def test_the_ranking_is_fastest_first_without_failed_strategies():
     history = history_of(("r", 1.0), ("A", 0.9), ("B", 0.7), ("C", 0.5), ("C", None), ("D", 0.8))
     assert [strategy_id for strategy_id, _ in history.ranking()] == [
         strategy(number).id for number in (1, 3, 0)

@@ -1,4 +1,4 @@
-"""Whoever asks a command to stop is heard, even where Python drops the exception that says so."""
+"""A signal stops a command even if Python drops its exception."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from autotune.tuning.tuner import Abort
 
 
 class Interrupted:
-    """Its destructor is under way when the signal comes."""
+    """A signal arrives while its destructor runs."""
 
     def __del__(self) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -26,14 +26,14 @@ def test_a_signal_during_a_destructor_ends_the_job_at_its_next_instruction(monke
     dropped: list[object] = []
     monkeypatch.setattr(sys, "unraisablehook", lambda raised: dropped.append(raised.exc_type))
     with terminable() as interruption:
-        made = Interrupted()
-        del made
-        assert dropped == [KeyboardInterrupt]  # nobody heard
+        interrupted = Interrupted()
+        del interrupted
+        assert dropped == [KeyboardInterrupt]
         with pytest.raises(KeyboardInterrupt):
             interruption.started(Abort("anything"), History((), 0.0))
 
 
-def test_the_handlers_of_before_are_restored_and_an_ignored_ctrl_c_stays_ignored() -> None:
+def test_handlers_are_restored_and_an_ignored_ctrl_c_stays_ignored() -> None:
     before = signal.getsignal(signal.SIGTERM), signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         with terminable():

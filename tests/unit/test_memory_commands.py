@@ -1,15 +1,14 @@
-"""`--memory`, and the peaks that `optimize` and `replay` show for recorded folders."""
+"""`--memory` and the peak shown by `optimize` and `replay`, on folders of `autotune profile`."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
+from command_line import error_output, json_output, output
 
 from autotune.canonical import canonical_json
-from autotune.cli import main
 from autotune.cluster import Cluster
 from autotune.errors import InvalidInput
 from autotune.memory.accumulation import accumulated, accumulated_workload
@@ -85,73 +84,45 @@ def replica(fixed: FixedShare | None = None) -> RecordedMemory:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    found = tmp_path / "recorded"
-    found.mkdir()
+    recorded = tmp_path / "recorded"
+    recorded.mkdir()
     ranks = tuple(
         RankRecord(rank, "host", "cpu", "x", 1, f"rank{rank}.json", (ClockPair(1, 2),), (0.2,))
         for rank in range(2)
     )
-    RecordedJob(2, ranks, 1, 1, 1, MODEL.id, MODEL).write(found)
-    replica().write(found)
+    RecordedJob(2, ranks, 1, 1, 1, MODEL.id, MODEL).write(recorded)
+    replica().write(recorded)
     (tmp_path / "cluster.yaml").write_text(HOSTS)
-    return found
+    return recorded
 
 
-def optimized(folder: Path, capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
-    assert (
-        main(
-            [
-                "optimize",
-                str(folder),
-                "--cluster",
-                str(folder.parent / "cluster.yaml"),
-                "--json",
-                *words,
-            ]
-        )
-        == 0
-    )
-    data: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return data
+def optimize_words(source: Path, *words: object) -> tuple[object, ...]:
+    return ("optimize", source, "--cluster", source.parent / "cluster.yaml", *words)
 
 
-def test_the_step_is_fitted_and_the_price_is_reported(folder, tmp_path, capsys) -> None:
-    free = optimized(folder, capsys)["memory"]
+def test_the_step_fits_the_budget_and_its_price_is_shown(folder, tmp_path, capsys) -> None:
+    without_budget = json_output(capsys, *optimize_words(folder))
+    free = without_budget["memory"]
     assert free["peak_bytes"] == sum(free["parts_bytes"].values()) and "passes" not in free
-    assert (
-        free["parts_bytes"]["parameters"] == 2 * LAYERS * WEIGHT
-        and free["parts_bytes"]["activations"] >= LAYERS * ACTIVATION
-    )
+    assert free["parts_bytes"]["parameters"] == 2 * LAYERS * WEIGHT
+    assert free["parts_bytes"]["activations"] >= LAYERS * ACTIVATION
     budget, report = int(0.8 * free["peak_bytes"]), tmp_path / "best.html"
-    found = optimized(folder, capsys, "--memory", str(budget), "--report", str(report))
-    memory = found["memory"]
+    limits = ("--memory", budget, "--report", report)
+    fitted = json_output(capsys, *optimize_words(folder, *limits))
+    memory = fitted["memory"]
     assert memory["peak_bytes"] <= budget == memory["budget_bytes"]
     assert memory["passes"]["recomputed"] or memory["passes"]["micro_batches"] > 1
     assert memory["passes"]["peak_before_bytes"] > budget
-    assert found["before_step_s"] == pytest.approx(
-        optimized(folder, capsys)["before_step_s"] + memory["passes"]["price_s"]
-    )
+    before_s = without_budget["before_step_s"] + memory["passes"]["price_s"]
+    assert fitted["before_step_s"] == pytest.approx(before_s)
     page = report.read_text()
     assert "Peak memory of a replica" in page and "redicted price" in page
-    assert (
-        main(
-            [
-                "optimize",
-                str(folder),
-                "--cluster",
-                str(tmp_path / "cluster.yaml"),
-                "--memory",
-                "1GiB",
-            ]
-        )
-        == 0
-    )
-    text = capsys.readouterr().out
+    text = output(capsys, *optimize_words(folder, "--memory", "1GiB"))
     assert "it fits into 1 GiB as it is" in text and "optimizer state" in text
 
 
-def test_expensive_micro_batches_favor_recomputation() -> None:
-    """With a large fixed share of the passes, recomputation is cheaper."""
+def test_recomputation_is_chosen_if_micro_batches_are_expensive() -> None:
+    """Micro-batches cost almost nothing, unless a large share of a pass does not shrink."""
     cluster = Cluster.local(2)
     chosen = []
     for fixed in (None, FixedShare(0.6, 0.6)):
@@ -169,14 +140,15 @@ def test_expensive_micro_batches_favor_recomputation() -> None:
 def test_plans_whose_buffers_do_not_fit_are_not_allowed() -> None:
     memory, cluster = replica(), Cluster.local(2)
     before, servers = (
-        plan(made, MODEL, 2) for made in (ddp_default(MODEL), parameter_server(MODEL, cluster))
+        plan(strategy, MODEL, 2)
+        for strategy in (ddp_default(MODEL), parameter_server(MODEL, cluster))
     )
     within = MemoryBudget(
         memory, cluster, highest_peak(memory, memory.profile, MODEL, before, cluster).peak_bytes
     )
-    found = optimize(MODEL, cluster, memory=within.fit_workload, allowed=within.allows)
+    best = optimize(MODEL, cluster, memory=within.fit_workload, allowed=within.allows)
     assert within.allows(before) and not within.allows(servers)
-    assert within.peak(found.plan).peak_bytes <= within.budget_bytes
+    assert within.peak(best.plan).peak_bytes <= within.budget_bytes
 
 
 def test_micro_batches_pay_their_fixed_share_again() -> None:
@@ -203,40 +175,25 @@ def test_micro_batches_pay_their_fixed_share_again() -> None:
 def test_a_budget_that_cannot_be_met_or_read_is_refused(
     folder, capsys, words: tuple[str, ...], message: str
 ) -> None:
-    assert (
-        main(["optimize", str(folder), "--cluster", str(folder.parent / "cluster.yaml"), *words])
-        == 2
-    )
-    assert message in capsys.readouterr().err
+    assert message in error_output(capsys, *optimize_words(folder, *words))
 
 
-def test_a_budget_without_recorded_memory_is_refused(folder, tmp_path, capsys) -> None:
+def test_without_recorded_memory_a_budget_is_refused_and_nothing_is_guessed(
+    folder, tmp_path, capsys
+) -> None:
     (folder / MEMORY_FILE).unlink()
-    assert optimized(folder, capsys)["memory"] is None
+    assert json_output(capsys, *optimize_words(folder))["memory"] is None
     workload = tmp_path / "workload.json"
     workload.write_text(canonical_json(MODEL))
-    for source, why in (
+    for source, reason in (
         (folder, "has no memory.json; record it again"),
         (workload, "holds no activations"),
     ):
-        assert (
-            main(
-                [
-                    "optimize",
-                    str(source),
-                    "--cluster",
-                    str(tmp_path / "cluster.yaml"),
-                    "--memory",
-                    "16GB",
-                ]
-            )
-            == 2
-        )
-        error = capsys.readouterr().err
-        assert "--memory needs the lifetimes" in error and why in error
+        error = error_output(capsys, *optimize_words(source, "--memory", "16GB"))
+        assert "--memory needs the lifetimes" in error and reason in error
 
 
-def test_recorded_memory_round_trips_and_invalid_files_are_refused(folder) -> None:
+def test_a_recorded_memory_is_read_as_it_was_written_and_bad_ones_are_refused(folder) -> None:
     assert RecordedMemory.read(folder) == replica()
     data = json.loads((folder / MEMORY_FILE).read_text())
     (folder / MEMORY_FILE).write_text(json.dumps(data | {"batch": 0}))

@@ -1,4 +1,4 @@
-"""The HTML report: whole for a job in any state, self-contained, and safe with names from a user's script."""
+"""The HTML report: complete in any state, self-contained, safe with names from the script."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ WORLD = SyntheticWorld(
 
 
 class Page(HTMLParser):
-    """Checks that tags are balanced; collects tables, text and everything that could load something."""
+    """Checks that tags are balanced; collects tables, text and attributes that load resources."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Page(HTMLParser):
 
 
 @pytest.mark.parametrize("refused", ["", f"{EVIL} clips"])
-def test_what_the_script_keeps_from_being_tried_stands_in_the_report(tmp_path, refused):
+def test_the_report_states_the_limits_of_the_script(tmp_path, refused):
     spec = job_spec()
     profiled = Profiled(WORKLOAD, spec.cluster, 1.0, {"torch": "2.13.0"}, refused)
     text = rendered(tmp_path, spec, History((profiled,), spec.deviation), None)
@@ -95,7 +95,7 @@ def rendered(folder, spec, history, decision, **settings):
     return path.read_text()
 
 
-def test_it_is_whole_at_every_point_of_a_job(job, tmp_path):
+def test_it_is_complete_after_every_event(job, tmp_path):
     spec, history, decision = job
     for cut in range(len(history.events) + 1):
         Page(rendered(tmp_path, spec, History(history.events[:cut], spec.deviation), None))
@@ -114,7 +114,7 @@ def test_it_loads_nothing_and_runs_nothing(job, tmp_path):
     )
 
 
-def test_what_comes_from_the_script_is_escaped_everywhere(tmp_path):
+def test_text_from_the_script_is_escaped_everywhere(tmp_path):
     def spoil(event):
         if isinstance(event, Profiled):
             variables = tuple(
@@ -164,7 +164,7 @@ def test_what_comes_from_the_script_is_escaped_everywhere(tmp_path):
     assert "script" not in Page(text).tags and text.count("&lt;script&gt;") > 20
 
 
-def test_the_headline_says_the_gain_with_its_interval_and_how_to_use_it(job, tmp_path):
+def test_the_headline_states_the_gain_its_interval_and_the_command(job, tmp_path):
     spec, history, decision = job
     text = rendered(tmp_path, spec, history, decision)
     compared = decision.comparison
@@ -174,14 +174,14 @@ def test_the_headline_says_the_gain_with_its_interval_and_how_to_use_it(job, tmp
     assert "measured workload, assumed links" in text and "emulated" not in text
 
 
-def test_a_kept_current_setup_is_said_in_the_headline(tmp_path):
+def test_the_headline_states_that_the_current_setup_stays(tmp_path):
     spec = job_spec()
     history, end = drive(spec, SyntheticWorld({}, default_s=0.2))
     text = rendered(tmp_path, spec, history, end.decision)
     assert "The current setup stays" in text and "(not exported)" in text
 
 
-def test_every_variable_stands_beside_the_bucket_of_ddp(job, tmp_path):
+def test_every_variable_has_its_message_and_its_ddp_bucket(job, tmp_path):
     spec, history, decision = job
     rows = Page(rendered(tmp_path, spec, history, decision)).rows
     enacted, default = plan(strategy(5), WORKLOAD, 2), plan(ddp_default(WORKLOAD), WORKLOAD, 2)
@@ -250,7 +250,7 @@ def test_the_plots_stay_inside_their_frame_and_mark_every_trial(job, tmp_path):
     assert all(0 <= x <= 1060 and 0 <= y <= 300 for x, y in dots)
 
 
-def test_a_place_that_cannot_be_written_is_refused(job):
+def test_an_unwritable_path_is_refused(job):
     spec, history, decision = job
     with pytest.raises(InvalidInput, match="cannot write the report"):
         write_report(Path("/proc/report.html"), spec, history, decision, None)

@@ -1,4 +1,4 @@
-"""The trial store: what it keeps, refuses and migrates."""
+"""The trial store: persistence, refusals and migrations."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def derived_rows(path):
 
 
 def version_1_file(path, job_id="old"):
-    """A file as the first version wrote it: jobs and events, nothing derived."""
+    """A file of the first version: jobs and events, no derived tables."""
     history, end = whole_job()
     path.parent.mkdir()
     with sqlite3.connect(path) as db:
@@ -268,7 +268,8 @@ def test_a_file_or_directory_without_write_permission_is_refused(tmp_path, what)
     tmp_path.chmod(mode[0])
     path.chmod(mode[1])
     code = (
-        "import os, sys; from pathlib import Path; from autotune.storage.store import Store; from autotune.errors import InvalidInput\n"
+        "import os, sys; from pathlib import Path\n"
+        "from autotune.storage.store import Store; from autotune.errors import InvalidInput\n"
         "if os.geteuid() == 0: os.setuid(65534)\n"  # root ignores permissions
         "try: Store.open(Path(sys.argv[1]))\n"
         "except InvalidInput as error: print(error)\n"
@@ -290,7 +291,8 @@ def test_a_file_or_directory_without_write_permission_is_refused(tmp_path, what)
 def test_a_job_is_driven_by_one_process_at_a_time(path):
     code = (
         "import sys; from pathlib import Path; from autotune.storage.store import Store\n"
-        "with Store.open(Path(sys.argv[1])) as store, store.lock('job'): print('locked', flush=True); sys.stdin.read()\n"
+        "with Store.open(Path(sys.argv[1])) as store, store.lock('job'):\n"
+        "    print('locked', flush=True); sys.stdin.read()\n"
     )
     with Store.open(path) as store:
         store.create_job("job", job_spec())

@@ -1,4 +1,4 @@
-"""What a user sees of a running and of a stored job: what its script keeps from being tried."""
+"""Progress and `autotune show` state which strategies a script rules out."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from autotune.tuning.events import Profiled
 from autotune.tuning.history import History
 
 REASON = "gradients are changed [between] backward() and step()"
-TOLD = f"synchronization cannot cross the step: {REASON}"
+LIMITS = f"synchronization cannot cross the step: {REASON}"
 
 
 def profiled(refused: str) -> Profiled:
@@ -26,24 +26,24 @@ def profiled(refused: str) -> Profiled:
 
 
 @pytest.mark.parametrize("refused", ["", REASON])
-def test_the_limits_of_the_script_are_told_when_profiling_ends(refused: str) -> None:
+def test_progress_states_the_limits_of_the_script(refused: str) -> None:
     written = io.StringIO()
     ConsoleProgress(job_spec(), Console(file=written, width=40)).recorded(
         profiled(refused), History((profiled(refused),), 0.15)
     )
     assert written.getvalue().startswith("profiled: 5 variables")
-    assert (f"  {TOLD}\n" in written.getvalue()) is bool(refused)
+    assert (f"  {LIMITS}\n" in written.getvalue()) is bool(refused)
     assert ("cannot cross" in written.getvalue()) is bool(refused)
 
 
 @pytest.mark.parametrize("refused", ["", REASON])
-def test_show_tells_the_limits_of_the_script(capsys, tmp_path: Path, refused: str) -> None:
+def test_show_states_the_limits_of_the_script(capsys, tmp_path: Path, refused: str) -> None:
     workspace = Workspace.create(tmp_path)
     with Store.open(workspace.store_path) as store:
         store.create_job("job", job_spec())
         store.append("job", 0, profiled(refused))
     assert main(["show", "job", "--directory", str(tmp_path)]) == 0
     text = capsys.readouterr().out
-    assert (TOLD in text) is bool(refused) and ("cannot cross" in text) is bool(refused)
+    assert (LIMITS in text) is bool(refused) and ("cannot cross" in text) is bool(refused)
     assert main(["show", "job", "--json", "--directory", str(tmp_path)]) == 0
     assert json.loads(capsys.readouterr().out)["cross_step_refused"] == refused
