@@ -85,7 +85,7 @@ def strategy(number: int) -> Strategy:
 def measured(
     center_s: float, steps: int, rng: np.random.Generator | None = None, noise: float = 0.02
 ) -> Measured:
-    """Two ranks; the first is the slower one. Without a generator every step takes exactly `center_s`."""
+    """Two ranks; the first is slower. Without a generator every step takes `center_s`."""
     scale = np.ones(steps) if rng is None else np.exp(noise * rng.standard_normal(steps))
     slow = tuple(float(value) for value in center_s * scale)
     return Measured((slow, tuple(0.9 * value for value in slow)), 0.0)

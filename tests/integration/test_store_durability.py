@@ -1,4 +1,4 @@
-"""An acknowledged event is on disk: a writer is killed at random moments and nothing it confirmed is missing."""
+"""Every acknowledged event is on disk, whenever the writer is killed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_no_acknowledged_event_is_lost_or_doubled_over_twenty_kills(tmp_path):
         )
         with Store.open(path) as store:
             events = store.history("job").events
-        # The event that was being written when the signal came may be there or not, a later one cannot.
+        # The event in progress at the signal may be stored or not; no later one can be.
         assert stored + acknowledged <= len(events) <= stored + acknowledged + 1
         assert events == expected.events[: len(events)]
         stored = len(events)
@@ -40,7 +40,7 @@ def test_no_acknowledged_event_is_lost_or_doubled_over_twenty_kills(tmp_path):
 
 
 def _write_until_killed(path: Path, expected: History, after_bytes: int, delay_s: float) -> int:
-    """A child appends what is missing and acknowledges each event by a byte; killed -9 `delay_s` after some of them."""
+    """Run a child that appends the missing events, a byte each; kill it after `delay_s`."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:

@@ -1,4 +1,4 @@
-"""Tracking against real MLflow: a local SQLite store, and a real server that comes late and is killed on the way."""
+"""Tracking with real MLflow: a SQLite store, and a server that starts late and is killed."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def store(tmp_path):
 
 
 def observed_job(store, tracker, after=None):
-    """Drive the whole job as the driver does: store first, then the tracker; `after(seq)` is called after each event."""
+    """Store each event, then notify the tracker, then call `after(seq)`, as the driver does."""
     whole, end = drive(SPEC, WORLD)
     assert isinstance(end, Finish) and whole.disturbed
     history = History((), SPEC.deviation)
@@ -94,7 +94,7 @@ def send_everything_again(store):
 
 
 def assert_tracked_exactly_once(uri, history, decision):
-    """One parent, one nested run per trial with the right values, every series without gaps or repetitions."""
+    """Check one parent, one nested run per trial, and series without gaps or repeats."""
     import mlflow
 
     client = mlflow.MlflowClient(tracking_uri=uri)
@@ -274,7 +274,8 @@ with Store.open(folder / "autotune.db") as store:
     for seq, event in enumerate(history.events):
         store.append("job", seq, event)
     store.finish("job", end.decision)
-    assert Tracker(store, "job", f"sqlite:///{folder / 'mlflow.db'}", "sync", folder / "artifacts").flush() == 0
+    uri = f"sqlite:///{folder / 'mlflow.db'}"
+    assert Tracker(store, "job", uri, "sync", folder / "artifacts").flush() == 0
 import mlflow.telemetry.client
 assert mlflow.telemetry.client.get_telemetry_client() is None
 """
@@ -318,7 +319,7 @@ def start_server(folder, port):
         str(folder / "server-artifacts"),
     ]
     log = (folder / "server.log").open("a")
-    # Its runners of jobs of its own are processes that import all of MLflow, and nothing here asks for them.
+    # MLflow's own job runners would import all of MLflow in further processes; they are unused.
     environment = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
     server = subprocess.Popen(
         command, stdout=log, stderr=log, start_new_session=True, cwd=folder, env=environment

@@ -1,4 +1,4 @@
-"""The main job as a user types it: real script, real Ray, real MLflow, real files; and what survives kill -9."""
+"""`autotune tune` with a real script, Ray, MLflow and files; kill -9 loses nothing."""
 
 from __future__ import annotations
 

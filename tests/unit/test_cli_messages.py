@@ -32,7 +32,8 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         ("search: autosync", "field 'command' is required, but missing"),
         (
             "command: torchrun x.py\nsearch: genetic",
-            "Input should be 'autosync', 'no-simulator', 'random', 'bayes' or 'fusion', but is 'genetic'",
+            "Input should be 'autosync', 'no-simulator', 'random', 'bayes' or 'fusion', "
+            "but is 'genetic'",
         ),
         ("- a\n- b", "job.yaml"),
     ],
@@ -103,8 +104,8 @@ def test_a_cluster_of_another_size_is_refused(capsys, tmp_path) -> None:
         *LAUNCH,
     )
     assert (
-        "must have as many devices as the job has workers, but has 4 for 2; change --nproc-per-node or the cluster file"
-        in error
+        "must have as many devices as the job has workers, but has 4 for 2; "
+        "change --nproc-per-node or the cluster file" in error
     )
 
 

@@ -1,4 +1,4 @@
-"""Statistics of step times: they hold what they state, on simulated machines whose truth is known."""
+"""Statistics of step times on simulated machines whose truth is known."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_the_interval_equals_that_of_resamples_drawn_one_by_one():
 
 
 def test_fewer_steps_than_could_hold_the_median_give_no_interval():
-    # All n values on one side of the median have the probability 2^(1 - n): 0.0625 for 5, more than 1 - 0.95.
+    # P(all n values on one side of the median) = 2^(1 - n): 0.0625 for 5, more than 1 - 0.95.
     assert fewest_values(0.95) == 6 and fewest_values(0.9) == 5
     assert median_interval([1.0] * 5) is None and median_interval([1.0] * 6) is not None
 
@@ -124,7 +124,7 @@ def test_the_correlation_of_neighbours_equals_its_definition_on_ranks():
 @pytest.mark.parametrize("name", DRAWS)
 @pytest.mark.parametrize("n", [8, 16, 40])
 def test_the_interval_holds_the_true_median_as_often_as_it_says(name, n):
-    # Independent steps: 95 % less what 400 simulations leave open. Correlated ones cannot be told from 8 steps as well.
+    # 95 % less the uncertainty of 400 simulations; 8 steps do not show correlation as well.
     rng, runs, held = generator(1, name, n), 400, 0
     for _ in range(runs):
         interval = median_interval(np.exp(0.05 * DRAWS[name](rng, n)))
@@ -199,7 +199,7 @@ def test_the_noise_of_neighbours_is_that_of_normal_values_and_deaf_to_changes_of
 
 
 def worst_window(values: np.ndarray) -> float:
-    """How far a window's median is from that of the rest, in standard errors; 0 below 5 %. By loops."""
+    """Largest distance of a window's median from the rest, in standard errors; 0 below 5 %."""
     logs = [math.log(value) for value in values]
     n = len(logs)
     differences = [abs(b - a) for a, b in itertools.pairwise(logs)]
@@ -295,7 +295,7 @@ RULE = PairRule(CONFIDENCE, 0.01, fewest_values(CONFIDENCE), 20)
 
 
 def compared(logs: np.ndarray) -> tuple[Ended, float, float, int]:
-    """The comparison of pairs whose logarithms of the time ratio are `logs`: why it ended, the logarithm of its interval, pairs."""
+    """Compare pairs of these log time ratios: why it ended, log interval, number of pairs."""
     mine = [Measured(((math.exp(value),),)) for value in logs]
     current = [Measured(((1.0,),))] * len(logs)
     for pairs in range(1, len(logs) + 1):
@@ -309,10 +309,10 @@ def compared(logs: np.ndarray) -> tuple[Ended, float, float, int]:
 @pytest.mark.parametrize("noise", [0.006, 0.0125, 0.02, 0.1])
 @pytest.mark.parametrize("heavy", [False, True])
 def test_stopping_when_it_is_precise_leaves_the_error_rate_of_the_comparison(noise, heavy):
-    """Equal sides come out faster in at most 2.5 % of the comparisons, whatever the noise, and slower about as rarely.
+    """Equal sides compare as faster in at most 2.5 % of cases, and as slower about as rarely.
 
-    The accepted counts are exceeded once in 1000 times at exactly these rates. Stopping on the interval's own width instead
-    came out faster in 4.1 % of them at a noise of 0.02.
+    At exactly these rates, a count exceeds its limit once in 1000 times. Stopping on the interval's
+    own width gave 4.1 % faster at a noise of 0.02.
     """
     rng, runs, faster, slower = generator(9, str(noise), str(heavy)), 500, 0, 0
     for _ in range(runs):
@@ -323,7 +323,7 @@ def test_stopping_when_it_is_precise_leaves_the_error_rate_of_the_comparison(noi
     assert slower <= binom.ppf(0.999, runs, 0.03)
 
 
-def test_pairs_are_added_until_the_interval_is_narrow_the_side_is_clearly_slower_or_there_are_enough():
+def test_a_comparison_ends_when_precise_clearly_slower_or_at_its_cap():
     rng = generator(10, "pairs")
     ended, low, high, pairs = compared(-0.3 + 0.002 * rng.standard_normal(20))
     assert ended is Ended.PRECISE and pairs == 6 and (high - low) / 2 <= 0.01

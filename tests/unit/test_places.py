@@ -92,9 +92,7 @@ def test_round_robin_is_asked_for_where_ranks_wait_and_never_on_other_peoples_ho
     assert not scheduled(Conditions(Network.HOSTS, Accelerators.EMULATED), 2).round_robin
 
 
-def test_the_conditions_of_a_job_are_those_of_its_trials_and_round_robin_must_have_held_in_all() -> (
-    None
-):
+def test_a_job_has_round_robin_only_if_all_its_trials_had_it() -> None:
     wanted = replace(EMULATED, round_robin=True)
     assert History((), 0.1).conditions(wanted) == wanted
     request = TrialRequest(0, "current-setup", Role.REFERENCE, 1, 1)

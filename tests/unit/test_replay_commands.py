@@ -93,8 +93,8 @@ def test_optimize_writes_a_strategy_that_plans_and_predicts_no_slower_than_ddp(
     workload, tmp_path, capsys
 ) -> None:
     output_path, report = tmp_path / "strategy.json", tmp_path / "report.html"
-    words = ("optimize", workload, "--cluster", tmp_path / "cluster.yaml")
-    words = (*words, "-o", output_path, "--report", report)
+    cluster = tmp_path / "cluster.yaml"
+    words = ("optimize", workload, "--cluster", cluster, "-o", output_path, "--report", report)
     data = json_output(capsys, *words)
     strategy = Strategy.from_json(output_path.read_text())
     assert strategy.id == data["strategy_id"] and data["strategy"] == strategy.to_data()

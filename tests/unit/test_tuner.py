@@ -207,7 +207,7 @@ def test_when_every_candidate_fails_the_current_setup_stays_without_a_comparison
     assert len(history.candidates) == job_spec().max_trials and not history.ab_trials
 
 
-def test_trials_that_the_ranks_refuse_cost_no_budget_and_need_no_reference_and_are_not_tried_again():
+def test_refused_trials_cost_no_budget_need_no_reference_and_are_not_repeated():
     refused = {strategy(number).id for number in (0, 1, 4, 7)}
     spec = job_spec()
     history, end = drive(
@@ -220,7 +220,8 @@ def test_trials_that_the_ranks_refuse_cost_no_budget_and_need_no_reference_and_a
     assert len(history.refused) == 4
     tried = [trial for trial in history.candidates if trial.request.round < len(history.rounds)]
     assert len(tried) == spec.max_trials + 4
-    # Of the rounds 2, 2, 4 and 4 strategies ran: a reference follows every 4 that did, and a round that leaves half as many.
+    # 2, 2, 4 and 4 strategies of the rounds ran. A reference follows every 4 of them, and a round
+    # that leaves half as many.
     assert roles(history) == "r" + "ccccr" + "ccccr" + "ccccr" + "cccc" + "cc" + "r" + "abba" * 3
     assert not any(
         trial.refused for trial in history.trials if trial.request.role is not Role.CANDIDATE
@@ -328,7 +329,7 @@ def test_a_current_setup_that_fails_once_in_the_comparison_runs_that_block_again
 
 
 def test_the_winner_is_one_of_the_finalists_that_were_measured_twice():
-    # The finalists turn out slower than their first trial said, below a strategy that was measured once.
+    # The finalists turn out slower than in their first trial, and than a third strategy.
     spec = job_spec()
     lucky = {strategy(number).id for number in (2, 5)}
 
@@ -403,8 +404,8 @@ def test_every_job_in_a_hostile_world_ends_within_its_trial_budget(seed):
 
 @pytest.mark.parametrize("noise", [0.02, 0.05])
 def test_identical_time_distributions_are_called_different_at_most_at_the_stated_rate(noise):
-    # A two-sided 95 % interval lies below 1 in 2.5 % of null comparisons. Of 100 jobs that is 2.5 on average,
-    # and more than 7 has a probability below 1 %. The number of pairs follows the noise.
+    # A two-sided 95 % interval lies below 1 in 2.5 % of null comparisons: 2.5 of 100 jobs on
+    # average; more than 7 has a probability below 1 %. The number of pairs follows the noise.
     false_positives, pairs = 0, set()
     for seed in range(100):
         _, end = drive(
@@ -431,7 +432,7 @@ def test_a_gain_of_5_percent_at_a_noise_of_2_percent_is_exported_nearly_always()
     )
 
 
-def test_trials_of_the_search_take_as_many_steps_as_their_precision_needs_and_blocks_a_fixed_number():
+def test_search_trials_run_until_they_are_precise_and_blocks_have_a_fixed_length():
     spec = job_spec(timed_steps=8, most_steps=40)
     for noise, fewest, most in ((0.0, 8, 8), (0.03, 16, 40), (0.5, 40, 40)):
         history, _ = drive(spec, SyntheticWorld(FAST, noise=noise))
