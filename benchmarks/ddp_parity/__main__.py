@@ -74,11 +74,11 @@ def main() -> int:
             f"  {found['backend']}; by the rule for default buckets: "
             f"{'yes' if found['buckets_by_rule'] else 'no'}"
         )
-        told = {
+        findings = {
             key: found[key]
             for key in ("ddp_s", "variables", "bucket_bytes", "buckets_by_rule", "backend")
         }
-        result[model] = {"median": middle, "low": low, "high": high, **told}
+        result[model] = {"median": middle, "low": low, "high": high, **findings}
         result["ratio_median"] = max(result["ratio_median"], middle)
     print(
         json.dumps(

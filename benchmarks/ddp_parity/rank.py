@@ -121,13 +121,15 @@ def main() -> None:
             "ddp_s": sorted(ddp_s)[len(ddp_s) // 2],
             "variables": len(workload.variables),
         }
-        told = {
+        findings = {
             "bucket_bytes": [message.grad_bytes for message in same.messages],
             "buckets_by_rule": by_rule(buckets, workload),
         }
         print(
             json.dumps(
-                found | told | {"backend": backend_text(same, ours.synchronizer.native is not None)}
+                found
+                | findings
+                | {"backend": backend_text(same, ours.synchronizer.native is not None)}
             )
         )
     dist.barrier()

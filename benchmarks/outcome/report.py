@@ -9,7 +9,7 @@ from benchmarks.outcome.figures import Ratio
 from benchmarks.outcome.kept import Group
 from benchmarks.outcome.results import AtMark, DomainFigures, Outcome, last_line
 
-HEAD = """## What tuning is worth beside every rival
+HEAD = """## What tuning is worth against every rival
 
 `{command}`, {date}, {cores} cores, {machine}. The network is emulated with real transfers.
 Accelerators are emulated: timed waits, of assumed times for the generated models and of measured

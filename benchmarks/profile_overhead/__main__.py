@@ -116,9 +116,14 @@ def measure(
         pair = [_block(run, steps, chosen) for chosen in order]
         found.append(pair if number % 2 == 0 else pair[::-1])
     outside_s, spans = _outside(run, options, Path(directory))
-    told = {"took_s": found, "outside_s": outside_s, "spans": spans, "event_s": _event_s(options)}
+    findings = {
+        "took_s": found,
+        "outside_s": outside_s,
+        "spans": spans,
+        "event_s": _event_s(options),
+    }
     if rank == 0:
-        Path(directory, "found.json").write_text(json.dumps(told), encoding="utf-8")
+        Path(directory, "found.json").write_text(json.dumps(findings), encoding="utf-8")
     dist.barrier()
     dist.destroy_process_group()
 
@@ -205,8 +210,8 @@ def overhead(name: str, blocks: int, options: dict[str, Any]) -> dict[str, Any]:
             process.join()
         if any(process.exitcode for process in ranks):
             raise SystemExit(f"a rank of {name} failed")
-        told = json.loads(Path(directory, "found.json").read_text(encoding="utf-8"))
-    took = np.array(told["took_s"])  # (blocks, plain and recorded, wall and CPU, steps)
+        findings = json.loads(Path(directory, "found.json").read_text(encoding="utf-8"))
+    took = np.array(findings["took_s"])  # (blocks, plain and recorded, wall and CPU, steps)
     cpu_s = float(np.median(took[:, 0, 1])) / 2
     return {
         "wall": compared(took[:, :, 0]),
@@ -214,10 +219,10 @@ def overhead(name: str, blocks: int, options: dict[str, Any]) -> dict[str, Any]:
         "step_s": float(np.median(took[:, 0, 0])),
         "recorded_step_s": float(np.median(took[:, 1, 0])),
         "cpu_step_s": cpu_s,
-        "events_per_step": told["spans"],
-        "event_s": told["event_s"],
-        "floor": told["event_s"] * told["spans"] / cpu_s,
-        "outside_s": told["outside_s"],
+        "events_per_step": findings["spans"],
+        "event_s": findings["event_s"],
+        "floor": findings["event_s"] * findings["spans"] / cpu_s,
+        "outside_s": findings["outside_s"],
         "blocks": blocks,
         "steps_per_block": took.shape[3],
     }

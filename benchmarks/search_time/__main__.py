@@ -143,7 +143,7 @@ def measure(case: Case, budget: Budget, ablation_s: float) -> dict[str, Any]:
         f"{cpu_s:.2f} s of CPU, {full.replays} replays"
     )
     print(f"  {'full overlap, max(T_comp, T_comm)':42} {full.bound_s * 1e3:8.1f} ms")
-    told: dict[str, Any] = {
+    findings: dict[str, Any] = {
         "ddp_s": full.before_step_s,
         "best_builder": name,
         "best_builder_s": builder_s,
@@ -158,13 +158,13 @@ def measure(case: Case, budget: Budget, ablation_s: float) -> dict[str, Any]:
             if speedups == Speedups()
             else searched(case, speedups, ablation_s, replace(budget, ops=UNBOUNDED_OPS))
         )
-        told["ablation"][label] = row(found, own_s)
+        findings["ablation"][label] = row(found, own_s)
         more = "more than " if found.cut_short else ""
         print(
             f"    {label:26} {more}{found.seconds:.2f} s ({found.replays} replays), "
             f"{found.predicted_step_s * 1e3:.1f} ms"
         )
-    return told
+    return findings
 
 
 def main() -> int:
