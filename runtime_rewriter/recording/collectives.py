@@ -118,7 +118,8 @@ class CollectiveLog:
 
     def around(self, number: int, lane: int, step: Step) -> dist.Work | None:
         """Run `step` as `Lanes.around` does; its collectives belong to this message."""
-        part = getattr(step, "__name__", type(step).__name__).strip("_")
+        function = getattr(step, "func", step)  # of a partial
+        part = getattr(function, "__name__", type(function).__name__).strip("_")
         self._current.message = MessageStep(number, lane, part)
         try:
             return step()
