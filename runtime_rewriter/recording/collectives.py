@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -118,7 +119,7 @@ class CollectiveLog:
 
     def around(self, number: int, lane: int, step: Step) -> dist.Work | None:
         """Run `step` as `Lanes.around` does; its collectives belong to this message."""
-        function = getattr(step, "func", step)  # of a partial
+        function = step.args[0] if isinstance(step, partial) else step  # `exchange.sums`
         part = getattr(function, "__name__", type(function).__name__).strip("_")
         self._current.message = MessageStep(number, lane, part)
         try:
