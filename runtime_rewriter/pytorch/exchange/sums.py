@@ -89,13 +89,7 @@ def flat_sum(
     `values` are real, and their number is a multiple of the ranks in a group. `owner`: the root.
     """
     if synchronizer is Synchronizer.ALL_REDUCE:
-        return Collectives(
-            values,
-            lanes,
-            groups,
-            first_lane,
-            lambda group: dist.all_reduce(values, group=group, async_op=True),
-        )
+        return _all_reduce(values, lanes, groups, first_lane)
     if synchronizer is Synchronizer.REDUCE_SCATTER_ALL_GATHER:
         return _reduce_scatter_all_gather(values, lanes, groups, first_lane)
     assert owner is not None, "a synchronizer with a root has an owner"
@@ -107,19 +101,29 @@ def flat_sum(
     )
 
 
+# Recordings name the steps of a message after the functions that start them.
+
+
+def _all_reduce(values: Tensor, lanes: Lanes, groups: RankGroups, lane: int) -> Exchange:
+    def reduce(group: dist.ProcessGroup) -> dist.Work | None:
+        return work_of(dist.all_reduce(values, group=group, async_op=True))
+
+    return Collectives(values, lanes, groups, lane, reduce)
+
+
 def _reduce_scatter_all_gather(
     values: Tensor, lanes: Lanes, groups: RankGroups, first_lane: int
 ) -> Exchange:
     members = len(groups.members_of(lanes.ranks.rank)) or 1
     shard = values.new_empty(values.numel() // members if members > 1 else 0)
-    return Collectives(
-        values,
-        lanes,
-        groups,
-        first_lane,
-        lambda group: dist.reduce_scatter_single(shard, values, group=group, async_op=True),
-        lambda group: dist.all_gather_single(values, shard, group=group, async_op=True),
-    )
+
+    def scatter(group: dist.ProcessGroup) -> dist.Work | None:
+        return work_of(dist.reduce_scatter_single(shard, values, group=group, async_op=True))
+
+    def gather(group: dist.ProcessGroup) -> dist.Work | None:
+        return work_of(dist.all_gather_single(values, shard, group=group, async_op=True))
+
+    return Collectives(values, lanes, groups, first_lane, scatter, gather)
 
 
 def _parameter_server(
@@ -167,13 +171,11 @@ def reduce(
 ) -> Exchange:
     """Sum to the root of each group, which is one of `roots`, by the library's tree or ring."""
     root = root_of(groups.members_of(lanes.ranks.rank), roots)
-    return Collectives(
-        values,
-        lanes,
-        groups,
-        lane,
-        lambda group: dist.reduce(values, group=group, group_dst=root, async_op=True),
-    )
+
+    def reduce(group: dist.ProcessGroup) -> dist.Work | None:
+        return work_of(dist.reduce(values, group=group, group_dst=root, async_op=True))
+
+    return Collectives(values, lanes, groups, lane, reduce)
 
 
 def broadcast(
@@ -181,13 +183,11 @@ def broadcast(
 ) -> Exchange:
     """Copy the values of each group's root to the whole group."""
     root = root_of(groups.members_of(lanes.ranks.rank), roots)
-    return Collectives(
-        values,
-        lanes,
-        groups,
-        lane,
-        lambda group: dist.broadcast(values, group=group, group_src=root, async_op=True),
-    )
+
+    def send(group: dist.ProcessGroup) -> dist.Work | None:
+        return work_of(dist.broadcast(values, group=group, group_src=root, async_op=True))
+
+    return Collectives(values, lanes, groups, lane, send)
 
 
 def root_of(members: Sequence[int], roots: Sequence[int]) -> int:
