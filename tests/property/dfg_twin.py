@@ -27,9 +27,7 @@ class Twin:
     end: dict[int, float] = field(default_factory=dict)
     cause: dict[int, int] = field(default_factory=dict)
     since: dict[int, float] = field(default_factory=dict)
-    line: list[int] = field(
-        default_factory=list
-    )  # who is ready and has its lock, in the order in which that came about
+    line: list[int] = field(default_factory=list)  # ready and with its lock, in that order
     for_lock: list[int] = field(default_factory=list)
     chosen: dict[int, int] = field(default_factory=dict)
     held: dict[int, int] = field(default_factory=dict)
@@ -44,9 +42,8 @@ class Twin:
         while True:
             while self._arrive() or self._locks() or self._choose():
                 pass
-            later = [
-                t for t in [*self.end.values(), *(t for t, _ in self.free.values())] if t > self.now
-            ]
+            ends = [*self.end.values(), *(free_s for free_s, _ in self.free.values())]
+            later = [end_s for end_s in ends if end_s > self.now]
             if not later:
                 return
             self.now = min(later)
@@ -108,23 +105,21 @@ class Twin:
                 by_priority = self.dfg.discipline[queue] == Discipline.PRIORITY
                 self.chosen[queue] = min(waiting, key=self._order) if by_priority else waiting[0]
                 self.line.remove(self.chosen[queue])
-        able = [
-            op
-            for op in self.chosen.values()
-            if all(self._free_s(queue) <= self.now for queue in self._takes(op))
-        ]
+        able = [op for op in self.chosen.values() if not self._busy(op)]
         if able:
             op = min(able, key=self._order)
             if self.now > self.since[op]:
-                self.cause[op] = next(
-                    self.free[q][1] for q in self._takes(op) if self._free_s(q) == self.now
-                )
+                freed = [q for q in self._takes(op) if self._free_s(q) == self.now]
+                self.cause[op] = self.free[freed[0]][1]
             del self.chosen[int(self.dfg.queue[op])]
             self._start(op)
         return bool(able)
 
     def _takes(self, op: int) -> list[int]:
         return [int(queue) for queue in (self.dfg.queue[op], self.dfg.channel[op]) if queue >= 0]
+
+    def _busy(self, op: int) -> bool:
+        return any(self._free_s(queue) > self.now for queue in self._takes(op))
 
     def _start(self, op: int) -> None:
         self.start[op] = self.now
@@ -153,11 +148,8 @@ def graphs(draw: st.DrawFn, *, plain: bool = False, ops: int = 14) -> Dfg:
     builder = DfgBuilder()
     disciplines = st.just(Discipline.FIFO) if plain else st.sampled_from(Discipline)
     queues = [builder.queue(f"q{i}", draw(disciplines)) for i in range(draw(st.integers(1, 4)))]
-    locks = (
-        []
-        if plain
-        else [builder.lock(draw(st.integers(1, 2))) for _ in range(draw(st.integers(0, 2)))]
-    )
+    capacities = [] if plain else draw(st.lists(st.integers(1, 2), max_size=2))
+    locks = [builder.lock(capacity) for capacity in capacities]
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     whole = draw(st.booleans())
     channels = not plain and draw(st.booleans())
@@ -169,20 +161,21 @@ def graphs(draw: st.DrawFn, *, plain: bool = False, ops: int = 14) -> Dfg:
     for op in range(draw(st.integers(0, ops))):
         queue = int(rng.choice([NONE, *queues, *queues]))
         other = [q for q in queues if q != queue]
-        held = int(rng.choice([NONE, *locks])) if rng.random() < 0.5 else NONE
+        used, channel = queue >= 0, NONE
+        if channels and used and other and rng.random() < 0.4:
+            channel = int(rng.choice(other))
+        lock = int(rng.choice([NONE, *locks])) if rng.random() < 0.5 else NONE
         builder.op(
             f"op{op}",
             queue,
-            time_s() if queue >= 0 or rng.random() < 0.5 else 0.0,
-            Kind(int(rng.integers(1, 14))) if queue >= 0 else Kind.VIRTUAL,
+            time_s() if used or rng.random() < 0.5 else 0.0,
+            Kind(int(rng.integers(1, 14))) if used else Kind.VIRTUAL,
             [p for p in range(op) if rng.random() < 2 / (op + 1)],
-            gap_s=time_s() if gaps and queue >= 0 and rng.random() < 0.3 else 0.0,
-            channel=int(rng.choice(other))
-            if channels and queue >= 0 and other and rng.random() < 0.4
-            else NONE,
+            gap_s=time_s() if gaps and used and rng.random() < 0.3 else 0.0,
+            channel=channel,
             priority=int(rng.integers(0, 3)),
-            acquires=held,
-            releases=held,
+            acquires=lock,
+            releases=lock,
             worker=int(rng.integers(NONE, 2)),
         )
     built = builder.build()

@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from worlds import FREE
+from synthetic_cluster import FREE, cluster, costs
 
-from autotune.cluster import Cluster, Host, PairLink
+from autotune.cluster import PairLink
 from autotune.costs.issue_order import planned_order
-from autotune.lowering.costs import Constant
 from autotune.lowering.lower import Lowering
 from autotune.optimizer.bounds import interruptible_s, least_step_s
 from autotune.rng import generator
@@ -29,11 +28,9 @@ JOBS = st.lists(st.tuples(*[st.integers(0, 20).map(float)] * 3), min_size=1, max
 
 def of_subsets(jobs: list[tuple[float, float, float]]) -> float:
     """The largest of: first ready time, plus all costs, plus shortest tail, over all subsets."""
-    chosen = (own for count in range(1, len(jobs) + 1) for own in combinations(jobs, count))
-    return max(
-        min(job[0] for job in own) + sum(job[1] for job in own) + min(job[2] for job in own)
-        for own in chosen
-    )
+    subsets = (subset for count in range(len(jobs)) for subset in combinations(jobs, count + 1))
+    columns = (tuple(zip(*subset, strict=True)) for subset in subsets)
+    return max(min(ready_s) + sum(cost_s) + min(tail_s) for ready_s, cost_s, tail_s in columns)
 
 
 @given(JOBS)
@@ -42,9 +39,8 @@ def test_the_bound_of_an_interruptible_channel_is_its_worst_subset(jobs):
     assert interruptible_s(*columns) == of_subsets(jobs)
     ready_s, cost_s, tail_s = map(np.array, columns)
     forward_s = float(tail_s.max())
-    assert planned_order(
-        ready_s, cost_s, forward_s - tail_s, 0.0, forward_s
-    ).period_s >= interruptible_s(*columns)
+    order = planned_order(ready_s, cost_s, forward_s - tail_s, 0.0, forward_s)
+    assert order.period_s >= interruptible_s(*columns)
 
 
 def test_an_empty_channel_takes_no_time():
@@ -54,35 +50,20 @@ def test_an_empty_channel_takes_no_time():
 @st.composite
 def slow_worlds(draw):
     """Worlds in which sending takes as long as computing, with sparse rows and pair links."""
-    count, forward_s, backward_s = (
-        draw(st.integers(1, 6)),
-        draw(st.floats(0, 0.2)),
-        draw(st.floats(0.01, 0.3)),
-    )
+    count, forward_s = draw(st.integers(1, 6)), draw(st.floats(0, 0.2))
+    backward_s = draw(st.floats(0.01, 0.3))
+    shares = sorted(draw(st.lists(st.floats(0, 1), min_size=count, max_size=count)))
     variables = []
-    for number, share in enumerate(
-        sorted(draw(st.lists(st.floats(0, 1), min_size=count, max_size=count)))
-    ):
+    for number, share in enumerate(shares):
         rows, sparse = draw(st.integers(1, 200)), draw(st.booleans())
-        touched, needed_s = (
-            draw(st.floats(0, rows)) if sparse else None,
-            draw(st.floats(0, 1)) * forward_s,
-        )
-        variables.append(
-            Variable(
-                f"v{number}", (rows, 25), "float32", sparse, share * backward_s, needed_s, touched
-            )
-        )
-    devices = draw(st.lists(st.integers(1, 2), min_size=2, max_size=4))
-    rates = [draw(st.sampled_from([1e5, 3e5, 1e6])) for _ in devices]
+        touched = draw(st.floats(0, rows)) if sparse else None
+        times_s = (share * backward_s, draw(st.floats(0, 1)) * forward_s)
+        variables.append(Variable(f"v{number}", (rows, 25), "float32", sparse, *times_s, touched))
+    host = st.tuples(st.integers(1, 2), st.sampled_from([0.8, 2.4, 8.0]))
+    hosts = draw(st.lists(host, min_size=2, max_size=4))
     pairs = (PairLink(("h0", "h1"), 5e5, 1e-5),) if draw(st.booleans()) else ()
-    hosts = tuple(
-        Host(f"h{i}", n, rate, 1e-6, 1e10, 1e-6)
-        for i, (n, rate) in enumerate(zip(devices, rates, strict=True))
-    )
-    return Workload("m", tuple(variables), (), forward_s, backward_s, 0.0), Cluster(
-        "c", hosts, pairs
-    )
+    workload = Workload("m", tuple(variables), (), forward_s, backward_s, 0.0)
+    return workload, cluster(*hosts, latency_s=1e-6, inner_latency_s=1e-6, pairs=pairs)
 
 
 @settings(max_examples=200, deadline=None)
@@ -90,34 +71,30 @@ def slow_worlds(draw):
 def test_no_lossless_strategy_is_replayed_faster(world, seed):
     workload, cluster = world
     space = replace(SearchSpace.default(), min_partition_bytes=0)
-    wanted = plan(
-        sample(workload, cluster, space, generator(seed, "test")), workload, cluster.world_size
-    )
-    assert Lowering(workload, cluster, FREE).step_s(wanted) >= least_step_s(workload, cluster) * (
-        1 - 1e-9
-    )
+    strategy = sample(workload, cluster, space, generator(seed, "test"))
+    step_s = Lowering(workload, cluster, FREE).step_s(plan(strategy, workload, cluster.world_size))
+    assert step_s >= least_step_s(workload, cluster) * (1 - 1e-9)
 
 
 def test_one_ring_of_one_variable_reaches_the_bound():
     """Two hosts, one message, no latency: only its handshakes lie between."""
     variable = Variable("v", (100_000,), ready_s=0.1, needed_s=0.0)
     workload = Workload("m", (variable,), (), 0.05, 0.1, 0.0)
-    cluster = Cluster("c", tuple(Host(f"h{i}", 1, 1e6, 0.0, 1e10, 0.0) for i in range(2)))
+    two = cluster((1, 8), (1, 8), latency_s=0.0, inner_latency_s=0.0)
     across = Strategy((VariableStrategy("v", (Shard(Synchronizer.ALL_REDUCE),)),), cross_step=True)
-    found_s = Lowering(workload, cluster, replace(FREE, payload=Constant(1.0, "test"))).step_s(
-        plan(across, workload, 2)
-    )
-    assert least_step_s(workload, cluster) == pytest.approx(0.1 + 0.4 + 0.05)
-    assert least_step_s(workload, cluster) <= found_s < least_step_s(workload, cluster) + 2e-4
+    lowering = Lowering(workload, two, costs(FREE, payload=1.0))
+    least_s = least_step_s(workload, two)
+    assert least_s == pytest.approx(0.1 + 0.4 + 0.05)
+    assert least_s <= lowering.step_s(plan(across, workload, 2)) < least_s + 2e-4
 
 
 def test_a_variable_that_is_ready_last_and_read_first_cannot_hide():
-    cluster = Cluster("c", tuple(Host(f"h{i}", 1, 1e6, 1e-5, 1e10, 1e-6) for i in range(2)))
-    first = Variable("first", (25_000,), ready_s=0.2, needed_s=0.0)
-    last = Variable("last", (25_000,), ready_s=0.0, needed_s=0.1)
-    workload = Workload("m", (last, first), (), 0.1, 0.2, 0.0)
-    assert least_step_s(workload, cluster) == pytest.approx(0.2 + 0.1 + 0.1)
-    hidden = replace(
-        workload, variables=(replace(last, needed_s=0.1), replace(first, ready_s=0.1, needed_s=0.1))
-    )
-    assert least_step_s(hidden, cluster) == pytest.approx(0.3)
+    two = cluster((1, 8), (1, 8), latency_s=1e-5, inner_latency_s=1e-6)
+
+    def bound_s(ready_s, needed_s):
+        first = Variable("first", (25_000,), ready_s=ready_s, needed_s=needed_s)
+        last = Variable("last", (25_000,), ready_s=0.0, needed_s=0.1)
+        return least_step_s(Workload("m", (last, first), (), 0.1, 0.2, 0.0), two)
+
+    assert bound_s(0.2, 0.0) == pytest.approx(0.2 + 0.1 + 0.1)
+    assert bound_s(0.1, 0.1) == pytest.approx(0.3)

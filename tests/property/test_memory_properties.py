@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, combinations
 
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from autotune.memory.accumulation import accumulated
 from autotune.memory.fitting import candidates, choose_runs
-from autotune.memory.peak import MemoryEstimate, peak_memory
+from autotune.memory.peak import peak_memory
 from autotune.memory.recomputation import Run, recomputed
 from autotune.recordings.memory_profile import (
     Lifetime,
@@ -31,67 +32,57 @@ def alive(one: Lifetime, segments: int) -> set[int]:
     """The segments that a lifetime touches, one by one."""
     if one.born is None or one.dies is None:
         return set(range(segments))
-    at, found = one.born, {one.born}
+    at, touched_at = one.born, {one.born}
     while at != one.dies:
         at = (at + 1) % segments
-        found.add(at)
-    return found
+        touched_at.add(at)
+    return touched_at
 
 
 @st.composite
-def lifetimes(draw: st.DrawFn, segments: int) -> Lifetime:
+def lifetimes(draw: st.DrawFn) -> tuple[int, list[Lifetime]]:
+    """The number of segments, and the lifetimes."""
+    segments = draw(st.integers(1, 9))
     at = st.integers(0, segments - 1)
-    return Lifetime(draw(SIZES), TensorRole.ACTIVATION, draw(at), draw(at))
+    one = st.builds(Lifetime, SIZES, st.just(TensorRole.ACTIVATION), at, at)
+    return segments, draw(st.lists(one, max_size=12))
 
 
-@given(
-    st.integers(1, 9).flatmap(lambda n: st.tuples(st.just(n), st.lists(lifetimes(n), max_size=12)))
-)
-def test_touched_bytes_match_a_walk_along_each_lifetime(step: tuple[int, list[Lifetime]]) -> None:
+@given(lifetimes())
+def test_touched_bytes_match_a_walk_along_each_lifetime(step) -> None:
     segments, held = step
     slow = [sum(one.bytes for one in held if at in alive(one, segments)) for at in range(segments)]
     assert touched(held, segments).tolist() == slow
 
 
+def workload(layers: int) -> Workload:
+    return Workload("L", tuple(Variable(f"v{n}", (1,)) for n in reversed(range(layers))))
+
+
 @st.composite
-def layered(draw: st.DrawFn) -> MemoryProfile:
+def layered(draw: st.DrawFn, most: int = 5) -> MemoryProfile:
     """A sequence of layers: forward, backward in the opposite order, update."""
-    layers = draw(st.integers(1, 5))
+    layers = draw(st.integers(1, most))
     last = 2 * layers
-    forward = [
-        Segment(Phase.FORWARD, draw(st.integers(1, 9)) / 10, reads=(f"v{n}",))
-        for n in range(layers)
-    ]
+    seconds = st.integers(1, 9).map(lambda tenths: tenths / 10)
+    forward = [Segment(Phase.FORWARD, draw(seconds), reads=(f"v{n}",)) for n in range(layers)]
     backward = [
-        Segment(Phase.BACKWARD, draw(st.integers(1, 9)) / 10, readies=(f"v{n}",))
-        for n in reversed(range(layers))
+        Segment(Phase.BACKWARD, draw(seconds), readies=(f"v{n}",)) for n in reversed(range(layers))
     ]
     held = [Lifetime(draw(SIZES), TensorRole.PARAMETER)]
     regions = []
     for n in range(layers):
         back = last - 1 - n
-        held.append(Lifetime(draw(SIZES), TensorRole.ACTIVATION, n, back, region=n))
+        kept = (TensorRole.ACTIVATION, n, back)
+        held.append(Lifetime(draw(SIZES), *kept, region=n))
         if n + 1 < layers:
-            held.append(
-                Lifetime(draw(SIZES), TensorRole.ACTIVATION, n, back, region=n, returned=True)
-            )
+            held.append(Lifetime(draw(SIZES), *kept, region=n, returned=True))
         held.append(Lifetime(draw(SIZES), TensorRole.GRADIENT, back, last, f"v{n}"))
         held.append(Lifetime(draw(SIZES), TensorRole.TEMPORARY, back, back))
         held.append(Lifetime(draw(SIZES), TensorRole.TEMPORARY, n, n))
         regions.append(Region(f"l{n}", (Pass(n, n, back),), chain="", position=n))
-    model = Workload("L", tuple(Variable(f"v{n}", (1,)) for n in reversed(range(layers)))).id
-    return MemoryProfile(
-        model,
-        "meta",
-        (*forward, *backward, Segment(Phase.UPDATE, 0.1)),
-        tuple(held),
-        tuple(regions),
-    )
-
-
-def workload_of(profile: MemoryProfile) -> Workload:
-    layers = len(profile.regions)
-    return Workload("L", tuple(Variable(f"v{n}", (1,)) for n in reversed(range(layers))))
+    segments = (*forward, *backward, Segment(Phase.UPDATE, 0.1))
+    return MemoryProfile(workload(layers).id, "meta", segments, tuple(held), tuple(regions))
 
 
 class HeldTensors:
@@ -105,16 +96,16 @@ class HeldTensors:
 
     def enter(self, at: int, again: Run | None = None) -> None:
         for number, one in enumerate(self.lifetimes):
-            if one.born == at and (
-                again is None or again.drops(one) or one.kind is TensorRole.TEMPORARY
-            ):
+            repeated = not again or again.drops(one) or one.kind is TensorRole.TEMPORARY
+            if one.born == at and repeated:
                 self.held[number] = one.bytes
         self.peak = max(self.peak, self.fixed + sum(self.held.values()))
 
     def leave(self, at: int) -> None:
-        self.held = {
-            number: size for number, size in self.held.items() if self.lifetimes[number].dies != at
-        }
+        self._keep(lambda one: one.dies != at)
+
+    def _keep(self, stays: Callable[[Lifetime], bool]) -> None:
+        self.held = {n: size for n, size in self.held.items() if stays(self.lifetimes[n])}
 
     def compute_again(self, run: Run) -> None:
         for at in range(run.first, run.last + 1):
@@ -122,14 +113,10 @@ class HeldTensors:
             self.leave(at)
 
     def drop(self, run: Run) -> None:
-        self.held = {
-            number: size
-            for number, size in self.held.items()
-            if not run.drops(self.lifetimes[number])
-        }
+        self._keep(lambda one: not run.drops(one))
 
 
-def replayed(profile: MemoryProfile, runs: list[Run]) -> int:
+def replayed(profile: MemoryProfile, runs: Sequence[Run]) -> int:
     """The peak of a step with `runs` computed twice, by a walk with a set of live tensors."""
     layers = len(profile.regions)
     tensors = HeldTensors(profile)
@@ -145,26 +132,20 @@ def replayed(profile: MemoryProfile, runs: list[Run]) -> int:
     return tensors.peak
 
 
-def choices(profile: MemoryProfile) -> list[list[Run]]:
+def numbers(runs: Iterable[Run]) -> list[int]:
+    return [n for run in runs for n in range(run.first, run.last + 1)]
+
+
+def choices(profile: MemoryProfile) -> Iterator[tuple[Run, ...]]:
     """All sets of disjoint runs."""
     runs = candidates(profile)
     sets = chain.from_iterable(combinations(runs, size) for size in range(len(runs) + 1))
-    spans = [
-        (list(chosen), [n for run in chosen for n in range(run.first, run.last + 1)])
-        for chosen in sets
-    ]
-    return [chosen for chosen, numbers in spans if len(set(numbers)) == len(numbers)]
-
-
-def plain(profile: MemoryProfile, workload: Workload) -> MemoryEstimate:
-    return peak_memory(profile)
+    return (runs for runs in sets if len(set(numbers(runs))) == len(numbers(runs)))
 
 
 @settings(max_examples=60, deadline=None)
 @given(layered(), st.data())
-def test_recomputed_peaks_match_a_walk_through_the_step(
-    profile: MemoryProfile, data: st.DataObject
-) -> None:
+def test_recomputed_peaks_match_a_walk_through_the_step(profile, data: st.DataObject) -> None:
     runs: list[Run] = []
     at = 0
     while at < len(profile.regions):
@@ -176,30 +157,23 @@ def test_recomputed_peaks_match_a_walk_through_the_step(
 
 
 @settings(max_examples=25, deadline=None)
-@given(layered().filter(lambda profile: len(profile.regions) <= 4), st.floats(0.5, 1.0))
+@given(layered(most=4), st.floats(0.5, 1.0))
 def test_the_chosen_runs_fit_at_the_least_cost(profile: MemoryProfile, share: float) -> None:
-    workload = workload_of(profile)
     budget = int(peak_memory(profile).peak_bytes * share)
     seconds = {
-        str(chosen): sum(
-            profile.segments[n].seconds for run in chosen for n in range(run.first, run.last + 1)
-        )
-        for chosen in choices(profile)
+        runs: sum(profile.segments[n].seconds for n in numbers(runs)) for runs in choices(profile)
     }
-    fitting = [
-        seconds[str(chosen)] for chosen in choices(profile) if replayed(profile, chosen) <= budget
-    ]
-    chosen = choose_runs(profile, workload, budget, plain)
+    fitting = [cost for runs, cost in seconds.items() if replayed(profile, runs) <= budget]
+    trained = workload(len(profile.regions))
+    chosen = choose_runs(profile, trained, budget, lambda profile, _: peak_memory(profile))
     assert chosen.fits == bool(fitting)
     if fitting:
         assert peak_memory(recomputed(profile, chosen.runs)).peak_bytes <= budget
-        assert abs(seconds[str(list(chosen.runs))] - min(fitting)) < 1e-9
+        assert abs(seconds[chosen.runs] - min(fitting)) < 1e-9
 
 
 @given(layered(), st.integers(1, 4))
-def test_micro_batches_keep_the_time_and_the_constant_memory(
-    profile: MemoryProfile, parts: int
-) -> None:
+def test_micro_batches_keep_the_time_and_the_constant_memory(profile, parts: int) -> None:
     after = accumulated(profile, parts)
     assert abs(float(after.end_s[-1] - profile.end_s[-1])) < 1e-9
     assert after.always_bytes == profile.always_bytes
@@ -210,11 +184,6 @@ def test_micro_batches_keep_the_time_and_the_constant_memory(
 
 @given(layered(), SIZES)
 def test_more_bytes_anywhere_never_lower_the_peak(profile: MemoryProfile, size: int) -> None:
-    more = replace(
-        profile,
-        lifetimes=(
-            *profile.lifetimes,
-            Lifetime(size, TensorRole.ACTIVATION, 0, len(profile.segments) - 1),
-        ),
-    )
+    whole_step = Lifetime(size, TensorRole.ACTIVATION, 0, len(profile.segments) - 1)
+    more = replace(profile, lifetimes=(*profile.lifetimes, whole_step))
     assert peak_memory(more).peak_bytes == peak_memory(profile).peak_bytes + size

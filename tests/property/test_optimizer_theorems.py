@@ -16,31 +16,23 @@ from autotune.optimizer.theorems import (
     tensor_fusion_pays,
 )
 
-TIMES = st.integers(0, 40).map(
-    lambda number: number / 8
-)  # sums of eighths are exact, so that equal times are equal
+TIMES = st.integers(0, 40).map(lambda number: number / 8)
+"""Sums of eighths are exact, so that equal times are equal."""
 
 
-def end_s(
-    start_s: float, p1_s: float, p2_s: float, free_s: float, t1_s: float, t2_s: float
-) -> float:
+def end_s(start: float, p1: float, p2: float, free: float, t1: float, t2: float) -> float:
     """T without any fusion."""
-    first_s = max(free_s, start_s + p1_s) + t1_s
-    return max(first_s, start_s + p1_s + p2_s) + t2_s
+    return max(max(free, start + p1) + t1, start + p1 + p2) + t2
 
 
-def end_op_fused_s(
-    start_s: float, fused_s: float, free_s: float, t1_s: float, t2_s: float
-) -> float:
+def end_op_fused_s(start: float, fused: float, free: float, t1: float, t2: float) -> float:
     """T with the ops fused and the tensors not: both are ready when the fused op ends."""
-    return max(free_s, start_s + fused_s) + t1_s + t2_s
+    return max(free, start + fused) + t1 + t2
 
 
-def tensor_fusion_pays_printed(
-    first_end_s: float, computed_s: float, t2_s: float, t12_s: float
-) -> bool:
+def tensor_fusion_pays_printed(first_end: float, computed: float, t2: float, t12: float) -> bool:
     """Theorem 2 as printed: e1 > c2 + t12 - t2."""
-    return first_end_s > computed_s + t12_s - t2_s
+    return first_end > computed + t12 - t2
 
 
 def replayed_end_s(
@@ -56,35 +48,28 @@ def replayed_end_s(
         op = builder.op(f"p{number}", device, duration_s, Kind.BACKWARD, [op])
         computed.append(op)
     for number, duration_s in enumerate(tensors_s):
-        tensor = builder.op(
-            f"q{number}", channel, duration_s, Kind.COLLECTIVE, [tensor, computed[ready[number]]]
-        )
+        behind = [tensor, computed[ready[number]]]
+        tensor = builder.op(f"q{number}", channel, duration_s, Kind.COLLECTIVE, behind)
     timeline = replay(builder.build())
     return float(timeline.end_s[tensor])
 
 
 @settings(deadline=None)  # the first replay is compiled
-@given(TIMES, TIMES, TIMES, TIMES, TIMES, TIMES, TIMES, TIMES)
-def test_the_closed_forms_match_the_replay(
-    start: float, p1: float, p2: float, fused: float, free: float, t1: float, t2: float, t12: float
-) -> None:
-    assert replayed_end_s([p1, p2], [t1, t2], [0, 1], start, free) == end_s(
-        start, p1, p2, free, t1, t2
-    )
-    assert replayed_end_s([fused], [t1, t2], [0, 0], start, free) == end_op_fused_s(
-        start, fused, free, t1, t2
-    )
-    assert replayed_end_s([p1, p2], [t12], [1], start, free) == end_tensor_fused_s(
-        start + p1 + p2, free, t12
-    )
-    assert replayed_end_s([fused], [t12], [0], start, free) == end_tensor_fused_s(
-        start + fused, free, t12
-    )
+@given(*[TIMES] * 8)
+def test_the_closed_forms_match_the_replay(start, p1, p2, fused, free, t1, t2, t12) -> None:
+    both, end = start + p1 + p2, start + fused
+    for ops, tensors, ready, expected_s in (
+        ([p1, p2], [t1, t2], [0, 1], end_s(start, p1, p2, free, t1, t2)),
+        ([fused], [t1, t2], [0, 0], end_op_fused_s(start, fused, free, t1, t2)),
+        ([p1, p2], [t12], [1], end_tensor_fused_s(both, free, t12)),
+        ([fused], [t12], [0], end_tensor_fused_s(end, free, t12)),
+    ):
+        assert replayed_end_s(ops, tensors, ready, start, free) == expected_s
 
 
-@given(TIMES, TIMES, TIMES, TIMES, TIMES, TIMES, TIMES)
+@given(*[TIMES] * 7)
 def test_theorem_1_holds_if_the_fused_op_is_no_shorter_than_its_first(
-    start: float, p1: float, p2: float, fused: float, free: float, t1: float, t2: float
+    start, p1, p2, fused, free, t1, t2
 ) -> None:
     apart, together = end_s(start, p1, p2, free, t1, t2), end_op_fused_s(start, fused, free, t1, t2)
     if op_fusion_pays(p1, p2, fused, t1):
@@ -106,11 +91,9 @@ def test_theorem_1_concerns_the_second_tensor_and_not_the_step() -> None:
     assert replayed_end_s([fused, 2.0], t, [0, 0, 1], 0, 0) < replayed_end_s(p, t, [0, 1, 2], 0, 0)
 
 
-@given(TIMES, TIMES, TIMES, TIMES, TIMES, TIMES, TIMES)
+@given(*[TIMES] * 7)
 @example(start=0, p1=0, p2=0, free=1, t1=0, t2=0, t12=0)
-def test_theorem_2_holds_as_printed_under_its_assumptions(
-    start: float, p1: float, p2: float, free: float, t1: float, t2: float, t12: float
-) -> None:
+def test_theorem_2_holds_as_printed_under_its_assumptions(start, p1, p2, free, t1, t2, t12) -> None:
     computed = start + p1 + p2
     first_end = max(free, start + p1) + t1
     assume(t12 >= t2)  # a larger message costs no less
@@ -120,24 +103,20 @@ def test_theorem_2_holds_as_printed_under_its_assumptions(
 
 
 @settings(deadline=None)
-@given(TIMES, TIMES, TIMES, TIMES, TIMES, TIMES, TIMES)
-@example(
-    start=0, p1=1, p2=1, free=9, t1=1, t2=1, t12=3
-)  # the channel is busy, and messages cost more together
+@given(*[TIMES] * 7)
+@example(start=0, p1=1, p2=1, free=9, t1=1, t2=1, t12=3)
 def test_theorem_2_without_its_assumptions_matches_the_replay(
-    start: float, p1: float, p2: float, free: float, t1: float, t2: float, t12: float
+    start, p1, p2, free, t1, t2, t12
 ) -> None:
+    """In the example the channel is busy, and the messages cost more together."""
     first_end = max(free, start + p1) + t1
-    fused = replayed_end_s([p1, p2], [t12], [1], start, free) < replayed_end_s(
-        [p1, p2], [t1, t2], [0, 1], start, free
-    )
-    assert tensor_fusion_pays(first_end, start + p1 + p2, t2, t12, free) is fused
+    fused_s = replayed_end_s([p1, p2], [t12], [1], start, free)
+    pays = fused_s < replayed_end_s([p1, p2], [t1, t2], [0, 1], start, free)
+    assert tensor_fusion_pays(first_end, start + p1 + p2, t2, t12, free) is pays
 
 
 @pytest.mark.parametrize(("free", "t1", "t2", "t12"), [(9, 1, 1, 3), (0, 0, 2, 1)])
-def test_theorem_2_as_printed_fails_without_its_assumptions(
-    free: float, t1: float, t2: float, t12: float
-) -> None:
+def test_theorem_2_as_printed_fails_without_its_assumptions(free, t1, t2, t12) -> None:
     """A busy channel with expensive joint messages; then a larger message that costs less."""
     p1, p2 = (1, 1) if free else (0, 1)
     first_end = max(free, p1) + t1
@@ -147,9 +126,9 @@ def test_theorem_2_as_printed_fails_without_its_assumptions(
     assert printed is not shorter or free == 0
 
 
-@given(TIMES, TIMES, TIMES, TIMES, TIMES, TIMES, TIMES, TIMES)
+@given(*[TIMES] * 8)
 def test_theorem_3_holds_if_no_fusion_costs_more_than_its_parts(
-    start: float, p1: float, p2: float, fused: float, free: float, t1: float, t2: float, t12: float
+    start, p1, p2, fused, free, t1, t2, t12
 ) -> None:
     both = end_tensor_fused_s(start + fused, free, t12)
     if both_fusions_pay(p1, p2, fused, t1, t2, t12):

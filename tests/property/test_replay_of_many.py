@@ -39,10 +39,8 @@ def test_replay_after_a_local_change_equals_a_full_one_to_the_bit(
         changed_s = base_s.copy()
         ops = data.draw(st.lists(st.integers(0, dfg.ops - 1), max_size=3)) if dfg.ops else []
         changed_s[ops] = [data.draw(st.floats(0, 5)) for _ in ops]
-        for resumed in (
-            base.replay(changed_s),
-            base.replay_changed(np.array(ops, dtype=np.int64), changed_s[ops]),
-        ):
+        local = (np.array(ops, dtype=np.int64), changed_s[ops])
+        for resumed in (base.replay(changed_s), base.replay_changed(*local)):
             assert_same(resumed.timeline, replay(dfg, changed_s))
             assert 0 <= resumed.replayed_ops <= dfg.ops
 
@@ -59,12 +57,9 @@ def test_an_initial_op_without_duration_may_get_one() -> None:
     first = builder.op("first", NONE, 0.0, Kind.VIRTUAL)
     for _ in range(9):
         builder.op("later", queue, 1.0, Kind.FORWARD, [first])
-    assert (
-        IncrementalReplay(builder.build(), snapshots=10)
-        .replay_changed(np.array([first]), np.array([5.0]))
-        .timeline.makespan_s
-        == 14.0
-    )
+    incremental = IncrementalReplay(builder.build(), snapshots=10)
+    resumed = incremental.replay_changed(np.array([first]), np.array([5.0]))
+    assert resumed.timeline.makespan_s == 14.0
 
 
 def ends_in_order_s(graph: ExecutionGraph, duration_s: np.ndarray) -> np.ndarray:
@@ -93,75 +88,51 @@ def test_longest_path_of_the_execution_graph_is_the_replay(dfg: Dfg) -> None:
 def served(timeline: Timeline) -> list[list[int]]:
     """The ops that take every queue, channel and lock, in order."""
     dfg = timeline.dfg
-    takes = [(dfg.queue, dfg.channel) for _ in range(dfg.queues)] + [
-        (dfg.acquires,) for _ in range(dfg.locks)
-    ]
-    numbers = [*range(dfg.queues), *range(dfg.locks)]
-    order = np.argsort(timeline.start_s, kind="stable").tolist()
-    return [
-        [op for op in order if any(of[op] == number for of in own)]
-        for own, number in zip(takes, numbers, strict=True)
-    ]
+    queues = [(dfg.queue == q) | (dfg.channel == q) for q in range(dfg.queues)]
+    users = [*queues, *(dfg.acquires == lock for lock in range(dfg.locks))]
+    order = np.argsort(timeline.start_s, kind="stable")
+    return [order[uses[order]].tolist() for uses in users]
+
+
+FACTORS = st.sampled_from([0.3, 0.7, 1.5, 4.0])
 
 
 @settings(max_examples=150, deadline=None)
-@given(
-    ANY_GRAPH,
-    st.lists(
-        st.tuples(st.integers(0, 29), st.sampled_from([0.3, 0.7, 1.5, 4.0])), min_size=1, max_size=3
-    ),
-)
-def test_the_execution_graph_holds_for_durations_with_the_same_order(
-    dfg: Dfg, changes: list[tuple[int, float]]
-) -> None:
+@given(ANY_GRAPH, st.lists(st.tuples(st.integers(0, 29), FACTORS), min_size=1, max_size=3))
+def test_the_execution_graph_holds_for_durations_with_the_same_order(dfg: Dfg, changes) -> None:
     """Starts do not show the order of locks with several holders, or held for no time."""
-    assume(
-        dfg.ops
-        and (dfg.lock_capacity == 1).all()
-        and not (dfg.duration_s[dfg.acquires >= 0] == 0).any()
-    )
+    instant = (dfg.acquires >= 0) & (dfg.duration_s == 0)
+    assume(dfg.ops and (dfg.lock_capacity == 1).all() and not instant.any())
     duration_s = dfg.duration_s.copy()
     for op, factor in changes:
         duration_s[op % dfg.ops] *= factor
     timeline, other = replay(dfg), replay(dfg, duration_s)
     assume(served(timeline) == served(other))
-    np.testing.assert_allclose(
-        ends_in_order_s(execution_graph(timeline), duration_s), other.end_s, rtol=1e-12
-    )
+    ends_s = ends_in_order_s(execution_graph(timeline), duration_s)
+    np.testing.assert_allclose(ends_s, other.end_s, rtol=1e-12)
 
 
 def test_a_lock_binds_under_other_durations() -> None:
     """In the timeline no op waits for the lock, and its first taker has the higher number."""
     builder = DfgBuilder()
-    queues, lock = [builder.queue(f"q{number}") for number in range(3)], builder.lock()
+    lock = builder.lock()
     for number, ready_s in enumerate((10.0, 5.0, 0.5)):
-        before = builder.op(f"before {number}", queues[number], ready_s, Kind.FORWARD)
-        builder.op(
-            f"holder {number}",
-            queues[number],
-            1.0,
-            Kind.SEND,
-            [before],
-            acquires=lock,
-            releases=lock,
-        )
+        queue, taken = builder.queue(f"q{number}"), {"acquires": lock, "releases": lock}
+        before = builder.op(f"before {number}", queue, ready_s, Kind.FORWARD)
+        builder.op(f"holder {number}", queue, 1.0, Kind.SEND, [before], **taken)
     dfg = builder.build()
     duration_s = np.where(dfg.duration_s == 1.0, 6.0, dfg.duration_s)
     other = replay(dfg, duration_s)
     assert other.start_s[1::2].tolist() == [12.5, 6.5, 0.5]
-    np.testing.assert_array_equal(
-        ends_in_order_s(execution_graph(replay(dfg)), duration_s), other.end_s
-    )
+    ends_s = ends_in_order_s(execution_graph(replay(dfg)), duration_s)
+    np.testing.assert_array_equal(ends_s, other.end_s)
+
+
+DTYPES = st.sampled_from(["float32", "float64"])
 
 
 @MANY
-@given(
-    ANY_GRAPH,
-    st.integers(1, 3 * WIDTH),
-    st.booleans(),
-    st.sampled_from(["float32", "float64"]),
-    st.integers(0, 2**32 - 1),
-)
+@given(ANY_GRAPH, st.integers(1, 3 * WIDTH), st.booleans(), DTYPES, st.integers(0, 2**32 - 1))
 def test_many_sets_at_once_equal_a_walk_over_the_execution_graph(
     dfg: Dfg, sets: int, columns: bool, dtype: str, seed: int
 ) -> None:
@@ -183,11 +154,8 @@ def test_many_sets_match_the_replay_if_the_order_stays(dfg: Dfg, factor: float) 
     """Scaling by a power of two is exact and keeps the order; unscaled gaps are removed."""
     dfg = replace(dfg, gap_s=np.zeros(dfg.ops))
     durations_s = np.repeat(dfg.duration_s[None] * factor, 2, axis=0)
-    np.testing.assert_allclose(
-        replay_many(replay(dfg), durations_s),
-        replay(dfg, dfg.duration_s * factor).makespan_s,
-        rtol=1e-5,
-    )
+    makespan_s = replay(dfg, dfg.duration_s * factor).makespan_s
+    np.testing.assert_allclose(replay_many(replay(dfg), durations_s), makespan_s, rtol=1e-5)
 
 
 @pytest.mark.parametrize("wrong", [-1.0, np.nan, np.inf, 1e39])

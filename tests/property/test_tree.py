@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from fractions import Fraction
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from synthetic_cluster import cluster
 
-from autotune.cluster import Cluster, Host, PairLink
+from autotune.cluster import Cluster, PairLink
 from autotune.lowering.traffic import Collective, Ports
 from autotune.lowering.tree import senders, tree_s_per_byte
 
 
 def parents_as_gloo_finds_them(size: int) -> list[int]:
     """The loop of gloo/broadcast.cc: a rank receives in the iteration of its highest bit."""
-    found = [-1] * size
+    parents = [-1] * size
     for rank in range(size):
         mask = (1 << (size - 1).bit_length()) - 1
         for bit in range((size - 1).bit_length()):
             mask ^= 1 << bit
             if rank & mask == 0 and rank ^ (1 << bit) < size and rank & (1 << bit):
-                found[rank] = rank ^ (1 << bit)
-    return found[1:]
+                parents[rank] = rank ^ (1 << bit)
+    return parents[1:]
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 7, 8, 12, 16, 33])
@@ -41,9 +43,8 @@ def played_through(paths: list[tuple[int, ...]], s_per_byte: list[Fraction]) -> 
         free = {port: 1 / cost for port, cost in enumerate(s_per_byte)}
         rate: dict[int, Fraction] = {}
         while len(rate) < len(active):
-            users = {
-                port: [t for t in active if t not in rate and port in paths[t]] for port in free
-            }
+            waiting = [t for t in active if t not in rate]
+            users = {port: [t for t in waiting if port in paths[t]] for port in free}
             port = min((p for p in users if users[p]), key=lambda p: free[p] / len(users[p]))
             share = free[port] / len(users[port])
             for t in users[port]:
@@ -67,57 +68,42 @@ def test_the_trees_time_matches_exact_events(data: st.DataObject, size: int) -> 
     port = st.lists(st.integers(0, 5), min_size=1, max_size=2, unique=True).map(tuple)
     paths = data.draw(st.lists(port, min_size=size - 1, max_size=size - 1))
     exact = played_through(paths, [Fraction(cost) for cost in costs])
-    assert tree_s_per_byte(paths, np.array(costs, dtype=np.float64)) == pytest.approx(
-        float(exact), rel=1e-9
-    )
+    per_byte_s = tree_s_per_byte(paths, np.array(costs, dtype=np.float64))
+    assert per_byte_s == pytest.approx(float(exact), rel=1e-9)
 
 
-def cluster(*devices_and_mbit: tuple[int, float], pairs: tuple[PairLink, ...] = ()) -> Cluster:
-    hosts = tuple(
-        Host(f"h{i}", devices, mbit * 125e3, 5e-5, 5e12, 5e-6)
-        for i, (devices, mbit) in enumerate(devices_and_mbit)
-    )
-    return Cluster("test", hosts, pair_links=pairs)
+def tree_units(ports: Ports, ranks: int, roots: Iterable[int]) -> list[float]:
+    """By root, in units of the time of a byte at 1 Gbit/s."""
+    trees = (ports.traffic(Collective.BROADCAST, range(ranks), root) for root in roots)
+    return [tree.alone_s_per_byte * 125e6 for tree in trees]
+
+
+INNER = {"inner_bytes_per_s": 5e12}
+SLOW_PAIR = PairLink(("h0", "h1"), 12.5e6, 5e-5)
+EVEN = [(1, 1000)] * 4
 
 
 @pytest.mark.parametrize(
-    ("shape", "expected"),
+    ("cluster", "expected"),
     [
-        (
-            [(1, 1000)] * 4,
-            [3, 3, 3, 3],
-        ),  # two leave the root's link at once, the third follows the first of them
-        ([(1, 1000)] * 3 + [(1, 250)], [6, 4, 8, 9]),
-        ([(2, 1000)] * 2, [2, 3, 2, 3]),  # from the second device of a host, one comes back
+        # Two leave the root's link at once, the third follows the first of them.
+        (cluster(*EVEN, **INNER), [3, 3, 3, 3]),
+        (cluster(*EVEN[:3], (1, 250), **INNER), [6, 4, 8, 9]),
+        # From the second device of a host, one comes back.
+        (cluster(*[(2, 1000)] * 2, **INNER), [2, 3, 2, 3]),
     ],
 )
-def test_times_match_manual_results(shape: list[tuple[int, float]], expected: list[float]) -> None:
-    """By root, in units of the time of a byte at 1 Gbit/s."""
-    given_ = cluster(*shape)
-    ports = Ports(given_)
-    found = [
-        ports.traffic(Collective.BROADCAST, range(given_.world_size), root).alone_s_per_byte * 125e6
-        for root in range(4)
-    ]
-    assert found == pytest.approx(expected, rel=1e-3)
+def test_times_match_manual_results(cluster: Cluster, expected: list[float]) -> None:
+    assert tree_units(Ports(cluster), 4, range(4)) == pytest.approx(expected, rel=1e-3)
 
 
 def test_a_pair_link_counts_at_its_place_in_the_tree() -> None:
-    slow = PairLink(("h0", "h1"), 12.5e6, 5e-5)
-    ports = Ports(cluster(*[(1, 1000)] * 4, pairs=(slow,)))
-    first, third = (
-        ports.traffic(Collective.BROADCAST, range(4), root).alone_s_per_byte * 125e6
-        for root in (0, 2)
-    )
-    assert first == pytest.approx(11)  # over the slow link to h1, and on from there
-    assert third == pytest.approx(3)  # nobody sends over it
+    """The tree from h0 sends over the slow link and on from h1; the tree from h2 avoids it."""
+    ports = Ports(cluster(*EVEN, pairs=[SLOW_PAIR], **INNER))
+    assert tree_units(ports, 4, (0, 2)) == [pytest.approx(11), pytest.approx(3)]
 
 
 def test_equal_hosts_share_one_simulated_tree() -> None:
-    ports = Ports(cluster(*[(8, 1000)] * 16))
-    found = {
-        ports.traffic(Collective.BROADCAST, range(128), root).alone_s_per_byte
-        for root in range(0, 128, 8)
-    }
-    assert len(found) == 1
+    ports = Ports(cluster(*[(8, 1000)] * 16, **INNER))
+    assert len(set(tree_units(ports, 128, range(0, 128, 8)))) == 1
     assert len(ports._trees) == 1

@@ -4,14 +4,12 @@ must fulfil.
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
 from itertools import groupby
 
 import numpy as np
 from hypothesis import strategies as st
+from synthetic_cluster import cluster
 
-from autotune.cluster import Cluster, Host
-from autotune.lowering.costs import Constant, RuntimeCosts
 from autotune.strategy_space.plan import plan
 from autotune.strategy_space.space import SearchSpace
 from autotune.strategy_space.strategy import (
@@ -23,16 +21,6 @@ from autotune.strategy_space.strategy import (
     Synchronizer,
 )
 from autotune.workload import DTYPE_BYTES, Variable, Workload
-
-FREE = replace(
-    RuntimeCosts(),
-    **{
-        f.name: Constant(0.0, "none")
-        for f in fields(RuntimeCosts)
-        if f.name not in ("threads", "payload")
-    },
-)
-"""A runtime that costs nothing beside the network."""
 
 
 @st.composite
@@ -55,10 +43,9 @@ def workloads(draw):
 @st.composite
 def clusters(draw):
     devices = draw(st.lists(st.integers(1, 3), min_size=1, max_size=5))
-    rates = draw(st.lists(st.sampled_from([1.25e8, 1.25e9, 5e9]), min_size=5, max_size=5))
-    return Cluster(
-        "c", tuple(Host(f"h{i}", d, rates[i], 1e-5, 1e10, 1e-6) for i, d in enumerate(devices))
-    )
+    rates = draw(st.lists(st.sampled_from([1e3, 1e4, 4e4]), min_size=5, max_size=5))
+    hosts = zip(devices, rates, strict=False)
+    return cluster(*hosts, latency_s=1e-5, inner_latency_s=1e-6)
 
 
 @st.composite
