@@ -29,5 +29,5 @@ def costs(base: RuntimeCosts | None = None, **values: float) -> RuntimeCosts:
 
 
 COST_NAMES = {field.name for field in fields(RuntimeCosts)} - {"threads", "payload"}
-FREE = costs(**dict.fromkeys(COST_NAMES, 0.0))
+FREE = costs(None, **dict.fromkeys(COST_NAMES, 0.0))
 """A runtime that costs nothing besides the network."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import pytest
@@ -78,7 +79,7 @@ def tree_units(ports: Ports, ranks: int, roots: Iterable[int]) -> list[float]:
     return [tree.alone_s_per_byte * 125e6 for tree in trees]
 
 
-INNER = {"inner_bytes_per_s": 5e12}
+INNER: dict[str, Any] = {"inner_bytes_per_s": 5e12}
 SLOW_PAIR = PairLink(("h0", "h1"), 12.5e6, 5e-5)
 EVEN = [(1, 1000)] * 4
 
