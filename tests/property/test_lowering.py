@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -69,7 +70,7 @@ def fitted(cluster: Cluster) -> Cluster:
     for number, name in enumerate(PROBED.split()):
         bends = (Bend(65536.0, (4 + number) * 1e-9), Bend(1e6, 2e-8)) if number % 2 else ()
         line = ((1 + number) * 1e-3, 1.3e-8 + number * 1e-9, 0.0, 4096, 2**24)
-        cpu = {"cpu_alpha_s": 3e-4, "cpu_beta_s_per_byte": 2e-9}
+        cpu: dict[str, Any] = {"cpu_alpha_s": 3e-4, "cpu_beta_s_per_byte": 2e-9}
         for where, size in sizes.items():
             fits.append(CollectiveFit(name, size, *line, where=where, **cpu, bends=bends))
     return cluster.with_fits(tuple(fits))
@@ -98,8 +99,9 @@ def workloads(draw: st.DrawFn) -> Workload:
         touched = draw(st.none() | st.floats(0, shape[0])) if sparse else None
         times_s = (at * backward_s, forward_s * draw(st.floats(0, 1)))
         variables.append(Variable(f"v{number}", shape, "float32", sparse, *times_s, touched))
-    times_s, threads = (forward_s, backward_s, draw(st.floats(0, 0.01))), draw(st.integers(0, 1))
-    return Workload("m", tuple(variables), (), *times_s, threads=threads)
+    update_s, threads = draw(st.floats(0, 0.01)), draw(st.integers(0, 1))
+    step = (forward_s, backward_s, update_s)
+    return Workload("m", tuple(variables), (), *step, threads=threads)
 
 
 ALL = replace(SearchSpace.default(lossy=True), min_partition_bytes=0)

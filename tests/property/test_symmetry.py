@@ -47,10 +47,16 @@ def ring(workers: int, seed: int, discipline: Discipline, steps: int = 4) -> Dfg
         for layer in range(LAYERS):
             step_s = rng.uniform()
             for step in range(steps):
-                op = (f"send {layer}.{step}", send, step_s, Kind.SEND, [backward[layer]][step:])
+                transfer = (
+                    f"send {layer}.{step}",
+                    send,
+                    step_s,
+                    Kind.SEND,
+                    [backward[layer]][step:],
+                )
                 to = receive[(worker + 1) % workers]
                 sent[worker, layer, step] = builder.op(
-                    *op, channel=to, priority=layer, worker=worker
+                    *transfer, channel=to, priority=layer, worker=worker
                 )
             update = builder.op(f"update {layer}", device, 0.1, Kind.UPDATE, worker=worker)
             sent[worker, layer, steps] = update
@@ -174,7 +180,7 @@ COLUMNS = ("duration_s", "gap_s", "priority", "queue", "channel", "acquires", "r
 SPOILED = (*COLUMNS, "layer", "edge", "discipline", "lock_capacity")
 
 
-def without_edges(dfg: Dfg, dropped: np.ndarray | int) -> Dfg:
+def without_edges(dfg: Dfg, dropped: int) -> Dfg:
     origin = np.delete(np.repeat(np.arange(dfg.ops), np.diff(dfg.child_start)), dropped)
     start, child = csr(dfg.ops, origin, np.delete(dfg.child, dropped))
     return replace(dfg, child_start=start, child=child)
@@ -183,7 +189,7 @@ def without_edges(dfg: Dfg, dropped: np.ndarray | int) -> Dfg:
 def spoiled(dfg: Dfg, what: str, rng: np.random.Generator) -> Dfg:
     """Change one property of one op, queue or lock."""
     if what == "edge":
-        return without_edges(dfg, rng.integers(dfg.edges)) if dfg.edges else dfg
+        return without_edges(dfg, int(rng.integers(dfg.edges))) if dfg.edges else dfg
     values = getattr(dfg, what).copy()
     at = rng.integers(len(values))
     limits = {"queue": dfg.queues, "channel": dfg.queues}
@@ -241,8 +247,9 @@ def locked(capacity: tuple[int, int], second: int) -> Dfg:
     builder = DfgBuilder()
     locks = [builder.lock(each) for each in capacity]
     for number, lock in enumerate((locks[0], locks[0], locks[1], locks[second])):
-        queue, taken = builder.queue(f"q{number // 2}"), {"acquires": lock, "releases": lock}
-        builder.op(f"op {number % 2}", queue, 1.0, Kind.SEND, worker=number // 2, **taken)
+        worker, op = divmod(number, 2)
+        queued = (f"op {op}", builder.queue(f"q{worker}"), 1.0, Kind.SEND)
+        builder.op(*queued, worker=worker, acquires=lock, releases=lock)
     return builder.build()
 
 

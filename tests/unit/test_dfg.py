@@ -32,9 +32,8 @@ def two_workers() -> Dfg:
     first = builder.op("forward", device[0], 1.0, Kind.FORWARD, layer=layer, worker=0)
     idle = builder.op("short", device[1], 0.5, Kind.FORWARD, worker=1)
     latency = builder.op("latency", NONE, 0.25, Kind.VIRTUAL, [first], worker=0)
-    send = builder.op(
-        "send", up, 2.0, Kind.SEND, [latency], channel=down, size_bytes=8.0, layer=layer, worker=0
-    )
+    sent: dict[str, Any] = {"channel": down, "size_bytes": 8.0, "layer": layer, "worker": 0}
+    send = builder.op("send", up, 2.0, Kind.SEND, [latency], **sent)
     out = builder.op("out", NONE, 0.0, Kind.VIRTUAL, [send, idle])
     builder.op("update", device[1], 1.0, Kind.UPDATE, [out], layer=layer, worker=1)
     return builder.build()
@@ -56,54 +55,43 @@ def test_an_edge_to_an_unknown_op_is_refused(edge: tuple[int, int]) -> None:
         csr(2, [edge[0]], [edge[1]])
 
 
-def test_repeated_edges_count_once() -> None:
+def test_edges_count_once_and_parents_are_in_ascending_order() -> None:
     start, child = csr(3, [1, 0, 1, 1], [2, 2, 2, 0])
     assert (start.tolist(), child.tolist()) == ([0, 1, 3, 3], [2, 0, 2])
-
-
-def test_parents_are_in_ascending_order() -> None:
     start, parent = parent_csr(two_workers())
     assert parent[start[4] : start[5]].tolist() == [1, 3]
     assert start[-1] == len(parent) == two_workers().edges
 
 
-def test_a_lock_that_is_never_given_back_is_refused_by_name() -> None:
+HELD = [("holds it", "q", 0, NONE), ("waits for it", "q", 0, 0)]
+CROSSED = [
+    (f"{place} {n}", f"q{n}", takes, gives)
+    for n in (0, 1)
+    for place, takes, gives in (("first", n, NONE), ("second", 1 - n, 1 - n), ("third", NONE, n))
+]
+GENEROUS = [("generous", "q", NONE, 0)]
+
+
+@pytest.mark.parametrize(
+    ("ops", "message"),
+    [
+        (HELD, "'waits for it' for lock 0"),
+        (CROSSED, "2 ops wait forever: 'second 0' for lock 1, 'second 1' for lock 0"),
+        (GENEROUS, "'generous' gives back lock 0"),
+    ],
+)
+@pytest.mark.parametrize("run", [replay, IncrementalReplay])
+def test_misused_locks_are_refused_by_the_names_of_their_ops(run, ops, message: str) -> None:
+    """An op is (name, queue, lock that it takes, lock that it gives back)."""
     builder = DfgBuilder()
-    queue, lock = builder.queue("q"), builder.lock()
-    builder.op("holds it", queue, 1.0, Kind.SEND, acquires=lock)
-    builder.op("waits for it", queue, 1.0, Kind.SEND, acquires=lock, releases=lock)
-    for run in (replay, IncrementalReplay):
-        with pytest.raises(InvalidInput, match="'waits for it' for lock 0"):
-            run(builder.build())
-
-
-def test_locks_taken_in_opposite_orders_are_refused_by_name() -> None:
-    builder = DfgBuilder()
-    locks = builder.lock(), builder.lock()
-    for one, two in ((0, 1), (1, 0)):
-        queue = builder.queue(f"q{one}")
-        first = builder.op(f"first {one}", queue, 1.0, Kind.SEND, acquires=locks[one])
-        second = builder.op(
-            f"second {one}",
-            queue,
-            1.0,
-            Kind.SEND,
-            [first],
-            acquires=locks[two],
-            releases=locks[two],
-        )
-        builder.op(f"third {one}", queue, 1.0, Kind.SEND, [second], releases=locks[one])
-    with pytest.raises(
-        InvalidInput, match="2 ops wait forever: 'second 0' for lock 1, 'second 1' for lock 0"
-    ):
-        replay(builder.build())
-
-
-def test_releasing_a_free_lock_is_refused() -> None:
-    builder = DfgBuilder()
-    builder.op("generous", builder.queue("q"), 1.0, Kind.SEND, releases=builder.lock())
-    with pytest.raises(InvalidInput, match="'generous' gives back lock 0"):
-        replay(builder.build())
+    for lock in range(2):
+        builder.lock(key=lock)
+    last: dict[str, int] = {}
+    for name, queue, takes, gives in ops:
+        op = (name, builder.queue(queue), 1.0, Kind.SEND, [last.get(queue, NONE)])
+        last[queue] = builder.op(*op, acquires=takes, releases=gives)
+    with pytest.raises(InvalidInput, match=message):
+        run(builder.build())
 
 
 def test_a_lock_holds_a_thread_for_a_whole_message() -> None:
@@ -133,84 +121,61 @@ def test_a_gap_delays_its_queue_and_no_other() -> None:
 
 def test_the_urgent_message_goes_first_among_those_for_one_channel() -> None:
     builder = DfgBuilder()
-    senders, receiver = (
-        [builder.queue(f"up {number}") for number in range(3)],
-        builder.queue("down"),
-    )
-    for number, priority in enumerate((0, 2, 1)):
-        builder.op(
-            f"send {number}", senders[number], 1.0, Kind.SEND, channel=receiver, priority=priority
-        )
+    receiver = builder.queue("down")
+    for priority in (0, 2, 1):
+        sender = builder.queue(f"up {priority}")
+        builder.op("send", sender, 1.0, Kind.SEND, channel=receiver, priority=priority)
     assert replay(builder.build()).start_s.tolist() == [0.0, 2.0, 1.0]
 
 
-@pytest.mark.parametrize(
-    "wrong", [np.ones(3), np.full(6, -1.0), np.full(6, np.nan), np.full(6, np.inf)]
-)
-def test_other_durations_are_checked(wrong: np.ndarray) -> None:
+@pytest.mark.parametrize("wrong", [[1.0] * 3, [-1.0] * 6, [np.nan] * 6, [np.inf] * 6])
+def test_other_durations_are_checked(wrong: list[float]) -> None:
     with pytest.raises(InvalidInput, match="durations must"):
-        replay(two_workers(), wrong)
+        replay(two_workers(), np.array(wrong))
 
 
 def read(path: Path) -> dict[str, Any]:
     written = path.read_bytes()
-    loaded: dict[str, Any] = json.loads(
-        gzip.decompress(written) if path.suffix == ".gz" else written
-    )
-    return loaded
+    return json.loads(gzip.decompress(written) if path.suffix == ".gz" else written)
+
+
+def arrows(trace: dict[str, Any], phases: str = "sf") -> list[tuple[str, float]]:
+    """The phases and times of a trace's arrows, or of other pairs of events."""
+    return [(e["ph"], e["ts"]) for e in trace["traceEvents"] if e["ph"] in phases]
 
 
 @pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
 def test_trace_shows_workers_queues_and_the_critical_path(tmp_path: Path, name: str) -> None:
-    timeline = replay(two_workers())
-    assert write_chrome_trace(timeline, tmp_path / name) == 6
+    assert write_chrome_trace(replay(two_workers()), tmp_path / name) == 6
     trace = read(tmp_path / name)
     events = trace["traceEvents"]
-    processes = {
-        event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"
-    }
-    assert sorted(processes.values()) == ["critical path", "shared", "worker 0", "worker 1"]
-    threads = {
-        (event["pid"], event["tid"]): event["args"]["name"]
-        for event in events
-        if event["name"] == "thread_name"
-    }
-    slices = [event for event in events if event["ph"] == "X"]
-    placed = {
-        (processes[e["pid"]], threads.get((e["pid"], e["tid"])), e["name"]): e for e in slices
-    }
-    send = placed["worker 0", "up 0", "send"]
+    process = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert sorted(process.values()) == ["critical path", "shared", "worker 0", "worker 1"]
+    thread = {(e["pid"], e["tid"]): e["args"] for e in events if e["name"] == "thread_name"}
+    slices = [e for e in events if e["ph"] == "X"]
+    (send,) = (e for e in slices if e["name"] == "send" and process[e["pid"]] == "worker 0")
+    assert thread[send["pid"], send["tid"]] == {"name": "up 0"}
     assert (send["ts"], send["dur"], send["cat"]) == (1.25e6, 2e6, "send")
     assert send["args"] == {"op": 3, "layer": "conv1", "bytes": 8.0, "channel": "down 1"}
-    assert {event["tid"] for event in slices if processes[event["pid"]] == "critical path"} == {0}
-    assert {event["bp"] for event in events if event["ph"] == "f"} == {"e"}
-    critical = [event["name"] for event in slices if processes[event["pid"]] == "critical path"]
-    assert critical == ["forward", "latency", "send", "out", "update"]
-    arrows = [(event["ph"], event["id"], event["ts"]) for event in events if event["ph"] in "sf"]
-    assert arrows == [("s", 0, 0.5e6), ("f", 0, 2.25e6), ("s", 1, 2.25e6), ("f", 1, 3.75e6)]
-    assert [(event["ph"], event["ts"]) for event in events if event["ph"] in "be"] == [
-        ("b", 1e6),
-        ("e", 1.25e6),
-    ]
+    critical = [(e["name"], e["tid"]) for e in slices if process[e["pid"]] == "critical path"]
+    assert critical == [(op, 0) for op in ("forward", "latency", "send", "out", "update")]
+    assert {e["bp"] for e in events if e["ph"] == "f"} == {"e"}
+    assert [e["id"] for e in events if e["ph"] in "sf"] == [0, 0, 1, 1]
+    assert arrows(trace) == [("s", 0.5e6), ("f", 2.25e6), ("s", 2.25e6), ("f", 3.75e6)]
+    assert arrows(trace, "be") == [("b", 1e6), ("e", 1.25e6)]
     assert trace["otherData"]["makespan_s"] == 4.25
 
 
 def test_a_large_trace_keeps_the_critical_path_and_both_counts(tmp_path: Path) -> None:
-    timeline = replay(two_workers())
-    assert write_chrome_trace(timeline, tmp_path / "trace.json", max_ops=5) == 5
-    trace = read(tmp_path / "trace.json")
+    timeline, path = replay(two_workers()), tmp_path / "trace.json"
+    assert write_chrome_trace(timeline, path, max_ops=5) == 5
+    trace = read(path)
     assert trace["otherData"] == {"ops": 6, "shown_ops": 5, "makespan_s": 4.25}
     assert "short" not in [event["name"] for event in trace["traceEvents"]]
-    write_chrome_trace(timeline, tmp_path / "trace.json", max_ops=2)
-    assert (
-        sum(
-            event["ph"] == "X" and event["pid"] == 0
-            for event in read(tmp_path / "trace.json")["traceEvents"]
-        )
-        == 2
-    )
+    write_chrome_trace(timeline, path, max_ops=2)
+    assert sum(e["ph"] == "X" and e["pid"] == 0 for e in read(path)["traceEvents"]) == 2
     with pytest.raises(InvalidInput, match="max_ops"):
-        write_chrome_trace(timeline, tmp_path / "trace.json", max_ops=0)
+        write_chrome_trace(timeline, path, max_ops=0)
 
 
 def test_arrows_skip_ops_without_duration_and_times_have_nanoseconds(tmp_path: Path) -> None:
@@ -220,12 +185,7 @@ def test_arrows_skip_ops_without_duration_and_times_have_nanoseconds(tmp_path: P
     marker = builder.op("marker", queue, 0.0, Kind.FORWARD, [first])
     builder.op("last", queue, 1e-6, Kind.FORWARD, [marker])
     write_chrome_trace(replay(builder.build()), tmp_path / "trace.json")
-    arrows = [
-        (event["ph"], event["ts"])
-        for event in read(tmp_path / "trace.json")["traceEvents"]
-        if event["ph"] in "sf"
-    ]
-    assert arrows == [("s", 0.617), ("f", 1.735)]
+    assert arrows(read(tmp_path / "trace.json")) == [("s", 0.617), ("f", 1.735)]
 
 
 def test_equal_timelines_give_equal_compressed_files(tmp_path: Path) -> None:
@@ -243,10 +203,9 @@ def test_an_empty_graph_has_an_empty_timeline(tmp_path: Path) -> None:
     assert write_chrome_trace(timeline, tmp_path / "empty.json") == 0
 
 
-def test_resumed_replay_refuses_unknown_ops() -> None:
-    incremental = IncrementalReplay(two_workers())
+def test_resumed_replay_refuses_unknown_ops_and_no_snapshots() -> None:
     with pytest.raises(InvalidInput, match="0 to 5"):
-        incremental.replay_changed(np.array([6]), np.array([1.0]))
+        IncrementalReplay(two_workers()).replay_changed(np.array([6]), np.array([1.0]))
     with pytest.raises(InvalidInput, match="1 snapshot"):
         IncrementalReplay(two_workers(), snapshots=0)
 
