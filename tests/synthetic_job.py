@@ -10,6 +10,7 @@ import numpy as np
 from autotune.cluster import Cluster
 from autotune.records import (
     CURRENT_SETUP,
+    Decision,
     Failed,
     FailureKind,
     Measured,
@@ -35,49 +36,43 @@ from autotune.tuning.tuner import (
 )
 from autotune.workload import Variable, Workload
 
-NAMES = ("head.weight", "head.bias", "body.weight", "body.bias", "stem.weight")
+COMMAND = ("torchrun", "--nproc-per-node", "2", "train.py")
+SHAPES = {
+    "head.weight": (10, 64),
+    "head.bias": (10,),
+    "body.weight": (64, 64),
+    "body.bias": (64,),
+    "stem.weight": (64, 3, 3, 3),
+}
 WORKLOAD = Workload(
     "resnet",
-    tuple(
-        Variable(name, shape, ready_s=0.002 * (position + 1))
-        for position, (name, shape) in enumerate(
-            zip(NAMES, ((10, 64), (10,), (64, 64), (64,), (64, 3, 3, 3)), strict=True)
-        )
-    ),
+    tuple(Variable(*item, ready_s=0.002 * place) for place, item in enumerate(SHAPES.items(), 1)),
     forward_s=0.01,
     backward_s=0.02,
     update_s=0.005,
     source="measured",
 )
+QUALITY = (
+    RankingQuality("linear", 0.8, 0.6, 0.05, 0.02, 45, 10),
+    RankingQuality("random", 0.5, 0.0, 0.4, 0.3, 45, 10),
+)
 
 
 def job_spec(**settings: object) -> JobSpec:
     """A small job; `settings` override its fields."""
-    values: dict[str, object] = {
-        "command": ("torchrun", "--nproc-per-node", "2", "train.py"),
-        "workers": 2,
-        "cluster": Cluster.local(2),
-        "max_trials": 12,
-        "top_k": 4,
-        "reference_every": 4,
-        "ab_pairs": 6,
-        "finalists": 2,
-        "timed_steps": 4,
-        "most_steps": 12,
-    }
-    return JobSpec.from_data({**values, **settings} | {"cluster": Cluster.local(2).to_data()})
+    values: dict[str, object] = {"command": COMMAND, "workers": 2, "max_trials": 12, "top_k": 4}
+    values |= {"reference_every": 4, "ab_pairs": 6, "finalists": 2}
+    values |= {"timed_steps": 4, "most_steps": 12}
+    return JobSpec.from_data(values | settings | {"cluster": Cluster.local(2).to_data()})
 
 
 def strategy(number: int) -> Strategy:
     """Strategy `number` of 32: each bit selects a parameter server for a variable."""
     choices = []
     for position, variable in enumerate(WORKLOAD.variables):
-        served = (number >> position) & 1
-        shard = (
-            Shard(Synchronizer.PARAMETER_SERVER, placement=position % 2)
-            if served
-            else Shard(Synchronizer.ALL_REDUCE)
-        )
+        shard = Shard(Synchronizer.ALL_REDUCE)
+        if (number >> position) & 1:
+            shard = Shard(Synchronizer.PARAMETER_SERVER, placement=position % 2)
         choices.append(VariableStrategy(variable.name, (shard,)))
     return Strategy(tuple(choices))
 
@@ -113,33 +108,17 @@ class SyntheticWorld:
         """The event that carries out an instruction; a function of its arguments and the seed."""
         now = history.elapsed_s
         if isinstance(instruction, ProfileWorkload):
-            return Profiled(
-                WORKLOAD, spec.cluster, now + 1.0, {"torch": "2.13.0", "python": "3.11"}
-            )
+            software = {"torch": "2.13.0", "python": "3.11"}
+            return Profiled(WORKLOAD, spec.cluster, now + 1.0, software)
         if isinstance(instruction, Propose):
             first = len(history.proposals)
             numbers = range(first, min(first + instruction.count, self.available))
-            proposals = tuple(
-                Proposal(strategy(number), "sampled", self._true_s(strategy(number).id))
-                for number in numbers
-            )
-            quality = (
-                (
-                    RankingQuality("linear", 0.8, 0.6, 0.05, 0.02, 45, 10),
-                    RankingQuality("random", 0.5, 0.0, 0.4, 0.3, 45, 10),
-                )
-                if first
-                else ()
-            )
-            return Proposed(
-                instruction.round,
-                proposals,
-                "linear",
-                "most accurate on held-out trials",
-                300,
-                quality,
-                now + 0.5,
-            )
+            strategies = [strategy(number) for number in numbers]
+            proposals = tuple(Proposal(s, "sampled", self._true_s(s.id)) for s in strategies)
+            quality = QUALITY if first else ()
+            reason = "most accurate on held-out trials"
+            values = (proposals, "linear", reason, 300, quality, now + 0.5)
+            return Proposed(instruction.round, *values)
         assert isinstance(instruction, RunTrial)
         return self._run(history, instruction.request)
 
@@ -147,32 +126,22 @@ class SyntheticWorld:
         center_s = self._true_s(request.strategy_id) * self.factor(request.number)
         number = self.by_id.get(request.strategy_id)
         plan_id = None if number is None else plan(strategy(number), WORKLOAD, 2).id
+        if self.refuses(request):
+            failure = Failed(FailureKind.REFUSED, "plan cannot be enacted")
+            return TrialFinished(request, failure, plan_id, history.elapsed_s + 0.01)
         rng = generator(self.seed, "trial", request.number) if self.noise else None
         outcome = measured(center_s, request.timed_steps, rng, self.noise)
         while steps := further_steps(request, outcome):
             more = measured(center_s, steps, rng, self.noise)
-            outcome = Measured(
-                tuple((*a, *b) for a, b in zip(outcome.step_s, more.step_s, strict=True)), 0.0
-            )
+            rows = zip(outcome.step_s, more.step_s, strict=True)
+            outcome = Measured(tuple((*a, *b) for a, b in rows), 0.0)
         steps = request.warmup_steps + len(outcome.slowest_s)
-        if self.refuses(request):
-            return TrialFinished(
-                request,
-                Failed(FailureKind.REFUSED, "plan cannot be enacted"),
-                plan_id,
-                history.elapsed_s + 0.01,
-            )
         elapsed_s = history.elapsed_s + steps * (center_s + self.step_overhead_s)
         if self.fails(request):
-            return TrialFinished(
-                request,
-                Failed(FailureKind.CRASH, "rank 1 exited with code 1", 1),
-                plan_id,
-                elapsed_s,
-            )
-        return TrialFinished(
-            request, replace(outcome, stopped=stop_reason(request, outcome)), plan_id, elapsed_s
-        )
+            failure = Failed(FailureKind.CRASH, "rank 1 exited with code 1", 1)
+            return TrialFinished(request, failure, plan_id, elapsed_s)
+        outcome = replace(outcome, stopped=stop_reason(request, outcome))
+        return TrialFinished(request, outcome, plan_id, elapsed_s)
 
     def _true_s(self, strategy_id: str) -> float:
         if strategy_id == CURRENT_SETUP:
@@ -191,6 +160,13 @@ def drive(
             return history, instruction
         history = history.then(world.answer(spec, history, instruction))
     raise AssertionError(f"the job did not end within {limit} events")
+
+
+def decided(spec: JobSpec, world: SyntheticWorld) -> tuple[History, Decision]:
+    """Drive a job that must end with a decision."""
+    history, end = drive(spec, world)
+    assert isinstance(end, Finish)
+    return history, end.decision
 
 
 def roles(history: History) -> str:

@@ -1,4 +1,4 @@
-"""The Bayesian baseline: reproducible, restorable by telling again, and it finds the better fusion."""
+"""The Bayesian baseline is reproducible, can be restored, and finds the better fusion."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from autotune.sampler.encodings import FusionScalars
 from autotune.strategy_space.plan import plan
 from autotune.workload import Variable, Workload
 
-MODEL = Workload(
-    "m", tuple(Variable(f"v{i:02d}", (2**20,)) for i in range(24)), backward_s=0.2
-)  # 24 gradients of 4 MiB
+GRADIENTS = tuple(Variable(f"v{i:02d}", (2**20,)) for i in range(24))  # 4 MiB each
+MODEL = Workload("m", GRADIENTS, backward_s=0.2)
 
 
 def fusion(seed: int) -> BayesianSearch:
@@ -28,12 +27,13 @@ def pretended_step_s(strategy):
 
 
 def run(search, trials):
-    told = []
+    """The strategies asked for and their times."""
+    results = []
     for _ in range(trials):
         strategy = search.ask()
-        told.append((strategy.id, pretended_step_s(strategy)))
-        search.tell(*told[-1])
-    return told
+        results.append((strategy.id, pretended_step_s(strategy)))
+        search.tell(*results[-1])
+    return results
 
 
 def test_the_same_seed_proposes_the_same_and_another_seed_does_not():
@@ -42,24 +42,18 @@ def test_the_same_seed_proposes_the_same_and_another_seed_does_not():
     assert first[:3] != run(fusion(seed=4), 3)
 
 
-def test_telling_the_results_again_restores_the_state():
-    search = fusion(seed=5)
-    told = run(search, 4)
-    restored = fusion(seed=5)
-    for strategy_id, step_s in told:
-        restored.tell(strategy_id, step_s)
+def test_telling_the_results_again_restores_the_state_and_its_open_proposal():
+    search, restored = fusion(seed=5), fusion(seed=5)
+    for result in run(search, 4):
+        restored.tell(*result)
     assert restored.ask() == search.ask()
-
-
-def test_the_open_proposal_stays_until_it_is_told():
-    search = fusion(seed=0)
     assert search.ask() is search.ask()
 
 
 @pytest.mark.parametrize("seed", [0, 3])
 def test_it_improves_on_its_first_random_points(seed):
-    told = [step_s for _, step_s in run(fusion(seed), 6)]
-    assert min(told) < min(told[:3])
+    steps_s = [step_s for _, step_s in run(fusion(seed), 6)]
+    assert min(steps_s) < min(steps_s[:3])
 
 
 def test_a_foreign_id_or_a_time_that_is_none_is_refused_and_changes_nothing():

@@ -6,6 +6,7 @@ import itertools
 import math
 import statistics
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -59,19 +60,14 @@ def steps(values: np.ndarray) -> Measured:
     return Measured((slow, tuple(0.9 * value for value in slow)))
 
 
-def trial(
-    most_steps: int = 40, precision: float = 0.02, losing_s: float | None = None
-) -> TrialRequest:
-    return TrialRequest(
-        0,
-        "strategy",
-        Role.CANDIDATE,
-        2,
-        8,
-        most_steps=most_steps,
-        precision=precision,
-        losing_s=losing_s,
-    )
+def trial(**settings) -> TrialRequest:
+    limits = {"most_steps": 40, "precision": 0.02} | settings
+    return TrialRequest(0, "strategy", Role.CANDIDATE, 2, 8, **limits)
+
+
+def noisy(noise: float, n: int, key: str) -> Measured:
+    """n steps between 1 and 1 + `noise` seconds."""
+    return steps(1 + noise * generator(0, key).random(n))
 
 
 @pytest.mark.parametrize(("n", "tail"), [(6, 0.025), (8, 0.025), (40, 0.025), (8, 0.1)])
@@ -81,23 +77,14 @@ def test_the_expanded_tail_is_that_of_students_t(n, tail):
 
 
 def test_the_interval_equals_that_of_resamples_drawn_one_by_one():
-    values = [
-        1.0,
-        1.3,
-        0.9,
-        1.1,
-        1.05,
-        1.2,
-        0.95,
-    ]  # their neighbours are not correlated: nothing is widened
+    values = [1.0, 1.3, 0.9, 1.1, 1.05, 1.2, 0.95]  # neighbours are not correlated
     picks = generator(3, "median interval").integers(0, 7, (RESAMPLES, 7))
     medians = [statistics.median(sorted(values)[pick] for pick in row) for row in picks]
     tail = expanded_tail(7, 0.025)
     interval = median_interval(values, seed=3)
     assert interval is not None and step_correlation(np.array(values)) == 0
-    assert interval.low == pytest.approx(
-        np.quantile(medians, tail)
-    ) and interval.high == pytest.approx(np.quantile(medians, 1 - tail))
+    expected = np.quantile(medians, [tail, 1 - tail])
+    assert [interval.low, interval.high] == pytest.approx(expected)
     assert interval.half_width == pytest.approx((interval.high - interval.low) / 2 / 1.05)
 
 
@@ -121,74 +108,60 @@ def test_the_correlation_of_neighbours_equals_its_definition_on_ranks():
     assert step_correlation(np.arange(40.0)) == 0.8
 
 
+def intervals_with_1(samples: list[np.ndarray]) -> float:
+    """The share of the samples whose median's interval holds the true median, 1."""
+    intervals = [median_interval(sample) for sample in samples]
+    return float(
+        np.mean([found is not None and found.low <= 1 <= found.high for found in intervals])
+    )
+
+
 @pytest.mark.parametrize("name", DRAWS)
 @pytest.mark.parametrize("n", [8, 16, 40])
 def test_the_interval_holds_the_true_median_as_often_as_it_says(name, n):
     # 95 % less the uncertainty of 400 simulations; 8 steps do not show correlation as well.
-    rng, runs, held = generator(1, name, n), 400, 0
-    for _ in range(runs):
-        interval = median_interval(np.exp(0.05 * DRAWS[name](rng, n)))
-        assert interval is not None
-        held += interval.low <= 1 <= interval.high
-    assert held / runs >= (0.88 if name.startswith("AR") else 0.93)
+    rng = generator(1, name, n)
+    samples = [np.exp(0.05 * DRAWS[name](rng, n)) for _ in range(400)]
+    assert intervals_with_1(samples) >= (0.88 if name.startswith("AR") else 0.93)
 
 
 @pytest.mark.parametrize("name", DRAWS)
 def test_the_interval_still_holds_after_stopping_because_it_is_narrow(name):
-    rng, runs, held, taken = generator(2, name), 300, 0, []
-    request = trial(precision=0.025)
-    for _ in range(runs):
+    rng = generator(2, name)
+    samples = []
+    for _ in range(300):
         x = np.exp(0.05 * DRAWS[name](rng, 40))
         n = 8
-        while more := further_steps(request, steps(x[:n])):
+        while more := further_steps(trial(precision=0.025), steps(x[:n])):
             n += more
-        interval = median_interval(x[:n])
-        assert interval is not None
-        held += interval.low <= 1 <= interval.high
-        taken.append(n)
+        samples.append(x[:n])
+    taken = [len(sample) for sample in samples]
     assert min(taken) < 40 and max(taken) > 8
-    assert held / runs >= (0.85 if name.startswith("AR") else 0.93)
+    assert intervals_with_1(samples) >= (0.85 if name.startswith("AR") else 0.93)
 
 
-def test_a_quiet_trial_stops_after_its_first_batch_and_a_noisy_one_at_its_cap():
-    rng = generator(0, "batches")
-    quiet, noisy = steps(1 + 0.001 * rng.standard_normal(8)), steps(1 + 0.3 * rng.random(8))
-    assert further_steps(trial(), quiet) == 0 and stop_reason(trial(), quiet) is Stopped.PRECISE
-    assert further_steps(trial(), noisy) == 8 and stop_reason(trial(), noisy) is None
-    long = steps(1 + 0.3 * rng.random(36))
-    assert further_steps(trial(), long) == 4
-    capped = steps(1 + 0.3 * rng.random(40))
-    assert further_steps(trial(), capped) == 0 and stop_reason(trial(), capped) is Stopped.CAP
+FEW = Measured(((2.0, 3.0, 2.5),))
+ENDS = [
+    # the trial, its steps until now, how many more it takes, and why it ends
+    (trial(), noisy(0.003, 8, "quiet"), 0, Stopped.PRECISE),
+    (trial(), noisy(0.3, 8, "noisy"), 8, None),
+    (trial(), noisy(0.3, 36, "long"), 4, None),
+    (trial(), noisy(0.3, 40, "capped"), 0, Stopped.CAP),
+    (trial(most_steps=0), noisy(0.3, 8, "fixed"), 0, None),
+    (trial(most_steps=4), noisy(0.3, 8, "fixed"), 0, Stopped.CAP),
+    (trial(losing_s=0.9), noisy(0.1, 8, "losing"), 0, Stopped.LOSING),
+    (trial(losing_s=1.04), noisy(0.1, 8, "losing"), 8, None),
+    (trial(losing_s=0.1), FEW, 8, None),
+    (trial(), replace(noisy(0.3, 12, "left out"), left_out=28), 0, Stopped.CAP),
+    (trial(), replace(noisy(0.3, 12, "left out"), left_out=25), 3, None),
+]
 
 
-def test_a_fixed_number_of_steps_is_neither_exceeded_nor_explained():
-    noisy = steps(1 + 0.3 * generator(0, "fixed").random(8))
-    assert (
-        further_steps(trial(most_steps=0), noisy) == 0
-        and stop_reason(trial(most_steps=0), noisy) is None
-    )
-    assert (
-        further_steps(trial(most_steps=4), noisy) == 0
-        and stop_reason(trial(most_steps=4), noisy) is Stopped.CAP
-    )
-
-
-def test_only_a_trial_that_is_slower_for_certain_is_losing():
-    rng = generator(0, "losing")
-    noisy = steps(1 + 0.1 * rng.random(8))
-    assert (
-        stop_reason(trial(losing_s=0.9), noisy) is Stopped.LOSING
-        and further_steps(trial(losing_s=0.9), noisy) == 0
-    )
-    assert stop_reason(trial(losing_s=1.04), noisy) is None
-    few = Measured(((2.0, 3.0, 2.5),))
-    assert further_steps(trial(losing_s=0.1), few) == 8
-
-
-def test_steps_that_an_evaluation_interrupted_count_towards_the_cap():
-    noisy = 1 + 0.3 * generator(0, "left out").random(12)
-    assert further_steps(trial(), Measured((tuple(noisy),), left_out=28)) == 0
-    assert further_steps(trial(), Measured((tuple(noisy),), left_out=25)) == 3
+@pytest.mark.parametrize("case", range(len(ENDS)))
+def test_a_trial_ends_when_it_is_precise_losing_or_at_its_cap(case):
+    request, outcome, more, reason = ENDS[case]
+    assert further_steps(request, outcome) == more
+    assert stop_reason(request, outcome) is reason
 
 
 def test_the_noise_of_neighbours_is_that_of_normal_values_and_deaf_to_changes_of_level():
@@ -218,24 +191,22 @@ def worst_window(values: np.ndarray) -> float:
 
 @pytest.mark.parametrize("n", [8, 13, 40])
 def test_a_change_within_a_trial_is_that_of_the_worst_window_looked_at_one_by_one(n):
-    rng, changed = generator(4, n), 0
+    rng, changes = generator(4, n), []
     for _ in range(100):
         logs = 0.02 * rng.standard_normal(n)
         logs[rng.integers(n) :] += 0.3 * rng.random()
-        assert changed_within(steps(np.exp(logs))) == (worst_window(np.exp(logs)) > 6)
-        changed += changed_within(steps(np.exp(logs)))
-    assert 10 < changed < 100
+        changes.append(changed_within(steps(np.exp(logs))))
+        assert changes[-1] == (worst_window(np.exp(logs)) > 6)
+    assert 10 < sum(changes) < 100
 
 
 @pytest.mark.parametrize("name", DRAWS)
 @pytest.mark.parametrize(("n", "noise"), [(8, 0.02), (16, 0.05), (40, 0.05)])
 def test_a_steady_machine_rarely_looks_changed(name, n, noise):
     rng = generator(5, name, n)
-    alarms = sum(
-        changed_within(steps(np.exp(noise * np.clip(DRAWS[name](rng, n), -5, 5))))
-        for _ in range(300)
-    )
-    assert alarms / 300 <= 0.04
+    draws = [np.clip(DRAWS[name](rng, n), -5, 5) for _ in range(300)]
+    alarms = [changed_within(steps(np.exp(noise * draw))) for draw in draws]
+    assert np.mean(alarms) <= 0.04
 
 
 def test_single_slow_steps_are_no_change():
@@ -246,12 +217,9 @@ def test_single_slow_steps_are_no_change():
 
 @pytest.mark.parametrize(("begin", "end"), [(20, 40), (0, 20), (10, 30), (12, 27)])
 def test_a_burst_over_many_steps_is_found(begin, end):
-    rng, found = generator(6, begin), 0
-    for _ in range(100):
-        logs = 0.03 * rng.standard_normal(40)
-        logs[begin:end] += math.log(1.3)
-        found += changed_within(steps(np.exp(logs)))
-    assert found >= 95
+    logs = 0.03 * generator(6, begin).standard_normal((100, 40))
+    logs[:, begin:end] += math.log(1.3)
+    assert sum(changed_within(steps(np.exp(row))) for row in logs) >= 95
 
 
 def test_the_tolerance_of_references_follows_their_noise_once_there_are_enough():
@@ -263,46 +231,45 @@ def test_the_tolerance_of_references_follows_their_noise_once_there_are_enough()
     assert reference_tolerance([1.0] * 12, 0.01) == 0.01
 
 
+def jumps(medians: np.ndarray) -> np.ndarray:
+    """Whether each reference deviates from the one before by more than the tolerance."""
+    tolerance = reference_tolerance(list(medians), 0.15)
+    return np.abs(np.diff(np.log(medians))) > math.log1p(tolerance)
+
+
 @pytest.mark.parametrize("references", [6, 12])
 def test_a_change_of_5_percent_is_found_on_a_machine_of_1_percent_without_false_alarms(references):
     """Steps vary by 1 %, so that the median of 8 varies by 0.44 %."""
-    rng, found, alarms, runs = generator(7, references), 0, 0, 400
-    for _ in range(runs):
+    rng, found, alarms = generator(7, references), [], []
+    for _ in range(400):
         medians = np.median(np.exp(0.01 * rng.standard_normal((references, 8))), axis=1)
-        steps_up = np.abs(np.diff(np.log(medians)))
-        alarms += int((steps_up > math.log1p(reference_tolerance(list(medians), 0.15))).sum())
+        alarms += jumps(medians).tolist()
         medians[references // 2 :] *= 1.05
-        jump = medians[references // 2] / medians[references // 2 - 1]
-        found += max(jump, 1 / jump) > 1 + reference_tolerance(list(medians), 0.15)
-    assert found / runs >= 0.95
-    assert alarms / (runs * (references - 1)) <= 0.005
+        found.append(jumps(medians)[references // 2 - 1])
+    assert np.mean(found) >= 0.95
+    assert np.mean(alarms) <= 0.005
 
 
 def test_few_trials_between_the_references_of_a_noisy_machine_are_marked():
-    rng, alarms, runs = generator(8, "noisy"), 0, 400
-    for _ in range(runs):
-        medians = np.exp(0.02 * rng.standard_normal(12))
-        alarms += int(
-            (
-                np.abs(np.diff(np.log(medians)))
-                > math.log1p(reference_tolerance(list(medians), 0.15))
-            ).sum()
-        )
-    assert alarms / (runs * 11) <= 0.02
+    logs = 0.02 * generator(8, "noisy").standard_normal((400, 12))
+    assert np.mean([jumps(np.exp(row)) for row in logs]) <= 0.02
 
 
 RULE = PairRule(CONFIDENCE, 0.01, fewest_values(CONFIDENCE), 20)
 
 
+def ratios(logs: np.ndarray) -> list[Measured]:
+    return [Measured(((math.exp(value),),)) for value in logs]
+
+
 def compared(logs: np.ndarray) -> tuple[Ended, float, float, int]:
     """Compare pairs of these log time ratios: why it ended, log interval, number of pairs."""
-    mine = [Measured(((math.exp(value),),)) for value in logs]
-    current = [Measured(((1.0,),))] * len(logs)
+    tuned, current = ratios(logs), ratios(0 * logs)
     for pairs in range(1, len(logs) + 1):
-        ended = enough_pairs(mine[:pairs], current[:pairs], RULE)
+        ended = enough_pairs(tuned[:pairs], current[:pairs], RULE)
         if ended is not None:
-            found = compare(mine[:pairs], current[:pairs], RULE.confidence)
-            return ended, math.log(found.low), math.log(found.high), pairs
+            comparison = compare(tuned[:pairs], current[:pairs], RULE.confidence)
+            return ended, math.log(comparison.low), math.log(comparison.high), pairs
     raise AssertionError("the cap ends every comparison")
 
 
@@ -314,13 +281,11 @@ def test_stopping_when_it_is_precise_leaves_the_error_rate_of_the_comparison(noi
     At exactly these rates, a count exceeds its limit once in 1000 times. Stopping on the interval's
     own width gave 4.1 % faster at a noise of 0.02.
     """
-    rng, runs, faster, slower = generator(9, str(noise), str(heavy)), 500, 0, 0
-    for _ in range(runs):
-        logs = noise * (rng.standard_t(2, 20) if heavy else rng.standard_normal(20))
-        _, low, high, _ = compared(logs)
-        faster, slower = faster + (high < 0), slower + (low > 0)
-    assert faster <= binom.ppf(0.999, runs, 0.025)
-    assert slower <= binom.ppf(0.999, runs, 0.03)
+    rng, runs = generator(9, str(noise), str(heavy)), 500
+    draws = [rng.standard_t(2, 20) if heavy else rng.standard_normal(20) for _ in range(runs)]
+    intervals = [compared(noise * draw)[1:3] for draw in draws]
+    assert sum(high < 0 for _, high in intervals) <= binom.ppf(0.999, runs, 0.025)
+    assert sum(low > 0 for low, _ in intervals) <= binom.ppf(0.999, runs, 0.03)
 
 
 def test_a_comparison_ends_when_precise_clearly_slower_or_at_its_cap():
@@ -343,16 +308,9 @@ def test_a_gain_of_5_percent_at_a_noise_of_2_percent_is_nearly_always_found():
 
 def test_the_decision_to_stop_looks_at_sizes_and_never_at_signs_of_differences():
     rng = generator(12, "signs")
+    rule = PairRule(CONFIDENCE, 0.01, 6, 10_000)  # with this cap, no look shows a clear loss
     for _ in range(50):
         logs = 0.012 * rng.standard_normal(10)
-        current = [Measured(((1.0,),))] * 10
-        rule = PairRule(CONFIDENCE, 0.01, 6, 10_000)  # so many looks that none can be a clear loss
-        ended = {
-            enough_pairs(
-                [Measured(((math.exp(value),),)) for value in logs * rng.choice([-1, 1], 10)],
-                current,
-                rule,
-            )
-            for _ in range(8)
-        }
+        swapped = [logs * rng.choice([-1, 1], 10) for _ in range(8)]
+        ended = {enough_pairs(ratios(each), ratios(0 * each), rule) for each in swapped}
         assert len(ended) == 1

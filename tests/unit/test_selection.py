@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations
 
 import numpy as np
@@ -29,28 +30,21 @@ from autotune.strategy_space.strategy import (
 )
 
 
-def random_similarity(count: int, seed: int) -> np.ndarray:
+def candidates(count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return random times and similarities of candidates."""
     states = generator(seed, "states").normal(size=(count, 4))
-    return (hidden_cosine(states) + 1) / 2
-
-
-def random_times(count: int, seed: int) -> np.ndarray:
-    return generator(seed, "times").uniform(0.1, 0.2, count)
+    return generator(seed, "times").uniform(0.1, 0.2, count), (hidden_cosine(states) + 1) / 2
 
 
 def slow_greedy(times: np.ndarray, similarity: np.ndarray, k: int, alpha: float) -> list[int]:
-    """Adds whichever candidate gives the lowest value of Eq. 11 for the grown set, evaluated in
-    full.
-    """
+    """Add the candidate with the lowest value of Eq. 11 for the grown set, evaluated in full."""
     chosen: list[int] = []
     for _ in range(k):
         rest = [i for i in range(len(times)) if i not in chosen]
-        scale = alpha / k
-        values = [
-            sum(times[j] for j in [*chosen, i]) / np.median(times)
-            + scale * sum(similarity[a, b] for a in [*chosen, i] for b in [*chosen, i])
-            for i in rest
-        ]
+        grown = [[*chosen, i] for i in rest]
+        speeds = [sum(times[j] for j in each) / np.median(times) for each in grown]
+        sums = [sum(similarity[a, b] for a in each for b in each) for each in grown]
+        values = [speed + alpha / k * total for speed, total in zip(speeds, sums, strict=True)]
         chosen.append(rest[int(np.argmin(values))])
     return chosen
 
@@ -58,7 +52,7 @@ def slow_greedy(times: np.ndarray, similarity: np.ndarray, k: int, alpha: float)
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 1000), st.integers(1, 6), st.floats(0, 2))
 def test_selection_equals_its_slow_twin(seed: int, k: int, alpha: float) -> None:
-    times, similarity = random_times(9, seed), random_similarity(9, seed)
+    times, similarity = candidates(9, seed)
     np.fill_diagonal(similarity, 1.0)
     assert select_diverse(times, similarity, k, alpha) == slow_greedy(times, similarity, k, alpha)
 
@@ -67,65 +61,54 @@ def test_selection_equals_its_slow_twin(seed: int, k: int, alpha: float) -> None
 def test_greedy_is_close_to_the_best_of_all_sets(alpha: float) -> None:
     gaps = []
     for seed in range(20):
-        times, similarity = random_times(10, seed), random_similarity(10, seed)
-        best = min(
-            objective(times, similarity, chosen, alpha) for chosen in combinations(range(10), 4)
-        )
-        gaps.append(
-            objective(times, similarity, select_diverse(times, similarity, 4, alpha), alpha) / best
-            - 1
-        )
+        values = candidates(10, seed)
+        best = min(objective(*values, chosen, alpha) for chosen in combinations(range(10), 4))
+        greedy = objective(*values, select_diverse(*values, 4, alpha), alpha)
+        gaps.append(greedy / best - 1)
     assert min(gaps) >= -1e-12
     assert max(gaps) < 0.1
 
 
-def test_alpha_0_is_the_plain_top_k() -> None:
-    times = random_times(50, 1)
-    assert (
-        select_diverse(times, random_similarity(50, 1), 10, 0.0) == np.argsort(times)[:10].tolist()
-    )
-
-
-def test_a_larger_alpha_lowers_the_mean_similarity() -> None:
-    times, similarity = random_times(200, 2), random_similarity(200, 2)
+def test_alpha_trades_speed_for_diversity_and_0_is_the_plain_top_k() -> None:
+    times, similarity = candidates(200, 2)
     chosen = [select_diverse(times, similarity, 20, alpha) for alpha in (0.0, 0.2, 1.0)]
     means = [float(similarity[np.ix_(index, index)].mean()) for index in chosen]
     assert means[0] > means[1] > means[2]
     speeds = [float(times[index].mean()) for index in chosen]
     assert speeds[0] < speeds[1] < speeds[2]
+    assert chosen[0] == np.argsort(times)[:20].tolist()
 
 
-def test_a_callable_similarity_selects_as_the_matrix_does() -> None:
-    times, similarity = random_times(60, 3), random_similarity(60, 3)
-    assert select_diverse(times, lambda row: similarity[row], 12, 0.5) == select_diverse(
-        times, similarity, 12, 0.5
-    )
-
-
-def test_the_unit_of_time_does_not_matter() -> None:
-    times, similarity = random_times(60, 4), random_similarity(60, 4)
-    assert select_diverse(times, similarity, 12, 0.5) == select_diverse(
-        times * 1000, similarity, 12, 0.5
-    )
+def test_neither_a_callable_similarity_nor_the_unit_of_time_matters() -> None:
+    times, similarity = candidates(60, 3)
+    expected = select_diverse(times, similarity, 12, 0.5)
+    assert select_diverse(times, lambda row: similarity[row], 12, 0.5) == expected
+    assert select_diverse(times * 1000, similarity, 12, 0.5) == expected
 
 
 def test_more_wanted_than_there_are_gives_all_once() -> None:
-    assert sorted(select_diverse(random_times(4, 5), random_similarity(4, 5), 10, 0.5)) == [
-        0,
-        1,
-        2,
-        3,
-    ]
+    assert sorted(select_diverse(*candidates(4, 5), 10, 0.5)) == [0, 1, 2, 3]
     assert select_diverse(np.zeros(0), np.zeros((0, 0)), 3, 0.5) == []
+    assert choice_agreement([]).shape == (0, 0)
 
 
 def test_bad_input_is_refused() -> None:
-    with pytest.raises(InvalidInput, match="shape"):
-        select_diverse([1.0, 2.0], np.eye(3), 1, 0.5)
-    with pytest.raises(InvalidInput, match="finite"):
-        select_diverse([1.0, float("nan")], np.eye(2), 1, 0.5)
-    with pytest.raises(InvalidInput, match="k=0"):
-        select_diverse([1.0], np.eye(1), 0, 0.5)
+    for times, count, k, rule in (
+        ([1.0, 2.0], 3, 1, "shape"),
+        ([1.0, float("nan")], 2, 1, "finite"),
+        ([1.0], 1, 0, "k=0"),
+    ):
+        with pytest.raises(InvalidInput, match=rule):
+            select_diverse(times, np.eye(count), k, 0.5)
+    with pytest.raises(InvalidInput, match="one model"):
+        choice_agreement([strategy(0, 3), strategy(0, 4)])
+
+
+def shard(draw: np.random.Generator) -> Shard:
+    if draw.random() < 0.5:
+        return Shard(Synchronizer.PARAMETER_SERVER, placement=int(draw.integers(2)))
+    compressor = Compressor.FP16 if draw.random() < 0.5 else Compressor.NONE
+    return Shard(Synchronizer.ALL_REDUCE, compressor, group=int(draw.integers(2)))
 
 
 def strategy(seed: int, variables: int = 5) -> Strategy:
@@ -134,41 +117,26 @@ def strategy(seed: int, variables: int = 5) -> Strategy:
     for number in range(variables):
         parts = int(draw.integers(1, 4))
         partition = Partition(0, (2,) * parts) if parts > 1 else None
-        shards = tuple(
-            Shard(Synchronizer.PARAMETER_SERVER, placement=int(draw.integers(2)))
-            if draw.random() < 0.5
-            else Shard(
-                Synchronizer.ALL_REDUCE,
-                Compressor.FP16 if draw.random() < 0.5 else Compressor.NONE,
-                group=int(draw.integers(2)),
-            )
-            for _ in range(parts)
-        )
+        shards = tuple(shard(draw) for _ in range(parts))
         choices.append(VariableStrategy(f"v{number}", shards, partition))
     return Strategy(tuple(choices), cross_step=bool(draw.integers(2)))
 
 
+CHOICES = [("synchronizer",), ("compressor", "ratio", "rank"), ("placement",), ("group",)]
+CHOICES += [("priority",), ("hierarchical",)]
+
+
 def slow_agreement(one: Strategy, two: Strategy) -> float:
-    equal = [
-        one.cross_step == two.cross_step,
-        one.ring_order == two.ring_order,
-        one.in_flight == two.in_flight,
-    ]
+    names = ("cross_step", "ring_order", "in_flight")
+    equal = [getattr(one, name) == getattr(two, name) for name in names]
     for a, b in zip(one.variables, two.variables, strict=True):
         equal += [a.partition == b.partition, a.sparse == b.sparse]
-        for fields in (
-            ("synchronizer",),
-            ("compressor", "ratio", "rank"),
-            ("placement",),
-            ("group",),
-            ("priority",),
-            ("hierarchical",),
-        ):
-            sides = [
-                [tuple(getattr(shard, field) for field in fields) for shard in side.shards]
-                for side in (a, b)
-            ]
-            equal.append(sides[0] == sides[1])
+        for names in CHOICES:
+            first, second = (
+                [[getattr(shard, name) for name in names] for shard in choice.shards]
+                for choice in (a, b)
+            )
+            equal.append(first == second)
     return sum(equal) / len(equal)
 
 
@@ -183,31 +151,16 @@ def test_choice_agreement_equals_its_slow_twin() -> None:
 
 
 def test_one_changed_choice_lowers_the_agreement_by_one_choice() -> None:
-    plain = Strategy(
-        tuple(VariableStrategy(f"v{i}", (Shard(Synchronizer.ALL_REDUCE),)) for i in range(4))
-    )
-    changed = Strategy(
-        (
-            *plain.variables[:3],
-            VariableStrategy("v3", (Shard(Synchronizer.ALL_REDUCE, Compressor.FP16),)),
-        )
-    )
+    shard = Shard(Synchronizer.ALL_REDUCE)
+    plain = Strategy(tuple(VariableStrategy(f"v{i}", (shard,)) for i in range(4)))
+    lossy = VariableStrategy("v3", (replace(shard, compressor=Compressor.FP16),))
+    changed = Strategy((*plain.variables[:3], lossy))
     choices = choice_codes([plain]).shape[1]
     assert choice_agreement([plain, changed])[0, 1] == pytest.approx(1 - 1 / choices)
 
 
-def test_strategies_of_different_models_are_not_compared() -> None:
-    with pytest.raises(InvalidInput, match="one model"):
-        choice_agreement([strategy(0, 3), strategy(0, 4)])
-
-
-def test_no_strategy_has_an_empty_agreement() -> None:
-    assert choice_agreement([]).shape == (0, 0)
-
-
 def test_hidden_cosine_equals_its_slow_twin_and_zero_states_are_unlike_all() -> None:
     states = np.array([[1.0, 0.0], [3.0, 4.0], [-2.0, 0.0], [0.0, 0.0]])
-    np.testing.assert_allclose(
-        hidden_cosine(states)[:3, :3], [[1, 0.6, -1], [0.6, 1, -0.6], [-1, -0.6, 1]]
-    )
+    expected = [[1, 0.6, -1], [0.6, 1, -0.6], [-1, -0.6, 1]]
+    np.testing.assert_allclose(hidden_cosine(states)[:3, :3], expected)
     assert not hidden_cosine(states)[3].any()

@@ -7,17 +7,26 @@ import sqlite3
 import subprocess
 import sys
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
-from synthetic_job import WORKLOAD, SyntheticWorld, drive, job_spec, strategy
+from synthetic_job import WORKLOAD, SyntheticWorld, decided, job_spec, strategy
 
 from autotune.canonical import canonical_json
 from autotune.errors import InvalidInput, StoreVersionError
 from autotune.storage.store import Store, _migrations, _statements
 from autotune.tuning.events import event_to_data
-from autotune.tuning.tuner import Finish
 
-FAST = {5: 0.06}
+WORLD = SyntheticWorld(
+    {5: 0.06},
+    fails=lambda request: request.strategy_id == strategy(1).id,
+    factor=lambda number: 1.5 if 6 <= number <= 10 else 1.0,
+)
+HISTORY, DECISION = decided(job_spec(), WORLD)
+KINDS = ["start", *["event"] * len(HISTORY.events), "finish"]
+IMPORTS = """import os, sys; from pathlib import Path
+from autotune.storage.store import Store; from autotune.errors import InvalidInput
+"""
 
 
 @pytest.fixture
@@ -25,95 +34,65 @@ def path(tmp_path):
     return tmp_path / "jobs" / "autotune.db"
 
 
-def whole_job(**settings):
-    world = SyntheticWorld(
-        FAST,
-        fails=lambda request: request.strategy_id == strategy(1).id,
-        factor=lambda number: 1.5 if 6 <= number <= 10 else 1.0,
-    )
-    return drive(job_spec(**settings), world)
-
-
-def record(store, job_id="job", **settings):
-    history, end = whole_job(**settings)
-    store.create_job(job_id, job_spec(**settings))
-    for seq, event in enumerate(history.events):
-        store.append(job_id, seq, event)
-    assert isinstance(end, Finish)
-    store.finish(job_id, end.decision)
-    return history, end.decision
+def record(store, *job_ids):
+    for job_id in job_ids:
+        store.create_job(job_id, job_spec())
+        for seq, event in enumerate(HISTORY.events):
+            store.append(job_id, seq, event)
+        store.finish(job_id, DECISION)
 
 
 def derived_rows(path):
+    tables = ("trials", "strategies", "workloads", "clusters")
     with sqlite3.connect(path) as db:
-        tables = ("trials", "strategies", "workloads", "clusters")
-        return {
-            table: db.execute(f"SELECT * FROM {table} ORDER BY 1, 2").fetchall() for table in tables
-        }
+        rows = [db.execute(f"SELECT * FROM {table} ORDER BY 1, 2").fetchall() for table in tables]
+    return dict(zip(tables, rows, strict=True))
 
 
-def version_1_file(path, job_id="old"):
+def kinds(store, job_id="job"):
+    return [item.kind for item in store.waiting(job_id)]
+
+
+def version_1_file(path):
     """A file of the first version: jobs and events, no derived tables."""
-    history, end = whole_job()
     path.parent.mkdir()
     with sqlite3.connect(path) as db:
         for statement in _statements(_migrations()[0]):
             db.execute(statement)
         db.execute("PRAGMA user_version = 1")
-        row = (
-            job_id,
-            canonical_json(job_spec()),
-            "2024-05-01T12:00:00+00:00",
-            "finished",
-            canonical_json(end.decision),
-        )
+        spec, decision = canonical_json(job_spec()), canonical_json(DECISION)
+        row = ("old", spec, "2024-05-01T12:00:00+00:00", "finished", decision)
         db.execute("INSERT INTO jobs VALUES (?, ?, ?, ?, ?)", row)
-        rows = [
-            (job_id, seq, canonical_json(event_to_data(event)))
-            for seq, event in enumerate(history.events)
-        ]
+        bodies = [canonical_json(event_to_data(event)) for event in HISTORY.events]
+        rows = [("old", seq, body) for seq, body in enumerate(bodies)]
         db.executemany("INSERT INTO events VALUES (?, ?, ?)", rows)
-    return history, end.decision
 
 
 def test_a_job_comes_back_as_it_was_recorded(path):
     with Store.open(path) as store:
-        history, decision = record(store)
+        record(store, "job")
     with Store.open(path) as store:
         assert store.job("job") == job_spec()
-        assert store.history("job") == history
-        assert store.decision("job") == decision and store.job_status("job") == "finished"
+        assert store.history("job") == HISTORY
+        assert store.decision("job") == DECISION and store.job_status("job") == "finished"
         [row] = store.jobs()
-        assert (row.id, row.model, row.trials, row.status) == (
-            "job",
-            "resnet",
-            len(history.trials),
-            "finished",
-        )
+        assert (row.id, row.model, row.status) == ("job", "resnet", "finished")
+        assert row.trials == len(HISTORY.trials)
 
 
 def test_an_event_out_of_turn_is_refused_and_changes_nothing(path):
-    history, _ = whole_job()
+    first, second = HISTORY.events[:2]
     with Store.open(path) as store, Store.open(path) as other:
         store.create_job("job", job_spec())
-        store.append("job", 0, history.events[0])
-        other.append("job", 1, history.events[1])
-        with pytest.raises(
-            InvalidInput, match="expects event 2, but got 1: another process drives it"
-        ):
-            store.append("job", 1, history.events[1])
-        assert store.history("job").events == history.events[:2]
-
-
-def test_an_event_that_cannot_be_derived_from_is_not_recorded_at_all(path):
-    history, _ = whole_job()
-    with Store.open(path) as store:
-        store.create_job("job", job_spec())
         with pytest.raises(InvalidInput, match="needs the profile before it"):
-            store.append("job", 0, history.events[1])
-        assert store.history("job").events == () and [
-            item.kind for item in store.waiting("job")
-        ] == ["start"]
+            store.append("job", 0, second)
+        assert store.history("job").events == () and kinds(store) == ["start"]
+        store.append("job", 0, first)
+        other.append("job", 1, second)
+        rule = "expects event 2, but got 1: another process drives it"
+        with pytest.raises(InvalidInput, match=rule):
+            store.append("job", 1, second)
+        assert store.history("job").events == (first, second)
 
 
 @pytest.mark.parametrize("job_id", ["", "../up", ".hidden", "a b", "x" * 101])
@@ -131,29 +110,21 @@ def test_a_job_id_is_taken_once_and_an_unknown_one_is_named(path):
             store.history("jab")
 
 
-def test_finishing_twice_keeps_the_first_decision(path):
+def test_the_first_decision_stays_and_an_aborted_job_has_none(path):
     with Store.open(path) as store:
-        _, decision = record(store)
+        record(store, "job")
         store.finish("job", None)
-        assert store.job_status("job") == "finished" and store.decision("job") == decision
-
-
-def test_an_aborted_job_has_no_decision(path):
-    with Store.open(path) as store:
-        store.create_job("job", job_spec())
-        store.finish("job", None)
-        assert store.job_status("job") == "aborted" and store.decision("job") is None
+        assert store.job_status("job") == "finished" and store.decision("job") == DECISION
+        store.create_job("aborted", job_spec())
+        store.finish("aborted", None)
+        assert store.job_status("aborted") == "aborted" and store.decision("aborted") is None
 
 
 def test_a_file_of_version_1_is_migrated_with_everything_derived(path, tmp_path):
-    history, decision = version_1_file(path)
+    version_1_file(path)
     with Store.open(path) as store:
-        assert store.history("old") == history and store.decision("old") == decision
-        assert [item.kind for item in store.waiting("old")] == [
-            "start",
-            *["event"] * len(history.events),
-            "finish",
-        ]
+        assert store.history("old") == HISTORY and store.decision("old") == DECISION
+        assert kinds(store, "old") == KINDS
     fresh = tmp_path / "fresh.db"
     with Store.open(fresh) as store:
         record(store, "old")
@@ -175,15 +146,14 @@ def test_a_newer_store_is_refused_with_both_versions_and_the_fix(path):
     Store.open(path).close()
     with sqlite3.connect(path) as db:
         db.execute("PRAGMA user_version = 99")
-    with pytest.raises(
-        StoreVersionError, match=r"version 99, but this autotune reads up to 2; update autotune"
-    ):
+    rule = r"version 99, but this autotune reads up to 2; update autotune"
+    with pytest.raises(StoreVersionError, match=rule):
         Store.open(path)
 
 
 def test_rebuilding_from_the_events_gives_the_same_rows(path):
     with Store.open(path) as store:
-        record(store)
+        record(store, "job")
         before = derived_rows(path)
         store._db.execute("DELETE FROM trials")
         store.rebuild()
@@ -192,11 +162,10 @@ def test_rebuilding_from_the_events_gives_the_same_rows(path):
 
 def test_a_profile_from_before_touched_rows_were_counted_is_rebuilt_with_its_trials(path):
     with Store.open(path) as store:
-        record(store)
+        record(store, "job")
+    profiled = "SELECT seq, body FROM events WHERE json_extract(body, '$.kind') = 'profiled'"
     with sqlite3.connect(path) as db:
-        [seq, body] = db.execute(
-            "SELECT seq, body FROM events WHERE json_extract(body, '$.kind') = 'profiled'"
-        ).fetchone()
+        [seq, body] = db.execute(profiled).fetchone()
         profile = json.loads(body)
         for variable in profile["workload"]["variables"]:
             del variable["touched_rows"]
@@ -207,46 +176,38 @@ def test_a_profile_from_before_touched_rows_were_counted_is_rebuilt_with_its_tri
     assert derived_rows(path) == before
 
 
-def test_contents_are_held_once_however_many_jobs_use_them(path):
+def test_contents_are_held_once_and_past_trials_are_the_good_ones_of_other_jobs(path):
     with Store.open(path) as store:
-        record(store, "one")
-        record(store, "two")
+        record(store, "one", "two")
+        past = store.past_trials(excluding="two")
     rows = derived_rows(path)
     assert len(rows["workloads"]) == len(rows["clusters"]) == 1
-
-
-def test_past_trials_are_the_undisturbed_measured_candidates_of_the_other_jobs(path):
-    with Store.open(path) as store:
-        history, _ = record(store, "one")
-        record(store, "two")
-        past = store.past_trials(excluding="two")
-    assert history.disturbed and history.failed
+    assert HISTORY.disturbed and HISTORY.failed
     good = [
-        trial
-        for trial in history.candidates
-        if trial.request.number not in history.disturbed
-        and trial.request.strategy_id not in history.failed
+        (trial.request.strategy_id, trial.outcome.median_s)
+        for trial in HISTORY.candidates
+        if trial.request.number not in HISTORY.disturbed
+        and trial.request.strategy_id not in HISTORY.failed
     ]
-    assert [(trial.strategy.id, trial.median_s) for trial in past] == [
-        (t.request.strategy_id, t.outcome.median_s) for t in good
-    ]
-    assert {trial.job_id for trial in past} == {"one"} and all(
-        trial.workload == WORKLOAD for trial in past
-    )
+    assert [(trial.strategy.id, trial.median_s) for trial in past] == good
+    assert all(trial.job_id == "one" and trial.workload == WORKLOAD for trial in past)
 
 
-def test_a_directory_and_a_foreign_file_are_refused_with_the_fix(tmp_path):
-    with pytest.raises(InvalidInput, match="is a directory; give a path such as"):
-        Store.open(tmp_path)
+def test_a_path_that_is_no_store_is_refused_with_the_fix(tmp_path):
     text = tmp_path / "notes.txt"
     text.write_text("not a database, but long enough to be looked at " * 100)
-    with pytest.raises(InvalidInput, match="not an intact SQLite file"):
-        Store.open(text)
+    for path, rule in (
+        (tmp_path, "is a directory; give a path such as"),
+        (text, "not an intact SQLite file"),
+        (Path("/proc/autotune.db"), "must be readable and writable"),
+    ):
+        with pytest.raises(InvalidInput, match=rule):
+            Store.open(path)
 
 
 def test_a_damaged_file_is_refused_and_not_overwritten(path):
     with Store.open(path) as store:
-        record(store)
+        record(store, "job")
     data = bytearray(path.read_bytes())
     data[:100] = b"\x7f" * 100
     path.write_bytes(data)
@@ -255,21 +216,13 @@ def test_a_damaged_file_is_refused_and_not_overwritten(path):
     assert path.read_bytes() == data
 
 
-def test_a_place_where_nothing_can_be_written_is_refused():
-    with pytest.raises(InvalidInput, match="must be readable and writable"):
-        Store.open(Path("/proc/autotune.db"))
-
-
-@pytest.mark.parametrize("what", ["file", "directory"])
-def test_a_file_or_directory_without_write_permission_is_refused(tmp_path, what):
+@pytest.mark.parametrize("modes", [(0o755, 0o444), (0o555, 0o644)])
+def test_a_folder_or_file_without_write_permission_is_refused(tmp_path, modes):
     path = tmp_path / "autotune.db"
     Store.open(path).close()
-    mode = {"file": (0o755, 0o444), "directory": (0o555, 0o644)}[what]
-    tmp_path.chmod(mode[0])
-    path.chmod(mode[1])
-    code = (
-        "import os, sys; from pathlib import Path\n"
-        "from autotune.storage.store import Store; from autotune.errors import InvalidInput\n"
+    tmp_path.chmod(modes[0])
+    path.chmod(modes[1])
+    code = IMPORTS + (
         "if os.geteuid() == 0: os.setuid(65534)\n"  # root ignores permissions
         "try: Store.open(Path(sys.argv[1]))\n"
         "except InvalidInput as error: print(error)\n"
@@ -278,9 +231,8 @@ def test_a_file_or_directory_without_write_permission_is_refused(tmp_path, what)
     for folder in ancestors:
         folder.chmod(0o711)
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True
-        )
+        words = [sys.executable, "-c", code, str(path)]
+        done = subprocess.run(words, capture_output=True, text=True, check=True)
     finally:
         tmp_path.chmod(0o755)
         for folder in ancestors:
@@ -289,44 +241,34 @@ def test_a_file_or_directory_without_write_permission_is_refused(tmp_path, what)
 
 
 def test_a_job_is_driven_by_one_process_at_a_time(path):
-    code = (
-        "import sys; from pathlib import Path; from autotune.storage.store import Store\n"
+    code = IMPORTS + (
         "with Store.open(Path(sys.argv[1])) as store, store.lock('job'):\n"
         "    print('locked', flush=True); sys.stdin.read()\n"
     )
+    words = [sys.executable, "-c", code, str(path)]
     with Store.open(path) as store:
         store.create_job("job", job_spec())
         store.create_job("other", job_spec())
-        holder = subprocess.Popen(
-            [sys.executable, "-c", code, str(path)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert holder.stdout is not None and holder.stdin is not None
-        assert holder.stdout.readline() == "locked\n"
-        with (
-            pytest.raises(InvalidInput, match="is being driven by another process"),
-            store.lock("job"),
-        ):
-            pass
-        with store.lock("other"):
-            pass
-        holder.kill()
-        holder.wait()
-        holder.stdin.close()
-        holder.stdout.close()
+        with subprocess.Popen(words, stdin=PIPE, stdout=PIPE, text=True) as holder:
+            assert holder.stdout is not None
+            assert holder.stdout.readline() == "locked\n"
+            rule = "is being driven by another process"
+            with pytest.raises(InvalidInput, match=rule), store.lock("job"):
+                pass
+            with store.lock("other"):
+                pass
+            holder.kill()
         with store.lock("job"):
             pass
 
 
 def test_the_outbox_keeps_its_order_and_forgets_what_was_sent(path):
     with Store.open(path) as store:
-        history, _ = record(store)
+        record(store, "job")
         store.enqueue("job", "artifact", {"path": "report.html"})
-        kinds = [item.kind for item in store.waiting("job")]
-        assert kinds == ["start", *["event"] * len(history.events), "finish", "artifact"]
+        assert kinds(store) == [*KINDS, "artifact"]
         store.mark_sent("job", 0)
         store.mark_rejected("job", 1, "too long")
-        assert [item.position for item in store.waiting("job")] == list(range(2, len(kinds)))
+        left = [item.position for item in store.waiting("job")]
+        assert left == list(range(2, len(KINDS) + 1))
         assert store.rejected("job") == ["too long"]

@@ -9,17 +9,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from scipy.stats import wilcoxon
-from synthetic_job import SyntheticWorld, drive, job_spec, measured, roles, strategy
+from synthetic_job import SyntheticWorld, decided, drive, job_spec, measured, roles, strategy
 
-from autotune.records import CURRENT_SETUP, Measured, Role, Stopped
+from autotune.records import CURRENT_SETUP, Measured, Role, Stopped, TrialRequest
 from autotune.rng import generator
-from autotune.strategy_space.strategy import (
-    Compressor,
-    Shard,
-    Strategy,
-    Synchronizer,
-    VariableStrategy,
-)
+from autotune.strategy_space.strategy import Compressor
 from autotune.tuning.events import Proposed, TrialFinished, event_from_data, event_to_data
 from autotune.tuning.history import History
 from autotune.tuning.job import JobSpec
@@ -27,7 +21,6 @@ from autotune.tuning.statistics import compare, further_steps, signed_rank_bound
 from autotune.tuning.tuner import (
     REFERENCE_TRIES,
     Abort,
-    Finish,
     ProfileWorkload,
     Propose,
     RunTrial,
@@ -38,6 +31,31 @@ from autotune.tuning.tuner import (
 )
 
 FAST = {5: 0.06, 3: 0.07}
+IDS = [strategy(number).id for number in range(32)]
+SEARCH = "r" + "ccccr" + "ccccr" + "cccc"
+LOOK = "cc" + "r"
+AB = "abba" * 3
+WHOLE = SEARCH + LOOK + AB
+
+
+def candidate(request: TrialRequest) -> bool:
+    return request.role is Role.CANDIDATE
+
+
+def second_look(request: TrialRequest) -> bool:
+    return candidate(request) and request.predicted_s is None and request.strategy_id == IDS[5]
+
+
+def late_pair(request: TrialRequest) -> bool:
+    return request.role is Role.AB and request.strategy_id == IDS[5] and request.number > 18
+
+
+def current_pair(request: TrialRequest) -> bool:
+    return request.role is Role.AB and request.strategy_id == CURRENT_SETUP
+
+
+def trial(number: int):
+    return lambda request: request.number == number
 
 
 def test_a_job_starts_with_the_profile_then_the_reference_then_the_first_round():
@@ -46,26 +64,51 @@ def test_a_job_starts_with_the_profile_then_the_reference_then_the_first_round()
     assert next_instruction(spec, history) == ProfileWorkload()
     history = history.then(world.answer(spec, history, ProfileWorkload()))
     first = next_instruction(spec, history)
-    assert (
-        isinstance(first, RunTrial)
-        and first.request.role is Role.REFERENCE
-        and first.request.strategy_id == CURRENT_SETUP
-    )
+    assert isinstance(first, RunTrial) and first.request.role is Role.REFERENCE
+    assert first.request.strategy_id == CURRENT_SETUP
     history = history.then(world.answer(spec, history, first))
     assert next_instruction(spec, history) == Propose(0, spec.top_k)
 
 
-def test_the_fastest_strategy_is_exported_when_it_is_really_faster():
-    _, end = drive(job_spec(), SyntheticWorld(FAST, noise=0.02))
-    assert isinstance(end, Finish)
-    assert end.decision.strategy_id == end.decision.best_candidate_id == strategy(5).id
-    assert end.decision.comparison is not None and end.decision.comparison.high < 1
-    assert end.decision.comparison.ratio == pytest.approx(0.6, rel=0.05)
+ALL_FAILED = "the report says why each failed"
+FASTER = "faster than the current setup"
+SLOWER = "not significantly faster"
+W = SyntheticWorld
+DECISIONS = {
+    "insignificant": (W({5: 0.0999}, noise=0.05), None, WHOLE, SLOWER),
+    "slower": (W(default_s=0.2, noise=0.01), None, WHOLE, SLOWER),
+    "first reference fails": (W(FAST, fails=trial(0)), 5, "r" + WHOLE, FASTER),
+    "later reference fails": (W(FAST, fails=trial(5)), 5, WHOLE, FASTER),
+    "all fail": (W(fails=candidate), None, SEARCH, ALL_FAILED),
+    "all refused": (W(FAST, refuses=candidate), None, "r" + "c" * 12, ALL_FAILED),
+    "all six refused": (W(FAST, refuses=candidate, available=6), None, "rcccccc", ALL_FAILED),
+    "second look fails": (W(FAST, fails=second_look), 3, WHOLE, FASTER),
+    "comparison fails": (W(FAST, fails=late_pair), 3, SEARCH + LOOK + "abba" + AB, FASTER),
+    "current setup fails": (W(FAST, fails=current_pair), None, SEARCH + LOOK + "abb", "twice"),
+    "it fails once": (W(FAST, fails=trial(19)), 5, SEARCH + LOOK + "ab" + AB[1:], FASTER),
+}
+"""The world, the exported strategy, the roles of all trials, and a part of the reason."""
 
 
-def test_trials_run_in_the_documented_order():
-    history, _ = drive(job_spec(), SyntheticWorld(FAST))
-    assert roles(history) == "r" + "ccccr" + "ccccr" + "cccc" + "cc" + "r" + "abba" * 3
+@pytest.mark.parametrize("case", DECISIONS)
+def test_a_strategy_is_exported_only_after_a_won_comparison(case):
+    world, exported, all_roles, reason = DECISIONS[case]
+    history, decision = decided(job_spec(), world)
+    assert decision.strategy_id == (CURRENT_SETUP if exported is None else IDS[exported])
+    assert roles(history) == all_roles and not history.disturbed
+    assert reason in decision.reason
+    comparison = decision.comparison
+    assert (comparison is not None) == (reason in (FASTER, SLOWER))
+    if comparison is not None:
+        assert (comparison.high < 1) == (exported is not None) and comparison.pairs == 6
+        assert decision.best_candidate_id is not None
+
+
+def test_the_comparison_of_the_fastest_strategy_has_its_true_ratio():
+    _, decision = decided(job_spec(), SyntheticWorld(FAST, noise=0.02))
+    assert decision.strategy_id == decision.best_candidate_id == IDS[5]
+    assert decision.comparison.high < 1
+    assert decision.comparison.ratio == pytest.approx(0.6, rel=0.05)
 
 
 def test_the_search_can_be_had_without_its_closing_comparison():
@@ -73,49 +116,30 @@ def test_the_search_can_be_had_without_its_closing_comparison():
     spec, world = job_spec(), SyntheticWorld(FAST, noise=0.02)
     whole, _ = drive(spec, world)
     history = History((), spec.deviation)
-    for part, shown in (
-        (search_instruction, "r" + "ccccr" * 2 + "cccc"),
-        (look_instruction, "cc" + "r"),
-    ):
+    for part, new in ((search_instruction, SEARCH), (look_instruction, LOOK)):
         before = roles(history)
         while (instruction := part(spec, history)) is not None:
             history = history.then(world.answer(spec, history, instruction))
-        assert roles(history) == before + shown
+        assert roles(history) == before + new
     assert history.events == whole.events[: len(history.events)]
-    assert contender(history) == whole.ab_trials[0].request.strategy_id == strategy(5).id
+    assert contender(history) == whole.ab_trials[0].request.strategy_id == IDS[5]
     assert contender(History((), spec.deviation)) is None
 
 
 def test_trial_numbers_count_up_and_candidates_carry_their_round_and_prediction():
     history, _ = drive(job_spec(), SyntheticWorld(FAST))
+    assert roles(history) == WHOLE
     assert [trial.request.number for trial in history.trials] == list(range(len(history.trials)))
     searched = [trial for trial in history.candidates if trial.request.predicted_s is not None]
     assert [trial.request.round for trial in searched] == [0] * 4 + [1] * 4 + [2] * 4
 
 
-def test_a_strategy_that_is_not_significantly_faster_leaves_the_current_setup():
-    _, end = drive(job_spec(), SyntheticWorld({5: 0.0999}, noise=0.05))
-    assert isinstance(end, Finish)
-    assert end.decision.strategy_id == CURRENT_SETUP and end.decision.best_candidate_id is not None
-    assert end.decision.comparison is not None and end.decision.comparison.high >= 1
-    assert "not significantly faster" in end.decision.reason
-
-
-def test_a_slower_best_candidate_leaves_the_current_setup():
-    _, end = drive(job_spec(), SyntheticWorld({}, default_s=0.2, noise=0.01))
-    assert isinstance(end, Finish) and end.decision.strategy_id == CURRENT_SETUP
-
-
-def test_a_comparison_that_was_ended_for_being_slower_is_not_said_to_have_its_interval():
+def test_a_comparison_that_ends_for_being_slower_states_no_interval():
     spec = job_spec(ab_pairs=20, ab_precision=1e-9)
-    _, end = drive(spec, SyntheticWorld({}, default_s=0.2, noise=0.05))
-    assert isinstance(end, Finish) and end.decision.strategy_id == CURRENT_SETUP
-    assert end.decision.comparison is not None and end.decision.comparison.pairs < 20
-    assert (
-        "is clearly slower in" in end.decision.reason
-        and "without an interval" in end.decision.reason
-    )
-    assert "95 %" not in end.decision.reason
+    _, decision = decided(spec, SyntheticWorld(default_s=0.2, noise=0.05))
+    assert decision.strategy_id == CURRENT_SETUP and decision.comparison.pairs < 20
+    assert "is clearly slower in" in decision.reason and "without an interval" in decision.reason
+    assert "95 %" not in decision.reason
 
 
 def test_the_same_seed_gives_the_same_job_event_by_event():
@@ -123,17 +147,18 @@ def test_the_same_seed_gives_the_same_job_event_by_event():
     assert drive(spec, world) == drive(spec, world)
 
 
+LONG = {"reference_every": 1, "timed_steps": 8, "most_steps": 24, "ab_pairs": 20}
+
+
 @pytest.mark.parametrize("disturbed", [False, True])
-@pytest.mark.parametrize(
-    "settings", [{}, {"reference_every": 1, "timed_steps": 8, "most_steps": 24, "ab_pairs": 20}]
-)
+@pytest.mark.parametrize("settings", [{}, LONG])
 def test_a_job_cut_at_any_event_continues_identically(disturbed, settings):
     spec = job_spec(**settings)
     world = SyntheticWorld(
         FAST,
         noise=0.02,
         factor=lambda number: 1.6 if disturbed and 3 <= number <= 6 else 1.0,
-        fails=lambda request: request.strategy_id == strategy(1).id or request.number == 13,
+        fails=lambda request: request.strategy_id == IDS[1] or request.number == 13,
     )
     whole, end = drive(spec, world)
     for cut in range(len(whole.events) + 1):
@@ -143,139 +168,48 @@ def test_a_job_cut_at_any_event_continues_identically(disturbed, settings):
 
 
 def test_candidates_before_a_deviating_reference_are_marked_and_repeated_once():
-    spec = job_spec(max_trials=20)
-    history, _ = drive(
-        spec, SyntheticWorld(FAST, factor=lambda number: 1.5 if number >= 3 else 1.0)
-    )
+    world = SyntheticWorld(FAST, factor=lambda number: 1.5 if number >= 3 else 1.0)
+    history, _ = drive(job_spec(max_trials=20), world)
     assert history.disturbed == {1, 2, 3, 4}
-    repeats = [
-        trial.request
-        for trial in history.candidates
-        if trial.request.attempt == 1 and trial.request.round == 0
-    ]
-    assert [request.strategy_id for request in repeats] == [
-        strategy(number).id for number in range(4)
-    ]
+    requests = [trial.request for trial in history.candidates if trial.request.attempt == 1]
+    assert [request.strategy_id for request in requests if request.round == 0] == IDS[:4]
     for number in range(4):
-        true_ratio = SyntheticWorld(FAST).true_s.get(number, 0.1) / 0.1
-        assert history.measured_s[strategy(number).id] / history.reference_s == pytest.approx(
-            true_ratio
-        )
+        ratio = history.measured_s[IDS[number]] / history.reference_s
+        assert ratio == pytest.approx(FAST.get(number, 0.1) / 0.1)
 
 
 def test_a_trial_that_is_disturbed_every_time_is_repeated_at_most_max_repeats_times():
     spec = job_spec(max_trials=40, max_repeats=2)
     # Every reference takes far longer than those before it, so every candidate is disturbed.
-    history, end = drive(spec, SyntheticWorld({}, factor=lambda number: 1.2**number, available=4))
-    assert isinstance(end, Finish)
+    world = SyntheticWorld(factor=lambda number: 1.2**number, available=4)
+    history, _ = decided(spec, world)
     attempts = [trial.request.attempt for trial in history.candidates if trial.request.round == 0]
     assert max(attempts) == 2 and len(attempts) == 12
 
 
 def test_references_that_fail_before_any_measurement_abort_the_job():
-    history, end = drive(
-        job_spec(), SyntheticWorld(fails=lambda request: request.strategy_id == CURRENT_SETUP)
-    )
+    world = SyntheticWorld(fails=lambda request: request.strategy_id == CURRENT_SETUP)
+    history, end = drive(job_spec(), world)
     assert isinstance(end, Abort) and "rank 1 exited with code 1" in end.message
     assert roles(history) == "r" * REFERENCE_TRIES
 
 
-def test_one_failed_reference_is_tried_again():
-    history, end = drive(
-        job_spec(), SyntheticWorld(FAST, fails=lambda request: request.number == 0)
-    )
-    assert isinstance(end, Finish) and roles(history).startswith("rrcccc")
-
-
-def test_a_failing_reference_in_the_middle_does_not_stop_the_search():
-    history, end = drive(
-        job_spec(), SyntheticWorld(FAST, fails=lambda request: request.number == 5)
-    )
-    assert isinstance(end, Finish) and end.decision.strategy_id == strategy(5).id
-    assert not history.disturbed
-
-
-def test_when_every_candidate_fails_the_current_setup_stays_without_a_comparison():
-    history, end = drive(
-        job_spec(), SyntheticWorld(fails=lambda request: request.role is Role.CANDIDATE)
-    )
-    assert (
-        isinstance(end, Finish)
-        and end.decision.strategy_id == CURRENT_SETUP
-        and end.decision.comparison is None
-    )
-    assert len(history.candidates) == job_spec().max_trials and not history.ab_trials
-
-
 def test_refused_trials_cost_no_budget_need_no_reference_and_are_not_repeated():
-    refused = {strategy(number).id for number in (0, 1, 4, 7)}
-    spec = job_spec()
-    history, end = drive(
-        spec, SyntheticWorld(FAST, refuses=lambda request: request.strategy_id in refused)
-    )
-    assert isinstance(end, Finish) and end.decision.strategy_id == strategy(5).id
-    assert [trial.request.strategy_id in refused for trial in history.candidates] == [
-        trial.refused for trial in history.candidates
-    ]
-    assert len(history.refused) == 4
+    refused = {IDS[number] for number in (0, 1, 4, 7)}
+    world = SyntheticWorld(FAST, refuses=lambda request: request.strategy_id in refused)
+    history, decision = decided(job_spec(), world)
+    assert decision.strategy_id == IDS[5] and len(history.refused) == 4
+    for trial in history.trials:
+        assert trial.refused == (candidate(trial.request) and trial.request.strategy_id in refused)
     tried = [trial for trial in history.candidates if trial.request.round < len(history.rounds)]
-    assert len(tried) == spec.max_trials + 4
+    assert len(tried) == job_spec().max_trials + 4
     # 2, 2, 4 and 4 strategies of the rounds ran. A reference follows every 4 of them, and a round
     # that leaves half as many.
-    assert roles(history) == "r" + "ccccr" + "ccccr" + "ccccr" + "cccc" + "cc" + "r" + "abba" * 3
-    assert not any(
-        trial.refused for trial in history.trials if trial.request.role is not Role.CANDIDATE
-    )
-
-
-@pytest.mark.parametrize("available", [6, 32])
-def test_a_job_in_which_everything_is_refused_ends_with_the_current_setup(available):
-    spec = job_spec()
-    history, end = drive(
-        spec,
-        SyntheticWorld(
-            FAST, refuses=lambda request: request.role is Role.CANDIDATE, available=available
-        ),
-    )
-    assert (
-        isinstance(end, Finish)
-        and end.decision.strategy_id == CURRENT_SETUP
-        and end.decision.comparison is None
-    )
-    assert roles(history) == "r" + "c" * min(available, spec.max_trials)
-    assert "the report says why each failed" in end.decision.reason
-
-
-def test_a_finalist_that_fails_its_second_look_gives_way_to_the_next():
-    def fails(request):
-        return (
-            request.role is Role.CANDIDATE
-            and request.predicted_s is None
-            and request.strategy_id == strategy(5).id
-        )
-
-    _, end = drive(job_spec(), SyntheticWorld(FAST, fails=fails))
-    assert isinstance(end, Finish) and end.decision.strategy_id == strategy(3).id
-
-
-def test_a_strategy_that_fails_in_its_comparison_gives_way_to_the_next_compared_from_scratch():
-    def fails(request):
-        return (
-            request.role is Role.AB
-            and request.strategy_id == strategy(5).id
-            and request.number > 18
-        )
-
-    history, end = drive(job_spec(), SyntheticWorld(FAST, fails=fails))
-    assert isinstance(end, Finish) and end.decision.strategy_id == strategy(3).id
-    blocks = [trial for trial in history.ab_trials if trial.request.round == 1]
-    assert len(blocks) == 2 * job_spec().ab_pairs
+    assert roles(history) == "r" + "ccccr" * 3 + "cccc" + LOOK + AB
 
 
 @pytest.mark.parametrize(("after_s", "all_fit"), [(5.0, True), (70.0, False)])
-def test_the_pairs_of_the_next_contender_are_those_that_fit_into_what_the_failed_one_left(
-    after_s, all_fit
-):
+def test_the_next_contender_gets_the_pairs_that_fit_into_the_time_left(after_s, all_fit):
     spec = job_spec(ab_pairs=20, ab_precision=1e-9, max_seconds=100.0)
     began: list[float] = []
 
@@ -286,119 +220,68 @@ def test_the_pairs_of_the_next_contender_are_those_that_fit_into_what_the_failed
                 began.append(history.elapsed_s)
             return replace(event, elapsed_s=began[0] + after_s) if request.number == 20 else event
 
-    def fails(request):
-        return (
-            request.role is Role.AB
-            and request.strategy_id == strategy(5).id
-            and request.number > 18
-        )
-
-    history, end = drive(spec, Slow(FAST, noise=0.02, fails=fails))
-    assert isinstance(end, Finish) and end.decision.comparison is not None
-    second = next(
-        i
-        for i, event in enumerate(history.events)
-        if event in history.ab_trials and event.request.round == 1
-    )
-    left_s = spec.max_seconds - history.events[second - 1].elapsed_s
-    assert history.reference_s is not None
-    fitting = int(left_s / (2 * (spec.warmup_steps + spec.timed_steps) * history.reference_s))
-    assert end.decision.comparison.pairs == (20 if all_fit else fitting)
+    history, decision = decided(spec, Slow(FAST, noise=0.02, fails=late_pair))
+    second = next(trial for trial in history.ab_trials if trial.request.round == 1)
+    before = history.events[history.events.index(second) - 1]
+    block_s = (spec.warmup_steps + spec.timed_steps) * history.reference_s
+    fitting = int((spec.max_seconds - before.elapsed_s) / (2 * block_s))
+    assert decision.comparison.pairs == (20 if all_fit else fitting)
     assert all_fit == (fitting >= 20) and fitting > 6
 
 
-def test_a_current_setup_that_fails_twice_in_the_comparison_proves_nothing():
-    _, end = drive(
-        job_spec(),
-        SyntheticWorld(FAST, fails=lambda r: r.role is Role.AB and r.strategy_id == CURRENT_SETUP),
-    )
-    assert (
-        isinstance(end, Finish)
-        and end.decision.strategy_id == CURRENT_SETUP
-        and "failed twice" in end.decision.reason
-    )
-
-
-def test_a_current_setup_that_fails_once_in_the_comparison_runs_that_block_again():
-    history, end = drive(job_spec(), SyntheticWorld(FAST, fails=lambda r: r.number == 19))
-    assert (
-        roles(history).endswith("rabbbaabbaabba")
-        and isinstance(end, Finish)
-        and end.decision.strategy_id == strategy(5).id
-    )
-
-
 def test_the_winner_is_one_of_the_finalists_that_were_measured_twice():
-    # The finalists turn out slower than in their first trial, and than a third strategy.
-    spec = job_spec()
-    lucky = {strategy(number).id for number in (2, 5)}
+    """The finalists turn out slower than in their first trial, and than a third strategy."""
 
     class Curse(SyntheticWorld):
         def _run(self, history, request):
-            first = request.predicted_s is not None
-            self.true_s = {2: 0.05 if first else 0.09, 5: 0.05 if first else 0.09, 7: 0.06}
+            lucky_s = 0.09 if request.predicted_s is None else 0.05
+            self.true_s = {2: lucky_s, 5: lucky_s, 7: 0.06}
             return super()._run(history, request)
 
-    history, end = drive(spec, Curse())
-    assert isinstance(end, Finish)
-    assert history.ranking()[0][0] == strategy(7).id
-    assert end.decision.best_candidate_id in lucky
+    history, decision = decided(job_spec(), Curse())
+    assert history.ranking()[0][0] == IDS[7]
+    assert decision.best_candidate_id in (IDS[2], IDS[5])
 
 
-def test_a_search_space_with_nothing_new_ends_the_search():
-    history, end = drive(job_spec(max_trials=100), SyntheticWorld({3: 0.05}, available=6))
-    assert isinstance(end, Finish) and end.decision.strategy_id == strategy(3).id
-    assert isinstance(history.rounds[-1], Proposed) and not history.rounds[-1].proposals
-
-
-def test_a_sampler_that_only_repeats_itself_ends_the_search():
+@pytest.mark.parametrize("repeats", [False, True])
+def test_a_round_with_nothing_new_ends_the_search(repeats):
     class Stubborn(SyntheticWorld):
         def answer(self, spec, history, instruction):
             event = super().answer(spec, history, instruction)
-            return (
-                replace(event, proposals=history.rounds[0].proposals)
-                if isinstance(event, Proposed) and history.rounds
-                else event
-            )
+            if isinstance(event, Proposed) and history.rounds and repeats:
+                return replace(event, proposals=history.rounds[0].proposals)
+            return event
 
-    history, end = drive(job_spec(), Stubborn({3: 0.05}))
-    assert isinstance(end, Finish) and len(history.rounds) == 2
+    history, decision = decided(job_spec(max_trials=100), Stubborn({3: 0.05}, available=6))
+    assert decision.strategy_id == IDS[3] and len(history.rounds) == (2 if repeats else 3)
+    assert repeats or not history.rounds[-1].proposals
 
 
 def test_the_time_budget_leaves_room_for_the_closing_comparison():
     spec = job_spec(max_trials=1000, max_seconds=30.0)
-    history, end = drive(spec, SyntheticWorld(FAST))
-    assert isinstance(end, Finish) and end.decision.comparison is not None
+    history, decision = decided(spec, SyntheticWorld(FAST))
+    assert decision.comparison is not None
     assert history.elapsed_s <= 30.0 and len(history.candidates) > 12
-
-
-def test_a_budget_that_is_spent_by_the_profile_ends_with_the_current_setup():
-    _, end = drive(job_spec(max_seconds=0.5), SyntheticWorld(FAST))
-    assert isinstance(end, Finish) and end.decision.strategy_id == CURRENT_SETUP
+    history, decision = decided(job_spec(max_seconds=0.5), SyntheticWorld(FAST))
+    assert decision.strategy_id == CURRENT_SETUP and not history.candidates
 
 
 @pytest.mark.parametrize("seed", range(30))
 def test_every_job_in_a_hostile_world_ends_within_its_trial_budget(seed):
     rng = generator(seed, "hostile")
-    spec = job_spec(
-        max_trials=int(rng.integers(1, 20)),
-        top_k=int(rng.integers(1, 6)),
-        reference_every=int(rng.integers(1, 6)),
-    )
-    broken = set(rng.choice(80, size=15, replace=False).tolist()) - {0}
-    slow = set(rng.choice(80, size=15, replace=False).tolist())
-    refused = set(rng.choice(80, size=15, replace=False).tolist()) - {0}
+    limits = {"max_trials": 20, "top_k": 6, "reference_every": 6}
+    spec = job_spec(**{name: int(rng.integers(1, most)) for name, most in limits.items()})
+    broken, slow, refused = (set(rng.choice(80, 15, replace=False).tolist()) for _ in range(3))
     world = SyntheticWorld(
         FAST,
         noise=0.1,
         seed=seed,
-        fails=lambda r: r.number in broken,
-        factor=lambda n: 2.0 if n in slow else 1.0,
+        fails=lambda request: request.number in broken - {0},
+        factor=lambda number: 2.0 if number in slow else 1.0,
         available=16,
-        refuses=lambda r: r.number in refused and r.role is Role.CANDIDATE,
+        refuses=lambda request: request.number in refused - {0} and candidate(request),
     )
-    history, end = drive(spec, world)
-    assert isinstance(end, Finish)
+    history, _ = decided(spec, world)
     assert len(history.candidates) <= spec.max_trials + spec.finalists + len(history.failed)
 
 
@@ -406,30 +289,21 @@ def test_every_job_in_a_hostile_world_ends_within_its_trial_budget(seed):
 def test_identical_time_distributions_are_called_different_at_most_at_the_stated_rate(noise):
     # A two-sided 95 % interval lies below 1 in 2.5 % of null comparisons: 2.5 of 100 jobs on
     # average; more than 7 has a probability below 1 %. The number of pairs follows the noise.
-    false_positives, pairs = 0, set()
-    for seed in range(100):
-        _, end = drive(
-            job_spec(max_trials=3, ab_pairs=20), SyntheticWorld({}, noise=noise, seed=seed)
-        )
-        assert isinstance(end, Finish) and end.decision.comparison is not None
-        false_positives += end.decision.strategy_id != CURRENT_SETUP
-        pairs.add(end.decision.comparison.pairs)
-    assert false_positives <= 7 and len(pairs) > 1
+    spec = job_spec(max_trials=3, ab_pairs=20)
+    worlds = [SyntheticWorld(noise=noise, seed=seed) for seed in range(100)]
+    decisions = [decided(spec, world)[1] for world in worlds]
+    assert sum(decision.strategy_id != CURRENT_SETUP for decision in decisions) <= 7
+    assert len({decision.comparison.pairs for decision in decisions}) > 1
 
 
 def test_a_gain_of_5_percent_at_a_noise_of_2_percent_is_exported_nearly_always():
     spec = job_spec(max_trials=4, ab_pairs=20, timed_steps=8, most_steps=40)
-    ends = [drive(spec, SyntheticWorld({2: 0.095}, noise=0.02, seed=seed))[1] for seed in range(40)]
-    won = [
-        end
-        for end in ends
-        if isinstance(end, Finish) and end.decision.strategy_id == strategy(2).id
-    ]
+    worlds = [SyntheticWorld({2: 0.095}, noise=0.02, seed=seed) for seed in range(40)]
+    decisions = [decided(spec, world)[1] for world in worlds]
+    won = [decision for decision in decisions if decision.strategy_id == IDS[2]]
     assert len(won) >= 39
-    assert all(
-        end.decision.comparison.pairs < 20 and "as precise as asked for" in end.decision.reason
-        for end in won
-    )
+    assert all(decision.comparison.pairs < 20 for decision in won)
+    assert all("as precise as asked for" in decision.reason for decision in won)
 
 
 def test_search_trials_run_until_they_are_precise_and_blocks_have_a_fixed_length():
@@ -443,91 +317,76 @@ def test_search_trials_run_until_they_are_precise_and_blocks_have_a_fixed_length
     assert {outcome.stopped for outcome in search} == {Stopped.CAP}
 
 
+def trials_of(history: History, number: int) -> list[TrialFinished]:
+    """The candidate trials of a strategy."""
+    return [trial for trial in history.candidates if trial.request.strategy_id == IDS[number]]
+
+
 def test_a_clearly_losing_candidate_is_stopped_early_at_whatever_speed_the_machine_is():
     spec = job_spec(max_trials=24, timed_steps=8, most_steps=40, precision=0.001)
-    world = SyntheticWorld(
-        {5: 0.06, 8: 0.2}, noise=0.02, factor=lambda number: 2.0 if number >= 6 else 1.0
-    )
+    true_s = {5: 0.06, 8: 0.2}
+    world = SyntheticWorld(true_s, noise=0.02, factor=lambda number: 2.0 if number >= 6 else 1.0)
     history, _ = drive(spec, world)
-    loser = next(
-        trial for trial in history.candidates if trial.request.strategy_id == strategy(8).id
-    )
+    loser, before = trials_of(history, 8)[0], trials_of(history, 0)[0]
     assert loser.outcome.stopped is Stopped.LOSING and len(loser.outcome.slowest_s) == 8
-    before = next(
-        trial for trial in history.candidates if trial.request.strategy_id == strategy(0).id
-    )
-    assert (
-        before.outcome.stopped is Stopped.CAP
-    )  # as fast as the current setup, which was the best so far
+    # As fast as the current setup, which was the best so far:
+    assert before.outcome.stopped is Stopped.CAP
     assert before.request.losing_s == pytest.approx(1.15 * 0.1, rel=0.02)
-    # Measured at half the speed, against the best at half the speed: 1.15 * 0.06 * 2
+    # Measured at half the speed, against the best at half the speed:
     assert loser.request.losing_s == pytest.approx(1.15 * 0.06 * 2, rel=0.1)
 
 
-def test_a_trial_costs_a_small_share_of_the_budget_or_its_first_batch():
-    def most_of(**settings):
-        history, _ = drive(job_spec(most_steps=40, **settings), SyntheticWorld(FAST))
-        return {trial.request.most_steps for trial in history.candidates}
+BUDGETS = [({}, 40), ({"max_seconds": 61.0}, 12), ({"max_seconds": 15.0}, 4)]
 
-    assert most_of() == {40}
-    assert most_of(max_seconds=61.0) == {12}  # 2 % of 61 s are 1.2 s, a step takes 0.1 s
-    assert most_of(max_seconds=15.0) == {4}
+
+@pytest.mark.parametrize(("budget", "most"), BUDGETS)
+def test_a_trial_costs_a_small_share_of_the_budget_or_its_first_batch(budget, most):
+    """2 % of 61 s are 1.2 s; a step takes 0.1 s."""
+    history, _ = drive(job_spec(most_steps=40, **budget), SyntheticWorld(FAST))
+    assert {trial.request.most_steps for trial in history.candidates} == {most}
 
 
 def test_a_trial_during_which_the_machine_changed_is_repeated_once():
     class Burst(SyntheticWorld):
         def _run(self, history, request):
             event = super()._run(history, request)
-            if request.strategy_id != strategy(2).id or request.role is not Role.CANDIDATE:
+            if request.strategy_id != IDS[2] or not candidate(request):
                 return event
-            assert isinstance(event.outcome, Measured)
-            rows = tuple(
-                tuple(1.5 * value if at >= len(row) // 2 else value for at, value in enumerate(row))
-                for row in event.outcome.step_s
-            )
-            return replace(event, outcome=replace(event.outcome, step_s=rows))
+            rows = event.outcome.step_s
+            slower = tuple((*row[:4], *(1.5 * value for value in row[4:])) for row in rows)
+            return replace(event, outcome=replace(event.outcome, step_s=slower))
 
-    spec = job_spec(timed_steps=8, most_steps=8)
-    history, _ = drive(spec, Burst(FAST, noise=0.01))
-    tried = [
-        trial.request for trial in history.candidates if trial.request.strategy_id == strategy(2).id
-    ]
-    assert [request.attempt for request in tried] == [0, 1]
-    assert tried[1].number == tried[0].number + 1 and history.repeated == 1
-    assert {request.number for request in tried} <= history.disturbed
-    assert (
-        f"{len(history.disturbed)} of {len(history.candidates)} trials disturbed, 1 repeated"
-        in history.quality
-    )
+    history, _ = drive(job_spec(timed_steps=8, most_steps=8), Burst(FAST, noise=0.01))
+    first, second = (trial.request for trial in trials_of(history, 2))
+    assert (first.attempt, second.attempt) == (0, 1)
+    assert second.number == first.number + 1 and history.repeated == 1
+    assert {first.number, second.number} <= history.disturbed
+    disturbed = f"{len(history.disturbed)} of {len(history.candidates)} trials disturbed"
+    assert f"{disturbed}, 1 repeated" in history.quality
 
 
-def test_of_finalists_closer_than_the_noise_the_lossless_one_is_compared():
+@pytest.mark.parametrize(("lossy_s", "winner"), [(0.0597, 3), (0.05, 5)])
+def test_of_finalists_closer_than_the_noise_the_lossless_one_is_compared(lossy_s, winner):
     class Lossy(SyntheticWorld):
         def answer(self, spec, history, instruction):
             event = super().answer(spec, history, instruction)
             if not isinstance(event, Proposed):
                 return event
-            return replace(
-                event,
-                proposals=tuple(
-                    replace(p, strategy=self.compressed(p.strategy)) for p in event.proposals
-                ),
-            )
+            proposals = [replace(p, strategy=self.compressed(p.strategy)) for p in event.proposals]
+            return replace(event, proposals=tuple(proposals))
 
         def compressed(self, plain):
-            if plain.id != strategy(5).id:
+            if plain.id != IDS[5]:
                 return plain
-            shard = Shard(Synchronizer.ALL_REDUCE, compressor=Compressor.FP16)
-            lossy = Strategy(
-                tuple(VariableStrategy(choice.variable, (shard,)) for choice in plain.variables)
-            )
+            shard = replace(strategy(0).variables[0].shards[0], compressor=Compressor.FP16)
+            choices = tuple(replace(choice, shards=(shard,)) for choice in plain.variables)
+            lossy = replace(plain, variables=choices)
             self.by_id[lossy.id] = 5
             return lossy
 
-    for lossy_s, wanted in ((0.0597, 3), (0.05, 5)):
-        world = Lossy({5: lossy_s, 3: 0.06})
-        _, end = drive(job_spec(), world)
-        assert isinstance(end, Finish) and world.by_id[end.decision.best_candidate_id] == wanted
+    world = Lossy({5: lossy_s, 3: 0.06})
+    _, decision = decided(job_spec(), world)
+    assert world.by_id[decision.best_candidate_id] == winner
 
 
 def test_events_and_jobs_that_were_stored_before_trials_had_a_free_length_are_read():
@@ -540,11 +399,8 @@ def test_events_and_jobs_that_were_stored_before_trials_had_a_free_length_are_re
             del data["outcome"][name]
         old = event_from_data(data)
         assert isinstance(old, TrialFinished) and isinstance(old.outcome, Measured)
-        assert (
-            old.outcome == event.outcome
-            and old.request.most_steps == 0
-            and further_steps(old.request, old.outcome) == 0
-        )
+        assert old.outcome == event.outcome and old.request.most_steps == 0
+        assert further_steps(old.request, old.outcome) == 0
     data = job_spec(timed_steps=50).to_data()
     for name in ("most_steps", "precision", "losing", "ab_precision"):
         del data[name]
@@ -553,21 +409,18 @@ def test_events_and_jobs_that_were_stored_before_trials_had_a_free_length_are_re
 
 @pytest.mark.parametrize("pairs", [6, 7, 10])
 def test_the_bound_of_the_interval_equals_that_of_all_sign_patterns_counted(pairs):
-    ranks = np.arange(1, pairs + 1)
-    sums = [
-        int(ranks[np.array(signs)].sum())
-        for signs in itertools.product([False, True], repeat=pairs)
-    ]
+    patterns = np.array(list(itertools.product([False, True], repeat=pairs)))
+    sums = patterns @ np.arange(1, pairs + 1)
     bound = signed_rank_bound(pairs, 0.025)
-    assert np.mean(np.array(sums) < bound) <= 0.025 < np.mean(np.array(sums) < bound + 1)
+    assert np.mean(sums < bound) <= 0.025 < np.mean(sums < bound + 1)
 
 
 def test_the_interval_holds_exactly_the_ratios_that_the_signed_rank_test_does_not_reject():
     rng = generator(0, "compare")
-    mine = [measured(0.09, 6, rng, 0.05) for _ in range(8)]
-    current = [measured(0.1, 6, rng, 0.05) for _ in range(8)]
-    comparison = compare(mine, current, 0.95)
-    logs = np.array([math.log(a.median_s / b.median_s) for a, b in zip(mine, current, strict=True)])
+    tuned, current = ([measured(at_s, 6, rng, 0.05) for _ in range(8)] for at_s in (0.09, 0.1))
+    comparison = compare(tuned, current, 0.95)
+    pairs = zip(tuned, current, strict=True)
+    logs = np.array([math.log(a.median_s / b.median_s) for a, b in pairs])
 
     def rejected(ratio: float) -> bool:
         return bool(wilcoxon(logs - math.log(ratio), method="exact").pvalue <= 0.05)
@@ -578,8 +431,7 @@ def test_the_interval_holds_exactly_the_ratios_that_the_signed_rank_test_does_no
 
 
 def test_a_pair_during_which_the_machine_changed_does_not_hide_a_clear_gain():
-    mine = [measured(0.09 + 0.0001 * number, 4) for number in range(12)]
-    current = [measured(0.1, 4) for _ in range(12)]
-    mine[5] = measured(0.2, 4)
-    comparison = compare(mine, current, 0.95)
+    tuned = [measured(0.09 + 0.0001 * number, 4) for number in range(12)]
+    tuned[5] = measured(0.2, 4)
+    comparison = compare(tuned, [measured(0.1, 4)] * 12, 0.95)
     assert comparison.high < 1 and comparison.ratio == pytest.approx(0.906, abs=0.005)
