@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
@@ -29,7 +29,7 @@ from autotune.simulators.evaluation import (
     ordered_pairs,
     pairwise_accuracy,
 )
-from autotune.simulators.interface import Example, FitReport
+from autotune.simulators.interface import Example, FitReport, Simulator
 from autotune.simulators.linear import linear_simulator
 from autotune.strategy_space.strategy import Shard, Strategy, Synchronizer, VariableStrategy
 
@@ -59,8 +59,12 @@ def truth_of(examples: list[Example]) -> dict[str, float]:
 
 
 def ranked(
-    examples: list[Example], folds: int = 4, seed: int = 0, tie_band: float = 0.01, **rankers
-):
+    examples: list[Example],
+    rankers: Mapping[str, Callable[[], Simulator]],
+    folds: int = 4,
+    seed: int = 0,
+    tie_band: float = 0.01,
+) -> list[RankingQuality]:
     """Evaluate the rankers, next to those that need no training."""
     return evaluate(examples, rankers, k_fold(examples, folds, seed), seed=0, tie_band=tie_band)
 
@@ -129,7 +133,7 @@ def test_bad_input_is_refused() -> None:
         ("one prediction", lambda: pairwise_accuracy([1.0], [1.0, 2.0], 0.0)),
         ("k is 0", lambda: best_of_top_k_regret([1.0], [1.0], 0)),
         ("folds", lambda: k_fold(noisy(30), 1, seed=3)),
-        ("fewer folds", lambda: ranked(examples, folds=3)),
+        ("fewer folds", lambda: ranked(examples, {}, folds=3)),
         ("analytic", lambda: choose_ranker([quality("rnn", 0.9)])),
     ):
         with pytest.raises(InvalidInput, match=rule):
@@ -154,7 +158,7 @@ def test_folds_test_each_example_once_spread_domains_and_split_no_plan(grouped: 
 def test_every_simulator_is_compared_with_the_analytic_rankers_and_chance() -> None:
     examples = noisy(40)
     truth = truth_of(examples)
-    qualities = {q.ranker: q for q in ranked(examples, oracle=oracle(truth))}
+    qualities = {q.ranker: q for q in ranked(examples, {"oracle": oracle(truth)})}
     assert list(qualities) == [ANALYTIC, PAPER, RANDOM, "oracle"]
     assert qualities["oracle"].pairwise_accuracy == 1.0
     assert qualities["oracle"].kendall_tau == pytest.approx(1.0)
@@ -168,12 +172,12 @@ def test_every_simulator_is_compared_with_the_analytic_rankers_and_chance() -> N
 
 def test_domains_are_never_compared_with_one_another() -> None:
     slow = [replace(e, step_s=e.step_s * 100, domain="slow") for e in noisy(20, "b")]
-    assert ranked(noisy(20, "a") + slow, tie_band=0.0)[0].pairs == 4 * 2 * (5 * 4 // 2)
+    assert ranked(noisy(20, "a") + slow, {}, tie_band=0.0)[0].pairs == 4 * 2 * (5 * 4 // 2)
 
 
 def test_chance_is_the_same_in_every_run_of_one_seed() -> None:
     examples = noisy(20)
-    first, second = (ranked(examples, folds=2, linear=linear_simulator)[2] for _ in range(2))
+    first, second = (ranked(examples, {"linear": linear_simulator}, folds=2)[2] for _ in range(2))
     assert first == second
 
 
@@ -214,7 +218,7 @@ def test_simulators_that_are_no_better_than_the_replay_seldom_rank(count: int) -
             replace(e, features=replace(e.features, replayed_step_s=step_s))
             for e, step_s in zip(examples, replayed_s, strict=True)
         ]
-        chosen += choose_ranker(ranked(replayed, seed=seed, **rankers)).ranker != REPLAY
+        chosen += choose_ranker(ranked(replayed, rankers, seed=seed)).ranker != REPLAY
     assert chosen <= 100 * 0.2
 
 

@@ -122,13 +122,13 @@ def strategy(seed: int, variables: int = 5) -> Strategy:
     return Strategy(tuple(choices), cross_step=bool(draw.integers(2)))
 
 
-CHOICES = [("synchronizer",), ("compressor", "ratio", "rank"), ("placement",), ("group",)]
-CHOICES += [("priority",), ("hierarchical",)]
+CHOICES: list[tuple[str, ...]] = [("synchronizer",), ("compressor", "ratio", "rank")]
+CHOICES += [("placement",), ("group",), ("priority",), ("hierarchical",)]
 
 
 def slow_agreement(one: Strategy, two: Strategy) -> float:
-    names = ("cross_step", "ring_order", "in_flight")
-    equal = [getattr(one, name) == getattr(two, name) for name in names]
+    whole = ("cross_step", "ring_order", "in_flight")
+    equal = [getattr(one, name) == getattr(two, name) for name in whole]
     for a, b in zip(one.variables, two.variables, strict=True):
         equal += [a.partition == b.partition, a.sparse == b.sparse]
         for names in CHOICES:

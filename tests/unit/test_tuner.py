@@ -354,7 +354,7 @@ def test_a_trial_during_which_the_machine_changed_is_repeated_once():
                 return event
             rows = event.outcome.step_s
             slower = tuple((*row[:4], *(1.5 * value for value in row[4:])) for row in rows)
-            return replace(event, outcome=replace(event.outcome, step_s=slower))
+            return replace(event, outcome=Measured(slower, 0.0, stopped=event.outcome.stopped))
 
     history, _ = drive(job_spec(timed_steps=8, most_steps=8), Burst(FAST, noise=0.01))
     first, second = (trial.request for trial in trials_of(history, 2))
