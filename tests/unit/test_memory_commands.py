@@ -37,49 +37,34 @@ HOSTS = "name: two\nhosts:\n  - {name: a, bandwidth: 1Gbit/s}\n  - {name: b, ban
 MODEL = Workload(
     "Layers",
     tuple(
-        Variable(f"l{number}", (500, 500), ready_s=0.02 * (LAYERS - number), needed_s=0.01 * number)
-        for number in range(LAYERS - 1, -1, -1)
+        Variable(f"l{n}", (500, 500), ready_s=0.02 * (LAYERS - n), needed_s=0.01 * n)
+        for n in reversed(range(LAYERS))
     ),
     (),
-    0.01 * LAYERS,
-    0.02 * LAYERS,
-    0.01,
+    forward_s=0.01 * LAYERS,
+    backward_s=0.02 * LAYERS,
+    update_s=0.01,
     source="measured",
 )
 
 
 def replica(fixed: FixedShare | None = None) -> RecordedMemory:
     """Layers in a sequence that each keep an activation until their backward pass."""
-    forward = [Segment(Phase.FORWARD, 0.01, reads=(f"l{number}",)) for number in range(LAYERS)]
-    backward = [
-        Segment(Phase.BACKWARD, 0.02, readies=(f"l{number}",))
-        for number in range(LAYERS - 1, -1, -1)
-    ]
-    ends = [2 * LAYERS - 1 - number for number in range(LAYERS)]
-    lifetimes = [
-        Lifetime(2 * LAYERS * WEIGHT, TensorRole.PARAMETER),
-        Lifetime(LAYERS * WEIGHT, TensorRole.OPTIMIZER),
-    ]
-    for number, end in enumerate(ends):
-        lifetimes.append(Lifetime(ACTIVATION, TensorRole.ACTIVATION, number, end, region=number))
-        lifetimes.append(
-            Lifetime(
-                ACTIVATION // 8, TensorRole.ACTIVATION, number, end, region=number, returned=True
-            )
-        )
-        lifetimes.append(Lifetime(WEIGHT, TensorRole.GRADIENT, end, 2 * LAYERS, f"l{number}"))
-    regions = tuple(
-        Region(f"body.{n}", (Pass(n, n, end),), chain="body", position=n)
-        for n, end in enumerate(ends)
-    )
-    profile = MemoryProfile(
-        MODEL.id,
-        "meta",
-        (*forward, *backward, Segment(Phase.UPDATE, 0.01)),
-        tuple(lifetimes),
-        regions,
-    )
-    return RecordedMemory(profile, batch=8, fixed=fixed)
+    segments = [Segment(Phase.FORWARD, 0.01, reads=(f"l{n}",)) for n in range(LAYERS)]
+    for n in reversed(range(LAYERS)):
+        segments.append(Segment(Phase.BACKWARD, 0.02, readies=(f"l{n}",)))
+    segments.append(Segment(Phase.UPDATE, 0.01))
+    parameters = Lifetime(2 * LAYERS * WEIGHT, TensorRole.PARAMETER)
+    lifetimes, regions = [parameters, Lifetime(LAYERS * WEIGHT, TensorRole.OPTIMIZER)], []
+    for n in range(LAYERS):
+        end = 2 * LAYERS - 1 - n
+        kept = (TensorRole.ACTIVATION, n, end)
+        lifetimes.append(Lifetime(ACTIVATION, *kept, region=n))
+        lifetimes.append(Lifetime(ACTIVATION // 8, *kept, region=n, returned=True))
+        lifetimes.append(Lifetime(WEIGHT, TensorRole.GRADIENT, end, 2 * LAYERS, f"l{n}"))
+        regions.append(Region(f"body.{n}", (Pass(n, n, end),), chain="body", position=n))
+    step = (tuple(segments), tuple(lifetimes), tuple(regions))
+    return RecordedMemory(MemoryProfile(MODEL.id, "meta", *step), batch=8, fixed=fixed)
 
 
 @pytest.fixture
@@ -121,33 +106,32 @@ def test_the_step_fits_the_budget_and_its_price_is_shown(folder, tmp_path, capsy
     assert "it fits into 1 GiB as it is" in text and "optimizer state" in text
 
 
+LOCAL = Cluster.local(2)
+BASELINE = plan(ddp_default(MODEL), MODEL, 2)
+
+
+def budget_of(memory: RecordedMemory, share: float) -> MemoryBudget:
+    """A share of the baseline's peak."""
+    peak = highest_peak(memory, memory.profile, MODEL, BASELINE, LOCAL).peak_bytes
+    return MemoryBudget(memory, LOCAL, int(share * peak))
+
+
 def test_recomputation_is_chosen_if_micro_batches_are_expensive() -> None:
     """Micro-batches cost almost nothing, unless a large share of a pass does not shrink."""
-    cluster = Cluster.local(2)
     chosen = []
     for fixed in (None, FixedShare(0.6, 0.6)):
-        memory = replica(fixed)
-        peak = highest_peak(
-            memory, memory.profile, MODEL, plan(ddp_default(MODEL), MODEL, 2), cluster
-        ).peak_bytes
-        within = MemoryBudget(memory, cluster, int(0.85 * peak))
-        optimize(MODEL, cluster, memory=within.fit_workload, allowed=within.allows)
+        within = budget_of(replica(fixed), 0.85)
+        optimize(MODEL, LOCAL, memory=within.fit_workload, allowed=within.allows)
         assert within.fit is not None and within.fit.estimate.peak_bytes <= within.budget_bytes
         chosen.append((bool(within.fit.runs), within.fit.parts > 1))
     assert chosen == [(False, True), (True, False)]
 
 
 def test_plans_whose_buffers_do_not_fit_are_not_allowed() -> None:
-    memory, cluster = replica(), Cluster.local(2)
-    before, servers = (
-        plan(strategy, MODEL, 2)
-        for strategy in (ddp_default(MODEL), parameter_server(MODEL, cluster))
-    )
-    within = MemoryBudget(
-        memory, cluster, highest_peak(memory, memory.profile, MODEL, before, cluster).peak_bytes
-    )
-    best = optimize(MODEL, cluster, memory=within.fit_workload, allowed=within.allows)
-    assert within.allows(before) and not within.allows(servers)
+    within = budget_of(replica(), 1)
+    best = optimize(MODEL, LOCAL, memory=within.fit_workload, allowed=within.allows)
+    assert within.allows(BASELINE)
+    assert not within.allows(plan(parameter_server(MODEL, LOCAL), MODEL, 2))
     assert within.peak(best.plan).peak_bytes <= within.budget_bytes
 
 
@@ -157,9 +141,8 @@ def test_micro_batches_pay_their_fixed_share_again() -> None:
     forward_s, backward_s = MODEL.forward_s * (0.5 + 0.5 / 4), MODEL.backward_s * (0.2 + 0.8 / 4)
     assert workload.backward_s == pytest.approx(backward_s)
     assert workload.forward_s == pytest.approx(4 * forward_s + 3 * backward_s)
-    assert workload.compute_s == pytest.approx(
-        float(accumulated(replica().profile, 4, fixed=fixed).end_s[-1])
-    )
+    after = accumulated(replica().profile, 4, fixed=fixed)
+    assert workload.compute_s == pytest.approx(float(after.end_s[-1]))
     with pytest.raises(InvalidInput, match="0 to 1"):
         FixedShare(1.1, 0.0)
 
@@ -172,23 +155,18 @@ def test_micro_batches_pay_their_fixed_share_again() -> None:
         (("--memory", "0"), "--memory must be at least 1 byte"),
     ],
 )
-def test_a_budget_that_cannot_be_met_or_read_is_refused(
-    folder, capsys, words: tuple[str, ...], message: str
-) -> None:
+def test_a_budget_that_cannot_be_met_or_read_is_refused(folder, capsys, words, message) -> None:
     assert message in error_output(capsys, *optimize_words(folder, *words))
 
 
-def test_without_recorded_memory_a_budget_is_refused_and_nothing_is_guessed(
-    folder, tmp_path, capsys
-) -> None:
+def test_without_recorded_memory_a_budget_is_refused(folder, tmp_path, capsys) -> None:
+    """Nothing is guessed."""
     (folder / MEMORY_FILE).unlink()
     assert json_output(capsys, *optimize_words(folder))["memory"] is None
     workload = tmp_path / "workload.json"
     workload.write_text(canonical_json(MODEL))
-    for source, reason in (
-        (folder, "has no memory.json; record it again"),
-        (workload, "holds no activations"),
-    ):
+    no_file, no_folder = "has no memory.json; record it again", "holds no activations"
+    for source, reason in ((folder, no_file), (workload, no_folder)):
         error = error_output(capsys, *optimize_words(source, "--memory", "16GB"))
         assert "--memory needs the lifetimes" in error and reason in error
 
@@ -196,9 +174,7 @@ def test_without_recorded_memory_a_budget_is_refused_and_nothing_is_guessed(
 def test_a_recorded_memory_is_read_as_it_was_written_and_bad_ones_are_refused(folder) -> None:
     assert RecordedMemory.read(folder) == replica()
     data = json.loads((folder / MEMORY_FILE).read_text())
-    (folder / MEMORY_FILE).write_text(json.dumps(data | {"batch": 0}))
-    with pytest.raises(InvalidInput, match="at least 1 sample"):
-        RecordedMemory.read(folder)
-    (folder / MEMORY_FILE).write_text(json.dumps(data | {"schema": 99}))
-    with pytest.raises(InvalidInput, match="update autotune"):
-        RecordedMemory.read(folder)
+    for wrong, rule in (({"batch": 0}, "at least 1 sample"), ({"schema": 99}, "update autotune")):
+        (folder / MEMORY_FILE).write_text(json.dumps(data | wrong))
+        with pytest.raises(InvalidInput, match=rule):
+            RecordedMemory.read(folder)
