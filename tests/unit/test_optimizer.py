@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from synthetic_cluster import cluster
 
 from autotune.canonical import canonical_json
 from autotune.cli import main
-from autotune.cluster import Cluster, Host
+from autotune.cluster import Cluster
 from autotune.errors import InvalidInput
 from autotune.lowering.replayed import LoweredSteps
 from autotune.optimizer.budget import Budget
@@ -32,10 +33,8 @@ from autotune.strategy_space.strategy import CASTS, Compressor, Strategy, Synchr
 from autotune.workload import Variable, Workload
 
 SMALL = Budget(replays=60)
-NETWORK = Cluster("slow", tuple(Host(f"h{i}", 1, 125e6, 1e-4, 10e9, 1e-5) for i in range(4)))
-TWO_LEVEL = Cluster(
-    "two hosts", tuple(Host(f"h{i}", 4, 1.25e9, 5e-5, 10e9, 1e-5) for i in range(2))
-)
+NETWORK = cluster(*[(1, 1000)] * 4, latency_s=1e-4, inner_latency_s=1e-5)
+TWO_LEVEL = cluster((4, 10_000), (4, 10_000), inner_latency_s=1e-5)
 
 
 def chain(blocks: int = 6, backward_s: float = 0.004) -> OpGraph:
@@ -43,32 +42,15 @@ def chain(blocks: int = 6, backward_s: float = 0.004) -> OpGraph:
     ops: list[Op] = []
     for block in range(blocks):
         name = f"block{block}"
-        ops.append(
-            Op(
-                f"{name}.fc",
-                "fc",
-                backward_s / 2,
-                backward_s,
-                0.0,
-                (Variable(f"{name}.fc.weight", (256, 256)),),
-            )
-        )
+        product = (Variable(f"{name}.fc.weight", (256, 256)),)
         norm = tuple(Variable(f"{name}.norm.{part}", (256,)) for part in ("weight", "bias"))
+        ops.append(Op(f"{name}.fc", "fc", backward_s / 2, backward_s, 0.0, product))
         ops.append(Op(f"{name}.norm", "norm", backward_s / 8, backward_s / 4, 0.0, norm))
         ops.append(Op(f"{name}.relu", "relu", backward_s / 8, backward_s / 8))
-    ops.append(
-        Op(
-            "head",
-            "head",
-            backward_s,
-            backward_s,
-            0.0,
-            (Variable("head.weight", (1024, 512)), Variable("head.bias", (1024,))),
-        )
-    )
-    return OpGraph(
-        "chain", tuple(ops), tuple((i, i + 1) for i in range(len(ops) - 1)), source="measured"
-    )
+    head = (Variable("head.weight", (1024, 512)), Variable("head.bias", (1024,)))
+    ops.append(Op("head", "head", backward_s, backward_s, 0.0, head))
+    edges = tuple((i, i + 1) for i in range(len(ops) - 1))
+    return OpGraph("chain", tuple(ops), edges, source="measured")
 
 
 def check(found: Optimized, workload: Workload, cluster: Cluster, space: SearchSpace) -> None:
@@ -77,22 +59,18 @@ def check(found: Optimized, workload: Workload, cluster: Cluster, space: SearchS
     assert refusal_reason(found.plan) is None
     assert not found.cut_short
     assert found.bound_s * (1 - 1e-9) <= found.predicted_step_s <= min(found.starts_s.values())
-    assert [kept.step_s for kept in found.log] == sorted(
-        (kept.step_s for kept in found.log), reverse=True
-    )
+    logged_s = [entry.step_s for entry in found.log]
+    assert logged_s == sorted(logged_s, reverse=True)
     assert found.log[-1].step_s == found.predicted_step_s == found.timeline.makespan_s
 
 
-@pytest.mark.parametrize("cluster", [NETWORK, TWO_LEVEL], ids=lambda cluster: cluster.name)
+@pytest.mark.parametrize("cluster", [NETWORK, TWO_LEVEL], ids=["slow", "two hosts"])
 def test_the_result_is_in_the_space_enactable_and_as_fast_as_lowered(cluster: Cluster) -> None:
     workload, space = chain().workload(), SearchSpace.default()
     found = optimize(workload, cluster, space, budget=SMALL)
     check(found, workload, cluster, space)
-    assert (
-        found.predicted_step_s
-        == LoweredSteps(workload, cluster).step_s(found.plan)
-        == found.enacted_step_s
-    )
+    lowered_s = LoweredSteps(workload, cluster).step_s(found.plan)
+    assert found.predicted_step_s == lowered_s == found.enacted_step_s
     assert found.strategy.lossless and found.op_fusion == OpFusion()
     assert found.predicted_step_s < 0.96 * found.before_step_s
 
@@ -107,9 +85,8 @@ def test_equal_inputs_give_equal_results() -> None:
             return True
 
         found = optimize(workload, NETWORK, budget=Budget(replays=160), seed=3, allowed=watched)
-        assert (
-            any(kept.by == "neighbour" for kept in found.log) or found.replays > 100
-        )  # random neighbours were looked at
+        # Random neighbours were looked at.
+        assert any(entry.by == "neighbour" for entry in found.log) or found.replays > 100
     assert looked_at[0] == looked_at[1]
 
 
@@ -133,13 +110,11 @@ def test_ops_are_fused_if_that_saves_time_and_the_gain_is_reported() -> None:
     assert found.op_fusion.forward and found.op_fusion.backward
     assert found.predicted_step_s < found.enacted_step_s
     assert any("fused kernels" in note for note in found.assumed)
-    measured = optimize(
-        graph.workload(),
-        NETWORK,
-        graph=graph,
-        budget=SMALL,
-        fused_s=lambda ops, backward: 1.0 + len(ops),
-    )
+
+    def fused_s(ops, backward) -> float:
+        return 1.0 + len(ops)
+
+    measured = optimize(graph.workload(), NETWORK, graph=graph, budget=SMALL, fused_s=fused_s)
     assert not any("fused kernels" in note for note in measured.assumed)
 
 
@@ -165,11 +140,11 @@ def test_results_without_the_speedups_are_valid(speedups: Speedups) -> None:
 )
 def test_one_of_equal_workers_takes_as_long_as_all_of_them(name: str) -> None:
     workload = chain(3).workload()
-    made = plan(BUILDERS[name](workload, NETWORK), workload, 4)
-    one, all_of_them = (
-        LoweredSteps(workload, NETWORK, symmetric).step_s(made) for symmetric in (True, False)
+    enacted = plan(BUILDERS[name](workload, NETWORK), workload, 4)
+    one_s, all_s = (
+        LoweredSteps(workload, NETWORK, symmetric).step_s(enacted) for symmetric in (True, False)
     )
-    assert one == pytest.approx(all_of_them, rel=1e-9)
+    assert one_s == pytest.approx(all_s, rel=1e-9)
 
 
 def test_the_critical_messages_end_last_and_spans_lie_within_the_step() -> None:
@@ -186,17 +161,12 @@ def test_the_critical_messages_end_last_and_spans_lie_within_the_step() -> None:
 def test_partial_replay_of_more_bytes_or_more_messages_takes_longer() -> None:
     workload = chain().workload()
     steps = LoweredSteps(workload, NETWORK)
-    small, large = sorted(
-        plan(BUILDERS["per_variable"](workload, NETWORK), workload, 4).messages,
-        key=lambda m: m.elements,
-    )[:: len(workload.variables) - 1]
-    assert (
-        0
-        < steps.sync_s([small], None)
-        < steps.sync_s([large], None)
-        < steps.sync_s([large, small], None)
-        <= steps.sync_s([large], None) + steps.sync_s([small], None)
+    messages = plan(BUILDERS["per_variable"](workload, NETWORK), workload, 4).messages
+    small, *_, large = sorted(messages, key=lambda message: message.elements)
+    small_s, large_s, both_s = (
+        steps.sync_s(sent, None) for sent in ([small], [large], [large, small])
     )
+    assert 0 < small_s < large_s < both_s <= large_s + small_s
 
 
 def test_compressors_are_used_only_where_the_space_has_them() -> None:
@@ -207,52 +177,44 @@ def test_compressors_are_used_only_where_the_space_has_them() -> None:
     found = suggested.found
     assert not suggested.cut_short
     replayed = steps.replayed
-    assert [steps.step_s(plan(own.strategy, workload, 4)) for own in found] == [
-        own.predicted_step_s for own in found
-    ]
-    assert (
-        50 < steps.replayed == replayed <= 150
-    )  # what the search replayed is remembered, and shared by the sets of compressors
-    assert {own.name for own in found} == {
-        "lossless, within the step",
-        "16 bits, within the step",
-        "lossy, within the step",
-    }
-    used = {own.name.split(",")[0]: _compressors(own.strategy) for own in found}
+    times_s = [steps.step_s(plan(one.strategy, workload, 4)) for one in found]
+    assert times_s == [one.predicted_step_s for one in found]
+    # The sets of compressors share the remembered replays.
+    assert 50 < steps.replayed == replayed <= 150
+    kinds = ("lossless", "16 bits", "lossy")
+    assert {one.name for one in found} == {f"{kind}, within the step" for kind in kinds}
+    used = {one.name.split(",")[0]: _compressors(one.strategy) for one in found}
     assert used["lossless"] == {Compressor.NONE}
     assert used["16 bits"] & CASTS
     assert not any(kind.error_feedback for kind in used["16 bits"])
     assert any(kind.error_feedback for kind in used["lossy"])
-    assert [own.predicted_step_s for own in found] == sorted(own.predicted_step_s for own in found)
+    assert times_s == sorted(times_s)
 
 
 def test_other_climbs_end_apart_near_the_best_and_outside_avoided_plans() -> None:
-    workload = chain().workload()
-    steps = LoweredSteps(workload, NETWORK)
-    first = suggestions(steps, SearchSpace.default(), budget=Budget(replays=300))
+    workload, space = chain().workload(), SearchSpace.default()
+    steps, budget = LoweredSteps(workload, NETWORK), Budget(replays=300)
+    first = suggestions(steps, space, budget=budget)
     families = {"within the step", "across steps", "across steps, 2 in flight"}
-    assert {own.name for own in first.found} == {f"lossless, {family}" for family in families}
+    assert {one.name for one in first.found} == {f"lossless, {family}" for family in families}
     best_s = first.found[0].predicted_step_s
-    times_s = [best_s, *(own.predicted_step_s for own in first.others)]
+    times_s = [best_s, *(one.predicted_step_s for one in first.others)]
     assert len(times_s) > 2 and times_s[-1] <= best_s * (1 + NEAR)
     assert all(later >= sooner * (1 + APART) for sooner, later in pairwise(times_s))
-    assert all(own.name.endswith(", another climb") for own in first.others)
-    tried = {plan(own.strategy, workload, 4).id for own in (*first.found, *first.others)}
-    begin = [own.strategy for own in first.found]
-    again = suggestions(
-        steps, SearchSpace.default(), begin=begin, avoid=tried, budget=Budget(replays=300), seed=1
-    )
+    assert all(one.name.endswith(", another climb") for one in first.others)
+
+    def ids(found):
+        return {plan(one.strategy, workload, 4).id for one in found}
+
+    tried, begin = ids([*first.found, *first.others]), [one.strategy for one in first.found]
+    again = suggestions(steps, space, begin=begin, avoid=tried, budget=budget, seed=1)
     fastest_s = again.found[0].predicted_step_s
-    assert fastest_s <= best_s and all(
-        own.predicted_step_s <= fastest_s * (1 + NEAR) for own in again.found
-    )
-    assert again.others and not any(
-        plan(own.strategy, workload, 4).id in tried for own in again.others
-    )
-    assert all(
-        fastest_s * (1 + APART) <= own.predicted_step_s <= fastest_s * (1 + NEAR)
-        for own in again.others
-    )
+    slowest_s = fastest_s * (1 + NEAR)
+    assert fastest_s <= best_s
+    assert all(one.predicted_step_s <= slowest_s for one in again.found)
+    assert again.others and not ids(again.others) & tried
+    others_s = [one.predicted_step_s for one in again.others]
+    assert all(fastest_s * (1 + APART) <= other_s <= slowest_s for other_s in others_s)
 
 
 def test_a_search_examines_the_surroundings_of_its_start() -> None:
@@ -261,7 +223,7 @@ def test_a_search_examines_the_surroundings_of_its_start() -> None:
     steps, space = LoweredSteps(workload, NETWORK), replace(SearchSpace.default(), cross_step=False)
     far = BUILDERS["ps_round_robin"](workload, NETWORK)
     found = suggestions(steps, space, begin=[far], budget=Budget(replays=1)).found
-    assert [own.strategy for own in found] == [far]
+    assert [one.strategy for one in found] == [far]
     assert suggestions(steps, space, budget=Budget(replays=1)).found[0].strategy != far
 
 
@@ -286,14 +248,13 @@ def _compressors(strategy: Strategy) -> set[Compressor]:
 def test_mixed_precision_scales_the_computation_by_a_measured_factor() -> None:
     workload, space = chain().workload(), SearchSpace.default(lossy=True)
     space = replace(space, compressors=(Compressor.NONE, Compressor.FP16), cross_step=False)
-    plain = optimize(workload, NETWORK, space, budget=SMALL, passes=[MixedPrecision()])
-    assert (
-        _compressors(plain.strategy) == {Compressor.FP16}
-        and plain.predicted_step_s >= workload.compute_s
-    )
-    half = optimize(
-        workload, NETWORK, space, budget=SMALL, passes=[MixedPrecision(compute_factor=0.5)]
-    )
+
+    def optimized(halved: MixedPrecision) -> Optimized:
+        return optimize(workload, NETWORK, space, budget=SMALL, passes=[halved])
+
+    plain, half = optimized(MixedPrecision()), optimized(MixedPrecision(compute_factor=0.5))
+    assert _compressors(plain.strategy) == {Compressor.FP16}
+    assert plain.predicted_step_s >= workload.compute_s
     assert half.predicted_step_s < min(plain.predicted_step_s, half.enacted_step_s)
     assert any("as the caller measured" in note for note in half.assumed)
     with pytest.raises(InvalidInput, match="measured factor"):
@@ -323,11 +284,8 @@ def test_the_pass_of_the_example_plugin_proposes_a_server(asked: list[State]) ->
 
 def test_the_memory_pass_comes_first_and_changes_the_workload() -> None:
     slower = chain(backward_s=0.02)
-
-    def recompute(workload: Workload) -> Workload:
-        return slower.workload()
-
-    found = optimize(chain().workload(), NETWORK, budget=SMALL, memory=recompute)
+    trained = chain().workload()
+    found = optimize(trained, NETWORK, budget=SMALL, memory=lambda _: slower.workload())
     assert found.predicted_step_s >= slower.workload().compute_s
 
 
@@ -354,16 +312,15 @@ def test_a_pass_of_a_plugin_takes_part_in_the_search_and_in_the_command(
 ) -> None:
     workload = chain(1).workload()
     optimize(workload, NETWORK, budget=SMALL)
-    counts = [len(asked)]
+    by_optimize = len(asked)
     suggestions(LoweredSteps(workload, NETWORK), SearchSpace.default(), budget=SMALL)
-    counts.append(len(asked))
-    (tmp_path / "workload.json").write_text(canonical_json(workload))
-    (tmp_path / "cluster.yaml").write_text(
-        "name: two\nhosts:\n  - {name: a, bandwidth: 1Gbit/s}\n  - {name: b, bandwidth: 1Gbit/s}\n"
-    )
-    words = [str(tmp_path / "workload.json"), "--cluster", str(tmp_path / "cluster.yaml")]
-    assert main(["optimize", *words]) == 0
-    assert 0 < counts[0] < counts[1] < len(asked)
+    by_suggestions = len(asked)
+    source, two = tmp_path / "workload.json", tmp_path / "cluster.yaml"
+    source.write_text(canonical_json(workload))
+    hosts = [f"  - {{name: {name}, bandwidth: 1Gbit/s}}\n" for name in "ab"]
+    two.write_text("name: two\nhosts:\n" + "".join(hosts))
+    assert main(["optimize", str(source), "--cluster", str(two)]) == 0
+    assert 0 < by_optimize < by_suggestions < len(asked)
 
 
 def test_a_plugin_that_creates_no_pass_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from autotune.cluster import Cluster
 from autotune.errors import InvalidInput
 from autotune.strategy_space.builders.registry import BUILDERS
 from autotune.strategy_space.plan import plan
@@ -28,22 +27,22 @@ TABLE_1 = {
     "bert-base": ("language modeling", 32, 110),
     "bert-large": ("language modeling", 8, 340),
 }
-# Name -> GPUs per node, Gbit/s per node.
+# Name -> GPUs and Gbit/s of each node.
 TABLE_2 = {
-    "A1": ([1] * 16, [40] * 16),
-    "A2": ([1] * 11, [40] * 11),
-    "B1": ([4] * 2, [25] * 2),
-    "B2": ([4] * 3, [25] * 3),
-    "B3": ([4] * 4, [25] * 4),
-    "B4": ([4], [50]),
-    "B5": ([4] * 2, [50] * 2),
-    "B6": ([4] * 3, [50] * 3),
-    "B7": ([4] * 4, [50] * 4),
-    "B8": ([4] * 8, [50] * 8),
-    "B9": ([1, 4], [10, 25]),
-    "B10": ([4] * 2, [25, 50]),
-    "B11": ([4] * 4, [25, 25, 50, 50]),
-    "B12": ([1, 4], [25, 50]),
+    "A1": [(1, 40)] * 16,
+    "A2": [(1, 40)] * 11,
+    "B1": [(4, 25)] * 2,
+    "B2": [(4, 25)] * 3,
+    "B3": [(4, 25)] * 4,
+    "B4": [(4, 50)],
+    "B5": [(4, 50)] * 2,
+    "B6": [(4, 50)] * 3,
+    "B7": [(4, 50)] * 4,
+    "B8": [(4, 50)] * 8,
+    "B9": [(1, 10), (4, 25)],
+    "B10": [(4, 25), (4, 50)],
+    "B11": [(4, 25), (4, 25), (4, 50), (4, 50)],
+    "B12": [(1, 25), (4, 50)],
 }
 GPU_GB = {"titan-x": 12, "g3.4xlarge": 8, "g3.16xlarge": 8, "g4dn.2xlarge": 16, "g4dn.12xlarge": 16}
 
@@ -53,14 +52,13 @@ def shapes(name: str) -> dict[str, tuple[int, ...]]:
 
 
 def test_models_are_those_of_table_1():
-    found = {
+    rows = {
         name: (model.task, model.batch_per_gpu, model.stated_parameters // 10**6)
         for name, model in MODELS.items()
     }
-    assert found == TABLE_1
-    assert [name for name, model in MODELS.items() if model.batch_unit == "tokens"] == [
-        "transformer"
-    ]
+    assert rows == TABLE_1
+    in_tokens = [name for name, model in MODELS.items() if model.batch_unit == "tokens"]
+    assert in_tokens == ["transformer"]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -71,16 +69,18 @@ def test_parameter_counts_match_the_table(name):
 
 
 def test_parameter_counts_match_the_frameworks():
-    known = {  # from the documentation of Keras or torchvision, except the language models
+    """The documentation of Keras or torchvision states them, except the language models'.
+
+    ResNet101: torchvision's, and a bias for each channel of Keras' convolutions. BERT: the encoder
+    with its pooler, and the two heads.
+    """
+    known = {
         "resnet50": 25_557_032,
-        "resnet101": 44_549_160
-        + 52_672,  # torchvision's, and a bias for each channel of Keras' convolutions
+        "resnet101": 44_549_160 + 52_672,
         "inception-v3": 23_817_352,
         "vgg16": 138_357_544,
         "densenet121": 7_978_856,
-        "bert-base": 109_482_240
-        + (768 * 768 + 3 * 768 + 30522)
-        + (2 * 768 + 2),  # encoder with pooler, and the two heads
+        "bert-base": 109_482_240 + (768 * 768 + 3 * 768 + 30522) + (2 * 768 + 2),
         "bert-large": 335_141_888 + (1024 * 1024 + 3 * 1024 + 30522) + (2 * 1024 + 2),
     }
     assert {name: MODELS[name].parameters for name in known} == known
@@ -88,36 +88,38 @@ def test_parameter_counts_match_the_frameworks():
 
 def test_only_resnet50s_stated_count_excludes_its_classifier():
     assert [name for name, model in MODELS.items() if model.not_counted is not None] == ["resnet50"]
-    assert (
-        MODELS["resnet50"].parameters - MODELS["resnet50"].counted_parameters == 2048 * 1000 + 1000
-    )
+    model = MODELS["resnet50"]
+    assert model.parameters - model.counted_parameters == 2048 * 1000 + 1000
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_workload_reverses_the_forward_order_and_is_assumed(name):
-    found = workload(name)
-    assert found.variables[::-1] == MODELS[name].variables()
-    assert len(found.index) == len(found.variables)
-    assert (found.source, found.compute_s, found.edges) == ("assumed", 0.0, ())
-    assert Workload.from_data(found.to_data()) == found
+    trained = workload(name)
+    assert trained.variables[::-1] == MODELS[name].variables()
+    assert len(trained.index) == len(trained.variables)
+    assert (trained.source, trained.compute_s, trained.edges) == ("assumed", 0.0, ())
+    assert Workload.from_data(trained.to_data()) == trained
 
 
 def test_the_classifier_is_ready_first_and_the_stem_or_the_embeddings_last():
-    assert [workload("resnet50").variables[i].name for i in (0, -1)] == [
-        "predictions/bias",
-        "conv1_conv/kernel",
-    ]
-    assert workload("transformer").variables[-1].name == "embedding_and_softmax/weights"
-    assert workload("bert-base").variables[-1].name == "word_embeddings/embeddings"
+    assert next(iter(shapes("resnet50"))) == "predictions/bias"
+    for name, last in (
+        ("resnet50", "conv1_conv/kernel"),
+        ("transformer", "embedding_and_softmax/weights"),
+        ("bert-base", "word_embeddings/embeddings"),
+    ):
+        assert list(shapes(name))[-1] == last
 
 
 def test_only_the_tables_of_ncf_sparse_have_sparse_gradients():
-    sparse = {
-        name: [v.name for v in model.variables() if v.sparse] for name, model in MODELS.items()
-    }
-    assert {name: found for name, found in sparse.items() if found} == {
-        "ncf-sparse": ["embedding_user/embeddings", "embedding_item/embeddings"]
-    }
+    sparse = [
+        (name, variable.name)
+        for name, model in MODELS.items()
+        for variable in model.variables()
+        if variable.sparse
+    ]
+    tables = ("embedding_user/embeddings", "embedding_item/embeddings")
+    assert sparse == [("ncf-sparse", table) for table in tables]
     assert shapes("ncf-sparse") == shapes("ncf-dense")
 
 
@@ -139,97 +141,75 @@ def test_shapes_are_in_tensorflows_layout():
 
 
 @pytest.mark.parametrize(
-    ("name", "convolutions", "variables"),
-    [
-        ("resnet50", 53, 161),
-        ("resnet101", 104, 418),
-        ("inception-v3", 94, 190),
-        ("densenet121", 120, 364),
-    ],
+    ("name", "expected"),
+    {
+        "resnet50": (53, 161),
+        "resnet101": (104, 418),
+        "inception-v3": (94, 190),
+        "densenet121": (120, 364),
+    }.items(),
 )
-def test_image_models_have_the_convolutions_of_their_names(name, convolutions, variables):
-    found = shapes(name)
-    assert sum(len(shape) == 4 for shape in found.values()) == convolutions
-    assert len(found) == variables
+def test_image_models_have_the_convolutions_of_their_names(name, expected):
+    """(Convolutions, all variables)."""
+    sizes = [len(shape) for shape in shapes(name).values()]
+    assert (sizes.count(4), len(sizes)) == expected
 
 
-def test_resnet_layers_match_torch():
+@pytest.mark.parametrize(("stage", "inputs"), [(2, 64), (3, 256), (4, 512), (5, 1024)])
+def test_resnet_layers_match_torch(stage, inputs):
     """Compare one bottleneck of each stage with torch's modules on the meta device."""
     from torch import nn
 
-    forward = {variable.name: variable.shape for variable in MODELS["resnet50"].variables()}
-    for stage, inputs in ((2, 64), (3, 256), (4, 512), (5, 1024)):
-        width = 2 ** (stage + 4)
-        pairs = (
-            (inputs, 4 * width, 1),
-            (inputs, width, 1),
-            (width, width, 3),
-            (width, 4 * width, 1),
-        )
-        theirs = nn.ModuleList(
-            layer
-            for a, b, size in pairs
-            for layer in (
-                nn.Conv2d(a, b, size, bias=False, device="meta"),
-                nn.BatchNorm2d(b, device="meta"),
-            )
-        )
-        found = [
-            tuple(p.shape) if p.dim() == 1 else tuple(p.permute(2, 3, 1, 0).shape)
-            for p in theirs.parameters()
-        ]
-        assert [
-            shape for name, shape in forward.items() if name.startswith(f"conv{stage}_block1_")
-        ] == found
+    width = 2 ** (stage + 4)
+    expected = []
+    for a, b, size in (
+        (inputs, 4 * width, 1),
+        (inputs, width, 1),
+        (width, width, 3),
+        (width, 4 * width, 1),
+    ):
+        kernel = nn.Conv2d(a, b, size, bias=False, device="meta").weight
+        norm = nn.BatchNorm2d(b, device="meta")
+        parameters = (kernel.permute(2, 3, 1, 0), *norm.parameters())
+        expected += [tuple(parameter.shape) for parameter in parameters]
+    block, variables = f"conv{stage}_block1_", MODELS["resnet50"].variables()
+    assert [v.shape for v in variables if v.name.startswith(block)] == expected
 
 
 def test_a_bert_layer_matches_torchs_encoder_layer():
     from torch import nn
 
     theirs = nn.TransformerEncoderLayer(1024, 16, 4096, activation="gelu", device="meta")
-    ours = [
-        v.elements
-        for v in MODELS["bert-large"].variables()
-        if v.name.startswith("transformer/layer_7/")
-    ]
-    assert sum(ours) == sum(parameter.numel() for parameter in theirs.parameters())
+    variables = MODELS["bert-large"].variables()
+    ours = sum(v.elements for v in variables if v.name.startswith("transformer/layer_7/"))
+    assert ours == sum(parameter.numel() for parameter in theirs.parameters())
 
 
-def torchvision_counts(name: str) -> int:
+def torchvision_count(name: str) -> int:
+    """The parameters of torchvision's model; Keras' Inception v3 normalizes without a scale."""
     models = pytest.importorskip("torchvision.models", reason="torchvision is not installed")
     import torch
 
     extra = {"inception-v3": {"aux_logits": False, "init_weights": False}}.get(name, {})
     with torch.device("meta"):
         built = getattr(models, name.replace("-", "_"))(**extra)
-    norms = sum(
-        p.numel()
-        for key, p in built.named_parameters()
-        if name == "inception-v3" and key.endswith("bn.weight")
-    )
-    return (
-        sum(p.numel() for p in built.parameters()) - norms
-    )  # Keras' Inception v3 normalizes without a scale
+    left_out = "bn.weight" if name == "inception-v3" else "no parameter"
+    return sum(p.numel() for key, p in built.named_parameters() if not key.endswith(left_out))
 
 
 @pytest.mark.parametrize("name", ["resnet50", "inception-v3", "vgg16", "densenet121"])
 def test_parameter_counts_match_torchvision(name):
-    assert torchvision_counts(name) == MODELS[name].parameters
+    assert torchvision_count(name) == MODELS[name].parameters
 
 
 def test_clusters_are_those_of_table_2():
-    found = {
-        name: (
-            [host.devices for host in cluster.hosts],
-            [host.link_bytes_per_s * 8 / 1e9 for host in cluster.hosts],
-        )
-        for name, cluster in CLUSTERS.items()
-    }
-    assert found == TABLE_2
-    assert {name: cluster.world_size for name, cluster in CLUSTERS.items()} == {
-        name: sum(gpus) for name, (gpus, _) in TABLE_2.items()
-    }
-    assert {cluster.source for cluster in CLUSTERS.values()} == {"assumed"}
+    for name, nodes in TABLE_2.items():
+        cluster = CLUSTERS[name]
+        rates = [(host.devices, host.link_bytes_per_s * 8 / 1e9) for host in cluster.hosts]
+        assert rates == nodes
+        assert cluster.world_size == sum(gpus for gpus, _ in nodes)
+        assert cluster.source == "assumed"
+    assert list(CLUSTERS) == list(TABLE_2)
 
 
 @pytest.mark.parametrize("name", CLUSTERS)
@@ -239,29 +219,22 @@ def test_a_device_has_the_memory_of_its_type(name):
 
 
 def test_one_flow_limits_a_pair_of_aws_nodes_but_not_a_server():
-    b7 = single_flow("B7")
-    assert (
-        b7.bandwidth_bytes_per_s(0, 4)
-        == b7.bandwidth_bytes_per_s(15, 0)
-        == b7.ring_bytes_per_s
-        == 10e9 / 8
-    )
-    assert b7.bandwidth_bytes_per_s(0, 3) == CLUSTERS["B7"].bandwidth_bytes_per_s(
-        0, 3
-    )  # inside a node
-    assert b7.own_bandwidth_bytes_per_s(0) == 50e9 / 8
-    assert len(b7.pair_links) == 6
-    assert b7.id != CLUSTERS["B7"].id
-    unlimited: list[Cluster] = [
-        CLUSTERS[name] for name in ("A1", "A2", "B4", "B9")
-    ]  # no AWS, no AWS, one node, 10GbE anyway
-    assert [single_flow(cluster.name) for cluster in unlimited] == unlimited
+    """A1 and A2 are not at AWS; B4 is one node; B9 has 10GbE anyway."""
+    limited, b7 = single_flow("B7"), CLUSTERS["B7"]
+    pairs = [limited.bandwidth_bytes_per_s(*ranks) for ranks in ((0, 4), (15, 0))]
+    assert [*pairs, limited.ring_bytes_per_s] == [10e9 / 8] * 3
+    inside_a_node = limited.bandwidth_bytes_per_s(0, 3)
+    assert inside_a_node == b7.bandwidth_bytes_per_s(0, 3)
+    assert limited.own_bandwidth_bytes_per_s(0) == 50e9 / 8
+    assert len(limited.pair_links) == 6
+    assert limited.id != b7.id
+    for name in ("A1", "A2", "B4", "B9"):
+        assert single_flow(name) == CLUSTERS[name]
 
 
 def test_unknown_names_are_refused_with_the_known_ones():
-    with pytest.raises(
-        InvalidInput, match=r"models are resnet50, .*bert-large, but 'resnet18' was asked for"
-    ):
+    refusal = r"models are resnet50, .*bert-large, but 'resnet18' was asked for"
+    with pytest.raises(InvalidInput, match=refusal):
         workload("resnet18")
     with pytest.raises(InvalidInput, match=r"clusters are A1, .*B12, but 'C1' was asked for"):
         single_flow("C1")
