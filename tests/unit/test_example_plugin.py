@@ -15,6 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from small_worlds import FOUR, model, sent
+
+from autotune.strategy_space.builders.registry import BUILDERS, seed_strategies
+from autotune.strategy_space.space import SearchSpace
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted(
@@ -46,3 +50,14 @@ def test_the_documentation_quotes_the_file(path: Path) -> None:
 def test_its_builder_is_listed_with_the_built_in_ones(example_plugin: Path) -> None:
     listed = json.dumps(autotune(example_plugin, "strategies", "bert-base", "B7"))
     assert "two_halves" in listed and "ddp_25mib" in listed
+
+
+def test_its_builder_plans_and_seeds_the_search(
+    example_plugin: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(example_plugin))
+    monkeypatch.setattr(BUILDERS, "_plugins", None)
+    monkeypatch.setattr(BUILDERS, "_entries", dict(BUILDERS._entries))
+    workload = model(100, 300, 200, 200)
+    seeds = dict(seed_strategies(workload, FOUR, SearchSpace.default()))
+    assert sent(seeds["two_halves"], workload) == "v0 v1|v2 v3"
