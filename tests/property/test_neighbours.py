@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_worlds import FOUR, all_shards, cluster, model
 from worlds import assert_inside, clusters, spaces, workloads
 
-from autotune.cluster import Cluster, Host
+from autotune.cluster import Cluster
 from autotune.costs.issue_order import MessageTimes
 from autotune.rng import generator
 from autotune.sampler.random import sample
@@ -23,41 +24,48 @@ from autotune.strategy_space.moves.neighbours import mutate
 from autotune.strategy_space.plan import plan
 from autotune.strategy_space.space import SearchSpace
 from autotune.strategy_space.strategy import Compressor, Shard, SparseHandling, Synchronizer
-from autotune.workload import Variable, Workload
+from autotune.workload import Variable
 
-MODEL = Workload("m", tuple(Variable(f"v{9 - i}", (500, 100)) for i in range(9)))
-FOUR = Cluster.local(4)
+MODEL = model(*(Variable(f"v{9 - i}", (500, 100)) for i in range(9)))
 LOSSY = SearchSpace.default(lossy=True)
+REDUCE, SERVER = Synchronizer.ALL_REDUCE, Synchronizer.PARAMETER_SERVER
 
 
 def messages_of(strategy):
-    """What every message of the plan sends and how, without the group's number."""
+    """The content and method of every message, without the group's number."""
     return [
         (m.slices, m.synchronizer, m.compressor, m.owner, m.hierarchical)
         for m in plan(strategy, MODEL, 4).messages
     ]
 
 
-def neighbours(strategy, count, space=LOSSY):
+def neighbours(strategy, count, space=LOSSY, workload=MODEL, on=FOUR):
     rng = generator(0)
-    return [mutate(strategy, MODEL, FOUR, space, rng) for _ in range(count)]
+    return [mutate(strategy, workload, on, space, rng) for _ in range(count)]
+
+
+def is_cut(strategy):
+    return any(choice.partition for choice in strategy.variables)
+
+
+def is_reordered(strategy):
+    return any(shard.priority for shard in all_shards(strategy))
 
 
 @settings(deadline=None)
 @given(workloads(), clusters(), spaces(), st.integers(0, 2**32))
-def test_a_long_walk_stays_inside_the_space_and_is_reproducible(workload, cluster, space, seed):
+def test_a_long_walk_stays_inside_the_space_and_is_reproducible(workload, on, space, seed):
     def walk():
         rng = generator(seed)
-        strategy = sample(workload, cluster, space, rng)
-        path = [strategy]
+        path = [sample(workload, on, space, rng)]
         for _ in range(15):
-            path.append(mutate(path[-1], workload, cluster, space, rng))
+            path.append(mutate(path[-1], workload, on, space, rng))
         return path
 
     path = walk()
     assert [strategy.id for strategy in path] == [strategy.id for strategy in walk()]
     for strategy in path:
-        assert_inside(space, strategy, workload, cluster)
+        assert_inside(space, strategy, workload, on)
 
 
 def test_a_move_leaves_all_but_a_few_messages_as_they_were():
@@ -69,163 +77,101 @@ def test_a_move_leaves_all_but_a_few_messages_as_they_were():
 
 def test_every_kind_of_move_occurs_from_two_buckets():
     start = all_reduce_chunks(MODEL, 5)
-    found = neighbours(start, 300)
-    plans = [plan(strategy, MODEL, 4).messages for strategy in found]
-    whole = [
-        messages
-        for strategy, messages in zip(found, plans, strict=True)
-        if all(not c.partition for c in strategy.variables)
-    ]
-    pure = [
-        messages
-        for messages in whole
-        if {m.synchronizer for m in messages} == {Synchronizer.ALL_REDUCE}
-    ]
-    assert any(len(messages) == 1 for messages in pure)  # merged
-    assert any(len(messages) == 3 for messages in pure)  # split
-    assert any(
-        sorted(len(m.slices) for m in messages) != [4, 5] for messages in pure if len(messages) == 2
-    )  # boundary
-    assert any(
-        {m.compressor for m in messages} == {Compressor.NONE, Compressor.BF16} for messages in pure
-    )
-    assert any(
-        m.synchronizer is Synchronizer.PARAMETER_SERVER and len(m.slices) > 1
-        for messages in whole
-        for m in messages
-    )  # a message
-    assert any(
-        m.synchronizer is Synchronizer.PARAMETER_SERVER and len(m.slices) == 1
-        for messages in whole
-        for m in messages
-    )  # a variable
-    assert any(choice.partition for strategy in found for choice in strategy.variables)
-    swapped = [
-        s for s in found if any(shard.priority for choice in s.variables for shard in choice.shards)
-    ]
-    assert swapped
-    assert all(
-        sorted(messages_of(s), key=repr) == sorted(messages_of(start), key=repr) for s in swapped
-    )
-    assert all(messages_of(s) == messages_of(start)[::-1] for s in swapped)
+    moved = neighbours(start, 300)
+    whole = [plan(strategy, MODEL, 4).messages for strategy in moved if not is_cut(strategy)]
+    pure = [messages for messages in whole if {m.synchronizer for m in messages} == {REDUCE}]
+    assert {len(messages) for messages in pure} >= {1, 2, 3}  # merged and split
+    lengths = {tuple(sorted(len(m.slices) for m in messages)) for messages in pure}
+    assert any(len(buckets) == 2 and buckets != (4, 5) for buckets in lengths)  # a boundary moved
+    compressors = [{m.compressor for m in messages} for messages in pure]
+    assert {Compressor.NONE, Compressor.BF16} in compressors
+    served = {len(m.slices) > 1 for messages in whole for m in messages if m.synchronizer is SERVER}
+    assert served == {True, False}  # a message, and a variable
+    assert any(map(is_cut, moved))
+    swapped = [messages_of(strategy) for strategy in moved if is_reordered(strategy)]
+    assert swapped and all(messages == messages_of(start)[::-1] for messages in swapped)
 
 
 def test_every_field_is_reached_by_moves():
-    model = Workload(
-        "m", (*MODEL.variables, Variable("table", (900, 100), sparse=True)), (), 0.1, 0.2
-    )
-    hosts = tuple(Host(name, 2, 1e9 if name == "a" else 1e8, 1e-5, 1e10, 1e-6) for name in "abcde")
-    cluster, rng = Cluster("c", hosts), generator(0)
-    found = [ddp_default(model)]
+    table = Variable("table", (900, 100), sparse=True)
+    workload = model(*MODEL.variables, table, forward_s=0.1, backward_s=0.2)
+    on, rng = cluster(1e9, *[1e8] * 4, devices=2), generator(0)
+    path = [ddp_default(workload)]
     for _ in range(500):
-        found.append(mutate(found[-1], model, cluster, LOSSY, rng))
-    for strategy in found[::20]:
-        assert_inside(LOSSY, strategy, model, cluster)
-    shards = [
-        shard for strategy in found for choice in strategy.variables for shard in choice.shards
-    ]
+        path.append(mutate(path[-1], workload, on, LOSSY, rng))
+    for strategy in path[::20]:
+        assert_inside(LOSSY, strategy, workload, on)
+    shards = [shard for strategy in path for shard in all_shards(strategy)]
     assert {shard.compressor for shard in shards} == set(Compressor)
     assert len({shard.ratio for shard in shards}) > 2 and len({shard.rank for shard in shards}) > 2
     assert {shard.synchronizer for shard in shards} == set(Synchronizer)
-    assert (
-        {shard.hierarchical for shard in shards}
-        == {strategy.cross_step for strategy in found}
-        == {True, False}
-    )
-    assert {strategy.by_name["table"].sparse for strategy in found} == set(SparseHandling)
-    assert {(s.cross_step, s.in_flight) for s in found} == {(False, 1), (True, 1), (True, 2)}
-    assert len({strategy.ring_order for strategy in found}) > 5
+    assert {shard.hierarchical for shard in shards} == {True, False}
+    assert {strategy.by_name["table"].sparse for strategy in path} == set(SparseHandling)
+    assert {(s.cross_step, s.in_flight) for s in path} == {(False, 1), (True, 1), (True, 2)}
+    assert len({strategy.ring_order for strategy in path}) > 5
 
 
-def test_across_steps_a_move_finds_the_order_that_is_predicted_to_be_fastest_and_a_switch_back_gives_it_up():
-    large_late = Workload(
-        "m",
-        tuple(Variable(f"v{9 - i}", (500, 4000 if i == 1 else 100)) for i in range(9)),
-        (),
-        0.1,
-        0.2,
-    )
-    slow = Cluster("c", tuple(Host(name, 1, 5e7, 1e-5, 1e10, 1e-6) for name in "abcd"))
-    space = SearchSpace((Synchronizer.ALL_REDUCE,), cross_step=True, max_shards=1)
-    rng = generator(0)
+def test_across_steps_a_move_takes_the_predicted_order_and_a_move_back_drops_it():
+    late = [Variable(f"v{9 - i}", (500, 4000 if i == 1 else 100)) for i in range(9)]
+    workload = model(*late, forward_s=0.1, backward_s=0.2)
+    slow = cluster(*[5e7] * 4)
+    space = SearchSpace((REDUCE,), cross_step=True, max_shards=1)
 
     def times(strategy):
-        return MessageTimes.of(plan(strategy, large_late, 4), large_late, slow)
+        return MessageTimes.of(plan(strategy, workload, 4), workload, slow)
 
-    start = per_variable(large_late)
-    across = next(
-        s for s in (mutate(start, large_late, slow, space, rng) for _ in range(100)) if s.cross_step
-    )
+    start = per_variable(workload)
+    across = next(s for s in neighbours(start, 100, space, workload, slow) if s.cross_step)
     assert times(across).period_s == pytest.approx(times(across).ordered(100).bound_s, rel=2e-3)
     assert times(across).period_s < 0.95 * times(replace(start, cross_step=True)).period_s
-    back = next(
-        s
-        for s in (mutate(across, large_late, slow, space, rng) for _ in range(100))
-        if not s.cross_step
-    )
-    assert back == start
+    moved_on = neighbours(across, 100, space, workload, slow)
+    assert next(s for s in moved_on if not s.cross_step) == start
 
 
 def test_a_partition_can_be_undone():
-    space = SearchSpace((Synchronizer.ALL_REDUCE,))
-    start = per_variable(MODEL)
-    cut = next(
-        strategy
-        for strategy in neighbours(start, 100, space)
-        if any(choice.partition for choice in strategy.variables)
-    )
-    assert any(
-        all(not choice.partition for choice in strategy.variables)
-        for strategy in neighbours(cut, 100, space)
-    )
+    space = SearchSpace((REDUCE,))
+    cut = next(s for s in neighbours(per_variable(MODEL), 100, space) if is_cut(s))
+    assert not all(map(is_cut, neighbours(cut, 100, space)))
 
 
 def test_a_switch_to_a_server_takes_the_least_loaded_one():
-    """Of four equal variables two are on rank 0 and none on rank 3. What leaves rank 0 goes to rank
-    3; any other was alone on its server, which is as free as rank 3 without it and comes first.
+    """A variable that leaves the two on rank 0 goes to the free rank 3.
+
+    Any other was alone on its server, which is as free as rank 3 without it and comes first.
     """
-    model = Workload("m", MODEL.variables[:4])
-    start = ps_load_balanced(
-        model, Cluster.local(3)
-    )  # rank 0 has two, ranks 1 and 2 one each, rank 3 none
+    workload = model(*MODEL.variables[:4])
+    start = ps_load_balanced(workload, Cluster.local(3))
     before = {choice.variable: choice.shards[0].placement for choice in start.variables}
     assert sorted(before.values()) == [0, 0, 1, 2]
-    space = SearchSpace(
-        (Synchronizer.PARAMETER_SERVER, Synchronizer.REDUCE_BROADCAST), max_shards=1
-    )
-    rng = generator(0)
-    seen = set()
-    for _ in range(80):
-        for choice in mutate(start, model, FOUR, space, rng).variables:
-            if choice.shards[0].synchronizer is Synchronizer.REDUCE_BROADCAST:
-                seen.add((before[choice.variable], choice.shards[0].placement))
-    assert seen == {(0, 3), (1, 1), (2, 2)}
+    space = SearchSpace((SERVER, Synchronizer.REDUCE_BROADCAST), max_shards=1)
+    switched = {
+        (before[choice.variable], choice.shards[0].placement)
+        for strategy in neighbours(start, 80, space, workload)
+        for choice in strategy.variables
+        if choice.shards[0].synchronizer is Synchronizer.REDUCE_BROADCAST
+    }
+    assert switched == {(0, 3), (1, 1), (2, 2)}
 
 
-def test_splits_stop_at_the_groups_of_the_space_and_larger_hand_made_strategies_are_kept():
-    space = SearchSpace((Synchronizer.ALL_REDUCE,), max_groups=2, max_shards=1)
-    start = all_reduce_chunks(MODEL, 3)
-    counts = {len(messages_of(strategy)) for strategy in neighbours(start, 60, space)}
-    assert counts == {2, 3}
+def test_splits_stop_at_the_groups_of_the_space_but_larger_seeds_are_kept():
+    space = SearchSpace((REDUCE,), max_groups=2, max_shards=1)
+    moved = neighbours(all_reduce_chunks(MODEL, 3), 60, space)
+    assert {len(messages_of(strategy)) for strategy in moved} == {2, 3}
 
 
-def test_where_no_move_is_possible_the_strategy_itself_comes_back():
-    one = Workload("m", (Variable("v", (4,)),))
-    start = ddp_default(one)
-    assert mutate(start, one, FOUR, SearchSpace((Synchronizer.ALL_REDUCE,)), generator(0)) is start
+def test_without_a_possible_move_the_strategy_itself_comes_back():
+    start = ddp_default(model(4))
+    assert mutate(start, model(4), FOUR, SearchSpace((REDUCE,)), generator(0)) is start
 
 
 def test_only_a_swap_gives_up_gradient_ready_order():
-    """A whole variable that leaves a group can make the group ready earlier than messages that
-    followed it.
-    """
+    """A group that loses a whole variable can become ready before messages that followed it."""
     start = ddp_default(MODEL, bucket_bytes=500_000, first_bucket_bytes=500_000)
-    group = Shard(Synchronizer.ALL_REDUCE, group=0)
+    group = (Shard(REDUCE, group=0),)
     interleaved = [
-        replace(c, shards=(group,)) if c.variable in ("v9", "v2") else c for c in start.variables
+        replace(c, shards=group) if c.variable in ("v9", "v2") else c for c in start.variables
     ]
-    for strategy in neighbours(replace(start, variables=tuple(interleaved)), 400):
-        if any(shard.priority for choice in strategy.variables for shard in choice.shards):
-            assert set(messages_of(strategy)) == set(
-                messages_of(replace(start, variables=tuple(interleaved)))
-            )
+    start = replace(start, variables=tuple(interleaved))
+    for strategy in neighbours(start, 400):
+        if is_reordered(strategy):
+            assert set(messages_of(strategy)) == set(messages_of(start))
