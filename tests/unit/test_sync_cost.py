@@ -265,7 +265,7 @@ def three_variables(**other: float) -> Workload:
     return model(10, 10, 10, **{"forward_s": 1.0, "backward_s": 3.0, "update_s": 0.5, **other})
 
 
-def step_s(workload: Workload, *costs_s: float, **settings: bool) -> float:
+def step_s(workload: Workload, *costs_s: float, **settings: Any) -> float:
     """A step in which each variable is a message with its cost."""
     one_each = plan(strategy(workload, Shard(Synchronizer.ALL_REDUCE)), workload, 2)
     return overlap_step_s(flatten(one_each, workload), np.array(costs_s), workload, **settings)

@@ -27,104 +27,100 @@ NONE = Means(netem=False, filters=False, tun=False, cubic=False, steered_cpus=0)
 GBIT = 1.25e8
 
 
-def host(
-    name: str,
-    gbit: float = 1.0,
-    latency_s: float = 5e-5,
-    inner: float = 1e10,
-    inner_latency_s: float = 5e-6,
-) -> Host:
-    return Host(name, 1, gbit * GBIT, latency_s, inner, inner_latency_s)
+def host(name: str, gbit: float = 1.0, latency_s: float = 5e-5, **other: Any) -> Host:
+    fields: dict[str, Any] = {"inner_bytes_per_s": 1e10, "inner_latency_s": 5e-6, **other}
+    return Host(name, 1, gbit * GBIT, latency_s, **fields)
+
+
+def cluster(*gbits: float, pair: tuple[float, float] | None = None) -> Cluster:
+    """Hosts a, b, ... with these bandwidths; `pair`: bandwidth and latency of a dedicated link."""
+    hosts = tuple(host("abcd"[i], gbit) for i, gbit in enumerate(gbits))
+    links = () if pair is None else (PairLink(("a", "b"), pair[0] * GBIT, pair[1]),)
+    return Cluster("c", hosts, links)
+
+
+def crowd(count: int, **fields: Any) -> Cluster:
+    return Cluster("c", tuple(host(f"h{number}", **fields) for number in range(count)))
+
+
+ONE, PAIR, QUAD = cluster(1), cluster(1, 1), cluster(1, 1, 1, 1)
 
 
 def rate_of(command: str) -> int:
     return int(command.split(" rate ")[1].split("bit")[0])
 
 
-def lines(cluster: Cluster, means: Means = ALL, **options: Any) -> list[str]:
-    return [" ".join(command) for command in network_commands(lay_out(cluster, means, **options))]
+def lines(cluster: Cluster, means: Means = ALL) -> list[str]:
+    return [" ".join(command) for command in network_commands(lay_out(cluster, means))]
 
 
 def test_both_directions_of_a_host_have_its_rate_with_framing_on_top() -> None:
-    commands = lines(Cluster("c", (host("a"), host("b", 0.25))))
-    for device, gbit in (
-        ("autotune.c.a class add dev eth0", 1),
-        ("autotune.c class add dev p0", 1),
-        ("autotune.c.b class add dev eth0", 0.25),
-        ("autotune.c class add dev p1", 0.25),
-    ):
+    commands = lines(cluster(1, 0.25))
+    for inside, port, gbit in (("a", "p0", 1), ("b", "p1", 0.25)):
         rate = round(gbit * 1e9 * FRAMING)
-        shaped = f"tc -n {device} parent 1: classid 1:1 htb rate {rate}bit ceil {rate}bit"
-        assert any(shaped in line for line in commands)
+        shaped = f"parent 1: classid 1:1 htb rate {rate}bit ceil {rate}bit"
+        for device in (
+            f"autotune.c.{inside} class add dev eth0",
+            f"autotune.c class add dev {port}",
+        ):
+            assert any(f"tc -n {device} {shaped}" in line for line in commands)
 
 
 @pytest.mark.parametrize(
     ("cpus", "mask"), [(0, None), (2, "3"), (40, "ff,ffffffff"), (64, "ffffffff,ffffffff")]
 )
 def test_each_connection_keeps_one_cpu_if_the_kernel_can_steer(cpus: int, mask: str | None) -> None:
-    layout = lay_out(Cluster("c", (host("a"), host("b"))), replace(ALL, steered_cpus=cpus))
+    layout = lay_out(PAIR, replace(ALL, steered_cpus=cpus))
     steered = [command for command in network_commands(layout) if "rps_cpus" in command[-1]]
     assert [command[3] for command in steered] == (list(layout.namespaces) if mask else [])
     assert all(f"echo {mask} >" in command[-1] for command in steered)
 
 
 def test_a_byte_scale_divides_every_rate_also_inside_hosts() -> None:
-    cluster = Cluster("c", (host("a"), host("b")), (PairLink(("a", "b"), 0.5 * GBIT, 5e-5),))
-    plain, scaled = lay_out(cluster, ALL), lay_out(cluster, ALL, byte_scale=8)
-    assert scaled.hosts[0].link_bytes_per_s == plain.hosts[0].link_bytes_per_s / 8
-    assert scaled.hosts[0].lanes[0].link_bytes_per_s == plain.hosts[0].lanes[0].link_bytes_per_s / 8
-    assert plain.hosts[0].inner_bytes_per_s == 0 and scaled.hosts[0].inner_bytes_per_s == 1e10 / 8
-
-
-def test_a_scale_below_one_is_refused() -> None:
+    direct = cluster(1, 1, pair=(0.5, 5e-5))
+    plain, scaled = (lay_out(direct, ALL, byte_scale=scale).hosts[0] for scale in (1, 8))
+    assert scaled.link_bytes_per_s == plain.link_bytes_per_s / 8
+    assert scaled.lanes[0].link_bytes_per_s == plain.lanes[0].link_bytes_per_s / 8
+    assert plain.inner_bytes_per_s == 0 and scaled.inner_bytes_per_s == 1e10 / 8
     with pytest.raises(InvalidInput, match=r"--byte-scale must be at least 1, but is 0.5"):
-        lay_out(Cluster("c", (host("a"),)), ALL, byte_scale=0.5)
+        lay_out(ONE, ALL, byte_scale=0.5)
 
 
 def test_a_slower_pair_is_a_class_inside_its_interface_and_a_faster_one_outside() -> None:
-    slow = lines(Cluster("c", (host("a"), host("b")), (PairLink(("a", "b"), 0.1 * GBIT, 5e-5),)))
-    assert any(
-        "autotune.c.a class add dev eth0 parent 1:1 classid 1:20 htb" in line
-        and f"ceil {round(1e8 * FRAMING)}bit" in line
-        for line in slow
-    )
-    assert any("dst 10.77.0.2/32 flowid 1:20" in line for line in slow)
-    assert not any("dev p1" in line and "filter" in line for line in slow)
-    fast = lines(Cluster("c", (host("a"), host("b")), (PairLink(("a", "b"), 4 * GBIT, 5e-5),)))
-    assert any(
-        "autotune.c.a class add dev eth0 parent 1: classid 1:20 htb" in line for line in fast
-    )
-    assert any(
-        "autotune.c filter add dev p1" in line and "src 10.77.0.1/32" in line for line in fast
-    )
+    def has(commands: list[str], *parts: str) -> bool:
+        return any(all(part in line for part in parts) for line in commands)
+
+    added = "autotune.c.a class add dev eth0 parent"
+    slow = lines(cluster(1, 1, pair=(0.1, 5e-5)))
+    assert has(slow, f"{added} 1:1 classid 1:20 htb", f"ceil {round(1e8 * FRAMING)}bit")
+    assert has(slow, "dst 10.77.0.2/32 flowid 1:20") and not has(slow, "dev p1", "filter")
+    fast = lines(cluster(1, 1, pair=(4, 5e-5)))
+    assert has(fast, f"{added} 1: classid 1:20 htb")
+    assert has(fast, "autotune.c filter add dev p1", "src 10.77.0.1/32")
 
 
-def test_frames_to_different_hosts_wait_in_different_queues_if_the_kernel_has_filters() -> None:
-    cluster = Cluster("c", tuple(host(name) for name in "abcd"))
-    commands = [line for line in lines(cluster) if "autotune.c.b " in line and "dev eth0" in line]
+def test_frames_to_different_hosts_wait_in_different_queues_with_filters() -> None:
+    commands = [line for line in lines(QUAD) if "autotune.c.b " in line and "dev eth0" in line]
     filters = [line.partition("u32 ")[2] for line in commands if " filter " in line]
     assert filters == [
-        f"match u8 {bits:#x} 0xf at 19 flowid 1:{name}" for bits, name in ((1, 3), (3, 4), (4, 5))
+        f"match u8 {bits:#x} 0xf at 19 flowid 1:{leaf}" for bits, leaf in ((1, 3), (3, 4), (4, 5))
     ]
     parents = [line.split("parent ")[1].split()[0] for line in commands if "bfifo" in line]
     assert parents == ["1:3", "1:4", "1:5"]
     rates = [rate_of(line) for line in commands if " class " in line and "parent 1:2 " in line]
     assert len(rates) == 3 and sum(rates) == pytest.approx(1e9 * FRAMING, abs=3)
     # a switch's port has one queue
-    assert not any("autotune.c filter" in line for line in lines(cluster))
-    assert not any("filter" in line for line in lines(cluster, NONE))
-
-
-def test_many_hosts_share_a_few_queues() -> None:
-    commands = lines(Cluster("c", tuple(host(f"h{number}") for number in range(600))))
-    assert sum("autotune.c.h7 filter" in line for line in commands) == 16
+    assert not any("autotune.c filter" in line for line in lines(QUAD))
+    assert not any("filter" in line for line in lines(QUAD, NONE))
+    # many hosts share a few queues
+    assert sum("autotune.c.h7 filter" in line for line in lines(crowd(600))) == 16
 
 
 def test_a_host_never_loses_its_own_frames() -> None:
-    cluster = Cluster("c", (host("a"), host("b"), host("c"), host("d", 0.25)))
+    slow_last = cluster(1, 1, 1, 0.25)
     queue = "autotune.c.d qdisc add dev eth0 parent 1:"
-    rooms = [int(line.split("limit ")[1]) for line in lines(cluster) if queue in line]
-    layout = lay_out(cluster, ALL)
+    rooms = [int(line.split("limit ")[1]) for line in lines(slow_last) if queue in line]
+    layout = lay_out(slow_last, ALL)
     sent = sum(window_bytes(layout, other) for other in range(3))
     assert len(rooms) == 3
     assert min(rooms) > sent > queue_bytes(layout.hosts[3].link_bytes_per_s * FRAMING)
@@ -132,72 +128,65 @@ def test_a_host_never_loses_its_own_frames() -> None:
 
 def test_guaranteed_rates_of_classes_never_exceed_their_interface() -> None:
     links = tuple(PairLink(("a", other), 0.9 * GBIT, 5e-5) for other in "bcd")
-    commands = lines(Cluster("c", tuple(host(name) for name in "abcd"), links))
+    commands = lines(replace(QUAD, pair_links=links))
     child = "autotune.c.a class add dev eth0 parent 1:1 "
     rates = [rate_of(line) for line in commands if child in line]
     assert len(rates) == 4 and sum(rates) <= round(1e9 * FRAMING) + len(rates)
 
 
+WITHOUT_FILTERS = replace(ALL, netem=False, filters=False)
+SLOW_PAIR = PairLink(("a", "b"), 0.1 * GBIT, 5e-5)
+
+
 @pytest.mark.parametrize(
-    ("latency_s", "means", "method"),
+    ("latency_s", "links", "means", "method"),
     [
-        (1e-4, NONE, Method.SWITCH),  # namespaces have it anyway
-        (1e-3, ALL, Method.NETEM),
-        (1e-3, replace(ALL, netem=False), Method.RELAY),
+        (1e-4, (), NONE, Method.SWITCH),  # namespaces have it anyway
+        (1e-3, (), ALL, Method.NETEM),
+        (1e-3, (), replace(ALL, netem=False), Method.RELAY),
+        (5e-5, (SLOW_PAIR,), WITHOUT_FILTERS, Method.RELAY),
     ],
 )
-def test_latency_takes_the_simplest_method_that_the_kernel_has(
-    latency_s: float, means: Means, method: Method
+def test_a_cluster_takes_the_simplest_method_that_the_kernel_has(
+    latency_s: float, links: tuple[PairLink, ...], means: Means, method: Method
 ) -> None:
-    layout = lay_out(Cluster("c", (host("a", latency_s=latency_s), host("b"))), means)
+    layout = lay_out(Cluster("c", (host("a", latency_s=latency_s), host("b")), links), means)
     assert layout.method is method
     added_s = latency_s if latency_s > 1e-4 else 0.0
     assert layout.added_latency_s(0, 1) == layout.added_latency_s(1, 0) == added_s
 
 
 def test_with_netem_each_latency_has_its_own_queue() -> None:
-    cluster = Cluster(
-        "c",
-        (host("a", latency_s=1e-3), host("b"), host("c"), host("d")),
-        (PairLink(("a", "b"), GBIT, 3e-3),),
-    )
-    commands = [line for line in lines(cluster) if "autotune.c.a qdisc" in line]
-    for leaf, delay_us in (("1:3", 1000), ("1:4", 1000), ("1:5", 1000), ("1:20", 3000)):
-        assert any(f"parent {leaf} netem delay {delay_us}us" in line for line in commands)
-    back = [line for line in lines(cluster) if "autotune.c.c qdisc" in line]
-    assert any("parent 1:4 bfifo" in line for line in back)
-    assert any("parent 1:20 netem delay 1000us" in line for line in back)
-
-
-WITHOUT_FILTERS = replace(ALL, netem=False, filters=False)
-
-
-def test_slow_pairs_go_through_the_relay_without_filters() -> None:
-    pair = PairLink(("a", "b"), 0.1 * GBIT, 5e-5)
-    layout = lay_out(Cluster("c", (host("a"), host("b")), (pair,)), WITHOUT_FILTERS)
-    assert layout.method is Method.RELAY
+    hosts = (host("a", latency_s=1e-3), *QUAD.hosts[1:])
+    commands = lines(Cluster("c", hosts, (PairLink(("a", "b"), GBIT, 3e-3),)))
+    for name, leaf, queue in (
+        ("a", "1:3", "netem delay 1000us"),
+        ("a", "1:4", "netem delay 1000us"),
+        ("a", "1:5", "netem delay 1000us"),
+        ("a", "1:20", "netem delay 3000us"),
+        ("c", "1:4", "bfifo"),
+        ("c", "1:20", "netem delay 1000us"),
+    ):
+        start, end = f"autotune.c.{name} qdisc", f"parent {leaf} {queue}"
+        assert any(start in line and end in line for line in commands)
 
 
 @pytest.mark.parametrize(
     ("cluster", "means", "reason"),
     [
         (
-            Cluster("c", (host("a"), host("b")), (PairLink(("a", "b"), 2 * GBIT, 2e-4),)),
+            cluster(1, 1, pair=(2, 2e-4)),
             WITHOUT_FILTERS,
             "faster than the interface of 'a', which needs tc's u32 filter",
         ),
-        (
-            Cluster("c", (host("a", latency_s=1e-3), host("b"))),
-            NONE,
-            "latencies above 100 us need netem or TAP devices",
-        ),
+        (crowd(2, latency_s=1e-3), NONE, "latencies above 100 us need netem or TAP devices"),
         (
             Cluster("c", (host("a", inner_latency_s=1e-3),)),
             ALL,
             "inner_latency of 'a' must be at most 100 us, but is 1 ms",
         ),
         (
-            Cluster("c", tuple(host(f"h{number}", latency_s=1e-3) for number in range(1001))),
+            crowd(1001, latency_s=1e-3),
             replace(NONE, tun=True),
             "which serves at most 1000 hosts, but 'c' has 1001",
         ),
@@ -217,11 +206,11 @@ def test_names_are_safe_unique_and_lasting() -> None:
     many = safe_names(tuple("y" * 40 + "é" * number for number in range(1, 30)))
     assert len(set(many)) == 29 and all(len(name) <= 32 for name in many)
     with pytest.raises(InvalidInput, match=r"1 to 32 letters, digits and '-', but is 'a\.b'"):
-        lay_out(Cluster("c", (host("a"),)), ALL, name="a.b")
+        lay_out(ONE, ALL, name="a.b")
 
 
 def test_no_host_can_have_the_switchs_namespace_or_anothers_address() -> None:
-    layout = lay_out(Cluster("c", tuple(host(f"h{number}") for number in range(600))), ALL)
+    layout = lay_out(crowd(600), ALL)
     assert len(set(layout.namespaces)) == 601
     addresses = [address(number) for number in range(600)]
     assert len(set(addresses)) == 600 and len({mac(number) for number in range(600)}) == 600
@@ -231,11 +220,11 @@ def test_no_host_can_have_the_switchs_namespace_or_anothers_address() -> None:
 def test_slow_links_get_small_frames_and_a_link_beyond_the_machine_gets_a_note() -> None:
     assert [frame_bytes(rate) for rate in (10 * GBIT, 1.0)] == [65536, 3028]
     assert frame_bytes(0.1 * GBIT) < 7000
-    assert not lay_out(Cluster("c", (host("a", 8.0),)), ALL).notes
-    fast = Cluster("c", (host("a", 100.0),))
+    assert not lay_out(cluster(8), ALL).notes
+    fast = cluster(100)
     assert "links of a are faster than the 10 Gbit/s" in lay_out(fast, ALL).notes[0]
     assert not lay_out(fast, ALL, byte_scale=20).notes
-    (note,) = lay_out(Cluster("c", tuple(host(name, 5.0) for name in "abcd")), ALL).notes
+    (note,) = lay_out(cluster(5, 5, 5, 5), ALL).notes
     assert "move 20 Gbit/s, which takes about 3 cores of this machine" in note
 
 
@@ -249,17 +238,12 @@ def test_all_senders_windows_fit_into_the_receivers_queue_and_latency_comes_on_t
         assert window_bytes(near, index) % 65535 == 0  # TCP would round others up
     far = lay_out(Cluster("c", tuple(replace(one, latency_s=5e-3) for one in hosts)), ALL)
     assert window_bytes(far, 0) > 2 * far.hosts[0].added_latency_s * 1.0 * GBIT
-    crowd = lay_out(Cluster("c", tuple(host(f"h{number}", 0.1) for number in range(40))), ALL)
-    assert window_bytes(crowd, 0) == 32 * 1024
-    fastest = lay_out(Cluster("c", (host("a", 1e6), host("b", 1e6))), ALL)
-    assert window_bytes(fastest, 0) == 65535 * 2**14
+    assert window_bytes(lay_out(crowd(40, gbit=0.1), ALL), 0) == 32 * 1024
+    assert window_bytes(lay_out(cluster(1e6, 1e6), ALL), 0) == 65535 * 2**14
 
 
-def test_a_state_file_returns_the_record_and_unreadable_files_hinder_no_others(
-    tmp_path: Path,
-) -> None:
-    pair = PairLink(("a", "b"), 2 * GBIT, 5e-5)
-    layout = lay_out(Cluster("c", (host("a"), host("b", 4.0)), (pair,)), ALL)
+def test_a_state_file_returns_the_record_also_among_unreadable_ones(tmp_path: Path) -> None:
+    layout = lay_out(cluster(1, 4, pair=(2, 5e-5)), ALL)
     namespaces = tuple(Namespace(name) for name in layout.namespaces)
     record = Recorded(layout, Process.current(), True, None, namespaces)
     states = States(tmp_path)
@@ -272,15 +256,15 @@ def test_a_state_file_returns_the_record_and_unreadable_files_hinder_no_others(
     unreadable = states.unreadable()
     assert [item.name for item in unreadable] == ["broken", "newer"]
     assert all(item.reason.startswith(str(states.path(item.name))) for item in unreadable)
+    # a name that is a path names no testbed
+    (tmp_path / "x.json").write_text("{")
+    assert States(tmp_path / "inner").read("../x") is None
 
 
-def test_a_scratch_directory_is_private_short_enough_for_rays_sockets_and_fully_removed(
-    tmp_path: Path,
-) -> None:
+def test_scratch_is_private_short_enough_for_rays_sockets_and_fully_removed(tmp_path: Path) -> None:
     path = new_scratch()
     session = path / "abcdefgh" / "session_2026-11-21_13-49-41_123456_1234567"
-    socket = session / "sockets" / "plasma_store.1"
-    assert len(str(socket)) <= 107 and not path.exists()
+    assert len(str(session / "sockets" / "plasma_store.1")) <= 107 and not path.exists()
     assert make_scratch(path) == "" and path.stat().st_mode & 0o777 == 0o700
     assert make_scratch(path) == "File exists"
     (tmp_path / "outside").write_text("")
@@ -292,9 +276,7 @@ def test_a_scratch_directory_is_private_short_enough_for_rays_sockets_and_fully_
     remove_scratch(path)
 
 
-def test_links_files_and_directories_of_another_name_are_not_removed_as_scratch(
-    tmp_path: Path,
-) -> None:
+def test_links_files_and_other_directories_are_not_removed_as_scratch(tmp_path: Path) -> None:
     other, link, file = tmp_path / "other", tmp_path / "autotune.link", tmp_path / "autotune.file"
     other.mkdir()
     link.symlink_to(other)
@@ -305,15 +287,16 @@ def test_links_files_and_directories_of_another_name_are_not_removed_as_scratch(
 
 
 def test_a_namespace_is_surely_ours_only_once_its_inode_is_recorded() -> None:
-    layout = lay_out(Cluster("c", (host("a"), host("b"))), ALL)
-    record = Recorded(layout, Process.current(), True, None).before_creating("autotune.none.a")
+    record = Recorded(lay_out(PAIR, ALL), Process.current(), True, None).before_creating(
+        "autotune.none.a"
+    )
     assert record.namespaces == (Namespace("autotune.none.a", 0),) and record.inodes == frozenset()
     assert Namespace("autotune.none.a").undecided is None, "there is none of this name"
     assert record.before_creating("x").without("x") == record
 
 
 def test_a_dead_owner_or_maker_leaves_leftovers_and_a_living_one_none() -> None:
-    layout = lay_out(Cluster("c", (host("a"),)), ALL)
+    layout = lay_out(ONE, ALL)
     living = Process.current()
     dead = Process(living.pid, 1)  # the same id, but another start
     # by (owned, complete); a complete testbed of `testbed up` stays
@@ -321,8 +304,3 @@ def test_a_dead_owner_or_maker_leaves_leftovers_and_a_living_one_none() -> None:
     for (owned, complete), expected in cases.items():
         assert Recorded(layout, dead, owned, None, (), complete).left_over is expected
         assert not Recorded(layout, living, owned, None, (), complete).left_over
-
-
-def test_a_name_that_is_a_path_names_no_testbed(tmp_path: Path) -> None:
-    (tmp_path / "x.json").write_text("{")
-    assert States(tmp_path / "inner").read("../x") is None
