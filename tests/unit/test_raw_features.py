@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
+from small_worlds import strategy as strategy_of
 
 from autotune.cluster import Cluster, Host
 from autotune.errors import InvalidInput
@@ -15,7 +18,6 @@ from autotune.strategy_space.strategy import (
     Partition,
     Shard,
     SparseHandling,
-    Strategy,
     Synchronizer,
     VariableStrategy,
 )
@@ -34,15 +36,23 @@ def workload(count: int = 3, edges: tuple[tuple[int, int], ...] = ()) -> Workloa
     )
 
 
+REDUCE = Shard(Synchronizer.ALL_REDUCE)
+
+
 def features(
-    choices: list[VariableStrategy], model: Workload, cluster: Cluster, cross_step: bool = False
+    model: Workload,
+    cluster: Cluster,
+    choices: dict[str, Shard | VariableStrategy] | None = None,
+    default: Shard = REDUCE,
+    **settings: Any,
 ) -> StrategyFeatures:
-    strategy = Strategy(tuple(choices), cross_step=cross_step)
+    strategy = strategy_of(model, default, choices, **settings)
     return extract(PlannedStrategy.of(strategy, model, cluster.world_size), model, cluster)
 
 
-def alone(model: Workload, shard: Shard) -> list[VariableStrategy]:
-    return [VariableStrategy(variable.name, (shard,)) for variable in model.variables]
+def cut(name: str, *sizes: int, shards: tuple[Shard, ...] = ()) -> dict[str, Any]:
+    shards = shards or (REDUCE,) * len(sizes)
+    return {name: VariableStrategy(name, shards, Partition(0, sizes))}
 
 
 def column(item: StrategyFeatures, name: str) -> list[float]:
@@ -51,13 +61,8 @@ def column(item: StrategyFeatures, name: str) -> list[float]:
 
 
 def test_one_row_per_shard_in_backward_order_whatever_the_issue_order() -> None:
-    model = workload()
     shards = tuple(Shard(Synchronizer.ALL_REDUCE, priority=priority) for priority in (5, 1, 3))
-    choices = [VariableStrategy("v01", shards, Partition(0, (2, 5, 1)))]
-    choices += [
-        VariableStrategy(name, (Shard(Synchronizer.ALL_REDUCE),)) for name in ("v00", "v02")
-    ]
-    item = features(choices, model, hosts(2))
+    item = features(workload(), hosts(2), cut("v01", 2, 5, 1, shards=shards))
     assert item.shards.shape == (5, len(RAW_FEATURES))
     assert item.shard_variable.tolist() == [0, 1, 1, 1, 2]
     assert column(item, "size_share") == pytest.approx([16 / 48, 4 / 48, 10 / 48, 2 / 48, 16 / 48])
@@ -66,51 +71,30 @@ def test_one_row_per_shard_in_backward_order_whatever_the_issue_order() -> None:
 
 
 @pytest.mark.parametrize(("cross_step", "in_flight"), [(False, 1), (True, 1), (True, 2)])
-def test_rows_say_whether_messages_cross_the_step_and_go_side_by_side(
+def test_rows_show_whether_messages_cross_the_step_and_go_side_by_side(
     cross_step: bool, in_flight: int
 ) -> None:
-    model, cluster = workload(2), hosts(2)
-    strategy = Strategy(
-        tuple(alone(model, Shard(Synchronizer.ALL_REDUCE))), cross_step, in_flight=in_flight
-    )
-    item = extract(PlannedStrategy.of(strategy, model, 2), model, cluster)
-    assert (
-        column(item, "cross_step") == [float(cross_step)] * 2
-        and column(item, "side_by_side") == [float(in_flight > 1)] * 2
-    )
+    item = features(workload(2), hosts(2), cross_step=cross_step, in_flight=in_flight)
+    assert column(item, "cross_step") == [float(cross_step)] * 2
+    assert column(item, "side_by_side") == [float(in_flight > 1)] * 2
 
 
 def test_shares_of_the_gradients_sum_to_one() -> None:
-    model = workload(5)
-    item = features(
-        alone(model, Shard(Synchronizer.ALL_REDUCE, Compressor.FP16, group=0)), model, hosts(2)
-    )
+    cast = Shard(Synchronizer.ALL_REDUCE, Compressor.FP16, group=0)
+    item = features(workload(5), hosts(2), default=cast)
     assert sum(column(item, "size_share")) == pytest.approx(1.0)
     assert sum(column(item, "wire_share")) == pytest.approx(0.5)
     assert column(item, "message_share") == [1.0] * 5
 
 
 def test_every_one_hot_has_one_bit_and_names_the_choice() -> None:
-    model = workload(2)
-    choices = [
-        VariableStrategy(
-            "v00", (Shard(Synchronizer.PARAMETER_SERVER, Compressor.INT8, placement=1),)
-        ),
-        VariableStrategy("v01", (Shard(Synchronizer.REDUCE_SCATTER_ALL_GATHER),)),
-    ]
-    item = features(choices, model, hosts(2))
-    for block, totals in (
-        ("host_", [1, 0]),
-        ("message_", None),
-        ("compressor_", [1, 1]),
-        ("primitive_", [1, 1]),
-    ):
-        chosen = [
-            i
-            for i, name in enumerate(RAW_FEATURES)
-            if name.startswith(block) and name != "message_share"
-        ]
-        assert item.shards[:, chosen].sum(axis=1).tolist() == (totals or [1, 1])
+    served = Shard(Synchronizer.PARAMETER_SERVER, Compressor.INT8, placement=1)
+    scattered = Shard(Synchronizer.REDUCE_SCATTER_ALL_GATHER)
+    item = features(workload(2), hosts(2), {"v00": served, "v01": scattered})
+    names = [name for name in RAW_FEATURES if name != "message_share"]
+    for block in ("host_", "message_", "compressor_", "primitive_"):
+        bits = sum(np.array(column(item, name)) for name in names if name.startswith(block))
+        assert np.array_equal(bits, [1, 0] if block == "host_" else [1, 1])
     assert column(item, "host_1") == [1, 0]
     assert column(item, "compressor_int8") == [1, 0]
     assert column(item, "primitive_reduce_scatter_all_gather") == [0, 1]
@@ -119,101 +103,69 @@ def test_every_one_hot_has_one_bit_and_names_the_choice() -> None:
     assert column(item, "log_link") == pytest.approx([np.log(2e8), np.log(1e8)])
 
 
-def test_flags_of_hierarchy_sparsity_and_cross_step_are_seen() -> None:
+def test_flags_of_hierarchy_sparsity_and_cross_step_are_set() -> None:
     model = Workload("m", (Variable("a", (8, 2), sparse=True),), (), 0.01, 0.02)
     shard = Shard(Synchronizer.ALL_REDUCE, hierarchical=True)
-    item = features(
-        [VariableStrategy("a", (shard,), sparse=SparseHandling.ALL_GATHER)],
-        model,
-        hosts(2, devices=2),
-        cross_step=True,
-    )
-    assert [column(item, name) for name in ("hierarchical", "sparse", "cross_step")] == [
-        [1],
-        [1],
-        [1],
-    ]
+    rows = VariableStrategy("a", (shard,), sparse=SparseHandling.ALL_GATHER)
+    item = features(model, hosts(2, devices=2), {"a": rows}, cross_step=True)
+    assert [column(item, name) for name in ("hierarchical", "sparse", "cross_step")] == [[1]] * 3
 
 
 def test_hosts_and_messages_beyond_the_columns_share_the_last_one() -> None:
-    model, cluster = workload(40), hosts(20)
-    choices = [
-        VariableStrategy(variable.name, (Shard(Synchronizer.PARAMETER_SERVER, placement=i % 20),))
+    model = workload(40)
+    served = {
+        variable.name: Shard(Synchronizer.PARAMETER_SERVER, placement=i % 20)
         for i, variable in enumerate(model.variables)
-    ]
-    item = features(choices, model, cluster)
+    }
+    item = features(model, hosts(20), served)
     assert sum(column(item, "host_other")) == 2 * (20 - HOST_COLUMNS)
     assert sum(column(item, "message_later")) == 40 - MESSAGE_COLUMNS + 1
     assert len(set(column(item, "issue"))) == 40
 
 
 def test_group_labels_do_not_matter_only_what_is_sent_together() -> None:
-    model, cluster = workload(4), hosts(2)
+    def grouped(*labels: int) -> StrategyFeatures:
+        shards = {
+            f"v{i:02d}": Shard(Synchronizer.ALL_REDUCE, group=g) for i, g in enumerate(labels)
+        }
+        return features(workload(4), hosts(2), shards)
 
-    def grouped(labels: tuple[int, ...]) -> StrategyFeatures:
-        return features(
-            [
-                VariableStrategy(v.name, (Shard(Synchronizer.ALL_REDUCE, group=g),))
-                for v, g in zip(model.variables, labels, strict=True)
-            ],
-            model,
-            cluster,
-        )
-
-    np.testing.assert_array_equal(grouped((0, 0, 1, 1)).shards, grouped((7, 7, 3, 3)).shards)
+    np.testing.assert_array_equal(grouped(0, 0, 1, 1).shards, grouped(7, 7, 3, 3).shards)
 
 
 def test_features_are_finite_without_any_measured_time_and_with_empty_tensors() -> None:
     model = Workload("m", (Variable("a", (0, 3)), Variable("b", (4,))))
-    item = features(alone(model, Shard(Synchronizer.ALL_REDUCE)), model, Cluster.local(1))
+    item = features(model, Cluster.local(1))
     assert np.isfinite(item.shards).all()
     assert np.isfinite(item.global_features).all()
 
 
 def test_partitioned_graph_links_each_shard_to_its_neighbours_once() -> None:
     model = workload(3, edges=((0, 2),))
-    cut = VariableStrategy("v00", (Shard(Synchronizer.ALL_REDUCE),) * 4, Partition(0, (2, 2, 2, 2)))
-    other = VariableStrategy("v02", (Shard(Synchronizer.ALL_REDUCE),) * 2, Partition(0, (4, 4)))
-    item = features(
-        [cut, VariableStrategy("v01", (Shard(Synchronizer.ALL_REDUCE),)), other], model, hosts(2)
-    )
+    item = features(model, hosts(2), cut("v00", 2, 2, 2, 2) | cut("v02", 4, 4))
     chains = {(0, 1), (1, 2), (2, 3), (5, 6)}
     assert set(map(tuple, item.shard_edges.tolist())) == chains | {(0, 5), (1, 5), (2, 6), (3, 6)}
     assert len(item.shard_edges) == 8
 
 
 def test_variables_form_a_chain_where_the_workload_names_no_edges() -> None:
-    model = workload(3)
-    assert features(
-        alone(model, Shard(Synchronizer.ALL_REDUCE)), model, hosts(2)
-    ).edges.tolist() == [[0, 1], [1, 2]]
-    single = workload(1)
-    assert features(
-        alone(single, Shard(Synchronizer.ALL_REDUCE)), single, hosts(2)
-    ).shard_edges.shape == (0, 2)
+    assert features(workload(3), hosts(2)).edges.tolist() == [[0, 1], [1, 2]]
+    assert features(workload(1), hosts(2)).shard_edges.shape == (0, 2)
 
 
-def test_more_variables_than_features_are_made_for_are_refused_with_the_numbers() -> None:
-    model = workload(MAX_VARIABLES + 1)
-    with pytest.raises(
-        InvalidInput,
-        match=f"at most {MAX_VARIABLES} variables and {MAX_SHARDS} shards, but .* has {MAX_VARIABLES + 1} and",
-    ):
-        features(alone(model, Shard(Synchronizer.ALL_REDUCE)), model, hosts(2))
-
-
-def test_more_shards_than_features_are_made_for_are_refused_with_the_number() -> None:
+def test_more_variables_or_shards_than_the_limits_are_refused_with_the_numbers() -> None:
+    count = MAX_VARIABLES + 1
+    limits = f"at most {MAX_VARIABLES} variables and {MAX_SHARDS} shards"
+    with pytest.raises(InvalidInput, match=f"{limits}, but .* has {count} and"):
+        features(workload(count), hosts(2))
     count = MAX_SHARDS + 1
+    one = Shard(Synchronizer.ALL_REDUCE, group=0)
     model = Workload("m", (Variable("v", (count,)),))
-    cut = VariableStrategy(
-        "v", (Shard(Synchronizer.ALL_REDUCE, group=0),) * count, Partition(0, (1,) * count)
-    )
     with pytest.raises(InvalidInput, match=f"has 1 and {count}; use fewer shards per variable"):
-        features([cut], model, hosts(2))
+        features(model, hosts(2), cut("v", *(1,) * count, shards=(one,) * count))
 
 
 def test_a_plan_of_another_model_is_refused() -> None:
-    model, other = workload(3), workload(2)
-    strategy = Strategy(tuple(alone(model, Shard(Synchronizer.ALL_REDUCE))))
+    planned = PlannedStrategy.of(strategy_of(workload(3), REDUCE), workload(3), 2)
     with pytest.raises(InvalidInput, match="plan the strategy for this workload"):
-        extract(PlannedStrategy.of(strategy, model, 2), other, hosts(2))
+        extract(planned, workload(2), hosts(2))

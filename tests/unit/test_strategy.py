@@ -18,7 +18,9 @@ from autotune.strategy_space.strategy import (
     VariableStrategy,
 )
 
-ALL_REDUCE = Shard(Synchronizer.ALL_REDUCE)
+REDUCE = Synchronizer.ALL_REDUCE
+ALL_REDUCE = Shard(REDUCE)
+ONE = VariableStrategy("w", (ALL_REDUCE,))
 TWO = Strategy(
     (
         VariableStrategy("b", (ALL_REDUCE,)),
@@ -28,119 +30,92 @@ TWO = Strategy(
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("kind", "fields", "message"),
     [
         (
-            lambda: Shard(Synchronizer.PARAMETER_SERVER),
+            Shard,
+            {"synchronizer": Synchronizer.PARAMETER_SERVER},
             r"needs a placement \(the rank of its server\), but placement is None",
         ),
+        (Shard, {"placement": 1}, "all_reduce needs no placement, but placement is 1"),
         (
-            lambda: Shard(Synchronizer.ALL_REDUCE, placement=1),
-            "all_reduce needs no placement, but placement is 1",
-        ),
-        (
-            lambda: Shard(Synchronizer.REDUCE_BROADCAST, placement=-1),
+            Shard,
+            {"synchronizer": Synchronizer.REDUCE_BROADCAST, "placement": -1},
             "must be a rank >= 0, but is -1",
         ),
+        (Shard, {"compressor": Compressor.TOP_K}, "needs a ratio, but top_k has None"),
         (
-            lambda: Shard(Synchronizer.ALL_REDUCE, Compressor.TOP_K),
-            "needs a ratio, but top_k has None",
-        ),
-        (
-            lambda: Shard(Synchronizer.ALL_REDUCE, Compressor.FP16, ratio=0.1),
+            Shard,
+            {"compressor": Compressor.FP16, "ratio": 0.1},
             "only it, needs a ratio, but fp16 has 0.1",
         ),
         (
-            lambda: Shard(Synchronizer.ALL_REDUCE, Compressor.TOP_K, ratio=1.5),
+            Shard,
+            {"compressor": Compressor.TOP_K, "ratio": 1.5},
             r"must lie in \(0, 1\], but is 1.5",
         ),
+        (Shard, {"compressor": Compressor.POWER_SGD}, "needs a rank, but power_sgd has None"),
+        (Shard, {"compressor": Compressor.POWER_SGD, "rank": 0}, "must be at least 1, but is 0"),
+        (Partition, {"axis": -1, "sizes": (1, 1)}, "axis must be at least 0, but is -1"),
         (
-            lambda: Shard(Synchronizer.ALL_REDUCE, Compressor.POWER_SGD),
-            "needs a rank, but power_sgd has None",
-        ),
-        (
-            lambda: Shard(Synchronizer.ALL_REDUCE, Compressor.POWER_SGD, rank=0),
-            "must be at least 1, but is 0",
-        ),
-        (lambda: Partition(-1, (1, 1)), "axis must be at least 0, but is -1"),
-        (
-            lambda: Partition(0, (4,)),
+            Partition,
+            {"axis": 0, "sizes": (4,)},
             r"two or more shards of at least 1 row each, but the sizes are \(4,\)",
         ),
-        (lambda: Partition(0, (4, 0)), r"at least 1 row each, but the sizes are \(4, 0\)"),
         (
-            lambda: VariableStrategy("w", (ALL_REDUCE,), Partition(0, (1, 1))),
+            Partition,
+            {"axis": 0, "sizes": (4, 0)},
+            r"at least 1 row each, but the sizes are \(4, 0\)",
+        ),
+        (
+            VariableStrategy,
+            {"variable": "w", "shards": (ALL_REDUCE,), "partition": Partition(0, (1, 1))},
             r"'w' is cut into 2 part\(s\) .* but has 1",
         ),
-        (lambda: Strategy(()), "at least one variable"),
-        (lambda: Strategy((VariableStrategy("w", (ALL_REDUCE,)),) * 2), "names each variable once"),
-        (
-            lambda: Strategy(TWO.variables, ring_order=(0, 2)),
-            r"permutation of the ranks, but is \(0, 2\)",
-        ),
-        (
-            lambda: Strategy(TWO.variables, schema=0),
-            "reads strategy schema 1, but the strategy has 0",
-        ),
+        (Strategy, {"variables": ()}, "at least one variable"),
+        (Strategy, {"variables": (ONE, ONE)}, "names each variable once"),
+        (Strategy, {"ring_order": (0, 2)}, r"permutation of the ranks, but is \(0, 2\)"),
+        (Strategy, {"schema": 0}, "reads strategy schema 1, but the strategy has 0"),
     ],
 )
-def test_a_broken_rule_is_named_with_its_value(make, message):
+def test_a_broken_rule_is_named_with_its_value(kind, fields, message):
+    defaults = {Shard: {"synchronizer": REDUCE}, Strategy: {"variables": TWO.variables}}
     with pytest.raises(InvalidStrategy, match=message):
-        make()
+        kind(**{**defaults.get(kind, {}), **fields})
 
 
 def test_identity_is_content_and_the_order_of_variables_carries_no_meaning():
     again = Strategy(TWO.variables[::-1])
-    assert again == TWO
-    assert again.id == TWO.id
+    assert again == TWO and again.id == TWO.id
     assert Strategy(TWO.variables, cross_step=True).id != TWO.id
     assert TWO.id.startswith("strategy-")
 
 
-def test_what_was_stored_before_messages_could_be_in_flight_together_keeps_its_identity():
-    one, two = (
-        Strategy(TWO.variables, cross_step=True),
-        Strategy(TWO.variables, cross_step=True, in_flight=2),
-    )
+def test_a_strategy_stored_before_messages_in_flight_keeps_its_identity():
+    one, two = (Strategy(TWO.variables, cross_step=True, in_flight=count) for count in (1, 2))
     assert "in_flight" not in one.to_json() and one.id != two.id
     assert json.loads(two.to_json()) == json.loads(one.to_json()) | {"in_flight": 2}
-    assert whole_text(two).endswith(
-        "2 messages are under way at once on each lane."
-    ) and "under way" not in whole_text(one)
-    assert (
-        Strategy.from_json(two.to_json()) == two
-        and Strategy.from_json(one.to_json()).in_flight == 1
-    )
+    assert whole_text(two).endswith("2 messages are under way at once on each lane.")
+    assert "under way" not in whole_text(one)
+    assert [Strategy.from_json(each.to_json()) for each in (one, two)] == [one, two]
 
 
 @pytest.mark.parametrize(
     ("cross_step", "in_flight"), [(True, 0), (True, MOST_IN_FLIGHT + 1), (False, 2)]
 )
 def test_more_messages_are_in_flight_than_one_only_across_steps(cross_step, in_flight):
-    with pytest.raises(
-        InvalidStrategy, match=f"in_flight must be .* but is {in_flight}, cross_step: {cross_step}"
-    ):
+    rule = f"in_flight must be .* but is {in_flight}, cross_step: {cross_step}"
+    with pytest.raises(InvalidStrategy, match=rule):
         Strategy(TWO.variables, cross_step=cross_step, in_flight=in_flight)
 
 
 def test_json_round_trip_is_loss_free_for_every_field():
-    shards = (
-        Shard(
-            Synchronizer.REDUCE_BROADCAST,
-            Compressor.TOP_K,
-            placement=2,
-            group=4,
-            priority=-3,
-            ratio=0.125,
-        ),
-        Shard(Synchronizer.ALL_REDUCE, Compressor.POWER_SGD, hierarchical=True, rank=4),
-    )
-    strategy = Strategy(
-        (VariableStrategy('größe.\n"w"', shards, Partition(1, (7, 2))),), True, (1, 0, 2)
-    )
+    rooted = Shard(Synchronizer.REDUCE_BROADCAST, Compressor.TOP_K, 2, 4, -3, ratio=0.125)
+    two_level = Shard(REDUCE, Compressor.POWER_SGD, hierarchical=True, rank=4)
+    choice = VariableStrategy('größe.\n"w"', (rooted, two_level), Partition(1, (7, 2)))
+    strategy = Strategy((choice,), True, (1, 0, 2))
     again = Strategy.from_json(strategy.to_json())
-    assert again == strategy
-    assert again.id == strategy.id
+    assert again == strategy and again.id == strategy.id
     assert again.to_json() == strategy.to_json()
 
 
