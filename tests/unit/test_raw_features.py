@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -42,7 +43,7 @@ REDUCE = Shard(Synchronizer.ALL_REDUCE)
 def features(
     model: Workload,
     cluster: Cluster,
-    choices: dict[str, Shard | VariableStrategy] | None = None,
+    choices: Mapping[str, Shard | VariableStrategy] | None = None,
     default: Shard = REDUCE,
     **settings: Any,
 ) -> StrategyFeatures:

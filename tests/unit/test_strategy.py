@@ -79,9 +79,9 @@ TWO = Strategy(
     ],
 )
 def test_a_broken_rule_is_named_with_its_value(kind, fields, message):
-    defaults = {Shard: {"synchronizer": REDUCE}, Strategy: {"variables": TWO.variables}}
+    valid = {Shard: {"synchronizer": REDUCE}, Strategy: {"variables": TWO.variables}}.get(kind, {})
     with pytest.raises(InvalidStrategy, match=message):
-        kind(**{**defaults.get(kind, {}), **fields})
+        kind(**valid | fields)
 
 
 def test_identity_is_content_and_the_order_of_variables_carries_no_meaning():
