@@ -1,10 +1,10 @@
-"""The flat sums over hosts equal slow sums over ranks, and physics holds: more bandwidth is never
-slower.
-"""
+"""Flat sums over hosts equal slow sums over ranks; more bandwidth is never slower."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from hypothesis import given, settings
@@ -21,28 +21,18 @@ from autotune.workload import Variable, Workload
 
 rates = st.floats(1e6, 1e10)
 latencies = st.floats(0, 1e-2)
-MODEL = Workload("m", (Variable("v", ()),))  # of which costs need the rows of sparse gradients only
+MODEL = Workload("m", (Variable("v", ()),))  # costs need only the rows of its sparse gradients
 
 
 @st.composite
 def clusters(draw: st.DrawFn) -> Cluster:
     count = draw(st.integers(1, 5))
-    hosts = tuple(
-        Host(
-            f"h{i}",
-            draw(st.integers(1, 4)),
-            draw(rates),
-            draw(latencies),
-            draw(rates),
-            draw(latencies),
-        )
-        for i in range(count)
-    )
+    fields = (st.integers(1, 4), rates, latencies, rates, latencies)
+    hosts = tuple(draw(st.builds(Host, st.just(f"h{i}"), *fields)) for i in range(count))
     pairs: tuple[PairLink, ...] = ()
     if count > 1 and draw(st.booleans()):
-        pairs = (
-            PairLink(("h0", f"h{draw(st.integers(1, count - 1))}"), draw(rates), draw(latencies)),
-        )
+        ends = ("h0", f"h{draw(st.integers(1, count - 1))}")
+        pairs = (PairLink(ends, draw(rates), draw(latencies)),)
     return Cluster("c", hosts, pairs)
 
 
@@ -54,17 +44,9 @@ def plans(draw: st.DrawFn) -> tuple[Cluster, Plan]:
         synchronizer = draw(st.sampled_from(list(Synchronizer)))
         rooted = synchronizer in (Synchronizer.PARAMETER_SERVER, Synchronizer.REDUCE_BROADCAST)
         owner = draw(st.integers(0, cluster.world_size - 1)) if rooted else None
-        part = TensorSlice(f"v{number}", draw(st.integers(1, 10**7)))
-        messages.append(
-            Message(
-                (part,),
-                synchronizer,
-                Compressor.NONE,
-                "float32",
-                owner=owner,
-                hierarchical=draw(st.booleans()),
-            )
-        )
+        parts = (TensorSlice(f"v{number}", draw(st.integers(1, 10**7))),)
+        one = Message(parts, synchronizer, Compressor.NONE, "float32", owner=owner)
+        messages.append(replace(one, hierarchical=draw(st.booleans())))
     return cluster, Plan("model", cluster.world_size, tuple(messages))
 
 
@@ -92,13 +74,16 @@ def slow_cost_s(message: Message, cluster: Cluster) -> float:
     )
 
 
+def with_hierarchy(drawn: Plan, messages: Iterable[Message], hierarchical: bool) -> Plan:
+    changed = tuple(replace(message, hierarchical=hierarchical) for message in messages)
+    return replace(drawn, messages=changed)
+
+
 @settings(max_examples=60, deadline=None)
 @given(plans())
 def test_flat_costs_equal_the_slow_sum_over_ranks(case: tuple[Cluster, Plan]) -> None:
-    cluster, made = case
-    flat = replace(
-        made, messages=tuple(replace(message, hierarchical=False) for message in made.messages)
-    )
+    cluster, drawn = case
+    flat = with_hierarchy(drawn, drawn.messages, False)
     expected = [slow_cost_s(message, cluster) for message in flat.messages]
     np.testing.assert_allclose(message_costs(flat, cluster, MODEL).sync_s, expected, rtol=1e-9)
 
@@ -106,22 +91,17 @@ def test_flat_costs_equal_the_slow_sum_over_ranks(case: tuple[Cluster, Plan]) ->
 @settings(max_examples=60, deadline=None)
 @given(plans(), st.floats(1, 100))
 def test_more_bandwidth_is_never_slower(case: tuple[Cluster, Plan], times: float) -> None:
-    cluster, made = case
-    hosts = tuple(
-        replace(
-            h,
-            link_bytes_per_s=h.link_bytes_per_s * times,
-            inner_bytes_per_s=h.inner_bytes_per_s * times,
-        )
-        for h in cluster.hosts
+    cluster, drawn = case
+
+    def faster(part: Any, *rates: str) -> Any:
+        return replace(part, **{name: getattr(part, name) * times for name in rates})
+
+    fast = replace(
+        cluster,
+        hosts=tuple(faster(h, "link_bytes_per_s", "inner_bytes_per_s") for h in cluster.hosts),
+        pair_links=tuple(faster(link, "link_bytes_per_s") for link in cluster.pair_links),
     )
-    pairs = tuple(
-        replace(link, link_bytes_per_s=link.link_bytes_per_s * times) for link in cluster.pair_links
-    )
-    before, after = (
-        message_costs(made, cluster, MODEL),
-        message_costs(made, replace(cluster, hosts=hosts, pair_links=pairs), MODEL),
-    )
+    before, after = (message_costs(drawn, each, MODEL) for each in (cluster, fast))
     assert (after.channel_s <= before.channel_s * (1 + 1e-9)).all()
     assert after.paper_sync_s <= before.paper_sync_s * (1 + 1e-9)
 
@@ -129,23 +109,14 @@ def test_more_bandwidth_is_never_slower(case: tuple[Cluster, Plan], times: float
 @settings(max_examples=40, deadline=None)
 @given(plans())
 def test_hierarchy_never_sends_more_over_a_servers_interface(case: tuple[Cluster, Plan]) -> None:
-    cluster, made = case
-    served = tuple(
-        message
-        for message in made.messages
-        if message.synchronizer is Synchronizer.PARAMETER_SERVER
-    )
-    if not served:
-        return
-    costs = [
-        message_costs(
-            replace(made, messages=tuple(replace(message, hierarchical=way) for message in served)),
-            cluster,
-            MODEL,
+    cluster, drawn = case
+    served = [m for m in drawn.messages if m.synchronizer is Synchronizer.PARAMETER_SERVER]
+    if served:
+        two_level, flat = (
+            message_costs(with_hierarchy(drawn, served, way), cluster, MODEL).transfer_s
+            for way in (True, False)
         )
-        for way in (True, False)
-    ]
-    assert (costs[0].transfer_s <= costs[1].transfer_s * (1 + 1e-9)).all()
+        assert (two_level <= flat * (1 + 1e-9)).all()
 
 
 @st.composite
