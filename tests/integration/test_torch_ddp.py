@@ -8,39 +8,33 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from ddp_pair import HOOKED, average_hook, pair
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
 from torch_plans import Tied, loss_of, mixed, uniform
-from torch_world import run_world
+from torch_world import on_ranks
 
 from autotune.errors import InvalidStrategy
 from runtime_rewriter.pytorch.ddp import PlannedDataParallel, replaced_ddp
 from runtime_rewriter.pytorch.hooks import GradientSynchronizer
 
-CHANGED = {
-    "forward",
-    "__init__",
-    "__getstate__",
-    "_inside_ddp_forward",
-    "_run_ddp_forward",
-    "_distributed_broadcast_coalesced",
-}
-CHANGED |= {"register_comm_hook", "_register_builtin_comm_hook", "_set_static_graph", "join_hook"}
-OF_EVERY_CLASS = {"__doc__", "__module__", "__abstractmethods__", "__annotations__", "_abc_impl"}
+CHANGED = "forward __init__ __getstate__ _inside_ddp_forward _run_ddp_forward join_hook"
+CHANGED += " _distributed_broadcast_coalesced register_comm_hook _register_builtin_comm_hook"
+CHANGED += " _set_static_graph"
+OF_EVERY_CLASS = "__doc__ __module__ __abstractmethods__ __annotations__ _abc_impl"
 
 
 def test_every_name_of_ddp_is_inherited_unchanged_but_the_documented_few() -> None:
-    for name in dir(DistributedDataParallel):
-        same = inspect.getattr_static(PlannedDataParallel, name) is inspect.getattr_static(
-            DistributedDataParallel, name
-        )
-        assert same or name in CHANGED | OF_EVERY_CLASS, name
+    for name in set(dir(DistributedDataParallel)) - {*CHANGED.split(), *OF_EVERY_CLASS.split()}:
+        classes = (PlannedDataParallel, DistributedDataParallel)
+        mine, theirs = (inspect.getattr_static(one, name) for one in classes)
+        assert mine is theirs, name
 
 
-def check_surface(rank: int) -> None:
-    theirs, mine = DistributedDataParallel(Tied()), PlannedDataParallel(Tied())
+@on_ranks(2)
+def test_the_public_surface_of_ddp_works_with_and_without_a_plan(rank: int) -> None:
+    theirs, mine = pair(Tied())
     mine.synchronizer.load(mixed(mine.module, 2))
     for model in (theirs, mine):
         loss_of(model, rank, 0).backward()
@@ -53,24 +47,24 @@ def check_surface(rank: int) -> None:
     with mine.no_sync():
         assert not mine.require_backward_grad_sync
     mine.synchronizer.load(None)
-    mine.register_comm_hook(None, count_hook)
+    mine.register_comm_hook(None, average_hook)
     loss_of(mine, rank, 2).backward()
-    assert COUNTED, "without a plan the user's own communication hook runs"
-    COUNTED.clear()
+    assert HOOKED, "without a plan the user's own communication hook runs"
+    HOOKED.clear()
     mine.synchronizer.load(uniform(mine.module, 2))
     loss_of(mine, rank, 2).backward()
-    assert not COUNTED, "with a plan the plan synchronizes"
+    assert not HOOKED, "with a plan the plan synchronizes"
     clone = copy.deepcopy(mine)
     with pytest.raises(InvalidStrategy, match="wrap the module again"):
         clone.synchronizer.load(None)
     loss_of(clone, rank, 3).backward()
 
 
-def check_join(rank: int) -> None:
+@on_ranks(2)
+def test_ddp_itself_handles_uneven_inputs_under_join(rank: int) -> None:
     """Uneven inputs, the plan loaded before the context."""
     torch.manual_seed(0)
-    theirs, mine = DistributedDataParallel(Tied()), PlannedDataParallel(Tied())
-    mine.load_state_dict(theirs.state_dict())
+    theirs, mine = pair(Tied())
     mine.synchronizer.load(uniform(mine.module, 2))
     for model in (theirs, mine):
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -86,28 +80,6 @@ def check_join(rank: int) -> None:
         mine.synchronizer.load(uniform(mine.module, 2))
 
 
-def test_ddp_itself_handles_uneven_inputs_under_join() -> None:
-    run_world(check_join, 2)
-
-
-COUNTED: list[int] = []
-
-
-def count_hook(
-    state: None, bucket: dist.GradBucket
-) -> torch.futures.Future[torch.Tensor]:  # DDP reads the annotations
-    COUNTED.append(bucket.index())
-    return (
-        dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True)
-        .get_future()
-        .then(lambda done: done.value()[0])
-    )
-
-
-def test_the_public_surface_of_ddp_works_with_and_without_a_plan() -> None:
-    run_world(check_surface, 2)
-
-
 class ScriptSession:
     def __init__(self) -> None:
         self.built: list[GradientSynchronizer] = []
@@ -116,7 +88,8 @@ class ScriptSession:
         self.built.append(synchronizer)
 
 
-def check_replacement(rank: int) -> None:
+@on_ranks(2)
+def test_the_replaced_class_reports_to_the_session_and_saves_as_torchs_own(rank: int) -> None:
     session = ScriptSession()
     with replaced_ddp(session, timeout_s=7.0):
         model = torch.nn.parallel.DistributedDataParallel(Tied())
@@ -132,10 +105,6 @@ def check_replacement(rank: int) -> None:
     stored.seek(0)
     loaded = torch.load(stored, weights_only=False)
     assert type(loaded) is DistributedDataParallel, "a saved model opens where nothing is replaced"
-
-
-def test_the_replaced_class_reports_to_the_session_and_saves_as_torchs_own() -> None:
-    run_world(check_replacement, 2)
 
 
 def test_the_class_is_restored_when_the_script_fails() -> None:
@@ -154,7 +123,8 @@ class Dictionary(nn.Module):
         return {"logits": [self.layer(x) * scale], "scale": scale}
 
 
-def check_outputs(rank: int) -> None:
+@on_ranks(2)
+def test_outputs_in_containers_and_a_compiled_model_are_synchronized(rank: int) -> None:
     torch.manual_seed(0)
     mine = PlannedDataParallel(Dictionary())
     mine.synchronizer.load(uniform(mine.module, 2, groups=1))
@@ -165,18 +135,14 @@ def check_outputs(rank: int) -> None:
     assert torch.equal(mine.module.layer.weight.grad, torch.full((3, 3), 2.0))
 
 
-def test_outputs_in_containers_and_a_compiled_model_are_synchronized() -> None:
-    run_world(check_outputs, 2)
-
-
-def check_surroundings(rank: int) -> None:
+@on_ranks(2)
+def test_uses_of_ddp_that_forbid_plans_are_named(rank: int) -> None:
     """Uses of DDP that forbid plans: loading one names the use, and DDP itself continues."""
     hooked = PlannedDataParallel(Tied())
     hooked._register_buffer_comm_hook(None, lambda state, buffers: None)
     module = Tied()
-    module.gain.__dict__["_in_backward_optimizers"] = [
-        torch.optim.SGD([module.gain], 0.1)
-    ]  # what torch.distributed.optim leaves; its import warns
+    # What torch.distributed.optim leaves; its import warns.
+    module.gain.__dict__["_in_backward_optimizers"] = [torch.optim.SGD([module.gain], 0.1)]
     fused = PlannedDataParallel(module)
     module = Tied()
     delayed = PlannedDataParallel(
@@ -198,7 +164,3 @@ def check_surroundings(rank: int) -> None:
         with pytest.raises(InvalidStrategy, match=reason):
             model.synchronizer.load(uniform(model.module, 2))
         assert model.synchronizer.plan is None
-
-
-def test_uses_of_ddp_that_forbid_plans_are_named() -> None:
-    run_world(check_surroundings, 2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import multiprocessing
 import multiprocessing.context
 import os
@@ -9,8 +11,9 @@ import socket
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
+from importlib import import_module
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -21,8 +24,7 @@ from autotune.jobs.campaign.one_gpu import own_host_environment
 
 INIT_TIMEOUT = timedelta(seconds=60)
 BACKEND, _, DEVICE = os.environ.get("AUTOTUNE_TEST_WORLD", "gloo:cpu").partition(":")
-"""`AUTOTUNE_TEST_WORLD=nccl:cuda pytest tests/integration` runs the tests of the torch runtime on a
-GPU."""
+"""`AUTOTUNE_TEST_WORLD=nccl:cuda pytest tests/integration` tests the torch runtime on a GPU."""
 
 
 def run_world(
@@ -47,14 +49,8 @@ def run_world(
     )
     where = (store.port, backend, device)
     pipes = [context.Pipe(duplex=False) for _ in range(size)]
-    processes = [
-        context.Process(
-            target=_rank_main,
-            args=(pipes[rank][1], check, rank, size, where, arguments),
-            daemon=True,
-        )
-        for rank in range(size)
-    ]
+    shares = [(pipes[rank][1], check, rank, size, where, arguments) for rank in range(size)]
+    processes = [context.Process(target=_rank_main, args=share, daemon=True) for share in shares]
     for process in processes:
         process.start()
     for _, sending in pipes:
@@ -66,25 +62,58 @@ def run_world(
         if process.is_alive():
             process.kill()
             process.join()
-    failures = [
-        f"rank {rank}:\n{value}" for rank, (kind, value) in enumerate(results) if kind == "error"
-    ]
-    assert not failures, "\n".join(failures)
+    errors = [f"rank {r}:\n{value}" for r, (kind, value) in enumerate(results) if kind == "error"]
+    assert not errors, "\n".join(errors)
     return [value for _, value in results]
+
+
+def on_ranks(*sizes: int, each: Iterable[Any] = ()) -> Callable[..., Callable[[], None]]:
+    """Run `test(rank)`, or `test(rank, case)` for `each` case, in a world of each of these sizes.
+
+    All cases run in the same processes, since these start slowly; a failure names its case.
+    """
+
+    def decorate(test: Callable[..., None]) -> Callable[[], None]:
+        cases = [(case,) for case in each] or [()]
+
+        @functools.wraps(test)
+        def started() -> None:
+            names = (test.__module__, test.__name__)
+            for size in sizes:
+                run_world(_test_on_rank, size, *names, timeout_s=90.0 * len(cases))
+
+        started.__signature__ = inspect.Signature()  # type: ignore[attr-defined]
+        started.cases = cases  # type: ignore[attr-defined]
+        return started
+
+    return decorate
+
+
+def _test_on_rank(rank: int, module: str, name: str) -> None:
+    started = getattr(import_module(module), name)
+    for case in started.cases:
+        try:
+            started.__wrapped__(rank, *case)
+        except BaseException as error:
+            error.add_note(f"in the case {case}")
+            raise
+
+
+def set_host(rank: int, layout: tuple[int, ...]) -> int:
+    """Set a launcher's variables for hosts of `layout` ranks; return the rank on its host."""
+    for size in layout:
+        if rank < size:
+            os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size)}
+            return rank
+        rank -= size
+    raise ValueError(f"{layout} has no rank {rank}")
 
 
 def fork_server() -> multiprocessing.context.ForkServerContext:
     """A server that has imported torch: a process costs a fork instead of seconds of imports."""
+    ours = [f"runtime_rewriter.{name}" for name in ("rank.launch", "rank.session", "pytorch.ddp")]
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        [
-            "torch",
-            "torch._dynamo.utils",
-            "runtime_rewriter.rank.launch",
-            "runtime_rewriter.rank.session",
-            "runtime_rewriter.pytorch.ddp",
-        ]
-    )
+    context.set_forkserver_preload(["torch", "torch._dynamo.utils", *ours])
     return context
 
 

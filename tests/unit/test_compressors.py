@@ -22,6 +22,7 @@ from runtime_rewriter.pytorch.exchange.residuals import Feedback, Residuals
 from runtime_rewriter.pytorch.exchange.top_k import PickedRows, largest, picked
 
 CPU = torch.device("cpu")
+FLOATS = [torch.float32, torch.float64]
 
 
 def noise(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -38,7 +39,20 @@ def test_rows_cover_the_message_with_little_padding(elements: int, rows: int) ->
     assert elements <= layout.elements < elements + rows * (layout.blocks + 1)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def sent_by(rows: QuantisedRows | PickedRows, values: Tensor) -> Tensor:
+    """What arrives of `values`, which hold the residual afterwards."""
+    arrived = torch.empty_like(values)
+    rows.encode_(values)
+    rows.decode(arrived) if isinstance(rows, QuantisedRows) else rows.sum_into(arrived)
+    return arrived
+
+
+def quantised(values: Tensor, rows: int = 1) -> Tensor:
+    layout = RowLayout.of(len(values), rows)
+    return sent_by(QuantisedRows(layout, values.dtype, CPU), values)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize(("elements", "rows"), [(1, 1), (5, 4), (2500, 4), (300_000, 2)])
 def test_decoded_values_and_residual_add_up_to_the_input(
     dtype: torch.dtype, elements: int, rows: int
@@ -47,38 +61,26 @@ def test_decoded_values_and_residual_add_up_to_the_input(
     values = torch.zeros(layout.elements, dtype=dtype)
     values[:elements] = noise(elements, dtype=dtype) * noise(elements, seed=1, dtype=dtype).exp()
     before = values.clone()
-    quantised, arrived = QuantisedRows(layout, dtype, CPU), torch.empty_like(values)
-    quantised.encode_(values)
-    quantised.decode(arrived)
-    step = before.view(rows, layout.blocks, layout.block).abs().amax(2, keepdim=True) / 127
-    assert bool((values.view(rows, layout.blocks, layout.block).abs() <= step * 0.5001).all()), (
-        "rounded to the nearest level"
-    )
-    torch.testing.assert_close(
-        arrived + values, before, rtol=0, atol=float(before.abs().amax()) * torch.finfo(dtype).eps
-    )
+    arrived = sent_by(QuantisedRows(layout, dtype, CPU), values)
+    blocks = (rows, layout.blocks, layout.block)
+    step = before.view(blocks).abs().amax(2, keepdim=True) / 127
+    assert bool((values.view(blocks).abs() <= step * 0.5001).all()), "not to the nearest level"
+    roundoff = float(before.abs().amax()) * torch.finfo(dtype).eps
+    torch.testing.assert_close(arrived + values, before, rtol=0, atol=roundoff)
 
 
 def test_blocks_of_zeros_and_of_tiny_numbers_are_sent_as_zeros_and_kept() -> None:
     for value in (0.0, 1e-45, 1e-40):
         values = torch.full((8,), value)
-        quantised, arrived = QuantisedRows(RowLayout.of(8, 1), torch.float32, CPU), torch.empty(8)
-        quantised.encode_(values)
-        quantised.decode(arrived)
-        assert torch.equal(arrived, torch.zeros(8)) and torch.equal(values, torch.full((8,), value))
+        assert torch.equal(quantised(values), torch.zeros(8))
+        assert torch.equal(values, torch.full((8,), value))
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_block_that_is_not_finite_decodes_to_nan_and_leaves_no_residual(bad: float) -> None:
     values = noise(3 * INT8_BLOCK)
     values[INT8_BLOCK + 7] = bad
-    quantised, arrived = (
-        QuantisedRows(RowLayout.of(len(values), 1), torch.float32, CPU),
-        torch.empty_like(values),
-    )
-    quantised.encode_(values)
-    quantised.decode(arrived)
-    blocks = arrived.view(3, INT8_BLOCK)
+    blocks = quantised(values).view(3, INT8_BLOCK)
     assert bool(blocks[1].isnan().all()) and bool(blocks[[0, 2]].isfinite().all())
     assert bool(values.isfinite().all()), "a residual of NaN would stay for ever"
 
@@ -86,16 +88,11 @@ def test_a_block_that_is_not_finite_decodes_to_nan_and_leaves_no_residual(bad: f
 def test_rows_are_summed_in_their_order() -> None:
     layout = RowLayout.of(5000, 1)
     parts = [noise(layout.elements, seed=seed) for seed in range(3)]
-    all_of_them, expected, total = (
-        QuantisedRows(layout.with_rows(3), torch.float32, CPU),
-        torch.zeros(layout.elements),
-        torch.empty(5000),
-    )
+    all_of_them = QuantisedRows(layout.with_rows(3), torch.float32, CPU)
+    expected, total = torch.zeros(layout.elements), torch.empty(5000)
     for row, part in enumerate(parts):
-        one, arrived = QuantisedRows(layout, torch.float32, CPU), torch.empty_like(part)
-        one.encode_(part)
-        one.decode(arrived)
-        expected += arrived
+        one = QuantisedRows(layout, torch.float32, CPU)
+        expected += sent_by(one, part)
         all_of_them.bytes[row] = one.bytes[0]
     all_of_them.sum_into(total)
     assert torch.equal(total, expected)
@@ -106,22 +103,19 @@ def test_rows_are_summed_in_their_order() -> None:
 
 def obvious_largest(values: Tensor, k: int) -> list[int]:
     """By a stable sort: the first of equal magnitudes; NaN is the largest."""
-    keys = [
-        (0.0 if math.isnan(v) else 1.0, -abs(v) if not math.isnan(v) else 0.0, i)
-        for i, v in enumerate(values.tolist())
-    ]
+    numbers = enumerate(values.tolist())
+    keys = [(0, 0.0, i) if math.isnan(v) else (1, -abs(v), i) for i, v in numbers]
     return sorted(index for _, _, index in sorted(keys)[:k])
+
+
+ODD_VALUES = [0.0, -0.0, 1.0, -1.0, 2.0, 0.5, math.inf, -math.inf, math.nan, 1e-45]
 
 
 @settings(deadline=None)
 @given(
-    values=st.lists(
-        st.sampled_from([0.0, -0.0, 1.0, -1.0, 2.0, 0.5, math.inf, -math.inf, math.nan, 1e-45]),
-        min_size=1,
-        max_size=40,
-    ),
+    values=st.lists(st.sampled_from(ODD_VALUES), min_size=1, max_size=40),
     data=st.data(),
-    dtype=st.sampled_from([torch.float32, torch.float64]),
+    dtype=st.sampled_from(FLOATS),
 )
 def test_the_largest_are_those_of_a_stable_sort(
     values: list[float], data: st.DataObject, dtype: torch.dtype
@@ -131,42 +125,35 @@ def test_the_largest_are_those_of_a_stable_sort(
     assert largest(tensor, k).tolist() == obvious_largest(tensor, k)
 
 
-@pytest.mark.parametrize(
-    "shape", ["normal", "heavy", "periodic", "zeros", "mostly zeros", "sorted"]
-)
-def test_sampling_never_changes_the_picked_elements(shape: str) -> None:
+def test_sampling_never_changes_the_picked_elements() -> None:
     n, k = 700_001, 7001
-    values = {
+    kinds = {
         "normal": noise(n),
         "heavy": noise(n) * (4 * noise(n, seed=1)).exp(),
         "periodic": torch.where(torch.arange(n) % 10 == 3, 5.0, 1.0) * noise(n),
         "zeros": torch.zeros(n),
         "mostly zeros": torch.where(torch.arange(n) % 1000 == 1, noise(n), 0.0),
         "sorted": torch.arange(n, dtype=torch.float32),
-    }[shape]
-    expected = np.sort(np.argsort(-values.abs().numpy(), kind="stable")[:k])
-    assert np.array_equal(largest(values, k).numpy(), expected)
+    }
+    for kind, values in kinds.items():
+        expected = np.sort(np.argsort(-values.abs().numpy(), kind="stable")[:k])
+        assert np.array_equal(largest(values, k).numpy(), expected), kind
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", FLOATS)
 def test_picked_elements_move_and_the_others_stay(dtype: torch.dtype) -> None:
     values = noise(1001, dtype=dtype)
-    before, arrived = values.clone(), torch.empty(1001, dtype=dtype)
-    rows = PickedRows(1, picked(1001, 0.01), dtype, CPU)
-    rows.encode_(values)
-    rows.sum_into(arrived)
-    assert int((arrived != 0).sum()) == 11 and float(values.abs().amax()) <= float(
-        arrived[arrived != 0].abs().amin()
-    )
+    before = values.clone()
+    arrived = sent_by(PickedRows(1, picked(1001, 0.01), dtype, CPU), values)
+    assert int((arrived != 0).sum()) == 11
+    assert float(values.abs().amax()) <= float(arrived[arrived != 0].abs().amin())
     assert torch.equal(arrived + values, before)
 
 
 def test_surplus_infinities_leave_no_residual() -> None:
     values = noise(100)
     values[10:30] = math.inf
-    rows, arrived = PickedRows(1, 2, torch.float32, CPU), torch.empty(100)
-    rows.encode_(values)
-    rows.sum_into(arrived)
+    arrived = sent_by(PickedRows(1, 2, torch.float32, CPU), values)
     assert int(arrived.isinf().sum()) == 2 and bool(values.isfinite().all())
 
 
@@ -175,20 +162,17 @@ def test_surplus_infinities_leave_no_residual() -> None:
 SHAPES = [(6, 4, 3, 3), (7,), (12, 10), (), (2, 2)]
 
 
-def low_rank(values: Tensor, rank: int, starts: dict[int, Tensor]) -> LowRank:
-    def start_of(number: int) -> Tensor:
-        return starts.setdefault(
-            number, initial_start(str(number), matrix_shape(SHAPES[number])[1], rank, values)
-        )
-
-    return LowRank(values, SHAPES, rank, 4, start_of)
-
-
 def step(parts: list[Tensor], all_starts: list[dict[int, Tensor]], rank: int) -> list[Tensor]:
     """One exchange in this process; leaves the sum in `parts` and returns the residuals."""
-    lows = [
-        low_rank(values, rank, starts) for values, starts in zip(parts, all_starts, strict=True)
-    ]
+
+    def low_rank(values: Tensor, starts: dict[int, Tensor]) -> LowRank:
+        def start_of(number: int) -> Tensor:
+            columns = matrix_shape(SHAPES[number])[1]
+            return starts.setdefault(number, initial_start(str(number), columns, rank, values))
+
+        return LowRank(values, SHAPES, rank, 4, start_of)
+
+    lows = [low_rank(*one) for one in zip(parts, all_starts, strict=True)]
     behind: list[Tensor] = []
     for one in lows:
         one.project()
@@ -205,32 +189,23 @@ def step(parts: list[Tensor], all_starts: list[dict[int, Tensor]], rank: int) ->
 
 
 def test_matrices_are_factored_and_small_slices_travel_whole() -> None:
-    assert (
-        gains((6, 4, 3, 3), 2)
-        and not gains((7,), 1)
-        and not gains((), 1)
-        and not gains((2, 2), 1)
-        and not gains((6, 6), 3)
-    )
+    assert gains((6, 4, 3, 3), 2)
+    assert not any((gains((7,), 1), gains((), 1), gains((2, 2), 1), gains((6, 6), 3)))
     elements = sum(math.prod(shape) for shape in SHAPES)
     parts = [noise(elements, seed=seed, dtype=torch.float64) for seed in range(3)]
-    before = [part.clone() for part in parts]
-    behind = step(parts, [{}, {}, {}], 2)
+    before = torch.stack(parts).sum(0)
+    lost = torch.stack(step(parts, [{}, {}, {}], 2)).sum(0)
     assert all(torch.equal(part, parts[0]) for part in parts)
-    lost = torch.stack(behind).sum(0)
-    torch.testing.assert_close(parts[0] + lost, torch.stack(before).sum(0), rtol=0, atol=1e-13)
-    whole = slice(6 * 36, 6 * 36 + 7)
-    assert torch.equal(parts[0][whole], torch.stack(before).sum(0)[whole]) and not bool(
-        lost[whole].any()
-    )
-    assert float(lost[: 6 * 36].norm()) < float(torch.stack(before).sum(0)[: 6 * 36].norm())
+    torch.testing.assert_close(parts[0] + lost, before, rtol=0, atol=1e-13)
+    matrix, whole = slice(6 * 36), slice(6 * 36, 6 * 36 + 7)
+    assert torch.equal(parts[0][whole], before[whole]) and not bool(lost[whole].any())
+    assert float(lost[matrix].norm()) < float(before[matrix].norm())
 
 
 def test_a_matrix_of_that_rank_is_exact_and_steps_converge_to_the_best_approximation() -> None:
     exact = torch.zeros(6 * 36 + 7 + 120 + 1 + 4, dtype=torch.float64)
-    exact[223:343] = (
-        noise(12, 2, dtype=torch.float64) @ noise(2, 10, dtype=torch.float64)
-    ).flatten()
+    product = noise(12, 2, dtype=torch.float64) @ noise(2, 10, dtype=torch.float64)
+    exact[223:343] = product.flatten()
     parts = [exact.clone()]
     starts: list[dict[Any, Any]] = [{}]
     assert float(step(parts, starts, 2)[0].abs().amax()) < 1e-13
@@ -250,9 +225,7 @@ def test_a_gradient_of_zeros_or_nan_does_not_end_the_warm_start() -> None:
         parts = [torch.full((elements,), filling)]
         behind = step(parts, starts, 2)
         assert bool(behind[0].isfinite().all())
-        assert all(
-            bool(start.isfinite().all()) and bool(start.any()) for start in starts[0].values()
-        )
+        assert all(bool(s.isfinite().all()) and bool(s.any()) for s in starts[0].values())
         assert bool(parts[0].isfinite().all()) == (filling == 0.0)
     parts = [noise(elements)]
     before = parts[0].clone()
@@ -285,9 +258,7 @@ def test_a_residual_is_one_tensor_per_variable_and_freed_once_sent() -> None:
     assert whole is not None and float(whole.sum()) == 8 + 32
     residuals.release(LEFT)
     assert float(whole.sum()) == 32
-    residuals.release(
-        LEFT
-    )  # again, as at every step of a plan that sends the other slice compressed
+    residuals.release(LEFT)  # again, as every step of a plan that compresses the other slice does
     assert residuals.of("a") is not None
     residuals.release(RIGHT)
     assert residuals.of("a") is None and not residuals
@@ -310,10 +281,8 @@ def test_feedback_keeps_the_residuals_of_its_slices_and_releases_the_others() ->
     feedback.feed((0,))
     feedback.keep()
     feedback.sent()
-    whole = residuals.of("a")
-    assert whole is not None and torch.equal(
-        whole, torch.cat([torch.ones(4, 2), torch.zeros(4, 4)], 1)
-    )
+    expected = torch.cat([torch.ones(4, 2), torch.zeros(4, 4)], 1)
+    assert torch.equal(torch.as_tensor(residuals.of("a")), expected)
 
 
 def filled() -> Residuals:
@@ -333,35 +302,28 @@ def test_a_saved_state_is_plain_and_gives_the_same_residuals() -> None:
     assert torch.equal(again.factor(LEFT, 1, lambda: torch.zeros(2, 1)), noise(2, 1))
 
 
+NARROW, DOUBLE = {"a": torch.zeros(4, 5)}, {"a": torch.zeros(4, 6, dtype=torch.float64)}
+SHORT, UNKNOWN = {"a|1|0|2|1": torch.zeros(3, 1)}, {"c|1|0|2|1": torch.zeros(2, 1)}
+NARROW_RULE = r"residual of 'a' must be torch.float32 of shape \(4, 5\)"
+
+
 @pytest.mark.parametrize(
-    ("parameters", "rank", "size", "change", "told"),
+    ("parameters", "rank", "size", "change", "rule"),
     [
         (PARAMETERS, 0, 2, {}, "is of rank 1 of 2 and this is rank 0 of 2"),
         (PARAMETERS, 1, 4, {}, "is of rank 1 of 2 and this is rank 1 of 4"),
         ({"b": torch.zeros(3)}, 1, 2, {}, "unknown variable 'a'"),
-        (
-            {"a": torch.zeros(4, 5)},
-            1,
-            2,
-            {},
-            r"residual of 'a' must be torch.float32 of shape \(4, 5\)",
-        ),
-        ({"a": torch.zeros(4, 6, dtype=torch.float64)}, 1, 2, {}, "must be torch.float64"),
+        (NARROW, 1, 2, {}, NARROW_RULE),
+        (DOUBLE, 1, 2, {}, "must be torch.float64"),
         (PARAMETERS, 1, 2, {"format": 2}, "reads compression state 1, but the state has 2"),
-        (
-            PARAMETERS,
-            1,
-            2,
-            {"factors": {"a|1|0|2|1": torch.zeros(3, 1)}},
-            r"must be torch.float32 of shape \(2, 1\)",
-        ),
-        (PARAMETERS, 1, 2, {"factors": {"c|1|0|2|1": torch.zeros(2, 1)}}, "names no variable"),
+        (PARAMETERS, 1, 2, {"factors": SHORT}, r"must be torch.float32 of shape \(2, 1\)"),
+        (PARAMETERS, 1, 2, {"factors": UNKNOWN}, "names no variable"),
     ],
 )
 def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(
-    parameters: dict[str, Tensor], rank: int, size: int, change: dict[str, object], told: str
+    parameters: dict[str, Tensor], rank: int, size: int, change: dict[str, object], rule: str
 ) -> None:
     residuals = Residuals(parameters, rank, size)
-    with pytest.raises(InvalidInput, match=told):
+    with pytest.raises(InvalidInput, match=rule):
         residuals.load_state_dict(filled().state_dict() | change)
     assert not residuals
