@@ -52,19 +52,16 @@ SPACE = replace(
 """All that the runtime enacts without loss, with bounds for models of this size."""
 STEPS = 3
 BUCKETS = 8
-"""So many bucket sizes of DDP beside its default, in equal ratios from a few elements to the whole
-model."""
+"""Bucket sizes of DDP besides its default, in equal ratios from a few elements to the model."""
 SPREAD_FACTOR = 3.0
-"""How much further than two bucket sizes of DDP from each other a strategy may be from DDP: at most
-1.3 was seen, for those are few."""
+"""How much further from DDP a strategy may be than DDP's bucket sizes from each other. The largest
+seen is 1.3, since these sizes are few."""
 
 
 def _hosts(*devices: int, rates: tuple[float, ...] = ()) -> Cluster:
     known = rates or (1.25e8,) * len(devices)
-    return Cluster(
-        "+".join(map(str, devices)),
-        tuple(Host(f"h{i}", d, known[i], 5e-5, 2e9, 1e-5) for i, d in enumerate(devices)),
-    )
+    hosts = (Host(f"h{i}", d, known[i], 5e-5, 2e9, 1e-5) for i, d in enumerate(devices))
+    return Cluster("+".join(map(str, devices)), tuple(hosts))
 
 
 CLUSTERS = {
@@ -72,33 +69,24 @@ CLUSTERS = {
     4: {"hosts": _hosts(1, 1, 1, 1, rates=(1.25e8, 1.25e8, 1.25e8, 3e7)), "pairs": _hosts(2, 2)},
 }
 
+JOBS_AT = {
+    2: {"hosts": "tied dtypes static sparse", "local": "clipped unused"},
+    4: {"pairs": "tied dtypes unused sparse", "hosts": "clipped static"},
+}
 CASES = {
-    2: (
-        "hosts/tied",
-        "local/clipped",
-        "hosts/dtypes",
-        "local/unused",
-        "hosts/static",
-        "hosts/sparse",
-    ),
-    4: (
-        "pairs/tied",
-        "hosts/clipped",
-        "pairs/dtypes",
-        "pairs/unused",
-        "hosts/static",
-        "pairs/sparse",
-    ),
+    size: [f"{place}/{job}" for place, jobs in places.items() for job in jobs.split()]
+    for size, places in JOBS_AT.items()
 }
 COUNTS = {2: 21, 4: 7}
-"""How many strategies are sampled for a case; each is mutated once, and the builders' come to
-them."""
+"""Sampled strategies per case; each is mutated once, and those of the builders are added."""
 
 
 @dataclass(frozen=True)
 class RankOutcome:
-    """One strategy on one rank. `failure`: empty on success; `digest`: of all state that ranks
-    share."""
+    """One strategy on one rank.
+
+    `failure`: empty on success; `digest`: of all state that ranks share.
+    """
 
     number: int
     origin: str
@@ -129,9 +117,8 @@ def strategies_of(
         yield name, build(workload, cluster)
     spaces = variants(SPACE)
     for position, space in enumerate(spaces):
-        for strategy in sample_many(
-            workload, cluster, space, -(-count // len(spaces)), seed + position
-        ):
+        share = -(-count // len(spaces))
+        for strategy in sample_many(workload, cluster, space, share, seed + position):
             yield "sampled", varied(strategy, workload, cluster, rng)
             for _ in range(int(rng.integers(1, 5))):
                 strategy = mutate(strategy, workload, cluster, SPACE, rng)
@@ -141,8 +128,7 @@ def strategies_of(
 def varied(
     strategy: Strategy, workload: Workload, cluster: Cluster, rng: np.random.Generator
 ) -> Strategy:
-    """Strategies with a ring order and with sparse gradients as rows, which the sampler never
-    changes."""
+    """Vary the ring order and the rows of sparse gradients, which the sampler never changes."""
     if rng.random() < 0.3:
         strategy = replace(strategy, ring_order=tuple(rng.permutation(cluster.world_size).tolist()))
     choices = []
@@ -161,9 +147,8 @@ def workload_of(module: nn.Module) -> Workload:
     """The workload with its sparse variables marked, as in a profile."""
     sparse = sparse_names(module)
     workload = assumed_workload(module)
-    return replace(
-        workload, variables=tuple(replace(v, sparse=v.name in sparse) for v in workload.variables)
-    )
+    variables = (replace(v, sparse=v.name in sparse) for v in workload.variables)
+    return replace(workload, variables=tuple(variables))
 
 
 class RankTraining:
@@ -178,9 +163,7 @@ class RankTraining:
     ) -> None:
         self._job, self._model, self._inner, self._no_sync = job, model, inner, no_sync
         self._optimizers = job.optimizers(inner)
-        self._schedules = [
-            LambdaLR(optimizer, lambda epoch: 0.7**epoch) for optimizer in self._optimizers
-        ]
+        self._schedules = [LambdaLR(used, lambda epoch: 0.7**epoch) for used in self._optimizers]
         parts: tuple[Any, ...] = (inner, *self._optimizers, *self._schedules)
         self._start = [(part, copy.deepcopy(part.state_dict())) for part in parts]
 
@@ -209,21 +192,16 @@ class RankTraining:
 
     def _state(self) -> dict[str, Tensor]:
         """Parameters, buffers and what the optimizers keep of them, by name."""
-        names: dict[Tensor, str] = {
-            parameter: name for name, parameter in self._inner.named_parameters()
-        }
-        found = {
-            f"parameter {name}": parameter.detach().clone() for parameter, name in names.items()
-        }
-        found |= {f"buffer {name}": buffer.clone() for name, buffer in self._inner.named_buffers()}
+        names: dict[Tensor, str] = {p: name for name, p in self._inner.named_parameters()}
+        state = {f"parameter {name}": p.detach().clone() for p, name in names.items()}
+        state |= {f"buffer {name}": buffer.clone() for name, buffer in self._inner.named_buffers()}
         for optimizer in self._optimizers:
             for parameter, kept in optimizer.state.items():
                 for key, value in kept.items():
                     if value is not None:
-                        found[f"{key} of {names[parameter]}"] = (
-                            torch.as_tensor(value).to_dense().clone()
-                        )
-        return found
+                        dense = torch.as_tensor(value).to_dense()
+                        state[f"{key} of {names[parameter]}"] = dense.clone()
+        return state
 
 
 class Switch:
@@ -263,11 +241,8 @@ def check_case(rank: int, case: str, only: int | None = None) -> list[RankOutcom
     for origin, strategy in strategies_of(case, inner, cluster, COUNTS[size]):
         made = plan(strategy, workload_of(inner), size)
         wanted.setdefault(made.id, (origin, strategy, made))
-    chosen = [
-        (number, *entry)
-        for number, entry in enumerate(wanted.values())
-        if only is None or number == only
-    ]
+    numbered = [(number, *entry) for number, entry in enumerate(wanted.values())]
+    chosen = numbered if only is None else numbered[only : only + 1]
     enactable = [entry for entry in chosen if refusal_reason(entry[3]) is None]
     if job.attached:
         synchronizer = attach(inner, enactable[0][3], **job.wrapping)
@@ -285,27 +260,19 @@ def check_case(rank: int, case: str, only: int | None = None) -> list[RankOutcom
         if made is not None and made.cross_step:
             reason = reason or synchronizer.cross_step.refusal_reason()
         if reason is not None:
-            outcomes.append(
-                RankOutcome(
-                    number,
-                    origin,
-                    refused=reason,
-                    failure=refusal_failure(synchronizer, made, reason),
-                )
-            )
+            failure = refusal_failure(synchronizer, made, reason)
+            outcomes.append(RankOutcome(number, origin, failure, refused=reason))
             continue
         switch.next_is(made)
+        repeat = command_to_repeat(size, case, number, origin, strategy)
         try:
-            found = training.run(rank)
+            state = training.run(rank)
         except AutotuneError as error:
-            raise AssertionError(
-                f"{told(size, case, number, origin, strategy)}\n{error}"
-            ) from error
+            raise AssertionError(f"{repeat}\n{error}") from error
         assert synchronizer.plan is made
-        failure = difference(found, truth, allowed)
-        if failure:
-            failure = f"{told(size, case, number, origin, strategy)}\n{failure}"
-        outcomes.append(RankOutcome(number, origin, failure, digest(found), "", kinds_of(made)))
+        failure = difference(state, truth, allowed)
+        failure = failure and f"{repeat}\n{failure}"
+        outcomes.append(RankOutcome(number, origin, failure, digest(state), "", kinds_of(made)))
     synchronizer.close()
     return outcomes
 
@@ -316,26 +283,23 @@ def refusal_failure(synchronizer: GradientSynchronizer, made: Plan, reason: str)
     try:
         synchronizer.load(made)
     except InvalidStrategy as error:
-        return (
-            ""
-            if reason in str(error) and synchronizer.plan is before
-            else f"refused with {error}, but expected {reason}"
-        )
+        as_before = reason in str(error) and synchronizer.plan is before
+        return "" if as_before else f"refused with {error}, but expected {reason}"
     return f"loaded, although it cannot be enacted: {reason}"
 
 
 def truth_and_tolerance(job: Job, rank: int) -> tuple[dict[str, Tensor], dict[torch.dtype, float]]:
-    """The result of torch's own DDP, and by dtype how far its bucket sizes differ, relative to each
-    tensor's largest value."""
+    """The result of torch's own DDP, and by dtype the tolerance that its bucket sizes derive.
+
+    Tolerances are relative to each tensor's largest value.
+    """
     buckets_mb = np.geomspace(16, assumed_workload(built(job)).grad_bytes, BUCKETS) / 2**20
     runs = []
     for bucket_mb in (None, *buckets_mb.tolist()):
         inner = built(job)
         model = DistributedDataParallel(inner, bucket_cap_mb=bucket_mb, **job.wrapping)
         training = RankTraining(job, model, inner, model.no_sync)
-        training.run(
-            rank
-        )  # a DDP cuts its buckets only when it has seen the order of the gradients
+        training.run(rank)  # DDP cuts its buckets once it has seen the order of the gradients
         runs.append(training.run(rank))
     spread: dict[torch.dtype, float] = {}
     for a, b in combinations(runs, 2):
@@ -343,17 +307,12 @@ def truth_and_tolerance(job: Job, rank: int) -> tuple[dict[str, Tensor], dict[to
             spread[a[name].dtype] = max(spread.get(a[name].dtype, 0.0), distance(a[name], b[name]))
     if dist.get_world_size() == 2:
         assert not any(spread.values()), "two ranks have one order of sums only"
-    elif (
-        dist.get_backend() == "nccl"
-    ):  # which sums in one order whatever the bucket, and in another to reduce and scatter
-        single = torch.finfo(
-            torch.float32
-        ).eps  # wider values are made from those of single precision, too
-        spread |= {
-            dtype: max(value, single, torch.finfo(dtype).eps)
-            for dtype, value in spread.items()
-            if dtype.is_floating_point
-        }
+    elif dist.get_backend() == "nccl":
+        # It sums in one order whatever the bucket, and in another to reduce and scatter. Wider
+        # values derive from those of single precision, too.
+        for dtype in (dtype for dtype in spread if dtype.is_floating_point):
+            roundoffs = (torch.finfo(torch.float32).eps, torch.finfo(dtype).eps)
+            spread[dtype] = max(spread[dtype], *roundoffs)
     assert all(bool(torch.isfinite(value).all()) for value in runs[0].values())
     return runs[0], {dtype: SPREAD_FACTOR * value for dtype, value in spread.items()}
 
@@ -364,9 +323,8 @@ def distance(a: Tensor, b: Tensor) -> float:
         return 0.0
     if a.shape != b.shape or a.dtype != b.dtype:
         return float("inf")
-    apart = float((a.double() - b.double()).abs().amax()) / max(
-        float(b.double().abs().amax()), 1e-30
-    )
+    largest = max(float(b.double().abs().amax()), 1e-30)
+    apart = float((a.double() - b.double()).abs().amax()) / largest
     return apart or sys.float_info.min  # zeros of another sign
 
 
@@ -384,11 +342,8 @@ def difference(
         apart = distance(found[name], right)
         if not apart <= allowed[right.dtype]:
             worst.append(f"  {name}: {apart:.3g}, allowed {allowed[right.dtype]:.3g}")
-    return (
-        "\n".join(["relative to the largest value the result differs from DDP's by", *worst])
-        if worst
-        else ""
-    )
+    title = "relative to the largest value the result differs from DDP's by"
+    return "\n".join([title, *worst]) if worst else ""
 
 
 def digest(found: dict[str, Tensor]) -> str:
@@ -404,13 +359,12 @@ def kinds_of(made: Plan | None) -> frozenset[str]:
     """The features of a plan, for the test to check that all occurred."""
     if made is None:
         return frozenset({"without a plan"})
-    found = {str(message.synchronizer) for message in made.messages}
-    found |= {f"sparse {message.sparse}" for message in made.messages}
+    kinds = {str(message.synchronizer) for message in made.messages}
+    kinds |= {f"sparse {message.sparse}" for message in made.messages}
+    axes = [part.axis for message in made.messages for part in message.slices]
     conditions = {
-        "cut": any(part.axis is not None for message in made.messages for part in message.slices),
-        "cut along a later axis": any(
-            part.axis for message in made.messages for part in message.slices
-        ),
+        "cut": any(axis is not None for axis in axes),
+        "cut along a later axis": any(axes),
         "merged": any(len(message.slices) > 1 for message in made.messages),
         "mixed": len({message.synchronizer for message in made.messages}) > 1,
         "hierarchical": any(message.hierarchical for message in made.messages),
@@ -418,10 +372,12 @@ def kinds_of(made: Plan | None) -> frozenset[str]:
         "two in flight": made.in_flight == 2,
         "ring order": made.ring_order is not None,
     }
-    return frozenset(found | {name for name, holds in conditions.items() if holds})
+    return frozenset(kinds | {name for name, holds in conditions.items() if holds})
 
 
-def told(size: int, case: str, number: int, origin: str, strategy: Strategy | None) -> str:
+def command_to_repeat(
+    size: int, case: str, number: int, origin: str, strategy: Strategy | None
+) -> str:
     shown = strategy.to_json() if strategy is not None else "no plan"
     return f"python tests/integration/strategy_rank.py {size} {case} {number}\n{origin}: {shown}"
 
@@ -432,8 +388,7 @@ def check_cases(rank: int) -> dict[str, list[RankOutcome]]:
 
 
 def enacted_alike(by_rank: list[dict[str, list[RankOutcome]]]) -> list[RankOutcome]:
-    """Rank 0's outcomes that were not refused, after checks that all ranks match DDP and each
-    other."""
+    """Check that all ranks match DDP and each other; return rank 0's outcomes without refusals."""
     enacted: list[RankOutcome] = []
     for case, outcomes in by_rank[0].items():
         for number, outcome in enumerate(outcomes):
@@ -449,12 +404,10 @@ def enacted_alike(by_rank: list[dict[str, list[RankOutcome]]]) -> list[RankOutco
 
 def main(size: str, case: str, number: str | None = None) -> None:
     """One strategy with no other before it, or a whole case."""
-    for outcome in run_world(
-        check_case, int(size), case, int(number) if number else None, timeout_s=240.0
-    )[0]:
-        print(
-            f"{outcome.number}: {outcome.failure or outcome.refused or 'as DDP'} ({outcome.origin})"
-        )
+    only = int(number) if number else None
+    for outcome in run_world(check_case, int(size), case, only, timeout_s=240.0)[0]:
+        result = outcome.failure or outcome.refused or "as DDP"
+        print(f"{outcome.number}: {result} ({outcome.origin})")
 
 
 if __name__ == "__main__":

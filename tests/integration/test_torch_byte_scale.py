@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from ddp_pair import HOOKED, average_hook
 from torch import Tensor, nn
 from torch_plans import mixed, uniform
-from torch_world import run_world
+from torch_world import on_ranks, run_world
 
 from autotune.errors import AutotuneError
 from autotune.strategy_space.strategy import Compressor, Synchronizer
@@ -55,43 +55,33 @@ def check_ddp(rank: int, byte_scale: float) -> tuple[int, int, int]:
     return sum(travelled), rows._nnz(), int((model.module.seen == 7.0).sum())
 
 
-@pytest.mark.parametrize(
-    ("byte_scale", "weights", "rows", "buffers"),
-    [(1.0, 1000, 10, 100), (4.0, 250, 3, 25), (3.0, 334, 4, 34)],
-)
-def test_ddp_itself_sends_one_kth_of_buckets_rows_and_buffers(
-    byte_scale: float, weights: int, rows: int, buffers: int
-) -> None:
-    first, second = run_world(check_ddp, RANKS, byte_scale)
-    assert first == (weights, rows, 100), "rank 0 holds its own buffers anyway"
-    assert second == (weights, rows, buffers)
+def test_ddp_itself_sends_one_kth_of_buckets_rows_and_buffers() -> None:
+    for scale, weights, rows, buffers in ((1, 1000, 10, 100), (4, 250, 3, 25), (3, 334, 4, 34)):
+        first, second = run_world(check_ddp, RANKS, float(scale))
+        assert first == (weights, rows, 100), "rank 0 holds its own buffers anyway"
+        assert second == (weights, rows, buffers)
 
 
-def check_plans(rank: int, byte_scale: float) -> list[list[bool]]:
+@on_ranks(RANKS)
+def test_plans_send_one_kth_of_every_message_by_any_synchronizer(rank: int) -> None:
     model = PlannedDataParallel(Flat())
-    model.synchronizer.scale_bytes(byte_scale)
+    model.synchronizer.scale_bytes(3.0)
     kinds = [
         uniform(model.module, RANKS, kind, compressor)
         for kind in Synchronizer
         for compressor in (Compressor.NONE, Compressor.FP16)
     ]
-    found = []
     for plan in [*kinds, mixed(model.module, RANKS)]:
         model.synchronizer.load(plan)
         model.zero_grad()
         model(1.0 + 2.0 * rank).backward()
-        found.append(averaged(model.module.weight.grad, rank))
-    return found
+        travelled = averaged(model.module.weight.grad, rank)
+        assert sum(travelled) == math.ceil(math.ceil(1000 / 3) / RANKS) * RANKS
+        assert travelled == sorted(travelled, reverse=True)
 
 
-def test_plans_send_one_kth_of_every_message_by_any_synchronizer() -> None:
-    for found in run_world(check_plans, RANKS, 3.0):
-        expected = math.ceil(math.ceil(1000 / 3) / RANKS) * RANKS
-        for travelled in found:
-            assert sum(travelled) == expected and travelled == sorted(travelled, reverse=True)
-
-
-def check_attached(rank: int) -> tuple[int, int]:
+@on_ranks(RANKS)
+def test_a_module_without_ddp_scales_its_gradients_and_buffers(rank: int) -> None:
     module = Flat()
     synchronizer = attach(module, None)
     synchronizer.scale_bytes(4.0)
@@ -100,44 +90,23 @@ def check_attached(rank: int) -> tuple[int, int]:
     with torch.no_grad():
         module.seen.fill_(7.0 - rank)
     module(1.0 + 2.0 * rank).backward()
-    return sum(averaged(module.weight.grad, rank)), int((module.seen == 7.0).sum())
+    assert sum(averaged(module.weight.grad, rank)) == 250
+    assert int((module.seen == 7.0).sum()) == (25 if rank else 100)
 
 
-def test_a_module_without_ddp_scales_its_gradients_and_buffers() -> None:
-    assert run_world(check_attached, RANKS) == [(250, 100), (250, 25)]
-
-
-def own_hook(state: None, bucket: dist.GradBucket) -> Any:
-    raise AssertionError("never called")
-
-
-own_hook.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[Tensor]}
-
-
-def check_refusals(rank: int) -> list[str]:
-    told = []
+@on_ranks(RANKS)
+def test_a_communication_hook_of_the_script_and_different_scales_are_refused(rank: int) -> None:
     hooked = PlannedDataParallel(Flat())
-    hooked.register_comm_hook(None, own_hook)
+    hooked.register_comm_hook(None, average_hook)
     builtin = PlannedDataParallel(Flat())
     builtin._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+    rule = "the script registered a communication hook; remove it, or use a byte scale of 1"
     for model in (hooked, builtin):
-        with pytest.raises(AutotuneError) as caught:
+        with pytest.raises(AutotuneError, match=rule):
             model.synchronizer.scale_bytes(2.0)
-        told.append(str(caught.value))
+    assert not HOOKED
     uneven = PlannedDataParallel(Flat())
     if rank == 1:
         uneven.synchronizer.scale_bytes(2.0)
-    with pytest.raises(AutotuneError) as caught:
+    with pytest.raises(AutotuneError, match=r"rank 1 holds plan-(.|\n)*with bytes divided by 2"):
         uneven.synchronizer.load(uniform(uneven.module, RANKS))
-    told.append(str(caught.value))
-    return told
-
-
-def test_a_communication_hook_of_the_script_and_different_scales_are_refused() -> None:
-    for hooked, builtin, uneven in run_world(check_refusals, RANKS):
-        assert (
-            "the script registered a communication hook; remove it, or use a byte scale of 1"
-            in hooked
-        )
-        assert builtin == hooked
-        assert "rank 1 holds plan-" in uneven and "with bytes divided by 2" in uneven

@@ -1,5 +1,4 @@
-"""Emulated accelerators in real processes: recorded gradients at profiled times, for every kind of
-model, under DDP and plans."""
+"""Emulated accelerators in real processes: recorded gradients under DDP and under plans."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from emulated_models import Forbidden, emulated, profile_of
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch_plans import Tied, loss_of, mixed, uniform
-from torch_world import run_world
+from torch_world import on_ranks
 
 from autotune.errors import AutotuneError
 from autotune.strategy_space.strategy import Synchronizer
@@ -34,6 +33,17 @@ def assert_same(mine: Sequence[Tensor | None], theirs: Sequence[Tensor | None]) 
         assert (a is None) == (b is None) and (a is None or torch.equal(a, b))
 
 
+def assert_repeats(module: nn.Module, loss: Callable[[], Tensor]) -> None:
+    """Three steps give the same gradients."""
+    steps = []
+    for _ in range(3):
+        module.zero_grad()
+        loss().backward()
+        steps.append(gradients_of(module))
+    assert_same(steps[0], steps[1])
+    assert_same(steps[0], steps[2])
+
+
 # -- gradients
 
 
@@ -51,8 +61,7 @@ class Cache:
 
 
 class Many(nn.Module):
-    """Several outputs in a dataclass, with a tensor of indices, a constant and an object of the
-    script's own."""
+    """Outputs in a dataclass: tensors, indices, a constant and an object of the script's own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,15 +69,8 @@ class Many(nn.Module):
 
     def forward(self, x: Tensor) -> Shaped:
         hidden = torch.tanh(self.a(x))
-        return Shaped(
-            self.b(hidden),
-            {
-                "hidden": [hidden],
-                "best": hidden.argmax(1),
-                "cache": Cache(hidden * 2),
-                "scale": 2.0,
-            },
-        )
+        more = {"best": hidden.argmax(1), "cache": Cache(hidden * 2), "scale": 2.0}
+        return Shaped(self.b(hidden), {"hidden": [hidden], **more})
 
 
 class Sparse(nn.Module):
@@ -107,77 +109,70 @@ class Reduced(nn.Module):
 
 def many_loss(model: nn.Module, rank: int, step: int) -> Tensor:
     out = model(ones(rank))
-    return (
-        out.logits.square().sum() * out.hidden["scale"]
-        + out.hidden["hidden"][0].sum()
-        + out.hidden["cache"].keys.sum()
-    )
+    hidden = out.hidden["hidden"][0].sum() + out.hidden["cache"].keys.sum()
+    return out.logits.square().sum() * out.hidden["scale"] + hidden
 
 
 def ones(rank: int) -> Tensor:
     return torch.full((2, 4), 1.0 + rank)
 
 
-KINDS: dict[
-    str, tuple[Callable[[], nn.Module], Callable[[nn.Module, int, int], Tensor], dict[str, Any]]
-] = {
-    "tied": (Tied, loss_of, {}),
-    "outputs": (Many, many_loss, {}),
-    "sparse": (
-        Sparse,
-        lambda model, rank, step: model(torch.tensor([rank, 2, 2])).square().sum(),
-        {},
-    ),
-    "unused": (
-        Partly,
-        lambda model, rank, step: model(ones(rank), rank % 2).sum(),
-        {"find_unused_parameters": True},
-    ),
-    "static": (Tied, loss_of, {"static_graph": True}),
-    "views": (Tied, loss_of, {"gradient_as_bucket_view": True}),
-    "dtypes": (Reduced, lambda model, rank, step: model(torch.full((3,), 1.0 + rank)), {}),
+def rows_loss(model: nn.Module, rank: int, step: int) -> Tensor:
+    return model(torch.tensor([rank, 2, 2])).square().sum()
+
+
+def branch_loss(model: nn.Module, rank: int, step: int) -> Tensor:
+    return model(ones(rank), rank % 2).sum()
+
+
+def typed_loss(model: nn.Module, rank: int, step: int) -> Tensor:
+    return model(torch.full((3,), 1.0 + rank))
+
+
+Loss = Callable[[nn.Module, int, int], Tensor]
+KINDS: dict[str, tuple[Callable[[], nn.Module], Loss, str]] = {
+    "tied": (Tied, loss_of, ""),
+    "outputs": (Many, many_loss, ""),
+    "sparse": (Sparse, rows_loss, ""),
+    "unused": (Partly, branch_loss, "find_unused_parameters"),
+    "static": (Tied, loss_of, "static_graph"),
+    "views": (Tied, loss_of, "gradient_as_bucket_view"),
+    "dtypes": (Reduced, typed_loss, ""),
 }
 
 
-def check_gradients(rank: int, kind: str) -> None:
-    """Every later step returns the recorded step's averages, under DDP, under plans and back
-    again."""
-    build, loss, options = KINDS[kind]
+@on_ranks(2, each=KINDS)
+def test_emulated_steps_give_the_average_of_the_recorded_gradients_bitwise(
+    rank: int, kind: str
+) -> None:
+    """Also under DDP after plans."""
+    build, loss, option = KINDS[kind]
+    options: dict[str, Any] = {option: True} if option else {}
     torch.manual_seed(0)
     model = PlannedDataParallel(Forbidden(build()), bucket_cap_mb=0.0001, **options)
-    for _ in range(3):  # DDP settles its buckets
+
+    def step() -> list[Tensor | None]:
         model.zero_grad()
         loss(model, rank, 0).backward()
+        return gradients_of(model)
+
+    for _ in range(3):  # DDP arranges its buckets
+        step()
     emulated(model.synchronizer)
-    model.zero_grad()
-    loss(model, rank, 0).backward()
-    recorded, computed = gradients_of(model), model.module.computed
-    plans = [
-        None,
-        uniform(model.module, 2),
-        mixed(model.module, 2),
-        uniform(model.module, 2, Synchronizer.PARAMETER_SERVER),
-        None,
-    ]
-    for plan in plans:
+    recorded, computed = step(), model.module.computed
+    served = uniform(model.module, 2, Synchronizer.PARAMETER_SERVER)
+    for plan in (None, uniform(model.module, 2), mixed(model.module, 2), served, None):
         model.synchronizer.load(plan)
         for _ in range(2):
-            model.zero_grad()
-            loss(model, rank, 0).backward()
-            assert_same(gradients_of(model), recorded)
+            assert_same(step(), recorded)
     assert model.module.computed == computed, "nothing was computed after the recorded step"
     model.synchronizer.emulate(None)
-    model.zero_grad()
-    loss(model, rank, 0).backward()
+    step()
     assert model.module.computed == computed + 1
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_emulated_steps_give_the_average_of_the_recorded_gradients_bitwise(kind: str) -> None:
-    run_world(check_gradients, 2, kind)
-
-
-def check_accumulation(rank: int) -> None:
+@on_ranks(2)
+def test_accumulated_gradients_are_those_of_real_accumulation(rank: int) -> None:
     torch.manual_seed(0)
     model = PlannedDataParallel(nn.Linear(4, 4))
 
@@ -196,23 +191,14 @@ def check_accumulation(rank: int) -> None:
             assert_same(step(), real)
 
 
-def test_accumulated_gradients_are_those_of_real_accumulation() -> None:
-    run_world(check_accumulation, 2)
-
-
-def check_attached(rank: int) -> None:
+@on_ranks(2)
+def test_a_plain_module_is_emulated_and_its_forward_restored(rank: int) -> None:
     torch.manual_seed(0)
     module = Forbidden(Tied())
     synchronizer = attach(module, uniform(module, 2))
     emulated(synchronizer)
-    seen = []
-    for _ in range(3):
-        module.zero_grad()
-        loss_of(module, rank, 0).backward()
-        seen.append(gradients_of(module))
+    assert_repeats(module, lambda: loss_of(module, rank, 0))
     assert module.computed == 1
-    assert_same(seen[0], seen[1])
-    assert_same(seen[0], seen[2])
     with torch.no_grad():
         module(torch.arange(8))
     assert module.computed == 2, "validation is computed"
@@ -222,43 +208,21 @@ def check_attached(rank: int) -> None:
     assert module.computed == 3
 
 
-def test_a_plain_module_is_emulated_and_its_forward_restored() -> None:
-    run_world(check_attached, 2)
-
-
-def check_compiled(rank: int) -> None:
+@on_ranks(2)
+def test_compiled_models_are_emulated(rank: int) -> None:
     torch.manual_seed(0)
     inner = Forbidden(nn.Linear(4, 4))
-    models: tuple[Any, ...] = (
-        torch.compile(PlannedDataParallel(inner), backend="eager"),
-        PlannedDataParallel(torch.compile(inner, backend="eager")),
-    )
-    for model in models:
-        model(ones(rank)).sum().backward()
-        synchronizer = (
-            model.synchronizer
-            if isinstance(model, PlannedDataParallel)
-            else model._orig_mod.synchronizer
-        )
-        emulated(synchronizer)
-        seen = []
-        for _ in range(3):
-            model.zero_grad()
-            model(ones(rank)).sum().backward()
-            seen.append(gradients_of(model))
-        assert_same(seen[0], seen[1])
-        assert_same(seen[0], seen[2])
-        synchronizer.emulate(None)
+    outside: Any = torch.compile(PlannedDataParallel(inner), backend="eager")
+    inside = PlannedDataParallel(torch.compile(inner, backend="eager"))
+    for model, planned in ((outside, outside._orig_mod), (inside, inside)):
 
+        def loss(model: Any = model) -> Tensor:
+            return model(ones(rank)).sum()
 
-def test_compiled_models_are_emulated() -> None:
-    run_world(check_compiled, 2)
-
-
-# -- times
-
-
-# -- batches and evaluations
+        loss().backward()
+        emulated(planned.synchronizer)
+        assert_repeats(model, loss)
+        planned.synchronizer.emulate(None)
 
 
 # -- refusals
@@ -282,9 +246,9 @@ class Reentrant(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + 0 * self.layer.bias
-        return checkpoint(
-            self.layer, checkpoint(self.layer, x, use_reentrant=True), use_reentrant=True
-        )
+        for _ in range(2):
+            x = checkpoint(self.layer, x, use_reentrant=True)
+        return x
 
 
 def refusal(action: Callable[[], object]) -> str:
@@ -293,63 +257,56 @@ def refusal(action: Callable[[], object]) -> str:
     return str(caught.value)
 
 
-def check_refusals(rank: int) -> dict[str, str]:
-    told = {}
-
+@on_ranks(2)
+def test_modules_that_cannot_be_emulated_are_refused_with_the_reason(rank: int) -> None:
     def fresh(module: nn.Module, **options: Any) -> PlannedDataParallel:
-        made = PlannedDataParallel(module, **options)
-        emulated(made.synchronizer)
-        return made
+        model = PlannedDataParallel(module, **options)
+        emulated(model.synchronizer)
+        return model
 
-    told["transfers"] = refusal(lambda: fresh(Exchanging())(ones(rank)))
-    told["input"] = refusal(lambda: fresh(nn.Linear(4, 4))(ones(rank).requires_grad_()))
+    assert "transfers of its own" in refusal(lambda: fresh(Exchanging())(ones(rank)))
+    with_gradient = ones(rank).requires_grad_()
+    reason = "input of the model requires a gradient; detach it"
+    assert reason in refusal(lambda: fresh(nn.Linear(4, 4))(with_gradient))
     model = fresh(Reentrant(), static_graph=True)
     model(ones(rank)).sum().backward()
-    told["reentrant"] = refusal(lambda: model(ones(rank)))
+    assert "use checkpoint(use_reentrant=False)" in refusal(lambda: model(ones(rank)))
     shapes = fresh(nn.Linear(4, 4))
 
     def every_shape() -> None:
         for size in range(1, MOST_RECORDED_PASSES + 3):
             shapes(torch.ones(size, 4)).sum().backward()
 
-    told["shapes"] = refusal(every_shape)
+    assert f"at most {MOST_RECORDED_PASSES} kinds of batches" in refusal(every_shape)
     twice = fresh(nn.Linear(4, 4))
     twice(ones(rank)).sum().backward()
 
     def both() -> None:
         (twice(ones(rank)).sum() + twice(ones(rank)).sum()).backward()
 
-    told["both"] = refusal(both)
-    return told
+    assert "several forward passes" in refusal(both)
 
 
-def test_modules_that_cannot_be_emulated_are_refused_with_the_reason() -> None:
-    for told in run_world(check_refusals, 2):
-        assert "transfers of its own" in told["transfers"]
-        assert "input of the model requires a gradient; detach it" in told["input"]
-        assert "use checkpoint(use_reentrant=False)" in told["reentrant"]
-        assert f"at most {MOST_RECORDED_PASSES} kinds of batches" in told["shapes"]
-        assert "several forward passes" in told["both"]
-
-
-def check_other_profile(rank: int) -> str:
+@on_ranks(2)
+def test_the_profile_of_another_model_is_refused(rank: int) -> None:
     model = PlannedDataParallel(nn.Linear(4, 4))
     timetable = timetable_of(profile_of(model.module))
     renamed = replace(timetable, ready=tuple((f"old.{name}", at) for name, at in timetable.ready))
-    return refusal(lambda: EmulatedAccelerator(model.synchronizer, renamed))
-
-
-def test_the_profile_of_another_model_is_refused() -> None:
-    assert all(
-        "they differ in bias, old.bias, old.weight" in told
-        for told in run_world(check_other_profile, 2)
-    )
+    error = refusal(lambda: EmulatedAccelerator(model.synchronizer, renamed))
+    assert "they differ in bias, old.bias, old.weight" in error
 
 
 # -- updates
 
 
-def check_updates(rank: int, crossing: bool) -> None:
+def values(module: nn.Module) -> list[Tensor]:
+    return [parameter.detach().clone() for parameter in module.parameters()]
+
+
+@on_ranks(2, each=[False, True])
+def test_optimizers_find_no_gradients_under_emulation_but_scripts_do(
+    rank: int, crossing: bool
+) -> None:
     model = PlannedDataParallel(Tied())
     optimizer = torch.optim.AdamW(model.parameters(), 0.1)
 
@@ -366,25 +323,18 @@ def check_updates(rank: int, crossing: bool) -> None:
     accelerator = emulated(model.synchronizer)
     recorded = step()
     for _ in range(2):
-        before = [parameter.detach().clone() for parameter in model.parameters()]
+        before = values(model)
         assert_same(step(), recorded)
-        assert_same([parameter.detach().clone() for parameter in model.parameters()], before)
+        assert_same(values(model), before)
     assert accelerator is model.synchronizer.accelerator
     model.synchronizer.emulate(None)
     step()
-    assert not any(
-        torch.equal(parameter, old)
-        for parameter, old in zip(model.parameters(), before, strict=True)
-    )
+    assert not any(torch.equal(a, b) for a, b in zip(values(model), before, strict=True))
     model.synchronizer.close()
 
 
-@pytest.mark.parametrize("crossing", [False, True])
-def test_optimizers_find_no_gradients_under_emulation_but_scripts_do(crossing: bool) -> None:
-    run_world(check_updates, 2, crossing)
-
-
-def check_reads_are_last(rank: int) -> None:
+@on_ranks(2)
+def test_a_played_pass_has_no_work_left_after_its_last_read(rank: int) -> None:
     model = PlannedDataParallel(Tied())
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
 
@@ -399,17 +349,13 @@ def check_reads_are_last(rank: int) -> None:
     for _ in range(2):
         step()
     done: list[str] = []
-    read, link, connect = (
-        accelerator._read_variables,
-        emulation._HandOut.apply,
-        emulation._Outputs.apply,
-    )
+    read, link = accelerator._read_variables, emulation._HandOut.apply
+    connect = emulation._Outputs.apply
     waiting = [is_watched(parameter) for parameter in model.parameters()]
 
     def reads() -> None:
-        assert (
-            any(waiting) and [is_watched(parameter) for parameter in model.parameters()] == waiting
-        )  # nothing was read before
+        assert any(waiting), "nothing was read before"
+        assert [is_watched(parameter) for parameter in model.parameters()] == waiting
         done.append("read")
         read()
 
@@ -428,7 +374,3 @@ def check_reads_are_last(rank: int) -> None:
     step()
     assert len(done) > 2 and done == ["link"] * (len(done) - 2) + ["outputs", "read"]
     model.synchronizer.close()
-
-
-def test_a_played_pass_has_no_work_left_after_its_last_read() -> None:
-    run_world(check_reads_are_last, 2)

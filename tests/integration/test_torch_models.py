@@ -10,7 +10,7 @@ from ddp_pair import assert_close, gradients, pair
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch_plans import mixed, uniform
-from torch_world import run_world
+from torch_world import on_ranks
 
 from autotune.errors import SynchronizationError
 from autotune.strategy_space.strategy import Synchronizer
@@ -30,24 +30,17 @@ class BranchingModel(nn.Module):
         return x
 
 
-USES: list[list[tuple[int, ...]]] = [
-    [(0, 1), (0, 1)],
-    [(0,), (1,)],
-    [(2, 0), (0,)],
-    [(0,), (0,)],
-    [(1, 2), (1,)],
-    [(2,), (2,)],
-]  # [step][rank]
+USES: list[list[tuple[int, ...]]] = [[(0, 1), (0, 1)], [(0,), (1,)], [(2, 0), (0,)]]
+USES += [[(0,), (0,)], [(1, 2), (1,)], [(2,), (2,)]]
+"""[step][rank]"""
+RS = Synchronizer.REDUCE_SCATTER_ALL_GATHER
 
 
-def check_unused(rank: int) -> None:
+@on_ranks(2)
+def test_unused_parameters_are_treated_as_in_ddp(rank: int) -> None:
     torch.manual_seed(0)
     theirs, mine = pair(BranchingModel(), find_unused_parameters=True)
-    plans = [
-        mixed(mine.module, 2),
-        None,
-        uniform(mine.module, 2, Synchronizer.REDUCE_SCATTER_ALL_GATHER),
-    ]
+    plans = [mixed(mine.module, 2), None, uniform(mine.module, 2, RS)]
     untouched: dict[nn.Module, list[list[bool]]] = {theirs: [], mine: []}
     for model in (theirs, mine):
         optimizer = torch.optim.AdamW(model.parameters(), 0.1)
@@ -66,11 +59,8 @@ def check_unused(rank: int) -> None:
     assert_close(list(mine.parameters()), list(theirs.parameters()))
 
 
-def test_unused_parameters_are_treated_as_in_ddp() -> None:
-    run_world(check_unused, 2)
-
-
-def check_static_unused(rank: int) -> None:
+@on_ranks(2)
+def test_a_static_graph_with_unused_parameters_needs_no_option(rank: int) -> None:
     torch.manual_seed(0)
     theirs, mine = pair(BranchingModel(), static_graph=True)
     plans = [mixed(mine.module, 2), uniform(mine.module, 2), None, None, mixed(mine.module, 2)]
@@ -86,22 +76,13 @@ def check_static_unused(rank: int) -> None:
     assert_close(list(mine.parameters()), list(theirs.parameters()))
 
 
-def test_a_static_graph_with_unused_parameters_needs_no_option() -> None:
-    run_world(check_static_unused, 2)
-
-
-def check_unused_refused(rank: int) -> None:
+@on_ranks(2)
+def test_unused_parameters_without_the_option_raise_on_every_rank(rank: int) -> None:
     model = PlannedDataParallel(BranchingModel())
-    model.synchronizer.load(uniform(model.module, 2, Synchronizer.REDUCE_SCATTER_ALL_GATHER))
-    with pytest.raises(
-        SynchronizationError,
-        match=r"2 did not: branches.2.weight, branches.2.bias.*find_unused_parameters=True",
-    ):
+    model.synchronizer.load(uniform(model.module, 2, RS))
+    rule = r"2 did not: branches.2.weight, branches.2.bias.*find_unused_parameters=True"
+    with pytest.raises(SynchronizationError, match=rule):
         model(torch.ones(2, 4), (0, 1)).sum().backward()
-
-
-def test_unused_parameters_without_the_option_raise_on_every_rank() -> None:
-    run_world(check_unused_refused, 2)
 
 
 class Checkpointed(nn.Module):
@@ -117,26 +98,21 @@ class Checkpointed(nn.Module):
         return self.last(x)
 
 
-def check_reentrant(rank: int) -> None:
+@on_ranks(2)
+def test_reentrant_checkpoints_synchronize_or_name_the_fix(rank: int) -> None:
     torch.manual_seed(0)
     for times, arguments in ((1, {}), (2, {"static_graph": True})):
         theirs, mine = pair(Checkpointed(times), **arguments)
-        mine.synchronizer.load(
-            uniform(mine.module, 2, Synchronizer.REDUCE_SCATTER_ALL_GATHER, groups=4)
-        )
+        mine.synchronizer.load(uniform(mine.module, 2, RS, groups=4))
         for step in range(3):
             for model in (theirs, mine):
                 model.zero_grad()
                 model(torch.full((2, 4), float(rank + step))).square().sum().backward()
             assert_close(gradients(mine), gradients(theirs))
     twice = PlannedDataParallel(Checkpointed(2))
-    twice.synchronizer.load(uniform(twice.module, 2, Synchronizer.REDUCE_SCATTER_ALL_GATHER))
+    twice.synchronizer.load(uniform(twice.module, 2, RS))
     with pytest.raises(SynchronizationError, match="use_reentrant=False"):
         twice(torch.ones(2, 4)).sum().backward()
-
-
-def test_reentrant_checkpoints_synchronize_or_name_the_fix() -> None:
-    run_world(check_reentrant, 2)
 
 
 class Odd(nn.Module):
@@ -153,16 +129,13 @@ class Odd(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         image = x.expand(2, 3, 5, 5).contiguous(memory_format=torch.channels_last)
-        other = (
-            self.wide.sum()
-            + self.narrow.sum().double()
-            + self.complex.abs().sum().double()
-            + self.empty.sum().double()
-        )
+        parts = (self.wide, self.narrow, self.complex.abs(), self.empty)
+        other = sum(part.sum().double() for part in parts)
         return self.convolution(image).square().sum() * (1 + other.float()) * self.frozen.sum()
 
 
-def check_odd(rank: int) -> None:
+@on_ranks(2)
+def test_uncommon_dtypes_layouts_and_empty_parameters_match_ddp(rank: int) -> None:
     torch.manual_seed(0)
     theirs, mine = pair(Odd())
     for kind, partitioned in itertools.product(Synchronizer, (False, True)):
@@ -174,11 +147,8 @@ def check_odd(rank: int) -> None:
         assert mine.module.convolution.weight.grad.is_contiguous(memory_format=torch.channels_last)
 
 
-def test_uncommon_dtypes_layouts_and_empty_parameters_match_ddp() -> None:
-    run_world(check_odd, 2)
-
-
-def check_sparse(rank: int) -> None:
+@on_ranks(2)
+def test_sparse_gradients_travel_dense_and_stay_sparse_for_the_optimizer(rank: int) -> None:
     torch.manual_seed(0)
     theirs, mine = pair(nn.Sequential(nn.Embedding(9, 3, sparse=True), nn.Linear(3, 2)))
     mine.synchronizer.load(uniform(mine.module, 2, Synchronizer.PARAMETER_SERVER, partitioned=True))
@@ -192,10 +162,6 @@ def check_sparse(rank: int) -> None:
     assert_close(list(mine.parameters()), list(theirs.parameters()))
 
 
-def test_sparse_gradients_travel_dense_and_stay_sparse_for_the_optimizer() -> None:
-    run_world(check_sparse, 2)
-
-
 class Masked(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -206,28 +172,22 @@ class Masked(nn.Module):
         return self.out(self.table(words) * weights.unsqueeze(1))
 
 
-def check_rows_of_zeros(rank: int) -> None:
+@on_ranks(2)
+def test_rows_of_a_sparse_gradient_stay_when_their_values_are_zero(rank: int) -> None:
     """Row 5 has a gradient at first and one of zeros later, on one rank; row 8 never has any."""
     torch.manual_seed(0)
     theirs, mine = pair(Masked())
     mine.synchronizer.load(uniform(mine.module, 2, Synchronizer.ALL_REDUCE, partitioned=True))
     for model in (theirs, mine):
         table, out = model.module.table, model.module.out
-        optimizers = [
-            torch.optim.SparseAdam(table.parameters(), 0.1),
-            torch.optim.SGD(out.parameters(), 0.1),
-        ]
+        rows_only = torch.optim.SparseAdam(table.parameters(), 0.1)
+        optimizers = [rows_only, torch.optim.SGD(out.parameters(), 0.1)]
         for step in range(3):
             model.zero_grad()
             words = torch.tensor([rank, step + 2, 5 if rank else 4])
             model(words, torch.tensor([1.0, 1.0, float(step == 0)])).square().sum().backward()
-            assert table.weight.grad.coalesce().indices()[0].tolist() == sorted(
-                {0, 1, step + 2, 4, 5}
-            )
+            rows = table.weight.grad.coalesce().indices()[0].tolist()
+            assert rows == sorted({0, 1, step + 2, 4, 5})
             for optimizer in optimizers:
                 optimizer.step()
     assert_close(list(mine.parameters()), list(theirs.parameters()))
-
-
-def test_rows_of_a_sparse_gradient_stay_when_their_values_are_zero() -> None:
-    run_world(check_rows_of_zeros, 2)

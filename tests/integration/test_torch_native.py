@@ -12,13 +12,21 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_pair import assert_close, gradients, pair
+from ddp_pair import (
+    HOOKED,
+    assert_close,
+    assert_same_state,
+    average_hook,
+    gradients,
+    pair,
+    sum_hook,
+)
 from test_torch_models import USES, BranchingModel, Odd
 from torch import Tensor, nn
 from torch._C._distributed_c10d import _register_comm_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch_plans import Tied, loss_of, mixed, uniform
-from torch_world import run_world
+from torch_world import on_ranks, run_world
 
 from autotune.errors import SynchronizationError
 from autotune.strategy_space.backend import backend_of, buckets_of
@@ -48,51 +56,47 @@ def random_buckets(module: nn.Module, seed: int) -> Plan:
     choices = []
     for variable in workload.variables:
         group = draw.randrange(groups)
-        choices.append(
-            VariableStrategy(
-                variable.name, (Shard(Synchronizer.ALL_REDUCE, group=group, priority=order[group]),)
-            )
-        )
+        shard = Shard(Synchronizer.ALL_REDUCE, group=group, priority=order[group])
+        choices.append(VariableStrategy(variable.name, (shard,)))
     return plan(Strategy(tuple(choices)), workload, dist.get_world_size())
 
 
 def sent(synchronizer: GradientSynchronizer) -> list[list[str]]:
     """The variables of the actual buckets of torch's reducer, in its order."""
-    names = {
-        id(parameter): name
-        for name, parameter in zip(synchronizer.names, synchronizer.parameters, strict=True)
-    }
+    pairs = zip(synchronizer.names, synchronizer.parameters, strict=True)
+    names = {id(parameter): name for name, parameter in pairs}
     assert isinstance(synchronizer.native, BucketReducer)
-    return [
-        [names[id(parameter)] for parameter in bucket.parameters()]
-        for bucket in synchronizer.native.reducer._get_zeros_like_grad_buckets()
-    ]
+    buckets = synchronizer.native.reducer._get_zeros_like_grad_buckets()
+    return [[names[id(parameter)] for parameter in bucket.parameters()] for bucket in buckets]
 
 
 def planned(held: Plan) -> list[list[str]]:
     return [[part.variable for part in message.slices] for message in held.messages]
 
 
-def check_random(rank: int, arguments: dict[str, Any]) -> None:
+def four_plans(module: nn.Module) -> list[Plan | None]:
+    """Carried out by a reducer of the plan, DDP's own, a reducer of the plan, our hooks."""
+    return [random_buckets(module, 1), None, random_buckets(module, 2), mixed(module, 2)]
+
+
+OPTIONS = "gradient_as_bucket_view find_unused_parameters static_graph batched_grad_copy"
+
+
+@on_ranks(2, each=["", *OPTIONS.split()])
+def test_random_buckets_train_like_ddp_in_planned_order(rank: int, option: str) -> None:
     torch.manual_seed(1)
-    theirs, mine = pair(Tied(), **arguments)
+    theirs, mine = pair(Tied(), **({option: True} if option else {}))
     for model in (theirs, mine):
         optimizer = torch.optim.AdamW(model.parameters(), 0.01, eps=1e-3)
         for step in range(16):
-            if (
-                model is mine and step % 2 == 0
-            ):  # each plan for two steps: reducers change after the first
-                held = [
-                    random_buckets(mine.module, step),
-                    None,
-                    random_buckets(mine.module, step),
-                    mixed(mine.module, 2),
-                ][step // 2 % 4]
-                mine.synchronizer.load(held)
-                assert (mine.synchronizer.native is not None) == (step // 2 % 2 == 0)
+            if model is mine and step % 2 == 0:  # reducers change after a plan's first step
+                native = step % 4 == 0
+                other = mixed(mine.module, 2) if step % 8 == 6 else None
+                mine.synchronizer.load(random_buckets(mine.module, step) if native else other)
+                assert (mine.synchronizer.native is not None) == native
             torch.manual_seed(10 * step + rank)
             optimizer.zero_grad(set_to_none=step % 3 != 0)
-            if step % 4 == 1 and not arguments.get("static_graph"):
+            if step % 4 == 1 and option != "static_graph":
                 with model.no_sync():
                     loss_of(model, rank, 2 * step).backward()
             loss_of(model, rank, 2 * step + 1).backward()
@@ -100,29 +104,17 @@ def check_random(rank: int, arguments: dict[str, Any]) -> None:
             optimizer.step()
             if model is mine and mine.synchronizer.native is not None:
                 assert sent(mine.synchronizer) == planned(mine.synchronizer.plan)
-    assert_close(list(mine.parameters()), list(theirs.parameters()))
-    assert_close([b.float() for b in mine.buffers()], [b.float() for b in theirs.buffers()])
+    assert_same_state(mine, theirs)
 
 
-@pytest.mark.parametrize(
-    "option",
-    ["", "gradient_as_bucket_view", "find_unused_parameters", "static_graph", "batched_grad_copy"],
-)
-def test_random_buckets_train_like_ddp_in_planned_order(option: str) -> None:
-    run_world(check_random, 2, {option: True} if option else {})
-
-
-def check_unused(rank: int, as_view: bool) -> None:
+@on_ranks(2, each=[False, True])
+def test_unused_parameters_are_treated_as_in_ddp_and_known_to_the_gate(
+    rank: int, as_view: bool
+) -> None:
     torch.manual_seed(0)
-    theirs, mine = pair(
-        BranchingModel(), find_unused_parameters=True, gradient_as_bucket_view=as_view
-    )
-    plans = [
-        random_buckets(mine.module, 1),
-        None,
-        random_buckets(mine.module, 2),
-        mixed(mine.module, 2),
-    ]
+    options = {"find_unused_parameters": True, "gradient_as_bucket_view": as_view}
+    theirs, mine = pair(BranchingModel(), **options)
+    plans = four_plans(mine.module)
     untouched: dict[nn.Module, list[list[bool]]] = {theirs: [], mine: []}
     results = []
     for model in (theirs, mine):
@@ -148,20 +140,13 @@ def check_unused(rank: int, as_view: bool) -> None:
     assert_close(list(mine.parameters()), list(theirs.parameters()))
 
 
-@pytest.mark.parametrize("as_view", [False, True])
-def test_unused_parameters_are_treated_as_in_ddp_and_known_to_the_gate(as_view: bool) -> None:
-    run_world(check_unused, 2, as_view)
-
-
-def check_static_unused(rank: int) -> None:
+@on_ranks(2)
+def test_a_static_graph_is_learned_by_every_reducer_and_observed_from_its_first_pass(
+    rank: int,
+) -> None:
     torch.manual_seed(0)
     theirs, mine = pair(BranchingModel(), static_graph=True)
-    plans = [
-        random_buckets(mine.module, 1),
-        None,
-        random_buckets(mine.module, 2),
-        mixed(mine.module, 2),
-    ]
+    plans = four_plans(mine.module)
     for model in (theirs, mine):
         optimizer = torch.optim.AdamW(model.parameters(), 0.1)
         for step in range(16):
@@ -179,36 +164,25 @@ def check_static_unused(rank: int) -> None:
     assert_close(list(mine.parameters()), list(theirs.parameters()))
 
 
-def test_a_static_graph_is_learned_by_every_reducer_and_observed_from_its_first_pass() -> None:
-    run_world(check_static_unused, 2)
-
-
-def check_graph_set_static(rank: int) -> None:
-    """The script sets the graph static after a plan was loaded, as under `autotune run`."""
+@on_ranks(2)
+def test_a_script_may_declare_its_graph_static_after_the_plan_was_loaded(rank: int) -> None:
     torch.manual_seed(0)
     theirs, mine = pair(Tied())
-    held = random_buckets(mine.module, 3)
-    mine.synchronizer.load(held)
+    mine.synchronizer.load(random_buckets(mine.module, 3))
     for model in (theirs, mine):
         model._set_static_graph()
-        for step in range(4):
+    for step in range(5):
+        if step == 4:
+            mine.synchronizer.load(None)
+        for model in (theirs, mine):
             torch.manual_seed(rank + step)
             model.zero_grad()
             loss_of(model, rank, step).backward()
-    assert_close(gradients(mine), gradients(theirs))
-    mine.synchronizer.load(None)
-    for model in (theirs, mine):
-        torch.manual_seed(rank)
-        model.zero_grad()
-        loss_of(model, rank, 5).backward()
-    assert_close(gradients(mine), gradients(theirs))
+        assert_close(gradients(mine), gradients(theirs))
 
 
-def test_a_script_may_declare_its_graph_static_after_the_plan_was_loaded() -> None:
-    run_world(check_graph_set_static, 2)
-
-
-def check_attached(rank: int) -> None:
+@on_ranks(2)
+def test_a_plain_module_is_driven_as_ddp_drives_its_own(rank: int) -> None:
     torch.manual_seed(0)
     theirs = DistributedDataParallel(Tied())
     mine = copy.deepcopy(theirs.module)
@@ -233,16 +207,14 @@ def check_attached(rank: int) -> None:
             model.train()
         if model is mine:
             assert sent(synchronizer) == planned(synchronizer.plan)
-    assert_close(list(mine.parameters()), list(theirs.parameters()))
-    assert_close([b.float() for b in mine.buffers()], [b.float() for b in theirs.buffers()])
+    assert_same_state(mine, theirs)
     synchronizer.close()
     before = mine.gain.grad.clone()
     mine(torch.tensor([rank, rank + 1])).sum().backward()
     assert not torch.equal(before, mine.gain.grad), "no reducer is left"
 
 
-def test_a_plain_module_is_driven_as_ddp_drives_its_own() -> None:
-    run_world(check_attached, 2)
+RS = Synchronizer.REDUCE_SCATTER_ALL_GATHER
 
 
 class Journal(BackwardObserver):
@@ -268,21 +240,15 @@ class Journal(BackwardObserver):
         self.events.append(("synchronized", kept))
 
 
-def check_observer(rank: int) -> tuple[list[Any], list[Any]]:
-    """An observer's calls under buckets, and under the same buckets with our hooks."""
-    found = []
+@on_ranks(2)
+def test_observers_get_the_same_calls_as_with_our_hooks(rank: int) -> None:
+    journals = []
     for native in (True, False):
         torch.manual_seed(0)
         model = PlannedDataParallel(Tied())
         held = random_buckets(model.module, 1)
-        shape = held.messages[0]
-        by_hooks = replace(
-            held,
-            messages=(
-                replace(shape, synchronizer=uniform(model.module, 2, RS).messages[0].synchronizer),
-                *held.messages[1:],
-            ),
-        )
+        first = replace(held.messages[0], synchronizer=RS)
+        by_hooks = replace(held, messages=(first, *held.messages[1:]))
         model.synchronizer.load(held if native else by_hooks)
         assert (model.synchronizer.native is not None) == native
         loss_of(model, rank, 0).backward()
@@ -296,96 +262,57 @@ def check_observer(rank: int) -> tuple[list[Any], list[Any]]:
             loss_of(model, rank, step).backward()
         model.synchronizer.observers.clear()
         loss_of(model, rank, 2).backward()
-        found.append(journal.events)
-    return found[0], found[1]
+        journals.append(journal.events)
+    events = journals[0]
+    assert events == journals[1]
+    assert events[:4] == ["forward", "forward", ("output", 1), "start"]
+    assert sorted(events[4:-2]) == list(range(8))
+    assert events[-2:] == ["computed", ("synchronized", frozenset())]
 
 
-RS = Synchronizer.REDUCE_SCATTER_ALL_GATHER
-
-
-def test_observers_get_the_same_calls_as_with_our_hooks() -> None:
-    for native, ours in run_world(check_observer, 2):
-        assert native == ours
-        assert native[:4] == ["forward", "forward", ("output", 1), "start"]
-        assert native[-2:] == ["computed", ("synchronized", frozenset())] and sorted(
-            native[4:-2]
-        ) == list(range(8))
-
-
-def undivided(state: None, bucket: dist.GradBucket) -> Any:
-    """A communication hook that returns the sum instead of the average."""
-    return (
-        dist.all_reduce(bucket.buffer(), async_op=True)
-        .get_future()
-        .then(lambda done: done.value()[0])
-    )
-
-
-undivided.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[Tensor]}
-
-
-def check_gate(rank: int, wrong: bool) -> tuple[GateResult, bool]:
+def gate_result(rank: int, hook: Any = None) -> GateResult:
     torch.manual_seed(0)
     model = PlannedDataParallel(Tied())
     model.synchronizer.load(random_buckets(model.module, 5))
     assert model.synchronizer.native is not None
-    if wrong:
-        _register_comm_hook(model.synchronizer.native.reducer, None, undivided)
+    if hook is not None:
+        _register_comm_hook(model.synchronizer.native.reducer, None, hook)
     gate = GradientGate(model.synchronizer)
     loss_of(model, rank, 0).backward()
     gate.arm()
     loss_of(model, rank, 1).backward()
     loss_of(model, rank, 2).backward()
-    return gate.error(), any(
-        parameter._post_accumulate_grad_hooks for parameter in model.parameters()
-    )
+    hooked = any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
+    assert not hooked, "without an observer there is no Python per gradient"
+    return gate.error()
 
 
-def test_the_gate_checks_the_result_of_the_reducer() -> None:
-    size = 2
-    for result, hooked in run_world(check_gate, size, False):
-        assert result.ok and result.relative_error == 0.0 and not hooked, (
-            "without an observer there is no Python per gradient"
-        )
-    for result, _ in run_world(check_gate, size, True):
-        assert not result.ok and result.relative_error > 0.1, "the sum is no average"
+@on_ranks(2)
+def test_the_gate_checks_the_result_of_the_reducer(rank: int) -> None:
+    result = gate_result(rank)
+    assert result.ok and result.relative_error == 0.0
+    result = gate_result(rank, sum_hook)
+    assert not result.ok and result.relative_error > 0.1, "the sum is no average"
 
 
-COUNTED: list[int] = []
-
-
-def count_hook(state: None, bucket: dist.GradBucket) -> Any:
-    COUNTED.append(bucket.index())
-    return (
-        dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True)
-        .get_future()
-        .then(lambda done: done.value()[0])
-    )
-
-
-count_hook.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[Tensor]}
-
-
-def check_script_hook(rank: int) -> None:
+@on_ranks(2)
+def test_a_hook_that_the_script_registers_under_a_plan_stays_with_ddps_own_reducer(
+    rank: int,
+) -> None:
     model = PlannedDataParallel(Tied())
     model.synchronizer.load(uniform(model.module, 2))
     loss_of(model, rank, 0).backward()
-    model.register_comm_hook(None, count_hook)
+    model.register_comm_hook(None, average_hook)
     loss_of(model, rank, 1).backward()
-    assert not COUNTED, "with a plan the plan synchronizes"
+    assert not HOOKED, "with a plan the plan synchronizes"
     model.synchronizer.load(None)
     loss_of(model, rank, 2).backward()
-    assert COUNTED, "without one the script's own hook does"
-
-
-def test_a_hook_that_the_script_registers_under_a_plan_stays_with_ddps_own_reducer() -> None:
-    run_world(check_script_hook, 2)
+    assert HOOKED, "without one the script's own hook does"
 
 
 def check_dead_rank(rank: int) -> str | None:
-    model = PlannedDataParallel(
-        Tied(), forward_sync_buffers=False
-    )  # DDP's own broadcast would be the first to notice
+    # DDP's own broadcast of buffers would be the first to notice.
+    model = PlannedDataParallel(Tied(), forward_sync_buffers=False)
     model.synchronizer.load(random_buckets(model.module, 1))
     loss_of(model, rank, 0).backward()
     if rank == 1:
@@ -405,7 +332,8 @@ def test_a_rank_that_dies_fails_the_others_as_under_ddp() -> None:
     assert time.monotonic() - started < 60
 
 
-def check_late_rank(rank: int) -> str:
+@on_ranks(2)
+def test_the_wait_for_a_missing_rank_ends_at_the_timeout_of_plans(rank: int) -> None:
     """The planned group's timeout applies, not the script's minute."""
     model = nn.Linear(3, 3)
     synchronizer = attach(model, None, timeout_s=2.0, agreement_timeout_s=2.0)
@@ -416,14 +344,10 @@ def check_late_rank(rank: int) -> str:
             model(torch.ones(3)).sum().backward()
     else:
         time.sleep(6.0)
-    return "done"
 
 
-def test_the_wait_for_a_missing_rank_ends_at_the_timeout_of_plans() -> None:
-    assert run_world(check_late_rank, 2) == ["done", "done"]
-
-
-def check_left_to_hooks(rank: int) -> None:
+@on_ranks(2)
+def test_mixed_types_sparse_gradients_and_profiling_are_left_to_our_hooks(rank: int) -> None:
     odd = PlannedDataParallel(Odd())
     sparse = PlannedDataParallel(nn.Sequential(nn.Embedding(9, 3, sparse=True), nn.Linear(3, 2)))
     for model in (odd, sparse):
@@ -438,20 +362,15 @@ def check_left_to_hooks(rank: int) -> None:
     assert profiled.synchronizer.native is None and held.messages
 
 
-def test_mixed_types_sparse_gradients_and_profiling_are_left_to_our_hooks() -> None:
-    run_world(check_left_to_hooks, 2)
-
-
 def test_buckets_are_read_from_the_plan_alone() -> None:
     module = Tied()
     held = uniform(module, 2)
     assert buckets_of(held) == tuple(map(tuple, planned(held)))
     variables = assumed_workload(module).variables
+    sparse = [replace(variables[0], sparse=True)]
     assert backend_of(held, variables) == "carried out by torch's own DDP reducer, 3 buckets"
-    assert (
-        backend_of(held, [replace(variables[0], sparse=True)])
-        == "carried out by autotune's hooks, 3 messages"
-    )
+    assert backend_of(held, sparse) == "carried out by autotune's hooks, 3 messages"
+    first, *others = held.messages
     for other in (
         uniform(module, 2, partitioned=True),
         uniform(module, 2, compressor=Compressor.FP16),
@@ -459,7 +378,7 @@ def test_buckets_are_read_from_the_plan_alone() -> None:
         uniform(Odd(), 2),
         replace(held, cross_step=True),
         replace(held, ring_order=(1, 0)),
-        replace(held, messages=(replace(held.messages[0], hierarchical=True), *held.messages[1:])),
-        replace(held, messages=(replace(held.messages[0], ranks=(0,)), *held.messages[1:])),
+        replace(held, messages=(replace(first, hierarchical=True), *others)),
+        replace(held, messages=(replace(first, ranks=(0,)), *others)),
     ):
         assert buckets_of(other) is None

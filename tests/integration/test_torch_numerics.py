@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch_plans import Tied, loss_of, uniform
-from torch_world import run_world
+from torch_world import on_ranks, run_world
 
 from autotune.strategy_space.strategy import Compressor, Synchronizer
 from runtime_rewriter.pytorch.ddp import PlannedDataParallel
@@ -23,15 +24,13 @@ class Steep(nn.Module):
         self.sizes = sizes
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.stack(
-            [(w * x).sum() * size for w, size in zip(self.weights, self.sizes, strict=True)]
-        ).sum()
+        sized = zip(self.weights, self.sizes, strict=True)
+        return torch.stack([(w * x).sum() * size for w, size in sized]).sum()
 
 
 def gate_of(model: PlannedDataParallel, rank: int, compressor: Compressor) -> GateResult:
-    model.synchronizer.load(
-        uniform(model.module, dist.get_world_size(), Synchronizer.PARAMETER_SERVER, compressor)
-    )
+    size = dist.get_world_size()
+    model.synchronizer.load(uniform(model.module, size, Synchronizer.PARAMETER_SERVER, compressor))
     gate = GradientGate(model.synchronizer)
     gate.arm()
     x = torch.tensor([1.0, 0.7, 0.3]) * (1 + rank)
@@ -39,43 +38,38 @@ def gate_of(model: PlannedDataParallel, rank: int, compressor: Compressor) -> Ga
     return gate.error()
 
 
+def gate_of_steep(sizes: tuple[float, ...], rank: int) -> GateResult:
+    return gate_of(PlannedDataParallel(Steep(sizes)), rank, Compressor.FP16)
+
+
 def check_gate(rank: int) -> dict[str, GateResult]:
     torch.manual_seed(0)
     tied = PlannedDataParallel(Tied())
-    results = {
-        str(compressor): gate_of(tied, rank, compressor)
-        for compressor in (Compressor.NONE, Compressor.FP16, Compressor.BF16)
-    }
+    exact_and_cast = (Compressor.NONE, Compressor.FP16, Compressor.BF16)
     steep = PlannedDataParallel(Steep((1.0, 1e6)))
-    results["overflow"] = gate_of(steep, rank, Compressor.FP16)
-    results["large"] = gate_of(steep, rank, Compressor.NONE)
-    results["infinite"] = gate_of(
-        PlannedDataParallel(Steep((1.0, float("inf")))), rank, Compressor.FP16
-    )
-    results["underflow"] = gate_of(PlannedDataParallel(Steep((1e-8, 1e-9))), rank, Compressor.FP16)
-    results["noise"] = gate_of(PlannedDataParallel(Steep((1.0, 1e-8))), rank, Compressor.FP16)
-    return results
+    return {
+        **{str(compressor): gate_of(tied, rank, compressor) for compressor in exact_and_cast},
+        "overflow": gate_of(steep, rank, Compressor.FP16),
+        "large": gate_of(steep, rank, Compressor.NONE),
+        "infinite": gate_of_steep((1.0, float("inf")), rank),
+        "underflow": gate_of_steep((1e-8, 1e-9), rank),
+        "noise": gate_of_steep((1.0, 1e-8), rank),
+    }
 
 
-def test_the_gate_passes_exact_and_rounded_gradients_and_fails_overflow_and_underflow() -> None:
-    for size in (2, 3):
-        answers = run_world(check_gate, size)
-        assert all(answer == answers[0] for answer in answers), "all ranks agree"
-        result = answers[0]
-        assert result["none"].ok and result["none"].relative_error <= (0.0 if size == 2 else 1e-5)
-        assert result["fp16"].ok and 0 < result["fp16"].relative_error <= tolerance_of(
-            "float32", Compressor.FP16, size
-        )
-        assert (
-            result["bf16"].ok
-            and result["fp16"].relative_error < result["bf16"].relative_error < 0.05
-        )
-        assert not result["overflow"].ok and result["overflow"].relative_error == float("inf")
-        assert result["overflow"].worst_variable == "weights.1"
-        assert result["large"].ok
-        assert result["infinite"].ok, "an infinite reference is what AMP skips by itself"
-        assert not result["underflow"].ok
-        assert result["noise"].ok, "far below the model's gradients there is only noise"
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_gate_passes_rounded_gradients_and_fails_overflow_and_underflow(size: int) -> None:
+    answers = run_world(check_gate, size)
+    assert all(answer == answers[0] for answer in answers), "all ranks agree"
+    error = {name: result.relative_error for name, result in answers[0].items()}
+    passed = {name for name, result in answers[0].items() if result.ok}
+    # An infinite reference is what AMP skips by itself. Far below the model's gradients is noise.
+    assert passed == {"none", "fp16", "bf16", "large", "infinite", "noise"}
+    assert error["none"] <= (0.0 if size == 2 else 1e-5)
+    assert 0 < error["fp16"] <= tolerance_of("float32", Compressor.FP16, size)
+    assert error["fp16"] < error["bf16"] < 0.05
+    assert error["overflow"] == float("inf")
+    assert answers[0]["overflow"].worst_variable == "weights.1"
 
 
 class Disturb(BackwardObserver):
@@ -89,20 +83,14 @@ class Disturb(BackwardObserver):
         self.parameter.grad.mul_(1 + 1e-6)
 
 
-def check_difference(rank: int) -> GateResult:
+@on_ranks(2)
+def test_the_gate_fails_when_ranks_differ_by_one_bit_even_within_the_tolerance(rank: int) -> None:
     model = PlannedDataParallel(Tied())
     if rank == 1:
         model.synchronizer.observers.append(Disturb(model.module.back.weight))
-    return gate_of(model, rank, Compressor.BF16)
-
-
-def test_the_gate_fails_when_ranks_differ_by_one_bit_even_within_the_tolerance() -> None:
-    for result in run_world(check_difference, 2):
-        assert (
-            not result.ok
-            and result.worst_variable == "back.weight"
-            and result.relative_error == float("inf")
-        )
+    result = gate_of(model, rank, Compressor.BF16)
+    assert not result.ok and result.worst_variable == "back.weight"
+    assert result.relative_error == float("inf")
 
 
 def test_tolerances_follow_the_roundoff_of_the_dtype() -> None:

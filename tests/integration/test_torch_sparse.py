@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
-import os
 from collections.abc import Sequence
+from copy import deepcopy
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
+from ddp_pair import pair
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch_world import run_world, seeded
+from torch_world import on_ranks, seeded, set_host
 
 from autotune.strategy_space.plan import Plan, plan
 from autotune.strategy_space.strategy import (
@@ -58,36 +57,28 @@ def rows_plan(
     compressor: Compressor = Compressor.NONE,
     sizes: tuple[int, ...] = (),
     hierarchical: bool = False,
-    table: str = "table.weight",
 ) -> Plan:
     """Send the table by rows, whole or cut into `sizes`, and the rest in one all-reduce."""
     flagged = tuple(
-        Variable(v.name, v.shape, v.dtype, v.name == table)
+        Variable(v.name, v.shape, v.dtype, v.name == "table.weight")
         for v in assumed_workload(module).variables
     )
     sparse, synchronizer = way
-    choices = []
-    for variable in flagged:
-        if variable.name != table:
-            choices.append(
-                VariableStrategy(variable.name, (Shard(Synchronizer.ALL_REDUCE, group=0),))
-            )
-            continue
-        rooted = synchronizer is Synchronizer.PARAMETER_SERVER
-        shards = tuple(
-            Shard(
-                synchronizer,
-                compressor,
-                (part + 1) % world_size if rooted else None,
-                group=0,
-                priority=part,
-                hierarchical=hierarchical,
-            )
-            for part in range(len(sizes) or 1)
+    rooted = synchronizer is Synchronizer.PARAMETER_SERVER
+    shards = tuple(
+        Shard(
+            synchronizer,
+            compressor,
+            (part + 1) % world_size if rooted else None,
+            group=0,
+            priority=part,
+            hierarchical=hierarchical,
         )
-        choices.append(
-            VariableStrategy(variable.name, shards, Partition(0, sizes) if sizes else None, sparse)
-        )
+        for part in range(len(sizes) or 1)
+    )
+    rows = VariableStrategy("table.weight", shards, Partition(0, sizes) if sizes else None, sparse)
+    dense = (Shard(Synchronizer.ALL_REDUCE, group=0),)
+    choices = [rows if v.sparse else VariableStrategy(v.name, dense) for v in flagged]
     return plan(Strategy(tuple(choices)), Workload(type(module).__name__, flagged), world_size)
 
 
@@ -114,13 +105,10 @@ def assert_same_on_all_ranks(gradient: Tensor) -> None:
 
 def check_against_ddp(rank: int, ranks: int, sparse: bool, layouts: Sequence[int]) -> None:
     for local_size in layouts:
-        os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"] = (
-            str(rank % local_size),
-            str(local_size),
-        )
+        set_host(rank, (local_size,) * (ranks // local_size))
         torch.manual_seed(0)
         module = Embedded(sparse)
-        theirs, mine = DistributedDataParallel(copy.deepcopy(module)), PlannedDataParallel(module)
+        theirs, mine = pair(module)
         for way, sizes in itertools.product(WAYS, ((), (4, 18, 1))):
             mine.synchronizer.load(
                 rows_plan(module, ranks, way, sizes=sizes, hierarchical=local_size < ranks)
@@ -137,21 +125,19 @@ def check_against_ddp(rank: int, ranks: int, sparse: bool, layouts: Sequence[int
         mine.synchronizer.close()
 
 
-@pytest.mark.parametrize("sparse", [True, False])
-def test_rows_on_two_ranks_give_the_bits_of_ddp(sparse: bool) -> None:
-    run_world(check_against_ddp, 2, 2, sparse, (2,))
+@on_ranks(2, each=[True, False])
+def test_rows_on_two_ranks_give_the_bits_of_ddp(rank: int, sparse: bool) -> None:
+    check_against_ddp(rank, 2, sparse, (2,))
 
 
-def test_rows_on_four_ranks_flat_and_hierarchical_average_as_ddp_does() -> None:
-    run_world(check_against_ddp, 4, 4, True, (4, 2))
+@on_ranks(4)
+def test_rows_on_four_ranks_flat_and_hierarchical_average_as_ddp_does(rank: int) -> None:
+    check_against_ddp(rank, 4, True, (4, 2))
 
 
-def check_compressed(rank: int) -> None:
-    place = (0, 3) if rank == 3 else (rank, 3)
-    os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"] = (
-        str(place[0]),
-        "1" if rank == 3 else "3",
-    )
+@on_ranks(4)
+def test_compressed_rows_are_equal_on_all_ranks_and_within_the_gates_tolerance(rank: int) -> None:
+    set_host(rank, (3, 1))
     module = Embedded()
     mine = PlannedDataParallel(module)
     gate = GradientGate(mine.synchronizer)
@@ -166,25 +152,20 @@ def check_compressed(rank: int) -> None:
         assert result.ok and result.relative_error > 0, (way, compressor, hierarchical, result)
 
 
-def test_compressed_rows_are_equal_on_all_ranks_and_within_the_gates_tolerance() -> None:
-    run_world(check_compressed, 4)
-
-
 class Optional(nn.Module):
     """A table that is used only if tokens are given."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.table, self.bias = (
-            nn.Embedding(ROWS, WIDTH, sparse=True),
-            nn.Parameter(torch.ones(WIDTH)),
-        )
+        self.table = nn.Embedding(ROWS, WIDTH, sparse=True)
+        self.bias = nn.Parameter(torch.ones(WIDTH))
 
     def forward(self, tokens: Tensor | None) -> Tensor:
         return self.bias.sum() if tokens is None else (self.table(tokens) * self.bias).sum()
 
 
-def check_missing(rank: int) -> None:
+@on_ranks(2)
+def test_ranks_without_rows_or_without_use_of_the_variable(rank: int) -> None:
     torch.manual_seed(0)
     module = Optional()
     mine = PlannedDataParallel(module, find_unused_parameters=True)
@@ -196,53 +177,37 @@ def check_missing(rank: int) -> None:
         mine(torch.tensor([4, 4]) if rank else None).backward()  # one rank does not use the table
         assert gate.error().ok
         gradient = module.table.weight.grad
-        assert (
-            gradient.is_sparse
-            and gradient._nnz() == 1
-            and torch.equal(gradient.to_dense()[4], module.bias.detach())
-        )
+        assert gradient.is_sparse and gradient._nnz() == 1
+        assert torch.equal(gradient.to_dense()[4], module.bias.detach())
         mine.zero_grad()
-        mine(
-            torch.tensor([4]) if rank else torch.empty(0, dtype=torch.int64)
-        ).backward()  # one rank has no row
+        no_row = torch.empty(0, dtype=torch.int64)
+        mine(torch.tensor([4]) if rank else no_row).backward()  # one rank has no row
         assert torch.equal(module.table.weight.grad.to_dense()[4], 0.5 * module.bias.detach())
         mine.zero_grad()
-        mine(torch.empty(0, dtype=torch.int64)).backward()  # no rank has one
+        mine(no_row).backward()  # no rank has one
         assert module.table.weight.grad.is_sparse and module.table.weight.grad._nnz() == 0
         module.table.weight.grad = None
         mine(None).backward()  # no rank uses it
         assert module.table.weight.grad is None
 
 
-def test_ranks_without_rows_or_without_use_of_the_variable() -> None:
-    run_world(check_missing, 2)
-
-
-def check_training(rank: int) -> None:
+@on_ranks(2)
+def test_optimizers_train_with_the_gradients_as_under_ddp(rank: int) -> None:
     torch.manual_seed(0)
     module = Embedded().to(torch.float64)
-    theirs, mine = DistributedDataParallel(copy.deepcopy(module)), attach(module, None)
+    theirs, mine = DistributedDataParallel(deepcopy(module)), attach(module, None)
     mine.load(rows_plan(module, 2, WAYS[1], sizes=(1, 22)))
     for model in (theirs, module):
         for kind in (torch.optim.SparseAdam, torch.optim.SGD):
-            optimizer = kind(
-                [
-                    p
-                    for p in model.parameters()
-                    if p.shape == (ROWS, WIDTH) or kind is torch.optim.SGD
-                ],
-                0.05,
-            )
+            all_of_them = kind is torch.optim.SGD
+            tables = [p for p in model.parameters() if all_of_them or p.shape == (ROWS, WIDTH)]
+            optimizer = kind(tables, 0.05)
             for step in range(3):
                 optimizer.zero_grad()
                 model(tokens_of(rank, step)).backward()
                 optimizer.step()
     for a, b in zip(module.parameters(), theirs.parameters(), strict=True):
         assert torch.equal(a, b)
-
-
-def test_optimizers_train_with_the_gradients_as_under_ddp() -> None:
-    run_world(check_training, 2)
 
 
 class Wide(nn.Module):
@@ -254,7 +219,8 @@ class Wide(nn.Module):
         return self.table(tokens).sum()
 
 
-def check_memory(rank: int) -> None:
+@on_ranks(2)
+def test_no_tensor_of_the_size_of_the_table_is_allocated(rank: int) -> None:
     module = Wide()
     mine = PlannedDataParallel(module)
     for way in WAYS:
@@ -269,11 +235,8 @@ def check_memory(rank: int) -> None:
         assert 0 < largest < 4 * 1_000_000, "of a table of 256 MB not even a number per row"
 
 
-def test_no_tensor_of_the_size_of_the_table_is_allocated() -> None:
-    run_world(check_memory, 2)
-
-
-def check_profile(rank: int) -> list[str]:
+@on_ranks(2)
+def test_a_profiled_workload_plans_rows_that_are_enacted(rank: int) -> None:
     module = Embedded()
     synchronizer = attach(module, None)
     profiler = WorkloadProfiler(synchronizer, steps=1)
@@ -285,26 +248,18 @@ def check_profile(rank: int) -> list[str]:
     table = workload.variables[workload.index["table.weight"]]
     assert table.sparse and table.touched_rows == len(tokens_of(0, 0).unique())  # what rank 0 saw
     ways = {True: SparseHandling.ALL_GATHER, False: SparseHandling.DENSE}
-    choices = tuple(
-        VariableStrategy(v.name, (Shard(Synchronizer.ALL_REDUCE),), None, ways[v.sparse])
-        for v in workload.variables
-    )
-    made = plan(Strategy(choices), workload, 2)
+    whole = (Shard(Synchronizer.ALL_REDUCE),)
+    choices = [VariableStrategy(v.name, whole, None, ways[v.sparse]) for v in workload.variables]
+    made = plan(Strategy(tuple(choices)), workload, 2)
     synchronizer.load(made)
     module.zero_grad()
     module(tokens_of(rank, 0)).backward()
-    return [
-        str(message.sparse)
-        for message in made.messages
-        if message.sparse is not SparseHandling.DENSE
-    ]
+    rows = [m.sparse for m in made.messages if m.sparse is not SparseHandling.DENSE]
+    assert rows == [SparseHandling.ALL_GATHER]
 
 
-def test_a_profiled_workload_plans_rows_that_are_enacted() -> None:
-    assert run_world(check_profile, 2) == [["all_gather"]] * 2
-
-
-def check_byte_scale(rank: int) -> None:
+@on_ranks(2)
+def test_one_kth_of_the_rows_of_a_rank_travels(rank: int) -> None:
     module = Optional()
     mine = PlannedDataParallel(module)
     mine.synchronizer.scale_bytes(3.0)
@@ -313,7 +268,3 @@ def check_byte_scale(rank: int) -> None:
         mine.zero_grad()
         mine(torch.arange(10) + rank).backward()
         assert module.table.weight.grad.coalesce().indices().flatten().tolist() == [0, 1, 2, 3, 4]
-
-
-def test_one_kth_of_the_rows_of_a_rank_travels() -> None:
-    run_world(check_byte_scale, 2)

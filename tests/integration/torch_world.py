@@ -74,7 +74,7 @@ def on_ranks(*sizes: int, each: Iterable[Any] = ()) -> Callable[..., Callable[[]
     """
 
     def decorate(test: Callable[..., None]) -> Callable[[], None]:
-        cases = [(case,) for case in each] or [()]
+        cases: list[tuple[Any, ...]] = [(case,) for case in each] or [()]
 
         @functools.wraps(test)
         def started() -> None:
