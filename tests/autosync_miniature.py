@@ -10,17 +10,9 @@ VARIABLES = (("embedding", (50, 8)), ("dense/kernel", (8, 4)), ("dense/bias", (4
 """Name and shape in forward order; the first is looked up by a gather."""
 SPEC = """\
 nodes:
-  - address: 10.0.0.1
-    gpus: [0, 1]
-    cpus: [0]
-    chief: true
-    network_bandwidth: 25
-  - address: 10.0.0.2
-    gpus: [0, 1]
-    cpus: [0]
-    ssh_config: conf
-ssh:
-  conf: {username: someone, key_file: /nowhere}
+  - {address: 10.0.0.1, gpus: [0, 1], cpus: [0], chief: true, network_bandwidth: 25}
+  - {address: 10.0.0.2, gpus: [0, 1], cpus: [0], ssh_config: conf}
+ssh: {conf: {username: someone, key_file: /nowhere}}
 """
 
 
@@ -47,36 +39,28 @@ def node(
     data = field(1, name) + field(2, op) + b"".join(field(3, source) for source in inputs)
     if shape is not None:
         extents = b"".join(field(2, field(1, extent)) for extent in shape)
-        data += field(5, field(1, "shape") + field(2, field(7, extents))) + field(
-            5, field(1, "dtype") + field(2, field(6, 1))
-        )
+        data += field(5, field(1, "shape") + field(2, field(7, extents)))
+        data += field(5, field(1, "dtype") + field(2, field(6, 1)))
     return field(1, data)
 
 
 def graph_item() -> bytes:
     nodes = [node(name, "VarHandleOp", shape=shape) for name, shape in VARIABLES]
-    nodes += [
-        node("global_step", "VarHandleOp", shape=()),
-        node("read", "ReadVariableOp", ["dense/kernel"]),
-    ]
-    nodes += [
-        node("lookup", "ResourceGather", ["embedding", "ids:0"]),
-        node("product", "MatMul", ["lookup", "read", "^global_step"]),
-    ]
+    nodes.append(node("global_step", "VarHandleOp", shape=()))
+    nodes.append(node("read", "ReadVariableOp", ["dense/kernel"]))
+    nodes.append(node("lookup", "ResourceGather", ["embedding", "ids:0"]))
+    nodes.append(node("product", "MatMul", ["lookup", "read", "^global_step"]))
     pairs = b"".join(
         field(2, field(1, f"grad{index}:0") + field(2, f"{name}:0"))
         for index, (name, _) in enumerate(VARIABLES)
     )
-    return (
-        field(1, field(1, "type.googleapis.com/tensorflow.GraphDef") + field(2, b"".join(nodes)))
-        + pairs
-    )
+    kind = field(1, "type.googleapis.com/tensorflow.GraphDef")
+    return field(1, kind + field(2, b"".join(nodes))) + pairs
 
 
 def server(address: str = "10.0.0.2", staleness: int = 0) -> bytes:
-    return field(
-        2, field(1, f"{address}:CPU:0") + field(3, 1) + (field(4, staleness) if staleness else b"")
-    )
+    limit = field(4, staleness) if staleness else b""
+    return field(2, field(1, f"{address}:CPU:0") + field(3, 1) + limit)
 
 
 def all_reduce(group: int, compressor: int = 0) -> bytes:
@@ -84,17 +68,14 @@ def all_reduce(group: int, compressor: int = 0) -> bytes:
 
 
 def strategy(configurations: Sequence[bytes], replicas: int = 4) -> bytes:
-    """`configurations`: what stands behind each variable's name."""
+    """`configurations`: the bytes that follow each variable's name."""
     nodes = [
-        field(3, field(1, f"{name}:0") + own)
-        for (name, _), own in zip(VARIABLES, configurations, strict=True)
+        field(3, field(1, f"{name}:0") + configuration)
+        for (name, _), configuration in zip(VARIABLES, configurations, strict=True)
     ]
     devices = [f"{address}:GPU:{gpu}" for address in ADDRESSES for gpu in range(2)][:replicas]
-    return (
-        field(1, "20200601T000000M000000")
-        + b"".join(nodes)
-        + field(4, b"".join(field(1, device) for device in devices))
-    )
+    graph = field(4, b"".join(field(1, device) for device in devices))
+    return field(1, "20200601T000000M000000") + b"".join(nodes) + graph
 
 
 PARTS = field(5, "3,1") + b"".join(
@@ -111,21 +92,22 @@ RUNTIMES = {
 }
 
 
+CLUSTERS = (("aws", "runtime", None, ".yml"), ("in-house", "runtimes", "resource_specs", ""))
+"""Name, folder of runtimes, folder of resource specs if it has one, suffix of runtimes."""
+
+
 def write_miniature(folder: Path) -> None:
     """One cluster has a resource spec for all and plural names, the other one per trial."""
     for model in ("ncf", "vgg16"):
-        for cluster, (runtimes, specs, suffix) in {
-            "aws": ("runtime", None, ".yml"),
-            "in-house": ("runtimes", "resource_specs", ""),
-        }.items():
-            own = folder / model / cluster
+        for cluster, runtimes, specs, suffix in CLUSTERS:
+            place = folder / model / cluster
             for name in filter(None, ("strategies", runtimes, specs)):
-                (own / name).mkdir(parents=True, exist_ok=True)
+                (place / name).mkdir(parents=True, exist_ok=True)
             for identity, data in STRATEGIES.items():
-                (own / "strategies" / identity).write_bytes(data)
-                (own / runtimes / f"{identity}{suffix}").write_text(RUNTIMES[identity])
+                (place / "strategies" / identity).write_bytes(data)
+                (place / runtimes / f"{identity}{suffix}").write_text(RUNTIMES[identity])
                 if specs:
-                    (own / specs / identity).write_text(SPEC)
+                    (place / specs / identity).write_text(SPEC)
             if specs is None:
-                (own / "resource_spec.yml").write_text(SPEC)
+                (place / "resource_spec.yml").write_text(SPEC)
         (folder / model / "graph_item").write_bytes(graph_item())

@@ -1,11 +1,19 @@
-"""The reader of the AutoSync dataset on a made-up miniature, whole and broken."""
+"""The reader of the AutoSync dataset on an invented miniature, intact and broken."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-import autosync_miniature as miniature
 import pytest
+from autosync_miniature import (
+    STRATEGIES,
+    all_reduce,
+    field,
+    graph_item,
+    server,
+    strategy,
+    write_miniature,
+)
 
 from autotune.dataset.autosync import AutosyncDomain, read_autosync
 from autotune.errors import InvalidInput
@@ -15,7 +23,7 @@ from autotune.strategy_space.strategy import Compressor, SparseHandling, Synchro
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    miniature.write_miniature(tmp_path)
+    write_miniature(tmp_path)
     return tmp_path
 
 
@@ -25,112 +33,80 @@ def domain(folder: Path) -> AutosyncDomain:
 
 
 def test_every_domain_is_read_whatever_its_folders_are_called(folder: Path) -> None:
-    found = read_autosync(folder)
-    assert [(own.model, own.cluster_name) for own in found] == [
-        (m, c) for m in ("ncf", "vgg16") for c in ("aws", "in-house")
-    ]
-    assert all(
-        [trial.id for trial in own.trials] == ["first", "second"] and not own.left_out
-        for own in found
-    )
-    assert [trial.average_s for trial in found[0].trials] == [0.2, pytest.approx(0.31)]
-    assert found[0].trials[0].runtime_s == (0.21, 0.2, 0.19)
+    domains = read_autosync(folder)
+    names = [(domain.model, domain.cluster_name) for domain in domains]
+    assert names == [(model, place) for model in ("ncf", "vgg16") for place in ("aws", "in-house")]
+    assert all([trial.id for trial in each.trials] == ["first", "second"] for each in domains)
+    assert not any(each.left_out for each in domains)
+    first, second = domains[0].trials
+    assert (first.average_s, second.average_s) == (0.2, pytest.approx(0.31))
+    assert first.runtime_s == (0.21, 0.2, 0.19)
 
 
-def test_variables_stand_in_backward_order_and_a_gathered_one_is_sparse(folder: Path) -> None:
+def test_variables_are_in_backward_order_and_a_gathered_one_is_sparse(folder: Path) -> None:
     variables = domain(folder).workload.variables
-    assert [(v.name, v.shape, v.sparse) for v in variables] == [
-        ("dense/bias", (4,), False),
-        ("dense/kernel", (8, 4), False),
-        ("embedding", (50, 8), True),
-    ]
+    dense = [("dense/bias", (4,), False), ("dense/kernel", (8, 4), False)]
+    rows = [(v.name, v.shape, v.sparse) for v in variables]
+    assert rows == [*dense, ("embedding", (50, 8), True)]
 
 
 def test_the_resource_spec_becomes_a_cluster(folder: Path) -> None:
-    cluster = domain(folder).trials[0].cluster
-    assert [(host.name, host.devices) for host in cluster.hosts] == [
-        ("10.0.0.1", 2),
-        ("10.0.0.2", 2),
-    ]
-    assert [host.link_bytes_per_s for host in cluster.hosts] == [25e9 / 8, 1e9 / 8]
+    hosts = domain(folder).trials[0].cluster.hosts
+    rows = [(host.name, host.devices, host.link_bytes_per_s) for host in hosts]
+    assert rows == [("10.0.0.1", 2, 25e9 / 8), ("10.0.0.2", 2, 1e9 / 8)]
 
 
-def test_strategies_say_what_they_said(folder: Path) -> None:
+def test_strategies_keep_all_choices(folder: Path) -> None:
     first, second = (trial.strategy.by_name for trial in domain(folder).trials)
     parts = first["embedding"]
-    assert parts.partition is not None and (parts.partition.axis, parts.partition.sizes) == (
-        0,
-        (17, 17, 16),
-    )
+    assert parts.partition is not None
+    assert (parts.partition.axis, parts.partition.sizes) == (0, (17, 17, 16))
     assert [shard.placement for shard in parts.shards] == [0, 2, 0]
     assert parts.sparse is SparseHandling.GATHER_SCATTER
-    assert (
-        first["dense/kernel"].shards[0].synchronizer is Synchronizer.ALL_REDUCE
-        and first["dense/kernel"].shards[0].group == 0
-    )
+    shard = first["dense/kernel"].shards[0]
+    assert (shard.synchronizer, shard.group) == (Synchronizer.ALL_REDUCE, 0)
     assert second["embedding"].shards[0].placement == 2
-    assert [second[name].shards[0].compressor for name in ("dense/kernel", "dense/bias")] == [
-        Compressor.FP16,
-        Compressor.FP16,
-    ]
-    assert [second[name].shards[0].group for name in ("dense/kernel", "dense/bias")] == [0, 1]
+    dense = [second[name].shards[0] for name in ("dense/kernel", "dense/bias")]
+    choices = [(shard.compressor, shard.group) for shard in dense]
+    assert choices == [(Compressor.FP16, 0), (Compressor.FP16, 1)]
 
 
-def test_what_was_read_can_be_planned(folder: Path) -> None:
-    own = domain(folder)
-    made = [plan(trial.strategy, own.workload, trial.cluster.world_size) for trial in own.trials]
-    assert [len(each.messages) for each in made] == [4, 3]
-    assert {message.synchronizer for message in made[0].messages} == {
-        Synchronizer.PARAMETER_SERVER,
-        Synchronizer.ALL_REDUCE,
-    }
+def test_trials_that_were_read_can_be_planned(folder: Path) -> None:
+    ncf = domain(folder)
+    plans = [plan(trial.strategy, ncf.workload, trial.cluster.world_size) for trial in ncf.trials]
+    assert [len(each.messages) for each in plans] == [4, 3]
+    synchronizers = {message.synchronizer for message in plans[0].messages}
+    assert synchronizers == {Synchronizer.PARAMETER_SERVER, Synchronizer.ALL_REDUCE}
 
 
-def _left_out(folder: Path, name: str, data: bytes | str, where: str = "strategies") -> str:
-    """Why the first trial cannot be read with other contents of a file."""
-    path = folder / "ncf" / "aws" / where / name
+def _left_out(folder: Path, name: str, data: bytes | str, place: str = "strategies") -> str:
+    """Return why the first trial cannot be read with other contents of a file."""
+    path = folder / "ncf" / "aws" / place / name
     path.write_bytes(data) if isinstance(data, bytes) else path.write_text(data)
-    own = domain(folder)
-    assert [trial.id for trial in own.trials] == ["second"]
-    return own.left_out["first"]
+    ncf = domain(folder)
+    assert [trial.id for trial in ncf.trials] == ["second"]
+    return ncf.left_out["first"]
+
+
+def embedding(configuration: bytes) -> bytes:
+    """A strategy that configures the embedding so and sends the rest by all-reduce."""
+    return strategy([configuration, *[all_reduce(0)] * 2])
 
 
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (miniature.STRATEGIES["first"][:-3], "is cut off"),
-        (b"\x0b" + miniature.STRATEGIES["first"], "field of kind 3"),
+        (STRATEGIES["first"][:-3], "is cut off"),
+        (b"\x0b" + STRATEGIES["first"], "field of kind 3"),
         (b"\xff" * 12, "more than 10 bytes"),
-        (
-            miniature.strategy([miniature.server("10.0.0.9"), *[miniature.all_reduce(0)] * 2]),
-            "node of the resource spec",
-        ),
-        (
-            miniature.strategy([miniature.server(staleness=3), *[miniature.all_reduce(0)] * 2]),
-            "staleness is 3",
-        ),
-        (
-            miniature.strategy([miniature.all_reduce(0, 3), *[miniature.all_reduce(0)] * 2]),
-            "compressor must be one of",
-        ),
-        (miniature.strategy([b"", *[miniature.all_reduce(0)] * 2]), "has neither"),
-        (
-            miniature.strategy(
-                [miniature.field(5, "2,2") + miniature.server(), *[miniature.all_reduce(0)] * 2]
-            ),
-            "cut along one axis",
-        ),
-        (
-            miniature.strategy(
-                [miniature.field(5, "x") + miniature.server(), *[miniature.all_reduce(0)] * 2]
-            ),
-            "numbers with commas",
-        ),
-        (miniature.strategy([miniature.all_reduce(0)] * 3, replicas=3), "a replica per device"),
-        (
-            miniature.field(3, miniature.field(1, "embedding") + miniature.all_reduce(0)),
-            "lacks 'dense/bias'",
-        ),
+        (embedding(server("10.0.0.9")), "node of the resource spec"),
+        (embedding(server(staleness=3)), "staleness is 3"),
+        (embedding(all_reduce(0, 3)), "compressor must be one of"),
+        (embedding(b""), "has neither"),
+        (embedding(field(5, "2,2") + server()), "cut along one axis"),
+        (embedding(field(5, "x") + server()), "numbers with commas"),
+        (strategy([all_reduce(0)] * 3, replicas=3), "a replica per device"),
+        (field(3, field(1, "embedding") + all_reduce(0)), "lacks 'dense/bias'"),
     ],
 )
 def test_a_broken_strategy_is_left_out_with_the_reason(
@@ -161,23 +137,16 @@ def test_a_trial_without_a_runtime_is_left_out(folder: Path) -> None:
 
 
 def test_a_broken_resource_spec_leaves_out_its_trials(folder: Path) -> None:
-    for text in (
-        "nodes: []",
-        "nodes: [{gpus: [0]}]",
-        "nodes: [{address: a, network_bandwidth: -1}]",
-    ):
-        (folder / "ncf" / "aws" / "resource_spec.yml").write_text(text)
+    for nodes in ("[]", "[{gpus: [0]}]", "[{address: a, network_bandwidth: -1}]"):
+        (folder / "ncf" / "aws" / "resource_spec.yml").write_text(f"nodes: {nodes}")
         assert set(domain(folder).left_out) == {"first", "second"}
 
 
 def test_a_broken_graph_is_an_error(folder: Path) -> None:
-    item = miniature.graph_item()
-    unknown = miniature.field(2, miniature.field(1, "g:0") + miniature.field(2, "lost:0"))
-    for data, message in (
-        (item[:-2], "cut off"),
-        (b"", "lacks 'all of them'"),
-        (item + unknown, "lacks 'lost'"),
-    ):
+    item = graph_item()
+    unknown = field(2, field(1, "g:0") + field(2, "lost:0"))
+    cases = {"cut off": item[:-2], "lacks 'all of them'": b"", "lacks 'lost'": item + unknown}
+    for message, data in cases.items():
         (folder / "ncf" / "graph_item").write_bytes(data)
         with pytest.raises(InvalidInput, match=message):
             read_autosync(folder)

@@ -18,29 +18,15 @@ from autotune.zoo.assumed_models import assumed_ops
 
 
 def op(name: str, *variables: str, forward_s: float = 1.0, backward_s: float = 2.0) -> Op:
-    return Op(
-        name,
-        name,
-        forward_s,
-        backward_s,
-        0.0,
-        tuple(Variable(variable, (4,)) for variable in variables),
-    )
+    tensors = tuple(Variable(variable, (4,)) for variable in variables)
+    return Op(name, name, forward_s, backward_s, 0.0, tensors)
 
 
 def branching() -> OpGraph:
     """conv - norm - relu, then two branches that are added."""
-    ops = (
-        op("input"),
-        op("conv", "c"),
-        op("norm", "n1", "n2"),
-        op("relu"),
-        op("left", "l"),
-        op("left relu"),
-        op("right", "r"),
-        op("add"),
-        op("add relu"),
-    )
+    tensors = {"input": "", "conv": "c", "norm": "n1 n2", "relu": "", "left": "l"}
+    tensors |= {"left relu": "", "right": "r", "add": "", "add relu": ""}
+    ops = tuple(op(name, *variables.split()) for name, variables in tensors.items())
     edges = ((0, 1), (1, 2), (2, 3), (3, 4), (4, 5), (3, 6), (5, 7), (6, 7), (7, 8))
     return OpGraph("branching", ops, edges)
 
@@ -54,10 +40,8 @@ def test_ops_without_tensors_join_their_only_input_layer() -> None:
 
 def test_a_fused_kernel_spans_its_first_read_to_its_last_end() -> None:
     graph = branching()
-    workload = graph.workload(
-        OpFusion(frozenset({1, 2}), frozenset({1})),
-        lambda ops, backward: summed(ops, backward) - len(ops) + 1,
-    )
+    fusion = OpFusion(frozenset({1, 2}), frozenset({1}))
+    workload = graph.workload(fusion, lambda ops, back: summed(ops, back) - len(ops) + 1)
     times = {v.name: (v.ready_s, v.needed_s) for v in workload.variables}
     assert (workload.forward_s, workload.backward_s) == (7.0, 17.0)
     assert times["c"] == (15.0, 1.0) and times["n1"] == (15.0, 1.0)  # one kernel in both passes
@@ -68,9 +52,8 @@ def test_fusion_keeps_the_order_of_the_variables() -> None:
     graph = branching()
     names = [v.name for v in graph.workload().variables]
     assert names == ["r", "l", "n2", "n1", "c"]
-    assert [
-        v.name for v in graph.workload(OpFusion(frozenset(range(8)), frozenset(range(8)))).variables
-    ] == names
+    all_fused = OpFusion(frozenset(range(8)), frozenset(range(8)))
+    assert [v.name for v in graph.workload(all_fused).variables] == names
     assert graph.workload().edges == ((0, 3), (1, 3), (2, 3), (3, 4))
 
 
@@ -78,10 +61,8 @@ def test_tensors_of_one_op_are_a_group_and_sparse_ones_are_alone() -> None:
     graph = branching()
     assert tensor_groups(graph.workload(), graph) == [[0], [1], [2, 3], [4]]
     names = ("fc.weight", "fc.bias", "emb.weight", "emb.bias", "conv.weight")
-    workload = Workload(
-        "m", tuple(Variable(name, (4,), sparse=name == "emb.weight") for name in names)
-    )
-    assert tensor_groups(workload) == [[0, 1], [2], [3], [4]]
+    variables = tuple(Variable(name, (4,), sparse=name == "emb.weight") for name in names)
+    assert tensor_groups(Workload("m", variables)) == [[0, 1], [2], [3], [4]]
 
 
 def test_launch_gaps_never_make_a_kernel_shorter_than_its_longest_part() -> None:
@@ -104,40 +85,27 @@ def test_edges_must_lead_forward_and_times_be_finite() -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_assumed_ops_have_the_models_variables_and_source(name: str) -> None:
-    workload = assumed_ops(name, device=AssumedDevice(kernel_s=0.0)).workload()
+    device = AssumedDevice(kernel_s=0.0)
+    workload = assumed_ops(name, device=device).workload()
     assert workload.id == zoo_workload(name).id and workload.source == "assumed"
-    faster = assumed_ops(
-        name, device=AssumedDevice(flop_per_s=1e18, memory_bytes_per_s=1e18, kernel_s=0.0)
-    ).workload()
-    assert 0 < faster.compute_s < workload.compute_s / 1000
-    assert all(
-        variable.ready_s is not None and variable.needed_s is not None
-        for variable in workload.variables
-    )
-    if not name.startswith("ncf"):  # whose tables are written in full whatever the batch
-        double = assumed_ops(
-            name, 2 * MODELS[name].batch_per_gpu, AssumedDevice(kernel_s=0.0)
-        ).workload()
+    fast = AssumedDevice(flop_per_s=1e18, memory_bytes_per_s=1e18, kernel_s=0.0)
+    assert 0 < assumed_ops(name, device=fast).workload().compute_s < workload.compute_s / 1000
+    assert not any(None in (v.ready_s, v.needed_s) for v in workload.variables)
+    if not name.startswith("ncf"):  # any batch writes its tables in full
+        double = assumed_ops(name, 2 * MODELS[name].batch_per_gpu, device).workload()
         assert 1.5 * workload.backward_s < double.backward_s <= 2 * workload.backward_s
 
 
-PUBLISHED = {
-    "resnet50": 4.09e9,
-    "resnet101": 7.6e9,
-    "inception-v3": 5.7e9,
-    "vgg16": 15.5e9,
-    "densenet121": 2.87e9,
-    "bert-base": 11.2e9,
-}
+PUBLISHED = {"resnet50": 4.09e9, "resnet101": 7.6e9, "inception-v3": 5.7e9, "vgg16": 15.5e9}
+PUBLISHED |= {"densenet121": 2.87e9, "bert-base": 11.2e9}
 """Multiplications of one example's forward pass, by the papers; resnet50 by torchvision."""
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_assumed_arithmetic_matches_publications(name: str) -> None:
     counting = AssumedDevice(flop_per_s=2.0, memory_bytes_per_s=1e30, efficiency=1.0, kernel_s=0.0)
-    assert assumed_ops(name, 1, counting).workload().forward_s == pytest.approx(
-        PUBLISHED[name], rel=0.08
-    )
+    forward_s = assumed_ops(name, 1, counting).workload().forward_s
+    assert forward_s == pytest.approx(PUBLISHED[name], rel=0.08)
 
 
 def test_unknown_models_and_empty_batches_are_refused() -> None:
