@@ -139,13 +139,13 @@ def test_nodes_without_ids_and_files_without_nodes_are_refused() -> None:
             read(data)
 
 
-def numbered(events: list[Event], told: bool) -> list[Event]:
+def numbered(events: list[Event], with_ids: bool) -> list[Event]:
     """Host ops with a record-function id each, without arguments, as in Kineto of 2023."""
     out = []
     for number, event in enumerate(events):
         args = event["args"]
         if event["name"] == "record_param_comms":
-            args = {"Record function id": number + 1} if told else {}
+            args = {"Record function id": number + 1} if with_ids else {}
         out.append(event | {"args": args})
     return out
 
@@ -163,9 +163,9 @@ def execution(events: list[Event], backwards: bool, names: str = "allreduce") ->
     return {"schema": "1.1.1-chakra.0.0.4", "nodes": nodes[::-1] if backwards else nodes}
 
 
-def linked(folder: Path, told: bool, backwards: bool, **words: str) -> TraceJob:
+def linked(folder: Path, with_ids: bool, backwards: bool, **words: str) -> TraceJob:
     job = Job(ranks=2, steps=2).run()
-    job.events = [numbered(events, told) for events in job.events]
+    job.events = [numbered(events, with_ids) for events in job.events]
     for rank, events in enumerate(job.events):
         (folder / f"et_rank{rank}.json").write_text(
             json.dumps(execution(events, backwards, **words))
@@ -174,7 +174,7 @@ def linked(folder: Path, told: bool, backwards: bool, **words: str) -> TraceJob:
 
 
 def test_collectives_are_linked_by_record_function_id_whatever_the_order(tmp_path: Path) -> None:
-    job = linked(tmp_path, told=True, backwards=True)
+    job = linked(tmp_path, with_ids=True, backwards=True)
     assert [(link.by_id, link.in_order, link.collectives) for link in job.links] == [(8, 0, 8)] * 2
     assert not [repair for repair in job.repairs if "execution trace" in repair.what]
     for own in job.collectives:
@@ -185,7 +185,7 @@ def test_collectives_are_linked_by_record_function_id_whatever_the_order(tmp_pat
 
 
 def test_without_ids_they_are_linked_in_order_and_it_is_told(tmp_path: Path) -> None:
-    job = linked(tmp_path, told=False, backwards=False)
+    job = linked(tmp_path, with_ids=False, backwards=False)
     assert [(link.by_id, link.in_order) for link in job.links] == [(0, 8)] * 2
     assert (
         sum("linked to the execution trace in order" in repair.what for repair in job.repairs) == 2
@@ -193,11 +193,11 @@ def test_without_ids_they_are_linked_in_order_and_it_is_told(tmp_path: Path) -> 
     assert [one.comm.sequence for one in job.collectives[1]] == list(range(1, 9))
 
 
-@pytest.mark.parametrize("told", [True, False])
+@pytest.mark.parametrize("with_ids", [True, False])
 def test_nodes_of_other_collectives_are_not_linked_and_it_is_told(
-    tmp_path: Path, told: bool
+    tmp_path: Path, with_ids: bool
 ) -> None:
-    job = linked(tmp_path, told=told, backwards=False, names="broadcast")
+    job = linked(tmp_path, with_ids=with_ids, backwards=False, names="broadcast")
     assert [(link.by_id, link.in_order) for link in job.links] == [(0, 0)] * 2
     assert sum("execution trace not linked" in repair.what for repair in job.repairs) == 2
     assert {one.comm.sequence for one in job.collectives[0]} == {-1} and len(job.joints) == 8

@@ -17,36 +17,21 @@ from autotune.cli import main
 Change = Callable[[list[Event]], list[Event]]
 
 
-def spans(ranks: list[list[Event]], change: Callable[[Event], None]) -> None:
-    for events in ranks:
-        for event in events:
-            change(event)
-
-
 def begins_and_ends(events: list[Event]) -> list[Event]:
-    """Every host span as a B and an E, in the order in which they nest; kernels stay whole."""
-    out: list[Event] = []
-    for event in events:
+    """Write each host span as a B and an E, in the order in which they nest."""
+    marks: list[tuple[float, bool, float, int, Event]] = []
+    for number, event in enumerate(events):
+        start_us, length_us = event["ts"], event["dur"]
         if "stream" in event["args"]:
-            out.append(event)
+            marks.append((start_us, True, 0.0, number, event))
             continue
-        end = {key: event[key] for key in ("pid", "tid")} | {
-            "ph": "E",
-            "ts": event["ts"] + event["dur"],
-        }
-        out += [{key: value for key, value in event.items() if key != "dur"} | {"ph": "B"}, end]
-    # at equal times ends come first, then the longer begins: `events` are in any order
-    lengths = {
-        (event["pid"], event["tid"], event["ts"], event["name"]): event["dur"] for event in events
-    }
-    return sorted(
-        out,
-        key=lambda e: (
-            e["ts"],
-            e["ph"] != "E",
-            -lengths.get((e["pid"], e["tid"], e["ts"], e.get("name", "")), 0.0),
-        ),
-    )
+        end_us = start_us + length_us
+        end = {"pid": event["pid"], "tid": event["tid"], "ph": "E", "ts": end_us}
+        begin = {key: value for key, value in event.items() if key != "dur"} | {"ph": "B"}
+        # at equal times ends come first, then the longer begins
+        marks.append((start_us, True, -length_us, number, begin))
+        marks.append((end_us, False, 0.0, number, end))
+    return [event for *_, event in sorted(marks, key=lambda mark: mark[:3])]
 
 
 def text_numbers(events: list[Event]) -> list[Event]:
@@ -64,45 +49,35 @@ def renamed(old: str, new: str) -> Change:
     return lambda events: [event | {"name": re.sub(old, new, event["name"])} for event in events]
 
 
-def without_said(events: list[Event]) -> list[Event]:
-    """No event says anything about a collective but the names of the kernels."""
+def kernels_only(events: list[Event]) -> list[Event]:
+    """Leave only the names of the kernels to describe a collective."""
     return [event for event in events if event["name"] != "record_param_comms"]
 
 
 def kernels_named(name: str) -> Change:
-    return lambda events: renamed("ncclDevKernel_AllReduce_.*", name)(without_said(events))
+    return lambda events: renamed(NCCL, name)(kernels_only(events))
 
 
 def annotated(events: list[Event]) -> list[Event]:
-    """Nested annotations of the user, also two at the same time and one without length."""
+    """Add nested annotations of the user: two at the same time and one without length."""
     out = []
     for event in events:
         out.append(event)
         if event["name"].startswith("aten::linear"):
             mark = event | {"cat": "user_annotation", "args": {}}
-            out += [
-                mark | {"name": "block"},
-                mark | {"name": "block/inner"},
-                mark | {"name": "empty", "dur": 0.0},
-            ]
+            out += [mark | {"name": "block"}, mark | {"name": "block/inner"}]
+            out.append(mark | {"name": "empty", "dur": 0.0})
     return out
 
 
 def repeated_ids(events: list[Event]) -> list[Event]:
-    """Runtime and driver call of a launch with the same id, if both interfaces are traced."""
+    """Add a driver call with the id of each launch, as if both interfaces were traced."""
     out = []
     for event in events:
         out.append(event)
         if event["name"] == "cudaLaunchKernel":
-            out.append(
-                event
-                | {
-                    "cat": "cuda_driver",
-                    "name": "cuLaunchKernel",
-                    "ts": event["ts"] + 1.0,
-                    "dur": event["dur"] - 2.0,
-                }
-            )
+            inner = {"ts": event["ts"] + 1.0, "dur": event["dur"] - 2.0}
+            out.append(event | {"cat": "cuda_driver", "name": "cuLaunchKernel"} | inner)
     return out
 
 
@@ -110,6 +85,10 @@ def no_steps(events: list[Event]) -> list[Event]:
     return [event for event in events if not event["name"].startswith("ProfilerStep")]
 
 
+NCCL = "ncclDevKernel_AllReduce_.*"
+GENERIC = "ncclDevKernel_Generic_4(ncclDevKernelArgsStorage<4096ul>)"
+TEMPLATE = "void ncclDevKernel_AllReduce_Sum_f32_TREE_LL<true>(ncclDevKernelArgsStorage<4096ul>)"
+SYMMETRIC = "ncclSymkDevKernel_AllReduce_RSxLD_AGxST_sum_f32(ncclSymkDevWorkArgs)"
 READ: dict[str, Change] = {
     "B and E": begins_and_ends,
     "numbers as text": text_numbers,
@@ -118,33 +97,26 @@ READ: dict[str, Change] = {
     "ids twice": repeated_ids,
     "NCCL 2.4": kernels_named("ncclAllReduceRingLLKernel_sum_f32(ncclColl)"),
     "NCCL 2.10": kernels_named("ncclKernel_AllReduce_RING_LL_Sum_float(ncclWorkElem)"),
-    "NCCL 2.27 symmetric": kernels_named(
-        "ncclSymkDevKernel_AllReduce_RSxLD_AGxST_sum_f32(ncclSymkDevWorkArgs)"
-    ),
-    "template": kernels_named(
-        "void ncclDevKernel_AllReduce_Sum_f32_TREE_LL<true>(ncclDevKernelArgsStorage<4096ul>)"
-    ),
-    "RCCL": renamed("ncclDevKernel_AllReduce_.*", "rccl_main_kernel(rcclKernelArgs)"),
-    "RCCL generic": renamed(
-        "ncclDevKernel_AllReduce_.*", "ncclDevKernel_Generic_4(ncclDevKernelArgsStorage<4096ul>)"
-    ),
-    "MSCCL": renamed("ncclDevKernel_AllReduce_.*", "mscclKernel_Sum_float_LL_true(ncclDevComm*)"),
+    "NCCL 2.27 symmetric": kernels_named(SYMMETRIC),
+    "template": kernels_named(TEMPLATE),
+    "RCCL": renamed(NCCL, "rccl_main_kernel(rcclKernelArgs)"),
+    "RCCL generic": renamed(NCCL, GENERIC),
+    "MSCCL": renamed(NCCL, "mscclKernel_Sum_float_LL_true(ncclDevComm*)"),
 }
 
 
-def written(folder: Path, job: Job, name: str = "rank{}.json") -> list[str]:
-    paths = []
-    for rank, events in enumerate(job.events):
-        path = folder / name.format(rank)
+def written(folder: Path, job: Job) -> list[str]:
+    folder.mkdir(exist_ok=True)
+    paths = [folder / f"rank{rank}.json" for rank in range(len(job.events))]
+    for path, events in zip(paths, job.events, strict=True):
         path.write_text(json.dumps({"traceEvents": events}))
-        paths.append(str(path))
-    return paths
+    return [str(path) for path in paths]
 
 
 def replayed(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
     assert main(["replay", "--json", "--no-align", *words]) == 0
-    told: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return told
+    report: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return report
 
 
 @pytest.mark.parametrize("form", sorted(READ))
@@ -152,8 +124,6 @@ def test_an_odd_form_reads_like_the_plain_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], form: str
 ) -> None:
     job = Job(ranks=2, steps=2, layers=3).run()
-    (tmp_path / "plain").mkdir()
-    (tmp_path / "odd").mkdir()
     plain = replayed(capsys, *written(tmp_path / "plain", job))
     job.events = [READ[form](events) for events in job.events]
     odd = replayed(capsys, *written(tmp_path / "odd", job))
@@ -168,42 +138,29 @@ def test_without_steps_the_whole_trace_is_one(
 ) -> None:
     job = Job(ranks=2, steps=3).run()
     job.events = [no_steps(events) for events in job.events]
-    told = replayed(capsys, *written(tmp_path, job))
-    assert (
-        told["steps"] == [0]
-        and told["matched_collectives"] == 12
-        and abs(told["replay_error"]) < 1e-3
-    )
-    assert any("whole trace" in repair for repair in told["repairs"])
+    report = replayed(capsys, *written(tmp_path, job))
+    assert (report["steps"], report["matched_collectives"]) == ([0], 12)
+    assert abs(report["replay_error"]) < 1e-3
+    assert any("whole trace" in repair for repair in report["repairs"])
 
 
-def cut(text: bytes) -> bytes:
-    return gzip.compress(text[: len(text) // 2])
-
-
-def no_durations(text: bytes) -> bytes:
-    return re.sub(rb'"dur": [0-9.e-]+, ', b"", text)
-
-
+STACKS = b'{"traceEvents": [{"ph": "M", "name": "process_name"}]}'
 BROKEN: dict[str, tuple[Callable[[bytes], bytes], str]] = {
-    "text cut off within a gz": (cut, "is the file complete"),
-    "no durations": (no_durations, "dur must be"),
+    "text cut off": (lambda text: gzip.compress(text[: len(text) // 2]), "is the file complete"),
+    "no durations": (lambda text: re.sub(rb'"dur": [0-9.e-]+, ', b"", text), "dur must be"),
     "protobuf": (lambda text: b"\x08\x01\x12\x05hello" * 50, "must hold a JSON object"),
     "empty": (lambda text: b"", "must hold a JSON object"),
-    "stacks": (
-        lambda text: b'{"traceEvents": [{"ph": "M", "name": "process_name"}]}',
-        "must hold events",
-    ),
+    "stacks": (lambda text: STACKS, "must hold events"),
 }
 
 
 @pytest.mark.parametrize("form", sorted(BROKEN))
-def test_what_cannot_be_read_is_one_clear_line(
+def test_an_unreadable_trace_is_refused_in_one_clear_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], form: str
 ) -> None:
-    change, said = BROKEN[form]
+    change, reason = BROKEN[form]
     path = Path(written(tmp_path, Job(ranks=1, steps=1).run())[0])
     path.write_bytes(change(path.read_bytes()))
     assert main(["replay", str(path)]) != 0
-    shown = capsys.readouterr().err
-    assert said in shown and str(path) in shown and "Traceback" not in shown
+    message = capsys.readouterr().err
+    assert reason in message and str(path) in message and "Traceback" not in message
