@@ -158,8 +158,8 @@ class OpGraph:
                 nearest.append(before)
                 continue
             nearest.append(frozenset({number}))
-            own = [position[variable.name] for variable in op.variables]
+            tensors = [position[variable.name] for variable in op.variables]
             others = [position[self.ops[other].variables[0].name] for other in before]
-            neighbours = [*((other, own[0]) for other in others), *pairwise(own)]
+            neighbours = [*((other, tensors[0]) for other in others), *pairwise(tensors)]
             pairs.update((min(pair), max(pair)) for pair in neighbours)
         return tuple(sorted(pairs))

@@ -11,12 +11,8 @@ from autotune.recordings.job_file import ClockPair
 from runtime_rewriter.recording.collectives import CollectiveLog, IssuedCollective, LoggedGroup
 from runtime_rewriter.recording.trace_file import TraceClock, annotate
 
-OPS = {
-    "allreduce_": "gloo:all_reduce",
-    "broadcast_": "gloo:broadcast",
-    "_allgather_base_": "gloo:all_gather",
-    "gather_": "gloo:gather",
-}
+OPS = {"allreduce_": "gloo:all_reduce", "broadcast_": "gloo:broadcast", "gather_": "gloo:gather"}
+OPS["_allgather_base_"] = "gloo:all_gather"
 CLOCK = TraceClock(ClockPair(0, 5_000_000), ClockPair(10**9, 1_005_000_000), 5_000_000)
 
 
@@ -65,7 +61,7 @@ def test_every_span_gets_the_entry_that_it_is(history) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(histories())
-def test_a_thread_that_ended_nothing_before_is_found_where_one_group_lacks_spans(history) -> None:
+def test_a_thread_without_a_group_is_assigned_to_the_one_that_lacks_spans(history) -> None:
     log, spans, _ = history
     if len(log.groups) > 1:
         return
@@ -78,10 +74,9 @@ def test_a_thread_that_ended_nothing_before_is_found_where_one_group_lacks_spans
 @given(histories(), st.randoms())
 def test_lost_spans_leave_their_entries_without_times(history, random) -> None:
     log, spans, owners = history
-    kept = [span for span in spans if random.random() < 0.5]
-    trace: dict[str, Any] = {"traceEvents": kept}
+    remaining = [span for span in spans if random.random() < 0.5]
+    trace: dict[str, Any] = {"traceEvents": remaining}
     put = annotate(trace, log, CLOCK, 1, 2, "")
-    assert len(put.seen) == len(owners) and put.untimed == len(owners) - len(
-        [s for s in kept if "autotune" in s["args"]]
-    )
+    timed = sum("autotune" in span["args"] for span in remaining)
+    assert len(put.seen) == len(owners) and put.untimed == len(owners) - timed
     assert trace["distributedInfo"] == {"rank": 1, "world_size": 2, "backend": "gloo"}

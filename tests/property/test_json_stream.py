@@ -32,7 +32,7 @@ keys = st.text(max_size=5).filter(lambda key: key != "traceEvents")
 
 
 def reader(text: bytes, chunk: int) -> JsonItems:
-    """Gives at most `chunk` bytes at a time, whatever is asked for."""
+    """Give at most `chunk` bytes at a time, whatever length is requested."""
     left = text
 
     def read(count: int) -> bytes:
@@ -52,17 +52,15 @@ def reader(text: bytes, chunk: int) -> JsonItems:
     st.sampled_from([None, 1]),
 )
 def test_items_and_fields_are_those_of_the_whole_document(
-    beside: dict[str, Any], events: list[Any], chunk: int, ascii_only: bool, indent: int | None
+    others: dict[str, Any], events: list[Any], chunk: int, ascii_only: bool, indent: int | None
 ) -> None:
-    text = json.dumps(
-        {**beside, "traceEvents": events}, ensure_ascii=ascii_only, indent=indent
-    ).encode(errors="surrogatepass")
-    found = list(reader(text, chunk))
+    document = {**others, "traceEvents": events}
+    written = json.dumps(document, ensure_ascii=ascii_only, indent=indent)
+    text = written.encode(errors="surrogatepass")
+    items = list(reader(text, chunk))
     whole = json.loads(text.decode(errors="replace"), strict=False)
-    assert [item for item in found if not isinstance(item, Field)] == whole["traceEvents"]
-    assert {item.key: item.value for item in found if isinstance(item, Field)} == {
-        k: v for k, v in whole.items() if k != "traceEvents"
-    }
+    assert [item for item in items if not isinstance(item, Field)] == whole.pop("traceEvents")
+    assert {item.key: item.value for item in items if isinstance(item, Field)} == whole
 
 
 @settings(max_examples=100, deadline=None)
@@ -84,16 +82,13 @@ def test_no_bytes_make_it_raise_anything_else(text: bytes) -> None:
 
 
 def test_bare_nan_and_inf_are_read_as_null_but_not_within_strings() -> None:
-    items = reader(
-        b'{"traceEvents": [{"a": -nan, "b": "x: nan", "c": inf}, {"d": NaN}, '
-        b'{"e": -Infinity, "f": 1}]}',
-        11,
-    )
+    rows = b'{"a": -nan, "b": "x: nan", "c": inf}, {"d": NaN}, {"e": -Infinity, "f": 1}'
+    items = reader(b'{"traceEvents": [' + rows + b"]}", 11)
     assert list(items) == [{"a": None, "b": "x: nan", "c": None}, {"d": None}, {"e": None, "f": 1}]
     assert items.not_numbers >= 2
 
 
-def test_what_nests_too_deeply_or_is_too_large_is_refused() -> None:
+def test_values_that_nest_too_deeply_or_are_too_large_are_refused() -> None:
     with pytest.raises(InvalidInput, match="nests too deeply"):
         list(reader(b'{"traceEvents": [' + b"[" * 200_000, 2**16))
     with pytest.raises(InvalidInput, match=f"at most {json_stream.MAX_VALUE_CHARS} characters"):

@@ -50,18 +50,14 @@ def test_no_op_is_early_and_no_resource_is_overused(dfg: Dfg) -> None:
     np.testing.assert_array_equal(timeline.end_s, timeline.start_s + dfg.duration_s)
     start, parent = parent_csr(dfg)
     for op in range(dfg.ops):
-        assert all(
-            timeline.end_s[p] <= timeline.start_s[op] for p in parent[start[op] : start[op + 1]]
-        )
+        assert np.all(timeline.end_s[parent[start[op] : start[op + 1]]] <= timeline.start_s[op])
     for queue in range(dfg.queues):
         assert_one_at_a_time(timeline, queue)
     for op in np.flatnonzero(dfg.acquires >= 0).tolist():
-        # all locks of these graphs are held by one op each
-        holders = (
-            (dfg.acquires == dfg.acquires[op])
-            & (timeline.start_s <= timeline.start_s[op])
-            & (timeline.end_s > timeline.start_s[op])
-        )
+        # one op each holds every lock of these graphs
+        at_s = timeline.start_s[op]
+        runs = (timeline.start_s <= at_s) & (timeline.end_s > at_s)
+        holders = (dfg.acquires == dfg.acquires[op]) & runs
         assert holders.sum() <= dfg.lock_capacity[dfg.acquires[op]]
 
 
@@ -76,11 +72,9 @@ def test_critical_path_explains_the_makespan(dfg: Dfg) -> None:
     np.testing.assert_allclose(parts, timeline.makespan_s)
     np.testing.assert_allclose(sum(path.by_layer.values()), sum(path.by_kind.values()))
     if dfg.ops:
-        assert (
-            timeline.end_s[path.ops[-1]]
-            == timeline.makespan_s
-            > timeline.end_s[: path.ops[-1]].max(initial=-1.0)
-        )
+        last = path.ops[-1]
+        earlier_s = timeline.end_s[:last].max(initial=-1.0)
+        assert timeline.end_s[last] == timeline.makespan_s > earlier_s
         assert path.wait_s.min() >= 0
         waits = path.wait_s[1:]
         assert set(waits[waits > 1e-9].round(9)) <= set(dfg.gap_s[path.ops[:-1]].round(9))
@@ -90,18 +84,12 @@ def test_critical_path_explains_the_makespan(dfg: Dfg) -> None:
 @given(ANY_GRAPH, st.integers(0, 2**32 - 1))
 def test_without_contention_faster_ops_are_never_slower(dfg: Dfg, seed: int) -> None:
     """With a queue per op the makespan is the longest chain, so it must fall with the durations."""
-    own = np.arange(dfg.ops, dtype=np.int32)
+    queue = np.arange(dfg.ops, dtype=np.int32)
     none = np.full(dfg.ops, NONE, dtype=np.int32)
-    names = Names(dfg.names.ops, tuple(f"q{op}" for op in own))
-    free = replace(
-        dfg,
-        queue=own,
-        channel=none,
-        acquires=none,
-        releases=none,
-        discipline=np.zeros(dfg.ops, np.int8),
-        names=names,
-    )
+    names = Names(dfg.names.ops, tuple(f"q{op}" for op in queue))
+    fifo = np.zeros(dfg.ops, np.int8)
+    queues = replace(dfg, queue=queue, discipline=fifo, names=names, channel=none)
+    free = replace(queues, acquires=none, releases=none)
     timeline = replay(free)
     np.testing.assert_allclose(timeline.makespan_s, longest_chain_s(free))
     faster = replay(free, free.duration_s * np.random.default_rng(seed).uniform(0, 1, dfg.ops))
@@ -131,46 +119,36 @@ def test_busy_and_exposed_times_match_a_fine_clock(dfg: Dfg) -> None:
     runs = (timeline.start_s[:, None] < middle) & (timeline.end_s[:, None] > middle)
 
     def of(kinds: Iterable[int], worker: int | None) -> np.ndarray:
-        mine = (
-            np.ones(dfg.ops, dtype=np.bool_)
-            if worker is None
-            else (dfg.worker == worker) | (dfg.worker == NONE)
-        )
-        return runs[np.isin(dfg.kind, list(kinds)) & mine].any(axis=0)
+        selected = np.isin(dfg.kind, list(kinds))
+        if worker is not None:
+            selected &= (dfg.worker == worker) | (dfg.worker == NONE)
+        return runs[selected].any(axis=0)
 
     for worker in (0, 1, None):
         exposed = of(COMMUNICATION, worker) & ~of(COMPUTATION, worker)
-        np.testing.assert_allclose(
-            exposed_communication_s(timeline, worker), width[exposed].sum(), atol=1e-9
-        )
+        exposed_s = exposed_communication_s(timeline, worker)
+        np.testing.assert_allclose(exposed_s, width[exposed].sum(), atol=1e-9)
     share = busy_share(timeline)
     for queue in range(dfg.queues):
         used = runs[(dfg.queue == queue) | (dfg.channel == queue)].any(axis=0)
         np.testing.assert_allclose(share[queue] * timeline.makespan_s, width[used].sum(), atol=1e-9)
     summary = iteration_summary(timeline)
     assert summary.exposed_communication_s == exposed_communication_s(timeline, summary.worker)
-    counted = {
-        "forward_s": {Kind.FORWARD},
-        "backward_s": {Kind.BACKWARD},
-        "update_s": {Kind.UPDATE},
-        "communication_s": COMMUNICATION,
-    }
+    counted = {"forward_s": {Kind.FORWARD}, "backward_s": {Kind.BACKWARD}}
+    counted |= {"update_s": {Kind.UPDATE}, "communication_s": COMMUNICATION}
     for name, kinds in counted.items():
-        np.testing.assert_allclose(
-            getattr(summary, name), width[of(kinds, summary.worker)].sum(), atol=1e-9, err_msg=name
-        )
+        busy_s = width[of(kinds, summary.worker)].sum()
+        np.testing.assert_allclose(getattr(summary, name), busy_s, atol=1e-9, err_msg=name)
     computes, sends = (of(kinds, summary.worker) for kinds in (COMPUTATION, COMMUNICATION))
     np.testing.assert_allclose(summary.computation_s, width[computes].sum(), atol=1e-9)
     np.testing.assert_allclose(summary.idle_s, width[~computes & ~sends].sum(), atol=1e-9)
     ranked = dfg.worker != NONE
     ends_s = timeline.end_s[dfg.worker == summary.worker]
-    assert not ranked.any() or (
-        summary.worker != NONE and ends_s.max() == timeline.end_s[ranked].max()
-    )
+    if ranked.any():
+        assert summary.worker != NONE and ends_s.max() == timeline.end_s[ranked].max()
     assert summary.bottleneck_share == share.max()
 
 
 def test_covered_time_counts_overlaps_once() -> None:
-    assert (
-        covered_s(np.array([4.0, 0.0, 1.0, 6.0, -2.0]), np.array([5.0, 3.0, 2.0, 6.0, -1.0])) == 5.0
-    )
+    starts_s = np.array([4.0, 0.0, 1.0, 6.0, -2.0])
+    assert covered_s(starts_s, np.array([5.0, 3.0, 2.0, 6.0, -1.0])) == 5.0

@@ -13,7 +13,7 @@ BEFORE_BYTES = 1000
 """What was out before the log began."""
 
 
-def made_log(
+def random_log(
     seed: int, count: int, silent: float, unlike: bool
 ) -> tuple[list[Reported], list[int]]:
     """Reported events, and the bytes of the log's own blocks after each. Addresses are reused.
@@ -41,12 +41,12 @@ def made_log(
     return events, [event.total_bytes - BEFORE_BYTES for event in events]
 
 
-def live_totals(events: list[Reported], found: dict[int, list[tuple[int, int]]]) -> list[int]:
+def live_totals(events: list[Reported], frees: dict[int, list[tuple[int, int]]]) -> list[int]:
     """By the obvious book-keeping; a block that is given back twice, or is there twice, fails."""
     alive: dict[int, int] = {}
     totals = []
     for number, event in enumerate(events):
-        for address, size in found.get(number, []):
+        for address, size in frees.get(number, []):
             assert alive.pop(address) == size
         if event.bytes > 0:
             assert event.address not in alive
@@ -59,13 +59,13 @@ def live_totals(events: list[Reported], found: dict[int, list[tuple[int, int]]])
 
 @given(st.integers(0, 2**32), st.integers(1, 150), st.booleans())
 def test_nothing_is_added_where_everything_is_reported(seed: int, count: int, unlike: bool) -> None:
-    events, _ = made_log(seed, count, 0.0, unlike)
+    events, _ = random_log(seed, count, 0.0, unlike)
     assert unreported_frees(events) == {}
 
 
 @given(st.integers(0, 2**32), st.integers(2, 150))
 def test_no_block_is_given_back_twice_and_none_is_there_twice(seed: int, count: int) -> None:
-    events, _ = made_log(seed, count, 0.4, unlike=False)
+    events, _ = random_log(seed, count, 0.4, unlike=False)
     live_totals(events, unreported_frees(events))
 
 
@@ -73,7 +73,7 @@ def test_no_block_is_given_back_twice_and_none_is_there_twice(seed: int, count: 
 def test_blocks_of_unlike_sizes_are_found_where_they_went(
     seed: int, count: int, silent: float
 ) -> None:
-    events, truth = made_log(seed, count, silent, unlike=True)
+    events, truth = random_log(seed, count, silent, unlike=True)
     assert live_totals(events, unreported_frees(events)) == truth
 
 

@@ -15,12 +15,9 @@ from autotune.profiling.formats.execution_trace import ExecutionTrace, read_exec
 from autotune.profiling.traces import TraceJob, read_job
 
 TENSOR = [9, 6, 0, 250, 4, "cuda:0"]
-GROUPS = json.dumps(
-    [
-        {"pg_name": "0", "ranks": [], "group_size": 4},
-        {"pg_name": "7", "ranks": [1, 3], "group_size": 2},
-    ]
-)
+FIRST_GROUP = {"pg_name": "0", "ranks": [], "group_size": 4}
+SECOND_GROUP = {"pg_name": "7", "ranks": [1, 3], "group_size": 2}
+GROUPS = json.dumps([FIRST_GROUP, SECOND_GROUP])
 NO_IO: dict[str, Any] = {"values": [], "shapes": [], "types": []}
 
 
@@ -30,20 +27,17 @@ def read(data: Any) -> ExecutionTrace:
 
 def first_form() -> dict[str, Any]:
     """Schema 1.0.1: fields of the node; a group is a number."""
-    beside: dict[str, Any] = {
-        "fw_parent": 0,
-        "seq_id": -1,
-        "scope": 0,
-        "fw_tid": 0,
-        "op_schema": "",
-        "outputs": [],
+    rest: dict[str, Any] = {"tid": 1, "fw_parent": 0, "seq_id": -1, "scope": 0, "fw_tid": 0}
+    rest |= {"op_schema": "", "outputs": []}
+    thread: dict[str, Any] = {
+        "name": "[pytorch|profiler|execution_graph|thread]",
+        "id": 2,
+        "rf_id": 0,
+        "parent": 1,
     }
-    nodes = [
-        {"name": "[pytorch|profiler|execution_graph|thread]", "id": 2, "rf_id": 0, "parent": 1}
-        | {"tid": 1, "inputs": [], **beside},
-        {"name": "record_param_comms", "id": 5, "rf_id": 31, "parent": 2, "tid": 1, **beside}
-        | {"inputs": [[TENSOR], 12, 94038, 3, "allreduce", [], []]},
-    ]
+    comm: dict[str, Any] = {"name": "record_param_comms", "id": 5, "rf_id": 31, "parent": 2}
+    inputs = [[TENSOR], 12, 94038, 3, "allreduce", [], []]
+    nodes = [thread | {"inputs": [], **rest}, comm | {"inputs": inputs, **rest}]
     return {"schema": "1.0.1", "pid": 1, "nodes": nodes}
 
 
@@ -53,58 +47,37 @@ def attributes(**values: Any) -> list[dict[str, Any]]:
 
 def second_form() -> dict[str, Any]:
     """Schema 1.1.1: attributes; pairs for the sequence number and for the group."""
-    beside: dict[str, Any] = {"outputs": {"values": [], "shapes": [], "types": [], "strides": []}}
+
+    def node(number: int, name: str, parent: int, rf_id: int, inputs: Any) -> dict[str, Any]:
+        outputs = {"values": [], "shapes": [], "types": [], "strides": []}
+        ends = {"inputs": inputs, "outputs": outputs, "attrs": attributes(rf_id=rf_id, tid=1)}
+        return {"id": number, "name": name, "ctrl_deps": parent, **ends}
+
+    groups = {"values": [GROUPS], "shapes": [[]], "types": ["String"]}
+    sent = [[TENSOR], [12, False], ["7", "dp"], 1, "allreduce", [], [], 1, 2, 2]
     nodes = [
-        {"id": 2, "name": "[pytorch|profiler|execution_trace|thread]", "ctrl_deps": 1, **beside}
-        | {"inputs": NO_IO, "attrs": attributes(rf_id=0, tid=1)},
-        {"id": 3, "name": "## process_group:init ##", "ctrl_deps": 2, **beside}
-        | {
-            "inputs": {"values": [GROUPS], "shapes": [[]], "types": ["String"]},
-            "attrs": attributes(rf_id=1, tid=1),
-        },
-        {"id": 5, "name": "record_param_comms", "ctrl_deps": 2, **beside}
-        | {
-            "inputs": {
-                "values": [[TENSOR], [12, False], ["7", "dp"], 1, "allreduce", [], [], 1, 2, 2]
-            },
-            "attrs": attributes(rf_id=31, tid=1),
-        },
+        node(2, "[pytorch|profiler|execution_trace|thread]", 1, 0, NO_IO),
+        node(3, "## process_group:init ##", 2, 1, groups),
+        node(5, "record_param_comms", 2, 31, {"values": sent}),
     ]
     return {"schema": "1.1.1-chakra.0.0.4", "pid": 1, "nodes": nodes}
 
 
 def chakra_form() -> dict[str, Any]:
     """Chakra's protocol buffers as JSON: lists of dependencies, numbers and inputs as text."""
-
-    def attribute(name: str, kind: str, value: Any) -> dict[str, Any]:
-        return {"name": name, kind: value}
-
-    nodes = [
-        {
-            "id": "2",
-            "name": "[pytorch|profiler|execution_trace|thread]",
-            "type": "METADATA_NODE",
-            "attr": [attribute("tid", "uint64Val", "1")],
-        },
-        {
-            "id": "5",
-            "name": "ncclDevKernel_AllReduce_Sum_f32_RING_LL",
-            "type": "COMM_COLL_NODE",
-            "ctrlDeps": ["2"],
-            "dataDeps": ["2"],
-        }
-        | {"inputs": {"values": str([TENSOR]), "shapes": "[[250]]", "types": "['Tensor(float)']"}}
-        | {
-            "attr": [
-                attribute("rf_id", "int64Val", "31"),
-                attribute("tid", "uint64Val", "1"),
-                attribute("comm_type", "int64Val", "0"),
-                attribute("comm_size", "int64_val", "1000"),
-                attribute("pg_name", "string_val", "7"),
-            ]
-        },
+    thread: dict[str, Any] = {"id": "2", "name": "[pytorch|profiler|execution_trace|thread]"}
+    thread |= {"type": "METADATA_NODE", "attr": [{"name": "tid", "uint64Val": "1"}]}
+    comm: dict[str, Any] = {"id": "5", "name": "ncclDevKernel_AllReduce_Sum_f32_RING_LL"}
+    comm |= {"type": "COMM_COLL_NODE", "ctrlDeps": ["2"], "dataDeps": ["2"]}
+    comm["inputs"] = {"values": str([TENSOR]), "shapes": "[[250]]", "types": "['Tensor(float)']"}
+    comm["attr"] = [
+        {"name": "rf_id", "int64Val": "31"},
+        {"name": "tid", "uint64Val": "1"},
+        {"name": "comm_type", "int64Val": "0"},
+        {"name": "comm_size", "int64_val": "1000"},
+        {"name": "pg_name", "string_val": "7"},
     ]
-    return {"version": "0.0.4", "nodes": nodes}
+    return {"version": "0.0.4", "nodes": [thread, comm]}
 
 
 @pytest.mark.parametrize(
@@ -114,29 +87,20 @@ def chakra_form() -> dict[str, Any]:
 def test_every_schema_gives_the_same_collective(form: Any, schema: str) -> None:
     trace = read(form())
     assert (trace.schema, trace.rank) == (schema, 3)
-    assert (
-        trace.node_id.tolist()[-1] == 5
-        and trace.parent.tolist()[-1] == 2
-        and trace.rf_id.tolist()[-1] == 31
-    )
+    assert (trace.node_id[-1], trace.parent[-1], trace.rf_id[-1]) == (5, 2, 31)
     assert trace.thread.tolist() == [1] * trace.nodes and trace.input_bytes[-1] == 1000
     (comm,) = (trace.comms or trace.marks).values()
     assert (comm.name, comm.size_bytes) == ("all_reduce", 1000)
     assert comm.sequence == (-1 if form is chakra_form else 12)
-    assert (comm.group, comm.group_ranks) == {
-        first_form: ("", ()),
-        second_form: ("7", (1, 3)),
-        chakra_form: ("7", ()),
-    }[form]
+    groups = {first_form: ("", ()), second_form: ("7", (1, 3)), chakra_form: ("7", ())}
+    assert (comm.group, comm.group_ranks) == groups[form]
 
 
 def test_nodes_without_ids_and_files_without_nodes_are_refused() -> None:
-    for data, said in (
-        ({"nodes": [{"name": "a"}]}, "node 0 must be an object with an id"),
-        ({"nodes": []}, "must hold nodes"),
-    ):
-        with pytest.raises(InvalidInput, match=said):
-            read(data)
+    with pytest.raises(InvalidInput, match="node 0 must be an object with an id"):
+        read({"nodes": [{"name": "a"}]})
+    with pytest.raises(InvalidInput, match="must hold nodes"):
+        read({"nodes": []})
 
 
 def numbered(events: list[Event], with_ids: bool) -> list[Event]:
@@ -167,9 +131,8 @@ def linked(folder: Path, with_ids: bool, backwards: bool, **words: str) -> Trace
     job = Job(ranks=2, steps=2).run()
     job.events = [numbered(events, with_ids) for events in job.events]
     for rank, events in enumerate(job.events):
-        (folder / f"et_rank{rank}.json").write_text(
-            json.dumps(execution(events, backwards, **words))
-        )
+        data = execution(events, backwards, **words)
+        (folder / f"et_rank{rank}.json").write_text(json.dumps(data))
     return read_job(job.write(folder))
 
 
@@ -177,24 +140,23 @@ def test_collectives_are_linked_by_record_function_id_whatever_the_order(tmp_pat
     job = linked(tmp_path, with_ids=True, backwards=True)
     assert [(link.by_id, link.in_order, link.collectives) for link in job.links] == [(8, 0, 8)] * 2
     assert not [repair for repair in job.repairs if "execution trace" in repair.what]
-    for own in job.collectives:
-        assert [one.comm.sequence for one in own] == list(range(1, 9))
-        assert [one.comm.size_bytes for one in own] == [4000.0 * (n % 4 + 1) for n in range(8)]
-        assert {one.comm.group for one in own} == {"0"}
+    rows = [(n + 1, 4000.0 * (n % 4 + 1), "0") for n in range(8)]
+    for rank in job.collectives:
+        comms = [one.comm for one in rank]
+        assert [(comm.sequence, comm.size_bytes, comm.group) for comm in comms] == rows
     assert len(job.joints) == 8
 
 
-def test_without_ids_they_are_linked_in_order_and_it_is_told(tmp_path: Path) -> None:
+def test_without_ids_collectives_are_linked_in_order_and_reported(tmp_path: Path) -> None:
     job = linked(tmp_path, with_ids=False, backwards=False)
     assert [(link.by_id, link.in_order) for link in job.links] == [(0, 8)] * 2
-    assert (
-        sum("linked to the execution trace in order" in repair.what for repair in job.repairs) == 2
-    )
+    in_order = "linked to the execution trace in order"
+    assert sum(in_order in repair.what for repair in job.repairs) == 2
     assert [one.comm.sequence for one in job.collectives[1]] == list(range(1, 9))
 
 
 @pytest.mark.parametrize("with_ids", [True, False])
-def test_nodes_of_other_collectives_are_not_linked_and_it_is_told(
+def test_nodes_of_other_collectives_are_not_linked_and_reported(
     tmp_path: Path, with_ids: bool
 ) -> None:
     job = linked(tmp_path, with_ids=with_ids, backwards=False, names="broadcast")
@@ -203,7 +165,7 @@ def test_nodes_of_other_collectives_are_not_linked_and_it_is_told(
     assert {one.comm.sequence for one in job.collectives[0]} == {-1} and len(job.joints) == 8
 
 
-def test_an_execution_trace_of_a_rank_that_is_not_there_is_told(tmp_path: Path) -> None:
+def test_an_execution_trace_of_an_absent_rank_is_reported(tmp_path: Path) -> None:
     (tmp_path / "et_rank5.json").write_text(json.dumps(second_form()))
     job = read_job(Job().run().write(tmp_path))
     assert not job.links and any("of no rank here" in repair.what for repair in job.repairs)

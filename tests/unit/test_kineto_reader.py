@@ -114,7 +114,7 @@ def test_folders_globs_and_archives_give_the_same_job(tmp_path: Path) -> None:
     archive = tmp_path / "all.tar.gz"
     with tarfile.open(archive, "w:gz") as tar:
         tar.add(folder, "traces")
-    places = [folder, str(folder / "rank*.json.gz"), archive, sorted(folder.iterdir())]
+    places: list[Any] = [folder, str(folder / "rank*.json.gz"), archive, sorted(folder.iterdir())]
     jobs = [read_job(place) for place in places]
     assert {job.rank_numbers for job in jobs} == {(0, 1)}
     assert len({TracedSteps(job).measured_s() for job in jobs}) == 1

@@ -1,4 +1,4 @@
-"""Layer profiles in PipeDream's format: what is read, and what is refused."""
+"""Layer profiles in PipeDream's format are read, or refused with the reason."""
 
 from __future__ import annotations
 
@@ -33,24 +33,16 @@ def line(
     return f"node{node} -- {text} -- {times}, {sizes}"
 
 
+LINEAR = "Linear(in_features=4, out_features=2, bias=True)"
+CONV = "Conv2d(3, 8, kernel_size=(3, 5), stride=(1, 1), groups=1, bias=False)"
+NORM = "BatchNorm2d(8, eps=1e-05, momentum=0.1, affine=True)"
 SMALL = "\n".join(
     [
-        line(3, "Linear(in_features=4, out_features=2, bias=True)", "0.5", "1.5", "16.0", "40.000"),
-        line(
-            1,
-            "Conv2d(3, 8, kernel_size=(3, 5), stride=(1, 1), groups=1, bias=False)",
-            parameters="1440",
-        ),
-        line(
-            2,
-            "BatchNorm2d(8, eps=1e-05, momentum=0.1, affine=True)",
-            activation="[4.0; 6.5]",
-            parameters="64",
-        ),
+        line(3, LINEAR, "0.5", "1.5", "16.0", "40.000"),
+        line(1, CONV, parameters="1440"),
+        line(2, NORM, activation="[4.0; 6.5]", parameters="64"),
         line(4, "Strange(7)", parameters="28.000"),
-        "\tnode1 -- node2",
-        "\tnode2 -- node3",
-        "\tnode3 -- node4",
+        *(f"\tnode{n} -- node{n + 1}" for n in (1, 2, 3)),
     ]
 )
 
@@ -66,59 +58,44 @@ def test_layers_become_ops_in_execution_order_with_times_in_seconds() -> None:
 
 def test_shapes_come_from_the_text_where_they_need_the_stated_bytes() -> None:
     graph = parse_layer_profile(SMALL, "small")
-    assert [[v.shape for v in op.variables] for op in graph.ops] == [
-        [(8, 3, 3, 5)],
-        [(8,), (8,)],
-        [(2, 4), (2,)],
-        [(7,)],
-    ]
-    other = parse_layer_profile(
-        line(1, "Linear(in_features=4, out_features=2, bias=True)", parameters="44.0"), "other"
-    )
+    shapes = [[v.shape for v in op.variables] for op in graph.ops]
+    assert shapes == [[(8, 3, 3, 5)], [(8,), (8,)], [(2, 4), (2,)], [(7,)]]
+    other = parse_layer_profile(line(1, LINEAR, parameters="44.0"), "other")
     assert [v.shape for v in other.ops[0].variables] == [(11,)]
 
 
 def test_the_workload_has_gradients_in_backward_order_and_reads_in_forward_order() -> None:
     workload = parse_layer_profile(SMALL, "small").workload()
-    assert [(v.name.split(".")[0], v.ready_s, v.needed_s) for v in workload.variables] == [
-        ("node4", pytest.approx(2.0e-3), pytest.approx(2.5e-3)),
-        ("node3", pytest.approx(3.5e-3), pytest.approx(2.0e-3)),
-        ("node3", pytest.approx(3.5e-3), pytest.approx(2.0e-3)),
-        ("node2", pytest.approx(5.5e-3), pytest.approx(1.0e-3)),
-        ("node2", pytest.approx(5.5e-3), pytest.approx(1.0e-3)),
-        ("node1", pytest.approx(7.5e-3), 0.0),
-    ]
-    assert (workload.forward_s, workload.backward_s) == (
-        pytest.approx(3.5e-3),
-        pytest.approx(7.5e-3),
-    )
+    variables = workload.variables
+    assert [v.name.split(".")[0][-1] for v in variables] == list("433221")
+    ready_s = [2.0e-3, 3.5e-3, 3.5e-3, 5.5e-3, 5.5e-3, 7.5e-3]
+    assert [v.ready_s for v in variables] == pytest.approx(ready_s)
+    needed_s = [2.5e-3, 2.0e-3, 2.0e-3, 1.0e-3, 1.0e-3, 0.0]
+    assert [v.needed_s for v in variables] == pytest.approx(needed_s)
+    assert variables[-1].needed_s == 0.0
+    assert (workload.forward_s, workload.backward_s) == pytest.approx((3.5e-3, 7.5e-3))
+
+
+SIZED = line(1, "A", parameters="4")
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("hello", "line 1: a layer must be"),
-        (
-            line(1, "A", parameters="4") + "\n" + line(1, "B"),
-            "line 2: .* names each node once, but node1",
-        ),
+        (f"{SIZED}\n{line(1, 'B')}", "line 2: .* names each node once, but node1"),
         (line(1, "A", forward="-1"), "a layer must be"),
         (line(1, "A", forward="1e999", parameters="4"), "finite numbers"),
         (line(1, "A", forward="nan"), "a layer must be"),
         (line(1, "A", activation="[1; x]"), "finite numbers"),
         (line(1, "A", parameters="4.5"), "whole bytes"),
-        (line(1, "A", parameters="4") + "\n\tnode1 - node2", "an edge must be"),
-        (line(1, "A", parameters="4") + "\n\tnode1 -- node2", "node2, which has no line"),
-        (
-            "\n".join(
-                [line(1, "A", parameters="4"), line(2, "B"), "\tnode1 -- node2", "\tnode2 -- node1"]
-            ),
-            "no cycle",
-        ),
+        (f"{SIZED}\n\tnode1 - node2", "an edge must be"),
+        (f"{SIZED}\n\tnode1 -- node2", "node2, which has no line"),
+        (f"{SIZED}\n{line(2, 'B')}\n\tnode1 -- node2\n\tnode2 -- node1", "no cycle"),
         (line(1, "A"), "needs an op with a variable"),
     ],
 )
-def test_what_is_no_profile_is_refused_with_its_line(text: str, message: str) -> None:
+def test_a_file_that_is_no_profile_is_refused_with_its_line(text: str, message: str) -> None:
     with pytest.raises(InvalidInput, match=message):
         parse_layer_profile(text, "broken")
 

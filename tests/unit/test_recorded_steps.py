@@ -1,10 +1,11 @@
-"""What recorded steps were spent on, from traces small enough to be added up by hand."""
+"""The parts of recorded steps, from traces small enough to add up by hand."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
+from synthetic_traces import Event, span
 
 from autotune.errors import InvalidInput
 from autotune.recordings.job_file import JOB_FILE, ClockPair, RankRecord, RecordedJob
@@ -17,11 +18,8 @@ from autotune.recordings.recorded_steps import (
 from autotune.workload import Variable, Workload
 
 
-def event(
-    name: str, start_us: float, took_us: float, cat: str = "cpu_op", tid: int = 1
-) -> dict[str, Any]:
-    times = {"ts": start_us, "dur": took_us}
-    return {"ph": "X", "cat": cat, "name": name, "pid": 1, "tid": tid, **times}
+def event(name: str, start_us: float, took_us: float, cat: str = "cpu_op", tid: int = 1) -> Event:
+    return span(name, start_us, took_us, tid, cat)
 
 
 STEP = [
@@ -36,9 +34,8 @@ STEP = [
 
 def test_a_step_is_cut_where_the_backward_pass_begins_and_ends() -> None:
     times = step_times(STEP, [])
-    assert (times.forward_s, times.backward_s, times.rest_s) == pytest.approx(
-        (400e-6, 300e-6, 300e-6)
-    )
+    parts_s = (times.forward_s, times.backward_s, times.rest_s)
+    assert parts_s == pytest.approx((400e-6, 300e-6, 300e-6))
     assert times.computation_s == pytest.approx(500e-6)
 
 
@@ -49,40 +46,34 @@ def test_only_what_no_computation_covers_is_exposed() -> None:
 
 
 def test_an_operator_does_not_count_what_it_calls() -> None:
-    own = {op.name: (op.self_s, op.calls) for op in step_times(STEP, []).top_ops}
-    assert own["aten::linear"] == (pytest.approx(100e-6), 1.0)
-    assert own["aten::addmm"] == (pytest.approx(100e-6), 1.0)
-    assert "c10d::allreduce_" not in own
+    times = {op.name: (op.self_s, op.calls) for op in step_times(STEP, []).top_ops}
+    assert times["aten::linear"] == (pytest.approx(100e-6), 1.0)
+    assert times["aten::addmm"] == (pytest.approx(100e-6), 1.0)
+    assert "c10d::allreduce_" not in times
 
 
 def test_kernels_are_the_computation_where_there_is_a_device() -> None:
-    kernels = [
-        event("gemm", 500.0, 100.0, "kernel", 7),
-        event("ncclDevKernel_AllReduce", 550.0, 300.0, "kernel", 20),
-    ]
-    times = step_times([*STEP, *kernels], [(550.0, 850.0)])
+    gemm = event("gemm", 500.0, 100.0, "kernel", 7)
+    nccl = event("ncclDevKernel_AllReduce", 550.0, 300.0, "kernel", 20)
+    times = step_times([*STEP, gemm, nccl], [(550.0, 850.0)])
     assert times.computation_s == pytest.approx(100e-6)
     assert times.exposed_s == pytest.approx(250e-6)
 
 
-def test_steps_without_an_optimizers_step_are_told_apart() -> None:
-    def step(start_us: float, *updates_us: float) -> list[dict[str, Any]]:
+def test_only_steps_with_an_optimizers_step_are_counted_as_updated() -> None:
+    def step(start_us: float, *updates_us: float) -> list[Event]:
         moved = [{**one, "ts": one["ts"] + start_us} for one in STEP]
         return moved + [
             event("Optimizer.step#SGD.step", start_us + at_us, 10.0, "user_annotation")
             for at_us in updates_us
         ]
 
-    assert (
-        step_times(
-            [*step(0.0), *step(1000.0, 800.0, 820.0), *step(2000.0, 999.0)], []
-        ).updated_steps
-        == 2
-    )
+    events = [*step(0.0), *step(1000.0, 800.0, 820.0), *step(2000.0, 999.0)]
+    assert step_times(events, []).updated_steps == 2
     assert step_times(step(0.0), []).updated_steps == 0
 
 
-def test_a_trace_without_marks_tells_nothing() -> None:
+def test_a_trace_without_marks_gives_an_empty_breakdown() -> None:
     assert step_times(STEP[1:], []) == StepBreakdown()
 
 
@@ -98,17 +89,16 @@ def test_a_collective_lasts_as_long_as_on_the_rank_that_came_last() -> None:
 
 
 def recorded() -> RecordedJob:
-    workload = Workload(
-        "Net", (Variable("w", (2, 3), ready_s=0.1, needed_s=0.0),), source="measured"
-    )
+    variable = Variable("w", (2, 3), ready_s=0.1, needed_s=0.0)
+    workload = Workload("Net", (variable,), source="measured")
     ranks = []
     for rank in range(2):
         times = (ClockPair(1, 2),), (0.5, 0.25 + rank, 0.75)
         file = f"rank{rank}.json.gz"
         ranks.append(RankRecord(rank, "host", "cpu", "x", 1, file, *times, 3, 1))
-    return RecordedJob(
-        2, tuple(ranks), 3, 3, 3, workload.id, workload, buckets=(("w",),), notes=("a note",)
-    )
+    steps = (3, 3, 3)
+    extra: dict[str, Any] = {"buckets": (("w",),), "notes": ("a note",)}
+    return RecordedJob(2, tuple(ranks), *steps, workload.id, workload, **extra)
 
 
 def test_a_recorded_job_is_read_as_it_was_written(tmp_path) -> None:

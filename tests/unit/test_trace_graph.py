@@ -189,7 +189,8 @@ def test_a_valid_queue_time_gives_the_step_that_issued_a_collective(
 
 def test_modules_name_the_layers_of_forward_and_backward_ops() -> None:
     def numbered(name: str, ts: float, dur: float, sequence: int, tid: int = 1) -> Event:
-        return span(name, ts, dur, tid, **{"Sequence number": sequence})
+        args: dict[str, Any] = {"Sequence number": sequence}
+        return span(name, ts, dur, tid, **args)
 
     events = [
         mark("DistributedDataParallel.forward", 0, 30),
@@ -262,8 +263,8 @@ def test_collectives_that_lack_a_counterpart_are_reported(tmp_path: Path) -> Non
     rank = job.ranks[1]
     remaining = rank.correlation != rank.correlation[job.collectives[1][2].event]
     columns = "start_s duration_s category lane name correlation external sequence size_bytes"
-    columns = [*columns.split(), "comm", "sync"]
-    cut = {name: getattr(rank, name)[remaining] for name in columns}
+    names = [*columns.split(), "comm", "sync"]
+    cut = {name: getattr(rank, name)[remaining] for name in names}
     less = assemble([job.ranks[0], replace(rank, **cut)])
     assert len(less.joints) == 3
     assert any("no counterpart on ranks 1" in repair.what for repair in less.repairs)

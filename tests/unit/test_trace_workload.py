@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from synthetic_traces import Event, span
 
 from autotune.cli import main
 from autotune.errors import InvalidInput
@@ -20,33 +21,16 @@ REFERENCE = (
 )
 
 
-def span(
-    name: str,
-    start_us: float,
-    length_us: float,
-    thread: int = 1,
-    category: str = "cpu_op",
-    **args: Any,
-) -> dict[str, Any]:
-    place = {"pid": 1, "tid": thread, "ts": start_us, "dur": length_us}
-    return {"ph": "X", "cat": category, "name": name, **place, "args": args}
+def sent(name: str, elements: int, start_us: float, length_us: float) -> Event:
+    args: dict[str, Any] = {"Collective name": name, "dtype": "Float", "In msg nelems": elements}
+    args |= {"Group size": 2, "Process Group Name": "0"}
+    return span(f"gloo:{name}", start_us, length_us, tid=2, **args)
 
 
-def sent(name: str, elements: int, start_us: float, length_us: float) -> dict[str, Any]:
-    told: dict[str, Any] = {
-        "Collective name": name,
-        "dtype": "Float",
-        "In msg nelems": elements,
-        "Group size": 2,
-        "Process Group Name": "0",
-    }
-    return span(f"gloo:{name}", start_us, length_us, thread=2, **told)
-
-
-def trace(folder: Path, *events: dict[str, Any]) -> Path:
+def trace(folder: Path, *events: Event) -> Path:
     """Write the events as the trace of one step of rank 0."""
     path = folder / "rank0.json"
-    whole = [span("ProfilerStep#1", 0, 13000, category="user_annotation"), *events]
+    whole = [span("ProfilerStep#1", 0, 13000, cat="user_annotation"), *events]
     info = {"rank": 0, "world_size": 2, "backend": "gloo"}
     path.write_text(json.dumps({"distributedInfo": info, "traceEvents": whole}))
     return path
@@ -62,7 +46,7 @@ STEP = (
     span("autograd::engine::evaluate_function: MmBackward0", 6000, 2000),
     span("c10d::allreduce_", 7980, 15),
     sent("all_reduce", 500, 9010, 2500),
-    span("Optimizer.step#SGD.step", 11600, 1000, category="user_annotation"),
+    span("Optimizer.step#SGD.step", 11600, 1000, cat="user_annotation"),
     span("aten::add_", 11600, 1000),
 )
 
@@ -71,23 +55,17 @@ def test_every_bucket_is_a_variable_that_is_ready_when_its_gradients_are(tmp_pat
     workload = workload_of(read_job(trace(tmp_path, *STEP))).workload
     assert [variable.shape for variable in workload.variables] == [(1000,), (500,)]
     assert workload.variables[0].ready_s == pytest.approx(0.002, abs=1e-4)
-    assert workload.variables[1].ready_s == pytest.approx(0.004, abs=1e-4), (
-        "it waited for the first one, which is no computation"
-    )
+    waited = "it waited for the first one, which is no computation"
+    assert workload.variables[1].ready_s == pytest.approx(0.004, abs=1e-4), waited
     assert workload.backward_s == pytest.approx(0.004, abs=1e-4)
-    assert (workload.buffer_bytes, workload.buffers, workload.device, workload.source) == (
-        (1000,),
-        1,
-        "cpu",
-        "measured",
-    )
+    assert (workload.buffer_bytes, workload.buffers) == ((1000,), 1)
+    assert (workload.device, workload.source) == ("cpu", "measured")
 
 
 def test_a_trace_without_gradients_is_refused_in_words(tmp_path: Path) -> None:
     backward = span("autograd::engine::evaluate_function: MmBackward0", 4000, 2000)
-    with pytest.raises(
-        InvalidInput, match=r"of the 0 collectives of rank 0's step 1 .* none is an all-reduce"
-    ):
+    none = r"of the 0 collectives of rank 0's step 1 .* none is an all-reduce"
+    with pytest.raises(InvalidInput, match=none):
         workload_of(read_job(trace(tmp_path, span("aten::mm", 0, 3000), backward)))
     with pytest.raises(InvalidInput, match="needs a step with a backward pass"):
         workload_of(read_job(trace(tmp_path, *STEP[:3])))
@@ -99,21 +77,15 @@ def test_optimize_takes_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[st
     )
     cluster = str(tmp_path / "cluster.yaml")
     assert main(["optimize", str(trace(tmp_path, *STEP)), "--cluster", cluster, "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["model"] == "rank0" and any(
-        "buckets as they were sent" in note for note in told["assumed"]
-    )
+    report = json.loads(capsys.readouterr().out)
+    assert report["model"] == "rank0"
+    assert any("buckets as they were sent" in note for note in report["assumed"])
 
 
 @pytest.mark.skipif(not REFERENCE.exists(), reason="AUTOTUNE_REFERENCE_DATA has no traces")
 def test_the_buckets_of_a_traced_job_on_two_gpus_are_all_there() -> None:
     workload = workload_of(read_job(REFERENCE / "ddp_a100" / "rank0.json.gz")).workload
-    assert [variable.elements for variable in workload.variables] == [
-        2_049_000,
-        7_875_584,
-        6_563_840,
-        6_637_568,
-        2_431_040,
-    ]
+    elements = [variable.elements for variable in workload.variables]
+    assert elements == [2_049_000, 7_875_584, 6_563_840, 6_637_568, 2_431_040]
     assert workload.device == "cuda" and workload.buffer_bytes == (212_480, 424)
     assert workload.compute_s == pytest.approx(0.2213, rel=0.01)

@@ -104,14 +104,14 @@ class _KinetoReader:
                 self._unusable(item, problem)
         for began in [event for stack in self.open.values() for event in stack]:
             self._unusable(began, "it begins and never ends")
-        kept = len(self.floats["start"])
-        if self.bad and self.bad > MOST_BAD * (kept + self.bad):
+        usable = len(self.floats["start"])
+        if self.bad and self.bad > MOST_BAD * (usable + self.bad):
             raise InvalidInput(
                 f"at most {100 * MOST_BAD:.0f} % of a trace's events may be unusable, but of "
-                f"{kept + self.bad} in {self.where} {self.bad} are; first {self.first_bad}; "
+                f"{usable + self.bad} in {self.where} {self.bad} are; first {self.first_bad}; "
                 "export the trace again"
             )
-        if not kept:
+        if not usable:
             raise InvalidInput(
                 f"{self.where} must hold events with ph, ts and dur in traceEvents, but none of "
                 f"{self.items.items} is one"

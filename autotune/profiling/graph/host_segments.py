@@ -56,11 +56,11 @@ def host_segments(trace: RankTrace, events: Iterable[int]) -> dict[int, list[Hos
     by_lane: dict[int, list[int]] = {}
     for event in events:
         by_lane.setdefault(int(trace.lane[event]), []).append(event)
-    segments = {lane: list(_segments(trace, lane, own)) for lane, own in by_lane.items()}
+    segments = {lane: list(_segments(trace, lane, events)) for lane, events in by_lane.items()}
     layers = _forward_layers(trace, segments)
     if layers:
-        for own in segments.values():
-            _set_backward_layers(trace, own, layers)
+        for of_lane in segments.values():
+            _set_backward_layers(trace, of_lane, layers)
     return segments
 
 
@@ -148,8 +148,8 @@ def _marked_kind(name: str) -> Kind | None:
 def _forward_layers(trace: RankTrace, segments: dict[int, list[HostSegment]]) -> dict[int, str]:
     """Autograd sequence number -> layer, from the annotations around the forward op."""
     layers: dict[int, str] = {}
-    for own in segments.values():
-        for segment in own:
+    for of_lane in segments.values():
+        for segment in of_lane:
             sequence = int(trace.sequence[segment.event])
             if sequence >= 0 and segment.scope.layer and segment.scope.kind != Kind.BACKWARD:
                 layers.setdefault(sequence, segment.scope.layer)

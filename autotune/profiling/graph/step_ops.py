@@ -222,7 +222,7 @@ class _StepBuilder:
         issued, they count in the order in which they began.
         """
         ops = self.out.ops
-        segments = [segment for own in self.segments.values() for segment in own]
+        segments = [segment for of_lane in self.segments.values() for segment in of_lane]
         first_starts_s = {segment.start_s for segment in segments if segment.first}
         calls, runs = [], []
         for lane, numbers in self.by_lane.items():

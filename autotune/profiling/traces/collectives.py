@@ -90,12 +90,12 @@ def _without_enclosed(
     starts_s = np.array([one.start_s for one in collectives])
     ends_s = np.array([one.end_s for one in collectives])
     lanes = trace.lane[events]
-    kept = []
+    unrepeated = []
     for number, one in enumerate(collectives):
         within = (starts_s <= one.start_s) & (one.end_s <= ends_s) & (lanes == lanes[number])
         if is_message[number] or not (within & is_message).any():
-            kept.append(one)
-    return kept
+            unrepeated.append(one)
+    return unrepeated
 
 
 class _HostComms:

@@ -42,15 +42,15 @@ def enriched(
     completed: list[tuple[TracedCollective, ...]] = []
     links: list[ExecutionLink] = []
     repairs: list[Repair] = []
-    for trace, own in zip(traces, collectives, strict=True):
+    for trace, traced in zip(traces, collectives, strict=True):
         other = by_rank.pop(trace.rank, None)
         if other is None:
-            completed.append(tuple(own))
+            completed.append(tuple(traced))
             continue
-        linked, by_id, in_order = _linked(own, other)
+        linked, by_id, in_order = _linked(traced, other)
         completed.append(linked)
         rank = trace.rank or 0
-        links.append(ExecutionLink(rank, other.schema, other.nodes, by_id, in_order, len(own)))
+        links.append(ExecutionLink(rank, other.schema, other.nodes, by_id, in_order, len(traced)))
         if problem := _problem(links[-1]):
             repairs.append(Repair(problem, rank=trace.rank))
     for other in by_rank.values():

@@ -111,7 +111,7 @@ def _by_devices(traces: Sequence[RankTrace]) -> tuple[str, ...]:
     All names are "" where a rank does not fit that pattern.
     """
     devices = [list(_processes(trace, device=True)) for trace in traces]
-    plain = all(len(own) == 1 and own[0].isdecimal() for own in devices)
+    plain = all(len(numbers) == 1 and numbers[0].isdecimal() for numbers in devices)
     if len(traces) < 2 or not plain:
         return ("",) * len(traces)
     if not all(int(trace.info.get("devices", 0)) > 1 for trace in traces):

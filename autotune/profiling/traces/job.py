@@ -240,8 +240,8 @@ def _common_steps(traces: Sequence[RankTrace]) -> tuple[int, ...]:
     common = set.intersection(*numbers)
     if not common:
         listed = [
-            f"rank {trace.rank} has {listed_numbers(sorted(own))}"
-            for trace, own in zip(traces[:4], numbers, strict=False)
+            f"rank {trace.rank} has {listed_numbers(sorted(steps))}"
+            for trace, steps in zip(traces[:4], numbers, strict=False)
         ]
         raise InvalidInput(
             f"the ranks of a job must have a step in common, but {'; '.join(listed)}"
