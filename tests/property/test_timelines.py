@@ -134,7 +134,10 @@ def test_busy_and_exposed_times_match_a_fine_clock(dfg: Dfg) -> None:
         np.testing.assert_allclose(share[queue] * timeline.makespan_s, width[used].sum(), atol=1e-9)
     summary = iteration_summary(timeline)
     assert summary.exposed_communication_s == exposed_communication_s(timeline, summary.worker)
-    counted = {"forward_s": {Kind.FORWARD}, "backward_s": {Kind.BACKWARD}}
+    counted: dict[str, Iterable[Kind]] = {
+        "forward_s": {Kind.FORWARD},
+        "backward_s": {Kind.BACKWARD},
+    }
     counted |= {"update_s": {Kind.UPDATE}, "communication_s": COMMUNICATION}
     for name, kinds in counted.items():
         busy_s = width[of(kinds, summary.worker)].sum()

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -266,7 +267,7 @@ def test_the_enacted_plan_is_kept_although_todays_planner_differs(tmp_path: Path
 
 def _domain_of(folder: Path, steps_s: Iterable[float]) -> Domain:
     """Write and read a domain whose trials are a reference and a strategy in turn."""
-    chosen = {"strategy": strategy(1), "plan": plan(strategy(1), WORKLOAD, 2)}
+    chosen: dict[str, Any] = {"strategy": strategy(1), "plan": plan(strategy(1), WORKLOAD, 2)}
     trials = [
         replace(trial(number, step_s), **chosen)
         if number % 2

@@ -49,7 +49,7 @@ def second_form() -> dict[str, Any]:
     """Schema 1.1.1: attributes; pairs for the sequence number and for the group."""
 
     def node(number: int, name: str, parent: int, rf_id: int, inputs: Any) -> dict[str, Any]:
-        outputs = {"values": [], "shapes": [], "types": [], "strides": []}
+        outputs: dict[str, Any] = {"values": [], "shapes": [], "types": [], "strides": []}
         ends = {"inputs": inputs, "outputs": outputs, "attrs": attributes(rf_id=rf_id, tid=1)}
         return {"id": number, "name": name, "ctrl_deps": parent, **ends}
 
