@@ -27,7 +27,6 @@ import numpy as np
 
 from autotune.arrays import IntArray
 from autotune.cluster import Cluster
-from autotune.costs.issue_order import MessageTimes, channel_ends_s
 from autotune.errors import InvalidInput
 from autotune.memory.accumulation import accumulated, accumulated_workload
 from autotune.memory.peak import MemoryEstimate, peak_memory
@@ -86,22 +85,6 @@ class MemoryFit:
         return self.step_s - self.before_step_s
 
 
-def plan_step_s(plan: Plan, cluster: Cluster) -> StepSeconds:
-    """Predict a step with one channel next to the computation (`costs/issue_order.py`).
-
-    If the plan does not cross the step, the backward pass waits for the channel.
-    """
-
-    def step_s(workload: Workload) -> float:
-        times = MessageTimes.of(plan, workload, cluster)
-        if plan.cross_step:
-            return times.period_s
-        end_s = float(channel_ends_s(times.ready_s, times.cost_s).max(initial=0.0))
-        return workload.forward_s + max(workload.backward_s, end_s) + workload.update_s
-
-    return step_s
-
-
 def fit_memory(
     workload: Workload,
     cluster: Cluster,
@@ -109,25 +92,23 @@ def fit_memory(
     profile: MemoryProfile,
     budget_bytes: int,
     *,
+    step_s: StepSeconds,
     replica: Replica | None = None,
-    step_s: StepSeconds | None = None,
     batch: int | None = None,
     fixed: FixedShare = PROPORTIONAL,
 ) -> MemoryFit:
     """The fastest way to stay within the budget.
 
     The candidates are the step unchanged, with regions computed twice, or with the batch in parts;
-    both passes together only if neither suffices. `step_s` predicts a step, by default
-    `plan_step_s`. `batch`: samples of a step, a multiple of the number of parts. `fixed`: the share
-    of the passes' times that every part pays. Raises `InvalidInput`, with the lowest peak of each
-    pass, if nothing fits.
+    both passes together only if neither suffices. `step_s` predicts a step. `batch`: samples of a
+    step, a multiple of the number of parts. `fixed`: the share of the passes' times that every part
+    pays. Raises `InvalidInput`, with the lowest peak of each pass, if nothing fits.
     """
 
     def estimate(candidate: MemoryProfile, trained: Workload) -> MemoryEstimate:
         return peak_memory(candidate, trained, plan, cluster, replica=replica)
 
-    predict_s = step_s or plan_step_s(plan, cluster)
-    fitter = _Fitter(workload, profile, budget_bytes, estimate, predict_s, fixed)
+    fitter = _Fitter(workload, profile, budget_bytes, estimate, step_s, fixed)
     if fitter.before.peak_bytes <= budget_bytes:
         return fitter.fit(profile, workload)
     fits = [fit for fit in (fitter.recompute(), fitter.accumulate(batch)) if fit is not None]

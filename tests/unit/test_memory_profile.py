@@ -167,7 +167,7 @@ def test_the_faster_pass_that_fits_is_taken() -> None:
     profile = two_layers()
     peak = peak_memory(profile, WORKLOAD, PLAN, LOCAL).peak_bytes
 
-    def fit(budget: int, slow: Callable[[Workload], bool]) -> MemoryFit:
+    def fit(budget: int, slow: Callable[[Workload], bool] = lambda _: False) -> MemoryFit:
         """The fit if the workloads that are `slow` take a second longer."""
 
         def step_s(trained: Workload) -> float:
@@ -179,13 +179,15 @@ def test_the_faster_pass_that_fits_is_taken() -> None:
     parts = fit(peak - 200, lambda trained: trained.backward_s > WORKLOAD.backward_s)
     assert again.runs and again.parts == 1 and again.estimate.peak_bytes <= peak - 200
     assert parts.parts == 2 and not parts.runs and parts.estimate.peak_bytes <= peak - 200
-    assert fit_memory(WORKLOAD, LOCAL, PLAN, profile, peak).runs == ()
+    assert fit(peak).runs == ()
 
 
 def test_an_impossible_budget_is_refused_with_the_needs_of_each_pass() -> None:
     needs = r"needs .* as it is, .* computed twice, .* in parts, .* with both: at least 4.05 KiB"
     with pytest.raises(InvalidInput, match=needs):
-        fit_memory(WORKLOAD, LOCAL, PLAN, two_layers(), 1000, batch=2)
+        fit_memory(
+            WORKLOAD, LOCAL, PLAN, two_layers(), 1000, step_s=lambda one: one.compute_s, batch=2
+        )
 
 
 def test_power_sgd_on_a_gpu_has_a_cublas_workspace_per_lane() -> None:
